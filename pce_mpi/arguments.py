@@ -1,0 +1,384 @@
+"""One call's arguments: checked on this rank, agreed between ranks, and laid out for the kernels.
+
+Everything local is checked first and nothing local raises by itself: what was found goes into the agreement, after
+which either every rank has a `Problem` or every rank has raised the same error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+import math
+import operator
+from typing import TYPE_CHECKING, Any
+import zlib
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace, as_array, compute_dtype_of, is_floating, same_memory, shares_memory, to_host
+from pce_mpi.collectives import CollectiveError, CollectiveTimeout, agree, by_value, check_comm, raise_together
+from pce_mpi.kernels.blockwise import ClassWeights, Transform
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Call", "Problem", "Reduction", "check_out", "prepare", "rows_and_classes"]
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+HostArray = np.ndarray[Any, Any]
+
+
+class Reduction(StrEnum):
+    """What becomes of the losses per row."""
+
+    NONE = "none"
+    SUM = "sum"
+    MEAN = "mean"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """The arguments of one public function, as the caller gave them."""
+
+    operation: str
+    logits: Any
+    targets: Any
+    comm: MPI.Intracomm | None
+    class_start: int | None
+    num_classes: int | None
+    axis: int
+    ignore_index: int
+    logit_scale: float
+    softcap: float | None
+    compute_dtype: Any
+    weight: Any = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    reduction: str = Reduction.MEAN
+    batch_comm: MPI.Intracomm | None = None
+    out: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What a call asks for, once this rank's arguments are known to be right.
+
+    `targets` (rows,) are global class numbers, `valid` (rows,) says which rows count; both are NumPy on the host.
+    `class_start` and `num_classes` say where this shard lies among all classes.
+    """
+
+    logits: Array
+    axis: int
+    targets: HostArray | None
+    probabilities: Array | None
+    valid: HostArray
+    weight: HostArray | None
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    transform: Transform
+    reduction: Reduction
+    compute_dtype: np.dtype[Any]
+    out: Array | None
+    class_start: int = 0
+    num_classes: int = 0
+
+    @property
+    def rows_shape(self) -> tuple[int, ...]:
+        """The logits' shape without the class axis."""
+        return self.logits.shape[: self.axis] + self.logits.shape[self.axis + 1 :]
+
+    @property
+    def classes(self) -> int:
+        """How many classes this shard has."""
+        return int(self.logits.shape[self.axis])
+
+    @property
+    def target_column(self) -> HostArray | None:
+        """(rows,) the local column of each row's target, -1 where another shard has it or the row does not count."""
+        if self.targets is None:
+            return None
+        columns = self.targets - self.class_start
+        return np.where(self.valid & (columns >= 0) & (columns < self.classes), columns, -1)
+
+    @property
+    def class_weights(self) -> ClassWeights:
+        """The weights of a sum over all classes, for the kernels."""
+        probabilities = None if self.probabilities is None else rows_and_classes(self.probabilities, self.axis)
+        return ClassWeights(self.weight, probabilities, self.label_smoothing, self.num_classes)
+
+    def described(self) -> dict[str, object]:
+        """What must be the same on every rank."""
+        return {
+            "rows": self.rows_shape,
+            "dtype": self.logits.dtype.name,
+            "compute_dtype": self.compute_dtype.name,
+            "axis": self.axis,
+            "kind of targets": _kind_of_targets(self),
+            "weight given": self.weight is not None,
+            "ignore_index": self.ignore_index,
+            "label_smoothing": self.label_smoothing,
+            "z_loss": self.z_loss,
+            "logit_scale": self.transform.scale,
+            "softcap": self.transform.softcap,
+            "reduction": str(self.reduction),
+        }
+
+
+def rows_and_classes(array: Array, axis: int) -> Array:
+    """`array` as (outer, classes, inner), the class axis in the middle; a view where its strides allow one."""
+    outer, inner = math.prod(array.shape[:axis]), math.prod(array.shape[axis + 1 :])
+    return array.reshape(outer, array.shape[axis], inner)
+
+
+def prepare(call: Call) -> Problem:
+    """Check `call` here, and agree on it everywhere.
+
+    Collective over `call.comm` and `call.batch_comm`: one Allgather of 64 bytes over each. Every rank returns, or
+    every rank raises the same error.
+    """
+    for name in ("comm", "batch_comm"):
+        if getattr(call, name) is not None:
+            check_comm(getattr(call, name), name)
+    problem: Problem | None = None
+    error: Exception | None = None
+    try:
+        problem = _check(call)
+    except Exception as caught:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
+        error = caught
+    if call.batch_comm is None:
+        return _place(call, problem, error)
+    try:
+        problem = _place(call, problem, error)
+        error = None
+    except CollectiveTimeout:
+        raise
+    except Exception as caught:  # noqa: BLE001  # as above
+        error = caught
+    description = {} if problem is None else problem.described() | {"num_classes": problem.num_classes}
+    description.pop("rows", None)
+    agree(call.batch_comm, call.operation, description, error=error, over="batch_comm")
+    assert problem is not None  # its error would have been raised by now
+    return problem
+
+
+# ------------------------------------------------------------------------------------------------- what one rank knows
+
+
+def _check(call: Call) -> Problem:
+    logits = as_array(call.logits, "logits")
+    if not is_floating(logits.dtype):
+        raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
+    if logits.ndim == 0:
+        raise ValueError("logits must have a class axis, got a 0-d array")
+    axis = _integer(call.axis, "axis")
+    if not -logits.ndim <= axis < logits.ndim:
+        raise ValueError(f"axis = {axis} is out of bounds for logits of {logits.ndim} dimensions")
+    axis %= logits.ndim
+    ignore_index = _integer(call.ignore_index, "ignore_index")
+    targets, probabilities = _check_targets(call, logits, axis, ignore_index)
+    label_smoothing = _number(call.label_smoothing, "label_smoothing")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    scale = _number(call.logit_scale, "logit_scale")
+    softcap = None if call.softcap is None else _number(call.softcap, "softcap")
+    for name, value in (("logit_scale", scale), ("softcap", softcap)):
+        if value is not None and not 0.0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+    z_loss = _number(call.z_loss, "z_loss")
+    if not math.isfinite(z_loss):
+        raise ValueError(f"z_loss must be finite, got {z_loss}")
+    if call.reduction not in list(Reduction):
+        raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {call.reduction!r}")
+    for name, count, least in (("class_start", call.class_start, 0), ("num_classes", call.num_classes, 1)):
+        if count is not None and _integer(count, name) < least:
+            raise ValueError(f"{name} must be at least {least}, got {count}")
+    weight = _check_weight(call.weight, logits, axis)
+    out = None if call.out is None else check_out(call.out, logits, targets, probabilities, weight)
+    rows = math.prod(logits.shape[:axis] + logits.shape[axis + 1 :])
+    return Problem(
+        logits=logits,
+        axis=axis,
+        targets=targets,
+        probabilities=probabilities,
+        valid=np.ones(rows, np.bool_) if targets is None else targets != ignore_index,
+        weight=weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        transform=Transform(scale, softcap),
+        reduction=Reduction(call.reduction),
+        compute_dtype=compute_dtype_of(logits.dtype, call.compute_dtype),
+        out=out,
+    )
+
+
+def _check_targets(
+    call: Call, logits: Array, axis: int, ignore_index: int
+) -> tuple[HostArray | None, Array | None]:
+    """(rows,) int64 class numbers, or probabilities shaped as the logits; neither where targets are not required."""
+    only_index = call.operation == "class_statistics"
+    if call.targets is None and only_index:
+        return None, None
+    targets = as_array(call.targets, "targets")
+    rows_shape = logits.shape[:axis] + logits.shape[axis + 1 :]
+    if targets.dtype.kind in "iu":
+        if targets.shape != rows_shape:
+            raise ValueError(
+                f"index targets must have the logits' shape without the class axis, {rows_shape}, got {targets.shape}"
+            )
+        host = to_host(targets).reshape(-1)
+        beyond = np.flatnonzero(host > np.iinfo(np.int64).max)
+        if beyond.size:
+            raise IndexError(f"{_target_text(host, rows_shape, beyond[0])} is no class number")
+        return host.astype(np.int64), None
+    if not is_floating(targets.dtype):
+        raise TypeError(f"targets must be integers or floating-point probabilities, got {targets.dtype}")
+    if only_index:
+        raise ValueError("class_statistics takes index targets, got probabilities")
+    if targets.shape != logits.shape:
+        raise ValueError(f"probability targets must have the logits' shape, {logits.shape}, got {targets.shape}")
+    if array_namespace(targets) is not array_namespace(logits):
+        raise TypeError("probability targets and logits must be arrays of the same library")
+    if ignore_index >= 0:
+        raise ValueError(f"probability targets know no ignored rows, got ignore_index = {ignore_index}")
+    return None, targets
+
+
+def _check_weight(weight: Any, logits: Array, axis: int) -> HostArray | None:
+    if weight is None:
+        return None
+    weight = to_host(as_array(weight, "weight"))
+    if weight.dtype.kind not in "iu" and not is_floating(weight.dtype):
+        raise TypeError(f"weight must be real numbers, got {weight.dtype}")
+    classes = logits.shape[axis]
+    if weight.shape != (classes,):
+        raise ValueError(f"weight must have one entry per class of this shard, ({classes},), got {weight.shape}")
+    return weight.astype(np.float64)
+
+
+def check_out(out: Any, logits: Array, *inputs: Array | None) -> Array:
+    """`out` as an array that a gradient of `logits` can be written to."""
+    array = as_array(out, "out")
+    if array_namespace(array) is not array_namespace(logits):
+        raise TypeError("out and logits must be arrays of the same library")
+    if not is_floating(array.dtype):
+        raise TypeError(f"out must be float16, bfloat16, float32 or float64, got {array.dtype}")
+    if array.shape != logits.shape:
+        raise ValueError(f"out must have the logits' shape, {logits.shape}, got {array.shape}")
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        raise ValueError("out is read-only")
+    if not same_memory(array, logits) and shares_memory(array, logits):
+        raise ValueError("out must be exactly the logits, or share no memory with them")
+    if any(value is not None and shares_memory(array, value) for value in inputs):
+        raise ValueError("out must not share memory with targets or weight")
+    return array
+
+
+def _integer(value: Any, name: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} must be a real number, got {value!r}")
+    return float(value)
+
+
+def _kind_of_targets(problem: Problem) -> str:
+    if problem.targets is not None:
+        return "class numbers"
+    return "none" if problem.probabilities is None else "probabilities"
+
+
+def _target_text(targets: HostArray, rows_shape: tuple[int, ...], row: int) -> str:
+    index = ", ".join(str(int(i)) for i in np.unravel_index(row, rows_shape)) if rows_shape else "()"
+    return f"targets[{index}] = {targets[row]}"
+
+
+# ------------------------------------------------------------------------------------------------ what all ranks know
+
+
+def _place(call: Call, problem: Problem | None, error: Exception | None) -> Problem:
+    """`problem` with its place among all classes, once the ranks of `call.comm` have agreed on the rest."""
+    if call.comm is None:
+        if error is not None or problem is None:
+            raise error or RuntimeError("nothing was checked")
+        facts = np.array([_facts(call, problem)])
+    else:
+        description = {} if problem is None else problem.described()
+        description |= {
+            "class_start given": call.class_start is not None,
+            "num_classes": call.num_classes,
+            "batch_comm given": call.batch_comm is not None,
+        }
+        nothing = (0,) * 5
+        facts = agree(
+            call.comm,
+            call.operation,
+            description,
+            error=error,
+            facts=nothing if problem is None else _facts(call, problem),
+        )
+        assert problem is not None  # its error has been raised everywhere
+    checksums, starts, counts, lowest, highest = facts.T
+    num_classes = int(counts.sum())
+    if call.num_classes is not None and num_classes != call.num_classes:
+        shards = by_value({rank: str(count) for rank, count in enumerate(counts)})
+        raise ValueError(
+            f"num_classes = {call.num_classes}, but the shards have {num_classes} classes together: {shards}"
+        )
+    if num_classes == 0:
+        raise ValueError("there are no classes: every shard is empty")
+    if call.class_start is None:
+        starts = np.cumsum(counts) - counts
+    else:
+        _check_ranges(starts, counts)
+    if (lowest < 0).any() or (highest >= num_classes).any():
+        out_of_range = _out_of_range(problem, num_classes)
+        if call.comm is None:
+            raise out_of_range or RuntimeError("targets changed while they were checked")
+        raise_together(call.comm, call.operation, out_of_range)
+    if (checksums != checksums[0]).any():
+        sums = by_value({rank: f"checksum {value:08x}" for rank, value in enumerate(checksums)})
+        raise CollectiveError(f"ranks disagree on the values of targets: {sums}")
+    rank = 0 if call.comm is None else call.comm.rank
+    return replace(problem, class_start=int(starts[rank]), num_classes=num_classes)
+
+
+def _facts(call: Call, problem: Problem) -> tuple[int, ...]:
+    """Checksum of the targets, first class (-1: not said), number of classes, lowest and highest target that counts."""
+    start = -1 if call.class_start is None else operator.index(call.class_start)
+    if problem.targets is None:
+        return 0, start, problem.classes, 0, -1
+    if problem.valid.all():
+        counted = problem.targets
+    else:
+        counted = problem.targets[problem.valid]
+    lowest, highest = (int(counted.min()), int(counted.max())) if counted.size else (0, -1)
+    return zlib.crc32(problem.targets), start, problem.classes, lowest, highest
+
+
+def _check_ranges(starts: HostArray, counts: HostArray) -> None:
+    expected = 0
+    for rank in np.lexsort((counts, starts)):  # empty shards first among equals
+        if counts[rank] == 0:
+            continue
+        if starts[rank] != expected:
+            ranges = ", ".join(f"[{s}, {s + c}) (rank {r})" for r, (s, c) in enumerate(zip(starts, counts, strict=True)))
+            problem = "overlap" if starts[rank] < expected else "leave a gap"
+            raise ValueError(f"class ranges {problem} at class {min(starts[rank], expected)}: {ranges}")
+        expected += counts[rank]
+
+
+def _out_of_range(problem: Problem, num_classes: int) -> IndexError | None:
+    targets = problem.targets
+    if targets is None:
+        return None
+    wrong = np.flatnonzero(problem.valid & ((targets < 0) | (targets >= num_classes)))
+    if not wrong.size:
+        return None
+    return IndexError(f"{_target_text(targets, problem.rows_shape, wrong[0])} is outside [0, {num_classes})")

@@ -1,0 +1,152 @@
+"""Which array library an array belongs to, how foreign arrays come in, and what the dtypes mean.
+
+NumPy arrays live on the host, CuPy arrays on a GPU. Everything else that speaks DLPack or the buffer protocol (torch,
+jax, memoryview, array.array) is wrapped without a copy where that is possible. This is the only file outside
+`kernels/` that names cupy, and cupy is imported only once such an array has been seen.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "array_namespace",
+    "as_array",
+    "compute_dtype_of",
+    "is_floating",
+    "is_half",
+    "same_memory",
+    "shares_memory",
+    "to_host",
+]
+
+# Bounds the search of numpy.shares_memory, which is exponential in the worst case; views that people make are settled
+# in a few steps.
+_OVERLAP_WORK = 100_000
+
+
+def _cupy_of(value: Any) -> ModuleType | None:
+    cupy = sys.modules.get("cupy")  # an array of CuPy's cannot exist before CuPy was imported
+    return cupy if cupy is not None and isinstance(value, cupy.ndarray) else None
+
+
+def array_namespace(array: Any) -> Any:
+    """The library, numpy or cupy, that `array` belongs to."""
+    return _cupy_of(array) or np
+
+
+def as_array(value: Any, name: str) -> Any:
+    """`value` as a NumPy or CuPy array that shares its memory where that is possible.
+
+    NumPy and CuPy arrays pass as they are. A tensor that speaks DLPack is wrapped where it lives (kDLCPU by NumPy,
+    kDLCUDA by CuPy). Buffers and nested sequences become NumPy arrays. bfloat16 needs `ml_dtypes` on the host.
+
+    Raises `TypeError`, naming the argument `name`, for what is no array.
+    """
+    if isinstance(value, np.ndarray) or _cupy_of(value) is not None:
+        return value
+    try:
+        if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
+            return _from_dlpack(value)
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise TypeError(f"{name} cannot be taken as an array: {error}") from error
+    if array.dtype == object:
+        raise TypeError(f"{name} must be an array of numbers, got {type(value).__name__}")
+    return array
+
+
+def _from_dlpack(value: Any) -> Any:
+    host = int(value.__dlpack_device__()[0]) == 1
+    if "bfloat16" not in str(value.dtype):
+        return np.from_dlpack(value) if host else _import_cupy().from_dlpack(value)
+    if not host:
+        return _import_cupy().from_dlpack(value)
+    bfloat16 = _bfloat16()
+    if bfloat16 is None:
+        raise TypeError("bfloat16 on the host needs ml_dtypes: pip install 'pce_mpi[bf16]'")
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        # NumPy's DLPack does not know bfloat16, but the same memory read as int16 may pass.
+        return np.from_dlpack(value.view(torch.int16)).view(bfloat16)
+    return np.asarray(value)
+
+
+def _import_cupy() -> ModuleType:
+    import cupy
+
+    return cupy
+
+
+def _bfloat16() -> np.dtype[Any] | None:
+    try:
+        import ml_dtypes
+    except ImportError:
+        return None
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def is_half(dtype: np.dtype[Any]) -> bool:
+    """Whether `dtype` is float16 or bfloat16: storage that no arithmetic is done in and MPI does not know."""
+    # ml_dtypes' bfloat16 has kind 'V' and a name; comparing names spares importing a library that may be missing.
+    return dtype.name in ("float16", "bfloat16") and dtype.isnative
+
+
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """Whether `dtype` is one of the four that logits may have: float16, bfloat16, float32, float64."""
+    return is_half(dtype) or (dtype.name in ("float32", "float64") and dtype.isnative)
+
+
+def compute_dtype_of(dtype: np.dtype[Any], requested: Any = None) -> np.dtype[Any]:
+    """The dtype of the arithmetic on logits of `dtype`: float64 for float64, else float32, unless more is `requested`.
+
+    Raises `TypeError` for a requested dtype other than float32 and float64, `ValueError` where it is narrower than
+    the logits.
+    """
+    natural = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    if requested is None:
+        return natural
+    wanted = np.dtype(requested)
+    if wanted not in (np.float32, np.float64):
+        raise TypeError(f"compute_dtype must be float32, float64 or None, got {wanted}")
+    if wanted.itemsize < natural.itemsize:
+        raise ValueError(f"compute_dtype {wanted} would lose bits of {dtype} logits")
+    return wanted
+
+
+def to_host(array: Any) -> np.ndarray[Any, Any]:
+    """`array` as a NumPy array: itself, or a copy from the GPU once the work that fills it is done."""
+    cupy = _cupy_of(array)
+    return array if cupy is None else cupy.asnumpy(array)
+
+
+def same_memory(a: Any, b: Any) -> bool:
+    """Whether `a` and `b` are one array: the same elements at the same addresses in the same order."""
+    return a is b or (
+        type(a) is type(b)
+        and a.shape == b.shape
+        and a.strides == b.strides
+        and a.dtype == b.dtype
+        and _address(a) == _address(b)
+    )
+
+
+def shares_memory(a: Any, b: Any) -> bool:
+    """Whether writing to `a` may change `b`."""
+    xp = array_namespace(a)
+    if xp is not array_namespace(b):
+        return False
+    if xp is not np:
+        return bool(xp.shares_memory(a, b))
+    try:
+        return bool(np.shares_memory(a, b, max_work=_OVERLAP_WORK))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _address(array: Any) -> int:
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

@@ -1,0 +1,443 @@
+"""The only file that communicates: bounded, traced collectives on arrays, and the agreement that precedes them.
+
+Every function is collective over its `comm`, an mpi4py intracommunicator, and works on a private duplicate of it that
+is made once and cached with it, so that messages of the caller's never meet ours. Waiting is bounded: after
+`PCE_MPI_TIMEOUT` seconds (600 unless set) `CollectiveTimeout` names the ranks that are silent, on every rank that
+waits, and the communicator is not used again.
+
+Arrays are NumPy or CuPy, of any shape and memory order, empty ones included. Rows of MPI datatypes that MPI does not
+know (float16, bfloat16) travel as float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+import json
+import os
+import time
+from typing import TYPE_CHECKING, Any
+import zlib
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace, is_half, to_host
+from pce_mpi.tracing import Purpose, record
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "CollectiveError",
+    "CollectiveTimeout",
+    "agree",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce_scatter",
+]
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Merge = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], np.ndarray[Any, Any]]
+
+#: how many whole numbers of its own an operation may add to the header of its agreement
+FACTS = 6
+
+# A yielding poll answers in microseconds; one that sleeps leaves the core to others. Change over after about 10 ms.
+_YIELDS = 10_000
+_NAP = 0.0002
+# How long ranks that wait in vain listen for each other.
+_ROLL_CALL_SECONDS = 1.0
+_ROLL_CALL_TAG = 1
+_ROLL_CALL_BYTES = 160
+
+
+class CollectiveError(RuntimeError):
+    """Ranks made calls that do not belong together; raised alike on every rank, before anything was written."""
+
+
+class CollectiveTimeout(CollectiveError):
+    """A collective waited `PCE_MPI_TIMEOUT` seconds; its communicator cannot be used any more."""
+
+
+class _Channel:
+    """A communicator on which only this file sends, with the bounded wait."""
+
+    def __init__(self, comm: MPI.Intracomm, tag: int):
+        self.comm = comm
+        self.rank, self.size = comm.rank, comm.size
+        self._tag = tag
+        self._broken: str | None = None
+        self._timeout = _timeout_seconds()
+        self._header = np.empty(2 + FACTS, np.int64)
+        self._headers = np.empty((self.size, 2 + FACTS), np.int64)
+
+    def wait(self, request: MPI.Request, operation: str) -> None:
+        """Return when `request` is complete, or raise `CollectiveTimeout`."""
+        test, give_way = request.Test, os.sched_yield
+        for _ in range(_YIELDS):
+            if test():
+                return
+            give_way()
+        from mpi4py import MPI
+
+        deadline = time.monotonic() + self._timeout
+        while not test():
+            late = time.monotonic() > deadline
+            if late or self.comm.Iprobe(MPI.ANY_SOURCE, self._tag):
+                self._broken = self._roll_call(operation)
+                raise CollectiveTimeout(self._broken)
+            time.sleep(_NAP)
+
+    def raise_if_broken(self) -> None:
+        """A communicator with a collective still under way on it would pair old messages with new ones."""
+        if self._broken is not None:
+            raise CollectiveTimeout(f"this communicator is not usable any more: {self._broken}")
+
+    def _roll_call(self, operation: str) -> str:
+        """Who else waits, and where: each rank that waits tells all others, and hears whom it hears for a second."""
+        from mpi4py import MPI
+
+        mine = operation.encode()[:_ROLL_CALL_BYTES]
+        waiting = {self.rank: operation}
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        sent = [self.comm.Isend([mine, MPI.BYTE], peer, self._tag) for peer in peers]
+        deadline = time.monotonic() + _ROLL_CALL_SECONDS
+        status = MPI.Status()
+        while len(waiting) < self.size and time.monotonic() < deadline:
+            if not self.comm.Iprobe(MPI.ANY_SOURCE, self._tag, status):
+                time.sleep(0.001)
+                continue
+            theirs = bytearray(status.Get_count(MPI.BYTE))
+            self.comm.Recv([theirs, MPI.BYTE], status.source, self._tag)
+            waiting[status.source] = theirs.decode(errors="replace")
+        MPI.Request.Testall(sent)
+        silent = [rank for rank in range(self.size) if rank not in waiting]
+        where = by_value({rank: waiting[rank] for rank in sorted(waiting)})
+        return (
+            f"waited {self._timeout:g} s (PCE_MPI_TIMEOUT): {where}; "
+            f"silent: {_ranks(silent) if silent else 'no rank, they wait for each other in different calls'}"
+        )
+
+
+def _timeout_seconds() -> float:
+    text = os.environ.get("PCE_MPI_TIMEOUT", "600")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise ValueError(f"PCE_MPI_TIMEOUT must be a positive number of seconds, got {text!r}")
+    return seconds
+
+
+@cache
+def _channel_key() -> int:
+    from mpi4py import MPI
+
+    def free(comm: MPI.Comm, key: int, channel: _Channel) -> None:
+        if channel._broken is None:
+            channel.comm.Free()
+
+    return MPI.Comm.Create_keyval(delete_fn=free)
+
+
+def _channel(comm: MPI.Intracomm, operation: str) -> _Channel:
+    """The cached private duplicate of `comm`; collective the first time."""
+    channel: _Channel | None = comm.Get_attr(_channel_key())
+    if channel is None:
+        from mpi4py import MPI
+
+        # There is no private communicator to call the roll on before this one exists. The caller's own serves, with
+        # the highest tag there is, and only once the program is lost anyway.
+        channel = _Channel(comm, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
+        duplicate, request = comm.Idup()
+        try:
+            channel.wait(request, f"{operation} (its first use of the communicator)")
+            channel = _Channel(duplicate, _ROLL_CALL_TAG)
+        finally:
+            comm.Set_attr(_channel_key(), channel)
+    channel.raise_if_broken()
+    return channel
+
+
+def check_comm(comm: Any, name: str = "comm") -> None:
+    """Raise `TypeError` unless `comm` is an intracommunicator of mpi4py's that this process belongs to."""
+    from mpi4py import MPI
+
+    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+        raise TypeError(f"{name} must be an mpi4py intracommunicator or None, got {comm!r}")
+
+
+# ---------------------------------------------------------------------------------------------------------- agreement
+
+
+def agree(
+    comm: MPI.Intracomm,
+    operation: str,
+    call: Mapping[str, object],
+    *,
+    error: Exception | None = None,
+    facts: Sequence[int] = (),
+    over: str = "comm",
+) -> np.ndarray[Any, Any]:
+    """Make sure that every rank of `comm` makes the same call and that all of its checks passed.
+
+    Collective over `comm`: one Allgather of 64 bytes. `call` describes what must be the same on every rank, `error`
+    is what this rank's own checks raised, if anything, and `facts` are up to 6 whole numbers for the others to know.
+
+    Returns the facts of all ranks, (ranks, facts), int64. If some rank has an error, every rank raises that of the
+    lowest such rank, a builtin exception whose text names the ranks. If calls differ, every rank raises
+    `CollectiveError`, which says who said what. The communicator stays usable.
+    """
+    channel = _channel(comm, operation)
+    header = channel._header
+    description = {"operation": operation, **{name: repr(value) for name, value in call.items()}}
+    header[:2] = error is not None, zlib.crc32(repr(description).encode())
+    header[2 : 2 + len(facts)] = facts
+    header[2 + len(facts) :] = 0
+    headers = channel._headers
+    record(
+        operation,
+        "all_gather",
+        Purpose.AGREEMENT,
+        over=over,
+        ranks=channel.size,
+        bytes=header.nbytes,
+        reason="every rank makes the same call and its checks passed",
+    )
+    channel.wait(channel.comm.Iallgather(header, headers), f"{operation}: agreement")
+    if headers[:, 0].any():
+        raise_together(comm, operation, error, over=over)
+    if (headers[:, 1] != header[1]).any():
+        raise CollectiveError(_differences(_all_texts(channel, operation, _pack(description))))
+    return headers[:, 2 : 2 + len(facts)].copy()
+
+
+def raise_together(comm: MPI.Intracomm, operation: str, error: Exception | None, over: str = "comm") -> None:
+    """Raise, on every rank of `comm`, the error of the lowest rank that has one; all ranks must call it."""
+    channel = _channel(comm, operation)
+    texts = _all_texts(channel, operation, "" if error is None else _pack([type(error).__name__, str(error)]))
+    failed = {rank: _unpack(text) for rank, text in enumerate(texts) if text}
+    kind = _RAISED.get(next(iter(failed.values()))[0], RuntimeError)
+    said: dict[str, list[int]] = {}
+    for rank, (_, message) in failed.items():
+        said.setdefault(message, []).append(rank)
+    prefix = "" if over == "comm" else f"{over} "
+    raise kind("; ".join(f"{message} ({prefix}{_ranks(ranks)})" for message, ranks in said.items())) from error
+
+
+_RAISED: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (IndexError, TypeError, ValueError, MemoryError, NotImplementedError, OverflowError, CollectiveError)
+}
+
+
+def _pack(value: Mapping[str, str] | Sequence[str]) -> str:
+    return json.dumps(value)
+
+
+def _unpack(text: str) -> Any:
+    return json.loads(text)
+
+
+def _all_texts(channel: _Channel, operation: str, text: str) -> list[str]:
+    """The text of every rank, on every rank."""
+    gathered = _gather_blocks(channel, operation, np.frombuffer(text.encode(), np.uint8))
+    return [block.tobytes().decode() for block in gathered]
+
+
+def _differences(descriptions: list[str]) -> str:
+    calls: list[dict[str, str]] = [_unpack(text) for text in descriptions]
+    names = list(dict.fromkeys(name for call in calls for name in call))
+    differing = []
+    for name in names:
+        values = {rank: call.get(name, "not given") for rank, call in enumerate(calls)}
+        if len(set(values.values())) > 1:
+            differing.append(f"{name}: {by_value(values)}")
+        if name == "operation" and differing:
+            break  # the arguments of two different functions are not worth comparing
+    return "ranks disagree on " + "; ".join(differing)
+
+
+def by_value(values: Mapping[int, str]) -> str:
+    """`values` of ranks as text, equal ones together: 'a (ranks 0, 2), b (rank 1)'."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} ({_ranks(who)})" for value, who in ranks.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+# -------------------------------------------------------------------------------------------------------- collectives
+#
+# These trust that their callers have agreed on operation, dtype and shapes. `over` and `reason` go into the trace.
+
+
+def all_reduce(
+    array: Array, comm: MPI.Intracomm, op: MPI.Op | Merge, *, operation: str, over: str = "comm", reason: str
+) -> Array:
+    """`array` combined over all ranks of `comm` with `op`, on every rank, the same bits.
+
+    Collective: one Allreduce of the array's bytes. `op` is one of MPI's operators, or `merge(a, b)`, associative up to
+    rounding and commutative to the last bit, for arrays of any dtype, structured ones among them.
+    """
+    sent = _to_wire(array)
+    received = np.empty_like(sent)
+    handle, datatype = _operator(op, sent.dtype)
+    channel = _channel(comm, operation)
+    record(
+        operation, "all_reduce", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes, reason=reason
+    )
+    request = channel.comm.Iallreduce([sent, sent.size, datatype], [received, received.size, datatype], handle)
+    channel.wait(request, operation)
+    return _from_wire(received, array)
+
+
+def all_gather(
+    array: Array,
+    comm: MPI.Intracomm,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    operation: str,
+    over: str = "comm",
+    reason: str,
+) -> list[Array]:
+    """The arrays of all ranks, in rank order, on every rank; `shapes` has the shape of each.
+
+    Collective: one Allgatherv of the array's bytes.
+    """
+    sent = _to_wire(array)
+    counts = [int(np.prod(shape)) for shape in shapes]
+    received = np.empty(sum(counts), sent.dtype)
+    channel = _channel(comm, operation)
+    record(
+        operation, "all_gather", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes, reason=reason
+    )
+    channel.wait(channel.comm.Iallgatherv(sent, [received, counts]), operation)
+    return _split(received, shapes, array)
+
+
+def all_to_all(
+    blocks: Sequence[Array],
+    comm: MPI.Intracomm,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    operation: str,
+    over: str = "comm",
+    reason: str,
+) -> list[Array]:
+    """The block that each rank has for this one, in rank order; `shapes` has the shape of each.
+
+    Collective: one Alltoallv. `blocks[r]` goes to rank r; all blocks have one dtype.
+    """
+    wires = [_to_wire(block) for block in blocks]
+    sent = np.concatenate([wire.ravel() for wire in wires])
+    counts = [int(np.prod(shape)) for shape in shapes]
+    received = np.empty(sum(counts), sent.dtype)
+    channel = _channel(comm, operation)
+    kept = wires[channel.rank].nbytes
+    record(
+        operation, "all_to_all", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes - kept, reason=reason
+    )
+    request = channel.comm.Ialltoallv([sent, [wire.size for wire in wires]], [received, counts])
+    channel.wait(request, operation)
+    return _split(received, shapes, blocks[0])
+
+
+def reduce_scatter(
+    blocks: Sequence[Array],
+    comm: MPI.Intracomm,
+    op: MPI.Op | Merge,
+    *,
+    operation: str,
+    over: str = "comm",
+    reason: str,
+) -> Array:
+    """Block `rank` combined over all ranks of `comm` with `op`; `blocks[r]` has the same shape on every rank.
+
+    Collective: one Reduce_scatter of the blocks' bytes.
+    """
+    wires = [_to_wire(block) for block in blocks]
+    sent = np.concatenate([wire.ravel() for wire in wires])
+    handle, datatype = _operator(op, sent.dtype)
+    channel = _channel(comm, operation)
+    received = np.empty_like(wires[channel.rank])
+    record(
+        operation, "reduce_scatter", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes, reason=reason
+    )
+    request = channel.comm.Ireduce_scatter(
+        [sent, sent.size, datatype], [received, received.size, datatype], [wire.size for wire in wires], handle
+    )
+    channel.wait(request, operation)
+    return _from_wire(received, blocks[channel.rank])
+
+
+def broadcast(
+    array: Array, comm: MPI.Intracomm, root: int, *, operation: str, over: str = "comm", reason: str
+) -> Array:
+    """The array of rank `root`, on every rank; elsewhere `array` only says shape and dtype.
+
+    Collective: one Bcast.
+    """
+    wire = _to_wire(array).copy()
+    channel = _channel(comm, operation)
+    sent = wire.nbytes if channel.rank == root else 0
+    record(operation, "broadcast", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent, reason=reason)
+    channel.wait(channel.comm.Ibcast(wire, root), operation)
+    return _from_wire(wire, array)
+
+
+def _gather_blocks(
+    channel: _Channel, operation: str, block: np.ndarray[Any, Any]
+) -> list[np.ndarray[Any, Any]]:
+    """The blocks of all ranks where no rank knows the lengths of the others'; used once a call has failed."""
+    lengths = np.empty(channel.size, np.int64)
+    channel.wait(channel.comm.Iallgather(np.array([block.size], np.int64), lengths), operation)
+    received = np.empty(int(lengths.sum()), block.dtype)
+    channel.wait(channel.comm.Iallgatherv(block, [received, lengths.tolist()]), operation)
+    return np.split(received, np.cumsum(lengths)[:-1])
+
+
+def _to_wire(array: Array) -> np.ndarray[Any, Any]:
+    """`array` as contiguous host memory of a dtype that MPI knows."""
+    host = to_host(array)
+    return np.ascontiguousarray(host, np.float32 if is_half(host.dtype) else None).reshape(host.shape)
+
+
+def _from_wire(received: np.ndarray[Any, Any], like: Array) -> Array:
+    """What came off the wire, in the library and the dtype of `like`."""
+    return array_namespace(like).asarray(received.astype(like.dtype, copy=False))
+
+
+def _split(received: np.ndarray[Any, Any], shapes: Sequence[tuple[int, ...]], like: Array) -> list[Array]:
+    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]
+    blocks = np.split(received, ends)
+    return [_from_wire(block.reshape(shape), like) for block, shape in zip(blocks, shapes, strict=True)]
+
+
+def _operator(op: MPI.Op | Merge, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype]:
+    from mpi4py import MPI
+    from mpi4py.util import dtlib
+
+    if isinstance(op, MPI.Op):
+        return op, dtlib.from_numpy_dtype(dtype)
+    return _merge_operator(op, dtype)
+
+
+@cache
+def _merge_operator(merge: Merge, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype]:
+    from mpi4py import MPI
+
+    # One element is one datatype, so that MPI may cut a message between elements but never within one.
+    datatype = MPI.BYTE.Create_contiguous(dtype.itemsize).Commit()
+
+    def combine(source: MPI.buffer, target: MPI.buffer, _: MPI.Datatype) -> None:
+        b = np.frombuffer(target, dtype)
+        b[...] = merge(np.frombuffer(source, dtype), b)
+
+    return MPI.Op.Create(combine, commute=True), datatype

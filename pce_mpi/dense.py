@@ -1,0 +1,182 @@
+"""The oracle: softmax cross entropy in one process, unsharded, in float64, from the textbook.
+
+It imports nothing of the package, so that what it is held against cannot share its mistakes. Options and conventions
+are those of `pce_mpi.softmax_cross_entropy`, less `comm`, `batch_comm` and `class_start`.
+
+The one liberty it takes with the textbook is to hold one class h of each row apart from the sum over the others: the
+target, or the largest logit where targets are probabilities. With a = sum_{c != h} exp(z_c - z_h), that gives the loss
+log1p(a) and the gradient -a / (1 + a) all their bits when p_h is close to 1; `log(1 + a)` and `p - 1` have none left.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+__all__ = ["Statistics", "class_statistics", "softmax_cross_entropy", "softmax_cross_entropy_value_and_grad"]
+
+Array = np.ndarray[Any, Any]
+
+
+class Statistics(NamedTuple):
+    """What `class_statistics` tells of each row; float64, but for `argmax`."""
+
+    max: Array
+    sum_exp: Array
+    logsumexp: Array
+    log_prob: Array
+    entropy: Array
+    argmax: Array
+
+
+def softmax_cross_entropy(logits: ArrayLike, targets: ArrayLike, **options: Any) -> Array:
+    """The loss; see `softmax_cross_entropy_value_and_grad`.
+
+    >>> float(softmax_cross_entropy([[0.0, 0.0]], [0]))  # log 2
+    0.6931471805599453
+    """
+    return softmax_cross_entropy_value_and_grad(logits, targets, **options)[0]
+
+
+def softmax_cross_entropy_value_and_grad(
+    logits: ArrayLike,
+    targets: ArrayLike,
+    *,
+    axis: int = -1,
+    weight: ArrayLike | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+) -> tuple[Array, Array]:
+    """The loss and the gradient of it (of its sum, for `reduction="none"`) with respect to `logits`, in float64.
+
+    Index targets t: the sum over c of u_c (-log p_c), u = (1 - s) w_t [c = t] + s w_c / C; probability targets q: the
+    same with u = w_c (q_c (1 - s) + s / C). Added to each row: z_loss logsumexp(z)**2. `mean` divides by the sum of
+    w_t over rows that are not ignored, or by the number of rows for probability targets. A term with u = 0 is 0.
+    """
+    x = np.moveaxis(np.asarray(logits).astype(np.float64), axis, -1)
+    rows, classes = x.shape[:-1], x.shape[-1]
+    targets = np.asarray(targets)
+    index_targets = targets.dtype.kind in "iu"
+    w = np.ones(classes) if weight is None else np.asarray(weight).astype(np.float64)
+    with np.errstate(all="ignore"):
+        z, dz_dx = _transform(x, logit_scale, softcap)
+        if index_targets:
+            valid, held = _held_targets(targets, ignore_index, classes)
+            u = np.zeros_like(x) + label_smoothing / classes * w
+            _add_at(u, held, (1.0 - label_smoothing) * w[held])
+            divisor = w[held][valid].sum()
+        else:
+            valid = np.ones(rows, bool)
+            held = z.argmax(axis=-1)
+            q = np.moveaxis(targets.astype(np.float64), axis, -1)
+            u = w * (q * (1.0 - label_smoothing) + label_smoothing / classes)
+            divisor = valid.sum()
+        p, p_minus_held, nll, logsumexp = _softmax(x, z, held, logit_scale if softcap is None else None)
+        loss = np.where(u == 0.0, 0.0, u * nll).sum(axis=-1) + z_loss * logsumexp**2
+        # sum_c u_c (p - [class is c]), the part of the class held apart written as u_h (p - [class is h])
+        u_held = _at(u, held)[..., None]
+        others = u.copy()
+        _put(others, held, 0.0)
+        dz = u_held * p_minus_held + others.sum(-1, keepdims=True) * p - others
+        dz += (2.0 * z_loss * logsumexp)[..., None] * p
+        loss = np.where(valid, loss, 0.0)
+        if reduction == "mean":
+            loss = loss.sum() / divisor
+            dz = dz / divisor if divisor != 0 else np.full_like(dz, np.nan)
+        elif reduction == "sum":
+            loss = loss.sum()
+        elif reduction != "none":
+            raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
+        gradient = np.where(valid[..., None], dz * dz_dx, 0.0)
+    return loss, np.moveaxis(gradient, -1, axis)
+
+
+def class_statistics(
+    logits: ArrayLike,
+    targets: ArrayLike,
+    *,
+    axis: int = -1,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> Statistics:
+    """Of each row: max z, sum exp(z - max), logsumexp, log p of the target, entropy -sum p log p, lowest argmax.
+
+    `log_prob` is 0 in rows with the target `ignore_index`.
+    """
+    x = np.moveaxis(np.asarray(logits).astype(np.float64), axis, -1)
+    valid, held = _held_targets(np.asarray(targets), ignore_index, x.shape[-1])
+    scale = logit_scale if softcap is None else None
+    with np.errstate(all="ignore"):
+        z, _ = _transform(x, logit_scale, softcap)
+        top = z.argmax(axis=-1)
+        p, _, nll, logsumexp = _softmax(x, z, top, scale)
+        log_prob = np.where(valid, -_at(_softmax(x, z, held, scale)[2], held), 0.0)
+        entropy = np.where(p == 0.0, 0.0, p * nll).sum(-1)
+        return Statistics(_at(z, top), 1.0 / _at(p, top), logsumexp, log_prob, entropy, top)
+
+
+def _held_targets(targets: Array, ignore_index: int, classes: int) -> tuple[Array, Array]:
+    """Which rows count, and their targets; class 0 stands in for the others."""
+    valid = targets != ignore_index
+    if ((targets[valid] < 0) | (targets[valid] >= classes)).any():
+        raise IndexError(f"a target is outside [0, {classes})")
+    return valid, np.where(valid, targets, 0)
+
+
+def _transform(x: Array, scale: float, softcap: float | None) -> tuple[Array, Array]:
+    """z and dz/dx."""
+    if softcap is None:
+        return scale * x, np.full_like(x, scale)
+    u = scale * x / softcap
+    z = np.where(np.isinf(x), x, softcap * np.tanh(u))
+    return z, scale / np.cosh(u) ** 2
+
+
+def _softmax(x: Array, z: Array, held: Array, scale: float | None) -> tuple[Array, Array, Array, Array]:
+    """p, p - [class is held], -log p and logsumexp of z = scale x (or of z, without a scale)."""
+    source, factor = (z, 1.0) if scale is None else (x, scale)
+    others = source.copy()
+    _put(others, held, -np.inf)
+    h, m = _at(source, held)[..., None], others.max(axis=-1, keepdims=True)
+    h = np.where(h == np.inf, np.nan, h)
+    m = np.where((m == -np.inf) & (h > -np.inf), h, m)  # no other class is left
+    e = np.exp(factor * (others - m))
+    total = e.sum(axis=-1, keepdims=True)  # over the others, relative to m
+    a = total * _exp_difference(m, h, factor)  # relative to h
+    p = e / (total + _exp_difference(h, m, factor))
+    p_held = 1.0 / (1.0 + a)
+    # logsumexp(z) - z_c: two steps that cannot cancel, from z_c up to the larger of m and h, and from there
+    nll_held = np.where(h >= m, np.log1p(a), np.log(total + np.exp(factor * (h - m))) + factor * (m - h))
+    above = np.where(h >= m, np.log1p(a), np.log(total + np.exp(factor * (h - m))))
+    nll = above + factor * (np.maximum(h, m) - source)
+    logsumexp = factor * np.maximum(h, m) + above
+    p_minus_held = p.copy()
+    _put(p, held, p_held[..., 0])
+    _put(p_minus_held, held, np.where(a == np.inf, -1.0, -a / (1.0 + a))[..., 0])
+    _put(nll, held, nll_held[..., 0])
+    return p, p_minus_held, nll, logsumexp[..., 0]
+
+
+def _exp_difference(a: Array, b: Array, factor: float) -> Array:
+    """exp(factor (a - b)), where the rounding error of a - b (Knuth's TwoSum) would cost bits."""
+    difference = a - b
+    virtual = difference - a
+    error = (a - (difference - virtual)) - (b + virtual)
+    return np.exp(factor * difference) * np.where(np.isfinite(error), 1.0 + factor * error, 1.0)
+
+
+def _at(array: Array, index: Array) -> Array:
+    return np.take_along_axis(array, index[..., None], axis=-1)[..., 0]
+
+
+def _put(array: Array, index: Array, values: Any) -> None:
+    np.put_along_axis(array, index[..., None], np.broadcast_to(values, index.shape)[..., None], axis=-1)
+
+
+def _add_at(array: Array, index: Array, values: Array) -> None:
+    _put(array, index, _at(array, index) + values)

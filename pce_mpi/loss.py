@@ -1,0 +1,429 @@
+"""Softmax cross entropy over a class axis that is sharded over the ranks of a communicator: the array-level functions.
+
+A forward pass fills one record per row from this rank's classes, merges the records of all ranks in one Allreduce and
+derives the loss from what comes back; a backward pass writes this rank's part of the gradient from the same merged
+records and communicates nothing. Arrays are NumPy or CuPy, or anything that speaks DLPack or the buffer protocol.
+
+Options, the same for the four loss functions, all keyword-only:
+
+==================  ===========  =====================================================================================
+`comm`              `None`       mpi4py communicator over the class axis; `None`: one process, no MPI needed
+`class_start`       `None`       global number of this shard's first class; `None`: shards follow each other by rank
+`num_classes`       `None`       if given, must equal the number of classes of all shards together
+`axis`              `-1`         the class axis of `logits`
+`weight`            `None`       class weights of this shard, (local classes,)
+`ignore_index`      `-100`       rows with this target count for nothing and have a zero gradient
+`label_smoothing`   `0.0`        in [0, 1], over all classes of all shards
+`z_loss`            `0.0`        adds `z_loss * logsumexp**2` to each row
+`logit_scale`       `1.0`        the loss is taken of z = logit_scale x,
+`softcap`           `None`       or of z = softcap tanh(logit_scale x / softcap)
+`reduction`         `"mean"`     `"none"`, `"sum"` or `"mean"`
+`batch_comm`        `None`       communicator over which rows are sharded: `sum` and `mean` are over all of them
+`compute_dtype`     `None`       arithmetic and the loss's dtype: float32, or float64 for float64 logits, unless given
+==================  ===========  =====================================================================================
+
+Errors: `TypeError`, `ValueError` or `IndexError` for bad arguments, `CollectiveError` for arguments that differ
+between ranks; each is raised alike on every rank of `comm` and `batch_comm`, before anything is written, and leaves
+the communicators usable. `CollectiveTimeout` when a rank does not arrive (see `collectives`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pce_mpi.arguments import Call, Problem, Reduction, check_out, prepare, rows_and_classes
+from pce_mpi.arrays import array_namespace, as_array, same_memory, shares_memory, to_host
+from pce_mpi.collectives import all_reduce
+from pce_mpi.kernels.blockwise import RowGradient, fill_records, write_gradient
+from pce_mpi.records import Layout, RowSoftmax, merge, times
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "ClassStatistics",
+    "Residuals",
+    "class_statistics",
+    "softmax_cross_entropy",
+    "softmax_cross_entropy_backward",
+    "softmax_cross_entropy_forward",
+    "softmax_cross_entropy_value_and_grad",
+]
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+HostArray = np.ndarray[Any, Any]
+
+
+def softmax_cross_entropy(
+    logits: Any,
+    targets: Any,
+    *,
+    comm: MPI.Intracomm | None = None,
+    class_start: int | None = None,
+    num_classes: int | None = None,
+    axis: int = -1,
+    weight: Any = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    batch_comm: MPI.Intracomm | None = None,
+    compute_dtype: Any = None,
+) -> Array:
+    """The softmax cross entropy of `logits`, of which each rank of `comm` passes its own classes of the same rows.
+
+    With p the softmax over the classes of all shards and t a row's target, the loss of a row, in nats, is
+
+        index targets         (1 - s) w_t (-log p_t) + (s / C) sum_c w_c (-log p_c)
+        probability targets   sum_c w_c (q_c (1 - s) + s / C) (-log p_c)
+
+    plus z_loss logsumexp(z)**2, with s = label_smoothing, w = weight and C the number of classes of all shards. `mean`
+    divides the sum over rows by the sum of w_t over the rows that are not ignored, or by the number of rows for
+    probability targets. These are the conventions of PyTorch's dense `torch.nn.functional.cross_entropy`.
+
+    `logits`: float16, bfloat16, float32 or float64, any shape with at least the class axis; a shard may be empty.
+    `targets`: integers, the logits' shape without the class axis, global class numbers and the same on every rank of
+    `comm`; or floating-point probabilities, shaped and sharded as the logits. Other options: see the module.
+
+    Returns the loss, a 0-d array, or one per row for `reduction="none"`, the same bits on every rank. No row left
+    gives `nan` for `mean`. A row of only -inf, with a +inf or a `nan`, gives `nan`; a single -inf masks its class.
+
+    Collective over `comm`: one Allgather of 64 bytes to agree on the call, and one Allreduce of 24 bytes a row (more
+    with options, at most 56). With `batch_comm`: an Allgather of 64 bytes over it, and an Allreduce of 16 bytes
+    for `sum` and `mean`. Errors: see the module.
+
+    >>> import numpy as np
+    >>> softmax_cross_entropy(np.zeros((2, 4)), np.array([0, 3]))  # log 4
+    array(1.38629436)
+    """
+    return _forward(Call(operation="softmax_cross_entropy", **locals()))[0]
+
+
+def softmax_cross_entropy_forward(
+    logits: Any,
+    targets: Any,
+    *,
+    comm: MPI.Intracomm | None = None,
+    class_start: int | None = None,
+    num_classes: int | None = None,
+    axis: int = -1,
+    weight: Any = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    batch_comm: MPI.Intracomm | None = None,
+    compute_dtype: Any = None,
+) -> tuple[Array, Residuals]:
+    """The loss, and the residuals that `softmax_cross_entropy_backward` takes the gradient from.
+
+    Formula, arguments, communication and errors are those of `softmax_cross_entropy`. The residuals hold a reference
+    to the logits (and to probability targets), which must not change until the backward pass, and about 100 bytes a
+    row.
+
+    >>> import numpy as np
+    >>> loss, residuals = softmax_cross_entropy_forward(np.zeros((1, 2)), np.array([0]))
+    >>> softmax_cross_entropy_backward(1.0, residuals)
+    array([[-0.5,  0.5]])
+    """
+    return _forward(Call(operation="softmax_cross_entropy_forward", **locals()))
+
+
+def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = None) -> Array:
+    """The gradient of the logits, given that of the loss.
+
+    For index targets, dlogits_c = g w_t (p_c - [c = t]) with g = dloss, divided by the divisor of `mean`; likewise
+    for the other terms of the loss. Rows that are ignored have a zero gradient, whatever their logits.
+
+    `dloss`: a real number, or an array with the shape of the loss. `out`: where to put the gradient; the logits' shape
+    and either exactly the logits or no memory of theirs. Backward into the logits uses the residuals up.
+
+    Returns `out`, or a new array of the logits' dtype and shape. Can be called again, unless `out` was the logits.
+
+    Communicates nothing, and so raises where it fails: `RuntimeError` for residuals that were used up, `TypeError` or
+    `ValueError` for a `dloss` or `out` that does not fit.
+    """
+    if not isinstance(residuals, Residuals):
+        raise TypeError(
+            f"residuals must come from softmax_cross_entropy_forward, got {type(residuals).__name__}"
+        )
+    if residuals.used_up:
+        raise RuntimeError("these residuals were used up by a backward pass into out=logits")
+    problem = residuals.problem
+    upstream = to_host(as_array(dloss, "dloss"))
+    if upstream.dtype.kind not in "iuf" and upstream.dtype.name != "bfloat16":
+        raise TypeError(f"dloss must be real numbers, got {upstream.dtype}")
+    if upstream.shape not in ((), residuals.loss_shape):
+        raise ValueError(f"dloss must be a scalar or have the loss's shape {residuals.loss_shape}, got {upstream.shape}")
+    logits = problem.logits
+    if out is None:
+        array = array_namespace(logits).empty_like(logits, subok=False)
+    else:
+        array = check_out(out, logits, problem.targets, problem.probabilities, problem.weight)
+        residuals.used_up = same_memory(array, logits)
+    rows = rows_and_classes(array, problem.axis)
+    _write_gradient(rows, residuals, upstream.astype(np.float64).reshape(-1))
+    _copy_back(rows, array)
+    return array if out is None else out
+
+
+def softmax_cross_entropy_value_and_grad(
+    logits: Any,
+    targets: Any,
+    *,
+    comm: MPI.Intracomm | None = None,
+    class_start: int | None = None,
+    num_classes: int | None = None,
+    axis: int = -1,
+    weight: Any = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    batch_comm: MPI.Intracomm | None = None,
+    compute_dtype: Any = None,
+    out: Any = None,
+) -> tuple[Array, Array]:
+    """The loss and its gradient with respect to `logits`, with one exponential per logit where that is possible.
+
+    Formula, arguments, communication and errors are those of `softmax_cross_entropy`; the gradient is that of the
+    loss, or of its sum over this rank's rows for `reduction="none"`. `out` is where to put the gradient: the logits'
+    shape and either exactly `logits`, which are then overwritten, or no memory of any argument's.
+
+    Returns the loss and `out`, or a new array of the logits' dtype and shape.
+
+    >>> import numpy as np
+    >>> loss, dlogits = softmax_cross_entropy_value_and_grad(np.zeros((1, 2)), np.array([0]))
+    >>> dlogits
+    array([[-0.5,  0.5]])
+    """
+    call = Call(operation="softmax_cross_entropy_value_and_grad", **locals())
+    problem = prepare(call)
+    gradient = problem.out
+    if gradient is None:
+        gradient = array_namespace(problem.logits).empty_like(problem.logits, subok=False)
+    rows = rows_and_classes(gradient, problem.axis)
+    # One exponential does if the gradient can keep it until the merged records are known, and if nothing else of the
+    # logits is needed then.
+    fused = (
+        gradient.dtype == problem.compute_dtype and problem.targets is not None and problem.transform.softcap is None
+    )
+    loss, residuals, references = _evaluate(call, problem, exponentials=rows if fused else None)
+    _write_gradient(rows, residuals, np.ones(1), references=references if fused else None)
+    _copy_back(rows, gradient)
+    return loss, gradient if out is None else out
+
+
+def class_statistics(
+    logits: Any,
+    targets: Any = None,
+    *,
+    comm: MPI.Intracomm | None = None,
+    class_start: int | None = None,
+    num_classes: int | None = None,
+    axis: int = -1,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    compute_dtype: Any = None,
+) -> ClassStatistics:
+    """What can be said of each row's softmax over the classes of all shards, without gathering a logit.
+
+    Arguments are those of `softmax_cross_entropy`; probability targets are a `ValueError`. Collective over `comm`: one
+    Allgather of 64 bytes, and one Allreduce of 40 bytes a row (48 with targets).
+
+    >>> import numpy as np
+    >>> class_statistics(np.log([[1.0, 3.0]])).entropy
+    array([0.56233514])
+    """
+    call = Call(operation="class_statistics", **locals())
+    problem = prepare(call)
+    layout = Layout(hold_largest=True, target=problem.targets is not None, entropy=True)
+    softmax, _ = _softmax(call, problem, layout)
+    xp = array_namespace(problem.logits)
+
+    def rows(values: HostArray, dtype: Any = problem.compute_dtype) -> Array:
+        return xp.asarray(values.astype(dtype).reshape(problem.rows_shape))
+
+    log_prob = None
+    if problem.targets is not None:
+        log_prob = rows(np.where(problem.valid, softmax.target_log_prob, 0.0))
+    with np.errstate(all="ignore"):
+        return ClassStatistics(
+            max=rows(softmax.held),
+            sum_exp=rows(1.0 / softmax.held_probability),
+            logsumexp=rows(softmax.logsumexp),
+            log_prob=log_prob,
+            entropy=rows(softmax.entropy),
+            argmax=rows(softmax.records["argmax"], np.int64),
+        )
+
+
+class ClassStatistics(NamedTuple):
+    """Statistics of each row, shaped as the logits without the class axis; the compute dtype, but for `argmax`.
+
+    Of z, the logits after `logit_scale` and `softcap`, and p, their softmax. Entropy and log-probability in nats.
+    """
+
+    max: Array
+    """the largest z"""
+    sum_exp: Array
+    """sum_c exp(z_c - max)"""
+    logsumexp: Array
+    """log sum_c exp(z_c)"""
+    log_prob: Array | None
+    """log p of the target, 0 where that is `ignore_index`; None without targets"""
+    entropy: Array
+    """-sum_c p_c log p_c"""
+    argmax: Array
+    """the global number of the class with the largest logit, the lowest on ties; int64"""
+
+
+@dataclass(eq=False)
+class Residuals:
+    """What a forward pass keeps for the backward pass; opaque."""
+
+    problem: Problem
+    softmax: RowSoftmax
+    terms: _Terms
+    divisor: float
+    loss_shape: tuple[int, ...]
+    used_up: bool = False
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """A row's loss as u_h (-log p_h) + sum_{c != h} u_c (-log p_c), h the class held apart; (rows,) arrays.
+
+    `held` is u_h and `others` the sum of u_c. Over the classes c, u_c is `share` times what `ClassWeights` says, but
+    for the target's own (1 - s) w_t.
+    """
+
+    held: HostArray
+    others: HostArray
+    share: float
+
+
+def _forward(call: Call) -> tuple[Array, Residuals]:
+    return _evaluate(call, prepare(call))[:2]
+
+
+def _evaluate(
+    call: Call, problem: Problem, exponentials: Array | None = None
+) -> tuple[Array, Residuals, HostArray]:
+    """The loss, the residuals, and what the exponentials are relative to."""
+    smoothed = problem.label_smoothing > 0.0
+    if problem.targets is not None:
+        layout = Layout(held_weight=problem.weight is not None, weights=smoothed)
+    else:
+        layout = Layout(hold_largest=True, weights=True)
+    softmax, references = _softmax(call, problem, layout, exponentials)
+    records = softmax.records
+    with np.errstate(all="ignore"):
+        if problem.targets is not None:
+            weight = records["held_weight"] if "held_weight" in layout.names else problem.valid.astype(np.float64)
+            share = problem.label_smoothing / problem.num_classes
+            losses = times((1.0 - problem.label_smoothing) * weight, softmax.held_nll)
+            others = np.zeros_like(losses)
+            if smoothed:
+                losses = losses + share * softmax.weighted_nll
+                others = share * records["weight"]
+            terms = _Terms((1.0 - problem.label_smoothing + share) * weight, others, share)
+        else:
+            weight = np.ones(problem.valid.size)
+            losses = softmax.weighted_nll
+            terms = _Terms(records["held_weight"], records["weight"], 1.0)
+        if problem.z_loss:
+            losses = losses + problem.z_loss * softmax.logsumexp**2
+    losses = np.where(problem.valid, losses, 0.0)
+    losses[np.isnan(losses)] = np.nan  # one nan of the many, the same on every rank
+    loss, divisor = _reduce(call, problem, losses, weight[problem.valid].sum())
+    xp = array_namespace(problem.logits)
+    loss = xp.asarray(loss.astype(problem.compute_dtype))
+    return loss, Residuals(problem, softmax, terms, divisor, loss.shape), references
+
+
+def _softmax(
+    call: Call, problem: Problem, layout: Layout, exponentials: Array | None = None
+) -> tuple[RowSoftmax, HostArray]:
+    """The softmax of each row over the classes of all shards, and what the exponentials are relative to."""
+    records, references = fill_records(
+        rows_and_classes(problem.logits, problem.axis),
+        problem.target_column,
+        layout,
+        weights=problem.class_weights,
+        transform=problem.transform,
+        compute_dtype=problem.compute_dtype,
+        class_start=problem.class_start,
+        exponentials=exponentials,
+    )
+    if call.comm is not None:
+        reason = "the softmax records of the shards, merged"
+        records = all_reduce(records, call.comm, merge, operation=call.operation, reason=reason)
+    return RowSoftmax(records), references
+
+
+def _reduce(call: Call, problem: Problem, losses: HostArray, weight: float) -> tuple[HostArray, float]:
+    """The losses per row reduced as asked, and what the gradient of that is divided by."""
+    if problem.reduction is Reduction.NONE:
+        return losses.reshape(problem.rows_shape), 1.0
+    sums = np.array([losses.sum(), weight])
+    if call.batch_comm is not None:
+        from mpi4py import MPI
+
+        reason = f"{problem.reduction} over the rows of all ranks"
+        sums = all_reduce(sums, call.batch_comm, MPI.SUM, operation=call.operation, over="batch_comm", reason=reason)
+    if problem.reduction is Reduction.SUM:
+        return sums[:1].reshape(()), 1.0
+    with np.errstate(all="ignore"):
+        return np.where(sums[1] == 0.0, np.nan, sums[0] / sums[1]), float(sums[1])
+
+
+def _write_gradient(
+    rows: Array, residuals: Residuals, upstream: HostArray, references: HostArray | None = None
+) -> None:
+    """Fill `rows`, (outer, classes, inner), with the gradient of the logits; `upstream` is (1,) or (rows,)."""
+    problem, softmax, terms = residuals.problem, residuals.softmax, residuals.terms
+    with np.errstate(all="ignore"):
+        # A mean over rows whose weights sum to 0 is nan, and so is its gradient.
+        g = upstream / residuals.divisor if residuals.divisor else np.full_like(upstream, np.nan)
+        g = np.where(problem.valid, g, 0.0)
+        slope = problem.transform.scale * g
+        common = 2.0 * problem.z_loss * softmax.logsumexp if problem.z_loss else 0.0
+        factor = slope * (terms.held + terms.others + common) * softmax.scale
+        held = terms.held * softmax.held_minus_one + (terms.others + common) * softmax.held_probability
+        held_column = problem.target_column
+        if held_column is None:
+            columns = softmax.records["argmax"] - problem.class_start
+            held_column = np.where((columns >= 0) & (columns < problem.classes), columns, -1)
+        write_gradient(
+            rows,
+            rows_and_classes(problem.logits, problem.axis),
+            RowGradient(
+                max=softmax.max,
+                factor=factor,
+                weight_factor=slope * terms.share if terms.share else None,
+                held_column=held_column,
+                held_gradient=slope * held,
+                valid=problem.valid,
+            ),
+            weights=problem.class_weights,
+            transform=problem.transform,
+            compute_dtype=problem.compute_dtype,
+            references=references,
+        )
+
+
+def _copy_back(rows: Array, array: Array) -> None:
+    """Where the strides of `array` did not allow `rows` to be a view of it, make them agree."""
+    if not shares_memory(rows, array):
+        array[...] = rows.reshape(array.shape)

@@ -1,0 +1,76 @@
+"""Where the pieces of a global array live: placement values and balanced split points.
+
+A placement says, for one dim of a mesh, how the ranks along that dim hold a global array. Placements are frozen
+values: compare them, hash them, print them; they know nothing of arrays or communicators.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+__all__ = ["Partial", "Placement", "Replicate", "Shard", "shard_range"]
+
+ReduceOperator = Literal["sum", "avg", "max", "min"]
+
+
+@dataclass(frozen=True, repr=False)
+class Shard:
+    """Each rank along the dim holds one block of `axis` of the global array.
+
+    `axis` is an axis of the array, counted from 0, or from the end when negative.
+    """
+
+    axis: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.axis, int) or isinstance(self.axis, bool):
+            raise TypeError(f"the axis of Shard must be an int, got {self.axis!r}")
+
+    def __repr__(self) -> str:
+        return f"Shard({self.axis})"
+
+
+@dataclass(frozen=True, repr=False)
+class Replicate:
+    """Each rank along the dim holds the whole array, the same bits everywhere."""
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+
+@dataclass(frozen=True, repr=False)
+class Partial:
+    """Each rank along the dim holds a term; the global array is their `"sum"`, `"avg"`, `"max"` or `"min"`."""
+
+    operator: ReduceOperator = "sum"
+
+    def __post_init__(self) -> None:
+        if self.operator not in get_args(ReduceOperator):
+            raise ValueError(f"Partial takes one of {get_args(ReduceOperator)}, got {self.operator!r}")
+
+    def __repr__(self) -> str:
+        return f"Partial({self.operator!r})"
+
+
+Placement = Shard | Replicate | Partial
+
+
+def shard_range(length: int, parts: int, index: int) -> tuple[int, int]:
+    """The half-open range [start, stop) of block `index` when `length` items are split into `parts` balanced blocks.
+
+    Blocks differ by at most one item and the longer ones come first, as `numpy.array_split` has it; with more parts
+    than items the last blocks are empty. Nothing is communicated.
+
+    >>> [shard_range(10, 4, index) for index in range(4)]
+    [(0, 3), (3, 6), (6, 8), (8, 10)]
+    >>> [shard_range(2, 3, index) for index in range(3)]
+    [(0, 1), (1, 2), (2, 2)]
+
+    Raises `ValueError` for a negative length, less than one part or an index outside [0, parts).
+    """
+    if length < 0 or parts < 1 or not 0 <= index < parts:
+        raise ValueError(
+            f"shard_range needs length >= 0, parts >= 1 and 0 <= index < parts, got {length}, {parts}, {index}"
+        )
+    quotient, longer = divmod(length, parts)
+    start = index * quotient + min(index, longer)
+    return start, start + quotient + (index < longer)

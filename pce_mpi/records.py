@@ -1,0 +1,231 @@
+"""The softmax monoid: one small record per row, a `merge`, and what follows from a merged record.
+
+A shard's classes of one row are summarised by a record. Records of disjoint sets of classes merge into the record of
+their union; the record of no classes is the identity; `merge` is associative up to rounding, commutative to the last
+bit, and carries `nan` along. So one all-reduce of records joins the shards of a row.
+
+**One class of each row is held apart**: the target where rows have one, otherwise the row's largest logit. With z the
+logits, h the class held and the sums over the *other* classes c, a record has
+
+    target or largest   z_h                                   -inf where this shard does not hold it
+    max                 m = max_c z_c                          -inf for none
+    sum_exp             S = sum_c exp(z_c - m)
+
+and, where an option asks for more,
+
+    target              z of the target, where the largest is held
+    held_weight         u_h                                   u: weights of a sum over classes, see `Layout`
+    weight              sum_c u_c
+    weighted_gap        sum_c u_c (m - z_c)
+    exp_gap             sum_c exp(z_c - m) (m - z_c)
+    argmax              the class of the largest logit, the lowest on ties: the class held, where that is the largest
+
+What is wanted is then a sum of terms of one sign. With a = S exp(m - z_h), a loss of log1p(a) and a gradient of
+-a / (1 + a) keep all their bits however close to 1 the probability of h is, where `log(1 + ...)` of one common sum and
+`p - 1` keep none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Layout", "RowSoftmax", "merge", "times"]
+
+Array = np.ndarray[Any, Any]
+
+_NO_CLASS = np.iinfo(np.int64).max  # loses every tie against a class
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which fields the records of one call have.
+
+    `hold_largest` holds the largest logit apart rather than the target, whose logit `target` then carries as well.
+    `held_weight` carries the weight of the class held; `weights` also the weighted sums over the others: u is `weight`
+    under label smoothing, and `weight * probability` with probability targets. `entropy` is for statistics.
+    """
+
+    hold_largest: bool = False
+    target: bool = False
+    held_weight: bool = False
+    weights: bool = False
+    entropy: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the fields."""
+        return self.dtype.names or ()
+
+    @property
+    def held(self) -> str:
+        """The name of the field with the logit held apart."""
+        return "largest" if self.hold_largest else "target"
+
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        """The structured dtype of one record; 24 bytes for a plain loss."""
+        names = [self.held, "max", "sum_exp"]
+        names += ["target"] * (self.target and self.hold_largest)
+        names += ["held_weight"] * (self.held_weight or self.weights)
+        names += ["weight", "weighted_gap"] * self.weights + ["exp_gap"] * self.entropy
+        return np.dtype([(name, np.float64) for name in names] + [("argmax", np.int64)] * self.hold_largest)
+
+    def identity(self, *shape: int) -> Array:
+        """Records of no classes."""
+        records = np.zeros(shape, self.dtype)
+        for name in {self.held, "max", "target"} & set(self.names):
+            records[name] = -np.inf
+        if self.hold_largest:
+            records["argmax"] = _NO_CLASS
+        return records
+
+
+def merge(a: Array, b: Array) -> Array:
+    """The records of the union of two disjoint sets of classes of the same rows; `a` and `b` stay as they are."""
+    names = a.dtype.names or ()
+    with np.errstate(all="ignore"):
+        merged = _merge_others(a, b)
+        if "target" in names:
+            merged["target"] = np.maximum(a["target"], b["target"])
+        if "largest" not in names:
+            if "held_weight" in names:  # nought on every shard but the one that holds the target
+                merged["held_weight"] = a["held_weight"] + b["held_weight"]
+            return merged
+        # Of the two classes held apart, the one with the smaller logit joins the others.
+        swap = _b_comes_first(a, b)
+        alone = np.zeros_like(merged)
+        alone["max"] = np.minimum(a["largest"], b["largest"])
+        masked = alone["max"] == -np.inf
+        alone["sum_exp"] = ~masked
+        if "weight" in names:
+            alone["weight"] = np.where(swap, a["held_weight"], b["held_weight"])
+            alone["weighted_gap"] = np.where(masked & (alone["weight"] != 0), np.inf, 0.0)
+        joined = _merge_others(merged, alone)
+        joined["largest"] = np.maximum(a["largest"], b["largest"])
+        for name in {"held_weight", "argmax"} & set(names):
+            joined[name] = np.where(swap, b[name], a[name])
+        if "target" in names:
+            joined["target"] = merged["target"]
+        return joined
+
+
+def _merge_others(a: Array, b: Array) -> Array:
+    """`merge` for the classes that are not held apart; the fields of the held one are left unset."""
+    names = a.dtype.names or ()
+    merged = np.zeros_like(a)
+    top = np.maximum(a["max"], b["max"])
+    merged["max"] = top
+    # Equal maxima, among them two of -inf, lie 0 apart.
+    gaps = [np.where(record["max"] == top, 0.0, top - record["max"]) for record in (a, b)]
+    (decay_a, gap_a), (decay_b, gap_b) = ((np.exp(-gap), gap) for gap in gaps)
+    merged["sum_exp"] = a["sum_exp"] * decay_a + b["sum_exp"] * decay_b
+    if "weight" in names:
+        merged["weight"] = a["weight"] + b["weight"]
+        merged["weighted_gap"] = (a["weighted_gap"] + times(a["weight"], gap_a)) + (
+            b["weighted_gap"] + times(b["weight"], gap_b)
+        )
+    if "exp_gap" in names:
+        merged["exp_gap"] = decay_a * (a["exp_gap"] + times(a["sum_exp"], gap_a)) + decay_b * (
+            b["exp_gap"] + times(b["sum_exp"], gap_b)
+        )
+    return merged
+
+
+def _b_comes_first(a: Array, b: Array) -> Array:
+    """Where b has the largest logit in NumPy's order: `nan` before every number, then the larger, then the lower class."""
+    nan_a, nan_b = np.isnan(a["largest"]), np.isnan(b["largest"])
+    lower = b["argmax"] < a["argmax"]
+    larger = (b["largest"] > a["largest"]) | ((b["largest"] == a["largest"]) & lower)
+    return np.where(nan_a | nan_b, nan_b & (~nan_a | lower), larger)
+
+
+def times(weight: Array, gap: Array) -> Array:
+    """weight * gap, where weight 0 gives 0 even if the gap is infinite."""
+    return np.where(weight == 0.0, 0.0, weight * gap)
+
+
+def _exp_difference(a: Array, b: Array) -> Array:
+    """exp(a - b) with the rounding error of the difference made good (Knuth's TwoSum)."""
+    difference = a - b
+    virtual = difference - a
+    error = (a - (difference - virtual)) - (b + virtual)
+    return np.exp(difference) * np.where(np.isfinite(error), 1.0 + error, 1.0)
+
+
+class RowSoftmax:
+    """The softmax of each row, as far as merged records tell; all arrays are float64, one number per row.
+
+    Rows of only -inf, with a +inf or with a `nan` are `nan` throughout.
+    """
+
+    def __init__(self, records: Array):
+        self.records = records
+        held = records["largest" if "largest" in (records.dtype.names or ()) else "target"]
+        # A sum over the other classes cannot show that the class held apart is +inf.
+        self.held = np.where(held == np.inf, np.nan, held)
+        self.max = records["max"]
+        with np.errstate(all="ignore"):
+            held_over_max = _exp_difference(self.held, self.max)
+            #: what exp(z_c - max) of another class is multiplied by to give its probability
+            self.scale = 1.0 / (self.sum_exp + held_over_max)
+            #: probability of the class held, minus 1
+            self.held_minus_one = -self.sum_exp * self.scale
+            self._odds = self.sum_exp * _exp_difference(self.max, self.held)
+            #: probability of the class held
+            self.held_probability = 1.0 / (1.0 + self._odds)
+
+    @property
+    def sum_exp(self) -> Array:
+        """sum of exp(z_c - max) over the classes not held apart."""
+        return self.records["sum_exp"]
+
+    @cached_property
+    def _logsumexp_above_max(self) -> Array:
+        with np.errstate(all="ignore"):
+            return np.logaddexp(np.log(self.sum_exp), self.held - self.max)
+
+    @cached_property
+    def held_nll(self) -> Array:
+        """-log of the probability of the class held."""
+        with np.errstate(all="ignore"):
+            return np.where(
+                self.held >= self.max, np.log1p(self._odds), self._logsumexp_above_max + (self.max - self.held)
+            )
+
+    @cached_property
+    def logsumexp(self) -> Array:
+        """log of the sum of exp(z_c) over all classes."""
+        with np.errstate(all="ignore"):
+            return np.where(self.held >= self.max, self.held + self.held_nll, self.max + self._logsumexp_above_max)
+
+    @property
+    def target_log_prob(self) -> Array:
+        """log of the probability of the target, where the largest logit is held; a sum of two terms of one sign."""
+        with np.errstate(all="ignore"):
+            return np.minimum(self.records["target"] - self.held, 0.0) - self.held_nll
+
+    @property
+    def weight(self) -> Array:
+        """sum of u_c over all classes."""
+        return self.records["held_weight"] + self.records["weight"]
+
+    @property
+    def weighted_nll(self) -> Array:
+        """sum of -u_c log p_c over all classes."""
+        with np.errstate(all="ignore"):
+            return (
+                times(self.records["held_weight"], self.held_nll)
+                + times(self.records["weight"], self._logsumexp_above_max)
+                + self.records["weighted_gap"]
+            )
+
+    @property
+    def entropy(self) -> Array:
+        """sum of -p_c log p_c over all classes."""
+        with np.errstate(all="ignore"):
+            others = times(self.sum_exp, self._logsumexp_above_max) + self.records["exp_gap"]
+            return times(self.held_probability, self.held_nll) + times(self.scale, others)

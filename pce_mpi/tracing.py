@@ -1,0 +1,126 @@
+"""The record of what was sent, by which operation, and why.
+
+`collectives.py` appends one event per collective; whoever drives a backward pass or an optimizer step says so with
+`phase`. Nothing is kept unless a `trace()` is open, so the cost without one is a look at an empty tuple.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, astuple, dataclass, fields
+from enum import StrEnum
+import json
+
+__all__ = ["Event", "Purpose", "Trace", "phase", "record", "trace"]
+
+
+class Purpose(StrEnum):
+    """What a collective carries: the caller's numbers, or the ranks' agreement on the call itself."""
+
+    PAYLOAD = "payload"
+    AGREEMENT = "agreement"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One collective, as one rank saw it. `bytes` is what this rank put in; `ranks` is how many took part."""
+
+    phase: str
+    operation: str
+    collective: str
+    purpose: Purpose
+    over: str
+    ranks: int
+    bytes: int
+    reason: str
+
+
+class Trace:
+    """The collectives of one rank, in order; `print` shows them as a table, equal ones on one line with their count."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def select(
+        self,
+        collective: str | None = None,
+        *,
+        operation: str | None = None,
+        phase: str | None = None,
+        over: str | None = None,
+        purpose: Purpose | None = Purpose.PAYLOAD,
+    ) -> list[Event]:
+        """The events that match every argument given; agreement only if `purpose` asks for it (`None`: both)."""
+        wanted = dict(collective=collective, operation=operation, phase=phase, over=over, purpose=purpose)
+        return [
+            event
+            for event in self.events
+            if all(value is None or getattr(event, name) == value for name, value in wanted.items())
+        ]
+
+    def count(self, collective: str | None = None, **where: str | Purpose | None) -> int:
+        """How many collectives match; the arguments are those of `select`."""
+        return len(self.select(collective, **where))  # type: ignore[arg-type]  # mypy cannot follow ** into keywords
+
+    def bytes(self, collective: str | None = None, **where: str | Purpose | None) -> int:
+        """How many bytes this rank put into the collectives that match; the arguments are those of `select`."""
+        return sum(event.bytes for event in self.select(collective, **where))  # type: ignore[arg-type]  # as above
+
+    def to_json(self) -> str:
+        """The events as a JSON list of objects."""
+        return json.dumps([asdict(event) for event in self.events], indent=1)
+
+    def __str__(self) -> str:
+        grouped: dict[Event, int] = {}
+        for event in self.events:
+            grouped[event] = grouped.get(event, 0) + 1
+        names = [field.name for field in fields(Event)]
+        rows = [[*names[:-2], "calls", "bytes", "reason"]]
+        for event, calls in grouped.items():
+            values = [str(value) for value in astuple(event)]
+            rows.append([*values[:-2], str(calls), str(calls * event.bytes), event.reason])
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
+
+
+_open: ContextVar[tuple[Trace, ...]] = ContextVar("open_traces", default=())
+_phase: ContextVar[str] = ContextVar("phase", default="forward")
+
+
+@contextmanager
+def trace() -> Iterator[Trace]:
+    """Record every collective of this rank while the block runs.
+
+    >>> with trace() as events:
+    ...     pass
+    >>> events.count()
+    0
+
+    Communicates nothing. Traces nest: an inner one does not hide events from an outer one.
+    """
+    opened = Trace()
+    token = _open.set((*_open.get(), opened))
+    try:
+        yield opened
+    finally:
+        _open.reset(token)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Let the events of the block say that they belong to the phase `name`: forward (unless told), backward, step."""
+    token = _phase.set(name)
+    try:
+        yield
+    finally:
+        _phase.reset(token)
+
+
+def record(
+    operation: str, collective: str, purpose: Purpose, *, over: str, ranks: int, bytes: int, reason: str
+) -> None:
+    """Append one event to every open trace."""
+    for opened in _open.get():
+        opened.events.append(Event(_phase.get(), operation, collective, purpose, over, ranks, bytes, reason))

@@ -1,0 +1,70 @@
+"""One conftest for any number of ranks: `pytest`, or `mpiexec -n 3 python -m mpi4py -m pytest tests/ranks`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hypothesis
+import pytest
+
+from record import Recorder
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# The ranks draw the same examples: nothing may depend on chance, on a clock, or on what an earlier run left on disk.
+# Shrinking in step needs `in_step` as well.
+hypothesis.settings.register_profile(
+    "ranks",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    print_blob=True,
+    phases=set(hypothesis.Phase) - {hypothesis.Phase.explain},
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("ranks")
+
+
+@pytest.fixture(scope="session")
+def comm() -> MPI.Intracomm:
+    """All ranks of the job; a process that was started without mpiexec is a job of one rank."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", type=Path, help="write the course of the session to this file, as lines of JSON")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    launched = launched_ranks()
+    rank = 0
+    if launched is None:
+        # A pytest that is told to end must end the jobs that its tests have launched.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    else:
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.size != launched:
+            raise pytest.UsageError(
+                f"launched as {launched} ranks, but COMM_WORLD.size is {MPI.COMM_WORLD.size}: "
+                f"mpiexec and the MPI library ({MPI.Get_library_version().splitlines()[0]}) do not belong together"
+            )
+        from rank_aware import RankAware
+
+        rank = MPI.COMM_WORLD.rank
+        config.pluginmanager.register(RankAware(config))
+    if config.option.record and rank == 0:
+        config.pluginmanager.register(Recorder(config.option.record))
+
+
+def launched_ranks() -> int | None:
+    """How many ranks mpiexec started, whatever MPI has made of them; None without mpiexec."""
+    size = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE")
+    return int(size) if size else None

@@ -1,0 +1,98 @@
+"""Start an MPI job from a single process, with the mpiexec that belongs to the running interpreter."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+
+
+class CompletedJob(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def launch(n: int, *args: str, timeout: float = 60, env: Mapping[str, str] | None = None) -> CompletedJob:
+    """Run `python -m mpi4py ARGS` on `n` ranks, from the root of the repository; `env` adds to the environment.
+
+    `TimeoutError`, with what the job has printed, if it has not ended after `timeout` seconds; it is killed then.
+    """
+    start = time.monotonic()
+    job = subprocess.Popen(
+        job_command(n, *args),
+        cwd=ROOT,
+        env=job_environment(n) | dict(env or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = job.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        stop(job)
+        stdout, stderr = job.communicate()
+        raise TimeoutError(
+            f"{shlex.join(map(str, job.args))} had not ended after {timeout} s"
+            f"\n----- stdout\n{stdout}\n----- stderr\n{stderr}"
+        ) from None
+    finally:
+        stop(job)
+    return CompletedJob(job.returncode, stdout, stderr, time.monotonic() - start)
+
+
+def launch_source(
+    n: int, source: str, *args: str, timeout: float = 60, env: Mapping[str, str] | None = None
+) -> CompletedJob:
+    """As `launch`, for a program that is given as a string; indentation common to all its lines is removed."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "program.py")
+        program.write_text(textwrap.dedent(source), encoding="utf-8")
+        return launch(n, str(program), *args, timeout=timeout, env=env)
+
+
+def job_command(n: int, *args: str) -> list[str]:
+    """The command line of `python -m mpi4py ARGS` on `n` ranks."""
+    # Not resolved: in a virtual environment sys.executable is a link that leads out of it.
+    mpiexec = os.environ.get("MPIEXEC") or str(Path(sys.executable).parent / "mpiexec")
+    return [*shlex.split(mpiexec), "-n", str(n), sys.executable, "-m", "mpi4py", *args]
+
+
+def job_environment(n: int) -> dict[str, str]:
+    """The environment of a job of `n` ranks: BLAS threads times ranks do not exceed the cores."""
+    threads = str(max(1, len(os.sched_getaffinity(0)) // n))
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "OMP_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        # Open MPI alone reads these: more ranks than cores (versions 5 and 4), and ranks that run as root.
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """End a process that leads its own group, and what it has started; nothing, if it has ended."""
+    if process.poll() is None:
+        # mpiexec ends its ranks when it is asked to; killed, it may leave them behind.
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

@@ -1,0 +1,482 @@
+"""What the harness makes of tests that go wrong: each program below is a test suite of its own, run at 2 or 3 ranks."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from jobs.launch import ROOT, CompletedJob, job_environment, launch, launch_source
+
+# Every job below ends within this many seconds or is killed, and the test that started it fails.
+SECONDS = 40
+
+HARNESS = [
+    "pyproject.toml",
+    "tests/conftest.py",
+    "tests/in_step.py",
+    "tests/jobs/launch.py",
+    "tests/rank_aware.py",
+    "tests/record.py",
+    "tests/run.py",
+    "tests/verdict.py",
+]
+
+
+@pytest.fixture
+def suite(tmp_path):
+    """A repository of its own that has the harness and no tests yet."""
+    for name in HARNESS:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "tests/ranks").mkdir()
+    return tmp_path
+
+
+def write(suite: Path, path: str, source: str) -> None:
+    (suite / path).write_text(textwrap.dedent(source), encoding="utf-8")
+
+
+def run(suite: Path, *arguments: str, env: dict[str, str] | None = None) -> CompletedJob:
+    """`python tests/run.py ARGUMENTS` in the suite."""
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "tests/run.py", *arguments],
+        cwd=suite,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    return CompletedJob(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
+
+
+def run_at(suite: Path, n: int, source: str) -> CompletedJob:
+    """Run one file of tests on n ranks, and nothing else."""
+    write(suite, "tests/ranks/test_it.py", source)
+    return run(suite, "-n", str(n), "--no-jobs")
+
+
+def closing_line(job: CompletedJob) -> str:
+    return job.stdout.splitlines()[-1]
+
+
+# A test that goes wrong on one rank
+
+
+@pytest.mark.parametrize("phase", ["setup", "call", "teardown"])
+def test_a_failure_on_one_rank_fails_the_test_on_all_with_that_rank_s_text(suite, phase):
+    job = run_at(
+        suite,
+        3,
+        f"""
+        import pytest
+
+        def fail_in(phase, comm):
+            print("rank", comm.rank, "was here")
+            assert not (phase == {phase!r} and comm.rank == 1), "the middle rank is unwell"
+
+        @pytest.fixture
+        def resource(comm):
+            fail_in("setup", comm)
+            yield
+            fail_in("teardown", comm)
+
+        def test_it(comm, resource):
+            fail_in("call", comm)
+
+        def test_that_comes_after_it(comm):
+            assert comm.allreduce(1) == comm.size
+        """,
+    )
+    assert job.returncode == 1
+    assert f"test_it ({phase})" in job.stdout.replace("failed ", "")
+    assert "failed on rank 1 of 3" in job.stdout
+    assert "the middle rank is unwell" in job.stdout
+    assert "rank 1 was here" in job.stdout
+    assert closing_line(job) == "1 passed, 1 failed, 0 skipped"
+
+
+def test_a_failure_before_a_collective_ends_the_job_and_names_the_test_and_its_text(suite):
+    job = run_at(
+        suite,
+        3,
+        """
+        def test_that_is_well(comm):
+            pass
+
+        def test_with_a_collective(comm):
+            if comm.rank == 2:
+                raise ValueError("no collective for me")
+            comm.Barrier()
+        """,
+    )
+    assert job.returncode == 1
+    assert "test_with_a_collective (call) failed here and left other ranks waiting" in job.stdout
+    assert "ValueError: no collective for me" in job.stdout
+    assert closing_line(job) == "1 passed, 1 failed, 0 skipped"
+
+
+def test_an_example_that_fails_before_a_collective_ends_the_job_and_names_the_test_and_its_text(suite):
+    job = run_at(
+        suite,
+        2,
+        """
+        from hypothesis import given, strategies as st
+        from in_step import in_step
+
+        @given(x=st.integers(0, 100))
+        def test_with_a_collective(comm, x):
+            with in_step(comm):
+                if comm.rank == 1 and x > 50:
+                    raise ValueError("no collective for me")
+                comm.Barrier()
+        """,
+    )
+    assert job.returncode == 1
+    assert "test_with_a_collective (call) failed here and left other ranks waiting" in job.stdout
+    assert "ValueError: no collective for me" in job.stdout
+    assert closing_line(job) == "0 passed, 1 failed, 0 skipped"
+
+
+def test_a_killed_rank_ends_the_job_and_the_test_that_was_running_has_failed(suite):
+    job = run_at(
+        suite,
+        3,
+        """
+        import os, signal
+
+        def test_that_is_well(comm):
+            pass
+
+        def test_in_which_a_rank_is_killed(comm):
+            if comm.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            comm.Barrier()
+        """,
+    )
+    assert job.returncode == 1
+    assert "test_in_which_a_rank_is_killed did not come to its end" in job.stdout
+    assert closing_line(job) == "1 passed, 1 failed, 0 skipped"
+
+
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_a_hang_on_one_rank_ends_with_the_stack_of_that_rank(suite, stuck):
+    settings = (suite / "pyproject.toml").read_text()
+    assert "faulthandler_timeout = 120" in settings
+    (suite / "pyproject.toml").write_text(settings.replace("faulthandler_timeout = 120", "faulthandler_timeout = 2"))
+    job = run_at(
+        suite,
+        2,
+        f"""
+        def test_that_hangs(comm):
+            if comm.rank == {stuck}:
+                comm.recv(source=comm.rank)
+        """,
+    )
+    assert job.returncode == 1
+    assert "test_that_hangs did not come to its end" in job.stdout
+    assert "in test_that_hangs" in job.stdout
+    assert closing_line(job) == "0 passed, 1 failed, 0 skipped"
+
+
+@pytest.mark.parametrize("how", ["@pytest.mark.skipif(rank == 0, reason='not here')", "in the test"])
+def test_a_skip_on_one_rank_only_is_a_failure(suite, how):
+    job = run_at(
+        suite,
+        2,
+        f"""
+        import pytest
+        from mpi4py import MPI
+
+        rank = MPI.COMM_WORLD.rank
+
+        {how if how.startswith("@") else ""}
+        def test_it(comm):
+            if rank == 0:
+                pytest.skip("not here")
+        """,
+    )
+    assert job.returncode == 1
+    assert "skipped on rank 0 of 2" in job.stdout
+    assert "not here" in job.stdout
+    assert closing_line(job) == "0 passed, 1 failed, 0 skipped"
+
+
+def test_an_expected_failure_on_one_rank_only_is_a_failure(suite):
+    job = run_at(
+        suite,
+        2,
+        """
+        import pytest
+
+        @pytest.mark.xfail(strict=False)
+        def test_it(comm):
+            assert comm.rank == 0
+        """,
+    )
+    assert job.returncode == 1
+    assert closing_line(job) == "0 passed, 1 failed, 0 skipped"
+
+
+def test_pytest_exit_on_one_rank_ends_the_job_with_its_text(suite):
+    job = run_at(
+        suite,
+        2,
+        """
+        import pytest
+
+        def test_it(comm):
+            if comm.rank == 1:
+                pytest.exit("enough of this")
+            comm.Barrier()
+        """,
+    )
+    assert job.returncode == 1
+    assert "enough of this" in job.stdout
+
+
+# Collection
+
+
+def test_a_file_that_cannot_be_imported_on_one_rank_is_an_error_on_all_with_that_rank_s_text(suite):
+    job = run_at(
+        suite,
+        2,
+        """
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.rank == 1:
+            raise ImportError("not on this rank")
+
+        def test_it(comm):
+            pass
+        """,
+    )
+    assert job.returncode == 1
+    assert "failed on rank 1 of 2" in job.stdout
+    assert "ImportError: not on this rank" in job.stdout
+    assert closing_line(job) == "0 passed, 1 failed, 0 skipped"
+
+
+def test_ranks_that_collect_different_tests_say_so(suite):
+    job = run_at(
+        suite,
+        2,
+        """
+        from mpi4py import MPI
+
+        def test_of_all(comm):
+            pass
+
+        if MPI.COMM_WORLD.rank == 1:
+            def test_of_one(comm):
+                pass
+        """,
+    )
+    assert job.returncode == 1
+    assert "rank 0 and rank 1 collected different tests" in job.stdout
+    assert "test_of_one" in job.stdout
+
+
+# In step
+
+
+def test_ranks_stop_together_at_the_first_failure_and_skip_together(suite):
+    write(
+        suite,
+        "tests/ranks/test_it.py",
+        """
+        import pytest
+
+        @pytest.mark.skip(reason="not anywhere")
+        def test_that_is_skipped(comm):
+            pass
+
+        def test_that_fails_on_one_rank(comm):
+            assert comm.rank == 0
+
+        def test_that_is_never_run(comm):
+            pass
+        """,
+    )
+    job = launch(2, "-m", "pytest", "-x", "-rs", f"--rootdir={suite}", "-c", f"{suite}/pyproject.toml", f"{suite}/tests/ranks")
+    assert job.returncode == 1
+    assert job.stdout.count("1 failed, 1 skipped") == 1
+    assert job.stdout.count("not anywhere") == 1
+    assert "stopping after 1 failures" in job.stdout
+
+
+def test_only_rank_0_shows_output(suite):
+    write(suite, "tests/ranks/test_it.py", "def test_it(comm):\n    print('seen', 'once')\n    assert False")
+    job = launch(3, "-m", "pytest", "-c", f"{suite}/pyproject.toml", f"{suite}/tests/ranks")
+    assert job.stdout.count("test session starts") == 1
+    assert job.stdout.count("1 failed") == 1
+    assert job.stdout.count("seen once") == 1
+    assert "failed on every rank of 3" in job.stdout
+
+
+def test_an_mpiexec_that_does_not_belong_to_the_mpi_library_is_named(suite):
+    write(suite, "tests/ranks/test_it.py", "def test_it(comm):\n    pass")
+    job = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/ranks"],
+        cwd=suite,
+        env={**job_environment(1), "OMPI_COMM_WORLD_SIZE": "3"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert job.returncode != 0
+    assert "launched as 3 ranks, but COMM_WORLD.size is 1" in job.stdout + job.stderr
+
+
+def test_ranks_need_no_mpiexec_at_size_1(suite):
+    write(suite, "tests/ranks/test_it.py", "def test_it(comm):\n    assert comm.size == 1")
+    job = subprocess.run([sys.executable, "-m", "pytest", "tests/ranks"], cwd=suite, timeout=SECONDS)
+    assert job.returncode == 0
+
+
+# tests/run.py
+
+
+def test_run_tells_the_outcome_at_each_size_and_in_total(suite):
+    write(
+        suite,
+        "tests/ranks/test_it.py",
+        """
+        import pytest
+
+        def test_that_passes(comm):
+            pass
+
+        def test_that_needs_company(comm):
+            if comm.size == 1:
+                pytest.skip("one rank only")
+        """,
+    )
+    write(suite, "tests/jobs/test_it.py", "def test_it():\n    pass")
+    job = run(suite, "-n", "1", "2")
+    assert job.returncode == 0
+    words = [line.split() for line in job.stdout.splitlines()]
+    assert ["passed", "failed", "skipped", "seconds"] in words
+    assert ["1", "rank", "1", "0", "1"] in [line[:5] for line in words]
+    assert ["2", "ranks", "2", "0", "0"] in [line[:5] for line in words]
+    assert ["jobs", "1", "0", "0"] in [line[:4] for line in words]
+    assert closing_line(job) == "4 passed, 0 failed, 1 skipped"
+
+
+def test_run_fails_if_no_test_was_executed(suite):
+    job = run_at(suite, 2, "import pytest\n\n@pytest.mark.skip\ndef test_it(comm):\n    pass")
+    assert job.returncode == 1
+    assert "no test was executed" in job.stdout
+
+
+def test_run_lets_a_selection_leave_some_sizes_without_tests_but_not_all(suite):
+    write(suite, "tests/ranks/test_it.py", "def test_of_ranks(comm):\n    pass")
+    write(suite, "tests/jobs/test_it.py", "def test_of_jobs():\n    pass")
+    assert run(suite, "-n", "2", "-k", "test_of_ranks").returncode == 0
+    nothing = run(suite, "-n", "2", "-k", "test_of_nobody")
+    assert nothing.returncode == 1
+    assert "no test was executed" in nothing.stdout
+
+
+def test_run_fails_if_ranks_exit_with_an_error_after_their_tests(suite):
+    job = run_at(
+        suite,
+        2,
+        """
+        import atexit, os
+
+        def test_it(comm):
+            if comm.rank == 1:
+                atexit.register(os._exit, 3)
+        """,
+    )
+    assert job.returncode == 1
+    assert "though no test failed" in job.stdout
+    assert closing_line(job) == "1 passed, 1 failed, 0 skipped"
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["ranks", "jobs"])
+def test_an_interrupted_run_leaves_no_process_behind(suite, where, signal_number):
+    pids = suite / "pids"
+    program = f"""
+        import os, time
+
+        def note_and_sleep():
+            with open({str(pids)!r}, "a") as file:
+                file.write(f"{{os.getpid()}}\\n")
+            time.sleep(300)
+        """
+    write(suite, "tests/sleeper.py", program)
+    if where == "ranks":
+        write(suite, "tests/ranks/test_it.py", "import sleeper\n\ndef test_it(comm):\n    sleeper.note_and_sleep()")
+    else:
+        write(
+            suite,
+            "tests/jobs/test_it.py",
+            """
+            from jobs.launch import launch_source
+
+            def test_it():
+                launch_source(2, "import sys; sys.path.insert(0, 'tests'); import sleeper; sleeper.note_and_sleep()")
+            """,
+        )
+    process = subprocess.Popen(
+        [sys.executable, "tests/run.py", f"tests/{where}", "-n", "2"],
+        cwd=suite,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(lambda: pids.exists() and pids.read_text().count("\n") == 2)
+    process.send_signal(signal_number)
+    printed, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert "interrupted" in printed
+    sleepers = [int(pid) for pid in pids.read_text().split()]
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in sleepers))
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# tests/jobs/launch.py
+
+
+def test_launch_gives_exit_status_and_output_of_a_job():
+    job = launch_source(2, "import sys; print('out', flush=True); print('err', file=sys.stderr); sys.exit(3)")
+    assert job.returncode != 0
+    assert "out" in job.stdout
+    assert "err" in job.stderr
+    assert job.seconds < SECONDS
+
+
+def test_launch_starts_as_many_ranks_as_asked_for_even_on_fewer_cores():
+    job = launch_source(5, "from mpi4py import MPI; print(f'{MPI.COMM_WORLD.size} ranks', flush=True)")
+    assert job.returncode == 0
+    assert job.stdout.count("5 ranks") == 5
+
+
+def test_launch_keeps_threads_times_ranks_within_the_cores():
+    job = launch_source(2, "import os; print(os.environ['OMP_NUM_THREADS'])")
+    assert 2 * int(job.stdout.split()[0]) <= max(2, len(os.sched_getaffinity(0)))
+
+
+def test_launch_hands_arguments_and_environment_on():
+    job = launch_source(1, "import os, sys; print(sys.argv[1:], os.environ['COLOUR'])", "a b", env={"COLOUR": "red"})
+    assert job.stdout.strip() == "['a b'] red"
+
+
+def test_launch_kills_a_job_that_takes_too_long_and_shows_what_it_printed():
+    with pytest.raises(TimeoutError, match="still alive"):
+        launch_source(2, "import time; print('still alive', flush=True); time.sleep(300)", timeout=3)

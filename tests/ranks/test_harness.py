@@ -1,0 +1,59 @@
+"""What a test in tests/ranks may rely on."""
+
+import os
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from in_step import in_step
+
+
+def test_comm_holds_every_rank_that_was_launched(comm):
+    launched = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or "1"
+    assert comm.size == int(launched)
+    assert sorted(comm.allgather(comm.rank)) == list(range(comm.size))
+
+
+@hypothesis.given(x=st.integers())
+def test_every_rank_draws_the_same_examples(comm, x):
+    with in_step(comm):
+        assert comm.allgather(x) == [x] * comm.size
+
+
+def test_an_example_that_fails_on_the_last_rank_fails_on_every_rank_with_its_text(comm):
+    with pytest.raises(AssertionError, match=rf"failed on .*{'every rank' if comm.size == 1 else comm.size - 1}"):
+        with in_step(comm):
+            assert comm.rank != comm.size - 1, "the last rank fails"
+
+
+def test_every_rank_shrinks_to_the_same_example(comm):
+    falsified = []
+
+    @hypothesis.settings(print_blob=False)
+    @hypothesis.given(x=st.integers(0, 10_000), y=st.integers(0, 10_000))
+    def fails_on_the_last_rank_only(x, y):
+        with in_step(comm):
+            if comm.rank == comm.size - 1 and x + y >= 1234:
+                falsified.append((x, y))
+                raise ValueError(f"{x} + {y} is too much")
+            comm.rank == 0 and x + y >= 1234 and falsified.append((x, y))
+
+    with pytest.raises(AssertionError, match="is too much") as failure:
+        fails_on_the_last_rank_only()
+    assert comm.allgather(str(failure.value))[0] == str(failure.value)
+    assert comm.allgather(falsified[-1] if falsified else None)[-1] is not None
+
+
+@hypothesis.given(x=st.integers(0, 9))
+def test_an_example_may_be_withdrawn_on_every_rank(comm, x):
+    with in_step(comm):
+        hypothesis.assume(x != 3)
+        assert x != 3
+
+
+def test_an_example_that_is_withdrawn_on_one_rank_only_fails(comm):
+    expected = hypothesis.errors.UnsatisfiedAssumption if comm.size == 1 else AssertionError
+    with pytest.raises(expected):
+        with in_step(comm):
+            hypothesis.assume(comm.rank != 0)

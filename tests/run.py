@@ -1,0 +1,207 @@
+"""Run the tests: tests/ranks under mpiexec at each size, tests/jobs once, in one process that launches jobs itself."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from jobs.launch import ROOT, job_command, job_environment, stop
+
+RANKS = ROOT / "tests" / "ranks"
+JOBS = ROOT / "tests" / "jobs"
+
+# pytest ends a test that hangs (faulthandler_timeout). A run that tells of no test for longer than that is stopped.
+SILENCE = 240
+
+# The end of what a run has printed, shown when no test can say what went wrong.
+LINES_SHOWN = 200
+
+FROM_GOOD_TO_BAD = ["passed", "skipped", "failed"]
+
+
+class Run:
+    """One pytest session: what to start, and how it went."""
+
+    def __init__(self, name: str, command: list[str], environment: dict[str, str]) -> None:
+        self.name = name
+        self.command = command
+        self.environment = environment
+        self.outcomes: dict[str, str] = {}
+        self.texts: list[str] = []
+        self.running = ""
+        self.seconds = 0.0
+
+    def execute(self, may_be_empty: bool) -> None:
+        """Start it, follow it to its end and judge it."""
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            record, output = Path(folder, "record"), Path(folder, "output")
+            record.touch()
+            with output.open("wb") as sink, record.open(encoding="utf-8") as events:
+                process = subprocess.Popen(
+                    [*self.command, f"--record={record}"],
+                    cwd=ROOT,
+                    env=self.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    text=True,
+                )
+                try:
+                    how_it_ended = self.follow(process, events)
+                finally:
+                    stop(process)
+            self.seconds = time.monotonic() - start
+            printed = output.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_SHOWN:]
+            self.judge(process.returncode, how_it_ended, "\n".join(printed), may_be_empty)
+
+    def follow(self, process: subprocess.Popen[str], events: Iterable[str]) -> str:
+        """Take in what the process records, as it happens, until it has ended; say how it ended."""
+        last_heard = time.monotonic()
+        line = ""
+        while time.monotonic() - last_heard < SILENCE:
+            ended = process.poll() is not None
+            for piece in events:
+                last_heard = time.monotonic()
+                line += piece
+                if line.endswith("\n"):
+                    self.take_in(json.loads(line))
+                    line = ""
+            if ended:
+                return f"ended with exit status {process.returncode}"
+            show_live(f"{self.name}: {self.summary()}")
+            time.sleep(0.1)
+        return f"was stopped: it had told of no test for {SILENCE} s"
+
+    def take_in(self, event: dict[str, str]) -> None:
+        test = event["test"]
+        if event["event"] == "started":
+            self.running = test
+        elif event["event"] == "finished":
+            self.running = ""
+        else:
+            # A test is as bad as the worst of its phases.
+            before = self.outcomes.get(test, "passed")
+            self.outcomes[test] = max(before, event["outcome"], key=FROM_GOOD_TO_BAD.index)
+            if event["outcome"] == "failed":
+                self.texts.append(f"{test} failed ({event['phase']})\n{event['text']}")
+
+    def judge(self, returncode: int, how_it_ended: str, printed: str, may_be_empty: bool) -> None:
+        """Add the failures that no test has reported."""
+        if self.running:
+            self.fail(self.running, f"{self.running} did not come to its end: the run {how_it_ended}\n{printed}")
+        elif not self.count("passed") and not self.count("failed") and returncode in (0, 5):
+            # pytest found nothing to run (5), or all that it ran was skipped.
+            if not may_be_empty:
+                self.fail(self.name, f"no test was executed\n{printed}")
+        elif returncode and not self.count("failed"):
+            self.fail(self.name, f"the run {how_it_ended}, though no test failed\n{printed}")
+
+    def fail(self, what: str, text: str) -> None:
+        self.outcomes[what] = "failed"
+        self.texts.append(text)
+
+    def count(self, outcome: str) -> int:
+        return list(self.outcomes.values()).count(outcome)
+
+    def summary(self) -> str:
+        return ", ".join(f"{self.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped"))
+
+
+def main() -> int:
+    options = parse_arguments()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    selection = bool(options.paths or options.k)
+    runs = plan(options)
+    executed = []
+    interrupted = False
+    try:
+        for run in runs:
+            run.execute(may_be_empty=selection)
+            executed.append(run)
+            show_live("")
+            print(f"{run.name}: {run.summary()}, {run.seconds:.1f} s", flush=True)
+            for text in run.texts:
+                print(f"\n===== {run.name}: {text}\n", flush=True)
+    except KeyboardInterrupt:
+        show_live("")
+        interrupted = True
+        print(f"interrupted in {runs[len(executed)].name}")
+    print_table(executed)
+    failed = sum(run.count("failed") for run in executed)
+    passed = sum(run.count("passed") for run in executed)
+    skipped = sum(run.count("skipped") for run in executed)
+    if not interrupted and not failed and not passed:
+        print("no test was executed")
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
+    return 1 if interrupted or failed or not passed else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, usage="%(prog)s [-h] [paths ...] [-n N ...] [-k EXPR] [--no-jobs]"
+    )
+    parser.add_argument(
+        "-n", type=int, nargs="+", default=[1, 2, 3, 4], metavar="N", help="numbers of ranks (default: 1 2 3 4)"
+    )
+    parser.add_argument("-k", metavar="EXPR", help="only tests whose name matches, as pytest -k")
+    parser.add_argument(
+        "--jobs", action=argparse.BooleanOptionalAction, default=True, help="run tests/jobs as well"
+    )
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        type=Path,
+        help="files, folders or file.py::test (default: all of tests/ranks and tests/jobs); "
+        "what is below tests/ranks runs at each size, anything else once in one process",
+    )
+    options = parser.parse_intermixed_args()
+    for path in options.paths:
+        if not Path(str(path).partition("::")[0]).exists():
+            parser.error(f"{path} does not exist")
+    return options
+
+
+def plan(options: argparse.Namespace) -> list[Run]:
+    paths = [path.absolute() for path in options.paths] or [RANKS, JOBS]
+    on_ranks = [str(path) for path in paths if path.is_relative_to(RANKS)]
+    in_one_process = [str(path) for path in paths if not path.is_relative_to(RANKS)]
+    pytest_options = ["-k", options.k] if options.k else []
+    runs = []
+    if on_ranks:
+        for n in options.n:
+            command = job_command(n, "-m", "pytest", *pytest_options, *on_ranks)
+            runs.append(Run(f"{n} rank{'s' if n > 1 else ''}", command, job_environment(n)))
+    if in_one_process and options.jobs:
+        command = [sys.executable, "-m", "pytest", *pytest_options, *in_one_process]
+        names = sorted({Path(path.partition("::")[0]).relative_to(ROOT / "tests").parts[0] for path in in_one_process})
+        runs.append(Run(", ".join(names), command, dict(os.environ)))
+    return runs
+
+
+def show_live(text: str) -> None:
+    """Replace the last line of a terminal; a file or a pipe gets finished lines only."""
+    if sys.stdout.isatty():
+        print(f"\r{text}\x1b[K", end="", flush=True)
+
+
+def print_table(runs: list[Run]) -> None:
+    columns = ["passed", "failed", "skipped"]
+    width = max([len(run.name) for run in runs], default=0)
+    print(f"\n{'':{width}}  " + "  ".join(columns) + "  seconds")
+    for run in runs:
+        counts = "  ".join(f"{run.count(column):{len(column)}}" for column in columns)
+        print(f"{run.name:{width}}  {counts}  {run.seconds:7.1f}")
+    print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""How something ended on every rank, told to every rank, without waiting for ever."""
+
+import os
+import re
+import time
+from typing import NamedTuple
+
+from mpi4py import MPI
+
+PASSED = "passed"
+
+# A rank that failed may have left its peers inside a collective. It gives them this many seconds to get out.
+GRACE = 5.0
+
+# pytest captures standard error while tests run, not while its plugins are set up, when this file is imported first.
+STDERR = open(os.dup(2), "w", buffering=1)
+
+
+class Verdict(NamedTuple):
+    """How it ended on one rank, and what there is to say about it."""
+
+    outcome: str
+    text: str = ""
+
+
+def exchange(comm: MPI.Comm, mine: Verdict, where: str) -> list[Verdict]:
+    """Give every rank's verdict, in rank order; collective over `comm`, which carries nothing else.
+
+    If this rank did not pass and its peers stay away longer than `GRACE`, the job ends here, and standard error
+    has `where` and the text: there is nobody left who could report it.
+    """
+    all_well = bytearray(comm.size)
+    arrivals = comm.Iallgather([bytearray([mine.outcome == PASSED]), MPI.BYTE], [all_well, MPI.BYTE])
+    start = time.monotonic()
+    while not arrivals.Test():
+        waited = time.monotonic() - start
+        if mine.outcome != PASSED and waited > GRACE:
+            end_job(comm, f"{where} {mine.outcome} here and left other ranks waiting", mine.text)
+        if waited < 0.01:
+            os.sched_yield()
+        else:
+            time.sleep(0.001)
+    if all(all_well):
+        return [mine] * comm.size
+    return comm.allgather(mine)
+
+
+def end_job(comm: MPI.Comm, reason: str, text: str) -> None:
+    """Say why on standard error and end every rank of the job."""
+    STDERR.write(f"\n[rank {comm.rank} of {comm.size}] {reason}\n{text}\n")
+    comm.Abort(1)
+
+
+def describe(verdicts: list[Verdict]) -> str:
+    """What the ranks that did not pass have to say; what several say alike, but for addresses, stands once."""
+    ranks_by_text: dict[tuple[str, str], list[int]] = {}
+    for rank, (outcome, text) in enumerate(verdicts):
+        if outcome != PASSED:
+            alike = re.sub(r"\b0x[0-9a-f]+", "0x...", text)
+            ranks_by_text.setdefault((outcome, alike), []).append(rank)
+    blocks = []
+    for (outcome, text), ranks in ranks_by_text.items():
+        where = "every rank" if len(ranks) == len(verdicts) else "rank " + ", ".join(map(str, ranks))
+        blocks.append(f"----- {outcome} on {where} of {len(verdicts)}\n{text}")
+    return "\n".join(blocks)
