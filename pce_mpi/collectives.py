@@ -32,9 +32,13 @@ __all__ = [
     "CollectiveTimeout",
     "agree",
     "all_gather",
+    "all_gather_text",
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "by_value",
+    "check_comm",
+    "raise_together",
     "reduce_scatter",
 ]
 
@@ -211,15 +215,15 @@ def agree(
     if headers[:, 0].any():
         raise_together(comm, operation, error, over=over)
     if (headers[:, 1] != header[1]).any():
-        raise CollectiveError(_differences(_all_texts(channel, operation, _pack(description))))
+        raise CollectiveError(_differences(all_gather_text(json.dumps(description), comm, operation=operation)))
     return headers[:, 2 : 2 + len(facts)].copy()
 
 
 def raise_together(comm: MPI.Intracomm, operation: str, error: Exception | None, over: str = "comm") -> None:
     """Raise, on every rank of `comm`, the error of the lowest rank that has one; all ranks must call it."""
-    channel = _channel(comm, operation)
-    texts = _all_texts(channel, operation, "" if error is None else _pack([type(error).__name__, str(error)]))
-    failed = {rank: _unpack(text) for rank, text in enumerate(texts) if text}
+    text = "" if error is None else json.dumps([type(error).__name__, str(error)])
+    texts = all_gather_text(text, comm, operation=operation)
+    failed = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
     kind = _RAISED.get(next(iter(failed.values()))[0], RuntimeError)
     said: dict[str, list[int]] = {}
     for rank, (_, message) in failed.items():
@@ -234,22 +238,22 @@ _RAISED: dict[str, type[Exception]] = {
 }
 
 
-def _pack(value: Mapping[str, str] | Sequence[str]) -> str:
-    return json.dumps(value)
+def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str) -> list[str]:
+    """The text of every rank, in rank order, on every rank; texts may differ in length.
 
-
-def _unpack(text: str) -> Any:
-    return json.loads(text)
-
-
-def _all_texts(channel: _Channel, operation: str, text: str) -> list[str]:
-    """The text of every rank, on every rank."""
-    gathered = _gather_blocks(channel, operation, np.frombuffer(text.encode(), np.uint8))
-    return [block.tobytes().decode() for block in gathered]
+    Collective: an Allgather of 8 bytes and an Allgatherv. For reports and errors; not traced.
+    """
+    channel = _channel(comm, operation)
+    block = np.frombuffer(text.encode(), np.uint8)
+    lengths = np.empty(channel.size, np.int64)
+    channel.wait(channel.comm.Iallgather(np.array([block.size], np.int64), lengths), operation)
+    received = np.empty(int(lengths.sum()), np.uint8)
+    channel.wait(channel.comm.Iallgatherv(block, [received, lengths.tolist()]), operation)
+    return [part.tobytes().decode() for part in np.split(received, np.cumsum(lengths)[:-1])]
 
 
 def _differences(descriptions: list[str]) -> str:
-    calls: list[dict[str, str]] = [_unpack(text) for text in descriptions]
+    calls: list[dict[str, str]] = [json.loads(text) for text in descriptions]
     names = list(dict.fromkeys(name for call in calls for name in call))
     differing = []
     for name in names:
@@ -293,7 +297,7 @@ def all_reduce(
     record(
         operation, "all_reduce", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes, reason=reason
     )
-    request = channel.comm.Iallreduce([sent, sent.size, datatype], [received, received.size, datatype], handle)
+    request = channel.comm.Iallreduce([sent, sent.size, datatype], [received, sent.size, datatype], handle)
     channel.wait(request, operation)
     return _from_wire(received, array)
 
@@ -392,17 +396,6 @@ def broadcast(
     return _from_wire(wire, array)
 
 
-def _gather_blocks(
-    channel: _Channel, operation: str, block: np.ndarray[Any, Any]
-) -> list[np.ndarray[Any, Any]]:
-    """The blocks of all ranks where no rank knows the lengths of the others'; used once a call has failed."""
-    lengths = np.empty(channel.size, np.int64)
-    channel.wait(channel.comm.Iallgather(np.array([block.size], np.int64), lengths), operation)
-    received = np.empty(int(lengths.sum()), block.dtype)
-    channel.wait(channel.comm.Iallgatherv(block, [received, lengths.tolist()]), operation)
-    return np.split(received, np.cumsum(lengths)[:-1])
-
-
 def _to_wire(array: Array) -> np.ndarray[Any, Any]:
     """`array` as contiguous host memory of a dtype that MPI knows."""
     host = to_host(array)
@@ -420,13 +413,12 @@ def _split(received: np.ndarray[Any, Any], shapes: Sequence[tuple[int, ...]], li
     return [_from_wire(block.reshape(shape), like) for block, shape in zip(blocks, shapes, strict=True)]
 
 
-def _operator(op: MPI.Op | Merge, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype]:
+def _operator(op: MPI.Op | Merge, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype | None]:
+    """What MPI is to combine elements of `dtype` with, and what it is to think that they are."""
     from mpi4py import MPI
-    from mpi4py.util import dtlib
 
-    if isinstance(op, MPI.Op):
-        return op, dtlib.from_numpy_dtype(dtype)
-    return _merge_operator(op, dtype)
+    # MPI's own operators work on its own datatypes, which mpi4py finds by the dtype.
+    return (op, None) if isinstance(op, MPI.Op) else _merge_operator(op, dtype)
 
 
 @cache

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
+import signal
 from typing import TYPE_CHECKING
 
 import hypothesis

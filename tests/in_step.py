@@ -13,9 +13,9 @@ import os
 import traceback
 from types import TracebackType
 
-import pytest
 from hypothesis.errors import StopTest, UnsatisfiedAssumption
 from mpi4py import MPI
+import pytest
 
 from verdict import PASSED, Verdict, describe, exchange
 

@@ -5,12 +5,12 @@ tell each other how it ended and go on with one report, so that `-x`, skips and 
 alone shows output. What cannot be reported that way ends the job: see `verdict.exchange`.
 """
 
+from collections.abc import Generator
 import faulthandler
 import os
-from collections.abc import Generator
 
-import pytest
 from mpi4py import MPI
+import pytest
 
 from record import text_of
 from verdict import GRACE, PASSED, STDERR, Verdict, describe, end_job, exchange
@@ -51,8 +51,7 @@ class RankAware:
         errors_by_rank = self.comm.allgather(self.collection_errors)
         for nodeid in sorted(set().union(*errors_by_rank) - self.collection_errors.keys()):
             verdicts = [
-                Verdict("failed", errors[nodeid]) if nodeid in errors else Verdict(PASSED)
-                for errors in errors_by_rank
+                Verdict("failed", errors[nodeid]) if nodeid in errors else Verdict(PASSED) for errors in errors_by_rank
             ]
             report = pytest.CollectReport(nodeid, "failed", describe(verdicts), [])
             self.config.hook.pytest_collectreport(report=report)
@@ -65,9 +64,7 @@ class RankAware:
     # Tests: one report for all ranks.
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item
-    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         mine = Verdict(report.outcome, "" if report.passed else text_of(report))
         # The rank that hangs is the one whose stack matters: those that wait for it dump theirs later.

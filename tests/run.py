@@ -1,20 +1,21 @@
 """Run the tests: tests/ranks under mpiexec at each size, tests/jobs once, in one process that launches jobs itself."""
 
 import argparse
+from collections.abc import Iterable
 import json
 import os
+from pathlib import Path
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from pathlib import Path
 
 from jobs.launch import ROOT, job_command, job_environment, stop
 
-RANKS = ROOT / "tests" / "ranks"
-JOBS = ROOT / "tests" / "jobs"
+TESTS = ROOT / "tests"
+RANKS = TESTS / "ranks"
+JOBS = TESTS / "jobs"
 
 # pytest ends a test that hangs (faulthandler_timeout). A run that tells of no test for longer than that is stopped.
 SILENCE = 240
@@ -150,40 +151,49 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, usage="%(prog)s [-h] [paths ...] [-n N ...] [-k EXPR] [--no-jobs]"
     )
     parser.add_argument(
-        "-n", type=int, nargs="+", default=[1, 2, 3, 4], metavar="N", help="numbers of ranks (default: 1 2 3 4)"
+        "-n", nargs="+", default=["1", "2", "3", "4"], metavar="N", help="numbers of ranks (default: 1 2 3 4)"
     )
     parser.add_argument("-k", metavar="EXPR", help="only tests whose name matches, as pytest -k")
-    parser.add_argument(
-        "--jobs", action=argparse.BooleanOptionalAction, default=True, help="run tests/jobs as well"
-    )
+    parser.add_argument("--jobs", action=argparse.BooleanOptionalAction, default=True, help="run tests/jobs as well")
     parser.add_argument(
         "paths",
         nargs="*",
-        type=Path,
         help="files, folders or file.py::test (default: all of tests/ranks and tests/jobs); "
         "what is below tests/ranks runs at each size, anything else once in one process",
     )
     options = parser.parse_intermixed_args()
+    # `-n 1 2 tests/ranks` says what it means: the numbers end where a path begins.
+    options.paths = [Path(os.path.abspath(path)) for path in options.paths + [n for n in options.n if not n.isdigit()]]
+    options.n = [int(n) for n in options.n if n.isdigit()]
     for path in options.paths:
-        if not Path(str(path).partition("::")[0]).exists():
+        if not file_of(path).exists():
             parser.error(f"{path} does not exist")
+        if TESTS not in file_of(path).parents:
+            parser.error(f"{path} is not below {TESTS}")
     return options
 
 
+def file_of(path: Path) -> Path:
+    """The file of `file.py::test`."""
+    return Path(str(path).partition("::")[0])
+
+
 def plan(options: argparse.Namespace) -> list[Run]:
-    paths = [path.absolute() for path in options.paths] or [RANKS, JOBS]
+    """What to run for these options, in this order."""
+    paths = options.paths or [RANKS, JOBS]
     on_ranks = [str(path) for path in paths if path.is_relative_to(RANKS)]
-    in_one_process = [str(path) for path in paths if not path.is_relative_to(RANKS)]
-    pytest_options = ["-k", options.k] if options.k else []
+    in_one_process = [path for path in paths if not path.is_relative_to(RANKS)]
+    # Open MPI gives its ranks a terminal; what they print ends up in a pipe all the same.
+    pytest = ["-m", "pytest", "--color=no", *(["-k", options.k] if options.k else [])]
     runs = []
     if on_ranks:
         for n in options.n:
-            command = job_command(n, "-m", "pytest", *pytest_options, *on_ranks)
+            command = job_command(n, *pytest, *on_ranks)
             runs.append(Run(f"{n} rank{'s' if n > 1 else ''}", command, job_environment(n)))
     if in_one_process and options.jobs:
-        command = [sys.executable, "-m", "pytest", *pytest_options, *in_one_process]
-        names = sorted({Path(path.partition("::")[0]).relative_to(ROOT / "tests").parts[0] for path in in_one_process})
-        runs.append(Run(", ".join(names), command, dict(os.environ)))
+        name = ", ".join(sorted({file_of(path).relative_to(TESTS).parts[0] for path in in_one_process}))
+        command = [sys.executable, *pytest, *map(str, in_one_process)]
+        runs.append(Run(name, command, job_environment(1)))
     return runs
 
 

@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, to_host
+from pce_mpi.arrays import array_namespace, same_memory, to_host
 from pce_mpi.records import Layout, merge
 
 __all__ = ["ClassWeights", "RowGradient", "Transform", "fill_records", "write_gradient"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
-# 2**17 float32 are half of a usual second-level cache: a tile and one more array of its size fit.
-_TILE = 2**17
+# 2**18 float32 are a usual second-level cache; smaller tiles cost more in calls than they save in misses.
+_TILE = 2**18
 _TILE_CLASSES = 2**16
 # A float32 sum of 8 terms of one sign is within 3.5 ulp at worst, and within half of one typically.
 _RUN = 8
@@ -82,8 +82,14 @@ class _Tile:
     def shape(self) -> tuple[int, int]:
         return self.rows.stop - self.rows.start, self.classes.stop - self.classes.start
 
+    def direct(self, array: Array | None, dtype: np.dtype[Any]) -> Array | None:
+        """This tile of a (outer, classes, inner) array as a (rows, classes) view to compute in, if there is one."""
+        if array is None or array.dtype != dtype or array.shape[2] != 1 or array.strides[1] != dtype.itemsize:
+            return None
+        return array[self.index][:, :, 0]
+
     def load(self, array: Array, into: Array) -> None:
-        """Copy this tile of a (outer, classes, inner) array into a contiguous (rows, classes) one."""
+        """Copy this tile of a (outer, classes, inner) array into a (rows, classes) one."""
         view = array[self.index].transpose(0, 2, 1)
         into.reshape(view.shape)[...] = view
 
@@ -143,14 +149,11 @@ def _row_sums(tile: Array) -> Array:
     return runs.sum(axis=1, dtype=np.float64) + tile[:, length * _RUN :].sum(axis=1, dtype=np.float64)
 
 
-def _load_z(tile: _Tile, logits: Array, transform: Transform, buffers: _Buffers) -> Array:
-    """The tile's logits x, or where there is a softcap its z, which float32 could not hold exactly enough."""
-    if transform.softcap is None:
-        z = buffers.take("z", tile.shape)
-        tile.load(logits, z)
-        return z
+def _load_capped(tile: _Tile, logits: Array, transform: Transform, buffers: _Buffers) -> Array:
+    """z of the tile in float64: float32 cannot hold softcap tanh(...) well enough to take exponentials of it."""
+    assert transform.softcap is not None
     xp = array_namespace(logits)
-    z = buffers.take("z", tile.shape, np.dtype(np.float64))
+    z = buffers.take("capped", tile.shape, np.dtype(np.float64))
     tile.load(logits, z)
     unbounded = xp.isinf(z)  # a masked class stays masked, and +inf stays an error
     infinities = z[unbounded]
@@ -207,11 +210,19 @@ def fill_records(
     outer, classes, inner = logits.shape
     chunks = layout.identity(_chunks(classes), outer * inner)
     scale = transform.scale if transform.softcap is None else 1.0  # a softcap leaves nothing to scale
+    overwrite = exponentials is not None and same_memory(exponentials, logits)
     buffers = _Buffers(xp, compute_dtype)
     with np.errstate(all="ignore"):
         for tile in _tiles(logits.shape) if classes else ():
             record = chunks[tile.chunk, tile.rows]
-            z = _load_z(tile, logits, transform, buffers)
+            in_place = tile.direct(exponentials, compute_dtype)
+            above = buffers.take("above", tile.shape) if in_place is None else in_place
+            if transform.softcap is None:
+                z = above
+                if not overwrite:
+                    tile.load(logits, z)
+            else:
+                z = _load_capped(tile, logits, transform, buffers)
             rows = columns = np.empty(0, np.intp)
             if target_column is not None:
                 rows, columns = tile.columns(target_column)
@@ -224,7 +235,6 @@ def fill_records(
             z[held] = -np.inf
             reference = to_host(z.max(axis=1)).astype(np.float64)
             record["max"] = scale * reference
-            above = z if z.dtype == compute_dtype else buffers.take("above", tile.shape)
             _subtract(z, reference, scale, above)
             if layout.held_weight or layout.weights:
                 u = _class_weights(tile, weights, buffers)
@@ -242,7 +252,7 @@ def fill_records(
             if layout.entropy:
                 gap *= above
                 record["exp_gap"] = -to_host(_row_sums(gap))
-            if exponentials is not None:
+            if exponentials is not None and in_place is None:
                 tile.store(exponentials, above)
     return reduce(merge, chunks), chunks["max"]
 
@@ -283,18 +293,25 @@ def write_gradient(
     xp = array_namespace(out)
     softcap = transform.softcap
     scale = transform.scale if softcap is None else 1.0
+    all_valid = bool(gradient.valid.all())
     buffers = _Buffers(xp, compute_dtype)
     with np.errstate(all="ignore"):
         for tile in _tiles(out.shape) if out.shape[1] else ():
+            in_place = tile.direct(out, compute_dtype)
+            dz = buffers.take("dz", tile.shape) if in_place is None else in_place
             if references is None:
-                z = _load_z(tile, logits, transform, buffers)
-                dz = z if z.dtype == compute_dtype else buffers.take("gradient", tile.shape)
+                z = tile.direct(logits, compute_dtype)
+                if softcap is not None:
+                    z = _load_capped(tile, logits, transform, buffers)
+                elif z is None:
+                    z = dz
+                    tile.load(logits, z)
                 _subtract(z, gradient.max[tile.rows] / scale, scale, dz)
                 xp.exp(dz, out=dz)
                 factor = gradient.factor[tile.rows]
             else:
-                dz = buffers.take("z", tile.shape)
-                tile.load(out, dz)
+                if in_place is None:
+                    tile.load(out, dz)
                 factor = _rescaled(gradient, references[tile.chunk], tile.rows)
             dz *= xp.asarray(factor, dtype=compute_dtype)[:, None]
             if gradient.weight_factor is not None:
@@ -306,10 +323,10 @@ def write_gradient(
             )
             if softcap is not None:
                 dz *= _softcap_slope(tile, logits, transform.scale / softcap, buffers)
-            invalid = np.flatnonzero(~gradient.valid[tile.rows])
-            if invalid.size:
-                dz[xp.asarray(invalid)] = 0.0
-            tile.store(out, dz)
+            if not all_valid:
+                dz[xp.asarray(np.flatnonzero(~gradient.valid[tile.rows]))] = 0.0
+            if in_place is None:
+                tile.store(out, dz)
 
 
 def _rescaled(gradient: RowGradient, reference: Array, rows: slice) -> Array:

@@ -1,6 +1,8 @@
 """Start an MPI job from a single process, with the mpiexec that belongs to the running interpreter."""
 
+from collections.abc import Mapping
 import os
+from pathlib import Path
 import shlex
 import signal
 import subprocess
@@ -8,8 +10,6 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
@@ -28,8 +28,9 @@ def launch(n: int, *args: str, timeout: float = 60, env: Mapping[str, str] | Non
     `TimeoutError`, with what the job has printed, if it has not ended after `timeout` seconds; it is killed then.
     """
     start = time.monotonic()
+    command = job_command(n, *args)
     job = subprocess.Popen(
-        job_command(n, *args),
+        command,
         cwd=ROOT,
         env=job_environment(n) | dict(env or {}),
         stdin=subprocess.DEVNULL,
@@ -44,8 +45,7 @@ def launch(n: int, *args: str, timeout: float = 60, env: Mapping[str, str] | Non
         stop(job)
         stdout, stderr = job.communicate()
         raise TimeoutError(
-            f"{shlex.join(map(str, job.args))} had not ended after {timeout} s"
-            f"\n----- stdout\n{stdout}\n----- stderr\n{stderr}"
+            f"{shlex.join(command)} had not ended after {timeout} s\n----- stdout\n{stdout}\n----- stderr\n{stderr}"
         ) from None
     finally:
         stop(job)

@@ -1,13 +1,13 @@
 """What the harness makes of tests that go wrong: each program below is a test suite of its own, run at 2 or 3 ranks."""
 
 import os
+from pathlib import Path
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
@@ -60,6 +60,11 @@ def run_at(suite: Path, n: int, source: str) -> CompletedJob:
     """Run one file of tests on n ranks, and nothing else."""
     write(suite, "tests/ranks/test_it.py", source)
     return run(suite, "-n", str(n), "--no-jobs")
+
+
+def pytest_at(n: int, suite: Path, *options: str) -> CompletedJob:
+    """pytest itself on the suite's rank tests, without tests/run.py."""
+    return launch(n, "-m", "pytest", "--color=no", "-c", f"{suite}/pyproject.toml", f"{suite}/tests/ranks", *options)
 
 
 def closing_line(job: CompletedJob) -> str:
@@ -305,7 +310,7 @@ def test_ranks_stop_together_at_the_first_failure_and_skip_together(suite):
             pass
         """,
     )
-    job = launch(2, "-m", "pytest", "-x", "-rs", f"--rootdir={suite}", "-c", f"{suite}/pyproject.toml", f"{suite}/tests/ranks")
+    job = pytest_at(2, suite, "-x", "-rs")
     assert job.returncode == 1
     assert job.stdout.count("1 failed, 1 skipped") == 1
     assert job.stdout.count("not anywhere") == 1
@@ -314,7 +319,7 @@ def test_ranks_stop_together_at_the_first_failure_and_skip_together(suite):
 
 def test_only_rank_0_shows_output(suite):
     write(suite, "tests/ranks/test_it.py", "def test_it(comm):\n    print('seen', 'once')\n    assert False")
-    job = launch(3, "-m", "pytest", "-c", f"{suite}/pyproject.toml", f"{suite}/tests/ranks")
+    job = pytest_at(3, suite)
     assert job.stdout.count("test session starts") == 1
     assert job.stdout.count("1 failed") == 1
     assert job.stdout.count("seen once") == 1
@@ -429,10 +434,7 @@ def test_an_interrupted_run_leaves_no_process_behind(suite, where, signal_number
             """,
         )
     process = subprocess.Popen(
-        [sys.executable, "tests/run.py", f"tests/{where}", "-n", "2"],
-        cwd=suite,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "tests/run.py", f"tests/{where}", "-n", "2"], cwd=suite, stdout=subprocess.PIPE, text=True
     )
     wait_until(lambda: pids.exists() and pids.read_text().count("\n") == 2)
     process.send_signal(signal_number)

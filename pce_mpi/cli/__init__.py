@@ -1,0 +1,68 @@
+"""The command line: `info`, `check` and `bench`, each started on any number of ranks by mpiexec.
+
+Rank 0 prints; the others are silent. An exception on any rank ends the whole job.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+import contextlib
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from pce_mpi.cli import bench, check, info
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command on all ranks and exit with its status, the same on each."""
+    comm = _world()
+    with contextlib.ExitStack() as stack:
+        if comm is not None and comm.rank > 0:
+            silence = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(silence))
+            # Tracebacks go past this: they are written to the original stderr.
+            stack.enter_context(contextlib.redirect_stderr(silence))
+        options = _parser().parse_args(arguments)
+        try:
+            status = options.run(options, comm)
+        except BaseException:
+            if comm is not None and comm.size > 1:
+                print(f"rank {comm.rank} of {comm.size}:\n{traceback.format_exc()}", file=sys.__stderr__, flush=True)
+                comm.Abort(1)
+            raise
+    sys.exit(status)
+
+
+def _world() -> MPI.Intracomm | None:
+    """COMM_WORLD, or None where no MPI library can be loaded."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return None
+    return MPI.COMM_WORLD
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pce_mpi",
+        description="Softmax cross entropy over a class axis that is sharded across MPI ranks.",
+        epilog="Start any of these on several ranks: mpiexec -n 4 python -m pce_mpi check",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in (info, check, bench):
+        name = command.__name__.rpartition(".")[2]
+        summary = (command.__doc__ or "").partition("\n")[0].partition(": ")[2]
+        subparser = commands.add_parser(
+            name, help=summary, description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    return parser

