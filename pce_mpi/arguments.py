@@ -6,6 +6,7 @@ which either every rank has a `Problem` or every rank has raised the same error.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 import math
@@ -107,7 +108,7 @@ class Problem:
         probabilities = None if self.probabilities is None else rows_and_classes(self.probabilities, self.axis)
         return ClassWeights(self.weight, probabilities, self.label_smoothing, self.num_classes)
 
-    def described(self) -> dict[str, object]:
+    def described(self) -> dict[str, Hashable]:
         """What must be the same on every rank."""
         return {
             "rows": self.rows_shape,
@@ -144,7 +145,7 @@ def prepare(call: Call) -> Problem:
     error: Exception | None = None
     try:
         problem = _check(call)
-    except Exception as caught:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
     if call.batch_comm is None:
         return _place(call, problem, error)
@@ -153,7 +154,7 @@ def prepare(call: Call) -> Problem:
         error = None
     except CollectiveTimeout:
         raise
-    except Exception as caught:  # noqa: BLE001  # as above
+    except Exception as caught:  # as above
         error = caught
     description = {} if problem is None else problem.described() | {"num_classes": problem.num_classes}
     description.pop("rows", None)
@@ -213,9 +214,7 @@ def _check(call: Call) -> Problem:
     )
 
 
-def _check_targets(
-    call: Call, logits: Array, axis: int, ignore_index: int
-) -> tuple[HostArray | None, Array | None]:
+def _check_targets(call: Call, logits: Array, axis: int, ignore_index: int) -> tuple[HostArray | None, Array | None]:
     """(rows,) int64 class numbers, or probabilities shaped as the logits; neither where targets are not required."""
     only_index = call.operation == "class_statistics"
     if call.targets is None and only_index:
@@ -359,7 +358,7 @@ def _facts(call: Call, problem: Problem) -> tuple[int, ...]:
     else:
         counted = problem.targets[problem.valid]
     lowest, highest = (int(counted.min()), int(counted.max())) if counted.size else (0, -1)
-    return zlib.crc32(problem.targets), start, problem.classes, lowest, highest
+    return zlib.crc32(problem.targets.data), start, problem.classes, lowest, highest
 
 
 def _check_ranges(starts: HostArray, counts: HostArray) -> None:
@@ -368,7 +367,10 @@ def _check_ranges(starts: HostArray, counts: HostArray) -> None:
         if counts[rank] == 0:
             continue
         if starts[rank] != expected:
-            ranges = ", ".join(f"[{s}, {s + c}) (rank {r})" for r, (s, c) in enumerate(zip(starts, counts, strict=True)))
+            ranges = ", ".join(
+                f"[{start}, {start + count}) (rank {rank})"
+                for rank, (start, count) in enumerate(zip(starts, counts, strict=True))
+            )
             problem = "overlap" if starts[rank] < expected else "leave a gap"
             raise ValueError(f"class ranges {problem} at class {min(starts[rank], expected)}: {ranges}")
         expected += counts[rank]

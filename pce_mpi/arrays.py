@@ -7,6 +7,7 @@ jax, memoryview, array.array) is wrapped without a copy where that is possible. 
 
 from __future__ import annotations
 
+from functools import cache
 import sys
 from types import ModuleType
 from typing import Any
@@ -26,7 +27,7 @@ __all__ = [
 
 # Bounds the search of numpy.shares_memory, which is exponential in the worst case; views that people make are settled
 # in a few steps.
-_OVERLAP_WORK = 100_000
+_OVERLAP_WORK: Any = 100_000
 
 
 def _cupy_of(value: Any) -> ModuleType | None:
@@ -90,12 +91,14 @@ def _bfloat16() -> np.dtype[Any] | None:
     return np.dtype(ml_dtypes.bfloat16)
 
 
+@cache
 def is_half(dtype: np.dtype[Any]) -> bool:
     """Whether `dtype` is float16 or bfloat16: storage that no arithmetic is done in and MPI does not know."""
     # ml_dtypes' bfloat16 has kind 'V' and a name; comparing names spares importing a library that may be missing.
     return dtype.name in ("float16", "bfloat16") and dtype.isnative
 
 
+@cache
 def is_floating(dtype: np.dtype[Any]) -> bool:
     """Whether `dtype` is one of the four that logits may have: float16, bfloat16, float32, float64."""
     return is_half(dtype) or (dtype.name in ("float32", "float64") and dtype.isnative)

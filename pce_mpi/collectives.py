@@ -11,8 +11,8 @@ know (float16, bfloat16) travel as float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache, lru_cache
 import json
 import os
 import time
@@ -149,19 +149,21 @@ def _channel_key() -> int:
 
 def _channel(comm: MPI.Intracomm, operation: str) -> _Channel:
     """The cached private duplicate of `comm`; collective the first time."""
-    channel: _Channel | None = comm.Get_attr(_channel_key())
+    channel: Any = comm.Get_attr(_channel_key())
     if channel is None:
         from mpi4py import MPI
 
         # There is no private communicator to call the roll on before this one exists. The caller's own serves, with
         # the highest tag there is, and only once the program is lost anyway.
-        channel = _Channel(comm, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
+        highest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        channel = _Channel(comm, highest)
         duplicate, request = comm.Idup()
         try:
             channel.wait(request, f"{operation} (its first use of the communicator)")
             channel = _Channel(duplicate, _ROLL_CALL_TAG)
         finally:
             comm.Set_attr(_channel_key(), channel)
+    assert isinstance(channel, _Channel)
     channel.raise_if_broken()
     return channel
 
@@ -180,7 +182,7 @@ def check_comm(comm: Any, name: str = "comm") -> None:
 def agree(
     comm: MPI.Intracomm,
     operation: str,
-    call: Mapping[str, object],
+    call: Mapping[str, Hashable],
     *,
     error: Exception | None = None,
     facts: Sequence[int] = (),
@@ -197,8 +199,7 @@ def agree(
     """
     channel = _channel(comm, operation)
     header = channel._header
-    description = {"operation": operation, **{name: repr(value) for name, value in call.items()}}
-    header[:2] = error is not None, zlib.crc32(repr(description).encode())
+    header[:2] = error is not None, _checksum(operation, tuple(call.items()))
     header[2 : 2 + len(facts)] = facts
     header[2 + len(facts) :] = 0
     headers = channel._headers
@@ -215,8 +216,15 @@ def agree(
     if headers[:, 0].any():
         raise_together(comm, operation, error, over=over)
     if (headers[:, 1] != header[1]).any():
-        raise CollectiveError(_differences(all_gather_text(json.dumps(description), comm, operation=operation)))
+        said = {"operation": operation, **{name: repr(value) for name, value in call.items()}}
+        raise CollectiveError(_differences(all_gather_text(json.dumps(said), comm, operation=operation)))
     return headers[:, 2 : 2 + len(facts)].copy()
+
+
+@lru_cache(maxsize=1024)
+def _checksum(operation: str, call: tuple[tuple[str, Hashable], ...]) -> int:
+    """A number that is the same on every rank for the same call; programs make few different ones, many times."""
+    return zlib.crc32(repr((operation, call)).encode())
 
 
 def raise_together(comm: MPI.Intracomm, operation: str, error: Exception | None, over: str = "comm") -> None:
@@ -294,9 +302,7 @@ def all_reduce(
     received = np.empty_like(sent)
     handle, datatype = _operator(op, sent.dtype)
     channel = _channel(comm, operation)
-    record(
-        operation, "all_reduce", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes, reason=reason
-    )
+    record(operation, "all_reduce", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes, reason=reason)
     request = channel.comm.Iallreduce([sent, sent.size, datatype], [received, sent.size, datatype], handle)
     channel.wait(request, operation)
     return _from_wire(received, array)
@@ -319,9 +325,7 @@ def all_gather(
     counts = [int(np.prod(shape)) for shape in shapes]
     received = np.empty(sum(counts), sent.dtype)
     channel = _channel(comm, operation)
-    record(
-        operation, "all_gather", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes, reason=reason
-    )
+    record(operation, "all_gather", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes, reason=reason)
     channel.wait(channel.comm.Iallgatherv(sent, [received, counts]), operation)
     return _split(received, shapes, array)
 
@@ -428,7 +432,7 @@ def _merge_operator(merge: Merge, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Dat
     # One element is one datatype, so that MPI may cut a message between elements but never within one.
     datatype = MPI.BYTE.Create_contiguous(dtype.itemsize).Commit()
 
-    def combine(source: MPI.buffer, target: MPI.buffer, _: MPI.Datatype) -> None:
+    def combine(source: Any, target: Any, _: MPI.Datatype) -> None:
         b = np.frombuffer(target, dtype)
         b[...] = merge(np.frombuffer(source, dtype), b)
 

@@ -151,9 +151,7 @@ def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = 
     `ValueError` for a `dloss` or `out` that does not fit.
     """
     if not isinstance(residuals, Residuals):
-        raise TypeError(
-            f"residuals must come from softmax_cross_entropy_forward, got {type(residuals).__name__}"
-        )
+        raise TypeError(f"residuals must come from softmax_cross_entropy_forward, got {type(residuals).__name__}")
     if residuals.used_up:
         raise RuntimeError("these residuals were used up by a backward pass into out=logits")
     problem = residuals.problem
@@ -161,7 +159,9 @@ def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = 
     if upstream.dtype.kind not in "iuf" and upstream.dtype.name != "bfloat16":
         raise TypeError(f"dloss must be real numbers, got {upstream.dtype}")
     if upstream.shape not in ((), residuals.loss_shape):
-        raise ValueError(f"dloss must be a scalar or have the loss's shape {residuals.loss_shape}, got {upstream.shape}")
+        raise ValueError(
+            f"dloss must be a scalar or have the loss's shape, {residuals.loss_shape}, got {upstream.shape}"
+        )
     logits = problem.logits
     if out is None:
         array = array_namespace(logits).empty_like(logits, subok=False)
@@ -317,9 +317,7 @@ def _forward(call: Call) -> tuple[Array, Residuals]:
     return _evaluate(call, prepare(call))[:2]
 
 
-def _evaluate(
-    call: Call, problem: Problem, exponentials: Array | None = None
-) -> tuple[Array, Residuals, HostArray]:
+def _evaluate(call: Call, problem: Problem, exponentials: Array | None = None) -> tuple[Array, Residuals, HostArray]:
     """The loss, the residuals, and what the exponentials are relative to."""
     smoothed = problem.label_smoothing > 0.0
     if problem.targets is not None:

@@ -136,7 +136,7 @@ def _merge_others(a: Array, b: Array) -> Array:
 
 
 def _b_comes_first(a: Array, b: Array) -> Array:
-    """Where b has the largest logit in NumPy's order: `nan` before every number, then the larger, then the lower class."""
+    """Where b has the row's largest logit, as NumPy orders: `nan` before numbers, then the larger, the lower class."""
     nan_a, nan_b = np.isnan(a["largest"]), np.isnan(b["largest"])
     lower = b["argmax"] < a["argmax"]
     larger = (b["largest"] > a["largest"]) | ((b["largest"] == a["largest"]) & lower)

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, astuple, dataclass, fields
 from enum import StrEnum
 import json
+from typing import Any
 
 __all__ = ["Event", "Purpose", "Trace", "phase", "record", "trace"]
 
@@ -51,20 +52,27 @@ class Trace:
         purpose: Purpose | None = Purpose.PAYLOAD,
     ) -> list[Event]:
         """The events that match every argument given; agreement only if `purpose` asks for it (`None`: both)."""
-        wanted = dict(collective=collective, operation=operation, phase=phase, over=over, purpose=purpose)
+        wanted = {
+            "collective": collective,
+            "operation": operation,
+            "phase": phase,
+            "over": over,
+            "purpose": purpose,
+        }
         return [
             event
             for event in self.events
             if all(value is None or getattr(event, name) == value for name, value in wanted.items())
         ]
 
-    def count(self, collective: str | None = None, **where: str | Purpose | None) -> int:
+    def count(self, collective: str | None = None, **where: Any) -> int:
         """How many collectives match; the arguments are those of `select`."""
-        return len(self.select(collective, **where))  # type: ignore[arg-type]  # mypy cannot follow ** into keywords
+        return len(self.select(collective, **where))
 
-    def bytes(self, collective: str | None = None, **where: str | Purpose | None) -> int:
+    def bytes(self, collective: str | None = None, **where: Any) -> int:
         """How many bytes this rank put into the collectives that match; the arguments are those of `select`."""
-        return sum(event.bytes for event in self.select(collective, **where))  # type: ignore[arg-type]  # as above
+        events = self.select(collective, **where)
+        return sum(event.bytes for event in events)
 
     def to_json(self) -> str:
         """The events as a JSON list of objects."""

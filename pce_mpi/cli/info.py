@@ -52,7 +52,9 @@ def rank_report(comm: MPI.Intracomm | None) -> dict[str, Any]:
         "size": 1 if comm is None else comm.size,
         "launched": launched,
         "host": socket.gethostname(),
-        "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1)),
+        "cores": sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1)),
         "blas threads": _blas_threads(),
         "device": _device(),
     }
