@@ -1,0 +1,166 @@
+"""python tests/peers/compare_speed.py: our loss and gradient beside Megatron's algorithm in torch, alternating.
+
+Both run under mpiexec with one BLAS thread a rank, each pair one after the other, so that a noisy machine is noisy for
+both. Megatron's algorithm is that of its unfused vocabulary-parallel cross entropy: all-reduce the maximum, subtract,
+all-reduce the target's logit and the sum of exponentials, keep the exponentials and turn them into the gradient in
+place. torch gets transparent huge pages (THP_MEM_ALLOC_ENABLE=1), as NumPy has them anyway.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+
+REPETITIONS, WARM_UP = 7, 2
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition(": ")[2].partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("-n", "--ranks", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--classes", type=int, default=32000, help="of all shards together")
+    parser.add_argument("--pairs", type=int, default=7, help="alternations, of whose ratios the median counts")
+    parser.add_argument("--role", choices=["ours", "megatron"], help=argparse.SUPPRESS)
+    parser.add_argument("--meeting", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.role:
+        seconds = {"ours": ours, "megatron": megatron}[options.role](options)
+        if seconds is not None:
+            print(json.dumps(seconds), flush=True)
+    else:
+        compare(options)
+
+
+def compare(options):
+    from tqdm import trange
+
+    pairs = [
+        {**launch("megatron", options), **launch("ours", options)}
+        for _ in trange(options.pairs, desc="pairs", file=sys.stderr)
+    ]
+    seconds = {name: statistics.median(pair[name] for pair in pairs) for name in pairs[0]}
+    print(
+        f"{options.ranks} ranks, {options.rows} rows, {options.classes} classes, float32; median of {len(pairs)} pairs"
+    )
+    print(f"{'':24}  {'ms':>6}  {'of Megatron':>11}  {'lowest - highest':>16}")
+    for name in ("megatron", "forward then backward", "value_and_grad"):
+        ratios = [pair[name] / pair["megatron"] for pair in pairs]
+        middle = statistics.median(ratios)
+        print(f"{name:24}  {1e3 * seconds[name]:6.1f}  {middle:11.2f}  {min(ratios):7.2f} - {max(ratios):.2f}")
+
+
+def launch(role, options):
+    beside = Path(sys.executable).with_name("mpiexec")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            os.environ.get("MPIEXEC") or str(beside),
+            *["-n", str(options.ranks), sys.executable, "-m", "mpi4py", __file__, "--role", role],
+            *["--rows", str(options.rows), "--classes", str(options.classes), "--meeting", f"{folder}/meeting"],
+        ]
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        environment = os.environ | threads | {"THP_MEM_ALLOC_ENABLE": "1"}
+        done = subprocess.run(command, env=environment, check=True, text=True, stdout=subprocess.PIPE)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def shard_of(options, rank, size):
+    """Logits and targets of one rank; the same for both programs."""
+    from pce_mpi import shard_range
+
+    start, stop = shard_range(options.classes, size, rank)
+    logits = np.random.default_rng(rank).standard_normal((options.rows, stop - start), np.float32)
+    return logits, np.random.default_rng(size).integers(0, options.classes, options.rows), start
+
+
+def timed(steps, comm):
+    """The median seconds of each step, of the slowest rank, in a dict by name; the steps run in turn."""
+    seconds = {name: [] for name in steps}
+    for repetition in range(WARM_UP + REPETITIONS):
+        for name, step in steps.items():
+            comm.Barrier()
+            start = time.perf_counter()
+            step()
+            if repetition >= WARM_UP:
+                seconds[name].append(time.perf_counter() - start)
+    slowest = comm.gather({name: statistics.median(values) for name, values in seconds.items()})
+    return None if slowest is None else {name: max(rank[name] for rank in slowest) for name in steps}
+
+
+def ours(options):
+    from mpi4py import MPI
+
+    import pce_mpi as pce
+
+    comm = MPI.COMM_WORLD
+    logits, targets, _ = shard_of(options, comm.rank, comm.size)
+    out = np.zeros_like(logits)
+
+    def forward_then_backward():
+        _, residuals = pce.softmax_cross_entropy_forward(logits, targets, comm=comm)
+        pce.softmax_cross_entropy_backward(1.0, residuals)
+
+    def value_and_grad():
+        pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, out=out)
+
+    return timed({"forward then backward": forward_then_backward, "value_and_grad": value_and_grad}, comm)
+
+
+def megatron(options):
+    from mpi4py import MPI
+    import torch
+    from torch import distributed
+
+    comm = MPI.COMM_WORLD
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{comm.bcast(options.meeting)}", rank=comm.rank, world_size=comm.size
+    )
+    array, class_numbers, start = shard_of(options, comm.rank, comm.size)
+    logits, targets = torch.from_numpy(array), torch.from_numpy(class_numbers)
+    rows = torch.arange(options.rows)
+
+    class CrossEntropy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, logits):
+            top = logits.amax(dim=1)
+            distributed.all_reduce(top, op=distributed.ReduceOp.MAX)
+            shifted = logits - top[:, None]
+            here = (targets >= start) & (targets < start + logits.shape[1])
+            columns = torch.where(here, targets - start, 0)
+            target_logit = torch.where(here, shifted[rows, columns], 0.0)
+            distributed.all_reduce(target_logit)
+            exponentials = shifted.exp_()
+            total = exponentials.sum(dim=1)
+            distributed.all_reduce(total)
+            ctx.save_for_backward(exponentials, total, here, columns)
+            return (total.log() - target_logit).mean()
+
+        @staticmethod
+        def backward(ctx, dloss):
+            exponentials, total, here, columns = ctx.saved_tensors
+            upstream = dloss / options.rows
+            gradient = exponentials.mul_((upstream / total)[:, None])
+            gradient[rows, columns] -= torch.where(here, upstream, 0.0)
+            return gradient
+
+    def forward_then_backward():
+        x = logits.detach().requires_grad_()
+        CrossEntropy.apply(x).backward()
+
+    seconds = timed({"megatron": forward_then_backward}, comm)
+    distributed.destroy_process_group()
+    return seconds
+
+
+if __name__ == "__main__":
+    main()
