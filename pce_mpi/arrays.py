@@ -48,8 +48,10 @@ def as_array(value: Any, name: str) -> Any:
 
     Raises `TypeError`, naming the argument `name`, for what is no array.
     """
-    if isinstance(value, np.ndarray) or _cupy_of(value) is not None:
+    if type(value) is np.ndarray or _cupy_of(value) is not None:
         return value
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, whose mask would be lost; mask classes by logits of -inf instead")
     try:
         if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
             return _from_dlpack(value)

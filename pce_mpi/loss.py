@@ -164,7 +164,7 @@ def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = 
         )
     logits = problem.logits
     if out is None:
-        array = array_namespace(logits).empty_like(logits, subok=False)
+        array = array_namespace(logits).empty_like(logits)
     else:
         array = check_out(out, logits, problem.targets, problem.probabilities, problem.weight)
         residuals.used_up = same_memory(array, logits)
@@ -210,7 +210,7 @@ def softmax_cross_entropy_value_and_grad(
     problem = prepare(call)
     gradient = problem.out
     if gradient is None:
-        gradient = array_namespace(problem.logits).empty_like(problem.logits, subok=False)
+        gradient = array_namespace(problem.logits).empty_like(problem.logits)
     rows = rows_and_classes(gradient, problem.axis)
     # One exponential does if the gradient can keep it until the merged records are known, and if nothing else of the
     # logits is needed then.

@@ -173,10 +173,10 @@ def _subtract(z: Array, reference: Array, scale: float, out: Array) -> None:
         xp.multiply(out, out.dtype.type(scale), out=out)
 
 
-def _class_weights(tile: _Tile, weights: ClassWeights, buffers: _Buffers) -> Array:
-    """u on this tile: (1,) or (classes,) in float64 where it is the same for all rows, else a tile of scratch."""
+def _class_weights(tile: _Tile, weights: ClassWeights, buffers: _Buffers) -> Array | None:
+    """u on this tile: None for ones, float64 (classes,) where it is the same for all rows, else a tile of scratch."""
     if weights.probabilities is None:
-        return weights.weight[tile.classes] if weights.weight is not None else buffers.xp.ones(1)
+        return None if weights.weight is None else weights.weight[tile.classes]
     u = buffers.take("weights", tile.shape, buffers.compute_dtype)
     tile.load(weights.probabilities, u)
     if weights.smoothing:
@@ -238,7 +238,7 @@ def fill_records(
             _subtract(z, reference, scale, above)
             if layout.held_weight or layout.weights:
                 u = _class_weights(tile, weights, buffers)
-                record["held_weight"][rows] = to_host(xp.broadcast_to(u, tile.shape)[held])
+                record["held_weight"][rows] = 1.0 if u is None else to_host(xp.broadcast_to(u, tile.shape)[held])
             if layout.weights:
                 above[held] = 0.0
                 record["weight"], record["weighted_gap"] = _weighted_sums(u, held, above, buffers)
@@ -257,18 +257,22 @@ def fill_records(
     return reduce(merge, chunks), chunks["max"]
 
 
-def _weighted_sums(u: Array, held: tuple[Array, Array], above: Array, buffers: _Buffers) -> tuple[Array, Array]:
+def _weighted_sums(u: Array | None, held: tuple[Array, Array], above: Array, buffers: _Buffers) -> tuple[Array, Array]:
     """sum of u and of u (max - z) over the classes that are not held; `above` is z - max, 0 where held."""
     xp = array_namespace(above)
-    rows, _ = held
+    rows, columns = held
+    if u is None:
+        total = xp.full(above.shape[0], float(above.shape[1]))
+        total[rows] -= 1.0
+        return to_host(total), -to_host(_row_sums(above))
     if u.ndim == 1:
-        total = xp.full(above.shape[0], xp.broadcast_to(u, above.shape[1:]).sum(dtype=np.float64))
-        total[rows] -= xp.broadcast_to(u, above.shape)[held]
+        total = xp.full(above.shape[0], u.sum())
+        total[rows] -= u[columns]
     else:
         u[held] = 0.0
         total = _row_sums(u)
     product = buffers.take("product", above.shape)
-    xp.multiply(u, above, out=product, casting="same_kind")
+    xp.multiply(u.astype(above.dtype, copy=False), above, out=product)
     gap = -_row_sums(product)
     if xp.isnan(gap).any():
         # Either an honest nan, or a masked class of weight 0, which contributes nothing.
@@ -315,8 +319,9 @@ def write_gradient(
                 factor = _rescaled(gradient, references[tile.chunk], tile.rows)
             dz *= xp.asarray(factor, dtype=compute_dtype)[:, None]
             if gradient.weight_factor is not None:
-                u = _class_weights(tile, weights, buffers).astype(compute_dtype, copy=False)
-                dz -= xp.asarray(gradient.weight_factor[tile.rows], dtype=compute_dtype)[:, None] * u
+                subtracted = xp.asarray(gradient.weight_factor[tile.rows], dtype=compute_dtype)[:, None]
+                u = _class_weights(tile, weights, buffers)
+                dz -= subtracted if u is None else subtracted * u.astype(compute_dtype, copy=False)
             rows, columns = tile.columns(gradient.held_column)
             dz[xp.asarray(rows), xp.asarray(columns)] = xp.asarray(
                 gradient.held_gradient[tile.rows][rows], dtype=compute_dtype
