@@ -175,15 +175,16 @@ def _subtract(z: Array, reference: Array, scale: float, out: Array) -> None:
 
 def _class_weights(tile: _Tile, weights: ClassWeights, buffers: _Buffers) -> Array | None:
     """u on this tile: None for ones, float64 (classes,) where it is the same for all rows, else a tile of scratch."""
+    weight = None if weights.weight is None else buffers.xp.asarray(weights.weight[tile.classes])
     if weights.probabilities is None:
-        return None if weights.weight is None else weights.weight[tile.classes]
+        return weight
     u = buffers.take("weights", tile.shape, buffers.compute_dtype)
     tile.load(weights.probabilities, u)
     if weights.smoothing:
         u *= u.dtype.type(1.0 - weights.smoothing)
         u += u.dtype.type(weights.smoothing / weights.classes)
-    if weights.weight is not None:
-        u *= weights.weight[tile.classes].astype(u.dtype, copy=False)
+    if weight is not None:
+        u *= weight.astype(u.dtype, copy=False)
     return u
 
 
@@ -301,7 +302,8 @@ def write_gradient(
     buffers = _Buffers(xp, compute_dtype)
     with np.errstate(all="ignore"):
         for tile in _tiles(out.shape) if out.shape[1] else ():
-            in_place = tile.direct(out, compute_dtype)
+            # The slope of a softcap needs the logits once more, and `out` may be their memory.
+            in_place = tile.direct(out, compute_dtype) if softcap is None else None
             dz = buffers.take("dz", tile.shape) if in_place is None else in_place
             if references is None:
                 z = tile.direct(logits, compute_dtype)

@@ -1,0 +1,106 @@
+"""A stand-in for CuPy on machines without a GPU: NumPy's arithmetic behind CuPy's refusals.
+
+Its arrays are no `numpy.ndarray`, cannot be turned into one but by `asnumpy`, and refuse to meet one: in arithmetic, as
+an index, or as a value. So code that passes with it takes the array library from the array and says where it moves
+data. It knows nothing of streams, of memory or of speed.
+"""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+
+class ndarray:
+    __array_ufunc__ = None  # NumPy's operators step back
+    __hash__ = None
+
+    def __init__(self, array):
+        self._array = array
+
+    def __array__(self, *_, **__):
+        raise TypeError("implicit conversion to a NumPy array is not allowed; use asnumpy")
+
+    def __getattr__(self, name):
+        attribute = getattr(self._array, name)
+        return on_device(attribute) if callable(attribute) else attribute
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self._array.ctypes.data)
+
+    def __getitem__(self, index):
+        return ndarray(np.asarray(self._array[unwrap(index)]))
+
+    def __setitem__(self, index, value):
+        self._array[unwrap(index)] = unwrap(value)
+
+    def __bool__(self):
+        return bool(self._array)
+
+    def __float__(self):
+        return float(self._array)
+
+    def __len__(self):
+        return len(self._array)
+
+
+def operator_method(name):
+    def method(self, *others):
+        result = getattr(self._array, name)(*(unwrap(other) for other in others))
+        return self if result is self._array else wrap(result)
+
+    return method
+
+
+for _name in "add sub mul truediv pow and or".split():
+    for _prefix in ("", "r", "i"):
+        setattr(ndarray, f"__{_prefix}{_name}__", operator_method(f"__{_prefix}{_name}__"))
+for _name in "lt le gt ge eq ne neg abs invert".split():
+    setattr(ndarray, f"__{_name}__", operator_method(f"__{_name}__"))
+
+
+def unwrap(value):
+    if isinstance(value, ndarray):
+        return value._array
+    if isinstance(value, np.ndarray):
+        raise TypeError("Unsupported type <class 'numpy.ndarray'>")
+    if isinstance(value, tuple | list):
+        return type(value)(unwrap(item) for item in value)
+    return value
+
+
+def wrap(value):
+    return ndarray(np.asarray(value)) if isinstance(value, np.ndarray | np.generic) else value
+
+
+def on_device(function):
+    def call(*arguments, **options):
+        return wrap(function(*unwrap(arguments), **{name: unwrap(value) for name, value in options.items()}))
+
+    return call
+
+
+class StrictCupy(ModuleType):
+    def __init__(self):
+        super().__init__("cupy")
+        self.ndarray = ndarray
+
+    def __getattr__(self, name):
+        return on_device(getattr(np, name))
+
+    @staticmethod
+    def asarray(value, dtype=None):
+        return ndarray(np.array(value._array if isinstance(value, ndarray) else value, dtype=dtype))
+
+    @staticmethod
+    def asnumpy(array):
+        return array._array.copy()
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    module = StrictCupy()
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    return module
