@@ -7,7 +7,7 @@ With a communicator each rank passes its own classes of the same rows; see `pce_
 """
 
 from pce_mpi import dense
-from pce_mpi.collectives import CollectiveError, CollectiveTimeout
+from pce_mpi.channel import CollectiveError, CollectiveTimeout
 from pce_mpi.loss import (
     ClassStatistics,
     Residuals,

@@ -17,7 +17,8 @@ import zlib
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, compute_dtype_of, is_floating, same_memory, shares_memory, to_host
-from pce_mpi.collectives import CollectiveError, CollectiveTimeout, agree, by_value, check_comm, raise_together
+from pce_mpi.channel import CollectiveError, CollectiveTimeout, by_value, check_comm
+from pce_mpi.collectives import agree, raise_together
 from pce_mpi.kernels.blockwise import ClassWeights, Transform
 
 if TYPE_CHECKING:

@@ -1,12 +1,10 @@
-"""The only file that communicates: bounded, traced collectives on arrays, and the agreement that precedes them.
+"""The only file that sends arrays: traced collectives, and the agreement that precedes them.
 
-Every function is collective over its `comm`, an mpi4py intracommunicator, and works on a private duplicate of it that
-is made once and cached with it, so that messages of the caller's never meet ours. Waiting is bounded: after
-`PCE_MPI_TIMEOUT` seconds (600 unless set) `CollectiveTimeout` names the ranks that are silent, on every rank that
-waits, and the communicator is not used again.
+Every function is collective over its `comm`, an mpi4py intracommunicator, and works on the private duplicate of it that
+`channel.py` keeps; its waiting is bounded as described there.
 
-Arrays are NumPy or CuPy, of any shape and memory order, empty ones included. Rows of MPI datatypes that MPI does not
-know (float16, bfloat16) travel as float32.
+Arrays are NumPy or CuPy, of any shape and memory order, empty ones included. What MPI has no datatype for (float16,
+bfloat16) travels as float32.
 """
 
 from __future__ import annotations
@@ -14,30 +12,25 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, lru_cache
 import json
-import os
-import time
 from typing import TYPE_CHECKING, Any
 import zlib
 
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_half, to_host
+from pce_mpi.channel import CollectiveError, by_value, channel_of, ranks_text
 from pce_mpi.tracing import Purpose, record
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "CollectiveError",
-    "CollectiveTimeout",
     "agree",
     "all_gather",
     "all_gather_text",
     "all_reduce",
     "all_to_all",
     "broadcast",
-    "by_value",
-    "check_comm",
     "raise_together",
     "reduce_scatter",
 ]
@@ -47,136 +40,6 @@ Merge = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], np.ndarray[Any, A
 
 #: how many whole numbers of its own an operation may add to the header of its agreement
 FACTS = 6
-
-# A yielding poll answers in microseconds; one that sleeps leaves the core to others. Change over after about 10 ms.
-_YIELDS = 10_000
-_NAP = 0.0002
-# How long ranks that wait in vain listen for each other.
-_ROLL_CALL_SECONDS = 1.0
-_ROLL_CALL_TAG = 1
-_ROLL_CALL_BYTES = 160
-
-
-class CollectiveError(RuntimeError):
-    """Ranks made calls that do not belong together; raised alike on every rank, before anything was written."""
-
-
-class CollectiveTimeout(CollectiveError):
-    """A collective waited `PCE_MPI_TIMEOUT` seconds; its communicator cannot be used any more."""
-
-
-class _Channel:
-    """A communicator on which only this file sends, with the bounded wait."""
-
-    def __init__(self, comm: MPI.Intracomm, tag: int):
-        self.comm = comm
-        self.rank, self.size = comm.rank, comm.size
-        self._tag = tag
-        self._broken: str | None = None
-        self._timeout = _timeout_seconds()
-        self._header = np.empty(2 + FACTS, np.int64)
-        self._headers = np.empty((self.size, 2 + FACTS), np.int64)
-
-    def wait(self, request: MPI.Request, operation: str) -> None:
-        """Return when `request` is complete, or raise `CollectiveTimeout`."""
-        test, give_way = request.Test, os.sched_yield
-        for _ in range(_YIELDS):
-            if test():
-                return
-            give_way()
-        from mpi4py import MPI
-
-        deadline = time.monotonic() + self._timeout
-        while not test():
-            late = time.monotonic() > deadline
-            if late or self.comm.Iprobe(MPI.ANY_SOURCE, self._tag):
-                self._broken = self._roll_call(operation)
-                raise CollectiveTimeout(self._broken)
-            time.sleep(_NAP)
-
-    def raise_if_broken(self) -> None:
-        """A communicator with a collective still under way on it would pair old messages with new ones."""
-        if self._broken is not None:
-            raise CollectiveTimeout(f"this communicator is not usable any more: {self._broken}")
-
-    def _roll_call(self, operation: str) -> str:
-        """Who else waits, and where: each rank that waits tells all others, and hears whom it hears for a second."""
-        from mpi4py import MPI
-
-        mine = operation.encode()[:_ROLL_CALL_BYTES]
-        waiting = {self.rank: operation}
-        peers = [peer for peer in range(self.size) if peer != self.rank]
-        sent = [self.comm.Isend([mine, MPI.BYTE], peer, self._tag) for peer in peers]
-        deadline = time.monotonic() + _ROLL_CALL_SECONDS
-        status = MPI.Status()
-        while len(waiting) < self.size and time.monotonic() < deadline:
-            if not self.comm.Iprobe(MPI.ANY_SOURCE, self._tag, status):
-                time.sleep(0.001)
-                continue
-            theirs = bytearray(status.Get_count(MPI.BYTE))
-            self.comm.Recv([theirs, MPI.BYTE], status.source, self._tag)
-            waiting[status.source] = theirs.decode(errors="replace")
-        MPI.Request.Testall(sent)
-        silent = [rank for rank in range(self.size) if rank not in waiting]
-        where = by_value({rank: waiting[rank] for rank in sorted(waiting)})
-        return (
-            f"waited {self._timeout:g} s (PCE_MPI_TIMEOUT): {where}; "
-            f"silent: {_ranks(silent) if silent else 'no rank, they wait for each other in different calls'}"
-        )
-
-
-def _timeout_seconds() -> float:
-    text = os.environ.get("PCE_MPI_TIMEOUT", "600")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not seconds > 0:
-        raise ValueError(f"PCE_MPI_TIMEOUT must be a positive number of seconds, got {text!r}")
-    return seconds
-
-
-@cache
-def _channel_key() -> int:
-    from mpi4py import MPI
-
-    def free(comm: MPI.Comm, key: int, channel: _Channel) -> None:
-        if channel._broken is None:
-            channel.comm.Free()
-
-    return MPI.Comm.Create_keyval(delete_fn=free)
-
-
-def _channel(comm: MPI.Intracomm, operation: str) -> _Channel:
-    """The cached private duplicate of `comm`; collective the first time."""
-    channel: Any = comm.Get_attr(_channel_key())
-    if channel is None:
-        from mpi4py import MPI
-
-        # There is no private communicator to call the roll on before this one exists. The caller's own serves, with
-        # the highest tag there is, and only once the program is lost anyway.
-        highest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-        channel = _Channel(comm, highest)
-        duplicate, request = comm.Idup()
-        try:
-            channel.wait(request, f"{operation} (its first use of the communicator)")
-            channel = _Channel(duplicate, _ROLL_CALL_TAG)
-        finally:
-            comm.Set_attr(_channel_key(), channel)
-    assert isinstance(channel, _Channel)
-    channel.raise_if_broken()
-    return channel
-
-
-def check_comm(comm: Any, name: str = "comm") -> None:
-    """Raise `TypeError` unless `comm` is an intracommunicator of mpi4py's that this process belongs to."""
-    from mpi4py import MPI
-
-    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-        raise TypeError(f"{name} must be an mpi4py intracommunicator or None, got {comm!r}")
-
-
-# ---------------------------------------------------------------------------------------------------------- agreement
 
 
 def agree(
@@ -197,12 +60,11 @@ def agree(
     lowest such rank, a builtin exception whose text names the ranks. If calls differ, every rank raises
     `CollectiveError`, which says who said what. The communicator stays usable.
     """
-    channel = _channel(comm, operation)
-    header = channel._header
+    channel = channel_of(comm, operation)
+    header = np.zeros(2 + FACTS, np.int64)
     header[:2] = error is not None, _checksum(operation, tuple(call.items()))
     header[2 : 2 + len(facts)] = facts
-    header[2 + len(facts) :] = 0
-    headers = channel._headers
+    headers = np.empty((channel.size, 2 + FACTS), np.int64)
     record(
         operation,
         "all_gather",
@@ -218,7 +80,7 @@ def agree(
     if (headers[:, 1] != header[1]).any():
         said = {"operation": operation, **{name: repr(value) for name, value in call.items()}}
         raise CollectiveError(_differences(all_gather_text(json.dumps(said), comm, operation=operation)))
-    return headers[:, 2 : 2 + len(facts)].copy()
+    return headers[:, 2 : 2 + len(facts)]
 
 
 @lru_cache(maxsize=1024)
@@ -237,7 +99,7 @@ def raise_together(comm: MPI.Intracomm, operation: str, error: Exception | None,
     for rank, (_, message) in failed.items():
         said.setdefault(message, []).append(rank)
     prefix = "" if over == "comm" else f"{over} "
-    raise kind("; ".join(f"{message} ({prefix}{_ranks(ranks)})" for message, ranks in said.items())) from error
+    raise kind("; ".join(f"{message} ({prefix}{ranks_text(ranks)})" for message, ranks in said.items())) from error
 
 
 _RAISED: dict[str, type[Exception]] = {
@@ -251,7 +113,7 @@ def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str) -> list[s
 
     Collective: an Allgather of 8 bytes and an Allgatherv. For reports and errors; not traced.
     """
-    channel = _channel(comm, operation)
+    channel = channel_of(comm, operation)
     block = np.frombuffer(text.encode(), np.uint8)
     lengths = np.empty(channel.size, np.int64)
     channel.wait(channel.comm.Iallgather(np.array([block.size], np.int64), lengths), operation)
@@ -273,18 +135,6 @@ def _differences(descriptions: list[str]) -> str:
     return "ranks disagree on " + "; ".join(differing)
 
 
-def by_value(values: Mapping[int, str]) -> str:
-    """`values` of ranks as text, equal ones together: 'a (ranks 0, 2), b (rank 1)'."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        ranks.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} ({_ranks(who)})" for value, who in ranks.items())
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
 # -------------------------------------------------------------------------------------------------------- collectives
 #
 # These trust that their callers have agreed on operation, dtype and shapes. `over` and `reason` go into the trace.
@@ -301,7 +151,7 @@ def all_reduce(
     sent = _to_wire(array)
     received = np.empty_like(sent)
     handle, datatype = _operator(op, sent.dtype)
-    channel = _channel(comm, operation)
+    channel = channel_of(comm, operation)
     record(operation, "all_reduce", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes, reason=reason)
     request = channel.comm.Iallreduce([sent, sent.size, datatype], [received, sent.size, datatype], handle)
     channel.wait(request, operation)
@@ -324,7 +174,7 @@ def all_gather(
     sent = _to_wire(array)
     counts = [int(np.prod(shape)) for shape in shapes]
     received = np.empty(sum(counts), sent.dtype)
-    channel = _channel(comm, operation)
+    channel = channel_of(comm, operation)
     record(operation, "all_gather", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes, reason=reason)
     channel.wait(channel.comm.Iallgatherv(sent, [received, counts]), operation)
     return _split(received, shapes, array)
@@ -347,7 +197,7 @@ def all_to_all(
     sent = np.concatenate([wire.ravel() for wire in wires])
     counts = [int(np.prod(shape)) for shape in shapes]
     received = np.empty(sum(counts), sent.dtype)
-    channel = _channel(comm, operation)
+    channel = channel_of(comm, operation)
     kept = wires[channel.rank].nbytes
     record(
         operation, "all_to_all", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes - kept, reason=reason
@@ -373,7 +223,7 @@ def reduce_scatter(
     wires = [_to_wire(block) for block in blocks]
     sent = np.concatenate([wire.ravel() for wire in wires])
     handle, datatype = _operator(op, sent.dtype)
-    channel = _channel(comm, operation)
+    channel = channel_of(comm, operation)
     received = np.empty_like(wires[channel.rank])
     record(
         operation, "reduce_scatter", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes, reason=reason
@@ -393,7 +243,7 @@ def broadcast(
     Collective: one Bcast.
     """
     wire = _to_wire(array).copy()
-    channel = _channel(comm, operation)
+    channel = channel_of(comm, operation)
     sent = wire.nbytes if channel.rank == root else 0
     record(operation, "broadcast", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent, reason=reason)
     channel.wait(channel.comm.Ibcast(wire, root), operation)

@@ -110,9 +110,7 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
         for one in measured
     ]
     print(table(head, rows))
-    print(
-        "\nns and GB/s: of one shard; the floor: one np.exp pass and the copies that cannot be avoided"
-    )
+    print("\nns and GB/s: of one shard; the floor: one np.exp pass and the copies that cannot be avoided")
     if agreement is not None:
         print(f"agreement: {1e6 * agreement:.1f} us a call")
     return 0

@@ -52,9 +52,7 @@ def rank_report(comm: MPI.Intracomm | None) -> dict[str, Any]:
         "size": 1 if comm is None else comm.size,
         "launched": launched,
         "host": socket.gethostname(),
-        "cores": sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else list(range(os.cpu_count() or 1)),
+        "cores": _cores(),
         "blas threads": _blas_threads(),
         "device": _device(),
     }
@@ -114,11 +112,18 @@ def _gpu_aware(extension: str) -> str:
     return "yes" if query() else "no"
 
 
+def _cores() -> list[int]:
+    """The cores that this rank may run on, as far as the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
 def _blas_threads() -> int:
     try:
         from threadpoolctl import threadpool_info
     except ImportError:
-        return int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+        return int(os.environ.get("OMP_NUM_THREADS") or len(_cores()))
     import numpy  # noqa: F401  # loads the BLAS whose threads are counted
 
     return max((pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"), default=1)

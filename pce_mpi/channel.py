@@ -1,0 +1,157 @@
+"""Private communicators, and waiting that ends.
+
+Each communicator of the caller's is duplicated once, so that its messages never meet ours, and the duplicate is cached
+with it. Waiting for a collective on it is a yielding poll. After `PCE_MPI_TIMEOUT` seconds (600 unless set) the ranks
+that wait tell each other so, point to point, and every one of them raises a `CollectiveTimeout` that names the ranks
+which are silent; the communicator is not used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Channel", "CollectiveError", "CollectiveTimeout", "by_value", "channel_of", "check_comm", "ranks_text"]
+
+# A yielding poll answers in microseconds; one that sleeps leaves the core to others. Change over after about 10 ms.
+_YIELDS = 10_000
+_NAP = 0.0002
+# How long ranks that wait in vain listen for each other.
+_ROLL_CALL_SECONDS = 1.0
+_ROLL_CALL_TAG = 1
+_ROLL_CALL_BYTES = 160
+
+
+class CollectiveError(RuntimeError):
+    """Ranks made calls that do not belong together; raised alike on every rank, before anything was written."""
+
+
+class CollectiveTimeout(CollectiveError):
+    """A collective waited `PCE_MPI_TIMEOUT` seconds; its communicator cannot be used any more."""
+
+
+class Channel:
+    """A communicator on which only this package sends, and the bounded wait for what is sent on it."""
+
+    def __init__(self, comm: MPI.Intracomm, tag: int):
+        self.comm = comm
+        self.rank, self.size = comm.rank, comm.size
+        self._tag = tag
+        self._broken: str | None = None
+        self._timeout = _timeout_seconds()
+
+    def wait(self, request: MPI.Request, operation: str) -> None:
+        """Return when `request` is complete, or raise `CollectiveTimeout`."""
+        test, give_way = request.Test, os.sched_yield
+        for _ in range(_YIELDS):
+            if test():
+                return
+            give_way()
+        from mpi4py import MPI
+
+        deadline = time.monotonic() + self._timeout
+        while not test():
+            late = time.monotonic() > deadline
+            if late or self.comm.Iprobe(MPI.ANY_SOURCE, self._tag):
+                self._broken = self._roll_call(operation)
+                raise CollectiveTimeout(self._broken)
+            time.sleep(_NAP)
+
+    def raise_if_broken(self) -> None:
+        """A communicator with a collective still under way on it would pair old messages with new ones."""
+        if self._broken is not None:
+            raise CollectiveTimeout(f"this communicator is not usable any more: {self._broken}")
+
+    def _roll_call(self, operation: str) -> str:
+        """Who else waits, and where: each rank that waits tells all others, and hears whom it hears for a second."""
+        from mpi4py import MPI
+
+        mine = operation.encode()[:_ROLL_CALL_BYTES]
+        waiting = {self.rank: operation}
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        sent = [self.comm.Isend([mine, MPI.BYTE], peer, self._tag) for peer in peers]
+        deadline = time.monotonic() + _ROLL_CALL_SECONDS
+        status = MPI.Status()
+        while len(waiting) < self.size and time.monotonic() < deadline:
+            if not self.comm.Iprobe(MPI.ANY_SOURCE, self._tag, status):
+                time.sleep(0.001)
+                continue
+            theirs = bytearray(status.Get_count(MPI.BYTE))
+            self.comm.Recv([theirs, MPI.BYTE], status.source, self._tag)
+            waiting[status.source] = theirs.decode(errors="replace")
+        MPI.Request.Testall(sent)
+        silent = [rank for rank in range(self.size) if rank not in waiting]
+        where = by_value({rank: waiting[rank] for rank in sorted(waiting)})
+        return (
+            f"waited {self._timeout:g} s (PCE_MPI_TIMEOUT): {where}; "
+            f"silent: {ranks_text(silent) if silent else 'no rank, they wait for each other in different calls'}"
+        )
+
+
+def _timeout_seconds() -> float:
+    text = os.environ.get("PCE_MPI_TIMEOUT", "600")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise ValueError(f"PCE_MPI_TIMEOUT must be a positive number of seconds, got {text!r}")
+    return seconds
+
+
+@cache
+def _channel_key() -> int:
+    from mpi4py import MPI
+
+    def free(comm: MPI.Comm, key: int, channel: Channel) -> None:
+        if channel._broken is None:
+            channel.comm.Free()
+
+    return MPI.Comm.Create_keyval(delete_fn=free)
+
+
+def channel_of(comm: MPI.Intracomm, operation: str) -> Channel:
+    """The cached private duplicate of `comm`; collective the first time."""
+    channel: Any = comm.Get_attr(_channel_key())
+    if channel is None:
+        from mpi4py import MPI
+
+        # There is no private communicator to call the roll on before this one exists. The caller's own serves, with
+        # the highest tag there is, and only once the program is lost anyway.
+        highest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        channel = Channel(comm, highest)
+        duplicate, request = comm.Idup()
+        try:
+            channel.wait(request, f"{operation} (its first use of the communicator)")
+            channel = Channel(duplicate, _ROLL_CALL_TAG)
+        finally:
+            comm.Set_attr(_channel_key(), channel)
+    assert isinstance(channel, Channel)
+    channel.raise_if_broken()
+    return channel
+
+
+def check_comm(comm: Any, name: str = "comm") -> None:
+    """Raise `TypeError` unless `comm` is an intracommunicator of mpi4py's that this process belongs to."""
+    from mpi4py import MPI
+
+    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+        raise TypeError(f"{name} must be an mpi4py intracommunicator or None, got {comm!r}")
+
+
+def by_value(values: Mapping[int, str]) -> str:
+    """`values` of ranks as text, equal ones together: 'a (ranks 0, 2), b (rank 1)'."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} ({ranks_text(who)})" for value, who in ranks.items())
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
