@@ -28,7 +28,7 @@ help:
 # and ranks that run as root.
 run: ranks := $(or $(N),2)
 run: $(installed)/examples
-	@cores=$$($(bin)/python -c 'import os; print(len(os.sched_getaffinity(0)))'); \
+	@cores=$$(getconf _NPROCESSORS_ONLN); \
 	threads=$$((cores > $(ranks) ? cores / $(ranks) : 1)); \
 	export OMP_NUM_THREADS=$$threads OPENBLAS_NUM_THREADS=$$threads MKL_NUM_THREADS=$$threads; \
 	export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe; \
@@ -53,7 +53,7 @@ clean:
 # The two MPIs share bin/mpiexec: the other one goes before this one comes.
 $(installed)/package: setup.cfg pyproject.toml | $(bin)/pip
 	rm -rf .venv/installed
-	$(bin)/python -m pip uninstall --quiet --yes $(other_mpi) 2> /dev/null
+	$(bin)/python -m pip uninstall -qq --yes $(other_mpi)
 	$(bin)/python -m pip install --quiet --editable '.[$(MPI)]'
 	mkdir -p $(@D)
 	touch $@

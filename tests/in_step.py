@@ -22,6 +22,9 @@ from verdict import PASSED, Verdict, describe, exchange
 # Neither passed nor failed: Hypothesis withdraws the example, or the test skips itself.
 WITHDRAWALS = (StopTest, UnsatisfiedAssumption, pytest.skip.Exception)
 
+# A communicator keeps its duplicate for verdicts under this key: duplicating takes longer than many an example.
+VERDICT_COMM = MPI.Comm.Create_keyval()
+
 
 class in_step:
     """Context manager around the body of one example; collective over `comm`."""
@@ -31,7 +34,11 @@ class in_step:
 
     def __enter__(self) -> None:
         # Verdicts never meet a message that the body left behind.
-        self.private_comm = self.comm.Dup()
+        verdict_comm = self.comm.Get_attr(VERDICT_COMM)
+        if not isinstance(verdict_comm, MPI.Comm):
+            verdict_comm = self.comm.Dup()
+            self.comm.Set_attr(VERDICT_COMM, verdict_comm)
+        self.verdict_comm = verdict_comm
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -43,8 +50,7 @@ class in_step:
         else:
             mine = Verdict("failed", "".join(traceback.format_exception(error)))
         test = os.environ.get("PYTEST_CURRENT_TEST", "an example")
-        verdicts = exchange(self.private_comm, mine, where=test)
-        self.private_comm.Free()
+        verdicts = exchange(self.verdict_comm, mine, where=test)
         outcomes = {verdict.outcome for verdict in verdicts}
         if outcomes in ({PASSED}, {"withdrawn"}):
             return

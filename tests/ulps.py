@@ -38,7 +38,8 @@ FINITE_DIFFERENCE = 2**26
 def ulp(value: Any, dtype: Any) -> Array:
     """The distance between neighbours of `dtype` around `value`, as float64."""
     info = ml_dtypes.finfo(dtype)
-    exponent = np.frexp(np.abs(np.asarray(value, np.float64)))[1] - 1
+    value = np.asarray(value, np.float64)
+    exponent = np.where(value == 0, info.minexp, np.frexp(value)[1] - 1)
     return np.ldexp(1.0, np.maximum(exponent, info.minexp) - info.nmant)
 
 

@@ -71,7 +71,8 @@ def job_command(n: int, *args: str) -> list[str]:
 
 def job_environment(n: int) -> dict[str, str]:
     """The environment of a job of `n` ranks: BLAS threads times ranks do not exceed the cores."""
-    threads = str(max(1, len(os.sched_getaffinity(0)) // n))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = str(max(1, cores // n))
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),

@@ -1,0 +1,465 @@
+"""Ranks that never arrive, raise, exit or die: every job below ends within seconds, and says why where it can."""
+
+import json
+from pathlib import Path
+import textwrap
+from typing import Any
+
+import pytest
+
+from jobs.launch import CompletedJob, launch_source
+
+# A job that has not ended by then hangs: it is killed, and its test fails.
+SECONDS = 30
+
+# How long ranks wait for each other in most jobs, how long they then listen for each other, and what a busy machine
+# may add.
+TIMEOUT = 1.5
+ROLL_CALL = 1.0
+SLACK = 1.5
+
+# What every program begins with. A rank tells of itself in a file: output of several ranks may come mixed.
+PROLOGUE = """
+import itertools
+import json
+import os
+from pathlib import Path
+import signal
+import sys
+import time
+
+from mpi4py import MPI
+import numpy as np
+
+import pce_mpi as pce
+from pce_mpi.collectives import agree, all_gather, all_reduce, broadcast
+
+comm = MPI.COMM_WORLD
+folder = Path(sys.argv[1])
+told = []
+
+
+def loss(on=comm, rows=4):
+    # Equal logits: the loss is the logarithm of the number of classes, 3 on each rank.
+    logits, targets = np.zeros((rows, 3)), np.zeros(rows, int)
+    return float(pce.softmax_cross_entropy(logits, targets, comm=on))
+
+
+def tell(call):
+    # Call, and tell what came of it.
+    start = time.time()
+    try:
+        told.append({"returned": call()})
+    except Exception as error:
+        told.append({"kind": type(error).__name__, "text": str(error)})
+    told[-1] |= {"began": start, "ended": time.time()}
+    draft = folder / f"draft-{comm.rank}"
+    draft.write_text(json.dumps(told))
+    draft.rename(folder / f"rank-{comm.rank}-{len(told)}")
+
+
+def wait_for(ranks, times):
+    # Until all of them have told that often.
+    deadline = time.monotonic() + 20
+    while not all((folder / f"rank-{rank}-{times}").exists() for rank in ranks):
+        if time.monotonic() > deadline:
+            raise RuntimeError("the other ranks have not told what came of it")
+        time.sleep(0.01)
+
+
+def silent():
+    # Far longer than the job may take.
+    time.sleep(600)
+"""
+
+
+def run(folder: Path, n: int, program: str, timeout: float | str | None = TIMEOUT) -> CompletedJob:
+    """A job of `n` ranks that has ended by itself; `timeout` is PCE_MPI_TIMEOUT."""
+    env = {} if timeout is None else {"PCE_MPI_TIMEOUT": str(timeout)}
+    return launch_source(n, PROLOGUE + textwrap.dedent(program), str(folder), timeout=SECONDS, env=env)
+
+
+def told(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """What the rank has told, one entry a call."""
+    reports = sorted(folder.glob(f"rank-{rank}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    return json.loads(reports[-1].read_text(encoding="utf-8")) if reports else []
+
+
+def assert_timed_out(report: dict[str, Any], *fragments: str) -> None:
+    assert report.get("kind") == "CollectiveTimeout", report
+    for fragment in fragments:
+        assert fragment in report["text"]
+
+
+def seconds(report: dict[str, Any]) -> float:
+    return report["ended"] - report["began"]
+
+
+# -------------------------------------------------------------------------------------------- a rank that never arrives
+
+
+@pytest.mark.parametrize("use", ["first", "later"])
+def test_waiting_ranks_name_the_rank_that_never_arrives_and_end_together(tmp_path, use):
+    job = run(
+        tmp_path,
+        3,
+        f"""
+        if {use == "later"}:
+            loss()
+        comm.Barrier()
+        if comm.rank == 2:
+            silent()
+        # Nearly as late as may be: by itself this rank would still be waiting when the first has gone.
+        time.sleep(1.1 * comm.rank)
+        tell(loss)
+        tell(loss)
+        tell(lambda: agree(comm, "another operation", {{}}))
+        tell(lambda: float(all_reduce(np.ones(1), comm, MPI.SUM, operation="one more", reason="to see")[0]))
+        wait_for([0, 1], times=4)
+        loss()
+        """,
+    )
+    early, late = told(tmp_path, 0), told(tmp_path, 1)
+    for reports in (early, late):
+        first, *afterwards = reports
+        assert_timed_out(
+            first, "PCE_MPI_TIMEOUT", f"{TIMEOUT} s", "softmax_cross_entropy", "(ranks 0, 1)", "silent: rank 2"
+        )
+        assert ("first use" in first["text"]) == (use == "first")
+        assert len(afterwards) == 3
+        for again in afterwards:
+            assert_timed_out(again, "not usable any more", "silent: rank 2")
+            assert seconds(again) < 0.5
+    assert early[0]["text"] == late[0]["text"]
+    assert TIMEOUT <= seconds(early[0]) < TIMEOUT + ROLL_CALL + SLACK
+    # The later one does not wait its full time, and then alone.
+    assert seconds(late[0]) < TIMEOUT + SLACK / 2
+    assert abs(early[0]["ended"] - late[0]["ended"]) < ROLL_CALL / 2
+    assert told(tmp_path, 2) == []
+    # An error that nobody catches ends the job, the silent rank included.
+    assert job.returncode != 0
+    assert "CollectiveTimeout" in job.stderr
+
+
+def test_two_of_four_silent_ranks_are_both_named(tmp_path):
+    job = run(
+        tmp_path,
+        4,
+        """
+        loss()
+        if comm.rank % 2:
+            silent()
+        tell(loss)
+        wait_for([0, 2], times=1)
+        raise SystemExit("enough")
+        """,
+    )
+    for rank in (0, 2):
+        [report] = told(tmp_path, rank)
+        assert_timed_out(report, "softmax_cross_entropy", "(ranks 0, 2)", "silent: ranks 1, 3")
+        assert TIMEOUT <= seconds(report) < TIMEOUT + ROLL_CALL + SLACK
+    assert job.returncode != 0
+
+
+def test_a_rank_that_is_silent_but_busy_does_not_make_the_others_wait_longer(tmp_path):
+    # More ranks than cores, and one of them computes: a wait that counts its looks and not the time takes for ever.
+    run(
+        tmp_path,
+        4,
+        """
+        loss()
+        if comm.rank == 3:
+            while True:
+                pass
+        tell(loss)
+        wait_for([0, 1, 2], times=1)
+        raise SystemExit("enough")
+        """,
+    )
+    for rank in range(3):
+        [report] = told(tmp_path, rank)
+        assert_timed_out(report, "(ranks 0, 1, 2)", "silent: rank 3")
+        assert seconds(report) < TIMEOUT + ROLL_CALL + SLACK
+
+
+def test_ranks_that_wait_on_different_communicators_each_name_their_operation_and_who_is_not_there(tmp_path):
+    run(
+        tmp_path,
+        3,
+        """
+        comms = [comm.Dup() for _ in range(comm.size)]
+        for each in comms:
+            agree(each, "all is well", {})
+        mine = comms[comm.rank]
+        calls = [
+            lambda: all_reduce(np.zeros(3), mine, MPI.SUM, operation="the sum", reason="to see"),
+            lambda: agree(mine, "the agreement", {}),
+            lambda: broadcast(np.zeros(3), mine, 0, operation="the broadcast", reason="to see"),
+        ]
+        tell(calls[comm.rank])
+        wait_for([0, 1, 2], times=1)
+        raise SystemExit("enough")
+        """,
+    )
+    names = ["the sum", "the agreement", "the broadcast"]
+    for rank, name in enumerate(names):
+        [report] = told(tmp_path, rank)
+        others = ", ".join(str(other) for other in range(3) if other != rank)
+        assert_timed_out(report, name, f"(rank {rank})", f"silent: ranks {others}")
+        assert not any(other in report["text"] for other in names if other != name)
+        assert TIMEOUT <= seconds(report) < TIMEOUT + ROLL_CALL + SLACK
+
+
+def test_other_communicators_stay_usable_after_a_timeout(tmp_path):
+    run(
+        tmp_path,
+        3,
+        """
+        pair = comm.Split(comm.rank == 2)
+        loss()
+        if comm.rank == 2:
+            silent()
+        tell(loss)
+        tell(lambda: loss(pair))
+        wait_for([0, 1], times=2)
+        raise SystemExit("enough")
+        """,
+    )
+    for rank in (0, 1):
+        timed_out, afterwards = told(tmp_path, rank)
+        assert_timed_out(timed_out, "silent: rank 2")
+        assert afterwards["returned"] == pytest.approx(1.791759469228055, rel=1e-15)  # log 6
+
+
+def test_a_rank_that_comes_after_the_others_gave_up_is_refused_and_does_not_write_to_their_memory(tmp_path):
+    # MPI completes the abandoned collective once the late rank joins it: its buffers must still be there.
+    job = run(
+        tmp_path,
+        2,
+        """
+        length = 1_000_000
+        total = lambda: all_reduce(np.ones(length), comm, MPI.SUM, operation="the sum", reason="to see")
+        loss()
+        if comm.rank == 1:
+            wait_for([0], times=1)
+            tell(lambda: float(total()[0]))
+            tell(loss)
+        else:
+            tell(lambda: float(total()[0]))
+            # Whatever the abandoned call has given back, these take.
+            fresh = [np.full(length, 7.0) for _ in range(4)]
+            deadline = time.monotonic() + 10
+            while not (folder / "rank-1-2").exists() and time.monotonic() < deadline:
+                comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+                time.sleep(0.001)
+            tell(lambda: all(bool((each == 7.0).all()) for each in fresh))
+            tell(loss)
+        wait_for([0], times=3)
+        wait_for([1], times=2)
+        raise SystemExit("enough")
+        """,
+        timeout=1,
+    )
+    assert len(told(tmp_path, 0)) == 3, f"rank 0 died of what the late rank sent:\n{job.stdout}\n{job.stderr}"
+    gave_up, memory, afterwards = told(tmp_path, 0)
+    assert_timed_out(gave_up, "the sum", "silent: rank 1")
+    assert memory["returned"] is True
+    assert_timed_out(afterwards, "not usable any more")
+    came_late = told(tmp_path, 1)
+    # The late rank may find all that it needs, but then it fails at the next call: it does not wait for itself.
+    assert_timed_out(came_late[1])
+    assert seconds(came_late[0]) + seconds(came_late[1]) < ROLL_CALL + SLACK
+
+
+def test_a_wait_that_is_interrupted_leaves_a_communicator_that_refuses_further_use(tmp_path):
+    # Otherwise the next call would be paired with the one that was left, and compute with its numbers.
+    run(
+        tmp_path,
+        2,
+        """
+        class Interrupted(Exception):
+            pass
+
+        def interrupt(*_):
+            raise Interrupted("by a signal")
+
+        loss()
+        if comm.rank == 1:
+            wait_for([0], times=2)
+            tell(loss)
+        else:
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            tell(loss)
+            tell(lambda: loss(rows=9))
+        wait_for([0], times=2)
+        wait_for([1], times=1)
+        raise SystemExit("enough")
+        """,
+    )
+    interrupted, afterwards = told(tmp_path, 0)
+    [other] = told(tmp_path, 1)
+    assert interrupted["kind"] == "Interrupted"
+    assert seconds(interrupted) < TIMEOUT
+    assert afterwards.get("kind") in ("CollectiveError", "CollectiveTimeout"), afterwards
+    assert "not usable any more" in afterwards["text"]
+    assert seconds(afterwards) < 0.5
+    assert_timed_out(other, "silent: rank 0")
+
+
+@pytest.mark.parametrize("use", ["first", "later"])
+def test_a_rank_that_comes_late_but_in_time_is_waited_for(tmp_path, use):
+    job = run(
+        tmp_path,
+        3,
+        f"""
+        if {use == "later"}:
+            loss()
+        if comm.rank == 1:
+            time.sleep(1.2)
+        tell(loss)
+        tell(loss)
+        """,
+        timeout=10,
+    )
+    assert job.returncode == 0, job.stderr
+    for rank in range(3):
+        reports = told(tmp_path, rank)
+        assert [report.get("returned") for report in reports] == [
+            pytest.approx(2.1972245773362196, rel=1e-15)
+        ] * 2  # log 9
+    assert seconds(told(tmp_path, 0)[0]) > 1.0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_bad_timeout_is_a_clear_error_on_every_rank(tmp_path, n):
+    job = run(
+        tmp_path,
+        n,
+        """
+        for value in ["soon", "", "0", "-3", "nan", "1 minute", "inf", "30.5"]:
+            os.environ["PCE_MPI_TIMEOUT"] = value
+            tell(lambda: loss(comm.Dup()))
+        """,
+    )
+    assert job.returncode == 0
+    for rank in range(n):
+        *refused, infinite, fraction = told(tmp_path, rank)
+        for value, report in zip(["soon", "", "0", "-3", "nan", "1 minute"], refused, strict=True):
+            assert report.get("kind") == "ValueError", report
+            assert "PCE_MPI_TIMEOUT must be a positive number of seconds" in report["text"]
+            assert repr(value) in report["text"]
+        assert "returned" in infinite
+        assert "returned" in fraction
+
+
+# ----------------------------------------------------------------------------------------- a rank that raises or leaves
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_rank_that_raises_before_the_call_ends_the_job(tmp_path, n):
+    job = run(
+        tmp_path,
+        n,
+        """
+        loss()
+        if comm.rank == comm.size - 1:
+            raise LookupError("the data of this rank are not there")
+        loss()
+        """,
+        timeout=None,
+    )
+    assert job.returncode != 0
+    assert "LookupError: the data of this rank are not there" in job.stderr
+    assert job.seconds < 10
+
+
+def test_a_rank_that_raises_before_the_first_call_of_all_ends_the_job(tmp_path):
+    job = run(
+        tmp_path,
+        2,
+        """
+        if comm.rank == 0:
+            raise LookupError("the data of this rank are not there")
+        loss()
+        """,
+        timeout=None,
+    )
+    assert job.returncode != 0
+    assert "LookupError" in job.stderr
+    assert job.seconds < 10
+
+
+def test_an_error_that_every_rank_raises_ends_the_job_with_its_text(tmp_path):
+    job = run(
+        tmp_path,
+        2,
+        """
+        targets = np.array([0, 16 if comm.rank else 1])
+        pce.softmax_cross_entropy(np.zeros((2, 8)), targets, comm=comm)
+        """,
+        timeout=None,
+    )
+    assert job.returncode != 0
+    assert "IndexError: targets[1] = 16 is outside [0, 16) (rank 1)" in job.stderr
+    assert job.seconds < 10
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_rank_that_is_killed_in_the_midst_ends_the_job(tmp_path, n):
+    job = run(
+        tmp_path,
+        n,
+        """
+        for number in itertools.count():
+            loss(rows=2000)
+            if number == 20:
+                tell(loss)
+                if comm.rank == comm.size - 1:
+                    wait_for(range(comm.size), times=1)
+                    os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        timeout=None,
+    )
+    for rank in range(n):  # all of them were at work
+        assert "returned" in told(tmp_path, rank)[0]
+    assert job.returncode != 0
+    assert job.seconds < 10
+
+
+def test_a_rank_that_exits_with_a_status_ends_the_job(tmp_path):
+    job = run(
+        tmp_path,
+        2,
+        """
+        loss()
+        if comm.rank == 1:
+            sys.exit(3)
+        loss()
+        """,
+        timeout=None,
+    )
+    assert job.returncode != 0
+    assert job.seconds < 10
+
+
+@pytest.mark.parametrize("use", ["first", "later"])
+def test_a_rank_that_exits_as_if_all_were_well_is_silent_to_the_others(tmp_path, use):
+    job = run(
+        tmp_path,
+        3,
+        f"""
+        if {use == "later"}:
+            loss()
+        if comm.rank == 1:
+            sys.exit()
+        tell(loss)
+        wait_for([0, 2], times=1)
+        raise SystemExit("enough")
+        """,
+    )
+    for rank in (0, 2):
+        [report] = told(tmp_path, rank)
+        assert_timed_out(report, "softmax_cross_entropy", "silent: rank 1")
+    assert job.returncode != 0
+    assert job.seconds < TIMEOUT + ROLL_CALL + 10
