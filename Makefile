@@ -18,7 +18,7 @@ installed := .venv/installed/$(MPI)
 help:
 	@echo 'make run         train the example language model on 2 ranks (N=4: on 4)'
 	@echo 'make test        run every test at 1, 2, 3 and 4 ranks (N=4: at 4 only)'
-	@echo 'make test-peers  run the tests that compare with torch, which is installed for them'
+	@echo 'make test-peers  run the tests that compare with torch, which is installed for them (N=4: on 4 ranks)'
 	@echo 'make lint        check the code with ruff and mypy'
 	@echo 'make clean       delete .venv and everything that was generated'
 	@echo
@@ -39,7 +39,7 @@ test: $(installed)/test
 	$(bin)/python tests/run.py $(if $(N),-n $(N))
 
 test-peers: $(installed)/peers
-	$(bin)/python tests/run.py tests/peers
+	$(bin)/python tests/run.py tests/peers -n $(or $(N),1 3)
 
 lint: $(installed)/dev
 	$(bin)/ruff check

@@ -15,6 +15,7 @@ from jobs.launch import ROOT, job_command, job_environment, stop
 
 TESTS = ROOT / "tests"
 RANKS = TESTS / "ranks"
+PEERS = TESTS / "peers"
 JOBS = TESTS / "jobs"
 
 # pytest ends a test that hangs (faulthandler_timeout). A run that tells of no test for longer than that is stopped.
@@ -159,7 +160,7 @@ def parse_arguments() -> argparse.Namespace:
         "paths",
         nargs="*",
         help="files, folders or file.py::test (default: all of tests/ranks and tests/jobs); "
-        "what is below tests/ranks runs at each size, anything else once in one process",
+        "what is below tests/ranks or tests/peers runs at each size, anything else once in one process",
     )
     options = parser.parse_intermixed_args()
     # `-n 1 2 tests/ranks` says what it means: the numbers end where a path begins.
@@ -181,14 +182,14 @@ def file_of(path: Path) -> Path:
 def plan(options: argparse.Namespace) -> list[Run]:
     """What to run for these options, in this order."""
     paths = options.paths or [RANKS, JOBS]
-    on_ranks = [str(path) for path in paths if path.is_relative_to(RANKS)]
-    in_one_process = [path for path in paths if not path.is_relative_to(RANKS)]
+    on_ranks = [path for path in paths if path.is_relative_to(RANKS) or path.is_relative_to(PEERS)]
+    in_one_process = [path for path in paths if path not in on_ranks]
     # Open MPI gives its ranks a terminal; what they print ends up in a pipe all the same.
     pytest = ["-m", "pytest", "--color=no", *(["-k", options.k] if options.k else [])]
     runs = []
     if on_ranks:
         for n in options.n:
-            command = job_command(n, *pytest, *on_ranks)
+            command = job_command(n, *pytest, *map(str, on_ranks))
             runs.append(Run(f"{n} rank{'s' if n > 1 else ''}", command, job_environment(n)))
     if in_one_process and options.jobs:
         name = ", ".join(sorted({file_of(path).relative_to(TESTS).parts[0] for path in in_one_process}))
