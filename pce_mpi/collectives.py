@@ -10,7 +10,7 @@ bfloat16) travels as float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 import json
 from typing import TYPE_CHECKING, Any
 import zlib
@@ -275,15 +275,26 @@ def _operator(op: MPI.Op | Merge, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Dat
     return (op, None) if isinstance(op, MPI.Op) else _merge_operator(op, dtype)
 
 
-@cache
 def _merge_operator(merge: Merge, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype]:
     from mpi4py import MPI
 
-    # One element is one datatype, so that MPI may cut a message between elements but never within one.
-    datatype = MPI.BYTE.Create_contiguous(dtype.itemsize).Commit()
+    known = _operators.pop((merge, dtype), None)
+    if known is None:
+        if len(_operators) == _MOST_OPERATORS:
+            for handle in _operators.pop(next(iter(_operators))):
+                handle.Free()
+        # One element is one datatype, so that MPI may cut a message between elements but never within one.
+        datatype = MPI.BYTE.Create_contiguous(dtype.itemsize).Commit()
 
-    def combine(source: Any, target: Any, _: MPI.Datatype) -> None:
-        b = np.frombuffer(target, dtype)
-        b[...] = merge(np.frombuffer(source, dtype), b)
+        def combine(source: Any, target: Any, _: MPI.Datatype) -> None:
+            b = np.frombuffer(target, dtype)
+            b[...] = merge(np.frombuffer(source, dtype), b)
 
-    return MPI.Op.Create(combine, commute=True), datatype
+        known = MPI.Op.Create(combine, commute=True), datatype
+    _operators[merge, dtype] = known  # the last one used stands last
+    return known
+
+
+# mpi4py has room for 32 operators in a process, the caller's own among them.
+_MOST_OPERATORS = 12
+_operators: dict[tuple[Merge, np.dtype[Any]], tuple[MPI.Op, MPI.Datatype]] = {}
