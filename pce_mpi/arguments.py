@@ -6,7 +6,7 @@ which either every rank has a `Problem` or every rank has raised the same error.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 import math
@@ -17,7 +17,7 @@ import zlib
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, compute_dtype_of, is_floating, same_memory, shares_memory, to_host
-from pce_mpi.channel import CollectiveError, CollectiveTimeout, by_value, check_comm
+from pce_mpi.channel import CollectiveError, CollectiveTimeout, by_value, check_comm, is_comm
 from pce_mpi.collectives import agree, raise_together
 from pce_mpi.kernels.blockwise import ClassWeights, Transform
 
@@ -28,6 +28,8 @@ __all__ = ["Call", "Problem", "Reduction", "check_out", "prepare", "rows_and_cla
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
+
+_LARGEST = np.iinfo(np.int64).max
 
 
 class Reduction(StrEnum):
@@ -65,6 +67,7 @@ class Call:
 class Problem:
     """What a call asks for, once this rank's arguments are known to be right.
 
+    `inputs` are the arrays that the caller passed, all of which `out` must leave alone but the logits.
     `targets` (rows,) are global class numbers, `valid` (rows,) says which rows count; both are NumPy on the host.
     `class_start` and `num_classes` say where this shard lies among all classes.
     """
@@ -82,6 +85,7 @@ class Problem:
     reduction: Reduction
     compute_dtype: np.dtype[Any]
     out: Array | None
+    inputs: tuple[Array, ...]
     class_start: int = 0
     num_classes: int = 0
 
@@ -139,27 +143,30 @@ def prepare(call: Call) -> Problem:
     Collective over `call.comm` and `call.batch_comm`: one Allgather of 64 bytes over each. Every rank returns, or
     every rank raises the same error.
     """
-    for name in ("comm", "batch_comm"):
-        if getattr(call, name) is not None:
-            check_comm(getattr(call, name), name)
+    if call.comm is not None:
+        check_comm(call.comm, "comm")
     problem: Problem | None = None
     error: Exception | None = None
     try:
         problem = _check(call)
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
-    if call.batch_comm is None:
-        return _place(call, problem, error)
     try:
-        problem = _place(call, problem, error)
-        error = None
+        placed = _place(call, problem, error)
+        if call.batch_comm is None:
+            return placed
+        problem, error = placed, None
     except CollectiveTimeout:
         raise
     except Exception as caught:  # as above
+        if not is_comm(call.batch_comm):
+            raise
         error = caught
+    assert call.batch_comm is not None
     description = {} if problem is None else problem.described() | {"num_classes": problem.num_classes}
     description.pop("rows", None)
-    agree(call.batch_comm, call.operation, description, error=error, over="batch_comm")
+    named = call.comm is not None
+    agree(call.batch_comm, call.operation, description, error=error, over="batch_comm", ranks_named=named)
     assert problem is not None  # its error would have been raised by now
     return problem
 
@@ -168,6 +175,8 @@ def prepare(call: Call) -> Problem:
 
 
 def _check(call: Call) -> Problem:
+    if call.batch_comm is not None:
+        check_comm(call.batch_comm, "batch_comm")
     logits = as_array(call.logits, "logits")
     if not is_floating(logits.dtype):
         raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
@@ -193,10 +202,12 @@ def _check(call: Call) -> Problem:
     if call.reduction not in list(Reduction):
         raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {call.reduction!r}")
     for name, count, least in (("class_start", call.class_start, 0), ("num_classes", call.num_classes, 1)):
-        if count is not None and _integer(count, name) < least:
-            raise ValueError(f"{name} must be at least {least}, got {count}")
+        if count is not None and not least <= _integer(count, name) <= _LARGEST:
+            raise ValueError(f"{name} must be at least {least} and fit 64 bits, got {count}")
     weight = _check_weight(call.weight, logits, axis)
-    out = None if call.out is None else check_out(call.out, logits, targets, probabilities, weight)
+    given = [(call.targets, "targets"), (call.weight, "weight")]
+    inputs = (logits, *(as_array(value, name) for value, name in given if value is not None))
+    out = None if call.out is None else check_out(call.out, inputs)
     rows = math.prod(logits.shape[:axis] + logits.shape[axis + 1 :])
     return Problem(
         logits=logits,
@@ -212,6 +223,7 @@ def _check(call: Call) -> Problem:
         reduction=Reduction(call.reduction),
         compute_dtype=compute_dtype_of(logits.dtype, call.compute_dtype),
         out=out,
+        inputs=inputs,
     )
 
 
@@ -228,7 +240,7 @@ def _check_targets(call: Call, logits: Array, axis: int, ignore_index: int) -> t
                 f"index targets must have the logits' shape without the class axis, {rows_shape}, got {targets.shape}"
             )
         host = to_host(targets).reshape(-1)
-        beyond = np.flatnonzero(host > np.iinfo(np.int64).max)
+        beyond = np.flatnonzero(host > _LARGEST)
         if beyond.size:
             raise IndexError(f"{_target_text(host, rows_shape, beyond[0])} is no class number")
         return host.astype(np.int64), None
@@ -257,9 +269,12 @@ def _check_weight(weight: Any, logits: Array, axis: int) -> HostArray | None:
     return weight.astype(np.float64)
 
 
-def check_out(out: Any, logits: Array, *inputs: Array | None) -> Array:
-    """`out` as an array that a gradient of `logits` can be written to."""
+def check_out(out: Any, inputs: Sequence[Array]) -> Array:
+    """`out` as an array that the gradient of the logits, the first of `inputs`, can be written to."""
+    logits, *others = inputs
     array = as_array(out, "out")
+    if isinstance(array, np.ndarray) and not _lends_memory(out):
+        raise TypeError(f"out must be an array to write to, got {type(out).__name__}")
     if array_namespace(array) is not array_namespace(logits):
         raise TypeError("out and logits must be arrays of the same library")
     if not is_floating(array.dtype):
@@ -270,9 +285,20 @@ def check_out(out: Any, logits: Array, *inputs: Array | None) -> Array:
         raise ValueError("out is read-only")
     if not same_memory(array, logits) and shares_memory(array, logits):
         raise ValueError("out must be exactly the logits, or share no memory with them")
-    if any(value is not None and shares_memory(array, value) for value in inputs):
+    if any(shares_memory(array, other) for other in others):
         raise ValueError("out must not share memory with targets or weight")
     return array
+
+
+def _lends_memory(value: Any) -> bool:
+    """Whether NumPy makes an array of `value` without copying it."""
+    if hasattr(value, "__dlpack__") or hasattr(value, "__array_interface__"):
+        return True
+    try:
+        memoryview(value).release()
+    except TypeError:
+        return False
+    return True
 
 
 def _integer(value: Any, name: str) -> int:
@@ -285,7 +311,7 @@ def _integer(value: Any, name: str) -> int:
 def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a real number, got {value!r}")
-    return float(value)
+    return float(value) + 0.0  # -0.0 is 0.0
 
 
 def _kind_of_targets(problem: Problem) -> str:
@@ -312,7 +338,7 @@ def _place(call: Call, problem: Problem | None, error: Exception | None) -> Prob
         description = {} if problem is None else problem.described()
         description |= {
             "class_start given": call.class_start is not None,
-            "num_classes": call.num_classes,
+            "num_classes": None if problem is None or call.num_classes is None else operator.index(call.num_classes),
             "batch_comm given": call.batch_comm is not None,
         }
         nothing = (0,) * 5

@@ -115,9 +115,12 @@ def compute_dtype_of(dtype: np.dtype[Any], requested: Any = None) -> np.dtype[An
     natural = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     if requested is None:
         return natural
-    wanted = np.dtype(requested)
+    try:
+        wanted = np.dtype(requested)
+    except TypeError:
+        wanted = None
     if wanted not in (np.float32, np.float64):
-        raise TypeError(f"compute_dtype must be float32, float64 or None, got {wanted}")
+        raise TypeError(f"compute_dtype must be float32, float64 or None, got {requested!r}")
     if wanted.itemsize < natural.itemsize:
         raise ValueError(f"compute_dtype {wanted} would lose bits of {dtype} logits")
     return wanted

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Channel", "CollectiveError", "CollectiveTimeout", "by_value", "channel_of", "check_comm", "ranks_text"]
+__all__ = [
+    "Channel",
+    "CollectiveError",
+    "CollectiveTimeout",
+    "by_value",
+    "channel_of",
+    "check_comm",
+    "is_comm",
+]
 
 # A yielding poll answers in microseconds; one that sleeps leaves the core to others. Change over after about 10 ms.
 _YIELDS = 10_000
@@ -46,8 +54,17 @@ class Channel:
         self._broken: str | None = None
         self._timeout = _timeout_seconds()
 
-    def wait(self, request: MPI.Request, operation: str) -> None:
-        """Return when `request` is complete, or raise `CollectiveTimeout`."""
+    def wait(self, request: MPI.Request, operation: str, *buffers: object) -> None:
+        """Return when `request`, which reads and writes `buffers`, is complete, or raise `CollectiveTimeout`."""
+        try:
+            self._poll(request, operation)
+        except BaseException as error:
+            # MPI may still write to the buffers, whenever the others arrive: they must outlive the process's interest.
+            _abandoned.append((request, buffers, self))
+            self._broken = self._broken or f"{operation} was left waiting by {type(error).__name__}"
+            raise
+
+    def _poll(self, request: MPI.Request, operation: str) -> None:
         test, give_way = request.Test, os.sched_yield
         for _ in range(_YIELDS):
             if test():
@@ -90,8 +107,12 @@ class Channel:
         where = by_value({rank: waiting[rank] for rank in sorted(waiting)})
         return (
             f"waited {self._timeout:g} s (PCE_MPI_TIMEOUT): {where}; "
-            f"silent: {ranks_text(silent) if silent else 'no rank, they wait for each other in different calls'}"
+            f"silent: {_ranks_text(silent) if silent else 'no rank, they wait for each other in different calls'}"
         )
+
+
+#: what MPI may still read and write although nobody waits for it any more
+_abandoned: list[tuple[MPI.Request, tuple[object, ...], Channel]] = []
 
 
 def _timeout_seconds() -> float:
@@ -128,7 +149,7 @@ def channel_of(comm: MPI.Intracomm, operation: str) -> Channel:
         channel = Channel(comm, highest)
         duplicate, request = comm.Idup()
         try:
-            channel.wait(request, f"{operation} (its first use of the communicator)")
+            channel.wait(request, f"{operation} (its first use of the communicator)", duplicate)
             channel = Channel(duplicate, _ROLL_CALL_TAG)
         finally:
             comm.Set_attr(_channel_key(), channel)
@@ -137,21 +158,26 @@ def channel_of(comm: MPI.Intracomm, operation: str) -> Channel:
     return channel
 
 
-def check_comm(comm: Any, name: str = "comm") -> None:
-    """Raise `TypeError` unless `comm` is an intracommunicator of mpi4py's that this process belongs to."""
+def is_comm(comm: Any) -> bool:
+    """Whether `comm` is an intracommunicator of mpi4py's that this process belongs to."""
     from mpi4py import MPI
 
-    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+    return isinstance(comm, MPI.Intracomm) and comm != MPI.COMM_NULL
+
+
+def check_comm(comm: Any, name: str) -> None:
+    """Raise `TypeError` unless `is_comm(comm)`."""
+    if not is_comm(comm):
         raise TypeError(f"{name} must be an mpi4py intracommunicator or None, got {comm!r}")
 
 
-def by_value(values: Mapping[int, str]) -> str:
-    """`values` of ranks as text, equal ones together: 'a (ranks 0, 2), b (rank 1)'."""
+def by_value(values: Mapping[int, str], prefix: str = "", between: str = ", ") -> str:
+    """`values` of ranks as text, equal ones together: 'a (ranks 0, 2), b (rank 1)'; `prefix` stands before 'rank'."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} ({ranks_text(who)})" for value, who in ranks.items())
+    return between.join(f"{value} ({prefix}{_ranks_text(who)})" for value, who in ranks.items())
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -18,7 +18,7 @@ import zlib
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_half, to_host
-from pce_mpi.channel import CollectiveError, by_value, channel_of, ranks_text
+from pce_mpi.channel import CollectiveError, by_value, channel_of
 from pce_mpi.tracing import Purpose, record
 
 if TYPE_CHECKING:
@@ -50,11 +50,13 @@ def agree(
     error: Exception | None = None,
     facts: Sequence[int] = (),
     over: str = "comm",
+    ranks_named: bool = False,
 ) -> np.ndarray[Any, Any]:
     """Make sure that every rank of `comm` makes the same call and that all of its checks passed.
 
     Collective over `comm`: one Allgather of 64 bytes. `call` describes what must be the same on every rank, `error`
     is what this rank's own checks raised, if anything, and `facts` are up to 6 whole numbers for the others to know.
+    `ranks_named` says that the error's text has its ranks already, from an agreement over another communicator.
 
     Returns the facts of all ranks, (ranks, facts), int64. If some rank has an error, every rank raises that of the
     lowest such rank, a builtin exception whose text names the ranks. If calls differ, every rank raises
@@ -74,12 +76,12 @@ def agree(
         bytes=header.nbytes,
         reason="every rank makes the same call and its checks passed",
     )
-    channel.wait(channel.comm.Iallgather(header, headers), f"{operation}: agreement")
+    channel.wait(channel.comm.Iallgather(header, headers), f"{operation}: agreement", header, headers)
     if headers[:, 0].any():
-        raise_together(comm, operation, error, over=over)
+        raise_together(comm, operation, error, over=over, ranks_named=ranks_named)
     if (headers[:, 1] != header[1]).any():
         said = {"operation": operation, **{name: repr(value) for name, value in call.items()}}
-        raise CollectiveError(_differences(all_gather_text(json.dumps(said), comm, operation=operation)))
+        raise CollectiveError(_differences(all_gather_text(json.dumps(said), comm, operation=operation, over=over)))
     return headers[:, 2 : 2 + len(facts)]
 
 
@@ -89,17 +91,19 @@ def _checksum(operation: str, call: tuple[tuple[str, Hashable], ...]) -> int:
     return zlib.crc32(repr((operation, call)).encode())
 
 
-def raise_together(comm: MPI.Intracomm, operation: str, error: Exception | None, over: str = "comm") -> None:
+def raise_together(
+    comm: MPI.Intracomm, operation: str, error: Exception | None, over: str = "comm", ranks_named: bool = False
+) -> None:
     """Raise, on every rank of `comm`, the error of the lowest rank that has one; all ranks must call it."""
-    text = "" if error is None else json.dumps([type(error).__name__, str(error)])
-    texts = all_gather_text(text, comm, operation=operation)
+    text = "" if error is None else json.dumps([type(error).__name__, str(error), ranks_named])
+    texts = all_gather_text(text, comm, operation=operation, over=over)
     failed = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
     kind = _RAISED.get(next(iter(failed.values()))[0], RuntimeError)
-    said: dict[str, list[int]] = {}
-    for rank, (_, message) in failed.items():
-        said.setdefault(message, []).append(rank)
+    if all(texts) and len(set(texts)) == 1 and failed[0][2]:
+        raise kind(failed[0][1]) from error
     prefix = "" if over == "comm" else f"{over} "
-    raise kind("; ".join(f"{message} ({prefix}{ranks_text(ranks)})" for message, ranks in said.items())) from error
+    said = by_value({rank: message for rank, (_, message, _) in failed.items()}, prefix=prefix, between="; ")
+    raise kind(said) from error
 
 
 _RAISED: dict[str, type[Exception]] = {
@@ -108,17 +112,27 @@ _RAISED: dict[str, type[Exception]] = {
 }
 
 
-def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str) -> list[str]:
+def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str, over: str = "comm") -> list[str]:
     """The text of every rank, in rank order, on every rank; texts may differ in length.
 
-    Collective: an Allgather of 8 bytes and an Allgatherv. For reports and errors; not traced.
+    Collective: an Allgather of 8 bytes and an Allgatherv. For reports and errors.
     """
     channel = channel_of(comm, operation)
     block = np.frombuffer(text.encode(), np.uint8)
-    lengths = np.empty(channel.size, np.int64)
-    channel.wait(channel.comm.Iallgather(np.array([block.size], np.int64), lengths), operation)
+    length, lengths = np.array([block.size], np.int64), np.empty(channel.size, np.int64)
+    for sent in (length, block):
+        record(
+            operation,
+            "all_gather",
+            Purpose.AGREEMENT,
+            over=over,
+            ranks=channel.size,
+            bytes=sent.nbytes,
+            reason="what each rank has to say",
+        )
+    channel.wait(channel.comm.Iallgather(length, lengths), operation, length, lengths)
     received = np.empty(int(lengths.sum()), np.uint8)
-    channel.wait(channel.comm.Iallgatherv(block, [received, lengths.tolist()]), operation)
+    channel.wait(channel.comm.Iallgatherv(block, [received, lengths.tolist()]), operation, block, received)
     return [part.tobytes().decode() for part in np.split(received, np.cumsum(lengths)[:-1])]
 
 
@@ -154,7 +168,7 @@ def all_reduce(
     channel = channel_of(comm, operation)
     record(operation, "all_reduce", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes, reason=reason)
     request = channel.comm.Iallreduce([sent, sent.size, datatype], [received, sent.size, datatype], handle)
-    channel.wait(request, operation)
+    channel.wait(request, operation, sent, received)
     return _from_wire(received, array)
 
 
@@ -176,7 +190,7 @@ def all_gather(
     received = np.empty(sum(counts), sent.dtype)
     channel = channel_of(comm, operation)
     record(operation, "all_gather", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes, reason=reason)
-    channel.wait(channel.comm.Iallgatherv(sent, [received, counts]), operation)
+    channel.wait(channel.comm.Iallgatherv(sent, [received, counts]), operation, sent, received)
     return _split(received, shapes, array)
 
 
@@ -203,7 +217,7 @@ def all_to_all(
         operation, "all_to_all", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes - kept, reason=reason
     )
     request = channel.comm.Ialltoallv([sent, [wire.size for wire in wires]], [received, counts])
-    channel.wait(request, operation)
+    channel.wait(request, operation, sent, received)
     return _split(received, shapes, blocks[0])
 
 
@@ -231,7 +245,7 @@ def reduce_scatter(
     request = channel.comm.Ireduce_scatter(
         [sent, sent.size, datatype], [received, received.size, datatype], [wire.size for wire in wires], handle
     )
-    channel.wait(request, operation)
+    channel.wait(request, operation, sent, received)
     return _from_wire(received, blocks[channel.rank])
 
 
@@ -246,7 +260,7 @@ def broadcast(
     channel = channel_of(comm, operation)
     sent = wire.nbytes if channel.rank == root else 0
     record(operation, "broadcast", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent, reason=reason)
-    channel.wait(channel.comm.Ibcast(wire, root), operation)
+    channel.wait(channel.comm.Ibcast(wire, root), operation, wire)
     return _from_wire(wire, array)
 
 

@@ -85,7 +85,7 @@ def softmax_cross_entropy_value_and_grad(
         dz += (2.0 * z_loss * logsumexp)[..., None] * p
         loss = np.where(valid, loss, 0.0)
         if reduction == "mean":
-            loss = loss.sum() / divisor
+            loss = loss.sum() / divisor if divisor != 0 else np.asarray(np.nan)
             dz = dz / divisor if divisor != 0 else np.full_like(dz, np.nan)
         elif reduction == "sum":
             loss = loss.sum()
@@ -145,7 +145,7 @@ def _softmax(x: Array, z: Array, held: Array, scale: float | None) -> tuple[Arra
     h, m = _at(source, held)[..., None], others.max(axis=-1, keepdims=True)
     h = np.where(h == np.inf, np.nan, h)
     m = np.where((m == -np.inf) & (h > -np.inf), h, m)  # no other class is left
-    e = np.exp(factor * (others - m))
+    e = _exp_difference(others, m, factor)
     total = e.sum(axis=-1, keepdims=True)  # over the others, relative to m
     a = total * _exp_difference(m, h, factor)  # relative to h
     p = e / (total + _exp_difference(h, m, factor))

@@ -164,7 +164,7 @@ def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = 
     if out is None:
         array = array_namespace(logits).empty_like(logits)
     else:
-        array = check_out(out, logits, problem.targets, problem.probabilities, problem.weight)
+        array = check_out(out, problem.inputs)
         residuals.used_up = same_memory(array, logits)
     rows = rows_and_classes(array, problem.axis)
     write_gradient_rows(rows, residuals, upstream.astype(np.float64).reshape(-1))
@@ -249,21 +249,19 @@ def class_statistics(
     softmax, _ = row_softmax(call, problem, layout)
     xp = array_namespace(problem.logits)
 
+    @np.errstate(all="ignore")
     def rows(values: HostArray, dtype: Any = problem.compute_dtype) -> Array:
         return xp.asarray(values.astype(dtype).reshape(problem.rows_shape))
 
-    log_prob = None
-    if problem.targets is not None:
-        log_prob = rows(np.where(problem.valid, softmax.target_log_prob, 0.0))
-    with np.errstate(all="ignore"):
-        return ClassStatistics(
-            max=rows(softmax.held),
-            sum_exp=rows(1.0 / softmax.held_probability),
-            logsumexp=rows(softmax.logsumexp),
-            log_prob=log_prob,
-            entropy=rows(softmax.entropy),
-            argmax=rows(softmax.records["argmax"], np.int64),
-        )
+    with_targets = problem.targets is not None
+    return ClassStatistics(
+        max=rows(softmax.held),
+        sum_exp=rows(softmax.sum_exp_of_all),
+        logsumexp=rows(softmax.logsumexp),
+        log_prob=rows(np.where(problem.valid, softmax.target_log_prob, 0.0)) if with_targets else None,
+        entropy=rows(softmax.entropy),
+        argmax=rows(softmax.records["argmax"], np.int64),
+    )
 
 
 class ClassStatistics(NamedTuple):

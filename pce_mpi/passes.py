@@ -48,6 +48,7 @@ class _Terms:
     share: float
 
 
+@np.errstate(all="ignore")
 def evaluate(call: Call, problem: Problem, exponentials: Array | None = None) -> tuple[Array, Residuals, HostArray]:
     """The loss, the residuals, and what the exponentials are relative to."""
     smoothed = problem.label_smoothing > 0.0
@@ -57,22 +58,21 @@ def evaluate(call: Call, problem: Problem, exponentials: Array | None = None) ->
         layout = Layout(hold_largest=True, weights=True)
     softmax, references = row_softmax(call, problem, layout, exponentials)
     records = softmax.records
-    with np.errstate(all="ignore"):
-        if problem.targets is not None:
-            weight = records["held_weight"] if "held_weight" in layout.names else problem.valid.astype(np.float64)
-            share = problem.label_smoothing / problem.num_classes
-            losses = times((1.0 - problem.label_smoothing) * weight, softmax.held_nll)
-            others = np.zeros_like(losses)
-            if smoothed:
-                losses = losses + share * softmax.weighted_nll
-                others = share * records["weight"]
-            terms = _Terms((1.0 - problem.label_smoothing + share) * weight, others, share)
-        else:
-            weight = np.ones(problem.valid.size)
-            losses = softmax.weighted_nll
-            terms = _Terms(records["held_weight"], records["weight"], 1.0)
-        if problem.z_loss:
-            losses = losses + problem.z_loss * softmax.logsumexp**2
+    if problem.targets is not None:
+        weight = records["held_weight"] if "held_weight" in layout.names else problem.valid.astype(np.float64)
+        share = problem.label_smoothing / problem.num_classes
+        losses = times((1.0 - problem.label_smoothing) * weight, softmax.held_nll)
+        others = np.zeros_like(losses)
+        if smoothed:
+            losses = losses + share * softmax.weighted_nll
+            others = share * records["weight"]
+        terms = _Terms((1.0 - problem.label_smoothing + share) * weight, others, share)
+    else:
+        weight = np.ones(problem.valid.size)
+        losses = softmax.weighted_nll
+        terms = _Terms(records["held_weight"], records["weight"], 1.0)
+    if problem.z_loss:
+        losses = losses + problem.z_loss * softmax.logsumexp**2
     losses = np.where(problem.valid, losses, 0.0)
     losses[np.isnan(losses)] = np.nan  # one nan of the many, the same on every rank
     loss, divisor = _reduce(call, problem, losses, weight[problem.valid].sum())
@@ -113,40 +113,39 @@ def _reduce(call: Call, problem: Problem, losses: HostArray, weight: float) -> t
         sums = all_reduce(sums, call.batch_comm, MPI.SUM, operation=call.operation, over="batch_comm", reason=reason)
     if problem.reduction is Reduction.SUM:
         return sums[:1].reshape(()), 1.0
-    with np.errstate(all="ignore"):
-        return np.where(sums[1] == 0.0, np.nan, sums[0] / sums[1]), float(sums[1])
+    return np.where(sums[1] == 0.0, np.nan, sums[0] / sums[1]), float(sums[1])
 
 
+@np.errstate(all="ignore")
 def write_gradient_rows(
     rows: Array, residuals: Residuals, upstream: HostArray, references: HostArray | None = None
 ) -> None:
     """Fill `rows`, (outer, classes, inner), with the gradient of the logits; `upstream` is (1,) or (rows,)."""
     problem, softmax, terms = residuals.problem, residuals.softmax, residuals.terms
-    with np.errstate(all="ignore"):
-        # A mean over rows whose weights sum to 0 is nan, and so is its gradient.
-        g = upstream / residuals.divisor if residuals.divisor else np.full_like(upstream, np.nan)
-        g = np.where(problem.valid, g, 0.0)
-        slope = problem.transform.scale * g
-        common = 2.0 * problem.z_loss * softmax.logsumexp if problem.z_loss else 0.0
-        factor = slope * (terms.held + terms.others + common) * softmax.scale
-        held = terms.held * softmax.held_minus_one + (terms.others + common) * softmax.held_probability
-        held_column = problem.target_column
-        if held_column is None:
-            columns = softmax.records["argmax"] - problem.class_start
-            held_column = np.where((columns >= 0) & (columns < problem.classes), columns, -1)
-        write_gradient(
-            rows,
-            rows_and_classes(problem.logits, problem.axis),
-            RowGradient(
-                max=softmax.max,
-                factor=factor,
-                weight_factor=slope * terms.share if terms.share else None,
-                held_column=held_column,
-                held_gradient=slope * held,
-                valid=problem.valid,
-            ),
-            weights=problem.class_weights,
-            transform=problem.transform,
-            compute_dtype=problem.compute_dtype,
-            references=references,
-        )
+    # A mean over rows whose weights sum to 0 is nan, and so is its gradient.
+    g = upstream / residuals.divisor if residuals.divisor else np.full_like(upstream, np.nan)
+    g = np.where(problem.valid, g, 0.0)
+    slope = problem.transform.scale * g
+    common = 2.0 * problem.z_loss * softmax.logsumexp if problem.z_loss else 0.0
+    factor = slope * (terms.held + terms.others + common) * softmax.scale
+    held = terms.held * softmax.held_minus_one + (terms.others + common) * softmax.held_probability
+    held_column = problem.target_column
+    if held_column is None:
+        columns = softmax.records["argmax"] - problem.class_start
+        held_column = np.where((columns >= 0) & (columns < problem.classes), columns, -1)
+    write_gradient(
+        rows,
+        rows_and_classes(problem.logits, problem.axis),
+        RowGradient(
+            max=softmax.max,
+            factor=factor,
+            weight_factor=slope * terms.share if terms.share else None,
+            held_column=held_column,
+            held_gradient=slope * held,
+            valid=problem.valid,
+        ),
+        weights=problem.class_weights,
+        transform=problem.transform,
+        compute_dtype=problem.compute_dtype,
+        references=references,
+    )

@@ -183,6 +183,11 @@ class RowSoftmax:
         """sum of exp(z_c - max) over the classes not held apart."""
         return self.records["sum_exp"]
 
+    @property
+    def sum_exp_of_all(self) -> Array:
+        """sum of exp(z_c - held) over all classes."""
+        return 1.0 + self._odds
+
     @cached_property
     def _logsumexp_above_max(self) -> Array:
         with np.errstate(all="ignore"):

@@ -220,7 +220,7 @@ def fill_records(
             above = buffers.take("above", tile.shape) if in_place is None else in_place
             if transform.softcap is None:
                 z = above
-                if not overwrite:
+                if in_place is None or not overwrite:
                     tile.load(logits, z)
             else:
                 z = _load_capped(tile, logits, transform, buffers)
