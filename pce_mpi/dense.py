@@ -167,7 +167,8 @@ def _exp_difference(a: Array, b: Array, factor: float) -> Array:
     difference = a - b
     virtual = difference - a
     error = (a - (difference - virtual)) - (b + virtual)
-    return np.exp(factor * difference) * np.where(np.isfinite(error), 1.0 + factor * error, 1.0)
+    # Only where the difference is far beyond what exp can take may the error be large, infinite or nan.
+    return np.exp(factor * difference) * np.where(np.abs(error) < 1.0, 1.0 + factor * error, 1.0)
 
 
 def _at(array: Array, index: Array) -> Array:

@@ -153,7 +153,8 @@ def _exp_difference(a: Array, b: Array) -> Array:
     difference = a - b
     virtual = difference - a
     error = (a - (difference - virtual)) - (b + virtual)
-    return np.exp(difference) * np.where(np.isfinite(error), 1.0 + error, 1.0)
+    # Only where the difference is far beyond what exp can take may the error be large, infinite or nan.
+    return np.exp(difference) * np.where(np.abs(error) < 1.0, 1.0 + error, 1.0)
 
 
 class RowSoftmax:

@@ -1,20 +1,25 @@
 """The two hot loops in NumPy, in tiles that stay in cache.
 
 An array of logits comes as (outer, classes, inner), the class axis in the middle; its rows are the pairs
-(outer, inner). Work goes tile by tile, a few rows by up to `_TILE_CLASSES` classes, so that a logit is read from memory
-once for all of the passes over it: copy, max, subtract, exp, sum. Classes beyond one tile's width make one record per
-tile, and those merge like shards do.
+(outer, inner). Work goes tile by tile, some rows by some classes, so that a logit is read from memory once for all of
+the passes over it: copy, max, subtract, exp, sum.
 
-Exponentials are computed in the compute dtype; their sums in runs of `_RUN` in that dtype and those in float64, which
-costs a float32 tile 10 % where summing it in float64 costs 40 %. Everything per row is float64.
+Float32 has 24 bits, and a loss is asked for to 4 units of the last. Three habits see to it, at no cost in speed:
+
+- The classes of a row are cut into segments, at least 8, and each makes a record of its own; records merge in float64,
+  like those of shards. Each segment subtracts another reference than its neighbour. So a logit that stands in a row a
+  thousand times is not rounded the same way a thousand times, nor is its exponential (np.exp: up to 2.5 ulp).
+- Exponentials are summed in float64. (Summed in float32, even in runs of 8, a 1 swallows the same bits of each small
+  one beside it.)
+- What is left over when classes are cut evenly is computed in float64; so are shards of less than 64 classes.
+
+Everything per row is float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -26,11 +31,15 @@ __all__ = ["ClassWeights", "RowGradient", "Transform", "fill_records", "write_gr
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
-# 2**18 float32 are a usual second-level cache; smaller tiles cost more in calls than they save in misses.
+# 2**18 float32 are 1 MiB, a usual second-level cache. Smaller tiles cost more in calls than they save in misses.
 _TILE = 2**18
-_TILE_CLASSES = 2**16
-# A float32 sum of 8 terms of one sign is within 3.5 ulp at worst, and within half of one typically.
-_RUN = 8
+_SEGMENTS = 8
+_WIDEST_SEGMENT = 2**13
+_NARROWEST_SEGMENT = 8
+# NumPy copies what is broadcast along an axis that is shorter than its buffer, which doubles the time of a subtraction.
+_BUFFER = 512
+# What neighbouring segments add to their maxima: spread over half of the period with which np.exp reduces its argument.
+_OFFSETS = np.log(2.0) / 2.0 * np.arange(_SEGMENTS) / _SEGMENTS
 
 
 @dataclass(frozen=True)
@@ -72,24 +81,39 @@ class RowGradient:
 
 
 @dataclass(frozen=True)
+class _Part:
+    """Classes of a shard that are cut into `segments` of one `width`, from class `start` and record `first` on."""
+
+    start: int
+    first: int
+    segments: int
+    width: int
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True)
 class _Tile:
+    """Some rows by some segments of a part."""
+
     rows: slice
-    classes: slice
-    chunk: int
+    records: slice
+    width: int
+    dtype: np.dtype[Any]
     index: tuple[slice, slice, slice]
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows.stop - self.rows.start, self.classes.stop - self.classes.start
+    def shape(self) -> tuple[int, int, int]:
+        """(rows, segments, width)"""
+        return self.rows.stop - self.rows.start, self.records.stop - self.records.start, self.width
 
-    def direct(self, array: Array | None, dtype: np.dtype[Any]) -> Array | None:
-        """This tile of a (outer, classes, inner) array as a (rows, classes) view to compute in, if there is one."""
-        if array is None or array.dtype != dtype or array.shape[2] != 1 or array.strides[1] != dtype.itemsize:
+    def direct(self, array: Array | None) -> Array | None:
+        """This tile of a (outer, classes, inner) array as a view of `shape` to compute in, if there is one."""
+        if array is None or array.dtype != self.dtype or array.shape[2] != 1 or array.strides[1] != self.dtype.itemsize:
             return None
-        return array[self.index][:, :, 0]
+        return array[self.index].reshape(self.shape)
 
     def load(self, array: Array, into: Array) -> None:
-        """Copy this tile of a (outer, classes, inner) array into a (rows, classes) one."""
+        """Copy this tile of a (outer, classes, inner) array into an array of `shape`."""
         view = array[self.index].transpose(0, 2, 1)
         into.reshape(view.shape)[...] = view
 
@@ -98,87 +122,103 @@ class _Tile:
         view = array[self.index].transpose(0, 2, 1)
         view[...] = source.reshape(view.shape).astype(array.dtype, copy=False)
 
-    def columns(self, held: Array) -> tuple[Array, Array]:
-        """(row, column) within this tile of those local columns `held` (rows,) that lie in it."""
-        columns = held[self.rows] - self.classes.start
-        rows = np.flatnonzero((columns >= 0) & (columns < self.shape[1]))
-        return rows, columns[rows]
+    def places(self, columns: Array) -> tuple[Array, Array, Array]:
+        """(row, segment, place) of those of the local columns, (rows,), that lie in this tile."""
+        columns = columns[self.rows] - self.index[1].start
+        rows = np.flatnonzero((columns >= 0) & (columns < self.shape[1] * self.width))
+        return rows, columns[rows] // self.width, columns[rows] % self.width
 
 
-def _chunks(classes: int) -> int:
-    return max(1, ceil(classes / _TILE_CLASSES))
+def _parts(classes: int, dtype: np.dtype[Any]) -> list[_Part]:
+    """The classes of a shard, but for a few as equal segments, and those few."""
+    segments = _SEGMENTS * max(1, -(-classes // (_SEGMENTS * _WIDEST_SEGMENT)))
+    width = classes // segments
+    even = segments * width if width >= _NARROWEST_SEGMENT else 0
+    parts = [_Part(0, 0, segments, width, dtype)] if even else []
+    if classes > even:
+        parts.append(_Part(even, segments if even else 0, 1, classes - even, np.dtype(np.float64)))
+    return parts
 
 
-def _tiles(shape: tuple[int, int, int]) -> Iterator[_Tile]:
+def _tiles(shape: tuple[int, int, int], dtype: np.dtype[Any]) -> Iterator[_Tile]:
     """Tiles of a (outer, classes, inner) array; each takes whole stretches of `inner`, or part of one."""
     outer, classes, inner = shape
-    rows = max(1, _TILE // max(1, min(classes, _TILE_CLASSES)))
-    inner_step = min(rows, inner)
-    outer_step = max(1, rows // max(1, inner))
-    for first in range(0, outer, outer_step):
-        outers = slice(first, min(outer, first + outer_step))
-        for start in range(0, inner, max(1, inner_step)):
-            inners = slice(start, min(inner, start + inner_step))
-            begin = outers.start * inner + inners.start
-            count = (outers.stop - outers.start) * (inners.stop - inners.start)
-            for chunk in range(_chunks(classes)):
-                columns = slice(chunk * _TILE_CLASSES, min(classes, (chunk + 1) * _TILE_CLASSES))
-                yield _Tile(slice(begin, begin + count), columns, chunk, (outers, columns, inners))
+    for part in _parts(classes, dtype):
+        abreast = min(part.segments, max(1, _TILE // part.width))
+        rows = max(1, _TILE // (abreast * part.width))
+        outer_step, inner_step = max(1, rows // max(1, inner)), max(1, min(rows, inner))
+        for outer_start in range(0, outer, outer_step):
+            outers = slice(outer_start, min(outer, outer_start + outer_step))
+            for inner_start in range(0, inner, inner_step):
+                inners = slice(inner_start, min(inner, inner_start + inner_step))
+                begin = outers.start * inner + inners.start
+                count = (outers.stop - outers.start) * (inners.stop - inners.start)
+                for segment in range(0, part.segments, abreast):
+                    stop = min(part.segments, segment + abreast)
+                    columns = slice(part.start + segment * part.width, part.start + stop * part.width)
+                    yield _Tile(
+                        rows=slice(begin, begin + count),
+                        records=slice(part.first + segment, part.first + stop),
+                        width=part.width,
+                        dtype=part.dtype,
+                        index=(outers, columns, inners),
+                    )
 
 
 class _Buffers:
-    """Scratch tiles, one per purpose, each of one dtype (the compute dtype unless told), allocated when asked for."""
+    """Scratch tiles, one per purpose and dtype, allocated when asked for."""
 
-    def __init__(self, xp: Any, compute_dtype: np.dtype[Any]):
-        self.xp, self.compute_dtype = xp, compute_dtype
-        self._flat: dict[str, Array] = {}
+    def __init__(self, xp: Any):
+        self.xp = xp
+        self._flat: dict[tuple[str, np.dtype[Any]], Array] = {}
 
-    def take(self, purpose: str, shape: tuple[int, int], dtype: np.dtype[Any] | None = None) -> Array:
-        size = shape[0] * shape[1]
-        flat = self._flat.get(purpose)
+    def take(self, purpose: str, tile: _Tile, dtype: np.dtype[Any] | None = None) -> Array:
+        """An array of the tile's shape, and of its dtype unless told."""
+        rows, segments, width = tile.shape
+        size, dtype = rows * segments * width, dtype or tile.dtype
+        flat = self._flat.get((purpose, dtype))
         if flat is None or flat.size < size:
-            flat = self._flat[purpose] = self.xp.empty(size, dtype or self.compute_dtype)
-        return flat[:size].reshape(shape)
+            flat = self._flat[purpose, dtype] = self.xp.empty(size, dtype)
+        return flat[:size].reshape(tile.shape)
 
 
-def _row_sums(tile: Array) -> Array:
-    """Sum of each row in float64, by runs of `_RUN` in the tile's dtype."""
-    rows, classes = tile.shape
-    length = classes // _RUN
-    runs = tile[:, : length * _RUN].reshape(rows, _RUN, length).sum(axis=1)
-    return runs.sum(axis=1, dtype=np.float64) + tile[:, length * _RUN :].sum(axis=1, dtype=np.float64)
+def _sums(tile: Array) -> Array:
+    """Sum of each segment in float64."""
+    # Of NumPy's ways to sum float32 in float64 the fastest; its `sum` takes half as long again.
+    return array_namespace(tile).einsum("rsw->rs", tile, dtype=np.float64)
 
 
-def _load_capped(tile: _Tile, logits: Array, transform: Transform, buffers: _Buffers) -> Array:
+def _load_capped(tile: _Tile, logits: Array, scale: float, softcap: float, buffers: _Buffers) -> Array:
     """z of the tile in float64: float32 cannot hold softcap tanh(...) well enough to take exponentials of it."""
-    assert transform.softcap is not None
     xp = array_namespace(logits)
-    z = buffers.take("capped", tile.shape, np.dtype(np.float64))
+    z = buffers.take("capped", tile, np.dtype(np.float64))
     tile.load(logits, z)
     unbounded = xp.isinf(z)  # a masked class stays masked, and +inf stays an error
     infinities = z[unbounded]
-    xp.multiply(z, transform.scale / transform.softcap, out=z)
+    xp.multiply(z, scale / softcap, out=z)
     xp.tanh(z, out=z)
-    xp.multiply(z, transform.softcap, out=z)
+    xp.multiply(z, softcap, out=z)
     z[unbounded] = infinities
     return z
 
 
 def _subtract(z: Array, reference: Array, scale: float, out: Array) -> None:
-    """out = scale (z - reference), row by row, subtracted before it is scaled."""
+    """out = scale (z - reference), subtracted before it is scaled; `reference` is (rows, segments) or (rows, 1)."""
     xp = array_namespace(z)
     finite = xp.asarray(np.where(reference == -np.inf, 0.0, reference), dtype=z.dtype)
-    xp.subtract(z, finite[:, None], out=out, casting="same_kind")
+    xp.subtract(z, finite[:, :, None], out=out, casting="same_kind")
     if scale != 1.0:
         xp.multiply(out, out.dtype.type(scale), out=out)
 
 
 def _class_weights(tile: _Tile, weights: ClassWeights, buffers: _Buffers) -> Array | None:
-    """u on this tile: None for ones, float64 (classes,) where it is the same for all rows, else a tile of scratch."""
-    weight = None if weights.weight is None else buffers.xp.asarray(weights.weight[tile.classes])
+    """u on this tile: None for ones, float64 (segments, width) if all rows have the same, else a tile of scratch."""
+    weight = None
+    if weights.weight is not None:
+        weight = buffers.xp.asarray(weights.weight[tile.index[1]].reshape(tile.shape[1:]))
     if weights.probabilities is None:
         return weight
-    u = buffers.take("weights", tile.shape, buffers.compute_dtype)
+    u = buffers.take("weights", tile)
     tile.load(weights.probabilities, u)
     if weights.smoothing:
         u *= u.dtype.type(1.0 - weights.smoothing)
@@ -203,81 +243,98 @@ def fill_records(
 
     `logits` is (outer, classes, inner). `target_column` (rows,) is the local column of the row's target, -1 where it
     is elsewhere; None where rows have no one target. `exponentials`, shaped as the logits and possibly the same array,
-    takes exp(z_c - r) for the r of its row and chunk of classes, 0 for the class held apart.
+    takes exp(z_c - r) for the r of its row and segment of classes, 0 for the class held apart.
 
-    Returns `records` (rows,) and `references` (chunks, rows): those r, as float64.
+    Returns `records` (rows,) and `references` (rows, segments): those r, as float64.
     """
     xp = array_namespace(logits)
     outer, classes, inner = logits.shape
-    chunks = layout.identity(_chunks(classes), outer * inner)
+    records = layout.identity(outer * inner, max(1, sum(part.segments for part in _parts(classes, compute_dtype))))
     scale = transform.scale if transform.softcap is None else 1.0  # a softcap leaves nothing to scale
     overwrite = exponentials is not None and same_memory(exponentials, logits)
-    buffers = _Buffers(xp, compute_dtype)
-    with np.errstate(all="ignore"):
-        for tile in _tiles(logits.shape) if classes else ():
-            record = chunks[tile.chunk, tile.rows]
-            in_place = tile.direct(exponentials, compute_dtype)
-            above = buffers.take("above", tile.shape) if in_place is None else in_place
-            if transform.softcap is None:
+    buffers = _Buffers(xp)
+    with np.errstate(all="ignore"):  # which also restores the buffer size
+        np.setbufsize(_BUFFER)
+        for tile in _tiles(logits.shape, compute_dtype):
+            record = records[tile.rows, tile.records]
+            in_place = tile.direct(exponentials)
+            above = buffers.take("above", tile) if in_place is None else in_place
+            if transform.softcap is not None:
+                z = _load_capped(tile, logits, transform.scale, transform.softcap, buffers)
+            else:
                 z = above
                 if in_place is None or not overwrite:
                     tile.load(logits, z)
-            else:
-                z = _load_capped(tile, logits, transform, buffers)
-            rows = columns = np.empty(0, np.intp)
+            held: tuple[Array, ...] = (np.empty(0, np.intp),) * 3
             if target_column is not None:
-                rows, columns = tile.columns(target_column)
-                record["target"][rows] = scale * to_host(z[xp.asarray(rows), xp.asarray(columns)]).astype(np.float64)
+                held = tile.places(target_column)
+                record["target"][held[:2]] = scale * _at(z, held)
             if layout.hold_largest:
-                rows, columns = np.arange(tile.shape[0]), to_host(z.argmax(axis=1))
-                record["argmax"] = columns + (class_start + tile.classes.start)
-                record["largest"] = scale * to_host(z[xp.asarray(rows), xp.asarray(columns)]).astype(np.float64)
-            held = (xp.asarray(rows), xp.asarray(columns))
-            z[held] = -np.inf
-            reference = to_host(z.max(axis=1)).astype(np.float64)
-            record["max"] = scale * reference
+                place = to_host(z.argmax(axis=2))
+                held = (*np.indices(place.shape), place)
+                record["largest"] = scale * _at(z, held)
+                record["argmax"] = class_start + tile.index[1].start + held[1] * tile.width + place
+            # Rounded to the tile's dtype: whatever is subtracted there is what the record says.
+            offsets = _OFFSETS[np.arange(tile.shape[1]) % _SEGMENTS].astype(z.dtype)
+            on_device = tuple(xp.asarray(index) for index in held)
+            z[on_device] = -np.inf
+            reference = to_host(z.max(axis=2)) + offsets
+            record["max"] = scale * reference.astype(np.float64)
             _subtract(z, reference, scale, above)
             if layout.held_weight or layout.weights:
                 u = _class_weights(tile, weights, buffers)
-                record["held_weight"][rows] = 1.0 if u is None else to_host(xp.broadcast_to(u, tile.shape)[held])
+                record["held_weight"][held[:2]] = 1.0 if u is None else _at(xp.broadcast_to(u, tile.shape), held)
             if layout.weights:
-                above[held] = 0.0
-                record["weight"], record["weighted_gap"] = _weighted_sums(u, held, above, buffers)
-                above[held] = -np.inf
+                above[on_device] = 0.0
+                record["weight"], record["weighted_gap"] = _weighted_sums(tile, u, on_device, above, buffers)
+                above[on_device] = -np.inf
             if layout.entropy:
                 # Where exp is 0 anyway, any finite gap will do in place of an infinite one.
-                gap = buffers.take("gap", tile.shape)
-                xp.maximum(above, compute_dtype.type(-1000.0), out=gap)
+                gap = buffers.take("gap", tile)
+                xp.maximum(above, above.dtype.type(-1000.0), out=gap)
             xp.exp(above, out=above)
-            record["sum_exp"] = to_host(_row_sums(above))
+            record["sum_exp"] = to_host(_sums(above))
             if layout.entropy:
                 gap *= above
-                record["exp_gap"] = -to_host(_row_sums(gap))
+                record["exp_gap"] = -to_host(_sums(gap))
             if exponentials is not None and in_place is None:
                 tile.store(exponentials, above)
-    return reduce(merge, chunks), chunks["max"]
+    references = records["max"]
+    while records.shape[1] > 1:
+        half = records.shape[1] // 2
+        pairs = merge(records[:, :half], records[:, half : 2 * half])
+        records = np.concatenate([pairs, records[:, 2 * half :]], axis=1)
+    return records[:, 0].copy(), references
 
 
-def _weighted_sums(u: Array | None, held: tuple[Array, Array], above: Array, buffers: _Buffers) -> tuple[Array, Array]:
+def _at(array: Array, index: tuple[Array, ...]) -> Array:
+    """The elements of `array` at places given on the host, there, as float64."""
+    xp = array_namespace(array)
+    return to_host(array[tuple(xp.asarray(each) for each in index)]).astype(np.float64)
+
+
+def _weighted_sums(
+    tile: _Tile, u: Array | None, held: tuple[Array, ...], above: Array, buffers: _Buffers
+) -> tuple[Array, Array]:
     """sum of u and of u (max - z) over the classes that are not held; `above` is z - max, 0 where held."""
     xp = array_namespace(above)
-    rows, columns = held
+    rows, segments, _ = held
     if u is None:
-        total = xp.full(above.shape[0], float(above.shape[1]))
-        total[rows] -= 1.0
-        return to_host(total), -to_host(_row_sums(above))
-    if u.ndim == 1:
-        total = xp.full(above.shape[0], u.sum())
-        total[rows] -= u[columns]
+        total = xp.full(above.shape[:2], float(above.shape[2]))
+        total[rows, segments] -= 1.0
+        return to_host(total), -to_host(_sums(above))
+    if u.ndim == 2:
+        total = xp.broadcast_to(u.sum(axis=1), above.shape[:2]).copy()
+        total[rows, segments] -= u[held[1:]]
     else:
         u[held] = 0.0
-        total = _row_sums(u)
-    product = buffers.take("product", above.shape)
+        total = _sums(u)
+    product = buffers.take("product", tile)
     xp.multiply(u.astype(above.dtype, copy=False), above, out=product)
-    gap = -_row_sums(product)
+    gap = -_sums(product)
     if xp.isnan(gap).any():
         # Either an honest nan, or a masked class of weight 0, which contributes nothing.
-        gap = -_row_sums(xp.where(u == 0.0, above.dtype.type(0.0), product))
+        gap = -_sums(xp.where(u == 0.0, above.dtype.type(0.0), product))
     return to_host(total), to_host(gap)
 
 
@@ -299,34 +356,38 @@ def write_gradient(
     softcap = transform.softcap
     scale = transform.scale if softcap is None else 1.0
     all_valid = bool(gradient.valid.all())
-    buffers = _Buffers(xp, compute_dtype)
-    with np.errstate(all="ignore"):
-        for tile in _tiles(out.shape) if out.shape[1] else ():
+    buffers = _Buffers(xp)
+    with np.errstate(all="ignore"):  # which also restores the buffer size
+        np.setbufsize(_BUFFER)
+        for tile in _tiles(out.shape, compute_dtype):
             # The slope of a softcap needs the logits once more, and `out` may be their memory.
-            in_place = tile.direct(out, compute_dtype) if softcap is None else None
-            dz = buffers.take("dz", tile.shape) if in_place is None else in_place
+            in_place = tile.direct(out) if softcap is None else None
+            dz = buffers.take("dz", tile) if in_place is None else in_place
+            factor = gradient.factor[tile.rows, None]
             if references is None:
-                z = tile.direct(logits, compute_dtype)
                 if softcap is not None:
-                    z = _load_capped(tile, logits, transform, buffers)
-                elif z is None:
-                    z = dz
-                    tile.load(logits, z)
-                _subtract(z, gradient.max[tile.rows] / scale, scale, dz)
+                    z = _load_capped(tile, logits, transform.scale, softcap, buffers)
+                else:
+                    direct = tile.direct(logits)
+                    z = dz if direct is None else direct
+                    if direct is None:
+                        tile.load(logits, z)
+                _subtract(z, gradient.max[tile.rows, None] / scale, scale, dz)
                 xp.exp(dz, out=dz)
-                factor = gradient.factor[tile.rows]
             else:
                 if in_place is None:
                     tile.load(out, dz)
-                factor = _rescaled(gradient, references[tile.chunk], tile.rows)
-            dz *= xp.asarray(factor, dtype=compute_dtype)[:, None]
+                # These are relative to the maxima of segments rather than to that of the row.
+                reference, top = references[tile.rows, tile.records], gradient.max[tile.rows, None]
+                factor = factor * np.exp(np.where(reference == top, 0.0, reference - top))
+            dz *= xp.asarray(factor, dtype=dz.dtype)[:, :, None]
             if gradient.weight_factor is not None:
-                subtracted = xp.asarray(gradient.weight_factor[tile.rows], dtype=compute_dtype)[:, None]
+                subtracted = xp.asarray(gradient.weight_factor[tile.rows], dtype=dz.dtype)[:, None, None]
                 u = _class_weights(tile, weights, buffers)
-                dz -= subtracted if u is None else subtracted * u.astype(compute_dtype, copy=False)
-            rows, columns = tile.columns(gradient.held_column)
-            dz[xp.asarray(rows), xp.asarray(columns)] = xp.asarray(
-                gradient.held_gradient[tile.rows][rows], dtype=compute_dtype
+                dz -= subtracted if u is None else subtracted * u.astype(dz.dtype, copy=False)
+            held = tile.places(gradient.held_column)
+            dz[tuple(xp.asarray(index) for index in held)] = xp.asarray(
+                gradient.held_gradient[tile.rows][held[0]], dtype=dz.dtype
             )
             if softcap is not None:
                 dz *= _softcap_slope(tile, logits, transform.scale / softcap, buffers)
@@ -336,16 +397,10 @@ def write_gradient(
                 tile.store(out, dz)
 
 
-def _rescaled(gradient: RowGradient, reference: Array, rows: slice) -> Array:
-    """`factor` for exponentials that were taken relative to `reference` rather than to `max`."""
-    gap = np.where(reference[rows] == gradient.max[rows], 0.0, reference[rows] - gradient.max[rows])
-    return gradient.factor[rows] * np.exp(gap)
-
-
 def _softcap_slope(tile: _Tile, logits: Array, factor: float, buffers: _Buffers) -> Array:
     """sech(factor x)**2, the slope of tanh, by one exponential that cannot overflow."""
     xp = array_namespace(logits)
-    slope = buffers.take("slope", tile.shape, np.dtype(np.float64))
+    slope = buffers.take("slope", tile, np.dtype(np.float64))
     tile.load(logits, slope)
     slope *= -2.0 * factor
     xp.exp(-xp.abs(slope), out=slope)
