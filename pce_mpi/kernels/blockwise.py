@@ -6,7 +6,7 @@ the passes over it: copy, max, subtract, exp, sum.
 
 Float32 has 24 bits, and a loss is asked for to 4 units of the last. Three habits see to it, at no cost in speed:
 
-- The classes of a row are cut into segments, at least 8, and each makes a record of its own; records merge in float64,
+- The classes of a row are cut into segments, at least 4, and each makes a record of its own; records merge in float64,
   like those of shards. Each segment subtracts another reference than its neighbour. So a logit that stands in a row a
   thousand times is not rounded the same way a thousand times, nor is its exponential (np.exp: up to 2.5 ulp).
 - Exponentials are summed in float64. (Summed in float32, even in runs of 8, a 1 swallows the same bits of each small
@@ -33,9 +33,9 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 # 2**18 float32 are 1 MiB, a usual second-level cache. Smaller tiles cost more in calls than they save in misses.
 _TILE = 2**18
-_SEGMENTS = 8
-_WIDEST_SEGMENT = 2**13
-_NARROWEST_SEGMENT = 8
+_SEGMENTS = 4
+_WIDEST_SEGMENT = 2**14
+_NARROWEST_SEGMENT = 16
 # NumPy copies what is broadcast along an axis that is shorter than its buffer, which doubles the time of a subtraction.
 _BUFFER = 512
 # What neighbouring segments add to their maxima: spread over half of the period with which np.exp reduces its argument.

@@ -1,0 +1,508 @@
+"""The collectives on arrays: what arrives, for every kind of array, on every rank, and that nobody is disturbed."""
+
+from functools import partial
+import itertools
+from typing import Any
+
+import ml_dtypes
+from mpi4py import MPI
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi import shard_range
+from pce_mpi.collectives import agree, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from pce_mpi.records import Layout, merge
+from pce_mpi.tracing import Purpose
+
+FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+INTEGERS = [np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64]
+NUMBERS = [*FLOATS, *INTEGERS]
+EVERYTHING = [*NUMBERS, np.bool_]
+
+SHAPES = [(), (0,), (1,), (7,), (3, 4), (2, 0, 3), (2, 3, 4), (1025,)]
+
+WHY = {"operation": "a test", "reason": "to see what arrives"}
+
+by_name = partial(pytest.mark.parametrize, ids=lambda value: getattr(value, "__name__", str(value)))
+
+
+@pytest.fixture
+def comm(comm, monkeypatch):
+    """A communicator of the test's own, on which a rank that waits in vain gives up before the session does."""
+    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
+    own = comm.Dup()
+    yield own
+    own.Free()
+
+
+def small(rank: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array of rank `rank` with values that every dtype has, as well as the sums and products of four of them."""
+    values = np.random.default_rng(1 + rank).integers(0, 3, shape)
+    return np.asarray(values).astype(dtype)
+
+
+def memory_orders(array: np.ndarray) -> dict[str, np.ndarray]:
+    """The same array, laid out differently."""
+    padded = np.zeros(tuple(2 * length for length in array.shape), array.dtype)
+    every_second: Any = (*(slice(None, None, 2),) * array.ndim, ...)
+    strided = padded[every_second]
+    strided[...] = array
+    backwards: Any = (*(slice(None, None, -1),) * array.ndim, ...)
+    read_only = array.copy()
+    read_only.flags.writeable = False
+    return {
+        "C": array.copy(),
+        "Fortran": np.array(array, order="F"),
+        "strided": strided,
+        "backwards": array[backwards].copy()[backwards],
+        "read-only": read_only,
+    }
+
+
+def check(actual: np.ndarray, expected: np.ndarray) -> None:
+    assert type(actual) is np.ndarray
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert actual.flags.writeable
+    np.testing.assert_array_equal(actual.astype(np.float64), expected.astype(np.float64))
+
+
+def reshaped_by_rank(rank: int) -> tuple[int, ...]:
+    """Shapes that differ from rank to rank, an empty one and one without axes among them."""
+    return [(2, 3), (0, 3), (), (5,)][rank % 4]
+
+
+# ----------------------------------------------------------------------------------------------------------- all_reduce
+
+
+OPERATORS = [(MPI.SUM, np.add), (MPI.PROD, np.multiply), (MPI.MAX, np.maximum), (MPI.MIN, np.minimum)]
+each_operator = pytest.mark.parametrize(("op", "in_numpy"), OPERATORS, ids=["sum", "prod", "max", "min"])
+
+
+@each_operator
+@by_name("dtype", NUMBERS)
+def test_all_reduce_combines_the_arrays_of_all_ranks_with_mpi_s_operators(comm, dtype, op, in_numpy):
+    for shape in SHAPES:
+        expected = small(0, shape, dtype)
+        for rank in range(1, comm.size):
+            expected = in_numpy(expected, small(rank, shape, dtype)).astype(dtype)
+        result = all_reduce(small(comm.rank, shape, dtype), comm, op, **WHY)
+        check(result, np.asarray(expected, dtype))
+
+
+def test_all_reduce_of_booleans_takes_mpi_s_logical_operators(comm):
+    mine = np.array([True, False, comm.rank == 0, comm.rank > 0])
+    some, all_of_them = all_reduce(mine, comm, MPI.LOR, **WHY), all_reduce(mine, comm, MPI.LAND, **WHY)
+    check(some, np.array([True, False, True, comm.size > 1]))
+    check(all_of_them, np.array([True, False, comm.size == 1, False]))
+
+
+def test_all_reduce_takes_any_memory_order_and_leaves_its_argument_alone(comm):
+    for shape in SHAPES:
+        total = sum(small(rank, shape, np.float64) for rank in range(comm.size))
+        for order, mine in memory_orders(small(comm.rank, shape, np.float64)).items():
+            before = mine.tobytes()
+            result = all_reduce(mine, comm, MPI.SUM, **WHY)
+            np.testing.assert_array_equal(result, total, err_msg=order)
+            assert mine.tobytes() == before
+            assert not np.shares_memory(result, mine)
+
+
+def test_ranks_may_have_different_memory_orders(comm):
+    shape = (3, 4)
+    mine = list(memory_orders(small(comm.rank, shape, np.float32)).values())[comm.rank]
+    result = all_reduce(mine, comm, MPI.SUM, **WHY)
+    check(result, sum(small(rank, shape, np.float32) for rank in range(comm.size)))
+
+
+@by_name("dtype", FLOATS)
+def test_all_reduce_gives_the_same_bits_on_every_rank(comm, dtype):
+    for length in (1, 3, 1000, 100_003):
+        mine = np.random.default_rng(comm.rank).normal(0, 1e3, length).astype(dtype)
+        summed = all_reduce(mine, comm, MPI.SUM, **WHY)
+        merged = all_reduce(mine, comm, np.add, **WHY)
+        for result in (summed, merged):
+            bits = comm.allgather(result.tobytes())
+            assert bits == [bits[0]] * comm.size
+
+
+def test_halves_are_summed_in_float32_and_rounded_once(comm):
+    # 2048 + 1 is 2048 in float16, however often: a sum in float16 would lose every 1.
+    mine = np.array([2048.0 if comm.rank == 0 else 1.0, 1.0], np.float16)
+    result = all_reduce(mine, comm, MPI.SUM, **WHY)
+    check(result, np.array([2048 + comm.size - 1, comm.size], np.float32).astype(np.float16))
+
+
+LARGEST = np.dtype([("value", np.float64), ("rank", np.int64), ("count", np.int16)])
+
+
+def largest(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The record with the larger value, of the lower rank on ties; counts add up. LARGEST is 18 bytes, unaligned."""
+    swap = (b["value"] > a["value"]) | ((b["value"] == a["value"]) & (b["rank"] < a["rank"]))
+    merged = np.where(swap, b, a)
+    merged["count"] = a["count"] + b["count"]
+    return merged
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (100_003,)], ids=str)
+def test_all_reduce_takes_a_merge_of_records(comm, shape):
+    def of(rank: int) -> np.ndarray:
+        records = np.zeros(shape, LARGEST)
+        records["value"], records["rank"], records["count"] = small(rank, shape, np.float64), rank, 1
+        return records
+
+    expected = of(0)
+    for rank in range(1, comm.size):
+        expected = largest(expected, of(rank))
+    for mine in memory_orders(of(comm.rank)).values():
+        result = all_reduce(mine, comm, largest, **WHY)
+        assert result.dtype == LARGEST
+        assert result.shape == shape
+        assert result.tobytes() == expected.tobytes()
+
+
+def softmax_records(rank: int, layout: Layout, rows: int) -> np.ndarray:
+    rng = np.random.default_rng(100 + rank)
+    records = np.zeros(rows, layout.dtype)
+    for name in layout.names:
+        records[name] = rank if name == "argmax" else rng.uniform(0, 2, rows)
+    return records
+
+
+LAYOUTS = [Layout(*flags) for flags in itertools.product((False, True), repeat=5)]
+
+
+def test_all_reduce_merges_the_records_of_every_layout_and_many_do_not_exhaust_mpi_s_operators(comm):
+    # MPI implementations and mpi4py have room for a few dozen user-defined operators.
+    differing = []
+    for layout in LAYOUTS:
+        result = all_reduce(softmax_records(comm.rank, layout, 9), comm, merge, **WHY)
+        expected = softmax_records(0, layout, 9)
+        for rank in range(1, comm.size):
+            expected = merge(expected, softmax_records(rank, layout, 9))
+        for name in layout.names:
+            if not np.allclose(result[name], expected[name], rtol=1e-12, atol=0):
+                differing.append((layout, name))
+    assert differing == []
+
+
+@by_name("dtype", NUMBERS)
+def test_all_reduce_takes_a_merge_of_any_dtype(comm, dtype):
+    result = all_reduce(small(comm.rank, (3, 5), dtype), comm, np.maximum, **WHY)
+    check(result, np.max([small(rank, (3, 5), dtype) for rank in range(comm.size)], axis=0))
+
+
+# ------------------------------------------------------------------------------------ all_gather, all_to_all, broadcast
+
+
+@by_name("dtype", EVERYTHING)
+def test_all_gather_gives_the_uneven_arrays_of_all_ranks_in_rank_order(comm, dtype):
+    shapes = [reshaped_by_rank(rank) for rank in range(comm.size)]
+    arrays = all_gather(small(comm.rank, shapes[comm.rank], dtype), comm, shapes, **WHY)
+    assert len(arrays) == comm.size
+    for rank, array in enumerate(arrays):
+        check(array, small(rank, shapes[rank], dtype))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_all_gather_takes_any_memory_order(comm, shape):
+    for mine in memory_orders(small(comm.rank, shape, np.int32)).values():
+        before = mine.tobytes()
+        arrays = all_gather(mine, comm, [shape] * comm.size, **WHY)
+        for rank, array in enumerate(arrays):
+            check(array, small(rank, shape, np.int32))
+            assert not np.shares_memory(array, mine)
+        assert mine.tobytes() == before
+
+
+def block_shape(source: int, destination: int) -> tuple[int, ...]:
+    """The shape of the block from one rank to another, empty for some of them."""
+    return ((source + 2 * destination) % 4, 1 + destination)
+
+
+@by_name("dtype", EVERYTHING)
+def test_all_to_all_gives_each_rank_the_blocks_that_are_for_it(comm, dtype):
+    ranks = range(comm.size)
+    blocks = [small(10 * comm.rank + to, block_shape(comm.rank, to), dtype) for to in ranks]
+    received = all_to_all(blocks, comm, [block_shape(source, comm.rank) for source in ranks], **WHY)
+    assert len(received) == comm.size
+    for source, block in enumerate(received):
+        check(block, small(10 * source + comm.rank, block_shape(source, comm.rank), dtype))
+
+
+def test_all_to_all_takes_any_memory_order_and_blocks_without_axes(comm):
+    ranks = range(comm.size)
+    for shape in SHAPES:
+        orders = [memory_orders(small(10 * comm.rank + to, shape, np.float64)) for to in ranks]
+        for order in orders[0]:
+            blocks = [each[order] for each in orders]
+            received = all_to_all(blocks, comm, [shape] * comm.size, **WHY)
+            for source, block in enumerate(received):
+                check(block, small(10 * source + comm.rank, shape, np.float64))
+
+
+def test_a_transpose_by_all_to_all_of_column_slices_is_right(comm):
+    # The blocks are views of one array, none of them contiguous: what a redistribution of shards passes.
+    rows, columns = 7, 9
+    whole = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
+    mine = whole[slice(*shard_range(rows, comm.size, comm.rank))]
+    splits = [shard_range(columns, comm.size, rank) for rank in range(comm.size)]
+    heights = [shard_range(rows, comm.size, rank) for rank in range(comm.size)]
+    width = splits[comm.rank][1] - splits[comm.rank][0]
+    shapes = [(stop - start, width) for start, stop in heights]
+    received = all_to_all([mine[:, slice(*split)] for split in splits], comm, shapes, **WHY)
+    np.testing.assert_array_equal(np.concatenate(received), whole[:, slice(*splits[comm.rank])])
+
+
+@by_name("dtype", EVERYTHING)
+def test_broadcast_gives_every_rank_the_array_of_the_root(comm, dtype):
+    for root, shape in itertools.product(range(comm.size), SHAPES):
+        for mine in memory_orders(small(comm.rank, shape, dtype)).values():
+            before = mine.tobytes()
+            result = broadcast(mine, comm, root, **WHY)
+            check(result, small(root, shape, dtype))
+            assert mine.tobytes() == before
+            assert not np.shares_memory(result, mine)
+
+
+# ------------------------------------------------------------------------------------------------------- reduce_scatter
+
+
+@each_operator
+@by_name("dtype", NUMBERS)
+def test_reduce_scatter_gives_each_rank_its_block_combined_over_all_ranks(comm, dtype, op, in_numpy):
+    # Block 0 is empty, the others differ in length.
+    blocks = [small(10 * comm.rank + to, (to, 2), dtype) for to in range(comm.size)]
+    expected = small(comm.rank, (comm.rank, 2), dtype)
+    for source in range(1, comm.size):
+        expected = in_numpy(expected, small(10 * source + comm.rank, (comm.rank, 2), dtype)).astype(dtype)
+    check(reduce_scatter(blocks, comm, op, **WHY), expected)
+
+
+def test_reduce_scatter_takes_any_memory_order_and_blocks_without_axes(comm):
+    for shape in SHAPES:
+        orders = [memory_orders(small(10 * comm.rank + to, shape, np.float64)) for to in range(comm.size)]
+        total = sum(small(10 * source + comm.rank, shape, np.float64) for source in range(comm.size))
+        for order in orders[0]:
+            check(reduce_scatter([each[order] for each in orders], comm, MPI.SUM, **WHY), np.asarray(total))
+
+
+def test_reduce_scatter_takes_a_merge_of_records(comm):
+    def block(source: int, to: int) -> np.ndarray:
+        records = np.zeros((to + 1, 3), LARGEST)
+        records["value"], records["rank"], records["count"] = small(10 * source + to, (to + 1, 3), float), source, 1
+        return records
+
+    result = reduce_scatter([block(comm.rank, to) for to in range(comm.size)], comm, largest, **WHY)
+    expected = block(0, comm.rank)
+    for source in range(1, comm.size):
+        expected = largest(expected, block(source, comm.rank))
+    assert result.dtype == LARGEST
+    assert result.shape == expected.shape
+    assert result.tobytes() == expected.tobytes()
+
+
+# ------------------------------------------------------------------------------------------------------------ the trace
+
+
+def test_the_trace_says_which_collective_over_what_of_how_many_bytes_and_why(comm):
+    ranks = range(comm.size)
+    with pce.trace() as trace:
+        all_reduce(np.zeros((2, 3), np.float32), comm, MPI.SUM, operation="one", over="data", reason="because")
+        all_reduce(np.zeros(4, LARGEST), comm, largest, operation="two", reason="records")
+        all_gather(np.zeros(comm.rank, np.int16), comm, [(rank,) for rank in ranks], operation="three", reason="all")
+        all_to_all([np.zeros(5, np.int8)] * comm.size, comm, [(5,)] * comm.size, operation="four", reason="each")
+        reduce_scatter([np.zeros(3)] * comm.size, comm, MPI.SUM, operation="five", reason="sum")
+        broadcast(np.zeros(6), comm, comm.size - 1, operation="six", reason="root")
+    events = [(event.operation, event.collective, event.over, event.bytes, event.reason) for event in trace.events]
+    assert events == [
+        ("one", "all_reduce", "data", 24, "because"),
+        ("two", "all_reduce", "comm", 4 * LARGEST.itemsize, "records"),
+        ("three", "all_gather", "comm", 2 * comm.rank, "all"),
+        ("four", "all_to_all", "comm", 5 * (comm.size - 1), "each"),
+        ("five", "reduce_scatter", "comm", 24 * comm.size, "sum"),
+        ("six", "broadcast", "comm", 48 * (comm.rank == comm.size - 1), "root"),
+    ]
+    assert {event.ranks for event in trace.events} == {comm.size}
+    assert {event.purpose for event in trace.events} == {Purpose.PAYLOAD}
+    assert {event.phase for event in trace.events} == {"forward"}
+
+
+@by_name("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_the_trace_counts_halves_as_the_float32_that_travel(comm, dtype):
+    with pce.trace() as trace:
+        all_reduce(np.zeros(10, dtype), comm, MPI.SUM, **WHY)
+        all_gather(np.zeros(10, dtype), comm, [(10,)] * comm.size, **WHY)
+    assert [event.bytes for event in trace.events] == [40, 40]
+
+
+# ------------------------------------------------------------------------- the caller's own messages, and the duplicate
+
+
+class Counting(MPI.Intracomm):
+    """Counts how often it is duplicated."""
+
+    duplicated = 0
+
+    def Idup(self, info=None):
+        type(self).duplicated += 1
+        return super().Idup(info)
+
+    def Dup(self, info=None):
+        type(self).duplicated += 1
+        return super().Dup(info)
+
+
+def test_a_communicator_is_duplicated_once_whatever_is_done_with_it(comm):
+    Counting.duplicated = 0
+    counting = Counting(comm)
+    counts = []
+    for _ in range(3):
+        agree(counting, "a test", {})
+        all_reduce(np.zeros(3), counting, MPI.SUM, **WHY)
+        all_gather(np.zeros(3), counting, [(3,)] * comm.size, **WHY)
+        pce.softmax_cross_entropy(np.zeros((2, 3)), np.zeros(2, int), comm=counting, batch_comm=counting)
+        counts.append(Counting.duplicated)
+    # Another Python object of the same communicator finds the duplicate too.
+    all_reduce(np.zeros(3), Counting(comm), MPI.SUM, **WHY)
+    counts.append(Counting.duplicated)
+    assert counts == [1, 1, 1, 1]
+
+
+def test_a_duplicate_of_a_communicator_gets_a_duplicate_of_its_own(comm):
+    all_reduce(np.zeros(1), comm, MPI.SUM, **WHY)
+    Counting.duplicated = 0
+    other = Counting(comm.Dup())
+    all_reduce(np.zeros(1), other, MPI.SUM, **WHY)
+    other.Free()
+    still = all_reduce(np.ones(1), comm, MPI.SUM, **WHY)
+    assert Counting.duplicated == 1
+    assert still[0] == comm.size
+
+
+def test_the_duplicate_is_freed_with_its_communicator(comm):
+    # MPI implementations have some 2,000 communicators to give at a time.
+    wrong = []
+    for number in range(2500):
+        passing = comm.Dup()
+        total = all_reduce(np.ones(1), passing, MPI.SUM, **WHY)
+        passing.Free()
+        wrong += [number] * bool(total[0] != comm.size)
+    assert wrong == []
+
+
+def everything(comm: MPI.Intracomm) -> list[np.ndarray]:
+    """A bit of each collective."""
+    one, ranks = np.full(1, float(comm.rank)), range(comm.size)
+    return [
+        all_reduce(one, comm, MPI.SUM, **WHY),
+        np.concatenate(all_gather(one, comm, [(1,)] * comm.size, **WHY)),
+        np.concatenate(all_to_all([one + 10 * to for to in ranks], comm, [(1,)] * comm.size, **WHY)),
+        reduce_scatter([one] * comm.size, comm, MPI.SUM, **WHY),
+        broadcast(one, comm, comm.size - 1, **WHY),
+        pce.softmax_cross_entropy(np.zeros((4, 2)), np.zeros(4, int), comm=comm),
+    ]
+
+
+def check_everything(comm: MPI.Intracomm, results: list[np.ndarray]) -> None:
+    ranks = np.arange(comm.size, dtype=np.float64)
+    expected = [[ranks.sum()], ranks, ranks + 10 * comm.rank, [ranks.sum()], [comm.size - 1], np.log(2 * comm.size)]
+    for result, wanted in zip(results, expected, strict=True):
+        np.testing.assert_allclose(result, wanted, rtol=1e-15)
+
+
+def test_a_receive_from_anyone_with_any_tag_gets_the_caller_s_message_and_not_ours(comm):
+    inbox = np.full(100, -1.0)
+    waiting = comm.Irecv(inbox, MPI.ANY_SOURCE, MPI.ANY_TAG)
+    results = [everything(comm) for _ in range(3)]
+    came_early = waiting.Test()
+    comm.Barrier()
+    status = MPI.Status()
+    comm.Send(np.full(3, float(comm.rank)), (comm.rank + 1) % comm.size, tag=17)
+    waiting.Wait(status)
+    assert not came_early
+    assert (status.source, status.tag) == ((comm.rank - 1) % comm.size, 17)
+    assert inbox[:3].tolist() == [status.source] * 3
+    assert (inbox[3:] == -1).all()
+    for result in results:
+        check_everything(comm, result)
+
+
+def test_a_message_of_the_caller_s_that_waits_to_be_received_stays_where_it_is(comm):
+    message, inbox = np.array([comm.rank]), np.zeros(1, int)
+    sent = comm.Isend(message, (comm.rank + 1) % comm.size, tag=1)
+    results = everything(comm)
+    comm.Recv(inbox, MPI.ANY_SOURCE, MPI.ANY_TAG)
+    sent.Wait()
+    assert inbox[0] == (comm.rank - 1) % comm.size
+    check_everything(comm, results)
+
+
+@pytest.mark.parametrize("first_use", [True, False], ids=["first use", "later use"])
+def test_collectives_of_the_caller_s_that_are_not_finished_do_not_meet_ours(comm, first_use):
+    if not first_use:
+        everything(comm)
+    total, everyone = np.zeros(2), np.zeros(comm.size)
+    mine = np.array([float(comm.rank), 1.0])
+    me = mine[:1].copy()
+    requests = [comm.Iallreduce(mine, total), comm.Ibarrier(), comm.Iallgather(me, everyone)]
+    results = everything(comm)
+    MPI.Request.Waitall(requests)
+    assert total.tolist() == [sum(range(comm.size)), comm.size]
+    assert everyone.tolist() == list(range(comm.size))
+    check_everything(comm, results)
+
+
+def test_a_collective_that_one_rank_starts_after_ours_and_the_others_before_finishes(comm):
+    everything(comm)
+    one, total = np.ones(1), np.zeros(1)
+    requests = []
+    if comm.rank < comm.size - 1:
+        requests.append(comm.Iallreduce(one, total))
+    results = everything(comm)
+    if comm.rank == comm.size - 1:
+        requests.append(comm.Iallreduce(one, total))
+    MPI.Request.Waitall(requests)
+    assert total[0] == comm.size
+    check_everything(comm, results)
+
+
+def test_overlapping_communicators_used_in_turn_do_not_meet(comm):
+    halves, neighbours = comm.Split(comm.rank % 2), comm.Split(comm.rank // 2)
+    results = []
+    for _ in range(20):
+        for each in (comm, halves, neighbours, MPI.COMM_SELF):
+            results.append((each, everything(each)))
+    for each, result in results:
+        check_everything(each, result)
+    halves.Free()
+    neighbours.Free()
+
+
+def test_a_cartesian_communicator_is_as_good_as_any(comm):
+    grid = comm.Create_cart([comm.size], reorder=False)
+    results = everything(grid)
+    check_everything(grid, results)
+    grid.Free()
+
+
+# Last, since whoever uses MPI's operators up leaves none for others.
+
+
+def test_many_dtypes_and_many_merges_do_not_exhaust_mpi_s_operators(comm):
+    wrong = []
+    for number in range(1, 100):
+        dtype = np.dtype((np.void, number))
+        mine = np.full((2, number), 1 + comm.rank, np.uint8).view(dtype)[:, 0]
+        result = all_reduce(mine, comm, bytewise_maximum, **WHY)
+        wrong += [number] * (result.tobytes() != bytes([comm.size]) * 2 * number)
+    for number in range(100):
+        # A merge that is made anew for each call, as a closure is.
+        result = all_reduce(np.array([float(comm.rank)]), comm, lambda a, b, more=number: a + b + more, **WHY)
+        wrong += [-number] * bool(result[0] != sum(range(comm.size)) + (comm.size - 1) * number)
+    assert wrong == []
+
+
+def bytewise_maximum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.maximum(a.view((np.uint8, a.itemsize)), b.view((np.uint8, b.itemsize))).view(a.dtype)[:, 0]
