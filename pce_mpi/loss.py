@@ -250,17 +250,18 @@ def class_statistics(
     xp = array_namespace(problem.logits)
 
     @np.errstate(all="ignore")
-    def rows(values: HostArray, dtype: Any = problem.compute_dtype) -> Array:
-        return xp.asarray(values.astype(dtype).reshape(problem.rows_shape))
+    def rows(values: HostArray) -> Array:
+        one_nan = np.where(np.isnan(values), np.nan, values)  # of the many, the same on every rank
+        return xp.asarray(one_nan.astype(problem.compute_dtype).reshape(problem.rows_shape))
 
     with_targets = problem.targets is not None
     return ClassStatistics(
-        max=rows(softmax.held),
+        max=rows(softmax.records["largest"]),
         sum_exp=rows(softmax.sum_exp_of_all),
         logsumexp=rows(softmax.logsumexp),
         log_prob=rows(np.where(problem.valid, softmax.target_log_prob, 0.0)) if with_targets else None,
         entropy=rows(softmax.entropy),
-        argmax=rows(softmax.records["argmax"], np.int64),
+        argmax=xp.asarray(softmax.records["argmax"].reshape(problem.rows_shape)),
     )
 
 

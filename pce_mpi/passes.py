@@ -72,7 +72,7 @@ def evaluate(call: Call, problem: Problem, exponentials: Array | None = None) ->
         losses = softmax.weighted_nll
         terms = _Terms(records["held_weight"], records["weight"], 1.0)
     if problem.z_loss:
-        losses = losses + problem.z_loss * softmax.logsumexp**2
+        losses = losses + problem.z_loss * softmax.logsumexp * softmax.logsumexp
     losses = np.where(problem.valid, losses, 0.0)
     losses[np.isnan(losses)] = np.nan  # one nan of the many, the same on every rank
     loss, divisor = _reduce(call, problem, losses, weight[problem.valid].sum())

@@ -14,6 +14,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from pce_mpi.cli import bench, check, info
+from pce_mpi.collectives import agree
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -30,7 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stack.enter_context(contextlib.redirect_stdout(silence))
             # Tracebacks go past this: they are written to the original stderr.
             stack.enter_context(contextlib.redirect_stderr(silence))
-        options = _parser().parse_args(arguments)
+        try:
+            options = _parser().parse_args(arguments)
+        except SystemExit:
+            if comm is not None:
+                agree(comm, "command line", {})  # the first rank to leave may end the job: not before rank 0 has printed
+            raise
         try:
             status = options.run(options, comm)
         except BaseException:

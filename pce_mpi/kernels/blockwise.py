@@ -274,11 +274,12 @@ def fill_records(
                 held = (*np.indices(place.shape), place)
                 record["largest"] = scale * _at(z, held)
                 record["argmax"] = class_start + tile.index[1].start + held[1] * tile.width + place
-            # Rounded to the tile's dtype: whatever is subtracted there is what the record says.
-            offsets = _OFFSETS[np.arange(tile.shape[1]) % _SEGMENTS].astype(z.dtype)
             on_device = tuple(xp.asarray(index) for index in held)
             z[on_device] = -np.inf
-            reference = to_host(z.max(axis=2)) + offsets
+            reference = to_host(z.max(axis=2))
+            if above.dtype == np.float32:
+                # Rounded to the dtype of z: what is subtracted there is what the record says.
+                reference += _OFFSETS[np.arange(tile.shape[1]) % _SEGMENTS].astype(z.dtype)
             record["max"] = scale * reference.astype(np.float64)
             _subtract(z, reference, scale, above)
             if layout.held_weight or layout.weights:
