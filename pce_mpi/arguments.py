@@ -159,10 +159,9 @@ def prepare(call: Call) -> Problem:
     except CollectiveTimeout:
         raise
     except Exception as caught:  # as above
-        if not is_comm(call.batch_comm):
+        if call.batch_comm is None or not is_comm(call.batch_comm):
             raise
         error = caught
-    assert call.batch_comm is not None
     description = {} if problem is None else problem.described() | {"num_classes": problem.num_classes}
     description.pop("rows", None)
     named = call.comm is not None

@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options = _parser().parse_args(arguments)
         except SystemExit:
             if comm is not None:
-                agree(comm, "command line", {})  # the first rank to leave may end the job: not before rank 0 has printed
+                # The first rank to leave may end the job: not before rank 0 has printed.
+                agree(comm, "command line", {})
             raise
         try:
             status = options.run(options, comm)
