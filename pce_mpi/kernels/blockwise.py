@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,8 @@ __all__ = ["ClassWeights", "RowGradient", "Transform", "fill_records", "write_gr
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
-# 2**18 float32 are 1 MiB, a usual second-level cache. Smaller tiles cost more in calls than they save in misses.
-_TILE = 2**18
+# 2**19 float32 are 2 MiB, a core's share of its caches. Smaller tiles cost more in calls than they save in misses.
+_TILE = 2**19
 _SEGMENTS = 4
 _WIDEST_SEGMENT = 2**14
 _NARROWEST_SEGMENT = 16
@@ -91,42 +91,37 @@ class _Part:
     dtype: np.dtype[Any]
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """Some rows by some segments of a part."""
+class _Tile(NamedTuple):
+    """Some rows by some segments: `block` of the (outer, classes, inner) array, as (rows, segments, width)."""
 
     rows: slice
     records: slice
-    width: int
+    block: tuple[slice, slice, slice]
+    shape: tuple[int, int, int]
     dtype: np.dtype[Any]
-    index: tuple[slice, slice, slice]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(rows, segments, width)"""
-        return self.rows.stop - self.rows.start, self.records.stop - self.records.start, self.width
 
     def direct(self, array: Array | None) -> Array | None:
         """This tile of a (outer, classes, inner) array as a view of `shape` to compute in, if there is one."""
         if array is None or array.dtype != self.dtype or array.shape[2] != 1 or array.strides[1] != self.dtype.itemsize:
             return None
-        return array[self.index].reshape(self.shape)
+        return array[self.block].reshape(self.shape)
 
     def load(self, array: Array, into: Array) -> None:
         """Copy this tile of a (outer, classes, inner) array into an array of `shape`."""
-        view = array[self.index].transpose(0, 2, 1)
+        view = array[self.block].transpose(0, 2, 1)
         into.reshape(view.shape)[...] = view
 
     def store(self, array: Array, source: Array) -> None:
         """The inverse of `load`; rounds to the dtype of `array`."""
-        view = array[self.index].transpose(0, 2, 1)
+        view = array[self.block].transpose(0, 2, 1)
         view[...] = source.reshape(view.shape).astype(array.dtype, copy=False)
 
     def places(self, columns: Array) -> tuple[Array, Array, Array]:
         """(row, segment, place) of those of the local columns, (rows,), that lie in this tile."""
-        columns = columns[self.rows] - self.index[1].start
-        rows = np.flatnonzero((columns >= 0) & (columns < self.shape[1] * self.width))
-        return rows, columns[rows] // self.width, columns[rows] % self.width
+        columns = columns[self.rows] - self.block[1].start
+        _, segments, width = self.shape
+        rows = np.flatnonzero((columns >= 0) & (columns < segments * width))
+        return rows, *np.divmod(columns[rows], width)
 
 
 def _parts(classes: int, dtype: np.dtype[Any]) -> list[_Part]:
@@ -159,9 +154,9 @@ def _tiles(shape: tuple[int, int, int], dtype: np.dtype[Any]) -> Iterator[_Tile]
                     yield _Tile(
                         rows=slice(begin, begin + count),
                         records=slice(part.first + segment, part.first + stop),
-                        width=part.width,
+                        block=(outers, columns, inners),
+                        shape=(count, stop - segment, part.width),
                         dtype=part.dtype,
-                        index=(outers, columns, inners),
                     )
 
 
@@ -175,17 +170,24 @@ class _Buffers:
     def take(self, purpose: str, tile: _Tile, dtype: np.dtype[Any] | None = None) -> Array:
         """An array of the tile's shape, and of its dtype unless told."""
         rows, segments, width = tile.shape
-        size, dtype = rows * segments * width, dtype or tile.dtype
+        return self.take_flat(purpose, rows * segments * width, dtype or tile.dtype).reshape(tile.shape)
+
+    def take_flat(self, purpose: str, size: int, dtype: np.dtype[Any]) -> Array:
         flat = self._flat.get((purpose, dtype))
         if flat is None or flat.size < size:
             flat = self._flat[purpose, dtype] = self.xp.empty(size, dtype)
-        return flat[:size].reshape(tile.shape)
+        return flat[:size]
 
 
-def _sums(tile: Array) -> Array:
-    """Sum of each segment in float64."""
+def _sums(array: Array, buffers: _Buffers) -> Array:
+    """Sum of each segment in float64, or where the array is float32, of pairs in float32 and those in float64."""
+    xp = array_namespace(array)
+    rows, segments, width = array.shape
+    if array.dtype == np.float32 and width % 2 == 0:
+        half = buffers.take_flat("pairs", rows * segments * width // 2, array.dtype).reshape(rows, segments, width // 2)
+        array = xp.add(array[:, :, : width // 2], array[:, :, width // 2 :], out=half)
     # Of NumPy's ways to sum float32 in float64 the fastest; its `sum` takes half as long again.
-    return array_namespace(tile).einsum("rsw->rs", tile, dtype=np.float64)
+    return xp.einsum("rsw->rs", array, dtype=np.float64)
 
 
 def _load_capped(tile: _Tile, logits: Array, scale: float, softcap: float, buffers: _Buffers) -> Array:
@@ -215,7 +217,7 @@ def _class_weights(tile: _Tile, weights: ClassWeights, buffers: _Buffers) -> Arr
     """u on this tile: None for ones, float64 (segments, width) if all rows have the same, else a tile of scratch."""
     weight = None
     if weights.weight is not None:
-        weight = buffers.xp.asarray(weights.weight[tile.index[1]].reshape(tile.shape[1:]))
+        weight = buffers.xp.asarray(weights.weight[tile.block[1]].reshape(tile.shape[1:]))
     if weights.probabilities is None:
         return weight
     u = buffers.take("weights", tile)
@@ -251,6 +253,7 @@ def fill_records(
     outer, classes, inner = logits.shape
     records = layout.identity(outer * inner, max(1, sum(part.segments for part in _parts(classes, compute_dtype))))
     scale = transform.scale if transform.softcap is None else 1.0  # a softcap leaves nothing to scale
+    offsets = _OFFSETS[np.arange(records.shape[1]) % _SEGMENTS]
     overwrite = exponentials is not None and same_memory(exponentials, logits)
     buffers = _Buffers(xp)
     with np.errstate(all="ignore"):  # which also restores the buffer size
@@ -273,13 +276,13 @@ def fill_records(
                 place = to_host(z.argmax(axis=2))
                 held = (*np.indices(place.shape), place)
                 record["largest"] = scale * _at(z, held)
-                record["argmax"] = class_start + tile.index[1].start + held[1] * tile.width + place
+                record["argmax"] = class_start + tile.block[1].start + held[1] * tile.shape[2] + place
             on_device = tuple(xp.asarray(index) for index in held)
             z[on_device] = -np.inf
             reference = to_host(z.max(axis=2))
             if above.dtype == np.float32:
                 # Rounded to the dtype of z: what is subtracted there is what the record says.
-                reference += _OFFSETS[np.arange(tile.shape[1]) % _SEGMENTS].astype(z.dtype)
+                reference += offsets[tile.records].astype(z.dtype)
             record["max"] = scale * reference.astype(np.float64)
             _subtract(z, reference, scale, above)
             if layout.held_weight or layout.weights:
@@ -294,10 +297,10 @@ def fill_records(
                 gap = buffers.take("gap", tile)
                 xp.maximum(above, above.dtype.type(-1000.0), out=gap)
             xp.exp(above, out=above)
-            record["sum_exp"] = to_host(_sums(above))
+            record["sum_exp"] = to_host(_sums(above, buffers))
             if layout.entropy:
                 gap *= above
-                record["exp_gap"] = -to_host(_sums(gap))
+                record["exp_gap"] = -to_host(_sums(gap, buffers))
             if exponentials is not None and in_place is None:
                 tile.store(exponentials, above)
     references = records["max"]
@@ -323,19 +326,19 @@ def _weighted_sums(
     if u is None:
         total = xp.full(above.shape[:2], float(above.shape[2]))
         total[rows, segments] -= 1.0
-        return to_host(total), -to_host(_sums(above))
+        return to_host(total), -to_host(_sums(above, buffers))
     if u.ndim == 2:
         total = xp.broadcast_to(u.sum(axis=1), above.shape[:2]).copy()
         total[rows, segments] -= u[held[1:]]
     else:
         u[held] = 0.0
-        total = _sums(u)
+        total = _sums(u, buffers)
     product = buffers.take("product", tile)
     xp.multiply(u.astype(above.dtype, copy=False), above, out=product)
-    gap = -_sums(product)
+    gap = -_sums(product, buffers)
     if xp.isnan(gap).any():
         # Either an honest nan, or a masked class of weight 0, which contributes nothing.
-        gap = -_sums(xp.where(u == 0.0, above.dtype.type(0.0), product))
+        gap = -_sums(xp.where(u == 0.0, above.dtype.type(0.0), product), buffers)
     return to_host(total), to_host(gap)
 
 
