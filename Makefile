@@ -28,7 +28,7 @@ help:
 # and ranks that run as root.
 run: ranks := $(or $(N),2)
 run: $(installed)/examples
-	@cores=$$(getconf _NPROCESSORS_ONLN); \
+	@cores=$$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN); \
 	threads=$$((cores > $(ranks) ? cores / $(ranks) : 1)); \
 	export OMP_NUM_THREADS=$$threads OPENBLAS_NUM_THREADS=$$threads MKL_NUM_THREADS=$$threads; \
 	export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe; \

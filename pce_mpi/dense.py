@@ -146,7 +146,8 @@ def _softmax(x: Array, z: Array, held: Array, scale: float | None) -> tuple[Arra
     h = np.where(h == np.inf, np.nan, h)
     m = np.where((m == -np.inf) & (h > -np.inf), h, m)  # no other class is left
     e = _exp_difference(others, m, factor)
-    total = e.sum(axis=-1, keepdims=True)  # over the others, relative to m
+    # over the others, relative to m; in longdouble, as thousands of equal terms are rounded alike
+    total = e.sum(axis=-1, keepdims=True, dtype=np.longdouble).astype(np.float64)
     a = total * _exp_difference(m, h, factor)  # relative to h
     p = e / (total + _exp_difference(h, m, factor))
     p_held = 1.0 / (1.0 + a)
@@ -168,7 +169,8 @@ def _exp_difference(a: Array, b: Array, factor: float) -> Array:
     virtual = difference - a
     error = (a - (difference - virtual)) - (b + virtual)
     # Only where the difference is far beyond what exp can take may the error be large, infinite or nan.
-    return np.exp(factor * difference) * np.where(np.abs(error) < 1.0, 1.0 + factor * error, 1.0)
+    e = np.exp(factor * difference)
+    return np.where((np.abs(error) < 1.0) & (e < np.inf), e + e * (factor * error), e)
 
 
 def _at(array: Array, index: Array) -> Array:

@@ -92,7 +92,7 @@ def softmax_cross_entropy(
     gives `nan` for `mean`. A row of only -inf, with a +inf or a `nan`, gives `nan`; a single -inf masks its class.
 
     Collective over `comm`: one Allgather of 64 bytes to agree on the call, and one Allreduce of 24 bytes a row (more
-    with options, at most 56). With `batch_comm`: an Allgather of 64 bytes over it, and an Allreduce of 16 bytes
+    with options, at most 64). With `batch_comm`: an Allgather of 64 bytes over it, and an Allreduce of 16 bytes
     for `sum` and `mean`. Errors: see the module.
 
     >>> import numpy as np
@@ -237,7 +237,8 @@ def class_statistics(
     """What can be said of each row's softmax over the classes of all shards, without gathering a logit.
 
     Arguments are those of `softmax_cross_entropy`; probability targets are a `ValueError`. Collective over `comm`: one
-    Allgather of 64 bytes, and one Allreduce of 40 bytes a row (48 with targets).
+    Allgather of 64 bytes, and one Allreduce of 40 bytes a row, 8 more with targets and 8 more with
+    a scale.
 
     >>> import numpy as np
     >>> class_statistics(np.log([[1.0, 3.0]])).entropy
@@ -245,7 +246,7 @@ def class_statistics(
     """
     call = Call(operation="class_statistics", **locals())
     problem = prepare(call)
-    layout = Layout(hold_largest=True, target=problem.targets is not None, entropy=True)
+    layout = Layout(scaled=problem.scaled, hold_largest=True, target=problem.targets is not None, entropy=True)
     softmax, _ = row_softmax(call, problem, layout)
     xp = array_namespace(problem.logits)
 
@@ -256,7 +257,7 @@ def class_statistics(
 
     with_targets = problem.targets is not None
     return ClassStatistics(
-        max=rows(softmax.records["largest"]),
+        max=rows((problem.transform.scale if problem.scaled else 1.0) * softmax.records["largest"]),
         sum_exp=rows(softmax.sum_exp_of_all),
         logsumexp=rows(softmax.logsumexp),
         log_prob=rows(np.where(problem.valid, softmax.target_log_prob, 0.0)) if with_targets else None,

@@ -53,9 +53,9 @@ def evaluate(call: Call, problem: Problem, exponentials: Array | None = None) ->
     """The loss, the residuals, and what the exponentials are relative to."""
     smoothed = problem.label_smoothing > 0.0
     if problem.targets is not None:
-        layout = Layout(held_weight=problem.weight is not None, weights=smoothed)
+        layout = Layout(scaled=problem.scaled, held_weight=problem.weight is not None, weights=smoothed)
     else:
-        layout = Layout(hold_largest=True, weights=True)
+        layout = Layout(scaled=problem.scaled, hold_largest=True, weights=True)
     softmax, references = row_softmax(call, problem, layout, exponentials)
     records = softmax.records
     if problem.targets is not None:
@@ -127,7 +127,7 @@ def write_gradient_rows(
     g = np.where(problem.valid, g, 0.0)
     slope = problem.transform.scale * g
     common = 2.0 * problem.z_loss * softmax.logsumexp if problem.z_loss else 0.0
-    factor = slope * (terms.held + terms.others + common) * softmax.scale
+    factor = slope * (terms.held + terms.others + common) * softmax.normalizer
     held = terms.held * softmax.held_minus_one + (terms.others + common) * softmax.held_probability
     held_column = problem.target_column
     if held_column is None:

@@ -4,23 +4,26 @@ A shard's classes of one row are summarised by a record. Records of disjoint set
 their union; the record of no classes is the identity; `merge` is associative up to rounding, commutative to the last
 bit, and carries `nan` along. So one all-reduce of records joins the shards of a row.
 
-**One class of each row is held apart**: the target where rows have one, otherwise the row's largest logit. With z the
-logits, h the class held and the sums over the *other* classes c, a record has
+**One class of each row is held apart**: the target where rows have one, otherwise the row's largest logit. With x the
+logits, z = scale x, h the class held and the sums over the *other* classes c, a record has
 
-    target or largest   z_h                                   -inf where this shard does not hold it
-    max                 m = max_c z_c                          -inf for none
-    sum_exp             S = sum_c exp(z_c - m)
+    target or largest   x_h                                   -inf where this shard does not hold it
+    max                 m = max_c x_c, or a little more        -inf for none
+    sum_exp             S = sum_c exp(scale (x_c - m))
 
 and, where an option asks for more,
 
-    target              z of the target, where the largest is held
+    scale               the same everywhere, 1 where the field is missing
+    target              x of the target, where the largest is held
     held_weight         u_h                                   u: weights of a sum over classes, see `Layout`
     weight              sum_c u_c
-    weighted_gap        sum_c u_c (m - z_c)
-    exp_gap             sum_c exp(z_c - m) (m - z_c)
+    weighted_gap        sum_c u_c scale (m - x_c)
+    exp_gap             sum_c exp(scale (x_c - m)) scale (m - x_c)
     argmax              the class of the largest logit, the lowest on ties: the class held, where that is the largest
 
-What is wanted is then a sum of terms of one sign. With a = S exp(m - z_h), a loss of log1p(a) and a gradient of
+Logits are subtracted before they are scaled: far from 0, scaling costs the bits that matter.
+
+What is wanted is then a sum of terms of one sign. With a = S exp(scale (m - x_h)), a loss of log1p(a) and a gradient of
 -a / (1 + a) keep all their bits however close to 1 the probability of h is, where `log(1 + ...)` of one common sum and
 `p - 1` keep none.
 """
@@ -49,6 +52,7 @@ class Layout:
     under label smoothing, and `weight * probability` with probability targets. `entropy` is for statistics.
     """
 
+    scaled: bool = False
     hold_largest: bool = False
     target: bool = False
     held_weight: bool = False
@@ -69,6 +73,7 @@ class Layout:
     def dtype(self) -> np.dtype[Any]:
         """The structured dtype of one record; 24 bytes for a plain loss."""
         names = [self.held, "max", "sum_exp"]
+        names += ["scale"] * self.scaled
         names += ["target"] * (self.target and self.hold_largest)
         names += ["held_weight"] * (self.held_weight or self.weights)
         names += ["weight", "weighted_gap"] * self.weights + ["exp_gap"] * self.entropy
@@ -98,6 +103,8 @@ def merge(a: Array, b: Array) -> Array:
         # Of the two classes held apart, the one with the smaller logit joins the others.
         swap = _b_comes_first(a, b)
         alone = np.zeros_like(merged)
+        if "scale" in names:
+            alone["scale"] = merged["scale"]
         alone["max"] = np.minimum(a["largest"], b["largest"])
         masked = alone["max"] == -np.inf
         alone["sum_exp"] = ~masked
@@ -121,6 +128,9 @@ def _merge_others(a: Array, b: Array) -> Array:
     merged["max"] = top
     # Equal maxima, among them two of -inf, lie 0 apart.
     gaps = [np.where(record["max"] == top, 0.0, top - record["max"]) for record in (a, b)]
+    if "scale" in names:
+        merged["scale"] = np.maximum(a["scale"], b["scale"])  # 0 in the record of no classes
+        gaps = [merged["scale"] * gap for gap in gaps]
     (decay_a, gap_a), (decay_b, gap_b) = ((np.exp(-gap), gap) for gap in gaps)
     merged["sum_exp"] = a["sum_exp"] * decay_a + b["sum_exp"] * decay_b
     if "weight" in names:
@@ -148,13 +158,14 @@ def times(weight: Array, gap: Array) -> Array:
     return np.where(weight == 0.0, 0.0, weight * gap)
 
 
-def _exp_difference(a: Array, b: Array) -> Array:
-    """exp(a - b) with the rounding error of the difference made good (Knuth's TwoSum)."""
+def _exp_difference(a: Array, b: Array, scale: Array | float) -> Array:
+    """exp(scale (a - b)) with the rounding error of the difference made good (Knuth's TwoSum)."""
     difference = a - b
     virtual = difference - a
     error = (a - (difference - virtual)) - (b + virtual)
     # Only where the difference is far beyond what exp can take may the error be large, infinite or nan.
-    return np.exp(difference) * np.where(np.abs(error) < 1.0, 1.0 + error, 1.0)
+    e = np.exp(scale * difference)
+    return np.where((np.abs(error) < 1.0) & (e < np.inf), e + e * (scale * error), e)
 
 
 class RowSoftmax:
@@ -169,50 +180,51 @@ class RowSoftmax:
         # A sum over the other classes cannot show that the class held apart is +inf.
         self.held = np.where(held == np.inf, np.nan, held)
         self.max = records["max"]
+        self._scale = records["scale"] if "scale" in (records.dtype.names or ()) else 1.0
         with np.errstate(all="ignore"):
-            held_over_max = _exp_difference(self.held, self.max)
-            #: what exp(z_c - max) of another class is multiplied by to give its probability
-            self.scale = 1.0 / (self.sum_exp + held_over_max)
+            held_over_max = _exp_difference(self.held, self.max, self._scale)
+            #: what exp(scale (x_c - max)) of another class is multiplied by to give its probability
+            self.normalizer = 1.0 / (self.sum_exp + held_over_max)
             #: probability of the class held, minus 1
-            self.held_minus_one = -self.sum_exp * self.scale
-            self._odds = self.sum_exp * _exp_difference(self.max, self.held)
+            self.held_minus_one = -self.sum_exp * self.normalizer
+            self._odds = self.sum_exp * _exp_difference(self.max, self.held, self._scale)
             #: probability of the class held
             self.held_probability = 1.0 / (1.0 + self._odds)
 
     @property
     def sum_exp(self) -> Array:
-        """sum of exp(z_c - max) over the classes not held apart."""
+        """sum of exp(scale (x_c - max)) over the classes not held apart."""
         return self.records["sum_exp"]
 
     @property
     def sum_exp_of_all(self) -> Array:
-        """sum of exp(z_c - held) over all classes."""
+        """sum of exp(scale (x_c - held)) over all classes."""
         return 1.0 + self._odds
 
     @cached_property
     def _logsumexp_above_max(self) -> Array:
         with np.errstate(all="ignore"):
-            return np.logaddexp(np.log(self.sum_exp), self.held - self.max)
+            return np.logaddexp(np.log(self.sum_exp), self._scale * (self.held - self.max))
 
     @cached_property
     def held_nll(self) -> Array:
         """-log of the probability of the class held."""
         with np.errstate(all="ignore"):
-            return np.where(
-                self.held >= self.max, np.log1p(self._odds), self._logsumexp_above_max + (self.max - self.held)
-            )
+            below = self._logsumexp_above_max + self._scale * (self.max - self.held)
+            return np.where(self.held >= self.max, np.log1p(self._odds), below)
 
     @cached_property
     def logsumexp(self) -> Array:
-        """log of the sum of exp(z_c) over all classes."""
+        """log of the sum of exp(scale x_c) over all classes."""
         with np.errstate(all="ignore"):
-            return np.where(self.held >= self.max, self.held + self.held_nll, self.max + self._logsumexp_above_max)
+            from_max = self._scale * self.max + self._logsumexp_above_max
+            return np.where(self.held >= self.max, self._scale * self.held + self.held_nll, from_max)
 
     @property
     def target_log_prob(self) -> Array:
         """log of the probability of the target, where the largest logit is held; a sum of two terms of one sign."""
         with np.errstate(all="ignore"):
-            return np.minimum(self.records["target"] - self.held, 0.0) - self.held_nll
+            return np.minimum(self._scale * (self.records["target"] - self.held), 0.0) - self.held_nll
 
     @property
     def weight(self) -> Array:
@@ -234,4 +246,4 @@ class RowSoftmax:
         """sum of -p_c log p_c over all classes."""
         with np.errstate(all="ignore"):
             others = times(self.sum_exp, self._logsumexp_above_max) + self.records["exp_gap"]
-            return times(self.held_probability, self.held_nll) + times(self.scale, others)
+            return times(self.held_probability, self.held_nll) + times(self.normalizer, others)

@@ -12,7 +12,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 # A row's loss, the gradient at its target, and any other entry of the gradient in ulps of the row's largest: float32
-# exponentials err by 1 to 2 ulp, and so does what is summed of them in runs of 8; all else is float64.
+# exponentials err by 1 to 2 ulp, the differences that they are taken of make it more; all else is float64.
 FLOAT32 = 4
 # float64 arithmetic errs by 2**-20 of a float32 ulp or so. Only where the exact loss lies so close to the middle
 # between two float32 numbers may it be rounded to the other one.
@@ -23,11 +23,13 @@ HALF = 1
 DENSE = 4
 # With options: each of at most five terms (target, smoothing, z-loss, class weights, probabilities) is rounded once or
 # twice more. In ulps of the largest of the terms that make up a loss or an entry of the gradient: they may cancel.
-OPTIONS = 6
+OPTIONS = 5
 # float64 arithmetic against dense, which errs as well: the terms of both.
-FLOAT64 = 12
+FLOAT64 = 8
 # Entropy and log-probability are sums of at most three terms of one sign, each of which is good to about `FLOAT32`.
-STATISTICS = 6
+STATISTICS = 4
+# Of dense: a sum of products of two numbers that are each good to `DENSE`.
+DENSE_ENTROPY = 8
 # Two merges, each of a handful of float64 operations per field, of terms of one sign.
 MERGE = 12
 # Central differences with step eps**(1/3): truncation and rounding both leave about eps**(2/3), 2**18 ulp, and third

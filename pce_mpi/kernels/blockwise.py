@@ -68,8 +68,8 @@ class ClassWeights:
 class RowGradient:
     """The gradient of z as the kernel wants it, each a float64 (rows,) array.
 
-    dz_c = factor exp(z_c - max) - weight_factor u_c, but `held_gradient` in the local column `held_column` (-1: not
-    on this shard), and 0 in rows that are not `valid`, whatever their logits.
+    dz_c = factor exp(scale (x_c - max)) - weight_factor u_c, but `held_gradient` in the local column `held_column` (-1:
+    not on this shard), and 0 in rows that are not `valid`, whatever their logits.
     """
 
     max: Array
@@ -247,12 +247,15 @@ def fill_records(
     is elsewhere; None where rows have no one target. `exponentials`, shaped as the logits and possibly the same array,
     takes exp(z_c - r) for the r of its row and segment of classes, 0 for the class held apart.
 
-    Returns `records` (rows,) and `references` (rows, segments): those r, as float64.
+    Returns `records` (rows,) and `references` (rows, segments): those r, as float64, of logits x where a scale is left
+    to be applied to differences.
     """
     xp = array_namespace(logits)
     outer, classes, inner = logits.shape
     records = layout.identity(outer * inner, max(1, sum(part.segments for part in _parts(classes, compute_dtype))))
     scale = transform.scale if transform.softcap is None else 1.0  # a softcap leaves nothing to scale
+    if layout.scaled:
+        records["scale"] = scale
     offsets = _OFFSETS[np.arange(records.shape[1]) % _SEGMENTS]
     overwrite = exponentials is not None and same_memory(exponentials, logits)
     buffers = _Buffers(xp)
@@ -271,11 +274,11 @@ def fill_records(
             held: tuple[Array, ...] = (np.empty(0, np.intp),) * 3
             if target_column is not None:
                 held = tile.places(target_column)
-                record["target"][held[:2]] = scale * _at(z, held)
+                record["target"][held[:2]] = _at(z, held)
             if layout.hold_largest:
                 place = to_host(z.argmax(axis=2))
                 held = (*np.indices(place.shape), place)
-                record["largest"] = scale * _at(z, held)
+                record["largest"] = _at(z, held)
                 record["argmax"] = class_start + tile.block[1].start + held[1] * tile.shape[2] + place
             on_device = tuple(xp.asarray(index) for index in held)
             z[on_device] = -np.inf
@@ -283,7 +286,7 @@ def fill_records(
             if above.dtype == np.float32:
                 # Rounded to the dtype of z: what is subtracted there is what the record says.
                 reference += offsets[tile.records].astype(z.dtype)
-            record["max"] = scale * reference.astype(np.float64)
+            record["max"] = reference
             _subtract(z, reference, scale, above)
             if layout.held_weight or layout.weights:
                 u = _class_weights(tile, weights, buffers)
@@ -376,14 +379,14 @@ def write_gradient(
                     z = dz if direct is None else direct
                     if direct is None:
                         tile.load(logits, z)
-                _subtract(z, gradient.max[tile.rows, None] / scale, scale, dz)
+                _subtract(z, gradient.max[tile.rows, None], scale, dz)
                 xp.exp(dz, out=dz)
             else:
                 if in_place is None:
                     tile.load(out, dz)
                 # These are relative to the maxima of segments rather than to that of the row.
                 reference, top = references[tile.rows, tile.records], gradient.max[tile.rows, None]
-                factor = factor * np.exp(np.where(reference == top, 0.0, reference - top))
+                factor = factor * np.exp(scale * np.where(reference == top, 0.0, reference - top))
             dz *= xp.asarray(factor, dtype=dz.dtype)[:, :, None]
             if gradient.weight_factor is not None:
                 subtracted = xp.asarray(gradient.weight_factor[tile.rows], dtype=dz.dtype)[:, None, None]

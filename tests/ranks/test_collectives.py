@@ -166,11 +166,11 @@ def softmax_records(rank: int, layout: Layout, rows: int) -> np.ndarray:
     rng = np.random.default_rng(100 + rank)
     records = np.zeros(rows, layout.dtype)
     for name in layout.names:
-        records[name] = rank if name == "argmax" else rng.uniform(0, 2, rows)
+        records[name] = {"argmax": rank, "scale": 0.7}.get(name, rng.uniform(0, 2, rows))
     return records
 
 
-LAYOUTS = [Layout(*flags) for flags in itertools.product((False, True), repeat=5)]
+LAYOUTS = [Layout(*flags) for flags in itertools.product((False, True), repeat=6)]
 
 
 def test_all_reduce_merges_the_records_of_every_layout_and_many_do_not_exhaust_mpi_s_operators(comm):

@@ -1,0 +1,108 @@
+"""Softmax cross entropy to 60 digits by mpmath, as pairs of float64: the nearest one and what is left over.
+
+Rows are given with few different logits, as numbers do come after rounding, so that mpmath computes each exponential
+once. The difference of two float64 numbers and its product with a factor are exact at this precision.
+"""
+
+from typing import Any, NamedTuple
+
+import mpmath
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+DIGITS = 60
+
+
+class Pair(NamedTuple):
+    """`near + rest`, to about 32 digits."""
+
+    near: Array
+    rest: Array
+
+
+def pair(numbers: list[Any]) -> Pair:
+    near = np.array([float(number) for number in numbers])
+    return Pair(near, np.array([float(number - mpmath.mpf(n)) for number, n in zip(numbers, near, strict=True)]))
+
+
+class ExactRow(NamedTuple):
+    """Of one row: the loss, the gradient at the target, and that at each of the different logits of other classes."""
+
+    target: int
+    loss: Pair
+    at_target: Pair
+    different: Array
+    elsewhere: Pair
+
+    def largest(self) -> float:
+        """Of all entries of the gradient."""
+        return max(abs(float(self.at_target.near[0])), float(self.elsewhere.near.max(initial=0.0)))
+
+    def gradient(self, logits: Array, start: int) -> Pair:
+        """The gradient of the classes from `start`, given their logits."""
+        if not len(self.different):
+            elsewhere = [np.zeros(len(logits))] * 2
+        else:
+            place = np.minimum(np.searchsorted(self.different, logits), len(self.different) - 1)
+            elsewhere = [part[place] for part in self.elsewhere]
+        at_target = np.arange(start, start + len(logits)) == self.target
+        return Pair(*(np.where(at_target, at, part) for at, part in zip(self.at_target, elsewhere, strict=True)))
+
+
+def exact_row(logits: Array, target: int) -> ExactRow:
+    """Loss and gradient of a row of float64 numbers."""
+    with mpmath.workdps(DIGITS):
+        different, count = np.unique(np.delete(logits, target), return_counts=True)
+        x_target = mpmath.mpf(float(logits[target]))
+        odds = [mpmath.exp(mpmath.mpf(x) - x_target) for x in different.tolist()]
+        total = mpmath.fsum(o * c for o, c in zip(odds, count.tolist(), strict=True))
+        elsewhere = pair([o / (1 + total) for o in odds])
+        return ExactRow(int(target), pair([mpmath.log1p(total)]), pair([-total / (1 + total)]), different, elsewhere)
+
+
+class ExactStatistics(NamedTuple):
+    sum_exp: Pair
+    logsumexp: Pair
+    log_prob: Pair
+    entropy: Pair
+
+
+def exact_statistics(logits: Array, target: int) -> ExactStatistics:
+    """What `class_statistics` gives of a row of float64 numbers."""
+    with mpmath.workdps(DIGITS):
+        different, count = np.unique(logits, return_counts=True)
+        top = mpmath.mpf(different[-1])
+        gaps = [mpmath.mpf(x) - top for x in different.tolist()]
+        e = [mpmath.exp(gap) * c for gap, c in zip(gaps, count.tolist(), strict=True)]
+        total = mpmath.fsum(e)
+        log_total = mpmath.log(total)
+        entropy = mpmath.fsum((e_c / total) * (log_total - gap) for e_c, gap in zip(e, gaps, strict=True) if e_c)
+        log_prob = mpmath.mpf(float(logits[target])) - top - log_total
+        return ExactStatistics(*(pair([value]) for value in (total, top + log_total, log_prob, entropy)))
+
+
+class ExactWeighted(NamedTuple):
+    """Of one row: sum_c u_c (-log p_c), its gradient, and the size of the largest term of each entry of that."""
+
+    loss: Pair
+    gradient: Pair
+    size: Array
+
+
+def exact_weighted(logits: Array, u: Array) -> ExactWeighted:
+    """The loss of a row with probability targets, or any other weights u of a sum over classes."""
+    with mpmath.workdps(DIGITS):
+        x, weights = ([mpmath.mpf(value) for value in numbers.tolist()] for numbers in (logits, u))
+        top = int(np.argmax(logits))
+        e = [mpmath.exp(value - x[top]) for value in x]
+        others = mpmath.fsum(value for c, value in enumerate(e) if c != top)
+        nll = [mpmath.log1p(others) + (x[top] - value) for value in x]
+        p = [value / (1 + others) for value in e]
+        whole, rest = mpmath.fsum(weights), mpmath.fsum(value for c, value in enumerate(weights) if c != top)
+        gradient = [whole * p_c - u_c for p_c, u_c in zip(p, weights, strict=True)]
+        size = [max(whole * p_c, u_c) for p_c, u_c in zip(p, weights, strict=True)]
+        # Of the class held apart, p - 1 is a number of its own, not a difference.
+        size[top] = max(weights[top] * others / (1 + others), rest * p[top])
+        loss = mpmath.fsum(a * b for a, b in zip(weights, nll, strict=True) if a)
+        return ExactWeighted(pair([loss]), pair(gradient), np.array([float(value) for value in size]))

@@ -1,0 +1,217 @@
+"""What counts as an array, whose memory it has, and what the dtypes of arithmetic are.
+
+What CuPy's arrays need of this: see test_array_library.py.
+"""
+
+import array
+import ctypes
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pce_mpi.arrays import (
+    array_namespace,
+    as_array,
+    compute_dtype_of,
+    is_floating,
+    is_half,
+    same_memory,
+    shares_memory,
+    to_host,
+)
+
+HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+FLOATS = [*HALVES, np.dtype(np.float32), np.dtype(np.float64)]
+OTHERS = [np.int8, np.uint8, np.int64, np.bool_, np.complex64, np.longdouble, ml_dtypes.float8_e4m3fn, ">f4", ">f8"]
+
+
+class Tensor:
+    """An array of an unknown library, with no more than DLPack."""
+
+    def __init__(self, values):
+        self._values = values
+        self.dtype = values.dtype
+
+    def __dlpack__(self, **arguments):
+        return self._values.__dlpack__(**arguments)
+
+    def __dlpack_device__(self):
+        return self._values.__dlpack_device__()
+
+
+# In
+
+
+def test_a_numpy_array_passes_as_it_is():
+    values = np.zeros((2, 3))[:, ::2]
+    assert as_array(values, "logits") is values
+    values.flags.writeable = False
+    assert as_array(values, "logits") is values
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int32, np.uint8])
+def test_a_tensor_is_wrapped_without_a_copy(dtype):
+    values = np.arange(6).astype(dtype).reshape(2, 3).T
+    wrapped = as_array(Tensor(values), "logits")
+    assert wrapped.dtype == dtype
+    assert np.array_equal(wrapped, values)
+    assert np.shares_memory(wrapped, values)
+    assert wrapped.strides == values.strides
+    wrapped[0, 0] = 42
+    assert values[0, 0] == 42
+
+
+def test_a_buffer_is_wrapped_without_a_copy():
+    numbers = array.array("d", [1.0, 2.0, 3.0])
+    for buffer in (numbers, memoryview(numbers)):
+        wrapped = as_array(buffer, "logits")
+        assert wrapped.dtype == np.float64
+        wrapped[1] += 1
+    assert numbers.tolist() == [1.0, 4.0, 3.0]
+    c_array = (ctypes.c_float * 3)(1, 2, 3)
+    assert as_array(c_array, "logits").tolist() == [1, 2, 3]
+    assert as_array(c_array, "logits").dtype == np.float32
+
+
+def test_nested_sequences_and_numbers_become_arrays():
+    assert as_array([[1.0, 2.0], (3.0, 4.0)], "logits").tolist() == [[1, 2], [3, 4]]
+    assert as_array(3, "targets").shape == ()
+    assert as_array(np.float32(3), "dloss").dtype == np.float32
+    assert as_array([], "logits").shape == (0,)
+
+
+class Sealed:
+    """Something with `__array__` only."""
+
+    def __init__(self, values):
+        self.values = values
+        self.dtype = values.dtype
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+
+def test_what_only_knows_how_to_become_an_array_does():
+    values = np.arange(3.0)
+    assert np.shares_memory(as_array(Sealed(values), "logits"), values)
+
+
+def test_bfloat16_that_numpy_s_dlpack_does_not_know_comes_by_way_of_array():
+    class Tensor16(Sealed):
+        def __dlpack__(self, **arguments):
+            raise BufferError("no such dtype")
+
+        def __dlpack_device__(self):
+            return 1, 0
+
+    values = np.arange(3).astype(ml_dtypes.bfloat16)
+    wrapped = as_array(Tensor16(values), "logits")
+    assert wrapped.dtype == ml_dtypes.bfloat16
+    assert np.shares_memory(wrapped, values)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, object(), {1: 2}, [[1.0], [2.0, 3.0]], [None]],
+    ids=["None", "object", "dict", "ragged", "list of None"],
+)
+def test_what_is_no_array_is_a_type_error_that_names_the_argument(value):
+    with pytest.raises(TypeError, match="weight"):
+        as_array(value, "weight")
+
+
+def test_a_tensor_that_refuses_to_be_exported_is_a_type_error_with_its_reason():
+    class Refusing(Tensor):
+        def __dlpack__(self, **arguments):
+            raise BufferError("it requires grad")
+
+    with pytest.raises(TypeError, match=r"logits.*it requires grad"):
+        as_array(Refusing(np.zeros(3)), "logits")
+
+
+# Namespaces
+
+
+def test_numpy_arrays_belong_to_numpy_and_live_on_the_host():
+    values = np.zeros(3)
+    assert array_namespace(values) is np
+    assert to_host(values) is values
+
+
+# Dtypes
+
+
+def test_logits_may_have_four_dtypes():
+    assert all(is_floating(dtype) for dtype in FLOATS)
+    assert not any(is_floating(np.dtype(dtype)) for dtype in OTHERS)
+
+
+def test_two_of_them_are_for_storage_only():
+    assert [is_half(dtype) for dtype in FLOATS] == [True, True, False, False]
+    assert not any(is_half(np.dtype(dtype)) for dtype in OTHERS)
+
+
+def test_arithmetic_is_float32_but_for_float64_logits_unless_more_is_asked_for():
+    assert [compute_dtype_of(dtype) for dtype in FLOATS] == [np.float32, np.float32, np.float32, np.float64]
+    for requested in (np.float64, "float64", "f8", np.dtype(np.float64), float):
+        assert [compute_dtype_of(dtype, requested) for dtype in FLOATS] == [np.float64] * 4
+    assert [compute_dtype_of(dtype, np.float32) for dtype in FLOATS[:3]] == [np.float32] * 3
+    assert all(isinstance(compute_dtype_of(dtype, float), np.dtype) for dtype in FLOATS)
+
+
+def test_arithmetic_narrower_than_the_logits_is_a_value_error():
+    with pytest.raises(ValueError, match=r"float32.*float64"):
+        compute_dtype_of(np.dtype(np.float64), np.float32)
+
+
+@pytest.mark.parametrize("requested", [np.float16, ml_dtypes.bfloat16, np.int32, np.longdouble, "no dtype"])
+def test_arithmetic_is_in_float32_or_float64(requested):
+    with pytest.raises(TypeError):
+        compute_dtype_of(np.dtype(np.float32), requested)
+
+
+# Memory
+
+
+def test_arrays_are_the_same_memory_when_their_elements_are_the_same_in_the_same_order():
+    values = np.zeros((3, 4), np.float32)
+    assert same_memory(values, values)
+    assert same_memory(values, values[:])
+    assert same_memory(values, values.T.T)
+    assert same_memory(as_array(Tensor(values), "out"), values)
+    for other in (
+        values.copy(),
+        values[:2],
+        values[::-1],
+        values.T,
+        values.reshape(4, 3),
+        values.view(np.int32),
+        values[:, ::-1][:, ::-1][:, 1:],
+    ):
+        assert not same_memory(values, other)
+    square = np.zeros((3, 3))
+    assert not same_memory(square, square.T)
+
+
+def test_arrays_share_memory_when_writing_to_one_may_change_the_other():
+    values = np.zeros((4, 6))
+    for other in (values, values[1:], values.T, values[:, 3], values.view(np.int64), values.reshape(-1)[5:6]):
+        assert shares_memory(values, other)
+    assert not shares_memory(values, values.copy())
+    assert not shares_memory(values[::2], values[1::2])
+    assert not shares_memory(values[:, :3], values[:, 3:])
+    assert not shares_memory(values, np.zeros((0, 6)))
+    assert shares_memory(values[:, ::2], values[:, ::4])
+    assert not shares_memory(values[:, ::2], values[:, 1::2])
+
+
+def test_views_too_entangled_to_tell_are_taken_to_share_memory(monkeypatch):
+    # Whether two views share an element is a Diophantine problem; NumPy gives up on it within a bound on its work.
+    monkeypatch.setattr("pce_mpi.arrays._OVERLAP_WORK", 1)
+    base = np.zeros(20_000, np.int8)
+    a = np.lib.stride_tricks.as_strided(base, (6, 6, 4, 4, 3), (114, 48, 234, 978, 786))
+    b = np.lib.stride_tricks.as_strided(base[1:], (6, 6, 4, 4, 3), (1093, 619, 739, 1165, 883))
+    with pytest.raises(np.exceptions.TooHardError):
+        np.shares_memory(a, b, max_work=1)
+    assert shares_memory(a, b)

@@ -1,0 +1,402 @@
+"""Whose memory is read and written: layouts, read-only and foreign arrays, `out`, and what stays as it was."""
+
+import array
+from itertools import product
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from in_step import in_step
+import pce_mpi as pce
+from ranks.problems import (
+    NARROW,
+    WIDE,
+    Part,
+    assert_as_dense,
+    draw,
+    evaluate,
+    excess_of_gradient,
+    expect,
+    is_same,
+    split,
+)
+
+TARGETS = ["index", "probabilities"]
+SHAPES = [((7, NARROW), -1), ((WIDE, 7), 0), ((3, WIDE, 4), 1), ((4, WIDE), -1), ((NARROW,), 0)]
+
+
+class Tensor:
+    """An array of a library that is unknown, with no more than DLPack."""
+
+    def __init__(self, values):
+        self._values = values
+        self.dtype = f"tensor.{values.dtype}"
+
+    def __dlpack__(self, **arguments):
+        return self._values.__dlpack__(**arguments)
+
+    def __dlpack_device__(self):
+        return self._values.__dlpack_device__()
+
+
+def part_of(comm, problem, how="uneven"):
+    return Part(*split(problem.classes, comm.size, how)[comm.rank])
+
+
+# Layouts: each gives an array equal to the one it is given, in memory of its own.
+
+
+def fortran(values):
+    return values.copy(order="F")
+
+
+def strided(values):
+    wide = np.full([2 * length for length in values.shape], 7, values.dtype)
+    view = wide[(..., *(slice(None, None, 2) for _ in values.shape))]
+    view[...] = values
+    return view
+
+
+def backwards(values):
+    reverse = tuple(slice(None, None, -1) for _ in values.shape)
+    return values[reverse].copy()[(..., *reverse)]
+
+
+def transposed(values):
+    order = np.roll(np.arange(values.ndim), 1).astype(int)
+    return values.transpose(order).copy(order="C").transpose(np.argsort(order))
+
+
+def read_only(values):
+    values = values.copy()
+    values.flags.writeable = False
+    return values
+
+
+def unaligned(values):
+    raw = np.empty(values.nbytes + 1, np.uint8)
+    view = raw[1:].view(values.dtype).reshape(values.shape)
+    view[...] = values
+    return view
+
+
+class Subclass(np.ndarray):
+    """What a library may derive from NumPy's array."""
+
+
+def subclass(values):
+    return values.copy().view(Subclass)
+
+
+LAYOUTS = [np.copy, fortran, strided, backwards, transposed, read_only, unaligned, subclass, Tensor]
+WRITABLE = [np.copy, fortran, strided, backwards, transposed, unaligned]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("targets", TARGETS)
+def test_arrays_may_lie_in_memory_in_any_way(comm, layout, targets):
+    for shape, axis in SHAPES:
+        with in_step(comm):
+            problem = draw(*shape, axis=axis, targets=targets, weight=True, label_smoothing=0.1)
+            part = part_of(comm, problem)
+            logits, chosen, options = part.on_this_rank(problem)
+            options["weight"] = layout(options["weight"])
+            if layout is Tensor:
+                loss, gradient = pce.softmax_cross_entropy_value_and_grad(
+                    Tensor(logits), Tensor(chosen), comm=comm, **options
+                )
+                assert type(loss) is type(gradient) is np.ndarray
+                assert excess_of_gradient(gradient, expect(problem, part), problem) <= 1
+                continue
+            results = evaluate(comm, problem, part, inputs=(layout(logits), layout(chosen), options))
+            assert_as_dense(results, problem, part)
+            assert all(type(found) is np.ndarray for found in [*results.losses.values(), *results.gradients.values()])
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+def test_an_array_may_repeat_its_elements_by_a_stride_of_0(comm, targets):
+    problem = draw(1, WIDE, targets=targets, peaked=True)
+    part = part_of(comm, problem)
+    logits, chosen, options = part.on_this_rank(problem)
+    repeated = problem.but(logits=np.repeat(problem.logits, 5, axis=0), targets=np.repeat(problem.targets, 5, axis=0))
+    inputs = (np.broadcast_to(logits, (5, logits.shape[1])), np.broadcast_to(chosen, (5, *chosen.shape[1:])), options)
+    results = evaluate(comm, repeated, part, inputs=inputs)
+    constant = draw(5, WIDE, targets=targets)
+    constant = constant.but(logits=np.full((5, WIDE), 2.5, np.float32))
+    _, chosen, options = part.on_this_rank(constant)
+    inputs = (np.broadcast_to(np.float32(2.5), (5, part.stop - part.start)), chosen, options)
+    constant_results = evaluate(comm, constant, part, inputs=inputs)
+    assert_as_dense(results, repeated, part)
+    assert_as_dense(constant_results, constant, part)
+
+
+def test_a_gradient_of_repeated_elements_is_a_whole_array(comm):
+    logits = np.broadcast_to(np.float32(0), (3, 4))
+    _, residuals = pce.softmax_cross_entropy_forward(logits, np.array([0, 1, 2]), comm=comm)
+    for gradient in (
+        pce.softmax_cross_entropy_backward(1.0, residuals),
+        pce.softmax_cross_entropy_value_and_grad(logits, np.array([0, 1, 2]), comm=comm)[1],
+    ):
+        assert gradient.flags.writeable
+        gradient[0, 0] = 17
+        assert (gradient == 17).sum() == 1
+
+
+# Foreign arrays
+
+
+def test_buffers_and_nested_lists_are_arrays(comm):
+    problem = draw(4, 5, dtype=np.float64)
+    logits, targets = problem.logits, problem.targets
+    expected = pce.softmax_cross_entropy(logits, targets, comm=comm)
+    buffers = [
+        (memoryview(logits), memoryview(targets)),
+        (logits.tolist(), targets.tolist()),
+        (tuple(map(tuple, logits.tolist())), tuple(targets.tolist())),
+        ([array.array("d", row) for row in logits], array.array("q", targets)),
+        (Tensor(logits), Tensor(targets)),
+    ]
+    losses = [pce.softmax_cross_entropy(*inputs, comm=comm) for inputs in buffers]
+    one_row = pce.softmax_cross_entropy(array.array("d", logits[0]), int(targets[0]), comm=comm)
+    weighted = pce.softmax_cross_entropy(logits, targets, weight=array.array("f", [1, 2, 3, 4, 5]), comm=comm)
+    as_array = pce.softmax_cross_entropy(logits, targets, weight=np.array([1.0, 2, 3, 4, 5]), comm=comm)
+    alone = pce.softmax_cross_entropy(logits[0], targets[0], comm=comm)
+    assert all(is_same(loss, expected) for loss in losses)
+    assert is_same(one_row, alone)
+    assert is_same(weighted, as_array)
+
+
+def test_logits_of_a_tensor_are_not_copied(comm):
+    # Between forward and backward nobody may change them. Who does so all the same sees that there is no copy.
+    values, targets = np.zeros((2, 3), np.float32), np.array([0, 1])
+    _, residuals = pce.softmax_cross_entropy_forward(Tensor(values), targets, comm=comm)
+    before = pce.softmax_cross_entropy_backward(1.0, residuals)
+    values[...] = -np.inf
+    after = pce.softmax_cross_entropy_backward(1.0, residuals)
+    assert before[0, 2] > 0
+    assert after[0, 2] == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_out_of_a_tensor_is_written_where_it_is(comm, dtype):
+    problem = draw(7, WIDE, dtype=dtype)
+    part = part_of(comm, problem)
+    logits, targets, options = part.on_this_rank(problem, comm=comm)
+    values = [np.full(logits.shape, 7, dtype) for _ in range(2)]
+    outs = [Tensor(value) for value in values]
+    _, residuals = pce.softmax_cross_entropy_forward(logits, targets, **options)
+    assert pce.softmax_cross_entropy_backward(1.0, residuals, out=outs[0]) is outs[0]
+    assert pce.softmax_cross_entropy_value_and_grad(logits, targets, **options, out=outs[1])[1] is outs[1]
+    for value in values:
+        assert excess_of_gradient(value, expect(problem, part), problem) <= 1
+
+
+def test_out_may_be_the_tensor_that_the_logits_are(comm):
+    problem = draw(7, WIDE)
+    part = part_of(comm, problem)
+    logits, targets, options = part.on_this_rank(problem, comm=comm)
+    tensor = Tensor(logits)
+    _, gradient = pce.softmax_cross_entropy_value_and_grad(tensor, targets, **options, out=tensor)
+    assert gradient is tensor
+    assert excess_of_gradient(logits, expect(problem, part), problem) <= 1
+
+
+def test_a_buffer_as_out_is_written(comm):
+    problem = draw(4, 5, dtype=np.float64)
+    part = part_of(comm, problem)
+    logits, targets, options = part.on_this_rank(problem, comm=comm)
+    out = np.full(logits.shape, 7.0)
+    pce.softmax_cross_entropy_value_and_grad(logits, targets, **options, out=memoryview(out))
+    assert excess_of_gradient(out, expect(problem, part), problem) <= 1
+
+
+# out
+
+
+@pytest.mark.parametrize("layout", WRITABLE, ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("targets", TARGETS)
+def test_out_is_filled_and_given_back(comm, layout, targets):
+    for shape, axis in SHAPES:
+        with in_step(comm):
+            problem = draw(*shape, axis=axis, targets=targets, weight=True, ignored=0.2)
+            part = part_of(comm, problem)
+            logits, chosen, options = part.on_this_rank(problem, comm=comm)
+            outs = [layout(np.full(logits.shape, np.nan, np.float32)) for _ in range(2)]
+            loss, residuals = pce.softmax_cross_entropy_forward(logits, chosen, **options)
+            backward = pce.softmax_cross_entropy_backward(1.0, residuals, out=outs[0])
+            fused_loss, fused = pce.softmax_cross_entropy_value_and_grad(logits, chosen, **options, out=outs[1])
+            plain = evaluate(comm, problem, part)
+            assert_as_dense(plain, problem, part)
+            assert backward is outs[0]
+            assert fused is outs[1]
+            assert is_same(backward.copy(order="C"), plain.gradients["backward"])
+            assert is_same(fused.copy(order="C"), plain.gradients["value_and_grad"])
+            assert is_same(loss, fused_loss)
+
+
+@pytest.mark.parametrize("layout", WRITABLE, ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_out_may_be_the_logits(comm, layout, dtype):
+    for targets, softcap, (shape, axis) in product(TARGETS, (None, 4.0), SHAPES[1:4]):
+        with in_step(comm):
+            problem = draw(*shape, axis=axis, dtype=dtype, targets=targets, ignored=0.2, softcap=softcap)
+            part = part_of(comm, problem)
+            plain = evaluate(comm, problem, part)
+            logits, chosen, options = part.on_this_rank(problem, comm=comm)
+            to_fuse, to_go_back_into = layout(logits), layout(logits)
+            loss, fused = pce.softmax_cross_entropy_value_and_grad(to_fuse, chosen, **options, out=to_fuse)
+            _, residuals = pce.softmax_cross_entropy_forward(to_go_back_into, chosen, **options)
+            backward = pce.softmax_cross_entropy_backward(1.0, residuals, out=to_go_back_into)
+            assert_as_dense(plain, problem, part)
+            assert fused is to_fuse
+            assert backward is to_go_back_into
+            assert is_same(loss, plain.losses["value_and_grad"])
+            assert is_same(fused.copy(order="C"), plain.gradients["value_and_grad"])
+            assert is_same(backward.copy(order="C"), plain.gradients["backward"])
+
+
+def test_out_may_be_another_view_of_just_the_logits(comm):
+    problem = draw(7, WIDE)
+    part = part_of(comm, problem)
+    logits, targets, options = part.on_this_rank(problem, comm=comm)
+    pce.softmax_cross_entropy_value_and_grad(logits, targets, **options, out=logits[:])
+    assert excess_of_gradient(logits, expect(problem, part), problem) <= 1
+
+
+def test_a_second_backward_pass_into_the_logits_says_that_the_residuals_are_used_up(comm):
+    problem = draw(7, WIDE)
+    logits, targets, options = part_of(comm, problem).on_this_rank(problem, comm=comm)
+    _, residuals = pce.softmax_cross_entropy_forward(logits, targets, **options)
+    first = pce.softmax_cross_entropy_backward(1.0, residuals)
+    gradient = pce.softmax_cross_entropy_backward(1.0, residuals, out=logits)
+    assert is_same(gradient, first)
+    for out in (None, logits, np.empty_like(logits)):
+        with pytest.raises(RuntimeError, match="used up"):
+            pce.softmax_cross_entropy_backward(1.0, residuals, out=out)
+    assert is_same(gradient, first)
+
+
+def test_a_failed_backward_pass_uses_nothing_up(comm):
+    logits, targets = np.zeros((2, 3), np.float32), np.array([0, 1])
+    _, residuals = pce.softmax_cross_entropy_forward(logits, targets, comm=comm)
+    with pytest.raises(ValueError, match="dloss"):
+        pce.softmax_cross_entropy_backward(np.ones(5), residuals, out=logits)
+    with pytest.raises(ValueError, match="out"):
+        pce.softmax_cross_entropy_backward(1.0, residuals, out=np.empty((3, 3), np.float32))
+    assert not logits.any()
+    assert pce.softmax_cross_entropy_backward(1.0, residuals, out=logits).any()
+
+
+def overlapping():
+    """Logits, targets, weight and each `out` that is not allowed for them, and what the message says."""
+    logits, targets, weight = np.zeros((2, 3), np.float32), np.array([0, 1]), np.ones(3, np.float32)
+    wide, square = np.zeros((2, 8), np.float32), np.zeros((3, 3), np.float32)
+    yield wide[:, :3], targets, weight, wide[:, 1:4], "share no memory"  # part of the logits
+    yield wide[:, :3], targets, weight, wide[:, 2::-1], "share no memory"  # the logits, turned round
+    yield square, np.zeros(3, int), weight, square.T, "share no memory"
+    yield logits, targets, weight, np.broadcast_to(np.zeros(3, np.float32), (2, 3)), "read-only"
+    probabilities = np.ones((2, 3), np.float32)
+    yield logits, probabilities, weight, probabilities, "targets"
+    shared = np.zeros((2, 3), np.float32)
+    yield logits, shared[0, :2].view(np.int32), weight, shared, "targets"
+    shared = np.ones((2, 3), np.float32)
+    yield logits, targets, shared[0], shared, "weight"
+
+
+@pytest.mark.parametrize(("logits", "targets", "weight", "out", "message"), list(overlapping()))
+def test_out_shares_nothing_with_an_input_unless_it_is_the_logits(comm, logits, targets, weight, out, message):
+    before = out.copy()
+    with pytest.raises(ValueError, match=message):
+        pce.softmax_cross_entropy_value_and_grad(logits, targets, weight=weight, comm=comm, out=out)
+    assert is_same(out, before)
+
+
+@pytest.mark.parametrize(("logits", "targets", "weight", "out", "message"), list(overlapping())[:5])
+def test_out_of_a_backward_pass_shares_nothing_with_what_the_residuals_hold(
+    comm, logits, targets, weight, out, message
+):
+    before = out.copy()
+    _, residuals = pce.softmax_cross_entropy_forward(logits, targets, weight=weight, comm=comm)
+    with pytest.raises(ValueError, match=message):
+        pce.softmax_cross_entropy_backward(1.0, residuals, out=out)
+    assert is_same(out, before)
+
+
+def test_out_next_to_the_logits_in_one_array_is_fine(comm):
+    both = np.zeros((2, 2, 5), np.float32)
+    logits, out = both[:, 0], both[:, 1]
+    logits[...] = np.random.default_rng(0).normal(size=(2, 5))
+    before = logits.copy()
+    _, gradient = pce.softmax_cross_entropy_value_and_grad(logits, np.array([0, 4]), comm=comm, out=out)
+    assert gradient is out
+    assert np.array_equal(logits, before)
+    assert out.all()
+
+
+# What stays
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_inputs_stay_as_they_are_to_the_last_bit_and_no_result_is_one_of_them(comm, dtype):
+    for targets, smoothing, reduction in product(TARGETS, (0.0, 0.1), ("none", "mean")):
+        with in_step(comm):
+            problem = draw(
+                7,
+                WIDE,
+                dtype=dtype,
+                targets=targets,
+                weight=True,
+                ignored=0.3,
+                label_smoothing=smoothing,
+                reduction=reduction,
+            )
+            problem.logits[0, ::3] = -np.inf
+            problem.logits[1, 1] = np.nan
+            results = evaluate(comm, problem, part_of(comm, problem))
+            assert results.changed == []
+            assert results.aliased == []
+
+
+def test_statistics_leave_their_inputs_as_they_are(comm):
+    problem = draw(7, WIDE)
+    logits, targets, _ = part_of(comm, problem).on_this_rank(problem)
+    before = logits.tobytes(), targets.tobytes()
+    statistics = pce.class_statistics(logits, targets, comm=comm)
+    assert (logits.tobytes(), targets.tobytes()) == before
+    for name, values in zip(statistics._fields, statistics, strict=True):
+        assert not np.shares_memory(values, logits), name
+        assert not np.shares_memory(values, targets), name
+
+
+def test_targets_and_weights_may_change_once_forward_has_returned(comm):
+    problem = draw(7, WIDE, weight=True, label_smoothing=0.1)
+    part = part_of(comm, problem)
+    plain = evaluate(comm, problem, part)
+    logits, targets, options = part.on_this_rank(problem, comm=comm)
+    loss, residuals = pce.softmax_cross_entropy_forward(logits, targets, **options)
+    kept = loss.copy()
+    targets[...] = 0
+    options["weight"][...] = np.nan
+    assert is_same(pce.softmax_cross_entropy_backward(1.0, residuals), plain.gradients["backward"])
+    assert is_same(loss, kept)
+
+
+def test_a_loss_that_its_owner_overwrites_changes_no_gradient(comm):
+    problem = draw(7, WIDE, reduction="none")
+    part = part_of(comm, problem)
+    plain = evaluate(comm, problem, part)
+    logits, targets, options = part.on_this_rank(problem, comm=comm)
+    loss, residuals = pce.softmax_cross_entropy_forward(logits, targets, **options)
+    loss[...] = np.nan
+    assert is_same(pce.softmax_cross_entropy_backward(1.0, residuals), plain.gradients["backward"])
+
+
+def test_numpy_s_settings_stay_as_they_are(comm):
+    problem = draw(7, WIDE, targets="probabilities", softcap=3.0)
+    with np.errstate(all="raise", under="warn"):
+        np.setbufsize(4096)  # until the end of the block
+        before = np.geterr()
+        evaluate(comm, problem, part_of(comm, problem))
+        assert np.geterr() == before
+        assert np.getbufsize() == 4096

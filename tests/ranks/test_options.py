@@ -1,0 +1,381 @@
+"""Every option of the loss, each alone, every pair of them together, and rows that are sharded as well."""
+
+from itertools import combinations, product
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from in_step import in_step
+import pce_mpi as pce
+from ranks.problems import (
+    NARROW,
+    SPLITS,
+    WIDE,
+    Part,
+    assert_as_dense,
+    divisors,
+    draw,
+    evaluate,
+    excess_of_gradient,
+    expect,
+    grid,
+    rounding_of_z,
+    same_on_every_rank,
+    split,
+)
+from ulps import FLOAT64, STATISTICS, errors, worst
+
+TARGETS = ["index", "probabilities"]
+REDUCTIONS = ["none", "sum", "mean"]
+
+
+def part_of(comm, problem, how="balanced"):
+    return Part(*split(problem.classes, comm.size, how)[comm.rank])
+
+
+# One option at a time
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weight": True},
+        {"label_smoothing": 0.1},
+        {"label_smoothing": 1.0},
+        {"label_smoothing": 1e-6},
+        {"weight": True, "label_smoothing": 0.3},
+        {"z_loss": 1e-2},
+        {"z_loss": 3},
+        {"z_loss": -1e-3},
+        {"logit_scale": 0.1},
+        {"logit_scale": 7.0},
+        {"softcap": 0.5},
+        {"softcap": 30.0},
+        {"softcap": 5.0, "logit_scale": 2.0},
+    ],
+    ids=str,
+)
+def test_each_option_means_what_it_means_in_one_process(comm, options, targets):
+    for reduction, peaked, classes in zip(REDUCTIONS, (False, True, True), (WIDE, NARROW, WIDE), strict=True):
+        with in_step(comm):
+            problem = draw(7, classes, targets=targets, peaked=peaked, reduction=reduction, **options)
+            part = part_of(comm, problem, "uneven")
+            assert_as_dense(evaluate(comm, problem, part), problem, part)
+
+
+@pytest.mark.parametrize("ignore_index", [-100, -1, 0, 7, WIDE - 1, 1000, -(2**63), 2**63 - 1])
+def test_ignored_rows_count_for_nothing_whatever_number_says_so(comm, ignore_index):
+    for reduction in REDUCTIONS:
+        with in_step(comm):
+            problem = draw(
+                12, WIDE, ignored=0.4, ignore_index=ignore_index, weight=True, z_loss=0.1, reduction=reduction
+            )
+            assert 0 < (problem.targets == ignore_index).sum() < 12
+            part = part_of(comm, problem)
+            results = evaluate(comm, problem, part)
+            assert_as_dense(results, problem, part)
+            for gradient in results.gradients.values():
+                assert not gradient[problem.targets == ignore_index].any()
+
+
+def test_smoothing_is_over_the_classes_of_all_shards(comm):
+    # All logits alike: p = 1/12 whatever the targets, so that the gradient shows the smoothed targets as they are.
+    logits, targets = np.zeros((1, 12), np.float32), np.array([5])
+    start, stop = split(12, comm.size, "uneven")[comm.rank]
+    _, gradient = pce.softmax_cross_entropy_value_and_grad(
+        logits[:, start:stop], targets, comm=comm, label_smoothing=0.24
+    )
+    smoothed = np.full(12, 0.24 / 12)
+    smoothed[5] += 0.76
+    np.testing.assert_allclose(gradient[0], (1 / 12 - smoothed)[start:stop], rtol=0, atol=2**-24)
+
+
+def test_weight_may_have_any_real_dtype(comm):
+    for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int32, np.uint8):
+        with in_step(comm):
+            problem = draw(7, WIDE, weight=True, label_smoothing=0.1)
+            problem = problem.but(weight=(problem.weight * 4).astype(dtype))
+            part = part_of(comm, problem)
+            assert_as_dense(evaluate(comm, problem, part), problem, part)
+
+
+def test_some_weights_may_be_zero(comm):
+    for targets, smoothing in product(TARGETS, (0.0, 0.1)):
+        with in_step(comm):
+            problem = draw(7, WIDE, targets=targets, weight=True, label_smoothing=smoothing)
+            problem.weight[[0, 200, 201, WIDE - 1]] = 0
+            if targets == "index":
+                problem.weight[problem.targets[:2]] = 0
+            part = part_of(comm, problem)
+            assert_as_dense(evaluate(comm, problem, part), problem, part)
+
+
+def test_probabilities_need_not_sum_to_1(comm):
+    for smoothing, weight in product((0.0, 0.1), (False, True)):
+        with in_step(comm):
+            problem = draw(7, WIDE, targets="probabilities", label_smoothing=smoothing, weight=weight)
+            factors = np.array([0, 0.5, 1, 2, 10, 0.01, 1], np.float32)
+            problem = problem.but(targets=problem.targets * factors[:, None])
+            part = part_of(comm, problem)
+            results = evaluate(comm, problem, part)
+            assert_as_dense(results, problem, part)
+
+
+def test_probabilities_that_are_one_hot_give_what_index_targets_give(comm):
+    for peaked, weight in product((False, True), (False, True)):
+        with in_step(comm):
+            by_index = draw(7, WIDE, peaked=peaked, reduction="sum", weight=weight)
+            by_probability = by_index.but(targets=np.eye(WIDE, dtype=np.float32)[by_index.targets])
+            part = part_of(comm, by_index)
+            results = evaluate(comm, by_probability, part)
+            assert_as_dense(results, by_index.but(options={**by_index.options, "z_loss": 0.0}), part)
+
+
+# Every pair of options
+
+FACTORS = {
+    "shape": [
+        ((7, NARROW), -1),
+        ((7, WIDE), -1),
+        ((WIDE,), 0),
+        ((WIDE, 6), 0),
+        ((3, NARROW, 4), 1),
+        ((2, WIDE, 3, 2), 1),
+        ((2, 1, 3, 2, WIDE), 4),
+    ],
+    "dtype": [np.float32, np.float16, ml_dtypes.bfloat16, np.float64],
+    "targets": TARGETS,
+    "weight": [False, True],
+    "ignore_index": [-100, -1, 3],
+    "label_smoothing": [0.0, 0.1, 1.0],
+    "z_loss": [0.0, 0.01],
+    "logit_scale": [1.0, 0.7, 3.0],
+    "softcap": [None, 4.0],
+    "reduction": ["mean", "sum", "none"],
+    "compute_dtype": [None, np.float64],
+    "split": SPLITS,
+    "class_start": [False, True],
+    "num_classes": [False, True],
+    "batch_comm": [False, True],
+    "peaked": [False, True],
+    "offset": [0.0, 100.0],
+    "dloss": ["1", "scalar", "per row"],
+}
+
+
+def pairs_of(choice):
+    return set(combinations(choice.items(), 2))
+
+
+def covering_choices():
+    """Choices of one value, by its place, for each factor, until every pair of values has been chosen together."""
+    rng = np.random.default_rng(0)
+    wanted = set()
+    for (a, values_a), (b, values_b) in combinations(FACTORS.items(), 2):
+        wanted |= {((a, i), (b, j)) for i in range(len(values_a)) for j in range(len(values_b))}
+    all_pairs = set(wanted)
+    choices = []
+    while wanted:
+        # Start from a pair that is missing; give each other factor the value that completes most missing pairs.
+        choice = dict(min(wanted))
+        for name in rng.permutation([name for name in FACTORS if name not in choice]):
+            gains = []
+            for value in range(len(FACTORS[name])):
+                tried = {known: {**choice, name: value}[known] for known in FACTORS if known in choice or known == name}
+                gains.append(len(pairs_of(tried) & wanted))
+            choice[str(name)] = int(np.argmax(gains))
+        choice = {name: choice[name] for name in FACTORS}
+        choices.append(choice)
+        wanted -= pairs_of(choice)
+    assert set().union(*map(pairs_of, choices)) == all_pairs
+    return choices
+
+
+CHOICES = covering_choices()
+
+
+@pytest.mark.parametrize("number", range(len(CHOICES)))
+def test_every_pair_of_options_together(comm, number):
+    chosen = {name: FACTORS[name][value] for name, value in CHOICES[number].items()}
+    shape, axis = chosen.pop("shape")
+    chosen = {**chosen, "axis": axis}
+    local = {"compute_dtype": chosen.pop("compute_dtype")}
+    how, reordered, counted = chosen.pop("split"), chosen.pop("class_start"), chosen.pop("num_classes")
+    batched, upstream = chosen.pop("batch_comm"), chosen.pop("dloss")
+    if chosen["targets"] == "probabilities":
+        chosen["ignore_index"] = -100
+    problem = draw(*shape, ignored=0.3, seed=number, **chosen)
+    rng = np.random.default_rng(number)
+    per_row = upstream == "per row" and chosen["reduction"] == "none"
+    dloss = rng.normal(size=problem.rows_shape) if per_row else 1.0 if upstream == "1" else rng.normal()
+    for rows in divisors(comm.size) if batched and problem.logits.ndim > 1 else [1]:
+        with in_step(comm):
+            with grid(comm, rows) as (over_classes, over_rows):
+                ranges = split(problem.classes, over_classes.size, how, seed=number)
+                start, stop = ranges[::-1][over_classes.rank] if reordered else ranges[over_classes.rank]
+                first_last = (
+                    split(problem.rows_shape[0], rows, "uneven", number)[over_rows.rank] if rows > 1 else (0, None)
+                )
+                part = Part(start, stop, *first_last)
+                if reordered:
+                    local["class_start"] = start
+                if counted:
+                    local["num_classes"] = problem.classes
+                if batched:
+                    local["batch_comm"] = over_rows
+                mine = part.of_rows(dloss) if per_row else dloss
+                results = evaluate(over_classes, problem, part, dloss=mine, **local)
+            assert_as_dense(results, problem, part, dloss, requested=local["compute_dtype"])
+
+
+# Rows that are sharded too
+
+
+def rows_of_ranks(rows, ranks, how):
+    if how == "most ranks have none":
+        return [(0, rows)] + [(rows, rows)] * (ranks - 1)
+    return split(rows, ranks, how)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("targets", TARGETS)
+def test_sums_and_means_are_over_the_rows_of_all_ranks(comm, targets, reduction):
+    for rows, how in product(divisors(comm.size), ["balanced", "uneven", "most ranks have none"]):
+        with in_step(comm):
+            problem = draw(9, WIDE, targets=targets, weight=True, ignored=0.3, label_smoothing=0.1, reduction=reduction)
+            with grid(comm, rows) as (over_classes, over_rows):
+                part = Part(
+                    *split(WIDE, over_classes.size, "uneven")[over_classes.rank],
+                    *rows_of_ranks(9, rows, how)[over_rows.rank],
+                )
+                results = evaluate(over_classes, problem, part, batch_comm=over_rows)
+                same = same_on_every_rank(comm, *results.losses.values())
+            assert_as_dense(results, problem, part)
+            assert same or reduction == "none"
+
+
+def test_the_mean_counts_rows_of_ranks_that_have_few_left_after_ignoring(comm):
+    for rows in divisors(comm.size):
+        with in_step(comm):
+            problem = draw(2 * rows, WIDE)
+            targets = problem.targets.copy()
+            targets[: 2 * rows - 1] = -100  # one row counts, on the last rank; elsewhere all rows are ignored
+            problem = problem.but(targets=targets)
+            with grid(comm, rows) as (over_classes, over_rows):
+                part = Part(*split(WIDE, over_classes.size)[over_classes.rank], *split(2 * rows, rows)[over_rows.rank])
+                results = evaluate(over_classes, problem, part, batch_comm=over_rows)
+            assert_as_dense(results, problem, part)
+
+
+def test_no_row_left_on_any_rank_gives_a_mean_of_nan_and_no_gradient(comm):
+    for rows in divisors(comm.size):
+        with in_step(comm):
+            problem = draw(9, WIDE).but(targets=np.full(9, -100))
+            with grid(comm, rows) as (over_classes, over_rows):
+                part = Part(*split(WIDE, over_classes.size)[over_classes.rank], *split(9, rows)[over_rows.rank])
+                results = evaluate(over_classes, problem, part, batch_comm=over_rows)
+            assert all(np.isnan(loss) for loss in results.losses.values())
+            assert not any(gradient.any() for gradient in results.gradients.values())
+
+
+def test_rows_may_be_sharded_where_classes_are_whole(comm):
+    problem = draw(9, WIDE, weight=True, ignored=0.3)
+    part = Part(0, WIDE, *split(9, comm.size, "uneven")[comm.rank])
+    results = evaluate(None, problem, part, batch_comm=comm)
+    same = same_on_every_rank(comm, *results.losses.values())
+    assert_as_dense(results, problem, part)
+    assert same
+
+
+# Statistics
+
+
+def statistics_errors(statistics, expected, dtype):
+    """In ulps; of 1 at least for a logarithm that is a sum of terms of either sign."""
+    found = {name: worst(getattr(statistics, name), getattr(expected, name), dtype) for name in ("max", "sum_exp")}
+    found["logsumexp"] = worst(
+        statistics.logsumexp, expected.logsumexp, dtype, np.maximum(1.0, np.abs(expected.logsumexp))
+    )
+    found["entropy"] = worst(statistics.entropy, expected.entropy, dtype)
+    if statistics.log_prob is not None:
+        found["log_prob"] = worst(statistics.log_prob, expected.log_prob, dtype)
+    return found
+
+
+@pytest.mark.parametrize("peaked", [False, True])
+@pytest.mark.parametrize("options", [{}, {"logit_scale": 0.3}, {"logit_scale": 4.0}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_statistics_are_those_of_the_whole(comm, dtype, options, peaked):
+    for shape, axis in (((9, NARROW), -1), ((3, WIDE, 4), 1), ((WIDE,), 0)):
+        problem = draw(*shape, axis=axis, dtype=dtype, ignored=0.3, peaked=peaked, **options)
+        expected = pce.dense.class_statistics(problem.logits, problem.targets, axis=axis, **options)
+        for how in SPLITS:
+            logits, targets, _ = part_of(comm, problem, how).on_this_rank(problem)
+            for compute in (None, np.float64):
+                with in_step(comm):
+                    statistics = pce.class_statistics(
+                        logits, targets, comm=comm, axis=axis, compute_dtype=compute, **options
+                    )
+                    wide = dtype == np.float64 or compute is not None
+                    assert statistics.max.dtype == (np.float64 if wide else np.float32)
+                    assert statistics.argmax.dtype == np.int64
+                    assert np.array_equal(statistics.argmax, expected.argmax)
+                    found = statistics_errors(statistics, expected, statistics.max.dtype)
+                    limit = FLOAT64 + rounding_of_z(problem) if wide else STATISTICS
+                    assert max(found.values()) <= limit, found
+
+
+def test_statistics_without_targets_have_no_log_prob_and_are_otherwise_the_same(comm):
+    problem = draw(9, WIDE)
+    logits, targets, _ = part_of(comm, problem).on_this_rank(problem)
+    with_targets = pce.class_statistics(logits, targets, comm=comm)
+    without = pce.class_statistics(logits, comm=comm)
+    assert without.log_prob is None
+    assert with_targets.log_prob is not None
+    for name in set(without._fields) - {"log_prob"}:
+        assert np.array_equal(getattr(without, name), getattr(with_targets, name)), name
+
+
+def test_the_lowest_of_the_classes_with_the_largest_logit_is_the_argmax(comm):
+    logits = np.zeros((4, WIDE), np.float32)
+    logits[1, [300, 301, 600]] = 2
+    logits[2, [WIDE - 2, WIDE - 1]] = 5
+    logits[3] = -np.inf
+    logits[3, [150, 450]] = -1
+    for how in SPLITS:
+        for turned in (1, -1):
+            with in_step(comm):
+                start, stop = split(WIDE, comm.size, how)[::turned][comm.rank]
+                statistics = pce.class_statistics(logits[:, start:stop], comm=comm, class_start=start)
+                assert statistics.argmax.tolist() == [0, 300, WIDE - 2, 150]
+
+
+def test_log_prob_is_the_loss_with_the_other_sign_and_0_in_ignored_rows(comm):
+    problem = draw(30, WIDE, ignored=0.4, reduction="none", peaked=True)
+    logits, targets, options = part_of(comm, problem).on_this_rank(problem, comm=comm)
+    loss = pce.softmax_cross_entropy(logits, targets, **options)
+    log_prob = pce.class_statistics(logits, targets, comm=comm).log_prob
+    assert errors(log_prob, -loss, np.float32).max() <= STATISTICS
+    assert not log_prob[problem.targets == -100].any()
+
+
+# Results into another dtype
+
+
+@pytest.mark.parametrize("logits_dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize("out_dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_out_may_have_another_dtype_than_the_logits(comm, logits_dtype, out_dtype):
+    for targets, peaked in product(TARGETS, (False, True)):
+        with in_step(comm):
+            problem = draw(7, WIDE, dtype=logits_dtype, targets=targets, peaked=peaked)
+            part = part_of(comm, problem)
+            logits, chosen, options = part.on_this_rank(problem, comm=comm)
+            outs = [np.full(logits.shape, 7, out_dtype) for _ in range(2)]
+            _, residuals = pce.softmax_cross_entropy_forward(logits, chosen, **options)
+            assert pce.softmax_cross_entropy_backward(1.0, residuals, out=outs[0]) is outs[0]
+            assert pce.softmax_cross_entropy_value_and_grad(logits, chosen, **options, out=outs[1])[1] is outs[1]
+            for out in outs:
+                assert out.dtype == out_dtype
+                assert excess_of_gradient(out, expect(problem, part), problem) <= 1

@@ -1,0 +1,229 @@
+"""Placements are plain values, shards are balanced, and a trace tells what was sent."""
+
+import dataclasses
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from in_step import in_step
+import pce_mpi as pce
+from pce_mpi import Partial, Replicate, Shard, shard_range
+from pce_mpi.tracing import Event, Purpose, phase, record
+
+# Shards
+
+
+@given(length=st.integers(0, 200), parts=st.integers(1, 60))
+def test_shards_are_consecutive_cover_all_and_differ_by_at_most_one_the_longer_ones_first(comm, length, parts):
+    with in_step(comm):
+        ranges = [shard_range(length, parts, index) for index in range(parts)]
+        assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
+        assert ranges[-1][1] == length
+        lengths = [stop - start for start, stop in ranges]
+        assert lengths == sorted(lengths, reverse=True)
+        assert max(lengths) - min(lengths) <= 1
+        assert lengths == [len(block) for block in np.array_split(np.empty(length), parts)]
+
+
+def test_shards_of_few_items_over_many_parts_are_empty_at_the_end():
+    assert [shard_range(2, 4, index) for index in range(4)] == [(0, 1), (1, 2), (2, 2), (2, 2)]
+    assert shard_range(0, 1, 0) == (0, 0)
+
+
+def test_shards_of_very_long_axes_are_exact():
+    length, parts = 10**18 + 1, 7
+    assert shard_range(length, parts, 6)[1] == length
+    assert sum(stop - start for start, stop in (shard_range(length, parts, i) for i in range(parts))) == length
+
+
+@pytest.mark.parametrize(("length", "parts", "index"), [(-1, 2, 0), (5, 0, 0), (5, -1, 0), (5, 2, 2), (5, 2, -1)])
+def test_a_shard_that_cannot_be_is_a_value_error_with_the_arguments(length, parts, index):
+    with pytest.raises(ValueError, match=f"{length}, {parts}, {index}"):
+        shard_range(length, parts, index)
+
+
+# Placements
+
+VALUES = [Shard(0), Shard(1), Shard(-1), Replicate(), Partial("sum"), Partial("avg"), Partial("max"), Partial("min")]
+
+
+def test_placements_are_equal_when_they_say_the_same_and_only_then():
+    for i, one in enumerate(VALUES):
+        for j, other in enumerate(VALUES):
+            assert (one == other) == (i == j)
+    assert Shard(1) == Shard(axis=1)
+    assert Partial() == Partial("sum") == Partial(operator="sum")
+    assert Replicate() == Replicate()
+    assert Shard(0) != 0
+    assert Partial("sum") != "sum"
+
+
+def test_placements_are_keys():
+    assert len(set(VALUES)) == len(VALUES)
+    assert {Shard(0): "a"}[Shard(0)] == "a"
+    assert hash(Partial()) == hash(Partial("sum"))
+
+
+def test_a_placement_prints_as_what_makes_it():
+    assert [repr(value) for value in VALUES[2:6]] == ["Shard(-1)", "Replicate()", "Partial('sum')", "Partial('avg')"]
+    for value in VALUES:
+        assert eval(repr(value), {"Shard": Shard, "Replicate": Replicate, "Partial": Partial}) == value
+    assert str({"data": Partial("sum"), "classes": Shard(1)}) == "{'data': Partial('sum'), 'classes': Shard(1)}"
+
+
+def test_placements_are_frozen():
+    for value, name in ((Shard(0), "axis"), (Partial(), "operator")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, name, 1)
+
+
+@pytest.mark.parametrize("axis", [1.0, "0", None, True, np.float64(1)])
+def test_the_axis_of_a_shard_is_an_integer(axis):
+    with pytest.raises(TypeError, match="axis of Shard must be an int"):
+        Shard(axis)
+
+
+@pytest.mark.parametrize("operator", ["mean", "prod", "", None, 0, "SUM"])
+def test_a_partial_value_has_one_of_four_operators(operator):
+    with pytest.raises(ValueError, match=r"'sum', 'avg', 'max', 'min'.*got " + repr(operator)):
+        Partial(operator)
+
+
+# Traces
+
+
+def note(operation="op", collective="all_reduce", purpose=Purpose.PAYLOAD, size=8, over="comm"):
+    record(operation, collective, purpose, over=over, ranks=3, bytes=size, reason="because")
+
+
+def test_a_trace_has_what_was_sent_while_it_was_open_in_order():
+    note("before")
+    with pce.trace() as trace:
+        assert trace.events == []
+        note("a", size=16)
+        note("b", "all_gather")
+    note("after")
+    assert trace.events == [
+        Event("forward", "a", "all_reduce", Purpose.PAYLOAD, "comm", 3, 16, "because"),
+        Event("forward", "b", "all_gather", Purpose.PAYLOAD, "comm", 3, 8, "because"),
+    ]
+
+
+def test_traces_nest():
+    with pce.trace() as outer:
+        note("1")
+        with pce.trace() as inner:
+            note("2")
+        note("3")
+        with pce.trace() as second:
+            note("4")
+    assert [event.operation for event in outer.events] == ["1", "2", "3", "4"]
+    assert [event.operation for event in inner.events] == ["2"]
+    assert [event.operation for event in second.events] == ["4"]
+
+
+def test_a_trace_closes_when_its_block_fails():
+    with pytest.raises(KeyError):
+        with pce.trace() as trace:
+            note("inside")
+            raise KeyError
+    note("outside")
+    assert [event.operation for event in trace.events] == ["inside"]
+
+
+def test_a_trace_counts_calls_and_bytes_of_payload_unless_it_is_asked_for_agreement():
+    with pce.trace() as trace:
+        note(size=8)
+        note(size=16)
+        note("other", size=100)
+        note(collective="all_gather", size=1000, over="batch_comm")
+        note(collective="all_gather", purpose=Purpose.AGREEMENT, size=64)
+    assert trace.count() == 4
+    assert trace.bytes() == 1124
+    assert trace.count("all_reduce") == 3
+    assert trace.bytes("all_reduce") == 124
+    assert trace.count("all_reduce", operation="op") == 2
+    assert trace.bytes(over="batch_comm") == 1000
+    assert trace.count("all_gather") == 1
+    assert trace.count("all_gather", purpose=Purpose.AGREEMENT) == 1
+    assert trace.count("all_gather", purpose=None) == 2
+    assert trace.bytes(purpose=None) == 1188
+    assert trace.count("broadcast") == trace.bytes("broadcast") == 0
+    assert trace.select("all_reduce", operation="other") == [trace.events[2]]
+
+
+def test_events_say_in_which_phase_they_were_and_phases_nest():
+    with pce.trace() as trace:
+        note()
+        with phase("backward"):
+            note()
+            with phase("step"):
+                note()
+            note()
+        note()
+        with pytest.raises(KeyError), phase("backward"):
+            raise KeyError
+        note()
+    assert [event.phase for event in trace.events] == ["forward", "backward", "step", "backward", "forward", "forward"]
+    assert trace.count(phase="backward") == 2
+
+
+def test_a_trace_prints_as_a_table_in_which_equal_events_are_one_line_with_their_number():
+    with pce.trace() as trace:
+        for _ in range(3):
+            note("loss", size=24)
+        note("a longer name", "all_gather", size=8)
+    head, *lines = str(trace).splitlines()
+    assert head.split() == ["phase", "operation", "collective", "purpose", "over", "ranks", "calls", "bytes", "reason"]
+    assert len(lines) == 2
+    assert lines[0].split() == ["forward", "loss", "all_reduce", "payload", "comm", "3", "3", "72", "because"]
+    assert "a longer name  all_gather  payload" in lines[1]
+    for column in ("collective", "calls", "reason"):
+        starts = {line[head.index(column) - 1] for line in [head, *lines]}
+        assert starts == {" "}, column
+    assert not any(line != line.rstrip() for line in lines)
+
+
+def test_an_empty_trace_prints_its_head():
+    with pce.trace() as trace:
+        pass
+    assert len(str(trace).splitlines()) == 1
+    assert json.loads(trace.to_json()) == []
+
+
+def test_a_trace_is_json_as_well():
+    with pce.trace() as trace:
+        note("loss", size=24)
+        note(purpose=Purpose.AGREEMENT)
+    events = json.loads(trace.to_json())
+    assert events[0] == {
+        "phase": "forward",
+        "operation": "loss",
+        "collective": "all_reduce",
+        "purpose": "payload",
+        "over": "comm",
+        "ranks": 3,
+        "bytes": 24,
+        "reason": "because",
+    }
+    assert events[1]["purpose"] == "agreement"
+
+
+def test_each_rank_has_the_trace_of_what_it_sent_itself(comm):
+    logits, targets = np.zeros((5, 2 + comm.rank), np.float32), np.zeros(5, int)
+    with pce.trace() as trace:
+        pce.softmax_cross_entropy(logits, targets, comm=comm)
+    mine = [(event.collective, event.ranks, event.bytes) for event in trace.events]
+    assert comm.allgather(mine) == [[("all_gather", comm.size, 64), ("all_reduce", comm.size, 5 * 24)]] * comm.size
+    assert all(event.operation == "softmax_cross_entropy" and event.phase == "forward" for event in trace.events)
+    assert all(event.reason for event in trace.events)
+
+
+def test_nothing_is_sent_and_nothing_traced_without_a_communicator():
+    with pce.trace() as trace:
+        _, residuals = pce.softmax_cross_entropy_forward(np.zeros((2, 3)), np.array([0, 1]))
+        pce.softmax_cross_entropy_backward(1.0, residuals)
+    assert trace.events == []

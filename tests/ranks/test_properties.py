@@ -1,0 +1,273 @@
+"""Hypothesis draws problems and splits: losses and gradients are those of dense, and records merge as a monoid."""
+
+from functools import reduce
+
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+import ml_dtypes
+import numpy as np
+
+from in_step import in_step
+import pce_mpi as pce
+from pce_mpi.records import Layout, RowSoftmax, merge
+from ranks.problems import Part, Problem, assert_as_dense, evaluate, grid, rounding_of_z
+from ulps import FLOAT64, MERGE, errors
+
+FLOATS = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
+KINDS = ["normal", "equal", "large", "masked", "peaked", "dominated", "bad"]
+
+
+def logits_of(kind, shape, rng):
+    """Logits of a kind, the class axis last."""
+    x = rng.normal(0, 2, shape)
+    if kind == "equal":
+        x = np.round(x / 4)
+    elif kind == "large":
+        x *= 1000
+    elif kind == "masked":
+        x[rng.random(shape) < 0.5] = -np.inf
+    elif kind in ("peaked", "dominated"):
+        x[..., rng.integers(0, shape[-1])] += rng.uniform(10, 30)
+        if kind == "dominated":
+            x[..., rng.integers(0, shape[-1])] += rng.uniform(10, 30)
+    elif kind == "bad":
+        x[rng.random(shape) < 0.05] = rng.choice([np.nan, np.inf])
+    return x
+
+
+def numbers(low, high):
+    return st.floats(low, high, allow_subnormal=False)
+
+
+@st.composite
+def problems(draw):
+    """A problem, from few draws: a seed stands for its values, so that shrinking makes it small and not strange."""
+    axes = draw(st.integers(1, 4))
+    classes = draw(st.integers(1, 40) | st.integers(41, 700))
+    rows_shape = tuple(draw(st.lists(st.integers(0, 4), min_size=axes - 1, max_size=axes - 1)))
+    axis = draw(st.integers(-axes, axes - 1))
+    kind = draw(st.sampled_from(KINDS))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    offset = draw(st.sampled_from([0.0, 1.0, -100.0, 1e4]))
+    dtype = draw(st.sampled_from(FLOATS))
+    x = np.moveaxis(logits_of(kind, (*rows_shape, classes), rng) + offset, -1, axis)
+    options = {
+        "label_smoothing": draw(st.sampled_from([0.0, 0.0, 0.1, 1.0]) | numbers(0, 1)),
+        "z_loss": draw(st.just(0.0) | numbers(1e-6, 1)),
+        "logit_scale": draw(st.just(1.0) | numbers(0.01, 10)),
+        "softcap": draw(st.none() | numbers(0.1, 100)),
+        "reduction": draw(st.sampled_from(["none", "sum", "mean"])),
+    }
+    weight = None
+    if draw(st.booleans()):
+        weight = rng.uniform(0.1, 3, classes).astype(np.float32)
+    if draw(st.booleans()):
+        drawn = rng.gamma(draw(st.sampled_from([0.05, 1.0])), size=x.shape)
+        targets = (drawn / drawn.sum(axis=axis, keepdims=True).clip(1e-30)).astype(np.float32)
+    else:
+        options["ignore_index"] = draw(st.sampled_from([-100, 0]))
+        targets = rng.integers(0, classes, rows_shape)
+        targets = np.where(rng.random(rows_shape) < draw(st.sampled_from([0.0, 0.3])), options["ignore_index"], targets)
+    with np.errstate(over="ignore"):
+        return Problem(x.astype(dtype), targets, axis, weight, options)
+
+
+def ranges(draw, length, parts):
+    """Consecutive ranges, empty ones among them, handed to the ranks in any order."""
+    ends = sorted(draw(st.lists(st.integers(0, length), min_size=parts - 1, max_size=parts - 1)))
+    order = draw(st.permutations(range(parts)))
+    ends = [0, *ends, length]
+    return [(ends[index], ends[index + 1]) for index in order]
+
+
+@settings(max_examples=150)
+@given(data=st.data(), problem=problems(), compute=st.sampled_from([None, np.float64]), seed=st.integers(0, 99))
+def test_loss_and_gradient_are_those_of_dense(comm, data, problem, compute, seed):
+    start, stop = ranges(data.draw, problem.classes, comm.size)[comm.rank]
+    part = Part(start, stop)
+    dloss = 1.0
+    if problem.reduction == "none":
+        dloss = np.random.default_rng(seed).normal(size=problem.rows_shape)
+    with in_step(comm):
+        results = evaluate(comm, problem, part, dloss=dloss, class_start=start, compute_dtype=compute)
+        assert_as_dense(results, problem, part, dloss, requested=compute)
+
+
+def small_problem(row, target, **options):
+    return Problem(np.array([row], np.float32), np.array([target]), options={"reduction": "sum", **options})
+
+
+@given(problem=problems(), batched=st.booleans())
+# A row of which only the target is not masked, where the mask is a number.
+@example(problem=small_problem([-1.0, -3e38, -3e38], 0), batched=False)
+@example(problem=small_problem([0.0, -np.inf, -np.inf], 1, label_smoothing=0.5), batched=False)
+@example(problem=small_problem([-np.inf] * 3, 1), batched=False)
+@example(problem=small_problem([1e4, 1e4 - 20], 0, z_loss=0.01, logit_scale=0.3), batched=True)
+@settings(max_examples=40)
+def test_rows_sharded_over_any_grid_of_ranks(comm, problem, batched):
+    rows = comm.size if batched else 1
+    assume(problem.rows_shape or rows == 1)
+    with in_step(comm), grid(comm, rows) as (over_classes, over_rows):
+        first_last = pce.shard_range(problem.rows_shape[0], rows, over_rows.rank) if problem.rows_shape else (0, None)
+        part = Part(*pce.shard_range(problem.classes, over_classes.size, over_classes.rank), *first_last)
+        results = evaluate(over_classes, problem, part, batch_comm=over_rows)
+        assert_as_dense(results, problem, part)
+
+
+@settings(max_examples=60)
+@given(data=st.data(), problem=problems())
+def test_statistics_are_those_of_dense(comm, data, problem):
+    start, stop = ranges(data.draw, problem.classes, comm.size)[comm.rank]
+    options = {name: problem.options[name] for name in ("logit_scale", "softcap")}
+    logits = Part(start, stop).of(problem.logits, problem.axis)
+    targets = problem.logits.astype(np.float64).argmax(axis=problem.axis)
+    with in_step(comm):
+        statistics = pce.class_statistics(
+            logits, targets, comm=comm, axis=problem.axis, class_start=start, compute_dtype=np.float64, **options
+        )
+        expected = pce.dense.class_statistics(problem.logits, targets, axis=problem.axis, **options)
+        assert np.array_equal(statistics.argmax, expected.argmax)
+        for name in ("max", "sum_exp", "logsumexp", "log_prob", "entropy"):
+            wanted = getattr(expected, name)
+            size = np.maximum(1.0, np.abs(expected.logsumexp)) * np.maximum(1.0, np.abs(wanted))
+            found = errors(getattr(statistics, name), wanted, np.float64, np.where(np.isfinite(size), size, 1.0))
+            assert found.max(initial=0.0) <= FLOAT64 + rounding_of_z(problem), name
+
+
+# The monoid of records
+
+LAYOUTS = [
+    Layout(),
+    Layout(held_weight=True),
+    Layout(weights=True),
+    Layout(hold_largest=True, weights=True),
+    Layout(hold_largest=True, entropy=True),
+    Layout(hold_largest=True, target=True, entropy=True),
+]
+VALUES = st.sampled_from([0.0, 1.0, 1.0, -2.5, 30.0, -np.inf, -np.inf, 1e4, -700.0]) | numbers(-50, 50)
+
+
+def record_of(layout, z, u, classes, target):
+    """The record of a shard: some of the classes of one row, by definition and one class at a time."""
+    record = layout.identity()
+    held = int(np.argmax(z)) if layout.hold_largest and len(z) else classes.index(target) if target in classes else None
+    others = [c for c in range(len(z)) if c != held]
+    scale = 0.7 if layout.scaled else 1.0
+    for name in layout.names:
+        if name == "scale" and classes:
+            record[name] = scale
+        elif name == layout.held and held is not None:
+            record[name] = z[held]
+        elif name == "target" and target in classes:
+            record[name] = z[classes.index(target)]
+        elif name == "held_weight" and held is not None:
+            record[name] = u[held]
+        elif name == "argmax" and held is not None:
+            record[name] = classes[held]
+    if not others:
+        return record
+    top = np.max(z[others])
+    with np.errstate(all="ignore"):
+        gaps = scale * np.where(z[others] == top, 0.0, top - z[others])
+        e = np.exp(np.where(top == -np.inf, -np.inf, -gaps))
+        sums = {"max": top, "sum_exp": e.sum()}
+        sums["exp_gap"] = np.where(e == 0, 0.0, e * gaps).sum()
+        sums["weight"] = u[others].sum()
+        sums["weighted_gap"] = np.where(u[others] == 0, 0.0, u[others] * gaps).sum()
+    for name in set(layout.names) & set(sums):
+        record[name] = sums[name]
+    return record
+
+
+@st.composite
+def shards(draw, parts, special=()):
+    """A layout, the records of the shards of one row, some of them empty, and the record of the whole row."""
+    layout = draw(st.sampled_from(LAYOUTS))
+    values = VALUES | st.sampled_from(special) if special else VALUES
+    z = np.array(draw(st.lists(values, min_size=0, max_size=8)))
+    u = np.array(draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=len(z), max_size=len(z))))
+    owner = draw(st.lists(st.integers(0, parts - 1), min_size=len(z), max_size=len(z)))
+    target = draw(st.integers(0, 7))
+    records = []
+    for part in range(parts):
+        classes = [c for c in range(len(z)) if owner[c] == part]
+        records.append(record_of(layout, z[classes], u[classes], classes, target))
+    return layout, records, record_of(layout, z, u, list(range(len(z))), target)
+
+
+def alike(a, b):
+    """Whether two records tell the same of a row, up to rounding."""
+    for name in a.dtype.names:
+        x, y = np.float64(a[name]), np.float64(b[name])
+        if not (errors(x, y, np.float64, np.maximum(np.abs(y), 1e-300)) <= MERGE):
+            return False
+    return True
+
+
+@given(drawn=shards(3))
+@settings(max_examples=100)
+def test_merge_is_associative_up_to_rounding(drawn):
+    _, (a, b, c), _ = drawn
+    assert alike(merge(merge(a, b), c), merge(a, merge(b, c)))
+
+
+@given(drawn=shards(2, special=(np.nan, np.inf)))
+@settings(max_examples=100)
+def test_merge_is_commutative_to_the_last_bit(drawn):
+    _, (a, b), _ = drawn
+    one, other = merge(a, b), merge(b, a)
+    for name in one.dtype.names:
+        assert np.array_equal(one[name], other[name], equal_nan=True), name
+
+
+@given(drawn=shards(1, special=(np.inf,)))
+@settings(max_examples=100)
+def test_the_record_of_no_classes_is_the_identity(drawn):
+    layout, (a,), _ = drawn
+    for merged in (merge(a, layout.identity()), merge(layout.identity(), a)):
+        for name in a.dtype.names:
+            assert np.array_equal(merged[name], a[name], equal_nan=True), name
+
+
+@given(drawn=shards(4), order=st.permutations(range(4)))
+@settings(max_examples=100)
+def test_records_of_shards_merge_into_that_of_the_whole_row_in_any_order(drawn, order):
+    _, records, whole = drawn
+    assert alike(reduce(merge, [records[index] for index in order]), whole)
+    assert alike(merge(merge(records[0], records[1]), merge(records[2], records[3])), whole)
+
+
+@given(drawn=shards(2), where=st.integers(0, 1), layout_field=st.sampled_from(["max", "held"]))
+@settings(max_examples=100)
+def test_merge_carries_nan_along_wherever_it_is(drawn, where, layout_field):
+    layout, records, _ = drawn
+    spoilt = records[where].copy()
+    spoilt[layout.held if layout_field == "held" else "max"] = np.nan
+    if layout_field == "max":
+        spoilt["sum_exp"] = np.nan
+    elif layout.hold_largest:
+        spoilt["argmax"] = 0
+    other = records[1 - where]
+    for merged in (merge(spoilt, other), merge(other, spoilt)):
+        softmax = RowSoftmax(merged.reshape(1))
+        assert np.isnan(softmax.held_nll).all()
+        assert np.isnan(softmax.logsumexp).all()
+        assert np.isnan(softmax.normalizer).all()
+
+
+@given(drawn=shards(2, special=(np.nan, np.inf)))
+@settings(max_examples=100)
+def test_merge_leaves_what_it_merges_as_it_is(drawn):
+    _, (a, b), _ = drawn
+    before = a.tobytes(), b.tobytes()
+    merged = merge(a, b)
+    assert (a.tobytes(), b.tobytes()) == before
+    assert not np.shares_memory(merged, a)
+    assert not np.shares_memory(merged, b)
+
+
+def test_a_record_of_a_plain_loss_has_24_bytes():
+    assert Layout().dtype.itemsize == 24
+    assert Layout(held_weight=True).dtype.itemsize == 32
+    assert Layout(weights=True).dtype.itemsize == 48
+    assert Layout(hold_largest=True, target=True, entropy=True).dtype.itemsize == 48

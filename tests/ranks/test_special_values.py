@@ -1,0 +1,299 @@
+"""Masked classes, infinities, nan, and rows that count for nothing: what the loss and its gradient are then."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from in_step import in_step
+import pce_mpi as pce
+from ranks.problems import SPLITS, WIDE, Part, Problem, assert_as_dense, draw, evaluate, same_on_every_rank, split
+
+TARGETS = ["index", "probabilities"]
+OPTIONS = [
+    {},
+    {"label_smoothing": 0.1},
+    {"z_loss": 0.1},
+    {"logit_scale": 3.0},
+    {"softcap": 2.0},
+    {"weight": True},
+    {"weight": True, "label_smoothing": 0.1, "logit_scale": 0.5, "softcap": 9.0, "z_loss": 0.01},
+]
+
+
+def part_of(comm, problem, how="balanced"):
+    return Part(*split(problem.classes, comm.size, how)[comm.rank])
+
+
+def evaluated(comm, problem, how="balanced"):
+    """Results on this rank, and its part."""
+    part = part_of(comm, problem, how)
+    return evaluate(comm, problem, part), part
+
+
+@pytest.mark.parametrize("how", ["balanced", "uneven", "first class alone"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("targets", TARGETS)
+def test_a_masked_class_has_probability_0_and_no_gradient(comm, targets, options, how):
+    for classes in (12, WIDE):
+        with in_step(comm):
+            assert_masked_classes_have_no_part(comm, classes, targets, options, how)
+
+
+def assert_masked_classes_have_no_part(comm, classes, targets, options, how):
+    problem = draw(6, classes, targets=targets, reduction="none", **options)
+    masked = np.random.default_rng(1).random((6, classes)) < 0.5
+    masked[1, : classes // 2] = masked[2, classes // 3 :] = True
+    if targets == "index":
+        masked[np.arange(6), problem.targets] = False
+    else:
+        masked[:, 4] = False
+        problem.targets[masked] = 0
+    problem.logits[masked] = -np.inf
+    results, part = evaluated(comm, problem, how)
+    assert_as_dense(results, problem, part)
+    for loss in results.losses.values():
+        # Smoothing asks for some of every class, which a masked one cannot give.
+        assert np.isposinf(loss).all() if "label_smoothing" in options else np.isfinite(loss).all()
+    if "label_smoothing" not in options:
+        for gradient in results.gradients.values():
+            assert not gradient[part.of(masked, 1)].any()
+
+
+def test_a_masked_class_stays_masked_under_scale_and_softcap(comm):
+    logits = np.array([[0.0, 1.0, -np.inf, 2.0, -np.inf, 0.5]], np.float32)
+    for options in ({"logit_scale": 1e-3}, {"logit_scale": 1e3}, {"softcap": 1e-3}, {"softcap": 1.0}):
+        with in_step(comm):
+            masked = Problem(logits, np.array([3]), options=options)
+            removed = Problem(logits[:, [0, 1, 3, 5]], np.array([2]), options=options)
+            results, part = evaluated(comm, masked)
+            assert_as_dense(results, masked, part)
+            for loss in results.losses.values():
+                np.testing.assert_allclose(loss, removed.dense()[0], rtol=2**-21)
+
+
+def test_a_target_at_a_masked_class_gives_an_infinite_loss_and_a_finite_gradient(comm):
+    problem = draw(4, WIDE, reduction="none")
+    problem.logits[np.arange(4), problem.targets] = -np.inf
+    for how in SPLITS:
+        with in_step(comm):
+            results, part = evaluated(comm, problem, how)
+            assert_as_dense(results, problem, part)
+            assert all(np.isposinf(loss).all() for loss in results.losses.values())
+            for gradient in results.gradients.values():
+                assert np.isfinite(gradient).all()
+                targets = problem.targets - part.start
+                for row in np.flatnonzero((targets >= 0) & (targets < gradient.shape[1])):
+                    assert gradient[row, targets[row]] == -1
+
+
+def test_a_probability_above_0_at_a_masked_class_gives_an_infinite_loss(comm):
+    problem = draw(4, WIDE, targets="probabilities", reduction="none")
+    problem.logits[:, 7] = -np.inf
+    problem.targets[:2, 7] = 0
+    problem.targets[2:, 7] = 0.25
+    results, part = evaluated(comm, problem)
+    assert_as_dense(results, problem, part)
+    for loss in results.losses.values():
+        assert np.isfinite(loss[:2]).all()
+        assert np.isposinf(loss[2:]).all()
+
+
+@pytest.mark.parametrize("how", SPLITS)
+def test_a_row_in_which_only_the_target_is_not_masked_costs_nothing(comm, how):
+    problem = draw(12, WIDE, reduction="none").but(targets=np.linspace(0, WIDE - 1, 12).astype(int))
+    problem.logits[np.arange(WIDE) != problem.targets[:, None]] = -np.inf
+    results, part = evaluated(comm, problem, how)
+    for loss in results.losses.values():
+        assert loss.tolist() == [0.0] * 12
+    for gradient in results.gradients.values():
+        assert not gradient.any()
+    assert_as_dense(results, problem, part)
+
+
+# What may be in a row, and where: at its target, at a class (or the next, if that is the target), everywhere.
+BAD = [(value, where) for value in (np.nan, np.inf) for where in ("target", 0, WIDE // 2, WIDE - 1, "all")] + [
+    (-np.inf, "all")
+]
+
+
+def spoil(problem, rows, targets):
+    """Put one of `BAD` into each of `rows`."""
+    for row, (value, where) in zip(rows, BAD, strict=True):
+        column = {"target": targets[row], "all": slice(None)}.get(where, where)
+        if where == targets[row]:
+            column = (where + 1) % WIDE
+        problem.logits[row, column] = value
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("targets", TARGETS)
+def test_a_bad_row_gives_nan_on_every_rank_alike_and_leaves_the_other_rows_alone(comm, targets, options):
+    problem = draw(2 * len(BAD), WIDE, targets=targets, reduction="none", **options)
+    bad = np.arange(2 * len(BAD)) % 2 == 0
+    spoil(problem, np.flatnonzero(bad), problem.targets if targets == "index" else problem.targets.argmax(axis=1))
+    for how in ("balanced", "uneven"):
+        with in_step(comm):
+            results, part = evaluated(comm, problem, how)
+            for loss in results.losses.values():
+                assert np.isnan(loss).tolist() == bad.tolist()
+            for gradient in results.gradients.values():
+                assert np.isnan(gradient[bad]).all()
+                assert np.isfinite(gradient[~bad]).all()
+            assert_as_dense(results, problem, part)
+
+
+@pytest.mark.parametrize("where", ["nan", "+inf", "-inf"])
+def test_one_bad_row_makes_a_mean_nan_on_every_rank_and_no_other_row_s_gradient(comm, where):
+    problem = draw(5, WIDE)
+    problem.logits[3] = float(where)
+    results, part = evaluated(comm, problem)
+    assert all(np.isnan(loss) for loss in results.losses.values())
+    for gradient in results.gradients.values():
+        assert np.isfinite(np.delete(gradient, 3, axis=0)).all()
+    assert_as_dense(results, problem, part)
+
+
+def test_a_bad_row_gives_nan_statistics_on_every_rank_alike(comm):
+    problem = draw(2 * len(BAD), WIDE)
+    bad = np.arange(2 * len(BAD)) % 2 == 0
+    spoil(problem, np.flatnonzero(bad), problem.targets)
+    for how in ("balanced", "uneven"):
+        with in_step(comm):
+            logits, targets, _ = part_of(comm, problem, how).on_this_rank(problem)
+            statistics = pce.class_statistics(logits, targets, comm=comm)
+            same = same_on_every_rank(comm, *statistics)
+            for name in ("sum_exp", "logsumexp", "log_prob", "entropy"):
+                assert np.isnan(getattr(statistics, name)).tolist() == bad.tolist(), name
+            assert np.array_equal(statistics.argmax, problem.logits.argmax(axis=1))
+            assert same
+
+
+def test_the_largest_logit_of_a_bad_row_is_what_numpy_says(comm):
+    problem = draw(2 * len(BAD), WIDE)
+    spoil(problem, range(0, 2 * len(BAD), 2), problem.targets)
+    for how in ("balanced", "uneven"):
+        with in_step(comm):
+            logits, _, _ = part_of(comm, problem, how).on_this_rank(problem)
+            statistics = pce.class_statistics(logits, comm=comm)
+            assert np.array_equal(statistics.max, problem.logits.max(axis=1), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_no_special_value_makes_numpy_warn(comm, options, dtype):
+    for targets, reduction in (("index", "mean"), ("probabilities", "none")):
+        with in_step(comm):
+            problem = draw(2 * len(BAD), WIDE, targets=targets, dtype=dtype, reduction=reduction, **options)
+            spoil(
+                problem, range(0, 2 * len(BAD), 2), problem.targets if targets == "index" else np.arange(2 * len(BAD))
+            )
+            problem.logits[1], problem.logits[3, ::2] = np.finfo(dtype).max, np.finfo(dtype).min
+            part = part_of(comm, problem)
+            with np.errstate(all="raise"):
+                evaluate(comm, problem, part)
+                logits, chosen, _ = part.on_this_rank(problem)
+                pce.class_statistics(logits, chosen if targets == "index" else None, comm=comm)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_loss_does_not_see_what_is_in_an_ignored_row_and_its_gradient_is_0(comm, options):
+    for reduction in ("none", "sum", "mean"):
+        with in_step(comm):
+            clean = draw(2 * len(BAD), WIDE, reduction=reduction, **options)
+            ignored = np.arange(2 * len(BAD)) % 2 == 0
+            spoilt = clean.but(targets=np.where(ignored, -100, clean.targets), logits=clean.logits.copy())
+            spoil(spoilt, np.flatnonzero(ignored), clean.targets)
+            results, part = evaluated(comm, spoilt)
+            reference = evaluate(comm, clean.but(targets=spoilt.targets), part)
+            assert_as_dense(reference, clean.but(targets=spoilt.targets), part)
+            for name, loss in results.losses.items():
+                assert np.array_equal(loss, reference.losses[name])
+            for name, gradient in results.gradients.items():
+                assert not gradient[ignored].any()
+                assert np.array_equal(gradient, reference.gradients[name])
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_no_row_left(comm, reduction):
+    problem = draw(4, WIDE, reduction=reduction, label_smoothing=0.1, z_loss=0.1, weight=True)
+    problem = problem.but(targets=np.full(4, -100))
+    results, part = evaluated(comm, problem)
+    for loss in results.losses.values():
+        assert np.isnan(loss) if reduction == "mean" else not loss.any()
+    for gradient in results.gradients.values():
+        assert not gradient.any()
+    assert_as_dense(results, problem, part)
+
+
+@pytest.mark.parametrize("weights", [(0, 0), (-1, 1)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_rows_left_whose_weights_sum_to_0_give_a_mean_and_a_gradient_of_nan(comm, weights, smoothing):
+    problem = draw(5, WIDE, label_smoothing=smoothing).but(targets=np.array([2, 9, -100, 2, 9]))
+    weight = np.ones(WIDE, np.float32)
+    weight[[2, 9]] = weights
+    results, _ = evaluated(comm, problem.but(weight=weight))
+    for loss in results.losses.values():
+        assert np.isnan(loss)
+    for gradient in results.gradients.values():
+        assert not gradient[2].any()  # ignored
+        assert np.isnan(np.delete(gradient, 2, axis=0)).all()
+    loss, gradient = problem.but(weight=weight).dense()
+    assert np.isnan(loss)
+    assert np.isnan(gradient).all(axis=1).tolist() == [True, True, False, True, True]
+
+
+def test_rows_left_whose_weights_are_0_cost_nothing_in_a_sum(comm):
+    problem = draw(5, WIDE, reduction="sum").but(weight=np.zeros(WIDE))
+    results, _ = evaluated(comm, problem)
+    assert all(loss == 0 for loss in results.losses.values())
+    assert not any(gradient.any() for gradient in results.gradients.values())
+
+
+@pytest.mark.parametrize("how", SPLITS)
+def test_a_single_class_costs_nothing(comm, how):
+    for targets in TARGETS:
+        with in_step(comm):
+            problem = draw(4, 1, targets=targets, reduction="none")
+            results, _ = evaluated(comm, problem, how)
+            assert all(loss.tolist() == [0.0] * 4 for loss in results.losses.values())
+            assert not any(gradient.any() for gradient in results.gradients.values())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_logits_at_the_ends_of_their_dtype_do_not_overflow(comm, dtype):
+    top = np.finfo(dtype).max
+    logits = np.array([[top, -top, 0, 1, -np.inf, 5], [-top, -top, -top, -top, -top, -top]], dtype)
+    for targets in (np.array([0, 3]), np.array([1, 0]), np.array([3, 5])):
+        with in_step(comm):
+            problem = Problem(logits, targets, options={"reduction": "none"})
+            results, part = evaluated(comm, problem)
+            assert_as_dense(results, problem, part)
+            for loss in results.losses.values():
+                assert not np.isnan(loss).any()
+            for gradient in results.gradients.values():
+                assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("mask", [-1e9, -1e30, np.finfo(np.float32).min])
+def test_a_very_low_number_masks_a_class_as_well_as_minus_infinity(comm, mask):
+    for classes, kind in product((6, WIDE), TARGETS):
+        with in_step(comm):
+            numbers = np.arange(6) * (classes // 6)
+            logits = np.full((6, classes), mask, np.float32)
+            logits[np.arange(6), numbers] = [-30.0, -1.0, 0.0, 1e-3, 2.5, 40.0]
+            targets = numbers if kind == "index" else np.eye(classes, dtype=np.float32)[numbers]
+            problem = Problem(logits, targets, options={"reduction": "none"})
+            results, part = evaluated(comm, problem)
+            for loss in results.losses.values():
+                assert loss.tolist() == [0.0] * 6
+            for gradient in results.gradients.values():
+                assert not gradient.any()
+            assert_as_dense(results, problem, part)
+
+
+def test_probability_targets_with_an_ignore_index_that_could_be_a_class_are_refused(comm):
+    problem = draw(4, 12, targets="probabilities")
+    logits, targets, options = part_of(comm, problem).on_this_rank(problem, comm=comm)
+    with pytest.raises(ValueError, match="ignore_index"):
+        pce.softmax_cross_entropy(logits, targets, ignore_index=0, **options)
