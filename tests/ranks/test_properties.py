@@ -140,9 +140,10 @@ LAYOUTS = [
     Layout(),
     Layout(held_weight=True),
     Layout(weights=True),
+    Layout(scaled=True, weights=True),
     Layout(hold_largest=True, weights=True),
     Layout(hold_largest=True, entropy=True),
-    Layout(hold_largest=True, target=True, entropy=True),
+    Layout(scaled=True, hold_largest=True, target=True, entropy=True),
 ]
 VALUES = st.sampled_from([0.0, 1.0, 1.0, -2.5, 30.0, -np.inf, -np.inf, 1e4, -700.0]) | numbers(-50, 50)
 
@@ -173,7 +174,8 @@ def record_of(layout, z, u, classes, target):
         sums = {"max": top, "sum_exp": e.sum()}
         sums["exp_gap"] = np.where(e == 0, 0.0, e * gaps).sum()
         sums["weight"] = u[others].sum()
-        sums["weighted_gap"] = np.where(u[others] == 0, 0.0, u[others] * gaps).sum()
+        below = np.inf if top == -np.inf else gaps  # a masked class that counts is infinitely far from any other
+        sums["weighted_gap"] = np.where(u[others] == 0, 0.0, u[others] * below).sum()
     for name in set(layout.names) & set(sums):
         record[name] = sums[name]
     return record
