@@ -100,11 +100,6 @@ class Problem:
         return int(self.logits.shape[self.axis])
 
     @property
-    def scaled(self) -> bool:
-        """Whether differences of logits are yet to be scaled; a softcap has scaled the logits themselves."""
-        return self.transform.softcap is None and self.transform.scale != 1.0
-
-    @property
     def target_column(self) -> HostArray | None:
         """(rows,) the local column of each row's target, -1 where another shard has it or the row does not count."""
         if self.targets is None:

@@ -246,7 +246,12 @@ def class_statistics(
     """
     call = Call(operation="class_statistics", **locals())
     problem = prepare(call)
-    layout = Layout(scaled=problem.scaled, hold_largest=True, target=problem.targets is not None, entropy=True)
+    layout = Layout(
+        scaled=problem.transform.of_differences != 1.0,
+        hold_largest=True,
+        target=problem.targets is not None,
+        entropy=True,
+    )
     softmax, _ = row_softmax(call, problem, layout)
     xp = array_namespace(problem.logits)
 
@@ -257,7 +262,7 @@ def class_statistics(
 
     with_targets = problem.targets is not None
     return ClassStatistics(
-        max=rows((problem.transform.scale if problem.scaled else 1.0) * softmax.records["largest"]),
+        max=rows(problem.transform.of_differences * softmax.records["largest"]),
         sum_exp=rows(softmax.sum_exp_of_all),
         logsumexp=rows(softmax.logsumexp),
         log_prob=rows(np.where(problem.valid, softmax.target_log_prob, 0.0)) if with_targets else None,

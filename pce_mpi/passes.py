@@ -53,9 +53,11 @@ def evaluate(call: Call, problem: Problem, exponentials: Array | None = None) ->
     """The loss, the residuals, and what the exponentials are relative to."""
     smoothed = problem.label_smoothing > 0.0
     if problem.targets is not None:
-        layout = Layout(scaled=problem.scaled, held_weight=problem.weight is not None, weights=smoothed)
+        layout = Layout(
+            scaled=problem.transform.of_differences != 1.0, held_weight=problem.weight is not None, weights=smoothed
+        )
     else:
-        layout = Layout(scaled=problem.scaled, hold_largest=True, weights=True)
+        layout = Layout(scaled=problem.transform.of_differences != 1.0, hold_largest=True, weights=True)
     softmax, references = row_softmax(call, problem, layout, exponentials)
     records = softmax.records
     if problem.targets is not None:

@@ -9,9 +9,10 @@ Float32 has 24 bits, and a loss is asked for to 4 units of the last. Three habit
 - The classes of a row are cut into segments, at least 4, and each makes a record of its own; records merge in float64,
   like those of shards. Each segment subtracts another reference than its neighbour. So a logit that stands in a row a
   thousand times is not rounded the same way a thousand times, nor is its exponential (np.exp: up to 2.5 ulp).
-- Exponentials are summed in float64. (Summed in float32, even in runs of 8, a 1 swallows the same bits of each small
-  one beside it.)
-- What is left over when classes are cut evenly is computed in float64; so are shards of less than 64 classes.
+- Exponentials are added to each other in pairs in float32, which costs half an ulp, and those sums in float64. (In
+  longer runs a 1 swallows the same bits of each small number that is added to it.)
+- What is left over when classes are cut evenly is computed in float64; so are shards of less than 64 classes, whatever
+  is multiplied by weights of classes, and everything under a softcap.
 
 Everything per row is float64.
 """
@@ -33,6 +34,8 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 # 2**19 float32 are 2 MiB, a core's share of its caches. Smaller tiles cost more in calls than they save in misses.
 _TILE = 2**19
+# With a softcap, weights or entropy there are more arrays of a tile's size, and of float64.
+_SMALL_TILE = 2**17
 _SEGMENTS = 4
 _WIDEST_SEGMENT = 2**14
 _NARROWEST_SEGMENT = 16
@@ -48,6 +51,11 @@ class Transform:
 
     scale: float = 1.0
     softcap: float | None = None
+
+    @property
+    def of_differences(self) -> float:
+        """What differences of logits are multiplied by; under a softcap z is what is subtracted, scaled already."""
+        return self.scale if self.softcap is None else 1.0
 
 
 @dataclass(frozen=True)
@@ -135,12 +143,12 @@ def _parts(classes: int, dtype: np.dtype[Any]) -> list[_Part]:
     return parts
 
 
-def _tiles(shape: tuple[int, int, int], dtype: np.dtype[Any]) -> Iterator[_Tile]:
+def _tiles(shape: tuple[int, int, int], dtype: np.dtype[Any], size: int) -> Iterator[_Tile]:
     """Tiles of a (outer, classes, inner) array; each takes whole stretches of `inner`, or part of one."""
     outer, classes, inner = shape
     for part in _parts(classes, dtype):
-        abreast = min(part.segments, max(1, _TILE // part.width))
-        rows = max(1, _TILE // (abreast * part.width))
+        abreast = min(part.segments, max(1, size // part.width))
+        rows = max(1, size // (abreast * part.width))
         outer_step, inner_step = max(1, rows // max(1, inner)), max(1, min(rows, inner))
         for outer_start in range(0, outer, outer_step):
             outers = slice(outer_start, min(outer, outer_start + outer_step))
@@ -179,54 +187,60 @@ class _Buffers:
         return flat[:size]
 
 
-def _sums(array: Array, buffers: _Buffers) -> Array:
-    """Sum of each segment in float64, or where the array is float32, of pairs in float32 and those in float64."""
+def _sums(array: Array) -> Array:
+    """Sum of each segment in float64."""
+    # Of NumPy's ways to sum float32 in float64 the fastest; its `sum` takes half as long again.
+    return array_namespace(array).einsum("rsw->rs", array, dtype=np.float64)
+
+
+def _sums_by_pairs(array: Array, buffers: _Buffers) -> Array:
+    """The same of numbers in [0, 1], in pairs in the dtype of the array and those in float64."""
     xp = array_namespace(array)
     rows, segments, width = array.shape
     if array.dtype == np.float32 and width % 2 == 0:
         half = buffers.take_flat("pairs", rows * segments * width // 2, array.dtype).reshape(rows, segments, width // 2)
         array = xp.add(array[:, :, : width // 2], array[:, :, width // 2 :], out=half)
-    # Of NumPy's ways to sum float32 in float64 the fastest; its `sum` takes half as long again.
-    return xp.einsum("rsw->rs", array, dtype=np.float64)
+    return _sums(array)
 
 
-def _load_capped(tile: _Tile, logits: Array, scale: float, softcap: float, buffers: _Buffers) -> Array:
-    """z of the tile in float64: float32 cannot hold softcap tanh(...) well enough to take exponentials of it."""
-    xp = array_namespace(logits)
-    z = buffers.take("capped", tile, np.dtype(np.float64))
-    tile.load(logits, z)
+def _cap(z: Array, transform: Transform) -> None:
+    """Turn logits into softcap tanh(scale x / softcap), in place."""
+    if transform.softcap is None:
+        return
+    xp = array_namespace(z)
     unbounded = xp.isinf(z)  # a masked class stays masked, and +inf stays an error
     infinities = z[unbounded]
-    xp.multiply(z, scale / softcap, out=z)
+    xp.multiply(z, transform.scale / transform.softcap, out=z)
     xp.tanh(z, out=z)
-    xp.multiply(z, softcap, out=z)
+    xp.multiply(z, transform.softcap, out=z)
     z[unbounded] = infinities
-    return z
 
 
 def _subtract(z: Array, reference: Array, scale: float, out: Array) -> None:
     """out = scale (z - reference), subtracted before it is scaled; `reference` is (rows, segments) or (rows, 1)."""
     xp = array_namespace(z)
     finite = xp.asarray(np.where(reference == -np.inf, 0.0, reference), dtype=z.dtype)
-    xp.subtract(z, finite[:, :, None], out=out, casting="same_kind")
+    xp.subtract(z, finite[:, :, None], out=out)
     if scale != 1.0:
-        xp.multiply(out, out.dtype.type(scale), out=out)
+        # A scale that float32 cannot hold would be off by the same factor for all classes.
+        exact = out.dtype.type(scale) == scale
+        xp.multiply(out, scale, out=out, dtype=out.dtype if exact else np.float64, casting="same_kind")
 
 
 def _class_weights(tile: _Tile, weights: ClassWeights, buffers: _Buffers) -> Array | None:
-    """u on this tile: None for ones, float64 (segments, width) if all rows have the same, else a tile of scratch."""
+    """u on this tile in float64: None for ones, (segments, width) if all rows have the same, else a tile of scratch."""
     weight = None
     if weights.weight is not None:
         weight = buffers.xp.asarray(weights.weight[tile.block[1]].reshape(tile.shape[1:]))
     if weights.probabilities is None:
         return weight
-    u = buffers.take("weights", tile)
+    u = buffers.take("weights", tile, np.dtype(np.float64))
     tile.load(weights.probabilities, u)
     if weights.smoothing:
-        u *= u.dtype.type(1.0 - weights.smoothing)
-        u += u.dtype.type(weights.smoothing / weights.classes)
+        u *= 1.0 - weights.smoothing
+        u += weights.smoothing / weights.classes
     if weight is not None:
-        u *= weight.astype(u.dtype, copy=False)
+        u *= weight
     return u
 
 
@@ -252,25 +266,24 @@ def fill_records(
     """
     xp = array_namespace(logits)
     outer, classes, inner = logits.shape
-    records = layout.identity(outer * inner, max(1, sum(part.segments for part in _parts(classes, compute_dtype))))
-    scale = transform.scale if transform.softcap is None else 1.0  # a softcap leaves nothing to scale
+    dtype = _working_dtype(compute_dtype, transform)
+    records = layout.identity(outer * inner, max(1, sum(part.segments for part in _parts(classes, dtype))))
+    scale = transform.of_differences
     if layout.scaled:
         records["scale"] = scale
-    offsets = _OFFSETS[np.arange(records.shape[1]) % _SEGMENTS]
+    offsets = _OFFSETS[np.arange(records.shape[1]) % _SEGMENTS] / max(scale, 1.0)
+    size = _SMALL_TILE if layout.weights or layout.entropy or transform.softcap is not None else _TILE
     overwrite = exponentials is not None and same_memory(exponentials, logits)
     buffers = _Buffers(xp)
     with np.errstate(all="ignore"):  # which also restores the buffer size
         np.setbufsize(_BUFFER)
-        for tile in _tiles(logits.shape, compute_dtype):
+        for tile in _tiles(logits.shape, dtype, size):
             record = records[tile.rows, tile.records]
             in_place = tile.direct(exponentials)
-            above = buffers.take("above", tile) if in_place is None else in_place
-            if transform.softcap is not None:
-                z = _load_capped(tile, logits, transform.scale, transform.softcap, buffers)
-            else:
-                z = above
-                if in_place is None or not overwrite:
-                    tile.load(logits, z)
+            z = buffers.take("z", tile) if in_place is None else in_place
+            if in_place is None or not overwrite:
+                tile.load(logits, z)
+            _cap(z, transform)
             held: tuple[Array, ...] = (np.empty(0, np.intp),) * 3
             if target_column is not None:
                 held = tile.places(target_column)
@@ -283,29 +296,29 @@ def fill_records(
             on_device = tuple(xp.asarray(index) for index in held)
             z[on_device] = -np.inf
             reference = to_host(z.max(axis=2))
-            if above.dtype == np.float32:
-                # Rounded to the dtype of z: what is subtracted there is what the record says.
-                reference += offsets[tile.records].astype(z.dtype)
+            if z.dtype == np.float32:
+                # Rounded to float32: what is subtracted is what the record says.
+                reference += offsets[tile.records].astype(np.float32)
             record["max"] = reference
-            _subtract(z, reference, scale, above)
+            _subtract(z, reference, scale, out=z)
             if layout.held_weight or layout.weights:
                 u = _class_weights(tile, weights, buffers)
                 record["held_weight"][held[:2]] = 1.0 if u is None else _at(xp.broadcast_to(u, tile.shape), held)
             if layout.weights:
-                above[on_device] = 0.0
-                record["weight"], record["weighted_gap"] = _weighted_sums(tile, u, on_device, above, buffers)
-                above[on_device] = -np.inf
+                z[on_device] = 0.0
+                record["weight"], record["weighted_gap"] = _weighted_sums(tile, u, on_device, z, buffers)
+                z[on_device] = -np.inf
             if layout.entropy:
                 # Where exp is 0 anyway, any finite gap will do in place of an infinite one.
                 gap = buffers.take("gap", tile)
-                xp.maximum(above, above.dtype.type(-1000.0), out=gap)
-            xp.exp(above, out=above)
-            record["sum_exp"] = to_host(_sums(above, buffers))
+                xp.maximum(z, z.dtype.type(-1000.0), out=gap)
+            xp.exp(z, out=z)
+            record["sum_exp"] = to_host(_sums_by_pairs(z, buffers))
             if layout.entropy:
-                gap *= above
-                record["exp_gap"] = -to_host(_sums(gap, buffers))
+                gap *= z
+                record["exp_gap"] = -to_host(_sums(gap))
             if exponentials is not None and in_place is None:
-                tile.store(exponentials, above)
+                tile.store(exponentials, z)
     references = records["max"]
     while records.shape[1] > 1:
         half = records.shape[1] // 2
@@ -320,6 +333,11 @@ def _at(array: Array, index: tuple[Array, ...]) -> Array:
     return to_host(array[tuple(xp.asarray(each) for each in index)]).astype(np.float64)
 
 
+def _working_dtype(compute_dtype: np.dtype[Any], transform: Transform) -> np.dtype[Any]:
+    """What a tile is computed in: float32 cannot hold softcap tanh(...) well enough to take exponentials of it."""
+    return compute_dtype if transform.softcap is None else np.dtype(np.float64)
+
+
 def _weighted_sums(
     tile: _Tile, u: Array | None, held: tuple[Array, ...], above: Array, buffers: _Buffers
 ) -> tuple[Array, Array]:
@@ -329,19 +347,19 @@ def _weighted_sums(
     if u is None:
         total = xp.full(above.shape[:2], float(above.shape[2]))
         total[rows, segments] -= 1.0
-        return to_host(total), -to_host(_sums(above, buffers))
+        return to_host(total), -to_host(_sums(above))
     if u.ndim == 2:
         total = xp.broadcast_to(u.sum(axis=1), above.shape[:2]).copy()
         total[rows, segments] -= u[held[1:]]
     else:
         u[held] = 0.0
-        total = _sums(u, buffers)
-    product = buffers.take("product", tile)
-    xp.multiply(u.astype(above.dtype, copy=False), above, out=product)
-    gap = -_sums(product, buffers)
+        total = _sums(u)
+    product = buffers.take("product", tile, np.dtype(np.float64))
+    xp.multiply(u, above, out=product)
+    gap = -_sums(product)
     if xp.isnan(gap).any():
         # Either an honest nan, or a masked class of weight 0, which contributes nothing.
-        gap = -_sums(xp.where(u == 0.0, above.dtype.type(0.0), product), buffers)
+        gap = -_sums(xp.where(u == 0.0, 0.0, product))
     return to_host(total), to_host(gap)
 
 
@@ -360,25 +378,23 @@ def write_gradient(
     With `references`, `out` already has the exponentials that `fill_records` left there, and `logits` is not read.
     """
     xp = array_namespace(out)
-    softcap = transform.softcap
-    scale = transform.scale if softcap is None else 1.0
+    softcap, scale = transform.softcap, transform.of_differences
+    plain = gradient.weight_factor is None and softcap is None
     all_valid = bool(gradient.valid.all())
     buffers = _Buffers(xp)
     with np.errstate(all="ignore"):  # which also restores the buffer size
         np.setbufsize(_BUFFER)
-        for tile in _tiles(out.shape, compute_dtype):
+        for tile in _tiles(out.shape, _working_dtype(compute_dtype, transform), _TILE if plain else _SMALL_TILE):
             # The slope of a softcap needs the logits once more, and `out` may be their memory.
             in_place = tile.direct(out) if softcap is None else None
             dz = buffers.take("dz", tile) if in_place is None else in_place
             factor = gradient.factor[tile.rows, None]
             if references is None:
-                if softcap is not None:
-                    z = _load_capped(tile, logits, transform.scale, softcap, buffers)
-                else:
-                    direct = tile.direct(logits)
-                    z = dz if direct is None else direct
-                    if direct is None:
-                        tile.load(logits, z)
+                z = tile.direct(logits) if softcap is None else None
+                if z is None:
+                    z = dz
+                    tile.load(logits, z)
+                    _cap(z, transform)
                 _subtract(z, gradient.max[tile.rows, None], scale, dz)
                 xp.exp(dz, out=dz)
             else:
@@ -389,9 +405,12 @@ def write_gradient(
                 factor = factor * np.exp(scale * np.where(reference == top, 0.0, reference - top))
             dz *= xp.asarray(factor, dtype=dz.dtype)[:, :, None]
             if gradient.weight_factor is not None:
-                subtracted = xp.asarray(gradient.weight_factor[tile.rows], dtype=dz.dtype)[:, None, None]
+                subtracted = xp.asarray(gradient.weight_factor[tile.rows])[:, None, None]
                 u = _class_weights(tile, weights, buffers)
-                dz -= subtracted if u is None else subtracted * u.astype(dz.dtype, copy=False)
+                if u is not None:
+                    product = buffers.take("product", tile, np.dtype(np.float64))
+                    subtracted = xp.multiply(subtracted, u, out=product)
+                xp.subtract(dz, subtracted, out=dz, casting="same_kind")
             held = tile.places(gradient.held_column)
             dz[tuple(xp.asarray(index) for index in held)] = xp.asarray(
                 gradient.held_gradient[tile.rows][held[0]], dtype=dz.dtype
@@ -407,8 +426,13 @@ def write_gradient(
 def _softcap_slope(tile: _Tile, logits: Array, factor: float, buffers: _Buffers) -> Array:
     """sech(factor x)**2, the slope of tanh, by one exponential that cannot overflow."""
     xp = array_namespace(logits)
-    slope = buffers.take("slope", tile, np.dtype(np.float64))
+    slope, square = buffers.take("slope", tile), buffers.take("square", tile)
     tile.load(logits, slope)
+    xp.abs(slope, out=slope)
     slope *= -2.0 * factor
-    xp.exp(-xp.abs(slope), out=slope)
-    return 4.0 * slope / (1.0 + slope) ** 2
+    xp.exp(slope, out=slope)
+    xp.add(slope, 1.0, out=square)
+    square *= square
+    slope *= 4.0
+    slope /= square
+    return slope
