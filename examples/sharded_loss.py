@@ -8,7 +8,7 @@ prints
     loss, sharded                      9.75276
     loss, dense                        9.75276
     gradients agree on each rank       True
-    bytes a rank sends: all_gather     64 for agreement
+    bytes a rank sends: all_gather     56 for agreement
     bytes a rank sends: all_reduce     1536 for payload, 24 a row
     to gather its logits instead       640256, 10004 a row
 """

@@ -16,8 +16,17 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, compute_dtype_of, is_floating, same_memory, shares_memory, to_host
-from pce_mpi.channel import CollectiveError, CollectiveTimeout, by_value, check_comm, is_comm
+from pce_mpi.arrays import (
+    array_namespace,
+    as_array,
+    compute_dtype_of,
+    is_floating,
+    overlaps_itself,
+    same_memory,
+    shares_memory,
+    to_host,
+)
+from pce_mpi.channel import CollectiveError, CollectiveTimeout, by_value, check_comm, is_comm, same_ranks
 from pce_mpi.collectives import agree, raise_together
 from pce_mpi.kernels.blockwise import ClassWeights, Transform
 
@@ -61,6 +70,7 @@ class Call:
     reduction: str = Reduction.MEAN
     batch_comm: MPI.Intracomm | None = None
     out: Any = None
+    with_gradient: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +150,7 @@ def rows_and_classes(array: Array, axis: int) -> Array:
 def prepare(call: Call) -> Problem:
     """Check `call` here, and agree on it everywhere.
 
-    Collective over `call.comm` and `call.batch_comm`: one Allgather of 64 bytes over each. Every rank returns, or
+    Collective over `call.comm` and `call.batch_comm`: one Allgather of 56 bytes over each. Every rank returns, or
     every rank raises the same error.
     """
     if call.comm is not None:
@@ -176,6 +186,8 @@ def prepare(call: Call) -> Problem:
 def _check(call: Call) -> Problem:
     if call.batch_comm is not None:
         check_comm(call.batch_comm, "batch_comm")
+        if call.comm is not None and call.comm.size > 1 and same_ranks(call.comm, call.batch_comm):
+            raise ValueError("comm and batch_comm are the same ranks: rows cannot be sharded where classes are")
     logits = as_array(call.logits, "logits")
     if not is_floating(logits.dtype):
         raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
@@ -198,7 +210,7 @@ def _check(call: Call) -> Problem:
     z_loss = _number(call.z_loss, "z_loss")
     if not math.isfinite(z_loss):
         raise ValueError(f"z_loss must be finite, got {z_loss}")
-    if call.reduction not in list(Reduction):
+    if not isinstance(call.reduction, str) or call.reduction not in list(Reduction):
         raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {call.reduction!r}")
     for name, count, least in (("class_start", call.class_start, 0), ("num_classes", call.num_classes, 1)):
         if count is not None and not least <= _integer(count, name) <= _LARGEST:
@@ -206,7 +218,10 @@ def _check(call: Call) -> Problem:
     weight = _check_weight(call.weight, logits, axis)
     given = [(call.targets, "targets"), (call.weight, "weight")]
     inputs = (logits, *(as_array(value, name) for value, name in given if value is not None))
-    out = None if call.out is None else check_out(call.out, inputs)
+    if call.out is not None:
+        out = check_out(call.out, inputs)
+    else:  # what can run out of memory does so before the others wait
+        out = array_namespace(logits).empty_like(logits) if call.with_gradient else None
     rows = math.prod(logits.shape[:axis] + logits.shape[axis + 1 :])
     return Problem(
         logits=logits,
@@ -248,7 +263,10 @@ def _check_targets(call: Call, logits: Array, axis: int, ignore_index: int) -> t
     if only_index:
         raise ValueError("class_statistics takes index targets, got probabilities")
     if targets.shape != logits.shape:
-        raise ValueError(f"probability targets must have the logits' shape, {logits.shape}, got {targets.shape}")
+        raise ValueError(
+            f"targets of dtype {targets.dtype} are probabilities and must have the logits' shape, {logits.shape}, "
+            f"got {targets.shape}"
+        )
     if array_namespace(targets) is not array_namespace(logits):
         raise TypeError("probability targets and logits must be arrays of the same library")
     if ignore_index >= 0:
@@ -282,6 +300,8 @@ def check_out(out: Any, inputs: Sequence[Array]) -> Array:
         raise ValueError(f"out must have the logits' shape, {logits.shape}, got {array.shape}")
     if isinstance(array, np.ndarray) and not array.flags.writeable:
         raise ValueError("out is read-only")
+    if overlaps_itself(array):
+        raise ValueError(f"elements of out share memory: shape {array.shape}, strides {array.strides}")
     if not same_memory(array, logits) and shares_memory(array, logits):
         raise ValueError("out must be exactly the logits, or share no memory with them")
     if any(shares_memory(array, other) for other in others):
@@ -308,6 +328,8 @@ def _integer(value: Any, name: str) -> int:
 
 
 def _number(value: Any, name: str) -> float:
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()  # a 0-d array, as a learned scale comes
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a real number, got {value!r}")
     return float(value) + 0.0  # -0.0 is 0.0
@@ -340,13 +362,12 @@ def _place(call: Call, problem: Problem | None, error: Exception | None) -> Prob
             "num_classes": None if problem is None or call.num_classes is None else operator.index(call.num_classes),
             "batch_comm given": call.batch_comm is not None,
         }
-        nothing = (0,) * 5
         facts = agree(
             call.comm,
             call.operation,
             description,
             error=error,
-            facts=nothing if problem is None else _facts(call, problem),
+            facts=() if problem is None else _facts(call, problem),
         )
         assert problem is not None  # its error has been raised everywhere
     checksums, starts, counts, lowest, highest = facts.T
@@ -394,7 +415,7 @@ def _check_ranges(starts: HostArray, counts: HostArray) -> None:
             continue
         if starts[rank] != expected:
             ranges = ", ".join(
-                f"[{start}, {start + count}) (rank {rank})"
+                f"[{start}, {int(start) + int(count)}) (rank {rank})"
                 for rank, (start, count) in enumerate(zip(starts, counts, strict=True))
             )
             problem = "overlap" if starts[rank] < expected else "leave a gap"

@@ -20,6 +20,7 @@ __all__ = [
     "compute_dtype_of",
     "is_floating",
     "is_half",
+    "overlaps_itself",
     "same_memory",
     "shares_memory",
     "to_host",
@@ -141,6 +142,21 @@ def same_memory(a: Any, b: Any) -> bool:
         and a.dtype == b.dtype
         and _address(a) == _address(b)
     )
+
+
+def overlaps_itself(array: Any) -> bool:
+    """Whether writing to one element of `array` may change another, as in a broadcast or a sliding window."""
+    if array.size == 0:
+        return False
+    reach = 0  # from the first to past the last byte of what the axes so far cover
+    for stride, length in sorted(
+        (abs(stride), length) for stride, length in zip(array.strides, array.shape, strict=True)
+    ):
+        if length > 1:
+            if stride < max(reach, array.dtype.itemsize):
+                return True
+            reach = max(reach, array.dtype.itemsize) + stride * (length - 1)
+    return False
 
 
 def shares_memory(a: Any, b: Any) -> bool:

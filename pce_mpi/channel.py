@@ -25,6 +25,7 @@ __all__ = [
     "channel_of",
     "check_comm",
     "is_comm",
+    "same_ranks",
 ]
 
 # A yielding poll answers in microseconds; one that sleeps leaves the core to others. Change over after about 10 ms.
@@ -163,6 +164,13 @@ def is_comm(comm: Any) -> bool:
     from mpi4py import MPI
 
     return isinstance(comm, MPI.Intracomm) and comm != MPI.COMM_NULL
+
+
+def same_ranks(a: MPI.Intracomm, b: MPI.Intracomm) -> bool:
+    """Whether two communicators have the same processes in the same order; asks nobody."""
+    from mpi4py import MPI
+
+    return MPI.Comm.Compare(a, b) in (MPI.IDENT, MPI.CONGRUENT)
 
 
 def check_comm(comm: Any, name: str) -> None:

@@ -39,7 +39,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 Merge = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 
 #: how many whole numbers of its own an operation may add to the header of its agreement
-FACTS = 6
+FACTS = 5
 
 
 def agree(
@@ -54,8 +54,8 @@ def agree(
 ) -> np.ndarray[Any, Any]:
     """Make sure that every rank of `comm` makes the same call and that all of its checks passed.
 
-    Collective over `comm`: one Allgather of 64 bytes. `call` describes what must be the same on every rank, `error`
-    is what this rank's own checks raised, if anything, and `facts` are up to 6 whole numbers for the others to know.
+    Collective over `comm`: one Allgather of 56 bytes. `call` describes what must be the same on every rank, `error`
+    is what this rank's own checks raised, if anything, and `facts` are up to 5 whole numbers for the others to know.
     `ranks_named` says that the error's text has its ranks already, from an agreement over another communicator.
 
     Returns the facts of all ranks, (ranks, facts), int64. If some rank has an error, every rank raises that of the
@@ -95,7 +95,7 @@ def raise_together(
     comm: MPI.Intracomm, operation: str, error: Exception | None, over: str = "comm", ranks_named: bool = False
 ) -> None:
     """Raise, on every rank of `comm`, the error of the lowest rank that has one; all ranks must call it."""
-    text = "" if error is None else json.dumps([type(error).__name__, str(error), ranks_named])
+    text = "" if error is None else json.dumps([type(error).__name__, _text_of(error), ranks_named])
     texts = all_gather_text(text, comm, operation=operation, over=over)
     failed = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
     kind = _RAISED.get(next(iter(failed.values()))[0], RuntimeError)
@@ -104,6 +104,14 @@ def raise_together(
     prefix = "" if over == "comm" else f"{over} "
     said = by_value({rank: message for rank, (_, message, _) in failed.items()}, prefix=prefix, between="; ")
     raise kind(said) from error
+
+
+def _text_of(error: Exception) -> str:
+    """`str(error)`, or its type where that raises: the other ranks are waiting for some text."""
+    try:
+        return str(error)
+    except Exception:
+        return type(error).__name__
 
 
 _RAISED: dict[str, type[Exception]] = {

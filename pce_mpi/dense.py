@@ -1,7 +1,8 @@
 """The oracle: softmax cross entropy in one process, unsharded, in float64, from the textbook.
 
 It imports nothing of the package, so that what it is held against cannot share its mistakes. Options and conventions
-are those of `pce_mpi.softmax_cross_entropy`, less `comm`, `batch_comm` and `class_start`.
+are those of `pce_mpi.softmax_cross_entropy`, less `comm`, `batch_comm` and `class_start`; `compute_dtype` can only be
+float64. Sums over classes are taken in longdouble, where the platform has one, and rounded.
 
 The one liberty it takes with the textbook is to hold one class h of each row apart from the sum over the others: the
 target, or the largest logit where targets are probabilities. With a = sum_{c != h} exp(z_c - z_h), that gives the loss
@@ -11,7 +12,7 @@ log1p(a) and the gradient -a / (1 + a) all their bits when p_h is close to 1; `l
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, DTypeLike
 
 __all__ = ["Statistics", "class_statistics", "softmax_cross_entropy", "softmax_cross_entropy_value_and_grad"]
 
@@ -24,7 +25,7 @@ class Statistics(NamedTuple):
     max: Array
     sum_exp: Array
     logsumexp: Array
-    log_prob: Array
+    log_prob: Array | None
     entropy: Array
     argmax: Array
 
@@ -50,15 +51,27 @@ def softmax_cross_entropy_value_and_grad(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     reduction: str = "mean",
+    num_classes: int | None = None,
+    compute_dtype: DTypeLike | None = None,
 ) -> tuple[Array, Array]:
     """The loss and the gradient of it (of its sum, for `reduction="none"`) with respect to `logits`, in float64.
 
     Index targets t: the sum over c of u_c (-log p_c), u = (1 - s) w_t [c = t] + s w_c / C; probability targets q: the
     same with u = w_c (q_c (1 - s) + s / C). Added to each row: z_loss logsumexp(z)**2. `mean` divides by the sum of
     w_t over rows that are not ignored, or by the number of rows for probability targets. A term with u = 0 is 0.
+
+    Raises `IndexError` for a target out of range, `ValueError` for an unknown reduction, or where `num_classes` or
+    `compute_dtype` is not what there is. Communicates nothing.
+
+    >>> softmax_cross_entropy_value_and_grad([[0.0, 0.0]], [0])[1]
+    array([[-0.5,  0.5]])
     """
+    if compute_dtype is not None and np.dtype(compute_dtype) != np.float64:
+        raise ValueError(f"dense computes in float64, not in {np.dtype(compute_dtype)}")
     x = np.moveaxis(np.asarray(logits).astype(np.float64), axis, -1)
     rows, classes = x.shape[:-1], x.shape[-1]
+    if num_classes is not None and num_classes != classes:
+        raise ValueError(f"num_classes = {num_classes}, but there are {classes} classes")
     targets = np.asarray(targets)
     index_targets = targets.dtype.kind in "iu"
     w = np.ones(classes) if weight is None else np.asarray(weight).astype(np.float64)
@@ -66,7 +79,9 @@ def softmax_cross_entropy_value_and_grad(
         z, dz_dx = _transform(x, logit_scale, softcap)
         if index_targets:
             valid, held = _held_targets(targets, ignore_index, classes)
-            u = np.zeros_like(x) + label_smoothing / classes * w
+            u = np.zeros_like(x)
+            if label_smoothing:  # else a weight that no row's target has means nothing, not even if it is nan
+                u += label_smoothing / classes * w
             _add_at(u, held, (1.0 - label_smoothing) * w[held])
             divisor = w[held][valid].sum()
         else:
@@ -97,25 +112,31 @@ def softmax_cross_entropy_value_and_grad(
 
 def class_statistics(
     logits: ArrayLike,
-    targets: ArrayLike,
+    targets: ArrayLike | None = None,
     *,
     axis: int = -1,
     ignore_index: int = -100,
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> Statistics:
-    """Of each row: max z, sum exp(z - max), logsumexp, log p of the target, entropy -sum p log p, lowest argmax.
+    """Of each row: max z, sum exp(z - max), logsumexp, log p of the target, entropy -sum p log p, lowest argmax of z.
 
-    `log_prob` is 0 in rows with the target `ignore_index`.
+    `log_prob` is 0 in rows with the target `ignore_index`, and None without targets. Raises `IndexError` for a target
+    out of range. Communicates nothing.
+
+    >>> float(class_statistics([[0.0, 0.0]]).entropy[0])  # log 2
+    0.6931471805599453
     """
     x = np.moveaxis(np.asarray(logits).astype(np.float64), axis, -1)
-    valid, held = _held_targets(np.asarray(targets), ignore_index, x.shape[-1])
     scale = logit_scale if softcap is None else None
     with np.errstate(all="ignore"):
         z, _ = _transform(x, logit_scale, softcap)
         top = z.argmax(axis=-1)
         p, _, nll, logsumexp = _softmax(x, z, top, scale)
-        log_prob = np.where(valid, -_at(_softmax(x, z, held, scale)[2], held), 0.0)
+        log_prob = None
+        if targets is not None:
+            valid, held = _held_targets(np.asarray(targets), ignore_index, x.shape[-1])
+            log_prob = np.where(valid, -_at(_softmax(x, z, held, scale)[2], held), 0.0)
         entropy = np.where(p == 0.0, 0.0, p * nll).sum(-1)
         return Statistics(_at(z, top), 1.0 / _at(p, top), logsumexp, log_prob, entropy, top)
 

@@ -91,8 +91,8 @@ def softmax_cross_entropy(
     Returns the loss, a 0-d array, or one per row for `reduction="none"`, the same bits on every rank. No row left
     gives `nan` for `mean`. A row of only -inf, with a +inf or a `nan`, gives `nan`; a single -inf masks its class.
 
-    Collective over `comm`: one Allgather of 64 bytes to agree on the call, and one Allreduce of 24 bytes a row (more
-    with options, at most 64). With `batch_comm`: an Allgather of 64 bytes over it, and an Allreduce of 16 bytes
+    Collective over `comm`: one Allgather of 56 bytes to agree on the call, and one Allreduce of 24 bytes a row (more
+    with options, at most 64). With `batch_comm`: an Allgather of 56 bytes over it, and an Allreduce of 16 bytes
     for `sum` and `mean`. Errors: see the module.
 
     >>> import numpy as np
@@ -122,9 +122,9 @@ def softmax_cross_entropy_forward(
 ) -> tuple[Array, Residuals]:
     """The loss, and the residuals that `softmax_cross_entropy_backward` takes the gradient from.
 
-    Formula, arguments, communication and errors are those of `softmax_cross_entropy`. The residuals hold a reference
-    to the logits (and to probability targets), which must not change until the backward pass, and about 100 bytes a
-    row.
+    Formula, arguments, communication and errors are those of `softmax_cross_entropy`. The residuals hold references
+    to the arrays that were passed, of which logits and probability targets must not change until the backward pass,
+    the weights in float64, and about 100 bytes a row.
 
     >>> import numpy as np
     >>> loss, residuals = softmax_cross_entropy_forward(np.zeros((1, 2)), np.array([0]))
@@ -145,8 +145,13 @@ def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = 
 
     Returns `out`, or a new array of the logits' dtype and shape. Can be called again, unless `out` was the logits.
 
-    Communicates nothing, and so raises where it fails: `RuntimeError` for residuals that were used up, `TypeError` or
-    `ValueError` for a `dloss` or `out` that does not fit.
+    Communicates nothing, and so raises where it fails, on that rank alone: `RuntimeError` for residuals that were used
+    up, `TypeError` or `ValueError` for a `dloss` or `out` that does not fit.
+
+    >>> import numpy as np
+    >>> _, residuals = softmax_cross_entropy_forward(np.zeros((1, 2)), np.array([0]), reduction="none")
+    >>> softmax_cross_entropy_backward(np.array([3.0]), residuals)
+    array([[-1.5,  1.5]])
     """
     if not isinstance(residuals, Residuals):
         raise TypeError(f"residuals must come from softmax_cross_entropy_forward, got {type(residuals).__name__}")
@@ -204,11 +209,10 @@ def softmax_cross_entropy_value_and_grad(
     >>> dlogits
     array([[-0.5,  0.5]])
     """
-    call = Call(operation="softmax_cross_entropy_value_and_grad", **locals())
+    call = Call(operation="softmax_cross_entropy_value_and_grad", with_gradient=True, **locals())
     problem = prepare(call)
     gradient = problem.out
-    if gradient is None:
-        gradient = array_namespace(problem.logits).empty_like(problem.logits)
+    assert gradient is not None  # allocated before the ranks agreed, unless the caller passed it
     rows = rows_and_classes(gradient, problem.axis)
     # One exponential does if the gradient can keep it until the merged records are known, and if nothing else of the
     # logits is needed then.
@@ -237,7 +241,7 @@ def class_statistics(
     """What can be said of each row's softmax over the classes of all shards, without gathering a logit.
 
     Arguments are those of `softmax_cross_entropy`; probability targets are a `ValueError`. Collective over `comm`: one
-    Allgather of 64 bytes, and one Allreduce of 40 bytes a row, 8 more with targets and 8 more with
+    Allgather of 56 bytes, and one Allreduce of 40 bytes a row, 8 more with targets and 8 more with
     a scale.
 
     >>> import numpy as np
@@ -288,7 +292,7 @@ class ClassStatistics(NamedTuple):
     entropy: Array
     """-sum_c p_c log p_c"""
     argmax: Array
-    """the global number of the class with the largest logit, the lowest on ties; int64"""
+    """the global number of the class with the largest z, the lowest on ties; int64"""
 
 
 def _forward(call: Call) -> tuple[Array, Residuals]:

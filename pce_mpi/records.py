@@ -171,7 +171,7 @@ def _exp_difference(a: Array, b: Array, scale: Array | float) -> Array:
 class RowSoftmax:
     """The softmax of each row, as far as merged records tell; all arrays are float64, one number per row.
 
-    Rows of only -inf, with a +inf or with a `nan` are `nan` throughout.
+    Rows of only -inf, with a +inf or with a `nan` are `nan` throughout, but for `max`.
     """
 
     def __init__(self, records: Array):

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from jobs.launch import ROOT, launch
+import pce_mpi
 
 COMMAND = ["-m", "pce_mpi"]
 
@@ -17,7 +18,7 @@ def test_info_tells_versions_the_library_and_where_each_rank_runs(ranks):
     job = launch(ranks, *COMMAND, "info", "--json")
     assert job.returncode == 0, job.stderr
     report = json.loads(job.stdout)
-    assert report["versions"]["pce_mpi"] == "0.1.0"
+    assert report["versions"]["pce_mpi"] == pce_mpi.__version__
     assert {"library", "standard", "GPU-aware"} <= set(report["mpi"])
     assert [rank["rank"] for rank in report["ranks"]] == list(range(ranks))
     assert all(rank["size"] == ranks and rank["cores"] and rank["blas threads"] >= 1 for rank in report["ranks"])

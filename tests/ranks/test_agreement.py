@@ -270,6 +270,28 @@ class Unreadable:
         raise KeyError("this array cannot be read")
 
 
+class Mute(Exception):
+    """An exception that cannot even say what went wrong."""
+
+    def __str__(self) -> str:
+        raise StopIteration
+
+
+class Muting:
+    """Fails with that when it is read."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        raise Mute
+
+
+def every_element_in_one_place(array: np.ndarray) -> np.ndarray:
+    return np.lib.stride_tricks.as_strided(array, strides=(0, array.itemsize))
+
+
+def sliding_windows(array: np.ndarray) -> np.ndarray:
+    return np.lib.stride_tricks.as_strided(array, strides=(array.itemsize, array.itemsize))
+
+
 BAD = [
     # targets
     computed("target_too_large", IndexError, "targets[3] = 16 is outside [0, 16)", change=targets_with(16, 3)),
@@ -344,6 +366,7 @@ BAD = [
     ),
     bad("logits_that_are_no_array", TypeError, "logits", "array", "object", logits=object()),
     bad("ragged_logits", TypeError, "logits", "array", logits=[[1.0, 2.0], [3.0]]),
+    bad("logits_that_cannot_be_read_nor_say_why", RuntimeError, "Mute", logits=Muting()),
     bad("logits_that_cannot_be_read", RuntimeError, "this array cannot be read", logits=Unreadable()),
     # weight
     computed(
@@ -433,6 +456,8 @@ BAD = [
         change=out_like_logits(lambda out: out.astype(np.complex64)),
     ),
     computed("out_read_only", ValueError, "out", "read-only", change=out_like_logits(read_only)),
+    computed("out_over_itself", ValueError, "out", "share", change=out_like_logits(every_element_in_one_place)),
+    computed("out_of_sliding_windows", ValueError, "out", "share", change=out_like_logits(sliding_windows)),
     computed("out_that_is_no_array", TypeError, "out", "list", change=out_like_logits(np.ndarray.tolist)),
     computed("out_over_part_of_the_logits", ValueError, "out", "logits", change=out_over_part_of_the_logits),
     computed("out_over_the_logits_in_another_order", ValueError, "out", "logits", change=out_over_reversed_logits),
@@ -1145,8 +1170,8 @@ def test_agreement_is_traced_as_agreement_and_not_counted_as_payload(comm):
             grid.result()
         agreements = trace.select(purpose=Purpose.AGREEMENT)
         assert [(event.over, event.ranks, event.bytes) for event in agreements] == [
-            ("comm", grid.comm.size, 64),
-            ("batch_comm", grid.batch_comm.size, 64),
+            ("comm", grid.comm.size, 56),
+            ("batch_comm", grid.batch_comm.size, 56),
         ]
         assert {event.collective for event in agreements} == {"all_gather"}
         assert [(event.collective, event.over) for event in trace.select()] == [
@@ -1166,7 +1191,7 @@ def test_a_call_that_is_refused_sends_no_payload_and_the_trace_shows_what_it_sen
     assert raised is not None
     assert trace.count() == 0
     agreements = trace.select(purpose=Purpose.AGREEMENT)
-    assert agreements[0].bytes == 64
+    assert agreements[0].bytes == 56
     # The failing rank's message went over the wire as well.
     message = raised.text.removesuffix(f" (rank {comm.size - 1})") if comm.rank == comm.size - 1 else ""
     assert sum(event.bytes for event in agreements[1:]) >= len(message)
@@ -1310,3 +1335,29 @@ def test_nothing_a_caller_sends_is_mistaken_for_an_agreement(comm):
     assert not early
     assert inbox[0] == (comm.rank - 1) % comm.size
     assert_right(comm, afterwards)
+
+
+def test_a_rank_without_memory_for_the_gradient_says_so_before_the_others_wait(comm, monkeypatch):
+    logits = np.zeros((3, 4), np.float32)
+
+    def out_of_memory(*_: Any, **__: Any) -> np.ndarray:
+        raise MemoryError("no room for the gradient")
+
+    with monkeypatch.context() as patch:
+        if comm.rank == comm.size - 1:
+            patch.setattr(np, "empty_like", out_of_memory)
+        with pytest.raises(MemoryError) as raised:
+            pce.softmax_cross_entropy_value_and_grad(logits, np.zeros(3, int), comm=comm)
+    texts = comm.allgather(str(raised.value))
+    assert texts == [f"no room for the gradient (rank {comm.size - 1})"] * comm.size
+    assert np.isfinite(pce.softmax_cross_entropy(logits, np.zeros(3, int), comm=comm))
+
+
+def test_the_same_ranks_cannot_share_both_rows_and_classes(comm):
+    arguments = {"comm": comm, "batch_comm": comm}
+    if comm.size == 1:
+        assert np.isfinite(pce.softmax_cross_entropy(np.zeros((3, 4)), np.zeros(3, int), **arguments))
+        return
+    with pytest.raises(ValueError, match="comm and batch_comm are the same ranks"):
+        pce.softmax_cross_entropy(np.zeros((3, 4)), np.zeros(3, int), **arguments)
+    assert np.isfinite(pce.softmax_cross_entropy(np.zeros((3, 4)), np.zeros(3, int), comm=comm))

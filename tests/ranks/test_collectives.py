@@ -362,7 +362,7 @@ def test_a_communicator_is_duplicated_once_whatever_is_done_with_it(comm):
         agree(counting, "a test", {})
         all_reduce(np.zeros(3), counting, MPI.SUM, **WHY)
         all_gather(np.zeros(3), counting, [(3,)] * comm.size, **WHY)
-        pce.softmax_cross_entropy(np.zeros((2, 3)), np.zeros(2, int), comm=counting, batch_comm=counting)
+        pce.softmax_cross_entropy(np.zeros((2, 3)), np.zeros(2, int), comm=counting)
         counts.append(Counting.duplicated)
     # Another Python object of the same communicator finds the duplicate too.
     all_reduce(np.zeros(3), Counting(comm), MPI.SUM, **WHY)

@@ -182,7 +182,7 @@ def test_the_loss_alone_is_the_same_number():
 def test_it_takes_the_options_of_the_sharded_loss_but_those_that_only_make_sense_for_shards():
     sharded = inspect.signature(pce.softmax_cross_entropy).parameters
     own = inspect.signature(value_and_grad).parameters
-    assert set(sharded) - set(own) == {"comm", "class_start", "num_classes", "batch_comm", "compute_dtype"}
+    assert set(sharded) - set(own) == {"comm", "class_start", "batch_comm"}
     for name, parameter in own.items():
         assert parameter.default == sharded[name].default
         assert parameter.kind == sharded[name].kind
@@ -436,3 +436,25 @@ def test_an_unknown_reduction_is_a_value_error():
 def test_an_index_that_is_ignored_cannot_be_out_of_range():
     loss = dense.softmax_cross_entropy(X, [1, 3], ignore_index=3)
     assert agrees(loss, A)
+
+
+def test_number_of_classes_and_dtype_are_checked_and_otherwise_mean_nothing():
+    expected = dense.softmax_cross_entropy(X, T)
+    assert dense.softmax_cross_entropy(X, T, num_classes=X.shape[-1], compute_dtype=np.float64) == expected
+    with pytest.raises(ValueError, match="num_classes = 99"):
+        dense.softmax_cross_entropy(X, T, num_classes=99)
+    with pytest.raises(ValueError, match="float64, not in float32"):
+        dense.softmax_cross_entropy(X, T, compute_dtype=np.float32)
+
+
+def test_a_weight_that_no_rows_target_has_means_nothing_without_smoothing():
+    weight = np.ones(X.shape[-1])
+    unused = next(c for c in range(X.shape[-1]) if c not in T)
+    weight[unused] = np.nan
+    assert dense.softmax_cross_entropy(X, T, weight=weight) == dense.softmax_cross_entropy(X, T)
+
+
+def test_statistics_need_no_targets():
+    statistics = dense.class_statistics(X)
+    assert statistics.log_prob is None
+    assert statistics.entropy.tolist() == dense.class_statistics(X, T).entropy.tolist()

@@ -409,4 +409,4 @@ def test_a_forward_pass_sends_24_bytes_a_row_however_many_classes_there_are(comm
         with pce.trace() as trace:
             pce.softmax_cross_entropy(logits, targets, **options)
         sent.append((trace.bytes(), trace.bytes(purpose=Purpose.AGREEMENT)))
-    assert sent == [(7 * 24, 64)] * 2
+    assert sent == [(7 * 24, 56)] * 2

@@ -54,7 +54,7 @@ def problems(draw):
     options = {
         "label_smoothing": draw(st.sampled_from([0.0, 0.0, 0.1, 1.0]) | numbers(0, 1)),
         "z_loss": draw(st.just(0.0) | numbers(1e-6, 1)),
-        "logit_scale": draw(st.just(1.0) | numbers(0.01, 10)),
+        "logit_scale": draw(st.just(1.0) | numbers(0.01, 10) | st.sampled_from([1e-4, 300.0, 1e4])),
         "softcap": draw(st.none() | numbers(0.1, 100)),
         "reduction": draw(st.sampled_from(["none", "sum", "mean"])),
     }

@@ -72,6 +72,22 @@ def test_a_masked_class_stays_masked_under_scale_and_softcap(comm):
                 np.testing.assert_allclose(loss, removed.dense()[0], rtol=2**-21)
 
 
+@pytest.mark.parametrize("scale", [30.0, 340.0, 1e4])
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 1.0])
+def test_a_large_scale_of_small_logits_is_exact(comm, scale, spread):
+    for targets in ("class numbers", "probabilities"):
+        with in_step(comm):
+            rng = np.random.default_rng(5)
+            logits = (spread * rng.standard_normal((5, WIDE))).astype(np.float32)
+            wanted = rng.integers(0, WIDE, 5) if targets == "class numbers" else rng.random((5, WIDE), np.float32)
+            problem = Problem(logits, wanted, options={"logit_scale": scale})
+            results, part = evaluated(comm, problem)
+            assert_as_dense(results, problem, part)
+            statistics = pce.class_statistics(part.of(logits, 1), comm=comm, logit_scale=scale)
+            expected = pce.dense.class_statistics(logits, logit_scale=scale)
+            np.testing.assert_allclose(statistics.logsumexp, expected.logsumexp, rtol=4 * np.finfo(np.float32).eps)
+
+
 def test_a_target_at_a_masked_class_gives_an_infinite_loss_and_a_finite_gradient(comm):
     problem = draw(4, WIDE, reduction="none")
     problem.logits[np.arange(4), problem.targets] = -np.inf
