@@ -40,6 +40,7 @@ test: $(installed)/test
 
 test-peers: $(installed)/peers
 	$(bin)/python tests/run.py tests/peers -n $(or $(N),1 3)
+	$(bin)/python tests/peers/compare_speed.py --rows 64 --classes 1000 --pairs 1
 
 lint: $(installed)/dev
 	$(bin)/ruff check

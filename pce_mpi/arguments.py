@@ -198,7 +198,9 @@ def _check(call: Call) -> Problem:
         raise ValueError(f"axis = {axis} is out of bounds for logits of {logits.ndim} dimensions")
     axis %= logits.ndim
     ignore_index = _integer(call.ignore_index, "ignore_index")
-    targets, probabilities = _check_targets(call, logits, axis, ignore_index)
+    given_targets = None if call.targets is None else as_array(call.targets, "targets")
+    given_weight = None if call.weight is None else as_array(call.weight, "weight")
+    targets, probabilities = _check_targets(call.operation, given_targets, logits, axis, ignore_index)
     label_smoothing = _number(call.label_smoothing, "label_smoothing")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
@@ -215,9 +217,8 @@ def _check(call: Call) -> Problem:
     for name, count, least in (("class_start", call.class_start, 0), ("num_classes", call.num_classes, 1)):
         if count is not None and not least <= _integer(count, name) <= _LARGEST:
             raise ValueError(f"{name} must be at least {least} and fit 64 bits, got {count}")
-    weight = _check_weight(call.weight, logits, axis)
-    given = [(call.targets, "targets"), (call.weight, "weight")]
-    inputs = (logits, *(as_array(value, name) for value, name in given if value is not None))
+    weight = None if given_weight is None else _check_weight(given_weight, logits.shape[axis])
+    inputs = (logits, *(array for array in (given_targets, given_weight) if array is not None))
     if call.out is not None:
         out = check_out(call.out, inputs)
     else:  # what can run out of memory does so before the others wait
@@ -241,12 +242,15 @@ def _check(call: Call) -> Problem:
     )
 
 
-def _check_targets(call: Call, logits: Array, axis: int, ignore_index: int) -> tuple[HostArray | None, Array | None]:
+def _check_targets(
+    operation: str, targets: Array | None, logits: Array, axis: int, ignore_index: int
+) -> tuple[HostArray | None, Array | None]:
     """(rows,) int64 class numbers, or probabilities shaped as the logits; neither where targets are not required."""
-    only_index = call.operation == "class_statistics"
-    if call.targets is None and only_index:
+    only_index = operation == "class_statistics"
+    if targets is None:
+        if not only_index:
+            raise TypeError("targets are missing")
         return None, None
-    targets = as_array(call.targets, "targets")
     rows_shape = logits.shape[:axis] + logits.shape[axis + 1 :]
     if targets.dtype.kind in "iu":
         if targets.shape != rows_shape:
@@ -274,16 +278,12 @@ def _check_targets(call: Call, logits: Array, axis: int, ignore_index: int) -> t
     return None, targets
 
 
-def _check_weight(weight: Any, logits: Array, axis: int) -> HostArray | None:
-    if weight is None:
-        return None
-    weight = to_host(as_array(weight, "weight"))
+def _check_weight(weight: Array, classes: int) -> HostArray:
     if weight.dtype.kind not in "iu" and not is_floating(weight.dtype):
         raise TypeError(f"weight must be real numbers, got {weight.dtype}")
-    classes = logits.shape[axis]
     if weight.shape != (classes,):
         raise ValueError(f"weight must have one entry per class of this shard, ({classes},), got {weight.shape}")
-    return weight.astype(np.float64)
+    return to_host(weight).astype(np.float64)
 
 
 def check_out(out: Any, inputs: Sequence[Array]) -> Array:
