@@ -13,6 +13,10 @@ bin       := .venv/bin
 # One empty file for each set of packages that is installed, beside the packages themselves.
 installed := .venv/installed/$(MPI)
 
+ifneq ($(shell echo '$(N)' | grep -E '^[1-9][0-9]*$$'),$(N))
+$(error N=$(N): give a number of ranks, such as N=4)
+endif
+
 .PHONY: help run test test-peers lint clean
 
 help:

@@ -256,6 +256,7 @@ def _check_targets(
         if targets.shape != rows_shape:
             raise ValueError(
                 f"index targets must have the logits' shape without the class axis, {rows_shape}, got {targets.shape}"
+                + ("; probabilities must be floating-point" if targets.shape == logits.shape else "")
             )
         host = to_host(targets).reshape(-1)
         beyond = np.flatnonzero(host > _LARGEST)
@@ -269,7 +270,7 @@ def _check_targets(
     if targets.shape != logits.shape:
         raise ValueError(
             f"targets of dtype {targets.dtype} are probabilities and must have the logits' shape, {logits.shape}, "
-            f"got {targets.shape}"
+            f"got {targets.shape}; class numbers must be integers"
         )
     if array_namespace(targets) is not array_namespace(logits):
         raise TypeError("probability targets and logits must be arrays of the same library")
@@ -384,7 +385,7 @@ def _place(call: Call, problem: Problem | None, error: Exception | None) -> Prob
     else:
         _check_ranges(starts, counts)
     if (lowest < 0).any() or (highest >= num_classes).any():
-        out_of_range = _out_of_range(problem, num_classes)
+        out_of_range = _out_of_range(problem, num_classes, call.comm is not None)
         if call.comm is None:
             raise out_of_range or RuntimeError("targets changed while they were checked")
         raise_together(call.comm, call.operation, out_of_range)
@@ -423,11 +424,12 @@ def _check_ranges(starts: HostArray, counts: HostArray) -> None:
         expected += counts[rank]
 
 
-def _out_of_range(problem: Problem, num_classes: int) -> IndexError | None:
+def _out_of_range(problem: Problem, num_classes: int, sharded: bool) -> IndexError | None:
     targets = problem.targets
     if targets is None:
         return None
     wrong = np.flatnonzero(problem.valid & ((targets < 0) | (targets >= num_classes)))
     if not wrong.size:
         return None
-    return IndexError(f"{_target_text(targets, problem.rows_shape, wrong[0])} is outside [0, {num_classes})")
+    text = f"{_target_text(targets, problem.rows_shape, wrong[0])} is outside [0, {num_classes})"
+    return IndexError(text if sharded else f"{text}: without comm, these logits are all classes")

@@ -107,7 +107,7 @@ class Channel:
         silent = [rank for rank in range(self.size) if rank not in waiting]
         where = by_value({rank: waiting[rank] for rank in sorted(waiting)})
         return (
-            f"waited {self._timeout:g} s (PCE_MPI_TIMEOUT): {where}; "
+            f"waited {self._timeout:g} s (PCE_MPI_TIMEOUT) in {where}; "
             f"silent: {_ranks_text(silent) if silent else 'no rank, they wait for each other in different calls'}"
         )
 

@@ -86,14 +86,15 @@ def softmax_cross_entropy(
 
     `logits`: float16, bfloat16, float32 or float64, any shape with at least the class axis; a shard may be empty.
     `targets`: integers, the logits' shape without the class axis, global class numbers and the same on every rank of
-    `comm`; or floating-point probabilities, shaped and sharded as the logits. Other options: see the module.
+    `comm`; or floating-point probabilities, shaped and sharded as the logits. What each option means, and which errors
+    are raised: see `help(pce_mpi.loss)`.
 
     Returns the loss, a 0-d array, or one per row for `reduction="none"`, the same bits on every rank. No row left
     gives `nan` for `mean`. A row of only -inf, with a +inf or a `nan`, gives `nan`; a single -inf masks its class.
 
     Collective over `comm`: one Allgather of 56 bytes to agree on the call, and one Allreduce of 24 bytes a row (more
     with options, at most 64). With `batch_comm`: an Allgather of 56 bytes over it, and an Allreduce of 16 bytes
-    for `sum` and `mean`. Errors: see the module.
+    for `sum` and `mean`.
 
     >>> import numpy as np
     >>> softmax_cross_entropy(np.zeros((2, 4)), np.array([0, 3]))  # log 4
@@ -278,21 +279,23 @@ def class_statistics(
 class ClassStatistics(NamedTuple):
     """Statistics of each row, shaped as the logits without the class axis; the compute dtype, but for `argmax`.
 
-    Of z, the logits after `logit_scale` and `softcap`, and p, their softmax. Entropy and log-probability in nats.
+    Of z, the logits after `logit_scale` and `softcap`, and p, their softmax; entropy and log-probability in nats.
+
+    max         the largest z
+    sum_exp     sum_c exp(z_c - max)
+    logsumexp   log sum_c exp(z_c)
+    log_prob    log p of the target, and 0 where that is `ignore_index`: leave those rows out of a mean; None without
+                targets
+    entropy     -sum_c p_c log p_c
+    argmax      the global number of the class with the largest z, the lowest on ties; int64
     """
 
     max: Array
-    """the largest z"""
     sum_exp: Array
-    """sum_c exp(z_c - max)"""
     logsumexp: Array
-    """log sum_c exp(z_c)"""
     log_prob: Array | None
-    """log p of the target, 0 where that is `ignore_index`; None without targets"""
     entropy: Array
-    """-sum_c p_c log p_c"""
     argmax: Array
-    """the global number of the class with the largest z, the lowest on ties; int64"""
 
 
 def _forward(call: Call) -> tuple[Array, Residuals]:

@@ -23,7 +23,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Residuals:
     """What a forward pass keeps for the backward pass; opaque."""
 

