@@ -1,18 +1,13 @@
-"""One call's arguments: checked on this rank, agreed between ranks, and laid out for the kernels.
-
-Everything local is checked first and nothing local raises by itself: what was found goes into the agreement, after
-which either every rank has a `Problem` or every rank has raised the same error.
-"""
+"""One call's arguments, as one rank can judge them: a `Call` becomes a `Problem`, or an error for all to hear of."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 import math
 import operator
 from typing import TYPE_CHECKING, Any
-import zlib
 
 import numpy as np
 
@@ -26,14 +21,13 @@ from pce_mpi.arrays import (
     shares_memory,
     to_host,
 )
-from pce_mpi.channel import CollectiveError, CollectiveTimeout, by_value, check_comm, is_comm, same_ranks
-from pce_mpi.collectives import agree, raise_together
+from pce_mpi.channel import check_comm, same_ranks
 from pce_mpi.kernels.blockwise import ClassWeights, Transform
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Call", "Problem", "Reduction", "check_out", "prepare", "rows_and_classes"]
+__all__ = ["Call", "Problem", "Reduction", "check", "check_out", "rows_and_classes", "target_text"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
@@ -147,43 +141,8 @@ def rows_and_classes(array: Array, axis: int) -> Array:
     return array.reshape(outer, array.shape[axis], inner)
 
 
-def prepare(call: Call) -> Problem:
-    """Check `call` here, and agree on it everywhere.
-
-    Collective over `call.comm` and `call.batch_comm`: one Allgather of 56 bytes over each. Every rank returns, or
-    every rank raises the same error.
-    """
-    if call.comm is not None:
-        check_comm(call.comm, "comm")
-    problem: Problem | None = None
-    error: Exception | None = None
-    try:
-        problem = _check(call)
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = caught
-    try:
-        placed = _place(call, problem, error)
-        if call.batch_comm is None:
-            return placed
-        problem, error = placed, None
-    except CollectiveTimeout:
-        raise
-    except Exception as caught:  # as above
-        if call.batch_comm is None or not is_comm(call.batch_comm):
-            raise
-        error = caught
-    description = {} if problem is None else problem.described() | {"num_classes": problem.num_classes}
-    description.pop("rows", None)
-    named = call.comm is not None
-    agree(call.batch_comm, call.operation, description, error=error, over="batch_comm", ranks_named=named)
-    assert problem is not None  # its error would have been raised by now
-    return problem
-
-
-# ------------------------------------------------------------------------------------------------- what one rank knows
-
-
-def _check(call: Call) -> Problem:
+def check(call: Call) -> Problem:
+    """What `call` asks for, or the error of its first bad argument; asks nobody."""
     if call.batch_comm is not None:
         check_comm(call.batch_comm, "batch_comm")
         if call.comm is not None and call.comm.size > 1 and same_ranks(call.comm, call.batch_comm):
@@ -261,7 +220,7 @@ def _check_targets(
         host = to_host(targets).reshape(-1)
         beyond = np.flatnonzero(host > _LARGEST)
         if beyond.size:
-            raise IndexError(f"{_target_text(host, rows_shape, beyond[0])} is no class number")
+            raise IndexError(f"{target_text(host, rows_shape, beyond[0])} is no class number")
         return host.astype(np.int64), None
     if not is_floating(targets.dtype):
         raise TypeError(f"targets must be integers or floating-point probabilities, got {targets.dtype}")
@@ -342,94 +301,7 @@ def _kind_of_targets(problem: Problem) -> str:
     return "none" if problem.probabilities is None else "probabilities"
 
 
-def _target_text(targets: HostArray, rows_shape: tuple[int, ...], row: int) -> str:
+def target_text(targets: HostArray, rows_shape: tuple[int, ...], row: int) -> str:
+    """One target as a message names it: 'targets[3] = 16'."""
     index = ", ".join(str(int(i)) for i in np.unravel_index(row, rows_shape)) if rows_shape else "()"
     return f"targets[{index}] = {targets[row]}"
-
-
-# ------------------------------------------------------------------------------------------------ what all ranks know
-
-
-def _place(call: Call, problem: Problem | None, error: Exception | None) -> Problem:
-    """`problem` with its place among all classes, once the ranks of `call.comm` have agreed on the rest."""
-    if call.comm is None:
-        if error is not None or problem is None:
-            raise error or RuntimeError("nothing was checked")
-        facts = np.array([_facts(call, problem)])
-    else:
-        description = {} if problem is None else problem.described()
-        description |= {
-            "class_start given": call.class_start is not None,
-            "num_classes": None if problem is None or call.num_classes is None else operator.index(call.num_classes),
-            "batch_comm given": call.batch_comm is not None,
-        }
-        facts = agree(
-            call.comm,
-            call.operation,
-            description,
-            error=error,
-            facts=() if problem is None else _facts(call, problem),
-        )
-        assert problem is not None  # its error has been raised everywhere
-    checksums, starts, counts, lowest, highest = facts.T
-    num_classes = int(counts.sum())
-    if call.num_classes is not None and num_classes != call.num_classes:
-        shards = by_value({rank: str(count) for rank, count in enumerate(counts)})
-        raise ValueError(
-            f"num_classes = {call.num_classes}, but the shards have {num_classes} classes together: {shards}"
-        )
-    if num_classes == 0:
-        raise ValueError("there are no classes: every shard is empty")
-    if call.class_start is None:
-        starts = np.cumsum(counts) - counts
-    else:
-        _check_ranges(starts, counts)
-    if (lowest < 0).any() or (highest >= num_classes).any():
-        out_of_range = _out_of_range(problem, num_classes, call.comm is not None)
-        if call.comm is None:
-            raise out_of_range or RuntimeError("targets changed while they were checked")
-        raise_together(call.comm, call.operation, out_of_range)
-    if (checksums != checksums[0]).any():
-        sums = by_value({rank: f"checksum {value:08x}" for rank, value in enumerate(checksums)})
-        raise CollectiveError(f"ranks disagree on the values of targets: {sums}")
-    rank = 0 if call.comm is None else call.comm.rank
-    return replace(problem, class_start=int(starts[rank]), num_classes=num_classes)
-
-
-def _facts(call: Call, problem: Problem) -> tuple[int, ...]:
-    """Checksum of the targets, first class (-1: not said), number of classes, lowest and highest target that counts."""
-    start = -1 if call.class_start is None else operator.index(call.class_start)
-    if problem.targets is None:
-        return 0, start, problem.classes, 0, -1
-    if problem.valid.all():
-        counted = problem.targets
-    else:
-        counted = problem.targets[problem.valid]
-    lowest, highest = (int(counted.min()), int(counted.max())) if counted.size else (0, -1)
-    return zlib.crc32(problem.targets.data), start, problem.classes, lowest, highest
-
-
-def _check_ranges(starts: HostArray, counts: HostArray) -> None:
-    expected = 0
-    for rank in np.lexsort((counts, starts)):  # empty shards first among equals
-        if counts[rank] == 0:
-            continue
-        if starts[rank] != expected:
-            ranges = ", ".join(
-                f"[{start}, {int(start) + int(count)}) (rank {rank})"
-                for rank, (start, count) in enumerate(zip(starts, counts, strict=True))
-            )
-            problem = "overlap" if starts[rank] < expected else "leave a gap"
-            raise ValueError(f"class ranges {problem} at class {min(starts[rank], expected)}: {ranges}")
-        expected += counts[rank]
-
-
-def _out_of_range(problem: Problem, num_classes: int, sharded: bool) -> IndexError | None:
-    targets = problem.targets
-    if targets is None:
-        return None
-    wrong = np.flatnonzero(problem.valid & ((targets < 0) | (targets >= num_classes)))
-    if not wrong.size:
-        return None
-    text = f"{_target_text(targets, problem.rows_shape, wrong[0])} is outside [0, {num_classes})"
-    return IndexError(text if sharded else f"{text}: without comm, these logits are all classes")

@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pce_mpi.arguments import Call, check_out, prepare, rows_and_classes
+from pce_mpi.agreement import prepare
+from pce_mpi.arguments import Call, check_out, rows_and_classes
 from pce_mpi.arrays import array_namespace, as_array, same_memory, shares_memory, to_host
 from pce_mpi.passes import Residuals, evaluate, row_softmax, write_gradient_rows
 from pce_mpi.records import Layout

@@ -19,13 +19,13 @@ Everything per row is float64.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, same_memory, to_host
+from pce_mpi.kernels.tiles import SEGMENTS, Buffers, Tile, parts_of, tiles_of
 from pce_mpi.records import Layout, merge
 
 __all__ = ["ClassWeights", "RowGradient", "Transform", "fill_records", "write_gradient"]
@@ -36,13 +36,10 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 _TILE = 2**19
 # With a softcap, weights or entropy there are more arrays of a tile's size, and of float64.
 _SMALL_TILE = 2**17
-_SEGMENTS = 4
-_WIDEST_SEGMENT = 2**14
-_NARROWEST_SEGMENT = 16
 # NumPy copies what is broadcast along an axis that is shorter than its buffer, which doubles the time of a subtraction.
 _BUFFER = 512
 # What neighbouring segments add to their maxima: spread over half of the period with which np.exp reduces its argument.
-_OFFSETS = np.log(2.0) / 2.0 * np.arange(_SEGMENTS) / _SEGMENTS
+_OFFSETS = np.log(2.0) / 2.0 * np.arange(SEGMENTS) / SEGMENTS
 
 
 @dataclass(frozen=True)
@@ -88,112 +85,13 @@ class RowGradient:
     valid: Array
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Classes of a shard that are cut into `segments` of one `width`, from class `start` and record `first` on."""
-
-    start: int
-    first: int
-    segments: int
-    width: int
-    dtype: np.dtype[Any]
-
-
-class _Tile(NamedTuple):
-    """Some rows by some segments: `block` of the (outer, classes, inner) array, as (rows, segments, width)."""
-
-    rows: slice
-    records: slice
-    block: tuple[slice, slice, slice]
-    shape: tuple[int, int, int]
-    dtype: np.dtype[Any]
-
-    def direct(self, array: Array | None) -> Array | None:
-        """This tile of a (outer, classes, inner) array as a view of `shape` to compute in, if there is one."""
-        if array is None or array.dtype != self.dtype or array.shape[2] != 1 or array.strides[1] != self.dtype.itemsize:
-            return None
-        return array[self.block].reshape(self.shape)
-
-    def load(self, array: Array, into: Array) -> None:
-        """Copy this tile of a (outer, classes, inner) array into an array of `shape`."""
-        view = array[self.block].transpose(0, 2, 1)
-        into.reshape(view.shape)[...] = view
-
-    def store(self, array: Array, source: Array) -> None:
-        """The inverse of `load`; rounds to the dtype of `array`."""
-        view = array[self.block].transpose(0, 2, 1)
-        view[...] = source.reshape(view.shape).astype(array.dtype, copy=False)
-
-    def places(self, columns: Array) -> tuple[Array, Array, Array]:
-        """(row, segment, place) of those of the local columns, (rows,), that lie in this tile."""
-        columns = columns[self.rows] - self.block[1].start
-        _, segments, width = self.shape
-        rows = np.flatnonzero((columns >= 0) & (columns < segments * width))
-        return rows, *np.divmod(columns[rows], width)
-
-
-def _parts(classes: int, dtype: np.dtype[Any]) -> list[_Part]:
-    """The classes of a shard, but for a few as equal segments, and those few."""
-    segments = _SEGMENTS * max(1, -(-classes // (_SEGMENTS * _WIDEST_SEGMENT)))
-    width = classes // segments
-    even = segments * width if width >= _NARROWEST_SEGMENT else 0
-    parts = [_Part(0, 0, segments, width, dtype)] if even else []
-    if classes > even:
-        parts.append(_Part(even, segments if even else 0, 1, classes - even, np.dtype(np.float64)))
-    return parts
-
-
-def _tiles(shape: tuple[int, int, int], dtype: np.dtype[Any], size: int) -> Iterator[_Tile]:
-    """Tiles of a (outer, classes, inner) array; each takes whole stretches of `inner`, or part of one."""
-    outer, classes, inner = shape
-    for part in _parts(classes, dtype):
-        abreast = min(part.segments, max(1, size // part.width))
-        rows = max(1, size // (abreast * part.width))
-        outer_step, inner_step = max(1, rows // max(1, inner)), max(1, min(rows, inner))
-        for outer_start in range(0, outer, outer_step):
-            outers = slice(outer_start, min(outer, outer_start + outer_step))
-            for inner_start in range(0, inner, inner_step):
-                inners = slice(inner_start, min(inner, inner_start + inner_step))
-                begin = outers.start * inner + inners.start
-                count = (outers.stop - outers.start) * (inners.stop - inners.start)
-                for segment in range(0, part.segments, abreast):
-                    stop = min(part.segments, segment + abreast)
-                    columns = slice(part.start + segment * part.width, part.start + stop * part.width)
-                    yield _Tile(
-                        rows=slice(begin, begin + count),
-                        records=slice(part.first + segment, part.first + stop),
-                        block=(outers, columns, inners),
-                        shape=(count, stop - segment, part.width),
-                        dtype=part.dtype,
-                    )
-
-
-class _Buffers:
-    """Scratch tiles, one per purpose and dtype, allocated when asked for."""
-
-    def __init__(self, xp: Any):
-        self.xp = xp
-        self._flat: dict[tuple[str, np.dtype[Any]], Array] = {}
-
-    def take(self, purpose: str, tile: _Tile, dtype: np.dtype[Any] | None = None) -> Array:
-        """An array of the tile's shape, and of its dtype unless told."""
-        rows, segments, width = tile.shape
-        return self.take_flat(purpose, rows * segments * width, dtype or tile.dtype).reshape(tile.shape)
-
-    def take_flat(self, purpose: str, size: int, dtype: np.dtype[Any]) -> Array:
-        flat = self._flat.get((purpose, dtype))
-        if flat is None or flat.size < size:
-            flat = self._flat[purpose, dtype] = self.xp.empty(size, dtype)
-        return flat[:size]
-
-
 def _sums(array: Array) -> Array:
     """Sum of each segment in float64."""
     # Of NumPy's ways to sum float32 in float64 the fastest; its `sum` takes half as long again.
     return array_namespace(array).einsum("rsw->rs", array, dtype=np.float64)
 
 
-def _sums_by_pairs(array: Array, buffers: _Buffers) -> Array:
+def _sums_by_pairs(array: Array, buffers: Buffers) -> Array:
     """The same of numbers in [0, 1], in pairs in the dtype of the array and those in float64."""
     xp = array_namespace(array)
     rows, segments, width = array.shape
@@ -227,7 +125,7 @@ def _subtract(z: Array, reference: Array, scale: float, out: Array) -> None:
         xp.multiply(out, scale, out=out, dtype=out.dtype if exact else np.float64, casting="same_kind")
 
 
-def _class_weights(tile: _Tile, weights: ClassWeights, buffers: _Buffers) -> Array | None:
+def _class_weights(tile: Tile, weights: ClassWeights, buffers: Buffers) -> Array | None:
     """u on this tile in float64: None for ones, (segments, width) if all rows have the same, else a tile of scratch."""
     weight = None
     if weights.weight is not None:
@@ -267,17 +165,17 @@ def fill_records(
     xp = array_namespace(logits)
     outer, classes, inner = logits.shape
     dtype = _working_dtype(compute_dtype, transform)
-    records = layout.identity(outer * inner, max(1, sum(part.segments for part in _parts(classes, dtype))))
+    records = layout.identity(outer * inner, max(1, sum(part.segments for part in parts_of(classes, dtype))))
     scale = transform.of_differences
     if layout.scaled:
         records["scale"] = scale
-    offsets = _OFFSETS[np.arange(records.shape[1]) % _SEGMENTS] / max(scale, 1.0)
+    offsets = _OFFSETS[np.arange(records.shape[1]) % SEGMENTS] / max(scale, 1.0)
     size = _SMALL_TILE if layout.weights or layout.entropy or transform.softcap is not None else _TILE
     overwrite = exponentials is not None and same_memory(exponentials, logits)
-    buffers = _Buffers(xp)
+    buffers = Buffers(xp)
     with np.errstate(all="ignore"):  # which also restores the buffer size
         np.setbufsize(_BUFFER)
-        for tile in _tiles(logits.shape, dtype, size):
+        for tile in tiles_of(logits.shape, dtype, size):
             record = records[tile.rows, tile.records]
             in_place = tile.direct(exponentials)
             z = buffers.take("z", tile) if in_place is None else in_place
@@ -339,7 +237,7 @@ def _working_dtype(compute_dtype: np.dtype[Any], transform: Transform) -> np.dty
 
 
 def _weighted_sums(
-    tile: _Tile, u: Array | None, held: tuple[Array, ...], above: Array, buffers: _Buffers
+    tile: Tile, u: Array | None, held: tuple[Array, ...], above: Array, buffers: Buffers
 ) -> tuple[Array, Array]:
     """sum of u and of u (max - z) over the classes that are not held; `above` is z - max, 0 where held."""
     xp = array_namespace(above)
@@ -381,10 +279,10 @@ def write_gradient(
     softcap, scale = transform.softcap, transform.of_differences
     plain = gradient.weight_factor is None and softcap is None
     all_valid = bool(gradient.valid.all())
-    buffers = _Buffers(xp)
+    buffers = Buffers(xp)
     with np.errstate(all="ignore"):  # which also restores the buffer size
         np.setbufsize(_BUFFER)
-        for tile in _tiles(out.shape, _working_dtype(compute_dtype, transform), _TILE if plain else _SMALL_TILE):
+        for tile in tiles_of(out.shape, _working_dtype(compute_dtype, transform), _TILE if plain else _SMALL_TILE):
             # The slope of a softcap needs the logits once more, and `out` may be their memory.
             in_place = tile.direct(out) if softcap is None else None
             dz = buffers.take("dz", tile) if in_place is None else in_place
@@ -423,7 +321,7 @@ def write_gradient(
                 tile.store(out, dz)
 
 
-def _softcap_slope(tile: _Tile, logits: Array, factor: float, buffers: _Buffers) -> Array:
+def _softcap_slope(tile: Tile, logits: Array, factor: float, buffers: Buffers) -> Array:
     """sech(factor x)**2, the slope of tanh, by one exponential that cannot overflow."""
     xp = array_namespace(logits)
     slope, square = buffers.take("slope", tile), buffers.take("square", tile)

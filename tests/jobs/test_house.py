@@ -39,6 +39,7 @@ HOUSE = [
     room("records", "dense"),
     room("kernels", "mpi4py", "dense"),
     room("arguments", "dense"),
+    room("agreement", "dense"),
     room("passes", "dense"),
     room("loss", "dense"),
     room("mesh"),
