@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jobs.launch import ROOT, launch
+from jobs.launch import ROOT, job_command, job_environment, launch
 import pce_mpi
 
 COMMAND = ["-m", "pce_mpi"]
@@ -129,15 +129,26 @@ def test_a_wrong_command_line_is_explained_once_and_fails(arguments):
     assert job.stderr.count("error:") == 1
 
 
-def test_an_exception_on_one_rank_ends_the_job():
-    program = """
+MIDDLE_RANK_FAILS = """
 from mpi4py import MPI
 from pce_mpi.cli import check, main
 if MPI.COMM_WORLD.rank == 1:
     check.run = None
 main(["check"])
 """
-    job = launch(3, "-c", program, timeout=30)
+
+
+def test_an_exception_on_one_rank_ends_the_job():
+    job = launch(3, "-c", MIDDLE_RANK_FAILS, timeout=30)
     assert job.returncode != 0
     assert "rank 1 of 3" in job.stderr
     assert job.seconds < 20
+
+
+def test_an_exception_on_one_rank_ends_a_job_that_was_started_without_the_help_of_mpi4py():
+    command = job_command(3, "-c", MIDDLE_RANK_FAILS)
+    at = command.index("mpi4py")
+    plain = command[: at - 1] + command[at + 1 :]
+    job = subprocess.run(plain, cwd=ROOT, env=job_environment(3), capture_output=True, text=True, timeout=30)
+    assert job.returncode != 0
+    assert "on rank 1 of 3" in job.stderr
