@@ -14,7 +14,7 @@ import zlib
 import numpy as np
 
 from pce_mpi.arguments import Call, Problem, check, target_text
-from pce_mpi.channel import CollectiveError, CollectiveTimeout, by_value, check_comm, is_comm
+from pce_mpi.channel import CollectiveError, CollectiveTimeout, by_value, check_comm, is_comm, prefix_of
 from pce_mpi.collectives import agree, raise_together
 
 __all__ = ["prepare"]
@@ -29,7 +29,7 @@ def prepare(call: Call) -> Problem:
     every rank raises the same error.
     """
     if call.comm is not None:
-        check_comm(call.comm, "comm")
+        check_comm(call.comm, call.over)
     problem: Problem | None = None
     error: Exception | None = None
     try:
@@ -50,7 +50,7 @@ def prepare(call: Call) -> Problem:
     description = {} if problem is None else problem.described() | {"num_classes": problem.num_classes}
     description.pop("rows", None)
     named = call.comm is not None
-    agree(call.batch_comm, call.operation, description, error=error, over="batch_comm", ranks_named=named)
+    agree(call.batch_comm, call.operation, description, error=error, over=call.batch_over, ranks_named=named)
     assert problem is not None  # its error would have been raised by now
     return problem
 
@@ -74,12 +74,13 @@ def _place(call: Call, problem: Problem | None, error: Exception | None) -> Prob
             description,
             error=error,
             facts=() if problem is None else _facts(call, problem),
+            over=call.over,
         )
         assert problem is not None  # its error has been raised everywhere
     checksums, starts, counts, lowest, highest = facts.T
     num_classes = int(counts.sum())
     if call.num_classes is not None and num_classes != call.num_classes:
-        shards = by_value({rank: str(count) for rank, count in enumerate(counts)})
+        shards = by_value({rank: str(count) for rank, count in enumerate(counts)}, prefix_of(call.over))
         raise ValueError(
             f"num_classes = {call.num_classes}, but the shards have {num_classes} classes together: {shards}"
         )
@@ -88,14 +89,15 @@ def _place(call: Call, problem: Problem | None, error: Exception | None) -> Prob
     if call.class_start is None:
         starts = np.cumsum(counts) - counts
     else:
-        _check_ranges(starts, counts)
+        _check_ranges(starts, counts, prefix_of(call.over))
     if (lowest < 0).any() or (highest >= num_classes).any():
         out_of_range = _out_of_range(problem, num_classes, call.comm is not None)
         if call.comm is None:
             raise out_of_range or RuntimeError("targets changed while they were checked")
-        raise_together(call.comm, call.operation, out_of_range)
+        raise_together(call.comm, call.operation, out_of_range, over=call.over)
     if (checksums != checksums[0]).any():
-        sums = by_value({rank: f"checksum {value:08x}" for rank, value in enumerate(checksums)})
+        said = {rank: f"checksum {value:08x}" for rank, value in enumerate(checksums)}
+        sums = by_value(said, prefix_of(call.over))
         raise CollectiveError(f"ranks disagree on the values of targets: {sums}")
     rank = 0 if call.comm is None else call.comm.rank
     return replace(problem, class_start=int(starts[rank]), num_classes=num_classes)
@@ -114,14 +116,14 @@ def _facts(call: Call, problem: Problem) -> tuple[int, ...]:
     return zlib.crc32(problem.targets.data), start, problem.classes, lowest, highest
 
 
-def _check_ranges(starts: HostArray, counts: HostArray) -> None:
+def _check_ranges(starts: HostArray, counts: HostArray, prefix: str) -> None:
     expected = 0
     for rank in np.lexsort((counts, starts)):  # empty shards first among equals
         if counts[rank] == 0:
             continue
         if starts[rank] != expected:
             ranges = ", ".join(
-                f"[{start}, {int(start) + int(count)}) (rank {rank})"
+                f"[{start}, {int(start) + int(count)}) ({prefix}rank {rank})"
                 for rank, (start, count) in enumerate(zip(starts, counts, strict=True))
             )
             problem = "overlap" if starts[rank] < expected else "leave a gap"

@@ -45,19 +45,23 @@ class Reduction(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The arguments of one public function, as the caller gave them."""
+    """The arguments of one public function, as the caller gave them.
+
+    `over` and `batch_over` are what the trace and the errors call `comm` and `batch_comm`.
+    """
 
     operation: str
     logits: Any
-    targets: Any
-    comm: MPI.Intracomm | None
-    class_start: int | None
-    num_classes: int | None
-    axis: int
-    ignore_index: int
-    logit_scale: float
-    softcap: float | None
-    compute_dtype: Any
+    targets: Any = None
+    needs_targets: bool = True
+    comm: MPI.Intracomm | None = None
+    class_start: int | None = None
+    num_classes: int | None = None
+    axis: int = -1
+    ignore_index: int = -100
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    compute_dtype: Any = None
     weight: Any = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -65,6 +69,8 @@ class Call:
     batch_comm: MPI.Intracomm | None = None
     out: Any = None
     with_gradient: bool = False
+    over: str = "comm"
+    batch_over: str = "batch_comm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,9 +150,11 @@ def rows_and_classes(array: Array, axis: int) -> Array:
 def check(call: Call) -> Problem:
     """What `call` asks for, or the error of its first bad argument; asks nobody."""
     if call.batch_comm is not None:
-        check_comm(call.batch_comm, "batch_comm")
+        check_comm(call.batch_comm, call.batch_over)
         if call.comm is not None and call.comm.size > 1 and same_ranks(call.comm, call.batch_comm):
-            raise ValueError("comm and batch_comm are the same ranks: rows cannot be sharded where classes are")
+            raise ValueError(
+                f"{call.over} and {call.batch_over} are the same ranks: rows cannot be sharded where classes are"
+            )
     logits = as_array(call.logits, "logits")
     if not is_floating(logits.dtype):
         raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
@@ -159,7 +167,7 @@ def check(call: Call) -> Problem:
     ignore_index = _integer(call.ignore_index, "ignore_index")
     given_targets = None if call.targets is None else as_array(call.targets, "targets")
     given_weight = None if call.weight is None else as_array(call.weight, "weight")
-    targets, probabilities = _check_targets(call.operation, given_targets, logits, axis, ignore_index)
+    targets, probabilities = _check_targets(call, given_targets, logits, axis, ignore_index)
     label_smoothing = _number(call.label_smoothing, "label_smoothing")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
@@ -202,12 +210,11 @@ def check(call: Call) -> Problem:
 
 
 def _check_targets(
-    operation: str, targets: Array | None, logits: Array, axis: int, ignore_index: int
+    call: Call, targets: Array | None, logits: Array, axis: int, ignore_index: int
 ) -> tuple[HostArray | None, Array | None]:
     """(rows,) int64 class numbers, or probabilities shaped as the logits; neither where targets are not required."""
-    only_index = operation == "class_statistics"
     if targets is None:
-        if not only_index:
+        if call.needs_targets:
             raise TypeError("targets are missing")
         return None, None
     rows_shape = logits.shape[:axis] + logits.shape[axis + 1 :]
@@ -224,8 +231,8 @@ def _check_targets(
         return host.astype(np.int64), None
     if not is_floating(targets.dtype):
         raise TypeError(f"targets must be integers or floating-point probabilities, got {targets.dtype}")
-    if only_index:
-        raise ValueError("class_statistics takes index targets, got probabilities")
+    if not call.needs_targets:
+        raise ValueError(f"{call.operation} takes index targets, got probabilities")
     if targets.shape != logits.shape:
         raise ValueError(
             f"targets of dtype {targets.dtype} are probabilities and must have the logits' shape, {logits.shape}, "

@@ -15,11 +15,14 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "add_rows",
     "array_namespace",
     "as_array",
     "compute_dtype_of",
+    "dtype_named",
     "is_floating",
     "is_half",
+    "library_named",
     "overlaps_itself",
     "same_memory",
     "shares_memory",
@@ -94,6 +97,16 @@ def _bfloat16() -> np.dtype[Any] | None:
     return np.dtype(ml_dtypes.bfloat16)
 
 
+def dtype_named(name: str) -> np.dtype[Any]:
+    """The dtype whose `name` is this; bfloat16 needs `ml_dtypes`."""
+    return (_bfloat16() if name == "bfloat16" else None) or np.dtype(name)
+
+
+def library_named(name: str) -> Any:
+    """The array library, numpy or cupy, whose `__name__` is this."""
+    return np if name == np.__name__ else _import_cupy()
+
+
 @cache
 def is_half(dtype: np.dtype[Any]) -> bool:
     """Whether `dtype` is float16 or bfloat16: storage that no arithmetic is done in and MPI does not know."""
@@ -131,6 +144,22 @@ def to_host(array: Any) -> np.ndarray[Any, Any]:
     """`array` as a NumPy array: itself, or a copy from the GPU once the work that fills it is done."""
     cupy = _cupy_of(array)
     return array if cupy is None else cupy.asnumpy(array)
+
+
+def add_rows(target: Any, rows: Any, values: Any) -> None:
+    """Add each of `values` to its row of `target`: target[rows[i]] += values[i], for rows that repeat as well.
+
+    `target` (v, d), `rows` (n,) integers in [0, v), `values` (n, d), all of one library. On the host, equal arguments
+    give equal bits, as the values of a row are summed in their order and then added.
+    """
+    xp = array_namespace(target)
+    if xp is not np:
+        xp.add.at(target, rows, values)
+        return
+    order = np.argsort(rows, kind="stable")
+    met, first = np.unique(rows[order], return_index=True)
+    if met.size:  # reduceat knows no empty arrays
+        target[met] += np.add.reduceat(values[order], first)
 
 
 def same_memory(a: Any, b: Any) -> bool:

@@ -25,6 +25,7 @@ __all__ = [
     "channel_of",
     "check_comm",
     "is_comm",
+    "prefix_of",
     "same_ranks",
 ]
 
@@ -185,6 +186,11 @@ def by_value(values: Mapping[int, str], prefix: str = "", between: str = ", ") -
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
     return between.join(f"{value} ({prefix}{_ranks_text(who)})" for value, who in ranks.items())
+
+
+def prefix_of(over: str) -> str:
+    """What stands before the 'rank' of the communicator that errors and the trace call `over`: nothing for "comm"."""
+    return "" if over == "comm" else f"{over} "
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:

@@ -12,19 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack
 import zlib
 
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_half, to_host
-from pce_mpi.channel import CollectiveError, by_value, channel_of
+from pce_mpi.channel import Channel, CollectiveError, by_value, channel_of, prefix_of
 from pce_mpi.tracing import Purpose, record
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
+    "ReduceOp",
     "agree",
     "all_gather",
     "all_gather_text",
@@ -37,6 +38,21 @@ __all__ = [
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Merge = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], np.ndarray[Any, Any]]
+ReduceOp = Literal["sum", "max", "min"] | Merge
+
+
+class Why(TypedDict):
+    """What the trace says of a collective, besides what was sent.
+
+    `operation` and `reason` are always given, `over` is "comm" unless told, and `before` and `after` are "".
+    """
+
+    operation: str
+    reason: str
+    over: NotRequired[str]
+    before: NotRequired[str]
+    after: NotRequired[str]
+
 
 #: how many whole numbers of its own an operation may add to the header of its agreement
 FACTS = 5
@@ -66,16 +82,19 @@ def agree(
     checksum = _checksum(operation, tuple(call.items()))
     header = np.array((error is not None, checksum, *facts, *(0,) * (FACTS - len(facts))), np.int64)
     headers = np.empty((channel.size, 2 + FACTS), np.int64)
-    record(
-        operation,
+    _run(
+        channel,
         "all_gather",
-        Purpose.AGREEMENT,
+        header.nbytes,
+        channel.comm.Iallgather,
+        header,
+        headers,
+        operation=operation,
+        purpose=Purpose.AGREEMENT,
         over=over,
-        ranks=channel.size,
-        bytes=header.nbytes,
         reason="every rank makes the same call and its checks passed",
+        waiting_in=f"{operation}: agreement",
     )
-    channel.wait(channel.comm.Iallgather(header, headers), f"{operation}: agreement", header, headers)
     # Lists of so few numbers are compared three times as fast as arrays.
     if headers[:, :2].tolist() != [[0, checksum]] * channel.size:
         if headers[:, 0].any():
@@ -101,9 +120,8 @@ def raise_together(
     kind = _RAISED.get(next(iter(failed.values()))[0], RuntimeError)
     if all(texts) and len(set(texts)) == 1 and failed[0][2]:
         raise kind(failed[0][1]) from error
-    prefix = "" if over == "comm" else f"{over} "
-    said = by_value({rank: message for rank, (_, message, _) in failed.items()}, prefix=prefix, between="; ")
-    raise kind(said) from error
+    messages = {rank: message for rank, (_, message, _) in failed.items()}
+    raise kind(by_value(messages, prefix=prefix_of(over), between="; ")) from error
 
 
 def _text_of(error: Exception) -> str:
@@ -128,19 +146,12 @@ def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str, over: str
     channel = channel_of(comm, operation)
     block = np.frombuffer(text.encode(), np.uint8)
     length, lengths = np.array([block.size], np.int64), np.empty(channel.size, np.int64)
-    for sent in (length, block):
-        record(
-            operation,
-            "all_gather",
-            Purpose.AGREEMENT,
-            over=over,
-            ranks=channel.size,
-            bytes=sent.nbytes,
-            reason="what each rank has to say",
-        )
-    channel.wait(channel.comm.Iallgather(length, lengths), operation, length, lengths)
+    why: Why = {"operation": operation, "over": over, "reason": "what each rank has to say"}
+    gather, gatherv = channel.comm.Iallgather, channel.comm.Iallgatherv
+    _run(channel, "all_gather", length.nbytes, gather, length, lengths, purpose=Purpose.AGREEMENT, **why)
     received = np.empty(int(lengths.sum()), np.uint8)
-    channel.wait(channel.comm.Iallgatherv(block, [received, lengths.tolist()]), operation, block, received)
+    parts = [received, lengths.tolist()]
+    _run(channel, "all_gather", block.nbytes, gatherv, block, parts, purpose=Purpose.AGREEMENT, **why)
     return [part.tobytes().decode() for part in np.split(received, np.cumsum(lengths)[:-1])]
 
 
@@ -159,36 +170,26 @@ def _differences(descriptions: list[str]) -> str:
 
 # -------------------------------------------------------------------------------------------------------- collectives
 #
-# These trust that their callers have agreed on operation, dtype and shapes. `over` and `reason` go into the trace.
+# These trust that their callers have agreed on operation, dtype and shapes. `why` goes into the trace.
 
 
-def all_reduce(
-    array: Array, comm: MPI.Intracomm, op: MPI.Op | Merge, *, operation: str, over: str = "comm", reason: str
-) -> Array:
+def all_reduce(array: Array, comm: MPI.Intracomm, op: ReduceOp, **why: Unpack[Why]) -> Array:
     """`array` combined over all ranks of `comm` with `op`, on every rank, the same bits.
 
-    Collective: one Allreduce of the array's bytes. `op` is one of MPI's operators, or `merge(a, b)`, associative up to
-    rounding and commutative to the last bit, for arrays of any dtype, structured ones among them.
+    Collective: one Allreduce of the array's bytes. `op` is "sum", "max" or "min", of which the last two propagate
+    `nan`, or `merge(a, b)`, associative up to rounding and commutative to the last bit, for arrays of any dtype,
+    structured ones among them.
     """
     sent = _to_wire(array)
     received = np.empty_like(sent)
     handle, datatype = _operator(op, sent.dtype)
-    channel = channel_of(comm, operation)
-    record(operation, "all_reduce", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes, reason=reason)
-    request = channel.comm.Iallreduce([sent, sent.size, datatype], [received, sent.size, datatype], handle)
-    channel.wait(request, operation, sent, received)
+    channel = channel_of(comm, why["operation"])
+    ours, result = [sent, sent.size, datatype], [received, received.size, datatype]
+    _run(channel, "all_reduce", sent.nbytes, channel.comm.Iallreduce, ours, result, handle, **why)
     return _from_wire(received, array)
 
 
-def all_gather(
-    array: Array,
-    comm: MPI.Intracomm,
-    shapes: Sequence[tuple[int, ...]],
-    *,
-    operation: str,
-    over: str = "comm",
-    reason: str,
-) -> list[Array]:
+def all_gather(array: Array, comm: MPI.Intracomm, shapes: Sequence[tuple[int, ...]], **why: Unpack[Why]) -> list[Array]:
     """The arrays of all ranks, in rank order, on every rank; `shapes` has the shape of each.
 
     Collective: one Allgatherv of the array's bytes.
@@ -196,20 +197,13 @@ def all_gather(
     sent = _to_wire(array)
     counts = [int(np.prod(shape)) for shape in shapes]
     received = np.empty(sum(counts), sent.dtype)
-    channel = channel_of(comm, operation)
-    record(operation, "all_gather", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes, reason=reason)
-    channel.wait(channel.comm.Iallgatherv(sent, [received, counts]), operation, sent, received)
+    channel = channel_of(comm, why["operation"])
+    _run(channel, "all_gather", sent.nbytes, channel.comm.Iallgatherv, sent, [received, counts], **why)
     return _split(received, shapes, array)
 
 
 def all_to_all(
-    blocks: Sequence[Array],
-    comm: MPI.Intracomm,
-    shapes: Sequence[tuple[int, ...]],
-    *,
-    operation: str,
-    over: str = "comm",
-    reason: str,
+    blocks: Sequence[Array], comm: MPI.Intracomm, shapes: Sequence[tuple[int, ...]], **why: Unpack[Why]
 ) -> list[Array]:
     """The block that each rank has for this one, in rank order; `shapes` has the shape of each.
 
@@ -219,57 +213,68 @@ def all_to_all(
     sent = np.concatenate([wire.ravel() for wire in wires])
     counts = [int(np.prod(shape)) for shape in shapes]
     received = np.empty(sum(counts), sent.dtype)
-    channel = channel_of(comm, operation)
-    kept = wires[channel.rank].nbytes
-    record(
-        operation, "all_to_all", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes - kept, reason=reason
-    )
-    request = channel.comm.Ialltoallv([sent, [wire.size for wire in wires]], [received, counts])
-    channel.wait(request, operation, sent, received)
+    channel = channel_of(comm, why["operation"])
+    leaves = sent.nbytes - wires[channel.rank].nbytes
+    ours, theirs = [sent, [wire.size for wire in wires]], [received, counts]
+    _run(channel, "all_to_all", leaves, channel.comm.Ialltoallv, ours, theirs, **why)
     return _split(received, shapes, blocks[0])
 
 
-def reduce_scatter(
-    blocks: Sequence[Array],
-    comm: MPI.Intracomm,
-    op: MPI.Op | Merge,
-    *,
-    operation: str,
-    over: str = "comm",
-    reason: str,
-) -> Array:
+def reduce_scatter(blocks: Sequence[Array], comm: MPI.Intracomm, op: ReduceOp, **why: Unpack[Why]) -> Array:
     """Block `rank` combined over all ranks of `comm` with `op`; `blocks[r]` has the same shape on every rank.
 
-    Collective: one Reduce_scatter of the blocks' bytes.
+    Collective: one Reduce_scatter of the blocks' bytes. `op` is that of `all_reduce`.
     """
     wires = [_to_wire(block) for block in blocks]
     sent = np.concatenate([wire.ravel() for wire in wires])
     handle, datatype = _operator(op, sent.dtype)
-    channel = channel_of(comm, operation)
+    channel = channel_of(comm, why["operation"])
     received = np.empty_like(wires[channel.rank])
-    record(
-        operation, "reduce_scatter", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent.nbytes, reason=reason
-    )
-    request = channel.comm.Ireduce_scatter(
-        [sent, sent.size, datatype], [received, received.size, datatype], [wire.size for wire in wires], handle
-    )
-    channel.wait(request, operation, sent, received)
+    ours, result = [sent, sent.size, datatype], [received, received.size, datatype]
+    counts = [wire.size for wire in wires]
+    _run(channel, "reduce_scatter", sent.nbytes, channel.comm.Ireduce_scatter, ours, result, counts, handle, **why)
     return _from_wire(received, blocks[channel.rank])
 
 
-def broadcast(
-    array: Array, comm: MPI.Intracomm, root: int, *, operation: str, over: str = "comm", reason: str
-) -> Array:
+def broadcast(array: Array, comm: MPI.Intracomm, root: int, **why: Unpack[Why]) -> Array:
     """The array of rank `root`, on every rank; elsewhere `array` only says shape and dtype.
 
     Collective: one Bcast.
     """
     wire = _to_wire(array).copy()
-    channel = channel_of(comm, operation)
+    channel = channel_of(comm, why["operation"])
     sent = wire.nbytes if channel.rank == root else 0
-    record(operation, "broadcast", Purpose.PAYLOAD, over=over, ranks=channel.size, bytes=sent, reason=reason)
-    channel.wait(channel.comm.Ibcast(wire, root), operation, wire)
+    _run(channel, "broadcast", sent, channel.comm.Ibcast, wire, root, **why)
     return _from_wire(wire, array)
+
+
+def _run(
+    channel: Channel,
+    collective: str,
+    size: int,
+    start: Callable[..., MPI.Request],
+    *arguments: object,
+    operation: str,
+    reason: str,
+    purpose: Purpose = Purpose.PAYLOAD,
+    over: str = "comm",
+    before: str = "",
+    after: str = "",
+    waiting_in: str = "",
+) -> None:
+    """Record a collective of `size` bytes from this rank, start it and wait for it, keeping its arguments alive."""
+    record(
+        operation,
+        collective,
+        purpose,
+        over=over,
+        ranks=channel.size,
+        bytes=size,
+        before=before,
+        after=after,
+        reason=reason,
+    )
+    channel.wait(start(*arguments), waiting_in or operation, *arguments)
 
 
 def _to_wire(array: Array) -> np.ndarray[Any, Any]:
@@ -278,6 +283,7 @@ def _to_wire(array: Array) -> np.ndarray[Any, Any]:
     return np.ascontiguousarray(host, np.float32 if is_half(host.dtype) else None).reshape(host.shape)
 
 
+@np.errstate(all="ignore")  # a sum that overflows a half does so on the rank that gets it
 def _from_wire(received: np.ndarray[Any, Any], like: Array) -> Array:
     """What came off the wire, in the library and the dtype of `like`."""
     return array_namespace(like).asarray(received.astype(like.dtype, copy=False))
@@ -289,12 +295,35 @@ def _split(received: np.ndarray[Any, Any], shapes: Sequence[tuple[int, ...]], li
     return [_from_wire(block.reshape(shape), like) for block, shape in zip(blocks, shapes, strict=True)]
 
 
-def _operator(op: MPI.Op | Merge, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype | None]:
+def _operator(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype | None]:
     """What MPI is to combine elements of `dtype` with, and what it is to think that they are."""
     from mpi4py import MPI
 
-    # MPI's own operators work on its own datatypes, which mpi4py finds by the dtype.
-    return (op, None) if isinstance(op, MPI.Op) else _merge_operator(op, dtype)
+    if op in ("max", "min") and dtype.kind == "f":
+        # With MPI's own operators it depends on the algorithm which rank sees a nan.
+        op = _largest if op == "max" else _smallest
+    if callable(op):
+        return _merge_operator(op, dtype)
+    # These work on MPI's own datatypes, which mpi4py finds by the dtype; that of bool knows only logical operators.
+    largest, smallest = (MPI.LOR, MPI.LAND) if dtype.kind == "b" else (MPI.MAX, MPI.MIN)
+    return {"sum": MPI.SUM, "max": largest, "min": smallest}[op], None
+
+
+@np.errstate(all="ignore")
+def _largest(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return _one_of_its_kind(np.maximum(a, b))
+
+
+@np.errstate(all="ignore")
+def _smallest(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return _one_of_its_kind(np.minimum(a, b))
+
+
+def _one_of_its_kind(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """`values` with one nan of the many, and 0.0 for -0.0: which of two came first must not show."""
+    values += 0.0
+    values[np.isnan(values)] = np.nan
+    return values
 
 
 def _merge_operator(merge: Merge, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype]:

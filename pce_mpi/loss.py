@@ -46,10 +46,12 @@ __all__ = [
     "ClassStatistics",
     "Residuals",
     "class_statistics",
+    "forward_of",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
     "softmax_cross_entropy_forward",
     "softmax_cross_entropy_value_and_grad",
+    "value_and_grad_of",
 ]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -101,7 +103,7 @@ def softmax_cross_entropy(
     >>> softmax_cross_entropy(np.zeros((2, 4)), np.array([0, 3]))  # log 4
     array(1.38629436)
     """
-    return _forward(Call(operation="softmax_cross_entropy", **locals()))[0]
+    return forward_of(Call(operation="softmax_cross_entropy", **locals()))[0]
 
 
 def softmax_cross_entropy_forward(
@@ -133,7 +135,7 @@ def softmax_cross_entropy_forward(
     >>> softmax_cross_entropy_backward(1.0, residuals)
     array([[-0.5,  0.5]])
     """
-    return _forward(Call(operation="softmax_cross_entropy_forward", **locals()))
+    return forward_of(Call(operation="softmax_cross_entropy_forward", **locals()))
 
 
 def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = None) -> Array:
@@ -211,7 +213,19 @@ def softmax_cross_entropy_value_and_grad(
     >>> dlogits
     array([[-0.5,  0.5]])
     """
-    call = Call(operation="softmax_cross_entropy_value_and_grad", with_gradient=True, **locals())
+    loss, gradient = value_and_grad_of(
+        Call(operation="softmax_cross_entropy_value_and_grad", with_gradient=True, **locals())
+    )
+    return loss, gradient if out is None else out
+
+
+def forward_of(call: Call) -> tuple[Array, Residuals]:
+    """The loss and the residuals that `call` asks for; collective over its communicators."""
+    return evaluate(call, prepare(call))[:2]
+
+
+def value_and_grad_of(call: Call) -> tuple[Array, Array]:
+    """The loss and the gradient that `call` asks for; collective over its communicators."""
     problem = prepare(call)
     gradient = problem.out
     assert gradient is not None  # allocated before the ranks agreed, unless the caller passed it
@@ -224,7 +238,7 @@ def softmax_cross_entropy_value_and_grad(
     loss, residuals, references = evaluate(call, problem, exponentials=rows if fused else None)
     write_gradient_rows(rows, residuals, np.ones(1), references=references if fused else None)
     _copy_back(rows, gradient)
-    return loss, gradient if out is None else out
+    return loss, gradient
 
 
 def class_statistics(
@@ -250,7 +264,7 @@ def class_statistics(
     >>> class_statistics(np.log([[1.0, 3.0]])).entropy
     array([0.56233514])
     """
-    call = Call(operation="class_statistics", **locals())
+    call = Call(operation="class_statistics", needs_targets=False, **locals())
     problem = prepare(call)
     layout = Layout(
         scaled=problem.transform.of_differences != 1.0,
@@ -297,10 +311,6 @@ class ClassStatistics(NamedTuple):
     log_prob: Array | None
     entropy: Array
     argmax: Array
-
-
-def _forward(call: Call) -> tuple[Array, Residuals]:
-    return evaluate(call, prepare(call))[:2]
 
 
 def _copy_back(rows: Array, array: Array) -> None:

@@ -17,7 +17,7 @@ from pce_mpi.collectives import all_reduce
 from pce_mpi.kernels.blockwise import RowGradient, fill_records, write_gradient
 from pce_mpi.records import Layout, RowSoftmax, merge, times
 
-__all__ = ["Residuals", "evaluate", "row_softmax", "write_gradient_rows"]
+__all__ = ["Residuals", "evaluate", "record_of", "row_softmax", "write_gradient_rows"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
@@ -52,12 +52,12 @@ class _Terms:
 def evaluate(call: Call, problem: Problem, exponentials: Array | None = None) -> tuple[Array, Residuals, HostArray]:
     """The loss, the residuals, and what the exponentials are relative to."""
     smoothed = problem.label_smoothing > 0.0
-    if problem.targets is not None:
-        layout = Layout(
-            scaled=problem.transform.of_differences != 1.0, held_weight=problem.weight is not None, weights=smoothed
-        )
-    else:
-        layout = Layout(scaled=problem.transform.of_differences != 1.0, hold_largest=True, weights=True)
+    layout = record_of(
+        probabilities=problem.targets is None,
+        weighted=problem.weight is not None,
+        smoothed=smoothed,
+        scaled=problem.transform.of_differences != 1.0,
+    )
     softmax, references = row_softmax(call, problem, layout, exponentials)
     records = softmax.records
     if problem.targets is not None:
@@ -83,6 +83,13 @@ def evaluate(call: Call, problem: Problem, exponentials: Array | None = None) ->
     return loss, Residuals(problem, softmax, terms, divisor, loss.shape), references
 
 
+def record_of(*, probabilities: bool, weighted: bool, smoothed: bool, scaled: bool) -> Layout:
+    """What the record of a row has to have for a loss with these options."""
+    if probabilities:
+        return Layout(scaled=scaled, hold_largest=True, weights=True)
+    return Layout(scaled=scaled, held_weight=weighted, weights=smoothed)
+
+
 def row_softmax(
     call: Call, problem: Problem, layout: Layout, exponentials: Array | None = None
 ) -> tuple[RowSoftmax, HostArray]:
@@ -99,7 +106,7 @@ def row_softmax(
     )
     if call.comm is not None:
         reason = "the softmax records of the shards, merged"
-        records = all_reduce(records, call.comm, merge, operation=call.operation, reason=reason)
+        records = all_reduce(records, call.comm, merge, operation=call.operation, over=call.over, reason=reason)
     return RowSoftmax(records), references
 
 
@@ -109,10 +116,8 @@ def _reduce(call: Call, problem: Problem, losses: HostArray, weight: float) -> t
         return losses.reshape(problem.rows_shape), 1.0
     sums = np.array([losses.sum(), weight])
     if call.batch_comm is not None:
-        from mpi4py import MPI
-
         reason = f"{problem.reduction} over the rows of all ranks"
-        sums = all_reduce(sums, call.batch_comm, MPI.SUM, operation=call.operation, over="batch_comm", reason=reason)
+        sums = all_reduce(sums, call.batch_comm, "sum", operation=call.operation, over=call.batch_over, reason=reason)
     if problem.reduction is Reduction.SUM:
         return sums[:1].reshape(()), 1.0
     return np.where(sums[1] == 0.0, np.nan, sums[0] / sums[1]), float(sums[1])

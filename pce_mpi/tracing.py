@@ -7,7 +7,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 import json
 from typing import Any
@@ -24,7 +24,10 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """One collective, as one rank saw it. `bytes` is what this rank put in; `ranks` is how many took part."""
+    """One collective, as one rank saw it. `bytes` is what this rank put in; `ranks` is how many took part.
+
+    `before` and `after` are the placements of the array that was moved, as text, and "" where none was.
+    """
 
     phase: str
     operation: str
@@ -33,6 +36,8 @@ class Event:
     over: str
     ranks: int
     bytes: int
+    before: str = field(default="", kw_only=True)
+    after: str = field(default="", kw_only=True)
     reason: str
 
 
@@ -82,11 +87,14 @@ class Trace:
         grouped: dict[Event, int] = {}
         for event in self.events:
             grouped[event] = grouped.get(event, 0) + 1
-        names = [field.name for field in fields(Event)]
-        rows = [[*names[:-2], "calls", "bytes", "reason"]]
+        names = [column.name for column in fields(Event)]
+        names.insert(names.index("bytes"), "calls")
+        if not any(event.before or event.after for event in grouped):
+            names = [name for name in names if name not in ("before", "after")]
+        rows = [names]
         for event, calls in grouped.items():
-            values = [str(value) for value in astuple(event)]
-            rows.append([*values[:-2], str(calls), str(calls * event.bytes), event.reason])
+            values = asdict(event) | {"calls": calls, "bytes": calls * event.bytes}
+            rows.append([str(values[name]) for name in names])
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -127,8 +135,19 @@ def phase(name: str) -> Iterator[None]:
 
 
 def record(
-    operation: str, collective: str, purpose: Purpose, *, over: str, ranks: int, bytes: int, reason: str
+    operation: str,
+    collective: str,
+    purpose: Purpose,
+    *,
+    over: str,
+    ranks: int,
+    bytes: int,
+    reason: str,
+    before: str = "",
+    after: str = "",
 ) -> None:
     """Append one event to every open trace."""
     for opened in _open.get():
-        opened.events.append(Event(_phase.get(), operation, collective, purpose, over, ranks, bytes, reason))
+        opened.events.append(
+            Event(_phase.get(), operation, collective, purpose, over, ranks, bytes, reason, before=before, after=after)
+        )

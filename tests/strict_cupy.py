@@ -79,6 +79,8 @@ def on_device(function):
     def call(*arguments, **options):
         return wrap(function(*unwrap(arguments), **{name: unwrap(value) for name, value in options.items()}))
 
+    if isinstance(function, np.ufunc):
+        call.at = on_device(function.at)
     return call
 
 

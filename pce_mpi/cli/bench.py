@@ -257,9 +257,7 @@ def _agreement_seconds(comm: MPI.Intracomm) -> float:
 def _slowest(comm: MPI.Intracomm | None, seconds: float) -> float:
     if comm is None:
         return seconds
-    from mpi4py import MPI
-
-    return float(all_reduce(np.array(seconds), comm, MPI.MAX, operation="bench", reason="the slowest rank's time"))
+    return float(all_reduce(np.array(seconds), comm, "max", operation="bench", reason="the slowest rank's time"))
 
 
 def _plot(measured: list[Measurement], options: argparse.Namespace, size: int) -> None:

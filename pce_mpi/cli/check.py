@@ -192,9 +192,7 @@ def _worst(comm: MPI.Intracomm | None, errors: list[float]) -> list[float]:
     """The largest of all ranks, of each."""
     if comm is None:
         return errors
-    from mpi4py import MPI
-
-    worst = all_reduce(np.array(errors), comm, MPI.MAX, operation="check", reason="the largest error of all ranks")
+    worst = all_reduce(np.array(errors), comm, "max", operation="check", reason="the largest error of all ranks")
     return [float(error) for error in worst]
 
 

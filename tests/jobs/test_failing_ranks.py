@@ -114,7 +114,7 @@ def test_waiting_ranks_name_the_rank_that_never_arrives_and_end_together(tmp_pat
         tell(loss)
         tell(loss)
         tell(lambda: agree(comm, "another operation", {{}}))
-        tell(lambda: float(all_reduce(np.ones(1), comm, MPI.SUM, operation="one more", reason="to see")[0]))
+        tell(lambda: float(all_reduce(np.ones(1), comm, "sum", operation="one more", reason="to see")[0]))
         wait_for([0, 1], times=4)
         loss()
         """,
@@ -192,7 +192,7 @@ def test_ranks_that_wait_on_different_communicators_each_name_their_operation_an
             agree(each, "all is well", {})
         mine = comms[comm.rank]
         calls = [
-            lambda: all_reduce(np.zeros(3), mine, MPI.SUM, operation="the sum", reason="to see"),
+            lambda: all_reduce(np.zeros(3), mine, "sum", operation="the sum", reason="to see"),
             lambda: agree(mine, "the agreement", {}),
             lambda: broadcast(np.zeros(3), mine, 0, operation="the broadcast", reason="to see"),
         ]
@@ -238,7 +238,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_is_refused_and_does_not_writ
         2,
         """
         length = 1_000_000
-        total = lambda: all_reduce(np.ones(length), comm, MPI.SUM, operation="the sum", reason="to see")
+        total = lambda: all_reduce(np.ones(length), comm, "sum", operation="the sum", reason="to see")
         loss()
         if comm.rank == 1:
             wait_for([0], times=1)

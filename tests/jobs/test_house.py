@@ -32,6 +32,8 @@ def room(name: str, *never: str, standard_library_only: bool = False) -> Room:
 HOUSE = [
     room("placements", standard_library_only=True),
     room("tracing", standard_library_only=True),
+    room("sharding", "numpy", "mpi4py", "tracing"),
+    room("transitions", "numpy", "mpi4py", "tracing"),
     room("arrays", "mpi4py"),
     room("dense", "mpi4py", "placements", "tracing", "arrays"),
     room("channel", "placements", "tracing", "arrays", "dense"),
@@ -44,7 +46,7 @@ HOUSE = [
     room("loss", "dense"),
     room("mesh"),
     room("dist_array", "loss"),
-    room("tape", "numpy", "mpi4py", "placements"),
+    room("tape", "numpy", "mpi4py", "placements", "sharding", "transitions"),
     room("ops", "collectives"),
     room("sgd", "mpi4py"),
     room("plans", "mpi4py"),

@@ -1,6 +1,7 @@
 """Bad input, and ranks that disagree: one clear error, alike on every rank, and the communicator works afterwards."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 import itertools
 import re
@@ -14,7 +15,10 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import CollectiveError, dense, shard_range
+from pce_mpi.agreement import prepare
+from pce_mpi.arguments import Call
 from pce_mpi.collectives import FACTS, agree
+from pce_mpi.passes import evaluate
 from pce_mpi.tracing import Purpose
 
 ROWS, CLASSES = 5, 16
@@ -1180,6 +1184,58 @@ def test_agreement_is_traced_as_agreement_and_not_counted_as_payload(comm):
         ]
         assert trace.count() == 2
         assert trace.count(purpose=None) == 4
+
+
+@pytest.fixture
+def named(comm):
+    """The call of a loss whose communicators have names of their own: classes over all ranks, rows over each alone."""
+    logits, targets = whole_problem()
+    call = Call(
+        operation="softmax_cross_entropy",
+        logits=logits[:, my_classes(comm)],
+        targets=targets,
+        comm=comm,
+        class_start=None,
+        num_classes=None,
+        axis=-1,
+        ignore_index=-100,
+        logit_scale=1.0,
+        softcap=None,
+        compute_dtype=None,
+        batch_comm=MPI.COMM_SELF,
+        over="tensor",
+        batch_over="data",
+    )
+    return call
+
+
+def test_communicators_are_traced_under_the_names_that_a_call_has_for_them(named):
+    with pce.trace() as trace:
+        evaluate(named, prepare(named))
+    assert [(event.collective, event.over) for event in trace.events] == [
+        ("all_gather", "tensor"),
+        ("all_gather", "data"),
+        ("all_reduce", "tensor"),
+        ("all_reduce", "data"),
+    ]
+
+
+BAD_IN_A_NAMED_CALL = {
+    "a check of one rank's own": ({"reduction": "average"}, r"reduction must be .* \(tensor ranks? "),
+    "a target": ({"targets": np.full(ROWS, CLASSES)}, r"targets\[0\] = .* \(tensor ranks? "),
+    "the number of classes": ({"num_classes": CLASSES + 1}, r"classes together: .* \(tensor ranks? "),
+    "the class ranges": ({"class_start": 1}, r"class ranges .* \(tensor rank 0\)"),
+    "a communicator": ({"comm": "all"}, r"tensor must be an mpi4py intracommunicator"),
+    "a communicator over rows": ({"batch_comm": "all"}, r"data must be an mpi4py .* \(tensor ranks? "),
+}
+
+
+@pytest.mark.parametrize(("change", "text"), BAD_IN_A_NAMED_CALL.values(), ids=BAD_IN_A_NAMED_CALL)
+def test_errors_name_the_communicators_as_the_call_does(comm, named, change, text):
+    with pytest.raises((IndexError, TypeError, ValueError), match=text) as raised:
+        prepare(replace(named, **change))
+    texts = comm.allgather(str(raised.value))
+    assert texts == [texts[0]] * comm.size
 
 
 def test_a_call_that_is_refused_sends_no_payload_and_the_trace_shows_what_it_sends(comm):

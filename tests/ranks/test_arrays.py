@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pce_mpi.arrays import (
+    add_rows,
     array_namespace,
     as_array,
     compute_dtype_of,
@@ -20,6 +21,7 @@ from pce_mpi.arrays import (
     shares_memory,
     to_host,
 )
+from strict_cupy import cupy  # noqa: F401  # a fixture
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 FLOATS = [*HALVES, np.dtype(np.float32), np.dtype(np.float64)]
@@ -169,6 +171,66 @@ def test_arithmetic_narrower_than_the_logits_is_a_value_error():
 def test_arithmetic_is_in_float32_or_float64(requested):
     with pytest.raises(TypeError):
         compute_dtype_of(np.dtype(np.float32), requested)
+
+
+# Rows
+
+
+def rows_to_add(count, dtype):
+    rng = np.random.default_rng(count)
+    return rng.standard_normal((7, 3)).astype(dtype), rng.integers(0, 5, count), rng.standard_normal((count, 3), dtype)
+
+
+@pytest.mark.parametrize("index_dtype", [np.int64, np.int32, np.uint8, np.uint64])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("count", [0, 1, 2, 100])
+def test_rows_are_added_as_often_as_they_are_named(count, dtype, index_dtype):
+    target, rows, values = rows_to_add(count, dtype)
+    expected = target.astype(np.float64)
+    for row, value in zip(rows, values, strict=True):
+        expected[row] += value
+    indices, addends = rows.astype(index_dtype), values.copy()
+    assert add_rows(target, indices, addends) is None
+    # A sum of n terms in another order is off by at most n ulps of the sum of their magnitudes.
+    atol = (count + 1) * np.finfo(dtype).eps * (np.abs(values).sum(axis=0).max(initial=0.0) + 5.0)
+    np.testing.assert_allclose(target, expected, rtol=0, atol=atol)
+    assert np.array_equal(indices, rows)
+    assert np.array_equal(addends, values)
+
+
+def test_rows_that_are_not_named_are_left_alone():
+    target, rows, values = rows_to_add(100, np.float32)
+    target[5:] = np.nan
+    before = target[5:].tobytes()
+    add_rows(target, rows, values)
+    assert target[5:].tobytes() == before
+    assert np.isfinite(target[:5]).all()
+
+
+def test_rows_are_added_in_the_same_order_always():
+    target, rows, values = rows_to_add(1000, np.float32)
+    again, transposed = target.copy(), target.T.copy().T
+    add_rows(target, rows, values)
+    add_rows(again, rows, values)
+    add_rows(transposed, rows, values.T.copy().T)
+    assert target.tobytes() == again.tobytes() == np.ascontiguousarray(transposed).tobytes()
+
+
+@pytest.mark.parametrize(("height", "width"), [(4, 0), (0, 3)])
+def test_empty_rows_can_be_added_and_none_to_an_empty_array(height, width):
+    target = np.zeros((height, width))
+    rows = np.arange(height) // 2
+    add_rows(target, rows, np.ones((height, width)))
+    assert target.size == 0
+
+
+@pytest.mark.parametrize("count", [0, 100])
+def test_rows_of_cupy_arrays_are_added_by_cupy(cupy, count):  # noqa: F811
+    target, rows, values = rows_to_add(count, np.float64)
+    on_device = cupy.asarray(target)
+    add_rows(on_device, cupy.asarray(rows), cupy.asarray(values))
+    add_rows(target, rows, values)
+    np.testing.assert_allclose(cupy.asnumpy(on_device), target, rtol=0, atol=1e-12)
 
 
 # Memory

@@ -95,8 +95,8 @@ def test_a_partial_value_has_one_of_four_operators(operator):
 # Traces
 
 
-def note(operation="op", collective="all_reduce", purpose=Purpose.PAYLOAD, size=8, over="comm"):
-    record(operation, collective, purpose, over=over, ranks=3, bytes=size, reason="because")
+def note(operation="op", collective="all_reduce", purpose=Purpose.PAYLOAD, size=8, over="comm", **placements):
+    record(operation, collective, purpose, over=over, ranks=3, bytes=size, reason="because", **placements)
 
 
 def test_a_trace_has_what_was_sent_while_it_was_open_in_order():
@@ -187,6 +187,22 @@ def test_a_trace_prints_as_a_table_in_which_equal_events_are_one_line_with_their
     assert not any(line != line.rstrip() for line in lines)
 
 
+def test_the_table_shows_placements_where_some_event_has_them():
+    with pce.trace() as trace:
+        note("loss", size=24)
+        for _ in range(2):
+            note("sum", before="Partial('sum')", after="Replicate()")
+        note("sum", before="Partial('sum')", after="Shard(0)")
+    head, *lines = str(trace).splitlines()
+    assert head.split()[-5:] == ["calls", "bytes", "before", "after", "reason"]
+    assert [line.split()[5:] for line in lines] == [
+        ["3", "1", "24", "because"],
+        ["3", "2", "16", "Partial('sum')", "Replicate()", "because"],
+        ["3", "1", "8", "Partial('sum')", "Shard(0)", "because"],
+    ]
+    assert {line.index("because") for line in lines} == {head.index("reason")}
+
+
 def test_an_empty_trace_prints_its_head():
     with pce.trace() as trace:
         pass
@@ -207,6 +223,8 @@ def test_a_trace_is_json_as_well():
         "over": "comm",
         "ranks": 3,
         "bytes": 24,
+        "before": "",
+        "after": "",
         "reason": "because",
     }
     assert events[1]["purpose"] == "agreement"

@@ -1,0 +1,92 @@
+"""Named dims over a Cartesian communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import math
+import operator
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from pce_mpi.channel import is_comm
+from pce_mpi.collectives import agree
+from pce_mpi.sharding import Dims
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Mesh"]
+
+# They stand beside the names of dims where arrays are made.
+_TAKEN = ("requires_grad", "shape", "src_rank")
+
+
+class Mesh:
+    """The ranks of a communicator as a grid whose dims have names.
+
+    `Mesh(comm, data=2, classes=3)` lays 6 ranks out row by row: rank 0 is data 0, classes 0; rank 1 is data 0, classes
+    1; rank 3 is data 1, classes 0. The product of the sizes must be `comm.size`.
+
+    Collective over `comm`: one Allgather of 56 bytes, and the making of communicators. Raises, on every rank alike,
+    `TypeError` for what is no communicator or no whole number, `ValueError` for sizes that do not fit,
+    `CollectiveError` where ranks name different dims.
+
+    >>> from mpi4py import MPI
+    >>> Mesh(MPI.COMM_SELF, data=1, classes=1)
+    Mesh(data=1, classes=1)
+    """
+
+    def __init__(self, comm: MPI.Intracomm, /, **dims: int) -> None:
+        if not is_comm(comm):
+            raise TypeError(f"comm must be an mpi4py intracommunicator, got {comm!r}")
+        error: Exception | None = None
+        try:
+            sizes = _checked(dims, comm.size)
+        except (TypeError, ValueError) as caught:
+            sizes, error = {}, caught
+        agree(comm, "Mesh", {"dims": tuple(sizes.items())}, error=error)
+        self.dims: Mapping[str, int] = MappingProxyType(sizes)
+        self.layout: Dims = tuple(sizes.items())
+        self._cart = comm.Create_cart(list(sizes.values()), reorder=False)
+        self.rank, self.size = self._cart.rank, self._cart.size
+        coordinates = self._cart.Get_coords(self.rank)
+        self.coordinates: Mapping[str, int] = MappingProxyType(dict(zip(sizes, coordinates, strict=True)))
+        self._comms: dict[tuple[str, ...], MPI.Intracomm] = {tuple(sizes): self._cart}
+
+    def comm(self, *dims: str) -> MPI.Intracomm:
+        """The communicator of the ranks that differ from this one in `dims` only, the last dim of the mesh fastest.
+
+        Made when first asked for, which is collective over the mesh (one Allgather of 56 bytes, and the making), and
+        kept. The order of `dims` does not matter; without any it is this rank alone.
+        """
+        unknown = [dim for dim in dims if dim not in self.dims]
+        if unknown:
+            raise ValueError(f"the mesh has no dim {unknown[0]!r}; its dims are {', '.join(self.dims)}")
+        key = tuple(dim for dim in self.dims if dim in dims)
+        if key not in self._comms:
+            # Ranks that ask for different dims would get communicators of ranks that do not belong together.
+            agree(self._cart, "Mesh.comm", {"dims": key}, over=", ".join(self.dims))
+            self._comms[key] = self._cart.Sub([dim in dims for dim in self.dims])
+        return self._comms[key]
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{dim}={size}' for dim, size in self.dims.items())})"
+
+
+def _checked(dims: dict[str, int], ranks: int) -> dict[str, int]:
+    if not dims:
+        raise ValueError("a mesh needs at least one dim, such as data=2")
+    sizes = {}
+    for dim, size in dims.items():
+        if dim in _TAKEN:
+            raise ValueError(f"a dim of a mesh cannot be called {dim!r}: functions take an argument of that name")
+        try:
+            sizes[dim] = operator.index(size)
+        except TypeError:
+            raise TypeError(f"the size of dim {dim!r} must be a whole number, got {size!r}") from None
+        if sizes[dim] < 1:
+            raise ValueError(f"the size of dim {dim!r} must be at least 1, got {size}")
+    if math.prod(sizes.values()) != ranks:
+        product = " * ".join(f"{dim}={size}" for dim, size in sizes.items())
+        raise ValueError(f"{product} is {math.prod(sizes.values())}, but the communicator has {ranks} ranks")
+    return sizes

@@ -1,0 +1,121 @@
+"""Sum and expand: each is the other's vjp.
+
+What an operation stretches forward it sums backward. If an axis that is summed is sharded, the sum is Partial: this is
+where the gradients of parameters become Partial under data, sequence and context parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace, is_half
+from pce_mpi.dist_array import DistArray
+from pce_mpi.ops.op import Layout, Op, apply
+from pce_mpi.ops.rules import Axes, Axis, Rule
+from pce_mpi.ops.shape import normalized_axis, reshape
+from pce_mpi.placements import ReduceOperator
+
+__all__ = ["aligned", "expand", "kept_shape", "normalized_axes", "reduction_rule", "sum", "sum_to"]
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Shape = tuple[int, ...]
+
+
+def aligned(operand: Shape, shape: Shape) -> Axes:
+    """The axes of an operand that is broadcast to `shape`, from the last one on; what is stretched is not sharded."""
+    lengths = shape[len(shape) - len(operand) :]
+    return tuple(
+        Axis(index - len(operand)) if length == stretched else None
+        for index, (length, stretched) in enumerate(zip(operand, lengths, strict=True))
+    )
+
+
+def _expand_rule(before: Shape, shape: Shape) -> Rule:
+    axes = aligned(before, shape)
+    added = (None,) * (len(shape) - len(before))
+    return Rule((axes,), (*added, *axes), shape, linear=((0,),), moves_data=True)
+
+
+def _expand(x: Array, shape: Shape, layout: Layout) -> Array:
+    return array_namespace(x).broadcast_to(x, layout.shape)
+
+
+_EXPAND = Op("expand", _expand, (lambda g, y, x, shape: sum_to(g, x.shape),), _expand_rule, knows_layout=True)
+
+
+def expand(x: DistArray, shape: Sequence[int]) -> DistArray:
+    """`x` stretched to `shape` as NumPy broadcasts: axes of length 1, and new ones in front."""
+    wanted = tuple(shape)
+    if np.broadcast_shapes(x.shape, wanted) != wanted:
+        raise ValueError(f"cannot expand {x.shape} to {wanted}")
+    return apply(_EXPAND, x, shape=wanted)
+
+
+def normalized_axes(axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """The axes that are meant by `axis`, in order: all, if it is None."""
+    if axis is None:
+        return tuple(range(ndim))
+    axes = sorted(normalized_axis(each, ndim) for each in (axis if isinstance(axis, Sequence) else (axis,)))
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"axis = {axis} names an axis twice")
+    return tuple(axes)
+
+
+def kept_shape(shape: Shape, axes: Sequence[int]) -> Shape:
+    """`shape` with length 1 along `axes`."""
+    return tuple(1 if axis in axes else length for axis, length in enumerate(shape))
+
+
+def reduction_rule(
+    shape: Shape,
+    axes: tuple[int, ...],
+    keepdims: bool,
+    reduces: ReduceOperator = "sum",
+    *,
+    linear: bool = True,
+    joined: bool = False,
+) -> Rule:
+    """The labels of `axes` are not in the result; `joined`: the operation joins what shards of them give itself."""
+    labels = tuple(Axis(axis) for axis in range(len(shape)))
+    left = [(labels[axis], shape[axis]) for axis in range(len(shape)) if axis not in axes]
+    result = tuple(None if axis in axes else labels[axis] for axis in range(len(shape)))
+    return Rule(
+        (labels,),
+        result if keepdims else tuple(label for label, _ in left),
+        kept_shape(shape, axes) if keepdims else tuple(length for _, length in left),
+        linear=((0,),) if linear else (),
+        reduces=None if joined else reduces,
+        joined=frozenset(axes) if joined else frozenset(),
+    )
+
+
+def local_sum(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
+    """The sum of `x`; that of halves is taken in float32 and rounded once."""
+    if is_half(x.dtype):
+        return x.astype(np.float32).sum(axes, keepdims=keepdims).astype(x.dtype)
+    return x.sum(axes, keepdims=keepdims)
+
+
+_SUM = Op(
+    "sum",
+    local_sum,
+    (lambda g, y, x, axes, keepdims: expand(reshape(g, kept_shape(x.shape, axes)), x.shape),),
+    reduction_rule,
+)
+
+
+def sum(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
+    """The sum over `axis`, one or several, or all. Over a sharded axis it is Partial; nothing is sent."""
+    return apply(_SUM, x, axes=normalized_axes(axis, x.ndim), keepdims=keepdims)
+
+
+def sum_to(g: DistArray, shape: Shape) -> DistArray:
+    """`g` summed over what was stretched from `shape`."""
+    if g.shape == shape:
+        return g
+    added = g.ndim - len(shape)
+    stretched = [added + axis for axis, length in enumerate(shape) if length == 1 and g.shape[added + axis] != 1]
+    return reshape(sum(g, (*range(added), *stretched)), shape)

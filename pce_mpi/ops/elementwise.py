@@ -1,0 +1,258 @@
+"""Operations on one element of each operand, broadcasting as NumPy's do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace, is_floating
+from pce_mpi.dist_array import DistArray
+from pce_mpi.ops.broadcasting import aligned, sum_to
+from pce_mpi.ops.op import Op, apply
+from pce_mpi.ops.rules import Rule
+
+__all__ = [
+    "add",
+    "astype",
+    "divide",
+    "equal",
+    "exp",
+    "gelu",
+    "log",
+    "maximum",
+    "multiply",
+    "negative",
+    "power",
+    "relu",
+    "sigmoid",
+    "sqrt",
+    "square",
+    "subtract",
+    "tanh",
+    "where",
+]
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Vjp = Callable[..., DistArray]
+
+
+def broadcasting(*linear: Sequence[int]) -> Callable[..., Rule]:
+    """The rule of an elementwise operation: axes are labelled from the last one on, as NumPy aligns them."""
+
+    def rule(*shapes: tuple[int, ...], **_: Any) -> Rule:
+        shape = np.broadcast_shapes(*shapes)
+        operands = tuple(aligned(operand, shape) for operand in shapes)
+        return Rule(operands, aligned(shape, shape), shape, linear=tuple(tuple(group) for group in linear))
+
+    return rule
+
+
+def _of_library(name: str) -> Callable[..., Array]:
+    @np.errstate(all="ignore")
+    def forward(*arrays: Array) -> Array:
+        return getattr(array_namespace(arrays[0]), name)(*arrays)
+
+    return forward
+
+
+def _floating(*dtypes: Any) -> Any:
+    """The dtype of what NumPy computes of integers in floating point."""
+    dtype = np.result_type(*dtypes)
+    return np.float64 if dtype.kind in "iub" else dtype
+
+
+def _unary(name: str, slope: Vjp, *, linear: bool = False, forward: Callable[..., Array] | None = None) -> Op:
+    """`slope` takes gradient, result and operand."""
+    rule = broadcasting([0]) if linear else broadcasting()
+    return Op(name, forward or _of_library(name), (slope,), rule, dtype=np.result_type if linear else _floating)
+
+
+def _binary(name: str, first: Vjp, second: Vjp, *linear: Sequence[int], dtype: Any = np.result_type) -> Op:
+    """`first` and `second` take gradient, result and both operands; what was stretched is summed here."""
+    vjps = (
+        lambda g, y, a, b: sum_to(first(g, y, a, b), a.shape),
+        lambda g, y, a, b: sum_to(second(g, y, a, b), b.shape),
+    )
+    return Op(name, _of_library(name), vjps, broadcasting(*linear), dtype=dtype)
+
+
+# --------------------------------------------------------------------------------------------------- one operand
+
+
+@np.errstate(all="ignore")
+def _sigmoid(x: Array) -> Array:
+    xp = array_namespace(x)
+    small = xp.exp(-xp.abs(x))  # never overflows
+    return xp.where(x >= 0, 1 / (1 + small), small / (1 + small)).astype(small.dtype, copy=False)
+
+
+def _relu(x: Array) -> Array:
+    return array_namespace(x).maximum(x, x.dtype.type(0))
+
+
+# gelu(x) = x (1 + tanh(u)) / 2 with u = c (x + k x**3)
+_C, _K = (2 / np.pi) ** 0.5, 0.044715
+
+
+@np.errstate(all="ignore")
+def _gelu(x: Array) -> Array:
+    kind = x.dtype.type
+    return kind(0.5) * x * (1 + array_namespace(x).tanh(kind(_C) * (x + kind(_K) * x * x * x)))
+
+
+@np.errstate(all="ignore")
+def _gelu_slope(x: Array) -> Array:
+    kind = x.dtype.type
+    t = array_namespace(x).tanh(kind(_C) * (x + kind(_K) * x * x * x))
+    return kind(0.5) * (1 + t) + kind(0.5) * x * (1 - t * t) * kind(_C) * (1 + kind(3 * _K) * x * x)
+
+
+def _is_positive(x: Array) -> Array:
+    return (x > 0).astype(x.dtype)
+
+
+_NEGATIVE = _unary("negative", lambda g, y, x: -g, linear=True)
+_SQUARE = _unary("square", lambda g, y, x: g * (x + x))
+_EXP = _unary("exp", lambda g, y, x: g * y)
+_LOG = _unary("log", lambda g, y, x: g / x)
+_SQRT = _unary("sqrt", lambda g, y, x: g / (y + y))
+_TANH = _unary("tanh", lambda g, y, x: g * (1 - y * y))
+_SIGMOID = _unary("sigmoid", lambda g, y, x: g * (y * (1 - y)), forward=_sigmoid)
+_POSITIVE = Op("relu", _is_positive, rule=broadcasting())
+_RELU = _unary("relu", lambda g, y, x: g * apply(_POSITIVE, x), forward=_relu)
+_GELU_SLOPE = Op("gelu", _gelu_slope, rule=broadcasting())
+_GELU = _unary("gelu", lambda g, y, x: g * apply(_GELU_SLOPE, x), forward=_gelu)
+
+
+def negative(x: Any) -> DistArray:
+    """-x."""
+    return apply(_NEGATIVE, x)
+
+
+def square(x: Any) -> DistArray:
+    """x * x."""
+    return apply(_SQUARE, x)
+
+
+def exp(x: Any) -> DistArray:
+    """The exponential of each element."""
+    return apply(_EXP, x)
+
+
+def log(x: Any) -> DistArray:
+    """The natural logarithm of each element."""
+    return apply(_LOG, x)
+
+
+def sqrt(x: Any) -> DistArray:
+    """The square root of each element."""
+    return apply(_SQRT, x)
+
+
+def tanh(x: Any) -> DistArray:
+    """The hyperbolic tangent of each element."""
+    return apply(_TANH, x)
+
+
+def sigmoid(x: Any) -> DistArray:
+    """1 / (1 + exp(-x))."""
+    return apply(_SIGMOID, x)
+
+
+def relu(x: Any) -> DistArray:
+    """max(x, 0); its gradient at 0 is 0."""
+    return apply(_RELU, x)
+
+
+def gelu(x: Any) -> DistArray:
+    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))) / 2.
+
+    The approximation of x times the normal distribution function given by Hendrycks and Gimpel, Gaussian Error Linear
+    Units, 2016: what PyTorch calls `gelu(approximate="tanh")`.
+    """
+    return apply(_GELU, x)
+
+
+# -------------------------------------------------------------------------------------------------- two operands
+
+
+def _larger(a: Array, b: Array) -> Array:
+    """How much of the gradient of max(a, b) is that of a: all, none or, where they are equal, half."""
+    dtype = np.result_type(a.dtype, b.dtype)
+    return (a > b).astype(dtype) + (a == b).astype(dtype) / dtype.type(2)
+
+
+_LARGER = Op("maximum", _larger, rule=broadcasting())
+_ADD = _binary("add", lambda g, y, a, b: g, lambda g, y, a, b: g, [0, 1])
+_SUBTRACT = _binary("subtract", lambda g, y, a, b: g, lambda g, y, a, b: -g, [0, 1])
+_MULTIPLY = _binary("multiply", lambda g, y, a, b: g * b, lambda g, y, a, b: g * a, [0], [1])
+_DIVIDE = _binary("divide", lambda g, y, a, b: g / b, lambda g, y, a, b: -g * (y / b), [0], dtype=_floating)
+_POWER = _binary("power", lambda g, y, a, b: g * (b * a ** (b - 1)), lambda g, y, a, b: g * (y * log(a)))
+_MAXIMUM = _binary("maximum", lambda g, y, a, b: g * apply(_LARGER, a, b), lambda g, y, a, b: g * apply(_LARGER, b, a))
+_EQUAL = Op("equal", lambda a, b: a == b, rule=broadcasting(), dtype=lambda *_: np.bool_)
+_WHERE = Op(
+    "where",
+    _of_library("where"),
+    (
+        None,
+        lambda g, y, condition, a, b: sum_to(where(condition, g, 0), a.shape),
+        lambda g, y, condition, a, b: sum_to(where(condition, 0, g), b.shape),
+    ),
+    broadcasting([1, 2]),
+    dtype=lambda condition, *dtypes: np.result_type(*dtypes),
+)
+
+
+def _astype_rule(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Rule:
+    # What is cut off of the terms of a sum is not what is cut off of the sum.
+    return broadcasting(*([[0]] if is_floating(dtype) else []))(shape)
+
+
+_ASTYPE = Op("astype", lambda x, dtype: x.astype(dtype), (lambda g, y, x, dtype: g,), _astype_rule)
+
+
+def add(x: Any, y: Any) -> DistArray:
+    """x + y."""
+    return apply(_ADD, x, y)
+
+
+def subtract(x: Any, y: Any) -> DistArray:
+    """x - y."""
+    return apply(_SUBTRACT, x, y)
+
+
+def multiply(x: Any, y: Any) -> DistArray:
+    """x * y."""
+    return apply(_MULTIPLY, x, y)
+
+
+def divide(x: Any, y: Any) -> DistArray:
+    """x / y."""
+    return apply(_DIVIDE, x, y)
+
+
+def power(x: Any, y: Any) -> DistArray:
+    """x ** y."""
+    return square(x) if type(y) is int and y == 2 else apply(_POWER, x, y)
+
+
+def maximum(x: Any, y: Any) -> DistArray:
+    """The larger of x and y; where they are equal, each has half of the gradient. `nan`, if either is."""
+    return apply(_MAXIMUM, x, y)
+
+
+def equal(x: Any, y: Any) -> DistArray:
+    """Whether x equals y; has no gradient."""
+    return apply(_EQUAL, x, y)
+
+
+def where(condition: Any, x: Any, y: Any) -> DistArray:
+    """x where `condition` holds, y elsewhere."""
+    return apply(_WHERE, condition, x, y)
+
+
+def astype(x: DistArray, dtype: Any) -> DistArray:
+    """The same numbers as `dtype`; the gradient has the dtype of `x`."""
+    return apply(_ASTYPE, x, dtype=np.dtype(dtype))

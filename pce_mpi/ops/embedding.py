@@ -1,0 +1,86 @@
+"""Rows of a table, which may be sharded by its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import add_rows, array_namespace, as_array, to_host
+from pce_mpi.dist_array import DistArray, agree_on
+from pce_mpi.ops.op import AbstractMesh, Layout, Op, apply
+from pce_mpi.ops.rules import Axis, Rule
+
+__all__ = ["embedding"]
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Shape = tuple[int, ...]
+
+_ROW, _COLUMN = Axis("row of the table"), Axis("column of the table")
+
+
+def _rule(table: Shape, ids: Shape) -> Rule:
+    """A shard of rows gives its own rows, and zeros for all others: a term of the sum."""
+    places = tuple(Axis(index) for index in range(len(ids)))
+    return Rule(((_ROW, _COLUMN), places), (*places, _COLUMN), (*ids, table[1]), linear=((0,),), reduces="sum")
+
+
+def _rows_here(ids: Array, layout: Layout, table: int) -> tuple[Array, Array]:
+    """Which of `ids` are rows of this shard of the table, and the local numbers of those."""
+    start, stop = layout.operands[table].block(0, layout.mesh.coordinates)
+    here = (ids >= start) & (ids < stop)
+    return here, ids[here] - start
+
+
+def _embedding(table: Array, ids: Array, layout: Layout) -> Array:
+    here, rows = _rows_here(ids, layout, 0)
+    if not layout.operands[0].dims_of(0):
+        return table[ids]
+    found = array_namespace(table).zeros(layout.shape, table.dtype)
+    found[here] = table[rows]
+    return found
+
+
+def _gradient_rule(g: Shape, ids: Shape, table: Shape) -> Rule:
+    places = tuple(Axis(index) for index in range(len(ids)))
+    return Rule(((*places, _COLUMN), places, (_ROW, _COLUMN)), (_ROW, _COLUMN), table, linear=((0,),), reduces="sum")
+
+
+def _gradient(g: Array, ids: Array, table: Array, layout: Layout) -> Array:
+    here, rows = _rows_here(ids, layout, 2)
+    gradient = array_namespace(g).zeros(layout.shape, g.dtype)
+    add_rows(gradient, rows, g[here])
+    return gradient
+
+
+# Takes the table only to lie as it does: each rank adds up the rows that it has.
+_GRADIENT = Op("embedding", _gradient, rule=_gradient_rule, dtype=lambda g, *_: g, knows_layout=True)
+_EMBEDDING = Op(
+    "embedding",
+    _embedding,
+    (lambda g, y, table, ids: apply(_GRADIENT, g, ids, table), None),
+    _rule,
+    dtype=lambda table, ids: table,
+    knows_layout=True,
+)
+
+
+def embedding(ids: Any, table: Any) -> DistArray:
+    """`table[ids]`: for each of `ids`, integers of any shape, a row of `table`, (rows, columns).
+
+    Where the rows of the table are sharded the result is Partial: each rank has the rows of its shard, and zeros.
+    Collective over the mesh: an Allgather of 56 bytes. Raises `IndexError`, on every rank, for an id outside
+    [0, rows); `TypeError` for ids that are no integers.
+    """
+    ids = ids if isinstance(ids, DistArray) else as_array(ids, "ids")
+    if ids.dtype.kind not in "iu":
+        raise TypeError(f"ids must be integers, got {ids.dtype}")
+    if len(np.shape(table) if not hasattr(table, "shape") else table.shape) != 2:
+        raise ValueError(f"an embedding's table has two axes, got shape {table.shape}")
+    mesh = next((x.mesh for x in (table, ids) if isinstance(x, DistArray)), None)
+    if mesh is not None and not isinstance(mesh, AbstractMesh):
+        local = to_host(ids.local if isinstance(ids, DistArray) else ids)
+        outside = local[(local < 0) | (local >= table.shape[0])]
+        error = IndexError(f"id {outside.flat[0]} is outside [0, {table.shape[0]})") if outside.size else None
+        agree_on(mesh, "embedding", {"rows": table.shape[0]}, error)
+    return apply(_EMBEDDING, table, ids)

@@ -1,0 +1,78 @@
+"""What an operation would do with its operands, found out without data, MPI or other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+import importlib
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.dist_array import DistArray
+from pce_mpi.mesh import Mesh
+from pce_mpi.ops.op import Abstract, AbstractMesh, Sent
+from pce_mpi.placements import Placement
+from pce_mpi.sharding import Sharding
+
+__all__ = ["Inference", "infer_placements"]
+
+
+@dataclass(frozen=True)
+class Inference:
+    """What an operation would do: how its operands have to lie, how its result lies, and what is sent for that.
+
+    The bytes are those of the rank at the origin of the mesh, whose shards are the longest.
+    """
+
+    operands: tuple[dict[str, Placement], ...]
+    result: dict[str, Placement]
+    collectives: tuple[Sent, ...]
+
+    @property
+    def bytes(self) -> int:
+        """What that rank puts in, in all; payload only."""
+        return sum(sent.bytes for sent in self.collectives)
+
+
+def infer_placements(
+    name: str,
+    shapes: Sequence[Sequence[int]],
+    placements: Sequence[Mapping[str, Placement]],
+    *,
+    mesh: Mesh | Mapping[str, int],
+    dtypes: Any = np.float32,
+    **parameters: Any,
+) -> Inference:
+    """What the operation called `name` would do with operands of these global `shapes` and `placements`.
+
+    `mesh` is a `Mesh`, or the sizes of its dims by name; `dtypes` is one for all operands or one for each; `parameters`
+    are those of the operation. The rules that answer are those that the operation itself runs by. Communicates nothing.
+
+    >>> from pce_mpi import Replicate, Shard, infer_placements
+    >>> shapes, mesh = [(16, 784), (784, 10)], {"model": 2}
+    >>> inferred = infer_placements("matmul", shapes, [{"model": Shard(1)}, {"model": Shard(0)}], mesh=mesh)
+    >>> inferred.result, inferred.bytes
+    ({'model': Partial('sum')}, 0)
+
+    Raises `ValueError` for an operation that does not exist, and what the operation raises for its arguments.
+    """
+    operations = importlib.import_module("pce_mpi.ops")
+    if name not in operations.__all__ or not callable(getattr(operations, name)) or name[0].isupper():
+        raise ValueError(f"there is no operation {name!r}")
+    sizes = dict(mesh.dims if isinstance(mesh, Mesh) else mesh)
+    if len(shapes) != len(placements):
+        raise ValueError(f"{len(shapes)} shapes and {len(placements)} placements")
+    of_each = list(dtypes) if isinstance(dtypes, Sequence) and not isinstance(dtypes, str) else [dtypes] * len(shapes)
+    abstract = AbstractMesh(sizes)
+    operands = [
+        DistArray(Abstract(np.dtype(dtype)), abstract, Sharding.of(abstract.layout, tuple(shape), placed))
+        for shape, placed, dtype in zip(shapes, placements, of_each, strict=True)
+    ]
+    arguments: list[Any] = [operands] if name == "concatenate" else list(operands)
+    result = getattr(operations, name)(*arguments, **parameters)
+    needed = [abstract.needed.get(id(operand), operand.sharding) for operand in operands]
+    results = result[0] if isinstance(result, list | tuple) else result
+    return Inference(
+        tuple(dict(sharding.by_dim) for sharding in needed), dict(results.sharding.by_dim), tuple(abstract.sent)
+    )

@@ -1,0 +1,161 @@
+"""The losses. The placement of the logits decides which cross entropy runs: nobody has to ask for the parallel one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+import math
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arguments import Call, Reduction
+from pce_mpi.arrays import array_namespace, as_array, compute_dtype_of, is_floating
+from pce_mpi.dist_array import DistArray, over_text
+from pce_mpi.loss import forward_of, softmax_cross_entropy_backward, value_and_grad_of
+from pce_mpi.ops.elementwise import square
+from pce_mpi.ops.op import Layout, Op, Sent, apply
+from pce_mpi.ops.reductions import mean
+from pce_mpi.ops.rules import Axis, Rule
+from pce_mpi.ops.shape import normalized_axis
+from pce_mpi.passes import record_of
+
+__all__ = ["cross_entropy", "mse"]
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Shape = tuple[int, ...]
+
+
+def _rule(logits: Shape, targets: Shape, *weight: Shape, axis: int, reduction: str, **_: Any) -> Rule:
+    """Rows run together in logits and targets; sharded classes, and rows that are reduced, the loss joins itself."""
+    labels = tuple(Axis(index) for index in range(len(logits)))
+    classes, rows = labels[axis], labels[:axis] + labels[axis + 1 :]
+    reduced = reduction != Reduction.NONE
+    joined: set[Hashable] = {classes.label} | ({row.label for row in rows} if reduced else set())
+    return Rule(
+        (labels, labels if len(targets) == len(logits) else rows, *([(classes,)] if weight else [])),
+        () if reduced else rows,
+        () if reduced else logits[:axis] + logits[axis + 1 :],
+        joined=frozenset(joined),
+    )
+
+
+def _call(logits: Any, targets: Any, weight: Any, layout: Layout, options: dict[str, Any]) -> Call:
+    axis = options["axis"]
+    rows = [index for index in range(len(layout.operands[0].shape)) if index != axis]
+    return Call(
+        operation="cross_entropy",
+        logits=logits,
+        targets=targets,
+        weight=weight,
+        comm=layout.comm([axis]),
+        over=over_text(layout.dims([axis])),
+        batch_comm=layout.comm(rows),
+        batch_over=over_text(layout.dims(rows)),
+        **options,
+    )
+
+
+def _cross_entropy(logits: Array, targets: Array, *weight: Array, layout: Layout, **options: Any) -> tuple[Array, Any]:
+    """The loss; and its gradient, if that takes no further exponential, or else what it can be had from."""
+    call = _call(logits, targets, weight[0] if weight else None, layout, options)
+    dtype = logits.dtype
+    fused = targets.dtype.kind in "iu" and options["softcap"] is None
+    # In half precision the gradient of the mean of many rows may be nothing, where that of a scaled loss is not.
+    if layout.records[0] and fused and compute_dtype_of(dtype, options["compute_dtype"]) == dtype:
+        return value_and_grad_of(replace(call, with_gradient=True))
+    return forward_of(call)
+
+
+def _to_logits(
+    g: DistArray, y: DistArray, logits: DistArray, targets: DistArray, *weight: DistArray, kept: Any, **options: Any
+) -> DistArray:
+    if not isinstance(kept, array_namespace(logits.local).ndarray):
+        return DistArray(softmax_cross_entropy_backward(g.local, kept), logits.mesh, logits.sharding)
+    if options["reduction"] == Reduction.NONE:
+        kept *= array_namespace(kept).expand_dims(g.local, options["axis"])
+    elif float(g.local) != 1.0:
+        kept *= g.local
+    return DistArray(kept, logits.mesh, logits.sharding)
+
+
+def _sends(*dtypes: np.dtype[Any], layout: Layout, **options: Any) -> list[Sent]:
+    axis = options["axis"]
+    logits = layout.operands[0]
+    classes, others = layout.dims([axis]), [index for index in range(len(logits.shape)) if index != axis]
+    shape = logits.local_shape(layout.mesh.coordinates)
+    size = record_of(
+        probabilities=is_floating(dtypes[1]),
+        weighted=len(dtypes) > 2,
+        smoothed=options["label_smoothing"] > 0,
+        scaled=options["logit_scale"] != 1 and options["softcap"] is None,
+    ).dtype.itemsize
+    sent = [Sent("all_reduce", over_text(classes), size * math.prod(shape[index] for index in others))] * bool(classes)
+    rows = layout.dims(others)
+    return sent + [Sent("all_reduce", over_text(rows), 16)] * bool(rows and options["reduction"] != Reduction.NONE)
+
+
+_CROSS_ENTROPY = Op(
+    "cross_entropy",
+    _cross_entropy,
+    (_to_logits, None, None),
+    _rule,
+    dtype=lambda logits, *_: compute_dtype_of(logits),
+    knows_layout=True,
+    keeps=True,
+    sends=_sends,
+)
+
+
+def cross_entropy(
+    logits: DistArray,
+    targets: Any,
+    *,
+    axis: int = -1,
+    weight: Any = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    compute_dtype: Any = None,
+) -> DistArray:
+    """The softmax cross entropy of `logits`, in nats; formula and options are those of `softmax_cross_entropy`.
+
+    `targets`: integers with the logits' shape less the class axis, or probabilities with all of it; `weight`:
+    (classes,). Both are global, and made to lie as the logits do: plain arrays are sliced, nothing is sent for them.
+
+    Where the class axis is sharded it stays so, and the records of the shards are joined: an Allgather of 56 bytes
+    and one Allreduce of 24 bytes a row (more with options). Where rows are sharded, `sum` and `mean` are over all of
+    them: one further Allreduce of 16 bytes. Backward sends nothing; the gradient lies as the logits do.
+
+    Raises what `softmax_cross_entropy` raises, on every rank alike. Only the logits have a gradient.
+    """
+    given = targets if isinstance(targets, DistArray) else as_array(targets, "targets")
+    place = normalized_axis(axis, logits.ndim)
+    rows = logits.shape[:place] + logits.shape[place + 1 :]
+    if given.shape not in (rows, logits.shape):
+        raise ValueError(f"targets must have shape {rows} or, as probabilities, {logits.shape}, got {given.shape}")
+    weights = [] if weight is None else [weight if isinstance(weight, DistArray) else as_array(weight, "weight")]
+    if weights and weights[0].shape != logits.shape[place : place + 1]:
+        raise ValueError(f"weight must have one entry per class, ({logits.shape[place]},), got {weights[0].shape}")
+    return apply(
+        _CROSS_ENTROPY,
+        logits,
+        given,
+        *weights,
+        axis=place,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        reduction=reduction,
+        compute_dtype=compute_dtype,
+    )
+
+
+def mse(x: Any, y: Any) -> DistArray:
+    """The mean of (x - y)**2 over all elements."""
+    return mean(square(x - y))

@@ -1,0 +1,100 @@
+"""The matrix product, of matrices and of stacks of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace
+from pce_mpi.dist_array import DistArray
+from pce_mpi.ops.broadcasting import aligned, sum_to
+from pce_mpi.ops.op import Op, apply
+from pce_mpi.ops.rules import Axis, Rule
+from pce_mpi.ops.shape import reshape, swapaxes
+
+__all__ = ["matmul"]
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Shape = tuple[int, ...]
+
+
+def _rule(a: Shape, b: Shape) -> Rule:
+    """Stacks broadcast; with m k and k n what is left has m and n: shards of k each give a term of the sum."""
+    stack = np.broadcast_shapes(a[:-2], b[:-2])
+    m, k, n = Axis("m"), Axis("k"), Axis("n")
+    return Rule(
+        ((*aligned(a[:-2], stack), m, k), (*aligned(b[:-2], stack), k, n)),
+        (*aligned(stack, stack), m, n),
+        (*stack, a[-2], b[-1]),
+        linear=((0,), (1,)),
+        reduces="sum",
+    )
+
+
+@np.errstate(all="ignore")
+def _matmul(a: Array, b: Array) -> Array:
+    if a.ndim > 2 and b.ndim == 2:  # one product of tall matrices, rather than a stack of them
+        return (a.reshape(-1, a.shape[-1]) @ b).reshape(*a.shape[:-1], b.shape[-1])
+    return array_namespace(a).matmul(a, b)
+
+
+def _transposed_product_rule(a: Shape, g: Shape) -> Rule:
+    stack = tuple(Axis(index) for index in range(len(a) - 1))
+    return Rule(
+        ((*stack, Axis("k")), (*stack, Axis("n"))),
+        (Axis("k"), Axis("n")),
+        (a[-1], g[-1]),
+        linear=((0,), (1,)),
+        reduces="sum",
+    )
+
+
+@np.errstate(all="ignore")
+def _transposed_product(a: Array, g: Array) -> Array:
+    return a.reshape(-1, a.shape[-1]).T @ g.reshape(-1, g.shape[-1])
+
+
+# a.T @ g, summed over the whole stack: the gradient of a matrix that a stack was multiplied by.
+_TRANSPOSED_PRODUCT = Op("matmul", _transposed_product, rule=_transposed_product_rule)
+
+
+def _to_first(g: DistArray, y: DistArray, a: DistArray, b: DistArray) -> DistArray:
+    return sum_to(g @ swapaxes(b, -1, -2), a.shape)
+
+
+def _to_second(g: DistArray, y: DistArray, a: DistArray, b: DistArray) -> DistArray:
+    if b.ndim == 2:
+        return apply(_TRANSPOSED_PRODUCT, a, g)
+    return sum_to(swapaxes(a, -1, -2) @ g, b.shape)
+
+
+_MATMUL = Op("matmul", _matmul, (_to_first, _to_second), _rule)
+
+
+def matmul(x: Any, y: Any) -> DistArray:
+    """The matrix product over the last axis of x and the last but one of y; what `@` does, stacks and vectors too.
+
+    With x (b, k) and y (k, n): where both are sharded on k the result is Partial, and nothing is sent.
+    """
+    shapes = [np.shape(each) if not hasattr(each, "shape") else each.shape for each in (x, y)]
+    if not all(shapes):
+        raise ValueError("matmul takes no scalars; use *")
+    (a, b), first, second = shapes, x, y
+    if a[-1] != (b[-2] if len(b) > 1 else b[0]):
+        raise ValueError(
+            f"matmul: the last axis of {a} and the {'last but one' if len(b) > 1 else 'axis'} of {b} differ"
+        )
+    if len(a) == 1:
+        first = _as_matrix(x, (1, *a))
+    if len(b) == 1:
+        second = _as_matrix(y, (*b, 1))
+    product = apply(_MATMUL, first, second)
+    if len(a) > 1 and len(b) > 1:
+        return product
+    shape = [*product.shape[:-2], *product.shape[-2:-1][len(a) == 1 :], *product.shape[-1:][len(b) == 1 :]]
+    return reshape(product, shape)
+
+
+def _as_matrix(vector: Any, shape: Shape) -> Any:
+    return reshape(vector, shape) if isinstance(vector, DistArray) else np.reshape(vector, shape)

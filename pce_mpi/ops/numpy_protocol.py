@@ -1,0 +1,65 @@
+"""NumPy's functions on distributed arrays: ours where there is one of that name, else the replicated fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import inspect
+from typing import Any
+
+from pce_mpi.dist_array import DistArray
+from pce_mpi.ops.fallback import op
+
+__all__ = ["call_function", "call_ufunc"]
+
+Functions = Mapping[str, Callable[..., Any]]
+
+
+def call_ufunc(ours: Functions, ufunc: Any, method: str, operands: Sequence[Any], options: dict[str, Any]) -> Any:
+    """What `ufunc.method(*operands, **options)` is, on distributed arrays."""
+    if options.get("out") is not None:
+        raise TypeError(f"a distributed array is never written to: {ufunc.__name__} takes no out")
+    if method == "__call__" and not options and ufunc.__name__ in ours:
+        return ours[ufunc.__name__](*operands)
+    function = getattr(ufunc, method)
+    return op(lambda *arrays: function(*arrays, **options), name=f"numpy.{ufunc.__name__}")(*operands)
+
+
+def call_function(ours: Functions, function: Any, positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """What `function(*positional, **named)` is, on distributed arrays."""
+    if named.get("out") is not None:
+        raise TypeError(f"a distributed array is never written to: {function.__name__} takes no out")
+    own = ours.get(function.__name__) if function.__module__ == "numpy" else None
+    if own is not None and _fits(own, positional, named):
+        return own(*positional, **named)
+    found: list[DistArray] = []
+
+    def taken_out(value: Any) -> Any:
+        """`value` with the number of each distributed array in place of the array."""
+        if isinstance(value, DistArray):
+            found.append(value)
+            return _Place(len(found) - 1)
+        return type(value)(map(taken_out, value)) if type(value) in (list, tuple) else value
+
+    places = taken_out(tuple(positional)), {name: taken_out(value) for name, value in named.items()}
+
+    def forward(*arrays: Any) -> Any:
+        def put_back(value: Any) -> Any:
+            if isinstance(value, _Place):
+                return arrays[value]
+            return type(value)(map(put_back, value)) if type(value) in (list, tuple) else value
+
+        return function(*put_back(places[0]), **{name: put_back(value) for name, value in places[1].items()})
+
+    return op(forward, name=f"numpy.{function.__name__}")(*found)
+
+
+class _Place(int):
+    """Where an array stood among the arguments."""
+
+
+def _fits(own: Callable[..., Any], positional: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(own).bind(*positional, **named)
+    except TypeError:
+        return False
+    return True

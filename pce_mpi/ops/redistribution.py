@@ -1,0 +1,42 @@
+"""The one verb that changes where an array lies, on the tape."""
+
+from __future__ import annotations
+
+from pce_mpi.dist_array import DistArray
+from pce_mpi.dist_array import redistribute as move
+from pce_mpi.ops.gradient import node_of
+from pce_mpi.ops.op import moved
+from pce_mpi.placements import Placement
+from pce_mpi.tape import Node, is_recording
+
+__all__ = ["redistribute"]
+
+
+def redistribute(x: DistArray, **placements: Placement) -> DistArray:
+    """The same global array with other placements: `x.redistribute(model=Replicate())`; other dims stay.
+
+    ======================================  ==============================================================
+    Shard -> Replicate                      all_gather
+    Shard -> Shard of another axis          all_to_all; so are other split points, as named dims get even ones
+    Partial -> Replicate                    all_reduce
+    Partial -> Shard                        reduce_scatter
+    Replicate -> anything                   nothing is sent
+    Shard -> Partial("sum")                 nothing is sent
+    all other                               by way of Replicate
+    ======================================  ==============================================================
+
+    The gradient goes back to where `x` lies naturally: in the same shards, or Replicate.
+    """
+    target = x.sharding.with_placements(placements)
+    reason = "asked for"
+    there = moved(x, target, operation="redistribute", reason=reason)
+    result = DistArray(there.local, x.mesh, target, computed=True)
+    if x.requires_grad and is_recording():
+        natural = x.sharding.natural
+
+        def vjp(gradient: DistArray) -> list[DistArray]:
+            return [move(gradient, natural, operation="redistribute", reason="back to where its operand lies")]
+
+        result.requires_grad = True
+        result.node = Node("redistribute", [node_of(x)], vjp)
+    return result

@@ -1,0 +1,149 @@
+"""Mean, largest and smallest element over any axes, and the logarithm of a sum of exponentials.
+
+Only the sum of what shards give is a sum. A mean is divided by the number of elements of the global array, so shards
+of any lengths do. The largest of all is joined at once. A logsumexp is joined from maxima and sums of exponentials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import math
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace, is_floating
+from pce_mpi.dist_array import DistArray
+from pce_mpi.ops.broadcasting import expand, kept_shape, local_sum, normalized_axes, reduction_rule, sum
+from pce_mpi.ops.elementwise import astype, equal, exp
+from pce_mpi.ops.op import Layout, Op, apply
+from pce_mpi.ops.rules import Rule
+from pce_mpi.ops.shape import reshape
+from pce_mpi.ops.softmax import joins, maximum_and_sum
+from pce_mpi.placements import ReduceOperator
+
+__all__ = ["logsumexp", "max", "mean", "min"]
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Shape = tuple[int, ...]
+
+
+def _spread(g: DistArray, x: DistArray, axes: tuple[int, ...]) -> DistArray:
+    """What was reduced over `axes` of `x`, at every element that it was reduced from."""
+    return expand(reshape(g, kept_shape(x.shape, axes)), x.shape)
+
+
+@np.errstate(all="ignore")
+def _mean(x: Array, axes: tuple[int, ...], keepdims: bool, count: int) -> Array:
+    total = local_sum(x if is_floating(x.dtype) else x.astype(np.float64), axes, keepdims)
+    return total / total.dtype.type(count)
+
+
+_MEAN = Op(
+    "mean",
+    _mean,
+    (lambda g, y, x, axes, keepdims, count: _spread(g / count, x, axes),),
+    lambda shape, axes, keepdims, count: reduction_rule(shape, axes, keepdims),
+    dtype=lambda dtype: dtype if is_floating(dtype) else np.float64,
+)
+
+
+def mean(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
+    """The sum over `axis`, one or several, or all, divided by the number of elements of the global array in it.
+
+    Over a sharded axis it is Partial; nothing is sent. Of no elements it is `nan`.
+    """
+    axes = normalized_axes(axis, x.ndim)
+    return apply(_MEAN, x, axes=axes, keepdims=keepdims, count=math.prod(x.shape[axis] for axis in axes))
+
+
+def _extreme(name: str, reduces: ReduceOperator) -> Op:
+    def forward(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
+        # An empty shard has no element, so what loses against every element stands for it.
+        lowest, highest = _bounds(x.dtype)
+        loses = lowest if reduces == "max" else highest
+        return getattr(array_namespace(x), name)(x, axis=axes, keepdims=keepdims, initial=loses)
+
+    def vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int, ...], keepdims: bool) -> DistArray:
+        largest = astype(equal(x, _spread(y, x, axes)), x.dtype)
+        # Equal elements share the gradient, wherever they are.
+        count = sum(largest, axes, keepdims=True)
+        return expand(reshape(g, count.shape) / count, x.shape) * largest
+
+    def rule(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Rule:
+        return reduction_rule(shape, axes, keepdims, reduces, linear=False)
+
+    return Op(name, forward, (vjp,), rule)
+
+
+def _bounds(dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    if is_floating(dtype):
+        return -math.inf, math.inf
+    if dtype.kind == "b":
+        return False, True
+    limits = np.iinfo(dtype)
+    return limits.min, limits.max
+
+
+_MAX, _MIN = _extreme("max", "max"), _extreme("min", "min")
+
+
+def _of_some(op: Op, x: DistArray, axis: int | Sequence[int] | None, keepdims: bool) -> DistArray:
+    axes = normalized_axes(axis, x.ndim)
+    if math.prod(x.shape[each] for each in axes) == 0:
+        raise ValueError(f"{op.name} of no elements: shape {x.shape}, axis {axis}")
+    return apply(op, x, axes=axes, keepdims=keepdims)
+
+
+def max(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
+    """The largest element over `axis`, one or several, or all; `nan`, if one is.
+
+    Over a sharded axis the largest of all shards is found at once: one Allreduce of the result's size. Elements that
+    are equal share the gradient. `ValueError` for no elements.
+    """
+    return _of_some(_MAX, x, axis, keepdims)
+
+
+def min(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
+    """The smallest element over `axis`; see `max`."""
+    return _of_some(_MIN, x, axis, keepdims)
+
+
+@np.errstate(all="ignore")
+def _logsumexp(x: Array, axes: tuple[int, ...], keepdims: bool, layout: Layout) -> tuple[Array, Any]:
+    largest, total = maximum_and_sum(x, axes, layout, "logsumexp")
+    result = (largest + array_namespace(x).log(total)).astype(x.dtype, copy=False)
+    shape = kept_shape(x.shape, axes) if keepdims else layout.shape
+    return result.reshape(shape), (largest, total)
+
+
+def _logsumexp_vjp(
+    g: DistArray, y: DistArray, x: DistArray, axes: tuple[int, ...], keepdims: bool, kept: tuple[Array, Array]
+) -> DistArray:
+    # Subtracting the largest element, and not the result, keeps the bits of elements far from 0.
+    def as_dist(local: Array) -> DistArray:
+        flat = DistArray(local.reshape(y.local.shape), y.mesh, y.sharding)
+        return _spread(flat, x, axes)
+
+    largest, total = (as_dist(local) for local in kept)
+    return _spread(g, x, axes) * (exp(x - largest) / total)
+
+
+_LOGSUMEXP = Op(
+    "logsumexp",
+    _logsumexp,
+    (_logsumexp_vjp,),
+    lambda shape, axes, keepdims: reduction_rule(shape, axes, keepdims, linear=False, joined=math.prod(shape) > 0),
+    knows_layout=True,
+    keeps=True,
+    sends=joins,
+)
+
+
+def logsumexp(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
+    """log sum exp(x) over `axis`, one or several, or all, in nats.
+
+    Over a sharded axis what the shards give is joined as the softmax of a loss is: one Allreduce of 40 bytes a row.
+    Of real numbers only; `ValueError` for no elements.
+    """
+    return _of_some(_LOGSUMEXP, x, axis, keepdims)

@@ -1,0 +1,255 @@
+"""Operations that move elements and compute nothing: reshape, transpose, join and cut.
+
+They are linear, and even what is Partial of "max" or "min" passes through them unharmed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+import math
+import operator
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace
+from pce_mpi.dist_array import DistArray
+from pce_mpi.ops.op import Layout, Op, apply
+from pce_mpi.ops.rules import Axes, Axis, Rule
+
+__all__ = ["concatenate", "cut", "normalized_axis", "reshape", "split", "swapaxes", "transpose"]
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Shape = tuple[int, ...]
+
+
+def normalized_axis(axis: Any, ndim: int) -> int:
+    """`axis`, counted from the front; `ValueError` if there is none like it."""
+    index = operator.index(axis)
+    if not -ndim <= index < ndim:
+        raise ValueError(f"axis {index} is out of bounds for an array of {ndim} dimensions")
+    return index % ndim
+
+
+# ------------------------------------------------------------------------------------------------------- reshape
+
+
+def _reshape_rule(before: Shape, shape: Shape) -> Rule:
+    """The first axis of each group of axes that become one another keeps its shards, if they end where rows end."""
+    operand: list[Axis | None] = [None] * len(before)
+    result: list[Axis | None] = [None] * len(shape)
+    for label, (mine, theirs) in enumerate(_groups(before, shape)):
+        operand[mine[0]] = Axis(label, math.prod(before[axis] for axis in mine[1:]))
+        result[theirs[0]] = Axis(label, math.prod(shape[axis] for axis in theirs[1:]))
+    return Rule((tuple(operand),), tuple(result), shape, linear=((0,),), moves_data=True)
+
+
+def _groups(before: Shape, after: Shape) -> Iterator[tuple[list[int], list[int]]]:
+    """Axes of `before` and of `after` with the same elements, as few as possible; those of length 1 are left out."""
+    if 0 in before:
+        return
+    waiting = [axis for axis, length in enumerate(after) if length != 1]
+    mine: list[int] = []
+    theirs: list[int] = []
+    for axis in (axis for axis, length in enumerate(before) if length != 1):
+        mine.append(axis)
+        size = math.prod(before[each] for each in mine)
+        while waiting and math.prod(after[each] for each in theirs) < size:
+            theirs.append(waiting.pop(0))
+        if math.prod(after[each] for each in theirs) == size:
+            yield mine, theirs
+            mine, theirs = [], []
+
+
+def _reshape(x: Array, shape: Shape, layout: Layout) -> Array:
+    return x.reshape(layout.shape)
+
+
+_RESHAPE = Op("reshape", _reshape, (lambda g, y, x, shape: reshape(g, x.shape),), _reshape_rule, knows_layout=True)
+
+
+def reshape(x: DistArray, shape: int | Sequence[int]) -> DistArray:
+    """The same elements in C order, in `shape`, in which one length may be -1.
+
+    A sharded axis stays where it is if it leads a group of axes that are merged, or if each shard has whole rows of
+    those that it is split into. Otherwise the array is redistributed first.
+    """
+    lengths = [operator.index(length) for length in (shape if isinstance(shape, Sequence) else (shape,))]
+    if lengths.count(-1) == 1:
+        rest = -math.prod(lengths)
+        lengths[lengths.index(-1)] = x.size // rest if rest else 0
+    if any(length < 0 for length in lengths) or math.prod(lengths) != x.size:
+        raise ValueError(f"cannot reshape {x.shape} to {tuple(shape) if isinstance(shape, Sequence) else (shape,)}")
+    return apply(_RESHAPE, x, shape=tuple(lengths))
+
+
+# ----------------------------------------------------------------------------------------------------- transpose
+
+
+def _transpose_rule(before: Shape, axes: tuple[int, ...]) -> Rule:
+    labels = tuple(Axis(axis) for axis in range(len(before)))
+    after = tuple(labels[axis] for axis in axes)
+    return Rule((labels,), after, tuple(before[axis] for axis in axes), linear=((0,),), moves_data=True)
+
+
+_TRANSPOSE = Op(
+    "transpose",
+    lambda x, axes: x.transpose(axes),
+    (lambda g, y, x, axes: transpose(g, sorted(range(len(axes)), key=axes.__getitem__)),),
+    _transpose_rule,
+)
+
+
+def transpose(x: DistArray, axes: Sequence[int] | None = None) -> DistArray:
+    """The axes of `x` in another order; reversed, if none is given."""
+    order = range(x.ndim)[::-1] if axes is None else [normalized_axis(axis, x.ndim) for axis in axes]
+    if sorted(order) != list(range(x.ndim)):
+        raise ValueError(f"axes must name each of the {x.ndim} axes once, got {axes}")
+    return apply(_TRANSPOSE, x, axes=tuple(order))
+
+
+def swapaxes(x: DistArray, axis1: int, axis2: int) -> DistArray:
+    """`x` with two axes in each other's place."""
+    order = list(range(x.ndim))
+    one, other = normalized_axis(axis1, x.ndim), normalized_axis(axis2, x.ndim)
+    order[one], order[other] = other, one
+    return transpose(x, order)
+
+
+# -------------------------------------------------------------------------------------------------- cut and join
+
+Range = tuple[int, int, int]  # start, stop and step, as `range` takes them
+
+
+def _cut_axes(shape: Shape, ranges: tuple[Range, ...]) -> Axes:
+    """What is cut must not be sharded; all other axes may be."""
+    return tuple(
+        Axis(axis) if part == (0, length, 1) else None
+        for axis, (length, part) in enumerate(zip(shape, ranges, strict=True))
+    )
+
+
+def _slices(x: Sequence[int], ranges: tuple[Range, ...], whole: Shape) -> tuple[slice, ...]:
+    """`ranges` as local slices: what is not cut may be sharded, and is all there is here."""
+    return tuple(
+        slice(None) if part == (0, length, 1) else slice(part[0], None if part[1] < 0 else part[1], part[2])
+        for length, part in zip(whole, ranges, strict=True)
+    )
+
+
+def _cut_rule(shape: Shape, ranges: tuple[Range, ...]) -> Rule:
+    axes = _cut_axes(shape, ranges)
+    return Rule((axes,), axes, tuple(len(range(*part)) for part in ranges), linear=((0,),), moves_data=True)
+
+
+def _cut(x: Array, ranges: tuple[Range, ...], layout: Layout) -> Array:
+    return x[_slices(x.shape, ranges, layout.operands[0].shape)]
+
+
+def _fill_rule(shape: Shape, ranges: tuple[Range, ...], whole: Shape) -> Rule:
+    axes = _cut_axes(whole, ranges)
+    return Rule((axes,), axes, whole, linear=((0,),))
+
+
+def _fill(x: Array, ranges: tuple[Range, ...], whole: Shape, layout: Layout) -> Array:
+    filled = array_namespace(x).zeros(layout.shape, x.dtype)
+    filled[_slices(filled.shape, ranges, whole)] = x
+    return filled
+
+
+_FILL = Op("slice", _fill, rule=_fill_rule, knows_layout=True)
+_CUT = Op(
+    "slice",
+    _cut,
+    (lambda g, y, x, ranges: apply(_FILL, g, ranges=ranges, whole=x.shape),),
+    _cut_rule,
+    knows_layout=True,
+)
+
+
+def cut(x: DistArray, index: Any) -> DistArray:
+    """`x[index]` for whole numbers, slices, `...` and None: what operator [] of a `DistArray` does."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    given = sum(entry is not None and entry is not Ellipsis for entry in entries)
+    rest = [slice(None)] * (x.ndim - given)
+    if given > x.ndim:
+        raise IndexError(f"{given} indices are too many for an array of {x.ndim} dimensions")
+    where = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
+    entries[where : where + 1] = rest
+    ranges: list[Range] = []
+    shape: list[int] = []
+    for entry in entries:
+        if entry is None:
+            shape.append(1)
+            continue
+        axis = len(ranges)
+        length = x.shape[axis]
+        if isinstance(entry, slice):
+            ranges.append(entry.indices(length))
+            shape.append(len(range(*ranges[-1])))
+            continue
+        try:
+            position = operator.index(entry)
+        except TypeError:
+            raise TypeError(
+                f"an index is whole numbers, slices, ... and None, got {entry!r}; to pick rows, use embedding"
+            ) from None
+        if not -length <= position < length:
+            raise IndexError(f"index {position} is out of bounds for axis {axis} of length {length}")
+        ranges.append((position % length, position % length + 1, 1))
+    part = apply(_CUT, x, ranges=tuple(ranges))
+    return part if part.shape == tuple(shape) else reshape(part, shape)
+
+
+def split(x: DistArray, indices_or_sections: int | Sequence[int], axis: int = 0) -> list[DistArray]:
+    """`x` cut along `axis`: into so many equal parts, or at the given indices."""
+    axis = normalized_axis(axis, x.ndim)
+    length = x.shape[axis]
+    if isinstance(indices_or_sections, Sequence):
+        ends = [0, *(operator.index(index) for index in indices_or_sections), length]
+    else:
+        sections = operator.index(indices_or_sections)
+        if sections < 1 or length % sections:
+            raise ValueError(f"an axis of length {length} has no {sections} equal parts")
+        ends = [index * length // sections for index in range(sections + 1)]
+    before = (slice(None),) * axis
+    return [cut(x, (*before, slice(start, stop))) for start, stop in pairwise(ends)]
+
+
+def _concatenate_rule(*shapes: Shape, axis: int) -> Rule:
+    axes = tuple(None if index == axis else Axis(index) for index in range(len(shapes[0])))
+    length = sum(shape[axis] for shape in shapes)
+    shape = (*shapes[0][:axis], length, *shapes[0][axis + 1 :])
+    together = tuple(range(len(shapes)))
+    return Rule((axes,) * len(shapes), axes, shape, linear=(together,), moves_data=True)
+
+
+def _concatenate_op(count: int) -> Op:
+    def vjp_of(index: int) -> Any:
+        def vjp(g: DistArray, y: DistArray, *arrays: DistArray, axis: int) -> DistArray:
+            start = sum(array.shape[axis] for array in arrays[:index])
+            return cut(g, ((slice(None),) * axis) + (slice(start, start + arrays[index].shape[axis]),))
+
+        return vjp
+
+    return Op(
+        "concatenate",
+        lambda *arrays, axis: array_namespace(arrays[0]).concatenate(arrays, axis),
+        [vjp_of(index) for index in range(count)],
+        _concatenate_rule,
+    )
+
+
+def concatenate(arrays: Sequence[Any], axis: int = 0) -> DistArray:
+    """`arrays` one behind the other along `axis`; their other lengths are the same."""
+    shapes = [array.shape if hasattr(array, "shape") else np.shape(array) for array in arrays]
+    if not shapes:
+        raise ValueError("concatenate takes at least one array")
+    axis = normalized_axis(axis, len(shapes[0]))
+    for shape in shapes:
+        if len(shape) != len(shapes[0]) or any(
+            length != first for index, (length, first) in enumerate(zip(shape, shapes[0], strict=True)) if index != axis
+        ):
+            raise ValueError(f"shapes to concatenate differ beyond axis {axis}: {', '.join(map(str, shapes))}")
+    return apply(_concatenate_op(len(shapes)), *arrays, axis=axis)
