@@ -62,28 +62,37 @@ from pce_mpi.ops import (
     where,
 )
 from pce_mpi.placements import Partial, Replicate, Shard, shard_range
+from pce_mpi.plans import Colwise, Replicated, Rowwise, SequenceParallel, VocabParallel, shard_parameters
+from pce_mpi.sgd import SGD, clip_grad_norm
 from pce_mpi.tape import no_grad
 from pce_mpi.tracing import Trace, trace
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGD",
     "ClassStatistics",
     "CollectiveError",
     "CollectiveTimeout",
+    "Colwise",
     "DistArray",
     "Inference",
     "Mesh",
     "Partial",
     "Replicate",
+    "Replicated",
     "Residuals",
+    "Rowwise",
     "Rule",
     "Sent",
+    "SequenceParallel",
     "Shard",
     "Trace",
+    "VocabParallel",
     "add",
     "check_replicas",
     "class_statistics",
+    "clip_grad_norm",
     "concatenate",
     "cross_entropy",
     "dense",
@@ -113,6 +122,7 @@ __all__ = [
     "relu",
     "reshape",
     "rms_norm",
+    "shard_parameters",
     "shard_range",
     "sigmoid",
     "softmax",

@@ -114,10 +114,10 @@ def raise_together(
     comm: MPI.Intracomm, operation: str, error: Exception | None, over: str = "comm", ranks_named: bool = False
 ) -> None:
     """Raise, on every rank of `comm`, the error of the lowest rank that has one; all ranks must call it."""
-    text = "" if error is None else json.dumps([type(error).__name__, _text_of(error), ranks_named])
+    text = "" if error is None else json.dumps([_kind_of(error), _text_of(error), ranks_named])
     texts = all_gather_text(text, comm, operation=operation, over=over)
     failed = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
-    kind = _RAISED.get(next(iter(failed.values()))[0], RuntimeError)
+    kind = _RAISED[next(iter(failed.values()))[0]]
     if all(texts) and len(set(texts)) == 1 and failed[0][2]:
         raise kind(failed[0][1]) from error
     messages = {rank: message for rank, (_, message, _) in failed.items()}
@@ -132,9 +132,18 @@ def _text_of(error: Exception) -> str:
         return type(error).__name__
 
 
+def _kind_of(error: Exception) -> str:
+    """The nearest of its types that every rank can raise."""
+    return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _RAISED), "RuntimeError")
+
+
 _RAISED: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (IndexError, TypeError, ValueError, MemoryError, NotImplementedError, OverflowError, CollectiveError)
+    for kind in (
+        *(IndexError, TypeError, ValueError, MemoryError, NotImplementedError, OverflowError, CollectiveError),
+        *(OSError, FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError),
+        *(ImportError, RuntimeError),
+    )
 }
 
 
@@ -173,18 +182,23 @@ def _differences(descriptions: list[str]) -> str:
 # These trust that their callers have agreed on operation, dtype and shapes. `why` goes into the trace.
 
 
-def all_reduce(array: Array, comm: MPI.Intracomm, op: ReduceOp, **why: Unpack[Why]) -> Array:
+def all_reduce(
+    array: Array, comm: MPI.Intracomm, op: ReduceOp, *, overwrite: bool = False, **why: Unpack[Why]
+) -> Array:
     """`array` combined over all ranks of `comm` with `op`, on every rank, the same bits.
 
     Collective: one Allreduce of the array's bytes. `op` is "sum", "max" or "min", of which the last two propagate
     `nan`, or `merge(a, b)`, associative up to rounding and commutative to the last bit, for arrays of any dtype,
-    structured ones among them.
+    structured ones among them. With `overwrite` the result may be in the memory of `array`, which spares a copy.
     """
+    from mpi4py import MPI
+
     sent = _to_wire(array)
-    received = np.empty_like(sent)
+    received = sent if overwrite else np.empty_like(sent)
     handle, datatype = _operator(op, sent.dtype)
     channel = channel_of(comm, why["operation"])
-    ours, result = [sent, sent.size, datatype], [received, received.size, datatype]
+    ours = MPI.IN_PLACE if overwrite else [sent, sent.size, datatype]
+    result = [received, received.size, datatype]
     _run(channel, "all_reduce", sent.nbytes, channel.comm.Iallreduce, ours, result, handle, **why)
     return _from_wire(received, array)
 

@@ -328,6 +328,7 @@ def redistribute(x: DistArray, target: Sharding, *, operation: str, reason: str)
     return DistArray(local, x.mesh, target) if taken else x
 
 
+@np.errstate(all="ignore")  # an average that underflows on one rank must not raise there alone
 def _carried_out(step: Step, local: Array, mesh: Mesh, operation: str, reason: str) -> Array:
     """What this rank holds after `step`, given what it holds before."""
     xp = array_namespace(local)

@@ -1,4 +1,4 @@
-"""bench: time forward, backward and value_and_grad, beside the floor that the machine sets in the same run."""
+"""bench: time the loss beside the floor that the machine sets, and the tape beside the same without it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import numpy as np
 from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.cli.progress import progress
 from pce_mpi.cli.tables import table
+from pce_mpi.cli.tape_costs import measure as tape_costs
 from pce_mpi.collectives import agree, all_reduce
 from pce_mpi.loss import (
     softmax_cross_entropy_backward,
@@ -85,6 +86,7 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     for classes, _ in zip(options.classes, progress(names, comm), strict=True):
         measured += _measure(options.rows, classes, dtype, options.repeat, comm)
     agreement = None if comm is None else _slowest(comm, _agreement_seconds(comm))
+    costs = [] if comm is None else tape_costs(options.rows, max(options.classes), options.repeat, comm)
     if options.plot and (comm is None or comm.rank == 0):
         _plot(measured, options, size)
     if options.json:
@@ -94,6 +96,7 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
             "dtype": options.dtype,
             "agreement_seconds": agreement,
             "measurements": [asdict(one) for one in measured],
+            "tape": [asdict(cost) for cost in costs],
         }
         print(json.dumps(report, indent=1))
         return 0
@@ -120,6 +123,10 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     )
     if agreement is not None:
         print(f"agreement: {1e6 * agreement:.1f} us a call")
+    if costs:
+        print(f"\nwhat the tape costs, {max(options.classes)} classes, float32, rank 0's time\n")
+        lines = [(cost.work, 1e3 * cost.seconds, cost.beside, 1e3 * cost.beside_seconds, cost.ratio) for cost in costs]
+        print(table(("work", "ms", "beside", "ms", "ratio"), lines))
     return 0
 
 

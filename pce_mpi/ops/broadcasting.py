@@ -43,7 +43,14 @@ def _expand(x: Array, shape: Shape, layout: Layout) -> Array:
     return array_namespace(x).broadcast_to(x, layout.shape)
 
 
-_EXPAND = Op("expand", _expand, (lambda g, y, x, shape: sum_to(g, x.shape),), _expand_rule, knows_layout=True)
+_EXPAND = Op(
+    "expand",
+    _expand,
+    (lambda g, y, x, shape: sum_to(g, x.shape),),
+    _expand_rule,
+    uses=[()],
+    knows_layout=True,
+)
 
 
 def expand(x: DistArray, shape: Sequence[int]) -> DistArray:
@@ -104,6 +111,7 @@ _SUM = Op(
     local_sum,
     (lambda g, y, x, axes, keepdims: expand(reshape(g, kept_shape(x.shape, axes)), x.shape),),
     reduction_rule,
+    uses=[()],
 )
 
 

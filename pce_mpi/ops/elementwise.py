@@ -63,19 +63,25 @@ def _floating(*dtypes: Any) -> Any:
     return np.float64 if dtype.kind in "iub" else dtype
 
 
-def _unary(name: str, slope: Vjp, *, linear: bool = False, forward: Callable[..., Array] | None = None) -> Op:
-    """`slope` takes gradient, result and operand."""
-    rule = broadcasting([0]) if linear else broadcasting()
-    return Op(name, forward or _of_library(name), (slope,), rule, dtype=np.result_type if linear else _floating)
+def _unary(name: str, slope: Vjp, *uses: int, forward: Callable[..., Array] | None = None) -> Op:
+    """`slope` takes gradient, result and operand, and `uses` the elements of the operand (0) or the result (-1)."""
+    return Op(name, forward or _of_library(name), (slope,), broadcasting(), dtype=_floating, uses=(uses,))
 
 
-def _binary(name: str, first: Vjp, second: Vjp, *linear: Sequence[int], dtype: Any = np.result_type) -> Op:
+def _binary(
+    name: str,
+    first: Vjp,
+    second: Vjp,
+    *linear: Sequence[int],
+    uses: Sequence[Sequence[int]],
+    dtype: Any = np.result_type,
+) -> Op:
     """`first` and `second` take gradient, result and both operands; what was stretched is summed here."""
     vjps = (
         lambda g, y, a, b: sum_to(first(g, y, a, b), a.shape),
         lambda g, y, a, b: sum_to(second(g, y, a, b), b.shape),
     )
-    return Op(name, _of_library(name), vjps, broadcasting(*linear), dtype=dtype)
+    return Op(name, _of_library(name), vjps, broadcasting(*linear), dtype=dtype, uses=uses)
 
 
 # --------------------------------------------------------------------------------------------------- one operand
@@ -113,17 +119,17 @@ def _is_positive(x: Array) -> Array:
     return (x > 0).astype(x.dtype)
 
 
-_NEGATIVE = _unary("negative", lambda g, y, x: -g, linear=True)
-_SQUARE = _unary("square", lambda g, y, x: g * (x + x))
-_EXP = _unary("exp", lambda g, y, x: g * y)
-_LOG = _unary("log", lambda g, y, x: g / x)
-_SQRT = _unary("sqrt", lambda g, y, x: g / (y + y))
-_TANH = _unary("tanh", lambda g, y, x: g * (1 - y * y))
-_SIGMOID = _unary("sigmoid", lambda g, y, x: g * (y * (1 - y)), forward=_sigmoid)
+_NEGATIVE = Op("negative", _of_library("negative"), (lambda g, y, x: -g,), broadcasting([0]), uses=[()])
+_SQUARE = _unary("square", lambda g, y, x: g * (x + x), 0)
+_EXP = _unary("exp", lambda g, y, x: g * y, -1)
+_LOG = _unary("log", lambda g, y, x: g / x, 0)
+_SQRT = _unary("sqrt", lambda g, y, x: g / (y + y), -1)
+_TANH = _unary("tanh", lambda g, y, x: g * (1 - y * y), -1)
+_SIGMOID = _unary("sigmoid", lambda g, y, x: g * (y * (1 - y)), -1, forward=_sigmoid)
 _POSITIVE = Op("relu", _is_positive, rule=broadcasting())
-_RELU = _unary("relu", lambda g, y, x: g * apply(_POSITIVE, x), forward=_relu)
+_RELU = _unary("relu", lambda g, y, x: g * apply(_POSITIVE, x), 0, forward=_relu)
 _GELU_SLOPE = Op("gelu", _gelu_slope, rule=broadcasting())
-_GELU = _unary("gelu", lambda g, y, x: g * apply(_GELU_SLOPE, x), forward=_gelu)
+_GELU = _unary("gelu", lambda g, y, x: g * apply(_GELU_SLOPE, x), 0, forward=_gelu)
 
 
 def negative(x: Any) -> DistArray:
@@ -185,12 +191,29 @@ def _larger(a: Array, b: Array) -> Array:
 
 
 _LARGER = Op("maximum", _larger, rule=broadcasting())
-_ADD = _binary("add", lambda g, y, a, b: g, lambda g, y, a, b: g, [0, 1])
-_SUBTRACT = _binary("subtract", lambda g, y, a, b: g, lambda g, y, a, b: -g, [0, 1])
-_MULTIPLY = _binary("multiply", lambda g, y, a, b: g * b, lambda g, y, a, b: g * a, [0], [1])
-_DIVIDE = _binary("divide", lambda g, y, a, b: g / b, lambda g, y, a, b: -g * (y / b), [0], dtype=_floating)
-_POWER = _binary("power", lambda g, y, a, b: g * (b * a ** (b - 1)), lambda g, y, a, b: g * (y * log(a)))
-_MAXIMUM = _binary("maximum", lambda g, y, a, b: g * apply(_LARGER, a, b), lambda g, y, a, b: g * apply(_LARGER, b, a))
+_ADD = _binary("add", lambda g, y, a, b: g, lambda g, y, a, b: g, [0, 1], uses=[(), ()])
+_SUBTRACT = _binary("subtract", lambda g, y, a, b: g, lambda g, y, a, b: -g, [0, 1], uses=[(), ()])
+_MULTIPLY = _binary("multiply", lambda g, y, a, b: g * b, lambda g, y, a, b: g * a, [0], [1], uses=[(1,), (0,)])
+_DIVIDE = _binary(
+    "divide",
+    lambda g, y, a, b: g / b,
+    lambda g, y, a, b: -g * (y / b),
+    [0],
+    uses=[(1,), (-1, 1)],
+    dtype=_floating,
+)
+_POWER = _binary(
+    "power",
+    lambda g, y, a, b: g * (b * a ** (b - 1)),
+    lambda g, y, a, b: g * (y * log(a)),
+    uses=[(0, 1), (-1, 0)],
+)
+_MAXIMUM = _binary(
+    "maximum",
+    lambda g, y, a, b: g * apply(_LARGER, a, b),
+    lambda g, y, a, b: g * apply(_LARGER, b, a),
+    uses=[(0, 1), (0, 1)],
+)
 _EQUAL = Op("equal", lambda a, b: a == b, rule=broadcasting(), dtype=lambda *_: np.bool_)
 _WHERE = Op(
     "where",
@@ -202,6 +225,7 @@ _WHERE = Op(
     ),
     broadcasting([1, 2]),
     dtype=lambda condition, *dtypes: np.result_type(*dtypes),
+    uses=[(), (0,), (0,)],
 )
 
 
@@ -210,7 +234,7 @@ def _astype_rule(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Rule:
     return broadcasting(*([[0]] if is_floating(dtype) else []))(shape)
 
 
-_ASTYPE = Op("astype", lambda x, dtype: x.astype(dtype), (lambda g, y, x, dtype: g,), _astype_rule)
+_ASTYPE = Op("astype", lambda x, dtype: x.astype(dtype), (lambda g, y, x, dtype: g,), _astype_rule, uses=[()])
 
 
 def add(x: Any, y: Any) -> DistArray:

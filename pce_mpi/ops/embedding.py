@@ -61,6 +61,7 @@ _EMBEDDING = Op(
     (lambda g, y, table, ids: apply(_GRADIENT, g, ids, table), None),
     _rule,
     dtype=lambda table, ids: table,
+    uses=[(1,)],
     knows_layout=True,
 )
 

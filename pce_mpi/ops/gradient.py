@@ -40,8 +40,20 @@ def backward_from(loss: DistArray, add: Callable[[DistArray, DistArray], DistArr
     if root is None:
         raise RuntimeError("nothing that this was computed from requires a gradient, or it was computed under no_grad")
     one = array_namespace(loss.local).ones((), loss.dtype)
+
+    def together(a: DistArray, b: DistArray) -> DistArray:
+        # Where one is Partial both are: it is reduced once, when all consumers have contributed.
+        a, b = _summed(a), _summed(b)
+        terms = tuple(dim for dim in a.mesh.dims if Partial("sum") in (a.sharding.by_dim[dim], b.sharding.by_dim[dim]))
+        return add(_with_terms_over(terms, a), _with_terms_over(terms, b))
+
     with phase("backward"), no_grad():
-        backward(root, DistArray(one, loss.mesh, loss.sharding.replicated), add)
+        backward(root, DistArray(one, loss.mesh, loss.sharding.replicated), together)
+
+
+def _with_terms_over(dims: tuple[str, ...], gradient: DistArray) -> DistArray:
+    target = gradient.sharding.with_terms_over(dims)
+    return redistribute(gradient, target, operation="backward", reason="gradients that add up lie alike")
 
 
 def _accumulate(leaf: DistArray, gradient: DistArray) -> None:
@@ -49,18 +61,19 @@ def _accumulate(leaf: DistArray, gradient: DistArray) -> None:
     gradient = _summed(gradient)
     before = leaf.grad
     terms = []
-    for dim, placement in leaf.sharding.by_dim.items():
+    for dim, placement in leaf.sharding.natural.by_dim.items():
         here = {each.sharding.by_dim[dim] for each in (gradient, before) if each is not None}
         # A shard of what is Replicate is padded with zeros, and then is a term like all others.
         if Partial("sum") in here or (placement == Replicate() and here != {Replicate()}):
             terms.append(dim)
-    target = leaf.sharding.with_terms_over(tuple(terms))
-    moved = redistribute(gradient, target, operation="backward", reason="the gradient lies as its array does")
-    if before is None:
-        leaf.grad = DistArray(moved.local, moved.mesh, target)
-    else:
+    target = leaf.sharding.natural.with_terms_over(tuple(terms))
+    local = redistribute(gradient, target, operation="backward", reason="the gradient lies as its array does").local
+    if before is not None:
         old = redistribute(before, target, operation="backward", reason="gradients that add up lie alike")
-        leaf.grad = DistArray(old.local + moved.local, moved.mesh, target)
+        local = old.local + local
+    elif not local.flags.owndata and getattr(local.base, "size", 0) != local.size:
+        local = local.copy()  # of a view all that it is a part of would stay in memory
+    leaf.grad = DistArray(local, leaf.mesh, target)
 
 
 def _summed(gradient: DistArray) -> DistArray:

@@ -12,7 +12,7 @@ import numpy as np
 from pce_mpi.arguments import Call, Reduction
 from pce_mpi.arrays import array_namespace, as_array, compute_dtype_of, is_floating
 from pce_mpi.dist_array import DistArray, over_text
-from pce_mpi.loss import forward_of, softmax_cross_entropy_backward, value_and_grad_of
+from pce_mpi.loss import Residuals, forward_of, softmax_cross_entropy_backward, value_and_grad_of
 from pce_mpi.ops.elementwise import square
 from pce_mpi.ops.op import Layout, Op, Sent, apply
 from pce_mpi.ops.reductions import mean
@@ -70,7 +70,7 @@ def _cross_entropy(logits: Array, targets: Array, *weight: Array, layout: Layout
 def _to_logits(
     g: DistArray, y: DistArray, logits: DistArray, targets: DistArray, *weight: DistArray, kept: Any, **options: Any
 ) -> DistArray:
-    if not isinstance(kept, array_namespace(logits.local).ndarray):
+    if isinstance(kept, Residuals):
         return DistArray(softmax_cross_entropy_backward(g.local, kept), logits.mesh, logits.sharding)
     if options["reduction"] == Reduction.NONE:
         kept *= array_namespace(kept).expand_dims(g.local, options["axis"])
@@ -101,6 +101,7 @@ _CROSS_ENTROPY = Op(
     (_to_logits, None, None),
     _rule,
     dtype=lambda logits, *_: compute_dtype_of(logits),
+    uses=[()],
     knows_layout=True,
     keeps=True,
     sends=_sends,

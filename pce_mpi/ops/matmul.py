@@ -69,7 +69,7 @@ def _to_second(g: DistArray, y: DistArray, a: DistArray, b: DistArray) -> DistAr
     return sum_to(swapaxes(a, -1, -2) @ g, b.shape)
 
 
-_MATMUL = Op("matmul", _matmul, (_to_first, _to_second), _rule)
+_MATMUL = Op("matmul", _matmul, (_to_first, _to_second), _rule, uses=[(1,), (0,)])
 
 
 def matmul(x: Any, y: Any) -> DistArray:

@@ -40,6 +40,8 @@ class Op:
     rule          the global shapes of the operands -> `Rule`; None: the operation runs on Replicate operands
     dtype         the dtypes of the operands -> that of the result
     knows_layout  `forward` takes `layout` too, to know where the local arrays lie
+    uses          for each of `vjps` the operands whose elements it uses, -1 for the result: what the tape has to hold.
+                  Of the others a vjp sees where they lie, but no elements. None: all of them
     keeps         `forward` returns something else besides, which the vjps take as `kept`
     sends         what `forward` sends itself, which only an operation does whose rule has labels that it joins
     """
@@ -49,6 +51,7 @@ class Op:
     vjps: Sequence[Vjp | None] = ()
     rule: Callable[..., Rule] | None = None
     dtype: Callable[..., Any] = np.result_type
+    uses: Sequence[Sequence[int]] | None = None
     knows_layout: bool = False
     keeps: bool = False
     sends: Callable[..., Sequence[Sent]] | None = None
@@ -141,6 +144,8 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
 
 def moved(x: DistArray, target: Sharding, *, operation: str, reason: str) -> DistArray:
     """`x`, lying as `target` says. What had to be sent for that is kept with a computed array, and not sent twice."""
+    if x.sharding == target and not isinstance(x.mesh, AbstractMesh):
+        return x
     if isinstance(x.mesh, AbstractMesh):
         x.mesh.needed.setdefault(id(x), target)
         x.mesh.sent += [_sent(step, x) for step in steps(x.sharding, target) if step.sends]
@@ -234,10 +239,12 @@ def _record(
     parameters: Mapping[str, Any],
     kept: Mapping[str, Any],
 ) -> None:
-    """Put `result` on the tape. What the tape keeps are detached arrays: a node never holds what holds it."""
+    """Put `result` on the tape."""
     if not any(required) or not is_floating(result.dtype):
         return
-    known, arguments = result.detach(), [x.detach() for x in inputs]
+    used = _used(op, required)
+    known = _held(result, -1 in used)
+    arguments = [_held(x, index in used) for index, x in enumerate(inputs)]
     wanted = [(x.shape, x.dtype) if needs else None for x, needs in zip(operands, required, strict=True)]
 
     def vjp(gradient: DistArray) -> list[DistArray | None]:
@@ -253,6 +260,18 @@ def _record(
     result.requires_grad = True
     nodes = [node_of(x) if needs else None for x, needs in zip(operands, required, strict=True)]
     result.node = Node(op.name, nodes, vjp)
+
+
+def _used(op: Op, required: Sequence[bool]) -> set[int]:
+    """The operands, -1 for the result, whose elements the vjps that will be called use."""
+    if op.uses is None:
+        return set(range(-1, len(required)))
+    return {used for uses, needs in zip(op.uses, required, strict=False) if needs for used in uses}
+
+
+def _held(x: DistArray, elements: bool) -> DistArray:
+    """What the tape holds of `x`: a node never holds what holds it, nor elements that no vjp will look at."""
+    return x.detach() if elements else DistArray(Abstract(x.dtype), x.mesh, x.sharding)
 
 
 def _contribution(

@@ -45,6 +45,7 @@ _MEAN = Op(
     (lambda g, y, x, axes, keepdims, count: _spread(g / count, x, axes),),
     lambda shape, axes, keepdims, count: reduction_rule(shape, axes, keepdims),
     dtype=lambda dtype: dtype if is_floating(dtype) else np.float64,
+    uses=[()],
 )
 
 
@@ -73,7 +74,7 @@ def _extreme(name: str, reduces: ReduceOperator) -> Op:
     def rule(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Rule:
         return reduction_rule(shape, axes, keepdims, reduces, linear=False)
 
-    return Op(name, forward, (vjp,), rule)
+    return Op(name, forward, (vjp,), rule, uses=[(0, -1)])
 
 
 def _bounds(dtype: np.dtype[Any]) -> tuple[Any, Any]:
@@ -122,7 +123,7 @@ def _logsumexp_vjp(
 ) -> DistArray:
     # Subtracting the largest element, and not the result, keeps the bits of elements far from 0.
     def as_dist(local: Array) -> DistArray:
-        flat = DistArray(local.reshape(y.local.shape), y.mesh, y.sharding)
+        flat = DistArray(local.reshape(g.local.shape), g.mesh, y.sharding)
         return _spread(flat, x, axes)
 
     largest, total = (as_dist(local) for local in kept)
@@ -134,6 +135,7 @@ _LOGSUMEXP = Op(
     _logsumexp,
     (_logsumexp_vjp,),
     lambda shape, axes, keepdims: reduction_rule(shape, axes, keepdims, linear=False, joined=math.prod(shape) > 0),
+    uses=[(0,)],
     knows_layout=True,
     keeps=True,
     sends=joins,

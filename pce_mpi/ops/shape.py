@@ -66,7 +66,14 @@ def _reshape(x: Array, shape: Shape, layout: Layout) -> Array:
     return x.reshape(layout.shape)
 
 
-_RESHAPE = Op("reshape", _reshape, (lambda g, y, x, shape: reshape(g, x.shape),), _reshape_rule, knows_layout=True)
+_RESHAPE = Op(
+    "reshape",
+    _reshape,
+    (lambda g, y, x, shape: reshape(g, x.shape),),
+    _reshape_rule,
+    uses=[()],
+    knows_layout=True,
+)
 
 
 def reshape(x: DistArray, shape: int | Sequence[int]) -> DistArray:
@@ -98,6 +105,7 @@ _TRANSPOSE = Op(
     lambda x, axes: x.transpose(axes),
     (lambda g, y, x, axes: transpose(g, sorted(range(len(axes)), key=axes.__getitem__)),),
     _transpose_rule,
+    uses=[()],
 )
 
 
@@ -164,6 +172,7 @@ _CUT = Op(
     _cut,
     (lambda g, y, x, ranges: apply(_FILL, g, ranges=ranges, whole=x.shape),),
     _cut_rule,
+    uses=[()],
     knows_layout=True,
 )
 
@@ -238,6 +247,7 @@ def _concatenate_op(count: int) -> Op:
         lambda *arrays, axis: array_namespace(arrays[0]).concatenate(arrays, axis),
         [vjp_of(index) for index in range(count)],
         _concatenate_rule,
+        uses=[()] * count,
     )
 
 

@@ -81,6 +81,7 @@ _SOFTMAX = Op(
     _softmax,
     (lambda g, y, x, axes: y * (g - sum(g * y, axes, keepdims=True)),),
     _rule,
+    uses=[(-1,)],
     knows_layout=True,
     sends=joins,
 )
@@ -89,6 +90,7 @@ _LOG_SOFTMAX = Op(
     _log_softmax,
     (lambda g, y, x, axes: g - exp(y) * sum(g, axes, keepdims=True),),
     _rule,
+    uses=[(-1,)],
     knows_layout=True,
     sends=joins,
 )
