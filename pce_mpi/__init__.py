@@ -8,6 +8,7 @@ With a communicator each rank passes its own classes of the same rows; see `pce_
 
 from pce_mpi import dense
 from pce_mpi.channel import CollectiveError, CollectiveTimeout
+from pce_mpi.checkpoint import load, save
 from pce_mpi.dist_array import DistArray, check_replicas, distribute, from_local
 from pce_mpi.loss import (
     ClassStatistics,
@@ -105,6 +106,7 @@ __all__ = [
     "gelu",
     "infer_placements",
     "layer_norm",
+    "load",
     "log",
     "log_softmax",
     "logsumexp",
@@ -122,6 +124,7 @@ __all__ = [
     "relu",
     "reshape",
     "rms_norm",
+    "save",
     "shard_parameters",
     "shard_range",
     "sigmoid",

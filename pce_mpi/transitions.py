@@ -62,8 +62,13 @@ def _common(sharding: Sharding, dims: tuple[str, ...]) -> str:
 def steps(source: Sharding, target: Sharding) -> tuple[Step, ...]:
     """What brings an array from `source` to `target`, in order; nothing where they are equal.
 
-    What shrinks an array comes first, what makes it grow last.
+    What shrinks an array comes first, what makes it grow last. Raises `ValueError` for shardings of different things.
     """
+    if (source.dims, source.shape) != (target.dims, target.shape):
+        raise ValueError(
+            f"there is no way from shape {source.shape} over {dict(source.dims)} to {target.shape} over "
+            f"{dict(target.dims)}"
+        )
     taken: list[Step] = []
     current = source
     while current != target:
@@ -172,7 +177,7 @@ def wire_bytes(step: Step, itemsize: int) -> float:
     if not step.sends:
         return 0.0
     parts = step.before.parts(step.dims)
-    sharded = step.after if step.verb in ("all_gather", "all_reduce") else step.before
+    sharded = step.after if step.verb == "all_gather" else step.before
     blocks = math.prod(size for dim, size in sharded.dims if isinstance(sharded.by_dim[dim], Shard))
     together = math.prod(sharded.shape) * itemsize / blocks
     if step.verb == "all_to_all":

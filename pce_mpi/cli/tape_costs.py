@@ -13,6 +13,7 @@ import numpy as np
 import pce_mpi as pce
 from pce_mpi.cli.training_step import ByHand, OnTape, parameters
 from pce_mpi.collectives import agree, all_reduce
+from pce_mpi.synchronization import synchronize
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -88,7 +89,7 @@ def _synchronization(repeat: int, comm: MPI.Intracomm) -> Cost:
     def together() -> None:
         for parameter, term in zip(made, terms, strict=True):
             parameter.grad = term
-        pce.clip_grad_norm(made, float("inf"))
+        synchronize(made, "bench", {})
 
     def once() -> None:
         all_reduce(total, comm, "sum", operation="bench", reason="as many elements at once")

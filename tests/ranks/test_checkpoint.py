@@ -1,0 +1,507 @@
+"""One file, whatever the ranks and placements; what fails on one rank fails on all, and leaves the old file alone."""
+
+import errno
+from itertools import product
+import os
+from pathlib import Path
+import resource
+import sys
+import tempfile
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+
+import pce_mpi as pce
+from pce_mpi import CollectiveError, Partial, Replicate, Shard, checkpoint
+from pce_mpi.dist_array import DistArray
+from pce_mpi.sharding import Sharding
+from pce_mpi.tracing import Purpose
+from ranks.grids import assembled, local_of, lying, mesh_of, placements_of, squarest
+from strict_cupy import cupy  # noqa: F401  # a fixture
+
+DTYPES = [
+    *(np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64),
+    *(np.float16, ml_dtypes.bfloat16, np.float32, np.float64),
+]
+
+
+@pytest.fixture
+def folder(comm):
+    """One folder for all ranks, which rank 0 makes and removes."""
+    made = tempfile.TemporaryDirectory() if comm.rank == 0 else None
+    yield Path(comm.bcast(made and made.name))
+    comm.Barrier()
+    if made:
+        made.cleanup()
+
+
+def values(shape, seed=0, dtype=np.float32):
+    return np.random.default_rng([seed, *shape]).integers(-9, 10, shape).astype(dtype)
+
+
+def held(whole, mesh, sharding):
+    return DistArray(local_of(whole, sharding, mesh.coordinates), mesh, sharding)
+
+
+def wholes_of(comm, arrays):
+    """The global arrays, put together from what all ranks hold."""
+    everyone = comm.allgather({name: np.asarray(array.local) for name, array in arrays.items()})
+    return {name: assembled(array.sharding, [parts[name] for parts in everyone]) for name, array in arrays.items()}
+
+
+def assert_equal(got, expected):
+    assert got.keys() == expected.keys()
+    for name, whole in expected.items():
+        assert got[name].dtype == whole.dtype, name
+        np.testing.assert_array_equal(got[name], whole, err_msg=name)
+
+
+def files_in(comm, folder):
+    """What is in the folder once all ranks are through."""
+    comm.Barrier()
+    found = sorted(path.name for path in folder.iterdir())
+    comm.Barrier()
+    return found
+
+
+def refused(comm, kind, function, *arguments, **options):
+    """The text that all ranks got alike when the call raised `kind` on this one, as it must."""
+    with pytest.raises(kind) as raised:
+        function(*arguments, **options)
+    outcomes = comm.allgather((type(raised.value).__name__, str(raised.value)))
+    assert outcomes == outcomes[:1] * comm.size
+    return str(raised.value)
+
+
+# ---------------------------------------------------------------------------------------------------------- round trips
+
+
+def test_arrays_come_back_whatever_their_placements_were_and_are_to_be(comm, folder):
+    results = []
+    for number, mesh in enumerate([mesh_of(comm, comm.size), mesh_of(comm, *squarest(comm.size))]):
+        saved_as = product(placements_of(2, "sum"), repeat=len(mesh.dims))
+        loaded_as = list(product(placements_of(2), repeat=len(mesh.dims)))
+        whole, arrays, placements = values((5, 3)), {}, {}
+        for before, after in product(saved_as, loaded_as):
+            name = f"{before} -> {after}"
+            arrays[name] = held(whole, mesh, lying(mesh.layout, (5, 3), *before))
+            placements[name] = dict(zip(mesh.dims, after, strict=True))
+        path = folder / f"{number}.safetensors"
+        pce.save(path, arrays)
+        loaded = pce.load(path, mesh, placements)
+        for name, array in loaded.items():
+            assert array.sharding == Sharding.of(mesh.layout, (5, 3), placements[name])
+            assert not array.requires_grad
+        results.append((wholes_of(comm, loaded), dict.fromkeys(arrays, whole)))
+    for got, expected in results:
+        assert_equal(got, expected)
+
+
+def test_the_file_is_what_the_library_would_have_written_to_the_last_byte(comm, folder):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    wholes = {f"{np.dtype(dtype).name} {shape}": values(shape, dtype=dtype) for dtype in DTYPES for shape in [(5,), ()]}
+    wholes |= {"empty": values((0, 3)), 'a name with "quotes", ünïcode and\nlines': values((2, 3, 4))}
+    arrays = {
+        name: pce.distribute(whole, mesh, **({"data": Shard(0)} if whole.ndim else {}))
+        for name, whole in wholes.items()
+    }
+    pce.save(folder / "ours", arrays)
+    ours, theirs = (folder / "ours").read_bytes(), safetensors.numpy.save(wholes)
+    assert int.from_bytes(ours[:8], "little") % 8 == 0
+    assert ours == theirs
+    assert_equal(safetensors.numpy.load_file(folder / "ours") if comm.rank == 0 else wholes, wholes)
+
+
+def test_every_dtype_and_empty_arrays_keep_their_bits(comm, folder):
+    mesh = mesh_of(comm, comm.size)
+    wholes = {np.dtype(dtype).name: values((3, 5), dtype=dtype) for dtype in DTYPES}
+    # Numbers that a detour by float32 or by arithmetic would change.
+    wholes["nan with a payload"] = np.array([0x7E01, 0xFD55, 0x8000], np.uint16).view(np.float16)
+    wholes["bfloat16 with a payload"] = np.array([0x7FA1, 0xFFC3, 0x8000], np.uint16).view(ml_dtypes.bfloat16)
+    wholes |= {"empty": values((0, 3)), "step": np.array(7), "long": np.array([2**63 - 1])}
+    placements = {name: {"data": Shard(0)} for name, whole in wholes.items() if whole.ndim}
+    arrays = {name: pce.distribute(whole, mesh, **placements.get(name, {})) for name, whole in wholes.items()}
+    pce.save(folder / "f", arrays)
+    loaded = pce.load(folder / "f", mesh, placements)
+    got = wholes_of(comm, loaded)
+    assert got.keys() == wholes.keys()
+    for name, whole in wholes.items():
+        assert (got[name].dtype, got[name].shape, got[name].tobytes()) == (whole.dtype, whole.shape, whole.tobytes())
+    assert loaded["step"].item() == 7
+
+
+def test_uneven_shards_are_saved_and_come_back_balanced(comm, folder):
+    mesh = mesh_of(comm, comm.size)
+    whole = values((7, 2))
+    ragged = lying(mesh.layout, (7, 2), Shard(0), seed=[3])
+    pce.save(folder / "f", {"w": held(whole, mesh, ragged)})
+    loaded = pce.load(folder / "f", mesh, {"w": {"data": Shard(0)}})
+    got = wholes_of(comm, loaded)
+    assert loaded["w"].sharding == Sharding.of(mesh.layout, (7, 2), {"data": Shard(0)})
+    np.testing.assert_array_equal(got["w"], whole)
+
+
+@pytest.mark.parametrize("operator", ["sum", "avg", "max", "min"])
+def test_what_is_partial_is_reduced_before_it_is_saved(comm, folder, operator):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    whole = values((4, 3))
+    pce.save(folder / "f", {"w": held(whole, mesh, lying(mesh.layout, (4, 3), Partial(operator), Shard(1)))})
+    assert_equal(wholes_of(comm, pce.load(folder / "f", mesh)), {"w": whole})
+
+
+def test_other_numbers_of_ranks_may_load_what_some_saved(comm, folder):
+    everyone = mesh_of(comm, comm.size)
+    wholes = {"w": values((5, 4)), "v": values((3,))}
+    placements = {"w": {"data": Shard(1)}, "v": {"data": Shard(0)}}
+    fewer = max(1, comm.size - 1)
+    some = comm.Split(comm.rank < fewer)
+    mesh = pce.Mesh(some, data=some.size)
+    if comm.rank < fewer:
+        pce.save(folder / "f", {name: pce.distribute(wholes[name], mesh, **placements[name]) for name in wholes})
+    comm.Barrier()
+    by_all = pce.load(folder / "f", everyone, placements)
+    pce.save(folder / "g", by_all)
+    by_some = pce.load(folder / "g", mesh, placements)
+    results = [wholes_of(comm, by_all), wholes_of(some, by_some)]
+    some.Free()
+    for got in results:
+        assert_equal(got, {name: wholes[name] for name in got})
+
+
+def test_a_file_from_elsewhere_can_be_loaded_and_what_has_no_placement_is_replicated(comm, folder):
+    mesh = mesh_of(comm, comm.size)
+    wholes = {"w": values((4, 3)), "b": values((3,), dtype=ml_dtypes.bfloat16), "n": np.array(3)}
+    if comm.rank == 0:
+        safetensors.numpy.save_file(wholes, folder / "f", metadata={"format": "pt"})
+    comm.Barrier()
+    loaded = pce.load(str(folder / "f"), mesh, {"w": {"data": Shard(0)}})
+    assert {name: array.placements["data"] for name, array in loaded.items()} == {
+        "w": Shard(0),
+        "b": Replicate(),
+        "n": Replicate(),
+    }
+    assert_equal(wholes_of(comm, loaded), wholes)
+
+
+def test_loaded_arrays_are_parameters_if_that_is_asked_for(comm, folder):
+    mesh = mesh_of(comm, comm.size)
+    pce.save(folder / "f", {"w": pce.distribute(values((4, 3)), mesh)})
+    w = pce.load(folder / "f", mesh, {"w": {"data": Shard(0)}}, requires_grad=True)["w"]
+    w.grad = pce.distribute(values((4, 3)), mesh, data=Shard(0))
+    pce.SGD([w], lr=1.0).step()
+    assert w.is_leaf
+    assert w.local.flags.c_contiguous
+    assert not w.local.any()
+
+
+def test_saving_over_a_file_replaces_it(comm, folder):
+    mesh = mesh_of(comm, comm.size)
+    for number in range(3):
+        pce.save(folder / "f", {"step": pce.distribute(number, mesh)})
+    found = files_in(comm, folder)
+    assert pce.load(folder / "f", mesh)["step"].item() == 2
+    assert found == ["f"]
+
+
+def test_cupy_arrays_are_saved(comm, folder, cupy):  # noqa: F811
+    mesh = mesh_of(comm, comm.size)
+    wholes = {"w": values((4, 3)), "h": values((4,), dtype=np.float16)}
+    pce.save(folder / "f", {name: pce.distribute(cupy.asarray(w), mesh, data=Shard(0)) for name, w in wholes.items()})
+    assert_equal(wholes_of(comm, pce.load(folder / "f", mesh)), wholes)
+
+
+# ------------------------------------------------------------------------------------------------ what is sent and held
+
+
+def test_each_shard_is_sent_once_and_replicas_are_not(comm, folder):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    arrays = {
+        "replicated": pce.distribute(values((6, 4)), mesh),
+        "sharded": pce.distribute(values((6, 4)), mesh, data=Shard(0)),
+        "half": pce.distribute(values((6, 4), dtype=np.float16), mesh, model=Shard(1), data=Shard(0)),
+    }
+    with pce.trace() as trace:
+        pce.save(folder / "f", arrays)
+    sent = comm.allgather([event.bytes for event in trace.select("all_to_all", operation="save", over="data, model")])
+    mine = {name: array.local.nbytes for name, array in arrays.items()}
+    at_rank_0 = comm.bcast(mine)
+    assert trace.count() == 3
+    assert trace.count(purpose=Purpose.AGREEMENT) == 2
+    totals = dict(zip(arrays, np.sum(sent, axis=0).tolist(), strict=True))
+    assert totals == {"replicated": 0, "sharded": 96 - at_rank_0["sharded"], "half": 48 - at_rank_0["half"]}
+
+
+def test_no_rank_holds_more_than_one_full_array_besides_its_own_shards(comm, folder):
+    mesh = mesh_of(comm, comm.size)
+    shape, names = (1024, 256), "abcdefgh"
+    full = 4 * 1024 * 256
+    own = -(-full // comm.size)
+    arrays = {name: pce.distribute(np.zeros(shape, np.float32), mesh, data=Shard(0)) for name in names}
+    tracemalloc.start()
+    pce.save(folder / "f", arrays)
+    saving = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    tracemalloc.start()
+    loaded = pce.load(folder / "f", mesh, {name: {"data": Shard(0)} for name in names})
+    loading = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    slack = 2**18
+    # What is sent is put into one buffer first.
+    assert saving < own + (full if comm.rank == 0 else 0) + slack
+    assert len(loaded) * own - slack < loading < len(loaded) * own + own + slack
+
+
+def test_loading_takes_one_agreement_and_sends_nothing(comm, folder):
+    mesh = mesh_of(comm, comm.size)
+    pce.save(folder / "f", {name: pce.distribute(values((4, 3)), mesh) for name in "abc"})
+    with pce.trace() as trace:
+        pce.load(folder / "f", mesh, {"a": {"data": Shard(0)}})
+    assert [(event.operation, event.purpose) for event in trace.events] == [("load", Purpose.AGREEMENT)]
+
+
+# ----------------------------------------------------------------------------------------------------- errors of saving
+
+
+@pytest.fixture
+def old_file(comm, folder):
+    """A file that an error must leave as it is."""
+    path = folder / "f"
+    pce.save(path, {"w": pce.distribute(values((2, 2)), mesh_of(comm, comm.size))})
+    return path
+
+
+def assert_old_file_is_left(comm, path):
+    found = files_in(comm, path.parent)
+    loaded = wholes_of(comm, pce.load(path, mesh_of(comm, comm.size)))
+    assert found == [path.name]
+    assert_equal(loaded, {"w": values((2, 2))})
+
+
+def large(mesh):
+    return {name: pce.distribute(np.zeros((256, 256)), mesh, data=Shard(0)) for name in "abc"}
+
+
+def test_a_folder_that_does_not_exist_and_a_path_that_is_a_folder(comm, old_file):
+    mesh = mesh_of(comm, comm.size)
+    missing = refused(comm, FileNotFoundError, pce.save, old_file.parent / "missing" / "f", large(mesh))
+    is_folder = refused(comm, IsADirectoryError, pce.save, old_file.parent, large(mesh))
+    assert_old_file_is_left(comm, old_file)
+    assert f"cannot save to '{old_file.parent / 'missing' / 'f'}'" in missing
+    assert missing.endswith("(data rank 0)")
+    assert f"cannot save to '{old_file.parent}'" in is_folder
+
+
+def test_a_disk_that_is_full_is_found_out_before_anything_is_sent(comm, old_file):
+    # A limit on the length of files is what a test can have of a full disk.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    arrays = large(mesh_of(comm, comm.size))
+    if comm.rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pce.trace() as trace:
+            text = refused(comm, OSError, pce.save, old_file, arrays)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert_old_file_is_left(comm, old_file)
+    assert f"[Errno {errno.EFBIG}] cannot save to '{old_file}'" in text
+    assert trace.count() == 0
+
+
+def test_the_whole_file_has_its_room_on_the_disk_before_anything_is_sent(comm, folder, monkeypatch):
+    arrays = large(mesh_of(comm, comm.size))
+    room = []
+
+    def write(self, *_):
+        room.append(512 * os.stat(self._temporary).st_blocks)
+
+    monkeypatch.setattr(checkpoint._Writer, "write", write)
+    pce.save(folder / "f", arrays)
+    assert all(taken >= 3 * 8 * 256 * 256 for taken in room)
+    assert len(room) == (0 if comm.rank else 3 * comm.size)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written_to(comm, old_file):
+    if comm.rank == 0:
+        old_file.parent.chmod(0o500)
+    text = refused(comm, PermissionError, pce.save, old_file, large(mesh_of(comm, comm.size)))
+    if comm.rank == 0:
+        old_file.parent.chmod(0o700)
+    assert_old_file_is_left(comm, old_file)
+    assert text.endswith("(data rank 0)")
+
+
+@pytest.mark.parametrize("stage", ["write", "finish"])
+def test_an_error_in_the_middle_leaves_the_old_file_and_nothing_else(comm, old_file, monkeypatch, stage):
+    calls = []
+    original = getattr(checkpoint._Writer, stage)
+
+    def failing(self, *arguments):
+        calls.append(stage)
+        if len(calls) == (comm.size + 1 if stage == "write" else 1):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        original(self, *arguments)
+
+    monkeypatch.setattr(checkpoint._Writer, stage, failing)
+    text = refused(comm, OSError, pce.save, old_file, large(mesh_of(comm, comm.size)))
+    monkeypatch.undo()
+    assert_old_file_is_left(comm, old_file)
+    assert text == f"[Errno {errno.EIO}] cannot save to '{old_file}': {os.strerror(errno.EIO)} (data rank 0)"
+    assert len(calls) == (0 if comm.rank else comm.size + 1 if stage == "write" else 1)
+
+
+def test_an_interrupt_in_the_middle_leaves_no_temporary_file(comm, old_file, monkeypatch):
+    monkeypatch.setattr(checkpoint._Writer, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    from mpi4py import MPI
+
+    alone = mesh_of(MPI.COMM_SELF, 1)
+    mine = old_file.parent / f"of rank {comm.rank}"
+    with pytest.raises(KeyboardInterrupt):
+        pce.save(mine, {"w": pce.distribute(values((2, 2)), alone)})
+    monkeypatch.undo()
+    assert_old_file_is_left(comm, old_file)
+
+
+def test_what_cannot_be_saved_is_an_error(comm, old_file):
+    mesh, other = mesh_of(comm, comm.size), mesh_of(comm, comm.size, 1)
+    w = pce.distribute(values((2, 2)), mesh)
+    cases = [
+        ({"w": w, "v": values((2, 2))}, TypeError, "arrays['v'] must be a distributed array, got ndarray"),
+        ({"w": w, 3: w}, TypeError, "the name of an array must be a str, got 3"),
+        ({"w": w, "__metadata__": w}, ValueError, "the format keeps the name '__metadata__' for itself"),
+        ({"w": w, "v": pce.distribute(values((2, 2)), other)}, ValueError, "arrays['v'] lies over another mesh"),
+    ]
+    texts = [refused(comm, kind, pce.save, old_file, arrays) for arrays, kind, _ in cases]
+    nothing = [refused(comm, ValueError, pce.save, old_file, arrays) for arrays in ({}, {"v": values((2, 2))})]
+    no_dict = refused(comm, TypeError, pce.save, old_file, [w])
+    no_path = refused(comm, TypeError, pce.save, 3, {"w": w})
+    assert_old_file_is_left(comm, old_file)
+    for text, (_, _, expected) in zip(texts, cases, strict=True):
+        assert expected in text
+    assert all("nothing to save" in text for text in nothing)
+    assert "arrays must be a dict" in no_dict
+    assert "int" in no_path
+
+
+def test_ranks_that_save_different_arrays_all_raise(comm, old_file):
+    if comm.size == 1:
+        pytest.skip("one rank agrees with itself")
+    mesh = mesh_of(comm, comm.size)
+    first = comm.rank == 0
+    w, v = pce.distribute(values((2, 2)), mesh), pce.distribute(values((3, 2)), mesh)
+    shape = refused(comm, CollectiveError, pce.save, old_file, {"u": w, "w": w if first else v})
+    names = refused(comm, CollectiveError, pce.save, old_file, {"w": w} if first else {"w": w, "v": v})
+    order = refused(comm, CollectiveError, pce.save, old_file, {"w": w, "v": v} if first else {"v": v, "w": w})
+    paths = refused(comm, CollectiveError, pce.save, old_file if first else f"{old_file}.2", {"w": w})
+    one_bad = refused(comm, TypeError, pce.save, old_file, {"w": w, "v": v if first else 3})
+    assert_old_file_is_left(comm, old_file)
+    assert "disagree on w: 'float32 (2, 2), data: Replicate()' (rank 0)" in shape
+    assert "u:" not in shape
+    assert "v: not given (rank 0)" in names
+    assert "in order" in order
+    assert "path" in paths
+    assert "rank 0" not in one_bad
+
+
+# ---------------------------------------------------------------------------------------------------- errors of loading
+
+
+def test_a_file_that_is_missing_on_one_rank_is_an_error_on_all(comm, old_file):
+    mesh = mesh_of(comm, comm.size)
+    last = comm.rank == comm.size - 1
+    missing = refused(comm, FileNotFoundError, pce.load, f"{old_file}.2" if last else old_file, mesh)
+    folder = refused(comm, IsADirectoryError, pce.load, old_file.parent if last else old_file, mesh)
+    assert_old_file_is_left(comm, old_file)
+    for text in (missing, folder):
+        assert str(old_file.parent) in text
+        assert text.endswith(f"(data rank {comm.size - 1})")
+
+
+@pytest.mark.parametrize("damage", ["empty", "no header", "too short", "too long", "text"])
+def test_a_file_that_is_damaged_on_one_rank_is_an_error_on_all(comm, old_file, damage):
+    mine = old_file.parent / f"damaged {comm.rank}"
+    whole = old_file.read_bytes()
+    damaged = {
+        "empty": b"",
+        "no header": whole[:8],
+        "too short": whole[:-1],
+        "too long": whole + b"1",
+        "text": b"these are no tensors, and this is no header\n" * 10,
+    }
+    if comm.rank == comm.size - 1:
+        mine.write_bytes(damaged[damage])
+    path = mine if comm.rank == comm.size - 1 else old_file
+    text = refused(comm, ValueError, pce.load, path, mesh_of(comm, comm.size))
+    mine.unlink(missing_ok=True)
+    assert_old_file_is_left(comm, old_file)
+    assert "is not a safetensors file" in text
+    assert text.endswith(f"(data rank {comm.size - 1})")
+
+
+def test_placements_that_do_not_fit_the_file_are_errors(comm, folder):
+    mesh = mesh_of(comm, comm.size)
+    pce.save(folder / "f", {"w": pce.distribute(values((2, 2)), mesh), "step": pce.distribute(3, mesh)})
+    shard = {"data": Shard(0)}
+    cases = [
+        ({"w": shard, "v": shard, "u": {}}, ValueError, "placements name 'v', 'u', which"),
+        ({"w": {"model": Shard(0)}}, ValueError, "placements['w']: the mesh has no dim 'model'"),
+        ({"w": {"data": Shard(2)}}, ValueError, "placements['w']: data=Shard(2) is out of bounds"),
+        ({"step": shard}, ValueError, "placements['step']: data=Shard(0) is out of bounds"),
+        ({"w": {"data": Partial("sum")}}, ValueError, "placements['w']: what is loaded cannot be Partial"),
+        ({"w": {"data": 0}}, TypeError, "placements['w']: data must be Shard(axis), Replicate()"),
+        ({"w": Shard(0)}, TypeError, "placements['w'] must be a dict of placements by dim"),
+    ]
+    texts = [refused(comm, kind, pce.load, folder / "f", mesh, placements) for placements, kind, _ in cases]
+    whole = refused(comm, TypeError, pce.load, folder / "f", mesh, requires_grad=True)
+    assert "only real numbers have a gradient, and 'step' is int64" in whole
+    for text, (_, _, expected) in zip(texts, cases, strict=True):
+        assert expected in text
+    with pytest.raises(TypeError, match="mesh must be a Mesh"):
+        pce.load(folder / "f", comm)
+
+
+def test_a_dtype_that_no_array_can_have_is_an_error(comm, folder):
+    header = b'{"q":{"dtype":"F8_E4M3","shape":[2],"data_offsets":[0,2]}}'.ljust(64)
+    if comm.rank == 0:
+        (folder / "f").write_bytes((64).to_bytes(8, "little") + header + b"12")
+    comm.Barrier()
+    assert "'q' is F8_E4M3" in refused(comm, ValueError, pce.load, folder / "f", mesh_of(comm, comm.size))
+
+
+def test_ranks_that_load_different_things_all_raise(comm, old_file):
+    if comm.size == 1:
+        pytest.skip("one rank agrees with itself")
+    mesh = mesh_of(comm, comm.size)
+    first = comm.rank == 0
+    placed = refused(comm, CollectiveError, pce.load, old_file, mesh, {"w": {"data": Shard(int(first))}})
+    required = refused(comm, CollectiveError, pce.load, old_file, mesh, requires_grad=first)
+    assert "disagree on w: 'float32 (2, 2), data: Shard(1)' (rank 0)" in placed
+    assert "requires_grad: True (rank 0), False" in required
+
+
+def test_without_safetensors_the_error_says_what_to_install(comm, old_file, monkeypatch):
+    mesh = mesh_of(comm, comm.size)
+    w = pce.distribute(values((2, 2)), mesh)
+    if comm.rank == comm.size - 1:
+        monkeypatch.setitem(sys.modules, "safetensors", None)
+    texts = [
+        refused(comm, ImportError, pce.save, old_file, {"w": w}),
+        refused(comm, ImportError, pce.load, old_file, mesh),
+    ]
+    monkeypatch.undo()
+    assert_old_file_is_left(comm, old_file)
+    for text in texts:
+        assert "pip install 'pce_mpi[checkpoint]'" in text
+
+
+def test_without_ml_dtypes_the_error_says_what_to_install(comm, folder, monkeypatch):
+    mesh = mesh_of(comm, comm.size)
+    pce.save(folder / "f", {"w": pce.distribute(values((2, 2), dtype=ml_dtypes.bfloat16), mesh)})
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    monkeypatch.setattr(checkpoint, "dtype_named", lambda name: np.dtype({"bfloat16": "no such type"}[name]))
+    text = refused(comm, ImportError, pce.load, folder / "f", mesh)
+    assert "bfloat16 needs ml_dtypes: pip install 'pce_mpi[bf16]'" in text

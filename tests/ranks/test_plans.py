@@ -1,0 +1,222 @@
+"""A plan says by name how parameters lie along one dim, and says so if it does not fit."""
+
+from dataclasses import FrozenInstanceError
+
+from mpi4py import MPI
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi import (
+    Colwise,
+    Partial,
+    Replicate,
+    Replicated,
+    Rowwise,
+    SequenceParallel,
+    Shard,
+    VocabParallel,
+    shard_parameters,
+)
+from ranks.grids import factorizations, mesh_of, squarest
+
+STYLES = [Colwise(), Rowwise(), SequenceParallel(), VocabParallel(), Replicated()]
+
+
+def parameters():
+    rng = np.random.default_rng(1)
+    return {
+        "embedding": rng.standard_normal((11, 6)),
+        "block.0.norm.scale": rng.standard_normal(6),
+        "block.0.up.w": rng.standard_normal((6, 10)).astype(np.float32),
+        "block.0.up.b": rng.standard_normal(10).astype(np.float32),
+        "block.0.down.w": rng.standard_normal((10, 6)),
+        "block.0.down.b": rng.standard_normal(6),
+        "temperature": np.array(0.5),
+    }
+
+
+PLAN = {
+    "embedding": VocabParallel(),
+    "*.norm.*": SequenceParallel(),
+    "*.up.?": Colwise(),
+    "*.down.[wb]": Rowwise(),
+    "temperature": Replicated(),
+}
+
+
+# -------------------------------------------------------------------------------------------------------------- styles
+
+
+@pytest.mark.parametrize(
+    ("style", "vector", "matrix", "stack"),
+    [
+        (Colwise(), Shard(0), Shard(1), Shard(2)),
+        (Rowwise(), Replicate(), Shard(0), Shard(1)),
+        (VocabParallel(), Shard(0), Shard(0), Shard(0)),
+        (SequenceParallel(), Replicate(), Replicate(), Replicate()),
+        (Replicated(), Replicate(), Replicate(), Replicate()),
+    ],
+    ids=repr,
+)
+def test_a_style_says_where_vectors_matrices_and_stacks_of_matrices_lie(comm, style, vector, matrix, stack):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    params = {"vector": np.zeros(3), "matrix": np.zeros((3, 5)), "stack": np.zeros((2, 3, 5))}
+    placed = shard_parameters(params, mesh, {"*": style})
+    assert {name: array.placements for name, array in placed.items()} == {
+        "vector": {"data": Replicate(), "model": vector},
+        "matrix": {"data": Replicate(), "model": matrix},
+        "stack": {"data": Replicate(), "model": stack},
+    }
+
+
+def test_styles_are_values():
+    assert Colwise() == Colwise()
+    assert len(set(STYLES)) == len(STYLES)
+    assert [repr(style) for style in STYLES] == [
+        "Colwise()",
+        "Rowwise()",
+        "SequenceParallel()",
+        "VocabParallel()",
+        "Replicated()",
+    ]
+    with pytest.raises(FrozenInstanceError):
+        STYLES[0].axis = 1
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def loss_of(w, ids, targets, mesh, between):
+    """A block of a language model; `between` is how the activations lie between layers, along the sequence's axis."""
+    ids = pce.distribute(ids, mesh, data=Shard(0))
+    x = pce.embedding(ids, w["embedding"]).redistribute(model=between)
+    y = pce.layer_norm(x, w["block.0.norm.scale"], None).redistribute(model=Replicate())
+    y = pce.tanh(pce.matmul(y, w["block.0.up.w"]) + w["block.0.up.b"])
+    y = pce.matmul(y, w["block.0.down.w"]).redistribute(model=between) + w["block.0.down.b"]
+    x = (x + y).redistribute(model=Replicate())
+    return pce.cross_entropy(pce.matmul(x, w["embedding"].T) * w["temperature"], targets)
+
+
+def train(params, mesh, between):
+    """The losses and norms of some steps, and the parameters after them."""
+    w = shard_parameters(params, mesh, PLAN)
+    optimizer = pce.SGD(w.values(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    rng = np.random.default_rng(5)
+    numbers = []
+    for _ in range(3):
+        ids = rng.integers(0, 11, (7, 5))
+        optimizer.zero_grad()
+        loss = loss_of(w, ids[:, :-1], pce.distribute(ids[:, 1:], mesh, data=Shard(0)), mesh, between)
+        loss.backward()
+        numbers += [loss.item(), pce.clip_grad_norm(w.values(), 0.5)]
+        optimizer.step()
+        for array in w.values():
+            pce.check_replicas(array)
+    return numbers, {name: array.full() for name, array in w.items()}
+
+
+@pytest.mark.parametrize("between", [Replicate(), Shard(1)], ids=["tensor parallel", "sequence parallel"])
+def test_training_by_a_plan_gives_the_numbers_of_one_process(comm, between):
+    params = {name: array.astype(np.float64) for name, array in parameters().items()}
+    expected, expected_params = train(params, mesh_of(MPI.COMM_SELF, 1, 1), between)
+    results = [train(params, mesh_of(comm, *sizes), between) for sizes in factorizations(comm.size, 2)]
+    for numbers, trained in results:
+        # Sums of a few hundred terms in another order, in float64.
+        np.testing.assert_allclose(numbers, expected, rtol=1e-12)
+        for name, array in trained.items():
+            np.testing.assert_allclose(array, expected_params[name], rtol=1e-10, atol=1e-13, err_msg=name)
+
+
+def test_norms_have_partial_gradients_only_where_their_input_is_sharded_along_the_sequence(comm):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    found = {}
+    for between in (Replicate(), Shard(1)):
+        w = shard_parameters(parameters(), mesh, PLAN)
+        ids = np.arange(30).reshape(6, 5) % 11
+        loss_of(w, ids, pce.distribute(ids, mesh, data=Shard(0)), mesh, between).backward()
+        found[between] = w["block.0.norm.scale"].grad.placements["model"]
+    assert found == {Replicate(): Replicate(), Shard(1): Partial("sum")}
+
+
+# --------------------------------------------------------------------------------------------------------------- plans
+
+
+def test_parameters_are_distributed_as_the_plan_says_on_every_mesh(comm):
+    params = parameters()
+    for sizes in factorizations(comm.size, 2):
+        mesh = mesh_of(comm, *sizes)
+        with pce.trace() as trace:
+            placed = shard_parameters(params, mesh, PLAN)
+        assert trace.events == []
+        assert list(placed) == list(params)
+        assert {name: array.placements["model"] for name, array in placed.items()} == {
+            "embedding": Shard(0),
+            "block.0.norm.scale": Replicate(),
+            "block.0.up.w": Shard(1),
+            "block.0.up.b": Shard(0),
+            "block.0.down.w": Shard(0),
+            "block.0.down.b": Replicate(),
+            "temperature": Replicate(),
+        }
+        for name, array in placed.items():
+            assert array.requires_grad
+            assert array.is_leaf
+            assert array.dtype == params[name].dtype
+            assert not np.shares_memory(array.local, params[name])
+            np.testing.assert_array_equal(array.local, params[name][array.sharding.slices(mesh.coordinates)])
+
+
+def test_a_plan_may_be_for_any_dim(comm):
+    mesh = mesh_of(comm, comm.size)
+    [w] = shard_parameters({"w": np.zeros((4, 6))}, mesh, {"w": Colwise()}, dim="data").values()
+    assert w.placements == {"data": Shard(1)}
+
+
+def test_the_first_pattern_that_matches_decides_and_case_counts(comm):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    params = {"a.W": np.zeros((2, 2)), "a.w": np.zeros((2, 2))}
+    placed = shard_parameters(params, mesh, {"a.w": Rowwise(), "a.*": Colwise()})
+    assert [array.placements["model"] for array in placed.values()] == [Shard(1), Shard(0)]
+    # A pattern that earlier ones leave nothing to, such as "all others", is none that matches nothing.
+    placed = shard_parameters(params, mesh, {"a.*": Colwise(), "*": Replicated()})
+    assert [array.placements["model"] for array in placed.values()] == [Shard(1), Shard(1)]
+
+
+def test_all_patterns_that_match_nothing_and_all_parameters_that_nothing_matches_are_named(comm):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    params = parameters()
+    plan = {"embeding": VocabParallel(), "block.*": Replicated(), "head.*": Colwise()}
+    with pytest.raises(ValueError) as raised:
+        shard_parameters(params, mesh, plan)
+    assert str(raised.value) == (
+        "patterns that match no parameter: 'embeding', 'head.*'; "
+        "parameters that no pattern matches: 'embedding', 'temperature'"
+    )
+    with pytest.raises(ValueError, match=r"^parameters that no pattern matches: 'w'$"):
+        shard_parameters({"w": np.zeros(2)}, mesh, {})
+    with pytest.raises(ValueError, match=r"^patterns that match no parameter: '\*'$"):
+        shard_parameters({}, mesh, {"*": Colwise()})
+    assert shard_parameters({}, mesh, {}) == {}
+
+
+def test_what_fits_nowhere_is_an_error_that_says_where(comm):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    w = {"w": np.zeros((2, 2))}
+    cases = [
+        ((w, mesh, {"w": Colwise}), TypeError, r"plan\['w'\] must be a style .* write Colwise\(\)"),
+        ((w, mesh, {"w": Shard(0)}), TypeError, r"plan\['w'\] must be a style such as Colwise\(\), got Shard\(0\)"),
+        ((w, mesh, [("w", Colwise())]), TypeError, "plan must be a dict of styles by pattern, got list"),
+        ((w, mesh, {0: Colwise()}), TypeError, "the name of a pattern of plan must be a str, got 0"),
+        (({0: w["w"]}, mesh, {"*": Colwise()}), TypeError, "the name of a parameter must be a str, got 0"),
+        (([w["w"]], mesh, {"*": Colwise()}), TypeError, "params must be a dict of arrays by name, got list"),
+        ((w, comm, {"w": Colwise()}), TypeError, "mesh must be a Mesh, got Intracomm"),
+        ((w, mesh_of(comm, comm.size), {"w": Colwise()}), ValueError, "the mesh has no dim 'model'; its dims are data"),
+        (({"s": np.array(1.0)}, mesh, {"*": Colwise()}), ValueError, r"params\['s'\]: Colwise takes a matrix or a"),
+        (({"s": np.array(1.0)}, mesh, {"*": VocabParallel()}), ValueError, r"params\['s'\]: VocabParallel takes a"),
+        (({"n": np.zeros(2, int)}, mesh, {"*": Colwise()}), TypeError, r"params\['n'\]: only real numbers have a grad"),
+        (({"x": object()}, mesh, {"*": Colwise()}), TypeError, r"params\['x'\] must be an array of numbers"),
+    ]
+    for arguments, kind, text in cases:
+        with pytest.raises(kind, match=text):
+            shard_parameters(*arguments)

@@ -1,0 +1,765 @@
+"""A step is that of one process, gradients come together in as few collectives as can be, and ranks stay equal."""
+
+from itertools import product
+import math
+
+import ml_dtypes
+from mpi4py import MPI
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi import SGD, CollectiveError, Partial, Replicate, Shard, clip_grad_norm
+from pce_mpi.dist_array import DistArray
+from pce_mpi.sharding import Sharding
+from pce_mpi.tracing import Purpose
+from ranks.grids import assembled, local_of, lying, mesh_of, squarest
+from strict_cupy import cupy  # noqa: F401  # a fixture
+
+SUM, AVG, MAX, MIN = (Partial(operator) for operator in ("sum", "avg", "max", "min"))
+REPLICATE = Replicate()
+
+OPTIONS = {
+    "plain": {},
+    "weight decay": {"weight_decay": 0.01},
+    "momentum": {"momentum": 0.9},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "all": {"momentum": 0.5, "nesterov": True, "weight_decay": 0.1},
+}
+each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+SHAPES = [(5, 3), (7,), (), (1, 4), (0, 3), (2, 3, 4), (40, 1700), (3, 70_001)]
+
+
+def meshes(comm):
+    """A mesh of one dim, and one of two dims, the longer one first or last."""
+    both = squarest(comm.size)
+    return [mesh_of(comm, *sizes) for sizes in dict.fromkeys([(comm.size,), both, both[::-1]])]
+
+
+def wholes(shape, steps, seed, dtype=np.float32):
+    """A parameter and its gradients of some steps; whole numbers, of which sums are exact, as the test needs bits."""
+    rng = np.random.default_rng([seed, *shape])
+    return rng.integers(-9, 10, (1 + steps, *shape)).astype(dtype)
+
+
+def held(whole, mesh, sharding, requires_grad=False, seed=0):
+    """The distributed array that is `whole`, lying as `sharding` says."""
+    return DistArray(local_of(whole, sharding, mesh.coordinates, seed), mesh, sharding, requires_grad=requires_grad)
+
+
+def parameter(whole, mesh, **placements):
+    return pce.distribute(whole, mesh, requires_grad=True, **placements)
+
+
+def gradient(whole, mesh, seed=0, **placements):
+    return held(whole, mesh, Sharding.of(mesh.layout, whole.shape, placements), seed=seed)
+
+
+def whole_of(array):
+    """The global array, put together from what the ranks hold, which must be equal bits where it should be equal."""
+    parts = array.mesh.comm(*array.mesh.dims).allgather(np.asarray(array.local))
+    return assembled(array.sharding, parts)
+
+
+def one_process(p, gradients, lr, momentum=0.0, nesterov=False, weight_decay=0.0):
+    """The parameter after a step with each of `gradients`, as a textbook has it; `lr` is one rate, or one a step."""
+    b = None
+    rates = lr if isinstance(lr, list) else [lr] * len(gradients)
+    for g, rate in zip(gradients, rates, strict=True):
+        d = g + weight_decay * p
+        if momentum:
+            b = d if b is None else momentum * b + d
+            d = d + momentum * b if nesterov else b
+        p = p - rate * d
+    return p
+
+
+def placements_with_gradients(ndim, dims):
+    """For `dims` dims, every placement of a parameter of `ndim` axes, with every one that its gradient may have."""
+    single = [
+        (placed, of_gradient)
+        for placed in (REPLICATE, *(Shard(axis) for axis in range(ndim)))
+        for of_gradient in (placed, SUM, AVG)
+    ]
+    of_sums = [tuple(zip(*pairs, strict=True)) for pairs in product(single, repeat=dims)]
+    others = [((REPLICATE,) * dims, (MAX,) * dims), ((Shard(0),) * dims, (MIN,) * dims)] if ndim else []
+    return [*of_sums, *others]
+
+
+# ------------------------------------------------------------------------------------------------------------ the step
+
+
+def test_a_step_by_hand():
+    mesh = mesh_of(MPI.COMM_SELF, 1)
+    w = parameter(np.array([1.0, -2.0]), mesh)
+    optimizer = SGD([w], lr=0.5, momentum=0.5, nesterov=True, weight_decay=0.25)
+    w.grad = gradient(np.array([1.0, 0.0]), mesh)
+    # d = g + p/4 = (5/4, -1/2); b = d; d + b/2 = (15/8, -3/4); p - 1/2 of that
+    optimizer.step()
+    assert w.local.tolist() == [0.0625, -1.625]
+    # d = (65/64, -13/32); b = b/2 + d = (105/64, -21/32); d + b/2 = (235/128, -47/64)
+    optimizer.step()
+    assert w.local.tolist() == [0.0625 - 235 / 256, -1.625 + 47 / 128]
+
+
+@each_option
+def test_steps_are_those_of_one_process_for_every_placement_of_parameter_and_gradient(comm, options):
+    lr = [0.5, 0.25, 1.0]
+    results = []
+    for mesh in meshes(comm):
+        cases, parameters = [], []
+        for shape in [(5, 3), (7,), ()]:
+            for placed, of_gradient in placements_with_gradients(len(shape), len(mesh.dims)):
+                values = wholes(shape, 3, seed=len(cases))
+                lies = Sharding.of(mesh.layout, shape, dict(zip(mesh.dims, placed, strict=True)))
+                gradient_lies = Sharding.of(mesh.layout, shape, dict(zip(mesh.dims, of_gradient, strict=True)))
+                cases.append((values, gradient_lies))
+                parameters.append(held(values[0], mesh, lies, requires_grad=True))
+        optimizer = SGD(parameters, lr=0.0, **options)
+        for step, rate in enumerate(lr):
+            optimizer.lr = rate
+            for w, (values, lies) in zip(parameters, cases, strict=True):
+                w.grad = held(values[1 + step], mesh, lies, seed=step)
+            optimizer.step()
+        everyone = comm.allgather([w.local for w in parameters])
+        for number, (w, (values, lies)) in enumerate(zip(parameters, cases, strict=True)):
+            got = assembled(w.sharding, [parts[number] for parts in everyone])
+            results.append((w, lies, got, one_process(values[0], values[1:], lr, **options), w.grad, values[-1]))
+    for w, lies, got, expected, after, last in results:
+        assert got.dtype == np.float32
+        np.testing.assert_array_equal(got, expected, err_msg=f"{w.sharding} with gradient {lies}")
+        assert after.sharding == w.sharding
+        np.testing.assert_array_equal(after.local, last[after.sharding.slices(after.mesh.coordinates)])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_arrays_of_any_shape_are_stepped_however_many_blocks_they_have(comm, shape):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    values = wholes(shape, 2, seed=1)
+    placements = {"data": Shard(0)} if shape else {}
+    w = parameter(values[0], mesh, **placements)
+    optimizer = SGD([w], lr=0.5, momentum=0.5, nesterov=True, weight_decay=0.25)
+    for step in range(2):
+        w.grad = gradient(values[1 + step], mesh, data=SUM, model=SUM)
+        optimizer.step()
+    got = whole_of(w)
+    np.testing.assert_array_equal(got, one_process(values[0], values[1:], 0.5, 0.5, True, 0.25))
+
+
+def test_uneven_and_empty_shards_keep_their_split_points(comm):
+    mesh = mesh_of(comm, comm.size)
+    values = wholes((6, 2), 1, seed=3)
+    lies = lying(mesh.layout, (6, 2), Shard(0), seed=[5])
+    scattered, in_place = (held(values[0], mesh, lies, requires_grad=True) for _ in range(2))
+    scattered.grad = gradient(values[1], mesh, data=SUM)
+    in_place.grad = held(values[1], mesh, lies)
+    SGD([scattered, in_place], lr=1.0).step()
+    results = [whole_of(w) for w in (scattered, in_place)]
+    assert scattered.sharding is lies
+    assert scattered.grad.sharding == lies
+    for got in results:
+        np.testing.assert_array_equal(got, values[0] - values[1])
+
+
+def test_a_gradient_may_have_any_memory_order_and_is_left_alone(comm):
+    mesh = mesh_of(comm, comm.size)
+    values = wholes((6, 4), 1, seed=2)
+    by_column = np.asfortranarray(values[1])
+    one = np.broadcast_to(np.float32(1), (6, 4))
+    parameters = [parameter(values[0], mesh) for _ in range(4)]
+    whole = Sharding.of(mesh.layout, (6, 4), {})
+    partial = Sharding.of(mesh.layout, (6, 4), {"data": SUM})
+    for w, local, lies in zip(parameters, [by_column, one] * 2, [whole, whole, partial, partial], strict=True):
+        w.grad = DistArray(local, mesh, lies)
+    before = [w.local for w in parameters]
+    SGD(parameters, lr=1.0, momentum=0.5, weight_decay=1.0).step()
+    assert all(w.local is array for w, array in zip(parameters, before, strict=True)), "parameters change in place"
+    np.testing.assert_array_equal(by_column, values[1])
+    for w, g in zip(parameters, [values[1], one, comm.size * values[1], comm.size * one], strict=True):
+        np.testing.assert_array_equal(w.local, -g)
+
+
+def test_two_parameters_may_share_the_memory_of_a_gradient(comm):
+    mesh = mesh_of(comm, comm.size)
+    values = wholes((5,), 1, seed=4)
+    shared = gradient(values[1], mesh, data=SUM)
+    parameters = [parameter(values[0], mesh) for _ in range(2)]
+    for w in parameters:
+        w.grad = shared
+    norm = clip_grad_norm(parameters, 1e-3)
+    SGD(parameters, lr=1.0).step()
+    assert shared.placements == {"data": SUM}
+    assert norm == pytest.approx(math.sqrt(2) * np.linalg.norm(values[1]), rel=1e-6)
+    expected = values[0] - values[1] * np.float32(1e-3 / (norm + 1e-6))
+    for w in parameters:
+        np.testing.assert_allclose(w.local, expected, rtol=1e-6)
+
+
+def test_replicas_have_the_same_bits_after_100_steps_and_the_numbers_of_one_process(comm):
+    steps, shape = 100, (9, 5)
+    options = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}
+    results = []
+    for sizes in [(comm.size, 1), squarest(comm.size)]:
+        mesh = mesh_of(comm, *sizes)
+        rng = np.random.default_rng(6)
+        start = rng.standard_normal(shape)
+        # What each rank adds to the gradient, all of which every rank knows.
+        terms = rng.standard_normal((steps, comm.size, *shape))
+        lies = {"replicated": {}, "sharded": {"model": Shard(1)}, "scattered": {"data": Shard(0), "model": Shard(1)}}
+        of_gradients = {"data": SUM, "model": SUM}
+        parameters = {name: parameter(start.astype(np.float32), mesh, **each) for name, each in lies.items()}
+        optimizer = SGD(parameters.values(), lr=0.01, **options)
+        for term in terms.astype(np.float32):
+            for w in parameters.values():
+                sharding = Sharding.of(mesh.layout, shape, of_gradients)
+                w.grad = DistArray(term[mesh.rank], mesh, sharding)
+            optimizer.step()
+        for w in parameters.values():
+            pce.check_replicas(w)
+        expected = one_process(start, terms.sum(axis=1), 0.01, **options)
+        results += [(whole_of(w), expected) for w in parameters.values()]
+    for got, expected in results:
+        # Each step rounds five times, each time to 1/2 ulp, and momentum makes ten steps' worth of it.
+        np.testing.assert_allclose(got, expected, rtol=0, atol=steps * 25 * np.finfo(np.float32).eps)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+def test_halves_are_stepped_in_float32_and_rounded_once_a_step(comm, dtype):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    values = wholes((6, 4), 3, seed=8)
+    w = parameter(values[0].astype(dtype), mesh, data=Shard(0))
+    optimizer = SGD([w], lr=0.01, momentum=0.9, weight_decay=0.1)
+    p, b = values[0], 0
+    for g in values[1:]:
+        w.grad = gradient(g.astype(dtype), mesh, data=SUM, model=AVG)
+        optimizer.step()
+        b = np.float32(0.9) * b + (g + np.float32(0.1) * p)
+        p = (p - np.float32(0.01) * b).astype(dtype).astype(np.float32)
+    got = whole_of(w)
+    assert w.dtype == w.grad.dtype == dtype
+    np.testing.assert_array_equal(got.astype(np.float32), p)
+
+
+def test_the_terms_of_a_half_gradient_are_summed_in_float32_and_rounded_once(comm):
+    # 2048 + 1 is 2048 in float16, however often; and so after each of two collectives that round.
+    mesh = mesh_of(comm, *squarest(comm.size))
+    w = parameter(np.zeros((4, 2), np.float16), mesh, data=Shard(0))
+    local = np.full((4, 2), 2048 if mesh.rank == 0 else 1, np.float16)
+    w.grad = DistArray(local, mesh, Sharding.of(mesh.layout, (4, 2), {"data": SUM, "model": SUM}))
+    SGD([w], lr=1.0).step()
+    expected = np.float32(2048 + comm.size - 1).astype(np.float16)
+    np.testing.assert_array_equal(w.grad.local, np.full_like(w.local, expected))
+
+
+def test_each_parameter_is_stepped_in_its_own_dtype(comm):
+    mesh = mesh_of(comm, comm.size)
+    parameters = [parameter(np.ones(3, dtype), mesh) for dtype in (np.float64, np.float32)]
+    for w in parameters:
+        w.grad = gradient(np.ones(3, w.dtype), mesh, data=SUM)
+    SGD(parameters, lr=0.1).step()
+    assert [w.local[0] for w in parameters] == [1 - 0.1, np.float32(1) - np.float32(0.1)]
+    assert [w.dtype for w in parameters] == [np.float64, np.float32]
+
+
+def test_the_learning_rate_may_change_between_steps(comm):
+    mesh = mesh_of(comm, comm.size)
+    w = parameter(np.zeros(2), mesh)
+    optimizer = SGD([w], lr=1.0)
+    rates = [1.0, 0.25, np.float32(0.5), np.array(2)]
+    for rate in rates:
+        optimizer.lr = rate
+        w.grad = gradient(np.ones(2), mesh)
+        optimizer.step()
+    assert w.local.tolist() == [-3.75] * 2
+    with pytest.raises(ValueError, match="lr must not be negative and must be finite, got -1"):
+        optimizer.lr = -1
+    assert optimizer.lr == 2.0
+
+
+def test_parameters_without_a_gradient_stay_as_they_are_and_so_does_their_momentum(comm):
+    mesh = mesh_of(comm, comm.size)
+    values = wholes((4,), 3, seed=9)
+    options = {"momentum": 0.5, "weight_decay": 0.5}
+    always, sometimes, never = parameters = [parameter(values[0], mesh) for _ in range(3)]
+    optimizer = SGD(parameters, lr=0.5, **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        assert [w.grad for w in parameters] == [None] * 3
+        always.grad = gradient(values[1 + step], mesh, data=SUM)
+        if step != 1:
+            sometimes.grad = gradient(values[1 + step], mesh, data=SUM)
+        optimizer.step()
+    np.testing.assert_array_equal(always.local, one_process(values[0], values[1:], 0.5, **options))
+    np.testing.assert_array_equal(sometimes.local, one_process(values[0], values[[1, 3]], 0.5, **options))
+    np.testing.assert_array_equal(never.local, values[0])
+    assert never.grad is None
+
+
+def test_parameters_may_lie_over_several_meshes(comm):
+    one, other = mesh_of(comm, comm.size), mesh_of(comm, 1, comm.size)
+    parameters = [parameter(np.zeros(5), mesh) for mesh in (one, other)]
+    for w in parameters:
+        w.grad = gradient(np.full(5, 3.0), w.mesh, **dict.fromkeys(w.mesh.dims, SUM))
+    norm = clip_grad_norm(parameters, math.inf)
+    SGD(parameters, lr=1.0).step()
+    assert norm == pytest.approx(math.sqrt(2 * 5 * 9))
+    for w in parameters:
+        np.testing.assert_array_equal(w.local, np.full(5, -3.0))
+
+
+def test_cupy_arrays_are_stepped_where_they_are(comm, cupy):  # noqa: F811
+    mesh = mesh_of(comm, comm.size)
+    values = wholes((6, 2), 2, seed=10)
+    options = {"momentum": 0.5, "nesterov": True, "weight_decay": 0.5}
+    parameters = [parameter(cupy.asarray(values[0]), mesh, data=placed) for placed in (REPLICATE, Shard(0))]
+    optimizer = SGD(parameters, lr=0.5, **options)
+    for step in range(2):
+        for w in parameters:
+            partial = gradient(values[1 + step], mesh, data=SUM)
+            w.grad = DistArray(cupy.asarray(partial.local), mesh, partial.sharding)
+        norm = clip_grad_norm(parameters, 1e9)
+        optimizer.step()
+    expected = one_process(values[0], values[1:], 0.5, **options)
+    assert norm == pytest.approx(math.sqrt(2) * np.linalg.norm(values[2]))
+    for w in parameters:
+        assert isinstance(w.local, cupy.ndarray)
+        assert isinstance(w.grad.local, cupy.ndarray)
+        np.testing.assert_array_equal(cupy.asnumpy(w.local), expected[w.sharding.slices(mesh.coordinates)])
+
+
+# ------------------------------------------------------------------------------------------ bringing gradients together
+
+
+def agreements(trace):
+    return trace.count(purpose=Purpose.AGREEMENT)
+
+
+def test_all_gradients_that_are_partial_over_the_same_dims_come_together_in_one_all_reduce(comm):
+    mesh = mesh_of(comm, comm.size)
+    shapes = [(3, 4), (), (5,), (0, 2), (100,)]
+    parameters = [parameter(np.zeros(shape, np.float32), mesh) for shape in shapes]
+    for w in parameters:
+        w.grad = gradient(np.ones(w.shape, np.float32), mesh, data=SUM)
+    with pce.trace() as trace:
+        SGD(parameters, lr=1.0).step()
+    assert [event.collective for event in trace.events] == ["all_gather", "all_reduce"]
+    assert agreements(trace) == 1
+    [event] = trace.select("all_reduce", operation="SGD", phase="step", over="data")
+    assert (event.bytes, event.ranks) == (4 * (12 + 1 + 5 + 0 + 100), comm.size)
+    assert (event.before, event.after) == ("Partial('sum')", "Replicate()")
+    assert event.reason
+
+
+def test_where_the_parameter_is_sharded_it_is_a_reduce_scatter(comm):
+    mesh = mesh_of(comm, comm.size)
+    parameters = [parameter(np.zeros(shape, np.float32), mesh, data=Shard(0)) for shape in [(7, 2), (3,)]]
+    for w in parameters:
+        w.grad = gradient(np.ones(w.shape, np.float32), mesh, data=SUM)
+    with pce.trace() as trace:
+        SGD(parameters, lr=1.0).step()
+    [event] = trace.select()
+    assert (event.collective, event.over, event.bytes) == ("reduce_scatter", "data", 4 * (14 + 3))
+    assert (event.before, event.after) == ("Partial('sum')", "Shard(0)")
+
+
+def test_there_is_one_collective_for_each_set_of_dims_kind_and_dtype(comm):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    both, rows = {"data": SUM, "model": SUM}, {"data": Shard(0)}
+    lists = [
+        # placements of the parameter, of its gradient, dtype
+        ({}, {"data": SUM}, np.float32),
+        ({}, {"data": AVG}, np.float32),
+        ({}, {"data": SUM}, np.float64),
+        ({"model": Shard(0)}, {"data": SUM, "model": Shard(0)}, np.float32),
+        ({}, {"model": SUM}, np.float32),
+        ({}, both, np.float32),
+        (rows, both, np.float32),
+        (rows, {"data": SUM}, np.float32),
+        ({"data": Shard(1)}, {"data": SUM}, np.float32),
+        (rows, rows, np.float32),
+        ({}, {}, np.float32),
+    ]
+    parameters = []
+    for placed, of_gradient, dtype in lists * 2:
+        parameters.append(parameter(np.zeros((4, 6), dtype), mesh, **placed))
+        parameters[-1].grad = gradient(np.ones((4, 6), dtype), mesh, **of_gradient)
+    with pce.trace() as trace:
+        SGD(parameters, lr=1.0).step()
+    found = sorted((event.collective, event.over, event.bytes) for event in trace.select())
+    mine = len(range(4)[slice(*pce.shard_range(4, mesh.dims["data"], mesh.coordinates["data"]))]) * 6
+    model = len(range(4)[slice(*pce.shard_range(4, mesh.dims["model"], mesh.coordinates["model"]))]) * 6
+    assert found == sorted(
+        [
+            ("all_reduce", "data", 2 * 4 * (24 + 24 + model)),
+            ("all_reduce", "data", 2 * 8 * 24),
+            # What was Partial over both dims and scattered over one is brought together here, with the others.
+            ("all_reduce", "model", 2 * 4 * (24 + mine)),
+            ("all_reduce", "data, model", 2 * 4 * 24),
+            ("reduce_scatter", "data", 2 * 4 * 3 * 24),
+        ]
+    )
+    assert agreements(trace) == 1
+
+
+def test_two_axes_that_are_scattered_take_two_collectives_which_others_share(comm):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    # The second waits with its only collective until the first has come to its second one.
+    placed = [{"data": Shard(0), "model": Shard(1)}, {"model": Shard(0)}]
+    of_gradient = [{"data": SUM, "model": SUM}, {"model": SUM}]
+    parameters = [parameter(np.zeros((4, 6)), mesh, **each) for each in placed]
+    values = wholes((4, 6), 1, seed=11, dtype=np.float64)[1]
+    for w, lies in zip(parameters, of_gradient, strict=True):
+        w.grad = gradient(values, mesh, **lies)
+    with pce.trace() as trace:
+        SGD(parameters, lr=1.0).step()
+    results = [whole_of(w) for w in parameters]
+    assert [(event.collective, event.over) for event in trace.select()] == [
+        ("reduce_scatter", "data"),
+        ("reduce_scatter", "model"),
+    ]
+    for got in results:
+        np.testing.assert_array_equal(got, -values)
+
+
+def test_micro_batches_accumulate_without_communication_and_the_step_sends_once(comm):
+    mesh = mesh_of(comm, comm.size)
+    inputs, start = wholes((4, 6, 3), 0, seed=13)[0], wholes((3, 2), 0, seed=14)[0]
+    w = parameter(start, mesh)
+    optimizer = SGD([w], lr=0.5)
+    with pce.trace() as accumulating:
+        for batch in inputs:
+            pce.sum(pce.matmul(pce.distribute(batch, mesh, data=Shard(0)), w)).backward()
+    lies = w.grad.placements
+    with pce.trace() as stepping:
+        optimizer.step()
+    assert accumulating.events == []
+    assert lies == {"data": SUM}
+    assert [(event.collective, event.bytes) for event in stepping.select()] == [("all_reduce", 4 * 6)]
+    np.testing.assert_array_equal(w.local, start - 0.5 * inputs.sum(axis=(0, 1))[:, None])
+
+
+def test_what_comes_after_a_step_is_computed_from_the_new_numbers(comm):
+    mesh = mesh_of(comm, comm.size)
+    w = parameter(np.ones(4), mesh, data=Shard(0))
+    optimizer = SGD([w], lr=0.5)
+    seen = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = pce.sum(pce.square(w))
+        loss.backward()
+        seen.append(loss.item())
+        optimizer.step()
+    assert seen == [4.0, 0.0, 0.0]
+
+
+def test_afterwards_gradients_lie_as_their_parameters_and_a_second_step_sends_nothing(comm):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    parameters = [parameter(np.zeros((5, 3)), mesh), parameter(np.zeros(7), mesh, data=Shard(0))]
+    for w in parameters:
+        w.grad = gradient(np.ones(w.shape), mesh, data=SUM, model=SUM)
+    optimizer = SGD(parameters, lr=1.0)
+    optimizer.step()
+    gradients = [w.grad for w in parameters]
+    with pce.trace() as trace:
+        optimizer.step()
+    assert [w.grad.sharding for w in parameters] == [w.sharding for w in parameters]
+    assert all(w.grad is g for w, g in zip(parameters, gradients, strict=True))
+    assert trace.count() == 0
+    assert agreements(trace) == 1
+    for w in parameters:
+        np.testing.assert_array_equal(w.local, np.full_like(w.local, -2))
+
+
+def test_a_gradient_that_is_not_partial_sends_nothing(comm):
+    mesh = mesh_of(comm, comm.size)
+    w = parameter(np.zeros((5, 3)), mesh, data=Shard(0))
+    w.grad = pce.distribute(np.ones((5, 3)), mesh, data=Shard(0))
+    v = parameter(np.zeros((5, 3)), mesh, data=Shard(1))
+    v.grad = pce.distribute(np.ones((5, 3)), mesh)  # of which each rank takes its part
+    with pce.trace() as trace:
+        SGD([w, v], lr=1.0).step()
+    assert trace.count() == 0
+    assert v.grad.sharding == v.sharding
+
+
+def test_largest_and_smallest_gradients_are_brought_to_their_parameters_too(comm):
+    mesh = mesh_of(comm, comm.size)
+    parameters = [parameter(np.zeros(5), mesh), parameter(np.zeros(5), mesh, data=Shard(0))]
+    values = wholes((5,), 1, seed=12, dtype=np.float64)[1]
+    for w, placed in zip(parameters, (MAX, MIN), strict=True):
+        w.grad = gradient(values, mesh, data=placed)
+    with pce.trace() as trace:
+        SGD(parameters, lr=1.0).step()
+    results = [whole_of(w) for w in parameters]
+    assert trace.count(operation="SGD", phase="step") == trace.count() == 2
+    for got in results:
+        np.testing.assert_array_equal(got, -values)
+
+
+# ------------------------------------------------------------------------------------------------------------ clipping
+
+
+def test_the_norm_counts_each_element_of_the_global_arrays_once(comm):
+    results = []
+    for mesh in meshes(comm):
+        cases = [
+            (shape, pair)
+            for shape in [(5, 3), (7,), ()]
+            for pair in placements_with_gradients(len(shape), len(mesh.dims))
+        ]
+        parameters, values = [], []
+        for number, (shape, (placed, of_gradient)) in enumerate(cases):
+            values.append(wholes(shape, 1, seed=number)[1])
+            w = parameter(np.zeros(shape, np.float32), mesh, **dict(zip(mesh.dims, placed, strict=True)))
+            w.grad = gradient(values[-1], mesh, **dict(zip(mesh.dims, of_gradient, strict=True)))
+            parameters.append(w)
+        results.append((clip_grad_norm(parameters, math.inf), math.sqrt(sum((v**2).sum() for v in values))))
+    for got, expected in results:
+        assert type(got) is float
+        assert got == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 13.0, 1e6, 0, np.float32(2)], ids=str)
+def test_clipping_scales_all_gradients_by_one_factor_as_pytorch_does(comm, max_norm):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    parameters = [
+        parameter(np.zeros(2), mesh),
+        parameter(np.zeros(4), mesh, data=Shard(0)),
+        parameter(np.zeros(1), mesh),
+    ]
+    parameters[0].grad = gradient(np.array([3.0, -4.0]), mesh, data=SUM, model=SUM)
+    parameters[1].grad = gradient(np.array([0.0, 0.0, 12.0, 0.0]), mesh, data=SUM)
+    norm = clip_grad_norm(parameters, max_norm)
+    norms = comm.allgather(norm)
+    results = [whole_of(w.grad) for w in parameters[:2]]
+    assert norms == [13.0] * comm.size
+    factor = min(1.0, float(max_norm) / (13.0 + 1e-6))
+    np.testing.assert_array_equal(results[0], factor * np.array([3.0, -4.0]))
+    np.testing.assert_array_equal(results[1], factor * np.array([0.0, 0.0, 12.0, 0.0]))
+    assert parameters[2].grad is None
+    assert [w.grad.sharding for w in parameters[:2]] == [w.sharding for w in parameters[:2]]
+
+
+def test_clipping_brings_gradients_together_and_adds_one_all_reduce_of_one_number(comm):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    parameters = [parameter(np.zeros(5, np.float32), mesh), parameter(np.zeros((6, 2), np.float32), mesh)]
+    for w in parameters:
+        w.grad = gradient(np.ones(w.shape, np.float32), mesh, data=SUM)
+    with pce.trace() as clipping:
+        clip_grad_norm(parameters, 1.0)
+    with pce.trace() as stepping:
+        SGD(parameters, lr=1.0).step()
+    assert [(event.collective, event.over, event.bytes) for event in clipping.select()] == [
+        ("all_reduce", "data", 4 * 17),
+        ("all_reduce", "data, model", 8),
+    ]
+    assert clipping.count(operation="clip_grad_norm", phase="step") == 2
+    assert agreements(clipping) == 1
+    assert stepping.count() == 0
+
+
+def test_a_norm_of_nan_or_inf_shows_on_every_rank(comm):
+    mesh = mesh_of(comm, comm.size)
+    for bad, expected in ((np.nan, np.nan), (np.inf, 0.0)):
+        w, v = (parameter(np.zeros(5), mesh, data=Shard(0)) for _ in range(2))
+        w.grad, v.grad = gradient(np.ones(5), mesh, data=SUM), gradient(np.ones(5), mesh, data=Shard(0))
+        if mesh.rank == comm.size - 1:
+            w.grad.local[0] = bad
+        norm = clip_grad_norm([w, v], 1.0)
+        first = whole_of(w.grad)[0]
+        np.testing.assert_equal(norm, abs(bad))
+        np.testing.assert_array_equal(v.grad.local, np.full_like(v.local, expected))
+        assert np.isnan(first)
+
+
+def test_the_squares_of_small_and_large_halves_and_floats_are_summed_in_float64(comm):
+    mesh = mesh_of(comm, comm.size)
+    for dtype, value in ((np.float32, 1e30), (np.float32, 1e-30), (np.float16, 6e4), (ml_dtypes.bfloat16, 1e-30)):
+        w = parameter(np.zeros(100, dtype), mesh)
+        whole = np.full(100, value, np.float32).astype(dtype)
+        w.grad = gradient(whole, mesh, data=REPLICATE)
+        norm = clip_grad_norm([w], value)
+        assert norm == pytest.approx(10 * float(whole[0]), rel=1e-14)
+        assert w.grad.dtype == dtype
+        scale = np.float32(value / (norm + 1e-6))
+        np.testing.assert_array_equal(w.grad.local, (whole.astype(np.float32) * scale).astype(dtype))
+
+
+def test_without_a_gradient_the_norm_is_0(comm):
+    mesh = mesh_of(comm, comm.size)
+    assert clip_grad_norm([parameter(np.zeros(3), mesh)], 1.0) == 0.0
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def refused(comm, kind, function):
+    """The texts that all ranks got when `function` raised `kind` on this one, as it must."""
+    with pytest.raises(kind) as raised:
+        function()
+    return comm.allgather(str(raised.value))
+
+
+def two(mesh):
+    """Two parameters with partial gradients."""
+    parameters = [parameter(np.zeros((3, 2)), mesh), parameter(np.zeros(4), mesh, data=Shard(0))]
+    for w in parameters:
+        w.grad = gradient(np.ones(w.shape), mesh, data=SUM)
+    return parameters
+
+
+def assert_nothing_happened(comm, parameters, texts):
+    """All ranks got the same text, and no parameter was written to; afterwards a step works."""
+    for w in parameters:
+        assert not w.local.any()
+    [w, v] = two(parameters[0].mesh)
+    SGD([w, v], lr=1.0).step()
+    assert (w.local == -1).all()
+    assert (v.local == -1).all()
+    assert texts == texts[:1] * comm.size
+
+
+def functions(parameters):
+    return [SGD(parameters, lr=1.0, momentum=0.5).step, lambda: clip_grad_norm(parameters, 1.0)]
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["SGD", "clip_grad_norm"])
+class TestRanksThatDiffer:
+    """Every rank raises, whichever it happened on; with one rank there is nobody to differ from."""
+
+    @pytest.fixture
+    def mesh(self, comm):
+        if comm.size == 1:
+            pytest.skip("one rank agrees with itself")
+        return mesh_of(comm, comm.size)
+
+    def test_a_gradient_that_some_ranks_do_not_have(self, comm, mesh, number):
+        parameters = two(mesh)
+        if mesh.rank == comm.size - 1:
+            parameters[1].grad = None
+        texts = refused(comm, CollectiveError, functions(parameters)[number])
+        assert_nothing_happened(comm, parameters, texts)
+        assert "parameters[1]" in texts[0]
+        assert "parameters[0]" not in texts[0]
+        assert "no gradient" in texts[0]
+
+    def test_gradients_that_lie_differently(self, comm, mesh, number):
+        parameters = two(mesh)
+        if mesh.rank == 0:
+            parameters[0].grad = gradient(np.ones((3, 2)), mesh)
+        texts = refused(comm, CollectiveError, functions(parameters)[number])
+        assert_nothing_happened(comm, parameters, texts)
+        assert "gradient data: Partial('sum')" in texts[0]
+        assert "gradient data: Replicate()" in texts[0]
+
+    def test_parameters_in_another_order_or_fewer_of_them(self, comm, mesh, number):
+        parameters = two(mesh)
+        mine = parameters[::-1] if mesh.rank == 0 else parameters
+        swapped = refused(comm, CollectiveError, functions(mine)[number])
+        mine = parameters[:1] if mesh.rank == 0 else parameters
+        fewer = refused(comm, CollectiveError, functions(mine)[number])
+        assert_nothing_happened(comm, parameters, swapped)
+        assert fewer == fewer[:1] * comm.size
+        assert "parameters[1]: not given (rank 0), " in fewer[0]
+        assert "parameters[0]" not in fewer[0]
+
+    def test_no_gradient_at_all_on_one_rank(self, comm, mesh, number):
+        parameters = two(mesh)
+        if mesh.rank == 0:
+            SGD(parameters, lr=1.0).zero_grad()
+        texts = refused(comm, CollectiveError, functions(parameters)[number])
+        assert_nothing_happened(comm, parameters, texts)
+
+    def test_a_gradient_that_does_not_fit_on_one_rank(self, comm, mesh, number):
+        bad = [
+            (np.ones((3, 2)), TypeError, "must be a distributed array or None, got ndarray"),
+            (gradient(np.ones((2, 3)), mesh, data=SUM), ValueError, "must have its shape, (3, 2), got (2, 3)"),
+            (gradient(np.ones((3, 2), np.float32), mesh, data=SUM), TypeError, "must have its dtype, float64"),
+            (gradient(np.ones((3, 2)), mesh_of(comm, comm.size, 1), data=SUM), ValueError, "lies over another mesh"),
+        ]
+        for wrong, kind, text in bad:
+            parameters = two(mesh)
+            if mesh.rank == comm.size - 1:
+                parameters[0].grad = wrong
+            texts = refused(comm, kind, functions(parameters)[number])
+            assert_nothing_happened(comm, parameters, texts)
+            assert f"the gradient of parameters[0] {text}" in texts[0]
+            assert f"rank {comm.size - 1}" in texts[0]
+
+    def test_other_numbers(self, comm, mesh, number):
+        parameters = two(mesh)
+        mine = 0.5 if mesh.rank == 0 else 0.25
+        call = [SGD(parameters, lr=mine).step, lambda: clip_grad_norm(parameters, mine)][number]
+        texts = refused(comm, CollectiveError, call)
+        assert_nothing_happened(comm, parameters, texts)
+        assert f"{['lr', 'max_norm'][number]}: 0.5 (" in texts[0]
+
+    def test_a_step_on_some_ranks_and_clipping_on_others(self, comm, mesh, number):
+        parameters = two(mesh)
+        texts = refused(comm, CollectiveError, functions(parameters)[number ^ (mesh.rank == 0)])
+        assert_nothing_happened(comm, parameters, texts)
+        assert "ranks disagree on operation: " in texts[0]
+
+
+def test_an_error_reaches_ranks_by_way_of_those_that_share_a_mesh_with_both(comm):
+    # Stages of a pipeline: ranks 0 and 1 share a mesh, ranks 1 and 2, ranks 2 and 3; only rank 0 has a bad gradient.
+    parameters = []
+    for first in range(comm.size):
+        ranks = [rank for rank in (first, first + 1) if rank < comm.size]
+        stage = comm.Split(0 if comm.rank in ranks else MPI.UNDEFINED)
+        if comm.rank in ranks:
+            parameters.append(parameter(np.zeros(3), pce.Mesh(stage, data=len(ranks))))
+            parameters[-1].grad = gradient(np.ones(3), parameters[-1].mesh, data=SUM)
+    good = parameters[0].grad
+    if comm.rank == 0:
+        parameters[0].grad = np.ones(3)
+    texts = refused(comm, TypeError, SGD(parameters, lr=1.0).step)
+    untouched = not any(w.local.any() for w in parameters)
+    parameters[0].grad = good
+    # A norm that a rank knows only a part of would scale replicas differently.
+    if comm.size > 2:
+        refused(comm, ValueError, lambda: clip_grad_norm(parameters, 1.0))
+    SGD(parameters, lr=1.0).step()
+    assert untouched
+    assert all("the gradient of parameters[0] must be a distributed array" in text for text in texts)
+    assert all((w.local == -1).all() for w in parameters)
+
+
+def test_bad_parameters_are_errors(comm):
+    mesh = mesh_of(comm, comm.size)
+    w = parameter(np.zeros(3), mesh)
+    plain = pce.distribute(np.zeros(3), mesh)
+    partial = parameter(np.zeros(3), mesh, data=SUM)
+    cases = [
+        ([], ValueError, "parameters are missing"),
+        ([np.zeros(3)], TypeError, r"parameters\[0\] must be a distributed array, got ndarray"),
+        ([w, plain], ValueError, r"parameters\[1\] must be an array that was made with requires_grad=True"),
+        ([w, plain, w], ValueError, r"parameters\[1\] must be an array"),
+        ([w, w], ValueError, r"parameters\[1\] is the same array as parameters\[0\]"),
+        ([partial], ValueError, r"parameters\[0\] must not be Partial"),
+        ({"w": w}, TypeError, r"parameters\[0\] must be a distributed array, got str"),
+        (w, TypeError, "must be a list of distributed arrays"),
+    ]
+    for parameters, kind, text in cases:
+        with pytest.raises(kind, match=text):
+            SGD(parameters, lr=0.1)
+        with pytest.raises(kind, match=text):
+            clip_grad_norm(parameters, 1.0)
+
+
+def test_bad_numbers_are_errors(comm):
+    w = parameter(np.zeros(3), mesh_of(comm, comm.size))
+    for name in ("lr", "momentum", "weight_decay"):
+        for bad in (-0.1, math.nan, math.inf):
+            with pytest.raises(ValueError, match=f"{name} must not be negative and must be finite, got {bad}"):
+                SGD([w], **{"lr": 0.1, name: bad})
+        for bad in ("0.1", None, True, np.zeros(2)):
+            with pytest.raises(TypeError, match=f"{name} must be a real number"):
+                SGD([w], **{"lr": 0.1, name: bad})
+    with pytest.raises(ValueError, match="nesterov needs a momentum"):
+        SGD([w], lr=0.1, nesterov=True)
+    with pytest.raises(ValueError, match="max_norm must not be negative, got -1"):
+        clip_grad_norm([w], -1)
+    with pytest.raises(TypeError, match="max_norm must be a real number"):
+        clip_grad_norm([w], None)
