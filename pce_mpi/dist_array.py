@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, dtype_named, is_floating, is_half, library_named, to_host
+from pce_mpi.arrays import array_namespace, as_array, dtype_named, is_floating, library_named, to_host
 from pce_mpi.channel import by_value
-from pce_mpi.collectives import ReduceOp, agree, all_gather, all_gather_text, all_reduce, all_to_all, reduce_scatter
+from pce_mpi.collectives import agree, all_gather_text, all_to_all
 from pce_mpi.mesh import Mesh
 from pce_mpi.placements import Partial, Placement, Replicate
-from pce_mpi.sharding import Coordinates, Sharding
-from pce_mpi.transitions import Step, steps
+from pce_mpi.sharding import Sharding
+from pce_mpi.transitions import steps
+from pce_mpi.transport import carry_out
 
 __all__ = ["DistArray", "agree_on", "check_replicas", "distribute", "from_local", "over_text", "redistribute"]
 
@@ -172,7 +173,7 @@ def distribute(
     target = Sharding.of(mesh.layout, taken.shape, placements)
     local = taken
     for step in steps(target.replicated, target):
-        local = _carried_out(step, local, mesh, "distribute", "")
+        local = carry_out(step, local, mesh, "distribute", "")
     return DistArray(_owned(local, taken), mesh, target, requires_grad=requires_grad)
 
 
@@ -217,7 +218,7 @@ def _sent_from(
     received = all_to_all(blocks, comm, shapes, operation="distribute", over=over, reason=reason)
     local = received[src_rank]
     for step in steps(sharded, target):
-        local = _carried_out(step, local, mesh, "distribute", "")
+        local = carry_out(step, local, mesh, "distribute", "")
     return DistArray(_owned(local, here), mesh, target, requires_grad=requires_grad)
 
 
@@ -324,81 +325,8 @@ def redistribute(x: DistArray, target: Sharding, *, operation: str, reason: str)
     local = _numbers(x.local, target.by_dim, requires_grad=False) if target.partial_dims else x.local
     taken = steps(x.sharding, target)
     for step in taken:
-        local = _carried_out(step, local, x.mesh, operation, reason)
+        local = carry_out(step, local, x.mesh, operation, reason)
     return DistArray(local, x.mesh, target) if taken else x
-
-
-@np.errstate(all="ignore")  # an average that underflows on one rank must not raise there alone
-def _carried_out(step: Step, local: Array, mesh: Mesh, operation: str, reason: str) -> Array:
-    """What this rank holds after `step`, given what it holds before."""
-    xp = array_namespace(local)
-    here = mesh.coordinates
-    if step.verb == "slice":
-        return local[_within(step.before.slices(here), step.after.slices(here))]
-    if step.verb == "keep":
-        # Of a sum one rank keeps the whole; an average, a largest or a smallest of equal values is that value.
-        absent = any(here[dim] for dim in step.dims if step.after.by_dim[dim] == Partial("sum"))
-        return xp.zeros_like(local) if absent else local
-    if step.verb == "pad":
-        padded = xp.zeros(step.after.local_shape(here), local.dtype)
-        padded[_within(step.after.slices(here), step.before.slices(here))] = local
-        return padded
-    comm = mesh.comm(*step.dims)
-    said = {"from": str(step.before), "to": str(step.after), "shape": step.before.shape, "dtype": local.dtype.name}
-    over = over_text(step.dims)
-    agree(comm, operation, said, over=over)
-    traced: dict[str, Any] = {
-        "operation": operation,
-        "over": over,
-        "before": step.placement_before,
-        "after": step.placement_after,
-        "reason": reason,
-    }
-    members = list(step.before.members(step.dims, here))
-    if step.verb == "all_gather":
-        shapes = [step.before.local_shape(member) for member in members]
-        return xp.concatenate(all_gather(local, comm, shapes, **traced), axis=step.axis)
-    if step.verb == "all_to_all":
-        return _exchanged(step, local, comm, members, here, traced)
-    placed = [step.before.by_dim[dim] for dim in step.dims]
-    averaged = math.prod(step.before.sizes[dim] for dim in step.dims if step.before.by_dim[dim] == Partial("avg"))
-    reduction: ReduceOp = "max" if Partial("max") in placed else "min" if Partial("min") in placed else "sum"
-    term = local
-    if averaged > 1:
-        # A half is rounded once, after the sum.
-        term = local.astype(np.float32) if is_half(local.dtype) else local
-        term = term / term.dtype.type(averaged)
-    if step.verb == "all_reduce":
-        return all_reduce(term, comm, reduction, **traced).astype(local.dtype, copy=False)
-    blocks = [term[_within(step.before.slices(here), step.after.slices(member))] for member in members]
-    return reduce_scatter(blocks, comm, reduction, **traced).astype(local.dtype, copy=False)
-
-
-def _exchanged(
-    step: Step, local: Array, comm: Any, members: list[dict[str, int]], here: Coordinates, traced: dict[str, Any]
-) -> Array:
-    """An all_to_all: to each rank what I hold of its part to be, from each rank what it holds of mine."""
-    before, after = step.before.slices(here), step.after.slices(here)
-    to_send = [_common(before, step.after.slices(member)) for member in members]
-    to_come = [_common(after, step.before.slices(member)) for member in members]
-    blocks = [local[_within(before, part)] for part in to_send]
-    shapes = [tuple(part.stop - part.start for part in parts) for parts in to_come]
-    exchanged = array_namespace(local).empty(step.after.local_shape(here), local.dtype)
-    for part, block in zip(to_come, all_to_all(blocks, comm, shapes, **traced), strict=True):
-        exchanged[_within(after, part)] = block
-    return exchanged
-
-
-def _within(outer: tuple[slice, ...], inner: tuple[slice, ...]) -> tuple[slice, ...]:
-    """The part `inner` of the global array as a part of `outer`, which contains it."""
-    return tuple(slice(b.start - a.start, b.stop - a.start) for a, b in zip(outer, inner, strict=True))
-
-
-def _common(a: tuple[slice, ...], b: tuple[slice, ...]) -> tuple[slice, ...]:
-    """What two parts of the global array have in common; an empty range somewhere, if that is nothing."""
-    starts = [max(x.start, y.start) for x, y in zip(a, b, strict=True)]
-    stops = [min(x.stop, y.stop) for x, y in zip(a, b, strict=True)]
-    return tuple(slice(start, max(start, stop)) for start, stop in zip(starts, stops, strict=True))
 
 
 def check_replicas(x: DistArray) -> None:

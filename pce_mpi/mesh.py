@@ -15,7 +15,7 @@ from pce_mpi.sharding import Dims
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Mesh"]
+__all__ = ["Mesh", "checked_dims"]
 
 # They stand beside the names of dims where arrays are made.
 _TAKEN = ("requires_grad", "shape", "src_rank")
@@ -41,7 +41,7 @@ class Mesh:
             raise TypeError(f"comm must be an mpi4py intracommunicator, got {comm!r}")
         error: Exception | None = None
         try:
-            sizes = _checked(dims, comm.size)
+            sizes = checked_dims(dims, comm.size)
         except (TypeError, ValueError) as caught:
             sizes, error = {}, caught
         agree(comm, "Mesh", {"dims": tuple(sizes.items())}, error=error)
@@ -73,7 +73,8 @@ class Mesh:
         return f"Mesh({', '.join(f'{dim}={size}' for dim, size in self.dims.items())})"
 
 
-def _checked(dims: dict[str, int], ranks: int) -> dict[str, int]:
+def checked_dims(dims: Mapping[str, int], ranks: int | None = None) -> dict[str, int]:
+    """The sizes of the dims of a mesh, if they are such, and make up `ranks`, if that is given."""
     if not dims:
         raise ValueError("a mesh needs at least one dim, such as data=2")
     sizes = {}
@@ -86,7 +87,7 @@ def _checked(dims: dict[str, int], ranks: int) -> dict[str, int]:
             raise TypeError(f"the size of dim {dim!r} must be a whole number, got {size!r}") from None
         if sizes[dim] < 1:
             raise ValueError(f"the size of dim {dim!r} must be at least 1, got {size}")
-    if math.prod(sizes.values()) != ranks:
+    if ranks is not None and math.prod(sizes.values()) != ranks:
         product = " * ".join(f"{dim}={size}" for dim, size in sizes.items())
         raise ValueError(f"{product} is {math.prod(sizes.values())}, but the communicator has {ranks} ranks")
     return sizes

@@ -93,7 +93,14 @@ _NUMPY = {
         *(add, divide, equal, exp, log, matmul, maximum, multiply, negative, power, sqrt, square, subtract, tanh),
         *(concatenate, expand, max, mean, min, reshape, split, sum, swapaxes, transpose, where),
     )
-} | {"broadcast_to": expand, "amax": max, "amin": min}
+} | {
+    "broadcast_to": expand,
+    "amax": max,
+    "amin": min,
+    "ndim": lambda a: a.ndim,
+    "shape": lambda a: a.shape,
+    "size": lambda a, axis=None: a.size if axis is None else a.shape[axis],
+}
 
 
 def _attach() -> None:

@@ -15,10 +15,10 @@ from pce_mpi.arrays import array_namespace, is_half
 from pce_mpi.dist_array import DistArray
 from pce_mpi.ops.op import Layout, Op, apply
 from pce_mpi.ops.rules import Axes, Axis, Rule
-from pce_mpi.ops.shape import normalized_axis, reshape
+from pce_mpi.ops.shape import normalized_axis, reshape, whole_numbers
 from pce_mpi.placements import ReduceOperator
 
-__all__ = ["aligned", "expand", "kept_shape", "normalized_axes", "reduction_rule", "sum", "sum_to"]
+__all__ = ["aligned", "expand", "kept_shape", "local_extreme", "normalized_axes", "reduction_rule", "sum", "sum_to"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -53,9 +53,9 @@ _EXPAND = Op(
 )
 
 
-def expand(x: DistArray, shape: Sequence[int]) -> DistArray:
+def expand(x: DistArray, shape: int | Sequence[int]) -> DistArray:
     """`x` stretched to `shape` as NumPy broadcasts: axes of length 1, and new ones in front."""
-    wanted = tuple(shape)
+    wanted = tuple(whole_numbers(shape))
     if np.broadcast_shapes(x.shape, wanted) != wanted:
         raise ValueError(f"cannot expand {x.shape} to {wanted}")
     return apply(_EXPAND, x, shape=wanted)
@@ -104,6 +104,18 @@ def local_sum(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
     if is_half(x.dtype):
         return x.astype(np.float32).sum(axes, keepdims=keepdims).astype(x.dtype)
     return x.sum(axes, keepdims=keepdims)
+
+
+def local_extreme(name: str, x: Array, axes: tuple[int, ...], keepdims: bool, loses: Any) -> Array:
+    """The largest ("max") or the smallest ("min") element of `x`; `loses` where there is none.
+
+    NumPy's reductions take that as `initial`, CuPy's do not.
+    """
+    xp = array_namespace(x)
+    if all(x.shape[axis] for axis in axes):
+        return getattr(xp, name)(x, axis=axes, keepdims=keepdims)
+    shape = kept_shape(x.shape, axes)
+    return xp.full(shape if keepdims else [shape[axis] for axis in range(x.ndim) if axis not in axes], loses, x.dtype)
 
 
 _SUM = Op(

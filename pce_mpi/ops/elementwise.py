@@ -190,7 +190,23 @@ def _larger(a: Array, b: Array) -> Array:
     return (a > b).astype(dtype) + (a == b).astype(dtype) / dtype.type(2)
 
 
+@np.errstate(all="ignore")
+def _power_by_base(a: Array, b: Array) -> Array:
+    """The derivative of a**b by a; that of a**0 is 0, at a = 0 as well."""
+    xp = array_namespace(a)
+    return xp.where(b == 0, 0, b * xp.power(a, xp.where(b == 0, 1, b) - 1))
+
+
+@np.errstate(all="ignore")
+def _power_by_exponent(y: Array, a: Array, b: Array) -> Array:
+    """The derivative of y = a**b by b; at a = 0 it is 0 for b that are not negative, as in PyTorch."""
+    xp = array_namespace(a)
+    return xp.where((a == 0) & (b >= 0), 0, y * xp.log(a))
+
+
 _LARGER = Op("maximum", _larger, rule=broadcasting())
+_POWER_BY_BASE = Op("power", _power_by_base, rule=broadcasting())
+_POWER_BY_EXPONENT = Op("power", _power_by_exponent, rule=broadcasting())
 _ADD = _binary("add", lambda g, y, a, b: g, lambda g, y, a, b: g, [0, 1], uses=[(), ()])
 _SUBTRACT = _binary("subtract", lambda g, y, a, b: g, lambda g, y, a, b: -g, [0, 1], uses=[(), ()])
 _MULTIPLY = _binary("multiply", lambda g, y, a, b: g * b, lambda g, y, a, b: g * a, [0], [1], uses=[(1,), (0,)])
@@ -204,9 +220,9 @@ _DIVIDE = _binary(
 )
 _POWER = _binary(
     "power",
-    lambda g, y, a, b: g * (b * a ** (b - 1)),
-    lambda g, y, a, b: g * (y * log(a)),
-    uses=[(0, 1), (-1, 0)],
+    lambda g, y, a, b: g * apply(_POWER_BY_BASE, a, b),
+    lambda g, y, a, b: g * apply(_POWER_BY_EXPONENT, y, a, b),
+    uses=[(0, 1), (-1, 0, 1)],
 )
 _MAXIMUM = _binary(
     "maximum",

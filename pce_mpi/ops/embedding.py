@@ -8,7 +8,7 @@ import numpy as np
 
 from pce_mpi.arrays import add_rows, array_namespace, as_array, to_host
 from pce_mpi.dist_array import DistArray, agree_on
-from pce_mpi.ops.op import AbstractMesh, Layout, Op, apply
+from pce_mpi.ops.op import AbstractMesh, Layout, Op, apply, moved
 from pce_mpi.ops.rules import Axis, Rule
 
 __all__ = ["embedding"]
@@ -55,10 +55,17 @@ def _gradient(g: Array, ids: Array, table: Array, layout: Layout) -> Array:
 
 # Takes the table only to lie as it does: each rank adds up the rows that it has.
 _GRADIENT = Op("embedding", _gradient, rule=_gradient_rule, dtype=lambda g, *_: g, knows_layout=True)
+
+
+def _to_table(g: DistArray, y: DistArray, table: DistArray, ids: DistArray) -> DistArray:
+    # Of a Partial table nothing is to be reduced for that.
+    return apply(_GRADIENT, g, ids, DistArray(table.local, table.mesh, table.sharding.natural))
+
+
 _EMBEDDING = Op(
     "embedding",
     _embedding,
-    (lambda g, y, table, ids: apply(_GRADIENT, g, ids, table), None),
+    (_to_table, None),
     _rule,
     dtype=lambda table, ids: table,
     uses=[(1,)],
@@ -79,6 +86,8 @@ def embedding(ids: Any, table: Any) -> DistArray:
     if len(np.shape(table) if not hasattr(table, "shape") else table.shape) != 2:
         raise ValueError(f"an embedding's table has two axes, got shape {table.shape}")
     mesh = next((x.mesh for x in (table, ids) if isinstance(x, DistArray)), None)
+    if isinstance(ids, DistArray) and ids.sharding.partial_dims:  # the ids are looked up, not the terms of a sum
+        ids = moved(ids, ids.sharding.natural, operation="embedding", reason="ids are looked up")
     if mesh is not None and not isinstance(mesh, AbstractMesh):
         local = to_host(ids.local if isinstance(ids, DistArray) else ids)
         outside = local[(local < 0) | (local >= table.shape[0])]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.dist_array import DistArray
-from pce_mpi.mesh import Mesh
+from pce_mpi.mesh import Mesh, checked_dims
 from pce_mpi.ops.op import Abstract, AbstractMesh, Sent
 from pce_mpi.placements import Placement
 from pce_mpi.sharding import Sharding
@@ -58,13 +58,14 @@ def infer_placements(
     Raises `ValueError` for an operation that does not exist, and what the operation raises for its arguments.
     """
     operations = importlib.import_module("pce_mpi.ops")
-    if name not in operations.__all__ or not callable(getattr(operations, name)) or name[0].isupper():
+    if name not in operations.__all__ or name in ("op", "infer_placements") or name[0].isupper():
         raise ValueError(f"there is no operation {name!r}")
-    sizes = dict(mesh.dims if isinstance(mesh, Mesh) else mesh)
-    if len(shapes) != len(placements):
-        raise ValueError(f"{len(shapes)} shapes and {len(placements)} placements")
     of_each = list(dtypes) if isinstance(dtypes, Sequence) and not isinstance(dtypes, str) else [dtypes] * len(shapes)
-    abstract = AbstractMesh(sizes)
+    if not len(shapes) == len(placements) == len(of_each):
+        raise ValueError(f"{len(shapes)} shapes, {len(placements)} placements and {len(of_each)} dtypes")
+    if any(length < 0 for shape in shapes for length in shape):
+        raise ValueError(f"a shape has no negative lengths, got {', '.join(str(tuple(shape)) for shape in shapes)}")
+    abstract = AbstractMesh(checked_dims(mesh.dims if isinstance(mesh, Mesh) else mesh))
     operands = [
         DistArray(Abstract(np.dtype(dtype)), abstract, Sharding.of(abstract.layout, tuple(shape), placed))
         for shape, placed, dtype in zip(shapes, placements, of_each, strict=True)

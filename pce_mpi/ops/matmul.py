@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace
+from pce_mpi.arrays import array_namespace, is_half
 from pce_mpi.dist_array import DistArray
 from pce_mpi.ops.broadcasting import aligned, sum_to
 from pce_mpi.ops.op import Op, apply
@@ -32,11 +33,24 @@ def _rule(a: Shape, b: Shape) -> Rule:
     )
 
 
+def _tall(stack: Array) -> Array:
+    """The matrices of `stack` one below the other; a shard may have no columns."""
+    return stack.reshape(math.prod(stack.shape[:-1]), stack.shape[-1])
+
+
+def _product(a: Array, b: Array) -> Array:
+    xp = array_namespace(a)
+    dtype = np.result_type(a.dtype, b.dtype)
+    if xp is np and is_half(dtype):  # NumPy has no fast product of halves, and makes float32 of bfloat16
+        return xp.matmul(a.astype(np.float32), b.astype(np.float32)).astype(dtype)
+    return xp.matmul(a, b)
+
+
 @np.errstate(all="ignore")
 def _matmul(a: Array, b: Array) -> Array:
     if a.ndim > 2 and b.ndim == 2:  # one product of tall matrices, rather than a stack of them
-        return (a.reshape(-1, a.shape[-1]) @ b).reshape(*a.shape[:-1], b.shape[-1])
-    return array_namespace(a).matmul(a, b)
+        return _product(_tall(a), b).reshape(*a.shape[:-1], b.shape[-1])
+    return _product(a, b)
 
 
 def _transposed_product_rule(a: Shape, g: Shape) -> Rule:
@@ -52,7 +66,7 @@ def _transposed_product_rule(a: Shape, g: Shape) -> Rule:
 
 @np.errstate(all="ignore")
 def _transposed_product(a: Array, g: Array) -> Array:
-    return a.reshape(-1, a.shape[-1]).T @ g.reshape(-1, g.shape[-1])
+    return _product(_tall(a).T, _tall(g))
 
 
 # a.T @ g, summed over the whole stack: the gradient of a matrix that a stack was multiplied by.

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 import inspect
 from typing import Any
 
+import numpy as np
+
 from pce_mpi.dist_array import DistArray
 from pce_mpi.ops.fallback import op
 
@@ -16,9 +18,10 @@ Functions = Mapping[str, Callable[..., Any]]
 
 def call_ufunc(ours: Functions, ufunc: Any, method: str, operands: Sequence[Any], options: dict[str, Any]) -> Any:
     """What `ufunc.method(*operands, **options)` is, on distributed arrays."""
-    if options.get("out") is not None:
-        raise TypeError(f"a distributed array is never written to: {ufunc.__name__} takes no out")
-    if method == "__call__" and not options and ufunc.__name__ in ours:
+    if options.get("out") is not None or method == "at":
+        raise TypeError(f"a distributed array is never written to: {ufunc.__name__} takes no out, and has no at")
+    known: Any = getattr(np, ufunc.__name__, None)  # other libraries have ufuncs of the same names
+    if method == "__call__" and not options and known is ufunc and ufunc.__name__ in ours:
         return ours[ufunc.__name__](*operands)
     function = getattr(ufunc, method)
     return op(lambda *arrays: function(*arrays, **options), name=f"numpy.{ufunc.__name__}")(*operands)
@@ -45,7 +48,7 @@ def call_function(ours: Functions, function: Any, positional: Sequence[Any], nam
     def forward(*arrays: Any) -> Any:
         def put_back(value: Any) -> Any:
             if isinstance(value, _Place):
-                return arrays[value]
+                return _read_only(arrays[value])
             return type(value)(map(put_back, value)) if type(value) in (list, tuple) else value
 
         return function(*put_back(places[0]), **{name: put_back(value) for name, value in places[1].items()})
@@ -53,11 +56,21 @@ def call_function(ours: Functions, function: Any, positional: Sequence[Any], nam
     return op(forward, name=f"numpy.{function.__name__}")(*found)
 
 
+def _read_only(array: Any) -> Any:
+    """A view that what writes to its arguments, such as numpy.copyto, cannot write to."""
+    if isinstance(array, np.ndarray):
+        array = array.view()
+        array.flags.writeable = False
+    return array
+
+
 class _Place(int):
     """Where an array stood among the arguments."""
 
 
 def _fits(own: Callable[..., Any], positional: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    if len(positional) > 2 and "keepdims" in inspect.signature(own).parameters:
+        return False  # the third argument of NumPy's reductions is a dtype or out
     try:
         inspect.signature(own).bind(*positional, **named)
     except TypeError:

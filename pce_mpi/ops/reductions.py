@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating
+from pce_mpi.arrays import array_namespace, is_floating, is_half
 from pce_mpi.dist_array import DistArray
-from pce_mpi.ops.broadcasting import expand, kept_shape, local_sum, normalized_axes, reduction_rule, sum
+from pce_mpi.ops.broadcasting import expand, kept_shape, local_extreme, normalized_axes, reduction_rule, sum
 from pce_mpi.ops.elementwise import astype, equal, exp
 from pce_mpi.ops.op import Layout, Op, apply
 from pce_mpi.ops.rules import Rule
@@ -35,14 +35,22 @@ def _spread(g: DistArray, x: DistArray, axes: tuple[int, ...]) -> DistArray:
 
 @np.errstate(all="ignore")
 def _mean(x: Array, axes: tuple[int, ...], keepdims: bool, count: int) -> Array:
-    total = local_sum(x if is_floating(x.dtype) else x.astype(np.float64), axes, keepdims)
+    if is_half(x.dtype):  # of which the sum may be too large
+        return (x.astype(np.float32).sum(axes, keepdims=keepdims) / np.float32(count)).astype(x.dtype)
+    total = (x if is_floating(x.dtype) else x.astype(np.float64)).sum(axes, keepdims=keepdims)
     return total / total.dtype.type(count)
+
+
+def _mean_vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int, ...], keepdims: bool, count: int) -> DistArray:
+    if is_half(g.dtype):  # in which the count may be infinite, where the quotient is not 0
+        return _spread(astype(astype(g, np.float32) / count, g.dtype), x, axes)
+    return _spread(g / count, x, axes)
 
 
 _MEAN = Op(
     "mean",
     _mean,
-    (lambda g, y, x, axes, keepdims, count: _spread(g / count, x, axes),),
+    (_mean_vjp,),
     lambda shape, axes, keepdims, count: reduction_rule(shape, axes, keepdims),
     dtype=lambda dtype: dtype if is_floating(dtype) else np.float64,
     uses=[()],
@@ -63,7 +71,7 @@ def _extreme(name: str, reduces: ReduceOperator) -> Op:
         # An empty shard has no element, so what loses against every element stands for it.
         lowest, highest = _bounds(x.dtype)
         loses = lowest if reduces == "max" else highest
-        return getattr(array_namespace(x), name)(x, axis=axes, keepdims=keepdims, initial=loses)
+        return local_extreme(name, x, axes, keepdims, loses)
 
     def vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int, ...], keepdims: bool) -> DistArray:
         largest = astype(equal(x, _spread(y, x, axes)), x.dtype)

@@ -71,6 +71,8 @@ class Rule:
     ) -> Rule:
         """A rule written as einsum would: one letter per axis, a dot for an axis that must not be sharded.
 
+        Dots in the result are the dots of the operands, in order.
+
         >>> Rule.of("bk,km->bm", (7, 5), (5, 3), linear=[[0], [1]], reduces="sum").shape
         (7, 3)
 
@@ -85,12 +87,19 @@ class Rule:
             for letter, length in zip(operand, shape, strict=True):
                 if letter != "." and lengths.setdefault(letter, length) != length:
                     raise ValueError(f"axes {letter!r} have lengths {lengths[letter]} and {length}")
-        if not set(result) <= set(lengths):
+        dots = [
+            length
+            for operand, shape in zip(operands, shapes, strict=True)
+            for letter, length in zip(operand, shape, strict=True)
+            if letter == "."
+        ]
+        if not set(result) - {"."} <= set(lengths) or result.count(".") > len(dots):
             raise ValueError(f"{letters!r} has a letter in its result that no operand has")
+        of_dots = iter(dots)
         return Rule(
             tuple(_axes(operand) for operand in operands),
             _axes(result),
-            tuple(lengths[letter] for letter in result),
+            tuple(next(of_dots) if letter == "." else lengths[letter] for letter in result),
             linear=tuple(tuple(group) for group in linear),
             reduces=reduces,
         )

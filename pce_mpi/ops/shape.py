@@ -6,6 +6,7 @@ They are linear, and even what is Partial of "max" or "min" passes through them 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 import math
 import operator
@@ -18,7 +19,7 @@ from pce_mpi.dist_array import DistArray
 from pce_mpi.ops.op import Layout, Op, apply
 from pce_mpi.ops.rules import Axes, Axis, Rule
 
-__all__ = ["concatenate", "cut", "normalized_axis", "reshape", "split", "swapaxes", "transpose"]
+__all__ = ["concatenate", "cut", "normalized_axis", "reshape", "split", "swapaxes", "transpose", "whole_numbers"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -30,6 +31,11 @@ def normalized_axis(axis: Any, ndim: int) -> int:
     if not -ndim <= index < ndim:
         raise ValueError(f"axis {index} is out of bounds for an array of {ndim} dimensions")
     return index % ndim
+
+
+def whole_numbers(value: Any) -> list[int]:
+    """The numbers in a sequence or an array of one axis; a number alone."""
+    return [operator.index(each) for each in (value if np.ndim(value) else (value,))]
 
 
 # ------------------------------------------------------------------------------------------------------- reshape
@@ -82,12 +88,12 @@ def reshape(x: DistArray, shape: int | Sequence[int]) -> DistArray:
     A sharded axis stays where it is if it leads a group of axes that are merged, or if each shard has whole rows of
     those that it is split into. Otherwise the array is redistributed first.
     """
-    lengths = [operator.index(length) for length in (shape if isinstance(shape, Sequence) else (shape,))]
+    lengths = whole_numbers(shape)
     if lengths.count(-1) == 1:
         rest = -math.prod(lengths)
         lengths[lengths.index(-1)] = x.size // rest if rest else 0
     if any(length < 0 for length in lengths) or math.prod(lengths) != x.size:
-        raise ValueError(f"cannot reshape {x.shape} to {tuple(shape) if isinstance(shape, Sequence) else (shape,)}")
+        raise ValueError(f"cannot reshape {x.shape} to {tuple(whole_numbers(shape))}")
     return apply(_RESHAPE, x, shape=tuple(lengths))
 
 
@@ -195,7 +201,9 @@ def cut(x: DistArray, index: Any) -> DistArray:
         axis = len(ranges)
         length = x.shape[axis]
         if isinstance(entry, slice):
-            ranges.append(entry.indices(length))
+            part = entry.indices(length)
+            # Of all ranges without elements this one means the same as a slice.
+            ranges.append(part if range(*part) else (0, 0, 1))
             shape.append(len(range(*ranges[-1])))
             continue
         try:
@@ -207,18 +215,18 @@ def cut(x: DistArray, index: Any) -> DistArray:
         if not -length <= position < length:
             raise IndexError(f"index {position} is out of bounds for axis {axis} of length {length}")
         ranges.append((position % length, position % length + 1, 1))
-    part = apply(_CUT, x, ranges=tuple(ranges))
-    return part if part.shape == tuple(shape) else reshape(part, shape)
+    found = apply(_CUT, x, ranges=tuple(ranges))
+    return found if found.shape == tuple(shape) else reshape(found, shape)
 
 
 def split(x: DistArray, indices_or_sections: int | Sequence[int], axis: int = 0) -> list[DistArray]:
     """`x` cut along `axis`: into so many equal parts, or at the given indices."""
     axis = normalized_axis(axis, x.ndim)
     length = x.shape[axis]
-    if isinstance(indices_or_sections, Sequence):
-        ends = [0, *(operator.index(index) for index in indices_or_sections), length]
+    if np.ndim(indices_or_sections):
+        ends = [0, *whole_numbers(indices_or_sections), length]
     else:
-        sections = operator.index(indices_or_sections)
+        (sections,) = whole_numbers(indices_or_sections)
         if sections < 1 or length % sections:
             raise ValueError(f"an axis of length {length} has no {sections} equal parts")
         ends = [index * length // sections for index in range(sections + 1)]
@@ -234,6 +242,7 @@ def _concatenate_rule(*shapes: Shape, axis: int) -> Rule:
     return Rule((axes,) * len(shapes), axes, shape, linear=(together,), moves_data=True)
 
 
+@cache
 def _concatenate_op(count: int) -> Op:
     def vjp_of(index: int) -> Any:
         def vjp(g: DistArray, y: DistArray, *arrays: DistArray, axis: int) -> DistArray:
@@ -251,8 +260,10 @@ def _concatenate_op(count: int) -> Op:
     )
 
 
-def concatenate(arrays: Sequence[Any], axis: int = 0) -> DistArray:
-    """`arrays` one behind the other along `axis`; their other lengths are the same."""
+def concatenate(arrays: Sequence[Any], axis: int | None = 0) -> DistArray:
+    """`arrays` one behind the other along `axis`, their other lengths being the same; None: all elements of each."""
+    if axis is None:
+        return concatenate([reshape(each, -1) if isinstance(each, DistArray) else np.ravel(each) for each in arrays])
     shapes = [array.shape if hasattr(array, "shape") else np.shape(array) for array in arrays]
     if not shapes:
         raise ValueError("concatenate takes at least one array")

@@ -12,7 +12,7 @@ from pce_mpi.agreement import prepare
 from pce_mpi.arguments import Call
 from pce_mpi.arrays import array_namespace, is_floating, is_half
 from pce_mpi.dist_array import DistArray, over_text
-from pce_mpi.ops.broadcasting import kept_shape, sum
+from pce_mpi.ops.broadcasting import kept_shape, local_extreme, sum
 from pce_mpi.ops.elementwise import exp
 from pce_mpi.ops.op import Layout, Op, Sent, apply
 from pce_mpi.ops.rules import Axis, Rule
@@ -41,7 +41,7 @@ def maximum_and_sum(x: Array, axes: Sequence[int], layout: Layout, operation: st
     comm = layout.comm(axes)
     if comm is None:
         with np.errstate(all="ignore"):
-            largest = x.max(tuple(axes), keepdims=True, initial=-math.inf)
+            largest = local_extreme("max", x, tuple(axes), True, -math.inf)
             finite = xp.where(xp.isinf(largest), x.dtype.type(0), largest)
             return largest, xp.exp(x - finite).sum(tuple(axes), keepdims=True)
     others = [axis for axis in range(x.ndim) if axis not in axes]

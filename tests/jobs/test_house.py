@@ -45,6 +45,7 @@ HOUSE = [
     room("passes", "dense"),
     room("loss", "dense"),
     room("mesh"),
+    room("transport", "loss"),
     room("dist_array", "loss"),
     room("tape", "numpy", "mpi4py", "placements", "sharding", "transitions"),
     room("ops", "collectives"),

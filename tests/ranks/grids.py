@@ -1,0 +1,174 @@
+"""Meshes of all shapes, and what each rank of a mesh holds of a global array.
+
+`local_of` takes a global array apart as a sharding says, with random terms where it is Partial, and `assembled` puts
+together what all ranks hold, and refuses replicas that differ by a bit.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise, product
+from math import prod
+from typing import Any
+
+from mpi4py import MPI
+import numpy as np
+
+from pce_mpi.mesh import Mesh
+from pce_mpi.placements import Partial, Placement, Replicate, Shard
+from pce_mpi.sharding import Coordinates, Dims, Sharding, Splits
+
+Array = np.ndarray[Any, Any]
+
+NAMES = ("data", "model", "seq")
+
+
+def factorizations(ranks: int, ndim: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write `ranks` as a product of `ndim` sizes: for 4 and 2 that is (1, 4), (2, 2), (4, 1)."""
+    return (sizes for sizes in product(range(1, ranks + 1), repeat=ndim) if prod(sizes) == ranks)
+
+
+def squarest(ranks: int, ndim: int = 2) -> tuple[int, ...]:
+    """The way with the smallest sum, longer dims first: (2, 2) for 4, (3, 1) for 3."""
+    return min(factorizations(ranks, ndim), key=lambda sizes: (sum(sizes), [-size for size in sizes]))
+
+
+def mesh_of(comm: MPI.Intracomm, *sizes: int) -> Mesh:
+    """The mesh of these sizes, made once: MPI has some 2,000 communicators to give. `comm` must outlive the tests."""
+    key = (comm.handle, *sizes)
+    if key not in _meshes:
+        _meshes[key] = Mesh(comm, **dict(zip(NAMES, sizes, strict=False)))
+    return _meshes[key]
+
+
+_meshes: dict[tuple[int, ...], Mesh] = {}
+
+
+def ranks_of(dims: Dims) -> list[dict[str, int]]:
+    """The coordinates of every rank of a mesh of `dims`, in rank order."""
+    names = [name for name, _ in dims]
+    return [dict(zip(names, index, strict=True)) for index in product(*(range(size) for _, size in dims))]
+
+
+# Splits
+
+
+def ragged(length: int, parts: int, seed: Any) -> Splits:
+    """Split points at random: blocks of any length, empty ones among them."""
+    return (0, *sorted(np.random.default_rng(seed).integers(0, length + 1, parts - 1).tolist()), length)
+
+
+def lying(dims: Dims, shape: tuple[int, ...], *placements: Placement, seed: Any = None) -> Sharding:
+    """The sharding with these placements, balanced, or split at random with `seed`."""
+    sharding = Sharding.of(dims, shape, dict(zip((name for name, _ in dims), placements, strict=True)))
+    if seed is None:
+        return sharding
+    splits = {
+        axis: ragged(length, sharding.parts(sharding.dims_of(axis)), [*seed, axis])
+        for axis, length in enumerate(shape)
+        if sharding.dims_of(axis)
+    }
+    return Sharding.of(dims, shape, sharding.by_dim, splits)
+
+
+# Terms
+
+
+def local_of(whole: Array, sharding: Sharding, coordinates: Coordinates, seed: Any = 0) -> Array:
+    """What the rank at `coordinates` holds of `whole`; terms of a sum are small whole numbers, so that it is exact."""
+    terms = _terms(whole, sharding, seed)
+    term = terms[tuple(coordinates[dim] for dim in sharding.partial_dims)]
+    return np.array(term[sharding.slices(coordinates)])
+
+
+def _terms(whole: Array, sharding: Sharding, seed: Any) -> dict[tuple[int, ...], Array]:
+    """One term for each coordinate along the partial dims; together they are `whole`."""
+    dims = sharding.partial_dims
+    places = list(product(*(range(sharding.sizes[dim]) for dim in dims)))
+    operators = _operators(sharding)
+    rng = np.random.default_rng(seed)
+    if not dims:
+        return {(): whole}
+    if operators <= {"sum", "avg"}:
+        draws = [rng.integers(0, 3, whole.shape).astype(whole.dtype) for _ in places[1:]]
+        draws.insert(int(rng.integers(len(places))), whole - sum(draws, start=np.zeros_like(whole)))
+        terms = [(draw * _averaged(sharding)).astype(whole.dtype) for draw in draws]
+    else:
+        # Each element is attained somewhere, and nowhere exceeded. Booleans are turned off, and on for the smallest.
+        attained = rng.integers(0, len(places), whole.shape)
+        largest = operators == {"max"}
+        terms = []
+        for number in range(len(places)):
+            away = rng.integers(0, 2, whole.shape).astype(whole.dtype)
+            if whole.dtype.kind == "b":
+                other = whole & away if largest else whole | away
+            else:
+                other = whole - away if largest else whole + away
+            terms.append(np.where(attained == number, whole, other))
+    return dict(zip(places, terms, strict=True))
+
+
+def _operators(sharding: Sharding) -> set[str]:
+    return {placement.operator for placement in sharding.placements if isinstance(placement, Partial)}
+
+
+def _averaged(sharding: Sharding) -> int:
+    return prod(sharding.sizes[dim] for dim in sharding.partial_dims if sharding.by_dim[dim] == Partial("avg"))
+
+
+def combined(terms: list[Array], sharding: Sharding) -> Array:
+    """What terms are together, in float64 if there are numbers to add."""
+    operators = _operators(sharding)
+    if not operators:
+        return terms[0]
+    if operators <= {"sum", "avg"}:
+        total = sum((np.asarray(term, np.float64) for term in terms), start=np.zeros(terms[0].shape))
+        return np.asarray(total / _averaged(sharding))
+    return (np.maximum if operators == {"max"} else np.minimum).reduce(terms)
+
+
+def assembled(sharding: Sharding, parts: list[Array]) -> Array:
+    """The global array of which each rank holds one of `parts`, in rank order.
+
+    Raises `AssertionError` for a part of the wrong shape, for replicas that differ by a bit, and for blocks that
+    overlap or leave something out.
+    """
+    blocks: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
+    for rank, where in enumerate(ranks_of(sharding.dims)):
+        assert parts[rank].shape == sharding.local_shape(where), f"rank {rank} holds shape {parts[rank].shape}"
+        block = tuple(where[dim] for dim, placed in sharding.by_dim.items() if isinstance(placed, Shard))
+        term = tuple(where[dim] for dim in sharding.partial_dims)
+        blocks.setdefault(block, {}).setdefault(term, []).append(rank)
+    whole: Array | None = None
+    covered = np.zeros(sharding.shape, int)
+    for terms in blocks.values():
+        for replicas in terms.values():
+            assert len({parts[rank].tobytes() for rank in replicas}) == 1, f"replicas on ranks {replicas} differ"
+        holders = [replicas[0] for replicas in terms.values()]
+        values = combined([parts[rank] for rank in holders], sharding)
+        if whole is None:
+            whole = np.zeros(sharding.shape, values.dtype)
+        slices = sharding.slices(ranks_of(sharding.dims)[holders[0]])
+        whole[slices] = values
+        covered[slices] += 1
+    assert (covered == 1).all(), "blocks overlap or leave something out"
+    assert whole is not None
+    return whole
+
+
+# Placements
+
+
+def placements_of(ndim: int, *operators: Any) -> list[Placement]:
+    """Shard of each axis, Replicate, and Partial with each of `operators`."""
+    return [*(Shard(axis) for axis in range(ndim)), Replicate(), *(Partial(operator) for operator in operators)]
+
+
+def nested(whole: Array, sizes: tuple[int, ...], index: tuple[int, ...], axis: int) -> Array:
+    """The block at `index` of balanced blocks within blocks, as NumPy splits them."""
+    for size, place in zip(sizes, index, strict=True):
+        whole = np.array_split(whole, size, axis)[place]
+    return whole
+
+
+def is_tiled(splits: Splits) -> bool:
+    """Whether split points go up from 0."""
+    return splits[0] == 0 and all(start <= stop for start, stop in pairwise(splits))

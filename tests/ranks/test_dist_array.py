@@ -1,0 +1,769 @@
+"""Distributed arrays: made of a global array or of what ranks have, looked at, put together, and compared."""
+
+from itertools import product
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi.arrays import to_host
+from pce_mpi.dist_array import DistArray, check_replicas, distribute, from_local
+from pce_mpi.mesh import Mesh
+from pce_mpi.placements import Partial, Replicate, Shard
+from pce_mpi.sharding import Sharding
+from pce_mpi.tracing import Purpose
+from ranks.grids import assembled, factorizations, lying, mesh_of, placements_of, ragged, ranks_of, squarest
+from strict_cupy import cupy  # noqa: F401  # a fixture
+
+FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+INTEGERS = [np.int8, np.uint8, np.int32, np.int64, np.uint64]
+EVERYTHING = [*FLOATS, *INTEGERS, np.bool_]
+
+OPERATORS = ("sum", "avg", "max", "min")
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """A rank that waits in vain gives up before the session does."""
+    monkeypatch.setenv("PCE_MPI_TIMEOUT", "20")
+
+
+@pytest.fixture
+def mesh(comm):
+    return mesh_of(comm, comm.size)
+
+
+@pytest.fixture
+def grid(comm):
+    return mesh_of(comm, *squarest(comm.size))
+
+
+def numbers(shape: tuple[int, ...], dtype: Any = np.float64):
+    return np.asarray(np.random.default_rng(17).integers(0, 50, shape)).astype(dtype)
+
+
+def same(actual, expected) -> None:
+    """The same numbers of the same dtype and shape in a NumPy array; nan equals nan."""
+    assert type(actual) is np.ndarray
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    np.testing.assert_array_equal(actual.astype(np.float64), expected.astype(np.float64))
+
+
+def error_of(call) -> tuple[str, str]:
+    """The type and the text of what `call` raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def ranks_text(ranks) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+# ----------------------------------------------------------------------------------------------------------- distribute
+
+
+def test_each_rank_gets_its_part_and_nothing_is_sent(comm):
+    for sizes in factorizations(comm.size, 2):
+        grid = mesh_of(comm, *sizes)
+        for shape in [(7, 5), (12, 24), (1, 2), (0, 3), (3, 0, 2)]:
+            whole = numbers(shape)
+            for one, other in product(placements_of(2), repeat=2):
+                with pce.trace() as trace:
+                    x = distribute(whole, grid, data=one, model=other)
+                assert trace.events == []
+                assert x.sharding == lying(grid.layout, shape, one, other)
+                same(x.local, whole[x.sharding.slices(grid.coordinates)])
+
+
+def test_dims_that_are_not_named_replicate_and_negative_axes_count_from_the_end(grid):
+    x = distribute(numbers((7, 5)), grid, model=Shard(-1))
+    assert x.placements == {"data": Replicate(), "model": Shard(1)}
+    y = distribute(numbers((7, 5)), grid)
+    assert y.placements == {"data": Replicate(), "model": Replicate()}
+    same(y.local, numbers((7, 5)))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_terms_of_a_partial_array_are_the_array_together(comm, grid, operator):
+    whole = numbers((7, 5))
+    placements = [(Partial(operator), Replicate()), (Shard(0), Partial(operator)), (Partial(operator),) * 2]
+    with pce.trace() as trace:
+        made = [distribute(whole, grid, data=one, model=other) for one, other in placements]
+    everywhere = comm.allgather([x.local for x in made])
+    assert trace.events == []
+    for number, x in enumerate(made):
+        same(assembled(x.sharding, [locals_[number] for locals_ in everywhere]), whole)
+
+
+def test_one_rank_keeps_a_sum_and_all_keep_an_average_or_an_extreme(mesh):
+    whole = numbers((7, 5)) + 1
+    same(distribute(whole, mesh, data=Partial("sum")).local, whole * (mesh.rank == 0))
+    for operator in ("avg", "max", "min"):
+        same(distribute(whole, mesh, data=Partial(operator)).local, whole)
+
+
+@pytest.mark.parametrize("dtype", EVERYTHING, ids=lambda dtype: dtype.__name__)
+def test_arrays_of_every_dtype_keep_it(mesh, dtype):
+    whole = numbers((7, 5), dtype)
+    made = [distribute(whole, mesh, data=placement) for placement in placements_of(2)]
+    full = [x.full() for x in made]
+    for x, together in zip(made, full, strict=True):
+        assert x.dtype == whole.dtype
+        same(x.local, whole[x.sharding.slices(mesh.coordinates)])
+        same(together, whole)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[[1, 2, 3], [4, 5, 6]], ((1.5, 2.5), (3.5, 4.5)), 3.0, True, range(5), np.float32(2)],
+    ids=["list", "tuple", "number", "bool", "range", "scalar"],
+)
+def test_what_numpy_takes_as_an_array_is_one(mesh, value):
+    x = distribute(value, mesh, data=Partial("max"))
+    full = x.full()
+    same(x.local, np.asarray(value))
+    same(full, np.asarray(value))
+
+
+def test_memory_is_never_shared_with_the_array_and_lies_in_c_order(comm, mesh):
+    shared, orders = [], []
+    for whole in (numbers((7, 5)), numbers((5, 7)).T, numbers((7, 10))[:, ::2], np.broadcast_to(1.0, (7, 5))):
+        before = whole.tobytes()
+        for placement in placements_of(2, *OPERATORS):
+            x = distribute(whole, mesh, data=placement)
+            shared.append(np.shares_memory(x.local, whole) or x.local.base is not None)
+            orders.append(x.local.flags.c_contiguous and x.local.flags.writeable)
+            x.local[...] = -1
+            shared.append(whole.tobytes() != before)
+    assert not any(shared)
+    assert all(orders)
+
+
+def test_cupy_arrays_are_distributed_on_their_device(mesh, cupy):  # noqa: F811
+    whole = numbers((7, 5))
+    ways = placements_of(2, *OPERATORS)
+    made = [distribute(cupy.asarray(whole), mesh, data=placement) for placement in ways]
+    full = [x.full() for x in made]
+    for placement, x, together in zip(ways, made, full, strict=True):
+        assert isinstance(x.local, cupy.ndarray)
+        assert isinstance(together, cupy.ndarray)
+        same(to_host(x.local), distribute(whole, mesh, data=placement).local)
+        same(to_host(together), whole)
+
+
+def names_that_are_dims_too(comm) -> Mesh:
+    return Mesh(comm, array=comm.size, local=1, mesh=1)
+
+
+def test_dims_may_have_the_names_of_the_first_arguments(comm):
+    odd = names_that_are_dims_too(comm)
+    x = distribute(numbers((7, 5)), odd, array=Shard(0), mesh=Shard(1))
+    y = from_local(x.local, odd, array=Shard(0), local=Replicate())
+    assert x.placements == {"array": Shard(0), "local": Replicate(), "mesh": Shard(1)}
+    assert y.shape == (7, 5)
+
+
+# --------------------------------------------------------------------------------------------- distribute from one rank
+
+
+def test_one_rank_that_has_the_array_sends_to_each_what_it_needs(comm):
+    whole = numbers((7, 5))
+    placements = [(Shard(0), Replicate()), (Shard(1), Shard(0)), (Shard(0), Shard(0)), (Replicate(), Replicate())]
+    made = []
+    for sizes, source, (one, other) in product(factorizations(comm.size, 2), range(comm.size), placements):
+        mine = whole if comm.rank == source else None
+        with pce.trace() as trace:
+            x = distribute(mine, mesh_of(comm, *sizes), src_rank=source, data=one, model=other)
+        made.append((x, source, (one, other), trace))
+    for x, source, (one, other), trace in made:
+        assert x.sharding == lying(x.mesh.layout, (7, 5), one, other)
+        same(x.local, whole[x.sharding.slices(x.mesh.coordinates)])
+        assert not np.shares_memory(x.local, whole)
+        shapes = [x.sharding.local_shape(where) for where in ranks_of(x.mesh.layout)]
+        sent = sum(rows * columns * 8 for rank, (rows, columns) in enumerate(shapes) if rank != source)
+        (event,) = trace.select()
+        assert (event.collective, event.operation, event.over) == ("all_to_all", "distribute", "data, model")
+        assert event.bytes == (sent if comm.rank == source else 0)
+        assert event.reason == f"rank {source} has the array"
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.int8, np.bool_], ids=lambda d: d.__name__)
+def test_what_one_rank_sends_keeps_its_dtype_and_may_be_partial(comm, mesh, dtype):
+    source = comm.size - 1
+    whole = numbers((7, 5), dtype)
+    mine = whole if comm.rank == source else "is not looked at"
+    ways = [Shard(1), Partial("max"), Partial("min")] + [Partial("sum")] * (dtype is not np.bool_)
+    made = [distribute(mine, mesh, src_rank=source, data=placement) for placement in ways]
+    for placement, x in zip(ways, made, strict=True):
+        same(x.local, distribute(whole, mesh, data=placement).local)
+        assert x.placements == {"data": placement}
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,)], ids=str)
+def test_one_rank_sends_arrays_without_axes_and_without_elements_too(comm, mesh, shape):
+    whole = numbers(shape)
+    mine, ways = whole if comm.rank == 0 else None, placements_of(len(shape), "sum")
+    made = [distribute(mine, mesh, src_rank=0, data=placement) for placement in ways]
+    full = [x.full() for x in made]
+    for placement, x, together in zip(ways, made, full, strict=True):
+        same(x.local, distribute(whole, mesh, data=placement).local)
+        assert x.local.flags.writeable
+        same(together, whole)
+
+
+def test_what_a_device_sends_arrives_on_devices(comm, mesh, cupy):  # noqa: F811
+    whole = numbers((7, 5))
+    mine = cupy.asarray(whole) if comm.rank == comm.size - 1 else None
+    ways = placements_of(2, "sum")
+    made = [distribute(mine, mesh, src_rank=comm.size - 1, data=placement) for placement in ways]
+    for placement, x in zip(ways, made, strict=True):
+        assert isinstance(x.local, cupy.ndarray)
+        same(to_host(x.local), distribute(whole, mesh, data=placement).local)
+
+
+@pytest.mark.parametrize(
+    ("value", "src_rank", "placements", "kind", "text"),
+    [
+        (np.zeros(3), -1, {}, "ValueError", "src_rank = -1 is outside [0, {size}) (data {all})"),
+        (np.zeros(3), 99, {}, "ValueError", "src_rank = 99 is outside [0, {size}) (data {all})"),
+        (np.zeros(3), "0", {}, "TypeError", "'str' object cannot be interpreted as an integer (data {all})"),
+        (np.zeros(3), 0.0, {}, "TypeError", "'float' object cannot be interpreted as an integer (data {all})"),
+        (None, 0, {}, "TypeError", "array must be an array of numbers, got NoneType (data rank 0)"),
+        (np.zeros(3), 0, {"data": Shard(1)}, "ValueError", "data=Shard(1) is out of bounds for an array of 1"),
+        (
+            np.zeros(3),
+            0,
+            {"rows": Shard(0)},
+            "ValueError",
+            "the mesh has no dim 'rows'; its dims are data (data rank 0)",
+        ),
+        (np.zeros(3), 0, {"data": "sum"}, "TypeError", "data must be Shard(axis), Replicate() or Partial(operator)"),
+        (np.zeros(3, complex), 0, {}, "TypeError", "a distributed array holds bool, integers or real numbers"),
+        (np.zeros(3, bool), 0, {"data": Partial()}, "TypeError", "Partial('sum') of bool has no meaning (data rank 0)"),
+    ],
+)
+def test_what_is_wrong_on_the_rank_that_has_the_array_is_said_on_every_rank(
+    comm, mesh, patient, value, src_rank, placements, kind, text
+):
+    error = error_of(lambda: distribute(value, mesh, src_rank=src_rank, **placements))
+    everywhere = comm.allgather(error)
+    again = distribute(np.arange(3.0), mesh, src_rank=0, data=Shard(0)).full()
+    assert everywhere == [error] * comm.size
+    assert error[0] == kind
+    assert error[1].startswith(text.format(size=comm.size, all=ranks_text(range(comm.size))))
+    assert again.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("what", ["src_rank", "placements", "requires_grad"])
+def test_ranks_that_disagree_on_how_to_send_an_array_hear_so(comm, mesh, patient, what):
+    first = comm.rank == 0
+    given: dict[str, Any] = {"src_rank": 0, "data": Shard(0), "requires_grad": False}
+    given |= {
+        "src_rank": {"src_rank": 0 if first else comm.size - 1},
+        "placements": {"data": Shard(0) if first else Shard(1)},
+        "requires_grad": {"requires_grad": first},
+    }[what]
+    error = error_of(lambda: distribute(np.zeros((4, 4)), mesh, **given))
+    everywhere = comm.allgather(error)
+    again = distribute(np.zeros((4, 4)), mesh, src_rank=0, data=Shard(0)).full()
+    assert everywhere == [error] * comm.size
+    if comm.size > 1:
+        assert error[0] == "CollectiveError"
+        assert error[1].startswith(f"ranks disagree on {what}: ")
+    assert again.shape == (4, 4)
+
+
+# ------------------------------------------------------------------------------------------------- errors of distribute
+
+
+@pytest.mark.parametrize(
+    ("value", "placements", "kind", "text"),
+    [
+        (np.zeros((4, 3)), {"rows": Shard(0)}, ValueError, "the mesh has no dim 'rows'; its dims are data"),
+        (np.zeros((4, 3)), {"data": Shard(2)}, ValueError, "data=Shard(2) is out of bounds for an array of 2 dim"),
+        (np.float64(1), {"data": Shard(0)}, ValueError, "data=Shard(0) is out of bounds for an array of 0 dim"),
+        (np.zeros(4), {"data": 0}, TypeError, "data must be Shard(axis), Replicate() or Partial(operator), got 0"),
+        (np.zeros(4), {"data": [Shard(0)]}, TypeError, "data must be Shard(axis), Replicate() or Partial(operator)"),
+        (np.zeros(4, complex), {}, TypeError, "bool, integers or real numbers, got complex128"),
+        (np.zeros(4, np.longdouble), {}, TypeError, "bool, integers or real numbers, got"),
+        (np.zeros(4, "S3"), {}, TypeError, "bool, integers or real numbers, got |S3"),
+        (np.zeros(4, "M8[s]"), {}, TypeError, "bool, integers or real numbers, got datetime64"),
+        (np.zeros(4, np.dtype(np.float64).newbyteorder()), {}, TypeError, "bool, integers or real numbers, got"),
+        (np.zeros(4, np.dtype(np.int32).newbyteorder()), {}, TypeError, "bool, integers or real numbers, got"),
+        (np.zeros(4, [("a", int)]), {}, TypeError, "bool, integers or real numbers, got"),
+        (None, {}, TypeError, "array must be an array of numbers, got NoneType"),
+        ([[1, 2], [3]], {}, TypeError, "array cannot be taken as an array"),
+        (np.ma.masked_array([1.0]), {}, TypeError, "array is a masked array"),
+        (np.zeros(4, bool), {"data": Partial("sum")}, TypeError, "Partial('sum') of bool has no meaning"),
+        (np.zeros(4, bool), {"data": Partial("avg")}, TypeError, "Partial('avg') of bool has no meaning"),
+        (np.zeros(4, int), {"data": Partial("avg")}, TypeError, "Partial('avg') of int64 has no meaning"),
+    ],
+)
+def test_what_cannot_be_distributed_raises_where_it_is(mesh, value, placements, kind, text):
+    with pce.trace() as trace, pytest.raises(kind, match=re.escape(text)):
+        distribute(value, mesh, **placements)
+    assert trace.events == []
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, np.bool_], ids=lambda dtype: dtype.__name__)
+def test_only_real_numbers_require_a_gradient(comm, mesh, dtype):
+    text = f"only real numbers have a gradient, got {np.dtype(dtype)}"
+    with pytest.raises(TypeError, match=text):
+        distribute(np.ones(4, dtype), mesh, requires_grad=True)
+    errors = [
+        error_of(lambda: from_local(np.ones(4, dtype), mesh, requires_grad=True)),
+        error_of(lambda: distribute(np.ones(4, dtype), mesh, src_rank=0, requires_grad=True)),
+    ]
+    assert [kind for kind, _ in errors] == ["TypeError"] * 2
+    assert all(said.startswith(text) for _, said in errors)
+
+
+def test_a_distributed_array_is_not_distributed_again(mesh):
+    x = distribute(np.zeros(3), mesh)
+    with pytest.raises(TypeError, match=r"array cannot be taken as an array: .* becomes a NumPy array by \.full\(\)"):
+        distribute(x, mesh)
+
+
+# ----------------------------------------------------------------------------------------------------------- from_local
+
+
+def test_uneven_shards_are_taken_as_they_are(comm):
+    whole, made = numbers((9, 6)), []
+    for sizes, (one, other) in product(factorizations(comm.size, 2), product(placements_of(2), repeat=2)):
+        grid = mesh_of(comm, *sizes)
+        sharding = lying(grid.layout, (9, 6), one, other, seed=[4])
+        x = from_local(whole[sharding.slices(grid.coordinates)], grid, data=one, model=other)
+        made.append((sharding, x, x.full()))
+    for sharding, x, full in made:
+        assert x.sharding == sharding
+        assert x.shape == (9, 6)
+        same(full, whole)
+
+
+def test_some_shards_or_all_of_them_may_be_empty(comm, mesh):
+    one_has_all = from_local(np.ones((5 * (comm.rank == comm.size - 1), 2)), mesh, data=Shard(0))
+    nobody_has_any = from_local(np.ones((3, 0)), mesh, data=Shard(1))
+    full, empty = one_has_all.full(), nobody_has_any.full()
+    assert one_has_all.shape == (5, 2)
+    assert one_has_all.sharding.splits == ((0,) * comm.size + (5,), None)
+    assert nobody_has_any.shape == (3, 0)
+    same(full, np.ones((5, 2)))
+    same(empty, np.ones((3, 0)))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_terms_and_replicas_have_the_global_shape(mesh, operator):
+    x = from_local(np.ones((3, 2)), mesh, data=Partial(operator))
+    y = from_local(np.ones((3, 2)), mesh)
+    full = x.full()
+    assert x.shape == y.shape == (3, 2)
+    assert (x.placements, y.placements) == ({"data": Partial(operator)}, {"data": Replicate()})
+    same(full, np.ones((3, 2)) * (mesh.size if operator == "sum" else 1))
+
+
+@pytest.mark.parametrize("dtype", EVERYTHING, ids=lambda dtype: dtype.__name__)
+def test_shards_of_every_dtype_keep_it(comm, mesh, dtype):
+    splits = ragged(9, comm.size, 2)
+    whole = numbers((9,), dtype)
+    x = from_local(whole[splits[comm.rank] : splits[comm.rank + 1]], mesh, data=Shard(0))
+    full = x.full()
+    assert x.dtype == whole.dtype
+    same(full, whole)
+
+
+def test_the_array_itself_is_held_unless_it_requires_a_gradient(mesh):
+    mine = np.ones((3, 4))[:, ::2]
+    before = mine.copy()
+    held = from_local(mine, mesh, data=Shard(0))
+    copied = from_local(mine, mesh, data=Shard(0), requires_grad=True)
+    assert held.local is mine
+    assert not np.shares_memory(copied.local, mine)
+    assert copied.local.flags.c_contiguous
+    assert (held.requires_grad, copied.requires_grad) == (False, True)
+    copied.local[...] = 7
+    np.testing.assert_array_equal(mine, before)
+
+
+def test_cupy_shards_stay_on_their_device(comm, mesh, cupy):  # noqa: F811
+    mine = cupy.asarray(np.full((comm.rank, 2), float(comm.rank)))
+    x = from_local(mine, mesh, data=Shard(0))
+    full = x.full()
+    assert x.local is mine
+    assert isinstance(full, cupy.ndarray)
+    same(to_host(full), np.concatenate([np.full((rank, 2), float(rank)) for rank in range(comm.size)]))
+
+
+def test_from_local_sends_a_header_and_the_shapes_and_no_numbers(mesh):
+    with pce.trace() as trace:
+        from_local(np.ones((100, 20)), mesh, data=Shard(0))
+    assert trace.count() == 0
+    assert [event.collective for event in trace.events] == ["all_gather"] * 3
+    assert trace.bytes(purpose=Purpose.AGREEMENT) == 56 + 8 + len("[100, 20]")
+    assert {(event.operation, event.over) for event in trace.events} == {("from_local", "data")}
+
+
+def everyone_raises(comm, mesh, call) -> tuple[str, str]:
+    """The error that `call` raises on every rank alike, after which the mesh is as good as before."""
+    error = error_of(call)
+    everywhere = comm.allgather(error)
+    again = from_local(np.full(comm.rank, 2.0), mesh, data=Shard(0)).shape
+    assert everywhere == [error] * comm.size
+    assert again == (sum(range(comm.size)),)
+    return error
+
+
+def test_shards_whose_other_axes_differ_are_an_error_on_every_rank(comm, mesh, patient):
+    mine = np.ones((3, 4 + (comm.rank == comm.size - 1)))
+    error = everyone_raises(comm, mesh, lambda: from_local(mine, mesh, data=Shard(0)))
+    if comm.size > 1:
+        said = f"4 ({ranks_text(range(comm.size - 1))}), 5 (rank {comm.size - 1})"
+        text = f"axis 1 must have one length on ranks that hold the same part of it: {said}"
+        assert error == ("ValueError", text)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Partial("sum"), Partial("max")], ids=repr)
+def test_replicas_and_terms_of_different_shapes_are_an_error_on_every_rank(comm, mesh, patient, placement):
+    error = everyone_raises(comm, mesh, lambda: from_local(np.ones(3 + comm.rank), mesh, data=placement))
+    if comm.size > 1:
+        assert error[0] == "ValueError"
+        assert "axis 0 must have one length on ranks that hold the same part of it: 3 (rank 0), 4 (rank 1)" in error[1]
+
+
+def test_shards_along_one_dim_must_fit_their_replicas_along_the_other(comm, patient):
+    mine, errors = np.ones((2 + (comm.rank == comm.size - 1), 3)), {}
+    for sizes in factorizations(comm.size, 2):
+        grid = mesh_of(comm, *sizes)
+        errors[sizes] = error_of(lambda grid=grid: from_local(mine, grid, data=Shard(0)))
+    everywhere = comm.allgather(errors)
+    assert everywhere == [errors] * comm.size
+    for sizes, error in errors.items():
+        if sizes[1] > 1:
+            first = comm.size - sizes[1]
+            said = f"2 ({ranks_text(range(first, comm.size - 1))}), 3 (rank {comm.size - 1})"
+            assert error[1] == f"axis 0 must have one length on ranks that hold the same part of it: {said}"
+        else:
+            assert error == ("", "")
+
+
+def test_a_global_shape_that_is_not_that_of_the_shards_is_an_error_on_every_rank(comm, mesh, patient):
+    def make(shape):
+        return lambda: from_local(np.ones((2, 3)), mesh, data=Shard(0), shape=shape)
+
+    wrong = [everyone_raises(comm, mesh, make(shape)) for shape in [(2 * comm.size + 1, 3), (6 * comm.size,), ()]]
+    right = [make(shape)().shape for shape in [(2 * comm.size, 3), [np.int64(2 * comm.size), 3]]]
+    assert [kind for kind, _ in wrong] == ["ValueError"] * 3
+    text = f"shape = ({2 * comm.size + 1}, 3), but the local arrays make up ({2 * comm.size}, 3)"
+    assert wrong[0][1] == text
+    assert right == [(2 * comm.size, 3)] * 2
+
+
+@pytest.mark.parametrize(("shape", "text"), [(7, "'int' object is not iterable"), ((2.0, 3), "'float' object cannot")])
+def test_a_global_shape_that_is_none_is_an_error_on_every_rank(comm, mesh, patient, shape, text):
+    error = everyone_raises(comm, mesh, lambda: from_local(np.ones((2, 3)), mesh, data=Shard(0), shape=shape))
+    assert error[0] == "TypeError"
+    assert error[1].startswith(text)
+    assert error[1].endswith(f"(data {ranks_text(range(comm.size))})")
+
+
+@pytest.mark.parametrize("what", ["shape", "shape of one", "placements", "dtype", "dimensions", "requires_grad"])
+def test_ranks_that_disagree_hear_so_on_every_rank(comm, mesh, patient, what):
+    first = comm.rank == 0
+    mine = {
+        "dtype": np.ones((2, 3), np.float32 if first else np.float64),
+        "dimensions": np.ones((2, 3) if first else (2, 3, 1)),
+    }.get(what, np.ones((2, 3)))
+    given: dict[str, Any] = {
+        "shape": {"shape": (2 * comm.size, 3) if first else (2 * comm.size, 4)},
+        "shape of one": {"shape": (2 * comm.size, 3) if first else None},
+        "placements": {"data": Shard(0) if first else Shard(1)},
+        "requires_grad": {"requires_grad": first},
+    }.get(what, {})
+    error = everyone_raises(comm, mesh, lambda: from_local(mine, mesh, **({"data": Shard(0)} | given)))
+    if comm.size > 1:
+        assert error[0] == "CollectiveError"
+        assert error[1].startswith(f"ranks disagree on {what.removesuffix(' of one')}: ")
+        assert re.search(r"\(rank 0\), .* \(ranks? 1", error[1])
+
+
+class Explosive:
+    """No array, and says so in a way of its own."""
+
+    def __array__(self, *_, **__):
+        raise KeyError("boom")
+
+
+@pytest.mark.parametrize(
+    ("value", "placements", "kind", "text"),
+    [
+        ("text", {}, "TypeError", "a distributed array holds bool, integers or real numbers, got <U4"),
+        (None, {}, "TypeError", "local must be an array of numbers, got NoneType"),
+        (np.ones(3, complex), {}, "TypeError", "a distributed array holds bool, integers or real numbers"),
+        (np.ones(3), {"data": Shard(1)}, "ValueError", "data=Shard(1) is out of bounds for an array of 1 dimensions"),
+        (np.ones(3), {"rows": Shard(0)}, "ValueError", "the mesh has no dim 'rows'; its dims are data"),
+        (np.ones(3), {"data": None}, "TypeError", "data must be Shard(axis), Replicate() or Partial(operator)"),
+        (np.ones(3, bool), {"data": Partial()}, "TypeError", "Partial('sum') of bool has no meaning"),
+        (Explosive(), {}, "RuntimeError", "'boom'"),
+    ],
+)
+def test_what_one_rank_alone_has_wrong_is_said_on_every_rank(comm, mesh, patient, value, placements, kind, text):
+    last = comm.size - 1
+    here = (value, placements) if comm.rank == last else (np.ones(3), {"data": Shard(0)})
+    error = everyone_raises(comm, mesh, lambda: from_local(here[0], mesh, **here[1]))
+    assert error[0] == kind
+    assert error[1].startswith(text)
+    assert error[1].endswith(f"(data rank {last})")
+
+
+# ----------------------------------------------------------------------------------------- what an array says of itself
+
+
+def test_an_array_tells_its_global_shape(grid):
+    x = distribute(numbers((7, 5, 2), np.float32), grid, data=Shard(0), model=Shard(1))
+    assert (x.shape, x.ndim, x.size, len(x), x.dtype) == ((7, 5, 2), 3, 70, 7, np.float32)
+    assert x.placements == {"data": Shard(0), "model": Shard(1)}
+    assert x.mesh is grid
+    assert (x.requires_grad, x.grad, x.is_leaf) == (False, None, True)
+    assert distribute(np.ones(3), grid, requires_grad=True).requires_grad
+    with pytest.raises(TypeError, match="a 0-d array has no length"):
+        len(distribute(1.0, grid))
+
+
+def test_what_an_array_says_of_itself_is_asked_of_nobody(comm, grid):
+    x = distribute(numbers((7, 5), np.float32), grid, data=Shard(0), model=Partial("sum"), requires_grad=True)
+    with pce.trace() as trace:
+        texts = [repr(x), str(x)] if comm.rank == 0 else []  # on one rank only
+        x.shape, x.ndim, x.size, x.dtype, x.placements, x.detach(), x.is_leaf, len(x)
+    assert trace.events == []
+    expected = "DistArray(shape=(7, 5), dtype=float32, data: Shard(0), model: Partial('sum'), requires_grad=True)"
+    assert texts in ([], [expected] * 2)
+
+
+def test_the_placements_that_an_array_tells_are_the_caller_s_to_change(mesh):
+    x = distribute(np.ones(3), mesh, data=Shard(0))
+    x.placements["data"] = Replicate()
+    assert x.placements == {"data": Shard(0)}
+
+
+def test_a_detached_array_holds_the_same_memory_and_no_gradient(mesh):
+    x = distribute(np.ones(3), mesh, requires_grad=True)
+    x.grad = distribute(np.zeros(3), mesh)
+    y = x.detach()
+    assert y is not x
+    assert y.local is x.local
+    assert (y.sharding, y.mesh) == (x.sharding, mesh)
+    assert (y.requires_grad, y.grad) == (False, None)
+
+
+def test_arrays_are_equal_to_themselves_only_and_are_keys(mesh):
+    x, y = distribute(np.ones(3), mesh), distribute(np.ones(3), mesh)
+    assert len({x, y, x}) == 2
+
+
+def test_an_array_is_neither_true_nor_false_nor_a_numpy_array(mesh):
+    x = distribute(1.0, mesh)
+    with pytest.raises(TypeError, match=r"is not true or false; compare what \.full\(\) or \.item\(\) gives"):
+        bool(x)
+    for make in (np.asarray, np.array, lambda x: np.asarray(x, np.float32), lambda x: np.array([x, x])):
+        with pytest.raises(TypeError, match=r"becomes a NumPy array by \.full\(\), which communicates, or \.local"):
+            make(x)
+
+
+def test_the_full_array_is_on_every_rank_in_memory_of_its_own(comm, grid):
+    whole = numbers((7, 5))
+    ways = product(placements_of(2, "sum"), repeat=2)
+    made = [distribute(whole, grid, data=one, model=other) for one, other in ways]
+    full = [x.full() for x in made]
+    for x, together in zip(made, full, strict=True):
+        same(together, whole)
+        assert not np.shares_memory(together, x.local)
+        assert together.flags.writeable
+        assert together.flags.c_contiguous
+
+
+def test_the_trace_says_that_the_full_array_was_asked_for(mesh):
+    x, replicated = distribute(numbers((7, 5)), mesh, data=Shard(0)), distribute(numbers((7, 5)), mesh)
+    with pce.trace() as trace:
+        x.full()
+    with pce.trace() as silent:
+        replicated.full()
+    assert {event.operation for event in trace.events} == {"full"}
+    assert [event.reason for event in trace.select("all_gather")] == ["the global array is asked for"]
+    assert silent.events == []
+
+
+def test_the_item_is_the_only_element_wherever_it_lies(comm, mesh):
+    arrays = [
+        distribute(2.5, mesh),
+        distribute(2.5, mesh, data=Partial("sum")),
+        from_local(2.5 / comm.size, mesh, data=Partial("sum")),
+        distribute([[2.5]], mesh, data=Shard(1)),
+        from_local(np.full(int(comm.rank == comm.size - 1), 2.5), mesh, data=Shard(0)),
+        from_local(2.5 - comm.rank, mesh, data=Partial("max")),
+    ]
+    items = [x.item() for x in arrays]
+    floats = [float(x) for x in arrays]
+    assert items == floats
+    assert items == pytest.approx([2.5] * 6, rel=1e-15)
+    assert {type(item) for item in items} == {float}
+
+
+def test_the_item_has_python_s_type_for_its_dtype(mesh):
+    values = [np.int8(3), np.bool_(True), np.float16(0.5), np.uint64(2**63), ml_dtypes.bfloat16(0.5)]
+    items = [distribute(value, mesh).item() for value in values]
+    assert items == [3, True, 0.5, 2**63, 0.5]
+    assert [type(item) for item in items] == [int, bool, float, int, float]
+    number = float(distribute(3, mesh))
+    assert (number, type(number)) == (3.0, float)
+
+
+@pytest.mark.parametrize("shape", [(2,), (0,), (1, 3)], ids=str)
+def test_an_array_of_other_than_one_element_is_no_number_and_nothing_is_sent(mesh, shape):
+    x = distribute(np.ones(shape), mesh, data=Shard(0))
+    text = re.escape(f"only an array of one element is a number, and this one has shape {shape}")
+    with pce.trace() as trace:
+        for convert in (DistArray.item, float):
+            with pytest.raises(ValueError, match=text):
+                convert(x)
+    assert trace.events == []
+
+
+# ------------------------------------------------------------------------------------------------------- check_replicas
+
+
+def spoiled(x: DistArray, comm, *ranks: int) -> DistArray:
+    """`x`, but for one element on some ranks."""
+    local = x.local.copy()
+    if comm.rank in ranks and local.size:
+        local.ravel()[-1] += 1
+    return DistArray(local, x.mesh, x.sharding)
+
+
+def test_replicas_that_are_equal_pass(comm):
+    for sizes in factorizations(comm.size, 2):
+        grid = mesh_of(comm, *sizes)
+        for one, other in product(placements_of(2, "sum"), repeat=2):
+            check_replicas(distribute(numbers((7, 5)), grid, data=one, model=other))
+
+
+def test_replicas_that_differ_raise_on_every_rank_and_the_ranks_are_named(comm, mesh, patient):
+    x = distribute(numbers((7, 5)), mesh)
+    last = comm.size - 1
+    error = error_of(lambda: check_replicas(spoiled(x, comm, last)))
+    everywhere = comm.allgather(error)
+    check_replicas(x)
+    assert everywhere == [error] * comm.size
+    if comm.size == 1:
+        assert error == ("", "")
+    else:
+        assert error[0] == "ValueError"
+        pattern = rf"replicas differ: checksum [0-9a-f]{{8}} \({ranks_text(range(last))}\), checksum [0-9a-f]{{8}} "
+        assert re.fullmatch(pattern + rf"\(rank {last}\)", error[1])
+
+
+def test_only_ranks_along_replicate_dims_are_compared(comm):
+    last, errors = comm.size - 1, {}
+    for sizes, placement in product(factorizations(comm.size, 2), (Shard(0), Partial("sum"), Partial("max"))):
+        x = spoiled(distribute(numbers((8, 5)), mesh_of(comm, *sizes), data=placement), comm, last)
+        errors[sizes, placement] = error_of(lambda x=x: check_replicas(x))
+    everywhere = comm.allgather(errors)
+    assert everywhere == [errors] * comm.size
+    for (sizes, _), (kind, text) in errors.items():
+        group = range(comm.size - sizes[1], comm.size)
+        if len(group) == 1:
+            assert (kind, text) == ("", "")
+        else:
+            # The other groups, whose blocks or terms are others, are not even mentioned.
+            assert kind == "ValueError"
+            assert re.fullmatch(rf"replicas differ: .*\({ranks_text(group[:-1])}\), .*\(rank {last}\)", text)
+
+
+def test_every_group_of_ranks_that_differ_is_named(comm, grid):
+    x = distribute(numbers((8, 5)), grid, model=Shard(1))
+    last_row = [rank for rank, where in enumerate(ranks_of(grid.layout)) if where["data"] == grid.dims["data"] - 1]
+    kind, text = error_of(lambda: check_replicas(spoiled(x, comm, *last_row)))
+    if grid.dims["data"] > 1:
+        assert kind == "ValueError"
+        assert text.count(";") == grid.dims["model"] - 1
+        assert all(re.search(rf"\(rank {rank}\)", text) for rank in last_row)
+    else:
+        assert kind == ""
+
+
+def test_sharded_and_partial_dims_are_not_compared(comm, mesh):
+    for placement in (Shard(0), Partial("sum"), Partial("avg")):
+        check_replicas(from_local(np.full(3, comm.rank), mesh, data=Shard(0)))
+        check_replicas(from_local(np.full(3, float(comm.rank)), mesh, data=placement))
+
+
+def test_equal_bits_are_equal_replicas_and_equal_numbers_of_other_bits_are_not(comm, mesh):
+    last = comm.rank == comm.size - 1
+    check_replicas(from_local(np.array([np.nan, -np.inf, -0.0]), mesh))
+    zeros = error_of(lambda: check_replicas(from_local(np.array([-0.0 if last else 0.0]), mesh)))
+    other_nan = np.array([0x7FF8000000000001 if last else 0x7FF8000000000000], np.uint64).view(np.float64)
+    payloads = error_of(lambda: check_replicas(from_local(other_nan, mesh)))
+    assert [zeros[0], payloads[0]] == ["ValueError" if comm.size > 1 else ""] * 2
+
+
+@pytest.mark.parametrize("dtype", EVERYTHING, ids=lambda dtype: dtype.__name__)
+def test_replicas_of_every_dtype_and_order_in_memory_are_compared(comm, mesh, dtype):
+    whole = numbers((4, 3), dtype) if dtype is not np.bool_ else np.zeros((4, 3), bool)
+    last = comm.rank == comm.size - 1
+    orders = [whole, whole.copy("F"), np.repeat(whole, 2, 1)[:, ::2]]
+    check_replicas(from_local(orders[comm.rank % 3], mesh))
+    other = whole.copy()
+    other[2, 1] = not other[2, 1] if last else other[2, 1]
+    error = error_of(lambda: check_replicas(from_local(other, mesh)))
+    assert error[0] == ("ValueError" if comm.size > 1 else "")
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0)], ids=str)
+def test_replicas_without_axes_and_without_elements_are_compared_too(comm, mesh, shape):
+    check_replicas(from_local(np.ones(shape), mesh))
+    error = error_of(lambda: check_replicas(from_local(np.full(shape, float(comm.rank)), mesh)))
+    assert error[0] == ("ValueError" if comm.size > 1 and shape == () else "")
+
+
+def test_replicas_on_a_device_are_compared(comm, mesh, cupy):  # noqa: F811
+    check_replicas(from_local(cupy.asarray(np.ones((3, 2))), mesh))
+    error = error_of(lambda: check_replicas(from_local(cupy.asarray(np.full(3, comm.rank)), mesh)))
+    assert error[0] == ("ValueError" if comm.size > 1 else "")
+
+
+def test_checking_sends_checksums_and_no_numbers(mesh):
+    x = distribute(np.ones(10_000), mesh)
+    with pce.trace() as trace:
+        check_replicas(x)
+    assert trace.count() == 0
+    assert trace.bytes(purpose=Purpose.AGREEMENT) == 56 + 8 + 32
+    assert {event.operation for event in trace.events} == {"check_replicas"}
+
+
+def test_ranks_that_check_different_arrays_hear_so(comm, mesh, patient):
+    first = comm.rank == 0
+    calls = [
+        lambda: check_replicas(distribute(np.ones((3, 2)), mesh, data=Shard(0) if first else Shard(1))),
+        lambda: check_replicas(distribute(np.ones((3, 2) if first else (2, 3)), mesh)),
+        lambda: check_replicas(distribute(np.ones(3, np.float32 if first else np.float64), mesh)),
+    ]
+    errors = [error_of(call) for call in calls]
+    everywhere = comm.allgather(errors)
+    assert everywhere == [errors] * comm.size
+    if comm.size > 1:
+        assert [kind for kind, _ in errors] == ["CollectiveError"] * 3
+        for (_, text), what in zip(errors, ["sharding", "shape", "dtype"], strict=True):
+            assert text.startswith(f"ranks disagree on {what}: ")
+
+
+def test_a_sharding_that_two_ranks_see_differently_would_not_go_unnoticed(comm, mesh):
+    # Split points are part of what ranks agree on.
+    splits = ((0, *sorted([1 + (comm.rank == 0)] * (comm.size - 1)), 9), None)
+    sharding = Sharding(mesh.layout, (9, 2), (Shard(0),), splits)
+    x = DistArray(np.ones(sharding.local_shape(mesh.coordinates)), mesh, sharding)
+    error = error_of(lambda: check_replicas(x))
+    assert error[0] == ("CollectiveError" if comm.size > 1 else "")

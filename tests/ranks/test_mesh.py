@@ -1,0 +1,269 @@
+"""A mesh: which rank is where, who belongs together, and that ranks which disagree about it all hear so."""
+
+from itertools import combinations
+from math import prod
+import re
+
+from mpi4py import MPI
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi.mesh import Mesh
+from pce_mpi.tracing import Purpose
+from ranks.grids import NAMES, factorizations, mesh_of, ranks_of
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """A rank that waits in vain gives up before the session does."""
+    monkeypatch.setenv("PCE_MPI_TIMEOUT", "20")
+
+
+def all_sizes(comm):
+    return [sizes for ndim in (1, 2, 3) for sizes in factorizations(comm.size, ndim)]
+
+
+def error_of(call) -> tuple[str, str]:
+    """The type and the text of what `call` raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def everywhere_the_same(comm, mine: tuple[str, str]) -> bool:
+    return len(set(comm.allgather(mine))) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ the ranks
+
+
+def test_ranks_are_laid_out_row_by_row_in_the_order_of_the_communicator(comm):
+    meshes = [mesh_of(comm, *sizes) for sizes in all_sizes(comm)]
+    for sizes, mesh in zip(all_sizes(comm), meshes, strict=True):
+        assert (mesh.rank, mesh.size) == (comm.rank, comm.size)
+        assert tuple(mesh.dims.values()) == sizes
+        assert tuple(mesh.coordinates.values()) == np.unravel_index(comm.rank, sizes)
+        assert mesh.coordinates == ranks_of(mesh.layout)[comm.rank]
+        assert list(mesh.coordinates) == list(mesh.dims) == list(NAMES[: len(sizes)])
+
+
+def test_dims_keep_the_order_in_which_they_are_named(comm):
+    mesh = Mesh(comm, z=1, a=comm.size, m=1)
+    assert mesh.layout == (("z", 1), ("a", comm.size), ("m", 1))
+    assert mesh.dims == {"z": 1, "a": comm.size, "m": 1}
+    assert mesh.coordinates == {"z": 0, "a": comm.rank, "m": 0}
+
+
+def test_a_mesh_prints_as_its_dims_and_asks_nobody(comm):
+    mesh = mesh_of(comm, 1, comm.size)
+    texts = [repr(mesh)] if comm.rank == 0 else []  # on one rank only
+    assert texts in ([], [f"Mesh(data=1, model={comm.size})"])
+
+
+def test_what_a_mesh_says_cannot_be_changed(comm):
+    mesh = mesh_of(comm, comm.size)
+    for mapping in (mesh.dims, mesh.coordinates):
+        with pytest.raises(TypeError):
+            mapping["data"] = 7
+
+
+def test_sizes_may_be_whole_numbers_of_any_kind_and_names_any_but_those_taken(comm):
+    mesh = Mesh(comm, comm=np.int64(1), self=comm.size, array=1)
+    assert mesh.dims == {"comm": 1, "self": comm.size, "array": 1}
+    assert {type(size) for size in mesh.dims.values()} == {int}
+
+
+def test_a_mesh_over_some_of_the_ranks(comm):
+    mine = comm.Split(comm.rank % 2)
+    mesh = Mesh(mine, data=mine.size)
+    ranks = mesh.comm("data").allgather(comm.rank)
+    mine.Free()
+    assert ranks == list(range(comm.rank % 2, comm.size, 2))
+    assert mesh.coordinates == {"data": comm.rank // 2}
+
+
+# ---------------------------------------------------------------------------------------------------- sub-communicators
+
+
+def test_the_communicator_of_some_dims_has_the_ranks_that_differ_in_them_only_the_last_dim_fastest(comm):
+    found = []
+    for sizes in all_sizes(comm):
+        mesh = mesh_of(comm, *sizes)
+        for count in range(len(sizes) + 1):
+            for dims in combinations(mesh.dims, count):
+                mine = mesh.comm(*dims)
+                found.append((mesh, dims, mine.rank, mine.allgather(comm.rank)))
+    for mesh, dims, rank, members in found:
+        everywhere = ranks_of(mesh.layout)
+        fixed = [dim for dim in mesh.dims if dim not in dims]
+        here = everywhere[comm.rank]
+        expected = [r for r, there in enumerate(everywhere) if all(there[dim] == here[dim] for dim in fixed)]
+        assert members == expected
+        assert len(members) == prod(mesh.dims[dim] for dim in dims)
+        assert members[rank] == comm.rank
+
+
+def test_a_communicator_is_made_once_whatever_the_order_of_its_dims(comm):
+    mesh = mesh_of(comm, 1, comm.size)
+    assert mesh.comm("data", "model") is mesh.comm("model", "data") is mesh.comm("model", "data", "model")
+    assert mesh.comm("data") is mesh.comm("data")
+    assert mesh.comm() is mesh.comm()
+    assert mesh.comm("data") is not mesh.comm("model")
+    with pce.trace() as trace:
+        mesh.comm("model", "data")
+    assert trace.events == []
+
+
+def test_no_dims_are_this_rank_alone(comm):
+    mesh = mesh_of(comm, comm.size)
+    assert mesh.comm().size == 1
+    assert mesh.comm().allgather(comm.rank) == [comm.rank]
+
+
+def test_dims_that_the_mesh_has_not_are_an_error_on_the_rank_that_names_them(comm):
+    mesh = mesh_of(comm, comm.size, 1)
+    with pytest.raises(ValueError, match="the mesh has no dim 'rows'; its dims are data, model"):
+        mesh.comm("data", "rows")
+
+
+def test_making_a_mesh_and_a_communicator_is_agreed_on_and_traced(comm):
+    with pce.trace() as trace:
+        mesh = Mesh(comm, data=comm.size, model=1)
+        mesh.comm("data")
+        mesh.comm("data")
+        mesh.comm("data", "model")
+    events = [(event.operation, event.collective, event.bytes, event.over) for event in trace.events]
+    assert events == [("Mesh", "all_gather", 56, "comm"), ("Mesh.comm", "all_gather", 56, "data, model")]
+    assert trace.count(purpose=Purpose.PAYLOAD) == 0
+
+
+def test_ranks_that_ask_for_different_communicators_hear_so_and_can_go_on(comm, patient):
+    mesh = Mesh(comm, data=comm.size, model=1)
+    error = error_of(lambda: mesh.comm("data" if comm.rank == 0 else "model"))
+    same = everywhere_the_same(comm, error)
+    ranks = mesh.comm("data").allgather(comm.rank)
+    alone = mesh.comm("model").allgather(comm.rank)
+    assert same
+    if comm.size > 1:
+        kind, text = error
+        others = "rank 1" if comm.size == 2 else f"ranks {', '.join(map(str, range(1, comm.size)))}"
+        assert kind == "CollectiveError"
+        assert text == f"ranks disagree on dims: ('data',) (rank 0), ('model',) ({others})"
+    assert ranks == list(range(comm.size))
+    assert alone == [comm.rank]
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("dims", "kind", "text"),
+    [
+        ({}, "ValueError", "a mesh needs at least one dim, such as data=2"),
+        ({"data": 0}, "ValueError", "the size of dim 'data' must be at least 1, got 0"),
+        ({"model": -1}, "ValueError", "the size of dim 'model' must be at least 1, got -1"),
+        ({"data": 1.0}, "TypeError", "the size of dim 'data' must be a whole number, got 1.0"),
+        ({"data": "all"}, "TypeError", "the size of dim 'data' must be a whole number, got 'all'"),
+        ({"data": None}, "TypeError", "the size of dim 'data' must be a whole number, got None"),
+        (
+            {"shape": 1},
+            "ValueError",
+            "a dim of a mesh cannot be called 'shape': functions take an argument of that name",
+        ),
+        ({"src_rank": 1}, "ValueError", "a dim of a mesh cannot be called 'src_rank'"),
+        ({"requires_grad": 1}, "ValueError", "a dim of a mesh cannot be called 'requires_grad'"),
+    ],
+)
+def test_dims_that_cannot_be_raise_the_same_error_on_every_rank(comm, dims, kind, text):
+    error = error_of(lambda: Mesh(comm, **dims))
+    same = everywhere_the_same(comm, error)
+    assert same
+    assert error[0] == kind
+    assert error[1].startswith(text)
+    assert f"({'ranks' if comm.size > 1 else 'rank'} {', '.join(map(str, range(comm.size)))})" in error[1]
+
+
+def test_sizes_whose_product_is_not_the_number_of_ranks_raise_on_every_rank(comm):
+    errors = [error_of(lambda dims=dims: Mesh(comm, **dims)) for dims in ({"a": 2, "b": comm.size}, {"a": 7})]
+    same = [everywhere_the_same(comm, error) for error in errors]
+    assert all(same)
+    assert [kind for kind, _ in errors] == ["ValueError", "ValueError"]
+    expected = f"a=2 * b={comm.size} is {2 * comm.size}, but the communicator has {comm.size} ranks"
+    assert errors[0][1].startswith(expected)
+    assert errors[1][1].startswith(f"a=7 is 7, but the communicator has {comm.size} ranks")
+
+
+def test_one_rank_that_is_wrong_is_named_on_every_rank(comm, patient):
+    last = comm.size - 1
+    size = comm.size + (comm.rank == last)
+    error = error_of(lambda: Mesh(comm, data=size))
+    same = everywhere_the_same(comm, error)
+    assert same
+    text = f"data={comm.size + 1} is {comm.size + 1}, but the communicator has {comm.size} ranks (rank {last})"
+    assert error == ("ValueError", text)
+
+
+@pytest.mark.parametrize("how", ["names", "order", "sizes"])
+def test_ranks_that_name_different_dims_hear_so(comm, patient, how):
+    first = comm.rank == 0
+    dims = {
+        "names": {"data" if first else "rows": comm.size},
+        "order": {"data": 1, "model": comm.size} if first else {"model": comm.size, "data": 1},
+        "sizes": {"data": 1, "model": comm.size} if first else {"data": comm.size, "model": 1},
+    }[how]
+    error = error_of(lambda: Mesh(comm, **dims))
+    same = everywhere_the_same(comm, error)
+    mesh = Mesh(comm, data=comm.size)  # the communicator is as good as before
+    assert same
+    if comm.size > 1:
+        assert error[0] == "CollectiveError"
+        assert re.match(r"ranks disagree on dims: \(\('data', \d\).*\(rank 0\), .*\(ranks? 1", error[1])
+    assert mesh.dims == {"data": comm.size}
+
+
+@pytest.mark.parametrize("value", [None, 4, "world", MPI.COMM_NULL], ids=["None", "4", "world", "COMM_NULL"])
+def test_what_is_no_communicator_is_a_type_error(value):
+    with pytest.raises(TypeError, match="comm must be an mpi4py intracommunicator, got "):
+        Mesh(value, data=1)
+
+
+# ------------------------------------------------------------------------------------------------------------ good ways
+
+
+def test_messages_of_the_caller_s_do_not_meet_those_of_a_mesh(comm):
+    inbox = np.full(1, -1)
+    waiting = comm.Irecv(inbox, MPI.ANY_SOURCE, MPI.ANY_TAG)
+    mesh = Mesh(comm, data=1, model=comm.size)
+    members = mesh.comm("model").allgather(comm.rank)
+    came_early = waiting.Test()
+    comm.Barrier()
+    comm.Send(np.array([comm.rank]), (comm.rank + 1) % comm.size, tag=5)
+    waiting.Wait()
+    assert not came_early
+    assert members == list(range(comm.size))
+    assert inbox[0] == (comm.rank - 1) % comm.size
+
+
+def test_messages_on_a_communicator_of_a_mesh_are_the_caller_s_own(comm):
+    mesh = mesh_of(comm, comm.size)
+    own = mesh.comm("data")
+    inbox = np.full(1, -1)
+    waiting = own.Irecv(inbox, MPI.ANY_SOURCE, MPI.ANY_TAG)
+    loss = pce.softmax_cross_entropy(np.zeros((2, 3)), np.zeros(2, int), comm=own)
+    came_early = waiting.Test()
+    own.Barrier()
+    own.Send(np.array([comm.rank]), (comm.rank + 1) % comm.size, tag=5)
+    waiting.Wait()
+    assert not came_early
+    assert loss == pytest.approx(np.log(3 * comm.size))
+    assert inbox[0] == (comm.rank - 1) % comm.size
+
+
+def test_two_meshes_of_the_same_ranks_are_different_meshes(comm):
+    one, other = Mesh(comm, data=comm.size), Mesh(comm, data=comm.size)
+    assert one != other
+    assert one.layout == other.layout
+    assert one.comm("data") is not other.comm("data")

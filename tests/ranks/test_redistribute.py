@@ -1,0 +1,604 @@
+"""Redistribution is the identity on the global array, sends what its steps say, and leaves replicas with equal bits."""
+
+from collections.abc import Iterable
+from itertools import product
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi import dist_array, transport
+from pce_mpi.arrays import to_host
+from pce_mpi.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from pce_mpi.dist_array import DistArray, distribute, from_local, redistribute
+from pce_mpi.mesh import Mesh
+from pce_mpi.placements import Partial, Replicate, Shard
+from pce_mpi.sharding import Sharding
+from pce_mpi.tracing import Purpose
+from pce_mpi.transitions import sent_bytes, steps
+from ranks.grids import Array, assembled, combined, factorizations, local_of, lying, mesh_of, placements_of, squarest
+from strict_cupy import cupy  # noqa: F401  # a fixture
+from ulps import worst
+
+OPERATORS = ("sum", "avg", "max", "min")
+
+WHY = {"operation": "a test", "reason": "to see what comes"}
+
+
+# ------------------------------------------------------------------------------------------------------------ the check
+
+
+class Case(NamedTuple):
+    """A global array, where it lies, and where it is to lie."""
+
+    whole: Array
+    source: Sharding
+    target: Sharding
+
+    def __str__(self) -> str:
+        return f"{self.whole.dtype} {self.whole.shape} [{self.source}] -> [{self.target}]"
+
+
+def differences(comm, mesh: Mesh, cases: Iterable[Case], library: Any = np) -> list[str]:
+    """What goes wrong when each case is redistributed: nothing should. The same list on every rank."""
+    cases = list(cases)
+    mine, wrong = [], []
+    for case in cases:
+        local = library.asarray(local_of(case.whole, case.source, mesh.coordinates))
+        before = to_host(local).tobytes()
+        x = DistArray(local, mesh, case.source)
+        with pce.trace() as trace:
+            y = redistribute(x, case.target, **WHY)
+        if (y.sharding, y.mesh, y.dtype) != (case.target, mesh, case.whole.dtype) or not isinstance(
+            y.local, library.ndarray
+        ):
+            wrong.append(f"{case}: came as {y!r} of {type(y.local)}")
+        if x.local is not local or to_host(local).tobytes() != before:
+            wrong.append(f"{case}: the argument changed")
+        if (sent := [event[1:] for event in payload(trace)]) != (due := [event[1:] for event in expected(case, mesh)]):
+            wrong.append(f"{case}: sent {sent}, not {due}")
+        mine.append(to_host(y.local))
+    everywhere = comm.allgather((mine, wrong))
+    wrong = [f"rank {rank}: {text}" for rank, (_, texts) in enumerate(everywhere) for text in texts]
+    for number, case in enumerate(cases):
+        try:
+            whole = assembled(case.target, [arrays[number] for arrays, _ in everywhere])
+            np.testing.assert_array_equal(whole.astype(np.float64), case.whole.astype(np.float64))
+        except AssertionError as error:
+            wrong.append(f"{case}: {error}")
+    return wrong
+
+
+def payload(trace: pce.Trace) -> list[tuple[Any, ...]]:
+    return [
+        (event.reason, event.collective, event.over, event.ranks, event.bytes, event.before, event.after)
+        for event in trace.select(operation=WHY["operation"])
+    ]
+
+
+def expected(case: Case, mesh: Mesh) -> list[tuple[Any, ...]]:
+    """The events of the steps that send."""
+    size = case.whole.dtype.itemsize
+    itemsize = 4 if case.whole.dtype.name in ("float16", "bfloat16") else size  # halves travel as float32
+    return [
+        (
+            WHY["reason"],
+            step.verb,
+            ", ".join(step.dims),
+            step.before.parts(step.dims),
+            sent_bytes(step, mesh.coordinates, itemsize),
+            step.placement_before,
+            step.placement_after,
+        )
+        for step in steps(case.source, case.target)
+        if step.sends
+    ]
+
+
+def numbers(shape: tuple[int, ...], dtype: Any = np.float64) -> Array:
+    """Whole numbers that leave room for terms in every dtype; each block of them is unlike the others."""
+    values = np.random.default_rng(7).integers(10, 40, shape)
+    return (values % 2 if np.dtype(dtype) == np.bool_ else values).astype(dtype)
+
+
+SPLITS = ["even", "uneven", "empty", "ragged"]
+
+
+def cases_of(mesh: Mesh, splits: str, pairs: Iterable[Any], dtype: Any = np.float64) -> list[Case]:
+    """A case for each pair of tuples of placements; ragged split points are never the same."""
+    shape = {"even": (12, 24), "uneven": (7, 5), "empty": (1, 2), "ragged": (7, 5)}[splits]
+    whole, cases = numbers(shape, dtype), []
+    for number, (one, other) in enumerate(pairs):
+        seeds = ([number, 0], [number, 1]) if splits == "ragged" else (None, None)
+        source = lying(mesh.layout, shape, *one, seed=seeds[0])
+        cases.append(Case(whole, source, lying(mesh.layout, shape, *other, seed=seeds[1])))
+    return cases
+
+
+def pairs(ndim: int, *operators: Any) -> list[Any]:
+    return list(product(product(placements_of(2, *operators), repeat=ndim), repeat=2))
+
+
+def has_partial(pair: Any) -> bool:
+    return any(isinstance(placement, Partial) for placements in pair for placement in placements)
+
+
+# ----------------------------------------------------------------------------------------------------------- every pair
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+def test_between_any_two_placements_on_one_dim(comm, splits):
+    mesh = mesh_of(comm, comm.size)
+    wrong = differences(comm, mesh, cases_of(mesh, splits, pairs(1, *OPERATORS)))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+def test_between_any_two_pairs_of_shards_and_replicas_on_two_dims(comm, splits):
+    # Both dims on one axis, in both directions, are among them.
+    mesh = mesh_of(comm, *squarest(comm.size))
+    wrong = differences(comm, mesh, cases_of(mesh, splits, pairs(2)))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+def test_between_any_two_pairs_of_placements_on_two_dims_some_of_them_sums(comm, splits):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    wrong = differences(comm, mesh, cases_of(mesh, splits, filter(has_partial, pairs(2, "sum"))))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("operator", ["avg", "max", "min"])
+def test_between_any_two_pairs_of_placements_on_two_dims_some_of_them_partial(comm, operator):
+    # Each pair with splits of one kind, and with another kind for each operator.
+    mesh, first = mesh_of(comm, *squarest(comm.size)), OPERATORS.index(operator)
+    some_partial = list(filter(has_partial, pairs(2, operator)))
+    cases = [case for turn in range(4) for case in cases_of(mesh, SPLITS[turn - first], some_partial[turn::4])]
+    wrong = differences(comm, mesh, cases)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+def test_from_sums_mixed_with_averages_to_anything(comm, splits):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    mixed = [(Partial("sum"), Partial("avg")), (Partial("avg"), Partial("sum"))]
+    targets = list(product(placements_of(2, "sum", "avg"), repeat=2))
+    extremes = [(Partial("max"), Replicate()), (Shard(0), Partial("min"))]
+    wrong = differences(comm, mesh, cases_of(mesh, splits, product(mixed, targets + extremes)))
+    assert wrong == []
+
+
+def test_on_meshes_of_all_sizes_in_both_orders_two_dims_share_an_axis(comm):
+    both = (Shard(0), Shard(0))
+    others = [(Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(1), Shard(0)), (Partial(), Shard(0))]
+    wrong = []
+    for sizes, splits in product(factorizations(comm.size, 2), ["uneven", "ragged"]):
+        mesh = mesh_of(comm, *sizes)
+        ways = [(both, other) for other in others] + [(other, both) for other in others]
+        wrong += differences(comm, mesh, cases_of(mesh, splits, ways))
+    assert wrong == []
+
+
+def test_on_three_dims(comm):
+    rng = np.random.default_rng(3)
+    some = rng.permutation(len(every := pairs(3, "sum")))[:60]
+    wrong = []
+    for number, sizes in enumerate([squarest(comm.size, 3), squarest(comm.size, 3)[::-1]]):
+        mesh = mesh_of(comm, *sizes)
+        wrong += differences(comm, mesh, cases_of(mesh, "ragged", (every[index] for index in some[number::2])))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (3, 0, 2)], ids=str)
+def test_arrays_without_axes_and_without_elements(comm, shape):
+    mesh = mesh_of(comm, comm.size)
+    every = product(placements_of(len(shape), *OPERATORS), repeat=2)
+    shardings = [(lying(mesh.layout, shape, one), lying(mesh.layout, shape, other)) for one, other in every]
+    wrong = differences(comm, mesh, [Case(numbers(shape), *both) for both in shardings])
+    assert wrong == []
+
+
+FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32]
+INTEGERS = [np.int8, np.uint8, np.int64]
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, np.bool_], ids=lambda dtype: dtype.__name__)
+def test_arrays_of_every_dtype_keep_it(comm, dtype):
+    operators = {np.bool_: ("max", "min")}.get(dtype, ("sum", "max", "min") if dtype in INTEGERS else OPERATORS)
+    mesh = mesh_of(comm, comm.size)
+    wrong = differences(comm, mesh, cases_of(mesh, "ragged", pairs(1, *operators), dtype))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16], ids=lambda dtype: dtype.__name__)
+def test_cupy_arrays_stay_on_their_device(comm, cupy, dtype):  # noqa: F811
+    one_dim, two_dims = mesh_of(comm, comm.size), mesh_of(comm, *squarest(comm.size))
+    wrong = differences(comm, one_dim, cases_of(one_dim, "ragged", pairs(1, *OPERATORS), dtype), cupy)
+    some = pairs(2, "sum")[::7]
+    wrong += differences(comm, two_dims, cases_of(two_dims, "ragged", some, dtype), cupy)
+    assert wrong == []
+
+
+# ----------------------------------------------------------------------------------------------------- what is combined
+
+
+def terms(comm, shape=(7, 5), dtype: Any = np.float64) -> list[Array]:
+    return [np.random.default_rng([11, rank]).normal(0, 100, shape).astype(dtype) for rank in range(comm.size)]
+
+
+# Of at most four terms each is divided and all but one are added, in ulps of the sum of their sizes; what adds them up
+# to compare with errs by as much.
+SUM = 4
+# A float16 is at most half an ulp from the sum; float32's own error may tip a sum in the middle to the other side.
+ROUNDED_ONCE = 0.5 + 2**-11
+# Three thirds of a number, each of them rounded, are that number or its neighbour. Those of a half are that half.
+THIRDS = 1
+
+
+def targets_of(x: DistArray) -> list[Sharding]:
+    return [x.sharding.with_placements({"data": placement}) for placement in (Replicate(), Shard(0), Shard(1))]
+
+
+def brought_to(comm, x: DistArray, targets: Iterable[Sharding]) -> list[Array]:
+    """The global array, put together from what ranks hold of each of `targets`."""
+    moved = [redistribute(x, target, **WHY) for target in targets]
+    everywhere = comm.allgather([to_host(y.local) for y in moved])
+    return [assembled(y.sharding, [arrays[number] for arrays in everywhere]) for number, y in enumerate(moved)]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_terms_that_ranks_have_become_what_they_are_together(comm, operator, dtype):
+    mesh, theirs = mesh_of(comm, comm.size), terms(comm, dtype=dtype)
+    x = from_local(theirs[comm.rank], mesh, data=Partial(operator))
+    expected = combined(theirs, x.sharding)
+    results = brought_to(comm, x, targets_of(x))
+    if operator in ("max", "min"):
+        for result in results:
+            np.testing.assert_array_equal(result.astype(np.float64), expected.astype(np.float64))
+    else:
+        sizes = combined([np.abs(term) for term in theirs], x.sharding)
+        for result in results:
+            assert worst(result, expected, dtype, size=sizes) <= SUM
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_nan_that_one_rank_has_reaches_every_rank(comm, operator):
+    mesh = mesh_of(comm, comm.size)
+    mine = np.arange(6.0).reshape(2, 3) + comm.rank
+    if comm.rank == comm.size - 1:
+        mine[1, 2] = np.nan
+    x = from_local(mine, mesh, data=Partial(operator))
+    results = brought_to(comm, x, targets_of(x))
+    for result in results:
+        assert np.argwhere(np.isnan(result)).tolist() == [[1, 2]]
+
+
+def test_a_sum_over_one_dim_of_averages_over_another_is_what_both_are_together(comm):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    theirs = terms(comm)
+    x = from_local(theirs[comm.rank], mesh, data=Partial("sum"), model=Partial("avg"))
+    at_once = redistribute(x, x.sharding.replicated, **WHY)
+    halfway = redistribute(x, x.sharding.with_placements({"data": Shard(1)}), **WHY)
+    one_by_one = redistribute(halfway, x.sharding.replicated, **WHY)
+    expected, sizes = combined(theirs, x.sharding), combined([np.abs(term) for term in theirs], x.sharding)
+    for result in (at_once, one_by_one):
+        assert worst(result.local, expected, np.float64, size=sizes) <= SUM
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda d: d.__name__)
+def test_there_and_back_every_number_is_what_it_was(comm, dtype):
+    finfo = ml_dtypes.finfo(dtype)
+    special = [np.nan, np.inf, -np.inf, 0.0, 1 / 3, float(finfo.max) / 2, float(finfo.smallest_normal) * 16]
+    half = finfo.bits == 16
+    if half:
+        special.append(float(finfo.smallest_subnormal))  # divided by anything it would be 0
+    whole = np.array(special * 3).astype(dtype).reshape(-1, 3)
+    mesh = mesh_of(comm, comm.size)
+    x = distribute(whole, mesh)
+    ways = placements_of(2, *OPERATORS)
+    with np.errstate(all="raise"):
+        there = [redistribute(x, x.sharding.with_placements({"data": placement}), **WHY) for placement in ways]
+        back = [redistribute(y, x.sharding, **WHY) for y in there]
+    for way, y in zip(ways, back, strict=True):
+        assert y.dtype == whole.dtype
+        allowed = THIRDS if way == Partial("avg") and not half else 0
+        assert worst(y.local, whole, dtype) <= allowed, way
+
+
+@pytest.mark.parametrize("operator", ["sum", "avg"])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda dtype: dtype.__name__)
+def test_numbers_too_small_or_too_large_on_one_rank_raise_nowhere(comm, dtype, operator):
+    first = comm.rank == 0
+    tiny, large = float(ml_dtypes.finfo(dtype).smallest_subnormal), float(ml_dtypes.finfo(dtype).max) * 0.75
+    mine = np.array([tiny if first else 0, large], dtype)
+    x = from_local(mine, mesh_of(comm, comm.size), data=Partial(operator))
+    with np.errstate(all="raise"):
+        results = [redistribute(x, x.sharding.with_placements({"data": to}), **WHY) for to in (Replicate(), Shard(0))]
+    assert results[0].local[1] == (np.inf if operator == "sum" and comm.size > 1 else mine[1])
+    assert results[1].local.tolist() == results[0].local[results[1].sharding.slices(x.mesh.coordinates)].tolist()
+
+
+def test_an_average_of_halves_is_rounded_once(comm):
+    # Thirds of 1 + 2**-10 are no float16: rounded before they are added, they would not make what the sum makes.
+    rng = np.random.default_rng(5)
+    theirs = [rng.integers(1024, 2048, 4000).astype(np.float16) / np.float16(1024) for _ in range(comm.size)]
+    x = from_local(theirs[comm.rank], mesh_of(comm, comm.size), data=Partial("avg"))
+    result = redistribute(x, x.sharding.replicated, **WHY).local
+    exact = sum(term.astype(np.float64) for term in theirs) / comm.size
+    assert worst(result, exact, np.float16) <= ROUNDED_ONCE
+
+
+def test_replicas_of_a_sum_have_equal_bits(comm):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    bits = []
+    for dtype, length in product([np.float16, np.float32, np.float64], [1, 1000, 30_011]):
+        x = from_local(terms(comm, (length,), dtype)[comm.rank], mesh, data=Partial("sum"), model=Partial("avg"))
+        bits.append(redistribute(x, x.sharding.replicated, **WHY).local.tobytes())
+        # In two steps: all ranks along `data` see the same sum over `model`.
+        halfway = redistribute(x, x.sharding.with_placements({"model": Shard(0)}), **WHY)
+        bits.append(redistribute(halfway, x.sharding.replicated, **WHY).local.tobytes())
+    everywhere = comm.allgather(bits)
+    assert everywhere == [everywhere[0]] * comm.size
+
+
+# ----------------------------------------------------------------------------------------------------------- the memory
+
+
+def test_an_array_that_lies_as_it_should_is_returned_itself(comm):
+    mesh = mesh_of(comm, comm.size)
+    for placement in placements_of(2, *OPERATORS):
+        x = distribute(numbers((7, 5)), mesh, data=placement)
+        with pce.trace() as trace:
+            y = redistribute(x, x.sharding.with_placements({"data": placement}), **WHY)
+        assert y is x
+        assert trace.events == []
+
+
+@pytest.mark.parametrize("layout", ["Fortran", "strided", "backwards", "read-only"])
+def test_what_ranks_hold_may_lie_in_memory_in_any_order(comm, layout):
+    mesh = mesh_of(comm, comm.size)
+    whole = numbers((7, 5))
+    wrong = []
+    for one, other in product(placements_of(2, "sum"), repeat=2):
+        source, target = lying(mesh.layout, (7, 5), one), lying(mesh.layout, (7, 5), other)
+        local = local_of(whole, source, mesh.coordinates)
+        local = {
+            "Fortran": local.copy("F"),
+            "strided": np.repeat(np.repeat(local, 2, 0), 2, 1)[::2, ::2],
+            "backwards": local[::-1, ::-1].copy()[::-1, ::-1],
+            "read-only": local.copy(),
+        }[layout]
+        local.flags.writeable = layout != "read-only"
+        y = redistribute(DistArray(local, mesh, source), target, **WHY)
+        wrong.append((f"{one} -> {other}", y.sharding, y.local))
+    everywhere = comm.allgather([local for *_, local in wrong])
+    for number, (name, sharding, _) in enumerate(wrong):
+        result = assembled(sharding, [locals_[number] for locals_ in everywhere])
+        np.testing.assert_array_equal(result, whole, err_msg=name)
+
+
+def test_the_result_knows_nothing_of_the_tape(comm):
+    mesh = mesh_of(comm, comm.size)
+    x = distribute(numbers((7, 5)), mesh, data=Shard(0), requires_grad=True)
+    y = redistribute(x, x.sharding.replicated, **WHY)
+    assert (y.requires_grad, y.grad, y.node) == (False, None, None)
+    assert x.requires_grad
+
+
+# --------------------------------------------------------------------------------------------------- what the trace has
+
+
+def test_what_sends_nothing_does_not_even_agree(comm):
+    mesh = mesh_of(comm, comm.size)
+    silent = [(Replicate(), other) for other in placements_of(2, *OPERATORS)]
+    silent += [(Shard(0), Partial("sum")), (Shard(1), Partial("sum"))]
+    with pce.trace() as trace:
+        for one, other in silent:
+            source, target = lying(mesh.layout, (7, 5), one), lying(mesh.layout, (7, 5), other)
+            redistribute(DistArray(local_of(numbers((7, 5)), source, mesh.coordinates), mesh, source), target, **WHY)
+    assert trace.events == []
+
+
+def test_every_step_that_sends_is_agreed_on_once(comm):
+    mesh = mesh_of(comm, comm.size)
+    whole = numbers((7, 5))
+    x, terms_of_it = distribute(whole, mesh, data=Shard(0)), distribute(whole, mesh, data=Partial())
+    with pce.trace() as trace:
+        redistribute(x, x.sharding.replicated, **WHY)
+        redistribute(x, x.sharding.with_placements({"data": Shard(1)}), **WHY)
+        redistribute(terms_of_it, x.sharding.replicated, **WHY)
+        redistribute(terms_of_it, x.sharding, **WHY)
+    purposes = [(event.purpose, event.collective) for event in trace.events]
+    agreement = (Purpose.AGREEMENT, "all_gather")
+    verbs = ["all_gather", "all_to_all", "all_reduce", "reduce_scatter"]
+    assert purposes == [each for verb in verbs for each in (agreement, (Purpose.PAYLOAD, verb))]
+    assert trace.bytes(purpose=Purpose.AGREEMENT) == 4 * 56
+
+
+def test_the_trace_says_over_which_dims_from_what_to_what_and_why(comm):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    whole = numbers((8, 4), np.float32)
+    x = distribute(whole, mesh, data=Shard(0), model=Partial("sum"))
+    with pce.trace() as trace:
+        redistribute(x, x.sharding.replicated, operation="matmul", reason="operand 0 has to lie so")
+    rows = [(event.collective, event.over, event.ranks, event.before, event.after) for event in trace.select()]
+    data, model = mesh.dims.values()
+    assert rows == [
+        ("all_reduce", "model", model, "Partial('sum')", "Replicate()"),
+        ("all_gather", "data", data, "Shard(0)", "Replicate()"),
+    ]
+    rows_here = x.sharding.local_shape(mesh.coordinates)[0]
+    assert [event.bytes for event in trace.select()] == [rows_here * 4 * 4] * 2
+    assert {(event.phase, event.operation) for event in trace.events} == {("forward", "matmul")}
+    assert {event.reason for event in trace.select()} == {"operand 0 has to lie so"}
+    assert "Partial('sum')  Replicate()  operand 0 has to lie so" in str(trace)
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """A rank that waits in vain gives up before the session does."""
+    monkeypatch.setenv("PCE_MPI_TIMEOUT", "20")
+
+
+def error_of(x: DistArray, target: Sharding, **why: str) -> tuple[str, str]:
+    try:
+        redistribute(x, target, **{**WHY, **why})
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_ranks_that_want_different_things_all_hear_so_and_can_go_on(comm, patient):
+    mesh = Mesh(comm, data=comm.size)
+    whole = numbers((7, 5))
+    x = distribute(whole, mesh, data=Shard(0))
+    first = comm.rank == 0
+    wanted = x.sharding.with_placements({"data": Replicate() if first else Shard(1)})
+    other_splits = lying(mesh.layout, (7, 5), Shard(0), seed=[1 if first else 2])
+    errors = [
+        error_of(x, wanted),
+        error_of(x, other_splits),
+        error_of(x, x.sharding.replicated, operation="one" if first else "another"),
+    ]
+    everywhere = comm.allgather(errors)
+    full = x.full()
+    assert everywhere == [errors] * comm.size
+    if comm.size > 1:
+        others = "rank 1" if comm.size == 2 else f"ranks {', '.join(map(str, range(1, comm.size)))}"
+        assert [kind for kind, _ in errors] == ["CollectiveError"] * 3
+        assert errors[0][1] == f"ranks disagree on to: 'data: Replicate()' (rank 0), 'data: Shard(1)' ({others})"
+        assert "axis 0 split at" in errors[1][1]
+        assert errors[2][1] == f"ranks disagree on operation: one (rank 0), another ({others})"
+    np.testing.assert_array_equal(full, whole)
+
+
+def test_arrays_that_differ_in_shape_or_dtype_are_an_error_on_all_ranks_that_meet(comm, patient):
+    mesh = Mesh(comm, data=comm.size)
+    first = comm.rank == 0
+    shapes = distribute(np.zeros((6 + first, 5)), mesh, data=Shard(1))
+    dtypes = distribute(np.zeros((6, 5), np.float32 if first else np.float64), mesh, data=Shard(0))
+    placed = distribute(np.zeros((6, 5)), mesh, data=Shard(0) if first else Partial())
+    errors = [error_of(x, x.sharding.replicated) for x in (shapes, dtypes, placed)]
+    everywhere = comm.allgather(errors)
+    assert everywhere == [errors] * comm.size
+    if comm.size > 1:
+        assert [kind for kind, _ in errors] == ["CollectiveError"] * 3
+        assert "shape: (7, 5) (rank 0), (6, 5) (rank" in errors[0][1]
+        assert "dtype: 'float32' (rank 0), 'float64' (rank" in errors[1][1]
+        assert "from: 'data: Shard(0)' (rank 0), \"data: Partial('sum')\" (rank" in errors[2][1]
+
+
+def test_only_the_ranks_that_disagree_with_someone_hear_of_it(comm, patient):
+    mesh = Mesh(comm, **dict(zip(("data", "model"), squarest(comm.size), strict=True)))
+    x = distribute(numbers((7, 5)), mesh, data=Shard(0))
+    mesh.comm("data")
+    # One rank alone wants something else: those along `data` that meet it hear so, the others have what they want.
+    odd = comm.rank == comm.size - 1
+    error = error_of(x, x.sharding.with_placements({"data": Shard(1) if odd else Replicate()}))
+    concerned = mesh.coordinates["model"] == mesh.dims["model"] - 1 and mesh.dims["data"] > 1
+    full = x.full()
+    assert error[0] == ("CollectiveError" if concerned else "")
+    np.testing.assert_array_equal(full, numbers((7, 5)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "operator"), [(np.bool_, "sum"), (np.bool_, "avg"), (np.int32, "avg"), (np.uint8, "avg")]
+)
+def test_what_has_no_meaning_raises_where_it_is_asked_for(comm, dtype, operator):
+    x = distribute(np.ones((3, 2), dtype), mesh_of(comm, comm.size), data=Shard(0))
+    kind, text = error_of(x, x.sharding.with_placements({"data": Partial(operator)}))
+    assert (kind, text) == ("TypeError", f"Partial('{operator}') of {np.dtype(dtype)} has no meaning")
+
+
+# ----------------------------------------------------------------------------------------------------------- the plants
+
+
+def carried_out_but(verb, change):
+    """`carry_out`, but for one verb, whose result is changed."""
+    right = dist_array.carry_out
+
+    def carried_out(step, local, mesh, *why):
+        result = right(step, local, mesh, *why)
+        return change(step, local, mesh, result) if step.verb == verb else result
+
+    return carried_out
+
+
+PLANTS = {
+    "shards are joined in the wrong order": (
+        "all_gather",
+        lambda array, comm, shapes, **why: all_gather(array, comm, shapes, **why)[::-1],
+    ),
+    "the slice of another rank": (
+        "carry_out",
+        carried_out_but("slice", lambda step, local, mesh, result: np.roll(local, 6, step.axis)[:6, :12]),
+    ),
+    "every rank keeps its term of a sum": (
+        "carry_out",
+        carried_out_but("keep", lambda step, local, mesh, result: local),
+    ),
+    "only one rank keeps a maximum": (
+        "carry_out",
+        carried_out_but("keep", lambda step, local, mesh, result: local * (mesh.rank == 0)),
+    ),
+    "a shard is padded at the front": (
+        "carry_out",
+        carried_out_but("pad", lambda step, local, mesh, result: np.sort(result, step.axis)),
+    ),
+    "an average is not divided": (
+        "all_reduce",
+        lambda array, comm, op, **why: (
+            all_reduce(array, comm, op, **why) * (comm.size if why["before"] == "Partial('avg')" else 1)
+        ),
+    ),
+    "a minimum is taken for a maximum": (
+        "all_reduce",
+        lambda array, comm, op, **why: all_reduce(array, comm, "max" if op == "min" else op, **why),
+    ),
+    "the last rank rounds differently": (
+        "all_reduce",
+        lambda array, comm, op, **why: np.nextafter(
+            all_reduce(array, comm, op, **why), np.inf if comm.rank == comm.size - 1 > 0 else 0
+        ),
+    ),
+    "blocks of a sum come to the wrong rank": (
+        "reduce_scatter",
+        lambda blocks, comm, op, **why: reduce_scatter(blocks[::-1], comm, op, **why),
+    ),
+    "blocks of an exchange come from the wrong rank": (
+        "all_to_all",
+        lambda blocks, comm, shapes, **why: all_to_all(blocks, comm, shapes, **why)[::-1],
+    ),
+    "more is sent than the steps say": (
+        "all_gather",
+        lambda array, comm, shapes, **why: [
+            all_reduce(array, comm, "sum", **why),
+            *all_gather(array, comm, shapes, **why),
+        ][1:],
+    ),
+    "the argument is written to": (
+        "carry_out",
+        carried_out_but("pad", lambda step, local, mesh, result: (result, local.fill(0))[0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_wrong_implementation_is_caught(comm, monkeypatch, plant):
+    # Blocks of one shape, so that what arrives in the wrong place fits there.
+    mesh = mesh_of(comm, comm.size)
+    whole = numbers((12, 24))
+    every = [
+        (lying(mesh.layout, (12, 24), one), lying(mesh.layout, (12, 24), other))
+        for ((one,), (other,)) in pairs(1, *OPERATORS)
+    ]
+    name, planted = PLANTS[plant]
+    monkeypatch.setattr(dist_array if name == "carry_out" else transport, name, planted)
+    wrong = differences(comm, mesh, [Case(whole, *both) for both in every])
+    assert wrong or comm.size == 1

@@ -1,0 +1,530 @@
+"""Where a global array lies, and which steps bring it from one sharding to another at what cost: no data, no MPI."""
+
+from itertools import pairwise, product
+from math import prod
+import re
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from in_step import in_step
+from pce_mpi.placements import Partial, Placement, Replicate, Shard
+from pce_mpi.sharding import Sharding, balanced_splits
+from pce_mpi.transitions import Step, sent_bytes, steps, wire_bytes
+from ranks.grids import lying, nested, placements_of, ragged, ranks_of
+
+SQUARE = (("data", 2), ("model", 2))
+LINE = (("data", 3),)
+SUM, AVG, MAX, MIN = (Partial(operator) for operator in ("sum", "avg", "max", "min"))
+REPLICATE = Replicate()
+
+
+def blocks_of(sharding):
+    """What each rank holds, in rank order, of an array whose elements are their own numbers."""
+    whole = np.arange(prod(sharding.shape)).reshape(sharding.shape)
+    return [whole[sharding.slices(where)] for where in ranks_of(sharding.dims)]
+
+
+# ------------------------------------------------------------------------------------------------------------ shardings
+
+
+def test_dims_that_are_not_named_replicate():
+    sharding = Sharding.of(SQUARE, (5, 4), {"model": Shard(1)})
+    assert sharding.by_dim == {"data": Replicate(), "model": Shard(1)}
+    assert sharding.placements == (Replicate(), Shard(1))
+    assert sharding.splits == (None, (0, 2, 4))
+    assert sharding == Sharding.of(SQUARE, (5, 4), {"model": Shard(1), "data": Replicate()})
+    assert Sharding.of(SQUARE, (5, 4), {}) == sharding.replicated
+
+
+def test_two_dims_that_shard_one_axis_split_it_one_within_the_other_in_mesh_order():
+    sharding = Sharding.of(SQUARE, (10,), {"model": Shard(0), "data": Shard(0)})
+    assert sharding.splits == ((0, 3, 5, 8, 10),)
+    assert sharding.dims_of(0) == ("data", "model")
+    ranges = [sharding.block(0, where) for where in ranks_of(SQUARE)]
+    assert ranges == [(0, 3), (3, 5), (5, 8), (8, 10)]
+    # 10 over 4 at once would be 3, 3, 2, 2.
+    assert Sharding.of((("data", 4),), (10,), {"data": Shard(0)}).splits == ((0, 3, 6, 8, 10),)
+
+
+def test_the_same_placements_of_a_mesh_in_another_order_are_another_layout():
+    dims = (("model", 3), ("data", 2))
+    one = Sharding.of(dims, (7,), {"data": Shard(0), "model": Shard(0)})
+    other = Sharding.of(dims[::-1], (7,), {"data": Shard(0), "model": Shard(0)})
+    assert one.splits == ((0, 2, 3, 4, 5, 6, 7),)
+    assert other.splits == ((0, 2, 3, 4, 5, 6, 7),)
+    assert one.block(0, {"data": 1, "model": 0}) == (2, 3)
+    assert other.block(0, {"data": 1, "model": 0}) == (4, 5)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (4,), (2, 3), (3, 2), (2, 2, 2), (1, 3, 2)], ids=str)
+def test_blocks_are_those_of_numpy_s_array_split_within_each_other(sizes):
+    dims = tuple(zip("abc", sizes, strict=False))
+    for shape in [(0,), (1,), (7,), (25,), (3, 10), (10, 0)]:
+        for axis in range(len(shape)):
+            sharding = Sharding.of(dims, shape, dict.fromkeys((name for name, _ in dims), Shard(axis)))
+            whole = np.arange(prod(shape)).reshape(shape)
+            for where, block in zip(ranks_of(dims), blocks_of(sharding), strict=True):
+                expected = nested(whole, sizes, tuple(where.values()), axis)
+                assert block.shape == expected.shape == sharding.local_shape(where)
+                assert block.tolist() == expected.tolist()
+
+
+def test_each_axis_follows_the_dims_that_shard_it_and_no_others():
+    dims = (("a", 2), ("b", 3), ("c", 2))
+    sharding = Sharding.of(dims, (7, 5, 4), {"a": Shard(1), "b": SUM, "c": Shard(0)})
+    assert [sharding.dims_of(axis) for axis in range(3)] == [("c",), ("a",), ()]
+    assert sharding.partial_dims == ("b",)
+    assert sharding.slices({"a": 1, "b": 2, "c": 0}) == (slice(0, 4), slice(3, 5), slice(0, 4))
+    assert sharding.local_shape({"a": 0, "b": 0, "c": 1}) == (3, 3, 4)
+    assert sharding.parts(("a", "b")) == 6
+    assert sharding.parts(()) == 1
+
+
+def test_members_are_the_ranks_that_differ_in_some_dims_only_the_last_dim_fastest():
+    dims = (("a", 2), ("b", 2), ("c", 2))
+    sharding = Sharding.of(dims, (), {})
+    where = {"a": 1, "b": 0, "c": 1}
+    assert list(sharding.members(("a", "c"), where)) == [
+        {"a": 0, "b": 0, "c": 0},
+        {"a": 0, "b": 0, "c": 1},
+        {"a": 1, "b": 0, "c": 0},
+        {"a": 1, "b": 0, "c": 1},
+    ]
+    assert list(sharding.members((), where)) == [where]
+    assert list(sharding.members(("a", "b", "c"), where)) == ranks_of(dims)
+
+
+def test_split_points_that_are_given_stay():
+    sharding = Sharding.of(LINE, (6, 4), {"data": Shard(0)}, {0: (0, 0, 5, 6)})
+    assert [sharding.local_shape(where) for where in ranks_of(LINE)] == [(0, 4), (5, 4), (1, 4)]
+    assert sharding != Sharding.of(LINE, (6, 4), {"data": Shard(0)})
+    assert sharding == Sharding.of(LINE, (6, 4), {"data": Shard(0)}, {0: (0, 0, 5, 6)})
+
+
+def test_axes_are_counted_from_the_end_when_negative():
+    assert Sharding.of(LINE, (6, 4), {"data": Shard(-1)}) == Sharding.of(LINE, (6, 4), {"data": Shard(1)})
+    assert Sharding.of(LINE, (6, 4), {"data": Shard(-2)}).by_dim == {"data": Shard(0)}
+    assert lying(LINE, (6, 4), Replicate()).with_placements({"data": Shard(-1)}).by_dim == {"data": Shard(1)}
+
+
+def test_an_array_without_axes_replicates_or_is_partial():
+    for placement in (Replicate(), SUM, AVG, MAX, MIN):
+        sharding = Sharding.of(LINE, (), {"data": placement})
+        assert sharding.slices({"data": 2}) == ()
+        assert sharding.local_shape({"data": 2}) == ()
+        assert sharding.splits == ()
+
+
+@pytest.mark.parametrize(
+    ("shape", "placements", "kind", "text"),
+    [
+        ((4,), {"rows": Shard(0)}, ValueError, "the mesh has no dim 'rows'; its dims are data, model"),
+        ((4,), {"data": Shard(1)}, ValueError, "data=Shard(1) is out of bounds for an array of 1 dimensions"),
+        ((4,), {"model": Shard(-2)}, ValueError, "model=Shard(-2) is out of bounds for an array of 1 dimensions"),
+        ((), {"data": Shard(0)}, ValueError, "data=Shard(0) is out of bounds for an array of 0 dimensions"),
+        ((4,), {"data": 0}, TypeError, "data must be Shard(axis), Replicate() or Partial(operator), got 0"),
+        ((4,), {"data": "sum"}, TypeError, "data must be Shard(axis), Replicate() or Partial(operator), got 'sum'"),
+        ((4,), {"data": [Shard(0)]}, TypeError, "data must be Shard(axis), Replicate() or Partial(operator), got [S"),
+        ((4,), {"data": Shard}, TypeError, "data must be Shard(axis), Replicate() or Partial(operator), got <class"),
+        ((4,), {"data": SUM, "model": MAX}, ValueError, "do not mix, but sum with avg; got ['max', 'sum']"),
+        ((4,), {"data": MIN, "model": MAX}, ValueError, "do not mix, but sum with avg; got ['max', 'min']"),
+        ((4,), {"data": AVG, "model": MIN}, ValueError, "do not mix, but sum with avg; got ['avg', 'min']"),
+    ],
+)
+def test_a_sharding_that_cannot_be_says_why(shape, placements, kind, text):
+    with pytest.raises(kind, match=re.escape(text)):
+        Sharding.of(SQUARE, shape, placements)
+    if kind is ValueError or "data" in placements:
+        with pytest.raises(kind, match=re.escape(text)):
+            Sharding.of(SQUARE, shape, {}).with_placements(placements)
+
+
+def test_a_sum_mixes_with_an_average_and_every_operator_with_itself():
+    for one, other in [(SUM, AVG), (AVG, SUM), (SUM, SUM), (AVG, AVG), (MAX, MAX), (MIN, MIN)]:
+        assert Sharding.of(SQUARE, (4,), {"data": one, "model": other}).placements == (one, other)
+
+
+def test_shardings_are_equal_when_they_say_the_same_and_are_keys():
+    different = [
+        lying(SQUARE, (4, 6), Shard(0), Shard(1)),
+        lying(SQUARE, (4, 6), Shard(1), Shard(0)),
+        lying(SQUARE, (4, 6), Shard(0), Shard(0)),
+        lying(SQUARE, (4, 7), Shard(0), Shard(1)),
+        lying(SQUARE, (4, 6), Shard(0), SUM),
+        lying(SQUARE, (4, 6), Shard(0), AVG),
+        lying((("data", 2), ("classes", 2)), (4, 6), Shard(0), Shard(1)),
+        lying((("data", 2), ("model", 3)), (4, 6), Shard(0), Shard(1)),
+        Sharding.of(SQUARE, (4, 6), {"data": Shard(0), "model": Shard(1)}, {0: (0, 1, 4)}),
+    ]
+    again = [
+        Sharding(each.dims, each.shape, each.placements, each.splits)  # not the one that `of` has kept
+        for each in different
+    ]
+    for (i, a), (j, b) in product(enumerate(different), enumerate(again)):
+        assert (a == b) == (i == j)
+        assert (hash(a) == hash(b)) or i != j
+    assert len({*different, *again}) == len(different)
+    assert different[0] != "data: Shard(0), model: Shard(1)"
+
+
+def test_a_sharding_prints_its_placements_and_the_splits_that_are_not_balanced():
+    assert str(lying(SQUARE, (10, 4), Shard(0), SUM)) == "data: Shard(0), model: Partial('sum')"
+    assert str(lying(SQUARE, (10, 4), Shard(0), Shard(0))) == "data: Shard(0), model: Shard(0)"
+    uneven = Sharding.of(SQUARE, (10, 4), {"data": Shard(1), "model": Shard(0)}, {0: (0, 9, 10), 1: (0, 2, 4)})
+    assert str(uneven) == "data: Shard(1), model: Shard(0); axis 0 split at [9]"
+
+
+def test_changing_a_dim_gives_balanced_blocks_to_the_axes_that_it_leaves_and_joins_and_to_no_others():
+    dims = (("a", 2), ("b", 2), ("c", 2))
+    splits = {0: (0, 1, 9), 1: (0, 7, 8), 2: (0, 1, 7)}
+    before = Sharding.of(dims, (9, 8, 7), {"a": Shard(0), "b": Shard(1), "c": Shard(2)}, splits)
+    # b leaves axis 1 and joins a on axis 0; axis 2 stays as it was.
+    after = before.with_placements({"b": Shard(0)})
+    assert after.placements == (Shard(0), Shard(0), Shard(2))
+    assert after.splits == ((0, 3, 5, 7, 9), None, (0, 1, 7))
+    assert before.with_placements({"b": SUM}).splits == ((0, 1, 9), None, (0, 1, 7))
+    # A dim that is named is balanced even where its placement stays.
+    assert before.with_placements({"a": Shard(0)}).splits == ((0, 5, 9), (0, 7, 8), (0, 1, 7))
+    assert before.with_placements({}) == before
+
+
+def test_the_natural_sharding_keeps_shards_and_their_splits_and_replicates_what_is_partial():
+    dims = (("a", 2), ("b", 2), ("c", 2))
+    sharding = Sharding.of(dims, (9, 8), {"a": SUM, "b": Shard(1), "c": AVG}, {1: (0, 0, 8)})
+    assert sharding.natural == Sharding.of(dims, (9, 8), {"b": Shard(1)}, {1: (0, 0, 8)})
+    assert sharding.natural.natural == sharding.natural
+    assert sharding.replicated == Sharding.of(dims, (9, 8), {})
+
+
+@st.composite
+def shardings(draw, dims=None, shape=None):
+    """Any sharding, of any array over any mesh of up to three dims, balanced or not."""
+    if dims is None:
+        dims = tuple(zip("abc", draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)), strict=False))
+    if shape is None:
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+    kinds = draw(st.sampled_from([("sum", "avg"), ("max",), ("min",)]))
+    placements = [draw(st.sampled_from(placements_of(len(shape), *kinds))) for _ in dims]
+    seed = draw(st.sampled_from([None, *range(5)]))
+    return lying(dims, shape, *placements, seed=None if seed is None else [seed])
+
+
+@st.composite
+def pairs_of_shardings(draw):
+    source = draw(shardings())
+    return source, draw(shardings(source.dims, source.shape))
+
+
+@settings(max_examples=60)
+@given(sharding=shardings())
+def test_the_blocks_of_ranks_that_differ_in_sharding_dims_hold_every_element_exactly_once(comm, sharding):
+    with in_step(comm):
+        everywhere, blocks = ranks_of(sharding.dims), blocks_of(sharding)
+        other = [dim for dim, placed in sharding.by_dim.items() if not isinstance(placed, Shard)]
+        groups = {}
+        for where, block in zip(everywhere, blocks, strict=True):
+            groups.setdefault(tuple(where[dim] for dim in other), []).extend(block.ravel().tolist())
+            assert block.shape == sharding.local_shape(where)
+        assert len(groups) == sharding.parts(tuple(other))
+        for held in groups.values():
+            assert sorted(held) == list(range(prod(sharding.shape)))
+
+
+@settings(max_examples=60)
+@given(length=st.integers(0, 40), sizes=st.lists(st.integers(1, 4), max_size=3))
+def test_balanced_splits_of_some_dims_are_among_those_of_more(comm, length, sizes):
+    with in_step(comm):
+        for count in range(len(sizes)):
+            outer, inner = balanced_splits(length, tuple(sizes[:count])), balanced_splits(length, tuple(sizes))
+            assert inner[:: prod(sizes[count:])] == outer
+
+
+# ---------------------------------------------------------------------------------------------------------- transitions
+
+# What one dim of the mesh takes to go from one placement to another: the table of `transitions`.
+GATHER, EXCHANGE, REDUCE, SCATTER = "all_gather", "all_to_all", "all_reduce", "reduce_scatter"
+PARTIALS = (SUM, AVG, MAX, MIN)
+TABLE: dict[tuple[Placement, Placement], tuple[str, ...]] = {
+    (Replicate(), Replicate()): (),
+    (Replicate(), Shard(0)): ("slice",),
+    (Replicate(), Shard(1)): ("slice",),
+    **{(Replicate(), partial): ("keep",) for partial in PARTIALS},
+    **{(partial, Replicate()): (REDUCE,) for partial in PARTIALS},
+    **{(one, other): (REDUCE, "keep") if one != other else () for one in PARTIALS for other in PARTIALS},
+    **{(partial, Shard(axis)): (SCATTER,) for partial in PARTIALS for axis in (0, 1)},
+    **{(Shard(axis), SUM): ("pad",) for axis in (0, 1)},
+    **{(Shard(axis), partial): (GATHER, "keep") for partial in (AVG, MAX, MIN) for axis in (0, 1)},
+    (Shard(0), Replicate()): (GATHER,),
+    (Shard(1), Replicate()): (GATHER,),
+    (Shard(0), Shard(0)): (),
+    (Shard(1), Shard(1)): (),
+    (Shard(0), Shard(1)): (EXCHANGE,),
+    (Shard(1), Shard(0)): (EXCHANGE,),
+}
+
+
+def verbs(source: Sharding, target: Sharding) -> tuple[str, ...]:
+    return tuple(step.verb for step in steps(source, target))
+
+
+def test_the_table_has_every_pair_of_placements():
+    assert set(TABLE) == set(product(placements_of(2, "sum", "avg", "max", "min"), repeat=2))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(6, 6), (7, 5), (1, 2), (0, 3)], ids=str)
+def test_on_one_dim_every_row_of_the_table_takes_what_it_says_and_nothing_else(shape, size):
+    dims = (("data", size),)
+    taken = {pair: verbs(lying(dims, shape, pair[0]), lying(dims, shape, pair[1])) for pair in TABLE}
+    assert taken == TABLE
+
+
+def test_other_split_points_of_the_same_axis_take_an_all_to_all():
+    source = Sharding.of(LINE, (6, 4), {"data": Shard(0)}, {0: (0, 0, 5, 6)})
+    target = Sharding.of(LINE, (6, 4), {"data": Shard(0)})
+    assert verbs(source, target) == verbs(target, source) == (EXCHANGE,)
+    other_axis = Sharding.of(LINE, (6, 4), {"data": Shard(1)}, {1: (0, 4, 4, 4)})
+    assert verbs(source, other_axis) == verbs(other_axis, source) == (EXCHANGE,)
+    # Two dims on one axis move together.
+    nested = Sharding.of(SQUARE, (6, 4), {"data": Shard(0), "model": Shard(0)}, {0: (0, 1, 1, 1, 6)})
+    (step,) = steps(nested, lying(SQUARE, (6, 4), Shard(0), Shard(0)))
+    assert (step.verb, step.dims) == (EXCHANGE, ("data", "model"))
+
+
+def sharing(source: Sharding, target: Sharding) -> bool:
+    """Whether dims get in each other's way: one axis is sharded by two of them, at once or one after the other."""
+    return any(len({*source.dims_of(axis), *target.dims_of(axis)}) > 1 for axis in range(len(source.shape)))
+
+
+def legal_pairs(*kinds: str) -> list[tuple[Sharding, Sharding]]:
+    every = list(product(placements_of(2, *kinds), repeat=2))
+    return [(lying(SQUARE, (6, 7), *one), lying(SQUARE, (6, 7), *other)) for one, other in product(every, repeat=2)]
+
+
+@pytest.mark.parametrize("kinds", [("sum", "avg"), ("max",), ("min",)], ids=" ".join)
+def test_on_two_dims_each_takes_its_own_row_of_the_table_unless_they_share_an_axis(kinds):
+    apart = [pair for pair in legal_pairs(*kinds) if not sharing(*pair)]
+    assert len(apart) > 100
+    for source, target in apart:
+        taken = [(dim, step.verb) for step in steps(source, target) for dim in step.dims]
+        for dim in ("data", "model"):
+            mine = tuple(verb for name, verb in taken if name == dim)
+            assert mine == TABLE[source.by_dim[dim], target.by_dim[dim]], f"{dim}: {source} -> {target}"
+
+
+def test_dims_that_are_reduced_or_kept_together_are_one_step():
+    both = lying(SQUARE, (6, 7), SUM, AVG)
+    (step,) = steps(both, both.replicated)
+    assert (step.verb, step.dims) == (REDUCE, ("data", "model"))
+    (step,) = steps(both.replicated, both)
+    assert (step.verb, step.dims) == ("keep", ("data", "model"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        # Both dims on axis 0, all at once.
+        ((Replicate(), Replicate()), (Shard(0), Shard(0)), ["slice data, model"]),
+        ((Shard(0), Shard(0)), (Replicate(), Replicate()), ["all_gather data, model"]),
+        ((SUM, SUM), (Shard(0), Shard(0)), ["reduce_scatter data, model"]),
+        ((Shard(0), Shard(0)), (SUM, SUM), ["pad model", "pad data"]),
+        # The inner dim comes and goes within the blocks of the outer one.
+        ((Shard(0), Replicate()), (Shard(0), Shard(0)), ["slice model"]),
+        ((Shard(0), SUM), (Shard(0), Shard(0)), ["reduce_scatter model"]),
+        ((Shard(0), Shard(1)), (Shard(0), Shard(0)), ["all_to_all model"]),
+        ((Shard(0), Shard(0)), (Shard(0), Replicate()), ["all_gather model"]),
+        ((Shard(0), Shard(0)), (Shard(0), SUM), ["pad model"]),
+        ((Shard(0), Shard(0)), (Shard(0), Shard(1)), ["all_to_all model"]),
+        # The outer one cannot: the blocks of the inner dim lie within its own, so both are gathered.
+        ((Shard(0), Shard(0)), (Replicate(), Shard(0)), ["all_gather data, model", "slice model"]),
+        ((Shard(0), Shard(0)), (SUM, Shard(0)), ["all_gather data, model", "slice model", "keep data"]),
+        ((Replicate(), Shard(0)), (Shard(0), Shard(0)), ["all_gather model", "slice data, model"]),
+        ((SUM, Shard(0)), (Shard(0), Shard(0)), ["all_reduce data", "all_gather model", "slice data, model"]),
+        # One axis passes from one dim to the other.
+        ((Shard(0), Replicate()), (Replicate(), Shard(0)), ["all_gather data", "slice model"]),
+        ((Shard(0), Shard(1)), (Shard(1), Shard(0)), ["all_gather data", "all_to_all model", "slice data"]),
+    ],
+)
+def test_where_two_dims_share_an_axis_the_steps_are_these(before, after, expected):
+    taken = steps(lying(SQUARE, (6, 7), *before), lying(SQUARE, (6, 7), *after))
+    assert [f"{step.verb} {', '.join(step.dims)}" for step in taken] == expected
+
+
+def test_only_what_grows_or_leaves_waits_for_what_shrinks():
+    # The slice over data comes first, so that the sum over model is of half as much.
+    first, second = steps(lying(SQUARE, (6, 7), Replicate(), SUM), lying(SQUARE, (6, 7), Shard(0), Replicate()))
+    assert (first.verb, second.verb) == ("slice", REDUCE)
+    assert wire_bytes(second, 8) == 2 * (1 / 2) * (3 * 7 * 8)
+    # And the gathering comes last.
+    *_, last = steps(lying(SQUARE, (6, 7), Shard(0), SUM), lying(SQUARE, (6, 7), Replicate(), Replicate()))
+    assert last.verb == GATHER
+
+
+def check_legal(step: Step) -> None:
+    """What each rank has after `step` can be made of what the ranks along its dims had before."""
+    before, after = step.before, step.after
+    assert (before.dims, before.shape) == (after.dims, after.shape)
+    Sharding.of(after.dims, after.shape, after.by_dim)  # no operators that do not mix
+    for axis, splits in enumerate(after.splits):
+        assert (splits is None) == (after.dims_of(axis) == ())
+        if splits is not None:
+            assert len(splits) == after.parts(after.dims_of(axis)) + 1
+            assert (splits[0], splits[-1]) == (0, after.shape[axis])
+            assert all(start <= stop for start, stop in pairwise(splits))
+    changed = {dim for dim in before.by_dim if before.by_dim[dim] != after.by_dim[dim]}
+    kinds = {
+        GATHER: (Shard, Replicate),
+        EXCHANGE: (Shard, Shard),
+        REDUCE: (Partial, Replicate),
+        SCATTER: (Partial, Shard),
+        "slice": (Replicate, Shard),
+        "keep": (Replicate, Partial),
+        "pad": (Shard, Partial),
+    }
+    assert step.dims
+    assert changed == set(step.dims) or (step.verb == EXCHANGE and not changed)
+    for dim in step.dims:
+        assert isinstance(before.by_dim[dim], kinds[step.verb][0])
+        assert isinstance(after.by_dim[dim], kinds[step.verb][1])
+    if step.verb == "pad":
+        assert {after.by_dim[dim] for dim in step.dims} == {SUM}
+    everywhere = ranks_of(before.dims)
+    had, has = (dict(enumerate(blocks_of(sharding))) for sharding in (before, after))
+    for where in everywhere:
+        group = [everywhere.index(member) for member in before.members(step.dims, where)]
+        old, new = [had[rank] for rank in group], [has[rank] for rank in group]
+        if step.verb in (GATHER, "pad"):
+            whole = np.concatenate(old, step.axis).tolist()
+            assert all(block.tolist() == whole for block in new)
+        elif step.verb in ("slice", SCATTER):
+            assert all(block.tolist() == old[0].tolist() for block in old)
+            assert np.concatenate(new, step.axis).tolist() == old[0].tolist()
+        elif step.verb == EXCHANGE:
+            assert sorted(x for block in old for x in block.flat) == sorted(x for block in new for x in block.flat)
+        else:
+            assert all(block.tolist() == old[0].tolist() for block in (*old, *new))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [lying(SQUARE, (5, 3), SUM, SUM), lying(SQUARE, (5,), SUM, SUM), lying((("data", 4),), (5, 4), SUM)],
+    ids=str,
+)
+def test_there_is_no_way_to_an_array_of_another_shape_or_another_mesh(target):
+    source = lying(SQUARE, (5, 4), SUM, SUM)
+    text = f"no way from shape (5, 4) over {dict(SQUARE)} to {target.shape} over {dict(target.dims)}"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        steps(source, target)
+
+
+@settings(max_examples=60)
+@given(pair=pairs_of_shardings())
+def test_the_steps_lead_from_one_sharding_to_the_other_and_every_one_is_legal(comm, pair):
+    source, target = pair
+    with in_step(comm):
+        at = source
+        for step in steps(source, target):
+            assert step.before == at
+            assert step.before != step.after
+            check_legal(step)
+            at = step.after
+        assert at == target
+        assert (steps(source, target) == ()) == (source == target)
+
+
+@pytest.mark.parametrize("kinds", [("sum", "avg"), ("max",), ("min",)], ids=" ".join)
+@pytest.mark.parametrize("splits", ["balanced", "at random"])
+def test_the_steps_between_any_two_shardings_over_two_dims_are_legal(kinds, splits):
+    every = list(product(placements_of(2, *kinds), repeat=2))
+    for number, (one, other) in enumerate(product(every, repeat=2)):
+        seeds = (None, None) if splits == "balanced" else ([number, 0], [number, 1])
+        source, target = lying(SQUARE, (5, 3), *one, seed=seeds[0]), lying(SQUARE, (5, 3), *other, seed=seeds[1])
+        for step in steps(source, target):
+            check_legal(step)
+
+
+@settings(max_examples=60)
+@given(pair=pairs_of_shardings())
+def test_nothing_is_sent_where_everything_replicates_or_becomes_a_term_of_a_sum(comm, pair):
+    source, target = pair
+    with in_step(comm):
+        assert not any(step.sends for step in steps(source.replicated, target))
+        assume(all(placed != target.by_dim[dim] for dim, placed in source.by_dim.items()))
+        into_sum = Sharding.of(source.dims, source.shape, dict.fromkeys(source.by_dim, SUM))
+        assert not any(step.sends for step in steps(source.natural, into_sum))
+
+
+@settings(max_examples=60)
+@given(pair=pairs_of_shardings())
+def test_no_way_sends_more_than_the_one_by_which_everything_replicates_first(comm, pair):
+    source, target = pair
+    with in_step(comm):
+        directly = sum(wire_bytes(step, 8) for step in steps(source, target))
+        by_way = sum(wire_bytes(step, 8) for step in steps(source, source.replicated))
+        assert directly <= by_way + 1e-9
+
+
+@settings(max_examples=60)
+@given(sharding=shardings())
+def test_the_trace_s_bytes_add_up_to_what_the_array_has(comm, sharding):
+    with in_step(comm):
+        everywhere = ranks_of(sharding.dims)
+        for step in steps(sharding, sharding.replicated):
+            total = sum(sent_bytes(step, where, 4) for where in everywhere)
+            assert total == 4 * sum(prod(step.before.local_shape(where)) for where in everywhere)
+        for step in steps(sharding.replicated, sharding):
+            assert [sent_bytes(step, where, 4) for where in everywhere] == [0] * len(everywhere)
+
+
+def test_a_rank_puts_into_an_all_to_all_what_it_does_not_keep():
+    source, target = lying(LINE, (6, 6), Shard(0)), lying(LINE, (6, 6), Shard(1))
+    (step,) = steps(source, target)
+    assert [sent_bytes(step, where, 4) for where in ranks_of(LINE)] == [2 * 4 * 4] * 3
+    uneven = Sharding.of(LINE, (6, 6), {"data": Shard(0)}, {0: (0, 0, 5, 6)})
+    (step,) = steps(uneven, source)
+    # [0, 0) keeps nothing, [0, 5) keeps [2, 4), and [5, 6) all that it has.
+    assert [sent_bytes(step, where, 8) for where in ranks_of(LINE)] == [0, 3 * 6 * 8, 0]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_bytes_on_the_wire_follow_the_well_known_algorithms(parts):
+    dims = (("data", parts), ("model", 2))
+    shape = (12, 24)
+    n = 12 * 24 * 8  # of the whole array; along data, with model replicated
+    share = (parts - 1) / parts
+
+    def wire(before, after, model=REPLICATE):
+        (step,) = steps(lying(dims, shape, before, model), lying(dims, shape, after, model))
+        return wire_bytes(step, 8)
+
+    for model, held in ((Replicate(), n), (Shard(1), n / 2), (SUM, n)):
+        assert wire(Shard(0), Replicate(), model) == pytest.approx(share * held)
+        assert wire(SUM, Shard(0), model) == pytest.approx(share * held)
+        assert wire(SUM, Replicate(), model) == pytest.approx(2 * share * held)
+        assert wire(Replicate(), Shard(0), model) == wire(Replicate(), SUM, model) == wire(Shard(0), SUM, model) == 0
+    assert wire(Shard(0), Shard(1)) == pytest.approx(share * n / parts)
+    # Over both dims together, as over one of as many ranks.
+    (step,) = steps(lying(dims, shape, SUM, SUM), lying(dims, shape, Replicate(), Replicate()))
+    assert wire_bytes(step, 8) == pytest.approx(2 * (2 * parts - 1) / (2 * parts) * n)
+
+
+def test_a_step_says_what_it_changes():
+    (step,) = steps(lying(SQUARE, (6, 7), SUM, AVG), lying(SQUARE, (6, 7), Replicate(), Replicate()))
+    assert (step.placement_before, step.placement_after) == ("Partial('sum'), Partial('avg')", "Replicate()")
+    (step,) = steps(lying(SQUARE, (6, 7), Shard(0), SUM), lying(SQUARE, (6, 7), Shard(1), SUM))
+    assert (step.placement_before, step.placement_after) == ("Shard(0)", "Shard(1)")
+    assert step.sends
+    (step,) = steps(lying(SQUARE, (6, 7), Shard(0), SUM), lying(SQUARE, (6, 7), SUM, SUM))
+    assert (step.placement_before, step.placement_after) == ("Shard(0)", "Partial('sum')")
+    assert not step.sends
+
+
+def test_random_split_points_go_up_and_some_blocks_are_empty():
+    # Of the tests themselves: what they call ragged is.
+    drawn = [ragged(5, 4, seed) for seed in range(50)]
+    assert all(list(splits) == sorted(splits) and (splits[0], splits[-1]) == (0, 5) for splits in drawn)
+    assert any(start == stop for splits in drawn for start, stop in pairwise(splits))
+    assert any(start < stop for splits in drawn for start, stop in pairwise(splits))
