@@ -24,7 +24,9 @@ class ndarray:
 
     def __getattr__(self, name):
         attribute = getattr(self._array, name)
-        return on_device(attribute) if callable(attribute) else attribute
+        if name in WITHOUT_INITIAL:
+            attribute = refuses_initial(attribute)
+        return on_device(attribute) if callable(attribute) else wrap(attribute)
 
     @property
     def data(self):
@@ -54,11 +56,24 @@ def operator_method(name):
     return method
 
 
-for _name in "add sub mul truediv pow and or".split():
+for _name in "add sub mul truediv pow matmul and or".split():
     for _prefix in ("", "r", "i"):
         setattr(ndarray, f"__{_prefix}{_name}__", operator_method(f"__{_prefix}{_name}__"))
 for _name in "lt le gt ge eq ne neg abs invert".split():
     setattr(ndarray, f"__{_name}__", operator_method(f"__{_name}__"))
+
+
+# CuPy's reductions know neither `initial` nor `where`, and so no largest element of none.
+WITHOUT_INITIAL = {"max", "min", "amax", "amin", "sum", "prod", "mean", "all", "any"}
+
+
+def refuses_initial(function):
+    def call(*arguments, **options):
+        for name in {"initial", "where"} & options.keys():
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument '{name}'")
+        return function(*arguments, **options)
+
+    return call
 
 
 def unwrap(value):
@@ -90,7 +105,8 @@ class StrictCupy(ModuleType):
         self.ndarray = ndarray
 
     def __getattr__(self, name):
-        return on_device(getattr(np, name))
+        function = getattr(np, name)
+        return on_device(refuses_initial(function) if name in WITHOUT_INITIAL else function)
 
     @staticmethod
     def asarray(value, dtype=None):

@@ -35,6 +35,12 @@ MERGE = 12
 # Central differences with step eps**(1/3): truncation and rounding both leave about eps**(2/3), 2**18 ulp, and third
 # derivatives of up to a few hundred.
 FINITE_DIFFERENCE = 2**26
+# An operation against NumPy's textbook formula, and in float32 against float64: some ten roundings of the largest
+# numbers on the way, each of half an ulp or, in exponentials, of one or two.
+OPERATION = 16
+# A sharded operation, or its gradient, against that of one process: what shards give is added up in another order, and
+# where softmax records are joined it is in float64. Norms of rows of small numbers magnify that.
+SHARDED = 64
 
 
 def ulp(value: Any, dtype: Any) -> Array:

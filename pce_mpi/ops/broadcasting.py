@@ -99,6 +99,7 @@ def reduction_rule(
     )
 
 
+@np.errstate(all="ignore")
 def local_sum(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
     """The sum of `x`; that of halves is taken in float32 and rounded once."""
     if is_half(x.dtype):
@@ -106,6 +107,7 @@ def local_sum(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
     return x.sum(axes, keepdims=keepdims)
 
 
+@np.errstate(all="ignore")
 def local_extreme(name: str, x: Array, axes: tuple[int, ...], keepdims: bool, loses: Any) -> Array:
     """The largest ("max") or the smallest ("min") element of `x`; `loses` where there is none.
 

@@ -250,7 +250,9 @@ def _astype_rule(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Rule:
     return broadcasting(*([[0]] if is_floating(dtype) else []))(shape)
 
 
-_ASTYPE = Op("astype", lambda x, dtype: x.astype(dtype), (lambda g, y, x, dtype: g,), _astype_rule, uses=[()])
+_ASTYPE = Op(
+    "astype", lambda x, dtype: x.astype(dtype), (lambda g, y, x, dtype: g,), _astype_rule, uses=[()], relays=True
+)
 
 
 def add(x: Any, y: Any) -> DistArray:

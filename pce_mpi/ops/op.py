@@ -47,6 +47,8 @@ class Op:
     knows_layout  `forward` takes `layout` too, to know where the local arrays lie
     uses          for each of `vjps` the operands whose elements it uses, -1 for the result: what the tape has to hold.
                   Of the others a vjp sees where they lie, but no elements. None: all of them
+    relays        the vjp gives the same elements in another order, shape or dtype: what is Partial stays so, as
+                  it may be on its way to a parameter, whose gradients add up without communication
     keeps         `forward` returns something else besides, which the vjps take as `kept`
     sends         what `forward` sends itself, which only an operation does whose rule has labels that it joins
     """
@@ -58,6 +60,7 @@ class Op:
     dtype: Callable[..., Any] = np.result_type
     uses: Sequence[Sequence[int]] | None = None
     knows_layout: bool = False
+    relays: bool = False
     keeps: bool = False
     sends: Callable[..., Sequence[Sent]] | None = None
 
@@ -119,10 +122,11 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     """The result of `op`; on the tape, if an operand requires a gradient."""
     operands = _operands(op.name, values)
     mesh = operands[0].mesh
-    chosen = _plan(op, operands, parameters)
+    present = [_at_hand(x) for x in operands]
+    chosen = _plan(op, present, parameters)
     inputs = [
-        moved(x, target, operation=op.name, reason=f"operand {index} has to lie so")
-        for index, (x, target) in enumerate(zip(operands, chosen.operands, strict=True))
+        moved(x, target, operation=op.name, reason=_reason(op, index, x.sharding, target))
+        for index, (x, target) in enumerate(zip(present, chosen.operands, strict=True))
     ]
     required = tuple(x.requires_grad for x in operands) if is_recording() else (False,) * len(operands)
     more: dict[str, Any] = {}
@@ -132,7 +136,7 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
         if op.sends:
             mesh.sent += op.sends(*(x.dtype for x in operands), **more, **parameters)
         local = Abstract(np.dtype(op.dtype(*(x.dtype for x in operands))))
-        return _settled(DistArray(local, mesh, chosen.result), op.name, chosen)
+        return _settled(DistArray(local, mesh, chosen.result, computed=True), op.name, chosen)
     local = op.forward(*(x.local for x in inputs), **parameters, **more)
     kept = {}
     if op.keeps:
@@ -150,22 +154,39 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     return result
 
 
+def _reason(op: Op, index: int, before: Sharding, after: Sharding) -> str:
+    """Why an operand is brought from `before` to `after`."""
+    if before == after:
+        return ""
+    if op.rule is None:
+        return f"no rule for {op.name}: operand {index} is replicated"
+    if set(before.partial_dims) - set(after.partial_dims):
+        return f"operand {index} is Partial and has to be reduced first"
+    return f"operand {index} lies so for the fewest bytes"
+
+
 def moved(x: DistArray, target: Sharding, *, operation: str, reason: str) -> DistArray:
     """`x`, lying as `target` says. What had to be sent for that is kept with a computed array, and not sent twice."""
-    if x.sharding == target and not isinstance(x.mesh, AbstractMesh):
-        return x
     if isinstance(x.mesh, AbstractMesh):
         x.mesh.needed.setdefault(id(x), target)
-        x.mesh.sent += [_sent(step, x) for step in steps(x.sharding, target) if step.sends]
-        return DistArray(x.local, x.mesh, target)
-    if x.moved is None:  # a made array may be written to, by a step of SGD for one
-        return redistribute(x, target, operation=operation, reason=reason)
-    known = x.moved.get(target)
-    if known is None:
-        known = redistribute(x, target, operation=operation, reason=reason)
-        if any(step.sends for step in steps(x.sharding, target)):
-            x.moved[target] = known
-    return known
+    if x.sharding == target:
+        return x
+    if x.moved and target in x.moved:
+        return x.moved[target]
+    sending = [step for step in steps(x.sharding, target) if step.sends]
+    if isinstance(x.mesh, AbstractMesh):
+        x.mesh.sent += [_sent(step, x) for step in sending]
+        there = DistArray(x.local, x.mesh, target)
+    else:
+        there = redistribute(x, target, operation=operation, reason=reason)
+    if sending and x.moved is not None:  # a made array may be written to, by a step of SGD for one
+        x.moved[target] = there
+    return there
+
+
+def _at_hand(x: DistArray) -> DistArray:
+    """`x`, reduced if it is Partial and has been reduced already: then that costs nothing any more."""
+    return x.moved.get(x.sharding.natural, x) if x.moved else x
 
 
 def _sent(step: Step, x: DistArray) -> Sent:
@@ -274,7 +295,11 @@ def _record(
         if not op.vjps:
             raise NotImplementedError(f"{op.name} has no vjp: its result has no gradient")
         # All consumers have contributed: what is left to add up is added up once, here.
-        settled = redistribute(gradient, known.sharding.natural, operation=op.name, reason="its gradient is complete")
+        target = known.sharding.natural
+        if op.relays:
+            placed = gradient.sharding.by_dim
+            target = target.with_terms_over(tuple(dim for dim in placed if placed[dim] == Partial("sum")))
+        settled = redistribute(gradient, target, operation=op.name, reason="its gradient is complete")
         return [
             None if want is None else _contribution(op, index, want, settled, known, arguments, parameters, kept)
             for index, want in enumerate(wanted)

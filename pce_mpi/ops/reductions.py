@@ -121,7 +121,9 @@ def min(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = 
 @np.errstate(all="ignore")
 def _logsumexp(x: Array, axes: tuple[int, ...], keepdims: bool, layout: Layout) -> tuple[Array, Any]:
     largest, total = maximum_and_sum(x, axes, layout, "logsumexp")
-    result = (largest + array_namespace(x).log(total)).astype(x.dtype, copy=False)
+    xp = array_namespace(x)
+    # An infinite element is the result, and so is -inf where there is nothing else.
+    result = xp.where(xp.isinf(largest), largest, largest + xp.log(total)).astype(x.dtype, copy=False)
     shape = kept_shape(x.shape, axes) if keepdims else layout.shape
     return result.reshape(shape), (largest, total)
 

@@ -150,9 +150,15 @@ def plan(rule: Rule, operands: Sequence[Sharding], itemsizes: Sequence[int], ite
 def _arrangements(rule: Rule, operands: Sequence[Sharding], index: int) -> Iterator[_Arrangement]:
     current = [operand.placements[index] for operand in operands]
     if any(isinstance(placement, Shard) for placement in current):
-        labels = dict.fromkeys(axis.label for axes in rule.operands for axis in axes if axis)
-        for label in labels:
+        lengths: dict[Hashable, int] = {}
+        for operand, axes in zip(operands, rule.operands, strict=True):
+            lengths |= {axis.label: operand.shape[i] * axis.inner for i, axis in enumerate(axes) if axis}
+        for label, length in lengths.items():
             placed = tuple(_placed(axes, label) for axes in rule.operands)
+            if length == 1 and not any(
+                here == there != Replicate() for here, there in zip(current, placed, strict=True)
+            ):
+                continue  # one element is not shared out: all other ranks would have nothing to do
             result = _placed(rule.result, label)
             if isinstance(result, Shard) or label in rule.joined:
                 yield _Arrangement(placed, result, label)

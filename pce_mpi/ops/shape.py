@@ -79,6 +79,7 @@ _RESHAPE = Op(
     _reshape_rule,
     uses=[()],
     knows_layout=True,
+    relays=True,
 )
 
 
@@ -112,6 +113,7 @@ _TRANSPOSE = Op(
     (lambda g, y, x, axes: transpose(g, sorted(range(len(axes)), key=axes.__getitem__)),),
     _transpose_rule,
     uses=[()],
+    relays=True,
 )
 
 

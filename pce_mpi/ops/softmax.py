@@ -30,6 +30,8 @@ _RECORD = Record(hold_largest=True)
 def maximum_and_sum(x: Array, axes: Sequence[int], layout: Layout, operation: str) -> tuple[Array, Array]:
     """max x and sum exp(x - max x) over `axes`, which stay with length 1, on all ranks that share them out.
 
+    Where the largest element is infinite the sum is `nan`.
+
     Collective where `axes` are sharded: an Allgather of 56 bytes, and one Allreduce of 32 bytes a row.
     """
     if not is_floating(x.dtype):
@@ -42,8 +44,7 @@ def maximum_and_sum(x: Array, axes: Sequence[int], layout: Layout, operation: st
     if comm is None:
         with np.errstate(all="ignore"):
             largest = local_extreme("max", x, tuple(axes), True, -math.inf)
-            finite = xp.where(xp.isinf(largest), x.dtype.type(0), largest)
-            return largest, xp.exp(x - finite).sum(tuple(axes), keepdims=True)
+            return largest, xp.exp(x - largest).sum(tuple(axes), keepdims=True)
     others = [axis for axis in range(x.ndim) if axis not in axes]
     rows = x.transpose([*others, *axes]).reshape(math.prod(shape), math.prod(x.shape[axis] for axis in axes))
     call = Call(operation=operation, logits=rows, comm=comm, over=over_text(layout.dims(axes)), needs_targets=False)

@@ -23,7 +23,7 @@ EVERYTHING = [*NUMBERS, np.bool_]
 
 SHAPES = [(), (0,), (1,), (7,), (3, 4), (2, 0, 3), (2, 3, 4), (1025,)]
 
-WHY = {"operation": "a test", "reason": "to see what arrives"}
+WHY: Any = {"operation": "a test", "reason": "to see what arrives"}
 
 by_name = partial(pytest.mark.parametrize, ids=lambda value: getattr(value, "__name__", str(value)))
 

@@ -1,0 +1,1355 @@
+"""Where results and gradients lie, what has to be sent for that, and that the numbers are those of one process.
+
+The functions of NumPy run on distributed arrays as well, so that one formula gives both a result and what it is to be.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi import Partial, Replicate, Shard, dense, infer_placements
+from pce_mpi.channel import Channel
+from pce_mpi.dist_array import DistArray
+from pce_mpi.mesh import Mesh
+from pce_mpi.placements import Placement
+from pce_mpi.sharding import Sharding
+from pce_mpi.tracing import Purpose
+from ranks.grids import assembled, factorizations, local_of, lying, mesh_of, squarest
+
+SUM, AVG, MAX, MIN = (Partial(operator) for operator in ("sum", "avg", "max", "min"))
+R = Replicate()
+
+Array = np.ndarray
+Formula = Callable[[Any], Any]
+
+ROUNDING = 64 * float(np.finfo(np.float64).eps)  # of a few dozen additions; whole numbers are exact
+
+
+@pytest.fixture
+def comm(comm, monkeypatch):
+    """All ranks; one that waits in vain gives up before the session does."""
+    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
+    return comm
+
+
+@pytest.fixture
+def line(comm) -> Mesh:
+    """A mesh of one dim, `data`."""
+    return mesh_of(comm, comm.size)
+
+
+@pytest.fixture
+def square(comm) -> Mesh:
+    """A mesh of two dims, `data` and `model`."""
+    return mesh_of(comm, *squarest(comm.size))
+
+
+def grids(comm) -> Iterator[Mesh]:
+    """Every mesh of two dims."""
+    return (mesh_of(comm, *sizes) for sizes in factorizations(comm.size, 2))
+
+
+def numbers(*shape: int, seed: int = 0) -> Array:
+    """Whole numbers from 1 to 5, of which sums and products are exact."""
+    return np.random.default_rng([seed, *shape]).integers(1, 6, shape).astype(np.float64)
+
+
+def at(mesh: Mesh, whole: Any, *placements: Placement, requires_grad: bool = False, seed: int = 0, splits: Any = None):
+    """The distributed array that is `whole`, with random terms where it is Partial, and random `splits` if asked."""
+    whole = np.asarray(whole)
+    sharding = lying(mesh.layout, whole.shape, *placements, seed=splits)
+    return DistArray(local_of(whole, sharding, mesh.coordinates, seed), mesh, sharding, requires_grad=requires_grad)
+
+
+def whole_of(x: DistArray) -> Array:
+    """The global array, put together from what the ranks hold, which must be equal bits where it should be equal."""
+    return assembled(x.sharding, x.mesh.comm(*x.mesh.dims).allgather(np.asarray(x.local)))
+
+
+def traced(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, pce.Trace]:
+    with pce.trace() as trace:
+        result = function(*arguments, **options)
+    return result, trace
+
+
+def collectives(trace: pce.Trace, **where: Any) -> list[str]:
+    return [event.collective for event in trace.select(**where)]
+
+
+def placements(x: DistArray) -> tuple[Placement, ...]:
+    return x.sharding.placements
+
+
+def check(x: DistArray, expected: Any, *lies: Placement, name: str = "") -> None:
+    """Collective: `x` is `expected`, on every rank, and lies so."""
+    got = whole_of(x)
+    assert placements(x) == lies, name
+    assert got.shape == np.shape(expected), name
+    np.testing.assert_allclose(got, expected, rtol=ROUNDING, atol=ROUNDING, err_msg=name)
+
+
+def by_name(formulas: dict[str, Any]):
+    return pytest.mark.parametrize("formula", formulas.values(), ids=formulas)
+
+
+kinds = pytest.mark.parametrize("kind", [SUM, AVG], ids=["sum", "avg"])
+extremes = pytest.mark.parametrize("kind", [MAX, MIN], ids=["max", "min"])
+
+# ------------------------------------------------------------------------------------------------ what stays Partial
+
+OTHER = numbers(6, 4, seed=1)
+MATRIX = numbers(4, 3, seed=2)
+CONDITION = OTHER > 2
+
+MOVEMENTS: dict[str, Formula] = {
+    "reshape": lambda p: np.reshape(p, (2, 12)),
+    "reshape of all": lambda p: np.reshape(p, -1),
+    "transpose": lambda p: p.T,
+    "swapaxes": lambda p: np.swapaxes(p, 0, 1),
+    "expand": lambda p: np.broadcast_to(p, (2, 6, 4)),
+    "slice": lambda p: p[1:5:2, ::-1],
+    "one row": lambda p: p[-1],
+    "split": lambda p: np.split(p, 2)[1],
+    "concatenate": lambda p: np.concatenate([p, p], axis=1),
+    "concatenate with a constant": lambda p: np.concatenate([p, OTHER]),
+}
+
+LINEAR: dict[str, Formula] = {
+    **MOVEMENTS,
+    "negation": lambda p: -p,
+    "times a number": lambda p: 3.0 * p * 2,
+    "divided by a number": lambda p: p / 4.0,
+    "times an array": lambda p: OTHER * p,
+    "divided by an array": lambda p: p / OTHER,
+    "plus itself": lambda p: p + p,
+    "minus itself": lambda p: p - 3.0 * p,
+    "plus a number": lambda p: p + 1,
+    "a number minus": lambda p: 1.0 - p,
+    "plus an array": lambda p: OTHER + p,
+    "plus a row": lambda p: p - OTHER[0],
+    "matrix product": lambda p: p @ MATRIX,
+    "matrix product from the left": lambda p: OTHER.T @ p,
+    "product with a vector": lambda p: p @ MATRIX[:, 0],
+    "sum": lambda p: np.sum(p),
+    "sum of an axis": lambda p: np.sum(p, axis=1, keepdims=True),
+    "mean": lambda p: np.mean(p, axis=0),
+    "where of two": lambda p: np.where(CONDITION, p, 2.0 * p),
+    "where with a number": lambda p: np.where(CONDITION, 1.0, p),
+    "another dtype": lambda p: p.astype(np.float32),
+}
+
+
+@kinds
+def test_linear_operations_keep_partial_sums_and_averages_and_send_nothing(line, kind):
+    whole = numbers(6, 4)
+    for name, formula in LINEAR.items():
+        result, trace = traced(formula, at(line, whole, kind))
+        check(result, formula(whole), kind, name=name)
+        assert trace.count(purpose=None) == 0, name
+
+
+@kinds
+def test_a_sum_of_partial_arrays_stays_partial_and_sends_nothing(line, kind):
+    a, b = numbers(5, 2), numbers(2, seed=1)
+    result, trace = traced(lambda: at(line, a, kind) + at(line, b, kind, seed=1))
+    check(result, a + b, kind)
+    assert trace.count(purpose=None) == 0
+
+
+def test_an_embedding_in_a_partial_table_is_partial(line):
+    table, ids = numbers(5, 2), np.array([[4, 0], [1, 4]])
+    result, trace = traced(pce.embedding, ids, at(line, table, SUM))
+    check(result, table[ids], SUM)
+    assert trace.count() == 0
+
+
+@extremes
+def test_maxima_and_minima_survive_what_only_moves_data(line, kind):
+    whole = numbers(6, 4)
+    for name, formula in MOVEMENTS.items():
+        result, trace = traced(formula, at(line, whole, kind))
+        check(result, formula(whole), kind, name=name)
+        assert trace.count(purpose=None) == 0, name
+
+
+@extremes
+def test_maxima_and_minima_survive_nothing_else_linear_as_it_may_be(line, kind):
+    whole = numbers(6, 4)
+    for name, formula in LINEAR.items():
+        if name not in MOVEMENTS:
+            result, trace = traced(formula, at(line, whole, kind))
+            check(result, formula(whole), R, name=name)
+            assert set(collectives(trace)) == {"all_reduce"}, name
+
+
+NOT_LINEAR: dict[str, Formula] = {
+    "exp": np.exp,
+    "log": np.log,
+    "sqrt": np.sqrt,
+    "tanh": np.tanh,
+    "square": np.square,
+    "power": lambda p: p**3.0,
+    "a power of a number": lambda p: 2.0**p,
+    "a number divided by": lambda p: 1.0 / p,
+    "maximum": lambda p: np.maximum(p, 2.0),
+    "largest": lambda p: np.max(p, axis=0),
+    "smallest": lambda p: np.min(p),
+    "equal": lambda p: np.equal(p, 2.0),
+    "where p is not 0": lambda p: np.where(p, 1.0, 2.0),
+    "whole numbers": lambda p: (p / 2.0).astype(np.int64),
+    "cumsum, which has no rule": lambda p: np.cumsum(p, axis=0),
+}
+
+
+@pytest.mark.parametrize("kind", [SUM, AVG, MAX, MIN], ids=lambda kind: kind.operator)
+def test_every_other_operation_reduces_first(line, kind):
+    whole = numbers(6, 4)
+    for name, formula in NOT_LINEAR.items():
+        result, trace = traced(formula, at(line, whole, kind))
+        check(result, formula(whole), R, name=name)
+        assert collectives(trace) == ["all_reduce"], name
+
+
+def test_softmax_and_losses_of_partial_logits_reduce_first(line):
+    logits, targets = numbers(6, 4), np.array([0, 3, 1, 2, 0, 0])
+    p = at(line, logits, SUM)
+    e = np.exp(logits)
+    for function, expected in [
+        (pce.softmax, e / e.sum(axis=1, keepdims=True)),
+        (pce.log_softmax, np.log(e / e.sum(axis=1, keepdims=True))),
+        (lambda p: pce.logsumexp(p, axis=1), np.log(e.sum(axis=1))),
+        (lambda p: pce.cross_entropy(p, targets), dense.softmax_cross_entropy(logits, targets)),
+    ]:
+        result, trace = traced(function, p)
+        check(result, expected, R)
+        assert collectives(trace) == ["all_reduce"]
+
+
+# ------------------------------------------------------------------------------- a Partial operand and a whole one
+
+
+@kinds
+@pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
+def test_what_is_added_to_a_partial_array_is_counted_once_and_not_once_a_rank(line, kind, first):
+    a, b = numbers(3, 2), numbers(3, 2, seed=1)
+    p = at(line, a, kind)
+    for other, value in [(at(line, b, R), b), (b, b), (7, 7), (np.float64(7), 7), (np.array(7.0), 7)]:
+        (result, trace), expected = (
+            traced(lambda o: p + o if first else o - p, other),
+            a + value if first else value - a,
+        )
+        check(result, expected, kind)
+        assert trace.count(purpose=None) == 0
+
+
+def test_of_a_term_that_is_made_partial_one_rank_keeps_all(line):
+    p = at(line, np.zeros(3), SUM)
+    result = p + 5.0
+    added = [
+        local - before for local, before in zip(*map(line.comm("data").allgather, (result.local, p.local)), strict=True)
+    ]
+    assert [term.tolist() for term in added] == [[5.0] * 3, *([[0.0] * 3] * (line.size - 1))]
+
+
+def test_terms_over_different_dims_are_added_over_both(comm):
+    a, b = numbers(3, 2), numbers(3, 2, seed=1)
+    for mesh in grids(comm):
+        result, trace = traced(lambda m: at(m, a, SUM, R) + at(m, b, R, SUM), mesh)
+        check(result, a + b, SUM, SUM)
+        assert trace.count(purpose=None) == 0
+
+
+def test_a_sum_and_an_average_over_one_dim_do_not_mix_before_one_is_reduced(line):
+    a, b = numbers(3, 2), numbers(3, 2, seed=1)
+    result, trace = traced(lambda: at(line, a, SUM) + at(line, b, AVG))
+    got = whole_of(result)
+    assert collectives(trace) == ["all_reduce"]
+    np.testing.assert_allclose(got, a + b, rtol=ROUNDING)
+
+
+# ------------------------------------------------------------------------------------------ products of Partial arrays
+
+PRODUCTS: dict[str, Callable[[Any, Any], Any]] = {
+    "product": lambda a, b: a * b,
+    "matrix product": lambda a, b: a @ b.T,
+}
+
+
+@by_name(PRODUCTS)
+@pytest.mark.parametrize("kinds", [(SUM, SUM), (SUM, AVG), (AVG, SUM), (AVG, AVG)], ids=str)
+def test_a_product_of_partial_arrays_over_different_dims_is_partial_over_both(comm, formula, kinds):
+    a, b = numbers(3, 2), numbers(3, 2, seed=1)
+    for mesh in grids(comm):
+        result, trace = traced(formula, at(mesh, a, kinds[0], R), at(mesh, b, R, kinds[1], seed=1))
+        check(result, formula(a, b), *kinds)
+        assert trace.count(purpose=None) == 0
+
+
+@by_name(PRODUCTS)
+@kinds
+def test_of_a_product_of_partial_arrays_over_one_dim_one_is_reduced_first(line, formula, kind):
+    a, b = numbers(3, 2), numbers(3, 2, seed=1)
+    p, q = at(line, a, kind), at(line, b, kind, seed=1)
+    result, trace = traced(formula, p, q)
+    check(result, formula(a, b), kind)
+    assert collectives(trace) == ["all_reduce"]
+    assert trace.bytes() == 3 * 2 * 8
+
+
+def test_a_square_of_a_partial_array_is_not_the_sum_of_squares(line):
+    a = numbers(3, 2)
+    p = at(line, a, SUM)
+    for square in (p * p, p**2, pce.square(p)):
+        got = whole_of(square)
+        np.testing.assert_array_equal(got, a * a)
+
+
+def test_a_maximum_over_one_dim_is_reduced_before_it_meets_a_sum_over_another(comm):
+    a, b = numbers(3, 2), numbers(3, 2, seed=1)
+    for mesh in grids(comm):
+        result, trace = traced(lambda m: at(m, a, MAX, R) * at(m, b, R, SUM), mesh)
+        check(result, a * b, R, SUM)
+        assert [(event.over, event.collective) for event in trace.select()] == [("data", "all_reduce")]
+
+
+def test_what_only_moves_data_keeps_a_maximum_but_never_beside_a_sum(comm):
+    a, b = numbers(3, 2), numbers(3, 2, seed=1)
+    for mesh in grids(comm):
+        result, trace = traced(lambda m: pce.concatenate([at(m, a, MAX, R), at(m, b, R, SUM)]), mesh)
+        got = whole_of(result)
+        assert collectives(trace) == ["all_reduce"]
+        np.testing.assert_array_equal(got, np.concatenate([a, b]))
+
+
+def test_matrices_that_are_both_sharded_where_they_meet_give_terms_of_the_product(line):
+    a, b = numbers(3, 5), numbers(5, 2, seed=1)
+    result, trace = traced(pce.matmul, at(line, a, Shard(1)), at(line, b, Shard(0)))
+    check(result, a @ b, SUM)
+    assert trace.count(purpose=None) == 0
+
+
+def test_stacks_of_matrices_follow_the_same_rule_on_every_axis(comm):
+    a, b = numbers(3, 4, 5), numbers(3, 5, 6, seed=1)
+    lies = {Shard(0): (Shard(0), Shard(0)), Shard(1): (Shard(1), R), Shard(2): (R, Shard(2)), SUM: (Shard(2), Shard(1))}
+    for mesh in grids(comm):
+        for one, (a_one, b_one) in lies.items():
+            for other, (a_other, b_other) in lies.items():
+                if one == other:
+                    continue
+                x, y = at(mesh, a, a_one, a_other), at(mesh, b, b_one, b_other)
+                result, trace = traced(pce.matmul, x, y)
+                check(result, a @ b, one, other)
+                assert trace.count(purpose=None) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- reductions
+
+
+def test_a_sum_over_a_sharded_axis_is_partial_and_sends_nothing(line):
+    a = numbers(7, 3)
+    for splits in (None, [1], [2]):
+        x = at(line, a, Shard(0), splits=splits)
+        for axis, keepdims, lies in [(0, False, SUM), ((0, 1), True, SUM), (None, False, SUM), (1, False, Shard(0))]:
+            result, trace = traced(pce.sum, x, axis, keepdims=keepdims)
+            check(result, a.sum(axis, keepdims=keepdims), lies)
+            assert trace.count(purpose=None) == 0
+
+
+def test_the_axes_behind_one_that_is_summed_move_up_with_their_shards(line):
+    a = numbers(2, 3, 7)
+    x = at(line, a, Shard(2))
+    check(pce.sum(x, 0), a.sum(0), Shard(1))
+    check(pce.mean(x, (0, 1)), a.mean((0, 1)), Shard(0))
+    check(pce.sum(x, 1, keepdims=True), a.sum(1, keepdims=True), Shard(2))
+
+
+def test_a_mean_over_an_unevenly_sharded_axis_divides_by_the_global_count_in_value_and_gradient(line):
+    a = numbers(7, 3)
+    for splits in (None, [1], [2], [3]):
+        x = at(line, a, Shard(0), requires_grad=True, splits=splits)
+        result, trace = traced(pce.mean, x)
+        np.testing.assert_allclose(result.local, x.local.sum() / 21, rtol=ROUNDING)  # never a mean of its own rows
+        check(result, a.mean(), SUM)
+        assert trace.count(purpose=None) == 0
+        _, trace = traced(result.backward)
+        assert x.grad.sharding == x.sharding
+        np.testing.assert_array_equal(x.grad.local, np.full(x.local.shape, 1 / 21))
+        assert trace.count(purpose=None) == 0
+
+
+def test_a_mean_is_never_an_average_over_ranks(square):
+    a = numbers(6, 4)
+    for lies in [(Shard(0), R), (R, Shard(1)), (Shard(0), Shard(1)), (Shard(0), Shard(0)), (SUM, Shard(1))]:
+        result = pce.mean(at(square, a, *lies))
+        check(result, a.mean(), *(R if placement == R else SUM for placement in lies))
+
+
+def test_a_mean_of_an_average_is_one_and_a_mean_of_a_mean_is_right(line):
+    a = numbers(5, 3)
+    check(pce.mean(at(line, a, AVG), 1), a.mean(1), AVG)
+    check(pce.mean(pce.mean(at(line, a, Shard(0)), 0)), a.mean(), SUM)
+
+
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_a_largest_or_smallest_over_a_sharded_axis_is_found_at_once(line, name):
+    function, in_numpy = getattr(pce, name), getattr(np, name)
+    for a in (numbers(7, 3) - 3, numbers(1, 3), -numbers(5, 3), numbers(5, 3).astype(np.int32), numbers(5, 3) > 2):
+        for splits in (None, [1]):
+            result, trace = traced(function, at(line, a, Shard(0), splits=splits), 0)
+            check(result, in_numpy(a, 0), R)
+            assert collectives(trace) == ["all_reduce"]
+            assert trace.bytes() == 3 * a.dtype.itemsize
+            assert trace.events[-1].before == f"Partial({name!r})"
+            assert result.dtype == a.dtype
+    b = numbers(7, 3)
+    result, trace = traced(function, at(line, b, Shard(0)), 1)
+    check(result, in_numpy(b, 1), Shard(0))
+    assert trace.count(purpose=None) == 0
+
+
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_a_nan_on_one_rank_is_the_largest_and_the_smallest_on_all(line, name):
+    a = numbers(7, 2)
+    a[-1, 1] = np.nan
+    got = whole_of(getattr(pce, name)(at(line, a, Shard(0)), 0))
+    np.testing.assert_array_equal(got, getattr(np, name)(a, 0))
+
+
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_equal_elements_share_the_gradient_of_the_largest_counted_over_all_ranks(line, name):
+    sign = 1.0 if name == "max" else -1.0
+    # Column 0: the largest three times; column 1: once; column 2: everywhere.
+    a = sign * np.array([[9.0, 1, 4], [2, 1, 4], [9, 1, 4], [1, 8, 4], [9, 1, 4], [0, 1, 4]])
+    expected = np.array(
+        [[1 / 3, 0, 1 / 6], [0, 0, 1 / 6], [1 / 3, 0, 1 / 6], [0, 1, 1 / 6], [1 / 3, 0, 1 / 6], [0, 0, 1 / 6]]
+    )
+    for splits in (None, [1], [2]):
+        x = at(line, a, Shard(0), requires_grad=True, splits=splits)
+        weights = np.array([1.0, 10.0, 100.0])
+        (getattr(pce, name)(x, 0) * weights).sum().backward()
+        assert x.grad.sharding == x.sharding
+        check(x.grad, expected * weights, Shard(0))
+
+
+def test_a_logsumexp_over_a_sharded_axis_is_no_sum_of_what_the_shards_give(line):
+    a = numbers(3, 7) + np.array([[0.0], [1e4], [-1e4]])
+    shifted = np.exp(a - a.max(axis=1, keepdims=True))
+    expected = a.max(axis=1) + np.log(shifted.sum(axis=1))
+    for splits in (None, [1]):
+        x = at(line, a, Shard(1), requires_grad=True, splits=splits)
+        result, trace = traced(pce.logsumexp, x, 1)
+        check(result, expected, R)
+        assert collectives(trace) == ["all_reduce"]
+        _, trace = traced(result.sum().backward)
+        check(x.grad, shifted / shifted.sum(axis=1, keepdims=True), Shard(1))
+        assert x.grad.sharding == x.sharding
+        assert trace.count(purpose=None) == 0
+
+
+def test_a_norm_over_a_sharded_axis_is_no_sum_of_what_the_shards_give(line):
+    a = numbers(7, 3)
+    x = at(line, a, Shard(0), requires_grad=True)
+    result, trace = traced(lambda: pce.sqrt(pce.sum(pce.square(x))))
+    check(result, np.sqrt((a * a).sum()), R)
+    assert collectives(trace) == ["all_reduce"]
+    assert trace.bytes() == 8
+    result.backward()
+    check(x.grad, a / np.sqrt((a * a).sum()), Shard(0))
+    check(np.linalg.norm(x), np.linalg.norm(a), R)
+
+
+def norm_of(a: Array, axis: int, center: bool) -> Array:
+    centered = a - center * a.mean(axis, keepdims=True)
+    return centered / np.sqrt((centered * centered).mean(axis, keepdims=True) + 1e-5)
+
+
+# What it is, how many collectives of how many numbers a row it takes over a sharded axis.
+NORMALIZATIONS: dict[str, tuple[Formula, Formula, int]] = {
+    "softmax": (lambda x: pce.softmax(x, 1), lambda a: np.exp(a) / np.exp(a).sum(1, keepdims=True), 1),
+    "log_softmax": (lambda x: pce.log_softmax(x, 1), lambda a: a - np.log(np.exp(a).sum(1, keepdims=True)), 1),
+    "layer_norm": (lambda x: pce.layer_norm(x, axis=1), lambda a: norm_of(a, 1, True), 2),
+    "rms_norm": (lambda x: pce.rms_norm(x, axis=1), lambda a: norm_of(a, 1, False), 1),
+}
+
+
+@by_name(NORMALIZATIONS)
+def test_a_normalization_over_a_sharded_axis_stays_there_and_sends_some_numbers_a_row(line, formula):
+    function, in_numpy, calls = formula
+    a, weights = numbers(3, 7), numbers(3, 7, seed=1)
+    whole = at(line, a, R, requires_grad=True)
+    (function(whole) * weights).sum().backward()
+    for splits in (None, [1]):
+        x = at(line, a, Shard(1), requires_grad=True, splits=splits)
+        result, trace = traced(function, x)
+        assert result.sharding == x.sharding
+        check(result, in_numpy(a), Shard(1))
+        assert collectives(trace) == ["all_reduce"] * calls
+        assert trace.bytes() <= calls * 3 * 40
+        _, trace = traced((result * weights).sum().backward)
+        assert x.grad.sharding == x.sharding
+        check(x.grad, whole.grad.local, Shard(1))
+        assert set(collectives(trace)) == {"all_reduce"}
+        assert trace.bytes() <= 4 * 3 * 8
+
+
+@by_name(NORMALIZATIONS)
+def test_a_normalization_of_sharded_rows_sends_nothing(line, formula):
+    function, in_numpy, _ = formula
+    a = numbers(7, 3)
+    x = at(line, a, Shard(0), requires_grad=True)
+    result, trace = traced(function, x)
+    check(result, in_numpy(a), Shard(0))
+    assert trace.count(purpose=None) == 0
+    _, trace = traced(pce.square(result).sum().backward)
+    assert trace.count(purpose=None) == 0
+
+
+# ------------------------------------------------------------------------------------------------------- cross entropy
+
+LOGITS = numbers(7, 5) / 2
+TARGETS = np.array([0, 4, 2, -100, 1, 1, 3])
+
+
+@pytest.mark.parametrize(
+    ("logits", "targets", "lies"),
+    [(Shard(0), R, Shard(0)), (R, Shard(0), Shard(0)), (Shard(0), Shard(0), Shard(0)), (R, R, R)],
+    ids=str,
+)
+def test_the_rows_of_logits_and_targets_merge_where_one_is_sharded_it_wins(line, logits, targets, lies):
+    x = at(line, LOGITS, logits, requires_grad=True)
+    t = at(line, TARGETS, targets)
+    result, trace = traced(pce.cross_entropy, x, t, reduction="none")
+    check(result, dense.softmax_cross_entropy(LOGITS, TARGETS, reduction="none"), lies)
+    assert trace.count() == 0
+    loss, trace = traced(pce.cross_entropy, x, t)
+    expected, gradient = dense.softmax_cross_entropy_value_and_grad(LOGITS, TARGETS)
+    check(loss, expected, R)
+    assert [event.bytes for event in trace.select()] == [16] * (lies == Shard(0))
+    _, trace = traced(loss.backward)
+    check(x.grad, gradient, SUM if logits != lies else logits)
+    assert trace.count(purpose=None) == 0
+
+
+def test_rows_of_logits_that_are_split_otherwise_than_those_of_the_targets_stay(line):
+    x, t = at(line, LOGITS, Shard(0), splits=[1]), at(line, TARGETS, Shard(0), splits=[2])
+    result = pce.cross_entropy(x, t, reduction="none")
+    check(result, dense.softmax_cross_entropy(LOGITS, TARGETS, reduction="none"), Shard(0))
+    assert result.sharding.splits == x.sharding.splits[:1]
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("axis", [1, 0])
+def test_a_sharded_class_axis_stays_and_its_loss_is_whole(line, axis, reduction):
+    logits = LOGITS if axis == 1 else LOGITS.T
+    for splits in (None, [1]):
+        x = at(line, logits, Shard(axis), requires_grad=True, splits=splits)
+        loss, trace = traced(pce.cross_entropy, x, TARGETS, axis=axis, reduction=reduction)
+        expected, gradient = dense.softmax_cross_entropy_value_and_grad(logits, TARGETS, axis=axis, reduction=reduction)
+        check(loss, expected, R)  # never Partial
+        assert [(event.over, event.collective) for event in trace.select()] == [("data", "all_reduce")]
+        _, trace = traced(loss.sum().backward)
+        assert x.grad.sharding == x.sharding
+        check(x.grad, gradient, Shard(axis))
+        assert trace.count(purpose=None) == 0
+
+
+def test_a_mean_over_sharded_rows_is_one_further_all_reduce_of_two_numbers_and_weighs_rows_globally(comm):
+    weight = np.array([1.0, 2.0, 0.5, 3.0, 1.5])
+    options = {"weight": weight, "label_smoothing": 0.1, "z_loss": 0.01}
+    for mesh in grids(comm):
+        x = at(mesh, LOGITS, Shard(0), Shard(1), requires_grad=True)
+        loss, trace = traced(pce.cross_entropy, x, TARGETS, **options)
+        expected, gradient = dense.softmax_cross_entropy_value_and_grad(LOGITS, TARGETS, **options)
+        check(loss, expected, R, R)
+        assert [(event.over, event.collective) for event in trace.select()] == [
+            ("model", "all_reduce"),
+            ("data", "all_reduce"),
+        ]
+        assert trace.bytes(over="data") == 16
+        _, trace = traced(loss.backward)
+        check(x.grad, gradient, Shard(0), Shard(1))
+        assert trace.count(purpose=None) == 0
+
+
+def test_a_loss_per_row_over_sharded_rows_and_classes_is_sharded_like_the_rows(comm):
+    for mesh in grids(comm):
+        x = at(mesh, LOGITS, Shard(0), Shard(1), requires_grad=True)
+        loss, trace = traced(pce.cross_entropy, x, TARGETS, reduction="none")
+        check(loss, dense.softmax_cross_entropy(LOGITS, TARGETS, reduction="none"), Shard(0), R)
+        assert [event.over for event in trace.select()] == ["model"]
+
+
+def test_classes_may_be_sharded_over_two_dims_and_rows_as_well(comm):
+    logits = numbers(2, 5, 3) / 2
+    targets = np.array([[0, 4, 2], [1, 1, -100]])
+    expected, gradient = dense.softmax_cross_entropy_value_and_grad(logits, targets, axis=1)
+    for mesh in grids(comm):
+        for lies in [(Shard(1), Shard(1)), (Shard(0), Shard(2)), (Shard(2), Shard(1)), (Shard(0), Shard(0))]:
+            x = at(mesh, logits, *lies, requires_grad=True)
+            loss, trace = traced(pce.cross_entropy, x, targets, axis=1)
+            check(loss, expected, R, R)
+            assert trace.count() == ((Shard(1) in lies) + (set(lies) != {Shard(1)}))
+            _, trace = traced(loss.backward)
+            check(x.grad, gradient, *lies)
+            assert trace.count(purpose=None) == 0
+
+
+# ----------------------------------------------------------------------------------------------------------- embedding
+
+TABLE = numbers(11, 3)
+IDS = np.array([[0, 10, 3], [3, 7, 3], [5, 1, 9], [10, 10, 0]])
+
+
+def test_a_table_that_is_sharded_by_rows_gives_a_partial_result(line):
+    for splits in (None, [1]):
+        table = at(line, TABLE, Shard(0), requires_grad=True, splits=splits)
+        result, trace = traced(pce.embedding, IDS, table)
+        check(result, TABLE[IDS], SUM)
+        assert trace.count() == 0
+        weights = numbers(4, 3, 3, seed=1)
+        _, trace = traced((result * weights).sum().backward)
+        expected = np.zeros_like(TABLE)
+        np.add.at(expected, IDS, weights)
+        assert table.grad.sharding == table.sharding
+        check(table.grad, expected, Shard(0))
+        assert trace.count(purpose=None) == 0
+
+
+def test_a_table_that_is_sharded_by_columns_gives_columns(line):
+    result, trace = traced(pce.embedding, IDS, at(line, TABLE, Shard(1)))
+    check(result, TABLE[IDS], Shard(2))
+    assert trace.count() == 0
+
+
+def test_sharded_ids_give_a_whole_table_a_partial_gradient(line):
+    table = at(line, TABLE, R, requires_grad=True)
+    result, trace = traced(pce.embedding, at(line, IDS, Shard(1)), table)
+    check(result, TABLE[IDS], Shard(1))
+    assert trace.count() == 0
+    _, trace = traced(result.sum().backward)
+    check(table.grad, np.repeat(np.bincount(IDS.ravel(), minlength=11)[:, None], 3, axis=1), SUM)
+    assert trace.count(purpose=None) == 0
+
+
+def test_ids_that_are_sharded_over_the_dim_of_the_table_s_rows_are_gathered(line):
+    for placement in (Shard(0), Shard(1)):
+        np.testing.assert_array_equal(
+            whole_of(pce.embedding(at(line, IDS, placement), at(line, TABLE, Shard(0)))), TABLE[IDS]
+        )
+    found = inferred("embedding", ((4, 3), Shard(0)), ((50_000, 64), Shard(0)), dtypes=(np.int64, np.float32))
+    assert found == [R, Shard(0), SUM]
+
+
+def test_ids_and_rows_of_the_table_may_be_sharded_over_different_dims(comm):
+    for mesh in grids(comm):
+        table = at(mesh, TABLE, R, Shard(0), requires_grad=True)
+        result, trace = traced(pce.embedding, at(mesh, IDS, Shard(0), R), table)
+        check(result, TABLE[IDS], Shard(0), SUM)
+        assert trace.count() == 0
+        _, trace = traced(result.sum().backward)
+        check(table.grad, np.repeat(np.bincount(IDS.ravel(), minlength=11)[:, None], 3, axis=1), SUM, Shard(0))
+        assert trace.count(purpose=None) == 0
+
+
+@pytest.mark.parametrize("lies", [R, Shard(0), SUM], ids=str)
+def test_an_id_outside_the_table_raises_everywhere_whoever_has_it(line, lies):
+    for wrong in (11, -1, 10**12, -11):
+        bad = IDS.copy()
+        bad[-1, -1] = wrong  # sharded, it is only the last rank with any ids that sees it
+        ids = at(line, bad, lies)
+        for placement in (R, Shard(0), Shard(1), SUM):
+            table = at(line, TABLE, placement)
+            with pytest.raises(IndexError, match=rf"id {wrong} is outside \[0, 11\)") as raised:
+                pce.embedding(ids, table)
+            texts = line.comm("data").allgather(str(raised.value))
+            assert len(set(texts)) == 1
+    np.testing.assert_array_equal(whole_of(pce.embedding(IDS, table)), TABLE[IDS])
+
+
+def test_ids_whose_terms_are_outside_the_table_but_whose_sum_is_not_are_rows(line):
+    check(pce.embedding(at(line, np.array([3, 5]), SUM, seed=2) * 1, at(line, TABLE, R)), TABLE[[3, 5]], R)
+
+
+def test_ids_are_whole_numbers(line):
+    for ids in (np.array([0.0]), at(line, np.array([1.0]), R), np.array([True])):
+        with pytest.raises(TypeError, match="ids must be integers, got"):
+            pce.embedding(ids, at(line, TABLE, R))
+    with pytest.raises(ValueError, match="table has two axes, got shape"):
+        pce.embedding(IDS, at(line, TABLE[0], R))
+
+
+# --------------------------------------------------------------------------------------------------- shapes are global
+
+
+def test_a_shard_with_one_row_is_no_axis_of_length_one(line):
+    # Each rank has one row of x, which would fit any number of rows of y.
+    n = line.size + 1
+    splits = (*range(n - 1), n)
+    x = DistArray(
+        numbers(n, 2)[splits[line.rank] : splits[line.rank + 1]],
+        line,
+        Sharding.of(line.layout, (n, 2), {"data": Shard(0)}, {0: splits}),
+    )
+    y = at(line, numbers(5 * n, 2), Shard(0))
+    for function in (pce.add, pce.multiply, pce.maximum):
+        with pytest.raises(ValueError, match="broadcast"):
+            function(x, y)
+    with pytest.raises(ValueError, match="differ"):
+        pce.matmul(numbers(3, 1), x)
+    check(x + numbers(n, 2, seed=1), numbers(n, 2) + numbers(n, 2, seed=1), Shard(0))
+
+
+def test_minus_one_in_reshape_counts_all_elements(line):
+    a = numbers(4, 3)
+    for placement in (Shard(0), Shard(1), R, SUM):
+        got = pce.reshape(at(line, a, placement), -1)
+        assert got.shape == (12,)
+        np.testing.assert_array_equal(whole_of(got), a.reshape(-1))
+        assert at(line, a, placement).reshape(2, -1).shape == (2, 6)
+
+
+@pytest.mark.parametrize("other", [R, Shard(0), Shard(1), SUM], ids=str)
+def test_a_sharded_axis_of_length_one_is_replicated_before_it_is_stretched(line, other):
+    a, b = numbers(1, 3), numbers(4, 3, seed=1)
+    x = at(line, a, Shard(0), requires_grad=True)  # only one rank has it
+    result, trace = traced(lambda: x * at(line, b, other))
+    np.testing.assert_array_equal(whole_of(result), a * b)
+    moved = [event for event in trace.select() if event.before == "Shard(0)"]
+    result.sum().backward()
+    check(x.grad, b.sum(axis=0, keepdims=True), *placements(x.grad))
+    np.testing.assert_array_equal(whole_of(pce.expand(x, (4, 3))), np.broadcast_to(a, (4, 3)))
+    assert len(moved) == 1
+
+
+def test_stacks_of_one_matrix_are_replicated_before_they_are_stretched(line):
+    a, b = numbers(1, 2, 3), numbers(4, 3, 2, seed=1)
+    result = at(line, a, Shard(0)) @ at(line, b, Shard(0))
+    check(result, a @ b, Shard(0))
+
+
+# For each: shape, where it lies, new shape, where it lies then. Nothing is sent.
+KEPT = {
+    "leads a merged group": ((4, 6), Shard(0), (24,), Shard(0)),
+    "leads a merged group of three": ((4, 2, 3), Shard(0), (24,), Shard(0)),
+    "leads a part of the axes": ((2, 3, 4), Shard(0), (6, 4), Shard(0)),
+    "stands alone behind": ((2, 3, 4), Shard(2), (6, 4), Shard(1)),
+    "stands alone in front": ((4, 2, 3), Shard(0), (4, 6), Shard(0)),
+    "another axis comes": ((3, 4), Shard(1), (3, 1, 4), Shard(2)),
+    "another axis goes": ((1, 3, 1, 4), Shard(3), (3, 4), Shard(1)),
+    "stays what it was": ((3, 4), Shard(1), (3, 4), Shard(1)),
+}
+
+
+def test_reshape_keeps_a_shard_that_leads_a_merged_group_or_stands_alone(line):
+    for name, (before, lies, after, then) in KEPT.items():
+        a, weights = numbers(*before), numbers(*after, seed=1)
+        for splits in (None, [1]):
+            x = at(line, a, lies, requires_grad=True, splits=splits)
+            result, trace = traced(pce.reshape, x, after)
+            check(result, a.reshape(after), then, name=name)
+            assert trace.count(purpose=None) == 0, name
+            _, trace = traced((result * weights).sum().backward)
+            assert x.grad.sharding == x.sharding, name
+            check(x.grad, weights.reshape(before), lies, name=name)
+            assert trace.count(purpose=None) == 0, name
+
+
+def test_reshape_keeps_a_shard_where_every_split_point_is_the_end_of_a_row(line):
+    rows = 2 * line.size
+    a = numbers(3 * rows)
+    for ends in (
+        range(0, rows + 1, 2),
+        [0, *[1] * (line.size - 1), rows],
+        [0, *range(rows - line.size + 1, rows), rows],
+    ):
+        splits = tuple(3 * end for end in ends)
+        local = a[splits[line.rank] : splits[line.rank + 1]]
+        x = DistArray(local, line, Sharding.of(line.layout, a.shape, {"data": Shard(0)}, {0: splits}))
+        result, trace = traced(pce.reshape, x, (rows, 3))
+        check(result, a.reshape(rows, 3), Shard(0))
+        assert result.sharding.splits[0] == tuple(ends)
+        assert trace.count(purpose=None) == 0
+
+
+def test_reshape_redistributes_where_a_split_point_is_within_a_row(line):
+    rows = 2 * line.size
+    a = numbers(3 * rows)
+    splits = (0, *range(1, line.size), 3 * rows)
+    x = DistArray(
+        a[splits[line.rank] : splits[line.rank + 1]],
+        line,
+        Sharding.of(line.layout, a.shape, {"data": Shard(0)}, {0: splits}),
+    )
+    result, trace = traced(pce.reshape, x, (rows, 3))
+    check(result, a.reshape(rows, 3), Shard(0))
+    assert collectives(trace) == ["all_to_all"] * (line.size > 1)
+    assert all(event.reason and event.operation == "reshape" for event in trace.events)
+
+
+def test_reshape_redistributes_a_shard_behind_in_a_merged_group(line):
+    a = numbers(4, 6)
+    for after in [(24,), (2, 12), (8, 3), (6, 4)]:
+        x = at(line, a, Shard(1), requires_grad=True)
+        result, trace = traced(pce.reshape, x, after)
+        np.testing.assert_array_equal(whole_of(result), a.reshape(after))
+        assert trace.count(operation="reshape") == trace.count() == 1
+        weights = numbers(*after, seed=1)
+        (result * weights).sum().backward()
+        check(x.grad, weights.reshape(4, 6), Shard(1), name=str(after))
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), R, SUM, AVG, MAX], ids=str)
+def test_arrays_are_joined_and_cut_along_sharded_axes_too(line, placement):
+    a, b = numbers(4, 3), numbers(2, 3, seed=1)
+    for splits in (None, [1]):
+        x, y = (at(line, whole, placement, splits=splits) for whole in (a, b))
+        joined, trace = traced(pce.concatenate, [x, y])
+        np.testing.assert_array_equal(whole_of(joined), np.concatenate([a, b]))
+        assert (trace.count() == 0) == (placement != Shard(0))
+        if placement != Shard(0):
+            assert placements(joined) == (placement,)
+        parts, trace = traced(pce.split, x, [1, 3])
+        for part, expected in zip(parts, np.split(a, [1, 3]), strict=True):
+            np.testing.assert_array_equal(whole_of(part), expected)
+        assert (trace.count() == 0) == (placement != Shard(0))
+        if placement != Shard(0):
+            assert {placements(part) for part in parts} == {(placement,)}
+
+
+# ------------------------------------------------------------------------------------------------- which operand moves
+
+FOUR = {"model": 4}
+
+
+def inferred(name: str, *operands: tuple[tuple[int, ...], Any], mesh: Any = FOUR, **options: Any) -> Any:
+    """(where the operands have to lie, where the result lies) over one dim."""
+    shapes, lies = zip(*operands, strict=True)
+    dims = list(mesh)
+    named = [dict(zip(dims, each if isinstance(each, tuple) else (each,), strict=True)) for each in lies]
+    found = infer_placements(name, shapes, named, mesh=mesh, **options)
+    one = len(dims) == 1
+    return [
+        *(next(iter(each.values())) if one else tuple(each.values()) for each in found.operands),
+        next(iter(found.result.values())) if one else tuple(found.result.values()),
+    ]
+
+
+def test_operands_that_may_stay_do():
+    # Even where the Partial result will cost more than gathering a row and a column.
+    assert inferred("matmul", ((1000, 4), Shard(1)), ((4, 1000), Shard(0))) == [Shard(1), Shard(0), SUM]
+    assert inferred("matmul", ((1000, 4), SUM), ((4, 1000), R)) == [SUM, R, SUM]
+    assert inferred("matmul", ((9, 4), R), ((4, 9), R)) == [R, R, R]
+    assert inferred("add", ((9, 4), R), ((9, 4), R)) == [R, R, R]
+
+
+def test_what_is_whole_is_sliced_beside_a_shard():
+    for name in ("add", "multiply", "maximum"):
+        assert inferred(name, ((9, 4), R), ((9, 4), Shard(1))) == [Shard(1), Shard(1), Shard(1)]
+    assert inferred("matmul", ((2, 500), R), ((500, 40), Shard(0))) == [Shard(1), Shard(0), SUM]
+    assert inferred("matmul", ((2, 500), R), ((500, 40), Shard(1))) == [R, Shard(1), Shard(1)]
+
+
+def test_the_operand_with_fewer_bytes_moves():
+    # (100, 4) stays, (4,) is gathered.
+    assert inferred("add", ((100, 4), Shard(0)), ((4,), Shard(0))) == [Shard(0), R, Shard(0)]
+    assert inferred("add", ((4,), Shard(0)), ((100, 4), Shard(0))) == [R, Shard(0), Shard(0)]
+    assert inferred("matmul", ((100, 8), Shard(0)), ((8, 8), Shard(1))) == [Shard(0), R, Shard(0)]
+    assert inferred("matmul", ((8, 8), Shard(0)), ((8, 100), Shard(1))) == [R, Shard(1), Shard(1)]
+    # Bytes, not elements: 8 * n/16 * 3 for the first against 4 * n/16 * 3 for the second.
+    same = ((8, 8), Shard(0)), ((8, 8), Shard(1))
+    assert inferred("add", *same, dtypes=(np.float64, np.float32))[-1] == Shard(0)
+    assert inferred("add", *same, dtypes=(np.float32, np.float64))[-1] == Shard(1)
+
+
+def test_an_exchange_is_cheaper_than_a_gather():
+    # Gathering w: 3/4 * 784 * 10 * 4 = 23520 bytes. Exchanging x: 3/16 * 16 * 784 * 4 = 9408 bytes, and 960 for the
+    # all_reduce of the result, 2 * 3/4 * 16 * 10 * 4.
+    assert inferred("matmul", ((16, 784), Shard(0)), ((784, 10), Shard(0))) == [Shard(1), Shard(0), SUM]
+
+
+def test_the_all_reduce_that_a_new_partial_result_will_cost_is_counted():
+    # Gathering w: 3/4 * 800 * 4 = 2400. Exchanging x: 600, and 60000 for the result.
+    assert inferred("matmul", ((100, 8), Shard(0)), ((8, 100), Shard(0))) == [Shard(0), R, Shard(0)]
+
+
+def test_of_plans_with_equal_bytes_the_one_with_fewer_collectives_wins_then_the_first_operands_stay():
+    # Exchanging the condition: 3/16 * n * 8 bytes at once; the others: 3/16 * n * 4 bytes each.
+    shapes = ((8, 8), Shard(0)), ((8, 8), Shard(1)), ((8, 8), Shard(1))
+    assert inferred("where", *shapes, dtypes=(np.float64, np.float32, np.float32))[-1] == Shard(1)
+    for name in ("add", "multiply", "maximum"):
+        assert inferred(name, ((8, 8), Shard(0)), ((8, 8), Shard(1))) == [Shard(0)] * 3
+        assert inferred(name, ((8, 8), Shard(1)), ((8, 8), Shard(0))) == [Shard(1)] * 3
+    assert inferred("matmul", ((8, 8), Shard(0)), ((8, 8), Shard(1)))[0] == Shard(0)
+
+
+def test_a_partial_operand_becomes_whole_unless_another_is_sharded_over_that_dim():
+    for name in ("maximum", "multiply", "add", "divide"):
+        assert inferred(name, ((8, 4), MAX), ((8, 4), R)) == [R, R, R]
+        assert inferred(name, ((8, 4), SUM), ((8, 4), Shard(1))) == [Shard(1), Shard(1), Shard(1)]
+        assert inferred(name, ((8, 4), Shard(0)), ((8, 4), SUM)) == [Shard(0), Shard(0), Shard(0)]
+    assert inferred("maximum", ((8, 4), SUM), ((8, 4), R)) == [R, R, R]
+    found = infer_placements("add", [(8, 4), (8, 4)], [{"model": SUM}, {"model": Shard(1)}], mesh=FOUR)
+    assert [sent.collective for sent in found.collectives] == ["reduce_scatter"]
+
+
+def test_dims_are_decided_together():
+    mesh = {"data": 2, "model": 4}
+    assert inferred("matmul", ((8, 6), (Shard(0), Shard(1))), ((6, 4), (R, Shard(0))), mesh=mesh) == [
+        (Shard(0), Shard(1)),
+        (R, Shard(0)),
+        (Shard(0), SUM),
+    ]
+    assert inferred("matmul", ((8, 6), (Shard(0), R)), ((6, 4), (R, Shard(1))), mesh=mesh)[-1] == (Shard(0), Shard(1))
+    assert inferred("multiply", ((8, 6), (SUM, R)), ((8, 6), (R, SUM)), mesh=mesh)[-1] == (SUM, SUM)
+
+
+def test_split_points_that_one_operand_has_are_kept_and_the_other_s_exchanged(line):
+    a, b = numbers(9, 2), numbers(9, 2, seed=1)
+    x, y = at(line, a, Shard(0), splits=[1]), at(line, b, Shard(0), splits=[2])
+    result, trace = traced(pce.add, x, y)
+    check(result, a + b, Shard(0))
+    assert result.sharding.splits in (x.sharding.splits, y.sharding.splits)
+    assert collectives(trace) == ["all_to_all"] * (x.sharding != y.sharding)
+
+
+# --------------------------------------------------------------------------- gradients: what was summed away is Partial
+
+
+def backward(loss: DistArray) -> pce.Trace:
+    _, trace = traced(loss.backward)
+    return trace
+
+
+def test_a_weight_that_met_a_sharded_batch_has_a_partial_gradient_and_nothing_is_sent(line):
+    x, w = at(line, numbers(7, 4), Shard(0)), at(line, numbers(4, 3), R, requires_grad=True)
+    trace = backward((x @ w).sum())
+    check(w.grad, numbers(7, 4).T @ np.ones((7, 3)), SUM)
+    assert trace.count(purpose=None) == 0
+
+
+def test_a_bias_is_partial_over_every_dim_that_shards_a_batch_or_a_sequence(comm):
+    a = numbers(4, 6, 3)
+    for mesh in grids(comm):
+        bias = at(mesh, numbers(3), R, R, requires_grad=True)
+        trace = backward(pce.square(at(mesh, a, Shard(0), Shard(1)) + bias).sum())
+        check(bias.grad, 2 * (a + numbers(3)).sum((0, 1)), SUM, SUM)
+        assert trace.count(purpose=None) == 0
+
+
+def test_scale_and_bias_of_a_layer_norm_are_partial_over_the_batch_and_the_sequence(comm):
+    a = numbers(4, 6, 5)
+    weights = numbers(4, 6, 5, seed=1)
+    normed = norm_of(a, -1, True)
+    for mesh in grids(comm):
+        scale, bias = (at(mesh, numbers(5, seed=seed), R, R, requires_grad=True) for seed in (2, 3))
+        x = at(mesh, a, Shard(0), Shard(1))
+        result = pce.layer_norm(x, scale, bias)
+        check(result, normed * numbers(5, seed=2) + numbers(5, seed=3), Shard(0), Shard(1))
+        trace = backward((result * weights).sum())
+        check(scale.grad, (weights * normed).sum((0, 1)), SUM, SUM)
+        check(bias.grad, weights.sum((0, 1)), SUM, SUM)
+        assert trace.count(purpose=None) == 0
+
+
+def test_a_weight_of_tensor_parallelism_has_the_gradient_of_its_own_shard(comm):
+    a, b = numbers(7, 4), numbers(4, 5, seed=1)
+    for mesh in grids(comm):
+        for lies in (Shard(1), Shard(0)):
+            w = at(mesh, b, R, lies, requires_grad=True)
+            trace = backward(pce.square(at(mesh, a, Shard(0), Shard(1) if lies == Shard(0) else R) @ w).sum())
+            check(w.grad, 2 * a.T @ (a @ b), SUM, lies)
+            assert w.grad.sharding.splits == w.sharding.splits
+            assert trace.count(purpose=None) == 0
+
+
+def test_an_input_that_was_broadcast_over_a_sharded_axis_has_a_partial_gradient(line):
+    for shape in [(), (3,), (1, 3), (1, 1), (7, 1)]:
+        x = at(line, numbers(*shape), R, requires_grad=True)
+        trace = backward((x * at(line, numbers(7, 3), Shard(0))).sum())
+        expected = numbers(7, 3)
+        if shape:
+            axes = tuple(axis for axis in range(2) if axis < 2 - len(shape) or shape[axis - 2 + len(shape)] == 1)
+            expected = expected.sum(axes, keepdims=True).reshape(shape)
+        check(x.grad, expected if shape else expected.sum(), SUM)
+        assert trace.count(purpose=None) == 0
+
+
+def test_a_factor_of_something_partial_has_a_partial_gradient(line):
+    a, b = numbers(3, 2), numbers(3, 2, seed=1)
+    x, p = at(line, a, R, requires_grad=True), at(line, b, SUM, requires_grad=True)
+    trace = backward((x * p).sum())
+    check(x.grad, b, SUM)
+    check(p.grad, a, R)
+    assert trace.count(purpose=None) == 0
+
+
+def test_with_keys_and_values_gathered_context_parallelism_is_the_same_rule(line):
+    # Attention: queries stay sharded along the sequence, keys and values are gathered, their gradients scattered back.
+    x = numbers(6, 4) / 4
+
+    def attention(x: Any, w: Any) -> Any:
+        keys, values = (x @ w).T.redistribute(data=R), pce.tanh(x @ w).redistribute(data=R)
+        return pce.square(pce.softmax(x @ keys) @ values).sum()
+
+    w, reference = (at(line, numbers(4, 4, seed=1) / 4, R, requires_grad=True) for _ in range(2))
+    backward(attention(at(line, x, R), reference))
+    loss, forward = traced(attention, at(line, x, Shard(0)), w)
+    trace = backward(loss)
+    check(w.grad, reference.grad.local, SUM)
+    assert collectives(forward) == ["all_gather"] * 2
+    assert collectives(trace) == ["reduce_scatter"] * 2
+
+
+# ---------------------------------------------------------------------------------- gradients: where they start and end
+
+
+@pytest.mark.parametrize("kind", [R, SUM, AVG, MAX, MIN], ids=str)
+def test_there_is_one_global_loss_however_it_lies(line, kind):
+    a = numbers(3, 2)
+    weights = numbers(3, 2, seed=1)
+    # The loss lies as x does: no operation here needs all of it.
+    x = at(line, a, kind, requires_grad=True)
+    loss = x[1, 1]
+    assert placements(loss) == (kind,)
+    backward(loss)
+    expected = np.zeros_like(a)
+    expected[1, 1] = 1
+    check(x.grad, expected, R)
+    # A loss that is a function of what it is altogether, and not of its terms.
+    y = at(line, a, kind, requires_grad=True)
+    backward((pce.square(y) * weights).sum())
+    check(y.grad, 2 * a * weights, R)
+
+
+@pytest.mark.parametrize("kind", [AVG, MAX, MIN], ids=str)
+def test_gradients_of_what_is_partial_accumulate_without_communication(line, kind):
+    a, b = numbers(3), numbers(4, 3, seed=1)
+    x = at(line, a, kind, requires_grad=True)
+    sent = []
+    for _ in range(2):
+        backward((x * 2.0).sum())
+        loss = (x * at(line, b, Shard(0))).sum()
+        sent.append(backward(loss).count(purpose=None))
+    check(x.grad, 2 * (2 + b.sum(0)), SUM)
+    assert sent == [0, 0]
+
+
+def test_a_loss_that_is_a_sum_of_shards_starts_from_one_on_every_rank(line):
+    x = at(line, numbers(7), Shard(0), requires_grad=True)
+    loss = x.sum()
+    assert placements(loss) == (SUM,)
+    backward(loss)
+    check(x.grad, np.ones(7), Shard(0))
+
+
+def test_the_gradient_of_a_whole_parameter_is_never_sharded(comm):
+    a, b = numbers(4, 6), numbers(4, 6, seed=1)
+    for mesh in grids(comm):
+        for lies, expected in [
+            ((Shard(0), R), (SUM, R)),
+            ((R, Shard(1)), (R, SUM)),
+            ((Shard(0), Shard(1)), (SUM, SUM)),
+            ((Shard(1), Shard(1)), (SUM, SUM)),
+        ]:
+            w = at(mesh, a, R, R, requires_grad=True)
+            trace = backward((w * at(mesh, b, *lies)).sum())
+            check(w.grad, b, *expected)
+            assert trace.count(purpose=None) == 0
+
+
+def test_micro_batches_send_nothing(comm):
+    data = [numbers(5, 4, seed=seed) for seed in range(3)]
+    for mesh in grids(comm):
+        w = at(mesh, numbers(4, 3), R, Shard(1), requires_grad=True)
+        bias = at(mesh, numbers(3), R, Shard(0), requires_grad=True)
+        mask = at(mesh, numbers(5, 4), R, R, requires_grad=True)
+        sent = 0
+        for each in data:
+            loss = ((at(mesh, each, Shard(0), R) * mask) @ w + bias).sum()
+            sent += backward(loss).count(over="data", purpose=None)
+        check(w.grad, sum((each * numbers(5, 4)).T @ np.ones((5, 3)) for each in data), SUM, Shard(1))
+        check(bias.grad, np.full(3, 15.0), SUM, Shard(0))
+        check(mask.grad, sum(each for each in data) * numbers(4, 3).sum(1), SUM, *placements(mask.grad)[1:])
+        assert sent == 0
+
+
+@pytest.mark.parametrize("whole_first", [True, False])
+def test_a_whole_gradient_joins_a_partial_one_and_is_counted_once(line, whole_first):
+    a, b = numbers(4, 3), numbers(7, 4, seed=1)
+    for together in (True, False):
+        w = at(line, a, R, requires_grad=True)
+        losses = [lambda w=w: (w * 10.0).sum(), lambda w=w: (at(line, b, Shard(0)) @ w).sum()]
+        if not whole_first:
+            losses.reverse()
+        if together:
+            sent = backward(losses[0]() + losses[1]()).count(purpose=None)
+        else:
+            sent = sum(backward(loss()).count(purpose=None) for loss in losses)
+        check(w.grad, 10 + b.T @ np.ones((7, 3)), SUM)
+        assert sent == 0
+
+
+def test_the_gradient_of_a_sharded_parameter_has_its_split_points_or_is_partial(line):
+    a, b = numbers(7, 3), numbers(7, 3, seed=1)
+    for splits in (None, [1], [2]):
+        for other in (R, Shard(0), Shard(1), SUM):
+            w = at(line, a, Shard(0), requires_grad=True, splits=splits)
+            backward((w * at(line, b, other)).sum())
+            check(w.grad, b, Shard(0))
+            assert w.grad.sharding == w.sharding
+
+
+# ---------------------------------------------------------------------- gradients: intermediate values are settled once
+
+
+def test_a_value_with_three_consumers_is_brought_home_by_one_all_reduce(line):
+    a, b = numbers(5, 4), numbers(4, 6, seed=1)
+    w = at(line, b, Shard(1))
+    x = at(line, a, R, requires_grad=True)
+    h = pce.square(x)
+    loss = (h @ w).sum() + (h @ (2.0 * w)).sum() + pce.square(h @ w).sum()
+    trace = backward(loss)
+    g = 3 * np.ones((5, 6)) @ b.T + 2 * a**2 @ b @ b.T
+    check(x.grad, 2 * a * g, R)
+    assert collectives(trace) == ["all_reduce"]
+    assert trace.bytes() == 5 * 4 * 8
+    assert trace.select()[0].reason == "its gradient is complete"
+    assert trace.select()[0].operation == "square"
+
+
+def test_consumers_of_every_kind_are_joined_before_anything_is_sent(line):
+    a, b, c = numbers(5, 4), numbers(4, 6, seed=1), numbers(5, 4, seed=2)
+    w, s, p = at(line, b, Shard(1)), at(line, c, Shard(0)), at(line, c, AVG)
+    consumers: dict[str, tuple[Formula, Array]] = {
+        "P": (lambda h: h @ w, np.ones((5, 6)) @ b.T),
+        "S": (lambda h: h * s, c),
+        "R": (lambda h: h * c, c),
+        "A": (lambda h: h * p, c),
+    }
+    for order in ("SPP", "PSP", "PPS", "RPS", "SSP", "PRS", "SPR", "PA", "AP", "SAP"):
+        x = at(line, a, R, requires_grad=True)
+        h = pce.square(x)
+        loss: Any = 0.0
+        for name in order:
+            loss = loss + consumers[name][0](h).sum()
+        trace = backward(loss)
+        check(x.grad, 2 * a * sum(consumers[name][1] for name in order), R, name=order)
+        assert collectives(trace) == ["all_reduce"], order
+
+
+def test_consumers_over_two_dims_add_up_whichever_way_they_lie(comm):
+    a, c = numbers(5, 4), numbers(5, 4, seed=2)
+    lies = [(Shard(0), Shard(0)), (SUM, Shard(0)), (Shard(1), R), (R, AVG), (Shard(0), Shard(1)), (SUM, SUM)]
+    for mesh in grids(comm):
+        for natural in [(R, R), (Shard(0), R), (Shard(0), Shard(0)), (R, Shard(1))]:
+            x = at(mesh, a, *natural, requires_grad=True)
+            h = pce.square(x)
+            loss: Any = 0.0
+            for number, each in enumerate(lies):
+                loss = loss + (h * at(mesh, c, *each) * float(number + 1)).sum()
+            backward(loss)
+            got = whole_of(x.grad)
+            np.testing.assert_array_equal(got, 2 * a * c * sum(range(1, len(lies) + 1)))
+            assert x.grad.sharding == x.sharding
+
+
+def test_every_value_on_the_way_is_settled_and_only_leaves_stay_partial(line):
+    a, b = numbers(5, 4), numbers(4, 6, seed=1)
+    x = at(line, a, R, requires_grad=True)
+    w = at(line, b, Shard(1))
+    direct = backward((x @ w).sum())
+    check(x.grad, np.ones((5, 6)) @ b.T, SUM)
+    assert direct.count(purpose=None) == 0
+    x.grad = None
+    through = backward(((x * 1.0) @ w).sum())
+    check(x.grad, np.ones((5, 6)) @ b.T, R)
+    assert collectives(through) == ["all_reduce"]
+
+
+def test_elements_in_another_order_shape_or_dtype_relay_what_is_partial(line):
+    a, b = numbers(4, 6), numbers(5, 4, seed=1)
+    x = at(line, b, Shard(0))
+    g = b.T @ np.ones((5, 6))
+    # How a parameter is stored, and how it is used.
+    uses: dict[str, tuple[Formula, Formula]] = {
+        "transpose": (lambda w: w.T, lambda w: w.T),
+        "reshape": (lambda w: w.reshape(2, 12), lambda w: w.reshape(4, 6)),
+        "dtype": (lambda w: w, lambda w: w.astype(np.float32)),
+        "all of them": (lambda w: w.T.reshape(24), lambda w: w.reshape(6, 4).astype(np.float32).T),
+    }
+    for name, (stored, used) in uses.items():
+        w = at(line, stored(a), R, requires_grad=True)
+        losses = [(x @ used(w)).sum() for _ in range(2)]
+        sent = sum(backward(loss).count(purpose=None) for loss in losses)
+        check(w.grad, 2 * stored(g), SUM, name=name)
+        assert sent == 0, name
+
+
+def test_a_value_and_its_transpose_are_brought_home_together(line):
+    a, b = numbers(4, 4), numbers(4, 6, seed=1)
+    w = at(line, b, Shard(1))
+    x = at(line, a, R, requires_grad=True)
+    h = pce.square(x)
+    trace = backward((h @ w).sum() + (h.T @ w).sum() + (h.reshape(2, 8) * 3.0).sum())
+    g = np.ones((4, 6)) @ b.T
+    check(x.grad, 2 * a * (g + g.T + 3), R)
+    assert collectives(trace) == ["all_reduce"]
+
+
+# ------------------------------------------------------------------------------------------------------- redistribution
+
+
+def test_a_redistribution_that_moves_nothing_is_still_a_node(line):
+    a, b = numbers(5, 4), numbers(4, 6, seed=1)
+    x = at(line, a, R, requires_grad=True)
+    there, trace = traced(x.redistribute, data=R)
+    assert trace.count(purpose=None) == 0
+    assert there is not x
+    assert not there.is_leaf
+    trace = backward((there @ at(line, b, Shard(1))).sum())
+    check(x.grad, np.ones((5, 6)) @ b.T, R)  # without it, Partial
+    assert collectives(trace, operation="redistribute") == ["all_reduce"]
+
+
+@pytest.mark.parametrize("source", [Shard(0), Shard(1), R, SUM, AVG, MAX], ids=str)
+def test_the_gradient_of_a_redistribution_goes_back_to_where_its_operand_lies_naturally(line, source):
+    a, weights = numbers(5, 4), numbers(5, 4, seed=1)
+    for target in (Shard(0), Shard(1), R, SUM, AVG, MIN):
+        x = at(line, a, source, requires_grad=True, splits=[1])
+        y = x.redistribute(data=target)
+        check(y, a, target, name=str(target))
+        backward((pce.square(y) * weights).sum())
+        check(x.grad, 2 * a * weights, source if isinstance(source, Shard) else R, name=str(target))
+        if isinstance(source, Shard):
+            assert x.grad.sharding == x.sharding
+
+
+def test_sequence_parallelism_gathers_forward_and_scatters_backward(line):
+    x = at(line, numbers(6, 4), Shard(0), requires_grad=True)
+    w = at(line, numbers(4, 5, seed=1), Shard(1), requires_grad=True)
+    loss, forward = traced(lambda: (x.redistribute(data=R) @ w).sum())
+    trace = backward(loss)
+    check(x.grad, np.ones((6, 5)) @ numbers(4, 5, seed=1).T, Shard(0))
+    assert collectives(forward) == ["all_gather"]
+    assert collectives(trace) == ["reduce_scatter"]  # and no all_reduce with a slice
+
+
+# -------------------------------------------------------------------------------------------------- what is not sharded
+
+
+def test_plain_arrays_and_numbers_are_whole(line):
+    a, b = numbers(5, 4), numbers(5, 4, seed=1)
+    x = at(line, a, Shard(0))
+    for left, right, expected in [
+        (x, b, a * b),
+        (b, x, a * b),
+        (x, b.tolist(), a * b),
+        (x, np.float64(3), a * 3),
+        (np.float64(3), x, a * 3),
+        (x, True, a),
+        (memoryview(b), x, a * b),
+    ]:
+        result, trace = traced(pce.multiply, left, right)
+        check(result, expected, Shard(0))
+        assert trace.count(purpose=None) == 0
+    check(b @ at(line, a, Shard(0)).T, b @ a.T, Shard(1))
+
+
+def test_numbers_take_the_dtype_of_the_arrays_that_they_meet(line):
+    x = at(line, numbers(3).astype(np.float32), Shard(0))
+    assert [(x * each).dtype for each in (2, 2.5, True)] == [np.float32] * 3
+    assert (x * np.float64(2.5)).dtype == np.float64
+    assert (at(line, np.arange(3), R) * 2.5).dtype == np.float64
+    assert (at(line, np.arange(3), R) / 2).dtype == np.float64
+
+
+def test_operands_of_two_meshes_are_refused(comm):
+    one, other = pce.Mesh(comm, data=comm.size), mesh_of(comm, comm.size)
+    x, y = at(one, numbers(3), R), at(other, numbers(3), R)
+    for function in (pce.add, pce.multiply, lambda x, y: pce.concatenate([x, y]), lambda x, y: np.hypot(x, y)):
+        with pytest.raises(ValueError, match="takes operands of one mesh, got Mesh"):
+            function(x, y)
+    check(x + 0.0, numbers(3), R)
+
+
+def test_an_operation_without_a_distributed_array_is_refused():
+    a = numbers(3, 3)
+    for call in (
+        lambda: pce.add(a, a),
+        lambda: pce.exp(a),
+        lambda: pce.exp(1.0),
+        lambda: pce.matmul(a, a),
+        lambda: pce.embedding(np.array([0]), a),
+        lambda: pce.concatenate([a, a]),
+        lambda: pce.where(a > 0, a, 0.0),
+        lambda: pce.op(np.exp)(a),
+    ):
+        with pytest.raises(TypeError, match="takes at least one DistArray"):
+            call()
+
+
+# ------------------------------------------------------------------------------------------------------------ the trace
+
+
+def training_step(mesh: Mesh) -> None:
+    """A bit of everything, with much that has to be moved."""
+    x = at(mesh, numbers(6, 4) / 4, Shard(0), R)
+    w = at(mesh, numbers(4, 5, seed=1) / 4, R, Shard(1), requires_grad=True)
+    v = at(mesh, numbers(5, 7, seed=2) / 4, R, Shard(0), requires_grad=True)
+    table = at(mesh, numbers(9, 4, seed=3) / 4, R, Shard(0), requires_grad=True)
+    h = x + pce.embedding(np.arange(6), table).redistribute(data=Shard(0), model=R)
+    h = pce.layer_norm(h.redistribute(model=Shard(1))).redistribute(model=R)
+    logits = pce.tanh(h @ w) @ v
+    loss = pce.cross_entropy(logits.redistribute(model=Shard(1)), np.arange(6)) + pce.max(h) + pce.mean(pce.square(h))
+    loss.backward()
+    pce.SGD([w, v, table], lr=0.1).step()
+    pce.check_replicas(w)
+
+
+def test_nothing_communicates_that_the_trace_does_not_show_with_its_reason(comm, monkeypatch):
+    for mesh in grids(comm):
+        training_step(mesh)
+        waited: list[str] = []
+        wait = Channel.wait
+
+        def counting(
+            self: Channel, request: Any, operation: str, *arguments: Any, wait: Any = wait, seen: Any = waited
+        ):
+            seen.append(operation)
+            return wait(self, request, operation, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Channel, "wait", counting)
+            _, trace = traced(training_step, mesh)
+        assert len(trace.events) == len(waited) > 20
+        for event in trace.events:
+            assert event.operation
+            assert event.reason
+            assert event.over in ("data", "model", "data, model")
+            if event.purpose == Purpose.PAYLOAD and event.operation not in ("cross_entropy", "logsumexp"):
+                assert event.before
+                assert event.after
+        assert {event.phase for event in trace.select()} == {"forward", "backward", "step"}
+
+
+def test_what_an_operation_had_to_move_is_kept_with_a_computed_array(line):
+    a = numbers(5, 4)
+    p = at(line, a, SUM) * 1.0
+    (one, other), trace = traced(lambda: (pce.square(p), pce.sqrt(p)))
+    check(one, a * a, R)
+    check(other, np.sqrt(a), R)
+    assert collectives(trace) == ["all_reduce"]
+
+
+def test_what_was_made_may_be_written_to_and_is_moved_anew(line):
+    a = numbers(5, 4)
+    x = at(line, a, SUM)
+    first = pce.square(x)
+    x.local[...] *= 2
+    second, trace = traced(pce.square, x)
+    check(first, a * a, R)
+    check(second, 4 * a * a, R)
+    assert collectives(trace) == ["all_reduce"]

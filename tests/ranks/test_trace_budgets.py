@@ -1,0 +1,462 @@
+"""What each kind of parallelism sends: the collectives of whole training steps, one by one, with their bytes.
+
+A budget is a list of (phase, collective, dims, bytes that this rank puts in), payload only, in order.
+"""
+
+from itertools import pairwise
+import json
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi import SGD, Colwise, Partial, Replicate, Replicated, Rowwise, SequenceParallel, Shard, VocabParallel
+from pce_mpi.mesh import Mesh
+from pce_mpi.tracing import Purpose
+from ranks.grids import factorizations, mesh_of
+
+SUM, R = Partial("sum"), Replicate()
+
+B, S, D, H = 5, 6, 8, 12  # batch, sequence, features and hidden features, none of which 3 or 4 ranks divide all of
+
+
+class Sent(NamedTuple):
+    phase: str
+    collective: str
+    over: str
+    bytes: int
+
+
+@pytest.fixture
+def comm(comm, monkeypatch):
+    """All ranks; one that waits in vain gives up before the session does."""
+    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
+    return comm
+
+
+def budget(trace: pce.Trace) -> list[Sent]:
+    return [Sent(event.phase, event.collective, event.over, event.bytes) for event in trace.select()]
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).normal(0, 0.3, shape).astype(np.float32)
+
+
+def parameters(seed: int = 0) -> dict[str, np.ndarray]:
+    return {
+        "norm.scale": 1 + normal(seed, D),
+        "norm.bias": normal(seed + 1, D),
+        "up.w": normal(seed + 2, D, H),
+        "up.b": normal(seed + 3, H),
+        "down.w": normal(seed + 4, H, D),
+    }
+
+
+MEGATRON = {"norm.*": Replicated(), "up.*": Colwise(), "down.w": Rowwise()}
+EVERYWHERE = {"*": Replicated()}
+
+
+def local_bytes(mesh: Mesh, shape: tuple[int, ...], itemsize: int = 4, **placements: Any) -> int:
+    """What this rank holds of an array."""
+    sharding = pce.sharding.Sharding.of(mesh.layout, shape, placements)
+    return itemsize * prod(sharding.local_shape(mesh.coordinates))
+
+
+def block(x: Any, p: dict[str, Any]) -> Any:
+    """A residual MLP block; where everything lies is said by the parameters."""
+    h = pce.layer_norm(x, p["norm.scale"], p["norm.bias"])
+    h = pce.gelu(h @ p["up.w"] + p["up.b"]) @ p["down.w"]
+    return x + h.redistribute(**dict.fromkeys(h.sharding.partial_dims, R))
+
+
+def gradients(p: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {name: each.grad.full() for name, each in p.items()}
+
+
+def check_gradients(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    for name, gradient in expected.items():
+        size = np.abs(gradient).max()
+        np.testing.assert_allclose(got[name], gradient, rtol=0, atol=1e-5 * size, err_msg=name)
+
+
+def one_process(x: np.ndarray) -> dict[str, np.ndarray]:
+    """The gradients of two blocks with nothing sharded."""
+    from mpi4py import MPI
+
+    mesh = mesh_of(MPI.COMM_SELF, 1)
+    first, second = (pce.shard_parameters(parameters(seed), mesh, EVERYWHERE, dim="data") for seed in (0, 10))
+    pce.square(block(block(pce.distribute(x, mesh), first), second)).mean().backward()
+    return gradients({**{f"1.{n}": each for n, each in first.items()}, **{f"2.{n}": e for n, e in second.items()}})
+
+
+# ----------------------------------------------------------------------------------------------------------- the loss
+
+
+def test_cross_entropy_takes_one_all_reduce_over_the_class_dim_forward_and_none_backward(comm):
+    logits, targets = normal(0, 7, 11), np.arange(7)
+    for sizes in factorizations(comm.size, 2):
+        mesh = mesh_of(comm, *sizes)
+        x = pce.distribute(logits, mesh, model=Shard(1), requires_grad=True)
+        with pce.trace() as trace:
+            pce.cross_entropy(x, targets).backward()
+        assert budget(trace) == [("forward", "all_reduce", "model", 24 * 7)]
+
+
+def test_the_mean_of_sharded_rows_takes_one_more_of_16_bytes(comm):
+    logits, targets = normal(0, 7, 11), np.arange(7)
+    for sizes in factorizations(comm.size, 2):
+        mesh = mesh_of(comm, *sizes)
+        x = pce.distribute(logits, mesh, data=Shard(0), model=Shard(1), requires_grad=True)
+        with pce.trace() as trace:
+            pce.cross_entropy(x, targets).backward()
+        rows = local_bytes(mesh, (7,), 1, data=Shard(0))
+        assert budget(trace) == [
+            ("forward", "all_reduce", "model", 24 * rows),
+            ("forward", "all_reduce", "data", 16),
+        ]
+
+
+def test_a_vocabulary_sharded_twice_takes_one_all_reduce_for_the_table_and_one_for_the_loss(comm):
+    mesh = mesh_of(comm, 1, comm.size)
+    ids = np.arange(B * S).reshape(B, S) % 17
+    plan = {"table": VocabParallel(), "w": Colwise()}
+    p = pce.shard_parameters({"table": normal(0, 17, D), "w": normal(1, D, 17)}, mesh, plan)
+    with pce.trace() as trace:
+        x = pce.embedding(ids, p["table"]).redistribute(model=R)
+        pce.cross_entropy(x @ p["w"], ids).backward()
+        SGD(p.values(), lr=0.1).step()
+    assert budget(trace) == [
+        ("forward", "all_reduce", "model", 4 * B * S * D),
+        ("forward", "all_reduce", "model", 24 * B * S),
+        ("backward", "all_reduce", "model", 4 * B * S * D),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- blocks
+
+
+def test_a_block_of_colwise_and_rowwise_takes_one_all_reduce_forward_and_one_backward(comm):
+    x = normal(50, B, S, D)
+    expected = one_process(x)
+    mesh = mesh_of(comm, 1, comm.size)
+    first, second = (pce.shard_parameters(parameters(seed), mesh, MEGATRON) for seed in (0, 10))
+    both = {**{f"1.{name}": each for name, each in first.items()}, **{f"2.{n}": each for n, each in second.items()}}
+    with pce.trace() as trace:
+        h = block(pce.distribute(x, mesh), first)
+        pce.square(block(h, second)).mean().backward()
+        SGD(both.values(), lr=0.0).step()
+    of_a_block = ("all_reduce", "model", 4 * B * S * D)
+    # The first block's input needs no gradient, but its norm does.
+    assert budget(trace) == [("forward", *of_a_block)] * 2 + [("backward", *of_a_block)] * 2
+    check_gradients(gradients(both), expected)
+
+
+def test_blocks_between_which_nothing_is_redistributed_take_no_more(comm):
+    # What a block adds stays Partial: each of its two users has it reduced, and the second finds that done.
+    x = pce.distribute(normal(50, B, S, D), mesh_of(comm, 1, comm.size))
+    p = pce.shard_parameters(parameters(), x.mesh, MEGATRON)
+    with pce.trace() as trace, pce.no_grad():
+        for _ in range(3):
+            normed = pce.layer_norm(x, p["norm.scale"], p["norm.bias"])
+            x = x + pce.gelu(normed @ p["up.w"] + p["up.b"]) @ p["down.w"]
+        pce.square(x).mean()
+    assert budget(trace) == [("forward", "all_reduce", "model", 4 * B * S * D)] * 3
+
+
+def test_with_data_parallelism_besides_there_is_one_more_at_the_step(comm):
+    x = normal(50, B, S, D)
+    expected = one_process(x)
+    for sizes in factorizations(comm.size, 2):
+        mesh = mesh_of(comm, *sizes)
+        first, second = (pce.shard_parameters(parameters(seed), mesh, MEGATRON) for seed in (0, 10))
+        both = {**{f"1.{name}": each for name, each in first.items()}, **{f"2.{n}": each for n, each in second.items()}}
+        with pce.trace() as trace:
+            h = block(pce.distribute(x, mesh, data=Shard(0)), first)
+            pce.square(block(h, second)).mean().backward()
+            SGD(both.values(), lr=0.0).step()
+        of_a_block = ("all_reduce", "model", local_bytes(mesh, (B, S, D), data=Shard(0)))
+        held = sum(each.local.nbytes for each in both.values())
+        assert budget(trace) == [
+            *[("forward", *of_a_block)] * 2,
+            *[("backward", *of_a_block)] * 2,
+            ("step", "all_reduce", "data", held),
+        ]
+        check_gradients(gradients(both), expected)
+
+
+def test_with_sequence_parallelism_it_is_a_gather_and_a_scatter_each_way_and_the_norms_at_the_step(comm):
+    x = normal(50, B, S, D)
+    expected = one_process(x)
+    mesh = mesh_of(comm, 1, comm.size)
+    plan = MEGATRON | {"norm.*": SequenceParallel()}
+    first, second = (pce.shard_parameters(parameters(seed), mesh, plan) for seed in (0, 10))
+    both = {**{f"1.{name}": each for name, each in first.items()}, **{f"2.{n}": each for n, each in second.items()}}
+
+    def sequence_block(x: Any, p: dict[str, Any]) -> Any:
+        h = pce.layer_norm(x, p["norm.scale"], p["norm.bias"]).redistribute(model=R)
+        h = pce.gelu(h @ p["up.w"] + p["up.b"]) @ p["down.w"]
+        return x + h.redistribute(model=Shard(1))
+
+    with pce.trace() as trace:
+        h = sequence_block(pce.distribute(x, mesh, model=Shard(1)), first)
+        pce.square(sequence_block(h, second)).mean().backward()
+        SGD(both.values(), lr=0.0).step()
+    mine, whole = local_bytes(mesh, (B, S, D), model=Shard(1)), 4 * B * S * D
+    forward = [("forward", "all_gather", "model", mine), ("forward", "reduce_scatter", "model", whole)]
+    backward = [("backward", "all_gather", "model", mine), ("backward", "reduce_scatter", "model", whole)]
+    assert budget(trace) == [*forward, *forward, *backward, *backward, ("step", "all_reduce", "model", 2 * 2 * 4 * D)]
+    check_gradients(gradients(both), expected)
+
+
+def test_attention_heads_that_are_sharded_take_one_all_reduce_each_way(comm):
+    heads, width = 5, 3
+    mesh = mesh_of(comm, 1, comm.size)
+    names = {"q": (D, heads * width), "k": (D, heads * width), "v": (D, heads * width), "out": (heads * width, D)}
+    params = {name: normal(number, *shape) for number, (name, shape) in enumerate(names.items())}
+
+    def attention(x: Any, p: dict[str, Any]) -> Any:
+        x = pce.rms_norm(x)
+        q, k, v = ((x @ p[name]).reshape(B, S, heads, width).swapaxes(1, 2) for name in "qkv")
+        mixed = pce.softmax(q @ k.swapaxes(-1, -2)) @ v
+        return mixed.swapaxes(1, 2).reshape(B, S, heads * width) @ p["out"]
+
+    results = []
+    for plan in (EVERYWHERE, {"[qkv]": Colwise(), "out": Rowwise()}):
+        # A head must not be cut in two: its shards are whole heads.
+        x = pce.distribute(normal(9, B, S, D), mesh, requires_grad=True)
+        p = pce.shard_parameters(params, mesh, plan)
+        if plan is not EVERYWHERE:
+            p = {name: whole_heads(mesh, params[name], 1 if name != "out" else 0, width) for name in params}
+        with pce.trace() as trace:
+            pce.square(x + attention(x * 1.0, p)).mean().backward()
+            SGD(p.values(), lr=0.0).step()
+        results.append((gradients(p), x.grad.full(), budget(trace)))
+    (expected, x_expected, nothing), (got, x_got, sent) = results
+    assert nothing == []
+    assert sent == [
+        ("forward", "all_reduce", "model", 4 * B * S * D),
+        ("backward", "all_reduce", "model", 4 * B * S * D),
+    ]
+    check_gradients(got, expected)
+    np.testing.assert_allclose(x_got, x_expected, rtol=0, atol=1e-5 * np.abs(x_expected).max())
+
+
+def whole_heads(mesh: Mesh, whole: np.ndarray, axis: int, width: int) -> Any:
+    """A parameter whose `axis` is sharded between heads."""
+    start, stop = pce.shard_range(whole.shape[axis] // width, mesh.dims["model"], mesh.coordinates["model"])
+    local = whole.take(range(start * width, stop * width), axis)
+    return pce.from_local(local, mesh, model=Shard(axis), requires_grad=True)
+
+
+def test_context_parallelism_gathers_keys_and_values_and_scatters_their_gradients(comm):
+    mesh = mesh_of(comm, comm.size)
+    params = {name: normal(number, D, D) for number, name in enumerate("qkv")}
+    results = []
+    for lies in (R, Shard(1)):
+        p = pce.shard_parameters(params, mesh, EVERYWHERE, dim="data")
+        x = pce.distribute(normal(9, B, S, D), mesh, data=lies)
+        with pce.trace() as trace:
+            k = (x @ p["k"]).swapaxes(-1, -2).redistribute(data=R)
+            v = (x @ p["v"]).redistribute(data=R)
+            pce.square(pce.softmax(x @ p["q"] @ k) @ v).mean().backward()
+            SGD(p.values(), lr=0.0).step()
+        results.append((gradients(p), budget(trace)))
+    (expected, nothing), (got, sent) = results
+    mine, whole = local_bytes(mesh, (B, S, D), data=Shard(1)), 4 * B * S * D
+    assert nothing == []
+    assert sent == [
+        *[("forward", "all_gather", "data", mine)] * 2,
+        *[("backward", "reduce_scatter", "data", whole)] * 2,
+        ("step", "all_reduce", "data", 3 * 4 * D * D),
+    ]
+    check_gradients(got, expected)
+
+
+# ----------------------------------------------------------------------------------------------- two matrix products
+
+
+def two_products(mesh: Mesh, rows: Any, w0: Any, w1: Any) -> tuple[pce.Trace, list[Any]]:
+    """One step of the network: image (16, 784) @ w0 (784, 784) @ w1 (784, 10), compared with label (16, 10)."""
+    image, label = normal(1, 16, 784), normal(2, 16, 10)
+    weights = [
+        pce.distribute(normal(3, 784, 784), mesh, requires_grad=True, model=w0),
+        pce.distribute(normal(4, 784, 10), mesh, requires_grad=True, model=w1),
+    ]
+    with pce.trace() as trace:
+        x, y = (pce.distribute(each, mesh, data=rows) for each in (image, label))
+        pce.mse(x @ weights[0] @ weights[1], y).backward()
+        SGD(weights, lr=0.1).step()
+    return trace, weights
+
+
+def test_two_products_under_model_parallelism_take_one_all_reduce_of_640_bytes_in_all(comm):
+    trace, weights = two_products(mesh_of(comm, 1, comm.size), R, Shard(1), Shard(0))
+    assert budget(trace) == [("forward", "all_reduce", "model", 640)]
+    assert [w.grad.placements["model"] for w in weights] == [Shard(1), Shard(0)]
+
+
+def test_two_products_under_data_parallelism_send_nothing_but_the_gradients_in_one_buffer(comm):
+    trace, _ = two_products(mesh_of(comm, comm.size, 1), Shard(0), R, R)
+    assert budget(trace) == [("step", "all_reduce", "data", 4 * (784 * 784 + 784 * 10))]
+
+
+def test_two_products_under_both_send_what_both_send(comm):
+    for sizes in factorizations(comm.size, 2):
+        mesh = mesh_of(comm, *sizes)
+        trace, weights = two_products(mesh, Shard(0), Shard(1), Shard(0))
+        rows = local_bytes(mesh, (16, 10), data=Shard(0))
+        assert budget(trace) == [
+            ("forward", "all_reduce", "model", rows),
+            ("step", "all_reduce", "data", sum(w.local.nbytes for w in weights)),
+        ]
+
+
+# --------------------------------------------------------------------------------------------------------------- steps
+
+
+def test_micro_batches_send_nothing_and_a_second_step_sends_nothing(comm):
+    mesh = mesh_of(comm, comm.size)
+    w = pce.distribute(normal(0, D, H), mesh, requires_grad=True)
+    optimizer = SGD([w], lr=0.1)
+    with pce.trace() as micro:
+        for seed in range(4):
+            pce.square(pce.distribute(normal(seed, B, D), mesh, data=Shard(0)) @ w).mean().backward()
+    with pce.trace() as first:
+        optimizer.step()
+    with pce.trace() as second:
+        optimizer.step()
+    assert micro.count(purpose=None) == 0
+    assert budget(first) == [("step", "all_reduce", "data", w.local.nbytes)]
+    assert second.count() == 0
+
+
+def test_a_sharded_parameter_takes_a_reduce_scatter(comm):
+    mesh = mesh_of(comm, comm.size)
+    w = pce.distribute(normal(0, D, H), mesh, requires_grad=True, data=Shard(0))
+    with pce.trace() as trace:
+        x = pce.distribute(normal(1, B, D), mesh, data=Shard(0))
+        pce.square(x @ w.redistribute(data=R)).mean().backward()
+        SGD([w], lr=0.1).step()
+    assert budget(trace) == [
+        ("forward", "all_gather", "data", w.local.nbytes),
+        ("backward", "reduce_scatter", "data", 4 * D * H),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------ the trace
+
+
+@pytest.fixture
+def trace(comm) -> pce.Trace:
+    """A step with payload in every phase."""
+    mesh = mesh_of(comm, comm.size, 1)
+    w = pce.distribute(normal(0, D, H), mesh, requires_grad=True)
+    v = pce.distribute(normal(2, H, D), mesh, data=Shard(1))
+    x = pce.distribute(normal(1, B, D), mesh, data=Shard(0))
+    with pce.trace() as trace:
+        h = (x @ w).redistribute(data=R)
+        pce.square(pce.tanh(h) @ v).mean().backward()
+        pce.max(x)
+        pce.max(x)
+        SGD([w], lr=0.1).step()
+    return trace
+
+
+def test_phases_are_forward_backward_and_step(trace):
+    assert [(event.phase, event.operation, event.collective) for event in trace.select()] == [
+        ("forward", "redistribute", "all_gather"),
+        ("backward", "tanh", "all_reduce"),
+        ("forward", "max", "all_reduce"),
+        ("forward", "max", "all_reduce"),
+        ("step", "SGD", "all_reduce"),
+    ]
+
+
+def test_agreements_are_apart_from_payload(trace):
+    agreements = trace.select(purpose=Purpose.AGREEMENT)
+    assert agreements
+    assert all(event.collective == "all_gather" for event in agreements)
+    assert all(event.bytes == 56 for event in agreements)
+    assert trace.count(purpose=None) == trace.count() + len(agreements)
+    assert trace.bytes(purpose=None) == trace.bytes() + 56 * len(agreements)
+    # Whatever is sent for an operation has been agreed on.
+    for event, after in pairwise(trace.events):
+        assert Purpose.AGREEMENT in (event.purpose, after.purpose)
+
+
+def test_counts_and_bytes_are_those_of_the_events_that_match(trace):
+    for where in ({"phase": "forward"}, {"phase": "step"}, {"operation": "max"}, {"over": "data"}, {"over": "model"}):
+        matching = [event for event in trace.select() if all(getattr(event, k) == v for k, v in where.items())]
+        assert trace.count(**where) == len(matching)
+        assert trace.bytes(**where) == sum(event.bytes for event in matching)
+    assert trace.count("all_reduce", operation="max") == 2
+    assert trace.bytes("all_reduce", operation="max") == 2 * 4
+    assert trace.count("all_gather", phase="forward") == 1
+    assert trace.count(over="model") == 0
+
+
+def test_events_say_from_where_to_where_and_why(trace):
+    gathered, settled, largest, _, stepped = trace.select()
+    assert (gathered.before, gathered.after) == ("Shard(0)", "Replicate()")
+    assert gathered.reason == "asked for"
+    assert (settled.before, settled.after) == ("Partial('sum')", "Replicate()")
+    assert settled.reason == "its gradient is complete"
+    assert (largest.before, largest.after) == ("Partial('max')", "Replicate()")
+    assert "largest" in largest.reason
+    assert (stepped.before, stepped.after) == ("Partial('sum')", "Replicate()")
+    assert stepped.reason
+
+
+def test_the_trace_is_an_aligned_table(trace):
+    head, *lines = str(trace).splitlines()
+    names = [
+        "phase",
+        "operation",
+        "collective",
+        "purpose",
+        "over",
+        "ranks",
+        "calls",
+        "bytes",
+        "before",
+        "after",
+        "reason",
+    ]
+    assert head.split() == names
+    starts = [head.index(name) for name in names]
+    largest = [line for line in lines if "Partial('max')" in line]
+    assert len(largest) == 1  # two equal events are one line
+    for line in lines:
+        cells = [line[start:stop].rstrip() for start, stop in pairwise([*starts, None])]
+        assert all(line[start - 1] == " " for start in starts[1:])
+        assert cells[0] in ("forward", "backward", "step")
+        assert cells[3] in ("payload", "agreement")
+        assert cells[-1]
+        if line in largest:
+            assert cells[6:10] == ["2", "8", "Partial('max')", "Replicate()"]
+    total = sum(int(line[starts[6] : starts[7]]) for line in lines)
+    assert total == len(trace.events)
+
+
+def test_the_trace_is_json_with_placements(trace):
+    events = json.loads(trace.to_json())
+    assert len(events) == len(trace.events)
+    gathered = next(event for event in events if event["operation"] == "redistribute" and event["purpose"] == "payload")
+    assert gathered["before"] == "Shard(0)"
+    assert gathered["after"] == "Replicate()"
+    assert gathered["phase"] == "forward"
+    assert gathered["over"] == "data"
+
+
+def test_nothing_is_recorded_where_no_trace_is_open_and_traces_nest(comm):
+    mesh = mesh_of(comm, comm.size)
+    x = pce.distribute(normal(0, B, D), mesh, data=Shard(0))
+    pce.max(x)
+    with pce.trace() as outer:
+        pce.max(x)
+        with pce.trace() as inner:
+            pce.max(x)
+    pce.max(x)
+    assert (outer.count(), inner.count()) == (2, 1)
