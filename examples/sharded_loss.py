@@ -46,3 +46,5 @@ if comm.rank == 0:
         a_row = f", {event.bytes // rows} a row" if event.purpose == "payload" else ""
         print(f"{'bytes a rank sends: ' + event.collective:<35}{event.bytes} for {event.purpose}{a_row}")
     print(f"{'to gather its logits instead':<35}{shard.nbytes}, {shard.nbytes // rows} a row")
+if not all(agree):
+    raise SystemExit(1)

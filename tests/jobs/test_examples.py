@@ -1,7 +1,9 @@
 """The examples, as a user starts them."""
 
 import ast
+from functools import cache
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,41 +13,226 @@ import pytest
 
 from jobs.launch import ROOT, job_environment, launch, launch_source
 
+EXAMPLES = ROOT / "examples"
+DATA_AND_MODEL = "examples/data_and_model_parallel.py"
+GRADIENTS = "examples/gradient_synchronization.py"
 LANGUAGE_MODEL = "examples/language_model.py"
+LOSS_PARALLEL = "examples/loss_parallel.py"
 SHARDED_LOSS = "examples/sharded_loss.py"
+TRANSFORMER = "examples/transformer.py"
+PROGRAMS = [DATA_AND_MODEL, GRADIENTS, LANGUAGE_MODEL, LOSS_PARALLEL, SHARDED_LOSS, TRANSFORMER]
 
 # A small slice of the standard library, and sizes that 2, 3 and 4 do not divide.
 STEPS = 50
 SLICE = ["--max-files=21", f"--steps={STEPS}", "--batch=130", "--embed=21", "--hidden=61", "--test-tokens=500"]
+SLICE += ["--write=2"]
+GPT_STEPS = 12
+GPT_SLICE = ["--max-files=5", f"--steps={GPT_STEPS}", "--batch=5", "--length=13", "--test-tokens=70", "--write=2"]
+GPT_SLICE += ["--layers=2", "--heads=12", "--width=24"]  # as many heads as any number of ranks shares evenly
+
+# What a program of several files needs to be imported.
+IMPORTABLE = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)])}
+
+
+@cache
+def job(ranks, program, *args):
+    """A run that may serve several tests."""
+    return launch(ranks, program, *args)
+
+
+def losses_in(path):
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [entry["step"] for entry in entries], np.array([entry["loss"] for entry in entries])
+
+
+def docstring_of(program):
+    return ast.get_docstring(ast.parse((ROOT / program).read_text(encoding="utf-8")))
+
+
+def test_every_program_is_tested_here():
+    started = {path.name for path in EXAMPLES.glob("*.py") if "mpiexec -n" in docstring_of(path)}
+    assert started == {program.removeprefix("examples/") for program in PROGRAMS}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_is_shorter_than_80_lines(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 80
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_example_says_how_to_start_it(program):
+    assert re.search(rf"^    mpiexec -n \d python -m mpi4py {program}( -.*)?$", docstring_of(program), re.MULTILINE)
+
+
+# ------------------------------------------------------------------------------- each against what one process computes
+
+# Makes one function of the library depend on the number of ranks, and runs an example with it.
+PLANTED = """
+    import runpy
+    import sys
+
+    import pce_mpi
+
+    program, name = sys.argv[1:3]
+    sys.argv = [program, *sys.argv[3:]]
+    right = getattr(pce_mpi, name)
+
+    def wrong(x, *args):
+        return right(x, *args) * (1 + 1e-3 * (x.mesh.size - 1))
+
+    setattr(pce_mpi, name, wrong)
+    runpy.run_path(program, run_name="__main__")
+    """
+
+
+@pytest.mark.parametrize(
+    ("program", "name", "args"),
+    [
+        (DATA_AND_MODEL, "mse", []),
+        (GRADIENTS, "square", []),
+        (LOSS_PARALLEL, "cross_entropy", []),
+        (LANGUAGE_MODEL, "cross_entropy", [*SLICE, "--steps=3"]),
+        (TRANSFORMER, "cross_entropy", [*GPT_SLICE, "--steps=3"]),
+    ],
+)
+def test_an_example_that_is_wrong_on_several_ranks_says_so_and_fails(program, name, args):
+    job = launch_source(2, PLANTED, program, name, *args, env=IMPORTABLE)
+    assert job.returncode != 0
+    assert len(re.findall("further than 1e-0[45] from what one process computes:", job.stderr)) == 1
+    assert re.search(r"^  .*loss.* by 1\.0e-03 \(rank 1\)$|^  scale by 1\.0e-03 \(rank 1\)$", job.stderr, re.MULTILINE)
+    assert "Traceback" not in job.stderr
+
+
+@pytest.mark.parametrize("where", ["1.5", "np.array([1, 2, np.nan])"])
+def test_a_difference_on_one_rank_ends_the_whole_job(where):
+    job = launch_source(
+        2,
+        f"""
+        from mpi4py import MPI
+        import numpy as np
+
+        from comparison import compare
+
+        comm = MPI.COMM_WORLD
+        right = np.ones_like({where})
+        compare(comm, {{"this": 1.0, "that": {where} if comm.rank == 1 else right}}, {{"this": 1.0, "that": right}})
+        print("went on")
+        """,
+        env=IMPORTABLE,
+    )
+    assert job.returncode != 0
+    assert re.search(r"computes:\n  that by (5\.0e-01|nan) \(rank 1\)\n", job.stderr)
+    assert "this" not in job.stderr
+    assert not job.stdout
+
+
+# ---------------------------------------------------------------------------------------------- data_and_model_parallel
+
+
+def rows_of(table):
+    """The lines of a printed trace that are payload, as phase, collective, dims and bytes."""
+    pattern = r"^(\w+) +\S+ +(\w+) +payload +(\S.*?)  +\d+ +\d+ +(\d+) "
+    return [(*found[:3], int(found[3])) for found in re.findall(pattern, table, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_data_model_and_hybrid_parallelism_give_what_one_process_gives(ranks):
+    output = job(ranks, DATA_AND_MODEL)
+    assert output.returncode == 0, output.stderr
+    assert len(set(re.findall(r"parallelism on Mesh\(.*\): loss (\d\.\d{6})", output.stdout))) == 1
+    differences = re.findall(r"those of one process, but for (\S+)", output.stdout)
+    assert len(differences) == 3
+    assert max(map(float, differences)) < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_what_data_model_and_hybrid_parallelism_send(ranks):
+    output = job(ranks, DATA_AND_MODEL).stdout
+    data, model, hybrid = output.split("parallelism on Mesh(")[1:]
+    gradients = 4 * (784 * 784 + 784 * 10)
+    assert rows_of(data) == [("step", "all_reduce", "data", gradients)]
+    assert rows_of(model) == [("forward", "all_reduce", "model", 640)]
+    assert [row[:3] for row in rows_of(hybrid)] == [("forward", "all_reduce", "model"), ("step", "all_reduce", "data")]
+    assert "dw0                 {'data': Partial('sum')} before the step" in data
+    assert "dw0                 {'model': Shard(1)} before the step" in model
+    assert "dw0                 {'data': Partial('sum'), 'model': Shard(1)} before the step" in hybrid
+
+
+# --------------------------------------------------------------------------------------------- gradient_synchronization
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_gradients_are_partial_over_the_ranks_that_have_met_other_parts(ranks):
+    output = job(ranks, GRADIENTS)
+    assert output.returncode == 0, output.stderr
+    tables = output.stdout.strip().split("\n\n")
+    assert len(tables) == 7
+    for table in tables:
+        dims = re.findall(r"(\w+) \d", table.splitlines()[0].partition(", within")[0])
+        partial = dict(re.findall(r"^(\w+) +((?:[a-z, ]+|-)?)  +\d+%$", table, re.MULTILINE))
+        sharded_by_model = ", ".join(dim for dim in dims if dim != "model") or "-"
+        expected = dict.fromkeys(["w1", "b1", "w2"], sharded_by_model)
+        expected |= dict.fromkeys(["scale", "shift", "b2"], ", ".join(dims))
+        assert {name: text.strip() for name, text in partial.items()} == expected
+
+
+def test_a_rule_that_looks_at_the_batch_axis_alone_is_right_for_data_parallelism_only():
+    tables = job(4, GRADIENTS).stdout.strip().split("\n\n")
+    off = {table.partition(", within")[0]: list(map(int, re.findall(r"(\d+)%", table))) for table in tables}
+    assert off["data 4"] == [0] * 6
+    assert min(off["context 4"]) > 20
+    assert min(off["data 2, context 2"]) > 20
+    scale, shift, w1, b1, w2, b2 = off["model 4"]
+    assert min(scale, shift, b2) > 20
+    assert max(w1, b1, w2) == 0
+
+
+# -------------------------------------------------------------------------------------------------------- loss_parallel
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_loss_parallel_has_the_same_loss_with_and_without_gathering_and_sends_less(ranks):
+    output = job(ranks, LOSS_PARALLEL)
+    assert output.returncode == 0, output.stderr
+    assert re.search(r"left sharded +loss (\d+\.\d+), .*\nlogits gathered first +loss \1, ", output.stdout)
+    sent = re.search(r"^in all +(\d+) calls +([\d,]+) bytes +(\d+) calls +([\d,]+) bytes$", output.stdout, re.MULTILINE)
+    calls, size, gathered_calls, gathered_size = (int(number.replace(",", "")) for number in sent.groups())
+    # 64 rows of 32 features, four times, and of one record of 24 bytes; or of this rank's classes.
+    assert (calls, size) == (5, 4 * 64 * 32 * 4 + 64 * 24)
+    assert (gathered_calls, gathered_size) == (5, 4 * 64 * 32 * 4 + 64 * -(-10_001 // ranks) * 4)
+
+
+# ------------------------------------------------------------------------------------------------------- language_model
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory):
-    """The losses of training on the small slice, by number of ranks."""
+def trained_on_a_slice(tmp_path_factory):
+    """Training on the small slice, by number of ranks: the job and its losses."""
     folder = tmp_path_factory.mktemp("logs")
-    losses = {}
+    results = {}
     for ranks in 1, 2, 3, 4:
-        job = launch(ranks, LANGUAGE_MODEL, *SLICE, f"--log={folder / str(ranks)}")
-        assert job.returncode == 0, job.stderr
-        entries = [json.loads(line) for line in (folder / str(ranks)).read_text(encoding="utf-8").splitlines()]
-        assert [entry["step"] for entry in entries] == list(range(1, STEPS + 1))
-        losses[ranks] = np.array([entry["loss"] for entry in entries])
-    return losses
+        output = launch(ranks, LANGUAGE_MODEL, *SLICE, f"--log={folder / str(ranks)}")
+        assert output.returncode == 0, output.stderr
+        results[ranks] = output, *losses_in(folder / str(ranks))
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_language_model_has_the_same_losses_on_any_number_of_ranks(losses, ranks):
+def test_the_language_model_has_the_same_losses_on_any_number_of_ranks(trained_on_a_slice, ranks):
+    (_, _, alone), (output, steps, losses) = trained_on_a_slice[1], trained_on_a_slice[ranks]
+    assert re.search(r"^the first steps are those of one process, but for \d", output.stdout)
+    assert steps == list(range(1, STEPS + 1))
     # On each number of ranks the gradient of the hidden layer is summed in another order, so that the parameters move
-    # apart by about one rounding of float32 a step. A batch's loss is a mean, where most of that cancels: 1 ulp was
-    # seen in 800 steps. Without the all-reduce of that gradient it is 10,000 ulp after 12.
-    np.testing.assert_allclose(losses[ranks], losses[1], rtol=16 * np.finfo(np.float32).eps, atol=0)
+    # apart by about one rounding of float32 a step. A batch's loss is a mean, where most of that cancels.
+    np.testing.assert_allclose(losses, alone, rtol=16 * np.finfo(np.float32).eps, atol=0)
 
 
-def test_the_language_model_learns(losses):
-    assert losses[1][-10:].mean() < losses[1][:10].mean() - 0.5
+def test_the_language_model_learns(trained_on_a_slice):
+    _, _, losses = trained_on_a_slice[1]
+    assert losses[-10:].mean() < losses[:10].mean() - 0.3
 
 
-def test_the_backward_pass_of_the_language_model_is_the_derivative_of_its_loss():
+def test_the_tape_gives_the_gradients_of_the_backward_pass_written_by_hand_and_of_finite_differences():
     # In float64, and along a random direction for each parameter: central differences are right to 1e-9 or so there.
     job = launch_source(
         3,
@@ -55,57 +242,142 @@ def test_the_backward_pass_of_the_language_model_is_the_derivative_of_its_loss()
         from mpi4py import MPI
         import numpy as np
 
-        from examples.language_model import Model
-        import pce_mpi
+        from language_model import Model
+        import pce_mpi as pce
+        from pce_mpi.cli.training_step import ByHand
 
         comm = MPI.COMM_WORLD
-        model = Model(comm, np.zeros(23), Namespace(context=3, embed=5, hidden=7, batch=11, seed=0))
+        args = Namespace(context=3, embed=5, hidden=7, batch=11, seed=0, rate=1.0, embedding_rate=1.0)
+        model = Model(pce.Mesh(comm, classes=comm.size), np.zeros(23), args)
         rng = np.random.default_rng(1)
-        whole = {"embedding": (23, 5), "w": (15, 7), "b": (7,), "u": (7, 23), "c": (23,)}
-        parameters = {name: rng.standard_normal(shape) for name, shape in whole.items()}
-        directions = {name: rng.standard_normal(shape) for name, shape in whole.items()}
-        for sharded in parameters, directions:
-            sharded["u"], sharded["c"] = sharded["u"][:, model.classes].copy(), sharded["c"][model.classes].copy()
-        model.logits, model.du = model.logits.astype(np.float64), model.du.astype(np.float64)
-        contexts, targets = rng.integers(23, size=(11, 3)), rng.integers(23, size=11)
+        values = {name: rng.standard_normal(p.shape) for name, p in model.parameters.items()}
+        directions = {name: rng.standard_normal(p.shape) for name, p in model.parameters.items()}
+        rows = rng.integers(23, size=(11, 4))
+
+        def put(values):
+            for name, p in model.parameters.items():
+                placed = pce.distribute(values[name], model.mesh, requires_grad=True, **p.placements)
+                model.parameters[name] = placed
 
         def loss(name, step):
-            vars(model).update(parameters | {name: parameters[name] + step * directions[name]})
-            return float(pce_mpi.softmax_cross_entropy(model.forward(contexts)[2], targets, comm=comm))
+            put(values | {name: values[name] + step * directions[name]})
+            with pce.no_grad():
+                return model.loss(rows).item()
 
-        vars(model).update({name: value.copy() for name, value in parameters.items()})
-        model.train(contexts, targets, rate=1.0, embedding_rate=1 / len(contexts))
-        slopes = {name: np.sum((parameters[name] - vars(model)[name]) * directions[name]) for name in whole}
-        for name in whole:
-            slope = comm.allreduce(slopes[name]) if name in "uc" else slopes[name]
+        put(values)
+        model.loss(rows).backward()
+        gradients = {name: p.grad.full() for name, p in model.parameters.items()}
+        classes = slice(*pce.shard_range(23, comm.size, comm.rank))
+
+        by_hand = ByHand(values, 11, comm)
+        by_hand.logits, by_hand.du = by_hand.logits.astype(np.float64), by_hand.du.astype(np.float64)
+        by_hand.step(rows[:, :-1], rows[:, -1], 1.0)
+        for name in values:
+            of = (..., classes) if name in "uc" else ...
+            stepped = values[name][of] - vars(by_hand)[name]
+            assert np.allclose(gradients[name][of], stepped, rtol=1e-11, atol=1e-14), name
+        for name in values:
+            slope = np.sum(gradients[name] * directions[name])
             difference = (loss(name, 1e-5) - loss(name, -1e-5)) / 2e-5
             assert np.isclose(slope, difference, rtol=1e-7, atol=0), (name, slope, difference)
         """,
+        env=IMPORTABLE,
     )
     assert job.returncode == 0, job.stderr
 
 
 def test_the_language_model_runs_without_mpiexec_and_plots_its_losses(tmp_path):
     picture = tmp_path / "losses.png"
-    command = [sys.executable, LANGUAGE_MODEL, *SLICE, f"--plot={picture}"]
+    command = [sys.executable, LANGUAGE_MODEL, *SLICE, "--steps=3", f"--plot={picture}"]
     job = subprocess.run(command, cwd=ROOT, env=job_environment(1), capture_output=True, text=True, timeout=60)
     assert job.returncode == 0, job.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_rank_0_alone_prints_the_result():
-    job = launch(3, LANGUAGE_MODEL, *SLICE)
-    assert job.returncode == 0, job.stderr
-    perplexities = re.findall(r"^(unigram|this) model +[\d.]+ +([\d.]+)$", job.stdout, re.MULTILINE)
+def test_rank_0_alone_prints_the_result(trained_on_a_slice):
+    output, _, _ = trained_on_a_slice[3]
+    perplexities = re.findall(r"^(unigram|this) model +[\d.]+ +([\d.]+)$", output.stdout, re.MULTILINE)
     assert [name for name, _ in perplexities] == ["unigram", "this"]
     assert float(perplexities[1][1]) < float(perplexities[0][1])
-    assert job.stdout.count("\nraise ValueError(|") == 1
-    assert job.stderr.count(f"{STEPS}/{STEPS}") == 1
+    assert output.stdout.count("\nraise ValueError(|") == 1
+    assert output.stderr.count(f"| 0/{STEPS} [") == 1
 
 
+# ---------------------------------------------------------------------------------------------------------- transformer
+
+MESHES = [
+    (1, []),
+    (2, ["--model=2", "--sequence-parallel"]),
+    (3, ["--context=3"]),
+    (4, ["--data=2", "--model=2"]),
+    (4, ["--context=2", "--model=2", "--sequence-parallel"]),
+]
+
+
+@pytest.fixture(scope="module")
+def gpt_losses(tmp_path_factory):
+    """The losses of training the transformer on one process, by step, as all meshes are to have them."""
+    path = tmp_path_factory.mktemp("logs") / "log"
+    output = launch(1, TRANSFORMER, *GPT_SLICE, f"--log={path}")
+    assert output.returncode == 0, output.stderr
+    return losses_in(path)[1]
+
+
+def trained(ranks, *args, log):
+    """The steps and losses of training the transformer."""
+    output = launch(ranks, TRANSFORMER, *GPT_SLICE, f"--log={log}", *args)
+    assert output.returncode == 0, output.stderr
+    assert re.search(r"^the first steps are those of one process, but for \d", output.stdout)
+    assert "\nraise ValueError(|" in output.stdout
+    return losses_in(log)
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), MESHES, ids=lambda value: str(value))
+def test_the_transformer_has_the_same_losses_on_any_mesh(gpt_losses, ranks, mesh, tmp_path):
+    steps, losses = trained(ranks, *mesh, log=tmp_path / "log")
+    assert steps == list(range(1, GPT_STEPS + 1))
+    # As for the language model. One rounding of float32 was seen.
+    np.testing.assert_allclose(losses, gpt_losses, rtol=16 * np.finfo(np.float32).eps, atol=0)
+
+
+def test_the_transformer_learns():
+    output = launch(1, TRANSFORMER, *GPT_SLICE, "--max-files=21", "--steps=150", "--test-tokens=1000")
+    assert output.returncode == 0, output.stderr
+    unigram, transformer = re.findall(r"^\w+ model +[\d.]+ +([\d.]+)$", output.stdout, re.MULTILINE)
+    assert float(transformer) < 0.9 * float(unigram)
+
+
+def test_the_transformer_is_resumed_on_another_mesh(gpt_losses, tmp_path):
+    kept = tmp_path / "kept.safetensors"
+    steps, losses = trained(2, "--model=2", "--stop=5", f"--save={kept}", log=tmp_path / "first")
+    assert steps == [1, 2, 3, 4, 5]
+    more_steps, more_losses = trained(3, "--model=3", f"--resume={kept}", log=tmp_path / "second")
+    assert steps + more_steps == list(range(1, GPT_STEPS + 1))
+    losses = np.concatenate([losses, more_losses])
+    np.testing.assert_allclose(losses, gpt_losses, rtol=16 * np.finfo(np.float32).eps, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["--data=2", "--model=2"], "data=2 * context=1 * model=2 is 4, but the communicator has 2 ranks"),
+        (["--heads=7"], "a width of 24 is no multiple of 7 heads"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_reported_once(args, complaint):
+    job = launch(2, TRANSFORMER, *GPT_SLICE, *args)
+    assert job.returncode != 0
+    assert job.stderr.count(f"error: {complaint}") == 1
+    assert "Traceback" not in job.stderr
+
+
+# --------------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize("program", [LANGUAGE_MODEL, TRANSFORMER])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_language_model_explains_its_options_once(ranks):
-    job = launch(ranks, LANGUAGE_MODEL, "--help")
+def test_a_training_program_explains_its_options_once(ranks, program):
+    job = launch(ranks, program, "--help")
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("usage:") == 1
     assert job.stdout.count("--max-files N") == 2
@@ -118,12 +390,14 @@ def test_the_language_model_explains_its_options_once(ranks):
         ("--steps=0", "argument --steps: expected a whole number from 1 up, got '0'"),
         ("--max-files=1", "argument --max-files: expected a whole number from 2 up, got '1'"),
         ("--batch=many", "argument --batch: expected a whole number from 1 up, got 'many'"),
+        ("--rate=-1", "argument --rate: expected a number from 0 up, got '-1'"),
         ("--plot=/no/such/folder/losses.png", "argument --plot: cannot write '/no/such/folder/losses.png'"),
+        ("--resume=/no/such/file", "argument --resume: cannot read '/no/such/file'"),
         ("--vocabulary=9", "unrecognized arguments: --vocabulary=9"),
     ],
 )
 def test_a_bad_argument_is_reported_once(argument, complaint):
-    job = launch(3, LANGUAGE_MODEL, argument)
+    job = launch(2, LANGUAGE_MODEL, argument)
     assert job.returncode != 0
     assert job.stderr.count("error:") == 1
     assert complaint in job.stderr
@@ -131,14 +405,16 @@ def test_a_bad_argument_is_reported_once(argument, complaint):
     assert not job.stdout
 
 
+# --------------------------------------------------------------------------------------------------------- sharded_loss
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_sharded_loss_agrees_with_the_dense_one(ranks):
-    job = launch(ranks, SHARDED_LOSS)
-    assert job.returncode == 0, job.stderr
-    assert re.search(r"loss, sharded +([\d.]+)\nloss, dense +\1\ngradients agree on each rank +True\n", job.stdout)
+    output = job(ranks, SHARDED_LOSS)
+    assert output.returncode == 0, output.stderr
+    assert re.search(r"loss, sharded +([\d.]+)\nloss, dense +\1\ngradients agree on each rank +True\n", output.stdout)
 
 
 def test_sharded_loss_prints_what_its_docstring_says():
-    docstring = ast.get_docstring(ast.parse((ROOT / SHARDED_LOSS).read_text(encoding="utf-8")))
-    shown = [line.removeprefix("    ") for line in docstring.split("prints\n\n")[1].splitlines()]
-    assert launch(4, SHARDED_LOSS).stdout.splitlines() == shown
+    shown = [line.removeprefix("    ") for line in docstring_of(SHARDED_LOSS).split("prints\n\n")[1].splitlines()]
+    assert job(4, SHARDED_LOSS).stdout.splitlines() == shown

@@ -1,0 +1,71 @@
+"""Which gradients are to be summed, and over which ranks, under data, context and sequence parallelism.
+
+    mpiexec -n 4 python -m mpi4py examples/gradient_synchronization.py
+
+    y = x + gelu(layer_norm(x, scale, shift) @ w1 + b1) @ w2 + b2          x (batch, sequence, features)
+
+`data` ranks share the batch, `context` ranks the sequence. `model` ranks share the columns of w1 and the rows of w2,
+and the sequence wherever all of them would do the same (sequence parallelism). A parameter that has met a part of the
+batch or of the sequence has a gradient that is one term of a sum, Partial, over the ranks that have met other parts.
+The tape knows over which. A rule that looks at the batch axis alone sums over `data` ranks; the last column shows how
+far from the gradient that is.
+"""
+
+from itertools import chain, combinations
+
+from mpi4py import MPI
+import numpy as np
+
+from comparison import compare
+import pce_mpi as pce
+from pce_mpi import Colwise, Partial, Replicate, Rowwise, SequenceParallel, Shard
+
+B, S, D, H = 5, 13, 6, 11  # batch, sequence, features, hidden units
+SHARDS = {"data": Shard(0), "context": Shard(1), "model": Shard(1)}
+PLAN = {"s*": SequenceParallel(), "[wb]1": Colwise(), "[wb]2": Rowwise()}
+
+
+def parameters_with_gradients(mesh, dims):
+    """Forward and backward, x sharded over `dims` of the mesh."""
+    rng = np.random.default_rng(seed=0)
+    shapes = {"scale": D, "shift": D, "w1": (D, H), "b1": H, "w2": (H, D), "b2": D}
+    arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    p = pce.shard_parameters(arrays, mesh, PLAN, dim="model")
+    x = pce.distribute(rng.standard_normal((B, S, D), np.float32), mesh, **{dim: SHARDS[dim] for dim in dims})
+
+    normal = pce.layer_norm(x, p["scale"], p["shift"]).redistribute(model=Replicate())
+    terms = pce.gelu(normal @ p["w1"] + p["b1"]) @ p["w2"]
+    y = x + terms.redistribute(model=x.placements["model"]) + p["b2"]
+    pce.square(y).mean().backward()
+    return p
+
+
+def summed_over_data(gradient):
+    """This rank's part of the gradient by the rule that looks at the batch axis alone."""
+    total = np.empty_like(gradient.local)
+    gradient.mesh.comm("data").Allreduce(gradient.local, total)
+    return total
+
+
+if __name__ == "__main__":
+    comm = MPI.COMM_WORLD
+    alone = parameters_with_gradients(pce.Mesh(MPI.COMM_SELF, **dict.fromkeys(SHARDS, 1)), SHARDS)
+    one_process = {name: parameter.grad.full() for name, parameter in alone.items()}
+
+    for dims in chain.from_iterable(combinations(SHARDS, count) for count in (1, 2, 3)):
+        sizes = dict(zip(dims, MPI.Compute_dims(comm.size, len(dims)), strict=True))
+        parameters = parameters_with_gradients(pce.Mesh(comm, **dict.fromkeys(SHARDS, 1) | sizes), dims)
+        lines = []
+        for name, parameter in parameters.items():
+            gradient, right = parameter.grad, parameter.grad.redistribute(**parameter.placements).local
+            partial = [dim for dim, placement in gradient.placements.items() if placement == Partial("sum")]
+            wrong = np.abs(summed_over_data(gradient) - right).max(initial=0) / np.abs(one_process[name]).max()
+            lines.append(f"{name:<10}{', '.join(partial) or '-':<28}{comm.allreduce(wrong, MPI.MAX):.0%}")
+        with pce.trace() as step:
+            pce.SGD(parameters.values(), lr=0.1).step()
+        difference = compare(comm, {name: p.grad.full() for name, p in parameters.items()}, one_process)
+        if comm.rank == 0:
+            title = ", ".join(f"{dim} {size}" for dim, size in sizes.items())
+            print(f"\n{title}, within {difference:.0e} of one process")
+            print(f"{'gradient':<10}{'Partial over':<28}off by, if summed over data alone", *lines, sep="\n")
+            print(f"the step sends {step.bytes()} bytes in {step.count()} collectives")

@@ -1,0 +1,79 @@
+"""How the language models are trained, whichever they are: the first steps compared, then with a progress bar."""
+
+from argparse import Namespace
+from collections.abc import Callable
+import json
+from pathlib import Path
+import time
+from typing import Protocol, TypeVar
+
+import numpy as np
+from tqdm import tqdm
+
+from comparison import compare_steps
+from corpus import Corpus
+from loss_curve import plot
+import pce_mpi as pce
+
+
+class Model(Protocol):
+    """What is trained: its parameters, and optimizers with the rates at which they are to step."""
+
+    mesh: pce.Mesh
+    parameters: dict[str, pce.DistArray]
+    optimizers: list[tuple[float, pce.SGD]]
+
+    def loss(self, rows: np.ndarray) -> pce.DistArray: ...
+
+
+M = TypeVar("M", bound=Model)
+
+
+def step(model: Model, rows: np.ndarray, number: int, args: Namespace) -> float:
+    """One step of gradient descent, on rows drawn at random, the same on every rank. Returns the loss before it."""
+    drawn = np.random.default_rng([args.seed, number]).integers(len(rows), size=args.batch)
+    loss = model.loss(rows[drawn])
+    loss.backward()
+    if args.max_norm:
+        pce.clip_grad_norm(model.parameters.values(), args.max_norm)
+    for rate, optimizer in model.optimizers:
+        # Rates rise during a twentieth of the steps, then fall to zero.
+        optimizer.lr = rate * min(20 * number / args.steps, 1 - (number - 1) / args.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def resume(model: Model, path: Path) -> int:
+    """Take over parameters that were saved, on however many ranks. Returns how many steps they had taken."""
+    saved = pce.load(path, model.mesh, {name: array.placements for name, array in model.parameters.items()})
+    for name, array in model.parameters.items():
+        array.local[...] = saved[name].local
+    return int(saved["steps"].item())
+
+
+def train(start: Callable[[pce.Mesh], M], mesh: pce.Mesh, rows: np.ndarray, corpus: Corpus, args: Namespace) -> M:
+    """Make a model on `mesh` by `start` and train it. Rank 0 shows how far it is, writes the log and draws the loss."""
+    numbers = range(1, min(3, args.steps) + 1)
+    compare_steps(mesh, start, lambda model, number: step(model, rows, number, args), numbers)
+    model, here = start(mesh), mesh.rank == 0
+    if here:
+        own, whole = np.sum([(array.local.size, array.size) for array in model.parameters.values()], axis=0)
+        share = f"{own:,} of {whole:,} parameters"
+        print(f"training on {len(rows):,} tokens; rank 0 of {mesh.size} holds {share}", flush=True)
+    first = resume(model, args.resume) + 1 if args.resume else 1
+    last = args.stop or args.steps
+    history: list[dict[str, float]] = []
+    begin = time.perf_counter()
+    with tqdm(range(first, last + 1), unit="step", disable=not here) as progress:
+        for number in progress:
+            loss = step(model, rows, number, args)
+            history.append({"step": number, "loss": loss, "seconds": round(time.perf_counter() - begin, 3)})
+            progress.set_postfix(loss=f"{np.mean([entry['loss'] for entry in history[-50:]]):.3f}", refresh=False)
+    if args.save:
+        pce.save(args.save, model.parameters | {"steps": pce.distribute(last, mesh)})
+    if here and args.log:
+        args.log.write_text("".join(json.dumps(entry) + "\n" for entry in history), encoding="utf-8")
+    if here and args.plot:
+        plot(args.plot, history, -corpus.unigram()[np.concatenate(corpus.training)].mean())
+    return model
