@@ -1,0 +1,259 @@
+"""Operations in one process: results are NumPy's, and gradients agree with finite differences, on all of the table."""
+
+from dataclasses import replace
+import importlib
+import inspect
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi import Shard, ops
+from pce_mpi.sharding import Sharding
+from ranks.grids import mesh_of
+from ranks.op_cases import OPS, alone, cases_of, error_of, evaluate, listed, numbers, one_process, replicated
+from strict_cupy import cupy  # noqa: F401  # a fixture
+from ulps import FINITE_DIFFERENCE, HALF, OPERATION
+
+# A power of two, so that operands and the direction are added without rounding: close to eps**(1/3).
+STEP = 2.0**-17
+
+
+def test_every_operation_is_in_the_table():
+    named = {name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))} - {"infer_placements"}
+    assert set(OPS) == named | {"redistribute", "slice"}
+
+
+# -------------------------------------------------------------------------------------------- results and gradients
+
+
+def projected(case, operands):
+    """The sum of the results, each times its projection."""
+    with np.errstate(all="ignore"):
+        results = listed(case.smooth(*operands))
+    return sum(
+        np.sum(np.where(np.isfinite(result), result, 0.0) * projection)
+        for result, projection in zip(results, case.projections, strict=True)
+    )
+
+
+def slope(case, index, direction):
+    """The derivative of the projected results along a direction of one operand, by a central difference."""
+    x = case.operands[index]
+    ends = [
+        projected(case, [*case.operands[:index], x + sign * STEP * direction, *case.operands[index + 1 :]])
+        for sign in (1, -1)
+    ]
+    return (ends[0] - ends[1]) / (2 * STEP)
+
+
+def faults_of(case):
+    """What is wrong with the gradients of one line of the table in one process, as text."""
+    outcome = evaluate(case, alone(), replicated(case, alone()))
+    found = [f"{case.name}: operand {index} was written to" for index in outcome.changed]
+    for index, (x, gradient) in enumerate(zip(case.operands, outcome.gradients, strict=True)):
+        if (gradient is not None) != case.has_gradient[index]:
+            found.append(f"{case.name}: operand {index} has {'no' if gradient is None else 'a'} gradient")
+        if gradient is None or case.smooth is None:
+            continue
+        direction = numbers(np.random.default_rng(index), x.shape)
+        got = np.sum(np.where(np.isfinite(x), gradient.local * direction, 0.0))
+        error = error_of(case, got, np.asarray(slope(case, index, direction)))
+        if not error <= FINITE_DIFFERENCE:
+            found.append(f"{case.name}: the gradient of operand {index} is {error:.3g} ulp off")
+    return found
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_results_are_those_of_numpy(op):
+    for case in cases_of(op):
+        with np.errstate(all="ignore"):
+            expected = listed(case.reference(*case.operands))
+        for got, wanted in zip(one_process(case)[0], expected, strict=True):
+            assert got.dtype == (case.dtype or np.float64), case.name
+            assert error_of(case, got, np.asarray(wanted)) <= OPERATION, case.name
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_vjp_agrees_with_finite_differences(op):
+    assert [fault for case in cases_of(op) for fault in faults_of(case)] == []
+
+
+def scaled(first, *others):
+    return (lambda *arrays, **parameters: first(*arrays, **parameters) * 1.001, *others)
+
+
+def without_the_sum(first, second):
+    """Of what was stretched only one element is taken."""
+
+    def vjp(g, y, a, b):
+        product = (g * b)[tuple(slice(0, length) for length in a.shape)] if g.ndim == a.ndim else (g * b)[0]
+        return product.reshape(a.shape)
+
+    return vjp, second
+
+
+def without_the_sum_in_another_shape(first, second):
+    return lambda g, y, a, b: g * b, second
+
+
+def with_the_wrong_sign(first, second):
+    return first, first
+
+
+@pytest.mark.parametrize(
+    ("room", "name", "plant", "op"),
+    [
+        ("elementwise", "_EXP", scaled, "exp"),
+        ("matmul", "_MATMUL", scaled, "matmul"),
+        ("softmax", "_SOFTMAX", scaled, "softmax"),
+        ("reductions", "_LOGSUMEXP", scaled, "logsumexp"),
+        ("embedding", "_EMBEDDING", scaled, "embedding"),
+        ("loss", "_CROSS_ENTROPY", scaled, "cross_entropy"),
+        ("elementwise", "_MULTIPLY", without_the_sum, "multiply"),
+        ("elementwise", "_MULTIPLY", without_the_sum_in_another_shape, "multiply"),
+        ("elementwise", "_SUBTRACT", with_the_wrong_sign, "subtract"),
+        ("elementwise", "_SQRT", lambda _: (lambda g, y, x: g / y,), "sqrt"),
+    ],
+)
+def test_a_wrong_vjp_is_caught(monkeypatch, room, name, plant, op):
+    module = importlib.import_module(f"pce_mpi.ops.{room}")
+    right = getattr(module, name)
+    assert not any(map(faults_of, cases_of(op)))
+    monkeypatch.setattr(module, name, replace(right, vjps=plant(*right.vjps), uses=None))
+    found = []
+    for case in cases_of(op):
+        try:
+            found += faults_of(case)
+        except ValueError as error:  # which the tape raises for a gradient that has not the shape of its operand
+            found.append(str(error))
+    assert found
+
+
+def gradient_of(call, *operands):
+    """That of the sum of what `call` makes of `operands`, in one process."""
+    held = [pce.distribute(np.array(x), alone(), requires_grad=True) for x in operands]
+    pce.sum(call(*held)).backward()
+    return [x.grad.local for x in held]
+
+
+def test_elements_that_are_equal_share_the_gradient_of_the_largest():
+    (gradient,) = gradient_of(pce.max, [[1.0, 2.0, 2.0], [0.0, 2.0, 1.0]])
+    np.testing.assert_array_equal(gradient, np.array([[0, 1, 1], [0, 1, 0]]) / 3)
+    (gradient,) = gradient_of(lambda x: pce.min(x, 1), [[1.0, 1.0, 1.0, 1.0], [0.0, 2.0, 0.0, 1.0]])
+    np.testing.assert_array_equal(gradient, [[0.25] * 4, [0.5, 0, 0.5, 0]])
+    gradients = gradient_of(pce.maximum, [1.0, 2.0, 3.0], [1.0, 3.0, 2.0])
+    np.testing.assert_array_equal(gradients, [[0.5, 0, 1], [0.5, 1, 0]])
+
+
+def test_the_gradient_of_relu_at_0_is_0():
+    np.testing.assert_array_equal(gradient_of(pce.relu, [-1.0, 0.0, 1.0])[0], [0, 0, 1])
+
+
+def test_powers_of_0_have_the_gradients_that_pytorch_gives_them():
+    base, exponent = gradient_of(pce.power, [0.0, 0.0, 0.0, 2.0], [0.0, 1.0, 2.0, 0.0])
+    np.testing.assert_array_equal(base, [0, 1, 0, 0])
+    np.testing.assert_array_equal(exponent, [0, 0, 0, np.log(2)])
+    np.testing.assert_array_equal(gradient_of(lambda x: x**0, [0.0, 3.0])[0], [0, 0])
+
+
+# ----------------------------------------------------------------------------------------------------------- dtypes
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_float32_stays_float32_and_is_as_close_as_that_can_be(op):
+    for case in cases_of(op):
+        outcome = evaluate(case, alone(), replicated(case, alone()), dtype=np.float32)
+        results, gradients = one_process(case)
+        expected = [*results, *(gradient for gradient in gradients if gradient is not None)]
+        wanted = [case.dtype or np.float32] * len(results) + [np.float32] * (len(expected) - len(results))
+        assert [x.dtype for x in outcome.arrays] == wanted, case.name
+        for got, exact in zip(outcome.arrays, expected, strict=True):
+            assert error_of(case, got.local, exact, np.float32) <= OPERATION, case.name
+
+
+def test_each_operand_has_a_gradient_of_its_own_dtype():
+    mesh = alone()
+    x = pce.distribute(np.ones(3, np.float32), mesh, requires_grad=True)
+    y = pce.distribute(np.full(3, 2.0), mesh, requires_grad=True)
+    z = x * y + x
+    assert z.dtype == np.float64
+    pce.sum(z).backward()
+    assert (x.grad.dtype, y.grad.dtype) == (np.float32, np.float64)
+    np.testing.assert_array_equal(x.grad.local, [3, 3, 3])
+
+
+HALVES = [np.float16, ml_dtypes.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("op", ["add", "multiply", "subtract", "sum", "mean", "matmul", "where", "cross_entropy"])
+def test_halves_are_computed_with_and_rounded_at_the_end(op, dtype):
+    for case in cases_of(op):
+        rounded = case.rounded(dtype)
+        outcome = evaluate(rounded, alone(), replicated(case, alone()), dtype=dtype)
+        results, gradients = one_process(rounded)
+        expected = [*results, *(gradient for gradient in gradients if gradient is not None)]
+        of_results = case.dtype or (np.float32 if op == "cross_entropy" else dtype)
+        assert [x.dtype for x in outcome.results] == [of_results] * len(results), case.name
+        for got, exact in zip(outcome.arrays, expected, strict=True):
+            unit = dtype if got.dtype == dtype else np.float32
+            assert error_of(case, got.local, exact, unit) <= (4 * HALF if unit is dtype else OPERATION), case.name
+
+
+def test_the_mean_of_halves_may_be_of_a_sum_that_no_half_can_hold():
+    for dtype in HALVES:
+        (gradient,) = gradient_of(pce.mean, np.full(2**17, 100, dtype))
+        assert pce.mean(pce.distribute(np.full(2**17, 100, dtype), alone())).item() == 100
+        assert gradient.dtype == dtype
+        assert (gradient == dtype(2.0**-17)).all()
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, np.float32])
+def test_python_numbers_take_the_dtype_of_the_array(dtype):
+    x = pce.distribute(np.ones(3, dtype), alone())
+    for y in (x + 1, 2.5 * x, 1 / x, x - True, x**3, x**0.5, pce.maximum(x, 0.5), pce.where(x.local > 0, x, 0)):
+        assert y.dtype == dtype
+    assert (pce.distribute(np.arange(3), alone()) * 0.5).dtype == np.float64
+    assert (pce.distribute(np.arange(3), alone()) * 2).dtype == np.int64
+
+
+def test_the_third_argument_of_numpy_s_reductions_is_a_dtype():
+    x = pce.distribute(np.ones((2, 3), np.float32), alone())
+    for function in (np.sum, np.mean):
+        y = function(x, 0, np.float64)
+        assert (y.shape, y.dtype) == ((3,), np.float64)
+
+
+# ------------------------------------------------------------------------------------------------------------- cupy
+
+
+def differences(case, cupy, got, expected):  # noqa: F811
+    """What is wrong with arrays of CuPy's that should have the numbers of NumPy's."""
+    for array, wanted in zip(got, expected, strict=True):
+        if not isinstance(array.local, cupy.ndarray):
+            yield f"{case.name}: {type(array.local)}"
+        elif not error_of(case, cupy.asnumpy(array.local), wanted) <= OPERATION:
+            yield f"{case.name}: {cupy.asnumpy(array.local)} where NumPy has {wanted}"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_cupy_arrays_give_cupy_arrays_with_the_same_numbers(cupy, op):  # noqa: F811
+    for case in cases_of(op):
+        results, gradients = one_process(case)
+        got = evaluate(case, alone(), replicated(case, alone()), library=cupy)
+        assert not got.changed
+        expected = [*results, *(gradient for gradient in gradients if gradient is not None)]
+        assert list(differences(case, cupy, got.arrays, expected)) == []
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_cupy_arrays_that_are_sharded_give_the_same_numbers_as_numpy_s(comm, cupy, op):  # noqa: F811
+    mesh = mesh_of(comm, comm.size)
+    for case in cases_of(op):
+        shardings = [Sharding.of(mesh.layout, x.shape, {"data": Shard(0)} if x.ndim else {}) for x in case.operands]
+        expected = evaluate(case, mesh, shardings)
+        got = evaluate(case, mesh, shardings, library=cupy)
+        assert [x.sharding for x in got.arrays] == [x.sharding for x in expected.arrays], case.name
+        assert list(differences(case, cupy, got.arrays, [x.local for x in expected.arrays])) == []

@@ -1,0 +1,279 @@
+"""Operations on shards, replicas and terms: results and gradients are those of one process, however operands lie.
+
+All combinations of placements along one dim, and along two dims as Hypothesis draws them, for the whole table. Blocks
+are uneven and empty, and there are more ranks than elements. What all ranks hold is put together by `grids.assembled`,
+which refuses replicas that differ by a bit.
+"""
+
+from dataclasses import dataclass, replace
+import importlib
+from itertools import product
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from in_step import in_step
+import pce_mpi as pce
+from pce_mpi import DistArray, Partial, Shard, check_replicas
+from pce_mpi.ops.broadcasting import reduction_rule
+from ranks.grids import assembled, factorizations, lying, mesh_of, placements_of
+from ranks.op_cases import CASES, OPS, Outcome, cases_of, error_of, evaluate, one_process
+from ulps import SHARDED
+
+SUM = Partial("sum")
+
+# ------------------------------------------------------------------------------------------- what must hold of a run
+
+
+@dataclass(frozen=True)
+class Run:
+    """One line of the table with operands that lie in one way, and what came of it on this rank."""
+
+    case: object
+    shardings: list
+    dtype: object
+    outcome: Outcome
+
+    def __str__(self):
+        return f"{self.case.name}, {np.dtype(self.dtype)}: {' and '.join(map(str, self.shardings))}"
+
+
+def run(case, mesh, shardings, dtype=np.float64, **more):
+    try:
+        return Run(case, shardings, dtype, evaluate(case, mesh, shardings, dtype=dtype, **more))
+    except Exception as error:
+        error.add_note(f"in {case.name}: {' and '.join(map(str, shardings))}")
+        raise
+
+
+def misplaced(leaf, gradient):
+    """Why a gradient may not lie as it does; None if it may."""
+    for dim, placed in leaf.sharding.natural.by_dim.items():
+        if gradient.sharding.by_dim[dim] not in (placed, SUM):
+            return f"the gradient of {leaf.sharding} is {gradient.sharding}"
+    for axis in range(leaf.ndim):
+        if gradient.sharding.dims_of(axis) == leaf.sharding.dims_of(axis):
+            if gradient.sharding.splits[axis] != leaf.sharding.splits[axis]:
+                return f"the gradient of {leaf.sharding} has other blocks: {gradient.sharding}"
+    return None
+
+
+def faults_here(done):
+    """What this rank sees by itself."""
+    for index in done.outcome.changed:
+        yield f"operand {index} was written to"
+    for index, (x, gradient) in enumerate(zip(done.outcome.operands, done.outcome.gradients, strict=True)):
+        if (gradient is not None) != x.requires_grad:
+            yield f"operand {index} has {'no' if gradient is None else 'a'} gradient"
+        elif gradient is not None and (why := misplaced(x, gradient)):
+            yield why
+
+
+def said_of(array):
+    """What ranks must agree on."""
+    return str(array.sharding), array.shape, array.dtype.name
+
+
+def faults_together(done, held):
+    """What can be seen of what all ranks hold: for each rank, for each array what is said of it and what is local."""
+    results, gradients = one_process(done.case)
+    asked = [each for each, found in zip(gradients, done.outcome.gradients, strict=True) if found is not None]
+    names = [f"result {index}" for index in range(len(results))]
+    names += [f"gradient {index}" for index, found in enumerate(done.outcome.gradients) if found is not None]
+    dtypes = [done.case.dtype or done.dtype] * len(results) + [done.dtype] * len(asked)
+    for index, (array, expected, dtype) in enumerate(zip(done.outcome.arrays, [*results, *asked], dtypes, strict=True)):
+        said = {rank[index][0] for rank in held}
+        if said != {said_of(array)}:
+            yield f"ranks disagree on {names[index]}: {sorted(said)}"
+            continue
+        if array.dtype != dtype:
+            yield f"{names[index]} is {array.dtype}"
+        try:
+            whole = assembled(array.sharding, [rank[index][1] for rank in held])
+            error = error_of(done.case, whole, expected, done.dtype)
+        except AssertionError as wrong:
+            yield f"{names[index]}, {array.sharding}: {wrong}"
+            continue
+        if not error <= SHARDED:
+            yield f"{names[index]}, {array.sharding}, is {error:.3g} ulp off"
+
+
+def faults_of(comm, runs):
+    """What is wrong with `runs`, as text; collective. Each rank looks at some of them."""
+    to_send = [[] for _ in range(comm.size)]
+    for number, done in enumerate(runs):
+        to_send[number % comm.size].append([(said_of(array), array.local) for array in done.outcome.arrays])
+    received = comm.alltoall(to_send)
+    faults = [f"{done}: {fault}" for done in runs for fault in faults_here(done)]
+    for number, done in enumerate(runs[comm.rank :: comm.size]):
+        faults += [f"{done}: {fault}" for fault in faults_together(done, [ranks[number] for ranks in received])]
+    return faults
+
+
+# ------------------------------------------------------------------------------------- every combination of placements
+
+# The more operands, the fewer kinds of terms: most operations reduce them all first, whatever they are.
+OPERATORS = {1: ["sum", "avg", "max", "min"], 2: ["sum", "avg"], 3: ["sum"]}
+
+
+def placements_for(case, index):
+    operand, operands = case.operands[index], len(case.operands)
+    if case.has_gradient[index]:
+        return placements_of(operand.ndim, *OPERATORS[operands])
+    operators = {"b": ["max", "min"], "i": ["sum", "max"]}.get(operand.dtype.kind, ["sum", "avg"])
+    return placements_of(operand.ndim, *(operators if operands < 3 else []))
+
+
+def combinations_of(case, mesh):
+    """Shardings of the operands: every combination of placements, in balanced blocks or in uneven ones, by turns."""
+    ways = [placements_for(case, index) for index in range(len(case.operands))]
+    for number, placements in enumerate(product(*ways)):
+        for uneven in (False, True) if len(case.operands) == 1 else [number % 2 == 1]:
+            yield (
+                number,
+                [
+                    lying(mesh.layout, x.shape, placed, seed=[number, index] if uneven else None)
+                    for index, (x, placed) in enumerate(zip(case.operands, placements, strict=True))
+                ],
+            )
+
+
+def runs_of(comm, cases):
+    mesh = mesh_of(comm, comm.size)
+    return [run(case, mesh, each, seed=number) for case in cases for number, each in combinations_of(case, mesh)]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_results_and_gradients_are_those_of_one_process_however_operands_lie(comm, op):
+    faults = faults_of(comm, runs_of(comm, cases_of(op)))
+    assert not faults, "\n".join(faults[:10])
+
+
+# ----------------------------------------------------------------------------------------------------------- two dims
+
+# Those that may meet in one array.
+FAMILIES = [["sum", "avg"], ["max"], ["min"]]
+
+
+@st.composite
+def layouts(draw, shape, dtype, dims):
+    """A sharding over two dims, which may split one axis together, in blocks of any lengths."""
+    families = {"b": [["max"], ["min"]], "i": [["sum"], ["max"]]}.get(dtype.kind, FAMILIES)
+    ways = placements_of(len(shape), *draw(st.sampled_from(families)))
+    placements = [draw(st.sampled_from(ways)) for _ in dims]
+    return lying(dims, shape, *placements, seed=draw(st.none() | st.tuples(st.integers(0, 9))))
+
+
+@given(data=st.data(), case=st.sampled_from(CASES), dtype=st.sampled_from([np.float64, np.float32]))
+@settings(max_examples=250)
+def test_results_and_gradients_are_those_of_one_process_over_two_dims(comm, data, case, dtype):
+    mesh = mesh_of(comm, *data.draw(st.sampled_from(list(factorizations(comm.size, 2)))))
+    shardings = [data.draw(layouts(x.shape, x.dtype, mesh.layout)) for x in case.operands]
+    required = [has and data.draw(st.integers(0, 3)) > 0 for has in case.has_gradient]
+    with in_step(comm):
+        done = run(case, mesh, shardings, dtype, required=required, agreed=True)
+        for array in done.outcome.arrays:
+            check_replicas(array)
+        faults = faults_of(comm, [done])
+        assert not faults, "\n".join(faults)
+
+
+# ------------------------------------------------------------------------------- what parameters are told, and when
+
+
+PARAMETERS = {
+    "x @ w.T": ((3, 4), lambda x, w: x @ w.T),
+    "x @ w of one axis": ((4,), lambda x, w: x @ w),
+    "x @ w in another shape": ((2, 2, 3), lambda x, w: x @ w.reshape(4, 3)),
+    "x @ w in another dtype": ((4, 3), lambda x, w: x @ w.astype(np.float32)),
+    "layer_norm along the middle axis": ((3,), lambda x, w: pce.layer_norm(x, w, w, axis=1)),
+    "rms_norm along the last axis": ((4,), pce.rms_norm),
+}
+
+
+@pytest.mark.parametrize("shape, call", PARAMETERS.values(), ids=PARAMETERS)
+def test_a_parameter_in_another_shape_still_has_a_partial_gradient_for_which_nothing_is_sent(comm, shape, call):
+    mesh = mesh_of(comm, comm.size)
+    x = pce.distribute(np.ones((5, 3, 4)), mesh, data=Shard(0))
+    w = pce.distribute(np.ones(shape), mesh, requires_grad=True)
+    with pce.trace() as trace:
+        for _ in range(2):  # micro-batches
+            pce.sum(call(x, w)).backward()
+    assert w.grad.placements == {"data": SUM}
+    assert trace.count() == 0
+
+
+def test_an_axis_of_one_element_is_not_newly_sharded():
+    mesh, shapes = {"data": 4}, [(1, 8), (8, 3)]
+    inferred = pce.infer_placements("matmul", shapes, [{"data": Shard(1)}, {}], mesh=mesh)
+    assert inferred.operands[0]["data"] != Shard(0)
+    inferred = pce.infer_placements("matmul", shapes, [{"data": Shard(0)}, {}], mesh=mesh)
+    assert inferred.operands[0]["data"] == Shard(0)  # where it is already it may stay
+
+
+# ------------------------------------------------------------------------------------------------- wrong rules, planted
+
+
+def contraction_called_replicate(matmul):
+    return replace(matmul, rule=lambda a, b: replace(matmul.rule(a, b), reduces=None, joined=frozenset({"k"})))
+
+
+def logsumexp_called_a_sum(logsumexp):
+    return replace(logsumexp, rule=lambda shape, axes, keepdims: reduction_rule(shape, axes, keepdims, linear=False))
+
+
+def exp_called_linear(exp):
+    return replace(exp, rule=lambda shape: replace(exp.rule(shape), linear=((0,),)))
+
+
+def mean_of_the_means_of_shards(mean):
+    def forward(x, axes, keepdims, count):
+        with np.errstate(all="ignore"):
+            return np.divide(x.sum(axes, keepdims=keepdims), np.prod([x.shape[axis] for axis in axes]))
+
+    def rule(shape, axes, keepdims, count):
+        return reduction_rule(shape, axes, keepdims, "avg")
+
+    return replace(mean, forward=forward, rule=rule)
+
+
+def called_replicate(x):
+    result = DistArray(x.local, x.mesh, x.sharding.natural, requires_grad=x.requires_grad, computed=True)
+    result.node = x.node
+    return result
+
+
+@pytest.mark.parametrize(
+    ("room", "name", "plant", "op"),
+    [
+        ("matmul", "_MATMUL", contraction_called_replicate, "matmul"),
+        ("reductions", "_LOGSUMEXP", logsumexp_called_a_sum, "logsumexp"),
+        ("elementwise", "_EXP", exp_called_linear, "exp"),
+        ("reductions", "_MEAN", mean_of_the_means_of_shards, "mean"),
+    ],
+)
+def test_a_wrong_rule_is_caught_wherever_there_are_shards(comm, monkeypatch, room, name, plant, op):
+    module = importlib.import_module(f"pce_mpi.ops.{room}")
+    monkeypatch.setattr(module, name, plant(getattr(module, name)))
+    faults = faults_of(comm, runs_of(comm, cases_of(op)[:3]))
+    assert any(comm.allgather(bool(faults))) == (comm.size > 1)
+
+
+def test_terms_that_are_joined_end_to_end_and_then_called_whole_are_caught(comm):
+    def concatenated(*arrays):
+        return called_replicate(pce.concatenate(arrays))
+
+    cases = [replace(case, call=concatenated) for case in cases_of("concatenate") if case.what == "axis=0"]
+    faults = faults_of(comm, runs_of(comm, cases))
+    assert any(comm.allgather(bool(faults))) == (comm.size > 1)
+
+
+def test_a_gradient_that_each_rank_sums_over_its_own_shard_only_is_caught(comm, monkeypatch):
+    module = importlib.import_module("pce_mpi.ops.broadcasting")
+    right = module.sum_to
+    elementwise = importlib.import_module("pce_mpi.ops.elementwise")
+    monkeypatch.setattr(elementwise, "sum_to", lambda g, shape: called_replicate(right(g, shape)))
+    faults = faults_of(comm, runs_of(comm, cases_of("add")[:2]))
+    assert any(comm.allgather(bool(faults))) == (comm.size > 1)
