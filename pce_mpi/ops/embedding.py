@@ -10,6 +10,7 @@ from pce_mpi.arrays import add_rows, array_namespace, as_array, to_host
 from pce_mpi.dist_array import DistArray, agree_on
 from pce_mpi.ops.op import AbstractMesh, Layout, Op, apply, moved
 from pce_mpi.ops.rules import Axis, Rule
+from pce_mpi.placements import Replicate
 
 __all__ = ["embedding"]
 
@@ -86,8 +87,12 @@ def embedding(ids: Any, table: Any) -> DistArray:
     if len(np.shape(table) if not hasattr(table, "shape") else table.shape) != 2:
         raise ValueError(f"an embedding's table has two axes, got shape {table.shape}")
     mesh = next((x.mesh for x in (table, ids) if isinstance(x, DistArray)), None)
-    if isinstance(ids, DistArray) and ids.sharding.partial_dims:  # the ids are looked up, not the terms of a sum
-        ids = moved(ids, ids.sharding.natural, operation="embedding", reason="ids are looked up")
+    if isinstance(ids, DistArray):
+        # Ids are looked up, not the terms of a sum; and on every rank that has rows of the table.
+        rows = table.sharding.dims_of(0) if isinstance(table, DistArray) else ()
+        everywhere = dict.fromkeys((*ids.sharding.partial_dims, *rows), Replicate())
+        reason = "ids are looked up in every shard of the table"
+        ids = moved(ids, ids.sharding.with_placements(everywhere), operation="embedding", reason=reason)
     if mesh is not None and not isinstance(mesh, AbstractMesh):
         local = to_host(ids.local if isinstance(ids, DistArray) else ids)
         outside = local[(local < 0) | (local >= table.shape[0])]

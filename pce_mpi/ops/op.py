@@ -144,12 +144,12 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     if isinstance(local, tuple | list):
         if op.vjps and any(required):
             raise NotImplementedError(f"{op.name} gives {len(local)} results; a vjp is for operations that give one")
-        results = [_result(op, part, mesh, chosen) for part in local]
+        results = [_result(op, part, inputs, chosen) for part in local]
         for result in results:
             _record(op, result, operands, inputs, required, parameters, kept)
         made: Any = type(local) if hasattr(local, "_fields") else lambda *parts: parts  # numpy.linalg names some parts
         return made(*results)
-    result = _result(op, local, mesh, chosen)
+    result = _result(op, local, inputs, chosen)
     _record(op, result, operands, inputs, required, parameters, kept)
     return result
 
@@ -248,16 +248,19 @@ def _cached_plan(
     return plan(rule, shardings, [dtype.itemsize for dtype in dtypes], itemsize)
 
 
-def _result(op: Op, local: Any, mesh: Mesh, chosen: Plan) -> DistArray:
-    given, local = local, array_namespace(local).asarray(local)
+def _result(op: Op, local: Any, inputs: Sequence[DistArray], chosen: Plan) -> DistArray:
+    mesh, xp = inputs[0].mesh, array_namespace(local)
+    given, local = local, xp.asarray(local)
     if local.dtype.kind not in "biufc" and not is_floating(local.dtype):
         raise TypeError(f"{op.name} gives no array of numbers, but {type(given).__name__} ({local.dtype})")
+    # A view of a made array changes when that is written to, and counts as made.
+    computed = not any(x.moved is None and xp.may_share_memory(local, x.local) for x in inputs)
     if op.rule is None:
-        return DistArray(local, mesh, Sharding.of(mesh.layout, local.shape, {}), computed=True)
+        return DistArray(local, mesh, Sharding.of(mesh.layout, local.shape, {}), computed=computed)
     shape = chosen.result.local_shape(mesh.coordinates)
     if local.shape != shape:
         raise ValueError(f"the rule of {op.name} says that its result has shape {shape} here, but it has {local.shape}")
-    return _settled(DistArray(local, mesh, chosen.result, computed=True), op.name, chosen)
+    return _settled(DistArray(local, mesh, chosen.result, computed=computed), op.name, chosen)
 
 
 def _settled(result: DistArray, name: str, chosen: Plan) -> DistArray:
