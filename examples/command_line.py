@@ -1,6 +1,6 @@
 """The command line of a program of many ranks: rank 0 reads it for all, and what there is to say is said once."""
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -72,3 +72,8 @@ def parse_arguments(comm: MPI.Intracomm, parser: ArgumentParser) -> Namespace:
         MPI.Finalize()  # Else mpi4py takes the status for a crash and aborts the job, with a message of its own.
         raise outcome
     return outcome
+
+
+def no_options(comm: MPI.Intracomm, docstring: str | None) -> None:
+    """The command line of a program without options: --help prints its docstring, and all else is refused."""
+    parse_arguments(comm, ArgumentParser(description=docstring, formatter_class=RawDescriptionHelpFormatter))

@@ -13,6 +13,7 @@ will do; 784 over 3 of them is 262, 261 and 261.
 from mpi4py import MPI
 import numpy as np
 
+from command_line import no_options
 from comparison import compare
 import pce_mpi as pce
 from pce_mpi import Shard
@@ -64,6 +65,7 @@ def run(kind, mesh):
 
 if __name__ == "__main__":
     comm = MPI.COMM_WORLD
+    no_options(comm, __doc__)
     data, model = MPI.Compute_dims(comm.size, 2)
     run("data", pce.Mesh(comm, data=comm.size))
     run("model", pce.Mesh(comm, model=comm.size))

@@ -16,6 +16,7 @@ from itertools import chain, combinations
 from mpi4py import MPI
 import numpy as np
 
+from command_line import no_options
 from comparison import compare
 import pce_mpi as pce
 from pce_mpi import Colwise, Partial, Replicate, Rowwise, SequenceParallel, Shard
@@ -49,6 +50,7 @@ def summed_over_data(gradient):
 
 if __name__ == "__main__":
     comm = MPI.COMM_WORLD
+    no_options(comm, __doc__)
     alone = parameters_with_gradients(pce.Mesh(MPI.COMM_SELF, **dict.fromkeys(SHARDS, 1)), SHARDS)
     one_process = {name: parameter.grad.full() for name, parameter in alone.items()}
 

@@ -12,6 +12,7 @@ line more: it gathers the logits, and every rank takes the loss of all classes. 
 from mpi4py import MPI
 import numpy as np
 
+from command_line import no_options
 from comparison import compare
 import pce_mpi as pce
 from pce_mpi import Colwise, Replicate, Rowwise, VocabParallel
@@ -46,6 +47,7 @@ def loss_and_gradients(mesh, gather):
 
 if __name__ == "__main__":
     comm = MPI.COMM_WORLD
+    no_options(comm, __doc__)
     mesh, alone = pce.Mesh(comm, model=comm.size), pce.Mesh(MPI.COMM_SELF, model=1)
     one_process = {name: array.full() for name, array in loss_and_gradients(alone, gather=False)[0].items()}
     traces = {}

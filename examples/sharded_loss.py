@@ -16,10 +16,12 @@ prints
 from mpi4py import MPI
 import numpy as np
 
+from command_line import no_options
 import pce_mpi
 from pce_mpi import dense
 
 comm = MPI.COMM_WORLD
+no_options(comm, __doc__)
 rows, classes = 64, 10_001
 
 # To compare, every rank draws the whole problem from one seed. A real program has this rank's columns and no others.

@@ -91,7 +91,7 @@ def _place(call: Call, problem: Problem | None, error: Exception | None) -> Prob
     else:
         _check_ranges(starts, counts, prefix_of(call.over))
     if (lowest < 0).any() or (highest >= num_classes).any():
-        out_of_range = _out_of_range(problem, num_classes, call.comm is not None)
+        out_of_range = _out_of_range(problem, num_classes, call.comm is None and call.over == "comm")
         if call.comm is None:
             raise out_of_range or RuntimeError("targets changed while they were checked")
         raise_together(call.comm, call.operation, out_of_range, over=call.over)
@@ -131,7 +131,7 @@ def _check_ranges(starts: HostArray, counts: HostArray, prefix: str) -> None:
         expected += counts[rank]
 
 
-def _out_of_range(problem: Problem, num_classes: int, sharded: bool) -> IndexError | None:
+def _out_of_range(problem: Problem, num_classes: int, hint: bool) -> IndexError | None:
     targets = problem.targets
     if targets is None:
         return None
@@ -139,4 +139,4 @@ def _out_of_range(problem: Problem, num_classes: int, sharded: bool) -> IndexErr
     if not wrong.size:
         return None
     text = f"{target_text(targets, problem.rows_shape, wrong[0])} is outside [0, {num_classes})"
-    return IndexError(text if sharded else f"{text}: without comm, these logits are all classes")
+    return IndexError(f"{text}: without comm, these logits are all classes" if hint else text)

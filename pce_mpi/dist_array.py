@@ -11,12 +11,13 @@ import json
 import math
 import operator
 from typing import TYPE_CHECKING, Any
+import zlib
 
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, dtype_named, is_floating, library_named, to_host
 from pce_mpi.channel import by_value
-from pce_mpi.collectives import agree, all_gather_text, all_to_all
+from pce_mpi.collectives import all_gather_text, all_to_all
 from pce_mpi.mesh import Mesh
 from pce_mpi.placements import Partial, Placement, Replicate
 from pce_mpi.sharding import Sharding
@@ -37,7 +38,8 @@ class DistArray:
     requires_grad  whether `backward` is to find the gradient of this array or of what it was computed from
     grad           that gradient, a `DistArray`, for arrays that were made with `requires_grad=True`; else None
 
-    Operators and functions work on the global array and never change one in place. Equality is identity.
+    Operators and functions work on the global array and never change one in place; == compares elements. Every rank of
+    the mesh calls them, as it does `full`, `item` and `float`.
     """
 
     __slots__ = ("__weakref__", "grad", "local", "mesh", "moved", "node", "requires_grad", "sharding")
@@ -113,6 +115,9 @@ class DistArray:
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise TypeError("a distributed array becomes a NumPy array by .full(), which communicates, or .local")
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec else repr(self)
+
     def __repr__(self) -> str:
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"DistArray(shape={self.shape}, dtype={self.dtype}, {self.sharding}{grad})"
@@ -141,6 +146,10 @@ class DistArray:
         def __rtruediv__(self, other: Any) -> DistArray: ...
         def __pow__(self, other: Any) -> DistArray: ...
         def __rpow__(self, other: Any) -> DistArray: ...
+        def __lt__(self, other: Any) -> DistArray: ...
+        def __le__(self, other: Any) -> DistArray: ...
+        def __gt__(self, other: Any) -> DistArray: ...
+        def __ge__(self, other: Any) -> DistArray: ...
         def __matmul__(self, other: Any) -> DistArray: ...
         def __rmatmul__(self, other: Any) -> DistArray: ...
         @property
@@ -171,6 +180,8 @@ def distribute(
         return _sent_from(array, mesh, src_rank, requires_grad, placements)
     taken = _numbers(as_array(array, "array"), placements, requires_grad)
     target = Sharding.of(mesh.layout, taken.shape, placements)
+    said = f"distribute an array of shape {taken.shape} as {taken.dtype.name}, {target}"
+    mesh.note(zlib.crc32(said.encode()), said)
     local = taken
     for step in steps(target.replicated, target):
         local = carry_out(step, local, mesh, "distribute", "")
@@ -200,7 +211,7 @@ def _sent_from(
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
     called = {"src_rank": src_rank, "placements": repr(placements), "requires_grad": requires_grad}
-    agree(comm, "distribute", called, error=error, over=over)
+    agree_on(mesh, "distribute", called, error)
     texts = all_gather_text(said, comm, operation="distribute", over=over)
     shape, dtype, library = json.loads(texts[src_rank])
     target = Sharding.of(mesh.layout, tuple(shape), placements)
@@ -256,7 +267,7 @@ def from_local(
         }
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
-    agree(comm, "from_local", called, error=error, over=over)
+    agree_on(mesh, "from_local", called, error)
     texts = all_gather_text(json.dumps(taken.shape), comm, operation="from_local", over=over)
     target = _joined([tuple(json.loads(text)) for text in texts], mesh, placements, called["shape"])
     return DistArray(_owned(taken, taken) if requires_grad else taken, mesh, target, requires_grad=requires_grad)
@@ -307,7 +318,7 @@ def _numbers(array: Array, placements: Mapping[str, Placement], requires_grad: b
 
 def agree_on(mesh: Mesh, operation: str, call: Mapping[str, Hashable], error: Exception | None = None) -> None:
     """Make sure that all ranks of `mesh` make the same call, and raise on every rank what one found wrong with it."""
-    agree(mesh.comm(*mesh.dims), operation, call, error=error, over=over_text(mesh.dims))
+    mesh.agree(tuple(mesh.dims), operation, call, error)
 
 
 def over_text(dims: Sequence[str] | Mapping[str, int]) -> str:
@@ -337,7 +348,7 @@ def check_replicas(x: DistArray) -> None:
     """
     mesh, over = x.mesh, over_text(x.mesh.dims)
     comm = mesh.comm(*mesh.dims)
-    agree(comm, "check_replicas", {"sharding": str(x.sharding), "shape": x.shape, "dtype": x.dtype.name}, over=over)
+    agree_on(mesh, "check_replicas", {"sharding": str(x.sharding), "shape": x.shape, "dtype": x.dtype.name})
     host = np.ascontiguousarray(to_host(x.local))
     digest = hashlib.blake2b(host.view(np.uint8).data if host.size else b"", digest_size=16).hexdigest()
     digests = all_gather_text(digest, comm, operation="check_replicas", over=over)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+import json
 import math
 import operator
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from pce_mpi.channel import is_comm
-from pce_mpi.collectives import agree
+from pce_mpi.channel import CollectiveError, by_value, is_comm, prefix_of
+from pce_mpi.collectives import agree, all_gather_text
 from pce_mpi.sharding import Dims
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Mesh", "checked_dims"]
 
+# How many operations of the past can be told apart by name.
+_REMEMBERED = 64
 # They stand beside the names of dims where arrays are made.
 _TAKEN = ("requires_grad", "shape", "src_rank")
 
@@ -52,6 +56,8 @@ class Mesh:
         coordinates = self._cart.Get_coords(self.rank)
         self.coordinates: Mapping[str, int] = MappingProxyType(dict(zip(sizes, coordinates, strict=True)))
         self._comms: dict[tuple[str, ...], MPI.Intracomm] = {tuple(sizes): self._cart}
+        self._history = 0
+        self._recent: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
 
     def comm(self, *dims: str) -> MPI.Intracomm:
         """The communicator of the ranks that differ from this one in `dims` only, the last dim of the mesh fastest.
@@ -69,8 +75,58 @@ class Mesh:
             self._comms[key] = self._cart.Sub([dim in dims for dim in self.dims])
         return self._comms[key]
 
+    def note(self, checksum: int, what: str) -> None:
+        """Remember that this rank has run an operation, of which `checksum` says all that must be the same everywhere.
+
+        Most operations send nothing, and ranks that run different ones do not notice. The next `agree` does.
+        """
+        self._history = hash((self._history, checksum))  # of whole numbers, and so the same in every process
+        self._recent.append((self._history, what))
+
+    def agree(
+        self,
+        dims: Sequence[str],
+        operation: str,
+        call: Mapping[str, Hashable],
+        error: Exception | None = None,
+        *,
+        fact: int = 0,
+        ranks_named: bool = False,
+    ) -> list[int]:
+        """Make sure that the ranks along `dims` make the same call and have run the same operations before.
+
+        Collective over `dims`: an Allgather of 56 bytes. Returns the `fact` of each rank. Raises on each of these ranks
+        what one of them found wrong (`error`), or `CollectiveError`, which says where they differ.
+        """
+        comm, over = self.comm(*dims), ", ".join(dims)
+        facts = (self._history, fact)
+        try:
+            said = agree(comm, operation, call, error=error, facts=facts, over=over, ranks_named=ranks_named)
+            histories, others = said.T.tolist()
+            if histories != [self._history] * len(histories):
+                texts = all_gather_text(json.dumps(list(self._recent)), comm, operation=operation, over=over)
+                raise CollectiveError(_first_difference([json.loads(text) for text in texts], over))
+        except Exception:
+            # Said once: all of these ranks are here, and have a common history from here on.
+            self._history = 0
+            self._recent.clear()
+            raise
+        return others
+
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{dim}={size}' for dim, size in self.dims.items())})"
+
+
+def _first_difference(recent: list[list[tuple[int, str]]], over: str) -> str:
+    """Which was the first operation that ranks did not have in common, of those that all of them remember."""
+    known = set.intersection(*({history for history, _ in each} for each in recent))
+    first = {}
+    for rank, each in enumerate(recent):
+        common = max((index for index, (history, _) in enumerate(each) if history in known), default=-1)
+        first[rank] = each[common + 1][1] if common + 1 < len(each) else "nothing"
+    forgotten = not known and all(len(each) == _REMEMBERED for each in recent)
+    after = f"; the first of them more than {_REMEMBERED} operations ago" if forgotten else ""
+    return f"ranks have run different operations: {by_value(first, prefix=prefix_of(over))}{after}"
 
 
 def checked_dims(dims: Mapping[str, int], ranks: int | None = None) -> dict[str, int]:

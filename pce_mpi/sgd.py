@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, compute_dtype_of, to_host
+from pce_mpi.arrays import array_namespace, compute_dtype_of, keep_freed_memory, to_host
 from pce_mpi.channel import same_ranks
 from pce_mpi.collectives import all_reduce
 from pce_mpi.dist_array import DistArray, over_text
@@ -73,6 +73,7 @@ class SGD:
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum that is not 0")
         self._buffers: list[Array | None] = [None] * len(self.parameters)
+        keep_freed_memory()
 
     @property
     def lr(self) -> float:

@@ -19,7 +19,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, compute_dtype_of
 from pce_mpi.channel import CollectiveTimeout
-from pce_mpi.collectives import agree, all_reduce, reduce_scatter
+from pce_mpi.collectives import all_reduce, reduce_scatter
 from pce_mpi.dist_array import DistArray, over_text, redistribute
 from pce_mpi.mesh import Mesh
 from pce_mpi.placements import Partial
@@ -126,12 +126,11 @@ def _agree_on(
     error: Exception | None,
     named: bool,
 ) -> None:
-    comm, over = mesh.comm(*mesh.dims), over_text(mesh.dims)
-    facts = () if plan is None else (plan.checksums[number],)
-    said = agree(comm, operation, called, error=error, facts=facts, over=over, ranks_named=named)
-    checksums = said[:, 0].tolist()
+    dims = tuple(mesh.dims)
+    fact = 0 if plan is None else plan.checksums[number]
+    checksums = mesh.agree(dims, operation, called, error, fact=fact, ranks_named=named)
     if checksums != checksums[:1] * len(checksums) and plan is not None:
-        agree(comm, operation, plan.described[number], over=over)  # raises, and says which parameters differ
+        mesh.agree(dims, operation, plan.described[number])  # raises, and says which parameters differ
 
 
 @lru_cache(maxsize=64)

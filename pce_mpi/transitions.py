@@ -80,9 +80,11 @@ def steps(source: Sharding, target: Sharding) -> tuple[Step, ...]:
 
 def _next(current: Sharding, target: Sharding) -> Step:
     axes = range(len(current.shape))
-    for verb, wanted in (("slice", Replicate), ("reduce_scatter", Partial)):
+    deeper: tuple[tuple[Verb, type[Replicate] | type[Partial]], ...]
+    deeper = ("slice", Replicate), ("reduce_scatter", Partial)
+    for verb, wanted in deeper:
         for axis in axes:
-            if step := _deepen(current, target, axis, verb, wanted):  # type: ignore[arg-type]
+            if step := _deepen(current, target, axis, verb, wanted):
                 return step
     if dims := tuple(dim for dim in current.partial_dims if current.by_dim[dim] != target.by_dim[dim]):
         return Step("all_reduce", dims, current, current.replacing(dict.fromkeys(dims, Replicate())))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_half
-from pce_mpi.collectives import ReduceOp, agree, all_gather, all_reduce, all_to_all, reduce_scatter
+from pce_mpi.collectives import ReduceOp, all_gather, all_reduce, all_to_all, reduce_scatter
 from pce_mpi.mesh import Mesh
 from pce_mpi.placements import Partial
 from pce_mpi.sharding import Coordinates
@@ -37,7 +37,7 @@ def carry_out(step: Step, local: Array, mesh: Mesh, operation: str, reason: str)
     comm = mesh.comm(*step.dims)
     said = {"from": str(step.before), "to": str(step.after), "shape": step.before.shape, "dtype": local.dtype.name}
     over = ", ".join(step.dims)
-    agree(comm, operation, said, over=over)
+    mesh.agree(step.dims, operation, said)
     traced: dict[str, Any] = {
         "operation": operation,
         "over": over,

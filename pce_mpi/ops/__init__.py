@@ -9,6 +9,7 @@ from pce_mpi.ops.broadcasting import expand, sum
 from pce_mpi.ops.elementwise import (
     add,
     astype,
+    comparison,
     divide,
     equal,
     exp,
@@ -49,6 +50,7 @@ __all__ = [
     "astype",
     "concatenate",
     "cross_entropy",
+    "cut",
     "divide",
     "embedding",
     "equal",
@@ -86,14 +88,18 @@ __all__ = [
     "where",
 ]
 
+_COMPARISONS = {name: comparison(name) for name in ("less", "less_equal", "greater", "greater_equal", "not_equal")}
+
 # What NumPy calls by the same name and means the same by.
 _NUMPY = {
-    function.__name__: function
-    for function in (
-        *(add, divide, equal, exp, log, matmul, maximum, multiply, negative, power, sqrt, square, subtract, tanh),
-        *(concatenate, expand, max, mean, min, reshape, split, sum, swapaxes, transpose, where),
-    )
-} | {
+    **_COMPARISONS,
+    **{
+        function.__name__: function
+        for function in (
+            *(add, divide, equal, exp, log, matmul, maximum, multiply, negative, power, sqrt, square, subtract, tanh),
+            *(concatenate, expand, max, mean, min, reshape, split, sum, swapaxes, transpose, where),
+        )
+    },
     "broadcast_to": expand,
     "amax": max,
     "amin": min,
@@ -103,7 +109,41 @@ _NUMPY = {
 }
 
 
+def _backward(self: DistArray) -> None:
+    """Add the gradient of this scalar to `grad` of every array that it was computed from and that requires one.
+
+    Frees the tape behind it: a second backward pass takes a new forward pass. Gradients of several passes add up until
+    they are set to None (`SGD.zero_grad`). Collective wherever the operations that are gone through backward are.
+
+    Raises `ValueError` for what is no scalar, `RuntimeError` where nothing requires a gradient or the tape was freed.
+    """
+    backward_from(self, add)
+
+
+def _reshape(self: DistArray, *shape: Any) -> DistArray:
+    """`reshape(x, shape)`; the lengths may also be given one by one."""
+    return reshape(self, shape[0] if len(shape) == 1 else shape)
+
+
+def _transpose(self: DistArray, *axes: Any) -> DistArray:
+    """`transpose(x, axes)`; the axes may also be given one by one."""
+    return transpose(self, axes[0] if len(axes) == 1 else axes or None)
+
+
+def _call_ufunc(self: DistArray, ufunc: Any, method: str, *operands: Any, **options: Any) -> Any:
+    return call_ufunc(_NUMPY, ufunc, method, operands, options)
+
+
+def _call_function(self: DistArray, function: Any, types: Any, positional: Any, named: Any) -> Any:
+    return call_function(_NUMPY, function, positional, named)
+
+
 def _attach() -> None:
+    """Give `DistArray` its operators and methods."""
+
+    def operator(operation: Any) -> Any:
+        return lambda self, other: operation(self, other)
+
     def reflected(operation: Any) -> Any:
         return lambda self, other: operation(other, self)
 
@@ -115,31 +155,34 @@ def _attach() -> None:
         ("pow", power),
         ("matmul", matmul),
     ):
-        setattr(DistArray, f"__{name}__", lambda self, other, operation=operation: operation(self, other))
+        setattr(DistArray, f"__{name}__", operator(operation))
         setattr(DistArray, f"__r{name}__", reflected(operation))
+    for name, numpys in (("lt", "less"), ("le", "less_equal"), ("gt", "greater"), ("ge", "greater_equal")):
+        setattr(DistArray, f"__{name}__", operator(_COMPARISONS[numpys]))
     methods: dict[str, Any] = {
-        "__neg__": negative,
+        "__array_function__": _call_function,
+        "__array_ufunc__": _call_ufunc,
+        "__eq__": operator(equal),
         "__getitem__": cut,
-        "__array_ufunc__": lambda self, ufunc, method, *operands, **options: call_ufunc(
-            _NUMPY, ufunc, method, operands, options
-        ),
-        "__array_function__": lambda self, function, types, positional, named: call_function(
-            _NUMPY, function, positional, named
-        ),
+        "__hash__": object.__hash__,
+        "__ne__": operator(_COMPARISONS["not_equal"]),
+        "__neg__": negative,
         "T": property(transpose),
         "astype": astype,
-        "backward": lambda self: backward_from(self, add),
+        "backward": _backward,
         "max": max,
         "mean": mean,
         "min": min,
         "redistribute": redistribute,
-        "reshape": lambda self, *shape: reshape(self, shape[0] if len(shape) == 1 else shape),
+        "reshape": _reshape,
         "sum": sum,
         "swapaxes": swapaxes,
-        "transpose": lambda self, *axes: transpose(self, axes[0] if len(axes) == 1 else axes or None),
+        "transpose": _transpose,
     }
     for name, method in methods.items():
         setattr(DistArray, name, method)
+    for name in ("backward", "reshape", "transpose"):
+        methods[name].__name__ = name
 
 
 _attach()

@@ -54,7 +54,20 @@ _EXPAND = Op(
 
 
 def expand(x: DistArray, shape: int | Sequence[int]) -> DistArray:
-    """`x` stretched to `shape` as NumPy broadcasts: axes of length 1, and new ones in front."""
+    """`x` stretched to `shape` as NumPy broadcasts: axes of length 1, and new ones in front.
+
+    A sharded axis stays sharded, unless it is stretched: then the array is redistributed first. What is Partial, of
+    "max" and "min" too, stays so. The gradient is summed over what was stretched. `ValueError` for a shape that x does
+    not stretch to.
+
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> x = pce.distribute(np.array([[1.0], [2.0]]), mesh, data=pce.Shard(0))
+    >>> pce.expand(x, (2, 3)).full()
+    array([[1., 1., 1.],
+           [2., 2., 2.]])
+    """
     wanted = tuple(whole_numbers(shape))
     if np.broadcast_shapes(x.shape, wanted) != wanted:
         raise ValueError(f"cannot expand {x.shape} to {wanted}")
@@ -99,7 +112,6 @@ def reduction_rule(
     )
 
 
-@np.errstate(all="ignore")
 def local_sum(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
     """The sum of `x`; that of halves is taken in float32 and rounded once."""
     if is_half(x.dtype):
@@ -107,7 +119,6 @@ def local_sum(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
     return x.sum(axes, keepdims=keepdims)
 
 
-@np.errstate(all="ignore")
 def local_extreme(name: str, x: Array, axes: tuple[int, ...], keepdims: bool, loses: Any) -> Array:
     """The largest ("max") or the smallest ("min") element of `x`; `loses` where there is none.
 
@@ -130,7 +141,20 @@ _SUM = Op(
 
 
 def sum(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
-    """The sum over `axis`, one or several, or all. Over a sharded axis it is Partial; nothing is sent."""
+    """The sum over `axis`, one or several, or all. Over a sharded axis it is Partial; nothing is sent.
+
+    The dtype is NumPy's: that of x, but of 64 bits for integers and bool; halves are summed in float32 and rounded
+    once. Linear: what is Partial stays so. `ValueError` for axes that do not exist or come twice.
+
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> x = pce.distribute(np.arange(6.0).reshape(3, 2), mesh, data=pce.Shard(0))
+    >>> pce.sum(x, axis=0).placements, pce.sum(x, axis=0).full()
+    ({'data': Partial('sum')}, array([6., 9.]))
+    >>> pce.sum(x, axis=1).placements
+    {'data': Shard(0)}
+    """
     return apply(_SUM, x, axes=normalized_axes(axis, x.ndim), keepdims=keepdims)
 
 

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating
-from pce_mpi.dist_array import DistArray
+from pce_mpi.dist_array import DistArray, agree_on
 from pce_mpi.ops.broadcasting import aligned, sum_to
-from pce_mpi.ops.op import Op, apply
+from pce_mpi.ops.op import Abstract, Op, apply
 from pce_mpi.ops.rules import Rule
 
 __all__ = [
     "add",
     "astype",
+    "comparison",
     "divide",
     "equal",
     "exp",
@@ -50,7 +51,6 @@ def broadcasting(*linear: Sequence[int]) -> Callable[..., Rule]:
 
 
 def _of_library(name: str) -> Callable[..., Array]:
-    @np.errstate(all="ignore")
     def forward(*arrays: Array) -> Array:
         return getattr(array_namespace(arrays[0]), name)(*arrays)
 
@@ -87,7 +87,6 @@ def _binary(
 # --------------------------------------------------------------------------------------------------- one operand
 
 
-@np.errstate(all="ignore")
 def _sigmoid(x: Array) -> Array:
     xp = array_namespace(x)
     small = xp.exp(-xp.abs(x))  # never overflows
@@ -102,13 +101,11 @@ def _relu(x: Array) -> Array:
 _C, _K = (2 / np.pi) ** 0.5, 0.044715
 
 
-@np.errstate(all="ignore")
 def _gelu(x: Array) -> Array:
     kind = x.dtype.type
     return kind(0.5) * x * (1 + array_namespace(x).tanh(kind(_C) * (x + kind(_K) * x * x * x)))
 
 
-@np.errstate(all="ignore")
 def _gelu_slope(x: Array) -> Array:
     kind = x.dtype.type
     t = array_namespace(x).tanh(kind(_C) * (x + kind(_K) * x * x * x))
@@ -133,52 +130,64 @@ _GELU = _unary("gelu", lambda g, y, x: g * apply(_GELU_SLOPE, x), 0, forward=_ge
 
 
 def negative(x: Any) -> DistArray:
-    """-x."""
+    """-x. Linear: what is Partial "sum" or "avg" stays so, and so do shards; nothing is sent."""
     return apply(_NEGATIVE, x)
 
 
 def square(x: Any) -> DistArray:
-    """x * x."""
+    """x * x, in the dtype of x; placement as in `exp`."""
     return apply(_SQUARE, x)
 
 
 def exp(x: Any) -> DistArray:
-    """The exponential of each element."""
+    """exp(x) of each element; of integers, in the floating-point dtype that NumPy has for them.
+
+    A sharded axis stays sharded. What is Partial is reduced first: nothing else is ever sent. Nothing is raised for
+    what overflows or has no real value; it is `inf` or `nan`. `TypeError` if x is no `DistArray`.
+
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> y = pce.exp(pce.distribute(np.array([0.0, 1.0]), mesh, data=pce.Shard(0)))
+    >>> y.placements, y.full()
+    ({'data': Shard(0)}, array([1.        , 2.71828183]))
+    """
     return apply(_EXP, x)
 
 
 def log(x: Any) -> DistArray:
-    """The natural logarithm of each element."""
+    """The natural logarithm of each element, -inf at 0 and `nan` below; dtype and placement as in `exp`."""
     return apply(_LOG, x)
 
 
 def sqrt(x: Any) -> DistArray:
-    """The square root of each element."""
+    """The square root of each element, `nan` below 0; its gradient at 0 is inf. Dtype and placement as in `exp`."""
     return apply(_SQRT, x)
 
 
 def tanh(x: Any) -> DistArray:
-    """The hyperbolic tangent of each element."""
+    """The hyperbolic tangent of each element; dtype and placement as in `exp`."""
     return apply(_TANH, x)
 
 
 def sigmoid(x: Any) -> DistArray:
-    """1 / (1 + exp(-x))."""
+    """1 / (1 + exp(-x)), without overflow; dtype and placement as in `exp`."""
     return apply(_SIGMOID, x)
 
 
 def relu(x: Any) -> DistArray:
-    """max(x, 0); its gradient at 0 is 0."""
+    """max(x, 0), in the dtype of x; its gradient at 0 is 0. Placement as in `exp`."""
     return apply(_RELU, x)
 
 
 def gelu(x: Any) -> DistArray:
-    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))) / 2.
+    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))) / 2, of real numbers; placement as in `exp`.
 
     The approximation of x times the normal distribution function given by Hendrycks and Gimpel, Gaussian Error Linear
     Units, 2016: what PyTorch calls `gelu(approximate="tanh")`.
     """
-    return apply(_GELU, x)
+    whole = getattr(x, "dtype", np.dtype(np.float64)).kind in "iub"
+    return apply(_GELU, astype(x, np.float64) if whole else x)
 
 
 # -------------------------------------------------------------------------------------------------- two operands
@@ -187,17 +196,17 @@ def gelu(x: Any) -> DistArray:
 def _larger(a: Array, b: Array) -> Array:
     """How much of the gradient of max(a, b) is that of a: all, none or, where they are equal, half."""
     dtype = np.result_type(a.dtype, b.dtype)
-    return (a > b).astype(dtype) + (a == b).astype(dtype) / dtype.type(2)
+    share = (a > b).astype(dtype) + (a == b).astype(dtype) / dtype.type(2)
+    xp = array_namespace(a)
+    return xp.where((a != a) | (b != b), dtype.type(np.nan), share) if is_floating(dtype) else share
 
 
-@np.errstate(all="ignore")
 def _power_by_base(a: Array, b: Array) -> Array:
     """The derivative of a**b by a; that of a**0 is 0, at a = 0 as well."""
     xp = array_namespace(a)
     return xp.where(b == 0, 0, b * xp.power(a, xp.where(b == 0, 1, b) - 1))
 
 
-@np.errstate(all="ignore")
 def _power_by_exponent(y: Array, a: Array, b: Array) -> Array:
     """The derivative of y = a**b by b; at a = 0 it is 0 for b that are not negative, as in PyTorch."""
     xp = array_namespace(a)
@@ -230,7 +239,10 @@ _MAXIMUM = _binary(
     lambda g, y, a, b: g * apply(_LARGER, b, a),
     uses=[(0, 1), (0, 1)],
 )
-_EQUAL = Op("equal", lambda a, b: a == b, rule=broadcasting(), dtype=lambda *_: np.bool_)
+_COMPARISONS = {
+    name: Op(name, _of_library(name), rule=broadcasting(), dtype=lambda *_: np.bool_)
+    for name in ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
+}
 _WHERE = Op(
     "where",
     _of_library("where"),
@@ -256,45 +268,116 @@ _ASTYPE = Op(
 
 
 def add(x: Any, y: Any) -> DistArray:
-    """x + y."""
+    """x + y; shapes broadcast and dtypes promote as NumPy's do, and a Python number takes the dtype that it meets.
+
+    Plain arrays and numbers are Replicate. Shards beside a Replicate operand stay shards. Linear in both together:
+    Partial + Partial is Partial, and so is Partial + Replicate; nothing is sent. Operands that lie otherwise are
+    brought together with the fewest bytes. The gradient of what was stretched is summed over that.
+
+    Raises `ValueError` for shapes that do not broadcast and for operands of two meshes, `TypeError` if no operand is
+    a `DistArray`.
+    """
     return apply(_ADD, x, y)
 
 
 def subtract(x: Any, y: Any) -> DistArray:
-    """x - y."""
+    """x - y; shapes, dtypes, placement and errors as in `add`."""
     return apply(_SUBTRACT, x, y)
 
 
 def multiply(x: Any, y: Any) -> DistArray:
-    """x * y."""
+    """x * y; shapes, dtypes and errors as in `add`.
+
+    Linear in each operand: Partial times Replicate is Partial, and nothing is sent. Of two that are Partial over the
+    same dim one is reduced first.
+    """
     return apply(_MULTIPLY, x, y)
 
 
 def divide(x: Any, y: Any) -> DistArray:
-    """x / y."""
+    """x / y, of integers in float64; shapes and errors as in `add`.
+
+    Linear in x: Partial over Replicate is Partial, and nothing is sent; a y that is Partial is reduced first. What is
+    divided by 0 is `inf` or `nan`.
+    """
     return apply(_DIVIDE, x, y)
 
 
 def power(x: Any, y: Any) -> DistArray:
-    """x ** y."""
-    return square(x) if type(y) is int and y == 2 else apply(_POWER, x, y)
+    """x ** y; shapes, dtypes and errors as in `add`, and `ValueError` for integers to a negative power.
+
+    What is Partial is reduced first. The gradient of x**0 by x is 0, at x = 0 as well; that by y is 0 at x = 0 for
+    y >= 0, as in PyTorch.
+    """
+    if type(y) is int and y == 2:
+        return square(x)
+    dtypes = [each.dtype for each in (x, y) if hasattr(each, "dtype")]
+    if len(dtypes) == 2 and all(dtype.kind in "iu" for dtype in dtypes):
+        _check_exponents(x, y)
+    return apply(_POWER, x, y)
+
+
+def _check_exponents(x: Any, y: Any) -> None:
+    """Of negative whole exponents of whole numbers NumPy complains, which one rank must not do alone."""
+    mesh = next(each.mesh for each in (x, y) if isinstance(each, DistArray))
+    exponents = y.local if isinstance(y, DistArray) else y
+    if not isinstance(exponents, Abstract):
+        negative = ValueError("integers to negative integer powers are not allowed")
+        agree_on(mesh, "power", {}, negative if bool((exponents < 0).any()) else None)
 
 
 def maximum(x: Any, y: Any) -> DistArray:
-    """The larger of x and y; where they are equal, each has half of the gradient. `nan`, if either is."""
+    """The larger of x and y; where they are equal, each has half of the gradient. `nan`, if either is.
+
+    Shapes, dtypes and errors as in `add`. Shards stay; what is Partial is reduced first.
+
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> x = pce.distribute(np.array([0.0, 1.0, 2.0]), mesh, requires_grad=True, data=pce.Shard(0))
+    >>> pce.sum(pce.maximum(x, 1.0)).backward()
+    >>> x.grad.full()
+    array([0. , 0.5, 1. ])
+    """
     return apply(_MAXIMUM, x, y)
 
 
 def equal(x: Any, y: Any) -> DistArray:
-    """Whether x equals y; has no gradient."""
-    return apply(_EQUAL, x, y)
+    """Whether x equals y, as bool; has no gradient. Shapes, placement and errors as in `maximum`."""
+    return apply(_COMPARISONS["equal"], x, y)
+
+
+def comparison(name: str) -> Callable[[Any, Any], DistArray]:
+    """NumPy's function of this name, "less" for one, for distributed arrays; its result has no gradient."""
+
+    def compare(x: Any, y: Any) -> DistArray:
+        return apply(_COMPARISONS[name], x, y)
+
+    compare.__name__ = name
+    return compare
 
 
 def where(condition: Any, x: Any, y: Any) -> DistArray:
-    """x where `condition` holds, y elsewhere."""
+    """x where `condition` holds, y elsewhere; the three broadcast, and the dtype is that of x and y together.
+
+    `condition`: bool, or numbers, which hold where they are not 0; it has no gradient. Shards stay. Linear in x and y
+    together: beside a Replicate condition Partial terms stay so, and nothing is sent. Errors as in `add`.
+
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> x = pce.distribute(np.array([1.0, 2.0]), mesh, data=pce.Shard(0))
+    >>> pce.where(np.array([True, False]), x, 0.0).full()
+    array([1., 0.])
+    """
+    if getattr(condition, "dtype", np.bool_) != np.bool_:  # whose dtype is none of the result's concern
+        condition = condition != 0
     return apply(_WHERE, condition, x, y)
 
 
 def astype(x: DistArray, dtype: Any) -> DistArray:
-    """The same numbers as `dtype`; the gradient has the dtype of `x`."""
-    return apply(_ASTYPE, x, dtype=np.dtype(dtype))
+    """The same numbers as `dtype`; the gradient has the dtype of `x`, and there is none for integers and bool.
+
+    Linear to a floating-point dtype: what is Partial stays so, and nothing is sent. To others it is reduced first.
+    """
+    return x if x.dtype == dtype else apply(_ASTYPE, x, dtype=np.dtype(dtype))

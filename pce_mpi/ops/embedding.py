@@ -75,15 +75,28 @@ _EMBEDDING = Op(
 
 
 def embedding(ids: Any, table: Any) -> DistArray:
-    """`table[ids]`: for each of `ids`, integers of any shape, a row of `table`, (rows, columns).
+    """`table[ids]`: for each of `ids`, integers of any shape, a row of `table`, (rows, columns); the table's dtype.
 
-    Where the rows of the table are sharded the result is Partial: each rank has the rows of its shard, and zeros.
-    Collective over the mesh: an Allgather of 56 bytes. Raises `IndexError`, on every rank, for an id outside
-    [0, rows); `TypeError` for ids that are no integers.
+    Where the rows of the table are sharded the result is Partial: each rank has the rows of its shard, and zeros; ids
+    that are sharded over the same dim are gathered first. Where ids or columns are sharded so is the result. Rows that
+    are picked more than once add up their gradients, which are Partial where ids are sharded.
+
+    Collective over the mesh: an Allgather of 56 bytes, and what has to be moved. Raises, on every rank, `IndexError`
+    for an id outside [0, rows): there are none from the end. `TypeError` for ids that are no integers, `ValueError`
+    for a table without two axes.
+
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> y = pce.embedding(np.array([1, 0]), pce.distribute(np.eye(2), mesh, data=pce.Shard(0)))
+    >>> y.placements, y.full()
+    ({'data': Partial('sum')}, array([[0., 1.],
+           [1., 0.]]))
     """
     ids = ids if isinstance(ids, DistArray) else as_array(ids, "ids")
     if ids.dtype.kind not in "iu":
         raise TypeError(f"ids must be integers, got {ids.dtype}")
+    table = table if isinstance(table, DistArray) else as_array(table, "table")
     if len(np.shape(table) if not hasattr(table, "shape") else table.shape) != 2:
         raise ValueError(f"an embedding's table has two axes, got shape {table.shape}")
     mesh = next((x.mesh for x in (table, ids) if isinstance(x, DistArray)), None)

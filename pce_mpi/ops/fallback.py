@@ -36,6 +36,8 @@ def op(
     array([[0.5, 0. ],
            [0. , 0.5]])
     """
+    if not callable(forward) or not (rule is None or callable(rule)):
+        raise TypeError(f"forward and rule must be functions, got {forward!r} and {rule!r}")
     vjps = (vjp,) if callable(vjp) else tuple(vjp or ())
     made = Op(name or str(getattr(forward, "__name__", forward)), forward, vjps, rule)
 

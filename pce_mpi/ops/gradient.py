@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from pce_mpi.arrays import array_namespace
 from pce_mpi.dist_array import DistArray, redistribute
 from pce_mpi.placements import Partial, Replicate
@@ -47,7 +49,7 @@ def backward_from(loss: DistArray, add: Callable[[DistArray, DistArray], DistArr
         terms = tuple(dim for dim in a.mesh.dims if Partial("sum") in (a.sharding.by_dim[dim], b.sharding.by_dim[dim]))
         return add(_with_terms_over(terms, a), _with_terms_over(terms, b))
 
-    with phase("backward"), no_grad():
+    with phase("backward"), no_grad(), np.errstate(all="ignore"):
         backward(root, DistArray(one, loss.mesh, loss.sharding.replicated), together)
 
 

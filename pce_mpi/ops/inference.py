@@ -47,7 +47,8 @@ def infer_placements(
     """What the operation called `name` would do with operands of these global `shapes` and `placements`.
 
     `mesh` is a `Mesh`, or the sizes of its dims by name; `dtypes` is one for all operands or one for each; `parameters`
-    are those of the operation. The rules that answer are those that the operation itself runs by. Communicates nothing.
+    are those of the operation (`index` for "slice"). The rules that answer are those that the operation runs by itself.
+    Communicates nothing.
 
     >>> from pce_mpi import Replicate, Shard, infer_placements
     >>> shapes, mesh = [(16, 784), (784, 10)], {"model": 2}
@@ -58,8 +59,10 @@ def infer_placements(
     Raises `ValueError` for an operation that does not exist, and what the operation raises for its arguments.
     """
     operations = importlib.import_module("pce_mpi.ops")
+    name = "cut" if name == "slice" else name  # as the trace has it
     if name not in operations.__all__ or name in ("op", "infer_placements") or name[0].isupper():
         raise ValueError(f"there is no operation {name!r}")
+    operation = getattr(operations, name)
     of_each = list(dtypes) if isinstance(dtypes, Sequence) and not isinstance(dtypes, str) else [dtypes] * len(shapes)
     if not len(shapes) == len(placements) == len(of_each):
         raise ValueError(f"{len(shapes)} shapes, {len(placements)} placements and {len(of_each)} dtypes")
@@ -71,7 +74,7 @@ def infer_placements(
         for shape, placed, dtype in zip(shapes, placements, of_each, strict=True)
     ]
     arguments: list[Any] = [operands] if name == "concatenate" else list(operands)
-    result = getattr(operations, name)(*arguments, **parameters)
+    result = operation(*arguments, **parameters)
     needed = [abstract.needed.get(id(operand), operand.sharding) for operand in operands]
     results = result[0] if isinstance(result, list | tuple) else result
     return Inference(

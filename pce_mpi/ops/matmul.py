@@ -46,7 +46,6 @@ def _product(a: Array, b: Array) -> Array:
     return xp.matmul(a, b)
 
 
-@np.errstate(all="ignore")
 def _matmul(a: Array, b: Array) -> Array:
     if a.ndim > 2 and b.ndim == 2:  # one product of tall matrices, rather than a stack of them
         return _product(_tall(a), b).reshape(*a.shape[:-1], b.shape[-1])
@@ -64,7 +63,6 @@ def _transposed_product_rule(a: Shape, g: Shape) -> Rule:
     )
 
 
-@np.errstate(all="ignore")
 def _transposed_product(a: Array, g: Array) -> Array:
     return _product(_tall(a).T, _tall(g))
 
@@ -89,7 +87,22 @@ _MATMUL = Op("matmul", _matmul, (_to_first, _to_second), _rule, uses=[(1,), (0,)
 def matmul(x: Any, y: Any) -> DistArray:
     """The matrix product over the last axis of x and the last but one of y; what `@` does, stacks and vectors too.
 
-    With x (b, k) and y (k, n): where both are sharded on k the result is Partial, and nothing is sent.
+    With x (..., m, k) and y (..., k, n) it is (..., m, n); stacks broadcast, dtypes promote. Of half precision NumPy's
+    product is taken in float32 and rounded once.
+
+    A sharded m or n stays so beside a Replicate other operand. Where both are sharded on k the result is Partial, and
+    nothing is sent. Linear in each: Partial @ Replicate is Partial. Otherwise operands are redistributed with the
+    fewest bytes. The gradient of y is Partial where m or the stack is sharded.
+
+    Raises `ValueError` for scalars, lengths of k that differ, and stacks that do not broadcast.
+
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> x = pce.distribute(np.array([[1.0, 2.0]]), mesh, data=pce.Shard(1))
+    >>> y = pce.matmul(x, pce.distribute(np.eye(2), mesh, data=pce.Shard(0)))
+    >>> y.placements, y.full()
+    ({'data': Partial('sum')}, array([[1., 2.]]))
     """
     shapes = [np.shape(each) if not hasattr(each, "shape") else each.shape for each in (x, y)]
     if not all(shapes):

@@ -61,17 +61,16 @@ def joins(dtype: np.dtype[Any], *, layout: Layout, axes: Sequence[int], **_: Any
 
 
 def _rule(shape: tuple[int, ...], axes: tuple[int]) -> Rule:
-    labels = tuple(Axis(axis) for axis in range(len(shape)))
+    # Of shards that are all empty there is nothing to join.
+    labels = tuple(None if axis in axes and shape[axis] == 0 else Axis(axis) for axis in range(len(shape)))
     return Rule((labels,), labels, shape)
 
 
-@np.errstate(all="ignore")
 def _softmax(x: Array, axes: tuple[int], layout: Layout) -> Array:
     largest, total = maximum_and_sum(x, axes, layout, "softmax")
     return (array_namespace(x).exp(x - largest) / total).astype(x.dtype, copy=False)
 
 
-@np.errstate(all="ignore")
 def _log_softmax(x: Array, axes: tuple[int], layout: Layout) -> Array:
     largest, total = maximum_and_sum(x, axes, layout, "log_softmax")
     return ((x - largest) - array_namespace(x).log(total)).astype(x.dtype, copy=False)
@@ -98,12 +97,24 @@ _LOG_SOFTMAX = Op(
 
 
 def softmax(x: DistArray, axis: int = -1) -> DistArray:
-    """exp(x) / sum exp(x) along `axis`, which may be sharded and stays so: then one Allreduce of 32 bytes a row."""
+    """exp(x) / sum exp(x) along `axis`, in the dtype of x. A row of only -inf, with a +inf or a `nan`, gives `nan`.
+
+    A sharded axis stays sharded. If it is `axis`: an Allgather of 56 bytes and one Allreduce of 32 bytes a row, and
+    backward one of one number a row. What is Partial is reduced first. `TypeError` for integers, `ValueError` for an
+    axis that does not exist.
+
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> y = pce.softmax(pce.distribute(np.log([[1.0, 3.0]]), mesh, data=pce.Shard(1)))
+    >>> y.placements, y.full()
+    ({'data': Shard(1)}, array([[0.25, 0.75]]))
+    """
     return apply(_SOFTMAX, x, axes=(normalized_axis(axis, x.ndim),))
 
 
 def log_softmax(x: DistArray, axis: int = -1) -> DistArray:
-    """x - log sum exp(x) along `axis`, in nats; sharded as in `softmax`.
+    """x - log sum exp(x) along `axis`, in nats; dtype, placement, communication and errors as in `softmax`.
 
     For a loss `cross_entropy` is faster, and right to the last bits where probabilities are close to 1.
     """

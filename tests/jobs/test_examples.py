@@ -21,6 +21,7 @@ LOSS_PARALLEL = "examples/loss_parallel.py"
 SHARDED_LOSS = "examples/sharded_loss.py"
 TRANSFORMER = "examples/transformer.py"
 PROGRAMS = [DATA_AND_MODEL, GRADIENTS, LANGUAGE_MODEL, LOSS_PARALLEL, SHARDED_LOSS, TRANSFORMER]
+WITHOUT_OPTIONS = [DATA_AND_MODEL, GRADIENTS, LOSS_PARALLEL, SHARDED_LOSS]
 
 # A small slice of the standard library, and sizes that 2, 3 and 4 do not divide.
 STEPS = 50
@@ -382,6 +383,25 @@ def test_a_training_program_explains_its_options_once(ranks, program):
     assert job.stdout.count("usage:") == 1
     assert job.stdout.count("--max-files N") == 2
     assert not job.stderr
+
+
+@pytest.mark.parametrize("program", WITHOUT_OPTIONS)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_program_without_options_prints_its_docstring_once(ranks, program):
+    job = launch(ranks, program, "--help")
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("usage:") == 1
+    assert job.stdout.count(docstring_of(program)) == 1
+    assert not job.stderr
+
+
+@pytest.mark.parametrize("program", WITHOUT_OPTIONS)
+def test_a_program_without_options_refuses_any_once(program):
+    job = launch(2, program, "--steps=3")
+    assert job.returncode != 0
+    assert job.stderr.count("error: unrecognized arguments: --steps=3") == 1
+    assert "Abort" not in job.stderr
+    assert not job.stdout
 
 
 @pytest.mark.parametrize(

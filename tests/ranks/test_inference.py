@@ -94,6 +94,8 @@ def cases() -> Iterator[Case]:
     yield case("concatenate", (5, 3), (2, 3))
     yield case("concatenate", (5, 3), (5, 1), (5, 2), axis=1)
     yield case("concatenate", (5, 3), (5, 1), axis=None)
+    yield case("cut", (6, 4), index=(slice(1, 3), ...))
+    yield case("cut", (6, 4, 2), index=(2, slice(None, None, -2)))
     yield case("split", (6, 4), indices_or_sections=2)
     yield case("split", (6, 4), indices_or_sections=[1, 2], axis=1)
     yield case("embedding", (4, 3), (7, 3), dtypes=(N, F))
