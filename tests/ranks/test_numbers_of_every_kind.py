@@ -1,0 +1,106 @@
+"""Comparisons, and what operations make of halves, whole numbers, ties and nan."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi import Shard
+from ranks.grids import mesh_of
+
+HALVES = [np.float16, ml_dtypes.bfloat16]
+
+
+@pytest.fixture
+def mesh(comm):
+    return mesh_of(comm, comm.size)
+
+
+@pytest.fixture
+def sharded(mesh):
+    return lambda array, **options: pce.distribute(np.asarray(array), mesh, data=Shard(0), **options)
+
+
+def test_comparisons_are_those_of_each_element_and_lie_as_their_operands(sharded):
+    a, b = np.array([1.0, 2.0, 3.0, np.nan, 2.0]), np.array([2.0, 2.0, 2.0, 2.0, np.nan])
+    x = sharded(a)
+    for ours, right in (
+        (x < b, a < b),
+        (x <= b, a <= b),
+        (x > b, a > b),
+        (x >= b, a >= b),
+        (x == b, a == b),
+        (x != b, a != b),
+        (b < x, b < a),
+        (2 == x, a == 2),
+    ):
+        assert ours.placements == x.placements
+        assert ours.dtype == np.bool_
+        assert ours.full().tolist() == right.tolist()
+
+
+def test_distributed_arrays_are_still_keys_and_members_by_identity(sharded):
+    x, y = sharded([1.0, 2.0]), sharded([1.0, 2.0])
+    assert {x: "x", y: "y"}[x] == "x"
+    assert x in [x]
+
+
+def test_a_scalar_is_formatted_as_its_number(sharded):
+    total = sharded([1.0, 2.5]).sum()
+    assert f"{total:.3f}" == "3.500"
+    assert f"{total}" == repr(total)
+
+
+def test_the_dtype_of_a_condition_is_not_that_of_the_result(sharded):
+    picked = pce.where(np.array([1, 0, 2]), sharded(np.ones(3, np.float32)), 0.0)
+    assert picked.dtype == np.float32
+    assert picked.full().tolist() == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_norms_of_halves_whose_squares_are_too_large_are_right(sharded, dtype):
+    x = sharded(np.array([[300.0, -300.0, 300.0, 300.0]] * 5, dtype))
+    assert pce.layer_norm(x).dtype == dtype
+    np.testing.assert_allclose(pce.rms_norm(x).full().astype(float), [[1, -1, 1, 1]] * 5, rtol=2**-7)
+    np.testing.assert_allclose(
+        pce.layer_norm(x).full().astype(float), np.array([[1, -3, 1, 1]] * 5) / 3**0.5, rtol=2**-7
+    )
+
+
+def test_whole_numbers_are_normalized_as_real_ones(sharded):
+    x = sharded(np.array([[1, 3], [0, 8], [2, 4]]))
+    np.testing.assert_allclose(pce.layer_norm(x, epsilon=0.0).full(), [[-1, 1]] * 3)
+    np.testing.assert_allclose(pce.gelu(x).full(), pce.gelu(x.astype(np.float64)).full())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_more_ties_than_a_half_can_count_share_the_gradient(sharded, dtype):
+    x = sharded(np.zeros(70_000, dtype), requires_grad=True)
+    x.max().backward()
+    np.testing.assert_allclose(x.grad.full().astype(float), 1 / 70_000, rtol=2**-6)
+
+
+def test_the_gradient_of_a_maximum_with_nan_is_nan_there(sharded):
+    x = sharded([np.nan, 1.0, -1.0], requires_grad=True)
+    pce.maximum(x, 0.0).sum().backward()
+    np.testing.assert_array_equal(x.grad.full(), [np.nan, 1.0, 0.0])
+
+
+def test_a_negative_whole_power_of_whole_numbers_is_refused_on_every_rank(comm, sharded):
+    base, exponents = sharded(np.full(6, 2)), sharded(np.array([1, 2, 3, 0, 1, -1]))
+    with pytest.raises(ValueError, match="integers to negative integer powers"):
+        base**exponents
+    assert (base ** sharded(np.arange(6))).full().tolist() == [1, 2, 4, 8, 16, 32]
+
+
+def test_the_softmax_of_no_elements_is_empty_wherever_it_lies(comm, mesh):
+    for placement in (pce.Replicate(), Shard(0), Shard(1)):
+        x = pce.distribute(np.zeros((2, 0)), mesh, data=placement)
+        assert pce.softmax(x).full().shape == (2, 0)
+
+
+def test_an_error_flag_of_numpys_does_not_stop_one_rank_alone(comm, sharded):
+    x = sharded([1.0, 2.0, np.nan, 3.0, 1e300, 5.0])
+    with np.errstate(all="raise"):
+        assert np.isinf((x * 1e300).full()[4])
+        x.astype(np.int64)

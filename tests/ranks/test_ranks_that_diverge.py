@@ -1,0 +1,81 @@
+"""Most operations send nothing, so ranks that run different ones would not notice: the next collective does."""
+
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi import Mesh, Shard
+from ranks.grids import factorizations, mesh_of
+
+NUMBERS = np.arange(12.0).reshape(4, 3)
+
+
+@pytest.fixture
+def mesh(comm, monkeypatch):
+    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
+    return Mesh(comm, data=comm.size)
+
+
+def text_of(call):
+    try:
+        call()
+    except pce.CollectiveError as error:
+        return str(error)
+    return ""
+
+
+def here_and_there(comm, one, other):
+    """`text`, or nothing where there is no other rank to differ from."""
+    ranks = ", ".join(f"{rank}" for rank in range(1, comm.size))
+    others = f"data rank{'s' * (comm.size > 2)} {ranks}"
+    return f"ranks have run different operations: {one} (data rank 0), {other} ({others})" if comm.size > 1 else ""
+
+
+def test_another_operation_on_one_rank_is_named_on_every_rank(comm, mesh):
+    x = pce.distribute(NUMBERS, mesh, data=Shard(0))
+    text = text_of(lambda: (x.sum() if comm.rank == 0 else x.mean()).item())
+    assert comm.allgather(text) == [here_and_there(comm, "sum", "mean")] * comm.size
+
+
+def test_the_first_difference_is_named_and_not_the_last(comm, mesh):
+    x = pce.distribute(NUMBERS, mesh, data=Shard(0))
+    y = pce.exp(x) if comm.rank == 0 else pce.tanh(x)
+    text = text_of(lambda: (y * 2 + 1).sum().item())
+    assert comm.allgather(text) == [here_and_there(comm, "exp", "tanh")] * comm.size
+
+
+def test_an_array_of_another_shape_on_one_rank_is_noticed(comm, mesh):
+    x = pce.distribute(np.ones((4 + (comm.rank == 0), 3)), mesh, data=Shard(0))
+    text = text_of(lambda: (x @ np.ones((3, 2))).sum().item())
+    assert ("(5, 3)" in text and "(4, 3)" in text) == (comm.size > 1)
+    assert len(set(comm.allgather(text))) == 1
+
+
+def test_an_operation_with_other_parameters_is_noticed(comm, mesh):
+    x = pce.distribute(np.ones((4, 4)), mesh, data=Shard(0))
+    text = text_of(lambda: x.sum(axis=int(comm.rank == 0)).redistribute(data=pce.Replicate()).sum().item())
+    assert bool(text) == (comm.size > 1)
+
+
+def test_one_operation_more_on_one_rank_is_noticed_at_the_step(comm, mesh):
+    w = pce.distribute(np.ones(3), mesh, requires_grad=True)
+    (pce.distribute(NUMBERS, mesh, data=Shard(0)) * w).sum().backward()
+    if comm.rank == 0:
+        pce.exp(w)
+    text = text_of(pce.SGD([w], lr=0.1).step)
+    assert comm.allgather(text) == [here_and_there(comm, "exp", "nothing")] * comm.size
+
+
+def test_it_is_said_once_and_then_the_mesh_can_be_used(comm, mesh):
+    x = pce.distribute(NUMBERS, mesh, data=Shard(0))
+    text_of(lambda: (x.sum() if comm.rank == 0 else x.mean()).item())
+    assert x.sum().item() == NUMBERS.sum()
+
+
+def test_programs_that_are_the_same_on_every_rank_are_never_told_of_a_difference(comm):
+    for sizes in factorizations(comm.size, 2):
+        mesh = mesh_of(comm, *sizes)
+        for _ in range(100):  # more than are remembered by name
+            x = pce.distribute(NUMBERS, mesh, data=Shard(0), model=Shard(1))
+            total = pce.square(x).sum(axis=0).redistribute(model=pce.Replicate()).sum()
+        assert total.item() == (NUMBERS**2).sum()
