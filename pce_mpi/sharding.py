@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from pce_mpi.placements import Partial, Placement, Replicate, Shard, shard_range
 
-__all__ = ["Coordinates", "Dims", "Sharding", "Splits", "balanced_splits", "outer_splits"]
+__all__ = ["Coordinates", "Dims", "Sharding", "Splits", "balanced_splits", "outer_splits", "within"]
 
 Dims = tuple[tuple[str, int], ...]
 Coordinates = Mapping[str, int]
@@ -229,3 +229,8 @@ def balanced_splits(length: int, sizes: tuple[int, ...]) -> Splits:
 def outer_splits(splits: Splits, inner: int) -> Splits:
     """The split points that remain when the innermost dims, `inner` ranks together, no longer split the axis."""
     return splits[::inner]
+
+
+def within(outer: tuple[slice, ...], inner: tuple[slice, ...]) -> tuple[slice, ...]:
+    """The part `inner` of the global array as a part of `outer`, which contains it."""
+    return tuple(slice(b.start - a.start, b.stop - a.start) for a, b in zip(outer, inner, strict=True))

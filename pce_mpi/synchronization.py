@@ -23,7 +23,7 @@ from pce_mpi.collectives import all_reduce, reduce_scatter
 from pce_mpi.dist_array import DistArray, over_text, redistribute
 from pce_mpi.mesh import Mesh
 from pce_mpi.placements import Partial
-from pce_mpi.sharding import Coordinates, Sharding
+from pce_mpi.sharding import Coordinates, Sharding, within
 from pce_mpi.transitions import Step, Verb, steps
 
 __all__ = ["meshes_of", "synchronize"]
@@ -181,32 +181,20 @@ def _group(key: _Key, taken: Mapping[int, Step], here: Coordinates) -> _Group:
     parts = []
     if verb == "reduce_scatter":
         for member in next(iter(taken.values())).before.members(dims, here):
-            parts.append(tuple(_part(step, here, member) for step in taken.values()))
+            parts.append(tuple(within(step.before.slices(here), step.after.slices(member)) for step in taken.values()))
     return _Group(
         mesh=mesh,
         verb=verb,
         dims=dims,
         dtype=dtype,
         members=tuple(taken),
-        divisors=tuple(math.prod(size for _, size in _averaged(step)) for step in taken.values()),
+        divisors=tuple(step.divisor for step in taken.values()),
         shapes=shapes,
         ends=tuple(accumulate(math.prod(shape) for shape in shapes)),
         parts=tuple(parts),
         before=", ".join(dict.fromkeys(step.placement_before for step in taken.values())),
         after=", ".join(dict.fromkeys(step.placement_after for step in taken.values())),
     )
-
-
-def _averaged(step: Step) -> list[tuple[str, int]]:
-    return [
-        (dim, size) for dim, size in step.before.dims if dim in step.dims and step.before.by_dim[dim] == Partial("avg")
-    ]
-
-
-def _part(step: Step, here: Mapping[str, int], member: Mapping[str, int]) -> tuple[slice, ...]:
-    """Of what this rank holds before `step`, the part that belongs to the rank at `member` after it."""
-    held, wanted = step.before.slices(here), step.after.slices(member)
-    return tuple(slice(b.start - a.start, b.stop - a.start) for a, b in zip(held, wanted, strict=True))
 
 
 def _bring_together(group: _Group, terms: dict[int, Array], mesh: Mesh, operation: str) -> None:

@@ -44,6 +44,11 @@ class Step:
         return self.verb not in _SILENT
 
     @property
+    def divisor(self) -> int:
+        """What terms are divided by before they are added up: how many ranks are averaged over."""
+        return math.prod(self.before.sizes[dim] for dim in self.dims if self.before.by_dim[dim] == Partial("avg"))
+
+    @property
     def placement_before(self) -> str:
         """The placement of `dims` that this step changes, as text."""
         return _common(self.before, self.dims)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from pce_mpi.arrays import array_namespace, is_half
 from pce_mpi.collectives import ReduceOp, all_gather, all_reduce, all_to_all, reduce_scatter
 from pce_mpi.mesh import Mesh
 from pce_mpi.placements import Partial
-from pce_mpi.sharding import Coordinates
+from pce_mpi.sharding import Coordinates, within
 from pce_mpi.transitions import Step
 
 __all__ = ["carry_out"]
@@ -25,14 +24,14 @@ def carry_out(step: Step, local: Array, mesh: Mesh, operation: str, reason: str)
     xp = array_namespace(local)
     here = mesh.coordinates
     if step.verb == "slice":
-        return local[_within(step.before.slices(here), step.after.slices(here))]
+        return local[within(step.before.slices(here), step.after.slices(here))]
     if step.verb == "keep":
         # Of a sum one rank keeps the whole; an average, a largest or a smallest of equal values is that value.
         absent = any(here[dim] for dim in step.dims if step.after.by_dim[dim] == Partial("sum"))
         return xp.zeros_like(local) if absent else local
     if step.verb == "pad":
         padded = xp.zeros(step.after.local_shape(here), local.dtype)
-        padded[_within(step.after.slices(here), step.before.slices(here))] = local
+        padded[within(step.after.slices(here), step.before.slices(here))] = local
         return padded
     comm = mesh.comm(*step.dims)
     said = {"from": str(step.before), "to": str(step.after), "shape": step.before.shape, "dtype": local.dtype.name}
@@ -52,16 +51,15 @@ def carry_out(step: Step, local: Array, mesh: Mesh, operation: str, reason: str)
     if step.verb == "all_to_all":
         return _exchanged(step, local, comm, members, here, traced)
     placed = [step.before.by_dim[dim] for dim in step.dims]
-    averaged = math.prod(step.before.sizes[dim] for dim in step.dims if step.before.by_dim[dim] == Partial("avg"))
     reduction: ReduceOp = "max" if Partial("max") in placed else "min" if Partial("min") in placed else "sum"
     term = local
-    if averaged > 1:
+    if step.divisor > 1:
         # A half is rounded once, after the sum.
         term = local.astype(np.float32) if is_half(local.dtype) else local
-        term = term / term.dtype.type(averaged)
+        term = term / term.dtype.type(step.divisor)
     if step.verb == "all_reduce":
         return all_reduce(term, comm, reduction, **traced).astype(local.dtype, copy=False)
-    blocks = [term[_within(step.before.slices(here), step.after.slices(member))] for member in members]
+    blocks = [term[within(step.before.slices(here), step.after.slices(member))] for member in members]
     return reduce_scatter(blocks, comm, reduction, **traced).astype(local.dtype, copy=False)
 
 
@@ -72,17 +70,12 @@ def _exchanged(
     before, after = step.before.slices(here), step.after.slices(here)
     to_send = [_common(before, step.after.slices(member)) for member in members]
     to_come = [_common(after, step.before.slices(member)) for member in members]
-    blocks = [local[_within(before, part)] for part in to_send]
+    blocks = [local[within(before, part)] for part in to_send]
     shapes = [tuple(part.stop - part.start for part in parts) for parts in to_come]
     exchanged = array_namespace(local).empty(step.after.local_shape(here), local.dtype)
     for part, block in zip(to_come, all_to_all(blocks, comm, shapes, **traced), strict=True):
-        exchanged[_within(after, part)] = block
+        exchanged[within(after, part)] = block
     return exchanged
-
-
-def _within(outer: tuple[slice, ...], inner: tuple[slice, ...]) -> tuple[slice, ...]:
-    """The part `inner` of the global array as a part of `outer`, which contains it."""
-    return tuple(slice(b.start - a.start, b.stop - a.start) for a, b in zip(outer, inner, strict=True))
 
 
 def _common(a: tuple[slice, ...], b: tuple[slice, ...]) -> tuple[slice, ...]:

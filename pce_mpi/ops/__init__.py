@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pce_mpi.dist_array import DistArray
+from pce_mpi.ops.abstract import Sent
 from pce_mpi.ops.broadcasting import expand, sum
 from pce_mpi.ops.elementwise import (
     add,
@@ -35,7 +36,6 @@ from pce_mpi.ops.loss import cross_entropy, mse
 from pce_mpi.ops.matmul import matmul
 from pce_mpi.ops.normalization import layer_norm, rms_norm
 from pce_mpi.ops.numpy_protocol import call_function, call_ufunc
-from pce_mpi.ops.op import Sent
 from pce_mpi.ops.redistribution import redistribute
 from pce_mpi.ops.reductions import logsumexp, max, mean, min
 from pce_mpi.ops.rules import Rule

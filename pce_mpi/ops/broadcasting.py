@@ -13,7 +13,8 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_half
 from pce_mpi.dist_array import DistArray
-from pce_mpi.ops.op import Layout, Op, apply
+from pce_mpi.ops.applying import apply
+from pce_mpi.ops.definition import Layout, Op
 from pce_mpi.ops.rules import Axes, Axis, Rule
 from pce_mpi.ops.shape import normalized_axis, reshape, whole_numbers
 from pce_mpi.placements import ReduceOperator

@@ -9,8 +9,10 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating
 from pce_mpi.dist_array import DistArray, agree_on
+from pce_mpi.ops.abstract import Abstract
+from pce_mpi.ops.applying import apply
 from pce_mpi.ops.broadcasting import aligned, sum_to
-from pce_mpi.ops.op import Abstract, Op, apply
+from pce_mpi.ops.definition import Op
 from pce_mpi.ops.rules import Rule
 
 __all__ = [

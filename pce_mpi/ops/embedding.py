@@ -8,7 +8,10 @@ import numpy as np
 
 from pce_mpi.arrays import add_rows, array_namespace, as_array, to_host
 from pce_mpi.dist_array import DistArray, agree_on
-from pce_mpi.ops.op import AbstractMesh, Layout, Op, apply, moved
+from pce_mpi.ops.abstract import AbstractMesh
+from pce_mpi.ops.applying import apply
+from pce_mpi.ops.definition import Layout, Op
+from pce_mpi.ops.operands import moved
 from pce_mpi.ops.rules import Axis, Rule
 from pce_mpi.placements import Replicate
 

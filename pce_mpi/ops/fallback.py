@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pce_mpi.ops.op import Op, Vjp, apply
+from pce_mpi.ops.applying import apply
+from pce_mpi.ops.definition import Op, Vjp
 from pce_mpi.ops.rules import Rule
 
 __all__ = ["op"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from pce_mpi.dist_array import DistArray
 from pce_mpi.mesh import Mesh, checked_dims
-from pce_mpi.ops.op import Abstract, AbstractMesh, Sent
+from pce_mpi.ops.abstract import Abstract, AbstractMesh, Sent
 from pce_mpi.placements import Placement
 from pce_mpi.sharding import Sharding
 

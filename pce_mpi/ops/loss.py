@@ -13,8 +13,10 @@ from pce_mpi.arguments import Call, Reduction
 from pce_mpi.arrays import array_namespace, as_array, compute_dtype_of, is_floating
 from pce_mpi.dist_array import DistArray, over_text
 from pce_mpi.loss import Residuals, forward_of, softmax_cross_entropy_backward, value_and_grad_of
+from pce_mpi.ops.abstract import Sent
+from pce_mpi.ops.applying import apply
+from pce_mpi.ops.definition import Layout, Op
 from pce_mpi.ops.elementwise import square
-from pce_mpi.ops.op import Layout, Op, Sent, apply
 from pce_mpi.ops.reductions import mean
 from pce_mpi.ops.rules import Axis, Rule
 from pce_mpi.ops.shape import normalized_axis
@@ -132,7 +134,8 @@ def cross_entropy(
     and one Allreduce of 24 bytes a row (more with options). Where rows are sharded, `sum` and `mean` are over all of
     them: one further Allreduce of 16 bytes. Backward sends nothing; the gradient lies as the logits do.
 
-    Raises what `softmax_cross_entropy` raises, on every rank alike. Only the logits have a gradient.
+    Raises what `softmax_cross_entropy` raises, on every rank that shares rows or classes with the one that found it.
+    Only the logits have a gradient.
 
     >>> from mpi4py import MPI
     >>> import numpy as np, pce_mpi as pce

@@ -9,8 +9,9 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_half
 from pce_mpi.dist_array import DistArray
+from pce_mpi.ops.applying import apply
 from pce_mpi.ops.broadcasting import aligned, sum_to
-from pce_mpi.ops.op import Op, apply
+from pce_mpi.ops.definition import Op
 from pce_mpi.ops.rules import Axis, Rule
 from pce_mpi.ops.shape import reshape, swapaxes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pce_mpi.dist_array import DistArray
 from pce_mpi.dist_array import redistribute as move
 from pce_mpi.ops.gradient import node_of
-from pce_mpi.ops.op import moved
+from pce_mpi.ops.operands import moved
 from pce_mpi.placements import Placement
 from pce_mpi.tape import Node, is_recording
 

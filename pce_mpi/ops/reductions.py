@@ -14,9 +14,10 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating, is_half
 from pce_mpi.dist_array import DistArray
+from pce_mpi.ops.applying import apply
 from pce_mpi.ops.broadcasting import expand, kept_shape, local_extreme, normalized_axes, reduction_rule, sum
+from pce_mpi.ops.definition import Layout, Op
 from pce_mpi.ops.elementwise import astype, equal, exp
-from pce_mpi.ops.op import Layout, Op, apply
 from pce_mpi.ops.rules import Rule
 from pce_mpi.ops.shape import reshape
 from pce_mpi.ops.softmax import joins, maximum_and_sum

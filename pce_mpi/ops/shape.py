@@ -16,7 +16,8 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace
 from pce_mpi.dist_array import DistArray
-from pce_mpi.ops.op import Layout, Op, apply
+from pce_mpi.ops.applying import apply
+from pce_mpi.ops.definition import Layout, Op
 from pce_mpi.ops.rules import Axes, Axis, Rule
 
 __all__ = ["concatenate", "cut", "normalized_axis", "reshape", "split", "swapaxes", "transpose", "whole_numbers"]

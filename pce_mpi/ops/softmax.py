@@ -12,9 +12,11 @@ from pce_mpi.agreement import prepare
 from pce_mpi.arguments import Call
 from pce_mpi.arrays import array_namespace, is_floating, is_half
 from pce_mpi.dist_array import DistArray, over_text
+from pce_mpi.ops.abstract import Sent
+from pce_mpi.ops.applying import apply
 from pce_mpi.ops.broadcasting import kept_shape, local_extreme, sum
+from pce_mpi.ops.definition import Layout, Op
 from pce_mpi.ops.elementwise import exp
-from pce_mpi.ops.op import Layout, Op, Sent, apply
 from pce_mpi.ops.rules import Axis, Rule
 from pce_mpi.ops.shape import normalized_axis
 from pce_mpi.passes import row_softmax
