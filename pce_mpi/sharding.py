@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise, product
 import math
 from types import MappingProxyType
+from weakref import WeakValueDictionary
 
 from pce_mpi.placements import Partial, Placement, Replicate, Shard, shard_range
 
@@ -53,19 +54,18 @@ class Sharding:
                 raise TypeError(f"{name} must be Shard(axis), Replicate() or Partial(operator), got {placement!r}")
         return _sharding(dims, tuple(shape), tuple(placements.items()), tuple((splits or {}).items()))
 
-    @cached_property
-    def _key(self) -> tuple[object, ...]:
-        return self.dims, self.shape, self.placements, self.splits
+    def __new__(
+        cls, dims: Dims, shape: tuple[int, ...], placements: tuple[Placement, ...], splits: tuple[Splits | None, ...]
+    ) -> Sharding:
+        # Equal ones are one object: they are compared and looked up several times for every operation.
+        key = dims, shape, placements, splits
+        known = _known.get(key)
+        if known is None:
+            known = _known[key] = super().__new__(cls)
+        return known
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self._key)  # computed once: shardings are looked up for every operation
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Sharding) and self._key == other._key)
+    def __reduce__(self) -> tuple[object, ...]:
+        return Sharding, (self.dims, self.shape, self.placements, self.splits)
 
     @cached_property
     def by_dim(self) -> Mapping[str, Placement]:
@@ -174,6 +174,9 @@ class Sharding:
 
     def _sizes_along(self, axis: int) -> tuple[int, ...]:
         return tuple(self.sizes[dim] for dim in self._dims_of[axis])
+
+
+_known: WeakValueDictionary[tuple[object, ...], Sharding] = WeakValueDictionary()
 
 
 @lru_cache(maxsize=4096)

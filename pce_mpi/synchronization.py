@@ -231,6 +231,14 @@ def _checked_gradient(parameter: DistArray, index: int, meshes: Sequence[Mesh]) 
     gradient, mesh = parameter.grad, meshes.index(parameter.mesh)
     if gradient is None:
         return mesh, parameter.sharding, None, parameter.dtype
+    if (
+        isinstance(gradient, DistArray)
+        and gradient.mesh is parameter.mesh
+        and gradient.sharding.shape == parameter.sharding.shape
+        and gradient.local.dtype == parameter.local.dtype
+        and type(gradient.local) is type(parameter.local)
+    ):
+        return mesh, parameter.sharding, gradient.sharding, parameter.local.dtype
     what = f"the gradient of parameters[{index}]"
     if not isinstance(gradient, DistArray):
         raise TypeError(f"{what} must be a distributed array or None, got {type(gradient).__name__}")

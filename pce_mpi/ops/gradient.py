@@ -72,7 +72,7 @@ def _accumulate(leaf: DistArray, gradient: DistArray) -> None:
     local = redistribute(gradient, target, operation="backward", reason="the gradient lies as its array does").local
     if before is not None:
         old = redistribute(before, target, operation="backward", reason="gradients that add up lie alike")
-        local = old.local + local
+        local = array_namespace(local).asarray(old.local + local)  # of 0-d arrays NumPy makes a scalar
     elif not local.flags.owndata and getattr(local.base, "size", 0) != local.size:
         local = local.copy()  # of a view all that it is a part of would stay in memory
     leaf.grad = DistArray(local, leaf.mesh, target)
@@ -85,4 +85,5 @@ def _summed(gradient: DistArray) -> DistArray:
         return gradient
     parts = gradient.sharding.parts(tuple(averaged))
     sharding = gradient.sharding.replacing(dict.fromkeys(averaged, Partial("sum")))
-    return DistArray(gradient.local / gradient.dtype.type(parts), gradient.mesh, sharding)
+    local = array_namespace(gradient.local).asarray(gradient.local / gradient.dtype.type(parts))
+    return DistArray(local, gradient.mesh, sharding)

@@ -208,7 +208,7 @@ def foreseen(case: Case, mesh: Any, lies: list[tuple[Placement, ...]]) -> Outcom
 def needed(monkeypatch) -> dict[int, Any]:
     """How each array had to lie when an operation first needed it, by the id of the array."""
     seen: dict[int, Any] = {}
-    for name in ("op", "embedding"):
+    for name in ("applying", "embedding"):
         module = importlib.import_module(f"pce_mpi.ops.{name}")
         moved = module.moved
 

@@ -45,6 +45,15 @@ def test_distributed_arrays_are_still_keys_and_members_by_identity(sharded):
     assert x in [x]
 
 
+def test_the_gradient_of_a_scalar_parameter_is_an_array_and_can_be_stepped(mesh):
+    scale = pce.distribute(2.0, mesh, requires_grad=True)
+    for _ in range(2):
+        (pce.distribute(np.ones(4), mesh, data=Shard(0)) * scale).sum().backward()
+    pce.SGD([scale], lr=0.25).step()
+    assert isinstance(scale.grad.local, np.ndarray)
+    assert scale.item() == 2.0 - 0.25 * 8
+
+
 def test_a_scalar_is_formatted_as_its_number(sharded):
     total = sharded([1.0, 2.5]).sum()
     assert f"{total:.3f}" == "3.500"
