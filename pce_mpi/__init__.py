@@ -1,9 +1,18 @@
-"""Softmax cross entropy over a class axis that is sharded across MPI ranks, forward and backward.
+"""Softmax cross entropy over a class axis that is sharded across MPI ranks, and distributed arrays with a tape.
+
+Plain arrays, of which each rank passes its own classes of the same rows; see `pce_mpi.loss` for the options:
 
 >>> import numpy as np, pce_mpi as pce
 >>> loss = pce.softmax_cross_entropy(np.zeros((2, 4)), np.array([0, 3]), comm=None)
 
-With a communicator each rank passes its own classes of the same rows; see `pce_mpi.loss` for the options.
+Arrays that the ranks of a mesh hold together; see `Mesh`, `distribute`, `DistArray`, `cross_entropy` and `SGD`:
+
+>>> from mpi4py import MPI
+>>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+>>> w = pce.distribute(np.zeros((3, 4)), mesh, requires_grad=True)
+>>> pce.cross_entropy(pce.distribute(np.ones((2, 3)), mesh, data=pce.Shard(0)) @ w, np.array([0, 3])).backward()
+>>> w.grad.placements
+{'data': Partial('sum')}
 """
 
 from pce_mpi import dense

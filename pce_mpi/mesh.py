@@ -35,6 +35,8 @@ class Mesh:
     `TypeError` for what is no communicator or no whole number, `ValueError` for sizes that do not fit,
     `CollectiveError` where ranks name different dims.
 
+    Its communicators are kept to the end of the program, and MPI has room for some 2,000: make one mesh, not many.
+
     >>> from mpi4py import MPI
     >>> Mesh(MPI.COMM_SELF, data=1, classes=1)
     Mesh(data=1, classes=1)
