@@ -107,7 +107,14 @@ def _cached_plan(
 
 def _checksum(op: Op, shardings: Sequence[Sharding], dtypes: Sequence[Any], parameters: Sequence[Any]) -> int:
     shapes = [(sharding.shape, str(sharding)) for sharding in shardings]
-    return zlib.crc32(repr((op.name, shapes, [dtype.name for dtype in dtypes], parameters)).encode())
+    return zlib.crc32(repr((op.name, shapes, [dtype.name for dtype in dtypes], _plain(parameters))).encode())
+
+
+def _plain(value: Any) -> Any:
+    """`value`, but for what prints differently on every rank: objects with their addresses."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return value if value is None or isinstance(value, str | int | float | np.dtype) else type(value).__name__
 
 
 def _result(op: Op, local: Any, inputs: Sequence[DistArray], chosen: Plan) -> DistArray:

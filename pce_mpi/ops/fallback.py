@@ -40,7 +40,7 @@ def op(
     if not callable(forward) or not (rule is None or callable(rule)):
         raise TypeError(f"forward and rule must be functions, got {forward!r} and {rule!r}")
     vjps = (vjp,) if callable(vjp) else tuple(vjp or ())
-    made = Op(name or str(getattr(forward, "__name__", forward)), forward, vjps, rule)
+    made = Op(name or str(getattr(forward, "__name__", type(forward).__name__)), forward, vjps, rule)
 
     def operation(*operands: Any, **parameters: Any) -> Any:
         return apply(made, *operands, **parameters)

@@ -1,5 +1,7 @@
 """Most operations send nothing, so ranks that run different ones would not notice: the next collective does."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -70,6 +72,14 @@ def test_it_is_said_once_and_then_the_mesh_can_be_used(comm, mesh):
     x = pce.distribute(NUMBERS, mesh, data=Shard(0))
     text_of(lambda: (x.sum() if comm.rank == 0 else x.mean()).item())
     assert x.sum().item() == NUMBERS.sum()
+
+
+def test_functions_and_objects_that_print_differently_on_each_rank_are_no_difference(comm, mesh):
+    x = pce.distribute(NUMBERS, mesh, data=Shard(0))
+    unnamed = pce.op(partial(np.add, 1.0), rule=lambda shape, **_: pce.Rule.of("ij->ij", shape))
+    assert unnamed(x).sum().item() == NUMBERS.sum() + NUMBERS.size
+    scaled = pce.op(lambda x, by: by(x), rule=lambda shape, by: pce.Rule.of("ij->ij", shape), name="scaled")
+    assert scaled(x, by=lambda x: 2 * x).sum().item() == 2 * NUMBERS.sum()
 
 
 def test_programs_that_are_the_same_on_every_rank_are_never_told_of_a_difference(comm):
