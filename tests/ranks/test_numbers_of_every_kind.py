@@ -54,6 +54,16 @@ def test_the_gradient_of_a_scalar_parameter_is_an_array_and_can_be_stepped(mesh)
     assert scale.item() == 2.0 - 0.25 * 8
 
 
+def test_a_view_of_a_parameter_shows_the_step_wherever_it_was_sent_before(sharded):
+    w = sharded(np.ones((4, 3)), requires_grad=True)
+    with pce.no_grad():
+        transposed = w.T
+        transposed.redistribute(data=pce.Replicate())
+    (w * w).sum().backward()
+    pce.SGD([w], lr=0.25).step()
+    assert (transposed.redistribute(data=pce.Replicate()) * 1).full().tolist() == np.full((3, 4), 0.5).tolist()
+
+
 def test_a_scalar_is_formatted_as_its_number(sharded):
     total = sharded([1.0, 2.5]).sum()
     assert f"{total:.3f}" == "3.500"
