@@ -22,8 +22,8 @@ import numpy as np
 
 from pce_mpi.arrays import dtype_named, is_floating, is_half, to_host
 from pce_mpi.collectives import agree, all_to_all
-from pce_mpi.dist_array import DistArray, over_text, redistribute
-from pce_mpi.mesh import Mesh
+from pce_mpi.dist_array import DistArray, redistribute
+from pce_mpi.mesh import Mesh, over_text
 from pce_mpi.placements import Placement, Replicate
 from pce_mpi.sharding import Sharding
 

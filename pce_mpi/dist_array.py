@@ -5,7 +5,7 @@ Every function here is the identity on the global array: it changes where number
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import hashlib
 import json
 import math
@@ -18,13 +18,13 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, as_array, dtype_named, is_floating, library_named, to_host
 from pce_mpi.channel import by_value
 from pce_mpi.collectives import all_gather_text, all_to_all
-from pce_mpi.mesh import Mesh
+from pce_mpi.mesh import Mesh, over_text
 from pce_mpi.placements import Partial, Placement, Replicate
 from pce_mpi.sharding import Sharding
 from pce_mpi.transitions import steps
 from pce_mpi.transport import carry_out
 
-__all__ = ["DistArray", "agree_on", "check_replicas", "distribute", "from_local", "over_text", "redistribute"]
+__all__ = ["DistArray", "check_replicas", "distribute", "from_local", "redistribute"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -211,7 +211,7 @@ def _sent_from(
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
     called = {"src_rank": src_rank, "placements": repr(placements), "requires_grad": requires_grad}
-    agree_on(mesh, "distribute", called, error)
+    mesh.agree(mesh.dims, "distribute", called, error)
     texts = all_gather_text(said, comm, operation="distribute", over=over)
     shape, dtype, library = json.loads(texts[src_rank])
     target = Sharding.of(mesh.layout, tuple(shape), placements)
@@ -267,7 +267,7 @@ def from_local(
         }
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
-    agree_on(mesh, "from_local", called, error)
+    mesh.agree(mesh.dims, "from_local", called, error)
     texts = all_gather_text(json.dumps(taken.shape), comm, operation="from_local", over=over)
     target = _joined([tuple(json.loads(text)) for text in texts], mesh, placements, called["shape"])
     return DistArray(_owned(taken, taken) if requires_grad else taken, mesh, target, requires_grad=requires_grad)
@@ -316,16 +316,6 @@ def _numbers(array: Array, placements: Mapping[str, Placement], requires_grad: b
     return array
 
 
-def agree_on(mesh: Mesh, operation: str, call: Mapping[str, Hashable], error: Exception | None = None) -> None:
-    """Make sure that all ranks of `mesh` make the same call, and raise on every rank what one found wrong with it."""
-    mesh.agree(tuple(mesh.dims), operation, call, error)
-
-
-def over_text(dims: Sequence[str] | Mapping[str, int]) -> str:
-    """How the trace and messages name the ranks along `dims`."""
-    return ", ".join(dims)
-
-
 def redistribute(x: DistArray, target: Sharding, *, operation: str, reason: str) -> DistArray:
     """The same global array, lying as `target` says; `x` itself, if it already does. The tape does not hear of it.
 
@@ -348,7 +338,7 @@ def check_replicas(x: DistArray) -> None:
     """
     mesh, over = x.mesh, over_text(x.mesh.dims)
     comm = mesh.comm(*mesh.dims)
-    agree_on(mesh, "check_replicas", {"sharding": str(x.sharding), "shape": x.shape, "dtype": x.dtype.name})
+    mesh.agree(mesh.dims, "check_replicas", {"sharding": str(x.sharding), "shape": x.shape, "dtype": x.dtype.name})
     host = np.ascontiguousarray(to_host(x.local))
     digest = hashlib.blake2b(host.view(np.uint8).data if host.size else b"", digest_size=16).hexdigest()
     digests = all_gather_text(digest, comm, operation="check_replicas", over=over)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping
 import json
 import math
 import operator
@@ -73,7 +73,7 @@ class Mesh:
         key = tuple(dim for dim in self.dims if dim in dims)
         if key not in self._comms:
             # Ranks that ask for different dims would get communicators of ranks that do not belong together.
-            agree(self._cart, "Mesh.comm", {"dims": key}, over=", ".join(self.dims))
+            agree(self._cart, "Mesh.comm", {"dims": key}, over=over_text(self.dims))
             self._comms[key] = self._cart.Sub([dim in dims for dim in self.dims])
         return self._comms[key]
 
@@ -87,7 +87,7 @@ class Mesh:
 
     def agree(
         self,
-        dims: Sequence[str],
+        dims: Collection[str],
         operation: str,
         call: Mapping[str, Hashable],
         error: Exception | None = None,
@@ -100,7 +100,7 @@ class Mesh:
         Collective over `dims`: an Allgather of 56 bytes. Returns the `fact` of each rank. Raises on each of these ranks
         what one of them found wrong (`error`), or `CollectiveError`, which says where they differ.
         """
-        comm, over = self.comm(*dims), ", ".join(dims)
+        comm, over = self.comm(*dims), over_text(dims)
         facts = (self._history, fact)
         try:
             said = agree(comm, operation, call, error=error, facts=facts, over=over, ranks_named=ranks_named)
@@ -117,6 +117,11 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{dim}={size}' for dim, size in self.dims.items())})"
+
+
+def over_text(dims: Collection[str]) -> str:
+    """How the trace and messages name the ranks along `dims`."""
+    return ", ".join(dims)
 
 
 def _first_difference(recent: list[list[tuple[int, str]]], over: str) -> str:

@@ -12,8 +12,8 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, compute_dtype_of, keep_freed_memory, to_host
 from pce_mpi.channel import same_ranks
 from pce_mpi.collectives import all_reduce
-from pce_mpi.dist_array import DistArray, over_text
-from pce_mpi.mesh import Mesh
+from pce_mpi.dist_array import DistArray
+from pce_mpi.mesh import Mesh, over_text
 from pce_mpi.placements import Replicate
 from pce_mpi.synchronization import meshes_of, synchronize
 from pce_mpi.tracing import phase

@@ -20,8 +20,8 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, compute_dtype_of
 from pce_mpi.channel import CollectiveTimeout
 from pce_mpi.collectives import all_reduce, reduce_scatter
-from pce_mpi.dist_array import DistArray, over_text, redistribute
-from pce_mpi.mesh import Mesh
+from pce_mpi.dist_array import DistArray, redistribute
+from pce_mpi.mesh import Mesh, over_text
 from pce_mpi.placements import Partial
 from pce_mpi.sharding import Coordinates, Sharding, within
 from pce_mpi.transitions import Step, Verb, steps

@@ -8,7 +8,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_half
 from pce_mpi.collectives import ReduceOp, all_gather, all_reduce, all_to_all, reduce_scatter
-from pce_mpi.mesh import Mesh
+from pce_mpi.mesh import Mesh, over_text
 from pce_mpi.placements import Partial
 from pce_mpi.sharding import Coordinates, within
 from pce_mpi.transitions import Step
@@ -35,7 +35,7 @@ def carry_out(step: Step, local: Array, mesh: Mesh, operation: str, reason: str)
         return padded
     comm = mesh.comm(*step.dims)
     said = {"from": str(step.before), "to": str(step.after), "shape": step.before.shape, "dtype": local.dtype.name}
-    over = ", ".join(step.dims)
+    over = over_text(step.dims)
     mesh.agree(step.dims, operation, said)
     traced: dict[str, Any] = {
         "operation": operation,

@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 from record import Recorder
+from strict_cupy import cupy as cupy  # a fixture, for tests to find here
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,6 +36,12 @@ def comm() -> MPI.Intracomm:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits in vain gives up before the session does."""
+    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

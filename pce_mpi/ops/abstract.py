@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import is_floating
-from pce_mpi.dist_array import DistArray, over_text
-from pce_mpi.mesh import Mesh
+from pce_mpi.dist_array import DistArray
+from pce_mpi.mesh import Mesh, over_text
 from pce_mpi.sharding import Sharding
 from pce_mpi.transitions import Step, sent_bytes
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating
-from pce_mpi.dist_array import DistArray, agree_on
+from pce_mpi.dist_array import DistArray
 from pce_mpi.ops.abstract import Abstract
 from pce_mpi.ops.applying import apply
 from pce_mpi.ops.broadcasting import aligned, sum_to
@@ -325,7 +325,7 @@ def _check_exponents(x: Any, y: Any) -> None:
     exponents = y.local if isinstance(y, DistArray) else y
     if not isinstance(exponents, Abstract):
         negative = ValueError("integers to negative integer powers are not allowed")
-        agree_on(mesh, "power", {}, negative if bool((exponents < 0).any()) else None)
+        mesh.agree(mesh.dims, "power", {}, negative if bool((exponents < 0).any()) else None)
 
 
 def maximum(x: Any, y: Any) -> DistArray:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from pce_mpi.arrays import add_rows, array_namespace, as_array, to_host
-from pce_mpi.dist_array import DistArray, agree_on
+from pce_mpi.dist_array import DistArray
 from pce_mpi.ops.abstract import AbstractMesh
 from pce_mpi.ops.applying import apply
 from pce_mpi.ops.definition import Layout, Op
@@ -100,7 +98,7 @@ def embedding(ids: Any, table: Any) -> DistArray:
     if ids.dtype.kind not in "iu":
         raise TypeError(f"ids must be integers, got {ids.dtype}")
     table = table if isinstance(table, DistArray) else as_array(table, "table")
-    if len(np.shape(table) if not hasattr(table, "shape") else table.shape) != 2:
+    if table.ndim != 2:
         raise ValueError(f"an embedding's table has two axes, got shape {table.shape}")
     mesh = next((x.mesh for x in (table, ids) if isinstance(x, DistArray)), None)
     if isinstance(ids, DistArray):
@@ -113,5 +111,5 @@ def embedding(ids: Any, table: Any) -> DistArray:
         local = to_host(ids.local if isinstance(ids, DistArray) else ids)
         outside = local[(local < 0) | (local >= table.shape[0])]
         error = IndexError(f"id {outside.flat[0]} is outside [0, {table.shape[0]})") if outside.size else None
-        agree_on(mesh, "embedding", {"rows": table.shape[0]}, error)
+        mesh.agree(mesh.dims, "embedding", {"rows": table.shape[0]}, error)
     return apply(_EMBEDDING, table, ids)

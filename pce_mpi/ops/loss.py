@@ -11,8 +11,9 @@ import numpy as np
 
 from pce_mpi.arguments import Call, Reduction
 from pce_mpi.arrays import array_namespace, as_array, compute_dtype_of, is_floating
-from pce_mpi.dist_array import DistArray, over_text
+from pce_mpi.dist_array import DistArray
 from pce_mpi.loss import Residuals, forward_of, softmax_cross_entropy_backward, value_and_grad_of
+from pce_mpi.mesh import over_text
 from pce_mpi.ops.abstract import Sent
 from pce_mpi.ops.applying import apply
 from pce_mpi.ops.definition import Layout, Op

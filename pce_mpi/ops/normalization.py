@@ -66,8 +66,8 @@ def _narrowed(normal: DistArray, x: DistArray) -> DistArray:
 
 
 def _scaled(x: DistArray, scale: Any, bias: Any, axis: int) -> DistArray:
+    axis = normalized_axis(axis, x.ndim)
     for name, factor in (("scale", scale), ("bias", bias)):
-        axis = normalized_axis(axis, x.ndim)
         if factor is None:
             continue
         if factor.shape != (x.shape[axis],):

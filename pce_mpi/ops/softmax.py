@@ -11,7 +11,8 @@ import numpy as np
 from pce_mpi.agreement import prepare
 from pce_mpi.arguments import Call
 from pce_mpi.arrays import array_namespace, is_floating, is_half
-from pce_mpi.dist_array import DistArray, over_text
+from pce_mpi.dist_array import DistArray
+from pce_mpi.mesh import over_text
 from pce_mpi.ops.abstract import Sent
 from pce_mpi.ops.applying import apply
 from pce_mpi.ops.broadcasting import kept_shape, local_extreme, sum

@@ -786,7 +786,7 @@ DISAGREEMENTS = [
 @pytest.mark.parametrize("case", DISAGREEMENTS, ids=lambda case: f"{case.name}_{case.its}")
 def test_ranks_that_differ_raise_collective_error_which_says_who_said_what(comm, case):
     if comm.size == 1:
-        pytest.skip("one rank agrees with itself")
+        pytest.skip("one rank agrees with itself: run this on 2 ranks or more")
     last = comm.size - 1
     said = f"{case.name}: {case.theirs} {ranks_text(*range(last))}, {case.its} {ranks_text(last)}"
     for function in FUNCTIONS:
@@ -805,7 +805,7 @@ def test_ranks_that_differ_raise_collective_error_which_says_who_said_what(comm,
 
 def test_targets_of_statistics_are_given_on_every_rank_or_on_none(comm):
     if comm.size == 1:
-        pytest.skip("one rank agrees with itself")
+        pytest.skip("one rank agrees with itself: run this on 2 ranks or more")
     arguments = my_arguments(comm)
     if comm.rank == 0:
         arguments["targets"] = None
@@ -815,7 +815,7 @@ def test_targets_of_statistics_are_given_on_every_rank_or_on_none(comm):
 
 def test_every_rank_may_say_something_else_about_everything(comm):
     if comm.size == 1:
-        pytest.skip("one rank agrees with itself")
+        pytest.skip("one rank agrees with itself: run this on 2 ranks or more")
     arguments = my_arguments(comm) | {"z_loss": float(comm.rank), "softcap": comm.rank + 10.0}
     text = assert_refused(comm, pce.softmax_cross_entropy, arguments, CollectiveError)
     for name, first in (("z_loss", 0), ("softcap", 10)):
@@ -826,7 +826,7 @@ def test_every_rank_may_say_something_else_about_everything(comm):
 @by_name("function", FUNCTIONS)
 def test_targets_whose_values_differ_are_refused_everywhere(comm, function):
     if comm.size == 1:
-        pytest.skip("one rank agrees with itself")
+        pytest.skip("one rank agrees with itself: run this on 2 ranks or more")
     arguments = my_arguments(comm)
     if comm.rank == comm.size - 1:
         arguments |= targets_with(0, 4)(arguments)
@@ -846,7 +846,7 @@ def test_targets_of_other_integer_types_and_memory_orders_are_equal_if_their_val
 
 def test_an_ignored_row_must_be_ignored_on_every_rank(comm):
     if comm.size == 1:
-        pytest.skip("one rank agrees with itself")
+        pytest.skip("one rank agrees with itself: run this on 2 ranks or more")
     arguments = my_arguments(comm)
     if comm.rank == 0:
         arguments |= targets_with(-100, 0)(arguments)
@@ -858,7 +858,7 @@ def test_an_ignored_row_must_be_ignored_on_every_rank(comm):
 )
 def test_ranks_that_call_different_functions_are_told_so(comm, functions):
     if comm.size == 1:
-        pytest.skip("one rank agrees with itself")
+        pytest.skip("one rank agrees with itself: run this on 2 ranks or more")
     last = comm.size - 1
     function = functions[comm.rank == last]
     text = assert_refused(comm, function, my_arguments(comm), CollectiveError)
@@ -868,7 +868,7 @@ def test_ranks_that_call_different_functions_are_told_so(comm, functions):
 
 def test_batch_comm_is_given_on_every_rank_or_on_none(comm):
     if comm.size == 1:
-        pytest.skip("one rank agrees with itself")
+        pytest.skip("one rank agrees with itself: run this on 2 ranks or more")
     arguments = my_arguments(comm)
     if comm.rank == comm.size - 1:
         arguments["batch_comm"] = MPI.COMM_SELF

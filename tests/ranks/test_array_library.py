@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import pce_mpi as pce
-from strict_cupy import cupy  # noqa: F401  # a fixture
 
 ROWS, CLASSES = 6, 13
 
@@ -35,7 +34,7 @@ def problem(comm, probabilities):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("probabilities", [False, True], ids=["class numbers", "probabilities"])
-def test_cupy_arrays_give_cupy_arrays_with_the_same_numbers(comm, cupy, probabilities, options):  # noqa: F811
+def test_cupy_arrays_give_cupy_arrays_with_the_same_numbers(comm, cupy, probabilities, options):
     logits, targets, weight = problem(comm, probabilities)
     options = options | ({"weight": weight} if "weight" in options else {})
     on_device = options | ({"weight": cupy.asarray(weight)} if "weight" in options else {})
@@ -57,7 +56,7 @@ def test_cupy_arrays_give_cupy_arrays_with_the_same_numbers(comm, cupy, probabil
     assert np.array_equal(cupy.asnumpy(in_place), cupy.asnumpy(two_passes))
 
 
-def test_class_statistics_of_cupy_arrays_are_cupy_arrays(comm, cupy):  # noqa: F811
+def test_class_statistics_of_cupy_arrays_are_cupy_arrays(comm, cupy):
     logits, targets, _ = problem(comm, False)
     expected = pce.class_statistics(logits, targets, comm=comm)
     got = pce.class_statistics(cupy.asarray(logits), cupy.asarray(targets), comm=comm)
@@ -66,7 +65,7 @@ def test_class_statistics_of_cupy_arrays_are_cupy_arrays(comm, cupy):  # noqa: F
         assert np.array_equal(cupy.asnumpy(getattr(got, name)), value), name
 
 
-def test_arrays_of_two_libraries_do_not_mix(comm, cupy):  # noqa: F811
+def test_arrays_of_two_libraries_do_not_mix(comm, cupy):
     logits, targets, _ = problem(comm, True)
     with pytest.raises(TypeError, match="probability targets and logits must be arrays of the same library"):
         pce.softmax_cross_entropy(cupy.asarray(logits), targets, comm=comm)

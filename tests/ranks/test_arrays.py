@@ -21,7 +21,6 @@ from pce_mpi.arrays import (
     shares_memory,
     to_host,
 )
-from strict_cupy import cupy  # noqa: F401  # a fixture
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 FLOATS = [*HALVES, np.dtype(np.float32), np.dtype(np.float64)]
@@ -225,7 +224,7 @@ def test_empty_rows_can_be_added_and_none_to_an_empty_array(height, width):
 
 
 @pytest.mark.parametrize("count", [0, 100])
-def test_rows_of_cupy_arrays_are_added_by_cupy(cupy, count):  # noqa: F811
+def test_rows_of_cupy_arrays_are_added_by_cupy(cupy, count):
     target, rows, values = rows_to_add(count, np.float64)
     on_device = cupy.asarray(target)
     add_rows(on_device, cupy.asarray(rows), cupy.asarray(values))

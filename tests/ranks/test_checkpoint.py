@@ -21,7 +21,6 @@ from pce_mpi.dist_array import DistArray
 from pce_mpi.sharding import Sharding
 from pce_mpi.tracing import Purpose
 from ranks.grids import assembled, local_of, lying, mesh_of, placements_of, squarest
-from strict_cupy import cupy  # noqa: F401  # a fixture
 
 DTYPES = [
     *(np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64),
@@ -207,7 +206,7 @@ def test_saving_over_a_file_replaces_it(comm, folder):
     assert found == ["f"]
 
 
-def test_cupy_arrays_are_saved(comm, folder, cupy):  # noqa: F811
+def test_cupy_arrays_are_saved(comm, folder, cupy):
     mesh = mesh_of(comm, comm.size)
     wholes = {"w": values((4, 3)), "h": values((4,), dtype=np.float16)}
     pce.save(folder / "f", {name: pce.distribute(cupy.asarray(w), mesh, data=Shard(0)) for name, w in wholes.items()})
@@ -324,7 +323,7 @@ def test_the_whole_file_has_its_room_on_the_disk_before_anything_is_sent(comm, f
     assert len(room) == (0 if comm.rank else 3 * comm.size)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere: run this as another user")
 def test_a_folder_that_may_not_be_written_to(comm, old_file):
     if comm.rank == 0:
         old_file.parent.chmod(0o500)
@@ -389,7 +388,7 @@ def test_what_cannot_be_saved_is_an_error(comm, old_file):
 
 def test_ranks_that_save_different_arrays_all_raise(comm, old_file):
     if comm.size == 1:
-        pytest.skip("one rank agrees with itself")
+        pytest.skip("one rank agrees with itself: run this on 2 ranks or more")
     mesh = mesh_of(comm, comm.size)
     first = comm.rank == 0
     w, v = pce.distribute(values((2, 2)), mesh), pce.distribute(values((3, 2)), mesh)
@@ -474,7 +473,7 @@ def test_a_dtype_that_no_array_can_have_is_an_error(comm, folder):
 
 def test_ranks_that_load_different_things_all_raise(comm, old_file):
     if comm.size == 1:
-        pytest.skip("one rank agrees with itself")
+        pytest.skip("one rank agrees with itself: run this on 2 ranks or more")
     mesh = mesh_of(comm, comm.size)
     first = comm.rank == 0
     placed = refused(comm, CollectiveError, pce.load, old_file, mesh, {"w": {"data": Shard(int(first))}})

@@ -14,7 +14,6 @@ from pce_mpi import shard_range
 from pce_mpi.collectives import agree, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from pce_mpi.records import Layout, merge
 from pce_mpi.tracing import Purpose
-from strict_cupy import cupy  # noqa: F401  # a fixture
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 INTEGERS = [np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64]
@@ -348,7 +347,7 @@ def test_reduce_scatter_takes_a_merge_of_records(comm):
 
 @by_name("dtype", EVERYTHING)
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (2, 3)], ids=str)
-def test_cupy_arrays_come_back_as_cupy_arrays(comm, cupy, shape, dtype):  # noqa: F811
+def test_cupy_arrays_come_back_as_cupy_arrays(comm, cupy, shape, dtype):
     ranks, op = range(comm.size), "max" if dtype is np.bool_ else "sum"
     mine = small(comm.rank, shape, dtype)
 

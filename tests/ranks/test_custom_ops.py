@@ -14,7 +14,6 @@ from pce_mpi.dist_array import DistArray
 from pce_mpi.mesh import Mesh
 from pce_mpi.placements import Placement
 from ranks.grids import assembled, factorizations, local_of, lying, mesh_of, squarest
-from strict_cupy import cupy  # noqa: F401  # a fixture
 
 SUM, AVG, MAX, MIN = (Partial(operator) for operator in ("sum", "avg", "max", "min"))
 R = Replicate()
@@ -22,11 +21,7 @@ R = Replicate()
 ROUNDING = 64 * float(np.finfo(np.float64).eps)
 
 
-@pytest.fixture
-def comm(comm, monkeypatch):
-    """All ranks; one that waits in vain gives up before the session does."""
-    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
-    return comm
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 @pytest.fixture
@@ -533,7 +528,7 @@ def test_on_two_dims_of_a_mesh_numpy_s_functions_see_the_global_array(comm):
         check(np.linalg.inv(at(mesh, a, *lies)), np.linalg.inv(a), R, R)
 
 
-def test_cupy_arrays_stay_where_they_are(line, cupy):  # noqa: F811
+def test_cupy_arrays_stay_where_they_are(line, cupy):
     whole = numbers(5, 3)
     sharding = lying(line.layout, whole.shape, Shard(0))
     x = DistArray(cupy.asarray(local_of(whole, sharding, line.coordinates)), line, sharding)

@@ -16,7 +16,6 @@ from pce_mpi.placements import Partial, Replicate, Shard
 from pce_mpi.sharding import Sharding
 from pce_mpi.tracing import Purpose
 from ranks.grids import assembled, factorizations, lying, mesh_of, placements_of, ragged, ranks_of, squarest
-from strict_cupy import cupy  # noqa: F401  # a fixture
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 INTEGERS = [np.int8, np.uint8, np.int32, np.int64, np.uint64]
@@ -145,7 +144,7 @@ def test_memory_is_never_shared_with_the_array_and_lies_in_c_order(comm, mesh):
     assert all(orders)
 
 
-def test_cupy_arrays_are_distributed_on_their_device(mesh, cupy):  # noqa: F811
+def test_cupy_arrays_are_distributed_on_their_device(mesh, cupy):
     whole = numbers((7, 5))
     ways = placements_of(2, *OPERATORS)
     made = [distribute(cupy.asarray(whole), mesh, data=placement) for placement in ways]
@@ -217,7 +216,7 @@ def test_one_rank_sends_arrays_without_axes_and_without_elements_too(comm, mesh,
         same(together, whole)
 
 
-def test_what_a_device_sends_arrives_on_devices(comm, mesh, cupy):  # noqa: F811
+def test_what_a_device_sends_arrives_on_devices(comm, mesh, cupy):
     whole = numbers((7, 5))
     mine = cupy.asarray(whole) if comm.rank == comm.size - 1 else None
     ways = placements_of(2, "sum")
@@ -390,7 +389,7 @@ def test_the_array_itself_is_held_unless_it_requires_a_gradient(mesh):
     np.testing.assert_array_equal(mine, before)
 
 
-def test_cupy_shards_stay_on_their_device(comm, mesh, cupy):  # noqa: F811
+def test_cupy_shards_stay_on_their_device(comm, mesh, cupy):
     mine = cupy.asarray(np.full((comm.rank, 2), float(comm.rank)))
     x = from_local(mine, mesh, data=Shard(0))
     full = x.full()
@@ -729,7 +728,7 @@ def test_replicas_without_axes_and_without_elements_are_compared_too(comm, mesh,
     assert error[0] == ("ValueError" if comm.size > 1 and shape == () else "")
 
 
-def test_replicas_on_a_device_are_compared(comm, mesh, cupy):  # noqa: F811
+def test_replicas_on_a_device_are_compared(comm, mesh, cupy):
     check_replicas(from_local(cupy.asarray(np.ones((3, 2))), mesh))
     error = error_of(lambda: check_replicas(from_local(cupy.asarray(np.full(3, comm.rank)), mesh)))
     assert error[0] == ("ValueError" if comm.size > 1 else "")

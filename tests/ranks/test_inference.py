@@ -23,11 +23,7 @@ R = Replicate()
 F, N, B = np.float64, np.int64, np.bool_
 
 
-@pytest.fixture
-def comm(comm, monkeypatch):
-    """All ranks; one that waits in vain gives up before the session does."""
-    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
-    return comm
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 class Case(NamedTuple):

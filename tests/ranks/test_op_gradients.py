@@ -13,7 +13,6 @@ from pce_mpi import Shard, ops
 from pce_mpi.sharding import Sharding
 from ranks.grids import mesh_of
 from ranks.op_cases import OPS, alone, cases_of, error_of, evaluate, listed, numbers, one_process, replicated
-from strict_cupy import cupy  # noqa: F401  # a fixture
 from ulps import FINITE_DIFFERENCE, HALF, OPERATION
 
 # A power of two, so that operands and the direction are added without rounding: close to eps**(1/3).
@@ -229,7 +228,7 @@ def test_the_third_argument_of_numpy_s_reductions_is_a_dtype():
 # ------------------------------------------------------------------------------------------------------------- cupy
 
 
-def differences(case, cupy, got, expected):  # noqa: F811
+def differences(case, cupy, got, expected):
     """What is wrong with arrays of CuPy's that should have the numbers of NumPy's."""
     for array, wanted in zip(got, expected, strict=True):
         if not isinstance(array.local, cupy.ndarray):
@@ -239,7 +238,7 @@ def differences(case, cupy, got, expected):  # noqa: F811
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_cupy_arrays_give_cupy_arrays_with_the_same_numbers(cupy, op):  # noqa: F811
+def test_cupy_arrays_give_cupy_arrays_with_the_same_numbers(cupy, op):
     for case in cases_of(op):
         results, gradients = one_process(case)
         got = evaluate(case, alone(), replicated(case, alone()), library=cupy)
@@ -249,7 +248,7 @@ def test_cupy_arrays_give_cupy_arrays_with_the_same_numbers(cupy, op):  # noqa: 
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_cupy_arrays_that_are_sharded_give_the_same_numbers_as_numpy_s(comm, cupy, op):  # noqa: F811
+def test_cupy_arrays_that_are_sharded_give_the_same_numbers_as_numpy_s(comm, cupy, op):
     mesh = mesh_of(comm, comm.size)
     for case in cases_of(op):
         shardings = [Sharding.of(mesh.layout, x.shape, {"data": Shard(0)} if x.ndim else {}) for x in case.operands]

@@ -19,7 +19,6 @@ from pce_mpi.sharding import Sharding
 from pce_mpi.tracing import Purpose
 from pce_mpi.transitions import sent_bytes, steps
 from ranks.grids import Array, assembled, combined, factorizations, local_of, lying, mesh_of, placements_of, squarest
-from strict_cupy import cupy  # noqa: F401  # a fixture
 from ulps import worst
 
 OPERATORS = ("sum", "avg", "max", "min")
@@ -213,7 +212,7 @@ def test_arrays_of_every_dtype_keep_it(comm, dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16], ids=lambda dtype: dtype.__name__)
-def test_cupy_arrays_stay_on_their_device(comm, cupy, dtype):  # noqa: F811
+def test_cupy_arrays_stay_on_their_device(comm, cupy, dtype):
     one_dim, two_dims = mesh_of(comm, comm.size), mesh_of(comm, *squarest(comm.size))
     wrong = differences(comm, one_dim, cases_of(one_dim, "ragged", pairs(1, *OPERATORS), dtype), cupy)
     some = pairs(2, "sum")[::7]

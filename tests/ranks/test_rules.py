@@ -28,11 +28,7 @@ Formula = Callable[[Any], Any]
 ROUNDING = 64 * float(np.finfo(np.float64).eps)  # of a few dozen additions; whole numbers are exact
 
 
-@pytest.fixture
-def comm(comm, monkeypatch):
-    """All ranks; one that waits in vain gives up before the session does."""
-    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
-    return comm
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 @pytest.fixture

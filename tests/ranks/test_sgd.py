@@ -14,7 +14,6 @@ from pce_mpi.dist_array import DistArray
 from pce_mpi.sharding import Sharding
 from pce_mpi.tracing import Purpose
 from ranks.grids import assembled, local_of, lying, mesh_of, squarest
-from strict_cupy import cupy  # noqa: F401  # a fixture
 
 SUM, AVG, MAX, MIN = (Partial(operator) for operator in ("sum", "avg", "max", "min"))
 REPLICATE = Replicate()
@@ -308,7 +307,7 @@ def test_parameters_may_lie_over_several_meshes(comm):
         np.testing.assert_array_equal(w.local, np.full(5, -3.0))
 
 
-def test_cupy_arrays_are_stepped_where_they_are(comm, cupy):  # noqa: F811
+def test_cupy_arrays_are_stepped_where_they_are(comm, cupy):
     mesh = mesh_of(comm, comm.size)
     values = wholes((6, 2), 2, seed=10)
     options = {"momentum": 0.5, "nesterov": True, "weight_decay": 0.5}
@@ -631,7 +630,7 @@ class TestRanksThatDiffer:
     @pytest.fixture
     def mesh(self, comm):
         if comm.size == 1:
-            pytest.skip("one rank agrees with itself")
+            pytest.skip("one rank agrees with itself: run this on 2 ranks or more")
         return mesh_of(comm, comm.size)
 
     def test_a_gradient_that_some_ranks_do_not_have(self, comm, mesh, number):

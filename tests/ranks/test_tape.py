@@ -19,11 +19,7 @@ from ranks.grids import mesh_of
 DEEP = 10_000
 
 
-@pytest.fixture
-def comm(comm, monkeypatch):
-    """All ranks; one that waits in vain gives up before the session does."""
-    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
-    return comm
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 # ---------------------------------------------------------------------------------- the engine alone, on plain numbers

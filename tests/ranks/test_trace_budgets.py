@@ -29,11 +29,7 @@ class Sent(NamedTuple):
     bytes: int
 
 
-@pytest.fixture
-def comm(comm, monkeypatch):
-    """All ranks; one that waits in vain gives up before the session does."""
-    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
-    return comm
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 def budget(trace: pce.Trace) -> list[Sent]:
