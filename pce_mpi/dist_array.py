@@ -181,7 +181,7 @@ def distribute(
     taken = _numbers(as_array(array, "array"), placements, requires_grad)
     target = Sharding.of(mesh.layout, taken.shape, placements)
     said = f"distribute an array of shape {taken.shape} as {taken.dtype.name}, {target}"
-    mesh.note(zlib.crc32(said.encode()), said)
+    mesh.note(zlib.crc32(said.encode()), said, said)
     local = taken
     for step in steps(target.replicated, target):
         local = carry_out(step, local, mesh, "distribute", "")

@@ -10,7 +10,7 @@ import operator
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from pce_mpi.channel import CollectiveError, by_value, is_comm, prefix_of
+from pce_mpi.channel import CollectiveError, CollectiveTimeout, by_value, is_comm, prefix_of
 from pce_mpi.collectives import agree, all_gather_text
 from pce_mpi.sharding import Dims
 
@@ -59,7 +59,7 @@ class Mesh:
         self.coordinates: Mapping[str, int] = MappingProxyType(dict(zip(sizes, coordinates, strict=True)))
         self._comms: dict[tuple[str, ...], MPI.Intracomm] = {tuple(sizes): self._cart}
         self._history = 0
-        self._recent: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
+        self._recent: deque[tuple[int, str, str]] = deque(maxlen=_REMEMBERED)
 
     def comm(self, *dims: str) -> MPI.Intracomm:
         """The communicator of the ranks that differ from this one in `dims` only, the last dim of the mesh fastest.
@@ -77,13 +77,14 @@ class Mesh:
             self._comms[key] = self._cart.Sub([dim in dims for dim in self.dims])
         return self._comms[key]
 
-    def note(self, checksum: int, what: str) -> None:
-        """Remember that this rank has run an operation, of which `checksum` says all that must be the same everywhere.
+    def note(self, checksum: int, what: str, in_full: str) -> None:
+        """Remember that this rank has run an operation: `what`, or `in_full` all that must be the same everywhere.
 
         Most operations send nothing, and ranks that run different ones do not notice. The next `agree` does.
+        `checksum` is one of `in_full`.
         """
         self._history = hash((self._history, checksum))  # of whole numbers, and so the same in every process
-        self._recent.append((self._history, what))
+        self._recent.append((self._history, what, in_full))
 
     def agree(
         self,
@@ -108,8 +109,10 @@ class Mesh:
             if histories != [self._history] * len(histories):
                 texts = all_gather_text(json.dumps(list(self._recent)), comm, operation=operation, over=over)
                 raise CollectiveError(_first_difference([json.loads(text) for text in texts], over))
+        except CollectiveTimeout:
+            raise
         except Exception:
-            # Said once: all of these ranks are here, and have a common history from here on.
+            # Said once: all of these ranks are here, and have a common history from here on. Others of the mesh have not.
             self._history = 0
             self._recent.clear()
             raise
@@ -124,13 +127,15 @@ def over_text(dims: Collection[str]) -> str:
     return ", ".join(dims)
 
 
-def _first_difference(recent: list[list[tuple[int, str]]], over: str) -> str:
+def _first_difference(recent: list[list[tuple[int, str, str]]], over: str) -> str:
     """Which was the first operation that ranks did not have in common, of those that all of them remember."""
-    known = set.intersection(*({history for history, _ in each} for each in recent))
-    first = {}
+    known = set.intersection(*({history for history, *_ in each} for each in recent))
+    first, in_full = {}, {}
     for rank, each in enumerate(recent):
-        common = max((index for index, (history, _) in enumerate(each) if history in known), default=-1)
-        first[rank] = each[common + 1][1] if common + 1 < len(each) else "nothing"
+        common = max((index for index, (history, *_) in enumerate(each) if history in known), default=-1)
+        _, first[rank], in_full[rank] = each[common + 1] if common + 1 < len(each) else (0, "nothing", "nothing")
+    if len(set(first.values())) == 1:
+        first = in_full
     forgotten = not known and all(len(each) == _REMEMBERED for each in recent)
     after = f"; the first of them more than {_REMEMBERED} operations ago" if forgotten else ""
     return f"ranks have run different operations: {by_value(first, prefix=prefix_of(over))}{after}"

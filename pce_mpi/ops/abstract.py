@@ -45,7 +45,7 @@ class AbstractMesh(Mesh):
         self.sent: list[Sent] = []
         self.needed: dict[int, Sharding] = {}
 
-    def note(self, checksum: int, what: str) -> None:
+    def note(self, checksum: int, what: str, in_full: str) -> None:
         """There are no other ranks to compare with."""
 
 

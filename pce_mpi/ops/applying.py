@@ -27,14 +27,16 @@ from pce_mpi.tape import is_recording
 
 __all__ = ["apply"]
 
+_Said = tuple[int, str]  # a checksum, and what it is of
+
 
 def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     """The result of `op`; on the tape, if an operand requires a gradient."""
     operands = operands_of(op.name, values)
     mesh = operands[0].mesh
     present = [at_hand(x) for x in operands]
-    chosen, checksum = _plan(op, present, parameters)
-    mesh.note(checksum, op.name)
+    chosen, (checksum, said) = _plan(op, present, parameters)
+    mesh.note(checksum, op.name, said)
     inputs = [
         moved(x, target, operation=op.name, reason=_reason(op, index, x.sharding, target))
         for index, (x, target) in enumerate(zip(present, chosen.operands, strict=True))
@@ -77,12 +79,12 @@ def _reason(op: Op, index: int, before: Sharding, after: Sharding) -> str:
     return f"operand {index} lies so for the fewest bytes"
 
 
-def _plan(op: Op, operands: Sequence[DistArray], parameters: Mapping[str, Any]) -> tuple[Plan, int]:
-    """How to run `op`, and a checksum of all that has to be the same on every rank."""
+def _plan(op: Op, operands: Sequence[DistArray], parameters: Mapping[str, Any]) -> tuple[Plan, _Said]:
+    """How to run `op`, and all that has to be the same on every rank."""
     shardings, dtypes = tuple(x.sharding for x in operands), tuple(x.dtype for x in operands)
-    if op.rule is None:  # not kept: such operations are made for one call, and hold what they were made of
+    if op.rule is None:  # not kept: many such operations are made for one call, and hold what they were made of
         replicated = Plan(tuple(sharding.replicated for sharding in shardings), shardings[0].replicated)
-        return replicated, _checksum(op, shardings, dtypes, ())
+        return replicated, _said(op, shardings, dtypes, tuple(parameters.items()))
     try:
         return _cached_plan(op, shardings, dtypes, tuple(parameters.items()))
     except TypeError:  # parameters of a user's operation that cannot be hashed; or an error of the rule's, once more
@@ -92,7 +94,7 @@ def _plan(op: Op, operands: Sequence[DistArray], parameters: Mapping[str, Any]) 
 @lru_cache(maxsize=4096)
 def _cached_plan(
     op: Op, shardings: tuple[Sharding, ...], dtypes: tuple[np.dtype[Any], ...], parameters: tuple[tuple[str, Any], ...]
-) -> tuple[Plan, int]:
+) -> tuple[Plan, _Said]:
     assert op.rule is not None
     rule = op.rule(*(sharding.shape for sharding in shardings), **dict(parameters))
     if not isinstance(rule, Rule):
@@ -102,19 +104,22 @@ def _cached_plan(
         raise ValueError(f"the rule of {op.name} is for operands of other shapes than {shapes}")
     itemsize = np.dtype(op.dtype(*dtypes)).itemsize
     chosen = plan(rule, shardings, [dtype.itemsize for dtype in dtypes], itemsize)
-    return chosen, _checksum(op, shardings, dtypes, parameters)
+    return chosen, _said(op, shardings, dtypes, parameters)
 
 
-def _checksum(op: Op, shardings: Sequence[Sharding], dtypes: Sequence[Any], parameters: Sequence[Any]) -> int:
-    shapes = [(sharding.shape, str(sharding)) for sharding in shardings]
-    return zlib.crc32(repr((op.name, shapes, [dtype.name for dtype in dtypes], _plain(parameters))).encode())
+def _said(op: Op, shardings: Sequence[Sharding], dtypes: Sequence[Any], parameters: Sequence[Any]) -> _Said:
+    lie = [f"{dtype.name} {each.shape}, {each}" for each, dtype in zip(shardings, dtypes, strict=True)]
+    said = f"{op.name} of {lie} {_plain(parameters)}"
+    return zlib.crc32(said.encode()), said
 
 
 def _plain(value: Any) -> Any:
-    """`value`, but for what prints differently on every rank: objects with their addresses."""
+    """`value`, alike where values are equal (1 and True), and without what no two ranks share: addresses of objects."""
     if isinstance(value, tuple | list):
         return tuple(map(_plain, value))
-    return value if value is None or isinstance(value, str | int | float | np.dtype) else type(value).__name__
+    if isinstance(value, bool | int | float | np.number):
+        return float(value)
+    return value if value is None or isinstance(value, str | np.dtype) else type(value).__name__
 
 
 def _result(op: Op, local: Any, inputs: Sequence[DistArray], chosen: Plan) -> DistArray:

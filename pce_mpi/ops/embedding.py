@@ -35,9 +35,9 @@ def _rows_here(ids: Array, layout: Layout, table: int) -> tuple[Array, Array]:
 
 
 def _embedding(table: Array, ids: Array, layout: Layout) -> Array:
-    here, rows = _rows_here(ids, layout, 0)
     if not layout.operands[0].dims_of(0):
         return table[ids]
+    here, rows = _rows_here(ids, layout, 0)
     found = array_namespace(table).zeros(layout.shape, table.dtype)
     found[here] = table[rows]
     return found

@@ -82,6 +82,25 @@ def test_functions_and_objects_that_print_differently_on_each_rank_are_no_differ
     assert scaled(x, by=lambda x: 2 * x).sum().item() == 2 * NUMBERS.sum()
 
 
+def test_of_one_operation_what_differs_is_named(comm, mesh):
+    x = pce.distribute(NUMBERS, mesh, data=Shard(0))
+    text = text_of(lambda: x[: 1 if comm.rank == 0 else 2].sum().item())
+    assert ("slice of" in text and "(0.0, 1.0, 1.0)" in text and "(0.0, 2.0, 1.0)" in text) == (comm.size > 1)
+
+
+def test_parameters_that_are_equal_are_no_difference_however_they_are_spelled(comm, mesh):
+    x = pce.distribute(NUMBERS, mesh, data=Shard(0))
+    total = pce.sum(x, axis=0, keepdims=True if comm.rank == 0 else 1)
+    assert total.sum().item() == NUMBERS.sum()
+
+
+def test_parameters_of_an_operation_without_a_rule_are_compared_too(comm, mesh):
+    times = pce.op(lambda x, by: by * x, name="times")
+    text = text_of(lambda: times(pce.distribute(NUMBERS, mesh, data=Shard(0)), by=comm.rank).full())
+    text = text or text_of(lambda: pce.distribute(NUMBERS, mesh, data=Shard(0)).sum().item())
+    assert ("times" in text) == (comm.size > 1)
+
+
 def test_programs_that_are_the_same_on_every_rank_are_never_told_of_a_difference(comm):
     for sizes in factorizations(comm.size, 2):
         mesh = mesh_of(comm, *sizes)
