@@ -112,7 +112,7 @@ class Mesh:
         except CollectiveTimeout:
             raise
         except Exception:
-            # Said once: all of these ranks are here, and have a common history from here on. Others of the mesh have not.
+            # Said once: these ranks have a common history from here on, which others of the mesh do not share.
             self._history = 0
             self._recent.clear()
             raise
