@@ -17,24 +17,16 @@ from jobs.launch import ROOT, CompletedJob, job_environment, launch, launch_sour
 # Every job below ends within this many seconds or is killed, and the test that started it fails.
 SECONDS = 40
 
-HARNESS = [
-    "pyproject.toml",
-    "tests/conftest.py",
-    "tests/in_step.py",
-    "tests/jobs/launch.py",
-    "tests/rank_aware.py",
-    "tests/record.py",
-    "tests/run.py",
-    "tests/verdict.py",
-]
+HARNESS = [ROOT / "pyproject.toml", *(ROOT / "tests").glob("*.py"), ROOT / "tests/jobs/launch.py"]
 
 
 @pytest.fixture
 def suite(tmp_path):
     """A repository of its own that has the harness and no tests yet."""
-    for name in HARNESS:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
+    for path in HARNESS:
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
     (tmp_path / "tests/ranks").mkdir()
     return tmp_path
 
