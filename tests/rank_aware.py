@@ -23,6 +23,7 @@ class RankAware:
         self.config = config
         self.collection_errors: dict[str, str] = {}
         self.hang_seconds = float(config.getini("faulthandler_timeout") or 0)
+        self.dump_is_late = False
         if self.comm.rank > 0:
             silent = pytest.TerminalReporter(config, open(os.devnull, "w"))
             config.pluginmanager.unregister(name="terminalreporter")
@@ -67,10 +68,10 @@ class RankAware:
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         mine = Verdict(report.outcome, "" if report.passed else text_of(report))
-        # The rank that hangs is the one whose stack matters: those that wait for it dump theirs later.
-        self.expect_progress_within(self.hang_seconds + GRACE)
-        verdicts = exchange(self.comm, mine, where=f"{item.nodeid} ({report.when})")
-        self.expect_progress_within(self.hang_seconds)
+        verdicts = exchange(self.comm, mine, f"{item.nodeid} ({report.when})", self.expect_a_dump_elsewhere)
+        if self.dump_is_late:
+            self.expect_progress_within(self.hang_seconds)
+            self.dump_is_late = False
         outcomes = {verdict.outcome for verdict in verdicts}
         if "failed" in outcomes or len(outcomes) > 1:
             report.outcome = "failed"
@@ -79,6 +80,11 @@ class RankAware:
             # A failure that was expected on some ranks only is a failure.
             vars(report).pop("wasxfail", None)
         return report
+
+    def expect_a_dump_elsewhere(self) -> None:
+        # The rank that hangs is the one whose stack matters: those that wait for it dump theirs later.
+        self.expect_progress_within(self.hang_seconds + GRACE)
+        self.dump_is_late = True
 
     def expect_progress_within(self, seconds: float) -> None:
         if self.hang_seconds:

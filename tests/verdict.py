@@ -1,5 +1,6 @@
 """How something ended on every rank, told to every rank, without waiting for ever."""
 
+from collections.abc import Callable
 import os
 import re
 import time
@@ -12,6 +13,11 @@ PASSED = "passed"
 # A rank that failed may have left its peers inside a collective. It gives them this many seconds to get out.
 GRACE = 5.0
 
+# There may be more ranks than cores, so that a rank that waits leaves its core to the others. One that yields it hears
+# of the last rank within microseconds, one that sleeps within a millisecond: at first a rank yields.
+YIELDS = 1_000
+NAP = 0.0002
+
 # pytest captures standard error while tests run, not while its plugins are set up, when this file is imported first.
 STDERR = open(os.dup(2), "w", buffering=1)
 
@@ -23,21 +29,27 @@ class Verdict(NamedTuple):
     text: str = ""
 
 
-def exchange(comm: MPI.Comm, mine: Verdict, where: str) -> list[Verdict]:
+def exchange(comm: MPI.Comm, mine: Verdict, where: str, delayed: Callable[[], object] = lambda: None) -> list[Verdict]:
     """Give every rank's verdict, in rank order; collective over `comm`, which carries nothing else.
 
     If this rank did not pass and its peers stay away longer than `GRACE`, the job ends here, and standard error
-    has `where` and the text: there is nobody left who could report it.
+    has `where` and the text: there is nobody left who could report it. `delayed` is called if the peers are not
+    there soon.
     """
     all_well = bytearray(comm.size)
     arrivals = comm.Iallgather([bytearray([mine.outcome == PASSED]), MPI.BYTE], [all_well, MPI.BYTE])
-    start = time.monotonic()
-    while not arrivals.Test():
-        waited = time.monotonic() - start
-        if mine.outcome != PASSED and waited > GRACE:
-            end_job(comm, f"{where} {mine.outcome} here and left other ranks waiting", mine.text)
-        # Asleep, this rank leaves its core to those that it waits for: there may be more ranks than cores.
-        time.sleep(0.0002)
+    for _ in range(YIELDS):
+        if arrivals.Test():
+            break
+        os.sched_yield()
+    else:
+        delayed()
+        start = time.monotonic()
+        while not arrivals.Test():
+            waited = time.monotonic() - start
+            if mine.outcome != PASSED and waited > GRACE:
+                end_job(comm, f"{where} {mine.outcome} here and left other ranks waiting", mine.text)
+            time.sleep(NAP)
     if all(all_well):
         return [mine] * comm.size
     return comm.allgather(mine)
