@@ -35,6 +35,13 @@ def write(suite: Path, path: str, source: str) -> None:
     (suite / path).write_text(textwrap.dedent(source), encoding="utf-8")
 
 
+def change(suite: Path, path: str, old: str, new: str) -> None:
+    """Give the suite another setting than the repository has."""
+    text = (suite / path).read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    (suite / path).write_text(text.replace(old, new), encoding="utf-8")
+
+
 def run(suite: Path, *arguments: str, env: dict[str, str] | None = None) -> CompletedJob:
     """`python tests/run.py ARGUMENTS` in the suite."""
     start = time.monotonic()
@@ -101,6 +108,7 @@ def test_a_failure_on_one_rank_fails_the_test_on_all_with_that_rank_s_text(suite
 
 
 def test_a_failure_before_a_collective_ends_the_job_and_names_the_test_and_its_text(suite):
+    change(suite, "tests/verdict.py", "GRACE = 5.0", "GRACE = 1.0")
     job = run_at(
         suite,
         3,
@@ -121,6 +129,7 @@ def test_a_failure_before_a_collective_ends_the_job_and_names_the_test_and_its_t
 
 
 def test_an_example_that_fails_before_a_collective_ends_the_job_and_names_the_test_and_its_text(suite):
+    change(suite, "tests/verdict.py", "GRACE = 5.0", "GRACE = 1.0")
     job = run_at(
         suite,
         2,
@@ -165,9 +174,7 @@ def test_a_killed_rank_ends_the_job_and_the_test_that_was_running_has_failed(sui
 
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_a_hang_on_one_rank_ends_with_the_stack_of_that_rank(suite, stuck):
-    settings = (suite / "pyproject.toml").read_text()
-    assert "faulthandler_timeout = 120" in settings
-    (suite / "pyproject.toml").write_text(settings.replace("faulthandler_timeout = 120", "faulthandler_timeout = 2"))
+    change(suite, "pyproject.toml", "faulthandler_timeout = 120", "faulthandler_timeout = 1")
     job = run_at(
         suite,
         2,
