@@ -46,6 +46,17 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", type=Path, help="write the course of the session to this file, as lines of JSON")
+    parser.addoption("--only-with-comm", action="store_true", help="leave out the tests that ask for no communicator")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.only_with_comm:
+        config.hook.pytest_deselected(items=[item for item in items if not asks_for_comm(item)])
+        items[:] = filter(asks_for_comm, items)
+
+
+def asks_for_comm(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and "comm" in item.fixturenames
 
 
 @pytest.hookimpl(trylast=True)

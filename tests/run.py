@@ -1,7 +1,11 @@
-"""Run the tests: tests/ranks under mpiexec at each size, tests/jobs once, in one process that launches jobs itself."""
+"""Run the tests: tests/ranks under mpiexec at each size, tests/jobs once, in one process that launches jobs itself.
+
+A test in tests/ranks that does not ask for `comm` runs at the first size only.
+"""
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import ExitStack, closing
 import json
 import os
 from pathlib import Path
@@ -11,7 +15,7 @@ import sys
 import tempfile
 import time
 
-from jobs.launch import ROOT, job_command, job_environment, stop
+from jobs.launch import ROOT, job_command, job_environment, number_of_cores, stop
 
 TESTS = ROOT / "tests"
 RANKS = TESTS / "ranks"
@@ -39,8 +43,8 @@ class Run:
         self.running = ""
         self.seconds = 0.0
 
-    def execute(self, may_be_empty: bool) -> None:
-        """Start it, follow it to its end and judge it."""
+    def execute(self, may_be_empty: bool) -> Generator[None]:
+        """Start it, follow it to its end and judge it, a step at a time; closed before its end, it is stopped."""
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             record, output = Path(folder, "record"), Path(folder, "output")
@@ -57,14 +61,14 @@ class Run:
                     text=True,
                 )
                 try:
-                    how_it_ended = self.follow(process, events)
+                    how_it_ended = yield from self.follow(process, events)
                 finally:
                     stop(process)
             self.seconds = time.monotonic() - start
             printed = output.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_SHOWN:]
             self.judge(process.returncode, how_it_ended, "\n".join(printed), may_be_empty)
 
-    def follow(self, process: subprocess.Popen[str], events: Iterable[str]) -> str:
+    def follow(self, process: subprocess.Popen[str], events: Iterable[str]) -> Generator[None, None, str]:
         """Take in what the process records, as it happens, until it has ended; say how it ended."""
         last_heard = time.monotonic()
         line = ""
@@ -78,8 +82,7 @@ class Run:
                     line = ""
             if ended:
                 return f"ended with exit status {process.returncode}"
-            show_live(f"{self.name}: {self.summary()}")
-            time.sleep(0.1)
+            yield
         return f"was stopped: it had told of no test for {SILENCE} s"
 
     def take_in(self, event: dict[str, str]) -> None:
@@ -123,20 +126,13 @@ def main() -> int:
         signal.signal(number, signal.default_int_handler)
     selection = bool(options.paths or options.k)
     runs = plan(options)
-    executed = []
     interrupted = False
     try:
-        for run in runs:
-            run.execute(may_be_empty=selection)
-            executed.append(run)
-            show_live("")
-            print(f"{run.name}: {run.summary()}, {run.seconds:.1f} s", flush=True)
-            for text in run.texts:
-                print(f"\n===== {run.name}: {text}\n", flush=True)
+        for abreast in runs:
+            execute(abreast, may_be_empty=selection)
     except KeyboardInterrupt:
-        show_live("")
         interrupted = True
-        print(f"interrupted in {runs[len(executed)].name}")
+    executed = [run for abreast in runs for run in abreast if run.seconds]
     print_table(executed)
     failed = sum(run.count("failed") for run in executed)
     passed = sum(run.count("passed") for run in executed)
@@ -145,6 +141,31 @@ def main() -> int:
         print("no test was executed")
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
     return 1 if interrupted or failed or not passed else 0
+
+
+def execute(runs: list[Run], may_be_empty: bool) -> None:
+    """Execute all of them at once and tell of each when it is over; interrupted, stop those that are not."""
+    with ExitStack() as stack:
+        courses = {run: stack.enter_context(closing(run.execute(may_be_empty))) for run in runs}
+        try:
+            while courses:
+                for run in [run for run, course in courses.items() if is_over(course)]:
+                    del courses[run]
+                    show_live("")
+                    print(f"{run.name}: {run.summary()}, {run.seconds:.1f} s", flush=True)
+                    for text in run.texts:
+                        print(f"\n===== {run.name}: {text}\n", flush=True)
+                show_live("; ".join(f"{run.name}: {run.summary()}" for run in courses))
+                time.sleep(0.1)
+        except KeyboardInterrupt:
+            show_live("")
+            print(f"interrupted in {' and '.join(run.name for run in courses)}")
+            raise
+
+
+def is_over(course: Generator[None]) -> bool:
+    """Take the next step."""
+    return next(course, "over") == "over"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -179,22 +200,29 @@ def file_of(path: Path) -> Path:
     return Path(str(path).partition("::")[0])
 
 
-def plan(options: argparse.Namespace) -> list[Run]:
-    """What to run for these options, in this order."""
+def plan(options: argparse.Namespace) -> list[list[Run]]:
+    """What to run for these options, in this order; what stands in one list, at the same time."""
     paths = options.paths or [RANKS, JOBS]
     on_ranks = [path for path in paths if path.is_relative_to(RANKS) or path.is_relative_to(PEERS)]
     in_one_process = [path for path in paths if path not in on_ranks]
     # Open MPI gives its ranks a terminal; what they print ends up in a pipe all the same.
     pytest = ["-m", "pytest", "--color=no", *(["-k", options.k] if options.k else [])]
-    runs = []
+    runs: list[list[Run]] = []
     if on_ranks:
         for n in options.n:
-            command = job_command(n, *pytest, *map(str, on_ranks))
-            runs.append(Run(f"{n} rank{'s' if n > 1 else ''}", command, job_environment(n)))
+            # What asks for no communicator is the same at every size: it runs at the first one.
+            once = ["--only-with-comm"] if runs else []
+            command = job_command(n, *pytest, *once, *map(str, on_ranks))
+            runs.append([Run(f"{n} rank{'s' if n > 1 else ''}", command, job_environment(n))])
     if in_one_process and options.jobs:
         name = ", ".join(sorted({file_of(path).relative_to(TESTS).parts[0] for path in in_one_process}))
         command = [sys.executable, *pytest, *map(str, in_one_process)]
-        runs.append(Run(name, command, job_environment(1)))
+        jobs = Run(name, command, job_environment(1))
+        # A job waits for much of its time. Beside ranks that leave it a core it is no slower, nor are they.
+        if runs and number_of_cores() > options.n[0]:
+            runs[0].append(jobs)
+        else:
+            runs.append([jobs])
     return runs
 
 

@@ -71,8 +71,7 @@ def job_command(n: int, *args: str) -> list[str]:
 
 def job_environment(n: int) -> dict[str, str]:
     """The environment of a job of `n` ranks: BLAS threads times ranks do not exceed the cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = str(max(1, cores // n))
+    threads = str(max(1, number_of_cores() // n))
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -85,6 +84,11 @@ def job_environment(n: int) -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
+
+
+def number_of_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def stop(process: subprocess.Popen[str]) -> None:

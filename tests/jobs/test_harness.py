@@ -361,6 +361,9 @@ def test_run_tells_the_outcome_at_each_size_and_in_total(suite):
         def test_that_passes(comm):
             pass
 
+        def test_that_is_the_same_at_every_size():
+            pass
+
         def test_that_needs_company(comm):
             if comm.size == 1:
                 pytest.skip("one rank only")
@@ -371,10 +374,25 @@ def test_run_tells_the_outcome_at_each_size_and_in_total(suite):
     assert job.returncode == 0
     words = [line.split() for line in job.stdout.splitlines()]
     assert ["passed", "failed", "skipped", "seconds"] in words
-    assert ["1", "rank", "1", "0", "1"] in [line[:5] for line in words]
+    assert ["1", "rank", "2", "0", "1"] in [line[:5] for line in words]
     assert ["2", "ranks", "2", "0", "0"] in [line[:5] for line in words]
     assert ["jobs", "1", "0", "0"] in [line[:4] for line in words]
-    assert closing_line(job) == "4 passed, 0 failed, 1 skipped"
+    assert closing_line(job) == "5 passed, 0 failed, 1 skipped"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="one core runs one thing at a time")
+def test_an_interrupted_run_ends_ranks_and_jobs_that_run_at_the_same_time(suite):
+    pids = suite / "pids"
+    sleep = f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n') and time.sleep(300)"
+    write(suite, "tests/ranks/test_it.py", f"import os, time\n\ndef test_it(comm):\n    {sleep}")
+    write(suite, "tests/jobs/test_it.py", f"import os, time\n\ndef test_it():\n    {sleep}")
+    process = subprocess.Popen([sys.executable, "tests/run.py"], cwd=suite, stdout=subprocess.PIPE, text=True)
+    wait_until(lambda: pids.exists() and pids.read_text().count("\n") == 2)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert "interrupted in 1 rank and jobs" in printed
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()))
 
 
 def test_run_fails_if_no_test_was_executed(suite):
