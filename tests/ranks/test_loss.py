@@ -143,6 +143,8 @@ def test_there_may_be_no_rows(comm, shape, axis, targets, reduction):
     ],
 )
 def test_rows_and_inner_axes_may_be_wider_than_a_tile_of_the_kernels(comm, shape, axis, targets):
+    if comm.size > 2:
+        pytest.skip("all classes are on one rank: a third one is as the second")
     problem = draw(*shape, axis=axis, targets=targets, reduction="none")
     part = part_of(comm, problem, "all on the last rank")
     assert_as_dense(evaluate(comm, problem, part), problem, part)

@@ -172,6 +172,8 @@ def ones(mesh: Any, *shape: int, **placements: Any) -> Any:
 
 
 def test_ten_thousand_operations_in_a_row_run_forward_and_backward_and_are_forgotten(comm):
+    if comm.size > 2:
+        pytest.skip("every rank has a tape of its own: a third one is as the second")
     mesh = mesh_of(comm, comm.size)
     x = ones(mesh, 3, data=Shard(0))
     for passed in (True, False):
