@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 import json
 import os
 from pathlib import Path
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,11 @@ JOBS = TESTS / "jobs"
 
 # pytest ends a test that hangs (faulthandler_timeout). A run that tells of no test for longer than that is stopped.
 SILENCE = 240
+
+# Ranks that are killed leave the memory behind that MPICH lets them share. Other jobs share some too, and one that has
+# just begun may not hold it yet: what is younger than this many seconds stays.
+SHARED_MEMORY = "/dev/shm"
+SETTLED = 60
 
 # The end of what a run has printed, shown when no test can say what went wrong.
 LINES_SHOWN = 200
@@ -127,11 +133,13 @@ def main() -> int:
     selection = bool(options.paths or options.k)
     runs = plan(options)
     interrupted = False
+    start = time.time()
     try:
         for abreast in runs:
             execute(abreast, may_be_empty=selection)
     except KeyboardInterrupt:
         interrupted = True
+    remove_memory_left_behind(start)
     executed = [run for abreast in runs for run in abreast if run.seconds]
     print_table(executed)
     failed = sum(run.count("failed") for run in executed)
@@ -166,6 +174,24 @@ def execute(runs: list[Run], may_be_empty: bool) -> None:
 def is_over(course: Generator[None]) -> bool:
     """Take the next step."""
     return next(course, "over") == "over"
+
+
+def remove_memory_left_behind(since: float) -> None:
+    """Remove the memory that MPICH's ranks have shared since then and that no process holds any more."""
+    held = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            held.update(re.findall(rf"{SHARED_MEMORY}/mpich_shm_\S+", maps.read_text(errors="replace")))
+        except OSError:
+            continue  # the process has ended, or is somebody else's
+    for segment in Path(SHARED_MEMORY).glob("mpich_shm_*"):
+        try:
+            status = segment.stat()
+            if status.st_uid == os.getuid() and since < status.st_mtime < time.time() - SETTLED:
+                if str(segment) not in held:
+                    segment.unlink()
+        except FileNotFoundError:
+            continue  # its own job was faster
 
 
 def parse_arguments() -> argparse.Namespace:

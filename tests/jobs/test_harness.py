@@ -1,5 +1,6 @@
 """What the harness makes of tests that go wrong: each program below is a test suite of its own, run at 2 or 3 ranks."""
 
+import mmap
 import os
 from pathlib import Path
 import re
@@ -13,6 +14,7 @@ import time
 import pytest
 
 from jobs.launch import ROOT, CompletedJob, job_environment, launch, launch_source
+from run import SETTLED, SHARED_MEMORY, remove_memory_left_behind
 
 # Every job below ends within this many seconds or is killed, and the test that started it fails.
 SECONDS = 40
@@ -463,6 +465,23 @@ def test_an_interrupted_run_leaves_no_process_behind(suite, where, signal_number
     assert "interrupted" in printed
     sleepers = [int(pid) for pid in pids.read_text().split()]
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in sleepers))
+
+
+@pytest.mark.skipif(not Path(SHARED_MEMORY).exists(), reason="MPICH shares memory elsewhere")
+def test_memory_that_killed_ranks_have_left_is_removed_unless_it_may_be_that_of_another_run():
+    now = time.time()
+    ages = {"older than the run": 9 * SETTLED, "left": 2 * SETTLED, "held": 2 * SETTLED, "new": SETTLED / 2}
+    segments = {name: Path(SHARED_MEMORY, f"mpich_shm_{os.getpid()}_{name.replace(' ', '_')}") for name in ages}
+    try:
+        for name, age in ages.items():
+            segments[name].write_bytes(bytes(100))
+            os.utime(segments[name], (now - age, now - age))
+        with segments["held"].open("rb") as file, mmap.mmap(file.fileno(), 100, access=mmap.ACCESS_READ):
+            remove_memory_left_behind(since=now - 5 * SETTLED)
+        assert [name for name in ages if segments[name].exists()] == ["older than the run", "held", "new"]
+    finally:
+        for segment in segments.values():
+            segment.unlink(missing_ok=True)
 
 
 def wait_until(condition) -> None:
