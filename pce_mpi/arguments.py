@@ -14,6 +14,7 @@ import numpy as np
 from pce_mpi.arrays import (
     array_namespace,
     as_array,
+    check_one_library,
     compute_dtype_of,
     is_floating,
     overlaps_itself,
@@ -22,7 +23,7 @@ from pce_mpi.arrays import (
     to_host,
 )
 from pce_mpi.channel import check_comm, same_ranks
-from pce_mpi.kernels.blockwise import ClassWeights, Transform
+from pce_mpi.kernels.terms import ClassWeights, Transform
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -78,7 +79,8 @@ class Problem:
     """What a call asks for, once this rank's arguments are known to be right.
 
     `inputs` are the arrays that the caller passed, all of which `out` must leave alone but the logits.
-    `targets` (rows,) are global class numbers, `valid` (rows,) says which rows count; both are NumPy on the host.
+    `targets` (rows,) are global class numbers, `valid` (rows,) says which rows count; both are NumPy on the host, as is
+    `weight`, wherever the logits are.
     `class_start` and `num_classes` say where this shard lies among all classes.
     """
 
@@ -167,6 +169,8 @@ def check(call: Call) -> Problem:
     ignore_index = _integer(call.ignore_index, "ignore_index")
     given_targets = None if call.targets is None else as_array(call.targets, "targets")
     given_weight = None if call.weight is None else as_array(call.weight, "weight")
+    given_out = None if call.out is None else as_array(call.out, "out")
+    check_one_library({"logits": logits, "targets": given_targets, "weight": given_weight, "out": given_out})
     targets, probabilities = _check_targets(call, given_targets, logits, axis, ignore_index)
     label_smoothing = _number(call.label_smoothing, "label_smoothing")
     if not 0.0 <= label_smoothing <= 1.0:
@@ -238,8 +242,6 @@ def _check_targets(
             f"targets of dtype {targets.dtype} are probabilities and must have the logits' shape, {logits.shape}, "
             f"got {targets.shape}; class numbers must be integers"
         )
-    if array_namespace(targets) is not array_namespace(logits):
-        raise TypeError("probability targets and logits must be arrays of the same library")
     if ignore_index >= 0:
         raise ValueError(f"probability targets know no ignored rows, got ignore_index = {ignore_index}")
     return None, targets
@@ -259,8 +261,7 @@ def check_out(out: Any, inputs: Sequence[Array]) -> Array:
     array = as_array(out, "out")
     if isinstance(array, np.ndarray) and not _lends_memory(out):
         raise TypeError(f"out must be an array to write to, got {type(out).__name__}")
-    if array_namespace(array) is not array_namespace(logits):
-        raise TypeError("out and logits must be arrays of the same library")
+    check_one_library({"logits": logits, "out": array})
     if not is_floating(array.dtype):
         raise TypeError(f"out must be float16, bfloat16, float32 or float64, got {array.dtype}")
     if array.shape != logits.shape:

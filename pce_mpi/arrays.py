@@ -2,12 +2,17 @@
 
 NumPy arrays live on the host, CuPy arrays on a GPU. Everything else that speaks DLPack or the buffer protocol (torch,
 jax, memoryview, array.array) is wrapped without a copy where that is possible. This is the only file outside
-`kernels/` that names cupy, and cupy is imported only once such an array has been seen.
+`kernels/` that names cupy, and cupy is imported only once such an array has been seen, or GPUs are asked for.
+
+On a GPU work goes to the current stream, and what leaves it for MPI has been waited for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 import sys
 from types import ModuleType
 from typing import Any
@@ -15,19 +20,29 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "GPU",
     "add_rows",
     "array_namespace",
     "as_array",
+    "check_one_library",
     "compute_dtype_of",
+    "cuda_versions",
     "dtype_named",
+    "finish_work",
+    "from_pinned",
+    "gpu_namespace",
+    "gpus",
     "is_floating",
     "is_half",
     "keep_freed_memory",
     "library_named",
     "overlaps_itself",
+    "pinned",
     "same_memory",
     "shares_memory",
+    "take_gpu",
     "to_host",
+    "to_pinned",
 ]
 
 # Bounds the search of numpy.shares_memory, which is exponential in the worst case; views that people make are settled
@@ -88,6 +103,24 @@ def _import_cupy() -> ModuleType:
     import cupy
 
     return cupy
+
+
+def check_one_library(operands: Mapping[str, Any]) -> None:
+    """Raise `TypeError` unless the arrays among `operands`, by their names, are all NumPy's or all CuPy's.
+
+    What is no array counts for nothing: numbers may meet arrays of any library.
+    """
+    if "cupy" not in sys.modules:
+        return
+    places: dict[str, list[str]] = {}
+    for name, value in operands.items():
+        if _cupy_of(value) is not None:
+            places.setdefault("CuPy, on a GPU", []).append(name)
+        elif isinstance(value, np.ndarray):
+            places.setdefault("NumPy, on the host", []).append(name)
+    if len(places) > 1:
+        where = "; ".join(f"{', '.join(names)} ({place})" for place, names in places.items())
+        raise TypeError(f"arrays of two libraries do not mix: {where}")
 
 
 def _bfloat16() -> np.dtype[Any] | None:
@@ -156,6 +189,82 @@ def to_host(array: Any) -> np.ndarray[Any, Any]:
     return array if cupy is None else cupy.asnumpy(array)
 
 
+def pinned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """An uninitialized NumPy array in memory that GPUs copy to and from at full speed.
+
+    CuPy's pool keeps such memory and hands it out again once nothing refers to it: not while MPI may still use it.
+    """
+    import cupyx
+
+    return cupyx.empty_pinned(shape, dtype) if 0 not in shape else np.empty(shape, dtype)
+
+
+def to_pinned(array: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """A copy of a CuPy array in pinned memory, in C order and as `dtype`, once the work that fills it is done."""
+    host = pinned(array.shape, dtype)
+    if array.size:
+        array_namespace(array).ascontiguousarray(array, dtype).reshape(host.shape).get(out=host)
+    return host
+
+
+def from_pinned(host: np.ndarray[Any, Any], like: Any) -> Any:
+    """A copy of `host` on the GPU, in the library and the dtype of `like`; `host` is free to be used again."""
+    xp = array_namespace(like)
+    array = xp.empty(host.shape, host.dtype)
+    if host.size:
+        array.set(host)
+        finish_work(array)
+    return array.astype(like.dtype, copy=False)
+
+
+def finish_work(array: Any) -> None:
+    """Wait for what has been started on the current stream, where `array` is on a GPU."""
+    cupy = _cupy_of(array)
+    if cupy is not None:
+        cupy.cuda.get_current_stream().synchronize()
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One GPU that this process sees; its memory in bytes."""
+
+    name: str
+    memory: int
+    compute_capability: str
+
+
+def gpus() -> list[GPU]:
+    """The GPUs that CuPy sees, in its order. Raises `RuntimeError` with the reason where it sees none."""
+    if "cupy" not in sys.modules and find_spec("cupy") is None:
+        raise RuntimeError("CuPy is not installed")
+    try:
+        runtime = _import_cupy().cuda.runtime
+        found = [runtime.getDeviceProperties(index) for index in range(runtime.getDeviceCount())]
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise RuntimeError(f"CuPy is installed, but sees none: {reason}") from error
+    if not found:
+        raise RuntimeError("CuPy is installed, but sees none: is CUDA_VISIBLE_DEVICES empty?")
+    return [GPU(each["name"].decode(), each["totalGlobalMem"], f"{each['major']}.{each['minor']}") for each in found]
+
+
+def gpu_namespace() -> Any:
+    """The library of arrays on a GPU, imported."""
+    return _import_cupy()
+
+
+def take_gpu(index: int) -> None:
+    """Make the GPU of this number the one that CuPy's work goes to."""
+    _import_cupy().cuda.Device(index).use()
+
+
+def cuda_versions() -> dict[str, str]:
+    """The versions of CUDA that the driver and CuPy's runtime have, such as "13.0"; "none" without a driver."""
+    runtime = _import_cupy().cuda.runtime
+    found = {"driver": runtime.driverGetVersion(), "runtime": runtime.runtimeGetVersion()}
+    return {name: f"{number // 1000}.{number % 1000 // 10}" if number else "none" for name, number in found.items()}
+
+
 def add_rows(target: Any, rows: Any, values: Any) -> None:
     """Add each of `values` to its row of `target`: target[rows[i]] += values[i], for rows that repeat as well.
 
@@ -200,15 +309,27 @@ def overlaps_itself(array: Any) -> bool:
 
 def shares_memory(a: Any, b: Any) -> bool:
     """Whether writing to `a` may change `b`."""
-    xp = array_namespace(a)
-    if xp is not array_namespace(b):
+    if array_namespace(a) is not array_namespace(b):
         return False
-    if xp is not np:
-        return bool(xp.shares_memory(a, b))
+    if array_namespace(a) is not np:  # CuPy's own makes a list of the addresses of all elements, on the GPU
+        a, b = (np.asarray(_Addresses(array)) for array in (a, b))
     try:
         return bool(np.shares_memory(a, b, max_work=_OVERLAP_WORK))
     except np.exceptions.TooHardError:
         return True
+
+
+class _Addresses:
+    """Shows NumPy where an array on a GPU lies; never to be read from."""
+
+    def __init__(self, array: Any) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (_address(array), True),
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.dtype.itemsize}",
+        }
 
 
 def _address(array: Any) -> int:

@@ -4,11 +4,14 @@ Each communicator of the caller's is duplicated once, so that its messages never
 with it. Waiting for a collective on it is a yielding poll. After `PCE_MPI_TIMEOUT` seconds (600 unless set) the ranks
 that wait tell each other so, point to point, and every one of them raises a `CollectiveTimeout` that names the ranks
 which are silent; the communicator is not used again.
+
+Arrays on a GPU go through host memory, unless MPI is `gpu_aware`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import ctypes
 from functools import cache
 import os
 import time
@@ -24,8 +27,10 @@ __all__ = [
     "by_value",
     "channel_of",
     "check_comm",
+    "gpu_aware",
     "is_comm",
     "prefix_of",
+    "reduces_on_gpus",
     "same_ranks",
 ]
 
@@ -158,6 +163,37 @@ def channel_of(comm: MPI.Intracomm, operation: str) -> Channel:
     assert isinstance(channel, Channel)
     channel.raise_if_broken()
     return channel
+
+
+def gpu_aware() -> tuple[bool, str]:
+    """Whether MPI may be handed memory of a GPU, and who says so.
+
+    `PCE_MPI_GPU_AWARE` does, if it is 1 or 0, and otherwise the loaded library.
+    """
+    told = os.environ.get("PCE_MPI_GPU_AWARE", "")
+    if told not in ("", "0", "1"):
+        raise ValueError(f"PCE_MPI_GPU_AWARE must be 0 or 1, got {told!r}")
+    return (told == "1", f"PCE_MPI_GPU_AWARE={told}") if told else _asked_of_the_library()
+
+
+@cache
+def _asked_of_the_library() -> tuple[bool, str]:
+    from mpi4py import MPI
+
+    try:
+        # mpi4py's extension has no such function, but it is linked to the library that may have.
+        query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support
+    except (OSError, AttributeError):
+        return False, "the library cannot be asked: it has no MPIX_Query_cuda_support"
+    return bool(query()), "MPIX_Query_cuda_support"
+
+
+@cache
+def reduces_on_gpus() -> bool:
+    """Whether a GPU-aware library takes memory of a GPU in non-blocking reductions too; Open MPI does not."""
+    from mpi4py import MPI
+
+    return MPI.get_vendor()[0] != "Open MPI"
 
 
 def is_comm(comm: Any) -> bool:

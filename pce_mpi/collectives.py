@@ -4,7 +4,8 @@ Every function is collective over its `comm`, an mpi4py intracommunicator, and w
 `channel.py` keeps; its waiting is bounded as described there.
 
 Arrays are NumPy or CuPy, of any shape and memory order, empty ones included. What MPI has no datatype for (float16,
-bfloat16) travels as float32.
+bfloat16) travels as float32. CuPy's go through pinned host memory and come back to their GPU, or are handed to MPI as
+they are, where that is GPU-aware and the operation is its own; either way the current stream has been waited for.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_half, to_host
-from pce_mpi.channel import Channel, CollectiveError, by_value, channel_of, prefix_of
+from pce_mpi.arrays import array_namespace
+from pce_mpi.channel import Channel, CollectiveError, by_value, channel_of, prefix_of, reduces_on_gpus
+from pce_mpi.staging import from_wire, joined, room_for, split, stays_on_gpu, to_wire, wire_dtype
 from pce_mpi.tracing import Purpose, record
 
 if TYPE_CHECKING:
@@ -183,24 +185,40 @@ def _differences(descriptions: list[str]) -> str:
 
 
 def all_reduce(
-    array: Array, comm: MPI.Intracomm, op: ReduceOp, *, overwrite: bool = False, **why: Unpack[Why]
+    array: Array,
+    comm: MPI.Intracomm,
+    op: ReduceOp,
+    *,
+    overwrite: bool = False,
+    element: np.dtype[Any] | None = None,
+    **why: Unpack[Why],
 ) -> Array:
     """`array` combined over all ranks of `comm` with `op`, on every rank, the same bits.
 
     Collective: one Allreduce of the array's bytes. `op` is "sum", "max" or "min", of which the last two propagate
     `nan`, or `merge(a, b)`, associative up to rounding and commutative to the last bit, for arrays of any dtype,
     structured ones among them. With `overwrite` the result may be in the memory of `array`, which spares a copy.
+    `element` is the structured dtype of which the last axis of `array` has the fields, for libraries without such.
     """
     from mpi4py import MPI
 
-    sent = _to_wire(array)
-    received = sent if overwrite else np.empty_like(sent)
-    handle, datatype = _operator(op, sent.dtype)
-    channel = channel_of(comm, why["operation"])
-    ours = MPI.IN_PLACE if overwrite else [sent, sent.size, datatype]
+    channel, xp = channel_of(comm, why["operation"]), array_namespace(array)
+    if channel.size == 1 and xp is not np:  # it need not leave the GPU to stay what it is
+        said: Why = {"over": "comm", **why}
+        size = wire_dtype(array).itemsize * array.size
+        record(collective="all_reduce", purpose=Purpose.PAYLOAD, ranks=1, bytes=size, **said)
+        return array if overwrite else array.copy()
+    direct = op == "sum" and stays_on_gpu(array) and reduces_on_gpus()
+    sent = to_wire(array, direct)
+    wire = sent if element is None else sent.view(element)
+    # What was copied to pinned memory is ours already.
+    overwrite = overwrite or array_namespace(sent) is not xp
+    received = wire if overwrite else xp.empty_like(wire)
+    handle, datatype = _operator(op, wire.dtype)
+    ours = MPI.IN_PLACE if overwrite else [wire, wire.size, datatype]
     result = [received, received.size, datatype]
     _run(channel, "all_reduce", sent.nbytes, channel.comm.Iallreduce, ours, result, handle, **why)
-    return _from_wire(received, array)
+    return from_wire(received if element is None else received.view(sent.dtype), array)
 
 
 def all_gather(array: Array, comm: MPI.Intracomm, shapes: Sequence[tuple[int, ...]], **why: Unpack[Why]) -> list[Array]:
@@ -208,12 +226,12 @@ def all_gather(array: Array, comm: MPI.Intracomm, shapes: Sequence[tuple[int, ..
 
     Collective: one Allgatherv of the array's bytes.
     """
-    sent = _to_wire(array)
+    sent = to_wire(array, stays_on_gpu(array))
     counts = [int(np.prod(shape)) for shape in shapes]
-    received = np.empty(sum(counts), sent.dtype)
+    received = room_for(sum(counts), sent, array)
     channel = channel_of(comm, why["operation"])
     _run(channel, "all_gather", sent.nbytes, channel.comm.Iallgatherv, sent, [received, counts], **why)
-    return _split(received, shapes, array)
+    return split(received, shapes, array)
 
 
 def all_to_all(
@@ -223,15 +241,15 @@ def all_to_all(
 
     Collective: one Alltoallv. `blocks[r]` goes to rank r; all blocks have one dtype.
     """
-    wires = [_to_wire(block) for block in blocks]
-    sent = np.concatenate([wire.ravel() for wire in wires])
+    flat = joined(blocks)
+    sent = to_wire(flat, stays_on_gpu(flat))
     counts = [int(np.prod(shape)) for shape in shapes]
-    received = np.empty(sum(counts), sent.dtype)
+    received = room_for(sum(counts), sent, flat)
     channel = channel_of(comm, why["operation"])
-    leaves = sent.nbytes - wires[channel.rank].nbytes
-    ours, theirs = [sent, [wire.size for wire in wires]], [received, counts]
+    leaves = (flat.size - blocks[channel.rank].size) * sent.dtype.itemsize
+    ours, theirs = [sent, [block.size for block in blocks]], [received, counts]
     _run(channel, "all_to_all", leaves, channel.comm.Ialltoallv, ours, theirs, **why)
-    return _split(received, shapes, blocks[0])
+    return split(received, shapes, blocks[0])
 
 
 def reduce_scatter(blocks: Sequence[Array], comm: MPI.Intracomm, op: ReduceOp, **why: Unpack[Why]) -> Array:
@@ -239,15 +257,16 @@ def reduce_scatter(blocks: Sequence[Array], comm: MPI.Intracomm, op: ReduceOp, *
 
     Collective: one Reduce_scatter of the blocks' bytes. `op` is that of `all_reduce`.
     """
-    wires = [_to_wire(block) for block in blocks]
-    sent = np.concatenate([wire.ravel() for wire in wires])
+    flat = joined(blocks)
+    sent = to_wire(flat, op == "sum" and stays_on_gpu(flat) and reduces_on_gpus())
     handle, datatype = _operator(op, sent.dtype)
     channel = channel_of(comm, why["operation"])
-    received = np.empty_like(wires[channel.rank])
+    mine = blocks[channel.rank]
+    received = room_for(mine.size, sent, flat)
     ours, result = [sent, sent.size, datatype], [received, received.size, datatype]
-    counts = [wire.size for wire in wires]
+    counts = [block.size for block in blocks]
     _run(channel, "reduce_scatter", sent.nbytes, channel.comm.Ireduce_scatter, ours, result, counts, handle, **why)
-    return _from_wire(received, blocks[channel.rank])
+    return from_wire(received, mine).reshape(mine.shape)
 
 
 def broadcast(array: Array, comm: MPI.Intracomm, root: int, **why: Unpack[Why]) -> Array:
@@ -255,11 +274,11 @@ def broadcast(array: Array, comm: MPI.Intracomm, root: int, **why: Unpack[Why]) 
 
     Collective: one Bcast.
     """
-    wire = _to_wire(array).copy()
+    wire = to_wire(array, stays_on_gpu(array), copy=True)
     channel = channel_of(comm, why["operation"])
     sent = wire.nbytes if channel.rank == root else 0
     _run(channel, "broadcast", sent, channel.comm.Ibcast, wire, root, **why)
-    return _from_wire(wire, array)
+    return from_wire(wire, array)
 
 
 def _run(
@@ -289,24 +308,6 @@ def _run(
         reason=reason,
     )
     channel.wait(start(*arguments), waiting_in or operation, *arguments)
-
-
-def _to_wire(array: Array) -> np.ndarray[Any, Any]:
-    """`array` as contiguous host memory of a dtype that MPI knows."""
-    host = to_host(array)
-    return np.ascontiguousarray(host, np.float32 if is_half(host.dtype) else None).reshape(host.shape)
-
-
-@np.errstate(all="ignore")  # a sum that overflows a half does so on the rank that gets it
-def _from_wire(received: np.ndarray[Any, Any], like: Array) -> Array:
-    """What came off the wire, in the library and the dtype of `like`."""
-    return array_namespace(like).asarray(received.astype(like.dtype, copy=False))
-
-
-def _split(received: np.ndarray[Any, Any], shapes: Sequence[tuple[int, ...]], like: Array) -> list[Array]:
-    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]
-    blocks = np.split(received, ends)
-    return [_from_wire(block.reshape(shape), like) for block, shape in zip(blocks, shapes, strict=True)]
 
 
 def _operator(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype | None]:

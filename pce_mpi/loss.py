@@ -22,9 +22,10 @@ Options, the same for the four loss functions, all keyword-only:
 `compute_dtype`     `None`       arithmetic and the loss's dtype: float32, or float64 for float64 logits, unless given
 ==================  ===========  =====================================================================================
 
-Errors: `TypeError`, `ValueError` or `IndexError` for bad arguments, `CollectiveError` for arguments that differ
-between ranks; each is raised alike on every rank of `comm` and `batch_comm`, before anything is written, and leaves
-the communicators usable. `CollectiveTimeout` when a rank does not arrive (see `collectives`).
+Errors: `TypeError`, `ValueError` or `IndexError` for bad arguments (arrays on the host beside arrays on a GPU are a
+`TypeError`, numbers go with both), `CollectiveError` for arguments that differ between ranks; each is raised alike on
+every rank of `comm` and `batch_comm`, before anything is written, and leaves the communicators usable.
+`CollectiveTimeout` when a rank does not arrive (see `collectives`).
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ import numpy as np
 
 from pce_mpi.agreement import prepare
 from pce_mpi.arguments import Call, check_out, rows_and_classes
-from pce_mpi.arrays import array_namespace, as_array, same_memory, shares_memory, to_host
-from pce_mpi.passes import Residuals, evaluate, row_softmax, write_gradient_rows
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, same_memory, shares_memory
+from pce_mpi.passes import Residuals, evaluate, evaluate_and_write, row_softmax, write_gradient_rows
 from pce_mpi.records import Layout
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ __all__ = [
 ]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
-HostArray = np.ndarray[Any, Any]
 
 
 def softmax_cross_entropy(
@@ -162,7 +162,7 @@ def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = 
     if residuals.used_up:
         raise RuntimeError("these residuals were used up by a backward pass into out=logits")
     problem = residuals.problem
-    upstream = to_host(as_array(dloss, "dloss"))
+    upstream = as_array(dloss, "dloss")
     if upstream.dtype.kind not in "iuf" and upstream.dtype.name != "bfloat16":
         raise TypeError(f"dloss must be real numbers, got {upstream.dtype}")
     if upstream.shape not in ((), residuals.loss_shape):
@@ -170,13 +170,15 @@ def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = 
             f"dloss must be a scalar or have the loss's shape, {residuals.loss_shape}, got {upstream.shape}"
         )
     logits = problem.logits
+    xp = array_namespace(logits)
+    check_one_library({"logits": logits, "dloss": dloss if isinstance(dloss, np.generic | float | int) else upstream})
     if out is None:
-        array = array_namespace(logits).empty_like(logits)
+        array = xp.empty_like(logits)
     else:
         array = check_out(out, problem.inputs)
         residuals.used_up = same_memory(array, logits)
     rows = rows_and_classes(array, problem.axis)
-    write_gradient_rows(rows, residuals, upstream.astype(np.float64).reshape(-1))
+    write_gradient_rows(rows, residuals, xp.asarray(upstream.astype(np.float64).reshape(-1)))
     _copy_back(rows, array)
     return array if out is None else out
 
@@ -200,7 +202,7 @@ def softmax_cross_entropy_value_and_grad(
     compute_dtype: Any = None,
     out: Any = None,
 ) -> tuple[Array, Array]:
-    """The loss and its gradient with respect to `logits`, with one exponential per logit where that is possible.
+    """The loss and its gradient with respect to `logits`, in one pass over the logits where that is possible.
 
     Formula, arguments, communication and errors are those of `softmax_cross_entropy`; the gradient is that of the
     loss, or of its sum over this rank's rows for `reduction="none"`. `out` is where to put the gradient: the logits'
@@ -230,13 +232,20 @@ def value_and_grad_of(call: Call) -> tuple[Array, Array]:
     gradient = problem.out
     assert gradient is not None  # allocated before the ranks agreed, unless the caller passed it
     rows = rows_and_classes(gradient, problem.axis)
-    # One exponential does if the gradient can keep it until the merged records are known, and if nothing else of the
-    # logits is needed then.
-    fused = (
-        gradient.dtype == problem.compute_dtype and problem.targets is not None and problem.transform.softcap is None
+    xp = array_namespace(gradient)
+    if xp is not np and (loss := evaluate_and_write(call, problem, rows)) is not None:
+        _copy_back(rows, gradient)
+        return loss, gradient
+    # On the host one exponential does if the gradient can keep it until the merged records are known, and if nothing
+    # else of the logits is needed then.
+    kept = (
+        xp is np
+        and gradient.dtype == problem.compute_dtype
+        and problem.targets is not None
+        and problem.transform.softcap is None
     )
-    loss, residuals, references = evaluate(call, problem, exponentials=rows if fused else None)
-    write_gradient_rows(rows, residuals, np.ones(1), references=references if fused else None)
+    loss, residuals, references = evaluate(call, problem, exponentials=rows if kept else None)
+    write_gradient_rows(rows, residuals, xp.ones(1), references=references if kept else None)
     _copy_back(rows, gradient)
     return loss, gradient
 
@@ -273,21 +282,21 @@ def class_statistics(
         entropy=True,
     )
     softmax, _ = row_softmax(call, problem, layout)
-    xp = array_namespace(problem.logits)
+    xp, fields = array_namespace(problem.logits), softmax.fields
 
     @np.errstate(all="ignore")
-    def rows(values: HostArray) -> Array:
-        one_nan = np.where(np.isnan(values), np.nan, values)  # of the many, the same on every rank
-        return xp.asarray(one_nan.astype(problem.compute_dtype).reshape(problem.rows_shape))
+    def rows(values: Array) -> Array:
+        one_nan = xp.where(xp.isnan(values), np.nan, values)  # of the many, the same on every rank
+        return one_nan.astype(problem.compute_dtype).reshape(problem.rows_shape)
 
     with_targets = problem.targets is not None
     return ClassStatistics(
-        max=rows(problem.transform.of_differences * softmax.records["largest"]),
+        max=rows(problem.transform.of_differences * fields["largest"]),
         sum_exp=rows(softmax.sum_exp_of_all),
         logsumexp=rows(softmax.logsumexp),
-        log_prob=rows(np.where(problem.valid, softmax.target_log_prob, 0.0)) if with_targets else None,
+        log_prob=rows(xp.where(xp.asarray(problem.valid), softmax.target_log_prob, 0.0)) if with_targets else None,
         entropy=rows(softmax.entropy),
-        argmax=xp.asarray(softmax.records["argmax"].reshape(problem.rows_shape)),
+        argmax=fields["argmax"].reshape(problem.rows_shape),
     )
 
 

@@ -30,15 +30,19 @@ What is wanted is then a sum of terms of one sign. With a = S exp(scale (m - x_h
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from pce_mpi.arrays import array_namespace
+
 __all__ = ["Layout", "RowSoftmax", "merge", "times"]
 
-Array = np.ndarray[Any, Any]
+Array = Any  # numpy.ndarray or cupy.ndarray
+HostArray = np.ndarray[Any, Any]
 
 _NO_CLASS = np.iinfo(np.int64).max  # loses every tie against a class
 
@@ -79,7 +83,19 @@ class Layout:
         names += ["weight", "weighted_gap"] * self.weights + ["exp_gap"] * self.entropy
         return np.dtype([(name, np.float64) for name in names] + [("argmax", np.int64)] * self.hold_largest)
 
-    def identity(self, *shape: int) -> Array:
+    def fields(self, records: Array) -> dict[str, Array]:
+        """Each field by its name, (rows,), of `records`: structured ones, or on a GPU (rows, fields) of float64.
+
+        There `argmax` is the bits of an int64.
+        """
+        if records.dtype.names:
+            return {name: records[name] for name in self.names}
+        columns = {name: records[:, index] for index, name in enumerate(self.names)}
+        if self.hold_largest:
+            columns["argmax"] = columns["argmax"].view(np.int64)
+        return columns
+
+    def identity(self, *shape: int) -> HostArray:
         """Records of no classes."""
         records = np.zeros(shape, self.dtype)
         for name in {self.held, "max", "target"} & set(self.names):
@@ -89,7 +105,7 @@ class Layout:
         return records
 
 
-def merge(a: Array, b: Array) -> Array:
+def merge(a: HostArray, b: HostArray) -> HostArray:
     """The records of the union of two disjoint sets of classes of the same rows; `a` and `b` stay as they are."""
     names = a.dtype.names or ()
     with np.errstate(all="ignore"):
@@ -120,7 +136,7 @@ def merge(a: Array, b: Array) -> Array:
         return joined
 
 
-def _merge_others(a: Array, b: Array) -> Array:
+def _merge_others(a: HostArray, b: HostArray) -> HostArray:
     """`merge` for the classes that are not held apart; the fields of the held one are left unset."""
     names = a.dtype.names or ()
     merged = np.zeros_like(a)
@@ -145,7 +161,7 @@ def _merge_others(a: Array, b: Array) -> Array:
     return merged
 
 
-def _b_comes_first(a: Array, b: Array) -> Array:
+def _b_comes_first(a: HostArray, b: HostArray) -> HostArray:
     """Where b has the row's largest logit, as NumPy orders: `nan` before numbers, then the larger, the lower class."""
     nan_a, nan_b = np.isnan(a["largest"]), np.isnan(b["largest"])
     lower = b["argmax"] < a["argmax"]
@@ -155,32 +171,34 @@ def _b_comes_first(a: Array, b: Array) -> Array:
 
 def times(weight: Array, gap: Array) -> Array:
     """weight * gap, where weight 0 gives 0 even if the gap is infinite."""
-    return np.where(weight == 0.0, 0.0, weight * gap)
+    return array_namespace(weight).where(weight == 0.0, 0.0, weight * gap)
 
 
 def _exp_difference(a: Array, b: Array, scale: Array | float) -> Array:
     """exp(scale (a - b)) with the rounding error of the difference made good (Knuth's TwoSum)."""
+    xp = array_namespace(a)
     difference = a - b
     virtual = difference - a
     error = (a - (difference - virtual)) - (b + virtual)
     # Only where the difference is far beyond what exp can take may the error be large, infinite or nan.
-    e = np.exp(scale * difference)
-    return np.where((np.abs(error) < 1.0) & (e < np.inf), e + e * (scale * error), e)
+    e = xp.exp(scale * difference)
+    return xp.where((xp.abs(error) < 1.0) & (e < np.inf), e + e * (scale * error), e)
 
 
 class RowSoftmax:
-    """The softmax of each row, as far as merged records tell; all arrays are float64, one number per row.
+    """The softmax of each row, as far as the fields of merged records tell; all arrays are float64, (rows,).
 
     Rows of only -inf, with a +inf or with a `nan` are `nan` throughout, but for `max`.
     """
 
-    def __init__(self, records: Array):
-        self.records = records
-        held = records["largest" if "largest" in (records.dtype.names or ()) else "target"]
+    def __init__(self, fields: Mapping[str, Array]):
+        self.fields = fields
+        xp = self._xp = array_namespace(fields["max"])
+        held = fields["largest" if "largest" in fields else "target"]
         # A sum over the other classes cannot show that the class held apart is +inf.
-        self.held = np.where(held == np.inf, np.nan, held)
-        self.max = records["max"]
-        self._scale = records["scale"] if "scale" in (records.dtype.names or ()) else 1.0
+        self.held = xp.where(held == np.inf, np.nan, held)
+        self.max = fields["max"]
+        self._scale = fields.get("scale", 1.0)
         with np.errstate(all="ignore"):
             held_over_max = _exp_difference(self.held, self.max, self._scale)
             #: what exp(scale (x_c - max)) of another class is multiplied by to give its probability
@@ -194,7 +212,7 @@ class RowSoftmax:
     @property
     def sum_exp(self) -> Array:
         """sum of exp(scale (x_c - max)) over the classes not held apart."""
-        return self.records["sum_exp"]
+        return self.fields["sum_exp"]
 
     @property
     def sum_exp_of_all(self) -> Array:
@@ -204,46 +222,46 @@ class RowSoftmax:
     @cached_property
     def _logsumexp_above_max(self) -> Array:
         with np.errstate(all="ignore"):
-            return np.logaddexp(np.log(self.sum_exp), self._scale * (self.held - self.max))
+            return self._xp.logaddexp(self._xp.log(self.sum_exp), self._scale * (self.held - self.max))
 
     @cached_property
     def held_nll(self) -> Array:
         """-log of the probability of the class held."""
         with np.errstate(all="ignore"):
             below = self._logsumexp_above_max + self._scale * (self.max - self.held)
-            return np.where(self.held >= self.max, np.log1p(self._odds), below)
+            return self._xp.where(self.held >= self.max, self._xp.log1p(self._odds), below)
 
     @cached_property
     def logsumexp(self) -> Array:
         """log of the sum of exp(scale x_c) over all classes."""
         with np.errstate(all="ignore"):
             from_max = self._scale * self.max + self._logsumexp_above_max
-            return np.where(self.held >= self.max, self._scale * self.held + self.held_nll, from_max)
+            return self._xp.where(self.held >= self.max, self._scale * self.held + self.held_nll, from_max)
 
     @property
     def target_log_prob(self) -> Array:
         """log of the probability of the target, where the largest logit is held; a sum of two terms of one sign."""
         with np.errstate(all="ignore"):
-            return np.minimum(self._scale * (self.records["target"] - self.held), 0.0) - self.held_nll
+            return self._xp.minimum(self._scale * (self.fields["target"] - self.held), 0.0) - self.held_nll
 
     @property
     def weight(self) -> Array:
         """sum of u_c over all classes."""
-        return self.records["held_weight"] + self.records["weight"]
+        return self.fields["held_weight"] + self.fields["weight"]
 
     @property
     def weighted_nll(self) -> Array:
         """sum of -u_c log p_c over all classes."""
         with np.errstate(all="ignore"):
             return (
-                times(self.records["held_weight"], self.held_nll)
-                + times(self.records["weight"], self._logsumexp_above_max)
-                + self.records["weighted_gap"]
+                times(self.fields["held_weight"], self.held_nll)
+                + times(self.fields["weight"], self._logsumexp_above_max)
+                + self.fields["weighted_gap"]
             )
 
     @property
     def entropy(self) -> Array:
         """sum of -p_c log p_c over all classes."""
         with np.errstate(all="ignore"):
-            others = times(self.sum_exp, self._logsumexp_above_max) + self.records["exp_gap"]
+            others = times(self.sum_exp, self._logsumexp_above_max) + self.fields["exp_gap"]
             return times(self.held_probability, self.held_nll) + times(self.normalizer, others)

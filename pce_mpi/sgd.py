@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, compute_dtype_of, keep_freed_memory, to_host
+from pce_mpi.arrays import array_namespace, check_one_library, compute_dtype_of, keep_freed_memory, to_host
 from pce_mpi.channel import same_ranks
 from pce_mpi.collectives import all_reduce
 from pce_mpi.dist_array import DistArray
@@ -42,9 +42,9 @@ class SGD:
     between steps. Arithmetic is done in the dtype of the parameter, for float16 and bfloat16 in float32, of which the
     parameter is rounded once a step; b lies as the parameter does.
 
-    Making one communicates nothing. Raises `TypeError` for what is no distributed array or no number, `ValueError` for
-    no parameters, a parameter that is given twice, is not a leaf that requires a gradient or is Partial, a negative
-    number, and `nesterov` without `momentum`.
+    Making one communicates nothing. Raises `TypeError` for what is no distributed array or no number, and for NumPy
+    arrays beside CuPy arrays; `ValueError` for no parameters, a parameter that is given twice, is not a leaf that
+    requires a gradient or is Partial, a negative number, and `nesterov` without `momentum`.
 
     >>> import numpy as np, pce_mpi as pce
     >>> from mpi4py import MPI
@@ -262,6 +262,7 @@ def _check_parameters(parameters: Sequence[Any]) -> None:
         if id(parameter) in seen:
             raise ValueError(f"{what} is the same array as parameters[{seen[id(parameter)]}]")
         seen[id(parameter)] = index
+    check_one_library({f"parameters[{index}]": parameter.local for index, parameter in enumerate(parameters)})
 
 
 def _not_negative(value: Any, name: str, finite: bool = True) -> float:

@@ -17,7 +17,7 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, compute_dtype_of
+from pce_mpi.arrays import array_namespace, check_one_library, compute_dtype_of
 from pce_mpi.channel import CollectiveTimeout
 from pce_mpi.collectives import all_reduce, reduce_scatter
 from pce_mpi.dist_array import DistArray, redistribute
@@ -248,8 +248,7 @@ def _checked_gradient(parameter: DistArray, index: int, meshes: Sequence[Mesh]) 
         raise ValueError(f"{what} must have its shape, {parameter.shape}, got {gradient.shape}")
     if gradient.dtype != parameter.dtype:
         raise TypeError(f"{what} must have its dtype, {parameter.dtype}, got {gradient.dtype}")
-    if array_namespace(gradient.local) is not array_namespace(parameter.local):
-        raise TypeError(f"{what} must be of the same array library")
+    check_one_library({f"parameters[{index}]": parameter.local, what: gradient.local})
     return mesh, parameter.sharding, gradient.sharding, parameter.dtype
 
 

@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 
 from record import Recorder
-from strict_cupy import cupy as cupy  # a fixture, for tests to find here
+import strict_cupy
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -28,6 +28,9 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("ranks")
+
+
+cupy, stand_in, xp = strict_cupy.cupy, strict_cupy.stand_in, strict_cupy.xp  # fixtures, for tests to find here
 
 
 @pytest.fixture(scope="session")
@@ -47,22 +50,29 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", type=Path, help="write the course of the session to this file, as lines of JSON")
     parser.addoption("--only-with-comm", action="store_true", help="leave out the tests that ask for no communicator")
+    parser.addoption("--gpu", action="store_true", help="run the tests of CuPy arrays, and no others, on a GPU")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.only_with_comm:
-        config.hook.pytest_deselected(items=[item for item in items if not asks_for_comm(item)])
-        items[:] = filter(asks_for_comm, items)
+        leave(config, items, {"comm"})
+    if config.option.gpu:
+        leave(config, items, {"cupy", "stand_in", "xp"})
 
 
-def asks_for_comm(item: pytest.Item) -> bool:
-    return isinstance(item, pytest.Function) and "comm" in item.fixturenames
+def leave(config: pytest.Config, items: list[pytest.Item], fixtures: set[str]) -> None:
+    """Of all tests those that ask for one of these fixtures."""
+    asking = [
+        item for item in items if isinstance(item, pytest.Function) and not fixtures.isdisjoint(item.fixturenames)
+    ]
+    config.hook.pytest_deselected(items=[item for item in items if item not in asking])
+    items[:] = asking
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     launched = launched_ranks()
-    rank = 0
+    comm = None
     if launched is None:
         # A pytest that is told to end must end the jobs that its tests have launched.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -76,10 +86,17 @@ def pytest_configure(config: pytest.Config) -> None:
             )
         from rank_aware import RankAware
 
-        rank = MPI.COMM_WORLD.rank
+        comm = MPI.COMM_WORLD
         config.pluginmanager.register(RankAware(config))
-    if config.option.record and rank == 0:
+    if config.option.record and (comm is None or comm.rank == 0):
         config.pluginmanager.register(Recorder(config.option.record))
+    if config.option.gpu:
+        from pce_mpi.cli.gpus import take_gpu_of_rank
+
+        try:
+            take_gpu_of_rank(comm)
+        except RuntimeError as error:
+            raise pytest.UsageError(f"--gpu: {error}") from error
 
 
 def launched_ranks() -> int | None:

@@ -1,4 +1,7 @@
-"""bench: time the loss beside the floor that the machine sets, and the tape beside the same without it."""
+"""bench: time the loss beside the floor that the machine sets, and the tape beside the same without it.
+
+With `--device gpu`, CuPy arrays and their kernels, beside a copy on the same GPU: `gpu_bench`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,17 @@ from dataclasses import asdict, dataclass
 import json
 from pathlib import Path
 import statistics
+import sys
 import time
 import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pce_mpi.arrays import compute_dtype_of
+from pce_mpi.arrays import compute_dtype_of, gpu_namespace, gpus
+from pce_mpi.cli.gpu_bench import measure as measure_on_gpu
+from pce_mpi.cli.gpu_bench import together
+from pce_mpi.cli.gpus import take_gpu_of_rank
 from pce_mpi.cli.progress import progress
 from pce_mpi.cli.tables import table
 from pce_mpi.cli.tape_costs import measure as tape_costs
@@ -54,6 +61,7 @@ class Measurement:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Sizes, dtype, repetitions and where the results go."""
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="NumPy, or CuPy on a GPU for each rank")
     parser.add_argument("--rows", type=_positive, default=2048, help="rows of the logits")
     parser.add_argument(
         "--classes",
@@ -80,6 +88,8 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
         extra = "bf16" if error.name == "ml_dtypes" else "examples"
         print(f"{error}: pip install 'pce_mpi[{extra}]'")
         return 2
+    if options.device == "gpu":
+        return _run_on_gpu(options, dtype, comm)
     size = 1 if comm is None else comm.size
     measured: list[Measurement] = []
     names = [f"{classes} classes" for classes in options.classes]
@@ -127,6 +137,39 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
         print(f"\nwhat the tape costs, {max(options.classes)} classes, float32, rank 0's time\n")
         lines = [(cost.work, 1e3 * cost.seconds, cost.beside, 1e3 * cost.beside_seconds, cost.ratio) for cost in costs]
         print(table(("work", "ms", "beside", "ms", "ratio"), lines))
+    return 0
+
+
+def _run_on_gpu(options: argparse.Namespace, dtype: np.dtype[Any], comm: MPI.Intracomm | None) -> int:
+    if options.plot:
+        print("--plot draws what --device cpu measures; use --json with --device gpu")
+        return 2
+    try:
+        number = together(comm, lambda: take_gpu_of_rank(comm))
+    except RuntimeError as error:
+        print(f"--device gpu: {error}")
+        return 2
+    measured = []
+    names = [f"{classes} classes" for classes in options.classes]
+    for classes, _ in zip(options.classes, progress(names, comm), strict=True):
+        try:
+            found, missing = measure_on_gpu(options.rows, classes, dtype, options.repeat, comm, gpu_namespace())
+        except MemoryError as error:
+            found, missing = [], [f"{classes} classes: {error}"]
+        measured += found
+        for text in missing:
+            print(f"left out: {text}", file=sys.stderr)
+    if options.json:
+        print(json.dumps({"gpu": asdict(gpus()[number]), "measurements": [asdict(one) for one in measured]}, indent=1))
+        return 0
+    ranks = 1 if comm is None else comm.size
+    print(f"{gpus()[number].name}, {ranks} rank{'s' * (ranks > 1)}, median of {options.repeat}\n")
+    head = ("rows", "classes", "dtype", "function", "ms", "GB/s", "of copy")
+    print(table(head, [tuple(asdict(one).values()) for one in measured]))
+    print(
+        "\nGB/s: of one shard; forward reads its bytes once, all else reads and writes them, and `forward + backward`"
+        "\nreads them twice; of copy: beside the copy from device memory to device memory of the same lines"
+    )
     return 0
 
 

@@ -1,9 +1,9 @@
-"""info: versions, the MPI library, where each rank runs, and what looks wrong."""
+"""info: versions, the MPI library, where each rank runs and which GPU it takes, and what looks wrong."""
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 import json
 import os
@@ -11,6 +11,9 @@ import platform
 import socket
 from typing import TYPE_CHECKING, Any
 
+from pce_mpi.arrays import cuda_versions, gpus
+from pce_mpi.channel import gpu_aware, reduces_on_gpus
+from pce_mpi.cli.gpus import gpu_of
 from pce_mpi.cli.tables import table
 from pce_mpi.collectives import all_gather_text
 
@@ -44,6 +47,9 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     mine = json.dumps(rank_report(comm))
     texts = [mine] if comm is None else all_gather_text(mine, comm, operation="info")
     ranks = [json.loads(text) for text in texts]
+    hosts = [rank["host"] for rank in ranks]
+    for number, rank in enumerate(ranks):
+        rank["takes gpu"] = gpu_of(number, hosts, len(rank["gpus"])) if rank["gpus"] else None
     report = {
         "versions": {"python": platform.python_version(), **_versions()},
         "mpi": _mpi_report(),
@@ -64,7 +70,7 @@ def rank_report(comm: MPI.Intracomm | None) -> dict[str, Any]:
         "host": socket.gethostname(),
         "cores": _cores(),
         "blas threads": _blas_threads(),
-        "device": _device(),
+        **_gpu_report(),
     }
 
 
@@ -111,17 +117,20 @@ def _mpi_report() -> dict[str, Any]:
     return {
         "library": f"{vendor} {'.'.join(map(str, release))}",
         "standard": ".".join(map(str, MPI.Get_version())),
-        "GPU-aware": _gpu_aware(MPI.__file__),
+        **_way_to_mpi(),
     }
 
 
-def _gpu_aware(extension: str) -> str:
-    """What the loaded MPI library says of itself; not every one has the question."""
+def _way_to_mpi() -> dict[str, str]:
+    """Whether the library is GPU-aware and who says so, and how arrays on a GPU come to it."""
     try:
-        query = ctypes.CDLL(extension).MPIX_Query_cuda_support
-    except (OSError, AttributeError):
-        return "not known: the library cannot be asked (no MPIX_Query_cuda_support)"
-    return "yes" if query() else "no"
+        aware, why = gpu_aware()
+    except ValueError as error:
+        return {"GPU-aware": str(error)}
+    way = "staged through pinned host memory"
+    if aware:
+        way = f"handed to MPI where they are; {'merges' if reduces_on_gpus() else 'reductions'} {way}"
+    return {"GPU-aware": f"{'yes' if aware else 'no'} ({why})", "CuPy arrays": way}
 
 
 def _cores() -> list[int]:
@@ -141,22 +150,45 @@ def _blas_threads() -> int:
     return max((pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"), default=1)
 
 
-def _device() -> str:
-    return os.environ.get("CUDA_VISIBLE_DEVICES") or "-"
+def _gpu_report() -> dict[str, Any]:
+    """The GPUs that CuPy sees, or why there are none, and CUDA's versions."""
+    try:
+        return {"gpus": [asdict(each) for each in gpus()], "no gpu": None, "cuda": cuda_versions()}
+    except RuntimeError as error:
+        return {"gpus": [], "no gpu": str(error), "cuda": {}}
 
 
 def _as_text(report: dict[str, Any]) -> str:
-    ranks = [
-        [rank["rank"], rank["host"], _ranges(rank["cores"]), rank["blas threads"], rank["device"]]
-        for rank in report["ranks"]
-    ]
+    ranks = [[rank["rank"], rank["host"], _ranges(rank["cores"]), rank["blas threads"]] for rank in report["ranks"]]
     sections = [
         table(("package", "version"), list(report["versions"].items())),
         table(("MPI", ""), list(report["mpi"].items())),
-        table(("rank", "host", "cores", "BLAS threads", "device"), ranks),
+        table(("rank", "host", "cores", "BLAS threads"), ranks),
+        *_gpus_as_text(report["ranks"]),
         "\n".join(f"warning: {text}" for text in report["warnings"]) or "no warnings",
     ]
     return "\n\n".join(sections)
+
+
+def _gpus_as_text(ranks: list[dict[str, Any]]) -> list[str]:
+    found = []
+    if lines := [_gpu_line(rank) for rank in ranks if rank["gpus"]]:
+        head = ("rank", "GPUs seen", "takes", "name", "GiB", "compute capability", "CUDA driver", "runtime")
+        found.append(table(head, lines))
+    without: dict[str, list[int]] = {}
+    for rank in ranks:
+        if rank["no gpu"]:
+            without.setdefault(rank["no gpu"], []).append(rank["rank"])
+    lacking = [f"no GPU on rank{'s' * (len(which) > 1)} {_ranges(which)}: {why}" for why, which in without.items()]
+    return [*found, *(["\n".join(lacking)] if lacking else [])]
+
+
+def _gpu_line(rank: dict[str, Any]) -> list[Any]:
+    number, cuda = rank["takes gpu"], rank["cuda"]
+    taken = rank["gpus"][number]
+    gibibytes = f"{taken['memory'] / 2**30:.1f}"
+    about = [taken["name"], gibibytes, taken["compute_capability"], cuda["driver"], cuda["runtime"]]
+    return [rank["rank"], len(rank["gpus"]), number, *about]
 
 
 def _ranges(cores: list[int]) -> str:

@@ -19,18 +19,18 @@ Everything per row is float64.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, same_memory, to_host
+from pce_mpi.arrays import same_memory
+from pce_mpi.kernels.terms import ClassWeights, RowGradient, Transform
 from pce_mpi.kernels.tiles import SEGMENTS, Buffers, Tile, parts_of, tiles_of
 from pce_mpi.records import Layout, merge
 
-__all__ = ["ClassWeights", "RowGradient", "Transform", "fill_records", "write_gradient"]
+__all__ = ["fill_records", "write_gradient"]
 
-Array = Any  # numpy.ndarray or cupy.ndarray
+Array = np.ndarray[Any, Any]
 
 # 2**19 float32 are 2 MiB, a core's share of its caches. Smaller tiles cost more in calls than they save in misses.
 _TILE = 2**19
@@ -42,62 +42,18 @@ _BUFFER = 512
 _OFFSETS = np.log(2.0) / 2.0 * np.arange(SEGMENTS) / SEGMENTS
 
 
-@dataclass(frozen=True)
-class Transform:
-    """From logits x to z, of which the softmax is taken: z = scale x, or softcap tanh(scale x / softcap)."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    @property
-    def of_differences(self) -> float:
-        """What differences of logits are multiplied by; under a softcap z is what is subtracted, scaled already."""
-        return self.scale if self.softcap is None else 1.0
-
-
-@dataclass(frozen=True)
-class ClassWeights:
-    """The weights u of a sum over classes: `weight`, or `weight` times the smoothed target probabilities.
-
-    `weight` is (classes,) or None for ones, `probabilities` (outer, classes, inner) or None. With probabilities p,
-    u = weight (p (1 - smoothing) + smoothing / classes), `classes` counted over all shards.
-    """
-
-    weight: Array | None = None
-    probabilities: Array | None = None
-    smoothing: float = 0.0
-    classes: int = 1
-
-
-@dataclass(frozen=True)
-class RowGradient:
-    """The gradient of z as the kernel wants it, each a float64 (rows,) array.
-
-    dz_c = factor exp(scale (x_c - max)) - weight_factor u_c, but `held_gradient` in the local column `held_column` (-1:
-    not on this shard), and 0 in rows that are not `valid`, whatever their logits.
-    """
-
-    max: Array
-    factor: Array
-    weight_factor: Array | None
-    held_column: Array
-    held_gradient: Array
-    valid: Array
-
-
 def _sums(array: Array) -> Array:
     """Sum of each segment in float64."""
     # Of NumPy's ways to sum float32 in float64 the fastest; its `sum` takes half as long again.
-    return array_namespace(array).einsum("rsw->rs", array, dtype=np.float64)
+    return np.einsum("rsw->rs", array, dtype=np.float64)
 
 
 def _sums_by_pairs(array: Array, buffers: Buffers) -> Array:
     """The same of numbers in [0, 1], in pairs in the dtype of the array and those in float64."""
-    xp = array_namespace(array)
     rows, segments, width = array.shape
     if array.dtype == np.float32 and width % 2 == 0:
         half = buffers.take_flat("pairs", rows * segments * width // 2, array.dtype).reshape(rows, segments, width // 2)
-        array = xp.add(array[:, :, : width // 2], array[:, :, width // 2 :], out=half)
+        array = np.add(array[:, :, : width // 2], array[:, :, width // 2 :], out=half)
     return _sums(array)
 
 
@@ -105,31 +61,29 @@ def _cap(z: Array, transform: Transform) -> None:
     """Turn logits into softcap tanh(scale x / softcap), in place."""
     if transform.softcap is None:
         return
-    xp = array_namespace(z)
-    unbounded = xp.isinf(z)  # a masked class stays masked, and +inf stays an error
+    unbounded = np.isinf(z)  # a masked class stays masked, and +inf stays an error
     infinities = z[unbounded]
-    xp.multiply(z, transform.scale / transform.softcap, out=z)
-    xp.tanh(z, out=z)
-    xp.multiply(z, transform.softcap, out=z)
+    np.multiply(z, transform.scale / transform.softcap, out=z)
+    np.tanh(z, out=z)
+    np.multiply(z, transform.softcap, out=z)
     z[unbounded] = infinities
 
 
 def _subtract(z: Array, reference: Array, scale: float, out: Array) -> None:
     """out = scale (z - reference), subtracted before it is scaled; `reference` is (rows, segments) or (rows, 1)."""
-    xp = array_namespace(z)
-    finite = xp.asarray(np.where(reference == -np.inf, 0.0, reference), dtype=z.dtype)
-    xp.subtract(z, finite[:, :, None], out=out)
+    finite = np.where(reference == -np.inf, 0.0, reference).astype(z.dtype, copy=False)
+    np.subtract(z, finite[:, :, None], out=out)
     if scale != 1.0:
         # A scale that float32 cannot hold would be off by the same factor for all classes.
         exact = out.dtype.type(scale) == scale
-        xp.multiply(out, scale, out=out, dtype=out.dtype if exact else np.float64, casting="same_kind")
+        np.multiply(out, scale, out=out, dtype=out.dtype if exact else np.float64, casting="same_kind")
 
 
 def _class_weights(tile: Tile, weights: ClassWeights, buffers: Buffers) -> Array | None:
     """u on this tile in float64: None for ones, (segments, width) if all rows have the same, else a tile of scratch."""
     weight = None
     if weights.weight is not None:
-        weight = buffers.xp.asarray(weights.weight[tile.block[1]].reshape(tile.shape[1:]))
+        weight = weights.weight[tile.block[1]].reshape(tile.shape[1:])
     if weights.probabilities is None:
         return weight
     u = buffers.take("weights", tile, np.dtype(np.float64))
@@ -162,7 +116,6 @@ def fill_records(
     Returns `records` (rows,) and `references` (rows, segments): those r, as float64, of logits x where a scale is left
     to be applied to differences.
     """
-    xp = array_namespace(logits)
     outer, classes, inner = logits.shape
     dtype = _working_dtype(compute_dtype, transform)
     records = layout.identity(outer * inner, max(1, sum(part.segments for part in parts_of(classes, dtype))))
@@ -172,7 +125,7 @@ def fill_records(
     offsets = _OFFSETS[np.arange(records.shape[1]) % SEGMENTS] / max(scale, 1.0)
     size = _SMALL_TILE if layout.weights or layout.entropy or transform.softcap is not None else _TILE
     overwrite = exponentials is not None and same_memory(exponentials, logits)
-    buffers = Buffers(xp)
+    buffers = Buffers()
     with np.errstate(all="ignore"):  # which also restores the buffer size
         np.setbufsize(_BUFFER)
         for tile in tiles_of(logits.shape, dtype, size):
@@ -187,13 +140,12 @@ def fill_records(
                 held = tile.places(target_column)
                 record["target"][held[:2]] = _at(z, held)
             if layout.hold_largest:
-                place = to_host(z.argmax(axis=2))
+                place = z.argmax(axis=2)
                 held = (*np.indices(place.shape), place)
                 record["largest"] = _at(z, held)
                 record["argmax"] = class_start + tile.block[1].start + held[1] * tile.shape[2] + place
-            on_device = tuple(xp.asarray(index) for index in held)
-            z[on_device] = -np.inf
-            reference = to_host(z.max(axis=2))
+            z[held] = -np.inf
+            reference = z.max(axis=2)
             if z.dtype == np.float32:
                 # Rounded to float32: what is subtracted is what the record says.
                 reference += offsets[tile.records].astype(np.float32)
@@ -201,20 +153,20 @@ def fill_records(
             _subtract(z, reference, scale, out=z)
             if layout.held_weight or layout.weights:
                 u = _class_weights(tile, weights, buffers)
-                record["held_weight"][held[:2]] = 1.0 if u is None else _at(xp.broadcast_to(u, tile.shape), held)
+                record["held_weight"][held[:2]] = 1.0 if u is None else _at(np.broadcast_to(u, tile.shape), held)
             if layout.weights:
-                z[on_device] = 0.0
-                record["weight"], record["weighted_gap"] = _weighted_sums(tile, u, on_device, z, buffers)
-                z[on_device] = -np.inf
+                z[held] = 0.0
+                record["weight"], record["weighted_gap"] = _weighted_sums(tile, u, held, z, buffers)
+                z[held] = -np.inf
             if layout.entropy:
                 # Where exp is 0 anyway, any finite gap will do in place of an infinite one.
                 gap = buffers.take("gap", tile)
-                xp.maximum(z, z.dtype.type(-1000.0), out=gap)
-            xp.exp(z, out=z)
-            record["sum_exp"] = to_host(_sums_by_pairs(z, buffers))
+                np.maximum(z, z.dtype.type(-1000.0), out=gap)
+            np.exp(z, out=z)
+            record["sum_exp"] = _sums_by_pairs(z, buffers)
             if layout.entropy:
                 gap *= z
-                record["exp_gap"] = -to_host(_sums(gap))
+                record["exp_gap"] = -_sums(gap)
             if exponentials is not None and in_place is None:
                 tile.store(exponentials, z)
     references = records["max"]
@@ -226,9 +178,8 @@ def fill_records(
 
 
 def _at(array: Array, index: tuple[Array, ...]) -> Array:
-    """The elements of `array` at places given on the host, there, as float64."""
-    xp = array_namespace(array)
-    return to_host(array[tuple(xp.asarray(each) for each in index)]).astype(np.float64)
+    """The elements of `array` at `index`, as float64."""
+    return array[index].astype(np.float64)
 
 
 def _working_dtype(compute_dtype: np.dtype[Any], transform: Transform) -> np.dtype[Any]:
@@ -240,25 +191,24 @@ def _weighted_sums(
     tile: Tile, u: Array | None, held: tuple[Array, ...], above: Array, buffers: Buffers
 ) -> tuple[Array, Array]:
     """sum of u and of u (max - z) over the classes that are not held; `above` is z - max, 0 where held."""
-    xp = array_namespace(above)
     rows, segments, _ = held
     if u is None:
-        total = xp.full(above.shape[:2], float(above.shape[2]))
+        total = np.full(above.shape[:2], float(above.shape[2]))
         total[rows, segments] -= 1.0
-        return to_host(total), -to_host(_sums(above))
+        return total, -_sums(above)
     if u.ndim == 2:
-        total = xp.broadcast_to(u.sum(axis=1), above.shape[:2]).copy()
+        total = np.broadcast_to(u.sum(axis=1), above.shape[:2]).copy()
         total[rows, segments] -= u[held[1:]]
     else:
         u[held] = 0.0
         total = _sums(u)
     product = buffers.take("product", tile, np.dtype(np.float64))
-    xp.multiply(u, above, out=product)
+    np.multiply(u, above, out=product)
     gap = -_sums(product)
-    if xp.isnan(gap).any():
+    if np.isnan(gap).any():
         # Either an honest nan, or a masked class of weight 0, which contributes nothing.
-        gap = -_sums(xp.where(u == 0.0, 0.0, product))
-    return to_host(total), to_host(gap)
+        gap = -_sums(np.where(u == 0.0, 0.0, product))
+    return total, gap
 
 
 def write_gradient(
@@ -275,11 +225,10 @@ def write_gradient(
 
     With `references`, `out` already has the exponentials that `fill_records` left there, and `logits` is not read.
     """
-    xp = array_namespace(out)
     softcap, scale = transform.softcap, transform.of_differences
     plain = gradient.weight_factor is None and softcap is None
     all_valid = bool(gradient.valid.all())
-    buffers = Buffers(xp)
+    buffers = Buffers()
     with np.errstate(all="ignore"):  # which also restores the buffer size
         np.setbufsize(_BUFFER)
         for tile in tiles_of(out.shape, _working_dtype(compute_dtype, transform), _TILE if plain else _SMALL_TILE):
@@ -294,42 +243,39 @@ def write_gradient(
                     tile.load(logits, z)
                     _cap(z, transform)
                 _subtract(z, gradient.max[tile.rows, None], scale, dz)
-                xp.exp(dz, out=dz)
+                np.exp(dz, out=dz)
             else:
                 if in_place is None:
                     tile.load(out, dz)
                 # These are relative to the maxima of segments rather than to that of the row.
                 reference, top = references[tile.rows, tile.records], gradient.max[tile.rows, None]
                 factor = factor * np.exp(scale * np.where(reference == top, 0.0, reference - top))
-            dz *= xp.asarray(factor, dtype=dz.dtype)[:, :, None]
+            dz *= factor.astype(dz.dtype, copy=False)[:, :, None]
             if gradient.weight_factor is not None:
-                subtracted = xp.asarray(gradient.weight_factor[tile.rows])[:, None, None]
+                subtracted = gradient.weight_factor[tile.rows][:, None, None]
                 u = _class_weights(tile, weights, buffers)
                 if u is not None:
                     product = buffers.take("product", tile, np.dtype(np.float64))
-                    subtracted = xp.multiply(subtracted, u, out=product)
-                xp.subtract(dz, subtracted, out=dz, casting="same_kind")
+                    subtracted = np.multiply(subtracted, u, out=product)
+                np.subtract(dz, subtracted, out=dz, casting="same_kind")
             held = tile.places(gradient.held_column)
-            dz[tuple(xp.asarray(index) for index in held)] = xp.asarray(
-                gradient.held_gradient[tile.rows][held[0]], dtype=dz.dtype
-            )
+            dz[held] = gradient.held_gradient[tile.rows][held[0]]
             if softcap is not None:
                 dz *= _softcap_slope(tile, logits, transform.scale / softcap, buffers)
             if not all_valid:
-                dz[xp.asarray(np.flatnonzero(~gradient.valid[tile.rows]))] = 0.0
+                dz[np.flatnonzero(~gradient.valid[tile.rows])] = 0.0
             if in_place is None:
                 tile.store(out, dz)
 
 
 def _softcap_slope(tile: Tile, logits: Array, factor: float, buffers: Buffers) -> Array:
     """sech(factor x)**2, the slope of tanh, by one exponential that cannot overflow."""
-    xp = array_namespace(logits)
     slope, square = buffers.take("slope", tile), buffers.take("square", tile)
     tile.load(logits, slope)
-    xp.abs(slope, out=slope)
+    np.abs(slope, out=slope)
     slope *= -2.0 * factor
-    xp.exp(slope, out=slope)
-    xp.add(slope, 1.0, out=square)
+    np.exp(slope, out=slope)
+    np.add(slope, 1.0, out=square)
     square *= square
     slope *= 4.0
     slope /= square

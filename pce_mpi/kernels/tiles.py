@@ -14,7 +14,7 @@ import numpy as np
 
 __all__ = ["SEGMENTS", "Buffers", "Part", "Tile", "parts_of", "tiles_of"]
 
-Array = Any  # numpy.ndarray or cupy.ndarray
+Array = np.ndarray[Any, Any]
 
 #: a row has a multiple of so many segments
 SEGMENTS = 4
@@ -105,8 +105,7 @@ def tiles_of(shape: tuple[int, int, int], dtype: np.dtype[Any], size: int) -> It
 class Buffers:
     """Scratch tiles, one per purpose and dtype, allocated when asked for."""
 
-    def __init__(self, xp: Any):
-        self.xp = xp
+    def __init__(self) -> None:
         self._flat: dict[tuple[str, np.dtype[Any]], Array] = {}
 
     def take(self, purpose: str, tile: Tile, dtype: np.dtype[Any] | None = None) -> Array:
@@ -117,5 +116,5 @@ class Buffers:
     def take_flat(self, purpose: str, size: int, dtype: np.dtype[Any]) -> Array:
         flat = self._flat.get((purpose, dtype))
         if flat is None or flat.size < size:
-            flat = self._flat[purpose, dtype] = self.xp.empty(size, dtype)
+            flat = self._flat[purpose, dtype] = np.empty(size, dtype)
         return flat[:size]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pce_mpi.arrays import add_rows, array_namespace, as_array, to_host
+from pce_mpi.arrays import add_rows, array_namespace, as_array, check_one_library, to_host
 from pce_mpi.dist_array import DistArray
 from pce_mpi.ops.abstract import AbstractMesh
 from pce_mpi.ops.applying import apply
@@ -100,6 +100,8 @@ def embedding(ids: Any, table: Any) -> DistArray:
     table = table if isinstance(table, DistArray) else as_array(table, "table")
     if table.ndim != 2:
         raise ValueError(f"an embedding's table has two axes, got shape {table.shape}")
+    named = {"ids": ids, "table": table}
+    check_one_library({name: x.local if isinstance(x, DistArray) else x for name, x in named.items()})
     mesh = next((x.mesh for x in (table, ids) if isinstance(x, DistArray)), None)
     if isinstance(ids, DistArray):
         # Ids are looked up, not the terms of a sum; and on every rank that has rows of the table.

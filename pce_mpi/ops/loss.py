@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arguments import Call, Reduction
-from pce_mpi.arrays import array_namespace, as_array, compute_dtype_of, is_floating
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of, is_floating
 from pce_mpi.dist_array import DistArray
 from pce_mpi.loss import Residuals, forward_of, softmax_cross_entropy_backward, value_and_grad_of
 from pce_mpi.mesh import over_text
@@ -157,6 +157,8 @@ def cross_entropy(
     weights = [] if weight is None else [weight if isinstance(weight, DistArray) else as_array(weight, "weight")]
     if weights and weights[0].shape != logits.shape[place : place + 1]:
         raise ValueError(f"weight must have one entry per class, ({logits.shape[place]},), got {weights[0].shape}")
+    named = zip(("logits", "targets", "weight"), (logits, given, *weights), strict=False)
+    check_one_library({name: array.local if isinstance(array, DistArray) else array for name, array in named})
     return apply(
         _CROSS_ENTROPY,
         logits,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, is_floating
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floating
 from pce_mpi.dist_array import DistArray, redistribute
 from pce_mpi.ops.abstract import Abstract, AbstractMesh, sent_by
 from pce_mpi.sharding import Sharding
@@ -17,7 +17,7 @@ __all__ = ["at_hand", "moved", "operands_of"]
 
 
 def operands_of(name: str, values: Sequence[Any]) -> list[DistArray]:
-    """`values` as distributed arrays of one mesh: plain arrays and numbers are Replicate."""
+    """`values` as distributed arrays of one mesh and one array library: plain arrays and numbers are Replicate."""
     distributed = [value for value in values if isinstance(value, DistArray)]
     if not distributed:
         raise TypeError(f"{name} takes at least one DistArray; make one with pce_mpi.distribute")
@@ -37,10 +37,15 @@ def operands_of(name: str, values: Sequence[Any]) -> list[DistArray]:
             abstract = isinstance(first.mesh, AbstractMesh)
             array = Abstract(dtype) if abstract else array_namespace(first.local).asarray(value, dtype)
             shape: tuple[int, ...] = ()
+        elif isinstance(value, np.generic) and not isinstance(first.mesh, AbstractMesh):
+            array, shape = array_namespace(first.local).asarray(value), ()
         else:
             array = as_array(value, f"operand {index} of {name}")
             shape = array.shape
         operands.append(DistArray(array, first.mesh, Sharding.of(first.mesh.layout, shape, {})))
+    kind = type(first.local)
+    if any(type(operand.local) is not kind for operand in operands):
+        check_one_library({f"operand {index} of {name}": operand.local for index, operand in enumerate(operands)})
     return operands
 
 

@@ -52,7 +52,7 @@ def maximum_and_sum(x: Array, axes: Sequence[int], layout: Layout, operation: st
     rows = x.transpose([*others, *axes]).reshape(math.prod(shape), math.prod(x.shape[axis] for axis in axes))
     call = Call(operation=operation, logits=rows, comm=comm, over=over_text(layout.dims(axes)), needs_targets=False)
     merged, _ = row_softmax(call, prepare(call), _RECORD)
-    found = (merged.records["largest"], merged.sum_exp_of_all)
+    found = (merged.fields["largest"], merged.sum_exp_of_all)
     return tuple(xp.asarray(values.astype(x.dtype).reshape(shape)) for values in found)
 
 

@@ -1,6 +1,6 @@
 """How many bits are right, against mpmath: from one class to 50,000, from p(target) = 0.01 to 1 - e^-30, far from 0.
 
-`pytest -s` prints the worst error of each kind, in ulps.
+`pytest -s` prints the worst error of each kind, in ulps. `pytest --gpu` has all but `dense` done on a GPU.
 """
 
 from typing import NamedTuple
@@ -12,6 +12,7 @@ import pytest
 from in_step import in_step
 import pce_mpi as pce
 from pce_mpi import dense
+from pce_mpi.arrays import to_host
 from ranks.exact import Pair, exact_row, exact_statistics, exact_weighted
 from ranks.problems import split
 from ulps import DENSE, DENSE_ENTROPY, FLOAT32, FLOAT64_ROUNDED_TO_FLOAT32, HALF, STATISTICS, errors, ulp
@@ -123,28 +124,29 @@ def limits(kind, limit):
     return dict.fromkeys([f"{kind} loss", f"{kind} gradient at the target", f"{kind} gradient elsewhere"], limit)
 
 
-def both_ways(comm, case, number, **options):
+def both_ways(comm, xp, case, number, **options):
     """The shard and, for value_and_grad and for forward with backward, the loss and the gradient."""
     start, stop = shard_of(comm, case, number)
-    logits = case.logits[:, start:stop].copy()
+    logits, targets = xp.asarray(case.logits[:, start:stop].copy()), xp.asarray(case.targets)
     options = dict(options, comm=comm, class_start=start, reduction="none")
-    fused = pce.softmax_cross_entropy_value_and_grad(logits, case.targets, **options)
-    loss, residuals = pce.softmax_cross_entropy_forward(logits, case.targets, **options)
-    return start, stop, [fused, (loss, pce.softmax_cross_entropy_backward(1.0, residuals))]
+    fused = pce.softmax_cross_entropy_value_and_grad(logits, targets, **options)
+    loss, residuals = pce.softmax_cross_entropy_forward(logits, targets, **options)
+    ways = [fused, (loss, pce.softmax_cross_entropy_backward(1.0, residuals))]
+    return start, stop, [tuple(map(to_host, way)) for way in ways]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("classes", CLASSES)
-def test_float32_logits(comm, classes, kind):
+def test_float32_logits(comm, xp, classes, kind):
     worst = Worst(limits("float32", FLOAT32) | limits("float64", FLOAT64_ROUNDED_TO_FLOAT32) | limits("dense", DENSE))
     offsets = OFFSETS if classes < 50_000 or kind == "random" else [1.0, -1e4]
     for number, case in enumerate(cases(classes, np.float32, [kind], offsets)):
         rows = exact(comm, case)
-        start, _, ways = both_ways(comm, case, number)
+        start, _, ways = both_ways(comm, xp, case, number)
         for loss, gradient in ways:
             worst.note_loss("float32 loss", loss, rows, case, np.float32)
             worst.note_gradient("float32 gradient", gradient, rows, case, np.float32, start)
-        start, _, ways = both_ways(comm, case, number, compute_dtype=np.float64)
+        start, _, ways = both_ways(comm, xp, case, number, compute_dtype=np.float64)
         for loss, gradient in ways:
             worst.note_loss("float64 loss", loss.astype(np.float32), rows, case, np.float32)
             worst.note_gradient("float64 gradient", gradient, rows, case, np.float32, start)
@@ -172,12 +174,12 @@ def test_dense_on_float64_logits_that_float32_cannot_hold(comm, classes):
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("classes", CLASSES)
-def test_half_precision_logits_have_the_correctly_rounded_gradient_but_for_an_ulp(comm, classes, dtype):
+def test_half_precision_logits_have_the_correctly_rounded_gradient_but_for_an_ulp(comm, xp, classes, dtype):
     worst = Worst({"loss": FLOAT32, "gradient": HALF})
     kinds = KINDS if classes < 50_000 else ["random", "one above many"]
     for number, case in enumerate(cases(classes, dtype, kinds, offsets=[0.0, 100.0, -1e4])):
         rows = exact(comm, case)
-        start, stop, ways = both_ways(comm, case, number)
+        start, stop, ways = both_ways(comm, xp, case, number)
         rounded = rounded_gradient(rows, case, start, stop)
         for loss, gradient in ways:
             worst.note_loss("loss", loss, rows, case, np.float32)
@@ -192,7 +194,7 @@ def rounded_gradient(rows, case, start, stop):
     return np.stack(near).astype(case.logits.dtype)
 
 
-def test_a_half_precision_gradient_is_rounded_after_1_is_subtracted_at_the_target(comm):
+def test_a_half_precision_gradient_is_rounded_after_1_is_subtracted_at_the_target(comm, xp):
     # p = 0.999: rounded first, p - 1 has no bit left in bfloat16.
     for dtype in (np.float16, ml_dtypes.bfloat16):
         logits = np.array([[7.0, 0.0, -1.0, 0.5]]).astype(dtype)
@@ -200,7 +202,7 @@ def test_a_half_precision_gradient_is_rounded_after_1_is_subtracted_at_the_targe
         rows = exact(comm, case)
         for number in range(3):
             with in_step(comm):
-                start, stop, ways = both_ways(comm, case, number)
+                start, stop, ways = both_ways(comm, xp, case, number)
                 for _, gradient in ways:
                     assert errors(gradient, rounded_gradient(rows, case, start, stop), dtype).max(initial=0) <= HALF
 
@@ -230,18 +232,19 @@ MANY = [(300, 300), (3000, 3000), (50_000, 50_000), (50_000, 6000), (50_000, 50)
 
 
 @pytest.mark.parametrize(("classes", "every"), MANY)
-def test_many_classes_that_all_round_the_same_way_in_float32(comm, classes, every):
+def test_many_classes_that_all_round_the_same_way_in_float32(comm, xp, classes, every):
     worst = Worst(limits("float32", FLOAT32))
     case = rounding_worst(np.float32, classes, np.float64, every)
     rows = exact(comm, case)
     for number in range(2):
-        start, _, ways = both_ways(comm, case, number)
+        start, _, ways = both_ways(comm, xp, case, number)
         for loss, gradient in ways:
             worst.note_loss("float32 loss", loss, rows, case, np.float32)
             worst.note_gradient("float32 gradient", gradient, rows, case, np.float32, start)
     start, stop = split(classes, comm.size, "all on the last rank")[comm.rank]
     options = {"comm": comm, "class_start": start, "reduction": "none"}
-    loss, gradient = pce.softmax_cross_entropy_value_and_grad(case.logits[:, start:stop], case.targets, **options)
+    logits, targets = xp.asarray(case.logits[:, start:stop]), xp.asarray(case.targets)
+    loss, gradient = map(to_host, pce.softmax_cross_entropy_value_and_grad(logits, targets, **options))
     worst.note_loss("float32 loss", loss, rows, case, np.float32)
     worst.note_gradient("float32 gradient", gradient, rows, case, np.float32, start)
     worst.check(comm, f"all round alike, {classes} classes")
@@ -256,22 +259,21 @@ def test_many_classes_that_all_round_the_same_way_in_dense(comm, classes, every)
 
 
 @pytest.mark.parametrize("classes", [2, 10, 1000])
-def test_a_mean_keeps_the_bits_of_tiny_losses_under_weights(comm, classes):
+def test_a_mean_keeps_the_bits_of_tiny_losses_under_weights(comm, xp, classes):
     worst = Worst({"loss": FLOAT32})
     weight = np.random.default_rng(1).uniform(0.25, 4, classes).astype(np.float32)
     for case in cases(classes, np.float32, kinds=["random", "one dominates"], offsets=[0.0, 100.0], odds=ODDS[-2:]):
         losses = np.array([row.loss.near[0] for row in exact(comm, case)])
         w = weight[case.targets].astype(np.float64)
         start, stop = shard_of(comm, case, 1)
-        loss = pce.softmax_cross_entropy(
-            case.logits[:, start:stop], case.targets, comm=comm, class_start=start, weight=weight[start:stop]
-        )
-        worst.note("loss", errors(loss, (w * losses).sum() / w.sum(), np.float32), case)
+        logits, targets, mine = map(xp.asarray, (case.logits[:, start:stop], case.targets, weight[start:stop]))
+        loss = pce.softmax_cross_entropy(logits, targets, comm=comm, class_start=start, weight=mine)
+        worst.note("loss", errors(to_host(loss), (w * losses).sum() / w.sum(), np.float32), case)
     worst.check(comm, f"weighted mean, {classes} classes")
 
 
 @pytest.mark.parametrize("classes", [2, 3, 10, 300])
-def test_probability_targets_close_to_one_class_that_is_close_to_certain(comm, classes):
+def test_probability_targets_close_to_one_class_that_is_close_to_certain(comm, xp, classes):
     worst = Worst({"loss": FLOAT32, "gradient": FLOAT32, "dense loss": DENSE, "dense gradient": DENSE})
     rng = np.random.default_rng(classes)
     for case in cases(classes, np.float32, kinds=["random", "equal", "one dominates"], offsets=[0.0, -100.0, 1e4]):
@@ -287,9 +289,9 @@ def test_probability_targets_close_to_one_class_that_is_close_to_certain(comm, c
         size = np.stack([row.size for row in rows_exact]).max(axis=1, keepdims=True)
         size = np.broadcast_to(size, q.shape)
         start, stop = shard_of(comm, case, 2)
-        loss, gradient = pce.softmax_cross_entropy_value_and_grad(
-            case.logits[:, start:stop], q[:, start:stop], comm=comm, class_start=start, reduction="none"
-        )
+        options = {"comm": comm, "class_start": start, "reduction": "none"}
+        logits, probabilities = xp.asarray(case.logits[:, start:stop]), xp.asarray(q[:, start:stop])
+        loss, gradient = map(to_host, pce.softmax_cross_entropy_value_and_grad(logits, probabilities, **options))
         part = np.s_[:, start:stop]
         worst.note_loss("loss", loss, rows_exact, case, np.float32)
         worst.note(
@@ -302,7 +304,7 @@ def test_probability_targets_close_to_one_class_that_is_close_to_certain(comm, c
 
 
 @pytest.mark.parametrize("classes", [1, 2, 10, 1000])
-def test_statistics_keep_their_bits_where_one_class_is_close_to_certain(comm, classes):
+def test_statistics_keep_their_bits_where_one_class_is_close_to_certain(comm, xp, classes):
     names = ["sum_exp", "logsumexp", "log_prob", "entropy"]
     limits = dict.fromkeys(names, STATISTICS) | {f"dense {name}": DENSE for name in names}
     limits["dense entropy"] = DENSE_ENTROPY
@@ -310,18 +312,18 @@ def test_statistics_keep_their_bits_where_one_class_is_close_to_certain(comm, cl
     for case in cases(classes, np.float32, offsets=[0.0, 1.0, -100.0, 1e4]):
         rows = exact(comm, case, exact_statistics)
         start, stop = shard_of(comm, case, 1)
-        logits = case.logits[:, start:stop]
+        logits, targets = xp.asarray(case.logits[:, start:stop]), xp.asarray(case.targets)
         options = {"comm": comm, "class_start": start}
-        by_float32 = pce.class_statistics(logits, case.targets, **options)
-        by_float64 = pce.class_statistics(logits, case.targets, compute_dtype=np.float64, **options)
+        by_float32 = pce.class_statistics(logits, targets, **options)
+        by_float64 = pce.class_statistics(logits, targets, compute_dtype=np.float64, **options)
         by_dense = dense.class_statistics(case.logits, case.targets)
         for name in names:
             near = np.array([getattr(row, name).near[0] for row in rows])
             rest = np.array([getattr(row, name).rest[0] for row in rows])
             # max + log(sum_exp) may cancel.
             size = np.maximum(1.0, np.abs(near)) if name == "logsumexp" else near
-            worst.note(name, errors(getattr(by_float32, name), near, np.float32, size, rest), case)
-            rounded = getattr(by_float64, name).astype(np.float32)
+            worst.note(name, errors(to_host(getattr(by_float32, name)), near, np.float32, size, rest), case)
+            rounded = to_host(getattr(by_float64, name)).astype(np.float32)
             worst.note(f"{name} by float64 arithmetic, rounded", errors(rounded, near, np.float32, size, rest), case)
             worst.note(f"dense {name}", errors(getattr(by_dense, name), near, np.float64, size, rest), case)
     worst.check(comm, f"statistics, {classes} classes")

@@ -1,74 +1,418 @@
-"""The array library is the logits' own: CuPy arrays take the same path as NumPy's and come back as CuPy arrays.
+"""The array library is the logits' own: CuPy arrays stay on their GPU, and come back as CuPy arrays.
 
-There is no GPU here. A strict stand-in for CuPy shows that nothing mixes the two libraries on the way.
+A strict stand-in for CuPy shows that nothing mixes the two libraries on the way, and what crosses from one to the
+other; the kernels are those for GPUs, compiled for the host. The numbers are held to the tolerances of the CPU.
 """
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from in_step import in_step
 import pce_mpi as pce
+from pce_mpi import kernels
+from ranks.problems import (
+    NARROW,
+    SPLITS,
+    WIDE,
+    Part,
+    Results,
+    assert_as_dense,
+    draw,
+    same_on_every_rank,
+    split,
+)
+from ulps import STATISTICS, errors, worst
 
-ROWS, CLASSES = 6, 13
+TARGETS = ["index", "probabilities"]
+FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
-OPTIONS = {
-    "plain": {},
-    "weight": {"weight": True},
-    "label_smoothing": {"label_smoothing": 0.1},
-    "both": {"weight": True, "label_smoothing": 0.1},
-    "z_loss": {"z_loss": 0.01},
-    "softcap": {"softcap": 10.0},
-    "none": {"reduction": "none"},
-    "float64": {"compute_dtype": np.float64},
-}
-
-
-def problem(comm, probabilities):
-    rng = np.random.default_rng(3)
-    logits = 3 * rng.standard_normal((ROWS, CLASSES), np.float32)
-    mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
-    targets = rng.random((ROWS, CLASSES), np.float32)[:, mine] if probabilities else rng.integers(0, CLASSES, ROWS)
-    if not probabilities:
-        targets[2] = -100
-    return logits[:, mine].copy(), targets, rng.uniform(0.5, 2, CLASSES)[mine]
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("probabilities", [False, True], ids=["class numbers", "probabilities"])
-def test_cupy_arrays_give_cupy_arrays_with_the_same_numbers(comm, cupy, probabilities, options):
-    logits, targets, weight = problem(comm, probabilities)
-    options = options | ({"weight": weight} if "weight" in options else {})
-    on_device = options | ({"weight": cupy.asarray(weight)} if "weight" in options else {})
-    device_logits, device_targets = cupy.asarray(logits), cupy.asarray(targets)
-
-    loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
-    got = pce.softmax_cross_entropy_value_and_grad(device_logits, device_targets, comm=comm, **on_device)
-    _, residuals = pce.softmax_cross_entropy_forward(device_logits, device_targets, comm=comm, **on_device)
-    dloss = cupy.asarray(np.ones(loss.shape))
-    two_passes = pce.softmax_cross_entropy_backward(dloss, residuals)
-    in_place = pce.softmax_cross_entropy_backward(1.0, residuals, out=device_logits)
-
-    assert all(isinstance(array, cupy.ndarray) for array in (*got, two_passes, in_place))
-    assert in_place is device_logits
-    assert np.array_equal(cupy.asnumpy(got[0]), loss)
-    assert np.array_equal(cupy.asnumpy(got[1]), gradient)
-    # One pass and two passes round differently, but for the same exponentials.
-    assert np.allclose(cupy.asnumpy(two_passes), gradient, rtol=0, atol=4 * np.finfo(np.float32).eps)
-    assert np.array_equal(cupy.asnumpy(in_place), cupy.asnumpy(two_passes))
+OPTIONS = [
+    {},
+    {"weight": True},
+    {"label_smoothing": 0.1},
+    {"weight": True, "label_smoothing": 0.3},
+    {"z_loss": 0.01},
+    {"z_loss": 0.01, "weight": True},
+    {"logit_scale": 0.7},
+    {"logit_scale": 7.0, "weight": True, "label_smoothing": 0.1},
+    {"softcap": 10.0},
+    {"softcap": 5.0, "logit_scale": 2.0, "z_loss": 0.1},
+    {"reduction": "none"},
+    {"reduction": "sum"},
+]
 
 
-def test_class_statistics_of_cupy_arrays_are_cupy_arrays(comm, cupy):
-    logits, targets, _ = problem(comm, False)
-    expected = pce.class_statistics(logits, targets, comm=comm)
-    got = pce.class_statistics(cupy.asarray(logits), cupy.asarray(targets), comm=comm)
-    assert all(isinstance(field, cupy.ndarray) for field in got)
+def part_of(comm, problem, how="uneven"):
+    return Part(*split(problem.classes, comm.size, how)[comm.rank])
+
+
+def on_device(cupy, problem, part):
+    """Logits, targets and options of this rank, all arrays among them CuPy's."""
+    logits, targets, options = part.on_this_rank(problem)
+    if "weight" in options:
+        options["weight"] = cupy.asarray(options["weight"])
+    return cupy.asarray(logits), cupy.asarray(targets), options
+
+
+def evaluate(comm, cupy, problem, part, layout=None, **more):
+    """`ranks.problems.evaluate` with CuPy arrays, and backward with a CuPy `dloss`, a number and in place."""
+    logits, targets, options = on_device(cupy, problem, part)
+    if layout is not None:
+        logits = layout(logits, cupy)
+    options = {**options, "comm": comm, **more}
+    arrays = {"logits": logits, "targets": targets}
+    before = {name: cupy.asnumpy(array).tobytes() for name, array in arrays.items()}
+    alone = pce.softmax_cross_entropy(logits, targets, **options)
+    forward, residuals = pce.softmax_cross_entropy_forward(logits, targets, **options)
+    backward = pce.softmax_cross_entropy_backward(cupy.ones(forward.shape), residuals)
+    of_a_number = pce.softmax_cross_entropy_backward(1.0, residuals)
+    loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, **options)
+    out = cupy.zeros(logits.shape, logits.dtype)
+    _, into_out = pce.softmax_cross_entropy_value_and_grad(logits, targets, out=out, **options)
+    changed = [name for name, array in arrays.items() if cupy.asnumpy(array).tobytes() != before[name]]
+    in_place = pce.softmax_cross_entropy_backward(1.0, residuals, out=logits)
+    losses = {"softmax_cross_entropy": alone, "forward": forward, "value_and_grad": loss}
+    gradients = {"backward": backward, "of a number": of_a_number, "value_and_grad": gradient, "in place": in_place}
+    assert all(isinstance(array, cupy.ndarray) for array in [*losses.values(), *gradients.values()])
+    assert in_place is logits
+    assert into_out is out
+    losses, gradients = ({name: cupy.asnumpy(a) for name, a in each.items()} for each in (losses, gradients))
+    assert np.array_equal(cupy.asnumpy(out), gradients["value_and_grad"], equal_nan=True)
+    return Results(losses, gradients, changed, [], comm is None or same_on_every_rank(comm, *losses.values()))
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("targets", TARGETS)
+def test_cupy_arrays_give_cupy_arrays_with_the_right_numbers(comm, cupy, targets, options):
+    for classes, peaked in ((NARROW, True), (WIDE, False)):
+        with in_step(comm):
+            ignored = 0.0 if targets == "probabilities" else 0.2
+            problem = draw(5, classes, targets=targets, peaked=peaked, ignored=ignored, **options)
+            part = part_of(comm, problem)
+            assert_as_dense(evaluate(comm, cupy, problem, part), problem, part)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("targets", TARGETS)
+def test_any_dtype_of_logits_and_of_arithmetic(comm, cupy, dtype, targets):
+    for requested in (None, np.float64):
+        with in_step(comm):
+            problem = draw(4, WIDE, dtype=dtype, targets=targets, peaked=True)
+            part = part_of(comm, problem)
+            results = evaluate(comm, cupy, problem, part, compute_dtype=requested)
+            assert_as_dense(results, problem, part, requested=requested)
+
+
+@pytest.mark.parametrize("how", SPLITS)
+def test_shards_may_be_uneven_and_empty(comm, cupy, how):
+    for targets in TARGETS:
+        with in_step(comm):
+            problem = draw(4, NARROW, targets=targets)
+            part = part_of(comm, problem, how)
+            assert_as_dense(evaluate(comm, cupy, problem, part), problem, part)
+
+
+def fortran(array, cupy):
+    return cupy.asarray(cupy.asnumpy(array.T)).T
+
+
+def strided(array, cupy):
+    wide = cupy.zeros(tuple(2 * length for length in array.shape), array.dtype)
+    view = wide[tuple(slice(None, None, 2) for _ in array.shape)]
+    view[...] = array
+    return view
+
+
+def misaligned(array, cupy):
+    flat = cupy.zeros(array.size + 1, array.dtype)[1:]
+    flat[...] = array.reshape(-1)
+    return flat.reshape(array.shape)
+
+
+@pytest.mark.parametrize("layout", [fortran, strided, misaligned], ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize(("shape", "axis"), [((5, NARROW), -1), ((WIDE, 3), 0), ((2, NARROW, 3), 1), ((NARROW,), 0)])
+def test_logits_may_lie_in_memory_in_any_way(comm, cupy, layout, shape, axis):
+    for targets in TARGETS:
+        with in_step(comm):
+            problem = draw(*shape, axis=axis, targets=targets)
+            part = part_of(comm, problem)
+            assert_as_dense(evaluate(comm, cupy, problem, part, layout), problem, part)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_there_may_be_no_rows(comm, cupy, reduction):
+    problem = draw(0, NARROW, reduction=reduction)
+    part = part_of(comm, problem)
+    assert_as_dense(evaluate(comm, cupy, problem, part), problem, part)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight": True}, {"label_smoothing": 0.1}], ids=str)
+def test_special_rows_give_what_they_give_on_the_host(comm, cupy, options):
+    problem = draw(6, NARROW, reduction="none", **options)
+    logits, targets = problem.logits.copy(), problem.targets.copy()
+    logits[0] = -np.inf
+    logits[1, 3] = np.inf
+    logits[2, 5] = np.nan
+    logits[3], targets[3] = np.nan, -100  # counts for nothing
+    logits[4, (targets[4] + 1) % NARROW] = -np.inf
+    problem = problem.but(logits=logits, targets=targets)
+    part = part_of(comm, problem)
+    mine, chosen, more = part.on_this_rank(problem)
+    expected = pce.softmax_cross_entropy_value_and_grad(mine, chosen, comm=comm, **more)
+    results = evaluate(comm, cupy, problem, part)
+    for loss in results.losses.values():
+        assert np.array_equal(np.isnan(loss), np.isnan(expected[0]))
+    for gradient in results.gradients.values():
+        assert np.array_equal(np.isnan(gradient), np.isnan(expected[1]))
+        assert not gradient[3].any()
+    assert worst(results.losses["value_and_grad"][4:], expected[0][4:], np.float32, 10.0) <= STATISTICS
+
+
+@pytest.mark.parametrize("weight", [False, True])
+def test_a_mean_over_no_rows_is_nan_and_its_gradient_0(comm, cupy, weight):
+    problem = draw(3, NARROW, weight=weight)
+    problem = problem.but(targets=np.full(3, -100))
+    part = part_of(comm, problem)
+    results = evaluate(comm, cupy, problem, part)
+    assert all(np.isnan(loss) for loss in results.losses.values())
+    assert not any(gradient.any() for gradient in results.gradients.values())
+
+
+def test_a_mean_over_rows_whose_weights_are_0_is_nan_and_so_is_its_gradient(comm, cupy):
+    problem = draw(3, NARROW, weight=True)
+    problem = problem.but(weight=np.zeros(NARROW, np.float32))
+    results = evaluate(comm, cupy, problem, part_of(comm, problem))
+    assert all(np.isnan(loss) for loss in results.losses.values())
+    assert all(np.isnan(gradient).all() for gradient in results.gradients.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"logit_scale": 0.5}, {"softcap": 5.0}], ids=str)
+def test_class_statistics_of_cupy_arrays_are_cupy_arrays(comm, cupy, options):
+    problem = draw(5, WIDE, ignored=0.2)
+    part = part_of(comm, problem)
+    logits, targets, _ = part.on_this_rank(problem)
+    expected = pce.class_statistics(logits, targets, comm=comm, **options)
+    got = pce.class_statistics(cupy.asarray(logits), cupy.asarray(targets), comm=comm, **options)
+    without = pce.class_statistics(cupy.asarray(logits), comm=comm, **options)
+    assert without.log_prob is None
     for name, value in expected._asdict().items():
-        assert np.array_equal(cupy.asnumpy(getattr(got, name)), value), name
+        field = getattr(got, name)
+        assert isinstance(field, cupy.ndarray), name
+        assert field.dtype == value.dtype, name
+        assert errors(cupy.asnumpy(field), value, np.float32).max() <= 2 * STATISTICS, name  # of both
 
 
-def test_arrays_of_two_libraries_do_not_mix(comm, cupy):
-    logits, targets, _ = problem(comm, True)
-    with pytest.raises(TypeError, match="probability targets and logits must be arrays of the same library"):
-        pce.softmax_cross_entropy(cupy.asarray(logits), targets, comm=comm)
-    with pytest.raises(TypeError, match="out and logits must be arrays of the same library"):
-        pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, out=cupy.asarray(logits))
+def test_rows_that_are_sharded_are_reduced_together(comm, cupy):
+    problem = draw(4, NARROW, ignored=0.3, seed=1)
+    logits, targets, options = problem.logits[comm.rank :: comm.size], problem.targets[comm.rank :: comm.size], {}
+    loss, gradient = pce.softmax_cross_entropy_value_and_grad(
+        cupy.asarray(logits), cupy.asarray(targets), batch_comm=comm, **options
+    )
+    expected, whole = problem.dense()
+    assert worst(cupy.asnumpy(loss), expected, np.float32) <= STATISTICS
+    np.testing.assert_allclose(cupy.asnumpy(gradient), whole[comm.rank :: comm.size], rtol=0, atol=1e-7)
+
+
+# What crosses between the host and the GPU, and how often logits are read
+
+
+class Crossings:
+    """Counts the bytes that leave the stand-in's GPU."""
+
+    def __init__(self, cupy, monkeypatch):
+        self.bytes = 0
+        get = cupy.ndarray.get
+
+        def counted(array, *arguments, **options):
+            self.bytes += array.nbytes
+            return get(array, *arguments, **options)
+
+        monkeypatch.setattr(cupy.ndarray, "get", counted)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("targets", TARGETS)
+def test_only_class_numbers_and_the_records_for_other_ranks_leave_the_gpu(comm, cupy, monkeypatch, targets, reduction):
+    problem = draw(6, NARROW, targets=targets, reduction=reduction)
+    logits, chosen, options = on_device(cupy, problem, part_of(comm, problem))
+    crossings = Crossings(cupy, monkeypatch)
+    pce.softmax_cross_entropy_value_and_grad(logits, chosen, comm=comm, **options)
+    checked = chosen.nbytes if targets == "index" else 0
+    record = 24 if targets == "index" else 56
+    assert crossings.bytes == checked + (6 * record if comm.size > 1 else 0)
+
+
+class Reads:
+    """Which kernels were started, by the names of the functions that start them."""
+
+    def __init__(self, cuda, monkeypatch):
+        self.names = []
+        for name in ("fill_records", "write_gradient", "fill_records_and_write_gradient"):
+            monkeypatch.setattr(cuda, name, self._noting(name, getattr(cuda, name)))
+
+    def _noting(self, name, function):
+        def call(*arguments, **options):
+            self.names.append(name)
+            return function(*arguments, **options)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("targets", "options", "fused"),
+    [
+        ("index", {}, True),
+        ("index", {"weight": True, "z_loss": 0.1, "logit_scale": 2.0}, True),
+        ("index", {"reduction": "none"}, True),
+        ("index", {"label_smoothing": 0.1}, False),
+        ("index", {"softcap": 3.0}, False),
+        ("probabilities", {}, False),
+    ],
+    ids=str,
+)
+def test_one_rank_reads_its_logits_once_where_that_is_possible(comm, cupy, monkeypatch, targets, options, fused):
+    problem = draw(3, NARROW, targets=targets, **options)
+    logits, chosen, options = on_device(cupy, problem, part_of(comm, problem))
+    reads = Reads(kernels.kernels_of(logits), monkeypatch)
+    pce.softmax_cross_entropy_value_and_grad(logits, chosen, comm=comm, **options)
+    once, twice = ["fill_records_and_write_gradient"], ["fill_records", "write_gradient"]
+    assert reads.names == (once if fused and comm.size == 1 else twice)
+
+
+def test_a_mean_that_waits_for_the_rows_of_others_is_taken_of_two_passes(comm, cupy, monkeypatch):
+    problem = draw(3, NARROW)
+    reads = Reads(kernels.kernels_of(cupy.zeros(1)), monkeypatch)
+    arrays = cupy.asarray(problem.logits), cupy.asarray(problem.targets)
+    pce.softmax_cross_entropy_value_and_grad(*arrays, batch_comm=comm)
+    pce.softmax_cross_entropy_value_and_grad(*arrays, batch_comm=comm, reduction="sum")
+    assert reads.names == ["fill_records", "write_gradient", "fill_records_and_write_gradient"]
+
+
+def test_what_is_sent_is_the_same_as_on_the_host(comm, cupy):
+    problem = draw(5, NARROW, weight=True)
+    part = part_of(comm, problem)
+    with pce.trace() as on_host:
+        logits, targets, options = part.on_this_rank(problem)
+        pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
+    with pce.trace() as on_gpu:
+        logits, targets, options = on_device(cupy, problem, part)
+        pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
+    assert on_gpu.events == on_host.events
+
+
+# Arrays of two libraries
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+LOSSES = [
+    pce.softmax_cross_entropy,
+    pce.softmax_cross_entropy_forward,
+    pce.softmax_cross_entropy_value_and_grad,
+    pce.class_statistics,
+]
+
+
+@pytest.mark.parametrize("function", LOSSES, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("gpu", ["logits", "targets"])
+def test_the_losses_name_what_is_on_a_gpu_and_what_is_not(comm, cupy, function, gpu):
+    problem = draw(3, NARROW)
+    logits, targets, _ = part_of(comm, problem).on_this_rank(problem)
+    given = {"logits": logits, "targets": targets}
+    given[gpu] = cupy.asarray(given[gpu])
+    error = error_of(lambda: function(**given, comm=comm))
+    host = {"logits": "targets", "targets": "logits"}[gpu]
+    assert isinstance(error, TypeError)
+    assert f"{gpu} (CuPy, on a GPU)" in str(error)
+    assert f"{host} (NumPy, on the host)" in str(error)
     assert np.isfinite(pce.softmax_cross_entropy(logits, targets, comm=comm))
+
+
+def test_weight_out_and_dloss_belong_to_the_library_of_the_logits(comm, cupy):
+    problem = draw(3, NARROW, weight=True, reduction="none")
+    part = part_of(comm, problem)
+    logits, targets, options = part.on_this_rank(problem)
+    on_gpu, chosen, options_on_gpu = on_device(cupy, problem, part)
+    with_grad = pce.softmax_cross_entropy_value_and_grad
+    weight = error_of(lambda: with_grad(on_gpu, chosen, comm=comm, **options))
+    assert "logits, targets (CuPy, on a GPU); weight (NumPy, on the host)" in str(weight)
+    out = error_of(lambda: with_grad(logits, targets, comm=comm, out=cupy.asarray(logits), **options))
+    assert "logits, targets, weight (NumPy, on the host); out (CuPy, on a GPU)" in str(out)
+    _, residuals = pce.softmax_cross_entropy_forward(on_gpu, chosen, comm=comm, **options_on_gpu)
+    dloss = error_of(lambda: pce.softmax_cross_entropy_backward(np.ones(3), residuals))
+    assert str(dloss) == "arrays of two libraries do not mix: logits (CuPy, on a GPU); dloss (NumPy, on the host)"
+    out = error_of(lambda: pce.softmax_cross_entropy_backward(1.0, residuals, out=np.zeros(logits.shape)))
+    assert str(out) == "arrays of two libraries do not mix: logits (CuPy, on a GPU); out (NumPy, on the host)"
+    assert {type(error) for error in (weight, out, dloss)} == {TypeError}
+    for number in (2, 2.0, np.float32(2)):
+        assert isinstance(pce.softmax_cross_entropy_backward(number, residuals), cupy.ndarray)
+
+
+def test_an_operand_in_the_wrong_place_on_one_rank_raises_the_same_error_on_every_rank(comm, cupy):
+    problem = draw(3, NARROW)
+    logits, targets, _ = on_device(cupy, problem, part_of(comm, problem))
+    if comm.rank == comm.size - 1:
+        targets = cupy.asnumpy(targets)
+    error = error_of(lambda: pce.softmax_cross_entropy(logits, targets, comm=comm))
+    assert isinstance(error, TypeError)
+    assert f"(rank {comm.size - 1})" in str(error)
+    texts = comm.allgather(str(error))
+    assert len(set(texts)) == 1
+
+
+def test_operations_name_the_operands_that_do_not_mix(comm, cupy):
+    mesh = pce.Mesh(comm, data=comm.size)
+    host, gpu = np.ones((4, 3)), cupy.asarray(np.ones((4, 3)))
+    x = pce.distribute(host, mesh, data=pce.Shard(0))
+    y = pce.distribute(gpu, mesh, data=pce.Shard(0))
+    ids, table = np.array([0, 2]), pce.distribute(gpu, mesh, data=pce.Shard(0))
+    numbers = pce.distribute(np.zeros(4, int), mesh, data=pce.Shard(0))
+    calls = {
+        "x + y": (lambda: x + y, ["operand 0 of add (NumPy", "operand 1 of add (CuPy"]),
+        "y * host": (lambda: y * host, ["operand 0 of multiply (CuPy", "operand 1 of multiply (NumPy"]),
+        "x - gpu": (lambda: x - gpu, ["operand 0 of subtract (NumPy", "operand 1 of subtract (CuPy"]),
+        "y @ host": (lambda: y @ np.ones((3, 2)), ["operand 0 of matmul (CuPy", "operand 1 of matmul (NumPy"]),
+        "concatenate": (lambda: pce.concatenate([x, y]), ["operand 0 of concatenate (NumPy", "operand 1 of"]),
+        "where": (lambda: pce.where(x > 0, y, 0.0), ["(NumPy, on the host)", "(CuPy, on a GPU)"]),
+        "embedding": (lambda: pce.embedding(ids, table), ["ids (NumPy", "table (CuPy"]),
+        "cross_entropy": (lambda: pce.cross_entropy(y, numbers), ["logits (CuPy", "targets (NumPy"]),
+        "0-d": (lambda: y + np.ones(()), ["operand 1 of add (NumPy"]),
+    }
+    found = {name: error_of(call) for name, (call, _) in calls.items()}
+    for name, (_, words) in calls.items():
+        assert isinstance(found[name], TypeError), f"{name}: {found[name]!r}"
+        assert all(word in str(found[name]) for word in words), f"{name}: {found[name]}"
+    assert len(set(comm.allgather(tuple(map(str, found.values()))))) == 1
+
+
+def test_numbers_meet_arrays_of_any_library(comm, cupy):
+    mesh = pce.Mesh(comm, data=comm.size)
+    for library in (np, cupy):
+        x = pce.distribute(library.asarray(np.ones((4, 3), np.float32)), mesh, data=pce.Shard(0))
+        for number in (2, 2.0, np.float32(2), np.int64(2)):
+            assert isinstance((x * number).local, library.ndarray)
+            assert isinstance((number + x).local, library.ndarray)
+
+
+def test_parameters_and_gradients_of_two_libraries_are_refused(comm, cupy):
+    mesh = pce.Mesh(comm, data=comm.size)
+    host = pce.distribute(np.ones(3), mesh, requires_grad=True)
+    gpu = pce.distribute(cupy.asarray(np.ones(3)), mesh, requires_grad=True)
+    with pytest.raises(TypeError, match=r"parameters\[0\] \(NumPy, on the host\); parameters\[1\] \(CuPy, on a GPU\)"):
+        pce.SGD([host, gpu], lr=0.1)
+    gpu.grad = pce.distribute(np.ones(3), mesh)
+    error = error_of(pce.SGD([gpu], lr=0.1).step)
+    assert isinstance(error, TypeError)
+    assert "the gradient of parameters[0] (NumPy, on the host)" in str(error)
+    texts = comm.allgather(str(error))
+    assert len(set(texts)) == 1

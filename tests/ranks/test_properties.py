@@ -251,7 +251,7 @@ def test_merge_carries_nan_along_wherever_it_is(drawn, where, layout_field):
         spoilt["argmax"] = 0
     other = records[1 - where]
     for merged in (merge(spoilt, other), merge(other, spoilt)):
-        softmax = RowSoftmax(merged.reshape(1))
+        softmax = RowSoftmax(layout.fields(merged.reshape(1)))
         assert np.isnan(softmax.held_nll).all()
         assert np.isnan(softmax.logsumexp).all()
         assert np.isnan(softmax.normalizer).all()

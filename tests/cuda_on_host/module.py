@@ -1,0 +1,102 @@
+"""CuPy's RawModule for a machine without a GPU: the same CUDA sources, compiled by g++ and run on the CPU."""
+
+import ctypes
+import hashlib
+import os
+from pathlib import Path
+import re
+import shutil
+import subprocess
+import tempfile
+
+import numpy as np
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++")
+# Like NVRTC with -fmad=false, and the scalar functions of the C library.
+FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-w")
+
+LAUNCHERS = """
+extern "C" const char* launch_{number}(void** arguments, unsigned x, unsigned y, unsigned block) {{
+  return host::call({kernel}, arguments, host::Dim{{x, y, 1}}, host::Dim{{block, 1, 1}}, {blocks});
+}}
+extern "C" int sizes_{number}(int* size) {{ return host::sizes({kernel}, size); }}
+"""
+
+
+class KernelFault(Exception):
+    """What a GPU would have answered with an error, or with silence."""
+
+
+class RawModule:
+    """The kernels of `code` that `name_expressions` name; `options` are CuPy's, of which the include folders count."""
+
+    def __init__(self, *, code, options=(), name_expressions):
+        folders = [option for option in options if option.startswith("-I")]
+        self.names = list(name_expressions)
+        source = code
+        for number, name in enumerate(self.names):
+            # Only kernels for clusters have a number among their template arguments: that of blocks.
+            blocks = re.search(r", (\d+)>$", name)
+            source += LAUNCHERS.format(number=number, kernel=name, blocks=blocks[1] if blocks else 1)
+        self.library = ctypes.CDLL(str(library(source, [f"-I{HERE}", *folders])))
+
+    def get_function(self, name):
+        return Kernel(self.library, name, self.names.index(name))
+
+
+class Kernel:
+    def __init__(self, library, name, number):
+        self.name = name
+        self.launch = getattr(library, f"launch_{number}")
+        self.launch.restype = ctypes.c_char_p
+        sizes = (ctypes.c_int * 64)()
+        self.sizes = sizes[: getattr(library, f"sizes_{number}")(sizes)]
+
+    def __call__(self, grid, block, args):
+        values = [argument(value) for value in args]
+        if (given := [value.itemsize for value in values]) != self.sizes:
+            raise TypeError(f"{self.name} takes arguments of {self.sizes} bytes, got {given}")
+        if (
+            not all(grid)
+            or not all(block)
+            or np.prod(block) > 1024
+            or block[0] % 32
+            or max(grid[1:], default=0) > 65535
+        ):
+            raise ValueError(f"{self.name}: a GPU launches no grid {grid} of blocks {block}")
+        pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
+        failure = self.launch(pointers, *(*grid, 1)[:2], block[0])
+        if failure is not None:
+            raise KernelFault(f"{self.name}: {failure.decode()}")
+
+
+def argument(value):
+    """What a kernel receives, as an array of one element: the address of an array, or a number."""
+    if hasattr(value, "data") and hasattr(value.data, "ptr"):
+        return np.array([value.data.ptr], np.uint64)
+    if not isinstance(value, np.generic):
+        raise TypeError(f"a kernel's argument must be an array or a NumPy number, got {type(value).__name__}")
+    return np.array([value])
+
+
+def library(source, folders):
+    """The shared library of `source`, compiled unless another process or an earlier run has done so."""
+    if COMPILER is None:
+        raise RuntimeError("g++ is not installed")
+    files = sorted(path for folder in folders for path in Path(folder[2:]).glob("*.cu*"))
+    key = hashlib.sha256("\0".join([source, *FLAGS, *folders, *(path.read_text() for path in files)]).encode())
+    place = Path(tempfile.gettempdir()) / f"cuda_on_host_{os.getuid()}"
+    place.mkdir(mode=0o700, exist_ok=True)
+    built = place / f"{key.hexdigest()[:32]}.so"
+    if not built.exists():
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            path, result = Path(folder, "kernels.cpp"), Path(folder, "kernels.so")
+            path.write_text(source)
+            done = subprocess.run(
+                [COMPILER, *FLAGS, *folders, str(path), "-o", str(result)], capture_output=True, text=True
+            )
+            if done.returncode:
+                raise RuntimeError(f"g++ failed:\n{done.stderr[:4000]}")
+            result.replace(built)  # whole or not at all, and whoever comes last has the same
+    return built

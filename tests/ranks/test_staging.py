@@ -1,0 +1,240 @@
+"""How arrays on a GPU come to MPI and back: through pinned host memory, or handed over where they lie."""
+
+import gc
+from typing import Any
+
+import ml_dtypes
+from mpi4py import MPI
+import numpy as np
+import pytest
+
+from pce_mpi import CollectiveTimeout, channel, collectives
+from pce_mpi.cli.gpus import gpu_of, take_gpu_of_rank
+from pce_mpi.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from pce_mpi.records import Layout, merge
+import strict_cupy
+
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int32, np.uint8, np.int64]
+SHAPES = [(), (0,), (3,), (2, 3), (2, 0, 3)]
+WHY: Any = {"operation": "a test", "reason": "to see what arrives"}
+
+
+@pytest.fixture
+def comm(comm, monkeypatch):
+    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
+    own = comm.Dup()
+    yield own
+    own.Free()
+
+
+def forbid_staging(monkeypatch):
+    def refused(*_):
+        raise AssertionError("staged, where MPI takes arrays as they are")
+
+    monkeypatch.setattr(strict_cupy.STAND_INS["cupyx"], "empty_pinned", refused)
+
+
+def forbid_handing_over(monkeypatch):
+    def refused(_):
+        raise AssertionError("handed to MPI, which cannot take it")
+
+    monkeypatch.setattr(strict_cupy.ndarray, "__cuda_array_interface__", property(refused))
+
+
+@pytest.fixture(params=["staged", "handed over"])
+def way(request, cupy, monkeypatch):
+    """Both ways, on the stand-in each with what makes the other fail."""
+    if request.config.option.gpu and request.param == "handed over" and not channel.gpu_aware()[0]:
+        pytest.skip("this MPI library takes no arrays on a GPU")
+    monkeypatch.setenv("PCE_MPI_GPU_AWARE", str(int(request.param == "handed over")))
+    (forbid_staging if request.param == "handed over" else forbid_handing_over)(monkeypatch)
+    return request.param
+
+
+def drawn(rank, shape, dtype):
+    return np.asarray(np.random.default_rng(1 + rank).integers(0, 4, shape)).astype(dtype)
+
+
+def same(got, expected):
+    return got.dtype == expected.dtype and got.shape == expected.shape and got.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_collective_gives_what_it_gives_on_the_host(comm, cupy, way, shape, dtype):
+    ranks = range(comm.size)
+
+    def results(library):
+        mine = library.asarray(drawn(comm.rank, shape, dtype))
+        blocks = [library.asarray(drawn(comm.rank + to, shape, dtype)) for to in ranks]
+        yield all_reduce(mine, comm, "sum", **WHY)
+        yield from all_gather(mine, comm, [shape] * comm.size, **WHY)
+        yield from all_to_all(blocks, comm, [shape] * comm.size, **WHY)
+        yield reduce_scatter(blocks, comm, "sum", **WHY)
+        yield broadcast(mine, comm, comm.size - 1, **WHY)
+        yield mine
+
+    on_host, on_gpu = list(results(np)), list(results(cupy))
+    assert all(isinstance(array, cupy.ndarray) for array in on_gpu)
+    assert [same(cupy.asnumpy(got), expected) for got, expected in zip(on_gpu, on_host, strict=True)] == [True] * len(
+        on_host
+    )
+
+
+@pytest.mark.parametrize("shapes", [[(2, 3), (0, 3), (5, 3), (1, 3)]], ids=["uneven"])
+def test_blocks_of_different_sizes_arrive_where_they_belong(comm, cupy, way, shapes):
+    mine = drawn(comm.rank, shapes[comm.rank], np.float32)
+    gathered = all_gather(cupy.asarray(mine), comm, shapes[: comm.size], **WHY)
+    blocks = [cupy.asarray(drawn(10 * comm.rank + to, shapes[to], np.float32)) for to in range(comm.size)]
+    exchanged = all_to_all(blocks, comm, [shapes[comm.rank]] * comm.size, **WHY)
+    reduced = reduce_scatter(blocks, comm, "sum", **WHY)
+    for rank, (one, other) in enumerate(zip(gathered, exchanged, strict=True)):
+        assert same(cupy.asnumpy(one), drawn(rank, shapes[rank], np.float32))
+        assert same(cupy.asnumpy(other), drawn(10 * rank + comm.rank, shapes[comm.rank], np.float32))
+    expected = sum(drawn(10 * rank + comm.rank, shapes[comm.rank], np.float32) for rank in range(comm.size))
+    assert same(cupy.asnumpy(reduced), expected)
+
+
+def test_arrays_may_lie_in_memory_in_any_way_and_stay_as_they_are(comm, cupy, way):
+    whole = drawn(comm.rank, (4, 6), np.float64)
+    for view in (lambda a: a[::2, ::3], lambda a: a.T, lambda a: a[::-1, ::-1]):
+        mine = view(cupy.asarray(whole))
+        expected = all_reduce(view(whole), comm, "sum", **WHY)
+        assert same(cupy.asnumpy(all_reduce(mine, comm, "sum", **WHY)), np.ascontiguousarray(expected))
+        root = broadcast(mine, comm, 0, **WHY)
+        root *= 0.0
+        assert np.array_equal(cupy.asnumpy(mine), view(whole))
+
+
+def test_a_sum_may_be_left_in_the_memory_that_is_sent(comm, cupy, way):
+    mine = cupy.asarray(np.full(5, 1.0 + comm.rank))
+    total = all_reduce(mine, comm, "sum", overwrite=True, **WHY)
+    assert cupy.asnumpy(total).tolist() == [sum(range(1, comm.size + 1))] * 5
+
+
+LAYOUTS = [
+    Layout(),
+    Layout(scaled=True, held_weight=True, weights=True),
+    Layout(hold_largest=True, target=True, entropy=True),
+]
+
+
+def records_of(rank, layout, rows):
+    rng = np.random.default_rng(rank)
+    records = np.zeros(rows, layout.dtype)
+    for name in layout.names:
+        records[name] = {"argmax": 2**62 + rank, "scale": 0.7}.get(name, rng.uniform(0, 2, rows))
+    return records
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout.names))
+@pytest.mark.parametrize("aware", ["0", "1"])
+def test_records_on_a_gpu_merge_as_structured_ones_do(comm, cupy, monkeypatch, layout, aware):
+    monkeypatch.setenv("PCE_MPI_GPU_AWARE", aware)
+    for rows in (0, 5):
+        mine = records_of(comm.rank, layout, rows)
+        expected = all_reduce(mine, comm, merge, **WHY)
+        columns = cupy.asarray(mine.view(np.float64).reshape(rows, len(layout.names)))
+        merged = all_reduce(columns, comm, merge, element=layout.dtype, **WHY)
+        fields = layout.fields(merged)
+        assert list(fields) == list(layout.names)
+        assert all(same(cupy.asnumpy(fields[name]), expected[name].copy()) for name in layout.names)
+
+
+def test_what_mpi_cannot_reduce_on_a_gpu_is_staged_although_it_is_aware_of_gpus(comm, cupy, monkeypatch):
+    monkeypatch.setenv("PCE_MPI_GPU_AWARE", "1")
+    forbid_handing_over(monkeypatch)
+    mine = cupy.asarray(np.full(3, float(comm.rank)))
+    assert cupy.asnumpy(all_reduce(mine, comm, "max", **WHY)).tolist() == [comm.size - 1.0] * 3
+    monkeypatch.setattr(collectives, "reduces_on_gpus", lambda: False)  # Open MPI
+    assert cupy.asnumpy(all_reduce(mine, comm, "sum", **WHY)).tolist() == [sum(range(comm.size))] * 3
+    blocks = [mine] * comm.size
+    assert cupy.asnumpy(reduce_scatter(blocks, comm, "sum", **WHY)).tolist() == [sum(range(comm.size))] * 3
+
+
+def test_what_one_rank_reduces_alone_stays_on_its_gpu(cupy, monkeypatch):
+    forbid_staging(monkeypatch)
+    mine = cupy.asarray(np.arange(6.0).reshape(2, 3))
+    for more in ({}, {"element": Layout().dtype}):
+        result = all_reduce(mine, MPI.COMM_SELF, merge, **more, **WHY)
+        assert np.array_equal(cupy.asnumpy(result), cupy.asnumpy(mine))
+        assert result.data.ptr != mine.data.ptr
+
+
+def test_pinned_memory_is_taken_once_and_used_again(comm, stand_in, monkeypatch):
+    monkeypatch.setenv("PCE_MPI_GPU_AWARE", "0")
+    mine = stand_in.asarray(np.zeros(1021))
+
+    def blocks():
+        all_gather(mine, comm, [(1021,)] * comm.size, **WHY)
+        all_reduce(mine, comm, "max", **WHY)
+        gc.collect()
+        return {size: len(free) for size, free in strict_cupy.FREE.items()}
+
+    assert blocks() == blocks() == blocks()
+
+
+class NeverDone:
+    """A request of a collective that some rank never joins."""
+
+    @staticmethod
+    def Test():
+        return False
+
+
+class Silent:
+    """A communicator on which nobody answers; keeps what it was given to write to."""
+
+    def __init__(self):
+        self.buffers = []
+
+    def Iallgatherv(self, sent, received):
+        self.buffers += [sent.ctypes.data, received[0].ctypes.data]
+        return NeverDone()
+
+    def Iprobe(self, *_):
+        return False
+
+
+def test_memory_that_mpi_may_still_write_to_after_a_timeout_is_not_used_again(stand_in, monkeypatch):
+    monkeypatch.setenv("PCE_MPI_TIMEOUT", "0.01")
+    monkeypatch.setenv("PCE_MPI_GPU_AWARE", "0")
+    comm, silent = MPI.COMM_SELF.Dup(), Silent()
+    opened = channel.channel_of(comm, "a test")
+    monkeypatch.setattr(opened, "comm", silent)
+    mine = stand_in.asarray(np.zeros(77))
+    with pytest.raises(CollectiveTimeout) as caught:
+        all_gather(mine, comm, [(77,)], **WHY)
+    del caught
+    gc.collect()
+    assert len(silent.buffers) == 2
+    again = [strict_cupy.empty_pinned(77) for _ in range(50)]
+    assert not {array.ctypes.data for array in again} & set(silent.buffers)
+
+
+def test_who_says_that_mpi_is_aware_of_gpus(monkeypatch):
+    monkeypatch.delenv("PCE_MPI_GPU_AWARE", raising=False)
+    asked, why = channel.gpu_aware()
+    assert isinstance(asked, bool)
+    assert "MPIX_Query_cuda_support" in why
+    for told, aware in (("1", True), ("0", False)):
+        monkeypatch.setenv("PCE_MPI_GPU_AWARE", told)
+        assert channel.gpu_aware() == (aware, f"PCE_MPI_GPU_AWARE={told}")
+    monkeypatch.setenv("PCE_MPI_GPU_AWARE", "yes")
+    with pytest.raises(ValueError, match="PCE_MPI_GPU_AWARE must be 0 or 1, got 'yes'"):
+        channel.gpu_aware()
+
+
+# Which GPU a rank takes
+
+
+def test_a_rank_takes_the_gpu_of_its_rank_on_its_host_modulo_their_number():
+    hosts = ["a", "b", "a", "a", "b", "a", "a"]
+    assert [gpu_of(rank, hosts, 4) for rank in range(7)] == [0, 0, 1, 2, 1, 3, 0]
+    assert [gpu_of(rank, hosts, 1) for rank in range(7)] == [0] * 7
+
+
+def test_ranks_of_one_host_share_its_gpus_out(comm, stand_in):
+    taken = take_gpu_of_rank(comm)
+    assert strict_cupy.Device.current == taken == comm.rank % 2
+    assert take_gpu_of_rank(None) == 0
