@@ -1,6 +1,7 @@
-"""The command line: `info`, `check` and `bench`, each started on any number of ranks by mpiexec.
+"""The command line: `info`, `check` and `bench`, each started on any number of ranks by mpiexec, and `conformance`.
 
-Rank 0 prints; the others are silent. An exception on any rank ends the whole job.
+Of the first three rank 0 prints, the others are silent, and an exception on any rank ends the whole job. `conformance`
+starts ranks itself, and never touches MPI in the process that it is started in.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from pce_mpi.cli import bench, check, info
+from pce_mpi.cli import bench, check, conformance, info
 from pce_mpi.collectives import agree
 
 if TYPE_CHECKING:
@@ -22,7 +23,10 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command on all ranks and exit with its status, the same on each."""
+    """Run one command, all but `conformance` on all ranks, and exit with its status, the same on each."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["conformance"]:
+        sys.exit(2 if conformance.started_by_mpiexec() else conformance.run(_parser().parse_args(arguments)))
     comm = _world()
     with contextlib.ExitStack() as stack:
         if comm is not None and comm.rank > 0:
@@ -62,10 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pce_mpi",
         description="Softmax cross entropy over a class axis that is sharded across MPI ranks.",
-        epilog="Start any of these on several ranks: mpiexec -n 4 python -m pce_mpi check",
+        epilog="On several ranks: mpiexec -n 4 python -m pce_mpi check; python -m pce_mpi conformance -n 4 CANDIDATE",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (info, check, bench):
+    for command in (info, check, bench, conformance):
         name = command.__name__.rpartition(".")[2]
         summary = (command.__doc__ or "").partition("\n")[0].partition(": ")[2]
         subparser = commands.add_parser(

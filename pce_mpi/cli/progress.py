@@ -1,15 +1,15 @@
-"""A progress bar on rank 0's terminal, or plain lines where tqdm is not installed."""
+"""How far a run has got: a progress bar on the terminal, or plain lines where tqdm is not installed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["progress"]
+__all__ = ["Bar", "progress"]
 
 
 def progress(names: Sequence[str], comm: MPI.Intracomm | None) -> Iterator[str]:
@@ -28,3 +28,46 @@ def progress(names: Sequence[str], comm: MPI.Intracomm | None) -> Iterator[str]:
         for name in bar:
             bar.set_description(name)
             yield name
+
+
+class Bar:
+    """How much of `total` is done, on stderr: a bar on a terminal where tqdm is installed, or else a line each."""
+
+    def __init__(self, work: str, total: int) -> None:
+        self._work, self._total = work, total
+        self.done = 0
+        self._tqdm: Any = None
+        if sys.stderr.isatty():
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return
+            self._tqdm = tqdm(total=total, desc=work, file=sys.stderr, leave=False)
+
+    def __str__(self) -> str:
+        return f"{self._work}: {self.done} of {self._total}"
+
+    def started(self, name: str) -> None:
+        """`name` is what is done now."""
+        if self._tqdm is not None:
+            self._tqdm.set_postfix_str(name)
+
+    def finished(self, name: str, how: str) -> None:
+        """`name` is done."""
+        self.done += 1
+        if self._tqdm is not None:
+            self._tqdm.update()
+        else:
+            self.say(f"{self._work} {self.done}/{self._total}  {how:11}  {name}")
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if self._tqdm is not None:
+            self._tqdm.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._tqdm is not None:
+            self._tqdm.close()

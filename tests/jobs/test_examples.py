@@ -20,6 +20,7 @@ LANGUAGE_MODEL = "examples/language_model.py"
 LOSS_PARALLEL = "examples/loss_parallel.py"
 SHARDED_LOSS = "examples/sharded_loss.py"
 TRANSFORMER = "examples/transformer.py"
+VERIFY_YOUR_LOSS = "examples/verify_your_loss.py"
 PROGRAMS = [DATA_AND_MODEL, GRADIENTS, LANGUAGE_MODEL, LOSS_PARALLEL, SHARDED_LOSS, TRANSFORMER]
 WITHOUT_OPTIONS = [DATA_AND_MODEL, GRADIENTS, LOSS_PARALLEL, SHARDED_LOSS]
 
@@ -438,3 +439,42 @@ def test_sharded_loss_agrees_with_the_dense_one(ranks):
 def test_sharded_loss_prints_what_its_docstring_says():
     shown = [line.removeprefix("    ") for line in docstring_of(SHARDED_LOSS).split("prints\n\n")[1].splitlines()]
     assert job(4, SHARDED_LOSS).stdout.splitlines() == shown
+
+
+# ----------------------------------------------------------------------------------------------------- verify_your_loss
+
+
+def judged(function, *args):
+    """The conformance kit's run on a function of the tutorial."""
+    command = [sys.executable, "-m", "pce_mpi", "conformance", "-n", "3", "--adapter", "torch-shards", "--no-shrink"]
+    return subprocess.run(
+        [*command, f"{VERIFY_YOUR_LOSS}:{function}", "--case", "label_smoothing", "--case", "random-logits", *args],
+        cwd=ROOT,
+        env=job_environment(3),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_error_planted_in_the_tutorial_is_named_and_random_logits_do_not_show_it():
+    pytest.importorskip("torch", reason="torch is not installed")
+    report = judged("cross_entropy")
+    assert report.returncode == 1, report.stderr
+    assert re.findall(r"^FAIL (\S+)$", report.stdout, re.MULTILINE) == [
+        "label_smoothing/float32",
+        "label_smoothing/bfloat16",
+    ]
+    assert "label smoothing is spread over the 8 local classes, not over all 24" in " ".join(report.stdout.split())
+
+
+def test_the_repair_in_the_tutorial_passes():
+    pytest.importorskip("torch", reason="torch is not installed")
+    report = judged("repaired")
+    assert report.returncode == 0, report.stdout + report.stderr
+
+
+def test_the_tutorial_says_how_to_judge_its_functions():
+    commands = re.findall(r"^    python -m pce_mpi conformance -n 4 .*$", docstring_of(VERIFY_YOUR_LOSS), re.MULTILINE)
+    start = "    python -m pce_mpi conformance -n 4 --adapter torch-shards"
+    assert commands == [f"{start} {VERIFY_YOUR_LOSS}:{function}" for function in ("cross_entropy", "repaired")]

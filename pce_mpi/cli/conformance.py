@@ -1,0 +1,269 @@
+"""conformance: hold another sharded cross entropy against the float64 oracle, case by case.
+
+Unlike the other commands this one is not started by mpiexec: it starts the ranks itself, again after each case that
+hung or died, and this process never touches MPI.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+import importlib
+import os
+from pathlib import Path
+import signal
+import sys
+import textwrap
+
+from pce_mpi.cli.progress import Bar
+from pce_mpi.cli.tables import table
+from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES
+from pce_mpi.conformance.batches import DEFAULT_TIMEOUT, asked_offer, run_cases
+from pce_mpi.conformance.cases import catalogue
+from pce_mpi.conformance.launcher import LaunchError
+from pce_mpi.conformance.offers import DTYPES
+from pce_mpi.conformance.orders import Orders
+from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
+from pce_mpi.conformance.reports import terminal
+
+__all__ = ["add_arguments", "run", "started_by_mpiexec"]
+
+# The option of each file that a report can go to, its module in `conformance.reports`, and what it is.
+_FILES = {
+    "json": ("json_file", "everything, as JSON"),
+    "html": ("html", "one page with pictures, readable without network"),
+    "markdown": ("markdown", "a summary for a pull request"),
+    "junit": ("junit", "JUnit XML, for continuous integration"),
+}
+# What each launcher tells its processes of their rank.
+_RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to run, on how many ranks, how strictly, and where the report goes."""
+    parser.add_argument(
+        "candidate",
+        nargs="?",
+        help="package.module:candidate, path/to/file.py:candidate, or one of " + ", ".join(NAMED_CANDIDATES),
+    )
+    parser.add_argument("-n", type=_positive, default=4, metavar="N", help="how many ranks to start")
+    parser.add_argument(
+        "--adapter", choices=FUNCTION_ADAPTERS, help="the candidate is a function that is called as this framework does"
+    )
+    parser.add_argument(
+        "--case", action="append", metavar="PATTERN", help="only this case, family, or shell pattern; may be repeated"
+    )
+    parser.add_argument(
+        "--dtype", action="append", choices=DTYPES, help="only cases with logits of this dtype; may be repeated"
+    )
+    parser.add_argument("--list", action="store_true", help="list the cases and what each catches; run nothing")
+    parser.add_argument("--strict", action="store_true", help="allow little more than the best that can be had")
+    parser.add_argument(
+        "--tolerance", type=_positive_real, default=1.0, metavar="X", help="multiply what is allowed by this"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_positive_real,
+        default=DEFAULT_TIMEOUT,
+        metavar="S",
+        help="seconds without a sign of life after which a case is deadlocked",
+    )
+    parser.add_argument("--seed", type=_natural, default=0, metavar="K", help="seed of the random numbers")
+    parser.add_argument("--rows", type=_positive, metavar="R", help="rows, in place of each case's own")
+    parser.add_argument("--classes", type=_positive, metavar="C", help="classes, in place of each case's own")
+    parser.add_argument(
+        "--shrink",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="look for the smallest shape at which a case still fails",
+    )
+    for option, (_, what) in _FILES.items():
+        parser.add_argument(f"--{option}", type=_file, metavar="FILE", help=f"write the report there: {what}")
+    parser.add_argument(
+        "--export", metavar="DIR", help="run nothing, but write the problems and their exact answers as files to DIR"
+    )
+    parser.add_argument(
+        "--ranks", type=_positive, nargs="+", default=[4], metavar="N", help="numbers of shards in what --export writes"
+    )
+    parser.add_argument("--vectors", metavar="DIR", help="run nothing, but judge --results against what lies in DIR")
+    parser.add_argument("--results", metavar="FILE", help="answers to --vectors, by any program")
+
+
+def started_by_mpiexec() -> bool:
+    """Whether this process is a rank; the first one says what to do instead."""
+    rank = next((os.environ[name] for name in _RANKS if name in os.environ), None)
+    if rank == "0":
+        print(
+            "error: conformance starts the ranks itself; without mpiexec: python -m pce_mpi conformance -n 4 ...",
+            file=sys.stderr,
+        )
+    return rank is not None
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run and report: status 0 if nothing failed, 1 if something did, 2 if nothing could be run, 130 if interrupted."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    orders = Orders(
+        candidate=options.candidate or "",
+        adapter=options.adapter,
+        patterns=None if options.case is None else tuple(options.case),
+        dtypes=None if options.dtype is None else tuple(options.dtype),
+        strict=options.strict,
+        tolerance=options.tolerance,
+        seed=options.seed,
+        rows=options.rows,
+        classes=options.classes,
+    )
+    if unknown := orders.patterns_of_no_case():
+        families = ", ".join(dict.fromkeys(case.family for case in catalogue()))
+        return _wrong(f"no case is called {', '.join(map(repr, unknown))}; there are families of cases: {families}")
+    works = [name for name in ("candidate", "export", "vectors") if getattr(options, name)]
+    if len(works) > 1 or not (works or options.list) or (options.vectors is None) != (options.results is None):
+        return _wrong(
+            "give a candidate (package.module:candidate), --list, --export DIR, or --vectors DIR --results FILE"
+        )
+    display = _Display()
+    try:
+        renderers = _renderers(options)
+        if options.list:
+            print(_listed(orders, options.timeout, display))
+            return 0
+        if options.export is not None:
+            print(f"{_exported(orders, options)} vectors in {options.export}")
+            return 0
+        if options.vectors is not None:
+            report = _judged(options)
+        else:
+            report = run_cases(orders, options.n, timeout=options.timeout, shrinking=options.shrink, display=display)
+    except (LaunchError, _UsageError) as error:
+        return _wrong(str(error))
+    except ImportError as error:
+        return _wrong(f"{error}: pip install 'pce_mpi[conformance]'")
+    except KeyboardInterrupt:
+        print(f"interrupted; {display}", file=sys.stderr)
+        return 130
+    finally:
+        display.close()
+    for path, render in renderers.items():
+        path.write_text(render(report), encoding="utf-8")
+    print(terminal.render(report), end="")
+    return 1 if report.failed else 0
+
+
+class _UsageError(Exception):
+    """What was given on the command line cannot be used."""
+
+
+def _exported(orders: Orders, options: argparse.Namespace) -> int:
+    from pce_mpi.conformance import vectors
+
+    try:
+        return vectors.export(
+            options.export, ranks=options.ranks, seed=orders.seed, pattern=orders.patterns, dtypes=orders.dtypes
+        )
+    except OSError as error:
+        raise _UsageError(f"--export: {error}") from error
+
+
+def _judged(options: argparse.Namespace) -> Report:
+    from pce_mpi.conformance import vectors
+
+    try:
+        return vectors.judged(options.vectors, options.results, strict=options.strict, tolerance=options.tolerance)
+    except (OSError, ValueError) as error:
+        raise _UsageError(f"--vectors and --results: {error}") from error
+
+
+class _Display:
+    """What a run tells of itself, on stderr."""
+
+    def __init__(self) -> None:
+        self._bar: Bar | None = None
+
+    def __str__(self) -> str:
+        return str(self._bar or "nothing was run")
+
+    def begin(self, work: str, total: int) -> None:
+        """`total` cases come now."""
+        self.close()
+        self._bar = Bar(work, total)
+
+    def started(self, case: str) -> None:
+        """`case` has started."""
+        if self._bar is not None:
+            self._bar.started(case)
+
+    def finished(self, case: str, outcome: Outcome | None) -> None:
+        """`case` has ended."""
+        if self._bar is not None:
+            self._bar.finished(case, "-" if outcome is None else str(outcome.verdict))
+            if outcome is not None and outcome.verdict is Verdict.CRASHED:
+                for finding in outcome.findings:  # the last ones are what the ranks have printed
+                    self._bar.say(textwrap.indent(finding.text, "    "))
+
+    def warn(self, text: str) -> None:
+        """Something that is no outcome of a case."""
+        if self._bar is not None:
+            self._bar.say(f"warning: {text}")
+
+    def close(self) -> None:
+        """No more comes."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _listed(orders: Orders, timeout: float, display: _Display) -> str:
+    """The cases that are selected, with what each catches; and, if there is a candidate, whether it offers them."""
+    if not orders.candidate:
+        cases = orders.cases(None)
+        return table(("case", "dtype", "catches"), [(case.name, case.dtype, case.catches) for case in cases.values()])
+    offer = asked_offer(orders, timeout=timeout, display=display)
+    rows = []
+    for case in orders.cases(offer).values():
+        missing = offer.missing(case)
+        rows.append((case.name, case.dtype, f"not offered: {missing}" if missing else "offered", case.catches))
+    return table(("case", "dtype", "", "catches"), rows)
+
+
+def _renderers(options: argparse.Namespace) -> dict[Path, Callable[[Report], str]]:
+    """What writes each file that was asked for; what a module lacks is better missed before the run than after it."""
+    return {
+        path: importlib.import_module(f"pce_mpi.conformance.reports.{module}").render
+        for option, (module, _) in _FILES.items()
+        if (path := getattr(options, option)) is not None
+    }
+
+
+def _wrong(text: str) -> int:
+    print(f"error: {text}", file=sys.stderr)
+    return 2
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 up, got {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 up, got {text!r}")
+    return int(text)
+
+
+def _positive_real(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that is there, got {text!r}")
+    return path

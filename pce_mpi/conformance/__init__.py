@@ -1,0 +1,44 @@
+"""The conformance kit: other people's sharded softmax cross entropy, held against `dense`.
+
+A candidate is a callable that computes the loss of logits whose classes are sharded over the ranks of a communicator;
+`offers` has what it is called with and what it returns. On the command line:
+
+    python -m pce_mpi conformance -n 4 package.module:candidate
+
+In pytest, started on any number of ranks:
+
+    @pytest.mark.parametrize("case", cases(candidate), ids=str)
+    def test_conforms(case):
+        assert_conforms(candidate, case)
+
+Importing this package does not start MPI.
+"""
+
+from pce_mpi.conformance.cases import Case, Expects, Problem, cases
+from pce_mpi.conformance.judging import judge
+from pce_mpi.conformance.offers import Gradient, Offer, load, offer_of, offers
+from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding, Outcome, Report, Verdict
+from pce_mpi.conformance.running import assert_conforms, run_case
+from pce_mpi.conformance.units import Tolerance
+
+__all__ = [
+    "Accuracy",
+    "Case",
+    "ErrorMap",
+    "Expects",
+    "Finding",
+    "Gradient",
+    "Offer",
+    "Outcome",
+    "Problem",
+    "Report",
+    "Tolerance",
+    "Verdict",
+    "assert_conforms",
+    "cases",
+    "judge",
+    "load",
+    "offer_of",
+    "offers",
+    "run_case",
+]

@@ -1,0 +1,64 @@
+"""Adapters: losses of other frameworks, called as the kit calls a candidate. Each imports its framework when it starts.
+
+Ready to be judged, by name:
+
+==========================  ============================================================================================
+`pce`                       this package's forward, then its backward
+`pce-value-and-grad`        this package's loss and gradient in one call
+`torch-dense`               PyTorch's `cross_entropy` on the gathered logits
+`torch-loss-parallel`       PyTorch's `cross_entropy` under `loss_parallel`, on a DTensor sharded over the same ranks
+==========================  ============================================================================================
+
+For a function of your own:
+
+==========================  ============================================================================================
+`torch-shards`              `function(logits, targets, group, **options)` on each rank's tensors, as Megatron's
+`jax-shard-map`             `function(logits, targets, axis_name=..., **options)` under `jax.shard_map`
+==========================  ============================================================================================
+
+An adapter whose framework owns its process group has `start(comm)` and `stop()`, called once for each launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+__all__ = ["FUNCTION_ADAPTERS", "NAMED_CANDIDATES", "adapted", "named_candidate"]
+
+# The file and the class; imported only when they are asked for.
+NAMED_CANDIDATES = {
+    "pce": ("ours", "ForwardAndBackward"),
+    "pce-value-and-grad": ("ours", "ValueAndGrad"),
+    "torch-dense": ("torch_dense", "TorchDense"),
+    "torch-loss-parallel": ("torch_loss_parallel", "TorchLossParallel"),
+}
+FUNCTION_ADAPTERS = {
+    "torch-shards": ("torch_shards", "TorchShards"),
+    "jax-shard-map": ("jax_shard_map", "JaxShardMap"),
+}
+
+
+def named_candidate(name: str) -> Any:
+    """The candidate with one of the names of `NAMED_CANDIDATES`; `ValueError` for another name.
+
+    >>> named_candidate("pce").offer.dims
+    (1, 2, 3, 4, 5)
+    """
+    return _class(NAMED_CANDIDATES, name, "candidate")()
+
+
+def adapted(name: str, function: Callable[..., Any]) -> Any:
+    """`function` as a candidate, by one of the names of `FUNCTION_ADAPTERS`; `ValueError` for another name.
+
+    What the function offers is taken from its `@offers`, from its attributes, or from its signature.
+    """
+    return _class(FUNCTION_ADAPTERS, name, "adapter")(function)
+
+
+def _class(known: dict[str, tuple[str, str]], name: str, what: str) -> Any:
+    if name not in known:
+        raise ValueError(f"there is no {what} {name!r}; there are {', '.join(known)}")
+    file, kind = known[name]
+    return getattr(import_module(f"{__name__}.{file}"), kind)

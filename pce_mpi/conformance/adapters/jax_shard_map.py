@@ -1,0 +1,139 @@
+"""A JAX function under `jax.shard_map`: rank 0 runs it on as many host devices as there are ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pce_mpi.collectives import agree
+from pce_mpi.conformance.offers import Gradient, offer_of
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["JaxShardMap"]
+
+_AXIS_NAME = "classes"
+
+
+class JaxShardMap:
+    """`function(logits, targets, axis_name="classes", **options)`, mapped over the class axis of logits.
+
+    Logits, probability targets and `weight` come sharded, class numbers whole; `shard_map` wants shards of equal
+    length, and a loss of which it can tell that all devices have the same. The gradient is that of `jax.vjp` of the
+    mapped function. JAX's devices are those of one process, rank 0; the others hand it their shards, and get back
+    what their device has computed.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._mesh: Any = None
+        # Not the candidate's: what the ranks hand to each other here is not what JAX's devices send.
+        self._comm: Any = None
+        # Of zero rows XLA cannot compile the backward pass of a shard_map (JAX 0.10).
+        self.offer = replace(offer_of(function), shards="equal", gradient=Gradient.BACKWARD, empty=False)
+
+    def start(self, comm: MPI.Intracomm) -> None:
+        """As many CPU devices as `comm` has ranks, on rank 0; collective."""
+
+        def start() -> None:
+            import jax
+
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", comm.size)
+            self._mesh = jax.sharding.Mesh(np.array(jax.devices()), (_AXIS_NAME,))
+            if self._mesh.size != comm.size:
+                raise RuntimeError(
+                    f"JAX was used before it could be given {comm.size} devices, and has {self._mesh.size}: "
+                    "the function's module must not compute anything with JAX when it is imported"
+                )
+
+        self._comm = comm.Dup()
+        self._on_the_first_rank(start)
+
+    def stop(self) -> None:
+        """Nothing but a communicator is given back: the devices go with the process."""
+        self._comm.Free()
+
+    def __call__(
+        self,
+        logits: Any,
+        targets: Any,
+        *,
+        class_start: int,
+        num_classes: int,
+        comm: MPI.Intracomm,
+        **options: Any,
+    ) -> tuple[Any, Callable[[Any], Any]]:
+        """The loss of this rank's device, and the backward pass to this rank's shard."""
+        axis = options.get("axis", -1) % logits.ndim
+        weight = options.pop("weight", None)
+        shards: Any = self._comm.gather((logits, targets, weight))
+        mapped = self._on_the_first_rank(lambda: self._map(shards, num_classes, axis, options))
+        losses, pull_back = mapped or (None, lambda dloss: None)
+
+        def backward(dloss: Any) -> Any:
+            return self._comm.scatter(self._on_the_first_rank(lambda: pull_back(dloss)))
+
+        return self._comm.scatter(losses), backward
+
+    def _map(
+        self, shards: list[tuple[Any, Any, Any]], num_classes: int, axis: int, options: dict[str, Any]
+    ) -> tuple[list[Any], Callable[[Any], list[Any]]]:
+        """The loss of each device, and the backward pass to the shard of each."""
+        import jax
+        from jax.sharding import PartitionSpec
+
+        logits, targets, weight = zip(*shards, strict=True)
+        sharded = PartitionSpec(*(None,) * axis, _AXIS_NAME)
+        probabilities = targets[0].ndim == logits[0].ndim
+        given = [targets[0] if not probabilities else np.concatenate(targets, axis)]
+        specs = [sharded if probabilities else PartitionSpec()]
+        if weight[0] is not None:
+            given.append(np.concatenate(weight))
+            specs.append(PartitionSpec(_AXIS_NAME))
+
+        def function(x: Any, t: Any, *w: Any) -> Any:
+            weighted = {"weight": w[0]} if w else {}
+            return self._function(x, t, axis_name=_AXIS_NAME, **weighted, **options)
+
+        x = np.concatenate(logits, axis)
+        if x.shape[axis] != num_classes:
+            raise ValueError(
+                f"the shards of the logits must have num_classes = {num_classes} together, got {x.shape[axis]}"
+            )
+        with _precision_of(x):
+            mapped = jax.jit(
+                jax.shard_map(function, mesh=self._mesh, in_specs=(sharded, *specs), out_specs=PartitionSpec())
+            )
+            loss, vjp = jax.vjp(lambda x: mapped(x, *given), x)
+            by_device = {shard.device: np.array(shard.data) for shard in loss.addressable_shards}
+
+        def pull_back(dloss: Any) -> list[Any]:
+            with _precision_of(x):
+                (gradient,) = vjp(jax.numpy.broadcast_to(np.asarray(dloss, loss.dtype), loss.shape))
+                return [part.copy() for part in np.split(np.asarray(gradient), len(shards), axis)]
+
+        return [by_device[device] for device in self._mesh.devices.flat], pull_back
+
+    def _on_the_first_rank(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns on rank 0, None elsewhere; what it raises, on every rank. Collective."""
+        result, error = None, None
+        if self._comm.rank == 0:
+            try:
+                result = work()
+            except Exception as raised:
+                error = raised
+        agree(self._comm, "jax.shard_map", {}, error=error)
+        return result
+
+
+def _precision_of(array: Any) -> AbstractContextManager[Any]:
+    """JAX makes float32 of float64 unless told."""
+    import jax
+
+    return jax.enable_x64(array.dtype == np.float64)

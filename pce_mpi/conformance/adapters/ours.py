@@ -1,0 +1,53 @@
+"""This package's own loss on arrays, as candidates: they must pass everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pce_mpi.conformance.offers import OPTIONS, Gradient, Offer
+from pce_mpi.loss import (
+    softmax_cross_entropy_backward,
+    softmax_cross_entropy_forward,
+    softmax_cross_entropy_value_and_grad,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["ForwardAndBackward", "ValueAndGrad"]
+
+_EVERYTHING = Offer(
+    dtypes=("float16", "bfloat16", "float32", "float64"),
+    options=OPTIONS,
+    reductions=("none", "sum", "mean"),
+    probabilities=True,
+    dims=(1, 2, 3, 4, 5),
+    any_axis=True,
+    shards="any",
+    gradient=Gradient.BACKWARD,
+)
+
+
+class ForwardAndBackward:
+    """`softmax_cross_entropy_forward`, then `softmax_cross_entropy_backward` with the kit's upstream gradient."""
+
+    offer = _EVERYTHING
+
+    def __call__(
+        self, logits: Any, targets: Any, *, comm: MPI.Intracomm, **options: Any
+    ) -> tuple[Any, Callable[[Any], Any]]:
+        """The loss, and its backward pass."""
+        loss, residuals = softmax_cross_entropy_forward(logits, targets, comm=comm, **options)
+        return loss, lambda dloss: softmax_cross_entropy_backward(dloss, residuals)
+
+
+class ValueAndGrad:
+    """`softmax_cross_entropy_value_and_grad`."""
+
+    offer = replace(_EVERYTHING, gradient=Gradient.VALUE)
+
+    def __call__(self, logits: Any, targets: Any, *, comm: MPI.Intracomm, **options: Any) -> tuple[Any, Any]:
+        """The loss and its gradient."""
+        return softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)

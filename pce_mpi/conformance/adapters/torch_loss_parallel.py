@@ -1,0 +1,97 @@
+"""PyTorch's `loss_parallel`: cross entropy of a DTensor whose class axis is sharded over the same ranks, by gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pce_mpi.conformance.adapters.torch_tensors import ProcessGroup, class_dim, tensor_of
+from pce_mpi.conformance.offers import Gradient, Offer
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["TorchLossParallel"]
+
+
+class TorchLossParallel:
+    """`cross_entropy` and its backward pass inside `torch.distributed.tensor.parallel.loss_parallel()`.
+
+    Offered is what its documentation of PyTorch 2.13 offers: class numbers, no label smoothing, weights that every
+    rank has whole, shards as `torch.chunk` cuts them (which may leave ranks without classes).
+    """
+
+    offer = Offer(
+        dtypes=("float16", "bfloat16", "float32", "float64"),
+        options=("weight", "ignore_index"),
+        reductions=("none", "sum", "mean"),
+        dims=(1, 2, 3, 4, 5),
+        any_axis=True,
+        shards="chunks",
+        gradient=Gradient.BACKWARD,
+        strided=False,
+    )
+
+    def __init__(self) -> None:
+        self._group = ProcessGroup()
+        self._mesh: Any = None
+        # Only for what the adapter has to know: what the candidate sends goes through torch.
+        self._comm: Any = None
+
+    def start(self, comm: MPI.Intracomm) -> None:
+        """A process group, and a mesh of one dim over it."""
+        self._group.start(comm)
+        self._comm = comm.Dup()
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self._mesh = init_device_mesh("cpu", (comm.size,))
+
+    def stop(self) -> None:
+        """Leave the process group."""
+        self._comm.Free()
+        self._group.stop()
+
+    def __call__(
+        self,
+        logits: Any,
+        targets: Any,
+        *,
+        class_start: int,
+        num_classes: int,
+        comm: MPI.Intracomm,
+        axis: int = -1,
+        weight: Any = None,
+        **options: Any,
+    ) -> tuple[Any, Callable[[Any], Any]]:
+        """The loss, and its backward pass, as tensors."""
+        import torch
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor.parallel import loss_parallel
+        from torch.nn import functional
+
+        # A DTensor is what it is said to be: nothing compares its shape with those of the shards.
+        shards = self._comm.allgather(logits.shape[axis])
+        if sum(shards) != num_classes:
+            raise ValueError(f"the shards of the logits must have num_classes = {num_classes} together, got {shards}")
+        where = class_dim(logits.ndim)
+        # Contiguous, as `distribute_tensor` would make it.
+        local = tensor_of(logits).movedim(axis, where).contiguous()
+        shape = torch.Size((*local.shape[:where], num_classes, *local.shape[where + 1 :]))
+        strides = torch.empty(shape, device="meta").stride()
+        x = DTensor.from_local(local, self._mesh, [Shard(where)], run_check=False, shape=shape, stride=strides)
+        x.requires_grad_()
+        w = None if weight is None else tensor_of(np.concatenate(self._comm.allgather(np.asarray(weight))))
+        with loss_parallel():
+            loss: Any = functional.cross_entropy(x, tensor_of(targets), w, **options)
+
+        def backward(dloss: Any) -> Any:
+            upstream = tensor_of(dloss).to(loss.dtype).expand(loss.shape)
+            upstream = DTensor.from_local(upstream, self._mesh, [Replicate()], run_check=False)
+            with loss_parallel():
+                gradient: Any
+                (gradient,) = torch.autograd.grad(loss, x, grad_outputs=upstream, retain_graph=True)
+            return gradient.to_local().movedim(where, axis)
+
+        return loss.to_local().detach(), backward

@@ -1,0 +1,68 @@
+"""A function on shards in `torch.distributed`, called as Megatron's vocabulary-parallel cross entropy is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from pce_mpi.conformance.adapters.torch_tensors import ProcessGroup, loss_and_backward, tensor_of
+from pce_mpi.conformance.offers import Gradient, offer_of
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["TorchShards"]
+
+_GROUP_NAMES = ("group", "tp_group", "process_group")
+
+
+class TorchShards:
+    """`function(logits, targets, group, **options)`: this rank's tensors, all targets, and a gloo process group.
+
+    The group is passed by keyword where a parameter is called `group`, `tp_group` or `process_group`, else third. The
+    function returns the loss, which autograd differentiates, or whatever else its `@offers` says. Without `@offers`
+    it is taken to give one loss per row, as Megatron's does, unless it has a parameter `reduction`. `class_start` and
+    `num_classes` are passed where the function has parameters of these names.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._group = ProcessGroup()
+        parameters = inspect.signature(function).parameters
+        self._group_name = next((name for name in _GROUP_NAMES if name in parameters), None)
+        self._facts = [name for name in ("class_start", "num_classes") if name in parameters]
+        self.offer = offer_of(function)
+        if not hasattr(function, "offer"):
+            reductions = self.offer.reductions if "reduction" in parameters else ("none",)
+            self.offer = replace(self.offer, gradient=Gradient.BACKWARD, reductions=reductions)
+
+    def start(self, comm: MPI.Intracomm) -> None:
+        """A gloo process group over the ranks of `comm`."""
+        self._group.start(comm)
+
+    def stop(self) -> None:
+        """Leave the process group."""
+        self._group.stop()
+
+    def __call__(self, logits: Any, targets: Any, *, comm: MPI.Intracomm, **options: Any) -> Any:
+        """What the function returns; for a loss that autograd recorded, the loss and its backward pass."""
+        from torch import distributed
+
+        x = tensor_of(logits)
+        if self.offer.gradient is Gradient.BACKWARD:
+            x.requires_grad_()
+        for name in ("class_start", "num_classes"):
+            if name not in self._facts:
+                del options[name]
+        if "weight" in options:
+            options["weight"] = tensor_of(options["weight"])
+        group = distributed.group.WORLD
+        arguments = (x, tensor_of(targets)) if self._group_name else (x, tensor_of(targets), group)
+        if self._group_name:
+            options[self._group_name] = group
+        result = self._function(*arguments, **options)
+        if isinstance(result, tuple) or self.offer.gradient is not Gradient.BACKWARD:
+            return result
+        return loss_and_backward(result, x)

@@ -1,0 +1,107 @@
+"""Cases about calling: upstream gradients, calls that follow each other, and what they leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from pce_mpi.conformance.cases import Case, Needs, Problem, Setting
+from pce_mpi.conformance.catalogue.drawing import random_problem, rounded
+from pce_mpi.conformance.offers import Gradient
+
+__all__ = ["families"]
+
+_VALUE, _BACKWARD = Gradient.VALUE, Gradient.BACKWARD
+
+
+def families(main: str) -> Iterator[Case]:
+    """Every case of this file."""
+    yield Case(
+        "upstream/scalar",
+        "An upstream gradient other than 1 that is not applied, or applied once more for each rank.",
+        main,
+        _upstream_scalar,
+        Needs(gradient=_BACKWARD, reductions=("mean", "sum")),
+    )
+    yield Case(
+        "upstream/each-row",
+        "An upstream gradient for each row, of either sign and 0: one that is averaged, or taken from the wrong row.",
+        main,
+        _upstream_by_row,
+        Needs(gradient=_BACKWARD, reductions=("none",)),
+    )
+    yield Case(
+        "backward-twice",
+        "A second backward pass that scales, or subtracts 1 at the target, in memory where the first one did already "
+        "(TransformerEngine).",
+        main,
+        _upstream_scalar,
+        Needs(gradient=_BACKWARD, reductions=("mean", "sum")),
+        procedure="backward-twice",
+    )
+    yield Case(
+        "two-losses-alive",
+        "A second loss that overwrites what the first one keeps: buffers that belong to the function, not to the call.",
+        main,
+        random_problem,
+        procedure="two-at-once",
+    )
+    yield Case(
+        "inputs-unmodified",
+        "Logits that are overwritten, by x - max or by their gradient, where the caller still needs them (Megatron in "
+        "verl, Liger).",
+        main,
+        random_problem,
+        Needs(keeps_logits=True),
+    )
+    yield Case(
+        "results-not-aliased",
+        "A gradient that is the memory of the logits, or a loss that is a view of something: changing one changes the "
+        "other.",
+        main,
+        partial(random_problem, scale=1.0),
+        Needs(gradient=_VALUE, keeps_logits=True),
+    )
+    yield Case(
+        "same-on-every-rank",
+        "Losses that differ in the last bit from rank to rank, as each rank reduced in another order: programs that "
+        "branch on the loss then hang.",
+        main,
+        partial(random_problem, scale=6.0),
+        Needs(reductions=("none", "mean", "sum")),
+        rows=64,
+    )
+    yield Case(
+        "same-in-every-run",
+        "Bits that change from run to run: atomic adds, or memory that was never written.",
+        main,
+        partial(random_problem, scale=6.0),
+        Needs(deterministic=True),
+        procedure="run-twice",
+        rows=64,
+    )
+    yield Case(
+        "cost",
+        "Nothing: time, memory and messages of a problem of some size, beside this package's own.",
+        main,
+        random_problem,
+        procedure="measured",
+        rows=128,
+        classes=4_800,
+        shrinkable=False,
+    )
+
+
+def _upstream_scalar(setting: Setting) -> Problem:
+    return replace(random_problem(setting), dloss=rounded(setting, -2.5))
+
+
+def _upstream_by_row(setting: Setting) -> Problem:
+    problem = random_problem(setting)
+    # Eighths, which every dtype has.
+    upstream = np.random.default_rng([setting.seed, 4]).integers(-16, 17, problem.rows_shape) / 8.0
+    upstream.reshape(-1)[1:2] = 0.0
+    return replace(problem, dloss=rounded(setting, upstream))

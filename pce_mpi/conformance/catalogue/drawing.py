@@ -1,0 +1,135 @@
+"""What problems are drawn from: logits, targets, weights and split points, from the seed of a setting alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+import math
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import dtype_named
+from pce_mpi.conformance.cases import Problem, Setting
+from pce_mpi.placements import shard_range
+
+__all__ = [
+    "chunks",
+    "even",
+    "generator",
+    "normal_logits",
+    "option_values",
+    "random_problem",
+    "random_targets",
+    "rounded",
+    "rows_shape",
+    "uneven",
+]
+
+Array = np.ndarray[Any, Any]
+Splits = tuple[int, ...]
+
+
+def generator(setting: Setting) -> np.random.Generator:
+    """Random numbers for this setting."""
+    return np.random.default_rng([setting.seed, setting.rows, setting.classes])
+
+
+def rounded(setting: Setting, values: Any) -> Array:
+    """`values` in the candidate's dtype."""
+    return np.asarray(values, np.float64).astype(dtype_named(setting.dtype))
+
+
+def even(setting: Setting) -> Splits:
+    """Shards as equal as the candidate's kind of shards allows; equal ones may take more classes than asked for."""
+    ranks, classes = setting.ranks, setting.classes
+    if setting.shards == "any":
+        return (*(shard_range(classes, ranks, rank)[0] for rank in range(ranks)), classes)
+    if setting.shards == "chunks":
+        return chunks(classes, ranks)
+    each = max(1, math.ceil(classes / ranks))
+    return tuple(each * rank for rank in range(ranks + 1))
+
+
+def uneven(setting: Setting) -> Splits:
+    """Shards of different lengths, none of them empty while there are classes, as far as the candidate takes such."""
+    ranks, classes = setting.ranks, setting.classes
+    if setting.shards == "equal" or ranks == 1:
+        return even(setting)
+    if setting.shards == "chunks":
+        return chunks(classes - 1 if classes % ranks == 0 and classes > ranks else classes, ranks)
+    if classes <= ranks:
+        return even(setting)
+    # 1, 2, 3, 1, 2, 3, ... shares; what is left over goes to the last rank
+    shares = [1 + rank % 3 for rank in range(ranks)]
+    lengths = [max(1, classes * share // (sum(shares) + 1)) for share in shares]
+    lengths[-1] += classes - sum(lengths)
+    return (0, *accumulate(lengths)) if lengths[-1] > 0 else even(setting)
+
+
+def chunks(classes: int, ranks: int) -> Splits:
+    """Shards as torch.chunk makes them: of ceil(classes / ranks), the last ones shorter or empty."""
+    each = math.ceil(classes / ranks)
+    return tuple(min(classes, each * rank) for rank in range(ranks + 1))
+
+
+def rows_shape(setting: Setting, axes: int) -> tuple[int, ...]:
+    """The shape of rows over so many axes: of different lengths, or all in the first axis if few are asked for."""
+    shape = (2, 3, 2, 3)[:axes]
+    if axes < 2 or setting.rows < math.prod(shape):
+        return (setting.rows, *(1,) * (axes - 1))[:axes]
+    return shape
+
+
+def normal_logits(setting: Setting, shape: Sequence[int], scale: float = 3.0) -> Array:
+    """Normally distributed, float64, not yet rounded."""
+    return scale * generator(setting).standard_normal(shape)
+
+
+def random_targets(setting: Setting, shape: Sequence[int], classes: int) -> Array:
+    """Class numbers, int64, other draws than the logits."""
+    return np.random.default_rng([setting.seed, 1]).integers(0, classes, shape)
+
+
+def option_values(setting: Setting, names: Sequence[str], classes: int) -> dict[str, Any]:
+    """A value that matters for each of these options."""
+    rng = np.random.default_rng([setting.seed, 2])
+    values: dict[str, Any] = {
+        "weight": rounded(setting, rng.uniform(0.25, 2.0, classes)),
+        "ignore_index": -100,
+        "label_smoothing": 0.125,
+        "z_loss": 1e-2,
+        "logit_scale": 0.75,
+        "softcap": 5.0,
+    }
+    return {name: values[name] for name in names}
+
+
+def random_problem(
+    setting: Setting,
+    splits: Splits | None = None,
+    *,
+    options: Sequence[str] = (),
+    axes: int = 1,
+    axis: int = -1,
+    scale: float = 3.0,
+    **fields: Any,
+) -> Problem:
+    """Normal logits, random targets, these options; every third row is ignored if `ignore_index` is among them."""
+    splits = even(setting) if splits is None else splits
+    classes = splits[-1]
+    rows = rows_shape(setting, axes)
+    targets = random_targets(setting, rows, classes)
+    values = option_values(setting, options, classes)
+    if "ignore_index" in values:
+        targets.reshape(-1)[1::3] = values["ignore_index"]
+    logits = np.moveaxis(normal_logits(setting, (*rows, classes), scale), -1, axis)
+    problem: dict[str, Any] = {
+        "logits": rounded(setting, logits),
+        "targets": targets,
+        "splits": splits,
+        "options": values,
+        "reduction": setting.reduction,
+        "axis": axis,
+    }
+    return Problem(**problem | fields)

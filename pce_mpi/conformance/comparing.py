@@ -1,0 +1,232 @@
+"""Losses and gradients beside the exact ones: how far off, where, and in words. The rules stand in `judging`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import math
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import compute_dtype_of, dtype_named
+from pce_mpi.conformance.cases import Problem
+from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
+from pce_mpi.conformance.units import Tolerance, Units, coarsest, finest
+
+__all__ = ["Gradients", "Losses"]
+
+Array = np.ndarray[Any, Any]
+
+_MAP_ROWS, _MAP_CLASSES = 48, 192
+
+
+def _errors(got: Array, exact: Array, unit: Array) -> Array:
+    """In `unit`s; 0 for the same special value, infinite for another one, or where `exact` rounds to infinity."""
+    with np.errstate(all="ignore"):
+        error = np.abs(got.astype(np.float64) - exact) / unit
+        rounded = exact.astype(got.dtype).astype(np.float64)
+    wide = got.astype(np.float64)
+    same = (wide == rounded) | (np.isnan(wide) & np.isnan(exact))
+    special = ~np.isfinite(wide) | ~np.isfinite(exact)
+    return np.where(special, np.where(same, 0.0, np.inf), error)
+
+
+def _best(exact: Array, unit: Array, dtype: np.dtype[Any], where: Array | None = None) -> float:
+    """The largest error of the exact values, rounded to `dtype`."""
+    with np.errstate(all="ignore"):
+        errors = _errors(exact.astype(dtype), exact, unit)
+    return float((errors if where is None else errors[where]).max(initial=0.0))
+
+
+def _finding(quantity: str, got: float, exact: float, error: float, allowed: float, dtype: str, where: str) -> Finding:
+    place = (" " if where.startswith("(") else " in ") + where if where else ""
+    if math.isfinite(error):
+        off = f"{error:.3g} ulp of {dtype} off, {allowed:.3g} allowed"
+        return Finding(quantity, f"{quantity} is {got:.6g} where {exact:.6g} is right{place}: {off}")
+    kind = "not finite" if math.isfinite(exact) else quantity
+    return Finding(kind, f"{quantity} is {got:.6g} where {exact:.6g} is right{place}")
+
+
+def _row(problem: Problem, row: int) -> str:
+    """A row as a message names it."""
+    if len(problem.rows_shape) == 1:
+        return f"row {row}"
+    index = ", ".join(str(int(i)) for i in np.unravel_index(row, problem.rows_shape)) if problem.rows_shape else ""
+    return f"row ({index})"
+
+
+class Losses:
+    """The losses of all ranks against the exact one; `wrong` is (ranks, *shape of the loss)."""
+
+    def __init__(self, problem: Problem, losses: Sequence[Array], tolerance: Tolerance) -> None:
+        self._problem = problem
+        self.losses = losses
+        arithmetic = compute_dtype_of(problem.dtype).name
+        returned = coarsest(arithmetic, *(loss.dtype.name for loss in losses))
+        self._dtype = finest(returned, problem.dtype.name)
+        units = Units.of(problem, self._dtype, tolerance.strict)
+        self._exact, self._unit = problem.expected[0], units.loss
+        allowed = np.full(self._exact.shape, tolerance.allowed(self._dtype))
+        if problem.reduction != "none":
+            allowed += math.log2(max(1, problem.rows)) * units.sums / units.loss
+        self._allowed = allowed
+        self._errors = np.stack([_errors(loss, self._exact, self._unit) for loss in self.losses])
+        if problem.may_be_nan is not None and not tolerance.strict:
+            counts = (problem.may_be_nan & problem.valid).reshape(problem.rows_shape)
+            forgiven = counts if problem.reduction == "none" else counts.any()
+            self._errors[np.isnan(np.stack(self.losses).astype(np.float64)) & forgiven] = 0.0
+        self.wrong = self._errors > allowed
+
+    def _worst(self) -> tuple[int, ...]:
+        """Rank and place of the error that is largest beside what is allowed."""
+        return tuple(map(int, np.unravel_index(np.argmax(self._errors / self._allowed), self._errors.shape)))
+
+    def accuracies(self) -> list[Accuracy]:
+        if self._errors.size == 0:
+            return []
+        worst = self._worst()
+        dtype = dtype_named(self._dtype)
+        return [
+            Accuracy(
+                "loss",
+                self._dtype,
+                float(self._errors[worst]),
+                _best(self._exact, self._unit, dtype),
+                float(self._allowed[worst[1:]]),
+                self._where(worst),
+            )
+        ]
+
+    def _where(self, place: tuple[int, ...]) -> str:
+        row = f"{_row(self._problem, int(np.ravel_multi_index(place[1:], self._exact.shape)))}" if place[1:] else ""
+        alike = all(_bits(loss) == _bits(self.losses[0]) for loss in self.losses)
+        return row if alike else f"{row} (rank {place[0]})".strip()
+
+    def findings(self) -> list[Finding]:
+        if not self.wrong.any():
+            return []
+        rank, *place = worst = self._worst()
+        got, exact = float(self.losses[rank][tuple(place)]), float(self._exact[tuple(place)])
+        where = self._where(worst)
+        allowed = float(self._allowed[tuple(place)])
+        return [_finding("loss", got, exact, float(self._errors[worst]), allowed, self._dtype, where)]
+
+    def differing(self) -> list[Finding]:
+        """Ranks must have the same bits."""
+        first = self.losses[0]
+        for rank, loss in enumerate(self.losses[1:], start=1):
+            if loss.dtype != first.dtype:
+                text = f"the loss has dtype {first.dtype} on rank 0 and {loss.dtype} on rank {rank}"
+                return [Finding("ranks differ", text)]
+            if _bits(loss) != _bits(first):
+                a, b = first.astype(np.float64).reshape(-1), loss.astype(np.float64).reshape(-1)
+                row = int(np.argmax((a != b) & ~(np.isnan(a) & np.isnan(b))))
+                place = f" in {_row(self._problem, row)}" if first.ndim else ""
+                text = f"the loss{place} is {a[row]:.9g} on rank 0 and {b[row]:.9g} on rank {rank}"
+                return [Finding("ranks differ", text)]
+        return []
+
+
+def _bits(array: Array) -> bytes:
+    """The bytes of an array, all nan alike and -0 as 0."""
+    array = array + np.zeros((), array.dtype)
+    return np.where(np.isnan(array.astype(np.float64)), np.asarray(np.nan, array.dtype), array).tobytes()
+
+
+class Gradients:
+    """The gradient of all shards, put together, against the exact one.
+
+    `array` and `wrong` are shaped as the logits. Gathered logits have a gradient on each rank: then it is the worst.
+    """
+
+    def __init__(self, problem: Problem, shards: Sequence[Array], tolerance: Tolerance) -> None:
+        self._problem, self._tolerance = problem, tolerance
+        self._dtype = problem.dtype.name
+        self._allowed = tolerance.allowed(self._dtype)
+        self._exact = problem.row_major(problem.expected[1])
+        units = Units.of(problem, self._dtype, tolerance.strict)
+        self._unit, self._at_target = units.gradient, units.at_target
+        whole = list(shards) if problem.gathered else [np.concatenate(shards, axis=problem.axis)]
+        errors = [self._judged(problem.row_major(array)) for array in whole]
+        worst = int(np.argmax([each.max(initial=0.0) for each in errors]))
+        self.array, self._errors = whole[worst], errors[worst]
+        wrong = (self._errors > self._allowed).reshape(*problem.rows_shape, problem.classes)
+        self.wrong = np.moveaxis(wrong, -1, problem.axis)
+
+    def _judged(self, got: Array) -> Array:
+        errors = _errors(got, self._exact, self._unit)
+        missing = np.isnan(got.astype(np.float64))
+        # Which entries of a row without a softmax are nan is nobody's business, as long as some are.
+        lost = np.isnan(self._exact).any(axis=-1)
+        errors[lost] = np.where(missing[lost].any(axis=-1), 0.0, np.inf)[:, None]
+        if self._problem.may_be_nan is not None and not self._tolerance.strict:
+            errors[missing & self._problem.may_be_nan[:, None]] = 0.0
+        return errors
+
+    def _quantities(self) -> list[tuple[str, Array]]:
+        """What is judged apart: the gradient at targets, and elsewhere."""
+        return [("gradient", ~self._at_target), ("gradient at targets", self._at_target)]
+
+    def _worst(self, where: Array) -> tuple[int, int]:
+        row, number = np.unravel_index(np.argmax(np.where(where, self._errors, -1.0)), self._errors.shape)
+        return int(row), int(number)
+
+    def _where(self, row: int, number: int) -> str:
+        place = f"{_row(self._problem, row)}, class {number}"
+        return place if self._problem.gathered else f"{place} (rank {self._problem.rank_of(number)})"
+
+    def accuracies(self) -> list[Accuracy]:
+        """The worst error of each quantity, if there is any."""
+        dtype = dtype_named(self._dtype)
+        return [
+            Accuracy(
+                quantity=quantity,
+                dtype=self._dtype,
+                error=float(self._errors[self._worst(where)]),
+                best=_best(self._exact, self._unit, dtype, where),
+                allowed=self._allowed,
+                where=self._where(*self._worst(where)),
+            )
+            for quantity, where in self._quantities()
+            if where.any()
+        ]
+
+    def findings(self) -> list[Finding]:
+        """One at most: "gradient", or "gradient at targets" where all else is right."""
+        got = self._problem.row_major(self.array)
+        for quantity, where in self._quantities():
+            if (self._errors[where] > self._allowed).any():
+                place = self._worst(where)
+                if np.isnan(self._exact[place]) and not np.isnan(got[place[0]].astype(np.float64)).any():
+                    row = _row(self._problem, place[0])
+                    return [Finding(quantity, f"the gradient of {row} is finite where nan is right")]
+                numbers = float(got[place]), float(self._exact[place]), float(self._errors[place])
+                return [_finding(quantity, *numbers, self._allowed, self._dtype, self._where(*place))]
+        return []
+
+    def picture(self) -> ErrorMap:
+        """Where in (row, class) the errors sit."""
+        rows, classes = self._errors.shape
+        row_starts = _block_starts(rows, _MAP_ROWS)
+        class_starts = _block_starts(classes, _MAP_CLASSES)
+        blocks = np.maximum.reduceat(np.maximum.reduceat(self._errors, row_starts, axis=0), class_starts, axis=1)
+        targets = {
+            (
+                int(np.searchsorted(row_starts, row, side="right")) - 1,
+                int(np.searchsorted(class_starts, number, side="right")) - 1,
+            )
+            for row, number in np.argwhere(self._at_target)
+        }
+        return ErrorMap(
+            errors=(blocks / self._allowed).tolist(),
+            splits=[split * class_starts.size / classes for split in self._problem.splits],
+            rows=rows,
+            classes=classes,
+            targets=sorted(targets),
+        )
+
+
+def _block_starts(length: int, most: int) -> Array:
+    """Where at most so many blocks, nearly equal, begin."""
+    blocks = min(length, most)
+    return np.arange(blocks) * length // blocks

@@ -1,0 +1,121 @@
+"""What a call costs: time, memory, and the messages that go over the communicator it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import ctypes
+from pathlib import Path
+import pickle
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["costs_of"]
+
+# After one that warms up, one whose memory is looked at and one whose messages are counted.
+_TIMED_CALLS = 3
+
+_NAMES = (
+    "allreduce allgather allgatherv alltoall alltoallv alltoallw bcast exscan gather gatherv reduce reduce_scatter "
+    "reduce_scatter_block scan scatter scatterv"
+).split()
+
+
+class _Sent:
+    """How many collectives and messages one rank has started, and how many bytes it has put into them."""
+
+    def __init__(self) -> None:
+        self.calls = self.bytes = 0
+
+
+def costs_of(call: Callable[[MPI.Intracomm], Any], comm: MPI.Intracomm) -> dict[str, float | None]:
+    """What `call` takes on `comm`: `seconds`, the least of three, of the slowest rank; `peak bytes`, of memory beyond
+    what there was before, of the rank that takes most; `collectives` and `bytes` that rank 0 puts in. None is what
+    cannot be known: memory but on Linux, and messages that go another way. Collective."""
+    call(comm)
+    peak = _peak_bytes(lambda: call(comm))
+    sent = _Sent()
+    # A fresh one: what a candidate keeps with `comm` would not be counted.
+    fresh = comm.Dup()
+    call(_counting(fresh, sent))
+    fresh.Free()
+    seconds = []
+    for _ in range(_TIMED_CALLS):
+        comm.Barrier()
+        start = time.perf_counter()
+        call(comm)
+        seconds.append(time.perf_counter() - start)
+    of_all = comm.allgather((min(seconds), peak))
+    unknown = sent.calls == 0 and comm.size > 1
+    return {
+        "collectives": None if unknown else float(sent.calls),
+        "bytes": None if unknown else float(sent.bytes),
+        "seconds": max(taken for taken, _ in of_all),
+        "peak bytes": None if any(each is None for _, each in of_all) else max(each or 0.0 for _, each in of_all),
+    }
+
+
+def _counting(comm: MPI.Intracomm, sent: _Sent) -> MPI.Intracomm:
+    """The same communicator, whose collectives, and those of its duplicates, are counted in `sent`."""
+    from mpi4py import MPI
+
+    class Counting(MPI.Intracomm):
+        pass
+
+    def counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def count(self: Any, *arguments: Any, **options: Any) -> Any:
+            sent.calls += 1
+            sent.bytes += _bytes(name, [*arguments, *options.values()])
+            return method(self, *arguments, **options)
+
+        return count
+
+    for lower in _NAMES:
+        for name in (lower, lower.capitalize(), f"I{lower}"):
+            if hasattr(MPI.Intracomm, name):
+                setattr(Counting, name, counted(name, getattr(MPI.Intracomm, name)))
+    return Counting(comm)
+
+
+def _bytes(name: str, arguments: list[Any]) -> int:
+    """What this rank puts in: the first buffer, or the second where MPI works in place; pickled, for small letters."""
+    from mpi4py import MPI
+
+    if not arguments:
+        return 0
+    if name[0].islower():
+        return len(pickle.dumps(arguments[0]))
+    buffer: Any = arguments[1] if arguments[0] is MPI.IN_PLACE and len(arguments) > 1 else arguments[0]
+    if isinstance(buffer, list | tuple):
+        array, *rest = buffer
+        if len(rest) == 2 and isinstance(rest[0], int) and isinstance(rest[1], MPI.Datatype):
+            return rest[0] * rest[1].Get_size()
+        buffer = array
+    if buffer is None:
+        return 0
+    size = getattr(buffer, "nbytes", None)
+    return int(memoryview(buffer).nbytes if size is None else size)
+
+
+def _peak_bytes(call: Callable[[], Any]) -> float | None:
+    """How much more memory this process holds at most while `call` runs, in the system's eyes; None where it does not
+    say."""
+    try:
+        # What was freed and kept would hide what is taken now.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        call()
+        return max(0.0, _status("VmHWM") - before)
+    except (OSError, AttributeError):
+        call()
+        return None
+
+
+def _status(field: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return 1024.0 * float(line.split()[1])
+    raise OSError(f"/proc/self/status has no {field}")

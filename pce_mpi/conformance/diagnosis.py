@@ -1,0 +1,166 @@
+"""What is wrong with an answer, in words: the known fault that gives just this answer, or else where its errors sit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.conformance.cases import Problem
+from pce_mpi.conformance.faults import Answer, answers
+from pce_mpi.conformance.places import place_of_gradient, place_of_loss
+from pce_mpi.conformance.textbook import Textbook
+
+__all__ = ["explain"]
+
+Array = np.ndarray[Any, Any]
+
+# An answer is a fault's if it is this much closer to what the fault gives than to the truth ...
+_CLOSER = 8.0
+# ... and so close, in epsilons of the dtype: fault and candidate may have rounded in another order.
+_CLOSE = {2: 4.0, 4: 64.0, 8: 4096.0}
+# Less than this many epsilons of the arithmetic, for a p of about 1, is no error: as in `judging`.
+_FLOOR = 16.0
+# Faults are not looked for in more entries than these: a fault that needs so many is one of their number.
+_MANY = 2**18
+
+
+def explain(
+    problem: Problem,
+    losses: Sequence[Any] | None,
+    dlogits: Any = None,
+    *,
+    wrong_losses: Any = None,
+    wrong_dlogits: Any = None,
+) -> str | None:
+    """What is wrong with an answer, in one line; None if nothing is, or nothing but numbers can be said of it.
+
+    losses          of each rank, shaped as the loss; None: look at the gradient alone
+    dlogits         the gradients of all ranks put together, shaped as the logits; None: look at the loss alone
+    wrong_losses    (ranks, *shape of the loss), which losses are too far from the truth to pass; None: find out
+    wrong_dlogits   shaped as the logits, which entries of the gradient are too far from it; None: find out
+    """
+    with np.errstate(all="ignore"):
+        book = Textbook.of(problem)
+        quantities = []
+        if losses is not None:
+            quantities.append(_of_losses(book, losses, wrong_losses))
+        if dlogits is not None:
+            quantities.append(_of_gradient(book, dlogits, wrong_dlogits))
+        wrong = [quantity for quantity in quantities if quantity.wrong.any()]
+        if not wrong:
+            return None
+        known = list(answers(book)) if book.p.size <= _MANY else []
+        for text, answer in known:
+            if all(quantity.is_that_of(answer) for quantity in quantities):
+                return text
+        texts = {quantity.name: _fault(quantity, known) for quantity in wrong}
+        if len(set(texts.values())) == 1 and len(texts) == len(quantities) and None not in texts.values():
+            return next(iter(texts.values()))  # of a fault that has more than one form
+        said = (_said(book, quantity, texts[quantity.name], len(quantities) > 1) for quantity in wrong)
+        return "; ".join(filter(None, said)) or None
+
+
+@dataclass(frozen=True)
+class _Quantity:
+    """The loss, (ranks, numbers), or the gradient, (rows, classes)."""
+
+    name: str
+    got: Array
+    truth: Array
+    wrong: Array
+    close: float
+    floor: Array | float  # an error that is none
+
+    def distance(self, other: Array) -> float:
+        """The largest difference, relative to the number itself, or to the largest of its row in a gradient."""
+        return _distance(self.got, other, self.truth, self.floor, by_row=self.name == "gradient")
+
+    def part(self, answer: Answer) -> Array:
+        """What `answer` says of this quantity."""
+        if self.name == "gradient":
+            return self.truth if answer.gradient is None else answer.gradient
+        if answer.losses is None:
+            return self.truth
+        rows = np.stack([loss.reshape(-1) for loss in answer.losses])
+        return np.broadcast_to(rows, self.got.shape)
+
+    def is_that_of(self, answer: Answer) -> bool:
+        """Whether a fault with this answer gives what was got."""
+        distance = self.distance(self.part(answer))
+        if not distance <= self.close:
+            return False
+        return not self.wrong.any() or distance * _CLOSER <= self.distance(self.truth)
+
+
+def _distance(got: Array, other: Array, truth: Array, floor: Array | float, by_row: bool) -> float:
+    size = np.maximum(np.abs(other), np.abs(truth))
+    size = np.where(np.isfinite(size), size, 0.0)
+    if by_row:
+        size = np.broadcast_to(size.max(axis=-1, keepdims=True, initial=0.0), got.shape)
+    same = (got == other) | (np.isnan(got) & np.isnan(other))
+    comparable = np.isfinite(got) & np.isfinite(other)
+    error = np.maximum(np.abs(got - other) - floor, 0.0)
+    relative = np.where(error == 0.0, 0.0, error / size)
+    return float(np.where(same, 0.0, np.where(comparable, relative, np.inf)).max(initial=0.0))
+
+
+def _of_losses(book: Textbook, losses: Sequence[Any], wrong: Any) -> _Quantity:
+    problem = book.problem
+    dtype = np.result_type(*(np.asarray(loss) for loss in losses)) if losses else problem.dtype
+    got = np.stack([np.asarray(loss).astype(np.float64).reshape(-1) for loss in losses])
+    truth = np.broadcast_to(problem.expected[0].reshape(-1), got.shape)
+    floor = _FLOOR * _epsilon(_arithmetic(problem.dtype)) * np.abs(book.total).max(initial=1.0)
+    if problem.reduction == "sum":
+        floor *= max(problem.rows, 1)
+    mask = None if wrong is None else np.asarray(wrong).reshape(got.shape)
+    return _quantity("loss", got, truth, mask, dtype, floor)
+
+
+def _of_gradient(book: Textbook, dlogits: Any, wrong: Any) -> _Quantity:
+    problem = book.problem
+    got = problem.row_major(np.asarray(dlogits)).astype(np.float64)
+    truth = problem.row_major(problem.expected[1])
+    factor = np.abs(book.g / book.divisor) * np.abs(book.total) * np.abs(book.slope).max(axis=-1, initial=0.0)
+    floor = np.where(np.isfinite(factor), factor, 0.0)[:, None] * _FLOOR * _epsilon(_arithmetic(problem.dtype))
+    floor = floor + (
+        2.0**-24 if problem.dtype == np.float16 else 0.0
+    )  # the other dtypes' subnormal numbers are no matter
+    mask = None if wrong is None else problem.row_major(np.asarray(wrong))
+    return _quantity("gradient", got, truth, mask, problem.dtype, floor)
+
+
+def _quantity(name: str, got: Array, truth: Array, wrong: Array | None, dtype: Any, floor: Any) -> _Quantity:
+    close = _CLOSE[np.dtype(dtype).itemsize] * _epsilon(dtype)
+    if wrong is None:
+        size = np.abs(truth)
+        size = size.max(axis=-1, keepdims=True, initial=0.0) if name == "gradient" else size
+        far = ~(np.abs(got - truth) <= close * size + floor)
+        wrong = far & (got != truth) & ~(np.isnan(got) & np.isnan(truth))
+    return _Quantity(name, got, truth, wrong, close, floor)
+
+
+def _fault(quantity: _Quantity, known: list[tuple[str, Answer]]) -> str | None:
+    """The fault that gives this quantity, whatever it makes of the other one."""
+    for text, answer in known:
+        given = answer.gradient if quantity.name == "gradient" else answer.losses
+        if given is not None and quantity.is_that_of(answer):
+            return text
+    return None
+
+
+def _said(book: Textbook, quantity: _Quantity, fault: str | None, of_two: bool) -> str | None:
+    if fault is None:
+        place = place_of_gradient if quantity.name == "gradient" else place_of_loss
+        return place(book, quantity.got, quantity.truth, quantity.wrong)
+    return f"{fault}, in the {quantity.name} only" if of_two and quantity.name not in fault else fault
+
+
+def _arithmetic(dtype: Any) -> Any:
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def _epsilon(dtype: Any) -> float:
+    return 2.0**-7 if np.dtype(dtype).name == "bfloat16" else float(np.finfo(dtype).eps)

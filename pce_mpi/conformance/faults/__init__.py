@@ -1,0 +1,40 @@
+"""Faults that have been seen in losses of this kind, and the answer that each of them gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pce_mpi.conformance.faults.answer import Answer, Computed, Given
+from pce_mpi.conformance.faults.layouts import layouts
+from pce_mpi.conformance.faults.numbers import roundings, special_values
+from pce_mpi.conformance.faults.options import other_options, smoothing
+from pce_mpi.conformance.faults.rows import counted_rows, probabilities, upstream
+from pce_mpi.conformance.faults.sharding import factors, reductions, target_owners
+from pce_mpi.conformance.textbook import Textbook
+
+__all__ = ["Answer", "answers"]
+
+# The special before the general: the first that fits an answer is what is said of it.
+_FAMILIES = (
+    special_values,
+    smoothing,
+    other_options,
+    target_owners,
+    reductions,
+    counted_rows,
+    probabilities,
+    upstream,
+    roundings,
+    layouts,
+    factors,
+)
+
+
+def answers(b: Textbook) -> Iterator[tuple[str, Answer]]:
+    """What is wrong, and what that gives, for every known fault that could show in this problem."""
+    for family in _FAMILIES:
+        for text, made in family(b):
+            if isinstance(made, Given):
+                yield text, made
+            else:
+                yield text, Computed(made if isinstance(made, tuple) else (made,))

@@ -1,0 +1,115 @@
+"""Whether an answer is right, and by how much it is off.
+
+Errors are in ulps: the distance between two neighbours of a dtype. For the gradient that is the logits' dtype. For the
+loss it is the one that was returned, but never coarser than the logits', and never finer than that of the arithmetic:
+float32 for logits of float16, bfloat16 and float32, and float64 for float64. An ulp is that
+
+- of the exact value, for a loss and for the gradient at a row's target;
+- of the row's largest exact entry, for the rest of the gradient;
+- of a larger term, where terms of label smoothing, z_loss or probabilities cancel against each other in an entry;
+- never less than an ulp that 1.0 times the row's upstream gradient has in the dtype of the arithmetic. So p - 1 in
+  float32, rounded once to bfloat16, passes, and p rounded to bfloat16 before 1 is subtracted does not. A strict judge
+  drops this floor.
+
+Nothing grows with the logits: an offset common to all classes is no excuse. Allowed are 64 ulp in float64, 16 in
+float32 and 2 in float16 and bfloat16; strict 8, 5 and 1; times a factor. A sum or mean over rows may be off by
+log2(rows) ulps of the arithmetic more, as pairwise sums may. Beside an error stands that of the best possible answer,
+the exact value rounded, in the same ulps.
+
+Where the exact value is nan or infinite, so must the answer be; a row whose exact gradient has nan must have one. Where
+`Problem.may_be_nan` says so, nan is taken for right unless the judge is strict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pce_mpi.arrays import is_floating
+from pce_mpi.conformance.cases import Problem
+from pce_mpi.conformance.comparing import Gradients, Losses
+from pce_mpi.conformance.diagnosis import explain
+from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
+from pce_mpi.conformance.units import Tolerance
+
+__all__ = ["Answer", "Judgement", "Tolerance", "judge"]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank returned, as NumPy arrays; no `dlogits` where only the loss was asked for."""
+
+    loss: Array
+    dlogits: Array | None = None
+
+
+class Judgement(NamedTuple):
+    """No findings: the answer is right. The picture is that of a gradient that is not."""
+
+    findings: list[Finding]
+    accuracies: list[Accuracy]
+    picture: ErrorMap | None
+
+
+def judge(problem: Problem, answers: Sequence[Answer], tolerance: Tolerance) -> Judgement:
+    """Hold what the ranks returned, in rank order, against what is exact. Communicates nothing."""
+    misshapen = _misshapen(problem, answers)
+    if misshapen:
+        return Judgement(misshapen, [], None)
+    losses = Losses(problem, [answer.loss for answer in answers], tolerance)
+    shards = [answer.dlogits for answer in answers if answer.dlogits is not None]
+    gradients = Gradients(problem, shards, tolerance) if shards else None
+    findings = losses.findings() + (gradients.findings() if gradients else [])
+    if findings:
+        # A gradient of gathered logits is one for each rank, and no fault model knows such.
+        whole = None if problem.gathered else gradients
+        text = explain(
+            problem,
+            losses.losses,
+            whole and whole.array,
+            wrong_losses=losses.wrong,
+            wrong_dlogits=whole and whole.wrong,
+        )
+        if text is not None:
+            findings[0].text = f"{text} ({findings[0].text})"
+    return Judgement(
+        findings=findings + losses.differing(),
+        accuracies=losses.accuracies() + (gradients.accuracies() if gradients else []),
+        picture=gradients.picture() if gradients and gradients.wrong.any() else None,
+    )
+
+
+def _misshapen(problem: Problem, answers: Sequence[Answer]) -> list[Finding]:
+    """What makes an answer impossible to compare."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for rank, answer in enumerate(answers):
+        shards = problem.part(problem.logits, rank).shape
+        for what, got, shape in (("loss", answer.loss, problem.loss_shape), ("gradient", answer.dlogits, shards)):
+            if got is None:
+                continue
+            if got.shape != shape:
+                due = (
+                    f"{shape} is due, the shape of the logits that were passed"
+                    if what == "gradient"
+                    else f"{shape} is due"
+                )
+                found.setdefault(("shape", f"{what} has shape {got.shape}, where {due}"), []).append(rank)
+            elif what == "gradient" and got.dtype != problem.dtype:
+                text = f"gradient has dtype {got.dtype}, where that of the logits is due, {problem.dtype}"
+                found.setdefault(("dtype", text), []).append(rank)
+            elif not is_floating(got.dtype):
+                found.setdefault(("dtype", f"{what} has dtype {got.dtype}, which is no floating-point one"), []).append(
+                    rank
+                )
+    return [Finding(kind, text + _on_ranks(ranks, len(answers))) for (kind, text), ranks in found.items()]
+
+
+def _on_ranks(ranks: Sequence[int], of: int) -> str:
+    if len(ranks) == of:
+        return ""
+    return f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"

@@ -1,0 +1,245 @@
+"""What a candidate is, and what it offers.
+
+A candidate is a callable, the same on every rank of a communicator over which the class axis is sharded:
+
+    candidate(logits, targets, *, class_start, num_classes, comm, **options)
+
+It gets this rank's shard of the logits, global class numbers as targets (or probabilities, sharded as the logits), the
+global number of its first class, the number of classes of all shards, and a communicator that nobody else uses. It
+returns the loss; or the loss and its gradient with respect to the logits (for one loss per row: of their sum); or the
+loss and a function that takes the upstream gradient, an array shaped as the loss, and returns that gradient.
+
+It is called with what it offers and with nothing else: only with options that a case sets, with `reduction` only if it
+offers more than one, with `axis` only if it takes one and the class axis is not the last. What it does not offer is
+never held against it. A candidate may have `start(comm)` and `stop()`, called once in each process: that is where a
+framework that owns a process group starts and ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from enum import StrEnum
+import importlib
+import importlib.util
+import inspect
+from pathlib import Path
+import sys
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+
+if TYPE_CHECKING:
+    from pce_mpi.conformance.cases import Case
+
+__all__ = ["DTYPES", "OPTIONS", "REDUCTIONS", "Gradient", "Offer", "Shards", "load", "offer_of", "offers"]
+
+OPTIONS = ("weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+REDUCTIONS = ("mean", "sum", "none")
+
+Shards = Literal["equal", "chunks", "any"]
+Arrays = Literal["numpy", "cupy", "torch"]
+
+Candidate = Callable[..., Any]
+_Candidate = TypeVar("_Candidate", bound=Candidate)
+
+
+class Gradient(StrEnum):
+    """What a candidate returns beside the loss: nothing, the gradient, or a function of the upstream gradient."""
+
+    NONE = "none"
+    VALUE = "value"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a candidate supports; the rest is reported as not offered.
+
+    dtypes             of the logits: float16, bfloat16, float32, float64
+    options            keywords that it takes, of `OPTIONS`; rows to ignore need `ignore_index` among them
+    reductions         of the losses per row: "mean", "sum", "none"
+    probabilities      floating-point targets, shaped and sharded as the logits
+    dims               how many dimensions logits may have
+    any_axis           takes `axis`; otherwise the classes are the last axis
+    shards             "equal" lengths; "chunks", as torch.chunk makes them; "any" split points, empty shards included
+    gradient           what it returns beside the loss
+    arrays             what it wants to be handed; what it returns may be any array that speaks DLPack
+    strided            takes logits that are not contiguous
+    overwrites_logits  may leave anything in the logits that it was given, or return their memory
+    deterministic      gives the same bits for the same call
+    empty              takes zero rows
+    """
+
+    dtypes: tuple[str, ...] = ("float32",)
+    options: tuple[str, ...] = ()
+    reductions: tuple[str, ...] = ("mean",)
+    probabilities: bool = False
+    dims: tuple[int, ...] = (2,)
+    any_axis: bool = False
+    shards: Shards = "any"
+    gradient: Gradient = Gradient.VALUE
+    arrays: Arrays = "numpy"
+    strided: bool = True
+    overwrites_logits: bool = False
+    deterministic: bool = True
+    empty: bool = True
+
+    def __post_init__(self) -> None:
+        self._set("dtypes", _subset("dtypes", self.dtypes, DTYPES))
+        self._set("options", _subset("options", self.options, OPTIONS))
+        self._set("reductions", _subset("reductions", self.reductions, REDUCTIONS))
+        self._set("dims", _subset("dims", self.dims, range(1, 33)))
+        self._set("gradient", Gradient(_one("gradient", self.gradient, tuple(Gradient))))
+        _one("shards", self.shards, get_args(Shards))
+        _one("arrays", self.arrays, get_args(Arrays))
+        for name in ("dtypes", "reductions", "dims"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} of an offer must not be empty")
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def missing(self, case: Case) -> str | None:
+        """What `case` needs and this offer does not have, in a few words; None if the case is offered."""
+        needs = case.needs
+        for missing, what in (
+            (case.dtype not in self.dtypes, case.dtype),
+            (needs.probabilities and not self.probabilities, "probability targets"),
+            *((option not in self.options, option) for option in needs.options),
+            (not set(needs.reductions) & set(self.reductions), "reduction " + " or ".join(needs.reductions)),
+            (needs.dims not in self.dims, f"{needs.dims}-D logits"),
+            (needs.any_axis and not self.any_axis, "a class axis that is not the last"),
+            (
+                get_args(Shards).index(needs.shards) > get_args(Shards).index(self.shards),
+                "shards of any length" if needs.shards == "any" else "uneven shards",
+            ),
+            (
+                list(Gradient).index(needs.gradient) > list(Gradient).index(self.gradient),
+                "a gradient" if needs.gradient == Gradient.VALUE else "an upstream gradient",
+            ),
+            (needs.strided and not self.strided, "logits that are not contiguous"),
+            (needs.keeps_logits and self.overwrites_logits, "logits left as they are"),
+            (needs.deterministic and not self.deterministic, "the same bits in every run"),
+            (needs.empty and not self.empty, "zero rows"),
+        ):
+            if missing:
+                return what
+        return None
+
+
+_FIELDS = tuple(field.name for field in fields(Offer))
+
+
+def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
+    """Declare what the decorated candidate supports; the keywords are the fields of `Offer`.
+
+    >>> @offers(dtypes=("float32", "bfloat16"), options=("ignore_index",), gradient="backward")
+    ... def cross_entropy(logits, targets, *, class_start, num_classes, comm, ignore_index=-100): ...
+    >>> offer_of(cross_entropy).options
+    ('ignore_index',)
+    """
+    offer = Offer(**supported)
+
+    def declare(candidate: _Candidate) -> _Candidate:
+        candidate.offer = offer  # type: ignore[attr-defined]
+        return candidate
+
+    return declare
+
+
+def offer_of(candidate: Candidate) -> Offer:
+    """What `candidate` supports: its attribute `offer`; or its attributes that are named as the fields of `Offer`, and
+    the rest by its keywords: the options that it names (all, if it takes `**options`), `reduction` and `axis`.
+
+    >>> def cross_entropy(logits, targets, *, class_start, num_classes, comm, label_smoothing=0.0): ...
+    >>> offer_of(cross_entropy).options
+    ('label_smoothing',)
+    """
+    declared = getattr(candidate, "offer", None)
+    if isinstance(declared, Offer):
+        return declared
+    if declared is not None:
+        raise TypeError(f"the attribute `offer` of a candidate must be an Offer, got {type(declared).__name__}")
+    supported = _by_signature(candidate)
+    supported |= {name: getattr(candidate, name) for name in _FIELDS if hasattr(candidate, name)}
+    return Offer(**supported)
+
+
+def load(name: str) -> Candidate:
+    """The candidate called `name`: "package.module:candidate" or "path/to/file.py:candidate".
+
+    Raises `ValueError` for a name of another form, `ImportError` where the module or the candidate cannot be found,
+    `TypeError` for what cannot be called; what the module itself raises comes through.
+    """
+    where, colon, attribute = name.rpartition(":")
+    if not colon or not where or not attribute:
+        raise ValueError(f"a candidate is named package.module:candidate or path/to/file.py:candidate, got {name!r}")
+    found: Any = _module_at(Path(where)) if where.endswith(".py") else _module_named(where)
+    for part in attribute.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise ImportError(f"{where} has no {attribute!r}") from None
+    if not callable(found):
+        raise TypeError(f"{name} must be callable, got {type(found).__name__}")
+    return found
+
+
+def _module_named(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name + ".").startswith(error.name + "."):
+            raise  # it was found, and does not find what it imports
+        raise ImportError(f"there is no module {error.name!r}; is its folder on PYTHONPATH?") from error
+
+
+def _module_at(path: Path) -> Any:
+    path = path.absolute()
+    if not path.is_file():
+        raise ImportError(f"there is no file {path}")
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == str(path):
+            return module
+    # As `python file.py` does: what lies beside it can be imported.
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if path.stem not in sys.modules:
+        sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        if sys.modules.get(path.stem) is module:
+            del sys.modules[path.stem]
+        raise
+    return module
+
+
+def _by_signature(candidate: Candidate) -> dict[str, Any]:
+    parameters = inspect.signature(candidate).parameters
+    open_ended = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    supported: dict[str, Any] = {"options": tuple(name for name in OPTIONS if open_ended or name in parameters)}
+    if "reduction" in parameters:
+        supported["reductions"] = REDUCTIONS
+    if "axis" in parameters:
+        supported["any_axis"] = True
+    return supported
+
+
+def _subset(name: str, given: Any, known: Iterable[Any]) -> tuple[Any, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"{name} of an offer must be a tuple, got {given!r}")
+    given = tuple(given)
+    for each in given:
+        if each not in known:
+            raise ValueError(f"{name} of an offer must be among {', '.join(map(str, known))}, got {each!r}")
+    return given
+
+
+def _one(name: str, given: Any, known: tuple[Any, ...]) -> Any:
+    if given not in known:
+        raise ValueError(f"{name} of an offer must be one of {', '.join(map(str, known))}, got {given!r}")
+    return given

@@ -1,0 +1,80 @@
+"""What the ranks of a launch are told to do."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+import json
+from pathlib import Path
+from typing import Any
+
+from pce_mpi.conformance.cases import Case, catalogue
+from pce_mpi.conformance.offers import DTYPES, Offer
+
+__all__ = ["Orders", "Task"]
+
+_NAME = "orders.json"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One case to run; with `reproduce`, kinds of findings: the smallest shape of that case that shows one of them."""
+
+    case: str
+    reproduce: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Orders:
+    """One candidate, and which cases it is to run on what.
+
+    candidate   a name in `adapters.NAMED_CANDIDATES`, or package.module:candidate, or path/to/file.py:candidate
+    adapter     a name in `adapters.FUNCTION_ADAPTERS` for a `candidate` that is such a function; None: it is none
+    patterns    names, families or shell patterns of names; None: all cases
+    dtypes      of the logits; None: all
+    strict, tolerance   as in `judging.Tolerance`
+    rows, classes       in place of each case's own; None: its own
+    tasks       None: each case that `patterns` and `dtypes` select, once
+    """
+
+    candidate: str
+    adapter: str | None = None
+    patterns: tuple[str, ...] | None = None
+    dtypes: tuple[str, ...] | None = None
+    strict: bool = False
+    tolerance: float = 1.0
+    seed: int = 0
+    rows: int | None = None
+    classes: int | None = None
+    tasks: tuple[Task, ...] | None = None
+
+    def cases(self, offer: Offer | None) -> dict[str, Case]:
+        """The cases that these orders select, by name, also those that `offer` does not cover."""
+        return {case.name: case for case in catalogue(offer, self.dtypes) if self._select(case)}
+
+    def patterns_of_no_case(self) -> list[str]:
+        """Those that fit no case, whatever a candidate may offer."""
+        # Which dtype a case comes in can depend on the offer; with one dtype, all come in that.
+        every = [case for dtype in self.dtypes or DTYPES for case in catalogue(None, [dtype])]
+        return [each for each in self.patterns or () if not any(_fits(case, each) for case in every)]
+
+    def _select(self, case: Case) -> bool:
+        return self.patterns is None or any(_fits(case, pattern) for pattern in self.patterns)
+
+    def write(self, folder: Path) -> None:
+        """Leave these orders in `folder`."""
+        (folder / _NAME).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Orders:
+        """The orders that were left in `folder`."""
+        given = json.loads((folder / _NAME).read_text(encoding="utf-8"))
+        if given["tasks"] is not None:
+            given["tasks"] = [Task(each["case"], tuple(each["reproduce"])) for each in given["tasks"]]
+        # JSON has lists for tuples.
+        fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+        return cls(**fields)
+
+
+def _fits(case: Case, pattern: str) -> bool:
+    return pattern in (case.name, case.family) or fnmatchcase(case.name, pattern)

@@ -1,0 +1,274 @@
+"""How a candidate is called for a case: once, twice, two at once; and what is looked at beside its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pce_mpi.arrays import as_array, library_named, shares_memory, to_host
+from pce_mpi.conformance.cases import Problem
+from pce_mpi.conformance.costs import costs_of
+from pce_mpi.conformance.judging import Answer
+from pce_mpi.conformance.offers import REDUCTIONS, Gradient, Offer
+from pce_mpi.conformance.outcomes import Finding
+from pce_mpi.loss import (
+    softmax_cross_entropy,
+    softmax_cross_entropy_backward,
+    softmax_cross_entropy_forward,
+    softmax_cross_entropy_value_and_grad,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["PROCEDURES", "BadResult", "Trial"]
+
+Array = np.ndarray[Any, Any]
+
+
+class BadResult(Exception):
+    """A candidate returned what is no loss, or no gradient, at all."""
+
+
+@dataclass
+class Trial:
+    """One rank's part of a case.
+
+    `problem(0)` is the case's, `problem(1)` another of the same kind, for procedures that need two. What a procedure
+    finds goes to `findings`; what is to be judged to `answers`, with the number of its problem and what to call it.
+    """
+
+    candidate: Callable[..., Any]
+    offer: Offer
+    comm: MPI.Intracomm
+    problem: Callable[[int], Problem]
+    answers: list[tuple[int, str, Answer]] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    costs: dict[str, dict[str, float | None]] | None = None
+
+    def call(self, which: int = 0) -> _Call:
+        """A call of the candidate with one of the problems, done."""
+        call = _Call(self, self.problem(which))
+        call.run(self.comm)
+        return call
+
+    def judge(self, answer: Answer, which: int = 0, name: str = "") -> None:
+        """Have `answer` judged; `name` says which of several it is."""
+        self.answers.append((which, name, answer))
+
+    def find(self, kind: str, text: str) -> None:
+        """Something is wrong."""
+        self.findings.append(Finding(kind, text))
+
+
+class _Call:
+    """A call of the candidate: what it is handed, and what it has returned."""
+
+    def __init__(self, trial: Trial, problem: Problem) -> None:
+        self._trial, self._offer, self._problem = trial, trial.offer, problem
+        self._watched: dict[str, _Watched] = {}
+        shard = problem.shard(trial.comm.rank)
+        options = dict(shard.options)
+        if len(self._offer.reductions) < 2:
+            del options["reduction"]
+        if not self._offer.any_axis or options["axis"] in (-1, shard.logits.ndim - 1):
+            del options["axis"]
+        if "weight" in options:
+            options["weight"] = self._hand("weight", options["weight"])
+        self._arrays = self._hand("logits", shard.logits), self._hand("targets", shard.targets)
+        self._options = {"class_start": shard.class_start, "num_classes": shard.num_classes, **options}
+        self.loss: Any = None
+        self.gradient: Any = None
+        self._backward: Callable[[Any], Any] | None = None
+
+    def _hand(self, name: str, array: Array) -> Any:
+        handed = _as_library(array, self._offer.arrays)
+        self._watched[name] = _Watched(array, handed)
+        return handed
+
+    def run(self, comm: MPI.Intracomm) -> None:
+        """Call the candidate."""
+        returned = self._trial.candidate(*self._arrays, comm=comm, **self._options)
+        if self._offer.gradient is Gradient.NONE:
+            self.loss = _array(returned, "the loss")
+            return
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            what = "(loss, dlogits)" if self._offer.gradient is Gradient.VALUE else "(loss, backward)"
+            raise BadResult(f"{what} is due, got {_described(returned)}")
+        loss, second = returned
+        self.loss = _array(loss, "the loss")
+        if self._offer.gradient is Gradient.VALUE:
+            self.gradient = _array(second, "the gradient")
+        elif callable(second):
+            self._backward = second
+        else:
+            raise BadResult(f"(loss, backward) is due, where backward can be called, got {_described(second)}")
+
+    def backward(self) -> None:
+        """Ask for the gradient, if that takes another call."""
+        if self._backward is None:
+            return
+        problem = self._problem
+        dloss = np.ones(problem.loss_shape) if problem.dloss is None else problem.dloss
+        dloss = dloss.astype(to_host(self.loss).dtype)
+        if dloss.size == self.loss.size:
+            dloss = dloss.reshape(self.loss.shape)
+        self.gradient = _array(self._backward(self._hand("the upstream gradient", dloss)), "the gradient")
+
+    def answer(self) -> Answer:
+        """Copies of what has come back so far."""
+        return Answer(to_host(self.loss).copy(), None if self.gradient is None else to_host(self.gradient).copy())
+
+    def check(self) -> None:
+        """Look for inputs that have changed, and for results that are the memory of something else."""
+        allowed = {"logits"} if self._offer.overwrites_logits else set()
+        for name, watched in self._watched.items():
+            if name not in allowed and watched.changed():
+                self._trial.find("inputs modified", f"{name} {'were' if name[-1] == 's' else 'was'} modified")
+        for result, array in (("the loss", self.loss), ("the gradient", self.gradient)):
+            for name, watched in self._watched.items():
+                if array is not None and name not in allowed and shares_memory(array, watched.handed):
+                    self._trial.find("aliasing", f"{result} shares memory with {name}")
+        if self.gradient is not None and shares_memory(self.loss, self.gradient):
+            self._trial.find("aliasing", "the loss shares memory with the gradient")
+
+
+class _Watched:
+    """An array that was handed out, and its bytes, those between its elements included."""
+
+    def __init__(self, array: Array, handed: Any) -> None:
+        self.handed = as_array(handed, "input")
+        on_host = isinstance(self.handed, np.ndarray)
+        self._buffer: Any = (array if array.base is None else array.base) if on_host else self.handed
+        self._bytes = to_host(self._buffer).tobytes()
+
+    def changed(self) -> bool:
+        """Whether any byte is another."""
+        return to_host(self._buffer).tobytes() != self._bytes
+
+
+def _as_library(array: Array, library: str) -> Any:
+    """`array` as that library has it: on the same memory, or on the GPU."""
+    if library != "torch":
+        return library_named(library).asarray(array)
+    import torch
+
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _array(value: Any, what: str) -> Any:
+    """What came back, as a NumPy or CuPy array on the same memory."""
+    if hasattr(value, "detach"):
+        value = value.detach()  # autograd's graph bars the way to the numbers
+    if not isinstance(value, tuple | list) and value is not None:
+        try:
+            return as_array(value, what)
+        except TypeError as error:
+            raise BadResult(str(error)) from error
+    raise BadResult(f"{what} is due as an array, got {_described(value)}")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}: {', '.join(type(each).__name__ for each in value)}"
+    return type(value).__name__
+
+
+def _plain(trial: Trial) -> None:
+    call = trial.call()
+    call.backward()
+    trial.judge(call.answer())
+    call.check()
+
+
+def _backward_twice(trial: Trial) -> None:
+    call = trial.call()
+    call.backward()
+    first, before = call.gradient, call.answer()
+    call.backward()
+    if not _same_bits(to_host(first), before.dlogits):
+        trial.find("overwritten", "the second backward pass changed the gradient that the first one had returned")
+    trial.judge(before, name="first backward pass")
+    trial.judge(call.answer(), name="second backward pass")
+    call.check()
+
+
+def _two_at_once(trial: Trial) -> None:
+    first = trial.call(0)
+    before = first.answer()
+    second = trial.call(1)
+    for what, kept, now in (("loss", before.loss, first.loss), ("gradient", before.dlogits, first.gradient)):
+        if kept is not None and not _same_bits(to_host(now), kept):
+            trial.find("overwritten", f"a second call changed the {what} that the first one had returned")
+    for call in (first, second):
+        call.backward()
+    trial.judge(first.answer(), 0, "first of two losses")
+    trial.judge(second.answer(), 1, "second of two losses")
+    first.check()
+    second.check()
+
+
+def _run_twice(trial: Trial) -> None:
+    answers = []
+    for _ in range(2):
+        call = trial.call()
+        call.backward()
+        answers.append(call.answer())
+    first, second = answers
+    for what, a, b in (("loss", first.loss, second.loss), ("gradient", first.dlogits, second.dlogits)):
+        if a is not None and b is not None and not _same_bits(a, b):
+            trial.find("not deterministic", f"two calls with the same arguments gave two {what}s: {_difference(a, b)}")
+    trial.judge(first)
+
+
+def _measured(trial: Trial) -> None:
+    _plain(trial)
+
+    def cost(of: Trial) -> dict[str, float | None]:
+        call = _Call(of, of.problem(0))
+
+        def run(comm: MPI.Intracomm) -> None:
+            call.run(comm)
+            call.backward()
+
+        return costs_of(run, of.comm)
+
+    ours = replace(trial, candidate=_OURS[trial.offer.gradient], offer=replace(trial.offer, reductions=REDUCTIONS))
+    trial.costs = {"candidate": cost(trial), "ours": cost(ours)}
+
+
+def _forward_and_backward(*arrays: Any, **options: Any) -> tuple[Any, Callable[[Any], Any]]:
+    loss, residuals = softmax_cross_entropy_forward(*arrays, **options)
+    return loss, lambda dloss: softmax_cross_entropy_backward(dloss, residuals)
+
+
+_OURS: dict[Gradient, Callable[..., Any]] = {
+    Gradient.NONE: softmax_cross_entropy,
+    Gradient.VALUE: softmax_cross_entropy_value_and_grad,
+    Gradient.BACKWARD: _forward_and_backward,
+}
+
+PROCEDURES: dict[str, Callable[[Trial], None]] = {
+    "plain": _plain,
+    "backward-twice": _backward_twice,
+    "two-at-once": _two_at_once,
+    "run-twice": _run_twice,
+    "measured": _measured,
+}
+
+
+def _same_bits(a: Array, b: Array | None) -> bool:
+    return b is not None and a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def _difference(a: Array, b: Array) -> str:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{a.dtype}{a.shape} and {b.dtype}{b.shape}"
+    x, y = a.astype(np.float64).reshape(-1), b.astype(np.float64).reshape(-1)
+    place = int(np.argmax(x != y))
+    return f"{x[place]:.9g} and {y[place]:.9g}"

@@ -1,0 +1,67 @@
+"""A report as one page of HTML that needs nothing else: styles and pictures are in it, nothing is loaded."""
+
+from __future__ import annotations
+
+from importlib import resources
+import inspect
+from typing import Any
+
+import jinja2
+import markupsafe
+
+from pce_mpi.conformance import judging
+from pce_mpi.conformance.outcomes import Outcome, Report
+from pce_mpi.conformance.reports import summary, tables
+from pce_mpi.conformance.reports.pictures import drawn, of_ranks
+
+__all__ = ["render"]
+
+
+def render(report: Report) -> str:
+    """The page; importing this file needs jinja2 and matplotlib."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["cell"] = tables.text
+    template = resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
+    return environment.from_string(template).render(
+        report=report,
+        headline=summary.headline(report),
+        facts=summary.facts(report),
+        meaning=summary.MEANING,
+        families=_table(summary.verdict_rows(report)),
+        extremes=_table(summary.extreme_rows(report)),
+        costs=_table(summary.cost_rows(report)),
+        failures=[_failure(number, outcome) for number, outcome in enumerate(report.failed)],
+        outcomes=[_line(outcome) for outcome in report.outcomes],
+        measure=inspect.cleandoc(judging.__doc__ or ""),
+    )
+
+
+def _table(rows: list[list[tables.Cell]]) -> list[list[dict[str, Any]]]:
+    """The text of each cell, and whether it stands at its column's right edge."""
+    if not rows:
+        return []
+    right = tables.numeric(rows)
+    return [[{"text": tables.text(cell), "right": end} for cell, end in zip(row, right, strict=True)] for row in rows]
+
+
+def _failure(number: int, outcome: Outcome) -> dict[str, Any]:
+    picture = outcome.picture
+    shown = {
+        "outcome": outcome,
+        "lines": summary.lines(outcome) or [summary.problem(outcome)],
+        "printed": summary.printed(outcome),
+        "shape": summary.shape(outcome),
+        "accuracies": _table(summary.accuracy_rows(outcome)),
+        "picture": None,
+    }
+    if picture is not None and picture.errors and picture.errors[0]:
+        shown["picture"] = markupsafe.Markup(drawn(picture, f"picture{number}"))
+        shown["of_ranks"] = of_ranks(picture)
+    return shown
+
+
+def _line(outcome: Outcome) -> dict[str, Any]:
+    said = summary.problem(outcome) if outcome.failed else summary.in_a_line(outcome.note)
+    return {"outcome": outcome, "said": said}

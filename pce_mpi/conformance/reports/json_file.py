@@ -1,0 +1,69 @@
+"""A report as JSON, to be kept, compared and read by other programs.
+
+One object:
+
+    format       "pce_mpi conformance report"
+    version      1; it grows when a field changes its meaning or goes, not when one comes
+    candidate    the candidate's name, as given on the command line
+    offer        what it offers; the fields of `offers.Offer`
+    ranks, seed, strict, tolerance, versions
+                 what was run on what; `versions` by the name of the package
+    failed       whether any case failed: crashed, deadlocked, refused where an answer was due, or FAIL
+    counts       how many cases ended in each verdict
+    outcomes     one object per case, with the fields of `outcomes.Outcome`: `case`, `verdict` ("pass", "FAIL", "not
+                 offered", "refused", "crashed", "deadlocked"), `findings` (`kind`, `text`), `accuracies` (in ulps),
+                 `picture` (where the gradient errs; null, or the fields of `outcomes.ErrorMap`), `rerun`, ...
+
+Numbers that are not finite are the strings "nan", "inf" and "-inf": JSON has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+import json
+
+from pce_mpi.conformance.offers import Offer
+from pce_mpi.conformance.outcomes import Outcome, Report
+
+__all__ = ["parse", "render"]
+
+_FORMAT = "pce_mpi conformance report"
+_VERSION = 1
+
+
+def render(report: Report) -> str:
+    """The report as JSON that ends in a newline."""
+    content = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "candidate": report.candidate,
+        "offer": asdict(report.offer),
+        "ranks": report.ranks,
+        "seed": report.seed,
+        "strict": report.strict,
+        "tolerance": report.tolerance,
+        "versions": report.versions,
+        "failed": bool(report.failed),
+        "counts": report.counts,
+        "outcomes": [outcome.to_json() for outcome in report.outcomes],
+    }
+    return json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def parse(text: str) -> Report:
+    """The report that `render` wrote as `text`; `ValueError` for any other text."""
+    content = json.loads(text)
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError(f"this is no {_FORMAT}")
+    if content["version"] != _VERSION:
+        raise ValueError(f"the report must be of version {_VERSION}, got {content['version']}")
+    return Report(
+        candidate=content["candidate"],
+        offer=Offer(**content["offer"]),
+        ranks=content["ranks"],
+        versions=content["versions"],
+        seed=content["seed"],
+        strict=content["strict"],
+        tolerance=content["tolerance"],
+        outcomes=[Outcome.from_json(outcome) for outcome in content["outcomes"]],
+    )

@@ -1,0 +1,67 @@
+"""A report as JUnit XML: one test suite, the cases of a family in one class.
+
+What failed by its numbers or was refused is a failure; what crashed or deadlocked is an error; what is not offered is
+skipped.
+"""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
+from pce_mpi.conformance.reports.summary import in_a_line, lines, printed, problem, shape
+
+__all__ = ["render"]
+
+_TAGS = {
+    Verdict.FAIL: "failure",
+    Verdict.REFUSED: "failure",
+    Verdict.CRASHED: "error",
+    Verdict.DEADLOCKED: "error",
+    Verdict.NOT_OFFERED: "skipped",
+}
+# A candidate's last words may hold anything; an XML file may not.
+_NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def render(report: Report) -> str:
+    """The report as an XML document."""
+    tags = [_TAGS.get(outcome.verdict) for outcome in report.outcomes]
+    counts = {
+        "tests": str(len(tags)),
+        "failures": str(tags.count("failure")),
+        "errors": str(tags.count("error")),
+        "skipped": str(tags.count("skipped")),
+        "time": f"{sum(outcome.seconds for outcome in report.outcomes):.3f}",
+    }
+    suites = ElementTree.Element("testsuites", counts)
+    suite = ElementTree.SubElement(suites, "testsuite", {"name": _clean(report.candidate), **counts})
+    properties = ElementTree.SubElement(suite, "properties")
+    for name, value in {"ranks": report.ranks, "seed": report.seed, **report.versions}.items():
+        ElementTree.SubElement(properties, "property", name=name, value=_clean(str(value)))
+    for outcome in report.outcomes:
+        case = ElementTree.SubElement(
+            suite,
+            "testcase",
+            classname=_clean(f"{report.candidate}.{outcome.family}"),
+            name=_clean(outcome.case),
+            time=f"{outcome.seconds:.3f}",
+        )
+        if (tag := _TAGS.get(outcome.verdict)) is not None:
+            found = ElementTree.SubElement(case, tag, message=_clean(problem(outcome)))
+            if tag != "skipped":
+                found.set("type", str(outcome.verdict))
+                found.text = _clean(_details(outcome))
+    ElementTree.indent(suites)
+    return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _details(outcome: Outcome) -> str:
+    seen = [*lines(outcome), printed(outcome), shape(outcome)]
+    told = [outcome.catches and f"catches: {in_a_line(outcome.catches)}", outcome.rerun and f"rerun: {outcome.rerun}"]
+    return "\n".join(line for line in (*seen, *told) if line)
+
+
+def _clean(text: str) -> str:
+    return _NOT_IN_XML.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -1,0 +1,77 @@
+"""A report as Markdown, for a pull request: a summary, and each failure folded up below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import html
+import re
+
+from pce_mpi.conformance.outcomes import Outcome, Report
+from pce_mpi.conformance.reports.summary import (
+    cost_rows,
+    extreme_rows,
+    facts,
+    headline,
+    in_a_line,
+    lines,
+    printed,
+    problem,
+    shape,
+    verdict_rows,
+)
+from pce_mpi.conformance.reports.tables import Cell, piped
+
+__all__ = ["render"]
+
+
+def render(report: Report) -> str:
+    """The report as Markdown that ends in a newline."""
+    return "\n\n".join(_parts(report)) + "\n"
+
+
+def _parts(report: Report) -> Iterator[str]:
+    sign = "\N{CROSS MARK}" if report.failed else "\N{WHITE HEAVY CHECK MARK}"
+    yield f"### {sign} Conformance of {_code(report.candidate)}: {headline(report)}"
+    yield "\n".join(f"- {name}: {_escaped(value)}" for name, value in facts(report).items() if name != "candidate")
+    yield from (_failure(outcome) for outcome in report.failed)
+    if rows := extreme_rows(report):
+        yield _folded("How accurate: errors in ulps", piped(_escaped_rows(rows)))
+    if rows := cost_rows(report):
+        yield _folded("What a call takes", piped(_escaped_rows(rows)))
+    yield _folded("All cases by verdict", piped(_escaped_rows(verdict_rows(report))))
+
+
+def _failure(outcome: Outcome) -> str:
+    name = f"<b>{outcome.verdict}</b> <code>{html.escape(outcome.case)}</code>"
+    parts = [f"- {_escaped(line)}" for line in lines(outcome) or [problem(outcome)]]
+    if seen := shape(outcome):
+        parts.append(f"- {'smallest shape' if outcome.shrunk else 'seen at'}: {_escaped(seen)}")
+    parts.append(f"- what the case catches: {_escaped(outcome.catches)}")
+    if output := printed(outcome):
+        parts.append(f"\nWhat was printed:\n\n{_block(output)}")
+    if outcome.rerun:
+        parts.append(f"\nRun it alone:\n\n{_block(outcome.rerun)}")
+    return _folded(f"{name}: {html.escape(problem(outcome))}", "\n".join(parts))
+
+
+def _folded(summary: str, content: str) -> str:
+    # The empty line makes Markdown of what follows a tag.
+    return f"<details><summary>{summary}</summary>\n\n{content}\n\n</details>"
+
+
+def _escaped_rows(rows: list[list[Cell]]) -> list[list[Cell]]:
+    return [[_escaped(value) if isinstance(value, str) else value for value in row] for row in rows]
+
+
+def _escaped(text: str) -> str:
+    """`text` that means itself, neither HTML nor Markdown nor a formula."""
+    return re.sub(r"([\\`*_\[\]~$])", r"\\\1", html.escape(in_a_line(text), quote=False))
+
+
+def _code(text: str) -> str:
+    return f"<code>{_escaped(text)}</code>"
+
+
+def _block(text: str) -> str:
+    ticks = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{ticks}\n{text}\n{ticks}"

@@ -1,0 +1,141 @@
+"""Where in (row, class) a gradient errs, as a picture for a page of HTML."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+import numpy as np
+
+from pce_mpi.conformance.outcomes import ErrorMap
+
+__all__ = ["OfRank", "drawn", "of_ranks"]
+
+# Powers of ten of what is allowed, between which errors differ in colour.
+_LEAST, _MOST = -2, 4
+_LIMIT = -_LEAST / (_MOST - _LEAST)  # where between the two that is which is just allowed
+# Fully transparent where there is no error, so that both a dark and a light page show through; blue up to what is
+# allowed, then from yellow to red.
+_COLORS = [
+    (0.0, "#4a90d900"),
+    (_LIMIT, "#4a90d9b0"),
+    (_LIMIT, "#ffcf33"),
+    ((1 + _LIMIT) / 2, "#ef6c1a"),
+    (1.0, "#b3122b"),
+]
+_NOT_FINITE = "#d633c8"
+# Stands for the colour of the text around the picture, which only the page knows.
+_INK = "#010203"
+
+
+class OfRank(NamedTuple):
+    """One rank's share of a picture: its classes [start, stop), and its largest error in units of what is allowed."""
+
+    rank: int
+    start: int
+    stop: int
+    worst: float
+
+
+def of_ranks(picture: ErrorMap) -> list[OfRank]:
+    """Of each rank, the worst error in its shard; a block that lies across a border counts for both sides."""
+    errors = np.asarray(picture.errors, np.float64).reshape(len(picture.errors), -1)
+    per_class = picture.classes / max(errors.shape[1], 1)
+    found = []
+    for rank, (start, stop) in enumerate(zip(picture.splits[:-1], picture.splits[1:], strict=True)):
+        part = np.abs(errors[:, math.floor(start) : math.ceil(stop)])
+        worst = float(np.where(np.isfinite(part), part, np.inf).max(initial=0.0))
+        found.append(OfRank(rank, round(start * per_class), round(stop * per_class), worst))
+    return found
+
+
+def drawn(picture: ErrorMap, name: str) -> str:
+    """An SVG element whose text and lines have the colour of the text around it.
+
+    `name`, one word, is what the ids in it start with: those of all pictures of a page must differ.
+    """
+    errors = np.ma.masked_invalid(np.asarray(picture.errors, np.float64))
+    rows = errors.shape[0]
+    style: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": name,
+        "font.family": "sans-serif",
+        "font.size": 10,
+        **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
+    }
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(10, 1.5 + min(max(0.18 * rows, 0.6), 4.5)), layout="constrained")
+        axes = figure.subplots()
+        image = _show_errors(axes, errors, picture)
+        _show_shards(axes, picture)
+        _show_targets(axes, errors.shape, picture)
+        _show_scale(figure, axes, image)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    return _embeddable(file.getvalue(), name)
+
+
+def _show_errors(axes: Any, errors: Any, picture: ErrorMap) -> Any:
+    colors = LinearSegmentedColormap.from_list("error", _COLORS).with_extremes(bad=_NOT_FINITE)
+    image = axes.imshow(
+        np.ma.clip(np.ma.abs(errors), 10.0**_LEAST, 10.0**_MOST),
+        cmap=colors,
+        norm=LogNorm(10.0**_LEAST, 10.0**_MOST),
+        # A class or a row has its number at its middle.
+        extent=(-0.5, picture.classes - 0.5, picture.rows - 0.5, -0.5),
+        aspect="auto",
+        interpolation="none",
+    )
+    axes.set(xlabel="class", ylabel="row")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    return image
+
+
+def _show_shards(axes: Any, picture: ErrorMap) -> None:
+    shards = of_ranks(picture)
+    for shard in shards[1:]:
+        axes.axvline(shard.start - 0.5, color=_INK, linewidth=1.2, linestyle=(0, (4, 2)))
+    top = axes.secondary_xaxis("top")
+    held = [shard for shard in shards if shard.stop > shard.start]
+    top.set_xticks([(shard.start + shard.stop - 1) / 2 for shard in held], [f"rank {shard.rank}" for shard in held])
+    top.tick_params(length=0)
+
+
+def _show_targets(axes: Any, blocks: tuple[int, ...], picture: ErrorMap) -> None:
+    if not picture.targets:
+        return
+    row, column = np.asarray(picture.targets, np.float64).T
+    axes.scatter(
+        (column + 0.5) * picture.classes / blocks[1] - 0.5,
+        (row + 0.5) * picture.rows / blocks[0] - 0.5,
+        s=26,
+        facecolors="none",
+        edgecolors=_INK,
+        linewidths=1.1,
+    )
+
+
+def _show_scale(figure: Any, axes: Any, image: Any) -> None:
+    bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03)
+    ticks = [10.0**power for power in range(_LEAST, _MOST + 1)]
+    bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    bar.minorticks_off()
+    bar.set_label("error / allowed")
+
+
+def _embeddable(svg: str, name: str) -> str:
+    """The element alone, as wide as there is room for, with ids of its own."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg [^>]*?)width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg [^>]*?)height="[^"]*"', r"\1", svg, count=1)
+    for start in ('id="', 'href="#', "url(#"):
+        svg = svg.replace(start, f"{start}{name}-")
+    return svg.replace(_INK, "currentColor")

@@ -1,0 +1,185 @@
+"""What every report says, in the words that all of them share; tables are rows of cells, the first one is the head."""
+
+from __future__ import annotations
+
+from collections import Counter
+import re
+
+from pce_mpi.conformance.offers import Gradient, Offer
+from pce_mpi.conformance.outcomes import Accuracy, Finding, Outcome, Report, Verdict
+from pce_mpi.conformance.reports.tables import Cell
+
+__all__ = [
+    "MEANING",
+    "accuracy_rows",
+    "cost_rows",
+    "extreme_rows",
+    "facts",
+    "headline",
+    "in_a_line",
+    "lines",
+    "printed",
+    "problem",
+    "shape",
+    "verdict_rows",
+]
+
+MEANING = {
+    Verdict.PASS: "right, or refused where that is due",
+    Verdict.FAIL: "wrong, or raised on some ranks only",
+    Verdict.NOT_OFFERED: "not supported, as declared; never held against the candidate",
+    Verdict.REFUSED: "raised on every rank where an answer was due",
+    Verdict.CRASHED: "a process died",
+    Verdict.DEADLOCKED: "some ranks never returned",
+}
+
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+_CONTROL = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\t"), ord("\n")}, "\N{REPLACEMENT CHARACTER}")
+_GRADIENT = {
+    Gradient.NONE: "the loss alone",
+    Gradient.VALUE: "the loss and its gradient",
+    Gradient.BACKWARD: "the loss and a backward function",
+}
+_SHARDS = {"equal": "of equal length", "chunks": "as torch.chunk makes them", "any": "of any lengths"}
+
+
+def headline(report: Report) -> str:
+    """How the run ended, in one sentence."""
+    counts = report.counts
+    ran = len(report.outcomes) - counts[Verdict.NOT_OFFERED]
+    left = f"; {counts[Verdict.NOT_OFFERED]} not offered" if counts[Verdict.NOT_OFFERED] else ""
+    if not report.failed:
+        return f"{_counted(ran, 'case')} passed{left}" if ran else f"no case was run{left}"
+    kinds = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if verdict.failed and count)
+    return f"{len(report.failed)} of {_counted(ran, 'case')} failed ({kinds}){left}"
+
+
+def facts(report: Report) -> dict[str, str]:
+    """What was run on what."""
+    strict = "strict, " if report.strict else ""
+    return {
+        "candidate": report.candidate,
+        "offers": _offered(report.offer),
+        "ranks": str(report.ranks),
+        "seed": str(report.seed),
+        "tolerance": f"{strict}what is allowed times {report.tolerance:g}",
+        "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
+    }
+
+
+def verdict_rows(report: Report) -> list[list[Cell]]:
+    """A table, head first: how many cases of each family ended in which verdict."""
+    found: dict[str, Counter[Verdict]] = {}
+    for outcome in report.outcomes:
+        found.setdefault(outcome.family, Counter())[outcome.verdict] += 1
+    rows = [[name, *(counts[verdict] or None for verdict in Verdict)] for name, counts in found.items()]
+    return [["cases", *Verdict], *rows, ["all", *report.counts.values()]]
+
+
+def extreme_rows(report: Report) -> list[list[Cell]]:
+    """A table, head first: of each dtype and quantity, the worst error of the cases that pass, and of all cases the one
+    that comes closest to what is allowed, or exceeds it by most. No rows where nothing was measured.
+    """
+    worst: dict[tuple[str, str], tuple[Accuracy, str]] = {}
+    passing: dict[tuple[str, str], float] = {}
+    for outcome in report.outcomes:
+        for each in outcome.accuracies:
+            key = each.dtype, each.quantity
+            if not outcome.failed:
+                passing[key] = max(each.error, passing.get(key, 0.0))
+            if key not in worst or each.error / each.allowed > worst[key][0].error / worst[key][0].allowed:
+                worst[key] = each, outcome.case
+    head: list[Cell] = ["dtype", "quantity", "where it passes", "worst", "best possible", "allowed", "worst in", "at"]
+    rows: list[list[Cell]] = [
+        [*key, passing.get(key), each.error, each.best, each.allowed, case, each.where]
+        for key, (each, case) in worst.items()
+    ]
+    return [head, *rows] if rows else []
+
+
+def accuracy_rows(outcome: Outcome) -> list[list[Cell]]:
+    """A table, head first: how accurate the candidate was in one case. No rows where nothing was measured."""
+    rows: list[list[Cell]] = [
+        [each.dtype, each.quantity, each.error, each.best, each.allowed, each.where] for each in outcome.accuracies
+    ]
+    return [["dtype", "quantity", "error (ulps)", "best possible", "allowed", "at"], *rows] if rows else []
+
+
+def cost_rows(report: Report) -> list[list[Cell]]:
+    """A table, head first: what one call took and what ours did, for the largest problem for which that was counted."""
+    largest = max(
+        (outcome for outcome in report.outcomes if outcome.costs),
+        key=lambda outcome: outcome.rows * outcome.classes,
+        default=None,
+    )
+    if largest is None or largest.costs is None:
+        return []
+    names = list(dict.fromkeys(name for costs in largest.costs.values() for name in costs))
+    rows: list[list[Cell]] = [
+        [who, *("not counted" if costs.get(name) is None else costs[name] for name in names)]
+        for who, costs in largest.costs.items()
+    ]
+    return [[f"{largest.case}, {shape(largest)}", *names], *rows]
+
+
+def problem(outcome: Outcome) -> str:
+    """What is wrong, in one line: the first finding, and the kinds of the others."""
+    if not outcome.findings:
+        return in_a_line(outcome.note) or MEANING[outcome.verdict]
+    first, *others = outcome.findings
+    also = dict.fromkeys(finding.kind for finding in others if finding.kind != first.kind)
+    return in_a_line(first.text) + (f" (also: {', '.join(also)})" if also else "")
+
+
+def lines(outcome: Outcome) -> list[str]:
+    """All that is wrong, a line for each finding."""
+    return [in_a_line(finding.text) for finding in outcome.findings if finding not in _prints(outcome)]
+
+
+def printed(outcome: Outcome) -> str:
+    """What a process printed before it died or was ended; '' if that is not known."""
+    return "\n".join(_visible(finding.text) for finding in _prints(outcome))
+
+
+def _prints(outcome: Outcome) -> list[Finding]:
+    """The findings that are no sentences: what follows the first one of a case that did not come to its end."""
+    return outcome.findings[1:] if outcome.verdict in (Verdict.CRASHED, Verdict.DEADLOCKED) else []
+
+
+def shape(outcome: Outcome) -> str:
+    """The shape at which an outcome was seen; '' where nobody came to know it."""
+    if not outcome.splits:
+        return ""
+    lengths = [stop - start for start, stop in zip(outcome.splits[:-1], outcome.splits[1:], strict=True)]
+    split = f" ({' + '.join(map(str, lengths))} classes)" if len(lengths) > 1 else ""
+    size = f"{_counted(outcome.rows, 'row')}, {_counted(outcome.classes, 'class')}"
+    return f"{size}, {outcome.dtype}, on {_counted(outcome.ranks, 'rank')}{split}"
+
+
+def in_a_line(text: str) -> str:
+    """`text` without line breaks and without what steers a terminal."""
+    return " ".join(_visible(text).split())
+
+
+def _visible(text: str) -> str:
+    # A candidate's last words may hold anything.
+    return _COLOR.sub("", text).translate(_CONTROL)
+
+
+def _offered(offer: Offer) -> str:
+    return "; ".join(
+        [
+            ", ".join(offer.dtypes),
+            "options " + (", ".join(offer.options) or "none"),
+            "reductions " + ", ".join(offer.reductions),
+            "index or probability targets" if offer.probabilities else "index targets",
+            ", ".join(f"{dims}-D" for dims in offer.dims) + " logits",
+            "any class axis" if offer.any_axis else "classes last",
+            f"shards {_SHARDS[offer.shards]}",
+            f"gives {_GRADIENT[offer.gradient]}",
+        ]
+    )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"1 {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('s') else 's'}"

@@ -1,0 +1,224 @@
+"""Run one case on all ranks of a communicator, and say alike on each what came of it.
+
+A candidate is called with a duplicate of the communicator that is freed afterwards. What it raises is an outcome. What
+it returns is read through DLPack, compared with what it was handed, gathered, and judged on rank 0.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+import time
+from typing import TYPE_CHECKING, Any
+from unittest import SkipTest
+
+import numpy as np
+
+from pce_mpi.arguments import target_text
+from pce_mpi.channel import by_value
+from pce_mpi.conformance.cases import Case, Expects, Problem
+from pce_mpi.conformance.judging import Answer, judge
+from pce_mpi.conformance.offers import Offer, offer_of
+from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict
+from pce_mpi.conformance.procedures import PROCEDURES, BadResult, Trial
+from pce_mpi.conformance.units import Tolerance
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["assert_conforms", "run_case"]
+
+Candidate = Callable[..., Any]
+
+_USUAL = Tolerance()
+
+
+def run_case(
+    candidate: Candidate,
+    case: Case,
+    comm: MPI.Intracomm,
+    *,
+    tolerance: Tolerance = _USUAL,
+    seed: int = 0,
+    rows: int | None = None,
+    classes: int | None = None,
+    offer: Offer | None = None,
+) -> Outcome:
+    """What comes of `case`, the same on every rank.
+
+    `rows` and `classes` replace the case's own, if it is shrinkable. `offer`: what the candidate offers, if not what
+    `offer_of` says. A candidate that has `start` must have been started.
+
+    Collective over `comm`; does not return if the candidate does not.
+    """
+    offer = offer_of(candidate) if offer is None else offer
+    outcome = Outcome(case.name, case.catches, Verdict.PASS, ranks=comm.size, dtype=case.dtype)
+    missing = offer.missing(case)
+    if missing is not None:
+        return replace(outcome, verdict=Verdict.NOT_OFFERED, note=missing)
+
+    @cache
+    def problem(which: int) -> Problem:
+        return case.build(case.setting(offer, comm.size, seed=seed + which, rows=rows, classes=classes))
+
+    start = time.perf_counter()
+    private = comm.Dup()
+    trial = Trial(candidate, offer, private, problem)
+    raised = None
+    try:
+        PROCEDURES[case.procedure](trial)
+    except BadResult as error:
+        trial.find("result", str(error))
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    seconds = time.perf_counter() - start
+    _arrive(comm)
+    errors = comm.allgather(raised)
+    if len({error is None for error in errors}) == 1:  # else some may still be in a collective on it
+        private.Free()
+    outcome = replace(
+        outcome,
+        rows=problem(0).rows,
+        classes=problem(0).classes,
+        splits=problem(0).splits,
+        seconds=seconds,
+        costs=trial.costs,
+    )
+    gathered = comm.gather((trial.answers, trial.findings))
+    if gathered is not None:
+        _settle(outcome, case, problem, errors, gathered, tolerance)
+    _arrive(comm)
+    return comm.bcast(outcome)
+
+
+def assert_conforms(
+    candidate: Candidate,
+    case: Case,
+    comm: MPI.Intracomm | None = None,
+    *,
+    tolerance: Tolerance = _USUAL,
+    seed: int = 0,
+) -> None:
+    """Raise `AssertionError`, alike on every rank of `comm` (all of the job), unless `candidate` does `case` right.
+
+    A case that the candidate does not offer is skipped: `unittest.SkipTest`, which pytest knows. A candidate that has
+    `start(comm)` is started with the first case, and stopped when the process ends.
+
+    >>> from mpi4py import MPI
+    >>> from pce_mpi import conformance, softmax_cross_entropy_value_and_grad
+    >>> for case in conformance.cases(pattern="p-near-1/float32"):
+    ...     assert_conforms(softmax_cross_entropy_value_and_grad, case, MPI.COMM_SELF)
+    """
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD if comm is None else comm
+    _start(candidate, comm)
+    outcome = run_case(candidate, case, comm, tolerance=tolerance, seed=seed)
+    if outcome.verdict == Verdict.NOT_OFFERED:
+        raise SkipTest(f"{case} is not offered: {outcome.note}")
+    if outcome.failed:
+        raise AssertionError(_as_text(outcome))
+
+
+def _arrive(comm: MPI.Intracomm) -> None:
+    """Wait for all ranks, and leave the cores to those that are at work: there may be more ranks than cores."""
+    arrival = comm.Ibarrier()
+    while not arrival.Test():
+        time.sleep(0.0002)
+
+
+_Returned = tuple[list[tuple[int, str, Answer]], list[Finding]]
+
+
+def _settle(
+    outcome: Outcome,
+    case: Case,
+    problem: Callable[[int], Problem],
+    errors: Sequence[str | None],
+    returned: Sequence[_Returned],
+    tolerance: Tolerance,
+) -> None:
+    """Fill in what came of it, from what each rank has raised, or returned and found."""
+    raised = {rank: error for rank, error in enumerate(errors) if error is not None}
+    if len(raised) == len(errors):
+        if case.expects == Expects.ANSWER:
+            outcome.verdict = Verdict.REFUSED
+            outcome.findings.append(Finding("raised", by_value(raised)))
+        else:
+            outcome.note = f"refused: {by_value(raised)}"
+        return
+    if raised:
+        others = ", ".join(str(rank) for rank, error in enumerate(errors) if error is None)
+        text = f"not all ranks raised: {by_value(raised)}; returned: rank {others}"
+        outcome.findings.append(Finding("raised on some ranks", text))
+    else:
+        outcome.findings.extend(_together([findings for _, findings in returned]))
+        answers = [answers for answers, _ in returned]
+        if case.expects == Expects.REFUSAL:
+            outcome.findings.append(Finding("not refused", _not_refused(problem(0), answers[0])))
+        elif len({len(each) for each in answers}) == 1:  # else some returned what is no result
+            for of_all_ranks in zip(*answers, strict=True):
+                _judge(outcome, problem, of_all_ranks, tolerance)
+    if outcome.findings:
+        outcome.verdict = Verdict.FAIL
+
+
+def _judge(
+    outcome: Outcome,
+    problem: Callable[[int], Problem],
+    answers: Sequence[tuple[int, str, Answer]],
+    tolerance: Tolerance,
+) -> None:
+    which, name, _ = answers[0]
+    judgement = judge(problem(which), [answer for _, _, answer in answers], tolerance)
+    for finding in judgement.findings:
+        text = f"{name}: {finding.text}" if name else finding.text
+        outcome.findings.append(Finding(finding.kind, text))
+    outcome.picture = outcome.picture or judgement.picture
+    by_quantity = {accuracy.quantity: accuracy for accuracy in outcome.accuracies}
+    for accuracy in judgement.accuracies:
+        known = by_quantity.get(accuracy.quantity)
+        if known is None or accuracy.error / accuracy.allowed > known.error / known.allowed:
+            by_quantity[accuracy.quantity] = accuracy
+    outcome.accuracies = list(by_quantity.values())
+
+
+def _together(findings: Sequence[Sequence[Finding]]) -> Iterator[Finding]:
+    """What the ranks have found, once each, with the ranks that found it if those are not all."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, each in enumerate(findings):
+        for finding in each:
+            ranks.setdefault((finding.kind, finding.text), []).append(rank)
+    for (kind, text), who in ranks.items():
+        yield Finding(kind, text if len(who) == len(findings) else by_value(dict.fromkeys(who, text)))
+
+
+def _not_refused(problem: Problem, answers: Sequence[tuple[int, str, Answer]]) -> str:
+    targets = problem.targets.reshape(-1)
+    beyond = np.flatnonzero(problem.valid & ((targets < 0) | (targets >= problem.classes)))
+    what = f"{target_text(targets, problem.rows_shape, beyond[0])} is outside [0, {problem.classes})"
+    loss = np.array2string(answers[0][2].loss.astype(np.float64), precision=5, threshold=6) if answers else "no loss"
+    return f"{what}, and no rank refused it: the loss is {loss}"
+
+
+def _as_text(outcome: Outcome) -> str:
+    lines = [f"{outcome.case} on {outcome.ranks} ranks: {outcome.verdict}"]
+    lines += [f"  {finding.kind}: {finding.text}" for finding in outcome.findings]
+    lines += [
+        f"  error of the {each.quantity}: {each.error:.3g} ulp of {each.dtype}, {each.allowed:.3g} allowed"
+        for each in outcome.accuracies
+    ]
+    return "\n".join([*lines, f"  what this case catches: {outcome.catches}"])
+
+
+_started: list[Candidate] = []
+
+
+def _start(candidate: Any, comm: MPI.Intracomm) -> None:
+    if hasattr(candidate, "start") and not any(each is candidate for each in _started):
+        candidate.start(comm)
+        _started.append(candidate)
+        if hasattr(candidate, "stop"):
+            atexit.register(candidate.stop)

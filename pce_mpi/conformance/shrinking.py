@@ -1,0 +1,59 @@
+"""The smallest shape at which a case still fails in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+import time
+from typing import TYPE_CHECKING
+
+from pce_mpi.conformance.outcomes import Outcome
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["shapes", "shrink"]
+
+# What the search for one shape may take, without its first call.
+_SECONDS = 4.0
+
+_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 64, 256, 1024, 4096, 16384)
+
+
+def shapes(rows: int, classes: int, ranks: int) -> list[tuple[int, int]]:
+    """(rows, classes) smaller than the given ones, from few elements to many.
+
+    No rank is left without classes, as that is a fault of its own to many candidates.
+
+    >>> shapes(2, 5, 2)
+    [(1, 2), (1, 3), (1, 4), (2, 2), (1, 5), (2, 3), (2, 4)]
+    """
+    few = {ranks, ranks + 1, 2 * ranks, 3 * ranks, 4 * ranks}
+    while max(few) < classes:
+        few.add(2 * max(few))
+    smaller = [
+        (r, c)
+        for r in sorted({each for each in _ROWS if each < rows} | {rows})
+        for c in sorted({each for each in few if each < classes} | {classes})
+        if (r, c) != (rows, classes)
+    ]
+    return sorted(smaller, key=lambda shape: (shape[0] * shape[1], shape))
+
+
+def shrink(
+    run: Callable[[int, int], Outcome], kinds: Collection[str], rows: int, classes: int, comm: MPI.Intracomm
+) -> Outcome | None:
+    """What `run` gives at the first of `shapes` that shows a finding of one of `kinds`; None if none does in time.
+
+    Collective over `comm`: all ranks call it alike, and rank 0's clock counts.
+    """
+    start = None
+    for shape in shapes(rows, classes, comm.size):
+        if comm.bcast(start is not None and time.monotonic() - start > _SECONDS):
+            break
+        outcome = run(*shape)
+        if any(finding.kind in kinds for finding in outcome.findings):
+            outcome.shrunk = True
+            return outcome
+        # From the end of the first call, in which a framework may have to load itself.
+        start = time.monotonic() if start is None else start
+    return None

@@ -1,0 +1,144 @@
+"""The loss and its gradient in pieces that can be exchanged, to compute what a candidate with a known fault gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.conformance.cases import Problem
+
+__all__ = ["Textbook", "softmax"]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Textbook:
+    """One problem, float64, (rows, classes) and (rows,); as plain as can be, `dense` is what is exact.
+
+    The loss of a row is sum_c u_c nll_c + z_loss lse**2 + lost, its gradient g (total p - u + 2 z_loss lse p) slope.
+    """
+
+    problem: Problem
+    x: Array  # the logits
+    z: Array  # ... after scale and softcap
+    slope: Array  # dz/dx
+    w: Array  # (classes,) class weights
+    q: Array  # target probabilities; one-hot for index targets, zero in rows that are ignored
+    t: Array  # (rows,) index targets, or those of the largest probability
+    valid: Array  # (rows,) which rows count
+    smoothing: float
+    z_loss: float | Array
+    u: Array
+    p: Array
+    nll: Array  # -log p
+    lse: Array  # (rows,)
+    total: Array  # (rows,) sum_c u_c
+    lost: Array | float  # (rows,) what a fault adds to the loss
+    g: Array  # (rows,) upstream gradient
+    divisor: Array | float  # of the loss and of the gradient
+
+    @classmethod
+    def of(cls, problem: Problem) -> Textbook:
+        """The pieces as they should be."""
+        options = problem.options
+        x = problem.row_major(problem.logits).astype(np.float64)
+        rows, classes = x.shape
+        w = np.ones(classes) if options.get("weight") is None else np.asarray(options["weight"]).astype(np.float64)
+        valid = problem.valid
+        if problem.with_probabilities:
+            q = problem.row_major(problem.targets).astype(np.float64)
+            t = q.argmax(axis=-1) if classes else np.zeros(rows, np.int64)
+            divisor = float(rows)
+        else:
+            t = problem.targets.reshape(-1).astype(np.int64)
+            q = ((np.arange(classes) == t[:, None]) & valid[:, None]).astype(np.float64)
+            divisor = float((q @ w).sum())
+        smoothing = options.get("label_smoothing", 0.0)
+        upstream = np.ones(()) if problem.dloss is None else problem.dloss.astype(np.float64)
+        blank = np.zeros_like(x)
+        made = cls(
+            problem=problem,
+            x=x,
+            z=blank,
+            slope=blank,
+            w=w,
+            q=q,
+            t=t,
+            valid=valid,
+            smoothing=smoothing,
+            z_loss=options.get("z_loss", 0.0),
+            u=blank,
+            p=blank,
+            nll=blank,
+            lse=np.zeros(rows),
+            total=np.zeros(rows),
+            lost=0.0,
+            g=np.broadcast_to(upstream.reshape(-1), (rows,)),
+            divisor=divisor if problem.reduction == "mean" else 1.0,
+        )
+        made = made.with_x(x, options.get("logit_scale", 1.0), options.get("softcap"))
+        return made.with_u(w * (q * (1.0 - smoothing) + smoothing / max(classes, 1)))
+
+    def but(self, **pieces: Any) -> Textbook:
+        """The same with other pieces."""
+        return replace(self, **pieces)
+
+    def with_u(self, u: Array) -> Textbook:
+        """... with other coefficients and their sum."""
+        return self.but(u=u, total=u.sum(axis=-1))
+
+    def with_x(self, x: Array, scale: float, softcap: float | None) -> Textbook:
+        """... of other logits, scaled and capped in another way."""
+        z, slope = scale * x, np.full_like(x, scale)
+        if softcap is not None:
+            z, slope = np.where(np.isinf(x), x, softcap * np.tanh(z / softcap)), scale / np.cosh(z / softcap) ** 2
+        return self.but(x=x, z=z, slope=slope, **softmax(z))
+
+    def row_losses(self) -> Array:
+        """(rows,) before any reduction; 0 where a row does not count."""
+        # Where a fault has lost some of u, the logarithm of the sum still has its factor `total`.
+        torn = self.total - self.u.sum(axis=-1)
+        log_sum = self.nll.min(axis=-1, initial=np.inf)
+        loss = np.where(self.u == 0.0, 0.0, self.u * self.nll).sum(axis=-1) + self.z_loss * self.lse**2 + self.lost
+        return np.where(self.valid, loss + np.where(np.abs(torn) < 1e-12, 0.0, torn * log_sum), 0.0)
+
+    def loss(self) -> Array:
+        """Shaped as the problem has it."""
+        return self.reduce(self.row_losses())
+
+    def reduce(self, rows: Array) -> Array:
+        """The loss of the losses per row."""
+        if self.problem.reduction == "none":
+            return rows.reshape(self.problem.rows_shape)
+        # One divisor for each row is a fault; without rows the one divisor, 0, must be felt.
+        return np.asarray((rows / self.divisor).sum() if np.ndim(self.divisor) else rows.sum() / self.divisor)
+
+    def gradient(self) -> Array:
+        """(rows, classes)."""
+        return self.gradient_of(self.p * (self.total + 2.0 * self.z_loss * self.lse)[:, None] - self.u)
+
+    def gradient_of(self, dz: Array) -> Array:
+        """(rows, classes) of the gradient of the sum of the rows with respect to z."""
+        return np.where(self.valid[:, None], dz * self.slope * (self.g / self.divisor)[:, None], 0.0)
+
+    def in_shard(self, rank: int) -> Array:
+        """(classes,) which classes `rank` has."""
+        mask = np.zeros(self.problem.classes, np.bool_)
+        mask[slice(*self.problem.splits[rank : rank + 2])] = True
+        return mask
+
+    def owns(self, rank: int) -> Array:
+        """(rows,) in which rows `rank` has the target."""
+        start, stop = self.problem.splits[rank : rank + 2]
+        return np.asarray(self.q[:, start:stop].any(axis=-1))
+
+
+def softmax(z: Array) -> dict[str, Array]:
+    """`p`, `nll` and `lse`."""
+    top = z.max(axis=-1, keepdims=True, initial=-np.inf)
+    e = np.exp(z - top)
+    total = e.sum(axis=-1, keepdims=True)
+    return {"p": e / total, "nll": np.log(total) - (z - top), "lse": (np.log(total) + top)[:, 0]}

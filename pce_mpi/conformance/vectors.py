@@ -1,0 +1,240 @@
+"""The cases as files, for code that neither MPI nor Python reaches, and the verdict on what such code made of them.
+
+`export` writes problems and their exact answers as safetensors files, an index in JSON, and a page that says how to
+read them; `judged` holds a file of results, written in any language, against them, as `judging` does it for candidates.
+Only what numbers can show is exported: not whether a call keeps its inputs, gives the same bits again, or returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata, resources
+import inspect
+import json
+import os
+from pathlib import Path
+import shlex
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import dtype_named, is_floating
+from pce_mpi.conformance import judging
+from pce_mpi.conformance.cases import Case, Expects, Problem, cases
+from pce_mpi.conformance.judging import Answer, judge
+from pce_mpi.conformance.offers import DTYPES, OPTIONS, REDUCTIONS, Gradient, Offer
+from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
+from pce_mpi.conformance.units import Tolerance
+
+__all__ = ["export", "judged"]
+
+Array = np.ndarray[Any, Any]
+
+_FORMAT = "pce_mpi conformance vectors"
+_VERSION = 1
+_INDEX = "index.json"
+_EVERYTHING = Offer(
+    dtypes=DTYPES,
+    options=OPTIONS,
+    reductions=REDUCTIONS,
+    probabilities=True,
+    dims=(1, 2, 3, 4, 5),
+    any_axis=True,
+    gradient=Gradient.BACKWARD,
+)
+
+
+def export(
+    folder: str | os.PathLike[str],
+    *,
+    ranks: Iterable[int] = (4,),
+    seed: int = 0,
+    pattern: str | Iterable[str] | None = None,
+    dtypes: Iterable[str] | None = None,
+) -> int:
+    """Write the vectors for shards over each number of `ranks` to `folder`, and return how many there are.
+
+    `pattern` and `dtypes` select cases as `cases` does. What lies in `folder` already is left alone or, where it has
+    the name of a vector, replaced. Needs safetensors. Raises `ValueError` for a pattern that no case fits.
+    """
+    from safetensors.numpy import save_file
+
+    folder = Path(folder)
+    selected = [case for case in cases(_EVERYTHING, pattern=pattern, dtypes=dtypes) if _numbers_show(case)]
+    index = []
+    for size in dict.fromkeys(ranks):
+        for case in selected:
+            problem = case.build(case.setting(_EVERYTHING, size, seed=seed))
+            if problem.gathered or problem.memory != "C":
+                continue  # the numbers of another case, handed over in another way
+            name = f"{case.name}/{size}-ranks"
+            path = folder / f"{name}.safetensors"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file({key: np.array(array, order="C") for key, array in _tensors(case, problem)}, path)
+            index.append(_entry(name, case, problem))
+    content = {"format": _FORMAT, "version": _VERSION, "seed": seed, "vectors": index}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text(_page(), encoding="utf-8")
+    (folder / _INDEX).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return len(index)
+
+
+def judged(
+    folder: str | os.PathLike[str], results: str | os.PathLike[str], *, strict: bool = False, tolerance: float = 1.0
+) -> Report:
+    """Hold the safetensors file `results` against the vectors in `folder`.
+
+    For the vector called NAME the file has NAME/loss and, where there is one, NAME/dlogits, of all classes; or
+    NAME/refused, whatever it holds. A vector that the file does not have is not offered.
+
+    Raises `FileNotFoundError` where there is no index or no file, `ValueError` for what is no index, for what is no
+    safetensors file, and for results of no vector.
+    """
+    content = json.loads(Path(folder, _INDEX).read_text(encoding="utf-8"))
+    if content.get("format") != _FORMAT or content.get("version") != _VERSION:
+        raise ValueError(f"{Path(folder, _INDEX)} must be {_FORMAT}, version {_VERSION}")
+    given = _read(Path(results))
+    entries = content["vectors"]
+    known = {f"{entry['name']}/{key}" for entry in entries for key in ("loss", "dlogits", "refused")}
+    if unknown := sorted(given.keys() - known):
+        raise ValueError(f"{results} has {unknown[0]!r}, which is the result of no vector in {folder}")
+    command = ["python", "-m", "pce_mpi", "conformance", "--vectors", str(folder), "--results", str(results)]
+    if strict:
+        command.append("--strict")
+    if tolerance != 1.0:
+        command += ["--tolerance", f"{tolerance:g}"]
+    outcomes = [_outcome(Path(folder), entry, given, Tolerance(strict, tolerance)) for entry in entries]
+    for outcome in outcomes:
+        outcome.rerun = shlex.join(command)
+    return Report(
+        candidate=str(results),
+        offer=_EVERYTHING,
+        ranks=max((outcome.ranks for outcome in outcomes), default=0),
+        versions={"pce_mpi": metadata.version("pce_mpi"), "numpy": np.__version__},
+        seed=content["seed"],
+        strict=strict,
+        tolerance=tolerance,
+        outcomes=outcomes,
+    )
+
+
+def _numbers_show(case: Case) -> bool:
+    needs = case.needs
+    about_calling = needs.keeps_logits or needs.deterministic or case.name == "same-on-every-rank"
+    return case.procedure == "plain" and not about_calling
+
+
+def _tensors(case: Case, problem: Problem) -> Iterator[tuple[str, Array]]:
+    """By name, what the file of a vector holds."""
+    yield "logits", problem.logits
+    yield "targets", problem.targets
+    if "weight" in problem.options:
+        yield "weight", problem.options["weight"]
+    if problem.dloss is not None:
+        yield "dloss", problem.dloss
+    if problem.may_be_nan is not None:
+        yield "may_be_nan", problem.may_be_nan
+    if case.expects is not Expects.REFUSAL:
+        loss, dlogits = problem.expected
+        yield "expected_loss", loss
+        yield "expected_dlogits", dlogits
+
+
+def _entry(name: str, case: Case, problem: Problem) -> dict[str, Any]:
+    return {
+        "name": name,
+        "file": f"{name}.safetensors",
+        "catches": case.catches,
+        "expects": case.expects,
+        "gradient": case.needs.gradient is not Gradient.NONE,
+        "dtype": problem.dtype.name,
+        "axis": problem.axis % problem.logits.ndim,
+        "splits": problem.splits,
+        "reduction": problem.reduction,
+        "options": {option: value for option, value in problem.options.items() if option != "weight"},
+    }
+
+
+def _page() -> str:
+    page = resources.files(__package__).joinpath("vectors.md").read_text(encoding="utf-8")
+    return f"{page}\n## How results are judged\n\n{inspect.cleandoc(judging.__doc__ or '')}\n"
+
+
+def _read(path: Path) -> dict[str, Array]:
+    import safetensors
+
+    dtype_named("bfloat16")  # which safetensors finds only once ml_dtypes was imported
+    with path.open("rb"):
+        pass  # for Python's own error, which names the path
+    try:
+        with safetensors.safe_open(path, "np") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}") from error
+
+
+def _problem(folder: Path, entry: Mapping[str, Any]) -> Problem:
+    """What was exported, as it lies in the files: another version of this package may draw other numbers."""
+    tensors = _read(folder / entry["file"])
+    options = dict(entry["options"])
+    if "weight" in tensors:
+        options["weight"] = tensors["weight"]
+    return Problem(
+        logits=tensors["logits"],
+        targets=tensors["targets"],
+        splits=tuple(entry["splits"]),
+        options=options,
+        reduction=entry["reduction"],
+        axis=entry["axis"],
+        dloss=tensors.get("dloss"),
+        may_be_nan=tensors.get("may_be_nan"),
+    )
+
+
+def _outcome(folder: Path, entry: Mapping[str, Any], given: Mapping[str, Array], tolerance: Tolerance) -> Outcome:
+    problem = _problem(folder, entry)
+    name, expects = entry["name"], Expects(entry["expects"])
+    outcome = Outcome(
+        case=name,
+        catches=entry["catches"],
+        verdict=Verdict.PASS,
+        rows=problem.rows,
+        classes=problem.classes,
+        ranks=problem.ranks,
+        splits=problem.splits,
+        dtype=problem.dtype.name,
+    )
+    loss, dlogits = given.get(f"{name}/loss"), given.get(f"{name}/dlogits")
+    if f"{name}/refused" in given:
+        if expects is Expects.ANSWER:
+            outcome.verdict = Verdict.REFUSED
+            outcome.findings = [Finding("refused", "refused, and an answer was due")]
+        else:
+            outcome.note = "refused, as is due"
+    elif loss is None:
+        outcome.verdict, outcome.note = Verdict.NOT_OFFERED, "not among the results"
+    elif expects is Expects.REFUSAL:
+        outcome.findings = [Finding("not refused", "gives an answer, and a refusal was due")]
+    elif dlogits is None and entry["gradient"]:
+        outcome.verdict, outcome.note = Verdict.NOT_OFFERED, "its gradient is not among the results"
+    else:
+        outcome.findings = _malformed(problem, loss, dlogits)
+        if not outcome.findings:
+            answers = [
+                Answer(loss, None if dlogits is None else problem.part(dlogits, rank)) for rank in range(problem.ranks)
+            ]
+            outcome.findings, outcome.accuracies, outcome.picture = judge(problem, answers, tolerance)
+    if outcome.findings and outcome.verdict is Verdict.PASS:
+        outcome.verdict = Verdict.FAIL
+    return outcome
+
+
+def _malformed(problem: Problem, loss: Array, dlogits: Array | None) -> list[Finding]:
+    """What keeps these arrays from being cut into what each rank would have returned."""
+    found = []
+    if not is_floating(loss.dtype):
+        found.append(Finding("dtype", f"the loss has dtype {loss.dtype}, and a floating-point one was expected"))
+    if dlogits is not None and dlogits.shape != problem.logits.shape:
+        text = f"the gradient has shape {dlogits.shape}, and the logits of all classes have {problem.logits.shape}"
+        found.append(Finding("shape", text))
+    return found

@@ -1,0 +1,191 @@
+"""One rank of a launch: load the candidate, run cases one after the other, write down what happens.
+
+`launcher.Job` starts it on each rank, as `python -m pce_mpi.conformance.worker FOLDER`; FOLDER has the orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+import faulthandler
+from importlib.metadata import PackageNotFoundError, version
+import os
+from pathlib import Path
+import platform
+import signal
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from pce_mpi.conformance.adapters import NAMED_CANDIDATES, adapted, named_candidate
+from pce_mpi.conformance.cases import Case
+from pce_mpi.conformance.journal import Journal
+from pce_mpi.conformance.offers import load, offer_of
+from pce_mpi.conformance.orders import Orders, Task
+from pce_mpi.conformance.outcomes import Outcome
+from pce_mpi.conformance.running import run_case
+from pce_mpi.conformance.shrinking import shrink
+from pce_mpi.conformance.units import Tolerance
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Recorded", "main"]
+
+# Whose versions a report names, as far as they were imported, beside that of the arrays' library.
+_PACKAGES = ("numpy", "mpi4py", "ml_dtypes", "torch", "jax", "jaxlib", "paddle", "tensorflow")
+
+
+class Recorded:
+    """A candidate whose calls are in the journal, and those of the backward functions that it returns."""
+
+    def __init__(self, candidate: Callable[..., Any], journal: Journal) -> None:
+        self._candidate, self._journal = candidate, journal
+        self.raised = False
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """What the candidate returns."""
+        returned = self._call(self._candidate, *arguments, **options)
+        if isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1]):
+            loss, backward = returned
+            return loss, lambda *upstream: self._call(backward, *upstream)
+        return returned
+
+    def _call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self._journal.write("called")
+        try:
+            returned = function(*arguments, **options)
+        except BaseException as error:
+            self.raised = True
+            self._journal.write("raised", error=_in_a_line(error))
+            raise
+        self._journal.write("returned")
+        return returned
+
+
+class Worker:
+    """This rank, with all that stays the same from case to case."""
+
+    def __init__(self, orders: Orders, candidate: Any, comm: MPI.Intracomm, journal: Journal) -> None:
+        self._orders, self._comm, self._journal = orders, comm, journal
+        self._offer = offer_of(candidate)
+        self._candidate = Recorded(candidate, journal)
+        self._tolerance = Tolerance(orders.strict, orders.tolerance)
+
+    def run(self) -> bool:
+        """Do all tasks; False where it ends early, as some ranks have raised and others have not."""
+        cases = self._orders.cases(self._offer)
+        tasks = self._orders.tasks
+        for number, task in enumerate([Task(name) for name in cases] if tasks is None else tasks):
+            sys.stdout.flush()
+            self._journal.write("started", task=number, printed=os.fstat(1).st_size)
+            self._candidate.raised = False
+            outcome = self._outcome(cases[task.case], task)
+            if self._comm.rank == 0:
+                self._journal.write("outcome", outcome=None if outcome is None else outcome.to_json())
+            # Messages that nobody has received, a collective that some are still in: nothing is sure after that.
+            if len(set(self._comm.allgather(self._candidate.raised))) > 1:
+                return False
+        return True
+
+    def _outcome(self, case: Case, task: Task) -> Outcome | None:
+        if not task.reproduce:
+            return self._run(case, self._orders.rows, self._orders.classes)
+        rows, classes = self._orders.rows or case.rows, self._orders.classes or case.classes
+        return shrink(lambda *shape: self._run(case, *shape), task.reproduce, rows, classes, self._comm)
+
+    def _run(self, case: Case, rows: int | None, classes: int | None) -> Outcome:
+        return run_case(
+            self._candidate,
+            case,
+            self._comm,
+            tolerance=self._tolerance,
+            seed=self._orders.seed,
+            rows=rows,
+            classes=classes,
+            offer=self._offer,
+        )
+
+
+def main(folder: Path) -> None:
+    """Do what the orders in `folder` say, on all ranks together."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    journal = Journal(folder, comm.rank)
+    journal.write("began", pid=os.getpid())
+    _redirect_output(folder / f"output-{comm.rank}")
+    # The launcher asks with a signal where a rank is that never returns: Python code could not answer from within C.
+    stack = open(folder / f"stack-{comm.rank}", "w")
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    faulthandler.enable(all_threads=False)
+    orders = Orders.read(folder)
+    try:
+        candidate = _candidate(orders)
+        if hasattr(candidate, "start"):
+            candidate.start(comm)
+        worker = Worker(orders, candidate, comm, journal)
+    except Exception as error:
+        journal.write("unusable", text=_with_its_place(error))
+        raise
+    if comm.rank == 0:
+        offer = offer_of(candidate)
+        journal.write("ready", offer=asdict(offer), versions=_versions(MPI, offer.arrays))
+    comm.Barrier()  # no rank is seen to start a case before that was written
+    whole = worker.run()
+    if comm.rank == 0:
+        journal.write("done" if whole else "torn")
+    comm.Barrier()  # no rank is seen to end before that was written
+    if whole and hasattr(candidate, "stop"):
+        candidate.stop()
+
+
+def _candidate(orders: Orders) -> Any:
+    if orders.adapter is not None:
+        return adapted(orders.adapter, load(orders.candidate))
+    if orders.candidate in NAMED_CANDIDATES:
+        return named_candidate(orders.candidate)
+    return load(orders.candidate)
+
+
+def _redirect_output(path: Path) -> None:
+    """All that this process prints, C code included, goes to a file of its own, line by line."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _versions(mpi: Any, arrays: str) -> dict[str, str]:
+    vendor, release = mpi.get_vendor()
+    found = {"python": platform.python_version(), "MPI": f"{vendor} {'.'.join(map(str, release))}"}
+    imported = (package for package in (*_PACKAGES, arrays) if package in sys.modules)
+    for package in ("pce_mpi", *imported):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = getattr(sys.modules.get(package), "__version__", "unknown")
+    return found
+
+
+def _in_a_line(error: BaseException) -> str:
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _with_its_place(error: Exception) -> str:
+    """The error, and where in a file that is not the kit's it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
+    place = f"{outside[-1].filename}:{outside[-1].lineno}: " if outside else ""
+    return place + _in_a_line(error)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        # Not the usual way out, which waits for the other ranks.
+        os._exit(1)

@@ -1,0 +1,13 @@
+"""Rows are ignored only where the target is negative."""
+
+from candidates.by_hand import ByHand
+
+
+class IgnoreIndexInRangeNotHeeded(ByHand):
+    def lay_out(self, s):
+        if s.ignore_index >= 0:
+            s.ignore_index = -100
+        super().lay_out(s)
+
+
+candidate = IgnoreIndexInRangeNotHeeded()

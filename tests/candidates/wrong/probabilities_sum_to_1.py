@@ -1,0 +1,15 @@
+"""The gradient is softmax - q, which is right where q sums to 1."""
+
+from candidates.by_hand import ByHand
+
+
+class ProbabilitiesSumTo1(ByHand):
+    def gradient_of_z(self, s):
+        return (
+            s.p * (1.0 + 2.0 * s.z_loss * s.logsumexp)[:, None] - s.u
+            if s.with_probabilities
+            else super().gradient_of_z(s)
+        )
+
+
+candidate = ProbabilitiesSumTo1()

@@ -1,0 +1,14 @@
+"""Small probabilities are taken for 0 in the gradient (CCE)."""
+
+import numpy as np
+
+from candidates.by_hand import ByHand
+
+
+class SmallGradientsFiltered(ByHand):
+    def gradient_of_z(self, s):
+        dz = super().gradient_of_z(s)
+        return np.where(np.abs(dz) < 2.0**-12, 0.0, dz)
+
+
+candidate = SmallGradientsFiltered()

@@ -1,0 +1,14 @@
+"""The gradient is passed through softcap as it is."""
+
+import numpy as np
+
+from candidates.by_hand import ByHand
+
+
+class SoftcapWithoutDerivative(ByHand):
+    def transform(self, s):
+        super().transform(s)
+        s.slope = np.full_like(s.x, s.logit_scale)
+
+
+candidate = SoftcapWithoutDerivative()

@@ -1,0 +1,363 @@
+"""`python -m pce_mpi conformance`: many cases from one process, whatever they do to the ranks."""
+
+import json
+import os
+from pathlib import Path
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jobs.launch import ROOT, launch
+from pce_mpi.conformance.journal import Follower, Journal
+from pce_mpi.conformance.launcher import LaunchError, innermost, mpiexec
+from pce_mpi.conformance.orders import Orders, Task
+from pce_mpi.conformance.shrinking import shapes
+
+CONFORMANCE = [sys.executable, "-m", "pce_mpi", "conformance"]
+
+# What it does depends on the option that a case sets.
+TROUBLESOME = """
+import os
+import signal
+
+import pce_mpi as pce
+from pce_mpi.conformance.offers import offers
+
+
+@offers(options=("weight", "label_smoothing", "z_loss", "logit_scale", "softcap"))
+def candidate(logits, targets, *, class_start, num_classes, comm, **options):
+    last = comm.rank == comm.size - 1
+    if "label_smoothing" in options:
+        if last:
+            raise ValueError("smoothing is too much for me")
+        comm.Barrier()
+    if "z_loss" in options:
+        print("going under on rank", comm.rank)
+        if last:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        comm.Barrier()
+    if "logit_scale" in options and last:
+        os._exit(0)
+    if "softcap" in options:
+        if last:
+            raise ValueError("on this rank alone")
+        return logits.sum(), logits + 0
+    loss, dlogits = pce.softmax_cross_entropy_value_and_grad(
+        logits, targets, class_start=class_start, comm=comm, **options
+    )
+    return loss, dlogits * (2 if "weight" in options and num_classes > 5 else 1)
+"""
+RIGHT = """
+import os
+
+import pce_mpi as pce
+
+
+def candidate(logits, targets, *, class_start, num_classes, comm):
+    return pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm)
+
+
+candidate.stop = lambda: os._exit(9)
+"""
+
+
+def conformance(*arguments, folder=ROOT, timeout=100, **environment):
+    """The completed command, which must have left no process behind."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(
+        [*CONFORMANCE, *map(str, arguments)], cwd=folder, env=env, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def processes_of(folder):
+    """The command lines that name `folder`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in command:
+            found.append(command)
+    return found
+
+
+@pytest.fixture(scope="module")
+def troublesome(tmp_path_factory):
+    """One run over cases that hang, die and fail; what is left of it."""
+    folder = tmp_path_factory.mktemp("troublesome")
+    (folder / "troublesome.py").write_text(TROUBLESOME)
+    (folder / "temporary").mkdir()
+    cases = ["random-logits", "label_smoothing", "z_loss", "logit_scale", "softcap", "weight/float32", "zero-rows/mean"]
+    selection = [word for case in cases for word in ("--case", f"{case}*")]
+    run = conformance(
+        *("-n", 3, "troublesome.py:candidate", *selection, "--dtype", "float32", "--timeout", 4, "--json", "report"),
+        folder=folder,
+        TMPDIR=str(folder / "temporary"),
+    )
+    assert (folder / "report").exists(), run.stdout + run.stderr
+    report = json.loads((folder / "report").read_text())
+    outcomes = {outcome["case"]: outcome for outcome in report["outcomes"]}
+    return run, outcomes, folder
+
+
+def of(outcomes, family):
+    return next(outcome for case, outcome in outcomes.items() if case.partition("/")[0] == family)
+
+
+def test_a_deadlock_is_an_outcome_that_says_which_ranks_never_returned_and_from_where(troublesome):
+    _, outcomes, _ = troublesome
+    outcome = of(outcomes, "label_smoothing")
+    assert outcome["verdict"] == "deadlocked"
+    assert outcome["findings"][0]["text"] == (
+        f"deadlocked in case {outcome['case']}: ranks 0, 1 never returned from troublesome.py:15 in candidate; "
+        "rank 2 raised ValueError: smoothing is too much for me"
+    )
+
+
+def test_a_crash_is_an_outcome_that_says_which_rank_died_of_what_and_what_was_printed(troublesome):
+    _, outcomes, _ = troublesome
+    outcome = of(outcomes, "z_loss")
+    assert outcome["verdict"] == "crashed"
+    sentence, printed = (finding["text"] for finding in outcome["findings"])
+    assert sentence == f"crashed in case {outcome['case']}: rank 2 died of SIGSEGV at troublesome.py:19 in candidate"
+    assert "[rank 0] going under on rank 0" in printed
+    assert "[rank 2] going under on rank 2" in printed
+
+
+def test_a_rank_that_leaves_without_an_error_is_found_out(troublesome):
+    _, outcomes, _ = troublesome
+    outcome = of(outcomes, "logit_scale")
+    assert outcome["verdict"] == "crashed"
+    assert "rank 2 ended with exit status 0" in outcome["findings"][0]["text"]
+
+
+def test_an_error_on_some_ranks_only_fails(troublesome):
+    _, outcomes, _ = troublesome
+    outcome = of(outcomes, "softcap")
+    assert outcome["verdict"] == "FAIL"
+    assert any("on this rank alone" in finding["text"] for finding in outcome["findings"])
+
+
+def test_the_cases_after_a_bad_one_still_run(troublesome):
+    run, outcomes, _ = troublesome
+    assert of(outcomes, "random-logits")["verdict"] == "pass"
+    assert of(outcomes, "zero-rows")["verdict"] == "pass"
+    assert run.returncode == 1
+
+
+def test_progress_is_shown_in_lines_where_there_is_no_terminal(troublesome):
+    run, outcomes, _ = troublesome
+    lines = [line for line in run.stderr.splitlines() if line.startswith("conformance ")]
+    assert len(lines) == len(outcomes)
+    assert lines[0].split() == ["conformance", f"1/{len(outcomes)}", "pass", next(iter(outcomes))]
+
+
+def test_no_process_and_no_file_is_left_behind(troublesome):
+    _, _, folder = troublesome
+    assert processes_of(folder) == []
+    assert list((folder / "temporary").iterdir()) == []
+
+
+def test_a_failure_is_shrunk_and_its_command_shows_the_same_again(troublesome):
+    _, outcomes, folder = troublesome
+    outcome = of(outcomes, "weight")
+    assert outcome["verdict"] == "FAIL"
+    assert outcome["shrunk"]
+    assert outcome["classes"] == 6  # one less and the gradient is right
+    assert outcome["rows"] <= 2
+    command = shlex.split(outcome["rerun"])
+    assert command[:4] == ["python", "-m", "pce_mpi", "conformance"]
+    again = conformance(*command[4:], "--json", "again", folder=folder)
+    assert again.returncode == 1
+    (alone,) = json.loads((folder / "again").read_text())["outcomes"]
+    assert (alone["case"], alone["rows"], alone["classes"]) == (outcome["case"], outcome["rows"], outcome["classes"])
+    assert alone["findings"][0]["kind"] == outcome["findings"][0]["kind"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupt_ends_everything(tmp_path, number):
+    (tmp_path / "sleeper.py").write_text("import time\ndef candidate(*arguments, comm, **o): time.sleep(60)\n")
+    run = subprocess.Popen(
+        [*CONFORMANCE, "-n", "2", "sleeper.py:candidate", "--case", "random-logits", "--dtype", "float32"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 30
+    while '"called"' not in "".join(path.read_text() for path in tmp_path.glob("*/rank-*.jsonl")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    run.send_signal(number)
+    _, stderr = run.communicate(timeout=20)
+    assert run.returncode == 130
+    assert "interrupted; conformance: 0 of 1" in stderr
+    assert processes_of(tmp_path) == []
+
+
+def test_the_process_that_is_started_never_touches_mpi_and_death_after_the_last_case_is_a_warning(tmp_path):
+    (tmp_path / "right.py").write_text(RIGHT)
+    # What an import of it would now end in is an ImportError.
+    program = "import sys; sys.modules['mpi4py'] = None; from pce_mpi.cli import main; main(sys.argv[1:])"
+    arguments = ["conformance", "-n", "2", "right.py:candidate", "--case", "random-logits", "--dtype", "float32"]
+    run = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "1 case passed" in run.stdout
+    assert "warning: after the last case, rank " in run.stderr
+    assert "ended with exit status 9" in run.stderr
+
+
+def test_started_by_mpiexec_it_says_once_what_to_do_instead():
+    job = launch(2, "-m", "pce_mpi", "conformance", "pce")
+    assert job.returncode == 2
+    assert job.stderr.count("without mpiexec: python -m pce_mpi conformance -n 4") == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import os\nos._exit(5)", "ended with exit status 5, before the candidate was loaded and started"),
+        (
+            "def candidate(): ...\ndef start(comm): raise OSError('no port')\ncandidate.start = start",
+            "it.py:2: OSError: no port",
+        ),
+    ],
+    ids=["a rank dies", "its start fails"],
+)
+def test_a_candidate_that_cannot_be_started_is_explained_with_status_2(tmp_path, source, said):
+    (tmp_path / "it.py").write_text(source)
+    run = conformance("-n", 1, "it.py:candidate", folder=tmp_path)
+    assert run.returncode == 2
+    assert said in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_where_the_candidate_does_not_start_again_the_other_cases_are_reported_all_the_same(tmp_path):
+    (tmp_path / "it.py").write_text(
+        "import os\n"
+        "def candidate(logits, targets, *, class_start, num_classes, comm): os._exit(2)\n"
+        "candidate.start = lambda comm: os.mkdir('started')\n"
+    )
+    selection = ["--case", "random-logits", "--case", "zero-rows/mean", "--dtype", "float32"]
+    run = conformance("-n", 1, "it.py:candidate", *selection, "--json", "report", folder=tmp_path)
+    assert run.returncode == 1
+    outcomes = json.loads((tmp_path / "report").read_text())["outcomes"]
+    assert [outcome["verdict"] for outcome in outcomes] == ["crashed", "crashed"]
+    assert "ended with exit status 2" in outcomes[0]["findings"][0]["text"]
+    assert "did not start again" in outcomes[1]["findings"][0]["text"]
+    assert "FileExistsError" in outcomes[1]["findings"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give a candidate"),
+        (["pce", "--export", "x"], "give a candidate"),
+        (["--vectors", "x"], "give a candidate"),
+        (["pce", "--case", "no-such-case"], "no case is called 'no-such-case'; there are families of cases: random"),
+        (["pce", "-n", "0"], "expected a whole number from 1 up, got '0'"),
+        (["pce", "--seed", "-1"], "expected a whole number from 0 up, got '-1'"),
+        (["pce", "--tolerance", "nan"], "expected a number above 0, got 'nan'"),
+        (["pce", "--json", "no/such/folder/x"], "expected a file in a folder that is there"),
+        (["--vectors", "nowhere", "--results", "x"], "No such file"),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_is_explained_with_status_2(arguments, said, monkeypatch, capsys):
+    from pce_mpi.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["conformance", *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_list_has_each_case_with_what_it_catches_and_whether_it_is_offered(tmp_path, capsys):
+    from pce_mpi.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["conformance", "--list", "--case", "zero-rows"])
+    assert not ended.value.code
+    everything = capsys.readouterr().out
+    assert "zero-rows/mean" in everything and "zero-rows/sum" in everything and "hang" in everything
+    (tmp_path / "troublesome.py").write_text(TROUBLESOME)
+    offered = conformance("troublesome.py:candidate", "--list", "--case", "zero-rows", folder=tmp_path).stdout
+    lines = {line.split()[0]: line for line in offered.splitlines()}
+    assert "not offered: reduction sum" in lines["zero-rows/sum"]
+    assert "not offered" not in lines["zero-rows/mean"]
+
+
+def test_a_launcher_that_is_not_there_is_explained(monkeypatch):
+    monkeypatch.setenv("MPIEXEC", "/no/such/mpiexec --flag")
+    assert mpiexec() == ["/no/such/mpiexec", "--flag"]
+    run = conformance("pce")
+    assert run.returncode == 2
+    assert "/no/such/mpiexec" in run.stderr
+    monkeypatch.delenv("MPIEXEC")
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(LaunchError, match="pip install mpich"):
+        mpiexec()
+
+
+def test_shapes_grow_and_never_reach_the_one_that_is_to_be_shrunk():
+    found = shapes(6, 24, 3)
+    assert found[0] == (1, 3)  # a class for each rank
+    assert (6, 24) not in found
+    assert (1, 24) in found and (6, 3) in found
+    sizes = [rows * classes for rows, classes in found]
+    assert sizes == sorted(sizes)
+    assert all(rows <= 6 and classes <= 24 for rows, classes in found)
+    assert shapes(2, 1, 3) == [(1, 1)]  # fewer than ranks from the start
+
+
+def test_the_journal_is_read_in_whole_lines(tmp_path):
+    journal, follower = Journal(tmp_path, 1), Follower(tmp_path, 2)
+    journal.write("began", pid=7)
+    assert list(follower.news()) == [(1, {"event": "began", "pid": 7})]
+    with (tmp_path / "rank-1.jsonl").open("a") as file:
+        file.write('{"event": "cal')
+        file.flush()
+        assert list(follower.news()) == []
+        file.write('led"}\n')
+    assert list(follower.news()) == [(1, {"event": "called"})]
+
+
+def test_what_rank_0_wrote_is_told_before_what_followed_on_other_ranks(tmp_path):
+    journals = [Journal(tmp_path, rank) for rank in range(2)]
+    follower = Follower(tmp_path, 2)
+    journals[1].write("called")
+    journals[0].write("ready")
+    journals[1].write("started")
+    assert [(rank, event["event"]) for rank, event in follower.news()] == [(0, "ready"), (1, "called"), (1, "started")]
+
+
+def test_orders_come_back_as_they_were_written(tmp_path):
+    orders = Orders("pce", patterns=("a", "b"), rows=3, tasks=(Task("a"), Task("b", ("loss",))))
+    orders.write(tmp_path)
+    assert Orders.read(tmp_path) == orders
+
+
+def test_the_innermost_line_of_a_stack_is_that_of_no_installed_package():
+    stack = "".join(
+        f'  File "{file}", line {line} in {function}\n'
+        for file, line, function in [
+            (json.__file__, 3, "loads"),
+            ("/x/site-packages/torch/distributed.py", 5, "all_reduce"),
+            ("/x/mine.py", 7, "forward"),
+            ("/x/mine.py", 9, "main"),
+        ]
+    )
+    assert innermost(stack) == "/x/mine.py:7 in forward"
+    assert innermost("") == ""

@@ -1,0 +1,383 @@
+"""What a candidate offers, which cases that makes, and the problems that they build."""
+
+from dataclasses import replace
+import inspect
+import math
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from pce_mpi import dense
+from pce_mpi.arrays import dtype_named
+from pce_mpi.conformance import (
+    Accuracy,
+    ErrorMap,
+    Expects,
+    Finding,
+    Gradient,
+    Offer,
+    Outcome,
+    Verdict,
+    cases,
+    load,
+    offer_of,
+    offers,
+)
+from pce_mpi.conformance.cases import Needs, catalogue
+from pce_mpi.conformance.catalogue.drawing import chunks
+from pce_mpi.conformance.offers import DTYPES, OPTIONS, REDUCTIONS
+
+EVERYTHING = Offer(
+    dtypes=DTYPES,
+    options=OPTIONS,
+    reductions=REDUCTIONS,
+    probabilities=True,
+    dims=(1, 2, 3, 4, 5),
+    any_axis=True,
+    gradient=Gradient.BACKWARD,
+)
+ALL = cases(EVERYTHING)
+
+
+def build(case, ranks, offer=EVERYTHING, **shape):
+    return case.build(case.setting(offer, ranks, **shape))
+
+
+def named(name):
+    return next(case for case in ALL if case.name == name)
+
+
+# What a candidate offers.
+
+
+def test_a_candidate_that_declares_nothing_offers_the_options_that_it_names():
+    def candidate(logits, targets, *, class_start, num_classes, comm, label_smoothing=0.0, weight=None): ...
+
+    assert offer_of(candidate) == Offer(options=("weight", "label_smoothing"))
+
+
+def test_open_ended_options_are_all_offered():
+    def candidate(logits, targets, *, class_start, num_classes, comm, **options): ...
+
+    assert offer_of(candidate).options == OPTIONS
+
+
+def test_keywords_for_reduction_and_axis_offer_all_of_them():
+    def candidate(logits, targets, *, class_start, num_classes, comm, reduction="mean", axis=-1): ...
+
+    assert offer_of(candidate) == Offer(reductions=REDUCTIONS, any_axis=True)
+
+
+def test_attributes_say_more_than_the_signature():
+    class Candidate:
+        dtypes = ("bfloat16",)
+        gradient = "none"
+
+        def __call__(self, logits, targets, *, class_start, num_classes, comm, z_loss=0.0): ...
+
+    assert offer_of(Candidate()) == Offer(dtypes=("bfloat16",), gradient=Gradient.NONE, options=("z_loss",))
+
+
+def test_the_decorator_says_everything():
+    @offers(dims=[2, 3], shards="equal")
+    def candidate(logits, targets, **options): ...
+
+    assert offer_of(candidate) == Offer(dims=(2, 3), shards="equal")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error", "text"),
+    [
+        ("dtypes", "float32", TypeError, "dtypes of an offer must be a tuple, got 'float32'"),
+        ("dtypes", ("int8",), ValueError, "got 'int8'"),
+        ("dtypes", (), ValueError, "must not be empty"),
+        ("options", ("smoothing",), ValueError, "label_smoothing.*got 'smoothing'"),
+        ("reductions", ("max",), ValueError, "mean, sum, none, got 'max'"),
+        ("gradient", "yes", ValueError, "none, value, backward, got 'yes'"),
+        ("shards", "even", ValueError, "equal, chunks, any, got 'even'"),
+        ("arrays", "jax", ValueError, "numpy, cupy, torch, got 'jax'"),
+        ("dims", (0,), ValueError, "got 0"),
+    ],
+)
+def test_an_offer_that_makes_no_sense_is_refused(field, value, error, text):
+    with pytest.raises(error, match=text):
+        Offer(**{field: value})
+
+
+def test_an_offer_that_is_none_is_refused():
+    def candidate(logits, targets): ...
+
+    candidate.offer = {"dtypes": ("float32",)}
+    with pytest.raises(TypeError, match="must be an Offer, got dict"):
+        offer_of(candidate)
+
+
+@pytest.mark.parametrize(
+    ("needs", "lacks", "what"),
+    [
+        (Needs(options=("z_loss",)), {"options": ()}, "z_loss"),
+        (Needs(reductions=("none",)), {"reductions": ("mean", "sum")}, "reduction none"),
+        (Needs(probabilities=True), {"probabilities": False}, "probability targets"),
+        (Needs(dims=4), {"dims": (2, 3)}, "4-D logits"),
+        (Needs(any_axis=True), {"any_axis": False}, "a class axis that is not the last"),
+        (Needs(shards="chunks"), {"shards": "equal"}, "uneven shards"),
+        (Needs(shards="any"), {"shards": "chunks"}, "shards of any length"),
+        (Needs(gradient=Gradient.VALUE), {"gradient": "none"}, "a gradient"),
+        (Needs(gradient=Gradient.BACKWARD), {"gradient": "value"}, "an upstream gradient"),
+        (Needs(strided=True), {"strided": False}, "logits that are not contiguous"),
+        (Needs(keeps_logits=True), {"overwrites_logits": True}, "logits left as they are"),
+        (Needs(deterministic=True), {"deterministic": False}, "the same bits in every run"),
+        (Needs(empty=True), {"empty": False}, "zero rows"),
+    ],
+)
+def test_what_is_missing_for_a_case_is_named(needs, lacks, what):
+    case = replace(named("random-logits/float32"), needs=needs)
+    assert EVERYTHING.missing(case) is None
+    assert replace(EVERYTHING, **lacks).missing(case) == what
+
+
+def test_a_dtype_that_is_missing_is_named():
+    assert Offer().missing(named("random-logits/bfloat16")) == "bfloat16"
+
+
+# Finding a candidate.
+
+
+def test_a_candidate_is_found_in_a_module():
+    assert load("pce_mpi.loss:softmax_cross_entropy").__name__ == "softmax_cross_entropy"
+
+
+def test_a_candidate_is_found_in_a_file_that_imports_its_neighbour(tmp_path):
+    (tmp_path / "neighbour_of_candidate.py").write_text("SCALE = 2\n")
+    (tmp_path / "file_of_candidate.py").write_text(
+        textwrap.dedent(
+            """
+            from neighbour_of_candidate import SCALE
+
+            class Group:
+                @staticmethod
+                def candidate(logits): return SCALE * logits
+            """
+        )
+    )
+    assert load(f"{tmp_path}/file_of_candidate.py:Group.candidate")(4) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "text"),
+    [
+        ("candidate", ValueError, "package.module:candidate or path/to/file.py:candidate, got 'candidate'"),
+        ("no_such_package.module:candidate", ImportError, "there is no module 'no_such_package'"),
+        ("pce_mpi.no_such_module:candidate", ImportError, "there is no module 'pce_mpi.no_such_module'"),
+        ("no_such_folder/file.py:candidate", ImportError, "there is no file"),
+        ("pce_mpi.loss:no_such_function", ImportError, "pce_mpi.loss has no 'no_such_function'"),
+        ("pce_mpi.loss:__name__", TypeError, "must be callable, got str"),
+    ],
+)
+def test_a_candidate_that_cannot_be_found_is_named(name, error, text):
+    with pytest.raises(error, match=text):
+        load(name)
+
+
+# Choosing cases.
+
+
+def test_every_case_has_a_name_of_its_own_and_says_what_it_catches():
+    assert len({case.name for case in ALL}) == len(ALL)
+    for case in ALL:
+        assert " " not in case.name and case.catches.endswith((".", ")")), case.name
+
+
+def test_every_option_is_there_alone_in_every_dtype_and_in_every_pair():
+    names = {case.name for case in ALL}
+    for option in OPTIONS:
+        assert {f"{option}/{dtype}" for dtype in DTYPES} <= names
+        pairs = [name for name in names if name.startswith("pair/") and option in name.removeprefix("pair/").split("+")]
+        assert len(pairs) == len(OPTIONS) - 1
+
+
+def test_cases_of_a_candidate_are_those_that_it_offers():
+    offer = Offer(options=("weight",), reductions=("none",), gradient=Gradient.NONE)
+    chosen = cases(offer)
+    assert chosen and all(offer.missing(case) is None for case in chosen)
+    assert {case.name for case in chosen} == {case.name for case in catalogue(offer) if not offer.missing(case)}
+    assert not [case for case in chosen if case.family in ("label_smoothing", "upstream", "axis", "probabilities")]
+
+
+def test_cases_that_are_not_about_numbers_come_in_a_dtype_that_is_offered():
+    assert {case.dtype for case in cases(Offer(dtypes=("float16", "bfloat16")))} == {"float16", "bfloat16"}
+    assert [case.dtype for case in cases(Offer(dtypes=("float16",)), pattern="p-equal-1")] == ["float16"]
+    assert [case.dtype for case in cases(EVERYTHING, pattern="p-equal-1", dtypes=["bfloat16"])] == ["bfloat16"]
+
+
+def test_patterns_are_names_families_or_of_the_shell():
+    assert [case.name for case in cases(pattern="weight/float64")] == ["weight/float64"]
+    assert {case.family for case in cases(pattern="weight")} == {"weight"}
+    assert {case.family for case in cases(pattern=["empty-*", "one-class"])} == {"empty-shard", "one-class"}
+
+
+def test_a_pattern_or_a_dtype_that_fits_nothing_is_refused():
+    with pytest.raises(ValueError, match="no case is called 'smoothing'; families: random-logits"):
+        cases(pattern=["weight", "smoothing"])
+    with pytest.raises(ValueError, match="got 'float8'"):
+        cases(dtypes=["float8"])
+
+
+# The problems.
+
+
+def test_another_seed_makes_other_logits():
+    case = named("random-logits/float32")
+    assert not np.array_equal(build(case, 2).logits, build(case, 2, seed=1).logits)
+
+
+@pytest.mark.parametrize("shards", ["equal", "chunks", "any"])
+def test_shards_are_as_uneven_as_the_candidate_takes_them_at_any_size(shards):
+    offer = replace(EVERYTHING, shards=shards)
+    for case in cases(offer):
+        shapes = [{}, {"rows": 1, "classes": 1}, {"rows": 2, "classes": 3}] if case.rows * case.classes < 1000 else [{}]
+        for ranks in range(1, 7):
+            for shape in shapes:
+                problem = build(case, ranks, offer, **shape)
+                splits = problem.splits
+                assert len(splits) == ranks + 1 and (splits[0], splits[-1]) == (0, problem.classes), case.name
+                assert list(splits) == sorted(splits), case.name
+                if case.expects != Expects.REFUSAL and not problem.with_probabilities:
+                    counted = problem.targets.reshape(-1)[problem.valid]
+                    assert ((counted >= 0) & (counted < problem.classes)).all(), case.name
+                if shards == "equal":
+                    assert len(set(np.diff(splits))) == 1, case.name
+                elif shards == "chunks":
+                    assert splits == chunks(problem.classes, ranks), case.name
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_shards_are_uneven_or_empty_where_a_case_is_about_that(ranks):
+    def lengths(name, shards="any"):
+        return np.diff(build(named(name), ranks, replace(EVERYTHING, shards=shards)).splits)
+
+    assert len(set(lengths("uneven-shards/any"))) > 1 and 0 not in lengths("uneven-shards/any")
+    assert lengths("uneven-shards/chunks", "chunks")[-1] < lengths("uneven-shards/chunks", "chunks")[0]
+    for shards in ("chunks", "any"):
+        assert lengths("empty-shard/last", shards)[-1] == 0
+        assert lengths("fewer-classes-than-ranks", shards).tolist() == [1] * (ranks - 1) + [0]
+        assert lengths("one-class", shards).tolist() == [1] + [0] * (ranks - 1)
+    assert lengths("empty-shard/first")[0] == 0
+    assert lengths("empty-shard/middle")[1] == 0
+
+
+@pytest.mark.parametrize("name", ["p-near-1/float32", "weight/bfloat16", "axis/4-D-second", "probabilities/weight"])
+def test_what_is_expected_is_what_dense_makes_of_rounded_inputs(name):
+    problem = build(named(name), 3)
+    assert problem.logits.dtype == dtype_named(named(name).dtype)
+    loss, gradient = dense.softmax_cross_entropy_value_and_grad(
+        problem.logits, problem.targets, axis=problem.axis, reduction="mean", **problem.options
+    )
+    assert np.array_equal(problem.expected[0], loss) and np.array_equal(problem.expected[1], gradient)
+
+
+def test_the_upstream_gradient_is_in_the_gradient_that_is_expected():
+    by_row, scalar = build(named("upstream/each-row"), 2), build(named("upstream/scalar"), 2)
+    ones = replace(by_row, dloss=None).expected[1], replace(scalar, dloss=None).expected[1]
+    assert np.array_equal(by_row.expected[1], by_row.dloss[:, None].astype(float) * ones[0])
+    assert np.array_equal(scalar.expected[1], -2.5 * ones[1])
+    assert 0.0 in by_row.dloss and (by_row.dloss < 0).any() and (by_row.dloss > 0).any()
+
+
+@pytest.mark.parametrize("name", ["uneven-shards/any", "strides/transposed", "axis/3-D-first", "probabilities/weight"])
+def test_shards_put_together_are_the_problem(name):
+    problem = build(named(name), 3)
+    shards = [problem.shard(rank) for rank in range(3)]
+    assert np.array_equal(np.concatenate([shard.logits for shard in shards], axis=problem.axis), problem.logits)
+    assert [shard.class_start for shard in shards] == list(problem.splits[:-1])
+    assert {shard.num_classes for shard in shards} == {problem.classes}
+    if problem.with_probabilities:
+        assert np.array_equal(np.concatenate([shard.targets for shard in shards], axis=-1), problem.targets)
+        assert np.array_equal(np.concatenate([shard.options["weight"] for shard in shards]), problem.options["weight"])
+
+
+def test_what_is_done_to_a_shard_is_not_done_to_the_problem():
+    problem = build(named("weight/float32"), 2)
+    before = problem.logits.copy(), problem.targets.copy(), problem.options["weight"].copy()
+    shard = problem.shard(1)
+    for array in (shard.logits, shard.targets, shard.options["weight"]):
+        array[...] = 0
+    for now, then in zip((problem.logits, problem.targets, problem.options["weight"]), before, strict=True):
+        assert np.array_equal(now, then)
+
+
+def test_logits_lie_in_memory_as_a_case_says():
+    assert build(named("random-logits/float32"), 2).shard(0).logits.flags.c_contiguous
+    assert build(named("strides/transposed"), 2).shard(0).logits.flags.f_contiguous
+    for name in ("strides/every-second", "padded-columns/sliced-off"):
+        logits = build(named(name), 2).shard(0).logits
+        assert not logits.flags.c_contiguous and not logits.flags.f_contiguous
+        # What lies between is so large that it shows.
+        assert logits.base.max() > 1e4
+
+
+def test_gathered_logits_are_those_of_all_classes_on_every_rank():
+    problem = build(named("gathered-logits"), 3)
+    for rank in range(3):
+        shard = problem.shard(rank)
+        assert np.array_equal(shard.logits, problem.logits)
+        assert (shard.class_start, shard.num_classes) == (problem.splits[rank], problem.classes)
+
+
+def test_targets_are_on_every_first_and_last_class_where_a_case_is_about_that():
+    problem = build(named("targets-at-shard-borders/uneven"), 4)
+    borders = {
+        number for start, stop in zip(problem.splits, problem.splits[1:], strict=False) for number in (start, stop - 1)
+    }
+    assert set(problem.targets.tolist()) == borders
+
+
+def test_only_targets_out_of_range_and_gathered_logits_may_be_refused():
+    assert {case.family for case in ALL if case.expects == Expects.REFUSAL} == {"target-out-of-range"}
+    assert {case.family for case in ALL if case.expects == Expects.EITHER} == {"gathered-logits"}
+
+
+def test_special_values_are_where_a_case_says():
+    masked = build(named("masked-shard/another-in-each-row"), 3)
+    for row in range(masked.rows):
+        owners = {masked.rank_of(number) for number in np.flatnonzero(masked.logits[row] == -np.inf)}
+        assert owners == {row % 3} and masked.rank_of(masked.targets[row]) != row % 3
+    assert np.isnan(build(named("masked-row"), 3).expected[0].astype(float)).sum() == 1
+    assert np.isfinite(build(named("nan/in-an-ignored-row"), 3).expected[0])
+    assert np.isinf(build(named("masked-target"), 3).expected[0]).sum() == 1
+    assert np.count_nonzero(build(named("p-equal-1"), 3).expected[1].any(axis=-1)) == 3  # of 6 rows
+
+
+# Outcomes.
+
+
+def test_an_outcome_survives_json():
+    picture = ErrorMap([[0.5, math.inf]], [0.0, 1.0, 2.0], 1, 2, [(0, 1)])
+    outcome = Outcome(
+        case="weight/float32",
+        catches="A fault.",
+        verdict=Verdict.FAIL,
+        findings=[Finding("loss", "off")],
+        accuracies=[Accuracy("loss", "float32", math.inf, 0.5, 16.0, "row 1")],
+        splits=(0, 1, 2),
+        picture=picture,
+        costs={"candidate": {"seconds": 0.5, "bytes": None}},
+    )
+    plain = outcome.to_json()
+    assert plain["verdict"] == "FAIL" and plain["picture"]["errors"] == [[0.5, "inf"]]
+    assert Outcome.from_json(plain) == outcome
+    assert outcome.failed and outcome.family == "weight"
+
+
+def test_the_docstring_of_an_offer_has_all_of_its_fields():
+    for name in inspect.signature(Offer).parameters:
+        assert f"\n    {name} " in Offer.__doc__
+
+
+def test_importing_the_conformance_kit_does_not_start_mpi():
+    program = "import sys, pce_mpi.conformance as kit; kit.cases(); print('mpi4py.MPI' in sys.modules)"
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert process.stdout == "False\n"

@@ -1,0 +1,158 @@
+"""What `explain` says of an answer: the known fault that gives it, or else where its errors sit."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from candidates.by_hand import candidate
+from pce_mpi.conformance.cases import Expects, catalogue
+from pce_mpi.conformance.diagnosis import explain
+from pce_mpi.conformance.faults import answers
+from pce_mpi.conformance.textbook import Textbook
+import ulps
+
+# p - 1 in float64, where p is within 1e-7 of 1, has an error of 2**-53 / 1e-7: that many ulp of its own size.
+PLAIN_ARITHMETIC = 2**24
+
+RANKS = 3
+CASES = {
+    case.name: case
+    for case in catalogue(candidate.offer)
+    if case.expects == Expects.ANSWER and case.family not in ("many-rows", "cost")
+}
+
+
+def problem_of(name, ranks=RANKS, seed=0):
+    case = CASES[name]
+    return case.build(case.setting(candidate.offer, ranks, seed=seed))
+
+
+def said(problem, change_loss=None, change_gradient=None):
+    """Of the right answer, with these changes; the gradient is handed over as (rows, classes)."""
+    loss, gradient = problem.expected
+    losses = [np.array(loss) for _ in range(problem.ranks)]
+    gradient = problem.row_major(gradient).copy()
+    if change_loss:
+        losses = [np.asarray(change_loss(loss, rank)) for rank, loss in enumerate(losses)]
+    if change_gradient:
+        change_gradient(gradient)
+    assert problem.axis in (-1, problem.logits.ndim - 1)
+    return explain(problem, losses, gradient.reshape(problem.logits.shape))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_faults_start_from_what_is_right(ranks):
+    for name in CASES:
+        problem = problem_of(name, ranks)
+        with np.errstate(all="ignore"):
+            book = Textbook.of(problem)
+            loss, gradient = book.loss(), book.gradient()
+        exact = problem.row_major(problem.expected[1])
+        size = np.broadcast_to(np.abs(exact).max(axis=-1, keepdims=True, initial=0.0), exact.shape)
+        assert ulps.worst(loss, problem.expected[0], np.float64, np.maximum(np.abs(loss), 1.0)) < PLAIN_ARITHMETIC, name
+        assert ulps.worst(gradient, exact, np.float64, size) < PLAIN_ARITHMETIC, name
+        losses = [problem.expected[0]] * ranks
+        assert explain(problem, losses, problem.expected[1]) is None, name
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_fault_has_an_answer_in_every_case(ranks):
+    for name in CASES:
+        problem = problem_of(name, ranks)
+        with np.errstate(all="ignore"):
+            for text, answer in answers(Textbook.of(problem)):
+                for loss in answer.losses or ():
+                    assert loss.shape == problem.loss_shape, (name, text)
+                if answer.gradient is not None:
+                    assert answer.gradient.shape == (problem.rows, problem.classes), (name, text)
+                assert answer.losses is None or len(answer.losses) in (1, ranks), (name, text)
+
+
+def test_a_factor_is_named():
+    problem = problem_of("random-logits/float32")
+    assert "3 times too large: summed over the 3 ranks twice" in said(problem, None, lambda g: np.multiply(g, 3, g))
+    assert "6.000 times too small (divided by the 6 rows twice?)" in said(problem, None, lambda g: np.divide(g, 6, g))
+    assert "of the opposite sign" in said(problem, None, lambda g: np.negative(g, g))
+    assert "0.3 times what is due" in said(problem, None, lambda g: np.multiply(g, 0.3, g))
+
+
+def test_a_constant_is_named():
+    problem = problem_of("random-logits/float32")
+    text = said(problem, lambda loss, rank: loss + np.log(24.0))
+    assert "off by the constant 3.17805 = log(24), the number of classes" in text
+
+
+def test_a_lower_precision_is_named():
+    problem = problem_of("random-logits/float64")
+    text = said(
+        problem,
+        lambda loss, rank: loss.astype(np.float32).astype(np.float64),
+        lambda g: np.copyto(g, g.astype(np.float32)),
+    )
+    assert text.count("errors as large as arithmetic in float32 makes them") == 2
+
+
+def test_the_ranks_whose_loss_is_wrong_are_named():
+    problem = problem_of("reduction/none")
+    text = said(problem, lambda loss, rank: loss + (rank == 1) * np.arange(loss.size) ** 2)
+    assert "the loss is wrong on rank 1 only in rows 1, 2, 3, 4 and 1 more" in text
+
+
+@pytest.mark.parametrize(
+    ("where", "place"),
+    [
+        (np.s_[:, 8:16], "on rank 1 only"),
+        (np.s_[:, :16], "on all ranks but 2"),
+        (np.s_[:, ::8], "at the first class of each shard only"),
+        (np.s_[:, 7::8], "at the last class of each shard only"),
+        (np.s_[1::3], "in ignored rows only"),
+        (np.s_[[0, 2, 3, 5]], "in rows that are not ignored only"),
+    ],
+)
+def test_the_place_of_errors_is_named(where, place):
+    problem = problem_of("ignore_index/float32")
+    assert problem.splits == (0, 8, 16, 24)
+
+    def change(gradient):
+        gradient[where] += np.linspace(0.1, 0.9, gradient[where].size).reshape(gradient[where].shape)
+
+    assert said(problem, None, change) == f"the gradient is wrong {place}"
+
+
+def test_errors_at_the_targets_are_told_from_errors_everywhere_else():
+    problem = problem_of("random-logits/float32")
+    target = (np.arange(problem.rows), problem.targets)
+
+    def at_targets(gradient):
+        gradient[target] *= np.linspace(0.5, 0.9, problem.rows)
+
+    def elsewhere(gradient):
+        kept = gradient[target]
+        gradient *= np.linspace(0.5, 0.9, problem.rows)[:, None]
+        gradient[target] = kept
+
+    assert said(problem, None, at_targets) == "the gradient is wrong at the targets only"
+    assert said(problem, None, elsewhere) == "the gradient is wrong everywhere but at the targets"
+
+
+def test_of_an_answer_that_has_no_pattern_nothing_is_said():
+    problem = problem_of("random-logits/float32")
+    noise = np.random.default_rng(0).standard_normal(problem.logits.shape)
+    assert said(problem, lambda loss, rank: loss + 0.3, lambda g: np.add(g, noise, g)) is None
+
+
+def test_two_faults_are_told_apart():
+    problem = replace(problem_of("label_smoothing/float32"), reduction="sum")
+    text = said(problem, lambda loss, rank: loss * 3, lambda g: np.multiply(g, 0.3, g))
+    assert text.startswith(
+        "the loss is 3 times too large: summed over the 3 ranks twice; the gradient is wrong: 0.3 times"
+    )
+
+
+def test_what_the_judge_lets_pass_is_not_explained():
+    problem = problem_of("random-logits/float32")
+    loss, gradient = problem.expected
+    wrong = np.zeros(problem.ranks, np.bool_), np.zeros(problem.logits.shape, np.bool_)
+    losses = [loss + 1.0] * problem.ranks
+    assert explain(problem, losses, gradient, wrong_losses=wrong[0], wrong_dlogits=wrong[1]) is None

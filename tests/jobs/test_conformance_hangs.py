@@ -1,0 +1,50 @@
+"""Planted faults that hang or kill a job: only the launcher of the kit survives them, and says what happened."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jobs.launch import ROOT
+
+
+@pytest.mark.parametrize(
+    ("fault", "case", "verdict", "words"),
+    [
+        (
+            "empty_shard_waits",
+            "empty-shard/last",
+            "deadlocked",
+            ["ranks 0, 1 never returned", "rank 2 raised ValueError: zero-size array"],
+        ),
+        (
+            "target_out_of_range_waits",
+            "target-out-of-range/far",
+            "deadlocked",
+            ["ranks 0, 1 never returned", "rank 2 raised IndexError: index 1000000024 is out of bounds"],
+        ),
+        ("empty_shard_crashes", "empty-shard/last", "crashed", ["rank 2 died of SIGSEGV"]),
+    ],
+)
+def test_a_planted_fault_that_ends_the_job_is_a_result(fault, case, verdict, words, tmp_path):
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "pce_mpi", "conformance", "-n", "3", f"candidates.wrong.{fault}:candidate"]
+    selection = ["--case", case, "--case", "random-logits/float32", "--timeout", "2", "--no-shrink", "--json", report]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    run = subprocess.run(
+        [*command, *map(str, selection)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 1, run.stdout + run.stderr
+    outcomes = {outcome["case"]: outcome for outcome in json.loads(report.read_text())["outcomes"]}
+    said = "\n".join(finding["text"] for finding in outcomes[case]["findings"])
+    assert outcomes[case]["verdict"] == verdict, said
+    for each in words:
+        assert each in said
+    assert outcomes["random-logits/float32"]["verdict"] == "pass"

@@ -1,0 +1,281 @@
+"""What the conformance kit takes for right, and for how wrong it takes what is not."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pce_mpi.arrays import dtype_named
+from pce_mpi.conformance import Gradient, Tolerance, cases, judge
+from pce_mpi.conformance.cases import Problem
+from pce_mpi.conformance.judging import Answer
+from pce_mpi.conformance.offers import DTYPES, Offer
+from pce_mpi.conformance.units import ulp
+import ulps
+
+USUAL, STRICT = Tolerance(), Tolerance(strict=True)
+RANKS = 3
+EVERYTHING = Offer(
+    dtypes=DTYPES,
+    options=("ignore_index", "label_smoothing"),
+    reductions=("mean", "sum", "none"),
+    probabilities=True,
+    dims=(2, 3),
+    gradient=Gradient.BACKWARD,
+)
+
+
+def problem_of(name, **changes):
+    case = next(case for case in cases(EVERYTHING) if case.name == name)
+    return replace(case.build(case.setting(EVERYTHING, RANKS)), **changes)
+
+
+def answers_of(problem, loss=None, gradient=None, loss_dtype=None):
+    """What each rank returns: the exact values, rounded, unless told otherwise."""
+    loss = problem.expected[0] if loss is None else loss
+    gradient = problem.expected[1] if gradient is None else gradient
+    with np.errstate(all="ignore"):
+        loss = np.asarray(loss).astype(loss_dtype or (np.float64 if problem.dtype == np.float64 else np.float32))
+        gradient = gradient.astype(problem.dtype)
+    return [Answer(loss.copy(), problem.part(gradient, rank)) for rank in range(problem.ranks)]
+
+
+def kinds(problem, answers, tolerance=USUAL):
+    return [finding.kind for finding in judge(problem, answers, tolerance).findings]
+
+
+def probabilities_of(problem, dtype):
+    """The softmax, computed in `dtype`, by the book."""
+    x = problem.logits.astype(dtype)
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True, dtype=dtype)
+
+
+def minus_one_at_targets(problem, p):
+    gradient = p.copy()
+    gradient[np.arange(problem.rows), problem.targets] -= np.ones((), p.dtype)
+    return gradient / np.asarray(problem.rows, p.dtype)
+
+
+ANSWERED = [case for case in cases(EVERYTHING) if case.expects == "an answer" and case.rows * case.classes < 10_000]
+
+
+@pytest.mark.parametrize("tolerance", [USUAL, STRICT], ids=["usual", "strict"])
+@pytest.mark.parametrize("case", ANSWERED, ids=str)
+def test_the_exact_values_rounded_pass_everywhere(case, tolerance):
+    problem = case.build(case.setting(EVERYTHING, RANKS))
+    judgement = judge(problem, answers_of(problem), tolerance)
+    assert judgement.findings == [] and judgement.picture is None
+    for accuracy in judgement.accuracies:
+        assert accuracy.error == accuracy.best <= 0.501 < accuracy.allowed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_ulp_is_that_of_the_dtype(dtype):
+    values = [0.0, 1e-30, 1.0, 1.5, -2.0, 3e4, 6e-8]
+    assert ulp(values, dtype).tolist() == ulps.ulp(values, dtype_named(dtype)).tolist()
+
+
+@pytest.mark.parametrize(("dtype", "usual", "strict"), [("float64", 64, 8), ("float32", 16, 5), ("bfloat16", 2, 1)])
+def test_as_many_ulps_pass_as_the_tolerance_says(dtype, usual, strict):
+    problem = problem_of(f"random-logits/{dtype}", reduction="none")
+    exact = problem.expected[1]
+    row, number = 2, int(problem.targets[2])
+    floor = ulp(1.0, "float64" if dtype == "float64" else "float32")
+    for tolerance, allowed in ((USUAL, usual), (STRICT, strict), (Tolerance(factor=3.0), 3 * usual)):
+        unit = max(ulp(exact[row, number], dtype), 0.0 if tolerance.strict else floor)
+        for ulps_off, passes in ((allowed - 0.6, True), (allowed + 0.6, False)):
+            gradient = exact.copy()
+            gradient[row, number] += ulps_off * unit
+            found = kinds(problem, answers_of(problem, gradient=gradient), tolerance)
+            assert found == ([] if passes else ["gradient at targets"])
+
+
+def test_an_entry_that_is_no_target_s_is_measured_by_the_largest_of_its_row():
+    problem = problem_of("random-logits/float32", reduction="none")
+    gradient = problem.expected[1].copy()
+    row = 1
+    least = int(np.argmin(np.abs(gradient[row])))
+    unit = ulp(np.abs(gradient[row]).max(), "float32")
+    gradient[row, least] += 4.4 * unit
+    assert abs(gradient[row, least] - problem.expected[1][row, least]) > 100 * ulp(gradient[row, least], "float32")
+    assert kinds(problem, answers_of(problem, gradient=gradient), STRICT) == []
+    gradient[row, least] += 1.2 * unit
+    assert kinds(problem, answers_of(problem, gradient=gradient), STRICT) == ["gradient"]
+
+
+def test_p_less_1_in_float32_passes_in_bfloat16_and_of_p_in_bfloat16_does_not():
+    problem = problem_of("p-near-1/bfloat16")
+    p = probabilities_of(problem, np.float32)
+    for tolerance in (USUAL, STRICT):
+        right = minus_one_at_targets(problem, p)
+        wrong = minus_one_at_targets(problem, p.astype(problem.dtype).astype(np.float32))
+        # the smallest entries are below what float32 has left of 1: that is what strict is for
+        expected = [] if tolerance == USUAL else ["gradient at targets"]
+        assert kinds(problem, answers_of(problem, gradient=right), tolerance) == expected
+        assert kinds(problem, answers_of(problem, gradient=wrong), tolerance) == ["gradient at targets"]
+
+
+def test_p_less_1_in_float32_passes_in_float32_unless_the_judge_is_strict():
+    problem = problem_of("p-near-1/float32")
+    answers = answers_of(problem, gradient=minus_one_at_targets(problem, probabilities_of(problem, np.float32)))
+    assert kinds(problem, answers) == []
+    assert kinds(problem, answers, STRICT) == ["gradient at targets"]
+
+
+@pytest.mark.parametrize("offset", ["1e3", "1e4"])
+def test_logits_with_an_offset_excuse_nothing(offset):
+    problem = problem_of(f"offset/{offset}/float32", reduction="none")
+    x = problem.logits
+    top = x.max(axis=-1)
+    logsumexp = top + np.log(np.exp(x - top[:, None]).sum(axis=-1))
+    losses = logsumexp - x[np.arange(problem.rows), problem.targets]
+    assert losses.dtype == np.float32
+    assert kinds(problem, answers_of(problem, loss=losses)) == ["loss"]
+
+
+def test_a_loss_in_float64_of_float32_logits_is_measured_in_ulps_of_float32():
+    problem = problem_of("random-logits/float32")
+    loss = problem.expected[0] * (1 + 1e-7)
+    judgement = judge(problem, answers_of(problem, loss=loss, loss_dtype=np.float64), USUAL)
+    assert judgement.findings == [] and judgement.accuracies[0].dtype == "float32"
+
+
+def test_a_loss_in_bfloat16_is_measured_in_ulps_of_bfloat16():
+    problem = problem_of("random-logits/bfloat16")
+    judgement = judge(problem, answers_of(problem, loss_dtype=problem.dtype), USUAL)
+    assert judgement.findings == [] and judgement.accuracies[0].dtype == "bfloat16"
+    assert 2.0 <= judgement.accuracies[0].allowed < 2.001
+
+
+def test_a_sum_over_rows_may_lose_what_pairwise_sums_lose():
+    problem = problem_of("same-on-every-rank", reduction="sum")  # 64 rows
+    assert judge(problem, answers_of(problem), USUAL).accuracies[0].allowed == 16 + 6
+    problem = problem_of("same-on-every-rank", reduction="none")
+    assert judge(problem, answers_of(problem), USUAL).accuracies[0].allowed == 16
+
+
+def test_nan_where_a_number_is_due_and_a_number_where_nan_is_due_are_wrong():
+    problem = problem_of("random-logits/float32")
+    assert kinds(problem, answers_of(problem, loss=np.nan)) == ["not finite"]
+    gradient = problem.expected[1].copy()
+    gradient[0, 3] = np.inf
+    assert kinds(problem, answers_of(problem, gradient=gradient)) == ["not finite"]
+    problem = problem_of("nan/in-a-row", reduction="none")
+    assert kinds(problem, answers_of(problem, loss=np.nan_to_num(problem.expected[0]))) == ["loss"]
+    assert kinds(problem, answers_of(problem, gradient=np.nan_to_num(problem.expected[1]))) == ["gradient"]
+
+
+def test_one_nan_is_enough_in_a_row_that_has_no_softmax():
+    problem = problem_of("masked-row", reduction="none")
+    gradient = np.nan_to_num(problem.expected[1])
+    gradient[problem.rows // 2, 0] = np.nan
+    assert kinds(problem, answers_of(problem, gradient=gradient), STRICT) == []
+
+
+def test_nan_where_pytorch_has_it_passes_unless_the_judge_is_strict():
+    problem = problem_of("nan/in-an-ignored-row")
+    gradient = problem.expected[1].copy()
+    gradient[~problem.valid] = np.nan
+    assert kinds(problem, answers_of(problem, gradient=gradient)) == []
+    assert kinds(problem, answers_of(problem, gradient=gradient), STRICT) == ["not finite"]
+    # the loss of a row that does not count is no excuse
+    assert kinds(problem, answers_of(problem, loss=np.nan)) == ["not finite"]
+    gradient[~problem.valid] = 1.0
+    assert kinds(problem, answers_of(problem, gradient=gradient)) == ["gradient"]
+    problem = problem_of("probabilities/zero-at-minus-inf")
+    assert kinds(problem, answers_of(problem, loss=np.nan)) == []
+    assert kinds(problem, answers_of(problem, loss=np.nan), STRICT) == ["not finite"]
+
+
+def test_infinity_passes_where_the_exact_loss_is_infinite_or_the_dtype_ends():
+    problem = problem_of("masked-target", reduction="none")
+    assert np.isinf(problem.expected[0]).any() and kinds(problem, answers_of(problem)) == []
+    problem = problem_of("logits-of-1000/float16", reduction="sum")
+    problem = replace(problem, **{name: np.tile(getattr(problem, name).T, 40).T for name in ("logits", "targets")})
+    assert 65504 < problem.expected[0] < np.inf
+    assert kinds(problem, answers_of(problem, loss_dtype=np.float16)) == []
+    assert kinds(problem, answers_of(problem, loss=-np.inf, loss_dtype=np.float16)) == ["not finite"]
+
+
+def test_one_bit_between_ranks_is_found_and_the_sign_of_nan_is_not():
+    problem = problem_of("same-on-every-rank", reduction="none")
+    answers = answers_of(problem)
+    loss = answers[2].loss.copy()
+    loss[5] = np.nextafter(loss[5], np.float32(9))
+    answers[2] = replace(answers[2], loss=loss)
+    (finding,) = judge(problem, answers, USUAL).findings
+    assert finding.kind == "ranks differ" and "row 5" in finding.text and "rank 2" in finding.text
+    problem = problem_of("masked-row", reduction="none")
+    answers = answers_of(problem)
+    answers[1] = replace(answers[1], loss=np.where(np.isnan(answers[1].loss), -answers[1].loss, answers[1].loss))
+    assert kinds(problem, answers) == []
+
+
+def test_the_loss_of_each_rank_is_judged():
+    problem = problem_of("random-logits/float32")
+    answers = answers_of(problem)
+    answers[1] = replace(answers[1], loss=answers[1].loss * np.float32(1.5))
+    assert kinds(problem, answers) == ["loss", "ranks differ"]
+    assert judge(problem, answers, USUAL).accuracies[0].where == "(rank 1)"
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        ({"loss": np.zeros((1,), np.float32)}, "shape", r"loss has shape \(1,\), where \(\) is due \(rank 1\)"),
+        ({"loss": np.zeros((), np.int32)}, "dtype", r"loss has dtype int32, which is no floating-point one \(rank 1\)"),
+        ({"dlogits": np.zeros((6, 24), np.float32)}, "shape", r"gradient has shape \(6, 24\), where \(6, 8\) is due"),
+        ({"dlogits": np.zeros((6, 8), np.float64)}, "dtype", "gradient has dtype float64, .* float32"),
+    ],
+)
+def test_a_wrong_shape_or_dtype_is_named(change, kind, text):
+    problem = problem_of("random-logits/float32")
+    answers = answers_of(problem)
+    answers[1] = replace(answers[1], **change)
+    (finding,) = judge(problem, answers, USUAL).findings
+    assert finding.kind == kind
+    with pytest.raises(ValueError, match=text):
+        raise ValueError(finding.text)
+
+
+def test_where_the_worst_error_sits_is_named_with_its_rank():
+    problem = problem_of("dims/3-D")
+    gradient = problem.expected[1].copy()
+    gradient[1, 2, 17] += 1.0
+    judgement = judge(problem, answers_of(problem, gradient=gradient), USUAL)
+    worst = max(judgement.accuracies, key=lambda accuracy: accuracy.error)
+    assert worst.where == "row (1, 2), class 17 (rank 2)"
+
+
+def test_the_picture_shows_where_errors_sit():
+    problem = problem_of("random-logits/float32")
+    gradient = problem.expected[1].copy()
+    gradient[4, 9] += 1.0
+    picture = judge(problem, answers_of(problem, gradient=gradient), USUAL).picture
+    assert (picture.rows, picture.classes, picture.splits) == (6, 24, [0, 8, 16, 24])
+    assert picture.targets == [(row, int(number)) for row, number in enumerate(problem.targets)]
+    errors = np.array(picture.errors)
+    assert np.argwhere(errors > 1).tolist() == [[4, 9]]
+
+
+def test_a_large_picture_has_the_worst_of_each_block():
+    rng = np.random.default_rng(0)
+    problem = Problem(
+        rng.normal(size=(100, 700)).astype(np.float32), rng.integers(0, 700, 100), (0, 100, 400, 700), reduction="none"
+    )
+    gradient = problem.expected[1].copy()
+    gradient[99, 699] += 1.0
+    gradient[0, 0] = np.nan
+    picture = judge(problem, answers_of(problem, gradient=gradient), USUAL).picture
+    errors = np.array(picture.errors)
+    assert errors.shape == (48, 192) and errors[0, 0] == np.inf and errors[-1, -1] > 1
+    assert (errors > 1).sum() == 2 and picture.splits == pytest.approx([0, 27.43, 109.71, 192], abs=0.01)
+
+
+def test_gathered_logits_have_a_whole_gradient_on_each_rank():
+    problem = problem_of("gathered-logits")
+    assert kinds(problem, answers_of(problem)) == []
+    assert kinds(problem, answers_of(problem, loss=problem.expected[0] + np.log(RANKS))) == ["loss"]
+    shards = answers_of(replace(problem, gathered=False))
+    assert kinds(problem, shards) == ["shape"]

@@ -1,0 +1,328 @@
+"""The reports of the conformance kit, of a run that is written out here."""
+
+import base64
+from collections import Counter
+from html.parser import HTMLParser
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+from matplotlib.image import imread
+import pytest
+
+from jobs.launch import ROOT
+from pce_mpi.conformance.offers import Offer
+from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding, Outcome, Report, Verdict
+from pce_mpi.conformance.reports import html, json_file, junit, markdown, pictures, terminal
+
+# What might end the page, the table or the terminal's good manners, if it came through as it is.
+HOSTILE = "</p><script>alert(1)</script> *not* _this_ | `that` $x$ & more"
+LAST_WORDS = "[rank 2] \x1b[31mfree(): invalid\x00 pointer\x1b[0m\n[rank 2] <Aborted>"
+RERUN = "python -m pce_mpi conformance -n 3 losses:sharded --case 'p(target)*' --rows 2 --classes 6"
+SPLITS = (0, 3, 3, 8)
+# Rank 0 is right, rank 1 has nothing, rank 2 errs.
+ERRORS = [[0.0, 0.5, 0.01, 0.0, 30.0, 0.2, 0.0, 0.0], [0.0, 0.0, 0.9, 2.0, math.inf, 0.0, 0.0, 0.0]]
+
+
+def outcome(case, verdict, *findings, catches="something", **fields):
+    return Outcome(case, catches, verdict, [Finding(kind, text) for kind, text in findings], **fields)
+
+
+def report(*outcomes, candidate="losses:sharded"):
+    offer = Offer(dtypes=("float32", "bfloat16"), options=("weight",), reductions=("mean", "none"))
+    return Report(candidate, offer, 3, {"python": "3.12.3", "numpy": "2.4.6"}, 7, False, 1.0, list(outcomes))
+
+
+SIZE = {"rows": 2, "classes": 8, "ranks": 3, "splits": SPLITS, "dtype": "float32", "seconds": 0.25}
+PASS = outcome(
+    "random/float32", Verdict.PASS, **SIZE, accuracies=[Accuracy("loss", "float32", 1.25, 0.5, 16.0, "row 0")]
+)
+FAIL = outcome(
+    "smoothing/float32",
+    Verdict.FAIL,
+    ("loss", "label smoothing is spread over the 3 local classes, not all 8"),
+    ("gradient", "the gradient is wrong on rank 2 only"),
+    catches="smoothing over the local classes",
+    **SIZE,
+    accuracies=[
+        Accuracy("loss", "float32", 4321.0, 0.5, 16.0, "row 1"),
+        Accuracy("gradient", "float32", math.inf, 0.4, 16.0, "row 1, class 4 (rank 2)"),
+    ],
+    picture=ErrorMap(ERRORS, [float(split) for split in SPLITS], 2, 8, [(0, 4), (1, 3)]),
+    rerun=RERUN,
+    shrunk=True,
+)
+REFUSED = outcome("weight/none", Verdict.REFUSED, ("raised", f"raised ValueError: {HOSTILE}"), **SIZE, rerun=RERUN)
+CRASHED = outcome(
+    "nan/row", Verdict.CRASHED, ("crashed", "rank 2 died of SIGABRT"), ("crashed", LAST_WORDS), rerun=RERUN
+)
+DEADLOCKED = outcome("empty-shard/one", Verdict.DEADLOCKED, ("deadlocked", "ranks 1, 3 never returned"), rerun=RERUN)
+NOT_OFFERED = outcome("smoothing/float64", Verdict.NOT_OFFERED, note="float64")
+COST = outcome(
+    "cost",
+    Verdict.PASS,
+    **SIZE,
+    costs={
+        "candidate": {"collectives": None, "bytes": None, "seconds": 0.5, "peak bytes": 2.0**20},
+        "pce_mpi": {"collectives": 2.0, "bytes": 104.0, "seconds": 0.25, "peak bytes": None},
+    },
+)
+ALL = report(PASS, FAIL, REFUSED, CRASHED, DEADLOCKED, NOT_OFFERED, COST)
+
+
+def row_of(text, start):
+    """The words of the line that begins with `start`."""
+    (line,) = [line for line in text.splitlines() if line.startswith(start)]
+    return line.split()
+
+
+def test_the_terminal_counts_the_cases_of_a_family_by_verdict():
+    text = terminal.render(ALL)
+    head = "cases        pass  FAIL  not offered  refused  crashed  deadlocked"
+    assert head in text.splitlines()
+    assert row_of(text, "smoothing ") == ["smoothing", "1", "1"]
+    line = text.splitlines()[text.splitlines().index(head) + 3]
+    assert line.index("1") == head.index("FAIL") + 3
+    assert row_of(text, "all ") == ["all", "2", "1", "1", "1", "1", "1"]
+    assert text.splitlines()[-1] == "4 of 6 cases failed (1 FAIL, 1 refused, 1 crashed, 1 deadlocked); 1 not offered"
+
+
+def test_the_terminal_says_of_each_failure_what_is_wrong_at_which_shape_and_how_to_rerun_it():
+    lines = terminal.render(ALL).splitlines()
+    at = lines.index("FAIL smoothing/float32")
+    assert lines[at + 1 : at + 4] == [
+        "  label smoothing is spread over the 3 local classes, not all 8 (also: gradient)",
+        "  smallest: 2 rows, 8 classes, float32, on 3 ranks (3 + 0 + 5 classes)",
+        f"  rerun: {RERUN}",
+    ]
+    assert "deadlocked empty-shard/one" in lines
+    assert "  ranks 1, 3 never returned" in lines
+    assert not any(line.startswith("pass random") for line in lines)
+
+
+def test_no_shape_is_told_of_a_case_of_which_nobody_knows_it():
+    text = terminal.render(report(outcome("nan/row", Verdict.CRASHED, rows=6, classes=24, ranks=3)))
+    assert "6 rows" not in text
+
+
+def test_the_terminal_shows_a_crashed_process_s_last_words_but_does_not_obey_them():
+    text = terminal.render(ALL)
+    assert "  | [rank 2] free(): invalid\N{REPLACEMENT CHARACTER} pointer\n  | [rank 2] <Aborted>\n" in text
+    assert "\x1b" not in text and "\x00" not in text
+
+
+def test_the_terminal_has_the_worst_error_beside_the_best_possible_and_what_is_allowed():
+    text = terminal.render(ALL)
+    loss = ["float32", "loss", "1.25", "4,321", "0.5", "16", "smoothing/float32", "row", "1"]
+    assert row_of(text, "float32  loss ") == loss
+    # no case that passes has a gradient
+    assert row_of(text, "float32  gradient ")[2:5] == ["inf", "0.4", "16"]
+
+
+def test_costs_stand_beside_ours_and_what_was_not_counted_is_said():
+    text = terminal.render(ALL)
+    assert row_of(text, "candidate   ")[1:] == ["not", "counted", "not", "counted", "0.5", "1,048,576"]
+    assert row_of(text, "pce_mpi  ")[1:] == ["2", "104", "0.25", "not", "counted"]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "sentence"),
+    [
+        ([PASS, COST], "2 cases passed"),
+        ([PASS, NOT_OFFERED], "1 case passed; 1 not offered"),
+        ([NOT_OFFERED], "no case was run; 1 not offered"),
+        ([], "no case was run"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_run_without_failures_is_told_in_every_form(outcomes, sentence):
+    quiet = report(*outcomes)
+    assert terminal.render(quiet).endswith(f"{sentence}\n")
+    assert sentence in markdown.render(quiet)
+    assert f">{sentence}<" in html.render(quiet)
+    assert ElementTree.fromstring(junit.render(quiet)).get("tests") == str(len(outcomes))
+    assert json.loads(json_file.render(quiet))["failed"] is False
+
+
+class Page(HTMLParser):
+    """Reads a page and fails where tags do not match."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.ids, self.links, self.words = Counter(), [], [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.handle_startendtag(tag, attributes)
+        if tag not in {"meta"}:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags[tag] += 1
+        given = dict(attributes)
+        self.ids += [given["id"]] if "id" in given else []
+        self.links += [value for name, value in attributes if name in ("src", "href", "xlink:href", "data", "action")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_the_page_is_whole_and_loads_nothing():
+    text = html.render(report(FAIL, FAIL, CRASHED))
+    page = Page(text)
+    assert page.tags["svg"] == 2
+    assert page.links and all(link.startswith(("#", "data:image/png;base64,")) for link in page.links)
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
+    assert "@import" not in text and not page.tags.keys() & {"script", "link", "img", "iframe"}
+    assert len(page.ids) == len(set(page.ids))
+
+
+def test_the_page_shows_what_a_candidate_says_and_does_not_run_it():
+    text = html.render(report(REFUSED, CRASHED, candidate=HOSTILE))
+    page = Page(text)
+    assert page.tags["script"] == 0
+    shown = "".join(page.words)
+    assert shown.count(HOSTILE) >= 3
+    assert "[rank 2] <Aborted>" in shown and "\x1b" not in text
+
+
+def test_the_page_says_all_that_is_wrong():
+    shown = " ".join("".join(Page(html.render(ALL)).words).split())
+    for finding in FAIL.findings:
+        assert finding.text in shown
+    for text in (FAIL.catches, RERUN, "2 rows, 8 classes, float32, on 3 ranks (3 + 0 + 5 classes)", "row 1, class 4"):
+        assert text in shown
+    assert "Errors are in ulps" in shown  # what `judging` says of them
+    assert all(each.case in shown for each in ALL.outcomes)
+
+
+def test_the_page_has_a_dark_and_a_light_dress_and_pictures_take_their_colors_from_it():
+    text = html.render(ALL)
+    assert "prefers-color-scheme: dark" in text
+    picture = text[text.index("<svg") : text.index("</svg>")]
+    assert "currentColor" in picture
+    assert not re.search(r"(fill|stroke): ?#(000000|ffffff|010203)", picture)
+
+
+def test_a_picture_has_a_pixel_for_each_error_in_the_color_of_its_size():
+    picture = pictures.drawn(FAIL.picture, "picture")
+    images = re.findall(r"data:image/png;base64,([^\"]*)", picture)
+    image = next(each for each in map(decoded, images) if each.shape[:2] == (2, 8))
+    red, _, blue, opacity = image[..., 0], image[..., 1], image[..., 2], image[..., 3]
+    # Which row of the file is which depends on how the picture places it; columns are never turned around.
+    wrong = {(row, column) for row in range(2) for column in range(8) if red[row, column] > blue[row, column] > 0}
+    assert {column for _, column in wrong} == {3, 4}
+    assert (opacity[:, [0, 5, 6, 7]] < 0.6).all()
+
+
+def decoded(text):
+    return imread(io.BytesIO(base64.b64decode(text)))
+
+
+def test_a_picture_names_the_ranks_that_hold_classes_and_marks_every_target():
+    root = ElementTree.fromstring(pictures.drawn(FAIL.picture, "picture"))
+    words = ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "rank 0" in words and "rank 2" in words and "rank 1" not in words
+    groups = {each.get("id"): each for each in root.iter("{http://www.w3.org/2000/svg}g")}
+    targets = next(group for name, group in groups.items() if name and "PathCollection" in name)
+    assert len(list(targets.iter("{http://www.w3.org/2000/svg}use"))) == len(FAIL.picture.targets)
+
+
+def test_each_rank_has_the_worst_error_of_its_own_shard():
+    assert pictures.of_ranks(FAIL.picture) == [(0, 0, 3, 0.9), (1, 3, 3, 0.0), (2, 3, 8, math.inf)]
+
+
+@pytest.mark.parametrize("errors", [[[5.0]], [[0.0]], [[math.nan, math.inf]]], ids=str)
+def test_the_smallest_pictures_can_be_drawn(errors):
+    picture = ErrorMap(errors, [0.0, float(len(errors[0]))], 1, len(errors[0]), [])
+    assert pictures.drawn(picture, "picture").startswith("<svg")
+
+
+def test_markdown_folds_each_failure_up_and_takes_nothing_for_markup():
+    text = markdown.render(report(PASS, FAIL, REFUSED, CRASHED, candidate=HOSTILE))
+    assert text.count("<details>") == text.count("</details>") == 3 + 2
+    assert text.startswith("### \N{CROSS MARK} Conformance of <code>")
+    heading = text.splitlines()[0]
+    assert "<script>" not in text and r"\*not\*" in heading and r"\_this\_" in heading
+    assert f"```\n{RERUN}\n```" in text
+    assert "[rank 2] <Aborted>\n```" in text
+    # every row of a table has as many cells as its head
+    for block in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
+
+
+def test_markdown_of_a_good_run_says_so():
+    assert markdown.render(report(PASS)).startswith("### \N{WHITE HEAVY CHECK MARK} ")
+
+
+def test_junit_tells_failures_errors_and_what_was_skipped_apart():
+    suites = ElementTree.fromstring(junit.render(ALL))
+    (suite,) = suites
+    for element in (suites, suite):
+        assert [element.get(name) for name in ("tests", "failures", "errors", "skipped")] == ["7", "2", "2", "1"]
+    kinds = {case.get("name"): [child.tag for child in case] for case in suite.iter("testcase")}
+    assert kinds == {
+        "random/float32": [],
+        "smoothing/float32": ["failure"],
+        "weight/none": ["failure"],
+        "nan/row": ["error"],
+        "empty-shard/one": ["error"],
+        "smoothing/float64": ["skipped"],
+        "cost": [],
+    }
+    failure = suite.find(".//failure")
+    assert failure.get("message") == "label smoothing is spread over the 3 local classes, not all 8 (also: gradient)"
+    assert failure.get("type") == "FAIL"
+    assert "rerun: " + RERUN in failure.text and FAIL.findings[1].text in failure.text
+    assert suite.find(".//skipped").get("message") == "float64"
+    assert "free(): invalid" in suite.find(".//error").text
+
+
+def test_json_that_is_read_again_is_the_same_report():
+    text = json_file.render(ALL)
+    assert json_file.parse(text) == ALL
+
+
+def test_json_has_a_version_and_no_numbers_that_json_has_not():
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    content = json.loads(json_file.render(ALL), parse_constant=refuse)
+    assert (content["format"], content["version"]) == ("pce_mpi conformance report", 1)
+    assert content["failed"] is True
+    assert content["counts"] == {verdict: 2 if verdict == "pass" else 1 for verdict in Verdict}
+    documented = set(re.findall(r"^    (\w+(?:, \w+)*)", json_file.__doc__, re.MULTILINE))
+    assert {name for names in documented for name in names.split(", ")} == content.keys()
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"format": "pce_mpi conformance report", "version": 2}'])
+def test_json_of_something_else_is_refused(text):
+    with pytest.raises(ValueError, match="report"):
+        json_file.parse(text)
+
+
+def test_only_the_page_needs_packages_that_the_kit_does_without_and_none_needs_mpi():
+    program = """
+import sys
+for name in ("jinja2", "matplotlib", "markupsafe", "safetensors", "mpi4py.MPI"):
+    sys.modules[name] = None
+import pce_mpi.conformance.vectors
+from pce_mpi.conformance.reports import json_file, junit, markdown, terminal
+try:
+    from pce_mpi.conformance.reports import html
+except ImportError as error:
+    print(error.name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "jinja2\n"), done.stderr
+    with_all = "import sys, pce_mpi.conformance.reports.html; print('mpi4py.MPI' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", with_all], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr

@@ -1,0 +1,243 @@
+"""Vectors: read as their own page says, without the kit, and results of every quality held against them."""
+
+import inspect
+import json
+import re
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from pce_mpi import dense
+from pce_mpi.conformance import cases, judging, vectors
+from pce_mpi.conformance.outcomes import Verdict
+
+# A few of each kind: every dtype, weights, upstream gradients, probabilities, other axes, nan, refusals, no rows.
+PATTERNS = [
+    "random-logits",
+    "weight",
+    "upstream",
+    "probabilities",
+    "axis",
+    "nan",
+    "target-out-of-range",
+    "zero-rows",
+    "uneven-shards",
+    "masked-target*",
+]
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "BOOL": "?"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("vectors")
+    assert vectors.export(path, ranks=(1, 3), pattern=PATTERNS) == len(entries(path)) > 20
+    return path
+
+
+def entries(folder):
+    return json.loads((folder / "index.json").read_text())["vectors"]
+
+
+def read(path):
+    """As the page says it: nothing of safetensors, nothing that knows bfloat16."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header, start = json.loads(data[8 : 8 + length]), 8 + length
+    found = {}
+    for name, tensor in header.items():
+        content = data[start + tensor["data_offsets"][0] : start + tensor["data_offsets"][1]]
+        if tensor["dtype"] == "BF16":
+            array = (np.frombuffer(content, "<u2").astype(np.uint32) << 16).view(np.float32)
+        else:
+            array = np.frombuffer(content, DTYPES[tensor["dtype"]])
+        found[name] = array.reshape(tensor["shape"])
+    return found
+
+
+def right_results(folder):
+    """What a perfect implementation writes: the exact values, rounded once."""
+    results = {}
+    for entry in entries(folder):
+        name, tensors = entry["name"], read(folder / entry["file"])
+        if entry["expects"] == "a refusal":
+            results[f"{name}/refused"] = np.ones(1, np.uint8)
+            continue
+        dtype = np.dtype(ml_dtypes.bfloat16 if entry["dtype"] == "bfloat16" else entry["dtype"])
+        results[f"{name}/loss"] = tensors["expected_loss"].astype("f8" if dtype == np.float64 else "f4")
+        results[f"{name}/dlogits"] = tensors["expected_dlogits"].astype(dtype)
+    return results
+
+
+@pytest.fixture
+def judged(folder, tmp_path):
+    """Of results, the report, and its outcomes by name."""
+
+    def judge(results, **options):
+        save_file({name: np.array(array, order="C") for name, array in results.items()}, tmp_path / "results")
+        report = vectors.judged(folder, tmp_path / "results", **options)
+        return report, {outcome.case: outcome for outcome in report.outcomes}
+
+    return judge
+
+
+def test_a_vector_is_all_that_is_needed_to_compute_its_answer(folder):
+    for entry in entries(folder):
+        tensors = read(folder / entry["file"])
+        arguments = {**entry["options"], "axis": entry["axis"], "reduction": entry["reduction"]}
+        arguments |= {name: tensors[name] for name in ("weight",) if name in tensors}
+        if entry["expects"] == "a refusal":
+            with pytest.raises(IndexError):
+                dense.softmax_cross_entropy(tensors["logits"], tensors["targets"], **arguments)
+            assert "expected_loss" not in tensors
+            continue
+        loss, dlogits = dense.softmax_cross_entropy_value_and_grad(tensors["logits"], tensors["targets"], **arguments)
+        dloss = tensors.get("dloss", np.ones(())).astype(np.float64)
+        dlogits = dlogits * (np.expand_dims(dloss, entry["axis"]) if dloss.ndim else dloss)
+        np.testing.assert_array_equal(tensors["expected_loss"], loss)
+        np.testing.assert_array_equal(tensors["expected_dlogits"], dlogits)
+
+
+def test_the_index_lists_every_file_and_says_where_each_shard_begins(folder):
+    listed = {entry["file"] for entry in entries(folder)}
+    assert listed == {str(path.relative_to(folder)) for path in folder.rglob("*.safetensors")}
+    for entry in entries(folder):
+        splits, logits = entry["splits"], read(folder / entry["file"])["logits"]
+        assert len(splits) - 1 == int(re.search(r"/(\d)-ranks$", entry["name"])[1])
+        assert splits == sorted(splits) and (splits[0], splits[-1]) == (0, logits.shape[entry["axis"]])
+
+
+def test_the_page_explains_every_field_and_tensor_and_how_results_are_judged(folder):
+    page = (folder / "README.md").read_text()
+    for entry in entries(folder):
+        for word in (*entry, *entry["options"], *read(folder / entry["file"])):
+            assert f"`{word}`" in page
+    assert inspect.cleandoc(judging.__doc__) in page
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_best_possible_results_pass_everything(folder, judged, strict):
+    report, outcomes = judged(right_results(folder), strict=strict)
+    assert report.failed == []
+    assert {outcome.verdict for outcome in outcomes.values()} == {Verdict.PASS}
+    assert list(outcomes) == [entry["name"] for entry in entries(folder)]
+
+
+def test_a_wrong_gradient_of_one_shard_is_found_there(folder, judged):
+    results, name = right_results(folder), "random-logits/bfloat16/3-ranks"
+    results[f"{name}/dlogits"][:, -1] *= 2
+    report, outcomes = judged(results)
+    assert [outcome.case for outcome in report.failed] == [name]
+    assert outcomes[name].picture is not None
+    assert any("(rank 2)" in accuracy.where for accuracy in outcomes[name].accuracies)
+
+
+def test_tolerance_moves_what_passes(folder, judged):
+    results, name = right_results(folder), "random-logits/float32/1-ranks"
+    results[f"{name}/loss"] *= np.float32(1 + 2**-20)  # 8 to 16 ulp
+    (failure,) = judged(results, tolerance=0.3)[0].failed
+    assert failure.case == name
+    assert "--tolerance 0.3" in failure.rerun
+    assert judged(results, tolerance=10.0)[0].failed == []
+
+
+def test_what_is_not_among_the_results_is_not_offered(folder, judged):
+    results = right_results(folder)
+    del results["random-logits/float32/1-ranks/loss"], results["upstream/scalar/1-ranks/dlogits"]
+    del results["random-logits/float64/1-ranks/dlogits"]
+    report, outcomes = judged(results)
+    assert report.failed == []
+    missing = {name for name, outcome in outcomes.items() if outcome.verdict is Verdict.NOT_OFFERED}
+    # Random logits are about the loss too, which stands alone where the gradient is missing.
+    assert missing == {"random-logits/float32/1-ranks", "upstream/scalar/1-ranks"}
+
+
+def test_refusals_pass_only_where_they_are_due(folder, judged):
+    results = right_results(folder)
+    refused = next(name for name in results if name.endswith("/refused"))
+    due = refused.removesuffix("/refused")
+    results[f"{due}/loss"] = results.pop(refused).astype(np.float32)
+    answered = "random-logits/float32/1-ranks"
+    del results[f"{answered}/loss"], results[f"{answered}/dlogits"]
+    results[f"{answered}/refused"] = np.ones(0, np.uint8)
+    report, outcomes = judged(results)
+    assert {outcome.case: outcome.verdict for outcome in report.failed} == {
+        due: Verdict.FAIL,
+        answered: Verdict.REFUSED,
+    }
+    assert "a refusal was due" in outcomes[due].findings[0].text
+
+
+@pytest.mark.parametrize(
+    ("key", "array", "words"),
+    [
+        ("loss", np.zeros((), np.int64), "int64"),
+        ("loss", np.zeros(5, np.float32), "(5,)"),
+        ("dlogits", np.zeros((2, 2), np.float32), "(2, 2)"),
+        ("dlogits", np.zeros((6, 24), np.float64), "float64"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_array_of_another_shape_or_dtype_is_told_as_such(folder, judged, key, array, words):
+    name = "random-logits/float32/3-ranks"
+    (failure,) = judged(right_results(folder) | {f"{name}/{key}": array})[0].failed
+    assert (failure.case, failure.verdict) == (name, Verdict.FAIL)
+    assert words in failure.findings[0].text
+
+
+def test_the_files_count_and_not_what_the_seed_would_give_today(folder, judged, tmp_path):
+    entry = next(entry for entry in entries(folder) if entry["name"] == "random-logits/float32/1-ranks")
+    tensors = read(folder / entry["file"])
+    original = (folder / entry["file"]).read_bytes()
+    try:
+        save_file(
+            {name: np.array(each) for name, each in (tensors | {"logits": -tensors["logits"]}).items()},
+            folder / entry["file"],
+        )
+        report, _ = judged(right_results(folder))
+    finally:
+        (folder / entry["file"]).write_bytes(original)
+    assert [outcome.case for outcome in report.failed] == [entry["name"]]
+
+
+def test_results_of_no_vector_are_an_error_and_not_overlooked(folder, judged):
+    with pytest.raises(ValueError, match="'random/loss', which is the result of no vector"):
+        judged(right_results(folder) | {"random/loss": np.zeros(())})
+
+
+def test_what_is_no_index_or_no_safetensors_file_is_said_so(folder, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        vectors.judged(tmp_path, tmp_path / "results")
+    with pytest.raises(FileNotFoundError):
+        vectors.judged(folder, tmp_path / "results")
+    (tmp_path / "results").write_text("not at all")
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        vectors.judged(folder, tmp_path / "results")
+    (tmp_path / "index.json").write_text('{"format": "pce_mpi conformance vectors", "version": 2}')
+    with pytest.raises(ValueError, match="version 1"):
+        vectors.judged(tmp_path, tmp_path / "results")
+
+
+def test_only_what_numbers_can_show_is_exported(tmp_path):
+    quick = [case.name for case in cases() if case.dtype == "float32" and case.rows * case.classes < 10_000]
+    vectors.export(tmp_path, ranks=[2], pattern=quick)
+    exported = {entry["name"].removesuffix("/2-ranks") for entry in entries(tmp_path)}
+    left_out = {name.partition("/")[0] for name in set(quick) - exported}
+    assert left_out == {
+        "backward-twice",
+        "gathered-logits",
+        "inputs-unmodified",
+        "padded-columns",
+        "results-not-aliased",
+        "same-in-every-run",
+        "same-on-every-rank",
+        "strides",
+        "two-losses-alive",
+    }
+
+
+def test_an_export_for_a_pattern_of_no_case_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="no case is called 'nothing'"):
+        vectors.export(tmp_path, pattern="nothing")

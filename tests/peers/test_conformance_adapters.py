@@ -1,0 +1,200 @@
+"""Losses of other frameworks, called through the adapters of the conformance kit, over the ranks of this job."""
+
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from jobs.launch import ROOT
+from pce_mpi.conformance import Gradient, cases, load, offers, run_case
+from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted, named_candidate
+
+TUTORIAL = str(ROOT / "examples" / "verify_your_loss.py")
+
+
+@pytest.fixture
+def started(comm):
+    """Starts a candidate, and stops it after the test."""
+    running = []
+
+    def start(candidate):
+        candidate.start(comm)
+        running.append(candidate)
+        return candidate
+
+    yield start
+    for candidate in running:
+        candidate.stop()
+
+
+def failures(candidate, comm, **selection):
+    """The kinds of what the kit finds in the selected cases that are offered, by case."""
+    outcomes = [run_case(candidate, case, comm) for case in cases(candidate, **selection)]
+    assert outcomes
+    return {outcome.case: {finding.kind for finding in outcome.findings} for outcome in outcomes if outcome.failed}
+
+
+# ------------------------------------------------------------------------------------------------------------- by name
+
+
+def test_neither_a_framework_nor_mpi_is_imported_before_it_is_needed():
+    program = """
+        import sys
+
+        from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted, named_candidate
+
+        def function(logits, targets, group): ...
+
+        made = [named_candidate(name) for name in NAMED_CANDIDATES]
+        made += [adapted(name, function) for name in FUNCTION_ADAPTERS]
+        print(len(made), *sorted({"torch", "jax", "mpi4py.MPI"} & set(sys.modules)))
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == [str(len(NAMED_CANDIDATES) + len(FUNCTION_ADAPTERS))], done.stderr
+
+
+def test_a_name_that_there_is_not_is_answered_with_those_that_there_are():
+    with pytest.raises(ValueError, match=r"no candidate 'torch'; there are pce, .*torch-dense, torch-loss-parallel"):
+        named_candidate("torch")
+    with pytest.raises(ValueError, match="no adapter 'torch'; there are torch-shards, jax-shard-map"):
+        adapted("torch", failures)
+
+
+# --------------------------------------------------------------------------------------------------------------- torch
+
+
+def test_dense_torch_conforms_in_float32_and_float64(comm):
+    pytest.importorskip("torch")
+    assert failures(named_candidate("torch-dense"), comm, dtypes=["float32", "float64"]) == {}
+
+
+def test_loss_parallel_is_right_on_random_logits_and_wrong_in_the_gradient_of_4_d_logits(comm, started):
+    pytest.importorskip("torch")
+    candidate = started(named_candidate("torch-loss-parallel"))
+    assert failures(candidate, comm, pattern="random-logits") == {}
+    wrong = failures(candidate, comm, pattern=["dims/4-D", "axis/4-D-*"])
+    assert wrong and all(kinds == {"gradient"} for kinds in wrong.values())
+
+
+def test_the_process_group_has_the_ranks_of_mpi_and_ends_with_the_candidate(comm):
+    distributed = pytest.importorskip("torch.distributed")
+    candidate = named_candidate("torch-loss-parallel")
+    for _ in range(2):
+        candidate.start(comm)
+        ranks = distributed.get_rank(), distributed.get_world_size()
+        candidate.stop()
+        assert ranks == (comm.rank, comm.size)
+        assert not distributed.is_initialized()
+
+
+def test_the_error_planted_in_the_tutorial_is_found_and_its_repair_conforms(comm, started):
+    pytest.importorskip("torch")
+    wrong = started(adapted("torch-shards", load(f"{TUTORIAL}:cross_entropy")))
+    found = failures(wrong, comm)
+    if comm.size == 1:
+        assert found == {}  # all classes are those of the only shard
+    else:
+        assert found and all("smooth" in case for case in found)
+    wrong.stop()
+    repaired = adapted("torch-shards", load(f"{TUTORIAL}:repaired"))
+    repaired.start(comm)
+    assert failures(repaired, comm) == {}
+
+
+def with_the_group_third(logits, targets, anything):
+    return logits.sum(-1) * anything.size()
+
+
+def as_megatron(logits, targets, label_smoothing=0.0, tp_group=None):
+    return logits.sum(-1) * tp_group.size()
+
+
+def as_flash_attention(logits, targets, label_smoothing=0.0, process_group=None):
+    return logits.sum(-1) * process_group.size()
+
+
+def with_what_the_kit_knows(logits, targets, *, group, class_start, num_classes):
+    assert (class_start, num_classes) == (logits.shape[-1] * group.rank(), logits.shape[-1] * group.size())
+    return logits.sum(-1) * group.size()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [with_the_group_third, as_megatron, as_flash_attention, with_what_the_kit_knows],
+    ids=lambda f: f.__name__,
+)
+def test_a_function_on_torch_shards_gets_its_group_and_autograd_gives_its_gradient(comm, started, function):
+    pytest.importorskip("torch")
+    candidate = started(adapted("torch-shards", function))
+    logits, targets = np.ones((2, 3), np.float32), np.zeros(2, np.int64)
+    loss, backward = candidate(logits, targets, class_start=3 * comm.rank, num_classes=3 * comm.size, comm=comm)
+    assert loss.tolist() == [3.0 * comm.size] * 2
+    for upstream in np.array([1.0, 10.0], np.float32), np.array([2.0, 3.0], np.float32):
+        assert backward(upstream).tolist() == [[each * comm.size] * 3 for each in upstream]
+
+
+def test_a_function_without_declarations_is_taken_for_one_of_losses_per_row(comm):
+    def megatron_style(logits, targets, tp_group, label_smoothing=0.0): ...
+
+    offer = adapted("torch-shards", megatron_style).offer
+    assert (offer.reductions, offer.gradient, offer.options) == (("none",), Gradient.BACKWARD, ("label_smoothing",))
+
+
+def test_what_a_function_declares_is_what_it_offers():
+    @offers(reductions=("sum",), dtypes=("bfloat16",), gradient="none")
+    def forward_only(logits, targets, group): ...
+
+    assert adapted("torch-shards", forward_only).offer == forward_only.offer
+
+
+# ----------------------------------------------------------------------------------------------------------------- jax
+
+
+def jax_cross_entropy(logits, targets, *, axis_name, ignore_index=-100, label_smoothing=0.0, reduction="mean"):
+    import jax
+    from jax import lax
+    from jax import numpy as jnp
+
+    x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    local, classes = x.shape[-1], x.shape[-1] * lax.axis_size(axis_name)
+    counts = targets != ignore_index
+    x = x - lax.pmax(lax.stop_gradient(x.max(-1, keepdims=True)), axis_name)
+    log_sum = jnp.log(lax.psum(jnp.exp(x).sum(-1), axis_name))
+    wanted = (1 - label_smoothing) * jax.nn.one_hot(targets - lax.axis_index(axis_name) * local, local, dtype=x.dtype)
+    wanted += label_smoothing / classes
+    loss = jnp.where(counts, lax.psum((wanted * (log_sum[..., None] - x)).sum(-1), axis_name), 0)
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / counts.sum()
+
+
+def test_a_jax_function_under_shard_map_conforms(comm, started):
+    pytest.importorskip("jax", reason="jax is not installed")
+    function = offers(
+        dtypes=("float32", "float64", "bfloat16"),
+        options=("ignore_index", "label_smoothing"),
+        reductions=("mean", "none"),
+        dims=(2, 3),
+    )(jax_cross_entropy)
+    candidate = started(adapted("jax-shard-map", function))
+    assert (candidate.offer.shards, candidate.offer.gradient) == ("equal", Gradient.BACKWARD)
+    pattern = ["random-logits", "pair/ignore_index+label_smoothing", "dims/3-D", "backward-twice"]
+    assert failures(candidate, comm, pattern=pattern) == {}
+
+
+def test_what_a_jax_function_raises_is_raised_on_every_rank(comm, started):
+    pytest.importorskip("jax", reason="jax is not installed")
+
+    def refuses(logits, targets, *, axis_name):
+        raise ValueError(f"no classes along {axis_name!r} for me")
+
+    candidate = started(adapted("jax-shard-map", refuses))
+    logits, targets = np.zeros((2, 3), np.float32), np.zeros(2, np.int64)
+    with pytest.raises(ValueError, match="no classes along 'classes' for me"):
+        candidate(logits, targets, class_start=3 * comm.rank, num_classes=3 * comm.size, comm=comm)
+    with pytest.raises(ValueError, match=f"must have num_classes = 2 together, got {3 * comm.size}"):
+        candidate(logits, targets, class_start=0, num_classes=2, comm=comm)

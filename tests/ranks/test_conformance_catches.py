@@ -1,0 +1,198 @@
+"""The proof of the kit: faults that were planted, one in each file of tests/candidates/wrong, and the words for them.
+
+What hangs or dies is in tests/jobs, as only a launcher survives it.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from candidates.by_hand import candidate as by_hand
+from pce_mpi.conformance.cases import cases
+from pce_mpi.conformance.offers import load, offer_of
+from pce_mpi.conformance.outcomes import Verdict
+from pce_mpi.conformance.running import run_case
+
+WRONG = Path(__file__).parents[1] / "candidates" / "wrong"
+
+CORRECT = [
+    "candidates.correct.gathered:candidate",
+    "candidates.correct.three_all_reduces:candidate",
+    "candidates.correct.online_maximum:candidate",
+]
+
+
+class Planted(NamedTuple):
+    """A fault: the case that is meant for it, what the finding says, and from how many ranks on it shows."""
+
+    fault: str
+    case: str
+    words: str
+    ranks: int = 1
+    dtype: str = "float32"  # of the case with random logits
+    passes_random_logits: bool = True
+
+    def __str__(self) -> str:
+        return self.fault
+
+
+PLANTED = [
+    # Numbers
+    Planted("one_subtracted_after_rounding", "p-near-1/bfloat16", "after rounding to bfloat16", dtype="bfloat16"),
+    Planted("rounded_logsumexp", "offset/1e4/float32", "logsumexp is rounded before"),
+    Planted("no_maximum", "logits-of-1000/float32", "no maximum is subtracted"),
+    Planted("clipped_at_64", "logits-of-1000/float32", "clipped at -64"),
+    Planted("logarithm_of_exponential", "logits-of-1000-smoothed/float32", "logarithm of an exponential"),
+    Planted("small_gradients_filtered", "many-classes/float32", "0 where numbers up to", passes_random_logits=False),
+    Planted("sums_in_half", "many-classes/bfloat16", "kept in bfloat16", dtype="float32"),
+    Planted("log_probabilities_in_half", "p-near-1/bfloat16", "log-probabilities are kept in bfloat16"),
+    Planted("first_65535_rows", "many-rows/float32", "from row 65535 on"),
+    # Special values
+    Planted("masked_shard_is_nan", "masked-shard/last", "all -inf makes the row nan", ranks=2),
+    Planted("ignored_rows_times_0", "nan/in-an-ignored-row", "0 times nan is nan"),
+    Planted("zero_times_infinity", "masked-classes", "0 times the logit -inf"),
+    # Shards
+    Planted("equal_shards_assumed", "uneven-shards/any", "class_start is not heeded", ranks=3),
+    Planted(
+        "first_class_of_a_shard",
+        "targets-at-shard-borders/equal",
+        "the first class of a shard is not found",
+        1,
+        "float32",
+        False,
+    ),
+    Planted(
+        "last_class_of_a_shard",
+        "targets-at-shard-borders/equal",
+        "the last class of a shard is not found",
+        1,
+        "float32",
+        False,
+    ),
+    Planted(
+        "one_subtracted_on_every_shard",
+        "targets-on-one-rank",
+        "the first class of every shard that does not own the target",
+        ranks=2,
+        passes_random_logits=False,
+    ),
+    Planted(
+        "gathered_logits_counted_on_every_rank", "gathered-logits", "the logits are counted once per rank", ranks=2
+    ),
+    Planted("target_out_of_range_is_silent", "target-out-of-range/one-too-many", "no rank refused it"),
+    Planted("target_out_of_range_raises_on_one_rank", "target-out-of-range/far", "not all ranks raised", ranks=2),
+    Planted(
+        "gradient_reduced_twice",
+        "reduction/mean",
+        "the gradient is {ranks} times too large: summed over",
+        2,
+        "float32",
+        False,
+    ),
+    Planted(
+        "loss_on_rank_0_alone",
+        "same-on-every-rank",
+        "the sum of exponentials is reduced to rank 0 alone",
+        2,
+        "float32",
+        False,
+    ),
+    Planted("ranks_reduce_in_another_order", "same-on-every-rank", "on rank 0 and", ranks=3),
+    # Layouts
+    Planted(
+        "gradient_transposed_in_4d", "dims/4-D", "the gradient is transposed: its row axes are in the order (0, 2, 1)"
+    ),
+    Planted("class_axis_not_moved", "axis/3-D-second", "the class axis is not moved"),
+    Planted("strides_not_heeded", "padded-columns/sliced-off", "strides of the logits are not heeded"),
+    # Options
+    Planted("smoothing_over_local_classes", "label_smoothing/float32", "local classes, not over all", ranks=2),
+    Planted("smoothed_sum_not_reduced", "label_smoothing/float32", "never reduced over the ranks", ranks=2),
+    Planted("smoothing_without_weights", "pair/weight+label_smoothing", "label smoothing leaves out the class weights"),
+    Planted(
+        "smoothing_not_in_gradient", "label_smoothing/float32", "label smoothing is left out, in the gradient only"
+    ),
+    Planted("divisor_without_weights", "weight/float32", "rows, not by the sum of their weights"),
+    Planted(
+        "weight_of_each_class", "weight/float32", "the weight of each class, where that of the row's target is due"
+    ),
+    Planted(
+        "weight_known_to_the_owner", "weight/float32", "only the rank that owns a row's target knows its weight", 2
+    ),
+    Planted("z_loss_not_in_gradient", "z_loss/float32", "z_loss is left out, in the gradient only"),
+    Planted(
+        "z_loss_of_local_classes", "z_loss/float32", "z_loss has the logsumexp of each rank's own classes", ranks=2
+    ),
+    Planted("softcap_without_derivative", "softcap/float32", "the derivative of softcap is left out"),
+    Planted("gradient_without_logit_scale", "logit_scale/float32", "logit_scale is left out of the gradient"),
+    # Rows
+    Planted("mean_over_all_rows", "ignore_index/float32", "the mean divides by all 6 rows, not by the 4"),
+    Planted("mean_of_losses_that_are_not_0", "p-equal-1", "the mean counts the rows whose loss is not 0"),
+    Planted("mean_of_the_ranks_means", "ignored/unevenly-over-ranks", "that of each rank's mean", 2, "float32", False),
+    Planted("mean_of_no_rows_is_0", "ignored/all-rows-mean", "it divides by max(count, 1)"),
+    Planted("ignored_rows_have_a_gradient", "ignore_index/float32", "ignored rows have a gradient"),
+    Planted("ignore_index_in_range_not_heeded", "ignored/inside", "an ignore_index inside the range is not heeded"),
+    Planted("zero_rows_raise", "zero-rows/mean", "division by zero"),
+    # Probabilities
+    Planted(
+        "probabilities_sum_to_1",
+        "probabilities/do-not-sum-to-1",
+        "takes for granted that target probabilities sum to 1",
+    ),
+    Planted("gradient_of_log_probabilities", "probabilities/sum-to-1", "it has not gone through log_softmax"),
+    # Calls
+    Planted("upstream_of_the_first_row", "upstream/each-row", "the upstream gradient of the first row is used for all"),
+    Planted("upstream_left_out", "upstream/scalar", "the upstream gradient is left out"),
+    Planted(
+        "second_backward_scales_again", "backward-twice", "second backward pass: the upstream gradient is applied twice"
+    ),
+    Planted("one_buffer_for_all_calls", "two-losses-alive", "first of two losses"),
+    Planted("overwrites_logits", "inputs-unmodified", "logits were modified", passes_random_logits=False),
+    Planted(
+        "gradient_in_the_logits",
+        "results-not-aliased",
+        "the gradient shares memory with logits",
+        passes_random_logits=False,
+    ),
+    Planted("not_deterministic", "same-in-every-run", "two calls with the same arguments gave two"),
+]
+
+# Run by tests/jobs.
+DEADLOCKS_AND_CRASHES = {"empty_shard_waits", "target_out_of_range_waits", "empty_shard_crashes"}
+
+
+def test_every_wrong_candidate_is_caught_by_some_test():
+    assert {path.stem for path in WRONG.glob("*.py")} == {each.fault for each in PLANTED} | DEADLOCKS_AND_CRASHES
+
+
+def case_named(name, candidate):
+    (found,) = cases(candidate, pattern=name)
+    return found
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=str)
+def test_a_planted_fault_is_caught_by_the_case_meant_for_it_and_named(comm, planted):
+    if comm.size < planted.ranks:
+        pytest.skip(f"shows on {planted.ranks} ranks or more")
+    candidate = load(f"candidates.wrong.{planted.fault}:candidate")
+    case = case_named(planted.case, candidate)
+    outcome, without_fault = run_case(candidate, case, comm), run_case(by_hand, case, comm)
+    assert outcome.failed
+    said = "\n".join(finding.text for finding in outcome.findings)
+    assert planted.words.format(ranks=comm.size) in said, said
+    assert without_fault.verdict == Verdict.PASS, without_fault.findings
+
+
+@pytest.mark.parametrize("planted", [each for each in PLANTED if each.passes_random_logits], ids=str)
+def test_a_subtle_fault_passes_the_test_that_everybody_has(comm, planted):
+    candidate = load(f"candidates.wrong.{planted.fault}:candidate")
+    outcome = run_case(candidate, case_named(f"random-logits/{planted.dtype}", candidate), comm)
+    assert outcome.verdict == Verdict.PASS, outcome.findings
+
+
+@pytest.mark.parametrize("name", CORRECT)
+def test_a_correct_candidate_passes_all_that_it_offers(comm, name):
+    candidate = load(name)
+    outcomes = [run_case(candidate, case, comm) for case in cases(offer_of(candidate))]
+    failed = [(outcome.case, outcome.findings, outcome.accuracies) for outcome in outcomes if outcome.failed]
+    assert failed == []

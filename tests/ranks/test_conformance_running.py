@@ -1,0 +1,384 @@
+"""Running cases of the conformance kit on all ranks: what is passed, what is looked at, what comes of it."""
+
+from dataclasses import asdict, replace
+import unittest
+import zlib
+
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi.conformance import Gradient, Offer, Tolerance, Verdict, assert_conforms, cases, offer_of, offers, run_case
+from pce_mpi.conformance.adapters import named_candidate
+from pce_mpi.conformance.offers import OPTIONS, REDUCTIONS
+
+STRICT = Tolerance(strict=True)
+
+
+def case_of(name, offer=None):
+    return next(case for case in cases(offer) if case.name == name)
+
+
+def run(candidate, name, comm, offer=None, **options):
+    """The outcome of a case for a candidate that offers all that its signature says and a gradient by value."""
+    return run_case(candidate, case_of(name), comm, offer=offer, **options)
+
+
+def kinds(outcome):
+    return [finding.kind for finding in outcome.findings]
+
+
+def right(logits, targets, *, class_start, num_classes, comm, **options):
+    return pce.softmax_cross_entropy_value_and_grad(
+        logits, targets, comm=comm, class_start=class_start, num_classes=num_classes, **options
+    )
+
+
+def right_backward(logits, targets, *, comm, **options):
+    loss, residuals = pce.softmax_cross_entropy_forward(logits, targets, comm=comm, **options)
+    return loss, lambda dloss: pce.softmax_cross_entropy_backward(dloss, residuals)
+
+
+BACKWARD = Offer(gradient=Gradient.BACKWARD, reductions=REDUCTIONS)
+
+
+@pytest.mark.parametrize("name", ["pce", "pce-value-and-grad"])
+def test_our_own_functions_pass_everything_strictly(comm, name):
+    candidate = named_candidate(name)
+    outcomes = [run_case(candidate, case, comm, tolerance=STRICT) for case in cases(candidate)]
+    assert [outcome for outcome in outcomes if outcome.verdict != Verdict.PASS] == []
+
+
+def test_every_rank_builds_the_same_problem(comm):
+    candidate = named_candidate("pce")
+    checksum = 0
+    for case in cases(candidate):
+        problem = case.build(case.setting(offer_of(candidate), comm.size))
+        for array in (problem.logits, problem.targets, problem.options.get("weight"), problem.dloss):
+            checksum = zlib.crc32(b"" if array is None else array.tobytes(), checksum)
+    assert len(set(comm.allgather(checksum))) == 1
+
+
+# What a candidate is called with.
+
+
+def test_only_what_a_case_sets_is_passed(comm):
+    seen = []
+
+    @offers(options=OPTIONS, reductions=("mean",), dims=(2, 3), any_axis=True, gradient="none")
+    def candidate(logits, targets, *, class_start, num_classes, comm, **options):
+        seen.append(options)
+        return pce.softmax_cross_entropy(logits, targets, comm=comm, **options)
+
+    for name in ("random-logits/float32", "label_smoothing/float32", "axis/3-D-first"):
+        assert not run(candidate, name, comm).failed
+    assert seen == [{}, {"label_smoothing": 0.125}, {"axis": 0}]
+
+
+def test_the_reduction_is_passed_where_there_is_a_choice(comm):
+    seen = []
+
+    def candidate(logits, targets, *, class_start, num_classes, comm, reduction="mean"):
+        seen.append(reduction)
+        return right(logits, targets, class_start=class_start, num_classes=num_classes, comm=comm, reduction=reduction)
+
+    for reduction in REDUCTIONS:
+        assert not run(candidate, f"reduction/{reduction}", comm).failed
+    assert seen == list(REDUCTIONS)
+
+
+def test_each_rank_has_its_own_classes_and_a_communicator_of_its_own(comm):
+    seen = []
+
+    def candidate(logits, targets, *, class_start, num_classes, comm):
+        seen.append((class_start, logits.shape[-1], num_classes, comm.size, comm.handle))
+        return right(logits, targets, class_start=class_start, num_classes=num_classes, comm=comm)
+
+    assert not run(candidate, "uneven-shards/any", comm).failed
+    ((start, width, classes, size, handle),) = seen
+    assert comm.allreduce(width) == classes == 29 and size == comm.size and handle != comm.handle
+    assert start == sum(comm.allgather(width)[: comm.rank])
+
+
+def test_an_upstream_gradient_is_shaped_as_the_loss(comm):
+    seen = []
+
+    def candidate(logits, targets, *, comm, **options):
+        loss, backward = right_backward(logits, targets, comm=comm, **options)
+
+        def recorded(dloss):
+            seen.append((dloss.shape, dloss.dtype.name))
+            return backward(dloss)
+
+        return loss, recorded
+
+    for name in ("random-logits/float32", "upstream/scalar", "upstream/each-row"):
+        assert not run(candidate, name, comm, offer=BACKWARD).failed
+    assert seen == [((), "float32"), ((), "float32"), ((6,), "float32")]
+
+
+def test_arrays_of_cupy_are_handed_to_those_who_want_them(comm, cupy):
+    def candidate(logits, targets, *, class_start, num_classes, comm, **options):
+        assert all(isinstance(each, cupy.ndarray) for each in (logits, targets, options.get("weight", logits)))
+        return on_host(logits, targets, comm, {name: cupy.asnumpy(array) for name, array in options.items()})
+
+    def on_host(logits, targets, comm, options):
+        arrays = cupy.asnumpy(logits), cupy.asnumpy(targets)
+        return tuple(map(cupy.asarray, pce.softmax_cross_entropy_value_and_grad(*arrays, comm=comm, **options)))
+
+    offer = Offer(arrays="cupy", options=OPTIONS)
+    for name in ("random-logits/float32", "weight/float32", "inputs-unmodified"):
+        outcome = run(candidate, name, comm, offer=offer)
+        assert outcome.findings == []
+
+    def writes(logits, targets, *, class_start, num_classes, comm):
+        result = on_host(logits, targets, comm, {})
+        logits[...] = 0.0
+        return result
+
+    assert kinds(run(writes, "inputs-unmodified", comm, offer=offer)) == ["inputs modified"]
+
+
+# What is not offered, refused, or raised.
+
+
+def test_what_is_not_offered_is_not_run(comm):
+    def candidate(*_, **__):
+        raise AssertionError("was called")
+
+    outcome = run(candidate, "random-logits/bfloat16", comm, offer=Offer())
+    assert (outcome.verdict, outcome.note, outcome.failed) == (Verdict.NOT_OFFERED, "bfloat16", False)
+
+
+def test_a_refusal_passes_where_it_is_due(comm):
+    outcome = run(right, "target-out-of-range/one-too-many", comm)
+    assert outcome.verdict == Verdict.PASS and "IndexError: targets[3] = 24 is outside [0, 24)" in outcome.note
+
+
+def test_a_refusal_fails_where_an_answer_is_due(comm):
+    def candidate(logits, targets, **_):
+        raise NotImplementedError("one day")
+
+    outcome = run(candidate, "random-logits/float32", comm)
+    assert outcome.verdict == Verdict.REFUSED and outcome.failed and kinds(outcome) == ["raised"]
+    assert "NotImplementedError: one day" in outcome.findings[0].text
+
+
+def test_an_answer_fails_where_a_refusal_is_due(comm):
+    def candidate(logits, targets, *, class_start, num_classes, comm):
+        return right(logits, targets % num_classes, class_start=class_start, num_classes=num_classes, comm=comm)
+
+    outcome = run(candidate, "target-out-of-range/one-too-many", comm)
+    assert outcome.verdict == Verdict.FAIL and kinds(outcome) == ["not refused"]
+    assert "targets[3] = 24 is outside [0, 24), and no rank refused it: the loss is" in outcome.findings[0].text
+
+
+def test_raising_on_some_ranks_fails_also_where_a_refusal_is_due(comm):
+    if comm.size == 1:
+        pytest.skip("one rank is all ranks")
+
+    def candidate(logits, targets, *, comm, **_):
+        if comm.rank == 1:
+            raise IndexError("index 8 is out of bounds")
+        return np.zeros((), np.float32), np.zeros_like(logits)
+
+    for name in ("target-out-of-range/far", "random-logits/float32", "gathered-logits"):
+        outcome = run(candidate, name, comm)
+        assert outcome.verdict == Verdict.FAIL and kinds(outcome) == ["raised on some ranks"]
+        assert "IndexError: index 8 is out of bounds (rank 1)" in outcome.findings[0].text
+
+
+@pytest.mark.parametrize(
+    ("offer", "returned", "text"),
+    [
+        (Offer(), 1.0, r"\(loss, dlogits\) is due, got float"),
+        (Offer(), (1.0,), r"\(loss, dlogits\) is due, got a tuple of 1: float"),
+        (Offer(), (1.0, None), "the gradient is due as an array, got NoneType"),
+        (Offer(gradient=Gradient.NONE), (1.0, 2.0), "the loss is due as an array, got a tuple of 2: float, float"),
+        (Offer(gradient=Gradient.BACKWARD), (1.0, 2.0), "backward can be called, got float"),
+        (Offer(gradient=Gradient.NONE), "one", "dtype"),
+    ],
+)
+def test_what_is_no_result_at_all_is_named(comm, offer, returned, text):
+    outcome = run(lambda *_, **__: returned, "random-logits/float32", comm, offer=offer)
+    assert outcome.verdict == Verdict.FAIL
+    with pytest.raises(ValueError, match=text):
+        raise ValueError(outcome.findings[0].text)
+
+
+# What is looked at beside the numbers.
+
+
+def test_overwritten_logits_are_found_unless_that_is_offered(comm):
+    def candidate(logits, targets, *, comm, **options):
+        result = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
+        logits -= 1.0
+        return result
+
+    assert kinds(run(candidate, "inputs-unmodified", comm)) == ["inputs modified"]
+    offer = Offer(overwrites_logits=True)
+    assert run(candidate, "inputs-unmodified", comm, offer=offer).verdict == Verdict.NOT_OFFERED
+    assert run(candidate, "random-logits/float32", comm, offer=offer).verdict == Verdict.PASS
+
+
+def test_writing_beside_a_view_is_found(comm):
+    def candidate(logits, targets, *, comm, **options):
+        result = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
+        logits.base[..., -1] = 0.0
+        return result
+
+    assert kinds(run(candidate, "padded-columns/sliced-off", comm)) == ["inputs modified"]
+
+
+def test_a_gradient_in_the_memory_of_the_logits_is_found(comm):
+    def candidate(logits, targets, *, comm, **options):
+        return pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, out=logits, **options)
+
+    assert set(kinds(run(candidate, "results-not-aliased", comm))) == {"inputs modified", "aliasing"}
+
+
+def test_a_second_backward_pass_that_scales_again_is_found(comm):
+    def candidate(logits, targets, *, comm, **options):
+        loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
+
+        def backward(dloss):
+            nonlocal gradient
+            gradient *= dloss
+            return gradient
+
+        return loss, backward
+
+    outcome = run(candidate, "backward-twice", comm, offer=BACKWARD)
+    assert kinds(outcome) == ["overwritten", "gradient"]
+    assert outcome.findings[1].text.startswith("second backward pass: ")
+    assert run(candidate, "upstream/scalar", comm, offer=BACKWARD).verdict == Verdict.PASS
+
+
+def test_a_buffer_that_two_calls_share_is_found(comm):
+    buffer = {}
+
+    def candidate(logits, targets, *, comm, **options):
+        gradient = buffer.setdefault(logits.shape, np.empty_like(logits))
+        return pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, out=gradient, **options)
+
+    outcome = run(candidate, "two-losses-alive", comm)
+    assert set(kinds(outcome)) == {"overwritten", "gradient"}
+    assert run(candidate, "random-logits/float32", comm).verdict == Verdict.PASS
+
+
+def test_bits_that_change_from_run_to_run_are_found_unless_that_is_offered(comm):
+    calls = []
+
+    def candidate(logits, targets, *, comm, **options):
+        loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
+        calls.append(None)
+        return (np.nextafter(loss, np.float32(np.inf)) if len(calls) % 2 else loss), gradient
+
+    assert kinds(run(candidate, "same-in-every-run", comm)) == ["not deterministic"]
+    offer = Offer(deterministic=False)
+    assert run(candidate, "same-in-every-run", comm, offer=offer).verdict == Verdict.NOT_OFFERED
+
+
+def test_a_loss_that_differs_between_ranks_is_found(comm):
+    if comm.size == 1:
+        pytest.skip("one rank has one loss")
+
+    def candidate(logits, targets, *, comm, **options):
+        loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
+        return (np.nextafter(loss, np.float32(np.inf)) if comm.rank else loss), gradient
+
+    assert kinds(run(candidate, "same-on-every-rank", comm)) == ["ranks differ"]
+
+
+# What comes of it.
+
+
+def test_every_rank_has_the_same_outcome(comm):
+    def wrong_on_the_last_rank(logits, targets, *, comm, **options):
+        loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
+        return loss, gradient * np.float32(1 + (comm.rank == comm.size - 1))
+
+    outcome = run(wrong_on_the_last_rank, "random-logits/float32", comm)
+    assert outcome.verdict == Verdict.FAIL and outcome.picture is not None
+    outcomes = comm.allgather(asdict(outcome))
+    assert all(each == outcomes[0] for each in outcomes)
+    assert (outcome.ranks, outcome.rows, outcome.dtype, outcome.splits[-1]) == (comm.size, 6, "float32", 24)
+
+
+def test_rows_and_classes_replace_those_of_a_case_that_can_shrink(comm):
+    outcome = run(right, "random-logits/float32", comm, rows=2, classes=5)
+    assert (outcome.rows, outcome.classes, outcome.splits[-1]) == (2, 5, 5)
+    assert run(right, "zero-rows/mean", comm, rows=2).rows == 0
+
+
+def test_messages_and_bytes_are_counted_beside_ours(comm):
+    def candidate(logits, targets, *, class_start, num_classes, comm):
+        top = np.empty(len(logits), np.float32)
+        comm.Allreduce(logits.max(axis=-1, initial=-np.inf), top, op=MPI.MAX)
+        e = np.exp(logits - top[:, None])
+        both = np.zeros((2, len(logits)), np.float32)
+        both[0] = e.sum(axis=-1)
+        mine = (targets >= class_start) & (targets < class_start + logits.shape[-1])
+        both[1, mine] = logits[mine, targets[mine] - class_start]
+        comm.Allreduce(MPI.IN_PLACE, [both, MPI.FLOAT])
+        return np.mean(top + np.log(both[0]) - both[1])
+
+    from mpi4py import MPI
+
+    outcome = run(candidate, "cost", comm, offer=Offer(gradient=Gradient.NONE))
+    assert outcome.findings == []
+    theirs, ours = outcome.costs["candidate"], outcome.costs["ours"]
+    assert (theirs["collectives"], theirs["bytes"]) == (2, 12 * 128)
+    # the agreement, 56 bytes, and one record of 24 bytes for each row
+    assert (ours["collectives"], ours["bytes"]) == (2, 56 + 24 * 128)
+    assert theirs["seconds"] > 0 and ours["seconds"] > 0
+
+
+def test_a_case_that_conforms_says_nothing(comm):
+    for name in ("random-logits/float32", "p-near-1/float32"):
+        assert_conforms(right, case_of(name), comm)
+
+
+def test_a_case_that_does_not_conform_raises_alike_on_every_rank(comm):
+    def candidate(logits, targets, *, comm, **options):
+        loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
+        return loss, gradient * np.float32(2)
+
+    with pytest.raises(
+        AssertionError, match=f"random-logits/float32 on {comm.size} rank.*FAIL\n  gradient: "
+    ) as caught:
+        assert_conforms(candidate, case_of("random-logits/float32"), comm)
+    assert len(set(comm.allgather(str(caught.value)))) == 1
+    assert "what this case catches: What every test" in str(caught.value)
+
+
+def test_a_case_that_is_not_offered_is_skipped(comm):
+    with pytest.raises(unittest.SkipTest, match="random-logits/bfloat16 is not offered: bfloat16"):
+        assert_conforms(right, case_of("random-logits/bfloat16"), comm)
+
+
+def test_a_candidate_that_has_start_is_started_once(comm):
+    class Candidate:
+        started = 0
+
+        def start(self, comm):
+            self.started += 1
+
+        def __call__(self, logits, targets, *, class_start, num_classes, comm):
+            assert self.started == 1
+            return right(logits, targets, class_start=class_start, num_classes=num_classes, comm=comm)
+
+    candidate = Candidate()
+    for name in ("random-logits/float32", "reduction/mean"):
+        assert_conforms(candidate, case_of(name), comm)
+    assert candidate.started == 1
+
+
+def test_the_tolerance_is_that_of_the_caller(comm):
+    def candidate(logits, targets, *, comm, **options):
+        loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
+        return loss * np.float32(1 + 4e-6), gradient
+
+    case = replace(case_of("random-logits/float32"), name="renamed")
+    assert run_case(candidate, case, comm).failed
+    assert not run_case(candidate, case, comm, tolerance=Tolerance(factor=10)).failed
