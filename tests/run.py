@@ -1,6 +1,7 @@
 """Run the tests: tests/ranks under mpiexec at each size, tests/jobs once, in one process that launches jobs itself.
 
-A test in tests/ranks that does not ask for `comm` runs at the first size only.
+A test in tests/ranks that does not ask for `comm` runs at the first size only. With --gpu, all tests of CuPy arrays and
+no others, on a GPU: those that also run on a stand-in for CuPy, and those of tests/gpu.
 """
 
 import argparse
@@ -16,12 +17,15 @@ import sys
 import tempfile
 import time
 
-from jobs.launch import ROOT, job_command, job_environment, number_of_cores, stop
+from jobs.launch import ROOT, job_command, job_environment
+from pce_mpi.launching import number_of_cores, stop
 
 TESTS = ROOT / "tests"
 RANKS = TESTS / "ranks"
 PEERS = TESTS / "peers"
+GPU = TESTS / "gpu"
 JOBS = TESTS / "jobs"
+KERNELS = TESTS / "kernels"
 
 # pytest ends a test that hangs (faulthandler_timeout). A run that tells of no test for longer than that is stopped.
 SILENCE = 240
@@ -196,18 +200,20 @@ def remove_memory_left_behind(since: float) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, usage="%(prog)s [-h] [paths ...] [-n N ...] [-k EXPR] [--no-jobs]"
+        description=__doc__, usage="%(prog)s [-h] [paths ...] [-n N ...] [-k EXPR] [--no-jobs] [--gpu]"
     )
     parser.add_argument(
         "-n", nargs="+", default=["1", "2", "3", "4"], metavar="N", help="numbers of ranks (default: 1 2 3 4)"
     )
     parser.add_argument("-k", metavar="EXPR", help="only tests whose name matches, as pytest -k")
     parser.add_argument("--jobs", action=argparse.BooleanOptionalAction, default=True, help="run tests/jobs as well")
+    parser.add_argument("--gpu", action="store_true", help="run the tests of CuPy arrays, and no others, on a GPU")
     parser.add_argument(
         "paths",
         nargs="*",
-        help="files, folders or file.py::test (default: all of tests/ranks and tests/jobs); "
-        "what is below tests/ranks or tests/peers runs at each size, anything else once in one process",
+        help="files, folders or file.py::test (default: all of tests/ranks and tests/jobs, with --gpu tests/gpu and "
+        "tests/kernels too); what is below tests/ranks, tests/peers or tests/gpu runs at each size, anything else once "
+        "in one process",
     )
     options = parser.parse_intermixed_args()
     # `-n 1 2 tests/ranks` says what it means: the numbers end where a path begins.
@@ -218,6 +224,13 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"{path} does not exist")
         if TESTS not in file_of(path).parents:
             parser.error(f"{path} is not below {TESTS}")
+    if options.gpu:
+        from pce_mpi.arrays import gpus
+
+        try:
+            gpus()
+        except RuntimeError as error:
+            parser.error(f"--gpu: {error}")
     return options
 
 
@@ -228,11 +241,11 @@ def file_of(path: Path) -> Path:
 
 def plan(options: argparse.Namespace) -> list[list[Run]]:
     """What to run for these options, in this order; what stands in one list, at the same time."""
-    paths = options.paths or [RANKS, JOBS]
-    on_ranks = [path for path in paths if path.is_relative_to(RANKS) or path.is_relative_to(PEERS)]
+    paths = options.paths or ([RANKS, GPU, JOBS, KERNELS] if options.gpu else [RANKS, JOBS])
+    on_ranks = [path for path in paths if any(path.is_relative_to(folder) for folder in (RANKS, PEERS, GPU))]
     in_one_process = [path for path in paths if path not in on_ranks]
     # Open MPI gives its ranks a terminal; what they print ends up in a pipe all the same.
-    pytest = ["-m", "pytest", "--color=no", *(["-k", options.k] if options.k else [])]
+    pytest = ["-m", "pytest", "--color=no", *(["-k", options.k] if options.k else []), *["--gpu"] * options.gpu]
     runs: list[list[Run]] = []
     if on_ranks:
         for n in options.n:

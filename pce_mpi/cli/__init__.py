@@ -62,6 +62,13 @@ def _world() -> MPI.Intracomm | None:
     return MPI.COMM_WORLD
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but for those that only say that an option was not given."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pce_mpi",
@@ -72,9 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (info, check, bench, conformance):
         name = command.__name__.rpartition(".")[2]
         summary = (command.__doc__ or "").partition("\n")[0].partition(": ")[2]
-        subparser = commands.add_parser(
-            name, help=summary, description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        subparser = commands.add_parser(name, help=summary, description=summary, formatter_class=_HelpFormatter)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     return parser

@@ -23,7 +23,6 @@ from pce_mpi.cli.gpu_bench import measure as measure_on_gpu
 from pce_mpi.cli.gpu_bench import together
 from pce_mpi.cli.gpus import take_gpu_of_rank
 from pce_mpi.cli.progress import progress
-from pce_mpi.cli.tables import table
 from pce_mpi.cli.tape_costs import measure as tape_costs
 from pce_mpi.collectives import agree, all_reduce
 from pce_mpi.loss import (
@@ -32,6 +31,7 @@ from pce_mpi.loss import (
     softmax_cross_entropy_value_and_grad,
 )
 from pce_mpi.placements import shard_range
+from pce_mpi.tables import table
 from pce_mpi.tracing import Purpose, trace
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
         )
         for one in measured
     ]
-    print(table(head, rows))
+    print(table([head, *rows]))
     print(
         "\nns and GB/s: of one shard; the floor: one np.exp pass and the copies that cannot be avoided;"
         "\ncalls and bytes: payload; small sizes are mostly the cost of calling"
@@ -136,7 +136,7 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     if costs:
         print(f"\nwhat the tape costs, {max(options.classes)} classes, float32, rank 0's time\n")
         lines = [(cost.work, 1e3 * cost.seconds, cost.beside, 1e3 * cost.beside_seconds, cost.ratio) for cost in costs]
-        print(table(("work", "ms", "beside", "ms", "ratio"), lines))
+        print(table([("work", "ms", "beside", "ms", "ratio"), *lines]))
     return 0
 
 
@@ -165,7 +165,7 @@ def _run_on_gpu(options: argparse.Namespace, dtype: np.dtype[Any], comm: MPI.Int
     ranks = 1 if comm is None else comm.size
     print(f"{gpus()[number].name}, {ranks} rank{'s' * (ranks > 1)}, median of {options.repeat}\n")
     head = ("rows", "classes", "dtype", "function", "ms", "GB/s", "of copy")
-    print(table(head, [tuple(asdict(one).values()) for one in measured]))
+    print(table([head, *(tuple(asdict(one).values()) for one in measured)]))
     print(
         "\nGB/s: of one shard; forward reads its bytes once, all else reads and writes them, and `forward + backward`"
         "\nreads them twice; of copy: beside the copy from device memory to device memory of the same lines"

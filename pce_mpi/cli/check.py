@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pce_mpi import dense
-from pce_mpi.cli.tables import table
 from pce_mpi.collectives import all_gather, all_reduce
 from pce_mpi.loss import (
     class_statistics,
@@ -19,6 +18,7 @@ from pce_mpi.loss import (
     softmax_cross_entropy_value_and_grad,
 )
 from pce_mpi.placements import shard_range
+from pce_mpi.tables import table
 from pce_mpi.tracing import trace
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     size = 1 if comm is None else comm.size
     off = sum(row[-1] == "OFF" for row in rows)
     print(f"pce_mpi on {size} rank{'s' * (size > 1)}: errors in ulps, at most {_LIMIT:g} allowed\n")
-    print(table(("case", "loss", "gradient", "two passes", "verdict"), rows))
+    print(table([("case", "loss", "gradient", "two passes", "verdict"), *rows]))
     not_run = sum(str(row[-1]).startswith("not run") for row in rows)
     counts = f"\n{len(rows) - off - not_run} of {len(rows)} as they should be"
     print(counts + (f", {off} OFF" if off else "") + (f", {not_run} not run" if not_run else ""))

@@ -16,15 +16,15 @@ import sys
 import textwrap
 
 from pce_mpi.cli.progress import Bar
-from pce_mpi.cli.tables import table
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES
 from pce_mpi.conformance.batches import DEFAULT_TIMEOUT, asked_offer, run_cases
 from pce_mpi.conformance.cases import catalogue
-from pce_mpi.conformance.launcher import LaunchError
 from pce_mpi.conformance.offers import DTYPES
 from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
 from pce_mpi.conformance.reports import terminal
+from pce_mpi.launching import LaunchError
+from pce_mpi.tables import table
 
 __all__ = ["add_arguments", "run", "started_by_mpiexec"]
 
@@ -217,13 +217,14 @@ def _listed(orders: Orders, timeout: float, display: _Display) -> str:
     """The cases that are selected, with what each catches; and, if there is a candidate, whether it offers them."""
     if not orders.candidate:
         cases = orders.cases(None)
-        return table(("case", "dtype", "catches"), [(case.name, case.dtype, case.catches) for case in cases.values()])
+        rows = [(case.name, case.dtype, case.catches) for case in cases.values()]
+        return table([("case", "dtype", "catches"), *rows])
     offer = asked_offer(orders, timeout=timeout, display=display)
-    rows = []
+    lines = [("case", "dtype", "", "catches")]
     for case in orders.cases(offer).values():
         missing = offer.missing(case)
-        rows.append((case.name, case.dtype, f"not offered: {missing}" if missing else "offered", case.catches))
-    return table(("case", "dtype", "", "catches"), rows)
+        lines.append((case.name, case.dtype, f"not offered: {missing}" if missing else "offered", case.catches))
+    return table(lines)
 
 
 def _renderers(options: argparse.Namespace) -> dict[Path, Callable[[Report], str]]:

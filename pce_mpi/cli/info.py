@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pce_mpi.arrays import cuda_versions, gpus
 from pce_mpi.channel import gpu_aware, reduces_on_gpus
 from pce_mpi.cli.gpus import gpu_of
-from pce_mpi.cli.tables import table
 from pce_mpi.collectives import all_gather_text
+from pce_mpi.tables import table
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -161,9 +161,9 @@ def _gpu_report() -> dict[str, Any]:
 def _as_text(report: dict[str, Any]) -> str:
     ranks = [[rank["rank"], rank["host"], _ranges(rank["cores"]), rank["blas threads"]] for rank in report["ranks"]]
     sections = [
-        table(("package", "version"), list(report["versions"].items())),
-        table(("MPI", ""), list(report["mpi"].items())),
-        table(("rank", "host", "cores", "BLAS threads"), ranks),
+        table([("package", "version"), *report["versions"].items()]),
+        table([("MPI", ""), *report["mpi"].items()]),
+        table([("rank", "host", "cores", "BLAS threads"), *ranks]),
         *_gpus_as_text(report["ranks"]),
         "\n".join(f"warning: {text}" for text in report["warnings"]) or "no warnings",
     ]
@@ -174,7 +174,7 @@ def _gpus_as_text(ranks: list[dict[str, Any]]) -> list[str]:
     found = []
     if lines := [_gpu_line(rank) for rank in ranks if rank["gpus"]]:
         head = ("rank", "GPUs seen", "takes", "name", "GiB", "compute capability", "CUDA driver", "runtime")
-        found.append(table(head, lines))
+        found.append(table([head, *lines]))
     without: dict[str, list[int]] = {}
     for rank in ranks:
         if rank["no gpu"]:

@@ -40,8 +40,9 @@ class OnGpu:
         low, high = np.lib.array_utils.byte_bounds(array)
         shift = low % 16
         if (low, high) not in self._copies:
-            self._copies[low, high] = self._cupy.zeros(shift + high - low, np.uint8)
-        copy = self._copies[low, high]
+            # The array is kept as well: no other one shall come to lie where it does.
+            self._copies[low, high] = array, self._cupy.zeros(shift + high - low, np.uint8)
+        _, copy = self._copies[low, high]
         copy[shift:].set(memory(low, high))
         start = shift + array.ctypes.data - low
         first = copy[start : start + array.itemsize].view(array.dtype)
@@ -51,7 +52,7 @@ class OnGpu:
         """Take from the copy of `array` what has been written there."""
         if array.size:
             low, high = np.lib.array_utils.byte_bounds(array)
-            memory(low, high)[...] = self._copies[low, high][low % 16 :].get()
+            memory(low, high)[...] = self._copies[low, high][1][low % 16 :].get()
         self.forget()
 
     def forget(self):

@@ -61,6 +61,7 @@ def records_of(cuda, logits, columns, layout, options):
     assert references is None
     assert records.dtype == np.float64
     assert records.shape == (logits.shape[0] * logits.shape[2], len(layout.names))
+    place.forget()
     return records.get()
 
 
@@ -169,6 +170,7 @@ def expected_gradient(logits, gradient, options):
 def write_gradient(cuda, out, logits, gradient, options):
     given = {name: value for name, value in options.items() if name != "class_start"}
     cuda.write_gradient(on_device(out), on_device(logits), gradient_on_device(gradient), **given)
+    place.bring_back(out)
 
 
 def check_plain(cuda, dtype, classes, rows=3, **kind):
@@ -197,7 +199,7 @@ def fused(cuda, out, logits, columns, layout, z_loss=0.0, transform=None, held=N
     valid = columns >= 0
     rows = len(columns)
     transform = transform or Transform()
-    return cuda.fill_records_and_write_gradient(
+    records = cuda.fill_records_and_write_gradient(
         on_device(out),
         on_device(logits),
         columns,
@@ -210,6 +212,8 @@ def fused(cuda, out, logits, columns, layout, z_loss=0.0, transform=None, held=N
         valid=on_device(valid),
         z_loss=z_loss,
     ).get()
+    place.bring_back(out)
+    return records
 
 
 def check_fused(cuda, logits, columns, layout, wanted, expected, dtype):
@@ -555,7 +559,7 @@ def test_equal_arguments_give_equal_bits(cuda):
         assert first.tobytes() == second.tobytes()
 
 
-def test_rows_that_lie_beyond_2_to_the_31_elements(cuda):
+def test_rows_that_lie_beyond_2_to_the_31_elements(stand_in, cuda):
     # Rows 2**31 + 24 elements apart, in memory of which only what is touched exists.
     pitch, classes = 2**31 + 24, 100
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # Linux's MAP_NORESERVE
@@ -586,7 +590,7 @@ __global__ void places(long long rows, long long classes, int chunk, int lanes, 
 """
 
 
-def test_classes_beyond_2_to_the_31_have_their_place(cuda):
+def test_classes_beyond_2_to_the_31_have_their_place(stand_in, cuda):
     classes, column = 5 * 2**30 + 7, 4 * 2**30 + 5
     grid = Grid.of(1, classes, 2, 1)
     assert (grid.parts, grid.lanes, grid.threads) == (6, 256, 256)
@@ -610,11 +614,11 @@ def faulty(cuda, monkeypatch, tmp_path, file, correct, wrong):
     (folder / file).write_text(text.replace(correct, wrong))
     options = (*cuda.OPTIONS[:-1], f"-I{folder}")
 
-    def module(kernel, _):
+    def function(kernel, _):
         source = (folder / kernel.file).read_text()
-        return RawModule(code=source, options=options, name_expressions=[kernel.name])
+        return RawModule(code=source, options=options, name_expressions=[kernel.name]).get_function(kernel.name)
 
-    monkeypatch.setattr(cuda, "_module", module)
+    monkeypatch.setattr(cuda, "_function", function)
 
 
 def few_rows():
@@ -674,7 +678,7 @@ def test_comparisons_that_find_faults_pass_without_one(cuda, check):
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[1]}: {fault[3]}")
-def test_a_planted_fault_is_caught(cuda, monkeypatch, tmp_path, fault):
+def test_a_planted_fault_is_caught(stand_in, cuda, monkeypatch, tmp_path, fault):
     check, *change = fault
     faulty(cuda, monkeypatch, tmp_path, *change)
     with pytest.raises((AssertionError, KernelFault)):

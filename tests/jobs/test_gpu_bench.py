@@ -1,0 +1,110 @@
+"""bench --device gpu: what it measures. Here the GPU is the stand-in for CuPy, of whose speed nothing is asked."""
+
+import json
+
+import pytest
+
+from jobs.launch import launch, launch_source
+
+WITH_THE_STAND_IN = """
+    import sys
+    sys.path.insert(0, "tests")
+    import strict_cupy
+    sys.modules.update(strict_cupy.STAND_INS)
+    from pce_mpi.cli import main
+    main(["bench", "--device", "gpu", *sys.argv[1:]])
+    """
+
+WITHOUT_A_GPU = """
+    import sys
+    from types import ModuleType, SimpleNamespace
+
+    def getDeviceCount():
+        raise RuntimeError("cudaErrorNoDevice: none\\nand more")
+
+    sys.modules["cupy"] = cupy = ModuleType("cupy")
+    cupy.cuda = SimpleNamespace(runtime=SimpleNamespace(getDeviceCount=getDeviceCount))
+    cupy.ndarray = type("ndarray", (), {})
+    from pce_mpi.cli import main
+    main(["bench", "--device", "gpu", *sys.argv[1:]])
+    """
+
+SMALL = ["--rows", "5", "--repeat", "1"]
+ON_ANY_NUMBER_OF_RANKS = [
+    "copy",
+    "kernel: forward",
+    "kernel: backward",
+    "kernel: backward in place",
+    "forward",
+    "backward",
+    "forward + backward",
+    "value_and_grad",
+]
+
+
+@pytest.fixture
+def bench(request, cupy):
+    """Runs it on so many ranks, with --gpu on a GPU."""
+
+    def run(ranks, *arguments):
+        if request.config.option.gpu:
+            return launch(ranks, "-m", "pce_mpi", "bench", "--device", "gpu", *arguments)
+        return launch_source(ranks, WITH_THE_STAND_IN, *arguments)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(1, ["kernel: both at once"]), (2, ["the two kernels and the collective"])], ids=str
+)
+def test_every_function_is_measured_beside_a_copy(bench, ranks, more):
+    job = bench(ranks, *SMALL, "--classes", "50", "33", "--json")
+    assert job.returncode == 0, job.stderr
+    report = json.loads(job.stdout)
+    assert report["gpu"]["memory"] > 0
+    ours = [one for one in report["measurements"] if ": value" not in one["function"]]
+    for classes in (50, 33):
+        measured = {one["function"]: one for one in ours if one["classes"] == classes}
+        assert {*ON_ANY_NUMBER_OF_RANKS, *more} <= measured.keys()
+        copy = measured["copy"]
+        assert copy["of_copy"] == 1
+        passes = {"kernel: forward": 1, "forward": 1, "forward + backward": 3, "the two kernels and the collective": 3}
+        for name, one in measured.items():
+            if name in (*ON_ANY_NUMBER_OF_RANKS, *more):
+                moved = passes.get(name, 2) * 5 * -(-classes // ranks) * 4
+                assert one["ms"] > 0
+                assert one["gigabytes_per_second"] == pytest.approx(1e-6 * moved / one["ms"])
+                assert one["of_copy"] == pytest.approx(one["gigabytes_per_second"] / copy["gigabytes_per_second"])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_every_dtype_is_measured_and_shown_in_a_table(bench, dtype):
+    job = bench(1, *SMALL, "--classes", "40", "--dtype", dtype)
+    assert job.returncode == 0, job.stderr
+    lines = job.stdout.splitlines()
+    for function in ON_ANY_NUMBER_OF_RANKS:
+        assert any(dtype in line and f" {function} " in line for line in lines), function
+    assert any("kernel: both at once" in line for line in lines) == (dtype != "float64")
+
+
+def test_sizes_that_do_not_fit_the_gpu_are_left_out_and_others_measured(bench):
+    job = bench(2, *SMALL, "--classes", str(2**40), "20", "--json")
+    assert job.returncode == 0, job.stderr
+    assert {one["classes"] for one in json.loads(job.stdout)["measurements"]} == {20}
+    assert f"left out: {2**40} classes: " in job.stderr
+    assert "bytes, " in job.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_a_gpu_one_line_says_so(ranks):
+    job = launch_source(ranks, WITHOUT_A_GPU)
+    assert job.returncode == 2
+    assert len(job.stdout.splitlines()) == 1
+    assert "--device gpu: CuPy is installed, but sees none: cudaErrorNoDevice: none" in job.stdout
+    assert "Traceback" not in job.stderr
+
+
+def test_there_is_no_plot_of_a_gpu(tmp_path):
+    job = launch_source(1, WITHOUT_A_GPU, "--plot", str(tmp_path / "bench.png"))
+    assert job.returncode == 2
+    assert "--plot draws what --device cpu measures" in job.stdout

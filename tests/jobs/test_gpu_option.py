@@ -1,0 +1,58 @@
+"""`pytest --gpu`, with the stand-in for CuPy where a GPU's own would be: which tests run, and on what."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jobs.launch import ROOT, launch_source
+
+PYTEST = """
+    import sys
+    sys.path.insert(0, "tests")
+    import pytest
+    import strict_cupy
+    sys.modules.update(strict_cupy.STAND_INS)
+    sys.exit(pytest.main(["--gpu", "--color=no", "-q", "-rs", *sys.argv[1:]]))
+    """
+
+
+def test_what_asks_for_arrays_on_a_gpu_runs_on_every_rank_and_nothing_else_does():
+    job = launch_source(2, PYTEST, "tests/ranks/test_array_library.py", "tests/ranks/test_loss.py", "-k", "no_rows")
+    assert job.returncode == 0, job.stdout
+    last = job.stdout.splitlines()[-1]
+    assert last.startswith("5 passed, ")
+    assert " deselected" in last
+
+
+def test_what_is_about_the_stand_in_is_skipped_and_says_so():
+    job = launch_source(1, PYTEST, "tests/ranks/test_staging.py", "-k", "share_its_gpus_out or used_again")
+    assert job.returncode == 0, job.stdout
+    assert "about the stand-in for CuPy, or by its means" in job.stdout
+    assert job.stdout.splitlines()[-1].startswith("3 skipped")
+
+
+@pytest.mark.parametrize("name", ["tests/kernels -k anywhere", "tests/ranks/test_accuracy.py -k rounded_after"])
+def test_arrays_of_the_host_are_copied_to_the_gpu_and_what_kernels_wrote_is_brought_back(name):
+    job = launch_source(1, PYTEST, *name.split())
+    assert job.returncode == 0, job.stdout
+    assert " passed" in job.stdout
+    assert "skipped" not in job.stdout
+
+
+@pytest.mark.parametrize("command", [["-m", "pytest", "--gpu", "tests/gpu"], ["tests/run.py", "--gpu"]], ids=" ".join)
+def test_a_missing_gpu_is_an_error_and_no_reason_to_skip(command):
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=60)
+    assert done.returncode in (2, 4)
+    assert "--gpu: CuPy is " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_the_option_what_needs_a_gpu_is_skipped_and_says_so():
+    command = [sys.executable, "-m", "pytest", "--color=no", "-q", "-rs", "tests/gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "needs a GPU, and pytest --gpu" in done.stdout
+    assert " passed" not in done.stdout
