@@ -66,7 +66,8 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, but for those that only say that an option was not given."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
+        unset = action.default is None or action.default is False
+        return action.help if unset else super()._get_help_string(action)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,7 +18,7 @@ from pce_mpi.loss import (
     softmax_cross_entropy_value_and_grad,
 )
 from pce_mpi.placements import shard_range
-from pce_mpi.tables import table
+from pce_mpi.tables import Cell, table
 from pce_mpi.tracing import trace
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     """Print one line per case; status 1 if anything is off."""
-    rows: list[list[object]] = []
+    rows: list[list[Cell]] = []
     for case in _CASES:
         try:
             dtype = _dtype(case.dtype)

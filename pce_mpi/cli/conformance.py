@@ -41,6 +41,7 @@ _RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to run, on how many ranks, how strictly, and where the report goes."""
+    parser.epilog = "Exit status: 0 if nothing failed, 1 if something did, 2 if nothing could be run."
     parser.add_argument(
         "candidate",
         nargs="?",
@@ -48,7 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-n", type=_positive, default=4, metavar="N", help="how many ranks to start")
     parser.add_argument(
-        "--adapter", choices=FUNCTION_ADAPTERS, help="the candidate is a function that is called as this framework does"
+        "--adapter",
+        choices=FUNCTION_ADAPTERS,
+        help="the candidate is a function on shards of that framework: (logits, targets, group, **options) on torch's "
+        "tensors, or (logits, targets, axis_name=..., **options) under jax.shard_map",
     )
     parser.add_argument(
         "--case", action="append", metavar="PATTERN", help="only this case, family, or shell pattern; may be repeated"

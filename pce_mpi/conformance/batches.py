@@ -15,10 +15,11 @@ import time
 from typing import Any, Protocol
 
 from pce_mpi.conformance.cases import Case
-from pce_mpi.conformance.launcher import Job, LaunchError, innermost
+from pce_mpi.conformance.launcher import Job, innermost
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
+from pce_mpi.launching import LaunchError
 
 __all__ = ["DEFAULT_TIMEOUT", "Display", "asked_offer", "run_cases"]
 

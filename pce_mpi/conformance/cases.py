@@ -6,7 +6,7 @@ handed; `Problem.expected` is what `dense` makes of it in float64, of logits tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -245,6 +245,10 @@ class Case:
         """The part of the name that cases of one kind share."""
         return self.name.partition("/")[0]
 
+    def fits(self, pattern: str) -> bool:
+        """Whether `pattern` is the name or the family of this case, or a shell pattern of its name."""
+        return pattern in (self.name, self.family) or fnmatchcase(self.name, pattern)
+
     def setting(
         self, offer: Offer, ranks: int, *, seed: int = 0, rows: int | None = None, classes: int | None = None
     ) -> Setting:
@@ -300,14 +304,8 @@ def cases(
 
 
 def _matching(found: list[Case], patterns: list[str]) -> list[Case]:
-    def fits(case: Case, pattern: str) -> bool:
-        return pattern in (case.name, case.family) or fnmatchcase(case.name, pattern)
-
     for pattern in patterns:
-        if not any(fits(case, pattern) for case in found):
-            raise ValueError(f"no case is called {pattern!r}; families: {', '.join(_families(found))}")
-    return [case for case in found if any(fits(case, pattern) for pattern in patterns)]
-
-
-def _families(found: list[Case]) -> Iterator[str]:
-    yield from dict.fromkeys(case.family for case in found)
+        if not any(case.fits(pattern) for case in found):
+            families = ", ".join(dict.fromkeys(case.family for case in found))
+            raise ValueError(f"no case is called {pattern!r}; families: {families}")
+    return [case for case in found if any(map(case.fits, patterns))]

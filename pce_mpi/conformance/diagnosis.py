@@ -21,8 +21,8 @@ Array = np.ndarray[Any, Any]
 _CLOSER = 8.0
 # ... and so close, in epsilons of the dtype: fault and candidate may have rounded in another order.
 _CLOSE = {2: 4.0, 4: 64.0, 8: 4096.0}
-# Less than this many epsilons of the arithmetic, for a p of about 1, is no error: as in `judging`.
-_FLOOR = 16.0
+# Less than this many epsilons of the arithmetic, for a p of about 1, is no error, in logits of so many bytes.
+_FLOOR = {2: 2.0, 4: 16.0, 8: 16.0}
 # Faults are not looked for in more entries than these: a fault that needs so many is one of their number.
 _MANY = 2**18
 
@@ -65,7 +65,10 @@ def explain(
 
 @dataclass(frozen=True)
 class _Quantity:
-    """The loss, (ranks, numbers), or the gradient, (rows, classes)."""
+    """The loss, (ranks, numbers), or the gradient, (rows, classes).
+
+    `alone` are the numbers that are measured by their own size; others by the largest such number of their row.
+    """
 
     name: str
     got: Array
@@ -73,10 +76,16 @@ class _Quantity:
     wrong: Array
     close: float
     floor: Array | float  # an error that is none
+    alone: Array
 
     def distance(self, other: Array) -> float:
-        """The largest difference, relative to the number itself, or to the largest of its row in a gradient."""
-        return _distance(self.got, other, self.truth, self.floor, by_row=self.name == "gradient")
+        """The largest difference, relative to what the numbers are measured by."""
+        size = _sizes(np.maximum(np.abs(other), np.abs(self.truth)), self.alone)
+        same = (self.got == other) | (np.isnan(self.got) & np.isnan(other))
+        comparable = np.isfinite(self.got) & np.isfinite(other)
+        error = np.maximum(np.abs(self.got - other) - self.floor, 0.0)
+        relative = np.where(error == 0.0, 0.0, error / size)
+        return float(np.where(same, 0.0, np.where(comparable, relative, np.inf)).max(initial=0.0))
 
     def part(self, answer: Answer) -> Array:
         """What `answer` says of this quantity."""
@@ -95,16 +104,10 @@ class _Quantity:
         return not self.wrong.any() or distance * _CLOSER <= self.distance(self.truth)
 
 
-def _distance(got: Array, other: Array, truth: Array, floor: Array | float, by_row: bool) -> float:
-    size = np.maximum(np.abs(other), np.abs(truth))
-    size = np.where(np.isfinite(size), size, 0.0)
-    if by_row:
-        size = np.broadcast_to(size.max(axis=-1, keepdims=True, initial=0.0), got.shape)
-    same = (got == other) | (np.isnan(got) & np.isnan(other))
-    comparable = np.isfinite(got) & np.isfinite(other)
-    error = np.maximum(np.abs(got - other) - floor, 0.0)
-    relative = np.where(error == 0.0, 0.0, error / size)
-    return float(np.where(same, 0.0, np.where(comparable, relative, np.inf)).max(initial=0.0))
+def _sizes(values: Array, alone: Array) -> Array:
+    """What each number is measured by."""
+    values = np.where(np.isfinite(values), values, 0.0)
+    return np.where(alone, values, np.where(alone, 0.0, values).max(axis=-1, keepdims=True, initial=0.0))
 
 
 def _of_losses(book: Textbook, losses: Sequence[Any], wrong: Any) -> _Quantity:
@@ -112,11 +115,11 @@ def _of_losses(book: Textbook, losses: Sequence[Any], wrong: Any) -> _Quantity:
     dtype = np.result_type(*(np.asarray(loss) for loss in losses)) if losses else problem.dtype
     got = np.stack([np.asarray(loss).astype(np.float64).reshape(-1) for loss in losses])
     truth = np.broadcast_to(problem.expected[0].reshape(-1), got.shape)
-    floor = _FLOOR * _epsilon(_arithmetic(problem.dtype)) * np.abs(book.total).max(initial=1.0)
+    floor = _FLOOR[4] * _epsilon(_arithmetic(problem.dtype)) * np.abs(book.total).max(initial=1.0)
     if problem.reduction == "sum":
         floor *= max(problem.rows, 1)
     mask = None if wrong is None else np.asarray(wrong).reshape(got.shape)
-    return _quantity("loss", got, truth, mask, dtype, floor)
+    return _quantity("loss", got, truth, mask, dtype, floor, np.ones(got.shape, np.bool_))
 
 
 def _of_gradient(book: Textbook, dlogits: Any, wrong: Any) -> _Quantity:
@@ -124,22 +127,23 @@ def _of_gradient(book: Textbook, dlogits: Any, wrong: Any) -> _Quantity:
     got = problem.row_major(np.asarray(dlogits)).astype(np.float64)
     truth = problem.row_major(problem.expected[1])
     factor = np.abs(book.g / book.divisor) * np.abs(book.total) * np.abs(book.slope).max(axis=-1, initial=0.0)
-    floor = np.where(np.isfinite(factor), factor, 0.0)[:, None] * _FLOOR * _epsilon(_arithmetic(problem.dtype))
-    floor = floor + (
-        2.0**-24 if problem.dtype == np.float16 else 0.0
-    )  # the other dtypes' subnormal numbers are no matter
+    epsilons = _FLOOR[problem.dtype.itemsize] * _epsilon(_arithmetic(problem.dtype))
+    floor = np.where(np.isfinite(factor), factor, 0.0)[:, None] * epsilons
+    if problem.dtype == np.float16:
+        floor = floor + 2.0**-24  # the other dtypes' subnormal numbers are no matter
     mask = None if wrong is None else problem.row_major(np.asarray(wrong))
-    return _quantity("gradient", got, truth, mask, problem.dtype, floor)
+    alone = np.zeros(got.shape, np.bool_) if problem.with_probabilities else book.q != 0
+    return _quantity("gradient", got, truth, mask, problem.dtype, floor, alone)
 
 
-def _quantity(name: str, got: Array, truth: Array, wrong: Array | None, dtype: Any, floor: Any) -> _Quantity:
+def _quantity(
+    name: str, got: Array, truth: Array, wrong: Array | None, dtype: Any, floor: Any, alone: Array
+) -> _Quantity:
     close = _CLOSE[np.dtype(dtype).itemsize] * _epsilon(dtype)
     if wrong is None:
-        size = np.abs(truth)
-        size = size.max(axis=-1, keepdims=True, initial=0.0) if name == "gradient" else size
-        far = ~(np.abs(got - truth) <= close * size + floor)
+        far = ~(np.abs(got - truth) <= close * _sizes(np.abs(truth), alone) + floor)
         wrong = far & (got != truth) & ~(np.isnan(got) & np.isnan(truth))
-    return _Quantity(name, got, truth, wrong, close, floor)
+    return _Quantity(name, got, truth, wrong, close, floor, alone)
 
 
 def _fault(quantity: _Quantity, known: list[tuple[str, Answer]]) -> str | None:

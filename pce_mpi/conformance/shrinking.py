@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 import time
 from typing import TYPE_CHECKING
 
@@ -20,9 +20,7 @@ _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 64, 256, 1024, 4096, 16384)
 
 
 def shapes(rows: int, classes: int, ranks: int) -> list[tuple[int, int]]:
-    """(rows, classes) smaller than the given ones, from few elements to many.
-
-    No rank is left without classes, as that is a fault of its own to many candidates.
+    """(rows, classes) smaller than the given ones, from few elements to many, with a class for each rank.
 
     >>> shapes(2, 5, 2)
     [(1, 2), (1, 3), (1, 4), (2, 2), (1, 5), (2, 3), (2, 4)]
@@ -40,14 +38,14 @@ def shapes(rows: int, classes: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def shrink(
-    run: Callable[[int, int], Outcome], kinds: Collection[str], rows: int, classes: int, comm: MPI.Intracomm
+    run: Callable[[int, int], Outcome], kinds: Collection[str], shapes: Iterable[tuple[int, int]], comm: MPI.Intracomm
 ) -> Outcome | None:
     """What `run` gives at the first of `shapes` that shows a finding of one of `kinds`; None if none does in time.
 
     Collective over `comm`: all ranks call it alike, and rank 0's clock counts.
     """
     start = None
-    for shape in shapes(rows, classes, comm.size):
+    for shape in shapes:
         if comm.bcast(start is not None and time.monotonic() - start > _SECONDS):
             break
         outcome = run(*shape)

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 import faulthandler
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 import os
 from pathlib import Path
 import platform
@@ -24,7 +25,7 @@ from pce_mpi.conformance.offers import load, offer_of
 from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.outcomes import Outcome
 from pce_mpi.conformance.running import run_case
-from pce_mpi.conformance.shrinking import shrink
+from pce_mpi.conformance.shrinking import shapes, shrink
 from pce_mpi.conformance.units import Tolerance
 
 if TYPE_CHECKING:
@@ -91,8 +92,20 @@ class Worker:
     def _outcome(self, case: Case, task: Task) -> Outcome | None:
         if not task.reproduce:
             return self._run(case, self._orders.rows, self._orders.classes)
-        rows, classes = self._orders.rows or case.rows, self._orders.classes or case.classes
-        return shrink(lambda *shape: self._run(case, *shape), task.reproduce, rows, classes, self._comm)
+        usable = self._smaller_shapes(case, self._orders.rows or case.rows, self._orders.classes or case.classes)
+        return shrink(lambda *shape: self._run(case, *shape), task.reproduce, usable, self._comm)
+
+    def _smaller_shapes(self, case: Case, rows: int, classes: int) -> Iterator[tuple[int, int]]:
+        """Those that leave no rank without classes, unless the case does: to many candidates that is another fault."""
+
+        def has_an_empty_shard(rows: int, classes: int) -> bool:
+            setting = case.setting(self._offer, self._comm.size, seed=self._orders.seed, rows=rows, classes=classes)
+            return any(start == stop for start, stop in pairwise(case.build(setting).splits))
+
+        may_be_empty = has_an_empty_shard(rows, classes)
+        return (
+            shape for shape in shapes(rows, classes, self._comm.size) if may_be_empty or not has_an_empty_shard(*shape)
+        )
 
     def _run(self, case: Case, rows: int | None, classes: int | None) -> Outcome:
         return run_case(

@@ -4,13 +4,14 @@ from collections.abc import Mapping
 import os
 from pathlib import Path
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
 from typing import NamedTuple
+
+from pce_mpi.launching import mpiexec, settings, stop
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,40 +65,10 @@ def launch_source(
 
 def job_command(n: int, *args: str) -> list[str]:
     """The command line of `python -m mpi4py ARGS` on `n` ranks."""
-    # Not resolved: in a virtual environment sys.executable is a link that leads out of it.
-    mpiexec = os.environ.get("MPIEXEC") or str(Path(sys.executable).parent / "mpiexec")
-    return [*shlex.split(mpiexec), "-n", str(n), sys.executable, "-m", "mpi4py", *args]
+    return [*mpiexec(), "-n", str(n), sys.executable, "-m", "mpi4py", *args]
 
 
 def job_environment(n: int) -> dict[str, str]:
     """The environment of a job of `n` ranks: BLAS threads times ranks do not exceed the cores."""
-    threads = str(max(1, number_of_cores() // n))
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "OMP_NUM_THREADS": threads,
-        "OPENBLAS_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        # Open MPI alone reads these: more ranks than cores (versions 5 and 4), and ranks that run as root.
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    }
-
-
-def number_of_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def stop(process: subprocess.Popen[str]) -> None:
-    """End a process that leads its own group, and what it has started; nothing, if it has ended."""
-    if process.poll() is None:
-        # mpiexec ends its ranks when it is asked to; killed, it may leave them behind.
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return os.environ | settings(n) | {"PYTHONPATH": path}

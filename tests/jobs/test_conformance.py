@@ -13,9 +13,10 @@ import pytest
 
 from jobs.launch import ROOT, launch
 from pce_mpi.conformance.journal import Follower, Journal
-from pce_mpi.conformance.launcher import LaunchError, innermost, mpiexec
+from pce_mpi.conformance.launcher import innermost
 from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.shrinking import shapes
+from pce_mpi.launching import LaunchError, mpiexec
 
 CONFORMANCE = [sys.executable, "-m", "pce_mpi", "conformance"]
 
@@ -179,25 +180,59 @@ def test_a_failure_is_shrunk_and_its_command_shows_the_same_again(troublesome):
     assert alone["findings"][0]["kind"] == outcome["findings"][0]["kind"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_an_interrupt_ends_everything(tmp_path, number):
-    (tmp_path / "sleeper.py").write_text("import time\ndef candidate(*arguments, comm, **o): time.sleep(60)\n")
+def test_no_shape_is_tried_that_leaves_a_rank_without_classes(tmp_path):
+    (tmp_path / "it.py").write_text(
+        "import pce_mpi as pce\n"
+        "def candidate(logits, targets, *, class_start, num_classes, comm):\n"
+        "    comm.Barrier() if logits.size else exit('no classes for me')\n"
+        "    loss, dlogits = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm)\n"
+        "    return loss, dlogits * (2 if num_classes > 4 else 1)\n"
+        "candidate.shards = 'chunks'\n"
+    )
+    options = ["--case", "reduction/mean", "--timeout", 2, "--json", "report"]
+    run = conformance("-n", 3, "it.py:candidate", *options, folder=tmp_path)
+    (outcome,) = json.loads((tmp_path / "report").read_text())["outcomes"]
+    assert (outcome["rows"], outcome["classes"]) == (1, 6), run.stdout  # of 4 and 5 classes, rank 2 has one or none
+
+
+def asleep(folder):
+    """The command, running a candidate that sleeps."""
+    (folder / "sleeper.py").write_text("import time\ndef candidate(*arguments, comm, **o): time.sleep(60)\n")
     run = subprocess.Popen(
         [*CONFORMANCE, "-n", "2", "sleeper.py:candidate", "--case", "random-logits", "--dtype", "float32"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
         stderr=subprocess.PIPE,
         text=True,
     )
+    wait_until(lambda: '"called"' in "".join(path.read_text() for path in folder.glob("*/rank-*.jsonl")))
+    return run
+
+
+def wait_until(condition):
     deadline = time.monotonic() + 30
-    while '"called"' not in "".join(path.read_text() for path in tmp_path.glob("*/rank-*.jsonl")):
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupt_ends_everything(tmp_path, number):
+    run = asleep(tmp_path)
     run.send_signal(number)
     _, stderr = run.communicate(timeout=20)
     assert run.returncode == 130
     assert "interrupted; conformance: 0 of 1" in stderr
     assert processes_of(tmp_path) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
+def test_the_ranks_end_also_where_the_command_is_killed(tmp_path):
+    run = asleep(tmp_path)
+    assert processes_of(tmp_path)
+    run.kill()
+    run.communicate(timeout=20)
+    wait_until(lambda: not processes_of(tmp_path))
 
 
 def test_the_process_that_is_started_never_touches_mpi_and_death_after_the_last_case_is_a_warning(tmp_path):
@@ -272,7 +307,7 @@ def test_where_the_candidate_does_not_start_again_the_other_cases_are_reported_a
         (["pce", "--json", "no/such/folder/x"], "expected a file in a folder that is there"),
         (["--vectors", "nowhere", "--results", "x"], "No such file"),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_wrong_command_line_is_explained_with_status_2(arguments, said, monkeypatch, capsys):
     from pce_mpi.cli import main

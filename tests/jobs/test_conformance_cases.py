@@ -235,6 +235,19 @@ def test_another_seed_makes_other_logits():
 
 
 @pytest.mark.parametrize("shards", ["equal", "chunks", "any"])
+def test_the_shape_that_a_case_came_to_builds_the_same_problem_again(shards):
+    """A command that reruns a failure has the rows and classes that were reported, not those that were wished for."""
+    offer = replace(EVERYTHING, shards=shards)
+    for case in cases(offer):
+        if case.rows * case.classes < 1000:
+            first = build(case, 3, offer, rows=7, classes=10)
+            again = build(case, 3, offer, rows=first.rows, classes=first.classes)
+            assert first.splits == again.splits, case.name
+            assert np.array_equal(first.logits, again.logits, equal_nan=True), case.name
+            assert np.array_equal(first.targets, again.targets), case.name
+
+
+@pytest.mark.parametrize("shards", ["equal", "chunks", "any"])
 def test_shards_are_as_uneven_as_the_candidate_takes_them_at_any_size(shards):
     offer = replace(EVERYTHING, shards=shards)
     for case in cases(offer):

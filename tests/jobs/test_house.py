@@ -32,6 +32,8 @@ def room(name: str, *never: str, standard_library_only: bool = False) -> Room:
 HOUSE = [
     room("placements", standard_library_only=True),
     room("tracing", standard_library_only=True),
+    room("launching", standard_library_only=True),
+    room("tables", standard_library_only=True),
     room("sharding", "numpy", "mpi4py", "tracing"),
     room("transitions", "numpy", "mpi4py", "tracing"),
     room("arrays", "mpi4py"),

@@ -17,6 +17,7 @@ from pce_mpi.conformance.running import run_case
 WRONG = Path(__file__).parents[1] / "candidates" / "wrong"
 
 CORRECT = [
+    "candidates.by_hand:candidate",
     "candidates.correct.gathered:candidate",
     "candidates.correct.three_all_reduces:candidate",
     "candidates.correct.online_maximum:candidate",
@@ -34,7 +35,7 @@ class Planted(NamedTuple):
     passes_random_logits: bool = True
 
     def __str__(self) -> str:
-        return self.fault
+        return f"{self.fault}-{self.case}"
 
 
 PLANTED = [
@@ -45,6 +46,7 @@ PLANTED = [
     Planted("clipped_at_64", "logits-of-1000/float32", "clipped at -64"),
     Planted("logarithm_of_exponential", "logits-of-1000-smoothed/float32", "logarithm of an exponential"),
     Planted("small_gradients_filtered", "many-classes/float32", "0 where numbers up to", passes_random_logits=False),
+    Planted("small_gradients_filtered", "many-classes/bfloat16", "0 where numbers up to", dtype="bfloat16"),
     Planted("sums_in_half", "many-classes/bfloat16", "kept in bfloat16", dtype="float32"),
     Planted("log_probabilities_in_half", "p-near-1/bfloat16", "log-probabilities are kept in bfloat16"),
     Planted("first_65535_rows", "many-rows/float32", "from row 65535 on"),
@@ -146,7 +148,8 @@ PLANTED = [
     Planted(
         "second_backward_scales_again", "backward-twice", "second backward pass: the upstream gradient is applied twice"
     ),
-    Planted("one_buffer_for_all_calls", "two-losses-alive", "first of two losses"),
+    Planted("one_buffer_for_all_calls", "two-losses-alive/plain", "first of two losses"),
+    Planted("weights_of_the_first_call", "two-losses-alive/other-weights", "second of two losses"),
     Planted("overwrites_logits", "inputs-unmodified", "logits were modified", passes_random_logits=False),
     Planted(
         "gradient_in_the_logits",
@@ -192,6 +195,8 @@ def test_a_subtle_fault_passes_the_test_that_everybody_has(comm, planted):
 
 @pytest.mark.parametrize("name", CORRECT)
 def test_a_correct_candidate_passes_all_that_it_offers(comm, name):
+    if comm.size in (2, 4):
+        pytest.skip("one rank and an odd number of them show it")
     candidate = load(name)
     outcomes = [run_case(candidate, case, comm) for case in cases(offer_of(candidate))]
     failed = [(outcome.case, outcome.findings, outcome.accuracies) for outcome in outcomes if outcome.failed]

@@ -261,7 +261,7 @@ def test_a_buffer_that_two_calls_share_is_found(comm):
         gradient = buffer.setdefault(logits.shape, np.empty_like(logits))
         return pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, out=gradient, **options)
 
-    outcome = run(candidate, "two-losses-alive", comm)
+    outcome = run(candidate, "two-losses-alive/plain", comm)
     assert set(kinds(outcome)) == {"overwritten", "gradient"}
     assert run(candidate, "random-logits/float32", comm).verdict == Verdict.PASS
 

@@ -43,10 +43,18 @@ def families(main: str) -> Iterator[Case]:
         procedure="backward-twice",
     )
     yield Case(
-        "two-losses-alive",
+        "two-losses-alive/plain",
         "A second loss that overwrites what the first one keeps: buffers that belong to the function, not to the call.",
         main,
         random_problem,
+        procedure="two-at-once",
+    )
+    yield Case(
+        "two-losses-alive/other-weights",
+        "Two losses with class weights of their own: weights, or what was made of them, kept from the first call.",
+        main,
+        partial(random_problem, options=("weight",)),
+        Needs(options=("weight",)),
         procedure="two-at-once",
     )
     yield Case(

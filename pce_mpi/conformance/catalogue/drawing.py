@@ -30,9 +30,9 @@ Array = np.ndarray[Any, Any]
 Splits = tuple[int, ...]
 
 
-def generator(setting: Setting) -> np.random.Generator:
-    """Random numbers for this setting."""
-    return np.random.default_rng([setting.seed, setting.rows, setting.classes])
+def generator(setting: Setting, shape: Sequence[int]) -> np.random.Generator:
+    """Random numbers for logits of this shape; the same ones, whichever shape a setting has wished for."""
+    return np.random.default_rng([setting.seed, *shape])
 
 
 def rounded(setting: Setting, values: Any) -> Array:
@@ -83,7 +83,7 @@ def rows_shape(setting: Setting, axes: int) -> tuple[int, ...]:
 
 def normal_logits(setting: Setting, shape: Sequence[int], scale: float = 3.0) -> Array:
     """Normally distributed, float64, not yet rounded."""
-    return scale * generator(setting).standard_normal(shape)
+    return scale * generator(setting, shape).standard_normal(shape)
 
 
 def random_targets(setting: Setting, shape: Sequence[int], classes: int) -> Array:

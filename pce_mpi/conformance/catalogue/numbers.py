@@ -108,7 +108,8 @@ def _p_near_1(setting: Setting) -> Problem:
     """The target is 3 to 16 above all others, another distance in each row; targets go round the shards."""
     splits = uneven(setting)
     classes = splits[-1]
-    logits = generator(setting).uniform(-1.0, 1.0, (setting.rows, classes))
+    shape = (setting.rows, classes)
+    logits = generator(setting, shape).uniform(-1.0, 1.0, shape)
     targets = (np.arange(setting.rows) * max(1, classes // setting.ranks) + setting.seed) % classes
     logits[np.arange(setting.rows), targets] = 1.0 + np.linspace(16.0, 3.0, setting.rows)
     return Problem(rounded(setting, logits), targets, splits, reduction=setting.reduction)
@@ -135,7 +136,7 @@ def _offset(setting: Setting, offset: float) -> Problem:
 def _logits_of_1000(setting: Setting, **options: Any) -> Problem:
     splits = even(setting)
     shape = (setting.rows, splits[-1])
-    logits = rounded(setting, generator(setting).uniform(-1e3, 1e3, shape))
+    logits = rounded(setting, generator(setting, shape).uniform(-1e3, 1e3, shape))
     targets = random_targets(setting, shape[:1], shape[1])
     return Problem(logits, targets, splits, options, reduction=setting.reduction)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from pce_mpi.conformance.cases import Case, Expects, Needs, Problem, Setting
 from pce_mpi.conformance.catalogue.drawing import even, option_values, random_problem, rounded, uneven
-from pce_mpi.conformance.offers import REDUCTIONS
+from pce_mpi.conformance.offers import OPTIONS, REDUCTIONS
 
 __all__ = ["families"]
 
@@ -151,11 +151,13 @@ def _probabilities(main: str) -> Iterator[Case]:
         partial(_soft, total=0.0),
         needs,
     )
-    for option in ("weight", "label_smoothing", "z_loss"):
+    for option in OPTIONS:
+        if option == "ignore_index":
+            continue  # no probabilities are a row to ignore
         yield Case(
             f"probabilities/{option}",
-            f"Probabilities with {option}: the mean divides by the number of rows, also with weights, and smoothing "
-            "mixes with 1 / C of all classes.",
+            f"Probabilities with {option}: the mean divides by the number of rows, also with weights; smoothing mixes "
+            "with 1 / C of all classes; other options are as with class numbers.",
             main,
             partial(_soft, total=None, options=(option,)),
             Needs(options=(option,), probabilities=True),

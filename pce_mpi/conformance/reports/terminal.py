@@ -16,7 +16,7 @@ from pce_mpi.conformance.reports.summary import (
     shape,
     verdict_rows,
 )
-from pce_mpi.conformance.reports.tables import aligned
+from pce_mpi.tables import table
 
 __all__ = ["render"]
 
@@ -34,15 +34,15 @@ def _parts(report: Report) -> Iterator[str]:
     given = facts(report)
     width = max(map(len, given))
     yield "\n".join(_wrapped(f"{name:{width}}  ", value) for name, value in given.items())
-    yield aligned(verdict_rows(report))
+    yield table(verdict_rows(report))
     for outcome in report.failed:
         yield "\n".join(_failure(outcome))
     if rows := extreme_rows(report):
         yield "Errors in ulps; help(pce_mpi.conformance.judging) says of what"
-        yield aligned(rows)
+        yield table(rows)
     if rows := cost_rows(report):
         yield "What a call takes"
-        yield aligned(rows)
+        yield table(rows)
     yield headline(report)
 
 

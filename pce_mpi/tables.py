@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Cell", "aligned", "numeric", "piped", "text"]
+__all__ = ["Cell", "numeric", "piped", "table", "text"]
 
 Cell = str | int | float | None
 
 
-def aligned(rows: Sequence[Sequence[Cell]]) -> str:
-    """In columns as wide as what they hold."""
+def table(rows: Sequence[Sequence[Cell]]) -> str:
+    """In columns as wide as what they hold.
+
+    >>> print(table([("work", "ms"), ("forward", 1234.5), ("backward", 0.25)]))
+    work         ms
+    --------  -----
+    forward   1,234
+    backward   0.25
+    """
     cells = [[text(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     right = numeric(rows)
@@ -32,13 +39,11 @@ def piped(rows: Sequence[Sequence[Cell]]) -> str:
 
 def numeric(rows: Sequence[Sequence[Cell]]) -> list[bool]:
     """Of each column, whether it has a number below its head."""
-    return [any(isinstance(value, int | float) for value in column) for column in zip(*rows[1:], strict=True)]
+    return [any(isinstance(row[column], int | float) for row in rows[1:]) for column in range(len(rows[0]))]
 
 
 def text(value: Cell) -> str:
     """What a cell shows: all of a whole number, three digits of any other, nothing for None."""
     if isinstance(value, float):
         return f"{value:.3g}" if not 1000 <= abs(value) < 1e7 else f"{value:,.0f}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return value or ""
+    return "" if value is None else str(value)
