@@ -14,6 +14,7 @@ import numpy as np
 from pce_mpi.arrays import (
     array_namespace,
     as_array,
+    check_on_current_gpu,
     check_one_library,
     compute_dtype_of,
     is_floating,
@@ -170,7 +171,9 @@ def check(call: Call) -> Problem:
     given_targets = None if call.targets is None else as_array(call.targets, "targets")
     given_weight = None if call.weight is None else as_array(call.weight, "weight")
     given_out = None if call.out is None else as_array(call.out, "out")
-    check_one_library({"logits": logits, "targets": given_targets, "weight": given_weight, "out": given_out})
+    arrays = {"logits": logits, "targets": given_targets, "weight": given_weight, "out": given_out}
+    check_one_library(arrays)
+    check_on_current_gpu(arrays)
     targets, probabilities = _check_targets(call, given_targets, logits, axis, ignore_index)
     label_smoothing = _number(call.label_smoothing, "label_smoothing")
     if not 0.0 <= label_smoothing <= 1.0:
@@ -262,6 +265,7 @@ def check_out(out: Any, inputs: Sequence[Array]) -> Array:
     if isinstance(array, np.ndarray) and not _lends_memory(out):
         raise TypeError(f"out must be an array to write to, got {type(out).__name__}")
     check_one_library({"logits": logits, "out": array})
+    check_on_current_gpu({"out": array})
     if not is_floating(array.dtype):
         raise TypeError(f"out must be float16, bfloat16, float32 or float64, got {array.dtype}")
     if array.shape != logits.shape:

@@ -24,6 +24,7 @@ __all__ = [
     "add_rows",
     "array_namespace",
     "as_array",
+    "check_on_current_gpu",
     "check_one_library",
     "compute_dtype_of",
     "cuda_versions",
@@ -121,6 +122,20 @@ def check_one_library(operands: Mapping[str, Any]) -> None:
     if len(places) > 1:
         where = "; ".join(f"{', '.join(names)} ({place})" for place, names in places.items())
         raise TypeError(f"arrays of two libraries do not mix: {where}")
+
+
+def check_on_current_gpu(operands: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for an array among `operands`, by their names, that is on another GPU than the current one.
+
+    A kernel that was handed its address would bring down all of the process's work on GPUs.
+    """
+    for name, value in operands.items():
+        cupy = _cupy_of(value)
+        if cupy is not None and value.device.id != (current := cupy.cuda.Device().id):
+            raise ValueError(
+                f"{name} must be on the current GPU, {current}, got an array on GPU {value.device.id}: "
+                f"choose it by cupy.cuda.Device({value.device.id})"
+            )
 
 
 def _bfloat16() -> np.dtype[Any] | None:

@@ -36,7 +36,14 @@ import numpy as np
 
 from pce_mpi.agreement import prepare
 from pce_mpi.arguments import Call, check_out, rows_and_classes
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, same_memory, shares_memory
+from pce_mpi.arrays import (
+    array_namespace,
+    as_array,
+    check_on_current_gpu,
+    check_one_library,
+    same_memory,
+    shares_memory,
+)
 from pce_mpi.passes import Residuals, evaluate, evaluate_and_write, row_softmax, write_gradient_rows
 from pce_mpi.records import Layout
 
@@ -172,6 +179,7 @@ def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = 
     logits = problem.logits
     xp = array_namespace(logits)
     check_one_library({"logits": logits, "dloss": dloss if isinstance(dloss, np.generic | float | int) else upstream})
+    check_on_current_gpu({"logits": logits, "dloss": upstream})
     if out is None:
         array = xp.empty_like(logits)
     else:

@@ -63,18 +63,18 @@ def evaluate(call: Call, problem: Problem, exponentials: Array | None = None) ->
 def evaluate_and_write(call: Call, problem: Problem, rows: Array) -> Array | None:
     """The loss, with the gradient written to `rows`, on a GPU, by a kernel that reads each logit once.
 
-    None if there is none: there is for class numbers, rows that fit on the chip, and no other rank to hear from before
-    the gradient is known.
+    None if there is none, and nothing is written: there is one for class numbers, rows that fit on the chip, and no
+    other rank to hear from before the gradient is known.
     """
     alone = call.comm is None or call.comm.size == 1
     divided = problem.reduction is Reduction.MEAN
     if not alone or (divided and call.batch_comm is not None) or problem.targets is None:
         return None
-    if problem.label_smoothing or problem.transform.softcap is not None:
+    if problem.label_smoothing:
         return None
     xp, kernels = array_namespace(rows), kernels_of(rows)
     logits = rows_and_classes(problem.logits, problem.axis)
-    if not kernels.fused_fits(logits, problem.compute_dtype):
+    if not kernels.fused_fits(logits, problem.compute_dtype, problem.transform):
         return None
     columns = problem.target_column
     assert columns is not None  # as there are class numbers
@@ -97,6 +97,8 @@ def evaluate_and_write(call: Call, problem: Problem, rows: Array) -> Array | Non
         valid=xp.asarray(problem.valid),
         z_loss=problem.z_loss,
     )
+    if records is None:
+        return None
     return _loss_and_residuals(call, problem, _merged(call, records, _layout_of(problem)))[0]
 
 

@@ -29,6 +29,7 @@ class ndarray:
 
     def __init__(self, array):
         self._array = array
+        self.device = SimpleNamespace(id=Device.current)
 
     def __array__(self, *_, **__):
         raise TypeError("implicit conversion to a NumPy array is not allowed; use asnumpy")

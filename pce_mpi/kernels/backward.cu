@@ -17,9 +17,9 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
   T* to = out + place.row * out_pitch + place.first;
   const Stretch<T> stretch(row, place.count);
   RowGradient<ShortExponential<T>, float> gradient(max[place.row], scale);
-  gradient.factor = static_cast<float>(gradient.relative(factor[place.row], max[place.row], scale));
+  gradient.factor = nearest_float(gradient.relative(factor[place.row], max[place.row], scale));
   const int held = place.relative(held_column[place.row]);
-  const float at_held = static_cast<float>(held_gradient[place.row]);
+  const float at_held = nearest_float(held_gradient[place.row]);
   const bool counts = valid[place.row];
 
   for (int start = place.lane; start < stretch.body; start += LOADS * lanes) {

@@ -17,11 +17,13 @@ from functools import cache
 import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
+import warnings
 
 import cupy
 import numpy as np
 
-from pce_mpi.kernels.grids import CLUSTERS, VECTOR, Grid, blocks_of_cluster, threads_of_block
+from pce_mpi.kernels.grids import CLUSTERS, Grid, blocks_of_cluster, threads_of_block
+from pce_mpi.kernels.rows import Rows, Target, rows_of
 from pce_mpi.kernels.terms import ClassWeights, RowGradient, Transform
 from pce_mpi.records import Layout
 
@@ -91,68 +93,13 @@ def source_of(file: str) -> str:
 
 
 @cache
-def _module(kernel: Kernel, device: int) -> Any:
-    return cupy.RawModule(code=source_of(kernel.file), options=OPTIONS, name_expressions=[kernel.name])
+def _function(kernel: Kernel, device: int) -> Any:
+    module = cupy.RawModule(code=source_of(kernel.file), options=OPTIONS, name_expressions=[kernel.name])
+    return module.get_function(kernel.name)
 
 
 def _launch(kernel: Kernel, blocks: tuple[int, int], threads: int, *arguments: Any) -> None:
-    function = _module(kernel, cupy.cuda.Device().id).get_function(kernel.name)
-    function((*blocks, 1), (threads, 1, 1), arguments)
-
-
-class _Rows(NamedTuple):
-    """An array of logits, or one shaped like them, as rows of consecutive classes that lie `pitch` elements apart."""
-
-    array: Array
-    pitch: int
-
-
-def _rows_of(array: Array) -> _Rows | None:
-    """The array as it lies, if it has such rows."""
-    (outer, classes, inner), (far, step, near), size = array.shape, array.strides, array.dtype.itemsize
-    if classes > 1 and step != size:
-        return None
-    if outer > 1 and inner > 1 and far != inner * near:
-        return None
-    pitch = near if inner > 1 else far
-    return _Rows(array, pitch // size) if pitch % size == 0 else None
-
-
-def _bits(array: Array) -> Array:
-    """The array as unsigned integers: copies are of bits, whatever CuPy knows of the dtype."""
-    return array.view(f"u{array.dtype.itemsize}")
-
-
-def _copied(array: Array) -> _Rows:
-    return _Rows(cupy.ascontiguousarray(_bits(array).transpose(0, 2, 1)), array.shape[1])
-
-
-class _Target(NamedTuple):
-    """What a kernel writes gradients to; `scratch` is None if that is `out` itself."""
-
-    out: Array
-    scratch: Array | None
-    rows: _Rows
-
-    @classmethod
-    def of(cls, out: Array) -> _Target:
-        rows = _rows_of(out)
-        if rows is not None:
-            return cls(out, None, rows)
-        outer, classes, inner = out.shape
-        scratch = cupy.empty((outer, inner, classes), out.dtype)
-        return cls(out, scratch, _Rows(scratch, classes))
-
-    def lies_as(self, source: _Rows, dtype: np.dtype[Any]) -> bool:
-        """Whether vectors of logits of this dtype and of gradients begin at the same classes, in every row."""
-        apart = int(self.rows.array.data.ptr) - int(source.array.data.ptr)
-        pitches = (self.rows.pitch - source.pitch) * dtype.itemsize
-        return bool(self.out.dtype == dtype) and apart % VECTOR == 0 and pitches % VECTOR == 0
-
-    def finish(self) -> None:
-        """Bring the gradient to where it is wanted."""
-        if self.scratch is not None:
-            _bits(self.out).transpose(0, 2, 1)[...] = _bits(self.scratch)
+    _function(kernel, cupy.cuda.Device().id)((*blocks, 1), (threads, 1, 1), arguments)
 
 
 def _arithmetic(compute_dtype: np.dtype[Any], transform: Transform) -> str:
@@ -181,7 +128,7 @@ def _options_of(weights: ClassWeights, transform: Transform) -> tuple[list[Array
     weight = _NULL if weights.weight is None else cupy.asarray(weights.weight, dtype=np.float64)
     probabilities, kind, pitch = _NULL, np.int32(0), 0
     if weights.probabilities is not None:
-        rows = _rows_of(weights.probabilities) or _copied(weights.probabilities)
+        rows = rows_of(weights.probabilities)
         probabilities, kind, pitch = rows.array, _KINDS[weights.probabilities.dtype.name], rows.pitch
     softcap = transform.softcap or 0.0
     return [weight], [
@@ -216,7 +163,7 @@ def fill_records(
     scale = transform.of_differences
     if rows == 0 or classes == 0:
         return _identity(layout, rows, scale), None
-    source = _rows_of(logits) or _copied(logits)
+    source = rows_of(logits)
     grid = Grid.reading(rows, classes, logits.dtype.itemsize)
     fields, columns = _fields_of(layout), len(layout.names)
     parts = cupy.empty((rows, grid.parts, columns), np.float64)
@@ -273,14 +220,14 @@ def write_gradient(
     rows = outer * inner
     if rows == 0 or classes == 0:
         return
-    target = _Target.of(out)
-    _write(target, _rows_of(logits) or _copied(logits), logits.dtype, gradient, weights, transform, compute_dtype)
+    target = Target.of(out)
+    _write(target, rows_of(logits), logits.dtype, gradient, weights, transform, compute_dtype)
     target.finish()
 
 
 def _write(
-    target: _Target,
-    source: _Rows,
+    target: Target,
+    source: Rows,
     dtype: np.dtype[Any],
     gradient: RowGradient,
     weights: ClassWeights,
@@ -321,19 +268,24 @@ def _float64(array: Array) -> Array:
     return cupy.ascontiguousarray(array, dtype=np.float64)
 
 
-def fused_fits(logits: Array, compute_dtype: np.dtype[Any]) -> bool:
+_AS_IT_IS = Transform()
+# The GPUs, by their numbers, on which a cluster could not be launched.
+_without_clusters: set[int] = set()
+
+
+def fused_fits(logits: Array, compute_dtype: np.dtype[Any], transform: Transform = _AS_IT_IS) -> bool:
     """Whether there is a kernel that keeps rows like these, (outer, classes, inner), on the chip.
 
     There is one for float32 arithmetic, and rows that fit in the registers of a block, or on GPUs of compute
     capability 9.0 and up in those of a cluster of 8 blocks: 131,072 classes of 16 bits, or 98,304 of float32.
     """
     outer, classes, inner = logits.shape
-    size = logits.dtype.itemsize
-    if compute_dtype != np.float32 or not outer * classes * inner:
+    if _arithmetic(compute_dtype, transform) == "double" or not outer * classes * inner:
         return False
-    blocks = blocks_of_cluster(classes, size)
-    capable = blocks == 1 or int(cupy.cuda.Device().compute_capability) >= _HAS_CLUSTERS
-    return blocks <= CLUSTERS[-1] and capable and outer * inner * blocks <= _MOST_BLOCKS
+    blocks, device = blocks_of_cluster(classes, logits.dtype.itemsize), cupy.cuda.Device()
+    if blocks > 1 and (int(device.compute_capability) < _HAS_CLUSTERS or device.id in _without_clusters):
+        return False
+    return blocks <= CLUSTERS[-1] and outer * inner * blocks <= _MOST_BLOCKS
 
 
 def fill_records_and_write_gradient(
@@ -349,28 +301,26 @@ def fill_records_and_write_gradient(
     held: Array,
     valid: Array,
     z_loss: float,
-) -> Array:
+) -> Array | None:
     """The records of rows that are whole, and their gradient into `out`, each logit read once; where `fused_fits`.
 
     For class numbers, without smoothing or softcap. With p the softmax, the gradient is that of `slope` times
     (`held` (-log p_target) + `z_loss` logsumexp**2), in logits times the scale; 0 in rows that are not `valid`, whose
     `target_column` is -1. These are (rows,) float64, the last bool. Returns records as `fill_records` does;
-    `held_weight`, where there is one, is `held`.
+    `held_weight`, where there is one, is `held`. None, with nothing written, where a cluster cannot be launched;
+    nothing `fused_fits` one on this GPU from then on.
     """
     outer, classes, inner = logits.shape
     rows, dtype = outer * inner, logits.dtype
-    source = _rows_of(logits) or _copied(logits)
-    target = _Target.of(out)
+    source = rows_of(logits)
+    target = Target.of(out)
     blocks = blocks_of_cluster(classes, dtype.itemsize)
     records = cupy.empty((rows, len(layout.names)), np.float64)
     column = _columns_of(target_column)
     # Where vectors of logits are no vectors of gradients, another kernel writes those.
     writes = target.lies_as(source, dtype)
     factor, held_gradient = (_NULL, _NULL) if writes else (cupy.empty(rows, np.float64) for _ in range(2))
-    _launch(
-        _fused(_STORAGE[dtype.name], blocks),
-        (rows * blocks, 1),
-        threads_of_block(classes, dtype.itemsize, blocks),
+    arguments = [
         source.array,
         np.int64(source.pitch),
         np.int32(classes),
@@ -386,7 +336,16 @@ def fill_records_and_write_gradient(
         records,
         factor,
         held_gradient,
-    )
+    ]
+    kernel, threads = _fused(_STORAGE[dtype.name], blocks), threads_of_block(classes, dtype.itemsize, blocks)
+    try:
+        _launch(kernel, (rows * blocks, 1), threads, *arguments)
+    except RuntimeError as error:  # from the driver
+        if blocks == 1:
+            raise
+        warnings.warn(f"clusters of blocks cannot be launched, logits are read twice: {error}", stacklevel=2)
+        _without_clusters.add(cupy.cuda.Device().id)
+        return None
     if not writes:
         gradient = RowGradient(records[:, 1], factor, None, column, held_gradient, valid)
         _write(target, source, dtype, gradient, ClassWeights(), transform, compute_dtype)

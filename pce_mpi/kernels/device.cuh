@@ -85,6 +85,20 @@ __device__ __forceinline__ float approximate_exp2(float x) {
   return power;
 }
 
+// CuPy compiles with -ftz=true, which makes 0 of float32 below 2**-126. Entries of a gradient may be as small: these two
+// keep them.
+__device__ __forceinline__ float product(float a, float b) {
+  float c;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
+
+__device__ __forceinline__ float nearest_float(double x) {
+  float y;
+  asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x));
+  return y;
+}
+
 // One T for each block.
 template <typename T>
 __device__ __forceinline__ T& shared_memory() {

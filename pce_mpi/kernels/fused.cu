@@ -110,8 +110,8 @@ __global__ void BLOCKS_IN_CLUSTER(BLOCKS) __launch_bounds__(THREADS, 1024 / THRE
   __syncthreads();
 
   RowGradient<ShortExponential<T>, float> gradient(told.row_max, scale);
-  gradient.factor = static_cast<float>(told.factor);
-  const float at_held = static_cast<float>(told.at_held);
+  gradient.factor = nearest_float(told.factor);
+  const float at_held = nearest_float(told.at_held);
   const bool counts = valid[r];
   T* to = out + r * out_pitch;
 #pragma unroll

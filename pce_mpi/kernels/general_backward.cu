@@ -18,8 +18,8 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
   const T* row = logits + place.row * pitch + place.first;
   const int64 to = place.row * out_pitch + place.first;
   const Stretch<T> stretch(row, place.count);
-  RowGradient<Exponential<float, A>, A> gradient(max[place.row], scale);
-  gradient.factor = static_cast<A>(gradient.relative(factor[place.row], max[place.row], scale));
+  const RowGradient<Exponential<float, A>, A> gradient(max[place.row], scale);
+  const double by = gradient.relative(factor[place.row], max[place.row], scale);
   const int held = place.relative(held_column[place.row]);
   const bool counts = valid[place.row];
   const ClassWeights weights{weight == nullptr ? nullptr : weight + place.first, probabilities, kind,
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
       const A x = static_cast<A>(number(next<T>(v)));
       // The slope first: with it, and nothing else of the cap, in registers, all fits.
       const double by_cap = softcap == 0.0 ? 1.0 : cap_slope(x, slope);
-      double dz = gradient(capped(x, softcap, slope));
+      double dz = by * static_cast<double>(gradient.exponential(capped(x, softcap, slope)));
       if (weight_factor != nullptr) dz -= weight_factor[place.row] * weights[at];
       if (at == held) dz = held_gradient[place.row];
       set_element(out, out_kind, to + at, counts ? dz * by_cap : 0.0);

@@ -6,7 +6,7 @@
 template <typename E, typename A>
 struct RowGradient {
   E exponential;
-  A factor = A(0);
+  float factor = 0.0f;
 
   __device__ __forceinline__ RowGradient(double max, double scale) : exponential(scale) {
     const A top = static_cast<A>(max);
@@ -18,7 +18,7 @@ struct RowGradient {
     return is_finite(static_cast<A>(max)) ? factor * exp(exponential.over(max, scale)) : factor;
   }
 
-  __device__ __forceinline__ A operator()(A x) const { return exponential(x) * factor; }
+  __device__ __forceinline__ float operator()(float x) const { return product(exponential(x), factor); }
 };
 
 // That of a vector of logits, with `at_held` at one place, if that is one of them.

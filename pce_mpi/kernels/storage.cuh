@@ -173,9 +173,8 @@ __device__ __forceinline__ double element(const void* array, int kind, int64 ind
   return static_cast<const double*>(array)[index];
 }
 
-template <typename A>
-__device__ __forceinline__ void set_element(void* array, int kind, int64 index, A value) {
-  const float narrow = static_cast<float>(value);
+__device__ __forceinline__ void set_element(void* array, int kind, int64 index, double value) {
+  const float narrow = nearest_float(value);
   if (kind == FLOAT16)
     static_cast<float16*>(array)[index].bits = static_cast<unsigned short>(halves_of_floats(narrow, 0.0f));
   else if (kind == BFLOAT16)
@@ -183,7 +182,7 @@ __device__ __forceinline__ void set_element(void* array, int kind, int64 index, 
   else if (kind == FLOAT32)
     static_cast<float*>(array)[index] = narrow;
   else
-    static_cast<double*>(array)[index] = static_cast<double>(value);
+    static_cast<double*>(array)[index] = value;
 }
 
 // Consecutive classes of one row: single ones up to the first address that 16 divides, whole vectors from there, and

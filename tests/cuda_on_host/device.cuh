@@ -3,16 +3,14 @@
 // A fiber runs until it has to wait for others: at a barrier of its block or cluster, or where a warp exchanges. So
 // barriers, shuffles, shared memory and that of other blocks of a cluster do what they do on a GPU, one at a time.
 #pragma once
-#include <algorithm>
 #include <cmath>
 #include <csetjmp>
 #include <cstdint>
 #include <cstring>
-#include <memory>
-#include <tuple>
 #include <ucontext.h>
 #include <utility>
 #include <vector>
+#include <xmmintrin.h>
 
 #define __device__
 #define __global__
@@ -52,7 +50,7 @@ constexpr std::size_t STACK = 64 << 10, SHARED = 48 << 10;
 
 struct Block {
   Dim index;
-  std::vector<char> shared = std::vector<char>(SHARED + 16);
+  std::vector<char> shared;
   Barrier barrier;
   std::vector<Barrier> warps;
   std::vector<unsigned> exchange;
@@ -155,14 +153,27 @@ inline void run_cluster(std::vector<Fiber>& fibers, char* stacks) {
   }
 }
 
+// Arithmetic makes 0 of what is too small for a normal number, as CuPy has kernels compiled.
+class FlushToZero {
+  const unsigned before_ = _mm_getcsr();
+
+ public:
+  FlushToZero() { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON); }
+  ~FlushToZero() { _mm_setcsr(before_); }
+};
+
 inline const char* launch(Dim grid, Dim block, int blocks_in_cluster) {
+  const FlushToZero mode;
   failure = nullptr;
   grid_dim = grid;
   block_dim = block;
   const std::size_t threads = std::size_t(block.x) * blocks_in_cluster;
   static std::size_t has = 0;
-  static std::unique_ptr<char[]> stacks;  // not filled: most of a stack is never touched
-  if (has < threads) stacks.reset(new char[(has = threads) * STACK]);
+  static char* stacks = nullptr;  // not filled: most of a stack is never touched
+  if (has < threads) {
+    delete[] stacks;
+    stacks = new char[(has = threads) * STACK];
+  }
   std::vector<Fiber> fibers(threads);
   for (unsigned y = 0; y < grid.y; ++y)
     for (unsigned x = 0; x < grid.x; x += blocks_in_cluster) {
@@ -174,7 +185,7 @@ inline const char* launch(Dim grid, Dim block, int blocks_in_cluster) {
         cluster[b].warps.assign((block.x + 31) / 32, Barrier());
         cluster[b].exchange.assign(block.x, 0);
         // What a block finds in its shared memory is nothing to count on.
-        std::fill(cluster[b].shared.begin(), cluster[b].shared.end(), char(0xff));
+        cluster[b].shared.assign(SHARED + 16, char(0xff));
         for (unsigned t = 0; t < block.x; ++t) {
           Fiber& fiber = fibers[b * block.x + t];
           fiber.started = fiber.ended = false;
@@ -183,10 +194,15 @@ inline const char* launch(Dim grid, Dim block, int blocks_in_cluster) {
           ++cluster[b].warps[t / 32].members;
         }
       }
-      run_cluster(fibers, stacks.get());
+      run_cluster(fibers, stacks);
       if (failure != nullptr) return failure;
     }
   return nullptr;
+}
+
+template <typename... P, std::size_t... I>
+void apply(void (*kernel)(P...), void** arguments, std::index_sequence<I...>) {
+  kernel(*static_cast<std::remove_cv_t<P>*>(arguments[I])...);
 }
 
 template <typename... P>
@@ -198,9 +214,7 @@ const char* call(void (*kernel)(P...), void** arguments, Dim grid, Dim block, in
   body_arguments = &bound;
   body = [](void* pointer) {
     const Bound& bound = *static_cast<Bound*>(pointer);
-    [&]<std::size_t... I>(std::index_sequence<I...>) {
-      bound.kernel(*static_cast<std::remove_cv_t<P>*>(bound.arguments[I])...);
-    }(std::index_sequence_for<P...>());
+    apply(bound.kernel, bound.arguments, std::index_sequence_for<P...>());
   };
   return launch(grid, block, blocks_in_cluster);
 }
@@ -303,7 +317,14 @@ inline unsigned maximum_of_bfloat16s(unsigned a, unsigned b) {
   return maximum_of_pairs(a, b, [](unsigned x) { return bits_as<float>(x << 16); });
 }
 
-inline float maximum_or_nan(float a, float b) { return a != a ? a : b != b ? b : std::max(a, b); }
+inline float maximum_or_nan(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
+
+inline float nearest_float(double x) {
+  if (!(fabs(x) < 0x1p-126)) return static_cast<float>(x);
+  // What is smaller is a whole number of 2**-149, and so are its bits.
+  return bits_as<float>(static_cast<unsigned>(rint(fabs(x) * 0x1p149)) | (std::signbit(x) ? 0x80000000u : 0u));
+}
+inline float product(float a, float b) { return nearest_float(static_cast<double>(a) * b); }
 
 // As far off as a GPU's may be, now to one side and now to the other.
 inline float approximate_exp2(float x) {

@@ -14,7 +14,7 @@ import numpy as np
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 # Like NVRTC with -fmad=false, and the scalar functions of the C library.
-FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-w")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-w")
 
 LAUNCHERS = """
 extern "C" const char* launch_{number}(void** arguments, unsigned x, unsigned y, unsigned block) {{
@@ -84,8 +84,8 @@ def library(source, folders):
     """The shared library of `source`, compiled unless another process or an earlier run has done so."""
     if COMPILER is None:
         raise RuntimeError("g++ is not installed")
-    files = sorted(path for folder in folders for path in Path(folder[2:]).glob("*.cu*"))
-    key = hashlib.sha256("\0".join([source, *FLAGS, *folders, *(path.read_text() for path in files)]).encode())
+    headers = [path for folder in folders for path in sorted(Path(folder[2:]).glob("*.cuh"))]
+    key = hashlib.sha256("\0".join([source, *FLAGS, *(path.read_text() for path in headers)]).encode())
     place = Path(tempfile.gettempdir()) / f"cuda_on_host_{os.getuid()}"
     place.mkdir(mode=0o700, exist_ok=True)
     built = place / f"{key.hexdigest()[:32]}.so"

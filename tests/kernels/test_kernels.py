@@ -1,228 +1,37 @@
-"""The CUDA kernels, run on the CPU (see tests/cuda_on_host): the same sources, threads and barriers.
-
-What they are compared with is the loops for the host, in float64, which other tests compare with `dense`.
-"""
+"""The CUDA kernels, run on the CPU (see tests/cuda_on_host): the same sources, threads and barriers."""
 
 from dataclasses import replace
-from importlib import import_module
-import mmap
-import shutil
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from cuda_on_host.module import KernelFault, RawModule
+from kernels.comparing import (
+    DTYPES,
+    F64,
+    assert_gradient,
+    assert_records,
+    check_plain,
+    draw,
+    expected_gradient,
+    expected_records,
+    fused,
+    on_device,
+    options_of,
+    records_of,
+    row_gradient,
+    softmax_of,
+    write_gradient,
+)
 from kernels.device_arrays import rows_in_memory
-from kernels.places import OnGpu, OnHost
-from pce_mpi.kernels import blockwise
 from pce_mpi.kernels.grids import Grid
 from pce_mpi.kernels.terms import ClassWeights, RowGradient, Transform
-from pce_mpi.records import Layout, RowSoftmax, merge
-from ulps import FLOAT32, FLOAT64, HALF, OPTIONS, STATISTICS, errors
+from pce_mpi.records import Layout, merge
+from ulps import FLOAT64, OPTIONS, STATISTICS
 
-F64 = np.dtype(np.float64)
-DTYPES = [np.dtype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
 # Every boundary of the code: vectors, lanes a row, parts of a row, blocks of a cluster.
 SHORT = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 127, 129, 257, 1023]
 LONG = [3072, 3073, 6145, 8191, 12_289, 16_385, 33_001]
-
-
-place = OnHost()
-
-
-@pytest.fixture
-def cuda(request, cupy, monkeypatch):
-    if request.config.option.gpu:
-        monkeypatch.setitem(globals(), "place", OnGpu(cupy))
-    with cupy.cuda.using_allocator(None):  # every array in memory of its own, for compute-sanitizer to know its end
-        yield import_module("pce_mpi.kernels.cuda")
-
-
-def compute_dtype(dtype):
-    return F64 if dtype == F64 else np.dtype(np.float32)
-
-
-def draw(dtype, classes, rows=3, inner=1, seed=0, masked=0.0, spread=3.0):
-    rng = np.random.default_rng([seed, classes, rows])
-    logits = rng.normal(0, spread, (rows, classes, inner))
-    logits[rng.random(logits.shape) < masked] = -np.inf
-    columns = rng.integers(0, classes, rows * inner)
-    return logits.astype(dtype), columns
-
-
-def on_device(array):
-    return place.on_device(array)
-
-
-def records_of(cuda, logits, columns, layout, options):
-    columns = columns if has_target(layout) else None
-    records, references = cuda.fill_records(on_device(logits), columns, layout, **options)
-    assert references is None
-    assert records.dtype == np.float64
-    assert records.shape == (logits.shape[0] * logits.shape[2], len(layout.names))
-    place.forget()
-    return records.get()
-
-
-def softmax_of(layout, records):
-    return RowSoftmax(layout.fields(records))
-
-
-def has_target(layout):
-    return layout.target or not layout.hold_largest
-
-
-def expected_records(logits, columns, layout, options):
-    columns = columns if has_target(layout) else None
-    weights = options["weights"]
-    if weights.probabilities is not None:
-        weights = replace(weights, probabilities=weights.probabilities.get())
-    wide = dict(options, weights=weights, compute_dtype=F64)
-    return blockwise.fill_records(logits.astype(F64), columns, layout, **wide)[0]
-
-
-def options_of(dtype, **changed):
-    given = {
-        "weights": ClassWeights(),
-        "transform": Transform(),
-        "compute_dtype": compute_dtype(dtype),
-        "class_start": 0,
-    }
-    return given | changed
-
-
-def assert_records(layout, records, expected, dtype, limit=None, capped=False):
-    """Everything that follows from the records is as good as it is asked of the host."""
-    got, wanted = softmax_of(layout, records), softmax_of(layout, expected)
-    narrow = np.float64 if dtype == np.float64 else np.float32
-    limit = limit or (FLOAT64 if dtype == np.float64 else FLOAT32)
-
-    def near(name, size=None):
-        a, b = getattr(got, name), getattr(wanted, name)
-        found = errors(a, b, narrow, b if size is None else size)
-        assert found.max(initial=0) <= limit, (name, found.max(), a, b)
-
-    near("held_nll")
-    near("logsumexp", np.maximum(1.0, np.abs(wanted.logsumexp)))
-    near("held_minus_one")
-    # Of small ones, what the exponential is taken of has few bits left: it is as large as the loss.
-    with np.errstate(invalid="ignore"):
-        near("held_probability", wanted.held_probability * np.maximum(1.0, wanted.held_nll))
-    for name in {"target", "largest", "held_weight"} & set(layout.names):
-        # The last bit of a softcap's tanh is that of a library.
-        assert errors(got.fields[name], wanted.fields[name], np.float64).max(initial=0) <= (2 if capped else 0), name
-    if layout.hold_largest:
-        np.testing.assert_array_equal(got.fields["argmax"], wanted.fields["argmax"])
-    if layout.weights:
-        near("weight")
-        near("weighted_nll")
-    if layout.entropy:
-        near("entropy")
-    if layout.target and layout.hold_largest:
-        near("target_log_prob")
-    if layout.scaled:
-        assert (got.fields["scale"] == wanted.fields["scale"]).all()
-
-
-def assert_gradient(found, expected, dtype, limit=None):
-    """In ulps of the largest entry of each row, halves in ulps of the correctly rounded entry."""
-    if dtype.itemsize == 2:
-        distance, limit = errors(found, expected.astype(dtype), dtype), limit or HALF
-    else:
-        size = np.broadcast_to(np.nanmax(np.abs(expected), axis=1, keepdims=True, initial=0), expected.shape)
-        distance, limit = errors(found, expected, dtype, size), limit or (FLOAT64 if dtype == F64 else FLOAT32)
-    assert distance.max(initial=0) <= limit, (distance.max(), np.unravel_index(distance.argmax(), distance.shape))
-
-
-def row_gradient(layout, records, columns, valid, z=0.0, weight_factor=None):
-    """A gradient with a slope of its own for each row."""
-    softmax = softmax_of(layout, records)
-    rows = len(records)
-    slope = np.where(valid, np.linspace(0.5, 2.0, rows), 0.0)
-    with np.errstate(all="ignore"):
-        common = 2 * z * softmax.logsumexp if z else 0.0
-        return RowGradient(
-            max=softmax.max,
-            factor=slope * (1.0 + common) * softmax.normalizer,
-            weight_factor=None if weight_factor is None else slope * weight_factor,
-            held_column=columns,
-            held_gradient=slope * (softmax.held_minus_one + common * softmax.held_probability),
-            valid=valid,
-        )
-
-
-def gradient_on_device(gradient):
-    given = {name: value for name, value in vars(gradient).items() if value is not None}
-    return replace(gradient, **{name: on_device(np.ascontiguousarray(value)) for name, value in given.items()})
-
-
-def expected_gradient(logits, gradient, options):
-    wide = {**options, "compute_dtype": F64}
-    del wide["class_start"]
-    if options["weights"].probabilities is not None:
-        wide["weights"] = replace(options["weights"], probabilities=options["weights"].probabilities.get())
-    out = np.empty(logits.shape)
-    blockwise.write_gradient(out, logits.astype(F64), gradient, **wide)
-    return out
-
-
-def write_gradient(cuda, out, logits, gradient, options):
-    given = {name: value for name, value in options.items() if name != "class_start"}
-    cuda.write_gradient(on_device(out), on_device(logits), gradient_on_device(gradient), **given)
-    place.bring_back(out)
-
-
-def check_plain(cuda, dtype, classes, rows=3, **kind):
-    """Records, gradient, gradient in place, and both at once where they fit."""
-    logits, columns = draw(dtype, classes, rows, **kind)
-    columns[1::3] = -1
-    valid = columns >= 0
-    layout, options = Layout(), options_of(dtype)
-    records = records_of(cuda, logits, columns, layout, options)
-    expected = expected_records(logits, columns, layout, options)
-    assert_records(layout, records, expected, dtype)
-    gradient = row_gradient(layout, expected, columns, valid)
-    wanted = expected_gradient(logits, gradient, options)
-    out = np.empty_like(logits)
-    write_gradient(cuda, out, logits, gradient, options)
-    assert_gradient(out, wanted, dtype)
-    assert not out[~valid[:, None].reshape(rows, 1, 1).repeat(classes, 1)].any()
-    in_place = logits.copy()
-    write_gradient(cuda, in_place, in_place, gradient, options)
-    assert in_place.tobytes() == out.tobytes()
-    if cuda.fused_fits(on_device(logits), options["compute_dtype"]):
-        check_fused(cuda, logits.copy(), columns, layout, wanted, expected, dtype)
-
-
-def fused(cuda, out, logits, columns, layout, z_loss=0.0, transform=None, held=None):
-    valid = columns >= 0
-    rows = len(columns)
-    transform = transform or Transform()
-    records = cuda.fill_records_and_write_gradient(
-        on_device(out),
-        on_device(logits),
-        columns,
-        layout,
-        transform=transform,
-        compute_dtype=np.dtype(np.float32),
-        class_start=0,
-        slope=on_device(transform.scale * np.where(valid, np.linspace(0.5, 2.0, rows), 0.0)),
-        held=on_device(np.ones(rows) if held is None else held),
-        valid=on_device(valid),
-        z_loss=z_loss,
-    ).get()
-    place.bring_back(out)
-    return records
-
-
-def check_fused(cuda, logits, columns, layout, wanted, expected, dtype):
-    out = np.empty_like(logits)
-    records = fused(cuda, out, logits, columns, layout)
-    assert_records(layout, records, expected, dtype)
-    assert_gradient(out, wanted, dtype)
-    again = fused(cuda, logits, logits, columns, layout)
-    assert (again.tobytes(), logits.tobytes()) == (records.tobytes(), out.tobytes())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -436,27 +245,23 @@ def test_what_is_no_number_gives_what_it_gives_on_the_host(cuda, dtype, layout):
             expected = expected_records(logits, columns, layout, options)
             records = records_of(cuda, logits, columns, layout, options)
             with np.errstate(all="ignore"):
-                got, wanted = softmax_of(layout, records), softmax_of(layout, expected)
-                quantities = ["held_nll", "logsumexp", "normalizer", "held_probability", "held_minus_one"]
-                quantities += ["entropy"] * layout.entropy + ["weighted_nll", "weight"] * layout.weights
-                for quantity in quantities:
-                    a, b = getattr(got, quantity), getattr(wanted, quantity)
-                    np.testing.assert_array_equal(np.isnan(a), np.isnan(b), f"{name}: {quantity}")
-                    if quantity != "normalizer":  # that is relative to max, which may be a little more
-                        np.testing.assert_allclose(a, b, 1e-6, 1e-30, err_msg=f"{name}: {quantity}")
+                limit = None if layout == Layout() else FLOAT64 if dtype == F64 else max(STATISTICS, OPTIONS)
+                assert_records(layout, records, expected, dtype, limit)
+                # Its numbers are relative to max, which may be a little more.
+                normalizers = (softmax_of(layout, each).normalizer for each in (records, expected))
+                np.testing.assert_array_equal(*map(np.isnan, normalizers), name)
             if layout.hold_largest:
-                np.testing.assert_array_equal(got.fields["argmax"], wanted.fields["argmax"], name)
                 continue
             gradient = row_gradient(layout, expected, columns, np.array([True, True]))
             out = np.empty_like(logits)
             write_gradient(cuda, out, logits, gradient, options)
             exact = expected_gradient(logits, gradient, options)
-            np.testing.assert_allclose(out.astype(F64), exact, 0.01, 1e-3, err_msg=name)
+            assert_gradient(out, exact, dtype)
             assert (out[np.isneginf(logits) & (exact == 0)] == 0).all()
             if dtype != F64 and layout == Layout():
                 out[...] = 7
                 fused(cuda, out, logits, columns, layout)
-                np.testing.assert_allclose(out.astype(F64), exact, 0.01, 1e-3, err_msg=f"fused, {name}")
+                assert_gradient(out, exact, dtype)
                 fused(cuda, out, logits, np.full(2, -1), layout)
                 assert not out.any()  # rows that do not count, whatever their logits
 
@@ -557,129 +362,3 @@ def test_equal_arguments_give_equal_bits(cuda):
     for layout in (Layout(), *GENERAL.values()):
         first, second = (records_of(cuda, logits, columns, layout, options_of(logits.dtype)) for _ in range(2))
         assert first.tobytes() == second.tobytes()
-
-
-def test_rows_that_lie_beyond_2_to_the_31_elements(stand_in, cuda):
-    # Rows 2**31 + 24 elements apart, in memory of which only what is touched exists.
-    pitch, classes = 2**31 + 24, 100
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # Linux's MAP_NORESERVE
-    memory = np.frombuffer(mmap.mmap(-1, 2 * (2 * pitch + classes), flags), np.float16)
-    lying = np.lib.stride_tricks.as_strided(memory, (3, classes, 1), (2 * pitch, 2, 2))
-    logits, columns = draw(np.dtype(np.float16), classes, 3, seed=15)
-    lying[...] = logits
-    layout, options = Layout(), options_of(np.dtype(np.float16))
-    expected = expected_records(logits, columns, layout, options)
-    assert_records(layout, records_of(cuda, lying, columns, layout, options), expected, np.float16)
-    gradient = row_gradient(layout, expected, columns, np.ones(3, np.bool_))
-    wanted = expected_gradient(logits, gradient, options)
-    fused(cuda, logits.copy(), lying, columns, layout)
-    write_gradient(cuda, lying, lying, gradient, options)
-    assert_gradient(lying, wanted, logits.dtype)
-
-
-PLACES = """
-#include <storage.cuh>
-__global__ void places(long long rows, long long classes, int chunk, int lanes, long long column, long long* found) {
-  const Place place(rows, classes, chunk, lanes);
-  long long* to = found + 4 * (static_cast<long long>(blockIdx.y) * blockDim.x + threadIdx.x);
-  to[0] = place.row;
-  to[1] = place.first;
-  to[2] = place.count;
-  to[3] = place.relative(column);
-}
-"""
-
-
-def test_classes_beyond_2_to_the_31_have_their_place(stand_in, cuda):
-    classes, column = 5 * 2**30 + 7, 4 * 2**30 + 5
-    grid = Grid.of(1, classes, 2, 1)
-    assert (grid.parts, grid.lanes, grid.threads) == (6, 256, 256)
-    found = np.zeros((grid.parts, grid.threads, 4), np.int64)
-    places = RawModule(code=PLACES, options=cuda.OPTIONS, name_expressions=["places"]).get_function("places")
-    numbers = np.int64(1), np.int64(classes), np.int32(grid.chunk), np.int32(grid.lanes), np.int64(column)
-    places((1, grid.parts, 1), (grid.threads, 1, 1), (*numbers, on_device(found)))
-    assert (found[:, :, 0] == 0).all()
-    assert found[:, 0, 1].tolist() == [part * grid.chunk for part in range(grid.parts)]
-    assert found[:, 0, 2].sum() == classes
-    part = column // grid.chunk
-    assert found[:, 0, 3].tolist() == [column % grid.chunk if each == part else -1 for each in range(grid.parts)]
-
-
-def faulty(cuda, monkeypatch, tmp_path, file, correct, wrong):
-    """The kernels with a fault, put into a copy of theirs."""
-    folder = tmp_path / "kernels"
-    shutil.copytree(cuda.source_folder, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    text = (folder / file).read_text()
-    assert text.count(correct) == 1, f"{correct!r} is not once in {file}"
-    (folder / file).write_text(text.replace(correct, wrong))
-    options = (*cuda.OPTIONS[:-1], f"-I{folder}")
-
-    def function(kernel, _):
-        source = (folder / kernel.file).read_text()
-        return RawModule(code=source, options=options, name_expressions=[kernel.name]).get_function(kernel.name)
-
-    monkeypatch.setattr(cuda, "_function", function)
-
-
-def few_rows():
-    """Of many vectors and of few, rising to the end, over several blocks; and columns at both edges."""
-    dtype = DTYPES[0]
-    for classes in (13, 301, 2500):
-        logits, columns = draw(dtype, classes, 2, seed=16)
-        columns[:] = 0, classes - 1
-        for values in (logits, np.sort(logits * 5, axis=1)):
-            lying, _ = rows_in_memory(values, pitch=classes + 3, shift=3)
-            options = options_of(dtype)
-            expected = expected_records(lying, columns, Layout(), options)
-            gradient = row_gradient(Layout(), expected, columns, np.ones(2, np.bool_))
-            yield lying, columns, options, expected, gradient
-
-
-def check_forward(cuda):
-    for lying, columns, options, expected, _ in few_rows():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Grid, "reading", lambda *_: Grid(64, 128, 2**14, 1, 1))
-            assert_records(Layout(), records_of(cuda, lying, columns, Layout(), options), expected, lying.dtype)
-
-
-def check_backward(cuda):
-    for lying, _, options, _, gradient in few_rows():
-        wanted = expected_gradient(lying, gradient, options)
-        write_gradient(cuda, lying, lying, gradient, options)
-        assert_gradient(lying, wanted, lying.dtype)
-
-
-def check_cluster(cuda):
-    check_plain(cuda, DTYPES[0], 33_001, rows=1, seed=16)
-
-
-FAULTS = [
-    (check_forward, "storage.cuh", "- static_cast<int>(beyond)) % width", "- static_cast<int>(beyond) - 1) % width"),
-    (check_forward, "storage.cuh", "index < head ? index : index + body * width", "index"),
-    (check_forward, "storage.cuh", "edges = count - body * width", "edges = head"),
-    (check_forward, "storage.cuh", "v.word[i] >> 16)})", "v.word[i] & 0xffffu)})"),
-    (check_forward, "forward.cu", "start += step)", "start += 2 * step)"),
-    (check_forward, "forward.cu", "exp(before.over(exponential, scale))", "exp(exponential.over(before, scale))"),
-    (check_forward, "forward.cu", "start >= 0 || place_of_target == 0", "start >= 0"),
-    (check_forward, "record.cuh", "sum *= exp(exponential.over(static_cast<double>(max), scale))", "sum *= 1.0"),
-    (check_forward, "record.cuh", "for (int i = 1; i < warps; ++i) value", "for (int i = 2; i < warps; ++i) value"),
-    (check_forward, "record.cuh", "__syncthreads();\n  value = of_warps[first]", "value = of_warps[first]"),
-    (check_backward, "storage.cuh", "edges = count - body * width", "edges = head"),
-    (check_backward, "backward.cu", "at == held ? at_held :", "at == held + 1 ? at_held :"),
-    (check_backward, "row_gradient.cuh", "if (held_place == i) x[i] = at_held", "if (held_place == i) x[i] += at_held"),
-    (check_cluster, "fused.cu", "cluster_wait();\n  } else", "} else"),
-    (check_cluster, "fused.cu", "(&told.sum[block], thread, sum)", "(&told.sum[block], block, sum)"),
-]
-
-
-@pytest.mark.parametrize("check", [check_forward, check_backward, check_cluster])
-def test_comparisons_that_find_faults_pass_without_one(cuda, check):
-    check(cuda)
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[1]}: {fault[3]}")
-def test_a_planted_fault_is_caught(stand_in, cuda, monkeypatch, tmp_path, fault):
-    check, *change = fault
-    faulty(cuda, monkeypatch, tmp_path, *change)
-    with pytest.raises((AssertionError, KernelFault)):
-        check(cuda)

@@ -416,3 +416,30 @@ def test_parameters_and_gradients_of_two_libraries_are_refused(comm, cupy):
     assert "the gradient of parameters[0] (NumPy, on the host)" in str(error)
     texts = comm.allgather(str(error))
     assert len(set(texts)) == 1
+
+
+# GPUs
+
+
+@pytest.mark.parametrize("elsewhere", ["logits", "targets", "out"])
+def test_arrays_on_another_gpu_than_the_current_one_are_refused_on_every_rank(comm, stand_in, elsewhere):
+    problem = draw(3, NARROW)
+    logits, targets, _ = part_of(comm, problem).on_this_rank(problem)
+    given = {"logits": logits, "targets": targets, "out": logits}
+    for name, array in given.items():
+        stand_in.cuda.Device(int(name == elsewhere)).use()
+        given[name] = stand_in.asarray(array)
+    stand_in.cuda.Device(0).use()
+    error = error_of(lambda: pce.softmax_cross_entropy_value_and_grad(**given, comm=comm))
+    assert isinstance(error, ValueError)
+    assert f"{elsewhere} must be on the current GPU, 0, got an array on GPU 1" in str(error)
+    assert len(set(comm.allgather(str(error)))) == 1
+
+
+def test_a_backward_pass_on_another_gpu_is_refused(comm, stand_in):
+    problem = draw(3, NARROW)
+    logits, targets, _ = on_device(stand_in, problem, part_of(comm, problem))
+    _, residuals = pce.softmax_cross_entropy_forward(logits, targets, comm=comm)
+    stand_in.cuda.Device(1).use()
+    with pytest.raises(ValueError, match="logits must be on the current GPU, 1, got an array on GPU 0"):
+        pce.softmax_cross_entropy_backward(1.0, residuals)

@@ -1,0 +1,104 @@
+"""A fault in a kernel is found by comparing what it gives with what is right."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from cuda_on_host.module import KernelFault, RawModule
+from kernels.comparing import (
+    DTYPES,
+    assert_gradient,
+    assert_records,
+    check_plain,
+    draw,
+    expected_gradient,
+    expected_records,
+    options_of,
+    records_of,
+    row_gradient,
+    write_gradient,
+)
+from kernels.device_arrays import rows_in_memory
+from pce_mpi.kernels.grids import Grid
+from pce_mpi.records import Layout
+
+
+def faulty(cuda, monkeypatch, tmp_path, file, correct, wrong):
+    """The kernels with a fault, put into a copy of theirs."""
+    folder = tmp_path / "kernels"
+    shutil.copytree(cuda.source_folder, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    text = (folder / file).read_text()
+    assert text.count(correct) == 1, f"{correct!r} is not once in {file}"
+    (folder / file).write_text(text.replace(correct, wrong))
+    options = (*cuda.OPTIONS[:-1], f"-I{folder}")
+
+    def function(kernel, _):
+        source = (folder / kernel.file).read_text()
+        return RawModule(code=source, options=options, name_expressions=[kernel.name]).get_function(kernel.name)
+
+    monkeypatch.setattr(cuda, "_function", function)
+
+
+def few_rows():
+    """Of many vectors and of few, rising to the end, over several blocks; and columns at both edges."""
+    dtype = DTYPES[0]
+    for classes in (13, 301, 2500):
+        logits, columns = draw(dtype, classes, 2, seed=16)
+        columns[:] = 0, classes - 1
+        for values in (logits, np.sort(logits * 5, axis=1)):
+            lying, _ = rows_in_memory(values, pitch=classes + 3, shift=3)
+            options = options_of(dtype)
+            expected = expected_records(lying, columns, Layout(), options)
+            gradient = row_gradient(Layout(), expected, columns, np.ones(2, np.bool_))
+            yield lying, columns, options, expected, gradient
+
+
+def check_forward(cuda):
+    for lying, columns, options, expected, _ in few_rows():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Grid, "reading", lambda *_: Grid(64, 128, 2**14, 1, 1))
+            assert_records(Layout(), records_of(cuda, lying, columns, Layout(), options), expected, lying.dtype)
+
+
+def check_backward(cuda):
+    for lying, _, options, _, gradient in few_rows():
+        wanted = expected_gradient(lying, gradient, options)
+        write_gradient(cuda, lying, lying, gradient, options)
+        assert_gradient(lying, wanted, lying.dtype)
+
+
+def check_cluster(cuda):
+    check_plain(cuda, DTYPES[0], 33_001, rows=1, seed=16)
+
+
+FAULTS = [
+    (check_forward, "storage.cuh", "- static_cast<int>(beyond)) % width", "- static_cast<int>(beyond) - 1) % width"),
+    (check_forward, "storage.cuh", "index < head ? index : index + body * width", "index"),
+    (check_forward, "storage.cuh", "edges = count - body * width", "edges = head"),
+    (check_forward, "storage.cuh", "v.word[i] >> 16)})", "v.word[i] & 0xffffu)})"),
+    (check_forward, "forward.cu", "start += step)", "start += 2 * step)"),
+    (check_forward, "forward.cu", "exp(before.over(exponential, scale))", "exp(exponential.over(before, scale))"),
+    (check_forward, "forward.cu", "start >= 0 || place_of_target == 0", "start >= 0"),
+    (check_forward, "record.cuh", "sum *= exp(exponential.over(static_cast<double>(max), scale))", "sum *= 1.0"),
+    (check_forward, "record.cuh", "for (int i = 1; i < warps; ++i) value", "for (int i = 2; i < warps; ++i) value"),
+    (check_forward, "record.cuh", "__syncthreads();\n  value = of_warps[first]", "value = of_warps[first]"),
+    (check_backward, "storage.cuh", "edges = count - body * width", "edges = head"),
+    (check_backward, "backward.cu", "at == held ? at_held :", "at == held + 1 ? at_held :"),
+    (check_backward, "row_gradient.cuh", "if (held_place == i) x[i] = at_held", "if (held_place == i) x[i] += at_held"),
+    (check_cluster, "fused.cu", "cluster_wait();\n  } else", "} else"),
+    (check_cluster, "fused.cu", "(&told.sum[block], thread, sum)", "(&told.sum[block], block, sum)"),
+]
+
+
+@pytest.mark.parametrize("check", [check_forward, check_backward, check_cluster])
+def test_comparisons_that_find_faults_pass_without_one(cuda, check):
+    check(cuda)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[1]}: {fault[3]}")
+def test_a_planted_fault_is_caught(stand_in, cuda, monkeypatch, tmp_path, fault):
+    check, *change = fault
+    faulty(cuda, monkeypatch, tmp_path, *change)
+    with pytest.raises((AssertionError, KernelFault)):
+        check(cuda)
