@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+import re
 import shlex
 import shutil
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
-__all__ = ["LaunchError", "mpiexec", "number_of_cores", "settings", "stop"]
+__all__ = ["LaunchError", "memory_shared_by", "mpiexec", "number_of_cores", "settings", "stop"]
 
 # How long a job that was asked to end may take to do so.
 _GRACE = 5.0
@@ -54,6 +55,15 @@ def settings(ranks: int) -> dict[str, str]:
 def number_of_cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_shared_by(pid: int) -> set[Path]:
+    """The files of the memory that this process of MPICH's shares with other ranks of its job; Linux alone tells."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:
+        return set()  # it has ended, or this is no Linux
+    return {Path(each) for each in re.findall(r"/dev/shm/mpich_shm_\S+", maps)}
 
 
 def stop(process: subprocess.Popen[Any]) -> None:

@@ -7,24 +7,26 @@ hung or died, and this process never touches MPI.
 from __future__ import annotations
 
 import argparse
+import ast
 from collections.abc import Callable
+from difflib import get_close_matches
 import importlib
 import os
 from pathlib import Path
+import shutil
 import signal
 import sys
 import textwrap
 
 from pce_mpi.cli.progress import Bar
-from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES
+from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, missing_framework
 from pce_mpi.conformance.batches import DEFAULT_TIMEOUT, asked_offer, run_cases
 from pce_mpi.conformance.cases import catalogue
 from pce_mpi.conformance.offers import DTYPES
 from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
-from pce_mpi.conformance.reports import terminal
+from pce_mpi.conformance.reports import listing, terminal
 from pce_mpi.launching import LaunchError
-from pce_mpi.tables import table
 
 __all__ = ["add_arguments", "run", "started_by_mpiexec"]
 
@@ -41,7 +43,10 @@ _RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to run, on how many ranks, how strictly, and where the report goes."""
-    parser.epilog = "Exit status: 0 if nothing failed, 1 if something did, 2 if nothing could be run."
+    parser.epilog = (
+        "What the candidate prints is shown, by rank, where a single case is run, and where a case crashes. "
+        "Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or judged, 130 if interrupted."
+    )
     parser.add_argument(
         "candidate",
         nargs="?",
@@ -58,7 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--case", action="append", metavar="PATTERN", help="only this case, family, or shell pattern; may be repeated"
     )
     parser.add_argument(
-        "--dtype", action="append", choices=DTYPES, help="only cases with logits of this dtype; may be repeated"
+        "--dtype",
+        action="append",
+        choices=DTYPES,
+        help="only cases with logits of this dtype; may be repeated. Cases without a dtype in their name come in one "
+        f"dtype only: the first of {', '.join(DTYPES)} that is offered and among these",
     )
     parser.add_argument("--list", action="store_true", help="list the cases and what each catches; run nothing")
     parser.add_argument("--strict", action="store_true", help="allow little more than the best that can be had")
@@ -70,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive_real,
         default=DEFAULT_TIMEOUT,
         metavar="S",
-        help="seconds without a sign of life after which a case is deadlocked",
+        help="seconds without a sign of life after which a case is deadlocked; a sixth of that, 5 s at least, where "
+        "one rank has raised",
     )
     parser.add_argument("--seed", type=_natural, default=0, metavar="K", help="seed of the random numbers")
     parser.add_argument("--rows", type=_positive, metavar="R", help="rows, in place of each case's own")
@@ -105,7 +115,7 @@ def started_by_mpiexec() -> bool:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run and report: status 0 if nothing failed, 1 if something did, 2 if nothing could be run, 130 if interrupted."""
+    """Run and report: status 0 if nothing failed, 1 if something did, 2 if nothing was judged, 130 if interrupted."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     orders = Orders(
@@ -120,13 +130,9 @@ def run(options: argparse.Namespace) -> int:
         classes=options.classes,
     )
     if unknown := orders.patterns_of_no_case():
-        families = ", ".join(dict.fromkeys(case.family for case in catalogue()))
-        return _wrong(f"no case is called {', '.join(map(repr, unknown))}; there are families of cases: {families}")
-    works = [name for name in ("candidate", "export", "vectors") if getattr(options, name)]
-    if len(works) > 1 or not (works or options.list) or (options.vectors is None) != (options.results is None):
-        return _wrong(
-            "give a candidate (package.module:candidate), --list, --export DIR, or --vectors DIR --results FILE"
-        )
+        return _wrong(_no_such_case(unknown, orders))
+    if wrong := _wrong_work(options):
+        return _wrong(wrong)
     display = _Display()
     try:
         renderers = _renderers(options)
@@ -139,6 +145,9 @@ def run(options: argparse.Namespace) -> int:
         if options.vectors is not None:
             report = _judged(options)
         else:
+            print(
+                f"starting {options.n} rank{'s' * (options.n > 1)} with {orders.candidate}", file=sys.stderr, flush=True
+            )
             report = run_cases(orders, options.n, timeout=options.timeout, shrinking=options.shrink, display=display)
     except (LaunchError, _UsageError) as error:
         return _wrong(str(error))
@@ -152,7 +161,66 @@ def run(options: argparse.Namespace) -> int:
     for path, render in renderers.items():
         path.write_text(render(report), encoding="utf-8")
     print(terminal.render(report), end="")
+    if report.interrupted:
+        print(f"interrupted, and the report has what was known by then; {display}", file=sys.stderr)
+        return 130
+    if all(outcome.verdict is Verdict.NOT_OFFERED for outcome in report.outcomes):
+        return _wrong(
+            f"nothing was judged: {options.results} has no result of {options.vectors}"
+            if options.vectors
+            else f"nothing was judged: {orders.candidate} offers none of the selected cases, --list says why"
+        )
     return 1 if report.failed else 0
+
+
+def _no_such_case(patterns: list[str], orders: Orders) -> str:
+    """Why these patterns select no case."""
+    every = [case for dtype in DTYPES for case in catalogue(None, [dtype])]
+    for pattern in patterns:
+        if any(case.fits(pattern) for case in every):
+            return f"the cases {pattern!r} have no logits of {' or '.join(orders.dtypes or ())}"
+    families = list(dict.fromkeys(case.family for case in every))
+    names = [*families, *dict.fromkeys(case.name for case in every)]
+    alike = [each for pattern in patterns for each in get_close_matches(pattern, names)]
+    meant = f"; did you mean {' or '.join(alike)}?" if alike else ""
+    called = ", ".join(map(repr, patterns))
+    return f"no case is called {called}{meant}; there are families of cases: {', '.join(families)}"
+
+
+def _wrong_work(options: argparse.Namespace) -> str:
+    """What keeps these options from saying what is to be done, '' if nothing does."""
+    given = {"a candidate": options.candidate, "--export": options.export, "--vectors": options.vectors}
+    works = [name for name, value in given.items() if value]
+    if len(works) > 1:
+        return f"{' and '.join(works)} are given, and only one of them can be done at a time"
+    if (options.vectors is None) != (options.results is None):
+        return "give both --vectors DIR, with the problems, and --results FILE, with their answers"
+    if not (works or options.list):
+        return "give a candidate (package.module:candidate), --list, --export DIR, or --vectors DIR --results FILE"
+    return _wrong_candidate(options.candidate, options.adapter) if options.candidate else ""
+
+
+def _wrong_candidate(name: str, adapter: str | None) -> str:
+    """What can be known to be wrong with a candidate before ranks are started, '' if nothing is."""
+    if missing := missing_framework(adapter or name):
+        return f"{adapter or name} needs {missing}: pip install {missing}"
+    if ":" in name or (adapter is None and name in NAMED_CANDIDATES):
+        return ""
+    if name.endswith(".py") and Path(name).is_file():
+        functions = _functions_in(Path(name))
+        return f"which function in {name}? " + (" or ".join(f"{name}:{each}" for each in functions) or "it has none")
+    alike = get_close_matches(name, NAMED_CANDIDATES, 1)
+    meant = f"; did you mean {alike[0]}?" if alike else ""
+    known = "" if adapter else f", or one of {', '.join(NAMED_CANDIDATES)}"
+    return f"a candidate is package.module:function or path/to/file.py:function{known}, got {name!r}{meant}"
+
+
+def _functions_in(path: Path) -> list[str]:
+    try:
+        statements = ast.parse(path.read_bytes()).body
+    except SyntaxError:
+        return []
+    return [each.name for each in statements if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")]
 
 
 class _UsageError(Exception):
@@ -184,6 +252,7 @@ class _Display:
 
     def __init__(self) -> None:
         self._bar: Bar | None = None
+        self._shrinking = False  # then that a case fails is no news
 
     def __str__(self) -> str:
         return str(self._bar or "nothing was run")
@@ -191,6 +260,7 @@ class _Display:
     def begin(self, work: str, total: int) -> None:
         """`total` cases come now."""
         self.close()
+        self._shrinking = self._bar is not None
         self._bar = Bar(work, total)
 
     def started(self, case: str) -> None:
@@ -201,10 +271,26 @@ class _Display:
     def finished(self, case: str, outcome: Outcome | None) -> None:
         """`case` has ended."""
         if self._bar is not None:
-            self._bar.finished(case, "-" if outcome is None else str(outcome.verdict))
+            verdict = None if outcome is None else outcome.verdict
+            self._bar.finished(
+                case,
+                verdict or "no smaller",
+                worth_a_line=verdict is not None and verdict.failed and not self._shrinking,
+                silent=verdict is Verdict.NOT_OFFERED,
+            )
             if outcome is not None and outcome.verdict is Verdict.CRASHED:
                 for finding in outcome.findings:  # the last ones are what the ranks have printed
                     self._bar.say(textwrap.indent(finding.text, "    "))
+
+    def waiting(self, seconds: float, timeout: float) -> None:
+        """No sign of life for so long."""
+        if self._bar is not None:
+            self._bar.tell(f"(silent for {seconds:.0f} s, deadlocked at {timeout:.0f} s)")
+
+    def printed(self, text: str) -> None:
+        """What the ranks have printed in the only case."""
+        if self._bar is not None and text:
+            self._bar.say(text)
 
     def warn(self, text: str) -> None:
         """Something that is no outcome of a case."""
@@ -219,16 +305,9 @@ class _Display:
 
 def _listed(orders: Orders, timeout: float, display: _Display) -> str:
     """The cases that are selected, with what each catches; and, if there is a candidate, whether it offers them."""
-    if not orders.candidate:
-        cases = orders.cases(None)
-        rows = [(case.name, case.dtype, case.catches) for case in cases.values()]
-        return table([("case", "dtype", "catches"), *rows])
-    offer = asked_offer(orders, timeout=timeout, display=display)
-    lines = [("case", "dtype", "", "catches")]
-    for case in orders.cases(offer).values():
-        missing = offer.missing(case)
-        lines.append((case.name, case.dtype, f"not offered: {missing}" if missing else "offered", case.catches))
-    return table(lines)
+    offer = asked_offer(orders, timeout=timeout, display=display) if orders.candidate else None
+    width = shutil.get_terminal_size((120, 24)).columns
+    return listing.render(orders.cases(offer).values(), offer, width)
 
 
 def _renderers(options: argparse.Namespace) -> dict[Path, Callable[[Report], str]]:

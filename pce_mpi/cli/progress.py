@@ -36,6 +36,7 @@ class Bar:
     def __init__(self, work: str, total: int) -> None:
         self._work, self._total = work, total
         self.done = 0
+        self._name = self._shown = ""
         self._tqdm: Any = None
         if sys.stderr.isatty():
             try:
@@ -49,15 +50,22 @@ class Bar:
 
     def started(self, name: str) -> None:
         """`name` is what is done now."""
-        if self._tqdm is not None:
-            self._tqdm.set_postfix_str(name)
+        self._name = name
+        self.tell("")
 
-    def finished(self, name: str, how: str) -> None:
-        """`name` is done."""
+    def tell(self, text: str) -> None:
+        """What is to be said of the one that is done now, on a terminal alone."""
+        shown = f"{self._name} {text}".rstrip()
+        if self._tqdm is not None and shown != self._shown:
+            self._tqdm.set_postfix_str(shown)
+            self._shown = shown
+
+    def finished(self, name: str, how: str, *, worth_a_line: bool = False, silent: bool = False) -> None:
+        """`name` is done; a line of its own says so where there is no bar, unless `silent`, or if it is worth one."""
         self.done += 1
         if self._tqdm is not None:
             self._tqdm.update()
-        else:
+        if worth_a_line or (self._tqdm is None and not silent):
             self.say(f"{self._work} {self.done}/{self._total}  {how:11}  {name}")
 
     def say(self, text: str) -> None:

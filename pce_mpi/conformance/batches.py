@@ -15,10 +15,11 @@ import time
 from typing import Any, Protocol
 
 from pce_mpi.conformance.cases import Case
-from pce_mpi.conformance.launcher import Job, innermost
+from pce_mpi.conformance.launcher import Job
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
+from pce_mpi.conformance.stacks import innermost
 from pce_mpi.launching import LaunchError
 
 __all__ = ["DEFAULT_TIMEOUT", "Display", "asked_offer", "run_cases"]
@@ -27,6 +28,12 @@ DEFAULT_TIMEOUT = 30.0
 
 # How often the ranks' files are looked into.
 _POLL = 0.02
+# Once a rank has raised, the others can be waiting for it; they get this part of the timeout to show that they are not,
+# and so many seconds at least.
+_AFTER_AN_ERROR = 1 / 6
+_AFTER_AN_ERROR_AT_LEAST = 5.0
+# After so many seconds of silence the display is told of it, again and again.
+_WAITING = 3.0
 # Until the first case, a framework may have to be imported by ranks that share few cores.
 _STARTUP = 120.0
 # What shrinking all failures may take, launches included.
@@ -42,8 +49,14 @@ class Display(Protocol):
     def started(self, case: str) -> None:
         """`case` has started."""
 
+    def waiting(self, seconds: float, timeout: float) -> None:
+        """No rank has shown a sign of life for so many seconds; after `timeout` the case is deadlocked."""
+
     def finished(self, case: str, outcome: Outcome | None) -> None:
         """`case` has ended; an outcome of None: it does not fail at a smaller shape."""
+
+    def printed(self, text: str) -> None:
+        """The last lines that each rank has printed, where one case was run alone."""
 
     def warn(self, text: str) -> None:
         """Something went wrong that is no outcome of a case."""
@@ -55,15 +68,24 @@ def run_cases(orders: Orders, ranks: int, *, timeout: float, shrinking: bool, di
     `timeout`: seconds without a sign of life from any rank after which a case is deadlocked. `shrinking`: look for the
     smallest shape at which each failing case still fails.
 
-    Raises `LaunchError` where ranks cannot be started or the candidate cannot be loaded. Whatever it raises,
-    KeyboardInterrupt included, no process is left behind.
+    Interrupted by KeyboardInterrupt, it returns what is known by then, unless that is nothing. Raises `LaunchError`
+    where ranks cannot be started or the candidate cannot be loaded. However it ends, no process is left behind.
     """
     batches = _Batches(orders, ranks, timeout, display)
-    with closing(batches.outcomes(None)) as results:
-        outcomes = [outcome for _, outcome in results if outcome is not None]
+    outcomes: list[Outcome] = []
+    interrupted = False
+    try:
+        with closing(batches.outcomes(None)) as results:
+            for _, outcome in results:
+                assert outcome is not None
+                outcomes.append(outcome)
+        if shrinking and orders.rows is None and orders.classes is None:
+            _shrink(outcomes, batches)
+    except KeyboardInterrupt:
+        if not outcomes:
+            raise
+        interrupted = True
     assert batches.offer is not None
-    if shrinking and orders.rows is None and orders.classes is None:
-        _shrink(outcomes, batches)
     for outcome in outcomes:
         if outcome.failed:
             outcome.rerun = _command(orders, ranks, timeout, outcome)
@@ -76,6 +98,7 @@ def run_cases(orders: Orders, ranks: int, *, timeout: float, shrinking: bool, di
         strict=orders.strict,
         tolerance=orders.tolerance,
         outcomes=outcomes,
+        interrupted=interrupted,
     )
 
 
@@ -133,7 +156,7 @@ class _Batches:
     def outcomes(self, tasks: Sequence[Task] | None) -> Generator[tuple[Task, Outcome | None]]:
         """What comes of each task, None if it is to reproduce what does not show; without tasks: of each case."""
         if tasks is not None:
-            self.display.begin("shrinking", len(tasks))
+            self.display.begin("looking for the smallest shape", len(tasks))
         while tasks is None or tasks:
             try:
                 with Job(self.ranks, replace(self.orders, tasks=None if tasks is None else tuple(tasks))) as job:
@@ -162,21 +185,17 @@ class _Batches:
         assert self.offer is not None
         orders = self.orders
         setting = case.setting(self.offer, self.ranks, seed=orders.seed, rows=orders.rows, classes=orders.classes)
-        problem = case.build(setting)
         findings = [Finding(str(verdict), text)]
         if printed:
             findings.append(Finding(str(verdict), printed))
-        return Outcome(
-            case=case.name,
-            catches=case.catches,
-            verdict=verdict,
-            findings=findings,
-            rows=problem.rows,
-            classes=problem.classes,
-            ranks=self.ranks,
-            splits=problem.splits,
-            dtype=case.dtype,
-        )
+        outcome = Outcome(case.name, case.catches, verdict, findings, ranks=self.ranks, dtype=case.dtype)
+        try:
+            problem = case.build(setting)
+        except Exception as error:
+            # What keeps it from being built may be what the ranks have met with; their outcomes are not to be lost.
+            findings.append(Finding(str(verdict), f"its shape is not known: {type(error).__name__}: {error}"))
+            return outcome
+        return replace(outcome, rows=problem.rows, classes=problem.classes, splits=problem.splits)
 
 
 @dataclass
@@ -218,11 +237,21 @@ class _Launch:
             if ended and not self._over:
                 yield from self._fault(Verdict.CRASHED, self._death())
                 return
-            timeout = self._batches.timeout
-            if time.monotonic() - heard > (timeout if self._ready else max(timeout, _STARTUP)):
+            silence = time.monotonic() - heard
+            if silence > (timeout := self._timeout()):
                 yield from self._fault(Verdict.DEADLOCKED, self._standstill())
                 return
+            if self._ready and silence > _WAITING:
+                self._batches.display.waiting(silence, timeout)
             time.sleep(_POLL)
+
+    def _timeout(self) -> float:
+        """How many seconds of silence are too many now."""
+        timeout = self._batches.timeout
+        if not self._ready:
+            return max(timeout, _STARTUP)
+        raised = {each.doing == "raised" for each in self._ranks}
+        return min(timeout, max(_AFTER_AN_ERROR_AT_LEAST, _AFTER_AN_ERROR * timeout)) if len(raised) > 1 else timeout
 
     @property
     def unfinished(self) -> list[Task]:
@@ -254,6 +283,9 @@ class _Launch:
 
     def _next(self, outcome: Outcome | None) -> tuple[Task, Outcome | None]:
         self._finished += 1
+        if outcome is not None and outcome.verdict is not Verdict.CRASHED and self._all and len(self.tasks) == 1:
+            # Of a crash they are in the outcome.
+            self._batches.display.printed(self._job.last_lines([each.printed for each in self._ranks], launcher=False))
         return self.tasks[self._finished - 1], outcome
 
     def _fault(self, verdict: Verdict, text: str) -> Iterator[tuple[Task, Outcome | None]]:

@@ -59,8 +59,9 @@ def explain(
         texts = {quantity.name: _fault(quantity, known) for quantity in wrong}
         if len(set(texts.values())) == 1 and len(texts) == len(quantities) and None not in texts.values():
             return next(iter(texts.values()))  # of a fault that has more than one form
-        said = (_said(book, quantity, texts[quantity.name], len(quantities) > 1) for quantity in wrong)
-        return "; ".join(filter(None, said)) or None
+        if len(wrong) > 1:
+            return _of_both(book, wrong, texts)
+        return _of_one(book, wrong[0], texts[wrong[0].name], len(quantities) > 1)
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,9 @@ def _quantity(
     name: str, got: Array, truth: Array, wrong: Array | None, dtype: Any, floor: Any, alone: Array
 ) -> _Quantity:
     close = _CLOSE[np.dtype(dtype).itemsize] * _epsilon(dtype)
-    if wrong is None:
+    if wrong is not None:
+        got = np.where(np.isnan(got) & ~wrong, truth, got)  # nan that the judge lets pass is no part of a fault
+    else:
         far = ~(np.abs(got - truth) <= close * _sizes(np.abs(truth), alone) + floor)
         wrong = far & (got != truth) & ~(np.isnan(got) & np.isnan(truth))
     return _Quantity(name, got, truth, wrong, close, floor, alone)
@@ -155,11 +158,30 @@ def _fault(quantity: _Quantity, known: list[tuple[str, Answer]]) -> str | None:
     return None
 
 
-def _said(book: Textbook, quantity: _Quantity, fault: str | None, of_two: bool) -> str | None:
+def _of_one(book: Textbook, quantity: _Quantity, fault: str | None, of_two: bool) -> str | None:
+    """Of the only quantity that is wrong."""
     if fault is None:
-        place = place_of_gradient if quantity.name == "gradient" else place_of_loss
-        return place(book, quantity.got, quantity.truth, quantity.wrong)
+        return _place(book, quantity)
     return f"{fault}, in the {quantity.name} only" if of_two and quantity.name not in fault else fault
+
+
+def _of_both(book: Textbook, wrong: list[_Quantity], faults: dict[str, str | None]) -> str | None:
+    """Of loss and gradient, each wrong in its own way."""
+    said, unknown = [], []
+    for quantity in wrong:
+        fault, name = faults[quantity.name], quantity.name
+        if fault is not None:
+            said.append(fault if name in fault else f"in the {name}: {fault}")
+        elif (place := _place(book, quantity)) is not None:
+            said.append(place)
+        elif any(faults.values()):
+            unknown.append(f"the {name} is wrong in another way")
+    return "; ".join(said + unknown) or None
+
+
+def _place(book: Textbook, quantity: _Quantity) -> str | None:
+    place = place_of_gradient if quantity.name == "gradient" else place_of_loss
+    return place(book, quantity.got, quantity.truth, quantity.wrong)
 
 
 def _arithmetic(dtype: Any) -> Any:

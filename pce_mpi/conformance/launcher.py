@@ -7,21 +7,20 @@ import ctypes
 from functools import partial
 import os
 from pathlib import Path
-import re
 import shlex
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from typing import Any
 
 from pce_mpi.conformance.journal import Follower
 from pce_mpi.conformance.orders import Orders
-from pce_mpi.launching import LaunchError, mpiexec, settings, stop
+from pce_mpi.conformance.stacks import innermost
+from pce_mpi.launching import LaunchError, memory_shared_by, mpiexec, settings, stop
 
-__all__ = ["Job", "innermost"]
+__all__ = ["Job"]
 
 _LINES_SHOWN = 20
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -37,6 +36,7 @@ class Job:
         orders.write(self.folder)
         self._follower = Follower(self.folder, ranks)
         self._pids: dict[int, int] = {}  # rank of each process
+        self._shared: set[Path] = set()  # memory that its ranks share, and leave behind where they are killed
         worker = [sys.executable, "-m", "pce_mpi.conformance.worker", str(self.folder)]
         # -I -S: nothing but the standard library, as a supervisor needs nothing else and there are many.
         supervisor = [sys.executable, "-I", "-S", str(Path(__file__).with_name("supervisor.py")), str(self._ends)]
@@ -83,6 +83,7 @@ class Job:
         for rank, event in self._follower.news():
             if event["event"] == "began":
                 self._pids[event["pid"]] = rank
+                self._shared |= memory_shared_by(event["pid"])
             yield rank, event
 
     def ends(self) -> list[tuple[int | None, int]]:
@@ -100,10 +101,10 @@ class Job:
         path = self.folder / f"output-{rank}"
         return path.read_bytes()[since:].decode(errors="replace") if path.exists() else ""
 
-    def last_lines(self, since: Sequence[int]) -> str:
-        """The last lines that each rank has printed after so many bytes; if there are none, those of the launcher."""
+    def last_lines(self, since: Sequence[int], *, launcher: bool = True) -> str:
+        """The last lines that each rank has printed after so many bytes; if there are none, those of `launcher`."""
         texts = {f"[rank {rank}] ": self.printed(rank, start) for rank, start in enumerate(since)}
-        if not any(texts.values()):
+        if launcher and not any(texts.values()):
             texts = {"": self._output.read_text(errors="replace")}
         return "\n".join(prefix + line for prefix, text in texts.items() for line in text.splitlines()[-_LINES_SHOWN:])
 
@@ -135,6 +136,8 @@ class Job:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     pass
+        for segment in self._shared:
+            segment.unlink(missing_ok=True)
 
 
 def _ended_with_this_process() -> Callable[[], object] | None:
@@ -143,15 +146,3 @@ def _ended_with_this_process() -> Callable[[], object] | None:
         return None
     set_option = ctypes.CDLL(None).prctl
     return partial(set_option, _PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def innermost(stack: str) -> str:
-    """Of a stack as faulthandler writes it, most recent call first: the first line that is in no installed package."""
-    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<")
-    for file, line, function in re.findall(r'File "(.+)", line (\d+) in (.+)', stack):
-        path = Path(file)
-        if "site-packages" in path.parts or file.startswith(installed) or path.parent == Path(__file__).parent:
-            continue
-        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        return f"{shown}:{line} in {function}"
-    return ""

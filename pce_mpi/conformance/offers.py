@@ -27,6 +27,8 @@ from pathlib import Path
 import sys
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
+from pce_mpi.arrays import dtype_named
+
 if TYPE_CHECKING:
     from pce_mpi.conformance.cases import Case
 
@@ -104,6 +106,7 @@ class Offer:
         needs = case.needs
         for missing, what in (
             (case.dtype not in self.dtypes, case.dtype),
+            (not _known(case.dtype), f"{case.dtype}, which needs ml_dtypes: pip install 'pce_mpi[bf16]'"),
             (needs.probabilities and not self.probabilities, "probability targets"),
             *((option not in self.options, option) for option in needs.options),
             (not set(needs.reductions) & set(self.reductions), "reduction " + " or ".join(needs.reductions)),
@@ -227,6 +230,14 @@ def _by_signature(candidate: Candidate) -> dict[str, Any]:
     if "axis" in parameters:
         supported["any_axis"] = True
     return supported
+
+
+def _known(dtype: str) -> bool:
+    try:
+        dtype_named(dtype)
+    except TypeError:
+        return False
+    return True
 
 
 def _subset(name: str, given: Any, known: Iterable[Any]) -> tuple[Any, ...]:

@@ -9,11 +9,20 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 import math
+import re
 from typing import Any
 
 from pce_mpi.conformance.offers import Offer
 
 __all__ = ["Accuracy", "ErrorMap", "Finding", "Outcome", "Report", "Verdict"]
+
+
+# What `comparing` says of a number that is wrong; `judging` puts it in brackets behind what is known of the cause.
+_SEEN = re.compile(
+    r"\b((loss|gradient|gradient at targets) is \S+ where \S+ is right|the gradient of row .* is finite where nan is).*"
+)
+# One, or several in a list.
+_NUMBERS = re.compile(r"-?\d[\d.]*(e[+-]?\d+)?((, | and )\d+)*( more)?")
 
 
 class Verdict(StrEnum):
@@ -58,6 +67,16 @@ class Finding:
 
     kind: str
     text: str
+
+    @property
+    def cause(self) -> str:
+        """What is wrong without the numbers that were seen; "" where nothing but these is known."""
+        return _SEEN.sub("", self.text).removesuffix(" (").removesuffix(":").strip()
+
+    @property
+    def likeness(self) -> str:
+        """`cause` with # for every number: the same for the same fault at another shape."""
+        return _NUMBERS.sub("#", self.cause)
 
 
 @dataclass
@@ -142,7 +161,8 @@ class Outcome:
 class Report:
     """A run: the candidate by name, what it offers, on how many ranks and by which versions, and what came of it.
 
-    `tolerance` is the factor by which what is allowed was multiplied.
+    `tolerance` is the factor by which what is allowed was multiplied. `interrupted`: by the user, so that cases may be
+    missing.
     """
 
     candidate: str
@@ -153,6 +173,7 @@ class Report:
     strict: bool
     tolerance: float
     outcomes: list[Outcome] = field(default_factory=list)
+    interrupted: bool = False
 
     @property
     def failed(self) -> list[Outcome]:

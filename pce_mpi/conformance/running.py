@@ -23,6 +23,7 @@ from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.offers import Offer, offer_of
 from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict
 from pce_mpi.conformance.procedures import PROCEDURES, BadResult, Trial
+from pce_mpi.conformance.stacks import error_text
 from pce_mpi.conformance.units import Tolerance
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def run_case(
     except BadResult as error:
         trial.find("result", str(error))
     except Exception as error:
-        raised = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        raised = error_text(error)
     seconds = time.perf_counter() - start
     _arrive(comm)
     errors = comm.allgather(raised)
@@ -106,11 +107,16 @@ def assert_conforms(
     A case that the candidate does not offer is skipped: `unittest.SkipTest`, which pytest knows. A candidate that has
     `start(comm)` is started with the first case, and stopped when the process ends.
 
+    It does not return if the candidate does not: where some ranks wait for others that have raised, it hangs as the
+    candidate's own users would. The command `python -m pce_mpi conformance` calls that "deadlocked" and goes on; with
+    pytest, let `-o faulthandler_timeout=60 -o faulthandler_exit_on_timeout=true` end the job.
+
     >>> from mpi4py import MPI
     >>> from pce_mpi import conformance, softmax_cross_entropy_value_and_grad
     >>> for case in conformance.cases(pattern="p-near-1/float32"):
     ...     assert_conforms(softmax_cross_entropy_value_and_grad, case, MPI.COMM_SELF)
     """
+    __tracebackhide__ = True  # pytest shows the text alone, not this function
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD if comm is None else comm
@@ -204,7 +210,7 @@ def _not_refused(problem: Problem, answers: Sequence[tuple[int, str, Answer]]) -
 
 
 def _as_text(outcome: Outcome) -> str:
-    lines = [f"{outcome.case} on {outcome.ranks} ranks: {outcome.verdict}"]
+    lines = [f"{outcome.case} on {outcome.ranks} rank{'s' * (outcome.ranks != 1)}: {outcome.verdict}"]
     lines += [f"  {finding.kind}: {finding.text}" for finding in outcome.findings]
     lines += [
         f"  error of the {each.quantity}: {each.error:.3g} ulp of {each.dtype}, {each.allowed:.3g} allowed"

@@ -38,20 +38,26 @@ def shapes(rows: int, classes: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def shrink(
-    run: Callable[[int, int], Outcome], kinds: Collection[str], shapes: Iterable[tuple[int, int]], comm: MPI.Intracomm
+    run: Callable[[int | None, int | None], Outcome],
+    kinds: Collection[str],
+    shapes: Iterable[tuple[int, int]],
+    comm: MPI.Intracomm,
 ) -> Outcome | None:
-    """What `run` gives at the first of `shapes` that shows a finding of one of `kinds`; None if none does in time.
+    """What `run` gives at the first of `shapes` that shows what the case's own shape, (None, None), shows.
 
+    That is a finding of one of `kinds`, of the same cause where one is known. None if no shape does in time.
     Collective over `comm`: all ranks call it alike, and rank 0's clock counts.
     """
-    start = None
+    whole = next((finding for finding in run(None, None).findings if finding.kind in kinds), None)
+    if whole is None:
+        return None
+    start = time.monotonic()  # after the first call, in which a framework may have to load itself
     for shape in shapes:
-        if comm.bcast(start is not None and time.monotonic() - start > _SECONDS):
+        if comm.bcast(time.monotonic() - start > _SECONDS):
             break
         outcome = run(*shape)
-        if any(finding.kind in kinds for finding in outcome.findings):
+        shown = next((finding for finding in outcome.findings if finding.kind in kinds), None)
+        if shown is not None and (not whole.cause or shown.likeness == whole.likeness):
             outcome.shrunk = True
             return outcome
-        # From the end of the first call, in which a framework may have to load itself.
-        start = time.monotonic() if start is None else start
     return None

@@ -163,7 +163,10 @@ def _page() -> str:
 def _read(path: Path) -> dict[str, Array]:
     import safetensors
 
-    dtype_named("bfloat16")  # which safetensors finds only once ml_dtypes was imported
+    try:
+        dtype_named("bfloat16")  # which safetensors finds only once ml_dtypes was imported
+    except TypeError:
+        raise ImportError("vectors in bfloat16 need ml_dtypes") from None
     with path.open("rb"):
         pass  # for Python's own error, which names the path
     try:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 import faulthandler
 from importlib.metadata import PackageNotFoundError, version
+import inspect
 from itertools import pairwise
 import os
 from pathlib import Path
@@ -18,7 +19,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from pce_mpi.conformance.adapters import NAMED_CANDIDATES, adapted, named_candidate
+from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted, named_candidate
 from pce_mpi.conformance.cases import Case
 from pce_mpi.conformance.journal import Journal
 from pce_mpi.conformance.offers import load, offer_of
@@ -26,6 +27,7 @@ from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.outcomes import Outcome
 from pce_mpi.conformance.running import run_case
 from pce_mpi.conformance.shrinking import shapes, shrink
+from pce_mpi.conformance.stacks import error_text
 from pce_mpi.conformance.units import Tolerance
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ class Recorded:
             returned = function(*arguments, **options)
         except BaseException as error:
             self.raised = True
-            self._journal.write("raised", error=_in_a_line(error))
+            self._journal.write("raised", error=error_text(error))
             raise
         self._journal.write("returned")
         return returned
@@ -139,7 +141,7 @@ def main(folder: Path) -> None:
             candidate.start(comm)
         worker = Worker(orders, candidate, comm, journal)
     except Exception as error:
-        journal.write("unusable", text=_with_its_place(error))
+        journal.write("unusable", text=error_text(error))
         raise
     if comm.rank == 0:
         offer = offer_of(candidate)
@@ -158,7 +160,24 @@ def _candidate(orders: Orders) -> Any:
         return adapted(orders.adapter, load(orders.candidate))
     if orders.candidate in NAMED_CANDIDATES:
         return named_candidate(orders.candidate)
-    return load(orders.candidate)
+    candidate = load(orders.candidate)
+    _check_signature(candidate)
+    return candidate
+
+
+def _check_signature(candidate: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(candidate)
+    except ValueError:
+        return  # it is not known, as for some that are written in C
+    try:
+        signature.bind(None, None, class_start=0, num_classes=0, comm=None)
+    except TypeError as error:
+        raise TypeError(
+            "a candidate is called with (logits, targets, class_start=..., num_classes=..., comm=..., **options), and "
+            f"this one takes {signature}: {error}; for a function on shards of torch or JAX give --adapter "
+            f"{' or '.join(FUNCTION_ADAPTERS)}"
+        ) from None
 
 
 def _redirect_output(path: Path) -> None:
@@ -179,19 +198,6 @@ def _versions(mpi: Any, arrays: str) -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = getattr(sys.modules.get(package), "__version__", "unknown")
     return found
-
-
-def _in_a_line(error: BaseException) -> str:
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-def _with_its_place(error: Exception) -> str:
-    """The error, and where in a file that is not the kit's it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
-    place = f"{outside[-1].filename}:{outside[-1].lineno}: " if outside else ""
-    return place + _in_a_line(error)
 
 
 if __name__ == "__main__":

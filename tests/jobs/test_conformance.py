@@ -2,23 +2,19 @@
 
 import json
 import os
-from pathlib import Path
 import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from jobs.launch import ROOT, launch
+from jobs.conformance_command import CONFORMANCE, conformance, processes_of, wait_until
+from jobs.launch import ROOT
 from pce_mpi.conformance.journal import Follower, Journal
-from pce_mpi.conformance.launcher import innermost
 from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.shrinking import shapes
-from pce_mpi.launching import LaunchError, mpiexec
-
-CONFORMANCE = [sys.executable, "-m", "pce_mpi", "conformance"]
+from pce_mpi.conformance.stacks import innermost
 
 # What it does depends on the option that a case sets.
 TROUBLESOME = """
@@ -66,27 +62,6 @@ candidate.stop = lambda: os._exit(9)
 """
 
 
-def conformance(*arguments, folder=ROOT, timeout=100, **environment):
-    """The completed command, which must have left no process behind."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(
-        [*CONFORMANCE, *map(str, arguments)], cwd=folder, env=env, capture_output=True, text=True, timeout=timeout
-    )
-
-
-def processes_of(folder):
-    """The command lines that name `folder`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if str(folder) in command:
-            found.append(command)
-    return found
-
-
 @pytest.fixture(scope="module")
 def troublesome(tmp_path_factory):
     """One run over cases that hang, die and fail; what is left of it."""
@@ -116,7 +91,7 @@ def test_a_deadlock_is_an_outcome_that_says_which_ranks_never_returned_and_from_
     assert outcome["verdict"] == "deadlocked"
     assert outcome["findings"][0]["text"] == (
         f"deadlocked in case {outcome['case']}: ranks 0, 1 never returned from troublesome.py:15 in candidate; "
-        "rank 2 raised ValueError: smoothing is too much for me"
+        "rank 2 raised ValueError: smoothing is too much for me at troublesome.py:14 in candidate"
     )
 
 
@@ -141,7 +116,8 @@ def test_an_error_on_some_ranks_only_fails(troublesome):
     _, outcomes, _ = troublesome
     outcome = of(outcomes, "softcap")
     assert outcome["verdict"] == "FAIL"
-    assert any("on this rank alone" in finding["text"] for finding in outcome["findings"])
+    said = "ValueError: on this rank alone at troublesome.py:25 in candidate (rank 2)"
+    assert any(said in finding["text"] for finding in outcome["findings"])
 
 
 def test_the_cases_after_a_bad_one_still_run(troublesome):
@@ -209,13 +185,6 @@ def asleep(folder):
     return run
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_an_interrupt_ends_everything(tmp_path, number):
     run = asleep(tmp_path)
@@ -253,31 +222,6 @@ def test_the_process_that_is_started_never_touches_mpi_and_death_after_the_last_
     assert "ended with exit status 9" in run.stderr
 
 
-def test_started_by_mpiexec_it_says_once_what_to_do_instead():
-    job = launch(2, "-m", "pce_mpi", "conformance", "pce")
-    assert job.returncode == 2
-    assert job.stderr.count("without mpiexec: python -m pce_mpi conformance -n 4") == 1
-
-
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("import os\nos._exit(5)", "ended with exit status 5, before the candidate was loaded and started"),
-        (
-            "def candidate(): ...\ndef start(comm): raise OSError('no port')\ncandidate.start = start",
-            "it.py:2: OSError: no port",
-        ),
-    ],
-    ids=["a rank dies", "its start fails"],
-)
-def test_a_candidate_that_cannot_be_started_is_explained_with_status_2(tmp_path, source, said):
-    (tmp_path / "it.py").write_text(source)
-    run = conformance("-n", 1, "it.py:candidate", folder=tmp_path)
-    assert run.returncode == 2
-    assert said in run.stderr
-    assert "Traceback" not in run.stderr
-
-
 def test_where_the_candidate_does_not_start_again_the_other_cases_are_reported_all_the_same(tmp_path):
     (tmp_path / "it.py").write_text(
         "import os\n"
@@ -292,58 +236,6 @@ def test_where_the_candidate_does_not_start_again_the_other_cases_are_reported_a
     assert "ended with exit status 2" in outcomes[0]["findings"][0]["text"]
     assert "did not start again" in outcomes[1]["findings"][0]["text"]
     assert "FileExistsError" in outcomes[1]["findings"][0]["text"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "give a candidate"),
-        (["pce", "--export", "x"], "give a candidate"),
-        (["--vectors", "x"], "give a candidate"),
-        (["pce", "--case", "no-such-case"], "no case is called 'no-such-case'; there are families of cases: random"),
-        (["pce", "-n", "0"], "expected a whole number from 1 up, got '0'"),
-        (["pce", "--seed", "-1"], "expected a whole number from 0 up, got '-1'"),
-        (["pce", "--tolerance", "nan"], "expected a number above 0, got 'nan'"),
-        (["pce", "--json", "no/such/folder/x"], "expected a file in a folder that is there"),
-        (["--vectors", "nowhere", "--results", "x"], "No such file"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_wrong_command_line_is_explained_with_status_2(arguments, said, monkeypatch, capsys):
-    from pce_mpi.cli import main
-
-    with pytest.raises(SystemExit) as ended:
-        main(["conformance", *arguments])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-def test_the_list_has_each_case_with_what_it_catches_and_whether_it_is_offered(tmp_path, capsys):
-    from pce_mpi.cli import main
-
-    with pytest.raises(SystemExit) as ended:
-        main(["conformance", "--list", "--case", "zero-rows"])
-    assert not ended.value.code
-    everything = capsys.readouterr().out
-    assert "zero-rows/mean" in everything and "zero-rows/sum" in everything and "hang" in everything
-    (tmp_path / "troublesome.py").write_text(TROUBLESOME)
-    offered = conformance("troublesome.py:candidate", "--list", "--case", "zero-rows", folder=tmp_path).stdout
-    lines = {line.split()[0]: line for line in offered.splitlines()}
-    assert "not offered: reduction sum" in lines["zero-rows/sum"]
-    assert "not offered" not in lines["zero-rows/mean"]
-
-
-def test_a_launcher_that_is_not_there_is_explained(monkeypatch):
-    monkeypatch.setenv("MPIEXEC", "/no/such/mpiexec --flag")
-    assert mpiexec() == ["/no/such/mpiexec", "--flag"]
-    run = conformance("pce")
-    assert run.returncode == 2
-    assert "/no/such/mpiexec" in run.stderr
-    monkeypatch.delenv("MPIEXEC")
-    monkeypatch.setattr("sys.executable", "/no/such/python")
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(LaunchError, match="pip install mpich"):
-        mpiexec()
 
 
 def test_shapes_grow_and_never_reach_the_one_that_is_to_be_shrunk():
@@ -396,3 +288,4 @@ def test_the_innermost_line_of_a_stack_is_that_of_no_installed_package():
     )
     assert innermost(stack) == "/x/mine.py:7 in forward"
     assert innermost("") == ""
+    assert innermost(stack[: stack.index('  File "/x/mine')]) == "torch/distributed.py:5 in all_reduce"

@@ -1,6 +1,7 @@
 """What `explain` says of an answer: the known fault that gives it, or else where its errors sit."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -93,6 +94,32 @@ def test_a_lower_precision_is_named():
     assert text.count("errors as large as arithmetic in float32 makes them") == 2
 
 
+def test_the_other_half_precision_is_no_explanation():
+    problem = problem_of("random-logits/float16")
+    noise = 1 + 2.0**-8 * np.random.default_rng(0).uniform(-2, 2, problem.logits.shape)
+    text = said(problem, None, lambda g: np.multiply(g, noise, g))
+    assert text is None
+
+
+@pytest.mark.parametrize(("dtype", "may_overflow"), [("float16", True), ("float32", False)])
+def test_an_infinite_loss_of_float16_may_be_a_sum_that_overflows(dtype, may_overflow):
+    text = said(problem_of(f"logits-of-1000-smoothed/{dtype}"), lambda loss, rank: np.inf)
+    assert "log p is the logarithm of an exponential that has become 0" in text
+    assert ("a sum of log p over classes and rows overflows float16" in text) == may_overflow
+
+
+def test_a_divisor_is_named_though_an_ignored_row_is_nan():
+    problem = problem_of("nan/in-an-ignored-row")
+    loss, gradient = problem.expected
+    counts = problem.valid[:, None]
+    got = np.where(counts, gradient * problem.valid.mean(), np.nan)
+    wrong = np.ones(problem.ranks, np.bool_), np.broadcast_to(counts, got.shape)
+    text = explain(
+        problem, [loss * problem.valid.mean()] * problem.ranks, got, wrong_losses=wrong[0], wrong_dlogits=wrong[1]
+    )
+    assert text == "the mean divides by all 6 rows, not by the 4 that are not ignored"
+
+
 def test_the_ranks_whose_loss_is_wrong_are_named():
     problem = problem_of("reduction/none")
     text = said(problem, lambda loss, rank: loss + (rank == 1) * np.arange(loss.size) ** 2)
@@ -107,7 +134,7 @@ def test_the_ranks_whose_loss_is_wrong_are_named():
         (np.s_[:, ::8], "at the first class of each shard only"),
         (np.s_[:, 7::8], "at the last class of each shard only"),
         (np.s_[1::3], "in ignored rows only"),
-        (np.s_[[0, 2, 3, 5]], "in rows that are not ignored only"),
+        (np.s_[[0, 2, 3, 5]], "in rows that count"),
     ],
 )
 def test_the_place_of_errors_is_named(where, place):
@@ -148,6 +175,37 @@ def test_two_faults_are_told_apart():
     assert text.startswith(
         "the loss is 3 times too large: summed over the 3 ranks twice; the gradient is wrong: 0.3 times"
     )
+
+
+def test_a_loss_that_is_wrong_otherwise_is_not_taken_for_right():
+    problem = problem_of("label_smoothing/float32")
+    one_hot = np.arange(problem.classes) == problem.targets[:, None]
+    s = problem.options["label_smoothing"]
+
+    def left_out(gradient):
+        gradient += s * (1 / problem.classes - one_hot) / problem.rows
+
+    assert said(problem, None, left_out) == "label smoothing is left out, in the gradient only"
+    text = said(problem, lambda loss, rank: loss * 0.37 + 0.3, left_out)
+    assert text == "in the gradient: label smoothing is left out; the loss is wrong in another way"
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_targets_that_two_ranks_find_or_none_are_told_by_loss_and_gradient(shifted):
+    problem = problem_of("uneven-shards/any")
+    x = problem.logits.astype(np.float64)
+    top = x.max(axis=-1)
+    z = x - top[:, None] if shifted else x
+    lse = np.log(np.exp(x - top[:, None]).sum(axis=-1)) + (0.0 if shifted else top)
+    found, gradient = np.zeros(problem.rows), np.exp(z - lse[:, None])
+    for rank, (start, stop) in enumerate(pairwise(problem.splits)):
+        column = problem.targets - rank * (stop - start)
+        row = np.flatnonzero((column >= 0) & (column < stop - start))
+        found[row] += z[row, start + column[row]]
+        gradient[row, start + column[row]] -= 1.0
+    losses = [np.float32((lse - found).mean())] * problem.ranks
+    text = explain(problem, losses, (gradient / problem.rows).astype(np.float32))
+    assert text == "class_start is not heeded, but taken to be local classes * rank"
 
 
 def test_what_the_judge_lets_pass_is_not_explained():

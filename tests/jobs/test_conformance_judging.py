@@ -296,3 +296,18 @@ def test_gathered_logits_have_a_whole_gradient_on_each_rank():
     assert kinds(problem, answers_of(problem, loss=problem.expected[0] + np.log(RANKS))) == ["loss"]
     shards = answers_of(replace(problem, gathered=False))
     assert kinds(problem, shards) == ["shape"]
+
+
+def test_a_finding_tells_its_cause_apart_from_the_numbers():
+    problem = problem_of("random-logits/float32")
+    noise = np.random.default_rng(0).standard_normal(problem.logits.shape)
+    exact = problem.expected
+    (found,) = judge(problem, answers_of(problem, gradient=exact[1] + noise), USUAL).findings
+    assert found.text.startswith("gradient is ") and found.cause == ""
+    (found,) = judge(problem, answers_of(problem, loss=np.nan), USUAL).findings
+    assert found.text.startswith("the loss is wrong: nan (") and found.cause == "the loss is wrong: nan"
+    found = judge(problem, answers_of(problem, exact[0] * 3, exact[1] * 3), USUAL).findings[0]
+    assert found.likeness == "loss and gradient are # times too large: summed over the # ranks twice"
+    masked = problem_of("masked-row", reduction="none")
+    finite = judge(masked, answers_of(masked, gradient=np.nan_to_num(masked.expected[1])), USUAL).findings[0]
+    assert "is finite where nan is right" in finite.text and "finite" not in finite.cause

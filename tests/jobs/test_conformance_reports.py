@@ -104,6 +104,20 @@ def test_the_terminal_says_of_each_failure_what_is_wrong_at_which_shape_and_how_
     assert not any(line.startswith("pass random") for line in lines)
 
 
+def test_the_terminal_tells_what_the_smallest_shape_shows_where_that_says_more():
+    def told(text, small):
+        findings = ("loss", text), ("loss", f"at the smallest shape: {small}")
+        case = outcome("random/float32", Verdict.FAIL, *findings, **SIZE, shrunk=True)
+        return "\n  at the smallest shape: " in terminal.render(report(case))
+
+    numbers = "loss is 5.4 where 3.2 is right in row 4: 9e+06 ulp of float32 off, 16 allowed"
+    fewer = "loss is nan where 0.2 is right"
+    assert told(numbers, f"the sum of exponentials is never reduced ({fewer})")
+    assert not told(numbers, fewer)
+    cause = "label smoothing is spread over the {} local classes, not over all {} ({})"
+    assert not told(cause.format(8, 24, numbers), cause.format(1, 3, fewer))
+
+
 def test_no_shape_is_told_of_a_case_of_which_nobody_knows_it():
     text = terminal.render(report(outcome("nan/row", Verdict.CRASHED, rows=6, classes=24, ranks=3)))
     assert "6 rows" not in text
@@ -117,10 +131,63 @@ def test_the_terminal_shows_a_crashed_process_s_last_words_but_does_not_obey_the
 
 def test_the_terminal_has_the_worst_error_beside_the_best_possible_and_what_is_allowed():
     text = terminal.render(ALL)
-    loss = ["float32", "loss", "1.25", "4,321", "0.5", "16", "smoothing/float32", "row", "1"]
+    loss = ["float32", "loss", "1.25", "4.3e+03", "0.5", "16", "smoothing/float32", "row", "1"]
     assert row_of(text, "float32  loss ") == loss
     # no case that passes has a gradient
     assert row_of(text, "float32  gradient ")[2:5] == ["inf", "0.4", "16"]
+
+
+def test_the_largest_error_of_all_is_no_smaller_than_that_of_what_passes():
+    near = outcome("mean", Verdict.PASS, accuracies=[Accuracy("loss", "float32", 17.5, 0.5, 18.6, "")])
+    wrong = outcome("none", Verdict.FAIL, accuracies=[Accuracy("loss", "float32", 16.5, 0.5, 16.0, "row 1")])
+    assert row_of(terminal.render(report(near, wrong)), "float32  loss ")[2:] == ["17.5", "17.5", "0.5", "18.6", "mean"]
+
+
+def test_failures_begin_with_what_is_wrong_and_in_which_cases():
+    local = "label smoothing is spread over the {} local classes, not over all {} (loss is {} where 2 is right: 4 ulp)"
+    hangs = "deadlocked in case {}: rank 3 never returned"
+    numbers = outcome("z/float32", Verdict.FAIL, ("gradient", "gradient is 1 where 2 is right in row 3: 9 ulp"))
+    given = report(
+        PASS,
+        numbers,
+        outcome("smoothing/float32", Verdict.FAIL, ("loss", local.format(6, 24, 4.1))),
+        outcome("pair/smoothing", Verdict.FAIL, ("loss", local.format(64, 256, 0.7))),
+        outcome("empty/one", Verdict.DEADLOCKED, ("deadlocked", hangs.format("empty/one"))),
+        outcome("one-class", Verdict.DEADLOCKED, ("deadlocked", hangs.format("one-class"))),
+    )
+    shown = """
+cases  what is wrong
+-----  -------------
+    2  label smoothing is spread over the 6 local classes, not over all 24
+         in smoothing/float32, pair/smoothing
+    2  deadlocked: rank 3 never returned
+         in empty/one, one-class
+    1  gradient: by numbers only, no known fault gives them
+         in z/float32
+
+FAIL z/float32
+"""
+    assert shown in terminal.render(given)
+    assert "not over all 24 | 2 | smoothing/float32, pair/smoothing |" in markdown.render(given)
+    page = html.render(given)
+    assert page.index("what is wrong") < page.index("<article") < page.index("Cases by verdict")
+    assert "what is wrong" not in terminal.render(report(PASS, numbers))
+
+
+def test_the_page_folds_up_families_in_which_nothing_failed():
+    page = html.render(ALL)
+    folded = page[page.index("Families in which nothing failed") :]
+    folded = folded[: folded.index("</details>")]
+    assert '<td class=" cases">random</td>' in folded and "smoothing" not in folded
+
+
+def test_a_hint_says_how_more_cases_are_had_where_nothing_is_declared():
+    for offer, words in ((Offer(options=("weight",)), True), (Offer(dtypes=("float32", "float64")), False)):
+        for given in (report(PASS, NOT_OFFERED), report(PASS)):
+            given.offer = offer
+            hinted = words and len(given.outcomes) > 1
+            for render in (terminal.render, markdown.render, html.render):
+                assert ("@offers(dtypes=..., dims=..." in render(given)) == hinted
 
 
 def test_costs_stand_beside_ours_and_what_was_not_counted_is_said():
@@ -282,7 +349,7 @@ def test_junit_tells_failures_errors_and_what_was_skipped_apart():
     assert failure.get("message") == "label smoothing is spread over the 3 local classes, not all 8 (also: gradient)"
     assert failure.get("type") == "FAIL"
     assert "rerun: " + RERUN in failure.text and FAIL.findings[1].text in failure.text
-    assert suite.find(".//skipped").get("message") == "float64"
+    assert suite.find(".//skipped").get("message") == "not offered: float64"
     assert "free(): invalid" in suite.find(".//error").text
 
 
@@ -326,3 +393,11 @@ except ImportError as error:
     with_all = "import sys, pce_mpi.conformance.reports.html; print('mpi4py.MPI' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", with_all], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "False\n", done.stderr
+
+
+def test_a_report_of_an_interrupted_run_says_so():
+    stopped = report(PASS)
+    stopped.interrupted = True
+    assert json_file.parse(json_file.render(stopped)).interrupted
+    for form in (terminal, html, markdown):
+        assert "interrupted before the last case" in form.render(stopped)

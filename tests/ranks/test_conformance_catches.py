@@ -131,7 +131,7 @@ PLANTED = [
     Planted("mean_over_all_rows", "ignore_index/float32", "the mean divides by all 6 rows, not by the 4"),
     Planted("mean_of_losses_that_are_not_0", "p-equal-1", "the mean counts the rows whose loss is not 0"),
     Planted("mean_of_the_ranks_means", "ignored/unevenly-over-ranks", "that of each rank's mean", 2, "float32", False),
-    Planted("mean_of_no_rows_is_0", "ignored/all-rows-mean", "it divides by max(count, 1)"),
+    Planted("mean_of_no_rows_is_0", "ignored/all-rows-mean", "it gives 0, as a divisor max(count, 1)"),
     Planted("ignored_rows_have_a_gradient", "ignore_index/float32", "ignored rows have a gradient"),
     Planted("ignore_index_in_range_not_heeded", "ignored/inside", "an ignore_index inside the range is not heeded"),
     Planted("zero_rows_raise", "zero-rows/mean", "division by zero"),

@@ -23,9 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["FUNCTION_ADAPTERS", "NAMED_CANDIDATES", "adapted", "named_candidate"]
+__all__ = ["FUNCTION_ADAPTERS", "NAMED_CANDIDATES", "adapted", "missing_framework", "named_candidate"]
 
 # The file and the class; imported only when they are asked for.
 NAMED_CANDIDATES = {
@@ -55,6 +56,13 @@ def adapted(name: str, function: Callable[..., Any]) -> Any:
     What the function offers is taken from its `@offers`, from its attributes, or from its signature.
     """
     return _class(FUNCTION_ADAPTERS, name, "adapter")(function)
+
+
+def missing_framework(name: str) -> str | None:
+    """The framework that the adapter or candidate `name` calls, if it is not installed; the name of the package."""
+    file, _ = (NAMED_CANDIDATES | FUNCTION_ADAPTERS).get(name, ("", ""))
+    framework = file.partition("_")[0]
+    return framework if framework in ("torch", "jax") and find_spec(framework) is None else None
 
 
 def _class(known: dict[str, tuple[str, str]], name: str, what: str) -> Any:

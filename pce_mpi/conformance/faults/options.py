@@ -22,8 +22,11 @@ def smoothing(b: Textbook) -> Faults:
         local = b.w * s * np.repeat(1.0 / np.maximum(shards, 1), shards)
         what = f"the {shards[0]}" if len(set(shards)) == 1 else f"each rank's own {', '.join(map(str, shards))}"
         spread = f"label smoothing is spread over {what} local classes, not over all {classes}"
-        yield spread, each_rank(b, lambda rank: b.with_u(target + b.in_shard(rank) * local))
-        yield f"{spread}, and summed over the ranks", b.with_u(target + local)
+        of_ranks = Computed(each_rank(b, lambda rank: b.with_u(target + b.in_shard(rank) * local)))
+        summed = b.with_u(target + local)
+        yield spread, of_ranks.books
+        yield spread, Given((summed.loss(),), of_ranks.gradient)  # of losses that are summed over the ranks
+        yield f"{spread}, and summed over the ranks", summed
         partly = each_rank(b, lambda rank: b.with_u(target + b.in_shard(rank) * smooth))
         text = "the sum of label smoothing is of each rank's own classes only: it is never reduced over the ranks"
         yield text, partly
@@ -45,10 +48,12 @@ def smoothing(b: Textbook) -> Faults:
         b.with_u(b.w * (b.q * (1.0 - s) + (1.0 - b.q) * s / max(classes - 1, 1))),
     )
     yield "ignored rows have the loss of label smoothing", b.but(valid=np.ones_like(b.valid))
-    yield (
-        "log p is the logarithm of an exponential that has become 0, and infinite where label smoothing needs it",
-        b.but(nll=np.where(b.p < np.finfo(np.float32).smallest_subnormal, np.inf, b.nll)),
-    )
+    text = "log p is the logarithm of an exponential that has become 0, and infinite where label smoothing needs it"
+    infinite = b.but(nll=np.where(b.p < np.finfo(np.float32).smallest_subnormal, np.inf, b.nll))
+    largest = np.finfo(np.float16).max
+    if b.problem.dtype == np.float16 and b.nll.sum() > largest:  # the loss of both is infinite
+        text = f"a sum of log p over classes and rows overflows float16, which ends at {largest:.0f}; or {text}"
+    yield text, infinite
 
 
 def other_options(b: Textbook) -> Faults:

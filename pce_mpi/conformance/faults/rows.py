@@ -15,7 +15,8 @@ def counted_rows(b: Textbook) -> Faults:
     rows, kept = b.problem.rows, int(b.valid.sum())
     if b.problem.reduction == "mean":
         if kept == 0:
-            yield "no row is left, where the mean is nan: it divides by max(count, 1) and gives 0", b.but(divisor=1.0)
+            text = "no row is left, where the mean is nan: it gives 0, as"
+            yield f"{text} a divisor max(count, 1) or the number of all rows does", b.but(divisor=1.0)
         text = f"the mean divides by all {rows} rows, not by the {kept} that are not ignored"
         yield text, b.but(divisor=float(rows))
         counted = b.valid & (b.row_losses().astype(np.float32) != 0)

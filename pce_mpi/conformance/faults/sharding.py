@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 
 from pce_mpi.conformance.faults.answer import Computed, Faults, Given, each_rank, of_gradient
 from pce_mpi.conformance.textbook import Textbook, softmax
 
 __all__ = ["factors", "reductions", "target_owners"]
+
+Array = np.ndarray[Any, Any]
 
 
 def target_owners(b: Textbook) -> Faults:
@@ -29,8 +34,7 @@ def target_owners(b: Textbook) -> Faults:
         number = local + np.repeat(starts, shards)
         if not np.array_equal(number, np.arange(classes)):
             found = rest + one * ((number == b.t[:, None]) & b.valid[:, None])
-            yield text, b.but(u=found)
-            yield text, b.with_u(found)
+            yield from ((text, book) for book in _targets_at(b, found))
     first = np.flatnonzero(shards)
     away = np.zeros_like(b.q)
     for rank in first:
@@ -47,9 +51,19 @@ def target_owners(b: Textbook) -> Faults:
         at_edge = np.isin(b.t, edge) & b.valid
         if 0 < at_edge.sum():
             found = rest + one * b.q * ~at_edge[:, None]
-            yield f"a target that is the {which} class of a shard is not found there", b.but(u=found)
-            yield f"a target that is the {which} class of a shard is not found there", b.with_u(found)
+            text = f"a target that is the {which} class of a shard is not found there"
+            yield from ((text, book) for book in _targets_at(b, found))
     yield "1 is never subtracted at the target", of_gradient(b.but(u=rest).gradient())
+
+
+def _targets_at(b: Textbook, u: Array) -> Iterator[Textbook]:
+    """What loses targets, or finds them twice, in code that sums shifted logits, or logits, or all that comes of u."""
+    top = b.z.max(axis=-1, initial=-np.inf)
+    # Of logits that are not shifted, the target's counts with the maximum.
+    torn = b.total - u.sum(axis=-1)
+    yield b.but(u=u)
+    yield b.but(u=u, lost=np.where(np.abs(torn) < 1e-12, 0.0, torn * top))
+    yield b.with_u(u)
 
 
 def reductions(b: Textbook) -> Faults:

@@ -20,6 +20,8 @@ __all__ = ["render"]
 
 def render(report: Report) -> str:
     """The page; importing this file needs jinja2 and matplotlib."""
+    head, *rows, total = summary.verdict_rows(report)
+    failing = {outcome.family for outcome in report.failed}
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -30,7 +32,10 @@ def render(report: Report) -> str:
         headline=summary.headline(report),
         facts=summary.facts(report),
         meaning=summary.MEANING,
-        families=_table(summary.verdict_rows(report)),
+        hint=summary.hint(report),
+        causes=_table(summary.cause_rows(report)),
+        families=_table([head, *(row for row in rows if row[0] in failing), total]),
+        others=_table([head, *(row for row in rows if row[0] not in failing)]),
         extremes=_table(summary.extreme_rows(report)),
         costs=_table(summary.cost_rows(report)),
         failures=[_failure(number, outcome) for number, outcome in enumerate(report.failed)],

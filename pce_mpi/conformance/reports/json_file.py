@@ -8,6 +8,7 @@ One object:
     offer        what it offers; the fields of `offers.Offer`
     ranks, seed, strict, tolerance, versions
                  what was run on what; `versions` by the name of the package
+    interrupted  whether somebody stopped the run before its last case
     failed       whether any case failed: crashed, deadlocked, refused where an answer was due, or FAIL
     counts       how many cases ended in each verdict
     outcomes     one object per case, with the fields of `outcomes.Outcome`: `case`, `verdict` ("pass", "FAIL", "not
@@ -43,6 +44,7 @@ def render(report: Report) -> str:
         "strict": report.strict,
         "tolerance": report.tolerance,
         "versions": report.versions,
+        "interrupted": report.interrupted,
         "failed": bool(report.failed),
         "counts": report.counts,
         "outcomes": [outcome.to_json() for outcome in report.outcomes],
@@ -65,5 +67,6 @@ def parse(text: str) -> Report:
         seed=content["seed"],
         strict=content["strict"],
         tolerance=content["tolerance"],
+        interrupted=content["interrupted"],
         outcomes=[Outcome.from_json(outcome) for outcome in content["outcomes"]],
     )

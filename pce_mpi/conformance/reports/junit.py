@@ -49,7 +49,8 @@ def render(report: Report) -> str:
             time=f"{outcome.seconds:.3f}",
         )
         if (tag := _TAGS.get(outcome.verdict)) is not None:
-            found = ElementTree.SubElement(case, tag, message=_clean(problem(outcome)))
+            start = f"{outcome.verdict}: " if tag == "skipped" else ""
+            found = ElementTree.SubElement(case, tag, message=_clean(start + problem(outcome)))
             if tag != "skipped":
                 found.set("type", str(outcome.verdict))
                 found.text = _clean(_details(outcome))

@@ -8,10 +8,12 @@ import re
 
 from pce_mpi.conformance.outcomes import Outcome, Report
 from pce_mpi.conformance.reports.summary import (
+    cause_rows,
     cost_rows,
     extreme_rows,
     facts,
     headline,
+    hint,
     in_a_line,
     lines,
     printed,
@@ -33,9 +35,13 @@ def _parts(report: Report) -> Iterator[str]:
     sign = "\N{CROSS MARK}" if report.failed else "\N{WHITE HEAVY CHECK MARK}"
     yield f"### {sign} Conformance of {_code(report.candidate)}: {headline(report)}"
     yield "\n".join(f"- {name}: {_escaped(value)}" for name, value in facts(report).items() if name != "candidate")
+    if more := hint(report):
+        yield _escaped(more)
+    if rows := cause_rows(report):
+        yield piped(_escaped_rows(rows))
     yield from (_failure(outcome) for outcome in report.failed)
     if rows := extreme_rows(report):
-        yield _folded("How accurate: errors in ulps", piped(_escaped_rows(rows)))
+        yield _folded("How accurate: largest errors in ulps", piped(_escaped_rows(rows)))
     if rows := cost_rows(report):
         yield _folded("What a call takes", piped(_escaped_rows(rows)))
     yield _folded("All cases by verdict", piped(_escaped_rows(verdict_rows(report))))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+import math
 import re
 
 from pce_mpi.conformance.offers import Gradient, Offer
@@ -12,10 +14,13 @@ from pce_mpi.tables import Cell
 __all__ = [
     "MEANING",
     "accuracy_rows",
+    "at_the_smallest",
+    "cause_rows",
     "cost_rows",
     "extreme_rows",
     "facts",
     "headline",
+    "hint",
     "in_a_line",
     "lines",
     "printed",
@@ -33,6 +38,8 @@ MEANING = {
     Verdict.DEADLOCKED: "some ranks never returned",
 }
 
+# What `batches` begins the finding at a smaller shape with.
+_AT_THE_SMALLEST = "at the smallest shape: "
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _CONTROL = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\t"), ord("\n")}, "\N{REPLACEMENT CHARACTER}")
 _GRADIENT = {
@@ -48,6 +55,7 @@ def headline(report: Report) -> str:
     counts = report.counts
     ran = len(report.outcomes) - counts[Verdict.NOT_OFFERED]
     left = f"; {counts[Verdict.NOT_OFFERED]} not offered" if counts[Verdict.NOT_OFFERED] else ""
+    left += "; interrupted before the last case" * report.interrupted
     if not report.failed:
         return f"{_counted(ran, 'case')} passed{left}" if ran else f"no case was run{left}"
     kinds = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if verdict.failed and count)
@@ -76,9 +84,49 @@ def verdict_rows(report: Report) -> list[list[Cell]]:
     return [["cases", *Verdict], *rows, ["all", *report.counts.values()]]
 
 
+def cause_rows(report: Report) -> list[list[Cell]]:
+    """A table, head first: what is wrong, in how many cases, and in which; those alike but for their numbers are one.
+
+    No rows where fewer than two cases failed.
+    """
+    groups: dict[str, tuple[str, list[str]]] = {}
+    for outcome in report.failed:
+        text, likeness = _cause(outcome)
+        groups.setdefault(likeness, (text, []))[1].append(outcome.case)
+    largest = sorted(groups.values(), key=lambda group: -len(group[1]))
+    rows: list[list[Cell]] = [[text, len(names), ", ".join(names)] for text, names in largest]
+    return [["what is wrong", "cases", "in"], *rows] if len(report.failed) > 1 else []
+
+
+def _cause(outcome: Outcome) -> tuple[str, str]:
+    """What is wrong in one case, and what that has in common with others."""
+    if not outcome.findings:
+        text = problem(outcome)
+        return text, text
+    first = outcome.findings[0]
+    if outcome.verdict is Verdict.FAIL and not first.cause:
+        text = f"{first.kind}: by numbers only, no known fault gives them"
+    else:
+        text = in_a_line(first.cause).removeprefix(f"{outcome.verdict} in case {outcome.case}: ")
+    if outcome.verdict is not Verdict.FAIL:
+        text = f"{outcome.verdict}: {text}"
+    return text, Finding(first.kind, text).likeness
+
+
+def hint(report: Report) -> str:
+    """How more cases can be had; '' where the candidate declares what no signature tells."""
+    count = report.counts[Verdict.NOT_OFFERED]
+    plain = Offer()
+    told = replace(report.offer, options=plain.options, reductions=plain.reductions, any_axis=plain.any_axis)
+    if not count or told != plain:
+        return ""
+    rest = "@offers(dtypes=..., dims=..., probabilities=..., gradient=...)"
+    return f"The offer has no more than a signature tells. Add {rest} to the candidate for what else it supports."
+
+
 def extreme_rows(report: Report) -> list[list[Cell]]:
-    """A table, head first: of each dtype and quantity, the worst error of the cases that pass, and of all cases the one
-    that comes closest to what is allowed, or exceeds it by most. No rows where nothing was measured.
+    """A table, head first: of each dtype and quantity, the largest error of the cases that pass, and that of all cases.
+    No rows where nothing was measured.
     """
     worst: dict[tuple[str, str], tuple[Accuracy, str]] = {}
     passing: dict[tuple[str, str], float] = {}
@@ -87,22 +135,29 @@ def extreme_rows(report: Report) -> list[list[Cell]]:
             key = each.dtype, each.quantity
             if not outcome.failed:
                 passing[key] = max(each.error, passing.get(key, 0.0))
-            if key not in worst or each.error / each.allowed > worst[key][0].error / worst[key][0].allowed:
+            if key not in worst or each.error > worst[key][0].error:
                 worst[key] = each, outcome.case
-    head: list[Cell] = ["dtype", "quantity", "where it passes", "worst", "best possible", "allowed", "worst in", "at"]
+    head: list[Cell] = ["dtype", "quantity", "passing cases", "all cases", "best possible", "allowed"]
     rows: list[list[Cell]] = [
-        [*key, passing.get(key), each.error, each.best, each.allowed, case, each.where]
+        [*key, _ulps(passing.get(key)), _ulps(each.error), each.best, each.allowed, case, each.where]
         for key, (each, case) in worst.items()
     ]
+    head += ["in case", "at"]
     return [head, *rows] if rows else []
 
 
 def accuracy_rows(outcome: Outcome) -> list[list[Cell]]:
     """A table, head first: how accurate the candidate was in one case. No rows where nothing was measured."""
     rows: list[list[Cell]] = [
-        [each.dtype, each.quantity, each.error, each.best, each.allowed, each.where] for each in outcome.accuracies
+        [each.dtype, each.quantity, _ulps(each.error), each.best, each.allowed, each.where]
+        for each in outcome.accuracies
     ]
     return [["dtype", "quantity", "error (ulps)", "best possible", "allowed", "at"], *rows] if rows else []
+
+
+def _ulps(error: float | None) -> Cell:
+    """Large errors all in one form."""
+    return error if error is None or error < 1000.0 or math.isinf(error) else f"{error:.2g}"
 
 
 def cost_rows(report: Report) -> list[list[Cell]]:
@@ -129,6 +184,15 @@ def problem(outcome: Outcome) -> str:
     first, *others = outcome.findings
     also = dict.fromkeys(finding.kind for finding in others if finding.kind != first.kind)
     return in_a_line(first.text) + (f" (also: {', '.join(also)})" if also else "")
+
+
+def at_the_smallest(outcome: Outcome) -> str:
+    """What the smallest shape tells of the cause that the case's own does not; '' if nothing."""
+    for finding in outcome.findings[1:]:
+        small = Finding(finding.kind, finding.text.removeprefix(_AT_THE_SMALLEST))
+        if small.text != finding.text and small.likeness != outcome.findings[0].likeness:
+            return in_a_line(finding.text)
+    return ""
 
 
 def lines(outcome: Outcome) -> list[str]:

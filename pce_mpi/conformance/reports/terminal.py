@@ -7,16 +7,19 @@ import textwrap
 
 from pce_mpi.conformance.outcomes import Outcome, Report
 from pce_mpi.conformance.reports.summary import (
+    at_the_smallest,
+    cause_rows,
     cost_rows,
     extreme_rows,
     facts,
     headline,
+    hint,
     printed,
     problem,
     shape,
     verdict_rows,
 )
-from pce_mpi.tables import table
+from pce_mpi.tables import Cell, table
 
 __all__ = ["render"]
 
@@ -35,15 +38,29 @@ def _parts(report: Report) -> Iterator[str]:
     width = max(map(len, given))
     yield "\n".join(_wrapped(f"{name:{width}}  ", value) for name, value in given.items())
     yield table(verdict_rows(report))
+    if rows := cause_rows(report):
+        yield "\n".join(_causes(rows))
     for outcome in report.failed:
         yield "\n".join(_failure(outcome))
     if rows := extreme_rows(report):
-        yield "Errors in ulps; help(pce_mpi.conformance.judging) says of what"
+        yield "Largest errors in ulps (help(pce_mpi.conformance.judging) says of what); sums may err by log2(rows) more"
         yield table(rows)
     if rows := cost_rows(report):
         yield "What a call takes"
         yield table(rows)
+    if more := hint(report):
+        yield _wrapped("", more)
     yield headline(report)
+
+
+def _causes(rows: list[list[Cell]]) -> Iterator[str]:
+    """A table of two columns, whose second one has two parts below each other."""
+    (what, cases, _), *groups = rows
+    yield f"{cases}  {what}"
+    yield f"{'-' * len(str(cases))}  {'-' * len(str(what))}"
+    for text, count, names in groups:
+        yield _wrapped(f"{count:>{len(str(cases))}}  ", str(text))
+        yield _wrapped(" " * 9, f"in {names}")
 
 
 def _failure(outcome: Outcome) -> Iterator[str]:
@@ -51,10 +68,19 @@ def _failure(outcome: Outcome) -> Iterator[str]:
     yield _wrapped("  ", problem(outcome))
     if seen := shape(outcome):
         yield f"  {'smallest' if outcome.shrunk else 'seen at'}: {seen}"
+    if told := at_the_smallest(outcome):
+        yield _wrapped("  ", told)
     yield from (f"  | {line}" for line in printed(outcome).splitlines()[-_LINES_SHOWN:])
     if outcome.rerun:
         yield f"  rerun: {outcome.rerun}"  # in one line, to be copied
 
 
 def _wrapped(start: str, text: str) -> str:
-    return textwrap.fill(text, _WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False)
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

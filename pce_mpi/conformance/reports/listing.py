@@ -1,0 +1,34 @@
+"""The cases themselves, before any run: what each catches, and whether a candidate offers it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+import textwrap
+
+from pce_mpi.conformance.cases import Case
+from pce_mpi.conformance.offers import Offer
+
+__all__ = ["render"]
+
+
+def render(cases: Iterable[Case], offer: Offer | None = None, width: int = 120) -> str:
+    """A line for each case; below those that catch the same, what that is, in lines no wider than `width`.
+
+    `offer`: of which each case is said to be offered or not; None: that is not said.
+    """
+    cases = list(cases)
+    names = max((len(case.name) for case in cases), default=0)
+    dtypes = max((len(case.dtype) for case in cases), default=0)
+    lines: list[str] = []
+    for catches, alike in groupby(cases, key=lambda case: case.catches):
+        lines += [f"{case.name:{names}}  {case.dtype:{dtypes}}  {_offered(case, offer)}".rstrip() for case in alike]
+        lines += textwrap.wrap(catches, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def _offered(case: Case, offer: Offer | None) -> str:
+    if offer is None:
+        return ""
+    missing = offer.missing(case)
+    return "offered" if missing is None else f"not offered: {missing}"

@@ -1,0 +1,49 @@
+"""Which line of a stack a candidate's author wants to see: the innermost one that is their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+import re
+import sysconfig
+import traceback
+
+__all__ = ["error_text", "innermost"]
+
+_KIT = Path(__file__).parent
+
+
+def innermost(stack: str) -> str:
+    """The innermost line of a stack as faulthandler writes it, most recent call first.
+
+    That is one that is in no installed package, or, if all are, one of a package; never one of this kit's or of the
+    standard library's. '' if there is none.
+    """
+    return _innermost(re.findall(r'File "(.+)", line (\d+) in (.+)', stack))
+
+
+def error_text(error: BaseException) -> str:
+    """The error in a line, and the innermost line of the candidate from which it came."""
+    first = str(error).strip().partition("\n")[0]
+    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    place = _innermost((frame.filename, str(frame.lineno), frame.name) for frame in frames)
+    return f"{text} at {place}" if place else text
+
+
+def _innermost(frames: Iterable[tuple[str, str, str]]) -> str:
+    standard = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    installed = ""
+    for file, line, function in frames:
+        path = Path(file)
+        if file.startswith("<") or _KIT in path.parents:
+            continue
+        if "site-packages" in path.parts:
+            packages = len(path.parts) - path.parts[::-1].index("site-packages")
+            installed = installed or f"{Path(*path.parts[packages:])}:{line} in {function}"
+        elif _KIT.parent in path.parents:
+            installed = installed or f"{path.relative_to(_KIT.parents[1])}:{line} in {function}"
+        elif not file.startswith(standard):
+            shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+            return f"{shown}:{line} in {function}"
+    return installed

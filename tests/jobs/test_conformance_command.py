@@ -1,0 +1,186 @@
+"""What the conformance kit's command says: of wrong command lines, of what is missing, of a run that is interrupted."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from safetensors.numpy import save_file
+
+from jobs.conformance_command import CONFORMANCE, conformance
+from jobs.launch import ROOT, launch
+from pce_mpi.launching import LaunchError, mpiexec
+
+# Of a process's map of its memory: what MPICH's ranks share.
+SHARED_MEMORY = re.compile(r"/dev/shm/mpich_\S+")
+
+
+def test_an_interrupted_run_reports_what_is_known_by_then(tmp_path):
+    (tmp_path / "it.py").write_text(
+        "import os, signal, pce_mpi as pce\n"
+        "def candidate(logits, targets, *, class_start, num_classes, comm, **options):\n"
+        "    if options: signal.pause()\n"
+        "    return pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm)\n"
+    )
+    selection = ["--case", "random-logits/float32", "--case", "label_smoothing/float32", "--json", "report"]
+    run = subprocess.Popen(
+        [*CONFORMANCE, "-n", "1", "it.py:candidate", *selection],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while "1/2" not in (line := run.stderr.readline()):
+        assert line
+    time.sleep(0.5)  # the line stands there a little before all is done that belongs to it
+    run.send_signal(signal.SIGINT)
+    stdout, stderr = run.communicate(timeout=20)
+    assert run.returncode == 130, stderr
+    assert "interrupted, and the report has what was known by then; conformance: 1 of 2" in stderr
+    assert "random-logits" in stdout
+    report = json.loads((tmp_path / "report").read_text())
+    assert [outcome["verdict"] for outcome in report["outcomes"]] == ["pass"]
+
+
+def test_once_a_rank_has_raised_the_others_are_not_waited_for_as_long_and_leave_no_shared_memory(tmp_path):
+    (tmp_path / "it.py").write_text(
+        "import pathlib\n"
+        "def candidate(logits, targets, *, class_start, num_classes, comm):\n"
+        "    pathlib.Path(f'maps-{comm.rank}').write_text(pathlib.Path('/proc/self/maps').read_text())\n"
+        "    assert comm.rank, 'not on the first'\n"
+        "    comm.Barrier()\n"
+    )
+    start = time.monotonic()
+    run = conformance("-n", 2, "it.py:candidate", "--case", "random-logits/float32", folder=tmp_path)
+    assert time.monotonic() - start < 20  # of a timeout of 30 s
+    assert "rank 1 never returned from it.py:5 in candidate; rank 0 raised AssertionError: not on" in " ".join(
+        run.stdout.split()
+    )
+    shared = {each for rank in range(2) for each in SHARED_MEMORY.findall((tmp_path / f"maps-{rank}").read_text())}
+    assert [each for each in shared if os.path.exists(each)] == []
+
+
+def test_without_ml_dtypes_bfloat16_is_not_offered_and_the_rest_is_judged(tmp_path):
+    (tmp_path / "ml_dtypes.py").write_text("raise ImportError('as if it were not there')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    selection = ["--case", "random-logits", "--json", "report"]
+    run = conformance("-n", 2, "pce", *selection, folder=tmp_path, PYTHONPATH=path)
+    assert run.returncode == 0, run.stderr
+    outcomes = {each["case"]: each for each in json.loads((tmp_path / "report").read_text())["outcomes"]}
+    assert outcomes["random-logits/float32"]["verdict"] == outcomes["random-logits/float16"]["verdict"] == "pass"
+    assert "pip install 'pce_mpi[bf16]'" in outcomes["random-logits/bfloat16"]["note"]
+    alone = conformance("-n", 1, "pce", "--case", "random-logits/bfloat16", folder=tmp_path, PYTHONPATH=path)
+    assert alone.returncode == 2  # no case was judged
+    assert "nothing was judged: pce offers none of the selected cases" in alone.stderr
+
+
+def test_results_of_no_vector_at_all_pass_nothing(tmp_path):
+    vectors, results = tmp_path / "vectors", tmp_path / "results"
+    assert conformance("--export", vectors, "--case", "random-logits/float32").returncode == 0
+    save_file({}, results)
+    run = conformance("--vectors", vectors, "--results", results, "--junit", tmp_path / "report")
+    assert run.returncode == 2
+    assert f"nothing was judged: {results} has no result of {vectors}" in run.stderr
+    assert (tmp_path / "report").exists()
+
+
+def test_what_a_candidate_prints_is_shown_by_rank_where_one_case_is_run(tmp_path):
+    (tmp_path / "it.py").write_text(
+        "import pce_mpi as pce\n"
+        "def candidate(logits, targets, *, class_start, num_classes, comm):\n"
+        "    print('classes from', class_start)\n"
+        "    return pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm)\n"
+    )
+    run = conformance("-n", 2, "it.py:candidate", "--case", "random-logits/float32", folder=tmp_path)
+    assert "[rank 0] classes from 0\n[rank 1] classes from 12\n" in run.stderr
+
+
+def test_started_by_mpiexec_it_says_once_what_to_do_instead():
+    job = launch(2, "-m", "pce_mpi", "conformance", "pce")
+    assert job.returncode == 2
+    assert job.stderr.count("without mpiexec: python -m pce_mpi conformance -n 4") == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import os\nos._exit(5)", "ended with exit status 5, before the candidate was loaded and started"),
+        (
+            "def candidate(*arrays, **_): ...\ndef start(comm): raise OSError('no port')\ncandidate.start = start",
+            "OSError: no port at it.py:2 in start",
+        ),
+        ("def candidate(logits, targets, group): ...", "and this one takes (logits, targets, group): "),
+    ],
+    ids=["a rank dies", "its start fails", "it is a function for an adapter"],
+)
+def test_a_candidate_that_cannot_be_started_is_explained_with_status_2(tmp_path, source, said):
+    (tmp_path / "it.py").write_text(source)
+    run = conformance("-n", 1, "it.py:candidate", folder=tmp_path)
+    assert run.returncode == 2
+    assert said in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give a candidate"),
+        (["pce", "--export", "x"], "a candidate and --export are given, and only one of them"),
+        (["--vectors", "x"], "give both --vectors DIR, with the problems, and --results FILE"),
+        (["pcee"], "pce-value-and-grad, torch-dense, torch-loss-parallel, got 'pcee'; did you mean pce?"),
+        ([__file__], f"which function in {__file__}? {__file__}:test_"),
+        (["pce", "--case", "lable_smoothing"], "did you mean label_smoothing"),
+        (["pce", "--case", "random-logits/float32", "--dtype", "float64"], "'random-logits/float32' have no logits of"),
+        (["torch-dense"], "torch-dense needs torch: pip install torch"),
+        (["--adapter", "jax-shard-map", "it.py:f"], "jax-shard-map needs jax: pip install jax"),
+        (["pce", "--case", "no-such-case"], "no case is called 'no-such-case'; there are families of cases: random"),
+        (["pce", "-n", "0"], "expected a whole number from 1 up, got '0'"),
+        (["pce", "--seed", "-1"], "expected a whole number from 0 up, got '-1'"),
+        (["pce", "--tolerance", "nan"], "expected a number above 0, got 'nan'"),
+        (["pce", "--json", "no/such/folder/x"], "expected a file in a folder that is there"),
+        (["--vectors", "nowhere", "--results", "x"], "No such file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_command_line_is_explained_with_status_2(arguments, said, monkeypatch, capsys):
+    from pce_mpi.cli import main
+
+    for framework in ("torch", "jax"):
+        monkeypatch.setitem(sys.modules, framework, None)  # as if it were not installed
+    with pytest.raises(SystemExit) as ended:
+        main(["conformance", *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_list_has_each_case_with_what_it_catches_and_whether_it_is_offered(tmp_path, capsys):
+    from pce_mpi.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["conformance", "--list", "--case", "zero-rows"])
+    assert not ended.value.code
+    everything = capsys.readouterr().out
+    assert "zero-rows/mean" in everything and "zero-rows/sum" in everything and "hang" in everything
+    (tmp_path / "it.py").write_text("def candidate(*arrays, class_start, num_classes, comm): ...\n")
+    offered = conformance("it.py:candidate", "--list", "--case", "zero-rows", folder=tmp_path).stdout
+    lines = {line.split()[0]: line for line in offered.splitlines()}
+    assert "not offered: reduction sum" in lines["zero-rows/sum"]
+    assert "not offered" not in lines["zero-rows/mean"]
+
+
+def test_a_launcher_that_is_not_there_is_explained(monkeypatch):
+    monkeypatch.setenv("MPIEXEC", "/no/such/mpiexec --flag")
+    assert mpiexec() == ["/no/such/mpiexec", "--flag"]
+    run = conformance("pce")
+    assert run.returncode == 2
+    assert "/no/such/mpiexec" in run.stderr
+    monkeypatch.delenv("MPIEXEC")
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(LaunchError, match="pip install mpich"):
+        mpiexec()

@@ -1,0 +1,18 @@
+"""The list of cases that --list shows."""
+
+from pce_mpi.conformance.cases import cases
+from pce_mpi.conformance.offers import Offer
+from pce_mpi.conformance.reports import listing
+
+
+def test_a_list_has_a_line_for_each_case_and_says_once_what_those_alike_catch():
+    found = cases(pattern=["random-logits", "zero-rows"])
+    text = listing.render(found, width=60)
+    assert max(map(len, text.splitlines())) <= 60
+    assert [line.split()[0] for line in text.splitlines() if not line.startswith(" ")] == [case.name for case in found]
+    assert " ".join(text.split()).count(found[0].catches) == 1
+    lines = listing.render(found, Offer(reductions=("mean",))).splitlines()
+    told = {line.split()[0]: line.split(maxsplit=2)[2] for line in lines if not line.startswith(" ")}
+    assert told["random-logits/float32"] == told["zero-rows/mean"] == "offered"
+    assert told["random-logits/float64"] == "not offered: float64"
+    assert told["zero-rows/sum"] == "not offered: reduction sum"
