@@ -54,12 +54,19 @@ class CollectiveTimeout(CollectiveError):
 class Channel:
     """A communicator on which only this package sends, and the bounded wait for what is sent on it."""
 
-    def __init__(self, comm: MPI.Intracomm, tag: int):
+    def __init__(self, comm: MPI.Intracomm, tag: int, *, owns_comm: bool = False):
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
+        self._owns_comm = owns_comm
         self._tag = tag
         self._broken: str | None = None
         self._timeout = _timeout_seconds()
+
+    def __del__(self) -> None:
+        # When the caller's communicator is freed, which holds the channel. A delete function of its keyval would do
+        # the same, but mpi4py asks for that communicator's topology first, and MPICH may then read freed memory.
+        if self._owns_comm and self._broken is None:
+            self.comm.Free()
 
     def wait(self, request: MPI.Request, operation: str, *buffers: object) -> None:
         """Return when `request`, which reads and writes `buffers`, is complete, or raise `CollectiveTimeout`."""
@@ -137,11 +144,7 @@ def _timeout_seconds() -> float:
 def _channel_key() -> int:
     from mpi4py import MPI
 
-    def free(comm: MPI.Comm, key: int, channel: Channel) -> None:
-        if channel._broken is None:
-            channel.comm.Free()
-
-    return MPI.Comm.Create_keyval(delete_fn=free)
+    return MPI.Comm.Create_keyval()
 
 
 def channel_of(comm: MPI.Intracomm, operation: str) -> Channel:
@@ -157,7 +160,7 @@ def channel_of(comm: MPI.Intracomm, operation: str) -> Channel:
         duplicate, request = comm.Idup()
         try:
             channel.wait(request, f"{operation} (its first use of the communicator)", duplicate)
-            channel = Channel(duplicate, _ROLL_CALL_TAG)
+            channel = Channel(duplicate, _ROLL_CALL_TAG, owns_comm=True)
         finally:
             comm.Set_attr(_channel_key(), channel)
     assert isinstance(channel, Channel)

@@ -1,10 +1,11 @@
-"""Run the tests: tests/ranks under mpiexec at each size, tests/jobs once, in one process that launches jobs itself.
+"""Run the tests: tests/ranks under mpiexec at each size, others once, in one process that launches jobs itself.
 
 A test in tests/ranks that does not ask for `comm` runs at the first size only. With --gpu, all tests of CuPy arrays and
 no others, on a GPU: those that also run on a stand-in for CuPy, and those of tests/gpu.
 """
 
 import argparse
+from collections import deque
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, closing
 import json
@@ -25,6 +26,7 @@ RANKS = TESTS / "ranks"
 PEERS = TESTS / "peers"
 GPU = TESTS / "gpu"
 JOBS = TESTS / "jobs"
+CONFORMANCE = TESTS / "conformance"
 KERNELS = TESTS / "kernels"
 
 # pytest ends a test that hangs (faulthandler_timeout). A run that tells of no test for longer than that is stopped.
@@ -42,12 +44,13 @@ FROM_GOOD_TO_BAD = ["passed", "skipped", "failed"]
 
 
 class Run:
-    """One pytest session: what to start, and how it went."""
+    """One pytest session on so many ranks: what to start, and how it went."""
 
-    def __init__(self, name: str, command: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, name: str, ranks: int, command: list[str]) -> None:
         self.name = name
+        self.ranks = ranks
         self.command = command
-        self.environment = environment
+        self.environment = job_environment(ranks)
         self.outcomes: dict[str, str] = {}
         self.texts: list[str] = []
         self.running = ""
@@ -139,12 +142,11 @@ def main() -> int:
     interrupted = False
     start = time.time()
     try:
-        for abreast in runs:
-            execute(abreast, may_be_empty=selection)
+        execute(runs, may_be_empty=selection)
     except KeyboardInterrupt:
         interrupted = True
     remove_memory_left_behind(start)
-    executed = [run for abreast in runs for run in abreast if run.seconds]
+    executed = [run for run in runs if run.seconds]
     print_table(executed)
     failed = sum(run.count("failed") for run in executed)
     passed = sum(run.count("passed") for run in executed)
@@ -156,11 +158,17 @@ def main() -> int:
 
 
 def execute(runs: list[Run], may_be_empty: bool) -> None:
-    """Execute all of them at once and tell of each when it is over; interrupted, stop those that are not."""
+    """Execute them in this order, several at once where there are cores, and tell of each when it is over.
+
+    Interrupted, stop those that are under way.
+    """
+    waiting, courses = deque(runs), dict[Run, Generator[None]]()
     with ExitStack() as stack:
-        courses = {run: stack.enter_context(closing(run.execute(may_be_empty))) for run in runs}
         try:
-            while courses:
+            while waiting or courses:
+                while waiting and (not courses or fits(waiting[0], courses)):
+                    run = waiting.popleft()
+                    courses[run] = stack.enter_context(closing(run.execute(may_be_empty)))
                 for run in [run for run, course in courses.items() if is_over(course)]:
                     del courses[run]
                     show_live("")
@@ -173,6 +181,11 @@ def execute(runs: list[Run], may_be_empty: bool) -> None:
             show_live("")
             print(f"interrupted in {' and '.join(run.name for run in courses)}")
             raise
+
+
+def fits(run: Run, running: Iterable[Run]) -> bool:
+    """Whether there is a core for each rank. What launches jobs counts as one: it waits for much of its time."""
+    return run.ranks + sum(other.ranks for other in running) <= number_of_cores()
 
 
 def is_over(course: Generator[None]) -> bool:
@@ -206,14 +219,16 @@ def parse_arguments() -> argparse.Namespace:
         "-n", nargs="+", default=["1", "2", "3", "4"], metavar="N", help="numbers of ranks (default: 1 2 3 4)"
     )
     parser.add_argument("-k", metavar="EXPR", help="only tests whose name matches, as pytest -k")
-    parser.add_argument("--jobs", action=argparse.BooleanOptionalAction, default=True, help="run tests/jobs as well")
+    parser.add_argument(
+        "--jobs", action=argparse.BooleanOptionalAction, default=True, help="run what runs once as well"
+    )
     parser.add_argument("--gpu", action="store_true", help="run the tests of CuPy arrays, and no others, on a GPU")
     parser.add_argument(
         "paths",
         nargs="*",
-        help="files, folders or file.py::test (default: all of tests/ranks and tests/jobs, with --gpu tests/gpu and "
-        "tests/kernels too); what is below tests/ranks, tests/peers or tests/gpu runs at each size, anything else once "
-        "in one process",
+        help="files, folders or file.py::test (default: all of tests/ranks, tests/jobs and tests/conformance, with "
+        "--gpu tests/gpu and tests/kernels too); what is below tests/ranks, tests/peers or tests/gpu runs at each "
+        "size, anything else once in one process",
     )
     options = parser.parse_intermixed_args()
     # `-n 1 2 tests/ranks` says what it means: the numbers end where a path begins.
@@ -239,29 +254,27 @@ def file_of(path: Path) -> Path:
     return Path(str(path).partition("::")[0])
 
 
-def plan(options: argparse.Namespace) -> list[list[Run]]:
-    """What to run for these options, in this order; what stands in one list, at the same time."""
-    paths = options.paths or ([RANKS, GPU, JOBS, KERNELS] if options.gpu else [RANKS, JOBS])
+def plan(options: argparse.Namespace) -> list[Run]:
+    """What to run for these options, in this order."""
+    everything = [RANKS, GPU, JOBS, KERNELS] if options.gpu else [RANKS, JOBS, CONFORMANCE]
+    paths = options.paths or [folder for folder in everything if folder.exists()]
     on_ranks = [path for path in paths if any(path.is_relative_to(folder) for folder in (RANKS, PEERS, GPU))]
     in_one_process = [path for path in paths if path not in on_ranks]
     # Open MPI gives its ranks a terminal; what they print ends up in a pipe all the same.
     pytest = ["-m", "pytest", "--color=no", *(["-k", options.k] if options.k else []), *["--gpu"] * options.gpu]
-    runs: list[list[Run]] = []
+    runs: list[Run] = []
     if on_ranks:
         for n in options.n:
             # What asks for no communicator is the same at every size: it runs at the first one.
             once = ["--only-with-comm"] if runs else []
             command = job_command(n, *pytest, *once, *map(str, on_ranks))
-            runs.append([Run(f"{n} rank{'s' if n > 1 else ''}", command, job_environment(n))])
+            runs.append(Run(f"{n} rank{'s' if n > 1 else ''}", n, command))
     if in_one_process and options.jobs:
-        name = ", ".join(sorted({file_of(path).relative_to(TESTS).parts[0] for path in in_one_process}))
-        command = [sys.executable, *pytest, *map(str, in_one_process)]
-        jobs = Run(name, command, job_environment(1))
-        # A job waits for much of its time. Beside ranks that leave it a core it is no slower, nor are they.
-        if runs and number_of_cores() > options.n[0]:
-            runs[0].append(jobs)
-        else:
-            runs.append([jobs])
+        folders = dict[str, list[Path]]()
+        for path in in_one_process:
+            folders.setdefault(file_of(path).relative_to(TESTS).parts[0], []).append(path)
+        # Right after the first size: if that is one rank, they run beside it.
+        runs[1:1] = [Run(name, 1, [sys.executable, *pytest, *map(str, paths)]) for name, paths in folders.items()]
     return runs
 
 

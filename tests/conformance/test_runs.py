@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jobs.conformance_command import CONFORMANCE, conformance, processes_of, wait_until
+from conformance.command import CONFORMANCE, conformance, processes_of, wait_until
 from jobs.launch import ROOT
 from pce_mpi.conformance.journal import Follower, Journal
 from pce_mpi.conformance.orders import Orders, Task

@@ -11,7 +11,7 @@ import time
 import pytest
 from safetensors.numpy import save_file
 
-from jobs.conformance_command import CONFORMANCE, conformance
+from conformance.command import CONFORMANCE, conformance
 from jobs.launch import ROOT, launch
 from pce_mpi.launching import LaunchError, mpiexec
 
