@@ -55,7 +55,7 @@ test: $(installed)/test
 	$(bin)/python tests/run.py $(if $(N),-n $(N))
 
 test-kernels: $(installed)/kernels-$(CUDA)
-	$(bin)/python tests/run.py tests/kernels
+	$(bin)/python tests/run.py tests/kernels tests/jobs/test_gpus.py
 
 # What compute-sanitizer looks at: rows that start and end anywhere, clusters, every option.
 sanitized := anywhere or cluster or every_option

@@ -144,7 +144,7 @@ def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
     offer = Offer(**supported)
 
     def declare(candidate: _Candidate) -> _Candidate:
-        candidate.offer = offer  # type: ignore[attr-defined]
+        candidate.offer = offer  # type: ignore[attr-defined]  # a function takes any attribute
         return candidate
 
     return declare

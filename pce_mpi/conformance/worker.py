@@ -185,7 +185,7 @@ def _redirect_output(path: Path) -> None:
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what Python itself has opened
 
 
 def _versions(mpi: Any, arrays: str) -> dict[str, str]:

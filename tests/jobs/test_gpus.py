@@ -32,7 +32,10 @@ def test_the_package_and_its_functions_on_numpy_arrays_never_import_cupy():
     assert run(program) == "[]\n"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("cupy") is None,
+    reason="CuPy is not installed; `make test-kernels` installs it and runs this",
+)
 def test_numpy_arrays_work_where_cupy_has_been_imported_and_info_says_what_gpus_it_sees():
     program = """
         import cupy
@@ -124,7 +127,10 @@ def functions_taken_from_the_array_library():
                     yield name, f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("cupy") is None,
+    reason="CuPy is not installed; `make test-kernels` installs it and runs this",
+)
 def test_cupy_has_every_function_that_is_taken_from_the_array_library():
     used = dict(functions_taken_from_the_array_library())
     assert {"exp", "where", "concatenate"} <= used.keys()
