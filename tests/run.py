@@ -11,7 +11,6 @@ from contextlib import ExitStack, closing
 import json
 import os
 from pathlib import Path
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import tempfile
 import time
 
 from jobs.launch import ROOT, job_command, job_environment
-from pce_mpi.launching import number_of_cores, stop
+from pce_mpi.launching import memory_shared_by, number_of_cores, stop
 
 TESTS = ROOT / "tests"
 RANKS = TESTS / "ranks"
@@ -195,17 +194,13 @@ def is_over(course: Generator[None]) -> bool:
 
 def remove_memory_left_behind(since: float) -> None:
     """Remove the memory that MPICH's ranks have shared since then and that no process holds any more."""
-    held = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            held.update(re.findall(rf"{SHARED_MEMORY}/mpich_shm_\S+", maps.read_text(errors="replace")))
-        except OSError:
-            continue  # the process has ended, or is somebody else's
+    pids = [int(process.name) for process in Path("/proc").glob("[0-9]*")]
+    held = set[Path]().union(*(memory_shared_by(pid) for pid in pids))
     for segment in Path(SHARED_MEMORY).glob("mpich_shm_*"):
         try:
             status = segment.stat()
             if status.st_uid == os.getuid() and since < status.st_mtime < time.time() - SETTLED:
-                if str(segment) not in held:
+                if segment not in held:
                     segment.unlink()
         except FileNotFoundError:
             continue  # its own job was faster

@@ -32,7 +32,7 @@ from pce_mpi.arrays import dtype_named
 if TYPE_CHECKING:
     from pce_mpi.conformance.cases import Case
 
-__all__ = ["DTYPES", "OPTIONS", "REDUCTIONS", "Gradient", "Offer", "Shards", "load", "offer_of", "offers"]
+__all__ = ["DTYPES", "EVERYTHING", "OPTIONS", "REDUCTIONS", "Gradient", "Offer", "Shards", "load", "offer_of", "offers"]
 
 OPTIONS = ("weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -254,3 +254,15 @@ def _one(name: str, given: Any, known: tuple[Any, ...]) -> Any:
     if given not in known:
         raise ValueError(f"{name} of an offer must be one of {', '.join(map(str, known))}, got {given!r}")
     return given
+
+
+#: what a candidate offers that supports all there is
+EVERYTHING = Offer(
+    dtypes=DTYPES,
+    options=OPTIONS,
+    reductions=REDUCTIONS,
+    probabilities=True,
+    dims=(1, 2, 3, 4, 5),
+    any_axis=True,
+    gradient=Gradient.BACKWARD,
+)

@@ -22,7 +22,7 @@ from pce_mpi.arrays import dtype_named, is_floating
 from pce_mpi.conformance import judging
 from pce_mpi.conformance.cases import Case, Expects, Problem, cases
 from pce_mpi.conformance.judging import Answer, judge
-from pce_mpi.conformance.offers import DTYPES, OPTIONS, REDUCTIONS, Gradient, Offer
+from pce_mpi.conformance.offers import EVERYTHING, Gradient
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.units import Tolerance
 
@@ -33,15 +33,6 @@ Array = np.ndarray[Any, Any]
 _FORMAT = "pce_mpi conformance vectors"
 _VERSION = 1
 _INDEX = "index.json"
-_EVERYTHING = Offer(
-    dtypes=DTYPES,
-    options=OPTIONS,
-    reductions=REDUCTIONS,
-    probabilities=True,
-    dims=(1, 2, 3, 4, 5),
-    any_axis=True,
-    gradient=Gradient.BACKWARD,
-)
 
 
 def export(
@@ -60,11 +51,11 @@ def export(
     from safetensors.numpy import save_file
 
     folder = Path(folder)
-    selected = [case for case in cases(_EVERYTHING, pattern=pattern, dtypes=dtypes) if _numbers_show(case)]
+    selected = [case for case in cases(EVERYTHING, pattern=pattern, dtypes=dtypes) if _numbers_show(case)]
     index = []
     for size in dict.fromkeys(ranks):
         for case in selected:
-            problem = case.build(case.setting(_EVERYTHING, size, seed=seed))
+            problem = case.build(case.setting(EVERYTHING, size, seed=seed))
             if problem.gathered or problem.memory != "C":
                 continue  # the numbers of another case, handed over in another way
             name = f"{case.name}/{size}-ranks"
@@ -108,7 +99,7 @@ def judged(
         outcome.rerun = shlex.join(command)
     return Report(
         candidate=str(results),
-        offer=_EVERYTHING,
+        offer=EVERYTHING,
         ranks=max((outcome.ranks for outcome in outcomes), default=0),
         versions={"pce_mpi": metadata.version("pce_mpi"), "numpy": np.__version__},
         seed=content["seed"],

@@ -28,17 +28,8 @@ from pce_mpi.conformance import (
 )
 from pce_mpi.conformance.cases import Needs, catalogue
 from pce_mpi.conformance.catalogue.drawing import chunks
-from pce_mpi.conformance.offers import DTYPES, OPTIONS, REDUCTIONS
+from pce_mpi.conformance.offers import DTYPES, EVERYTHING, OPTIONS, REDUCTIONS
 
-EVERYTHING = Offer(
-    dtypes=DTYPES,
-    options=OPTIONS,
-    reductions=REDUCTIONS,
-    probabilities=True,
-    dims=(1, 2, 3, 4, 5),
-    any_axis=True,
-    gradient=Gradient.BACKWARD,
-)
 ALL = cases(EVERYTHING)
 
 

@@ -45,7 +45,7 @@ def forbid_handing_over(monkeypatch):
 def way(request, cupy, monkeypatch):
     """Both ways, on the stand-in each with what makes the other fail."""
     if request.config.option.gpu and request.param == "handed over" and not channel.gpu_aware()[0]:
-        pytest.skip("this MPI library takes no arrays on a GPU")
+        pytest.skip("this MPI library takes no arrays on a GPU: run this with one that does, or PCE_MPI_GPU_AWARE=1")
     monkeypatch.setenv("PCE_MPI_GPU_AWARE", str(int(request.param == "handed over")))
     (forbid_staging if request.param == "handed over" else forbid_handing_over)(monkeypatch)
     return request.param

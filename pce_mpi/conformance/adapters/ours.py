@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pce_mpi.conformance.offers import OPTIONS, Gradient, Offer
+from pce_mpi.conformance.offers import EVERYTHING, Gradient
 from pce_mpi.loss import (
     softmax_cross_entropy_backward,
     softmax_cross_entropy_forward,
@@ -18,22 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ForwardAndBackward", "ValueAndGrad"]
 
-_EVERYTHING = Offer(
-    dtypes=("float16", "bfloat16", "float32", "float64"),
-    options=OPTIONS,
-    reductions=("none", "sum", "mean"),
-    probabilities=True,
-    dims=(1, 2, 3, 4, 5),
-    any_axis=True,
-    shards="any",
-    gradient=Gradient.BACKWARD,
-)
-
 
 class ForwardAndBackward:
     """`softmax_cross_entropy_forward`, then `softmax_cross_entropy_backward` with the kit's upstream gradient."""
 
-    offer = _EVERYTHING
+    offer = EVERYTHING
 
     def __call__(
         self, logits: Any, targets: Any, *, comm: MPI.Intracomm, **options: Any
@@ -46,7 +35,7 @@ class ForwardAndBackward:
 class ValueAndGrad:
     """`softmax_cross_entropy_value_and_grad`."""
 
-    offer = replace(_EVERYTHING, gradient=Gradient.VALUE)
+    offer = replace(EVERYTHING, gradient=Gradient.VALUE)
 
     def __call__(self, logits: Any, targets: Any, *, comm: MPI.Intracomm, **options: Any) -> tuple[Any, Any]:
         """The loss and its gradient."""
