@@ -53,8 +53,15 @@ class DistArray:
         self.requires_grad = requires_grad
         self.grad: DistArray | None = None
         self.node: Any = None  # of the tape, for what was computed while it was recording
-        # Where operations needed a computed array, and that had to be sent. Made arrays may be written to.
+        # Copies of a computed array in other shardings, which operations needed and which took communication. A made
+        # array, and a view of one, may be written to (by a step of SGD for one), so no copy of it is kept. All ranks
+        # must decide alike: by the operations that led here, never by the memory of the local array.
         self.moved: dict[Sharding, DistArray] | None = {} if computed else None
+
+    @property
+    def computed(self) -> bool:
+        """Whether the local arrays are written to no more."""
+        return self.moved is not None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -327,7 +334,8 @@ def redistribute(x: DistArray, target: Sharding, *, operation: str, reason: str)
     taken = steps(x.sharding, target)
     for step in taken:
         local = carry_out(step, local, x.mesh, operation, reason)
-    return DistArray(local, x.mesh, target) if taken else x
+    computed = x.computed or any(step.copies for step in taken)
+    return DistArray(local, x.mesh, target, computed=computed) if taken else x
 
 
 def check_replicas(x: DistArray) -> None:

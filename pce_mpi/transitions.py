@@ -44,6 +44,11 @@ class Step:
         return self.verb not in _SILENT
 
     @property
+    def copies(self) -> bool:
+        """Whether the result is in memory of its own on every rank."""
+        return self.verb not in ("slice", "keep")
+
+    @property
     def divisor(self) -> int:
         """What terms are divided by before they are added up: how many ranks are averaged over."""
         return math.prod(self.before.sizes[dim] for dim in self.dims if self.before.by_dim[dim] == Partial("avg"))

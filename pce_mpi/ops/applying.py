@@ -49,7 +49,7 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
         if op.sends:
             mesh.sent += op.sends(*(x.dtype for x in operands), **more, **parameters)
         local = Abstract(np.dtype(op.dtype(*(x.dtype for x in operands))))
-        return _settled(DistArray(local, mesh, chosen.result, computed=True), op.name, chosen)
+        return _settled(DistArray(local, mesh, chosen.result, computed=_computed(op, inputs)), op.name, chosen)
     with np.errstate(all="ignore"):  # what one rank finds in its shard must not raise there alone
         local = op.forward(*(x.local for x in inputs), **parameters, **more)
     kept = {}
@@ -127,14 +127,20 @@ def _result(op: Op, local: Any, inputs: Sequence[DistArray], chosen: Plan) -> Di
     given, local = local, xp.asarray(local)
     if local.dtype.kind not in "biufc" and not is_floating(local.dtype):
         raise TypeError(f"{op.name} gives no array of numbers, but {type(given).__name__} ({local.dtype})")
-    # A view of a made array changes when that is written to, and counts as made.
-    computed = not any(x.moved is None and xp.may_share_memory(local, x.local) for x in inputs)
+    computed = _computed(op, inputs)
+    if computed and any(not x.computed and xp.may_share_memory(local, x.local) for x in inputs):
+        local = local.copy()  # a function of the user's gave its argument, or a view of it
     if op.rule is None:
         return DistArray(local, mesh, Sharding.of(mesh.layout, local.shape, {}), computed=computed)
     shape = chosen.result.local_shape(mesh.coordinates)
     if local.shape != shape:
         raise ValueError(f"the rule of {op.name} says that its result has shape {shape} here, but it has {local.shape}")
     return _settled(DistArray(local, mesh, chosen.result, computed=computed), op.name, chosen)
+
+
+def _computed(op: Op, inputs: Sequence[DistArray]) -> bool:
+    """Whether the result counts as computed: a view of a made array changes when that is written to."""
+    return not op.views or all(x.computed for x in inputs)
 
 
 def _settled(result: DistArray, name: str, chosen: Plan) -> DistArray:

@@ -51,6 +51,7 @@ _EXPAND = Op(
     _expand_rule,
     uses=[()],
     knows_layout=True,
+    views=True,
 )
 
 

@@ -33,6 +33,7 @@ class Op:
     relays        the vjp gives the same elements in another order, shape or dtype: what is Partial stays so, as
                   it may be on its way to a parameter, whose gradients add up without communication
     keeps         `forward` returns something else besides, which the vjps take as `kept`
+    views         the result of `forward` may share the memory of an operand
     sends         what `forward` sends itself, which only an operation does whose rule has labels that it joins
     """
 
@@ -45,6 +46,7 @@ class Op:
     knows_layout: bool = False
     relays: bool = False
     keeps: bool = False
+    views: bool = False
     sends: Callable[..., Sequence[Sent]] | None = None
 
 

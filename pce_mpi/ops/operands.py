@@ -62,12 +62,13 @@ def moved(x: DistArray, target: Sharding, *, operation: str, reason: str) -> Dis
         return x
     if x.moved and target in x.moved:
         return x.moved[target]
-    sending = [step for step in steps(x.sharding, target) if step.sends]
+    taken = steps(x.sharding, target)
+    sending = [step for step in taken if step.sends]
     if isinstance(x.mesh, AbstractMesh):
         x.mesh.sent += [sent_by(step, x) for step in sending]
-        there = DistArray(x.local, x.mesh, target)
+        there = DistArray(x.local, x.mesh, target, computed=x.computed or any(step.copies for step in taken))
     else:
         there = redistribute(x, target, operation=operation, reason=reason)
-    if sending and x.moved is not None:  # a made array may be written to, by a step of SGD for one
+    if sending and x.moved is not None:
         x.moved[target] = there
     return there

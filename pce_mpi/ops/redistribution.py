@@ -42,7 +42,7 @@ def redistribute(x: DistArray, **placements: Placement) -> DistArray:
     target = x.sharding.with_placements(placements)
     reason = "asked for"
     there = moved(x, target, operation="redistribute", reason=reason)
-    result = DistArray(there.local, x.mesh, target, computed=True)
+    result = DistArray(there.local, x.mesh, target, computed=there.computed)
     if x.requires_grad and is_recording():
         natural = x.sharding.natural
 

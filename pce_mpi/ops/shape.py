@@ -81,6 +81,7 @@ _RESHAPE = Op(
     uses=[()],
     knows_layout=True,
     relays=True,
+    views=True,
 )
 
 
@@ -124,6 +125,7 @@ _TRANSPOSE = Op(
     _transpose_rule,
     uses=[()],
     relays=True,
+    views=True,
 )
 
 
@@ -196,6 +198,7 @@ _CUT = Op(
     _cut_rule,
     uses=[()],
     knows_layout=True,
+    views=True,
 )
 
 

@@ -535,3 +535,12 @@ def test_cupy_arrays_stay_where_they_are(line, cupy):
     result = pce.op(lambda x: x * 2)(x)
     assert isinstance(result.local, cupy.ndarray)
     np.testing.assert_array_equal(cupy.asnumpy(result.local), 2 * whole)
+
+
+@pytest.mark.parametrize("forward", [lambda x: x, lambda x: x[::-1]], ids=["argument", "view"])
+def test_result_shares_no_memory_with_a_parameter(line, forward):
+    whole = numbers(5)
+    w = at(line, whole, R, requires_grad=True)
+    y = pce.op(forward, lambda g, y, x: g)(w)
+    w.local[...] = 0
+    np.testing.assert_array_equal(y.full(), forward(whole))
