@@ -16,9 +16,14 @@ Arrays that the ranks of a mesh hold together; see `Mesh`, `distribute`, `DistAr
 """
 
 from pce_mpi import dense
-from pce_mpi.channel import CollectiveError, CollectiveTimeout
-from pce_mpi.checkpoint import load, save
-from pce_mpi.dist_array import DistArray, check_replicas, distribute, from_local
+from pce_mpi.autograd.tape import no_grad
+from pce_mpi.comm.communicators import CollectiveError, CollectiveTimeout
+from pce_mpi.comm.tracing import Trace, trace
+from pce_mpi.distributed.checkpoint import load, save
+from pce_mpi.distributed.dist_array import DistArray, check_replicas, distribute, from_local
+from pce_mpi.distributed.mesh import Mesh
+from pce_mpi.distributed.placements import Partial, Replicate, Shard, shard_range
+from pce_mpi.distributed.styles import Colwise, Replicated, Rowwise, SequenceParallel, VocabParallel, shard_parameters
 from pce_mpi.loss import (
     ClassStatistics,
     Residuals,
@@ -28,7 +33,6 @@ from pce_mpi.loss import (
     softmax_cross_entropy_forward,
     softmax_cross_entropy_value_and_grad,
 )
-from pce_mpi.mesh import Mesh
 from pce_mpi.ops import (
     Inference,
     Rule,
@@ -71,11 +75,7 @@ from pce_mpi.ops import (
     transpose,
     where,
 )
-from pce_mpi.placements import Partial, Replicate, Shard, shard_range
-from pce_mpi.plans import Colwise, Replicated, Rowwise, SequenceParallel, VocabParallel, shard_parameters
-from pce_mpi.sgd import SGD, clip_grad_norm
-from pce_mpi.tape import no_grad
-from pce_mpi.tracing import Trace, trace
+from pce_mpi.optim.sgd import SGD, clip_grad_norm
 
 __version__ = "0.1.0"
 

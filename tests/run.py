@@ -18,7 +18,7 @@ import tempfile
 import time
 
 from jobs.launch import ROOT, job_command, job_environment
-from pce_mpi.launching import memory_shared_by, number_of_cores, stop
+from pce_mpi.conformance.launching import memory_shared_by, number_of_cores, stop
 
 TESTS = ROOT / "tests"
 RANKS = TESTS / "ranks"

@@ -315,7 +315,7 @@ STREAM = Stream()
 FREE: defaultdict[int, list[np.ndarray]] = defaultdict(list)  # pinned memory that nobody uses, by its size
 STAND_INS = {"cupy": StrictCupy(), "cupyx": ModuleType("cupyx")}
 vars(STAND_INS["cupyx"])["empty_pinned"] = empty_pinned
-LOADER = "pce_mpi.kernels.cuda"
+LOADER = "pce_mpi.loss.kernels.cuda"
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from pce_mpi.cli import bench, check, conformance, info
-from pce_mpi.collectives import agree
+from pce_mpi.comm.collectives import agree
 
 if TYPE_CHECKING:
     from mpi4py import MPI

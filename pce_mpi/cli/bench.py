@@ -24,15 +24,15 @@ from pce_mpi.cli.gpu_bench import together
 from pce_mpi.cli.gpus import take_gpu_of_rank
 from pce_mpi.cli.progress import progress
 from pce_mpi.cli.tape_costs import measure as tape_costs
-from pce_mpi.collectives import agree, all_reduce
+from pce_mpi.comm.collectives import agree, all_reduce
+from pce_mpi.comm.tracing import Purpose, trace
+from pce_mpi.conformance.reports.tables import table
+from pce_mpi.distributed.placements import shard_range
 from pce_mpi.loss import (
     softmax_cross_entropy_backward,
     softmax_cross_entropy_forward,
     softmax_cross_entropy_value_and_grad,
 )
-from pce_mpi.placements import shard_range
-from pce_mpi.tables import table
-from pce_mpi.tracing import Purpose, trace
 
 if TYPE_CHECKING:
     from mpi4py import MPI

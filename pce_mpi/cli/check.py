@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pce_mpi import dense
-from pce_mpi.collectives import all_gather, all_reduce
+from pce_mpi.comm.collectives import all_gather, all_reduce
+from pce_mpi.comm.tracing import trace
+from pce_mpi.conformance.reports.tables import Cell, table
+from pce_mpi.distributed.placements import shard_range
 from pce_mpi.loss import (
     class_statistics,
     softmax_cross_entropy_backward,
     softmax_cross_entropy_forward,
     softmax_cross_entropy_value_and_grad,
 )
-from pce_mpi.placements import shard_range
-from pce_mpi.tables import Cell, table
-from pce_mpi.tracing import trace
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -22,11 +22,11 @@ from pce_mpi.cli.progress import Bar
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, missing_framework
 from pce_mpi.conformance.batches import DEFAULT_TIMEOUT, asked_offer, run_cases
 from pce_mpi.conformance.cases import catalogue
+from pce_mpi.conformance.launching import LaunchError
 from pce_mpi.conformance.offers import DTYPES
 from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
 from pce_mpi.conformance.reports import listing, terminal
-from pce_mpi.launching import LaunchError
 
 __all__ = ["add_arguments", "run", "started_by_mpiexec"]
 

@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from pce_mpi.cli.gpu_peers import Peer, peers, release_memory
-from pce_mpi.collectives import agree, all_reduce
-from pce_mpi.kernels import kernels_of
-from pce_mpi.kernels.terms import ClassWeights, RowGradient, Transform
+from pce_mpi.comm.collectives import agree, all_reduce
+from pce_mpi.distributed.placements import shard_range
 from pce_mpi.loss import (
     softmax_cross_entropy_backward,
     softmax_cross_entropy_forward,
     softmax_cross_entropy_value_and_grad,
 )
-from pce_mpi.placements import shard_range
-from pce_mpi.records import Layout, merge
+from pce_mpi.loss.kernels import kernels_of
+from pce_mpi.loss.kernels.terms import ClassWeights, RowGradient, Transform
+from pce_mpi.loss.records import Layout, merge
 
 if TYPE_CHECKING:
     from mpi4py import MPI

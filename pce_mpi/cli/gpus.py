@@ -7,7 +7,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from pce_mpi.arrays import gpus, take_gpu
-from pce_mpi.collectives import all_gather_text
+from pce_mpi.comm.collectives import all_gather_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI

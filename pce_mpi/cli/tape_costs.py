@@ -12,8 +12,8 @@ import numpy as np
 
 import pce_mpi as pce
 from pce_mpi.cli.training_step import ByHand, OnTape, parameters
-from pce_mpi.collectives import agree, all_reduce
-from pce_mpi.synchronization import synchronize
+from pce_mpi.comm.collectives import agree, all_reduce
+from pce_mpi.optim.synchronization import synchronize
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import pce_mpi as pce
-from pce_mpi.collectives import all_reduce
+from pce_mpi.comm.collectives import all_reduce
 
 if TYPE_CHECKING:
     from mpi4py import MPI

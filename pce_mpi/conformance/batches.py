@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 from pce_mpi.conformance.cases import Case
 from pce_mpi.conformance.launcher import Job
+from pce_mpi.conformance.launching import LaunchError
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.stacks import innermost
-from pce_mpi.launching import LaunchError
 
 __all__ = ["DEFAULT_TIMEOUT", "Display", "asked_offer", "run_cases"]
 

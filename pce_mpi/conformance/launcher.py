@@ -16,9 +16,9 @@ import time
 from typing import Any
 
 from pce_mpi.conformance.journal import Follower
+from pce_mpi.conformance.launching import LaunchError, memory_shared_by, mpiexec, settings, stop
 from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.stacks import innermost
-from pce_mpi.launching import LaunchError, memory_shared_by, mpiexec, settings, stop
 
 __all__ = ["Job"]
 

@@ -16,8 +16,7 @@ from unittest import SkipTest
 
 import numpy as np
 
-from pce_mpi.arguments import target_text
-from pce_mpi.channel import by_value
+from pce_mpi.comm.communicators import by_value
 from pce_mpi.conformance.cases import Case, Expects, Problem
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.offers import Offer, offer_of
@@ -25,6 +24,7 @@ from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict
 from pce_mpi.conformance.procedures import PROCEDURES, BadResult, Trial
 from pce_mpi.conformance.stacks import error_text
 from pce_mpi.conformance.units import Tolerance
+from pce_mpi.loss.arguments import target_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI

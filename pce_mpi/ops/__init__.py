@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pce_mpi.dist_array import DistArray
-from pce_mpi.ops.abstract import Sent
+from pce_mpi.autograd.abstract import Sent
+from pce_mpi.autograd.custom import op
+from pce_mpi.autograd.gradient import backward_from
+from pce_mpi.autograd.rules import Rule
+from pce_mpi.distributed.dist_array import DistArray
 from pce_mpi.ops.broadcasting import expand, sum
 from pce_mpi.ops.elementwise import (
     add,
@@ -29,8 +32,6 @@ from pce_mpi.ops.elementwise import (
     where,
 )
 from pce_mpi.ops.embedding import embedding
-from pce_mpi.ops.fallback import op
-from pce_mpi.ops.gradient import backward_from
 from pce_mpi.ops.inference import Inference, infer_placements
 from pce_mpi.ops.loss import cross_entropy, mse
 from pce_mpi.ops.matmul import matmul
@@ -38,7 +39,6 @@ from pce_mpi.ops.normalization import layer_norm, rms_norm
 from pce_mpi.ops.numpy_protocol import call_function, call_ufunc
 from pce_mpi.ops.redistribution import redistribute
 from pce_mpi.ops.reductions import logsumexp, max, mean, min
-from pce_mpi.ops.rules import Rule
 from pce_mpi.ops.shape import concatenate, cut, reshape, split, swapaxes, transpose
 from pce_mpi.ops.softmax import log_softmax, softmax
 

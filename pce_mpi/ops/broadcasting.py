@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_half
-from pce_mpi.dist_array import DistArray
-from pce_mpi.ops.applying import apply
-from pce_mpi.ops.definition import Layout, Op
-from pce_mpi.ops.rules import Axes, Axis, Rule
+from pce_mpi.autograd.applying import apply
+from pce_mpi.autograd.op import Layout, Op
+from pce_mpi.autograd.rules import Axes, Axis, Rule
+from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.placements import ReduceOperator
 from pce_mpi.ops.shape import normalized_axis, reshape, whole_numbers
-from pce_mpi.placements import ReduceOperator
 
 __all__ = ["aligned", "expand", "kept_shape", "local_extreme", "normalized_axes", "reduction_rule", "sum", "sum_to"]
 

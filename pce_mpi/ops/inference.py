@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.dist_array import DistArray
-from pce_mpi.mesh import Mesh, checked_dims
-from pce_mpi.ops.abstract import Abstract, AbstractMesh, Sent
-from pce_mpi.placements import Placement
-from pce_mpi.sharding import Sharding
+from pce_mpi.autograd.abstract import Abstract, AbstractMesh, Sent
+from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.mesh import Mesh, checked_dims
+from pce_mpi.distributed.placements import Placement
+from pce_mpi.distributed.sharding import Sharding
 
 __all__ = ["Inference", "infer_placements"]
 

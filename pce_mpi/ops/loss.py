@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arguments import Call, Reduction
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of, is_floating
-from pce_mpi.dist_array import DistArray
+from pce_mpi.autograd.abstract import Sent
+from pce_mpi.autograd.applying import apply
+from pce_mpi.autograd.op import Layout, Op
+from pce_mpi.autograd.rules import Axis, Rule
+from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.mesh import over_text
 from pce_mpi.loss import Residuals, forward_of, softmax_cross_entropy_backward, value_and_grad_of
-from pce_mpi.mesh import over_text
-from pce_mpi.ops.abstract import Sent
-from pce_mpi.ops.applying import apply
-from pce_mpi.ops.definition import Layout, Op
+from pce_mpi.loss.arguments import Call, Reduction
+from pce_mpi.loss.passes import record_of
 from pce_mpi.ops.elementwise import square
 from pce_mpi.ops.reductions import mean
-from pce_mpi.ops.rules import Axis, Rule
 from pce_mpi.ops.shape import normalized_axis
-from pce_mpi.passes import record_of
 
 __all__ = ["cross_entropy", "mse"]
 

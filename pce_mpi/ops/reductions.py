@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating, is_half
-from pce_mpi.dist_array import DistArray
-from pce_mpi.ops.applying import apply
+from pce_mpi.autograd.applying import apply
+from pce_mpi.autograd.op import Layout, Op
+from pce_mpi.autograd.rules import Rule
+from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.placements import ReduceOperator
 from pce_mpi.ops.broadcasting import expand, kept_shape, local_extreme, normalized_axes, reduction_rule, sum
-from pce_mpi.ops.definition import Layout, Op
 from pce_mpi.ops.elementwise import astype, equal, exp
-from pce_mpi.ops.rules import Rule
 from pce_mpi.ops.shape import reshape
 from pce_mpi.ops.softmax import joins, maximum_and_sum
-from pce_mpi.placements import ReduceOperator
 
 __all__ = ["logsumexp", "max", "mean", "min"]
 

@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.agreement import prepare
-from pce_mpi.arguments import Call
 from pce_mpi.arrays import array_namespace, is_floating, is_half
-from pce_mpi.dist_array import DistArray
-from pce_mpi.mesh import over_text
-from pce_mpi.ops.abstract import Sent
-from pce_mpi.ops.applying import apply
+from pce_mpi.autograd.abstract import Sent
+from pce_mpi.autograd.applying import apply
+from pce_mpi.autograd.op import Layout, Op
+from pce_mpi.autograd.rules import Axis, Rule
+from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.mesh import over_text
+from pce_mpi.loss.arguments import Call
+from pce_mpi.loss.passes import row_softmax
+from pce_mpi.loss.preparation import prepare
+from pce_mpi.loss.records import Layout as Record
 from pce_mpi.ops.broadcasting import kept_shape, local_extreme, sum
-from pce_mpi.ops.definition import Layout, Op
 from pce_mpi.ops.elementwise import exp
-from pce_mpi.ops.rules import Axis, Rule
 from pce_mpi.ops.shape import normalized_axis
-from pce_mpi.passes import row_softmax
-from pce_mpi.records import Layout as Record
 
 __all__ = ["joins", "log_softmax", "maximum_and_sum", "softmax"]
 

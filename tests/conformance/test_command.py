@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from conformance.command import CONFORMANCE, conformance
 from jobs.launch import ROOT, launch
-from pce_mpi.launching import LaunchError, mpiexec
+from pce_mpi.conformance.launching import LaunchError, mpiexec
 
 # Of a process's map of its memory: what MPICH's ranks share.
 SHARED_MEMORY = re.compile(r"/dev/shm/mpich_\S+")

@@ -6,7 +6,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import dense
-from pce_mpi.kernels import kernels_of
+from pce_mpi.loss.kernels import kernels_of
 from ulps import FLOAT32, HALF, errors
 
 GIB = 2**30

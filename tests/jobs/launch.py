@@ -11,7 +11,7 @@ import textwrap
 import time
 from typing import NamedTuple
 
-from pce_mpi.launching import mpiexec, settings, stop
+from pce_mpi.conformance.launching import mpiexec, settings, stop
 
 ROOT = Path(__file__).parents[2]
 

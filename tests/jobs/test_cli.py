@@ -73,7 +73,7 @@ def test_check_fails_when_one_rank_computes_something_else():
     program = """
 import numpy as np
 from mpi4py import MPI
-from pce_mpi.kernels import blockwise
+from pce_mpi.loss.kernels import blockwise
 from pce_mpi.cli import main
 honest = blockwise.write_gradient
 def wrong(out, *arguments, **options):

@@ -32,7 +32,7 @@ from mpi4py import MPI
 import numpy as np
 
 import pce_mpi as pce
-from pce_mpi.collectives import agree, all_gather, all_reduce, broadcast
+from pce_mpi.comm.collectives import agree, all_gather, all_reduce, broadcast
 
 comm = MPI.COMM_WORLD
 folder = Path(sys.argv[1])

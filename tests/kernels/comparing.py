@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 
 from kernels.places import OnGpu, OnHost
-from pce_mpi.kernels import blockwise
-from pce_mpi.kernels.terms import ClassWeights, RowGradient, Transform
-from pce_mpi.records import Layout, RowSoftmax
+from pce_mpi.loss.kernels import blockwise
+from pce_mpi.loss.kernels.terms import ClassWeights, RowGradient, Transform
+from pce_mpi.loss.records import Layout, RowSoftmax
 from ulps import FLOAT32, FLOAT64, HALF, errors
 
 F64 = np.dtype(np.float64)

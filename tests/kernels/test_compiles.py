@@ -15,7 +15,7 @@ def compiled(kernel, architecture):
     """What the assembler says of a kernel: registers, and bytes that did not fit them."""
     from cupy_backends.cuda.libs import nvrtc
 
-    from pce_mpi.kernels import cuda
+    from pce_mpi.loss.kernels import cuda
 
     program = nvrtc.createProgram(cuda.source_of(kernel.file), kernel.file, (), ())
     # -ftz=true and the architecture are what CuPy adds.
@@ -44,7 +44,7 @@ def reports():
         nvrtc.getVersion()
     except (ImportError, RuntimeError) as error:
         pytest.skip(f"NVRTC cannot be loaded: {error}")
-    from pce_mpi.kernels import cuda
+    from pce_mpi.loss.kernels import cuda
 
     jobs = [(kernel, arch) for kernel in cuda.instantiations() for arch in (80, 90) if arch >= kernel.capability]
     with ProcessPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:

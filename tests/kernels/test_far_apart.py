@@ -18,8 +18,8 @@ from kernels.comparing import (
     row_gradient,
     write_gradient,
 )
-from pce_mpi.kernels.grids import Grid
-from pce_mpi.records import Layout
+from pce_mpi.loss.kernels.grids import Grid
+from pce_mpi.loss.records import Layout
 
 
 def test_rows_that_lie_beyond_2_to_the_31_elements(stand_in, cuda):

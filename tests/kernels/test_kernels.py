@@ -24,9 +24,9 @@ from kernels.comparing import (
     write_gradient,
 )
 from kernels.device_arrays import rows_in_memory
-from pce_mpi.kernels.grids import Grid
-from pce_mpi.kernels.terms import ClassWeights, RowGradient, Transform
-from pce_mpi.records import Layout, merge
+from pce_mpi.loss.kernels.grids import Grid
+from pce_mpi.loss.kernels.terms import ClassWeights, RowGradient, Transform
+from pce_mpi.loss.records import Layout, merge
 from ulps import FLOAT64, OPTIONS, STATISTICS
 
 # Every boundary of the code: vectors, lanes a row, parts of a row, blocks of a cluster.

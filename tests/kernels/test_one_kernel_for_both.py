@@ -14,8 +14,8 @@ from kernels.comparing import (
 )
 import pce_mpi as pce
 from pce_mpi import dense
-from pce_mpi.kernels.terms import Transform
-from pce_mpi.records import Layout
+from pce_mpi.loss.kernels.terms import Transform
+from pce_mpi.loss.records import Layout
 from ulps import FLOAT32, worst
 
 SINGLE = np.dtype(np.float32)

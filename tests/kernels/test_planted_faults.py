@@ -20,8 +20,8 @@ from kernels.comparing import (
     write_gradient,
 )
 from kernels.device_arrays import rows_in_memory
-from pce_mpi.kernels.grids import Grid
-from pce_mpi.records import Layout
+from pce_mpi.loss.kernels.grids import Grid
+from pce_mpi.loss.records import Layout
 
 
 def faulty(cuda, monkeypatch, tmp_path, file, correct, wrong):

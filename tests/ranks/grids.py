@@ -12,9 +12,9 @@ from typing import Any
 from mpi4py import MPI
 import numpy as np
 
-from pce_mpi.mesh import Mesh
-from pce_mpi.placements import Partial, Placement, Replicate, Shard
-from pce_mpi.sharding import Coordinates, Dims, Sharding, Splits
+from pce_mpi.distributed.mesh import Mesh
+from pce_mpi.distributed.placements import Partial, Placement, Replicate, Shard
+from pce_mpi.distributed.sharding import Coordinates, Dims, Sharding, Splits
 
 Array = np.ndarray[Any, Any]
 

@@ -15,11 +15,11 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import CollectiveError, dense, shard_range
-from pce_mpi.agreement import prepare
-from pce_mpi.arguments import Call
-from pce_mpi.collectives import FACTS, agree
-from pce_mpi.passes import evaluate
-from pce_mpi.tracing import Purpose
+from pce_mpi.comm.collectives import FACTS, agree
+from pce_mpi.comm.tracing import Purpose
+from pce_mpi.loss.arguments import Call
+from pce_mpi.loss.passes import evaluate
+from pce_mpi.loss.preparation import prepare
 
 ROWS, CLASSES = 5, 16
 

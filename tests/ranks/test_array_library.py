@@ -10,7 +10,7 @@ import pytest
 
 from in_step import in_step
 import pce_mpi as pce
-from pce_mpi import kernels
+from pce_mpi.loss import kernels
 from ranks.problems import (
     NARROW,
     SPLITS,

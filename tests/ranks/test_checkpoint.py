@@ -16,10 +16,11 @@ import safetensors
 import safetensors.numpy
 
 import pce_mpi as pce
-from pce_mpi import CollectiveError, Partial, Replicate, Shard, checkpoint
-from pce_mpi.dist_array import DistArray
-from pce_mpi.sharding import Sharding
-from pce_mpi.tracing import Purpose
+from pce_mpi import CollectiveError, Partial, Replicate, Shard
+from pce_mpi.comm.tracing import Purpose
+from pce_mpi.distributed import checkpoint
+from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.sharding import Sharding
 from ranks.grids import assembled, local_of, lying, mesh_of, placements_of, squarest
 
 DTYPES = [

@@ -11,9 +11,9 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import shard_range
-from pce_mpi.collectives import agree, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from pce_mpi.records import Layout, merge
-from pce_mpi.tracing import Purpose
+from pce_mpi.comm.collectives import agree, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from pce_mpi.comm.tracing import Purpose
+from pce_mpi.loss.records import Layout, merge
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 INTEGERS = [np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64]

@@ -10,11 +10,11 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi.arrays import to_host
-from pce_mpi.dist_array import DistArray, check_replicas, distribute, from_local
-from pce_mpi.mesh import Mesh
-from pce_mpi.placements import Partial, Replicate, Shard
-from pce_mpi.sharding import Sharding
-from pce_mpi.tracing import Purpose
+from pce_mpi.comm.tracing import Purpose
+from pce_mpi.distributed.dist_array import DistArray, check_replicas, distribute, from_local
+from pce_mpi.distributed.mesh import Mesh
+from pce_mpi.distributed.placements import Partial, Replicate, Shard
+from pce_mpi.distributed.sharding import Sharding
 from ranks.grids import assembled, factorizations, lying, mesh_of, placements_of, ragged, ranks_of, squarest
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]

@@ -11,10 +11,10 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import Inference, Partial, Replicate, Sent, Shard, infer_placements, ops
-from pce_mpi.channel import Channel
-from pce_mpi.dist_array import DistArray
-from pce_mpi.mesh import Mesh
-from pce_mpi.placements import Placement
+from pce_mpi.comm.communicators import Channel
+from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.mesh import Mesh
+from pce_mpi.distributed.placements import Placement
 from ranks.grids import local_of, lying, mesh_of, squarest
 
 SUM, AVG, MAX, MIN = (Partial(operator) for operator in ("sum", "avg", "max", "min"))

@@ -11,7 +11,7 @@ import pytest
 
 from in_step import in_step
 import pce_mpi as pce
-from pce_mpi.tracing import Purpose
+from pce_mpi.comm.tracing import Purpose
 from ranks.problems import (
     NARROW,
     SPLITS,

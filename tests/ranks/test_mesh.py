@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import pce_mpi as pce
-from pce_mpi.mesh import Mesh
-from pce_mpi.tracing import Purpose
+from pce_mpi.comm.tracing import Purpose
+from pce_mpi.distributed.mesh import Mesh
 from ranks.grids import NAMES, factorizations, mesh_of, ranks_of
 
 

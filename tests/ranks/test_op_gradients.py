@@ -10,7 +10,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import Shard, ops
-from pce_mpi.sharding import Sharding
+from pce_mpi.distributed.sharding import Sharding
 from ranks.grids import mesh_of
 from ranks.op_cases import OPS, alone, cases_of, error_of, evaluate, listed, numbers, one_process, replicated
 from ulps import FINITE_DIFFERENCE, HALF, OPERATION

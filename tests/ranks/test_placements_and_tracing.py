@@ -11,7 +11,7 @@ import pytest
 from in_step import in_step
 import pce_mpi as pce
 from pce_mpi import Partial, Replicate, Shard, shard_range
-from pce_mpi.tracing import Event, Purpose, phase, record
+from pce_mpi.comm.tracing import Event, Purpose, phase, record
 
 # Shards
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from in_step import in_step
 import pce_mpi as pce
-from pce_mpi.records import Layout, RowSoftmax, merge
+from pce_mpi.loss.records import Layout, RowSoftmax, merge
 from ranks.problems import Part, Problem, assert_as_dense, evaluate, grid, rounding_of_z
 from ulps import FLOAT64, MERGE, errors
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 import pce_mpi as pce
-from pce_mpi import dist_array, transport
 from pce_mpi.arrays import to_host
-from pce_mpi.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from pce_mpi.dist_array import DistArray, distribute, from_local, redistribute
-from pce_mpi.mesh import Mesh
-from pce_mpi.placements import Partial, Replicate, Shard
-from pce_mpi.sharding import Sharding
-from pce_mpi.tracing import Purpose
-from pce_mpi.transitions import sent_bytes, steps
+from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from pce_mpi.comm.tracing import Purpose
+from pce_mpi.distributed import dist_array, transport
+from pce_mpi.distributed.dist_array import DistArray, distribute, from_local, redistribute
+from pce_mpi.distributed.mesh import Mesh
+from pce_mpi.distributed.placements import Partial, Replicate, Shard
+from pce_mpi.distributed.sharding import Sharding
+from pce_mpi.distributed.transitions import sent_bytes, steps
 from ranks.grids import Array, assembled, combined, factorizations, local_of, lying, mesh_of, placements_of, squarest
 from ulps import worst
 

@@ -11,12 +11,12 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import Partial, Replicate, Shard, dense, infer_placements
-from pce_mpi.channel import Channel
-from pce_mpi.dist_array import DistArray
-from pce_mpi.mesh import Mesh
-from pce_mpi.placements import Placement
-from pce_mpi.sharding import Sharding
-from pce_mpi.tracing import Purpose
+from pce_mpi.comm.communicators import Channel
+from pce_mpi.comm.tracing import Purpose
+from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.mesh import Mesh
+from pce_mpi.distributed.placements import Placement
+from pce_mpi.distributed.sharding import Sharding
 from ranks.grids import assembled, factorizations, local_of, lying, mesh_of, squarest
 
 SUM, AVG, MAX, MIN = (Partial(operator) for operator in ("sum", "avg", "max", "min"))

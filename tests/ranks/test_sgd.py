@@ -10,9 +10,9 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import SGD, CollectiveError, Partial, Replicate, Shard, clip_grad_norm
-from pce_mpi.dist_array import DistArray
-from pce_mpi.sharding import Sharding
-from pce_mpi.tracing import Purpose
+from pce_mpi.comm.tracing import Purpose
+from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.sharding import Sharding
 from ranks.grids import assembled, local_of, lying, mesh_of, squarest
 
 SUM, AVG, MAX, MIN = (Partial(operator) for operator in ("sum", "avg", "max", "min"))

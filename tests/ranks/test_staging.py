@@ -8,10 +8,12 @@ from mpi4py import MPI
 import numpy as np
 import pytest
 
-from pce_mpi import CollectiveTimeout, channel, collectives
+from pce_mpi import CollectiveTimeout
 from pce_mpi.cli.gpus import gpu_of, take_gpu_of_rank
-from pce_mpi.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from pce_mpi.records import Layout, merge
+from pce_mpi.comm import collectives
+from pce_mpi.comm import communicators as channel
+from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from pce_mpi.loss.records import Layout, merge
 import strict_cupy
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int32, np.uint8, np.int64]

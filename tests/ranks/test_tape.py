@@ -12,8 +12,8 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import Partial, Replicate, Shard
-from pce_mpi.tape import Node, backward, is_recording
-from pce_mpi.tracing import record
+from pce_mpi.autograd.tape import Node, backward, is_recording
+from pce_mpi.comm.tracing import record
 from ranks.grids import mesh_of
 
 DEEP = 10_000

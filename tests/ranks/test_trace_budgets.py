@@ -13,8 +13,8 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import SGD, Colwise, Partial, Replicate, Replicated, Rowwise, SequenceParallel, Shard, VocabParallel
-from pce_mpi.mesh import Mesh
-from pce_mpi.tracing import Purpose
+from pce_mpi.comm.tracing import Purpose
+from pce_mpi.distributed.mesh import Mesh
 from ranks.grids import factorizations, mesh_of
 
 SUM, R = Partial("sum"), Replicate()

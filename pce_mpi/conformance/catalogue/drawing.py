@@ -11,7 +11,7 @@ import numpy as np
 
 from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance.cases import Problem, Setting
-from pce_mpi.placements import shard_range
+from pce_mpi.distributed.placements import shard_range
 
 __all__ = [
     "chunks",

@@ -9,10 +9,9 @@ from typing import Any
 import jinja2
 import markupsafe
 
-from pce_mpi import tables
 from pce_mpi.conformance import judging
 from pce_mpi.conformance.outcomes import Outcome, Report
-from pce_mpi.conformance.reports import summary
+from pce_mpi.conformance.reports import summary, tables
 from pce_mpi.conformance.reports.pictures import drawn, of_ranks
 
 __all__ = ["render"]

@@ -21,7 +21,7 @@ from pce_mpi.conformance.reports.summary import (
     shape,
     verdict_rows,
 )
-from pce_mpi.tables import Cell, piped
+from pce_mpi.conformance.reports.tables import Cell, piped
 
 __all__ = ["render"]
 

@@ -9,7 +9,7 @@ import re
 
 from pce_mpi.conformance.offers import Gradient, Offer
 from pce_mpi.conformance.outcomes import Accuracy, Finding, Outcome, Report, Verdict
-from pce_mpi.tables import Cell
+from pce_mpi.conformance.reports.tables import Cell
 
 __all__ = [
     "MEANING",

@@ -19,7 +19,7 @@ from pce_mpi.conformance.reports.summary import (
     shape,
     verdict_rows,
 )
-from pce_mpi.tables import Cell, table
+from pce_mpi.conformance.reports.tables import Cell, table
 
 __all__ = ["render"]
 

@@ -1,0 +1,1 @@
+"""The tape, and how any operation runs on distributed arrays."""

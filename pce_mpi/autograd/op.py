@@ -1,0 +1,74 @@
+"""What an operation is: forward, vjp and placement rule together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.autograd.abstract import Sent
+from pce_mpi.autograd.rules import Rule
+from pce_mpi.distributed.mesh import Mesh
+from pce_mpi.distributed.sharding import Sharding
+
+__all__ = ["Layout", "Op", "Vjp"]
+
+Vjp = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One operation. Its functions take the operands in order and the parameters by name.
+
+    forward       the local arrays of the operands -> that of the result
+    vjps          for each operand: gradient of the result, result, operands -> gradient of the operand, all of them
+                  `DistArray`; None for an operand that has none
+    rule          the global shapes of the operands -> `Rule`; None: the operation runs on Replicate operands
+    dtype         the dtypes of the operands -> that of the result
+    knows_layout  `forward` takes `layout` too, to know where the local arrays lie
+    uses          for each of `vjps` the operands whose elements it uses, -1 for the result: what the tape has to hold.
+                  Of the others a vjp sees where they lie, but no elements. None: all of them
+    relays        the vjp gives the same elements in another order, shape or dtype: what is Partial stays so, as
+                  it may be on its way to a parameter, whose gradients add up without communication
+    keeps         `forward` returns something else besides, which the vjps take as `kept`
+    views         the result of `forward` may share the memory of an operand
+    sends         what `forward` sends itself, which only an operation does whose rule has labels that it joins
+    """
+
+    name: str
+    forward: Callable[..., Any]
+    vjps: Sequence[Vjp | None] = ()
+    rule: Callable[..., Rule] | None = None
+    dtype: Callable[..., Any] = np.result_type
+    uses: Sequence[Sequence[int]] | None = None
+    knows_layout: bool = False
+    relays: bool = False
+    keeps: bool = False
+    views: bool = False
+    sends: Callable[..., Sequence[Sent]] | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the local arrays of one call lie; `records` says of each operand whether it requires a gradient."""
+
+    mesh: Mesh
+    operands: tuple[Sharding, ...]
+    result: Sharding
+    records: tuple[bool, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result on this rank."""
+        return self.result.local_shape(self.mesh.coordinates)
+
+    def dims(self, axes: Sequence[int]) -> tuple[str, ...]:
+        """The dims that shard `axes` of the first operand."""
+        return tuple(dim for dim in self.mesh.dims if any(dim in self.operands[0].dims_of(axis) for axis in axes))
+
+    def comm(self, axes: Sequence[int]) -> Any:
+        """The communicator over those dims; None if there are none."""
+        dims = self.dims(axes)
+        return self.mesh.comm(*dims) if dims else None

@@ -1,0 +1,251 @@
+"""Placement rules: how an operation may run on sharded operands, and which way sends the least.
+
+A rule gives every axis of every operand a label, as einsum does; axes with one label run together. For `x @ w` that is
+
+    x: b k      w: k m      result: b m
+
+On one dim of a mesh an operation may then run in these ways, and in no others:
+
+- every operand Replicate: the result is Replicate;
+- one label sharded in all operands that have it, the others Replicate: the result is sharded where it has the label,
+  and Partial where it has not, because the axis was summed away;
+- operands that the result is linear in Partial, the others Replicate: the result is Partial.
+
+So x sharded on b is data parallelism, w sharded on m or both on k is tensor parallelism, and the same holds for the
+gradients, which are operations themselves: that of w is b k, b m -> k m, which sums b away. If b is sharded, it is
+Partial. A batch, a sequence, a context that is sharded: it is all this one rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+import math
+from typing import NamedTuple
+
+from pce_mpi.distributed.placements import Partial, Placement, ReduceOperator, Replicate, Shard
+from pce_mpi.distributed.sharding import Sharding, Splits, balanced_splits
+from pce_mpi.distributed.transitions import Step, steps, wire_bytes
+
+__all__ = ["Axes", "Axis", "Plan", "Rule", "plan"]
+
+
+class Axis(NamedTuple):
+    """The label of an axis; `inner` is the length of the axes behind it that it is merged with in a reshape."""
+
+    label: Hashable
+    inner: int = 1
+
+
+Axes = tuple[Axis | None, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How an operation may run; `Rule.of` makes one from letters.
+
+    operands    the axes of each operand; None: an axis that must not be sharded
+    result      the axes of the result
+    shape       the global shape of the result
+    linear      sets of operands: if all of a set are Partial and the rest is Replicate, so is the result
+    moves_data  nothing is computed: Partial of "max" and "min" survive as well
+    reduces     what joins the results of shards whose label the result has not; None: it must not be sharded
+    joined      labels whose shards the operation itself joins, by communicating: the result is Replicate
+    """
+
+    operands: tuple[Axes, ...]
+    result: Axes
+    shape: tuple[int, ...]
+    linear: tuple[tuple[int, ...], ...] = ()
+    moves_data: bool = False
+    reduces: ReduceOperator | None = None
+    joined: frozenset[Hashable] = frozenset()
+
+    @staticmethod
+    def of(
+        letters: str,
+        *shapes: tuple[int, ...],
+        linear: Sequence[Sequence[int]] = (),
+        reduces: ReduceOperator | None = None,
+    ) -> Rule:
+        """A rule written as einsum would: one letter per axis, a dot for an axis that must not be sharded.
+
+        Dots in the result are the dots of the operands, in order.
+
+        >>> Rule.of("bk,km->bm", (7, 5), (5, 3), linear=[[0], [1]], reduces="sum").shape
+        (7, 3)
+
+        Raises `ValueError` where letters and shapes do not fit.
+        """
+        sources, _, result = letters.replace(" ", "").partition("->")
+        lengths: dict[str, int] = {}
+        operands = sources.split(",")
+        if [len(operand) for operand in operands] != [len(shape) for shape in shapes]:
+            raise ValueError(f"{letters!r} does not fit shapes {', '.join(map(str, shapes))}")
+        for operand, shape in zip(operands, shapes, strict=True):
+            for letter, length in zip(operand, shape, strict=True):
+                if letter != "." and lengths.setdefault(letter, length) != length:
+                    raise ValueError(f"axes {letter!r} have lengths {lengths[letter]} and {length}")
+        dots = [
+            length
+            for operand, shape in zip(operands, shapes, strict=True)
+            for letter, length in zip(operand, shape, strict=True)
+            if letter == "."
+        ]
+        if not set(result) - {"."} <= set(lengths) or result.count(".") > len(dots):
+            raise ValueError(f"{letters!r} has a letter in its result that no operand has")
+        of_dots = iter(dots)
+        return Rule(
+            tuple(_axes(operand) for operand in operands),
+            _axes(result),
+            tuple(next(of_dots) if letter == "." else lengths[letter] for letter in result),
+            linear=tuple(tuple(group) for group in linear),
+            reduces=reduces,
+        )
+
+
+def _axes(letters: str) -> Axes:
+    return tuple(None if letter == "." else Axis(letter) for letter in letters)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an operation does: how its operands have to lie, and how its result then lies."""
+
+    operands: tuple[Sharding, ...]
+    result: Sharding
+
+    def moves(self, operands: Sequence[Sharding]) -> list[tuple[Step, ...]]:
+        """What brings each of `operands` to where the plan wants it."""
+        return [steps(before, after) for before, after in zip(operands, self.operands, strict=True)]
+
+
+class _Arrangement(NamedTuple):
+    """One way to run along one dim."""
+
+    operands: tuple[Placement, ...]
+    result: Placement
+    label: Hashable = None
+
+
+def plan(rule: Rule, operands: Sequence[Sharding], itemsizes: Sequence[int], itemsize: int) -> Plan:
+    """How to run `rule` on operands that lie as `operands` do; `itemsizes` are theirs, `itemsize` is the result's.
+
+    Along a dim where operands can stay as they are, they do. Elsewhere the plan with the fewest bytes on the wire wins,
+    the all_reduce that a new Partial will cost counted; then the one with the fewest collectives; then the one
+    that leaves the first operands where they are. A dim over which nothing is sharded stays so.
+    """
+    dims = operands[0].dims
+    every = [list(_arrangements(rule, operands, index)) for index in range(len(dims))]
+    fitting = [
+        [way for way in ways if way.operands == tuple(operand.placements[index] for operand in operands)][:1] or ways
+        for index, ways in enumerate(every)
+    ]
+    # What fits along each dim may not fit together: sums over one dim do not mix with maxima over another.
+    found = list(_plans(rule, operands, fitting)) or list(_plans(rule, operands, every))
+    return min(found, key=lambda candidate: _cost(candidate, operands, itemsizes, itemsize))
+
+
+def _arrangements(rule: Rule, operands: Sequence[Sharding], index: int) -> Iterator[_Arrangement]:
+    current = [operand.placements[index] for operand in operands]
+    if any(isinstance(placement, Shard) for placement in current):
+        lengths: dict[Hashable, int] = {}
+        for operand, axes in zip(operands, rule.operands, strict=True):
+            lengths |= {axis.label: operand.shape[i] * axis.inner for i, axis in enumerate(axes) if axis}
+        for label, length in lengths.items():
+            placed = tuple(_placed(axes, label) for axes in rule.operands)
+            if length == 1 and not any(
+                here == there != Replicate() for here, there in zip(current, placed, strict=True)
+            ):
+                continue  # one element is not shared out: all other ranks would have nothing to do
+            result = _placed(rule.result, label)
+            if isinstance(result, Shard) or label in rule.joined:
+                yield _Arrangement(placed, result, label)
+            elif rule.reduces:
+                yield _Arrangement(placed, Partial(rule.reduces), label)
+    else:
+        for kind in dict.fromkeys(placement for placement in current if isinstance(placement, Partial)):
+            if rule.moves_data or kind.operator in ("sum", "avg"):
+                for group in rule.linear:
+                    if any(current[i] == kind for i in group):
+                        placed = tuple(kind if i in group else Replicate() for i in range(len(operands)))
+                        yield _Arrangement(placed, kind)
+    yield _Arrangement((Replicate(),) * len(operands), Replicate())
+
+
+def _placed(axes: Axes, label: Hashable) -> Placement:
+    return next((Shard(i) for i, axis in enumerate(axes) if axis and axis.label == label), Replicate())
+
+
+def _plans(rule: Rule, operands: Sequence[Sharding], ways: Sequence[Sequence[_Arrangement]]) -> Iterator[Plan]:
+    for combination in product(*ways):
+        placements = list(zip(*(way.operands for way in combination), strict=True))
+        result = tuple(way.result for way in combination)
+        if not all(_mixes(placed) for placed in (*placements, result)):
+            continue
+        labels = list(dict.fromkeys(way.label for way in combination if way.label is not None))
+        of_label = [_split_points(rule, operands, combination, label) for label in labels]
+        for choice in product(*of_label):
+            splits = dict(zip(labels, choice, strict=True))
+            dims = operands[0].dims
+            yield Plan(
+                tuple(
+                    Sharding(dims, operand.shape, placed, _splits(axes, placed, splits))
+                    for operand, placed, axes in zip(operands, placements, rule.operands, strict=True)
+                ),
+                Sharding(dims, rule.shape, result, _splits(rule.result, result, splits)),
+            )
+
+
+def _mixes(placements: Sequence[Placement]) -> bool:
+    operators = {placement.operator for placement in placements if isinstance(placement, Partial)}
+    return len(operators) < 2 or operators == {"sum", "avg"}
+
+
+def _split_points(
+    rule: Rule, operands: Sequence[Sharding], combination: Sequence[_Arrangement], label: Hashable
+) -> list[Splits]:
+    """Where `label` may be split: as an operand is already, or else evenly; counted in the innermost elements."""
+    dims = tuple(dim for (dim, _), way in zip(operands[0].dims, combination, strict=True) if way.label == label)
+    unit = math.lcm(
+        *(max(1, axis.inner) for axes in (*rule.operands, rule.result) for axis in axes if axis and axis.label == label)
+    )
+    possible: list[Splits] = []
+    for operand, axes in zip(operands, rule.operands, strict=True):
+        for index, axis in enumerate(axes):
+            if axis and axis.label == label:
+                length = operand.shape[index] * axis.inner
+                splits = operand.splits[index]
+                if splits is not None and operand.dims_of(index) == dims:
+                    possible.append(tuple(point * axis.inner for point in splits))
+    sizes = tuple(operands[0].sizes[dim] for dim in dims)
+    possible.append(tuple(point * unit for point in balanced_splits(length // unit, sizes)))
+    return [splits for splits in dict.fromkeys(possible) if all(point % unit == 0 for point in splits)]
+
+
+def _splits(axes: Axes, placements: Sequence[Placement], of_label: dict[Hashable, Splits]) -> tuple[Splits | None, ...]:
+    sharded = {placement.axis for placement in placements if isinstance(placement, Shard)}
+    return tuple(
+        tuple(point // max(1, axis.inner) for point in of_label[axis.label]) if axis and index in sharded else None
+        for index, axis in enumerate(axes)
+    )
+
+
+def _cost(
+    candidate: Plan, operands: Sequence[Sharding], itemsizes: Sequence[int], itemsize: int
+) -> tuple[float, int, list[bool]]:
+    moves = candidate.moves(operands)
+    sent = [(step, size) for taken, size in zip(moves, itemsizes, strict=True) for step in taken if step.sends]
+    result = candidate.result
+    new = tuple(
+        dim
+        for index, (dim, _) in enumerate(result.dims)
+        if isinstance(result.placements[index], Partial)
+        and not any(isinstance(operand.placements[index], Partial) for operand in candidate.operands)
+    )
+    if new:
+        reduced = result.replacing(dict.fromkeys(new, Replicate()))
+        sent.append((Step("all_reduce", new, result, reduced), itemsize))
+    moved = [bool(taken) for taken in moves]
+    return round(sum(wire_bytes(step, size) for step, size in sent), 3), len(sent), moved

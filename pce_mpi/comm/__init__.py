@@ -1,0 +1,1 @@
+"""Everything that talks to other ranks: private communicators, collectives, agreement, the trace."""

@@ -1,0 +1,66 @@
+"""From an array to what MPI reads and writes, and back: host memory of a dtype that MPI knows, or that of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace, finish_work, from_pinned, is_half, pinned, to_pinned
+from pce_mpi.comm.communicators import gpu_aware
+
+__all__ = ["from_wire", "joined", "room_for", "split", "stays_on_gpu", "to_wire", "wire_dtype"]
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+
+
+def stays_on_gpu(array: Array) -> bool:
+    """Whether `array` is on a GPU and MPI can be handed it there."""
+    return array_namespace(array) is not np and gpu_aware()[0]
+
+
+def wire_dtype(array: Array) -> np.dtype[Any]:
+    """The dtype that `array` travels as: one that MPI knows."""
+    return np.dtype(np.float32) if is_half(array.dtype) else array.dtype
+
+
+def to_wire(array: Array, direct: bool, copy: bool = False) -> Array:
+    """`array` as contiguous memory of its `wire_dtype`, on the host unless `direct`; with `copy` in memory of its own.
+
+    What is on a GPU is there by then, or has left it.
+    """
+    dtype, xp = wire_dtype(array), array_namespace(array)
+    if xp is not np and not direct:
+        return to_pinned(array, dtype)
+    wire = xp.array(array, dtype, order="C") if copy else xp.ascontiguousarray(array, dtype).reshape(array.shape)
+    if direct:
+        finish_work(wire)
+    return wire
+
+
+def room_for(size: int, sent: Array, like: Array) -> Array:
+    """Where MPI may write `size` elements, in memory like that of `sent`, which `like` was brought to."""
+    if array_namespace(sent) is not array_namespace(like):
+        return pinned((size,), sent.dtype)
+    return array_namespace(sent).empty(size, sent.dtype)
+
+
+@np.errstate(all="ignore")  # a sum that overflows a half does so on the rank that gets it
+def from_wire(received: Array, like: Array) -> Array:
+    """What came off the wire, in the library and the dtype of `like`."""
+    if array_namespace(received) is not array_namespace(like):
+        return from_pinned(received, like)
+    return received.astype(like.dtype, copy=False)
+
+
+def joined(blocks: Sequence[Array]) -> Array:
+    """The elements of all blocks, one block after the other."""
+    return array_namespace(blocks[0]).concatenate([block.reshape(-1) for block in blocks])
+
+
+def split(received: Array, shapes: Sequence[tuple[int, ...]], like: Array) -> list[Array]:
+    """What came off the wire as one array after the other of these `shapes`, in the library and the dtype of `like`."""
+    flat = from_wire(received, like)
+    ends = np.cumsum([int(np.prod(shape)) for shape in shapes]).tolist()
+    return [flat[start:end].reshape(shape) for start, end, shape in zip([0, *ends[:-1]], ends, shapes, strict=True)]

@@ -1,0 +1,366 @@
+"""The only file that sends arrays: traced collectives, and the agreement that precedes them.
+
+Every function is collective over its `comm`, an mpi4py intracommunicator, and works on the private duplicate of it that
+`channel.py` keeps; its waiting is bounded as described there.
+
+Arrays are NumPy or CuPy, of any shape and memory order, empty ones included. What MPI has no datatype for (float16,
+bfloat16) travels as float32. CuPy's go through pinned host memory and come back to their GPU, or are handed to MPI as
+they are, where that is GPU-aware and the operation is its own; either way the current stream has been waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
+import json
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack
+import zlib
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace
+from pce_mpi.comm.buffers import from_wire, joined, room_for, split, stays_on_gpu, to_wire, wire_dtype
+from pce_mpi.comm.communicators import Channel, CollectiveError, by_value, channel_of, prefix_of, reduces_on_gpus
+from pce_mpi.comm.tracing import Purpose, record
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "ReduceOp",
+    "agree",
+    "all_gather",
+    "all_gather_text",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "raise_together",
+    "reduce_scatter",
+]
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Merge = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], np.ndarray[Any, Any]]
+ReduceOp = Literal["sum", "max", "min"] | Merge
+
+
+class Why(TypedDict):
+    """What the trace says of a collective, besides what was sent.
+
+    `operation` and `reason` are always given, `over` is "comm" unless told, and `before` and `after` are "".
+    """
+
+    operation: str
+    reason: str
+    over: NotRequired[str]
+    before: NotRequired[str]
+    after: NotRequired[str]
+
+
+#: how many whole numbers of its own an operation may add to the header of its agreement
+FACTS = 5
+
+
+def agree(
+    comm: MPI.Intracomm,
+    operation: str,
+    call: Mapping[str, Hashable],
+    *,
+    error: Exception | None = None,
+    facts: Sequence[int] = (),
+    over: str = "comm",
+    ranks_named: bool = False,
+) -> np.ndarray[Any, Any]:
+    """Make sure that every rank of `comm` makes the same call and that all of its checks passed.
+
+    Collective over `comm`: one Allgather of 56 bytes. `call` describes what must be the same on every rank, `error`
+    is what this rank's own checks raised, if anything, and `facts` are up to 5 whole numbers for the others to know.
+    `ranks_named` says that the error's text has its ranks already, from an agreement over another communicator.
+
+    Returns the facts of all ranks, (ranks, facts), int64. If some rank has an error, every rank raises that of the
+    lowest such rank, a builtin exception whose text names the ranks. If calls differ, every rank raises
+    `CollectiveError`, which says who said what. The communicator stays usable.
+    """
+    channel = channel_of(comm, operation)
+    checksum = _checksum(operation, tuple(call.items()))
+    header = np.array((error is not None, checksum, *facts, *(0,) * (FACTS - len(facts))), np.int64)
+    headers = np.empty((channel.size, 2 + FACTS), np.int64)
+    _run(
+        channel,
+        "all_gather",
+        header.nbytes,
+        channel.comm.Iallgather,
+        header,
+        headers,
+        operation=operation,
+        purpose=Purpose.AGREEMENT,
+        over=over,
+        reason="every rank makes the same call and its checks passed",
+        waiting_in=f"{operation}: agreement",
+    )
+    # Lists of so few numbers are compared three times as fast as arrays.
+    if headers[:, :2].tolist() != [[0, checksum]] * channel.size:
+        if headers[:, 0].any():
+            raise_together(comm, operation, error, over=over, ranks_named=ranks_named)
+        said = {"operation": operation, **{name: repr(value) for name, value in call.items()}}
+        raise CollectiveError(_differences(all_gather_text(json.dumps(said), comm, operation=operation, over=over)))
+    return headers[:, 2 : 2 + len(facts)]
+
+
+@lru_cache(maxsize=1024)
+def _checksum(operation: str, call: tuple[tuple[str, Hashable], ...]) -> int:
+    """A number that is the same on every rank for the same call; programs make few different ones, many times."""
+    return zlib.crc32(repr((operation, call)).encode())
+
+
+def raise_together(
+    comm: MPI.Intracomm, operation: str, error: Exception | None, over: str = "comm", ranks_named: bool = False
+) -> None:
+    """Raise, on every rank of `comm`, the error of the lowest rank that has one; all ranks must call it."""
+    text = "" if error is None else json.dumps([_kind_of(error), _text_of(error), ranks_named])
+    texts = all_gather_text(text, comm, operation=operation, over=over)
+    failed = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
+    kind = _RAISED[next(iter(failed.values()))[0]]
+    if all(texts) and len(set(texts)) == 1 and failed[0][2]:
+        raise kind(failed[0][1]) from error
+    messages = {rank: message for rank, (_, message, _) in failed.items()}
+    raise kind(by_value(messages, prefix=prefix_of(over), between="; ")) from error
+
+
+def _text_of(error: Exception) -> str:
+    """`str(error)`, or its type where that raises: the other ranks are waiting for some text."""
+    try:
+        return str(error)
+    except Exception:
+        return type(error).__name__
+
+
+def _kind_of(error: Exception) -> str:
+    """The nearest of its types that every rank can raise."""
+    return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _RAISED), "RuntimeError")
+
+
+_RAISED: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        *(IndexError, TypeError, ValueError, MemoryError, NotImplementedError, OverflowError, CollectiveError),
+        *(OSError, FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError),
+        *(ImportError, RuntimeError),
+    )
+}
+
+
+def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str, over: str = "comm") -> list[str]:
+    """The text of every rank, in rank order, on every rank; texts may differ in length.
+
+    Collective: an Allgather of 8 bytes and an Allgatherv. For reports and errors.
+    """
+    channel = channel_of(comm, operation)
+    block = np.frombuffer(text.encode(), np.uint8)
+    length, lengths = np.array([block.size], np.int64), np.empty(channel.size, np.int64)
+    why: Why = {"operation": operation, "over": over, "reason": "what each rank has to say"}
+    gather, gatherv = channel.comm.Iallgather, channel.comm.Iallgatherv
+    _run(channel, "all_gather", length.nbytes, gather, length, lengths, purpose=Purpose.AGREEMENT, **why)
+    received = np.empty(int(lengths.sum()), np.uint8)
+    parts = [received, lengths.tolist()]
+    _run(channel, "all_gather", block.nbytes, gatherv, block, parts, purpose=Purpose.AGREEMENT, **why)
+    return [part.tobytes().decode() for part in np.split(received, np.cumsum(lengths)[:-1])]
+
+
+def _differences(descriptions: list[str]) -> str:
+    calls: list[dict[str, str]] = [json.loads(text) for text in descriptions]
+    names = list(dict.fromkeys(name for call in calls for name in call))
+    differing = []
+    for name in names:
+        values = {rank: call.get(name, "not given") for rank, call in enumerate(calls)}
+        if len(set(values.values())) > 1:
+            differing.append(f"{name}: {by_value(values)}")
+        if name == "operation" and differing:
+            break  # the arguments of two different functions are not worth comparing
+    return "ranks disagree on " + "; ".join(differing)
+
+
+# -------------------------------------------------------------------------------------------------------- collectives
+#
+# These trust that their callers have agreed on operation, dtype and shapes. `why` goes into the trace.
+
+
+def all_reduce(
+    array: Array,
+    comm: MPI.Intracomm,
+    op: ReduceOp,
+    *,
+    overwrite: bool = False,
+    element: np.dtype[Any] | None = None,
+    **why: Unpack[Why],
+) -> Array:
+    """`array` combined over all ranks of `comm` with `op`, on every rank, the same bits.
+
+    Collective: one Allreduce of the array's bytes. `op` is "sum", "max" or "min", of which the last two propagate
+    `nan`, or `merge(a, b)`, associative up to rounding and commutative to the last bit, for arrays of any dtype,
+    structured ones among them. With `overwrite` the result may be in the memory of `array`, which spares a copy.
+    `element` is the structured dtype of which the last axis of `array` has the fields, for libraries without such.
+    """
+    from mpi4py import MPI
+
+    channel, xp = channel_of(comm, why["operation"]), array_namespace(array)
+    if channel.size == 1 and xp is not np:  # it need not leave the GPU to stay what it is
+        said: Why = {"over": "comm", **why}
+        size = wire_dtype(array).itemsize * array.size
+        record(collective="all_reduce", purpose=Purpose.PAYLOAD, ranks=1, bytes=size, **said)
+        return array if overwrite else array.copy()
+    direct = op == "sum" and stays_on_gpu(array) and reduces_on_gpus()
+    sent = to_wire(array, direct)
+    wire = sent if element is None else sent.view(element)
+    # What was copied to pinned memory is ours already.
+    overwrite = overwrite or array_namespace(sent) is not xp
+    received = wire if overwrite else xp.empty_like(wire)
+    handle, datatype = _operator(op, wire.dtype)
+    ours = MPI.IN_PLACE if overwrite else [wire, wire.size, datatype]
+    result = [received, received.size, datatype]
+    _run(channel, "all_reduce", sent.nbytes, channel.comm.Iallreduce, ours, result, handle, **why)
+    return from_wire(received if element is None else received.view(sent.dtype), array)
+
+
+def all_gather(array: Array, comm: MPI.Intracomm, shapes: Sequence[tuple[int, ...]], **why: Unpack[Why]) -> list[Array]:
+    """The arrays of all ranks, in rank order, on every rank; `shapes` has the shape of each.
+
+    Collective: one Allgatherv of the array's bytes.
+    """
+    sent = to_wire(array, stays_on_gpu(array))
+    counts = [int(np.prod(shape)) for shape in shapes]
+    received = room_for(sum(counts), sent, array)
+    channel = channel_of(comm, why["operation"])
+    _run(channel, "all_gather", sent.nbytes, channel.comm.Iallgatherv, sent, [received, counts], **why)
+    return split(received, shapes, array)
+
+
+def all_to_all(
+    blocks: Sequence[Array], comm: MPI.Intracomm, shapes: Sequence[tuple[int, ...]], **why: Unpack[Why]
+) -> list[Array]:
+    """The block that each rank has for this one, in rank order; `shapes` has the shape of each.
+
+    Collective: one Alltoallv. `blocks[r]` goes to rank r; all blocks have one dtype.
+    """
+    flat = joined(blocks)
+    sent = to_wire(flat, stays_on_gpu(flat))
+    counts = [int(np.prod(shape)) for shape in shapes]
+    received = room_for(sum(counts), sent, flat)
+    channel = channel_of(comm, why["operation"])
+    leaves = (flat.size - blocks[channel.rank].size) * sent.dtype.itemsize
+    ours, theirs = [sent, [block.size for block in blocks]], [received, counts]
+    _run(channel, "all_to_all", leaves, channel.comm.Ialltoallv, ours, theirs, **why)
+    return split(received, shapes, blocks[0])
+
+
+def reduce_scatter(blocks: Sequence[Array], comm: MPI.Intracomm, op: ReduceOp, **why: Unpack[Why]) -> Array:
+    """Block `rank` combined over all ranks of `comm` with `op`; `blocks[r]` has the same shape on every rank.
+
+    Collective: one Reduce_scatter of the blocks' bytes. `op` is that of `all_reduce`.
+    """
+    flat = joined(blocks)
+    sent = to_wire(flat, op == "sum" and stays_on_gpu(flat) and reduces_on_gpus())
+    handle, datatype = _operator(op, sent.dtype)
+    channel = channel_of(comm, why["operation"])
+    mine = blocks[channel.rank]
+    received = room_for(mine.size, sent, flat)
+    ours, result = [sent, sent.size, datatype], [received, received.size, datatype]
+    counts = [block.size for block in blocks]
+    _run(channel, "reduce_scatter", sent.nbytes, channel.comm.Ireduce_scatter, ours, result, counts, handle, **why)
+    return from_wire(received, mine).reshape(mine.shape)
+
+
+def broadcast(array: Array, comm: MPI.Intracomm, root: int, **why: Unpack[Why]) -> Array:
+    """The array of rank `root`, on every rank; elsewhere `array` only says shape and dtype.
+
+    Collective: one Bcast.
+    """
+    wire = to_wire(array, stays_on_gpu(array), copy=True)
+    channel = channel_of(comm, why["operation"])
+    sent = wire.nbytes if channel.rank == root else 0
+    _run(channel, "broadcast", sent, channel.comm.Ibcast, wire, root, **why)
+    return from_wire(wire, array)
+
+
+def _run(
+    channel: Channel,
+    collective: str,
+    size: int,
+    start: Callable[..., MPI.Request],
+    *arguments: object,
+    operation: str,
+    reason: str,
+    purpose: Purpose = Purpose.PAYLOAD,
+    over: str = "comm",
+    before: str = "",
+    after: str = "",
+    waiting_in: str = "",
+) -> None:
+    """Record a collective of `size` bytes from this rank, start it and wait for it, keeping its arguments alive."""
+    record(
+        operation,
+        collective,
+        purpose,
+        over=over,
+        ranks=channel.size,
+        bytes=size,
+        before=before,
+        after=after,
+        reason=reason,
+    )
+    channel.wait(start(*arguments), waiting_in or operation, *arguments)
+
+
+def _operator(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype | None]:
+    """What MPI is to combine elements of `dtype` with, and what it is to think that they are."""
+    from mpi4py import MPI
+
+    if op in ("max", "min") and dtype.kind == "f":
+        # With MPI's own operators it depends on the algorithm which rank sees a nan.
+        op = _largest if op == "max" else _smallest
+    if callable(op):
+        return _merge_operator(op, dtype)
+    # These work on MPI's own datatypes, which mpi4py finds by the dtype; that of bool knows only logical operators.
+    largest, smallest = (MPI.LOR, MPI.LAND) if dtype.kind == "b" else (MPI.MAX, MPI.MIN)
+    return {"sum": MPI.SUM, "max": largest, "min": smallest}[op], None
+
+
+@np.errstate(all="ignore")
+def _largest(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return _one_of_its_kind(np.maximum(a, b))
+
+
+@np.errstate(all="ignore")
+def _smallest(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return _one_of_its_kind(np.minimum(a, b))
+
+
+def _one_of_its_kind(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """`values` with one nan of the many, and 0.0 for -0.0: which of two came first must not show."""
+    values += 0.0
+    values[np.isnan(values)] = np.nan
+    return values
+
+
+def _merge_operator(merge: Merge, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype]:
+    from mpi4py import MPI
+
+    known = _operators.pop((merge, dtype), None)
+    if known is None:
+        if len(_operators) == _MOST_OPERATORS:
+            for handle in _operators.pop(next(iter(_operators))):
+                handle.Free()
+        # One element is one datatype, so that MPI may cut a message between elements but never within one.
+        datatype = MPI.BYTE.Create_contiguous(dtype.itemsize).Commit()
+
+        def combine(source: Any, target: Any, _: MPI.Datatype) -> None:
+            b = np.frombuffer(target, dtype)
+            b[...] = merge(np.frombuffer(source, dtype), b)
+
+        known = MPI.Op.Create(combine, commute=True), datatype
+    _operators[merge, dtype] = known  # the last one used stands last
+    return known
+
+
+# mpi4py has room for 32 operators in a process, the caller's own among them.
+_MOST_OPERATORS = 12
+_operators: dict[tuple[Merge, np.dtype[Any]], tuple[MPI.Op, MPI.Datatype]] = {}

@@ -1,0 +1,1 @@
+"""Global arrays over a mesh of ranks: placements, shardings, and the way from one to another."""

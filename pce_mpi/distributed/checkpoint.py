@@ -1,0 +1,368 @@
+"""Save and load: one safetensors file, whatever the number of ranks and the placements.
+
+The file has the documented format (https://github.com/huggingface/safetensors): 8 bytes with the length of the header,
+the header in JSON, the data. Rank 0 of the mesh writes it as the shards arrive; to load it, each rank reads its own
+part. Whatever fails on one rank is raised on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+import errno
+import json
+import math
+import os
+from pathlib import Path
+import secrets
+from typing import TYPE_CHECKING, Any, BinaryIO
+import zlib
+
+import numpy as np
+
+from pce_mpi.arrays import dtype_named, is_floating, is_half, to_host
+from pce_mpi.comm.collectives import agree, all_to_all
+from pce_mpi.distributed.dist_array import DistArray, redistribute
+from pce_mpi.distributed.mesh import Mesh, over_text
+from pce_mpi.distributed.placements import Placement, Replicate
+from pce_mpi.distributed.sharding import Sharding
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["load", "save"]
+
+HostArray = np.ndarray[Any, Any]
+
+# How the format calls the dtypes, in the order in which the library puts them.
+_CODES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
+}
+_NAMES = {code: name for name, code in _CODES.items()}
+
+
+def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
+    """Write distributed arrays to one safetensors file, which any number of ranks can load.
+
+    `arrays` by name, all over one mesh, of any placements; what is Partial is reduced first. The global arrays are
+    written, as the safetensors library would write them. Whatever else there is to keep, a step number for one, goes in
+    as a 0-d array.
+
+    The file comes into being at once: a temporary file beside it is filled and then renamed, so that an error leaves
+    the old file as it was. Only rank 0 of the mesh touches the file, and no rank ever holds more than one full array
+    besides its own shards.
+
+    Collective over the mesh: two Allgathers of 56 bytes, and for each array one Alltoallv in which each shard is sent
+    to rank 0 once. Raises on every rank, whichever it happened on, `TypeError` or `ValueError` for bad arguments,
+    `CollectiveError` for arrays that differ between ranks, `OSError` where the file cannot be written (no permission,
+    disk full), `ImportError` without safetensors.
+
+    >>> import numpy as np, pce_mpi as pce
+    >>> from mpi4py import MPI
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pce.save(f"{folder}/step", {"step": pce.distribute(7, mesh)})
+    ...     pce.load(f"{folder}/step", mesh)["step"].item()
+    7
+    """
+    mesh = _mesh_of(arrays)
+    comm, over = mesh.comm(*mesh.dims), over_text(mesh.dims)
+    error: Exception | None = None
+    described: dict[str, str] = {}
+    writer: _Writer | None = None
+    try:
+        _safetensors()
+        _check(arrays, mesh)
+        described = {name: f"{array.dtype} {array.shape}, {array.sharding}" for name, array in arrays.items()}
+        if mesh.rank == 0:
+            writer = _Writer(Path(path), arrays)
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = _told(caught, path)
+    try:
+        _agree_on(comm, "save", {"path": str(path)}, described, error, over)
+        for name, array in arrays.items():
+            # After an error of rank 0 the others go on sending, and hear of it at the end.
+            failed = _written(array, name, writer if error is None else None)
+            error = error or failed
+        if writer is not None and error is None:
+            try:
+                writer.finish()
+            except Exception as caught:
+                error = caught
+        agree(comm, "save", {}, error=None if error is None else _told(error, path), over=over)
+    finally:
+        if writer is not None:
+            writer.discard()
+
+
+def load(
+    path: str | os.PathLike[str],
+    mesh: Mesh,
+    placements: Mapping[str, Mapping[str, Placement]] | None = None,
+    requires_grad: bool = False,
+) -> dict[str, DistArray]:
+    """The arrays of a safetensors file by name, distributed over `mesh`; each rank reads its own part of each.
+
+    `placements` by name and then by dim, `{"w": {"model": Shard(0)}}`: arrays and dims that are not named are
+    Replicate, and nothing can be Partial. Shards are balanced, whatever they were when they were saved. The file may
+    come from `save` with any number of ranks, or from elsewhere; the arrays are NumPy's. bfloat16 needs `ml_dtypes`.
+
+    Collective over `mesh`: one Allgather of 56 bytes, by which time every rank has read what is its own. Raises on
+    every rank, whichever it happened on, `OSError` for a file that cannot be read, `ValueError` for one that is no
+    safetensors file, has a dtype that there is none for, or lacks a name that `placements` has, and for placements that
+    do not fit; `TypeError` for integers that require a gradient; `CollectiveError` where ranks find different arrays or
+    want different placements; `ImportError` without safetensors.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
+    comm, over = mesh.comm(*mesh.dims), over_text(mesh.dims)
+    error: Exception | None = None
+    arrays: dict[str, DistArray] = {}
+    described: dict[str, str] = {}
+    try:
+        with _opened(Path(path)) as file:
+            for name, sharding, stored in _laid_out(file, path, mesh, placements or {}):
+                local = _part_of(stored, sharding.slices(mesh.coordinates))
+                if requires_grad and not is_floating(local.dtype):
+                    raise TypeError(f"only real numbers have a gradient, and {name!r} is {local.dtype}")
+                arrays[name] = DistArray(local, mesh, sharding, requires_grad=requires_grad)
+                described[name] = f"{local.dtype} {sharding.shape}, {sharding}"
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    _agree_on(comm, "load", {"requires_grad": bool(requires_grad)}, described, error, over)
+    return arrays
+
+
+def _agree_on(
+    comm: MPI.Intracomm,
+    operation: str,
+    called: Mapping[str, Any],
+    described: Mapping[str, str],
+    error: Exception | None,
+    over: str,
+) -> None:
+    """Agree on the call and on the arrays; of arrays that differ, the message shows only those."""
+    checksum = zlib.crc32(repr(list(described.items())).encode())
+    checksums = agree(comm, operation, called, error=error, facts=(checksum,), over=over)[:, 0].tolist()
+    if checksums != checksums[:1] * len(checksums):
+        order = {"names, in order": tuple(described)}
+        agree(comm, operation, {**described, **order}, over=over)  # raises
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ImportError("checkpoints need safetensors: pip install 'pce_mpi[checkpoint]'") from error
+    return safetensors
+
+
+# --------------------------------------------------------------------------------------------------------------- save
+
+
+def _mesh_of(arrays: Any) -> Mesh:
+    """The mesh of the first array; without one there is nobody to tell of an error."""
+    if not isinstance(arrays, Mapping):
+        raise TypeError(f"arrays must be a dict of distributed arrays by name, got {type(arrays).__name__}")
+    mesh = next((array.mesh for array in arrays.values() if isinstance(array, DistArray)), None)
+    if mesh is None:
+        raise ValueError("arrays has no distributed array: there is nothing to save")
+    return mesh
+
+
+def _check(arrays: Mapping[Any, Any], mesh: Mesh) -> None:
+    for name, array in arrays.items():
+        if not isinstance(name, str):
+            raise TypeError(f"the name of an array must be a str, got {name!r}")
+        if name == "__metadata__":
+            raise ValueError("the format keeps the name '__metadata__' for itself")
+        if not isinstance(array, DistArray):
+            raise TypeError(f"arrays[{name!r}] must be a distributed array, got {type(array).__name__}")
+        if array.mesh is not mesh:
+            raise ValueError(f"arrays[{name!r}] lies over another mesh than the first array")
+        if array.dtype.name not in _CODES or not array.dtype.isnative:
+            raise TypeError(f"arrays[{name!r}] is {array.dtype}, which the format has no name for")
+
+
+def _written(array: DistArray, name: str, writer: _Writer | None) -> Exception | None:
+    """Bring all blocks of the global array to rank 0, which writes them; what `writer` raised, if anything."""
+    mesh, reason = array.mesh, "rank 0 writes the file"
+    array = redistribute(array, array.sharding.natural, operation="save", reason=reason)
+    sharding = array.sharding
+    local = to_host(array.local)
+    if is_half(local.dtype):  # MPI does not know these, but it need not know what it carries
+        local = local.view(np.uint16)
+    everyone = list(sharding.members(tuple(mesh.dims), mesh.coordinates))
+    # Of equal replicas the first is sent.
+    shapes = [
+        sharding.local_shape(where) if mesh.rank == 0 and _is_first(sharding, where) else (0,) for where in everyone
+    ]
+    blocks = [local.reshape(-1)[:0]] * mesh.size
+    if _is_first(sharding, mesh.coordinates):
+        blocks[0] = local
+    comm, over = mesh.comm(*mesh.dims), over_text(mesh.dims)
+    received = all_to_all(blocks, comm, shapes, operation="save", over=over, reason=reason)
+    if writer is None:
+        return None
+    try:
+        for where, block in zip(everyone, received, strict=True):
+            if _is_first(sharding, where):
+                writer.write(name, sharding.slices(where), block.view(array.dtype))
+    except Exception as caught:
+        return caught
+    return None
+
+
+def _told(error: Exception, path: Any) -> Exception:
+    """`error`, about the path that the caller knows."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return error
+    return OSError(error.errno, f"cannot save to {str(path)!r}: {error.strerror}")  # of the class that belongs to errno
+
+
+def _is_first(sharding: Sharding, where: Mapping[str, int]) -> bool:
+    """Whether the rank at `where` is the first of those that hold equal replicas."""
+    return not any(where[dim] for dim, placement in sharding.by_dim.items() if placement == Replicate())
+
+
+class _Writer:
+    """The file while it is being written, on rank 0: of its full length from the start, beside where it is to be."""
+
+    def __init__(self, path: Path, arrays: Mapping[str, DistArray]) -> None:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        header, offsets, size = _header(arrays)
+        try:
+            with self._temporary.open("xb") as file:
+                _reserve(file, size)
+                file.write(header)
+            self._file = np.memmap(self._temporary, np.uint8, "r+")
+            self._data = {}
+            for name, array in arrays.items():
+                length = array.size * array.dtype.itemsize
+                flat = self._file[offsets[name] : offsets[name] + length].view(_stored_dtype(array.dtype))
+                self._data[name] = flat.reshape(array.shape)
+        except BaseException:
+            self.discard()
+            raise
+
+    def write(self, name: str, where: tuple[slice, ...], block: HostArray) -> None:
+        """Put `block` of the array `name` where it belongs."""
+        self._data[name][where] = block
+
+    def finish(self) -> None:
+        """Make the file what is at the path."""
+        self._file.flush()
+        os.replace(self._temporary, self._path)
+
+    def discard(self) -> None:
+        """Remove the temporary file, if it still is there."""
+        self._temporary.unlink(missing_ok=True)
+
+
+def _reserve(file: BinaryIO, size: int) -> None:
+    """Room for `size` bytes, or an `OSError`: writing to a mapped file on a full disk would end the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+        return
+    for start in range(0, size, 2**20):
+        file.write(bytes(min(2**20, size - start)))
+    file.flush()
+    file.seek(0)
+
+
+def _stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The file is little-endian."""
+    return dtype if dtype.name == "bfloat16" else dtype.newbyteorder("<")
+
+
+def _header(arrays: Mapping[str, DistArray]) -> tuple[bytes, dict[str, int], int]:
+    """The file up to its data, where in the file each array begins, and the length of the file."""
+    # As the library does it: wide dtypes first, so that every element lies at a multiple of its size.
+    ranked = list(_CODES)
+    order = sorted(arrays, key=lambda name: (-ranked.index(arrays[name].dtype.name), name))
+    entries, starts, end = {}, {}, 0
+    for name in order:
+        array = arrays[name]
+        starts[name], end = end, end + math.prod(array.shape) * array.dtype.itemsize
+        entries[name] = {
+            "dtype": _CODES[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [starts[name], end],
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, start in starts.items()}, len(header) + end
+
+
+# --------------------------------------------------------------------------------------------------------------- load
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    safetensors = _safetensors()
+    if path.is_dir():
+        raise IsADirectoryError(f"cannot load {str(path)!r}: it is a folder")
+    with path.open("rb"):
+        pass  # for Python's own error, which names the path
+    try:
+        file = safetensors.safe_open(path, "np")
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{str(path)!r} is not a safetensors file: {error}") from error
+    with file:
+        yield file
+
+
+def _laid_out(
+    file: Any, path: Any, mesh: Mesh, placements: Mapping[str, Mapping[str, Placement]]
+) -> Iterator[tuple[str, Sharding, Any]]:
+    """Name, sharding and what can be read of each array of `file`."""
+    names = list(file.keys())
+    missing = [name for name in placements if name not in names]
+    if missing:
+        raise ValueError(
+            f"placements name {', '.join(map(repr, missing))}, which {str(path)!r} has not; "
+            f"it has {', '.join(map(repr, names)) or 'nothing'}"
+        )
+    for name in names:
+        stored = file.get_slice(name)
+        code = stored.get_dtype()
+        if code not in _NAMES:
+            raise ValueError(f"{name!r} is {code}, which no distributed array can hold")
+        wanted = placements.get(name, {})
+        if not isinstance(wanted, Mapping):
+            raise TypeError(f"placements[{name!r}] must be a dict of placements by dim, got {wanted!r}")
+        try:
+            sharding = Sharding.of(mesh.layout, tuple(stored.get_shape()), wanted)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"placements[{name!r}]: {error}") from error
+        if sharding.partial_dims:
+            raise ValueError(f"placements[{name!r}]: what is loaded cannot be Partial, got {dict(wanted)}")
+        yield name, sharding, stored
+
+
+def _part_of(stored: Any, part: tuple[slice, ...]) -> HostArray:
+    name = _NAMES[stored.get_dtype()]
+    try:
+        dtype = dtype_named(name)
+    except TypeError:
+        raise ImportError(f"{name} needs ml_dtypes: pip install 'pce_mpi[bf16]'") from None
+    shape = tuple(each.stop - each.start for each in part)
+    # safetensors has no empty slices at the end of an axis.
+    return stored[part] if math.prod(shape) else np.empty(shape, dtype)

@@ -1,0 +1,161 @@
+"""Named dims over a Cartesian communicator."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Hashable, Mapping
+import json
+import math
+import operator
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from pce_mpi.comm.collectives import agree, all_gather_text
+from pce_mpi.comm.communicators import CollectiveError, CollectiveTimeout, by_value, is_comm, prefix_of
+from pce_mpi.distributed.sharding import Dims
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Mesh", "checked_dims"]
+
+# How many operations of the past can be told apart by name.
+_REMEMBERED = 64
+# They stand beside the names of dims where arrays are made.
+_TAKEN = ("requires_grad", "shape", "src_rank")
+
+
+class Mesh:
+    """The ranks of a communicator as a grid whose dims have names.
+
+    `Mesh(comm, data=2, classes=3)` lays 6 ranks out row by row: rank 0 is data 0, classes 0; rank 1 is data 0, classes
+    1; rank 3 is data 1, classes 0. The product of the sizes must be `comm.size`.
+
+    Collective over `comm`: one Allgather of 56 bytes, and the making of communicators. Raises, on every rank alike,
+    `TypeError` for what is no communicator or no whole number, `ValueError` for sizes that do not fit,
+    `CollectiveError` where ranks name different dims.
+
+    Its communicators are kept to the end of the program, and MPI has room for some 2,000: make one mesh, not many.
+
+    >>> from mpi4py import MPI
+    >>> Mesh(MPI.COMM_SELF, data=1, classes=1)
+    Mesh(data=1, classes=1)
+    """
+
+    def __init__(self, comm: MPI.Intracomm, /, **dims: int) -> None:
+        if not is_comm(comm):
+            raise TypeError(f"comm must be an mpi4py intracommunicator, got {comm!r}")
+        error: Exception | None = None
+        try:
+            sizes = checked_dims(dims, comm.size)
+        except (TypeError, ValueError) as caught:
+            sizes, error = {}, caught
+        agree(comm, "Mesh", {"dims": tuple(sizes.items())}, error=error)
+        self.dims: Mapping[str, int] = MappingProxyType(sizes)
+        self.layout: Dims = tuple(sizes.items())
+        self._cart = comm.Create_cart(list(sizes.values()), reorder=False)
+        self.rank, self.size = self._cart.rank, self._cart.size
+        coordinates = self._cart.Get_coords(self.rank)
+        self.coordinates: Mapping[str, int] = MappingProxyType(dict(zip(sizes, coordinates, strict=True)))
+        self._comms: dict[tuple[str, ...], MPI.Intracomm] = {tuple(sizes): self._cart}
+        self._history = 0
+        self._recent: deque[tuple[int, str, str]] = deque(maxlen=_REMEMBERED)
+
+    def comm(self, *dims: str) -> MPI.Intracomm:
+        """The communicator of the ranks that differ from this one in `dims` only, the last dim of the mesh fastest.
+
+        Made when first asked for, which is collective over the mesh (one Allgather of 56 bytes, and the making), and
+        kept. The order of `dims` does not matter; without any it is this rank alone.
+        """
+        unknown = [dim for dim in dims if dim not in self.dims]
+        if unknown:
+            raise ValueError(f"the mesh has no dim {unknown[0]!r}; its dims are {', '.join(self.dims)}")
+        key = tuple(dim for dim in self.dims if dim in dims)
+        if key not in self._comms:
+            # Ranks that ask for different dims would get communicators of ranks that do not belong together.
+            agree(self._cart, "Mesh.comm", {"dims": key}, over=over_text(self.dims))
+            self._comms[key] = self._cart.Sub([dim in dims for dim in self.dims])
+        return self._comms[key]
+
+    def note(self, checksum: int, what: str, in_full: str) -> None:
+        """Remember that this rank has run an operation: `what`, or `in_full` all that must be the same everywhere.
+
+        Most operations send nothing, and ranks that run different ones do not notice. The next `agree` does.
+        `checksum` is one of `in_full`.
+        """
+        self._history = hash((self._history, checksum))  # of whole numbers, and so the same in every process
+        self._recent.append((self._history, what, in_full))
+
+    def agree(
+        self,
+        dims: Collection[str],
+        operation: str,
+        call: Mapping[str, Hashable],
+        error: Exception | None = None,
+        *,
+        fact: int = 0,
+        ranks_named: bool = False,
+    ) -> list[int]:
+        """Make sure that the ranks along `dims` make the same call and have run the same operations before.
+
+        Collective over `dims`: an Allgather of 56 bytes. Returns the `fact` of each rank. Raises on each of these ranks
+        what one of them found wrong (`error`), or `CollectiveError`, which says where they differ.
+        """
+        comm, over = self.comm(*dims), over_text(dims)
+        facts = (self._history, fact)
+        try:
+            said = agree(comm, operation, call, error=error, facts=facts, over=over, ranks_named=ranks_named)
+            histories, others = said.T.tolist()
+            if histories != [self._history] * len(histories):
+                texts = all_gather_text(json.dumps(list(self._recent)), comm, operation=operation, over=over)
+                raise CollectiveError(_first_difference([json.loads(text) for text in texts], over))
+        except CollectiveTimeout:
+            raise
+        except Exception:
+            # Said once: these ranks have a common history from here on, which others of the mesh do not share.
+            self._history = 0
+            self._recent.clear()
+            raise
+        return others
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{dim}={size}' for dim, size in self.dims.items())})"
+
+
+def over_text(dims: Collection[str]) -> str:
+    """How the trace and messages name the ranks along `dims`."""
+    return ", ".join(dims)
+
+
+def _first_difference(recent: list[list[tuple[int, str, str]]], over: str) -> str:
+    """Which was the first operation that ranks did not have in common, of those that all of them remember."""
+    known = set.intersection(*({history for history, *_ in each} for each in recent))
+    first, in_full = {}, {}
+    for rank, each in enumerate(recent):
+        common = max((index for index, (history, *_) in enumerate(each) if history in known), default=-1)
+        _, first[rank], in_full[rank] = each[common + 1] if common + 1 < len(each) else (0, "nothing", "nothing")
+    if len(set(first.values())) == 1:
+        first = in_full
+    forgotten = not known and all(len(each) == _REMEMBERED for each in recent)
+    after = f"; the first of them more than {_REMEMBERED} operations ago" if forgotten else ""
+    return f"ranks have run different operations: {by_value(first, prefix=prefix_of(over))}{after}"
+
+
+def checked_dims(dims: Mapping[str, int], ranks: int | None = None) -> dict[str, int]:
+    """The sizes of the dims of a mesh, if they are such, and make up `ranks`, if that is given."""
+    if not dims:
+        raise ValueError("a mesh needs at least one dim, such as data=2")
+    sizes = {}
+    for dim, size in dims.items():
+        if dim in _TAKEN:
+            raise ValueError(f"a dim of a mesh cannot be called {dim!r}: functions take an argument of that name")
+        try:
+            sizes[dim] = operator.index(size)
+        except TypeError:
+            raise TypeError(f"the size of dim {dim!r} must be a whole number, got {size!r}") from None
+        if sizes[dim] < 1:
+            raise ValueError(f"the size of dim {dim!r} must be at least 1, got {size}")
+    if ranks is not None and math.prod(sizes.values()) != ranks:
+        product = " * ".join(f"{dim}={size}" for dim, size in sizes.items())
+        raise ValueError(f"{product} is {math.prod(sizes.values())}, but the communicator has {ranks} ranks")
+    return sizes

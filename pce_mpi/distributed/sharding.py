@@ -1,0 +1,239 @@
+"""Where a global array lies: a placement for each dim of a mesh, and the split points of each sharded axis.
+
+A `Sharding` is a frozen value and knows nothing of arrays or communicators. Two dims that shard the same axis split it
+in mesh order, nested: 10 over 2 x 2 lies as 3, 2, 3, 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise, product
+import math
+from types import MappingProxyType
+from weakref import WeakValueDictionary
+
+from pce_mpi.distributed.placements import Partial, Placement, Replicate, Shard, shard_range
+
+__all__ = ["Coordinates", "Dims", "Sharding", "Splits", "balanced_splits", "outer_splits", "within"]
+
+Dims = tuple[tuple[str, int], ...]
+Coordinates = Mapping[str, int]
+Splits = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Sharding:
+    """How ranks hold a global array; make one with `Sharding.of`.
+
+    `dims` names the dims of the mesh and their sizes, in mesh order; `placements` has one entry for each. `splits` has
+    one entry for each axis: where its blocks begin and end, (0, ..., length), in the order of the coordinates of the
+    dims that shard it, the last dim fastest; None for an axis that is not sharded.
+    """
+
+    dims: Dims
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    splits: tuple[Splits | None, ...]
+
+    @staticmethod
+    def of(
+        dims: Dims,
+        shape: tuple[int, ...],
+        placements: Mapping[str, Placement],
+        splits: Mapping[int, Splits] | None = None,
+    ) -> Sharding:
+        """Dims that are not named are Replicate; axes without `splits` of their own are split into balanced blocks.
+
+        Raises `TypeError` for what is no placement, `ValueError` for a dim or an axis that does not exist and for
+        reduce operators that do not mix.
+        """
+        for name, placement in placements.items():
+            if not isinstance(placement, Placement):
+                raise TypeError(f"{name} must be Shard(axis), Replicate() or Partial(operator), got {placement!r}")
+        return _sharding(dims, tuple(shape), tuple(placements.items()), tuple((splits or {}).items()))
+
+    def __new__(
+        cls, dims: Dims, shape: tuple[int, ...], placements: tuple[Placement, ...], splits: tuple[Splits | None, ...]
+    ) -> Sharding:
+        # Equal ones are one object: they are compared and looked up several times for every operation.
+        key = dims, shape, placements, splits
+        known = _known.get(key)
+        if known is None:
+            known = _known[key] = super().__new__(cls)
+        return known
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Sharding, (self.dims, self.shape, self.placements, self.splits)
+
+    @cached_property
+    def by_dim(self) -> Mapping[str, Placement]:
+        """The placement of each dim."""
+        return MappingProxyType(dict(zip((name for name, _ in self.dims), self.placements, strict=True)))
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """The size of each dim."""
+        return MappingProxyType(dict(self.dims))
+
+    @cached_property
+    def _dims_of(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(
+            tuple(dim for dim, placement in self.by_dim.items() if placement == Shard(axis))
+            for axis in range(len(self.shape))
+        )
+
+    def dims_of(self, axis: int) -> tuple[str, ...]:
+        """The dims that shard `axis`, in mesh order."""
+        return self._dims_of[axis]
+
+    @cached_property
+    def partial_dims(self) -> tuple[str, ...]:
+        """The dims over which terms are still to be combined."""
+        return tuple(dim for dim, placement in self.by_dim.items() if isinstance(placement, Partial))
+
+    def parts(self, dims: tuple[str, ...]) -> int:
+        """How many ranks lie along `dims` together."""
+        return math.prod(self.sizes[dim] for dim in dims)
+
+    def members(self, dims: tuple[str, ...], coordinates: Coordinates) -> Iterator[dict[str, int]]:
+        """The coordinates of the ranks that differ from `coordinates` in `dims` only, the last dim fastest."""
+        for index in product(*(range(self.sizes[dim]) for dim in dims)):
+            yield {**coordinates, **dict(zip(dims, index, strict=True))}
+
+    def block(self, axis: int, coordinates: Coordinates) -> tuple[int, int]:
+        """The range [start, stop) of `axis` that the rank at `coordinates` holds."""
+        splits = self.splits[axis]
+        if splits is None:
+            return 0, self.shape[axis]
+        index = 0
+        for dim in self._dims_of[axis]:
+            index = index * self.sizes[dim] + coordinates[dim]
+        return splits[index], splits[index + 1]
+
+    def slices(self, coordinates: Coordinates) -> tuple[slice, ...]:
+        """The part of the global array that the rank at `coordinates` holds."""
+        return tuple(slice(*self.block(axis, coordinates)) for axis in range(len(self.shape)))
+
+    def local_shape(self, coordinates: Coordinates) -> tuple[int, ...]:
+        """The shape of what the rank at `coordinates` holds."""
+        blocks = (self.block(axis, coordinates) for axis in range(len(self.shape)))
+        return tuple(stop - start for start, stop in blocks)
+
+    def with_placements(self, placements: Mapping[str, Placement]) -> Sharding:
+        """The named dims changed; an axis that one of them sharded or is to shard gets balanced blocks."""
+        after = Sharding.of(self.dims, self.shape, {**self.by_dim, **placements})
+        kept = {
+            axis: splits
+            for axis, splits in enumerate(self.splits)
+            if splits is not None
+            and after.dims_of(axis) == self.dims_of(axis)
+            and not set(after.dims_of(axis)) & set(placements)
+        }
+        return Sharding.of(self.dims, self.shape, after.by_dim, kept) if kept else after
+
+    @cached_property
+    def natural(self) -> Sharding:
+        """Where the gradient of a value that lies like this belongs: the same shards, Replicate instead of Partial."""
+        return self.replacing(dict.fromkeys(self.partial_dims, Replicate()))
+
+    def with_terms_over(self, dims: tuple[str, ...]) -> Sharding:
+        """Partial("sum") over `dims`; an axis whose outermost dims still shard it keeps their split points."""
+        splits = {}
+        for axis, points in enumerate(self.splits):
+            kept = tuple(dim for dim in self.dims_of(axis) if dim not in dims)
+            if points is not None and kept == self.dims_of(axis)[: len(kept)]:
+                splits[axis] = outer_splits(points, self.parts(self.dims_of(axis)[len(kept) :]))
+        return Sharding.of(self.dims, self.shape, {**self.by_dim, **dict.fromkeys(dims, Partial("sum"))}, splits)
+
+    @cached_property
+    def replicated(self) -> Sharding:
+        """All of the array on every rank."""
+        return Sharding.of(self.dims, self.shape, {})
+
+    def replacing(
+        self, placements: Mapping[str, Placement], splits: Mapping[int, Splits | None] | None = None
+    ) -> Sharding:
+        """The named dims and the split points of the given axes changed, which the caller knows to fit each other."""
+        changed = {**dict(enumerate(self.splits)), **(splits or {})}
+        return Sharding(self.dims, self.shape, tuple({**self.by_dim, **placements}.values()), tuple(changed.values()))
+
+    def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
+        text = ", ".join(f"{dim}: {placement}" for dim, placement in self.by_dim.items())
+        uneven = [
+            f"axis {axis} split at {list(splits[1:-1])}"
+            for axis, splits in enumerate(self.splits)
+            if splits is not None and splits != balanced_splits(self.shape[axis], self._sizes_along(axis))
+        ]
+        return "; ".join([text, *uneven])
+
+    def _sizes_along(self, axis: int) -> tuple[int, ...]:
+        return tuple(self.sizes[dim] for dim in self._dims_of[axis])
+
+
+_known: WeakValueDictionary[tuple[object, ...], Sharding] = WeakValueDictionary()
+
+
+@lru_cache(maxsize=4096)
+def _sharding(
+    dims: Dims,
+    shape: tuple[int, ...],
+    placements: tuple[tuple[str, Placement], ...],
+    splits: tuple[tuple[int, Splits], ...],
+) -> Sharding:
+    names = [name for name, _ in dims]
+    given = dict(placements)
+    for name in given:
+        if name not in names:
+            raise ValueError(f"the mesh has no dim {name!r}; its dims are {', '.join(names) or 'none'}")
+    placed = [_normalized(given.get(name, Replicate()), name, len(shape)) for name in names]
+    operators = {placement.operator for placement in placed if isinstance(placement, Partial)}
+    if len(operators) > 1 and operators != {"sum", "avg"}:
+        raise ValueError(f"reduce operators of different dims do not mix, but sum with avg; got {sorted(operators)}")
+    of_axes = dict(splits)
+    all_splits: list[Splits | None] = []
+    for axis, length in enumerate(shape):
+        sizes = tuple(size for (_, size), placement in zip(dims, placed, strict=True) if placement == Shard(axis))
+        all_splits.append(of_axes.get(axis, balanced_splits(length, sizes)) if sizes else None)
+    return Sharding(dims, shape, tuple(placed), tuple(all_splits))
+
+
+def _normalized(placement: Placement, dim: str, ndim: int) -> Placement:
+    if not isinstance(placement, Shard):
+        return placement
+    if not -ndim <= placement.axis < ndim:
+        raise ValueError(f"{dim}={placement} is out of bounds for an array of {ndim} dimensions")
+    return Shard(placement.axis % ndim)
+
+
+@lru_cache(maxsize=4096)
+def balanced_splits(length: int, sizes: tuple[int, ...]) -> Splits:
+    """Where the blocks of an axis begin and end that dims of `sizes` split one after the other.
+
+    >>> balanced_splits(10, (2, 2))
+    (0, 3, 5, 8, 10)
+    """
+    splits: Splits = (0, length)
+    for size in sizes:
+        starts = [
+            start + shard_range(stop - start, size, index)[0]
+            for start, stop in pairwise(splits)
+            for index in range(size)
+        ]
+        splits = (*starts, length)
+    return splits
+
+
+def outer_splits(splits: Splits, inner: int) -> Splits:
+    """The split points that remain when the innermost dims, `inner` ranks together, no longer split the axis."""
+    return splits[::inner]
+
+
+def within(outer: tuple[slice, ...], inner: tuple[slice, ...]) -> tuple[slice, ...]:
+    """The part `inner` of the global array as a part of `outer`, which contains it."""
+    return tuple(slice(b.start - a.start, b.stop - a.start) for a, b in zip(outer, inner, strict=True))

@@ -1,0 +1,210 @@
+"""From one sharding of a global array to another: which steps it takes, and what each costs.
+
+    Shard -> Replicate                      all_gather
+    Shard(i) -> Shard(j), other splits      all_to_all
+    Partial -> Replicate                    all_reduce
+    Partial -> Shard                        reduce_scatter
+    Replicate -> Shard                      slice      nothing is sent
+    Replicate -> Partial                    keep       nothing is sent: a term of a sum is kept once and is 0 elsewhere
+    Shard -> Partial("sum")                 pad        nothing is sent: the other blocks are 0
+
+Everything else goes by way of Replicate. `steps` is the only place that decides; `dist_array` carries out what it says,
+and `ops` weighs alternatives by `wire_bytes`. Nothing here needs data, MPI or even a mesh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+import math
+from typing import Literal
+
+from pce_mpi.distributed.placements import Partial, Replicate, Shard
+from pce_mpi.distributed.sharding import Coordinates, Sharding, Splits, outer_splits
+
+__all__ = ["Step", "Verb", "sent_bytes", "steps", "wire_bytes"]
+
+Verb = Literal["all_gather", "all_to_all", "all_reduce", "reduce_scatter", "slice", "keep", "pad"]
+_SILENT = ("slice", "keep", "pad")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One move of all ranks along `dims`. `axis` is the one that is gathered, sliced, scattered or padded."""
+
+    verb: Verb
+    dims: tuple[str, ...]
+    before: Sharding
+    after: Sharding
+    axis: int | None = None
+
+    @property
+    def sends(self) -> bool:
+        """Whether ranks have to tell each other anything."""
+        return self.verb not in _SILENT
+
+    @property
+    def copies(self) -> bool:
+        """Whether the result is in memory of its own on every rank."""
+        return self.verb not in ("slice", "keep")
+
+    @property
+    def divisor(self) -> int:
+        """What terms are divided by before they are added up: how many ranks are averaged over."""
+        return math.prod(self.before.sizes[dim] for dim in self.dims if self.before.by_dim[dim] == Partial("avg"))
+
+    @property
+    def placement_before(self) -> str:
+        """The placement of `dims` that this step changes, as text."""
+        return _common(self.before, self.dims)
+
+    @property
+    def placement_after(self) -> str:
+        """What it changes it to."""
+        return _common(self.after, self.dims)
+
+
+def _common(sharding: Sharding, dims: tuple[str, ...]) -> str:
+    return ", ".join(dict.fromkeys(repr(sharding.by_dim[dim]) for dim in dims))
+
+
+@lru_cache(maxsize=4096)
+def steps(source: Sharding, target: Sharding) -> tuple[Step, ...]:
+    """What brings an array from `source` to `target`, in order; nothing where they are equal.
+
+    What shrinks an array comes first, what makes it grow last. Raises `ValueError` for shardings of different things.
+    """
+    if (source.dims, source.shape) != (target.dims, target.shape):
+        raise ValueError(
+            f"there is no way from shape {source.shape} over {dict(source.dims)} to {target.shape} over "
+            f"{dict(target.dims)}"
+        )
+    taken: list[Step] = []
+    current = source
+    while current != target:
+        step = _next(current, target)
+        taken.append(step)
+        current = step.after
+    return tuple(taken)
+
+
+def _next(current: Sharding, target: Sharding) -> Step:
+    axes = range(len(current.shape))
+    deeper: tuple[tuple[Verb, type[Replicate] | type[Partial]], ...]
+    deeper = ("slice", Replicate), ("reduce_scatter", Partial)
+    for verb, wanted in deeper:
+        for axis in axes:
+            if step := _deepen(current, target, axis, verb, wanted):
+                return step
+    if dims := tuple(dim for dim in current.partial_dims if current.by_dim[dim] != target.by_dim[dim]):
+        return Step("all_reduce", dims, current, current.replacing(dict.fromkeys(dims, Replicate())))
+    for axis in axes:
+        if step := _pad(current, target, axis) or _exchange(current, target, axis):
+            return step
+    for axis in axes:
+        if step := _gather(current, target, axis):
+            return step
+    dims = tuple(dim for dim in target.partial_dims if current.by_dim[dim] != target.by_dim[dim])
+    return Step("keep", dims, current, current.replacing({dim: target.by_dim[dim] for dim in dims}))
+
+
+def _depth(current: Sharding, target: Sharding, axis: int) -> int:
+    """How many of the outermost dims of `axis` split it in `current` as they do in `target`."""
+    mine, wanted = current.dims_of(axis), target.dims_of(axis)
+    for depth in range(min(len(mine), len(wanted)), 0, -1):
+        if mine[:depth] == wanted[:depth] and _outer(current, axis, depth) == _outer(target, axis, depth):
+            return depth
+    return 0
+
+
+def _outer(sharding: Sharding, axis: int, depth: int) -> Splits | None:
+    """The split points of `axis` if only its `depth` outermost dims split it."""
+    splits = sharding.splits[axis]
+    if splits is None or depth == 0:
+        return None
+    return outer_splits(splits, sharding.parts(sharding.dims_of(axis)[depth:]))
+
+
+def _deepen(
+    current: Sharding, target: Sharding, axis: int, verb: Verb, wanted: type[Replicate] | type[Partial]
+) -> Step | None:
+    """Split `axis` further, over the next dims of `target` that are still `wanted`, if all before them are right."""
+    have = current.dims_of(axis)
+    depth = _depth(current, target, axis)
+    if depth < len(have):
+        return None
+    dims: list[str] = []
+    for dim in target.dims_of(axis)[depth:]:
+        if not isinstance(current.by_dim[dim], wanted):
+            break
+        dims.append(dim)
+    if not dims:
+        return None
+    splits = _outer(target, axis, depth + len(dims))
+    after = current.replacing(dict.fromkeys(dims, Shard(axis)), {axis: splits})
+    return Step(verb, tuple(dims), current, after, axis)
+
+
+def _pad(current: Sharding, target: Sharding, axis: int) -> Step | None:
+    have = current.dims_of(axis)
+    if not have or target.by_dim[have[-1]] != Partial("sum"):
+        return None
+    after = current.replacing({have[-1]: Partial("sum")}, {axis: _outer(current, axis, len(have) - 1)})
+    return Step("pad", have[-1:], current, after, axis)
+
+
+def _exchange(current: Sharding, target: Sharding, axis: int) -> Step | None:
+    """An all_to_all to other split points of `axis`, or from `axis` to another."""
+    have, wanted = current.dims_of(axis), target.dims_of(axis)
+    if not have:
+        return None
+    if have == wanted[: len(have)] and _depth(current, target, axis) < len(have):
+        return Step("all_to_all", have, current, current.replacing({}, {axis: _outer(target, axis, len(have))}), axis)
+    last = have[-1]
+    there = target.by_dim[last]
+    if not isinstance(there, Shard) or there.axis == axis:
+        return None
+    depth = _depth(current, target, there.axis)
+    if depth < len(current.dims_of(there.axis)) or target.dims_of(there.axis)[depth] != last:
+        return None
+    splits = {axis: _outer(current, axis, len(have) - 1), there.axis: _outer(target, there.axis, depth + 1)}
+    return Step("all_to_all", (last,), current, current.replacing({last: there}, splits), axis)
+
+
+def _gather(current: Sharding, target: Sharding, axis: int) -> Step | None:
+    depth = _depth(current, target, axis)
+    dims = current.dims_of(axis)[depth:]
+    if not dims:
+        return None
+    after = current.replacing(dict.fromkeys(dims, Replicate()), {axis: _outer(current, axis, depth)})
+    return Step("all_gather", dims, current, after, axis)
+
+
+def wire_bytes(step: Step, itemsize: int) -> float:
+    """What a rank sends at least, on average, by the well-known algorithms; `itemsize` in bytes.
+
+    With P ranks and n bytes that they hold together: all_reduce 2 (P-1)/P n, all_gather and reduce_scatter (P-1)/P n,
+    all_to_all (P-1)/P**2 n.
+    """
+    if not step.sends:
+        return 0.0
+    parts = step.before.parts(step.dims)
+    sharded = step.after if step.verb == "all_gather" else step.before
+    blocks = math.prod(size for dim, size in sharded.dims if isinstance(sharded.by_dim[dim], Shard))
+    together = math.prod(sharded.shape) * itemsize / blocks
+    if step.verb == "all_to_all":
+        return together * (parts - 1) / parts  # of one rank's n / P bytes
+    return together * (parts - 1) / parts * (2 if step.verb == "all_reduce" else 1)
+
+
+def sent_bytes(step: Step, coordinates: Coordinates, itemsize: int) -> int:
+    """What the rank at `coordinates` puts in, which is what the trace shows; `itemsize` in bytes."""
+    if not step.sends:
+        return 0
+    put = math.prod(step.before.local_shape(coordinates))
+    if step.verb == "all_to_all":
+        before, after = (sharding.slices(coordinates) for sharding in (step.before, step.after))
+        put -= math.prod(
+            max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a, b in zip(before, after, strict=True)
+        )
+    return put * itemsize

@@ -1,0 +1,1 @@
+"""What steps parameters: SGD, and the synchronization of partial gradients before it."""

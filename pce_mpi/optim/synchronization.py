@@ -1,0 +1,257 @@
+"""Partial gradients are brought to where their parameters lie, all of them together.
+
+After a backward pass the gradient of a parameter may still be Partial: a term on each rank. One flat buffer, and so one
+collective, serves each mesh, set of dims, kind of collective and dtype, the parameters in the order in which they are
+given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+import math
+from typing import Any
+import zlib
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace, check_one_library, compute_dtype_of
+from pce_mpi.comm.collectives import all_reduce, reduce_scatter
+from pce_mpi.comm.communicators import CollectiveTimeout
+from pce_mpi.distributed.dist_array import DistArray, redistribute
+from pce_mpi.distributed.mesh import Mesh, over_text
+from pce_mpi.distributed.placements import Partial
+from pce_mpi.distributed.sharding import Coordinates, Sharding, within
+from pce_mpi.distributed.transitions import Step, Verb, steps
+
+__all__ = ["meshes_of", "synchronize"]
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Gradients that go into one collective over the same ranks, as one of these ranks has to deal with them.
+
+    `members` are the numbers of their parameters. For each of them: `divisors` what a term is divided by to be one of a
+    sum, and `shapes` what this rank holds of the gradient afterwards; `ends` are where that ends in the flat buffer.
+    `parts` says, for a reduce_scatter, what each rank is sent of each member. `before` and `after` are for the trace.
+    """
+
+    mesh: int
+    verb: Verb
+    dims: tuple[str, ...]
+    dtype: np.dtype[Any]
+    members: tuple[int, ...]
+    divisors: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    ends: tuple[int, ...]
+    parts: tuple[tuple[tuple[slice, ...], ...], ...]
+    before: str
+    after: str
+
+
+# Of a parameter: which mesh, how it lies, how its gradient lies, and the dtype of both.
+_Placed = tuple[int, Sharding, Sharding | None, np.dtype[Any]]
+# Of this rank, on a mesh.
+_Coordinates = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be done with the gradients of a list of parameters, worked out from how they lie alone.
+
+    `described` and `checksums` have one entry for each mesh. `alone` are the parameters whose gradients find their way
+    by themselves.
+    """
+
+    described: tuple[Mapping[str, str], ...]
+    checksums: tuple[int, ...]
+    alone: tuple[int, ...]
+    groups: tuple[_Group, ...]
+
+
+def synchronize(
+    parameters: Sequence[DistArray],
+    operation: str,
+    called: Mapping[str, Hashable],
+    error: Exception | None = None,
+) -> None:
+    """Bring each gradient to the sharding of its parameter; `called` must be the same on every rank.
+
+    Collective over each mesh of `parameters`. `error` is what checks on this rank found.
+    """
+    meshes = meshes_of(parameters)
+    plan: _Plan | None = None
+    if error is None:
+        try:
+            placed = tuple(_checked_gradient(parameter, index, meshes) for index, parameter in enumerate(parameters))
+            plan = _plan(placed, tuple(tuple(mesh.coordinates.items()) for mesh in meshes))
+        except (TypeError, ValueError) as caught:
+            error = caught
+    named = False
+    for number, mesh in enumerate(meshes):
+        try:
+            _agree_on(mesh, operation, called, plan, number, error, named)
+        except CollectiveTimeout:
+            raise
+        except Exception as caught:  # the ranks of the other meshes must hear of it
+            error, named = caught, True
+    if error is not None:
+        raise error
+    assert plan is not None  # the error would have been raised
+    gradients = {index: each.grad for index, each in enumerate(parameters) if each.grad is not None}
+    for index in plan.alone:
+        parameter = parameters[index]
+        reason = "the gradient belongs where its parameter lies"
+        parameter.grad = redistribute(gradients[index], parameter.sharding, operation=operation, reason=reason)
+    terms = {index: gradients[index].local for group in plan.groups for index in group.members}
+    for group in plan.groups:
+        _bring_together(group, terms, meshes[group.mesh], operation)
+    for index, term in terms.items():
+        parameter = parameters[index]
+        # Views of the buffer that was reduced, which lives as long as these gradients do: copies would take as long as
+        # the rest of this function.
+        parameter.grad = DistArray(term.astype(parameter.dtype, copy=False), parameter.mesh, parameter.sharding)
+
+
+def _agree_on(
+    mesh: Mesh,
+    operation: str,
+    called: Mapping[str, Hashable],
+    plan: _Plan | None,
+    number: int,
+    error: Exception | None,
+    named: bool,
+) -> None:
+    dims = tuple(mesh.dims)
+    fact = 0 if plan is None else plan.checksums[number]
+    checksums = mesh.agree(dims, operation, called, error, fact=fact, ranks_named=named)
+    if checksums != checksums[:1] * len(checksums) and plan is not None:
+        mesh.agree(dims, operation, plan.described[number])  # raises, and says which parameters differ
+
+
+@lru_cache(maxsize=64)
+def _plan(placed: tuple[_Placed, ...], coordinates: tuple[_Coordinates, ...]) -> _Plan:
+    described: list[dict[str, str]] = [{} for _ in range(1 + max(mesh for mesh, *_ in placed))]
+    alone, pending = [], {}
+    for index, (mesh, sharding, gradient, dtype) in enumerate(placed):
+        has = "no gradient" if gradient is None else f"gradient {gradient}"
+        # Counted within the mesh: its other ranks need not know of other meshes.
+        number = len(described[mesh])
+        described[mesh][f"parameters[{number}]"] = f"{dtype.name} {sharding.shape}, {sharding}; {has}"
+        if gradient is None or gradient == sharding:
+            continue
+        taken = steps(gradient, sharding)
+        if all(step.verb in ("all_reduce", "reduce_scatter") and _is_sum(step) for step in taken):
+            pending[index] = list(taken)
+        else:
+            alone.append(index)
+    texts = [repr(sorted(each.items())) for each in described]
+    groups = []
+    while any(pending.values()):
+        waiting = {index: [_key(placed[index], step) for step in taken] for index, taken in pending.items() if taken}
+        keys = list(dict.fromkeys(keys[0] for keys in waiting.values()))
+        # Not before all who need this collective are ready for it, so that one does for all of them.
+        key = next((key for key in keys if not any(key in later for _, *later in waiting.values())), keys[0])
+        group = {index: pending[index].pop(0) for index, keys in waiting.items() if keys[0] == key}
+        groups.append(_group(key, group, dict(coordinates[key[0]])))
+    groups.sort(key=lambda group: group.mesh)  # one mesh after the other, as their ranks may not be the same
+    return _Plan(tuple(described), tuple(zlib.crc32(text.encode()) for text in texts), tuple(alone), tuple(groups))
+
+
+_Key = tuple[int, Verb, tuple[str, ...], np.dtype[Any]]
+
+
+def _key(placed: _Placed, step: Step) -> _Key:
+    mesh, _, _, dtype = placed
+    return mesh, step.verb, step.dims, dtype
+
+
+def _is_sum(step: Step) -> bool:
+    return all(step.before.by_dim[dim] in (Partial("sum"), Partial("avg")) for dim in step.dims)
+
+
+def _group(key: _Key, taken: Mapping[int, Step], here: Coordinates) -> _Group:
+    """The group of the steps `taken`, by number of parameter, for the rank at `here`."""
+    mesh, verb, dims, dtype = key
+    shapes = tuple(step.after.local_shape(here) for step in taken.values())
+    parts = []
+    if verb == "reduce_scatter":
+        for member in next(iter(taken.values())).before.members(dims, here):
+            parts.append(tuple(within(step.before.slices(here), step.after.slices(member)) for step in taken.values()))
+    return _Group(
+        mesh=mesh,
+        verb=verb,
+        dims=dims,
+        dtype=dtype,
+        members=tuple(taken),
+        divisors=tuple(step.divisor for step in taken.values()),
+        shapes=shapes,
+        ends=tuple(accumulate(math.prod(shape) for shape in shapes)),
+        parts=tuple(parts),
+        before=", ".join(dict.fromkeys(step.placement_before for step in taken.values())),
+        after=", ".join(dict.fromkeys(step.placement_after for step in taken.values())),
+    )
+
+
+def _bring_together(group: _Group, terms: dict[int, Array], mesh: Mesh, operation: str) -> None:
+    """Replace what this rank holds of each gradient in `group` by what it holds after the group's collective."""
+    dtype = compute_dtype_of(group.dtype)  # so that halves are rounded only once
+    held = [terms[index] for index in group.members]
+    for number, divisor in enumerate(group.divisors):
+        if divisor > 1:
+            held[number] = held[number].astype(dtype, copy=False) / divisor
+    xp, comm = array_namespace(held[0]), mesh.comm(*group.dims)
+    why: dict[str, Any] = {
+        "operation": operation,
+        "over": over_text(group.dims),
+        "before": group.before,
+        "after": group.after,
+        "reason": "gradients are brought to their parameters, in one buffer",
+    }
+    if group.verb == "all_reduce":
+        flat = xp.concatenate([term.reshape(-1) for term in held], dtype=dtype)
+        flat = all_reduce(flat, comm, "sum", overwrite=True, **why)
+    else:
+        blocks = []
+        for parts in group.parts:
+            sent = [term[part].reshape(-1) for term, part in zip(held, parts, strict=True)]
+            blocks.append(xp.concatenate(sent, dtype=dtype))
+        flat = reduce_scatter(blocks, comm, "sum", **why)
+    starts = (0, *group.ends[:-1])
+    for index, start, end, shape in zip(group.members, starts, group.ends, group.shapes, strict=True):
+        terms[index] = flat[start:end].reshape(shape)
+
+
+def _checked_gradient(parameter: DistArray, index: int, meshes: Sequence[Mesh]) -> _Placed:
+    """How a parameter and its gradient lie, if the gradient fits the parameter."""
+    gradient, mesh = parameter.grad, meshes.index(parameter.mesh)
+    if gradient is None:
+        return mesh, parameter.sharding, None, parameter.dtype
+    if (
+        isinstance(gradient, DistArray)
+        and gradient.mesh is parameter.mesh
+        and gradient.sharding.shape == parameter.sharding.shape
+        and gradient.local.dtype == parameter.local.dtype
+        and type(gradient.local) is type(parameter.local)
+    ):
+        return mesh, parameter.sharding, gradient.sharding, parameter.local.dtype
+    what = f"the gradient of parameters[{index}]"
+    if not isinstance(gradient, DistArray):
+        raise TypeError(f"{what} must be a distributed array or None, got {type(gradient).__name__}")
+    if gradient.mesh is not parameter.mesh:
+        raise ValueError(f"{what} lies over another mesh than its parameter")
+    if gradient.shape != parameter.shape:
+        raise ValueError(f"{what} must have its shape, {parameter.shape}, got {gradient.shape}")
+    if gradient.dtype != parameter.dtype:
+        raise TypeError(f"{what} must have its dtype, {parameter.dtype}, got {gradient.dtype}")
+    check_one_library({f"parameters[{index}]": parameter.local, what: gradient.local})
+    return mesh, parameter.sharding, gradient.sharding, parameter.dtype
+
+
+def meshes_of(parameters: Sequence[Any]) -> list[Mesh]:
+    """The meshes of `parameters`, in the order in which they appear."""
+    return list(dict.fromkeys(parameter.mesh for parameter in parameters if isinstance(parameter, DistArray)))
