@@ -323,7 +323,7 @@ def stand_in(request, monkeypatch):
     """CuPy's stand-in in its place, also where CuPy is installed or has been imported."""
     if request.config.option.gpu:
         pytest.skip("about the stand-in for CuPy, or by its means")
-    from pce_mpi import kernels
+    from pce_mpi.loss import kernels
 
     for name, module in STAND_INS.items():
         monkeypatch.setitem(sys.modules, name, module)

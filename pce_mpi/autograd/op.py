@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.autograd.abstract import Sent
+from pce_mpi.autograd.inference import Sent
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.sharding import Sharding

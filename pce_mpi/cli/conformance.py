@@ -21,7 +21,7 @@ import textwrap
 from pce_mpi.cli.progress import Bar
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, missing_framework
 from pce_mpi.conformance.batches import DEFAULT_TIMEOUT, asked_offer, run_cases
-from pce_mpi.conformance.cases import catalogue
+from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.launching import LaunchError
 from pce_mpi.conformance.offers import DTYPES
 from pce_mpi.conformance.orders import Orders

@@ -14,7 +14,8 @@ In pytest, started on any number of ranks:
 Importing this package does not start MPI.
 """
 
-from pce_mpi.conformance.cases import Case, Expects, Problem, cases
+from pce_mpi.conformance.cases import Case, Expects, Problem
+from pce_mpi.conformance.catalogue import cases
 from pce_mpi.conformance.judging import judge
 from pce_mpi.conformance.offers import Gradient, Offer, load, offer_of, offers
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding, Outcome, Report, Verdict

@@ -1,4 +1,4 @@
-"""A case, the problem that it builds, and the catalogue of all of them.
+"""A case, and the problem that it builds.
 
 A problem is global, the same on every rank, and made from a seed alone. `Problem.shard` cuts out what one rank is
 handed; `Problem.expected` is what `dense` makes of it in float64, of logits that were rounded to the candidate's dtype.
@@ -6,7 +6,7 @@ handed; `Problem.expected` is what `dense` makes of it in float64, of logits tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 
 from pce_mpi import dense
-from pce_mpi.conformance.offers import DTYPES, Gradient, Offer, Shards, offer_of
+from pce_mpi.conformance.offers import Needs, Offer, Shards
 
-__all__ = ["Case", "Expects", "Memory", "Needs", "Problem", "Setting", "Shard", "cases", "catalogue"]
+__all__ = ["Case", "Expects", "Memory", "Problem", "Setting", "Shard"]
 
 Array = np.ndarray[Any, Any]
 
@@ -34,26 +34,6 @@ class Expects(StrEnum):
     ANSWER = "an answer"
     REFUSAL = "a refusal"
     EITHER = "an answer or a refusal"
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a candidate has to offer for a case; the fields are those of `Offer`, as far as they can be missing.
-
-    `reductions`: any one of them does, the first that is offered is taken. `shards`: how uneven they have to be.
-    """
-
-    options: tuple[str, ...] = ()
-    reductions: tuple[str, ...] = ("mean", "none", "sum")
-    probabilities: bool = False
-    dims: int = 2
-    any_axis: bool = False
-    shards: Shards = "equal"
-    gradient: Gradient = Gradient.NONE
-    strided: bool = False
-    keeps_logits: bool = False
-    deterministic: bool = False
-    empty: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,7 +210,7 @@ class Case:
     catches: str
     dtype: str
     build: Callable[[Setting], Problem]
-    needs: Needs = Needs()
+    needs: Needs = field(default_factory=Needs)
     expects: Expects = Expects.ANSWER
     procedure: str = "plain"
     rows: int = 6
@@ -263,49 +243,3 @@ class Case:
             seed=seed,
             shards=offer.shards,
         )
-
-
-def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None) -> list[Case]:
-    """Every case, also those that `offer` does not cover.
-
-    Cases that are about something else than numbers come in one dtype only: the first of float32, float64, bfloat16
-    and float16 that `offer` has, and `dtypes`. No case is in a dtype that `dtypes` does not have.
-    """
-    from pce_mpi.conformance.catalogue import families
-
-    wanted = tuple(DTYPES if dtypes is None else dtypes)
-    for dtype in wanted:
-        if dtype not in DTYPES:
-            raise ValueError(f"dtypes must be among {', '.join(DTYPES)}, got {dtype!r}")
-    offered = DTYPES if offer is None else offer.dtypes
-    main = next((dtype for dtype in DTYPES if dtype in offered and dtype in wanted), wanted[0])
-    return [case for case in families(main) if case.dtype in wanted]
-
-
-def cases(
-    offer: Offer | Callable[..., Any] | None = None,
-    *,
-    pattern: str | Iterable[str] | None = None,
-    dtypes: Iterable[str] | None = None,
-) -> list[Case]:
-    """The cases, for `pytest.mark.parametrize("case", cases(candidate), ids=str)`.
-
-    `offer`: a candidate, or an `Offer`: only cases that it offers. `pattern`: a name or a family or a shell pattern of
-    names, or several. `dtypes`: only cases with logits of these. Raises `ValueError` for a pattern that no case fits.
-
-    >>> [case.name for case in cases(pattern="zero-rows/*")]
-    ['zero-rows/mean', 'zero-rows/sum', 'zero-rows/none']
-    """
-    offered = offer if offer is None or isinstance(offer, Offer) else offer_of(offer)
-    found = catalogue(offered, dtypes)
-    if pattern is not None:
-        found = _matching(found, [pattern] if isinstance(pattern, str) else list(pattern))
-    return [case for case in found if offered is None or offered.missing(case) is None]
-
-
-def _matching(found: list[Case], patterns: list[str]) -> list[Case]:
-    for pattern in patterns:
-        if not any(case.fits(pattern) for case in found):
-            families = ", ".join(dict.fromkeys(case.family for case in found))
-            raise ValueError(f"no case is called {pattern!r}; families: {families}")
-    return [case for case in found if any(map(case.fits, patterns))]

@@ -25,14 +25,23 @@ import importlib.util
 import inspect
 from pathlib import Path
 import sys
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pce_mpi.arrays import dtype_named
 
-if TYPE_CHECKING:
-    from pce_mpi.conformance.cases import Case
-
-__all__ = ["DTYPES", "EVERYTHING", "OPTIONS", "REDUCTIONS", "Gradient", "Offer", "Shards", "load", "offer_of", "offers"]
+__all__ = [
+    "DTYPES",
+    "EVERYTHING",
+    "OPTIONS",
+    "REDUCTIONS",
+    "Gradient",
+    "Needs",
+    "Offer",
+    "Shards",
+    "load",
+    "offer_of",
+    "offers",
+]
 
 OPTIONS = ("weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -51,6 +60,26 @@ class Gradient(StrEnum):
     NONE = "none"
     VALUE = "value"
     BACKWARD = "backward"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a candidate has to offer for a case; the fields are those of `Offer`, as far as they can be missing.
+
+    `reductions`: any one of them does, the first that is offered is taken. `shards`: how uneven they have to be.
+    """
+
+    options: tuple[str, ...] = ()
+    reductions: tuple[str, ...] = ("mean", "none", "sum")
+    probabilities: bool = False
+    dims: int = 2
+    any_axis: bool = False
+    shards: Shards = "equal"
+    gradient: Gradient = Gradient.NONE
+    strided: bool = False
+    keeps_logits: bool = False
+    deterministic: bool = False
+    empty: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,12 +130,11 @@ class Offer:
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
-    def missing(self, case: Case) -> str | None:
-        """What `case` needs and this offer does not have, in a few words; None if the case is offered."""
-        needs = case.needs
+    def missing(self, needs: Needs, dtype: str) -> str | None:
+        """The first of `needs`, and logits of `dtype`, that this offer lacks, in a few words; None if it has all."""
         for missing, what in (
-            (case.dtype not in self.dtypes, case.dtype),
-            (not _known(case.dtype), f"{case.dtype}, which needs ml_dtypes: pip install 'pce_mpi[bf16]'"),
+            (dtype not in self.dtypes, dtype),
+            (not _known(dtype), f"{dtype}, which needs ml_dtypes: pip install 'pce_mpi[bf16]'"),
             (needs.probabilities and not self.probabilities, "probability targets"),
             *((option not in self.options, option) for option in needs.options),
             (not set(needs.reductions) & set(self.reductions), "reduction " + " or ".join(needs.reductions)),

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pce_mpi.conformance.cases import Case, catalogue
+from pce_mpi.conformance.cases import Case
+from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.offers import DTYPES, Offer
 
 __all__ = ["Orders", "Task"]

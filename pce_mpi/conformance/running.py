@@ -56,7 +56,7 @@ def run_case(
     """
     offer = offer_of(candidate) if offer is None else offer
     outcome = Outcome(case.name, case.catches, Verdict.PASS, ranks=comm.size, dtype=case.dtype)
-    missing = offer.missing(case)
+    missing = offer.missing(case.needs, case.dtype)
     if missing is not None:
         return replace(outcome, verdict=Verdict.NOT_OFFERED, note=missing)
 

@@ -20,7 +20,8 @@ import numpy as np
 
 from pce_mpi.arrays import dtype_named, is_floating
 from pce_mpi.conformance import judging
-from pce_mpi.conformance.cases import Case, Expects, Problem, cases
+from pce_mpi.conformance.cases import Case, Expects, Problem
+from pce_mpi.conformance.catalogue import cases
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.offers import EVERYTHING, Gradient
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict

@@ -22,7 +22,7 @@ import numpy as np
 
 from pce_mpi.arrays import dtype_named, is_floating, is_half, to_host
 from pce_mpi.comm.collectives import agree, all_to_all
-from pce_mpi.distributed.dist_array import DistArray, redistribute
+from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh, over_text
 from pce_mpi.distributed.placements import Placement, Replicate
 from pce_mpi.distributed.sharding import Sharding

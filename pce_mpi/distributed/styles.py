@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from pce_mpi.arrays import as_array
-from pce_mpi.distributed.dist_array import DistArray, distribute
+from pce_mpi.distributed.array import DistArray, distribute
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Placement, Replicate, Shard
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from pce_mpi.autograd.abstract import Sent
-from pce_mpi.autograd.custom import op
-from pce_mpi.autograd.gradient import backward_from
+from pce_mpi.autograd.gradients import backward_from
+from pce_mpi.autograd.inference import OPERATIONS, Inference, Sent, infer_placements
 from pce_mpi.autograd.rules import Rule
-from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.broadcasting import expand, sum
+from pce_mpi.ops.custom import op
 from pce_mpi.ops.elementwise import (
     add,
     astype,
@@ -32,7 +32,6 @@ from pce_mpi.ops.elementwise import (
     where,
 )
 from pce_mpi.ops.embedding import embedding
-from pce_mpi.ops.inference import Inference, infer_placements
 from pce_mpi.ops.loss import cross_entropy, mse
 from pce_mpi.ops.matmul import matmul
 from pce_mpi.ops.normalization import layer_norm, rms_norm
@@ -87,6 +86,16 @@ __all__ = [
     "transpose",
     "where",
 ]
+
+OPERATIONS |= {
+    function.__name__: function
+    for function in (
+        *(add, astype, concatenate, cross_entropy, cut, divide, embedding, equal, exp, expand, gelu, layer_norm, log),
+        *(log_softmax, logsumexp, matmul, max, maximum, mean, min, mse, multiply, negative, power, relu, reshape),
+        *(rms_norm, sigmoid, softmax, split, sqrt, square, subtract, sum, swapaxes, tanh, transpose, where),
+    )
+}
+OPERATIONS["slice"] = cut  # the trace's name for it
 
 _COMPARISONS = {name: comparison(name) for name in ("less", "less_equal", "greater", "greater_equal", "not_equal")}
 

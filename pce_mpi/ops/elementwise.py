@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating
-from pce_mpi.autograd.abstract import Abstract
-from pce_mpi.autograd.applying import apply
+from pce_mpi.autograd.apply import apply
+from pce_mpi.autograd.inference import Abstract
 from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.rules import Rule
-from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.broadcasting import aligned, sum_to
 
 __all__ = [

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from pce_mpi.arrays import add_rows, array_namespace, as_array, check_one_library, to_host
-from pce_mpi.autograd.abstract import AbstractMesh
-from pce_mpi.autograd.applying import apply
+from pce_mpi.autograd.apply import apply, moved
+from pce_mpi.autograd.inference import AbstractMesh
 from pce_mpi.autograd.op import Layout, Op
-from pce_mpi.autograd.operands import moved
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import Replicate
 
 __all__ = ["embedding"]

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of, is_floating
-from pce_mpi.autograd.abstract import Sent
-from pce_mpi.autograd.applying import apply
+from pce_mpi.autograd.apply import apply
+from pce_mpi.autograd.inference import Sent
 from pce_mpi.autograd.op import Layout, Op
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import over_text
 from pce_mpi.loss import Residuals, forward_of, softmax_cross_entropy_backward, value_and_grad_of
 from pce_mpi.loss.arguments import Call, Reduction

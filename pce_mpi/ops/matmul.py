@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_half
-from pce_mpi.autograd.applying import apply
+from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.broadcasting import aligned, sum_to
 from pce_mpi.ops.shape import reshape, swapaxes
 

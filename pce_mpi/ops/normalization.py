@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import is_floating, is_half
-from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.elementwise import astype, sqrt, square
 from pce_mpi.ops.reductions import mean
 from pce_mpi.ops.shape import normalized_axis, reshape

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.autograd.custom import op
-from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.array import DistArray
+from pce_mpi.ops.custom import op
 
 __all__ = ["call_function", "call_ufunc"]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pce_mpi.autograd.gradient import node_of
-from pce_mpi.autograd.operands import moved
+from pce_mpi.autograd.apply import moved
+from pce_mpi.autograd.gradients import node_of
 from pce_mpi.autograd.tape import Node, is_recording
-from pce_mpi.distributed.dist_array import DistArray
-from pce_mpi.distributed.dist_array import redistribute as move
+from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import redistribute as move
 from pce_mpi.distributed.placements import Placement
 
 __all__ = ["redistribute"]

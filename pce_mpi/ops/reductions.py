@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating, is_half
-from pce_mpi.autograd.applying import apply
+from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Layout, Op
 from pce_mpi.autograd.rules import Rule
-from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import ReduceOperator
 from pce_mpi.ops.broadcasting import expand, kept_shape, local_extreme, normalized_axes, reduction_rule, sum
 from pce_mpi.ops.elementwise import astype, equal, exp

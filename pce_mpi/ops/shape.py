@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace
-from pce_mpi.autograd.applying import apply
+from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Layout, Op
 from pce_mpi.autograd.rules import Axes, Axis, Rule
-from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.array import DistArray
 
 __all__ = ["concatenate", "cut", "normalized_axis", "reshape", "split", "swapaxes", "transpose", "whole_numbers"]
 

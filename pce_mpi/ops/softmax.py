@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating, is_half
-from pce_mpi.autograd.abstract import Sent
-from pce_mpi.autograd.applying import apply
+from pce_mpi.autograd.apply import apply
+from pce_mpi.autograd.inference import Sent
 from pce_mpi.autograd.op import Layout, Op
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import over_text
 from pce_mpi.loss.arguments import Call
 from pce_mpi.loss.passes import row_softmax

@@ -13,7 +13,7 @@ from pce_mpi.arrays import array_namespace, check_one_library, compute_dtype_of,
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.communicators import same_ranks
 from pce_mpi.comm.tracing import phase
-from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh, over_text
 from pce_mpi.distributed.placements import Replicate
 from pce_mpi.optim.synchronization import meshes_of, synchronize

@@ -20,11 +20,11 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, check_one_library, compute_dtype_of
 from pce_mpi.comm.collectives import all_reduce, reduce_scatter
 from pce_mpi.comm.communicators import CollectiveTimeout
-from pce_mpi.distributed.dist_array import DistArray, redistribute
+from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh, over_text
 from pce_mpi.distributed.placements import Partial
+from pce_mpi.distributed.redistribution import Step, Verb, steps
 from pce_mpi.distributed.sharding import Coordinates, Sharding, within
-from pce_mpi.distributed.transitions import Step, Verb, steps
 
 __all__ = ["meshes_of", "synchronize"]
 

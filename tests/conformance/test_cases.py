@@ -26,9 +26,9 @@ from pce_mpi.conformance import (
     offer_of,
     offers,
 )
-from pce_mpi.conformance.cases import Needs, catalogue
+from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.catalogue.drawing import chunks
-from pce_mpi.conformance.offers import DTYPES, EVERYTHING, OPTIONS, REDUCTIONS
+from pce_mpi.conformance.offers import DTYPES, EVERYTHING, OPTIONS, REDUCTIONS, Needs
 
 ALL = cases(EVERYTHING)
 
@@ -125,13 +125,12 @@ def test_an_offer_that_is_none_is_refused():
     ],
 )
 def test_what_is_missing_for_a_case_is_named(needs, lacks, what):
-    case = replace(named("random-logits/float32"), needs=needs)
-    assert EVERYTHING.missing(case) is None
-    assert replace(EVERYTHING, **lacks).missing(case) == what
+    assert EVERYTHING.missing(needs, "float32") is None
+    assert replace(EVERYTHING, **lacks).missing(needs, "float32") == what
 
 
 def test_a_dtype_that_is_missing_is_named():
-    assert Offer().missing(named("random-logits/bfloat16")) == "bfloat16"
+    assert Offer().missing(Needs(), "bfloat16") == "bfloat16"
 
 
 # Finding a candidate.
@@ -193,8 +192,10 @@ def test_every_option_is_there_alone_in_every_dtype_and_in_every_pair():
 def test_cases_of_a_candidate_are_those_that_it_offers():
     offer = Offer(options=("weight",), reductions=("none",), gradient=Gradient.NONE)
     chosen = cases(offer)
-    assert chosen and all(offer.missing(case) is None for case in chosen)
-    assert {case.name for case in chosen} == {case.name for case in catalogue(offer) if not offer.missing(case)}
+    assert chosen and all(offer.missing(case.needs, case.dtype) is None for case in chosen)
+    assert {case.name for case in chosen} == {
+        case.name for case in catalogue(offer) if not offer.missing(case.needs, case.dtype)
+    }
     assert not [case for case in chosen if case.family in ("label_smoothing", "upstream", "axis", "probabilities")]
 
 

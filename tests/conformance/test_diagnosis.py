@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from candidates.by_hand import candidate
-from pce_mpi.conformance.cases import Expects, catalogue
+from pce_mpi.conformance.cases import Expects
+from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.diagnosis import explain
 from pce_mpi.conformance.faults import answers
 from pce_mpi.conformance.textbook import Textbook

@@ -1,6 +1,6 @@
 """The list of cases that --list shows."""
 
-from pce_mpi.conformance.cases import cases
+from pce_mpi.conformance.catalogue import cases
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.reports import listing
 

@@ -19,7 +19,7 @@ import pce_mpi as pce
 from pce_mpi import CollectiveError, Partial, Replicate, Shard
 from pce_mpi.comm.tracing import Purpose
 from pce_mpi.distributed import checkpoint
-from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.sharding import Sharding
 from ranks.grids import assembled, local_of, lying, mesh_of, placements_of, squarest
 

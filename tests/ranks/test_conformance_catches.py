@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from candidates.by_hand import candidate as by_hand
-from pce_mpi.conformance.cases import cases
+from pce_mpi.conformance.catalogue import cases
 from pce_mpi.conformance.offers import load, offer_of
 from pce_mpi.conformance.outcomes import Verdict
 from pce_mpi.conformance.running import run_case

@@ -10,7 +10,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import Partial, Replicate, Rule, Shard
-from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Placement
 from ranks.grids import assembled, factorizations, local_of, lying, mesh_of, squarest

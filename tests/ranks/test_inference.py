@@ -12,7 +12,7 @@ import pytest
 import pce_mpi as pce
 from pce_mpi import Inference, Partial, Replicate, Sent, Shard, infer_placements, ops
 from pce_mpi.comm.communicators import Channel
-from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Placement
 from ranks.grids import local_of, lying, mesh_of, squarest
@@ -204,8 +204,8 @@ def foreseen(case: Case, mesh: Any, lies: list[tuple[Placement, ...]]) -> Outcom
 def needed(monkeypatch) -> dict[int, Any]:
     """How each array had to lie when an operation first needed it, by the id of the array."""
     seen: dict[int, Any] = {}
-    for name in ("applying", "embedding"):
-        module = importlib.import_module(f"pce_mpi.ops.{name}")
+    for name in ("autograd.apply", "ops.embedding"):
+        module = importlib.import_module(f"pce_mpi.{name}")
         moved = module.moved
 
         def watched(x: DistArray, target: Any, moved: Any = moved, **options: Any) -> DistArray:

@@ -12,12 +12,13 @@ import pce_mpi as pce
 from pce_mpi.arrays import to_host
 from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from pce_mpi.comm.tracing import Purpose
-from pce_mpi.distributed import dist_array, transport
-from pce_mpi.distributed.dist_array import DistArray, distribute, from_local, redistribute
+from pce_mpi.distributed import array as dist_array
+from pce_mpi.distributed import redistribution as transport
+from pce_mpi.distributed.array import DistArray, distribute, from_local, redistribute
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
+from pce_mpi.distributed.redistribution import sent_bytes, steps
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.distributed.transitions import sent_bytes, steps
 from ranks.grids import Array, assembled, combined, factorizations, local_of, lying, mesh_of, placements_of, squarest
 from ulps import worst
 

@@ -13,7 +13,7 @@ import pce_mpi as pce
 from pce_mpi import Partial, Replicate, Shard, dense, infer_placements
 from pce_mpi.comm.communicators import Channel
 from pce_mpi.comm.tracing import Purpose
-from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.sharding import Sharding

@@ -11,7 +11,7 @@ import pytest
 import pce_mpi as pce
 from pce_mpi import SGD, CollectiveError, Partial, Replicate, Shard, clip_grad_norm
 from pce_mpi.comm.tracing import Purpose
-from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.sharding import Sharding
 from ranks.grids import assembled, local_of, lying, mesh_of, squarest
 

@@ -11,8 +11,8 @@ import pytest
 
 from in_step import in_step
 from pce_mpi.distributed.placements import Partial, Placement, Replicate, Shard
+from pce_mpi.distributed.redistribution import Step, sent_bytes, steps, wire_bytes
 from pce_mpi.distributed.sharding import Sharding, balanced_splits
-from pce_mpi.distributed.transitions import Step, sent_bytes, steps, wire_bytes
 from ranks.grids import lying, nested, placements_of, ragged, ranks_of
 
 SQUARE = (("data", 2), ("model", 2))

@@ -15,6 +15,7 @@ import pce_mpi as pce
 from pce_mpi import SGD, Colwise, Partial, Replicate, Replicated, Rowwise, SequenceParallel, Shard, VocabParallel
 from pce_mpi.comm.tracing import Purpose
 from pce_mpi.distributed.mesh import Mesh
+from pce_mpi.distributed.sharding import Sharding
 from ranks.grids import factorizations, mesh_of
 
 SUM, R = Partial("sum"), Replicate()
@@ -56,7 +57,7 @@ EVERYWHERE = {"*": Replicated()}
 
 def local_bytes(mesh: Mesh, shape: tuple[int, ...], itemsize: int = 4, **placements: Any) -> int:
     """What this rank holds of an array."""
-    sharding = pce.sharding.Sharding.of(mesh.layout, shape, placements)
+    sharding = Sharding.of(mesh.layout, shape, placements)
     return itemsize * prod(sharding.local_shape(mesh.coordinates))
 
 

@@ -8,9 +8,9 @@ from functools import partial
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Case, Needs, Problem, Setting
+from pce_mpi.conformance.cases import Case, Problem, Setting
 from pce_mpi.conformance.catalogue.drawing import random_problem, rounded
-from pce_mpi.conformance.offers import Gradient
+from pce_mpi.conformance.offers import Gradient, Needs
 
 __all__ = ["families"]
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Case, Expects, Memory, Needs, Problem, Setting
+from pce_mpi.conformance.cases import Case, Expects, Memory, Problem, Setting
 from pce_mpi.conformance.catalogue.drawing import chunks, even, random_problem, uneven
-from pce_mpi.conformance.offers import REDUCTIONS
+from pce_mpi.conformance.offers import REDUCTIONS, Needs
 
 __all__ = ["families"]
 

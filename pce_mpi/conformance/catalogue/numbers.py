@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Case, Needs, Problem, Setting
+from pce_mpi.conformance.cases import Case, Problem, Setting
 from pce_mpi.conformance.catalogue.drawing import (
     even,
     generator,
@@ -18,7 +18,7 @@ from pce_mpi.conformance.catalogue.drawing import (
     rounded,
     uneven,
 )
-from pce_mpi.conformance.offers import DTYPES, REDUCTIONS
+from pce_mpi.conformance.offers import DTYPES, REDUCTIONS, Needs
 
 __all__ = ["families"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
-from pce_mpi.conformance.cases import Case, Needs, Problem, Setting
+from pce_mpi.conformance.cases import Case, Problem, Setting
 from pce_mpi.conformance.catalogue.drawing import random_problem, uneven
-from pce_mpi.conformance.offers import DTYPES, OPTIONS
+from pce_mpi.conformance.offers import DTYPES, OPTIONS, Needs
 
 __all__ = ["families"]
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Case, Needs, Problem, Setting
+from pce_mpi.conformance.cases import Case, Problem, Setting
 from pce_mpi.conformance.catalogue.drawing import random_problem
+from pce_mpi.conformance.offers import Needs
 
 __all__ = ["families"]
 

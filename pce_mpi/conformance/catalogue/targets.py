@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Case, Expects, Needs, Problem, Setting
+from pce_mpi.conformance.cases import Case, Expects, Problem, Setting
 from pce_mpi.conformance.catalogue.drawing import even, option_values, random_problem, rounded, uneven
-from pce_mpi.conformance.offers import OPTIONS, REDUCTIONS
+from pce_mpi.conformance.offers import OPTIONS, REDUCTIONS, Needs
 
 __all__ = ["families"]
 

@@ -30,5 +30,5 @@ def render(cases: Iterable[Case], offer: Offer | None = None, width: int = 120) 
 def _offered(case: Case, offer: Offer | None) -> str:
     if offer is None:
         return ""
-    missing = offer.missing(case)
+    missing = offer.missing(case.needs, case.dtype)
     return "offered" if missing is None else f"not offered: {missing}"

@@ -1,8 +1,8 @@
-"""The one way in which all operations run.
+"""Run an operation on distributed arrays.
 
-`apply` brings the operands to where the rule wants them, runs the forward function on what this rank then holds, and
-notes on the tape how to get from the gradient of the result to those of the operands. A vjp is written in operations
-itself, so what holds for placements forward holds backward as well.
+`apply` brings the operands to the shardings that the rule asks for, runs the forward function on the local arrays, and
+records on the tape how the gradients of the operands follow from that of the result. A vjp is made of operations too,
+so the same placement rules hold backward.
 """
 
 from __future__ import annotations
@@ -14,18 +14,77 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating
-from pce_mpi.autograd.abstract import Abstract, AbstractMesh
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floating
+from pce_mpi.autograd.gradients import node_of
+from pce_mpi.autograd.inference import Abstract, AbstractMesh, sent_by
 from pce_mpi.autograd.op import Layout, Op
-from pce_mpi.autograd.operands import at_hand, moved, operands_of
-from pce_mpi.autograd.recording import record
 from pce_mpi.autograd.rules import Plan, Rule, plan
-from pce_mpi.autograd.tape import is_recording
-from pce_mpi.distributed.dist_array import DistArray
+from pce_mpi.autograd.tape import Node, is_recording
+from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.placements import Partial, Replicate
+from pce_mpi.distributed.redistribution import steps
 from pce_mpi.distributed.sharding import Sharding
 
-__all__ = ["apply"]
+__all__ = ["apply", "at_hand", "moved", "operands_of", "record"]
+
+
+def operands_of(name: str, values: Sequence[Any]) -> list[DistArray]:
+    """`values` as distributed arrays of one mesh and one array library: plain arrays and numbers are Replicate."""
+    distributed = [value for value in values if isinstance(value, DistArray)]
+    if not distributed:
+        raise TypeError(f"{name} takes at least one DistArray; make one with pce_mpi.distribute")
+    first = distributed[0]
+    for other in distributed:
+        if other.mesh is not first.mesh:
+            raise ValueError(f"{name} takes operands of one mesh, got {first.mesh} and another {other.mesh}")
+    operands = []
+    for index, value in enumerate(values):
+        if isinstance(value, DistArray):
+            operands.append(value)
+            continue
+        if type(value) in (bool, int, float):
+            # As in NumPy, a Python number takes the dtype of the arrays that it meets.
+            dtype = np.result_type(*(each.dtype for each in values if hasattr(each, "dtype")))
+            dtype = dtype if is_floating(dtype) else np.result_type(dtype, value)  # NumPy does not know bfloat16
+            abstract = isinstance(first.mesh, AbstractMesh)
+            array = Abstract(dtype) if abstract else array_namespace(first.local).asarray(value, dtype)
+            shape: tuple[int, ...] = ()
+        elif isinstance(value, np.generic) and not isinstance(first.mesh, AbstractMesh):
+            array, shape = array_namespace(first.local).asarray(value), ()
+        else:
+            array = as_array(value, f"operand {index} of {name}")
+            shape = array.shape
+        operands.append(DistArray(array, first.mesh, Sharding.of(first.mesh.layout, shape, {})))
+    kind = type(first.local)
+    if any(type(operand.local) is not kind for operand in operands):
+        check_one_library({f"operand {index} of {name}": operand.local for index, operand in enumerate(operands)})
+    return operands
+
+
+def at_hand(x: DistArray) -> DistArray:
+    """`x`, reduced if it is Partial and has been reduced already: then that costs nothing any more."""
+    return x.moved.get(x.sharding.natural, x) if x.moved else x
+
+
+def moved(x: DistArray, target: Sharding, *, operation: str, reason: str) -> DistArray:
+    """`x`, lying as `target` says. What had to be sent for that is kept with a computed array, and not sent twice."""
+    if isinstance(x.mesh, AbstractMesh):
+        x.mesh.needed.setdefault(id(x), target)
+    if x.sharding == target:
+        return x
+    if x.moved and target in x.moved:
+        return x.moved[target]
+    taken = steps(x.sharding, target)
+    sending = [step for step in taken if step.sends]
+    if isinstance(x.mesh, AbstractMesh):
+        x.mesh.sent += [sent_by(step, x) for step in sending]
+        there = DistArray(x.local, x.mesh, target, computed=x.computed or any(step.copies for step in taken))
+    else:
+        there = redistribute(x, target, operation=operation, reason=reason)
+    if sending and x.moved is not None:
+        x.moved[target] = there
+    return there
+
 
 _Said = tuple[int, str]  # a checksum, and what it is of
 
@@ -155,3 +214,75 @@ def _settled(result: DistArray, name: str, chosen: Plan) -> DistArray:
         return result
     joined = result.sharding.replacing(new)
     return moved(result, joined, operation=name, reason="the largest, or smallest, of all shards")
+
+
+def record(
+    op: Op,
+    result: DistArray,
+    operands: Sequence[DistArray],
+    inputs: Sequence[DistArray],
+    required: Sequence[bool],
+    parameters: Mapping[str, Any],
+    kept: Mapping[str, Any],
+) -> None:
+    """Put `result` on the tape."""
+    if not any(required) or not is_floating(result.dtype):
+        return
+    used = _used(op, required)
+    known = _held(result, -1 in used)
+    arguments = [_held(x, index in used) for index, x in enumerate(inputs)]
+    wanted = [(x.shape, x.dtype) if needs else None for x, needs in zip(operands, required, strict=True)]
+
+    def vjp(gradient: DistArray) -> list[DistArray | None]:
+        if not op.vjps:
+            raise NotImplementedError(f"{op.name} has no vjp: its result has no gradient")
+        # All consumers have contributed: what is left to add up is added up once, here.
+        target = known.sharding.natural
+        if op.relays:
+            placed = gradient.sharding.by_dim
+            target = target.with_terms_over(tuple(dim for dim in placed if placed[dim] == Partial("sum")))
+        settled = redistribute(gradient, target, operation=op.name, reason="its gradient is complete")
+        return [
+            None if want is None else _contribution(op, index, want, settled, known, arguments, parameters, kept)
+            for index, want in enumerate(wanted)
+        ]
+
+    result.requires_grad = True
+    nodes = [node_of(x) if needs else None for x, needs in zip(operands, required, strict=True)]
+    result.node = Node(op.name, nodes, vjp)
+
+
+def _used(op: Op, required: Sequence[bool]) -> set[int]:
+    """The operands, -1 for the result, whose elements the vjps that will be called use."""
+    if op.uses is None:
+        return set(range(-1, len(required)))
+    return {used for uses, needs in zip(op.uses, required, strict=False) if needs for used in uses}
+
+
+def _held(x: DistArray, elements: bool) -> DistArray:
+    """What the tape holds of `x`: a node never holds what holds it, nor elements that no vjp will look at."""
+    return x.detach() if elements else DistArray(Abstract(x.dtype), x.mesh, x.sharding)
+
+
+def _contribution(
+    op: Op,
+    index: int,
+    want: tuple[tuple[int, ...], np.dtype[Any]],
+    gradient: DistArray,
+    result: DistArray,
+    arguments: Sequence[DistArray],
+    parameters: Mapping[str, Any],
+    kept: Mapping[str, Any],
+) -> DistArray:
+    pull = op.vjps[index] if index < len(op.vjps) else None
+    if pull is None:
+        raise NotImplementedError(f"{op.name} has no vjp for operand {index}")
+    found = pull(gradient, result, *arguments, **parameters, **kept)
+    if found is None:
+        raise TypeError(f"the vjp of {op.name} for operand {index} gave None")
+    if not isinstance(found, DistArray):
+        (found,) = operands_of(op.name, [gradient, found])[1:]
+    shape, dtype = want
+    if found.shape != shape:
+        raise ValueError(f"the vjp of {op.name} for operand {index} gave shape {found.shape}, the operand has {shape}")
+    return found if found.dtype == dtype else DistArray(found.local.astype(dtype), found.mesh, found.sharding)

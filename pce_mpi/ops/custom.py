@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pce_mpi.autograd.applying import apply
+from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op, Vjp
 from pce_mpi.autograd.rules import Rule
 

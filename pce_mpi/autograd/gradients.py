@@ -13,7 +13,7 @@ import numpy as np
 from pce_mpi.arrays import array_namespace
 from pce_mpi.autograd.tape import Node, backward, no_grad
 from pce_mpi.comm.tracing import phase
-from pce_mpi.distributed.dist_array import DistArray, redistribute
+from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.placements import Partial, Replicate
 
 __all__ = ["backward_from", "node_of"]

@@ -1,15 +1,15 @@
-"""From one sharding of a global array to another: which steps it takes, and what each costs.
+"""From one sharding of a global array to another: the steps it takes, what each costs, and one step carried out.
 
     Shard -> Replicate                      all_gather
     Shard(i) -> Shard(j), other splits      all_to_all
     Partial -> Replicate                    all_reduce
     Partial -> Shard                        reduce_scatter
-    Replicate -> Shard                      slice      nothing is sent
-    Replicate -> Partial                    keep       nothing is sent: a term of a sum is kept once and is 0 elsewhere
-    Shard -> Partial("sum")                 pad        nothing is sent: the other blocks are 0
+    Replicate -> Shard                      slice      sends nothing
+    Replicate -> Partial                    keep       sends nothing: one rank keeps a sum, the others hold 0
+    Shard -> Partial("sum")                 pad        sends nothing: the other blocks are 0
 
-Everything else goes by way of Replicate. `steps` is the only place that decides; `dist_array` carries out what it says,
-and `ops` weighs alternatives by `wire_bytes`. Nothing here needs data, MPI or even a mesh.
+Everything else goes by way of Replicate. `steps` is the only function that decides, from shardings alone: it needs no
+data, no MPI and no mesh.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 import math
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+
+from pce_mpi.arrays import array_namespace, is_half
+from pce_mpi.comm.collectives import ReduceOp, all_gather, all_reduce, all_to_all, reduce_scatter
+from pce_mpi.distributed.mesh import Mesh, over_text
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
-from pce_mpi.distributed.sharding import Coordinates, Sharding, Splits, outer_splits
+from pce_mpi.distributed.sharding import Coordinates, Sharding, Splits, outer_splits, within
 
-__all__ = ["Step", "Verb", "sent_bytes", "steps", "wire_bytes"]
+__all__ = ["Step", "Verb", "carry_out", "sent_bytes", "steps", "wire_bytes"]
 
 Verb = Literal["all_gather", "all_to_all", "all_reduce", "reduce_scatter", "slice", "keep", "pad"]
 _SILENT = ("slice", "keep", "pad")
@@ -208,3 +213,73 @@ def sent_bytes(step: Step, coordinates: Coordinates, itemsize: int) -> int:
             max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a, b in zip(before, after, strict=True)
         )
     return put * itemsize
+
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+
+
+@np.errstate(all="ignore")  # an average that underflows on one rank must not raise there alone
+def carry_out(step: Step, local: Array, mesh: Mesh, operation: str, reason: str) -> Array:
+    """What this rank holds after `step`, given what it holds before."""
+    xp = array_namespace(local)
+    here = mesh.coordinates
+    if step.verb == "slice":
+        return local[within(step.before.slices(here), step.after.slices(here))]
+    if step.verb == "keep":
+        # Of a sum one rank keeps the whole; an average, a largest or a smallest of equal values is that value.
+        absent = any(here[dim] for dim in step.dims if step.after.by_dim[dim] == Partial("sum"))
+        return xp.zeros_like(local) if absent else local
+    if step.verb == "pad":
+        padded = xp.zeros(step.after.local_shape(here), local.dtype)
+        padded[within(step.after.slices(here), step.before.slices(here))] = local
+        return padded
+    comm = mesh.comm(*step.dims)
+    said = {"from": str(step.before), "to": str(step.after), "shape": step.before.shape, "dtype": local.dtype.name}
+    over = over_text(step.dims)
+    mesh.agree(step.dims, operation, said)
+    traced: dict[str, Any] = {
+        "operation": operation,
+        "over": over,
+        "before": step.placement_before,
+        "after": step.placement_after,
+        "reason": reason,
+    }
+    members = list(step.before.members(step.dims, here))
+    if step.verb == "all_gather":
+        shapes = [step.before.local_shape(member) for member in members]
+        return xp.concatenate(all_gather(local, comm, shapes, **traced), axis=step.axis)
+    if step.verb == "all_to_all":
+        return _exchanged(step, local, comm, members, here, traced)
+    placed = [step.before.by_dim[dim] for dim in step.dims]
+    reduction: ReduceOp = "max" if Partial("max") in placed else "min" if Partial("min") in placed else "sum"
+    term = local
+    if step.divisor > 1:
+        # A half is rounded once, after the sum.
+        term = local.astype(np.float32) if is_half(local.dtype) else local
+        term = term / term.dtype.type(step.divisor)
+    if step.verb == "all_reduce":
+        return all_reduce(term, comm, reduction, **traced).astype(local.dtype, copy=False)
+    blocks = [term[within(step.before.slices(here), step.after.slices(member))] for member in members]
+    return reduce_scatter(blocks, comm, reduction, **traced).astype(local.dtype, copy=False)
+
+
+def _exchanged(
+    step: Step, local: Array, comm: Any, members: list[dict[str, int]], here: Coordinates, traced: dict[str, Any]
+) -> Array:
+    """An all_to_all: to each rank what I hold of its part to be, from each rank what it holds of mine."""
+    before, after = step.before.slices(here), step.after.slices(here)
+    to_send = [_overlap(before, step.after.slices(member)) for member in members]
+    to_come = [_overlap(after, step.before.slices(member)) for member in members]
+    blocks = [local[within(before, part)] for part in to_send]
+    shapes = [tuple(part.stop - part.start for part in parts) for parts in to_come]
+    exchanged = array_namespace(local).empty(step.after.local_shape(here), local.dtype)
+    for part, block in zip(to_come, all_to_all(blocks, comm, shapes, **traced), strict=True):
+        exchanged[within(after, part)] = block
+    return exchanged
+
+
+def _overlap(a: tuple[slice, ...], b: tuple[slice, ...]) -> tuple[slice, ...]:
+    """What two parts of the global array have in common; an empty range somewhere, if that is nothing."""
+    starts = [max(x.start, y.start) for x, y in zip(a, b, strict=True)]
+    stops = [min(x.stop, y.stop) for x, y in zip(a, b, strict=True)]
+    return tuple(slice(start, max(start, stop)) for start, stop in zip(starts, stops, strict=True))

@@ -20,9 +20,8 @@ from pce_mpi.comm.collectives import all_gather_text, all_to_all
 from pce_mpi.comm.communicators import by_value
 from pce_mpi.distributed.mesh import Mesh, over_text
 from pce_mpi.distributed.placements import Partial, Placement, Replicate
+from pce_mpi.distributed.redistribution import carry_out, steps
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.distributed.transitions import steps
-from pce_mpi.distributed.transport import carry_out
 
 __all__ = ["DistArray", "check_replicas", "distribute", "from_local", "redistribute"]
 

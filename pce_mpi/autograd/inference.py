@@ -1,21 +1,63 @@
-"""What an operation would do with its operands, found out without data, MPI or other ranks."""
+"""Find out what an operation would do with its operands, without data, MPI or other ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-import importlib
 from typing import Any
 
 import numpy as np
 
-from pce_mpi.autograd.abstract import Abstract, AbstractMesh, Sent
-from pce_mpi.distributed.dist_array import DistArray
-from pce_mpi.distributed.mesh import Mesh, checked_dims
+from pce_mpi.arrays import is_floating
+from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.mesh import Mesh, checked_dims, over_text
 from pce_mpi.distributed.placements import Placement
+from pce_mpi.distributed.redistribution import Step, sent_bytes
 from pce_mpi.distributed.sharding import Sharding
 
-__all__ = ["Inference", "infer_placements"]
+__all__ = ["Abstract", "AbstractMesh", "Inference", "Sent", "infer_placements", "sent_by"]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective: what this rank puts into it is `bytes`, payload only."""
+
+    collective: str
+    over: str
+    bytes: int
+    before: str = ""
+    after: str = ""
+
+
+class Abstract:
+    """Stands for the local array where only placements are asked for."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
+
+
+class AbstractMesh(Mesh):
+    """Dims without ranks; keeps what would be sent, and how each operand had to lie when it was first needed."""
+
+    def __init__(self, dims: Mapping[str, int]) -> None:
+        self.dims = dims
+        self.layout = tuple(dims.items())
+        self.coordinates = dict.fromkeys(dims, 0)
+        self.sent: list[Sent] = []
+        self.needed: dict[int, Sharding] = {}
+
+    def note(self, checksum: int, what: str, in_full: str) -> None:
+        """There are no other ranks to compare with."""
+
+
+def sent_by(step: Step, x: DistArray) -> Sent:
+    itemsize = max(4, x.dtype.itemsize) if is_floating(x.dtype) else x.dtype.itemsize  # halves travel as float32
+    size = sent_bytes(step, x.mesh.coordinates, itemsize)
+    return Sent(step.verb, over_text(step.dims), size, step.placement_before, step.placement_after)
+
+
+#: the public operations by name, which `ops` enters
+OPERATIONS: dict[str, Callable[..., Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -58,11 +100,8 @@ def infer_placements(
 
     Raises `ValueError` for an operation that does not exist, and what the operation raises for its arguments.
     """
-    operations = importlib.import_module("pce_mpi.ops")
-    name = "cut" if name == "slice" else name  # as the trace has it
-    if name not in operations.__all__ or name in ("op", "infer_placements") or name[0].isupper():
+    if name not in OPERATIONS:
         raise ValueError(f"there is no operation {name!r}")
-    operation = getattr(operations, name)
     of_each = list(dtypes) if isinstance(dtypes, Sequence) and not isinstance(dtypes, str) else [dtypes] * len(shapes)
     if not len(shapes) == len(placements) == len(of_each):
         raise ValueError(f"{len(shapes)} shapes, {len(placements)} placements and {len(of_each)} dtypes")
@@ -74,7 +113,7 @@ def infer_placements(
         for shape, placed, dtype in zip(shapes, placements, of_each, strict=True)
     ]
     arguments: list[Any] = [operands] if name == "concatenate" else list(operands)
-    result = operation(*arguments, **parameters)
+    result = OPERATIONS[name](*arguments, **parameters)
     needed = [abstract.needed.get(id(operand), operand.sharding) for operand in operands]
     results = result[0] if isinstance(result, list | tuple) else result
     return Inference(
