@@ -235,7 +235,7 @@ def parse_arguments() -> argparse.Namespace:
         if TESTS not in file_of(path).parents:
             parser.error(f"{path} is not below {TESTS}")
     if options.gpu:
-        from pce_mpi.arrays import gpus
+        from pce_mpi.gpu import gpus
 
         try:
             gpus()

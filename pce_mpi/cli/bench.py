@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pce_mpi.arrays import compute_dtype_of, gpu_namespace, gpus
+from pce_mpi.arrays import compute_dtype_of, import_cupy
 from pce_mpi.cli.gpu_bench import measure as measure_on_gpu
 from pce_mpi.cli.gpu_bench import together
 from pce_mpi.cli.gpus import take_gpu_of_rank
@@ -28,6 +28,7 @@ from pce_mpi.comm.collectives import agree, all_reduce
 from pce_mpi.comm.tracing import Purpose, trace
 from pce_mpi.conformance.reports.tables import table
 from pce_mpi.distributed.placements import shard_range
+from pce_mpi.gpu import gpus
 from pce_mpi.loss import (
     softmax_cross_entropy_backward,
     softmax_cross_entropy_forward,
@@ -153,7 +154,7 @@ def _run_on_gpu(options: argparse.Namespace, dtype: np.dtype[Any], comm: MPI.Int
     names = [f"{classes} classes" for classes in options.classes]
     for classes, _ in zip(options.classes, progress(names, comm), strict=True):
         try:
-            found, missing = measure_on_gpu(options.rows, classes, dtype, options.repeat, comm, gpu_namespace())
+            found, missing = measure_on_gpu(options.rows, classes, dtype, options.repeat, comm, import_cupy())
         except MemoryError as error:
             found, missing = [], [f"{classes} classes: {error}"]
         measured += found

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import socket
 from typing import TYPE_CHECKING
 
-from pce_mpi.arrays import gpus, take_gpu
 from pce_mpi.comm.collectives import all_gather_text
+from pce_mpi.gpu import gpus, take_gpu
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -11,11 +11,11 @@ import platform
 import socket
 from typing import TYPE_CHECKING, Any
 
-from pce_mpi.arrays import cuda_versions, gpus
 from pce_mpi.cli.gpus import gpu_of
 from pce_mpi.comm.collectives import all_gather_text
 from pce_mpi.comm.communicators import gpu_aware, reduces_on_gpus
 from pce_mpi.conformance.reports.tables import table
+from pce_mpi.gpu import cuda_versions, gpus
 
 if TYPE_CHECKING:
     from mpi4py import MPI

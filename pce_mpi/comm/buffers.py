@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, finish_work, from_pinned, is_half, pinned, to_pinned
+from pce_mpi.arrays import array_namespace, is_half
 from pce_mpi.comm.communicators import gpu_aware
+from pce_mpi.gpu import finish_work, from_pinned, pinned, to_pinned
 
 __all__ = ["from_wire", "joined", "room_for", "split", "stays_on_gpu", "to_wire", "wire_dtype"]
 

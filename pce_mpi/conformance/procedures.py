@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pce_mpi.arrays import as_array, library_named, shares_memory, to_host
+from pce_mpi.arrays import as_array, library_named, to_host
 from pce_mpi.conformance.cases import Problem
 from pce_mpi.conformance.costs import costs_of
 from pce_mpi.conformance.judging import Answer
@@ -20,6 +20,7 @@ from pce_mpi.loss import (
     softmax_cross_entropy_forward,
     softmax_cross_entropy_value_and_grad,
 )
+from pce_mpi.memory import shares_memory
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -34,18 +34,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pce_mpi.arrays import (
-    array_namespace,
-    as_array,
-    check_on_current_gpu,
-    check_one_library,
-    same_memory,
-    shares_memory,
-)
+from pce_mpi.arrays import array_namespace, as_array, check_one_library
+from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.loss.arguments import Call, check_out, rows_and_classes
 from pce_mpi.loss.passes import Residuals, evaluate, evaluate_and_write, row_softmax, write_gradient_rows
 from pce_mpi.loss.preparation import prepare
 from pce_mpi.loss.records import Layout
+from pce_mpi.memory import same_memory, shares_memory
 
 if TYPE_CHECKING:
     from mpi4py import MPI

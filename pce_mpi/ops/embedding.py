@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pce_mpi.arrays import add_rows, array_namespace, as_array, check_one_library, to_host
+import numpy as np
+
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, to_host
 from pce_mpi.autograd.apply import apply, moved
 from pce_mpi.autograd.inference import AbstractMesh
 from pce_mpi.autograd.op import Layout, Op
@@ -12,7 +14,7 @@ from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import Replicate
 
-__all__ = ["embedding"]
+__all__ = ["add_rows", "embedding"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -114,3 +116,19 @@ def embedding(ids: Any, table: Any) -> DistArray:
         error = IndexError(f"id {outside.flat[0]} is outside [0, {table.shape[0]})") if outside.size else None
         mesh.agree(mesh.dims, "embedding", {"rows": table.shape[0]}, error)
     return apply(_EMBEDDING, table, ids)
+
+
+def add_rows(target: Any, rows: Any, values: Any) -> None:
+    """Add each of `values` to its row of `target`: target[rows[i]] += values[i], for rows that repeat as well.
+
+    `target` (v, d), `rows` (n,) integers in [0, v), `values` (n, d), all of one library. On the host, equal arguments
+    give equal bits, as the values of a row are summed in their order and then added.
+    """
+    xp = array_namespace(target)
+    if xp is not np:
+        xp.add.at(target, rows, values)
+        return
+    order = np.argsort(rows, kind="stable")
+    met, first = np.unique(rows[order], return_index=True)
+    if met.size:  # reduceat knows no empty arrays
+        target[met] += np.add.reduceat(values[order], first)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, check_one_library, compute_dtype_of, keep_freed_memory, to_host
+from pce_mpi.arrays import array_namespace, check_one_library, compute_dtype_of, to_host
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.communicators import same_ranks
 from pce_mpi.comm.tracing import phase
@@ -73,7 +73,7 @@ class SGD:
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum that is not 0")
         self._buffers: list[Array | None] = [None] * len(self.parameters)
-        keep_freed_memory()
+        _keep_freed_memory()
 
     @property
     def lr(self) -> float:
@@ -288,3 +288,12 @@ def _blocks(shape: tuple[int, ...], most: int) -> tuple[tuple[int | slice, ...],
     count = max(1, most // max(1, math.prod(shape[axis + 1 :])))
     ranges = [slice(start, start + count) for start in range(0, shape[axis], count)]
     return tuple((*outer, part) for outer in np.ndindex(shape[:axis]) for part in ranges)
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library keep up to 64 MiB that were freed, rather than give them back and take them again every step.
+
+    glibc gives back what exceeds twice the largest block that it has seen freed, of up to 32 MiB. So this frees one
+    of 32 MiB, of which no page was ever touched. A training step of 50 ms takes about 5 % less.
+    """
+    np.empty(2**25 - 2**16, np.uint8)

@@ -33,7 +33,7 @@ def room(name: str, *never: str, standard_library_only: bool = False) -> Room:
 WINGS: dict[str, tuple[set[str], list[Room]]] = {
     "": (
         {"mpi4py"},
-        [room("dense"), room("arrays")],
+        [room("dense"), room("arrays"), room("gpu"), room("memory")],
     ),
     "comm": (
         {"dense"},
@@ -155,7 +155,7 @@ ORDER = [(wing, each.name) for wing, (_, rooms) in WINGS.items() for each in roo
 COMES_THROUGH_THE_FRONT_DOOR = {"cli", "__main__"}
 
 # The kit only says the word: a candidate may want to be handed CuPy's arrays.
-NAMES_CUPY = {"arrays", "loss.kernels", "conformance"}
+NAMES_CUPY = {"arrays", "gpu", "loss.kernels", "conformance"}
 
 PACKAGE = ROOT / "pce_mpi"
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

@@ -10,17 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pce_mpi.arrays import (
-    add_rows,
-    array_namespace,
-    as_array,
-    compute_dtype_of,
-    is_floating,
-    is_half,
-    same_memory,
-    shares_memory,
-    to_host,
-)
+from pce_mpi.arrays import array_namespace, as_array, compute_dtype_of, is_floating, is_half, to_host
+from pce_mpi.memory import same_memory, shares_memory
+from pce_mpi.ops.embedding import add_rows
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 FLOATS = [*HALVES, np.dtype(np.float32), np.dtype(np.float64)]
@@ -269,7 +261,7 @@ def test_arrays_share_memory_when_writing_to_one_may_change_the_other():
 
 def test_views_too_entangled_to_tell_are_taken_to_share_memory(monkeypatch):
     # Whether two views share an element is a Diophantine problem; NumPy gives up on it within a bound on its work.
-    monkeypatch.setattr("pce_mpi.arrays._OVERLAP_WORK", 1)
+    monkeypatch.setattr("pce_mpi.memory._OVERLAP_WORK", 1)
     base = np.zeros(20_000, np.int8)
     a = np.lib.stride_tricks.as_strided(base, (6, 6, 4, 4, 3), (114, 48, 234, 978, 786))
     b = np.lib.stride_tricks.as_strided(base[1:], (6, 6, 4, 4, 3), (1093, 619, 739, 1165, 883))

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import same_memory
 from pce_mpi.loss.kernels.terms import ClassWeights, RowGradient, Transform
 from pce_mpi.loss.kernels.tiles import SEGMENTS, Buffers, Tile, parts_of, tiles_of
 from pce_mpi.loss.records import Layout, merge
+from pce_mpi.memory import same_memory
 
 __all__ = ["fill_records", "write_gradient"]
 

@@ -1,0 +1,113 @@
+"""GPUs: which there are, pinned host memory, and waiting for their work.
+
+Work goes to the current stream. CuPy is imported when a GPU is asked for, and never before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+import sys
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace, cupy_of, import_cupy
+
+__all__ = [
+    "GPU",
+    "check_on_current_gpu",
+    "cuda_versions",
+    "finish_work",
+    "from_pinned",
+    "gpus",
+    "pinned",
+    "take_gpu",
+    "to_pinned",
+]
+
+
+def check_on_current_gpu(operands: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for an array among `operands`, by their names, that is on another GPU than the current one.
+
+    A kernel that was handed its address would bring down all of the process's work on GPUs.
+    """
+    for name, value in operands.items():
+        cupy = cupy_of(value)
+        if cupy is not None and value.device.id != (current := cupy.cuda.Device().id):
+            raise ValueError(
+                f"{name} must be on the current GPU, {current}, got an array on GPU {value.device.id}: "
+                f"choose it by cupy.cuda.Device({value.device.id})"
+            )
+
+
+def pinned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """An uninitialized NumPy array in memory that GPUs copy to and from at full speed.
+
+    CuPy's pool keeps such memory and hands it out again once nothing refers to it: not while MPI may still use it.
+    """
+    import cupyx
+
+    return cupyx.empty_pinned(shape, dtype) if 0 not in shape else np.empty(shape, dtype)
+
+
+def to_pinned(array: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """A copy of a CuPy array in pinned memory, in C order and as `dtype`, once the work that fills it is done."""
+    host = pinned(array.shape, dtype)
+    if array.size:
+        array_namespace(array).ascontiguousarray(array, dtype).reshape(host.shape).get(out=host)
+    return host
+
+
+def from_pinned(host: np.ndarray[Any, Any], like: Any) -> Any:
+    """A copy of `host` on the GPU, in the library and the dtype of `like`; `host` is free to be used again."""
+    xp = array_namespace(like)
+    array = xp.empty(host.shape, host.dtype)
+    if host.size:
+        array.set(host)
+        finish_work(array)
+    return array.astype(like.dtype, copy=False)
+
+
+def finish_work(array: Any) -> None:
+    """Wait for what has been started on the current stream, where `array` is on a GPU."""
+    cupy = cupy_of(array)
+    if cupy is not None:
+        cupy.cuda.get_current_stream().synchronize()
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One GPU that this process sees; its memory in bytes."""
+
+    name: str
+    memory: int
+    compute_capability: str
+
+
+def gpus() -> list[GPU]:
+    """The GPUs that CuPy sees, in its order. Raises `RuntimeError` with the reason where it sees none."""
+    if "cupy" not in sys.modules and find_spec("cupy") is None:
+        raise RuntimeError("CuPy is not installed")
+    try:
+        runtime = import_cupy().cuda.runtime
+        found = [runtime.getDeviceProperties(index) for index in range(runtime.getDeviceCount())]
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise RuntimeError(f"CuPy is installed, but sees none: {reason}") from error
+    if not found:
+        raise RuntimeError("CuPy is installed, but sees none: is CUDA_VISIBLE_DEVICES empty?")
+    return [GPU(each["name"].decode(), each["totalGlobalMem"], f"{each['major']}.{each['minor']}") for each in found]
+
+
+def take_gpu(index: int) -> None:
+    """Make the GPU of this number the one that CuPy's work goes to."""
+    import_cupy().cuda.Device(index).use()
+
+
+def cuda_versions() -> dict[str, str]:
+    """The versions of CUDA that the driver and CuPy's runtime have, such as "13.0"; "none" without a driver."""
+    runtime = import_cupy().cuda.runtime
+    found = {"driver": runtime.driverGetVersion(), "runtime": runtime.runtimeGetVersion()}
+    return {name: f"{number // 1000}.{number % 1000 // 10}" if number else "none" for name, number in found.items()}
