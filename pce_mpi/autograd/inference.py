@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pce_mpi.arrays import is_floating
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import OPERATIONS, DistArray
 from pce_mpi.distributed.mesh import Mesh, checked_dims, over_text
 from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.redistribution import Step, sent_bytes
@@ -56,10 +56,6 @@ def sent_by(step: Step, x: DistArray) -> Sent:
     return Sent(step.verb, over_text(step.dims), size, step.placement_before, step.placement_after)
 
 
-#: the public operations by name, which `ops` enters
-OPERATIONS: dict[str, Callable[..., Any]] = {}
-
-
 @dataclass(frozen=True)
 class Inference:
     """What an operation would do: how its operands have to lie, how its result lies, and what is sent for that.
@@ -100,7 +96,7 @@ def infer_placements(
 
     Raises `ValueError` for an operation that does not exist, and what the operation raises for its arguments.
     """
-    if name not in OPERATIONS:
+    if name not in OPERATIONS or name.startswith("_"):
         raise ValueError(f"there is no operation {name!r}")
     of_each = list(dtypes) if isinstance(dtypes, Sequence) and not isinstance(dtypes, str) else [dtypes] * len(shapes)
     if not len(shapes) == len(placements) == len(of_each):

@@ -5,27 +5,28 @@ Every function here is the identity on the global array: it changes where number
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 import hashlib
-import json
 import math
-import operator
-from typing import TYPE_CHECKING, Any
-import zlib
+from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, dtype_named, is_floating, library_named, to_host
-from pce_mpi.comm.collectives import all_gather_text, all_to_all
+from pce_mpi.arrays import is_floating, to_host
+from pce_mpi.comm.collectives import all_gather_text
 from pce_mpi.comm.communicators import by_value
 from pce_mpi.distributed.mesh import Mesh, over_text
 from pce_mpi.distributed.placements import Partial, Placement, Replicate
 from pce_mpi.distributed.redistribution import carry_out, steps
 from pce_mpi.distributed.sharding import Sharding
 
-__all__ = ["DistArray", "check_replicas", "distribute", "from_local", "redistribute"]
+__all__ = ["OPERATIONS", "DistArray", "check_replicas", "checked_dtype", "redistribute"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
+
+
+#: the operations on distributed arrays by name; `ops`, which stands below this file, enters them
+OPERATIONS: dict[str, Callable[..., Any]] = {}
 
 
 class DistArray:
@@ -128,187 +129,153 @@ class DistArray:
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"DistArray(shape={self.shape}, dtype={self.dtype}, {self.sharding}{grad})"
 
-    if TYPE_CHECKING:  # `ops` gives these
+    def __add__(self, other: Any) -> DistArray:
+        return OPERATIONS["add"](self, other)
 
-        def backward(self) -> None: ...
-        def redistribute(self, **placements: Placement) -> DistArray: ...
-        def astype(self, dtype: Any) -> DistArray: ...
-        def sum(self, axis: Any = None, keepdims: bool = False) -> DistArray: ...
-        def mean(self, axis: Any = None, keepdims: bool = False) -> DistArray: ...
-        def max(self, axis: Any = None, keepdims: bool = False) -> DistArray: ...
-        def min(self, axis: Any = None, keepdims: bool = False) -> DistArray: ...
-        def reshape(self, *shape: Any) -> DistArray: ...
-        def transpose(self, *axes: Any) -> DistArray: ...
-        def swapaxes(self, axis1: int, axis2: int) -> DistArray: ...
-        def __getitem__(self, index: Any) -> DistArray: ...
-        def __neg__(self) -> DistArray: ...
-        def __add__(self, other: Any) -> DistArray: ...
-        def __radd__(self, other: Any) -> DistArray: ...
-        def __sub__(self, other: Any) -> DistArray: ...
-        def __rsub__(self, other: Any) -> DistArray: ...
-        def __mul__(self, other: Any) -> DistArray: ...
-        def __rmul__(self, other: Any) -> DistArray: ...
-        def __truediv__(self, other: Any) -> DistArray: ...
-        def __rtruediv__(self, other: Any) -> DistArray: ...
-        def __pow__(self, other: Any) -> DistArray: ...
-        def __rpow__(self, other: Any) -> DistArray: ...
-        def __lt__(self, other: Any) -> DistArray: ...
-        def __le__(self, other: Any) -> DistArray: ...
-        def __gt__(self, other: Any) -> DistArray: ...
-        def __ge__(self, other: Any) -> DistArray: ...
-        def __matmul__(self, other: Any) -> DistArray: ...
-        def __rmatmul__(self, other: Any) -> DistArray: ...
-        @property
-        def T(self) -> DistArray: ...
+    def __radd__(self, other: Any) -> DistArray:
+        return OPERATIONS["add"](other, self)
 
+    def __sub__(self, other: Any) -> DistArray:
+        return OPERATIONS["subtract"](self, other)
 
-def distribute(
-    array: Any,
-    mesh: Mesh,
-    /,
-    *,
-    requires_grad: bool = False,
-    src_rank: int | None = None,
-    **placements: Placement,
-) -> DistArray:
-    """A distributed array made of the global `array`, which every rank passes.
+    def __rsub__(self, other: Any) -> DistArray:
+        return OPERATIONS["subtract"](other, self)
 
-    `placements` are given by dim, `data=Shard(0)`; dims that are not named are Replicate. `array`: anything that
-    NumPy takes as an array, or a CuPy array; of bool, integers or real numbers. Memory is never shared with it.
+    def __mul__(self, other: Any) -> DistArray:
+        return OPERATIONS["multiply"](self, other)
 
-    Communicates nothing, and so raises where it fails; that the arrays are equal is not checked (`check_replicas`).
-    With `src_rank`, the rank of the mesh that has the array, only that rank's counts and others may pass None:
-    one Allgather of its shape and one Alltoallv of the parts, and errors are raised on every rank.
+    def __rmul__(self, other: Any) -> DistArray:
+        return OPERATIONS["multiply"](other, self)
 
-    Raises `TypeError` for what is no array, `ValueError` for dims, axes or ranks that do not exist.
-    """
-    if src_rank is not None:
-        return _sent_from(array, mesh, src_rank, requires_grad, placements)
-    taken = _numbers(as_array(array, "array"), placements, requires_grad)
-    target = Sharding.of(mesh.layout, taken.shape, placements)
-    said = f"distribute an array of shape {taken.shape} as {taken.dtype.name}, {target}"
-    mesh.note(zlib.crc32(said.encode()), said, said)
-    local = taken
-    for step in steps(target.replicated, target):
-        local = carry_out(step, local, mesh, "distribute", "")
-    return DistArray(_owned(local, taken), mesh, target, requires_grad=requires_grad)
+    def __truediv__(self, other: Any) -> DistArray:
+        return OPERATIONS["divide"](self, other)
 
+    def __rtruediv__(self, other: Any) -> DistArray:
+        return OPERATIONS["divide"](other, self)
 
-def _owned(local: Array, foreign: Array) -> Array:
-    """`local` in memory of its own, in C order."""
-    return array_namespace(foreign).array(local, order="C")
+    def __pow__(self, other: Any) -> DistArray:
+        return OPERATIONS["power"](self, other)
 
+    def __rpow__(self, other: Any) -> DistArray:
+        return OPERATIONS["power"](other, self)
 
-def _sent_from(
-    array: Any, mesh: Mesh, src_rank: int, requires_grad: bool, placements: Mapping[str, Placement]
-) -> DistArray:
-    comm, over = mesh.comm(*mesh.dims), over_text(mesh.dims)
-    error: Exception | None = None
-    said = ""
-    taken: Array = None
-    try:
-        src_rank = operator.index(src_rank)
-        if not 0 <= src_rank < mesh.size:
-            raise ValueError(f"src_rank = {src_rank} is outside [0, {mesh.size})")
-        if mesh.rank == src_rank:
-            taken = _numbers(as_array(array, "array"), placements, requires_grad)
-            Sharding.of(mesh.layout, taken.shape, placements)
-            said = json.dumps([taken.shape, taken.dtype.name, array_namespace(taken).__name__])
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = caught
-    called = {"src_rank": src_rank, "placements": repr(placements), "requires_grad": requires_grad}
-    mesh.agree(mesh.dims, "distribute", called, error)
-    texts = all_gather_text(said, comm, operation="distribute", over=over)
-    shape, dtype, library = json.loads(texts[src_rank])
-    target = Sharding.of(mesh.layout, tuple(shape), placements)
-    whole = target.replicated
-    here = library_named(library).empty(0, dtype_named(dtype)) if taken is None else taken
-    # Of what is Partial the terms are made where they belong, from shards that are sent.
-    sharded = target.natural
-    blocks, sizes = [here.reshape(-1)[:0]] * mesh.size, [(0,)] * mesh.size
-    if taken is not None:
-        members = whole.members(tuple(mesh.dims), mesh.coordinates)
-        blocks = [taken[sharded.slices(member)] for member in members]
-    shapes: list[tuple[int, ...]] = list(sizes)
-    shapes[src_rank] = sharded.local_shape(mesh.coordinates)
-    reason = f"rank {src_rank} has the array"
-    received = all_to_all(blocks, comm, shapes, operation="distribute", over=over, reason=reason)
-    local = received[src_rank]
-    for step in steps(sharded, target):
-        local = carry_out(step, local, mesh, "distribute", "")
-    return DistArray(_owned(local, here), mesh, target, requires_grad=requires_grad)
+    def __matmul__(self, other: Any) -> DistArray:
+        return OPERATIONS["matmul"](self, other)
 
+    def __rmatmul__(self, other: Any) -> DistArray:
+        return OPERATIONS["matmul"](other, self)
 
-def from_local(
-    local: Any,
-    mesh: Mesh,
-    /,
-    *,
-    shape: Sequence[int] | None = None,
-    requires_grad: bool = False,
-    **placements: Placement,
-) -> DistArray:
-    """A distributed array made of what each rank has: `local` is this rank's shard, replica or term.
+    def __lt__(self, other: Any) -> DistArray:
+        return OPERATIONS["less"](self, other)
 
-    Shards may be uneven and empty; the split points are taken from them. `shape` is the global shape, if there is one
-    to be held to. `local` itself is kept, and copied only if it `requires_grad`, as a step of SGD writes to it.
+    def __le__(self, other: Any) -> DistArray:
+        return OPERATIONS["less_equal"](self, other)
 
-    Collective over the mesh: an Allgather of 56 bytes, and one of the local shapes. Raises on every rank `ValueError`
-    for shards that do not fit each other or the `shape`, `CollectiveError` where ranks say different things. That
-    replicas are equal is not checked (`check_replicas`).
-    """
-    comm, over = mesh.comm(*mesh.dims), over_text(mesh.dims)
-    error: Exception | None = None
-    taken: Array = None
-    called: dict[str, Any] = {}
-    try:
-        taken = _numbers(as_array(local, "local"), placements, requires_grad)
-        Sharding.of(mesh.layout, taken.shape, placements)  # for its errors
-        called = {
-            "dimensions": taken.ndim,
-            "dtype": taken.dtype.name,
-            "placements": repr(placements),
-            "shape": None if shape is None else tuple(operator.index(length) for length in shape),
-            "requires_grad": requires_grad,
-        }
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = caught
-    mesh.agree(mesh.dims, "from_local", called, error)
-    texts = all_gather_text(json.dumps(taken.shape), comm, operation="from_local", over=over)
-    target = _joined([tuple(json.loads(text)) for text in texts], mesh, placements, called["shape"])
-    return DistArray(_owned(taken, taken) if requires_grad else taken, mesh, target, requires_grad=requires_grad)
+    def __gt__(self, other: Any) -> DistArray:
+        return OPERATIONS["greater"](self, other)
+
+    def __ge__(self, other: Any) -> DistArray:
+        return OPERATIONS["greater_equal"](self, other)
+
+    def __eq__(self, other: Any) -> Any:
+        return OPERATIONS["equal"](self, other)
+
+    def __ne__(self, other: Any) -> Any:
+        return OPERATIONS["not_equal"](self, other)
+
+    __hash__ = object.__hash__  # by identity, as == compares elements
+
+    def __neg__(self) -> DistArray:
+        return OPERATIONS["negative"](self)
+
+    def __getitem__(self, index: Any) -> DistArray:
+        return OPERATIONS["cut"](self, index)
+
+    @property
+    def T(self) -> DistArray:
+        """The axes in reverse order; see `transpose`."""
+        return OPERATIONS["transpose"](self)
+
+    def astype(self, dtype: Any) -> DistArray:
+        """The same numbers as `dtype`; see `pce_mpi.astype`."""
+        return OPERATIONS["astype"](self, dtype)
+
+    def sum(self, axis: Any = None, keepdims: bool = False) -> DistArray:
+        """See `pce_mpi.sum`."""
+        return OPERATIONS["sum"](self, axis, keepdims)
+
+    def mean(self, axis: Any = None, keepdims: bool = False) -> DistArray:
+        """See `pce_mpi.mean`."""
+        return OPERATIONS["mean"](self, axis, keepdims)
+
+    def max(self, axis: Any = None, keepdims: bool = False) -> DistArray:
+        """See `pce_mpi.max`."""
+        return OPERATIONS["max"](self, axis, keepdims)
+
+    def min(self, axis: Any = None, keepdims: bool = False) -> DistArray:
+        """See `pce_mpi.min`."""
+        return OPERATIONS["min"](self, axis, keepdims)
+
+    def reshape(self, *shape: Any) -> DistArray:
+        """The same elements in `shape`, one sequence or the lengths one by one; see `pce_mpi.reshape`."""
+        return OPERATIONS["reshape"](self, shape[0] if len(shape) == 1 else shape)
+
+    def transpose(self, *axes: Any) -> DistArray:
+        """The axes in another order, one sequence or one by one; see `pce_mpi.transpose`."""
+        return OPERATIONS["transpose"](self, axes[0] if len(axes) == 1 else axes or None)
+
+    def swapaxes(self, axis1: int, axis2: int) -> DistArray:
+        """Two axes in each other's place; see `pce_mpi.swapaxes`."""
+        return OPERATIONS["swapaxes"](self, axis1, axis2)
+
+    def redistribute(self, **placements: Placement) -> DistArray:
+        """The same global array with other placements: `x.redistribute(model=Replicate())`; other dims stay.
+
+        ======================================  ==============================================================
+        Shard -> Replicate                      all_gather
+        Shard -> Shard of another axis          all_to_all; so are other split points, as named dims get even ones
+        Partial -> Replicate                    all_reduce
+        Partial -> Shard                        reduce_scatter
+        Replicate -> anything                   nothing is sent
+        Shard -> Partial("sum")                 nothing is sent
+        all other                               by way of Replicate
+        ======================================  ==============================================================
+
+        Where two dims come to shard one axis, the inner may be gathered first. An Allgather of 56 bytes precedes
+        whatever is sent. The gradient goes back to the natural placement of this array: the same shards, or Replicate.
+
+        Raises `ValueError` for dims and axes that do not exist, `TypeError` for what is no placement and for a Partial
+        that the dtype has no meaning for, `CollectiveError` where ranks do not ask for the same.
+
+        >>> from mpi4py import MPI
+        >>> import numpy as np, pce_mpi as pce
+        >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+        >>> x = pce.distribute(np.array([[1.0, 2.0], [3.0, 4.0]]), mesh, data=pce.Shard(0))
+        >>> total = pce.sum(x, axis=0)
+        >>> total.placements, total.redistribute(data=pce.Replicate()).placements
+        ({'data': Partial('sum')}, {'data': Replicate()})
+        """
+        return OPERATIONS["_redistribute"](self, **placements)
+
+    def backward(self) -> None:
+        """Add the gradient of this scalar to `grad` of every array that it was computed from and that requires one.
+
+        Frees the tape behind it: a second backward pass takes a new forward pass. Gradients of several passes add up
+        until they are set to None (`SGD.zero_grad`). Collective wherever the operations passed through are.
+
+        Raises `ValueError` for an array with axes, `RuntimeError` where nothing requires a gradient or the tape was
+        freed.
+        """
+        OPERATIONS["_backward"](self)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any, **options: Any) -> Any:
+        return OPERATIONS["_ufunc"](ufunc, method, operands, options)
+
+    def __array_function__(self, function: Any, types: Any, positional: Any, named: Any) -> Any:
+        return OPERATIONS["_function"](function, positional, named)
 
 
-def _joined(
-    shapes: list[tuple[int, ...]], mesh: Mesh, placements: Mapping[str, Placement], given: tuple[int, ...] | None
-) -> Sharding:
-    """The sharding in which rank r holds an array of `shapes[r]`; every rank finds the same, or the same error."""
-    # Any lengths do to find out which dims shard which axis.
-    pattern = Sharding.of(mesh.layout, shapes[0], placements)
-    coordinates = list(pattern.members(tuple(mesh.dims), mesh.coordinates))
-    lengths, splits = [], {}
-    for axis in range(len(shapes[0])):
-        dims = pattern.dims_of(axis)
-        blocks: dict[tuple[int, ...], dict[int, str]] = {}
-        for rank, where in enumerate(coordinates):
-            blocks.setdefault(tuple(where[dim] for dim in dims), {})[rank] = str(shapes[rank][axis])
-        for block in blocks.values():
-            if len(set(block.values())) > 1:
-                raise ValueError(
-                    f"axis {axis} must have one length on ranks that hold the same part of it: {by_value(block)}"
-                )
-        ends = [0]
-        for index in sorted(blocks):
-            ends.append(ends[-1] + int(next(iter(blocks[index].values()))))
-        lengths.append(ends[-1])
-        if dims:
-            splits[axis] = tuple(ends)
-    if given is not None and given != tuple(lengths):
-        raise ValueError(f"shape = {given}, but the local arrays make up {tuple(lengths)}")
-    return Sharding.of(mesh.layout, tuple(lengths), placements, splits)
-
-
-def _numbers(array: Array, placements: Mapping[str, Placement], requires_grad: bool) -> Array:
+def checked_dtype(array: Array, placements: Mapping[str, Placement], requires_grad: bool) -> Array:
     """`array`, if its dtype is one that these placements have a meaning for."""
     dtype = array.dtype
     if not (is_floating(dtype) or (dtype.kind in "iub" and dtype.isnative)):
@@ -329,7 +296,7 @@ def redistribute(x: DistArray, target: Sharding, *, operation: str, reason: str)
     Raises `CollectiveError`, on the ranks that a step brings together, where they do not ask for the same; `TypeError`
     for a Partial that the dtype has no meaning for.
     """
-    local = _numbers(x.local, target.by_dim, requires_grad=False) if target.partial_dims else x.local
+    local = checked_dtype(x.local, target.by_dim, requires_grad=False) if target.partial_dims else x.local
     taken = steps(x.sharding, target)
     for step in taken:
         local = carry_out(step, local, x.mesh, operation, reason)

@@ -17,7 +17,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from pce_mpi.arrays import as_array
-from pce_mpi.distributed.array import DistArray, distribute
+from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.creation import distribute
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Placement, Replicate, Shard
 

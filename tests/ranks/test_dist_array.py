@@ -11,7 +11,8 @@ import pytest
 import pce_mpi as pce
 from pce_mpi.arrays import to_host
 from pce_mpi.comm.tracing import Purpose
-from pce_mpi.distributed.array import DistArray, check_replicas, distribute, from_local
+from pce_mpi.distributed.array import DistArray, check_replicas
+from pce_mpi.distributed.creation import distribute, from_local
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
 from pce_mpi.distributed.sharding import Sharding

@@ -14,7 +14,8 @@ from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, reduce_
 from pce_mpi.comm.tracing import Purpose
 from pce_mpi.distributed import array as dist_array
 from pce_mpi.distributed import redistribution as transport
-from pce_mpi.distributed.array import DistArray, distribute, from_local, redistribute
+from pce_mpi.distributed.array import DistArray, redistribute
+from pce_mpi.distributed.creation import distribute, from_local
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
 from pce_mpi.distributed.redistribution import sent_bytes, steps

@@ -1,0 +1,168 @@
+"""Make distributed arrays: of a global array, or of the local arrays that the ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import json
+import operator
+from typing import Any
+import zlib
+
+from pce_mpi.arrays import array_namespace, as_array, dtype_named, library_named
+from pce_mpi.comm.collectives import all_gather_text, all_to_all
+from pce_mpi.comm.communicators import by_value
+from pce_mpi.distributed.array import DistArray, checked_dtype
+from pce_mpi.distributed.mesh import Mesh, over_text
+from pce_mpi.distributed.placements import Placement
+from pce_mpi.distributed.redistribution import carry_out, steps
+from pce_mpi.distributed.sharding import Sharding
+
+__all__ = ["distribute", "from_local"]
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+
+
+def distribute(
+    array: Any,
+    mesh: Mesh,
+    /,
+    *,
+    requires_grad: bool = False,
+    src_rank: int | None = None,
+    **placements: Placement,
+) -> DistArray:
+    """A distributed array made of the global `array`, which every rank passes.
+
+    `placements` are given by dim, `data=Shard(0)`; dims that are not named are Replicate. `array`: anything that
+    NumPy takes as an array, or a CuPy array; of bool, integers or real numbers. Memory is never shared with it.
+
+    Communicates nothing, and so raises where it fails; that the arrays are equal is not checked (`check_replicas`).
+    With `src_rank`, the rank of the mesh that has the array, only that rank's counts and others may pass None:
+    one Allgather of its shape and one Alltoallv of the parts, and errors are raised on every rank.
+
+    Raises `TypeError` for what is no array, `ValueError` for dims, axes or ranks that do not exist.
+    """
+    if src_rank is not None:
+        return _sent_from(array, mesh, src_rank, requires_grad, placements)
+    taken = checked_dtype(as_array(array, "array"), placements, requires_grad)
+    target = Sharding.of(mesh.layout, taken.shape, placements)
+    said = f"distribute an array of shape {taken.shape} as {taken.dtype.name}, {target}"
+    mesh.note(zlib.crc32(said.encode()), said, said)
+    local = taken
+    for step in steps(target.replicated, target):
+        local = carry_out(step, local, mesh, "distribute", "")
+    return DistArray(_owned(local, taken), mesh, target, requires_grad=requires_grad)
+
+
+def _owned(local: Array, foreign: Array) -> Array:
+    """`local` in memory of its own, in C order."""
+    return array_namespace(foreign).array(local, order="C")
+
+
+def _sent_from(
+    array: Any, mesh: Mesh, src_rank: int, requires_grad: bool, placements: Mapping[str, Placement]
+) -> DistArray:
+    comm, over = mesh.comm(*mesh.dims), over_text(mesh.dims)
+    error: Exception | None = None
+    said = ""
+    taken: Array = None
+    try:
+        src_rank = operator.index(src_rank)
+        if not 0 <= src_rank < mesh.size:
+            raise ValueError(f"src_rank = {src_rank} is outside [0, {mesh.size})")
+        if mesh.rank == src_rank:
+            taken = checked_dtype(as_array(array, "array"), placements, requires_grad)
+            Sharding.of(mesh.layout, taken.shape, placements)
+            said = json.dumps([taken.shape, taken.dtype.name, array_namespace(taken).__name__])
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    called = {"src_rank": src_rank, "placements": repr(placements), "requires_grad": requires_grad}
+    mesh.agree(mesh.dims, "distribute", called, error)
+    texts = all_gather_text(said, comm, operation="distribute", over=over)
+    shape, dtype, library = json.loads(texts[src_rank])
+    target = Sharding.of(mesh.layout, tuple(shape), placements)
+    whole = target.replicated
+    here = library_named(library).empty(0, dtype_named(dtype)) if taken is None else taken
+    # Of what is Partial the terms are made where they belong, from shards that are sent.
+    sharded = target.natural
+    blocks, sizes = [here.reshape(-1)[:0]] * mesh.size, [(0,)] * mesh.size
+    if taken is not None:
+        members = whole.members(tuple(mesh.dims), mesh.coordinates)
+        blocks = [taken[sharded.slices(member)] for member in members]
+    shapes: list[tuple[int, ...]] = list(sizes)
+    shapes[src_rank] = sharded.local_shape(mesh.coordinates)
+    reason = f"rank {src_rank} has the array"
+    received = all_to_all(blocks, comm, shapes, operation="distribute", over=over, reason=reason)
+    local = received[src_rank]
+    for step in steps(sharded, target):
+        local = carry_out(step, local, mesh, "distribute", "")
+    return DistArray(_owned(local, here), mesh, target, requires_grad=requires_grad)
+
+
+def from_local(
+    local: Any,
+    mesh: Mesh,
+    /,
+    *,
+    shape: Sequence[int] | None = None,
+    requires_grad: bool = False,
+    **placements: Placement,
+) -> DistArray:
+    """A distributed array made of what each rank has: `local` is this rank's shard, replica or term.
+
+    Shards may be uneven and empty; the split points are taken from them. `shape` is the global shape, if there is one
+    to be held to. `local` itself is kept, and copied only if it `requires_grad`, as a step of SGD writes to it.
+
+    Collective over the mesh: an Allgather of 56 bytes, and one of the local shapes. Raises on every rank `ValueError`
+    for shards that do not fit each other or the `shape`, `CollectiveError` where ranks say different things. That
+    replicas are equal is not checked (`check_replicas`).
+    """
+    comm, over = mesh.comm(*mesh.dims), over_text(mesh.dims)
+    error: Exception | None = None
+    taken: Array = None
+    called: dict[str, Any] = {}
+    try:
+        taken = checked_dtype(as_array(local, "local"), placements, requires_grad)
+        Sharding.of(mesh.layout, taken.shape, placements)  # for its errors
+        called = {
+            "dimensions": taken.ndim,
+            "dtype": taken.dtype.name,
+            "placements": repr(placements),
+            "shape": None if shape is None else tuple(operator.index(length) for length in shape),
+            "requires_grad": requires_grad,
+        }
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    mesh.agree(mesh.dims, "from_local", called, error)
+    texts = all_gather_text(json.dumps(taken.shape), comm, operation="from_local", over=over)
+    target = _joined([tuple(json.loads(text)) for text in texts], mesh, placements, called["shape"])
+    return DistArray(_owned(taken, taken) if requires_grad else taken, mesh, target, requires_grad=requires_grad)
+
+
+def _joined(
+    shapes: list[tuple[int, ...]], mesh: Mesh, placements: Mapping[str, Placement], given: tuple[int, ...] | None
+) -> Sharding:
+    """The sharding in which rank r holds an array of `shapes[r]`; every rank finds the same, or the same error."""
+    # Any lengths do to find out which dims shard which axis.
+    pattern = Sharding.of(mesh.layout, shapes[0], placements)
+    coordinates = list(pattern.members(tuple(mesh.dims), mesh.coordinates))
+    lengths, splits = [], {}
+    for axis in range(len(shapes[0])):
+        dims = pattern.dims_of(axis)
+        blocks: dict[tuple[int, ...], dict[int, str]] = {}
+        for rank, where in enumerate(coordinates):
+            blocks.setdefault(tuple(where[dim] for dim in dims), {})[rank] = str(shapes[rank][axis])
+        for block in blocks.values():
+            if len(set(block.values())) > 1:
+                raise ValueError(
+                    f"axis {axis} must have one length on ranks that hold the same part of it: {by_value(block)}"
+                )
+        ends = [0]
+        for index in sorted(blocks):
+            ends.append(ends[-1] + int(next(iter(blocks[index].values()))))
+        lengths.append(ends[-1])
+        if dims:
+            splits[axis] = tuple(ends)
+    if given is not None and given != tuple(lengths):
+        raise ValueError(f"shape = {given}, but the local arrays make up {tuple(lengths)}")
+    return Sharding.of(mesh.layout, tuple(lengths), placements, splits)
