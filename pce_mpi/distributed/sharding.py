@@ -117,9 +117,17 @@ class Sharding:
         return tuple(slice(*self.block(axis, coordinates)) for axis in range(len(self.shape)))
 
     def local_shape(self, coordinates: Coordinates) -> tuple[int, ...]:
-        """The shape of what the rank at `coordinates` holds."""
-        blocks = (self.block(axis, coordinates) for axis in range(len(self.shape)))
-        return tuple(stop - start for start, stop in blocks)
+        """The shape of the shard of the rank at `coordinates`."""
+        where = tuple(map(coordinates.__getitem__, self.sizes))
+        shape = self._local_shapes.get(where)
+        if shape is None:
+            blocks = [self.block(axis, coordinates) for axis in range(len(self.shape))]
+            shape = self._local_shapes[where] = tuple(stop - start for start, stop in blocks)
+        return shape
+
+    @cached_property
+    def _local_shapes(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        return {}
 
     def with_placements(self, placements: Mapping[str, Placement]) -> Sharding:
         """The named dims changed; an axis that one of them sharded or is to shard gets balanced blocks."""
