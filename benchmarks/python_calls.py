@@ -54,9 +54,7 @@ def main() -> None:
     logits, targets = rng.normal(size=(8, 16)).astype(np.float32), np.arange(8) % (16 * ranks)
     mesh = Mesh(COMM, model=ranks)
     x = pce.distribute(rng.normal(size=(8, 4)).astype(np.float32), mesh)
-    w = pce.distribute(
-        rng.normal(size=(4, 16 * ranks)).astype(np.float32), mesh, model=Shard(1), requires_grad=True
-    )
+    w = pce.distribute(rng.normal(size=(4, 16 * ranks)).astype(np.float32), mesh, model=Shard(1), requires_grad=True)
     optimizer = pce.SGD([w], lr=0.1)
     made: dict[str, Any] = {}
 

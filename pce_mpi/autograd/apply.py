@@ -7,8 +7,10 @@ so the same placement rules hold backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 import zlib
 
@@ -25,52 +27,52 @@ from pce_mpi.distributed.placements import Partial, Replicate
 from pce_mpi.distributed.redistribution import steps
 from pce_mpi.distributed.sharding import Sharding
 
-__all__ = ["apply", "at_hand", "moved", "operands_of", "record"]
+__all__ = ["apply", "moved", "operands_of", "record"]
+
+# These run without entering a Python function, several times for every operation.
+_SHARDING, _LOCAL, _DTYPE = attrgetter("sharding"), attrgetter("local"), attrgetter("local.dtype")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def operands_of(name: str, values: Sequence[Any]) -> list[DistArray]:
     """`values` as distributed arrays of one mesh and one array library: plain arrays and numbers are Replicate."""
-    distributed = [value for value in values if isinstance(value, DistArray)]
-    if not distributed:
+    first = next((value for value in values if isinstance(value, DistArray)), None)
+    if first is None:
         raise TypeError(f"{name} takes at least one DistArray; make one with pce_mpi.distribute")
-    first = distributed[0]
-    for other in distributed:
-        if other.mesh is not first.mesh:
-            raise ValueError(f"{name} takes operands of one mesh, got {first.mesh} and another {other.mesh}")
     operands = []
+    alike = True
     for index, value in enumerate(values):
         if isinstance(value, DistArray):
-            operands.append(value)
-            continue
-        if type(value) in (bool, int, float):
-            # As in NumPy, a Python number takes the dtype of the arrays that it meets.
-            dtype = np.result_type(*(each.dtype for each in values if hasattr(each, "dtype")))
-            dtype = dtype if is_floating(dtype) else np.result_type(dtype, value)  # NumPy does not know bfloat16
-            abstract = isinstance(first.mesh, AbstractMesh)
-            array = Abstract(dtype) if abstract else array_namespace(first.local).asarray(value, dtype)
-            shape: tuple[int, ...] = ()
-        elif isinstance(value, np.generic) and not isinstance(first.mesh, AbstractMesh):
-            array, shape = array_namespace(first.local).asarray(value), ()
+            if value.mesh is not first.mesh:
+                raise ValueError(f"{name} takes operands of one mesh, got {first.mesh} and another {value.mesh}")
+            operand = value
         else:
-            array = as_array(value, f"operand {index} of {name}")
-            shape = array.shape
-        operands.append(DistArray(array, first.mesh, Sharding.of(first.mesh.layout, shape, {})))
-    kind = type(first.local)
-    if any(type(operand.local) is not kind for operand in operands):
+            array = _plain_operand(value, values, first, f"operand {index} of {name}")
+            operand = DistArray(array, first.mesh, Sharding.of(first.mesh.layout, array.shape, {}))
+        alike = alike and type(operand.local) is type(first.local)
+        operands.append(operand)
+    if not alike:
         check_one_library({f"operand {index} of {name}": operand.local for index, operand in enumerate(operands)})
     return operands
 
 
-def at_hand(x: DistArray) -> DistArray:
-    """`x`, reduced if it is Partial and has been reduced already: then that costs nothing any more."""
-    return x.moved.get(x.sharding.natural, x) if x.moved else x
+def _plain_operand(value: Any, values: Sequence[Any], first: DistArray, name: str) -> Any:
+    """A number or a plain array among `values` as an array of the library of `first`."""
+    xp = array_namespace(first.local)
+    if type(value) in (bool, int, float):
+        # As in NumPy, a Python number takes the dtype of the arrays that it meets.
+        dtype = np.result_type(*(each.dtype for each in values if hasattr(each, "dtype")))
+        return xp.asarray(
+            value, dtype if is_floating(dtype) else np.result_type(dtype, value)
+        )  # bfloat16 is not NumPy's
+    return xp.asarray(value) if isinstance(value, np.generic) else as_array(value, name)
 
 
 def moved(x: DistArray, target: Sharding, *, operation: str, reason: str) -> DistArray:
-    """`x`, lying as `target` says. What had to be sent for that is kept with a computed array, and not sent twice."""
+    """`x` in the sharding `target`. A copy of a computed array that took communication is kept and not sent twice."""
     if isinstance(x.mesh, AbstractMesh):
         x.mesh.needed.setdefault(id(x), target)
-    if x.sharding == target:
+    if x.sharding is target:
         return x
     if x.moved and target in x.moved:
         return x.moved[target]
@@ -86,51 +88,58 @@ def moved(x: DistArray, target: Sharding, *, operation: str, reason: str) -> Dis
     return there
 
 
-_Said = tuple[int, str]  # a checksum, and what it is of
-
-
 def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     """The result of `op`; on the tape, if an operand requires a gradient."""
     operands = operands_of(op.name, values)
     mesh = operands[0].mesh
-    present = [at_hand(x) for x in operands]
-    chosen, (checksum, said) = _plan(op, present, parameters)
-    mesh.note(checksum, op.name, said)
-    inputs = [
-        moved(x, target, operation=op.name, reason=_reason(op, index, x.sharding, target))
-        for index, (x, target) in enumerate(zip(present, chosen.operands, strict=True))
-    ]
-    required = tuple(x.requires_grad for x in operands) if is_recording() else (False,) * len(operands)
+    # A Partial operand that has been reduced before costs nothing any more.
+    present = [x.moved.get(x.sharding.natural, x) if x.moved else x for x in operands]
+    call = _call_of(op, present, parameters)
+    mesh.note(call.checksum, op.name, call.text)
+    inputs = _inputs(op, present, call.plan.operands)
+    required = tuple(map(_REQUIRES_GRAD, operands)) if is_recording() else (False,) * len(operands)
     more: dict[str, Any] = {}
     if op.knows_layout:
-        more["layout"] = Layout(mesh, chosen.operands, chosen.result, required)
+        more["layout"] = Layout(mesh, call.plan.operands, call.plan.result, required)
     if isinstance(mesh, AbstractMesh):
         if op.sends:
-            mesh.sent += op.sends(*(x.dtype for x in operands), **more, **parameters)
-        local = Abstract(np.dtype(op.dtype(*(x.dtype for x in operands))))
-        return _settled(DistArray(local, mesh, chosen.result, computed=_computed(op, inputs)), op.name, chosen)
-    with np.errstate(all="ignore"):  # what one rank finds in its shard must not raise there alone
-        local = op.forward(*(x.local for x in inputs), **parameters, **more)
+            mesh.sent += op.sends(*map(_DTYPE, operands), **more, **parameters)
+        local = Abstract(np.dtype(op.dtype(*map(_DTYPE, operands))))
+        return _settled(DistArray(local, mesh, call.plan.result, computed=_computed(op, inputs)), op.name, call)
+    with np.errstate(all="ignore"):  # a value that one rank finds in its shard must not raise there alone
+        local = op.forward(*map(_LOCAL, inputs), **parameters, **more)
     kept = {}
     if op.keeps:
         local, kept["kept"] = local
     if isinstance(local, tuple | list) and all(hasattr(part, "shape") for part in local):
-        if op.vjps and any(required):
+        if op.vjps and True in required:
             raise NotImplementedError(f"{op.name} gives {len(local)} results; a vjp is for operations that give one")
-        results = [_result(op, part, inputs, chosen) for part in local]
+        results = [_result(op, part, inputs, call) for part in local]
         for result in results:
             record(op, result, operands, inputs, required, parameters, kept)
         made: Any = type(local) if hasattr(local, "_fields") else lambda *parts: parts  # numpy.linalg names some parts
         return made(*results)
-    result = _result(op, local, inputs, chosen)
+    result = _result(op, local, inputs, call)
     record(op, result, operands, inputs, required, parameters, kept)
     return result
 
 
+def _inputs(op: Op, operands: Sequence[DistArray], shardings: Sequence[Sharding]) -> list[DistArray]:
+    """The operands in the shardings that the plan asks for."""
+    inputs = []
+    for index, (x, target) in enumerate(zip(operands, shardings, strict=True)):
+        if x.sharding is not target:
+            reason = _reason(op, index, x.sharding, target)
+            inputs.append(moved(x, target, operation=op.name, reason=reason))
+            continue
+        if isinstance(x.mesh, AbstractMesh):
+            x.mesh.needed.setdefault(id(x), target)
+        inputs.append(x)
+    return inputs
+
+
 def _reason(op: Op, index: int, before: Sharding, after: Sharding) -> str:
     """Why an operand is brought from `before` to `after`."""
-    if before == after:
-        return ""
     if op.rule is None:
         return f"no rule for {op.name}: operand {index} is replicated"
     if set(before.partial_dims) - set(after.partial_dims):
@@ -138,22 +147,48 @@ def _reason(op: Op, index: int, before: Sharding, after: Sharding) -> str:
     return f"operand {index} lies so for the fewest bytes"
 
 
-def _plan(op: Op, operands: Sequence[DistArray], parameters: Mapping[str, Any]) -> tuple[Plan, _Said]:
-    """How to run `op`, and all that has to be the same on every rank."""
-    shardings, dtypes = tuple(x.sharding for x in operands), tuple(x.dtype for x in operands)
-    if op.rule is None:  # not kept: many such operations are made for one call, and hold what they were made of
+@dataclass(frozen=True)
+class _Call:
+    """A planned call; `text`, and its `checksum`, say all that has to be the same on every rank.
+
+    `reduced` is the sharding of the result once new maxima and minima over shards are reduced: hardly any operation
+    could use them as they are.
+    """
+
+    plan: Plan
+    reduced: Sharding
+    checksum: int
+    text: str
+
+    @staticmethod
+    def of(op: Op, plan: Plan, operands: Sequence[Sharding], dtypes: Sequence[Any], parameters: Iterable[Any]) -> _Call:
+        new = {
+            dim: Replicate()
+            for dim in plan.result.partial_dims
+            if plan.result.by_dim[dim] in (Partial("max"), Partial("min"))
+            and not any(dim in operand.partial_dims for operand in plan.operands)
+        }
+        placed = [f"{dtype.name} {each.shape}, {each}" for each, dtype in zip(operands, dtypes, strict=True)]
+        text = f"{op.name} of {placed} {_plain(tuple(parameters))}"
+        return _Call(plan, plan.result.replacing(new), zlib.crc32(text.encode()), text)
+
+
+def _call_of(op: Op, operands: Sequence[DistArray], parameters: Mapping[str, Any]) -> _Call:
+    shardings, dtypes = tuple(map(_SHARDING, operands)), tuple(map(_DTYPE, operands))
+    items = tuple(parameters.items())
+    if op.rule is None:  # not cached: many such operations are made for one call, and refer to what they were made of
         replicated = Plan(tuple(sharding.replicated for sharding in shardings), shardings[0].replicated)
-        return replicated, _said(op, shardings, dtypes, tuple(parameters.items()))
+        return _Call.of(op, replicated, shardings, dtypes, items)
     try:
-        return _cached_plan(op, shardings, dtypes, tuple(parameters.items()))
+        return _cached_call(op, shardings, dtypes, items)
     except TypeError:  # parameters of a user's operation that cannot be hashed; or an error of the rule's, once more
-        return _cached_plan.__wrapped__(op, shardings, dtypes, tuple(parameters.items()))
+        return _cached_call.__wrapped__(op, shardings, dtypes, items)
 
 
 @lru_cache(maxsize=4096)
-def _cached_plan(
+def _cached_call(
     op: Op, shardings: tuple[Sharding, ...], dtypes: tuple[np.dtype[Any], ...], parameters: tuple[tuple[str, Any], ...]
-) -> tuple[Plan, _Said]:
+) -> _Call:
     assert op.rule is not None
     rule = op.rule(*(sharding.shape for sharding in shardings), **dict(parameters))
     if not isinstance(rule, Rule):
@@ -163,13 +198,7 @@ def _cached_plan(
         raise ValueError(f"the rule of {op.name} is for operands of other shapes than {shapes}")
     itemsize = np.dtype(op.dtype(*dtypes)).itemsize
     chosen = plan(rule, shardings, [dtype.itemsize for dtype in dtypes], itemsize)
-    return chosen, _said(op, shardings, dtypes, parameters)
-
-
-def _said(op: Op, shardings: Sequence[Sharding], dtypes: Sequence[Any], parameters: Sequence[Any]) -> _Said:
-    lie = [f"{dtype.name} {each.shape}, {each}" for each, dtype in zip(shardings, dtypes, strict=True)]
-    said = f"{op.name} of {lie} {_plain(parameters)}"
-    return zlib.crc32(said.encode()), said
+    return _Call.of(op, chosen, shardings, dtypes, parameters)
 
 
 def _plain(value: Any) -> Any:
@@ -181,20 +210,22 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | np.dtype) else type(value).__name__
 
 
-def _result(op: Op, local: Any, inputs: Sequence[DistArray], chosen: Plan) -> DistArray:
+def _result(op: Op, local: Any, inputs: Sequence[DistArray], call: _Call) -> DistArray:
     mesh, xp = inputs[0].mesh, array_namespace(local)
     given, local = local, xp.asarray(local)
     if local.dtype.kind not in "biufc" and not is_floating(local.dtype):
         raise TypeError(f"{op.name} gives no array of numbers, but {type(given).__name__} ({local.dtype})")
     computed = _computed(op, inputs)
-    if computed and any(not x.computed and xp.may_share_memory(local, x.local) for x in inputs):
-        local = local.copy()  # a function of the user's gave its argument, or a view of it
+    if computed:
+        for x in inputs:
+            if x.moved is None and xp.may_share_memory(local, x.local):
+                local = local.copy()  # a function of the user's gave its argument, or a view of it
     if op.rule is None:
         return DistArray(local, mesh, Sharding.of(mesh.layout, local.shape, {}), computed=computed)
-    shape = chosen.result.local_shape(mesh.coordinates)
+    shape = call.plan.result.local_shape(mesh.coordinates)
     if local.shape != shape:
         raise ValueError(f"the rule of {op.name} says that its result has shape {shape} here, but it has {local.shape}")
-    return _settled(DistArray(local, mesh, chosen.result, computed=computed), op.name, chosen)
+    return _settled(DistArray(local, mesh, call.plan.result, computed=computed), op.name, call)
 
 
 def _computed(op: Op, inputs: Sequence[DistArray]) -> bool:
@@ -202,18 +233,10 @@ def _computed(op: Op, inputs: Sequence[DistArray]) -> bool:
     return not op.views or all(x.computed for x in inputs)
 
 
-def _settled(result: DistArray, name: str, chosen: Plan) -> DistArray:
-    """New maxima and minima over shards are joined at once: hardly anything could be done with their terms."""
-    new = {
-        dim: Replicate()
-        for dim in result.sharding.partial_dims
-        if result.sharding.by_dim[dim] in (Partial("max"), Partial("min"))
-        and not any(dim in operand.partial_dims for operand in chosen.operands)
-    }
-    if not new:
+def _settled(result: DistArray, name: str, call: _Call) -> DistArray:
+    if call.reduced is result.sharding:
         return result
-    joined = result.sharding.replacing(new)
-    return moved(result, joined, operation=name, reason="the largest, or smallest, of all shards")
+    return moved(result, call.reduced, operation=name, reason="the largest, or smallest, of all shards")
 
 
 def record(
@@ -221,17 +244,17 @@ def record(
     result: DistArray,
     operands: Sequence[DistArray],
     inputs: Sequence[DistArray],
-    required: Sequence[bool],
+    required: tuple[bool, ...],
     parameters: Mapping[str, Any],
     kept: Mapping[str, Any],
 ) -> None:
     """Put `result` on the tape."""
-    if not any(required) or not is_floating(result.dtype):
+    if True not in required or not is_floating(result.local.dtype):
         return
-    used = _used(op, required)
+    used = range(-1, len(required)) if op.uses is None else _used(op.uses, required)
     known = _held(result, -1 in used)
     arguments = [_held(x, index in used) for index, x in enumerate(inputs)]
-    wanted = [(x.shape, x.dtype) if needs else None for x, needs in zip(operands, required, strict=True)]
+    wanted = [(x.sharding.shape, x.local.dtype) if x.requires_grad else None for x in operands]
 
     def vjp(gradient: DistArray) -> list[DistArray | None]:
         if not op.vjps:
@@ -248,20 +271,17 @@ def record(
         ]
 
     result.requires_grad = True
-    nodes = [node_of(x) if needs else None for x, needs in zip(operands, required, strict=True)]
-    result.node = Node(op.name, nodes, vjp)
+    result.node = Node(op.name, [node_of(x) if x.requires_grad else None for x in operands], vjp)
 
 
-def _used(op: Op, required: Sequence[bool]) -> set[int]:
+def _used(uses: Sequence[Sequence[int]], required: Sequence[bool]) -> list[int]:
     """The operands, -1 for the result, whose elements the vjps that will be called use."""
-    if op.uses is None:
-        return set(range(-1, len(required)))
-    return {used for uses, needs in zip(op.uses, required, strict=False) if needs for used in uses}
+    return [index for used, needs in zip(uses, required, strict=False) if needs for index in used]
 
 
 def _held(x: DistArray, elements: bool) -> DistArray:
     """What the tape holds of `x`: a node never holds what holds it, nor elements that no vjp will look at."""
-    return x.detach() if elements else DistArray(Abstract(x.dtype), x.mesh, x.sharding)
+    return DistArray(x.local if elements else Abstract(x.local.dtype), x.mesh, x.sharding)
 
 
 def _contribution(

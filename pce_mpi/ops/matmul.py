@@ -105,7 +105,7 @@ def matmul(x: Any, y: Any) -> DistArray:
     >>> y.placements, y.full()
     ({'data': Partial('sum')}, array([[1., 2.]]))
     """
-    shapes = [np.shape(each) if not hasattr(each, "shape") else each.shape for each in (x, y)]
+    shapes = [each.sharding.shape if isinstance(each, DistArray) else np.shape(each) for each in (x, y)]
     if not all(shapes):
         raise ValueError("matmul takes no scalars; use *")
     (a, b), first, second = shapes, x, y
