@@ -39,12 +39,12 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace
 
-__all__ = ["Layout", "RowSoftmax", "merge", "times"]
+__all__ = ["NO_CLASS", "Layout", "RowSoftmax", "merge", "times"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
 
-_NO_CLASS = np.iinfo(np.int64).max  # loses every tie against a class
+NO_CLASS = np.iinfo(np.int64).max  # loses every tie against a class
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Layout:
         for name in {self.held, "max", "target"} & set(self.names):
             records[name] = -np.inf
         if self.hold_largest:
-            records["argmax"] = _NO_CLASS
+            records["argmax"] = NO_CLASS
         return records
 
 

@@ -16,18 +16,18 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define BLOCKS_IN_CLUSTER(blocks)
+#define CLUSTER_SIZE(blocks)
 
 using std::exp, std::fabs, std::fma, std::fmaf, std::fmax, std::log, std::log1p, std::rint, std::tanh;
 inline float fabsf(float x) { return std::fabs(x); }
 inline int __popc(unsigned word) { return __builtin_popcount(word); }
 
-struct alignas(16) Vector {
+struct alignas(PCE_VECTOR_BYTES) Vector {
   unsigned word[4];
 };
 
 template <typename To, typename From>
-To bits_as(From from) {
+To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From), "the same bits, read otherwise");
   To to;
   std::memcpy(&to, &from, sizeof(To));
@@ -246,11 +246,11 @@ inline void warp_barrier() {
 
 inline void __syncwarp() { warp_barrier(); }
 
-inline unsigned exchanged_in_warp(unsigned word, int other_lanes) {
+inline unsigned shuffle_xor(unsigned word, int lane_mask) {
   std::vector<unsigned>& exchange = host::current->block->exchange;
   exchange[threadIdx.x] = word;
   warp_barrier();
-  const unsigned other = exchange[threadIdx.x ^ other_lanes];
+  const unsigned other = exchange[threadIdx.x ^ lane_mask];
   warp_barrier();
   return other;
 }
@@ -290,14 +290,14 @@ inline void store_streaming(void* address, Vector v) {
   std::memcpy(address, &v, sizeof v);
 }
 
-inline float float_of_half(unsigned short bits) { return bits_as<_Float16>(bits); }
-inline unsigned half_of_float(float x) { return bits_as<unsigned short>(static_cast<_Float16>(x)); }
+inline float float_of_half(unsigned short bits) { return bit_cast<_Float16>(bits); }
+inline unsigned half_of_float(float x) { return bit_cast<unsigned short>(static_cast<_Float16>(x)); }
 inline unsigned halves_of_floats(float first, float second) {
   return half_of_float(first) | half_of_float(second) << 16;
 }
 
 inline unsigned bfloat16_of_float(float x) {
-  const unsigned bits = bits_as<unsigned>(x);
+  const unsigned bits = bit_cast<unsigned>(x);
   if (x != x) return 0x7fff;
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
@@ -314,7 +314,7 @@ inline unsigned maximum_of_halves(unsigned a, unsigned b) {
   return maximum_of_pairs(a, b, [](unsigned x) { return float_of_half(static_cast<unsigned short>(x)); });
 }
 inline unsigned maximum_of_bfloat16s(unsigned a, unsigned b) {
-  return maximum_of_pairs(a, b, [](unsigned x) { return bits_as<float>(x << 16); });
+  return maximum_of_pairs(a, b, [](unsigned x) { return bit_cast<float>(x << 16); });
 }
 
 inline float maximum_or_nan(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
@@ -322,12 +322,12 @@ inline float maximum_or_nan(float a, float b) { return a != a ? a : b != b ? b :
 inline float nearest_float(double x) {
   if (!(fabs(x) < 0x1p-126)) return static_cast<float>(x);
   // What is smaller is a whole number of 2**-149, and so are its bits.
-  return bits_as<float>(static_cast<unsigned>(rint(fabs(x) * 0x1p149)) | (std::signbit(x) ? 0x80000000u : 0u));
+  return bit_cast<float>(static_cast<unsigned>(rint(fabs(x) * 0x1p149)) | (std::signbit(x) ? 0x80000000u : 0u));
 }
 inline float product(float a, float b) { return nearest_float(static_cast<double>(a) * b); }
 
 // As far off as a GPU's may be, now to one side and now to the other.
 inline float approximate_exp2(float x) {
-  const double error = bits_as<unsigned>(x) * 2654435761u >> 31 ? 0x1p-23 : -0x1p-23;
+  const double error = bit_cast<unsigned>(x) * 2654435761u >> 31 ? 0x1p-23 : -0x1p-23;
   return static_cast<float>(std::exp2(static_cast<double>(x)) * (1.0 + error));
 }

@@ -29,17 +29,17 @@ class KernelFault(Exception):
 
 
 class RawModule:
-    """The kernels of `code` that `name_expressions` name; `options` are CuPy's, of which the include folders count."""
+    """The kernels of `code` that `name_expressions` name; of CuPy's `options`, only -I and -D are used."""
 
     def __init__(self, *, code, options=(), name_expressions):
-        folders = [option for option in options if option.startswith("-I")]
+        options = [option for option in options if option.startswith(("-I", "-D"))]
         self.names = list(name_expressions)
         source = code
         for number, name in enumerate(self.names):
             # Only kernels for clusters have a number among their template arguments: that of blocks.
             blocks = re.search(r", (\d+)>$", name)
             source += LAUNCHERS.format(number=number, kernel=name, blocks=blocks[1] if blocks else 1)
-        self.library = ctypes.CDLL(str(library(source, [f"-I{HERE}", *folders])))
+        self.library = ctypes.CDLL(str(library(source, [f"-I{HERE}", *options])))
 
     def get_function(self, name):
         return Kernel(self.library, name, self.names.index(name))
@@ -80,12 +80,14 @@ def argument(value):
     return np.array([value])
 
 
-def library(source, folders):
+def library(source, options):
     """The shared library of `source`, compiled unless another process or an earlier run has done so."""
     if COMPILER is None:
         raise RuntimeError("g++ is not installed")
-    headers = [path for folder in folders for path in sorted(Path(folder[2:]).glob("*.cuh"))]
-    key = hashlib.sha256("\0".join([source, *FLAGS, *(path.read_text() for path in headers)]).encode())
+    folders = [Path(option[2:]) for option in options if option.startswith("-I")]
+    defines = [option for option in options if option.startswith("-D")]
+    headers = [path.read_text() for folder in folders for path in sorted(folder.glob("*.cuh"))]
+    key = hashlib.sha256("\0".join([source, *FLAGS, *defines, *headers]).encode())
     place = Path(tempfile.gettempdir()) / f"cuda_on_host_{os.getuid()}"
     place.mkdir(mode=0o700, exist_ok=True)
     built = place / f"{key.hexdigest()[:32]}.so"
@@ -94,7 +96,7 @@ def library(source, folders):
             path, result = Path(folder, "kernels.cpp"), Path(folder, "kernels.so")
             path.write_text(source)
             done = subprocess.run(
-                [COMPILER, *FLAGS, *folders, str(path), "-o", str(result)], capture_output=True, text=True
+                [COMPILER, *FLAGS, *options, str(path), "-o", str(result)], capture_output=True, text=True
             )
             if done.returncode:
                 raise RuntimeError(f"g++ failed:\n{done.stderr[:4000]}")

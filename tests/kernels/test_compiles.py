@@ -3,23 +3,51 @@
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 import os
+from pathlib import Path
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 
+from pce_mpi.loss.kernels import compilation
+from pce_mpi.loss.kernels.launch_config import RESIDENT_THREADS
+
 # A multiprocessor has 65,536 registers.
-MOST_REGISTERS = 65536 // 1024
+MAX_REGISTERS = 65536 // RESIDENT_THREADS
+
+
+def test_sources_use_exactly_the_constants_of_python():
+    given = set(re.findall(r"-D(PCE_\w+)=", " ".join(compilation.OPTIONS)))
+    sources = [path.read_text() for path in compilation.source_folder.glob("*.cu*")]
+    assert set(re.findall(r"\bPCE_\w+", "\n".join(sources))) == given
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH; a CUDA toolkit has it")
+def test_commands_of_readme_compile_a_kernel():
+    readme = (compilation.source_folder / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^\$ (.*)$", readme, re.MULTILINE)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-ec", "\n".join(commands)],
+        cwd=compilation.source_folder.parents[2],
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"Compiling entry function '\w*fill_records\w*'", done.stdout + done.stderr)
+    assert re.search(r"Used \d+ registers", done.stdout + done.stderr)
 
 
 def compiled(kernel, architecture):
-    """What the assembler says of a kernel: registers, and bytes that did not fit them."""
+    """The assembler's report on a kernel: registers, and bytes of stack and spills."""
     from cupy_backends.cuda.libs import nvrtc
 
-    from pce_mpi.loss.kernels import cuda
-
-    program = nvrtc.createProgram(cuda.source_of(kernel.file), kernel.file, (), ())
+    program = nvrtc.createProgram(compilation.source_of(kernel.file), kernel.file, (), ())
     # -ftz=true and the architecture are what CuPy adds.
-    options = (*cuda.OPTIONS, "-ftz=true", f"-arch=sm_{architecture}", "--ptxas-options=-v")
+    options = (*compilation.OPTIONS, "-ftz=true", f"-arch=sm_{architecture}", "--ptxas-options=-v")
     try:
         nvrtc.addNameExpression(program, kernel.name)
         nvrtc.compileProgram(program, options)
@@ -44,9 +72,7 @@ def reports():
         nvrtc.getVersion()
     except (ImportError, RuntimeError) as error:
         pytest.skip(f"NVRTC cannot be loaded: {error}")
-    from pce_mpi.loss.kernels import cuda
-
-    jobs = [(kernel, arch) for kernel in cuda.instantiations() for arch in (80, 90) if arch >= kernel.capability]
+    jobs = [(kernel, arch) for kernel in compilation.instantiations() for arch in (80, 90) if arch >= kernel.capability]
     with ProcessPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
         found = list(pool.map(compiled, *zip(*jobs, strict=True)))
     assert len(found) > 50
@@ -63,5 +89,5 @@ def test_no_kernel_spills_or_takes_so_many_registers_that_fewer_than_1024_thread
         print(f"{name:50} sm_{architecture} {registers} registers")
         # A stack would be an array that is indexed while the kernel runs.
         assert len(registers) == 1, name
-        assert registers[0] <= MOST_REGISTERS, (name, architecture, registers)
+        assert registers[0] <= MAX_REGISTERS, (name, architecture, registers)
         assert not any(spilled + stack), (name, architecture, spilled, stack)

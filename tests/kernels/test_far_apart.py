@@ -18,7 +18,8 @@ from kernels.comparing import (
     row_gradient,
     write_gradient,
 )
-from pce_mpi.loss.kernels.grids import Grid
+from pce_mpi.loss.kernels import compilation
+from pce_mpi.loss.kernels.launch_config import LaunchConfig
 from pce_mpi.loss.records import Layout
 
 
@@ -40,29 +41,29 @@ def test_rows_that_lie_beyond_2_to_the_31_elements(stand_in, cuda):
     assert_gradient(lying, wanted, logits.dtype)
 
 
-PLACES = """
+TILES = """
 #include <storage.cuh>
-__global__ void places(long long rows, long long classes, int chunk, int lanes, long long column, long long* found) {
-  const Place place(rows, classes, chunk, lanes);
-  long long* to = found + 4 * (static_cast<long long>(blockIdx.y) * blockDim.x + threadIdx.x);
-  to[0] = place.row;
-  to[1] = place.first;
-  to[2] = place.count;
-  to[3] = place.relative(column);
+__global__ void tiles(int64 rows, int64 classes, int chunk, int group_size, int64 column, int64* found) {
+  const RowTile tile(rows, classes, chunk, group_size);
+  int64* to = found + 4 * (static_cast<int64>(blockIdx.y) * blockDim.x + threadIdx.x);
+  to[0] = tile.row;
+  to[1] = tile.first_class;
+  to[2] = tile.count;
+  to[3] = tile.local_index(column);
 }
 """
 
 
-def test_classes_beyond_2_to_the_31_have_their_place(stand_in, cuda):
+def test_classes_beyond_2_to_the_31_have_a_tile(stand_in):
     classes, column = 5 * 2**30 + 7, 4 * 2**30 + 5
-    grid = Grid.of(1, classes, 2, 1)
-    assert (grid.parts, grid.lanes, grid.threads) == (6, 256, 256)
-    found = np.zeros((grid.parts, grid.threads, 4), np.int64)
-    places = RawModule(code=PLACES, options=cuda.OPTIONS, name_expressions=["places"]).get_function("places")
-    numbers = np.int64(1), np.int64(classes), np.int32(grid.chunk), np.int32(grid.lanes), np.int64(column)
-    places((1, grid.parts, 1), (grid.threads, 1, 1), (*numbers, on_device(found)))
+    config = LaunchConfig.with_splits(1, classes, 2, 1)
+    assert (config.splits, config.group_size, config.block_threads) == (6, 256, 256)
+    found = np.zeros((config.splits, config.block_threads, 4), np.int64)
+    tiles = RawModule(code=TILES, options=compilation.OPTIONS, name_expressions=["tiles"]).get_function("tiles")
+    numbers = np.int64(1), np.int64(classes), np.int32(config.chunk), np.int32(config.group_size), np.int64(column)
+    tiles((1, config.splits, 1), (config.block_threads, 1, 1), (*numbers, on_device(found)))
     assert (found[:, :, 0] == 0).all()
-    assert found[:, 0, 1].tolist() == [part * grid.chunk for part in range(grid.parts)]
+    assert found[:, 0, 1].tolist() == [split * config.chunk for split in range(config.splits)]
     assert found[:, 0, 2].sum() == classes
-    part = column // grid.chunk
-    assert found[:, 0, 3].tolist() == [column % grid.chunk if each == part else -1 for each in range(grid.parts)]
+    local = [column % config.chunk if split == column // config.chunk else -1 for split in range(config.splits)]
+    assert found[:, 0, 3].tolist() == local

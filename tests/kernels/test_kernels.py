@@ -1,6 +1,7 @@
 """The CUDA kernels, run on the CPU (see tests/cuda_on_host): the same sources, threads and barriers."""
 
 from dataclasses import replace
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -24,12 +25,12 @@ from kernels.comparing import (
     write_gradient,
 )
 from kernels.device_arrays import rows_in_memory
-from pce_mpi.loss.kernels.grids import Grid
+from pce_mpi.loss.kernels.launch_config import LaunchConfig
 from pce_mpi.loss.kernels.terms import ClassWeights, RowGradient, Transform
 from pce_mpi.loss.records import Layout, merge
 from ulps import FLOAT64, OPTIONS, STATISTICS
 
-# Every boundary of the code: vectors, lanes a row, parts of a row, blocks of a cluster.
+# Every boundary of the code: vectors, threads of a row, splits of a row, blocks of a cluster.
 SHORT = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 127, 129, 257, 1023]
 LONG = [3072, 3073, 6145, 8191, 12_289, 16_385, 33_001]
 
@@ -307,16 +308,16 @@ def test_no_rows_or_no_classes_launch_nothing(cuda, monkeypatch):
             )
 
 
-def test_records_of_many_parts_are_those_of_the_whole_and_merge_with_those_of_the_host(cuda, monkeypatch):
+def test_records_of_splits_merge_with_records_of_host(cuda, monkeypatch):
     rng = np.random.default_rng(11)
     for layout in (Layout(held_weight=True), *GENERAL.values()):
         logits, columns = draw(np.dtype(np.float32), 3000, 3, seed=12)
         weights = ClassWeights(rng.uniform(0.5, 2, 3000)) if layout.weights or layout.held_weight else ClassWeights()
         options = options_of(np.dtype(np.float32), weights=weights)
         expected = expected_records(logits, columns, layout, options)
-        for parts in (2, 31, 33, 70):
+        for splits in (2, 31, 33, 70):
             with monkeypatch.context() as patch:
-                patch.setattr(Grid, "reading", lambda rows, classes, size, n=parts: Grid.of(rows, classes, size, n))
+                patch.setattr(LaunchConfig, "for_forward", partial(LaunchConfig.with_splits, splits=splits))
                 records = records_of(cuda, logits, columns, layout, options)
             assert_records(layout, records, expected, np.float32, OPTIONS)
         # The first classes from one side, the others from the other.

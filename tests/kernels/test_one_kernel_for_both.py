@@ -72,7 +72,7 @@ def refuse_clusters(cuda, monkeypatch):
                 raise RuntimeError("CUDA_ERROR_INVALID_CLUSTER_SIZE: planted")
         launch(kernel, *arguments)
 
-    monkeypatch.setattr(cuda, "_without_clusters", set())
+    monkeypatch.setattr(cuda, "_devices_without_clusters", set())
     monkeypatch.setattr(cuda, "_launch", refusing)
     return tried
 
@@ -88,7 +88,7 @@ def test_where_clusters_cannot_be_launched_two_kernels_do_it_and_it_is_not_tried
     assert first[1].tobytes() == again[1].tobytes()
     assert tried == ["fill_records_and_write_gradient<float, 2>"]
     # In place, nothing had been written before it was refused.
-    cuda._without_clusters.clear()
+    cuda._devices_without_clusters.clear()
     lying = stand_in.asarray(logits)
     with pytest.warns(UserWarning, match="cannot be launched"):
         pce.softmax_cross_entropy_value_and_grad(lying, stand_in.asarray(targets), out=lying)

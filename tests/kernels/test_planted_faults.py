@@ -20,18 +20,19 @@ from kernels.comparing import (
     write_gradient,
 )
 from kernels.device_arrays import rows_in_memory
-from pce_mpi.loss.kernels.grids import Grid
+from pce_mpi.loss.kernels import compilation
+from pce_mpi.loss.kernels.launch_config import LaunchConfig
 from pce_mpi.loss.records import Layout
 
 
 def faulty(cuda, monkeypatch, tmp_path, file, correct, wrong):
     """The kernels with a fault, put into a copy of theirs."""
     folder = tmp_path / "kernels"
-    shutil.copytree(cuda.source_folder, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    shutil.copytree(compilation.source_folder, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     text = (folder / file).read_text()
     assert text.count(correct) == 1, f"{correct!r} is not once in {file}"
     (folder / file).write_text(text.replace(correct, wrong))
-    options = (*cuda.OPTIONS[:-1], f"-I{folder}")
+    options = (*compilation.OPTIONS[:-1], f"-I{folder}")
 
     def function(kernel, _):
         source = (folder / kernel.file).read_text()
@@ -57,7 +58,7 @@ def few_rows():
 def check_forward(cuda):
     for lying, columns, options, expected, _ in few_rows():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Grid, "reading", lambda *_: Grid(64, 128, 2**14, 1, 1))
+            patch.setattr(LaunchConfig, "for_forward", lambda *_: LaunchConfig(64, 128, 2**14, 1, 1))
             assert_records(Layout(), records_of(cuda, lying, columns, Layout(), options), expected, lying.dtype)
 
 
@@ -73,21 +74,21 @@ def check_cluster(cuda):
 
 
 FAULTS = [
-    (check_forward, "storage.cuh", "- static_cast<int>(beyond)) % width", "- static_cast<int>(beyond) - 1) % width"),
-    (check_forward, "storage.cuh", "index < head ? index : index + body * width", "index"),
-    (check_forward, "storage.cuh", "edges = count - body * width", "edges = head"),
+    (check_forward, "storage.cuh", "(misaligned)) % width", "(misaligned) - 1) % width"),
+    (check_forward, "storage.cuh", "index < head ? index : index + vectors * width", "index"),
+    (check_forward, "storage.cuh", "scalars = count - vectors * width", "scalars = head"),
     (check_forward, "storage.cuh", "v.word[i] >> 16)})", "v.word[i] & 0xffffu)})"),
     (check_forward, "forward.cu", "start += step)", "start += 2 * step)"),
-    (check_forward, "forward.cu", "exp(before.over(exponential, scale))", "exp(exponential.over(before, scale))"),
-    (check_forward, "forward.cu", "start >= 0 || place_of_target == 0", "start >= 0"),
-    (check_forward, "record.cuh", "sum *= exp(exponential.over(static_cast<double>(max), scale))", "sum *= 1.0"),
+    (check_forward, "forward.cu", "before.log_rescale(exponential, scale)", "exponential.log_rescale(before, scale)"),
+    (check_forward, "forward.cu", "start >= 0 || target_index == 0", "start >= 0"),
+    (check_forward, "record.cuh", "sum *= exp(exponential.log_rescale(static_cast<double>(max), scale))", "sum *= 1.0"),
     (check_forward, "record.cuh", "for (int i = 1; i < warps; ++i) value", "for (int i = 2; i < warps; ++i) value"),
-    (check_forward, "record.cuh", "__syncthreads();\n  value = of_warps[first]", "value = of_warps[first]"),
-    (check_backward, "storage.cuh", "edges = count - body * width", "edges = head"),
-    (check_backward, "backward.cu", "at == held ? at_held :", "at == held + 1 ? at_held :"),
-    (check_backward, "row_gradient.cuh", "if (held_place == i) x[i] = at_held", "if (held_place == i) x[i] += at_held"),
+    (check_forward, "record.cuh", "__syncthreads();\n  value = warp_values[first]", "value = warp_values[first]"),
+    (check_backward, "storage.cuh", "scalars = count - vectors * width", "scalars = head"),
+    (check_backward, "backward.cu", "at == held ? held_dx :", "at == held + 1 ? held_dx :"),
+    (check_backward, "row_gradient.cuh", "if (held_index == i) x[i] = held_dx", "if (held_index == i) x[i] += held_dx"),
     (check_cluster, "fused.cu", "cluster_wait();\n  } else", "} else"),
-    (check_cluster, "fused.cu", "(&told.sum[block], thread, sum)", "(&told.sum[block], block, sum)"),
+    (check_cluster, "fused.cu", "(&shared.sum[block], thread, sum)", "(&shared.sum[block], block, sum)"),
 ]
 
 

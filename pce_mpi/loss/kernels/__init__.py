@@ -1,4 +1,4 @@
-"""The two hot loops, once per device: fill one record per row, and write the gradient of the logits."""
+"""The two hot loops, once per device: reduce each row to a record, and write the gradient of the logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["kernels_of"]
 
 
 def kernels_of(array: Any) -> ModuleType:
-    """The module with the loops for arrays like this one: `blockwise` for NumPy's, `cuda` for CuPy's."""
+    """The module with the loops for this array: `blockwise` for NumPy, `cuda` for CuPy."""
     if array_namespace(array) is np:
         return blockwise
     from pce_mpi.loss.kernels import cuda  # compiles and loads code for the GPU

@@ -1,95 +1,54 @@
 """The two hot loops on a GPU: what `blockwise` does on the host, by the CUDA kernels in the .cu files beside this one.
 
-Logits come as (outer, classes, inner), the class axis in the middle. The kernels want rows of consecutive classes, one
-pitch apart; what lies otherwise is copied first, and its gradient copied back. Rows may start anywhere: the classes
-before the first and after the last multiple of 16 bytes are read and written one by one.
+README.md in this folder has a picture of the grids, and says which kernel is launched when.
 
-Threads work on a row in groups: several groups are in a block where rows are short, and a row is cut into parts, a
-block for each, where rows are few. Which group, and which part, only depends on shapes and dtypes, and so do the orders
-of all sums: equal arguments give equal bits.
+Logits come as (outer, classes, inner), the class axis in the middle. The kernels read rows of consecutive classes at a
+constant pitch. Logits in another memory order are copied first, and their gradient is copied back. Rows may start at
+any address: a kernel loads vectors between the first and the last multiple of 16 bytes, and single classes outside.
 
-Each kernel is compiled when it is first launched, and kept in CuPy's cache on disk. Work goes to the current stream.
+The launch configuration and the order of every sum depend on shapes and dtypes alone: equal arguments give equal bits.
+
+Each kernel is compiled when it is first launched, and CuPy caches the result on disk. Work goes to the current stream.
 """
 
 from __future__ import annotations
 
 from functools import cache
-import hashlib
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 import warnings
 
 import cupy
 import numpy as np
 
-from pce_mpi.loss.kernels.grids import CLUSTERS, Grid, blocks_of_cluster, threads_of_block
-from pce_mpi.loss.kernels.rows import Rows, Target, rows_of
+from pce_mpi.loss.kernels.compilation import (
+    CPP_TYPES,
+    DTYPE_CODES,
+    FIELD_BITS,
+    OPTIONS,
+    Kernel,
+    fused_kernel,
+    source_of,
+)
+from pce_mpi.loss.kernels.launch_config import (
+    CLUSTER_CAPABILITY,
+    CLUSTER_SIZES,
+    MAX_GRID_X,
+    MERGE_BLOCK_THREADS,
+    WARP_SIZE,
+    LaunchConfig,
+    cluster_size,
+    fused_block_threads,
+)
+from pce_mpi.loss.kernels.rows import Output, Rows, rows_of
 from pce_mpi.loss.kernels.terms import ClassWeights, RowGradient, Transform
 from pce_mpi.loss.records import Layout
 
-__all__ = ["fill_records", "fill_records_and_write_gradient", "fused_fits", "instantiations", "write_gradient"]
+__all__ = ["fill_records", "fill_records_and_write_gradient", "fused_fits", "write_gradient"]
 
 Array = Any  # cupy.ndarray
 
-source_folder = Path(__file__).parent
-# fmad: products and sums that are to be fused say so themselves, so that every compiler rounds alike.
-OPTIONS = ("-std=c++17", "-fmad=false", f"-I{source_folder}")
-
-# In the order of `Kind` in storage.cuh.
-_STORAGE = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
-_KINDS = {name: np.int32(kind) for kind, name in enumerate(_STORAGE)}
-# The bits of `Field` in record.cuh, of the fields that not every record has.
-_FIELDS = {
-    "scale": 8,
-    "target": 16,
-    "held_weight": 32,
-    "weight": 64,
-    "weighted_gap": 128,
-    "exp_gap": 256,
-    "argmax": 512,
-}
-
-_HAS_CLUSTERS = 90  # compute capability, from which on there are any
-_MOST_BLOCKS = 2**31 - 1
-
-# Beyond these a scale is multiplied in float64: float32 would overflow or lose bits.
-_SCALES_OF_FLOAT32 = (2.0**-64, 2.0**64)
-
-
-class Kernel(NamedTuple):
-    """One instantiation: its file, its name as an expression in C++, and the compute capability that it needs."""
-
-    file: str
-    name: str
-    capability: int = 80
-
-
-def instantiations() -> list[Kernel]:
-    """Every kernel that can be asked for."""
-    storages = list(_STORAGE.values())
-    general = [(t, a) for t in storages for a in ("float", "double") if (t, a) != ("double", "float")]
-    return [
-        *(Kernel("forward.cu", f"fill_records<{t}>") for t in storages[:3]),
-        *(Kernel("general_forward.cu", f"fill_general_records<{t}, {a}>") for t, a in general),
-        Kernel("merge.cu", "merge_records"),
-        *(Kernel("backward.cu", f"write_gradient<{t}>") for t in storages[:3]),
-        *(Kernel("general_backward.cu", f"write_general_gradient<{t}, {a}>") for t, a in general),
-        *(_fused(t, blocks) for t in storages[:3] for blocks in CLUSTERS),
-    ]
-
-
-def _fused(storage: str, blocks: int) -> Kernel:
-    capability = _HAS_CLUSTERS if blocks > 1 else 80
-    return Kernel("fused.cu", f"fill_records_and_write_gradient<{storage}, {blocks}>", capability)
-
-
-@cache
-def source_of(file: str) -> str:
-    """The source of a file of kernels, and a digest of what it includes: by both CuPy knows what it has compiled."""
-    digest = hashlib.sha256()
-    for path in sorted(source_folder.glob("*.cuh")):
-        digest.update(path.read_bytes())
-    return f"// {digest.hexdigest()}\n" + (source_folder / file).read_text(encoding="utf-8")
+# Scales outside are multiplied in float64: in float32 the products would overflow or lose bits.
+_FLOAT32_SCALES = (2.0**-64, 2.0**64)
 
 
 @cache
@@ -98,19 +57,19 @@ def _function(kernel: Kernel, device: int) -> Any:
     return module.get_function(kernel.name)
 
 
-def _launch(kernel: Kernel, blocks: tuple[int, int], threads: int, *arguments: Any) -> None:
-    _function(kernel, cupy.cuda.Device().id)((*blocks, 1), (threads, 1, 1), arguments)
+def _launch(kernel: Kernel, grid: tuple[int, int], block_threads: int, *arguments: Any) -> None:
+    _function(kernel, cupy.cuda.Device().id)((*grid, 1), (block_threads, 1, 1), arguments)
 
 
 def _arithmetic(compute_dtype: np.dtype[Any], transform: Transform) -> str:
-    """What is computed in: float32 cannot hold softcap tanh(...) well enough to take exponentials of it."""
-    least, most = _SCALES_OF_FLOAT32
+    """The C++ type to compute in. A softcap needs double: the exponential would magnify float32's error of the tanh."""
+    least, most = _FLOAT32_SCALES
     in_float32 = compute_dtype == np.float32 and transform.softcap is None and least <= transform.scale <= most
     return "float" if in_float32 else "double"
 
 
 def _fields_of(layout: Layout) -> np.uint32:
-    return np.uint32(7 + sum(_FIELDS[name] for name in layout.names[3:]))
+    return np.uint32(FIELD_BITS["held"] + sum(FIELD_BITS[name] for name in layout.names[1:]))
 
 
 def _columns_of(columns: Array) -> Array:
@@ -121,19 +80,19 @@ _NULL = np.uint64(0)
 
 
 def _options_of(weights: ClassWeights, transform: Transform) -> tuple[list[Array], list[Any]]:
-    """What the kernels take for class weights and a softcap, and the arrays that must live until they are launched.
+    """The kernels' arguments for class weights and a softcap: the weight, and then all others in their order.
 
-    In the order of the kernels' arguments: the weight, and then all others.
+    Arguments are arrays rather than addresses, so that they live until the launch.
     """
     weight = _NULL if weights.weight is None else cupy.asarray(weights.weight, dtype=np.float64)
-    probabilities, kind, pitch = _NULL, np.int32(0), 0
+    probabilities, dtype, pitch = _NULL, np.int32(0), 0
     if weights.probabilities is not None:
         rows = rows_of(weights.probabilities)
-        probabilities, kind, pitch = rows.array, _KINDS[weights.probabilities.dtype.name], rows.pitch
+        probabilities, dtype, pitch = rows.array, np.int32(DTYPE_CODES[weights.probabilities.dtype.name]), rows.pitch
     softcap = transform.softcap or 0.0
     return [weight], [
         probabilities,
-        kind,
+        dtype,
         np.int64(pitch),
         np.float64(1.0 - weights.smoothing),
         np.float64(weights.smoothing / weights.classes),
@@ -152,11 +111,11 @@ def fill_records(
     compute_dtype: np.dtype[Any],
     class_start: int,
 ) -> tuple[Array, None]:
-    """The record of every row of this shard, and None, as there are no exponentials to keep.
+    """The record of every row of this shard, and None: no exponentials are kept for the backward pass.
 
-    `logits` is (outer, classes, inner). `target_column` (rows,) is the local column of the row's target, -1 where it
-    is elsewhere; None where rows have no one target; on either side. Returns records as (rows, fields) of float64, a
-    column for each field of `layout.dtype`; that of `argmax` has the bits of an int64.
+    `logits` is (outer, classes, inner). `target_column` (rows,) is the local column of the row's target, -1 if another
+    shard has it, in NumPy or CuPy; None if there are no class targets. Records are (rows, fields) in float64, a column
+    for each field of `layout.dtype`; the column of `argmax` has the bits of an int64.
     """
     outer, classes, inner = logits.shape
     rows = outer * inner
@@ -164,36 +123,37 @@ def fill_records(
     if rows == 0 or classes == 0:
         return _identity(layout, rows, scale), None
     source = rows_of(logits)
-    grid = Grid.reading(rows, classes, logits.dtype.itemsize)
+    config = LaunchConfig.for_forward(rows, classes, logits.dtype.itemsize)
     fields, columns = _fields_of(layout), len(layout.names)
-    parts = cupy.empty((rows, grid.parts, columns), np.float64)
+    split_records = cupy.empty((rows, config.splits, columns), np.float64)
     [weight], options = _options_of(weights, transform)
     arguments = [
         source.array,
         np.int64(source.pitch),
         np.int64(rows),
         np.int64(classes),
-        np.int32(grid.chunk),
-        np.int32(grid.lanes),
+        np.int32(config.chunk),
+        np.int32(config.group_size),
         _NULL if target_column is None else _columns_of(target_column),
         weight,
         np.float64(scale),
         fields,
-        parts,
+        split_records,
     ]
-    storage, arithmetic = _STORAGE[logits.dtype.name], _arithmetic(compute_dtype, transform)
+    cpp_type, arithmetic = CPP_TYPES[logits.dtype.name], _arithmetic(compute_dtype, transform)
     plain = target_column is not None and not (layout.hold_largest or layout.weights or layout.entropy)
     if plain and arithmetic == "float":
-        kernel = Kernel("forward.cu", f"fill_records<{storage}>")
+        kernel = Kernel("forward.cu", f"fill_records<{cpp_type}>")
     else:
-        kernel = Kernel("general_forward.cu", f"fill_general_records<{storage}, {arithmetic}>")
+        kernel = Kernel("general_forward.cu", f"fill_general_records<{cpp_type}, {arithmetic}>")
         arguments += [*options, np.int64(class_start)]
-    _launch(kernel, (grid.blocks, grid.parts), grid.threads, *arguments)
-    if grid.parts == 1:
-        return parts.reshape(rows, columns), None
+    _launch(kernel, (config.blocks, config.splits), config.block_threads, *arguments)
+    if config.splits == 1:
+        return split_records.reshape(rows, columns), None
     records = cupy.empty((rows, columns), np.float64)
-    merging = (parts, np.int64(rows), np.int32(grid.parts), np.float64(scale), fields, records)
-    _launch(Kernel("merge.cu", "merge_records"), (-(-rows // 4), 1), 128, *merging)
+    arguments = [split_records, np.int64(rows), np.int32(config.splits), np.float64(scale), fields, records]
+    merge_blocks = -(-rows // (MERGE_BLOCK_THREADS // WARP_SIZE))
+    _launch(Kernel("merge.cu", "merge_records"), (merge_blocks, 1), MERGE_BLOCK_THREADS, *arguments)
     return records, None
 
 
@@ -220,13 +180,13 @@ def write_gradient(
     rows = outer * inner
     if rows == 0 or classes == 0:
         return
-    target = Target.of(out)
-    _write(target, rows_of(logits), logits.dtype, gradient, weights, transform, compute_dtype)
-    target.finish()
+    output = Output.of(out)
+    _write(output, rows_of(logits), logits.dtype, gradient, weights, transform, compute_dtype)
+    output.copy_back()
 
 
 def _write(
-    target: Target,
+    output: Output,
     source: Rows,
     dtype: np.dtype[Any],
     gradient: RowGradient,
@@ -234,58 +194,59 @@ def _write(
     transform: Transform,
     compute_dtype: np.dtype[Any],
 ) -> None:
-    outer, classes, inner = target.out.shape
+    outer, classes, inner = output.out.shape
     rows = outer * inner
-    grid = Grid.writing(rows, classes, dtype.itemsize)
+    config = LaunchConfig.for_backward(rows, classes, dtype.itemsize)
     arguments = [
         source.array,
         np.int64(source.pitch),
         np.int64(rows),
         np.int64(classes),
-        np.int32(grid.chunk),
-        np.int32(grid.lanes),
-        target.rows.array,
-        np.int64(target.rows.pitch),
-        *(_float64(each) for each in (gradient.max, gradient.factor)),
+        np.int32(config.chunk),
+        np.int32(config.group_size),
+        output.rows.array,
+        np.int64(output.rows.pitch),
+        _float64(gradient.max),
+        _float64(gradient.factor),
         _columns_of(gradient.held_column),
         _float64(gradient.held_gradient),
         cupy.ascontiguousarray(gradient.valid),
         np.float64(transform.of_differences),
     ]
-    storage, arithmetic = _STORAGE[dtype.name], _arithmetic(compute_dtype, transform)
-    if gradient.weight_factor is None and arithmetic == "float" and target.lies_as(source, dtype):
-        kernel = Kernel("backward.cu", f"write_gradient<{storage}>")
+    cpp_type, arithmetic = CPP_TYPES[dtype.name], _arithmetic(compute_dtype, transform)
+    if gradient.weight_factor is None and arithmetic == "float" and output.aligned_with(source, dtype):
+        kernel = Kernel("backward.cu", f"write_gradient<{cpp_type}>")
     else:
-        kernel = Kernel("general_backward.cu", f"write_general_gradient<{storage}, {arithmetic}>")
+        kernel = Kernel("general_backward.cu", f"write_general_gradient<{cpp_type}, {arithmetic}>")
         factor = _NULL if gradient.weight_factor is None else _float64(gradient.weight_factor)
         [weight], options = _options_of(weights, transform)
-        arguments += [_KINDS[target.out.dtype.name], factor, weight, *options]
-    _launch(kernel, (grid.blocks, grid.parts), grid.threads, *arguments)
+        arguments += [np.int32(DTYPE_CODES[output.out.dtype.name]), factor, weight, *options]
+    _launch(kernel, (config.blocks, config.splits), config.block_threads, *arguments)
 
 
 def _float64(array: Array) -> Array:
-    """What is one number per row, as the kernels read it: a column of the records lies in steps."""
+    """One number per row, contiguous as the kernels read it: a column of the records is strided."""
     return cupy.ascontiguousarray(array, dtype=np.float64)
 
 
-_AS_IT_IS = Transform()
-# The GPUs, by their numbers, on which a cluster could not be launched.
-_without_clusters: set[int] = set()
+_NO_TRANSFORM = Transform()
+# The ids of devices on which a cluster could not be launched.
+_devices_without_clusters: set[int] = set()
 
 
-def fused_fits(logits: Array, compute_dtype: np.dtype[Any], transform: Transform = _AS_IT_IS) -> bool:
-    """Whether there is a kernel that keeps rows like these, (outer, classes, inner), on the chip.
+def fused_fits(logits: Array, compute_dtype: np.dtype[Any], transform: Transform = _NO_TRANSFORM) -> bool:
+    """Whether the fused kernel can take these rows, (outer, classes, inner).
 
-    There is one for float32 arithmetic, and rows that fit in the registers of a block, or on GPUs of compute
-    capability 9.0 and up in those of a cluster of 8 blocks: 131,072 classes of 16 bits, or 98,304 of float32.
+    It computes in float32. A row must fit in the registers of a block, or from compute capability 9.0 on in those of a
+    cluster of 8 blocks: 131,072 classes of 16 bits, or 98,304 of float32.
     """
     outer, classes, inner = logits.shape
     if _arithmetic(compute_dtype, transform) == "double" or not outer * classes * inner:
         return False
-    blocks, device = blocks_of_cluster(classes, logits.dtype.itemsize), cupy.cuda.Device()
-    if blocks > 1 and (int(device.compute_capability) < _HAS_CLUSTERS or device.id in _without_clusters):
+    blocks, device = cluster_size(classes, logits.dtype.itemsize), cupy.cuda.Device()
+    if blocks > 1 and (int(device.compute_capability) < CLUSTER_CAPABILITY or device.id in _devices_without_clusters):
         return False
-    return blocks <= CLUSTERS[-1] and outer * inner * blocks <= _MOST_BLOCKS
+    return blocks <= CLUSTER_SIZES[-1] and outer * inner * blocks <= MAX_GRID_X
 
 
 def fill_records_and_write_gradient(
@@ -302,30 +263,32 @@ def fill_records_and_write_gradient(
     valid: Array,
     z_loss: float,
 ) -> Array | None:
-    """The records of rows that are whole, and their gradient into `out`, each logit read once; where `fused_fits`.
+    """Write the gradient of unsharded rows into `out` and return their records; each logit is read once.
 
-    For class numbers, without smoothing or softcap. With p the softmax, the gradient is that of `slope` times
-    (`held` (-log p_target) + `z_loss` logsumexp**2), in logits times the scale; 0 in rows that are not `valid`, whose
-    `target_column` is -1. These are (rows,) float64, the last bool. Returns records as `fill_records` does;
-    `held_weight`, where there is one, is `held`. None, with nothing written, where a cluster cannot be launched;
-    nothing `fused_fits` one on this GPU from then on.
+    Requires `fused_fits`, class targets, and neither smoothing nor softcap. The gradient, with respect to scale times
+    the logits, is that of `slope` (`held` (-log p_target) + `z_loss` logsumexp**2), p being the softmax. Rows that are
+    not `valid` get 0; their `target_column` is -1. `slope` and `held` are (rows,) in float64, `valid` is (rows,) of
+    bools. Records are those of `fill_records`, with `held` as the field `held_weight`, if there is that field.
+
+    Returns None, with nothing written, if the cluster could not be launched; from then on `fused_fits` is False for
+    rows that need a cluster on this device.
     """
     outer, classes, inner = logits.shape
     rows, dtype = outer * inner, logits.dtype
     source = rows_of(logits)
-    target = Target.of(out)
-    blocks = blocks_of_cluster(classes, dtype.itemsize)
+    output = Output.of(out)
+    blocks = cluster_size(classes, dtype.itemsize)
     records = cupy.empty((rows, len(layout.names)), np.float64)
     column = _columns_of(target_column)
-    # Where vectors of logits are no vectors of gradients, another kernel writes those.
-    writes = target.lies_as(source, dtype)
-    factor, held_gradient = (_NULL, _NULL) if writes else (cupy.empty(rows, np.float64) for _ in range(2))
+    # Without a common alignment another kernel writes the gradient, from a factor and a held gradient for each row.
+    aligned = output.aligned_with(source, dtype)
+    factor, held_gradient = (_NULL, _NULL) if aligned else (cupy.empty(rows, np.float64) for _ in range(2))
     arguments = [
         source.array,
         np.int64(source.pitch),
         np.int32(classes),
-        target.rows.array if writes else _NULL,
-        np.int64(target.rows.pitch),
+        output.rows.array if aligned else _NULL,
+        np.int64(output.rows.pitch),
         column,
         _float64(slope),
         _float64(held),
@@ -337,17 +300,17 @@ def fill_records_and_write_gradient(
         factor,
         held_gradient,
     ]
-    kernel, threads = _fused(_STORAGE[dtype.name], blocks), threads_of_block(classes, dtype.itemsize, blocks)
+    kernel = fused_kernel(CPP_TYPES[dtype.name], blocks)
     try:
-        _launch(kernel, (rows * blocks, 1), threads, *arguments)
+        _launch(kernel, (rows * blocks, 1), fused_block_threads(classes, dtype.itemsize, blocks), *arguments)
     except RuntimeError as error:  # from the driver
         if blocks == 1:
             raise
         warnings.warn(f"clusters of blocks cannot be launched, logits are read twice: {error}", stacklevel=2)
-        _without_clusters.add(cupy.cuda.Device().id)
+        _devices_without_clusters.add(cupy.cuda.Device().id)
         return None
-    if not writes:
+    if not aligned:
         gradient = RowGradient(records[:, 1], factor, None, column, held_gradient, valid)
-        _write(target, source, dtype, gradient, ClassWeights(), transform, compute_dtype)
-    target.finish()
+        _write(output, source, dtype, gradient, ClassWeights(), transform, compute_dtype)
+    output.copy_back()
     return records

@@ -1,55 +1,55 @@
-// The record of every row in float32 arithmetic, the target held apart, each logit read once. Launched by cuda.py.
+// Forward without options, in float32: the records, with the target held apart. Each logit is read once. Launched by
+// cuda.py.
 #include <exponential.cuh>
 #include <record.cuh>
 
-constexpr int THREADS = 256, LOADS = 4;
-
-// `records` (rows, parts, columns): of the classes in each part of a row.
+// `records` is (rows, splits, fields).
 template <typename T>
-__global__ void __launch_bounds__(THREADS, 1024 / THREADS)
-    fill_records(const T* logits, int64 pitch, int64 rows, int64 classes, int chunk, int lanes,
+__global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
+    fill_records(const T* logits, int64 pitch, int64 rows, int64 classes, int chunk, int group_size,
                  const int64* target_column, const double* weight, double scale, unsigned fields, double* records) {
-  const Place place(rows, classes, chunk, lanes);
-  const bool has_row = place.row < rows;
-  const T* row = logits + (has_row ? place.row * pitch + place.first : 0);
-  const Stretch<T> stretch(row, place.count);
-  const int target = has_row ? place.relative(target_column[place.row]) : -1;
+  const RowTile tile(rows, classes, chunk, group_size);
+  const bool has_row = tile.row < rows;
+  const T* row = logits + (has_row ? tile.row * pitch + tile.first_class : 0);
+  const VectorizedSpan<T> span(row, tile.count);
+  const int target = has_row ? tile.local_index(target_column[tile.row]) : -1;
   Exponential<T, float> exponential(scale);
   float max = -infinity<float>();
   double sum = 0.0;
 
-  const int step = LOADS * lanes;
-  // First, where there are any, single classes: as vectors of one number.
-  for (int start = stretch.edges ? place.lane - step : place.lane; start < stretch.body; start += step) {
+  const int step = LOADS * group_size;
+  // The first round has the scalars, if there are any, each as a vector with one element. They fit into one round.
+  for (int start = span.scalars ? tile.thread_rank - step : tile.thread_rank; start < span.vectors; start += step) {
     Vector v[LOADS];
-    unsigned largest = Storage<T>::lowest;
+    unsigned largest = Storage<T>::minus_inf;
     int count = 0;
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
-      v[i] = vector_of_lowest<T>();
+      v[i] = vector_of_minus_inf<T>();
       if (start >= 0) {
-        if (start + i * lanes < stretch.body) {
-          v[i] = load_constant(row + stretch.vector_at(start + i * lanes));
+        if (start + i * group_size < span.vectors) {
+          v[i] = load_constant(row + span.vector_start(start + i * group_size));
           count = i + 1;
         }
-      } else if (start + step + i * lanes < stretch.edges) {
-        v[i] = vector_of(row[stretch.edge_at(start + step + i * lanes)]);
+      } else if (start + step + i * group_size < span.scalars) {
+        v[i] = vector_of(row[span.scalar_index(start + step + i * group_size)]);
         count = i + 1;
       }
     }
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
-      const int at = start >= 0 ? stretch.vector_at(start + i * lanes) : stretch.edge_at(start + step + i * lanes);
-      const unsigned place_of_target = static_cast<unsigned>(target - at);
-      if (start >= 0 || place_of_target == 0) mask<T>(v[i], place_of_target);
-      largest = larger<T>(largest, v[i]);
+      const int at =
+          start >= 0 ? span.vector_start(start + i * group_size) : span.scalar_index(start + step + i * group_size);
+      const unsigned target_index = static_cast<unsigned>(target - at);
+      if (start >= 0 || target_index == 0) mask<T>(v[i], target_index);
+      largest = max_into<T>(largest, v[i]);
     }
-    const float highest = largest_of<T>(largest);
+    const float highest = max_of_word<T>(largest);
     max = fmaxf(max, highest);
     if (highest > exponential.limit) {
       const Exponential<T, float> before = exponential;
-      exponential.refer_to(highest);
-      if (sum != 0.0) sum *= exp(before.over(exponential, scale));
+      exponential.set_reference(highest);
+      if (sum != 0.0) sum *= exp(before.log_rescale(exponential, scale));
     }
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
@@ -60,14 +60,14 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     }
   }
 
-  reduce_sums(max, sum, exponential, scale, lanes);
-  if (!has_row || place.lane != 0) return;
+  reduce_sums(max, sum, exponential, scale, group_size);
+  if (!has_row || tile.thread_rank != 0) return;
   Record record = identity();
   record.max = max;
   record.sum_exp = sum;
   if (target >= 0) {
-    record.held = static_cast<double>(number(row[target]));
-    record.held_weight = weight == nullptr ? 1.0 : weight[place.first + target];
+    record.held = static_cast<double>(widen(row[target]));
+    record.held_weight = weight == nullptr ? 1.0 : weight[tile.first_class + target];
   }
-  store(record, records + (place.row * gridDim.y + blockIdx.y) * columns(fields), fields, scale);
+  store(record, records + (tile.row * gridDim.y + blockIdx.y) * num_fields(fields), fields, scale);
 }

@@ -1,19 +1,18 @@
-// The record of every row with every option and in either arithmetic, each logit read once. Launched by cuda.py.
+// Forward with every option, in float32 or float64: the records. Each logit is read once. Launched by cuda.py.
 #include <exponential.cuh>
 #include <record.cuh>
 #include <weights.cuh>
 
-constexpr int THREADS = 256;
-constexpr int NONE = 0x7fffffff;
+constexpr int NONE = 0x7fffffff;  // no class is held
 
-// What a thread knows: the class held apart, and sums over the others.
+// The state of a thread: the class held apart, and sums over the others.
 template <typename A>
 struct Sums {
   Exponential<float, A> exponential;
   A held = -infinity<A>(), max = -infinity<A>();
-  int held_at = NONE;  // the class, counted from the block's first
+  int held_at = NONE;  // the class, counted from the first of the tile
   double sum = 0.0;
-  // The gaps are to the largest of the others so far, not scaled; `exp_gap` is relative to what the sum is.
+  // Gaps are to the `max` so far and not scaled. `exp_gap` is relative to the same reference as `sum`.
   double weight = 0.0, weighted_gap = 0.0, exp_gap = 0.0;
 
   __device__ __forceinline__ explicit Sums(double scale) : exponential(scale) {}
@@ -22,12 +21,12 @@ struct Sums {
                                       unsigned fields) {
     double u;
     if (fields & ARGMAX ? comes_first(x, at, held, held_at) : at == target) {
-      // It changes places with the one that was held: none at first, which weighs nothing.
-      const A joins = held;
+      // The new class is held, and the one that was held is added; the first time that is -inf with weight 0.
+      const A released = held;
       u = held_at == NONE ? 0.0 : weights[held_at];
       held = x;
       held_at = at;
-      x = joins;
+      x = released;
     } else {
       u = fields & WEIGHT ? weights[at] : 0.0;
     }
@@ -39,9 +38,9 @@ struct Sums {
     }
     if (x > exponential.limit) {
       const Exponential<float, A> before = exponential;
-      exponential.refer_to(x);
+      exponential.set_reference(x);
       if (sum != 0.0) {
-        const double decay = exp(before.over(exponential, scale));
+        const double decay = exp(before.log_rescale(exponential, scale));
         sum *= decay;
         exp_gap *= decay;
       }
@@ -56,8 +55,8 @@ struct Sums {
     }
   }
 
-  // `first` is the number of the block's first class.
-  __device__ __forceinline__ void store_in(Record& record, const ClassWeights& weights, double scale,
+  // `first` is the global number of the first class of the tile.
+  __device__ __forceinline__ void store_to(Record& record, const ClassWeights& weights, double scale,
                                            int64 first) const {
     record = identity();
     record.held = held;
@@ -69,45 +68,45 @@ struct Sums {
       record.argmax = first + held_at;
     }
     if (sum != 0.0) {
-      const double factor = exp(exponential.over(record.max, scale));
+      const double factor = exp(exponential.log_rescale(record.max, scale));
       record.sum_exp = sum * factor;
       record.exp_gap = scale * exp_gap * factor;
     }
   }
 };
 
-// `fields` say whether the largest logit is held apart or the target, and which sums are asked for; `target_column` may
-// be null. The softmax is of scale x, or of softcap tanh(slope x) unless softcap is 0.
+// `records` is (rows, splits, fields). `fields` says whether the largest logit or the target is held apart, and which
+// sums are needed. `target_column` may be null. The softmax is of scale x, or of softcap tanh(slope x) if softcap != 0.
 template <typename T, typename A>
-__global__ void __launch_bounds__(THREADS, 1024 / THREADS)
-    fill_general_records(const T* logits, int64 pitch, int64 rows, int64 classes, int chunk, int lanes,
+__global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
+    fill_general_records(const T* logits, int64 pitch, int64 rows, int64 classes, int chunk, int group_size,
                          const int64* target_column, const double* weight, double scale, unsigned fields,
-                         double* records, const void* probabilities, int kind, int64 probability_pitch, double keep,
-                         double spread, double softcap, double slope, int64 class_start) {
-  const Place place(rows, classes, chunk, lanes);
-  const bool has_row = place.row < rows;
-  const T* row = logits + (has_row ? place.row * pitch + place.first : 0);
-  const Stretch<T> stretch(row, place.count);
-  const int target = has_row && target_column != nullptr ? place.relative(target_column[place.row]) : -1;
-  const ClassWeights weights{weight == nullptr ? nullptr : weight + place.first, probabilities, kind,
-                             place.row * probability_pitch + place.first, keep, spread};
+                         double* records, const void* probabilities, int probability_dtype, int64 probability_pitch,
+                         double keep, double spread, double softcap, double slope, int64 class_start) {
+  const RowTile tile(rows, classes, chunk, group_size);
+  const bool has_row = tile.row < rows;
+  const T* row = logits + (has_row ? tile.row * pitch + tile.first_class : 0);
+  const VectorizedSpan<T> span(row, tile.count);
+  const int target = has_row && target_column != nullptr ? tile.local_index(target_column[tile.row]) : -1;
+  const ClassWeights weights{weight == nullptr ? nullptr : weight + tile.first_class, probabilities, probability_dtype,
+                             tile.row * probability_pitch + tile.first_class, keep, spread};
   Sums<A> sums(scale);
 
-  for (int i = place.lane; i < stretch.body + stretch.edges; i += lanes) {
-    const bool single = i >= stretch.body;
-    int at = single ? stretch.edge_at(i - stretch.body) : stretch.vector_at(i);
+  for (int i = tile.thread_rank; i < span.vectors + span.scalars; i += group_size) {
+    const bool single = i >= span.vectors;
+    int at = single ? span.scalar_index(i - span.vectors) : span.vector_start(i);
     Vector v = single ? vector_of(row[at]) : load_constant(row + at);
 #pragma unroll 1
     for (const int end = at + (single ? 1 : Storage<T>::width); at < end; ++at) {
-      const T x = next<T>(v);
-      sums.add(capped(static_cast<A>(number(x)), softcap, slope), at, target, weights, scale, fields);
+      const T x = pop_front<T>(v);
+      sums.add(capped(static_cast<A>(widen(x)), softcap, slope), at, target, weights, scale, fields);
     }
   }
 
-  Record* own = own_record();
-  sums.store_in(*own, weights, scale, class_start + place.first);
-  merge_group(lanes, fields, scale);
-  if (!has_row || place.lane != 0) return;
-  if (target >= 0) own->target = capped(static_cast<A>(number(row[target])), softcap, slope);
-  store(*own, records + (place.row * gridDim.y + blockIdx.y) * columns(fields), fields, scale);
+  Record* own = thread_record();
+  sums.store_to(*own, weights, scale, class_start + tile.first_class);
+  merge_group(group_size, fields, scale);
+  if (!has_row || tile.thread_rank != 0) return;
+  if (target >= 0) own->target = capped(static_cast<A>(widen(row[target])), softcap, slope);
+  store(*own, records + (tile.row * gridDim.y + blockIdx.y) * num_fields(fields), fields, scale);
 }

@@ -1,21 +1,24 @@
-// Of the records of each row's parts, (rows, parts, columns), one: a warp for each row. Launched by cuda.py.
+// Merges the records of each row's splits, (rows, splits, fields), to one: a warp for each row. Launched by cuda.py.
 #include <record.cuh>
 
-constexpr int THREADS = 128;
+// A thread has a second record beside its own, that of the split that it merges next.
+static_assert(2 * MERGE_BLOCK_THREADS <= BLOCK_THREADS, "shared memory has two records for each thread");
 
-__global__ void __launch_bounds__(THREADS, 1024 / THREADS)
-    merge_records(const double* parts, int64 rows, int count, double scale, unsigned fields, double* records) {
-  const int64 row = static_cast<int64>(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  Record* own = own_record();
+__global__ void __launch_bounds__(MERGE_BLOCK_THREADS, RESIDENT_THREADS / MERGE_BLOCK_THREADS)
+    merge_records(const double* split_records, int64 rows, int splits, double scale, unsigned fields,
+                  double* records) {
+  const int64 row = static_cast<int64>(blockIdx.x) * (MERGE_BLOCK_THREADS / WARP_SIZE) + threadIdx.x / WARP_SIZE;
+  const int lane = threadIdx.x % WARP_SIZE;
+  Record* own = thread_record();
   *own = identity();
-  for (int first = 0; first < count; first += 32) {
-    const int part = first + lane;
-    Record& other = own[THREADS];
-    other = row < rows && part < count ? load(parts + (row * count + part) * columns(fields), fields) : identity();
-    __syncwarp();  // or the compiler would keep both in registers
+  for (int first = 0; first < splits; first += WARP_SIZE) {
+    const int split = first + lane;
+    Record& other = own[MERGE_BLOCK_THREADS];
+    other = row < rows && split < splits ? load(split_records + (row * splits + split) * num_fields(fields), fields)
+                                         : identity();
+    __syncwarp();  // or the compiler would keep both records in registers
     merge(*own, other, fields, scale);
   }
-  merge_group(32, fields, scale);
-  if (row < rows && lane == 0) store(*own, records + row * columns(fields), fields, scale);
+  merge_group(WARP_SIZE, fields, scale);
+  if (row < rows && lane == 0) store(*own, records + row * num_fields(fields), fields, scale);
 }

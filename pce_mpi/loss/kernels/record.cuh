@@ -1,27 +1,11 @@
-// The softmax monoid on the device: the record of a row, `merge` and what derives from it, as pce_mpi/records.py says.
+// The record of a row and its `merge`, as in pce_mpi/loss/records.py, and reductions over a group of threads.
 #pragma once
 #include <storage.cuh>
 
-// The fields of a record, in their order; which ones there are is the sum of their bits.
-enum Field : unsigned {
-  HELD = 1,
-  MAX = 2,
-  SUM_EXP = 4,
-  SCALE = 8,
-  TARGET = 16,
-  HELD_WEIGHT = 32,
-  WEIGHT = 64,
-  WEIGHTED_GAP = 128,
-  EXP_GAP = 256,
-  ARGMAX = 512,  // and so it is the largest logit that is held apart
-};
+__device__ __forceinline__ double max_or_nan(double a, double b) { return a != a || a > b ? a : b; }
+__device__ __forceinline__ double min_or_nan(double a, double b) { return a != a || a < b ? a : b; }
 
-constexpr int64 NO_CLASS = 0x7fffffffffffffff;  // loses every tie against a class
-
-__device__ __forceinline__ double larger_or_nan(double a, double b) { return a != a || a > b ? a : b; }
-__device__ __forceinline__ double smaller_or_nan(double a, double b) { return a != a || a < b ? a : b; }
-
-// weight * gap, where weight 0 gives 0 even if the gap is infinite.
+// weight * gap, and 0 for weight 0 even if the gap is infinite.
 __device__ __forceinline__ double times(double weight, double gap) { return weight == 0.0 ? 0.0 : weight * gap; }
 
 struct Record {
@@ -35,7 +19,7 @@ __device__ __forceinline__ Record identity() {
   return Record{lowest, lowest, 0.0, lowest, 0.0, 0.0, 0.0, 0.0, NO_CLASS};
 }
 
-// Whether the class of logit a comes before that of b: a nan before numbers, then the larger, then the lower class.
+// Whether a is the argmax of a and b: nan before numbers, then the larger logit, then the lower class.
 template <typename A>
 __device__ __forceinline__ bool comes_first(A a, int64 class_a, A b, int64 class_b) {
   const bool nan_a = a != a, nan_b = b != b;
@@ -45,13 +29,13 @@ __device__ __forceinline__ bool comes_first(A a, int64 class_a, A b, int64 class
 
 // Make `a` the record of the union of two disjoint sets of classes of one row.
 __device__ inline void merge(Record& a, const Record& b, unsigned fields, double scale) {
-  a.target = larger_or_nan(a.target, b.target);
-  // Where the largest is held, that of the two which comes second joins the others.
+  a.target = max_or_nan(a.target, b.target);
+  // If the largest is held apart: of the two that are held, the smaller becomes one of the others, in a second pass.
   const bool swap = fields & ARGMAX && comes_first(b.held, b.argmax, a.held, a.argmax);
-  const double lower = smaller_or_nan(a.held, b.held), weight_of_lower = swap ? a.held_weight : b.held_weight;
-  a.held = larger_or_nan(a.held, b.held);
+  const double lower = min_or_nan(a.held, b.held), weight_of_lower = swap ? a.held_weight : b.held_weight;
+  a.held = max_or_nan(a.held, b.held);
   if (!(fields & ARGMAX))
-    a.held_weight += b.held_weight;  // nought but where the target is
+    a.held_weight += b.held_weight;  // 0 without the target
   else if (swap) {
     a.held_weight = b.held_weight;
     a.argmax = b.argmax;
@@ -60,7 +44,7 @@ __device__ inline void merge(Record& a, const Record& b, unsigned fields, double
   for (int pass = 0; pass < (fields & ARGMAX ? 2 : 1); ++pass) {
     const bool masked = pass && lower == -infinity<double>();
     const double max = pass ? lower : b.max, sum_exp = pass ? (masked ? 0.0 : 1.0) : b.sum_exp;
-    const double top = larger_or_nan(a.max, max);
+    const double top = max_or_nan(a.max, max);
     const double gap_a = a.max == top ? 0.0 : scale * (top - a.max), gap_b = max == top ? 0.0 : scale * (top - max);
     if (fields & WEIGHT) {
       const double weight = pass ? weight_of_lower : b.weight;
@@ -77,20 +61,20 @@ __device__ inline void merge(Record& a, const Record& b, unsigned fields, double
   }
 }
 
-__device__ __forceinline__ int column_of(Field field, unsigned fields) { return __popc(fields & (field - 1)); }
-__device__ __forceinline__ int columns(unsigned fields) { return __popc(fields); }
+__device__ __forceinline__ int field_index(Field field, unsigned fields) { return __popc(fields & (field - 1)); }
+__device__ __forceinline__ int num_fields(unsigned fields) { return __popc(fields); }
 
 __device__ inline void store(const Record& record, double* to, unsigned fields, double scale) {
   to[0] = record.held;
   to[1] = record.max;
   to[2] = record.sum_exp;
-  if (fields & SCALE) to[column_of(SCALE, fields)] = scale;
-  if (fields & TARGET) to[column_of(TARGET, fields)] = record.target;
-  if (fields & HELD_WEIGHT) to[column_of(HELD_WEIGHT, fields)] = record.held_weight;
-  if (fields & WEIGHT) to[column_of(WEIGHT, fields)] = record.weight;
-  if (fields & WEIGHTED_GAP) to[column_of(WEIGHTED_GAP, fields)] = record.weighted_gap;
-  if (fields & EXP_GAP) to[column_of(EXP_GAP, fields)] = record.exp_gap;
-  if (fields & ARGMAX) to[column_of(ARGMAX, fields)] = bits_as<double>(record.argmax);
+  if (fields & SCALE) to[field_index(SCALE, fields)] = scale;
+  if (fields & TARGET) to[field_index(TARGET, fields)] = record.target;
+  if (fields & HELD_WEIGHT) to[field_index(HELD_WEIGHT, fields)] = record.held_weight;
+  if (fields & WEIGHT) to[field_index(WEIGHT, fields)] = record.weight;
+  if (fields & WEIGHTED_GAP) to[field_index(WEIGHTED_GAP, fields)] = record.weighted_gap;
+  if (fields & EXP_GAP) to[field_index(EXP_GAP, fields)] = record.exp_gap;
+  if (fields & ARGMAX) to[field_index(ARGMAX, fields)] = bit_cast<double>(record.argmax);
 }
 
 __device__ inline Record load(const double* from, unsigned fields) {
@@ -98,70 +82,75 @@ __device__ inline Record load(const double* from, unsigned fields) {
   record.held = from[0];
   record.max = from[1];
   record.sum_exp = from[2];
-  if (fields & TARGET) record.target = from[column_of(TARGET, fields)];
-  if (fields & HELD_WEIGHT) record.held_weight = from[column_of(HELD_WEIGHT, fields)];
-  if (fields & WEIGHT) record.weight = from[column_of(WEIGHT, fields)];
-  if (fields & WEIGHTED_GAP) record.weighted_gap = from[column_of(WEIGHTED_GAP, fields)];
-  if (fields & EXP_GAP) record.exp_gap = from[column_of(EXP_GAP, fields)];
-  if (fields & ARGMAX) record.argmax = bits_as<int64>(from[column_of(ARGMAX, fields)]);
+  if (fields & TARGET) record.target = from[field_index(TARGET, fields)];
+  if (fields & HELD_WEIGHT) record.held_weight = from[field_index(HELD_WEIGHT, fields)];
+  if (fields & WEIGHT) record.weight = from[field_index(WEIGHT, fields)];
+  if (fields & WEIGHTED_GAP) record.weighted_gap = from[field_index(WEIGHTED_GAP, fields)];
+  if (fields & EXP_GAP) record.exp_gap = from[field_index(EXP_GAP, fields)];
+  if (fields & ARGMAX) record.argmax = bit_cast<int64>(from[field_index(ARGMAX, fields)]);
   return record;
 }
 
-// A record for each thread, in shared memory: two of them and what a merge needs are more than the registers.
-struct RecordsOfBlock {
-  Record of_thread[256];
+// One record for each thread, in shared memory: a merge of two records in registers would spill.
+struct BlockRecords {
+  Record record[BLOCK_THREADS];
 };
 
-__device__ __forceinline__ Record* own_record() { return shared_memory<RecordsOfBlock>().of_thread + threadIdx.x; }
+__device__ __forceinline__ Record* thread_record() { return shared_memory<BlockRecords>().record + threadIdx.x; }
 
-// Merge the records of a group of `lanes` threads, a power of two, into its first. Every thread of the block calls.
-__device__ inline void merge_group(int lanes, unsigned fields, double scale) {
-  Record* own = own_record();
-  const int lane = static_cast<int>(threadIdx.x) % lanes;
+// Merge the records of a group of `group_size` threads, a power of two, into that of its first thread. Every thread of
+// the block must call.
+__device__ inline void merge_group(int group_size, unsigned fields, double scale) {
+  Record* own = thread_record();
+  const int thread_rank = static_cast<int>(threadIdx.x) % group_size;
   __syncthreads();
-  for (int step = lanes / 2; step > 0; step /= 2) {
-    if (lane < step) merge(*own, own[step], fields, scale);
+  for (int step = group_size / 2; step > 0; step /= 2) {
+    if (thread_rank < step) merge(*own, own[step], fields, scale);
     __syncthreads();
   }
 }
 
 template <typename V>
-struct OfWarps {
-  V value[32];
+struct WarpValues {
+  V value[WARP_SIZE];  // a block has at most as many warps as a warp has threads
 };
 
-__device__ __forceinline__ float exchanged(float value, int other_lanes) {
-  return bits_as<float>(exchanged_in_warp(bits_as<unsigned>(value), other_lanes));
+__device__ __forceinline__ float shuffle_xor(float value, int lane_mask) {
+  return bit_cast<float>(shuffle_xor(bit_cast<unsigned>(value), lane_mask));
 }
 
-__device__ __forceinline__ double exchanged(double value, int other_lanes) {
-  const auto bits = bits_as<unsigned long long>(value);
-  const auto low = exchanged_in_warp(static_cast<unsigned>(bits), other_lanes);
-  const auto high = exchanged_in_warp(static_cast<unsigned>(bits >> 32), other_lanes);
-  return bits_as<double>(static_cast<unsigned long long>(high) << 32 | low);
+__device__ __forceinline__ double shuffle_xor(double value, int lane_mask) {
+  const auto bits = bit_cast<unsigned long long>(value);
+  const auto low = shuffle_xor(static_cast<unsigned>(bits), lane_mask);
+  const auto high = shuffle_xor(static_cast<unsigned>(bits >> 32), lane_mask);
+  return bit_cast<double>(static_cast<unsigned long long>(high) << 32 | low);
 }
 
-// `join` the values of a group of `lanes` threads, in an order that only depends on their number: a power of two up to
-// a warp, or any number of whole warps. Every thread of the group gets the result, and every thread of the block calls.
-template <typename V, typename Join>
-__device__ __forceinline__ V reduce(V value, int lanes, Join join) {
-  for (int step = 1; step < (lanes < 32 ? lanes : 32); step *= 2) value = join(value, exchanged(value, step));
-  if (lanes <= 32) return value;
-  V* of_warps = shared_memory<OfWarps<V>>().value;
-  const int thread = static_cast<int>(threadIdx.x), warps = lanes / 32, first = thread / lanes * warps;
-  if (thread % 32 == 0) of_warps[thread / 32] = value;
+// Reduce the values of a group of threads with `op`, in an order that depends on its size alone: a power of two up to a
+// warp, or any number of whole warps. Every thread of the group gets the result. Every thread of the block must call.
+template <typename V, typename Op>
+__device__ __forceinline__ V reduce(V value, int group_size, Op op) {
+  for (int mask = 1; mask < (group_size < WARP_SIZE ? group_size : WARP_SIZE); mask *= 2)
+    value = op(value, shuffle_xor(value, mask));
+  if (group_size <= WARP_SIZE) return value;
+  V* warp_values = shared_memory<WarpValues<V>>().value;
+  const int thread = static_cast<int>(threadIdx.x), warps = group_size / WARP_SIZE;
+  const int first = thread / group_size * warps;
+  if (thread % WARP_SIZE == 0) warp_values[thread / WARP_SIZE] = value;
   __syncthreads();
-  value = of_warps[first];
-  for (int i = 1; i < warps; ++i) value = join(value, of_warps[first + i]);
+  value = warp_values[first];
+  for (int i = 1; i < warps; ++i) value = op(value, warp_values[first + i]);
   __syncthreads();
   return value;
 }
 
-// The sums of exponentials of a group of threads, each relative to its own reference, as one relative to their max.
+// Reduce each thread's max, and its sum of exponentials relative to its own reference, to the max of the group and the
+// sum relative to that.
 template <typename E>
-__device__ __forceinline__ void reduce_sums(float& max, double& sum, const E& exponential, double scale, int lanes) {
-  max = reduce(max, lanes, [](float a, float b) { return a > b ? a : b; });
-  // Where nothing was added there is no reference.
-  if (sum != 0.0) sum *= exp(exponential.over(static_cast<double>(max), scale));
-  sum = reduce(sum, lanes, [](double a, double b) { return a + b; });
+__device__ __forceinline__ void reduce_sums(float& max, double& sum, const E& exponential, double scale,
+                                            int group_size) {
+  max = reduce(max, group_size, [](float a, float b) { return a > b ? a : b; });
+  // A thread that added nothing has no reference.
+  if (sum != 0.0) sum *= exp(exponential.log_rescale(static_cast<double>(max), scale));
+  sum = reduce(sum, group_size, [](double a, double b) { return a + b; });
 }

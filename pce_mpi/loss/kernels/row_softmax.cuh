@@ -1,12 +1,12 @@
-// What a record of all classes of a row says, as RowSoftmax in pce_mpi/records.py.
+// What follows from the merged record of a row, as in RowSoftmax in pce_mpi/loss/records.py.
 #pragma once
 #include <record.cuh>
 
-// exp(scale (a - b)) with the rounding error of the difference made good (Knuth's TwoSum).
+// exp(scale (a - b)), corrected for the rounding error of the difference (Knuth's TwoSum).
 __device__ inline double exp_difference(double a, double b, double scale) {
   const double difference = a - b, apart = difference - a;
   const double error = (a - (difference - apart)) - (b + apart);
-  // Only where the difference is far beyond what exp can take may the error be large, infinite or nan.
+  // The error is large, infinite or nan only if the difference is far outside the domain of exp.
   const double e = exp(scale * difference);
   return fabs(error) < 1.0 && e < infinity<double>() ? e + e * (scale * error) : e;
 }
@@ -20,13 +20,13 @@ __device__ inline double log_add_exp(double a, double b) {
 struct RowSoftmax {
   double normalizer, held_minus_one, held_probability, logsumexp;
 
-  // The last only if it is asked for.
+  // `logsumexp` is computed only if asked for.
   __device__ inline RowSoftmax(double target, double max, double sum_exp, double scale, bool with_logsumexp) {
-    // A sum over the other classes cannot show that the class held apart is +inf.
-    const double held = target == infinity<double>() ? bits_as<double>(0x7ff8000000000000ull) : target;
+    // Held apart, a logit of +inf would not make the sum over the other classes nan.
+    const double held = target == infinity<double>() ? bit_cast<double>(0x7ff8000000000000ull) : target;
     double held_over_max = 0.0, max_over_held = 0.0;
 #pragma unroll 1
-    for (int i = 0; i < 2; ++i) {  // one after the other, for fewer registers
+    for (int i = 0; i < 2; ++i) {  // a loop takes fewer registers
       max_over_held = exp_difference(i ? max : held, i ? held : max, scale);
       if (i == 0) held_over_max = max_over_held;
     }

@@ -1,4 +1,4 @@
-"""What a pass over the logits is to compute, in the words of the loss: the same for every device."""
+"""The parameters of a pass over the logits, the same for every device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 @dataclass(frozen=True)
 class Transform:
-    """From logits x to z, of which the softmax is taken: z = scale x, or softcap tanh(scale x / softcap)."""
+    """The softmax is taken of z, a function of the logits x: z = scale x, or softcap tanh(scale x / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     @property
     def of_differences(self) -> float:
-        """What differences of logits are multiplied by; under a softcap z is what is subtracted, scaled already."""
+        """The factor of differences of logits: `scale`, or 1 under a softcap, where z is subtracted, scaled already."""
         return self.scale if self.softcap is None else 1.0
 
 
@@ -39,10 +39,11 @@ class ClassWeights:
 
 @dataclass(frozen=True)
 class RowGradient:
-    """The gradient of z as the kernel wants it, each a (rows,) array of the logits' library, float64 where it can be.
+    """The parameters of the gradient of z, each a (rows,) array of the logits' library.
 
-    dz_c = factor exp(scale (x_c - max)) - weight_factor u_c, but `held_gradient` in the local column `held_column` (-1:
-    not on this shard), and 0 in rows that are not `valid`, whatever their logits.
+    dz_c = factor exp(scale (x_c - max)) - weight_factor u_c. The local column `held_column` (-1: not on this shard)
+    gets `held_gradient` instead; rows that are not `valid` get 0, whatever their logits. `held_column` has integers,
+    `valid` bools, the others float64; `weight_factor` is None for 0.
     """
 
     max: Array
