@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pce_mpi.arrays import add_rows, array_namespace, as_array, check_one_library, to_host
+import numpy as np
+
+from pce_mpi.arrays import add_rows, array_namespace, as_array, check_one_library, is_half, to_host
 from pce_mpi.dist_array import DistArray
 from pce_mpi.ops.abstract import AbstractMesh
 from pce_mpi.ops.applying import apply
@@ -50,9 +52,10 @@ def _gradient_rule(g: Shape, ids: Shape, table: Shape) -> Rule:
 
 def _gradient(g: Array, ids: Array, table: Array, layout: Layout) -> Array:
     here, rows = _rows_here(ids, layout, 2)
-    gradient = array_namespace(g).zeros(layout.shape, g.dtype)
-    add_rows(gradient, rows, g[here])
-    return gradient
+    # Halves are added up in float32 and rounded once.
+    gradient = array_namespace(g).zeros(layout.shape, np.float32 if is_half(g.dtype) else g.dtype)
+    add_rows(gradient, rows, g[here].astype(gradient.dtype, copy=False))
+    return gradient.astype(g.dtype, copy=False)
 
 
 # Takes the table only to lie as it does: each rank adds up the rows that it has.
