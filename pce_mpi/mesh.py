@@ -8,7 +8,7 @@ import json
 import math
 import operator
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pce_mpi.channel import CollectiveError, CollectiveTimeout, by_value, is_comm, prefix_of
 from pce_mpi.collectives import agree, all_gather_text
@@ -117,6 +117,15 @@ class Mesh:
             self._recent.clear()
             raise
         return others
+
+    def __copy__(self) -> Mesh:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Mesh:
+        return self  # as arrays of two meshes do not mix, a copied model lies over the mesh of the first
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a mesh is not pickled, as its communicators belong to this process: make another in the other")
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{dim}={size}' for dim, size in self.dims.items())})"

@@ -14,7 +14,7 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating
+from pce_mpi.arrays import array_namespace, is_real
 from pce_mpi.dist_array import DistArray
 from pce_mpi.ops.abstract import Abstract, AbstractMesh
 from pce_mpi.ops.definition import Layout, Op
@@ -125,8 +125,9 @@ def _plain(value: Any) -> Any:
 def _result(op: Op, local: Any, inputs: Sequence[DistArray], chosen: Plan) -> DistArray:
     mesh, xp = inputs[0].mesh, array_namespace(local)
     given, local = local, xp.asarray(local)
-    if local.dtype.kind not in "biufc" and not is_floating(local.dtype):
-        raise TypeError(f"{op.name} gives no array of numbers, but {type(given).__name__} ({local.dtype})")
+    if not is_real(local.dtype):
+        what = f"{op.name} gives no array of numbers that can be distributed, but {type(given).__name__}"
+        raise TypeError(f"{what}: a distributed array holds bool, integers or real numbers, got {local.dtype}")
     computed = _computed(op, inputs)
     if computed and any(not x.computed and xp.may_share_memory(local, x.local) for x in inputs):
         local = local.copy()  # a function of the user's gave its argument, or a view of it

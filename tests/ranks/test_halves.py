@@ -11,6 +11,7 @@ import pytest
 import pce_mpi as pce
 from pce_mpi import Replicate, Shard
 from ranks.grids import mesh_of
+from ranks.op_cases import alone
 from ulps import ROUNDED_ONCE, errors
 
 Array = np.ndarray[Any, Any]
@@ -47,11 +48,6 @@ def faults(got: Array, exact: Array, x: Array, size: Array | None = None) -> lis
         f"{got[i]} where {exact[i]:.6g} is exact, at {x[i]}: {far[i]:.3g} ulp"
         for i in zip(*np.nonzero(~same & ~(far <= ROUNDED_ONCE)), strict=True)
     ]
-
-
-@pytest.fixture
-def mesh(comm):
-    return mesh_of(comm, comm.size)
 
 
 def pulled(call: Callable[..., Any], g: Array, mesh: pce.Mesh, *operands: Array, **placements: Any) -> list[Array]:
@@ -113,10 +109,10 @@ FUNCTIONS = [
 @each_half
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
 @np.errstate(all="ignore")
-def test_functions_of_halves_are_rounded_once(mesh, function, dtype):
+def test_functions_of_halves_are_rounded_once(function, dtype):
     x = every(dtype)
     g = drawn(dtype, x.size)
-    y, gradient = pulled(function.call, g, mesh, x, data=Shard(0))
+    y, gradient = pulled(function.call, g, alone(), x, data=Shard(0))
     assert (y.dtype, gradient.dtype) == (dtype, dtype)
     mine = here(x, y)
     slope = function.slope(wide(mine))
@@ -144,12 +140,12 @@ BINARY: list[tuple[str, Any, Callable[[Array, Array], Any]]] = [
 
 @each_half
 @pytest.mark.parametrize(("name", "exact", "slopes"), BINARY, ids=[name for name, *_ in BINARY])
-def test_functions_of_two_halves_are_rounded_once(mesh, name, exact, slopes, dtype):
+def test_functions_of_two_halves_are_rounded_once(name, exact, slopes, dtype):
     rng = np.random.default_rng(1)
     a = np.exp2(rng.uniform(-9, 3, 20_000)).astype(dtype)
     b = np.where(rng.random(a.size) < 0.2, a, rng.uniform(0.25, 1.5, a.size).astype(dtype))
     g = drawn(dtype, a.size)
-    y, *gradients = pulled(getattr(pce, name), g, mesh, a, b, data=Shard(0))
+    y, *gradients = pulled(getattr(pce, name), g, alone(), a, b, data=Shard(0))
     mine = [wide(here(x, y)) for x in (a, b)]
     assert faults(y.local, exact(*mine), mine[0])[:5] == []
     for gradient, slope in zip(gradients, slopes(*mine), strict=True):
@@ -164,7 +160,8 @@ def softmax(x: Array) -> Array:
 
 @each_half
 @pytest.mark.parametrize("axis", [0, 1], ids=["rows", "the axis"])
-def test_softmaxes_of_halves_are_rounded_once(mesh, axis, dtype):
+def test_softmaxes_of_halves_are_rounded_once(comm, axis, dtype):
+    mesh = mesh_of(comm, comm.size)
     x, g = drawn(dtype, 301, 37, scale=4.0), drawn(dtype, 301, 37, seed=1)
     x[:, 0] += dtype(20)  # close to 1, of which the logarithm is a small number
     p, slope = softmax(wide(x)), wide(g)
@@ -192,7 +189,8 @@ def test_softmaxes_of_halves_are_rounded_once(mesh, axis, dtype):
 
 
 @each_half
-def test_sums_of_gradients_may_exceed_what_a_half_holds(mesh, dtype):
+def test_sums_of_gradients_may_exceed_what_a_half_holds(comm, dtype):
+    mesh = mesh_of(comm, comm.size)
     g = np.full((3, 8), 32_000, dtype)  # eight of which no float16 can hold
     for axis in (0, 1):
         _, gradient = pulled(pce.log_softmax, g, mesh, np.zeros((3, 8), dtype), data=Shard(axis))
@@ -200,7 +198,7 @@ def test_sums_of_gradients_may_exceed_what_a_half_holds(mesh, dtype):
 
 
 @each_half
-def test_norms_of_halves_are_rounded_once(mesh, dtype):
+def test_norms_of_halves_are_rounded_once(dtype):
     x, scale, bias = drawn(dtype, 29, 64), drawn(dtype, 64, seed=1), drawn(dtype, 64, seed=2)
     g = drawn(dtype, 29, 64, seed=3)
     wx, w, b, dy = map(wide, (x, scale, bias, g))
@@ -212,7 +210,7 @@ def test_norms_of_halves_are_rounded_once(mesh, dtype):
         normal = (wx - center) / deviation
         exact = normal * w + (b if name == "layer_norm" else 0.0)
         # Replicate: the sums over rows, too, are rounded once.
-        y, dx, dscale, *dbias = pulled(call, g, mesh, *operands, data=Replicate())
+        y, dx, dscale, *dbias = pulled(call, g, alone(), *operands, data=Replicate())
         assert faults(y.local, exact, x, np.abs(normal * w) + np.abs(b))[:5] == []
         dn = dy * w
         along = normal * (dn * normal).mean(-1, keepdims=True)
@@ -224,7 +222,7 @@ def test_norms_of_halves_are_rounded_once(mesh, dtype):
             assert faults(each.local, dy.sum(0), bias, np.abs(dy).sum(0))[:5] == []
 
 
-def test_norms_have_the_dtype_of_all_that_they_take(mesh):
+def test_norms_have_the_dtype_of_all_that_they_take():
     x, scale = np.ones((2, 4), np.float16), np.ones(4, np.float32)
     for array, factor, dtype in (
         (x, scale.astype(np.float16), np.float16),
@@ -232,14 +230,14 @@ def test_norms_have_the_dtype_of_all_that_they_take(mesh):
         (x.astype(np.float32), scale.astype(np.float16), np.float32),
         (x.astype(np.int8), scale.astype(np.float16), np.float64),
     ):
-        assert pce.layer_norm(pce.distribute(array, mesh), factor, factor).dtype == dtype
-        assert pce.rms_norm(pce.distribute(array, mesh), factor).dtype == dtype
+        assert pce.layer_norm(pce.distribute(array, alone()), factor, factor).dtype == dtype
+        assert pce.rms_norm(pce.distribute(array, alone()), factor).dtype == dtype
 
 
 @each_half
-def test_a_squared_error_of_halves_is_rounded_once(mesh, dtype):
+def test_a_squared_error_of_halves_is_rounded_once(dtype):
     x, y = drawn(dtype, 3001), drawn(dtype, 3001, seed=1)
-    held = pce.distribute(x, mesh, requires_grad=True)
+    held = pce.distribute(x, alone(), requires_grad=True)
     loss = pce.mse(held, y)
     (loss * dtype(1000)).backward()
     difference = wide(x) - wide(y)
@@ -249,7 +247,7 @@ def test_a_squared_error_of_halves_is_rounded_once(mesh, dtype):
 
 
 @each_half
-def test_the_gradient_of_what_was_stretched_is_rounded_once(mesh, dtype):
+def test_the_gradient_of_what_was_stretched_is_rounded_once(dtype):
     x, scale, g = (np.abs(drawn(dtype, *shape)) + dtype(0.5) for shape in ((2, 1500), (1500,), (2, 1500)))
     a, b, dy = wide(x), wide(scale), wide(g)
     for call, terms in (
@@ -258,22 +256,22 @@ def test_the_gradient_of_what_was_stretched_is_rounded_once(mesh, dtype):
         (lambda x, scale: scale**x, dy * a * b ** (a - 1)),
         (lambda x, scale: x + scale, dy),
     ):
-        _, _, gradient = pulled(call, g, mesh, x, scale, data=Replicate())
+        _, _, gradient = pulled(call, g, alone(), x, scale, data=Replicate())
         assert faults(gradient.local, terms.sum(0), scale)[:5] == []
 
 
 @each_half
-def test_rows_of_halves_that_repeat_add_up_in_float32(mesh, dtype):
+def test_rows_of_halves_that_repeat_add_up_in_float32(dtype):
     ids = np.zeros(4096, np.int64)  # 2048 + 1 is 2048 in float16, and 256 + 1 is 256 in bfloat16
-    table = pce.distribute(np.zeros((2, 3), dtype), mesh, requires_grad=True)
+    table = pce.distribute(np.zeros((2, 3), dtype), alone(), requires_grad=True)
     pce.embedding(ids, table).sum().backward()
     assert table.grad.full().tolist() == [[4096.0] * 3, [0.0] * 3]
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, np.float32, np.float64], ids=lambda dtype: np.dtype(dtype).name)
-def test_gelu_has_its_limits_far_from_0(mesh, dtype):
+def test_gelu_has_its_limits_far_from_0(dtype):
     far = 6e4 if dtype == np.float16 else 1e30
     x = np.array([far, 700.0, 30.0, -30.0, -700.0, -far, np.inf, -np.inf, np.nan, 0.0], dtype)
-    y, gradient = pulled(pce.gelu, np.ones(10, dtype), mesh, x, data=Replicate())
+    y, gradient = pulled(pce.gelu, np.ones(10, dtype), alone(), x, data=Replicate())
     np.testing.assert_array_equal(wide(y.local), np.maximum(wide(x), 0))
     np.testing.assert_array_equal(wide(gradient.local), [1, 1, 1, 0, 0, 0, 1, 0, np.nan, 0.5])
