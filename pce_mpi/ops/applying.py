@@ -126,8 +126,8 @@ def _result(op: Op, local: Any, inputs: Sequence[DistArray], chosen: Plan) -> Di
     mesh, xp = inputs[0].mesh, array_namespace(local)
     given, local = local, xp.asarray(local)
     if not is_real(local.dtype):
-        what = f"{op.name} gives no array of numbers that can be distributed, but {type(given).__name__}"
-        raise TypeError(f"{what}: a distributed array holds bool, integers or real numbers, got {local.dtype}")
+        what = f"{type(given).__name__} ({local.dtype})"
+        raise TypeError(f"{op.name} gives no array of bool, integers or real numbers, but {what}")
     computed = _computed(op, inputs)
     if computed and any(not x.computed and xp.may_share_memory(local, x.local) for x in inputs):
         local = local.copy()  # a function of the user's gave its argument, or a view of it

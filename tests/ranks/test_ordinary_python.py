@@ -83,7 +83,7 @@ def test_complex_results_are_refused():
         lambda: pce.op(lambda a: (a, a * 1j))(x),
         lambda: x + np.array(1j),
     ):
-        with pytest.raises(TypeError, match=r"bool, integers or real numbers, got complex(64|128)"):
+        with pytest.raises(TypeError, match=r"gives no array of .* real numbers, but \w+ \(complex(64|128)\)"):
             call()
     with pytest.raises(TypeError, match="bool, integers or real numbers, got complex128"):
         pce.distribute(np.ones(3, complex), alone())
