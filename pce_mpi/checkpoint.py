@@ -119,12 +119,13 @@ def load(
     `placements` by name and then by dim, `{"w": {"model": Shard(0)}}`: arrays and dims that are not named are
     Replicate, and nothing can be Partial. Shards are balanced, whatever they were when they were saved. The file may
     come from `save` with any number of ranks, or from elsewhere; the arrays are NumPy's. bfloat16 needs `ml_dtypes`.
+    With `requires_grad` the floating-point arrays are parameters; the others, such as a step number, have no gradient.
 
     Collective over `mesh`: one Allgather of 56 bytes, by which time every rank has read what is its own. Raises on
     every rank, whichever it happened on, `OSError` for a file that cannot be read, `ValueError` for one that is no
     safetensors file, has a dtype that there is none for, or lacks a name that `placements` has, and for placements that
-    do not fit; `TypeError` for integers that require a gradient; `CollectiveError` where ranks find different arrays or
-    want different placements; `ImportError` without safetensors.
+    do not fit; `CollectiveError` where ranks find different arrays or want different placements; `ImportError` without
+    safetensors.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
@@ -136,9 +137,9 @@ def load(
         with _opened(Path(path)) as file:
             for name, sharding, stored in _laid_out(file, path, mesh, placements or {}):
                 local = _part_of(stored, sharding.slices(mesh.coordinates))
-                if requires_grad and not is_floating(local.dtype):
-                    raise TypeError(f"only real numbers have a gradient, and {name!r} is {local.dtype}")
-                arrays[name] = DistArray(local, mesh, sharding, requires_grad=requires_grad)
+                arrays[name] = DistArray(
+                    local, mesh, sharding, requires_grad=requires_grad and is_floating(local.dtype)
+                )
                 described[name] = f"{local.dtype} {sharding.shape}, {sharding}"
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
