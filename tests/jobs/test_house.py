@@ -34,6 +34,8 @@ HOUSE = [
     room("tracing", standard_library_only=True),
     room("launching", standard_library_only=True),
     room("tables", standard_library_only=True),
+    room("leftovers", standard_library_only=True),
+    room("tensor_files", "numpy", "mpi4py", "placements", "tracing"),
     room("sharding", "numpy", "mpi4py", "tracing"),
     room("transitions", "numpy", "mpi4py", "tracing"),
     room("arrays", "mpi4py"),
