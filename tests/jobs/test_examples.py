@@ -413,6 +413,7 @@ def test_a_program_without_options_refuses_any_once(program):
         ("--batch=many", "argument --batch: expected a whole number from 1 up, got 'many'"),
         ("--rate=-1", "argument --rate: expected a number from 0 up, got '-1'"),
         ("--plot=/no/such/folder/losses.png", "argument --plot: cannot write '/no/such/folder/losses.png'"),
+        ("--save=/dev/null", "argument --save: cannot write '/dev/null': only a regular file is replaced"),
         ("--resume=/no/such/file", "argument --resume: cannot read '/no/such/file'"),
         ("--vocabulary=9", "unrecognized arguments: --vocabulary=9"),
     ],
