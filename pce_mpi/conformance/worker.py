@@ -29,6 +29,7 @@ from pce_mpi.conformance.running import run_case
 from pce_mpi.conformance.shrinking import shapes, shrink
 from pce_mpi.conformance.stacks import error_text
 from pce_mpi.conformance.units import Tolerance
+from pce_mpi.launching import memory_shared_by
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -128,7 +129,7 @@ def main(folder: Path) -> None:
 
     comm = MPI.COMM_WORLD.Dup()
     journal = Journal(folder, comm.rank)
-    journal.write("began", pid=os.getpid())
+    journal.write("began", pid=os.getpid(), shared=sorted(map(str, memory_shared_by(os.getpid()))))
     _redirect_output(folder / f"output-{comm.rank}")
     # The launcher asks with a signal where a rank is that never returns: Python code could not answer from within C.
     stack = open(folder / f"stack-{comm.rank}", "w")

@@ -15,6 +15,8 @@ from pce_mpi.conformance.journal import Follower, Journal
 from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.shrinking import shapes
 from pce_mpi.conformance.stacks import innermost
+from pce_mpi.launching import memory_shared_by
+from pce_mpi.leftovers import new_folder
 
 # What it does depends on the option that a case sets.
 TROUBLESOME = """
@@ -185,6 +187,10 @@ def asleep(folder):
     return run
 
 
+def folders_in(folder):
+    return sorted(path for path in folder.iterdir() if path.is_dir() and path.name != "__pycache__")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_an_interrupt_ends_everything(tmp_path, number):
     run = asleep(tmp_path)
@@ -193,15 +199,27 @@ def test_an_interrupt_ends_everything(tmp_path, number):
     assert run.returncode == 130
     assert "interrupted; conformance: 0 of 1" in stderr
     assert processes_of(tmp_path) == []
+    assert folders_in(tmp_path) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
-def test_the_ranks_end_also_where_the_command_is_killed(tmp_path):
+def test_leftovers_of_a_killed_command_are_removed_next(tmp_path):
     run = asleep(tmp_path)
-    assert processes_of(tmp_path)
+    (killed,) = folders_in(tmp_path)
+    held, _ = new_folder(tmp_path, "pce_mpi-conformance-")  # of a command that still runs
+    pids = [json.loads(path.read_text().splitlines()[0])["pid"] for path in killed.glob("rank-*.jsonl")]
+    shared = set().union(*map(memory_shared_by, pids))
     run.kill()
     run.communicate(timeout=20)
     wait_until(lambda: not processes_of(tmp_path))
+    left = folders_in(tmp_path)
+    environment = {"TMPDIR": str(tmp_path)}
+    run = conformance("-n", 1, "pce", "--case", "zero-rows/mean", folder=tmp_path, **environment)
+    assert run.returncode == 0, run.stderr
+    assert len(pids) == 2
+    assert left == sorted([killed, held])
+    assert folders_in(tmp_path) == [held]
+    assert [each for each in shared if each.exists()] == []
 
 
 def test_the_process_that_is_started_never_touches_mpi_and_death_after_the_last_case_is_a_warning(tmp_path):
