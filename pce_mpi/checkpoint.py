@@ -27,7 +27,7 @@ from pce_mpi.leftovers import abandoned, new_file
 from pce_mpi.mesh import Mesh, over_text
 from pce_mpi.placements import Placement, Replicate
 from pce_mpi.sharding import Sharding
-from pce_mpi.tensor_files import kind_of_file, opened, safetensors_library, shown
+from pce_mpi.tensor_files import CODES, dtype_name, kind_of_file, opened, safetensors_library, shown
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,24 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["load", "save"]
 
 HostArray = np.ndarray[Any, Any]
-
-# How the format calls the dtypes, in the order in which the library puts them.
-_CODES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
-}
-_NAMES = {code: name for name, code in _CODES.items()}
 
 # How many names a message lists, and the longest text in it that is shown whole.
 _NAMES_SHOWN = 20
@@ -148,7 +130,7 @@ def load(
     try:
         with opened(Path(path)) as file:
             for name, sharding, stored in _laid_out(file, path, mesh, placements or {}):
-                local = _part_of(stored, sharding.slices(mesh.coordinates))
+                local = _part_of(name, stored, sharding.slices(mesh.coordinates))
                 arrays[name] = DistArray(
                     local, mesh, sharding, requires_grad=requires_grad and is_floating(local.dtype)
                 )
@@ -205,7 +187,7 @@ def _check(arrays: Mapping[Any, Any], mesh: Mesh) -> None:
             raise TypeError(f"arrays[{shown(name)}] must be a distributed array, got {type(array).__name__}")
         if array.mesh is not mesh:
             raise ValueError(f"arrays[{shown(name)}] lies over another mesh than the first array")
-        if array.dtype.name not in _CODES or not array.dtype.isnative:
+        if array.dtype.name not in CODES or not array.dtype.isnative:
             raise TypeError(f"arrays[{shown(name)}] is {array.dtype}, which the format has no name for")
 
 
@@ -360,14 +342,14 @@ def _stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def _header(arrays: Mapping[str, DistArray]) -> tuple[bytes, dict[str, int], int]:
     """The file up to its data, where in the file each array begins, and the length of the file."""
     # As the library does it: wide dtypes first, so that every element lies at a multiple of its size.
-    ranked = list(_CODES)
+    ranked = list(CODES)
     order = sorted(arrays, key=lambda name: (-ranked.index(arrays[name].dtype.name), name))
     entries, starts, end = {}, {}, 0
     for name in order:
         array = arrays[name]
         starts[name], end = end, end + math.prod(array.shape) * array.dtype.itemsize
         entries[name] = {
-            "dtype": _CODES[array.dtype.name],
+            "dtype": CODES[array.dtype.name],
             "shape": list(array.shape),
             "data_offsets": [starts[name], end],
         }
@@ -392,9 +374,6 @@ def _laid_out(
         )
     for name in names:
         stored = file.get_slice(name)
-        code = stored.get_dtype()
-        if code not in _NAMES:
-            raise ValueError(f"{shown(name)} is {code}, which no distributed array can hold")
         wanted = placements.get(name, {})
         if not isinstance(wanted, Mapping):
             raise TypeError(f"placements[{shown(name)}] must be a dict of placements by dim, got {wanted!r}")
@@ -413,12 +392,12 @@ def _listed(names: list[str]) -> str:
     return some + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
 
 
-def _part_of(stored: Any, part: tuple[slice, ...]) -> HostArray:
-    name = _NAMES[stored.get_dtype()]
+def _part_of(name: str, stored: Any, part: tuple[slice, ...]) -> HostArray:
+    kind = dtype_name(name, stored)
     try:
-        dtype = dtype_named(name)
+        dtype = dtype_named(kind)
     except TypeError:
-        raise ImportError(f"{name} needs ml_dtypes: pip install 'pce_mpi[bf16]'") from None
+        raise ImportError(f"{kind} needs ml_dtypes: pip install 'pce_mpi[bf16]'") from None
     shape = tuple(each.stop - each.start for each in part)
     # safetensors has no empty slices at the end of an axis.
     return stored[part] if math.prod(shape) else np.empty(shape, dtype)

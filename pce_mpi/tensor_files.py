@@ -10,7 +10,25 @@ import reprlib
 import stat
 from typing import Any
 
-__all__ = ["kind_of_file", "opened", "safetensors_library", "shortened", "shown"]
+__all__ = ["CODES", "dtype_name", "kind_of_file", "opened", "safetensors_library", "shortened", "shown"]
+
+# How the format calls the dtypes, in the order in which the library puts them.
+CODES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
+}
+_NAMES = {code: name for name, code in CODES.items()}
 
 # Names come from files, which may be broken or malicious.
 _LONG = 100
@@ -26,6 +44,14 @@ def shown(value: Any) -> str:
 def shortened(text: str) -> str:
     """`text`, or its ends where that is long."""
     return text if len(text) <= 2 * _LONG else f"{text[:_LONG]}...{text[-_LONG:]}"
+
+
+def dtype_name(name: str, stored: Any) -> str:
+    """NumPy's name for the dtype of an array called `name`; `ValueError` for one that no array here can have."""
+    code = stored.get_dtype()
+    if code not in _NAMES:
+        raise ValueError(f"{shown(name)} is {code}, and only {', '.join(_NAMES)} can be read")
+    return _NAMES[code]
 
 
 def safetensors_library() -> Any:

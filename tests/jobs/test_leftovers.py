@@ -42,14 +42,14 @@ def age(path, seconds):
     os.utime(path, (then, then))
 
 
-def test_what_is_held_is_not_abandoned_and_what_was_let_go_is(make, tmp_path):
+def test_only_what_nobody_holds_is_abandoned(make, tmp_path):
     (held, _), (first, descriptor) = make(), make()
     os.close(descriptor)
     age(held, 100 * DAYS)
     assert found(tmp_path) == [first.name]
 
 
-def test_what_was_made_elsewhere_is_abandoned_after_a_week(make, tmp_path, elsewhere):
+def test_leftovers_of_other_machines_stay_a_week(make, tmp_path, elsewhere):
     elsewhere(1)
     path, descriptor = make()
     os.close(descriptor)
@@ -61,7 +61,7 @@ def test_what_was_made_elsewhere_is_abandoned_after_a_week(make, tmp_path, elsew
     assert (new, young, found(tmp_path)) == ([], [], [path.name])
 
 
-def test_what_is_in_a_folder_keeps_it_young(tmp_path, elsewhere):
+def test_a_new_entry_keeps_its_folder_young(tmp_path, elsewhere):
     elsewhere(1)
     path, descriptor = new_folder(tmp_path, "it.")
     os.close(descriptor)
@@ -83,7 +83,7 @@ def test_without_locks_only_time_tells(make, tmp_path, monkeypatch):
     assert (young, found(tmp_path)) == ([], [path.name])
 
 
-def test_a_maker_that_is_taken_for_gone_makes_another(make, tmp_path, monkeypatch):
+def test_a_maker_taken_for_gone_makes_another(make, tmp_path, monkeypatch):
     """Between what is made and its lock, another process may come."""
     flock = fcntl.flock
     removed = []
@@ -102,7 +102,7 @@ def test_a_maker_that_is_taken_for_gone_makes_another(make, tmp_path, monkeypatc
     assert found(tmp_path) == []
 
 
-def test_other_names_other_kinds_and_links_are_left_alone(tmp_path):
+def test_other_names_kinds_and_links_stay(tmp_path):
     path, descriptor = new_file(tmp_path, "it.", 0o666)
     os.close(descriptor)
     machine_and_number = path.name.removeprefix("it.")
@@ -118,21 +118,21 @@ def test_other_names_other_kinds_and_links_are_left_alone(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away: run this as root")
-def test_what_another_user_has_left_is_left_alone(make, tmp_path):
+def test_leftovers_of_another_user_stay(make, tmp_path):
     path, descriptor = make()
     os.close(descriptor)
     os.chown(path, 1234, 1234)
     assert found(tmp_path) == []
 
 
-def test_a_folder_that_is_not_there_has_nothing_and_takes_nothing(tmp_path):
+def test_a_missing_folder_holds_and_takes_nothing(tmp_path):
     assert found(tmp_path / "missing") == []
     for make in (lambda: new_file(tmp_path / "missing", "it.", 0o666), lambda: new_folder(tmp_path / "missing", "it.")):
         with pytest.raises(FileNotFoundError):
             make()
 
 
-def test_the_next_save_removes_what_a_killed_one_has_left(tmp_path):
+def test_the_file_of_a_killed_save_is_removed(tmp_path):
     program = """
         import os, signal, sys
         from mpi4py import MPI

@@ -257,7 +257,7 @@ def prepared(comm, make, *arguments):
     ],
     ids=["pipe", "socket", "link to a device"],
 )
-def test_only_a_regular_file_is_replaced_or_loaded(comm, folder, make, words):
+def test_only_regular_files_are_replaced_or_loaded(comm, folder, make, words):
     path = folder / "f"
     before = prepared(comm, lambda: (make(path), os.lstat(path).st_ino)[1])
     texts = [
@@ -318,7 +318,7 @@ def test_saving_over_a_file_keeps_its_mode(comm, folder, mode):
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002], ids=oct)
-def test_a_new_file_has_the_mode_that_umask_leaves(comm, folder, mask):
+def test_a_new_file_has_the_mode_umask_leaves(comm, folder, mask):
     before = os.umask(mask)
     try:
         saved(comm, folder / "f")
@@ -328,7 +328,7 @@ def test_a_new_file_has_the_mode_that_umask_leaves(comm, folder, mask):
     assert stat.S_IMODE((folder / "f").stat().st_mode) == 0o666 & ~mask
 
 
-def test_a_private_file_is_private_while_it_is_written(comm, old_file, monkeypatch):
+def test_a_private_file_is_private_while_written(comm, old_file, monkeypatch):
     prepared(comm, old_file.chmod, 0o600)
     modes = []
     original = checkpoint._Writer.finish
@@ -350,7 +350,7 @@ def test_saving_over_a_file_keeps_its_owner(comm, old_file):
     assert owner == (1234, 2345)
 
 
-def test_the_file_is_on_the_disk_before_it_has_its_name(comm, folder, monkeypatch):
+def test_the_file_is_flushed_before_its_rename(comm, folder, monkeypatch):
     events = []
     fsync, replace = os.fsync, os.replace
 
@@ -365,14 +365,14 @@ def test_the_file_is_on_the_disk_before_it_has_its_name(comm, folder, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["n" * 255, "ü" * 127], ids=["ascii", "of two bytes each"])
-def test_a_name_as_long_as_can_be_is_saved(comm, folder, name):
+def test_the_longest_name_can_be_saved(comm, folder, name):
     saved(comm, folder / name)
     found = files_in(comm, folder)
     assert loaded_from(comm, folder / name) == 1
     assert found == [name]
 
 
-def test_two_jobs_may_save_one_name_at_once(comm, folder, monkeypatch):
+def test_two_jobs_may_save_one_name_together(comm, folder, monkeypatch):
     from mpi4py import MPI
 
     alone = mesh_of(MPI.COMM_SELF, 1)
