@@ -9,10 +9,11 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating, is_half
 from pce_mpi.dist_array import DistArray
-from pce_mpi.ops.abstract import Abstract
+from pce_mpi.ops.abstract import AbstractMesh
 from pce_mpi.ops.applying import apply
 from pce_mpi.ops.broadcasting import aligned, sum_to
 from pce_mpi.ops.definition import Op
+from pce_mpi.ops.operands import moved, operands_of
 from pce_mpi.ops.rules import Rule
 
 __all__ = [
@@ -345,19 +346,28 @@ def power(x: Any, y: Any) -> DistArray:
     """
     if type(y) is int and y == 2:
         return square(x)
-    dtypes = [each.dtype for each in (x, y) if hasattr(each, "dtype")]
-    if len(dtypes) == 2 and all(dtype.kind in "iu" for dtype in dtypes):
-        _check_exponents(x, y)
-    return apply(_POWER, x, y)
+    base, exponent = operands_of("power", (x, y))
+    if all(each.dtype.kind in "biu" for each in (base, exponent)):
+        exponent = _checked(exponent, agreed=isinstance(y, int))
+    return apply(_POWER, base, exponent)
 
 
-def _check_exponents(x: Any, y: Any) -> None:
-    """Of negative whole exponents of whole numbers NumPy complains, which one rank must not do alone."""
-    mesh = next(each.mesh for each in (x, y) if isinstance(each, DistArray))
-    exponents = y.local if isinstance(y, DistArray) else y
-    if not isinstance(exponents, Abstract):
+def _checked(exponents: DistArray, agreed: bool) -> DistArray:
+    """`exponents`, reduced, of whole numbers; `agreed`: the same number on every rank.
+
+    NumPy complains of negative ones, but only on ranks that have elements.
+    """
+    mesh = exponents.mesh
+    # A term may be negative where the exponent is not.
+    reduced = moved(exponents, exponents.sharding.natural, operation="power", reason="exponents are checked")
+    if not isinstance(mesh, AbstractMesh):
         negative = ValueError("integers to negative integer powers are not allowed")
-        mesh.agree(mesh.dims, "power", {}, negative if bool((exponents < 0).any()) else None)
+        found = negative if bool((reduced.local < 0).any()) else None
+        if not agreed:
+            mesh.agree(mesh.dims, "power", {}, found)
+        elif found:
+            raise found
+    return reduced
 
 
 def maximum(x: Any, y: Any) -> DistArray:

@@ -221,6 +221,38 @@ def test_a_lawful_import_is_left_alone(path, source):
     assert broken_laws(Path(path), source) == []
 
 
+# A shard may be empty, or a view on one rank and a copy on another: where elements are in memory must never decide
+# whether ranks communicate. These files ask, but only to know what this rank is to copy or may write to.
+ASK_ABOUT_MEMORY = {"arrays.py", "arguments.py", "loss.py", "sgd.py", "ops/applying.py", "ops/gradient.py"}
+ASK_ABOUT_MEMORY |= {"ops/numpy_protocol.py"}
+ONE_RANK_ALONE = {"kernels", "conformance", "cli"}
+FUNCTIONS = {"byte_bounds", "may_share_memory", "same_memory", "shares_memory"}
+ATTRIBUTES = {"base", "flags", "strides"}
+
+
+def questions_about_memory(source: str) -> Iterator[str]:
+    """Where a file asks in which memory, or in which order there, the elements of an array are."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(attr=str(name)) if name in FUNCTIONS | ATTRIBUTES:
+                yield f"line {node.lineno} asks for {name}"
+            case ast.Name(id=str(name)) if name in FUNCTIONS:
+                yield f"line {node.lineno} asks for {name}"
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if room_of(path) not in ONE_RANK_ALONE], ids=str)
+def test_few_files_ask_about_memory(path):
+    asks = list(questions_about_memory((PACKAGE / path).read_text(encoding="utf-8")))
+    assert bool(asks) == (path.as_posix() in ASK_ABOUT_MEMORY), asks
+
+
+@pytest.mark.parametrize(
+    "source", ["np.may_share_memory(a, b)", "shares_memory(a, b)", "x.local.flags.c_contiguous", "a.base is b"]
+)
+def test_planted_question_about_memory_is_found(source):
+    assert list(questions_about_memory(source))
+
+
 # Folders of a developer's machine, and where Windows has them.
 PERSONAL_PATH = re.compile(r"(?<![\w.~}])/(home|Users|root|work|workspace|mnt|scratch)/\w|\b[A-Z]:\\+Users\\")
 

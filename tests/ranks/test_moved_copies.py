@@ -1,4 +1,4 @@
-"""An array that operations have moved is not sent again, and all ranks decide that alike, whatever their memory is like."""
+"""Ranks decide alike whether the copy that an operation moved is kept, whatever their local arrays are in memory."""
 
 import numpy as np
 import pytest
