@@ -53,6 +53,7 @@ def _call(logits: Any, targets: Any, weight: Any, layout: Layout, options: dict[
         targets=targets,
         weight=weight,
         comm=layout.comm([axis]),
+        num_classes=layout.operands[0].shape[axis] or None,  # no classes are an error of its own
         over=over_text(layout.dims([axis])),
         batch_comm=layout.comm(rows),
         batch_over=over_text(layout.dims(rows)),

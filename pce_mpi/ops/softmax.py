@@ -51,7 +51,14 @@ def maximum_and_sum(x: Array, axes: Sequence[int], layout: Layout, operation: st
             return largest, xp.exp(x - largest).sum(tuple(axes), dtype=np.float64, keepdims=True)
     others = [axis for axis in range(x.ndim) if axis not in axes]
     rows = x.transpose([*others, *axes]).reshape(math.prod(shape), math.prod(x.shape[axis] for axis in axes))
-    call = Call(operation=operation, logits=rows, comm=comm, over=over_text(layout.dims(axes)), needs_targets=False)
+    call = Call(
+        operation=operation,
+        logits=rows,
+        comm=comm,
+        num_classes=math.prod(layout.operands[0].shape[axis] for axis in axes),
+        over=over_text(layout.dims(axes)),
+        needs_targets=False,
+    )
     merged, _ = row_softmax(call, prepare(call), _RECORD)
     largest, total = (xp.asarray(values.reshape(shape)) for values in (merged.fields["largest"], merged.sum_exp_of_all))
     return largest.astype(x.dtype), total
