@@ -97,9 +97,7 @@ def _place(call: Call, problem: Problem | None, facts: tuple[int, ...], error: E
             raise out_of_range or RuntimeError("targets changed while they were checked")
         raise_together(call.comm, call.operation, out_of_range, over=call.over)
     if (checksums != checksums[0]).any():
-        sums = by_value(
-            {rank: f"checksum {value:08x}" for rank, value in enumerate(checksums)}, prefix_of(call.over)
-        )
+        sums = by_value({rank: f"checksum {value:08x}" for rank, value in enumerate(checksums)}, prefix_of(call.over))
         raise CollectiveError(f"ranks disagree on the values of targets: {sums}")
     _check_not_gathered(counts, samples, prefix_of(call.over))
     rank = 0 if call.comm is None else call.comm.rank

@@ -13,6 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from pce_mpi.channel import check_mpi
 from pce_mpi.cli import bench, check, conformance, info
 from pce_mpi.collectives import agree
 
@@ -59,6 +60,7 @@ def _world() -> MPI.Intracomm | None:
         from mpi4py import MPI
     except (ImportError, RuntimeError):
         return None
+    check_mpi()
     return MPI.COMM_WORLD
 
 

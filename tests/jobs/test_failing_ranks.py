@@ -307,6 +307,28 @@ def test_a_wait_that_is_interrupted_leaves_a_communicator_that_refuses_further_u
     assert_timed_out(other, "silent: rank 0")
 
 
+def test_a_timeout_is_written_before_the_roll_call(tmp_path):
+    # In that call a process may die, if its network has failed: what it waited in must be known by then.
+    job = run(
+        tmp_path,
+        2,
+        """
+        from pce_mpi.channel import Channel
+
+        Channel._roll_call = lambda *_: os._exit(7)
+        if comm.rank == 1:
+            silent()
+        loss()
+        """,
+    )
+    assert job.returncode != 0
+    lines = [line for line in job.stderr.splitlines() if "PCE_MPI_TIMEOUT" in line]
+    assert lines == [
+        f"pce_mpi: rank 0 of 2 has waited {TIMEOUT:g} s (PCE_MPI_TIMEOUT) in softmax_cross_entropy "
+        "(its first use of the communicator); ranks now tell where they are"
+    ]
+
+
 @pytest.mark.parametrize("use", ["first", "later"])
 def test_a_rank_that_comes_late_but_in_time_is_waited_for(tmp_path, use):
     job = run(

@@ -1,5 +1,7 @@
 """A mesh: which rank is where, who belongs together, and that ranks which disagree about it all hear so."""
 
+from collections import deque
+import gc
 from itertools import combinations
 from math import prod
 import re
@@ -131,8 +133,7 @@ def test_dims_that_the_mesh_has_not_are_an_error_on_the_rank_that_names_them(com
 
 def test_making_a_mesh_and_a_communicator_is_agreed_on_and_traced(comm):
     gc.collect()
-    Mesh(comm, data=comm.size)  # gives back what meshes of other tests have left, and is kept below
-    kept = Mesh(comm, data=comm.size)
+    kept = [Mesh(comm, data=comm.size)]  # gives back what the meshes of other tests have left
     with pce.trace() as trace:
         mesh = Mesh(comm, data=comm.size, model=1)
         mesh.comm("data")
@@ -141,6 +142,7 @@ def test_making_a_mesh_and_a_communicator_is_agreed_on_and_traced(comm):
     events = [(event.operation, event.collective, event.bytes, event.over) for event in trace.events]
     assert events == [("Mesh", "all_gather", 56, "comm"), ("Mesh.comm", "all_gather", 56, "data, model")]
     assert trace.count(purpose=Purpose.PAYLOAD) == 0
+    assert kept
 
 
 def test_ranks_that_ask_for_different_communicators_hear_so_and_can_go_on(comm, patient):
@@ -270,3 +272,57 @@ def test_two_meshes_of_the_same_ranks_are_different_meshes(comm):
     assert one != other
     assert one.layout == other.layout
     assert one.comm("data") is not other.comm("data")
+
+
+# ------------------------------------------------------------------------------------------------- after the last use
+
+
+@pytest.fixture
+def few_communicators():
+    """MPICH has 2,048 communicators, and fewer than 450 while this lasts."""
+    taken = [MPI.COMM_SELF.Dup() for _ in range(1600)]
+    yield
+    for each in taken:
+        each.Free()
+
+
+def test_dropped_meshes_give_their_communicators_back(comm, few_communicators):
+    # Six communicators each time, and more than there are in all. The ranks let go of them at different times.
+    held: deque[Mesh] = deque()
+    lag = np.random.default_rng(comm.rank)
+    for _ in range(80):
+        mesh = Mesh(comm, data=1, model=comm.size)
+        mesh.agree(("model",), "a test", {})
+        pair = comm.Split(comm.rank // 2)
+        of_two = Mesh(pair, data=pair.size)
+        pair.Free()
+        of_two.agree(("data",), "a test", {})
+        held.extend((mesh, of_two))
+        while len(held) > lag.integers(2, 20):
+            held.popleft()
+    ranks = mesh.comm("model").allgather(comm.rank)
+    two = of_two.comm("data").allgather(comm.rank)
+    assert ranks == list(range(comm.size))
+    assert two == [rank for rank in range(comm.size) if rank // 2 == comm.rank // 2]
+
+
+def test_a_communicator_outlives_its_mesh(comm):
+    own = Mesh(comm, data=1, model=comm.size).comm("model")
+    for _ in range(3):
+        Mesh(comm, data=comm.size)
+    ranks = own.allgather(comm.rank)
+    loss = pce.softmax_cross_entropy(np.zeros((2, 3)), np.zeros(2, int), comm=own)
+    assert ranks == list(range(comm.size))
+    assert loss == pytest.approx(np.log(3 * comm.size))
+
+
+def test_a_mesh_that_one_rank_keeps_stays_whole(comm):
+    kept = [Mesh(comm, data=comm.size)]
+    if comm.rank > 0:
+        kept.clear()
+    with pce.trace() as trace:
+        for _ in range(3):
+            Mesh(comm, data=comm.size)
+    members = kept[0].comm("data").size if kept else comm.size
+    assert members == comm.size
+    assert trace.count(operation="Mesh", purpose=Purpose.AGREEMENT) >= 3
