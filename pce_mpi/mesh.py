@@ -42,8 +42,8 @@ class Mesh:
     `TypeError` for what is no communicator or no whole number, `ValueError` for sizes that do not fit,
     `CollectiveError` where ranks name different dims.
 
-    MPI has some 2,000 communicators, and a mesh takes 4 or more: make one mesh, not many. Once each of its ranks has let
-    go of it, and of what `comm` gave, they give its communicators back as soon as they make another mesh together.
+    MPI has some 2,000 communicators, and a mesh takes 4 or more: make one mesh, not many. Once each of its ranks has
+    let go of it, and of what `comm` gave, they give its communicators back as soon as they make another mesh together.
 
     >>> from mpi4py import MPI
     >>> Mesh(MPI.COMM_SELF, data=1, classes=1)
