@@ -7,6 +7,8 @@ from pathlib import Path
 
 from mpi4py import MPI
 
+from pce_mpi.launched import why_apart
+
 # Name, the least value that makes sense, default, meaning. A number is whole if its default is.
 Number = tuple[str, float, float, str]
 
@@ -72,6 +74,8 @@ def parse_arguments(comm: MPI.Intracomm, parser: ArgumentParser) -> Namespace:
     outcome: Namespace | SystemExit | None = None
     if comm.rank == 0:
         try:
+            if apart := why_apart(comm):
+                raise SystemExit(f"error: {apart}")
             outcome = parser.parse_args()
         except SystemExit as end:
             outcome = end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 import signal
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
+from pce_mpi.launched import launch, why_apart
 from record import Recorder
 import strict_cupy
 
@@ -71,19 +71,15 @@ def leave(config: pytest.Config, items: list[pytest.Item], fixtures: set[str]) -
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    launched = launched_ranks()
     comm = None
-    if launched is None:
+    if launch() is None:
         # A pytest that is told to end must end the jobs that its tests have launched.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     else:
         from mpi4py import MPI
 
-        if MPI.COMM_WORLD.size != launched:
-            raise pytest.UsageError(
-                f"launched as {launched} ranks, but COMM_WORLD.size is {MPI.COMM_WORLD.size}: "
-                f"mpiexec and the MPI library ({MPI.Get_library_version().splitlines()[0]}) do not belong together"
-            )
+        if apart := why_apart(MPI.COMM_WORLD):
+            raise pytest.UsageError(apart)
         from rank_aware import RankAware
 
         comm = MPI.COMM_WORLD
@@ -97,9 +93,3 @@ def pytest_configure(config: pytest.Config) -> None:
             take_gpu_of_rank(comm)
         except RuntimeError as error:
             raise pytest.UsageError(f"--gpu: {error}") from error
-
-
-def launched_ranks() -> int | None:
-    """How many ranks mpiexec started, whatever MPI has made of them; None without mpiexec."""
-    size = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE")
-    return int(size) if size else None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from pce_mpi.channel import check_mpi
 from pce_mpi.cli import bench, check, conformance, info
 from pce_mpi.collectives import agree
+from pce_mpi.launched import why_apart
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command, all but `conformance` on all ranks, and exit with its status, the same on each."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["conformance"]:
-        sys.exit(2 if conformance.started_by_mpiexec() else conformance.run(_parser().parse_args(arguments)))
+        sys.exit(2 if conformance.started_as_rank() else conformance.run(_parser().parse_args(arguments)))
     comm = _world()
     with contextlib.ExitStack() as stack:
         if comm is not None and comm.rank > 0:
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 # The first rank to leave may end the job: not before rank 0 has printed.
                 agree(comm, "command line", {})
             raise
+        apart = why_apart(comm)
+        if apart and options.run is not info.run:  # which says so beside all the rest
+            sys.exit(f"error: {apart}")
         try:
             status = options.run(options, comm)
         except BaseException as error:

@@ -11,7 +11,6 @@ import ast
 from collections.abc import Callable
 from difflib import get_close_matches
 import importlib
-import os
 from pathlib import Path
 import shutil
 import signal
@@ -26,9 +25,10 @@ from pce_mpi.conformance.offers import DTYPES
 from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
 from pce_mpi.conformance.reports import listing, terminal
+from pce_mpi.launched import launch
 from pce_mpi.launching import LaunchError
 
-__all__ = ["add_arguments", "run", "started_by_mpiexec"]
+__all__ = ["add_arguments", "run", "started_as_rank"]
 
 # The option of each file that a report can go to, its module in `conformance.reports`, and what it is.
 _FILES = {
@@ -37,8 +37,6 @@ _FILES = {
     "markdown": ("markdown", "a summary for a pull request"),
     "junit": ("junit", "JUnit XML, for continuous integration"),
 }
-# What each launcher tells its processes of their rank.
-_RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,15 +101,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", metavar="FILE", help="answers to --vectors, by any program")
 
 
-def started_by_mpiexec() -> bool:
+def started_as_rank() -> bool:
     """Whether this process is a rank; the first one says what to do instead."""
-    rank = next((os.environ[name] for name in _RANKS if name in os.environ), None)
-    if rank == "0":
+    told = launch()
+    if told is not None and told.rank == 0:
         print(
-            "error: conformance starts the ranks itself; without mpiexec: python -m pce_mpi conformance -n 4 ...",
+            "error: conformance starts the ranks itself; without mpiexec or srun: "
+            "python -m pce_mpi conformance -n 4 ...",
             file=sys.stderr,
         )
-    return rank is not None
+    return told is not None
 
 
 def run(options: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ Files and not MPI, as they must still be readable when a rank hangs or has died.
 event         ranks  meaning, and what comes with it
 ============  =====  ==================================================================================================
 `began`       all    the process runs; `pid`, and the files of the memory that it shares with other ranks, `shared`
+`apart`       any    MPI does not see all ranks that were started, and this one ends; `text`
 `unusable`    any    the candidate could not be loaded or started; `text`
 `ready`       0      the candidate is loaded and started; `offer`, `versions`
 `started`     all    a task begins; `task` is its number, `printed` how many bytes this rank had printed by then

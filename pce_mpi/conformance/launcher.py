@@ -50,7 +50,7 @@ class Job:
         orders.write(self.folder)
         self._follower = Follower(self.folder, ranks)
         self._pids: dict[int, int] = {}  # rank of each process
-        worker = [sys.executable, "-m", "pce_mpi.conformance.worker", str(self.folder)]
+        worker = [sys.executable, "-m", "pce_mpi.conformance.worker", str(self.folder), str(ranks)]
         # -I -S: nothing but the standard library, as a supervisor needs nothing else and there are many.
         supervisor = [sys.executable, "-I", "-S", str(Path(__file__).with_name("supervisor.py")), str(self._ends)]
         with open(self._output, "wb") as output:

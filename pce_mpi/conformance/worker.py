@@ -1,6 +1,7 @@
 """One rank of a launch: load the candidate, run cases one after the other, write down what happens.
 
-`launcher.Job` starts it on each rank, as `python -m pce_mpi.conformance.worker FOLDER`; FOLDER has the orders.
+`launcher.Job` starts it on each of RANKS ranks, as `python -m pce_mpi.conformance.worker FOLDER RANKS`; FOLDER has the
+orders.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from pce_mpi.conformance.running import run_case
 from pce_mpi.conformance.shrinking import shapes, shrink
 from pce_mpi.conformance.stacks import error_text
 from pce_mpi.conformance.units import Tolerance
-from pce_mpi.launching import memory_shared_by
+from pce_mpi.launched import why_apart
+from pce_mpi.launching import LaunchError, memory_shared_by
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -123,13 +125,16 @@ class Worker:
         )
 
 
-def main(folder: Path) -> None:
-    """Do what the orders in `folder` say, on all ranks together."""
+def main(folder: Path, ranks: int) -> None:
+    """Do what the orders in `folder` say, on all ranks together; raise where these are not `ranks`."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()
     journal = Journal(folder, comm.rank)
     journal.write("began", pid=os.getpid(), shared=sorted(map(str, memory_shared_by(os.getpid()))))
+    if apart := why_apart(comm, ranks):
+        journal.write("apart", text=apart)
+        raise LaunchError(apart)
     _redirect_output(folder / f"output-{comm.rank}")
     # The launcher asks with a signal where a rank is that never returns: Python code could not answer from within C.
     stack = open(folder / f"stack-{comm.rank}", "w")
@@ -203,7 +208,7 @@ def _versions(mpi: Any, arrays: str) -> dict[str, str]:
 
 if __name__ == "__main__":
     try:
-        main(Path(sys.argv[1]))
+        main(Path(sys.argv[1]), int(sys.argv[2]))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -41,18 +41,6 @@ def test_info_warns_of_more_blas_threads_than_cores():
     assert "BLAS threads in all on" not in launch(1, *COMMAND, "info").stdout
 
 
-def test_info_warns_where_mpiexec_and_the_library_do_not_belong_together():
-    without_mpiexec = subprocess.run(
-        [sys.executable, *COMMAND, "info"],
-        cwd=ROOT,
-        # What the ranks of one launcher look like to the library of another: each alone, though told of three.
-        env=os.environ | {"OMPI_COMM_WORLD_SIZE": "3"},
-        capture_output=True,
-        text=True,
-    )
-    assert "launched as 3 ranks, but MPI sees 1" in without_mpiexec.stdout
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_check_passes_and_prints_one_table(ranks):
     job = launch(ranks, *COMMAND, "check")

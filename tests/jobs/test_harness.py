@@ -341,7 +341,7 @@ def test_an_mpiexec_that_does_not_belong_to_the_mpi_library_is_named(suite):
         timeout=SECONDS,
     )
     assert job.returncode != 0
-    assert "launched as 3 ranks, but COMM_WORLD.size is 1" in job.stdout + job.stderr
+    assert "launched as 3 ranks (OMPI_COMM_WORLD_SIZE=3), but MPI sees 1" in job.stdout + job.stderr
 
 
 def test_ranks_need_no_mpiexec_at_size_1(suite):

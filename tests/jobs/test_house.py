@@ -33,6 +33,7 @@ HOUSE = [
     room("placements", standard_library_only=True),
     room("tracing", standard_library_only=True),
     room("launching", standard_library_only=True),
+    room("launched", "numpy"),
     room("tables", standard_library_only=True),
     room("leftovers", standard_library_only=True),
     room("tensor_files", "numpy", "mpi4py", "placements", "tracing"),
