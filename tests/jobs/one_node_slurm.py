@@ -74,6 +74,8 @@ def configured(folder: Path) -> str:
         "SlurmdSpoolDir": folder / "spool",
         "SlurmctldPidFile": folder / "slurmctld.pid",
         "SlurmdPidFile": folder / "slurmd.pid",
+        # MPICH names the memory that ranks share after the job, and killed ones leave it behind: no number comes again.
+        "FirstJobId": int(time.time()) % 60_000_000 + 1,
     }
     lines = [f"{name}={value}" for name, value in settings.items()]
     lines.append(f"NodeName={host} NodeAddr=127.0.0.1 CPUs={number_of_cores()}")
