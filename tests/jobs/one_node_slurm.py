@@ -10,11 +10,11 @@ import socket
 import subprocess
 import time
 
-from pce_mpi.launching import number_of_cores
+from pce_mpi.launching import number_of_cores, stop
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sinfo")
 
-# Far more than the daemons take to start or to end on a busy machine, and less than a test may take.
+# Far more seconds than the daemons take to start on a busy machine, and less than a test may take.
 PATIENCE = 90
 
 
@@ -90,19 +90,12 @@ def node_state(environment: dict[str, str]) -> str:
 
 
 def end(daemons: list[subprocess.Popen[bytes]], configuration: str) -> None:
-    """Ask the daemons to end, then kill what is left of them and of the steps that they have started."""
+    """End the daemons, then what they have started: a step that is not over would try to tell them so for long."""
     for daemon in reversed(daemons):
-        daemon.terminate()
-    deadline = time.monotonic() + PATIENCE / 3
-    while (left := processes_with(configuration)) and time.monotonic() < deadline:
-        for daemon in daemons:
-            daemon.poll()
-        time.sleep(0.1)
-    for pid in left:
+        stop(daemon)
+    for pid in processes_with(configuration):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    for daemon in daemons:
-        daemon.wait()
 
 
 def processes_with(configuration: str) -> set[int]:
