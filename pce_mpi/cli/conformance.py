@@ -41,10 +41,14 @@ _FILES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to run, on how many ranks, how strictly, and where the report goes."""
-    parser.epilog = (
-        "What the candidate prints is shown, by rank, where a single case is run, and where a case crashes. "
-        "Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or judged, 130 if interrupted."
-    )
+    parser.epilog = """\
+examples:
+  python -m pce_mpi conformance -n 4 own_loss.py:cross_entropy --html report.html
+  python -m pce_mpi conformance own_loss.py:cross_entropy --case label_smoothing --dtype float32
+  python -m pce_mpi conformance --list
+
+What the candidate prints is shown, by rank, where a single case is run, and where a case crashes.
+Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or judged, 130 if interrupted."""
     parser.add_argument(
         "candidate",
         nargs="?",
@@ -87,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shrink",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="look for the smallest shape at which a case still fails",
+        help="look for the smallest shape at which a case still fails (on, unless --no-shrink is given)",
     )
     for option, (_, what) in _FILES.items():
         parser.add_argument(f"--{option}", type=_file, metavar="FILE", help=f"write the report there: {what}")
@@ -272,10 +276,8 @@ class _Display:
         if self._bar is not None:
             verdict = None if outcome is None else outcome.verdict
             self._bar.finished(
-                case,
-                verdict or "no smaller",
+                f"{verdict or 'no smaller':11}  {case}",
                 worth_a_line=verdict is not None and verdict.failed and not self._shrinking,
-                silent=verdict is Verdict.NOT_OFFERED,
             )
             if outcome is not None and outcome.verdict is Verdict.CRASHED:
                 for finding in outcome.findings:  # the last ones are what the ranks have printed

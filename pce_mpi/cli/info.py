@@ -38,6 +38,9 @@ _PACKAGES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`info` has an output format to choose."""
+    parser.epilog = """\
+Started by mpiexec, it tells of every rank, once.
+Exit status: 0, also where there are warnings; 1 if MPI does not see the ranks that were launched."""
     parser.add_argument("--json", action="store_true", help="print JSON rather than text")
 
 

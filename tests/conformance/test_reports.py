@@ -303,6 +303,20 @@ def test_a_picture_names_the_ranks_that_hold_classes_and_marks_every_target():
     assert len(list(targets.iter("{http://www.w3.org/2000/svg}use"))) == len(FAIL.picture.targets)
 
 
+def test_picture_says_what_it_shows():
+    root = ElementTree.fromstring(pictures.drawn(FAIL.picture, "picture"))
+    words = ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    legend = ["border of two shards", "target of the row"]
+    for text in ["Error of the gradient, in units of what is allowed", "class", "row", "error / allowed", *legend]:
+        assert words.count(text) == 1, text
+
+
+def test_picture_of_one_row_numbers_it():
+    root = ElementTree.fromstring(pictures.drawn(ErrorMap([[5.0, 1.0]], [0.0, 2.0], 1, 2, []), "picture"))
+    words = ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [word for word in words if "." in word] == ["0.01", "0.1"]  # of the colours' scale
+
+
 def test_each_rank_has_the_worst_error_of_its_own_shard():
     assert pictures.of_ranks(FAIL.picture) == [(0, 0, 3, 0.9), (1, 3, 3, 0.0), (2, 3, 8, math.inf)]
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 
@@ -9,8 +11,20 @@ import pytest
 
 from jobs.launch import ROOT, job_command, job_environment, launch
 import pce_mpi
+from pce_mpi.cli import main
 
 COMMAND = ["-m", "pce_mpi"]
+SMALL_BENCH = ["bench", "--rows=8", "--classes=50", "--repeat=1"]
+
+
+def unread(command, *, env, stderr=subprocess.PIPE):
+    """The completed command, whose output nobody reads: as `| head` leaves it, only sooner."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        return subprocess.run(command, cwd=ROOT, env=env, stdout=writer, stderr=stderr, text=True, timeout=60)
+    finally:
+        os.close(writer)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -77,7 +91,7 @@ main(["check"])
 
 
 def test_bench_measures_three_functions_beside_their_floors(tmp_path):
-    plot = tmp_path / "bench.png"
+    plot = tmp_path / "bench.svg"
     sizes = ["--rows", "64", "--classes", "300", "1000", "--repeat", "2"]
     job = launch(2, *COMMAND, "bench", *sizes, "--json", "--plot", str(plot))
     assert job.returncode == 0, job.stderr
@@ -91,8 +105,11 @@ def test_bench_measures_three_functions_beside_their_floors(tmp_path):
         assert one["seconds"] > 0 and one["times_floor"] > 0 and one["gigabytes_per_second"] > 0
         assert one["peak_mebibytes"] > 0
     assert report["agreement_seconds"] > 0
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    assert "1000 classes" in job.stderr  # the progress bar
+    curves = [*functions, *(f"floor of {function}" for function in functions)]
+    title = "Loss and gradient: 2 ranks, 64 rows, float32, median of 2"
+    for text in [title, "classes of all shards together", "time (ns per element of a shard)", "1,000", *curves]:
+        assert plot.read_text().count(f"<!-- {text} -->") == 1
+    assert job.stderr == "bench 1/2  300 classes\nbench 2/2  1000 classes\n"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
@@ -114,6 +131,71 @@ def test_a_wrong_command_line_is_explained_once_and_fails(arguments):
     job = launch(2, *COMMAND, *arguments)
     assert job.returncode != 0
     assert job.stderr.count("error:") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["bench", "--rowz=3"], "did you mean --rows? python -m pce_mpi bench --help"),
+        (["info", "--quiet"], "python -m pce_mpi info --help"),
+        (["conformance", "pce", "--toleranse", "2"], "did you mean --tolerance? python -m pce_mpi conformance --help"),
+        (["--verion"], "did you mean --version? python -m pce_mpi --help"),
+        (["chek"], "python -m pce_mpi --help"),
+        (["bench", "--rows=0"], "expected a whole number from 1 up, got '0' python -m pce_mpi bench --help"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_exits_with_2_and_a_hint(arguments, hint, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert f"{hint} explains" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("command", ["info", "check", "bench", "conformance"])
+def test_help_explains_every_option_and_the_exit_status(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert not ended.value.code
+    text = " ".join(capsys.readouterr().out.split())
+    options = text.partition("options: ")[2]
+    for option in re.findall(r"--[a-z-]+", text.partition("] ")[0]):
+        assert re.search(rf"{option}( \S+)*? [a-z]", options), option
+    assert "Exit status: 0" in text
+    assert "(default: [" not in text and "(default: True)" not in text
+
+
+def test_version_is_printed_once_on_any_number_of_ranks():
+    for job in launch(2, *COMMAND, "--version"), launch(1, *COMMAND, "--version"):
+        assert (job.returncode, job.stdout) == (0, f"pce_mpi {pce_mpi.__version__}\n"), job.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["conformance", "--list"], ["conformance", "--help"], ["info"], ["check"], SMALL_BENCH, ["--help"], ["--version"]],
+    ids=" ".join,
+)
+def test_output_that_nobody_reads_ends_quietly(arguments):
+    # Buffered output fails when the buffer is full, or at the end.
+    done = unread([sys.executable, *COMMAND, *arguments], env=job_environment(1) | {"PYTHONUNBUFFERED": ""})
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert re.fullmatch(r"(bench 1/1 .*\n)?", done.stderr)
+
+
+@pytest.mark.parametrize("arguments", [["info"], ["check"], ["--help"]], ids=" ".join)
+def test_output_of_ranks_that_nobody_reads_ends_quietly(arguments):
+    done = unread(job_command(2, *COMMAND, *arguments), env=job_environment(2))
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr and "Error" not in done.stderr
+
+
+def test_a_pipe_that_breaks_elsewhere_is_an_error(monkeypatch):
+    def run(*_):
+        raise BrokenPipeError("of a worker")
+
+    monkeypatch.setattr("pce_mpi.cli.info.run", run)
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        main(["info"])
 
 
 MIDDLE_RANK_FAILS = """

@@ -289,11 +289,14 @@ def test_the_tape_gives_the_gradients_of_the_backward_pass_written_by_hand_and_o
 
 
 def test_the_language_model_runs_without_mpiexec_and_plots_its_losses(tmp_path):
-    picture = tmp_path / "losses.png"
+    picture = tmp_path / "losses.svg"
     command = [sys.executable, LANGUAGE_MODEL, *SLICE, "--steps=3", f"--plot={picture}"]
     job = subprocess.run(command, cwd=ROOT, env=job_environment(1), capture_output=True, text=True, timeout=60)
     assert job.returncode == 0, job.stderr
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    axes = ["training step", "loss on training text (nats a token)"]
+    curves = ["this model, one batch", "this model, mean of the last 50 batches", "unigram model, all training text"]
+    for text in ["Loss of each training step, on 1 rank", *axes, *curves]:
+        assert picture.read_text().count(f"<!-- {text} -->") == 1
 
 
 def test_rank_0_alone_prints_the_result(trained_on_a_slice):
@@ -302,7 +305,10 @@ def test_rank_0_alone_prints_the_result(trained_on_a_slice):
     assert [name for name, _ in perplexities] == ["unigram", "this"]
     assert float(perplexities[1][1]) < float(perplexities[0][1])
     assert output.stdout.count("\nraise ValueError(|") == 1
-    assert output.stderr.count(f"| 0/{STEPS} [") == 1
+    assert "\r" not in output.stderr
+    told = re.findall(rf"^training (\d+)/{STEPS}  loss \d\.\d+, \d+ s$", output.stderr, re.MULTILINE)
+    assert len(set(told)) == len(told) == len(output.stderr.splitlines())
+    assert {str(step) for step in range(STEPS // 10, STEPS + 1, STEPS // 10)} <= set(told)
 
 
 # ---------------------------------------------------------------------------------------------------------- transformer
