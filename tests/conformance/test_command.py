@@ -11,7 +11,7 @@ import time
 import pytest
 from safetensors.numpy import save_file
 
-from conformance.command import CONFORMANCE, conformance
+from conformance.command import CONFORMANCE, conformance, processes_of, wait_until
 from jobs.launch import ROOT, launch
 from pce_mpi.launching import LaunchError, mpiexec
 
@@ -171,6 +171,26 @@ def test_the_list_has_each_case_with_what_it_catches_and_whether_it_is_offered(t
     lines = {line.split()[0]: line for line in offered.splitlines()}
     assert "not offered: reduction sum" in lines["zero-rows/sum"]
     assert "not offered" not in lines["zero-rows/mean"]
+
+
+def test_run_that_is_read_no_further_ends_its_ranks(tmp_path):
+    (tmp_path / "it.py").write_text(
+        "import time, pce_mpi as pce\n"
+        "def candidate(logits, targets, *, class_start, num_classes, comm, **options):\n"
+        "    if options: time.sleep(600)\n"
+        "    return pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm)\n"
+    )
+    run = subprocess.Popen(
+        [*CONFORMANCE, "-n", "2", "it.py:candidate", "--case", "random-logits/float32", "--case", "weight/float32"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    assert b"starting 2 ranks" in run.stderr.readline()
+    run.stderr.close()  # the line on the first case fails, while the ranks are busy with the second
+    assert run.wait(60) == 128 + signal.SIGPIPE
+    wait_until(lambda: processes_of(tmp_path) == [])
 
 
 def test_a_launcher_that_is_not_there_is_explained(monkeypatch):

@@ -299,6 +299,17 @@ def test_the_language_model_runs_without_mpiexec_and_plots_its_losses(tmp_path):
         assert picture.read_text().count(f"<!-- {text} -->") == 1
 
 
+@pytest.mark.parametrize("start", [[], ["-m", "mpi4py"]], ids=["plain", "mpi4py"])
+def test_an_example_without_mpiexec_says_how_to_start_it(start):
+    command = [sys.executable, *start, SHARDED_LOSS]
+    alone = subprocess.run(command, cwd=ROOT, env=job_environment(1), capture_output=True, text=True, timeout=60)
+    assert alone.returncode == 0
+    assert alone.stdout == job(1, SHARDED_LOSS).stdout
+    again = "mpiexec -n 4 python -m mpi4py examples/sharded_loss.py"
+    assert alone.stderr == f"started without mpiexec, so on 1 rank; on 4 ranks: {again}\n"
+    assert job(1, SHARDED_LOSS).stderr == ""
+
+
 def test_rank_0_alone_prints_the_result(trained_on_a_slice):
     output, _, _ = trained_on_a_slice[3]
     perplexities = re.findall(r"^(unigram|this) model +[\d.]+ +([\d.]+)$", output.stdout, re.MULTILINE)
@@ -369,6 +380,7 @@ def test_the_transformer_is_resumed_on_another_mesh(gpt_losses, tmp_path):
     ("args", "complaint"),
     [
         (["--data=2", "--model=2"], "data=2 * context=1 * model=2 is 4, but the communicator has 2 ranks"),
+        (["--model=3"], "data=1 * context=1 * model=3 is 3, but the communicator has 2 ranks"),
         (["--heads=7"], "a width of 24 is no multiple of 7 heads"),
     ],
 )
