@@ -1,6 +1,7 @@
 """The README does what it says: its programs run and print what stands below them, its commands exist."""
 
 from importlib.util import find_spec
+from inspect import signature
 import re
 import shlex
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from jobs.launch import ROOT, launch, launch_source
+import pce_mpi
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
@@ -48,6 +50,17 @@ def test_a_program_prints_what_stands_below_it(program):
     job = launch_source(int(start[1]), source)
     assert job.returncode == 0, job.stderr
     assert job.stdout.rstrip() == output.rstrip()
+
+
+@pytest.mark.parametrize("name", ["distribute", "from_local", "load"])
+def test_table_shows_every_option_of_a_call(name):
+    shown = re.search(rf"^\|.*`{name}\((.*?)\)` *[|,]", README, re.MULTILINE)[1]
+    named = [
+        each for each in signature(getattr(pce_mpi, name)).parameters.values() if each.kind is not each.VAR_KEYWORD
+    ]
+    for option in named:
+        default = "" if option.default is option.empty else f"={option.default}"
+        assert f"{option.name}{default}" in shown.split(", ")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
