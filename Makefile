@@ -89,7 +89,7 @@ test-gpu: $(installed)/gpu-$(CUDA)
 	fi; \
 	for tool in memcheck racecheck; do \
 		(set -x; compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 1 \
-			$(bin)/python -m pytest -q -o faulthandler_timeout=0 --gpu tests/kernels -k '$(sanitized)') || exit 1; \
+			$(bin)/python -m pytest -q --gpu tests/kernels -k '$(sanitized)') || exit 1; \
 	done
 
 test-peers: $(installed)/peers

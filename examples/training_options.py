@@ -53,12 +53,17 @@ def training_parser(docstring: str | None, numbers: Iterable[Number], **defaults
     for name, least, default, meaning in [*numbers, *common]:
         kind, text = partial(number, least=least, whole=isinstance(default, int)), f"{meaning} (default: %(default)s)"
         parser.add_argument(f"--{name}", type=kind, metavar="N", default=default, help=text)
-    for name, mode, meaning in (
-        ("plot", "ab", "draw the loss curve (needs matplotlib)"),
-        ("log", "ab", "write step, loss and seconds as lines of JSON"),
-        ("save", "ab", "keep the parameters, when training has ended"),
-        ("resume", "rb", "go on with parameters that were kept, from any number of ranks, up to --steps"),
+    writable, readable = partial(file, mode="ab"), partial(file, mode="rb")
+    for name, checked, meaning in (
+        ("plot", writable, "draw the loss curve (needs matplotlib)"),
+        ("log", writable, "write step, loss and seconds as lines of JSON"),
+        ("save", replaceable, "keep the parameters, when training has ended"),
+        (
+            "resume",
+            partial(file, mode="rb"),
+            "go on with parameters that were kept, from any number of ranks, up to --steps",
+        ),
     ):
-        parser.add_argument(f"--{name}", type=partial(file, mode=mode), metavar="FILE", help=meaning)
+        parser.add_argument(f"--{name}", type=checked, metavar="FILE", help=meaning)
     parser.set_defaults(**defaults)
     return parser

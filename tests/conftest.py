@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
+from patience import slowdown
 from pce_mpi.launched import launch, why_apart
-from record import Recorder
+from record import Recorder, show_stacks_in
 import strict_cupy
 
 if TYPE_CHECKING:
@@ -44,11 +45,12 @@ def comm() -> MPI.Intracomm:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that waits in vain gives up before the session does."""
-    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
+    monkeypatch.setenv("PCE_MPI_TIMEOUT", f"{20 * slowdown()}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record", type=Path, help="write the course of the session to this file, as lines of JSON")
+    parser.addoption("--record", type=Path, help="write the course of the session to this folder, as lines of JSON")
+    parser.addoption("--after", metavar="TEST", help="leave out the tests up to this one, which has ended a session")
     parser.addoption("--only-with-comm", action="store_true", help="leave out the tests that ask for no communicator")
     parser.addoption("--gpu", action="store_true", help="run the tests of CuPy arrays, and no others, on a GPU")
 
@@ -58,6 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         leave(config, items, {"comm"})
     if config.option.gpu:
         leave(config, items, {"cupy", "stand_in", "xp"})
+    if config.option.after:
+        names = [item.nodeid for item in items]
+        del items[: names.index(config.option.after) + 1]
 
 
 def leave(config: pytest.Config, items: list[pytest.Item], fixtures: set[str]) -> None:
@@ -84,8 +89,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
         comm = MPI.COMM_WORLD
         config.pluginmanager.register(RankAware(config))
-    if config.option.record and (comm is None or comm.rank == 0):
-        config.pluginmanager.register(Recorder(config.option.record))
+    if config.option.record:
+        rank = comm.rank if comm else 0
+        show_stacks_in(config.option.record, rank)
+        if rank == 0:
+            config.pluginmanager.register(Recorder(config.option.record))
     if config.option.gpu:
         from pce_mpi.cli.gpus import take_gpu_of_rank
 

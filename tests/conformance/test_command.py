@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from conformance.command import CONFORMANCE, conformance, processes_of, wait_until
-from jobs.launch import ROOT, launch
+from jobs.launch import ROOT, launch, output_of
+from patience import slowdown
 from pce_mpi.launching import LaunchError, mpiexec
 
 # Of a process's map of its memory: what MPICH's ranks share.
@@ -37,9 +38,9 @@ def test_an_interrupted_run_reports_what_is_known_by_then(tmp_path):
     )
     while "1/2" not in (line := run.stderr.readline()):
         assert line
-    time.sleep(0.5)  # the line stands there a little before all is done that belongs to it
+    time.sleep(0.5 * slowdown())  # the line stands there a little before all is done that belongs to it
     run.send_signal(signal.SIGINT)
-    stdout, stderr = run.communicate(timeout=20)
+    stdout, stderr = output_of(run)
     assert run.returncode == 130, stderr
     assert "interrupted, and the report has what was known by then; conformance: 1 of 2" in stderr
     assert "random-logits" in stdout
@@ -55,9 +56,10 @@ def test_once_a_rank_has_raised_the_others_are_not_waited_for_as_long_and_leave_
         "    assert comm.rank, 'not on the first'\n"
         "    comm.Barrier()\n"
     )
-    start = time.monotonic()
-    run = conformance("-n", 2, "it.py:candidate", "--case", "random-logits/float32", folder=tmp_path)
-    assert time.monotonic() - start < 20  # of a timeout of 30 s
+    second = slowdown()
+    selection = ["--case", "random-logits/float32", "--timeout", 30 * second]
+    run = conformance("-n", 2, "it.py:candidate", *selection, folder=tmp_path)
+    assert time.time() - (tmp_path / "maps-1").stat().st_mtime < 20 * second
     assert "rank 1 never returned from it.py:5 in candidate; rank 0 raised AssertionError: not on" in " ".join(
         run.stdout.split()
     )
@@ -189,7 +191,7 @@ def test_run_that_is_read_no_further_ends_its_ranks(tmp_path):
     )
     assert b"starting 2 ranks" in run.stderr.readline()
     run.stderr.close()  # the line on the first case fails, while the ranks are busy with the second
-    assert run.wait(60) == 128 + signal.SIGPIPE
+    assert run.wait(60 * slowdown()) == 128 + signal.SIGPIPE
     wait_until(lambda: processes_of(tmp_path) == [])
 
 

@@ -7,14 +7,13 @@ import io
 import json
 import math
 import re
-import subprocess
 import sys
 from xml.etree import ElementTree
 
 from matplotlib.image import imread
 import pytest
 
-from jobs.launch import ROOT
+from jobs.launch import complete
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.reports import html, json_file, junit, markdown, pictures, terminal
@@ -402,10 +401,10 @@ try:
 except ImportError as error:
     print(error.name)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = complete([sys.executable, "-c", program])
     assert (done.returncode, done.stdout) == (0, "jinja2\n"), done.stderr
     with_all = "import sys, pce_mpi.conformance.reports.html; print('mpi4py.MPI' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", with_all], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = complete([sys.executable, "-c", with_all])
     assert done.stdout == "False\n", done.stderr
 
 

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from conformance.command import CONFORMANCE, conformance, processes_of, wait_until
-from jobs.launch import ROOT
+from conformance.command import CONFORMANCE, conformance, processes_of
+from jobs.launch import ROOT, complete, output_of
+from patience import slowdown, wait_until
 from pce_mpi.conformance.journal import Follower, Journal
 from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.shrinking import shapes
@@ -73,7 +74,8 @@ def troublesome(tmp_path_factory):
     cases = ["random-logits", "label_smoothing", "z_loss", "logit_scale", "softcap", "weight/float32", "zero-rows/mean"]
     selection = [word for case in cases for word in ("--case", f"{case}*")]
     run = conformance(
-        *("-n", 3, "troublesome.py:candidate", *selection, "--dtype", "float32", "--timeout", 4, "--json", "report"),
+        *("-n", 3, "troublesome.py:candidate", *selection, "--dtype", "float32", "--timeout", 4 * slowdown()),
+        *("--json", "report"),
         folder=folder,
         TMPDIR=str(folder / "temporary"),
     )
@@ -167,7 +169,7 @@ def test_no_shape_is_tried_that_leaves_a_rank_without_classes(tmp_path):
         "    return loss, dlogits * (2 if num_classes > 4 else 1)\n"
         "candidate.shards = 'chunks'\n"
     )
-    options = ["--case", "reduction/mean", "--timeout", 2, "--json", "report"]
+    options = ["--case", "reduction/mean", "--timeout", 2 * slowdown(), "--json", "report"]
     run = conformance("-n", 3, "it.py:candidate", *options, folder=tmp_path)
     (outcome,) = json.loads((tmp_path / "report").read_text())["outcomes"]
     assert (outcome["rows"], outcome["classes"]) == (1, 6), run.stdout  # of 4 and 5 classes, rank 2 has one or none
@@ -175,7 +177,7 @@ def test_no_shape_is_tried_that_leaves_a_rank_without_classes(tmp_path):
 
 def asleep(folder):
     """The command, running a candidate that sleeps."""
-    (folder / "sleeper.py").write_text("import time\ndef candidate(*arguments, comm, **o): time.sleep(60)\n")
+    (folder / "sleeper.py").write_text("import time\ndef candidate(*arguments, comm, **o): time.sleep(600)\n")
     run = subprocess.Popen(
         [*CONFORMANCE, "-n", "2", "sleeper.py:candidate", "--case", "random-logits", "--dtype", "float32"],
         cwd=folder,
@@ -195,7 +197,7 @@ def folders_in(folder):
 def test_an_interrupt_ends_everything(tmp_path, number):
     run = asleep(tmp_path)
     run.send_signal(number)
-    _, stderr = run.communicate(timeout=20)
+    _, stderr = output_of(run)
     assert run.returncode == 130
     assert "interrupted; conformance: 0 of 1" in stderr
     assert processes_of(tmp_path) == []
@@ -210,7 +212,7 @@ def test_leftovers_of_a_killed_command_are_removed_next(tmp_path):
     pids = [json.loads(path.read_text().splitlines()[0])["pid"] for path in killed.glob("rank-*.jsonl")]
     shared = set().union(*map(memory_shared_by, pids))
     run.kill()
-    run.communicate(timeout=20)
+    output_of(run)
     wait_until(lambda: not processes_of(tmp_path))
     left = folders_in(tmp_path)
     environment = {"TMPDIR": str(tmp_path)}
@@ -227,13 +229,8 @@ def test_the_process_that_is_started_never_touches_mpi_and_death_after_the_last_
     # What an import of it would now end in is an ImportError.
     program = "import sys; sys.modules['mpi4py'] = None; from pce_mpi.cli import main; main(sys.argv[1:])"
     arguments = ["conformance", "-n", "2", "right.py:candidate", "--case", "random-logits", "--dtype", "float32"]
-    run = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = complete([sys.executable, "-c", program, *arguments], cwd=tmp_path, env=env)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "1 case passed" in run.stdout
     assert "warning: after the last case, rank " in run.stderr

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from jobs.launch import ROOT, job_command, job_environment, launch
+from jobs.launch import ROOT, complete, job_command, job_environment, launch
+from patience import slowdown
 import pce_mpi
 from pce_mpi.cli import main
 
@@ -22,7 +23,9 @@ def unread(command, *, env, stderr=subprocess.PIPE):
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        return subprocess.run(command, cwd=ROOT, env=env, stdout=writer, stderr=stderr, text=True, timeout=60)
+        return subprocess.run(
+            command, cwd=ROOT, env=env, stdout=writer, stderr=stderr, text=True, timeout=60 * slowdown()
+        )
     finally:
         os.close(writer)
 
@@ -66,7 +69,7 @@ def test_check_passes_and_prints_one_table(ranks):
 
 def test_check_without_mpiexec_and_without_an_mpi_library_passes_too():
     program = "import sys; sys.modules['mpi4py.MPI'] = None; from pce_mpi.cli import main; main(['check'])"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = complete([sys.executable, "-c", program])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "as they should be" in done.stdout
 
@@ -208,16 +211,15 @@ main(["check"])
 
 
 def test_an_exception_on_one_rank_ends_the_job():
-    job = launch(3, "-c", MIDDLE_RANK_FAILS, timeout=30)
+    job = launch(3, "-c", MIDDLE_RANK_FAILS)
     assert job.returncode != 0
     assert "rank 1 of 3" in job.stderr
-    assert job.seconds < 20
 
 
 def test_an_exception_on_one_rank_ends_a_job_that_was_started_without_the_help_of_mpi4py():
     command = job_command(3, "-c", MIDDLE_RANK_FAILS)
     at = command.index("mpi4py")
     plain = command[: at - 1] + command[at + 1 :]
-    job = subprocess.run(plain, cwd=ROOT, env=job_environment(3), capture_output=True, text=True, timeout=30)
+    job = complete(plain, env=job_environment(3))
     assert job.returncode != 0
     assert "on rank 1 of 3" in job.stderr

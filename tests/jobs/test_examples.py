@@ -5,13 +5,12 @@ from functools import cache
 import json
 import os
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from jobs.launch import ROOT, job_environment, launch, launch_source
+from jobs.launch import ROOT, complete, job_environment, launch, launch_source
 
 EXAMPLES = ROOT / "examples"
 DATA_AND_MODEL = "examples/data_and_model_parallel.py"
@@ -291,7 +290,7 @@ def test_the_tape_gives_the_gradients_of_the_backward_pass_written_by_hand_and_o
 def test_the_language_model_runs_without_mpiexec_and_plots_its_losses(tmp_path):
     picture = tmp_path / "losses.svg"
     command = [sys.executable, LANGUAGE_MODEL, *SLICE, "--steps=3", f"--plot={picture}"]
-    job = subprocess.run(command, cwd=ROOT, env=job_environment(1), capture_output=True, text=True, timeout=60)
+    job = complete(command, env=job_environment(1))
     assert job.returncode == 0, job.stderr
     axes = ["training step", "loss on training text (nats a token)"]
     curves = ["this model, one batch", "this model, mean of the last 50 batches", "unigram model, all training text"]
@@ -302,7 +301,7 @@ def test_the_language_model_runs_without_mpiexec_and_plots_its_losses(tmp_path):
 @pytest.mark.parametrize("start", [[], ["-m", "mpi4py"]], ids=["plain", "mpi4py"])
 def test_an_example_without_mpiexec_says_how_to_start_it(start):
     command = [sys.executable, *start, SHARDED_LOSS]
-    alone = subprocess.run(command, cwd=ROOT, env=job_environment(1), capture_output=True, text=True, timeout=60)
+    alone = complete(command, env=job_environment(1))
     assert alone.returncode == 0
     assert alone.stdout == job(1, SHARDED_LOSS).stdout
     again = "mpiexec -n 4 python -m mpi4py examples/sharded_loss.py"
@@ -466,14 +465,8 @@ def test_sharded_loss_prints_what_its_docstring_says():
 def judged(function, *args):
     """The conformance kit's run on a function of the tutorial."""
     command = [sys.executable, "-m", "pce_mpi", "conformance", "-n", "3", "--adapter", "torch-shards", "--no-shrink"]
-    return subprocess.run(
-        [*command, f"{VERIFY_YOUR_LOSS}:{function}", "--case", "label_smoothing", "--case", "random-logits", *args],
-        cwd=ROOT,
-        env=job_environment(3),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    cases = ["--case", "label_smoothing", "--case", "random-logits"]
+    return complete([*command, f"{VERIFY_YOUR_LOSS}:{function}", *cases, *args], env=job_environment(3))
 
 
 def test_the_error_planted_in_the_tutorial_is_named_and_random_logits_do_not_show_it():

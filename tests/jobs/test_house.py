@@ -2,17 +2,15 @@
 
 import ast
 from collections.abc import Iterator
-import os
 from pathlib import Path
 import re
-import subprocess
 import sys
 import textwrap
 from typing import NamedTuple
 
 import pytest
 
-from jobs.launch import ROOT
+from jobs.launch import ROOT, complete
 
 
 class Room(NamedTuple):
@@ -321,13 +319,6 @@ def test_a_single_process_needs_no_mpi_library():
         except RuntimeError:
             print("there was no MPI library")
         """
-    process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        cwd=ROOT,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    process = complete([sys.executable, "-c", textwrap.dedent(program)])
     assert process.stderr == ""
     assert process.stdout == "there was no MPI library\n"

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from jobs.launch import ROOT, job_environment
+from patience import slowdown
 from pce_mpi.launched import Launch, launch, why_apart
 
 # The variables by which launchers tell a process of its job; those of the machine's own launcher are not to interfere.
@@ -110,7 +111,12 @@ TOLD = {
 
 def run(arguments, **told):
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment(**told), capture_output=True, text=True, timeout=100
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment(**told),
+        capture_output=True,
+        text=True,
+        timeout=100 * slowdown(),
     )
 
 

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from jobs.launch import ROOT
+from patience import slowdown
 from pce_mpi import leftovers
 from pce_mpi.leftovers import abandoned, new_file, new_folder
 
@@ -147,7 +148,9 @@ def test_the_file_of_a_killed_save_is_removed(tmp_path):
     def save(*arguments):
         command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, timeout=60).returncode
+        return subprocess.run(
+            command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, timeout=60 * slowdown()
+        ).returncode
 
     def files():
         return sorted(path.name for path in Path(tmp_path).iterdir())

@@ -9,6 +9,7 @@ import tempfile
 import pytest
 
 from jobs.launch import ROOT
+from patience import slowdown
 
 NOBODY = 65534
 MADE_FROM = ["Makefile", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "pce_mpi"]
@@ -25,7 +26,7 @@ def make(*arguments, folder=ROOT, **options):
         env={name: value for name, value in os.environ.items() if name not in FROM_ABOVE},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=60 * slowdown(),
         **options,
     )
 

@@ -12,6 +12,7 @@ import textwrap
 import pytest
 
 from jobs.launch import ROOT
+from patience import slowdown
 from pce_mpi.cli import progress
 from pce_mpi.cli.progress import Bar
 
@@ -83,7 +84,9 @@ def test_terminal_gets_a_bar_in_one_line():
         """
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, stderr=theirs, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, stderr=theirs, timeout=60 * slowdown()
+    )
     os.close(theirs)
     text = ""
     with open(ours, "rb", buffering=0) as terminal, contextlib.suppress(OSError):  # what its end is on Linux

@@ -4,12 +4,11 @@ from importlib.util import find_spec
 from inspect import signature
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
 
-from jobs.launch import ROOT, launch, launch_source
+from jobs.launch import ROOT, complete, launch, launch_source
 import pce_mpi
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -75,7 +74,7 @@ def test_a_command_is_one_that_there_is(command):
             pytest.skip("torch is not installed; `make test-peers` installs it, and then this runs")
         # The reader's own file is not here: a candidate that is takes its place.
         words = ["pce" if word == "own_loss.py:cross_entropy" else word for word in words]
-        listed = subprocess.run([sys.executable, *words[1:], "--list"], cwd=ROOT, capture_output=True, text=True)
+        listed = complete([sys.executable, *words[1:], "--list"])
         assert listed.returncode == 0, listed.stderr
         assert "random-logits" in listed.stdout
     elif words[:2] == ["python", "tests/peers/compare_speed.py"]:

@@ -10,6 +10,7 @@ import pytest
 
 from jobs.launch import ROOT, job_environment
 from jobs.one_node_slurm import missing, one_node_slurm
+from patience import slowdown
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -51,7 +52,7 @@ def srun(environment, command):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=100 * slowdown(),
     )
 
 

@@ -746,12 +746,12 @@ def test_num_classes_is_compared_with_the_sum_over_all_shards(comm):
 def test_equal_numbers_are_equal_whatever_their_type_and_sign_of_nought(comm):
     start = my_classes(comm).start
     ours = [
-        {"num_classes": [16, np.int64(16), np.uint8(16), np.int32(16)][comm.rank]},
+        {"num_classes": [16, np.int64(16), np.uint8(16), np.int32(16)][comm.rank % 4]},
         {"class_start": [start, np.int64(start)][comm.rank % 2]},
-        {"z_loss": [1, 1.0, np.float32(1), np.int8(1)][comm.rank]},
+        {"z_loss": [1, 1.0, np.float32(1), np.int8(1)][comm.rank % 4]},
         {"ignore_index": [np.int8(-7), -7][comm.rank % 2]},
         {"axis": [-1, 1][comm.rank % 2]},
-        {"label_smoothing": [0.0, -0.0, 0, np.float64(0)][comm.rank]},
+        {"label_smoothing": [0.0, -0.0, 0, np.float64(0)][comm.rank % 4]},
     ]
     # A scale of each call's own: none of them profits from what a call before it has settled.
     results = [
@@ -934,7 +934,7 @@ def test_targets_whose_values_differ_are_refused_everywhere(comm, function):
 def test_targets_of_other_integer_types_and_memory_orders_are_equal_if_their_values_are(comm):
     logits = np.zeros((2, 3, CLASSES))[..., my_classes(comm)]
     targets = np.array([[1, 2, 3], [4, -100, 5]])
-    mine = [targets, targets.astype(np.int8), np.asfortranarray(targets), targets.astype(">i4")][comm.rank]
+    mine = [targets, targets.astype(np.int8), np.asfortranarray(targets), targets.astype(">i4")][comm.rank % 4]
     loss = pce.softmax_cross_entropy(logits, mine, comm=comm)
     np.testing.assert_allclose(loss, np.log(CLASSES), rtol=1e-15)
 
