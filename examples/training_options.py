@@ -58,11 +58,7 @@ def training_parser(docstring: str | None, numbers: Iterable[Number], **defaults
         ("plot", writable, "draw the loss curve (needs matplotlib)"),
         ("log", writable, "write step, loss and seconds as lines of JSON"),
         ("save", replaceable, "keep the parameters, when training has ended"),
-        (
-            "resume",
-            partial(file, mode="rb"),
-            "go on with parameters that were kept, from any number of ranks, up to --steps",
-        ),
+        ("resume", readable, "go on with parameters that were kept, from any number of ranks, up to --steps"),
     ):
         parser.add_argument(f"--{name}", type=checked, metavar="FILE", help=meaning)
     parser.set_defaults(**defaults)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 import signal
 from typing import TYPE_CHECKING
@@ -52,26 +53,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", type=Path, help="write the course of the session to this folder, as lines of JSON")
     parser.addoption("--after", metavar="TEST", help="leave out the tests up to this one, which has ended a session")
     parser.addoption("--only-with-comm", action="store_true", help="leave out the tests that ask for no communicator")
+    parser.addoption(
+        "--sizes", default="", metavar="N,N", help="leave out the tests that say they run at another of these sizes"
+    )
     parser.addoption("--gpu", action="store_true", help="run the tests of CuPy arrays, and no others, on a GPU")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.only_with_comm:
-        leave(config, items, {"comm"})
+        keep(config, items, lambda item: asks_for(item, {"comm"}))
     if config.option.gpu:
-        leave(config, items, {"cupy", "stand_in", "xp"})
+        keep(config, items, lambda item: asks_for(item, {"cupy", "stand_in", "xp"}))
+    if config.option.sizes:
+        sizes = {int(size) for size in config.option.sizes.split(",")}
+        here = launched_ranks() or 1
+        keep(config, items, lambda item: not (chosen := sizes_of(item) & sizes) or here in chosen)
     if config.option.after:
         names = [item.nodeid for item in items]
         del items[: names.index(config.option.after) + 1]
 
 
-def leave(config: pytest.Config, items: list[pytest.Item], fixtures: set[str]) -> None:
-    """Of all tests those that ask for one of these fixtures."""
-    asking = [
-        item for item in items if isinstance(item, pytest.Function) and not fixtures.isdisjoint(item.fixturenames)
-    ]
-    config.hook.pytest_deselected(items=[item for item in items if item not in asking])
-    items[:] = asking
+def asks_for(item: pytest.Item, fixtures: set[str]) -> bool:
+    return isinstance(item, pytest.Function) and not fixtures.isdisjoint(item.fixturenames)
+
+
+def sizes_of(item: pytest.Item) -> set[int]:
+    """At how many ranks it runs, where several numbers of ranks are run."""
+    marker = item.get_closest_marker("sizes")
+    return set(marker.args) if marker else set()
+
+
+def keep(config: pytest.Config, items: list[pytest.Item], condition: Callable[[pytest.Item], bool]) -> None:
+    kept = [item for item in items if condition(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not condition(item)])
+    items[:] = kept
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,6 +1,7 @@
 """Run the tests: tests/ranks under mpiexec at each size, others once, in one process that launches jobs itself.
 
-A test in tests/ranks that does not ask for `comm` runs at the first size only. With --gpu, all tests of CuPy arrays and
+A test in tests/ranks that does not ask for `comm` runs at the first size only, and one that is marked with `sizes` at
+these. With --gpu, all tests of CuPy arrays and
 no others, on a GPU: those that also run on a stand-in for CuPy, and those of tests/gpu.
 """
 
@@ -308,7 +309,8 @@ def plan(options: argparse.Namespace) -> list[Run]:
         for n in options.n:
             # What asks for no communicator is the same at every size: it runs at the first one.
             once = ["--only-with-comm"] if runs else []
-            command = job_command(n, *pytest, *once, *map(str, on_ranks))
+            sizes = f"--sizes={','.join(map(str, options.n))}"
+            command = job_command(n, *pytest, *once, sizes, *map(str, on_ranks))
             runs.append(Run(f"{n} rank{'s' if n > 1 else ''}", n, command))
     if in_one_process and options.jobs:
         folders = dict[str, list[Path]]()

@@ -58,7 +58,7 @@ def complete(
     process = subprocess.Popen(
         command,
         cwd=cwd,
-        env=(os.environ if env is None else env) | {"PYTHONFAULTHANDLER": "1"},
+        env=dict(os.environ if env is None else env) | {"PYTHONFAULTHANDLER": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

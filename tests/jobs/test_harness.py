@@ -417,6 +417,14 @@ def test_run_tells_the_outcome_at_each_size_and_in_total(suite):
         def test_that_needs_company(comm):
             if comm.size == 1:
                 pytest.skip("one rank only")
+
+        @pytest.mark.sizes(2, 3)
+        def test_that_is_long(comm):
+            assert comm.size == 2
+
+        @pytest.mark.sizes(7)
+        def test_that_is_long_and_whose_size_is_not_run(comm):
+            pass
         """,
     )
     write(suite, "tests/jobs/test_it.py", "def test_it():\n    pass")
@@ -424,10 +432,10 @@ def test_run_tells_the_outcome_at_each_size_and_in_total(suite):
     assert job.returncode == 0
     words = [line.split() for line in job.stdout.splitlines()]
     assert ["passed", "failed", "skipped", "seconds"] in words
-    assert ["1", "rank", "2", "0", "1"] in [line[:5] for line in words]
-    assert ["2", "ranks", "2", "0", "0"] in [line[:5] for line in words]
+    assert ["1", "rank", "3", "0", "1"] in [line[:5] for line in words]
+    assert ["2", "ranks", "4", "0", "0"] in [line[:5] for line in words]
     assert ["jobs", "1", "0", "0"] in [line[:4] for line in words]
-    assert closing_line(job) == "5 passed, 0 failed, 1 skipped"
+    assert closing_line(job) == "8 passed, 0 failed, 1 skipped"
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="one core runs one thing at a time")

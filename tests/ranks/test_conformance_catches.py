@@ -173,6 +173,7 @@ def case_named(name, candidate):
     return found
 
 
+@pytest.mark.sizes(1, 3)
 @pytest.mark.parametrize("planted", PLANTED, ids=str)
 def test_a_planted_fault_is_caught_by_the_case_meant_for_it_and_named(comm, planted):
     if comm.size < planted.ranks:
@@ -186,6 +187,7 @@ def test_a_planted_fault_is_caught_by_the_case_meant_for_it_and_named(comm, plan
     assert without_fault.verdict == Verdict.PASS, without_fault.findings
 
 
+@pytest.mark.sizes(1, 3)
 @pytest.mark.parametrize("planted", [each for each in PLANTED if each.passes_random_logits], ids=str)
 def test_a_subtle_fault_passes_the_test_that_everybody_has(comm, planted):
     candidate = load(f"candidates.wrong.{planted.fault}:candidate")
@@ -193,10 +195,9 @@ def test_a_subtle_fault_passes_the_test_that_everybody_has(comm, planted):
     assert outcome.verdict == Verdict.PASS, outcome.findings
 
 
+@pytest.mark.sizes(1, 3)  # one rank and an odd number of them show it
 @pytest.mark.parametrize("name", CORRECT)
 def test_a_correct_candidate_passes_all_that_it_offers(comm, name):
-    if comm.size in (2, 4):
-        pytest.skip("one rank and an odd number of them show it")
     candidate = load(name)
     outcomes = [run_case(candidate, case, comm) for case in cases(offer_of(candidate))]
     failed = [(outcome.case, outcome.findings, outcome.accuracies) for outcome in outcomes if outcome.failed]
