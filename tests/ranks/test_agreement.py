@@ -40,9 +40,8 @@ by_name = partial(pytest.mark.parametrize, ids=lambda value: getattr(value, "__n
 
 
 @pytest.fixture
-def comm(comm, monkeypatch):
+def comm(comm, impatient):
     """A communicator of the test's own, on which a rank that waits in vain gives up before the session does."""
-    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
     own = comm.Dup()
     yield own
     own.Free()
@@ -293,7 +292,8 @@ def every_element_in_one_place(array: np.ndarray) -> np.ndarray:
 
 
 def sliding_windows(array: np.ndarray) -> np.ndarray:
-    return np.lib.stride_tricks.as_strided(array, strides=(array.itemsize, array.itemsize))
+    # By half an element, so that rows of a single class overlap too.
+    return np.lib.stride_tricks.as_strided(array, strides=(array.itemsize // 2, array.itemsize))
 
 
 BAD = [

@@ -28,9 +28,8 @@ by_name = partial(pytest.mark.parametrize, ids=lambda value: getattr(value, "__n
 
 
 @pytest.fixture
-def comm(comm, monkeypatch):
+def comm(comm, impatient):
     """A communicator of the test's own, on which a rank that waits in vain gives up before the session does."""
-    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
     own = comm.Dup()
     yield own
     own.Free()

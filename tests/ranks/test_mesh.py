@@ -16,12 +16,6 @@ from pce_mpi.tracing import Purpose
 from ranks.grids import NAMES, factorizations, mesh_of, ranks_of
 
 
-@pytest.fixture
-def patient(monkeypatch):
-    """A rank that waits in vain gives up before the session does."""
-    monkeypatch.setenv("PCE_MPI_TIMEOUT", "20")
-
-
 def all_sizes(comm):
     return [sizes for ndim in (1, 2, 3) for sizes in factorizations(comm.size, ndim)]
 
@@ -145,7 +139,7 @@ def test_making_a_mesh_and_a_communicator_is_agreed_on_and_traced(comm):
     assert kept
 
 
-def test_ranks_that_ask_for_different_communicators_hear_so_and_can_go_on(comm, patient):
+def test_ranks_that_ask_for_different_communicators_hear_so_and_can_go_on(comm, impatient):
     mesh = Mesh(comm, data=comm.size, model=1)
     error = error_of(lambda: mesh.comm("data" if comm.rank == 0 else "model"))
     same = everywhere_the_same(comm, error)
@@ -201,7 +195,7 @@ def test_sizes_whose_product_is_not_the_number_of_ranks_raise_on_every_rank(comm
     assert errors[1][1].startswith(f"a=7 is 7, but the communicator has {comm.size} ranks")
 
 
-def test_one_rank_that_is_wrong_is_named_on_every_rank(comm, patient):
+def test_one_rank_that_is_wrong_is_named_on_every_rank(comm, impatient):
     last = comm.size - 1
     size = comm.size + (comm.rank == last)
     error = error_of(lambda: Mesh(comm, data=size))
@@ -212,7 +206,7 @@ def test_one_rank_that_is_wrong_is_named_on_every_rank(comm, patient):
 
 
 @pytest.mark.parametrize("how", ["names", "order", "sizes"])
-def test_ranks_that_name_different_dims_hear_so(comm, patient, how):
+def test_ranks_that_name_different_dims_hear_so(comm, impatient, how):
     first = comm.rank == 0
     dims = {
         "names": {"data" if first else "rows": comm.size},

@@ -20,8 +20,7 @@ WHY: Any = {"operation": "a test", "reason": "to see what arrives"}
 
 
 @pytest.fixture
-def comm(comm, monkeypatch):
-    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
+def comm(comm, impatient):
     own = comm.Dup()
     yield own
     own.Free()
