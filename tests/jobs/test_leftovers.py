@@ -3,15 +3,13 @@
 import fcntl
 import os
 from pathlib import Path
-import subprocess
 import sys
 import textwrap
 import time
 
 import pytest
 
-from jobs.launch import ROOT
-from patience import slowdown
+from jobs.launch import ROOT, complete
 from pce_mpi import leftovers
 from pce_mpi.leftovers import abandoned, new_file, new_folder
 
@@ -148,9 +146,7 @@ def test_the_file_of_a_killed_save_is_removed(tmp_path):
     def save(*arguments):
         command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return subprocess.run(
-            command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, timeout=60 * slowdown()
-        ).returncode
+        return complete(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}).returncode
 
     def files():
         return sorted(path.name for path in Path(tmp_path).iterdir())

@@ -32,10 +32,10 @@ class Planted(NamedTuple):
     fault: str
     case: str
     words: str
-    ranks: int = 1  # at least
-    most: float = math.inf
+    ranks: int = 1
     dtype: str = "float32"  # of the case with random logits
     passes_random_logits: bool = True
+    most: float = math.inf  # ranks
 
     def __str__(self) -> str:
         return f"{self.fault}-{self.case}"
