@@ -11,9 +11,9 @@ import time
 import pytest
 from safetensors.numpy import save_file
 
-from conformance.command import CONFORMANCE, conformance, processes_of, wait_until
+from conformance.command import CONFORMANCE, conformance, processes_of
 from jobs.launch import ROOT, launch, output_of
-from patience import slowdown
+from patience import slowdown, wait_until
 from pce_mpi.launching import LaunchError, mpiexec
 
 # Of a process's map of its memory: what MPICH's ranks share.
