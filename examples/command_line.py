@@ -1,62 +1,12 @@
 """The command line of a program of many ranks: rank 0 reads it for all, and what there is to say is said once."""
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterable
-from functools import partial
-from pathlib import Path
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+import shlex
+import sys
 
 from mpi4py import MPI
 
-# Name, the least value that makes sense, default, meaning. A number is whole if its default is.
-Number = tuple[str, float, float, str]
-
-
-def number(text: str, least: float, whole: bool) -> float:
-    try:
-        value = int(text) if whole else float(text)
-    except ValueError:
-        value = -1
-    if not least <= value < float("inf"):
-        raise ArgumentTypeError(f"expected a {'whole ' * whole}number from {least} up, got {text!r}")
-    return value
-
-
-def file(text: str, mode: str) -> Path:
-    try:
-        Path(text).open(mode).close()
-    except OSError as error:
-        verb = "read" if mode == "rb" else "write"
-        raise ArgumentTypeError(f"cannot {verb} {text!r}: {error.strerror}") from None
-    return Path(text)
-
-
-def training_parser(docstring: str | None, numbers: Iterable[Number], **defaults: float) -> ArgumentParser:
-    """A parser of `numbers` and of the options that every training program has, with these defaults of its own."""
-    parser = ArgumentParser(description=(docstring or "").partition("\n")[0])
-    common = [
-        ("steps", 1, 100, "training steps"),
-        ("batch", 1, 1, "rows of tokens in one step"),
-        ("stop", 0, 0, "leave off after this step, to --resume later; 0: after the last"),
-        ("rate", 0, 1.0, "learning rate"),
-        ("max-norm", 0, 0.0, "longest gradient: a longer one is scaled down; 0: none is"),
-        ("min-count", 1, 2, "tokens that occur less often in the training text are unknown"),
-        ("test-tokens", 1, 20_000, "held-out tokens to test on, at most"),
-        ("write", 0, 24, "tokens to write after each prompt, in the end"),
-        ("max-files", 2, 100_000, "files to read, at most"),
-        ("seed", 0, 0, "decides which files are held out, the initial values, and the order of training"),
-    ]
-    for name, least, default, meaning in [*numbers, *common]:
-        kind, text = partial(number, least=least, whole=isinstance(default, int)), f"{meaning} (default: %(default)s)"
-        parser.add_argument(f"--{name}", type=kind, metavar="N", default=default, help=text)
-    for name, mode, meaning in (
-        ("plot", "ab", "draw the loss curve (needs matplotlib)"),
-        ("log", "ab", "write step, loss and seconds as lines of JSON"),
-        ("save", "ab", "keep the parameters, when training has ended"),
-        ("resume", "rb", "go on with parameters that were kept, from any number of ranks, up to --steps"),
-    ):
-        parser.add_argument(f"--{name}", type=partial(file, mode=mode), metavar="FILE", help=meaning)
-    parser.set_defaults(**defaults)
-    return parser
+from pce_mpi.comm.launch import launch, why_apart
 
 
 def parse_arguments(comm: MPI.Intracomm, parser: ArgumentParser) -> Namespace:
@@ -64,7 +14,12 @@ def parse_arguments(comm: MPI.Intracomm, parser: ArgumentParser) -> Namespace:
     outcome: Namespace | SystemExit | None = None
     if comm.rank == 0:
         try:
+            if apart := why_apart(comm):
+                raise SystemExit(f"error: {apart}")
             outcome = parser.parse_args()
+            if launch() is None:
+                again = f"mpiexec -n 4 python -m mpi4py {shlex.join(sys.argv)}"
+                print(f"started without mpiexec, so on 1 rank; on 4 ranks: {again}", file=sys.stderr, flush=True)
         except SystemExit as end:
             outcome = end
     outcome = comm.bcast(outcome)

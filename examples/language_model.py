@@ -16,11 +16,12 @@ what is to be sent, forward and backward, follows from it. The same seed gives t
 from mpi4py import MPI
 import numpy as np
 
-from command_line import parse_arguments, training_parser
+from command_line import parse_arguments
 from corpus import FILE_START, contexts, read_corpus
 from evaluation import evaluate
 import pce_mpi as pce
 from training import train
+from training_options import training_parser
 
 NUMBERS = (
     ("context", 1, 4, "tokens that a prediction is made from"),

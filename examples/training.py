@@ -1,19 +1,20 @@
-"""How the language models are trained, whichever they are: the first steps compared, then with a progress bar."""
+"""How the language models are trained, whichever they are: the first steps compared, then all of them."""
 
 from argparse import Namespace
 from collections.abc import Callable
+import contextlib
 import json
 from pathlib import Path
 import time
 from typing import Protocol, TypeVar
 
 import numpy as np
-from tqdm import tqdm
 
 from comparison import compare_steps
 from corpus import Corpus
 from loss_curve import plot
 import pce_mpi as pce
+from pce_mpi.cli.progress import Bar
 
 
 class Model(Protocol):
@@ -63,17 +64,16 @@ def train(start: Callable[[pce.Mesh], M], mesh: pce.Mesh, rows: np.ndarray, corp
         print(f"training on {len(rows):,} tokens; rank 0 of {mesh.size} holds {share}", flush=True)
     first = resume(model, args.resume) + 1 if args.resume else 1
     last = args.stop or args.steps
-    history: list[dict[str, float]] = []
-    begin = time.perf_counter()
-    with tqdm(range(first, last + 1), unit="step", disable=not here) as progress:
-        for number in progress:
-            loss = step(model, rows, number, args)
-            history.append({"step": number, "loss": loss, "seconds": round(time.perf_counter() - begin, 3)})
-            progress.set_postfix(loss=f"{np.mean([entry['loss'] for entry in history[-50:]]):.3f}", refresh=False)
+    history, begin = list[dict[str, float]](), time.perf_counter()
+    with contextlib.closing(Bar("training", last + 1 - first, shown=here)) as bar:
+        for number in range(first, last + 1):
+            loss, seconds = step(model, rows, number, args), time.perf_counter() - begin
+            history.append({"step": number, "loss": loss, "seconds": round(seconds, 3)})
+            bar.finished(f"loss {np.mean([entry['loss'] for entry in history[-50:]]):.3f}, {seconds:.0f} s")
     if args.save:
         pce.save(args.save, model.parameters | {"steps": pce.distribute(last, mesh)})
     if here and args.log:
         args.log.write_text("".join(json.dumps(entry) + "\n" for entry in history), encoding="utf-8")
     if here and args.plot:
-        plot(args.plot, history, -corpus.unigram()[np.concatenate(corpus.training)].mean())
+        plot(args.plot, history, -corpus.unigram()[np.concatenate(corpus.training)].mean(), mesh.size)
     return model

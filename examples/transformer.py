@@ -11,13 +11,14 @@ rounding, and what one mesh has saved, another takes over:
 
 from mpi4py import MPI
 
-from command_line import parse_arguments, training_parser
+from command_line import parse_arguments
 from comparison import stop
 from corpus import passages, read_corpus
 from evaluation import evaluate
 from gpt import GPT
 import pce_mpi as pce
 from training import train
+from training_options import training_parser
 
 NUMBERS = (
     ("layers", 1, 2, "layers, each of attention and hidden units"),
@@ -36,7 +37,7 @@ if __name__ == "__main__":
     args = parse_arguments(comm, parser)
     if args.width % args.heads:
         stop(comm, f"transformer.py: error: a width of {args.width} is no multiple of {args.heads} heads")
-    data = args.data or comm.size // (args.context * args.model)
+    data = args.data or max(1, comm.size // (args.context * args.model))
     try:
         mesh = pce.Mesh(comm, data=data, context=args.context, model=args.model)
     except ValueError as error:

@@ -25,6 +25,7 @@ __all__ = [
     "import_cupy",
     "is_floating",
     "is_half",
+    "is_real",
     "library_named",
     "to_host",
 ]
@@ -60,7 +61,8 @@ def as_array(value: Any, name: str) -> Any:
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise TypeError(f"{name} cannot be taken as an array: {error}") from error
     if array.dtype == object:
-        raise TypeError(f"{name} must be an array of numbers, got {type(value).__name__}")
+        remedy = ": take its .toarray()" if hasattr(value, "toarray") else ""  # the sparse matrices of SciPy and others
+        raise TypeError(f"{name} must be an array of numbers, got {type(value).__name__}{remedy}")
     return array
 
 
@@ -134,6 +136,11 @@ def is_half(dtype: np.dtype[Any]) -> bool:
 def is_floating(dtype: np.dtype[Any]) -> bool:
     """Whether `dtype` is one of the four that logits may have: float16, bfloat16, float32, float64."""
     return is_half(dtype) or (dtype.name in ("float32", "float64") and dtype.isnative)
+
+
+def is_real(dtype: np.dtype[Any]) -> bool:
+    """Whether distributed arrays hold elements of `dtype`: bool, integers, and the four of `is_floating`."""
+    return is_floating(dtype) or (dtype.kind in "iub" and dtype.isnative)
 
 
 def compute_dtype_of(dtype: np.dtype[Any], requested: Any = None) -> np.dtype[Any]:

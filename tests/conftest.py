@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from pathlib import Path
 import signal
 from typing import TYPE_CHECKING
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from record import Recorder
+from patience import slowdown
+from pce_mpi.comm.launch import launch, why_apart
+from record import Recorder, show_stacks_in
 import strict_cupy
 
 if TYPE_CHECKING:
@@ -44,52 +46,69 @@ def comm() -> MPI.Intracomm:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that waits in vain gives up before the session does."""
-    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
+    monkeypatch.setenv("PCE_MPI_TIMEOUT", f"{20 * slowdown()}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record", type=Path, help="write the course of the session to this file, as lines of JSON")
+    parser.addoption("--record", type=Path, help="write the course of the session to this folder, as lines of JSON")
+    parser.addoption("--after", metavar="TEST", help="leave out the tests up to this one, which has ended a session")
     parser.addoption("--only-with-comm", action="store_true", help="leave out the tests that ask for no communicator")
+    parser.addoption(
+        "--sizes", default="", metavar="N,N", help="leave out the tests that say they run at another of these sizes"
+    )
     parser.addoption("--gpu", action="store_true", help="run the tests of CuPy arrays, and no others, on a GPU")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.only_with_comm:
-        leave(config, items, {"comm"})
+        keep(config, items, lambda item: asks_for(item, {"comm"}))
     if config.option.gpu:
-        leave(config, items, {"cupy", "stand_in", "xp"})
+        keep(config, items, lambda item: asks_for(item, {"cupy", "stand_in", "xp"}))
+    if config.option.sizes:
+        sizes = {int(size) for size in config.option.sizes.split(",")}
+        here = told.size if (told := launch()) else 1
+        keep(config, items, lambda item: not (chosen := sizes_of(item) & sizes) or here in chosen)
+    if config.option.after:
+        names = [item.nodeid for item in items]
+        del items[: names.index(config.option.after) + 1]
 
 
-def leave(config: pytest.Config, items: list[pytest.Item], fixtures: set[str]) -> None:
-    """Of all tests those that ask for one of these fixtures."""
-    asking = [
-        item for item in items if isinstance(item, pytest.Function) and not fixtures.isdisjoint(item.fixturenames)
-    ]
-    config.hook.pytest_deselected(items=[item for item in items if item not in asking])
-    items[:] = asking
+def asks_for(item: pytest.Item, fixtures: set[str]) -> bool:
+    return isinstance(item, pytest.Function) and not fixtures.isdisjoint(item.fixturenames)
+
+
+def sizes_of(item: pytest.Item) -> set[int]:
+    """At how many ranks it runs, where several numbers of ranks are run."""
+    marker = item.get_closest_marker("sizes")
+    return set(marker.args) if marker else set()
+
+
+def keep(config: pytest.Config, items: list[pytest.Item], condition: Callable[[pytest.Item], bool]) -> None:
+    kept = [item for item in items if condition(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not condition(item)])
+    items[:] = kept
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    launched = launched_ranks()
     comm = None
-    if launched is None:
+    if launch() is None:
         # A pytest that is told to end must end the jobs that its tests have launched.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     else:
         from mpi4py import MPI
 
-        if MPI.COMM_WORLD.size != launched:
-            raise pytest.UsageError(
-                f"launched as {launched} ranks, but COMM_WORLD.size is {MPI.COMM_WORLD.size}: "
-                f"mpiexec and the MPI library ({MPI.Get_library_version().splitlines()[0]}) do not belong together"
-            )
+        if apart := why_apart(MPI.COMM_WORLD):
+            raise pytest.UsageError(apart)
         from rank_aware import RankAware
 
         comm = MPI.COMM_WORLD
         config.pluginmanager.register(RankAware(config))
-    if config.option.record and (comm is None or comm.rank == 0):
-        config.pluginmanager.register(Recorder(config.option.record))
+    if config.option.record:
+        rank = comm.rank if comm else 0
+        show_stacks_in(config.option.record, rank)
+        if rank == 0:
+            config.pluginmanager.register(Recorder(config.option.record))
     if config.option.gpu:
         from pce_mpi.cli.gpus import take_gpu_of_rank
 
@@ -97,9 +116,3 @@ def pytest_configure(config: pytest.Config) -> None:
             take_gpu_of_rank(comm)
         except RuntimeError as error:
             raise pytest.UsageError(f"--gpu: {error}") from error
-
-
-def launched_ranks() -> int | None:
-    """How many ranks mpiexec started, whatever MPI has made of them; None without mpiexec."""
-    size = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE")
-    return int(size) if size else None

@@ -6,14 +6,13 @@ alone shows output. What cannot be reported that way ends the job: see `verdict.
 """
 
 from collections.abc import Generator
-import faulthandler
 import os
 
 from mpi4py import MPI
 import pytest
 
 from record import text_of
-from verdict import GRACE, PASSED, STDERR, Verdict, describe, end_job, exchange
+from verdict import PASSED, Verdict, describe, end_job, exchange
 
 
 class RankAware:
@@ -22,8 +21,6 @@ class RankAware:
         self.comm: MPI.Comm = MPI.COMM_WORLD.Dup()
         self.config = config
         self.collection_errors: dict[str, str] = {}
-        self.hang_seconds = float(config.getini("faulthandler_timeout") or 0)
-        self.dump_is_late = False
         if self.comm.rank > 0:
             silent = pytest.TerminalReporter(config, open(os.devnull, "w"))
             config.pluginmanager.unregister(name="terminalreporter")
@@ -68,10 +65,7 @@ class RankAware:
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         mine = Verdict(report.outcome, "" if report.passed else text_of(report))
-        verdicts = exchange(self.comm, mine, f"{item.nodeid} ({report.when})", self.expect_a_dump_elsewhere)
-        if self.dump_is_late:
-            self.expect_progress_within(self.hang_seconds)
-            self.dump_is_late = False
+        verdicts = exchange(self.comm, mine, f"{item.nodeid} ({report.when})")
         outcomes = {verdict.outcome for verdict in verdicts}
         if "failed" in outcomes or len(outcomes) > 1:
             report.outcome = "failed"
@@ -80,15 +74,6 @@ class RankAware:
             # A failure that was expected on some ranks only is a failure.
             vars(report).pop("wasxfail", None)
         return report
-
-    def expect_a_dump_elsewhere(self) -> None:
-        # The rank that hangs is the one whose stack matters: those that wait for it dump theirs later.
-        self.expect_progress_within(self.hang_seconds + GRACE)
-        self.dump_is_late = True
-
-    def expect_progress_within(self, seconds: float) -> None:
-        if self.hang_seconds:
-            faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
 
     # The end.
 

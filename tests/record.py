@@ -1,19 +1,28 @@
-"""The course of a test session as lines of JSON, each written as it happens: it survives the end of the process."""
+"""The course of a test session, for tests/run.py: written as it happens, it survives the end of the process."""
 
+import faulthandler
 import json
 from pathlib import Path
+import resource
 
 import pytest
 
 
 class Recorder:
-    """A pytest plugin: which test starts, how each of its phases ends, which file cannot be collected."""
+    """A pytest plugin that writes lines of JSON.
 
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("w", encoding="utf-8", buffering=1)
+    Which tests there are, which one starts, how each of its phases ends, which file cannot be collected.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = (folder / "course").open("w", encoding="utf-8", buffering=1)
 
     def write(self, **event: object) -> None:
         self.file.write(json.dumps(event) + "\n")
+
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        if not session.testsfailed:  # otherwise a file could not be collected, and no test will run
+            self.write(event="collected", tests=[item.nodeid for item in session.items])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.write(event="started", test=nodeid)
@@ -29,6 +38,12 @@ class Recorder:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self.write(event="reported", test=report.nodeid, phase="collection", outcome="failed", text=text_of(report))
+
+
+def show_stacks_in(folder: Path, rank: int) -> None:
+    """Where this process dies of a signal, write the stacks of its threads to a file of the rank's own."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    faulthandler.enable(file=(folder / f"stacks-{rank}").open("w"))
 
 
 def text_of(report: pytest.TestReport | pytest.CollectReport) -> str:

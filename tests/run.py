@@ -1,6 +1,7 @@
 """Run the tests: tests/ranks under mpiexec at each size, others once, in one process that launches jobs itself.
 
-A test in tests/ranks that does not ask for `comm` runs at the first size only. With --gpu, all tests of CuPy arrays and
+A test in tests/ranks that does not ask for `comm` runs at the first size only, and one that is marked with `sizes` at
+these. With --gpu, all tests of CuPy arrays and
 no others, on a GPU: those that also run on a stand-in for CuPy, and those of tests/gpu.
 """
 
@@ -16,8 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any, NamedTuple
 
-from jobs.launch import ROOT, job_command, job_environment
+from jobs.launch import ROOT, end_with_stacks, job_command, job_environment
+from patience import Patience
 from pce_mpi.conformance.launching import memory_shared_by, number_of_cores, stop
 
 TESTS = ROOT / "tests"
@@ -28,8 +31,13 @@ JOBS = TESTS / "jobs"
 CONFORMANCE = TESTS / "conformance"
 KERNELS = TESTS / "kernels"
 
-# pytest ends a test that hangs (faulthandler_timeout). A run that tells of no test for longer than that is stopped.
-SILENCE = 240
+# A session that tells of nothing for so many seconds of `Patience` hangs; until it has found its tests, they are more.
+# A job that a test launches has less.
+SILENCE = 150
+COLLECTION = 150
+
+# Tests that end their session are left behind, but not any number of them: a hang takes its time.
+MOST_SESSIONS = 10
 
 # Ranks that are killed leave the memory behind that MPICH lets them share. Other jobs share some too, and one that has
 # just begun may not hold it yet: what is younger than this many seconds stays.
@@ -42,8 +50,16 @@ LINES_SHOWN = 200
 FROM_GOOD_TO_BAD = ["passed", "skipped", "failed"]
 
 
+class Session(NamedTuple):
+    """How a pytest session ended, and what it has printed."""
+
+    returncode: int
+    how_it_ended: str
+    printed: str
+
+
 class Run:
-    """One pytest session on so many ranks: what to start, and how it went."""
+    """Tests on so many ranks: the pytest session to start, and how it went."""
 
     def __init__(self, name: str, ranks: int, command: list[str]) -> None:
         self.name = name
@@ -53,17 +69,34 @@ class Run:
         self.outcomes: dict[str, str] = {}
         self.texts: list[str] = []
         self.running = ""
+        self.waiting: list[str] = []
         self.seconds = 0.0
 
     def execute(self, may_be_empty: bool) -> Generator[None]:
-        """Start it, follow it to its end and judge it, a step at a time; closed before its end, it is stopped."""
+        """Start it, follow it to its end and judge it, a step at a time; closed before its end, it is stopped.
+
+        A test that takes the session down with it, as it hangs or kills a rank, fails alone: another session goes on
+        with the one after it.
+        """
         start = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            record, output = Path(folder, "record"), Path(folder, "output")
-            record.touch()
-            with output.open("wb") as sink, record.open(encoding="utf-8") as events:
+        session = yield from self.session(self.command)
+        for _ in range(MOST_SESSIONS - 1):
+            if not self.running or not self.waiting:
+                break
+            ended, self.running = self.running, ""
+            self.fail(ended, f"{ended} did not come to its end: the session {session.how_it_ended}\n{session.printed}")
+            session = yield from self.session([*self.command, f"--after={ended}"])
+        self.seconds = time.monotonic() - start
+        self.judge(session, may_be_empty)
+
+    def session(self, command: list[str]) -> Generator[None, None, "Session"]:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            output, course = folder / "output", folder / "course"
+            course.touch()
+            with output.open("wb") as sink, course.open(encoding="utf-8") as events:
                 process = subprocess.Popen(
-                    [*self.command, f"--record={record}"],
+                    [*command, f"--record={folder}"],
                     cwd=ROOT,
                     env=self.environment,
                     stdin=subprocess.DEVNULL,
@@ -76,18 +109,22 @@ class Run:
                     how_it_ended = yield from self.follow(process, events)
                 finally:
                     stop(process)
-            self.seconds = time.monotonic() - start
             printed = output.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_SHOWN:]
-            self.judge(process.returncode, how_it_ended, "\n".join(printed), may_be_empty)
+            for rank in range(self.ranks):
+                stacks = folder / f"stacks-{rank}"
+                if stacks.exists() and (lines := stacks.read_text(encoding="utf-8", errors="replace").splitlines()):
+                    printed += [f"----- stacks of rank {rank}", *lines[:LINES_SHOWN]]
+            return Session(process.returncode, how_it_ended, "\n".join(printed))
 
     def follow(self, process: subprocess.Popen[str], events: Iterable[str]) -> Generator[None, None, str]:
         """Take in what the process records, as it happens, until it has ended; say how it ended."""
-        last_heard = time.monotonic()
+        self.waiting = []
+        patience = Patience(COLLECTION)
         line = ""
-        while time.monotonic() - last_heard < SILENCE:
+        while not patience.is_over():
             ended = process.poll() is not None
             for piece in events:
-                last_heard = time.monotonic()
+                patience = Patience(SILENCE)
                 line += piece
                 if line.endswith("\n"):
                     self.take_in(json.loads(line))
@@ -95,12 +132,17 @@ class Run:
             if ended:
                 return f"ended with exit status {process.returncode}"
             yield
-        return f"was stopped: it had told of no test for {SILENCE} s"
+        end_with_stacks(process)
+        return "was ended, as it had told of nothing for too long"
 
-    def take_in(self, event: dict[str, str]) -> None:
+    def take_in(self, event: dict[str, Any]) -> None:
+        if event["event"] == "collected":
+            self.waiting = event["tests"]
+            return
         test = event["test"]
         if event["event"] == "started":
             self.running = test
+            self.waiting.remove(test)
         elif event["event"] == "finished":
             self.running = ""
         else:
@@ -110,16 +152,21 @@ class Run:
             if event["outcome"] == "failed":
                 self.texts.append(f"{test} failed ({event['phase']})\n{event['text']}")
 
-    def judge(self, returncode: int, how_it_ended: str, printed: str, may_be_empty: bool) -> None:
+    def judge(self, last: "Session", may_be_empty: bool) -> None:
         """Add the failures that no test has reported."""
+        what = ""
         if self.running:
-            self.fail(self.running, f"{self.running} did not come to its end: the run {how_it_ended}\n{printed}")
-        elif not self.count("passed") and not self.count("failed") and returncode in (0, 5):
+            what = f"{self.running} did not come to its end: the session {last.how_it_ended}"
+        elif not self.count("passed") and not self.count("failed") and last.returncode in (0, 5):
             # pytest found nothing to run (5), or all that it ran was skipped.
             if not may_be_empty:
-                self.fail(self.name, f"no test was executed\n{printed}")
-        elif returncode and not self.count("failed"):
-            self.fail(self.name, f"the run {how_it_ended}, though no test failed\n{printed}")
+                what = "no test was executed"
+        elif self.waiting or (last.returncode and not self.count("failed")):
+            what = f"the session {last.how_it_ended}" + ", though no test failed" * (not self.count("failed"))
+        if what:
+            if self.waiting:
+                what += f"; not run: {self.waiting[0]} and all after it, {len(self.waiting)} in all"
+            self.fail(self.running or self.name, f"{what}\n{last.printed}")
 
     def fail(self, what: str, text: str) -> None:
         self.outcomes[what] = "failed"
@@ -262,7 +309,8 @@ def plan(options: argparse.Namespace) -> list[Run]:
         for n in options.n:
             # What asks for no communicator is the same at every size: it runs at the first one.
             once = ["--only-with-comm"] if runs else []
-            command = job_command(n, *pytest, *once, *map(str, on_ranks))
+            sizes = f"--sizes={','.join(map(str, options.n))}"
+            command = job_command(n, *pytest, *once, sizes, *map(str, on_ranks))
             runs.append(Run(f"{n} rank{'s' if n > 1 else ''}", n, command))
     if in_one_process and options.jobs:
         folders = dict[str, list[Path]]()

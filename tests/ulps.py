@@ -19,6 +19,8 @@ FLOAT32 = 4
 FLOAT64_ROUNDED_TO_FLOAT32 = 1
 # The float32 (or wider) gradient is rounded once; float32's own error can tip that to the neighbour.
 HALF = 1
+# A number of float32 rounded once to a half: float32's own errors, up to some 16 ulp, are less than 2**-8 of a half's.
+ROUNDED_ONCE = 0.51
 # numpy's exp and log1p in float64 err by less than 1 ulp each, the sums over classes by about as much.
 DENSE = 4
 # With options: each of at most five terms (target, smoothing, z-loss, class weights, probabilities) is rounded once or
@@ -41,6 +43,9 @@ OPERATION = 16
 # A sharded operation, or its gradient, against that of one process: what shards give is added up in another order, and
 # where softmax records are joined it is in float64. Norms of rows of small numbers magnify that.
 SHARDED = 64
+# A random program of a dozen operations, and its derivative along a direction, against complex NumPy: each operation
+# magnifies the rounding errors of those before it. In ulps of the largest number, or of the terms of the derivative.
+PROGRAM = 2**16
 
 
 def ulp(value: Any, dtype: Any) -> Array:

@@ -1,6 +1,5 @@
 """How something ended on every rank, told to every rank, without waiting for ever."""
 
-from collections.abc import Callable
 import os
 import re
 import time
@@ -8,9 +7,11 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
+from patience import Patience
+
 PASSED = "passed"
 
-# A rank that failed may have left its peers inside a collective. It gives them this many seconds to get out.
+# A rank that failed may have left its peers inside a collective. It gives them this much `Patience` to get out.
 GRACE = 5.0
 
 # There may be more ranks than cores, so that a rank that waits leaves its core to the others. One that yields it hears
@@ -29,12 +30,11 @@ class Verdict(NamedTuple):
     text: str = ""
 
 
-def exchange(comm: MPI.Comm, mine: Verdict, where: str, delayed: Callable[[], object] = lambda: None) -> list[Verdict]:
+def exchange(comm: MPI.Comm, mine: Verdict, where: str) -> list[Verdict]:
     """Give every rank's verdict, in rank order; collective over `comm`, which carries nothing else.
 
     If this rank did not pass and its peers stay away longer than `GRACE`, the job ends here, and standard error
-    has `where` and the text: there is nobody left who could report it. `delayed` is called if the peers are not
-    there soon.
+    has `where` and the text: there is nobody left who could report it.
     """
     all_well = bytearray(comm.size)
     arrivals = comm.Iallgather([bytearray([mine.outcome == PASSED]), MPI.BYTE], [all_well, MPI.BYTE])
@@ -43,11 +43,9 @@ def exchange(comm: MPI.Comm, mine: Verdict, where: str, delayed: Callable[[], ob
             break
         os.sched_yield()
     else:
-        delayed()
-        start = time.monotonic()
+        patience = Patience(GRACE)
         while not arrivals.Test():
-            waited = time.monotonic() - start
-            if mine.outcome != PASSED and waited > GRACE:
+            if mine.outcome != PASSED and patience.is_over():
                 end_job(comm, f"{where} {mine.outcome} here and left other ranks waiting", mine.text)
             time.sleep(NAP)
     if all(all_well):

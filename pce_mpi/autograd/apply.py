@@ -16,7 +16,7 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floating
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floating, is_real
 from pce_mpi.autograd.gradients import node_of
 from pce_mpi.autograd.inference import Abstract, AbstractMesh, sent_by
 from pce_mpi.autograd.op import Layout, Op
@@ -96,7 +96,7 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     present = [x.moved.get(x.sharding.natural, x) if x.moved else x for x in operands]
     call = _call_of(op, present, parameters)
     mesh.note(call.checksum, op.name, call.text)
-    inputs = _inputs(op, present, call.plan.operands)
+    inputs = _inputs(op, present, call)
     required = tuple(map(_REQUIRES_GRAD, operands)) if is_recording() else (False,) * len(operands)
     more: dict[str, Any] = {}
     if op.knows_layout:
@@ -104,7 +104,7 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     if isinstance(mesh, AbstractMesh):
         if op.sends:
             mesh.sent += op.sends(*map(_DTYPE, operands), **more, **parameters)
-        local = Abstract(np.dtype(op.dtype(*map(_DTYPE, operands))))
+        local = Abstract(call.dtype)
         return _settled(DistArray(local, mesh, call.plan.result, computed=_computed(op, inputs)), op.name, call)
     with np.errstate(all="ignore"):  # a value that one rank finds in its shard must not raise there alone
         local = op.forward(*map(_LOCAL, inputs), **parameters, **more)
@@ -124,16 +124,19 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     return result
 
 
-def _inputs(op: Op, operands: Sequence[DistArray], shardings: Sequence[Sharding]) -> list[DistArray]:
+def _inputs(op: Op, operands: Sequence[DistArray], call: _Call) -> list[DistArray]:
     """The operands in the shardings that the plan asks for."""
     inputs = []
-    for index, (x, target) in enumerate(zip(operands, shardings, strict=True)):
-        if x.sharding is not target:
-            reason = _reason(op, index, x.sharding, target)
-            inputs.append(moved(x, target, operation=op.name, reason=reason))
-            continue
+    for index, (x, target) in enumerate(zip(operands, call.plan.operands, strict=True)):
         if isinstance(x.mesh, AbstractMesh):
             x.mesh.needed.setdefault(id(x), target)
+        if x.sharding is not target:
+            reason = _reason(op, index, x.sharding, target)
+            if set(target.partial_dims) - set(x.sharding.partial_dims):
+                # It is to be a partial of the result, whose dtype there may be Partial arrays of: there is no
+                # Partial("avg") of integers.
+                x = DistArray(x.local.astype(call.dtype), x.mesh, x.sharding)
+            x = moved(x, target, operation=op.name, reason=reason)
         inputs.append(x)
     return inputs
 
@@ -151,11 +154,12 @@ def _reason(op: Op, index: int, before: Sharding, after: Sharding) -> str:
 class _Call:
     """A planned call; `text`, and its `checksum`, say all that has to be the same on every rank.
 
-    `reduced` is the sharding of the result once new maxima and minima over shards are reduced: hardly any operation
-    could use them as they are.
+    `dtype` is that of the result, as far as the operation knows. `reduced` is the sharding of the result once new
+    maxima and minima over shards are reduced: hardly any operation could use them as they are.
     """
 
     plan: Plan
+    dtype: np.dtype[Any]
     reduced: Sharding
     checksum: int
     text: str
@@ -170,7 +174,7 @@ class _Call:
         }
         placed = [f"{dtype.name} {each.shape}, {each}" for each, dtype in zip(operands, dtypes, strict=True)]
         text = f"{op.name} of {placed} {_plain(tuple(parameters))}"
-        return _Call(plan, plan.result.replacing(new), zlib.crc32(text.encode()), text)
+        return _Call(plan, np.dtype(op.dtype(*dtypes)), plan.result.replacing(new), zlib.crc32(text.encode()), text)
 
 
 def _call_of(op: Op, operands: Sequence[DistArray], parameters: Mapping[str, Any]) -> _Call:
@@ -213,8 +217,9 @@ def _plain(value: Any) -> Any:
 def _result(op: Op, local: Any, inputs: Sequence[DistArray], call: _Call) -> DistArray:
     mesh, xp = inputs[0].mesh, array_namespace(local)
     given, local = local, xp.asarray(local)
-    if local.dtype.kind not in "biufc" and not is_floating(local.dtype):
-        raise TypeError(f"{op.name} gives no array of numbers, but {type(given).__name__} ({local.dtype})")
+    if not is_real(local.dtype):
+        what = f"{type(given).__name__} ({local.dtype})"
+        raise TypeError(f"{op.name} gives no array of bool, integers or real numbers, but {what}")
     computed = _computed(op, inputs)
     if computed:
         for x in inputs:

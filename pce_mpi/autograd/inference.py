@@ -35,6 +35,10 @@ class Abstract:
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self.dtype = dtype
 
+    def astype(self, dtype: np.dtype[Any]) -> Abstract:
+        """The same with another dtype."""
+        return Abstract(dtype)
+
 
 class AbstractMesh(Mesh):
     """Dims without ranks; keeps what would be sent, and how each operand had to lie when it was first needed."""

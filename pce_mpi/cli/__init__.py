@@ -7,14 +7,22 @@ starts ranks itself, and never touches MPI in the process that it is started in.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
+from difflib import get_close_matches
 import os
+import re
+import select
+import signal
 import sys
-from typing import TYPE_CHECKING
+import textwrap
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from pce_mpi import __version__
 from pce_mpi.cli import bench, check, conformance, info
 from pce_mpi.comm.collectives import agree
+from pce_mpi.comm.communicators import check_mpi
+from pce_mpi.comm.launch import why_apart
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -24,9 +32,14 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command, all but `conformance` on all ranks, and exit with its status, the same on each."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["conformance"]:
-        sys.exit(2 if conformance.started_by_mpiexec() else conformance.run(_parser().parse_args(arguments)))
+    with _quiet_once_nobody_reads():
+        arguments = sys.argv[1:] if arguments is None else arguments
+        if arguments[:1] == ["conformance"]:
+            sys.exit(2 if conformance.started_as_rank() else conformance.run(_parsed(arguments)))
+        sys.exit(_status_on_ranks(arguments))
+
+
+def _status_on_ranks(arguments: Sequence[str]) -> int:
     comm = _world()
     with contextlib.ExitStack() as stack:
         if comm is not None and comm.rank > 0:
@@ -34,14 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stack.enter_context(contextlib.redirect_stdout(silence))
             stack.enter_context(contextlib.redirect_stderr(silence))
         try:
-            options = _parser().parse_args(arguments)
+            options = _parsed(arguments)
         except SystemExit:
             if comm is not None:
                 # The first rank to leave may end the job: not before rank 0 has printed.
                 agree(comm, "command line", {})
             raise
+        apart = why_apart(comm)
+        if apart and options.run is not info.run:  # which says so beside all the rest
+            sys.exit(f"error: {apart}")
         try:
-            status = options.run(options, comm)
+            status: int = options.run(options, comm)
         except BaseException as error:
             if comm is not None and comm.size > 1:
                 from mpi4py.run import set_abort_status
@@ -50,7 +66,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 set_abort_status(error)
                 error.add_note(f"on rank {comm.rank} of {comm.size}")
             raise
-    sys.exit(status)
+    return status
+
+
+@contextlib.contextmanager
+def _quiet_once_nobody_reads() -> Iterator[None]:
+    """Once the reader of the output has left, as `head` does, exit as a program exits that SIGPIPE ends."""
+    try:
+        try:
+            yield
+        except SystemExit:
+            print(end="", flush=True)  # what fails when Python ends is reported
+            raise
+    except BrokenPipeError:
+        unread = [stream for stream in (sys.stdout, sys.stderr) if _is_unread(stream)]
+        if not unread:
+            raise  # it is another pipe that has broken
+        with open(os.devnull, "w") as devnull:
+            for stream in unread:
+                os.dup2(devnull.fileno(), stream.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _is_unread(stream: TextIO) -> bool:
+    try:
+        stream.flush()
+        poll = select.poll()
+        poll.register(stream, select.POLLOUT)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    except BrokenPipeError:
+        return True
+    except (AttributeError, OSError, ValueError):  # not there, no file, closed
+        return False
 
 
 def _world() -> MPI.Intracomm | None:
@@ -59,28 +106,63 @@ def _world() -> MPI.Intracomm | None:
         from mpi4py import MPI
     except (ImportError, RuntimeError):
         return None
+    check_mpi()
     return MPI.COMM_WORLD
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but for those that only say that an option was not given."""
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows the defaults of options that take a value, and paragraphs as they are."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        unset = action.default is None or action.default is False
-        return action.help if unset else super()._get_help_string(action)
+        default = action.default
+        if default in (None, argparse.SUPPRESS) or isinstance(default, bool):
+            return action.help
+        shown = " ".join(map(str, default)) if isinstance(default, list) else default
+        return f"{action.help} (default: {shown})"
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)  # options and candidates stay whole
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(f"{message}\n{self.prog} --help explains what can be given")
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
+    options, unknown = parser.parse_known_args(arguments)
+    chosen = options.parser
+    if unknown:
+        known = re.findall(r"--[a-z-]+", chosen.format_usage())
+        alike = [each for word in unknown for each in get_close_matches(word.partition("=")[0], known, 1)]
+        meant = f"; did you mean {' and '.join(alike)}?" if alike else ""
+        chosen.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+    if chosen is parser:
+        parser.error("a command is missing: info, check, bench or conformance")
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m pce_mpi",
         description="Softmax cross entropy over a class axis that is sharded across MPI ranks.",
-        epilog="On several ranks: mpiexec -n 4 python -m pce_mpi check; python -m pce_mpi conformance -n 4 CANDIDATE",
+        formatter_class=_HelpFormatter,
+        epilog="""\
+on several ranks:
+  mpiexec -n 4 python -m pce_mpi check
+  python -m pce_mpi conformance -n 4 package.module:candidate
+
+`python -m pce_mpi COMMAND --help` explains the options of a command.""",
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"pce_mpi {__version__}", help="print the version")
+    parser.set_defaults(parser=parser)
+    commands = parser.add_subparsers(metavar="COMMAND", parser_class=_Parser)
     for command in (info, check, bench, conformance):
         name = command.__name__.rpartition(".")[2]
         summary = (command.__doc__ or "").partition("\n")[0].partition(": ")[2]
-        subparser = commands.add_parser(name, help=summary, description=summary, formatter_class=_HelpFormatter)
+        subparser = commands.add_parser(name, help=summary, formatter_class=_HelpFormatter)
+        subparser.description = summary[0].upper() + summary[1:]
         command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
+        subparser.set_defaults(run=command.run, parser=subparser)
     return parser

@@ -62,17 +62,26 @@ class Measurement:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Sizes, dtype, repetitions and where the results go."""
+    parser.epilog = """\
+Each rank takes memory for about three arrays of rows x classes / ranks elements. Start it with mpiexec to measure that
+number of ranks; for reproducible times, ranks times BLAS threads should not exceed the cores (OMP_NUM_THREADS).
+Exit status: 0, or 2 if something that was asked for is not installed or is not there."""
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="NumPy, or CuPy on a GPU for each rank")
-    parser.add_argument("--rows", type=_positive, default=2048, help="rows of the logits")
+    parser.add_argument("--rows", type=_positive, default=2048, metavar="R", help="rows of the logits")
     parser.add_argument(
         "--classes",
         type=_positive,
         nargs="+",
         default=[32000],
+        metavar="C",
         help="classes of all shards together, one or more sizes",
     )
-    parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32", "float64"], default="float32")
-    parser.add_argument("--repeat", type=_positive, default=7, help="timed repetitions, of which the median counts")
+    parser.add_argument(
+        "--dtype", choices=["float16", "bfloat16", "float32", "float64"], default="float32", help="of the logits"
+    )
+    parser.add_argument(
+        "--repeat", type=_positive, default=7, metavar="N", help="timed repetitions, of which the median counts"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON rather than a table")
     parser.add_argument(
         "--plot", type=_picture, metavar="FILE.png", help="draw ns per element against classes (needs matplotlib)"
@@ -94,7 +103,7 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     size = 1 if comm is None else comm.size
     measured: list[Measurement] = []
     names = [f"{classes} classes" for classes in options.classes]
-    for classes, _ in zip(options.classes, progress(names, comm), strict=True):
+    for classes, _ in zip(options.classes, progress("bench", names, comm), strict=True):
         measured += _measure(options.rows, classes, dtype, options.repeat, comm)
     agreement = None if comm is None else _slowest(comm, _agreement_seconds(comm))
     costs = [] if comm is None else tape_costs(options.rows, max(options.classes), options.repeat, comm)
@@ -152,7 +161,7 @@ def _run_on_gpu(options: argparse.Namespace, dtype: np.dtype[Any], comm: MPI.Int
         return 2
     measured = []
     names = [f"{classes} classes" for classes in options.classes]
-    for classes, _ in zip(options.classes, progress(names, comm), strict=True):
+    for classes, _ in zip(options.classes, progress("bench", names, comm), strict=True):
         try:
             found, missing = measure_on_gpu(options.rows, classes, dtype, options.repeat, comm, import_cupy())
         except MemoryError as error:
@@ -312,28 +321,27 @@ def _slowest(comm: MPI.Intracomm | None, seconds: float) -> float:
 
 
 def _plot(measured: list[Measurement], options: argparse.Namespace, size: int) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
     for function in dict.fromkeys(one.function for one in measured):
         points = sorted((one for one in measured if one.function == function), key=lambda one: one.classes)
         x = [one.classes for one in points]
-        (line,) = axes.plot(x, [one.ns_per_element for one in points], "o-", label=function)
+        (line,) = axes.plot(x, [one.ns_per_element for one in points], "o-", linewidth=2, label=function)
         floor = [one.ns_per_element / one.times_floor for one in points]
-        axes.plot(x, floor, ":", color=line.get_color(), label=f"floor of {function}")
+        axes.plot(x, floor, "v:", linewidth=2, color=line.get_color(), alpha=0.6, label=f"floor of {function}")
     axes.set(
-        xlabel="classes of all shards",
-        ylabel="ns per element of a shard",
-        title=f"{size} ranks, {options.rows} rows, {options.dtype}",
+        xlabel="classes of all shards together",
+        ylabel="time (ns per element of a shard)",
+        title=f"Loss and gradient: {size} rank{'s' * (size > 1)}, {options.rows:,} rows, {options.dtype}, "
+        f"median of {options.repeat}",
         ylim=(0, None),
     )
     if len(options.classes) > 1:
         axes.set_xscale("log")
-        axes.set_xticks(options.classes, [f"{classes:,}" for classes in options.classes], minor=False)
-        axes.minorticks_off()
+    axes.set_xticks(options.classes, [f"{classes:,}" for classes in options.classes], minor=False)
+    axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(options.plot, dpi=150)

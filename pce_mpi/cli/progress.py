@@ -1,9 +1,14 @@
-"""How far a run has got: a progress bar on the terminal, or plain lines where tqdm is not installed."""
+"""How far a run has got, on stderr: a progress bar on a terminal where tqdm is installed, or else a line now and then.
+
+What mpiexec starts has no terminal, as mpiexec reads all that it prints.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+import contextlib
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,34 +16,31 @@ if TYPE_CHECKING:
 
 __all__ = ["Bar", "progress"]
 
+# Without a bar, a line is printed each time that another of so many parts of the work is done, and after so many
+# seconds without one.
+_PARTS = 10
+_SILENCE = 60.0
 
-def progress(names: Sequence[str], comm: MPI.Intracomm | None) -> Iterator[str]:
+
+def progress(work: str, names: Sequence[str], comm: MPI.Intracomm | None) -> Iterator[str]:
     """Yield each of `names` and show on rank 0's stderr how far that has got."""
-    if comm is not None and comm.rank > 0:
-        yield from names
-        return
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        for number, name in enumerate(names, 1):
-            print(f"{number}/{len(names)} {name}", file=sys.stderr)
+    with contextlib.closing(Bar(work, len(names), shown=comm is None or comm.rank == 0)) as bar:
+        for name in names:
+            bar.started(name)
             yield name
-        return
-    with tqdm(names, file=sys.stderr) as bar:
-        for name in bar:
-            bar.set_description(name)
-            yield name
+            bar.finished(name)
 
 
 class Bar:
-    """How much of `total` is done, on stderr: a bar on a terminal where tqdm is installed, or else a line each."""
+    """How much of `total` is done; nothing is said unless `shown`."""
 
-    def __init__(self, work: str, total: int) -> None:
-        self._work, self._total = work, total
+    def __init__(self, work: str, total: int, *, shown: bool = True) -> None:
+        self._work, self._total, self._shown = work, total, shown
         self.done = 0
-        self._name = self._shown = ""
+        self._name = self._told = ""
+        self._last_line = time.monotonic()
         self._tqdm: Any = None
-        if sys.stderr.isatty():
+        if shown and sys.stderr.isatty():
             try:
                 from tqdm import tqdm
             except ImportError:
@@ -55,25 +57,31 @@ class Bar:
 
     def tell(self, text: str) -> None:
         """What is to be said of the one that is done now, on a terminal alone."""
-        shown = f"{self._name} {text}".rstrip()
-        if self._tqdm is not None and shown != self._shown:
-            self._tqdm.set_postfix_str(shown)
-            self._shown = shown
+        told = f"{self._name} {text}".rstrip()
+        if self._tqdm is not None and told != self._told:
+            self._tqdm.set_postfix_str(told)
+            self._told = told
 
-    def finished(self, name: str, how: str, *, worth_a_line: bool = False, silent: bool = False) -> None:
-        """`name` is done; a line of its own says so where there is no bar, unless `silent`, or if it is worth one."""
+    def finished(self, text: str, *, worth_a_line: bool = False) -> None:
+        """One more is done, and `text` says of it what there is to say; a line of its own if it is worth one."""
         self.done += 1
         if self._tqdm is not None:
+            self._tqdm.set_postfix_str(text, refresh=False)
             self._tqdm.update()
-        if worth_a_line or (self._tqdm is None and not silent):
-            self.say(f"{self._work} {self.done}/{self._total}  {how:11}  {name}")
+        if worth_a_line or (self._tqdm is None and self._is_line_due()):
+            self.say(f"{self._work} {self.done}/{self._total}  {text}")
+
+    def _is_line_due(self) -> bool:
+        parts, before = (_PARTS * done // self._total for done in (self.done, self.done - 1))
+        return parts > before or time.monotonic() - self._last_line >= _SILENCE
 
     def say(self, text: str) -> None:
         """A line of its own."""
         if self._tqdm is not None:
             self._tqdm.write(text, file=sys.stderr)
-        else:
+        elif self._shown:
             print(text, file=sys.stderr, flush=True)
+            self._last_line = time.monotonic()
 
     def close(self) -> None:
         """Take the bar away."""

@@ -57,7 +57,9 @@ class Why(TypedDict):
 
 
 #: how many whole numbers of its own an operation may add to the header of its agreement
-FACTS = 5
+FACTS = 6
+# What a rank adds to the checksum of its call where its own checks failed; a checksum is smaller.
+_FAILED = 1 << 32
 
 
 def agree(
@@ -73,7 +75,7 @@ def agree(
     """Make sure that every rank of `comm` makes the same call and that all of its checks passed.
 
     Collective over `comm`: one Allgather of 56 bytes. `call` describes what must be the same on every rank, `error`
-    is what this rank's own checks raised, if anything, and `facts` are up to 5 whole numbers for the others to know.
+    is what this rank's own checks raised, if anything, and `facts` are up to 6 whole numbers for the others to know.
     `ranks_named` says that the error's text has its ranks already, from an agreement over another communicator.
 
     Returns the facts of all ranks, (ranks, facts), int64. If some rank has an error, every rank raises that of the
@@ -82,8 +84,9 @@ def agree(
     """
     channel = channel_of(comm, operation)
     checksum = _checksum(operation, tuple(call.items()))
-    header = np.array((error is not None, checksum, *facts, *(0,) * (FACTS - len(facts))), np.int64)
-    headers = np.empty((channel.size, 2 + FACTS), np.int64)
+    call_or_failure = checksum if error is None else checksum + _FAILED
+    header = np.array((call_or_failure, *facts, *(0,) * (FACTS - len(facts))), np.int64)
+    headers = np.empty((channel.size, 1 + FACTS), np.int64)
     _run(
         channel,
         "all_gather",
@@ -98,12 +101,12 @@ def agree(
         waiting_in=f"{operation}: agreement",
     )
     # Lists of so few numbers are compared three times as fast as arrays.
-    if headers[:, :2].tolist() != [[0, checksum]] * channel.size:
-        if headers[:, 0].any():
+    if (calls := headers[:, 0].tolist()) != [checksum] * channel.size:
+        if max(calls) >= _FAILED:
             raise_together(comm, operation, error, over=over, ranks_named=ranks_named)
         said = {"operation": operation, **{name: repr(value) for name, value in call.items()}}
         raise CollectiveError(_differences(all_gather_text(json.dumps(said), comm, operation=operation, over=over)))
-    return headers[:, 2 : 2 + len(facts)]
+    return headers[:, 1 : 1 + len(facts)]
 
 
 @lru_cache(maxsize=1024)

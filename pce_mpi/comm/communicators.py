@@ -5,15 +5,19 @@ with it. Waiting for a collective on it is a yielding poll. After `PCE_MPI_TIMEO
 that wait tell each other so, point to point, and every one of them raises a `CollectiveTimeout` that names the ranks
 which are silent; the communicator is not used again.
 
+A call of MPI before `MPI.Init` or after `MPI.Finalize` ends the process: `check_mpi` raises before it comes to that.
+
 Arrays on a GPU go through host memory, unless MPI is `gpu_aware`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 import ctypes
 from functools import cache
 import os
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +31,10 @@ __all__ = [
     "by_value",
     "channel_of",
     "check_comm",
+    "check_mpi",
     "gpu_aware",
     "is_comm",
+    "out_of_communicators",
     "prefix_of",
     "reduces_on_gpus",
     "same_ranks",
@@ -90,6 +96,7 @@ class Channel:
         while not test():
             late = time.monotonic() > deadline
             if late or self.comm.Iprobe(MPI.ANY_SOURCE, self._tag):
+                self._say_that_it_waits(operation, late)
                 self._broken = self._roll_call(operation)
                 raise CollectiveTimeout(self._broken)
             time.sleep(_NAP)
@@ -98,6 +105,15 @@ class Channel:
         """A communicator with a collective still under way on it would pair old messages with new ones."""
         if self._broken is not None:
             raise CollectiveTimeout(f"this communicator is not usable any more: {self._broken}")
+
+    def _say_that_it_waits(self, operation: str, late: bool) -> None:
+        """Write one line to stderr: after a network has failed, the process may die in the roll call."""
+        if sys.stderr is None:
+            return
+        waits = f"has waited {self._timeout:g} s (PCE_MPI_TIMEOUT)" if late else "hears that others gave up, and waits"
+        rank = f"rank {self.rank} of {self.size}"
+        with suppress(OSError, ValueError):  # a stream that is closed must not hide the timeout
+            print(f"pce_mpi: {rank} {waits} in {operation}; ranks now tell where they are", file=sys.stderr, flush=True)
 
     def _roll_call(self, operation: str) -> str:
         """Who else waits, and where: each rank that waits tells all others, and hears whom it hears for a second."""
@@ -149,23 +165,43 @@ def _channel_key() -> int:
 
 def channel_of(comm: MPI.Intracomm, operation: str) -> Channel:
     """The cached private duplicate of `comm`; collective the first time."""
+    check_mpi()
     channel: Any = comm.Get_attr(_channel_key())
     if channel is None:
-        from mpi4py import MPI
-
-        # There is no private communicator to call the roll on before this one exists. The caller's own serves, with
-        # the highest tag there is, and only once the program is lost anyway.
-        highest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-        channel = Channel(comm, highest)
-        duplicate, request = comm.Idup()
-        try:
-            channel.wait(request, f"{operation} (its first use of the communicator)", duplicate)
-            channel = Channel(duplicate, _ROLL_CALL_TAG, owns_comm=True)
-        finally:
-            comm.Set_attr(_channel_key(), channel)
+        channel = _new_channel(comm, operation)
+        comm.Set_attr(_channel_key(), channel)
     assert isinstance(channel, Channel)
     channel.raise_if_broken()
     return channel
+
+
+def _new_channel(comm: MPI.Intracomm, operation: str) -> Channel:
+    """A channel on a new duplicate of `comm`; one that is broken on `comm` itself if the others did not come."""
+    from mpi4py import MPI
+
+    # There is no private communicator to call the roll on before this one exists. The caller's own serves, with the
+    # highest tag there is, and only once the program is lost anyway.
+    highest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+    waiting = Channel(comm, highest)
+    try:
+        duplicate, request = comm.Idup()
+        waiting.wait(request, f"{operation} (its first use of the communicator)", duplicate)
+    except MPI.Exception as error:
+        raise out_of_communicators(operation, error) from error
+    except BaseException:
+        comm.Set_attr(_channel_key(), waiting)
+        raise
+    return Channel(duplicate, _ROLL_CALL_TAG, owns_comm=True)
+
+
+def out_of_communicators(operation: str, error: MPI.Exception) -> RuntimeError:
+    """What to raise where MPI made no communicator; it makes one on all ranks or on none."""
+    reason = str(error).strip().rpartition(": ")[2]
+    return RuntimeError(
+        f"{operation}: MPI could not make another communicator ({reason}). It has some 2,000, and takes two for each "
+        "that is used here. Free() those that are no longer needed, keep no mesh that is not, and make those that are "
+        "needed once"
+    )
 
 
 def gpu_aware() -> tuple[bool, str]:
@@ -199,11 +235,30 @@ def reduces_on_gpus() -> bool:
     return MPI.get_vendor()[0] != "Open MPI"
 
 
-def is_comm(comm: Any) -> bool:
-    """Whether `comm` is an intracommunicator of mpi4py's that this process belongs to."""
+def check_mpi() -> None:
+    """Raise `RuntimeError` unless MPI is running."""
+    is_initialized, is_finalized = _states_of_mpi()
+    if not is_initialized():
+        raise RuntimeError("MPI has not been initialized: call MPI.Init() first, or leave mpi4py.rc.initialize True")
+    if is_finalized():
+        raise RuntimeError("MPI has been finalized: do all that communicates before MPI.Finalize()")
+
+
+@cache
+def _states_of_mpi() -> tuple[Callable[[], bool], Callable[[], bool]]:
     from mpi4py import MPI
 
-    return isinstance(comm, MPI.Intracomm) and comm != MPI.COMM_NULL
+    return MPI.Is_initialized, MPI.Is_finalized
+
+
+def is_comm(comm: Any) -> bool:
+    """Whether `comm` is an intracommunicator of mpi4py's that this process belongs to; `RuntimeError` without MPI."""
+    from mpi4py import MPI
+
+    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+        return False
+    check_mpi()
+    return True
 
 
 def same_ranks(a: MPI.Intracomm, b: MPI.Intracomm) -> bool:

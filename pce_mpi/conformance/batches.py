@@ -261,6 +261,8 @@ class _Launch:
     def _take_in(self, rank: int, event: dict[str, Any]) -> None:
         mine = self._ranks[rank]
         match event["event"]:
+            case "apart":
+                raise LaunchError(event["text"])
             case "unusable":
                 raise LaunchError(f"{self._batches.orders.candidate} cannot be loaded and started: {event['text']}")
             case "ready":

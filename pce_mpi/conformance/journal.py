@@ -5,7 +5,8 @@ Files and not MPI, as they must still be readable when a rank hangs or has died.
 ============  =====  ==================================================================================================
 event         ranks  meaning, and what comes with it
 ============  =====  ==================================================================================================
-`began`       all    the process runs; `pid`
+`began`       all    the process runs; `pid`, and the files of the memory that it shares with other ranks, `shared`
+`apart`       any    MPI does not see all ranks that were started, and this one ends; `text`
 `unusable`    any    the candidate could not be loaded or started; `text`
 `ready`       0      the candidate is loaded and started; `offer`, `versions`
 `started`     all    a task begins; `task` is its number, `printed` how many bytes this rank had printed by then
@@ -26,7 +27,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Follower", "Journal"]
+__all__ = ["Follower", "Journal", "beginnings"]
+
+_NAME = "rank-{rank}.jsonl"
 
 
 class Journal:
@@ -69,5 +72,11 @@ class Follower:
         return complete.splitlines()
 
 
+def beginnings(folder: Path) -> str:
+    """The first event of every rank, as it is written, of ranks that have ended."""
+    texts = (path.read_text(encoding="utf-8", errors="replace") for path in folder.glob(_NAME.format(rank="*")))
+    return "\n".join(text.partition("\n")[0] for text in texts)
+
+
 def _path(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.jsonl"
+    return folder / _NAME.format(rank=rank)

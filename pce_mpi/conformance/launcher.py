@@ -3,41 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 import ctypes
 from functools import partial
 import os
 from pathlib import Path
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
+import weakref
 
-from pce_mpi.conformance.journal import Follower
-from pce_mpi.conformance.launching import LaunchError, memory_shared_by, mpiexec, settings, stop
+from pce_mpi.conformance.journal import Follower, beginnings
+from pce_mpi.conformance.launching import LaunchError, memory_named_in, mpiexec, settings, stop
 from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.stacks import innermost
+from pce_mpi.leftovers import abandoned, new_folder
 
 __all__ = ["Job"]
 
 _LINES_SHOWN = 20
+# How the folders of all jobs begin, in the folder for temporary files.
+_STEM = "pce_mpi-conformance-"
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class Job:
-    """One launch of `ranks` workers, which do what `orders` say; a context manager that leaves no process behind."""
+    """One launch of `ranks` workers, which do what `orders` say.
+
+    A context manager that leaves nothing behind, neither processes nor files nor memory that they share. What it left
+    all the same, as it was killed, the next one of the same user removes.
+    """
 
     def __init__(self, ranks: int, orders: Orders) -> None:
         self.ranks = ranks
-        self._temporary = tempfile.TemporaryDirectory(prefix="pce_mpi-conformance-")
-        self.folder = Path(self._temporary.name)
+        temporary = Path(tempfile.gettempdir())
+        for leftover in abandoned(temporary, _STEM):
+            _remove(leftover)
+        self.folder, held = new_folder(temporary, _STEM)
+        # Also at the end of this process, should it come before that of the job.
+        self._clean_up = weakref.finalize(self, _remove, self.folder, held)
         orders.write(self.folder)
         self._follower = Follower(self.folder, ranks)
         self._pids: dict[int, int] = {}  # rank of each process
-        self._shared: set[Path] = set()  # memory that its ranks share, and leave behind where they are killed
-        worker = [sys.executable, "-m", "pce_mpi.conformance.worker", str(self.folder)]
+        worker = [sys.executable, "-m", "pce_mpi.conformance.worker", str(self.folder), str(ranks)]
         # -I -S: nothing but the standard library, as a supervisor needs nothing else and there are many.
         supervisor = [sys.executable, "-I", "-S", str(Path(__file__).with_name("supervisor.py")), str(self._ends)]
         with open(self._output, "wb") as output:
@@ -53,7 +66,7 @@ class Job:
                     preexec_fn=_ended_with_this_process(),
                 )
             except OSError as error:
-                self._temporary.cleanup()
+                self._clean_up()
                 raise LaunchError(f"{shlex.join(command[:3])} could not be started: {error}") from None
 
     def __enter__(self) -> Job:
@@ -63,7 +76,7 @@ class Job:
         try:
             self.stop()
         finally:
-            self._temporary.cleanup()
+            self._clean_up()
 
     @property
     def _ends(self) -> Path:
@@ -83,7 +96,6 @@ class Job:
         for rank, event in self._follower.news():
             if event["event"] == "began":
                 self._pids[event["pid"]] = rank
-                self._shared |= memory_shared_by(event["pid"])
             yield rank, event
 
     def ends(self) -> list[tuple[int | None, int]]:
@@ -136,8 +148,16 @@ class Job:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     pass
-        for segment in self._shared:
+
+
+def _remove(folder: Path, held: int | None = None) -> None:
+    """Remove the folder of a job that is over, and the memory that ranks leave behind where they are killed."""
+    with suppress(OSError):
+        for segment in memory_named_in(beginnings(folder)):
             segment.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    if held is not None:
+        os.close(held)
 
 
 def _ended_with_this_process() -> Callable[[], object] | None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
-__all__ = ["LaunchError", "memory_shared_by", "mpiexec", "number_of_cores", "settings", "stop"]
+__all__ = ["LaunchError", "memory_named_in", "memory_shared_by", "mpiexec", "number_of_cores", "settings", "stop"]
 
 # How long a job that was asked to end may take to do so.
 _GRACE = 5.0
@@ -63,7 +63,12 @@ def memory_shared_by(pid: int) -> set[Path]:
         maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except OSError:
         return set()  # it has ended, or this is no Linux
-    return {Path(each) for each in re.findall(r"/dev/shm/mpich_shm_\S+", maps)}
+    return memory_named_in(maps)
+
+
+def memory_named_in(text: str) -> set[Path]:
+    """The files of memory that ranks of MPICH share, as far as `text` names them."""
+    return {Path(each) for each in re.findall(r"/dev/shm/mpich_shm_\w+", text)}
 
 
 def stop(process: subprocess.Popen[Any]) -> None:

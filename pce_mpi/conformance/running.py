@@ -17,8 +17,10 @@ from unittest import SkipTest
 import numpy as np
 
 from pce_mpi.comm.communicators import by_value
+from pce_mpi.comm.launch import why_apart
 from pce_mpi.conformance.cases import Case, Expects, Problem
 from pce_mpi.conformance.judging import Answer, judge
+from pce_mpi.conformance.launching import LaunchError
 from pce_mpi.conformance.offers import Offer, offer_of
 from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict
 from pce_mpi.conformance.procedures import PROCEDURES, BadResult, Trial
@@ -52,8 +54,13 @@ def run_case(
     `rows` and `classes` replace the case's own, if it is shrinkable. `offer`: what the candidate offers, if not what
     `offer_of` says. A candidate that has `start` must have been started.
 
-    Collective over `comm`; does not return if the candidate does not.
+    Collective over `comm`; does not return if the candidate does not. Raises `LaunchError` where `comm` is COMM_WORLD
+    and MPI does not see the other processes that were started with this one.
     """
+    from mpi4py import MPI
+
+    if comm == MPI.COMM_WORLD and (apart := why_apart(comm)):
+        raise LaunchError(apart)
     offer = offer_of(candidate) if offer is None else offer
     outcome = Outcome(case.name, case.catches, Verdict.PASS, ranks=comm.size, dtype=case.dtype)
     missing = offer.missing(case.needs, case.dtype)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata, resources
 import inspect
-import json
 import os
 from pathlib import Path
 import shlex
@@ -22,18 +21,17 @@ from pce_mpi.arrays import dtype_named, is_floating
 from pce_mpi.conformance import judging
 from pce_mpi.conformance.cases import Case, Expects, Problem
 from pce_mpi.conformance.catalogue import cases
+from pce_mpi.conformance.index import Entry, Index
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.offers import EVERYTHING, Gradient
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.units import Tolerance
+from pce_mpi.distributed.tensor_files import dtype_name, opened, shortened, shown
+from pce_mpi.loss.arguments import Call, check
 
 __all__ = ["export", "judged"]
 
 Array = np.ndarray[Any, Any]
-
-_FORMAT = "pce_mpi conformance vectors"
-_VERSION = 1
-_INDEX = "index.json"
 
 
 def export(
@@ -53,7 +51,7 @@ def export(
 
     folder = Path(folder)
     selected = [case for case in cases(EVERYTHING, pattern=pattern, dtypes=dtypes) if _numbers_show(case)]
-    index = []
+    entries = []
     for size in dict.fromkeys(ranks):
         for case in selected:
             problem = case.build(case.setting(EVERYTHING, size, seed=seed))
@@ -63,12 +61,11 @@ def export(
             path = folder / f"{name}.safetensors"
             path.parent.mkdir(parents=True, exist_ok=True)
             save_file({key: np.array(array, order="C") for key, array in _tensors(case, problem)}, path)
-            index.append(_entry(name, case, problem))
-    content = {"format": _FORMAT, "version": _VERSION, "seed": seed, "vectors": index}
+            entries.append(_entry(name, case, problem))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text(_page(), encoding="utf-8")
-    (folder / _INDEX).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return len(index)
+    Index(seed, entries).write(folder)
+    return len(entries)
 
 
 def judged(
@@ -79,23 +76,20 @@ def judged(
     For the vector called NAME the file has NAME/loss and, where there is one, NAME/dlogits, of all classes; or
     NAME/refused, whatever it holds. A vector that the file does not have is not offered.
 
-    Raises `FileNotFoundError` where there is no index or no file, `ValueError` for what is no index, for what is no
-    safetensors file, and for results of no vector.
+    Raises `FileNotFoundError` where there is no index or no file, `ValueError` for a malformed index, for what is no
+    safetensors file, for a vector that is no problem, and for results of no vector.
     """
-    content = json.loads(Path(folder, _INDEX).read_text(encoding="utf-8"))
-    if content.get("format") != _FORMAT or content.get("version") != _VERSION:
-        raise ValueError(f"{Path(folder, _INDEX)} must be {_FORMAT}, version {_VERSION}")
+    index = Index.read(Path(folder))
     given = _read(Path(results))
-    entries = content["vectors"]
-    known = {f"{entry['name']}/{key}" for entry in entries for key in ("loss", "dlogits", "refused")}
+    known = {f"{entry.name}/{key}" for entry in index.entries for key in ("loss", "dlogits", "refused")}
     if unknown := sorted(given.keys() - known):
-        raise ValueError(f"{results} has {unknown[0]!r}, which is the result of no vector in {folder}")
+        raise ValueError(f"{results} has {shown(unknown[0])}, which is the result of no vector in {folder}")
     command = ["python", "-m", "pce_mpi", "conformance", "--vectors", str(folder), "--results", str(results)]
     if strict:
         command.append("--strict")
     if tolerance != 1.0:
         command += ["--tolerance", f"{tolerance:g}"]
-    outcomes = [_outcome(Path(folder), entry, given, Tolerance(strict, tolerance)) for entry in entries]
+    outcomes = [_outcome(Path(folder), entry, given, Tolerance(strict, tolerance)) for entry in index.entries]
     for outcome in outcomes:
         outcome.rerun = shlex.join(command)
     return Report(
@@ -103,7 +97,7 @@ def judged(
         offer=EVERYTHING,
         ranks=max((outcome.ranks for outcome in outcomes), default=0),
         versions={"pce_mpi": metadata.version("pce_mpi"), "numpy": np.__version__},
-        seed=content["seed"],
+        seed=index.seed,
         strict=strict,
         tolerance=tolerance,
         outcomes=outcomes,
@@ -132,19 +126,19 @@ def _tensors(case: Case, problem: Problem) -> Iterator[tuple[str, Array]]:
         yield "expected_dlogits", dlogits
 
 
-def _entry(name: str, case: Case, problem: Problem) -> dict[str, Any]:
-    return {
-        "name": name,
-        "file": f"{name}.safetensors",
-        "catches": case.catches,
-        "expects": case.expects,
-        "gradient": case.needs.gradient is not Gradient.NONE,
-        "dtype": problem.dtype.name,
-        "axis": problem.axis % problem.logits.ndim,
-        "splits": problem.splits,
-        "reduction": problem.reduction,
-        "options": {option: value for option, value in problem.options.items() if option != "weight"},
-    }
+def _entry(name: str, case: Case, problem: Problem) -> Entry:
+    return Entry(
+        name=name,
+        file=f"{name}.safetensors",
+        catches=case.catches,
+        expects=case.expects,
+        gradient=case.needs.gradient is not Gradient.NONE,
+        dtype=problem.dtype.name,
+        axis=problem.axis % problem.logits.ndim,
+        splits=problem.splits,
+        reduction=problem.reduction,
+        options={option: value for option, value in problem.options.items() if option != "weight"},
+    )
 
 
 def _page() -> str:
@@ -153,45 +147,76 @@ def _page() -> str:
 
 
 def _read(path: Path) -> dict[str, Array]:
-    import safetensors
-
     try:
         dtype_named("bfloat16")  # which safetensors finds only once ml_dtypes was imported
     except TypeError:
         raise ImportError("vectors in bfloat16 need ml_dtypes") from None
-    with path.open("rb"):
-        pass  # for Python's own error, which names the path
-    try:
-        with safetensors.safe_open(path, "np") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    with opened(path) as file:
+        for name in file.keys():
+            dtype_name(name, file.get_slice(name))  # raises for a dtype that there is none for
+        return {name: file.get_tensor(name) for name in file.keys()}
 
 
-def _problem(folder: Path, entry: Mapping[str, Any]) -> Problem:
+def _problem(folder: Path, entry: Entry) -> Problem:
     """What was exported, as it lies in the files: another version of this package may draw other numbers."""
-    tensors = _read(folder / entry["file"])
-    options = dict(entry["options"])
-    if "weight" in tensors:
-        options["weight"] = tensors["weight"]
-    return Problem(
-        logits=tensors["logits"],
-        targets=tensors["targets"],
-        splits=tuple(entry["splits"]),
-        options=options,
-        reduction=entry["reduction"],
-        axis=entry["axis"],
-        dloss=tensors.get("dloss"),
-        may_be_nan=tensors.get("may_be_nan"),
+    try:
+        tensors = _read(folder / entry.file)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except OSError as error:
+        raise ValueError(f"{shown(entry.file)} is no file: {error.strerror}") from error
+    try:
+        if missing := {"logits", "targets"} - tensors.keys():
+            raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
+        problem = Problem(
+            logits=tensors["logits"],
+            targets=tensors["targets"],
+            splits=entry.splits,
+            options=entry.options | {name: tensors[name] for name in ("weight",) if name in tensors},
+            reduction=entry.reduction,
+            axis=entry.axis,
+            dloss=tensors.get("dloss"),
+            may_be_nan=tensors.get("may_be_nan"),
+        )
+        _check(problem, entry)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / entry.file} is no problem: {shortened(str(error))}") from error
+    return problem
+
+
+def _check(problem: Problem, entry: Entry) -> None:
+    """Raise where this is nothing that can be computed, or not what its entry says."""
+    checked = check(
+        Call(
+            operation="judged",
+            logits=problem.logits,
+            targets=problem.targets,
+            axis=problem.axis,
+            reduction=problem.reduction,
+            **problem.options,
+        )
     )
+    if problem.dtype.name != entry.dtype:
+        raise ValueError(f"the logits are {problem.dtype}, and the index says {entry.dtype}")
+    if problem.classes != entry.splits[-1] or not problem.classes:
+        raise ValueError(f"the logits have {problem.classes} classes, and the splits end at {entry.splits[-1]}")
+    if checked.targets is not None and entry.expects != Expects.REFUSAL:
+        counted = checked.targets[checked.valid]
+        if (counted < 0).any() or (counted >= problem.classes).any():
+            raise ValueError(f"a target is outside [0, {problem.classes}), and an answer is due")
+    dloss, may_be_nan = problem.dloss, problem.may_be_nan
+    if dloss is not None and (dloss.shape not in ((), problem.loss_shape) or not is_floating(dloss.dtype)):
+        raise ValueError(f"dloss must be floating-point and shaped as the loss, got {dloss.dtype} {dloss.shape}")
+    if may_be_nan is not None and (may_be_nan.shape != (problem.rows,) or may_be_nan.dtype != np.bool_):
+        raise ValueError(f"may_be_nan must be one bool for each row, got {may_be_nan.dtype} {may_be_nan.shape}")
 
 
-def _outcome(folder: Path, entry: Mapping[str, Any], given: Mapping[str, Array], tolerance: Tolerance) -> Outcome:
+def _outcome(folder: Path, entry: Entry, given: Mapping[str, Array], tolerance: Tolerance) -> Outcome:
     problem = _problem(folder, entry)
-    name, expects = entry["name"], Expects(entry["expects"])
+    name, expects = entry.name, Expects(entry.expects)
     outcome = Outcome(
         case=name,
-        catches=entry["catches"],
+        catches=entry.catches,
         verdict=Verdict.PASS,
         rows=problem.rows,
         classes=problem.classes,
@@ -210,7 +235,7 @@ def _outcome(folder: Path, entry: Mapping[str, Any], given: Mapping[str, Array],
         outcome.verdict, outcome.note = Verdict.NOT_OFFERED, "not among the results"
     elif expects is Expects.REFUSAL:
         outcome.findings = [Finding("not refused", "gives an answer, and a refusal was due")]
-    elif dlogits is None and entry["gradient"]:
+    elif dlogits is None and entry.gradient:
         outcome.verdict, outcome.note = Verdict.NOT_OFFERED, "its gradient is not among the results"
     else:
         outcome.findings = _malformed(problem, loss, dlogits)

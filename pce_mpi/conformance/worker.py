@@ -1,6 +1,7 @@
 """One rank of a launch: load the candidate, run cases one after the other, write down what happens.
 
-`launcher.Job` starts it on each rank, as `python -m pce_mpi.conformance.worker FOLDER`; FOLDER has the orders.
+`launcher.Job` starts it on each of RANKS ranks, as `python -m pce_mpi.conformance.worker FOLDER RANKS`; FOLDER has the
+orders.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from pce_mpi.comm.launch import why_apart
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted, named_candidate
 from pce_mpi.conformance.cases import Case
 from pce_mpi.conformance.journal import Journal
+from pce_mpi.conformance.launching import LaunchError, memory_shared_by
 from pce_mpi.conformance.offers import load, offer_of
 from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.outcomes import Outcome
@@ -122,13 +125,16 @@ class Worker:
         )
 
 
-def main(folder: Path) -> None:
-    """Do what the orders in `folder` say, on all ranks together."""
+def main(folder: Path, ranks: int) -> None:
+    """Do what the orders in `folder` say, on all ranks together; raise where these are not `ranks`."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()
     journal = Journal(folder, comm.rank)
-    journal.write("began", pid=os.getpid())
+    journal.write("began", pid=os.getpid(), shared=sorted(map(str, memory_shared_by(os.getpid()))))
+    if apart := why_apart(comm, ranks):
+        journal.write("apart", text=apart)
+        raise LaunchError(apart)
     _redirect_output(folder / f"output-{comm.rank}")
     # The launcher asks with a signal where a rank is that never returns: Python code could not answer from within C.
     stack = open(folder / f"stack-{comm.rank}", "w")
@@ -202,7 +208,7 @@ def _versions(mpi: Any, arrays: str) -> dict[str, str]:
 
 if __name__ == "__main__":
     try:
-        main(Path(sys.argv[1]))
+        main(Path(sys.argv[1]), int(sys.argv[2]))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -5,14 +5,15 @@ Every function here is the identity on the global array: it changes where number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 import hashlib
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from pce_mpi.arrays import is_floating, to_host
+from pce_mpi.arrays import array_namespace, is_floating, is_real, to_host
 from pce_mpi.comm.collectives import all_gather_text
 from pce_mpi.comm.communicators import by_value
 from pce_mpi.distributed.mesh import Mesh, over_text
@@ -20,7 +21,7 @@ from pce_mpi.distributed.placements import Partial, Placement, Replicate
 from pce_mpi.distributed.redistribution import carry_out, steps
 from pce_mpi.distributed.sharding import Sharding
 
-__all__ = ["OPERATIONS", "DistArray", "check_replicas", "checked_dtype", "redistribute"]
+__all__ = ["OPERATIONS", "DistArray", "check_replicas", "checked_dtype", "owned", "redistribute"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -39,7 +40,8 @@ class DistArray:
     grad           that gradient, a `DistArray`, for arrays that were made with `requires_grad=True`; else None
 
     Operators and functions work on the global array and never change one in place; == compares elements. Every rank of
-    the mesh calls them, as it does `full`, `item` and `float`.
+    the mesh calls them, as it does `full`, `item` and `float`. `copy.deepcopy` makes another array on the same mesh, in
+    memory of its own and with a copy of `grad`; it refuses what is on the tape.
     """
 
     __slots__ = ("__weakref__", "grad", "local", "mesh", "moved", "node", "requires_grad", "sharding")
@@ -116,11 +118,46 @@ class DistArray:
             raise TypeError("a 0-d array has no length")
         return self.shape[0]
 
+    def __iter__(self) -> Iterator[DistArray]:
+        if not self.shape:
+            raise TypeError("iteration over a 0-d array")
+        return (self[index] for index in range(self.shape[0]))
+
     def __bool__(self) -> bool:
         raise TypeError("a distributed array is not true or false; compare what .full() or .item() gives")
 
+    # Data frames leave an operator to the operand that has more of this: frame + x is x + frame.
+    __pandas_priority__ = 5000
+
     def __array__(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("a distributed array becomes a NumPy array by .full(), which communicates, or .local")
+        # Sparse matrices, and the products of data frames, ask for it before this class has its say.
+        raise TypeError(
+            "a distributed array becomes a NumPy array by .full(), which communicates, or .local. If the other operand "
+            "belongs to another library, as in csr @ w or frame @ w, convert one of the two: "
+            "distribute(csr.toarray(), mesh) @ w or csr @ w.full(), distribute(frame, mesh) @ w or frame @ w.full()"
+        )
+
+    def __copy__(self) -> DistArray:
+        copied = DistArray(self.local, self.mesh, self.sharding, requires_grad=self.requires_grad)
+        copied.grad, copied.node, copied.moved = self.grad, self.node, self.moved
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistArray:
+        if not self.is_leaf:
+            raise RuntimeError(
+                "only arrays that were made, or computed under no_grad, are deeply copied: the tape would not know "
+                "where the gradient of a copy belongs; copy x.detach()"
+            )
+        local = owned(self.local, self.local)
+        copied = DistArray(local, self.mesh, self.sharding, requires_grad=self.requires_grad)
+        copied.grad = deepcopy(self.grad, memo)
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a distributed array is not pickled, as each rank has only a part of it: write it to a file by "
+            "pce_mpi.save, or pickle what .full() or .local gives"
+        )
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if spec else repr(self)
@@ -275,10 +312,15 @@ class DistArray:
         return OPERATIONS["_function"](function, positional, named)
 
 
+def owned(local: Array, foreign: Array) -> Array:
+    """`local` in memory of its own, in C order."""
+    return array_namespace(foreign).array(local, order="C")
+
+
 def checked_dtype(array: Array, placements: Mapping[str, Placement], requires_grad: bool) -> Array:
     """`array`, if its dtype is one that these placements have a meaning for."""
     dtype = array.dtype
-    if not (is_floating(dtype) or (dtype.kind in "iub" and dtype.isnative)):
+    if not is_real(dtype):
         raise TypeError(f"a distributed array holds bool, integers or real numbers, got {dtype}")
     if requires_grad and not is_floating(dtype):
         raise TypeError(f"only real numbers have a gradient, got {dtype}")

@@ -8,13 +8,13 @@ part. Whatever fails on one rank is raised on every rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import suppress
 import errno
 import json
 import math
 import os
 from pathlib import Path
-import secrets
+import stat
 from typing import TYPE_CHECKING, Any, BinaryIO
 import zlib
 
@@ -26,6 +26,8 @@ from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh, over_text
 from pce_mpi.distributed.placements import Placement, Replicate
 from pce_mpi.distributed.sharding import Sharding
+from pce_mpi.distributed.tensor_files import CODES, dtype_name, kind_of_file, opened, safetensors_library, shown
+from pce_mpi.leftovers import abandoned, new_file
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -34,23 +36,9 @@ __all__ = ["load", "save"]
 
 HostArray = np.ndarray[Any, Any]
 
-# How the format calls the dtypes, in the order in which the library puts them.
-_CODES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
-}
-_NAMES = {code: name for name, code in _CODES.items()}
+# How many names a message lists, and the longest text in it that is shown whole.
+_NAMES_SHOWN = 20
+_TEXT_SHOWN = 100
 
 
 def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
@@ -60,14 +48,20 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
     written, as the safetensors library would write them. Whatever else there is to keep, a step number for one, goes in
     as a 0-d array.
 
-    The file comes into being at once: a temporary file beside it is filled and then renamed, so that an error leaves
-    the old file as it was. Only rank 0 of the mesh touches the file, and no rank ever holds more than one full array
+    The file comes into being at once: a temporary file beside it is filled, flushed to the disk and then renamed, so
+    that an error leaves the old file as it was. A file that is replaced hands on its mode and, where this user may set
+    them, its owner and group; a link is followed; anything that is neither a regular file nor a link to one, a device
+    for example, is refused. Only rank 0 of the mesh touches the file, and no rank ever holds more than one full array
     besides its own shards.
+
+    A killed job leaves its temporary file, `.NAME.` and 17 characters. The next save of that name by the same user
+    removes it: at once on the same machine, elsewhere when it was not changed for a week, as a job on another machine
+    may still write to it.
 
     Collective over the mesh: two Allgathers of 56 bytes, and for each array one Alltoallv in which each shard is sent
     to rank 0 once. Raises on every rank, whichever it happened on, `TypeError` or `ValueError` for bad arguments,
     `CollectiveError` for arrays that differ between ranks, `OSError` where the file cannot be written (no permission,
-    disk full), `ImportError` without safetensors.
+    disk full; `FileExistsError`: no regular file), `ImportError` without safetensors.
 
     >>> import numpy as np, pce_mpi as pce
     >>> from mpi4py import MPI
@@ -84,7 +78,7 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
     described: dict[str, str] = {}
     writer: _Writer | None = None
     try:
-        _safetensors()
+        safetensors_library()
         _check(arrays, mesh)
         described = {name: f"{array.dtype} {array.shape}, {array.sharding}" for name, array in arrays.items()}
         if mesh.rank == 0:
@@ -119,12 +113,13 @@ def load(
     `placements` by name and then by dim, `{"w": {"model": Shard(0)}}`: arrays and dims that are not named are
     Replicate, and nothing can be Partial. Shards are balanced, whatever they were when they were saved. The file may
     come from `save` with any number of ranks, or from elsewhere; the arrays are NumPy's. bfloat16 needs `ml_dtypes`.
+    With `requires_grad` the floating-point arrays are parameters; the others, such as a step number, have no gradient.
 
     Collective over `mesh`: one Allgather of 56 bytes, by which time every rank has read what is its own. Raises on
     every rank, whichever it happened on, `OSError` for a file that cannot be read, `ValueError` for one that is no
     safetensors file, has a dtype that there is none for, or lacks a name that `placements` has, and for placements that
-    do not fit; `TypeError` for integers that require a gradient; `CollectiveError` where ranks find different arrays or
-    want different placements; `ImportError` without safetensors.
+    do not fit; `CollectiveError` where ranks find different arrays or want different placements; `ImportError` without
+    safetensors.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
@@ -133,12 +128,12 @@ def load(
     arrays: dict[str, DistArray] = {}
     described: dict[str, str] = {}
     try:
-        with _opened(Path(path)) as file:
+        with opened(Path(path)) as file:
             for name, sharding, stored in _laid_out(file, path, mesh, placements or {}):
-                local = _part_of(stored, sharding.slices(mesh.coordinates))
-                if requires_grad and not is_floating(local.dtype):
-                    raise TypeError(f"only real numbers have a gradient, and {name!r} is {local.dtype}")
-                arrays[name] = DistArray(local, mesh, sharding, requires_grad=requires_grad)
+                local = _part_of(name, stored, sharding.slices(mesh.coordinates))
+                arrays[name] = DistArray(
+                    local, mesh, sharding, requires_grad=requires_grad and is_floating(local.dtype)
+                )
                 described[name] = f"{local.dtype} {sharding.shape}, {sharding}"
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
@@ -158,16 +153,15 @@ def _agree_on(
     checksum = zlib.crc32(repr(list(described.items())).encode())
     checksums = agree(comm, operation, called, error=error, facts=(checksum,), over=over)[:, 0].tolist()
     if checksums != checksums[:1] * len(checksums):
-        order = {"names, in order": tuple(described)}
-        agree(comm, operation, {**described, **order}, over=over)  # raises
+        by_name = {_brief(name): text for name, text in described.items()}
+        agree(comm, operation, {**by_name, "names, in order": _brief(repr(tuple(described)))}, over=over)  # raises
 
 
-def _safetensors() -> Any:
-    try:
-        import safetensors
-    except ImportError as error:
-        raise ImportError("checkpoints need safetensors: pip install 'pce_mpi[checkpoint]'") from error
-    return safetensors
+def _brief(text: str) -> str:
+    """`text`, or where that is long its beginning and a checksum, so that different texts stay different."""
+    if len(text) <= _TEXT_SHOWN:
+        return text
+    return f"{text[:_TEXT_SHOWN]}... (checksum {zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x})"
 
 
 # --------------------------------------------------------------------------------------------------------------- save
@@ -186,15 +180,15 @@ def _mesh_of(arrays: Any) -> Mesh:
 def _check(arrays: Mapping[Any, Any], mesh: Mesh) -> None:
     for name, array in arrays.items():
         if not isinstance(name, str):
-            raise TypeError(f"the name of an array must be a str, got {name!r}")
+            raise TypeError(f"the name of an array must be a str, got {shown(name)}")
         if name == "__metadata__":
             raise ValueError("the format keeps the name '__metadata__' for itself")
         if not isinstance(array, DistArray):
-            raise TypeError(f"arrays[{name!r}] must be a distributed array, got {type(array).__name__}")
+            raise TypeError(f"arrays[{shown(name)}] must be a distributed array, got {type(array).__name__}")
         if array.mesh is not mesh:
-            raise ValueError(f"arrays[{name!r}] lies over another mesh than the first array")
-        if array.dtype.name not in _CODES or not array.dtype.isnative:
-            raise TypeError(f"arrays[{name!r}] is {array.dtype}, which the format has no name for")
+            raise ValueError(f"arrays[{shown(name)}] lies over another mesh than the first array")
+        if array.dtype.name not in CODES or not array.dtype.isnative:
+            raise TypeError(f"arrays[{shown(name)}] is {array.dtype}, which the format has no name for")
 
 
 def _written(array: DistArray, name: str, writer: _Writer | None) -> Exception | None:
@@ -230,7 +224,8 @@ def _told(error: Exception, path: Any) -> Exception:
     """`error`, about the path that the caller knows."""
     if not isinstance(error, OSError) or error.errno is None:
         return error
-    return OSError(error.errno, f"cannot save to {str(path)!r}: {error.strerror}")  # of the class that belongs to errno
+    where = f"{str(path)!r}, a link to {os.path.realpath(path)!r}" if os.path.islink(path) else repr(str(path))
+    return OSError(error.errno, f"cannot save to {where}: {error.strerror}")  # of the class that belongs to errno
 
 
 def _is_first(sharding: Sharding, where: Mapping[str, int]) -> bool:
@@ -242,20 +237,25 @@ class _Writer:
     """The file while it is being written, on rank 0: of its full length from the start, beside where it is to be."""
 
     def __init__(self, path: Path, arrays: Mapping[str, DistArray]) -> None:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        self._path = path
-        self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        self._replaced = _replaceable(path)
         header, offsets, size = _header(arrays)
+        self._path = Path(os.path.realpath(path))  # a link stays, and what it leads to is replaced
+        folder, stem = self._path.parent, _stem(self._path.name)
+        for leftover in abandoned(folder, stem):  # first, as the room that they take may be needed
+            with suppress(OSError):
+                leftover.unlink()
+        # Nobody may read on the way what nobody may read in the end.
+        self._temporary, descriptor = new_file(folder, stem, 0o666 if self._replaced is None else 0o600)
+        self._file = os.fdopen(descriptor, "r+b")
         try:
-            with self._temporary.open("xb") as file:
-                _reserve(file, size)
-                file.write(header)
-            self._file = np.memmap(self._temporary, np.uint8, "r+")
+            _reserve(self._file, size)
+            self._file.write(header)
+            self._file.flush()
+            self._bytes = np.memmap(self._file, np.uint8, "r+")
             self._data = {}
             for name, array in arrays.items():
                 length = array.size * array.dtype.itemsize
-                flat = self._file[offsets[name] : offsets[name] + length].view(_stored_dtype(array.dtype))
+                flat = self._bytes[offsets[name] : offsets[name] + length].view(_stored_dtype(array.dtype))
                 self._data[name] = flat.reshape(array.shape)
         except BaseException:
             self.discard()
@@ -266,13 +266,61 @@ class _Writer:
         self._data[name][where] = block
 
     def finish(self) -> None:
-        """Make the file what is at the path."""
-        self._file.flush()
+        """Make the file what is at the path, also after a power failure."""
+        self._bytes.flush()
+        if self._replaced is not None:
+            _take_over(self._file.fileno(), self._replaced)
+        os.fsync(self._file.fileno())
         os.replace(self._temporary, self._path)
+        _flush_folder(self._path.parent)
 
     def discard(self) -> None:
         """Remove the temporary file, if it still is there."""
         self._temporary.unlink(missing_ok=True)
+        self._file.close()
+
+
+def _replaceable(path: Path) -> os.stat_result | None:
+    """The regular file at `path`, if there is anything; `FileExistsError` for all else that a rename would destroy."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if kind := kind_of_file(status.st_mode):
+        raise FileExistsError(errno.EEXIST, f"it is {kind}, and only a regular file is replaced")
+    return status
+
+
+def _stem(name: str) -> str:
+    """The beginning of the temporary file's name, which may have 255 bytes, 17 of them its own."""
+    return f".{os.fsdecode(os.fsencode(name)[:200])}."
+
+
+def _take_over(descriptor: int, replaced: os.stat_result) -> None:
+    """Give a file the mode of the one that it replaces and, as far as this user may, its owner and group."""
+    for owner in (replaced.st_uid, -1), (-1, replaced.st_gid):
+        with suppress(OSError):
+            os.fchown(descriptor, *owner)
+    mode = stat.S_IMODE(replaced.st_mode)
+    if stat.S_IMODE(os.fstat(descriptor).st_mode) != mode:  # some file systems have one mode for all, and refuse
+        os.fchmod(descriptor, mode)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Have the names in `folder` on the disk, where its file system can do that."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:
+        return  # one may write to it and not read it
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _reserve(file: BinaryIO, size: int) -> None:
@@ -294,14 +342,14 @@ def _stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def _header(arrays: Mapping[str, DistArray]) -> tuple[bytes, dict[str, int], int]:
     """The file up to its data, where in the file each array begins, and the length of the file."""
     # As the library does it: wide dtypes first, so that every element lies at a multiple of its size.
-    ranked = list(_CODES)
+    ranked = list(CODES)
     order = sorted(arrays, key=lambda name: (-ranked.index(arrays[name].dtype.name), name))
     entries, starts, end = {}, {}, 0
     for name in order:
         array = arrays[name]
         starts[name], end = end, end + math.prod(array.shape) * array.dtype.itemsize
         entries[name] = {
-            "dtype": _CODES[array.dtype.name],
+            "dtype": CODES[array.dtype.name],
             "shape": list(array.shape),
             "data_offsets": [starts[name], end],
         }
@@ -314,21 +362,6 @@ def _header(arrays: Mapping[str, DistArray]) -> tuple[bytes, dict[str, int], int
 # --------------------------------------------------------------------------------------------------------------- load
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    safetensors = _safetensors()
-    if path.is_dir():
-        raise IsADirectoryError(f"cannot load {str(path)!r}: it is a folder")
-    with path.open("rb"):
-        pass  # for Python's own error, which names the path
-    try:
-        file = safetensors.safe_open(path, "np")
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{str(path)!r} is not a safetensors file: {error}") from error
-    with file:
-        yield file
-
-
 def _laid_out(
     file: Any, path: Any, mesh: Mesh, placements: Mapping[str, Mapping[str, Placement]]
 ) -> Iterator[tuple[str, Sharding, Any]]:
@@ -337,32 +370,34 @@ def _laid_out(
     missing = [name for name in placements if name not in names]
     if missing:
         raise ValueError(
-            f"placements name {', '.join(map(repr, missing))}, which {str(path)!r} has not; "
-            f"it has {', '.join(map(repr, names)) or 'nothing'}"
+            f"placements name {_listed(missing)}, which {str(path)!r} has not; it has {_listed(names) or 'nothing'}"
         )
     for name in names:
         stored = file.get_slice(name)
-        code = stored.get_dtype()
-        if code not in _NAMES:
-            raise ValueError(f"{name!r} is {code}, which no distributed array can hold")
         wanted = placements.get(name, {})
         if not isinstance(wanted, Mapping):
-            raise TypeError(f"placements[{name!r}] must be a dict of placements by dim, got {wanted!r}")
+            raise TypeError(f"placements[{shown(name)}] must be a dict of placements by dim, got {wanted!r}")
         try:
             sharding = Sharding.of(mesh.layout, tuple(stored.get_shape()), wanted)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"placements[{name!r}]: {error}") from error
+            raise type(error)(f"placements[{shown(name)}]: {error}") from error
         if sharding.partial_dims:
-            raise ValueError(f"placements[{name!r}]: what is loaded cannot be Partial, got {dict(wanted)}")
+            raise ValueError(f"placements[{shown(name)}]: what is loaded cannot be Partial, got {dict(wanted)}")
         yield name, sharding, stored
 
 
-def _part_of(stored: Any, part: tuple[slice, ...]) -> HostArray:
-    name = _NAMES[stored.get_dtype()]
+def _listed(names: list[str]) -> str:
+    """Names to be read by a person, who needs no more than some."""
+    some = ", ".join(map(shown, names[:_NAMES_SHOWN]))
+    return some + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
+
+
+def _part_of(name: str, stored: Any, part: tuple[slice, ...]) -> HostArray:
+    kind = dtype_name(name, stored)
     try:
-        dtype = dtype_named(name)
+        dtype = dtype_named(kind)
     except TypeError:
-        raise ImportError(f"{name} needs ml_dtypes: pip install 'pce_mpi[bf16]'") from None
+        raise ImportError(f"{kind} needs ml_dtypes: pip install 'pce_mpi[bf16]'") from None
     shape = tuple(each.stop - each.start for each in part)
     # safetensors has no empty slices at the end of an axis.
     return stored[part] if math.prod(shape) else np.empty(shape, dtype)

@@ -11,7 +11,7 @@ import zlib
 from pce_mpi.arrays import array_namespace, as_array, dtype_named, library_named
 from pce_mpi.comm.collectives import all_gather_text, all_to_all
 from pce_mpi.comm.communicators import by_value
-from pce_mpi.distributed.array import DistArray, checked_dtype
+from pce_mpi.distributed.array import DistArray, checked_dtype, owned
 from pce_mpi.distributed.mesh import Mesh, over_text
 from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.redistribution import carry_out, steps
@@ -51,12 +51,7 @@ def distribute(
     local = taken
     for step in steps(target.replicated, target):
         local = carry_out(step, local, mesh, "distribute", "")
-    return DistArray(_owned(local, taken), mesh, target, requires_grad=requires_grad)
-
-
-def _owned(local: Array, foreign: Array) -> Array:
-    """`local` in memory of its own, in C order."""
-    return array_namespace(foreign).array(local, order="C")
+    return DistArray(owned(local, taken), mesh, target, requires_grad=requires_grad)
 
 
 def _sent_from(
@@ -96,7 +91,7 @@ def _sent_from(
     local = received[src_rank]
     for step in steps(sharded, target):
         local = carry_out(step, local, mesh, "distribute", "")
-    return DistArray(_owned(local, here), mesh, target, requires_grad=requires_grad)
+    return DistArray(owned(local, here), mesh, target, requires_grad=requires_grad)
 
 
 def from_local(
@@ -136,7 +131,7 @@ def from_local(
     mesh.agree(mesh.dims, "from_local", called, error)
     texts = all_gather_text(json.dumps(taken.shape), comm, operation="from_local", over=over)
     target = _joined([tuple(json.loads(text)) for text in texts], mesh, placements, called["shape"])
-    return DistArray(_owned(taken, taken) if requires_grad else taken, mesh, target, requires_grad=requires_grad)
+    return DistArray(owned(taken, taken) if requires_grad else taken, mesh, target, requires_grad=requires_grad)
 
 
 def _joined(

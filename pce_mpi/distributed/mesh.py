@@ -1,17 +1,31 @@
-"""Named dims over a Cartesian communicator."""
+"""Named dims over a Cartesian communicator, and what becomes of a mesh's communicators when nobody needs them.
+
+Communicators are scarce, and to free one is collective, while each rank collects its garbage when it likes. So what a
+rank no longer refers to is only noted, and freed where all of its ranks have come together to make the next mesh and
+have told each other of it.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Hashable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Hashable, Mapping
 import json
 import math
 import operator
+import secrets
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
+import weakref
 
 from pce_mpi.comm.collectives import agree, all_gather_text
-from pce_mpi.comm.communicators import CollectiveError, CollectiveTimeout, by_value, is_comm, prefix_of
+from pce_mpi.comm.communicators import (
+    CollectiveError,
+    CollectiveTimeout,
+    by_value,
+    is_comm,
+    out_of_communicators,
+    prefix_of,
+)
 from pce_mpi.distributed.sharding import Dims
 
 if TYPE_CHECKING:
@@ -35,7 +49,8 @@ class Mesh:
     `TypeError` for what is no communicator or no whole number, `ValueError` for sizes that do not fit,
     `CollectiveError` where ranks name different dims.
 
-    Its communicators are kept to the end of the program, and MPI has room for some 2,000: make one mesh, not many.
+    MPI has some 2,000 communicators, and a mesh takes 4 or more: make one mesh, not many. Once each of its ranks has
+    let go of it, and of what `comm` gave, they give its communicators back as soon as they make another mesh together.
 
     >>> from mpi4py import MPI
     >>> Mesh(MPI.COMM_SELF, data=1, classes=1)
@@ -50,10 +65,13 @@ class Mesh:
             sizes = checked_dims(dims, comm.size)
         except (TypeError, ValueError) as caught:
             sizes, error = {}, caught
-        agree(comm, "Mesh", {"dims": tuple(sizes.items())}, error=error)
+        said = agree(comm, "Mesh", {"dims": tuple(sizes.items())}, error=error, facts=(_new_number(), _left_over()))
+        numbers, left_over = said.T.tolist()
+        if any(left_over):
+            _give_back(comm)
         self.dims: Mapping[str, int] = MappingProxyType(sizes)
         self.layout: Dims = tuple(sizes.items())
-        self._cart = comm.Create_cart(list(sizes.values()), reorder=False)
+        self._cart = _made(lambda: comm.Create_cart(list(sizes.values()), reorder=False), numbers[0], "Mesh")
         self.rank, self.size = self._cart.rank, self._cart.size
         coordinates = self._cart.Get_coords(self.rank)
         self.coordinates: Mapping[str, int] = MappingProxyType(dict(zip(sizes, coordinates, strict=True)))
@@ -65,7 +83,7 @@ class Mesh:
         """The communicator of the ranks that differ from this one in `dims` only, the last dim of the mesh fastest.
 
         Made when first asked for, which is collective over the mesh (one Allgather of 56 bytes, and the making), and
-        kept. The order of `dims` does not matter; without any it is this rank alone.
+        kept: it is the mesh's to free. The order of `dims` does not matter; without any it is this rank alone.
         """
         unknown = [dim for dim in dims if dim not in self.dims]
         if unknown:
@@ -73,8 +91,10 @@ class Mesh:
         key = tuple(dim for dim in self.dims if dim in dims)
         if key not in self._comms:
             # Ranks that ask for different dims would get communicators of ranks that do not belong together.
-            agree(self._cart, "Mesh.comm", {"dims": key}, over=over_text(self.dims))
-            self._comms[key] = self._cart.Sub([dim in dims for dim in self.dims])
+            said = agree(self._cart, "Mesh.comm", {"dims": key}, facts=(_new_number(),), over=over_text(self.dims))
+            first = self._cart.Get_cart_rank([0 if dim in key else at for dim, at in self.coordinates.items()])
+            number = int(said[first, 0])
+            self._comms[key] = _made(lambda: self._cart.Sub([dim in key for dim in self.dims]), number, "Mesh.comm")
         return self._comms[key]
 
     def note(self, checksum: int, what: str, in_full: str) -> None:
@@ -118,8 +138,61 @@ class Mesh:
             raise
         return others
 
+    def __copy__(self) -> Mesh:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Mesh:
+        return self  # as arrays of two meshes do not mix, a copied model lies over the mesh of the first
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a mesh is not pickled, as its communicators belong to this process: make another in the other")
+
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{dim}={size}' for dim, size in self.dims.items())})"
+
+
+# Communicators of meshes that this rank does not refer to any more, by the numbers that all of their ranks know them
+# by. A finalizer may run at any time, within a call of MPI too, and only adds to the queue.
+_dropped: deque[tuple[int, MPI.Cartcomm]] = deque()
+_garbage: dict[int, MPI.Cartcomm] = {}
+
+
+def _new_number() -> int:
+    """A number that no other communicator has; that of its first rank names it on all of its ranks."""
+    return secrets.randbits(62)
+
+
+def _made(make: Callable[[], MPI.Cartcomm], number: int, operation: str) -> MPI.Cartcomm:
+    """The communicator `number`, which is noted down as garbage when nothing refers to it any more."""
+    from mpi4py import MPI
+
+    try:
+        comm = make()
+    except MPI.Exception as error:
+        raise out_of_communicators(operation, error) from error
+    # The other object has the same handle.
+    weakref.finalize(comm, _dropped.append, (number, MPI.Cartcomm(comm))).atexit = False
+    return comm
+
+
+def _left_over() -> int:
+    """How many communicators wait on this rank to be given back."""
+    while _dropped:
+        number, comm = _dropped.popleft()
+        _garbage[number] = comm
+    return len(_garbage)
+
+
+def _give_back(comm: MPI.Intracomm) -> None:
+    """Free the communicators that are garbage on all of their ranks, as far as those are ranks of `comm`.
+
+    Collective over `comm`: an Allgather of 8 bytes and an Allgatherv. All ranks free them in one order.
+    """
+    texts = all_gather_text(json.dumps(list(_garbage)), comm, operation="Mesh")
+    let_go = Counter(number for text in texts for number in json.loads(text))
+    for number in sorted(_garbage):
+        if let_go[number] == _garbage[number].size:
+            _garbage.pop(number).Free()
 
 
 def over_text(dims: Collection[str]) -> str:

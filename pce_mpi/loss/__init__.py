@@ -9,7 +9,8 @@ Options, the same for the four loss functions, all keyword-only:
 ==================  ===========  =====================================================================================
 `comm`              `None`       mpi4py communicator over the class axis; `None`: one process, no MPI needed
 `class_start`       `None`       global number of this shard's first class; `None`: shards follow each other by rank
-`num_classes`       `None`       if given, must equal the number of classes of all shards together
+`num_classes`       `None`       if given, must equal the number of classes of all shards together; without it, shards
+                                 whose logits are equal are refused: they may be gathered logits
 `axis`              `-1`         the class axis of `logits`
 `weight`            `None`       class weights of this shard, (local classes,)
 `ignore_index`      `-100`       rows with this target count for nothing and have a zero gradient
@@ -25,7 +26,8 @@ Options, the same for the four loss functions, all keyword-only:
 Errors: `TypeError`, `ValueError` or `IndexError` for bad arguments (arrays on the host beside arrays on a GPU are a
 `TypeError`, numbers go with both), `CollectiveError` for arguments that differ between ranks; each is raised alike on
 every rank of `comm` and `batch_comm`, before anything is written, and leaves the communicators usable.
-`CollectiveTimeout` when a rank does not arrive (see `collectives`).
+`CollectiveTimeout` when a rank does not arrive (see `collectives`). `RuntimeError` before `MPI.Init`, after
+`MPI.Finalize`, and where MPI has no communicator left.
 """
 
 from __future__ import annotations

@@ -7,12 +7,15 @@ has a `Problem` or every rank has raised the same error.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
+import math
 import operator
 from typing import Any
 import zlib
 
 import numpy as np
 
+from pce_mpi.arrays import to_host
 from pce_mpi.comm.collectives import agree, raise_together
 from pce_mpi.comm.communicators import CollectiveError, CollectiveTimeout, by_value, check_comm, is_comm, prefix_of
 from pce_mpi.loss.arguments import Call, Problem, check, target_text
@@ -20,6 +23,9 @@ from pce_mpi.loss.arguments import Call, Problem, check, target_text
 __all__ = ["prepare"]
 
 HostArray = np.ndarray[Any, Any]
+
+# Checksums of samples are remainders of it, and so fit 64 bits.
+_PRIME = 2**61 - 1
 
 
 def prepare(call: Call) -> Problem:
@@ -31,13 +37,15 @@ def prepare(call: Call) -> Problem:
     if call.comm is not None:
         check_comm(call.comm, call.over)
     problem: Problem | None = None
+    facts: tuple[int, ...] = ()
     error: Exception | None = None
     try:
         problem = check(call)
+        facts = _facts(call, problem)
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
     try:
-        placed = _place(call, problem, error)
+        placed = _place(call, problem, facts, error)
         if call.batch_comm is None:
             return placed
         problem, error = placed, None
@@ -55,12 +63,12 @@ def prepare(call: Call) -> Problem:
     return problem
 
 
-def _place(call: Call, problem: Problem | None, error: Exception | None) -> Problem:
+def _place(call: Call, problem: Problem | None, facts: tuple[int, ...], error: Exception | None) -> Problem:
     """`problem` with its place among all classes, once the ranks of `call.comm` have agreed on the rest."""
     if call.comm is None:
         if error is not None or problem is None:
             raise error or RuntimeError("nothing was checked")
-        facts = np.array([_facts(call, problem)])
+        said = np.array([facts])
     else:
         description = {} if problem is None else problem.described()
         description |= {
@@ -68,16 +76,9 @@ def _place(call: Call, problem: Problem | None, error: Exception | None) -> Prob
             "num_classes": None if problem is None or call.num_classes is None else operator.index(call.num_classes),
             "batch_comm given": call.batch_comm is not None,
         }
-        facts = agree(
-            call.comm,
-            call.operation,
-            description,
-            error=error,
-            facts=() if problem is None else _facts(call, problem),
-            over=call.over,
-        )
+        said = agree(call.comm, call.operation, description, error=error, facts=facts, over=call.over)
         assert problem is not None  # its error has been raised everywhere
-    checksums, starts, counts, lowest, highest = facts.T
+    checksums, starts, counts, lowest, highest, samples = said.T
     num_classes = int(counts.sum())
     if call.num_classes is not None and num_classes != call.num_classes:
         shards = by_value({rank: str(count) for rank, count in enumerate(counts)}, prefix_of(call.over))
@@ -96,24 +97,84 @@ def _place(call: Call, problem: Problem | None, error: Exception | None) -> Prob
             raise out_of_range or RuntimeError("targets changed while they were checked")
         raise_together(call.comm, call.operation, out_of_range, over=call.over)
     if (checksums != checksums[0]).any():
-        said = {rank: f"checksum {value:08x}" for rank, value in enumerate(checksums)}
-        sums = by_value(said, prefix_of(call.over))
+        sums = by_value({rank: f"checksum {value:08x}" for rank, value in enumerate(checksums)}, prefix_of(call.over))
         raise CollectiveError(f"ranks disagree on the values of targets: {sums}")
+    _check_not_gathered(counts, samples, prefix_of(call.over))
     rank = 0 if call.comm is None else call.comm.rank
     return replace(problem, class_start=int(starts[rank]), num_classes=num_classes)
 
 
 def _facts(call: Call, problem: Problem) -> tuple[int, ...]:
-    """Checksum of the targets, first class (-1: not said), number of classes, lowest and highest target that counts."""
+    """What the other ranks must know of this one's shard.
+
+    A checksum of the targets, the first class (-1: not said), the number of classes, the lowest and the highest target
+    that counts, and a checksum of a sample of the logits (0: no matter whether the others pass the same).
+    """
     start = -1 if call.class_start is None else operator.index(call.class_start)
+    alone = call.comm is None or call.comm.size == 1
+    sample = 0 if alone or call.num_classes is not None else _sample(problem.logits, problem.axis)
     if problem.targets is None:
-        return 0, start, problem.classes, 0, -1
+        return 0, start, problem.classes, 0, -1, sample
     if problem.valid.all():
         counted = problem.targets
     else:
         counted = problem.targets[problem.valid]
     lowest, highest = (int(counted.min()), int(counted.max())) if counted.size else (0, -1)
-    return zlib.crc32(problem.targets.data), start, problem.classes, lowest, highest
+    return zlib.crc32(problem.targets.data), start, problem.classes, lowest, highest, sample
+
+
+def _sample(logits: Any, axis: int) -> int:
+    """A checksum of a few logits, 0 if no row of them has two different finite values.
+
+    Shards of different classes are equal for a good reason then: they are zero before the first step, for example.
+    """
+    if logits.size == 0:
+        return 0
+    index, classes_first = _sampled(logits.shape, axis)
+    # From a GPU this waits for the work that fills the logits, as the merge of the shards has to do in any case.
+    sample = to_host(logits[index])
+    rows = sample.T if classes_first else sample
+    # Lists of so few numbers are searched faster than arrays.
+    if not any(map(_has_two_values, rows.tolist())):
+        return 0
+    return int.from_bytes(rows.tobytes(), "little") % _PRIME
+
+
+@lru_cache(maxsize=1024)
+def _sampled(shape: tuple[int, ...], axis: int) -> tuple[tuple[int | slice | None, ...], bool]:
+    """The index of up to 8 classes of up to 3 rows along the longest other axis, and whether classes come first."""
+    index: list[int | slice | None] = [0] * len(shape)
+    index[axis] = slice(None, None, -(-shape[axis] // 8))
+    others = [other for other in range(len(shape)) if other != axis]
+    if not others:
+        return (None, *index), False
+    longest = max(others, key=lambda other: shape[other])
+    index[longest] = slice(None, None, -(-shape[longest] // 3))
+    return tuple(index), axis < longest
+
+
+def _has_two_values(row: list[float]) -> bool:
+    """Whether `row` has two different finite values."""
+    lowest, highest = min(row), max(row)
+    if -math.inf < lowest < highest < math.inf:
+        return True
+    finite = {value for value in row if math.isfinite(value)}
+    return len(finite) > 1
+
+
+def _check_not_gathered(counts: HostArray, samples: HostArray, prefix: str) -> None:
+    """Raise unless some ranks pass different logits, as far as their samples tell."""
+    with_classes = np.flatnonzero(counts).tolist()
+    first = with_classes[0]
+    if len(with_classes) == 1 or not samples[first]:
+        return
+    if (counts[with_classes] != counts[first]).any() or (samples[with_classes] != samples[first]).any():
+        return
+    same = by_value(dict.fromkeys(with_classes, f"the same logits of {counts[first]} classes"), prefix)
+    raise ValueError(
+        f"ranks pass {same}: gathered logits, it seems, but each rank must pass its own classes only; "
+        f"if these are different classes whose logits are equal, say so with num_classes={counts.sum()}"
+    )
 
 
 def _check_ranges(starts: HostArray, counts: HostArray, prefix: str) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating
-from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.inference import Abstract
+from pce_mpi.arrays import array_namespace, is_floating, is_half
+from pce_mpi.autograd.apply import apply, moved, operands_of
+from pce_mpi.autograd.inference import AbstractMesh
 from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import DistArray
@@ -35,6 +35,7 @@ __all__ = [
     "subtract",
     "tanh",
     "where",
+    "widened",
 ]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -65,9 +66,35 @@ def _floating(*dtypes: Any) -> Any:
     return np.float64 if dtype.kind in "iub" else dtype
 
 
-def _unary(name: str, slope: Vjp, *uses: int, forward: Callable[..., Array] | None = None) -> Op:
-    """`slope` takes gradient, result and operand, and `uses` the elements of the operand (0) or the result (-1)."""
-    return Op(name, forward or _of_library(name), (slope,), broadcasting(), dtype=_floating, uses=(uses,))
+def _once(forward: Callable[..., Array]) -> Callable[..., Array]:
+    """`forward`, halves being computed with in float32: what it gives is rounded once."""
+
+    def computed(*arrays: Array) -> Array:
+        dtypes = [x.dtype for x in arrays]
+        if not any(map(is_half, dtypes)):
+            return forward(*arrays)
+        wide = [x.astype(np.float32) if is_half(x.dtype) else x for x in arrays]
+        return forward(*wide).astype(np.result_type(*dtypes), copy=False)
+
+    return computed
+
+
+def _gradient(name: str, forward: Callable[..., Array], *linear: Sequence[int]) -> Op:
+    """A whole gradient in one operation, so that that of halves is rounded once as well."""
+    return Op(name, _once(forward), rule=broadcasting(*linear))
+
+
+def _unary(name: str, pull: Callable[[Array, Array], Array], forward: Callable[..., Array] | None = None) -> Op:
+    """`pull` takes the gradient of the result and the operand; a result that was rounded to a half would not do."""
+    gradient = _gradient(name, pull)
+    return Op(
+        name,
+        _once(forward or _of_library(name)),
+        (lambda g, y, x: apply(gradient, g, x),),
+        broadcasting(),
+        dtype=_floating,
+        uses=[(0,)],
+    )
 
 
 def _binary(
@@ -77,13 +104,16 @@ def _binary(
     *linear: Sequence[int],
     uses: Sequence[Sequence[int]],
     dtype: Any = np.result_type,
+    forward: Callable[..., Array] | None = None,
 ) -> Op:
-    """`first` and `second` take gradient, result and both operands; what was stretched is summed here."""
-    vjps = (
-        lambda g, y, a, b: sum_to(first(g, y, a, b), a.shape),
-        lambda g, y, a, b: sum_to(second(g, y, a, b), b.shape),
-    )
-    return Op(name, _of_library(name), vjps, broadcasting(*linear), dtype=dtype, uses=uses)
+    """`first` and `second` take the gradient of the result and both operands; what was stretched is summed here."""
+
+    def pull(vjp: Vjp, g: DistArray, x: DistArray, a: DistArray, b: DistArray) -> DistArray:
+        # Terms of a sum are not rounded, but the sum.
+        return vjp(g, a, b) if g.shape == x.shape else sum_to(vjp(widened(g), a, b), x.shape)
+
+    vjps = (lambda g, y, a, b: pull(first, g, a, a, b), lambda g, y, a, b: pull(second, g, b, a, b))
+    return Op(name, forward or _of_library(name), vjps, broadcasting(*linear), dtype=dtype, uses=uses)
 
 
 # --------------------------------------------------------------------------------------------------- one operand
@@ -95,40 +125,42 @@ def _sigmoid(x: Array) -> Array:
     return xp.where(x >= 0, 1 / (1 + small), small / (1 + small)).astype(small.dtype, copy=False)
 
 
+def _sigmoid_gradient(g: Array, x: Array) -> Array:
+    xp = array_namespace(x)
+    small = xp.exp(-xp.abs(x))
+    return g * (small / (1 + small) ** 2)
+
+
 def _relu(x: Array) -> Array:
     return array_namespace(x).maximum(x, x.dtype.type(0))
 
 
-# gelu(x) = x (1 + tanh(u)) / 2 with u = c (x + k x**3)
-_C, _K = (2 / np.pi) ** 0.5, 0.044715
+# gelu(x) = x (1 + tanh(u)) / 2 = x sigmoid(v) with v = 2 u = c (x + k x**3), which does not cancel
+_C, _K = 2 * (2 / np.pi) ** 0.5, 0.044715
+# sigmoid(v) is 0 from the negative of this on, and 1 from here on, in float64 too; beyond, x**3 may be infinite.
+_BENT = 32
 
 
 def _gelu(x: Array) -> Array:
-    kind = x.dtype.type
-    return kind(0.5) * x * (1 + array_namespace(x).tanh(kind(_C) * (x + kind(_K) * x * x * x)))
+    z = array_namespace(x).clip(x, -_BENT, _BENT)
+    return array_namespace(x).maximum(x, -_BENT) * _sigmoid(_C * (z + _K * z * z * z))
 
 
-def _gelu_slope(x: Array) -> Array:
-    kind = x.dtype.type
-    t = array_namespace(x).tanh(kind(_C) * (x + kind(_K) * x * x * x))
-    return kind(0.5) * (1 + t) + kind(0.5) * x * (1 - t * t) * kind(_C) * (1 + kind(3 * _K) * x * x)
-
-
-def _is_positive(x: Array) -> Array:
-    return (x > 0).astype(x.dtype)
+def _gelu_gradient(g: Array, x: Array) -> Array:
+    z = array_namespace(x).clip(x, -_BENT, _BENT)
+    v = _C * (z + _K * z * z * z)
+    return g * (_sigmoid(v) * (1 + z * _sigmoid(-v) * (_C * (1 + 3 * _K * z * z))))
 
 
 _NEGATIVE = Op("negative", _of_library("negative"), (lambda g, y, x: -g,), broadcasting([0]), uses=[()])
-_SQUARE = _unary("square", lambda g, y, x: g * (x + x), 0)
-_EXP = _unary("exp", lambda g, y, x: g * y, -1)
-_LOG = _unary("log", lambda g, y, x: g / x, 0)
-_SQRT = _unary("sqrt", lambda g, y, x: g / (y + y), -1)
-_TANH = _unary("tanh", lambda g, y, x: g * (1 - y * y), -1)
-_SIGMOID = _unary("sigmoid", lambda g, y, x: g * (y * (1 - y)), -1, forward=_sigmoid)
-_POSITIVE = Op("relu", _is_positive, rule=broadcasting())
-_RELU = _unary("relu", lambda g, y, x: g * apply(_POSITIVE, x), 0, forward=_relu)
-_GELU_SLOPE = Op("gelu", _gelu_slope, rule=broadcasting())
-_GELU = _unary("gelu", lambda g, y, x: g * apply(_GELU_SLOPE, x), 0, forward=_gelu)
+_SQUARE = _unary("square", lambda g, x: 2 * (g * x))
+_EXP = _unary("exp", lambda g, x: g * array_namespace(x).exp(x))
+_LOG = _unary("log", lambda g, x: g / x)
+_SQRT = _unary("sqrt", lambda g, x: g / (2 * array_namespace(x).sqrt(x)))
+_TANH = _unary("tanh", lambda g, x: 4 * _sigmoid_gradient(g, 2 * x))
+_SIGMOID = _unary("sigmoid", _sigmoid_gradient, _sigmoid)
+_RELU = _unary("relu", lambda g, x: g * (x > 0), _relu)
+_GELU = _unary("gelu", _gelu_gradient, _gelu)
 
 
 def negative(x: Any) -> DistArray:
@@ -195,50 +227,50 @@ def gelu(x: Any) -> DistArray:
 # -------------------------------------------------------------------------------------------------- two operands
 
 
-def _larger(a: Array, b: Array) -> Array:
-    """How much of the gradient of max(a, b) is that of a: all, none or, where they are equal, half."""
-    dtype = np.result_type(a.dtype, b.dtype)
-    share = (a > b).astype(dtype) + (a == b).astype(dtype) / dtype.type(2)
+def _maximum_gradient(g: Array, x: Array, other: Array) -> Array:
+    """That of x in max(x, other): all, none or, where they are equal, half; `nan`, if either is."""
+    where, kind = array_namespace(g).where, g.dtype.type
+    return g * where(x > other, kind(1), where(x == other, kind(0.5), where(x < other, kind(0), kind(np.nan))))
+
+
+def _power_gradient_of_base(g: Array, a: Array, b: Array) -> Array:
+    """That of a in a**b; in a**0 it is 0, at a = 0 as well."""
     xp = array_namespace(a)
-    return xp.where((a != a) | (b != b), dtype.type(np.nan), share) if is_floating(dtype) else share
+    return xp.where(b == 0, 0, g * (b * xp.power(a, xp.where(b == 0, 1, b) - 1)))
 
 
-def _power_by_base(a: Array, b: Array) -> Array:
-    """The derivative of a**b by a; that of a**0 is 0, at a = 0 as well."""
+def _power_gradient_of_exponent(g: Array, a: Array, b: Array) -> Array:
+    """That of b in a**b; at a = 0 it is 0 for b that are not negative, as in PyTorch."""
     xp = array_namespace(a)
-    return xp.where(b == 0, 0, b * xp.power(a, xp.where(b == 0, 1, b) - 1))
+    return xp.where((a == 0) & (b >= 0), 0, g * (xp.power(a, b) * xp.log(a)))
 
 
-def _power_by_exponent(y: Array, a: Array, b: Array) -> Array:
-    """The derivative of y = a**b by b; at a = 0 it is 0 for b that are not negative, as in PyTorch."""
-    xp = array_namespace(a)
-    return xp.where((a == 0) & (b >= 0), 0, y * xp.log(a))
-
-
-_LARGER = Op("maximum", _larger, rule=broadcasting())
-_POWER_BY_BASE = Op("power", _power_by_base, rule=broadcasting())
-_POWER_BY_EXPONENT = Op("power", _power_by_exponent, rule=broadcasting())
-_ADD = _binary("add", lambda g, y, a, b: g, lambda g, y, a, b: g, [0, 1], uses=[(), ()])
-_SUBTRACT = _binary("subtract", lambda g, y, a, b: g, lambda g, y, a, b: -g, [0, 1], uses=[(), ()])
-_MULTIPLY = _binary("multiply", lambda g, y, a, b: g * b, lambda g, y, a, b: g * a, [0], [1], uses=[(1,), (0,)])
+_DIVISOR = _gradient("divide", lambda g, a, b: -(g / b) * (a / b), [1])
+_BASE = _gradient("power", _power_gradient_of_base)
+_EXPONENT = _gradient("power", _power_gradient_of_exponent)
+_LARGER = _gradient("maximum", _maximum_gradient)
+_ADD = _binary("add", lambda g, a, b: g, lambda g, a, b: g, [0, 1], uses=[(), ()])
+_SUBTRACT = _binary("subtract", lambda g, a, b: g, lambda g, a, b: -g, [0, 1], uses=[(), ()])
+_MULTIPLY = _binary("multiply", lambda g, a, b: g * b, lambda g, a, b: g * a, [0], [1], uses=[(1,), (0,)])
 _DIVIDE = _binary(
     "divide",
-    lambda g, y, a, b: g / b,
-    lambda g, y, a, b: -g * (y / b),
+    lambda g, a, b: g / b,
+    lambda g, a, b: apply(_DIVISOR, g, a, b),
     [0],
-    uses=[(1,), (-1, 1)],
+    uses=[(1,), (0, 1)],
     dtype=_floating,
 )
 _POWER = _binary(
     "power",
-    lambda g, y, a, b: g * apply(_POWER_BY_BASE, a, b),
-    lambda g, y, a, b: g * apply(_POWER_BY_EXPONENT, y, a, b),
-    uses=[(0, 1), (-1, 0, 1)],
+    lambda g, a, b: apply(_BASE, g, a, b),
+    lambda g, a, b: apply(_EXPONENT, g, a, b),
+    uses=[(0, 1), (0, 1)],
+    forward=_once(_of_library("power")),
 )
 _MAXIMUM = _binary(
     "maximum",
-    lambda g, y, a, b: g * apply(_LARGER, a, b),
-    lambda g, y, a, b: g * apply(_LARGER, b, a),
+    lambda g, a, b: apply(_LARGER, g, a, b),
+    lambda g, a, b: apply(_LARGER, g, b, a),
     uses=[(0, 1), (0, 1)],
 )
 _COMPARISONS = {
@@ -313,19 +345,28 @@ def power(x: Any, y: Any) -> DistArray:
     """
     if type(y) is int and y == 2:
         return square(x)
-    dtypes = [each.dtype for each in (x, y) if hasattr(each, "dtype")]
-    if len(dtypes) == 2 and all(dtype.kind in "iu" for dtype in dtypes):
-        _check_exponents(x, y)
-    return apply(_POWER, x, y)
+    base, exponent = operands_of("power", (x, y))
+    if all(each.dtype.kind in "biu" for each in (base, exponent)):
+        exponent = _checked(exponent, agreed=isinstance(y, int))
+    return apply(_POWER, base, exponent)
 
 
-def _check_exponents(x: Any, y: Any) -> None:
-    """Of negative whole exponents of whole numbers NumPy complains, which one rank must not do alone."""
-    mesh = next(each.mesh for each in (x, y) if isinstance(each, DistArray))
-    exponents = y.local if isinstance(y, DistArray) else y
-    if not isinstance(exponents, Abstract):
+def _checked(exponents: DistArray, agreed: bool) -> DistArray:
+    """`exponents`, reduced, of whole numbers; `agreed`: the same number on every rank.
+
+    NumPy complains of negative ones, but only on ranks that have elements.
+    """
+    mesh = exponents.mesh
+    # A term may be negative where the exponent is not.
+    reduced = moved(exponents, exponents.sharding.natural, operation="power", reason="exponents are checked")
+    if not isinstance(mesh, AbstractMesh):
         negative = ValueError("integers to negative integer powers are not allowed")
-        mesh.agree(mesh.dims, "power", {}, negative if bool((exponents < 0).any()) else None)
+        found = negative if bool((reduced.local < 0).any()) else None
+        if not agreed:
+            mesh.agree(mesh.dims, "power", {}, found)
+        elif found:
+            raise found
+    return reduced
 
 
 def maximum(x: Any, y: Any) -> DistArray:
@@ -383,3 +424,8 @@ def astype(x: DistArray, dtype: Any) -> DistArray:
     Linear to a floating-point dtype: what is Partial stays so, and nothing is sent. To others it is reduced first.
     """
     return x if x.dtype == dtype else apply(_ASTYPE, x, dtype=np.dtype(dtype))
+
+
+def widened(x: DistArray) -> DistArray:
+    """`x`, halves as float32."""
+    return astype(x, np.float32) if is_half(x.dtype) else x

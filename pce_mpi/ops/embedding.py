@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, to_host
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_half, to_host
 from pce_mpi.autograd.apply import apply, moved
 from pce_mpi.autograd.inference import AbstractMesh
 from pce_mpi.autograd.op import Layout, Op
@@ -51,9 +51,10 @@ def _gradient_rule(g: Shape, ids: Shape, table: Shape) -> Rule:
 
 def _gradient(g: Array, ids: Array, table: Array, layout: Layout) -> Array:
     here, rows = _rows_here(ids, layout, 2)
-    gradient = array_namespace(g).zeros(layout.shape, g.dtype)
-    add_rows(gradient, rows, g[here])
-    return gradient
+    # Halves are added up in float32 and rounded once.
+    gradient = array_namespace(g).zeros(layout.shape, np.float32 if is_half(g.dtype) else g.dtype)
+    add_rows(gradient, rows, g[here].astype(gradient.dtype, copy=False))
+    return gradient.astype(g.dtype, copy=False)
 
 
 # Takes the table only to lie as it does: each rank adds up the rows that it has.

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of, is_floating
-from pce_mpi.autograd.apply import apply
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of, is_floating, is_half
+from pce_mpi.autograd.apply import apply, operands_of
 from pce_mpi.autograd.inference import Sent
 from pce_mpi.autograd.op import Layout, Op
 from pce_mpi.autograd.rules import Axis, Rule
@@ -19,7 +19,7 @@ from pce_mpi.distributed.mesh import over_text
 from pce_mpi.loss import Residuals, forward_of, softmax_cross_entropy_backward, value_and_grad_of
 from pce_mpi.loss.arguments import Call, Reduction
 from pce_mpi.loss.passes import record_of
-from pce_mpi.ops.elementwise import square
+from pce_mpi.ops.elementwise import astype, square, widened
 from pce_mpi.ops.reductions import mean
 from pce_mpi.ops.shape import normalized_axis
 
@@ -52,6 +52,7 @@ def _call(logits: Any, targets: Any, weight: Any, layout: Layout, options: dict[
         targets=targets,
         weight=weight,
         comm=layout.comm([axis]),
+        num_classes=layout.operands[0].shape[axis] or None,  # no classes are an error of its own
         over=over_text(layout.dims([axis])),
         batch_comm=layout.comm(rows),
         batch_over=over_text(layout.dims(rows)),
@@ -178,7 +179,8 @@ def cross_entropy(
 def mse(x: Any, y: Any) -> DistArray:
     """The mean of (x - y)**2 over all elements of the global array, 0-d; x and y broadcast, and one is a `DistArray`.
 
-    Where they are sharded it is Partial; nothing is sent. What is Partial is reduced first. Errors as in `add`.
+    Where they are sharded it is Partial; nothing is sent. What is Partial is reduced first. Errors as in `add`. Halves
+    are computed with in float32, and rounded once.
 
     >>> from mpi4py import MPI
     >>> import numpy as np, pce_mpi as pce
@@ -187,4 +189,7 @@ def mse(x: Any, y: Any) -> DistArray:
     >>> loss.placements, loss.full()
     ({'data': Partial('sum')}, array(5.))
     """
-    return mean(square(x - y))
+    first, second = operands_of("mse", (x, y))
+    loss = mean(square(widened(first) - second))
+    dtype = np.result_type(first.dtype, second.dtype)
+    return astype(loss, dtype) if is_half(dtype) else loss

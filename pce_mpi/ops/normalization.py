@@ -11,7 +11,7 @@ import numpy as np
 
 from pce_mpi.arrays import is_floating, is_half
 from pce_mpi.distributed.array import DistArray
-from pce_mpi.ops.elementwise import astype, sqrt, square
+from pce_mpi.ops.elementwise import astype, sqrt, square, widened
 from pce_mpi.ops.reductions import mean
 from pce_mpi.ops.shape import normalized_axis, reshape
 
@@ -39,7 +39,7 @@ def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1
     wide = _wide(x)
     centered = wide - mean(wide, axis, keepdims=True)
     normal = centered / sqrt(mean(square(centered), axis, keepdims=True) + epsilon)
-    return _scaled(_narrowed(normal, x), scale, bias, axis)
+    return _scaled(normal, x, scale, bias, axis)
 
 
 def rms_norm(x: DistArray, scale: Any = None, axis: int = -1, epsilon: float = 1e-5) -> DistArray:
@@ -50,23 +50,18 @@ def rms_norm(x: DistArray, scale: Any = None, axis: int = -1, epsilon: float = 1
     """
     wide = _wide(x)
     normal = wide / sqrt(mean(square(wide), axis, keepdims=True) + epsilon)
-    return _scaled(_narrowed(normal, x), scale, None, axis)
+    return _scaled(normal, x, scale, None, axis)
 
 
 def _wide(x: DistArray) -> DistArray:
     """`x` in a dtype that the squares of its elements fit."""
-    if is_floating(x.dtype):
-        return astype(x, np.float32) if is_half(x.dtype) else x
-    return astype(x, np.float64)
+    return widened(x) if is_floating(x.dtype) else astype(x, np.float64)
 
 
-def _narrowed(normal: DistArray, x: DistArray) -> DistArray:
-    """The result of normalizing `x`, a half again if `x` is one."""
-    return astype(normal, x.dtype) if is_half(x.dtype) else normal
-
-
-def _scaled(x: DistArray, scale: Any, bias: Any, axis: int) -> DistArray:
+def _scaled(normal: DistArray, x: DistArray, scale: Any, bias: Any, axis: int) -> DistArray:
+    """`normal`, of `x`, times `scale` plus `bias`; in the dtype that these three have together."""
     axis = normalized_axis(axis, x.ndim)
+    y, dtype = normal, x.dtype if is_half(x.dtype) else normal.dtype
     for name, factor in (("scale", scale), ("bias", bias)):
         if factor is None:
             continue
@@ -76,5 +71,6 @@ def _scaled(x: DistArray, scale: Any, bias: Any, axis: int) -> DistArray:
         if behind:
             shape = (x.shape[axis], *behind)
             factor = reshape(factor, shape) if isinstance(factor, DistArray) else factor.reshape(shape)
-        x = x * factor if name == "scale" else x + factor
-    return x
+        y = y * factor if name == "scale" else y + factor
+        dtype = np.result_type(dtype, factor.dtype)
+    return astype(y, dtype) if is_half(dtype) else y

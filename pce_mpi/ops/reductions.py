@@ -144,7 +144,7 @@ def _logsumexp(x: Array, axes: tuple[int, ...], keepdims: bool, layout: Layout) 
     # An infinite element is the result, and so is -inf where there is nothing else.
     result = xp.where(xp.isinf(largest), largest, largest + xp.log(total)).astype(x.dtype, copy=False)
     shape = kept_shape(x.shape, axes) if keepdims else layout.shape
-    return result.reshape(shape), (largest, total)
+    return result.reshape(shape), (largest, total.astype(largest.dtype))
 
 
 def _logsumexp_vjp(

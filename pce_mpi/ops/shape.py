@@ -81,7 +81,6 @@ _RESHAPE = Op(
     uses=[()],
     knows_layout=True,
     relays=True,
-    views=True,
 )
 
 
@@ -206,9 +205,15 @@ def cut(x: DistArray, index: Any) -> DistArray:
     """`x[index]` for whole numbers, slices, `...` and None: what operator [] of a `DistArray` does.
 
     An axis that is left whole stays sharded; one that is cut is redistributed first. What is Partial stays so. The
-    gradient is 0 elsewhere. Raises `IndexError` for indices out of bounds or too many, `TypeError` for other indices.
+    gradient is 0 elsewhere. Raises `IndexError` for indices out of bounds or too many, `TypeError` for other indices:
+    True and False among them, which are masks in NumPy.
     """
     entries = list(index) if isinstance(index, tuple) else [index]
+    for entry in entries:
+        if isinstance(entry, bool):  # which counts as a whole number
+            raise _no_index(entry)
+    if sum(entry is Ellipsis for entry in entries) > 1:
+        raise IndexError("an index can only have a single ellipsis ('...')")
     given = sum(entry is not None and entry is not Ellipsis for entry in entries)
     rest = [slice(None)] * (x.ndim - given)
     if given > x.ndim:
@@ -232,14 +237,19 @@ def cut(x: DistArray, index: Any) -> DistArray:
         try:
             position = operator.index(entry)
         except TypeError:
-            raise TypeError(
-                f"an index is whole numbers, slices, ... and None, got {entry!r}; to pick rows, use embedding"
-            ) from None
+            raise _no_index(entry) from None
         if not -length <= position < length:
             raise IndexError(f"index {position} is out of bounds for axis {axis} of length {length}")
         ranges.append((position % length, position % length + 1, 1))
     found = apply(_CUT, x, ranges=tuple(ranges))
     return found if found.shape == tuple(shape) else reshape(found, shape)
+
+
+def _no_index(entry: Any) -> TypeError:
+    return TypeError(
+        f"an index is whole numbers, slices, ... and None, got {entry!r}; "
+        "to pick elements use where, to pick rows embedding"
+    )
 
 
 def split(x: DistArray, indices_or_sections: int | Sequence[int], axis: int = 0) -> list[DistArray]:

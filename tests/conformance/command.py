@@ -2,21 +2,17 @@
 
 import os
 from pathlib import Path
-import subprocess
 import sys
-import time
 
-from jobs.launch import ROOT
+from jobs.launch import ROOT, complete
 
 CONFORMANCE = [sys.executable, "-m", "pce_mpi", "conformance"]
 
 
-def conformance(*arguments, folder=ROOT, timeout=100, **environment):
+def conformance(*arguments, folder=ROOT, **environment):
     """The completed command, which must have left no process behind."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(
-        [*CONFORMANCE, *map(str, arguments)], cwd=folder, env=env, capture_output=True, text=True, timeout=timeout
-    )
+    return complete([*CONFORMANCE, *map(str, arguments)], cwd=folder, env=env)
 
 
 def processes_of(folder):
@@ -30,10 +26,3 @@ def processes_of(folder):
         if str(folder) in command:
             found.append(command)
     return found
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -3,13 +3,13 @@
 from dataclasses import replace
 import inspect
 import math
-import subprocess
 import sys
 import textwrap
 
 import numpy as np
 import pytest
 
+from jobs.launch import complete
 from pce_mpi import dense
 from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance import (
@@ -384,5 +384,5 @@ def test_the_docstring_of_an_offer_has_all_of_its_fields():
 
 def test_importing_the_conformance_kit_does_not_start_mpi():
     program = "import sys, pce_mpi.conformance as kit; kit.cases(); print('mpi4py.MPI' in sys.modules)"
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    process = complete([sys.executable, "-c", program])
     assert process.stdout == "False\n"

@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
+from conformance.command import conformance
 from jobs.launch import ROOT
+from patience import slowdown
 
 
 @pytest.mark.parametrize(
@@ -30,16 +30,11 @@ from jobs.launch import ROOT
 )
 def test_a_planted_fault_that_ends_the_job_is_a_result(fault, case, verdict, words, tmp_path):
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "pce_mpi", "conformance", "-n", "3", f"candidates.wrong.{fault}:candidate"]
-    selection = ["--case", case, "--case", "random-logits/float32", "--timeout", "2", "--no-shrink", "--json", report]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    run = subprocess.run(
-        [*command, *map(str, selection)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=60,
+    selection = ["--case", case, "--case", "random-logits/float32", "--timeout", 2 * slowdown()]
+    run = conformance(
+        *("-n", 3, f"candidates.wrong.{fault}:candidate", *selection, "--no-shrink", "--json", report),
+        folder=tmp_path,
+        PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     )
     assert run.returncode == 1, run.stdout + run.stderr
     outcomes = {outcome["case"]: outcome for outcome in json.loads(report.read_text())["outcomes"]}

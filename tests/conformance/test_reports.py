@@ -7,14 +7,13 @@ import io
 import json
 import math
 import re
-import subprocess
 import sys
 from xml.etree import ElementTree
 
 from matplotlib.image import imread
 import pytest
 
-from jobs.launch import ROOT
+from jobs.launch import complete
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.reports import html, json_file, junit, markdown, pictures, terminal
@@ -303,6 +302,20 @@ def test_a_picture_names_the_ranks_that_hold_classes_and_marks_every_target():
     assert len(list(targets.iter("{http://www.w3.org/2000/svg}use"))) == len(FAIL.picture.targets)
 
 
+def test_picture_says_what_it_shows():
+    root = ElementTree.fromstring(pictures.drawn(FAIL.picture, "picture"))
+    words = ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    legend = ["border of two shards", "target of the row"]
+    for text in ["Error of the gradient, in units of what is allowed", "class", "row", "error / allowed", *legend]:
+        assert words.count(text) == 1, text
+
+
+def test_picture_of_one_row_numbers_it():
+    root = ElementTree.fromstring(pictures.drawn(ErrorMap([[5.0, 1.0]], [0.0, 2.0], 1, 2, []), "picture"))
+    words = ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [word for word in words if "." in word] == ["0.01", "0.1"]  # of the colours' scale
+
+
 def test_each_rank_has_the_worst_error_of_its_own_shard():
     assert pictures.of_ranks(FAIL.picture) == [(0, 0, 3, 0.9), (1, 3, 3, 0.0), (2, 3, 8, math.inf)]
 
@@ -388,10 +401,10 @@ try:
 except ImportError as error:
     print(error.name)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = complete([sys.executable, "-c", program])
     assert (done.returncode, done.stdout) == (0, "jinja2\n"), done.stderr
     with_all = "import sys, pce_mpi.conformance.reports.html; print('mpi4py.MPI' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", with_all], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = complete([sys.executable, "-c", with_all])
     assert done.stdout == "False\n", done.stderr
 
 

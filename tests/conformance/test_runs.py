@@ -9,12 +9,15 @@ import sys
 
 import pytest
 
-from conformance.command import CONFORMANCE, conformance, processes_of, wait_until
-from jobs.launch import ROOT
+from conformance.command import CONFORMANCE, conformance, processes_of
+from jobs.launch import ROOT, complete, output_of
+from patience import slowdown, wait_until
 from pce_mpi.conformance.journal import Follower, Journal
+from pce_mpi.conformance.launching import memory_shared_by
 from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.shrinking import shapes
 from pce_mpi.conformance.stacks import innermost
+from pce_mpi.leftovers import new_folder
 
 # What it does depends on the option that a case sets.
 TROUBLESOME = """
@@ -71,7 +74,8 @@ def troublesome(tmp_path_factory):
     cases = ["random-logits", "label_smoothing", "z_loss", "logit_scale", "softcap", "weight/float32", "zero-rows/mean"]
     selection = [word for case in cases for word in ("--case", f"{case}*")]
     run = conformance(
-        *("-n", 3, "troublesome.py:candidate", *selection, "--dtype", "float32", "--timeout", 4, "--json", "report"),
+        *("-n", 3, "troublesome.py:candidate", *selection, "--dtype", "float32", "--timeout", 4 * slowdown()),
+        *("--json", "report"),
         folder=folder,
         TMPDIR=str(folder / "temporary"),
     )
@@ -165,7 +169,7 @@ def test_no_shape_is_tried_that_leaves_a_rank_without_classes(tmp_path):
         "    return loss, dlogits * (2 if num_classes > 4 else 1)\n"
         "candidate.shards = 'chunks'\n"
     )
-    options = ["--case", "reduction/mean", "--timeout", 2, "--json", "report"]
+    options = ["--case", "reduction/mean", "--timeout", 2 * slowdown(), "--json", "report"]
     run = conformance("-n", 3, "it.py:candidate", *options, folder=tmp_path)
     (outcome,) = json.loads((tmp_path / "report").read_text())["outcomes"]
     assert (outcome["rows"], outcome["classes"]) == (1, 6), run.stdout  # of 4 and 5 classes, rank 2 has one or none
@@ -173,7 +177,7 @@ def test_no_shape_is_tried_that_leaves_a_rank_without_classes(tmp_path):
 
 def asleep(folder):
     """The command, running a candidate that sleeps."""
-    (folder / "sleeper.py").write_text("import time\ndef candidate(*arguments, comm, **o): time.sleep(60)\n")
+    (folder / "sleeper.py").write_text("import time\ndef candidate(*arguments, comm, **o): time.sleep(600)\n")
     run = subprocess.Popen(
         [*CONFORMANCE, "-n", "2", "sleeper.py:candidate", "--case", "random-logits", "--dtype", "float32"],
         cwd=folder,
@@ -185,23 +189,39 @@ def asleep(folder):
     return run
 
 
+def folders_in(folder):
+    return sorted(path for path in folder.iterdir() if path.is_dir() and path.name != "__pycache__")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_an_interrupt_ends_everything(tmp_path, number):
     run = asleep(tmp_path)
     run.send_signal(number)
-    _, stderr = run.communicate(timeout=20)
+    _, stderr = output_of(run)
     assert run.returncode == 130
     assert "interrupted; conformance: 0 of 1" in stderr
     assert processes_of(tmp_path) == []
+    assert folders_in(tmp_path) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
-def test_the_ranks_end_also_where_the_command_is_killed(tmp_path):
+def test_leftovers_of_a_killed_command_are_removed_next(tmp_path):
     run = asleep(tmp_path)
-    assert processes_of(tmp_path)
+    (killed,) = folders_in(tmp_path)
+    held, _ = new_folder(tmp_path, "pce_mpi-conformance-")  # of a command that still runs
+    pids = [json.loads(path.read_text().splitlines()[0])["pid"] for path in killed.glob("rank-*.jsonl")]
+    shared = set().union(*map(memory_shared_by, pids))
     run.kill()
-    run.communicate(timeout=20)
+    output_of(run)
     wait_until(lambda: not processes_of(tmp_path))
+    left = folders_in(tmp_path)
+    environment = {"TMPDIR": str(tmp_path)}
+    run = conformance("-n", 1, "pce", "--case", "zero-rows/mean", folder=tmp_path, **environment)
+    assert run.returncode == 0, run.stderr
+    assert len(pids) == 2
+    assert left == sorted([killed, held])
+    assert folders_in(tmp_path) == [held]
+    assert [each for each in shared if each.exists()] == []
 
 
 def test_the_process_that_is_started_never_touches_mpi_and_death_after_the_last_case_is_a_warning(tmp_path):
@@ -209,13 +229,8 @@ def test_the_process_that_is_started_never_touches_mpi_and_death_after_the_last_
     # What an import of it would now end in is an ImportError.
     program = "import sys; sys.modules['mpi4py'] = None; from pce_mpi.cli import main; main(sys.argv[1:])"
     arguments = ["conformance", "-n", "2", "right.py:candidate", "--case", "random-logits", "--dtype", "float32"]
-    run = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = complete([sys.executable, "-c", program, *arguments], cwd=tmp_path, env=env)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "1 case passed" in run.stdout
     assert "warning: after the last case, rank " in run.stderr

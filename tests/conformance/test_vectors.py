@@ -205,6 +205,9 @@ def test_the_files_count_and_not_what_the_seed_would_give_today(folder, judged, 
 def test_results_of_no_vector_are_an_error_and_not_overlooked(folder, judged):
     with pytest.raises(ValueError, match="'random/loss', which is the result of no vector"):
         judged(right_results(folder) | {"random/loss": np.zeros(())})
+    with pytest.raises(ValueError, match="is the result of no vector") as raised:
+        judged({LONG: np.zeros(())})
+    assert len(str(raised.value)) < 1000
 
 
 def test_what_is_no_index_or_no_safetensors_file_is_said_so(folder, tmp_path):
@@ -218,6 +221,146 @@ def test_what_is_no_index_or_no_safetensors_file_is_said_so(folder, tmp_path):
     (tmp_path / "index.json").write_text('{"format": "pce_mpi conformance vectors", "version": 2}')
     with pytest.raises(ValueError, match="version 1"):
         vectors.judged(tmp_path, tmp_path / "results")
+
+
+def at(document, *path):
+    """What is in a nested document at this place."""
+    for step in path:
+        document = document[step]
+    return document
+
+
+LONG = "n" * 100_000
+# Of each field of the first vector, what it must not be.
+WRONG_FIELDS = {
+    "name": [None, 1, "", LONG, "two\nlines", "\ud800", ["a"], {}],
+    "file": [
+        None,
+        1,
+        "",
+        LONG,
+        "x" * 300,
+        ".",
+        "..",
+        "../index.json",
+        "/etc/passwd",
+        "a\0b",
+        "out/passwd",
+        "index.json",
+    ],
+    "catches": [None, 1, [], LONG, "\x1b[31m"],
+    "expects": [None, "", "an error", ["an answer"], {}],
+    "gradient": [None, 0, 1, "true"],
+    "dtype": [None, "int32", "float64", ["float32"], LONG],
+    "axis": [None, -1, 2, 10**30, True, 1.0, "1", []],
+    "splits": [
+        None,
+        24,
+        [],
+        [0],
+        [24],
+        [0, 23],
+        [1, 24],
+        [0, 25],
+        [0, 12, 11, 24],
+        [0.0, 24],
+        [False, 24],
+        ["0", "24"],
+        [[0, 24]],
+    ],
+    "reduction": [None, "average", ["mean"], LONG],
+    "options": [
+        *(None, [], "none", {"weight": 1.0}, {"axis": 0}, {LONG: 1}, {"label_smoothing": 2}, {"label_smoothing": "a"}),
+        *({"softcap": 0.0}, {"logit_scale": -1}, {"ignore_index": 1.5}, {"z_loss": True}, {"z_loss": 10**400}),
+    ],
+}
+
+
+def malformed():
+    """Indexes that are none, as changes of a right one."""
+    for field, values in WRONG_FIELDS.items():
+        for value in values:
+            yield lambda index, field=field, value=value: at(index, "vectors", 0).update({field: value})
+        yield lambda index, field=field: at(index, "vectors", 0).pop(field)
+    for value in (None, [], 3, "text", [[]]):
+        yield lambda index, value=value: at(index, "vectors").insert(1, value)
+        yield lambda index, value=value: index.update(vectors={"vectors": value})
+    for field in ("format", "version", "seed", "vectors"):
+        yield lambda index, field=field: index.pop(field)
+        for value in (None, -1, 1.5, {}, "1", LONG):
+            yield lambda index, field=field, value=value: index.update({field: value})
+    yield lambda index: at(index, "vectors").append(at(index, "vectors", 0))
+
+
+def test_a_malformed_index_is_a_short_value_error(tmp_path):
+    vectors.export(tmp_path, ranks=(1,), pattern="random-logits/float32")
+    right = (tmp_path / "index.json").read_text()
+    save_file(right_results(tmp_path), tmp_path / "results")
+    (tmp_path / "out").symlink_to("/etc")
+    texts = []
+    for change in malformed():
+        index = json.loads(right)
+        change(index)
+        texts.append(json.dumps(index).encode())
+    deep = b"[" * 100_000, b'{"a":' * 100_000, right.replace("{}", "[" * 900 + "]" * 900).encode()
+    texts += [b"", b"[]", b"3", b"null", b'"text"', right[:-3].encode(), right.encode("utf-16"), b"\xff" * 9, *deep]
+    texts += [right.replace('"seed": 0', f'"seed": {number}').encode() for number in ("NaN", "-Infinity", "1" * 5000)]
+    for text in texts:
+        (tmp_path / "index.json").write_bytes(text)
+        with pytest.raises(ValueError) as raised:
+            vectors.judged(tmp_path, tmp_path / "results")
+        assert type(raised.value) is ValueError, text[:200]
+        assert str(tmp_path) in str(raised.value) or "file" in str(raised.value)
+        assert len(str(raised.value)) < 1000 + len(str(tmp_path))
+    (tmp_path / "index.json").write_text(right)
+    (outcome,) = vectors.judged(tmp_path, tmp_path / "results").outcomes
+    assert outcome.verdict is Verdict.PASS
+    assert len(texts) > 100
+
+
+def test_missing_vector_is_a_file_not_found_error(folder, tmp_path):
+    vectors.export(tmp_path, ranks=(1,), pattern="random-logits/float32")
+    save_file(right_results(tmp_path), tmp_path / "results")
+    (tmp_path / entries(tmp_path)[0]["file"]).unlink()
+    with pytest.raises(FileNotFoundError, match=r"random-logits/float32/1-ranks\.safetensors"):
+        vectors.judged(tmp_path, tmp_path / "results")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"logits": None}, "no logits"),
+        ({"targets": None, "logits": None}, "no logits and no targets"),
+        ({"logits": np.zeros((6, 24), np.int64)}, "logits must be"),
+        ({"logits": np.zeros((), np.float32)}, "class axis"),
+        ({"logits": np.zeros((6, 0), np.float32)}, "0 classes"),
+        ({"logits": np.zeros((6, 24))}, "the index says float32"),
+        ({"targets": np.zeros(5, np.int64)}, "(6,), got (5,)"),
+        ({"targets": np.full(6, 24)}, "outside [0, 24)"),
+        ({"weight": np.zeros(6)}, "one entry per class"),
+        ({"dloss": np.zeros(5)}, "dloss"),
+        ({"dloss": np.zeros((), np.int64)}, "int64"),
+        ({"may_be_nan": np.zeros(5, np.bool_)}, "may_be_nan"),
+        ({"may_be_nan": np.zeros(6)}, "float64"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value,
+)
+def test_tensors_of_no_problem_are_a_value_error(tmp_path, tensors, words):
+    vectors.export(tmp_path, ranks=(1,), pattern="random-logits/float32")
+    save_file(right_results(tmp_path), tmp_path / "results")
+    (entry,) = entries(tmp_path)
+    changed = {name: np.array(each) for name, each in read(tmp_path / entry["file"]).items()} | tensors
+    save_file({name: each for name, each in changed.items() if each is not None}, tmp_path / entry["file"])
+    with pytest.raises(ValueError, match=re.escape(words)):
+        vectors.judged(tmp_path, tmp_path / "results")
+
+
+def test_results_of_unknown_dtype_are_a_value_error(folder, tmp_path):
+    header = json.dumps({LONG: {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    (tmp_path / "results").write_bytes(struct.pack("<Q", len(header)) + header + b"1")
+    with pytest.raises(ValueError, match="is F8_E4M3") as raised:
+        vectors.judged(folder, tmp_path / "results")
+    assert len(str(raised.value)) < 1000
 
 
 def test_only_what_numbers_can_show_is_exported(tmp_path):

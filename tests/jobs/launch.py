@@ -1,9 +1,12 @@
 """Start an MPI job from a single process, with the mpiexec that belongs to the running interpreter."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 import os
 from pathlib import Path
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,9 +14,14 @@ import textwrap
 import time
 from typing import NamedTuple
 
+from patience import Patience
 from pce_mpi.conformance.launching import mpiexec, settings, stop
 
 ROOT = Path(__file__).parents[2]
+
+# How long a job may take, and how long one that took longer may take to show its stacks, in seconds of `Patience`.
+LIMIT = 100.0
+STACKS = 5.0
 
 
 class CompletedJob(NamedTuple):
@@ -23,17 +31,34 @@ class CompletedJob(NamedTuple):
     seconds: float
 
 
-def launch(n: int, *args: str, timeout: float = 60, env: Mapping[str, str] | None = None) -> CompletedJob:
-    """Run `python -m mpi4py ARGS` on `n` ranks, from the root of the repository; `env` adds to the environment.
+def launch(n: int, *args: str, limit: float = LIMIT, env: Mapping[str, str] | None = None) -> CompletedJob:
+    """Run `python -m mpi4py ARGS` on `n` ranks, from the root of the repository; `env` adds to the environment."""
+    return complete(job_command(n, *args), env=job_environment(n) | dict(env or {}), limit=limit)
 
-    `TimeoutError`, with what the job has printed, if it has not ended after `timeout` seconds; it is killed then.
+
+def launch_source(
+    n: int, source: str, *args: str, limit: float = LIMIT, env: Mapping[str, str] | None = None
+) -> CompletedJob:
+    """As `launch`, for a program that is given as a string; indentation common to all its lines is removed."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "program.py")
+        program.write_text(textwrap.dedent(source), encoding="utf-8")
+        return launch(n, str(program), *args, limit=limit, env=env)
+
+
+def complete(
+    command: Sequence[str], *, cwd: Path = ROOT, env: Mapping[str, str] | None = None, limit: float = LIMIT
+) -> CompletedJob:
+    """Run a command to its end.
+
+    `TimeoutError`, with what it has printed and stacks of its Python processes, if it has not ended after `limit`
+    seconds of `Patience`; it and all that it has started are killed then.
     """
     start = time.monotonic()
-    command = job_command(n, *args)
-    job = subprocess.Popen(
+    process = subprocess.Popen(
         command,
-        cwd=ROOT,
-        env=job_environment(n) | dict(env or {}),
+        cwd=cwd,
+        env=dict(os.environ if env is None else env) | {"PYTHONFAULTHANDLER": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -41,26 +66,75 @@ def launch(n: int, *args: str, timeout: float = 60, env: Mapping[str, str] | Non
         start_new_session=True,
     )
     try:
-        stdout, stderr = job.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        stop(job)
-        stdout, stderr = job.communicate()
-        raise TimeoutError(
-            f"{shlex.join(command)} had not ended after {timeout} s\n----- stdout\n{stdout}\n----- stderr\n{stderr}"
-        ) from None
+        stdout, stderr = output_of(process, limit)
+    except TimeoutError as error:
+        end_with_stacks(process)
+        stdout, stderr = process.communicate()
+        raise TimeoutError(f"{shlex.join(command)}: {error}\n----- stdout\n{stdout}\n----- stderr\n{stderr}") from None
     finally:
-        stop(job)
-    return CompletedJob(job.returncode, stdout, stderr, time.monotonic() - start)
+        stop(process)
+    return CompletedJob(process.returncode, stdout, stderr, time.monotonic() - start)
 
 
-def launch_source(
-    n: int, source: str, *args: str, timeout: float = 60, env: Mapping[str, str] | None = None
-) -> CompletedJob:
-    """As `launch`, for a program that is given as a string; indentation common to all its lines is removed."""
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder, "program.py")
-        program.write_text(textwrap.dedent(source), encoding="utf-8")
-        return launch(n, str(program), *args, timeout=timeout, env=env)
+def output_of(process: subprocess.Popen[str], limit: float = LIMIT) -> tuple[str, str]:
+    """What a process writes to its pipes until it has ended; `TimeoutError` after `limit` seconds of `Patience`."""
+    patience = Patience(limit)
+    while True:
+        try:
+            return process.communicate(timeout=1)
+        except subprocess.TimeoutExpired:
+            if patience.is_over():
+                raise TimeoutError(f"it had not ended after {limit:g} s") from None
+
+
+def end_with_stacks(process: subprocess.Popen[str]) -> None:
+    """End a process that leads its own group and all that it has started, once the Python ones have shown their stacks.
+
+    They do so when aborted (faulthandler). Their launchers stand still meanwhile: they would kill the other ranks as
+    soon as the first has gone.
+    """
+    family = [process.pid, *descendants(process.pid)]
+    with ExitStack() as launchers:
+        for pid in family:
+            if not runs_python(pid):
+                send(pid, signal.SIGSTOP)
+                launchers.callback(send, pid, signal.SIGCONT)
+        aborted = [pid for pid in family if runs_python(pid)]
+        for pid in aborted:
+            send(pid, signal.SIGABRT)
+        patience = Patience(STACKS)
+        while any(runs_python(pid) for pid in aborted) and not patience.is_over():
+            process.poll()
+            time.sleep(0.02)
+    stop(process)
+    for pid in family:  # what its launchers have not ended, being in a group of its own
+        send(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that it has started, those that these have started, and so on; Linux alone tells."""
+    children = defaultdict[int, list[int]](list)
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            # The name, in brackets, may have spaces of its own; the state and the parent follow it.
+            children[int(path.read_text().rpartition(")")[2].split()[1])].append(int(path.parent.name))
+    found = list(children[pid])
+    for child in found:  # grows on the way
+        found += children[child]
+    return found
+
+
+def runs_python(pid: int) -> bool:
+    """Whether it is alive, and the program that runs here too."""
+    try:
+        return os.path.samefile(f"/proc/{pid}/exe", sys.executable)
+    except OSError:
+        return False
+
+
+def send(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def job_command(n: int, *args: str) -> list[str]:

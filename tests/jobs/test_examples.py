@@ -5,13 +5,12 @@ from functools import cache
 import json
 import os
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from jobs.launch import ROOT, job_environment, launch, launch_source
+from jobs.launch import ROOT, complete, job_environment, launch, launch_source
 
 EXAMPLES = ROOT / "examples"
 DATA_AND_MODEL = "examples/data_and_model_parallel.py"
@@ -289,11 +288,25 @@ def test_the_tape_gives_the_gradients_of_the_backward_pass_written_by_hand_and_o
 
 
 def test_the_language_model_runs_without_mpiexec_and_plots_its_losses(tmp_path):
-    picture = tmp_path / "losses.png"
+    picture = tmp_path / "losses.svg"
     command = [sys.executable, LANGUAGE_MODEL, *SLICE, "--steps=3", f"--plot={picture}"]
-    job = subprocess.run(command, cwd=ROOT, env=job_environment(1), capture_output=True, text=True, timeout=60)
+    job = complete(command, env=job_environment(1))
     assert job.returncode == 0, job.stderr
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    axes = ["training step", "loss on training text (nats a token)"]
+    curves = ["this model, one batch", "this model, mean of the last 50 batches", "unigram model, all training text"]
+    for text in ["Loss of each training step, on 1 rank", *axes, *curves]:
+        assert picture.read_text().count(f"<!-- {text} -->") == 1
+
+
+@pytest.mark.parametrize("start", [[], ["-m", "mpi4py"]], ids=["plain", "mpi4py"])
+def test_an_example_without_mpiexec_says_how_to_start_it(start):
+    command = [sys.executable, *start, SHARDED_LOSS]
+    alone = complete(command, env=job_environment(1))
+    assert alone.returncode == 0
+    assert alone.stdout == job(1, SHARDED_LOSS).stdout
+    again = "mpiexec -n 4 python -m mpi4py examples/sharded_loss.py"
+    assert alone.stderr == f"started without mpiexec, so on 1 rank; on 4 ranks: {again}\n"
+    assert job(1, SHARDED_LOSS).stderr == ""
 
 
 def test_rank_0_alone_prints_the_result(trained_on_a_slice):
@@ -302,7 +315,10 @@ def test_rank_0_alone_prints_the_result(trained_on_a_slice):
     assert [name for name, _ in perplexities] == ["unigram", "this"]
     assert float(perplexities[1][1]) < float(perplexities[0][1])
     assert output.stdout.count("\nraise ValueError(|") == 1
-    assert output.stderr.count(f"| 0/{STEPS} [") == 1
+    assert "\r" not in output.stderr
+    told = re.findall(rf"^training (\d+)/{STEPS}  loss \d\.\d+, \d+ s$", output.stderr, re.MULTILINE)
+    assert len(set(told)) == len(told) == len(output.stderr.splitlines())
+    assert {str(step) for step in range(STEPS // 10, STEPS + 1, STEPS // 10)} <= set(told)
 
 
 # ---------------------------------------------------------------------------------------------------------- transformer
@@ -363,6 +379,7 @@ def test_the_transformer_is_resumed_on_another_mesh(gpt_losses, tmp_path):
     ("args", "complaint"),
     [
         (["--data=2", "--model=2"], "data=2 * context=1 * model=2 is 4, but the communicator has 2 ranks"),
+        (["--model=3"], "data=1 * context=1 * model=3 is 3, but the communicator has 2 ranks"),
         (["--heads=7"], "a width of 24 is no multiple of 7 heads"),
     ],
 )
@@ -413,6 +430,7 @@ def test_a_program_without_options_refuses_any_once(program):
         ("--batch=many", "argument --batch: expected a whole number from 1 up, got 'many'"),
         ("--rate=-1", "argument --rate: expected a number from 0 up, got '-1'"),
         ("--plot=/no/such/folder/losses.png", "argument --plot: cannot write '/no/such/folder/losses.png'"),
+        ("--save=/dev/null", "argument --save: cannot write '/dev/null': only a regular file is replaced"),
         ("--resume=/no/such/file", "argument --resume: cannot read '/no/such/file'"),
         ("--vocabulary=9", "unrecognized arguments: --vocabulary=9"),
     ],
@@ -447,14 +465,8 @@ def test_sharded_loss_prints_what_its_docstring_says():
 def judged(function, *args):
     """The conformance kit's run on a function of the tutorial."""
     command = [sys.executable, "-m", "pce_mpi", "conformance", "-n", "3", "--adapter", "torch-shards", "--no-shrink"]
-    return subprocess.run(
-        [*command, f"{VERIFY_YOUR_LOSS}:{function}", "--case", "label_smoothing", "--case", "random-logits", *args],
-        cwd=ROOT,
-        env=job_environment(3),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    cases = ["--case", "label_smoothing", "--case", "random-logits"]
+    return complete([*command, f"{VERIFY_YOUR_LOSS}:{function}", *cases, *args], env=job_environment(3))
 
 
 def test_the_error_planted_in_the_tutorial_is_named_and_random_logits_do_not_show_it():

@@ -1,4 +1,4 @@
-"""Ranks that never arrive, raise, exit or die: every job below ends within seconds, and says why where it can."""
+"""Ranks that never arrive, raise, exit or die: every job below ends by itself, and says why where it can."""
 
 import json
 from pathlib import Path
@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 
 from jobs.launch import CompletedJob, launch_source
+from patience import slowdown
 
-# A job that has not ended by then hangs: it is killed, and its test fails.
-SECONDS = 30
-
-# How long ranks wait for each other in most jobs, how long they then listen for each other, and what a busy machine
-# may add.
+# How long ranks wait for each other in most jobs, how long they then listen for each other, and what may be added: in
+# seconds of a machine that has nothing else to do, as are all times that ranks tell.
 TIMEOUT = 1.0
 ROLL_CALL = 1.0
-SLACK = 1.5
+SLACK = 3.0
 
 # What every program begins with. A rank tells of itself in a file: output of several ranks may come mixed.
 PROLOGUE = """
@@ -33,7 +31,11 @@ import numpy as np
 
 import pce_mpi as pce
 from pce_mpi.comm.collectives import agree, all_gather, all_reduce, broadcast
+from pce_mpi.comm import communicators as channel
+from pce_mpi.comm.collectives import agree, all_gather, all_reduce, broadcast
 
+SECOND = float(os.environ["SECOND"])
+channel._ROLL_CALL_SECONDS *= SECOND
 comm = MPI.COMM_WORLD
 folder = Path(sys.argv[1])
 told = []
@@ -52,7 +54,7 @@ def tell(call):
         told.append({"returned": call()})
     except Exception as error:
         told.append({"kind": type(error).__name__, "text": str(error)})
-    told[-1] |= {"began": start, "ended": time.time()}
+    told[-1]["seconds"] = (time.time() - start) / SECOND
     draft = folder / f"draft-{comm.rank}"
     draft.write_text(json.dumps(told))
     draft.rename(folder / f"rank-{comm.rank}-{len(told)}")
@@ -60,23 +62,26 @@ def tell(call):
 
 def wait_for(ranks, times):
     # Until all of them have told that often.
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 20 * SECOND
     while not all((folder / f"rank-{rank}-{times}").exists() for rank in ranks):
         if time.monotonic() > deadline:
             raise RuntimeError("the other ranks have not told what came of it")
         time.sleep(0.01)
 
 
-def silent():
-    # Far longer than the job may take.
-    time.sleep(600)
+def patient():
+    # From its first call on, the rank waits longer than the job may take.
+    os.environ["PCE_MPI_TIMEOUT"] = "10000"
 """
 
 
-def run(folder: Path, n: int, program: str, timeout: float | str | None = TIMEOUT) -> CompletedJob:
+def run(folder: Path, n: int, program: str, timeout: float | None = TIMEOUT) -> CompletedJob:
     """A job of `n` ranks that has ended by itself; `timeout` is PCE_MPI_TIMEOUT."""
-    env = {} if timeout is None else {"PCE_MPI_TIMEOUT": str(timeout)}
-    return launch_source(n, PROLOGUE + textwrap.dedent(program), str(folder), timeout=SECONDS, env=env)
+    second = slowdown()
+    env = {"SECOND": f"{second}"}
+    if timeout is not None:
+        env["PCE_MPI_TIMEOUT"] = f"{timeout * second}"
+    return launch_source(n, PROLOGUE + textwrap.dedent(program), str(folder), env=env)
 
 
 def told(folder: Path, rank: int) -> list[dict[str, Any]]:
@@ -91,10 +96,6 @@ def assert_timed_out(report: dict[str, Any], *fragments: str) -> None:
         assert fragment in report["text"]
 
 
-def seconds(report: dict[str, Any]) -> float:
-    return report["ended"] - report["began"]
-
-
 # -------------------------------------------------------------------------------------------- a rank that never arrives
 
 
@@ -104,13 +105,13 @@ def test_waiting_ranks_name_the_rank_that_never_arrives_and_end_together(tmp_pat
         tmp_path,
         3,
         f"""
+        if comm.rank == 1:
+            patient()  # by itself it would still be waiting when the other has gone
         if {use == "later"}:
             loss()
         comm.Barrier()
         if comm.rank == 2:
-            silent()
-        # Nearly as late as may be: by itself this rank would still be waiting when the first has gone.
-        time.sleep(0.6 * comm.rank)
+            signal.pause()
         tell(loss)
         tell(loss)
         tell(lambda: agree(comm, "another operation", {{}}))
@@ -122,19 +123,14 @@ def test_waiting_ranks_name_the_rank_that_never_arrives_and_end_together(tmp_pat
     early, late = told(tmp_path, 0), told(tmp_path, 1)
     for reports in (early, late):
         first, *afterwards = reports
-        assert_timed_out(
-            first, "PCE_MPI_TIMEOUT", f"{TIMEOUT:g} s", "softmax_cross_entropy", "(ranks 0, 1)", "silent: rank 2"
-        )
+        assert_timed_out(first, "PCE_MPI_TIMEOUT", "softmax_cross_entropy", "(ranks 0, 1)", "silent: rank 2")
         assert ("first use" in first["text"]) == (use == "first")
         assert len(afterwards) == 3
         for again in afterwards:
             assert_timed_out(again, "not usable any more", "silent: rank 2")
-            assert seconds(again) < 0.5
-    assert early[0]["text"] == late[0]["text"]
-    assert TIMEOUT <= seconds(early[0]) < TIMEOUT + ROLL_CALL + SLACK
-    # The later one does not wait its full time, and then alone.
-    assert seconds(late[0]) < TIMEOUT + SLACK / 2
-    assert abs(early[0]["ended"] - late[0]["ended"]) < ROLL_CALL / 2
+            assert again["seconds"] < TIMEOUT
+    assert TIMEOUT <= early[0]["seconds"] < TIMEOUT + ROLL_CALL + SLACK
+    assert "waited 10000 s" in late[0]["text"]  # as it would have, alone
     assert told(tmp_path, 2) == []
     # An error that nobody catches ends the job, the silent rank included.
     assert job.returncode != 0
@@ -148,7 +144,7 @@ def test_two_of_four_silent_ranks_are_both_named(tmp_path):
         """
         loss()
         if comm.rank % 2:
-            silent()
+            signal.pause()
         tell(loss)
         wait_for([0, 2], times=1)
         raise SystemExit("enough")
@@ -157,7 +153,7 @@ def test_two_of_four_silent_ranks_are_both_named(tmp_path):
     for rank in (0, 2):
         [report] = told(tmp_path, rank)
         assert_timed_out(report, "softmax_cross_entropy", "(ranks 0, 2)", "silent: ranks 1, 3")
-        assert TIMEOUT <= seconds(report) < TIMEOUT + ROLL_CALL + SLACK
+        assert TIMEOUT <= report["seconds"] < TIMEOUT + ROLL_CALL + SLACK
     assert job.returncode != 0
 
 
@@ -179,7 +175,7 @@ def test_a_rank_that_is_silent_but_busy_does_not_make_the_others_wait_longer(tmp
     for rank in range(3):
         [report] = told(tmp_path, rank)
         assert_timed_out(report, "(ranks 0, 1, 2)", "silent: rank 3")
-        assert seconds(report) < TIMEOUT + ROLL_CALL + SLACK
+        assert report["seconds"] < TIMEOUT + ROLL_CALL + SLACK
 
 
 def test_ranks_that_wait_on_different_communicators_each_name_their_operation_and_who_is_not_there(tmp_path):
@@ -207,7 +203,7 @@ def test_ranks_that_wait_on_different_communicators_each_name_their_operation_an
         others = ", ".join(str(other) for other in range(3) if other != rank)
         assert_timed_out(report, name, f"(rank {rank})", f"silent: ranks {others}")
         assert not any(other in report["text"] for other in names if other != name)
-        assert TIMEOUT <= seconds(report) < TIMEOUT + ROLL_CALL + SLACK
+        assert TIMEOUT <= report["seconds"] < TIMEOUT + ROLL_CALL + SLACK
 
 
 def test_other_communicators_stay_usable_after_a_timeout(tmp_path):
@@ -218,7 +214,7 @@ def test_other_communicators_stay_usable_after_a_timeout(tmp_path):
         pair = comm.Split(comm.rank == 2)
         loss()
         if comm.rank == 2:
-            silent()
+            signal.pause()
         tell(loss)
         tell(lambda: loss(pair))
         wait_for([0, 1], times=2)
@@ -239,6 +235,8 @@ def test_a_rank_that_comes_after_the_others_gave_up_is_refused_and_does_not_writ
         """
         length = 1_000_000
         total = lambda: all_reduce(np.ones(length), comm, "sum", operation="the sum", reason="to see")
+        if comm.rank == 1:
+            patient()
         loss()
         if comm.rank == 1:
             wait_for([0], times=1)
@@ -248,7 +246,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_is_refused_and_does_not_writ
             tell(lambda: float(total()[0]))
             # Whatever the abandoned call has given back, these take.
             fresh = [np.full(length, 7.0) for _ in range(4)]
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 20 * SECOND
             while not (folder / "rank-1-2").exists() and time.monotonic() < deadline:
                 comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
                 time.sleep(0.001)
@@ -258,7 +256,6 @@ def test_a_rank_that_comes_after_the_others_gave_up_is_refused_and_does_not_writ
         wait_for([1], times=2)
         raise SystemExit("enough")
         """,
-        timeout=1,
     )
     assert len(told(tmp_path, 0)) == 3, f"rank 0 died of what the late rank sent:\n{job.stdout}\n{job.stderr}"
     gave_up, memory, afterwards = told(tmp_path, 0)
@@ -266,9 +263,8 @@ def test_a_rank_that_comes_after_the_others_gave_up_is_refused_and_does_not_writ
     assert memory["returned"] is True
     assert_timed_out(afterwards, "not usable any more")
     came_late = told(tmp_path, 1)
-    # The late rank may find all that it needs, but then it fails at the next call: it does not wait for itself.
+    # The late rank may find all that it needs, but then it fails at the next call: it does not wait.
     assert_timed_out(came_late[1])
-    assert seconds(came_late[0]) + seconds(came_late[1]) < ROLL_CALL + SLACK
 
 
 def test_a_wait_that_is_interrupted_leaves_a_communicator_that_refuses_further_use(tmp_path):
@@ -283,6 +279,8 @@ def test_a_wait_that_is_interrupted_leaves_a_communicator_that_refuses_further_u
         def interrupt(*_):
             raise Interrupted("by a signal")
 
+        if comm.rank == 0:
+            patient()
         loss()
         if comm.rank == 1:
             wait_for([0], times=2)
@@ -300,11 +298,31 @@ def test_a_wait_that_is_interrupted_leaves_a_communicator_that_refuses_further_u
     interrupted, afterwards = told(tmp_path, 0)
     [other] = told(tmp_path, 1)
     assert interrupted["kind"] == "Interrupted"
-    assert seconds(interrupted) < TIMEOUT
     assert afterwards.get("kind") in ("CollectiveError", "CollectiveTimeout"), afterwards
     assert "not usable any more" in afterwards["text"]
-    assert seconds(afterwards) < 0.5
     assert_timed_out(other, "silent: rank 0")
+
+
+def test_a_timeout_is_written_before_the_roll_call(tmp_path):
+    # In that call a process may die, if its network has failed: what it waited in must be known by then.
+    job = run(
+        tmp_path,
+        2,
+        """
+        from pce_mpi.comm.communicators import Channel
+
+        Channel._roll_call = lambda *_: os._exit(7)
+        if comm.rank == 1:
+            silent()
+        loss()
+        """,
+    )
+    assert job.returncode != 0
+    lines = [line for line in job.stderr.splitlines() if "PCE_MPI_TIMEOUT" in line]
+    assert lines == [
+        f"pce_mpi: rank 0 of 2 has waited {TIMEOUT:g} s (PCE_MPI_TIMEOUT) in softmax_cross_entropy "
+        "(its first use of the communicator); ranks now tell where they are"
+    ]
 
 
 @pytest.mark.parametrize("use", ["first", "later"])
@@ -316,11 +334,11 @@ def test_a_rank_that_comes_late_but_in_time_is_waited_for(tmp_path, use):
         if {use == "later"}:
             loss()
         if comm.rank == 1:
-            time.sleep(1.2)
+            time.sleep(0.5)
         tell(loss)
         tell(loss)
         """,
-        timeout=10,
+        timeout=60,
     )
     assert job.returncode == 0, job.stderr
     for rank in range(3):
@@ -328,7 +346,6 @@ def test_a_rank_that_comes_late_but_in_time_is_waited_for(tmp_path, use):
         assert [report.get("returned") for report in reports] == [
             pytest.approx(2.1972245773362196, rel=1e-15)
         ] * 2  # log 9
-    assert seconds(told(tmp_path, 0)[0]) > 1.0
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -371,7 +388,6 @@ def test_a_rank_that_raises_before_the_call_ends_the_job(tmp_path, n):
     )
     assert job.returncode != 0
     assert "LookupError: the data of this rank are not there" in job.stderr
-    assert job.seconds < 10
 
 
 def test_a_rank_that_raises_before_the_first_call_of_all_ends_the_job(tmp_path):
@@ -387,7 +403,6 @@ def test_a_rank_that_raises_before_the_first_call_of_all_ends_the_job(tmp_path):
     )
     assert job.returncode != 0
     assert "LookupError" in job.stderr
-    assert job.seconds < 10
 
 
 def test_an_error_that_every_rank_raises_ends_the_job_with_its_text(tmp_path):
@@ -402,7 +417,6 @@ def test_an_error_that_every_rank_raises_ends_the_job_with_its_text(tmp_path):
     )
     assert job.returncode != 0
     assert "IndexError: targets[1] = 16 is outside [0, 16) (rank 1)" in job.stderr
-    assert job.seconds < 10
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -424,7 +438,6 @@ def test_a_rank_that_is_killed_in_the_midst_ends_the_job(tmp_path, n):
     for rank in range(n):  # all of them were at work
         assert "returned" in told(tmp_path, rank)[0]
     assert job.returncode != 0
-    assert job.seconds < 10
 
 
 def test_a_rank_that_exits_with_a_status_ends_the_job(tmp_path):
@@ -440,7 +453,6 @@ def test_a_rank_that_exits_with_a_status_ends_the_job(tmp_path):
         timeout=None,
     )
     assert job.returncode != 0
-    assert job.seconds < 10
 
 
 @pytest.mark.parametrize("use", ["first", "later"])
@@ -462,4 +474,3 @@ def test_a_rank_that_exits_as_if_all_were_well_is_silent_to_the_others(tmp_path,
         [report] = told(tmp_path, rank)
         assert_timed_out(report, "softmax_cross_entropy", "silent: rank 1")
     assert job.returncode != 0
-    assert job.seconds < TIMEOUT + ROLL_CALL + 10

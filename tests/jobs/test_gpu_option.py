@@ -1,12 +1,11 @@
 """`pytest --gpu`, with the stand-in for CuPy where a GPU's own would be: which tests run, and on what."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 
-from jobs.launch import ROOT, launch_source
+from jobs.launch import complete, launch_source
 
 PYTEST = """
     import sys
@@ -44,7 +43,7 @@ def test_arrays_of_the_host_are_copied_to_the_gpu_and_what_kernels_wrote_is_brou
 @pytest.mark.parametrize("command", [["-m", "pytest", "--gpu", "tests/gpu"], ["tests/run.py", "--gpu"]], ids=" ".join)
 def test_a_missing_gpu_is_an_error_and_no_reason_to_skip(command):
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=60)
+    done = complete([sys.executable, *command], env=hidden)
     assert done.returncode in (2, 4)
     assert "--gpu: CuPy is " in done.stderr
     assert "Traceback" not in done.stderr
@@ -52,7 +51,7 @@ def test_a_missing_gpu_is_an_error_and_no_reason_to_skip(command):
 
 def test_without_the_option_what_needs_a_gpu_is_skipped_and_says_so():
     command = [sys.executable, "-m", "pytest", "--color=no", "-q", "-rs", "tests/gpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = complete(command)
     assert done.returncode == 0
     assert "needs a GPU, and pytest --gpu" in done.stdout
     assert " passed" not in done.stdout

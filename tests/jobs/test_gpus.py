@@ -3,18 +3,16 @@
 import ast
 import importlib.util
 import json
-import subprocess
 import sys
 import textwrap
 
 import pytest
 
-from jobs.launch import ROOT, launch_source
+from jobs.launch import ROOT, complete, launch_source
 
 
 def run(program):
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = complete([sys.executable, "-c", textwrap.dedent(program)])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

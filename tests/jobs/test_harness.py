@@ -13,11 +13,9 @@ import time
 
 import pytest
 
-from jobs.launch import ROOT, CompletedJob, job_environment, launch, launch_source
+from jobs.launch import ROOT, CompletedJob, complete, job_environment, launch, launch_source, output_of
+from patience import wait_until
 from run import SETTLED, SHARED_MEMORY, remove_memory_left_behind
-
-# Every job below ends within this many seconds or is killed, and the test that started it fails.
-SECONDS = 40
 
 HARNESS = [ROOT / "pyproject.toml", *(ROOT / "tests").glob("*.py"), ROOT / "tests/jobs/launch.py"]
 
@@ -44,18 +42,9 @@ def change(suite: Path, path: str, old: str, new: str) -> None:
     (suite / path).write_text(text.replace(old, new), encoding="utf-8")
 
 
-def run(suite: Path, *arguments: str, env: dict[str, str] | None = None) -> CompletedJob:
+def run(suite: Path, *arguments: str) -> CompletedJob:
     """`python tests/run.py ARGUMENTS` in the suite."""
-    start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "tests/run.py", *arguments],
-        cwd=suite,
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    return CompletedJob(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
+    return complete([sys.executable, "tests/run.py", *arguments], cwd=suite)
 
 
 def run_at(suite: Path, n: int, source: str) -> CompletedJob:
@@ -167,29 +156,95 @@ def test_a_killed_rank_ends_the_job_and_the_test_that_was_running_has_failed(sui
             if comm.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             comm.Barrier()
+
+        def test_after_it(comm):
+            comm.Barrier()
         """,
     )
     assert job.returncode == 1
     assert "test_in_which_a_rank_is_killed did not come to its end" in job.stdout
-    assert closing_line(job) == "1 passed, 1 failed, 0 skipped"
+    assert closing_line(job) == "2 passed, 1 failed, 0 skipped"
 
 
 @pytest.mark.parametrize("stuck", [0, 1])
-def test_a_hang_on_one_rank_ends_with_the_stack_of_that_rank(suite, stuck):
-    change(suite, "pyproject.toml", "faulthandler_timeout = 120", "faulthandler_timeout = 1")
+def test_hang_fails_alone_with_the_stack_of_each_rank(suite, stuck):
+    change(suite, "tests/run.py", "SILENCE = 150", "SILENCE = 1")
     job = run_at(
         suite,
         2,
         f"""
+        import signal
+
+        def wait_for_the_other(comm):
+            comm.Barrier()
+
+        def test_that_is_well(comm):
+            comm.Barrier()
+
         def test_that_hangs(comm):
-            if comm.rank == {stuck}:
-                comm.recv(source=comm.rank)
+            signal.pause() if comm.rank == {stuck} else wait_for_the_other(comm)
+
+        def test_after_it(comm):
+            comm.Barrier()
+
+        def test_after_it_on_one_rank(comm):
+            assert comm.rank
         """,
     )
     assert job.returncode == 1
     assert "test_that_hangs did not come to its end" in job.stdout
+    stacks = dict(re.findall(r"----- stacks of rank (\d)\n(.*?)(?=-----)", job.stdout, re.DOTALL))
+    assert "in test_that_hangs" in stacks["0"] and "in test_that_hangs" in stacks["1"]
+    assert "in wait_for_the_other" in stacks[str(1 - stuck)] and "in wait_for_the_other" not in stacks[str(stuck)]
+    assert closing_line(job) == "2 passed, 2 failed, 0 skipped"
+
+
+def test_hang_among_jobs_fails_alone_and_leaves_no_process(suite):
+    change(suite, "tests/run.py", "SILENCE = 150", "SILENCE = 1")
+    write(
+        suite,
+        "tests/jobs/test_it.py",
+        f"""
+        import os, subprocess, sys
+        from jobs.launch import job_command
+
+        HANG = "import os, signal, sys; print(os.getpid(), file=open(sys.argv[1], 'a')); signal.pause()"
+
+        def test_that_hangs():
+            subprocess.run(job_command(2, "-c", HANG, {str(suite / "pids")!r}), start_new_session=True)
+
+        def test_after_it():
+            pass
+        """,
+    )
+    job = run(suite, "tests/jobs")
+    assert "test_that_hangs did not come to its end" in job.stdout
     assert "in test_that_hangs" in job.stdout
-    assert closing_line(job) == "0 passed, 1 failed, 0 skipped"
+    assert closing_line(job) == "1 passed, 1 failed, 0 skipped"
+    pids = (suite / "pids").read_text().split()
+    assert len(pids) == 2
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def test_tests_that_end_their_session_are_left_behind_a_few_times(suite):
+    change(suite, "tests/run.py", "MOST_SESSIONS = 10", "MOST_SESSIONS = 2")
+    job = run_at(
+        suite,
+        2,
+        """
+        import os
+        import pytest
+
+        @pytest.mark.parametrize("number", range(5))
+        def test_it(comm, number):
+            if comm.rank:
+                os._exit(3)
+            comm.Barrier()
+        """,
+    )
+    assert job.returncode == 1
+    assert "not run: tests/ranks/test_it.py::test_it[2] and all after it, 3 in all" in job.stdout
+    assert closing_line(job) == "0 passed, 2 failed, 0 skipped"
 
 
 @pytest.mark.parametrize("how", ["@pytest.mark.skipif(rank == 0, reason='not here')", "in the test"])
@@ -332,22 +387,15 @@ def test_only_rank_0_shows_output(suite):
 
 def test_an_mpiexec_that_does_not_belong_to_the_mpi_library_is_named(suite):
     write(suite, "tests/ranks/test_it.py", "def test_it(comm):\n    pass")
-    job = subprocess.run(
-        [sys.executable, "-m", "pytest", "tests/ranks"],
-        cwd=suite,
-        env={**job_environment(1), "OMPI_COMM_WORLD_SIZE": "3"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    environment = {**job_environment(1), "OMPI_COMM_WORLD_SIZE": "3"}
+    job = complete([sys.executable, "-m", "pytest", "tests/ranks"], cwd=suite, env=environment)
     assert job.returncode != 0
-    assert "launched as 3 ranks, but COMM_WORLD.size is 1" in job.stdout + job.stderr
+    assert "launched as 3 ranks (OMPI_COMM_WORLD_SIZE=3), but MPI sees 1" in job.stdout + job.stderr
 
 
 def test_ranks_need_no_mpiexec_at_size_1(suite):
     write(suite, "tests/ranks/test_it.py", "def test_it(comm):\n    assert comm.size == 1")
-    job = subprocess.run([sys.executable, "-m", "pytest", "tests/ranks"], cwd=suite, timeout=SECONDS)
-    assert job.returncode == 0
+    assert complete([sys.executable, "-m", "pytest", "tests/ranks"], cwd=suite).returncode == 0
 
 
 # tests/run.py
@@ -369,6 +417,14 @@ def test_run_tells_the_outcome_at_each_size_and_in_total(suite):
         def test_that_needs_company(comm):
             if comm.size == 1:
                 pytest.skip("one rank only")
+
+        @pytest.mark.sizes(2, 3)
+        def test_that_is_long(comm):
+            assert comm.size == 2
+
+        @pytest.mark.sizes(7)
+        def test_that_is_long_and_whose_size_is_not_run(comm):
+            pass
         """,
     )
     write(suite, "tests/jobs/test_it.py", "def test_it():\n    pass")
@@ -376,10 +432,10 @@ def test_run_tells_the_outcome_at_each_size_and_in_total(suite):
     assert job.returncode == 0
     words = [line.split() for line in job.stdout.splitlines()]
     assert ["passed", "failed", "skipped", "seconds"] in words
-    assert ["1", "rank", "2", "0", "1"] in [line[:5] for line in words]
-    assert ["2", "ranks", "2", "0", "0"] in [line[:5] for line in words]
+    assert ["1", "rank", "3", "0", "1"] in [line[:5] for line in words]
+    assert ["2", "ranks", "4", "0", "0"] in [line[:5] for line in words]
     assert ["jobs", "1", "0", "0"] in [line[:4] for line in words]
-    assert closing_line(job) == "5 passed, 0 failed, 1 skipped"
+    assert closing_line(job) == "8 passed, 0 failed, 1 skipped"
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="one core runs one thing at a time")
@@ -391,7 +447,7 @@ def test_an_interrupted_run_ends_ranks_and_jobs_that_run_at_the_same_time(suite)
     process = subprocess.Popen([sys.executable, "tests/run.py"], cwd=suite, stdout=subprocess.PIPE, text=True)
     wait_until(lambda: pids.exists() and pids.read_text().count("\n") == 2)
     process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=SECONDS)
+    printed, _ = output_of(process)
     assert process.returncode == 1
     assert "interrupted in 1 rank and jobs" in printed
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()))
@@ -460,7 +516,7 @@ def test_an_interrupted_run_leaves_no_process_behind(suite, where, signal_number
     )
     wait_until(lambda: pids.exists() and pids.read_text().count("\n") == 2)
     process.send_signal(signal_number)
-    printed, _ = process.communicate(timeout=SECONDS)
+    printed, _ = output_of(process)
     assert process.returncode == 1
     assert "interrupted" in printed
     sleepers = [int(pid) for pid in pids.read_text().split()]
@@ -484,13 +540,6 @@ def test_memory_that_killed_ranks_have_left_is_removed_unless_it_may_be_that_of_
             segment.unlink(missing_ok=True)
 
 
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 # tests/jobs/launch.py
 
 
@@ -499,7 +548,6 @@ def test_launch_gives_exit_status_and_output_of_a_job():
     assert job.returncode != 0
     assert "out" in job.stdout
     assert "err" in job.stderr
-    assert job.seconds < SECONDS
 
 
 def test_launch_starts_as_many_ranks_as_asked_for_even_on_fewer_cores():
@@ -519,6 +567,7 @@ def test_launch_hands_arguments_and_environment_on():
     assert job.stdout.strip() == "['a b'] red"
 
 
-def test_launch_kills_a_job_that_takes_too_long_and_shows_what_it_printed():
-    with pytest.raises(TimeoutError, match="still alive"):
-        launch_source(2, "import time; print('still alive', flush=True); time.sleep(300)", timeout=3)
+def test_launch_ends_a_job_that_takes_too_long_and_shows_what_it_did():
+    program = "import sys, time; print('still alive', flush=True)\ndef hang(): time.sleep(300)\nhang()"
+    with pytest.raises(TimeoutError, match=r"(?s)still alive.*in hang"):
+        launch_source(2, program, limit=3)

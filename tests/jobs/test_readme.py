@@ -1,14 +1,15 @@
 """The README does what it says: its programs run and print what stands below them, its commands exist."""
 
 from importlib.util import find_spec
+from inspect import signature
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
 
-from jobs.launch import ROOT, launch, launch_source
+from jobs.launch import ROOT, complete, launch, launch_source
+import pce_mpi
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
@@ -50,6 +51,17 @@ def test_a_program_prints_what_stands_below_it(program):
     assert job.stdout.rstrip() == output.rstrip()
 
 
+@pytest.mark.parametrize("name", ["distribute", "from_local", "load"])
+def test_table_shows_every_option_of_a_call(name):
+    shown = re.search(rf"^\|.*`{name}\((.*?)\)` *[|,]", README, re.MULTILINE)[1]
+    named = [
+        each for each in signature(getattr(pce_mpi, name)).parameters.values() if each.kind is not each.VAR_KEYWORD
+    ]
+    for option in named:
+        default = "" if option.default is option.empty else f"={option.default}"
+        assert f"{option.name}{default}" in shown.split(", ")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_is_one_that_there_is(command):
     words = shlex.split(command)
@@ -62,7 +74,7 @@ def test_a_command_is_one_that_there_is(command):
             pytest.skip("torch is not installed; `make test-peers` installs it, and then this runs")
         # The reader's own file is not here: a candidate that is takes its place.
         words = ["pce" if word == "own_loss.py:cross_entropy" else word for word in words]
-        listed = subprocess.run([sys.executable, *words[1:], "--list"], cwd=ROOT, capture_output=True, text=True)
+        listed = complete([sys.executable, *words[1:], "--list"])
         assert listed.returncode == 0, listed.stderr
         assert "random-logits" in listed.stdout
     elif words[:2] == ["python", "tests/peers/compare_speed.py"]:

@@ -34,11 +34,21 @@ def main():
     parser.add_argument("--meeting", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role:
+        check_ranks(options.ranks)
         seconds = {"ours": ours, "megatron": megatron}[options.role](options)
         if seconds is not None:
             print(json.dumps(seconds), flush=True)
     else:
         compare(options)
+
+
+def check_ranks(ranks):
+    from mpi4py import MPI
+
+    from pce_mpi.comm.launch import why_apart
+
+    if apart := why_apart(MPI.COMM_WORLD, ranks):
+        sys.exit(f"error: {apart}")
 
 
 def compare(options):

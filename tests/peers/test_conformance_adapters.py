@@ -1,13 +1,12 @@
 """Losses of other frameworks, called through the adapters of the conformance kit, over the ranks of this job."""
 
-import subprocess
 import sys
 import textwrap
 
 import numpy as np
 import pytest
 
-from jobs.launch import ROOT
+from jobs.launch import ROOT, complete
 from pce_mpi.conformance import Gradient, cases, load, offers, run_case
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted, named_candidate
 
@@ -51,9 +50,7 @@ def test_neither_a_framework_nor_mpi_is_imported_before_it_is_needed():
         made += [adapted(name, function) for name in FUNCTION_ADAPTERS]
         print(len(made), *sorted({"torch", "jax", "mpi4py.MPI"} & set(sys.modules)))
         """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = complete([sys.executable, "-c", textwrap.dedent(program)])
     assert done.stdout.split() == [str(len(NAMED_CANDIDATES) + len(FUNCTION_ADAPTERS))], done.stderr
 
 

@@ -40,9 +40,8 @@ by_name = partial(pytest.mark.parametrize, ids=lambda value: getattr(value, "__n
 
 
 @pytest.fixture
-def comm(comm, monkeypatch):
+def comm(comm, impatient):
     """A communicator of the test's own, on which a rank that waits in vain gives up before the session does."""
-    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
     own = comm.Dup()
     yield own
     own.Free()
@@ -293,7 +292,8 @@ def every_element_in_one_place(array: np.ndarray) -> np.ndarray:
 
 
 def sliding_windows(array: np.ndarray) -> np.ndarray:
-    return np.lib.stride_tricks.as_strided(array, strides=(array.itemsize, array.itemsize))
+    # By half an element, so that rows of a single class overlap too.
+    return np.lib.stride_tricks.as_strided(array, strides=(array.itemsize // 2, array.itemsize))
 
 
 BAD = [
@@ -636,6 +636,101 @@ def test_gathered_logits_passed_as_a_shard_are_caught_by_num_classes(comm):
         assert_refused(comm, function, arguments, ValueError, f"num_classes = {arguments['num_classes']}", together)
 
 
+def gathered(comm: MPI.Intracomm, name: str) -> dict[str, Any]:
+    """Arguments of a call in which each rank that passes classes passes all of them; `name` says in what form."""
+    logits, targets = whole_problem()
+    if name == "masked":
+        logits[:, 1:] = np.where(np.arange(1, CLASSES) % 3 == 0, logits[:, 1:], -np.inf)
+    if name == "one row":
+        logits, targets = logits[0], targets[0]
+    arguments = {"logits": logits, "targets": targets, "comm": comm}
+    if name == "classes first":
+        arguments |= {"logits": logits.T.copy() if comm.rank % 2 else logits.T, "axis": 0}
+    if name == "classes between":
+        arguments |= {"logits": logits.T[np.newaxis, :, :], "targets": targets[np.newaxis], "axis": 1}
+    if name == "bfloat16":
+        arguments |= {"logits": logits.astype(ml_dtypes.bfloat16)}
+    if name == "an empty shard" and comm.rank == comm.size - 1:
+        arguments |= {"logits": logits[:, :0]}
+    if name == "class_start":
+        arguments |= {"class_start": CLASSES * comm.rank}
+    if name == "probabilities":
+        arguments |= {"targets": np.full(logits.shape, 1 / CLASSES)}
+    return arguments
+
+
+GATHERED = (
+    *("as they are", "masked", "one row", "classes first", "classes between", "bfloat16", "an empty shard"),
+    *("class_start", "probabilities"),
+)
+
+
+@by_name("function", FUNCTIONS)
+@pytest.mark.parametrize("name", GATHERED)
+def test_gathered_logits_raise_everywhere_without_num_classes(comm, function, name):
+    arguments = gathered(comm, name)
+    if name == "probabilities" and function is pce.class_statistics:
+        arguments["targets"] = None
+    ranks = set(range(comm.size - (name == "an empty shard")))
+    if len(ranks) > 1:
+        settled = f"num_classes={CLASSES * len(ranks)}"
+        text = assert_refused(comm, function, arguments, ValueError, "gathered logits", settled)
+        assert f"the same logits of {CLASSES} classes {ranks_text(*ranks)}" in text
+    elif ranks:
+        assert outcome(function, **arguments) is None
+
+
+def test_equal_shards_are_settled_by_num_classes(comm):
+    logits, targets = whole_problem()
+    targets = targets + CLASSES * (np.arange(ROWS) % comm.size)
+    loss = pce.softmax_cross_entropy(logits, targets, comm=comm, num_classes=CLASSES * comm.size)
+    expected = dense.softmax_cross_entropy(np.tile(logits, comm.size), targets)
+    np.testing.assert_allclose(loss, expected, rtol=TOLERANCE)
+
+
+def shards_without_two_values(comm: MPI.Intracomm) -> dict[str, np.ndarray]:
+    """Equal shards which are no copies of one another, as far as can be told."""
+    constant = np.repeat(np.arange(ROWS, dtype=np.float32)[:, np.newaxis], CLASSES, axis=1)
+    masked = np.where(np.arange(CLASSES) % 2, -np.inf, constant).astype(np.float32)
+    return {
+        "zeros": np.zeros((ROWS, CLASSES), np.float32),
+        "signed zeros": np.where(np.arange(CLASSES) % 2, -0.0, np.zeros((ROWS, 1))).astype(np.float32),
+        "constant rows": constant,
+        "masked classes": masked,
+        "nan": np.where(np.arange(CLASSES) % 3, masked, np.nan).astype(np.float32),
+        "one class": whole_problem()[0][:, :1],
+        "no rows": np.zeros((0, CLASSES), np.float32),
+    }
+
+
+def test_equal_shards_without_two_values_are_legal(comm):
+    shards = shards_without_two_values(comm)
+    raised = {
+        name: outcome(pce.softmax_cross_entropy, logits=shard, targets=np.zeros(len(shard), int), comm=comm)
+        for name, shard in shards.items()
+    }
+    assert raised == dict.fromkeys(shards)
+
+
+def test_copies_of_different_lengths_are_legal(comm):
+    logits, targets = whole_problem()
+    arguments = {"logits": logits[:, : CLASSES - comm.rank], "targets": targets, "comm": comm}
+    raised = outcome(pce.softmax_cross_entropy, **arguments)
+    assert raised is None
+
+
+def test_equal_shards_of_a_distributed_array_are_legal(comm):
+    mesh = pce.Mesh(comm, classes=comm.size)
+    logits, targets = whole_problem()
+    x = pce.from_local(logits, mesh, classes=pce.Shard(1))
+    loss = pce.cross_entropy(x, targets)
+    largest = pce.max(pce.softmax(x, axis=1)).full()
+    assert float(loss.full()) == pytest.approx(
+        float(dense.softmax_cross_entropy(np.tile(logits, comm.size), targets)), rel=TOLERANCE
+    )
+    assert 0 < float(largest) < 1
+
+
 def test_num_classes_is_compared_with_the_sum_over_all_shards(comm):
     for wrong in (1, CLASSES - 1, CLASSES + 1, 10**12):
         arguments = my_arguments(comm) | {"num_classes": wrong}
@@ -651,12 +746,12 @@ def test_num_classes_is_compared_with_the_sum_over_all_shards(comm):
 def test_equal_numbers_are_equal_whatever_their_type_and_sign_of_nought(comm):
     start = my_classes(comm).start
     ours = [
-        {"num_classes": [16, np.int64(16), np.uint8(16), np.int32(16)][comm.rank]},
+        {"num_classes": [16, np.int64(16), np.uint8(16), np.int32(16)][comm.rank % 4]},
         {"class_start": [start, np.int64(start)][comm.rank % 2]},
-        {"z_loss": [1, 1.0, np.float32(1), np.int8(1)][comm.rank]},
+        {"z_loss": [1, 1.0, np.float32(1), np.int8(1)][comm.rank % 4]},
         {"ignore_index": [np.int8(-7), -7][comm.rank % 2]},
         {"axis": [-1, 1][comm.rank % 2]},
-        {"label_smoothing": [0.0, -0.0, 0, np.float64(0)][comm.rank]},
+        {"label_smoothing": [0.0, -0.0, 0, np.float64(0)][comm.rank % 4]},
     ]
     # A scale of each call's own: none of them profits from what a call before it has settled.
     results = [
@@ -839,7 +934,7 @@ def test_targets_whose_values_differ_are_refused_everywhere(comm, function):
 def test_targets_of_other_integer_types_and_memory_orders_are_equal_if_their_values_are(comm):
     logits = np.zeros((2, 3, CLASSES))[..., my_classes(comm)]
     targets = np.array([[1, 2, 3], [4, -100, 5]])
-    mine = [targets, targets.astype(np.int8), np.asfortranarray(targets), targets.astype(">i4")][comm.rank]
+    mine = [targets, targets.astype(np.int8), np.asfortranarray(targets), targets.astype(">i4")][comm.rank % 4]
     loss = pce.softmax_cross_entropy(logits, mine, comm=comm)
     np.testing.assert_allclose(loss, np.log(CLASSES), rtol=1e-15)
 
@@ -1299,7 +1394,7 @@ def awkward_calls(comm: MPI.Intracomm) -> Iterator[tuple[str, Callable[[], objec
         "weights beyond float32": (logits, targets, {"weight": np.full(CLASSES, 1e300), "reduction": "sum"}),
     }
     for name, (all_logits, all_targets, options) in problems.items():
-        options = dict(options)
+        options = options | {"num_classes": CLASSES}  # some of these shards are equal
         if "weight" in options:
             options["weight"] = options["weight"][mine]
         shard = all_logits[:, mine]

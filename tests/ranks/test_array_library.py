@@ -240,10 +240,15 @@ def test_only_class_numbers_and_the_records_for_other_ranks_leave_the_gpu(comm, 
     problem = draw(6, NARROW, targets=targets, reduction=reduction)
     logits, chosen, options = on_device(cupy, problem, part_of(comm, problem))
     crossings = Crossings(cupy, monkeypatch)
+    pce.softmax_cross_entropy_value_and_grad(logits, chosen, comm=comm, num_classes=NARROW, **options)
+    told = crossings.bytes
     pce.softmax_cross_entropy_value_and_grad(logits, chosen, comm=comm, **options)
+    sample = crossings.bytes - 2 * told
     checked = chosen.nbytes if targets == "index" else 0
     record = 24 if targets == "index" else 56
-    assert crossings.bytes == checked + (6 * record if comm.size > 1 else 0)
+    assert told == checked + (6 * record if comm.size > 1 else 0)
+    # Without num_classes a few logits tell gathered ones from shards.
+    assert 0 < sample <= 24 * logits.itemsize if comm.size > 1 and logits.size else sample == 0
 
 
 class Reads:

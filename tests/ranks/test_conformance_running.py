@@ -43,6 +43,7 @@ def right_backward(logits, targets, *, comm, **options):
 BACKWARD = Offer(gradient=Gradient.BACKWARD, reductions=REDUCTIONS)
 
 
+@pytest.mark.sizes(1, 3)
 @pytest.mark.parametrize("name", ["pce", "pce-value-and-grad"])
 def test_our_own_functions_pass_everything_strictly(comm, name):
     candidate = named_candidate(name)

@@ -26,12 +26,6 @@ OPERATORS = ("sum", "avg", "max", "min")
 
 
 @pytest.fixture
-def patient(monkeypatch):
-    """A rank that waits in vain gives up before the session does."""
-    monkeypatch.setenv("PCE_MPI_TIMEOUT", "20")
-
-
-@pytest.fixture
 def mesh(comm):
     return mesh_of(comm, comm.size)
 
@@ -249,7 +243,7 @@ def test_what_a_device_sends_arrives_on_devices(comm, mesh, cupy):
     ],
 )
 def test_what_is_wrong_on_the_rank_that_has_the_array_is_said_on_every_rank(
-    comm, mesh, patient, value, src_rank, placements, kind, text
+    comm, mesh, impatient, value, src_rank, placements, kind, text
 ):
     error = error_of(lambda: distribute(value, mesh, src_rank=src_rank, **placements))
     everywhere = comm.allgather(error)
@@ -261,7 +255,7 @@ def test_what_is_wrong_on_the_rank_that_has_the_array_is_said_on_every_rank(
 
 
 @pytest.mark.parametrize("what", ["src_rank", "placements", "requires_grad"])
-def test_ranks_that_disagree_on_how_to_send_an_array_hear_so(comm, mesh, patient, what):
+def test_ranks_that_disagree_on_how_to_send_an_array_hear_so(comm, mesh, impatient, what):
     first = comm.rank == 0
     given: dict[str, Any] = {"src_rank": 0, "data": Shard(0), "requires_grad": False}
     given |= {
@@ -418,7 +412,7 @@ def everyone_raises(comm, mesh, call) -> tuple[str, str]:
     return error
 
 
-def test_shards_whose_other_axes_differ_are_an_error_on_every_rank(comm, mesh, patient):
+def test_shards_whose_other_axes_differ_are_an_error_on_every_rank(comm, mesh, impatient):
     mine = np.ones((3, 4 + (comm.rank == comm.size - 1)))
     error = everyone_raises(comm, mesh, lambda: from_local(mine, mesh, data=Shard(0)))
     if comm.size > 1:
@@ -428,14 +422,14 @@ def test_shards_whose_other_axes_differ_are_an_error_on_every_rank(comm, mesh, p
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Partial("sum"), Partial("max")], ids=repr)
-def test_replicas_and_terms_of_different_shapes_are_an_error_on_every_rank(comm, mesh, patient, placement):
+def test_replicas_and_terms_of_different_shapes_are_an_error_on_every_rank(comm, mesh, impatient, placement):
     error = everyone_raises(comm, mesh, lambda: from_local(np.ones(3 + comm.rank), mesh, data=placement))
     if comm.size > 1:
         assert error[0] == "ValueError"
         assert "axis 0 must have one length on ranks that hold the same part of it: 3 (rank 0), 4 (rank 1)" in error[1]
 
 
-def test_shards_along_one_dim_must_fit_their_replicas_along_the_other(comm, patient):
+def test_shards_along_one_dim_must_fit_their_replicas_along_the_other(comm, impatient):
     mine, errors = np.ones((2 + (comm.rank == comm.size - 1), 3)), {}
     for sizes in factorizations(comm.size, 2):
         grid = mesh_of(comm, *sizes)
@@ -451,7 +445,7 @@ def test_shards_along_one_dim_must_fit_their_replicas_along_the_other(comm, pati
             assert error == ("", "")
 
 
-def test_a_global_shape_that_is_not_that_of_the_shards_is_an_error_on_every_rank(comm, mesh, patient):
+def test_a_global_shape_that_is_not_that_of_the_shards_is_an_error_on_every_rank(comm, mesh, impatient):
     def make(shape):
         return lambda: from_local(np.ones((2, 3)), mesh, data=Shard(0), shape=shape)
 
@@ -464,7 +458,7 @@ def test_a_global_shape_that_is_not_that_of_the_shards_is_an_error_on_every_rank
 
 
 @pytest.mark.parametrize(("shape", "text"), [(7, "'int' object is not iterable"), ((2.0, 3), "'float' object cannot")])
-def test_a_global_shape_that_is_none_is_an_error_on_every_rank(comm, mesh, patient, shape, text):
+def test_a_global_shape_that_is_none_is_an_error_on_every_rank(comm, mesh, impatient, shape, text):
     error = everyone_raises(comm, mesh, lambda: from_local(np.ones((2, 3)), mesh, data=Shard(0), shape=shape))
     assert error[0] == "TypeError"
     assert error[1].startswith(text)
@@ -472,7 +466,7 @@ def test_a_global_shape_that_is_none_is_an_error_on_every_rank(comm, mesh, patie
 
 
 @pytest.mark.parametrize("what", ["shape", "shape of one", "placements", "dtype", "dimensions", "requires_grad"])
-def test_ranks_that_disagree_hear_so_on_every_rank(comm, mesh, patient, what):
+def test_ranks_that_disagree_hear_so_on_every_rank(comm, mesh, impatient, what):
     first = comm.rank == 0
     mine = {
         "dtype": np.ones((2, 3), np.float32 if first else np.float64),
@@ -511,7 +505,7 @@ class Explosive:
         (Explosive(), {}, "RuntimeError", "'boom'"),
     ],
 )
-def test_what_one_rank_alone_has_wrong_is_said_on_every_rank(comm, mesh, patient, value, placements, kind, text):
+def test_what_one_rank_alone_has_wrong_is_said_on_every_rank(comm, mesh, impatient, value, placements, kind, text):
     last = comm.size - 1
     here = (value, placements) if comm.rank == last else (np.ones(3), {"data": Shard(0)})
     error = everyone_raises(comm, mesh, lambda: from_local(here[0], mesh, **here[1]))
@@ -651,7 +645,7 @@ def test_replicas_that_are_equal_pass(comm):
             check_replicas(distribute(numbers((7, 5)), grid, data=one, model=other))
 
 
-def test_replicas_that_differ_raise_on_every_rank_and_the_ranks_are_named(comm, mesh, patient):
+def test_replicas_that_differ_raise_on_every_rank_and_the_ranks_are_named(comm, mesh, impatient):
     x = distribute(numbers((7, 5)), mesh)
     last = comm.size - 1
     error = error_of(lambda: check_replicas(spoiled(x, comm, last)))
@@ -744,7 +738,7 @@ def test_checking_sends_checksums_and_no_numbers(mesh):
     assert {event.operation for event in trace.events} == {"check_replicas"}
 
 
-def test_ranks_that_check_different_arrays_hear_so(comm, mesh, patient):
+def test_ranks_that_check_different_arrays_hear_so(comm, mesh, impatient):
     first = comm.rank == 0
     calls = [
         lambda: check_replicas(distribute(np.ones((3, 2)), mesh, data=Shard(0) if first else Shard(1))),

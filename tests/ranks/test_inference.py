@@ -228,11 +228,13 @@ def differences(comm, mesh: Mesh, combinations: Any, most: int, needed: dict[int
     return comm.bcast(wrong[:20])
 
 
+@pytest.mark.sizes(3)
 def test_every_operation_does_on_a_line_what_was_inferred(comm, needed):
     wrong = differences(comm, mesh_of(comm, comm.size), on_a_line, 10, needed)
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.sizes(4)
 def test_every_operation_does_on_a_grid_what_was_inferred(comm, needed):
     wrong = differences(comm, mesh_of(comm, *squarest(comm.size)), on_a_grid, 5, needed)
     assert not wrong, "\n".join(wrong)

@@ -1,5 +1,7 @@
 """A mesh: which rank is where, who belongs together, and that ranks which disagree about it all hear so."""
 
+from collections import deque
+import gc
 from itertools import combinations
 from math import prod
 import re
@@ -12,12 +14,6 @@ import pce_mpi as pce
 from pce_mpi.comm.tracing import Purpose
 from pce_mpi.distributed.mesh import Mesh
 from ranks.grids import NAMES, factorizations, mesh_of, ranks_of
-
-
-@pytest.fixture
-def patient(monkeypatch):
-    """A rank that waits in vain gives up before the session does."""
-    monkeypatch.setenv("PCE_MPI_TIMEOUT", "20")
 
 
 def all_sizes(comm):
@@ -130,6 +126,8 @@ def test_dims_that_the_mesh_has_not_are_an_error_on_the_rank_that_names_them(com
 
 
 def test_making_a_mesh_and_a_communicator_is_agreed_on_and_traced(comm):
+    gc.collect()
+    kept = [Mesh(comm, data=comm.size)]  # gives back what the meshes of other tests have left
     with pce.trace() as trace:
         mesh = Mesh(comm, data=comm.size, model=1)
         mesh.comm("data")
@@ -138,9 +136,10 @@ def test_making_a_mesh_and_a_communicator_is_agreed_on_and_traced(comm):
     events = [(event.operation, event.collective, event.bytes, event.over) for event in trace.events]
     assert events == [("Mesh", "all_gather", 56, "comm"), ("Mesh.comm", "all_gather", 56, "data, model")]
     assert trace.count(purpose=Purpose.PAYLOAD) == 0
+    assert kept
 
 
-def test_ranks_that_ask_for_different_communicators_hear_so_and_can_go_on(comm, patient):
+def test_ranks_that_ask_for_different_communicators_hear_so_and_can_go_on(comm, impatient):
     mesh = Mesh(comm, data=comm.size, model=1)
     error = error_of(lambda: mesh.comm("data" if comm.rank == 0 else "model"))
     same = everywhere_the_same(comm, error)
@@ -196,7 +195,7 @@ def test_sizes_whose_product_is_not_the_number_of_ranks_raise_on_every_rank(comm
     assert errors[1][1].startswith(f"a=7 is 7, but the communicator has {comm.size} ranks")
 
 
-def test_one_rank_that_is_wrong_is_named_on_every_rank(comm, patient):
+def test_one_rank_that_is_wrong_is_named_on_every_rank(comm, impatient):
     last = comm.size - 1
     size = comm.size + (comm.rank == last)
     error = error_of(lambda: Mesh(comm, data=size))
@@ -207,7 +206,7 @@ def test_one_rank_that_is_wrong_is_named_on_every_rank(comm, patient):
 
 
 @pytest.mark.parametrize("how", ["names", "order", "sizes"])
-def test_ranks_that_name_different_dims_hear_so(comm, patient, how):
+def test_ranks_that_name_different_dims_hear_so(comm, impatient, how):
     first = comm.rank == 0
     dims = {
         "names": {"data" if first else "rows": comm.size},
@@ -220,7 +219,7 @@ def test_ranks_that_name_different_dims_hear_so(comm, patient, how):
     assert same
     if comm.size > 1:
         assert error[0] == "CollectiveError"
-        assert re.match(r"ranks disagree on dims: \(\('data', \d\).*\(rank 0\), .*\(ranks? 1", error[1])
+        assert re.match(r"ranks disagree on dims: \(\('data', \d+\).*\(rank 0\), .*\(ranks? 1", error[1])
     assert mesh.dims == {"data": comm.size}
 
 
@@ -267,3 +266,57 @@ def test_two_meshes_of_the_same_ranks_are_different_meshes(comm):
     assert one != other
     assert one.layout == other.layout
     assert one.comm("data") is not other.comm("data")
+
+
+# ------------------------------------------------------------------------------------------------- after the last use
+
+
+@pytest.fixture
+def few_communicators():
+    """MPICH has 2,048 communicators, and fewer than 450 while this lasts."""
+    taken = [MPI.COMM_SELF.Dup() for _ in range(1600)]
+    yield
+    for each in taken:
+        each.Free()
+
+
+def test_dropped_meshes_give_their_communicators_back(comm, few_communicators):
+    # Six communicators each time, and more than there are in all. The ranks let go of them at different times.
+    held: deque[Mesh] = deque()
+    lag = np.random.default_rng(comm.rank)
+    for _ in range(80):
+        mesh = Mesh(comm, data=1, model=comm.size)
+        mesh.agree(("model",), "a test", {})
+        pair = comm.Split(comm.rank // 2)
+        of_two = Mesh(pair, data=pair.size)
+        pair.Free()
+        of_two.agree(("data",), "a test", {})
+        held.extend((mesh, of_two))
+        while len(held) > lag.integers(2, 20):
+            held.popleft()
+    ranks = mesh.comm("model").allgather(comm.rank)
+    two = of_two.comm("data").allgather(comm.rank)
+    assert ranks == list(range(comm.size))
+    assert two == [rank for rank in range(comm.size) if rank // 2 == comm.rank // 2]
+
+
+def test_a_communicator_outlives_its_mesh(comm):
+    own = Mesh(comm, data=1, model=comm.size).comm("model")
+    for _ in range(3):
+        Mesh(comm, data=comm.size)
+    ranks = own.allgather(comm.rank)
+    loss = pce.softmax_cross_entropy(np.zeros((2, 3)), np.zeros(2, int), comm=own)
+    assert ranks == list(range(comm.size))
+    assert loss == pytest.approx(np.log(3 * comm.size))
+
+
+def test_a_mesh_that_one_rank_keeps_stays_whole(comm):
+    kept = [Mesh(comm, data=comm.size)]
+    if comm.rank > 0:
+        kept.clear()
+    with pce.trace() as trace:
+        for _ in range(3):
+            Mesh(comm, data=comm.size)
+    members = kept[0].comm("data").size if kept else comm.size
+    assert members == comm.size
+    assert trace.count(operation="Mesh", purpose=Purpose.AGREEMENT) >= 3

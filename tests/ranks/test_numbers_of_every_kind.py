@@ -112,6 +112,23 @@ def test_a_negative_whole_power_of_whole_numbers_is_refused_on_every_rank(comm, 
     assert (base ** sharded(np.arange(6))).full().tolist() == [1, 2, 4, 8, 16, 32]
 
 
+def test_negative_whole_power_is_refused_without_elements_too(comm, sharded):
+    one = sharded(np.array([3]))  # only one rank has an element
+    for power in (lambda: one**-1, lambda: 2**-one, lambda: True**-one, lambda: one ** [-1], lambda: (one > 0) ** -1):
+        with pytest.raises(ValueError, match="integers to negative integer powers"):
+            power()
+    assert [(one**3).item(), (2**one).item()] == [27, 8]
+
+
+@pytest.mark.parametrize("operator", ["sum", "max"])
+def test_whole_exponent_may_have_negative_terms(comm, mesh, operator):
+    term = np.array([comm.size + 2 if comm.rank == 0 else -1])
+    exponents = pce.from_local(term, mesh, data=pce.Partial(operator))
+    expected = 2 ** (comm.size + 2 if operator == "max" else 3)
+    assert (2**exponents).item() == expected
+    assert (np.array([2]) ** exponents).item() == expected
+
+
 def test_the_softmax_of_no_elements_is_empty_wherever_it_lies(comm, mesh):
     for placement in (pce.Replicate(), Shard(0), Shard(1)):
         x = pce.distribute(np.zeros((2, 0)), mesh, data=placement)

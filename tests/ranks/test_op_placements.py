@@ -146,6 +146,7 @@ def runs_of(comm, cases):
     return [run(case, mesh, each, seed=number) for case in cases for number, each in combinations_of(case, mesh)]
 
 
+@pytest.mark.sizes(2, 3)  # two dims are another test
 @pytest.mark.parametrize("op", OPS)
 def test_results_and_gradients_are_those_of_one_process_however_operands_lie(comm, op):
     faults = faults_of(comm, runs_of(comm, cases_of(op)))

@@ -13,8 +13,7 @@ NUMBERS = np.arange(12.0).reshape(4, 3)
 
 
 @pytest.fixture
-def mesh(comm, monkeypatch):
-    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
+def mesh(comm, impatient):
     return Mesh(comm, data=comm.size)
 
 

@@ -441,12 +441,6 @@ def test_the_trace_says_over_which_dims_from_what_to_what_and_why(comm):
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
-@pytest.fixture
-def patient(monkeypatch):
-    """A rank that waits in vain gives up before the session does."""
-    monkeypatch.setenv("PCE_MPI_TIMEOUT", "20")
-
-
 def error_of(x: DistArray, target: Sharding, **why: str) -> tuple[str, str]:
     try:
         redistribute(x, target, **{**WHY, **why})
@@ -455,7 +449,7 @@ def error_of(x: DistArray, target: Sharding, **why: str) -> tuple[str, str]:
     return "", ""
 
 
-def test_ranks_that_want_different_things_all_hear_so_and_can_go_on(comm, patient):
+def test_ranks_that_want_different_things_all_hear_so_and_can_go_on(comm, impatient):
     mesh = Mesh(comm, data=comm.size)
     whole = numbers((7, 5))
     x = distribute(whole, mesh, data=Shard(0))
@@ -479,7 +473,7 @@ def test_ranks_that_want_different_things_all_hear_so_and_can_go_on(comm, patien
     np.testing.assert_array_equal(full, whole)
 
 
-def test_arrays_that_differ_in_shape_or_dtype_are_an_error_on_all_ranks_that_meet(comm, patient):
+def test_arrays_that_differ_in_shape_or_dtype_are_an_error_on_all_ranks_that_meet(comm, impatient):
     mesh = Mesh(comm, data=comm.size)
     first = comm.rank == 0
     shapes = distribute(np.zeros((6 + first, 5)), mesh, data=Shard(1))
@@ -495,7 +489,7 @@ def test_arrays_that_differ_in_shape_or_dtype_are_an_error_on_all_ranks_that_mee
         assert "from: 'data: Shard(0)' (rank 0), \"data: Partial('sum')\" (rank" in errors[2][1]
 
 
-def test_only_the_ranks_that_disagree_with_someone_hear_of_it(comm, patient):
+def test_only_the_ranks_that_disagree_with_someone_hear_of_it(comm, impatient):
     mesh = Mesh(comm, **dict(zip(("data", "model"), squarest(comm.size), strict=True)))
     x = distribute(numbers((7, 5)), mesh, data=Shard(0))
     mesh.comm("data")

@@ -22,8 +22,7 @@ WHY: Any = {"operation": "a test", "reason": "to see what arrives"}
 
 
 @pytest.fixture
-def comm(comm, monkeypatch):
-    monkeypatch.setenv("PCE_MPI_TIMEOUT", "10")
+def comm(comm, impatient):
     own = comm.Dup()
     yield own
     own.Free()
@@ -50,6 +49,9 @@ def way(request, cupy, monkeypatch):
         pytest.skip("this MPI library takes no arrays on a GPU: run this with one that does, or PCE_MPI_GPU_AWARE=1")
     monkeypatch.setenv("PCE_MPI_GPU_AWARE", str(int(request.param == "handed over")))
     (forbid_staging if request.param == "handed over" else forbid_handing_over)(monkeypatch)
+    if not request.config.option.gpu:
+        # The stand-in's memory is the host's, which Open MPI reduces too.
+        monkeypatch.setattr(collectives, "reduces_on_gpus", lambda: True)
     return request.param
 
 
@@ -83,10 +85,10 @@ def test_every_collective_gives_what_it_gives_on_the_host(comm, cupy, way, shape
     )
 
 
-@pytest.mark.parametrize("shapes", [[(2, 3), (0, 3), (5, 3), (1, 3)]], ids=["uneven"])
-def test_blocks_of_different_sizes_arrive_where_they_belong(comm, cupy, way, shapes):
+def test_blocks_of_different_sizes_arrive_where_they_belong(comm, cupy, way):
+    shapes = [((2, 0, 5, 1)[rank % 4], 3) for rank in range(comm.size)]
     mine = drawn(comm.rank, shapes[comm.rank], np.float32)
-    gathered = all_gather(cupy.asarray(mine), comm, shapes[: comm.size], **WHY)
+    gathered = all_gather(cupy.asarray(mine), comm, shapes, **WHY)
     blocks = [cupy.asarray(drawn(10 * comm.rank + to, shapes[to], np.float32)) for to in range(comm.size)]
     exchanged = all_to_all(blocks, comm, [shapes[comm.rank]] * comm.size, **WHY)
     reduced = reduce_scatter(blocks, comm, "sum", **WHY)

@@ -70,12 +70,15 @@ def drawn(picture: ErrorMap, name: str) -> str:
         **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
     }
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(10, 1.5 + min(max(0.18 * rows, 0.6), 4.5)), layout="constrained")
+        figure = Figure(figsize=(10, 2.1 + min(max(0.18 * rows, 0.6), 4.5)), layout="constrained")
         axes = figure.subplots()
         image = _show_errors(axes, errors, picture)
         _show_shards(axes, picture)
         _show_targets(axes, errors.shape, picture)
         _show_scale(figure, axes, image)
+        figure.suptitle("Error of the gradient, in units of what is allowed", fontsize=11)
+        if axes.get_legend_handles_labels()[0]:
+            figure.legend(loc="outside lower left", ncols=2, frameon=False)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     return _embeddable(file.getvalue(), name)
@@ -93,15 +96,16 @@ def _show_errors(axes: Any, errors: Any, picture: ErrorMap) -> Any:
         interpolation="none",
     )
     axes.set(xlabel="class", ylabel="row")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, nbins=16))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, nbins=8))
     return image
 
 
 def _show_shards(axes: Any, picture: ErrorMap) -> None:
     shards = of_ranks(picture)
-    for shard in shards[1:]:
-        axes.axvline(shard.start - 0.5, color=_INK, linewidth=1.2, linestyle=(0, (4, 2)))
+    for border, shard in enumerate(shards[1:]):
+        label = "_" * (border > 0) + "border of two shards"  # in the legend once
+        axes.axvline(shard.start - 0.5, color=_INK, linewidth=1.2, linestyle=(0, (4, 2)), label=label)
     top = axes.secondary_xaxis("top")
     held = [shard for shard in shards if shard.stop > shard.start]
     top.set_xticks([(shard.start + shard.stop - 1) / 2 for shard in held], [f"rank {shard.rank}" for shard in held])
@@ -119,6 +123,7 @@ def _show_targets(axes: Any, blocks: tuple[int, ...], picture: ErrorMap) -> None
         facecolors="none",
         edgecolors=_INK,
         linewidths=1.1,
+        label="target of the row",
     )
 
 

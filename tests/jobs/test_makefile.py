@@ -1,0 +1,110 @@
+"""The Makefile: what it would do, and what it makes where the clone cannot be written to; nothing is installed here."""
+
+import os
+from pathlib import Path
+import shutil
+import subprocess
+import tempfile
+
+import pytest
+
+from jobs.launch import ROOT
+from patience import slowdown
+
+NOBODY = 65534
+MADE_FROM = ["Makefile", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "pce_mpi"]
+
+
+# What `make test` tells the makes below it.
+FROM_ABOVE = {"MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MPI", "PYTHON", "N", "CUDA", "VENV"}
+
+
+def make(*arguments, folder=ROOT, **options):
+    return subprocess.run(
+        ["make", "--no-print-directory", *arguments],
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if name not in FROM_ABOVE},
+        capture_output=True,
+        text=True,
+        timeout=60 * slowdown(),
+        **options,
+    )
+
+
+@pytest.fixture
+def clone():
+    """A clone that can be read and not written to, beside a folder that can, and what makes a user of both."""
+    # Not tmp_path, which nobody else may enter.
+    with tempfile.TemporaryDirectory() as folder:
+        user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+        path, own = Path(folder, "clone"), Path(folder, "own")
+        path.mkdir()
+        own.mkdir()
+        for name in MADE_FROM:
+            (path / name).mkdir() if (ROOT / name).is_dir() else shutil.copy(ROOT / name, path)
+        Path(folder).chmod(0o755)
+        path.chmod(0o555)
+        if user:
+            os.chown(own, NOBODY, NOBODY)
+        yield path, own, user
+        path.chmod(0o755)
+
+
+@pytest.mark.parametrize("target", ["run", "test", "test-kernels", "test-gpu", "test-peers", "lint"])
+def test_another_venv_replaces_the_usual_one_everywhere(target, tmp_path):
+    usual = make("--dry-run", "--always-make", target)
+    assert usual.returncode == 0, usual.stderr
+    assert ".venv" in usual.stdout and "--editable '.[mpich]'" in usual.stdout
+    other = make("--dry-run", "--always-make", target, f"VENV={tmp_path / 'env'}")
+    assert other.returncode == 0, other.stderr
+    assert ".venv" not in other.stdout
+    assert f"python3 -m venv {tmp_path / 'env'}\n" in other.stdout
+
+
+def test_clone_that_cannot_be_written_to_is_linked(clone):
+    path, own, user = clone
+    env = own / "env"
+    (env / "bin").mkdir(parents=True)
+    (env / "bin/pip").touch()  # as if the environment were there
+    if user:
+        for each in (env, env / "bin", env / "bin/pip"):
+            os.chown(each, NOBODY, NOBODY)
+    plan = make("--dry-run", "run", f"VENV={env}", folder=path, **user)
+    assert plan.returncode == 0, plan.stderr
+    assert f"--editable '{env}/clone[mpich]'" in plan.stdout
+    assert f"--editable '{env}/clone[examples]'" in plan.stdout
+    done = make(f"{env}/clone", f"VENV={env}", folder=path, **user)
+    assert done.returncode == 0, done.stderr
+    links = {each.name: each.resolve() for each in (env / "clone").iterdir()}
+    assert links == {name: path / name for name in MADE_FROM if name != "Makefile"}
+
+
+def test_clean_deletes_no_folder_that_is_no_environment(tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    done = make("clean", f"VENV={kept}")
+    assert done.returncode != 0
+    assert f"{kept} is no virtual environment" in done.stderr
+    assert kept.is_dir()
+
+
+def test_run_says_what_it_takes_and_what_to_try_next(tmp_path):
+    program = tmp_path / "mpiexec"
+    program.write_text("#!/bin/sh\necho the program runs\n")
+    program.chmod(0o755)
+    for word in ["bin", "installed/mpich"]:
+        (tmp_path / word).mkdir(parents=True, exist_ok=True)
+    shutil.move(program, tmp_path / "bin")
+    for made in ("bin/pip", "installed/mpich/package", "installed/mpich/examples"):
+        (tmp_path / made).touch()
+    done = make("run", f"VENV={tmp_path}", "N=3")
+    assert done.returncode == 0, done.stderr
+    before, after = done.stdout.split("the program runs\n")
+    assert "3 ranks" in before and "minute" in before and "GB of memory" in before and str(tmp_path) in before
+    assert "sharded over 3 ranks" in after
+    assert f"make run N=4 VENV={tmp_path} " in after
+    tried = [line.split("  ")[1] for line in after.splitlines() if line.startswith("  ")]
+    for command in tried:
+        for program in [word for word in command.split() if word.startswith("examples/")]:
+            assert (ROOT / program).exists()
+    assert len(tried) == 5

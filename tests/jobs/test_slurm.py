@@ -1,0 +1,89 @@
+"""Programs that Slurm starts, on a Slurm of one node that this file starts itself where it is installed."""
+
+from importlib.metadata import PackageNotFoundError, version
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from jobs.launch import ROOT, job_environment
+from jobs.one_node_slurm import missing, one_node_slurm
+from patience import slowdown
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+SRUN = re.findall(r"^\$ (srun .*? python -m mpi4py) \S+\.py", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+TWO_TASKS = ["--ntasks=2", "--ntasks-per-node=2", "--overcommit"]
+
+TRAIN = """
+import os, signal, sys
+from mpi4py import MPI
+import numpy as np
+import pce_mpi as pce
+
+comm = MPI.COMM_WORLD
+loss = pce.softmax_cross_entropy(np.zeros((2, 5)), np.array([0, 9]), comm=comm, num_classes=10)
+sys.stdout.write(f"rank {comm.rank} of {comm.size}: {loss:.6f}\\n")
+sys.stdout.flush()
+comm.Barrier()
+if comm.rank == 1 and "die" in sys.argv:
+    os.kill(os.getpid(), signal.SIGKILL)
+comm.Barrier()
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    with one_node_slurm(tmp_path_factory.mktemp("slurm")) as environment:
+        yield environment
+
+
+def srun(environment, command):
+    """Run `command`, after the word srun two tasks of it."""
+    words = [sys.executable if word == "python" else word for word in command]
+    # The last one of two equal options counts.
+    at = words.index(sys.executable)
+    return subprocess.run(
+        [*words[:at], *TWO_TASKS, *words[at:]],
+        cwd=ROOT,
+        env=job_environment(2) | environment | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100 * slowdown(),
+    )
+
+
+@pytest.fixture
+def readme_line(tmp_path):
+    """The README's command line for Slurm, with a program."""
+    assert len(SRUN) == 1
+    try:
+        version("mpich")
+    except PackageNotFoundError:
+        pytest.skip("the README's line is for PyPI's MPICH, which is not installed: runs with make test MPI=mpich")
+    program = tmp_path / "train.py"
+    program.write_text(TRAIN)
+    return [*shlex.split(SRUN[0]), str(program)]
+
+
+def test_the_readme_s_srun_line_makes_ranks(slurm, readme_line):
+    job = srun(slurm, readme_line)
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.splitlines()) == ["rank 0 of 2: 2.302585", "rank 1 of 2: 2.302585"]
+
+
+def test_a_killed_rank_ends_the_readme_s_srun(slurm, readme_line):
+    job = srun(slurm, [*readme_line, "die"])
+    assert job.returncode != 0
+    assert "rank 0 of 2" in job.stdout
+    assert "Killed" in job.stderr
+
+
+def test_tasks_of_plain_srun_are_found_apart(slurm):
+    job = srun(slurm, ["srun", "--mpi=none", "python", "-m", "pce_mpi", "info"])
+    assert job.returncode == 1, job.stderr
+    assert job.stdout.count("warning: launched as 2 ranks (SLURM_STEP_NUM_TASKS=2), but MPI sees 1") == 2
+    assert job.stdout.count("BLAS threads") >= 2

@@ -1,0 +1,35 @@
+"""Limits on time that mean the same on a busy machine: they count the seconds of one that has nothing else to do."""
+
+import os
+import time
+
+from pce_mpi.conformance.launching import number_of_cores
+
+
+def slowdown() -> float:
+    """How many times longer everything takes now, as more processes want a core than there are: 1 or more."""
+    return max(1.0, os.getloadavg()[0] / number_of_cores())
+
+
+class Patience:
+    """So many seconds; on a busy machine they pass as slowly as everything else."""
+
+    def __init__(self, seconds: float) -> None:
+        self.left = seconds
+        self.looked = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Whether they have passed; to be asked again and again."""
+        now = time.monotonic()
+        self.left -= (now - self.looked) / slowdown()
+        self.looked = now
+        return self.left < 0
+
+
+def wait_until(condition, seconds: float = 60.0) -> None:
+    """Return once `condition()` is true; `TimeoutError` if it is not for so many seconds."""
+    patience = Patience(seconds)
+    while not condition():
+        if patience.is_over():
+            raise TimeoutError(f"{condition} is not true after {seconds:g} s")
+        time.sleep(0.02)

@@ -1,0 +1,277 @@
+"""Nonlinear operations on halves, over all numbers that a half can be: computed in float32 and rounded once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi import Replicate, Shard
+from ranks.grids import mesh_of
+from ranks.op_cases import alone
+from ulps import ROUNDED_ONCE, errors
+
+Array = np.ndarray[Any, Any]
+
+HALVES = [np.float16, ml_dtypes.bfloat16]
+each_half = pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: np.dtype(dtype).name)
+
+
+def every(dtype: Any) -> Array:
+    """All finite numbers of `dtype`."""
+    numbers = np.arange(2**16, dtype=np.uint16).view(dtype)
+    return numbers[np.isfinite(numbers)]
+
+
+def drawn(dtype: Any, *shape: int, seed: int = 0, scale: float = 1.0) -> Array:
+    return np.asarray(np.random.default_rng([seed, *shape]).normal(0, scale, shape).astype(dtype))
+
+
+def wide(x: Array) -> Array:
+    return x.astype(np.float64)
+
+
+def faults(got: Array, exact: Array, x: Array, size: Array | None = None) -> list[str]:
+    """Where `got` is not `exact` rounded once to its dtype, in ulps of `size` or `exact`."""
+    dtype = got.dtype
+    rounded = exact.astype(dtype)
+    # What is too large for a half is infinite; an error in float32 may tip what lies on the border.
+    largest = float(ml_dtypes.finfo(dtype).max)
+    nearest = np.clip(exact, -largest, largest)
+    on_the_border = (np.abs(np.abs(exact) / largest - 1) < 2.0**-8) & (np.isinf(got) | (np.abs(wide(got)) == largest))
+    same = (got == rounded) | (np.isnan(got) & np.isnan(rounded)) | on_the_border
+    far = errors(got, np.where(np.isnan(exact), np.nan, nearest), dtype, size)
+    return [
+        f"{got[i]} where {exact[i]:.6g} is exact, at {x[i]}: {far[i]:.3g} ulp"
+        for i in zip(*np.nonzero(~same & ~(far <= ROUNDED_ONCE)), strict=True)
+    ]
+
+
+def pulled(call: Callable[..., Any], g: Array, mesh: pce.Mesh, *operands: Array, **placements: Any) -> list[Array]:
+    """This rank's part of the result and the gradients, `g` being the gradient of the result; and its slices."""
+    held = [pce.distribute(x, mesh, requires_grad=True, **placements) for x in operands]
+    y = call(*held)
+    (y * g).sum().backward()
+    return [y, *(x.grad for x in held)]
+
+
+def here(array: Array, like: Any) -> Array:
+    """This rank's part of a global array."""
+    return array[like.sharding.slices(like.mesh.coordinates)]
+
+
+@dataclass(frozen=True)
+class Function:
+    """One function of one number, and its derivative; the reference takes float64."""
+
+    name: str
+    call: Callable[[Any], Any]
+    exact: Callable[[Array], Array]
+    slope: Callable[[Array], Array]
+
+
+def sech(x: Array) -> Array:
+    return 1 / np.cosh(x)
+
+
+def bent(x: Array) -> tuple[Array, Array]:
+    """What gelu takes the logistic function of, and its derivative."""
+    c, k = 2 * np.sqrt(2 / np.pi), 0.044715
+    return c * (x + k * x**3), c * (1 + 3 * k * x**2)
+
+
+FUNCTIONS = [
+    Function("square", pce.square, lambda x: x * x, lambda x: 2 * x),
+    Function("exp", pce.exp, np.exp, np.exp),
+    Function("log", pce.log, np.log, lambda x: 1 / x),
+    Function("sqrt", pce.sqrt, np.sqrt, lambda x: 0.5 / np.sqrt(x)),
+    Function("tanh", pce.tanh, np.tanh, lambda x: sech(x) ** 2),
+    Function("sigmoid", pce.sigmoid, lambda x: 1 / (1 + np.exp(-x)), lambda x: sech(x / 2) ** 2 / 4),
+    Function("relu", pce.relu, lambda x: np.maximum(x, 0), lambda x: 1.0 * (x > 0)),
+    Function(
+        "gelu",
+        pce.gelu,
+        lambda x: x / (1 + np.exp(-bent(x)[0])),
+        lambda x: 1 / (1 + np.exp(-bent(x)[0])) + x * bent(x)[1] * sech(bent(x)[0] / 2) ** 2 / 4,
+    ),
+    Function("x**3", lambda x: x**3, lambda x: x**3, lambda x: 3 * x**2),
+    Function("x**-1", lambda x: x**-1, lambda x: 1 / x, lambda x: -1 / x**2),
+    Function("x**0.5", lambda x: x**0.5, lambda x: x**0.5, lambda x: 0.5 * x**-0.5),
+    Function("2**x", lambda x: 2**x, np.exp2, lambda x: np.exp2(x) * np.log(2)),
+    Function("x / 3", lambda x: x / 3, lambda x: x / 3, lambda x: np.full_like(x, 1 / 3)),
+    Function("3 / x", lambda x: 3 / x, lambda x: 3 / x, lambda x: -3 / x**2),
+]
+
+
+@each_half
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
+@np.errstate(all="ignore")
+def test_functions_of_halves_are_rounded_once(function, dtype):
+    x = every(dtype)
+    g = drawn(dtype, x.size)
+    y, gradient = pulled(function.call, g, alone(), x, data=Shard(0))
+    assert (y.dtype, gradient.dtype) == (dtype, dtype)
+    mine = here(x, y)
+    slope = function.slope(wide(mine))
+    exact = slope * wide(here(g, y))
+    # A result or a slope that float32 cannot hold makes an infinite gradient.
+    infinite = (np.isinf(y.local) | np.isinf(slope.astype(np.float32))) & np.isinf(gradient.local)
+    exact = np.where(infinite, np.copysign(np.inf, exact), exact)
+    # Where gelu turns, its slope is a difference.
+    size = np.maximum(np.abs(slope), 2.0**-6) * np.abs(wide(here(g, y))) if function.name == "gelu" else None
+    assert faults(y.local, function.exact(wide(mine)), mine)[:5] == []
+    assert faults(gradient.local, exact, mine, size)[:5] == []
+
+
+def power_slopes(a: Array, b: Array) -> tuple[Array, Array]:
+    return b * a ** (b - 1), a**b * np.log(a)
+
+
+BINARY: list[tuple[str, Any, Callable[[Array, Array], Any]]] = [
+    ("divide", np.divide, lambda a, b: (1 / b, -a / b**2)),
+    ("power", np.power, power_slopes),
+    ("multiply", np.multiply, lambda a, b: (b, a)),
+    ("maximum", np.maximum, lambda a, b: (1.0 * (a > b) + 0.5 * (a == b), 1.0 * (b > a) + 0.5 * (a == b))),
+]
+
+
+@each_half
+@pytest.mark.parametrize(("name", "exact", "slopes"), BINARY, ids=[name for name, *_ in BINARY])
+def test_functions_of_two_halves_are_rounded_once(name, exact, slopes, dtype):
+    rng = np.random.default_rng(1)
+    a = np.exp2(rng.uniform(-9, 3, 20_000)).astype(dtype)
+    b = np.where(rng.random(a.size) < 0.2, a, rng.uniform(0.25, 1.5, a.size).astype(dtype))
+    g = drawn(dtype, a.size)
+    y, *gradients = pulled(getattr(pce, name), g, alone(), a, b, data=Shard(0))
+    mine = [wide(here(x, y)) for x in (a, b)]
+    assert faults(y.local, exact(*mine), mine[0])[:5] == []
+    for gradient, slope in zip(gradients, slopes(*mine), strict=True):
+        assert gradient.dtype == dtype
+        assert faults(gradient.local, slope * wide(here(g, y)), mine[0])[:5] == []
+
+
+def softmax(x: Array) -> Array:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+@each_half
+@pytest.mark.parametrize("axis", [0, 1], ids=["rows", "the axis"])
+def test_softmaxes_of_halves_are_rounded_once(comm, axis, dtype):
+    mesh = mesh_of(comm, comm.size)
+    x, g = drawn(dtype, 301, 37, scale=4.0), drawn(dtype, 301, 37, seed=1)
+    x[:, 0] += dtype(20)  # close to 1, of which the logarithm is a small number
+    p, slope = softmax(wide(x)), wide(g)
+    total = (slope * p).sum(-1, keepdims=True)
+    terms = p * (np.abs(slope) + (np.abs(slope) * p).sum(-1, keepdims=True))
+    y, gradient = pulled(pce.softmax, g, mesh, x, data=Shard(axis))
+    assert faults(y.local, here(p, y), here(x, y))[:5] == []
+    assert faults(gradient.local, here(p * (slope - total), y), here(x, y), here(terms, y))[:5] == []
+
+    z = wide(x) - wide(x).max(-1, keepdims=True)
+    others = np.exp(z)
+    np.put_along_axis(others, z.argmax(-1)[:, None], 0.0, -1)
+    exact = z - np.log1p(others.sum(-1, keepdims=True))
+    summed = slope.sum(-1, keepdims=True)
+    terms = np.abs(slope) + p * np.abs(slope).sum(-1, keepdims=True)
+    y, gradient = pulled(pce.log_softmax, g, mesh, x, data=Shard(axis))
+    assert faults(y.local, here(exact, y), here(x, y))[:5] == []
+    assert faults(gradient.local, here(slope - p * summed, y), here(x, y), here(terms, y))[:5] == []
+
+    g = g[:, 0]
+    y, gradient = pulled(lambda x: pce.logsumexp(x, 1), g, mesh, x, data=Shard(axis))
+    exact = wide(x).max(-1) - exact.max(-1)
+    assert faults(y.local, here(exact, y), here(exact, y))[:5] == []
+    assert faults(gradient.local, here(p * wide(g)[:, None], gradient), here(x, gradient))[:5] == []
+
+
+@each_half
+def test_sums_of_gradients_may_exceed_what_a_half_holds(comm, dtype):
+    mesh = mesh_of(comm, comm.size)
+    g = np.full((3, 8), 32_000, dtype)  # eight of which no float16 can hold
+    for axis in (0, 1):
+        _, gradient = pulled(pce.log_softmax, g, mesh, np.zeros((3, 8), dtype), data=Shard(axis))
+        assert (np.abs(wide(gradient.local)) < 2.0**-18 * float(g[0, 0])).all()
+
+
+@each_half
+def test_norms_of_halves_are_rounded_once(dtype):
+    x, scale, bias = drawn(dtype, 29, 64), drawn(dtype, 64, seed=1), drawn(dtype, 64, seed=2)
+    g = drawn(dtype, 29, 64, seed=3)
+    wx, w, b, dy = map(wide, (x, scale, bias, g))
+    for name, call, center, operands in (
+        ("layer_norm", pce.layer_norm, wx.mean(-1, keepdims=True), (x, scale, bias)),
+        ("rms_norm", pce.rms_norm, 0.0, (x, scale)),
+    ):
+        deviation = np.sqrt(((wx - center) ** 2).mean(-1, keepdims=True) + 1e-5)
+        normal = (wx - center) / deviation
+        exact = normal * w + (b if name == "layer_norm" else 0.0)
+        # Replicate: the sums over rows, too, are rounded once.
+        y, dx, dscale, *dbias = pulled(call, g, alone(), *operands, data=Replicate())
+        assert faults(y.local, exact, x, np.abs(normal * w) + np.abs(b))[:5] == []
+        dn = dy * w
+        along = normal * (dn * normal).mean(-1, keepdims=True)
+        shared = dn.mean(-1, keepdims=True) if name == "layer_norm" else 0.0
+        terms = (np.abs(dn) + np.abs(along) + np.abs(shared)) / deviation
+        assert faults(dx.local, (dn - along - shared) / deviation, x, terms)[:5] == []
+        assert faults(dscale.local, (dy * normal).sum(0), scale, np.abs(dy * normal).sum(0))[:5] == []
+        for each in dbias:
+            assert faults(each.local, dy.sum(0), bias, np.abs(dy).sum(0))[:5] == []
+
+
+def test_norms_have_the_dtype_of_all_that_they_take():
+    x, scale = np.ones((2, 4), np.float16), np.ones(4, np.float32)
+    for array, factor, dtype in (
+        (x, scale.astype(np.float16), np.float16),
+        (x, scale, np.float32),
+        (x.astype(np.float32), scale.astype(np.float16), np.float32),
+        (x.astype(np.int8), scale.astype(np.float16), np.float64),
+    ):
+        assert pce.layer_norm(pce.distribute(array, alone()), factor, factor).dtype == dtype
+        assert pce.rms_norm(pce.distribute(array, alone()), factor).dtype == dtype
+
+
+@each_half
+def test_a_squared_error_of_halves_is_rounded_once(dtype):
+    x, y = drawn(dtype, 3001), drawn(dtype, 3001, seed=1)
+    held = pce.distribute(x, alone(), requires_grad=True)
+    loss = pce.mse(held, y)
+    (loss * dtype(1000)).backward()
+    difference = wide(x) - wide(y)
+    assert loss.dtype == held.grad.dtype == dtype
+    assert faults(loss.local[None], (difference**2).mean()[None], x[:1]) == []
+    assert faults(held.grad.local, 2000 * difference / 3001, x)[:5] == []
+
+
+@each_half
+def test_the_gradient_of_what_was_stretched_is_rounded_once(dtype):
+    x, scale, g = (np.abs(drawn(dtype, *shape)) + dtype(0.5) for shape in ((2, 1500), (1500,), (2, 1500)))
+    a, b, dy = wide(x), wide(scale), wide(g)
+    for call, terms in (
+        (lambda x, scale: x * scale, dy * a),
+        (lambda x, scale: x / scale, -dy * a / b**2),
+        (lambda x, scale: scale**x, dy * a * b ** (a - 1)),
+        (lambda x, scale: x + scale, dy),
+    ):
+        _, _, gradient = pulled(call, g, alone(), x, scale, data=Replicate())
+        assert faults(gradient.local, terms.sum(0), scale)[:5] == []
+
+
+@each_half
+def test_rows_of_halves_that_repeat_add_up_in_float32(dtype):
+    ids = np.zeros(4096, np.int64)  # 2048 + 1 is 2048 in float16, and 256 + 1 is 256 in bfloat16
+    table = pce.distribute(np.zeros((2, 3), dtype), alone(), requires_grad=True)
+    pce.embedding(ids, table).sum().backward()
+    assert table.grad.full().tolist() == [[4096.0] * 3, [0.0] * 3]
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, np.float32, np.float64], ids=lambda dtype: np.dtype(dtype).name)
+def test_gelu_has_its_limits_far_from_0(dtype):
+    far = 6e4 if dtype == np.float16 else 1e30
+    x = np.array([far, 700.0, 30.0, -30.0, -700.0, -far, np.inf, -np.inf, np.nan, 0.0], dtype)
+    y, gradient = pulled(pce.gelu, np.ones(10, dtype), alone(), x, data=Replicate())
+    np.testing.assert_array_equal(wide(y.local), np.maximum(wide(x), 0))
+    np.testing.assert_array_equal(wide(gradient.local), [1, 1, 1, 0, 0, 0, 1, 0, np.nan, 0.5])

@@ -1,0 +1,217 @@
+"""Distributed arrays among what Python and other libraries do with arrays: indices, iteration, copies, pickles."""
+
+import copy
+import pickle
+import re
+
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi import Partial, Replicate, Shard
+from ranks.grids import mesh_of
+from ranks.op_cases import alone
+
+# -------------------------------------------------------------------------------------------------------------- indices
+
+
+@pytest.mark.parametrize("index", [True, False, np.True_, np.False_, np.array(True)], ids=repr)
+def test_truth_values_are_no_indices(index):
+    x = pce.distribute(np.arange(6.0).reshape(2, 3), alone())
+    for each in (index, (0, index), (..., index)):
+        with pytest.raises(TypeError, match=r"an index is whole numbers, slices, \.\.\. and None, got .*(True|False)"):
+            x[each]
+
+
+def test_masks_are_no_indices_and_are_told_to_use_where():
+    x = pce.distribute(np.arange(3.0), alone())
+    for mask in ([True, False, True], np.array([True, False, True]), x > 1):
+        with pytest.raises(TypeError, match=r"got .*; to pick elements use where, to pick rows embedding"):
+            x[mask]
+
+
+def test_an_index_has_a_single_ellipsis():
+    x = pce.distribute(np.zeros((2, 3)), alone())
+    for index in ((..., ...), (..., 0, ...)):
+        with pytest.raises(IndexError, match="an index can only have a single ellipsis"):
+            x[index]
+
+
+# ------------------------------------------------------------------------------------------------------------ iteration
+
+
+def test_a_scalar_is_not_iterated_over():
+    loss = pce.distribute(1.0, alone())
+    for call in (list, iter, tuple, set, lambda x: [*x]):
+        with pytest.raises(TypeError, match="iteration over a 0-d array"):
+            call(loss)
+
+
+def test_an_array_is_iterated_over_along_its_first_axis(comm):
+    mesh, whole = mesh_of(comm, comm.size), np.arange(24.0).reshape(4, 3, 2)
+    for placement in (Replicate(), Shard(0), Shard(1), Partial("sum")):
+        x = pce.distribute(whole, mesh, data=placement)
+        assert [row.full().tolist() for row in x] == whole.tolist()
+        assert [row.full().tolist() for row in reversed(x)] == whole[::-1].tolist()
+    assert list(pce.distribute(np.zeros((0, 3)), mesh, data=Shard(0))) == []
+    first, second = pce.distribute(np.array([1.0, 2.0]), mesh, data=Shard(0))
+    assert (first.item(), second.item()) == (1.0, 2.0)
+
+
+def test_the_rows_that_are_iterated_over_have_gradients(comm):
+    w = pce.distribute(np.ones((3, 2)), mesh_of(comm, comm.size), requires_grad=True, data=Shard(0))
+    sum((index * row.sum() for index, row in enumerate(w)), start=0.0).backward()
+    assert w.grad.full().tolist() == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+
+
+# ------------------------------------------------------------------------------------------------------ complex numbers
+
+
+def test_complex_results_are_refused():
+    x = pce.distribute(np.ones(3), alone())
+    for call in (
+        lambda: x + 1j,
+        lambda: 1j * x,
+        lambda: x - np.complex64(1),
+        lambda: x * np.ones(3, complex),
+        lambda: x @ np.ones((3, 2), complex),
+        lambda: pce.where(x > 0, x, 1j),
+        lambda: x.astype(complex),
+        lambda: np.fft.fft(x),
+        lambda: np.multiply.outer(x, np.ones(2, complex)),
+        lambda: pce.op(lambda a: a * 1j)(x),
+        lambda: pce.op(lambda a: (a, a * 1j))(x),
+        lambda: x + np.array(1j),
+    ):
+        with pytest.raises(TypeError, match=r"gives no array of .* real numbers, but \w+ \(complex(64|128)\)"):
+            call()
+    with pytest.raises(TypeError, match="bool, integers or real numbers, got complex128"):
+        pce.distribute(np.ones(3, complex), alone())
+    assert np.linalg.det(pce.distribute(np.eye(2), alone())).item() == 1.0
+
+
+# --------------------------------------------------------------------------------------------------------------- copies
+
+
+@pytest.fixture
+def weights(comm):
+    mesh = mesh_of(comm, comm.size)
+    w = pce.distribute(np.arange(6.0).reshape(3, 2), mesh, requires_grad=True, data=Shard(0))
+    (w * w).sum().backward()
+    return w
+
+
+def test_a_deep_copy_is_a_leaf_in_memory_of_its_own(weights):
+    w = weights
+    with pce.trace() as trace:
+        copied = copy.deepcopy(w)
+    assert trace.events == []
+    assert copied is not w
+    assert (copied.mesh, copied.sharding, copied.dtype) == (w.mesh, w.sharding, w.dtype)
+    assert (copied.requires_grad, copied.is_leaf) == (True, True)
+    assert copied.grad is not w.grad
+    assert copied.grad.placements == w.grad.placements
+    for own, theirs in ((copied.local, w.local), (copied.grad.local, w.grad.local)):
+        np.testing.assert_array_equal(own, theirs)
+        assert not np.may_share_memory(own, theirs)
+    before = w.full()
+    pce.SGD([copied], lr=1.0).step()
+    np.testing.assert_array_equal(w.full(), before)
+    np.testing.assert_array_equal(copied.full(), -before)
+
+
+def test_a_mean_of_parameters_is_made_by_a_deep_copy(comm):
+    mesh = mesh_of(comm, comm.size)
+    shared = pce.distribute(np.ones(4), mesh, requires_grad=True, data=Shard(0))
+    model = {"layers": [shared, shared], "head": pce.distribute(np.ones(2), mesh), "mesh": mesh}
+    mean = copy.deepcopy(model)
+    assert mean["mesh"] is mesh
+    assert mean["layers"][0] is mean["layers"][1]
+    assert mean["head"].grad is None
+    with pce.no_grad():
+        step = mean["layers"][0] * 0.9 + shared * 0.1
+    np.testing.assert_allclose(step.full(), 1.0)
+
+
+def test_a_deep_copy_of_what_was_computed_says_to_detach_it(weights):
+    y = weights * 2
+    with pytest.raises(RuntimeError, match=r"only arrays that were made.*\.detach\(\)"):
+        copy.deepcopy(y)
+    copied = copy.deepcopy(y.detach())
+    assert (copied.requires_grad, copied.is_leaf) == (False, True)
+    assert not np.may_share_memory(copied.local, y.local)
+    with pce.no_grad():
+        np.testing.assert_array_equal(copy.deepcopy(weights * 2).full(), y.full())
+
+
+def test_a_shallow_copy_shares_all_that_an_array_has(weights):
+    for x in (weights, weights * 2):
+        copied = copy.copy(x)
+        assert copied is not x
+        assert copied.local is x.local
+        assert (copied.mesh, copied.sharding, copied.grad) == (x.mesh, x.sharding, x.grad)
+        assert (copied.requires_grad, copied.is_leaf) == (True, x.is_leaf)
+    weights.grad = None
+    copy.copy(weights * 2).sum().backward()
+    np.testing.assert_array_equal(weights.grad.full(), np.full((3, 2), 2.0))
+
+
+def test_copies_of_a_mesh_are_that_mesh():
+    mesh = alone()
+    assert copy.copy(mesh) is copy.deepcopy(mesh) is mesh
+    assert copy.deepcopy([Shard(0), Partial("sum"), Replicate()]) == [Shard(0), Partial("sum"), Replicate()]
+    sharding = pce.distribute(np.ones(3), mesh, data=Shard(0)).sharding
+    assert copy.deepcopy(sharding) is sharding
+
+
+def test_pickling_says_what_to_do_instead():
+    x = pce.distribute(np.ones(3), alone())
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(TypeError, match=r"a distributed array is not pickled.*pce_mpi\.save"):
+            pickle.dumps({"w": x}, protocol)
+        with pytest.raises(TypeError, match="a mesh is not pickled"):
+            pickle.dumps(x.mesh, protocol)
+    assert pickle.loads(pickle.dumps(x.sharding)) == x.sharding
+
+
+# ------------------------------------------------------------------------------------------------------ other libraries
+
+
+class Sparse:
+    """A matrix of another library's: like those of scipy.sparse it takes the other operand as a NumPy array."""
+
+    shape = (3, 3)
+
+    def __matmul__(self, other):
+        return np.eye(3) @ np.asanyarray(other)
+
+    def toarray(self):
+        return np.eye(3)
+
+
+class Frame(Sparse):
+    """A table of another library's: like those of pandas it can be taken as a NumPy array itself."""
+
+    __pandas_priority__ = 4000
+    toarray = property()
+
+    def __array__(self, dtype=None, copy=None):
+        return np.eye(3)
+
+    def __add__(self, other):
+        if getattr(other, "__pandas_priority__", 0) > self.__pandas_priority__:
+            return NotImplemented
+        return np.eye(3) + np.asanyarray(other)
+
+
+def test_products_with_other_libraries_say_what_to_convert(comm):
+    w = pce.distribute(np.ones((3, 3)), mesh_of(comm, comm.size), data=Shard(0))
+    right = "distribute(csr.toarray(), mesh) @ w or csr @ w.full()"
+    for left in (Sparse(), Frame()):
+        with pytest.raises(TypeError, match=re.escape(right)):
+            left @ w
+    for call in (lambda: w @ Sparse(), lambda: w * Sparse(), lambda: np.matmul(Sparse(), w)):
+        with pytest.raises(TypeError, match=r"operand [01] of \w+ must be .*, got Sparse: take its \.toarray\(\)"):
+            call()
+    assert (w @ Frame()).full().tolist() == np.ones((3, 3)).tolist()
+    assert (Frame() + w).full().tolist() == (w + Frame()).full().tolist() == (np.eye(3) + 1).tolist()
