@@ -83,7 +83,7 @@ def agree(
     `CollectiveError`, which says who said what. The communicator stays usable.
     """
     channel = channel_of(comm, operation)
-    checksum = _checksum(operation, tuple(call.items()))
+    checksum = _checksum(operation, tuple(call.items()), tuple(map(type, call.values())))
     call_or_failure = checksum if error is None else checksum + _FAILED
     header = np.array((call_or_failure, *facts, *(0,) * (FACTS - len(facts))), np.int64)
     headers = np.empty((channel.size, 1 + FACTS), np.int64)
@@ -110,8 +110,11 @@ def agree(
 
 
 @lru_cache(maxsize=1024)
-def _checksum(operation: str, call: tuple[tuple[str, Hashable], ...]) -> int:
-    """A number that is the same on every rank for the same call; programs make few different ones, many times."""
+def _checksum(operation: str, call: tuple[tuple[str, Hashable], ...], types: tuple[type, ...]) -> int:
+    """A number that is the same on every rank for the same call; programs make few different ones, many times.
+
+    Without `types` a rank would be told that of 1 where it asks for that of True, if it had asked for the former first.
+    """
     return zlib.crc32(repr((operation, call)).encode())
 
 

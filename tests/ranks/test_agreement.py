@@ -743,6 +743,13 @@ def test_num_classes_is_compared_with_the_sum_over_all_shards(comm):
         assert ranks_named_in(text.replace("), ", "); ")) == set(range(comm.size))
 
 
+def test_agreement_does_not_depend_on_earlier_calls(comm):
+    if comm.rank == 0:
+        agree(MPI.COMM_SELF, "a test of earlier calls", {"flag": 1})
+    facts = agree(comm, "a test of earlier calls", {"flag": True}, facts=(comm.rank,))
+    assert facts[:, 0].tolist() == list(range(comm.size))
+
+
 def test_equal_numbers_are_equal_whatever_their_type_and_sign_of_nought(comm):
     start = my_classes(comm).start
     ours = [
