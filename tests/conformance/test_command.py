@@ -105,7 +105,7 @@ def test_what_a_candidate_prints_is_shown_by_rank_where_one_case_is_run(tmp_path
 def test_started_by_mpiexec_it_says_once_what_to_do_instead():
     job = launch(2, "-m", "pce_mpi", "conformance", "pce")
     assert job.returncode == 2
-    assert job.stderr.count("without mpiexec: python -m pce_mpi conformance -n 4") == 1
+    assert job.stderr.count("without mpiexec or srun: python -m pce_mpi conformance -n 4") == 1
 
 
 @pytest.mark.parametrize(
