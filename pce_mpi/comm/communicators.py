@@ -176,7 +176,7 @@ def channel_of(comm: MPI.Intracomm, operation: str) -> Channel:
 
 
 def _new_channel(comm: MPI.Intracomm, operation: str) -> Channel:
-    """A channel on a new duplicate of `comm`; one that is broken on `comm` itself if the others did not come."""
+    """A channel on a new duplicate of `comm`, which keeps a broken channel if the other ranks do not come."""
     from mpi4py import MPI
 
     # There is no private communicator to call the roll on before this one exists. The caller's own serves, with the
@@ -195,7 +195,7 @@ def _new_channel(comm: MPI.Intracomm, operation: str) -> Channel:
 
 
 def out_of_communicators(operation: str, error: MPI.Exception) -> RuntimeError:
-    """What to raise where MPI made no communicator; it makes one on all ranks or on none."""
+    """The error of ranks to which MPI gave no communicator: MPICH gives one to all ranks or to none."""
     reason = str(error).strip().rpartition(": ")[2]
     return RuntimeError(
         f"{operation}: MPI could not make another communicator ({reason}). It has some 2,000, and takes two for each "

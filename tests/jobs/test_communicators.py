@@ -10,7 +10,7 @@ from jobs.launch import launch_source
 MANY = 3000
 
 
-def test_out_of_communicators_says_so_until_others_are_freed():
+def test_exhausted_communicators_raise_until_some_are_freed():
     job = launch_source(
         2,
         f"""

@@ -140,3 +140,16 @@ def test_an_error_flag_of_numpys_does_not_stop_one_rank_alone(comm, sharded):
     with np.errstate(all="raise"):
         assert np.isinf((x * 1e300).full()[4])
         x.astype(np.int64)
+
+
+@pytest.mark.parametrize("operator", ["sum", "avg"])
+@pytest.mark.parametrize("other", [np.array([True, False, True]), np.array([2, 0, 5])], ids=["booleans", "integers"])
+def test_partial_meets_numbers_that_cannot_be_partial(mesh, operator, other):
+    whole = np.array([0.5, 1.5, 2.5])
+    x = pce.distribute(whole, mesh, requires_grad=True, **{"data": pce.Partial(operator)})
+    results = [x + other, other + x, pce.concatenate([x, other]), pce.where(whole > 1, x, other), pce.mse(x, other)]
+    pce.sum(results[0] * np.arange(3.0)).backward()
+    expected = [whole + other, other + whole, np.concatenate([whole, other]), np.where(whole > 1, whole, other)]
+    for result, right in zip(results, [*expected, np.mean((whole - other) ** 2)], strict=True):
+        np.testing.assert_array_equal(result.full(), right)
+    np.testing.assert_array_equal(x.grad.full(), np.arange(3.0))

@@ -227,6 +227,7 @@ class Writer:
         """An array of this shape: one there is, or a new one, on all ranks or distributed."""
         there = [name for name, value in self.variables.items() if value.shape == shape]
         new = [self.made("parameter", shape), self.made("array", shape), f"constant({shape}, {next(self.numbers)})"]
+        new += [self.made("integers", shape, 5), self.made("booleans", shape)]
         return self.one(*there, *there, *new)
 
     def append(self, expression: str) -> bool:
