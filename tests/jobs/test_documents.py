@@ -1,4 +1,4 @@
-"""The documents do what they say: programs print what stands below them, commands and files exist, links lead somewhere.
+"""The documents are true: programs print the text below them; commands, files and the targets of links exist.
 
 The programs that want the same number of ranks run in one job, one after the other.
 """
@@ -14,12 +14,11 @@ import tempfile
 
 import pytest
 
+from jobs.launch import ROOT, job_environment, launch
+from jobs.test_house import ORDER, WINGS
 import pce_mpi
 from pce_mpi.cli import _parser
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES
-
-from jobs.launch import ROOT, job_environment, launch
-from jobs.test_house import ORDER, WINGS
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
