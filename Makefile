@@ -31,7 +31,7 @@ ifneq ($(shell echo '$(N)' | grep -E '^[1-9][0-9]*$$'),$(N))
 $(error N=$(N): give a number of ranks, such as N=4)
 endif
 
-.PHONY: help run test test-openmpi test-kernels test-gpu test-peers lint clean
+.PHONY: help run test test-openmpi test-kernels test-gpu test-peers lint docs clean
 
 help:
 	@echo 'make run           train the example language model on 2 ranks (N=4: on 4)'
@@ -41,6 +41,7 @@ help:
 	@echo 'make test-gpu      run every test of CuPy arrays on a GPU, at 1, 2 and 4 ranks (N=4: at 4 only)'
 	@echo 'make test-peers    run the tests that compare with torch, which is installed for them (N=4: on 4 ranks)'
 	@echo 'make lint          check the code with ruff and mypy'
+	@echo 'make docs          build the pages in docs/ and a reference from the docstrings, as a site in site/'
 	@echo 'make clean         delete $(VENV) and everything that was generated'
 	@echo
 	@echo 'MPI=openmpi takes Open MPI in place of MPICH, PYTHON=python3.12 another Python (when .venv is created).'
@@ -112,10 +113,13 @@ lint: $(installed)/dev
 	$(bin)/ruff format --check
 	$(bin)/mypy
 
+docs: $(installed)/docs
+	$(bin)/mkdocs build --quiet
+
 clean:
 	@test ! -e $(VENV) || test -e $(VENV)/pyvenv.cfg || { echo '$(VENV) is no virtual environment' >&2; exit 1; }
-	rm -rf $(VENV) build pce_mpi.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
-	find pce_mpi tests examples -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf $(VENV) build site pce_mpi.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find benchmarks examples pce_mpi tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The two MPIs share bin/mpiexec: the other one goes before this one comes.
 $(installed)/package: setup.cfg pyproject.toml | $(bin)/pip $(filter-out .,$(source))
@@ -125,7 +129,7 @@ $(installed)/package: setup.cfg pyproject.toml | $(bin)/pip $(filter-out .,$(sou
 	mkdir -p $(@D)
 	touch $@
 
-$(installed)/examples $(installed)/test: $(installed)/%: $(installed)/package
+$(installed)/docs $(installed)/examples $(installed)/test: $(installed)/%: $(installed)/package
 	$(bin)/python -m pip install --quiet $(editable) '$(source)[$*]'
 	touch $@
 

@@ -78,7 +78,7 @@ from pce_mpi.ops import (
 )
 from pce_mpi.optim.sgd import SGD, clip_grad_norm
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "SGD",

@@ -60,12 +60,14 @@ def shard_range(length: int, parts: int, index: int) -> tuple[int, int]:
     Blocks differ by at most one item and the longer ones come first, as `numpy.array_split` has it; with more parts
     than items the last blocks are empty. Nothing is communicated.
 
+    Raises `ValueError` for a negative length, less than one part or an index outside [0, parts).
+
+    Examples
+    --------
     >>> [shard_range(10, 4, index) for index in range(4)]
     [(0, 3), (3, 6), (6, 8), (8, 10)]
     >>> [shard_range(2, 3, index) for index in range(3)]
     [(0, 1), (1, 2), (2, 2)]
-
-    Raises `ValueError` for a negative length, less than one part or an index outside [0, parts).
     """
     if length < 0 or parts < 1 or not 0 <= index < parts:
         raise ValueError(

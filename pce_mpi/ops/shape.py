@@ -258,6 +258,8 @@ def split(x: DistArray, indices_or_sections: int | Sequence[int], axis: int = 0)
     Other axes stay sharded; along a sharded axis the array is redistributed first. What is Partial stays so.
     `ValueError` for an axis that does not exist or cannot be cut into so many.
 
+    Examples
+    --------
     >>> from mpi4py import MPI
     >>> import numpy as np, pce_mpi as pce
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)

@@ -14,7 +14,9 @@ from patience import slowdown
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-SRUN = re.findall(r"^\$ (srun .*? python -m mpi4py) \S+\.py", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+SRUN = re.findall(
+    r"^\$ (srun .*? python -m mpi4py) \S+\.py", (ROOT / "docs/clusters.md").read_text("utf-8"), re.MULTILINE
+)
 TWO_TASKS = ["--ntasks=2", "--ntasks-per-node=2", "--overcommit"]
 
 TRAIN = """
@@ -58,12 +60,12 @@ def srun(environment, command):
 
 @pytest.fixture
 def readme_line(tmp_path):
-    """The README's command line for Slurm, with a program."""
+    """The command line of docs/clusters.md for Slurm, with a program."""
     assert len(SRUN) == 1
     try:
         version("mpich")
     except PackageNotFoundError:
-        pytest.skip("the README's line is for PyPI's MPICH, which is not installed: runs with make test MPI=mpich")
+        pytest.skip("the line of docs/clusters.md is for PyPI's MPICH, not installed: make test MPI=mpich runs this")
     program = tmp_path / "train.py"
     program.write_text(TRAIN)
     return [*shlex.split(SRUN[0]), str(program)]

@@ -1,0 +1,189 @@
+"""The documents are true: programs print the text below them; commands, files and the targets of links exist.
+
+The programs that want the same number of ranks run in one job, one after the other.
+"""
+
+from functools import cache
+from inspect import signature
+import json
+from pathlib import Path
+import re
+import shlex
+import sys
+import tempfile
+
+import pytest
+
+from jobs.launch import ROOT, complete, job_environment, launch
+from jobs.test_house import ORDER, WINGS
+import pce_mpi
+from pce_mpi.cli import _parser
+from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES
+
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+}
+BLOCKS = {name: re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) for name, text in PAGES.items()}
+# A program, and the block of text below it.
+PROGRAMS = [
+    (name, text, below[1] if below[0] == "text" else None)
+    for name, blocks in BLOCKS.items()
+    for (language, text), below in zip(blocks, [*blocks[1:], ("", "")], strict=False)
+    if language == "python"
+]
+COMMANDS = sorted(
+    {
+        line.removeprefix("$ ").partition(" #")[0].strip()
+        for blocks in BLOCKS.values()
+        for language, text in blocks
+        if language == "console"
+        for line in text.splitlines()
+        if line.startswith("$ ")
+    }
+)
+TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+EXTRAS = re.findall(
+    r"^([a-z0-9]+) =", (ROOT / "setup.cfg").read_text(encoding="utf-8").split("extras_require]")[1], re.MULTILINE
+)
+START = re.compile(r"# (\S+\.py): mpiexec -n (\d+) python -m mpi4py \1\n")
+
+# Runs the files that it is given, one after the other; for each a line of JSON: what all ranks printed, in their order.
+RUN_ALL = """
+import contextlib, io, json, runpy, sys
+from mpi4py import MPI
+
+for path in sys.argv[1:]:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(path, run_name="__main__")
+    texts = MPI.COMM_WORLD.gather(printed.getvalue())
+    if texts is not None:
+        print(json.dumps("".join(texts)), flush=True)
+"""
+
+
+def name_of(source):
+    return source.partition(":")[0].removeprefix("# ")
+
+
+def start_of(source):
+    start = START.match(source)
+    assert start, "the first line says how to start the program"
+    return start
+
+
+@cache
+def run_of_programs(ranks):
+    """What each program for so many ranks printed, as far as they came, and the job that ran them."""
+    sources = [source for _, source, _ in PROGRAMS if int(start_of(source)[2]) == ranks]
+    with tempfile.TemporaryDirectory() as folder:
+        for source in sources:
+            Path(folder, name_of(source)).write_text(source, encoding="utf-8")
+        runner = Path(folder, "run_all.py")
+        runner.write_text(RUN_ALL, encoding="utf-8")
+        job = launch(ranks, str(runner), *(str(Path(folder, name_of(source))) for source in sources))
+    return dict(zip(sources, map(json.loads, job.stdout.splitlines()), strict=False)), job
+
+
+def test_pages_have_programs_and_commands():
+    assert len(PROGRAMS) >= 8
+    assert len(COMMANDS) >= 20
+    assert len({name_of(source) for _, source, _ in PROGRAMS}) == len(PROGRAMS)
+
+
+@pytest.mark.parametrize(("source", "output"), [each[1:] for each in PROGRAMS], ids=[name_of(p[1]) for p in PROGRAMS])
+def test_program_prints_the_text_below_it(source, output):
+    assert output is not None, "a block of text below the program shows its output"
+    printed, job = run_of_programs(int(start_of(source)[2]))
+    assert source in printed, job.stderr
+    assert printed[source].rstrip() == output.rstrip()
+
+
+@pytest.mark.parametrize("name", ["distribute", "from_local", "load"])
+def test_table_shows_every_option_of_call(name):
+    shown = re.search(rf"^\|.*`{name}\((.*?)\)` *[|,]", PAGES["docs/arrays.md"], re.MULTILINE)[1]
+    for option in signature(getattr(pce_mpi, name)).parameters.values():
+        if option.kind is not option.VAR_KEYWORD:
+            default = "" if option.default is option.empty else f"={option.default}"
+            assert f"{option.name}{default}" in shown.split(", ")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_exists(command):
+    words = shlex.split(command)
+    if words[0] == "make":
+        assert {word for word in words[1:] if "=" not in word} <= set(TARGETS)
+    elif words[:2] == ["pip", "install"]:
+        assert set(re.findall(r"\w+", " ".join(re.findall(r"\[(.*?)\]", command)))) <= set(EXTRAS)
+    elif words[:3] == ["python", "-m", "pce_mpi"]:
+        check_command_line(words[3:])
+    elif words[0] == "python":
+        assert (ROOT / words[1]).exists()
+    elif words[:2] == ["mpiexec", "-n"] and words[2].isdecimal() and words[3] == "python":
+        arguments = words[4:]
+        if arguments[:2] == ["-m", "pce_mpi"]:
+            check_command_line(arguments[2:])
+        elif arguments[:4] == ["-m", "mpi4py", "-m", "pytest"]:
+            assert (ROOT / arguments[-1]).exists()
+        else:
+            assert arguments[:2] == ["-m", "mpi4py"]
+            check_program(*arguments[2:])
+    elif words[0] in ("mpiexec", "srun", "sbatch"):
+        # Several machines, which a test on one cannot start: at least the program is started as all others are.
+        assert words[0] == "sbatch" or re.search(r"python -m (mpi4py|pce_mpi) ", command)
+    else:
+        assert words[0] in ("git", ".", "export", "module")
+
+
+def check_command_line(arguments):
+    """The command line of the package takes these arguments, and knows or finds what they name."""
+    options = _parser().parse_args(arguments)
+    candidate = getattr(options, "candidate", None)
+    if candidate is not None and candidate not in NAMED_CANDIDATES:
+        path = candidate.partition(":")[0]
+        assert (ROOT / path).exists() or path in {name_of(source) for _, source, _ in PROGRAMS}
+    assert getattr(options, "adapter", None) in {None, *FUNCTION_ADAPTERS}
+
+
+def check_program(path, *arguments):
+    """The program exists, and an example takes these arguments."""
+    assert (ROOT / path).exists()
+    if not path.startswith("examples/"):
+        return
+    shown = complete([sys.executable, path, *arguments, "--help"], env=job_environment(1))
+    assert shown.returncode == 0, shown.stderr
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_link_leads_to_a_file(name):
+    page = ROOT / name
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", re.sub(r"^```.*?^```$", "", PAGES[name], flags=re.M | re.S))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_named_file_of_the_repository_exists(name):
+    tops = "|".join(["benchmarks", "docs", "examples", "pce_mpi", "tests", *filter(None, WINGS)])
+    named = set(re.findall(rf"`((?:{tops})/[\w/.-]*)`", PAGES[name]))
+    assert [path for path in sorted(named) if not any((top / path).exists() for top in (ROOT, ROOT / "pce_mpi"))] == []
+
+
+def test_architecture_has_the_wings_in_order():
+    table = re.findall(r"^\| `(\w+)/` \|", PAGES["docs/architecture.md"], re.MULTILINE)
+    assert table == [wing for wing in WINGS if wing]
+    root = re.findall(r"^\| `(\w+)\.py` \|", PAGES["docs/architecture.md"], re.MULTILINE)
+    assert root == [room for wing, room in ORDER if not wing]
+
+
+def test_reference_has_every_public_name():
+    documented = re.findall(r"^::: pce_mpi\.([\w.]+)$", PAGES["docs/reference.md"], re.MULTILINE)
+    assert {name for name in documented if "." not in name} == set(pce_mpi.__all__)
+
+
+def test_changelog_begins_with_this_version():
+    assert re.findall(r"^## (\S+)", PAGES["CHANGELOG.md"], re.MULTILINE)[0] == pce_mpi.__version__
+
+
+def test_citation_names_this_version():
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.search(r"^version: (\S+)$", citation, re.MULTILINE)[1] == pce_mpi.__version__
