@@ -69,7 +69,7 @@ run: what-run-takes $(installed)/examples
 		'mpiexec -n 4 python -m pce_mpi check' 'every option against the exact numbers' \
 		'python -m pce_mpi conformance --list' 'what a loss of your own can be tested for'
 	@echo
-	@echo 'README.md explains all of it; `make help` lists what else make can do.'
+	@echo 'README.md and docs/ explain all of it; `make help` lists what else make can do.'
 
 .PHONY: what-run-takes
 what-run-takes:

@@ -50,7 +50,7 @@ def clone():
         path.chmod(0o755)
 
 
-@pytest.mark.parametrize("target", ["run", "test", "test-kernels", "test-gpu", "test-peers", "lint"])
+@pytest.mark.parametrize("target", ["run", "test", "test-kernels", "test-gpu", "test-peers", "lint", "docs"])
 def test_another_venv_replaces_the_usual_one_everywhere(target, tmp_path):
     usual = make("--dry-run", "--always-make", target)
     assert usual.returncode == 0, usual.stderr

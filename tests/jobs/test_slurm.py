@@ -14,9 +14,8 @@ from patience import slowdown
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-SRUN = re.findall(
-    r"^\$ (srun .*? python -m mpi4py) \S+\.py", (ROOT / "docs/clusters.md").read_text("utf-8"), re.MULTILINE
-)
+CLUSTERS = (ROOT / "docs" / "clusters.md").read_text("utf-8")
+SRUN = re.findall(r"^\$ (srun .*? python -m mpi4py) \S+\.py", CLUSTERS, re.MULTILINE)
 TWO_TASKS = ["--ntasks=2", "--ntasks-per-node=2", "--overcommit"]
 
 TRAIN = """
@@ -59,26 +58,26 @@ def srun(environment, command):
 
 
 @pytest.fixture
-def readme_line(tmp_path):
+def documented_line(tmp_path):
     """The command line of docs/clusters.md for Slurm, with a program."""
     assert len(SRUN) == 1
     try:
         version("mpich")
     except PackageNotFoundError:
-        pytest.skip("the line of docs/clusters.md is for PyPI's MPICH, not installed: make test MPI=mpich runs this")
+        pytest.skip("the line is for PyPI's MPICH, which is not installed: runs with make test MPI=mpich")
     program = tmp_path / "train.py"
     program.write_text(TRAIN)
     return [*shlex.split(SRUN[0]), str(program)]
 
 
-def test_the_readme_s_srun_line_makes_ranks(slurm, readme_line):
-    job = srun(slurm, readme_line)
+def test_documented_srun_line_makes_ranks(slurm, documented_line):
+    job = srun(slurm, documented_line)
     assert job.returncode == 0, job.stderr
     assert sorted(job.stdout.splitlines()) == ["rank 0 of 2: 2.302585", "rank 1 of 2: 2.302585"]
 
 
-def test_a_killed_rank_ends_the_readme_s_srun(slurm, readme_line):
-    job = srun(slurm, [*readme_line, "die"])
+def test_killed_rank_ends_documented_srun(slurm, documented_line):
+    job = srun(slurm, [*documented_line, "die"])
     assert job.returncode != 0
     assert "rank 0 of 2" in job.stdout
     assert "Killed" in job.stderr
