@@ -19,7 +19,7 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floating, is_real
 from pce_mpi.autograd.gradients import node_of
 from pce_mpi.autograd.inference import Abstract, AbstractMesh, sent_by
-from pce_mpi.autograd.op import Layout, Op
+from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Plan, Rule, plan
 from pce_mpi.autograd.tape import Node, is_recording
 from pce_mpi.distributed.array import DistArray, redistribute
@@ -27,7 +27,7 @@ from pce_mpi.distributed.placements import Partial, Replicate
 from pce_mpi.distributed.redistribution import steps
 from pce_mpi.distributed.sharding import Sharding
 
-__all__ = ["apply", "moved", "operands_of", "record"]
+__all__ = ["apply", "operands_of", "record", "redistributed"]
 
 # These run without entering a Python function, several times for every operation.
 _SHARDING, _LOCAL, _DTYPE = attrgetter("sharding"), attrgetter("local"), attrgetter("local.dtype")
@@ -48,7 +48,7 @@ def operands_of(name: str, values: Sequence[Any]) -> list[DistArray]:
             operand = value
         else:
             array = _plain_operand(value, values, first, f"operand {index} of {name}")
-            operand = DistArray(array, first.mesh, Sharding.of(first.mesh.layout, array.shape, {}))
+            operand = DistArray(array, first.mesh, Sharding.of(first.mesh.dim_sizes, array.shape, {}))
         alike = alike and type(operand.local) is type(first.local)
         operands.append(operand)
     if not alike:
@@ -68,23 +68,23 @@ def _plain_operand(value: Any, values: Sequence[Any], first: DistArray, name: st
     return xp.asarray(value) if isinstance(value, np.generic) else as_array(value, name)
 
 
-def moved(x: DistArray, target: Sharding, *, operation: str, reason: str) -> DistArray:
-    """`x` in the sharding `target`. A copy of a computed array that took communication is kept and not sent twice."""
+def redistributed(x: DistArray, destination: Sharding, *, operation: str, reason: str) -> DistArray:
+    """`x` in another sharding. A copy of a computed array that took communication is kept and not sent twice."""
     if isinstance(x.mesh, AbstractMesh):
-        x.mesh.needed.setdefault(id(x), target)
-    if x.sharding is target:
+        x.mesh.needed.setdefault(id(x), destination)
+    if x.sharding is destination:
         return x
-    if x.moved and target in x.moved:
-        return x.moved[target]
-    taken = steps(x.sharding, target)
+    if x.copies and destination in x.copies:
+        return x.copies[destination]
+    taken = steps(x.sharding, destination)
     sending = [step for step in taken if step.sends]
     if isinstance(x.mesh, AbstractMesh):
         x.mesh.sent += [sent_by(step, x) for step in sending]
-        there = DistArray(x.local, x.mesh, target, computed=x.computed or any(step.copies for step in taken))
+        there = DistArray(x.local, x.mesh, destination, computed=x.computed or any(step.copies for step in taken))
     else:
-        there = redistribute(x, target, operation=operation, reason=reason)
-    if sending and x.moved is not None:
-        x.moved[target] = there
+        there = redistribute(x, destination, operation=operation, reason=reason)
+    if sending and x.copies is not None:
+        x.copies[destination] = there
     return there
 
 
@@ -93,14 +93,14 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     operands = operands_of(op.name, values)
     mesh = operands[0].mesh
     # A Partial operand that has been reduced before costs nothing any more.
-    present = [x.moved.get(x.sharding.natural, x) if x.moved else x for x in operands]
+    present = [x.copies.get(x.sharding.natural, x) if x.copies else x for x in operands]
     call = _call_of(op, present, parameters)
     mesh.note(call.checksum, op.name, call.text)
     inputs = _inputs(op, present, call)
     required = tuple(map(_REQUIRES_GRAD, operands)) if is_recording() else (False,) * len(operands)
     more: dict[str, Any] = {}
-    if op.knows_layout:
-        more["layout"] = Layout(mesh, call.plan.operands, call.plan.result, required)
+    if op.takes_shardings:
+        more["shardings"] = Shardings(mesh, call.plan.operands, call.plan.result, required)
     if isinstance(mesh, AbstractMesh):
         if op.sends:
             mesh.sent += op.sends(*map(_DTYPE, operands), **more, **parameters)
@@ -108,35 +108,35 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
         return _settled(DistArray(local, mesh, call.plan.result, computed=_computed(op, inputs)), op.name, call)
     with np.errstate(all="ignore"):  # a value that one rank finds in its shard must not raise there alone
         local = op.forward(*map(_LOCAL, inputs), **parameters, **more)
-    kept = {}
-    if op.keeps:
-        local, kept["kept"] = local
+    residuals = {}
+    if op.gives_residuals:
+        local, residuals["residuals"] = local
     if isinstance(local, tuple | list) and all(hasattr(part, "shape") for part in local):
         if op.vjps and True in required:
             raise NotImplementedError(f"{op.name} gives {len(local)} results; a vjp is for operations that give one")
         results = [_result(op, part, inputs, call) for part in local]
         for result in results:
-            record(op, result, operands, inputs, required, parameters, kept)
+            record(op, result, operands, inputs, required, parameters, residuals)
         made: Any = type(local) if hasattr(local, "_fields") else lambda *parts: parts  # numpy.linalg names some parts
         return made(*results)
     result = _result(op, local, inputs, call)
-    record(op, result, operands, inputs, required, parameters, kept)
+    record(op, result, operands, inputs, required, parameters, residuals)
     return result
 
 
 def _inputs(op: Op, operands: Sequence[DistArray], call: _Call) -> list[DistArray]:
     """The operands in the shardings that the plan asks for."""
     inputs = []
-    for index, (x, target) in enumerate(zip(operands, call.plan.operands, strict=True)):
+    for index, (x, destination) in enumerate(zip(operands, call.plan.operands, strict=True)):
         if isinstance(x.mesh, AbstractMesh):
-            x.mesh.needed.setdefault(id(x), target)
-        if x.sharding is not target:
-            reason = _reason(op, index, x.sharding, target)
-            if set(target.partial_dims) - set(x.sharding.partial_dims):
+            x.mesh.needed.setdefault(id(x), destination)
+        if x.sharding is not destination:
+            reason = _reason(op, index, x.sharding, destination)
+            if set(destination.partial_dims) - set(x.sharding.partial_dims):
                 # It is to be a partial of the result, whose dtype there may be Partial arrays of: there is no
                 # Partial("avg") of integers.
                 x = DistArray(x.local.astype(call.dtype), x.mesh, x.sharding)
-            x = moved(x, target, operation=op.name, reason=reason)
+            x = redistributed(x, destination, operation=op.name, reason=reason)
         inputs.append(x)
     return inputs
 
@@ -223,10 +223,10 @@ def _result(op: Op, local: Any, inputs: Sequence[DistArray], call: _Call) -> Dis
     computed = _computed(op, inputs)
     if computed:
         for x in inputs:
-            if x.moved is None and xp.may_share_memory(local, x.local):
+            if x.copies is None and xp.may_share_memory(local, x.local):
                 local = local.copy()  # a function of the user's gave its argument, or a view of it
     if op.rule is None:
-        return DistArray(local, mesh, Sharding.of(mesh.layout, local.shape, {}), computed=computed)
+        return DistArray(local, mesh, Sharding.of(mesh.dim_sizes, local.shape, {}), computed=computed)
     shape = call.plan.result.local_shape(mesh.coordinates)
     if local.shape != shape:
         raise ValueError(f"the rule of {op.name} says that its result has shape {shape} here, but it has {local.shape}")
@@ -241,7 +241,7 @@ def _computed(op: Op, inputs: Sequence[DistArray]) -> bool:
 def _settled(result: DistArray, name: str, call: _Call) -> DistArray:
     if call.reduced is result.sharding:
         return result
-    return moved(result, call.reduced, operation=name, reason="the largest, or smallest, of all shards")
+    return redistributed(result, call.reduced, operation=name, reason="the largest, or smallest, of all shards")
 
 
 def record(
@@ -251,7 +251,7 @@ def record(
     inputs: Sequence[DistArray],
     required: tuple[bool, ...],
     parameters: Mapping[str, Any],
-    kept: Mapping[str, Any],
+    residuals: Mapping[str, Any],
 ) -> None:
     """Put `result` on the tape."""
     if True not in required or not is_floating(result.local.dtype):
@@ -265,13 +265,13 @@ def record(
         if not op.vjps:
             raise NotImplementedError(f"{op.name} has no vjp: its result has no gradient")
         # All consumers have contributed: what is left to add up is added up once, here.
-        target = known.sharding.natural
+        destination = known.sharding.natural
         if op.relays:
             placed = gradient.sharding.by_dim
-            target = target.with_terms_over(tuple(dim for dim in placed if placed[dim] == Partial("sum")))
-        settled = redistribute(gradient, target, operation=op.name, reason="its gradient is complete")
+            destination = destination.with_partial_over(tuple(dim for dim in placed if placed[dim] == Partial("sum")))
+        settled = redistribute(gradient, destination, operation=op.name, reason="its gradient is complete")
         return [
-            None if want is None else _contribution(op, index, want, settled, known, arguments, parameters, kept)
+            None if want is None else _contribution(op, index, want, settled, known, arguments, parameters, residuals)
             for index, want in enumerate(wanted)
         ]
 
@@ -297,12 +297,12 @@ def _contribution(
     result: DistArray,
     arguments: Sequence[DistArray],
     parameters: Mapping[str, Any],
-    kept: Mapping[str, Any],
+    residuals: Mapping[str, Any],
 ) -> DistArray:
     pull = op.vjps[index] if index < len(op.vjps) else None
     if pull is None:
         raise NotImplementedError(f"{op.name} has no vjp for operand {index}")
-    found = pull(gradient, result, *arguments, **parameters, **kept)
+    found = pull(gradient, result, *arguments, **parameters, **residuals)
     if found is None:
         raise TypeError(f"the vjp of {op.name} for operand {index} gave None")
     if not isinstance(found, DistArray):

@@ -54,8 +54,8 @@ def backward_from(loss: DistArray, add: Callable[[DistArray, DistArray], DistArr
 
 
 def _with_terms_over(dims: tuple[str, ...], gradient: DistArray) -> DistArray:
-    target = gradient.sharding.with_terms_over(dims)
-    return redistribute(gradient, target, operation="backward", reason="gradients that add up lie alike")
+    destination = gradient.sharding.with_partial_over(dims)
+    return redistribute(gradient, destination, operation="backward", reason="gradients that add up lie alike")
 
 
 def _accumulate(leaf: DistArray, gradient: DistArray) -> None:
@@ -68,14 +68,16 @@ def _accumulate(leaf: DistArray, gradient: DistArray) -> None:
         # A shard of what is Replicate is padded with zeros, and then is a term like all others.
         if Partial("sum") in here or (placement == Replicate() and here != {Replicate()}):
             terms.append(dim)
-    target = leaf.sharding.natural.with_terms_over(tuple(terms))
-    local = redistribute(gradient, target, operation="backward", reason="the gradient lies as its array does").local
+    destination = leaf.sharding.natural.with_partial_over(tuple(terms))
+    local = redistribute(
+        gradient, destination, operation="backward", reason="the gradient lies as its array does"
+    ).local
     if before is not None:
-        old = redistribute(before, target, operation="backward", reason="gradients that add up lie alike")
+        old = redistribute(before, destination, operation="backward", reason="gradients that add up lie alike")
         local = array_namespace(local).asarray(old.local + local)  # of 0-d arrays NumPy makes a scalar
     elif not local.flags.owndata and getattr(local.base, "size", 0) != local.size:
         local = local.copy()  # of a view all that it is a part of would stay in memory
-    leaf.grad = DistArray(local, leaf.mesh, target)
+    leaf.grad = DistArray(local, leaf.mesh, destination)
 
 
 def _summed(gradient: DistArray) -> DistArray:

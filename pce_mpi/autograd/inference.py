@@ -10,7 +10,7 @@ import numpy as np
 
 from pce_mpi.arrays import is_floating
 from pce_mpi.distributed.array import OPERATIONS, DistArray
-from pce_mpi.distributed.mesh import Mesh, checked_dims, over_text
+from pce_mpi.distributed.mesh import Mesh, checked_dims, text_of_dims
 from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.redistribution import Step, sent_bytes
 from pce_mpi.distributed.sharding import Sharding
@@ -45,7 +45,7 @@ class AbstractMesh(Mesh):
 
     def __init__(self, dims: Mapping[str, int]) -> None:
         self.dims = dims
-        self.layout = tuple(dims.items())
+        self.dim_sizes = tuple(dims.items())
         self.coordinates = dict.fromkeys(dims, 0)
         self.sent: list[Sent] = []
         self.needed: dict[int, Sharding] = {}
@@ -57,7 +57,7 @@ class AbstractMesh(Mesh):
 def sent_by(step: Step, x: DistArray) -> Sent:
     itemsize = max(4, x.dtype.itemsize) if is_floating(x.dtype) else x.dtype.itemsize  # halves travel as float32
     size = sent_bytes(step, x.mesh.coordinates, itemsize)
-    return Sent(step.verb, over_text(step.dims), size, step.placement_before, step.placement_after)
+    return Sent(step.verb, text_of_dims(step.dims), size, step.placement_before, step.placement_after)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def infer_placements(
         raise ValueError(f"a shape has no negative lengths, got {', '.join(str(tuple(shape)) for shape in shapes)}")
     abstract = AbstractMesh(checked_dims(mesh.dims if isinstance(mesh, Mesh) else mesh))
     operands = [
-        DistArray(Abstract(np.dtype(dtype)), abstract, Sharding.of(abstract.layout, tuple(shape), placed))
+        DistArray(Abstract(np.dtype(dtype)), abstract, Sharding.of(abstract.dim_sizes, tuple(shape), placed))
         for shape, placed, dtype in zip(shapes, placements, of_each, strict=True)
     ]
     arguments: list[Any] = [operands] if name == "concatenate" else list(operands)

@@ -13,7 +13,7 @@ from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.sharding import Sharding
 
-__all__ = ["Layout", "Op", "Vjp"]
+__all__ = ["Op", "Shardings", "Vjp"]
 
 Vjp = Callable[..., Any]
 
@@ -27,12 +27,12 @@ class Op:
                   `DistArray`; None for an operand that has none
     rule          the global shapes of the operands -> `Rule`; None: the operation runs on Replicate operands
     dtype         the dtypes of the operands -> that of the result
-    knows_layout  `forward` takes `layout` too, to know where the local arrays lie
+    takes_shardings  `forward` takes `shardings` too, to know where the local arrays lie
     uses          for each of `vjps` the operands whose elements it uses, -1 for the result: what the tape has to hold.
                   Of the others a vjp sees where they lie, but no elements. None: all of them
     relays        the vjp gives the same elements in another order, shape or dtype: what is Partial stays so, as
                   it may be on its way to a parameter, whose gradients add up without communication
-    keeps         `forward` returns something else besides, which the vjps take as `kept`
+    keeps         `forward` returns something else besides, which the vjps take as `residuals`
     views         the result of `forward` may share the memory of an operand
     sends         what `forward` sends itself, which only an operation does whose rule has labels that it joins
     """
@@ -43,15 +43,15 @@ class Op:
     rule: Callable[..., Rule] | None = None
     dtype: Callable[..., Any] = np.result_type
     uses: Sequence[Sequence[int]] | None = None
-    knows_layout: bool = False
+    takes_shardings: bool = False
     relays: bool = False
-    keeps: bool = False
+    gives_residuals: bool = False
     views: bool = False
     sends: Callable[..., Sequence[Sent]] | None = None
 
 
 @dataclass(frozen=True)
-class Layout:
+class Shardings:
     """Where the local arrays of one call lie; `records` says of each operand whether it requires a gradient."""
 
     mesh: Mesh

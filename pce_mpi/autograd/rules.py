@@ -51,7 +51,7 @@ class Rule:
     linear      sets of operands: if all of a set are Partial and the rest is Replicate, so is the result
     moves_data  nothing is computed: Partial of "max" and "min" survive as well
     reduces     what joins the results of shards whose label the result has not; None: it must not be sharded
-    joined      labels whose shards the operation itself joins, by communicating: the result is Replicate
+    merged      labels whose shards the operation itself joins, by communicating: the result is Replicate
     """
 
     operands: tuple[Axes, ...]
@@ -60,7 +60,7 @@ class Rule:
     linear: tuple[tuple[int, ...], ...] = ()
     moves_data: bool = False
     reduces: ReduceOperator | None = None
-    joined: frozenset[Hashable] = frozenset()
+    merged: frozenset[Hashable] = frozenset()
 
     @staticmethod
     def of(
@@ -160,7 +160,7 @@ def _arrangements(rule: Rule, operands: Sequence[Sharding], index: int) -> Itera
             ):
                 continue  # one element is not shared out: all other ranks would have nothing to do
             result = _placed(rule.result, label)
-            if isinstance(result, Shard) or label in rule.joined:
+            if isinstance(result, Shard) or label in rule.merged:
                 yield _Arrangement(placed, result, label)
             elif rule.reduces:
                 yield _Arrangement(placed, Partial(rule.reduces), label)

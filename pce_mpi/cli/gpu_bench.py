@@ -30,7 +30,7 @@ from pce_mpi.loss import (
 )
 from pce_mpi.loss.kernels import kernels_of
 from pce_mpi.loss.kernels.terms import ClassWeights, RowGradient, Transform
-from pce_mpi.loss.records import Layout, merge
+from pce_mpi.loss.softmax_state import StateFields, merge
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -103,7 +103,7 @@ def measure(
     residuals: list[Any] = []
 
     def forward(logits: Array, _: Array) -> None:
-        residuals[:] = [softmax_cross_entropy_forward(logits, targets, comm=comm)[1]]
+        residuals[:] = [softmax_cross_entropy_forward(logits, targets, comm=comm, num_classes=classes)[1]]
 
     def backward(_: Array, out: Array) -> None:
         softmax_cross_entropy_backward(1.0, residuals[0], out=out)
@@ -113,7 +113,7 @@ def measure(
         backward(logits, out)
 
     def fused(logits: Array, out: Array) -> None:
-        softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, out=out)
+        softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, num_classes=classes, out=out)
 
     add("forward", timed(forward), 1)
     add("backward", timed(backward, before=forward), 2)
@@ -159,7 +159,7 @@ class _Shards:
         cache = xp.cuda.Device().attributes["L2CacheSize"]
         self._ahead = xp.empty(_AHEAD * cache, np.uint8)
         free = xp.cuda.runtime.memGetInfo()[0]
-        most = int(free / (1.1 * pair))  # there are also records, and the random numbers
+        most = int(free / (1.1 * pair))  # there are also states, and the random numbers
         if not most:
             raise MemoryError(
                 f"{rows} x {classes} {dtype} logits and their gradient need {pair} bytes, {free} are free"
@@ -193,7 +193,7 @@ class _Kernels:
         self._module = kernels_of(logits)
         columns = targets - class_start
         self._columns = xp.where((columns >= 0) & (columns < classes), columns, -1)
-        self._layout = Layout()
+        self._layout = StateFields()
         self._options: dict[str, Any] = {
             "weights": ClassWeights(),
             "transform": Transform(),
@@ -214,7 +214,7 @@ class _Kernels:
         self.fused_fits = bool(self._module.fused_fits(logits[:, :, None], self._options["compute_dtype"]))
 
     def forward(self, logits: Array) -> None:
-        self._module.fill_records(
+        self._module.fill_states(
             logits[:, :, None], self._columns, self._layout, class_start=self._class_start, **self._options
         )
 
@@ -222,7 +222,7 @@ class _Kernels:
         self._module.write_gradient(out[:, :, None], logits[:, :, None], self._gradient, **self._options)
 
     def fused(self, logits: Array, out: Array) -> None:
-        self._module.fill_records_and_write_gradient(
+        self._module.fill_states_and_write_gradient(
             out[:, :, None],
             logits[:, :, None],
             self._columns,
@@ -282,12 +282,12 @@ def _peer_milliseconds(peer: Peer, call: Callable[[Any], object], shards: _Shard
 
 def _merge_seconds(rows: int, repeat: int, comm: MPI.Intracomm) -> float:
     """The median time of the all-reduce of one plain record a row, on the host."""
-    records = Layout().identity(rows)
+    states = StateFields().identity(rows)
     times = []
     for _ in range(_WARM_UP + repeat):
         agree(comm, "bench", {})
         begin = time.perf_counter()
-        all_reduce(records, comm, merge, operation="bench", reason="the softmax records of the shards, merged")
+        all_reduce(states, comm, merge, operation="bench", reason="the softmax states of the shards, merged")
         times.append(time.perf_counter() - begin)
     return statistics.median(times[_WARM_UP:])
 

@@ -37,7 +37,7 @@ class Bar:
     def __init__(self, work: str, total: int, *, shown: bool = True) -> None:
         self._work, self._total, self._shown = work, total, shown
         self.done = 0
-        self._name = self._told = ""
+        self._name = self._printed_text = ""
         self._last_line = time.monotonic()
         self._tqdm: Any = None
         if shown and sys.stderr.isatty():
@@ -58,9 +58,9 @@ class Bar:
     def tell(self, text: str) -> None:
         """What is to be said of the one that is done now, on a terminal alone."""
         told = f"{self._name} {text}".rstrip()
-        if self._tqdm is not None and told != self._told:
+        if self._tqdm is not None and told != self._printed_text:
             self._tqdm.set_postfix_str(told)
-            self._told = told
+            self._printed_text = told
 
     def finished(self, text: str, *, worth_a_line: bool = False) -> None:
         """One more is done, and `text` says of it what there is to say; a line of its own if it is worth one."""

@@ -11,7 +11,7 @@ from pce_mpi.arrays import array_namespace, is_half
 from pce_mpi.comm.communicators import gpu_aware
 from pce_mpi.gpu import finish_work, from_pinned, pinned, to_pinned
 
-__all__ = ["from_wire", "joined", "room_for", "split", "stays_on_gpu", "to_wire", "wire_dtype"]
+__all__ = ["concatenated", "from_wire", "room_for", "split", "stays_on_gpu", "to_wire", "wire_dtype"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -55,7 +55,7 @@ def from_wire(received: Array, like: Array) -> Array:
     return received.astype(like.dtype, copy=False)
 
 
-def joined(blocks: Sequence[Array]) -> Array:
+def concatenated(blocks: Sequence[Array]) -> Array:
     """The elements of all blocks, one block after the other."""
     return array_namespace(blocks[0]).concatenate([block.reshape(-1) for block in blocks])
 

@@ -19,8 +19,15 @@ import zlib
 import numpy as np
 
 from pce_mpi.arrays import array_namespace
-from pce_mpi.comm.buffers import from_wire, joined, room_for, split, stays_on_gpu, to_wire, wire_dtype
-from pce_mpi.comm.communicators import Channel, CollectiveError, by_value, channel_of, prefix_of, reduces_on_gpus
+from pce_mpi.comm.buffers import concatenated, from_wire, room_for, split, stays_on_gpu, to_wire, wire_dtype
+from pce_mpi.comm.communicators import (
+    Channel,
+    CollectiveError,
+    channel_of,
+    prefix_of,
+    reduces_on_gpus,
+    text_by_rank,
+)
 from pce_mpi.comm.tracing import Purpose, record
 
 if TYPE_CHECKING:
@@ -129,7 +136,7 @@ def raise_together(
     if all(texts) and len(set(texts)) == 1 and failed[0][2]:
         raise kind(failed[0][1]) from error
     messages = {rank: message for rank, (_, message, _) in failed.items()}
-    raise kind(by_value(messages, prefix=prefix_of(over), between="; ")) from error
+    raise kind(text_by_rank(messages, prefix=prefix_of(over), between="; ")) from error
 
 
 def _text_of(error: Exception) -> str:
@@ -179,7 +186,7 @@ def _differences(descriptions: list[str]) -> str:
     for name in names:
         values = {rank: call.get(name, "not given") for rank, call in enumerate(calls)}
         if len(set(values.values())) > 1:
-            differing.append(f"{name}: {by_value(values)}")
+            differing.append(f"{name}: {text_by_rank(values)}")
         if name == "operation" and differing:
             break  # the arguments of two different functions are not worth comparing
     return "ranks disagree on " + "; ".join(differing)
@@ -247,7 +254,7 @@ def all_to_all(
 
     Collective: one Alltoallv. `blocks[r]` goes to rank r; all blocks have one dtype.
     """
-    flat = joined(blocks)
+    flat = concatenated(blocks)
     sent = to_wire(flat, stays_on_gpu(flat))
     counts = [int(np.prod(shape)) for shape in shapes]
     received = room_for(sum(counts), sent, flat)
@@ -263,7 +270,7 @@ def reduce_scatter(blocks: Sequence[Array], comm: MPI.Intracomm, op: ReduceOp, *
 
     Collective: one Reduce_scatter of the blocks' bytes. `op` is that of `all_reduce`.
     """
-    flat = joined(blocks)
+    flat = concatenated(blocks)
     sent = to_wire(flat, op == "sum" and stays_on_gpu(flat) and reduces_on_gpus())
     handle, datatype = _operator(op, sent.dtype)
     channel = channel_of(comm, why["operation"])
@@ -332,15 +339,15 @@ def _operator(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype 
 
 @np.errstate(all="ignore")
 def _largest(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return _one_of_its_kind(np.maximum(a, b))
+    return _canonical(np.maximum(a, b))
 
 
 @np.errstate(all="ignore")
 def _smallest(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return _one_of_its_kind(np.minimum(a, b))
+    return _canonical(np.minimum(a, b))
 
 
-def _one_of_its_kind(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _canonical(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """`values` with one nan of the many, and 0.0 for -0.0: which of two came first must not show."""
     values += 0.0
     values[np.isnan(values)] = np.nan

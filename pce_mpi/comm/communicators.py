@@ -28,7 +28,6 @@ __all__ = [
     "Channel",
     "CollectiveError",
     "CollectiveTimeout",
-    "by_value",
     "channel_of",
     "check_comm",
     "check_mpi",
@@ -38,6 +37,7 @@ __all__ = [
     "prefix_of",
     "reduces_on_gpus",
     "same_ranks",
+    "text_by_rank",
 ]
 
 # A yielding poll answers in microseconds; one that sleeps leaves the core to others. Change over after about 10 ms.
@@ -71,7 +71,7 @@ class Channel:
     def __del__(self) -> None:
         # When the caller's communicator is freed, which holds the channel. A delete function of its keyval would do
         # the same, but mpi4py asks for that communicator's topology first, and MPICH may then read freed memory.
-        if self._owns_comm and self._broken is None:
+        if self._owns_comm and self._broken is None and not _states_of_mpi()[1]():
             self.comm.Free()
 
     def wait(self, request: MPI.Request, operation: str, *buffers: object) -> None:
@@ -134,7 +134,7 @@ class Channel:
             waiting[status.source] = theirs.decode(errors="replace")
         MPI.Request.Testall(sent)
         silent = [rank for rank in range(self.size) if rank not in waiting]
-        where = by_value({rank: waiting[rank] for rank in sorted(waiting)})
+        where = text_by_rank({rank: waiting[rank] for rank in sorted(waiting)})
         return (
             f"waited {self._timeout:g} s (PCE_MPI_TIMEOUT) in {where}; "
             f"silent: {_ranks_text(silent) if silent else 'no rank, they wait for each other in different calls'}"
@@ -274,7 +274,7 @@ def check_comm(comm: Any, name: str) -> None:
         raise TypeError(f"{name} must be an mpi4py intracommunicator or None, got {comm!r}")
 
 
-def by_value(values: Mapping[int, str], prefix: str = "", between: str = ", ") -> str:
+def text_by_rank(values: Mapping[int, str], prefix: str = "", between: str = ", ") -> str:
     """`values` of ranks as text, equal ones together: 'a (ranks 0, 2), b (rank 1)'; `prefix` stands before 'rank'."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():

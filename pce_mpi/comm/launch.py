@@ -33,12 +33,12 @@ class Launch(NamedTuple):
 
 def launch() -> Launch | None:
     """Read what the launcher has told this process; None for one that was started alone."""
-    told = [each for names in _MPIEXEC if (each := _told(*names)) is not None]
+    told = [each for names in _MPIEXEC if (each := _read(*names)) is not None]
     if told:
         # A job that is started from within another one inherits the variables of both. The smaller one raises no false
         # alarm. The tasks of srun are no ranks then: within an allocation, mpiexec starts one on each host.
         return min(told, key=lambda each: each.size)
-    step = _told(*_SRUN)
+    step = _read(*_SRUN)
     return None if step is None or step.size == 1 or _in_a_shell_of_srun() else step
 
 
@@ -65,7 +65,7 @@ def why_apart(comm: MPI.Intracomm | None, started: int | None = None) -> str:
     )
 
 
-def _told(rank: str, size: str) -> Launch | None:
+def _read(rank: str, size: str) -> Launch | None:
     number = os.environ.get(size, "")
     if not number.isdecimal():
         return None

@@ -26,16 +26,16 @@ def place_of_loss(b: Textbook, got: Array, truth: Array, wrong: Array) -> str | 
     rows = wrong[ranks[0]]
     if b.problem.reduction == "none" and not rows.all():
         where += _smallest(rows, _rows(b)) or [f"in {_some('row', np.flatnonzero(rows))}"]
-    return _said("loss", where, _relation("loss", got[ranks[0]][rows], truth[0][rows], b))
+    return _sentence("loss", where, _relation("loss", got[ranks[0]][rows], truth[0][rows], b))
 
 
 def place_of_gradient(b: Textbook, got: Array, truth: Array, wrong: Array) -> str | None:
     """Of a gradient (rows, classes); None if there is nothing to say of it."""
     where = [] if wrong.all() else _smallest(wrong, _entries(b))
-    return _said("gradient", where, _relation("gradient", got[wrong], truth[wrong], b))
+    return _sentence("gradient", where, _relation("gradient", got[wrong], truth[wrong], b))
 
 
-def _said(name: str, where: list[str], relation: str) -> str | None:
+def _sentence(name: str, where: list[str], relation: str) -> str | None:
     if not where and not relation:
         return None
     return " ".join([f"the {name} is wrong", *where]) + (f": {relation}" if relation else "")
@@ -64,15 +64,15 @@ def _relation(name: str, got: Array, truth: Array, b: Textbook) -> str:
             return f"off by the constant {differences[0]:.6g}{text}"
     size = np.abs(differences).max()
     largest = np.abs(b.z[np.isfinite(b.z)]).max(initial=0.0)
-    epsilon = 2.0**-52 if b.problem.dtype == np.float64 else 2.0**-23
-    if name == "loss" and largest > 64.0 and size <= 8.0 * epsilon * largest:
+    eps = 2.0**-52 if b.problem.dtype == np.float64 else 2.0**-23
+    if name == "loss" and largest > 64.0 and size <= 8.0 * eps * largest:
         return "errors as large as the rounding of the largest logit (is an offset subtracted too late?)"
     for dtype, lower in (("float32", 2.0**-23), ("float16 or TF32", 2.0**-10), ("bfloat16", 2.0**-7)):
         relative = size / np.abs(truth).max(initial=0.0)
         if dtype == "bfloat16" and b.problem.dtype == np.float16:
             continue  # nobody goes from one half to the other
         # A few numbers may be as far off as halves are by chance.
-        if (got.size > 3 or dtype == "float32") and epsilon < lower / 8.0 and lower / 32.0 < relative < lower * 4.0:
+        if (got.size > 3 or dtype == "float32") and eps < lower / 8.0 and lower / 32.0 < relative < lower * 4.0:
             return f"errors as large as arithmetic in {dtype} makes them"
     return ""
 

@@ -16,7 +16,7 @@ from unittest import SkipTest
 
 import numpy as np
 
-from pce_mpi.comm.communicators import by_value
+from pce_mpi.comm.communicators import text_by_rank
 from pce_mpi.comm.launch import why_apart
 from pce_mpi.conformance.cases import Case, Expects, Problem
 from pce_mpi.conformance.judging import Answer, judge
@@ -158,13 +158,13 @@ def _settle(
     if len(raised) == len(errors):
         if case.expects == Expects.ANSWER:
             outcome.verdict = Verdict.REFUSED
-            outcome.findings.append(Finding("raised", by_value(raised)))
+            outcome.findings.append(Finding("raised", text_by_rank(raised)))
         else:
-            outcome.note = f"refused: {by_value(raised)}"
+            outcome.note = f"refused: {text_by_rank(raised)}"
         return
     if raised:
         others = ", ".join(str(rank) for rank, error in enumerate(errors) if error is None)
-        text = f"not all ranks raised: {by_value(raised)}; returned: rank {others}"
+        text = f"not all ranks raised: {text_by_rank(raised)}; returned: rank {others}"
         outcome.findings.append(Finding("raised on some ranks", text))
     else:
         outcome.findings.extend(_together([findings for _, findings in returned]))
@@ -205,7 +205,7 @@ def _together(findings: Sequence[Sequence[Finding]]) -> Iterator[Finding]:
         for finding in each:
             ranks.setdefault((finding.kind, finding.text), []).append(rank)
     for (kind, text), who in ranks.items():
-        yield Finding(kind, text if len(who) == len(findings) else by_value(dict.fromkeys(who, text)))
+        yield Finding(kind, text if len(who) == len(findings) else text_by_rank(dict.fromkeys(who, text)))
 
 
 def _not_refused(problem: Problem, answers: Sequence[tuple[int, str, Answer]]) -> str:

@@ -15,10 +15,10 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating, is_real, to_host
 from pce_mpi.comm.collectives import all_gather_text
-from pce_mpi.comm.communicators import by_value
-from pce_mpi.distributed.mesh import Mesh, over_text
+from pce_mpi.comm.communicators import text_by_rank
+from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial, Placement, Replicate
-from pce_mpi.distributed.redistribution import carry_out, steps
+from pce_mpi.distributed.redistribution import run_step, steps
 from pce_mpi.distributed.sharding import Sharding
 
 __all__ = ["OPERATIONS", "DistArray", "check_replicas", "checked_dtype", "owned", "redistribute"]
@@ -44,7 +44,7 @@ class DistArray:
     memory of its own and with a copy of `grad`; it refuses what is on the tape.
     """
 
-    __slots__ = ("__weakref__", "grad", "local", "mesh", "moved", "node", "requires_grad", "sharding")
+    __slots__ = ("__weakref__", "copies", "grad", "local", "mesh", "node", "requires_grad", "sharding")
 
     def __init__(
         self, local: Array, mesh: Mesh, sharding: Sharding, *, requires_grad: bool = False, computed: bool = False
@@ -58,12 +58,12 @@ class DistArray:
         # Copies of a computed array in other shardings, which operations needed and which took communication. A made
         # array, and a view of one, may be written to (by a step of SGD for one), so no copy of it is kept. All ranks
         # must decide alike: by the operations that led here, never by the memory of the local array.
-        self.moved: dict[Sharding, DistArray] | None = {} if computed else None
+        self.copies: dict[Sharding, DistArray] | None = {} if computed else None
 
     @property
     def computed(self) -> bool:
         """Whether the local arrays are written to no more."""
-        return self.moved is not None
+        return self.copies is not None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ class DistArray:
 
     def __copy__(self) -> DistArray:
         copied = DistArray(self.local, self.mesh, self.sharding, requires_grad=self.requires_grad)
-        copied.grad, copied.node, copied.moved = self.grad, self.node, self.moved
+        copied.grad, copied.node, copied.copies = self.grad, self.node, self.copies
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistArray:
@@ -226,7 +226,7 @@ class DistArray:
         return OPERATIONS["negative"](self)
 
     def __getitem__(self, index: Any) -> DistArray:
-        return OPERATIONS["cut"](self, index)
+        return OPERATIONS["getitem"](self, index)
 
     @property
     def T(self) -> DistArray:
@@ -331,19 +331,19 @@ def checked_dtype(array: Array, placements: Mapping[str, Placement], requires_gr
     return array
 
 
-def redistribute(x: DistArray, target: Sharding, *, operation: str, reason: str) -> DistArray:
-    """The same global array, lying as `target` says; `x` itself, if it already does. The tape does not hear of it.
+def redistribute(x: DistArray, destination: Sharding, *, operation: str, reason: str) -> DistArray:
+    """The same global array, lying as `destination` says; `x` itself, if it already does. The tape does not hear of it.
 
     Collective over the dims of each step that sends (see `transitions`), which an Allgather of 56 bytes precedes.
     Raises `CollectiveError`, on the ranks that a step brings together, where they do not ask for the same; `TypeError`
     for a Partial that the dtype has no meaning for.
     """
-    local = checked_dtype(x.local, target.by_dim, requires_grad=False) if target.partial_dims else x.local
-    taken = steps(x.sharding, target)
+    local = checked_dtype(x.local, destination.by_dim, requires_grad=False) if destination.partial_dims else x.local
+    taken = steps(x.sharding, destination)
     for step in taken:
-        local = carry_out(step, local, x.mesh, operation, reason)
+        local = run_step(step, local, x.mesh, operation, reason)
     computed = x.computed or any(step.copies for step in taken)
-    return DistArray(local, x.mesh, target, computed=computed) if taken else x
+    return DistArray(local, x.mesh, destination, computed=computed) if taken else x
 
 
 def check_replicas(x: DistArray) -> None:
@@ -352,7 +352,7 @@ def check_replicas(x: DistArray) -> None:
     Those are the ranks along the dims where `x` is Replicate. The text names them, by their ranks in the mesh.
     Collective over the mesh: an Allgather of 56 bytes, and one of a checksum of 32 bytes.
     """
-    mesh, over = x.mesh, over_text(x.mesh.dims)
+    mesh, over = x.mesh, text_of_dims(x.mesh.dims)
     comm = mesh.comm(*mesh.dims)
     mesh.agree(mesh.dims, "check_replicas", {"sharding": str(x.sharding), "shape": x.shape, "dtype": x.dtype.name})
     host = np.ascontiguousarray(to_host(x.local))
@@ -362,6 +362,6 @@ def check_replicas(x: DistArray) -> None:
     for rank, where in enumerate(x.sharding.members(tuple(mesh.dims), mesh.coordinates)):
         key = tuple(where[dim] for dim, placed in x.sharding.by_dim.items() if placed != Replicate())
         groups.setdefault(key, {})[rank] = f"checksum {digests[rank][:8]}"
-    differing = [by_value(group) for group in groups.values() if len(set(group.values())) > 1]
+    differing = [text_by_rank(group) for group in groups.values() if len(set(group.values())) > 1]
     if differing:
         raise ValueError(f"replicas differ: {'; '.join(differing)}")

@@ -23,7 +23,7 @@ import numpy as np
 from pce_mpi.arrays import dtype_named, is_floating, is_half, to_host
 from pce_mpi.comm.collectives import agree, all_to_all
 from pce_mpi.distributed.array import DistArray, redistribute
-from pce_mpi.distributed.mesh import Mesh, over_text
+from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Placement, Replicate
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.distributed.tensor_files import CODES, dtype_name, kind_of_file, opened, safetensors_library, shown
@@ -73,7 +73,7 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
     7
     """
     mesh = _mesh_of(arrays)
-    comm, over = mesh.comm(*mesh.dims), over_text(mesh.dims)
+    comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
     error: Exception | None = None
     described: dict[str, str] = {}
     writer: _Writer | None = None
@@ -84,7 +84,7 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
         if mesh.rank == 0:
             writer = _Writer(Path(path), arrays)
     except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = _told(caught, path)
+        error = _named(caught, path)
     try:
         _agree_on(comm, "save", {"path": str(path)}, described, error, over)
         for name, array in arrays.items():
@@ -96,7 +96,7 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
                 writer.finish()
             except Exception as caught:
                 error = caught
-        agree(comm, "save", {}, error=None if error is None else _told(error, path), over=over)
+        agree(comm, "save", {}, error=None if error is None else _named(error, path), over=over)
     finally:
         if writer is not None:
             writer.discard()
@@ -123,7 +123,7 @@ def load(
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
-    comm, over = mesh.comm(*mesh.dims), over_text(mesh.dims)
+    comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
     error: Exception | None = None
     arrays: dict[str, DistArray] = {}
     described: dict[str, str] = {}
@@ -207,7 +207,7 @@ def _written(array: DistArray, name: str, writer: _Writer | None) -> Exception |
     blocks = [local.reshape(-1)[:0]] * mesh.size
     if _is_first(sharding, mesh.coordinates):
         blocks[0] = local
-    comm, over = mesh.comm(*mesh.dims), over_text(mesh.dims)
+    comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
     received = all_to_all(blocks, comm, shapes, operation="save", over=over, reason=reason)
     if writer is None:
         return None
@@ -220,7 +220,7 @@ def _written(array: DistArray, name: str, writer: _Writer | None) -> Exception |
     return None
 
 
-def _told(error: Exception, path: Any) -> Exception:
+def _named(error: Exception, path: Any) -> Exception:
     """`error`, about the path that the caller knows."""
     if not isinstance(error, OSError) or error.errno is None:
         return error
@@ -378,7 +378,7 @@ def _laid_out(
         if not isinstance(wanted, Mapping):
             raise TypeError(f"placements[{shown(name)}] must be a dict of placements by dim, got {wanted!r}")
         try:
-            sharding = Sharding.of(mesh.layout, tuple(stored.get_shape()), wanted)
+            sharding = Sharding.of(mesh.dim_sizes, tuple(stored.get_shape()), wanted)
         except (TypeError, ValueError) as error:
             raise type(error)(f"placements[{shown(name)}]: {error}") from error
         if sharding.partial_dims:

@@ -10,11 +10,11 @@ import zlib
 
 from pce_mpi.arrays import array_namespace, as_array, dtype_named, library_named
 from pce_mpi.comm.collectives import all_gather_text, all_to_all
-from pce_mpi.comm.communicators import by_value
+from pce_mpi.comm.communicators import text_by_rank
 from pce_mpi.distributed.array import DistArray, checked_dtype, owned
-from pce_mpi.distributed.mesh import Mesh, over_text
+from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Placement
-from pce_mpi.distributed.redistribution import carry_out, steps
+from pce_mpi.distributed.redistribution import run_step, steps
 from pce_mpi.distributed.sharding import Sharding
 
 __all__ = ["distribute", "from_local"]
@@ -45,19 +45,19 @@ def distribute(
     if src_rank is not None:
         return _sent_from(array, mesh, src_rank, requires_grad, placements)
     taken = checked_dtype(as_array(array, "array"), placements, requires_grad)
-    target = Sharding.of(mesh.layout, taken.shape, placements)
-    said = f"distribute an array of shape {taken.shape} as {taken.dtype.name}, {target}"
+    destination = Sharding.of(mesh.dim_sizes, taken.shape, placements)
+    said = f"distribute an array of shape {taken.shape} as {taken.dtype.name}, {destination}"
     mesh.note(zlib.crc32(said.encode()), said, said)
     local = taken
-    for step in steps(target.replicated, target):
-        local = carry_out(step, local, mesh, "distribute", "")
-    return DistArray(owned(local, taken), mesh, target, requires_grad=requires_grad)
+    for step in steps(destination.replicated, destination):
+        local = run_step(step, local, mesh, "distribute", "")
+    return DistArray(owned(local, taken), mesh, destination, requires_grad=requires_grad)
 
 
 def _sent_from(
     array: Any, mesh: Mesh, src_rank: int, requires_grad: bool, placements: Mapping[str, Placement]
 ) -> DistArray:
-    comm, over = mesh.comm(*mesh.dims), over_text(mesh.dims)
+    comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
     error: Exception | None = None
     said = ""
     taken: Array = None
@@ -67,7 +67,7 @@ def _sent_from(
             raise ValueError(f"src_rank = {src_rank} is outside [0, {mesh.size})")
         if mesh.rank == src_rank:
             taken = checked_dtype(as_array(array, "array"), placements, requires_grad)
-            Sharding.of(mesh.layout, taken.shape, placements)
+            Sharding.of(mesh.dim_sizes, taken.shape, placements)
             said = json.dumps([taken.shape, taken.dtype.name, array_namespace(taken).__name__])
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
@@ -75,11 +75,11 @@ def _sent_from(
     mesh.agree(mesh.dims, "distribute", called, error)
     texts = all_gather_text(said, comm, operation="distribute", over=over)
     shape, dtype, library = json.loads(texts[src_rank])
-    target = Sharding.of(mesh.layout, tuple(shape), placements)
-    whole = target.replicated
+    destination = Sharding.of(mesh.dim_sizes, tuple(shape), placements)
+    whole = destination.replicated
     here = library_named(library).empty(0, dtype_named(dtype)) if taken is None else taken
     # Of what is Partial the terms are made where they belong, from shards that are sent.
-    sharded = target.natural
+    sharded = destination.natural
     blocks, sizes = [here.reshape(-1)[:0]] * mesh.size, [(0,)] * mesh.size
     if taken is not None:
         members = whole.members(tuple(mesh.dims), mesh.coordinates)
@@ -89,9 +89,9 @@ def _sent_from(
     reason = f"rank {src_rank} has the array"
     received = all_to_all(blocks, comm, shapes, operation="distribute", over=over, reason=reason)
     local = received[src_rank]
-    for step in steps(sharded, target):
-        local = carry_out(step, local, mesh, "distribute", "")
-    return DistArray(owned(local, here), mesh, target, requires_grad=requires_grad)
+    for step in steps(sharded, destination):
+        local = run_step(step, local, mesh, "distribute", "")
+    return DistArray(owned(local, here), mesh, destination, requires_grad=requires_grad)
 
 
 def from_local(
@@ -112,13 +112,13 @@ def from_local(
     for shards that do not fit each other or the `shape`, `CollectiveError` where ranks say different things. That
     replicas are equal is not checked (`check_replicas`).
     """
-    comm, over = mesh.comm(*mesh.dims), over_text(mesh.dims)
+    comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
     error: Exception | None = None
     taken: Array = None
     called: dict[str, Any] = {}
     try:
         taken = checked_dtype(as_array(local, "local"), placements, requires_grad)
-        Sharding.of(mesh.layout, taken.shape, placements)  # for its errors
+        Sharding.of(mesh.dim_sizes, taken.shape, placements)  # for its errors
         called = {
             "dimensions": taken.ndim,
             "dtype": taken.dtype.name,
@@ -130,16 +130,16 @@ def from_local(
         error = caught
     mesh.agree(mesh.dims, "from_local", called, error)
     texts = all_gather_text(json.dumps(taken.shape), comm, operation="from_local", over=over)
-    target = _joined([tuple(json.loads(text)) for text in texts], mesh, placements, called["shape"])
-    return DistArray(owned(taken, taken) if requires_grad else taken, mesh, target, requires_grad=requires_grad)
+    destination = _assembled([tuple(json.loads(text)) for text in texts], mesh, placements, called["shape"])
+    return DistArray(owned(taken, taken) if requires_grad else taken, mesh, destination, requires_grad=requires_grad)
 
 
-def _joined(
+def _assembled(
     shapes: list[tuple[int, ...]], mesh: Mesh, placements: Mapping[str, Placement], given: tuple[int, ...] | None
 ) -> Sharding:
     """The sharding in which rank r holds an array of `shapes[r]`; every rank finds the same, or the same error."""
     # Any lengths do to find out which dims shard which axis.
-    pattern = Sharding.of(mesh.layout, shapes[0], placements)
+    pattern = Sharding.of(mesh.dim_sizes, shapes[0], placements)
     coordinates = list(pattern.members(tuple(mesh.dims), mesh.coordinates))
     lengths, splits = [], {}
     for axis in range(len(shapes[0])):
@@ -150,7 +150,7 @@ def _joined(
         for block in blocks.values():
             if len(set(block.values())) > 1:
                 raise ValueError(
-                    f"axis {axis} must have one length on ranks that hold the same part of it: {by_value(block)}"
+                    f"axis {axis} must have one length on ranks that hold the same part of it: {text_by_rank(block)}"
                 )
         ends = [0]
         for index in sorted(blocks):
@@ -160,4 +160,4 @@ def _joined(
             splits[axis] = tuple(ends)
     if given is not None and given != tuple(lengths):
         raise ValueError(f"shape = {given}, but the local arrays make up {tuple(lengths)}")
-    return Sharding.of(mesh.layout, tuple(lengths), placements, splits)
+    return Sharding.of(mesh.dim_sizes, tuple(lengths), placements, splits)

@@ -21,10 +21,10 @@ from pce_mpi.comm.collectives import agree, all_gather_text
 from pce_mpi.comm.communicators import (
     CollectiveError,
     CollectiveTimeout,
-    by_value,
     is_comm,
     out_of_communicators,
     prefix_of,
+    text_by_rank,
 )
 from pce_mpi.distributed.sharding import Dims
 
@@ -70,7 +70,7 @@ class Mesh:
         if any(left_over):
             _give_back(comm)
         self.dims: Mapping[str, int] = MappingProxyType(sizes)
-        self.layout: Dims = tuple(sizes.items())
+        self.dim_sizes: Dims = tuple(sizes.items())
         self._cart = _made(lambda: comm.Create_cart(list(sizes.values()), reorder=False), numbers[0], "Mesh")
         self.rank, self.size = self._cart.rank, self._cart.size
         coordinates = self._cart.Get_coords(self.rank)
@@ -91,7 +91,7 @@ class Mesh:
         key = tuple(dim for dim in self.dims if dim in dims)
         if key not in self._comms:
             # Ranks that ask for different dims would get communicators of ranks that do not belong together.
-            said = agree(self._cart, "Mesh.comm", {"dims": key}, facts=(_new_number(),), over=over_text(self.dims))
+            said = agree(self._cart, "Mesh.comm", {"dims": key}, facts=(_new_number(),), over=text_of_dims(self.dims))
             first = self._cart.Get_cart_rank([0 if dim in key else at for dim, at in self.coordinates.items()])
             number = int(said[first, 0])
             self._comms[key] = _made(lambda: self._cart.Sub([dim in key for dim in self.dims]), number, "Mesh.comm")
@@ -121,7 +121,7 @@ class Mesh:
         Collective over `dims`: an Allgather of 56 bytes. Returns the `fact` of each rank. Raises on each of these ranks
         what one of them found wrong (`error`), or `CollectiveError`, which says where they differ.
         """
-        comm, over = self.comm(*dims), over_text(dims)
+        comm, over = self.comm(*dims), text_of_dims(dims)
         facts = (self._history, fact)
         try:
             said = agree(comm, operation, call, error=error, facts=facts, over=over, ranks_named=ranks_named)
@@ -195,7 +195,7 @@ def _give_back(comm: MPI.Intracomm) -> None:
             _garbage.pop(number).Free()
 
 
-def over_text(dims: Collection[str]) -> str:
+def text_of_dims(dims: Collection[str]) -> str:
     """How the trace and messages name the ranks along `dims`."""
     return ", ".join(dims)
 
@@ -211,7 +211,7 @@ def _first_difference(recent: list[list[tuple[int, str, str]]], over: str) -> st
         first = in_full
     forgotten = not known and all(len(each) == _REMEMBERED for each in recent)
     after = f"; the first of them more than {_REMEMBERED} operations ago" if forgotten else ""
-    return f"ranks have run different operations: {by_value(first, prefix=prefix_of(over))}{after}"
+    return f"ranks have run different operations: {text_by_rank(first, prefix=prefix_of(over))}{after}"
 
 
 def checked_dims(dims: Mapping[str, int], ranks: int | None = None) -> dict[str, int]:

@@ -23,11 +23,11 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_half
 from pce_mpi.comm.collectives import ReduceOp, all_gather, all_reduce, all_to_all, reduce_scatter
-from pce_mpi.distributed.mesh import Mesh, over_text
+from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
 from pce_mpi.distributed.sharding import Coordinates, Sharding, Splits, outer_splits, within
 
-__all__ = ["Step", "Verb", "carry_out", "sent_bytes", "steps", "wire_bytes"]
+__all__ = ["Step", "Verb", "run_step", "sent_bytes", "steps", "wire_bytes"]
 
 Verb = Literal["all_gather", "all_to_all", "all_reduce", "reduce_scatter", "slice", "keep", "pad"]
 _SILENT = ("slice", "keep", "pad")
@@ -74,50 +74,50 @@ def _common(sharding: Sharding, dims: tuple[str, ...]) -> str:
 
 
 @lru_cache(maxsize=4096)
-def steps(source: Sharding, target: Sharding) -> tuple[Step, ...]:
-    """What brings an array from `source` to `target`, in order; nothing where they are equal.
+def steps(source: Sharding, destination: Sharding) -> tuple[Step, ...]:
+    """What brings an array from `source` to `destination`, in order; nothing where they are equal.
 
     What shrinks an array comes first, what makes it grow last. Raises `ValueError` for shardings of different things.
     """
-    if (source.dims, source.shape) != (target.dims, target.shape):
+    if (source.dims, source.shape) != (destination.dims, destination.shape):
         raise ValueError(
-            f"there is no way from shape {source.shape} over {dict(source.dims)} to {target.shape} over "
-            f"{dict(target.dims)}"
+            f"there is no way from shape {source.shape} over {dict(source.dims)} to {destination.shape} over "
+            f"{dict(destination.dims)}"
         )
     taken: list[Step] = []
     current = source
-    while current != target:
-        step = _next(current, target)
+    while current != destination:
+        step = _next(current, destination)
         taken.append(step)
         current = step.after
     return tuple(taken)
 
 
-def _next(current: Sharding, target: Sharding) -> Step:
+def _next(current: Sharding, destination: Sharding) -> Step:
     axes = range(len(current.shape))
     deeper: tuple[tuple[Verb, type[Replicate] | type[Partial]], ...]
     deeper = ("slice", Replicate), ("reduce_scatter", Partial)
     for verb, wanted in deeper:
         for axis in axes:
-            if step := _deepen(current, target, axis, verb, wanted):
+            if step := _deepen(current, destination, axis, verb, wanted):
                 return step
-    if dims := tuple(dim for dim in current.partial_dims if current.by_dim[dim] != target.by_dim[dim]):
+    if dims := tuple(dim for dim in current.partial_dims if current.by_dim[dim] != destination.by_dim[dim]):
         return Step("all_reduce", dims, current, current.replacing(dict.fromkeys(dims, Replicate())))
     for axis in axes:
-        if step := _pad(current, target, axis) or _exchange(current, target, axis):
+        if step := _pad(current, destination, axis) or _exchange(current, destination, axis):
             return step
     for axis in axes:
-        if step := _gather(current, target, axis):
+        if step := _gather(current, destination, axis):
             return step
-    dims = tuple(dim for dim in target.partial_dims if current.by_dim[dim] != target.by_dim[dim])
-    return Step("keep", dims, current, current.replacing({dim: target.by_dim[dim] for dim in dims}))
+    dims = tuple(dim for dim in destination.partial_dims if current.by_dim[dim] != destination.by_dim[dim])
+    return Step("keep", dims, current, current.replacing({dim: destination.by_dim[dim] for dim in dims}))
 
 
-def _depth(current: Sharding, target: Sharding, axis: int) -> int:
-    """How many of the outermost dims of `axis` split it in `current` as they do in `target`."""
-    mine, wanted = current.dims_of(axis), target.dims_of(axis)
+def _depth(current: Sharding, destination: Sharding, axis: int) -> int:
+    """How many of the outermost dims of `axis` split it in `current` as they do in `destination`."""
+    mine, wanted = current.dims_of(axis), destination.dims_of(axis)
     for depth in range(min(len(mine), len(wanted)), 0, -1):
-        if mine[:depth] == wanted[:depth] and _outer(current, axis, depth) == _outer(target, axis, depth):
+        if mine[:depth] == wanted[:depth] and _outer(current, axis, depth) == _outer(destination, axis, depth):
             return depth
     return 0
 
@@ -131,53 +131,55 @@ def _outer(sharding: Sharding, axis: int, depth: int) -> Splits | None:
 
 
 def _deepen(
-    current: Sharding, target: Sharding, axis: int, verb: Verb, wanted: type[Replicate] | type[Partial]
+    current: Sharding, destination: Sharding, axis: int, verb: Verb, wanted: type[Replicate] | type[Partial]
 ) -> Step | None:
-    """Split `axis` further, over the next dims of `target` that are still `wanted`, if all before them are right."""
+    """Split `axis` over the next dims of `destination` that are still `wanted`, if all before them are right."""
     have = current.dims_of(axis)
-    depth = _depth(current, target, axis)
+    depth = _depth(current, destination, axis)
     if depth < len(have):
         return None
     dims: list[str] = []
-    for dim in target.dims_of(axis)[depth:]:
+    for dim in destination.dims_of(axis)[depth:]:
         if not isinstance(current.by_dim[dim], wanted):
             break
         dims.append(dim)
     if not dims:
         return None
-    splits = _outer(target, axis, depth + len(dims))
+    splits = _outer(destination, axis, depth + len(dims))
     after = current.replacing(dict.fromkeys(dims, Shard(axis)), {axis: splits})
     return Step(verb, tuple(dims), current, after, axis)
 
 
-def _pad(current: Sharding, target: Sharding, axis: int) -> Step | None:
+def _pad(current: Sharding, destination: Sharding, axis: int) -> Step | None:
     have = current.dims_of(axis)
-    if not have or target.by_dim[have[-1]] != Partial("sum"):
+    if not have or destination.by_dim[have[-1]] != Partial("sum"):
         return None
     after = current.replacing({have[-1]: Partial("sum")}, {axis: _outer(current, axis, len(have) - 1)})
     return Step("pad", have[-1:], current, after, axis)
 
 
-def _exchange(current: Sharding, target: Sharding, axis: int) -> Step | None:
+def _exchange(current: Sharding, destination: Sharding, axis: int) -> Step | None:
     """An all_to_all to other split points of `axis`, or from `axis` to another."""
-    have, wanted = current.dims_of(axis), target.dims_of(axis)
+    have, wanted = current.dims_of(axis), destination.dims_of(axis)
     if not have:
         return None
-    if have == wanted[: len(have)] and _depth(current, target, axis) < len(have):
-        return Step("all_to_all", have, current, current.replacing({}, {axis: _outer(target, axis, len(have))}), axis)
+    if have == wanted[: len(have)] and _depth(current, destination, axis) < len(have):
+        return Step(
+            "all_to_all", have, current, current.replacing({}, {axis: _outer(destination, axis, len(have))}), axis
+        )
     last = have[-1]
-    there = target.by_dim[last]
+    there = destination.by_dim[last]
     if not isinstance(there, Shard) or there.axis == axis:
         return None
-    depth = _depth(current, target, there.axis)
-    if depth < len(current.dims_of(there.axis)) or target.dims_of(there.axis)[depth] != last:
+    depth = _depth(current, destination, there.axis)
+    if depth < len(current.dims_of(there.axis)) or destination.dims_of(there.axis)[depth] != last:
         return None
-    splits = {axis: _outer(current, axis, len(have) - 1), there.axis: _outer(target, there.axis, depth + 1)}
+    splits = {axis: _outer(current, axis, len(have) - 1), there.axis: _outer(destination, there.axis, depth + 1)}
     return Step("all_to_all", (last,), current, current.replacing({last: there}, splits), axis)
 
 
-def _gather(current: Sharding, target: Sharding, axis: int) -> Step | None:
-    depth = _depth(current, target, axis)
+def _gather(current: Sharding, destination: Sharding, axis: int) -> Step | None:
+    depth = _depth(current, destination, axis)
     dims = current.dims_of(axis)[depth:]
     if not dims:
         return None
@@ -219,7 +221,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 @np.errstate(all="ignore")  # an average that underflows on one rank must not raise there alone
-def carry_out(step: Step, local: Array, mesh: Mesh, operation: str, reason: str) -> Array:
+def run_step(step: Step, local: Array, mesh: Mesh, operation: str, reason: str) -> Array:
     """What this rank holds after `step`, given what it holds before."""
     xp = array_namespace(local)
     here = mesh.coordinates
@@ -235,7 +237,7 @@ def carry_out(step: Step, local: Array, mesh: Mesh, operation: str, reason: str)
         return padded
     comm = mesh.comm(*step.dims)
     said = {"from": str(step.before), "to": str(step.after), "shape": step.before.shape, "dtype": local.dtype.name}
-    over = over_text(step.dims)
+    over = text_of_dims(step.dims)
     mesh.agree(step.dims, operation, said)
     traced: dict[str, Any] = {
         "operation": operation,

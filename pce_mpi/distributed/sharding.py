@@ -146,7 +146,7 @@ class Sharding:
         """Where the gradient of a value that lies like this belongs: the same shards, Replicate instead of Partial."""
         return self.replacing(dict.fromkeys(self.partial_dims, Replicate()))
 
-    def with_terms_over(self, dims: tuple[str, ...]) -> Sharding:
+    def with_partial_over(self, dims: tuple[str, ...]) -> Sharding:
         """Partial("sum") over `dims`; an axis whose outermost dims still shard it keeps their split points."""
         splits = {}
         for axis, points in enumerate(self.splits):

@@ -1,8 +1,8 @@
 """Softmax cross entropy over a class axis that is sharded over the ranks of a communicator: the array-level functions.
 
-A forward pass fills one record per row from this rank's classes, merges the records of all ranks in one Allreduce and
+A forward pass fills one state per row from this rank's classes, merges the states of all ranks in one Allreduce and
 derives the loss from what comes back; a backward pass writes this rank's part of the gradient from the same merged
-records and communicates nothing. Arrays are NumPy or CuPy, or anything that speaks DLPack or the buffer protocol.
+states and communicates nothing. Arrays are NumPy or CuPy, or anything that speaks DLPack or the buffer protocol.
 
 Options, the same for the four loss functions, all keyword-only:
 
@@ -41,7 +41,7 @@ from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.loss.arguments import Call, check_out, rows_and_classes
 from pce_mpi.loss.passes import Residuals, evaluate, evaluate_and_write, row_softmax, write_gradient_rows
 from pce_mpi.loss.preparation import prepare
-from pce_mpi.loss.records import Layout
+from pce_mpi.loss.softmax_state import StateFields
 from pce_mpi.memory import same_memory, shares_memory
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def value_and_grad_of(call: Call) -> tuple[Array, Array]:
     if xp is not np and (loss := evaluate_and_write(call, problem, rows)) is not None:
         _copy_back(rows, gradient)
         return loss, gradient
-    # On the host one exponential does if the gradient can keep it until the merged records are known, and if nothing
+    # On the host one exponential does if the gradient can keep it until the merged states are known, and if nothing
     # else of the logits is needed then.
     kept = (
         xp is np
@@ -280,13 +280,13 @@ def class_statistics(
     """
     call = Call(operation="class_statistics", needs_targets=False, **locals())
     problem = prepare(call)
-    layout = Layout(
+    state_fields = StateFields(
         scaled=problem.transform.of_differences != 1.0,
         hold_largest=True,
         target=problem.targets is not None,
         entropy=True,
     )
-    softmax, _ = row_softmax(call, problem, layout)
+    softmax, _ = row_softmax(call, problem, state_fields)
     xp, fields = array_namespace(problem.logits), softmax.fields
 
     @np.errstate(all="ignore")

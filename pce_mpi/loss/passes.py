@@ -1,9 +1,9 @@
 """The forward and the backward pass, from arguments that every rank has agreed on.
 
-Forward: fill one record per row from this rank's classes, merge the records of all ranks in one Allreduce, derive the
-loss. Backward: write this rank's part of the gradient from the same merged records; nothing is sent.
+Forward: fill one state per row from this rank's classes, merge the states of all ranks in one Allreduce, derive the
+loss. Backward: write this rank's part of the gradient from the same merged states; nothing is sent.
 
-Per row everything is float64, in the library of the logits: of what is on a GPU only records leave it, and only where
+Per row everything is float64, in the library of the logits: of what is on a GPU only states leave it, and only where
 there are other ranks to merge them with.
 """
 
@@ -19,9 +19,9 @@ from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.loss.arguments import Call, Problem, Reduction, rows_and_classes
 from pce_mpi.loss.kernels import kernels_of
 from pce_mpi.loss.kernels.terms import RowGradient
-from pce_mpi.loss.records import Layout, RowSoftmax, merge, times
+from pce_mpi.loss.softmax_state import RowSoftmax, StateFields, merge, times
 
-__all__ = ["Residuals", "evaluate", "evaluate_and_write", "record_of", "row_softmax", "write_gradient_rows"]
+__all__ = ["Residuals", "evaluate", "evaluate_and_write", "row_softmax", "state_fields", "write_gradient_rows"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
@@ -55,7 +55,7 @@ class _Terms:
 @np.errstate(all="ignore")
 def evaluate(call: Call, problem: Problem, exponentials: Array | None = None) -> tuple[Array, Residuals, HostArray]:
     """The loss, the residuals, and what the exponentials are relative to."""
-    softmax, references = row_softmax(call, problem, _layout_of(problem), exponentials)
+    softmax, references = row_softmax(call, problem, _fields_of_problem(problem), exponentials)
     return *_loss_and_residuals(call, problem, softmax), references
 
 
@@ -84,11 +84,11 @@ def evaluate_and_write(call: Call, problem: Problem, rows: Array) -> Array | Non
         weight = np.where(problem.valid, problem.weight[columns], 0.0)
     divisor = weight[problem.valid].sum() if divided else 1.0
     slope = problem.transform.scale * np.where(problem.valid, np.float64(1.0) / divisor if divisor else np.nan, 0.0)
-    records = kernels.fill_records_and_write_gradient(
+    states = kernels.fill_states_and_write_gradient(
         rows,
         logits,
         columns,
-        _layout_of(problem),
+        _fields_of_problem(problem),
         transform=problem.transform,
         compute_dtype=problem.compute_dtype,
         class_start=problem.class_start,
@@ -97,13 +97,13 @@ def evaluate_and_write(call: Call, problem: Problem, rows: Array) -> Array | Non
         valid=xp.asarray(problem.valid),
         z_loss=problem.z_loss,
     )
-    if records is None:
+    if states is None:
         return None
-    return _loss_and_residuals(call, problem, _merged(call, records, _layout_of(problem)))[0]
+    return _loss_and_residuals(call, problem, _merged(call, states, _fields_of_problem(problem)))[0]
 
 
-def _layout_of(problem: Problem) -> Layout:
-    return record_of(
+def _fields_of_problem(problem: Problem) -> StateFields:
+    return state_fields(
         probabilities=problem.targets is None,
         weighted=problem.weight is not None,
         smoothed=problem.label_smoothing > 0.0,
@@ -138,39 +138,39 @@ def _loss_and_residuals(call: Call, problem: Problem, softmax: RowSoftmax) -> tu
     return loss, Residuals(problem, softmax, terms, divisor, loss.shape)
 
 
-def record_of(*, probabilities: bool, weighted: bool, smoothed: bool, scaled: bool) -> Layout:
-    """What the record of a row has to have for a loss with these options."""
+def state_fields(*, probabilities: bool, weighted: bool, smoothed: bool, scaled: bool) -> StateFields:
+    """What the state of a row has to have for a loss with these options."""
     if probabilities:
-        return Layout(scaled=scaled, hold_largest=True, weights=True)
-    return Layout(scaled=scaled, held_weight=weighted, weights=smoothed)
+        return StateFields(scaled=scaled, hold_largest=True, weights=True)
+    return StateFields(scaled=scaled, held_weight=weighted, weights=smoothed)
 
 
 def row_softmax(
-    call: Call, problem: Problem, layout: Layout, exponentials: Array | None = None
+    call: Call, problem: Problem, fields: StateFields, exponentials: Array | None = None
 ) -> tuple[RowSoftmax, HostArray]:
     """The softmax of each row over the classes of all shards, and what the exponentials are relative to."""
     options = {} if exponentials is None else {"exponentials": exponentials}
-    records, references = kernels_of(problem.logits).fill_records(
+    states, references = kernels_of(problem.logits).fill_states(
         rows_and_classes(problem.logits, problem.axis),
         problem.target_column,
-        layout,
+        fields,
         weights=problem.class_weights,
         transform=problem.transform,
         compute_dtype=problem.compute_dtype,
         class_start=problem.class_start,
         **options,
     )
-    return _merged(call, records, layout), references
+    return _merged(call, states, fields), references
 
 
-def _merged(call: Call, records: Array, layout: Layout) -> RowSoftmax:
+def _merged(call: Call, states: Array, fields: StateFields) -> RowSoftmax:
     if call.comm is not None:
-        reason = "the softmax records of the shards, merged"
-        element = None if records.dtype.names else layout.dtype
-        records = all_reduce(
-            records, call.comm, merge, element=element, operation=call.operation, over=call.over, reason=reason
+        reason = "the softmax states of the shards, merged"
+        element = None if states.dtype.names else fields.dtype
+        states = all_reduce(
+            states, call.comm, merge, element=element, operation=call.operation, over=call.over, reason=reason
         )
-    return RowSoftmax(layout.fields(records))
+    return RowSoftmax(fields.by_name(states))
 
 
 def _reduce(call: Call, problem: Problem, losses: Array, weight: Array) -> tuple[Array, Array]:

@@ -17,7 +17,14 @@ import numpy as np
 
 from pce_mpi.arrays import to_host
 from pce_mpi.comm.collectives import agree, raise_together
-from pce_mpi.comm.communicators import CollectiveError, CollectiveTimeout, by_value, check_comm, is_comm, prefix_of
+from pce_mpi.comm.communicators import (
+    CollectiveError,
+    CollectiveTimeout,
+    check_comm,
+    is_comm,
+    prefix_of,
+    text_by_rank,
+)
 from pce_mpi.loss.arguments import Call, Problem, check, target_text
 
 __all__ = ["prepare"]
@@ -81,7 +88,7 @@ def _place(call: Call, problem: Problem | None, facts: tuple[int, ...], error: E
     checksums, starts, counts, lowest, highest, samples = said.T
     num_classes = int(counts.sum())
     if call.num_classes is not None and num_classes != call.num_classes:
-        shards = by_value({rank: str(count) for rank, count in enumerate(counts)}, prefix_of(call.over))
+        shards = text_by_rank({rank: str(count) for rank, count in enumerate(counts)}, prefix_of(call.over))
         raise ValueError(
             f"num_classes = {call.num_classes}, but the shards have {num_classes} classes together: {shards}"
         )
@@ -97,7 +104,9 @@ def _place(call: Call, problem: Problem | None, facts: tuple[int, ...], error: E
             raise out_of_range or RuntimeError("targets changed while they were checked")
         raise_together(call.comm, call.operation, out_of_range, over=call.over)
     if (checksums != checksums[0]).any():
-        sums = by_value({rank: f"checksum {value:08x}" for rank, value in enumerate(checksums)}, prefix_of(call.over))
+        sums = text_by_rank(
+            {rank: f"checksum {value:08x}" for rank, value in enumerate(checksums)}, prefix_of(call.over)
+        )
         raise CollectiveError(f"ranks disagree on the values of targets: {sums}")
     _check_not_gathered(counts, samples, prefix_of(call.over))
     rank = 0 if call.comm is None else call.comm.rank
@@ -170,7 +179,7 @@ def _check_not_gathered(counts: HostArray, samples: HostArray, prefix: str) -> N
         return
     if (counts[with_classes] != counts[first]).any() or (samples[with_classes] != samples[first]).any():
         return
-    same = by_value(dict.fromkeys(with_classes, f"the same logits of {counts[first]} classes"), prefix)
+    same = text_by_rank(dict.fromkeys(with_classes, f"the same logits of {counts[first]} classes"), prefix)
     raise ValueError(
         f"ranks pass {same}: gathered logits, it seems, but each rank must pass its own classes only; "
         f"if these are different classes whose logits are equal, say so with num_classes={counts.sum()}"

@@ -12,7 +12,7 @@ from pce_mpi.autograd.gradients import backward_from
 from pce_mpi.autograd.inference import Inference, Sent, infer_placements
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import OPERATIONS
-from pce_mpi.ops.broadcasting import expand, sum
+from pce_mpi.ops.broadcasting import broadcast_to, sum
 from pce_mpi.ops.custom import op
 from pce_mpi.ops.elementwise import (
     add,
@@ -42,7 +42,7 @@ from pce_mpi.ops.normalization import layer_norm, rms_norm
 from pce_mpi.ops.numpy_protocol import call_function, call_ufunc
 from pce_mpi.ops.redistribution import redistribute
 from pce_mpi.ops.reductions import logsumexp, max, mean, min
-from pce_mpi.ops.shape import concatenate, cut, reshape, split, swapaxes, transpose
+from pce_mpi.ops.shape import concatenate, getitem, reshape, split, swapaxes, transpose
 from pce_mpi.ops.softmax import log_softmax, softmax
 
 __all__ = [
@@ -51,15 +51,15 @@ __all__ = [
     "Sent",
     "add",
     "astype",
+    "broadcast_to",
     "concatenate",
     "cross_entropy",
-    "cut",
     "divide",
     "embedding",
     "equal",
     "exp",
-    "expand",
     "gelu",
+    "getitem",
     "infer_placements",
     "layer_norm",
     "log",
@@ -92,17 +92,31 @@ __all__ = [
 ]
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    *(add, astype, concatenate, cross_entropy, cut, divide, embedding, equal, exp, expand, gelu, layer_norm, log),
+    *(
+        add,
+        astype,
+        concatenate,
+        cross_entropy,
+        getitem,
+        divide,
+        embedding,
+        equal,
+        exp,
+        broadcast_to,
+        gelu,
+        layer_norm,
+        log,
+    ),
     *(log_softmax, logsumexp, matmul, max, maximum, mean, min, mse, multiply, negative, power, relu, reshape),
     *(rms_norm, sigmoid, softmax, split, sqrt, square, subtract, sum, swapaxes, tanh, transpose, where),
     *map(comparison, ("greater", "greater_equal", "less", "less_equal", "not_equal")),
 )
 OPERATIONS |= {function.__name__: function for function in _FUNCTIONS}
-OPERATIONS["slice"] = cut  # the trace's name for it
+OPERATIONS["slice"] = getitem  # the trace's name for it
 
 # NumPy's functions of these names mean the same.
 _NUMPY = {name: function for name, function in OPERATIONS.items() if hasattr(np, name)} | {
-    "broadcast_to": expand,
+    "broadcast_to": broadcast_to,
     "amax": max,
     "amin": min,
     "ndim": lambda a: a.ndim,

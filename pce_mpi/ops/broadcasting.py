@@ -1,4 +1,4 @@
-"""Sum and expand: each is the other's vjp.
+"""Sum and broadcast_to: each is the other's vjp.
 
 What an operation stretches forward it sums backward. If an axis that is summed is sharded, the sum is Partial: this is
 where the gradients of parameters become Partial under data, sequence and context parallelism.
@@ -13,13 +13,22 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_half
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Layout, Op
+from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import ReduceOperator
 from pce_mpi.ops.shape import normalized_axis, reshape, whole_numbers
 
-__all__ = ["aligned", "expand", "kept_shape", "local_extreme", "normalized_axes", "reduction_rule", "sum", "sum_to"]
+__all__ = [
+    "aligned",
+    "broadcast_to",
+    "kept_shape",
+    "local_extreme",
+    "normalized_axes",
+    "reduction_rule",
+    "sum",
+    "sum_to",
+]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -34,28 +43,28 @@ def aligned(operand: Shape, shape: Shape) -> Axes:
     )
 
 
-def _expand_rule(before: Shape, shape: Shape) -> Rule:
+def _broadcast_rule(before: Shape, shape: Shape) -> Rule:
     axes = aligned(before, shape)
     added = (None,) * (len(shape) - len(before))
     return Rule((axes,), (*added, *axes), shape, linear=((0,),), moves_data=True)
 
 
-def _expand(x: Array, shape: Shape, layout: Layout) -> Array:
-    return array_namespace(x).broadcast_to(x, layout.shape)
+def _broadcast(x: Array, shape: Shape, shardings: Shardings) -> Array:
+    return array_namespace(x).broadcast_to(x, shardings.shape)
 
 
-_EXPAND = Op(
-    "expand",
-    _expand,
+_BROADCAST_TO = Op(
+    "broadcast_to",
+    _broadcast,
     (lambda g, y, x, shape: sum_to(g, x.shape),),
-    _expand_rule,
+    _broadcast_rule,
     uses=[()],
-    knows_layout=True,
+    takes_shardings=True,
     views=True,
 )
 
 
-def expand(x: DistArray, shape: int | Sequence[int]) -> DistArray:
+def broadcast_to(x: DistArray, shape: int | Sequence[int]) -> DistArray:
     """`x` stretched to `shape` as NumPy broadcasts: axes of length 1, and new ones in front.
 
     A sharded axis stays sharded, unless it is stretched: then the array is redistributed first. What is Partial, of
@@ -66,14 +75,14 @@ def expand(x: DistArray, shape: int | Sequence[int]) -> DistArray:
     >>> import numpy as np, pce_mpi as pce
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
     >>> x = pce.distribute(np.array([[1.0], [2.0]]), mesh, data=pce.Shard(0))
-    >>> pce.expand(x, (2, 3)).full()
+    >>> pce.broadcast_to(x, (2, 3)).full()
     array([[1., 1., 1.],
            [2., 2., 2.]])
     """
     wanted = tuple(whole_numbers(shape))
     if np.broadcast_shapes(x.shape, wanted) != wanted:
-        raise ValueError(f"cannot expand {x.shape} to {wanted}")
-    return apply(_EXPAND, x, shape=wanted)
+        raise ValueError(f"cannot broadcast_to {x.shape} to {wanted}")
+    return apply(_BROADCAST_TO, x, shape=wanted)
 
 
 def normalized_axes(axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
@@ -98,9 +107,9 @@ def reduction_rule(
     reduces: ReduceOperator = "sum",
     *,
     linear: bool = True,
-    joined: bool = False,
+    merged: bool = False,
 ) -> Rule:
-    """The labels of `axes` are not in the result; `joined`: the operation joins what shards of them give itself."""
+    """The labels of `axes` are not in the result; `merged`: the operation joins what shards of them give itself."""
     labels = tuple(Axis(axis) for axis in range(len(shape)))
     left = [(labels[axis], shape[axis]) for axis in range(len(shape)) if axis not in axes]
     result = tuple(None if axis in axes else labels[axis] for axis in range(len(shape)))
@@ -109,8 +118,8 @@ def reduction_rule(
         result if keepdims else tuple(label for label, _ in left),
         kept_shape(shape, axes) if keepdims else tuple(length for _, length in left),
         linear=((0,),) if linear else (),
-        reduces=None if joined else reduces,
-        joined=frozenset(axes) if joined else frozenset(),
+        reduces=None if merged else reduces,
+        merged=frozenset(axes) if merged else frozenset(),
     )
 
 
@@ -136,7 +145,7 @@ def local_extreme(name: str, x: Array, axes: tuple[int, ...], keepdims: bool, lo
 _SUM = Op(
     "sum",
     local_sum,
-    (lambda g, y, x, axes, keepdims: expand(reshape(g, kept_shape(x.shape, axes)), x.shape),),
+    (lambda g, y, x, axes, keepdims: broadcast_to(reshape(g, kept_shape(x.shape, axes)), x.shape),),
     reduction_rule,
     uses=[()],
 )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating, is_half
-from pce_mpi.autograd.apply import apply, moved, operands_of
+from pce_mpi.autograd.apply import apply, operands_of, redistributed
 from pce_mpi.autograd.inference import AbstractMesh
 from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.rules import Rule
@@ -358,7 +358,7 @@ def _checked(exponents: DistArray, agreed: bool) -> DistArray:
     """
     mesh = exponents.mesh
     # A term may be negative where the exponent is not.
-    reduced = moved(exponents, exponents.sharding.natural, operation="power", reason="exponents are checked")
+    reduced = redistributed(exponents, exponents.sharding.natural, operation="power", reason="exponents are checked")
     if not isinstance(mesh, AbstractMesh):
         negative = ValueError("integers to negative integer powers are not allowed")
         found = negative if bool((reduced.local < 0).any()) else None

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_half, to_host
-from pce_mpi.autograd.apply import apply, moved
+from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.inference import AbstractMesh
-from pce_mpi.autograd.op import Layout, Op
+from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import Replicate
@@ -28,18 +28,18 @@ def _rule(table: Shape, ids: Shape) -> Rule:
     return Rule(((_ROW, _COLUMN), places), (*places, _COLUMN), (*ids, table[1]), linear=((0,),), reduces="sum")
 
 
-def _rows_here(ids: Array, layout: Layout, table: int) -> tuple[Array, Array]:
+def _rows_here(ids: Array, shardings: Shardings, table: int) -> tuple[Array, Array]:
     """Which of `ids` are rows of this shard of the table, and the local numbers of those."""
-    start, stop = layout.operands[table].block(0, layout.mesh.coordinates)
+    start, stop = shardings.operands[table].block(0, shardings.mesh.coordinates)
     here = (ids >= start) & (ids < stop)
     return here, ids[here] - start
 
 
-def _embedding(table: Array, ids: Array, layout: Layout) -> Array:
-    if not layout.operands[0].dims_of(0):
+def _embedding(table: Array, ids: Array, shardings: Shardings) -> Array:
+    if not shardings.operands[0].dims_of(0):
         return table[ids]
-    here, rows = _rows_here(ids, layout, 0)
-    found = array_namespace(table).zeros(layout.shape, table.dtype)
+    here, rows = _rows_here(ids, shardings, 0)
+    found = array_namespace(table).zeros(shardings.shape, table.dtype)
     found[here] = table[rows]
     return found
 
@@ -49,16 +49,16 @@ def _gradient_rule(g: Shape, ids: Shape, table: Shape) -> Rule:
     return Rule(((*places, _COLUMN), places, (_ROW, _COLUMN)), (_ROW, _COLUMN), table, linear=((0,),), reduces="sum")
 
 
-def _gradient(g: Array, ids: Array, table: Array, layout: Layout) -> Array:
-    here, rows = _rows_here(ids, layout, 2)
+def _gradient(g: Array, ids: Array, table: Array, shardings: Shardings) -> Array:
+    here, rows = _rows_here(ids, shardings, 2)
     # Halves are added up in float32 and rounded once.
-    gradient = array_namespace(g).zeros(layout.shape, np.float32 if is_half(g.dtype) else g.dtype)
+    gradient = array_namespace(g).zeros(shardings.shape, np.float32 if is_half(g.dtype) else g.dtype)
     add_rows(gradient, rows, g[here].astype(gradient.dtype, copy=False))
     return gradient.astype(g.dtype, copy=False)
 
 
 # Takes the table only to lie as it does: each rank adds up the rows that it has.
-_GRADIENT = Op("embedding", _gradient, rule=_gradient_rule, dtype=lambda g, *_: g, knows_layout=True)
+_GRADIENT = Op("embedding", _gradient, rule=_gradient_rule, dtype=lambda g, *_: g, takes_shardings=True)
 
 
 def _to_table(g: DistArray, y: DistArray, table: DistArray, ids: DistArray) -> DistArray:
@@ -73,7 +73,7 @@ _EMBEDDING = Op(
     _rule,
     dtype=lambda table, ids: table,
     uses=[(1,)],
-    knows_layout=True,
+    takes_shardings=True,
 )
 
 
@@ -110,7 +110,7 @@ def embedding(ids: Any, table: Any) -> DistArray:
         rows = table.sharding.dims_of(0) if isinstance(table, DistArray) else ()
         everywhere = dict.fromkeys((*ids.sharding.partial_dims, *rows), Replicate())
         reason = "ids are looked up in every shard of the table"
-        ids = moved(ids, ids.sharding.with_placements(everywhere), operation="embedding", reason=reason)
+        ids = redistributed(ids, ids.sharding.with_placements(everywhere), operation="embedding", reason=reason)
     if mesh is not None and not isinstance(mesh, AbstractMesh):
         local = to_host(ids.local if isinstance(ids, DistArray) else ids)
         outside = local[(local < 0) | (local >= table.shape[0])]

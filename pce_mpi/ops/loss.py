@@ -12,13 +12,13 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of, is_floating, is_half
 from pce_mpi.autograd.apply import apply, operands_of
 from pce_mpi.autograd.inference import Sent
-from pce_mpi.autograd.op import Layout, Op
+from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
-from pce_mpi.distributed.mesh import over_text
+from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss import Residuals, forward_of, softmax_cross_entropy_backward, value_and_grad_of
 from pce_mpi.loss.arguments import Call, Reduction
-from pce_mpi.loss.passes import record_of
+from pce_mpi.loss.passes import state_fields
 from pce_mpi.ops.elementwise import astype, square, widened
 from pce_mpi.ops.reductions import mean
 from pce_mpi.ops.shape import normalized_axis
@@ -34,69 +34,79 @@ def _rule(logits: Shape, targets: Shape, *weight: Shape, axis: int, reduction: s
     labels = tuple(Axis(index) for index in range(len(logits)))
     classes, rows = labels[axis], labels[:axis] + labels[axis + 1 :]
     reduced = reduction != Reduction.NONE
-    joined: set[Hashable] = {classes.label} | ({row.label for row in rows} if reduced else set())
+    merged: set[Hashable] = {classes.label} | ({row.label for row in rows} if reduced else set())
     return Rule(
         (labels, labels if len(targets) == len(logits) else rows, *([(classes,)] if weight else [])),
         () if reduced else rows,
         () if reduced else logits[:axis] + logits[axis + 1 :],
-        joined=frozenset(joined),
+        merged=frozenset(merged),
     )
 
 
-def _call(logits: Any, targets: Any, weight: Any, layout: Layout, options: dict[str, Any]) -> Call:
+def _call(logits: Any, targets: Any, weight: Any, shardings: Shardings, options: dict[str, Any]) -> Call:
     axis = options["axis"]
-    rows = [index for index in range(len(layout.operands[0].shape)) if index != axis]
+    rows = [index for index in range(len(shardings.operands[0].shape)) if index != axis]
     return Call(
         operation="cross_entropy",
         logits=logits,
         targets=targets,
         weight=weight,
-        comm=layout.comm([axis]),
-        num_classes=layout.operands[0].shape[axis] or None,  # no classes are an error of its own
-        over=over_text(layout.dims([axis])),
-        batch_comm=layout.comm(rows),
-        batch_over=over_text(layout.dims(rows)),
+        comm=shardings.comm([axis]),
+        num_classes=shardings.operands[0].shape[axis] or None,  # no classes are an error of its own
+        over=text_of_dims(shardings.dims([axis])),
+        batch_comm=shardings.comm(rows),
+        batch_over=text_of_dims(shardings.dims(rows)),
         **options,
     )
 
 
-def _cross_entropy(logits: Array, targets: Array, *weight: Array, layout: Layout, **options: Any) -> tuple[Array, Any]:
+def _cross_entropy(
+    logits: Array, targets: Array, *weight: Array, shardings: Shardings, **options: Any
+) -> tuple[Array, Any]:
     """The loss; and its gradient, if that takes no further exponential, or else what it can be had from."""
-    call = _call(logits, targets, weight[0] if weight else None, layout, options)
+    call = _call(logits, targets, weight[0] if weight else None, shardings, options)
     dtype = logits.dtype
     fused = targets.dtype.kind in "iu" and options["softcap"] is None
     # In half precision the gradient of the mean of many rows may be nothing, where that of a scaled loss is not.
-    if layout.records[0] and fused and compute_dtype_of(dtype, options["compute_dtype"]) == dtype:
+    if shardings.records[0] and fused and compute_dtype_of(dtype, options["compute_dtype"]) == dtype:
         return value_and_grad_of(replace(call, with_gradient=True))
     return forward_of(call)
 
 
 def _to_logits(
-    g: DistArray, y: DistArray, logits: DistArray, targets: DistArray, *weight: DistArray, kept: Any, **options: Any
+    g: DistArray,
+    y: DistArray,
+    logits: DistArray,
+    targets: DistArray,
+    *weight: DistArray,
+    residuals: Any,
+    **options: Any,
 ) -> DistArray:
-    if isinstance(kept, Residuals):
-        return DistArray(softmax_cross_entropy_backward(g.local, kept), logits.mesh, logits.sharding)
+    if isinstance(residuals, Residuals):
+        return DistArray(softmax_cross_entropy_backward(g.local, residuals), logits.mesh, logits.sharding)
     if options["reduction"] == Reduction.NONE:
-        kept *= array_namespace(kept).expand_dims(g.local, options["axis"])
+        residuals *= array_namespace(residuals).expand_dims(g.local, options["axis"])
     elif float(g.local) != 1.0:
-        kept *= g.local
-    return DistArray(kept, logits.mesh, logits.sharding)
+        residuals *= g.local
+    return DistArray(residuals, logits.mesh, logits.sharding)
 
 
-def _sends(*dtypes: np.dtype[Any], layout: Layout, **options: Any) -> list[Sent]:
+def _sends(*dtypes: np.dtype[Any], shardings: Shardings, **options: Any) -> list[Sent]:
     axis = options["axis"]
-    logits = layout.operands[0]
-    classes, others = layout.dims([axis]), [index for index in range(len(logits.shape)) if index != axis]
-    shape = logits.local_shape(layout.mesh.coordinates)
-    size = record_of(
+    logits = shardings.operands[0]
+    classes, others = shardings.dims([axis]), [index for index in range(len(logits.shape)) if index != axis]
+    shape = logits.local_shape(shardings.mesh.coordinates)
+    size = state_fields(
         probabilities=is_floating(dtypes[1]),
         weighted=len(dtypes) > 2,
         smoothed=options["label_smoothing"] > 0,
         scaled=options["logit_scale"] != 1 and options["softcap"] is None,
     ).dtype.itemsize
-    sent = [Sent("all_reduce", over_text(classes), size * math.prod(shape[index] for index in others))] * bool(classes)
-    rows = layout.dims(others)
-    return sent + [Sent("all_reduce", over_text(rows), 16)] * bool(rows and options["reduction"] != Reduction.NONE)
+    sent = [Sent("all_reduce", text_of_dims(classes), size * math.prod(shape[index] for index in others))] * bool(
+        classes
+    )
+    rows = shardings.dims(others)
+    return sent + [Sent("all_reduce", text_of_dims(rows), 16)] * bool(rows and options["reduction"] != Reduction.NONE)
 
 
 _CROSS_ENTROPY = Op(
@@ -106,8 +116,8 @@ _CROSS_ENTROPY = Op(
     _rule,
     dtype=lambda logits, *_: compute_dtype_of(logits),
     uses=[()],
-    knows_layout=True,
-    keeps=True,
+    takes_shardings=True,
+    gives_residuals=True,
     sends=_sends,
 )
 
@@ -132,7 +142,7 @@ def cross_entropy(
     (classes,). Both are global, and made to lie as the logits do: plain arrays are sliced, nothing is sent for them.
     `sum` and `mean` are Replicate; a loss per row lies as the rows do. Logits that are Partial are reduced first.
 
-    Where the class axis is sharded it stays so, and the records of the shards are joined: an Allgather of 56 bytes
+    Where the class axis is sharded it stays so, and the states of the shards are merged: an Allgather of 56 bytes
     and one Allreduce of 24 bytes a row (more with options). Where rows are sharded, `sum` and `mean` are over all of
     them: one further Allreduce of 16 bytes. Backward sends nothing; the gradient lies as the logits do.
 

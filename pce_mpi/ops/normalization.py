@@ -18,8 +18,8 @@ from pce_mpi.ops.shape import normalized_axis, reshape
 __all__ = ["layer_norm", "rms_norm"]
 
 
-def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1, epsilon: float = 1e-5) -> DistArray:
-    """scale (x - mean) / sqrt(variance + epsilon) + bias, mean and variance of x along `axis`.
+def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1, eps: float = 1e-5) -> DistArray:
+    """scale (x - mean) / sqrt(variance + eps) + bias, mean and variance of x along `axis`.
 
     Ba, Kiros and Hinton, Layer Normalization, 2016. The variance is divided by the number of elements. x is of real
     numbers; halves are normalized in float32. `scale` and `bias` are arrays of the length of that axis, or None; any
@@ -32,24 +32,24 @@ def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1
     >>> import numpy as np, pce_mpi as pce
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
     >>> x = pce.distribute(np.array([[1.0, 3.0], [0.0, 8.0]]), mesh, data=pce.Shard(0))
-    >>> pce.layer_norm(x, epsilon=0.0).full()
+    >>> pce.layer_norm(x, eps=0.0).full()
     array([[-1.,  1.],
            [-1.,  1.]])
     """
     wide = _wide(x)
     centered = wide - mean(wide, axis, keepdims=True)
-    normal = centered / sqrt(mean(square(centered), axis, keepdims=True) + epsilon)
+    normal = centered / sqrt(mean(square(centered), axis, keepdims=True) + eps)
     return _scaled(normal, x, scale, bias, axis)
 
 
-def rms_norm(x: DistArray, scale: Any = None, axis: int = -1, epsilon: float = 1e-5) -> DistArray:
-    """scale x / sqrt(mean of x**2 + epsilon), the mean along `axis`; `scale` has the length of that axis.
+def rms_norm(x: DistArray, scale: Any = None, axis: int = -1, eps: float = 1e-5) -> DistArray:
+    """scale x / sqrt(mean of x**2 + eps), the mean along `axis`; `scale` has the length of that axis.
 
     Zhang and Sennrich, Root Mean Square Layer Normalization, 2019. Dtypes, placement and errors as in `layer_norm`,
     but over a sharded axis one Allreduce of one number a row.
     """
     wide = _wide(x)
-    normal = wide / sqrt(mean(square(wide), axis, keepdims=True) + epsilon)
+    normal = wide / sqrt(mean(square(wide), axis, keepdims=True) + eps)
     return _scaled(normal, x, scale, None, axis)
 
 

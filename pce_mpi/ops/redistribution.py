@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pce_mpi.autograd.apply import moved
+from pce_mpi.autograd.apply import redistributed
 from pce_mpi.autograd.gradients import node_of
 from pce_mpi.autograd.tape import Node, is_recording
 from pce_mpi.distributed.array import DistArray
@@ -14,10 +14,10 @@ __all__ = ["redistribute"]
 
 def redistribute(x: DistArray, **placements: Placement) -> DistArray:
     """Bring `x` to other placements: what `DistArray.redistribute` does."""
-    target = x.sharding.with_placements(placements)
+    destination = x.sharding.with_placements(placements)
     reason = "asked for"
-    there = moved(x, target, operation="redistribute", reason=reason)
-    result = DistArray(there.local, x.mesh, target, computed=there.computed)
+    there = redistributed(x, destination, operation="redistribute", reason=reason)
+    result = DistArray(there.local, x.mesh, destination, computed=there.computed)
     if x.requires_grad and is_recording():
         natural = x.sharding.natural
 

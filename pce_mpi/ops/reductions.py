@@ -14,11 +14,11 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating, is_half
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Layout, Op
+from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import ReduceOperator
-from pce_mpi.ops.broadcasting import expand, kept_shape, local_extreme, normalized_axes, reduction_rule, sum
+from pce_mpi.ops.broadcasting import broadcast_to, kept_shape, local_extreme, normalized_axes, reduction_rule, sum
 from pce_mpi.ops.elementwise import astype, equal, exp
 from pce_mpi.ops.shape import reshape
 from pce_mpi.ops.softmax import joins, maximum_and_sum
@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 
 def _spread(g: DistArray, x: DistArray, axes: tuple[int, ...]) -> DistArray:
     """What was reduced over `axes` of `x`, at every element that it was reduced from."""
-    return expand(reshape(g, kept_shape(x.shape, axes)), x.shape)
+    return broadcast_to(reshape(g, kept_shape(x.shape, axes)), x.shape)
 
 
 def _mean(x: Array, axes: tuple[int, ...], keepdims: bool, count: int) -> Array:
@@ -88,7 +88,7 @@ def _extreme(name: str, reduces: ReduceOperator) -> Op:
         wide = np.dtype(np.float32) if is_half(x.dtype) else x.dtype
         count = sum(astype(largest, wide), axes, keepdims=True)
         share = astype(reshape(astype(g, wide), count.shape) / count, x.dtype)
-        return expand(share, x.shape) * astype(largest, x.dtype)
+        return broadcast_to(share, x.shape) * astype(largest, x.dtype)
 
     def rule(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Rule:
         return reduction_rule(shape, axes, keepdims, reduces, linear=False)
@@ -138,24 +138,24 @@ def min(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = 
     return _of_some(_MIN, x, axis, keepdims)
 
 
-def _logsumexp(x: Array, axes: tuple[int, ...], keepdims: bool, layout: Layout) -> tuple[Array, Any]:
-    largest, total = maximum_and_sum(x, axes, layout, "logsumexp")
+def _logsumexp(x: Array, axes: tuple[int, ...], keepdims: bool, shardings: Shardings) -> tuple[Array, Any]:
+    largest, total = maximum_and_sum(x, axes, shardings, "logsumexp")
     xp = array_namespace(x)
     # An infinite element is the result, and so is -inf where there is nothing else.
     result = xp.where(xp.isinf(largest), largest, largest + xp.log(total)).astype(x.dtype, copy=False)
-    shape = kept_shape(x.shape, axes) if keepdims else layout.shape
+    shape = kept_shape(x.shape, axes) if keepdims else shardings.shape
     return result.reshape(shape), (largest, total.astype(largest.dtype))
 
 
 def _logsumexp_vjp(
-    g: DistArray, y: DistArray, x: DistArray, axes: tuple[int, ...], keepdims: bool, kept: tuple[Array, Array]
+    g: DistArray, y: DistArray, x: DistArray, axes: tuple[int, ...], keepdims: bool, residuals: tuple[Array, Array]
 ) -> DistArray:
     # Subtracting the largest element, and not the result, keeps the bits of elements far from 0.
     def as_dist(local: Array) -> DistArray:
         flat = DistArray(local.reshape(g.local.shape), g.mesh, y.sharding)
         return _spread(flat, x, axes)
 
-    largest, total = (as_dist(local) for local in kept)
+    largest, total = (as_dist(local) for local in residuals)
     return _spread(g, x, axes) * (exp(x - largest) / total)
 
 
@@ -163,10 +163,10 @@ _LOGSUMEXP = Op(
     "logsumexp",
     _logsumexp,
     (_logsumexp_vjp,),
-    lambda shape, axes, keepdims: reduction_rule(shape, axes, keepdims, linear=False, joined=math.prod(shape) > 0),
+    lambda shape, axes, keepdims: reduction_rule(shape, axes, keepdims, linear=False, merged=math.prod(shape) > 0),
     uses=[(0,)],
-    knows_layout=True,
-    keeps=True,
+    takes_shardings=True,
+    gives_residuals=True,
     sends=joins,
 )
 

@@ -16,11 +16,11 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Layout, Op
+from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
 
-__all__ = ["concatenate", "cut", "normalized_axis", "reshape", "split", "swapaxes", "transpose", "whole_numbers"]
+__all__ = ["concatenate", "getitem", "normalized_axis", "reshape", "split", "swapaxes", "transpose", "whole_numbers"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -69,8 +69,8 @@ def _groups(before: Shape, after: Shape) -> Iterator[tuple[list[int], list[int]]
             mine, theirs = [], []
 
 
-def _reshape(x: Array, shape: Shape, layout: Layout) -> Array:
-    return x.reshape(layout.shape)
+def _reshape(x: Array, shape: Shape, shardings: Shardings) -> Array:
+    return x.reshape(shardings.shape)
 
 
 _RESHAPE = Op(
@@ -79,7 +79,7 @@ _RESHAPE = Op(
     (lambda g, y, x, shape: reshape(g, x.shape),),
     _reshape_rule,
     uses=[()],
-    knows_layout=True,
+    takes_shardings=True,
     relays=True,
 )
 
@@ -153,7 +153,7 @@ def swapaxes(x: DistArray, axis1: int, axis2: int) -> DistArray:
 Range = tuple[int, int, int]  # start, stop and step, as `range` takes them
 
 
-def _cut_axes(shape: Shape, ranges: tuple[Range, ...]) -> Axes:
+def _sliced_axes(shape: Shape, ranges: tuple[Range, ...]) -> Axes:
     """What is cut must not be sharded; all other axes may be."""
     return tuple(
         Axis(axis) if part == (0, length, 1) else None
@@ -169,39 +169,39 @@ def _slices(x: Sequence[int], ranges: tuple[Range, ...], whole: Shape) -> tuple[
     )
 
 
-def _cut_rule(shape: Shape, ranges: tuple[Range, ...]) -> Rule:
-    axes = _cut_axes(shape, ranges)
+def _slice_rule(shape: Shape, ranges: tuple[Range, ...]) -> Rule:
+    axes = _sliced_axes(shape, ranges)
     return Rule((axes,), axes, tuple(len(range(*part)) for part in ranges), linear=((0,),), moves_data=True)
 
 
-def _cut(x: Array, ranges: tuple[Range, ...], layout: Layout) -> Array:
-    return x[_slices(x.shape, ranges, layout.operands[0].shape)]
+def _slice(x: Array, ranges: tuple[Range, ...], shardings: Shardings) -> Array:
+    return x[_slices(x.shape, ranges, shardings.operands[0].shape)]
 
 
 def _fill_rule(shape: Shape, ranges: tuple[Range, ...], whole: Shape) -> Rule:
-    axes = _cut_axes(whole, ranges)
+    axes = _sliced_axes(whole, ranges)
     return Rule((axes,), axes, whole, linear=((0,),))
 
 
-def _fill(x: Array, ranges: tuple[Range, ...], whole: Shape, layout: Layout) -> Array:
-    filled = array_namespace(x).zeros(layout.shape, x.dtype)
+def _fill(x: Array, ranges: tuple[Range, ...], whole: Shape, shardings: Shardings) -> Array:
+    filled = array_namespace(x).zeros(shardings.shape, x.dtype)
     filled[_slices(filled.shape, ranges, whole)] = x
     return filled
 
 
-_FILL = Op("slice", _fill, rule=_fill_rule, knows_layout=True)
-_CUT = Op(
+_FILL = Op("slice", _fill, rule=_fill_rule, takes_shardings=True)
+_SLICE = Op(
     "slice",
-    _cut,
+    _slice,
     (lambda g, y, x, ranges: apply(_FILL, g, ranges=ranges, whole=x.shape),),
-    _cut_rule,
+    _slice_rule,
     uses=[()],
-    knows_layout=True,
+    takes_shardings=True,
     views=True,
 )
 
 
-def cut(x: DistArray, index: Any) -> DistArray:
+def getitem(x: DistArray, index: Any) -> DistArray:
     """`x[index]` for whole numbers, slices, `...` and None: what operator [] of a `DistArray` does.
 
     An axis that is left whole stays sharded; one that is cut is redistributed first. What is Partial stays so. The
@@ -241,7 +241,7 @@ def cut(x: DistArray, index: Any) -> DistArray:
         if not -length <= position < length:
             raise IndexError(f"index {position} is out of bounds for axis {axis} of length {length}")
         ranges.append((position % length, position % length + 1, 1))
-    found = apply(_CUT, x, ranges=tuple(ranges))
+    found = apply(_SLICE, x, ranges=tuple(ranges))
     return found if found.shape == tuple(shape) else reshape(found, shape)
 
 
@@ -277,7 +277,7 @@ def split(x: DistArray, indices_or_sections: int | Sequence[int], axis: int = 0)
             raise ValueError(f"an axis of length {length} has no {sections} equal parts")
         ends = [index * length // sections for index in range(sections + 1)]
     before = (slice(None),) * axis
-    return [cut(x, (*before, slice(start, stop))) for start, stop in pairwise(ends)]
+    return [getitem(x, (*before, slice(start, stop))) for start, stop in pairwise(ends)]
 
 
 def _concatenate_rule(*shapes: Shape, axis: int) -> Rule:
@@ -293,7 +293,7 @@ def _concatenate_op(count: int) -> Op:
     def vjp_of(index: int) -> Any:
         def vjp(g: DistArray, y: DistArray, *arrays: DistArray, axis: int) -> DistArray:
             start = sum(array.shape[axis] for array in arrays[:index])
-            return cut(g, ((slice(None),) * axis) + (slice(start, start + arrays[index].shape[axis]),))
+            return getitem(g, ((slice(None),) * axis) + (slice(start, start + arrays[index].shape[axis]),))
 
         return vjp
 

@@ -1,4 +1,4 @@
-"""Softmax and its logarithm; over a sharded axis what the shards give is joined by the merge of `records`."""
+"""Softmax and its logarithm; over a sharded axis what the shards give is joined by the merge of `softmax_state`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, is_floating, is_half
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.inference import Sent
-from pce_mpi.autograd.op import Layout, Op
+from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
-from pce_mpi.distributed.mesh import over_text
+from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss.arguments import Call
 from pce_mpi.loss.passes import row_softmax
 from pce_mpi.loss.preparation import prepare
-from pce_mpi.loss.records import Layout as Record
+from pce_mpi.loss.softmax_state import StateFields
 from pce_mpi.ops.broadcasting import kept_shape, local_extreme, sum
 from pce_mpi.ops.elementwise import exp, widened
 from pce_mpi.ops.shape import normalized_axis
@@ -27,10 +27,10 @@ __all__ = ["joins", "log_softmax", "maximum_and_sum", "softmax"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
-_RECORD = Record(hold_largest=True)
+_STATE = StateFields(hold_largest=True)
 
 
-def maximum_and_sum(x: Array, axes: Sequence[int], layout: Layout, operation: str) -> tuple[Array, Array]:
+def maximum_and_sum(x: Array, axes: Sequence[int], shardings: Shardings, operation: str) -> tuple[Array, Array]:
     """max x and sum exp(x - max x) over `axes`, which stay with length 1, on all ranks that share them out.
 
     Both are float32 for halves; the sum is float64 for all, as its logarithm may be that of a number close to 1. Where
@@ -44,7 +44,7 @@ def maximum_and_sum(x: Array, axes: Sequence[int], layout: Layout, operation: st
     shape = kept_shape(x.shape, axes)
     if is_half(x.dtype):
         x = x.astype(np.float32)
-    comm = layout.comm(axes)
+    comm = shardings.comm(axes)
     if comm is None:
         with np.errstate(all="ignore"):
             largest = local_extreme("max", x, tuple(axes), True, -math.inf)
@@ -55,20 +55,20 @@ def maximum_and_sum(x: Array, axes: Sequence[int], layout: Layout, operation: st
         operation=operation,
         logits=rows,
         comm=comm,
-        num_classes=math.prod(layout.operands[0].shape[axis] for axis in axes),
-        over=over_text(layout.dims(axes)),
+        num_classes=math.prod(shardings.operands[0].shape[axis] for axis in axes),
+        over=text_of_dims(shardings.dims(axes)),
         needs_targets=False,
     )
-    merged, _ = row_softmax(call, prepare(call), _RECORD)
+    merged, _ = row_softmax(call, prepare(call), _STATE)
     largest, total = (xp.asarray(values.reshape(shape)) for values in (merged.fields["largest"], merged.sum_exp_of_all))
     return largest.astype(x.dtype), total
 
 
-def joins(dtype: np.dtype[Any], *, layout: Layout, axes: Sequence[int], **_: Any) -> list[Sent]:
+def joins(dtype: np.dtype[Any], *, shardings: Shardings, axes: Sequence[int], **_: Any) -> list[Sent]:
     """What `maximum_and_sum` sends."""
-    dims = layout.dims(axes)
-    rows = math.prod(kept_shape(layout.operands[0].local_shape(layout.mesh.coordinates), axes))
-    return [Sent("all_reduce", over_text(dims), rows * _RECORD.dtype.itemsize)] if dims else []
+    dims = shardings.dims(axes)
+    rows = math.prod(kept_shape(shardings.operands[0].local_shape(shardings.mesh.coordinates), axes))
+    return [Sent("all_reduce", text_of_dims(dims), rows * _STATE.dtype.itemsize)] if dims else []
 
 
 def _rule(shape: tuple[int, ...], axes: tuple[int]) -> Rule:
@@ -77,30 +77,30 @@ def _rule(shape: tuple[int, ...], axes: tuple[int]) -> Rule:
     return Rule((labels,), labels, shape)
 
 
-def _softmax(x: Array, axes: tuple[int], layout: Layout) -> tuple[Array, Array]:
-    largest, total = maximum_and_sum(x, axes, layout, "softmax")
+def _softmax(x: Array, axes: tuple[int], shardings: Shardings) -> tuple[Array, Array]:
+    largest, total = maximum_and_sum(x, axes, shardings, "softmax")
     exact = array_namespace(x).exp(x - largest) / total.astype(largest.dtype)
     return exact.astype(x.dtype, copy=False), exact
 
 
-def _log_softmax(x: Array, axes: tuple[int], layout: Layout) -> tuple[Array, Array]:
-    largest, total = maximum_and_sum(x, axes, layout, "log_softmax")
+def _log_softmax(x: Array, axes: tuple[int], shardings: Shardings) -> tuple[Array, Array]:
+    largest, total = maximum_and_sum(x, axes, shardings, "log_softmax")
     exact = (x - largest) - array_namespace(x).log(total).astype(largest.dtype)
     return exact.astype(x.dtype, copy=False), exact
 
 
-def _softmax_vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int], kept: Array) -> DistArray:
-    exact = DistArray(kept, y.mesh, y.sharding)
+def _softmax_vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int], residuals: Array) -> DistArray:
+    exact = DistArray(residuals, y.mesh, y.sharding)
     return exact * (g - sum(g * exact, axes, keepdims=True))
 
 
-def _log_softmax_vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int], kept: Array) -> DistArray:
-    return g - exp(DistArray(kept, y.mesh, y.sharding)) * sum(widened(g), axes, keepdims=True)
+def _log_softmax_vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int], residuals: Array) -> DistArray:
+    return g - exp(DistArray(residuals, y.mesh, y.sharding)) * sum(widened(g), axes, keepdims=True)
 
 
 # What is kept of halves is what they were rounded from: of a log-probability of -10 in bfloat16 3 % may be missing.
 _SOFTMAX, _LOG_SOFTMAX = (
-    Op(name, forward, (vjp,), _rule, uses=[()], knows_layout=True, keeps=True, sends=joins)
+    Op(name, forward, (vjp,), _rule, uses=[()], takes_shardings=True, gives_residuals=True, sends=joins)
     for name, forward, vjp in (
         ("softmax", _softmax, _softmax_vjp),
         ("log_softmax", _log_softmax, _log_softmax_vjp),

@@ -14,7 +14,7 @@ from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.communicators import same_ranks
 from pce_mpi.comm.tracing import phase
 from pce_mpi.distributed.array import DistArray
-from pce_mpi.distributed.mesh import Mesh, over_text
+from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Replicate
 from pce_mpi.optim.synchronization import meshes_of, synchronize
 
@@ -227,7 +227,7 @@ def _sum_of_squares(parameters: Sequence[DistArray], mesh: Mesh) -> float:
         mesh.comm(*mesh.dims),
         "sum",
         operation="clip_grad_norm",
-        over=over_text(mesh.dims),
+        over=text_of_dims(mesh.dims),
         before="Partial('sum')",
         after="Replicate()",
         reason="the squares of all gradients, each element counted once",

@@ -21,7 +21,7 @@ from pce_mpi.arrays import array_namespace, check_one_library, compute_dtype_of
 from pce_mpi.comm.collectives import all_reduce, reduce_scatter
 from pce_mpi.comm.communicators import CollectiveTimeout
 from pce_mpi.distributed.array import DistArray, redistribute
-from pce_mpi.distributed.mesh import Mesh, over_text
+from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial
 from pce_mpi.distributed.redistribution import Step, Verb, steps
 from pce_mpi.distributed.sharding import Coordinates, Sharding, within
@@ -207,7 +207,7 @@ def _bring_together(group: _Group, terms: dict[int, Array], mesh: Mesh, operatio
     xp, comm = array_namespace(held[0]), mesh.comm(*group.dims)
     why: dict[str, Any] = {
         "operation": operation,
-        "over": over_text(group.dims),
+        "over": text_of_dims(group.dims),
         "before": group.before,
         "after": group.after,
         "reason": "gradients are brought to their parameters, in one buffer",

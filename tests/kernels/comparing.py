@@ -8,7 +8,7 @@ import numpy as np
 from kernels.places import OnGpu, OnHost
 from pce_mpi.loss.kernels import blockwise
 from pce_mpi.loss.kernels.terms import ClassWeights, RowGradient, Transform
-from pce_mpi.loss.records import Layout, RowSoftmax
+from pce_mpi.loss.softmax_state import RowSoftmax, StateFields
 from ulps import FLOAT32, FLOAT64, HALF, errors
 
 F64 = np.dtype(np.float64)
@@ -34,31 +34,31 @@ def on_device(array):
     return place.on_device(array)
 
 
-def records_of(cuda, logits, columns, layout, options):
-    columns = columns if has_target(layout) else None
-    records, references = cuda.fill_records(on_device(logits), columns, layout, **options)
+def states_of(cuda, logits, columns, fields, options):
+    columns = columns if has_target(fields) else None
+    states, references = cuda.fill_states(on_device(logits), columns, fields, **options)
     assert references is None
-    assert records.dtype == np.float64
-    assert records.shape == (logits.shape[0] * logits.shape[2], len(layout.names))
+    assert states.dtype == np.float64
+    assert states.shape == (logits.shape[0] * logits.shape[2], len(fields.names))
     place.forget()
-    return records.get()
+    return states.get()
 
 
-def softmax_of(layout, records):
-    return RowSoftmax(layout.fields(records))
+def softmax_of(fields, states):
+    return RowSoftmax(fields.by_name(states))
 
 
-def has_target(layout):
-    return layout.target or not layout.hold_largest
+def has_target(fields):
+    return fields.target or not fields.hold_largest
 
 
-def expected_records(logits, columns, layout, options):
-    columns = columns if has_target(layout) else None
+def expected_states(logits, columns, fields, options):
+    columns = columns if has_target(fields) else None
     weights = options["weights"]
     if weights.probabilities is not None:
         weights = replace(weights, probabilities=weights.probabilities.get())
     wide = dict(options, weights=weights, compute_dtype=F64)
-    return blockwise.fill_records(logits.astype(F64), columns, layout, **wide)[0]
+    return blockwise.fill_states(logits.astype(F64), columns, fields, **wide)[0]
 
 
 def options_of(dtype, **changed):
@@ -71,9 +71,9 @@ def options_of(dtype, **changed):
     return given | changed
 
 
-def assert_records(layout, records, expected, dtype, limit=None, capped=False):
-    """Everything that follows from the records is as good as it is asked of the host."""
-    got, wanted = softmax_of(layout, records), softmax_of(layout, expected)
+def assert_states(fields, states, expected, dtype, limit=None, capped=False):
+    """Everything that follows from the states is as good as it is asked of the host."""
+    got, wanted = softmax_of(fields, states), softmax_of(fields, expected)
     narrow = np.float64 if dtype == np.float64 else np.float32
     limit = limit or (FLOAT64 if dtype == np.float64 else FLOAT32)
 
@@ -88,19 +88,19 @@ def assert_records(layout, records, expected, dtype, limit=None, capped=False):
     # Of small ones, what the exponential is taken of has few bits left: it is as large as the loss.
     with np.errstate(invalid="ignore"):
         near("held_probability", wanted.held_probability * np.maximum(1.0, wanted.held_nll))
-    for name in {"target", "largest", "held_weight"} & set(layout.names):
+    for name in {"target", "largest", "held_weight"} & set(fields.names):
         # The last bit of a softcap's tanh is that of a library.
         assert errors(got.fields[name], wanted.fields[name], np.float64).max(initial=0) <= (2 if capped else 0), name
-    if layout.hold_largest:
+    if fields.hold_largest:
         np.testing.assert_array_equal(got.fields["argmax"], wanted.fields["argmax"])
-    if layout.weights:
+    if fields.weights:
         near("weight")
         near("weighted_nll")
-    if layout.entropy:
+    if fields.entropy:
         near("entropy")
-    if layout.target and layout.hold_largest:
+    if fields.target and fields.hold_largest:
         near("target_log_prob")
-    if layout.scaled:
+    if fields.scaled:
         assert (got.fields["scale"] == wanted.fields["scale"]).all()
 
 
@@ -114,10 +114,10 @@ def assert_gradient(found, expected, dtype, limit=None):
     assert distance.max(initial=0) <= limit, (distance.max(), np.unravel_index(distance.argmax(), distance.shape))
 
 
-def row_gradient(layout, records, columns, valid, z=0.0, weight_factor=None):
+def row_gradient(fields, states, columns, valid, z=0.0, weight_factor=None):
     """A gradient with a slope of its own for each row."""
-    softmax = softmax_of(layout, records)
-    rows = len(records)
+    softmax = softmax_of(fields, states)
+    rows = len(states)
     slope = np.where(valid, np.linspace(0.5, 2.0, rows), 0.0)
     with np.errstate(all="ignore"):
         common = 2 * z * softmax.logsumexp if z else 0.0
@@ -153,15 +153,15 @@ def write_gradient(cuda, out, logits, gradient, options):
 
 
 def check_plain(cuda, dtype, classes, rows=3, **kind):
-    """Records, gradient, gradient in place, and both at once where they fit."""
+    """States, gradient, gradient in place, and both at once where they fit."""
     logits, columns = draw(dtype, classes, rows, **kind)
     columns[1::3] = -1
     valid = columns >= 0
-    layout, options = Layout(), options_of(dtype)
-    records = records_of(cuda, logits, columns, layout, options)
-    expected = expected_records(logits, columns, layout, options)
-    assert_records(layout, records, expected, dtype)
-    gradient = row_gradient(layout, expected, columns, valid)
+    fields, options = StateFields(), options_of(dtype)
+    states = states_of(cuda, logits, columns, fields, options)
+    expected = expected_states(logits, columns, fields, options)
+    assert_states(fields, states, expected, dtype)
+    gradient = row_gradient(fields, expected, columns, valid)
     wanted = expected_gradient(logits, gradient, options)
     out = np.empty_like(logits)
     write_gradient(cuda, out, logits, gradient, options)
@@ -171,18 +171,18 @@ def check_plain(cuda, dtype, classes, rows=3, **kind):
     write_gradient(cuda, in_place, in_place, gradient, options)
     assert in_place.tobytes() == out.tobytes()
     if cuda.fused_fits(on_device(logits), options["compute_dtype"]):
-        check_fused(cuda, logits.copy(), columns, layout, wanted, expected, dtype)
+        check_fused(cuda, logits.copy(), columns, fields, wanted, expected, dtype)
 
 
-def fused(cuda, out, logits, columns, layout, z_loss=0.0, transform=None, held=None):
+def fused(cuda, out, logits, columns, fields, z_loss=0.0, transform=None, held=None):
     valid = columns >= 0
     rows = len(columns)
     transform = transform or Transform()
-    records = cuda.fill_records_and_write_gradient(
+    states = cuda.fill_states_and_write_gradient(
         on_device(out),
         on_device(logits),
         columns,
-        layout,
+        fields,
         transform=transform,
         compute_dtype=np.dtype(np.float32),
         class_start=0,
@@ -192,13 +192,13 @@ def fused(cuda, out, logits, columns, layout, z_loss=0.0, transform=None, held=N
         z_loss=z_loss,
     ).get()
     place.bring_back(out)
-    return records
+    return states
 
 
-def check_fused(cuda, logits, columns, layout, wanted, expected, dtype):
+def check_fused(cuda, logits, columns, fields, wanted, expected, dtype):
     out = np.empty_like(logits)
-    records = fused(cuda, out, logits, columns, layout)
-    assert_records(layout, records, expected, dtype)
+    states = fused(cuda, out, logits, columns, fields)
+    assert_states(fields, states, expected, dtype)
     assert_gradient(out, wanted, dtype)
-    again = fused(cuda, logits, logits, columns, layout)
-    assert (again.tobytes(), logits.tobytes()) == (records.tobytes(), out.tobytes())
+    again = fused(cuda, logits, logits, columns, fields)
+    assert (again.tobytes(), logits.tobytes()) == (states.tobytes(), out.tobytes())

@@ -37,7 +37,7 @@ def test_commands_of_readme_compile_a_kernel():
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"Compiling entry function '\w*fill_records\w*'", done.stdout + done.stderr)
+    assert re.search(r"Compiling entry function '\w*fill_states\w*'", done.stdout + done.stderr)
     assert re.search(r"Used \d+ registers", done.stdout + done.stderr)
 
 

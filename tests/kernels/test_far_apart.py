@@ -7,20 +7,20 @@ import numpy as np
 from cuda_on_host.module import RawModule
 from kernels.comparing import (
     assert_gradient,
-    assert_records,
+    assert_states,
     draw,
     expected_gradient,
-    expected_records,
+    expected_states,
     fused,
     on_device,
     options_of,
-    records_of,
     row_gradient,
+    states_of,
     write_gradient,
 )
 from pce_mpi.loss.kernels import compilation
 from pce_mpi.loss.kernels.launch_config import LaunchConfig
-from pce_mpi.loss.records import Layout
+from pce_mpi.loss.softmax_state import StateFields
 
 
 def test_rows_that_lie_beyond_2_to_the_31_elements(stand_in, cuda):
@@ -31,12 +31,12 @@ def test_rows_that_lie_beyond_2_to_the_31_elements(stand_in, cuda):
     lying = np.lib.stride_tricks.as_strided(memory, (3, classes, 1), (2 * pitch, 2, 2))
     logits, columns = draw(np.dtype(np.float16), classes, 3, seed=15)
     lying[...] = logits
-    layout, options = Layout(), options_of(np.dtype(np.float16))
-    expected = expected_records(logits, columns, layout, options)
-    assert_records(layout, records_of(cuda, lying, columns, layout, options), expected, np.float16)
-    gradient = row_gradient(layout, expected, columns, np.ones(3, np.bool_))
+    fields, options = StateFields(), options_of(np.dtype(np.float16))
+    expected = expected_states(logits, columns, fields, options)
+    assert_states(fields, states_of(cuda, lying, columns, fields, options), expected, np.float16)
+    gradient = row_gradient(fields, expected, columns, np.ones(3, np.bool_))
     wanted = expected_gradient(logits, gradient, options)
-    fused(cuda, logits.copy(), lying, columns, layout)
+    fused(cuda, logits.copy(), lying, columns, fields)
     write_gradient(cuda, lying, lying, gradient, options)
     assert_gradient(lying, wanted, logits.dtype)
 

@@ -11,23 +11,23 @@ from kernels.comparing import (
     DTYPES,
     F64,
     assert_gradient,
-    assert_records,
+    assert_states,
     check_plain,
     draw,
     expected_gradient,
-    expected_records,
+    expected_states,
     fused,
     on_device,
     options_of,
-    records_of,
     row_gradient,
     softmax_of,
+    states_of,
     write_gradient,
 )
 from kernels.device_arrays import rows_in_memory
 from pce_mpi.loss.kernels.launch_config import LaunchConfig
 from pce_mpi.loss.kernels.terms import ClassWeights, RowGradient, Transform
-from pce_mpi.loss.records import Layout, merge
+from pce_mpi.loss.softmax_state import StateFields, merge
 from ulps import FLOAT64, OPTIONS, STATISTICS
 
 # Every boundary of the code: vectors, threads of a row, splits of a row, blocks of a cluster.
@@ -64,25 +64,25 @@ def test_gpus_without_clusters_have_a_kernel_for_rows_that_fit_one_block(cuda, c
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_that_start_anywhere_are_read_and_written_and_nothing_beside_them(cuda, dtype):
-    layout, options = Layout(), options_of(dtype)
+    fields, options = StateFields(), options_of(dtype)
     width = 16 // dtype.itemsize
     for classes in (1, width - 1, 3 * width + 1, 41, 300):
         logits, columns = draw(dtype, classes, 3, seed=3)
         columns[:] = 0, classes - 1, classes // 2
         valid = np.ones(3, np.bool_)
-        expected = expected_records(logits, columns, layout, options)
-        gradient = row_gradient(layout, expected, columns, valid)
+        expected = expected_states(logits, columns, fields, options)
+        gradient = row_gradient(fields, expected, columns, valid)
         wanted = expected_gradient(logits, gradient, options)
         for shift in range(width):
             pitch = classes + (shift * 5) % 7
             lying, fence = rows_in_memory(logits, pitch=pitch, shift=shift, at_end=shift == 1)
             out, out_fence = rows_in_memory(logits, pitch=pitch, shift=(shift * 3) % width)
-            assert_records(layout, records_of(cuda, lying, columns, layout, options), expected, dtype)
+            assert_states(fields, states_of(cuda, lying, columns, fields, options), expected, dtype)
             write_gradient(cuda, out, lying, gradient, options)
             assert_gradient(out, wanted, dtype)
             if dtype != F64:
                 out[...] = 0
-                assert_records(layout, fused(cuda, out, lying, columns, layout), expected, dtype)
+                assert_states(fields, fused(cuda, out, lying, columns, fields), expected, dtype)
                 assert_gradient(out, wanted, dtype)
             write_gradient(cuda, lying, lying, gradient, options)
             assert_gradient(lying, wanted, dtype)
@@ -94,32 +94,32 @@ def test_rows_that_start_anywhere_are_read_and_written_and_nothing_beside_them(c
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logits_whose_classes_do_not_lie_side_by_side_are_copied_and_their_gradient_copied_back(cuda, dtype):
-    layout, options = Layout(), options_of(dtype)
+    fields, options = StateFields(), options_of(dtype)
     values, columns = draw(dtype, 37, 4, inner=3, seed=4)
-    expected = expected_records(values, columns, layout, options)
-    gradient = row_gradient(layout, expected, columns, np.ones(12, np.bool_))
+    expected = expected_states(values, columns, fields, options)
+    gradient = row_gradient(fields, expected, columns, np.ones(12, np.bool_))
     wanted = expected_gradient(values, gradient, options)
     for lying in (values, np.asfortranarray(values), values[:, ::-1][:, ::-1], values[::-1].copy()[::-1]):
         before = lying.copy()
-        assert_records(layout, records_of(cuda, lying, columns, layout, options), expected, dtype)
+        assert_states(fields, states_of(cuda, lying, columns, fields, options), expected, dtype)
         out = np.zeros_like(lying)
         write_gradient(cuda, out, lying, gradient, options)
         assert_gradient(out, wanted, dtype)
         if dtype != F64:
             out[...] = 0
-            assert_records(layout, fused(cuda, out, lying, columns, layout), expected, dtype)
+            assert_states(fields, fused(cuda, out, lying, columns, fields), expected, dtype)
             assert_gradient(out, wanted, dtype)
         assert lying.tobytes() == before.tobytes()
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 def test_a_gradient_of_another_dtype_is_rounded_once(cuda, out_dtype):
-    layout = Layout()
+    fields = StateFields()
     for dtype in DTYPES:
         options = options_of(dtype)
         logits, columns = draw(dtype, 45, seed=5)
-        expected = expected_records(logits, columns, layout, options)
-        gradient = row_gradient(layout, expected, columns, np.ones(3, np.bool_))
+        expected = expected_states(logits, columns, fields, options)
+        gradient = row_gradient(fields, expected, columns, np.ones(3, np.bool_))
         wanted = expected_gradient(logits, gradient, options)
         out = np.empty(logits.shape, out_dtype)
         write_gradient(cuda, out, logits, gradient, options)
@@ -127,15 +127,15 @@ def test_a_gradient_of_another_dtype_is_rounded_once(cuda, out_dtype):
         assert_gradient(out, wanted, as_computed)
         if dtype != F64:
             out[...] = 0
-            fused(cuda, out, logits, columns, layout)
+            fused(cuda, out, logits, columns, fields)
             assert_gradient(out, wanted, as_computed)
 
 
 GENERAL = {
-    "statistics": Layout(hold_largest=True, target=True, entropy=True),
-    "smoothing": Layout(weights=True),
-    "probabilities": Layout(hold_largest=True, weights=True),
-    "all fields": Layout(scaled=True, hold_largest=True, target=True, weights=True, entropy=True),
+    "statistics": StateFields(hold_largest=True, target=True, entropy=True),
+    "smoothing": StateFields(weights=True),
+    "probabilities": StateFields(hold_largest=True, weights=True),
+    "all fields": StateFields(scaled=True, hold_largest=True, target=True, weights=True, entropy=True),
 }
 
 
@@ -143,7 +143,7 @@ GENERAL = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", GENERAL)
 def test_every_option_in_every_dtype(cuda, name, dtype, transform):
-    layout = replace(GENERAL[name], scaled=transform.of_differences != 1.0 or GENERAL[name].scaled)
+    fields = replace(GENERAL[name], scaled=transform.of_differences != 1.0 or GENERAL[name].scaled)
     for classes, rows, masked in ((1, 2, 0), (13, 5, 0.3), (133, 2, 0.1), (8195, 1, 0)):
         logits, columns = draw(dtype, classes, rows, seed=6, masked=masked)
         rng = np.random.default_rng(classes)
@@ -158,12 +158,12 @@ def test_every_option_in_every_dtype(cuda, name, dtype, transform):
         elif name == "smoothing" and masked == 0:
             weights = ClassWeights(rng.uniform(0.5, 2, classes))
         options = options_of(dtype, weights=weights, transform=transform, class_start=1000)
-        expected = expected_records(logits, columns, layout, options)
-        records = records_of(cuda, logits, columns, layout, options)
+        expected = expected_states(logits, columns, fields, options)
+        states = states_of(cuda, logits, columns, fields, options)
         limit = FLOAT64 if dtype == F64 else max(STATISTICS, OPTIONS)
-        assert_records(layout, records, expected, dtype, limit, transform.softcap is not None)
-        held = expected["argmax"] - 1000 if layout.hold_largest else columns
-        gradient = row_gradient(layout, expected, held, np.arange(rows) % 4 != 1, weight_factor=0.125)
+        assert_states(fields, states, expected, dtype, limit, transform.softcap is not None)
+        held = expected["argmax"] - 1000 if fields.hold_largest else columns
+        gradient = row_gradient(fields, expected, held, np.arange(rows) % 4 != 1, weight_factor=0.125)
         out = np.empty_like(logits)
         write_gradient(cuda, out, logits, gradient, options)
         assert_gradient(
@@ -173,14 +173,14 @@ def test_every_option_in_every_dtype(cuda, name, dtype, transform):
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_float64_arithmetic_on_narrower_logits_keeps_its_bits(cuda, dtype):
-    layout = Layout(held_weight=True)
+    fields = StateFields(held_weight=True)
     for classes in (5, 1000):
         logits, columns = draw(dtype, classes, seed=7)
         weights = ClassWeights(np.random.default_rng(0).uniform(0.5, 2, classes))
         options = options_of(dtype, compute_dtype=F64, weights=weights)
-        expected = expected_records(logits, columns, layout, options)
-        assert_records(layout, records_of(cuda, logits, columns, layout, options), expected, F64)
-        gradient = row_gradient(layout, expected, columns, np.ones(3, np.bool_), z=0.01)
+        expected = expected_states(logits, columns, fields, options)
+        assert_states(fields, states_of(cuda, logits, columns, fields, options), expected, F64)
+        gradient = row_gradient(fields, expected, columns, np.ones(3, np.bool_), z=0.01)
         out = np.empty(logits.shape)
         write_gradient(cuda, out, logits, gradient, options)
         assert_gradient(out, expected_gradient(logits, gradient, options), F64)
@@ -189,15 +189,15 @@ def test_float64_arithmetic_on_narrower_logits_keeps_its_bits(cuda, dtype):
 @pytest.mark.parametrize("scale", [1.0, 0.3, 30.0, 1e-30, 1e35, 1e-40])
 @pytest.mark.parametrize("offset", [0.0, 1e4, -1e4, 3e7, 1e30])
 def test_logits_far_from_0_and_scales_of_any_size(cuda, offset, scale):
-    layout = Layout(scaled=scale != 1.0)
+    fields = StateFields(scaled=scale != 1.0)
     rng = np.random.default_rng(8)
     z = rng.normal(0, 3, (3, 500, 1)) + offset * rng.uniform(0.999999, 1, (3, 500, 1))
     logits = np.clip(z / scale, -3e38, 3e38).astype(np.float32)
     columns = np.array([3, 499, 70])
     options = options_of(np.dtype(np.float32), transform=Transform(scale))
-    expected = expected_records(logits, columns, layout, options)
-    assert_records(layout, records_of(cuda, logits, columns, layout, options), expected, np.float32)
-    gradient = row_gradient(layout, expected, columns, np.ones(3, np.bool_))
+    expected = expected_states(logits, columns, fields, options)
+    assert_states(fields, states_of(cuda, logits, columns, fields, options), expected, np.float32)
+    gradient = row_gradient(fields, expected, columns, np.ones(3, np.bool_))
     out = np.empty_like(logits)
     write_gradient(cuda, out, logits, gradient, options)
     assert_gradient(out, expected_gradient(logits, gradient, options), np.dtype(np.float32))
@@ -211,10 +211,10 @@ def test_many_classes_that_all_round_the_same_way(cuda, dtype):
         logits = np.full((1, 3000, 1), others, dtype)
         logits[0, 1] = dtype(1e-4)
         logits[0, 0] = 8 + others / 16
-        columns, layout = np.array([0]), Layout()
+        columns, fields = np.array([0]), StateFields()
         options = options_of(np.dtype(dtype))
-        expected = expected_records(logits, columns, layout, options)
-        assert_records(layout, records_of(cuda, logits, columns, layout, options), expected, dtype)
+        expected = expected_states(logits, columns, fields, options)
+        assert_states(fields, states_of(cuda, logits, columns, fields, options), expected, dtype)
 
 
 BAD = {
@@ -234,8 +234,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", [Layout(), *GENERAL.values()], ids=["plain", *GENERAL])
-def test_what_is_no_number_gives_what_it_gives_on_the_host(cuda, dtype, layout):
+@pytest.mark.parametrize("fields", [StateFields(), *GENERAL.values()], ids=["plain", *GENERAL])
+def test_what_is_no_number_gives_what_it_gives_on_the_host(cuda, dtype, fields):
     for name, values in BAD.items():
         for classes in (45, 1):
             logits, columns = draw(dtype, classes, 2, seed=10)
@@ -243,32 +243,32 @@ def test_what_is_no_number_gives_what_it_gives_on_the_host(cuda, dtype, layout):
             for where, value in values:
                 logits[0, where if classes > 1 else 0, 0] = value
             options = options_of(dtype)
-            expected = expected_records(logits, columns, layout, options)
-            records = records_of(cuda, logits, columns, layout, options)
+            expected = expected_states(logits, columns, fields, options)
+            states = states_of(cuda, logits, columns, fields, options)
             with np.errstate(all="ignore"):
-                limit = None if layout == Layout() else FLOAT64 if dtype == F64 else max(STATISTICS, OPTIONS)
-                assert_records(layout, records, expected, dtype, limit)
+                limit = None if fields == StateFields() else FLOAT64 if dtype == F64 else max(STATISTICS, OPTIONS)
+                assert_states(fields, states, expected, dtype, limit)
                 # Its numbers are relative to max, which may be a little more.
-                normalizers = (softmax_of(layout, each).normalizer for each in (records, expected))
+                normalizers = (softmax_of(fields, each).normalizer for each in (states, expected))
                 np.testing.assert_array_equal(*map(np.isnan, normalizers), name)
-            if layout.hold_largest:
+            if fields.hold_largest:
                 continue
-            gradient = row_gradient(layout, expected, columns, np.array([True, True]))
+            gradient = row_gradient(fields, expected, columns, np.array([True, True]))
             out = np.empty_like(logits)
             write_gradient(cuda, out, logits, gradient, options)
             exact = expected_gradient(logits, gradient, options)
             assert_gradient(out, exact, dtype)
             assert (out[np.isneginf(logits) & (exact == 0)] == 0).all()
-            if dtype != F64 and layout == Layout():
+            if dtype != F64 and fields == StateFields():
                 out[...] = 7
-                fused(cuda, out, logits, columns, layout)
+                fused(cuda, out, logits, columns, fields)
                 assert_gradient(out, exact, dtype)
-                fused(cuda, out, logits, np.full(2, -1), layout)
+                fused(cuda, out, logits, np.full(2, -1), fields)
                 assert not out.any()  # rows that do not count, whatever their logits
 
 
 def test_ties_and_nan_are_held_as_on_the_host(cuda):
-    layout = Layout(hold_largest=True, entropy=True)
+    fields = StateFields(hold_largest=True, entropy=True)
     for dtype in DTYPES:
         logits = np.zeros((6, 700, 1), dtype)
         logits[1, [650, 4, 300]] = 2
@@ -279,23 +279,23 @@ def test_ties_and_nan_are_held_as_on_the_host(cuda):
         for start in (0, 1, 5):
             cut = logits[:, start:]
             options = options_of(dtype, class_start=start)
-            expected = expected_records(cut, None, layout, options)
-            records = records_of(cuda, cut, None, layout, options)
-            assert (layout.fields(records)["argmax"] == expected["argmax"]).all()
+            expected = expected_states(cut, None, fields, options)
+            states = states_of(cuda, cut, None, fields, options)
+            assert (fields.by_name(states)["argmax"] == expected["argmax"]).all()
 
 
 def test_no_rows_or_no_classes_launch_nothing(cuda, monkeypatch):
     monkeypatch.setattr(cuda, "_launch", lambda *_: pytest.fail("launched"))
-    for layout in (Layout(), *GENERAL.values()):
+    for fields in (StateFields(), *GENERAL.values()):
         for shape in ((0, 5, 1), (3, 0, 1), (0, 0, 0), (2, 0, 3), (2, 5, 0)):
             logits = np.empty(shape, np.float32)
             rows = shape[0] * shape[2]
             options = options_of(np.dtype(np.float32))
-            records = records_of(cuda, logits, np.full(rows, -1), layout, options)
-            identity = layout.identity(rows)
-            if layout.scaled:
+            states = states_of(cuda, logits, np.full(rows, -1), fields, options)
+            identity = fields.identity(rows)
+            if fields.scaled:
                 identity["scale"] = 1.0
-            assert records.tobytes() == identity.tobytes()
+            assert states.tobytes() == identity.tobytes()
             assert not cuda.fused_fits(on_device(logits), np.dtype(np.float32))
             gradient = RowGradient(*(on_device(np.empty(rows)) for _ in range(6)))
             cuda.write_gradient(
@@ -308,38 +308,38 @@ def test_no_rows_or_no_classes_launch_nothing(cuda, monkeypatch):
             )
 
 
-def test_records_of_splits_merge_with_records_of_host(cuda, monkeypatch):
+def test_states_of_splits_merge_with_states_of_host(cuda, monkeypatch):
     rng = np.random.default_rng(11)
-    for layout in (Layout(held_weight=True), *GENERAL.values()):
+    for fields in (StateFields(held_weight=True), *GENERAL.values()):
         logits, columns = draw(np.dtype(np.float32), 3000, 3, seed=12)
-        weights = ClassWeights(rng.uniform(0.5, 2, 3000)) if layout.weights or layout.held_weight else ClassWeights()
+        weights = ClassWeights(rng.uniform(0.5, 2, 3000)) if fields.weights or fields.held_weight else ClassWeights()
         options = options_of(np.dtype(np.float32), weights=weights)
-        expected = expected_records(logits, columns, layout, options)
+        expected = expected_states(logits, columns, fields, options)
         for splits in (2, 31, 33, 70):
             with monkeypatch.context() as patch:
                 patch.setattr(LaunchConfig, "for_forward", partial(LaunchConfig.with_splits, splits=splits))
-                records = records_of(cuda, logits, columns, layout, options)
-            assert_records(layout, records, expected, np.float32, OPTIONS)
+                states = states_of(cuda, logits, columns, fields, options)
+            assert_states(fields, states, expected, np.float32, OPTIONS)
         # The first classes from one side, the others from the other.
         there = np.where(columns < 1000, columns, -1)
         first = dict(options, weights=ClassWeights(None if weights.weight is None else weights.weight[:1000]))
         rest = dict(options, weights=ClassWeights(None if weights.weight is None else weights.weight[1000:]))
-        a = records_of(cuda, logits[:, :1000], there, layout, first).view(layout.dtype)[:, 0]
+        a = states_of(cuda, logits[:, :1000], there, fields, first).view(fields.dtype)[:, 0]
         here = np.where(columns >= 1000, columns - 1000, -1)
-        b = expected_records(logits[:, 1000:], here, layout, dict(rest, class_start=1000))
-        assert_records(layout, merge(a, b), expected, np.float32, OPTIONS)
+        b = expected_states(logits[:, 1000:], here, fields, dict(rest, class_start=1000))
+        assert_states(fields, merge(a, b), expected, np.float32, OPTIONS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_z_loss_class_weights_and_scale_in_the_fused_kernel(cuda, dtype):
-    layout = Layout(scaled=True, held_weight=True)
+    fields = StateFields(scaled=True, held_weight=True)
     transform = Transform(1.7)
     logits, columns = draw(dtype, 301, 6, seed=13)
     columns[2] = -1
     valid = columns >= 0
     options = options_of(dtype, transform=transform)
-    expected = expected_records(logits, columns, layout, options)
-    softmax = softmax_of(layout, expected)
+    expected = expected_states(logits, columns, fields, options)
+    softmax = softmax_of(fields, expected)
     held = np.linspace(0.5, 3, 6)
     slope = transform.scale * np.where(valid, np.linspace(0.5, 2.0, 6), 0.0)
     common = 2 * 0.1 * softmax.logsumexp
@@ -352,14 +352,14 @@ def test_z_loss_class_weights_and_scale_in_the_fused_kernel(cuda, dtype):
         valid=valid,
     )
     out = np.empty_like(logits)
-    records = fused(cuda, out, logits, columns, layout, 0.1, transform, held)
+    states = fused(cuda, out, logits, columns, fields, 0.1, transform, held)
     assert_gradient(out, expected_gradient(logits, gradient, options), dtype)
     expected["held_weight"] = np.where(valid, held, 0.0)
-    assert_records(layout, records, expected, dtype)
+    assert_states(fields, states, expected, dtype)
 
 
 def test_equal_arguments_give_equal_bits(cuda):
     logits, columns = draw(np.dtype(np.float32), 20_000, 1, seed=14)
-    for layout in (Layout(), *GENERAL.values()):
-        first, second = (records_of(cuda, logits, columns, layout, options_of(logits.dtype)) for _ in range(2))
+    for fields in (StateFields(), *GENERAL.values()):
+        first, second = (states_of(cuda, logits, columns, fields, options_of(logits.dtype)) for _ in range(2))
         assert first.tobytes() == second.tobytes()

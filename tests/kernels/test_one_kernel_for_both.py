@@ -1,4 +1,4 @@
-"""One kernel writes records and gradients, or two do where that cannot be; the numbers are right either way."""
+"""One kernel writes states and gradients, or two do where that cannot be; the numbers are right either way."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from kernels.comparing import (
     assert_gradient,
     expected_gradient,
-    expected_records,
+    expected_states,
     fused,
     options_of,
     row_gradient,
@@ -15,7 +15,7 @@ from kernels.comparing import (
 import pce_mpi as pce
 from pce_mpi import dense
 from pce_mpi.loss.kernels.terms import Transform
-from pce_mpi.loss.records import Layout
+from pce_mpi.loss.softmax_state import StateFields
 from ulps import FLOAT32, worst
 
 SINGLE = np.dtype(np.float32)
@@ -86,7 +86,7 @@ def test_where_clusters_cannot_be_launched_two_kernels_do_it_and_it_is_not_tried
     again = value_and_grad(stand_in, logits, targets)
     assert_right(first, logits, targets)
     assert first[1].tobytes() == again[1].tobytes()
-    assert tried == ["fill_records_and_write_gradient<float, 2>"]
+    assert tried == ["fill_states_and_write_gradient<float, 2>"]
     # In place, nothing had been written before it was refused.
     cuda._devices_without_clusters.clear()
     lying = stand_in.asarray(logits)
@@ -95,7 +95,7 @@ def test_where_clusters_cannot_be_launched_two_kernels_do_it_and_it_is_not_tried
     assert lying.get().tobytes() == first[1].tobytes()
     # Rows that fit one block have their kernel still.
     value_and_grad(stand_in, logits[:, :100], np.array([3, 99]))
-    assert tried[2:] == ["fill_records_and_write_gradient<float, 1>"]
+    assert tried[2:] == ["fill_states_and_write_gradient<float, 1>"]
 
 
 def test_a_launch_that_fails_without_a_cluster_raises(cuda, stand_in, monkeypatch):
@@ -111,16 +111,16 @@ def test_a_launch_that_fails_without_a_cluster_raises(cuda, stand_in, monkeypatc
 def test_entries_of_a_gradient_below_the_smallest_normal_float32_are_kept(cuda, out_dtype):
     # Others have probabilities of e**-89 and less; -ftz=true, which CuPy compiles with, would make them 0.
     logits = np.random.default_rng(3).uniform(-4, 0, (2, 45, 1)).astype(np.float32)
-    columns, layout, options = np.array([3, 44]), Layout(), options_of(SINGLE)
+    columns, fields, options = np.array([3, 44]), StateFields(), options_of(SINGLE)
     logits[[0, 1], columns] = 88.0
-    expected = expected_records(logits, columns, layout, options)
-    gradient = row_gradient(layout, expected, columns, np.ones(2, np.bool_))
+    expected = expected_states(logits, columns, fields, options)
+    gradient = row_gradient(fields, expected, columns, np.ones(2, np.bool_))
     wanted = expected_gradient(logits, gradient, options)
     others = np.delete(wanted[0], 3)
     assert ((0 < others) & (others < 2.0**-126)).all()
     for write in (
         lambda out: write_gradient(cuda, out, logits, gradient, options),
-        lambda out: fused(cuda, out, logits, columns, layout),
+        lambda out: fused(cuda, out, logits, columns, fields),
     ):
         out = np.zeros(logits.shape, out_dtype)
         write(out)

@@ -9,20 +9,20 @@ from cuda_on_host.module import KernelFault, RawModule
 from kernels.comparing import (
     DTYPES,
     assert_gradient,
-    assert_records,
+    assert_states,
     check_plain,
     draw,
     expected_gradient,
-    expected_records,
+    expected_states,
     options_of,
-    records_of,
     row_gradient,
+    states_of,
     write_gradient,
 )
 from kernels.device_arrays import rows_in_memory
 from pce_mpi.loss.kernels import compilation
 from pce_mpi.loss.kernels.launch_config import LaunchConfig
-from pce_mpi.loss.records import Layout
+from pce_mpi.loss.softmax_state import StateFields
 
 
 def faulty(cuda, monkeypatch, tmp_path, file, correct, wrong):
@@ -50,8 +50,8 @@ def few_rows():
         for values in (logits, np.sort(logits * 5, axis=1)):
             lying, _ = rows_in_memory(values, pitch=classes + 3, shift=3)
             options = options_of(dtype)
-            expected = expected_records(lying, columns, Layout(), options)
-            gradient = row_gradient(Layout(), expected, columns, np.ones(2, np.bool_))
+            expected = expected_states(lying, columns, StateFields(), options)
+            gradient = row_gradient(StateFields(), expected, columns, np.ones(2, np.bool_))
             yield lying, columns, options, expected, gradient
 
 
@@ -59,7 +59,7 @@ def check_forward(cuda):
     for lying, columns, options, expected, _ in few_rows():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LaunchConfig, "for_forward", lambda *_: LaunchConfig(64, 128, 2**14, 1, 1))
-            assert_records(Layout(), records_of(cuda, lying, columns, Layout(), options), expected, lying.dtype)
+            assert_states(StateFields(), states_of(cuda, lying, columns, StateFields(), options), expected, lying.dtype)
 
 
 def check_backward(cuda):
@@ -81,9 +81,24 @@ FAULTS = [
     (check_forward, "forward.cu", "start += step)", "start += 2 * step)"),
     (check_forward, "forward.cu", "before.log_rescale(exponential, scale)", "exponential.log_rescale(before, scale)"),
     (check_forward, "forward.cu", "start >= 0 || target_index == 0", "start >= 0"),
-    (check_forward, "record.cuh", "sum *= exp(exponential.log_rescale(static_cast<double>(max), scale))", "sum *= 1.0"),
-    (check_forward, "record.cuh", "for (int i = 1; i < warps; ++i) value", "for (int i = 2; i < warps; ++i) value"),
-    (check_forward, "record.cuh", "__syncthreads();\n  value = warp_values[first]", "value = warp_values[first]"),
+    (
+        check_forward,
+        "softmax_state.cuh",
+        "sum *= exp(exponential.log_rescale(static_cast<double>(max), scale))",
+        "sum *= 1.0",
+    ),
+    (
+        check_forward,
+        "softmax_state.cuh",
+        "for (int i = 1; i < warps; ++i) value",
+        "for (int i = 2; i < warps; ++i) value",
+    ),
+    (
+        check_forward,
+        "softmax_state.cuh",
+        "__syncthreads();\n  value = warp_values[first]",
+        "value = warp_values[first]",
+    ),
     (check_backward, "storage.cuh", "scalars = count - vectors * width", "scalars = head"),
     (check_backward, "backward.cu", "at == held ? held_dx :", "at == held + 1 ? held_dx :"),
     (check_backward, "row_gradient.cuh", "if (held_index == i) x[i] = held_dx", "if (held_index == i) x[i] += held_dx"),

@@ -154,15 +154,15 @@ def _along(vector: Array, x: Array, axis: int) -> Array:
 
 
 def layer_norm(
-    x: Array, scale: Array | None = None, bias: Array | None = None, axis: int = -1, epsilon: float = 1e-5
+    x: Array, scale: Array | None = None, bias: Array | None = None, axis: int = -1, eps: float = 1e-5
 ) -> Array:
-    y = (x - x.mean(axis, keepdims=True)) / np.sqrt(x.var(axis, keepdims=True) + epsilon)
+    y = (x - x.mean(axis, keepdims=True)) / np.sqrt(x.var(axis, keepdims=True) + eps)
     y = y if scale is None else y * _along(scale, x, axis)
     return y if bias is None else y + _along(bias, x, axis)
 
 
-def rms_norm(x: Array, scale: Array | None = None, axis: int = -1, epsilon: float = 1e-5) -> Array:
-    y = x / np.sqrt((x * x).mean(axis, keepdims=True) + epsilon)
+def rms_norm(x: Array, scale: Array | None = None, axis: int = -1, eps: float = 1e-5) -> Array:
+    y = x / np.sqrt((x * x).mean(axis, keepdims=True) + eps)
     return y if scale is None else y * _along(scale, x, axis)
 
 
@@ -385,8 +385,8 @@ SHAPES = [
     both("slice", lambda x: x[2], normal(5), what="an element"),
     *(
         case(
-            "expand",
-            partial(pce.expand, shape=after),
+            "broadcast_to",
+            partial(pce.broadcast_to, shape=after),
             partial(np.broadcast_to, shape=after),
             normal(*before),
             what=str(after),
@@ -429,10 +429,10 @@ NORMALIZATION = [
     ),
     named("layer_norm", normal(3, 4), reference=layer_norm),
     named("layer_norm", normal(3, 4), normal(4), reference=layer_norm),
-    named("layer_norm", normal(2, 3, 4), normal(4), normal(4), reference=layer_norm, epsilon=0.01),
+    named("layer_norm", normal(2, 3, 4), normal(4), normal(4), reference=layer_norm, eps=0.01),
     named("layer_norm", normal(2, 5, 3), normal(5), normal(5), reference=layer_norm, axis=1),
     named("rms_norm", normal(3, 4), reference=rms_norm),
-    named("rms_norm", normal(3, 4), normal(3), reference=rms_norm, axis=0, epsilon=0.01),
+    named("rms_norm", normal(3, 4), normal(3), reference=rms_norm, axis=0, eps=0.01),
     named("rms_norm", normal(2, 3, 4), normal(4), reference=rms_norm),
 ]
 
@@ -561,7 +561,7 @@ def evaluate(
 
 def replicated(case: Case, mesh: Mesh) -> list[Sharding]:
     """Every operand on every rank."""
-    return [Sharding.of(mesh.layout, x.shape, {}) for x in case.operands]
+    return [Sharding.of(mesh.dim_sizes, x.shape, {}) for x in case.operands]
 
 
 def alone() -> Mesh:

@@ -256,7 +256,7 @@ class Reads:
 
     def __init__(self, cuda, monkeypatch):
         self.names = []
-        for name in ("fill_records", "write_gradient", "fill_records_and_write_gradient"):
+        for name in ("fill_states", "write_gradient", "fill_states_and_write_gradient"):
             monkeypatch.setattr(cuda, name, self._noting(name, getattr(cuda, name)))
 
     def _noting(self, name, function):
@@ -284,7 +284,7 @@ def test_one_rank_reads_its_logits_once_where_that_is_possible(comm, cupy, monke
     logits, chosen, options = on_device(cupy, problem, part_of(comm, problem))
     reads = Reads(kernels.kernels_of(logits), monkeypatch)
     pce.softmax_cross_entropy_value_and_grad(logits, chosen, comm=comm, **options)
-    once, twice = ["fill_records_and_write_gradient"], ["fill_records", "write_gradient"]
+    once, twice = ["fill_states_and_write_gradient"], ["fill_states", "write_gradient"]
     assert reads.names == (once if fused and comm.size == 1 else twice)
 
 
@@ -294,7 +294,7 @@ def test_a_mean_that_waits_for_the_rows_of_others_is_taken_of_two_passes(comm, c
     arrays = cupy.asarray(problem.logits), cupy.asarray(problem.targets)
     pce.softmax_cross_entropy_value_and_grad(*arrays, batch_comm=comm)
     pce.softmax_cross_entropy_value_and_grad(*arrays, batch_comm=comm, reduction="sum")
-    assert reads.names == ["fill_records", "write_gradient", "fill_records_and_write_gradient"]
+    assert reads.names == ["fill_states", "write_gradient", "fill_states_and_write_gradient"]
 
 
 def test_what_is_sent_is_the_same_as_on_the_host(comm, cupy):

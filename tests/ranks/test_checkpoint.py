@@ -91,13 +91,13 @@ def test_arrays_come_back_whatever_their_placements_were_and_are_to_be(comm, fol
         whole, arrays, placements = values((5, 3)), {}, {}
         for before, after in product(saved_as, loaded_as):
             name = f"{before} -> {after}"
-            arrays[name] = held(whole, mesh, lying(mesh.layout, (5, 3), *before))
+            arrays[name] = held(whole, mesh, lying(mesh.dim_sizes, (5, 3), *before))
             placements[name] = dict(zip(mesh.dims, after, strict=True))
         path = folder / f"{number}.safetensors"
         pce.save(path, arrays)
         loaded = pce.load(path, mesh, placements)
         for name, array in loaded.items():
-            assert array.sharding == Sharding.of(mesh.layout, (5, 3), placements[name])
+            assert array.sharding == Sharding.of(mesh.dim_sizes, (5, 3), placements[name])
             assert not array.requires_grad
         results.append((wholes_of(comm, loaded), dict.fromkeys(arrays, whole)))
     for got, expected in results:
@@ -140,11 +140,11 @@ def test_every_dtype_and_empty_arrays_keep_their_bits(comm, folder):
 def test_uneven_shards_are_saved_and_come_back_balanced(comm, folder):
     mesh = mesh_of(comm, comm.size)
     whole = values((7, 2))
-    ragged = lying(mesh.layout, (7, 2), Shard(0), seed=[3])
+    ragged = lying(mesh.dim_sizes, (7, 2), Shard(0), seed=[3])
     pce.save(folder / "f", {"w": held(whole, mesh, ragged)})
     loaded = pce.load(folder / "f", mesh, {"w": {"data": Shard(0)}})
     got = wholes_of(comm, loaded)
-    assert loaded["w"].sharding == Sharding.of(mesh.layout, (7, 2), {"data": Shard(0)})
+    assert loaded["w"].sharding == Sharding.of(mesh.dim_sizes, (7, 2), {"data": Shard(0)})
     np.testing.assert_array_equal(got["w"], whole)
 
 
@@ -152,7 +152,7 @@ def test_uneven_shards_are_saved_and_come_back_balanced(comm, folder):
 def test_what_is_partial_is_reduced_before_it_is_saved(comm, folder, operator):
     mesh = mesh_of(comm, *squarest(comm.size))
     whole = values((4, 3))
-    pce.save(folder / "f", {"w": held(whole, mesh, lying(mesh.layout, (4, 3), Partial(operator), Shard(1)))})
+    pce.save(folder / "f", {"w": held(whole, mesh, lying(mesh.dim_sizes, (4, 3), Partial(operator), Shard(1)))})
     assert_equal(wholes_of(comm, pce.load(folder / "f", mesh)), {"w": whole})
 
 

@@ -13,7 +13,7 @@ import pce_mpi as pce
 from pce_mpi import shard_range
 from pce_mpi.comm.collectives import agree, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from pce_mpi.comm.tracing import Purpose
-from pce_mpi.loss.records import Layout, merge
+from pce_mpi.loss.softmax_state import StateFields, merge
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 INTEGERS = [np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64]
@@ -177,7 +177,7 @@ LARGEST = np.dtype([("value", np.float64), ("rank", np.int64), ("count", np.int1
 
 
 def largest(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The record with the larger value, of the lower rank on ties; counts add up. LARGEST is 18 bytes, unaligned."""
+    """The state with the larger value, of the lower rank on ties; counts add up. LARGEST is 18 bytes, unaligned."""
     swap = (b["value"] > a["value"]) | ((b["value"] == a["value"]) & (b["rank"] < a["rank"]))
     merged = np.where(swap, b, a)
     merged["count"] = a["count"] + b["count"]
@@ -185,11 +185,11 @@ def largest(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (100_003,)], ids=str)
-def test_all_reduce_takes_a_merge_of_records(comm, shape):
+def test_all_reduce_takes_a_merge_of_states(comm, shape):
     def of(rank: int) -> np.ndarray:
-        records = np.zeros(shape, LARGEST)
-        records["value"], records["rank"], records["count"] = small(rank, shape, np.float64), rank, 1
-        return records
+        states = np.zeros(shape, LARGEST)
+        states["value"], states["rank"], states["count"] = small(rank, shape, np.float64), rank, 1
+        return states
 
     expected = of(0)
     for rank in range(1, comm.size):
@@ -201,28 +201,28 @@ def test_all_reduce_takes_a_merge_of_records(comm, shape):
         assert result.tobytes() == expected.tobytes()
 
 
-def softmax_records(rank: int, layout: Layout, rows: int) -> np.ndarray:
+def softmax_states(rank: int, fields: StateFields, rows: int) -> np.ndarray:
     rng = np.random.default_rng(100 + rank)
-    records = np.zeros(rows, layout.dtype)
-    for name in layout.names:
-        records[name] = {"argmax": rank, "scale": 0.7}.get(name, rng.uniform(0, 2, rows))
-    return records
+    states = np.zeros(rows, fields.dtype)
+    for name in fields.names:
+        states[name] = {"argmax": rank, "scale": 0.7}.get(name, rng.uniform(0, 2, rows))
+    return states
 
 
-LAYOUTS = [Layout(*flags) for flags in itertools.product((False, True), repeat=6)]
+STATE_FIELDS = [StateFields(*flags) for flags in itertools.product((False, True), repeat=6)]
 
 
 def test_all_reduce_merges_the_records_of_every_layout_and_many_do_not_exhaust_mpi_s_operators(comm):
     # MPI implementations and mpi4py have room for a few dozen user-defined operators.
     differing = []
-    for layout in LAYOUTS:
-        result = all_reduce(softmax_records(comm.rank, layout, 9), comm, merge, **WHY)
-        expected = softmax_records(0, layout, 9)
+    for fields in STATE_FIELDS:
+        result = all_reduce(softmax_states(comm.rank, fields, 9), comm, merge, **WHY)
+        expected = softmax_states(0, fields, 9)
         for rank in range(1, comm.size):
-            expected = merge(expected, softmax_records(rank, layout, 9))
-        for name in layout.names:
+            expected = merge(expected, softmax_states(rank, fields, 9))
+        for name in fields.names:
             if not np.allclose(result[name], expected[name], rtol=1e-12, atol=0):
-                differing.append((layout, name))
+                differing.append((fields, name))
     assert differing == []
 
 
@@ -327,11 +327,11 @@ def test_reduce_scatter_takes_any_memory_order_and_blocks_without_axes(comm):
             check(reduce_scatter([each[order] for each in orders], comm, "sum", **WHY), np.asarray(total))
 
 
-def test_reduce_scatter_takes_a_merge_of_records(comm):
+def test_reduce_scatter_takes_a_merge_of_states(comm):
     def block(source: int, to: int) -> np.ndarray:
-        records = np.zeros((to + 1, 3), LARGEST)
-        records["value"], records["rank"], records["count"] = small(10 * source + to, (to + 1, 3), float), source, 1
-        return records
+        states = np.zeros((to + 1, 3), LARGEST)
+        states["value"], states["rank"], states["count"] = small(10 * source + to, (to + 1, 3), float), source, 1
+        return states
 
     result = reduce_scatter([block(comm.rank, to) for to in range(comm.size)], comm, largest, **WHY)
     expected = block(0, comm.rank)
@@ -372,7 +372,7 @@ def test_the_trace_says_which_collective_over_what_of_how_many_bytes_and_why(com
     ranks = range(comm.size)
     with pce.trace() as trace:
         all_reduce(np.zeros((2, 3), np.float32), comm, "sum", operation="one", over="data", reason="because")
-        all_reduce(np.zeros(4, LARGEST), comm, largest, operation="two", reason="records")
+        all_reduce(np.zeros(4, LARGEST), comm, largest, operation="two", reason="states")
         all_gather(np.zeros(comm.rank, np.int16), comm, [(rank,) for rank in ranks], operation="three", reason="all")
         all_to_all([np.zeros(5, np.int8)] * comm.size, comm, [(5,)] * comm.size, operation="four", reason="each")
         reduce_scatter([np.zeros(3)] * comm.size, comm, "sum", operation="five", reason="sum")
@@ -380,7 +380,7 @@ def test_the_trace_says_which_collective_over_what_of_how_many_bytes_and_why(com
     events = [(event.operation, event.collective, event.over, event.bytes, event.reason) for event in trace.events]
     assert events == [
         ("one", "all_reduce", "data", 24, "because"),
-        ("two", "all_reduce", "comm", 4 * LARGEST.itemsize, "records"),
+        ("two", "all_reduce", "comm", 4 * LARGEST.itemsize, "states"),
         ("three", "all_gather", "comm", 2 * comm.rank, "all"),
         ("four", "all_to_all", "comm", 5 * (comm.size - 1), "each"),
         ("five", "reduce_scatter", "comm", 24 * comm.size, "sum"),

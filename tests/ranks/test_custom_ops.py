@@ -37,7 +37,7 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 
 def at(mesh: Mesh, whole: np.ndarray, *placements: Placement, requires_grad: bool = False, splits: Any = None):
     """The distributed array that is `whole`, with random terms where it is Partial, and random `splits` if asked."""
-    sharding = lying(mesh.layout, whole.shape, *placements, seed=splits)
+    sharding = lying(mesh.dim_sizes, whole.shape, *placements, seed=splits)
     return DistArray(local_of(whole, sharding, mesh.coordinates), mesh, sharding, requires_grad=requires_grad)
 
 
@@ -530,7 +530,7 @@ def test_on_two_dims_of_a_mesh_numpy_s_functions_see_the_global_array(comm):
 
 def test_cupy_arrays_stay_where_they_are(line, cupy):
     whole = numbers(5, 3)
-    sharding = lying(line.layout, whole.shape, Shard(0))
+    sharding = lying(line.dim_sizes, whole.shape, Shard(0))
     x = DistArray(cupy.asarray(local_of(whole, sharding, line.coordinates)), line, sharding)
     result = pce.op(lambda x: x * 2)(x)
     assert isinstance(result.local, cupy.ndarray)

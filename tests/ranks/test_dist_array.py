@@ -71,7 +71,7 @@ def test_each_rank_gets_its_part_and_nothing_is_sent(comm):
                 with pce.trace() as trace:
                     x = distribute(whole, grid, data=one, model=other)
                 assert trace.events == []
-                assert x.sharding == lying(grid.layout, shape, one, other)
+                assert x.sharding == lying(grid.dim_sizes, shape, one, other)
                 same(x.local, whole[x.sharding.slices(grid.coordinates)])
 
 
@@ -176,10 +176,10 @@ def test_one_rank_that_has_the_array_sends_to_each_what_it_needs(comm):
             x = distribute(mine, mesh_of(comm, *sizes), src_rank=source, data=one, model=other)
         made.append((x, source, (one, other), trace))
     for x, source, (one, other), trace in made:
-        assert x.sharding == lying(x.mesh.layout, (7, 5), one, other)
+        assert x.sharding == lying(x.mesh.dim_sizes, (7, 5), one, other)
         same(x.local, whole[x.sharding.slices(x.mesh.coordinates)])
         assert not np.shares_memory(x.local, whole)
-        shapes = [x.sharding.local_shape(where) for where in ranks_of(x.mesh.layout)]
+        shapes = [x.sharding.local_shape(where) for where in ranks_of(x.mesh.dim_sizes)]
         sent = sum(rows * columns * 8 for rank, (rows, columns) in enumerate(shapes) if rank != source)
         (event,) = trace.select()
         assert (event.collective, event.operation, event.over) == ("all_to_all", "distribute", "data, model")
@@ -331,7 +331,7 @@ def test_uneven_shards_are_taken_as_they_are(comm):
     whole, made = numbers((9, 6)), []
     for sizes, (one, other) in product(factorizations(comm.size, 2), product(placements_of(2), repeat=2)):
         grid = mesh_of(comm, *sizes)
-        sharding = lying(grid.layout, (9, 6), one, other, seed=[4])
+        sharding = lying(grid.dim_sizes, (9, 6), one, other, seed=[4])
         x = from_local(whole[sharding.slices(grid.coordinates)], grid, data=one, model=other)
         made.append((sharding, x, x.full()))
     for sharding, x, full in made:
@@ -679,7 +679,7 @@ def test_only_ranks_along_replicate_dims_are_compared(comm):
 
 def test_every_group_of_ranks_that_differ_is_named(comm, grid):
     x = distribute(numbers((8, 5)), grid, model=Shard(1))
-    last_row = [rank for rank, where in enumerate(ranks_of(grid.layout)) if where["data"] == grid.dims["data"] - 1]
+    last_row = [rank for rank, where in enumerate(ranks_of(grid.dim_sizes)) if where["data"] == grid.dims["data"] - 1]
     kind, text = error_of(lambda: check_replicas(spoiled(x, comm, *last_row)))
     if grid.dims["data"] > 1:
         assert kind == "ValueError"
@@ -757,7 +757,7 @@ def test_ranks_that_check_different_arrays_hear_so(comm, mesh, impatient):
 def test_a_sharding_that_two_ranks_see_differently_would_not_go_unnoticed(comm, mesh):
     # Split points are part of what ranks agree on.
     splits = ((0, *sorted([1 + (comm.rank == 0)] * (comm.size - 1)), 9), None)
-    sharding = Sharding(mesh.layout, (9, 2), (Shard(0),), splits)
+    sharding = Sharding(mesh.dim_sizes, (9, 2), (Shard(0),), splits)
     x = DistArray(np.ones(sharding.local_shape(mesh.coordinates)), mesh, sharding)
     error = error_of(lambda: check_replicas(x))
     assert error[0] == ("CollectiveError" if comm.size > 1 else "")

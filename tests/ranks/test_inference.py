@@ -86,12 +86,12 @@ def cases() -> Iterator[Case]:
     yield case("transpose", (3, 4, 5))
     yield case("transpose", (3, 4, 5), axes=(1, 0, 2))
     yield case("swapaxes", (3, 4, 5), axis1=0, axis2=-1)
-    yield case("expand", (1, 3), shape=(2, 5, 3))
+    yield case("broadcast_to", (1, 3), shape=(2, 5, 3))
     yield case("concatenate", (5, 3), (2, 3))
     yield case("concatenate", (5, 3), (5, 1), (5, 2), axis=1)
     yield case("concatenate", (5, 3), (5, 1), axis=None)
-    yield case("cut", (6, 4), index=(slice(1, 3), ...))
-    yield case("cut", (6, 4, 2), index=(2, slice(None, None, -2)))
+    yield case("getitem", (6, 4), index=(slice(1, 3), ...))
+    yield case("getitem", (6, 4, 2), index=(2, slice(None, None, -2)))
     yield case("split", (6, 4), indices_or_sections=2)
     yield case("split", (6, 4), indices_or_sections=[1, 2], axis=1)
     yield case("embedding", (4, 3), (7, 3), dtypes=(N, F))
@@ -170,7 +170,7 @@ class Outcome(NamedTuple):
 def done(case: Case, mesh: Mesh, lies: list[tuple[Placement, ...]], needed: dict[int, Any]) -> Outcome:
     operands = []
     for index, (shape, dtype, placements) in enumerate(zip(case.shapes, case.dtypes, lies, strict=True)):
-        sharding = lying(mesh.layout, shape, *placements)
+        sharding = lying(mesh.dim_sizes, shape, *placements)
         local = local_of(whole(index, shape, dtype), sharding, mesh.coordinates)
         operands.append(DistArray(local, mesh, sharding))
     needed.clear()
@@ -206,14 +206,14 @@ def needed(monkeypatch) -> dict[int, Any]:
     seen: dict[int, Any] = {}
     for name in ("autograd.apply", "ops.embedding"):
         module = importlib.import_module(f"pce_mpi.{name}")
-        moved = module.moved
+        original = module.redistributed
 
-        def watched(x: DistArray, target: Any, moved: Any = moved, **options: Any) -> DistArray:
+        def watched(x: DistArray, target: Any, original: Any = original, **options: Any) -> DistArray:
             seen.setdefault(id(x), dict(target.by_dim))
             seen[-id(x)] = x  # so that no other array gets its id
-            return moved(x, target, **options)
+            return original(x, target, **options)
 
-        monkeypatch.setattr(module, "moved", watched)
+        monkeypatch.setattr(module, "redistributed", watched)
     return seen
 
 

@@ -42,13 +42,13 @@ def test_ranks_are_laid_out_row_by_row_in_the_order_of_the_communicator(comm):
         assert (mesh.rank, mesh.size) == (comm.rank, comm.size)
         assert tuple(mesh.dims.values()) == sizes
         assert tuple(mesh.coordinates.values()) == np.unravel_index(comm.rank, sizes)
-        assert mesh.coordinates == ranks_of(mesh.layout)[comm.rank]
+        assert mesh.coordinates == ranks_of(mesh.dim_sizes)[comm.rank]
         assert list(mesh.coordinates) == list(mesh.dims) == list(NAMES[: len(sizes)])
 
 
 def test_dims_keep_the_order_in_which_they_are_named(comm):
     mesh = Mesh(comm, z=1, a=comm.size, m=1)
-    assert mesh.layout == (("z", 1), ("a", comm.size), ("m", 1))
+    assert mesh.dim_sizes == (("z", 1), ("a", comm.size), ("m", 1))
     assert mesh.dims == {"z": 1, "a": comm.size, "m": 1}
     assert mesh.coordinates == {"z": 0, "a": comm.rank, "m": 0}
 
@@ -93,7 +93,7 @@ def test_the_communicator_of_some_dims_has_the_ranks_that_differ_in_them_only_th
                 mine = mesh.comm(*dims)
                 found.append((mesh, dims, mine.rank, mine.allgather(comm.rank)))
     for mesh, dims, rank, members in found:
-        everywhere = ranks_of(mesh.layout)
+        everywhere = ranks_of(mesh.dim_sizes)
         fixed = [dim for dim in mesh.dims if dim not in dims]
         here = everywhere[comm.rank]
         expected = [r for r, there in enumerate(everywhere) if all(there[dim] == here[dim] for dim in fixed)]
@@ -264,7 +264,7 @@ def test_messages_on_a_communicator_of_a_mesh_are_the_caller_s_own(comm):
 def test_two_meshes_of_the_same_ranks_are_different_meshes(comm):
     one, other = Mesh(comm, data=comm.size), Mesh(comm, data=comm.size)
     assert one != other
-    assert one.layout == other.layout
+    assert one.dim_sizes == other.dim_sizes
     assert one.comm("data") is not other.comm("data")
 
 

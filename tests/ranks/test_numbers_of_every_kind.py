@@ -88,7 +88,7 @@ def test_norms_of_halves_whose_squares_are_too_large_are_right(sharded, dtype):
 
 def test_whole_numbers_are_normalized_as_real_ones(sharded):
     x = sharded(np.array([[1, 3], [0, 8], [2, 4]]))
-    np.testing.assert_allclose(pce.layer_norm(x, epsilon=0.0).full(), [[-1, 1]] * 3)
+    np.testing.assert_allclose(pce.layer_norm(x, eps=0.0).full(), [[-1, 1]] * 3)
     np.testing.assert_allclose(pce.gelu(x).full(), pce.gelu(x.astype(np.float64)).full())
 
 

@@ -135,7 +135,7 @@ def combinations_of(case, mesh):
             yield (
                 number,
                 [
-                    lying(mesh.layout, x.shape, placed, seed=[number, index] if uneven else None)
+                    lying(mesh.dim_sizes, x.shape, placed, seed=[number, index] if uneven else None)
                     for index, (x, placed) in enumerate(zip(case.operands, placements, strict=True))
                 ],
             )
@@ -172,7 +172,7 @@ def layouts(draw, shape, dtype, dims):
 @settings(max_examples=250 if MPI.COMM_WORLD.size > 3 else 80)  # fewer ranks make no two dims of several ranks each
 def test_results_and_gradients_are_those_of_one_process_over_two_dims(comm, data, case, dtype):
     mesh = mesh_of(comm, *data.draw(st.sampled_from(list(factorizations(comm.size, 2)))))
-    shardings = [data.draw(layouts(x.shape, x.dtype, mesh.layout)) for x in case.operands]
+    shardings = [data.draw(layouts(x.shape, x.dtype, mesh.dim_sizes)) for x in case.operands]
     required = [has and data.draw(st.integers(0, 3)) > 0 for has in case.has_gradient]
     with in_step(comm):
         done = run(case, mesh, shardings, dtype, required=required, agreed=True)
@@ -219,7 +219,7 @@ def test_an_axis_of_one_element_is_not_newly_sharded():
 
 
 def contraction_called_replicate(matmul):
-    return replace(matmul, rule=lambda a, b: replace(matmul.rule(a, b), reduces=None, joined=frozenset({"k"})))
+    return replace(matmul, rule=lambda a, b: replace(matmul.rule(a, b), reduces=None, merged=frozenset({"k"})))
 
 
 def logsumexp_called_a_sum(logsumexp):

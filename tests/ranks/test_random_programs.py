@@ -97,7 +97,7 @@ WHOLE: dict[str, Callable[..., Any]] = {
     "maximum": maximum,
     "max": extreme(np.max),
     "min": extreme(np.min),
-    "expand": np.broadcast_to,
+    "broadcast_to": np.broadcast_to,
     "embedding": embedding,
     "mse": lambda x, y: np.square(x - y).mean(),
     "running_sum": lambda x: np.cumsum(x, 0),
@@ -133,7 +133,7 @@ def on_ranks(mesh: Mesh, parameters: dict[int, DistArray]) -> dict[str, Any]:
 
     def of(whole: Array, number: int, ragged: bool, placements: Any, requires_grad: bool = False) -> DistArray:
         placed = (placements.get(dim, Replicate()) for dim in mesh.dims)
-        sharding = lying(mesh.layout, whole.shape, *placed, seed=[number] if ragged else None)
+        sharding = lying(mesh.dim_sizes, whole.shape, *placed, seed=[number] if ragged else None)
         local = local_of(whole, sharding, mesh.coordinates, seed=number)
         # What order the elements have in memory is a rank's own affair.
         local = np.asarray(local, order="F" if (number + mesh.rank) % 2 else "C")
@@ -377,7 +377,7 @@ def part(w: Writer, x: str) -> str:
 def stretch(w: Writer, x: str) -> str:
     shape = w.variables[x].shape
     after = tuple(w.one(*w.lengths) if length == 1 else length for length in shape)
-    return f"expand({x}, {(*w.shape(0, 1), *after)})"
+    return f"broadcast_to({x}, {(*w.shape(0, 1), *after)})"
 
 
 def choice(w: Writer, x: str) -> str:

@@ -113,8 +113,8 @@ def cases_of(mesh: Mesh, splits: str, pairs: Iterable[Any], dtype: Any = np.floa
     whole, cases = numbers(shape, dtype), []
     for number, (one, other) in enumerate(pairs):
         seeds = ([number, 0], [number, 1]) if splits == "ragged" else (None, None)
-        source = lying(mesh.layout, shape, *one, seed=seeds[0])
-        cases.append(Case(whole, source, lying(mesh.layout, shape, *other, seed=seeds[1])))
+        source = lying(mesh.dim_sizes, shape, *one, seed=seeds[0])
+        cases.append(Case(whole, source, lying(mesh.dim_sizes, shape, *other, seed=seeds[1])))
     return cases
 
 
@@ -196,7 +196,7 @@ def test_on_three_dims(comm):
 def test_arrays_without_axes_and_without_elements(comm, shape):
     mesh = mesh_of(comm, comm.size)
     every = product(placements_of(len(shape), *OPERATORS), repeat=2)
-    shardings = [(lying(mesh.layout, shape, one), lying(mesh.layout, shape, other)) for one, other in every]
+    shardings = [(lying(mesh.dim_sizes, shape, one), lying(mesh.dim_sizes, shape, other)) for one, other in every]
     wrong = differences(comm, mesh, [Case(numbers(shape), *both) for both in shardings])
     assert wrong == []
 
@@ -364,7 +364,7 @@ def test_what_ranks_hold_may_lie_in_memory_in_any_order(comm, layout):
     whole = numbers((7, 5))
     wrong = []
     for one, other in product(placements_of(2, "sum"), repeat=2):
-        source, target = lying(mesh.layout, (7, 5), one), lying(mesh.layout, (7, 5), other)
+        source, target = lying(mesh.dim_sizes, (7, 5), one), lying(mesh.dim_sizes, (7, 5), other)
         local = local_of(whole, source, mesh.coordinates)
         local = {
             "Fortran": local.copy("F"),
@@ -398,7 +398,7 @@ def test_what_sends_nothing_does_not_even_agree(comm):
     silent += [(Shard(0), Partial("sum")), (Shard(1), Partial("sum"))]
     with pce.trace() as trace:
         for one, other in silent:
-            source, target = lying(mesh.layout, (7, 5), one), lying(mesh.layout, (7, 5), other)
+            source, target = lying(mesh.dim_sizes, (7, 5), one), lying(mesh.dim_sizes, (7, 5), other)
             redistribute(DistArray(local_of(numbers((7, 5)), source, mesh.coordinates), mesh, source), target, **WHY)
     assert trace.events == []
 
@@ -455,7 +455,7 @@ def test_ranks_that_want_different_things_all_hear_so_and_can_go_on(comm, impati
     x = distribute(whole, mesh, data=Shard(0))
     first = comm.rank == 0
     wanted = x.sharding.with_placements({"data": Replicate() if first else Shard(1)})
-    other_splits = lying(mesh.layout, (7, 5), Shard(0), seed=[1 if first else 2])
+    other_splits = lying(mesh.dim_sizes, (7, 5), Shard(0), seed=[1 if first else 2])
     errors = [
         error_of(x, wanted),
         error_of(x, other_splits),
@@ -515,8 +515,8 @@ def test_what_has_no_meaning_raises_where_it_is_asked_for(comm, dtype, operator)
 
 
 def carried_out_but(verb, change):
-    """`carry_out`, but for one verb, whose result is changed."""
-    right = dist_array.carry_out
+    """`run_step`, but for one verb, whose result is changed."""
+    right = dist_array.run_step
 
     def carried_out(step, local, mesh, *why):
         result = right(step, local, mesh, *why)
@@ -531,19 +531,19 @@ PLANTS = {
         lambda array, comm, shapes, **why: all_gather(array, comm, shapes, **why)[::-1],
     ),
     "the slice of another rank": (
-        "carry_out",
+        "run_step",
         carried_out_but("slice", lambda step, local, mesh, result: np.roll(local, 6, step.axis)[:6, :12]),
     ),
     "every rank keeps its term of a sum": (
-        "carry_out",
+        "run_step",
         carried_out_but("keep", lambda step, local, mesh, result: local),
     ),
     "only one rank keeps a maximum": (
-        "carry_out",
+        "run_step",
         carried_out_but("keep", lambda step, local, mesh, result: local * (mesh.rank == 0)),
     ),
     "a shard is padded at the front": (
-        "carry_out",
+        "run_step",
         carried_out_but("pad", lambda step, local, mesh, result: np.sort(result, step.axis)),
     ),
     "an average is not divided": (
@@ -578,7 +578,7 @@ PLANTS = {
         ][1:],
     ),
     "the argument is written to": (
-        "carry_out",
+        "run_step",
         carried_out_but("pad", lambda step, local, mesh, result: (result, local.fill(0))[0]),
     ),
 }
@@ -590,10 +590,10 @@ def test_a_wrong_implementation_is_caught(comm, monkeypatch, plant):
     mesh = mesh_of(comm, comm.size)
     whole = numbers((12, 24))
     every = [
-        (lying(mesh.layout, (12, 24), one), lying(mesh.layout, (12, 24), other))
+        (lying(mesh.dim_sizes, (12, 24), one), lying(mesh.dim_sizes, (12, 24), other))
         for ((one,), (other,)) in pairs(1, *OPERATORS)
     ]
     name, planted = PLANTS[plant]
-    monkeypatch.setattr(dist_array if name == "carry_out" else transport, name, planted)
+    monkeypatch.setattr(dist_array if name == "run_step" else transport, name, planted)
     wrong = differences(comm, mesh, [Case(whole, *both) for both in every])
     assert wrong or comm.size == 1

@@ -56,7 +56,7 @@ def numbers(*shape: int, seed: int = 0) -> Array:
 def at(mesh: Mesh, whole: Any, *placements: Placement, requires_grad: bool = False, seed: int = 0, splits: Any = None):
     """The distributed array that is `whole`, with random terms where it is Partial, and random `splits` if asked."""
     whole = np.asarray(whole)
-    sharding = lying(mesh.layout, whole.shape, *placements, seed=splits)
+    sharding = lying(mesh.dim_sizes, whole.shape, *placements, seed=splits)
     return DistArray(local_of(whole, sharding, mesh.coordinates, seed), mesh, sharding, requires_grad=requires_grad)
 
 
@@ -105,7 +105,7 @@ MOVEMENTS: dict[str, Formula] = {
     "reshape of all": lambda p: np.reshape(p, -1),
     "transpose": lambda p: p.T,
     "swapaxes": lambda p: np.swapaxes(p, 0, 1),
-    "expand": lambda p: np.broadcast_to(p, (2, 6, 4)),
+    "broadcast_to": lambda p: np.broadcast_to(p, (2, 6, 4)),
     "slice": lambda p: p[1:5:2, ::-1],
     "one row": lambda p: p[-1],
     "split": lambda p: np.split(p, 2)[1],
@@ -687,7 +687,7 @@ def test_a_shard_with_one_row_is_no_axis_of_length_one(line):
     x = DistArray(
         numbers(n, 2)[splits[line.rank] : splits[line.rank + 1]],
         line,
-        Sharding.of(line.layout, (n, 2), {"data": Shard(0)}, {0: splits}),
+        Sharding.of(line.dim_sizes, (n, 2), {"data": Shard(0)}, {0: splits}),
     )
     y = at(line, numbers(5 * n, 2), Shard(0))
     for function in (pce.add, pce.multiply, pce.maximum):
@@ -716,7 +716,7 @@ def test_a_sharded_axis_of_length_one_is_replicated_before_it_is_stretched(line,
     moved = [event for event in trace.select() if event.before == "Shard(0)"]
     result.sum().backward()
     check(x.grad, b.sum(axis=0, keepdims=True), *placements(x.grad))
-    np.testing.assert_array_equal(whole_of(pce.expand(x, (4, 3))), np.broadcast_to(a, (4, 3)))
+    np.testing.assert_array_equal(whole_of(pce.broadcast_to(x, (4, 3))), np.broadcast_to(a, (4, 3)))
     assert len(moved) == 1
 
 
@@ -763,7 +763,7 @@ def test_reshape_keeps_a_shard_where_every_split_point_is_the_end_of_a_row(line)
     ):
         splits = tuple(3 * end for end in ends)
         local = a[splits[line.rank] : splits[line.rank + 1]]
-        x = DistArray(local, line, Sharding.of(line.layout, a.shape, {"data": Shard(0)}, {0: splits}))
+        x = DistArray(local, line, Sharding.of(line.dim_sizes, a.shape, {"data": Shard(0)}, {0: splits}))
         result, trace = traced(pce.reshape, x, (rows, 3))
         check(result, a.reshape(rows, 3), Shard(0))
         assert result.sharding.splits[0] == tuple(ends)
@@ -777,7 +777,7 @@ def test_reshape_redistributes_where_a_split_point_is_within_a_row(line):
     x = DistArray(
         a[splits[line.rank] : splits[line.rank + 1]],
         line,
-        Sharding.of(line.layout, a.shape, {"data": Shard(0)}, {0: splits}),
+        Sharding.of(line.dim_sizes, a.shape, {"data": Shard(0)}, {0: splits}),
     )
     result, trace = traced(pce.reshape, x, (rows, 3))
     check(result, a.reshape(rows, 3), Shard(0))

@@ -52,7 +52,7 @@ def parameter(whole, mesh, **placements):
 
 
 def gradient(whole, mesh, seed=0, **placements):
-    return held(whole, mesh, Sharding.of(mesh.layout, whole.shape, placements), seed=seed)
+    return held(whole, mesh, Sharding.of(mesh.dim_sizes, whole.shape, placements), seed=seed)
 
 
 def whole_of(array):
@@ -111,8 +111,8 @@ def test_steps_are_those_of_one_process_for_every_placement_of_parameter_and_gra
         for shape in [(5, 3), (7,), ()]:
             for placed, of_gradient in placements_with_gradients(len(shape), len(mesh.dims)):
                 values = wholes(shape, 3, seed=len(cases))
-                lies = Sharding.of(mesh.layout, shape, dict(zip(mesh.dims, placed, strict=True)))
-                gradient_lies = Sharding.of(mesh.layout, shape, dict(zip(mesh.dims, of_gradient, strict=True)))
+                lies = Sharding.of(mesh.dim_sizes, shape, dict(zip(mesh.dims, placed, strict=True)))
+                gradient_lies = Sharding.of(mesh.dim_sizes, shape, dict(zip(mesh.dims, of_gradient, strict=True)))
                 cases.append((values, gradient_lies))
                 parameters.append(held(values[0], mesh, lies, requires_grad=True))
         optimizer = SGD(parameters, lr=0.0, **options)
@@ -149,7 +149,7 @@ def test_arrays_of_any_shape_are_stepped_however_many_blocks_they_have(comm, sha
 def test_uneven_and_empty_shards_keep_their_split_points(comm):
     mesh = mesh_of(comm, comm.size)
     values = wholes((6, 2), 1, seed=3)
-    lies = lying(mesh.layout, (6, 2), Shard(0), seed=[5])
+    lies = lying(mesh.dim_sizes, (6, 2), Shard(0), seed=[5])
     scattered, in_place = (held(values[0], mesh, lies, requires_grad=True) for _ in range(2))
     scattered.grad = gradient(values[1], mesh, data=SUM)
     in_place.grad = held(values[1], mesh, lies)
@@ -167,8 +167,8 @@ def test_a_gradient_may_have_any_memory_order_and_is_left_alone(comm):
     by_column = np.asfortranarray(values[1])
     one = np.broadcast_to(np.float32(1), (6, 4))
     parameters = [parameter(values[0], mesh) for _ in range(4)]
-    whole = Sharding.of(mesh.layout, (6, 4), {})
-    partial = Sharding.of(mesh.layout, (6, 4), {"data": SUM})
+    whole = Sharding.of(mesh.dim_sizes, (6, 4), {})
+    partial = Sharding.of(mesh.dim_sizes, (6, 4), {"data": SUM})
     for w, local, lies in zip(parameters, [by_column, one] * 2, [whole, whole, partial, partial], strict=True):
         w.grad = DistArray(local, mesh, lies)
     before = [w.local for w in parameters]
@@ -211,7 +211,7 @@ def test_replicas_have_the_same_bits_after_100_steps_and_the_numbers_of_one_proc
         optimizer = SGD(parameters.values(), lr=0.01, **options)
         for term in terms.astype(np.float32):
             for w in parameters.values():
-                sharding = Sharding.of(mesh.layout, shape, of_gradients)
+                sharding = Sharding.of(mesh.dim_sizes, shape, of_gradients)
                 w.grad = DistArray(term[mesh.rank], mesh, sharding)
             optimizer.step()
         for w in parameters.values():
@@ -245,7 +245,7 @@ def test_the_terms_of_a_half_gradient_are_summed_in_float32_and_rounded_once(com
     mesh = mesh_of(comm, *squarest(comm.size))
     w = parameter(np.zeros((4, 2), np.float16), mesh, data=Shard(0))
     local = np.full((4, 2), 2048 if mesh.rank == 0 else 1, np.float16)
-    w.grad = DistArray(local, mesh, Sharding.of(mesh.layout, (4, 2), {"data": SUM, "model": SUM}))
+    w.grad = DistArray(local, mesh, Sharding.of(mesh.dim_sizes, (4, 2), {"data": SUM, "model": SUM}))
     SGD([w], lr=1.0).step()
     expected = np.float32(2048 + comm.size - 1).astype(np.float16)
     np.testing.assert_array_equal(w.grad.local, np.full_like(w.local, expected))

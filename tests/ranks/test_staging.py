@@ -13,7 +13,7 @@ from pce_mpi.cli.gpus import gpu_of, take_gpu_of_rank
 from pce_mpi.comm import collectives
 from pce_mpi.comm import communicators as channel
 from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from pce_mpi.loss.records import Layout, merge
+from pce_mpi.loss.softmax_state import StateFields, merge
 import strict_cupy
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int32, np.uint8, np.int64]
@@ -116,33 +116,33 @@ def test_a_sum_may_be_left_in_the_memory_that_is_sent(comm, cupy, way):
     assert cupy.asnumpy(total).tolist() == [sum(range(1, comm.size + 1))] * 5
 
 
-LAYOUTS = [
-    Layout(),
-    Layout(scaled=True, held_weight=True, weights=True),
-    Layout(hold_largest=True, target=True, entropy=True),
+STATE_FIELDS = [
+    StateFields(),
+    StateFields(scaled=True, held_weight=True, weights=True),
+    StateFields(hold_largest=True, target=True, entropy=True),
 ]
 
 
-def records_of(rank, layout, rows):
+def states_of(rank, fields, rows):
     rng = np.random.default_rng(rank)
-    records = np.zeros(rows, layout.dtype)
-    for name in layout.names:
-        records[name] = {"argmax": 2**62 + rank, "scale": 0.7}.get(name, rng.uniform(0, 2, rows))
-    return records
+    states = np.zeros(rows, fields.dtype)
+    for name in fields.names:
+        states[name] = {"argmax": 2**62 + rank, "scale": 0.7}.get(name, rng.uniform(0, 2, rows))
+    return states
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout.names))
+@pytest.mark.parametrize("fields", STATE_FIELDS, ids=lambda fields: " ".join(fields.names))
 @pytest.mark.parametrize("aware", ["0", "1"])
-def test_records_on_a_gpu_merge_as_structured_ones_do(comm, cupy, monkeypatch, layout, aware):
+def test_states_on_a_gpu_merge_as_structured_ones_do(comm, cupy, monkeypatch, fields, aware):
     monkeypatch.setenv("PCE_MPI_GPU_AWARE", aware)
     for rows in (0, 5):
-        mine = records_of(comm.rank, layout, rows)
+        mine = states_of(comm.rank, fields, rows)
         expected = all_reduce(mine, comm, merge, **WHY)
-        columns = cupy.asarray(mine.view(np.float64).reshape(rows, len(layout.names)))
-        merged = all_reduce(columns, comm, merge, element=layout.dtype, **WHY)
-        fields = layout.fields(merged)
-        assert list(fields) == list(layout.names)
-        assert all(same(cupy.asnumpy(fields[name]), expected[name].copy()) for name in layout.names)
+        columns = cupy.asarray(mine.view(np.float64).reshape(rows, len(fields.names)))
+        merged = all_reduce(columns, comm, merge, element=fields.dtype, **WHY)
+        values = fields.by_name(merged)
+        assert list(values) == list(fields.names)
+        assert all(same(cupy.asnumpy(values[name]), expected[name].copy()) for name in fields.names)
 
 
 def test_what_mpi_cannot_reduce_on_a_gpu_is_staged_although_it_is_aware_of_gpus(comm, cupy, monkeypatch):
@@ -159,7 +159,7 @@ def test_what_mpi_cannot_reduce_on_a_gpu_is_staged_although_it_is_aware_of_gpus(
 def test_what_one_rank_reduces_alone_stays_on_its_gpu(cupy, monkeypatch):
     forbid_staging(monkeypatch)
     mine = cupy.asarray(np.arange(6.0).reshape(2, 3))
-    for more in ({}, {"element": Layout().dtype}):
+    for more in ({}, {"element": StateFields().dtype}):
         result = all_reduce(mine, MPI.COMM_SELF, merge, **more, **WHY)
         assert np.array_equal(cupy.asnumpy(result), cupy.asnumpy(mine))
         assert result.data.ptr != mine.data.ptr

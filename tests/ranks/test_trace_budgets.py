@@ -57,7 +57,7 @@ EVERYWHERE = {"*": Replicated()}
 
 def local_bytes(mesh: Mesh, shape: tuple[int, ...], itemsize: int = 4, **placements: Any) -> int:
     """What this rank holds of an array."""
-    sharding = Sharding.of(mesh.layout, shape, placements)
+    sharding = Sharding.of(mesh.dim_sizes, shape, placements)
     return itemsize * prod(sharding.local_shape(mesh.coordinates))
 
 

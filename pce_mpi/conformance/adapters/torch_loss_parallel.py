@@ -87,7 +87,7 @@ class TorchLossParallel:
             loss: Any = functional.cross_entropy(x, tensor_of(targets), w, **options)
 
         def backward(dloss: Any) -> Any:
-            upstream = tensor_of(dloss).to(loss.dtype).expand(loss.shape)
+            upstream = tensor_of(dloss).to(loss.dtype).broadcast_to(loss.shape)
             upstream = DTensor.from_local(upstream, self._mesh, [Replicate()], run_check=False)
             with loss_parallel():
                 gradient: Any

@@ -38,7 +38,7 @@ def loss_and_backward(loss: Any, logits: Any) -> tuple[Any, Callable[[Any], Any]
     import torch
 
     def backward(dloss: Any) -> Any:
-        upstream = tensor_of(dloss).to(loss.dtype).expand(loss.shape)
+        upstream = tensor_of(dloss).to(loss.dtype).broadcast_to(loss.shape)
         (gradient,) = torch.autograd.grad(loss, logits, grad_outputs=upstream, retain_graph=True)
         return gradient.detach()
 

@@ -6,7 +6,7 @@ the passes over it: copy, max, subtract, exp, sum.
 
 Float32 has 24 bits, and a loss is asked for to 4 units of the last. Three habits see to it, at no cost in speed:
 
-- The classes of a row are cut into segments, at least 4, and each makes a record of its own; records merge in float64,
+- The classes of a row are cut into segments, at least 4, and each makes a state of its own; states merge in float64,
   like those of shards. Each segment subtracts another reference than its neighbour. So a logit that stands in a row a
   thousand times is not rounded the same way a thousand times, nor is its exponential (np.exp: up to 2.5 ulp).
 - Exponentials are added to each other in pairs in float32, which costs half an ulp, and those sums in float64. (In
@@ -25,10 +25,10 @@ import numpy as np
 
 from pce_mpi.loss.kernels.terms import ClassWeights, RowGradient, Transform
 from pce_mpi.loss.kernels.tiles import SEGMENTS, Buffers, Tile, parts_of, tiles_of
-from pce_mpi.loss.records import Layout, merge
+from pce_mpi.loss.softmax_state import StateFields, merge
 from pce_mpi.memory import same_memory
 
-__all__ = ["fill_records", "write_gradient"]
+__all__ = ["fill_states", "write_gradient"]
 
 Array = np.ndarray[Any, Any]
 
@@ -96,10 +96,10 @@ def _class_weights(tile: Tile, weights: ClassWeights, buffers: Buffers) -> Array
     return u
 
 
-def fill_records(
+def fill_states(
     logits: Array,
     target_column: Array | None,
-    layout: Layout,
+    fields: StateFields,
     *,
     weights: ClassWeights,
     transform: Transform,
@@ -107,29 +107,29 @@ def fill_records(
     class_start: int,
     exponentials: Array | None = None,
 ) -> tuple[Array, Array]:
-    """The record of every row of this shard.
+    """The state of every row of this shard.
 
     `logits` is (outer, classes, inner). `target_column` (rows,) is the local column of the row's target, -1 where it
     is elsewhere; None where rows have no one target. `exponentials`, shaped as the logits and possibly the same array,
     takes exp(z_c - r) for the r of its row and segment of classes, 0 for the class held apart.
 
-    Returns `records` (rows,) and `references` (rows, segments): those r, as float64, of logits x where a scale is left
+    Returns `states` (rows,) and `references` (rows, segments): those r, as float64, of logits x where a scale is left
     to be applied to differences.
     """
     outer, classes, inner = logits.shape
     dtype = _working_dtype(compute_dtype, transform)
-    records = layout.identity(outer * inner, max(1, sum(part.segments for part in parts_of(classes, dtype))))
+    states = fields.identity(outer * inner, max(1, sum(part.segments for part in parts_of(classes, dtype))))
     scale = transform.of_differences
-    if layout.scaled:
-        records["scale"] = scale
-    offsets = _OFFSETS[np.arange(records.shape[1]) % SEGMENTS] / max(scale, 1.0)
-    size = _SMALL_TILE if layout.weights or layout.entropy or transform.softcap is not None else _TILE
+    if fields.scaled:
+        states["scale"] = scale
+    offsets = _OFFSETS[np.arange(states.shape[1]) % SEGMENTS] / max(scale, 1.0)
+    size = _SMALL_TILE if fields.weights or fields.entropy or transform.softcap is not None else _TILE
     overwrite = exponentials is not None and same_memory(exponentials, logits)
     buffers = Buffers()
     with np.errstate(all="ignore"):  # which also restores the buffer size
         np.setbufsize(_BUFFER)
         for tile in tiles_of(logits.shape, dtype, size):
-            record = records[tile.rows, tile.records]
+            state = states[tile.rows, tile.states]
             in_place = tile.direct(exponentials)
             z = buffers.take("z", tile) if in_place is None else in_place
             if in_place is None or not overwrite:
@@ -138,43 +138,43 @@ def fill_records(
             held: tuple[Array, ...] = (np.empty(0, np.intp),) * 3
             if target_column is not None:
                 held = tile.places(target_column)
-                record["target"][held[:2]] = _at(z, held)
-            if layout.hold_largest:
+                state["target"][held[:2]] = _at(z, held)
+            if fields.hold_largest:
                 place = z.argmax(axis=2)
                 held = (*np.indices(place.shape), place)
-                record["largest"] = _at(z, held)
-                record["argmax"] = class_start + tile.block[1].start + held[1] * tile.shape[2] + place
+                state["largest"] = _at(z, held)
+                state["argmax"] = class_start + tile.block[1].start + held[1] * tile.shape[2] + place
             z[held] = -np.inf
             reference = z.max(axis=2)
             if z.dtype == np.float32:
-                # Rounded to float32: what is subtracted is what the record says.
-                reference += offsets[tile.records].astype(np.float32)
-            record["max"] = reference
+                # Rounded to float32: what is subtracted is what the state says.
+                reference += offsets[tile.states].astype(np.float32)
+            state["max"] = reference
             _subtract(z, reference, scale, out=z)
-            if layout.held_weight or layout.weights:
+            if fields.held_weight or fields.weights:
                 u = _class_weights(tile, weights, buffers)
-                record["held_weight"][held[:2]] = 1.0 if u is None else _at(np.broadcast_to(u, tile.shape), held)
-            if layout.weights:
+                state["held_weight"][held[:2]] = 1.0 if u is None else _at(np.broadcast_to(u, tile.shape), held)
+            if fields.weights:
                 z[held] = 0.0
-                record["weight"], record["weighted_gap"] = _weighted_sums(tile, u, held, z, buffers)
+                state["weight"], state["weighted_gap"] = _weighted_sums(tile, u, held, z, buffers)
                 z[held] = -np.inf
-            if layout.entropy:
+            if fields.entropy:
                 # Where exp is 0 anyway, any finite gap will do in place of an infinite one.
                 gap = buffers.take("gap", tile)
                 np.maximum(z, z.dtype.type(-1000.0), out=gap)
             np.exp(z, out=z)
-            record["sum_exp"] = _sums_by_pairs(z, buffers)
-            if layout.entropy:
+            state["sum_exp"] = _sums_by_pairs(z, buffers)
+            if fields.entropy:
                 gap *= z
-                record["exp_gap"] = -_sums(gap)
+                state["exp_gap"] = -_sums(gap)
             if exponentials is not None and in_place is None:
                 tile.store(exponentials, z)
-    references = records["max"]
-    while records.shape[1] > 1:
-        half = records.shape[1] // 2
-        pairs = merge(records[:, :half], records[:, half : 2 * half])
-        records = np.concatenate([pairs, records[:, 2 * half :]], axis=1)
-    return records[:, 0].copy(), references
+    references = states["max"]
+    while states.shape[1] > 1:
+        half = states.shape[1] // 2
+        pairs = merge(states[:, :half], states[:, half : 2 * half])
+        states = np.concatenate([pairs, states[:, 2 * half :]], axis=1)
+    return states[:, 0].copy(), references
 
 
 def _at(array: Array, index: tuple[Array, ...]) -> Array:
@@ -223,7 +223,7 @@ def write_gradient(
 ) -> None:
     """Write the gradient of the logits into `out`; both are (outer, classes, inner) and may be one array.
 
-    With `references`, `out` already has the exponentials that `fill_records` left there, and `logits` is not read.
+    With `references`, `out` already has the exponentials that `fill_states` left there, and `logits` is not read.
     """
     softcap, scale = transform.softcap, transform.of_differences
     plain = gradient.weight_factor is None and softcap is None
@@ -248,7 +248,7 @@ def write_gradient(
                 if in_place is None:
                     tile.load(out, dz)
                 # These are relative to the maxima of segments rather than to that of the row.
-                reference, top = references[tile.rows, tile.records], gradient.max[tile.rows, None]
+                reference, top = references[tile.rows, tile.states], gradient.max[tile.rows, None]
                 factor = factor * np.exp(scale * np.where(reference == top, 0.0, reference - top))
             dz *= factor.astype(dz.dtype, copy=False)[:, :, None]
             if gradient.weight_factor is not None:

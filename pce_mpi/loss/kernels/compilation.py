@@ -19,7 +19,7 @@ from pce_mpi.loss.kernels.launch_config import (
     VECTOR_BYTES,
     WARP_SIZE,
 )
-from pce_mpi.loss.records import NO_CLASS
+from pce_mpi.loss.softmax_state import NO_CLASS
 
 __all__ = [
     "CPP_TYPES",
@@ -93,9 +93,9 @@ def instantiations() -> list[Kernel]:
     types = list(CPP_TYPES.values())
     general = [(t, a) for t in types for a in ("float", "double") if (t, a) != ("double", "float")]
     return [
-        *(Kernel("forward.cu", f"fill_records<{t}>") for t in types[:3]),
-        *(Kernel("general_forward.cu", f"fill_general_records<{t}, {a}>") for t, a in general),
-        Kernel("merge.cu", "merge_records"),
+        *(Kernel("forward.cu", f"fill_states<{t}>") for t in types[:3]),
+        *(Kernel("general_forward.cu", f"fill_general_states<{t}, {a}>") for t, a in general),
+        Kernel("merge.cu", "merge_states"),
         *(Kernel("backward.cu", f"write_gradient<{t}>") for t in types[:3]),
         *(Kernel("general_backward.cu", f"write_general_gradient<{t}, {a}>") for t, a in general),
         *(fused_kernel(t, blocks) for t in types[:3] for blocks in CLUSTER_SIZES),
@@ -105,7 +105,7 @@ def instantiations() -> list[Kernel]:
 def fused_kernel(cpp_type: str, blocks: int) -> Kernel:
     """The fused kernel for rows that are shared by so many blocks."""
     capability = CLUSTER_CAPABILITY if blocks > 1 else 80
-    return Kernel("fused.cu", f"fill_records_and_write_gradient<{cpp_type}, {blocks}>", capability)
+    return Kernel("fused.cu", f"fill_states_and_write_gradient<{cpp_type}, {blocks}>", capability)
 
 
 @cache

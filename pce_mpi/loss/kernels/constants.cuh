@@ -26,7 +26,7 @@ enum DType {
   FLOAT64 = PCE_DTYPE_FLOAT64,
 };
 
-// The fields of a record, in their order. A set of fields is the sum of their bits.
+// The fields of a state, in their order. A set of fields is the sum of their bits.
 enum Field : unsigned {
   HELD = PCE_FIELD_HELD,
   MAX = PCE_FIELD_MAX,

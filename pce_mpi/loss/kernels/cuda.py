@@ -41,9 +41,9 @@ from pce_mpi.loss.kernels.launch_config import (
 )
 from pce_mpi.loss.kernels.rows import Output, Rows, rows_of
 from pce_mpi.loss.kernels.terms import ClassWeights, RowGradient, Transform
-from pce_mpi.loss.records import Layout
+from pce_mpi.loss.softmax_state import StateFields
 
-__all__ = ["fill_records", "fill_records_and_write_gradient", "fused_fits", "write_gradient"]
+__all__ = ["fill_states", "fill_states_and_write_gradient", "fused_fits", "write_gradient"]
 
 Array = Any  # cupy.ndarray
 
@@ -68,8 +68,8 @@ def _arithmetic(compute_dtype: np.dtype[Any], transform: Transform) -> str:
     return "float" if in_float32 else "double"
 
 
-def _fields_of(layout: Layout) -> np.uint32:
-    return np.uint32(FIELD_BITS["held"] + sum(FIELD_BITS[name] for name in layout.names[1:]))
+def _fields_of(state_fields: StateFields) -> np.uint32:
+    return np.uint32(FIELD_BITS["held"] + sum(FIELD_BITS[name] for name in state_fields.names[1:]))
 
 
 def _columns_of(columns: Array) -> Array:
@@ -101,31 +101,31 @@ def _options_of(weights: ClassWeights, transform: Transform) -> tuple[list[Array
     ]
 
 
-def fill_records(
+def fill_states(
     logits: Array,
     target_column: Array | None,
-    layout: Layout,
+    state_fields: StateFields,
     *,
     weights: ClassWeights,
     transform: Transform,
     compute_dtype: np.dtype[Any],
     class_start: int,
 ) -> tuple[Array, None]:
-    """The record of every row of this shard, and None: no exponentials are kept for the backward pass.
+    """The state of every row of this shard, and None: no exponentials are kept for the backward pass.
 
     `logits` is (outer, classes, inner). `target_column` (rows,) is the local column of the row's target, -1 if another
-    shard has it, in NumPy or CuPy; None if there are no class targets. Records are (rows, fields) in float64, a column
-    for each field of `layout.dtype`; the column of `argmax` has the bits of an int64.
+    shard has it, in NumPy or CuPy; None if there are no class targets. States are (rows, fields) in float64, a column
+    for each field of `state_fields.dtype`; the column of `argmax` has the bits of an int64.
     """
     outer, classes, inner = logits.shape
     rows = outer * inner
     scale = transform.of_differences
     if rows == 0 or classes == 0:
-        return _identity(layout, rows, scale), None
+        return _identity(state_fields, rows, scale), None
     source = rows_of(logits)
     config = LaunchConfig.for_forward(rows, classes, logits.dtype.itemsize)
-    fields, columns = _fields_of(layout), len(layout.names)
-    split_records = cupy.empty((rows, config.splits, columns), np.float64)
+    fields, columns = _fields_of(state_fields), len(state_fields.names)
+    split_states = cupy.empty((rows, config.splits, columns), np.float64)
     [weight], options = _options_of(weights, transform)
     arguments = [
         source.array,
@@ -138,31 +138,33 @@ def fill_records(
         weight,
         np.float64(scale),
         fields,
-        split_records,
+        split_states,
     ]
     cpp_type, arithmetic = CPP_TYPES[logits.dtype.name], _arithmetic(compute_dtype, transform)
-    plain = target_column is not None and not (layout.hold_largest or layout.weights or layout.entropy)
+    plain = target_column is not None and not (
+        state_fields.hold_largest or state_fields.weights or state_fields.entropy
+    )
     if plain and arithmetic == "float":
-        kernel = Kernel("forward.cu", f"fill_records<{cpp_type}>")
+        kernel = Kernel("forward.cu", f"fill_states<{cpp_type}>")
     else:
-        kernel = Kernel("general_forward.cu", f"fill_general_records<{cpp_type}, {arithmetic}>")
+        kernel = Kernel("general_forward.cu", f"fill_general_states<{cpp_type}, {arithmetic}>")
         arguments += [*options, np.int64(class_start)]
     _launch(kernel, (config.blocks, config.splits), config.block_threads, *arguments)
     if config.splits == 1:
-        return split_records.reshape(rows, columns), None
-    records = cupy.empty((rows, columns), np.float64)
-    arguments = [split_records, np.int64(rows), np.int32(config.splits), np.float64(scale), fields, records]
+        return split_states.reshape(rows, columns), None
+    states = cupy.empty((rows, columns), np.float64)
+    arguments = [split_states, np.int64(rows), np.int32(config.splits), np.float64(scale), fields, states]
     merge_blocks = -(-rows // (MERGE_BLOCK_THREADS // WARP_SIZE))
-    _launch(Kernel("merge.cu", "merge_records"), (merge_blocks, 1), MERGE_BLOCK_THREADS, *arguments)
-    return records, None
+    _launch(Kernel("merge.cu", "merge_states"), (merge_blocks, 1), MERGE_BLOCK_THREADS, *arguments)
+    return states, None
 
 
-def _identity(layout: Layout, rows: int, scale: float) -> Array:
-    """Records of no classes."""
-    records = layout.identity(rows)
-    if layout.scaled:
-        records["scale"] = scale
-    return cupy.asarray(records.view(np.float64).reshape(rows, len(layout.names)))
+def _identity(state_fields: StateFields, rows: int, scale: float) -> Array:
+    """States of no classes."""
+    states = state_fields.identity(rows)
+    if state_fields.scaled:
+        states["scale"] = scale
+    return cupy.asarray(states.view(np.float64).reshape(rows, len(state_fields.names)))
 
 
 def write_gradient(
@@ -225,7 +227,7 @@ def _write(
 
 
 def _float64(array: Array) -> Array:
-    """One number per row, contiguous as the kernels read it: a column of the records is strided."""
+    """One number per row, contiguous as the kernels read it: a column of the states is strided."""
     return cupy.ascontiguousarray(array, dtype=np.float64)
 
 
@@ -249,11 +251,11 @@ def fused_fits(logits: Array, compute_dtype: np.dtype[Any], transform: Transform
     return blocks <= CLUSTER_SIZES[-1] and outer * inner * blocks <= MAX_GRID_X
 
 
-def fill_records_and_write_gradient(
+def fill_states_and_write_gradient(
     out: Array,
     logits: Array,
     target_column: Array,
-    layout: Layout,
+    state_fields: StateFields,
     *,
     transform: Transform,
     compute_dtype: np.dtype[Any],
@@ -263,12 +265,12 @@ def fill_records_and_write_gradient(
     valid: Array,
     z_loss: float,
 ) -> Array | None:
-    """Write the gradient of unsharded rows into `out` and return their records; each logit is read once.
+    """Write the gradient of unsharded rows into `out` and return their states; each logit is read once.
 
     Requires `fused_fits`, class targets, and neither smoothing nor softcap. The gradient, with respect to scale times
     the logits, is that of `slope` (`held` (-log p_target) + `z_loss` logsumexp**2), p being the softmax. Rows that are
     not `valid` get 0; their `target_column` is -1. `slope` and `held` are (rows,) in float64, `valid` is (rows,) of
-    bools. Records are those of `fill_records`, with `held` as the field `held_weight`, if there is that field.
+    bools. States are those of `fill_states`, with `held` as the field `held_weight`, if there is that field.
 
     Returns None, with nothing written, if the cluster could not be launched; from then on `fused_fits` is False for
     rows that need a cluster on this device.
@@ -278,7 +280,7 @@ def fill_records_and_write_gradient(
     source = rows_of(logits)
     output = Output.of(out)
     blocks = cluster_size(classes, dtype.itemsize)
-    records = cupy.empty((rows, len(layout.names)), np.float64)
+    states = cupy.empty((rows, len(state_fields.names)), np.float64)
     column = _columns_of(target_column)
     # Without a common alignment another kernel writes the gradient, from a factor and a held gradient for each row.
     aligned = output.aligned_with(source, dtype)
@@ -295,8 +297,8 @@ def fill_records_and_write_gradient(
         cupy.ascontiguousarray(valid),
         np.float64(transform.scale),
         np.float64(z_loss),
-        _fields_of(layout),
-        records,
+        _fields_of(state_fields),
+        states,
         factor,
         held_gradient,
     ]
@@ -310,7 +312,7 @@ def fill_records_and_write_gradient(
         _devices_without_clusters.add(cupy.cuda.Device().id)
         return None
     if not aligned:
-        gradient = RowGradient(records[:, 1], factor, None, column, held_gradient, valid)
+        gradient = RowGradient(states[:, 1], factor, None, column, held_gradient, valid)
         _write(output, source, dtype, gradient, ClassWeights(), transform, compute_dtype)
     output.copy_back()
-    return records
+    return states

@@ -1,13 +1,13 @@
-// Forward without options, in float32: the records, with the target held apart. Each logit is read once. Launched by
+// Forward without options, in float32: the states, with the target held apart. Each logit is read once. Launched by
 // cuda.py.
 #include <exponential.cuh>
-#include <record.cuh>
+#include <softmax_state.cuh>
 
-// `records` is (rows, splits, fields).
+// `states` is (rows, splits, fields).
 template <typename T>
 __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
-    fill_records(const T* logits, int64 pitch, int64 rows, int64 classes, int chunk, int group_size,
-                 const int64* target_column, const double* weight, double scale, unsigned fields, double* records) {
+    fill_states(const T* logits, int64 pitch, int64 rows, int64 classes, int chunk, int group_size,
+                 const int64* target_column, const double* weight, double scale, unsigned fields, double* states) {
   const RowTile tile(rows, classes, chunk, group_size);
   const bool has_row = tile.row < rows;
   const T* row = logits + (has_row ? tile.row * pitch + tile.first_class : 0);
@@ -62,12 +62,12 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
 
   reduce_sums(max, sum, exponential, scale, group_size);
   if (!has_row || tile.thread_rank != 0) return;
-  Record record = identity();
-  record.max = max;
-  record.sum_exp = sum;
+  State state = identity();
+  state.max = max;
+  state.sum_exp = sum;
   if (target >= 0) {
-    record.held = static_cast<double>(widen(row[target]));
-    record.held_weight = weight == nullptr ? 1.0 : weight[tile.first_class + target];
+    state.held = static_cast<double>(widen(row[target]));
+    state.held_weight = weight == nullptr ? 1.0 : weight[tile.first_class + target];
   }
-  store(record, records + (tile.row * gridDim.y + blockIdx.y) * num_fields(fields), fields, scale);
+  store(state, states + (tile.row * gridDim.y + blockIdx.y) * num_fields(fields), fields, scale);
 }

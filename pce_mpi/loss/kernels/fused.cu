@@ -15,9 +15,9 @@ struct SharedStorage {
 // `out` is null, another kernel writes the gradient, and `factors` and `held_gradients` get its arguments.
 template <typename T, int BLOCKS>
 __global__ void CLUSTER_SIZE(BLOCKS) __launch_bounds__(FUSED_BLOCK_THREADS, RESIDENT_THREADS / FUSED_BLOCK_THREADS)
-    fill_records_and_write_gradient(const T* logits, int64 pitch, int classes, T* out, int64 out_pitch,
+    fill_states_and_write_gradient(const T* logits, int64 pitch, int classes, T* out, int64 out_pitch,
                                     const int64* target_column, const double* slope, const double* held,
-                                    const bool* valid, double scale, double z_loss, unsigned fields, double* records,
+                                    const bool* valid, double scale, double z_loss, unsigned fields, double* states,
                                     double* factors, double* held_gradients) {
   constexpr int VECTORS = sizeof(T) == 2 ? FUSED_VECTORS_OF_2_BYTES : FUSED_VECTORS_OF_4_BYTES;
   const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
@@ -81,7 +81,7 @@ __global__ void CLUSTER_SIZE(BLOCKS) __launch_bounds__(FUSED_BLOCK_THREADS, RESI
     shared.sum[0] = sum;
   }
 
-  // Step 5: the first warp of each block reduces over the cluster, and derives the record and the row's gradient.
+  // Step 5: the first warp of each block reduces over the cluster, and derives the state and the row's gradient.
   if (thread < WARP_SIZE) {
     __syncwarp();
     double row_max = shared.max[0], row_sum = 0.0;
@@ -99,12 +99,12 @@ __global__ void CLUSTER_SIZE(BLOCKS) __launch_bounds__(FUSED_BLOCK_THREADS, RESI
       shared.held_dx = held_dx;
     }
     if (thread == 0 && block == 0) {
-      Record record = identity();
-      record.held = shared.target;
-      record.max = row_max;
-      record.sum_exp = row_sum;
-      record.held_weight = target < 0 ? 0.0 : held[r];
-      store(record, records + r * num_fields(fields), fields, scale);
+      State state = identity();
+      state.held = shared.target;
+      state.max = row_max;
+      state.sum_exp = row_sum;
+      state.held_weight = target < 0 ? 0.0 : held[r];
+      store(state, states + r * num_fields(fields), fields, scale);
       if (out == nullptr) {
         factors[r] = factor;
         held_gradients[r] = held_dx;

@@ -1,6 +1,6 @@
-// Forward with every option, in float32 or float64: the records. Each logit is read once. Launched by cuda.py.
+// Forward with every option, in float32 or float64: the states. Each logit is read once. Launched by cuda.py.
 #include <exponential.cuh>
-#include <record.cuh>
+#include <softmax_state.cuh>
 #include <weights.cuh>
 
 constexpr int NONE = 0x7fffffff;  // no class is held
@@ -56,32 +56,32 @@ struct Sums {
   }
 
   // `first` is the global number of the first class of the tile.
-  __device__ __forceinline__ void store_to(Record& record, const ClassWeights& weights, double scale,
+  __device__ __forceinline__ void store_to(State& state, const ClassWeights& weights, double scale,
                                            int64 first) const {
-    record = identity();
-    record.held = held;
-    record.max = max;
-    record.weight = weight;
-    record.weighted_gap = scale * weighted_gap;
+    state = identity();
+    state.held = held;
+    state.max = max;
+    state.weight = weight;
+    state.weighted_gap = scale * weighted_gap;
     if (held_at != NONE) {
-      record.held_weight = weights[held_at];
-      record.argmax = first + held_at;
+      state.held_weight = weights[held_at];
+      state.argmax = first + held_at;
     }
     if (sum != 0.0) {
-      const double factor = exp(exponential.log_rescale(record.max, scale));
-      record.sum_exp = sum * factor;
-      record.exp_gap = scale * exp_gap * factor;
+      const double factor = exp(exponential.log_rescale(state.max, scale));
+      state.sum_exp = sum * factor;
+      state.exp_gap = scale * exp_gap * factor;
     }
   }
 };
 
-// `records` is (rows, splits, fields). `fields` says whether the largest logit or the target is held apart, and which
+// `states` is (rows, splits, fields). `fields` says whether the largest logit or the target is held apart, and which
 // sums are needed. `target_column` may be null. The softmax is of scale x, or of softcap tanh(slope x) if softcap != 0.
 template <typename T, typename A>
 __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
-    fill_general_records(const T* logits, int64 pitch, int64 rows, int64 classes, int chunk, int group_size,
+    fill_general_states(const T* logits, int64 pitch, int64 rows, int64 classes, int chunk, int group_size,
                          const int64* target_column, const double* weight, double scale, unsigned fields,
-                         double* records, const void* probabilities, int probability_dtype, int64 probability_pitch,
+                         double* states, const void* probabilities, int probability_dtype, int64 probability_pitch,
                          double keep, double spread, double softcap, double slope, int64 class_start) {
   const RowTile tile(rows, classes, chunk, group_size);
   const bool has_row = tile.row < rows;
@@ -103,10 +103,10 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
     }
   }
 
-  Record* own = thread_record();
+  State* own = thread_state();
   sums.store_to(*own, weights, scale, class_start + tile.first_class);
   merge_group(group_size, fields, scale);
   if (!has_row || tile.thread_rank != 0) return;
   if (target >= 0) own->target = capped(static_cast<A>(widen(row[target])), softcap, slope);
-  store(*own, records + (tile.row * gridDim.y + blockIdx.y) * num_fields(fields), fields, scale);
+  store(*own, states + (tile.row * gridDim.y + blockIdx.y) * num_fields(fields), fields, scale);
 }

@@ -1,6 +1,6 @@
-// What follows from the merged record of a row, as in RowSoftmax in pce_mpi/loss/records.py.
+// What follows from the merged state of a row, as in RowSoftmax in pce_mpi/loss/softmax_state.py.
 #pragma once
-#include <record.cuh>
+#include <softmax_state.cuh>
 
 // exp(scale (a - b)), corrected for the rounding error of the difference (Knuth's TwoSum).
 __device__ inline double exp_difference(double a, double b, double scale) {

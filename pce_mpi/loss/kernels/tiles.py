@@ -24,7 +24,7 @@ _NARROWEST_SEGMENT = 16
 
 @dataclass(frozen=True)
 class Part:
-    """Classes of a shard that are cut into `segments` of one `width`, from class `start` and record `first` on."""
+    """Classes of a shard that are cut into `segments` of one `width`, from class `start` and state `first` on."""
 
     start: int
     first: int
@@ -37,7 +37,7 @@ class Tile(NamedTuple):
     """Some rows by some segments: `block` of the (outer, classes, inner) array, as (rows, segments, width)."""
 
     rows: slice
-    records: slice
+    states: slice
     block: tuple[slice, slice, slice]
     shape: tuple[int, int, int]
     dtype: np.dtype[Any]
@@ -95,7 +95,7 @@ def tiles_of(shape: tuple[int, int, int], dtype: np.dtype[Any], size: int) -> It
                     columns = slice(part.start + segment * part.width, part.start + stop * part.width)
                     yield Tile(
                         rows=slice(begin, begin + count),
-                        records=slice(part.first + segment, part.first + stop),
+                        states=slice(part.first + segment, part.first + stop),
                         block=(outers, columns, inners),
                         shape=(count, stop - segment, part.width),
                         dtype=part.dtype,

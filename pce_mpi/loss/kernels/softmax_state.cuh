@@ -1,4 +1,4 @@
-// The record of a row and its `merge`, as in pce_mpi/loss/records.py, and reductions over a group of threads.
+// The state of a row and its `merge`, as in pce_mpi/loss/softmax_state.py, and reductions over a group of threads.
 #pragma once
 #include <storage.cuh>
 
@@ -8,15 +8,15 @@ __device__ __forceinline__ double min_or_nan(double a, double b) { return a != a
 // weight * gap, and 0 for weight 0 even if the gap is infinite.
 __device__ __forceinline__ double times(double weight, double gap) { return weight == 0.0 ? 0.0 : weight * gap; }
 
-struct Record {
+struct State {
   double held, max, sum_exp, target, held_weight, weight, weighted_gap, exp_gap;
   int64 argmax;
 };
 
-// The record of no classes.
-__device__ __forceinline__ Record identity() {
+// The state of no classes.
+__device__ __forceinline__ State identity() {
   const double lowest = -infinity<double>();
-  return Record{lowest, lowest, 0.0, lowest, 0.0, 0.0, 0.0, 0.0, NO_CLASS};
+  return State{lowest, lowest, 0.0, lowest, 0.0, 0.0, 0.0, 0.0, NO_CLASS};
 }
 
 // Whether a is the argmax of a and b: nan before numbers, then the larger logit, then the lower class.
@@ -27,8 +27,8 @@ __device__ __forceinline__ bool comes_first(A a, int64 class_a, A b, int64 class
   return a > b || (a == b && class_a < class_b);
 }
 
-// Make `a` the record of the union of two disjoint sets of classes of one row.
-__device__ inline void merge(Record& a, const Record& b, unsigned fields, double scale) {
+// Make `a` the state of the union of two disjoint sets of classes of one row.
+__device__ inline void merge(State& a, const State& b, unsigned fields, double scale) {
   a.target = max_or_nan(a.target, b.target);
   // If the largest is held apart: of the two that are held, the smaller becomes one of the others, in a second pass.
   const bool swap = fields & ARGMAX && comes_first(b.held, b.argmax, a.held, a.argmax);
@@ -64,44 +64,44 @@ __device__ inline void merge(Record& a, const Record& b, unsigned fields, double
 __device__ __forceinline__ int field_index(Field field, unsigned fields) { return __popc(fields & (field - 1)); }
 __device__ __forceinline__ int num_fields(unsigned fields) { return __popc(fields); }
 
-__device__ inline void store(const Record& record, double* to, unsigned fields, double scale) {
-  to[0] = record.held;
-  to[1] = record.max;
-  to[2] = record.sum_exp;
+__device__ inline void store(const State& state, double* to, unsigned fields, double scale) {
+  to[0] = state.held;
+  to[1] = state.max;
+  to[2] = state.sum_exp;
   if (fields & SCALE) to[field_index(SCALE, fields)] = scale;
-  if (fields & TARGET) to[field_index(TARGET, fields)] = record.target;
-  if (fields & HELD_WEIGHT) to[field_index(HELD_WEIGHT, fields)] = record.held_weight;
-  if (fields & WEIGHT) to[field_index(WEIGHT, fields)] = record.weight;
-  if (fields & WEIGHTED_GAP) to[field_index(WEIGHTED_GAP, fields)] = record.weighted_gap;
-  if (fields & EXP_GAP) to[field_index(EXP_GAP, fields)] = record.exp_gap;
-  if (fields & ARGMAX) to[field_index(ARGMAX, fields)] = bit_cast<double>(record.argmax);
+  if (fields & TARGET) to[field_index(TARGET, fields)] = state.target;
+  if (fields & HELD_WEIGHT) to[field_index(HELD_WEIGHT, fields)] = state.held_weight;
+  if (fields & WEIGHT) to[field_index(WEIGHT, fields)] = state.weight;
+  if (fields & WEIGHTED_GAP) to[field_index(WEIGHTED_GAP, fields)] = state.weighted_gap;
+  if (fields & EXP_GAP) to[field_index(EXP_GAP, fields)] = state.exp_gap;
+  if (fields & ARGMAX) to[field_index(ARGMAX, fields)] = bit_cast<double>(state.argmax);
 }
 
-__device__ inline Record load(const double* from, unsigned fields) {
-  Record record = identity();
-  record.held = from[0];
-  record.max = from[1];
-  record.sum_exp = from[2];
-  if (fields & TARGET) record.target = from[field_index(TARGET, fields)];
-  if (fields & HELD_WEIGHT) record.held_weight = from[field_index(HELD_WEIGHT, fields)];
-  if (fields & WEIGHT) record.weight = from[field_index(WEIGHT, fields)];
-  if (fields & WEIGHTED_GAP) record.weighted_gap = from[field_index(WEIGHTED_GAP, fields)];
-  if (fields & EXP_GAP) record.exp_gap = from[field_index(EXP_GAP, fields)];
-  if (fields & ARGMAX) record.argmax = bit_cast<int64>(from[field_index(ARGMAX, fields)]);
-  return record;
+__device__ inline State load(const double* from, unsigned fields) {
+  State state = identity();
+  state.held = from[0];
+  state.max = from[1];
+  state.sum_exp = from[2];
+  if (fields & TARGET) state.target = from[field_index(TARGET, fields)];
+  if (fields & HELD_WEIGHT) state.held_weight = from[field_index(HELD_WEIGHT, fields)];
+  if (fields & WEIGHT) state.weight = from[field_index(WEIGHT, fields)];
+  if (fields & WEIGHTED_GAP) state.weighted_gap = from[field_index(WEIGHTED_GAP, fields)];
+  if (fields & EXP_GAP) state.exp_gap = from[field_index(EXP_GAP, fields)];
+  if (fields & ARGMAX) state.argmax = bit_cast<int64>(from[field_index(ARGMAX, fields)]);
+  return state;
 }
 
-// One record for each thread, in shared memory: a merge of two records in registers would spill.
-struct BlockRecords {
-  Record record[BLOCK_THREADS];
+// One state for each thread, in shared memory: a merge of two states in registers would spill.
+struct BlockStates {
+  State state[BLOCK_THREADS];
 };
 
-__device__ __forceinline__ Record* thread_record() { return shared_memory<BlockRecords>().record + threadIdx.x; }
+__device__ __forceinline__ State* thread_state() { return shared_memory<BlockStates>().state + threadIdx.x; }
 
-// Merge the records of a group of `group_size` threads, a power of two, into that of its first thread. Every thread of
+// Merge the states of a group of `group_size` threads, a power of two, into that of its first thread. Every thread of
 // the block must call.
 __device__ inline void merge_group(int group_size, unsigned fields, double scale) {
-  Record* own = thread_record();
+  State* own = thread_state();
   const int thread_rank = static_cast<int>(threadIdx.x) % group_size;
   __syncthreads();
   for (int step = group_size / 2; step > 0; step /= 2) {

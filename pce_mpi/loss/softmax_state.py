@@ -1,11 +1,11 @@
-"""The softmax monoid: one small record per row, a `merge`, and what follows from a merged record.
+"""The softmax monoid: one small state per row, a `merge`, and what follows from a merged state.
 
-A shard's classes of one row are summarised by a record. Records of disjoint sets of classes merge into the record of
-their union; the record of no classes is the identity; `merge` is associative up to rounding, commutative to the last
-bit, and carries `nan` along. So one all-reduce of records joins the shards of a row.
+A shard's classes of one row are summarised by a state. States of disjoint sets of classes merge into the state of
+their union; the state of no classes is the identity; `merge` is associative up to rounding, commutative to the last
+bit, and carries `nan` along. So one all-reduce of states joins the shards of a row.
 
 **One class of each row is held apart**: the target where rows have one, otherwise the row's largest logit. With x the
-logits, z = scale x, h the class held and the sums over the *other* classes c, a record has
+logits, z = scale x, h the class held and the sums over the *other* classes c, a state has
 
     target or largest   x_h                                   -inf where this shard does not hold it
     max                 m = max_c x_c, or a little more        -inf for none
@@ -15,7 +15,7 @@ and, where an option asks for more,
 
     scale               the same everywhere, 1 where the field is missing
     target              x of the target, where the largest is held
-    held_weight         u_h                                   u: weights of a sum over classes, see `Layout`
+    held_weight         u_h                                   u: weights of a sum over classes, see `StateFields`
     weight              sum_c u_c
     weighted_gap        sum_c u_c scale (m - x_c)
     exp_gap             sum_c exp(scale (x_c - m)) scale (m - x_c)
@@ -39,7 +39,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace
 
-__all__ = ["NO_CLASS", "Layout", "RowSoftmax", "merge", "times"]
+__all__ = ["NO_CLASS", "RowSoftmax", "StateFields", "merge", "times"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
@@ -48,8 +48,8 @@ NO_CLASS = np.iinfo(np.int64).max  # loses every tie against a class
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Which fields the records of one call have.
+class StateFields:
+    """Which fields the states of one call have.
 
     `hold_largest` holds the largest logit apart rather than the target, whose logit `target` then carries as well.
     `held_weight` carries the weight of the class held; `weights` also the weighted sums over the others: u is `weight`
@@ -75,7 +75,7 @@ class Layout:
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
-        """The structured dtype of one record; 24 bytes for a plain loss."""
+        """The structured dtype of one state; 24 bytes for a plain loss."""
         names = [self.held, "max", "sum_exp"]
         names += ["scale"] * self.scaled
         names += ["target"] * (self.target and self.hold_largest)
@@ -83,30 +83,30 @@ class Layout:
         names += ["weight", "weighted_gap"] * self.weights + ["exp_gap"] * self.entropy
         return np.dtype([(name, np.float64) for name in names] + [("argmax", np.int64)] * self.hold_largest)
 
-    def fields(self, records: Array) -> dict[str, Array]:
-        """Each field by its name, (rows,), of `records`: structured ones, or on a GPU (rows, fields) of float64.
+    def by_name(self, states: Array) -> dict[str, Array]:
+        """Each field by its name, (rows,), of `states`: structured ones, or on a GPU (rows, fields) of float64.
 
         There `argmax` is the bits of an int64.
         """
-        if records.dtype.names:
-            return {name: records[name] for name in self.names}
-        columns = {name: records[:, index] for index, name in enumerate(self.names)}
+        if states.dtype.names:
+            return {name: states[name] for name in self.names}
+        columns = {name: states[:, index] for index, name in enumerate(self.names)}
         if self.hold_largest:
             columns["argmax"] = columns["argmax"].view(np.int64)
         return columns
 
     def identity(self, *shape: int) -> HostArray:
-        """Records of no classes."""
-        records = np.zeros(shape, self.dtype)
+        """States of no classes."""
+        states = np.zeros(shape, self.dtype)
         for name in {self.held, "max", "target"} & set(self.names):
-            records[name] = -np.inf
+            states[name] = -np.inf
         if self.hold_largest:
-            records["argmax"] = NO_CLASS
-        return records
+            states["argmax"] = NO_CLASS
+        return states
 
 
 def merge(a: HostArray, b: HostArray) -> HostArray:
-    """The records of the union of two disjoint sets of classes of the same rows; `a` and `b` stay as they are."""
+    """The states of the union of two disjoint sets of classes of the same rows; `a` and `b` stay as they are."""
     names = a.dtype.names or ()
     with np.errstate(all="ignore"):
         merged = _merge_others(a, b)
@@ -117,7 +117,7 @@ def merge(a: HostArray, b: HostArray) -> HostArray:
                 merged["held_weight"] = a["held_weight"] + b["held_weight"]
             return merged
         # Of the two classes held apart, the one with the smaller logit joins the others.
-        swap = _b_comes_first(a, b)
+        swap = _b_is_held(a, b)
         alone = np.zeros_like(merged)
         if "scale" in names:
             alone["scale"] = merged["scale"]
@@ -143,9 +143,9 @@ def _merge_others(a: HostArray, b: HostArray) -> HostArray:
     top = np.maximum(a["max"], b["max"])
     merged["max"] = top
     # Equal maxima, among them two of -inf, lie 0 apart.
-    gaps = [np.where(record["max"] == top, 0.0, top - record["max"]) for record in (a, b)]
+    gaps = [np.where(state["max"] == top, 0.0, top - state["max"]) for state in (a, b)]
     if "scale" in names:
-        merged["scale"] = np.maximum(a["scale"], b["scale"])  # 0 in the record of no classes
+        merged["scale"] = np.maximum(a["scale"], b["scale"])  # 0 in the state of no classes
         gaps = [merged["scale"] * gap for gap in gaps]
     (decay_a, gap_a), (decay_b, gap_b) = ((np.exp(-gap), gap) for gap in gaps)
     merged["sum_exp"] = a["sum_exp"] * decay_a + b["sum_exp"] * decay_b
@@ -161,7 +161,7 @@ def _merge_others(a: HostArray, b: HostArray) -> HostArray:
     return merged
 
 
-def _b_comes_first(a: HostArray, b: HostArray) -> HostArray:
+def _b_is_held(a: HostArray, b: HostArray) -> HostArray:
     """Where b has the row's largest logit, as NumPy orders: `nan` before numbers, then the larger, the lower class."""
     nan_a, nan_b = np.isnan(a["largest"]), np.isnan(b["largest"])
     lower = b["argmax"] < a["argmax"]
@@ -186,7 +186,7 @@ def _exp_difference(a: Array, b: Array, scale: Array | float) -> Array:
 
 
 class RowSoftmax:
-    """The softmax of each row, as far as the fields of merged records tell; all arrays are float64, (rows,).
+    """The softmax of each row, as far as the fields of merged states tell; all arrays are float64, (rows,).
 
     Rows of only -inf, with a +inf or with a `nan` are `nan` throughout, but for `max`.
     """
