@@ -132,7 +132,7 @@ def _inputs(op: Op, operands: Sequence[DistArray], call: _Call) -> list[DistArra
             x.mesh.needed.setdefault(id(x), destination)
         if x.sharding is not destination:
             reason = _reason(op, index, x.sharding, destination)
-            if set(destination.partial_dims) - set(x.sharding.partial_dims):
+            if x.local.dtype != call.dtype and set(destination.partial_dims) - set(x.sharding.partial_dims):
                 # It is to be a partial of the result, whose dtype there may be Partial arrays of: there is no
                 # Partial("avg") of integers.
                 x = DistArray(x.local.astype(call.dtype), x.mesh, x.sharding)
