@@ -7,8 +7,11 @@ from pce_mpi.conformance.launching import number_of_cores
 
 
 def slowdown() -> float:
-    """How many times longer everything takes now, as more processes want a core than there are: 1 or more."""
-    return max(1.0, os.getloadavg()[0] / number_of_cores())
+    """How many times longer everything takes now, as more processes want a core than there are: 1 or more.
+
+    At most 50: where the load is that of a host with many more cores than this process may use, it says too much.
+    """
+    return min(max(1.0, os.getloadavg()[0] / number_of_cores()), 50.0)
 
 
 class Patience:

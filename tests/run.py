@@ -1,8 +1,8 @@
 """Run the tests: tests/ranks under mpiexec at each size, others once, in one process that launches jobs itself.
 
 A test in tests/ranks that does not ask for `comm` runs at the first size only, and one that is marked with `sizes` at
-these. With --gpu, all tests of CuPy arrays and
-no others, on a GPU: those that also run on a stand-in for CuPy, and those of tests/gpu.
+these. With --gpu, all tests of CuPy arrays and no others run, on a GPU: those that also run on a stand-in for CuPy, and
+those of tests/gpu.
 """
 
 import argparse
@@ -118,7 +118,6 @@ class Run:
 
     def follow(self, process: subprocess.Popen[str], events: Iterable[str]) -> Generator[None, None, str]:
         """Take in what the process records, as it happens, until it has ended; say how it ended."""
-        self.waiting = []
         patience = Patience(COLLECTION)
         line = ""
         while not patience.is_over():

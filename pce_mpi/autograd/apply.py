@@ -65,7 +65,10 @@ def _plain_operand(value: Any, values: Sequence[Any], first: DistArray, name: st
         return xp.asarray(
             value, dtype if is_floating(dtype) else np.result_type(dtype, value)
         )  # bfloat16 is not NumPy's
-    return xp.asarray(value) if isinstance(value, np.generic) else as_array(value, name)
+    array = xp.asarray(value) if isinstance(value, np.generic) else as_array(value, name)
+    if not is_real(array.dtype):
+        raise TypeError(f"{name} must be bool, integers or real numbers, got {array.dtype}")
+    return array
 
 
 def redistributed(x: DistArray, destination: Sharding, *, operation: str, reason: str) -> DistArray:
@@ -147,7 +150,7 @@ def _reason(op: Op, index: int, before: Sharding, after: Sharding) -> str:
         return f"no rule for {op.name}: operand {index} is replicated"
     if set(before.partial_dims) - set(after.partial_dims):
         return f"operand {index} is Partial and has to be reduced first"
-    return f"operand {index} lies so for the fewest bytes"
+    return f"operand {index} is placed so for the fewest bytes"
 
 
 @dataclass(frozen=True)

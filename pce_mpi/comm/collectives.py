@@ -1,7 +1,7 @@
 """The only file that sends arrays: traced collectives, and the agreement that precedes them.
 
 Every function is collective over its `comm`, an mpi4py intracommunicator, and works on the private duplicate of it that
-`channel.py` keeps; its waiting is bounded as described there.
+`communicators.py` keeps; its waiting is bounded as described there.
 
 Arrays are NumPy or CuPy, of any shape and memory order, empty ones included. What MPI has no datatype for (float16,
 bfloat16) travels as float32. CuPy's go through pinned host memory and come back to their GPU, or are handed to MPI as

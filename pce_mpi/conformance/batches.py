@@ -162,7 +162,7 @@ class _Batches:
                 with Job(self.ranks, replace(self.orders, tasks=None if tasks is None else tuple(tasks))) as job:
                     launch = _Launch(self, job, tasks)
                     for result in launch.results():
-                        yield self._shown(result)
+                        yield from self._shown(result)
                 tasks = launch.unfinished
             except LaunchError as error:
                 if tasks is None:
@@ -170,12 +170,13 @@ class _Batches:
                 # It could be started before: what one of the cases has done keeps it from starting again.
                 text = f"could not be run, as the candidate did not start again: {error}"
                 for task in tasks:
-                    yield self._shown((task, self.failure(task, Verdict.CRASHED, text)))
+                    yield from self._shown((task, self.failure(task, Verdict.CRASHED, text)))
                 return
 
-    def _shown(self, result: tuple[Task, Outcome | None]) -> tuple[Task, Outcome | None]:
+    def _shown(self, result: tuple[Task, Outcome | None]) -> Generator[tuple[Task, Outcome | None]]:
+        """Give the result away before it is shown: an interrupt on the way loses nothing that was seen."""
+        yield result
         self.display.finished(result[0].case, result[1])
-        return result
 
     def failure(self, task: Task, verdict: Verdict, text: str, printed: str = "") -> Outcome | None:
         """The outcome of a case that did not come to its end."""

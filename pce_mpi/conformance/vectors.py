@@ -164,7 +164,7 @@ def _problem(folder: Path, entry: Entry) -> Problem:
     except (FileNotFoundError, PermissionError):
         raise
     except OSError as error:
-        raise ValueError(f"{shown(entry.file)} is no file: {error.strerror}") from error
+        raise ValueError(f"{shown(entry.file)} is no file: {error.strerror or error}") from error
     try:
         if missing := {"logits", "targets"} - tensors.keys():
             raise ValueError(f"it has no {' and no '.join(sorted(missing))}")

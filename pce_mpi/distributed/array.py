@@ -39,7 +39,8 @@ class DistArray:
     requires_grad  whether `backward` is to find the gradient of this array or of what it was computed from
     grad           that gradient, a `DistArray`, for arrays that were made with `requires_grad=True`; else None
 
-    Operators and functions work on the global array and never change one in place; == compares elements. Every rank of
+    Operators and functions work on the global array and never change one in place; == compares elements. Never write to
+    `local` of a computed array: copies of it in other placements may have been kept. Every rank of
     the mesh calls them, as it does `full`, `item` and `float`. `copy.deepcopy` makes another array on the same mesh, in
     memory of its own and with a copy of `grad`; it refuses what is on the tape.
     """
@@ -97,7 +98,12 @@ class DistArray:
 
     def detach(self) -> DistArray:
         """The same array, holding the same memory, that the tape knows nothing of."""
-        return DistArray(self.local, self.mesh, self.sharding)
+        return DistArray(self.local, self.mesh, self.sharding, computed=self.computed)
+
+    def own_memory(self) -> None:
+        """Take memory that may be written to: a computed array gets a copy, as others may have kept copies of it."""
+        if self.computed:
+            self.local, self.copies = owned(self.local, self.local), None
 
     def full(self) -> Array:
         """The global array, on every rank, in memory of its own. Communicates unless every placement is Replicate."""

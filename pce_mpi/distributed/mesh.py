@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Mapping
+from functools import cache
 import json
 import math
 import operator
 import secrets
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 import weakref
 
 from pce_mpi.comm.collectives import agree, all_gather_text
@@ -83,7 +84,8 @@ class Mesh:
         """The communicator of the ranks that differ from this one in `dims` only, the last dim of the mesh fastest.
 
         Made when first asked for, which is collective over the mesh (one Allgather of 56 bytes, and the making), and
-        kept: it is the mesh's to free. The order of `dims` does not matter; without any it is this rank alone.
+        kept: it is the mesh's to free, together with all other handles of it. The order of `dims` does not matter;
+        without any it is this rank alone.
         """
         unknown = [dim for dim in dims if dim not in self.dims]
         if unknown:
@@ -167,12 +169,30 @@ def _made(make: Callable[[], MPI.Cartcomm], number: int, operation: str) -> MPI.
     from mpi4py import MPI
 
     try:
-        comm = make()
+        comm = _kept_type()(make())
     except MPI.Exception as error:
         raise out_of_communicators(operation, error) from error
     # The other object has the same handle.
-    weakref.finalize(comm, _dropped.append, (number, MPI.Cartcomm(comm))).atexit = False
+    comm.finalizer = weakref.finalize(comm, _dropped.append, (number, MPI.Cartcomm(comm)))
+    comm.finalizer.atexit = False
     return comm
+
+
+@cache
+def _kept_type() -> Any:
+    from mpi4py import MPI
+
+    class Kept(MPI.Cartcomm):
+        """A communicator of a mesh. One that the user frees is not garbage any more."""
+
+        finalizer: weakref.finalize[Any, Any] | None = None
+
+        def Free(self) -> None:
+            if self.finalizer is not None:
+                self.finalizer.detach()
+            super().Free()
+
+    return Kept
 
 
 def _left_over() -> int:

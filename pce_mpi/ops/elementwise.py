@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -84,15 +85,28 @@ def _gradient(name: str, forward: Callable[..., Array], *linear: Sequence[int]) 
     return Op(name, _once(forward), rule=broadcasting(*linear))
 
 
+def _dtype_by_numpy(name: str) -> Callable[[np.dtype[Any]], np.dtype[Any]]:
+    """The dtype of NumPy's function of this name, which for integers depends on their size."""
+
+    @cache
+    def dtype_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
+        return dtype if is_floating(dtype) else getattr(np, name)(np.ones(1, dtype)).dtype
+
+    return dtype_of
+
+
 def _unary(name: str, pull: Callable[[Array, Array], Array], forward: Callable[..., Array] | None = None) -> Op:
-    """`pull` takes the gradient of the result and the operand; a result that was rounded to a half would not do."""
+    """`pull` takes the gradient of the result and the operand; a result that was rounded to a half would not do.
+
+    Without `forward` it is NumPy's function of this name; else the dtype of the operand is kept.
+    """
     gradient = _gradient(name, pull)
     return Op(
         name,
         _once(forward or _of_library(name)),
         (lambda g, y, x: apply(gradient, g, x),),
         broadcasting(),
-        dtype=_floating,
+        dtype=np.result_type if forward else _dtype_by_numpy(name),
         uses=[(0,)],
     )
 
@@ -205,8 +219,8 @@ def tanh(x: Any) -> DistArray:
 
 
 def sigmoid(x: Any) -> DistArray:
-    """1 / (1 + exp(-x)), without overflow; dtype and placement as in `exp`."""
-    return apply(_SIGMOID, x)
+    """1 / (1 + exp(-x)), without overflow; of integers in float64. Placement as in `exp`."""
+    return apply(_SIGMOID, _real(x))
 
 
 def relu(x: Any) -> DistArray:
@@ -220,8 +234,12 @@ def gelu(x: Any) -> DistArray:
     The approximation of x times the normal distribution function given by Hendrycks and Gimpel, Gaussian Error Linear
     Units, 2016: what PyTorch calls `gelu(approximate="tanh")`.
     """
-    whole = getattr(x, "dtype", np.dtype(np.float64)).kind in "iub"
-    return apply(_GELU, astype(x, np.float64) if whole else x)
+    return apply(_GELU, _real(x))
+
+
+def _real(x: Any) -> Any:
+    """`x`, or its integers or truth values in float64."""
+    return astype(x, np.float64) if isinstance(x, DistArray) and not is_floating(x.dtype) else x
 
 
 # -------------------------------------------------------------------------------------------------- two operands

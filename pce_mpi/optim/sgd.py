@@ -66,6 +66,8 @@ class SGD:
     ) -> None:
         self.parameters = _listed(parameters)
         _check_parameters(self.parameters)
+        for parameter in self.parameters:
+            parameter.own_memory()
         self.lr = lr
         self.momentum = _not_negative(momentum, "momentum")
         self.nesterov = bool(nesterov)

@@ -38,7 +38,6 @@ def test_an_interrupted_run_reports_what_is_known_by_then(tmp_path):
     )
     while "1/2" not in (line := run.stderr.readline()):
         assert line
-    time.sleep(0.5 * slowdown())  # the line stands there a little before all is done that belongs to it
     run.send_signal(signal.SIGINT)
     stdout, stderr = output_of(run)
     assert run.returncode == 130, stderr

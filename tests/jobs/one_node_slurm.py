@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 
+from patience import Patience
 from pce_mpi.conformance.launching import number_of_cores, stop
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sinfo")
@@ -43,9 +44,9 @@ def one_node_slurm(folder: Path) -> Iterator[dict[str, str]]:
                     command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
                 )
             processes.append(process)
-        deadline = time.monotonic() + PATIENCE
+        patience = Patience(PATIENCE)
         while node_state(environment) != "idle":
-            if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
+            if patience.is_over() or any(process.poll() is not None for process in processes):
                 logs = "\n".join((folder / f"{name}.log").read_text(errors="replace")[-2000:] for name in daemons)
                 raise RuntimeError(f"Slurm did not start on this machine:\n{logs}")
             time.sleep(0.1)

@@ -320,3 +320,11 @@ def test_a_mesh_that_one_rank_keeps_stays_whole(comm):
     members = kept[0].comm("data").size if kept else comm.size
     assert members == comm.size
     assert trace.count(operation="Mesh", purpose=Purpose.AGREEMENT) >= 3
+
+
+def test_communicator_that_the_user_freed_is_not_freed_again(comm):
+    mesh = Mesh(comm, data=comm.size, model=1)
+    mesh.comm("model").Free()
+    del mesh
+    gc.collect()
+    assert Mesh(comm, data=comm.size).comm("data").allreduce(1) == comm.size

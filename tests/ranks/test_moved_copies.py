@@ -77,3 +77,21 @@ def test_view_of_parameter_is_one_array_after_step(mesh, view):
     pce.SGD([w], lr=1.0).step()
     replicated, whole = v.redistribute(data=Replicate()).local, v.full()
     np.testing.assert_array_equal(replicated, whole)
+
+
+MADE = {"computed": lambda z: z, "detached": lambda z: z.detach(), "view": lambda z: z.T.T.detach()}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_computed_array_may_become_a_parameter(mesh, made):
+    z = pce.distribute(matrix(3, 4), mesh, data=Shard(0)) * 0.5
+    z.redistribute(data=Replicate())  # this copy is kept
+    w = MADE[made](z)
+    w.requires_grad = True
+    optimizer = pce.SGD([w], lr=1.0)
+    for _ in range(2):
+        w.grad = pce.distribute(np.ones((3, 4)), mesh, data=Shard(0))
+        optimizer.step()
+        for x in (w, z):
+            np.testing.assert_array_equal(x.redistribute(data=Replicate()).local, x.full())
+    np.testing.assert_array_equal(w.full(), matrix(3, 4) * 0.5 - 2)

@@ -153,3 +153,16 @@ def test_partial_meets_numbers_that_cannot_be_partial(mesh, operator, other):
     for result, right in zip(results, [*expected, np.mean((whole - other) ** 2)], strict=True):
         np.testing.assert_array_equal(result.full(), right)
     np.testing.assert_array_equal(x.grad.full(), np.arange(3.0))
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.uint8, np.int32, np.uint16])
+@pytest.mark.parametrize("name", ["exp", "sqrt", "tanh", "square", "relu", "sigmoid", "gelu"])
+def test_functions_of_integers_are_those_of_their_values(sharded, name, dtype):
+    values = np.array([0, 1, 3, 2, 5]).astype(dtype)
+    if name == "square" and dtype is np.bool_:
+        values = values.astype(np.int8)  # NumPy has no square of truth values
+    y = getattr(pce, name)(sharded(values))
+    expected = getattr(pce, name)(sharded(values.astype(np.float64))).full()
+    np.testing.assert_allclose(y.full().astype(np.float64), expected, rtol=2e-3)
+    inferred = pce.infer_placements(name, [(5,)], [{}], mesh={"data": 1}, dtypes=values.dtype)
+    assert inferred.result == {"data": pce.Replicate()}

@@ -182,7 +182,7 @@ def run(source: str, names: dict[str, Any]) -> dict[str, Any]:
 class Writer:
     """Draws a program, line by line; what it would be on whole arrays says what can come next."""
 
-    def __init__(self, seed: Any, dims: list[str]) -> None:
+    def __init__(self, seed: Any, dims: list[str], ranks: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.dims = dims
         self.lines: list[str] = []
@@ -190,7 +190,7 @@ class Writer:
         self.variables: dict[str, Any] = {}
         self.numbers = count(int(self.rng.integers(1000)) * 1000)
         # Few different lengths, so that shapes often fit each other.
-        self.lengths = [int(each) for each in self.rng.choice([0, 1, 1, 2, 3, 3, 4, 5, 7], 3)]
+        self.lengths = [int(each) for each in self.rng.choice([0, 1, 1, 2, 3, 3, 4, 5, 7, ranks + 1], 3)]
 
     def one(self, *values: Any) -> Any:
         return values[int(self.rng.integers(len(values)))]
@@ -469,7 +469,7 @@ def text_of_faults(comm: Any, program: str, mesh: Mesh) -> str:
 
 
 def program_of(seed: int, mesh: Mesh) -> str:
-    return Writer([seed, *mesh.dims.values()], list(mesh.dims)).program()
+    return Writer([seed, *mesh.dims.values()], list(mesh.dims), mesh.size).program()
 
 
 @pytest.mark.parametrize("ndim", PROGRAMS)
