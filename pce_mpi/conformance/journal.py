@@ -27,7 +27,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Follower", "Journal", "beginnings"]
+__all__ = ["Follower", "Journal", "beginnings", "ranks_by_pid"]
 
 _NAME = "rank-{rank}.jsonl"
 
@@ -76,6 +76,17 @@ def beginnings(folder: Path) -> str:
     """The first event of every rank, as it is written, of ranks that have ended."""
     texts = (path.read_text(encoding="utf-8", errors="replace") for path in folder.glob(_NAME.format(rank="*")))
     return "\n".join(text.partition("\n")[0] for text in texts)
+
+
+def ranks_by_pid(folder: Path, ranks: int) -> dict[int, int]:
+    """The rank of each process that has begun, whether or not a `Follower` has told of it."""
+    found = {}
+    for rank in range(ranks):
+        path = _path(folder, rank)
+        first, ended, _ = path.read_bytes().partition(b"\n") if path.exists() else (b"", b"", b"")
+        if ended:
+            found[json.loads(first)["pid"]] = rank
+    return found
 
 
 def _path(folder: Path, rank: int) -> Path:

@@ -18,7 +18,7 @@ import time
 from typing import Any
 import weakref
 
-from pce_mpi.conformance.journal import Follower, beginnings
+from pce_mpi.conformance.journal import Follower, beginnings, ranks_by_pid
 from pce_mpi.conformance.launching import LaunchError, memory_named_in, mpiexec, settings, stop
 from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.stacks import innermost
@@ -49,7 +49,7 @@ class Job:
         self._clean_up = weakref.finalize(self, _remove, self.folder, held)
         orders.write(self.folder)
         self._follower = Follower(self.folder, ranks)
-        self._pids: dict[int, int] = {}  # rank of each process
+        self._ranks = ranks
         worker = [sys.executable, "-m", "pce_mpi.conformance.worker", str(self.folder), str(ranks)]
         # -I -S: nothing but the standard library, as a supervisor needs nothing else and there are many.
         supervisor = [sys.executable, "-I", "-S", str(Path(__file__).with_name("supervisor.py")), str(self._ends)]
@@ -93,10 +93,7 @@ class Job:
 
     def news(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Rank and event of all that was not heard of before."""
-        for rank, event in self._follower.news():
-            if event["event"] == "began":
-                self._pids[event["pid"]] = rank
-            yield rank, event
+        return self._follower.news()
 
     def ends(self) -> list[tuple[int | None, int]]:
         """Rank and exit status (a signal's number, negated) of each process that has ended, the first one first.
@@ -106,7 +103,8 @@ class Job:
         if not self._ends.exists():
             return []
         pairs = (line.split() for line in self._ends.read_text().splitlines())
-        return [(self._pids.get(int(pid)), int(status)) for pid, status in pairs]
+        ranks = ranks_by_pid(self.folder, self._ranks)
+        return [(ranks.get(int(pid)), int(status)) for pid, status in pairs]
 
     def printed(self, rank: int, since: int) -> str:
         """What `rank` has printed after that many bytes."""
@@ -122,7 +120,7 @@ class Job:
 
     def where(self, rank: int) -> str:
         """The line of the candidate's code at which `rank` is now, or '' if that cannot be found out."""
-        pid = next((pid for pid, one in self._pids.items() if one == rank), None)
+        pid = next((pid for pid, one in ranks_by_pid(self.folder, self._ranks).items() if one == rank), None)
         path = self.folder / f"stack-{rank}"
         if pid is None or not path.exists() or any(ended == rank for ended, _ in self.ends()):
             return ""
@@ -140,9 +138,8 @@ class Job:
     def stop(self) -> None:
         """End the launcher and all ranks, if they have not ended."""
         stop(self._process)
-        list(self.news())
         ended = {rank for rank, _ in self.ends()}
-        for pid, rank in self._pids.items():
+        for pid, rank in ranks_by_pid(self.folder, self._ranks).items():
             if rank not in ended:
                 try:
                     os.kill(pid, signal.SIGKILL)

@@ -151,7 +151,7 @@ def _sample(logits: Any, axis: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _sampled(shape: tuple[int, ...], axis: int) -> tuple[tuple[int | slice | None, ...], bool]:
-    """The index of some 16 classes of some 4 rows along the longest other axis, and whether classes come first.
+    """The index of up to 29 classes of up to 5 rows along the longest other axis, and whether classes come first.
 
     Odd strides: what is the same in every second class, or row, is not all that is seen.
     """
