@@ -135,7 +135,9 @@ def _inputs(op: Op, operands: Sequence[DistArray], call: _Call) -> list[DistArra
             x.mesh.needed.setdefault(id(x), destination)
         if x.sharding is not destination:
             reason = _reason(op, index, x.sharding, destination)
-            if x.local.dtype != call.dtype and set(destination.partial_dims) - set(x.sharding.partial_dims):
+            placed = x.sharding.by_dim
+            new = any(destination.by_dim[dim] != placed[dim] for dim in destination.partial_dims)
+            if new and x.local.dtype != call.dtype:
                 # It is to be a partial of the result, whose dtype there may be Partial arrays of: there is no
                 # Partial("avg") of integers.
                 x = DistArray(x.local.astype(call.dtype), x.mesh, x.sharding)

@@ -204,16 +204,28 @@ def foreseen(case: Case, mesh: Any, lies: list[tuple[Placement, ...]]) -> Outcom
 def needed(monkeypatch) -> dict[int, Any]:
     """How each array had to lie when an operation first needed it, by the id of the array."""
     seen: dict[int, Any] = {}
-    for name in ("autograd.apply", "ops.embedding"):
-        module = importlib.import_module(f"pce_mpi.{name}")
-        original = module.redistributed
 
-        def watched(x: DistArray, target: Any, original: Any = original, **options: Any) -> DistArray:
-            seen.setdefault(id(x), dict(target.by_dim))
-            seen[-id(x)] = x  # so that no other array gets its id
-            return original(x, target, **options)
+    def see(x: DistArray, sharding: Any) -> None:
+        seen.setdefault(id(x), dict(sharding.by_dim))
+        seen[-id(x)] = x  # so that no other array gets its id
 
-        monkeypatch.setattr(module, "redistributed", watched)
+    run = importlib.import_module("pce_mpi.autograd.apply")
+    inputs = run._inputs
+
+    def watched_inputs(op: Any, operands: Any, call: Any) -> Any:
+        for x, sharding in zip(operands, call.plan.operands, strict=True):
+            see(x, sharding)
+        return inputs(op, operands, call)
+
+    monkeypatch.setattr(run, "_inputs", watched_inputs)
+    embedding = importlib.import_module("pce_mpi.ops.embedding")
+    redistributed = embedding.redistributed
+
+    def watched(x: DistArray, sharding: Any, **options: Any) -> DistArray:
+        see(x, sharding)
+        return redistributed(x, sharding, **options)
+
+    monkeypatch.setattr(embedding, "redistributed", watched)
     return seen
 
 
