@@ -1,4 +1,4 @@
-"""Run the tests: tests/ranks under mpiexec at each size, others once, in one process that launches jobs itself.
+"""Run the tests: tests/ranks under mpiexec at each size, others once, each file in a process that launches jobs itself.
 
 A test in tests/ranks that does not ask for `comm` runs at the first size only, and one that is marked with `sizes` at
 these. With --gpu, all tests of CuPy arrays and no others run, on a GPU: those that also run on a stand-in for CuPy, and
@@ -269,7 +269,7 @@ def parse_arguments() -> argparse.Namespace:
         nargs="*",
         help="files, folders or file.py::test (default: all of tests/ranks, tests/jobs and tests/conformance, with "
         "--gpu tests/gpu and tests/kernels too); what is below tests/ranks, tests/peers or tests/gpu runs at each "
-        "size, anything else once in one process",
+        "size, anything else once",
     )
     options = parser.parse_intermixed_args()
     # `-n 1 2 tests/ranks` says what it means: the numbers end where a path begins.
@@ -312,12 +312,21 @@ def plan(options: argparse.Namespace) -> list[Run]:
             command = job_command(n, *pytest, *once, sizes, *map(str, on_ranks))
             runs.append(Run(f"{n} rank{'s' if n > 1 else ''}", n, command))
     if in_one_process and options.jobs:
-        folders = dict[str, list[Path]]()
+        parts = dict[str, list[Path]]()
         for path in in_one_process:
-            folders.setdefault(file_of(path).relative_to(TESTS).parts[0], []).append(path)
+            # The files of a folder share the cores. Those from which a few tests are chosen do not repay a start each.
+            chosen = path.is_file() or "::" in path.name or options.k or options.gpu
+            for part in [path] if chosen else sorted(path.rglob("test_*.py"), key=_size, reverse=True):
+                name = part.relative_to(TESTS)
+                parts.setdefault(name.parts[0] if chosen else str(name.with_suffix("")), []).append(part)
         # Right after the first size: if that is one rank, they run beside it.
-        runs[1:1] = [Run(name, 1, [sys.executable, *pytest, *map(str, paths)]) for name, paths in folders.items()]
+        runs[1:1] = [Run(name, 1, [sys.executable, *pytest, *map(str, paths)]) for name, paths in parts.items()]
     return runs
+
+
+def _size(path: Path) -> int:
+    """A guess at how long a file of tests takes: the longest run begins first, so that none is left at the end."""
+    return path.stat().st_size
 
 
 def show_live(text: str) -> None:

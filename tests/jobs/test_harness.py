@@ -434,7 +434,7 @@ def test_run_tells_the_outcome_at_each_size_and_in_total(suite):
     assert ["passed", "failed", "skipped", "seconds"] in words
     assert ["1", "rank", "3", "0", "1"] in [line[:5] for line in words]
     assert ["2", "ranks", "4", "0", "0"] in [line[:5] for line in words]
-    assert ["jobs", "1", "0", "0"] in [line[:4] for line in words]
+    assert ["jobs/test_it", "1", "0", "0"] in [line[:4] for line in words]
     assert closing_line(job) == "8 passed, 0 failed, 1 skipped"
 
 
