@@ -1,8 +1,7 @@
-"""Which array library an array belongs to, how foreign arrays come in, and what the dtypes mean.
+"""Array libraries (NumPy on the host, CuPy on GPUs), conversion of other arrays, and dtypes.
 
-NumPy arrays live on the host, CuPy arrays on a GPU. Everything else that speaks DLPack or the buffer protocol (torch,
-jax, memoryview, array.array) is wrapped without a copy where that is possible. CuPy is imported only once such an array
-has been seen, or GPUs are asked for.
+Arrays that support DLPack or the buffer protocol (torch, jax, memoryview, array.array) are wrapped, without a copy if
+possible. CuPy is imported only if an array is on a GPU, or if GPUs are asked for.
 """
 
 from __future__ import annotations
@@ -32,23 +31,22 @@ __all__ = [
 
 
 def cupy_of(value: Any) -> ModuleType | None:
-    """CuPy, if `value` is an array of its; else None."""
-    cupy = sys.modules.get("cupy")  # an array of CuPy's cannot exist before CuPy was imported
+    """Return CuPy if `value` is a CuPy array, else None."""
+    cupy = sys.modules.get("cupy")  # there is no CuPy array before CuPy is imported
     return cupy if cupy is not None and isinstance(value, cupy.ndarray) else None
 
 
 def array_namespace(array: Any) -> Any:
-    """The library, numpy or cupy, that `array` belongs to."""
+    """Return the library of `array`, numpy or cupy."""
     return cupy_of(array) or np
 
 
 def as_array(value: Any, name: str) -> Any:
-    """`value` as a NumPy or CuPy array that shares its memory where that is possible.
+    """Convert `value` to a NumPy or CuPy array, which shares its memory if possible.
 
-    NumPy and CuPy arrays pass as they are. A tensor that speaks DLPack is wrapped where it lives (kDLCPU by NumPy,
-    kDLCUDA by CuPy). Buffers and nested sequences become NumPy arrays. bfloat16 needs `ml_dtypes` on the host.
-
-    Raises `TypeError`, naming the argument `name`, for what is no array.
+    NumPy and CuPy arrays are returned as they are. A tensor that supports DLPack becomes a NumPy array on the host and
+    a CuPy array on a GPU. Buffers and nested sequences become NumPy arrays. bfloat16 on the host needs `ml_dtypes`.
+    Raises `TypeError`, which names the argument `name`, if `value` is no array of numbers.
     """
     if type(value) is np.ndarray or cupy_of(value) is not None:
         return value
@@ -61,7 +59,7 @@ def as_array(value: Any, name: str) -> Any:
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise TypeError(f"{name} cannot be taken as an array: {error}") from error
     if array.dtype == object:
-        remedy = ": take its .toarray()" if hasattr(value, "toarray") else ""  # the sparse matrices of SciPy and others
+        remedy = ": take its .toarray()" if hasattr(value, "toarray") else ""  # a sparse matrix
         raise TypeError(f"{name} must be an array of numbers, got {type(value).__name__}{remedy}")
     return array
 
@@ -77,23 +75,20 @@ def _from_dlpack(value: Any) -> Any:
         raise TypeError("bfloat16 on the host needs ml_dtypes: pip install 'pce_mpi[bf16]'")
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        # NumPy's DLPack does not know bfloat16, but the same memory read as int16 may pass.
+        # NumPy's DLPack has no bfloat16, so the memory passes as int16.
         return np.from_dlpack(value.view(torch.int16)).view(bfloat16)
     return np.asarray(value)
 
 
 def import_cupy() -> ModuleType:
-    """CuPy, imported; `ImportError` where it is not installed."""
+    """Import CuPy; `ImportError` if it is not installed."""
     import cupy
 
     return cupy
 
 
 def check_one_library(operands: Mapping[str, Any]) -> None:
-    """Raise `TypeError` unless the arrays among `operands`, by their names, are all NumPy's or all CuPy's.
-
-    What is no array counts for nothing: numbers may meet arrays of any library.
-    """
+    """Raise `TypeError` if `operands`, by name, have arrays of both NumPy and CuPy; numbers go with either."""
     if "cupy" not in sys.modules:
         return
     places: dict[str, list[str]] = {}
@@ -116,38 +111,37 @@ def _bfloat16() -> np.dtype[Any] | None:
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """The dtype whose `name` is this; bfloat16 needs `ml_dtypes`."""
+    """Return the dtype with this `name`; bfloat16 needs `ml_dtypes`."""
     return (_bfloat16() if name == "bfloat16" else None) or np.dtype(name)
 
 
 def library_named(name: str) -> Any:
-    """The array library, numpy or cupy, whose `__name__` is this."""
+    """Return the array library with this `__name__`, numpy or cupy."""
     return np if name == np.__name__ else import_cupy()
 
 
 @cache
 def is_half(dtype: np.dtype[Any]) -> bool:
-    """Whether `dtype` is float16 or bfloat16: storage that no arithmetic is done in and MPI does not know."""
-    # ml_dtypes' bfloat16 has kind 'V' and a name; comparing names spares importing a library that may be missing.
+    """Return whether `dtype` is float16 or bfloat16, in which nothing is computed and MPI sends nothing."""
+    # By name, as ml_dtypes may be missing.
     return dtype.name in ("float16", "bfloat16") and dtype.isnative
 
 
 @cache
 def is_floating(dtype: np.dtype[Any]) -> bool:
-    """Whether `dtype` is one of the four that logits may have: float16, bfloat16, float32, float64."""
+    """Return whether `dtype` is one that logits may have: float16, bfloat16, float32 or float64."""
     return is_half(dtype) or (dtype.name in ("float32", "float64") and dtype.isnative)
 
 
 def is_real(dtype: np.dtype[Any]) -> bool:
-    """Whether distributed arrays hold elements of `dtype`: bool, integers, and the four of `is_floating`."""
+    """Return whether distributed arrays may have `dtype`: bool, integers, and the four of `is_floating`."""
     return is_floating(dtype) or (dtype.kind in "iub" and dtype.isnative)
 
 
 def compute_dtype_of(dtype: np.dtype[Any], requested: Any = None) -> np.dtype[Any]:
-    """The dtype of the arithmetic on logits of `dtype`: float64 for float64, else float32, unless more is `requested`.
+    """Return the dtype to compute with logits of `dtype` in: `requested`, or float64 for float64, else float32.
 
-    Raises `TypeError` for a requested dtype other than float32 and float64, `ValueError` where it is narrower than
-    the logits.
+    Raises `TypeError` if `requested` is neither float32 nor float64, `ValueError` if it is narrower than the logits.
     """
     natural = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     if requested is None:
@@ -164,6 +158,6 @@ def compute_dtype_of(dtype: np.dtype[Any], requested: Any = None) -> np.dtype[An
 
 
 def to_host(array: Any) -> np.ndarray[Any, Any]:
-    """`array` as a NumPy array: itself, or a copy from the GPU once the work that fills it is done."""
+    """Return `array` on the host: a NumPy array itself, or a copy from the GPU once its work is done."""
     cupy = cupy_of(array)
     return array if cupy is None else cupy.asnumpy(array)

@@ -1,6 +1,6 @@
-"""GPUs: which there are, pinned host memory, and waiting for their work.
+"""GPUs: list and choose them, copy through pinned host memory, and wait for their work.
 
-Work goes to the current stream. CuPy is imported when a GPU is asked for, and never before.
+Work goes to the current stream. CuPy is imported only if a GPU is asked for.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = [
 
 
 def check_on_current_gpu(operands: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for an array among `operands`, by their names, that is on another GPU than the current one.
+    """Raise `ValueError` if one of `operands`, by name, is on another GPU than the current one.
 
-    A kernel that was handed its address would bring down all of the process's work on GPUs.
+    A kernel that reads from such an address breaks the process's CUDA context.
     """
     for name, value in operands.items():
         cupy = cupy_of(value)
@@ -43,9 +43,9 @@ def check_on_current_gpu(operands: Mapping[str, Any]) -> None:
 
 
 def pinned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """An uninitialized NumPy array in memory that GPUs copy to and from at full speed.
+    """Allocate a NumPy array in pinned memory, which GPUs copy to and from at full speed.
 
-    CuPy's pool keeps such memory and hands it out again once nothing refers to it: not while MPI may still use it.
+    CuPy's pool reuses the memory as soon as nothing refers to the array: keep a reference while MPI uses it.
     """
     import cupyx
 
@@ -53,7 +53,7 @@ def pinned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]
 
 
 def to_pinned(array: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """A copy of a CuPy array in pinned memory, in C order and as `dtype`, once the work that fills it is done."""
+    """Copy a CuPy array to pinned memory, in C order and as `dtype`, once the work that fills it is done."""
     host = pinned(array.shape, dtype)
     if array.size:
         array_namespace(array).ascontiguousarray(array, dtype).reshape(host.shape).get(out=host)
@@ -61,7 +61,7 @@ def to_pinned(array: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 
 def from_pinned(host: np.ndarray[Any, Any], like: Any) -> Any:
-    """A copy of `host` on the GPU, in the library and the dtype of `like`; `host` is free to be used again."""
+    """Copy `host` to the GPU, in the library and the dtype of `like`; `host` may be reused afterwards."""
     xp = array_namespace(like)
     array = xp.empty(host.shape, host.dtype)
     if host.size:
@@ -71,7 +71,7 @@ def from_pinned(host: np.ndarray[Any, Any], like: Any) -> Any:
 
 
 def finish_work(array: Any) -> None:
-    """Wait for what has been started on the current stream, where `array` is on a GPU."""
+    """Wait for the work on the current stream, if `array` is on a GPU."""
     cupy = cupy_of(array)
     if cupy is not None:
         cupy.cuda.get_current_stream().synchronize()
@@ -79,7 +79,7 @@ def finish_work(array: Any) -> None:
 
 @dataclass(frozen=True)
 class GPU:
-    """One GPU that this process sees; its memory in bytes."""
+    """A GPU that this process sees; `memory` is in bytes."""
 
     name: str
     memory: int
@@ -87,7 +87,7 @@ class GPU:
 
 
 def gpus() -> list[GPU]:
-    """The GPUs that CuPy sees, in its order. Raises `RuntimeError` with the reason where it sees none."""
+    """Return the GPUs that CuPy sees, in its order; `RuntimeError`, with the reason, if there are none."""
     if "cupy" not in sys.modules and find_spec("cupy") is None:
         raise RuntimeError("CuPy is not installed")
     try:
@@ -102,12 +102,12 @@ def gpus() -> list[GPU]:
 
 
 def take_gpu(index: int) -> None:
-    """Make the GPU of this number the one that CuPy's work goes to."""
+    """Make the GPU `index` the current one of CuPy."""
     import_cupy().cuda.Device(index).use()
 
 
 def cuda_versions() -> dict[str, str]:
-    """The versions of CUDA that the driver and CuPy's runtime have, such as "13.0"; "none" without a driver."""
+    """Return the CUDA versions of the driver and of CuPy's runtime, such as "13.0"; "none" without a driver."""
     runtime = import_cupy().cuda.runtime
     found = {"driver": runtime.driverGetVersion(), "runtime": runtime.runtimeGetVersion()}
     return {name: f"{number // 1000}.{number % 1000 // 10}" if number else "none" for name, number in found.items()}

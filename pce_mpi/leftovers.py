@@ -1,8 +1,8 @@
-"""Temporary files and folders, some of which a killed process leaves: how another one knows that their maker is gone.
+"""Temporary files and folders, and how a process finds those that a killed process left.
 
-The maker holds a lock on them (flock), which the kernel takes back however that process ends. Some file systems that
-machines share keep such locks on one machine, others have none. So the name tells on which machine it was made, and
-from elsewhere only what was not changed for a week counts as abandoned.
+The process that makes one holds a lock on it (flock), which the kernel releases however that process ends. On some
+shared file systems such locks are visible on one machine only, and others have none. Therefore the name says which
+machine made it; from other machines a file counts as abandoned if it has not changed for a week.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import zlib
 __all__ = ["abandoned", "new_file", "new_folder"]
 
 _WEEK = 7 * 24 * 3600.0
-# How often another process may take what is not locked yet for abandoned.
+# How often another process may remove a new file in the moment before it is locked.
 _ATTEMPTS = 10
 
 
 def new_file(folder: Path, stem: str, mode: int) -> tuple[Path, int]:
-    """Make a file with a name of its own, `stem` and 17 characters, which is held while the descriptor is open.
+    """Make a file with a new name, `stem` and 17 characters; it is locked while the descriptor is open.
 
-    The descriptor reads and writes; `mode` is what umask takes from.
+    The descriptor reads and writes; the permissions are `mode` less the umask.
     """
     return _new(folder, stem, lambda path: os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode))
 
 
 def new_folder(folder: Path, stem: str) -> tuple[Path, int]:
-    """Make a folder as `new_file` makes a file; only this user may look into it."""
+    """Make a folder as `new_file` makes a file; only this user may read it."""
 
     def make(path: Path) -> int:
         path.mkdir(0o700)
@@ -45,7 +45,7 @@ def new_folder(folder: Path, stem: str) -> tuple[Path, int]:
 
 
 def abandoned(folder: Path, stem: str) -> Iterator[Path]:
-    """What processes of this user have left in `folder`, for the caller to remove before the next one is asked for."""
+    """Yield what processes of this user left in `folder`; the caller removes each before asking for the next."""
     name = re.compile(re.escape(stem) + "([0-9a-f]{8})-[0-9a-f]{8}")
     try:
         names = os.listdir(folder)
@@ -80,7 +80,7 @@ def _new(folder: Path, stem: str, make: Callable[[Path], int]) -> tuple[Path, in
 
 
 def _held(path: Path, make: Callable[[Path], int]) -> int:
-    """The descriptor that `make` returns, locked; `FileNotFoundError` where another process was faster."""
+    """Lock the descriptor that `make` returns; `FileNotFoundError` if another process was faster."""
     descriptor = make(path)
     try:
         if _lock(descriptor) is False or not os.path.samestat(os.stat(path), os.fstat(descriptor)):
@@ -92,7 +92,7 @@ def _held(path: Path, make: Callable[[Path], int]) -> int:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Whether the lock was free and now is held by this descriptor; None: there are no locks on this file system."""
+    """Lock a descriptor and return True, or False if another process holds the lock; None if there are no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -103,7 +103,7 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _opened(path: Path) -> int | None:
-    """A descriptor that can be locked, or None for what no process of this user has made here."""
+    """Open a file or folder so that it can be locked; None for what no process of this user made."""
     status = os.lstat(path)
     if status.st_uid != os.geteuid():
         return None
@@ -123,13 +123,13 @@ def _is_abandoned(path: Path, descriptor: int, machine: str) -> bool:
     try:
         changes = [each.stat().st_mtime for each in [path, *(path.iterdir() if path.is_dir() else ())]]
     except OSError:
-        return False  # it is changing now
+        return False  # its files change at this moment
     return time.time() - max(changes) > _WEEK
 
 
 @cache
 def _machine() -> str:
-    """8 characters, the same for all processes that see each other's locks: one running kernel, containers or not."""
+    """Return 8 characters that are the same for all processes that see each other's locks: those on one kernel."""
     try:
         identity = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Which arrays are one array, share memory, or overlap themselves."""
+"""Decide if two arrays are the same, or share memory, and if one overlaps itself."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pce_mpi.arrays import array_namespace
 
 __all__ = ["overlaps_itself", "same_memory", "shares_memory"]
 
-# Bounds the search of numpy.shares_memory, which is exponential in the worst case; views that people make are settled
-# in a few steps.
+# numpy.shares_memory is exponential in the worst case; usual views take a few steps.
 _OVERLAP_WORK: Any = 100_000
 
 
 def same_memory(a: Any, b: Any) -> bool:
-    """Whether `a` and `b` are one array: the same elements at the same addresses in the same order."""
+    """Return whether `a` and `b` have the same elements at the same addresses in the same order."""
     return a is b or (
         type(a) is type(b)
         and a.shape == b.shape
@@ -27,10 +26,10 @@ def same_memory(a: Any, b: Any) -> bool:
 
 
 def overlaps_itself(array: Any) -> bool:
-    """Whether writing to one element of `array` may change another, as in a broadcast or a sliding window."""
+    """Return whether writing to one element of `array` may change another, as in a broadcast or a sliding window."""
     if array.size == 0:
         return False
-    reach = 0  # from the first to past the last byte of what the axes so far cover
+    reach = 0  # bytes from the first to past the last element along the axes so far
     for stride, length in sorted(
         (abs(stride), length) for stride, length in zip(array.strides, array.shape, strict=True)
     ):
@@ -42,10 +41,10 @@ def overlaps_itself(array: Any) -> bool:
 
 
 def shares_memory(a: Any, b: Any) -> bool:
-    """Whether writing to `a` may change `b`."""
+    """Return whether writing to `a` may change `b`."""
     if array_namespace(a) is not array_namespace(b):
         return False
-    if array_namespace(a) is not np:  # CuPy's own makes a list of the addresses of all elements, on the GPU
+    if array_namespace(a) is not np:  # cupy.shares_memory lists the addresses of all elements, on the GPU
         a, b = (np.asarray(_Addresses(array)) for array in (a, b))
     try:
         return bool(np.shares_memory(a, b, max_work=_OVERLAP_WORK))
@@ -54,7 +53,7 @@ def shares_memory(a: Any, b: Any) -> bool:
 
 
 class _Addresses:
-    """Shows NumPy where an array on a GPU lies; never to be read from."""
+    """Shows NumPy the addresses of an array on a GPU; never read from it."""
 
     def __init__(self, array: Any) -> None:
         self.__array_interface__ = {

@@ -1,4 +1,4 @@
-"""Operations on distributed arrays; importing this gives the methods of `DistArray` what they call."""
+"""Operations on distributed arrays; importing this package registers those that the methods of `DistArray` call."""
 
 from __future__ import annotations
 
@@ -12,29 +12,10 @@ from pce_mpi.autograd.gradients import backward_from
 from pce_mpi.autograd.inference import Inference, Sent, infer_placements
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import OPERATIONS
+from pce_mpi.ops.arithmetic import add, comparison, divide, equal, maximum, multiply, power, subtract, where
 from pce_mpi.ops.broadcasting import broadcast_to, sum
 from pce_mpi.ops.custom import op
-from pce_mpi.ops.elementwise import (
-    add,
-    astype,
-    comparison,
-    divide,
-    equal,
-    exp,
-    gelu,
-    log,
-    maximum,
-    multiply,
-    negative,
-    power,
-    relu,
-    sigmoid,
-    sqrt,
-    square,
-    subtract,
-    tanh,
-    where,
-)
+from pce_mpi.ops.elementwise import astype, exp, gelu, log, negative, relu, sigmoid, sqrt, square, tanh
 from pce_mpi.ops.embedding import embedding
 from pce_mpi.ops.loss import cross_entropy, mse
 from pce_mpi.ops.matmul import matmul
@@ -92,29 +73,15 @@ __all__ = [
 ]
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    *(
-        add,
-        astype,
-        concatenate,
-        cross_entropy,
-        getitem,
-        divide,
-        embedding,
-        equal,
-        exp,
-        broadcast_to,
-        gelu,
-        layer_norm,
-        log,
-    ),
-    *(log_softmax, logsumexp, matmul, max, maximum, mean, min, mse, multiply, negative, power, relu, reshape),
+    *(add, astype, broadcast_to, concatenate, cross_entropy, divide, embedding, equal, exp, gelu, getitem, layer_norm),
+    *(log, log_softmax, logsumexp, matmul, max, maximum, mean, min, mse, multiply, negative, power, relu, reshape),
     *(rms_norm, sigmoid, softmax, split, sqrt, square, subtract, sum, swapaxes, tanh, transpose, where),
     *map(comparison, ("greater", "greater_equal", "less", "less_equal", "not_equal")),
 )
 OPERATIONS |= {function.__name__: function for function in _FUNCTIONS}
-OPERATIONS["slice"] = getitem  # the trace's name for it
+OPERATIONS["slice"] = getitem  # its name in the trace
 
-# NumPy's functions of these names mean the same.
+# NumPy's functions with the same meaning, by name.
 _NUMPY = {name: function for name, function in OPERATIONS.items() if hasattr(np, name)} | {
     "broadcast_to": broadcast_to,
     "amax": max,
@@ -124,7 +91,7 @@ _NUMPY = {name: function for name, function in OPERATIONS.items() if hasattr(np,
     "size": lambda a, axis=None: a.size if axis is None else a.shape[axis],
 }
 
-# What methods of `DistArray` do and no function of the package does.
+# For methods of `DistArray` that are not functions of the package.
 OPERATIONS |= {
     "_backward": partial(backward_from, add=add),
     "_redistribute": redistribute,

@@ -1,7 +1,7 @@
-"""Sum and broadcast_to: each is the other's vjp.
+"""`sum` and `broadcast_to`: each is the other's vjp.
 
-What an operation stretches forward it sums backward. If an axis that is summed is sharded, the sum is Partial: this is
-where the gradients of parameters become Partial under data, sequence and context parallelism.
+The gradient of an operand that was broadcast is summed over the axes it was broadcast along. A sum over a sharded axis
+is Partial: this is how the gradients of parameters become Partial under data, sequence and context parallelism.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Shape = tuple[int, ...]
 
 
 def aligned(operand: Shape, shape: Shape) -> Axes:
-    """The axes of an operand that is broadcast to `shape`, from the last one on; what is stretched is not sharded."""
+    """Label the axes of an operand that is broadcast to `shape`, from the last; None for an axis that is stretched."""
     lengths = shape[len(shape) - len(operand) :]
     return tuple(
         Axis(index - len(operand)) if length == stretched else None
@@ -65,12 +65,32 @@ _BROADCAST_TO = Op(
 
 
 def broadcast_to(x: DistArray, shape: int | Sequence[int]) -> DistArray:
-    """`x` stretched to `shape` as NumPy broadcasts: axes of length 1, and new ones in front.
+    """Broadcast an array to a shape, as NumPy does.
 
-    A sharded axis stays sharded, unless it is stretched: then the array is redistributed first. What is Partial, of
-    "max" and "min" too, stays so. The gradient is summed over what was stretched. `ValueError` for a shape that x does
-    not stretch to.
+    Parameters
+    ----------
+    x : DistArray
+        The array; axes of length 1 may be stretched, and new axes come first.
+    shape : int or sequence of int
+        The global shape of the result.
 
+    Returns
+    -------
+    DistArray
+        The array in that shape. A sharded axis stays sharded unless it is stretched: then `x` is redistributed first.
+        A Partial array, of "max" and "min" too, stays Partial.
+
+    Raises
+    ------
+    ValueError
+        If `x` does not broadcast to `shape`.
+
+    Notes
+    -----
+    The gradient is summed over the stretched axes; the sum over a sharded axis is Partial.
+
+    Examples
+    --------
     >>> from mpi4py import MPI
     >>> import numpy as np, pce_mpi as pce
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
@@ -86,7 +106,7 @@ def broadcast_to(x: DistArray, shape: int | Sequence[int]) -> DistArray:
 
 
 def normalized_axes(axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """The axes that are meant by `axis`, in order: all, if it is None."""
+    """Return `axis` as a sorted tuple of axes counted from the front; None means all axes."""
     if axis is None:
         return tuple(range(ndim))
     axes = sorted(normalized_axis(each, ndim) for each in (axis if isinstance(axis, Sequence) else (axis,)))
@@ -96,7 +116,7 @@ def normalized_axes(axis: int | Sequence[int] | None, ndim: int) -> tuple[int, .
 
 
 def kept_shape(shape: Shape, axes: Sequence[int]) -> Shape:
-    """`shape` with length 1 along `axes`."""
+    """Return `shape` with length 1 along `axes`."""
     return tuple(1 if axis in axes else length for axis, length in enumerate(shape))
 
 
@@ -109,7 +129,7 @@ def reduction_rule(
     linear: bool = True,
     merged: bool = False,
 ) -> Rule:
-    """The labels of `axes` are not in the result; `merged`: the operation joins what shards of them give itself."""
+    """Return the rule of a reduction over `axes`; `merged`: the operation itself merges the results of the shards."""
     labels = tuple(Axis(axis) for axis in range(len(shape)))
     left = [(labels[axis], shape[axis]) for axis in range(len(shape)) if axis not in axes]
     result = tuple(None if axis in axes else labels[axis] for axis in range(len(shape)))
@@ -124,16 +144,16 @@ def reduction_rule(
 
 
 def local_sum(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
-    """The sum of `x`; that of halves is taken in float32 and rounded once."""
+    """Return the sum of `x`; halves are summed in float32, and the sum is rounded once."""
     if is_half(x.dtype):
         return x.astype(np.float32).sum(axes, keepdims=keepdims).astype(x.dtype)
     return x.sum(axes, keepdims=keepdims)
 
 
 def local_extreme(name: str, x: Array, axes: tuple[int, ...], keepdims: bool, loses: Any) -> Array:
-    """The largest ("max") or the smallest ("min") element of `x`; `loses` where there is none.
+    """Return the largest ("max") or the smallest ("min") element of `x`; `loses`, if there is no element.
 
-    NumPy's reductions take that as `initial`, CuPy's do not.
+    NumPy's reductions take `loses` as `initial`, CuPy's do not.
     """
     xp = array_namespace(x)
     if all(x.shape[axis] for axis in axes):
@@ -152,11 +172,34 @@ _SUM = Op(
 
 
 def sum(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
-    """The sum over `axis`, one or several, or all. Over a sharded axis it is Partial; nothing is sent.
+    """Sum over axes.
 
-    The dtype is NumPy's: that of x, but of 64 bits for integers and bool; halves are summed in float32 and rounded
-    once. Linear: what is Partial stays so. `ValueError` for axes that do not exist or come twice.
+    Parameters
+    ----------
+    x : DistArray
+        The array.
+    axis : int or sequence of int, optional
+        The axis or axes to sum over; None means all.
+    keepdims : bool, optional
+        Keep the summed axes, with length 1.
 
+    Returns
+    -------
+    DistArray
+        The sum, in NumPy's dtype: that of `x`, but 64 bits wide for integers and bool. Halves are summed in float32,
+        and the sum is rounded once. Over a sharded axis the sum is Partial; other axes stay sharded.
+
+    Raises
+    ------
+    ValueError
+        If an axis does not exist or is named twice.
+
+    Notes
+    -----
+    Communicates nothing. The sum is linear: that of a Partial "sum" or "avg" stays Partial.
+
+    Examples
+    --------
     >>> from mpi4py import MPI
     >>> import numpy as np, pce_mpi as pce
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
@@ -170,7 +213,7 @@ def sum(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = 
 
 
 def sum_to(g: DistArray, shape: Shape) -> DistArray:
-    """`g` summed over what was stretched from `shape`."""
+    """Sum `g` over the axes along which an array of `shape` was broadcast."""
     if g.shape == shape:
         return g
     added = g.ndim - len(shape)

@@ -1,4 +1,4 @@
-"""Operations of the user's own, and any other function of NumPy's: without a rule they run on replicated operands."""
+"""Operations made from the user's functions of plain arrays; without a rule they run on Replicate operands."""
 
 from __future__ import annotations
 
@@ -18,17 +18,38 @@ def op(
     rule: Callable[..., Rule] | None = None,
     name: str | None = None,
 ) -> Callable[..., Any]:
-    """An operation on distributed arrays made of `forward`, a function of plain arrays.
+    """Make an operation on distributed arrays from a function of plain arrays.
 
-    `forward` takes the local arrays of the operands, and parameters by name, and returns an array, or a tuple of them.
-    `vjp`, one function or one per operand (None: no gradient), takes the gradient of the result, the result and the
-    operands, all distributed, and the parameters; it returns the gradient of the operand, which is of the global array.
-    `rule` takes the global shapes of the operands, and the parameters, and returns a `Rule` (`Rule.of`). Without one
-    the operation runs on Replicate operands, on every rank: slow, never wrong, and the trace shows it. `name` is what
-    the trace and errors call it.
+    Parameters
+    ----------
+    forward : callable
+        Takes the local arrays of the operands, and parameters by name; returns an array or a tuple of arrays.
+    vjp : callable or sequence of callable or None, optional
+        One function, or one for each operand; None for an operand without a gradient. It takes the gradient of the
+        result, the result and the operands, all distributed, and the parameters by name; it returns the gradient of
+        its operand, which is that of the global array.
+    rule : callable, optional
+        Takes the global shapes of the operands, and the parameters by name; returns a `Rule` (see `Rule.of`). Without
+        a rule the operation runs on Replicate operands on every rank: slow, never wrong, and the trace shows it.
+    name : str, optional
+        The name in the trace and in errors; that of `forward` unless given.
 
-    Without a `vjp`, a backward pass that comes through raises `NotImplementedError`, which names the operation.
+    Returns
+    -------
+    callable
+        A function of distributed arrays, and of parameters by name.
 
+    Raises
+    ------
+    TypeError
+        If `forward` or `rule` is not callable.
+
+    Notes
+    -----
+    A backward pass through an operation without a `vjp` raises `NotImplementedError`, which names the operation.
+
+    Examples
+    --------
     >>> from mpi4py import MPI
     >>> import numpy as np, pce_mpi as pce
     >>> inverse = pce.op(np.linalg.inv, lambda g, y, x: -(y.T @ g @ y.T))

@@ -1,4 +1,4 @@
-"""Rows of a table, which may be sharded by its rows."""
+"""Look up rows of a table, which may be sharded by rows or by columns."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _ROW, _COLUMN = Axis("row of the table"), Axis("column of the table")
 
 
 def _rule(table: Shape, ids: Shape) -> Rule:
-    """A shard of rows gives its own rows, and zeros for all others: a term of the sum."""
+    """Return the rule: each shard of the table gives its own rows, and zeros for the others: a Partial result."""
     places = tuple(Axis(index) for index in range(len(ids)))
     return Rule(((_ROW, _COLUMN), places), (*places, _COLUMN), (*ids, table[1]), linear=((0,),), reduces="sum")
 
 
 def _rows_here(ids: Array, shardings: Shardings, table: int) -> tuple[Array, Array]:
-    """Which of `ids` are rows of this shard of the table, and the local numbers of those."""
+    """Return a mask of the `ids` that are rows of this shard of the table, and their row numbers in this shard."""
     start, stop = shardings.operands[table].block(0, shardings.mesh.coordinates)
     here = (ids >= start) & (ids < stop)
     return here, ids[here] - start
@@ -57,12 +57,12 @@ def _gradient(g: Array, ids: Array, table: Array, shardings: Shardings) -> Array
     return gradient.astype(g.dtype, copy=False)
 
 
-# Takes the table only to lie as it does: each rank adds up the rows that it has.
+# The table is an operand for its sharding alone: each rank adds up the rows of its own shard.
 _GRADIENT = Op("embedding", _gradient, rule=_gradient_rule, dtype=lambda g, *_: g, takes_shardings=True)
 
 
 def _to_table(g: DistArray, y: DistArray, table: DistArray, ids: DistArray) -> DistArray:
-    # Of a Partial table nothing is to be reduced for that.
+    # In its natural placement, so that a Partial table is not reduced: its elements are not used.
     return apply(_GRADIENT, g, ids, DistArray(table.local, table.mesh, table.sharding.natural))
 
 
@@ -78,16 +78,37 @@ _EMBEDDING = Op(
 
 
 def embedding(ids: Any, table: Any) -> DistArray:
-    """`table[ids]`: for each of `ids`, integers of any shape, a row of `table`, (rows, columns); the table's dtype.
+    """Look up rows of a table: `table[ids]`.
 
-    Where the rows of the table are sharded the result is Partial: each rank has the rows of its shard, and zeros; ids
-    that are sharded over the same dim are gathered first. Where ids or columns are sharded so is the result. Rows that
-    are picked more than once add up their gradients, which are Partial where ids are sharded.
+    Parameters
+    ----------
+    ids : DistArray or array_like of integers
+        Row numbers in [0, rows), of any shape.
+    table : DistArray or array_like of shape (rows, columns)
+        The table.
 
-    Collective over the mesh: an Allgather of 56 bytes, and what has to be moved. Raises, on every rank, `IndexError`
-    for an id outside [0, rows): there are none from the end. `TypeError` for ids that are no integers, `ValueError`
-    for a table without two axes.
+    Returns
+    -------
+    DistArray
+        The rows, of shape `ids.shape + (columns,)`, in the table's dtype. Sharded ids and columns stay sharded. If the
+        rows of the table are sharded the result is Partial: each rank holds the rows of its shard, and zeros.
 
+    Raises
+    ------
+    IndexError
+        On every rank, if an id is outside [0, rows); negative ids do not count from the end.
+    TypeError
+        If the ids are not integers.
+    ValueError
+        If the table does not have two axes.
+
+    Notes
+    -----
+    Collective over the mesh: an Allgather of 56 bytes. Ids that are sharded over a dim that shards the rows of the
+    table are gathered first. The gradient of a row sums over the ids that name it; it is Partial if ids are sharded.
+
+    Examples
+    --------
     >>> from mpi4py import MPI
     >>> import numpy as np, pce_mpi as pce
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
@@ -106,7 +127,7 @@ def embedding(ids: Any, table: Any) -> DistArray:
     check_one_library({name: x.local if isinstance(x, DistArray) else x for name, x in named.items()})
     mesh = next((x.mesh for x in (table, ids) if isinstance(x, DistArray)), None)
     if isinstance(ids, DistArray):
-        # Ids are looked up, not the terms of a sum; and on every rank that has rows of the table.
+        # Every rank that holds rows of the table looks up all ids, and partials of ids mean nothing.
         rows = table.sharding.dims_of(0) if isinstance(table, DistArray) else ()
         everywhere = dict.fromkeys((*ids.sharding.partial_dims, *rows), Replicate())
         reason = "ids are looked up in every shard of the table"
@@ -120,10 +141,10 @@ def embedding(ids: Any, table: Any) -> DistArray:
 
 
 def add_rows(target: Any, rows: Any, values: Any) -> None:
-    """Add each of `values` to its row of `target`: target[rows[i]] += values[i], for rows that repeat as well.
+    """Do target[rows[i]] += values[i] for each i, also if rows repeat.
 
-    `target` (v, d), `rows` (n,) integers in [0, v), `values` (n, d), all of one library. On the host, equal arguments
-    give equal bits, as the values of a row are summed in their order and then added.
+    `target` is (v, d), `rows` (n,) integers in [0, v), `values` (n, d), all of one library. On the host, equal
+    arguments give equal bits: the values of a row are summed in their order and then added.
     """
     xp = array_namespace(target)
     if xp is not np:
@@ -131,5 +152,5 @@ def add_rows(target: Any, rows: Any, values: Any) -> None:
         return
     order = np.argsort(rows, kind="stable")
     met, first = np.unique(rows[order], return_index=True)
-    if met.size:  # reduceat knows no empty arrays
+    if met.size:  # reduceat takes no empty arrays
         target[met] += np.add.reduceat(values[order], first)

@@ -1,4 +1,4 @@
-"""The matrix product, of matrices and of stacks of them."""
+"""The matrix product of matrices, stacks of matrices and vectors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 
 def _rule(a: Shape, b: Shape) -> Rule:
-    """Stacks broadcast; with m k and k n what is left has m and n: shards of k each give a term of the sum."""
+    """Return the rule: m k times k n gives m n, stacks broadcast, and shards of k give a Partial result."""
     stack = np.broadcast_shapes(a[:-2], b[:-2])
     m, k, n = Axis("m"), Axis("k"), Axis("n")
     return Rule(
@@ -35,20 +35,20 @@ def _rule(a: Shape, b: Shape) -> Rule:
 
 
 def _tall(stack: Array) -> Array:
-    """The matrices of `stack` one below the other; a shard may have no columns."""
-    return stack.reshape(math.prod(stack.shape[:-1]), stack.shape[-1])
+    """Concatenate the matrices of `stack` by rows."""
+    return stack.reshape(math.prod(stack.shape[:-1]), stack.shape[-1])  # not -1: a shard may have no columns
 
 
 def _product(a: Array, b: Array) -> Array:
     xp = array_namespace(a)
     dtype = np.result_type(a.dtype, b.dtype)
-    if xp is np and is_half(dtype):  # NumPy has no fast product of halves, and makes float32 of bfloat16
+    if xp is np and is_half(dtype):  # NumPy's product of halves is slow, and that of bfloat16 is float32
         return xp.matmul(a.astype(np.float32), b.astype(np.float32)).astype(dtype)
     return xp.matmul(a, b)
 
 
 def _matmul(a: Array, b: Array) -> Array:
-    if a.ndim > 2 and b.ndim == 2:  # one product of tall matrices, rather than a stack of them
+    if a.ndim > 2 and b.ndim == 2:  # one product of a tall matrix is faster than a stack of products
         return _product(_tall(a), b).reshape(*a.shape[:-1], b.shape[-1])
     return _product(a, b)
 
@@ -68,7 +68,7 @@ def _transposed_product(a: Array, g: Array) -> Array:
     return _product(_tall(a).T, _tall(g))
 
 
-# a.T @ g, summed over the whole stack: the gradient of a matrix that a stack was multiplied by.
+# a.T @ g, summed over the stack: the gradient of a matrix that multiplies a stack.
 _TRANSPOSED_PRODUCT = Op("matmul", _transposed_product, rule=_transposed_product_rule)
 
 
@@ -86,17 +86,36 @@ _MATMUL = Op("matmul", _matmul, (_to_first, _to_second), _rule, uses=[(1,), (0,)
 
 
 def matmul(x: Any, y: Any) -> DistArray:
-    """The matrix product over the last axis of x and the last but one of y; what `@` does, stacks and vectors too.
+    """Multiply matrices, stacks of matrices or vectors, as the operator `@` does.
 
-    With x (..., m, k) and y (..., k, n) it is (..., m, n); stacks broadcast, dtypes promote. Of half precision NumPy's
-    product is taken in float32 and rounded once.
+    Parameters
+    ----------
+    x : DistArray or array_like of shape (..., m, k) or (k,)
+        The first factor; at least one factor is a `DistArray`.
+    y : DistArray or array_like of shape (..., k, n) or (k,)
+        The second factor.
 
-    A sharded m or n stays so beside a Replicate other operand. Where both are sharded on k the result is Partial, and
-    nothing is sent. Linear in each: Partial @ Replicate is Partial. Otherwise operands are redistributed with the
-    fewest bytes. The gradient of y is Partial where m or the stack is sharded.
+    Returns
+    -------
+    DistArray
+        The product, of shape (..., m, n); a vector's axis is left out. Stacks broadcast and dtypes promote as in
+        NumPy. Products of halves are computed in float32 and rounded once.
 
-    Raises `ValueError` for scalars, lengths of k that differ, and stacks that do not broadcast.
+    Raises
+    ------
+    TypeError
+        If neither factor is a `DistArray`.
+    ValueError
+        If a factor is 0-d, the lengths of k differ, or the stacks do not broadcast.
 
+    Notes
+    -----
+    Beside a Replicate factor a sharded m or n stays sharded, and Partial @ Replicate is Partial. If both factors are
+    sharded on k the product is Partial. All of this sends nothing; otherwise factors are redistributed with the fewest
+    bytes. The gradient of `y` is Partial if m or the stack is sharded.
+
+    Examples
+    --------
     >>> from mpi4py import MPI
     >>> import numpy as np, pce_mpi as pce
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)

@@ -1,6 +1,6 @@
-"""Layer normalization and its relative without a mean: formulas in other operations, which have the rules.
+"""Layer and root mean square normalization, composed of other operations, which have the placement rules.
 
-Over a sharded axis nothing but sums of one number a row is sent.
+Over a sharded axis only one number a row is sent.
 """
 
 from __future__ import annotations
@@ -19,15 +19,41 @@ __all__ = ["layer_norm", "rms_norm"]
 
 
 def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1, eps: float = 1e-5) -> DistArray:
-    """scale (x - mean) / sqrt(variance + eps) + bias, mean and variance of x along `axis`.
+    """Normalize each row to mean 0 and variance 1, then scale and shift it.
 
-    Ba, Kiros and Hinton, Layer Normalization, 2016. The variance is divided by the number of elements. x is of real
-    numbers; halves are normalized in float32. `scale` and `bias` are arrays of the length of that axis, or None; any
-    other shape is a `ValueError`.
+    The result is scale (x - mean) / sqrt(variance + eps) + bias, with the mean and the variance (the mean of the
+    squared deviations) of `x` along `axis`; Ba, Kiros and Hinton, Layer Normalization, 2016.
 
-    The result lies as x does. Where rows are sharded nothing is sent, and the gradients of `scale` and `bias` are
-    Partial. Over a sharded `axis`: two Allreduces of one number a row. What is Partial is reduced first.
+    Parameters
+    ----------
+    x : DistArray
+        The array.
+    scale : DistArray or array, optional
+        Factors of shape (n,), with n the length of `axis`.
+    bias : DistArray or array, optional
+        Summands of shape (n,).
+    axis : int, optional
+        The axis to normalize along.
+    eps : float, optional
+        Is added to the variance.
 
+    Returns
+    -------
+    DistArray
+        The normalized array, sharded as `x`. Halves are normalized in float32 and rounded once, integers in float64.
+
+    Raises
+    ------
+    ValueError
+        If `scale` or `bias` has another shape, or the axis does not exist.
+
+    Notes
+    -----
+    Sharded rows: communicates nothing, and the gradients of `scale` and `bias` are Partial. Sharded `axis`: two
+    Allreduces of one number a row. A Partial `x` is reduced first.
+
+    Examples
+    --------
     >>> from mpi4py import MPI
     >>> import numpy as np, pce_mpi as pce
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
@@ -43,10 +69,35 @@ def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1
 
 
 def rms_norm(x: DistArray, scale: Any = None, axis: int = -1, eps: float = 1e-5) -> DistArray:
-    """scale x / sqrt(mean of x**2 + eps), the mean along `axis`; `scale` has the length of that axis.
+    """Divide each row by its root mean square, then scale it.
 
-    Zhang and Sennrich, Root Mean Square Layer Normalization, 2019. Dtypes, placement and errors as in `layer_norm`,
-    but over a sharded axis one Allreduce of one number a row.
+    The result is scale x / sqrt(mean(x**2) + eps), with the mean along `axis`; Zhang and Sennrich, Root Mean Square
+    Layer Normalization, 2019.
+
+    Parameters
+    ----------
+    x : DistArray
+        The array.
+    scale : DistArray or array, optional
+        Factors of shape (n,), with n the length of `axis`.
+    axis : int, optional
+        The axis to normalize along.
+    eps : float, optional
+        Is added to the mean square.
+
+    Returns
+    -------
+    DistArray
+        The normalized array; dtype and placement as in `layer_norm`.
+
+    Raises
+    ------
+    ValueError
+        If `scale` has another shape, or the axis does not exist.
+
+    Notes
+    -----
+    Sharded `axis`: one Allreduce of one number a row; otherwise as in `layer_norm`.
     """
     wide = _wide(x)
     normal = wide / sqrt(mean(square(wide), axis, keepdims=True) + eps)
@@ -54,12 +105,12 @@ def rms_norm(x: DistArray, scale: Any = None, axis: int = -1, eps: float = 1e-5)
 
 
 def _wide(x: DistArray) -> DistArray:
-    """`x` in a dtype that the squares of its elements fit."""
+    """Return `x` in a dtype that holds the squares of its elements."""
     return widened(x) if is_floating(x.dtype) else astype(x, np.float64)
 
 
 def _scaled(normal: DistArray, x: DistArray, scale: Any, bias: Any, axis: int) -> DistArray:
-    """`normal`, of `x`, times `scale` plus `bias`; in the dtype that these three have together."""
+    """Return `normal` times `scale` plus `bias`, in the dtype that `x`, `scale` and `bias` promote to."""
     axis = normalized_axis(axis, x.ndim)
     y, dtype = normal, x.dtype if is_half(x.dtype) else normal.dtype
     for name, factor in (("scale", scale), ("bias", bias)):

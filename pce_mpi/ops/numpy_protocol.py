@@ -1,4 +1,4 @@
-"""NumPy's functions on distributed arrays: ours where there is one of that name, else the replicated fallback."""
+"""NumPy's functions on distributed arrays: ours if there is one of that name, else an operation without a rule."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 def call_ufunc(ours: Functions, ufunc: Any, method: str, operands: Sequence[Any], options: dict[str, Any]) -> Any:
-    """What `ufunc.method(*operands, **options)` is, on distributed arrays."""
+    """Return `ufunc.method(*operands, **options)` of distributed arrays."""
     if options.get("out") is not None or method == "at":
         raise TypeError(f"a distributed array is never written to: {ufunc.__name__} takes no out, and has no at")
-    known: Any = getattr(np, ufunc.__name__, None)  # other libraries have ufuncs of the same names
+    known: Any = getattr(np, ufunc.__name__, None)  # other libraries have ufuncs with the same names
     if method == "__call__" and not options and known is ufunc and ufunc.__name__ in ours:
         return ours[ufunc.__name__](*operands)
     function = getattr(ufunc, method)
@@ -28,7 +28,7 @@ def call_ufunc(ours: Functions, ufunc: Any, method: str, operands: Sequence[Any]
 
 
 def call_function(ours: Functions, function: Any, positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """What `function(*positional, **named)` is, on distributed arrays."""
+    """Return `function(*positional, **named)` of distributed arrays."""
     if named.get("out") is not None:
         raise TypeError(f"a distributed array is never written to: {function.__name__} takes no out")
     own = ours.get(function.__name__) if function.__module__ == "numpy" else None
@@ -37,7 +37,7 @@ def call_function(ours: Functions, function: Any, positional: Sequence[Any], nam
     found: list[DistArray] = []
 
     def taken_out(value: Any) -> Any:
-        """`value` with the number of each distributed array in place of the array."""
+        """Replace each distributed array in `value` by its place in `found`."""
         if isinstance(value, DistArray):
             found.append(value)
             return _Place(len(found) - 1)
@@ -57,7 +57,7 @@ def call_function(ours: Functions, function: Any, positional: Sequence[Any], nam
 
 
 def _read_only(array: Any) -> Any:
-    """A view that what writes to its arguments, such as numpy.copyto, cannot write to."""
+    """Return a view that functions such as numpy.copyto cannot write to."""
     if isinstance(array, np.ndarray):
         array = array.view()
         array.flags.writeable = False
@@ -65,7 +65,7 @@ def _read_only(array: Any) -> Any:
 
 
 class _Place(int):
-    """Where an array stood among the arguments."""
+    """The place of an array among the arguments."""
 
 
 def _fits(own: Callable[..., Any], positional: Sequence[Any], named: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The one verb that changes where an array lies, on the tape."""
+"""Change the placements of an array, recorded on the tape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["redistribute"]
 
 
 def redistribute(x: DistArray, **placements: Placement) -> DistArray:
-    """Bring `x` to other placements: what `DistArray.redistribute` does."""
+    """Bring `x` to other placements; see `DistArray.redistribute`."""
     destination = x.sharding.with_placements(placements)
     reason = "asked for"
     there = redistributed(x, destination, operation="redistribute", reason=reason)

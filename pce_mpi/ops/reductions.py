@@ -1,7 +1,7 @@
-"""Mean, largest and smallest element over any axes, and the logarithm of a sum of exponentials.
+"""Mean, largest and smallest element, and the logarithm of a sum of exponentials, over any axes.
 
-Only the sum of what shards give is a sum. A mean is divided by the number of elements of the global array, so shards
-of any lengths do. The largest of all is joined at once. A logsumexp is joined from maxima and sums of exponentials.
+Over a sharded axis the mean is Partial "sum": each rank divides its sum by the length of the global axis, so shards may
+have any lengths. The largest element is reduced at once. A logsumexp is merged from maxima and sums of exponentials.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import ReduceOperator
+from pce_mpi.ops.arithmetic import equal
 from pce_mpi.ops.broadcasting import broadcast_to, kept_shape, local_extreme, normalized_axes, reduction_rule, sum
-from pce_mpi.ops.elementwise import astype, equal, exp
+from pce_mpi.ops.elementwise import astype, exp
 from pce_mpi.ops.shape import reshape
 from pce_mpi.ops.softmax import joins, maximum_and_sum
 
@@ -30,19 +31,19 @@ Shape = tuple[int, ...]
 
 
 def _spread(g: DistArray, x: DistArray, axes: tuple[int, ...]) -> DistArray:
-    """What was reduced over `axes` of `x`, at every element that it was reduced from."""
+    """Broadcast the result of a reduction of `x` over `axes` back to the shape of `x`."""
     return broadcast_to(reshape(g, kept_shape(x.shape, axes)), x.shape)
 
 
 def _mean(x: Array, axes: tuple[int, ...], keepdims: bool, count: int) -> Array:
-    if is_half(x.dtype):  # of which the sum may be too large
+    if is_half(x.dtype):  # the sum may overflow in a half
         return (x.astype(np.float32).sum(axes, keepdims=keepdims) / np.float32(count)).astype(x.dtype)
     total = (x if is_floating(x.dtype) else x.astype(np.float64)).sum(axes, keepdims=keepdims)
     return total / total.dtype.type(count)
 
 
 def _mean_vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int, ...], keepdims: bool, count: int) -> DistArray:
-    if is_half(g.dtype):  # in which the count may be infinite, where the quotient is not 0
+    if is_half(g.dtype):  # the count may overflow in a half although the quotient is not 0
         return _spread(astype(astype(g, np.float32) / count, g.dtype), x, axes)
     return _spread(g / count, x, axes)
 
@@ -58,12 +59,34 @@ _MEAN = Op(
 
 
 def mean(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
-    """The sum over `axis`, one or several, or all, divided by the number of elements of the global array in it.
+    """Average over axes of the global array.
 
-    The dtype of x, and float64 for integers; halves are summed in float32. Over a sharded axis the result is Partial;
-    nothing is sent. Linear: what is Partial stays so. Of no elements it is `nan`. `ValueError` for axes that do not
-    exist or come twice.
+    Parameters
+    ----------
+    x : DistArray
+        The array.
+    axis : int or sequence of int, optional
+        The axis or axes to average over; None means all.
+    keepdims : bool, optional
+        Keep the reduced axes, with length 1.
 
+    Returns
+    -------
+    DistArray
+        The mean, in the dtype of `x`, or float64 for integers; `nan` for no elements. Halves are summed in float32.
+        Over a sharded axis the mean is Partial; other axes stay sharded.
+
+    Raises
+    ------
+    ValueError
+        If an axis does not exist or is named twice.
+
+    Notes
+    -----
+    Communicates nothing. The mean is linear: that of a Partial "sum" or "avg" stays Partial.
+
+    Examples
+    --------
     >>> from mpi4py import MPI
     >>> import numpy as np, pce_mpi as pce
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
@@ -77,14 +100,14 @@ def mean(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool =
 
 def _extreme(name: str, reduces: ReduceOperator) -> Op:
     def forward(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
-        # An empty shard has no element, so what loses against every element stands for it.
+        # An empty shard stands for the bound that loses against every element.
         lowest, highest = _bounds(x.dtype)
         loses = lowest if reduces == "max" else highest
         return local_extreme(name, x, axes, keepdims, loses)
 
     def vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int, ...], keepdims: bool) -> DistArray:
         largest = equal(x, _spread(y, x, axes))
-        # Equal elements share the gradient, wherever they are; there may be more of them than a half can count.
+        # Equal elements of all shards share the gradient; there may be more of them than a half can count.
         wide = np.dtype(np.float32) if is_half(x.dtype) else x.dtype
         count = sum(astype(largest, wide), axes, keepdims=True)
         share = astype(reshape(astype(g, wide), count.shape) / count, x.dtype)
@@ -116,12 +139,35 @@ def _of_some(op: Op, x: DistArray, axis: int | Sequence[int] | None, keepdims: b
 
 
 def max(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
-    """The largest element over `axis`, one or several, or all, in the dtype of x; `nan`, if one is.
+    """Return the largest element over axes.
 
-    Over a sharded axis the largest of all shards is found at once, and is Replicate: an Allgather of 56 bytes and one
-    Allreduce of the result's size. What is Partial is reduced first. Elements that are equal share the gradient,
-    wherever they are. `ValueError` for no elements, and for axes that do not exist or come twice.
+    Parameters
+    ----------
+    x : DistArray
+        The array.
+    axis : int or sequence of int, optional
+        The axis or axes to reduce; None means all.
+    keepdims : bool, optional
+        Keep the reduced axes, with length 1.
 
+    Returns
+    -------
+    DistArray
+        The largest element, or `nan` if an element is, in the dtype of `x`. It is Replicate over the dims that shard
+        a reduced axis; other axes stay sharded.
+
+    Raises
+    ------
+    ValueError
+        If there are no elements, or an axis does not exist or is named twice.
+
+    Notes
+    -----
+    Collective over the dims that shard a reduced axis: an Allgather of 56 bytes and one Allreduce of the result's size.
+    A Partial `x` is reduced first. Equal elements of all shards share the gradient equally.
+
+    Examples
+    --------
     >>> from mpi4py import MPI
     >>> import numpy as np, pce_mpi as pce
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
@@ -134,14 +180,29 @@ def max(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = 
 
 
 def min(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
-    """The smallest element over `axis`; all else is as in `max`."""
+    """Return the smallest element over axes.
+
+    Parameters
+    ----------
+    x : DistArray
+        The array.
+    axis : int or sequence of int, optional
+        The axis or axes to reduce; None means all.
+    keepdims : bool, optional
+        Keep the reduced axes, with length 1.
+
+    Returns
+    -------
+    DistArray
+        The smallest element, or `nan` if an element is; all else is as in `max`.
+    """
     return _of_some(_MIN, x, axis, keepdims)
 
 
 def _logsumexp(x: Array, axes: tuple[int, ...], keepdims: bool, shardings: Shardings) -> tuple[Array, Any]:
     largest, total = maximum_and_sum(x, axes, shardings, "logsumexp")
     xp = array_namespace(x)
-    # An infinite element is the result, and so is -inf where there is nothing else.
+    # The sum is nan if the largest element is infinite: then that element is the result.
     result = xp.where(xp.isinf(largest), largest, largest + xp.log(total)).astype(x.dtype, copy=False)
     shape = kept_shape(x.shape, axes) if keepdims else shardings.shape
     return result.reshape(shape), (largest, total.astype(largest.dtype))
@@ -150,7 +211,7 @@ def _logsumexp(x: Array, axes: tuple[int, ...], keepdims: bool, shardings: Shard
 def _logsumexp_vjp(
     g: DistArray, y: DistArray, x: DistArray, axes: tuple[int, ...], keepdims: bool, residuals: tuple[Array, Array]
 ) -> DistArray:
-    # Subtracting the largest element, and not the result, keeps the bits of elements far from 0.
+    # Subtracting the largest element rather than the result keeps the bits of elements far from 0.
     def as_dist(local: Array) -> DistArray:
         flat = DistArray(local.reshape(g.local.shape), g.mesh, y.sharding)
         return _spread(flat, x, axes)
@@ -172,13 +233,37 @@ _LOGSUMEXP = Op(
 
 
 def logsumexp(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
-    """log sum exp(x) over `axis`, one or several, or all, in nats and in the dtype of x; its gradient is the softmax.
+    """Return log(sum(exp(x))) over axes, in nats and without overflow; its gradient is the softmax.
 
-    Over a sharded axis what the shards give is joined as the softmax of a loss is, and is Replicate: an Allgather of
-    56 bytes and one Allreduce of 32 bytes a row. What is Partial is reduced first. Of only -inf it is -inf.
+    Parameters
+    ----------
+    x : DistArray
+        The array, of real numbers.
+    axis : int or sequence of int, optional
+        The axis or axes to reduce; None means all.
+    keepdims : bool, optional
+        Keep the reduced axes, with length 1.
 
-    Raises `TypeError` for integers, `ValueError` for no elements and for axes that do not exist or come twice.
+    Returns
+    -------
+    DistArray
+        The result, in the dtype of `x`; -inf if all elements are -inf. It is Replicate over the dims that shard a
+        reduced axis; other axes stay sharded.
 
+    Raises
+    ------
+    TypeError
+        If `x` is of integers.
+    ValueError
+        If there are no elements, or an axis does not exist or is named twice.
+
+    Notes
+    -----
+    Collective over the dims that shard a reduced axis: an Allgather of 56 bytes and one Allreduce of 32 bytes a row. A
+    Partial `x` is reduced first.
+
+    Examples
+    --------
     >>> from mpi4py import MPI
     >>> import numpy as np, pce_mpi as pce
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)

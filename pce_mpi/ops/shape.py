@@ -1,6 +1,6 @@
-"""Operations that move elements and compute nothing: reshape, transpose, join and cut.
+"""Operations that move elements and compute nothing: reshape, transpose, slice, split and concatenate.
 
-They are linear, and even what is Partial of "max" or "min" passes through them unharmed.
+They are linear, and keep Partial "max" and "min" as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 
 def normalized_axis(axis: Any, ndim: int) -> int:
-    """`axis`, counted from the front; `ValueError` if there is none like it."""
+    """Return `axis` counted from the front; `ValueError` if there is no such axis."""
     index = operator.index(axis)
     if not -ndim <= index < ndim:
         raise ValueError(f"axis {index} is out of bounds for an array of {ndim} dimensions")
@@ -35,7 +35,7 @@ def normalized_axis(axis: Any, ndim: int) -> int:
 
 
 def whole_numbers(value: Any) -> list[int]:
-    """The numbers in a sequence or an array of one axis; a number alone."""
+    """Return the whole numbers in a sequence or an array of one axis, or a number alone, as a list."""
     return [operator.index(each) for each in (value if np.ndim(value) else (value,))]
 
 
@@ -43,7 +43,7 @@ def whole_numbers(value: Any) -> list[int]:
 
 
 def _reshape_rule(before: Shape, shape: Shape) -> Rule:
-    """The first axis of each group of axes that become one another keeps its shards, if they end where rows end."""
+    """Return the rule: the first axis of each group stays sharded if its shards hold whole rows of the other axes."""
     operand: list[Axis | None] = [None] * len(before)
     result: list[Axis | None] = [None] * len(shape)
     for label, (mine, theirs) in enumerate(_groups(before, shape)):
@@ -53,7 +53,7 @@ def _reshape_rule(before: Shape, shape: Shape) -> Rule:
 
 
 def _groups(before: Shape, after: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """Axes of `before` and of `after` with the same elements, as few as possible; those of length 1 are left out."""
+    """Yield the smallest groups of axes of `before` and `after` with the same elements, without axes of length 1."""
     if 0 in before:
         return
     waiting = [axis for axis, length in enumerate(after) if length != 1]
@@ -85,12 +85,32 @@ _RESHAPE = Op(
 
 
 def reshape(x: DistArray, shape: int | Sequence[int]) -> DistArray:
-    """The same elements in C order, in `shape`, in which one length may be -1.
+    """Give the elements, in C order, another shape.
 
-    A sharded axis stays where it is if it leads a group of axes that are merged, or if each shard has whole rows of
-    those that it is split into. Otherwise the array is redistributed first. What is Partial, of "max" and "min" too,
-    stays so. Lengths are those of the global array; `ValueError` if `shape` has another number of elements.
+    Parameters
+    ----------
+    x : DistArray
+        The array.
+    shape : int or sequence of int
+        The global shape of the result; one length may be -1.
 
+    Returns
+    -------
+    DistArray
+        The same elements. A sharded axis stays sharded if it leads a group of axes that are merged, or if each shard
+        has whole rows of the axes that it is split into. A Partial array, of "max" and "min" too, stays Partial.
+
+    Raises
+    ------
+    ValueError
+        If `shape` has another number of elements.
+
+    Notes
+    -----
+    An array whose sharded axis cannot stay sharded is redistributed first; otherwise nothing is sent.
+
+    Examples
+    --------
     >>> from mpi4py import MPI
     >>> import numpy as np, pce_mpi as pce
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
@@ -129,10 +149,24 @@ _TRANSPOSE = Op(
 
 
 def transpose(x: DistArray, axes: Sequence[int] | None = None) -> DistArray:
-    """The axes of `x` in another order; reversed, if none is given.
+    """Bring the axes into another order.
 
-    Shards go where their axis goes, what is Partial stays so, and nothing is sent. `ValueError` unless `axes` names
-    each axis once.
+    Parameters
+    ----------
+    x : DistArray
+        The array.
+    axes : sequence of int, optional
+        For each axis of the result the axis of `x`; the reverse order unless given.
+
+    Returns
+    -------
+    DistArray
+        The same elements. Sharded axes stay sharded, and a Partial array stays Partial; nothing is sent.
+
+    Raises
+    ------
+    ValueError
+        If `axes` does not name each axis once.
     """
     order = range(x.ndim)[::-1] if axes is None else [normalized_axis(axis, x.ndim) for axis in axes]
     if sorted(order) != list(range(x.ndim)):
@@ -141,20 +175,38 @@ def transpose(x: DistArray, axes: Sequence[int] | None = None) -> DistArray:
 
 
 def swapaxes(x: DistArray, axis1: int, axis2: int) -> DistArray:
-    """`x` with two axes in each other's place; placement as in `transpose`. `ValueError` for axes that do not exist."""
+    """Exchange two axes.
+
+    Parameters
+    ----------
+    x : DistArray
+        The array.
+    axis1, axis2 : int
+        The axes.
+
+    Returns
+    -------
+    DistArray
+        The same elements; placement as in `transpose`.
+
+    Raises
+    ------
+    ValueError
+        If an axis does not exist.
+    """
     order = list(range(x.ndim))
     one, other = normalized_axis(axis1, x.ndim), normalized_axis(axis2, x.ndim)
     order[one], order[other] = other, one
     return transpose(x, order)
 
 
-# -------------------------------------------------------------------------------------------------- cut and join
+# ---------------------------------------------------------------------------------- slice, split and concatenate
 
 Range = tuple[int, int, int]  # start, stop and step, as `range` takes them
 
 
 def _sliced_axes(shape: Shape, ranges: tuple[Range, ...]) -> Axes:
-    """What is cut must not be sharded; all other axes may be."""
+    """Label the axes that are left whole; the others must not be sharded."""
     return tuple(
         Axis(axis) if part == (0, length, 1) else None
         for axis, (length, part) in enumerate(zip(shape, ranges, strict=True))
@@ -162,7 +214,7 @@ def _sliced_axes(shape: Shape, ranges: tuple[Range, ...]) -> Axes:
 
 
 def _slices(x: Sequence[int], ranges: tuple[Range, ...], whole: Shape) -> tuple[slice, ...]:
-    """`ranges` as local slices: what is not cut may be sharded, and is all there is here."""
+    """Return `ranges` as local slices; an axis that is left whole may be sharded, and all of the shard is meant."""
     return tuple(
         slice(None) if part == (0, length, 1) else slice(part[0], None if part[1] < 0 else part[1], part[2])
         for length, part in zip(whole, ranges, strict=True)
@@ -202,15 +254,15 @@ _SLICE = Op(
 
 
 def getitem(x: DistArray, index: Any) -> DistArray:
-    """`x[index]` for whole numbers, slices, `...` and None: what operator [] of a `DistArray` does.
+    """Return `x[index]` for whole numbers, slices, `...` and None; the gradient is 0 elsewhere.
 
-    An axis that is left whole stays sharded; one that is cut is redistributed first. What is Partial stays so. The
-    gradient is 0 elsewhere. Raises `IndexError` for indices out of bounds or too many, `TypeError` for other indices:
-    True and False among them, which are masks in NumPy.
+    An axis that is left whole stays sharded; an array with another sharded axis is redistributed first. A Partial array
+    stays Partial. Raises `IndexError` for indices that are out of bounds or too many, `TypeError` for other indices,
+    such as True and False, which are masks in NumPy.
     """
     entries = list(index) if isinstance(index, tuple) else [index]
     for entry in entries:
-        if isinstance(entry, bool):  # which counts as a whole number
+        if isinstance(entry, bool):  # operator.index takes it for a whole number
             raise _no_index(entry)
     if sum(entry is Ellipsis for entry in entries) > 1:
         raise IndexError("an index can only have a single ellipsis ('...')")
@@ -230,7 +282,7 @@ def getitem(x: DistArray, index: Any) -> DistArray:
         length = x.shape[axis]
         if isinstance(entry, slice):
             part = entry.indices(length)
-            # Of all ranges without elements this one means the same as a slice.
+            # Another empty range would mean something else as a slice.
             ranges.append(part if range(*part) else (0, 0, 1))
             shape.append(len(range(*ranges[-1])))
             continue
@@ -253,10 +305,30 @@ def _no_index(entry: Any) -> TypeError:
 
 
 def split(x: DistArray, indices_or_sections: int | Sequence[int], axis: int = 0) -> list[DistArray]:
-    """`x` cut along `axis`: into so many equal parts, or at the given indices.
+    """Split an array along an axis.
 
-    Other axes stay sharded; along a sharded axis the array is redistributed first. What is Partial stays so.
-    `ValueError` for an axis that does not exist or cannot be cut into so many.
+    Parameters
+    ----------
+    x : DistArray
+        The array.
+    indices_or_sections : int or sequence of int
+        The number of equal parts, or the indices at which to split.
+    axis : int, optional
+        The axis to split.
+
+    Returns
+    -------
+    list of DistArray
+        The parts. Other axes stay sharded, and a Partial array stays Partial.
+
+    Raises
+    ------
+    ValueError
+        If the axis does not exist or has no such number of equal parts.
+
+    Notes
+    -----
+    An array that is sharded along `axis` is redistributed first; otherwise nothing is sent.
 
     Examples
     --------
@@ -307,14 +379,35 @@ def _concatenate_op(count: int) -> Op:
 
 
 def concatenate(arrays: Sequence[Any], axis: int | None = 0) -> DistArray:
-    """`arrays` one behind the other along `axis`, their other lengths being the same; None: all elements of each.
+    """Concatenate arrays along an axis.
 
-    Dtypes promote as NumPy's do; plain arrays are Replicate. Other axes stay sharded; what is sharded along `axis` is
-    redistributed first. Linear in all together: Partial beside Partial of its kind, or Replicate, is Partial.
+    Parameters
+    ----------
+    arrays : sequence of DistArray or array_like
+        The arrays, at least one of them a `DistArray`; plain arrays are Replicate. Their shapes differ along `axis` at
+        most, and their dtypes promote as in NumPy.
+    axis : int or None, optional
+        The axis; None flattens the arrays first.
 
-    Raises `ValueError` for no arrays, for shapes that differ beyond `axis` and for an axis that does not exist,
-    `TypeError` if none is a `DistArray`.
+    Returns
+    -------
+    DistArray
+        The concatenated array. Other axes stay sharded. Partial arrays of one kind, also beside Replicate ones, give a
+        Partial array.
 
+    Raises
+    ------
+    TypeError
+        If no array is a `DistArray`.
+    ValueError
+        If there are no arrays, other lengths differ, or the axis does not exist.
+
+    Notes
+    -----
+    Arrays that are sharded along `axis` are redistributed first; otherwise nothing is sent.
+
+    Examples
+    --------
     >>> from mpi4py import MPI
     >>> import numpy as np, pce_mpi as pce
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)

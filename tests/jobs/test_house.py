@@ -85,6 +85,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("shape"),
             room("broadcasting"),
             room("elementwise"),
+            room("arithmetic"),
             room("softmax"),
             room("reductions"),
             room("normalization"),

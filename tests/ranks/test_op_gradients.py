@@ -110,9 +110,9 @@ def with_the_wrong_sign(first, second):
         ("reductions", "_LOGSUMEXP", scaled, "logsumexp"),
         ("embedding", "_EMBEDDING", scaled, "embedding"),
         ("loss", "_CROSS_ENTROPY", scaled, "cross_entropy"),
-        ("elementwise", "_MULTIPLY", without_the_sum, "multiply"),
-        ("elementwise", "_MULTIPLY", without_the_sum_in_another_shape, "multiply"),
-        ("elementwise", "_SUBTRACT", with_the_wrong_sign, "subtract"),
+        ("arithmetic", "_MULTIPLY", without_the_sum, "multiply"),
+        ("arithmetic", "_MULTIPLY", without_the_sum_in_another_shape, "multiply"),
+        ("arithmetic", "_SUBTRACT", with_the_wrong_sign, "subtract"),
         ("elementwise", "_SQRT", lambda _: (lambda g, y, x: g / y,), "sqrt"),
     ],
 )

@@ -275,7 +275,7 @@ def test_terms_that_are_joined_end_to_end_and_then_called_whole_are_caught(comm)
 def test_a_gradient_that_each_rank_sums_over_its_own_shard_only_is_caught(comm, monkeypatch):
     module = importlib.import_module("pce_mpi.ops.broadcasting")
     right = module.sum_to
-    elementwise = importlib.import_module("pce_mpi.ops.elementwise")
-    monkeypatch.setattr(elementwise, "sum_to", lambda g, shape: called_replicate(right(g, shape)))
+    arithmetic = importlib.import_module("pce_mpi.ops.arithmetic")
+    monkeypatch.setattr(arithmetic, "sum_to", lambda g, shape: called_replicate(right(g, shape)))
     faults = faults_of(comm, runs_of(comm, cases_of("add")[:2]))
     assert any(comm.allgather(bool(faults))) == (comm.size > 1)

@@ -1,4 +1,4 @@
-"""Sources and options for the CUDA compiler, and the name of every kernel. Needs neither CuPy nor a GPU."""
+"""Sources and options for the CUDA compiler, and the names of all kernels; needs neither CuPy nor a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 source_folder = Path(__file__).parent
 
-#: the C++ type of logits of each dtype
+#: the C++ type of each dtype of logits
 CPP_TYPES = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 #: `DType` in constants.cuh
 DTYPE_CODES = {name: code for code, name in enumerate(CPP_TYPES)}
@@ -54,7 +54,7 @@ _FIELDS = (
 #: `Field` in constants.cuh
 FIELD_BITS = {name: 1 << index for index, name in enumerate(_FIELDS)}
 
-# Without their prefix PCE_. Python's constants of these names are the only copy.
+# Macros without their prefix PCE_. Python has the only copy of these constants.
 _DEFINES = {
     "WARP_SIZE": WARP_SIZE,
     "VECTOR_BYTES": VECTOR_BYTES,
@@ -71,7 +71,7 @@ _DEFINES = {
     **{f"FIELD_{name.upper()}": bit for name, bit in FIELD_BITS.items()},
 }
 
-#: for NVRTC and nvcc; -fmad=false: the source says which multiply-adds are fused, so that all compilers round alike
+#: for NVRTC and nvcc; -fmad=false, as the source says which multiply-adds are fused, so that all compilers round alike
 OPTIONS = (
     "-std=c++17",
     "-fmad=false",
@@ -81,7 +81,7 @@ OPTIONS = (
 
 
 class Kernel(NamedTuple):
-    """One instantiation: its file, its name as a C++ expression, and the least compute capability that it needs."""
+    """A kernel: its file, its name as a C++ expression, and the least compute capability that it needs."""
 
     file: str
     name: str
@@ -89,7 +89,7 @@ class Kernel(NamedTuple):
 
 
 def instantiations() -> list[Kernel]:
-    """Every kernel that can be launched."""
+    """Return every kernel that can be launched."""
     types = list(CPP_TYPES.values())
     general = [(t, a) for t in types for a in ("float", "double") if (t, a) != ("double", "float")]
     return [
@@ -103,14 +103,14 @@ def instantiations() -> list[Kernel]:
 
 
 def fused_kernel(cpp_type: str, blocks: int) -> Kernel:
-    """The fused kernel for rows that are shared by so many blocks."""
+    """Return the fused kernel for rows of which each is shared by `blocks` blocks."""
     capability = CLUSTER_CAPABILITY if blocks > 1 else 80
     return Kernel("fused.cu", f"fill_states_and_write_gradient<{cpp_type}, {blocks}>", capability)
 
 
 @cache
 def source_of(file: str) -> str:
-    """The source of a .cu file, with a digest of the headers: CuPy's cache of compiled code is keyed by this text."""
+    """Return the source of a .cu file with a digest of the headers, as this text is the key of CuPy's cache."""
     digest = hashlib.sha256()
     for path in sorted(source_folder.glob("*.cuh")):
         digest.update(path.read_bytes())

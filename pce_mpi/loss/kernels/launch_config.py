@@ -1,6 +1,6 @@
-"""Launch configurations: how the thread blocks of a grid are spread over the rows of logits, and their sizes.
+"""Launch configurations: the sizes of thread blocks, and how a grid of them covers the rows of logits.
 
-`constants.cuh` gets the sizes that the kernels need as well, by `compilation`.
+`compilation` hands the sizes that the kernels need over to `constants.cuh`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 WARP_SIZE = 32
-#: what one instruction loads or stores, for one thread
+#: bytes that one instruction loads or stores for one thread
 VECTOR_BYTES = 16
 #: threads that must fit on a multiprocessor at once: the compiler keeps each to 65,536 / 1,024 registers
 RESIDENT_THREADS = 1024
@@ -33,35 +33,35 @@ RESIDENT_THREADS = 1024
 #: the largest block of the forward and backward kernels
 BLOCK_THREADS = 256
 _MIN_BLOCK_THREADS = 128
-#: vectors that a thread loads before it uses the first, so that their latencies overlap
+#: vectors that a thread loads before it uses the first; their latencies overlap
 LOADS = 4
-# (classes, threads): the smallest group of threads for a row of up to that many classes, as in other softmax kernels.
+# (classes, threads): the group of threads for a row of up to that many classes.
 _GROUP_SIZES = [(64, 8), (128, 16), (3072, 32), (6144, 64), (16384, 128)]
 # Rows are split until the grid has four blocks for each multiprocessor of an H200, but not below 16 KiB a split.
 _TARGET_BLOCKS = 4 * 132
 _MIN_SPLIT_BYTES = 2**14
-_MAX_SPLIT_CLASSES = 2**30  # inside a split, the kernels count classes with 32 bits
+_MAX_SPLIT_CLASSES = 2**30  # in a split the kernels count classes with 32 bits
 MAX_GRID_X = 2**31 - 1
 _MAX_GRID_Y = 65535
 
-#: the block of the merge kernel: a warp for each row
+#: the block of the merge kernel, which has one warp for each row
 MERGE_BLOCK_THREADS = 128
 
-#: the number of blocks that may share a row in the fused kernel
+#: how many blocks may share a row in the fused kernel
 CLUSTER_SIZES = (1, 2, 4, 8)
 #: the first compute capability with clusters of thread blocks
 CLUSTER_CAPABILITY = 90
 #: the largest block of the fused kernel
 FUSED_BLOCK_THREADS = 512
-#: vectors of a row that a thread of the fused kernel keeps in registers, by the bytes of a logit
+#: vectors of a row that a thread of the fused kernel keeps in registers, by bytes per logit
 FUSED_VECTORS = {2: 4, 4: 6}
 
 
 class LaunchConfig(NamedTuple):
     """A grid of (`blocks`, `splits`) blocks of `block_threads` threads.
 
-    Each row is cut into `splits` of `chunk` classes, and each of these is the work of one group of `group_size`
-    threads. The groups of a block have different rows.
+    Each row is divided into `splits` chunks of `chunk` classes. One group of `group_size` threads works on one chunk;
+    the groups of a block work on different rows.
     """
 
     group_size: int
@@ -72,7 +72,7 @@ class LaunchConfig(NamedTuple):
 
     @classmethod
     def with_splits(cls, rows: int, classes: int, size: int, splits: int) -> LaunchConfig:
-        """For logits of `size` bytes and so many splits of a row, or more where those would be too long."""
+        """Configure for logits of `size` bytes and `splits` chunks a row, or more if these would be too long."""
         width = VECTOR_BYTES // size
         splits = max(splits, -(-classes // _MAX_SPLIT_CLASSES))
         chunk = -(-classes // (splits * width)) * width
@@ -82,25 +82,25 @@ class LaunchConfig(NamedTuple):
 
     @classmethod
     def for_forward(cls, rows: int, classes: int, size: int) -> LaunchConfig:
-        """One split, unless there are too few rows to fill the GPU."""
+        """Use one split, unless there are too few rows to fill the GPU."""
         splits = min(-(-_TARGET_BLOCKS // rows), classes * size // _MIN_SPLIT_BYTES)
         return cls.with_splits(rows, classes, size, max(1, splits))
 
     @classmethod
     def for_backward(cls, rows: int, classes: int, size: int) -> LaunchConfig:
-        """Splits of two rounds of loads a thread: they need no merge, so there may be many."""
+        """Use splits of two rounds of loads a thread; there may be many, as they need no merge."""
         chunk = BLOCK_THREADS * (VECTOR_BYTES // size) * LOADS * 2
         return cls.with_splits(rows, classes, size, min(_MAX_GRID_Y, -(-classes // chunk)))
 
 
 def cluster_size(classes: int, size: int) -> int:
-    """The power of two of blocks whose registers hold a row; larger than any of `CLUSTER_SIZES` if it does not fit."""
+    """Return how many blocks, a power of two, hold a row in registers; above `CLUSTER_SIZES` if it does not fit."""
     vectors = -(-classes * size // VECTOR_BYTES)
     blocks = -(-vectors // (FUSED_BLOCK_THREADS * FUSED_VECTORS[size]))
     return 1 << (blocks - 1).bit_length()
 
 
 def fused_block_threads(classes: int, size: int, blocks: int) -> int:
-    """The threads of each block of the fused kernel: whole warps, and no more than the row needs."""
+    """Return the threads of each block of the fused kernel: whole warps, and no more than the row needs."""
     classes_per_warp = WARP_SIZE * FUSED_VECTORS[size] * (VECTOR_BYTES // size)
     return WARP_SIZE * -(-classes // (classes_per_warp * blocks))

@@ -1,4 +1,4 @@
-"""Arrays in the memory order that the kernels need: rows of consecutive classes at a constant pitch, or copies of that.
+"""Arrays in the memory order that the kernels need, or copies in it: rows of consecutive classes at a constant pitch.
 
 An array is (outer, classes, inner), the class axis in the middle; its rows are the pairs (outer, inner).
 """
@@ -18,14 +18,14 @@ Array = Any  # cupy.ndarray
 
 
 class Rows(NamedTuple):
-    """An array of logits or of gradients: rows of consecutive classes that begin `pitch` elements apart."""
+    """Logits or gradients as rows of consecutive classes that begin `pitch` elements apart."""
 
     array: Array
     pitch: int
 
 
 def rows_of(array: Array) -> Rows:
-    """The array itself, if its strides are those of rows, and otherwise a copy."""
+    """Return the array itself if its strides are those of rows, otherwise a copy."""
     return _without_copy(array) or Rows(
         array_namespace(array).ascontiguousarray(_bits(array).transpose(0, 2, 1)), array.shape[1]
     )
@@ -42,12 +42,12 @@ def _without_copy(array: Array) -> Rows | None:
 
 
 def _bits(array: Array) -> Array:
-    """The array as unsigned integers, so that CuPy copies it whatever it knows of the dtype."""
+    """View the array as unsigned integers, as CuPy does not copy every dtype."""
     return array.view(f"u{array.dtype.itemsize}")
 
 
 class Output(NamedTuple):
-    """The array that a kernel writes gradients to; `scratch` is None if that is `out` itself."""
+    """The array that a kernel writes gradients to; `scratch` is None if it is `out` itself."""
 
     out: Array
     scratch: Array | None
@@ -63,7 +63,7 @@ class Output(NamedTuple):
         return cls(out, scratch, Rows(scratch, classes))
 
     def aligned_with(self, logits: Rows, dtype: np.dtype[Any]) -> bool:
-        """Whether aligned vectors of logits of this dtype and of gradients begin at the same classes, in every row."""
+        """Return whether aligned vectors of logits and of gradients begin at the same classes in every row."""
         distance = int(self.rows.array.data.ptr) - int(logits.array.data.ptr)
         drift = (self.rows.pitch - logits.pitch) * dtype.itemsize  # from one row to the next
         return bool(self.out.dtype == dtype) and distance % VECTOR_BYTES == 0 and drift % VECTOR_BYTES == 0

@@ -1,0 +1,336 @@
+"""Arithmetic, comparisons and selection: operations on elements of several operands, which broadcast as in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace
+from pce_mpi.autograd.apply import apply, operands_of, redistributed
+from pce_mpi.autograd.inference import AbstractMesh
+from pce_mpi.autograd.op import Op
+from pce_mpi.distributed.array import DistArray
+from pce_mpi.ops.broadcasting import sum_to
+from pce_mpi.ops.elementwise import (
+    elementwise_rule,
+    gradient_op,
+    library_function,
+    numpy_dtype,
+    rounded_once,
+    square,
+    widened,
+)
+
+__all__ = [
+    "add",
+    "comparison",
+    "divide",
+    "equal",
+    "maximum",
+    "multiply",
+    "power",
+    "subtract",
+    "where",
+]
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Vjp = Callable[..., DistArray]
+
+
+def _binary(
+    name: str,
+    first: Vjp,
+    second: Vjp,
+    *linear: Sequence[int],
+    uses: Sequence[Sequence[int]],
+    dtype: Any = np.result_type,
+    forward: Callable[..., Array] | None = None,
+) -> Op:
+    """Make an operation on two operands; `first` and `second` take the gradient of the result and both operands.
+
+    Gradients of operands that were broadcast are summed here.
+    """
+
+    def pull(vjp: Vjp, g: DistArray, x: DistArray, a: DistArray, b: DistArray) -> DistArray:
+        # In halves the sum is rounded, not its terms.
+        return vjp(g, a, b) if g.shape == x.shape else sum_to(vjp(widened(g), a, b), x.shape)
+
+    vjps = (lambda g, y, a, b: pull(first, g, a, a, b), lambda g, y, a, b: pull(second, g, b, a, b))
+    return Op(name, forward or library_function(name), vjps, elementwise_rule(*linear), dtype=dtype, uses=uses)
+
+
+def _maximum_gradient(g: Array, x: Array, other: Array) -> Array:
+    """Return the gradient of x in max(x, other): all of g, none or, for equal elements, half; `nan` if either is."""
+    where, kind = array_namespace(g).where, g.dtype.type
+    return g * where(x > other, kind(1), where(x == other, kind(0.5), where(x < other, kind(0), kind(np.nan))))
+
+
+def _power_gradient_of_base(g: Array, a: Array, b: Array) -> Array:
+    """Return the gradient of a in a**b; for b = 0 it is 0, at a = 0 as well."""
+    xp = array_namespace(a)
+    return xp.where(b == 0, 0, g * (b * xp.power(a, xp.where(b == 0, 1, b) - 1)))
+
+
+def _power_gradient_of_exponent(g: Array, a: Array, b: Array) -> Array:
+    """Return the gradient of b in a**b; at a = 0 it is 0 for b >= 0, as in PyTorch."""
+    xp = array_namespace(a)
+    return xp.where((a == 0) & (b >= 0), 0, g * (xp.power(a, b) * xp.log(a)))
+
+
+_DIVISOR = gradient_op("divide", lambda g, a, b: -(g / b) * (a / b), [1])
+_BASE = gradient_op("power", _power_gradient_of_base)
+_EXPONENT = gradient_op("power", _power_gradient_of_exponent)
+_LARGER = gradient_op("maximum", _maximum_gradient)
+_ADD = _binary("add", lambda g, a, b: g, lambda g, a, b: g, [0, 1], uses=[(), ()])
+_SUBTRACT = _binary("subtract", lambda g, a, b: g, lambda g, a, b: -g, [0, 1], uses=[(), ()])
+_MULTIPLY = _binary("multiply", lambda g, a, b: g * b, lambda g, a, b: g * a, [0], [1], uses=[(1,), (0,)])
+_DIVIDE = _binary(
+    "divide",
+    lambda g, a, b: g / b,
+    lambda g, a, b: apply(_DIVISOR, g, a, b),
+    [0],
+    uses=[(1,), (0, 1)],
+    dtype=numpy_dtype("divide"),
+)
+_POWER = _binary(
+    "power",
+    lambda g, a, b: apply(_BASE, g, a, b),
+    lambda g, a, b: apply(_EXPONENT, g, a, b),
+    uses=[(0, 1), (0, 1)],
+    forward=rounded_once(library_function("power")),
+)
+_MAXIMUM = _binary(
+    "maximum",
+    lambda g, a, b: apply(_LARGER, g, a, b),
+    lambda g, a, b: apply(_LARGER, g, b, a),
+    uses=[(0, 1), (0, 1)],
+)
+_COMPARISONS = {
+    name: Op(name, library_function(name), rule=elementwise_rule(), dtype=lambda *_: np.bool_)
+    for name in ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
+}
+_WHERE = Op(
+    "where",
+    library_function("where"),
+    (
+        None,
+        lambda g, y, condition, a, b: sum_to(where(condition, g, 0), a.shape),
+        lambda g, y, condition, a, b: sum_to(where(condition, 0, g), b.shape),
+    ),
+    elementwise_rule([1, 2]),
+    dtype=lambda condition, *dtypes: np.result_type(*dtypes),
+    uses=[(), (0,), (0,)],
+)
+
+
+def add(x: Any, y: Any) -> DistArray:
+    """Return x + y, elementwise.
+
+    Parameters
+    ----------
+    x, y : DistArray or array_like
+        The operands, at least one of them a `DistArray`; plain arrays and numbers are Replicate. Shapes broadcast and
+        dtypes promote as in NumPy; a Python number takes the dtype of the other operand.
+
+    Returns
+    -------
+    DistArray
+        The sum. Shards beside a Replicate operand stay sharded; Partial + Partial of one kind, and Partial + Replicate,
+        are Partial. Operands with other placements are redistributed with the fewest bytes.
+
+    Raises
+    ------
+    TypeError
+        If neither operand is a `DistArray`.
+    ValueError
+        If the shapes do not broadcast, or the operands have two meshes.
+
+    Notes
+    -----
+    The gradient of an operand that was broadcast is summed over the axes it was broadcast along.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> y = pce.add(pce.distribute(np.array([1.0, 2.0]), mesh, data=pce.Shard(0)), 1)
+    >>> y.placements, y.full()
+    ({'data': Shard(0)}, array([2., 3.]))
+    """
+    return apply(_ADD, x, y)
+
+
+def subtract(x: Any, y: Any) -> DistArray:
+    """Return x - y, elementwise.
+
+    Parameters
+    ----------
+    x, y : DistArray or array_like
+        The operands, as in `add`.
+
+    Returns
+    -------
+    DistArray
+        The difference; placement as in `add`.
+    """
+    return apply(_SUBTRACT, x, y)
+
+
+def multiply(x: Any, y: Any) -> DistArray:
+    """Return x * y, elementwise.
+
+    Parameters
+    ----------
+    x, y : DistArray or array_like
+        The operands, as in `add`.
+
+    Returns
+    -------
+    DistArray
+        The product. Partial times Replicate is Partial, and nothing is sent; of two operands that are Partial over the
+        same dim one is reduced first. Shards as in `add`.
+    """
+    return apply(_MULTIPLY, x, y)
+
+
+def divide(x: Any, y: Any) -> DistArray:
+    """Return x / y, elementwise.
+
+    Parameters
+    ----------
+    x, y : DistArray or array_like
+        The operands, as in `add`.
+
+    Returns
+    -------
+    DistArray
+        The quotient, in float64 for integers; `inf` or `nan` where y is 0. Partial over Replicate is Partial, and
+        nothing is sent; a Partial divisor is reduced first. Shards as in `add`.
+    """
+    return apply(_DIVIDE, x, y)
+
+
+def power(x: Any, y: Any) -> DistArray:
+    """Return x ** y, elementwise.
+
+    Parameters
+    ----------
+    x, y : DistArray or array_like
+        The base and the exponent, as the operands of `add`.
+
+    Returns
+    -------
+    DistArray
+        The power. Shards as in `add`; Partial operands are reduced first.
+
+    Raises
+    ------
+    ValueError
+        If integers are raised to a negative integer power.
+
+    Notes
+    -----
+    The gradient of x in x**0 is 0, at x = 0 as well. The gradient of y at x = 0 is 0 for y >= 0, as in PyTorch.
+    """
+    if type(y) is int and y == 2:
+        return square(x)
+    base, exponent = operands_of("power", (x, y))
+    if all(each.dtype.kind in "biu" for each in (base, exponent)):
+        exponent = _checked(exponent, agreed=isinstance(y, int))
+    return apply(_POWER, base, exponent)
+
+
+def _checked(exponents: DistArray, agreed: bool) -> DistArray:
+    """Reduce integer `exponents` and refuse negative ones; `agreed`: they are the same number on every rank.
+
+    NumPy refuses them as well, but only on ranks that have elements.
+    """
+    mesh = exponents.mesh
+    # A partial may be negative although the exponent is not.
+    reduced = redistributed(exponents, exponents.sharding.natural, operation="power", reason="exponents are checked")
+    if not isinstance(mesh, AbstractMesh):
+        negative = ValueError("integers to negative integer powers are not allowed")
+        found = negative if bool((reduced.local < 0).any()) else None
+        if not agreed:
+            mesh.agree(mesh.dims, "power", {}, found)
+        elif found:
+            raise found
+    return reduced
+
+
+def maximum(x: Any, y: Any) -> DistArray:
+    """Return the larger of x and y, elementwise.
+
+    Parameters
+    ----------
+    x, y : DistArray or array_like
+        The operands, as in `add`.
+
+    Returns
+    -------
+    DistArray
+        The larger element, or `nan` if either is. Shards as in `add`; Partial operands are reduced first.
+
+    Notes
+    -----
+    Equal elements have half of the gradient each.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> x = pce.distribute(np.array([0.0, 1.0, 2.0]), mesh, requires_grad=True, data=pce.Shard(0))
+    >>> pce.sum(pce.maximum(x, 1.0)).backward()
+    >>> x.grad.full()
+    array([0. , 0.5, 1. ])
+    """
+    return apply(_MAXIMUM, x, y)
+
+
+def equal(x: Any, y: Any) -> DistArray:
+    """Return x == y, elementwise, as bool; it has no gradient. Placement as in `maximum`."""
+    return apply(_COMPARISONS["equal"], x, y)
+
+
+def comparison(name: str) -> Callable[[Any, Any], DistArray]:
+    """Make the function of distributed arrays for NumPy's comparison `name`; its result has no gradient."""
+
+    def compare(x: Any, y: Any) -> DistArray:
+        return apply(_COMPARISONS[name], x, y)
+
+    compare.__name__ = name
+    return compare
+
+
+def where(condition: Any, x: Any, y: Any) -> DistArray:
+    """Select elements of x where a condition holds, and of y elsewhere.
+
+    Parameters
+    ----------
+    condition : DistArray or array_like
+        Truth values; numbers hold where they are not 0. It broadcasts with `x` and `y` and has no gradient.
+    x, y : DistArray or array_like
+        The operands, as in `add`; one of the three must be a `DistArray`.
+
+    Returns
+    -------
+    DistArray
+        The selected elements, in the dtype of `x` and `y` together. Placement as in `add`: beside a Replicate condition
+        the selection is linear in `x` and `y` together.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> x = pce.distribute(np.array([1.0, 2.0]), mesh, data=pce.Shard(0))
+    >>> pce.where(np.array([True, False]), x, 0.0).full()
+    array([1., 0.])
+    """
+    if getattr(condition, "dtype", np.bool_) != np.bool_:  # its dtype must not affect that of the result
+        condition = condition != 0
+    return apply(_WHERE, condition, x, y)
