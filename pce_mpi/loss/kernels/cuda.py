@@ -1,8 +1,9 @@
-"""The two hot loops on a GPU: what `blockwise` does on the host, by the CUDA kernels in the .cu files beside this one.
+"""The forward and the backward loop on a GPU: launches the CUDA kernels in the .cu files of this folder.
 
-README.md in this folder has a picture of the grids, and says which kernel is launched when.
+README.md in this folder has a picture of the grids, and says which kernel is launched when. `blockwise` has the same
+loops for the host.
 
-Logits come as (outer, classes, inner), the class axis in the middle. The kernels read rows of consecutive classes at a
+Logits are (outer, classes, inner), the class axis in the middle. The kernels read rows of consecutive classes at a
 constant pitch. Logits in another memory order are copied first, and their gradient is copied back. Rows may start at
 any address: a kernel loads vectors between the first and the last multiple of 16 bytes, and single classes outside.
 
@@ -51,6 +52,9 @@ Array = Any  # cupy.ndarray
 _FLOAT32_SCALES = (2.0**-64, 2.0**64)
 
 
+_NULL = np.uint64(0)
+
+
 @cache
 def _function(kernel: Kernel, device: int) -> Any:
     module = cupy.RawModule(code=source_of(kernel.file), options=OPTIONS, name_expressions=[kernel.name])
@@ -58,11 +62,17 @@ def _function(kernel: Kernel, device: int) -> Any:
 
 
 def _launch(kernel: Kernel, grid: tuple[int, int], block_threads: int, *arguments: Any) -> None:
-    _function(kernel, cupy.cuda.Device().id)((*grid, 1), (block_threads, 1, 1), arguments)
+    """Launch a kernel; None among its arguments is a null pointer, arrays live until the launch."""
+    given = tuple(_NULL if argument is None else argument for argument in arguments)
+    _function(kernel, cupy.cuda.Device().id)((*grid, 1), (block_threads, 1, 1), given)
+
+
+def _in_rows(rows: Rows) -> tuple[Array, np.int64]:
+    return rows.array, np.int64(rows.pitch)
 
 
 def _arithmetic(compute_dtype: np.dtype[Any], transform: Transform) -> str:
-    """The C++ type to compute in. A softcap needs double: the exponential would magnify float32's error of the tanh."""
+    """Return the C++ type to compute in; a softcap needs double, as the exponential magnifies the error of its tanh."""
     least, most = _FLOAT32_SCALES
     in_float32 = compute_dtype == np.float32 and transform.softcap is None and least <= transform.scale <= most
     return "float" if in_float32 else "double"
@@ -72,27 +82,29 @@ def _fields_of(state_fields: StateFields) -> np.uint32:
     return np.uint32(FIELD_BITS["held"] + sum(FIELD_BITS[name] for name in state_fields.names[1:]))
 
 
-def _columns_of(columns: Array) -> Array:
-    return cupy.asarray(columns, dtype=np.int64)
+def _columns_of(columns: Array | None) -> Array | None:
+    return None if columns is None else cupy.asarray(columns, dtype=np.int64)
 
 
-_NULL = np.uint64(0)
+def _float64(array: Array | None) -> Array | None:
+    """Convert to one number per row, contiguous as the kernels read it: a column of the states is strided."""
+    return None if array is None else cupy.ascontiguousarray(array, dtype=np.float64)
 
 
-def _options_of(weights: ClassWeights, transform: Transform) -> tuple[list[Array], list[Any]]:
-    """The kernels' arguments for class weights and a softcap: the weight, and then all others in their order.
+def _weight_of(weights: ClassWeights) -> Array | None:
+    return None if weights.weight is None else cupy.asarray(weights.weight, dtype=np.float64)
 
-    Arguments are arrays rather than addresses, so that they live until the launch.
-    """
-    weight = _NULL if weights.weight is None else cupy.asarray(weights.weight, dtype=np.float64)
-    probabilities, dtype, pitch = _NULL, np.int32(0), 0
+
+def _options_of(weights: ClassWeights, transform: Transform) -> list[Any]:
+    """Return the arguments of the general kernels for class weights and a softcap, but the weight itself."""
+    probabilities, code, pitch = None, 0, 0
     if weights.probabilities is not None:
-        rows = rows_of(weights.probabilities)
-        probabilities, dtype, pitch = rows.array, np.int32(DTYPE_CODES[weights.probabilities.dtype.name]), rows.pitch
+        probabilities, pitch = rows_of(weights.probabilities)
+        code = DTYPE_CODES[weights.probabilities.dtype.name]
     softcap = transform.softcap or 0.0
-    return [weight], [
+    return [
         probabilities,
-        dtype,
+        np.int32(code),
         np.int64(pitch),
         np.float64(1.0 - weights.smoothing),
         np.float64(weights.smoothing / weights.classes),
@@ -111,11 +123,11 @@ def fill_states(
     compute_dtype: np.dtype[Any],
     class_start: int,
 ) -> tuple[Array, None]:
-    """The state of every row of this shard, and None: no exponentials are kept for the backward pass.
+    """Return the state of each row of this shard, and None, as no exponentials are kept for the backward pass.
 
-    `logits` is (outer, classes, inner). `target_column` (rows,) is the local column of the row's target, -1 if another
-    shard has it, in NumPy or CuPy; None if there are no class targets. States are (rows, fields) in float64, a column
-    for each field of `state_fields.dtype`; the column of `argmax` has the bits of an int64.
+    `logits` is (outer, classes, inner). `target_column` (rows,), in NumPy or CuPy, has the local column of each row's
+    target, -1 if another shard has it; None if there are no index targets. States are (rows, fields) in float64, a
+    column for each field of `state_fields.dtype`; the column of `argmax` has the bits of an int64.
     """
     outer, classes, inner = logits.shape
     rows = outer * inner
@@ -126,16 +138,10 @@ def fill_states(
     config = LaunchConfig.for_forward(rows, classes, logits.dtype.itemsize)
     fields, columns = _fields_of(state_fields), len(state_fields.names)
     split_states = cupy.empty((rows, config.splits, columns), np.float64)
-    [weight], options = _options_of(weights, transform)
     arguments = [
-        source.array,
-        np.int64(source.pitch),
-        np.int64(rows),
-        np.int64(classes),
-        np.int32(config.chunk),
-        np.int32(config.group_size),
-        _NULL if target_column is None else _columns_of(target_column),
-        weight,
+        *_grid_arguments(source, rows, classes, config),
+        _columns_of(target_column),
+        _weight_of(weights),
         np.float64(scale),
         fields,
         split_states,
@@ -148,7 +154,7 @@ def fill_states(
         kernel = Kernel("forward.cu", f"fill_states<{cpp_type}>")
     else:
         kernel = Kernel("general_forward.cu", f"fill_general_states<{cpp_type}, {arithmetic}>")
-        arguments += [*options, np.int64(class_start)]
+        arguments += [*_options_of(weights, transform), np.int64(class_start)]
     _launch(kernel, (config.blocks, config.splits), config.block_threads, *arguments)
     if config.splits == 1:
         return split_states.reshape(rows, columns), None
@@ -159,8 +165,14 @@ def fill_states(
     return states, None
 
 
+def _grid_arguments(source: Rows, rows: int, classes: int, config: LaunchConfig) -> list[Any]:
+    """Return the first arguments of the forward and backward kernels: the logits, and how the grid covers them."""
+    sizes = np.int64(rows), np.int64(classes), np.int32(config.chunk), np.int32(config.group_size)
+    return [*_in_rows(source), *sizes]
+
+
 def _identity(state_fields: StateFields, rows: int, scale: float) -> Array:
-    """States of no classes."""
+    """Return the states of no classes."""
     states = state_fields.identity(rows)
     if state_fields.scaled:
         states["scale"] = scale
@@ -177,7 +189,7 @@ def write_gradient(
     compute_dtype: np.dtype[Any],
     references: None = None,
 ) -> None:
-    """Write the gradient of the logits into `out`; both are (outer, classes, inner) and may be one array."""
+    """Write the gradient of the logits into `out`; both are (outer, classes, inner) and may be the same array."""
     outer, classes, inner = out.shape
     rows = outer * inner
     if rows == 0 or classes == 0:
@@ -200,14 +212,8 @@ def _write(
     rows = outer * inner
     config = LaunchConfig.for_backward(rows, classes, dtype.itemsize)
     arguments = [
-        source.array,
-        np.int64(source.pitch),
-        np.int64(rows),
-        np.int64(classes),
-        np.int32(config.chunk),
-        np.int32(config.group_size),
-        output.rows.array,
-        np.int64(output.rows.pitch),
+        *_grid_arguments(source, rows, classes, config),
+        *_in_rows(output.rows),
         _float64(gradient.max),
         _float64(gradient.factor),
         _columns_of(gradient.held_column),
@@ -220,24 +226,19 @@ def _write(
         kernel = Kernel("backward.cu", f"write_gradient<{cpp_type}>")
     else:
         kernel = Kernel("general_backward.cu", f"write_general_gradient<{cpp_type}, {arithmetic}>")
-        factor = _NULL if gradient.weight_factor is None else _float64(gradient.weight_factor)
-        [weight], options = _options_of(weights, transform)
-        arguments += [np.int32(DTYPE_CODES[output.out.dtype.name]), factor, weight, *options]
+        out_code = np.int32(DTYPE_CODES[output.out.dtype.name])
+        arguments += [out_code, _float64(gradient.weight_factor), _weight_of(weights)]
+        arguments += _options_of(weights, transform)
     _launch(kernel, (config.blocks, config.splits), config.block_threads, *arguments)
 
 
-def _float64(array: Array) -> Array:
-    """One number per row, contiguous as the kernels read it: a column of the states is strided."""
-    return cupy.ascontiguousarray(array, dtype=np.float64)
-
-
 _NO_TRANSFORM = Transform()
-# The ids of devices on which a cluster could not be launched.
+# The ids of devices on which the launch of a cluster failed.
 _devices_without_clusters: set[int] = set()
 
 
 def fused_fits(logits: Array, compute_dtype: np.dtype[Any], transform: Transform = _NO_TRANSFORM) -> bool:
-    """Whether the fused kernel can take these rows, (outer, classes, inner).
+    """Return whether the fused kernel can take these rows, (outer, classes, inner).
 
     It computes in float32. A row must fit in the registers of a block, or from compute capability 9.0 on in those of a
     cluster of 8 blocks: 131,072 classes of 16 bits, or 98,304 of float32.
@@ -267,13 +268,13 @@ def fill_states_and_write_gradient(
 ) -> Array | None:
     """Write the gradient of unsharded rows into `out` and return their states; each logit is read once.
 
-    Requires `fused_fits`, class targets, and neither smoothing nor softcap. The gradient, with respect to scale times
-    the logits, is that of `slope` (`held` (-log p_target) + `z_loss` logsumexp**2), p being the softmax. Rows that are
-    not `valid` get 0; their `target_column` is -1. `slope` and `held` are (rows,) in float64, `valid` is (rows,) of
-    bools. States are those of `fill_states`, with `held` as the field `held_weight`, if there is that field.
+    Requires `fused_fits`, index targets, and neither smoothing nor softcap. The gradient, with respect to scale times
+    the logits, is that of `slope` (`held` (-log p_target) + `z_loss` logsumexp**2), with p the softmax. Rows that are
+    not `valid` get 0; their `target_column` is -1. `slope` and `held` are (rows,) in float64, `valid` (rows,) bool. The
+    states are those of `fill_states`, with `held` in the field `held_weight`, if there is one.
 
-    Returns None, with nothing written, if the cluster could not be launched; from then on `fused_fits` is False for
-    rows that need a cluster on this device.
+    Returns None, with nothing written, if the launch of the cluster fails; from then on `fused_fits` is False for rows
+    that need a cluster on this device.
     """
     outer, classes, inner = logits.shape
     rows, dtype = outer * inner, logits.dtype
@@ -284,13 +285,11 @@ def fill_states_and_write_gradient(
     column = _columns_of(target_column)
     # Without a common alignment another kernel writes the gradient, from a factor and a held gradient for each row.
     aligned = output.aligned_with(source, dtype)
-    factor, held_gradient = (_NULL, _NULL) if aligned else (cupy.empty(rows, np.float64) for _ in range(2))
+    factor, held_gradient = (None, None) if aligned else (cupy.empty(rows, np.float64) for _ in range(2))
     arguments = [
-        source.array,
-        np.int64(source.pitch),
+        *_in_rows(source),
         np.int32(classes),
-        output.rows.array if aligned else _NULL,
-        np.int64(output.rows.pitch),
+        *_in_rows(output.rows if aligned else Rows(None, output.rows.pitch)),
         column,
         _float64(slope),
         _float64(held),
