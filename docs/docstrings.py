@@ -1,4 +1,4 @@
-"""Prepare the docstrings for the reference: public names become links, and types stay as they are written."""
+"""Prepare the docstrings for the reference: public names become links."""
 
 import re
 from typing import Any
@@ -7,19 +7,17 @@ import griffe
 
 
 class Docstrings(griffe.Extension):
-    """What the site does to the docstrings of the package before it reads their sections."""
+    """Link the public names in all docstrings of the package."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        # Of the others, such as `sum`, many are values of options or words of everyday.
+        # Other names, such as `sum`, are often values of options or everyday words.
         names = [str(name) for name in pkg.exports or () if re.search("[A-Z_]", str(name))]
-        _prepare(pkg, re.compile(rf"(?<!`)`({'|'.join(names)})`(?!`)"), pkg.path)
+        _link(pkg, re.compile(rf"(?<!`)`({'|'.join(names)})`(?!`)"), pkg.path)
 
 
-def _prepare(thing: griffe.Object, public: re.Pattern[str], package: str) -> None:
+def _link(thing: griffe.Object, public: re.Pattern[str], package: str) -> None:
     if thing.docstring is not None:
-        text = public.sub(rf"[`\1`][{package}.\1]", thing.docstring.value)
-        # A type such as `array_like, shape (rows,)` is no Python; griffe shows what it cannot read as it is written.
-        thing.docstring.value = re.sub(r"^(\*{0,2}\w.*? : )(?=\S)", "\\1\u2060", text, flags=re.MULTILINE)
+        thing.docstring.value = public.sub(rf"[`\1`][{package}.\1]", thing.docstring.value)
     for member in thing.members.values():
         if not member.is_alias:
-            _prepare(member, public, package)
+            _link(member, public, package)

@@ -1,4 +1,4 @@
-"""The command line of a program of many ranks: rank 0 reads it for all, and what there is to say is said once."""
+"""The command line of a program on many ranks: rank 0 parses it and prints messages once; all ranks get the result."""
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 import shlex
@@ -10,7 +10,7 @@ from pce_mpi.comm.launch import launch, why_apart
 
 
 def parse_arguments(comm: MPI.Intracomm, parser: ArgumentParser) -> Namespace:
-    """What the command line says, on every rank."""
+    """Parse the command line on rank 0 and return the result on every rank."""
     outcome: Namespace | SystemExit | None = None
     if comm.rank == 0:
         try:
@@ -24,11 +24,11 @@ def parse_arguments(comm: MPI.Intracomm, parser: ArgumentParser) -> Namespace:
             outcome = end
     outcome = comm.bcast(outcome)
     if isinstance(outcome, SystemExit):
-        MPI.Finalize()  # Else mpi4py takes the status for a crash and aborts the job, with a message of its own.
+        MPI.Finalize()  # otherwise mpi4py takes the exit status for a crash and aborts the job
         raise outcome
     return outcome
 
 
 def no_options(comm: MPI.Intracomm, docstring: str | None) -> None:
-    """The command line of a program without options: --help prints its docstring, and all else is refused."""
+    """Parse the command line of a program without options; --help prints its docstring."""
     parse_arguments(comm, ArgumentParser(description=docstring, formatter_class=RawDescriptionHelpFormatter))

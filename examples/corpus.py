@@ -1,4 +1,4 @@
-"""The text that the example models learn: Python's own standard library, cut into tokens."""
+"""The text that the example models learn: Python's standard library, as tokens."""
 
 from argparse import Namespace
 from collections import Counter
@@ -13,19 +13,19 @@ from mpi4py import MPI
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-# A word or some punctuation, with the space before it; the end of a line, with the indentation of the next; or a gap.
-# No character is lost: "".join(tokens) is the text again.
+# A word or punctuation with the space before it, the end of a line with the indentation of the next, or white space.
+# No character is lost: "".join(tokens) is the text.
 TOKEN = re.compile(r" ?\w+| ?[^\w\s]+|\s*\n *|\s+")
 
-# Not read: what was installed later, tests, tables of character codes, and the manual (one file, as long as fifty).
+# Installed packages, tests, tables of character codes, and the manual, which is one file as long as fifty others.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
-# Two tokens that no text has: one for all that are too rare for the vocabulary, one for what comes before a file.
+# Two tokens that no text has: one for tokens that are too rare for the vocabulary, one that precedes each file.
 UNKNOWN, FILE_START = 0, 1
 
 
 class Corpus(NamedTuple):
-    """The tokens that are known, and the files as indices into them."""
+    """The vocabulary, and the files as indices into it."""
 
     vocabulary: list[str]
     training: list[np.ndarray]
@@ -39,14 +39,14 @@ class Corpus(NamedTuple):
         return "".join(self.vocabulary[token] for token in tokens)
 
     def unigram(self) -> np.ndarray:
-        """The model to beat: the log-probability of each token, whatever comes before it; none has probability 0."""
+        """Return the log-probability of each token without any context, which the models have to beat."""
         counts = np.bincount(np.concatenate(self.training), minlength=len(self.vocabulary)) + 1
         counts[FILE_START] += len(self.training)
         return np.log(counts / counts.sum())
 
 
 def read_corpus(comm: MPI.Intracomm, args: Namespace) -> Corpus:
-    """Rank 0's standard library, on every rank: other hosts may have another. Every sixteenth file is held out."""
+    """Read the standard library of rank 0 and return it on every rank; every sixteenth file is held out."""
     if comm.rank > 0:
         return comm.bcast(None)
     library = Path(sysconfig.get_path("stdlib"))
@@ -68,12 +68,12 @@ def read_corpus(comm: MPI.Intracomm, args: Namespace) -> Corpus:
 
 
 def contexts(files: list[np.ndarray], length: int) -> np.ndarray:
-    """Every token of the files, each in a row with the `length` tokens before it: (tokens, length + 1)."""
+    """Return a row for each token of the files, with the `length` tokens before it: (tokens, length + 1)."""
     texts = [np.pad(tokens, (length, 0), constant_values=FILE_START) for tokens in files]
     return np.concatenate([sliding_window_view(text, length + 1) for text in texts])
 
 
 def passages(files: list[np.ndarray], length: int) -> np.ndarray:
-    """Every run of `length` tokens in all files joined together, a FILE_START before each: a view, not to be copied."""
+    """Return each run of `length` tokens of all files, FILE_START before each file, as a view: copies are large."""
     texts = [np.pad(tokens, (1, 0), constant_values=FILE_START) for tokens in files]
     return sliding_window_view(np.concatenate(texts), length)

@@ -4,10 +4,10 @@
 
     loss = mean of (image @ w0 @ w1 - label)**2       image (16, 784), w0 (784, 784), w1 (784, 10), label (16, 10)
 
-The program is the same each time; the mesh differs. Over a dim `data` the batch is sharded, over a dim `model` the
-columns of w0 and the rows of w1. Data parallelism sends the gradients, at the step, and nothing else. Model parallelism
-sends the output once, 640 bytes: what each rank makes of its columns and rows is one term of it. Any number of ranks
-will do; 784 over 3 of them is 262, 261 and 261.
+Only the mesh differs between the three. The dim `data` shards the batch, the dim `model` shards the columns of w0 and
+the rows of w1. Data parallelism sends only the gradients, in the optimizer's step. Model parallelism sends the output
+once, 640 bytes: each rank's columns and rows give one term of a sum. Any number of ranks will do; 784 columns over 3
+ranks are 262, 261 and 261.
 """
 
 from mpi4py import MPI
@@ -27,14 +27,14 @@ SHARDS = {
 
 
 def problem():
-    """The global arrays, the same on every rank."""
+    """Return the global arrays, the same on every rank."""
     rng = np.random.default_rng(seed=0)
     shapes = {"image": (16, 784), "w0": (784, 784), "w1": (784, 10), "label": (16, 10)}
     return {name: rng.standard_normal(shape, np.float32) / shape[0] ** 0.5 for name, shape in shapes.items()}
 
 
 def by_hand(image, w0, w1, label):
-    """The loss and both gradients in one process, by NumPy alone."""
+    """Compute the loss and both gradients in one process, with NumPy alone."""
     hidden = image @ w0
     difference = hidden @ w1 - label
     doutput = 2 * difference / difference.size
@@ -42,7 +42,7 @@ def by_hand(image, w0, w1, label):
 
 
 def run(kind, mesh):
-    """Forward, backward and a step on `mesh`; rank 0 prints where everything lies and what was sent."""
+    """Run forward, backward and a step on `mesh`; rank 0 prints all placements and everything that was sent."""
     arrays = {}
     for name, array in problem().items():
         shards = {dim: shard for dim, shard in SHARDS[name].items() if dim in mesh.dims}
@@ -51,15 +51,15 @@ def run(kind, mesh):
     with pce.trace() as trace:
         loss = pce.mse(image @ w0 @ w1, label)
         loss.backward()
-        lies = {name: f"{array.shape!s:<12}{array.placements}" for name, array in (arrays | {"loss": loss}).items()}
-        lies |= {f"d{name}": f"{'':<12}{w.grad.placements} before the step" for name, w in (("w0", w0), ("w1", w1))}
+        placed = {name: f"{array.shape!s:<12}{array.placements}" for name, array in (arrays | {"loss": loss}).items()}
+        placed |= {f"d{name}": f"{'':<12}{w.grad.placements} before the step" for name, w in (("w0", w0), ("w1", w1))}
         pce.SGD([w0, w1], lr=0.1).step()
 
     ours = {"loss": loss.full(), "w0": w0.grad.full(), "w1": w1.grad.full()}
     difference = compare(MPI.COMM_WORLD, ours, by_hand(**problem()))
     if mesh.rank == 0:
         print(f"{kind} parallelism on {mesh}: loss {ours['loss']:.6f}\n")
-        print("\n".join(f"{name:<8}{text}" for name, text in lies.items()), trace, sep="\n\n")
+        print("\n".join(f"{name:<8}{text}" for name, text in placed.items()), trace, sep="\n\n")
         print(f"\nloss and gradients are those of one process, but for {difference:.0e}\n\n")
 
 

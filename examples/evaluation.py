@@ -1,4 +1,4 @@
-"""What a trained model is worth: its perplexity on held-out text beside the unigram model's, and what it writes."""
+"""Evaluate a trained model: its perplexity on held-out text, beside the unigram model's, and text that it writes."""
 
 from argparse import Namespace
 from typing import Protocol
@@ -12,29 +12,29 @@ PROMPTS = ["import", "    def __init__(self", "for i in range(", "raise ValueErr
 
 
 class Model(Protocol):
-    """Every rank calls every method alike."""
+    """A model whose methods are collective over its mesh."""
 
     mesh: pce.Mesh
 
     def loss(self, rows: np.ndarray) -> pce.DistArray:
-        """The mean loss of predicting what is to be predicted in each row."""
+        """Return the mean loss over the targets of each row."""
 
     def next_logits(self, tokens: list[int]) -> pce.DistArray:
-        """The logits, (vocabulary,), of the token that follows `tokens`; the vocabulary may be sharded."""
+        """Return the logits, (vocabulary,), of the token after `tokens`; the vocabulary may be sharded."""
 
 
 def mean_loss(model: Model, rows: np.ndarray, batch: int) -> float:
-    """The mean loss, in nats, of any number of rows."""
+    """Return the mean loss, in nats, of any number of rows."""
     with pce.no_grad():
         parts = [rows[first : first + batch] for first in range(0, len(rows), batch)]
         return sum(len(part) * model.loss(part).item() for part in parts) / len(rows)
 
 
 def complete(model: Model, tokens: list[int], length: int, temperature: float, rng: np.random.Generator) -> list[int]:
-    """The next `length` tokens after `tokens`, drawn at random.
+    """Draw the next `length` tokens after `tokens` at random.
 
-    The argmax of logits / temperature + Gumbel noise is a draw from softmax(logits / temperature), so no rank has to
-    see all logits. Each draws the noise of all classes, the same everywhere, and uses that of its own.
+    The argmax of logits / temperature + Gumbel noise is a draw from softmax(logits / temperature), so no rank needs all
+    logits. Each rank draws the same noise for all classes and uses that of its own classes.
     """
     written: list[int] = []
     with pce.no_grad():
@@ -62,7 +62,7 @@ def evaluate(model: Model, corpus: Corpus, rows: np.ndarray, predicted: slice, a
     unknown = np.mean(targets == UNKNOWN)
     print(f"\n{targets.size:,} held-out tokens, {unknown:.1%} of them not in the vocabulary")
     print(f"{'':<15}{'nats a token':>14}{'perplexity':>12}")
-    # Less than on training text: rare tokens, the hardest to predict, here are mostly unknown, and those count as one.
+    # Lower than on training text: rare tokens, which are hard to predict, are mostly one here, the unknown token.
     for name, loss in losses.items():
         print(f"{name:<15}{loss:14.3f}{np.exp(loss):12.1f}")
     print("\nCompletions, from the bar on:")

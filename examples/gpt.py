@@ -1,9 +1,9 @@
 """A small GPT: one forward pass for every mesh with the dims `data`, `context` and `model`.
 
-The placements of the parameters (PLAN) and of the batch (`loss`), and what `redistribute` asks for, say how arrays lie;
-what is to be sent follows. `data` ranks share the batch. `context` ranks share each sequence: all need all keys and
-values. `model` ranks share heads, hidden units and vocabulary; between two blocks all of them would do the same, unless
-they share the sequence there.
+The placements of the parameters (PLAN), of the batch (`loss`) and of the calls of `redistribute` determine what is
+sent. `data` ranks share the batch. `context` ranks share each sequence; all of them need all keys and values. `model`
+ranks share heads, hidden units and vocabulary; between two blocks they share the sequence (sequence parallelism), or
+all of them compute the same.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ PLAN = {
 
 class GPT:
     def __init__(self, mesh, unigram, args):
-        """`unigram`: the log-probability of each token, whatever comes before it. The first logits are close to it."""
+        """Start with logits close to `unigram`, the log-probability of each token without any context."""
         self.mesh, self.args = mesh, args
         self.between_blocks = Shard(1) if args.sequence_parallel else Replicate()
         rng, width, ones = np.random.default_rng(args.seed), args.width, np.ones(args.width, np.float32)
@@ -53,7 +53,7 @@ class GPT:
 
     def attention(self, x, layer):
         batch, length, width = x.shape
-        # The columns of qkv are grouped by head: a shard of them is some heads, with their queries, keys and values.
+        # The columns of qkv are grouped by head, so that a shard has whole heads with their queries, keys and values.
         heads = (x @ self.parameters[f"{layer}.qkv"]).reshape(batch, length, self.args.heads, -1).swapaxes(1, 2)
         q, k, v = pce.split(heads, 3, axis=-1)
         k, v = (each.redistribute(context=Replicate()) for each in (k, v))

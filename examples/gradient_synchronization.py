@@ -1,14 +1,14 @@
-"""Which gradients are to be summed, and over which ranks, under data, context and sequence parallelism.
+"""Show which gradients must be summed, and over which ranks, under data, context and sequence parallelism.
 
     mpiexec -n 4 python -m mpi4py examples/gradient_synchronization.py
 
     y = x + gelu(layer_norm(x, scale, shift) @ w1 + b1) @ w2 + b2          x (batch, sequence, features)
 
 `data` ranks share the batch, `context` ranks the sequence. `model` ranks share the columns of w1 and the rows of w2,
-and the sequence wherever all of them would do the same (sequence parallelism). A parameter that has met a part of the
-batch or of the sequence has a gradient that is one term of a sum, Partial, over the ranks that have met other parts.
-The tape knows over which. A rule that looks at the batch axis alone sums over `data` ranks; the last column shows how
-far from the gradient that is.
+and the sequence in the operations that all of them would otherwise repeat (sequence parallelism). If a parameter is
+used for a part of the batch or of the sequence, its gradient is Partial over the ranks that have the other parts; the
+tape records over which. A rule that looks at the batch axis alone sums over `data` ranks; the last column shows the
+error of such a sum.
 """
 
 from itertools import chain, combinations
@@ -27,7 +27,7 @@ PLAN = {"s*": SequenceParallel(), "[wb]1": Colwise(), "[wb]2": Rowwise()}
 
 
 def parameters_with_gradients(mesh, dims):
-    """Forward and backward, x sharded over `dims` of the mesh."""
+    """Run forward and backward with x sharded over `dims` of the mesh."""
     rng = np.random.default_rng(seed=0)
     shapes = {"scale": D, "shift": D, "w1": (D, H), "b1": H, "w2": (H, D), "b2": D}
     arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
@@ -42,7 +42,7 @@ def parameters_with_gradients(mesh, dims):
 
 
 def summed_over_data(gradient):
-    """This rank's part of the gradient by the rule that looks at the batch axis alone."""
+    """Return this rank's part of the gradient by the rule that looks at the batch axis alone."""
     total = np.empty_like(gradient.local)
     gradient.mesh.comm("data").Allreduce(gradient.local, total)
     return total

@@ -1,16 +1,16 @@
-"""A small neural language model of Python's own standard library, its vocabulary sharded over the ranks of MPI.
+"""A small neural language model of Python's standard library, with the vocabulary sharded over MPI ranks.
 
     mpiexec -n 2 python -m mpi4py examples/language_model.py
 
 The model (Bengio et al., A Neural Probabilistic Language Model, 2003) predicts a token from the few before it:
 
-    x = the embeddings of those tokens, side by side    (rows, context * embed)
+    x = the embeddings of those tokens, concatenated    (rows, context * embed)
     h = tanh(x @ w + b)                                 (rows, hidden)
     logits = h @ u + c                                  (rows, vocabulary)
 
 With tens of thousands of different tokens nearly all parameters and nearly all work belong to one token each. So each
-rank holds the embeddings, u, c and the logits of its shard of the vocabulary, and none ever holds all. PLAN says that;
-what is to be sent, forward and backward, follows from it. The same seed gives the same losses on any number of ranks.
+rank holds the embeddings, u, c and the logits of its shard of the vocabulary, and no rank ever holds all. PLAN says so;
+what is sent, forward and backward, follows from it. The same seed gives the same losses on any number of ranks.
 """
 
 from mpi4py import MPI
@@ -40,12 +40,12 @@ class Model:
             "embedding": 0.1 * rng.standard_normal((tokens, args.embed), np.float32),
             "w": rng.standard_normal((inputs, args.hidden), np.float32) / np.float32(inputs**0.5),
             "b": np.zeros(args.hidden, np.float32),
-            "u": np.zeros((args.hidden, tokens), np.float32),  # While u is 0, this is the unigram model.
+            "u": np.zeros((args.hidden, tokens), np.float32),  # while u is 0 this is the unigram model
             "c": unigram.astype(np.float32),
         }
         self.parameters = pce.shard_parameters(arrays, mesh, PLAN, dim="classes")
         embedding, *others = self.parameters.values()
-        # The loss is a mean over the batch, where a token is rare: at the rate of the others it would hardly move.
+        # A token is rare in the batch that the loss averages over, so embeddings need a larger rate than the others.
         rates = (args.embedding_rate * args.batch, [embedding]), (args.rate, others)
         self.optimizers = [(rate, pce.SGD(parameters, lr=rate)) for rate, parameters in rates]
 

@@ -1,14 +1,14 @@
-"""A picture of how training went."""
+"""Plot the loss during training."""
 
 from pathlib import Path
 
 import numpy as np
 
-WINDOW = 50  # steps that the smooth curve is a mean of
+WINDOW = 50  # steps that the smooth curve averages over
 
 
 def plot(path: Path, history: list[dict[str, float]], unigram_loss: float, ranks: int) -> None:
-    """Draw the loss of each step, its running mean, and that of the unigram model on all of the training text."""
+    """Draw the loss of each step, its running mean, and the unigram model's loss on all of the training text."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

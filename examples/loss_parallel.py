@@ -1,12 +1,12 @@
-"""A tensor-parallel model up to its loss: with the logits where they are, and with the logits gathered first.
+"""A tensor-parallel model with its loss: once with sharded logits, once with gathered logits.
 
     mpiexec -n 4 python -m mpi4py examples/loss_parallel.py
 
     x = table[ids];  x = x + gelu(x @ up) @ down;  logits = x @ output;  loss = mean cross entropy of the targets
 
-The rows of the table, the columns of `up` and `output` and the rows of `down` are sharded over all ranks. So are the
-logits then, by class, and `cross_entropy` asks no more of the ranks than one record a row. The other pipeline has one
-line more: it gathers the logits, and every rank takes the loss of all classes. The numbers are the same.
+The rows of the table, the columns of `up` and `output` and the rows of `down` are sharded over all ranks. Therefore the
+logits are sharded by class, and `cross_entropy` sends one softmax state a row. The other pipeline has one more line:
+it gathers the logits, and every rank computes the loss of all classes. The results are the same.
 """
 
 from mpi4py import MPI
@@ -22,7 +22,7 @@ PLAN = {"table": VocabParallel(), "up": Colwise(), "down": Rowwise(), "output": 
 
 
 def loss_and_gradients(mesh, gather):
-    """Forward and backward, and what was sent for both."""
+    """Run forward and backward, and return the results with the trace of both."""
     rng = np.random.default_rng(seed=0)
     shapes = {
         "table": (VOCABULARY, FEATURES),

@@ -1,4 +1,4 @@
-"""A loss over sharded classes is the loss over all classes, and what is sent does not grow with their number.
+"""The loss of sharded classes equals the loss of all classes, and sends bytes that do not depend on their number.
 
     mpiexec -n 4 python -m mpi4py examples/sharded_loss.py
 
@@ -24,7 +24,7 @@ comm = MPI.COMM_WORLD
 no_options(comm, __doc__)
 rows, classes = 64, 10_001
 
-# To compare, every rank draws the whole problem from one seed. A real program has this rank's columns and no others.
+# For the comparison every rank draws the whole problem from one seed. A real program has only this rank's columns.
 rng = np.random.default_rng(seed=0)
 logits = rng.standard_normal((rows, classes), np.float32)
 targets = rng.integers(classes, size=rows)

@@ -1,4 +1,4 @@
-"""How the language models are trained, whichever they are: the first steps compared, then all of them."""
+"""Train a language model: compare the first steps with those of one process, then take all steps."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from pce_mpi.cli.progress import Bar
 
 
 class Model(Protocol):
-    """What is trained: its parameters, and optimizers with the rates at which they are to step."""
+    """A model: its parameters, and its optimizers with their learning rates."""
 
     mesh: pce.Mesh
     parameters: dict[str, pce.DistArray]
@@ -31,14 +31,14 @@ M = TypeVar("M", bound=Model)
 
 
 def step(model: Model, rows: np.ndarray, number: int, args: Namespace) -> float:
-    """One step of gradient descent, on rows drawn at random, the same on every rank. Returns the loss before it."""
+    """Take a step of gradient descent on random rows, the same on every rank, and return the loss before it."""
     drawn = np.random.default_rng([args.seed, number]).integers(len(rows), size=args.batch)
     loss = model.loss(rows[drawn])
     loss.backward()
     if args.max_norm:
         pce.clip_grad_norm(model.parameters.values(), args.max_norm)
     for rate, optimizer in model.optimizers:
-        # Rates rise during a twentieth of the steps, then fall to zero.
+        # The rate rises during the first twentieth of the steps, then falls to zero.
         optimizer.lr = rate * min(20 * number / args.steps, 1 - (number - 1) / args.steps)
         optimizer.step()
         optimizer.zero_grad()
@@ -46,7 +46,7 @@ def step(model: Model, rows: np.ndarray, number: int, args: Namespace) -> float:
 
 
 def resume(model: Model, path: Path) -> int:
-    """Take over parameters that were saved, on however many ranks. Returns how many steps they had taken."""
+    """Load parameters that were saved on any number of ranks, and return after how many steps."""
     saved = pce.load(path, model.mesh, {name: array.placements for name, array in model.parameters.items()})
     for name, array in model.parameters.items():
         array.local[...] = saved[name].local
@@ -54,7 +54,7 @@ def resume(model: Model, path: Path) -> int:
 
 
 def train(start: Callable[[pce.Mesh], M], mesh: pce.Mesh, rows: np.ndarray, corpus: Corpus, args: Namespace) -> M:
-    """Make a model on `mesh` by `start` and train it. Rank 0 shows how far it is, writes the log and draws the loss."""
+    """Make a model on `mesh` by `start` and train it; rank 0 shows the progress, writes the log and plots the loss."""
     numbers = range(1, min(3, args.steps) + 1)
     compare_steps(mesh, start, lambda model, number: step(model, rows, number, args), numbers)
     model, here = start(mesh), mesh.rank == 0

@@ -1,11 +1,11 @@
-"""The options of the programs that train: those that all of them have, and numbers of their own."""
+"""The options of the training programs: those that they share, and further numbers of each program."""
 
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-# Name, the least value that makes sense, default, meaning. A number is whole if its default is.
+# Name, least value, default, meaning. A number is whole if its default is.
 Number = tuple[str, float, float, str]
 
 
@@ -29,14 +29,14 @@ def file(text: str, mode: str) -> Path:
 
 
 def replaceable(text: str) -> Path:
-    """A file that `pce.save` will not refuse in the end."""
+    """Check that `pce.save` will be able to write this file after the training."""
     if Path(text).exists() and not Path(text).is_file():
         raise ArgumentTypeError(f"cannot write {text!r}: only a regular file is replaced")
     return file(text, "ab")
 
 
 def training_parser(docstring: str | None, numbers: Iterable[Number], **defaults: float) -> ArgumentParser:
-    """A parser of `numbers` and of the options that every training program has, with these defaults of its own."""
+    """Return a parser of `numbers` and of the shared options, with this program's `defaults`."""
     parser = ArgumentParser(description=(docstring or "").partition("\n")[0])
     common = [
         ("steps", 1, 100, "training steps"),

@@ -1,9 +1,9 @@
-"""A small GPT learns Python's own standard library, its batch, its sequences and its layers sharded at will.
+"""Train a small GPT on Python's standard library, with the batch, the sequences and the layers sharded as you choose.
 
     mpiexec -n 4 python -m mpi4py examples/transformer.py --data 2 --model 2 --sequence-parallel
 
-The model is in gpt.py. Whatever the mesh, and however many ranks: the losses are those of one process, but for
-rounding, and what one mesh has saved, another takes over:
+The model is in gpt.py. On any mesh and any number of ranks the losses are those of one process, up to rounding, and a
+mesh can resume from parameters that another mesh saved:
 
     mpiexec -n 2 python -m mpi4py examples/transformer.py --model 2 --stop 500 --save half.safetensors
     mpiexec -n 3 python -m mpi4py examples/transformer.py --context 3 --resume half.safetensors

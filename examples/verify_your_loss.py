@@ -1,18 +1,18 @@
-"""Verify your loss: a vocabulary-parallel cross entropy with an error that random logits do not show, and who finds it.
+"""Verify your loss: the kit finds an error of a vocabulary-parallel cross entropy that random logits do not show.
 
-1. Below is `cross_entropy`, called as Megatron calls its own: this rank's logits, all targets, a process group. It says
-   what it supports with `@offers`; what it does not is never held against it. With torch installed:
+1. Below is `cross_entropy`, called as Megatron calls its own: this rank's logits, all targets, a process group. With
+   `@offers` it says what it supports; the kit tests nothing else. With torch installed:
 
     python -m pce_mpi conformance -n 4 --adapter torch-shards examples/verify_your_loss.py:cross_entropy
 
 2. The report says what is wrong, at which smallest size, and how to run that case alone. Here label smoothing is spread
    over the classes of a shard, not over all classes: compare `cross_entropy` with `repaired`.
 
-3. Run it again on what you have repaired. Put `--html report.html` to it to see where in the gradient an error sits.
+3. Run the kit again on the repaired function. `--html report.html` shows the parts of the gradient that have errors.
 
     python -m pce_mpi conformance -n 4 --adapter torch-shards examples/verify_your_loss.py:repaired
 
-A function without a framework around it needs no adapter: it gets `class_start`, `num_classes` and an mpi4py `comm`.
+A function of NumPy or CuPy arrays needs no adapter: it gets `class_start`, `num_classes` and an mpi4py `comm`.
 """
 
 import torch
@@ -33,14 +33,14 @@ WHAT_IT_SUPPORTS = {
 
 @offers(**WHAT_IT_SUPPORTS)
 def cross_entropy(logits, targets, group, *, num_classes, ignore_index=-100, label_smoothing=0.0):
-    """One loss per token. The error: every rank smooths over the classes that it has."""
+    """Return one loss per token, with an error: every rank smooths over its own classes."""
     smoothed = logits.shape[-1]
     return VocabParallel.apply(logits, targets, group, num_classes, ignore_index, label_smoothing, smoothed)
 
 
 @offers(**WHAT_IT_SUPPORTS)
 def repaired(logits, targets, group, *, num_classes, ignore_index=-100, label_smoothing=0.0):
-    """The same, smoothed over the classes of all ranks."""
+    """Return one loss per token, smoothed over the classes of all ranks."""
     return VocabParallel.apply(logits, targets, group, num_classes, ignore_index, label_smoothing, num_classes)
 
 
@@ -57,11 +57,11 @@ class VocabParallel(torch.autograd.Function):
         log_sum = all_reduced(shifted.exp().sum(-1), ReduceOp.SUM, group).log()
         mine = targets - group.rank() * local
         here = counts & (mine >= 0) & (mine < local)
-        # What the distribution over this rank's classes should be.
+        # The target distribution over this rank's classes.
         wanted = torch.full_like(shifted, smoothing / smoothed)
         wanted.scatter_add_(-1, (mine * here)[..., None], (here * (1 - smoothing))[..., None].float())
         log_p = shifted - log_sum[..., None]
-        # A class of probability 0 that is not wanted costs nothing, where 0 * inf would be nan.
+        # Classes of target probability 0 contribute 0, also if log_p is -inf.
         loss = all_reduced(-torch.where(wanted == 0, 0, wanted * log_p).sum(-1), ReduceOp.SUM, group)
         ctx.save_for_backward(log_p.exp(), wanted, counts)
         ctx.dtype = logits.dtype

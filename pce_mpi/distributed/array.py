@@ -240,35 +240,47 @@ class DistArray:
         return OPERATIONS["transpose"](self)
 
     def astype(self, dtype: Any) -> DistArray:
-        """The same numbers as `dtype`; see `pce_mpi.astype`."""
+        """Convert the elements to another dtype.
+
+        Parameters
+        ----------
+        dtype : dtype
+            The new dtype.
+
+        Returns
+        -------
+        DistArray
+            The converted array, or this one if it has that dtype; its gradient has the dtype of this array. A Partial
+            array stays Partial if `dtype` is a floating-point dtype, otherwise it is reduced first.
+        """
         return OPERATIONS["astype"](self, dtype)
 
     def sum(self, axis: Any = None, keepdims: bool = False) -> DistArray:
-        """See `pce_mpi.sum`."""
+        """Sum over axes; see `pce_mpi.sum`."""
         return OPERATIONS["sum"](self, axis, keepdims)
 
     def mean(self, axis: Any = None, keepdims: bool = False) -> DistArray:
-        """See `pce_mpi.mean`."""
+        """Average over axes of the global array; see `pce_mpi.mean`."""
         return OPERATIONS["mean"](self, axis, keepdims)
 
     def max(self, axis: Any = None, keepdims: bool = False) -> DistArray:
-        """See `pce_mpi.max`."""
+        """Return the largest element over axes; see `pce_mpi.max`."""
         return OPERATIONS["max"](self, axis, keepdims)
 
     def min(self, axis: Any = None, keepdims: bool = False) -> DistArray:
-        """See `pce_mpi.min`."""
+        """Return the smallest element over axes; see `pce_mpi.min`."""
         return OPERATIONS["min"](self, axis, keepdims)
 
     def reshape(self, *shape: Any) -> DistArray:
-        """The same elements in `shape`, one sequence or the lengths one by one; see `pce_mpi.reshape`."""
+        """Give the elements another shape, one sequence or the lengths one by one; see `pce_mpi.reshape`."""
         return OPERATIONS["reshape"](self, shape[0] if len(shape) == 1 else shape)
 
     def transpose(self, *axes: Any) -> DistArray:
-        """The axes in another order, one sequence or one by one; see `pce_mpi.transpose`."""
+        """Bring the axes into another order, one sequence or one by one; see `pce_mpi.transpose`."""
         return OPERATIONS["transpose"](self, axes[0] if len(axes) == 1 else axes or None)
 
     def swapaxes(self, axis1: int, axis2: int) -> DistArray:
-        """Two axes in each other's place; see `pce_mpi.swapaxes`."""
+        """Exchange two axes; see `pce_mpi.swapaxes`."""
         return OPERATIONS["swapaxes"](self, axis1, axis2)
 
     def redistribute(self, **placements: Placement) -> DistArray:

@@ -22,7 +22,7 @@ def redistribute(x: DistArray, **placements: Placement) -> DistArray:
         natural = x.sharding.natural
 
         def vjp(gradient: DistArray) -> list[DistArray]:
-            return [move(gradient, natural, operation="redistribute", reason="back to where its operand lies")]
+            return [move(gradient, natural, operation="redistribute", reason="back to the placements of its operand")]
 
         result.requires_grad = True
         result.node = Node("redistribute", [node_of(x)], vjp)
