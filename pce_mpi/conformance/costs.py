@@ -30,25 +30,31 @@ class _Sent:
         self.calls = self.bytes = 0
 
 
-def costs_of(call: Callable[[MPI.Intracomm], Any], comm: MPI.Intracomm) -> dict[str, float | None]:
-    """What `call` takes on `comm`: `seconds`, the least of three, of the slowest rank; `peak bytes`, of memory beyond
-    what there was before, of the rank that takes most; `collectives` and `bytes` that rank 0 puts in. None is what
-    cannot be known: memory but on Linux, and messages that go another way. Collective."""
+def costs_of(call: Callable[[Any], Any], comm: MPI.Intracomm | None) -> dict[str, float | None]:
+    """Measure `call(comm)`; collective over `comm`.
+
+    `seconds`: the least of three calls, on the slowest rank. `peak bytes`: memory beyond what there was before, on the
+    rank that takes most. `collectives` and `bytes`: what rank 0 sends. None is what cannot be known: memory elsewhere
+    than on Linux, and messages that go another way.
+    """
     call(comm)
     peak = _peak_bytes(lambda: call(comm))
     sent = _Sent()
-    # A fresh one: what a candidate keeps with `comm` would not be counted.
-    fresh = comm.Dup()
-    call(_counting(fresh, sent))
-    fresh.Free()
+    if comm is not None:
+        # A fresh one: what a candidate keeps with `comm` would not be counted.
+        fresh = comm.Dup()
+        call(_counting(fresh, sent))
+        fresh.Free()
     seconds = []
     for _ in range(_TIMED_CALLS):
-        comm.Barrier()
+        if comm is not None:
+            comm.Barrier()
         start = time.perf_counter()
         call(comm)
         seconds.append(time.perf_counter() - start)
-    of_all = comm.allgather((min(seconds), peak))
-    unknown = sent.calls == 0 and comm.size > 1
+    mine = min(seconds), peak
+    of_all = [mine] if comm is None else comm.allgather(mine)
+    unknown = sent.calls == 0 and len(of_all) > 1
     return {
         "collectives": None if unknown else float(sent.calls),
         "bytes": None if unknown else float(sent.bytes),

@@ -44,7 +44,7 @@ class Trial:
 
     candidate: Callable[..., Any]
     offer: Offer
-    comm: MPI.Intracomm
+    comm: MPI.Intracomm | None
     problem: Callable[[int], Problem]
     answers: list[tuple[int, str, Answer]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -71,7 +71,7 @@ class _Call:
     def __init__(self, trial: Trial, problem: Problem) -> None:
         self._trial, self._offer, self._problem = trial, trial.offer, problem
         self._watched: dict[str, _Watched] = {}
-        shard = problem.shard(trial.comm.rank)
+        shard = problem.shard(0 if trial.comm is None else trial.comm.rank)
         options = dict(shard.options)
         if len(self._offer.reductions) < 2:
             del options["reduction"]
@@ -90,7 +90,7 @@ class _Call:
         self._watched[name] = _Watched(array, handed)
         return handed
 
-    def run(self, comm: MPI.Intracomm) -> None:
+    def run(self, comm: MPI.Intracomm | None) -> None:
         """Call the candidate."""
         returned = self._trial.candidate(*self._arrays, comm=comm, **self._options)
         if self._offer.gradient is Gradient.NONE:
@@ -233,7 +233,7 @@ def _measured(trial: Trial) -> None:
     def cost(of: Trial) -> dict[str, float | None]:
         call = _Call(of, of.problem(0))
 
-        def run(comm: MPI.Intracomm) -> None:
+        def run(comm: MPI.Intracomm | None) -> None:
             call.run(comm)
             call.backward()
 

@@ -41,7 +41,7 @@ _USUAL = Tolerance()
 def run_case(
     candidate: Candidate,
     case: Case,
-    comm: MPI.Intracomm,
+    comm: MPI.Intracomm | None,
     *,
     tolerance: Tolerance = _USUAL,
     seed: int = 0,
@@ -49,30 +49,66 @@ def run_case(
     classes: int | None = None,
     offer: Offer | None = None,
 ) -> Outcome:
-    """What comes of `case`, the same on every rank.
+    """Run one case of the conformance kit, and return its outcome, the same on every rank.
 
-    `rows` and `classes` replace the case's own, if it is shrinkable. `offer`: what the candidate offers, if not what
-    `offer_of` says. A candidate that has `start` must have been started.
+    Parameters
+    ----------
+    candidate : callable
+        The loss to judge; `pce_mpi.conformance.offers` says how it is called. If it has `start`, it must have been
+        started.
+    case : Case
+        One of `cases()`.
+    comm : mpi4py.MPI.Intracomm or None
+        The ranks over which the classes are sharded. None: one process, without MPI.
+    tolerance : Tolerance
+        How far off an answer may be.
+    seed : int
+        Seed of the random numbers.
+    rows, classes : int, optional
+        Replace the case's own size, if the case is shrinkable.
+    offer : Offer, optional
+        What the candidate offers, if not what `offer_of(candidate)` says.
 
-    Collective over `comm`; does not return if the candidate does not. Raises `LaunchError` where `comm` is COMM_WORLD
-    and MPI does not see the other processes that were started with this one.
+    Returns
+    -------
+    Outcome
+        The verdict, what was found, and how accurate the candidate was.
+
+    Raises
+    ------
+    LaunchError
+        `comm` is COMM_WORLD and MPI does not see the other processes that were started with this one.
+
+    Notes
+    -----
+    Collective over `comm`: a few small messages besides the candidate's own. It does not return if the candidate
+    does not.
+
+    Examples
+    --------
+    >>> from pce_mpi import conformance, softmax_cross_entropy_value_and_grad
+    >>> (case,) = conformance.cases(pattern="p-near-1/float32")
+    >>> print(run_case(softmax_cross_entropy_value_and_grad, case, None).verdict)
+    pass
     """
-    from mpi4py import MPI
+    if comm is not None:
+        from mpi4py import MPI
 
-    if comm == MPI.COMM_WORLD and (apart := why_apart(comm)):
-        raise LaunchError(apart)
+        if comm == MPI.COMM_WORLD and (apart := why_apart(comm)):
+            raise LaunchError(apart)
+    size = 1 if comm is None else comm.size
     offer = offer_of(candidate) if offer is None else offer
-    outcome = Outcome(case.name, case.catches, Verdict.PASS, ranks=comm.size, dtype=case.dtype)
+    outcome = Outcome(case.name, case.catches, Verdict.PASS, ranks=size, dtype=case.dtype)
     missing = offer.missing(case.needs, case.dtype)
     if missing is not None:
         return replace(outcome, verdict=Verdict.NOT_OFFERED, note=missing)
 
     @cache
     def problem(which: int) -> Problem:
-        return case.build(case.setting(offer, comm.size, seed=seed + which, rows=rows, classes=classes))
+        return case.build(case.setting(offer, size, seed=seed + which, rows=rows, classes=classes))
 
     start = time.perf_counter()
-    private = comm.Dup()
+    private = None if comm is None else comm.Dup()
     trial = Trial(candidate, offer, private, problem)
     raised = None
     try:
@@ -81,20 +117,23 @@ def run_case(
         trial.find("result", str(error))
     except Exception as error:
         raised = error_text(error)
-    seconds = time.perf_counter() - start
-    _arrive(comm)
-    errors = comm.allgather(raised)
-    if len({error is None for error in errors}) == 1:  # else some may still be in a collective on it
-        private.Free()
     outcome = replace(
         outcome,
         rows=problem(0).rows,
         classes=problem(0).classes,
         splits=problem(0).splits,
-        seconds=seconds,
+        seconds=time.perf_counter() - start,
         costs=trial.costs,
     )
-    gathered = comm.gather((trial.answers, trial.findings))
+    returned = trial.answers, trial.findings
+    if comm is None or private is None:
+        _settle(outcome, case, problem, [raised], [returned], tolerance)
+        return outcome
+    _arrive(comm)
+    errors = comm.allgather(raised)
+    if len({error is None for error in errors}) == 1:  # else some may still be in a collective on it
+        private.Free()
+    gathered = comm.gather(returned)
     if gathered is not None:
         _settle(outcome, case, problem, errors, gathered, tolerance)
     _arrive(comm)

@@ -62,7 +62,7 @@ def test_info_warns_of_more_blas_threads_than_cores():
 def test_check_passes_and_prints_one_table(ranks):
     job = launch(ranks, *COMMAND, "check")
     assert job.returncode == 0, job.stdout + job.stderr
-    assert job.stdout.count("label_smoothing, weight") == 1
+    assert job.stdout.count("pair/weight+label_smoothing") == 1
     assert "OFF" not in job.stdout
     assert "not run" not in job.stdout
 
@@ -90,7 +90,8 @@ main(["check"])
 """
     job = launch(2, "-c", program)
     assert job.returncode != 0
-    assert "OFF" in job.stdout
+    assert re.search(r"^random-logits/float32 .* OFF$", job.stdout, re.M)
+    assert re.search(r"^random-logits/float32: .*gradient", job.stdout, re.M)
 
 
 def test_bench_measures_three_functions_beside_their_floors(tmp_path):

@@ -51,6 +51,12 @@ def test_our_own_functions_pass_everything_strictly(comm, name):
     assert [outcome for outcome in outcomes if outcome.verdict != Verdict.PASS] == []
 
 
+@pytest.mark.parametrize("name", ["random-logits/float32", "same-in-every-run", "target-out-of-range/far", "cost"])
+def test_run_case_without_communicator_is_one_process(name):
+    outcome = run(right_backward, name, None, offer=BACKWARD)
+    assert (outcome.verdict, outcome.ranks, outcome.findings) == (Verdict.PASS, 1, [])
+
+
 def test_every_rank_builds_the_same_problem(comm):
     candidate = named_candidate("pce")
     checksum = 0

@@ -25,7 +25,7 @@ class ForwardAndBackward:
     offer = EVERYTHING
 
     def __call__(
-        self, logits: Any, targets: Any, *, comm: MPI.Intracomm, **options: Any
+        self, logits: Any, targets: Any, *, comm: MPI.Intracomm | None, **options: Any
     ) -> tuple[Any, Callable[[Any], Any]]:
         """The loss, and its backward pass."""
         loss, residuals = softmax_cross_entropy_forward(logits, targets, comm=comm, **options)
@@ -37,6 +37,6 @@ class ValueAndGrad:
 
     offer = replace(EVERYTHING, gradient=Gradient.VALUE)
 
-    def __call__(self, logits: Any, targets: Any, *, comm: MPI.Intracomm, **options: Any) -> tuple[Any, Any]:
+    def __call__(self, logits: Any, targets: Any, *, comm: MPI.Intracomm | None, **options: Any) -> tuple[Any, Any]:
         """The loss and its gradient."""
         return softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
