@@ -8,6 +8,7 @@ those of NumPy and of the standard library. The counts do not depend on the mach
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 import sys
@@ -26,7 +27,7 @@ WARM = 5
 
 
 def calls(function: Callable[[], Any], prepare: Callable[[], Any] = lambda: None) -> tuple[int, int]:
-    """How many Python functions of this package one warm `function()` enters, and how many with all others."""
+    """Count the Python functions that one warm `function()` enters: those of this package, and all."""
     for _ in range(WARM):
         prepare()
         function()
@@ -49,6 +50,7 @@ def calls(function: Callable[[], Any], prepare: Callable[[], Any] = lambda: None
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     rng = np.random.default_rng(0)
     ranks = COMM.size
     logits = np.random.default_rng(COMM.rank).normal(size=(8, 16)).astype(np.float32)
@@ -69,12 +71,16 @@ def main() -> None:
         forward()
         loss()
 
+    def forward_and_backward() -> None:
+        both()
+        made["loss"].backward()
+
     rows = [
         ("softmax_cross_entropy", calls(lambda: pce.softmax_cross_entropy(logits, targets, comm=COMM))),
         ("x @ w", calls(forward)),
         ("cross_entropy on the tape", calls(loss, forward)),
         ("backward", calls(lambda: made["loss"].backward(), both)),
-        ("SGD.step", calls(optimizer.step, lambda: (both(), made["loss"].backward()))),
+        ("SGD.step", calls(optimizer.step, forward_and_backward)),
     ]
     if COMM.rank == 0:
         print(f"{'':27}{'Python calls':>12}{'with built-in':>15}")

@@ -1,7 +1,4 @@
-"""bench: time the loss beside the floor that the machine sets, and the tape beside the same without it.
-
-With `--device gpu`, CuPy arrays and their kernels, beside a copy on the same GPU: `gpu_bench`.
-"""
+"""bench: time the loss and its gradient beside the floor that the machine sets."""
 
 from __future__ import annotations
 
@@ -11,24 +8,18 @@ from dataclasses import asdict, dataclass
 import json
 from pathlib import Path
 import statistics
-import sys
 import time
 import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pce_mpi.arrays import compute_dtype_of, import_cupy
-from pce_mpi.cli.gpu_bench import measure as measure_on_gpu
-from pce_mpi.cli.gpu_bench import together
-from pce_mpi.cli.gpus import take_gpu_of_rank
+from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.cli.progress import progress
-from pce_mpi.cli.tape_costs import measure as tape_costs
 from pce_mpi.comm.collectives import agree, all_reduce
 from pce_mpi.comm.tracing import Purpose, trace
 from pce_mpi.conformance.reports.tables import table
 from pce_mpi.distributed.placements import shard_range
-from pce_mpi.gpu import gpus
 from pce_mpi.loss import (
     softmax_cross_entropy_backward,
     softmax_cross_entropy_forward,
@@ -38,9 +29,7 @@ from pce_mpi.loss import (
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["add_arguments", "run"]
-
-# The floors work in pieces of this many elements, which stay in a second-level cache.
+# The floors work in pieces of this many elements, which fit a second-level cache.
 _PIECE = 2**17
 _AGREEMENTS = 200
 
@@ -61,12 +50,11 @@ class Measurement:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Sizes, dtype, repetitions and where the results go."""
+    """Declare the options."""
     parser.epilog = """\
 Each rank takes memory for about three arrays of rows x classes / ranks elements. Start it with mpiexec to measure that
 number of ranks; for reproducible times, ranks times BLAS threads should not exceed the cores (OMP_NUM_THREADS).
 Exit status: 0, or 2 if something that was asked for is not installed or is not there."""
-    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="NumPy, or CuPy on a GPU for each rank")
     parser.add_argument("--rows", type=_positive, default=2048, metavar="R", help="rows of the logits")
     parser.add_argument(
         "--classes",
@@ -89,24 +77,21 @@ Exit status: 0, or 2 if something that was asked for is not installed or is not 
 
 
 def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
-    """Measure every size and show the results; status 2 where something that was asked for is not installed."""
+    """Measure every size and show the results; return 2 if something that was asked for is not installed."""
     try:
         dtype = _dtype(options.dtype)
         if options.plot:
-            import matplotlib  # noqa: F401  # better to miss it before the measurements than after
+            import matplotlib  # noqa: F401  # fail before the measurements
     except ImportError as error:
         extra = "bf16" if error.name == "ml_dtypes" else "examples"
         print(f"{error}: pip install 'pce_mpi[{extra}]'")
         return 2
-    if options.device == "gpu":
-        return _run_on_gpu(options, dtype, comm)
     size = 1 if comm is None else comm.size
     measured: list[Measurement] = []
     names = [f"{classes} classes" for classes in options.classes]
     for classes, _ in zip(options.classes, progress("bench", names, comm), strict=True):
         measured += _measure(options.rows, classes, dtype, options.repeat, comm)
     agreement = None if comm is None else _slowest(comm, _agreement_seconds(comm))
-    costs = [] if comm is None else tape_costs(options.rows, max(options.classes), options.repeat, comm)
     if options.plot and (comm is None or comm.rank == 0):
         _plot(measured, options, size)
     if options.json:
@@ -116,7 +101,6 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
             "dtype": options.dtype,
             "agreement_seconds": agreement,
             "measurements": [asdict(one) for one in measured],
-            "tape": [asdict(cost) for cost in costs],
         }
         print(json.dumps(report, indent=1))
         return 0
@@ -143,43 +127,6 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     )
     if agreement is not None:
         print(f"agreement: {1e6 * agreement:.1f} us a call")
-    if costs:
-        print(f"\nwhat the tape costs, {max(options.classes)} classes, float32, rank 0's time\n")
-        lines = [(cost.work, 1e3 * cost.seconds, cost.beside, 1e3 * cost.beside_seconds, cost.ratio) for cost in costs]
-        print(table([("work", "ms", "beside", "ms", "ratio"), *lines]))
-    return 0
-
-
-def _run_on_gpu(options: argparse.Namespace, dtype: np.dtype[Any], comm: MPI.Intracomm | None) -> int:
-    if options.plot:
-        print("--plot draws what --device cpu measures; use --json with --device gpu")
-        return 2
-    try:
-        number = together(comm, lambda: take_gpu_of_rank(comm))
-    except RuntimeError as error:
-        print(f"--device gpu: {error}")
-        return 2
-    measured = []
-    names = [f"{classes} classes" for classes in options.classes]
-    for classes, _ in zip(options.classes, progress("bench", names, comm), strict=True):
-        try:
-            found, missing = measure_on_gpu(options.rows, classes, dtype, options.repeat, comm, import_cupy())
-        except MemoryError as error:
-            found, missing = [], [f"{classes} classes: {error}"]
-        measured += found
-        for text in missing:
-            print(f"left out: {text}", file=sys.stderr)
-    if options.json:
-        print(json.dumps({"gpu": asdict(gpus()[number]), "measurements": [asdict(one) for one in measured]}, indent=1))
-        return 0
-    ranks = 1 if comm is None else comm.size
-    print(f"{gpus()[number].name}, {ranks} rank{'s' * (ranks > 1)}, median of {options.repeat}\n")
-    head = ("rows", "classes", "dtype", "function", "ms", "GB/s", "of copy")
-    print(table([head, *(tuple(asdict(one).values()) for one in measured)]))
-    print(
-        "\nGB/s: of one shard; forward reads its bytes once, all else reads and writes them, and `forward + backward`"
-        "\nreads them twice; of copy: beside the copy from device memory to device memory of the same lines"
-    )
     return 0
 
 
@@ -190,7 +137,7 @@ def _positive(text: str) -> int:
 
 
 def _picture(text: str) -> Path:
-    """A file that a plot can be written to; better found out before the measurements than after."""
+    """Check before the measurements that a plot can be written to this file."""
     path = Path(text)
     if path.suffix not in (".png", ".pdf", ".svg"):
         raise argparse.ArgumentTypeError(f"expected a name that ends in .png, .pdf or .svg, got {text!r}")
@@ -266,7 +213,7 @@ def _measure(
 
 
 class _Floors:
-    """The least that each function must do to its memory and with np.exp, on the same arrays."""
+    """The least work of each function: np.exp and the unavoidable copies, on the same arrays."""
 
     def __init__(self, logits: Any, out: Any):
         self._logits, self._out = logits.reshape(-1), out.reshape(-1)
@@ -274,17 +221,17 @@ class _Floors:
         self._scratch = np.empty(_PIECE, self._compute)
 
     def read_exp(self) -> None:
-        """Read the logits, and take their exponentials into cache."""
+        """Read the logits and write their exponentials to cache."""
         for first in range(0, self._logits.size, _PIECE):
             self._exp(self._logits[first : first + _PIECE])
 
     def exp_to_out(self) -> None:
-        """Read the logits, and write their exponentials."""
+        """Read the logits and write their exponentials to memory."""
         for first in range(0, self._logits.size, _PIECE):
             self._out[first : first + _PIECE] = self._exp(self._logits[first : first + _PIECE])
 
     def exp_to_out_and_rescale(self) -> None:
-        """The same, and once more over what was written: factors are known only when all ranks have answered."""
+        """The same, then scale what was written: the factors are known only once all ranks have answered."""
         self.exp_to_out()
         np.multiply(self._out, self._out.dtype.type(0.5), out=self._out)
 

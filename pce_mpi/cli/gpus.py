@@ -1,4 +1,4 @@
-"""Which GPU a rank takes: only the command line and the examples choose one."""
+"""Choose the GPU of a rank: only programs do that, never the package."""
 
 from __future__ import annotations
 
@@ -12,21 +12,16 @@ from pce_mpi.gpu import gpus, take_gpu
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["gpu_of", "take_gpu_of_rank"]
-
 
 def gpu_of(rank: int, hosts: Sequence[str], seen: int) -> int:
-    """The number of the GPU that `rank` takes, of the `seen` on its host; `hosts` are those of all ranks.
-
-    It is the rank's number among those on its host, modulo the number of GPUs.
-    """
+    """Number the ranks on each host, modulo the number of GPUs `seen` there; `hosts` are those of all ranks."""
     return hosts[:rank].count(hosts[rank]) % seen
 
 
 def take_gpu_of_rank(comm: MPI.Intracomm | None) -> int:
-    """Make `gpu_of` this rank the one that CuPy's work goes to, and return its number.
+    """Make the GPU of this rank CuPy's current device, and return its number.
 
-    Collective over `comm`. Raises `RuntimeError` where CuPy sees no GPU.
+    Collective over `comm`. Raises `RuntimeError` if CuPy sees no GPU.
     """
     host = socket.gethostname()
     hosts = [host] if comm is None else all_gather_text(host, comm, operation="take a GPU")

@@ -146,9 +146,9 @@ def check_command_line(arguments):
 
 
 def check_program(path, *arguments):
-    """The program exists, and an example takes these arguments."""
+    """The program exists, and an example or a benchmark takes these arguments."""
     assert (ROOT / path).exists()
-    if not path.startswith("examples/"):
+    if not path.startswith(("examples/", "benchmarks/")):
         return
     shown = complete([sys.executable, path, *arguments, "--help"], env=job_environment(1))
     assert shown.returncode == 0, shown.stderr

@@ -32,7 +32,7 @@ GPT_SLICE = ["--max-files=5", f"--steps={GPT_STEPS}", "--batch=5", "--length=13"
 GPT_SLICE += ["--layers=2", "--heads=12", "--width=24"]  # as many heads as any number of ranks shares evenly
 
 # What a program of several files needs to be imported.
-IMPORTABLE = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)])}
+IMPORTABLE = {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, EXAMPLES, ROOT / "benchmarks"]))}
 
 
 @cache
@@ -245,7 +245,7 @@ def test_the_tape_gives_the_gradients_of_the_backward_pass_written_by_hand_and_o
 
         from language_model import Model
         import pce_mpi as pce
-        from pce_mpi.cli.training_step import ByHand
+        from training_step import ByHand
 
         comm = MPI.COMM_WORLD
         args = Namespace(context=3, embed=5, hidden=7, batch=11, seed=0, rate=1.0, embedding_rate=1.0)

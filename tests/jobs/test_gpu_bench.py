@@ -1,4 +1,4 @@
-"""bench --device gpu: what it measures. Here the GPU is the stand-in for CuPy, of whose speed nothing is asked."""
+"""benchmarks/loss_on_gpu.py, on the stand-in for CuPy unless pytest is given --gpu."""
 
 import json
 
@@ -8,11 +8,11 @@ from jobs.launch import launch, launch_source
 
 WITH_THE_STAND_IN = """
     import sys
-    sys.path.insert(0, "tests")
+    sys.path[:0] = ["tests", "benchmarks"]
     import strict_cupy
     sys.modules.update(strict_cupy.STAND_INS)
-    from pce_mpi.cli import main
-    main(["bench", "--device", "gpu", *sys.argv[1:]])
+    from loss_on_gpu import main
+    sys.exit(main())
     """
 
 WITHOUT_A_GPU = """
@@ -25,8 +25,9 @@ WITHOUT_A_GPU = """
     sys.modules["cupy"] = cupy = ModuleType("cupy")
     cupy.cuda = SimpleNamespace(runtime=SimpleNamespace(getDeviceCount=getDeviceCount))
     cupy.ndarray = type("ndarray", (), {})
-    from pce_mpi.cli import main
-    main(["bench", "--device", "gpu", *sys.argv[1:]])
+    sys.path.insert(0, "benchmarks")
+    from loss_on_gpu import main
+    sys.exit(main())
     """
 
 SMALL = ["--rows", "5", "--repeat", "1"]
@@ -44,11 +45,11 @@ ON_ANY_NUMBER_OF_RANKS = [
 
 @pytest.fixture
 def bench(request, cupy):
-    """Runs it on so many ranks, with --gpu on a GPU."""
+    """Run it on that many ranks."""
 
     def run(ranks, *arguments):
         if request.config.option.gpu:
-            return launch(ranks, "-m", "pce_mpi", "bench", "--device", "gpu", *arguments)
+            return launch(ranks, "benchmarks/loss_on_gpu.py", *arguments)
         return launch_source(ranks, WITH_THE_STAND_IN, *arguments)
 
     return run
@@ -87,7 +88,7 @@ def test_every_dtype_is_measured_and_shown_in_a_table(bench, dtype):
     assert any("kernel: both at once" in line for line in lines) == (dtype != "float64")
 
 
-def test_sizes_that_do_not_fit_the_gpu_are_left_out_and_others_measured(bench):
+def test_size_beyond_the_gpu_is_left_out(bench):
     job = bench(2, *SMALL, "--classes", str(2**40), "20", "--json")
     assert job.returncode == 0, job.stderr
     assert {one["classes"] for one in json.loads(job.stdout)["measurements"]} == {20}
@@ -100,11 +101,5 @@ def test_without_a_gpu_one_line_says_so(ranks):
     job = launch_source(ranks, WITHOUT_A_GPU)
     assert job.returncode == 2
     assert len(job.stdout.splitlines()) == 1
-    assert "--device gpu: CuPy is installed, but sees none: cudaErrorNoDevice: none" in job.stdout
+    assert "CuPy is installed, but sees none: cudaErrorNoDevice: none" in job.stdout
     assert "Traceback" not in job.stderr
-
-
-def test_there_is_no_plot_of_a_gpu(tmp_path):
-    job = launch_source(1, WITHOUT_A_GPU, "--plot", str(tmp_path / "bench.png"))
-    assert job.returncode == 2
-    assert "--plot draws what --device cpu measures" in job.stdout

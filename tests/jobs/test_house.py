@@ -140,10 +140,6 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
         [
             room("progress"),
             room("gpus"),
-            room("gpu_peers"),
-            room("gpu_bench"),
-            room("training_step"),
-            room("tape_costs"),
             room("bench"),
             room("check"),
             room("info"),

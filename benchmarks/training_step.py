@@ -1,4 +1,4 @@
-"""One training step of a small language model, by the tape and by hand: what `bench` compares.
+"""One training step of a small language model, by the tape and by hand: `tape.py` compares the two.
 
     x = embedding[contexts], side by side;  h = tanh(x @ w + b);  loss = mean cross entropy of h @ u + c
 
@@ -7,23 +7,19 @@ The classes of u and c are sharded. By hand, the embeddings of the few tokens of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mpi4py import MPI
 import numpy as np
 
 import pce_mpi as pce
 from pce_mpi.comm.collectives import all_reduce
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-__all__ = ["ByHand", "OnTape", "parameters"]
-
 Array = np.ndarray[Any, Any]
 
 
 def parameters(classes: int, context: int, embed: int, hidden: int) -> dict[str, Array]:
-    """The same initial values on every rank."""
+    """Draw the initial values, the same on every rank."""
     rng = np.random.default_rng(0)
     shapes = {
         "embedding": (classes, embed),
@@ -47,7 +43,7 @@ class ByHand:
         self.logits = np.empty((batch, len(self.c)), np.float32)
 
     def step(self, contexts: Array, targets: Array, rate: float) -> float:
-        """Returns the loss before the step."""
+        """Return the loss before the step."""
         x = self.embedding[contexts].reshape(len(contexts), -1)
         h = np.tanh(x @ self.w + self.b)
         logits = np.matmul(h, self.u, out=self.logits)
@@ -74,15 +70,15 @@ class OnTape:
 
     def __init__(self, values: dict[str, Array], comm: MPI.Intracomm) -> None:
         self.mesh = pce.Mesh(comm, classes=comm.size)
-        lie = {"embedding": pce.Shard(0), "u": pce.Shard(1), "c": pce.Shard(0)}
+        placements = {"embedding": pce.Shard(0), "u": pce.Shard(1), "c": pce.Shard(0)}
         self.parameters = {
-            name: pce.distribute(value, self.mesh, requires_grad=True, classes=lie.get(name, pce.Replicate()))
+            name: pce.distribute(value, self.mesh, requires_grad=True, classes=placements.get(name, pce.Replicate()))
             for name, value in values.items()
         }
         self.optimizer = pce.SGD(self.parameters.values(), lr=1.0)
 
     def step(self, contexts: Array, targets: Array, rate: float) -> float:
-        """Returns the loss before the step."""
+        """Return the loss before the step."""
         of = self.parameters
         x = pce.embedding(contexts, of["embedding"]).reshape(len(contexts), -1)
         h = pce.tanh(x @ of["w"] + of["b"])

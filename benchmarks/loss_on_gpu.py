@@ -1,0 +1,344 @@
+"""Time the kernels and the public functions on a GPU, each beside a copy on the same device.
+
+    mpiexec -n 1 python -m mpi4py benchmarks/loss_on_gpu.py --rows 8192 --dtype bfloat16
+
+A copy from device memory to device memory reads each byte once and writes it once, and nothing is faster. A figure is
+given as gigabytes a second, of the bytes that the function must touch, and as a share of the speed of the copy in the
+same run: a forward pass reads the logits, a backward pass and a fused one read them and write the gradient.
+
+CUDA events take the times, over arrays which together do not fit the second-level cache. On one rank the GPU is kept
+busy until the timed work has been launched: kernels take a few microseconds, Python some ten times as much. On one
+rank, the losses of torch.compile, Liger and quack are timed as well, where they are installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import cycle
+import json
+import math
+import statistics
+import sys
+import time
+from typing import Any, TypeVar, cast
+
+from mpi4py import MPI
+import numpy as np
+
+from gpu_peers import Peer, peers, release_memory
+from pce_mpi.arrays import dtype_named, import_cupy
+from pce_mpi.cli.gpus import take_gpu_of_rank
+from pce_mpi.cli.progress import progress
+from pce_mpi.comm.collectives import agree, all_reduce
+from pce_mpi.conformance.reports.tables import table
+from pce_mpi.distributed.placements import shard_range
+from pce_mpi.gpu import gpus
+from pce_mpi.loss import (
+    softmax_cross_entropy_backward,
+    softmax_cross_entropy_forward,
+    softmax_cross_entropy_value_and_grad,
+)
+from pce_mpi.loss.kernels import kernels_of
+from pce_mpi.loss.kernels.terms import ClassWeights, RowGradient, Transform
+from pce_mpi.loss.softmax_state import StateFields, merge
+
+COMM = MPI.COMM_WORLD
+Array = Any  # cupy.ndarray
+Result = TypeVar("Result")
+
+# Arrays that are used in turn take this many times the second-level cache.
+CACHES = 4
+# Written before a kernel is timed, in caches: this takes an H200 about 0.2 ms.
+AHEAD = 16
+WARM_UP = 3
+# This many random numbers are drawn on the host, and repeated.
+DRAWN = 2**22
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One function at one size; the time is the slowest rank's median, bytes are those of one rank's shard."""
+
+    rows: int
+    classes: int
+    dtype: str
+    function: str
+    ms: float
+    gigabytes_per_second: float
+    of_copy: float
+
+
+def main() -> int:
+    options = arguments()
+    dtype = dtype_named(options.dtype)
+    try:
+        number = together(lambda: take_gpu_of_rank(COMM))
+    except RuntimeError as error:
+        return failed(str(error))
+    measured = []
+    names = [f"{classes} classes" for classes in options.classes]
+    for classes, _ in zip(options.classes, progress("bench", names, COMM), strict=True):
+        try:
+            found, missing = measure(options.rows, classes, dtype, options.repeat)
+        except MemoryError as error:
+            found, missing = [], [f"{classes} classes: {error}"]
+        measured += found
+        if COMM.rank == 0:
+            print(*(f"left out: {text}" for text in missing), sep="\n", end="\n" * bool(missing), file=sys.stderr)
+    if COMM.rank > 0:
+        return 0
+    if options.json:
+        print(json.dumps({"gpu": asdict(gpus()[number]), "measurements": [asdict(one) for one in measured]}, indent=1))
+        return 0
+    print(f"{gpus()[number].name}, {COMM.size} rank{'s' * (COMM.size > 1)}, median of {options.repeat}\n")
+    head = ("rows", "classes", "dtype", "function", "ms", "GB/s", "of copy")
+    print(table([head, *(tuple(asdict(one).values()) for one in measured)]))
+    print(
+        "\nGB/s: of one shard; forward reads its bytes once, all else reads and writes them, and `forward + backward`"
+        "\nreads them twice; of copy: beside the copy from device memory to device memory of the same lines"
+    )
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=2048, help="rows of the logits")
+    parser.add_argument("--classes", type=int, nargs="+", default=[32000], help="classes of all shards together, sizes")
+    dtypes = ["float16", "bfloat16", "float32", "float64"]
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="of the logits; bfloat16 needs ml_dtypes")
+    parser.add_argument("--repeat", type=int, default=7, help="timed repetitions, of which the median counts")
+    parser.add_argument("--json", action="store_true", help="print JSON rather than a table")
+    return parser.parse_args()
+
+
+def failed(text: str) -> int:
+    if COMM.rank == 0:
+        print(text, flush=True)
+    COMM.Barrier()  # the first rank to leave with an error ends the job
+    return 2
+
+
+def measure(rows: int, classes: int, dtype: np.dtype[Any], repeat: int) -> tuple[list[Measurement], list[str]]:
+    """Time everything at one size on the current device of every rank.
+
+    Also return which peers were left out and why. Raise `MemoryError` on every rank if the arrays of this size do not
+    fit the device of one.
+    """
+    xp = import_cupy()
+    start, stop = shard_range(classes, COMM.size, COMM.rank)
+    xp.get_default_memory_pool().free_all_blocks()
+    release_memory()
+    agree(COMM, "bench", {})  # ranks that share a GPU have all given back the memory of an earlier size
+    shards = together(lambda: Shards(rows, stop - start, dtype, xp))
+    targets = xp.asarray(np.random.default_rng(COMM.size).integers(0, classes, rows))
+    shard_bytes = rows * -(-classes // COMM.size) * dtype.itemsize
+    found: list[Measurement] = []
+
+    def add(function: str, milliseconds: float, passes: int) -> None:
+        taken = float(all_reduce(np.array(milliseconds), COMM, "max", operation="bench", reason="the slowest rank"))
+        speed = 1e-6 * passes * shard_bytes / taken
+        copy = found[0].gigabytes_per_second if found else speed
+        found.append(Measurement(rows, classes, dtype.name, function, taken, speed, speed / copy))
+
+    def timed(call: Callable[[Array, Array], object], before: Callable[[Array, Array], object] | None = None) -> float:
+        return event_milliseconds(call, before, shards, repeat, xp)
+
+    add("copy", timed(lambda logits, out: xp.copyto(out, logits)), 2)
+    kernels = Kernels(shards.pairs[0][0], targets, start, xp)
+    parts = [timed(lambda logits, _: kernels.forward(logits)), timed(kernels.backward)]
+    add("kernel: forward", parts[0], 1)
+    add("kernel: backward", parts[1], 2)
+    if COMM.size == 1 and kernels.fused_fits:
+        add("kernel: both at once", timed(kernels.fused), 2)
+    add("kernel: backward in place", timed(lambda logits, _: kernels.backward(logits, logits)), 2)
+    shards.refill()  # logits again, where gradients have been written
+    residuals: list[Any] = []
+
+    def forward(logits: Array, _: Array) -> None:
+        residuals[:] = [softmax_cross_entropy_forward(logits, targets, comm=COMM, num_classes=classes)[1]]
+
+    def backward(_: Array, out: Array) -> None:
+        softmax_cross_entropy_backward(1.0, residuals[0], out=out)
+
+    def both(logits: Array, out: Array) -> None:
+        forward(logits, out)
+        backward(logits, out)
+
+    def fused(logits: Array, out: Array) -> None:
+        softmax_cross_entropy_value_and_grad(logits, targets, comm=COMM, num_classes=classes, out=out)
+
+    add("forward", timed(forward), 1)
+    add("backward", timed(backward, before=forward), 2)
+    add("forward + backward", timed(both), 3)
+    add("value_and_grad", timed(fused), 2)
+    if COMM.size > 1:
+        collective = 1e3 * merge_seconds(rows, repeat)
+        add("the two kernels and the collective", sum(parts) + collective, 3)
+        return found, []
+    left_out = []
+    for name in peers():
+        try:
+            peer = Peer(name, targets)
+            for function, call, passes in (("forward", peer.forward, 1), ("value_and_grad", peer.both, 2)):
+                add(f"{name}: {function}", peer_milliseconds(peer, call, shards, repeat), passes)
+        except Exception as error:  # it may lack a package, or know no such dtype or GPU, and says so in any way
+            reason = str(error).partition("\n")[0]
+            left_out.append(f"{name}, {classes} classes: {type(error).__name__}: {reason}")
+    return found, left_out
+
+
+def together(work: Callable[[], Result]) -> Result:
+    """Return what `work` returns, or raise, on every rank alike, the error that it raised on one."""
+    result, error = None, None
+    try:
+        result = work()
+    except (MemoryError, RuntimeError) as raised:
+        error = raised
+    agree(COMM, "bench", {}, error=error)
+    return cast("Result", result)
+
+
+class Shards:
+    """Pairs of random logits and room for their gradients, too many to fit the cache together."""
+
+    def __init__(self, rows: int, classes: int, dtype: np.dtype[Any], xp: Any):
+        self._xp = xp
+        pair = max(1, 2 * rows * classes * dtype.itemsize)
+        cache = xp.cuda.Device().attributes["L2CacheSize"]
+        self._ahead = xp.empty(AHEAD * cache, np.uint8)
+        free = xp.cuda.runtime.memGetInfo()[0]
+        most = int(free / (1.1 * pair))  # there are also states, and the random numbers
+        if not most:
+            raise MemoryError(
+                f"{rows} x {classes} {dtype} logits and their gradient need {pair} bytes, {free} are free"
+            )
+        self.pairs = [
+            (xp.empty((rows, classes), dtype), xp.empty((rows, classes), dtype))
+            for _ in range(min(most, math.ceil(CACHES * cache / pair)))
+        ]
+        self.refill()
+
+    def refill(self) -> None:
+        """Write random logits."""
+        rows, classes = self.pairs[0][0].shape
+        step = min(rows, max(1, DRAWN // max(1, classes)))
+        drawn = np.random.default_rng(0).standard_normal((step, classes), np.float32)
+        slab = self._xp.asarray(drawn.astype(self.pairs[0][0].dtype))
+        for logits, _ in self.pairs:
+            for first in range(0, rows, step):
+                logits[first : first + step] = slab[: rows - first]
+
+    def keep_busy(self) -> None:
+        self._ahead.fill(0)
+
+
+class Kernels:
+    """The kernels alone, with all their arguments prepared."""
+
+    def __init__(self, logits: Array, targets: Array, class_start: int, xp: Any):
+        rows, classes = logits.shape
+        self._module = kernels_of(logits)
+        columns = targets - class_start
+        self._columns = xp.where((columns >= 0) & (columns < classes), columns, -1)
+        self._fields = StateFields()
+        self._options: dict[str, Any] = {
+            "weights": ClassWeights(),
+            "transform": Transform(),
+            "compute_dtype": np.dtype(np.float64 if logits.dtype == np.float64 else np.float32),
+        }
+        self._class_start = class_start
+        self._ones = xp.ones(rows)
+        self._valid = xp.ones(rows, np.bool_)
+        # Logits that are gradients already become small numbers again.
+        self._gradient = RowGradient(
+            max=self._ones,
+            factor=self._ones / max(1, classes),
+            weight_factor=None,
+            held_column=self._columns,
+            held_gradient=-self._ones,
+            valid=self._valid,
+        )
+        self.fused_fits = bool(self._module.fused_fits(logits[:, :, None], self._options["compute_dtype"]))
+
+    def forward(self, logits: Array) -> None:
+        self._module.fill_states(
+            logits[:, :, None], self._columns, self._fields, class_start=self._class_start, **self._options
+        )
+
+    def backward(self, logits: Array, out: Array) -> None:
+        self._module.write_gradient(out[:, :, None], logits[:, :, None], self._gradient, **self._options)
+
+    def fused(self, logits: Array, out: Array) -> None:
+        self._module.fill_states_and_write_gradient(
+            out[:, :, None],
+            logits[:, :, None],
+            self._columns,
+            self._fields,
+            transform=self._options["transform"],
+            compute_dtype=self._options["compute_dtype"],
+            class_start=self._class_start,
+            slope=self._ones,
+            held=self._ones,
+            valid=self._valid,
+            z_loss=0.0,
+        )
+
+
+def event_milliseconds(
+    call: Callable[[Array, Array], object],
+    before: Callable[[Array, Array], object] | None,
+    shards: Shards,
+    repeat: int,
+    xp: Any,
+) -> float:
+    """The median time of `call`; `before` runs first, untimed."""
+    times = []
+    for repetition, (logits, out) in zip(range(WARM_UP + repeat), cycle(shards.pairs), strict=False):
+        if before is not None:
+            before(logits, out)
+        if COMM.size > 1:
+            agree(COMM, "bench", {})  # all ranks start together
+        else:
+            shards.keep_busy()
+        begin, end = xp.cuda.Event(), xp.cuda.Event()
+        begin.record()
+        call(logits, out)
+        end.record()
+        end.synchronize()
+        if repetition >= WARM_UP:
+            times.append(float(xp.cuda.get_elapsed_time(begin, end)))
+    return statistics.median(times)
+
+
+def peer_milliseconds(peer: Peer, call: Callable[[Any], object], shards: Shards, repeat: int) -> float:
+    """The same for a function of torch's; its stream is CuPy's default."""
+    times = []
+    tensors = [peer.tensor(logits) for logits, _ in shards.pairs]
+    for repetition, tensor in zip(range(WARM_UP + repeat), cycle(tensors), strict=False):
+        begin, end = peer.event(), peer.event()
+        shards.keep_busy()
+        begin.record()
+        call(tensor)
+        end.record()
+        end.synchronize()
+        if repetition >= WARM_UP:
+            times.append(float(begin.elapsed_time(end)))
+    return statistics.median(times)
+
+
+def merge_seconds(rows: int, repeat: int) -> float:
+    """The median time of the all-reduce of one plain softmax state a row, on the host."""
+    states = StateFields().identity(rows)
+    times = []
+    for _ in range(WARM_UP + repeat):
+        agree(COMM, "bench", {})
+        begin = time.perf_counter()
+        all_reduce(states, COMM, merge, operation="bench", reason="the softmax states of the shards, merged")
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[WARM_UP:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
