@@ -27,8 +27,6 @@ from pce_mpi.comm.launch import why_apart
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command, all but `conformance` on all ranks, and exit with its status, the same on each."""

@@ -28,8 +28,6 @@ from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
 from pce_mpi.conformance.reports import listing, terminal
 
-__all__ = ["add_arguments", "run", "started_as_rank"]
-
 # The option of each file that a report can go to, its module in `conformance.reports`, and what it is.
 _FILES = {
     "json": ("json_file", "everything, as JSON"),

@@ -21,8 +21,6 @@ from pce_mpi.gpu import cuda_versions, gpus
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["add_arguments", "rank_report", "run", "warnings"]
-
 _PACKAGES = (
     "pce_mpi",
     "numpy",

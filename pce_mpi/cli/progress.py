@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Bar", "progress"]
-
 # Without a bar, a line is printed each time that another of so many parts of the work is done, and after so many
 # seconds without one.
 _PARTS = 10

@@ -1,7 +1,7 @@
-"""The conformance kit: other people's sharded softmax cross entropy, held against `dense`.
+"""The conformance kit: judge any sharded softmax cross entropy by `dense`.
 
 A candidate is a callable that computes the loss of logits whose classes are sharded over the ranks of a communicator;
-`offers` has what it is called with and what it returns. On the command line:
+`pce_mpi.conformance.offers` specifies its arguments and results. On the command line:
 
     python -m pce_mpi conformance -n 4 package.module:candidate
 

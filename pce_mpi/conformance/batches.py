@@ -22,8 +22,6 @@ from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.stacks import innermost
 
-__all__ = ["DEFAULT_TIMEOUT", "Display", "asked_offer", "run_cases"]
-
 DEFAULT_TIMEOUT = 30.0
 
 # How often the ranks' files are looked into.

@@ -1,7 +1,7 @@
 """A case, and the problem that it builds.
 
-A problem is global, the same on every rank, and made from a seed alone. `Problem.shard` cuts out what one rank is
-handed; `Problem.expected` is what `dense` makes of it in float64, of logits that were rounded to the candidate's dtype.
+A problem is global, the same on every rank, and made from a seed alone. `Problem.shard` gives the arguments of one
+rank; `Problem.expected` is the result of `dense` in float64, from logits rounded to the candidate's dtype.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ import numpy as np
 from pce_mpi import dense
 from pce_mpi.conformance.offers import Needs, Offer, Shards
 
-__all__ = ["Case", "Expects", "Memory", "Problem", "Setting", "Shard"]
-
 Array = np.ndarray[Any, Any]
 
-# How a shard of the logits lies in memory: C order; Fortran order; every second element of a wider array, in rows and
-# in classes; the first columns of a wider array, whose other columns are not for anybody to read.
+# The memory of a shard of the logits: C order; Fortran order; every second element of a wider array, in rows and in
+# classes; the first columns of a wider array, whose other columns nobody may read.
 Memory = Literal["C", "F", "strided", "padded"]
 
 
 class Expects(StrEnum):
-    """What is due: the right answer; an exception on every rank; or one of the two, but never a wrong answer."""
+    """The expected result: the right answer; an exception on every rank; or either, but never a wrong answer."""
 
     ANSWER = "an answer"
     REFUSAL = "a refusal"
@@ -38,7 +36,7 @@ class Expects(StrEnum):
 
 @dataclass(frozen=True)
 class Setting:
-    """For what a case builds its problem: `rows` and `classes` are wishes, `shards` is what the candidate offers."""
+    """The arguments of `Case.build`: `rows` and `classes` are wishes, `shards` is what the candidate offers."""
 
     ranks: int
     rows: int
@@ -51,7 +49,7 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """What one rank is handed, as NumPy arrays of its own; `options` has `weight`, `reduction` and `axis` as well."""
+    """The arguments of one rank, as NumPy arrays of its own; `options` includes `weight`, `reduction` and `axis`."""
 
     logits: Array
     targets: Array
@@ -64,15 +62,29 @@ class Shard:
 class Problem:
     """The logits, targets and options of all ranks.
 
-    logits     of all classes, in the candidate's dtype
-    targets    global class numbers, the logits' shape without the class axis; or probabilities of the logits' shape
-    splits     the shard of rank r has the classes [splits[r], splits[r + 1])
-    options    as the candidate gets them, but for `weight`: of all classes
-    dloss      upstream gradient, shaped as the loss; None: ones
-    memory     how a shard of the logits lies in memory
-    gathered   every rank is handed the logits of all classes, by mistake
-    may_be_nan (rows,) in which PyTorch's dense function gives nan and `dense` a number: there nan passes, unless the
-               judge is strict; in the gradient, and in the loss if the row counts. None: in none
+    Parameters
+    ----------
+    logits : numpy.ndarray
+        The logits of all classes, in the candidate's dtype.
+    targets : numpy.ndarray
+        Global class numbers, the logits' shape without the class axis; or probabilities of the logits' shape.
+    splits : tuple of int
+        The shard of rank r has the classes [splits[r], splits[r + 1]).
+    options : dict
+        The options of the candidate; `weight` has all classes.
+    reduction : str
+        "mean", "sum" or "none".
+    axis : int
+        The class axis.
+    dloss : numpy.ndarray, optional
+        The upstream gradient, shaped as the loss; None: ones.
+    memory : str
+        The memory order of a shard of the logits: "C", "F", "strided" or "padded".
+    gathered : bool
+        Every rank gets the logits of all classes, by mistake.
+    may_be_nan : numpy.ndarray, optional
+        (rows,) where PyTorch's dense function gives nan and `dense` a number: nan passes there unless the judge is
+        strict, in the gradient, and in the loss if the row counts. None: nowhere.
     """
 
     logits: Array
@@ -88,12 +100,12 @@ class Problem:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """That of the logits."""
+        """The dtype of the logits."""
         return self.logits.dtype
 
     @property
     def ranks(self) -> int:
-        """How many shards there are."""
+        """The number of shards."""
         return len(self.splits) - 1
 
     @property
@@ -115,24 +127,24 @@ class Problem:
 
     @property
     def loss_shape(self) -> tuple[int, ...]:
-        """The shape that the loss is due to have."""
+        """The expected shape of the loss."""
         return self.rows_shape if self.reduction == "none" else ()
 
     @property
     def with_probabilities(self) -> bool:
-        """Whether targets are probabilities."""
+        """True if the targets are probabilities."""
         return self.targets.dtype.kind not in "iu"
 
     @property
     def valid(self) -> Array:
-        """(rows,) which rows count."""
+        """The rows that count, as a mask of shape (rows,)."""
         if self.with_probabilities:
             return np.ones(self.rows, np.bool_)
         return self.targets.reshape(-1) != self.options.get("ignore_index", -100)
 
     @cached_property
     def expected(self) -> tuple[Array, Array]:
-        """The exact loss, and the gradient of the logits that `dloss` makes of it; float64, all classes."""
+        """The exact loss and, for `dloss`, the gradient of the logits; float64, all classes."""
         loss, gradient = dense.softmax_cross_entropy_value_and_grad(
             self.logits, self.targets, axis=self.axis, reduction=self.reduction, **self.options
         )
@@ -142,28 +154,74 @@ class Problem:
         return np.asarray(loss), gradient
 
     def rank_of(self, number: int) -> int:
-        """The rank whose shard has class `number`."""
+        """Return the rank whose shard has a class.
+
+        Parameters
+        ----------
+        number : int
+            A global class number.
+
+        Returns
+        -------
+        int
+            The rank.
+        """
         return int(np.searchsorted(self.splits, number, side="right")) - 1
 
     def row_major(self, array: Array) -> Array:
-        """An array shaped as the logits, as (rows, classes)."""
+        """Flatten all axes but the class axis, and put that last.
+
+        Parameters
+        ----------
+        array : numpy.ndarray
+            An array shaped as the logits, or as the shard of one rank.
+
+        Returns
+        -------
+        numpy.ndarray
+            The same as (rows, classes).
+        """
         return np.moveaxis(array, self.axis, -1).reshape(self.rows, array.shape[self.axis])
 
     def part(self, array: Array, rank: int) -> Array:
-        """What `rank` is due to hold of an array shaped as the logits; a view."""
+        """Return the part of an array that a rank has.
+
+        Parameters
+        ----------
+        array : numpy.ndarray
+            An array shaped as the logits.
+        rank : int
+            The rank.
+
+        Returns
+        -------
+        numpy.ndarray
+            A view of the rank's classes; of all classes if the problem is `gathered`.
+        """
         if self.gathered:
             return array
         return np.moveaxis(np.moveaxis(array, self.axis, 0)[slice(*self.splits[rank : rank + 2])], 0, self.axis)
 
     def shard(self, rank: int) -> Shard:
-        """What `rank` is handed: copies, so that nothing done to them is done to the problem."""
+        """Return the arguments of a rank, as copies: a candidate may write to them.
+
+        Parameters
+        ----------
+        rank : int
+            The rank.
+
+        Returns
+        -------
+        Shard
+            Logits, targets, class range and options.
+        """
         start, stop = self.splits[rank : rank + 2]
         options = dict(self.options)
         if "weight" in options:
             options["weight"] = options["weight"][slice(None) if self.gathered else slice(start, stop)].copy()
         targets = self.part(self.targets, rank) if self.with_probabilities else self.targets
         return Shard(
-            logits=_laid_out(self.part(self.logits, rank), self.memory, self.axis),
+            logits=_stored(self.part(self.logits, rank), self.memory, self.axis),
             targets=targets.copy(order="C"),
             class_start=start,
             num_classes=self.classes,
@@ -171,8 +229,8 @@ class Problem:
         )
 
 
-def _laid_out(array: Array, memory: Memory, axis: int) -> Array:
-    """A copy of `array` that lies in memory as told."""
+def _stored(array: Array, memory: Memory, axis: int) -> Array:
+    """Copy `array` in this memory order."""
     if memory == "C":
         return array.copy(order="C")
     if memory == "F":
@@ -180,7 +238,7 @@ def _laid_out(array: Array, memory: Memory, axis: int) -> Array:
     if memory == "padded":
         padding = [(0, 0)] * array.ndim
         padding[axis] = (0, 3)
-        # Wide in the class axis, and more than any logit: who reads it is found out.
+        # Wide in the class axis, and more than any logit, so that reading it shows.
         wide = np.pad(array.astype(np.float64), padding, constant_values=6e4).astype(array.dtype)
         index = [slice(None)] * array.ndim
         index[axis] = slice(array.shape[axis])
@@ -193,17 +251,28 @@ def _laid_out(array: Array, memory: Memory, axis: int) -> Array:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that a candidate is asked to do.
+    """One call, or sequence of calls, that a candidate is judged by.
 
-    name        unique, without spaces: "family" or "family/which"
-    catches     the fault that it finds, and in what software it was seen
-    dtype       of the logits
-    needs       what a candidate has to offer
-    expects     what is due
-    procedure   the name of how `running` calls the candidate
-    rows, classes   the size that `build` is asked for unless told otherwise
-    build       makes the problem; the splits that it chooses are within what `Setting.shards` allows
-    shrinkable  whether `rows` and `classes` may be less
+    Parameters
+    ----------
+    name : str
+        Unique, without spaces: "family" or "family/which".
+    catches : str
+        The fault that it finds, and the software in which that was seen.
+    dtype : str
+        The dtype of the logits.
+    build : callable
+        Builds the `Problem` for a `Setting`; the split points are within what `Setting.shards` allows.
+    needs : Needs
+        What a candidate has to offer.
+    expects : Expects
+        The expected result.
+    procedure : str
+        A name in `procedures.PROCEDURES`: how the candidate is called.
+    rows, classes : int
+        The usual size.
+    shrinkable : bool
+        The case makes sense at smaller sizes too.
     """
 
     name: str
@@ -226,13 +295,41 @@ class Case:
         return self.name.partition("/")[0]
 
     def fits(self, pattern: str) -> bool:
-        """Whether `pattern` is the name or the family of this case, or a shell pattern of its name."""
+        """Compare this case with a pattern.
+
+        Parameters
+        ----------
+        pattern : str
+            A name, a family, or a shell pattern of names.
+
+        Returns
+        -------
+        bool
+            True if the name or the family of this case fits.
+        """
         return pattern in (self.name, self.family) or fnmatchcase(self.name, pattern)
 
     def setting(
         self, offer: Offer, ranks: int, *, seed: int = 0, rows: int | None = None, classes: int | None = None
     ) -> Setting:
-        """For what this case builds its problem, for a candidate with this offer."""
+        """Return the setting in which this case builds its problem.
+
+        Parameters
+        ----------
+        offer : Offer
+            What the candidate offers: it decides the reduction and the kind of shards.
+        ranks : int
+            The number of shards.
+        seed : int
+            Seed of the random numbers.
+        rows, classes : int, optional
+            Replace the case's own size, if the case is shrinkable.
+
+        Returns
+        -------
+        Setting
+            The argument of `build`.
+        """
         wanted = (rows, classes) if self.shrinkable else (None, None)
         return Setting(
             ranks=ranks,

@@ -1,4 +1,4 @@
-"""Losses and gradients beside the exact ones: how far off, where, and in words. The rules stand in `judging`."""
+"""Compare losses and gradients with the exact ones: how far off, at which place, in words. `judging` has the rules."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from pce_mpi.conformance.cases import Problem
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
 from pce_mpi.conformance.units import Tolerance, Units, coarsest, finest
 
-__all__ = ["Gradients", "Losses"]
-
 Array = np.ndarray[Any, Any]
 
 _MAP_ROWS, _MAP_CLASSES = 48, 192
 
 
 def _errors(got: Array, exact: Array, unit: Array) -> Array:
-    """In `unit`s; 0 for the same special value, infinite for another one, or where `exact` rounds to infinity."""
+    """Return errors in `unit`s: 0 for equal special values, infinite for others, or if `exact` rounds to infinity."""
     with np.errstate(all="ignore"):
         error = np.abs(got.astype(np.float64) - exact) / unit
         rounded = exact.astype(got.dtype).astype(np.float64)
@@ -32,7 +30,7 @@ def _errors(got: Array, exact: Array, unit: Array) -> Array:
 
 
 def _best(exact: Array, unit: Array, dtype: np.dtype[Any], where: Array | None = None) -> float:
-    """The largest error of the exact values, rounded to `dtype`."""
+    """Return the largest error of the exact values, rounded to `dtype`."""
     with np.errstate(all="ignore"):
         errors = _errors(exact.astype(dtype), exact, unit)
     return float((errors if where is None else errors[where]).max(initial=0.0))
@@ -48,7 +46,7 @@ def _finding(quantity: str, got: float, exact: float, error: float, allowed: flo
 
 
 def _row(problem: Problem, row: int) -> str:
-    """A row as a message names it."""
+    """Name a row in a message."""
     if len(problem.rows_shape) == 1:
         return f"row {row}"
     index = ", ".join(str(int(i)) for i in np.unravel_index(row, problem.rows_shape)) if problem.rows_shape else ""
@@ -56,7 +54,7 @@ def _row(problem: Problem, row: int) -> str:
 
 
 class Losses:
-    """The losses of all ranks against the exact one; `wrong` is (ranks, *shape of the loss)."""
+    """Compares the losses of all ranks with the exact one; `wrong` is (ranks, *shape of the loss)."""
 
     def __init__(self, problem: Problem, losses: Sequence[Array], tolerance: Tolerance) -> None:
         self._problem = problem
@@ -78,7 +76,7 @@ class Losses:
         self.wrong = self._errors > allowed
 
     def _worst(self) -> tuple[int, ...]:
-        """Rank and place of the error that is largest beside what is allowed."""
+        """Return rank and place of the error that is largest in units of what is allowed."""
         return tuple(map(int, np.unravel_index(np.argmax(self._errors / self._allowed), self._errors.shape)))
 
     def accuracies(self) -> list[Accuracy]:
@@ -112,7 +110,7 @@ class Losses:
         return [_finding("loss", got, exact, float(self._errors[worst]), allowed, self._dtype, where)]
 
     def differing(self) -> list[Finding]:
-        """Ranks must have the same bits."""
+        """Return the first difference between the bits of two ranks."""
         first = self.losses[0]
         for rank, loss in enumerate(self.losses[1:], start=1):
             if loss.dtype != first.dtype:
@@ -128,15 +126,15 @@ class Losses:
 
 
 def _bits(array: Array) -> bytes:
-    """The bytes of an array, all nan alike and -0 as 0."""
+    """Return the bytes of an array, with one nan and -0 as 0."""
     array = array + np.zeros((), array.dtype)
     return np.where(np.isnan(array.astype(np.float64)), np.asarray(np.nan, array.dtype), array).tobytes()
 
 
 class Gradients:
-    """The gradient of all shards, put together, against the exact one.
+    """Compares the concatenated gradient of all shards with the exact one.
 
-    `array` and `wrong` are shaped as the logits. Gathered logits have a gradient on each rank: then it is the worst.
+    `array` and `wrong` are shaped as the logits. Gathered logits have a gradient on each rank: the worst is compared.
     """
 
     def __init__(self, problem: Problem, shards: Sequence[Array], tolerance: Tolerance) -> None:
@@ -156,7 +154,7 @@ class Gradients:
     def _judged(self, got: Array) -> Array:
         errors = _errors(got, self._exact, self._unit)
         missing = np.isnan(got.astype(np.float64))
-        # Which entries of a row without a softmax are nan is nobody's business, as long as some are.
+        # In a row without a softmax, any entries may be nan, as long as some are.
         lost = np.isnan(self._exact).any(axis=-1)
         errors[lost] = np.where(missing[lost].any(axis=-1), 0.0, np.inf)[:, None]
         if self._problem.may_be_nan is not None and not self._tolerance.strict:
@@ -164,7 +162,7 @@ class Gradients:
         return errors
 
     def _quantities(self) -> list[tuple[str, Array]]:
-        """What is judged apart: the gradient at targets, and elsewhere."""
+        """Return the parts that are judged apart: the gradient at targets, and elsewhere."""
         return [("gradient", ~self._at_target), ("gradient at targets", self._at_target)]
 
     def _worst(self, where: Array) -> tuple[int, int]:
@@ -176,7 +174,7 @@ class Gradients:
         return place if self._problem.gathered else f"{place} (rank {self._problem.rank_of(number)})"
 
     def accuracies(self) -> list[Accuracy]:
-        """The worst error of each quantity, if there is any."""
+        """Return the worst error of each quantity."""
         dtype = dtype_named(self._dtype)
         return [
             Accuracy(
@@ -192,7 +190,7 @@ class Gradients:
         ]
 
     def findings(self) -> list[Finding]:
-        """One at most: "gradient", or "gradient at targets" where all else is right."""
+        """Return one finding at most: "gradient", or "gradient at targets" if all else is right."""
         got = self._problem.row_major(self.array)
         for quantity, where in self._quantities():
             if (self._errors[where] > self._allowed).any():
@@ -205,7 +203,7 @@ class Gradients:
         return []
 
     def picture(self) -> ErrorMap:
-        """Where in (row, class) the errors sit."""
+        """Return the errors by (row, class)."""
         rows, classes = self._errors.shape
         row_starts = _block_starts(rows, _MAP_ROWS)
         class_starts = _block_starts(classes, _MAP_CLASSES)
@@ -227,6 +225,6 @@ class Gradients:
 
 
 def _block_starts(length: int, most: int) -> Array:
-    """Where at most so many blocks, nearly equal, begin."""
+    """Return the starts of at most `most` nearly equal blocks."""
     blocks = min(length, most)
     return np.arange(blocks) * length // blocks

@@ -1,4 +1,4 @@
-"""What a call costs: time, memory, and the messages that go over the communicator it is given."""
+"""Measure a call: time, memory, and the messages over the communicator that it gets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["costs_of"]
-
-# After one that warms up, one whose memory is looked at and one whose messages are counted.
+# After a call that warms up, one that measures memory and one that counts messages.
 _TIMED_CALLS = 3
 
 _NAMES = (
@@ -24,7 +22,7 @@ _NAMES = (
 
 
 class _Sent:
-    """How many collectives and messages one rank has started, and how many bytes it has put into them."""
+    """The number of collectives that one rank has started, and the bytes that it has sent in them."""
 
     def __init__(self) -> None:
         self.calls = self.bytes = 0
@@ -41,7 +39,7 @@ def costs_of(call: Callable[[Any], Any], comm: MPI.Intracomm | None) -> dict[str
     peak = _peak_bytes(lambda: call(comm))
     sent = _Sent()
     if comm is not None:
-        # A fresh one: what a candidate keeps with `comm` would not be counted.
+        # A fresh one: a candidate may have cached duplicates of `comm`, which would not be counted.
         fresh = comm.Dup()
         call(_counting(fresh, sent))
         fresh.Free()
@@ -64,7 +62,7 @@ def costs_of(call: Callable[[Any], Any], comm: MPI.Intracomm | None) -> dict[str
 
 
 def _counting(comm: MPI.Intracomm, sent: _Sent) -> MPI.Intracomm:
-    """The same communicator, whose collectives, and those of its duplicates, are counted in `sent`."""
+    """Return `comm` with its collectives counted in `sent`, and those of its duplicates."""
     from mpi4py import MPI
 
     class Counting(MPI.Intracomm):
@@ -86,7 +84,7 @@ def _counting(comm: MPI.Intracomm, sent: _Sent) -> MPI.Intracomm:
 
 
 def _bytes(name: str, arguments: list[Any]) -> int:
-    """What this rank puts in: the first buffer, or the second where MPI works in place; pickled, for small letters."""
+    """Return the bytes that this rank sends: the first buffer, or the second if MPI works in place, or pickled."""
     from mpi4py import MPI
 
     if not arguments:
@@ -106,10 +104,9 @@ def _bytes(name: str, arguments: list[Any]) -> int:
 
 
 def _peak_bytes(call: Callable[[], Any]) -> float | None:
-    """How much more memory this process holds at most while `call` runs, in the system's eyes; None where it does not
-    say."""
+    """Measure how far `call` raises the memory of this process, as Linux counts it; None on other systems."""
     try:
-        # What was freed and kept would hide what is taken now.
+        # Memory that was freed and cached would hide new memory.
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")

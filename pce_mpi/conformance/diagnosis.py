@@ -1,4 +1,4 @@
-"""What is wrong with an answer, in words: the known fault that gives just this answer, or else where its errors sit."""
+"""Explain a wrong answer: by the known fault that gives this answer, or else by the place of its errors."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.conformance.cases import Problem
-from pce_mpi.conformance.faults import Answer, answers
+from pce_mpi.conformance.faults import answers
+from pce_mpi.conformance.faults.answer import Answer
 from pce_mpi.conformance.places import place_of_gradient, place_of_loss
 from pce_mpi.conformance.textbook import Textbook
 
-__all__ = ["explain"]
-
 Array = np.ndarray[Any, Any]
 
-# An answer is a fault's if it is this much closer to what the fault gives than to the truth ...
+# An answer is that of a fault if it is this much closer to it than to the truth ...
 _CLOSER = 8.0
-# ... and so close, in epsilons of the dtype: fault and candidate may have rounded in another order.
+# ... and this close, in eps of the dtype: fault and candidate may round in another order.
 _CLOSE = {2: 4.0, 4: 64.0, 8: 4096.0}
-# Less than this many epsilons of the arithmetic, for a p of about 1, is no error, in logits of so many bytes.
+# Less than this many eps of the arithmetic, for a p of about 1, is no error, by the bytes of a logit.
 _FLOOR = {2: 2.0, 4: 16.0, 8: 16.0}
-# Faults are not looked for in more entries than these: a fault that needs so many is one of their number.
+# Larger problems are not compared with known faults: they are about the number of entries.
 _MANY = 2**18
 
 
@@ -35,12 +34,12 @@ def explain(
     wrong_losses: Any = None,
     wrong_dlogits: Any = None,
 ) -> str | None:
-    """What is wrong with an answer, in one line; None if nothing is, or nothing but numbers can be said of it.
+    """Explain an answer in one line; None if it is right, or if only its numbers are known.
 
-    losses          of each rank, shaped as the loss; None: look at the gradient alone
-    dlogits         the gradients of all ranks put together, shaped as the logits; None: look at the loss alone
-    wrong_losses    (ranks, *shape of the loss), which losses are too far from the truth to pass; None: find out
-    wrong_dlogits   shaped as the logits, which entries of the gradient are too far from it; None: find out
+    losses          of each rank, shaped as the loss; None: the gradient alone
+    dlogits         the concatenated gradients of all ranks, shaped as the logits; None: the loss alone
+    wrong_losses    (ranks, *shape of the loss), the losses that do not pass; None: find out
+    wrong_dlogits   shaped as the logits, the entries of the gradient that do not pass; None: find out
     """
     with np.errstate(all="ignore"):
         book = Textbook.of(problem)
@@ -58,7 +57,7 @@ def explain(
                 return text
         texts = {quantity.name: _fault(quantity, known) for quantity in wrong}
         if len(set(texts.values())) == 1 and len(texts) == len(quantities) and None not in texts.values():
-            return next(iter(texts.values()))  # of a fault that has more than one form
+            return next(iter(texts.values()))  # a fault with more than one form
         if len(wrong) > 1:
             return _of_both(book, wrong, texts)
         return _of_one(book, wrong[0], texts[wrong[0].name], len(quantities) > 1)
@@ -68,7 +67,7 @@ def explain(
 class _Quantity:
     """The loss, (ranks, numbers), or the gradient, (rows, classes).
 
-    `alone` are the numbers that are measured by their own size; others by the largest such number of their row.
+    `alone` are the numbers that are measured by their own size; others are measured by the largest of their row.
     """
 
     name: str
@@ -76,11 +75,11 @@ class _Quantity:
     truth: Array
     wrong: Array
     close: float
-    floor: Array | float  # an error that is none
+    floor: Array | float  # smaller errors count as 0
     alone: Array
 
     def distance(self, other: Array) -> float:
-        """The largest difference, relative to what the numbers are measured by."""
+        """Return the largest difference from `other`, relative to the sizes of the numbers."""
         size = _sizes(np.maximum(np.abs(other), np.abs(self.truth)), self.alone)
         same = (self.got == other) | (np.isnan(self.got) & np.isnan(other))
         comparable = np.isfinite(self.got) & np.isfinite(other)
@@ -89,7 +88,7 @@ class _Quantity:
         return float(np.where(same, 0.0, np.where(comparable, relative, np.inf)).max(initial=0.0))
 
     def part(self, answer: Answer) -> Array:
-        """What `answer` says of this quantity."""
+        """Return this quantity of an answer."""
         if self.name == "gradient":
             return self.truth if answer.gradient is None else answer.gradient
         if answer.losses is None:
@@ -98,7 +97,7 @@ class _Quantity:
         return np.broadcast_to(rows, self.got.shape)
 
     def is_that_of(self, answer: Answer) -> bool:
-        """Whether a fault with this answer gives what was got."""
+        """Return True if a fault with this answer explains the numbers."""
         distance = self.distance(self.part(answer))
         if not distance <= self.close:
             return False
@@ -106,7 +105,7 @@ class _Quantity:
 
 
 def _sizes(values: Array, alone: Array) -> Array:
-    """What each number is measured by."""
+    """Return the size that each number is measured by."""
     values = np.where(np.isfinite(values), values, 0.0)
     return np.where(alone, values, np.where(alone, 0.0, values).max(axis=-1, keepdims=True, initial=0.0))
 
@@ -116,7 +115,7 @@ def _of_losses(book: Textbook, losses: Sequence[Any], wrong: Any) -> _Quantity:
     dtype = np.result_type(*(np.asarray(loss) for loss in losses)) if losses else problem.dtype
     got = np.stack([np.asarray(loss).astype(np.float64).reshape(-1) for loss in losses])
     truth = np.broadcast_to(problem.expected[0].reshape(-1), got.shape)
-    floor = _FLOOR[4] * _epsilon(_arithmetic(problem.dtype)) * np.abs(book.total).max(initial=1.0)
+    floor = _FLOOR[4] * _eps(_arithmetic(problem.dtype)) * np.abs(book.total).max(initial=1.0)
     if problem.reduction == "sum":
         floor *= max(problem.rows, 1)
     mask = None if wrong is None else np.asarray(wrong).reshape(got.shape)
@@ -128,10 +127,10 @@ def _of_gradient(book: Textbook, dlogits: Any, wrong: Any) -> _Quantity:
     got = problem.row_major(np.asarray(dlogits)).astype(np.float64)
     truth = problem.row_major(problem.expected[1])
     factor = np.abs(book.g / book.divisor) * np.abs(book.total) * np.abs(book.slope).max(axis=-1, initial=0.0)
-    epsilons = _FLOOR[problem.dtype.itemsize] * _epsilon(_arithmetic(problem.dtype))
-    floor = np.where(np.isfinite(factor), factor, 0.0)[:, None] * epsilons
+    allowance = _FLOOR[problem.dtype.itemsize] * _eps(_arithmetic(problem.dtype))
+    floor = np.where(np.isfinite(factor), factor, 0.0)[:, None] * allowance
     if problem.dtype == np.float16:
-        floor = floor + 2.0**-24  # the other dtypes' subnormal numbers are no matter
+        floor = floor + 2.0**-24  # subnormal numbers of other dtypes do not matter
     mask = None if wrong is None else problem.row_major(np.asarray(wrong))
     alone = np.zeros(got.shape, np.bool_) if problem.with_probabilities else book.q != 0
     return _quantity("gradient", got, truth, mask, problem.dtype, floor, alone)
@@ -140,9 +139,9 @@ def _of_gradient(book: Textbook, dlogits: Any, wrong: Any) -> _Quantity:
 def _quantity(
     name: str, got: Array, truth: Array, wrong: Array | None, dtype: Any, floor: Any, alone: Array
 ) -> _Quantity:
-    close = _CLOSE[np.dtype(dtype).itemsize] * _epsilon(dtype)
+    close = _CLOSE[np.dtype(dtype).itemsize] * _eps(dtype)
     if wrong is not None:
-        got = np.where(np.isnan(got) & ~wrong, truth, got)  # nan that the judge lets pass is no part of a fault
+        got = np.where(np.isnan(got) & ~wrong, truth, got)  # nan that the judge allows is no fault
     else:
         far = ~(np.abs(got - truth) <= close * _sizes(np.abs(truth), alone) + floor)
         wrong = far & (got != truth) & ~(np.isnan(got) & np.isnan(truth))
@@ -150,7 +149,7 @@ def _quantity(
 
 
 def _fault(quantity: _Quantity, known: list[tuple[str, Answer]]) -> str | None:
-    """The fault that gives this quantity, whatever it makes of the other one."""
+    """Return the fault that gives this quantity, whatever it does to the other one."""
     for text, answer in known:
         given = answer.gradient if quantity.name == "gradient" else answer.losses
         if given is not None and quantity.is_that_of(answer):
@@ -159,14 +158,14 @@ def _fault(quantity: _Quantity, known: list[tuple[str, Answer]]) -> str | None:
 
 
 def _of_one(book: Textbook, quantity: _Quantity, fault: str | None, of_two: bool) -> str | None:
-    """Of the only quantity that is wrong."""
+    """Explain the only quantity that is wrong."""
     if fault is None:
         return _place(book, quantity)
     return f"{fault}, in the {quantity.name} only" if of_two and quantity.name not in fault else fault
 
 
 def _of_both(book: Textbook, wrong: list[_Quantity], faults: dict[str, str | None]) -> str | None:
-    """Of loss and gradient, each wrong in its own way."""
+    """Explain loss and gradient, each wrong in its own way."""
     said, unknown = [], []
     for quantity in wrong:
         fault, name = faults[quantity.name], quantity.name
@@ -188,5 +187,5 @@ def _arithmetic(dtype: Any) -> Any:
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
-def _epsilon(dtype: Any) -> float:
+def _eps(dtype: Any) -> float:
     return 2.0**-7 if np.dtype(dtype).name == "bfloat16" else float(np.finfo(dtype).eps)

@@ -1,6 +1,6 @@
-"""The index of a folder of vectors: what `vectors.export` says of each, and what `vectors.judged` may be handed.
+"""The index of a folder of vectors, which `vectors.export` writes and `vectors.judged` reads.
 
-A folder comes from anywhere: an index that is not right is a `ValueError` that says where.
+A folder may come from anywhere: a malformed index raises a `ValueError` that names the place.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from pce_mpi.conformance.cases import Expects
 from pce_mpi.conformance.offers import DTYPES, OPTIONS, REDUCTIONS
 from pce_mpi.distributed.tensor_files import shortened, shown
 
-__all__ = ["Entry", "Index"]
-
 _FORMAT = "pce_mpi conformance vectors"
 _VERSION = 1
 _NAME = "index.json"
-# Names and descriptions are printed whole.
+# Names and descriptions are printed in full.
 _LONGEST = 1000
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What the index says of one vector; the page for its users, `vectors.md`, explains the fields."""
+    """One vector in the index; the page for its users, `vectors.md`, explains the fields."""
 
     name: str
     file: str
@@ -43,20 +41,20 @@ class Entry:
 
 @dataclass(frozen=True)
 class Index:
-    """All vectors of a folder, and the seed that drew them."""
+    """All vectors of a folder, and their seed."""
 
     seed: int
     entries: list[Entry]
 
     def write(self, folder: Path) -> None:
-        """Leave it in `folder`."""
+        """Write the index to `folder`."""
         vectors = [asdict(entry) for entry in self.entries]
         content = {"format": _FORMAT, "version": _VERSION, "seed": self.seed, "vectors": vectors}
         (folder / _NAME).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> Index:
-        """The index in `folder`; `ValueError` where it is malformed or names a file that is not in `folder`."""
+        """Read the index of `folder`; raise `ValueError` if it is malformed or names a file outside `folder`."""
         path = folder / _NAME
         try:
             content = json.loads(path.read_bytes().decode(), parse_constant=_no_number)
@@ -136,7 +134,7 @@ def _are_splits(value: Any) -> bool:
 
 
 def _are_options(value: Any) -> bool:
-    # What is right for each is for the problem as a whole to say.
+    # The values are checked with the problem.
     return isinstance(value, dict) and all(name in OPTIONS and name != "weight" for name in value)
 
 

@@ -1,9 +1,9 @@
-"""What the ranks of one launch tell the process that started them: a file of events for each, followed as it grows.
+"""The events that the ranks of one launch report to the process that started them, in a file for each rank.
 
-Files and not MPI, as they must still be readable when a rank hangs or has died. Each line is one JSON object:
+They are files because they must be readable when a rank hangs or has died. Each line is one JSON object:
 
 ============  =====  ==================================================================================================
-event         ranks  meaning, and what comes with it
+event         ranks  meaning, and the fields beside it
 ============  =====  ==================================================================================================
 `began`       all    the process runs; `pid`, and the files of the memory that it shares with other ranks, `shared`
 `apart`       any    MPI does not see all ranks that were started, and this one ends; `text`
@@ -27,33 +27,30 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Follower", "Journal", "beginnings", "ranks_by_pid"]
-
 _NAME = "rank-{rank}.jsonl"
 
 
 class Journal:
-    """The events of one rank, each in its file before `write` returns."""
+    """Writes the events of one rank, each before `write` returns."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = os.open(_path(folder, rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def write(self, event: str, **what: Any) -> None:
-        """Append `event` and what belongs to it."""
+        """Append `event` and its fields."""
         os.write(self._file, (json.dumps({"event": event, **what}) + "\n").encode())
 
 
 class Follower:
-    """The events of all ranks, as they come."""
+    """Reads the events of all ranks, as they come."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self._folder, self._unread = folder, [0] * ranks
 
     def news(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Rank and event of each complete line that was not seen before.
+        """Yield rank and event of each complete new line.
 
-        What rank 0 wrote before another rank did something that waited for it comes before that: its file is read last
-        and told of first.
+        The file of rank 0 is read last and yielded first: an event that other ranks waited for comes before theirs.
         """
         unread = [self._unread_lines(rank) for rank in reversed(range(len(self._unread)))]
         for rank, lines in enumerate(reversed(unread)):
@@ -72,20 +69,13 @@ class Follower:
         return complete.splitlines()
 
 
-def beginnings(folder: Path) -> str:
-    """The first event of every rank, as it is written, of ranks that have ended."""
-    texts = (path.read_text(encoding="utf-8", errors="replace") for path in folder.glob(_NAME.format(rank="*")))
-    return "\n".join(text.partition("\n")[0] for text in texts)
-
-
-def ranks_by_pid(folder: Path, ranks: int) -> dict[int, int]:
-    """The rank of each process that has begun, whether or not a `Follower` has told of it."""
+def beginnings(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the first event of each rank that has begun, whether or not a `Follower` has yielded it."""
     found = {}
-    for rank in range(ranks):
-        path = _path(folder, rank)
-        first, ended, _ = path.read_bytes().partition(b"\n") if path.exists() else (b"", b"", b"")
-        if ended:
-            found[json.loads(first)["pid"]] = rank
+    for path in folder.glob(_NAME.format(rank="*")):
+        first, complete, _ = path.read_bytes().partition(b"\n")
+        if complete:
+            found[int(path.stem.removeprefix("rank-"))] = json.loads(first)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Whether an answer is right, and by how much it is off.
+"""Judge an answer, and measure its errors.
 
 Errors are in ulps: the distance between two neighbours of a dtype. For the gradient that is the logits' dtype. For the
 loss it is the one that was returned, but never coarser than the logits', and never finer than that of the arithmetic:
@@ -7,17 +7,17 @@ float32 for logits of float16, bfloat16 and float32, and float64 for float64. An
 - of the exact value, for a loss and for the gradient at a row's target;
 - of the row's largest exact entry that is no target's, for the rest of the gradient;
 - of a larger term, where terms of label smoothing, z_loss or probabilities cancel against each other in an entry;
-- never less than an ulp that 1.0 times the row's upstream gradient has in the dtype of the arithmetic. So p - 1 in
-  float32, rounded once to bfloat16, passes, and p rounded to bfloat16 before 1 is subtracted does not. A strict judge
-  drops this floor.
+- never less than the ulp of 1.0 times the row's upstream gradient in the dtype of the arithmetic. So p - 1 in float32,
+  rounded once to bfloat16, passes, and p rounded to bfloat16 before 1 is subtracted does not. A strict judge drops
+  this floor.
 
-Nothing grows with the logits: an offset common to all classes is no excuse. Allowed are 64 ulp in float64, 16 in
+Nothing grows with the logits: an offset common to all classes does not raise it. Allowed are 64 ulp in float64, 16 in
 float32 and 2 in float16 and bfloat16; strict 8, 5 and 1; times a factor. A sum or mean over rows may be off by
 log2(rows) ulps of the arithmetic more, as pairwise sums may. Beside an error stands that of the best possible answer,
 the exact value rounded, in the same ulps.
 
-Where the exact value is nan or infinite, so must the answer be; a row whose exact gradient has nan must have one. Where
-`Problem.may_be_nan` says so, nan is taken for right unless the judge is strict.
+An answer must be nan or infinite if the exact value is; a row whose exact gradient has nan must have one. In rows that
+`Problem.may_be_nan` selects, nan is right unless the judge is strict.
 """
 
 from __future__ import annotations
@@ -35,21 +35,19 @@ from pce_mpi.conformance.diagnosis import explain
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
 from pce_mpi.conformance.units import Tolerance
 
-__all__ = ["Answer", "Judgement", "Tolerance", "judge"]
-
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank returned, as NumPy arrays; no `dlogits` where only the loss was asked for."""
+    """The results of one rank, as NumPy arrays; no `dlogits` if only the loss was requested."""
 
     loss: Array
     dlogits: Array | None = None
 
 
 class Judgement(NamedTuple):
-    """No findings: the answer is right. The picture is that of a gradient that is not."""
+    """The verdict on an answer: it is right if there are no findings; `picture` shows a gradient that is wrong."""
 
     findings: list[Finding]
     accuracies: list[Accuracy]
@@ -57,7 +55,26 @@ class Judgement(NamedTuple):
 
 
 def judge(problem: Problem, answers: Sequence[Answer], tolerance: Tolerance) -> Judgement:
-    """Hold what the ranks returned, in rank order, against what is exact. Communicates nothing."""
+    """Compare the answers of all ranks with the exact ones.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem that the answers are for.
+    answers : sequence of Answer
+        The loss and gradient of each rank, in rank order.
+    tolerance : Tolerance
+        How far off an answer may be.
+
+    Returns
+    -------
+    Judgement
+        Findings, errors in ulps, and a picture of the errors of a wrong gradient.
+
+    Notes
+    -----
+    Communicates nothing.
+    """
     misshapen = _misshapen(problem, answers)
     if misshapen:
         return Judgement(misshapen, [], None)
@@ -66,7 +83,7 @@ def judge(problem: Problem, answers: Sequence[Answer], tolerance: Tolerance) -> 
     gradients = Gradients(problem, shards, tolerance) if shards else None
     findings = losses.findings() + (gradients.findings() if gradients else [])
     if findings:
-        # A gradient of gathered logits is one for each rank, and no fault model knows such.
+        # Gathered logits have a gradient on each rank, which no model of a fault has.
         whole = None if problem.gathered else gradients
         text = explain(
             problem,
@@ -85,7 +102,7 @@ def judge(problem: Problem, answers: Sequence[Answer], tolerance: Tolerance) -> 
 
 
 def _misshapen(problem: Problem, answers: Sequence[Answer]) -> list[Finding]:
-    """What makes an answer impossible to compare."""
+    """Return the faults of shape and dtype that make an answer impossible to compare."""
     found: dict[tuple[str, str], list[int]] = {}
     for rank, answer in enumerate(answers):
         shards = problem.part(problem.logits, rank).shape
@@ -109,7 +126,7 @@ def _misshapen(problem: Problem, answers: Sequence[Answer]) -> list[Finding]:
     return [Finding(kind, text + _on_ranks(ranks, len(answers))) for (kind, text), ranks in found.items()]
 
 
-def _on_ranks(ranks: Sequence[int], of: int) -> str:
-    if len(ranks) == of:
+def _on_ranks(ranks: Sequence[int], size: int) -> str:
+    if len(ranks) == size:
         return ""
     return f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"

@@ -1,4 +1,4 @@
-"""Start MPI jobs from a process that is no rank: which launcher, in what environment, and how a job is ended."""
+"""Find mpiexec and the environment for a job, and end a job, from a process that is no rank."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ import subprocess
 import sys
 from typing import Any
 
-__all__ = ["LaunchError", "memory_named_in", "memory_shared_by", "mpiexec", "number_of_cores", "settings", "stop"]
-
-# How long a job that was asked to end may take to do so.
+# Seconds that a job may take to end after SIGTERM.
 _GRACE = 5.0
 
 
 class LaunchError(RuntimeError):
-    """Ranks could not be started, or not with what they were to run."""
+    """Ranks could not be started, or could not load the candidate."""
 
 
 def mpiexec() -> list[str]:
-    """The launcher's command: MPIEXEC of the environment, or the one beside this Python, or the one on PATH."""
+    """Return the launcher's command: MPIEXEC of the environment, or the one beside this Python, or the one on PATH."""
     if told := os.environ.get("MPIEXEC"):
         return shlex.split(told)
     # Not resolved: in a virtual environment sys.executable is a link that leads out of it.
@@ -38,13 +36,13 @@ def mpiexec() -> list[str]:
 
 
 def settings(ranks: int) -> dict[str, str]:
-    """What the environment of `ranks` ranks on this machine should have: BLAS threads times ranks within the cores."""
+    """Return environment variables for `ranks` ranks: BLAS threads times ranks do not exceed the cores."""
     threads = str(max(1, number_of_cores() // ranks))
     return {
         "OMP_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        # Open MPI alone reads these: more ranks than cores (versions 5 and 4), and ranks that run as root.
+        # For Open MPI: more ranks than cores (versions 5 and 4), and ranks that run as root.
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -53,28 +51,28 @@ def settings(ranks: int) -> dict[str, str]:
 
 
 def number_of_cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_shared_by(pid: int) -> set[Path]:
-    """The files of the memory that this process of MPICH's shares with other ranks of its job; Linux alone tells."""
+    """Return the files of the memory that an MPICH process shares with other ranks of its job; empty but on Linux."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except OSError:
-        return set()  # it has ended, or this is no Linux
+        return set()  # the process has ended, or this is not Linux
     return memory_named_in(maps)
 
 
 def memory_named_in(text: str) -> set[Path]:
-    """The files of memory that ranks of MPICH share, as far as `text` names them."""
+    """Return the files of MPICH's shared memory that `text` names."""
     return {Path(each) for each in re.findall(r"/dev/shm/mpich_shm_\w+", text)}
 
 
 def stop(process: subprocess.Popen[Any]) -> None:
-    """End a process that leads its own group, and what it has started; nothing, if it has ended."""
+    """End a process that leads its own group, and its children."""
     if process.poll() is None:
-        # mpiexec ends its ranks when it is asked to; killed, it may leave them behind.
+        # mpiexec ends its ranks on SIGTERM; killed, it may leave them behind.
         os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(_GRACE)

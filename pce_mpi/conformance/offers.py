@@ -1,18 +1,17 @@
-"""What a candidate is, and what it offers.
+"""Candidates, and the declaration of what they support.
 
 A candidate is a callable, the same on every rank of a communicator over which the class axis is sharded:
 
     candidate(logits, targets, *, class_start, num_classes, comm, **options)
 
-It gets this rank's shard of the logits, global class numbers as targets (or probabilities, sharded as the logits), the
-global number of its first class, the number of classes of all shards, and a communicator that nobody else uses. It
-returns the loss; or the loss and its gradient with respect to the logits (for one loss per row: of their sum); or the
-loss and a function that takes the upstream gradient, an array shaped as the loss, and returns that gradient.
+Its arguments are this rank's shard of the logits, global class numbers as targets (or probabilities, sharded as the
+logits), the global number of its first class, the number of classes of all shards, and a communicator that nobody else
+uses. It returns the loss; or the loss and its gradient with respect to the logits (for one loss per row: of their sum);
+or the loss and a function that takes the upstream gradient, an array shaped as the loss, and returns that gradient.
 
-It is called with what it offers and with nothing else: only with options that a case sets, with `reduction` only if it
-offers more than one, with `axis` only if it takes one and the class axis is not the last. What it does not offer is
-never held against it. A candidate may have `start(comm)` and `stop()`, called once in each process: that is where a
-framework that owns a process group starts and ends it.
+It gets only arguments that it offers: options that a case sets, `reduction` if it offers more than one, `axis` if it
+takes one and the class axis is not the last. A case that it does not offer is not a failure. A candidate may have
+`start(comm)` and `stop()`, called once in each process: a framework that owns a process group starts and ends it there.
 """
 
 from __future__ import annotations
@@ -64,9 +63,9 @@ class Gradient(StrEnum):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a candidate has to offer for a case; the fields are those of `Offer`, as far as they can be missing.
+    """What a candidate has to offer for a case, in the fields of `Offer`.
 
-    `reductions`: any one of them does, the first that is offered is taken. `shards`: how uneven they have to be.
+    `reductions`: any of them will do, and the first that is offered is used. `shards`: how uneven they have to be.
     """
 
     options: tuple[str, ...] = ()
@@ -84,21 +83,36 @@ class Needs:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a candidate supports; the rest is reported as not offered.
+    """What a candidate supports; other cases are reported as not offered.
 
-    dtypes             of the logits: float16, bfloat16, float32, float64
-    options            keywords that it takes, of `OPTIONS`; rows to ignore need `ignore_index` among them
-    reductions         of the losses per row: "mean", "sum", "none"
-    probabilities      floating-point targets, shaped and sharded as the logits
-    dims               how many dimensions logits may have
-    any_axis           takes `axis`; otherwise the classes are the last axis
-    shards             "equal" lengths; "chunks", as torch.chunk makes them; "any" split points, empty shards included
-    gradient           what it returns beside the loss
-    arrays             what it wants to be handed; what it returns may be any array that speaks DLPack
-    strided            takes logits that are not contiguous
-    overwrites_logits  may leave anything in the logits that it was given, or return their memory
-    deterministic      gives the same bits for the same call
-    empty              takes zero rows
+    Parameters
+    ----------
+    dtypes : tuple of str
+        The dtypes of the logits: "float16", "bfloat16", "float32", "float64".
+    options : tuple of str
+        The keywords that it takes: "weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap".
+    reductions : tuple of str
+        The reductions of the losses per row: "mean", "sum", "none".
+    probabilities : bool
+        It takes floating-point targets, shaped and sharded as the logits.
+    dims : tuple of int
+        The numbers of dimensions that the logits may have.
+    any_axis : bool
+        It takes `axis`; otherwise the classes are the last axis.
+    shards : str
+        "equal" lengths; "chunks", as torch.chunk makes them; "any" split points, empty shards included.
+    gradient : Gradient
+        What it returns beside the loss.
+    arrays : str
+        The library of its arguments: "numpy", "cupy" or "torch"; its results may be any array that supports DLPack.
+    strided : bool
+        It takes logits that are not contiguous.
+    overwrites_logits : bool
+        It may write to the logits, or return their memory.
+    deterministic : bool
+        It gives the same bits for the same call.
+    empty : bool
+        It takes zero rows.
     """
 
     dtypes: tuple[str, ...] = ("float32",)
@@ -131,7 +145,20 @@ class Offer:
         object.__setattr__(self, name, value)
 
     def missing(self, needs: Needs, dtype: str) -> str | None:
-        """The first of `needs`, and logits of `dtype`, that this offer lacks, in a few words; None if it has all."""
+        """Say which need this offer lacks.
+
+        Parameters
+        ----------
+        needs : Needs
+            The needs of a case.
+        dtype : str
+            The dtype of its logits.
+
+        Returns
+        -------
+        str or None
+            The first need that is missing, in a few words; None if there is none.
+        """
         for missing, what in (
             (dtype not in self.dtypes, dtype),
             (not _known(dtype), f"{dtype}, which needs ml_dtypes: pip install 'pce_mpi[bf16]'"),
@@ -162,8 +189,25 @@ _FIELDS = tuple(field.name for field in fields(Offer))
 
 
 def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
-    """Declare what the decorated candidate supports; the keywords are the fields of `Offer`.
+    """Declare what the decorated candidate supports.
 
+    Parameters
+    ----------
+    **supported : Any
+        The parameters of `Offer`.
+
+    Returns
+    -------
+    callable
+        A decorator that sets the attribute `offer` of the candidate and returns it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A value is none that the parameter of `Offer` can have.
+
+    Examples
+    --------
     >>> @offers(dtypes=("float32", "bfloat16"), options=("ignore_index",), gradient="backward")
     ... def cross_entropy(logits, targets, *, class_start, num_classes, comm, ignore_index=-100): ...
     >>> offer_of(cross_entropy).options
@@ -179,9 +223,26 @@ def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
 
 
 def offer_of(candidate: Candidate) -> Offer:
-    """What `candidate` supports: its attribute `offer`; or its attributes that are named as the fields of `Offer`, and
-    the rest by its keywords: the options that it names (all, if it takes `**options`), `reduction` and `axis`.
+    """Return what a candidate supports.
 
+    Parameters
+    ----------
+    candidate : callable
+        The candidate.
+
+    Returns
+    -------
+    Offer
+        Its attribute `offer`. A candidate without one offers its attributes that are named as parameters of `Offer`,
+        and the keywords in its signature: options (all of them, if it takes `**options`), `reduction` and `axis`.
+
+    Raises
+    ------
+    TypeError
+        The attribute `offer` is no `Offer`.
+
+    Examples
+    --------
     >>> def cross_entropy(logits, targets, *, class_start, num_classes, comm, label_smoothing=0.0): ...
     >>> offer_of(cross_entropy).options
     ('label_smoothing',)
@@ -197,10 +258,30 @@ def offer_of(candidate: Candidate) -> Offer:
 
 
 def load(name: str) -> Candidate:
-    """The candidate called `name`: "package.module:candidate" or "path/to/file.py:candidate".
+    """Import a candidate.
 
-    Raises `ValueError` for a name of another form, `ImportError` where the module or the candidate cannot be found,
-    `TypeError` for what cannot be called; what the module itself raises comes through.
+    Parameters
+    ----------
+    name : str
+        "package.module:candidate" or "path/to/file.py:candidate".
+
+    Returns
+    -------
+    callable
+        The candidate.
+
+    Raises
+    ------
+    ValueError
+        The name has another form.
+    ImportError
+        The module or the candidate cannot be found.
+    TypeError
+        The candidate cannot be called.
+
+    Notes
+    -----
+    Errors that the module itself raises are not caught.
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
@@ -221,7 +302,7 @@ def _module_named(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name + ".").startswith(error.name + "."):
-            raise  # it was found, and does not find what it imports
+            raise  # the module exists, and one of its own imports fails
         raise ImportError(f"there is no module {error.name!r}; is its folder on PYTHONPATH?") from error
 
 
@@ -232,7 +313,7 @@ def _module_at(path: Path) -> Any:
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(path):
             return module
-    # As `python file.py` does: what lies beside it can be imported.
+    # As `python file.py` does: it can import the files beside it.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -284,7 +365,7 @@ def _one(name: str, given: Any, known: tuple[Any, ...]) -> Any:
     return given
 
 
-#: what a candidate offers that supports all there is
+#: the offer of a candidate that supports everything
 EVERYTHING = Offer(
     dtypes=DTYPES,
     options=OPTIONS,

@@ -1,4 +1,4 @@
-"""What the ranks of a launch are told to do."""
+"""The orders that the ranks of a launch execute."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from pce_mpi.conformance.cases import Case
 from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.offers import DTYPES, Offer
 
-__all__ = ["Orders", "Task"]
-
 _NAME = "orders.json"
 
 
 @dataclass(frozen=True)
 class Task:
-    """One case to run; with `reproduce`, kinds of findings: the smallest shape of that case that shows one of them."""
+    """One case to run; with `reproduce`, kinds of findings, to find the smallest shape that shows one of them."""
 
     case: str
     reproduce: tuple[str, ...] = ()
@@ -26,10 +24,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Orders:
-    """One candidate, and which cases it is to run on what.
+    """One candidate, and the cases to run.
 
     candidate   a name in `adapters.NAMED_CANDIDATES`, or package.module:candidate, or path/to/file.py:candidate
-    adapter     a name in `adapters.FUNCTION_ADAPTERS` for a `candidate` that is such a function; None: it is none
+    adapter     a name in `adapters.FUNCTION_ADAPTERS` that makes a candidate of a function; None: it is one
     patterns    names, families or shell patterns of names; None: all cases
     dtypes      of the logits; None: all
     strict, tolerance   as in `judging.Tolerance`
@@ -49,12 +47,12 @@ class Orders:
     tasks: tuple[Task, ...] | None = None
 
     def cases(self, offer: Offer | None) -> dict[str, Case]:
-        """The cases that these orders select, by name, also those that `offer` does not cover."""
+        """Return the selected cases by name, also those that `offer` does not cover."""
         return {case.name: case for case in catalogue(offer, self.dtypes) if self._select(case)}
 
     def patterns_of_no_case(self) -> list[str]:
-        """Those that fit no case, whatever a candidate may offer."""
-        # Which dtype a case comes in can depend on the offer; with one dtype, all come in that.
+        """Return the patterns that fit no case, whatever a candidate offers."""
+        # The dtype of a case can depend on the offer; with a single dtype, all cases have that.
         every = [case for dtype in self.dtypes or DTYPES for case in catalogue(None, [dtype])]
         return [each for each in self.patterns or () if not any(case.fits(each) for case in every)]
 
@@ -62,12 +60,12 @@ class Orders:
         return self.patterns is None or any(map(case.fits, self.patterns))
 
     def write(self, folder: Path) -> None:
-        """Leave these orders in `folder`."""
+        """Write these orders to `folder`."""
         (folder / _NAME).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> Orders:
-        """The orders that were left in `folder`."""
+        """Read the orders in `folder`."""
         given = json.loads((folder / _NAME).read_text(encoding="utf-8"))
         if given["tasks"] is not None:
             given["tasks"] = [Task(each["case"], tuple(each["reproduce"])) for each in given["tasks"]]

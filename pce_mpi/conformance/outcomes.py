@@ -1,6 +1,6 @@
-"""What came of a case, and of a run of many: plain values that the ranks send each other, files keep and reports show.
+"""The outcome of a case and the report of a run: plain values for messages between ranks, files and reports.
 
-Errors are in ulps unless they say otherwise; `judging` says of what.
+Errors are in ulps, as `judging` defines them, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ from typing import Any
 
 from pce_mpi.conformance.offers import Offer
 
-__all__ = ["Accuracy", "ErrorMap", "Finding", "Outcome", "Report", "Verdict"]
-
-
-# What `comparing` says of a number that is wrong; `judging` puts it in brackets behind what is known of the cause.
+# The words of `comparing` for a wrong number; `judging` puts them in brackets after a known cause.
 _SEEN = re.compile(
     r"\b((loss|gradient|gradient at targets) is \S+ where \S+ is right|the gradient of row .* is finite where nan is).*"
 )
-# One, or several in a list.
+# A number, or a list of several.
 _NUMBERS = re.compile(r"-?\d[\d.]*(e[+-]?\d+)?((, | and )\d+)*( more)?")
 
 
 class Verdict(StrEnum):
-    """How a case ended."""
+    """The end of a case."""
 
     PASS = "pass"
     FAIL = "FAIL"
@@ -37,7 +34,7 @@ class Verdict(StrEnum):
 
     @property
     def failed(self) -> bool:
-        """Whether the candidate did not do what it was due to do."""
+        """True unless the case passed or is not offered."""
         return self not in (Verdict.PASS, Verdict.NOT_OFFERED)
 
 
@@ -45,12 +42,20 @@ class Verdict(StrEnum):
 class Accuracy:
     """The worst error of one quantity of one case.
 
-    quantity   "loss", "gradient" or "gradient at targets"
-    dtype      that of the ulps
-    error      of the candidate; infinite where it is nan, infinite or finite and should not be
-    best       of the exact value, rounded to the candidate's dtype, at the worst place for it
-    allowed    what passes
-    where      the place of `error`: "row 3, class 17 (rank 2)"
+    Parameters
+    ----------
+    quantity : str
+        "loss", "gradient" or "gradient at targets".
+    dtype : str
+        The dtype of the ulps.
+    error : float
+        The error of the candidate; infinite if it is nan, infinite or finite and should not be.
+    best : float
+        The largest error of the exact values, rounded to the candidate's dtype.
+    allowed : float
+        The largest error that passes.
+    where : str
+        The place of `error`: "row 3, class 17 (rank 2)".
     """
 
     quantity: str
@@ -63,31 +68,45 @@ class Accuracy:
 
 @dataclass
 class Finding:
-    """One thing that is wrong: a short `kind`, always the same for the same fault, and one line in words."""
+    """One fault of an answer.
+
+    Parameters
+    ----------
+    kind : str
+        A few words, always the same for the same fault.
+    text : str
+        One line that describes it.
+    """
 
     kind: str
     text: str
 
     @property
     def cause(self) -> str:
-        """What is wrong without the numbers that were seen; "" where nothing but these is known."""
+        """The text without the numbers that were seen; "" if only these are known."""
         return _SEEN.sub("", self.text).removesuffix(" (").removesuffix(":").strip()
 
     @property
     def likeness(self) -> str:
-        """`cause` with # for every number: the same for the same fault at another shape."""
+        """`cause` with "#" for every number: the same for the same fault at another shape."""
         return _NUMBERS.sub("#", self.cause)
 
 
 @dataclass
 class ErrorMap:
-    """Where in (row, class) the gradient errs.
+    """The errors of a gradient by row and class.
 
-    errors    in units of what is allowed, so that more than 1 fails; at most 48 x 192, each the worst of a block of
-              rows and classes
-    splits    where the shards begin and end, in columns of `errors`
-    rows, classes   of the problem
-    targets   (row, column) of `errors` that hold a target
+    Parameters
+    ----------
+    errors : list of list of float
+        Errors in units of what is allowed, so that more than 1 fails; at most 48 x 192, each the worst of a block of
+        rows and classes.
+    splits : list of float
+        The split points of the shards, in columns of `errors`.
+    rows, classes : int
+        The size of the problem.
+    targets : list of tuple
+        (row, column) of the `errors` with a target.
     """
 
     errors: list[list[float]]
@@ -99,12 +118,37 @@ class ErrorMap:
 
 @dataclass
 class Outcome:
-    """What came of one case.
+    """The result of one case.
 
-    `note` says what is worth saying where nothing failed: how a call was refused that was to be, or what a case needs
-    that is not offered. `costs` is of the case "cost" alone: what "candidate" took and what "ours", this package's own,
-    took for the same problem, each as `seconds`, `peak bytes`, `collectives` and `bytes`, None where it cannot be
-    known. `rerun` is the command that runs this case alone.
+    Parameters
+    ----------
+    case, catches : str
+        The name of the case, and the fault that it finds.
+    verdict : Verdict
+        How it ended.
+    findings : list of Finding
+        The faults that were found.
+    accuracies : list of Accuracy
+        The worst error of each quantity.
+    rows, classes, ranks : int
+        The size of the problem.
+    splits : tuple of int
+        The split points of the shards; empty if they are not known.
+    dtype : str
+        The dtype of the logits.
+    seconds : float
+        The time that the candidate took.
+    picture : ErrorMap, optional
+        The errors of a wrong gradient.
+    costs : dict, optional
+        For the case "cost" alone: what "candidate" and "ours", this package, took for the same problem, each as
+        `seconds`, `peak bytes`, `collectives` and `bytes`; None is what cannot be known.
+    rerun : str
+        The command that runs this case alone.
+    shrunk : bool
+        The size is the smallest one at which the case fails.
+    note : str
+        Why a case is not offered, or how a call was refused that had to be.
     """
 
     case: str
@@ -126,7 +170,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the candidate did not do what it was due to do."""
+        """True unless the case passed or is not offered."""
         return self.verdict.failed
 
     @property
@@ -135,12 +179,23 @@ class Outcome:
         return self.case.partition("/")[0]
 
     def to_json(self) -> dict[str, Any]:
-        """As what JSON knows; numbers that are not finite become "inf", "-inf" and "nan"."""
+        """Return the outcome as types of JSON, with "inf", "-inf" and "nan" for numbers that are not finite."""
         return _plain(asdict(self))
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Outcome:
-        """The outcome that `to_json` made `value` of."""
+        """Build an outcome from the value of `to_json`.
+
+        Parameters
+        ----------
+        value : dict
+            The value that `to_json` returned.
+
+        Returns
+        -------
+        Outcome
+            The same outcome.
+        """
         given = dict(value)
         given["verdict"] = Verdict(given["verdict"])
         given["findings"] = [Finding(**each) for each in given["findings"]]
@@ -159,10 +214,28 @@ class Outcome:
 
 @dataclass
 class Report:
-    """A run: the candidate by name, what it offers, on how many ranks and by which versions, and what came of it.
+    """The result of a run.
 
-    `tolerance` is the factor by which what is allowed was multiplied. `interrupted`: by the user, so that cases may be
-    missing.
+    Parameters
+    ----------
+    candidate : str
+        The name of the candidate.
+    offer : Offer
+        What it offers.
+    ranks : int
+        The number of ranks.
+    versions : dict
+        Versions by the name of the package.
+    seed : int
+        Seed of the random numbers.
+    strict : bool
+        The judge was strict.
+    tolerance : float
+        The factor on what is allowed.
+    outcomes : list of Outcome
+        The outcome of each case.
+    interrupted : bool
+        The user interrupted the run, so that cases may be missing.
     """
 
     candidate: str
@@ -182,7 +255,7 @@ class Report:
 
     @property
     def counts(self) -> dict[Verdict, int]:
-        """How many cases ended in each of the verdicts."""
+        """The number of cases by verdict."""
         met = Counter(outcome.verdict for outcome in self.outcomes)
         return {verdict: met[verdict] for verdict in Verdict}
 

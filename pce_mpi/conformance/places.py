@@ -1,4 +1,4 @@
-"""Where the errors of an answer sit, and what they look like, for answers that no known fault gives."""
+"""Describe the errors of an answer by their place and size, for answers that no known fault gives."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ import numpy as np
 
 from pce_mpi.conformance.textbook import Textbook
 
-__all__ = ["place_of_gradient", "place_of_loss"]
-
 Array = np.ndarray[Any, Any]
 
-# Two numbers are the same factor, or the same difference, if they agree to this.
+# Factors, or differences, are equal if they agree to this.
 _ALIKE = 1e-3
-# So many rows that are right before all that are wrong are no accident.
+# This many right rows before all wrong ones are no accident.
 _MANY = 32
 
 
 def place_of_loss(b: Textbook, got: Array, truth: Array, wrong: Array) -> str | None:
-    """Of losses (ranks, numbers); None if there is nothing to say of them."""
+    """Describe the errors of losses (ranks, numbers); None if they have no pattern."""
     ranks = np.flatnonzero(wrong.any(axis=-1))
     where = [f"on {_some('rank', ranks)} only"] if len(ranks) < len(got) else []
     rows = wrong[ranks[0]]
@@ -30,7 +28,7 @@ def place_of_loss(b: Textbook, got: Array, truth: Array, wrong: Array) -> str | 
 
 
 def place_of_gradient(b: Textbook, got: Array, truth: Array, wrong: Array) -> str | None:
-    """Of a gradient (rows, classes); None if there is nothing to say of it."""
+    """Describe the errors of a gradient (rows, classes); None if they have no pattern."""
     where = [] if wrong.all() else _smallest(wrong, _entries(b))
     return _sentence("gradient", where, _relation("gradient", got[wrong], truth[wrong], b))
 
@@ -42,7 +40,7 @@ def _sentence(name: str, where: list[str], relation: str) -> str | None:
 
 
 def _relation(name: str, got: Array, truth: Array, b: Textbook) -> str:
-    """How the wrong numbers follow from the right ones, if they do."""
+    """Return the relation of the wrong numbers to the right ones, "" if there is none."""
     if np.isnan(got).all():
         return "nan"
     if not np.isfinite(got).all() or not np.isfinite(truth).all():
@@ -70,15 +68,15 @@ def _relation(name: str, got: Array, truth: Array, b: Textbook) -> str:
     for dtype, lower in (("float32", 2.0**-23), ("float16 or TF32", 2.0**-10), ("bfloat16", 2.0**-7)):
         relative = size / np.abs(truth).max(initial=0.0)
         if dtype == "bfloat16" and b.problem.dtype == np.float16:
-            continue  # nobody goes from one half to the other
-        # A few numbers may be as far off as halves are by chance.
+            continue  # no candidate converts one half to the other
+        # A few numbers may have such errors by chance.
         if (got.size > 3 or dtype == "float32") and eps < lower / 8.0 and lower / 32.0 < relative < lower * 4.0:
             return f"errors as large as arithmetic in {dtype} makes them"
     return ""
 
 
 def _times(factor: float, b: Textbook) -> str:
-    """A factor that means something."""
+    """Explain a factor, "" if it has no meaning."""
     if abs(factor + 1.0) < _ALIKE:
         return "of the opposite sign"
     ranks, rows = b.problem.ranks, b.problem.rows
@@ -101,7 +99,7 @@ def _constant(size: float, b: Textbook) -> str:
 
 
 def _entries(b: Textbook) -> Iterator[tuple[str, Array]]:
-    """Sets of entries of the gradient, and what they are called."""
+    """Yield sets of entries of the gradient, with a name."""
     problem = b.problem
     shape = b.p.shape
     target = b.q != 0
@@ -129,7 +127,7 @@ def _entries(b: Textbook) -> Iterator[tuple[str, Array]]:
 
 
 def _rows(b: Textbook) -> Iterator[tuple[str, Array]]:
-    """Sets of rows, and what they are called."""
+    """Yield sets of rows, with a name."""
     problem, splits = b.problem, np.array(b.problem.splits)
     if not problem.with_probabilities:
         yield "in ignored rows only", ~b.valid
@@ -143,7 +141,7 @@ def _rows(b: Textbook) -> Iterator[tuple[str, Array]]:
 
 
 def _smallest(wrong: Array, sets: Iterator[tuple[str, Array]]) -> list[str]:
-    """The smallest set that has all that is wrong, if at least half of it is wrong."""
+    """Return the name of the smallest set that has all wrong numbers, if at least half of the set is wrong."""
     first = int(wrong.any(axis=tuple(range(1, wrong.ndim))).argmax())
     from_first = np.zeros_like(wrong)
     from_first[first:] = True

@@ -1,4 +1,4 @@
-"""How a candidate is called for a case: once, twice, two at once; and what is looked at beside its numbers."""
+"""The procedures that call a candidate: once, twice, two calls at once; and the checks beside its numbers."""
 
 from __future__ import annotations
 
@@ -25,21 +25,19 @@ from pce_mpi.memory import shares_memory
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["PROCEDURES", "BadResult", "Trial"]
-
 Array = np.ndarray[Any, Any]
 
 
 class BadResult(Exception):
-    """A candidate returned what is no loss, or no gradient, at all."""
+    """A candidate returned something that is no loss, or no gradient."""
 
 
 @dataclass
 class Trial:
     """One rank's part of a case.
 
-    `problem(0)` is the case's, `problem(1)` another of the same kind, for procedures that need two. What a procedure
-    finds goes to `findings`; what is to be judged to `answers`, with the number of its problem and what to call it.
+    `problem(0)` is the case's, `problem(1)` another of the same kind, for procedures that need two. `answers` are to be
+    judged, each with the number of its problem and a name; `findings` are faults that the procedure has seen.
     """
 
     candidate: Callable[..., Any]
@@ -51,22 +49,22 @@ class Trial:
     costs: dict[str, dict[str, float | None]] | None = None
 
     def call(self, which: int = 0) -> _Call:
-        """A call of the candidate with one of the problems, done."""
+        """Call the candidate with one of the problems."""
         call = _Call(self, self.problem(which))
         call.run(self.comm)
         return call
 
     def judge(self, answer: Answer, which: int = 0, name: str = "") -> None:
-        """Have `answer` judged; `name` says which of several it is."""
+        """Leave `answer` to the judge; `name` says which of several it is."""
         self.answers.append((which, name, answer))
 
     def find(self, kind: str, text: str) -> None:
-        """Something is wrong."""
+        """Report a fault."""
         self.findings.append(Finding(kind, text))
 
 
 class _Call:
-    """A call of the candidate: what it is handed, and what it has returned."""
+    """A call of the candidate: its arguments and results."""
 
     def __init__(self, trial: Trial, problem: Problem) -> None:
         self._trial, self._offer, self._problem = trial, trial.offer, problem
@@ -109,7 +107,7 @@ class _Call:
             raise BadResult(f"(loss, backward) is due, where backward can be called, got {_described(second)}")
 
     def backward(self) -> None:
-        """Ask for the gradient, if that takes another call."""
+        """Call the backward function, if there is one."""
         if self._backward is None:
             return
         problem = self._problem
@@ -120,11 +118,11 @@ class _Call:
         self.gradient = _array(self._backward(self._hand("the upstream gradient", dloss)), "the gradient")
 
     def answer(self) -> Answer:
-        """Copies of what has come back so far."""
+        """Return copies of the results so far."""
         return Answer(to_host(self.loss).copy(), None if self.gradient is None else to_host(self.gradient).copy())
 
     def check(self) -> None:
-        """Look for inputs that have changed, and for results that are the memory of something else."""
+        """Report arguments that have changed, and results that share memory with another array."""
         allowed = {"logits"} if self._offer.overwrites_logits else set()
         for name, watched in self._watched.items():
             if name not in allowed and watched.changed():
@@ -138,7 +136,7 @@ class _Call:
 
 
 class _Watched:
-    """An array that was handed out, and its bytes, those between its elements included."""
+    """An argument of the candidate, and its bytes before the call, those between its elements included."""
 
     def __init__(self, array: Array, handed: Any) -> None:
         self.handed = as_array(handed, "input")
@@ -147,12 +145,12 @@ class _Watched:
         self._bytes = to_host(self._buffer).tobytes()
 
     def changed(self) -> bool:
-        """Whether any byte is another."""
+        """Return True if any byte differs now."""
         return to_host(self._buffer).tobytes() != self._bytes
 
 
 def _as_library(array: Array, library: str) -> Any:
-    """`array` as that library has it: on the same memory, or on the GPU."""
+    """Return `array` as an array of that library: on the same memory, or on the GPU."""
     if library != "torch":
         return library_named(library).asarray(array)
     import torch
@@ -163,9 +161,9 @@ def _as_library(array: Array, library: str) -> Any:
 
 
 def _array(value: Any, what: str) -> Any:
-    """What came back, as a NumPy or CuPy array on the same memory."""
+    """Return a result as a NumPy or CuPy array on the same memory."""
     if hasattr(value, "detach"):
-        value = value.detach()  # autograd's graph bars the way to the numbers
+        value = value.detach()  # a tensor with a graph does not export its numbers
     if not isinstance(value, tuple | list) and value is not None:
         try:
             return as_array(value, what)
@@ -203,8 +201,8 @@ def _two_at_once(trial: Trial) -> None:
     first = trial.call(0)
     before = first.answer()
     second = trial.call(1)
-    for what, kept, now in (("loss", before.loss, first.loss), ("gradient", before.dlogits, first.gradient)):
-        if kept is not None and not _same_bits(to_host(now), kept):
+    for what, saved, now in (("loss", before.loss, first.loss), ("gradient", before.dlogits, first.gradient)):
+        if saved is not None and not _same_bits(to_host(now), saved):
             trial.find("overwritten", f"a second call changed the {what} that the first one had returned")
     for call in (first, second):
         call.backward()

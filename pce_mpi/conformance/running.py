@@ -1,7 +1,7 @@
-"""Run one case on all ranks of a communicator, and say alike on each what came of it.
+"""Run one case on all ranks of a communicator, and return the same outcome on each.
 
-A candidate is called with a duplicate of the communicator that is freed afterwards. What it raises is an outcome. What
-it returns is read through DLPack, compared with what it was handed, gathered, and judged on rank 0.
+The candidate gets a duplicate of the communicator, which is freed afterwards. An exception is an outcome. Results are
+read through DLPack, compared with the arguments, gathered, and judged on rank 0.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from pce_mpi.loss.arguments import target_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-__all__ = ["assert_conforms", "run_case"]
 
 Candidate = Callable[..., Any]
 
@@ -148,15 +146,38 @@ def assert_conforms(
     tolerance: Tolerance = _USUAL,
     seed: int = 0,
 ) -> None:
-    """Raise `AssertionError`, alike on every rank of `comm` (all of the job), unless `candidate` does `case` right.
+    """Raise `AssertionError`, the same on every rank, unless a candidate passes a case.
 
-    A case that the candidate does not offer is skipped: `unittest.SkipTest`, which pytest knows. A candidate that has
-    `start(comm)` is started with the first case, and stopped when the process ends.
+    Parameters
+    ----------
+    candidate : callable
+        The loss to judge. If it has `start(comm)`, it is started with the first case, and stopped when the process
+        ends.
+    case : Case
+        One of `cases(candidate)`.
+    comm : mpi4py.MPI.Intracomm, optional
+        The ranks over which the classes are sharded; all of the job unless given.
+    tolerance : Tolerance
+        How far off an answer may be.
+    seed : int
+        Seed of the random numbers.
 
-    It does not return if the candidate does not: where some ranks wait for others that have raised, it hangs as the
-    candidate's own users would. The command `python -m pce_mpi conformance` calls that "deadlocked" and goes on; with
-    pytest, let `-o faulthandler_timeout=60 -o faulthandler_exit_on_timeout=true` end the job.
+    Raises
+    ------
+    AssertionError
+        The case failed; the message has the findings.
+    unittest.SkipTest
+        The candidate does not offer the case; pytest reports it as skipped.
 
+    Notes
+    -----
+    Collective over `comm`. It does not return if the candidate does not: if some ranks wait for others that have
+    raised, it hangs as the candidate's own users would. The command `python -m pce_mpi conformance` calls that
+    "deadlocked" and goes on; with pytest, let `-o faulthandler_timeout=60 -o faulthandler_exit_on_timeout=true` end
+    the job.
+
+    Examples
+    --------
     >>> from mpi4py import MPI
     >>> from pce_mpi import conformance, softmax_cross_entropy_value_and_grad
     >>> for case in conformance.cases(pattern="p-near-1/float32"):
@@ -175,7 +196,7 @@ def assert_conforms(
 
 
 def _arrive(comm: MPI.Intracomm) -> None:
-    """Wait for all ranks, and leave the cores to those that are at work: there may be more ranks than cores."""
+    """Wait for all ranks without using a core: there may be more ranks than cores."""
     arrival = comm.Ibarrier()
     while not arrival.Test():
         time.sleep(0.0002)
@@ -192,7 +213,7 @@ def _settle(
     returned: Sequence[_Returned],
     tolerance: Tolerance,
 ) -> None:
-    """Fill in what came of it, from what each rank has raised, or returned and found."""
+    """Complete the outcome from the exceptions, or the results and findings, of all ranks."""
     raised = {rank: error for rank, error in enumerate(errors) if error is not None}
     if len(raised) == len(errors):
         if case.expects == Expects.ANSWER:
@@ -210,9 +231,9 @@ def _settle(
         answers = [answers for answers, _ in returned]
         if case.expects == Expects.REFUSAL:
             outcome.findings.append(Finding("not refused", _not_refused(problem(0), answers[0])))
-        elif len({len(each) for each in answers}) == 1:  # else some returned what is no result
-            for of_all_ranks in zip(*answers, strict=True):
-                _judge(outcome, problem, of_all_ranks, tolerance)
+        elif len({len(each) for each in answers}) == 1:  # else some ranks returned no result
+            for answers_of_call in zip(*answers, strict=True):
+                _judge(outcome, problem, answers_of_call, tolerance)
     if outcome.findings:
         outcome.verdict = Verdict.FAIL
 
@@ -238,7 +259,7 @@ def _judge(
 
 
 def _together(findings: Sequence[Sequence[Finding]]) -> Iterator[Finding]:
-    """What the ranks have found, once each, with the ranks that found it if those are not all."""
+    """Yield each finding once, with the ranks that found it if those are not all."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, each in enumerate(findings):
         for finding in each:

@@ -1,4 +1,4 @@
-"""The smallest shape at which a case still fails in the same way."""
+"""Find the smallest shape at which a case still fails in the same way."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from pce_mpi.conformance.outcomes import Outcome
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["shapes", "shrink"]
-
-# What the search for one shape may take, without its first call.
+# Seconds for the search of one shape, without its first call.
 _SECONDS = 4.0
 
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 64, 256, 1024, 4096, 16384)
 
 
 def shapes(rows: int, classes: int, ranks: int) -> list[tuple[int, int]]:
-    """(rows, classes) smaller than the given ones, from few elements to many, with a class for each rank.
+    """Return smaller (rows, classes), from few elements to many, with a class for each rank.
 
     >>> shapes(2, 5, 2)
     [(1, 2), (1, 3), (1, 4), (2, 2), (1, 5), (2, 3), (2, 4)]
@@ -43,15 +41,15 @@ def shrink(
     shapes: Iterable[tuple[int, int]],
     comm: MPI.Intracomm,
 ) -> Outcome | None:
-    """What `run` gives at the first of `shapes` that shows what the case's own shape, (None, None), shows.
+    """Return the outcome of `run` at the first of `shapes` with the finding of the case's own shape, (None, None).
 
-    That is a finding of one of `kinds`, of the same cause where one is known. None if no shape does in time.
-    Collective over `comm`: all ranks call it alike, and rank 0's clock counts.
+    The finding is of one of `kinds`, and of the same cause if one is known. None if no shape has it in time.
+    Collective over `comm`; rank 0's clock decides.
     """
     whole = next((finding for finding in run(None, None).findings if finding.kind in kinds), None)
     if whole is None:
         return None
-    start = time.monotonic()  # after the first call, in which a framework may have to load itself
+    start = time.monotonic()  # the first call may load a framework
     for shape in shapes:
         if comm.bcast(time.monotonic() - start > _SECONDS):
             break

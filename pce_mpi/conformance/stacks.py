@@ -1,4 +1,4 @@
-"""Which line of a stack a candidate's author wants to see: the innermost one that is their own."""
+"""Find the line of a stack that is the candidate's own."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ import re
 import sysconfig
 import traceback
 
-__all__ = ["error_text", "innermost"]
-
 _KIT = Path(__file__).parent
 
 
 def innermost(stack: str) -> str:
-    """The innermost line of a stack as faulthandler writes it, most recent call first.
+    """Return the candidate's innermost line in a stack that faulthandler wrote, most recent call first.
 
-    That is one that is in no installed package, or, if all are, one of a package; never one of this kit's or of the
-    standard library's. '' if there is none.
+    It is in no installed package or, if all are, in a package other than this kit and the standard library. '' if there
+    is none.
     """
     return _innermost(re.findall(r'File "(.+)", line (\d+) in (.+)', stack))
 
 
 def error_text(error: BaseException) -> str:
-    """The error in a line, and the innermost line of the candidate from which it came."""
+    """Return the error in one line, with the candidate's innermost line that it came from."""
     first = str(error).strip().partition("\n")[0]
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     frames = reversed(traceback.extract_tb(error.__traceback__))

@@ -1,4 +1,4 @@
-"""The loss and its gradient in pieces that can be exchanged, to compute what a candidate with a known fault gives."""
+"""The loss and its gradient in pieces that can be replaced, to compute the answer of a known fault."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import numpy as np
 
 from pce_mpi.conformance.cases import Problem
 
-__all__ = ["Textbook", "softmax"]
-
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Textbook:
-    """One problem, float64, (rows, classes) and (rows,); as plain as can be, `dense` is what is exact.
+    """One problem in float64, (rows, classes) and (rows,), in the plainest way; `dense` has the exact one.
 
     The loss of a row is sum_c u_c nll_c + z_loss lse**2 + lost, its gradient g (total p - u + 2 z_loss lse p) slope.
     """
@@ -36,13 +34,13 @@ class Textbook:
     nll: Array  # -log p
     lse: Array  # (rows,)
     total: Array  # (rows,) sum_c u_c
-    lost: Array | float  # (rows,) what a fault adds to the loss
+    lost: Array | float  # (rows,) added to the loss by a fault
     g: Array  # (rows,) upstream gradient
     divisor: Array | float  # of the loss and of the gradient
 
     @classmethod
     def of(cls, problem: Problem) -> Textbook:
-        """The pieces as they should be."""
+        """Return the right pieces for a problem."""
         options = problem.options
         x = problem.row_major(problem.logits).astype(np.float64)
         rows, classes = x.shape
@@ -83,61 +81,61 @@ class Textbook:
         return made.with_u(w * (q * (1.0 - smoothing) + smoothing / max(classes, 1)))
 
     def but(self, **pieces: Any) -> Textbook:
-        """The same with other pieces."""
+        """Return the same with other pieces."""
         return replace(self, **pieces)
 
     def with_u(self, u: Array) -> Textbook:
-        """... with other coefficients and their sum."""
+        """Return the same with other coefficients, and their sum."""
         return self.but(u=u, total=u.sum(axis=-1))
 
     def with_x(self, x: Array, scale: float, softcap: float | None) -> Textbook:
-        """... of other logits, scaled and capped in another way."""
+        """Return the same for other logits, scale and softcap."""
         z, slope = scale * x, np.full_like(x, scale)
         if softcap is not None:
             z, slope = np.where(np.isinf(x), x, softcap * np.tanh(z / softcap)), scale / np.cosh(z / softcap) ** 2
         return self.but(x=x, z=z, slope=slope, **softmax(z))
 
     def row_losses(self) -> Array:
-        """(rows,) before any reduction; 0 where a row does not count."""
-        # Where a fault has lost some of u, the logarithm of the sum still has its factor `total`.
+        """Return the losses (rows,) before any reduction; 0 for rows that do not count."""
+        # If a fault has lost some of u, the logarithm of the sum still has the factor `total`.
         torn = self.total - self.u.sum(axis=-1)
         log_sum = self.nll.min(axis=-1, initial=np.inf)
         loss = np.where(self.u == 0.0, 0.0, self.u * self.nll).sum(axis=-1) + self.z_loss * self.lse**2 + self.lost
         return np.where(self.valid, loss + np.where(np.abs(torn) < 1e-12, 0.0, torn * log_sum), 0.0)
 
     def loss(self) -> Array:
-        """Shaped as the problem has it."""
+        """Return the loss, in the shape of the problem."""
         return self.reduce(self.row_losses())
 
     def reduce(self, rows: Array) -> Array:
-        """The loss of the losses per row."""
+        """Reduce losses per row to the loss."""
         if self.problem.reduction == "none":
             return rows.reshape(self.problem.rows_shape)
-        # One divisor for each row is a fault; without rows the one divisor, 0, must be felt.
+        # A fault may have a divisor for each row; a single one is applied after the sum, as 0 / 0 is nan for no rows.
         return np.asarray((rows / self.divisor).sum() if np.ndim(self.divisor) else rows.sum() / self.divisor)
 
     def gradient(self) -> Array:
-        """(rows, classes)."""
+        """Return the gradient, (rows, classes)."""
         return self.gradient_of(self.p * (self.total + 2.0 * self.z_loss * self.lse)[:, None] - self.u)
 
     def gradient_of(self, dz: Array) -> Array:
-        """(rows, classes) of the gradient of the sum of the rows with respect to z."""
+        """Return the gradient, (rows, classes), for the gradient `dz` of the sum of the rows with respect to z."""
         return np.where(self.valid[:, None], dz * self.slope * (self.g / self.divisor)[:, None], 0.0)
 
     def in_shard(self, rank: int) -> Array:
-        """(classes,) which classes `rank` has."""
+        """Return a mask (classes,) of the classes of `rank`."""
         mask = np.zeros(self.problem.classes, np.bool_)
         mask[slice(*self.problem.splits[rank : rank + 2])] = True
         return mask
 
     def owns(self, rank: int) -> Array:
-        """(rows,) in which rows `rank` has the target."""
+        """Return a mask (rows,) of the rows whose target `rank` has."""
         start, stop = self.problem.splits[rank : rank + 2]
         return np.asarray(self.q[:, start:stop].any(axis=-1))
 
 
 def softmax(z: Array) -> dict[str, Array]:
-    """`p`, `nll` and `lse`."""
+    """Return `p`, `nll` and `lse`."""
     top = z.max(axis=-1, keepdims=True, initial=-np.inf)
     e = np.exp(z - top)
     total = e.sum(axis=-1, keepdims=True)

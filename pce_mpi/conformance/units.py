@@ -1,4 +1,4 @@
-"""The units that errors are measured in, and how many of them pass; `judging` says what the rules are."""
+"""The units of errors, and how many of them pass; `judging` states the rules."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.conformance.cases import Problem
-
-__all__ = ["Tolerance", "Units", "coarsest", "finest", "ulp"]
 
 Array = np.ndarray[Any, Any]
 
@@ -24,18 +22,37 @@ _STRICT = {"float64": 8.0, "float32": 5.0, "float16": 1.0, "bfloat16": 1.0}
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How many ulps pass: `factor` times the usual ones, or the `strict` ones, which have no floor."""
+    """How many ulps an answer may be off.
+
+    Parameters
+    ----------
+    strict : bool
+        Allow 8, 5 and 1 ulp of float64, float32 and the halves, without a floor, in place of 64, 16 and 2.
+    factor : float
+        Multiplies what is allowed.
+    """
 
     strict: bool = False
     factor: float = 1.0
 
     def allowed(self, dtype: str) -> float:
-        """Ulps of `dtype`."""
+        """Return how many ulps pass.
+
+        Parameters
+        ----------
+        dtype : str
+            The dtype of the ulps.
+
+        Returns
+        -------
+        float
+            The number of ulps.
+        """
         return self.factor * (_STRICT if self.strict else _ALLOWED)[dtype]
 
 
 def ulp(values: Any, dtype: str) -> Array:
-    """The distance between neighbours of `dtype` around `values`, as float64; of subnormal ones and nan, the least."""
+    """Return the distance of neighbours in `dtype` around `values`, as float64; the least for subnormals and nan."""
     fraction, least = _FORMATS[dtype]
     values = np.nan_to_num(np.asarray(values, np.float64), posinf=0.0, neginf=0.0)
     exponent = np.where(values == 0, least, np.frexp(values)[1] - 1)
@@ -43,18 +60,23 @@ def ulp(values: Any, dtype: str) -> Array:
 
 
 def coarsest(*dtypes: str) -> str:
-    """Which of these dtypes has the fewest bits in its fraction."""
+    """Return the dtype with the fewest bits in its fraction."""
     return min(dtypes, key=lambda dtype: _FORMATS[dtype][0])
 
 
 def finest(*dtypes: str) -> str:
-    """Which of these dtypes has the most bits in its fraction."""
+    """Return the dtype with the most bits in its fraction."""
     return max(dtypes, key=lambda dtype: _FORMATS[dtype][0])
 
 
 class Units(NamedTuple):
-    """What one ulp is worth: `loss` shaped as the loss, `gradient` as (rows, classes), `at_target` (rows, classes)
-    where the target's own size counts; `sums` is an ulp of the loss in the dtype of the arithmetic."""
+    """The size of one ulp.
+
+    loss       shaped as the loss
+    gradient   (rows, classes)
+    at_target  (rows, classes) the entries that are measured by their own size
+    sums       shaped as the loss, in the dtype of the arithmetic
+    """
 
     loss: Array
     gradient: Array
@@ -64,34 +86,34 @@ class Units(NamedTuple):
     @classmethod
     @np.errstate(all="ignore")
     def of(cls, problem: Problem, loss_dtype: str, strict: bool) -> Units:
-        """The units for a loss that was returned in `loss_dtype`."""
+        """Return the units for a loss that was returned in `loss_dtype`."""
         arithmetic = compute_dtype_of(problem.dtype).name
-        terms = _Terms.of(problem)
+        sizes = _Sizes.of(problem)
         loss, gradient = problem.expected
         exact = np.abs(problem.row_major(gradient))
         at_target = np.zeros(exact.shape, np.bool_)
         if not problem.with_probabilities:
-            held = np.flatnonzero(problem.valid)
-            at_target[held, problem.targets.reshape(-1)[held]] = True
-        size = np.maximum(exact, terms.opposed)
+            counted = np.flatnonzero(problem.valid)
+            at_target[counted, problem.targets.reshape(-1)[counted]] = True
+        size = np.maximum(exact, sizes.opposed)
         others = np.where(np.isfinite(size) & ~at_target, size, 0.0)
         size = np.where(at_target, size, others.max(axis=-1, keepdims=True, initial=0.0))
         floor = 0.0 if strict else ulp(1.0, arithmetic)
-        by_row = terms.upstream.reshape(problem.rows_shape) if problem.reduction == "none" else terms.upstream.sum()
+        by_row = sizes.upstream.reshape(problem.rows_shape) if problem.reduction == "none" else sizes.upstream.sum()
         return cls(
             loss=np.maximum(ulp(loss, coarsest(loss_dtype, arithmetic)), floor * np.nan_to_num(by_row)),
-            gradient=np.maximum(ulp(size, problem.dtype.name), floor * np.nan_to_num(terms.slope)[:, None]),
+            gradient=np.maximum(ulp(size, problem.dtype.name), floor * np.nan_to_num(sizes.slope)[:, None]),
             at_target=at_target,
             sums=ulp(loss, arithmetic),
         )
 
 
-class _Terms(NamedTuple):
-    """Sizes of what a loss and its gradient are sums of; they need not be known well.
+class _Sizes(NamedTuple):
+    """Approximate sizes of the summands of a loss and its gradient.
 
-    upstream   (rows,) sum_c u_c and 2 z_loss |logsumexp|, after the reduction: what 1 of -log p is worth in the loss
+    upstream   (rows,) sum_c u_c and 2 z_loss |logsumexp|, after the reduction: the factor of -log p in the loss
     slope      (rows,) the same for the gradient: times dloss and logit_scale
-    opposed    (rows, classes) the largest of an entry's terms that may cancel against each other
+    opposed    (rows, classes) the largest of an entry's summands that may cancel against each other
     """
 
     upstream: Array
@@ -99,7 +121,7 @@ class _Terms(NamedTuple):
     opposed: Array
 
     @classmethod
-    def of(cls, problem: Problem) -> _Terms:
+    def of(cls, problem: Problem) -> _Sizes:
         options = problem.options
         x = problem.row_major(problem.logits).astype(np.float64)
         rows, classes = x.shape
@@ -111,23 +133,23 @@ class _Terms(NamedTuple):
         logsumexp = (top + np.log(e.sum(axis=-1, keepdims=True)))[:, 0]
         w = np.asarray(options.get("weight", np.ones(classes))).astype(np.float64)
         smoothing = options.get("label_smoothing", 0.0)
-        of_all = smoothing / max(1, classes) * w + np.zeros_like(x)  # u_c of classes that are not the target
+        u = smoothing / max(1, classes) * w + np.zeros_like(x)  # without the target's part
         if problem.with_probabilities:
             q = problem.row_major(problem.targets).astype(np.float64)
-            of_all = np.abs(w * q * (1.0 - smoothing) + of_all)
-            held, divisor = np.zeros(rows), float(rows)
+            u = np.abs(w * q * (1.0 - smoothing) + u)
+            at_target, divisor = np.zeros(rows), float(rows)
         else:
             t = np.where(problem.valid, problem.targets.reshape(-1), 0)
-            held = np.where(problem.valid, (1.0 - smoothing) * w[t], 0.0)
+            at_target = np.where(problem.valid, (1.0 - smoothing) * w[t], 0.0)
             divisor = float(np.where(problem.valid, w[t], 0.0).sum())
         factor = problem.valid / (divisor or 1.0) if problem.reduction == "mean" else problem.valid.astype(np.float64)
         z_loss = abs(options.get("z_loss", 0.0))
         z_term = 2.0 * z_loss * np.abs(logsumexp) if z_loss else np.zeros(rows)
-        others = of_all.sum(axis=-1)
+        others = u.sum(axis=-1)
         dloss = np.ones(()) if problem.dloss is None else np.abs(problem.dloss.astype(np.float64)).reshape(-1)
         slope = factor * dloss * abs(scale)
         return cls(
-            upstream=factor * (held + others + z_term),
-            slope=slope * (held + others + z_term),
-            opposed=slope[:, None] * np.maximum((others + z_term)[:, None] * p, of_all),
+            upstream=factor * (at_target + others + z_term),
+            slope=slope * (at_target + others + z_term),
+            opposed=slope[:, None] * np.maximum((others + z_term)[:, None] * p, u),
         )

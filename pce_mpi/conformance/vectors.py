@@ -1,8 +1,8 @@
-"""The cases as files, for code that neither MPI nor Python reaches, and the verdict on what such code made of them.
+"""Export the cases as files, for code without MPI or Python, and judge the results of such code.
 
-`export` writes problems and their exact answers as safetensors files, an index in JSON, and a page that says how to
-read them; `judged` holds a file of results, written in any language, against them, as `judging` does it for candidates.
-Only what numbers can show is exported: not whether a call keeps its inputs, gives the same bits again, or returns.
+`export` writes problems and their exact answers as safetensors files, an index in JSON, and a page that explains them;
+`judged` compares a file of results, written in any language, with them. Only cases about numbers are exported, not
+those about modified inputs, repeated bits or deadlocks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from pce_mpi.conformance.units import Tolerance
 from pce_mpi.distributed.tensor_files import dtype_name, opened, shortened, shown
 from pce_mpi.loss.arguments import Call, check
 
-__all__ = ["export", "judged"]
-
 Array = np.ndarray[Any, Any]
 
 
@@ -44,8 +42,8 @@ def export(
 ) -> int:
     """Write the vectors for shards over each number of `ranks` to `folder`, and return how many there are.
 
-    `pattern` and `dtypes` select cases as `cases` does. What lies in `folder` already is left alone or, where it has
-    the name of a vector, replaced. Needs safetensors. Raises `ValueError` for a pattern that no case fits.
+    `pattern` and `dtypes` select cases as in `cases`. Other files in `folder` are left alone. Needs safetensors. Raises
+    `ValueError` if no case fits a pattern.
     """
     from safetensors.numpy import save_file
 
@@ -56,7 +54,7 @@ def export(
         for case in selected:
             problem = case.build(case.setting(EVERYTHING, size, seed=seed))
             if problem.gathered or problem.memory != "C":
-                continue  # the numbers of another case, handed over in another way
+                continue  # the same numbers as in another case
             name = f"{case.name}/{size}-ranks"
             path = folder / f"{name}.safetensors"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,13 +69,13 @@ def export(
 def judged(
     folder: str | os.PathLike[str], results: str | os.PathLike[str], *, strict: bool = False, tolerance: float = 1.0
 ) -> Report:
-    """Hold the safetensors file `results` against the vectors in `folder`.
+    """Compare the safetensors file `results` with the vectors in `folder`.
 
-    For the vector called NAME the file has NAME/loss and, where there is one, NAME/dlogits, of all classes; or
-    NAME/refused, whatever it holds. A vector that the file does not have is not offered.
+    For the vector NAME the file has NAME/loss and, if there is one, NAME/dlogits, of all classes; or NAME/refused, with
+    any content. A vector that the file does not have is not offered.
 
-    Raises `FileNotFoundError` where there is no index or no file, `ValueError` for a malformed index, for what is no
-    safetensors file, for a vector that is no problem, and for results of no vector.
+    Raises `FileNotFoundError` if there is no index or no file, `ValueError` for a malformed index, safetensors file or
+    vector, and for results of no vector.
     """
     index = Index.read(Path(folder))
     given = _read(Path(results))
@@ -111,7 +109,7 @@ def _numbers_show(case: Case) -> bool:
 
 
 def _tensors(case: Case, problem: Problem) -> Iterator[tuple[str, Array]]:
-    """By name, what the file of a vector holds."""
+    """Yield the tensors of a vector's file, by name."""
     yield "logits", problem.logits
     yield "targets", problem.targets
     if "weight" in problem.options:
@@ -148,17 +146,17 @@ def _page() -> str:
 
 def _read(path: Path) -> dict[str, Array]:
     try:
-        dtype_named("bfloat16")  # which safetensors finds only once ml_dtypes was imported
+        dtype_named("bfloat16")  # safetensors knows it only once ml_dtypes was imported
     except TypeError:
         raise ImportError("vectors in bfloat16 need ml_dtypes") from None
     with opened(path) as file:
         for name in file.keys():
-            dtype_name(name, file.get_slice(name))  # raises for a dtype that there is none for
+            dtype_name(name, file.get_slice(name))  # raises for a dtype that NumPy does not have
         return {name: file.get_tensor(name) for name in file.keys()}
 
 
 def _problem(folder: Path, entry: Entry) -> Problem:
-    """What was exported, as it lies in the files: another version of this package may draw other numbers."""
+    """Read a problem from its file: another version of this package may draw other numbers."""
     try:
         tensors = _read(folder / entry.file)
     except (FileNotFoundError, PermissionError):
@@ -185,7 +183,7 @@ def _problem(folder: Path, entry: Entry) -> Problem:
 
 
 def _check(problem: Problem, entry: Entry) -> None:
-    """Raise where this is nothing that can be computed, or not what its entry says."""
+    """Raise if the problem cannot be computed, or contradicts its entry."""
     checked = check(
         Call(
             operation="judged",
@@ -250,7 +248,7 @@ def _outcome(folder: Path, entry: Entry, given: Mapping[str, Array], tolerance: 
 
 
 def _malformed(problem: Problem, loss: Array, dlogits: Array | None) -> list[Finding]:
-    """What keeps these arrays from being cut into what each rank would have returned."""
+    """Return the faults that keep these arrays from being split into the results of ranks."""
     found = []
     if not is_floating(loss.dtype):
         found.append(Finding("dtype", f"the loss has dtype {loss.dtype}, and a floating-point one was expected"))

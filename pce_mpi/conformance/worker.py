@@ -1,7 +1,6 @@
-"""One rank of a launch: load the candidate, run cases one after the other, write down what happens.
+"""One rank of a launch: load the candidate, run its cases in order, and write events to the journal.
 
-`launcher.Job` starts it on each of RANKS ranks, as `python -m pce_mpi.conformance.worker FOLDER RANKS`; FOLDER has the
-orders.
+`launcher.Job` starts it on RANKS ranks, as `python -m pce_mpi.conformance.worker FOLDER RANKS`; FOLDER has the orders.
 """
 
 from __future__ import annotations
@@ -36,21 +35,19 @@ from pce_mpi.conformance.units import Tolerance
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Recorded", "main"]
-
-# Whose versions a report names, as far as they were imported, beside that of the arrays' library.
+# A report has the versions of these, if they were imported, and that of the arrays' library.
 _PACKAGES = ("numpy", "mpi4py", "ml_dtypes", "torch", "jax", "jaxlib", "paddle", "tensorflow")
 
 
 class Recorded:
-    """A candidate whose calls are in the journal, and those of the backward functions that it returns."""
+    """A candidate that writes its calls to the journal, and those of the backward functions that it returns."""
 
     def __init__(self, candidate: Callable[..., Any], journal: Journal) -> None:
         self._candidate, self._journal = candidate, journal
         self.raised = False
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """What the candidate returns."""
+        """Call the candidate."""
         returned = self._call(self._candidate, *arguments, **options)
         if isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1]):
             loss, backward = returned
@@ -70,7 +67,7 @@ class Recorded:
 
 
 class Worker:
-    """This rank, with all that stays the same from case to case."""
+    """This rank, with everything that its cases share."""
 
     def __init__(self, orders: Orders, candidate: Any, comm: MPI.Intracomm, journal: Journal) -> None:
         self._orders, self._comm, self._journal = orders, comm, journal
@@ -79,7 +76,7 @@ class Worker:
         self._tolerance = Tolerance(orders.strict, orders.tolerance)
 
     def run(self) -> bool:
-        """Do all tasks; False where it ends early, as some ranks have raised and others have not."""
+        """Execute all tasks; return False if some ranks raised and others did not, which ends the launch."""
         cases = self._orders.cases(self._offer)
         tasks = self._orders.tasks
         for number, task in enumerate([Task(name) for name in cases] if tasks is None else tasks):
@@ -89,7 +86,7 @@ class Worker:
             outcome = self._outcome(cases[task.case], task)
             if self._comm.rank == 0:
                 self._journal.write("outcome", outcome=None if outcome is None else outcome.to_json())
-            # Messages that nobody has received, a collective that some are still in: nothing is sure after that.
+            # There may be messages that nobody has received, or ranks inside a collective.
             if len(set(self._comm.allgather(self._candidate.raised))) > 1:
                 return False
         return True
@@ -101,7 +98,7 @@ class Worker:
         return shrink(lambda *shape: self._run(case, *shape), task.reproduce, usable, self._comm)
 
     def _smaller_shapes(self, case: Case, rows: int, classes: int) -> Iterator[tuple[int, int]]:
-        """Those that leave no rank without classes, unless the case does: to many candidates that is another fault."""
+        """Return shapes that leave no rank without classes, unless the case does: that can show another fault."""
 
         def has_an_empty_shard(rows: int, classes: int) -> bool:
             setting = case.setting(self._offer, self._comm.size, seed=self._orders.seed, rows=rows, classes=classes)
@@ -126,7 +123,7 @@ class Worker:
 
 
 def main(folder: Path, ranks: int) -> None:
-    """Do what the orders in `folder` say, on all ranks together; raise where these are not `ranks`."""
+    """Execute the orders in `folder` on all ranks; raise `LaunchError` if these are not `ranks`."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()
@@ -136,7 +133,7 @@ def main(folder: Path, ranks: int) -> None:
         journal.write("apart", text=apart)
         raise LaunchError(apart)
     _redirect_output(folder / f"output-{comm.rank}")
-    # The launcher asks with a signal where a rank is that never returns: Python code could not answer from within C.
+    # The launcher asks for the stack with a signal: a rank inside C code cannot run Python code.
     stack = open(folder / f"stack-{comm.rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     faulthandler.enable(all_threads=False)
@@ -175,7 +172,7 @@ def _check_signature(candidate: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(candidate)
     except ValueError:
-        return  # it is not known, as for some that are written in C
+        return  # unknown, as for some functions in C
     try:
         signature.bind(None, None, class_start=0, num_classes=0, comm=None)
     except TypeError as error:
@@ -187,11 +184,11 @@ def _check_signature(candidate: Callable[..., Any]) -> None:
 
 
 def _redirect_output(path: Path) -> None:
-    """All that this process prints, C code included, goes to a file of its own, line by line."""
+    """Send all output of this process, that of C code included, to a file, line by line."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what Python itself has opened
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a text file
 
 
 def _versions(mpi: Any, arrays: str) -> dict[str, str]:
@@ -212,5 +209,5 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        # Not the usual way out, which waits for the other ranks.
+        # The usual exit waits for the other ranks.
         os._exit(1)

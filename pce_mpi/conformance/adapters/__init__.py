@@ -26,8 +26,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["FUNCTION_ADAPTERS", "NAMED_CANDIDATES", "adapted", "missing_framework", "named_candidate"]
-
 # The file and the class; imported only when they are asked for.
 NAMED_CANDIDATES = {
     "pce": ("ours", "ForwardAndBackward"),

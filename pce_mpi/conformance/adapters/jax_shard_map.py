@@ -15,8 +15,6 @@ from pce_mpi.conformance.offers import Gradient, offer_of
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["JaxShardMap"]
-
 _AXIS_NAME = "classes"
 
 

@@ -16,8 +16,6 @@ from pce_mpi.loss import (
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["ForwardAndBackward", "ValueAndGrad"]
-
 
 class ForwardAndBackward:
     """`softmax_cross_entropy_forward`, then `softmax_cross_entropy_backward` with the kit's upstream gradient."""

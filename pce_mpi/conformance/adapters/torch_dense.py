@@ -13,8 +13,6 @@ from pce_mpi.conformance.offers import Gradient, Offer
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["TorchDense"]
-
 
 class TorchDense:
     """`torch.nn.functional.cross_entropy` of all classes on every rank, and this rank's part of the gradient."""

@@ -13,8 +13,6 @@ from pce_mpi.conformance.offers import Gradient, Offer
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["TorchLossParallel"]
-
 
 class TorchLossParallel:
     """`cross_entropy` and its backward pass inside `torch.distributed.tensor.parallel.loss_parallel()`.

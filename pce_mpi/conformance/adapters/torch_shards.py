@@ -13,8 +13,6 @@ from pce_mpi.conformance.offers import Gradient, offer_of
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["TorchShards"]
-
 _GROUP_NAMES = ("group", "tp_group", "process_group")
 
 

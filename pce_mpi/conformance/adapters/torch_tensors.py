@@ -11,8 +11,6 @@ import numpy as np
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["ProcessGroup", "class_dim", "loss_and_backward", "tensor_of"]
-
 
 def tensor_of(array: Any) -> Any:
     """A tensor on the memory of a NumPy array, bfloat16 included; a copy only where torch has no such strides."""

@@ -1,4 +1,4 @@
-"""The catalogue of all cases, family by family; what each one catches stands beside it."""
+"""The catalogue of all cases, family by family, each with the fault that it catches."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from pce_mpi.conformance.cases import Case
-from pce_mpi.conformance.catalogue import calls, layouts, numbers, options, special_values, targets
+from pce_mpi.conformance.catalogue import calls, numbers, options, shapes, special_values, targets
 from pce_mpi.conformance.offers import DTYPES, Offer, offer_of
 
-__all__ = ["cases", "catalogue"]
-
-_FAMILIES = (numbers, special_values, layouts, targets, options, calls)
+_FAMILIES = (numbers, special_values, shapes, targets, options, calls)
 
 
 def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None) -> list[Case]:
-    """Every case, also those that `offer` does not cover.
+    """Return every case, also those that `offer` does not cover.
 
-    Cases that are about something else than numbers come in one dtype only: the first of float32, float64, bfloat16
-    and float16 that `offer` has, and `dtypes`. No case is in a dtype that `dtypes` does not have.
+    Cases that are not about numbers come in one dtype only: the first of float32, float64, bfloat16 and float16 that
+    is in `offer` and in `dtypes`. No case has a dtype outside `dtypes`.
     """
     wanted = tuple(DTYPES if dtypes is None else dtypes)
     for dtype in wanted:
@@ -35,11 +33,29 @@ def cases(
     pattern: str | Iterable[str] | None = None,
     dtypes: Iterable[str] | None = None,
 ) -> list[Case]:
-    """The cases, for `pytest.mark.parametrize("case", cases(candidate), ids=str)`.
+    """Return the cases of the catalogue, for `pytest.mark.parametrize("case", cases(candidate), ids=str)`.
 
-    `offer`: a candidate, or an `Offer`: only cases that it offers. `pattern`: a name or a family or a shell pattern of
-    names, or several. `dtypes`: only cases with logits of these. Raises `ValueError` for a pattern that no case fits.
+    Parameters
+    ----------
+    offer : Offer or callable, optional
+        A candidate, or what one offers: only cases that it offers.
+    pattern : str or iterable of str, optional
+        Only cases with this name, of this family, or whose names fit this shell pattern.
+    dtypes : iterable of str, optional
+        Only cases with logits of these dtypes.
 
+    Returns
+    -------
+    list of Case
+        The selected cases, in the order of the catalogue.
+
+    Raises
+    ------
+    ValueError
+        No case fits a pattern, or a dtype is not one of the kit's.
+
+    Examples
+    --------
     >>> [case.name for case in cases(pattern="zero-rows/*")]
     ['zero-rows/mean', 'zero-rows/sum', 'zero-rows/none']
     """

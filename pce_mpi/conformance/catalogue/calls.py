@@ -1,4 +1,4 @@
-"""Cases about calling: upstream gradients, calls that follow each other, and what they leave behind."""
+"""Cases about calls: upstream gradients, successive calls, and their side effects."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from pce_mpi.conformance.cases import Case, Problem, Setting
 from pce_mpi.conformance.catalogue.drawing import random_problem, rounded
 from pce_mpi.conformance.offers import Gradient, Needs
 
-__all__ = ["families"]
-
 _VALUE, _BACKWARD = Gradient.VALUE, Gradient.BACKWARD
 
 
 def families(main: str) -> Iterator[Case]:
-    """Every case of this file."""
+    """Yield every case of this file."""
     yield Case(
         "upstream/scalar",
         "An upstream gradient other than 1 that is not applied, or applied once more for each rank.",
@@ -109,7 +107,7 @@ def _upstream_scalar(setting: Setting) -> Problem:
 
 def _upstream_by_row(setting: Setting) -> Problem:
     problem = random_problem(setting)
-    # Eighths, which every dtype has.
+    # Eighths are exact in every dtype.
     upstream = np.random.default_rng([setting.seed, 4]).integers(-16, 17, problem.rows_shape) / 8.0
     upstream.reshape(-1)[1:2] = 0.0
     return replace(problem, dloss=rounded(setting, upstream))

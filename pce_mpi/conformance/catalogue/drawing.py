@@ -1,4 +1,4 @@
-"""What problems are drawn from: logits, targets, weights and split points, from the seed of a setting alone."""
+"""Draw logits, targets, weights and split points from the seed of a setting alone."""
 
 from __future__ import annotations
 
@@ -13,35 +13,22 @@ from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance.cases import Problem, Setting
 from pce_mpi.distributed.placements import shard_range
 
-__all__ = [
-    "chunks",
-    "even",
-    "generator",
-    "normal_logits",
-    "option_values",
-    "random_problem",
-    "random_targets",
-    "rounded",
-    "rows_shape",
-    "uneven",
-]
-
 Array = np.ndarray[Any, Any]
 Splits = tuple[int, ...]
 
 
 def generator(setting: Setting, shape: Sequence[int]) -> np.random.Generator:
-    """Random numbers for logits of this shape; the same ones, whichever shape a setting has wished for."""
+    """Return the generator for logits of this shape; it depends on the seed and the shape alone."""
     return np.random.default_rng([setting.seed, *shape])
 
 
 def rounded(setting: Setting, values: Any) -> Array:
-    """`values` in the candidate's dtype."""
+    """Round `values` to the candidate's dtype."""
     return np.asarray(values, np.float64).astype(dtype_named(setting.dtype))
 
 
 def even(setting: Setting) -> Splits:
-    """Shards as equal as the candidate's kind of shards allows; equal ones may take more classes than asked for."""
+    """Split points of the most equal shards that the offer allows; equal ones may have more classes than asked for."""
     ranks, classes = setting.ranks, setting.classes
     if setting.shards == "any":
         return (*(shard_range(classes, ranks, rank)[0] for rank in range(ranks)), classes)
@@ -52,7 +39,7 @@ def even(setting: Setting) -> Splits:
 
 
 def uneven(setting: Setting) -> Splits:
-    """Shards of different lengths, none of them empty while there are classes, as far as the candidate takes such."""
+    """Split points of non-empty shards of different lengths, as far as the offer allows them."""
     ranks, classes = setting.ranks, setting.classes
     if setting.shards == "equal" or ranks == 1:
         return even(setting)
@@ -60,7 +47,7 @@ def uneven(setting: Setting) -> Splits:
         return chunks(classes - 1 if classes % ranks == 0 and classes > ranks else classes, ranks)
     if classes <= ranks:
         return even(setting)
-    # 1, 2, 3, 1, 2, 3, ... shares; what is left over goes to the last rank
+    # 1, 2, 3, 1, 2, 3, ... shares; the last rank takes the remainder
     shares = [1 + rank % 3 for rank in range(ranks)]
     lengths = [max(1, classes * share // (sum(shares) + 1)) for share in shares]
     lengths[-1] += classes - sum(lengths)
@@ -68,13 +55,13 @@ def uneven(setting: Setting) -> Splits:
 
 
 def chunks(classes: int, ranks: int) -> Splits:
-    """Shards as torch.chunk makes them: of ceil(classes / ranks), the last ones shorter or empty."""
+    """Split points of torch.chunk: shards of ceil(classes / ranks), the last ones shorter or empty."""
     each = math.ceil(classes / ranks)
     return tuple(min(classes, each * rank) for rank in range(ranks + 1))
 
 
 def rows_shape(setting: Setting, axes: int) -> tuple[int, ...]:
-    """The shape of rows over so many axes: of different lengths, or all in the first axis if few are asked for."""
+    """Return a shape of that many axes of different lengths, or with all rows in the first axis if there are few."""
     shape = (2, 3, 2, 3)[:axes]
     if axes < 2 or setting.rows < math.prod(shape):
         return (setting.rows, *(1,) * (axes - 1))[:axes]
@@ -82,17 +69,17 @@ def rows_shape(setting: Setting, axes: int) -> tuple[int, ...]:
 
 
 def normal_logits(setting: Setting, shape: Sequence[int], scale: float = 3.0) -> Array:
-    """Normally distributed, float64, not yet rounded."""
+    """Draw normal logits, float64, not yet rounded."""
     return scale * generator(setting, shape).standard_normal(shape)
 
 
 def random_targets(setting: Setting, shape: Sequence[int], classes: int) -> Array:
-    """Class numbers, int64, other draws than the logits."""
+    """Draw class numbers, int64, independent of the logits."""
     return np.random.default_rng([setting.seed, 1]).integers(0, classes, shape)
 
 
 def option_values(setting: Setting, names: Sequence[str], classes: int) -> dict[str, Any]:
-    """A value that matters for each of these options."""
+    """Return a value for each of these options that changes the loss."""
     rng = np.random.default_rng([setting.seed, 2])
     values: dict[str, Any] = {
         "weight": rounded(setting, rng.uniform(0.25, 2.0, classes)),
@@ -115,7 +102,7 @@ def random_problem(
     scale: float = 3.0,
     **fields: Any,
 ) -> Problem:
-    """Normal logits, random targets, these options; every third row is ignored if `ignore_index` is among them."""
+    """Build a problem of normal logits and random targets; with `ignore_index`, every third row is ignored."""
     splits = even(setting) if splits is None else splits
     classes = splits[-1]
     rows = rows_shape(setting, axes)

@@ -1,4 +1,4 @@
-"""Cases about numbers: where arithmetic that is right on paper loses its bits."""
+"""Cases about numbers: arithmetic that is right on paper and loses its bits."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ from pce_mpi.conformance.catalogue.drawing import (
 )
 from pce_mpi.conformance.offers import DTYPES, REDUCTIONS, Needs
 
-__all__ = ["families"]
-
 Array = np.ndarray[Any, Any]
 
 
 def families(main: str) -> Iterator[Case]:
-    """Every case of this file."""
+    """Yield every case of this file."""
     for dtype in DTYPES:
         yield Case(
             f"random-logits/{dtype}",
@@ -105,7 +103,7 @@ def families(main: str) -> Iterator[Case]:
 
 
 def _p_near_1(setting: Setting) -> Problem:
-    """The target is 3 to 16 above all others, another distance in each row; targets go round the shards."""
+    """The target is 3 to 16 above all others, by another distance in each row; the targets cycle over the shards."""
     splits = uneven(setting)
     classes = splits[-1]
     shape = (setting.rows, classes)
@@ -116,7 +114,7 @@ def _p_near_1(setting: Setting) -> Problem:
 
 
 def _p_equal_1(setting: Setting) -> Problem:
-    """In every second row the target is so far above all others that the loss is 0 in every dtype."""
+    """Every second row has a target so far above all others that its loss is 0 in every dtype."""
     problem = random_problem(setting)
     logits = problem.logits.copy()
     certain = np.arange(0, setting.rows, 2)
@@ -125,7 +123,7 @@ def _p_equal_1(setting: Setting) -> Problem:
 
 
 def _offset(setting: Setting, offset: float) -> Problem:
-    """Logits some of the dtype's steps apart, around +offset and -offset in turn."""
+    """Logits a few ulps apart, around +offset and -offset in turn."""
     splits = even(setting)
     shape = (setting.rows, splits[-1])
     offsets = np.where(np.arange(setting.rows) % 2, -offset, offset)

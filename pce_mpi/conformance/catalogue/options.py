@@ -10,8 +10,6 @@ from pce_mpi.conformance.cases import Case, Problem, Setting
 from pce_mpi.conformance.catalogue.drawing import random_problem, uneven
 from pce_mpi.conformance.offers import DTYPES, OPTIONS, Needs
 
-__all__ = ["families"]
-
 _CATCHES = {
     "weight": "Class weights: a rank has those of its own classes, and needs that of the target.",
     "ignore_index": "Ignored rows, a third of all: they count neither in the sum nor in the divisor of the mean.",
@@ -24,7 +22,7 @@ _CATCHES = {
 
 
 def families(main: str) -> Iterator[Case]:
-    """Every case of this file."""
+    """Yield every case of this file."""
     for option in OPTIONS:
         for dtype in DTYPES:
             yield Case(f"{option}/{dtype}", _CATCHES[option], dtype, _with(option), Needs(options=(option,)))
@@ -42,7 +40,7 @@ def families(main: str) -> Iterator[Case]:
 
 def _with(*options: str) -> Any:
     def build(setting: Setting) -> Problem:
-        # Alone on equal shards, so that only the option can be wrong; together on uneven ones.
+        # A single option on equal shards, so that only the option can be wrong; several on uneven ones.
         return random_problem(setting, uneven(setting) if len(options) > 1 else None, options=options)
 
     return build

@@ -13,16 +13,14 @@ from pce_mpi.conformance.cases import Case, Problem, Setting
 from pce_mpi.conformance.catalogue.drawing import random_problem
 from pce_mpi.conformance.offers import Needs
 
-__all__ = ["families"]
-
 Array = np.ndarray[Any, Any]
 
-# One loss for each row shows which rows are off.
+# One loss per row shows which rows are off.
 _BY_ROW = ("none", "mean", "sum")
 
 
 def families(main: str) -> Iterator[Case]:
-    """Every case of this file."""
+    """Yield every case of this file."""
     yield Case(
         "masked-shard/last",
         "A shard of -inf alone: its own maximum is -inf, and -inf - -inf is nan (TransformerEngine, flash-attention).",
@@ -76,7 +74,7 @@ def families(main: str) -> Iterator[Case]:
 
 
 def _masked(setting: Setting, which: Callable[[Problem, Array, Array], Array]) -> Problem:
-    """-inf where `which` says so of (row, class), but never at a target."""
+    """Set logits to -inf at the (row, class) that `which` selects, but never at a target."""
     problem = random_problem(setting)
     rows, classes = map(np.asarray, np.indices(problem.logits.shape))
     masked = which(problem, rows, classes)
@@ -105,7 +103,7 @@ def _every_third_class(problem: Problem, rows: Array, classes: Array) -> Array:
 
 
 def _with_row(setting: Setting, change: Callable[[Array, int], None]) -> Problem:
-    """One row in the middle is changed."""
+    """Apply `change` to one row in the middle."""
     problem = random_problem(setting)
     logits = problem.logits.copy()
     row = setting.rows // 2

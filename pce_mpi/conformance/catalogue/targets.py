@@ -1,4 +1,4 @@
-"""Cases about targets: rows that are ignored, class numbers that do not exist, and probabilities."""
+"""Cases about targets: ignored rows, class numbers out of range, and probabilities."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from pce_mpi.conformance.cases import Case, Expects, Problem, Setting
 from pce_mpi.conformance.catalogue.drawing import even, option_values, random_problem, rounded, uneven
 from pce_mpi.conformance.offers import OPTIONS, REDUCTIONS, Needs
 
-__all__ = ["families"]
-
 Array = np.ndarray[Any, Any]
 
 
 def families(main: str) -> Iterator[Case]:
-    """Every case of this file."""
+    """Yield every case of this file."""
     yield from _ignored(main)
     yield from _out_of_range(main)
     yield from _probabilities(main)
@@ -173,7 +171,7 @@ def _probabilities(main: str) -> Iterator[Case]:
 
 
 def _soft(setting: Setting, total: float | None, options: tuple[str, ...] = ()) -> Problem:
-    """Probabilities with this sum; 0: one-hot; None: with other sums in each row."""
+    """Probabilities with this sum; 0: one-hot; None: a different sum in each row."""
     problem = random_problem(setting, even(setting))
     drawn = np.asarray(np.random.default_rng([setting.seed, 3]).standard_exponential(problem.logits.shape))
     drawn /= drawn.sum(axis=-1, keepdims=True)

@@ -1,20 +1,18 @@
-"""Faults that have been seen in losses of this kind, and the answer that each of them gives."""
+"""Faults seen in losses of this kind, and the answer that each of them gives."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from pce_mpi.conformance.faults.answer import Answer, Computed, Given
-from pce_mpi.conformance.faults.layouts import layouts
+from pce_mpi.conformance.faults.memory import memory_order
 from pce_mpi.conformance.faults.numbers import roundings, special_values
 from pce_mpi.conformance.faults.options import other_options, smoothing
 from pce_mpi.conformance.faults.rows import counted_rows, probabilities, upstream
 from pce_mpi.conformance.faults.sharding import factors, reductions, target_owners
 from pce_mpi.conformance.textbook import Textbook
 
-__all__ = ["Answer", "answers"]
-
-# The special before the general: the first that fits an answer is what is said of it.
+# The special before the general: the first fault that fits an answer is reported.
 _FAMILIES = (
     special_values,
     smoothing,
@@ -25,13 +23,13 @@ _FAMILIES = (
     probabilities,
     upstream,
     roundings,
-    layouts,
+    memory_order,
     factors,
 )
 
 
 def answers(b: Textbook) -> Iterator[tuple[str, Answer]]:
-    """What is wrong, and what that gives, for every known fault that could show in this problem."""
+    """Yield every known fault that could show in this problem: a text, and the answer that it gives."""
     for family in _FAMILIES:
         for text, made in family(b):
             if isinstance(made, Given):

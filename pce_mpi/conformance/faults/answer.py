@@ -1,4 +1,4 @@
-"""What a fault gives, and how the families of faults say so."""
+"""The answer that a fault gives, and the form in which the families of faults describe it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ import numpy as np
 
 from pce_mpi.conformance.textbook import Textbook
 
-__all__ = ["Answer", "Computed", "Faults", "Given", "each_rank", "of_gradient"]
-
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Given:
-    """An answer; None where the fault leaves all as it should be.
+    """An answer; None is a quantity that the fault does not change.
 
-    losses     of each rank, or one for all where they are equal
+    losses     of each rank, or one for all if they are equal
     gradient   (rows, classes)
     """
 
@@ -30,18 +28,18 @@ class Given:
 
 @dataclass(frozen=True)
 class Computed:
-    """The answer of textbooks, one for each rank, or one for all; computed when it is asked for."""
+    """The answer of one textbook, or of one for each rank; computed on demand."""
 
     books: tuple[Textbook, ...]
 
     @cached_property
     def losses(self) -> tuple[Array, ...]:
-        """As `Given` has it."""
+        """As in `Given`."""
         return tuple(book.loss() for book in self.books)
 
     @cached_property
     def gradient(self) -> Array:
-        """As `Given` has it."""
+        """As in `Given`."""
         gradient = self.books[0].gradient()
         for rank, book in enumerate(self.books[1:], start=1):
             gradient = np.where(book.in_shard(rank), book.gradient(), gradient)
@@ -50,15 +48,15 @@ class Computed:
 
 Answer = Given | Computed
 
-# What is wrong, and the textbook that is wrong in this way, one for all ranks or one for each; or what it gives.
+# A description of the fault, and the textbook that has it (one for all ranks, or one for each), or its answer.
 Faults = Iterator[tuple[str, Textbook | tuple[Textbook, ...] | Given]]
 
 
 def of_gradient(gradient: Array) -> Given:
-    """A fault of the gradient alone."""
+    """Return the answer of a fault of the gradient alone."""
     return Given(None, gradient)
 
 
 def each_rank(b: Textbook, change: Callable[[int], Textbook]) -> tuple[Textbook, ...]:
-    """A textbook for each rank."""
+    """Return a textbook for each rank."""
     return tuple(change(rank) for rank in range(b.problem.ranks))

@@ -1,4 +1,4 @@
-"""Faults of numbers: infinities, nan, and roundings that come too early."""
+"""Faults of numbers: infinities, nan, and early rounding."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import numpy as np
 
 from pce_mpi.conformance.faults.answer import Faults, Given, of_gradient
 from pce_mpi.conformance.textbook import Textbook, softmax
-
-__all__ = ["roundings", "special_values"]
 
 Array = np.ndarray[Any, Any]
 
@@ -30,7 +28,7 @@ def special_values(b: Textbook) -> Faults:
         yield text, of_gradient(np.where(where, np.nan, b.gradient()))
     if zero_times.any():
         yield "0 times the logit -inf of another class gives nan, where it is due to give 0", lost
-    # With one class in all every loss is 0, and who counts the losses that are not 0 gets nan as well.
+    # With one class in all every loss is 0, and a mean over the losses that are not 0 is nan as well.
     if empty.any() and b.problem.classes > 1:
         yield "an empty shard makes the row nan", _nan(b, np.ones_like(b.valid))
     special = ~b.valid & ~np.isfinite(b.lse)
@@ -50,7 +48,7 @@ def special_values(b: Textbook) -> Faults:
 
 
 def roundings(b: Textbook) -> Faults:
-    """What is rounded, clipped or added up before it should be."""
+    """Numbers that are rounded, clipped or added up too early."""
     dtype, top = b.problem.dtype, b.z.max(-1, keepdims=True, initial=-np.inf)
     log_p = -softmax(np.maximum(b.z - top, -64.0))["nll"]
     yield "differences to the maximum are clipped at -64", b.but(nll=-log_p, p=np.exp(log_p))
@@ -84,6 +82,6 @@ def _arithmetic(b: Textbook) -> Any:
 
 
 def _nan(b: Textbook, rows: Array) -> Textbook:
-    """Without a number in these rows."""
+    """Replace these rows by nan."""
     nan = np.where(rows & b.valid, np.nan, 0.0)
     return b.but(lost=nan, p=b.p + nan[:, None])

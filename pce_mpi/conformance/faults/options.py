@@ -7,11 +7,9 @@ import numpy as np
 from pce_mpi.conformance.faults.answer import Computed, Faults, Given, each_rank, of_gradient
 from pce_mpi.conformance.textbook import Textbook, softmax
 
-__all__ = ["other_options", "smoothing"]
-
 
 def smoothing(b: Textbook) -> Faults:
-    """Label smoothing: over which classes, with which weights, reduced or not."""
+    """Label smoothing: over the wrong classes, with the wrong weights, not reduced or reduced twice."""
     s, classes = b.smoothing, b.problem.classes
     if not s or not classes:
         return
@@ -22,10 +20,10 @@ def smoothing(b: Textbook) -> Faults:
         local = b.w * s * np.repeat(1.0 / np.maximum(shards, 1), shards)
         what = f"the {shards[0]}" if len(set(shards)) == 1 else f"each rank's own {', '.join(map(str, shards))}"
         spread = f"label smoothing is spread over {what} local classes, not over all {classes}"
-        of_ranks = Computed(each_rank(b, lambda rank: b.with_u(target + b.in_shard(rank) * local)))
+        by_rank = Computed(each_rank(b, lambda rank: b.with_u(target + b.in_shard(rank) * local)))
         summed = b.with_u(target + local)
-        yield spread, of_ranks.books
-        yield spread, Given((summed.loss(),), of_ranks.gradient)  # of losses that are summed over the ranks
+        yield spread, by_rank.books
+        yield spread, Given((summed.loss(),), by_rank.gradient)  # the losses are summed over the ranks
         yield f"{spread}, and summed over the ranks", summed
         partly = each_rank(b, lambda rank: b.with_u(target + b.in_shard(rank) * smooth))
         text = "the sum of label smoothing is of each rank's own classes only: it is never reduced over the ranks"

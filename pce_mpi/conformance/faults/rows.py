@@ -1,4 +1,4 @@
-"""Faults of rows: which count, what a mean divides by, probabilities, upstream gradients."""
+"""Faults of rows: counted rows, divisors of a mean, probabilities, upstream gradients."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import numpy as np
 from pce_mpi.conformance.faults.answer import Faults, each_rank, of_gradient
 from pce_mpi.conformance.textbook import Textbook
 
-__all__ = ["counted_rows", "probabilities", "upstream"]
-
 
 def counted_rows(b: Textbook) -> Faults:
-    """Which rows count, and what a mean divides by."""
+    """Wrong rows count, or a mean has a wrong divisor."""
     rows, kept = b.problem.rows, int(b.valid.sum())
     if b.problem.reduction == "mean":
         if kept == 0:

@@ -1,4 +1,4 @@
-"""Faults of what is sharded: whose target it is, and what is not reduced over the ranks, or once too often."""
+"""Faults of sharding: targets that no rank or two ranks find, and missing or repeated reductions over the ranks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import numpy as np
 from pce_mpi.conformance.faults.answer import Computed, Faults, Given, each_rank, of_gradient
 from pce_mpi.conformance.textbook import Textbook, softmax
 
-__all__ = ["factors", "reductions", "target_owners"]
-
 Array = np.ndarray[Any, Any]
 
 
 def target_owners(b: Textbook) -> Faults:
-    """Whose target it is, and where."""
+    """Targets that are not found, or found at the wrong class."""
     ranks, classes, splits = b.problem.ranks, b.problem.classes, b.problem.splits
     if b.problem.with_probabilities or not classes:
         return
-    one = (1.0 - b.smoothing) * (b.q @ b.w)[:, None]  # what u has at the target
+    one = (1.0 - b.smoothing) * (b.q @ b.w)[:, None]  # u at the target
     rest = b.u - one * b.q
     shards = np.diff(splits)
     local = np.arange(classes) - np.repeat(splits[:-1], shards)
@@ -57,9 +55,9 @@ def target_owners(b: Textbook) -> Faults:
 
 
 def _targets_at(b: Textbook, u: Array) -> Iterator[Textbook]:
-    """What loses targets, or finds them twice, in code that sums shifted logits, or logits, or all that comes of u."""
+    """Lost or repeated targets, in code that sums shifted logits, or logits, or everything that u enters."""
     top = b.z.max(axis=-1, initial=-np.inf)
-    # Of logits that are not shifted, the target's counts with the maximum.
+    # In logits that are not shifted, the target's includes the maximum.
     torn = b.total - u.sum(axis=-1)
     yield b.but(u=u)
     yield b.but(u=u, lost=np.where(np.abs(torn) < 1e-12, 0.0, torn * top))
@@ -67,7 +65,7 @@ def _targets_at(b: Textbook, u: Array) -> Iterator[Textbook]:
 
 
 def reductions(b: Textbook) -> Faults:
-    """What is not reduced over the ranks, or once too often."""
+    """Missing reductions over the ranks."""
     ranks = b.problem.ranks
     if ranks == 1:
         return
@@ -102,7 +100,7 @@ def reductions(b: Textbook) -> Faults:
 
 
 def factors(b: Textbook) -> Faults:
-    """The number of ranks as a factor; also what a fault of another family may come to by accident."""
+    """The number of ranks as a factor; faults of other families can give the same by accident."""
     ranks = b.problem.ranks
     if ranks == 1:
         return

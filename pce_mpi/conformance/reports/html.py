@@ -14,8 +14,6 @@ from pce_mpi.conformance.outcomes import Outcome, Report
 from pce_mpi.conformance.reports import summary, tables
 from pce_mpi.conformance.reports.pictures import drawn, of_ranks
 
-__all__ = ["render"]
-
 
 def render(report: Report) -> str:
     """The page; importing this file needs jinja2 and matplotlib."""

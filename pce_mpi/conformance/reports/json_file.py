@@ -26,8 +26,6 @@ import json
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.outcomes import Outcome, Report
 
-__all__ = ["parse", "render"]
-
 _FORMAT = "pce_mpi conformance report"
 _VERSION = 1
 

@@ -12,8 +12,6 @@ from xml.etree import ElementTree
 from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
 from pce_mpi.conformance.reports.summary import in_a_line, lines, printed, problem, shape
 
-__all__ = ["render"]
-
 _TAGS = {
     Verdict.FAIL: "failure",
     Verdict.REFUSED: "failure",

@@ -9,8 +9,6 @@ import textwrap
 from pce_mpi.conformance.cases import Case
 from pce_mpi.conformance.offers import Offer
 
-__all__ = ["render"]
-
 
 def render(cases: Iterable[Case], offer: Offer | None = None, width: int = 120) -> str:
     """A line for each case; below those that catch the same, what that is, in lines no wider than `width`.

@@ -23,8 +23,6 @@ from pce_mpi.conformance.reports.summary import (
 )
 from pce_mpi.conformance.reports.tables import Cell, piped
 
-__all__ = ["render"]
-
 
 def render(report: Report) -> str:
     """The report as Markdown that ends in a newline."""

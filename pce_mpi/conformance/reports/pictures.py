@@ -15,8 +15,6 @@ import numpy as np
 
 from pce_mpi.conformance.outcomes import ErrorMap
 
-__all__ = ["OfRank", "drawn", "of_ranks"]
-
 # Powers of ten of what is allowed, between which errors differ in colour.
 _LEAST, _MOST = -2, 4
 _LIMIT = -_LEAST / (_MOST - _LEAST)  # where between the two that is which is just allowed

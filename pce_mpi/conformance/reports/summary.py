@@ -11,24 +11,6 @@ from pce_mpi.conformance.offers import Gradient, Offer
 from pce_mpi.conformance.outcomes import Accuracy, Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.reports.tables import Cell
 
-__all__ = [
-    "MEANING",
-    "accuracy_rows",
-    "at_the_smallest",
-    "cause_rows",
-    "cost_rows",
-    "extreme_rows",
-    "facts",
-    "headline",
-    "hint",
-    "in_a_line",
-    "lines",
-    "printed",
-    "problem",
-    "shape",
-    "verdict_rows",
-]
-
 MEANING = {
     Verdict.PASS: "right, or refused where that is due",
     Verdict.FAIL: "wrong, or raised on some ranks only",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Cell", "numeric", "piped", "table", "text"]
-
 Cell = str | int | float | None
 
 

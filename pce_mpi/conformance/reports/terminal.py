@@ -21,8 +21,6 @@ from pce_mpi.conformance.reports.summary import (
 )
 from pce_mpi.conformance.reports.tables import Cell, table
 
-__all__ = ["render"]
-
 _WIDTH = 120
 # The last ones of what was printed; other reports have more.
 _LINES_SHOWN = 12

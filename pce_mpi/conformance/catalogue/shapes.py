@@ -1,4 +1,4 @@
-"""Cases about how classes are split over ranks, and how logits are shaped and lie in memory."""
+"""Cases about the split of the classes over the ranks, and about the shape and memory order of the logits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from pce_mpi.conformance.cases import Case, Expects, Memory, Problem, Setting
 from pce_mpi.conformance.catalogue.drawing import chunks, even, random_problem, uneven
 from pce_mpi.conformance.offers import REDUCTIONS, Needs
 
-__all__ = ["families"]
-
 
 def families(main: str) -> Iterator[Case]:
-    """Every case of this file."""
+    """Yield every case of this file."""
     yield from _splits(main)
     yield from _shapes(main)
     yield from _memory(main)
@@ -145,7 +143,7 @@ def _shapes(main: str) -> Iterator[Case]:
 
 
 def _memory(main: str) -> Iterator[Case]:
-    layouts: tuple[tuple[str, Memory, str], ...] = (
+    strides: tuple[tuple[str, Memory, str], ...] = (
         (
             "transposed",
             "F",
@@ -154,7 +152,7 @@ def _memory(main: str) -> Iterator[Case]:
         ),
         ("every-second", "strided", "Logits that are every second element of a larger array."),
     )
-    for name, memory, catches in layouts:
+    for name, memory, catches in strides:
         yield Case(
             f"strides/{name}",
             catches,
@@ -183,7 +181,7 @@ def _last_is_empty(setting: Setting) -> tuple[int, ...]:
     ranks = setting.ranks
     if setting.shards == "any" and ranks > 1:
         return (*even(replace(setting, ranks=ranks - 1)), setting.classes)
-    # The most classes of which torch.chunk leaves none for the last rank.
+    # The largest number of classes for which torch.chunk leaves the last rank none.
     return chunks(max(1, (ranks - 1) ** 2), ranks)
 
 
@@ -197,7 +195,7 @@ def _one_is_empty(setting: Setting, which: int) -> Problem:
 
 
 def _targets_at_borders(setting: Setting, uneven_shards: bool) -> Problem:
-    """Row by row: the first class of the first shard, the last class of it, the first of the next, and so on."""
+    """Row by row, the first class of the first shard, its last class, the first class of the next, and so on."""
     problem = random_problem(setting, (uneven if uneven_shards else even)(setting))
     borders = [number for start, stop in pairwise(problem.splits) if stop > start for number in (start, stop - 1)]
     return replace(problem, targets=np.resize(np.array(borders, np.int64), setting.rows))
