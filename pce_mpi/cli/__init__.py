@@ -1,7 +1,7 @@
 """The command line: `info`, `check` and `bench`, each started on any number of ranks by mpiexec, and `conformance`.
 
-Of the first three rank 0 prints, the others are silent, and an exception on any rank ends the whole job. `conformance`
-starts ranks itself, and never touches MPI in the process that it is started in.
+In the first three, rank 0 prints, the others are silent, and an exception on any rank ends the whole job. `conformance`
+starts the ranks itself, and never uses MPI in its own process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command, all but `conformance` on all ranks, and exit with its status, the same on each."""
+    """Run one command, on all ranks unless it is `conformance`, and exit with the same status on each."""
     with _quiet_once_nobody_reads():
         arguments = sys.argv[1:] if arguments is None else arguments
         if arguments[:1] == ["conformance"]:
@@ -52,7 +52,7 @@ def _status_on_ranks(arguments: Sequence[str]) -> int:
                 agree(comm, "command line", {})
             raise
         apart = why_apart(comm)
-        if apart and options.run is not info.run:  # which says so beside all the rest
+        if apart and options.run is not info.run:  # info reports it
             sys.exit(f"error: {apart}")
         try:
             status: int = options.run(options, comm)
@@ -60,7 +60,7 @@ def _status_on_ranks(arguments: Sequence[str]) -> int:
             if comm is not None and comm.size > 1:
                 from mpi4py.run import set_abort_status
 
-                # Once Python has printed the traceback, this process ends the job: as `python -m mpi4py` does it.
+                # Once Python has printed the traceback, this process ends the job, as under `python -m mpi4py`.
                 set_abort_status(error)
                 error.add_note(f"on rank {comm.rank} of {comm.size}")
             raise
@@ -69,17 +69,17 @@ def _status_on_ranks(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _quiet_once_nobody_reads() -> Iterator[None]:
-    """Once the reader of the output has left, as `head` does, exit as a program exits that SIGPIPE ends."""
+    """If the reader of the output has closed it, as `head` does, exit with the status of SIGPIPE."""
     try:
         try:
             yield
         except SystemExit:
-            print(end="", flush=True)  # what fails when Python ends is reported
+            print(end="", flush=True)  # later errors would be reported
             raise
     except BrokenPipeError:
         unread = [stream for stream in (sys.stdout, sys.stderr) if _is_unread(stream)]
         if not unread:
-            raise  # it is another pipe that has broken
+            raise  # another pipe has broken
         with open(os.devnull, "w") as devnull:
             for stream in unread:
                 os.dup2(devnull.fileno(), stream.fileno())
@@ -94,12 +94,12 @@ def _is_unread(stream: TextIO) -> bool:
         return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
     except BrokenPipeError:
         return True
-    except (AttributeError, OSError, ValueError):  # not there, no file, closed
+    except (AttributeError, OSError, ValueError):  # None, no file, closed
         return False
 
 
 def _world() -> MPI.Intracomm | None:
-    """COMM_WORLD, or None where no MPI library can be loaded."""
+    """Return COMM_WORLD, or None if no MPI library can be loaded."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError):
@@ -119,7 +119,9 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} (default: {shown})"
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)  # options and candidates stay whole
+        return textwrap.wrap(
+            " ".join(text.split()), width, break_on_hyphens=False
+        )  # keep options and candidates in one piece
 
 
 class _Parser(argparse.ArgumentParser):

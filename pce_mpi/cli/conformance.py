@@ -28,7 +28,7 @@ from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
 from pce_mpi.conformance.reports import listing, terminal
 
-# The option of each file that a report can go to, its module in `conformance.reports`, and what it is.
+# The option of each form of the report, its module in `conformance.reports`, and its description.
 _FILES = {
     "json": ("json_file", "everything, as JSON"),
     "html": ("html", "one page with pictures, readable without network"),
@@ -38,7 +38,7 @@ _FILES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to run, on how many ranks, how strictly, and where the report goes."""
+    """Declare the options."""
     parser.epilog = """\
 examples:
   python -m pce_mpi conformance -n 4 own_loss.py:cross_entropy --html report.html
@@ -104,19 +104,19 @@ Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or ju
 
 
 def started_as_rank() -> bool:
-    """Whether this process is a rank; the first one says what to do instead."""
-    told = launch()
-    if told is not None and told.rank == 0:
+    """Return True if this process is a rank; rank 0 then prints the right command."""
+    launched = launch()
+    if launched is not None and launched.rank == 0:
         print(
             "error: conformance starts the ranks itself; without mpiexec or srun: "
             "python -m pce_mpi conformance -n 4 ...",
             file=sys.stderr,
         )
-    return told is not None
+    return launched is not None
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run and report: status 0 if nothing failed, 1 if something did, 2 if nothing was judged, 130 if interrupted."""
+    """Run and report; return 0 if nothing failed, 1 if something did, 2 if nothing was judged, 130 if interrupted."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     orders = Orders(
@@ -175,7 +175,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _no_such_case(patterns: list[str], orders: Orders) -> str:
-    """Why these patterns select no case."""
+    """Explain why these patterns select no case."""
     every = [case for dtype in DTYPES for case in catalogue(None, [dtype])]
     for pattern in patterns:
         if any(case.fits(pattern) for case in every):
@@ -189,7 +189,7 @@ def _no_such_case(patterns: list[str], orders: Orders) -> str:
 
 
 def _wrong_work(options: argparse.Namespace) -> str:
-    """What keeps these options from saying what is to be done, '' if nothing does."""
+    """Return the contradiction between these options, '' if there is none."""
     given = {"a candidate": options.candidate, "--export": options.export, "--vectors": options.vectors}
     works = [name for name, value in given.items() if value]
     if len(works) > 1:
@@ -202,7 +202,7 @@ def _wrong_work(options: argparse.Namespace) -> str:
 
 
 def _wrong_candidate(name: str, adapter: str | None) -> str:
-    """What can be known to be wrong with a candidate before ranks are started, '' if nothing is."""
+    """Return the fault of a candidate that shows before ranks are started, '' if there is none."""
     if missing := missing_framework(adapter or name):
         return f"{adapter or name} needs {missing}: pip install {missing}"
     if ":" in name or (adapter is None and name in NAMED_CANDIDATES):
@@ -225,7 +225,7 @@ def _functions_in(path: Path) -> list[str]:
 
 
 class _UsageError(Exception):
-    """What was given on the command line cannot be used."""
+    """An argument of the command line cannot be used."""
 
 
 def _exported(orders: Orders, options: argparse.Namespace) -> int:
@@ -249,17 +249,17 @@ def _judged(options: argparse.Namespace) -> Report:
 
 
 class _Display:
-    """What a run tells of itself, on stderr."""
+    """The progress of a run, on stderr."""
 
     def __init__(self) -> None:
         self._bar: Bar | None = None
-        self._shrinking = False  # then that a case fails is no news
+        self._shrinking = False  # then failures are no news
 
     def __str__(self) -> str:
         return str(self._bar or "nothing was run")
 
     def begin(self, work: str, total: int) -> None:
-        """`total` cases come now."""
+        """`total` cases of `work` begin."""
         self.close()
         self._shrinking = self._bar is not None
         self._bar = Bar(work, total)
@@ -278,39 +278,39 @@ class _Display:
                 worth_a_line=verdict is not None and verdict.failed and not self._shrinking,
             )
             if outcome is not None and outcome.verdict is Verdict.CRASHED:
-                for finding in outcome.findings:  # the last ones are what the ranks have printed
+                for finding in outcome.findings:  # the last ones are the output of the ranks
                     self._bar.say(textwrap.indent(finding.text, "    "))
 
     def waiting(self, seconds: float, timeout: float) -> None:
-        """No sign of life for so long."""
+        """No rank has shown a sign of life for `seconds`."""
         if self._bar is not None:
             self._bar.tell(f"(silent for {seconds:.0f} s, deadlocked at {timeout:.0f} s)")
 
     def printed(self, text: str) -> None:
-        """What the ranks have printed in the only case."""
+        """The output of the ranks in the only case."""
         if self._bar is not None and text:
             self._bar.say(text)
 
     def warn(self, text: str) -> None:
-        """Something that is no outcome of a case."""
+        """A fault that is no outcome of a case."""
         if self._bar is not None:
             self._bar.say(f"warning: {text}")
 
     def close(self) -> None:
-        """No more comes."""
+        """The run is over."""
         if self._bar is not None:
             self._bar.close()
 
 
 def _listed(orders: Orders, timeout: float, display: _Display) -> str:
-    """The cases that are selected, with what each catches; and, if there is a candidate, whether it offers them."""
+    """List the selected cases with the fault that each catches and, for a candidate, its offer."""
     offer = asked_offer(orders, timeout=timeout, display=display) if orders.candidate else None
     width = shutil.get_terminal_size((120, 24)).columns
     return listing.render(orders.cases(offer).values(), offer, width)
 
 
 def _renderers(options: argparse.Namespace) -> dict[Path, Callable[[Report], str]]:
-    """What writes each file that was asked for; what a module lacks is better missed before the run than after it."""
+    """Import the renderer of each requested file, so that missing packages show before the run."""
     return {
         path: importlib.import_module(f"pce_mpi.conformance.reports.{module}").render
         for option, (module, _) in _FILES.items()

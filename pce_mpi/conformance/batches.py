@@ -1,7 +1,7 @@
-"""Run the cases of a candidate over as many launches as that takes: after a case that hung or died, the next goes on.
+"""Run the cases of a candidate in one launch, or more: after a case that hangs or crashes, the next launch goes on.
 
-A launch runs its cases one after the other. It ends early where a rank dies, where ranks raised differently, or where
-nothing is heard of any rank for a while; what can be known of the case at fault is then put into words here.
+A launch runs its cases in order. It ends early if a rank dies, if some ranks raise and others do not, or if no rank
+shows a sign of life for a while; this module then describes the case at fault.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ from pce_mpi.conformance.stacks import innermost
 
 DEFAULT_TIMEOUT = 30.0
 
-# How often the ranks' files are looked into.
+# Seconds between reads of the ranks' files.
 _POLL = 0.02
-# Once a rank has raised, the others can be waiting for it; they get this part of the timeout to show that they are not,
-# and so many seconds at least.
+# Once a rank has raised, the others may wait for it: a silence of this part of the timeout is a deadlock, of this many
+# seconds at least.
 _AFTER_AN_ERROR = 1 / 6
 _AFTER_AN_ERROR_AT_LEAST = 5.0
-# After so many seconds of silence the display is told of it, again and again.
+# After this many seconds of silence, the display shows it.
 _WAITING = 3.0
-# Until the first case, a framework may have to be imported by ranks that share few cores.
+# Before the first case, ranks that share few cores may have to import a framework.
 _STARTUP = 120.0
-# What shrinking all failures may take, launches included.
+# Seconds for shrinking all failures, launches included.
 _SHRINKING = 60.0
 
 
 class Display(Protocol):
-    """What shows to a user how far a run has got."""
+    """Shows the progress of a run to a user."""
 
     def begin(self, work: str, total: int) -> None:
-        """`total` cases come now, for the sake of `work`."""
+        """`total` cases of `work` begin."""
 
     def started(self, case: str) -> None:
         """`case` has started."""
 
     def waiting(self, seconds: float, timeout: float) -> None:
-        """No rank has shown a sign of life for so many seconds; after `timeout` the case is deadlocked."""
+        """No rank has shown a sign of life for `seconds`; after `timeout` the case is deadlocked."""
 
     def finished(self, case: str, outcome: Outcome | None) -> None:
-        """`case` has ended; an outcome of None: it does not fail at a smaller shape."""
+        """`case` has ended; without an outcome, it does not fail at a smaller shape."""
 
     def printed(self, text: str) -> None:
-        """The last lines that each rank has printed, where one case was run alone."""
+        """The last lines of each rank's output, if one case was run alone."""
 
     def warn(self, text: str) -> None:
-        """Something went wrong that is no outcome of a case."""
+        """A fault that is no outcome of a case."""
 
 
 def run_cases(orders: Orders, ranks: int, *, timeout: float, shrinking: bool, display: Display) -> Report:
-    """Run what `orders` select on `ranks` ranks, in as many launches as it takes.
+    """Run the cases that `orders` select on `ranks` ranks, in as many launches as necessary.
 
-    `timeout`: seconds without a sign of life from any rank after which a case is deadlocked. `shrinking`: look for the
+    `timeout`: seconds without a sign of life from any rank after which a case is deadlocked. `shrinking`: find the
     smallest shape at which each failing case still fails.
 
-    Interrupted by KeyboardInterrupt, it returns what is known by then, unless that is nothing. Raises `LaunchError`
-    where ranks cannot be started or the candidate cannot be loaded. However it ends, no process is left behind.
+    After a KeyboardInterrupt, returns the outcomes so far, if there are any. Raises `LaunchError` if ranks cannot be
+    started or the candidate cannot be loaded. Leaves no process behind.
     """
     batches = _Batches(orders, ranks, timeout, display)
     outcomes: list[Outcome] = []
@@ -101,7 +101,7 @@ def run_cases(orders: Orders, ranks: int, *, timeout: float, shrinking: bool, di
 
 
 def asked_offer(orders: Orders, *, timeout: float, display: Display) -> Offer:
-    """What the candidate of `orders` offers, by the word of one rank that loads it; raises as `run_cases`."""
+    """Return the offer of the candidate of `orders`, which one rank loads; raise as `run_cases`."""
     batches = _Batches(orders, 1, timeout, display)
     with Job(1, replace(orders, tasks=())) as job:
         list(_Launch(batches, job, ()).results())
@@ -110,7 +110,7 @@ def asked_offer(orders: Orders, *, timeout: float, display: Display) -> Offer:
 
 
 def _shrink(outcomes: list[Outcome], batches: _Batches) -> None:
-    """Give the failures among `outcomes` the smallest shapes that show the same, as far as they are found in time."""
+    """Replace the shapes of failures by the smallest ones that fail in the same way, as far as time allows."""
     failures = {
         outcome.case: outcome
         for outcome in outcomes
@@ -129,7 +129,7 @@ def _shrink(outcomes: list[Outcome], batches: _Batches) -> None:
 
 
 def _take_over(failure: Outcome, small: Outcome) -> None:
-    """The shape of `small`, and what it shows there; the larger problem's words say more of the cause, and stay."""
+    """Take the shape and the finding of `small`; the findings of the larger problem stay, as they say more."""
     failure.shrunk = True
     failure.rows, failure.classes, failure.splits = small.rows, small.classes, small.splits
     kind = failure.findings[0].kind
@@ -138,7 +138,7 @@ def _take_over(failure: Outcome, small: Outcome) -> None:
 
 
 class _Batches:
-    """A run, as it is known so far: what the candidate offers, and with that the cases."""
+    """The state of a run: the offer of the candidate, and with that the cases."""
 
     def __init__(self, orders: Orders, ranks: int, timeout: float, display: Display) -> None:
         self.orders, self.ranks, self.timeout, self.display = orders, ranks, timeout, display
@@ -152,7 +152,7 @@ class _Batches:
         self.cases = self.orders.cases(offer)
 
     def outcomes(self, tasks: Sequence[Task] | None) -> Generator[tuple[Task, Outcome | None]]:
-        """What comes of each task, None if it is to reproduce what does not show; without tasks: of each case."""
+        """Yield the outcome of each task, or, without tasks, of each case; None for a fault that is not reproduced."""
         if tasks is not None:
             self.display.begin("looking for the smallest shape", len(tasks))
         while tasks is None or tasks:
@@ -165,19 +165,19 @@ class _Batches:
             except LaunchError as error:
                 if tasks is None:
                     raise
-                # It could be started before: what one of the cases has done keeps it from starting again.
+                # It has started before: the effect of a case keeps it from starting again.
                 text = f"could not be run, as the candidate did not start again: {error}"
                 for task in tasks:
                     yield from self._shown((task, self.failure(task, Verdict.CRASHED, text)))
                 return
 
     def _shown(self, result: tuple[Task, Outcome | None]) -> Generator[tuple[Task, Outcome | None]]:
-        """Give the result away before it is shown: an interrupt on the way loses nothing that was seen."""
+        """Yield the result before it is shown: an interrupt between the two loses nothing that the user saw."""
         yield result
         self.display.finished(result[0].case, result[1])
 
     def failure(self, task: Task, verdict: Verdict, text: str, printed: str = "") -> Outcome | None:
-        """The outcome of a case that did not come to its end."""
+        """Return the outcome of a case that did not end."""
         if task.reproduce:
             return None
         case = self.cases[task.case]
@@ -191,7 +191,7 @@ class _Batches:
         try:
             problem = case.build(setting)
         except Exception as error:
-            # What keeps it from being built may be what the ranks have met with; their outcomes are not to be lost.
+            # The ranks may have failed for the same reason; keep their outcomes.
             findings.append(Finding(str(verdict), f"its shape is not known: {type(error).__name__}: {error}"))
             return outcome
         return replace(outcome, rows=problem.rows, classes=problem.classes, splits=problem.splits)
@@ -199,7 +199,7 @@ class _Batches:
 
 @dataclass
 class _Rank:
-    """What one rank has told last."""
+    """The last event of one rank."""
 
     task: int = -1
     doing: str = ""
@@ -208,7 +208,7 @@ class _Rank:
 
 
 class _Launch:
-    """One launch, followed from its first sign of life to its end."""
+    """One launch, from its first event to its end."""
 
     def __init__(self, batches: _Batches, job: Job, tasks: Sequence[Task] | None) -> None:
         self._batches, self._job = batches, job
@@ -219,10 +219,10 @@ class _Launch:
         self._ready = self._over = False
 
     def results(self) -> Iterator[tuple[Task, Outcome | None]]:
-        """Each task that has ended and what came of it; the last one may be the one that ended the launch."""
+        """Yield each task that has ended, with its outcome; the last one may have ended the launch."""
         heard = time.monotonic()
         while not self._over:
-            # Asked before the news are read, so that these hold all that was done before the end.
+            # Before reading the events, so that these include everything before the end.
             ended = bool(self._job.ends()) or self._job.status is not None
             silent = True
             for rank, event in self._job.news():
@@ -245,7 +245,7 @@ class _Launch:
             time.sleep(_POLL)
 
     def _timeout(self) -> float:
-        """How many seconds of silence are too many now."""
+        """Return how many seconds of silence are too many now."""
         timeout = self._batches.timeout
         if not self._ready:
             return max(timeout, _STARTUP)
@@ -285,12 +285,12 @@ class _Launch:
     def _next(self, outcome: Outcome | None) -> tuple[Task, Outcome | None]:
         self._finished += 1
         if outcome is not None and outcome.verdict is not Verdict.CRASHED and self._all and len(self.tasks) == 1:
-            # Of a crash they are in the outcome.
+            # The outcome of a crash has them.
             self._batches.display.printed(self._job.last_lines([each.printed for each in self._ranks], launcher=False))
         return self.tasks[self._finished - 1], outcome
 
     def _fault(self, verdict: Verdict, text: str) -> Iterator[tuple[Task, Outcome | None]]:
-        """The outcome of the case during which, or before which, the launch came to a bad end."""
+        """Yield the outcome of the case during which, or before which, the launch failed."""
         printed = self._job.last_lines([each.printed for each in self._ranks])
         if not self._ready:
             raise LaunchError(f"{text}, before the candidate was loaded and started\n{printed}".rstrip())
@@ -302,7 +302,7 @@ class _Launch:
         yield self._next(self._batches.failure(task, verdict, sentence, printed))
 
     def _death(self) -> str:
-        """Which rank died first, and of what."""
+        """Say which rank died first, and why."""
         ends = self._job.ends()
         if not ends:
             return f"mpiexec ended with exit status {self._job.status}"
@@ -318,11 +318,11 @@ class _Launch:
         return f"{who} {how}" + (f" at {place}" if place else "")
 
     def _standstill(self) -> str:
-        """What each rank did last."""
+        """Say what each rank did last."""
         phrases: dict[str, list[int]] = {}
         for number, each in enumerate(self._ranks):
             phrases.setdefault(self._last(number, each), []).append(number)
-        # Who never returned is what a reader looks for first.
+        # The ranks that never returned come first.
         order = sorted(phrases, key=lambda phrase: not phrase.startswith("never"))
         return "; ".join(f"{_names(phrases[phrase])} {phrase}" for phrase in order)
 
@@ -343,7 +343,7 @@ class _Launch:
         return "never called the candidate"
 
     def _wait_for_the_end(self) -> None:
-        """Let the ranks end by themselves, and say so where they cannot."""
+        """Wait until the ranks end by themselves, and warn if they do not."""
         deadline = time.monotonic() + self._batches.timeout
         while self._job.status is None and time.monotonic() < deadline:
             time.sleep(_POLL)
@@ -365,7 +365,7 @@ def _signal_name(number: int) -> str:
 
 
 def _command(orders: Orders, ranks: int, timeout: float, outcome: Outcome) -> str:
-    """The command that runs the case of `outcome` alone, at its shape if that was shrunk to."""
+    """Return the command that runs the case of `outcome` alone, at its shrunk shape if it has one."""
     command = ["python", "-m", "pce_mpi", "conformance", "-n", str(ranks)]
     if orders.adapter is not None:
         command += ["--adapter", orders.adapter]

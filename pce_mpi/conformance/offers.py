@@ -54,7 +54,7 @@ _Candidate = TypeVar("_Candidate", bound=Candidate)
 
 
 class Gradient(StrEnum):
-    """What a candidate returns beside the loss: nothing, the gradient, or a function of the upstream gradient."""
+    """The result of a candidate beside the loss: none, the gradient, or a function of the upstream gradient."""
 
     NONE = "none"
     VALUE = "value"
@@ -63,7 +63,7 @@ class Gradient(StrEnum):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a candidate has to offer for a case, in the fields of `Offer`.
+    """The demands of a case on a candidate, in the fields of `Offer`.
 
     `reductions`: any of them will do, and the first that is offered is used. `shards`: how uneven they have to be.
     """
@@ -83,7 +83,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a candidate supports; other cases are reported as not offered.
+    """The features that a candidate supports; other cases are reported as not offered.
 
     Parameters
     ----------
@@ -223,7 +223,7 @@ def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
 
 
 def offer_of(candidate: Candidate) -> Offer:
-    """Return what a candidate supports.
+    """Return the offer of a candidate.
 
     Parameters
     ----------

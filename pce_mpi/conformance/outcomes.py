@@ -88,7 +88,7 @@ class Finding:
 
     @property
     def likeness(self) -> str:
-        """`cause` with "#" for every number: the same for the same fault at another shape."""
+        """The cause with "#" for every number: the same for the same fault at another shape."""
         return _NUMBERS.sub("#", self.cause)
 
 

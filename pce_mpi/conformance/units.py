@@ -22,7 +22,7 @@ _STRICT = {"float64": 8.0, "float32": 5.0, "float16": 1.0, "bfloat16": 1.0}
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How many ulps an answer may be off.
+    """The allowed error of an answer.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Adapters: losses of other frameworks, called as the kit calls a candidate. Each imports its framework when it starts.
+"""Adapters: losses of other frameworks as candidates. Each imports its framework when it starts.
 
 Ready to be judged, by name:
 
@@ -26,7 +26,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-# The file and the class; imported only when they are asked for.
+# The file and the class; imported on demand.
 NAMED_CANDIDATES = {
     "pce": ("ours", "ForwardAndBackward"),
     "pce-value-and-grad": ("ours", "ValueAndGrad"),
@@ -40,7 +40,7 @@ FUNCTION_ADAPTERS = {
 
 
 def named_candidate(name: str) -> Any:
-    """The candidate with one of the names of `NAMED_CANDIDATES`; `ValueError` for another name.
+    """Return the candidate with a name in `NAMED_CANDIDATES`; raise `ValueError` for another name.
 
     >>> named_candidate("pce").offer.dims
     (1, 2, 3, 4, 5)
@@ -49,15 +49,15 @@ def named_candidate(name: str) -> Any:
 
 
 def adapted(name: str, function: Callable[..., Any]) -> Any:
-    """`function` as a candidate, by one of the names of `FUNCTION_ADAPTERS`; `ValueError` for another name.
+    """Make `function` a candidate by an adapter in `FUNCTION_ADAPTERS`; raise `ValueError` for another name.
 
-    What the function offers is taken from its `@offers`, from its attributes, or from its signature.
+    The offer is that of `@offers`, of the function's attributes, or of its signature.
     """
     return _class(FUNCTION_ADAPTERS, name, "adapter")(function)
 
 
 def missing_framework(name: str) -> str | None:
-    """The framework that the adapter or candidate `name` calls, if it is not installed; the name of the package."""
+    """Return the package that the adapter or candidate `name` needs, if it is not installed."""
     file, _ = (NAMED_CANDIDATES | FUNCTION_ADAPTERS).get(name, ("", ""))
     framework = file.partition("_")[0]
     return framework if framework in ("torch", "jax") and find_spec(framework) is None else None

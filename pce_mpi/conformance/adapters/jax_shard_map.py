@@ -21,22 +21,22 @@ _AXIS_NAME = "classes"
 class JaxShardMap:
     """`function(logits, targets, axis_name="classes", **options)`, mapped over the class axis of logits.
 
-    Logits, probability targets and `weight` come sharded, class numbers whole; `shard_map` wants shards of equal
-    length, and a loss of which it can tell that all devices have the same. The gradient is that of `jax.vjp` of the
-    mapped function. JAX's devices are those of one process, rank 0; the others hand it their shards, and get back
-    what their device has computed.
+    Logits, probability targets and `weight` are sharded, class numbers are not; `shard_map` needs shards of equal
+    length, and a loss that it can infer to be equal on all devices. The gradient is that of `jax.vjp` of the mapped
+    function. All JAX devices belong to one process, rank 0; the other ranks send it their shards, and receive the
+    results of their device.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._mesh: Any = None
-        # Not the candidate's: what the ranks hand to each other here is not what JAX's devices send.
+        # For the adapter alone: the candidate sends through JAX.
         self._comm: Any = None
-        # Of zero rows XLA cannot compile the backward pass of a shard_map (JAX 0.10).
+        # XLA cannot compile the backward pass of a shard_map of zero rows (JAX 0.10).
         self.offer = replace(offer_of(function), shards="equal", gradient=Gradient.BACKWARD, empty=False)
 
     def start(self, comm: MPI.Intracomm) -> None:
-        """As many CPU devices as `comm` has ranks, on rank 0; collective."""
+        """Create one CPU device for each rank of `comm`, on rank 0; collective."""
 
         def start() -> None:
             import jax
@@ -54,7 +54,7 @@ class JaxShardMap:
         self._on_the_first_rank(start)
 
     def stop(self) -> None:
-        """Nothing but a communicator is given back: the devices go with the process."""
+        """Free the communicator; the devices end with the process."""
         self._comm.Free()
 
     def __call__(
@@ -67,7 +67,7 @@ class JaxShardMap:
         comm: MPI.Intracomm,
         **options: Any,
     ) -> tuple[Any, Callable[[Any], Any]]:
-        """The loss of this rank's device, and the backward pass to this rank's shard."""
+        """Return the loss of this rank's device, and the backward pass to this rank's shard."""
         axis = options.get("axis", -1) % logits.ndim
         weight = options.pop("weight", None)
         shards: Any = self._comm.gather((logits, targets, weight))
@@ -82,7 +82,7 @@ class JaxShardMap:
     def _map(
         self, shards: list[tuple[Any, Any, Any]], num_classes: int, axis: int, options: dict[str, Any]
     ) -> tuple[list[Any], Callable[[Any], list[Any]]]:
-        """The loss of each device, and the backward pass to the shard of each."""
+        """Return the loss of each device, and the backward pass to the shard of each."""
         import jax
         from jax.sharding import PartitionSpec
 
@@ -119,7 +119,7 @@ class JaxShardMap:
         return [by_device[device] for device in self._mesh.devices.flat], pull_back
 
     def _on_the_first_rank(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns on rank 0, None elsewhere; what it raises, on every rank. Collective."""
+        """Return the result of `work` on rank 0, None elsewhere; raise its error on every rank. Collective."""
         result, error = None, None
         if self._comm.rank == 0:
             try:
@@ -131,7 +131,7 @@ class JaxShardMap:
 
 
 def _precision_of(array: Any) -> AbstractContextManager[Any]:
-    """JAX makes float32 of float64 unless told."""
+    """Let JAX use float64 for a float64 array."""
     import jax
 
     return jax.enable_x64(array.dtype == np.float64)

@@ -25,7 +25,7 @@ class ForwardAndBackward:
     def __call__(
         self, logits: Any, targets: Any, *, comm: MPI.Intracomm | None, **options: Any
     ) -> tuple[Any, Callable[[Any], Any]]:
-        """The loss, and its backward pass."""
+        """Return the loss and its backward pass."""
         loss, residuals = softmax_cross_entropy_forward(logits, targets, comm=comm, **options)
         return loss, lambda dloss: softmax_cross_entropy_backward(dloss, residuals)
 
@@ -36,5 +36,5 @@ class ValueAndGrad:
     offer = replace(EVERYTHING, gradient=Gradient.VALUE)
 
     def __call__(self, logits: Any, targets: Any, *, comm: MPI.Intracomm | None, **options: Any) -> tuple[Any, Any]:
-        """The loss and its gradient."""
+        """Return the loss and its gradient."""
         return softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)

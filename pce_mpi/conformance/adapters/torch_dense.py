@@ -1,4 +1,4 @@
-"""PyTorch's dense cross entropy on the gathered logits: the convention, in the logits' own dtype."""
+"""PyTorch's dense cross entropy of the gathered logits, in their own dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TorchDense:
-    """`torch.nn.functional.cross_entropy` of all classes on every rank, and this rank's part of the gradient."""
+    """`torch.nn.functional.cross_entropy` of all classes on every rank, with this rank's part of the gradient."""
 
     offer = Offer(
         dtypes=("float16", "bfloat16", "float32", "float64"),
@@ -40,7 +40,7 @@ class TorchDense:
         weight: Any = None,
         **options: Any,
     ) -> tuple[Any, Callable[[Any], Any]]:
-        """The loss, and its backward pass, as tensors."""
+        """Return the loss and its backward pass, as tensors."""
         from torch.nn import functional
 
         def gathered(shard: Any, along: int) -> Any:

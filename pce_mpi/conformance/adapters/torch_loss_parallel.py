@@ -1,4 +1,4 @@
-"""PyTorch's `loss_parallel`: cross entropy of a DTensor whose class axis is sharded over the same ranks, by gloo."""
+"""PyTorch's `loss_parallel`: cross entropy of a DTensor whose classes are sharded over the same ranks, by gloo."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class TorchLossParallel:
     """`cross_entropy` and its backward pass inside `torch.distributed.tensor.parallel.loss_parallel()`.
 
-    Offered is what its documentation of PyTorch 2.13 offers: class numbers, no label smoothing, weights that every
-    rank has whole, shards as `torch.chunk` cuts them (which may leave ranks without classes).
+    The offer is that of its documentation in PyTorch 2.13: class numbers, no label smoothing, the whole weights on
+    every rank, shards as `torch.chunk` makes them (some may be empty).
     """
 
     offer = Offer(
@@ -35,11 +35,11 @@ class TorchLossParallel:
     def __init__(self) -> None:
         self._group = ProcessGroup()
         self._mesh: Any = None
-        # Only for what the adapter has to know: what the candidate sends goes through torch.
+        # For the adapter alone: the candidate sends through torch.
         self._comm: Any = None
 
     def start(self, comm: MPI.Intracomm) -> None:
-        """A process group, and a mesh of one dim over it."""
+        """Start a process group, and a mesh of one dim over it."""
         self._group.start(comm)
         self._comm = comm.Dup()
         from torch.distributed.device_mesh import init_device_mesh
@@ -63,18 +63,18 @@ class TorchLossParallel:
         weight: Any = None,
         **options: Any,
     ) -> tuple[Any, Callable[[Any], Any]]:
-        """The loss, and its backward pass, as tensors."""
+        """Return the loss and its backward pass, as tensors."""
         import torch
         from torch.distributed.tensor import DTensor, Replicate, Shard
         from torch.distributed.tensor.parallel import loss_parallel
         from torch.nn import functional
 
-        # A DTensor is what it is said to be: nothing compares its shape with those of the shards.
+        # DTensor does not compare the shape that it is given with those of the shards.
         shards = self._comm.allgather(logits.shape[axis])
         if sum(shards) != num_classes:
             raise ValueError(f"the shards of the logits must have num_classes = {num_classes} together, got {shards}")
         where = class_dim(logits.ndim)
-        # Contiguous, as `distribute_tensor` would make it.
+        # Contiguous, as `distribute_tensor` makes it.
         local = tensor_of(logits).movedim(axis, where).contiguous()
         shape = torch.Size((*local.shape[:where], num_classes, *local.shape[where + 1 :]))
         strides = torch.empty(shape, device="meta").stride()

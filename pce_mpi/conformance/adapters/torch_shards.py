@@ -1,4 +1,4 @@
-"""A function on shards in `torch.distributed`, called as Megatron's vocabulary-parallel cross entropy is called."""
+"""A function on shards in `torch.distributed`, with the arguments of Megatron's vocabulary-parallel cross entropy."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _GROUP_NAMES = ("group", "tp_group", "process_group")
 class TorchShards:
     """`function(logits, targets, group, **options)`: this rank's tensors, all targets, and a gloo process group.
 
-    The group is passed by keyword where a parameter is called `group`, `tp_group` or `process_group`, else third. The
-    function returns the loss, which autograd differentiates, or whatever else its `@offers` says. Without `@offers`
-    it is taken to give one loss per row, as Megatron's does, unless it has a parameter `reduction`. `class_start` and
-    `num_classes` are passed where the function has parameters of these names.
+    The group is passed by keyword if a parameter is called `group`, `tp_group` or `process_group`, else third. The
+    function returns the loss, which autograd differentiates, or the results that its `@offers` declares. Without
+    `@offers` it returns one loss per row, as Megatron's does, unless it has a parameter `reduction`. It gets
+    `class_start` and `num_classes` if it has parameters of these names.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -37,7 +37,7 @@ class TorchShards:
             self.offer = replace(self.offer, gradient=Gradient.BACKWARD, reductions=reductions)
 
     def start(self, comm: MPI.Intracomm) -> None:
-        """A gloo process group over the ranks of `comm`."""
+        """Start a gloo process group over the ranks of `comm`."""
         self._group.start(comm)
 
     def stop(self) -> None:
@@ -45,7 +45,7 @@ class TorchShards:
         self._group.stop()
 
     def __call__(self, logits: Any, targets: Any, *, comm: MPI.Intracomm, **options: Any) -> Any:
-        """What the function returns; for a loss that autograd recorded, the loss and its backward pass."""
+        """Return the function's results; for a loss that autograd recorded, the loss and its backward pass."""
         from torch import distributed
 
         x = tensor_of(logits)

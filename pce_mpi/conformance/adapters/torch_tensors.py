@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def tensor_of(array: Any) -> Any:
-    """A tensor on the memory of a NumPy array, bfloat16 included; a copy only where torch has no such strides."""
+    """Return a tensor on the memory of a NumPy array, bfloat16 included; a copy if torch does not have its strides."""
     import torch
 
     array = np.asarray(array)
@@ -27,12 +27,12 @@ def tensor_of(array: Any) -> Any:
 
 
 def class_dim(dims: int) -> int:
-    """Where `cross_entropy` looks for the classes: (C,), (N, C) or (N, C, d1, ...)."""
+    """Return the class dim of `cross_entropy`: (C,), (N, C) or (N, C, d1, ...)."""
     return 0 if dims == 1 else 1
 
 
 def loss_and_backward(loss: Any, logits: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """A loss that autograd recorded, and the backward pass from it to `logits`; both give plain tensors."""
+    """Return a loss that autograd recorded and its backward pass to `logits`, as plain tensors."""
     import torch
 
     def backward(dloss: Any) -> Any:

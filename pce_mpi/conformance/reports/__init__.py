@@ -1,5 +1,5 @@
-"""A run of the conformance kit in the forms that people and machines read: one module a form, each with `render`.
+"""The report of a run in several forms, a module for each, with a function `render`.
 
-`terminal` is plain text, `html` one page that needs no network, `markdown` what a pull request shows, `junit` the XML
-that continuous integration reads, `json_file` all there is, which `json_file.parse` reads again.
+`terminal` is plain text, `html` one page that needs no network, `markdown` a summary for a pull request, `junit` XML
+for continuous integration, and `json_file` everything, which `json_file.parse` reads back.
 """

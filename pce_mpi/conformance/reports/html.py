@@ -1,4 +1,4 @@
-"""A report as one page of HTML that needs nothing else: styles and pictures are in it, nothing is loaded."""
+"""A report as one page of HTML, which contains its styles and pictures and loads nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pce_mpi.conformance.reports.pictures import drawn, of_ranks
 
 
 def render(report: Report) -> str:
-    """The page; importing this file needs jinja2 and matplotlib."""
+    """Render the page; importing this file needs jinja2 and matplotlib."""
     head, *rows, total = summary.verdict_rows(report)
     failing = {outcome.family for outcome in report.failed}
     environment = jinja2.Environment(
@@ -42,7 +42,7 @@ def render(report: Report) -> str:
 
 
 def _table(rows: list[list[tables.Cell]]) -> list[list[dict[str, Any]]]:
-    """The text of each cell, and whether it stands at its column's right edge."""
+    """Return the text and the alignment of each cell."""
     if not rows:
         return []
     right = tables.numeric(rows)

@@ -3,17 +3,17 @@
 One object:
 
     format       "pce_mpi conformance report"
-    version      1; it grows when a field changes its meaning or goes, not when one comes
+    version      1; it rises if a field changes its meaning or is removed, not if one is added
     candidate    the candidate's name, as given on the command line
     offer        what it offers; the fields of `offers.Offer`
     ranks, seed, strict, tolerance, versions
-                 what was run on what; `versions` by the name of the package
-    interrupted  whether somebody stopped the run before its last case
-    failed       whether any case failed: crashed, deadlocked, refused where an answer was due, or FAIL
-    counts       how many cases ended in each verdict
+                 the settings of the run; `versions` by the name of the package
+    interrupted  true if the user stopped the run before its last case
+    failed       true if any case failed: crashed, deadlocked, refused where an answer was due, or FAIL
+    counts       the number of cases by verdict
     outcomes     one object per case, with the fields of `outcomes.Outcome`: `case`, `verdict` ("pass", "FAIL", "not
                  offered", "refused", "crashed", "deadlocked"), `findings` (`kind`, `text`), `accuracies` (in ulps),
-                 `picture` (where the gradient errs; null, or the fields of `outcomes.ErrorMap`), `rerun`, ...
+                 `picture` (errors of the gradient; null, or the fields of `outcomes.ErrorMap`), `rerun`, ...
 
 Numbers that are not finite are the strings "nan", "inf" and "-inf": JSON has none.
 """
@@ -31,7 +31,7 @@ _VERSION = 1
 
 
 def render(report: Report) -> str:
-    """The report as JSON that ends in a newline."""
+    """Render the report as JSON that ends in a newline."""
     content = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -51,7 +51,7 @@ def render(report: Report) -> str:
 
 
 def parse(text: str) -> Report:
-    """The report that `render` wrote as `text`; `ValueError` for any other text."""
+    """Read the report that `render` wrote; raise `ValueError` for any other text."""
     content = json.loads(text)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"this is no {_FORMAT}")

@@ -1,7 +1,6 @@
 """A report as JUnit XML: one test suite, the cases of a family in one class.
 
-What failed by its numbers or was refused is a failure; what crashed or deadlocked is an error; what is not offered is
-skipped.
+Wrong answers and refusals are failures; crashes and deadlocks are errors; cases that are not offered are skipped.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ _TAGS = {
     Verdict.DEADLOCKED: "error",
     Verdict.NOT_OFFERED: "skipped",
 }
-# A candidate's last words may hold anything; an XML file may not.
+# The output of a candidate may have characters that XML does not allow.
 _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def render(report: Report) -> str:
-    """The report as an XML document."""
+    """Render the report as an XML document."""
     tags = [_TAGS.get(outcome.verdict) for outcome in report.outcomes]
     counts = {
         "tests": str(len(tags)),

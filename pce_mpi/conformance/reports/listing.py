@@ -1,4 +1,4 @@
-"""The cases themselves, before any run: what each catches, and whether a candidate offers it."""
+"""A list of cases, with the fault that each catches and, for a candidate, its offer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pce_mpi.conformance.offers import Offer
 
 
 def render(cases: Iterable[Case], offer: Offer | None = None, width: int = 120) -> str:
-    """A line for each case; below those that catch the same, what that is, in lines no wider than `width`.
+    """Render a line for each case; below cases that catch the same fault, that fault, in lines of `width`.
 
-    `offer`: of which each case is said to be offered or not; None: that is not said.
+    With an `offer`, each line says whether it covers the case.
     """
     cases = list(cases)
     names = max((len(case.name) for case in cases), default=0)

@@ -1,4 +1,4 @@
-"""A report as Markdown, for a pull request: a summary, and each failure folded up below it."""
+"""A report as Markdown, for a pull request: a summary, and each failure folded below it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pce_mpi.conformance.reports.tables import Cell, piped
 
 
 def render(report: Report) -> str:
-    """The report as Markdown that ends in a newline."""
+    """Render the report as Markdown that ends in a newline."""
     return "\n\n".join(_parts(report)) + "\n"
 
 
@@ -59,7 +59,7 @@ def _failure(outcome: Outcome) -> str:
 
 
 def _folded(summary: str, content: str) -> str:
-    # The empty line makes Markdown of what follows a tag.
+    # After a tag and an empty line, text is Markdown again.
     return f"<details><summary>{summary}</summary>\n\n{content}\n\n</details>"
 
 
@@ -68,7 +68,7 @@ def _escaped_rows(rows: list[list[Cell]]) -> list[list[Cell]]:
 
 
 def _escaped(text: str) -> str:
-    """`text` that means itself, neither HTML nor Markdown nor a formula."""
+    """Escape HTML, Markdown and formulas in `text`."""
     return re.sub(r"([\\`*_\[\]~$])", r"\\\1", html.escape(in_a_line(text), quote=False))
 
 

@@ -1,4 +1,4 @@
-"""Where in (row, class) a gradient errs, as a picture for a page of HTML."""
+"""The errors of a gradient by row and class, as a picture for a page of HTML."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ import numpy as np
 
 from pce_mpi.conformance.outcomes import ErrorMap
 
-# Powers of ten of what is allowed, between which errors differ in colour.
+# Errors between these powers of ten of what is allowed differ in colour.
 _LEAST, _MOST = -2, 4
-_LIMIT = -_LEAST / (_MOST - _LEAST)  # where between the two that is which is just allowed
-# Fully transparent where there is no error, so that both a dark and a light page show through; blue up to what is
-# allowed, then from yellow to red.
+_LIMIT = -_LEAST / (_MOST - _LEAST)  # the place between the two of the largest error that passes
+# Fully transparent without an error, on dark and light pages; blue up to what is allowed, then from yellow to red.
 _COLORS = [
     (0.0, "#4a90d900"),
     (_LIMIT, "#4a90d9b0"),
@@ -28,7 +27,7 @@ _COLORS = [
     (1.0, "#b3122b"),
 ]
 _NOT_FINITE = "#d633c8"
-# Stands for the colour of the text around the picture, which only the page knows.
+# Replaced by the colour of the text around the picture.
 _INK = "#010203"
 
 
@@ -42,7 +41,7 @@ class OfRank(NamedTuple):
 
 
 def of_ranks(picture: ErrorMap) -> list[OfRank]:
-    """Of each rank, the worst error in its shard; a block that lies across a border counts for both sides."""
+    """Return the worst error in the shard of each rank; a block across a border counts for both sides."""
     errors = np.asarray(picture.errors, np.float64).reshape(len(picture.errors), -1)
     per_class = picture.classes / max(errors.shape[1], 1)
     found = []
@@ -54,9 +53,9 @@ def of_ranks(picture: ErrorMap) -> list[OfRank]:
 
 
 def drawn(picture: ErrorMap, name: str) -> str:
-    """An SVG element whose text and lines have the colour of the text around it.
+    """Draw an SVG element whose text and lines have the colour of the text around it.
 
-    `name`, one word, is what the ids in it start with: those of all pictures of a page must differ.
+    `name`, one word, is the prefix of the ids in it: it must be unique in a page.
     """
     errors = np.ma.masked_invalid(np.asarray(picture.errors, np.float64))
     rows = errors.shape[0]
@@ -88,7 +87,7 @@ def _show_errors(axes: Any, errors: Any, picture: ErrorMap) -> Any:
         np.ma.clip(np.ma.abs(errors), 10.0**_LEAST, 10.0**_MOST),
         cmap=colors,
         norm=LogNorm(10.0**_LEAST, 10.0**_MOST),
-        # A class or a row has its number at its middle.
+        # The number of a class or a row is at its middle.
         extent=(-0.5, picture.classes - 0.5, picture.rows - 0.5, -0.5),
         aspect="auto",
         interpolation="none",
@@ -105,8 +104,8 @@ def _show_shards(axes: Any, picture: ErrorMap) -> None:
         label = "_" * (border > 0) + "border of two shards"  # in the legend once
         axes.axvline(shard.start - 0.5, color=_INK, linewidth=1.2, linestyle=(0, (4, 2)), label=label)
     top = axes.secondary_xaxis("top")
-    held = [shard for shard in shards if shard.stop > shard.start]
-    top.set_xticks([(shard.start + shard.stop - 1) / 2 for shard in held], [f"rank {shard.rank}" for shard in held])
+    filled = [shard for shard in shards if shard.stop > shard.start]
+    top.set_xticks([(shard.start + shard.stop - 1) / 2 for shard in filled], [f"rank {shard.rank}" for shard in filled])
     top.tick_params(length=0)
 
 
@@ -134,7 +133,7 @@ def _show_scale(figure: Any, axes: Any, image: Any) -> None:
 
 
 def _embeddable(svg: str, name: str) -> str:
-    """The element alone, as wide as there is room for, with ids of its own."""
+    """Return the element alone, as wide as the page, with unique ids."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg [^>]*?)width="[^"]*"', r"\1", svg, count=1)

@@ -1,4 +1,4 @@
-"""What every report says, in the words that all of them share; tables are rows of cells, the first one is the head."""
+"""The words and tables that all reports share; a table is a list of rows, with the head first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEANING = {
     Verdict.DEADLOCKED: "some ranks never returned",
 }
 
-# What `batches` begins the finding at a smaller shape with.
+# `batches` begins the finding at a smaller shape with this.
 _AT_THE_SMALLEST = "at the smallest shape: "
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _CONTROL = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\t"), ord("\n")}, "\N{REPLACEMENT CHARACTER}")
@@ -33,7 +33,7 @@ _SHARDS = {"equal": "of equal length", "chunks": "as torch.chunk makes them", "a
 
 
 def headline(report: Report) -> str:
-    """How the run ended, in one sentence."""
+    """Summarize the run in one sentence."""
     counts = report.counts
     ran = len(report.outcomes) - counts[Verdict.NOT_OFFERED]
     left = f"; {counts[Verdict.NOT_OFFERED]} not offered" if counts[Verdict.NOT_OFFERED] else ""
@@ -45,7 +45,7 @@ def headline(report: Report) -> str:
 
 
 def facts(report: Report) -> dict[str, str]:
-    """What was run on what."""
+    """Return the settings of the run."""
     strict = "strict, " if report.strict else ""
     return {
         "candidate": report.candidate,
@@ -58,7 +58,7 @@ def facts(report: Report) -> dict[str, str]:
 
 
 def verdict_rows(report: Report) -> list[list[Cell]]:
-    """A table, head first: how many cases of each family ended in which verdict."""
+    """Return the table of the number of cases by family and verdict."""
     found: dict[str, Counter[Verdict]] = {}
     for outcome in report.outcomes:
         found.setdefault(outcome.family, Counter())[outcome.verdict] += 1
@@ -67,9 +67,9 @@ def verdict_rows(report: Report) -> list[list[Cell]]:
 
 
 def cause_rows(report: Report) -> list[list[Cell]]:
-    """A table, head first: what is wrong, in how many cases, and in which; those alike but for their numbers are one.
+    """Return the table of causes, with their number of cases and names; causes that differ only in numbers are one.
 
-    No rows where fewer than two cases failed.
+    No rows if fewer than two cases failed.
     """
     groups: dict[str, tuple[str, list[str]]] = {}
     for outcome in report.failed:
@@ -81,7 +81,7 @@ def cause_rows(report: Report) -> list[list[Cell]]:
 
 
 def _cause(outcome: Outcome) -> tuple[str, str]:
-    """What is wrong in one case, and what that has in common with others."""
+    """Return the cause in one case, and its likeness to compare with other cases."""
     if not outcome.findings:
         text = problem(outcome)
         return text, text
@@ -96,7 +96,7 @@ def _cause(outcome: Outcome) -> tuple[str, str]:
 
 
 def hint(report: Report) -> str:
-    """How more cases can be had; '' where the candidate declares what no signature tells."""
+    """Say how to get more cases; '' if the candidate declares more than its signature."""
     count = report.counts[Verdict.NOT_OFFERED]
     plain = Offer()
     told = replace(report.offer, options=plain.options, reductions=plain.reductions, any_axis=plain.any_axis)
@@ -107,8 +107,9 @@ def hint(report: Report) -> str:
 
 
 def extreme_rows(report: Report) -> list[list[Cell]]:
-    """A table, head first: of each dtype and quantity, the largest error of the cases that pass, and that of all cases.
-    No rows where nothing was measured.
+    """Return the table of the largest errors of passing and of all cases, by dtype and quantity.
+
+    No rows if nothing was measured.
     """
     worst: dict[tuple[str, str], tuple[Accuracy, str]] = {}
     passing: dict[tuple[str, str], float] = {}
@@ -129,7 +130,7 @@ def extreme_rows(report: Report) -> list[list[Cell]]:
 
 
 def accuracy_rows(outcome: Outcome) -> list[list[Cell]]:
-    """A table, head first: how accurate the candidate was in one case. No rows where nothing was measured."""
+    """Return the table of the errors in one case; no rows if nothing was measured."""
     rows: list[list[Cell]] = [
         [each.dtype, each.quantity, _ulps(each.error), each.best, each.allowed, each.where]
         for each in outcome.accuracies
@@ -138,12 +139,12 @@ def accuracy_rows(outcome: Outcome) -> list[list[Cell]]:
 
 
 def _ulps(error: float | None) -> Cell:
-    """Large errors all in one form."""
+    """Round large errors."""
     return error if error is None or error < 1000.0 or math.isinf(error) else f"{error:.2g}"
 
 
 def cost_rows(report: Report) -> list[list[Cell]]:
-    """A table, head first: what one call took and what ours did, for the largest problem for which that was counted."""
+    """Return the table of the costs of a call, and of ours, for the largest problem with costs."""
     largest = max(
         (outcome for outcome in report.outcomes if outcome.costs),
         key=lambda outcome: outcome.rows * outcome.classes,
@@ -160,7 +161,7 @@ def cost_rows(report: Report) -> list[list[Cell]]:
 
 
 def problem(outcome: Outcome) -> str:
-    """What is wrong, in one line: the first finding, and the kinds of the others."""
+    """Describe a fault in one line: the first finding, and the kinds of the others."""
     if not outcome.findings:
         return in_a_line(outcome.note) or MEANING[outcome.verdict]
     first, *others = outcome.findings
@@ -169,7 +170,7 @@ def problem(outcome: Outcome) -> str:
 
 
 def at_the_smallest(outcome: Outcome) -> str:
-    """What the smallest shape tells of the cause that the case's own does not; '' if nothing."""
+    """Return the finding at the smallest shape if it adds to that at the case's own shape, else ''."""
     for finding in outcome.findings[1:]:
         small = Finding(finding.kind, finding.text.removeprefix(_AT_THE_SMALLEST))
         if small.text != finding.text and small.likeness != outcome.findings[0].likeness:
@@ -178,22 +179,22 @@ def at_the_smallest(outcome: Outcome) -> str:
 
 
 def lines(outcome: Outcome) -> list[str]:
-    """All that is wrong, a line for each finding."""
+    """Return a line for each finding."""
     return [in_a_line(finding.text) for finding in outcome.findings if finding not in _prints(outcome)]
 
 
 def printed(outcome: Outcome) -> str:
-    """What a process printed before it died or was ended; '' if that is not known."""
+    """Return the output of a process that crashed or hung; '' if there is none."""
     return "\n".join(_visible(finding.text) for finding in _prints(outcome))
 
 
 def _prints(outcome: Outcome) -> list[Finding]:
-    """The findings that are no sentences: what follows the first one of a case that did not come to its end."""
+    """Return the findings that are output: all but the first, for a case that did not end."""
     return outcome.findings[1:] if outcome.verdict in (Verdict.CRASHED, Verdict.DEADLOCKED) else []
 
 
 def shape(outcome: Outcome) -> str:
-    """The shape at which an outcome was seen; '' where nobody came to know it."""
+    """Return the shape of the problem in words; '' if it is not known."""
     if not outcome.splits:
         return ""
     lengths = [stop - start for start, stop in zip(outcome.splits[:-1], outcome.splits[1:], strict=True)]
@@ -203,12 +204,12 @@ def shape(outcome: Outcome) -> str:
 
 
 def in_a_line(text: str) -> str:
-    """`text` without line breaks and without what steers a terminal."""
+    """Remove line breaks and control characters."""
     return " ".join(_visible(text).split())
 
 
 def _visible(text: str) -> str:
-    # A candidate's last words may hold anything.
+    # The output of a candidate may have any characters.
     return _COLOR.sub("", text).translate(_CONTROL)
 
 

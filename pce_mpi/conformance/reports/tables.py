@@ -1,4 +1,4 @@
-"""Tables in plain text, their head first; columns of numbers end at their right edge."""
+"""Tables in plain text, with the head first and columns of numbers aligned right."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Cell = str | int | float | None
 
 
 def table(rows: Sequence[Sequence[Cell]]) -> str:
-    """In columns as wide as what they hold.
+    """Align the columns of a table.
 
     >>> print(table([("work", "ms"), ("forward", 1234.5), ("backward", 0.25)]))
     work         ms
@@ -29,19 +29,19 @@ def table(rows: Sequence[Sequence[Cell]]) -> str:
 
 
 def piped(rows: Sequence[Sequence[Cell]]) -> str:
-    """As Markdown has it."""
+    """Render a table as Markdown."""
     cells = [[text(value).replace("|", "\\|") for value in row] for row in rows]
     rule = ["---:" if to_right else "---" for to_right in numeric(rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (cells[0], rule, *cells[1:]))
 
 
 def numeric(rows: Sequence[Sequence[Cell]]) -> list[bool]:
-    """Of each column, whether it has a number below its head."""
+    """Return for each column True if it has a number below its head."""
     return [any(isinstance(row[column], int | float) for row in rows[1:]) for column in range(len(rows[0]))]
 
 
 def text(value: Cell) -> str:
-    """What a cell shows: all of a whole number, three digits of any other, nothing for None."""
+    """Return the text of a cell: all digits of a whole number, three of any other, nothing for None."""
     if isinstance(value, float):
         return f"{value:.3g}" if not 1000 <= abs(value) < 1e7 else f"{value:,.0f}"
     return "" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""A report as plain text: what was run, the table of verdicts, each failure, how accurate the candidate is."""
+"""A report as plain text: the settings, the table of verdicts, each failure, and the largest errors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from pce_mpi.conformance.reports.summary import (
 from pce_mpi.conformance.reports.tables import Cell, table
 
 _WIDTH = 120
-# The last ones of what was printed; other reports have more.
+# Lines of a candidate's output; other reports have more.
 _LINES_SHOWN = 12
 
 
 def render(report: Report) -> str:
-    """The report as text that ends in a newline."""
+    """Render the report as text that ends in a newline."""
     return "\n\n".join(_parts(report)) + "\n"
 
 
@@ -52,7 +52,7 @@ def _parts(report: Report) -> Iterator[str]:
 
 
 def _causes(rows: list[list[Cell]]) -> Iterator[str]:
-    """A table of two columns, whose second one has two parts below each other."""
+    """Yield a table of two columns, with two lines or more in each cell of the second."""
     (what, cases, _), *groups = rows
     yield f"{cases}  {what}"
     yield f"{'-' * len(str(cases))}  {'-' * len(str(what))}"
@@ -70,7 +70,7 @@ def _failure(outcome: Outcome) -> Iterator[str]:
         yield _wrapped("  ", told)
     yield from (f"  | {line}" for line in printed(outcome).splitlines()[-_LINES_SHOWN:])
     if outcome.rerun:
-        yield f"  rerun: {outcome.rerun}"  # in one line, to be copied
+        yield f"  rerun: {outcome.rerun}"  # one line, to be copied
 
 
 def _wrapped(start: str, text: str) -> str:
