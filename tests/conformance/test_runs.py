@@ -38,6 +38,7 @@ def candidate(logits, targets, *, class_start, num_classes, comm, **options):
         comm.Barrier()
     if "z_loss" in options:
         print("going under on rank", comm.rank)
+        comm.Barrier()
         if last:
             os.kill(os.getpid(), signal.SIGSEGV)
         comm.Barrier()
@@ -105,7 +106,7 @@ def test_a_crash_is_an_outcome_that_says_which_rank_died_of_what_and_what_was_pr
     outcome = of(outcomes, "z_loss")
     assert outcome["verdict"] == "crashed"
     sentence, printed = (finding["text"] for finding in outcome["findings"])
-    assert sentence == f"crashed in case {outcome['case']}: rank 2 died of SIGSEGV at troublesome.py:19 in candidate"
+    assert sentence == f"crashed in case {outcome['case']}: rank 2 died of SIGSEGV at troublesome.py:20 in candidate"
     assert "[rank 0] going under on rank 0" in printed
     assert "[rank 2] going under on rank 2" in printed
 
@@ -121,7 +122,7 @@ def test_an_error_on_some_ranks_only_fails(troublesome):
     _, outcomes, _ = troublesome
     outcome = of(outcomes, "softcap")
     assert outcome["verdict"] == "FAIL"
-    said = "ValueError: on this rank alone at troublesome.py:25 in candidate (rank 2)"
+    said = "ValueError: on this rank alone at troublesome.py:26 in candidate (rank 2)"
     assert any(said in finding["text"] for finding in outcome["findings"])
 
 
