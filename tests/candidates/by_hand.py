@@ -1,6 +1,6 @@
 """A vocabulary-parallel cross entropy, written out step by step; a wrong candidate replaces one of the steps.
 
-`s` is what the steps hand on: the arguments by their names, and what the steps add to them. All arrays of `s` have one
+`s` is the state of the steps: the arguments by their names, and the results of the steps. All arrays of `s` have one
 row per sample, and this rank's classes as columns.
 """
 
@@ -13,7 +13,7 @@ from pce_mpi.conformance.offers import OPTIONS, Gradient, Offer
 
 
 class ByHand:
-    """Right in all that it offers; float64 inside."""
+    """Right in everything that it offers; float64 inside."""
 
     offer = Offer(
         dtypes=("float16", "bfloat16", "float32", "float64"),
@@ -44,7 +44,7 @@ class ByHand:
     ):
         s = SimpleNamespace(**locals())
         with np.errstate(all="ignore"):
-            self.lay_out(s)
+            self.flatten(s)
             self.refuse(s)
             self.coefficients(s)
             self.transform(s)
@@ -63,10 +63,10 @@ class ByHand:
         """The sum over the ranks, one number per row."""
         total = np.empty_like(array)
         s.comm.Allreduce(np.ascontiguousarray(array), total, MPI.SUM)
-        return np.where(np.isnan(total), np.nan, total)  # of the many nan, the same on every rank
+        return np.where(np.isnan(total), np.nan, total)  # the same nan on every rank
 
-    def lay_out(self, s):
-        """Rows by classes, in float64; which rows count, and which targets are this rank's."""
+    def flatten(self, s):
+        """Rows by classes, in float64; the rows that count, and those whose target this rank has."""
         x = np.moveaxis(s.logits, s.axis, -1)
         s.rows_shape, s.classes = x.shape[:-1], x.shape[-1]
         s.rows = int(np.prod(s.rows_shape))
@@ -139,7 +139,7 @@ class ByHand:
         return s.z_loss * s.logsumexp**2
 
     def divisor(self, s):
-        """What the sum over rows is divided by."""
+        """The divisor of the sum over rows."""
         if s.reduction != "mean":
             return 1.0
         if s.with_probabilities:
@@ -149,7 +149,7 @@ class ByHand:
         return float(self.sum(s, np.where(s.mine, self.weight_of_target(s), 0.0)).sum())
 
     def weight_of_target(self, s):
-        """Of the rows whose target is this rank's; anything in others."""
+        """The value at the target, for the rows whose target this rank has; anything in others."""
         return s.w[s.column] if s.classes else np.zeros(s.rows)
 
     def reduce(self, s):

@@ -10,13 +10,13 @@ CONFORMANCE = [sys.executable, "-m", "pce_mpi", "conformance"]
 
 
 def conformance(*arguments, folder=ROOT, **environment):
-    """The completed command, which must have left no process behind."""
+    """Run the command; it must leave no process behind."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     return complete([*CONFORMANCE, *map(str, arguments)], cwd=folder, env=env)
 
 
 def processes_of(folder):
-    """The command lines that name `folder`."""
+    """Return the command lines of processes that name `folder`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

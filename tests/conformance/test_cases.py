@@ -1,7 +1,6 @@
-"""What a candidate offers, which cases that makes, and the problems that they build."""
+"""The offers of candidates, the catalogue of cases, and the problems that they build."""
 
 from dataclasses import replace
-import inspect
 import math
 import sys
 import textwrap
@@ -41,28 +40,28 @@ def named(name):
     return next(case for case in ALL if case.name == name)
 
 
-# What a candidate offers.
+# Offers.
 
 
-def test_a_candidate_that_declares_nothing_offers_the_options_that_it_names():
+def test_offer_without_declaration_has_named_options():
     def candidate(logits, targets, *, class_start, num_classes, comm, label_smoothing=0.0, weight=None): ...
 
     assert offer_of(candidate) == Offer(options=("weight", "label_smoothing"))
 
 
-def test_open_ended_options_are_all_offered():
+def test_offer_with_open_keywords_has_all_options():
     def candidate(logits, targets, *, class_start, num_classes, comm, **options): ...
 
     assert offer_of(candidate).options == OPTIONS
 
 
-def test_keywords_for_reduction_and_axis_offer_all_of_them():
+def test_offer_of_keywords_has_reductions_and_axes():
     def candidate(logits, targets, *, class_start, num_classes, comm, reduction="mean", axis=-1): ...
 
     assert offer_of(candidate) == Offer(reductions=REDUCTIONS, any_axis=True)
 
 
-def test_attributes_say_more_than_the_signature():
+def test_offer_of_attributes_extends_signature():
     class Candidate:
         dtypes = ("bfloat16",)
         gradient = "none"
@@ -72,7 +71,7 @@ def test_attributes_say_more_than_the_signature():
     assert offer_of(Candidate()) == Offer(dtypes=("bfloat16",), gradient=Gradient.NONE, options=("z_loss",))
 
 
-def test_the_decorator_says_everything():
+def test_offer_of_decorator_is_complete():
     @offers(dims=[2, 3], shards="equal")
     def candidate(logits, targets, **options): ...
 
@@ -93,12 +92,12 @@ def test_the_decorator_says_everything():
         ("dims", (0,), ValueError, "got 0"),
     ],
 )
-def test_an_offer_that_makes_no_sense_is_refused(field, value, error, text):
+def test_offer_with_unknown_value_raises(field, value, error, text):
     with pytest.raises(error, match=text):
         Offer(**{field: value})
 
 
-def test_an_offer_that_is_none_is_refused():
+def test_offer_of_another_type_raises():
     def candidate(logits, targets): ...
 
     candidate.offer = {"dtypes": ("float32",)}
@@ -124,23 +123,23 @@ def test_an_offer_that_is_none_is_refused():
         (Needs(empty=True), {"empty": False}, "zero rows"),
     ],
 )
-def test_what_is_missing_for_a_case_is_named(needs, lacks, what):
+def test_missing_need_of_a_case_is_named(needs, lacks, what):
     assert EVERYTHING.missing(needs, "float32") is None
     assert replace(EVERYTHING, **lacks).missing(needs, "float32") == what
 
 
-def test_a_dtype_that_is_missing_is_named():
+def test_missing_dtype_is_named():
     assert Offer().missing(Needs(), "bfloat16") == "bfloat16"
 
 
-# Finding a candidate.
+# Loading candidates.
 
 
-def test_a_candidate_is_found_in_a_module():
+def test_load_finds_candidate_in_module():
     assert load("pce_mpi.loss:softmax_cross_entropy").__name__ == "softmax_cross_entropy"
 
 
-def test_a_candidate_is_found_in_a_file_that_imports_its_neighbour(tmp_path):
+def test_load_finds_candidate_in_file_with_imports(tmp_path):
     (tmp_path / "neighbour_of_candidate.py").write_text("SCALE = 2\n")
     (tmp_path / "file_of_candidate.py").write_text(
         textwrap.dedent(
@@ -167,21 +166,21 @@ def test_a_candidate_is_found_in_a_file_that_imports_its_neighbour(tmp_path):
         ("pce_mpi.loss:__name__", TypeError, "must be callable, got str"),
     ],
 )
-def test_a_candidate_that_cannot_be_found_is_named(name, error, text):
+def test_load_of_unknown_candidate_names_it(name, error, text):
     with pytest.raises(error, match=text):
         load(name)
 
 
-# Choosing cases.
+# The catalogue.
 
 
-def test_every_case_has_a_name_of_its_own_and_says_what_it_catches():
+def test_case_has_unique_name_and_description():
     assert len({case.name for case in ALL}) == len(ALL)
     for case in ALL:
         assert " " not in case.name and case.catches.endswith((".", ")")), case.name
 
 
-def test_every_option_is_there_alone_in_every_dtype_and_in_every_pair():
+def test_catalogue_has_each_option_alone_and_in_pairs():
     names = {case.name for case in ALL}
     for option in OPTIONS:
         assert {f"{option}/{dtype}" for dtype in DTYPES} <= names
@@ -189,7 +188,7 @@ def test_every_option_is_there_alone_in_every_dtype_and_in_every_pair():
         assert len(pairs) == len(OPTIONS) - 1
 
 
-def test_cases_of_a_candidate_are_those_that_it_offers():
+def test_cases_of_candidate_are_offered():
     offer = Offer(options=("weight",), reductions=("none",), gradient=Gradient.NONE)
     chosen = cases(offer)
     assert chosen and all(offer.missing(case.needs, case.dtype) is None for case in chosen)
@@ -199,36 +198,36 @@ def test_cases_of_a_candidate_are_those_that_it_offers():
     assert not [case for case in chosen if case.family in ("label_smoothing", "upstream", "axis", "probabilities")]
 
 
-def test_cases_that_are_not_about_numbers_come_in_a_dtype_that_is_offered():
+def test_cases_not_about_numbers_have_offered_dtype():
     assert {case.dtype for case in cases(Offer(dtypes=("float16", "bfloat16")))} == {"float16", "bfloat16"}
     assert [case.dtype for case in cases(Offer(dtypes=("float16",)), pattern="p-equal-1")] == ["float16"]
     assert [case.dtype for case in cases(EVERYTHING, pattern="p-equal-1", dtypes=["bfloat16"])] == ["bfloat16"]
 
 
-def test_patterns_are_names_families_or_of_the_shell():
+def test_pattern_is_name_family_or_shell_pattern():
     assert [case.name for case in cases(pattern="weight/float64")] == ["weight/float64"]
     assert {case.family for case in cases(pattern="weight")} == {"weight"}
     assert {case.family for case in cases(pattern=["empty-*", "one-class"])} == {"empty-shard", "one-class"}
 
 
-def test_a_pattern_or_a_dtype_that_fits_nothing_is_refused():
+def test_pattern_or_dtype_without_case_raises():
     with pytest.raises(ValueError, match="no case is called 'smoothing'; families: random-logits"):
         cases(pattern=["weight", "smoothing"])
     with pytest.raises(ValueError, match="got 'float8'"):
         cases(dtypes=["float8"])
 
 
-# The problems.
+# Problems.
 
 
-def test_another_seed_makes_other_logits():
+def test_seed_changes_logits():
     case = named("random-logits/float32")
     assert not np.array_equal(build(case, 2).logits, build(case, 2, seed=1).logits)
 
 
 @pytest.mark.parametrize("shards", ["equal", "chunks", "any"])
-def test_the_shape_that_a_case_came_to_builds_the_same_problem_again(shards):
-    """A command that reruns a failure has the rows and classes that were reported, not those that were wished for."""
+def test_reported_shape_builds_the_same_problem(shards):
+    """The command that reruns a failure has the rows and classes of the report, not those of the setting."""
     offer = replace(EVERYTHING, shards=shards)
     for case in cases(offer):
         if case.rows * case.classes < 1000:
@@ -240,7 +239,7 @@ def test_the_shape_that_a_case_came_to_builds_the_same_problem_again(shards):
 
 
 @pytest.mark.parametrize("shards", ["equal", "chunks", "any"])
-def test_shards_are_as_uneven_as_the_candidate_takes_them_at_any_size(shards):
+def test_shards_of_any_size_are_within_offer(shards):
     offer = replace(EVERYTHING, shards=shards)
     for case in cases(offer):
         shapes = [{}, {"rows": 1, "classes": 1}, {"rows": 2, "classes": 3}] if case.rows * case.classes < 1000 else [{}]
@@ -260,7 +259,7 @@ def test_shards_are_as_uneven_as_the_candidate_takes_them_at_any_size(shards):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_shards_are_uneven_or_empty_where_a_case_is_about_that(ranks):
+def test_shards_are_uneven_or_empty_as_named(ranks):
     def lengths(name, shards="any"):
         return np.diff(build(named(name), ranks, replace(EVERYTHING, shards=shards)).splits)
 
@@ -275,7 +274,7 @@ def test_shards_are_uneven_or_empty_where_a_case_is_about_that(ranks):
 
 
 @pytest.mark.parametrize("name", ["p-near-1/float32", "weight/bfloat16", "axis/4-D-second", "probabilities/weight"])
-def test_what_is_expected_is_what_dense_makes_of_rounded_inputs(name):
+def test_expected_answer_is_dense_of_rounded_inputs(name):
     problem = build(named(name), 3)
     assert problem.logits.dtype == dtype_named(named(name).dtype)
     loss, gradient = dense.softmax_cross_entropy_value_and_grad(
@@ -284,7 +283,7 @@ def test_what_is_expected_is_what_dense_makes_of_rounded_inputs(name):
     assert np.array_equal(problem.expected[0], loss) and np.array_equal(problem.expected[1], gradient)
 
 
-def test_the_upstream_gradient_is_in_the_gradient_that_is_expected():
+def test_expected_gradient_includes_upstream_gradient():
     by_row, scalar = build(named("upstream/each-row"), 2), build(named("upstream/scalar"), 2)
     ones = replace(by_row, dloss=None).expected[1], replace(scalar, dloss=None).expected[1]
     assert np.array_equal(by_row.expected[1], by_row.dloss[:, None].astype(float) * ones[0])
@@ -293,7 +292,7 @@ def test_the_upstream_gradient_is_in_the_gradient_that_is_expected():
 
 
 @pytest.mark.parametrize("name", ["uneven-shards/any", "strides/transposed", "axis/3-D-first", "probabilities/weight"])
-def test_shards_put_together_are_the_problem(name):
+def test_shards_concatenated_are_the_problem(name):
     problem = build(named(name), 3)
     shards = [problem.shard(rank) for rank in range(3)]
     assert np.array_equal(np.concatenate([shard.logits for shard in shards], axis=problem.axis), problem.logits)
@@ -304,7 +303,7 @@ def test_shards_put_together_are_the_problem(name):
         assert np.array_equal(np.concatenate([shard.options["weight"] for shard in shards]), problem.options["weight"])
 
 
-def test_what_is_done_to_a_shard_is_not_done_to_the_problem():
+def test_writing_to_shard_leaves_problem_alone():
     problem = build(named("weight/float32"), 2)
     before = problem.logits.copy(), problem.targets.copy(), problem.options["weight"].copy()
     shard = problem.shard(1)
@@ -314,17 +313,17 @@ def test_what_is_done_to_a_shard_is_not_done_to_the_problem():
         assert np.array_equal(now, then)
 
 
-def test_logits_lie_in_memory_as_a_case_says():
+def test_logits_have_memory_order_of_case():
     assert build(named("random-logits/float32"), 2).shard(0).logits.flags.c_contiguous
     assert build(named("strides/transposed"), 2).shard(0).logits.flags.f_contiguous
     for name in ("strides/every-second", "padded-columns/sliced-off"):
         logits = build(named(name), 2).shard(0).logits
         assert not logits.flags.c_contiguous and not logits.flags.f_contiguous
-        # What lies between is so large that it shows.
+        # The elements between are large, so that reading them shows.
         assert logits.base.max() > 1e4
 
 
-def test_gathered_logits_are_those_of_all_classes_on_every_rank():
+def test_gathered_logits_have_all_classes_on_every_rank():
     problem = build(named("gathered-logits"), 3)
     for rank in range(3):
         shard = problem.shard(rank)
@@ -332,7 +331,7 @@ def test_gathered_logits_are_those_of_all_classes_on_every_rank():
         assert (shard.class_start, shard.num_classes) == (problem.splits[rank], problem.classes)
 
 
-def test_targets_are_on_every_first_and_last_class_where_a_case_is_about_that():
+def test_targets_at_shard_borders_are_at_every_border():
     problem = build(named("targets-at-shard-borders/uneven"), 4)
     borders = {
         number for start, stop in zip(problem.splits, problem.splits[1:], strict=False) for number in (start, stop - 1)
@@ -340,12 +339,12 @@ def test_targets_are_on_every_first_and_last_class_where_a_case_is_about_that():
     assert set(problem.targets.tolist()) == borders
 
 
-def test_only_targets_out_of_range_and_gathered_logits_may_be_refused():
+def test_only_bad_targets_and_gathered_logits_are_refusable():
     assert {case.family for case in ALL if case.expects == Expects.REFUSAL} == {"target-out-of-range"}
     assert {case.family for case in ALL if case.expects == Expects.EITHER} == {"gathered-logits"}
 
 
-def test_special_values_are_where_a_case_says():
+def test_special_values_are_in_named_places():
     masked = build(named("masked-shard/another-in-each-row"), 3)
     for row in range(masked.rows):
         owners = {masked.rank_of(number) for number in np.flatnonzero(masked.logits[row] == -np.inf)}
@@ -359,7 +358,7 @@ def test_special_values_are_where_a_case_says():
 # Outcomes.
 
 
-def test_an_outcome_survives_json():
+def test_outcome_survives_json():
     picture = ErrorMap([[0.5, math.inf]], [0.0, 1.0, 2.0], 1, 2, [(0, 1)])
     outcome = Outcome(
         case="weight/float32",
@@ -377,12 +376,7 @@ def test_an_outcome_survives_json():
     assert outcome.failed and outcome.family == "weight"
 
 
-def test_the_docstring_of_an_offer_has_all_of_its_fields():
-    for name in inspect.signature(Offer).parameters:
-        assert f"\n    {name} " in Offer.__doc__
-
-
-def test_importing_the_conformance_kit_does_not_start_mpi():
+def test_importing_the_kit_does_not_start_mpi():
     program = "import sys, pce_mpi.conformance as kit; kit.cases(); print('mpi4py.MPI' in sys.modules)"
     process = complete([sys.executable, "-c", program])
     assert process.stdout == "False\n"

@@ -1,4 +1,4 @@
-"""What the conformance kit's command says: of wrong command lines, of what is missing, of a run that is interrupted."""
+"""The conformance command: wrong command lines, missing packages, interrupted runs."""
 
 import json
 import os
@@ -16,11 +16,11 @@ from jobs.launch import ROOT, launch, output_of
 from patience import slowdown, wait_until
 from pce_mpi.conformance.launching import LaunchError, mpiexec
 
-# Of a process's map of its memory: what MPICH's ranks share.
+# The shared memory of MPICH's ranks in the memory map of a process.
 SHARED_MEMORY = re.compile(r"/dev/shm/mpich_\S+")
 
 
-def test_an_interrupted_run_reports_what_is_known_by_then(tmp_path):
+def test_interrupted_run_reports_outcomes_so_far(tmp_path):
     (tmp_path / "it.py").write_text(
         "import os, signal, pce_mpi as pce\n"
         "def candidate(logits, targets, *, class_start, num_classes, comm, **options):\n"
@@ -47,7 +47,7 @@ def test_an_interrupted_run_reports_what_is_known_by_then(tmp_path):
     assert [outcome["verdict"] for outcome in report["outcomes"]] == ["pass"]
 
 
-def test_once_a_rank_has_raised_the_others_are_not_waited_for_as_long_and_leave_no_shared_memory(tmp_path):
+def test_deadlock_after_error_ends_sooner_and_cleanly(tmp_path):
     (tmp_path / "it.py").write_text(
         "import pathlib\n"
         "def candidate(logits, targets, *, class_start, num_classes, comm):\n"
@@ -66,7 +66,7 @@ def test_once_a_rank_has_raised_the_others_are_not_waited_for_as_long_and_leave_
     assert [each for each in shared if os.path.exists(each)] == []
 
 
-def test_without_ml_dtypes_bfloat16_is_not_offered_and_the_rest_is_judged(tmp_path):
+def test_without_ml_dtypes_only_bfloat16_is_not_offered(tmp_path):
     (tmp_path / "ml_dtypes.py").write_text("raise ImportError('as if it were not there')")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     selection = ["--case", "random-logits", "--json", "report"]
@@ -80,7 +80,7 @@ def test_without_ml_dtypes_bfloat16_is_not_offered_and_the_rest_is_judged(tmp_pa
     assert "nothing was judged: pce offers none of the selected cases" in alone.stderr
 
 
-def test_results_of_no_vector_at_all_pass_nothing(tmp_path):
+def test_results_of_no_vector_judge_nothing(tmp_path):
     vectors, results = tmp_path / "vectors", tmp_path / "results"
     assert conformance("--export", vectors, "--case", "random-logits/float32").returncode == 0
     save_file({}, results)
@@ -90,7 +90,7 @@ def test_results_of_no_vector_at_all_pass_nothing(tmp_path):
     assert (tmp_path / "report").exists()
 
 
-def test_what_a_candidate_prints_is_shown_by_rank_where_one_case_is_run(tmp_path):
+def test_output_of_single_case_is_shown_by_rank(tmp_path):
     (tmp_path / "it.py").write_text(
         "import pce_mpi as pce\n"
         "def candidate(logits, targets, *, class_start, num_classes, comm):\n"
@@ -101,7 +101,7 @@ def test_what_a_candidate_prints_is_shown_by_rank_where_one_case_is_run(tmp_path
     assert "[rank 0] classes from 0\n[rank 1] classes from 12\n" in run.stderr
 
 
-def test_started_by_mpiexec_it_says_once_what_to_do_instead():
+def test_command_under_mpiexec_explains_itself_once():
     job = launch(2, "-m", "pce_mpi", "conformance", "pce")
     assert job.returncode == 2
     assert job.stderr.count("without mpiexec or srun: python -m pce_mpi conformance -n 4") == 1
@@ -119,7 +119,7 @@ def test_started_by_mpiexec_it_says_once_what_to_do_instead():
     ],
     ids=["a rank dies", "its start fails", "it is a function for an adapter"],
 )
-def test_a_candidate_that_cannot_be_started_is_explained_with_status_2(tmp_path, source, said):
+def test_candidate_that_cannot_start_exits_with_2(tmp_path, source, said):
     (tmp_path / "it.py").write_text(source)
     run = conformance("-n", 1, "it.py:candidate", folder=tmp_path)
     assert run.returncode == 2
@@ -148,7 +148,7 @@ def test_a_candidate_that_cannot_be_started_is_explained_with_status_2(tmp_path,
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_wrong_command_line_is_explained_with_status_2(arguments, said, monkeypatch, capsys):
+def test_wrong_command_line_exits_with_2(arguments, said, monkeypatch, capsys):
     from pce_mpi.cli import main
 
     for framework in ("torch", "jax"):
@@ -159,7 +159,7 @@ def test_a_wrong_command_line_is_explained_with_status_2(arguments, said, monkey
     assert said in capsys.readouterr().err
 
 
-def test_the_list_has_each_case_with_what_it_catches_and_whether_it_is_offered(tmp_path, capsys):
+def test_list_has_description_and_offer_of_cases(tmp_path, capsys):
     from pce_mpi.cli import main
 
     with pytest.raises(SystemExit) as ended:
@@ -174,7 +174,7 @@ def test_the_list_has_each_case_with_what_it_catches_and_whether_it_is_offered(t
     assert "not offered" not in lines["zero-rows/mean"]
 
 
-def test_run_that_is_read_no_further_ends_its_ranks(tmp_path):
+def test_run_with_closed_output_ends_its_ranks(tmp_path):
     (tmp_path / "it.py").write_text(
         "import time, pce_mpi as pce\n"
         "def candidate(logits, targets, *, class_start, num_classes, comm, **options):\n"
@@ -194,7 +194,7 @@ def test_run_that_is_read_no_further_ends_its_ranks(tmp_path):
     wait_until(lambda: processes_of(tmp_path) == [])
 
 
-def test_a_launcher_that_is_not_there_is_explained(monkeypatch):
+def test_missing_launcher_is_explained(monkeypatch):
     monkeypatch.setenv("MPIEXEC", "/no/such/mpiexec --flag")
     assert mpiexec() == ["/no/such/mpiexec", "--flag"]
     run = conformance("pce")

@@ -1,4 +1,4 @@
-"""What `explain` says of an answer: the known fault that gives it, or else where its errors sit."""
+"""The explanation of a wrong answer: the known fault that gives it, or the place of its errors."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -31,7 +31,7 @@ def problem_of(name, ranks=RANKS, seed=0):
 
 
 def said(problem, change_loss=None, change_gradient=None):
-    """Of the right answer, with these changes; the gradient is handed over as (rows, classes)."""
+    """Explain the right answer with these changes; `gradient` gets an array (rows, classes)."""
     loss, gradient = problem.expected
     losses = [np.array(loss) for _ in range(problem.ranks)]
     gradient = problem.row_major(gradient).copy()
@@ -44,7 +44,7 @@ def said(problem, change_loss=None, change_gradient=None):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_faults_start_from_what_is_right(ranks):
+def test_textbook_without_fault_is_dense(ranks):
     for name in CASES:
         problem = problem_of(name, ranks)
         with np.errstate(all="ignore"):
@@ -59,7 +59,7 @@ def test_faults_start_from_what_is_right(ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_every_fault_has_an_answer_in_every_case(ranks):
+def test_every_fault_has_an_answer_for_every_case(ranks):
     for name in CASES:
         problem = problem_of(name, ranks)
         with np.errstate(all="ignore"):
@@ -71,7 +71,7 @@ def test_every_fault_has_an_answer_in_every_case(ranks):
                 assert answer.losses is None or len(answer.losses) in (1, ranks), (name, text)
 
 
-def test_a_factor_is_named():
+def test_factor_is_named():
     problem = problem_of("random-logits/float32")
     assert "3 times too large: summed over the 3 ranks twice" in said(problem, None, lambda g: np.multiply(g, 3, g))
     assert "6.000 times too small (divided by the 6 rows twice?)" in said(problem, None, lambda g: np.divide(g, 6, g))
@@ -79,13 +79,13 @@ def test_a_factor_is_named():
     assert "0.3 times what is due" in said(problem, None, lambda g: np.multiply(g, 0.3, g))
 
 
-def test_a_constant_is_named():
+def test_constant_is_named():
     problem = problem_of("random-logits/float32")
     text = said(problem, lambda loss, rank: loss + np.log(24.0))
     assert "off by the constant 3.17805 = log(24), the number of classes" in text
 
 
-def test_a_lower_precision_is_named():
+def test_lower_precision_is_named():
     problem = problem_of("random-logits/float64")
     text = said(
         problem,
@@ -95,7 +95,7 @@ def test_a_lower_precision_is_named():
     assert text.count("errors as large as arithmetic in float32 makes them") == 2
 
 
-def test_the_other_half_precision_is_no_explanation():
+def test_other_half_precision_is_not_named():
     problem = problem_of("random-logits/float16")
     noise = 1 + 2.0**-8 * np.random.default_rng(0).uniform(-2, 2, problem.logits.shape)
     text = said(problem, None, lambda g: np.multiply(g, noise, g))
@@ -103,13 +103,13 @@ def test_the_other_half_precision_is_no_explanation():
 
 
 @pytest.mark.parametrize(("dtype", "may_overflow"), [("float16", True), ("float32", False)])
-def test_an_infinite_loss_of_float16_may_be_a_sum_that_overflows(dtype, may_overflow):
+def test_infinite_loss_of_float16_names_overflow(dtype, may_overflow):
     text = said(problem_of(f"logits-of-1000-smoothed/{dtype}"), lambda loss, rank: np.inf)
     assert "log p is the logarithm of an exponential that has become 0" in text
     assert ("a sum of log p over classes and rows overflows float16" in text) == may_overflow
 
 
-def test_a_divisor_is_named_though_an_ignored_row_is_nan():
+def test_divisor_is_named_despite_nan_in_ignored_row():
     problem = problem_of("nan/in-an-ignored-row")
     loss, gradient = problem.expected
     counts = problem.valid[:, None]
@@ -121,7 +121,7 @@ def test_a_divisor_is_named_though_an_ignored_row_is_nan():
     assert text == "the mean divides by all 6 rows, not by the 4 that are not ignored"
 
 
-def test_the_ranks_whose_loss_is_wrong_are_named():
+def test_ranks_with_wrong_loss_are_named():
     problem = problem_of("reduction/none")
     text = said(problem, lambda loss, rank: loss + (rank == 1) * np.arange(loss.size) ** 2)
     assert "the loss is wrong on rank 1 only in rows 1, 2, 3, 4 and 1 more" in text
@@ -138,7 +138,7 @@ def test_the_ranks_whose_loss_is_wrong_are_named():
         (np.s_[[0, 2, 3, 5]], "in rows that count"),
     ],
 )
-def test_the_place_of_errors_is_named(where, place):
+def test_place_of_errors_is_named(where, place):
     problem = problem_of("ignore_index/float32")
     assert problem.splits == (0, 8, 16, 24)
 
@@ -148,7 +148,7 @@ def test_the_place_of_errors_is_named(where, place):
     assert said(problem, None, change) == f"the gradient is wrong {place}"
 
 
-def test_errors_at_the_targets_are_told_from_errors_everywhere_else():
+def test_errors_at_targets_and_elsewhere_are_distinguished():
     problem = problem_of("random-logits/float32")
     target = (np.arange(problem.rows), problem.targets)
 
@@ -164,13 +164,13 @@ def test_errors_at_the_targets_are_told_from_errors_everywhere_else():
     assert said(problem, None, elsewhere) == "the gradient is wrong everywhere but at the targets"
 
 
-def test_of_an_answer_that_has_no_pattern_nothing_is_said():
+def test_errors_without_pattern_are_not_explained():
     problem = problem_of("random-logits/float32")
     noise = np.random.default_rng(0).standard_normal(problem.logits.shape)
     assert said(problem, lambda loss, rank: loss + 0.3, lambda g: np.add(g, noise, g)) is None
 
 
-def test_two_faults_are_told_apart():
+def test_two_faults_are_both_named():
     problem = replace(problem_of("label_smoothing/float32"), reduction="sum")
     text = said(problem, lambda loss, rank: loss * 3, lambda g: np.multiply(g, 0.3, g))
     assert text.startswith(
@@ -178,7 +178,7 @@ def test_two_faults_are_told_apart():
     )
 
 
-def test_a_loss_that_is_wrong_otherwise_is_not_taken_for_right():
+def test_fault_of_gradient_does_not_hide_wrong_loss():
     problem = problem_of("label_smoothing/float32")
     one_hot = np.arange(problem.classes) == problem.targets[:, None]
     s = problem.options["label_smoothing"]
@@ -192,7 +192,7 @@ def test_a_loss_that_is_wrong_otherwise_is_not_taken_for_right():
 
 
 @pytest.mark.parametrize("shifted", [True, False])
-def test_targets_that_two_ranks_find_or_none_are_told_by_loss_and_gradient(shifted):
+def test_lost_and_repeated_targets_are_named(shifted):
     problem = problem_of("uneven-shards/any")
     x = problem.logits.astype(np.float64)
     top = x.max(axis=-1)
@@ -209,7 +209,7 @@ def test_targets_that_two_ranks_find_or_none_are_told_by_loss_and_gradient(shift
     assert text == "class_start is not heeded, but taken to be local classes * rank"
 
 
-def test_what_the_judge_lets_pass_is_not_explained():
+def test_answer_that_passes_is_not_explained():
     problem = problem_of("random-logits/float32")
     loss, gradient = problem.expected
     wrong = np.zeros(problem.ranks, np.bool_), np.zeros(problem.logits.shape, np.bool_)

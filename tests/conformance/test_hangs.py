@@ -1,4 +1,4 @@
-"""Planted faults that hang or kill a job: only the launcher of the kit survives them, and says what happened."""
+"""Planted faults that hang or kill a job: the launcher of the kit survives and reports them."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from patience import slowdown
         ("empty_shard_crashes", "empty-shard/last", "crashed", ["rank 2 died of SIGSEGV"]),
     ],
 )
-def test_a_planted_fault_that_ends_the_job_is_a_result(fault, case, verdict, words, tmp_path):
+def test_planted_fault_that_ends_job_is_outcome(fault, case, verdict, words, tmp_path):
     report = tmp_path / "report.json"
     selection = ["--case", case, "--case", "random-logits/float32", "--timeout", 2 * slowdown()]
     run = conformance(

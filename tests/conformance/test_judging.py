@@ -1,4 +1,4 @@
-"""What the conformance kit takes for right, and for how wrong it takes what is not."""
+"""The judge: answers that pass, and the measured errors of those that do not."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def problem_of(name, **changes):
 
 
 def answers_of(problem, loss=None, gradient=None, loss_dtype=None):
-    """What each rank returns: the exact values, rounded, unless told otherwise."""
+    """The answers of all ranks: the exact values, rounded, unless given."""
     loss = problem.expected[0] if loss is None else loss
     gradient = problem.expected[1] if gradient is None else gradient
     with np.errstate(all="ignore"):
@@ -45,7 +45,7 @@ def kinds(problem, answers, tolerance=USUAL):
 
 
 def probabilities_of(problem, dtype):
-    """The softmax, computed in `dtype`, by the book."""
+    """The textbook softmax, computed in `dtype`."""
     x = problem.logits.astype(dtype)
     e = np.exp(x - x.max(axis=-1, keepdims=True))
     return e / e.sum(axis=-1, keepdims=True, dtype=dtype)
@@ -62,7 +62,7 @@ ANSWERED = [case for case in cases(EVERYTHING) if case.expects == "an answer" an
 
 @pytest.mark.parametrize("tolerance", [USUAL, STRICT], ids=["usual", "strict"])
 @pytest.mark.parametrize("case", ANSWERED, ids=str)
-def test_the_exact_values_rounded_pass_everywhere(case, tolerance):
+def test_exact_values_rounded_pass_every_case(case, tolerance):
     problem = case.build(case.setting(EVERYTHING, RANKS))
     judgement = judge(problem, answers_of(problem), tolerance)
     assert judgement.findings == [] and judgement.picture is None
@@ -71,13 +71,13 @@ def test_the_exact_values_rounded_pass_everywhere(case, tolerance):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_ulp_is_that_of_the_dtype(dtype):
+def test_ulp_depends_on_the_dtype(dtype):
     values = [0.0, 1e-30, 1.0, 1.5, -2.0, 3e4, 6e-8]
     assert ulp(values, dtype).tolist() == ulps.ulp(values, dtype_named(dtype)).tolist()
 
 
 @pytest.mark.parametrize(("dtype", "usual", "strict"), [("float64", 64, 8), ("float32", 16, 5), ("bfloat16", 2, 1)])
-def test_as_many_ulps_pass_as_the_tolerance_says(dtype, usual, strict):
+def test_tolerance_sets_how_many_ulps_pass(dtype, usual, strict):
     problem = problem_of(f"random-logits/{dtype}", reduction="none")
     exact = problem.expected[1]
     row, number = 2, int(problem.targets[2])
@@ -91,7 +91,7 @@ def test_as_many_ulps_pass_as_the_tolerance_says(dtype, usual, strict):
             assert found == ([] if passes else ["gradient at targets"])
 
 
-def test_an_entry_that_is_no_target_s_is_measured_by_the_largest_such_of_its_row():
+def test_entry_off_target_is_measured_by_row_maximum():
     problem = problem_of("random-logits/float32", reduction="none")
     gradient = problem.expected[1].copy()
     row = 1
@@ -106,34 +106,34 @@ def test_an_entry_that_is_no_target_s_is_measured_by_the_largest_such_of_its_row
     assert kinds(problem, answers_of(problem, gradient=gradient), STRICT) == ["gradient"]
 
 
-def test_gradients_that_are_small_beside_that_of_the_target_count_in_half_precision():
+def test_small_gradients_beside_the_target_count_in_half():
     problem = problem_of("many-classes/bfloat16")
     filtered = np.where(np.abs(problem.expected[1]) < 2.0**-12, 0.0, problem.expected[1])
     assert kinds(problem, answers_of(problem, gradient=filtered)) == ["gradient"]
 
 
-def test_p_less_1_in_float32_passes_in_bfloat16_and_of_p_in_bfloat16_does_not():
+def test_p_minus_1_before_rounding_to_bfloat16_passes():
     problem = problem_of("p-near-1/bfloat16")
     p = probabilities_of(problem, np.float32)
     for tolerance in (USUAL, STRICT):
         right = minus_one_at_targets(problem, p)
         wrong = minus_one_at_targets(problem, p.astype(problem.dtype).astype(np.float32))
-        # the smallest entries are below what float32 has left of 1: that is what strict is for
+        # the smallest entries are below an ulp of 1 in float32: only the strict judge sees them
         expected = [] if tolerance == USUAL else ["gradient at targets"]
         assert kinds(problem, answers_of(problem, gradient=right), tolerance) == expected
         assert kinds(problem, answers_of(problem, gradient=wrong), tolerance) == ["gradient at targets"]
 
 
-def test_p_less_1_in_float32_passes_in_float32_unless_the_judge_is_strict():
+def test_p_minus_1_in_float32_passes_unless_strict():
     problem = problem_of("p-near-1/float32")
     answers = answers_of(problem, gradient=minus_one_at_targets(problem, probabilities_of(problem, np.float32)))
     assert kinds(problem, answers) == []
-    # Neither are differences of 16 exact in float32, so that entries of no target are off by more than 5 ulp as well.
+    # Differences of 16 are not exact in float32 either, so that other entries are off by more than 5 ulp as well.
     assert kinds(problem, answers, STRICT) == ["gradient"]
 
 
 @pytest.mark.parametrize("offset", ["1e3", "1e4"])
-def test_logits_with_an_offset_excuse_nothing(offset):
+def test_offset_of_logits_excuses_no_error(offset):
     problem = problem_of(f"offset/{offset}/float32", reduction="none")
     x = problem.logits
     top = x.max(axis=-1)
@@ -143,14 +143,14 @@ def test_logits_with_an_offset_excuse_nothing(offset):
     assert kinds(problem, answers_of(problem, loss=losses)) == ["loss"]
 
 
-def test_a_loss_in_float64_of_float32_logits_is_measured_in_ulps_of_float32():
+def test_float64_loss_of_float32_logits_has_float32_ulps():
     problem = problem_of("random-logits/float32")
     loss = problem.expected[0] * (1 + 1e-7)
     judgement = judge(problem, answers_of(problem, loss=loss, loss_dtype=np.float64), USUAL)
     assert judgement.findings == [] and judgement.accuracies[0].dtype == "float32"
 
 
-def test_a_loss_in_bfloat16_is_measured_in_ulps_of_bfloat16():
+def test_bfloat16_loss_has_bfloat16_ulps():
     problem = problem_of("random-logits/bfloat16")
     judgement = judge(problem, answers_of(problem, loss_dtype=problem.dtype), USUAL)
     assert judgement.findings == [] and judgement.accuracies[0].dtype == "bfloat16"
@@ -158,21 +158,21 @@ def test_a_loss_in_bfloat16_is_measured_in_ulps_of_bfloat16():
 
 
 @pytest.mark.parametrize(("dtype", "coarser"), [("float32", "float16"), ("float64", "float32")])
-def test_a_loss_in_a_coarser_dtype_than_the_logits_is_measured_in_theirs(dtype, coarser):
+def test_loss_coarser_than_logits_has_their_ulps(dtype, coarser):
     problem = problem_of(f"random-logits/{dtype}")
     judgement = judge(problem, answers_of(problem, loss_dtype=coarser), USUAL)
     assert [finding.kind for finding in judgement.findings] == ["loss"]
     assert judgement.accuracies[0].dtype == dtype
 
 
-def test_a_sum_over_rows_may_lose_what_pairwise_sums_lose():
+def test_sum_over_rows_may_lose_pairwise_error():
     problem = problem_of("same-on-every-rank", reduction="sum")  # 64 rows
     assert judge(problem, answers_of(problem), USUAL).accuracies[0].allowed == 16 + 6
     problem = problem_of("same-on-every-rank", reduction="none")
     assert judge(problem, answers_of(problem), USUAL).accuracies[0].allowed == 16
 
 
-def test_nan_where_a_number_is_due_and_a_number_where_nan_is_due_are_wrong():
+def test_nan_for_number_and_number_for_nan_fail():
     problem = problem_of("random-logits/float32")
     assert kinds(problem, answers_of(problem, loss=np.nan)) == ["not finite"]
     gradient = problem.expected[1].copy()
@@ -183,20 +183,20 @@ def test_nan_where_a_number_is_due_and_a_number_where_nan_is_due_are_wrong():
     assert kinds(problem, answers_of(problem, gradient=np.nan_to_num(problem.expected[1]))) == ["gradient"]
 
 
-def test_one_nan_is_enough_in_a_row_that_has_no_softmax():
+def test_row_without_softmax_needs_one_nan():
     problem = problem_of("masked-row", reduction="none")
     gradient = np.nan_to_num(problem.expected[1])
     gradient[problem.rows // 2, 0] = np.nan
     assert kinds(problem, answers_of(problem, gradient=gradient), STRICT) == []
 
 
-def test_nan_where_pytorch_has_it_passes_unless_the_judge_is_strict():
+def test_nan_of_pytorch_passes_unless_strict():
     problem = problem_of("nan/in-an-ignored-row")
     gradient = problem.expected[1].copy()
     gradient[~problem.valid] = np.nan
     assert kinds(problem, answers_of(problem, gradient=gradient)) == []
     assert kinds(problem, answers_of(problem, gradient=gradient), STRICT) == ["not finite"]
-    # the loss of a row that does not count is no excuse
+    # a row that does not count excuses nothing
     assert kinds(problem, answers_of(problem, loss=np.nan)) == ["not finite"]
     gradient[~problem.valid] = 1.0
     assert kinds(problem, answers_of(problem, gradient=gradient)) == ["gradient"]
@@ -205,7 +205,7 @@ def test_nan_where_pytorch_has_it_passes_unless_the_judge_is_strict():
     assert kinds(problem, answers_of(problem, loss=np.nan), STRICT) == ["not finite"]
 
 
-def test_infinity_passes_where_the_exact_loss_is_infinite_or_the_dtype_ends():
+def test_infinity_passes_if_exact_or_overflow():
     problem = problem_of("masked-target", reduction="none")
     assert np.isinf(problem.expected[0]).any() and kinds(problem, answers_of(problem)) == []
     problem = problem_of("logits-of-1000/float16", reduction="sum")
@@ -215,7 +215,7 @@ def test_infinity_passes_where_the_exact_loss_is_infinite_or_the_dtype_ends():
     assert kinds(problem, answers_of(problem, loss=-np.inf, loss_dtype=np.float16)) == ["not finite"]
 
 
-def test_one_bit_between_ranks_is_found_and_the_sign_of_nan_is_not():
+def test_one_bit_between_ranks_fails_but_nan_sign():
     problem = problem_of("same-on-every-rank", reduction="none")
     answers = answers_of(problem)
     loss = answers[2].loss.copy()
@@ -229,7 +229,7 @@ def test_one_bit_between_ranks_is_found_and_the_sign_of_nan_is_not():
     assert kinds(problem, answers) == []
 
 
-def test_the_loss_of_each_rank_is_judged():
+def test_loss_of_each_rank_is_judged():
     problem = problem_of("random-logits/float32")
     answers = answers_of(problem)
     answers[1] = replace(answers[1], loss=answers[1].loss * np.float32(1.5))
@@ -246,7 +246,7 @@ def test_the_loss_of_each_rank_is_judged():
         ({"dlogits": np.zeros((6, 8), np.float64)}, "dtype", "gradient has dtype float64, .* float32"),
     ],
 )
-def test_a_wrong_shape_or_dtype_is_named(change, kind, text):
+def test_wrong_shape_or_dtype_is_named(change, kind, text):
     problem = problem_of("random-logits/float32")
     answers = answers_of(problem)
     answers[1] = replace(answers[1], **change)
@@ -256,7 +256,7 @@ def test_a_wrong_shape_or_dtype_is_named(change, kind, text):
         raise ValueError(finding.text)
 
 
-def test_where_the_worst_error_sits_is_named_with_its_rank():
+def test_worst_error_is_named_with_place_and_rank():
     problem = problem_of("dims/3-D")
     gradient = problem.expected[1].copy()
     gradient[1, 2, 17] += 1.0
@@ -265,7 +265,7 @@ def test_where_the_worst_error_sits_is_named_with_its_rank():
     assert worst.where == "row (1, 2), class 17 (rank 2)"
 
 
-def test_the_picture_shows_where_errors_sit():
+def test_picture_has_errors_by_row_and_class():
     problem = problem_of("random-logits/float32")
     gradient = problem.expected[1].copy()
     gradient[4, 9] += 1.0
@@ -276,7 +276,7 @@ def test_the_picture_shows_where_errors_sit():
     assert np.argwhere(errors > 1).tolist() == [[4, 9]]
 
 
-def test_a_large_picture_has_the_worst_of_each_block():
+def test_large_picture_has_worst_of_each_block():
     rng = np.random.default_rng(0)
     problem = Problem(
         rng.normal(size=(100, 700)).astype(np.float32), rng.integers(0, 700, 100), (0, 100, 400, 700), reduction="none"
@@ -290,7 +290,7 @@ def test_a_large_picture_has_the_worst_of_each_block():
     assert (errors > 1).sum() == 2 and picture.splits == pytest.approx([0, 27.43, 109.71, 192], abs=0.01)
 
 
-def test_gathered_logits_have_a_whole_gradient_on_each_rank():
+def test_gathered_logits_have_whole_gradient_on_each_rank():
     problem = problem_of("gathered-logits")
     assert kinds(problem, answers_of(problem)) == []
     assert kinds(problem, answers_of(problem, loss=problem.expected[0] + np.log(RANKS))) == ["loss"]
@@ -298,7 +298,7 @@ def test_gathered_logits_have_a_whole_gradient_on_each_rank():
     assert kinds(problem, shards) == ["shape"]
 
 
-def test_a_finding_tells_its_cause_apart_from_the_numbers():
+def test_cause_of_finding_has_no_numbers():
     problem = problem_of("random-logits/float32")
     noise = np.random.default_rng(0).standard_normal(problem.logits.shape)
     exact = problem.expected

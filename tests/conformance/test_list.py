@@ -5,7 +5,7 @@ from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.reports import listing
 
 
-def test_a_list_has_a_line_for_each_case_and_says_once_what_those_alike_catch():
+def test_list_has_a_line_for_each_case():
     found = cases(pattern=["random-logits", "zero-rows"])
     text = listing.render(found, width=60)
     assert max(map(len, text.splitlines())) <= 60

@@ -1,4 +1,4 @@
-"""The reports of the conformance kit, of a run that is written out here."""
+"""The reports of the conformance kit, for a run that is written out here."""
 
 import base64
 from collections import Counter
@@ -18,12 +18,12 @@ from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.reports import html, json_file, junit, markdown, pictures, terminal
 
-# What might end the page, the table or the terminal's good manners, if it came through as it is.
+# Text that would break the page, the table or the terminal, if it were not escaped.
 HOSTILE = "</p><script>alert(1)</script> *not* _this_ | `that` $x$ & more"
 LAST_WORDS = "[rank 2] \x1b[31mfree(): invalid\x00 pointer\x1b[0m\n[rank 2] <Aborted>"
 RERUN = "python -m pce_mpi conformance -n 3 losses:sharded --case 'p(target)*' --rows 2 --classes 6"
 SPLITS = (0, 3, 3, 8)
-# Rank 0 is right, rank 1 has nothing, rank 2 errs.
+# Rank 0 is right, rank 1 has no classes, rank 2 errs.
 ERRORS = [[0.0, 0.5, 0.01, 0.0, 30.0, 0.2, 0.0, 0.0], [0.0, 0.0, 0.9, 2.0, math.inf, 0.0, 0.0, 0.0]]
 
 
@@ -74,12 +74,12 @@ ALL = report(PASS, FAIL, REFUSED, CRASHED, DEADLOCKED, NOT_OFFERED, COST)
 
 
 def row_of(text, start):
-    """The words of the line that begins with `start`."""
+    """Return the words of the line that begins with `start`."""
     (line,) = [line for line in text.splitlines() if line.startswith(start)]
     return line.split()
 
 
-def test_the_terminal_counts_the_cases_of_a_family_by_verdict():
+def test_terminal_counts_cases_by_family_and_verdict():
     text = terminal.render(ALL)
     head = "cases        pass  FAIL  not offered  refused  crashed  deadlocked"
     assert head in text.splitlines()
@@ -90,7 +90,7 @@ def test_the_terminal_counts_the_cases_of_a_family_by_verdict():
     assert text.splitlines()[-1] == "4 of 6 cases failed (1 FAIL, 1 refused, 1 crashed, 1 deadlocked); 1 not offered"
 
 
-def test_the_terminal_says_of_each_failure_what_is_wrong_at_which_shape_and_how_to_rerun_it():
+def test_terminal_has_cause_shape_and_command_of_failure():
     lines = terminal.render(ALL).splitlines()
     at = lines.index("FAIL smoothing/float32")
     assert lines[at + 1 : at + 4] == [
@@ -103,7 +103,7 @@ def test_the_terminal_says_of_each_failure_what_is_wrong_at_which_shape_and_how_
     assert not any(line.startswith("pass random") for line in lines)
 
 
-def test_the_terminal_tells_what_the_smallest_shape_shows_where_that_says_more():
+def test_terminal_has_finding_at_smallest_shape():
     def told(text, small):
         findings = ("loss", text), ("loss", f"at the smallest shape: {small}")
         case = outcome("random/float32", Verdict.FAIL, *findings, **SIZE, shrunk=True)
@@ -117,18 +117,18 @@ def test_the_terminal_tells_what_the_smallest_shape_shows_where_that_says_more()
     assert not told(cause.format(8, 24, numbers), cause.format(1, 3, fewer))
 
 
-def test_no_shape_is_told_of_a_case_of_which_nobody_knows_it():
+def test_unknown_shape_is_left_out():
     text = terminal.render(report(outcome("nan/row", Verdict.CRASHED, rows=6, classes=24, ranks=3)))
     assert "6 rows" not in text
 
 
-def test_the_terminal_shows_a_crashed_process_s_last_words_but_does_not_obey_them():
+def test_terminal_escapes_output_of_crashed_process():
     text = terminal.render(ALL)
     assert "  | [rank 2] free(): invalid\N{REPLACEMENT CHARACTER} pointer\n  | [rank 2] <Aborted>\n" in text
     assert "\x1b" not in text and "\x00" not in text
 
 
-def test_the_terminal_has_the_worst_error_beside_the_best_possible_and_what_is_allowed():
+def test_terminal_has_worst_best_and_allowed_errors():
     text = terminal.render(ALL)
     loss = ["float32", "loss", "1.25", "4.3e+03", "0.5", "16", "smoothing/float32", "row", "1"]
     assert row_of(text, "float32  loss ") == loss
@@ -136,13 +136,13 @@ def test_the_terminal_has_the_worst_error_beside_the_best_possible_and_what_is_a
     assert row_of(text, "float32  gradient ")[2:5] == ["inf", "0.4", "16"]
 
 
-def test_the_largest_error_of_all_is_no_smaller_than_that_of_what_passes():
+def test_largest_error_includes_passing_cases():
     near = outcome("mean", Verdict.PASS, accuracies=[Accuracy("loss", "float32", 17.5, 0.5, 18.6, "")])
     wrong = outcome("none", Verdict.FAIL, accuracies=[Accuracy("loss", "float32", 16.5, 0.5, 16.0, "row 1")])
     assert row_of(terminal.render(report(near, wrong)), "float32  loss ")[2:] == ["17.5", "17.5", "0.5", "18.6", "mean"]
 
 
-def test_failures_begin_with_what_is_wrong_and_in_which_cases():
+def test_failures_begin_with_table_of_causes():
     local = "label smoothing is spread over the {} local classes, not over all {} (loss is {} where 2 is right: 4 ulp)"
     hangs = "deadlocked in case {}: rank 3 never returned"
     numbers = outcome("z/float32", Verdict.FAIL, ("gradient", "gradient is 1 where 2 is right in row 3: 9 ulp"))
@@ -173,14 +173,14 @@ FAIL z/float32
     assert "what is wrong" not in terminal.render(report(PASS, numbers))
 
 
-def test_the_page_folds_up_families_in_which_nothing_failed():
+def test_page_folds_families_without_failures():
     page = html.render(ALL)
     folded = page[page.index("Families in which nothing failed") :]
     folded = folded[: folded.index("</details>")]
     assert '<td class=" cases">random</td>' in folded and "smoothing" not in folded
 
 
-def test_a_hint_says_how_more_cases_are_had_where_nothing_is_declared():
+def test_hint_without_declaration_names_offers():
     for offer, words in ((Offer(options=("weight",)), True), (Offer(dtypes=("float32", "float64")), False)):
         for given in (report(PASS, NOT_OFFERED), report(PASS)):
             given.offer = offer
@@ -189,7 +189,7 @@ def test_a_hint_says_how_more_cases_are_had_where_nothing_is_declared():
                 assert ("@offers(dtypes=..., dims=..." in render(given)) == hinted
 
 
-def test_costs_stand_beside_ours_and_what_was_not_counted_is_said():
+def test_costs_are_shown_beside_ours():
     text = terminal.render(ALL)
     assert row_of(text, "candidate   ")[1:] == ["not", "counted", "not", "counted", "0.5", "1,048,576"]
     assert row_of(text, "pce_mpi  ")[1:] == ["2", "104", "0.25", "not", "counted"]
@@ -205,7 +205,7 @@ def test_costs_stand_beside_ours_and_what_was_not_counted_is_said():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_run_without_failures_is_told_in_every_form(outcomes, sentence):
+def test_run_without_failures_renders_in_every_form(outcomes, sentence):
     quiet = report(*outcomes)
     assert terminal.render(quiet).endswith(f"{sentence}\n")
     assert sentence in markdown.render(quiet)
@@ -215,7 +215,7 @@ def test_a_run_without_failures_is_told_in_every_form(outcomes, sentence):
 
 
 class Page(HTMLParser):
-    """Reads a page and fails where tags do not match."""
+    """Reads a page and fails if tags do not match."""
 
     def __init__(self, text):
         super().__init__()
@@ -241,7 +241,7 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
-def test_the_page_is_whole_and_loads_nothing():
+def test_page_is_complete_and_loads_nothing():
     text = html.render(report(FAIL, FAIL, CRASHED))
     page = Page(text)
     assert page.tags["svg"] == 2
@@ -251,7 +251,7 @@ def test_the_page_is_whole_and_loads_nothing():
     assert len(page.ids) == len(set(page.ids))
 
 
-def test_the_page_shows_what_a_candidate_says_and_does_not_run_it():
+def test_page_escapes_output_of_candidate():
     text = html.render(report(REFUSED, CRASHED, candidate=HOSTILE))
     page = Page(text)
     assert page.tags["script"] == 0
@@ -260,7 +260,7 @@ def test_the_page_shows_what_a_candidate_says_and_does_not_run_it():
     assert "[rank 2] <Aborted>" in shown and "\x1b" not in text
 
 
-def test_the_page_says_all_that_is_wrong():
+def test_page_has_all_findings():
     shown = " ".join("".join(Page(html.render(ALL)).words).split())
     for finding in FAIL.findings:
         assert finding.text in shown
@@ -270,7 +270,7 @@ def test_the_page_says_all_that_is_wrong():
     assert all(each.case in shown for each in ALL.outcomes)
 
 
-def test_the_page_has_a_dark_and_a_light_dress_and_pictures_take_their_colors_from_it():
+def test_page_and_pictures_have_dark_and_light_colors():
     text = html.render(ALL)
     assert "prefers-color-scheme: dark" in text
     picture = text[text.index("<svg") : text.index("</svg>")]
@@ -278,12 +278,12 @@ def test_the_page_has_a_dark_and_a_light_dress_and_pictures_take_their_colors_fr
     assert not re.search(r"(fill|stroke): ?#(000000|ffffff|010203)", picture)
 
 
-def test_a_picture_has_a_pixel_for_each_error_in_the_color_of_its_size():
+def test_picture_has_colored_pixel_for_each_error():
     picture = pictures.drawn(FAIL.picture, "picture")
     images = re.findall(r"data:image/png;base64,([^\"]*)", picture)
     image = next(each for each in map(decoded, images) if each.shape[:2] == (2, 8))
     red, _, blue, opacity = image[..., 0], image[..., 1], image[..., 2], image[..., 3]
-    # Which row of the file is which depends on how the picture places it; columns are never turned around.
+    # The order of the rows in the file depends on the image's origin; that of the columns does not.
     wrong = {(row, column) for row in range(2) for column in range(8) if red[row, column] > blue[row, column] > 0}
     assert {column for _, column in wrong} == {3, 4}
     assert (opacity[:, [0, 5, 6, 7]] < 0.6).all()
@@ -293,7 +293,7 @@ def decoded(text):
     return imread(io.BytesIO(base64.b64decode(text)))
 
 
-def test_a_picture_names_the_ranks_that_hold_classes_and_marks_every_target():
+def test_picture_names_ranks_and_marks_targets():
     root = ElementTree.fromstring(pictures.drawn(FAIL.picture, "picture"))
     words = ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "rank 0" in words and "rank 2" in words and "rank 1" not in words
@@ -302,7 +302,7 @@ def test_a_picture_names_the_ranks_that_hold_classes_and_marks_every_target():
     assert len(list(targets.iter("{http://www.w3.org/2000/svg}use"))) == len(FAIL.picture.targets)
 
 
-def test_picture_says_what_it_shows():
+def test_picture_has_title_and_labels():
     root = ElementTree.fromstring(pictures.drawn(FAIL.picture, "picture"))
     words = ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
     legend = ["border of two shards", "target of the row"]
@@ -316,17 +316,17 @@ def test_picture_of_one_row_numbers_it():
     assert [word for word in words if "." in word] == ["0.01", "0.1"]  # of the colours' scale
 
 
-def test_each_rank_has_the_worst_error_of_its_own_shard():
+def test_each_rank_has_worst_error_of_its_shard():
     assert pictures.of_ranks(FAIL.picture) == [(0, 0, 3, 0.9), (1, 3, 3, 0.0), (2, 3, 8, math.inf)]
 
 
 @pytest.mark.parametrize("errors", [[[5.0]], [[0.0]], [[math.nan, math.inf]]], ids=str)
-def test_the_smallest_pictures_can_be_drawn(errors):
+def test_smallest_pictures_can_be_drawn(errors):
     picture = ErrorMap(errors, [0.0, float(len(errors[0]))], 1, len(errors[0]), [])
     assert pictures.drawn(picture, "picture").startswith("<svg")
 
 
-def test_markdown_folds_each_failure_up_and_takes_nothing_for_markup():
+def test_markdown_folds_failures_and_escapes_markup():
     text = markdown.render(report(PASS, FAIL, REFUSED, CRASHED, candidate=HOSTILE))
     assert text.count("<details>") == text.count("</details>") == 3 + 2
     assert text.startswith("### \N{CROSS MARK} Conformance of <code>")
@@ -339,11 +339,11 @@ def test_markdown_folds_each_failure_up_and_takes_nothing_for_markup():
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
 
 
-def test_markdown_of_a_good_run_says_so():
+def test_markdown_of_good_run_says_so():
     assert markdown.render(report(PASS)).startswith("### \N{WHITE HEAVY CHECK MARK} ")
 
 
-def test_junit_tells_failures_errors_and_what_was_skipped_apart():
+def test_junit_distinguishes_failures_errors_and_skipped():
     suites = ElementTree.fromstring(junit.render(ALL))
     (suite,) = suites
     for element in (suites, suite):
@@ -366,12 +366,12 @@ def test_junit_tells_failures_errors_and_what_was_skipped_apart():
     assert "free(): invalid" in suite.find(".//error").text
 
 
-def test_json_that_is_read_again_is_the_same_report():
+def test_json_report_is_read_back_unchanged():
     text = json_file.render(ALL)
     assert json_file.parse(text) == ALL
 
 
-def test_json_has_a_version_and_no_numbers_that_json_has_not():
+def test_json_has_version_and_only_finite_numbers():
     def refuse(constant):
         raise AssertionError(constant)
 
@@ -384,12 +384,12 @@ def test_json_has_a_version_and_no_numbers_that_json_has_not():
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"format": "pce_mpi conformance report", "version": 2}'])
-def test_json_of_something_else_is_refused(text):
+def test_json_of_something_else_raises(text):
     with pytest.raises(ValueError, match="report"):
         json_file.parse(text)
 
 
-def test_only_the_page_needs_packages_that_the_kit_does_without_and_none_needs_mpi():
+def test_only_the_page_needs_more_packages():
     program = """
 import sys
 for name in ("jinja2", "matplotlib", "markupsafe", "safetensors", "mpi4py.MPI"):
@@ -408,7 +408,7 @@ except ImportError as error:
     assert done.stdout == "False\n", done.stderr
 
 
-def test_a_report_of_an_interrupted_run_says_so():
+def test_report_of_interrupted_run_says_so():
     stopped = report(PASS)
     stopped.interrupted = True
     assert json_file.parse(json_file.render(stopped)).interrupted

@@ -1,4 +1,4 @@
-"""`python -m pce_mpi conformance`: many cases from one process, whatever they do to the ranks."""
+"""`python -m pce_mpi conformance`: runs that survive what cases do to the ranks."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from pce_mpi.conformance.shrinking import shapes
 from pce_mpi.conformance.stacks import innermost
 from pce_mpi.leftovers import new_folder
 
-# What it does depends on the option that a case sets.
+# It misbehaves by the option that a case sets.
 TROUBLESOME = """
 import os
 import signal
@@ -69,7 +69,7 @@ candidate.stop = lambda: os._exit(9)
 
 @pytest.fixture(scope="module")
 def troublesome(tmp_path_factory):
-    """One run over cases that hang, die and fail; what is left of it."""
+    """Run cases that hang, crash and fail; return the command, its outcomes and the folder."""
     folder = tmp_path_factory.mktemp("troublesome")
     (folder / "troublesome.py").write_text(TROUBLESOME)
     (folder / "temporary").mkdir()
@@ -91,7 +91,7 @@ def of(outcomes, family):
     return next(outcome for case, outcome in outcomes.items() if case.partition("/")[0] == family)
 
 
-def test_a_deadlock_is_an_outcome_that_says_which_ranks_never_returned_and_from_where(troublesome):
+def test_deadlock_names_ranks_and_lines(troublesome):
     _, outcomes, _ = troublesome
     outcome = of(outcomes, "label_smoothing")
     assert outcome["verdict"] == "deadlocked"
@@ -101,7 +101,7 @@ def test_a_deadlock_is_an_outcome_that_says_which_ranks_never_returned_and_from_
     )
 
 
-def test_a_crash_is_an_outcome_that_says_which_rank_died_of_what_and_what_was_printed(troublesome):
+def test_crash_names_rank_signal_line_and_output(troublesome):
     _, outcomes, _ = troublesome
     outcome = of(outcomes, "z_loss")
     assert outcome["verdict"] == "crashed"
@@ -111,14 +111,14 @@ def test_a_crash_is_an_outcome_that_says_which_rank_died_of_what_and_what_was_pr
     assert "[rank 2] going under on rank 2" in printed
 
 
-def test_a_rank_that_leaves_without_an_error_is_found_out(troublesome):
+def test_rank_that_exits_silently_is_crash(troublesome):
     _, outcomes, _ = troublesome
     outcome = of(outcomes, "logit_scale")
     assert outcome["verdict"] == "crashed"
     assert "rank 2 ended with exit status 0" in outcome["findings"][0]["text"]
 
 
-def test_an_error_on_some_ranks_only_fails(troublesome):
+def test_error_on_some_ranks_fails(troublesome):
     _, outcomes, _ = troublesome
     outcome = of(outcomes, "softcap")
     assert outcome["verdict"] == "FAIL"
@@ -126,27 +126,27 @@ def test_an_error_on_some_ranks_only_fails(troublesome):
     assert any(said in finding["text"] for finding in outcome["findings"])
 
 
-def test_the_cases_after_a_bad_one_still_run(troublesome):
+def test_cases_after_crash_still_run(troublesome):
     run, outcomes, _ = troublesome
     assert of(outcomes, "random-logits")["verdict"] == "pass"
     assert of(outcomes, "zero-rows")["verdict"] == "pass"
     assert run.returncode == 1
 
 
-def test_progress_is_shown_in_lines_where_there_is_no_terminal(troublesome):
+def test_progress_without_terminal_is_in_lines(troublesome):
     run, outcomes, _ = troublesome
     lines = [line for line in run.stderr.splitlines() if line.startswith("conformance ")]
     assert len(lines) == len(outcomes)
     assert lines[0].split() == ["conformance", f"1/{len(outcomes)}", "pass", next(iter(outcomes))]
 
 
-def test_no_process_and_no_file_is_left_behind(troublesome):
+def test_run_leaves_no_process_or_file(troublesome):
     _, _, folder = troublesome
     assert processes_of(folder) == []
     assert list((folder / "temporary").iterdir()) == []
 
 
-def test_a_failure_is_shrunk_and_its_command_shows_the_same_again(troublesome):
+def test_failure_is_shrunk_and_its_command_reproduces(troublesome):
     _, outcomes, folder = troublesome
     outcome = of(outcomes, "weight")
     assert outcome["verdict"] == "FAIL"
@@ -162,7 +162,7 @@ def test_a_failure_is_shrunk_and_its_command_shows_the_same_again(troublesome):
     assert alone["findings"][0]["kind"] == outcome["findings"][0]["kind"]
 
 
-def test_no_shape_is_tried_that_leaves_a_rank_without_classes(tmp_path):
+def test_shrinking_leaves_no_rank_without_classes(tmp_path):
     (tmp_path / "it.py").write_text(
         "import pce_mpi as pce\n"
         "def candidate(logits, targets, *, class_start, num_classes, comm):\n"
@@ -178,7 +178,7 @@ def test_no_shape_is_tried_that_leaves_a_rank_without_classes(tmp_path):
 
 
 def asleep(folder):
-    """The command, running a candidate that sleeps."""
+    """Start the command with a candidate that sleeps."""
     (folder / "sleeper.py").write_text("import time\ndef candidate(*arguments, comm, **o): time.sleep(600)\n")
     run = subprocess.Popen(
         [*CONFORMANCE, "-n", "2", "sleeper.py:candidate", "--case", "random-logits", "--dtype", "float32"],
@@ -196,7 +196,7 @@ def folders_in(folder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_an_interrupt_ends_everything(tmp_path, number):
+def test_interrupt_ends_all_processes(tmp_path, number):
     run = asleep(tmp_path)
     run.send_signal(number)
     _, stderr = output_of(run)
@@ -208,7 +208,7 @@ def test_an_interrupt_ends_everything(tmp_path, number):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
-def test_leftovers_of_a_killed_command_are_removed_next(tmp_path):
+def test_leftovers_of_killed_command_are_removed_next(tmp_path):
     run = asleep(tmp_path)
     (killed,) = folders_in(tmp_path)
     held, _ = new_folder(tmp_path, "pce_mpi-conformance-")  # of a command that still runs
@@ -227,9 +227,9 @@ def test_leftovers_of_a_killed_command_are_removed_next(tmp_path):
     assert [each for each in shared if each.exists()] == []
 
 
-def test_the_process_that_is_started_never_touches_mpi_and_death_after_the_last_case_is_a_warning(tmp_path):
+def test_crash_after_last_case_is_a_warning(tmp_path):
     (tmp_path / "right.py").write_text(RIGHT)
-    # What an import of it would now end in is an ImportError.
+    # Importing mpi4py now raises an ImportError.
     program = "import sys; sys.modules['mpi4py'] = None; from pce_mpi.cli import main; main(sys.argv[1:])"
     arguments = ["conformance", "-n", "2", "right.py:candidate", "--case", "random-logits", "--dtype", "float32"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -240,7 +240,7 @@ def test_the_process_that_is_started_never_touches_mpi_and_death_after_the_last_
     assert "ended with exit status 9" in run.stderr
 
 
-def test_where_the_candidate_does_not_start_again_the_other_cases_are_reported_all_the_same(tmp_path):
+def test_cases_are_reported_without_restart_of_candidate(tmp_path):
     (tmp_path / "it.py").write_text(
         "import os\n"
         "def candidate(logits, targets, *, class_start, num_classes, comm): os._exit(2)\n"
@@ -256,7 +256,7 @@ def test_where_the_candidate_does_not_start_again_the_other_cases_are_reported_a
     assert "FileExistsError" in outcomes[1]["findings"][0]["text"]
 
 
-def test_shapes_grow_and_never_reach_the_one_that_is_to_be_shrunk():
+def test_shapes_grow_and_exclude_the_original():
     found = shapes(6, 24, 3)
     assert found[0] == (1, 3)  # a class for each rank
     assert (6, 24) not in found
@@ -267,7 +267,7 @@ def test_shapes_grow_and_never_reach_the_one_that_is_to_be_shrunk():
     assert shapes(2, 1, 3) == [(1, 1)]  # fewer than ranks from the start
 
 
-def test_the_journal_is_read_in_whole_lines(tmp_path):
+def test_journal_is_read_in_complete_lines(tmp_path):
     journal, follower = Journal(tmp_path, 1), Follower(tmp_path, 2)
     journal.write("began", pid=7)
     assert list(follower.news()) == [(1, {"event": "began", "pid": 7})]
@@ -279,7 +279,7 @@ def test_the_journal_is_read_in_whole_lines(tmp_path):
     assert list(follower.news()) == [(1, {"event": "called"})]
 
 
-def test_what_rank_0_wrote_is_told_before_what_followed_on_other_ranks(tmp_path):
+def test_journal_yields_events_of_rank_0_first(tmp_path):
     journals = [Journal(tmp_path, rank) for rank in range(2)]
     follower = Follower(tmp_path, 2)
     journals[1].write("called")
@@ -288,13 +288,13 @@ def test_what_rank_0_wrote_is_told_before_what_followed_on_other_ranks(tmp_path)
     assert [(rank, event["event"]) for rank, event in follower.news()] == [(0, "ready"), (1, "called"), (1, "started")]
 
 
-def test_orders_come_back_as_they_were_written(tmp_path):
+def test_orders_are_read_back_unchanged(tmp_path):
     orders = Orders("pce", patterns=("a", "b"), rows=3, tasks=(Task("a"), Task("b", ("loss",))))
     orders.write(tmp_path)
     assert Orders.read(tmp_path) == orders
 
 
-def test_the_innermost_line_of_a_stack_is_that_of_no_installed_package():
+def test_innermost_line_is_in_no_installed_package():
     stack = "".join(
         f'  File "{file}", line {line} in {function}\n'
         for file, line, function in [

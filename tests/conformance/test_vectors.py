@@ -1,4 +1,4 @@
-"""Vectors: read as their own page says, without the kit, and results of every quality held against them."""
+"""Vectors: read as their own page explains, without the kit, and results of every quality judged by them."""
 
 import inspect
 import json
@@ -42,7 +42,7 @@ def entries(folder):
 
 
 def read(path):
-    """As the page says it: nothing of safetensors, nothing that knows bfloat16."""
+    """Read a file as the page explains, without safetensors or ml_dtypes."""
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header, start = json.loads(data[8 : 8 + length]), 8 + length
@@ -58,7 +58,7 @@ def read(path):
 
 
 def right_results(folder):
-    """What a perfect implementation writes: the exact values, rounded once."""
+    """Write the results of a perfect implementation: the exact values, rounded once."""
     results = {}
     for entry in entries(folder):
         name, tensors = entry["name"], read(folder / entry["file"])
@@ -73,7 +73,7 @@ def right_results(folder):
 
 @pytest.fixture
 def judged(folder, tmp_path):
-    """Of results, the report, and its outcomes by name."""
+    """Judge results; return the report, and its outcomes by name."""
 
     def judge(results, **options):
         save_file({name: np.array(array, order="C") for name, array in results.items()}, tmp_path / "results")
@@ -83,7 +83,7 @@ def judged(folder, tmp_path):
     return judge
 
 
-def test_a_vector_is_all_that_is_needed_to_compute_its_answer(folder):
+def test_vector_suffices_to_compute_its_answer(folder):
     for entry in entries(folder):
         tensors = read(folder / entry["file"])
         arguments = {**entry["options"], "axis": entry["axis"], "reduction": entry["reduction"]}
@@ -100,7 +100,7 @@ def test_a_vector_is_all_that_is_needed_to_compute_its_answer(folder):
         np.testing.assert_array_equal(tensors["expected_dlogits"], dlogits)
 
 
-def test_the_index_lists_every_file_and_says_where_each_shard_begins(folder):
+def test_index_lists_every_file_and_split(folder):
     listed = {entry["file"] for entry in entries(folder)}
     assert listed == {str(path.relative_to(folder)) for path in folder.rglob("*.safetensors")}
     for entry in entries(folder):
@@ -109,7 +109,7 @@ def test_the_index_lists_every_file_and_says_where_each_shard_begins(folder):
         assert splits == sorted(splits) and (splits[0], splits[-1]) == (0, logits.shape[entry["axis"]])
 
 
-def test_the_page_explains_every_field_and_tensor_and_how_results_are_judged(folder):
+def test_page_explains_every_field_and_tensor(folder):
     page = (folder / "README.md").read_text()
     for entry in entries(folder):
         for word in (*entry, *entry["options"], *read(folder / entry["file"])):
@@ -118,14 +118,14 @@ def test_the_page_explains_every_field_and_tensor_and_how_results_are_judged(fol
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_the_best_possible_results_pass_everything(folder, judged, strict):
+def test_best_possible_results_pass(folder, judged, strict):
     report, outcomes = judged(right_results(folder), strict=strict)
     assert report.failed == []
     assert {outcome.verdict for outcome in outcomes.values()} == {Verdict.PASS}
     assert list(outcomes) == [entry["name"] for entry in entries(folder)]
 
 
-def test_a_wrong_gradient_of_one_shard_is_found_there(folder, judged):
+def test_wrong_gradient_of_one_shard_is_located(folder, judged):
     results, name = right_results(folder), "random-logits/bfloat16/3-ranks"
     results[f"{name}/dlogits"][:, -1] *= 2
     report, outcomes = judged(results)
@@ -134,7 +134,7 @@ def test_a_wrong_gradient_of_one_shard_is_found_there(folder, judged):
     assert any("(rank 2)" in accuracy.where for accuracy in outcomes[name].accuracies)
 
 
-def test_tolerance_moves_what_passes(folder, judged):
+def test_tolerance_changes_what_passes(folder, judged):
     results, name = right_results(folder), "random-logits/float32/1-ranks"
     results[f"{name}/loss"] *= np.float32(1 + 2**-20)  # 8 to 16 ulp
     (failure,) = judged(results, tolerance=0.3)[0].failed
@@ -143,18 +143,18 @@ def test_tolerance_moves_what_passes(folder, judged):
     assert judged(results, tolerance=10.0)[0].failed == []
 
 
-def test_what_is_not_among_the_results_is_not_offered(folder, judged):
+def test_missing_results_are_not_offered(folder, judged):
     results = right_results(folder)
     del results["random-logits/float32/1-ranks/loss"], results["upstream/scalar/1-ranks/dlogits"]
     del results["random-logits/float64/1-ranks/dlogits"]
     report, outcomes = judged(results)
     assert report.failed == []
     missing = {name for name, outcome in outcomes.items() if outcome.verdict is Verdict.NOT_OFFERED}
-    # Random logits are about the loss too, which stands alone where the gradient is missing.
+    # Random logits are judged without a gradient too.
     assert missing == {"random-logits/float32/1-ranks", "upstream/scalar/1-ranks"}
 
 
-def test_refusals_pass_only_where_they_are_due(folder, judged):
+def test_refusals_pass_only_if_expected(folder, judged):
     results = right_results(folder)
     refused = next(name for name in results if name.endswith("/refused"))
     due = refused.removesuffix("/refused")
@@ -180,14 +180,14 @@ def test_refusals_pass_only_where_they_are_due(folder, judged):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_an_array_of_another_shape_or_dtype_is_told_as_such(folder, judged, key, array, words):
+def test_array_of_wrong_shape_or_dtype_is_named(folder, judged, key, array, words):
     name = "random-logits/float32/3-ranks"
     (failure,) = judged(right_results(folder) | {f"{name}/{key}": array})[0].failed
     assert (failure.case, failure.verdict) == (name, Verdict.FAIL)
     assert words in failure.findings[0].text
 
 
-def test_the_files_count_and_not_what_the_seed_would_give_today(folder, judged, tmp_path):
+def test_files_count_rather_than_the_seed(folder, judged, tmp_path):
     entry = next(entry for entry in entries(folder) if entry["name"] == "random-logits/float32/1-ranks")
     tensors = read(folder / entry["file"])
     original = (folder / entry["file"]).read_bytes()
@@ -202,7 +202,7 @@ def test_the_files_count_and_not_what_the_seed_would_give_today(folder, judged, 
     assert [outcome.case for outcome in report.failed] == [entry["name"]]
 
 
-def test_results_of_no_vector_are_an_error_and_not_overlooked(folder, judged):
+def test_results_of_unknown_vector_raise(folder, judged):
     with pytest.raises(ValueError, match="'random/loss', which is the result of no vector"):
         judged(right_results(folder) | {"random/loss": np.zeros(())})
     with pytest.raises(ValueError, match="is the result of no vector") as raised:
@@ -210,7 +210,7 @@ def test_results_of_no_vector_are_an_error_and_not_overlooked(folder, judged):
     assert len(str(raised.value)) < 1000
 
 
-def test_what_is_no_index_or_no_safetensors_file_is_said_so(folder, tmp_path):
+def test_file_that_is_no_index_or_safetensors_raises(folder, tmp_path):
     with pytest.raises(FileNotFoundError):
         vectors.judged(tmp_path, tmp_path / "results")
     with pytest.raises(FileNotFoundError):
@@ -224,14 +224,14 @@ def test_what_is_no_index_or_no_safetensors_file_is_said_so(folder, tmp_path):
 
 
 def at(document, *path):
-    """What is in a nested document at this place."""
+    """Return the item of a nested document at this place."""
     for step in path:
         document = document[step]
     return document
 
 
 LONG = "n" * 100_000
-# Of each field of the first vector, what it must not be.
+# Wrong values for each field of the first vector.
 WRONG_FIELDS = {
     "name": [None, 1, "", LONG, "two\nlines", "\ud800", ["a"], {}],
     "file": [
@@ -277,7 +277,7 @@ WRONG_FIELDS = {
 
 
 def malformed():
-    """Indexes that are none, as changes of a right one."""
+    """Malformed indexes, as changes of a right one."""
     for field, values in WRONG_FIELDS.items():
         for value in values:
             yield lambda index, field=field, value=value: at(index, "vectors", 0).update({field: value})
@@ -292,7 +292,7 @@ def malformed():
     yield lambda index: at(index, "vectors").append(at(index, "vectors", 0))
 
 
-def test_a_malformed_index_is_a_short_value_error(tmp_path):
+def test_malformed_index_is_a_short_value_error(tmp_path):
     vectors.export(tmp_path, ranks=(1,), pattern="random-logits/float32")
     right = (tmp_path / "index.json").read_text()
     save_file(right_results(tmp_path), tmp_path / "results")
@@ -318,7 +318,7 @@ def test_a_malformed_index_is_a_short_value_error(tmp_path):
     assert len(texts) > 100
 
 
-def test_missing_vector_is_a_file_not_found_error(folder, tmp_path):
+def test_missing_vector_raises_file_not_found(folder, tmp_path):
     vectors.export(tmp_path, ranks=(1,), pattern="random-logits/float32")
     save_file(right_results(tmp_path), tmp_path / "results")
     (tmp_path / entries(tmp_path)[0]["file"]).unlink()
@@ -345,7 +345,7 @@ def test_missing_vector_is_a_file_not_found_error(folder, tmp_path):
     ],
     ids=lambda value: "" if isinstance(value, dict) else value,
 )
-def test_tensors_of_no_problem_are_a_value_error(tmp_path, tensors, words):
+def test_tensors_of_no_problem_raise(tmp_path, tensors, words):
     vectors.export(tmp_path, ranks=(1,), pattern="random-logits/float32")
     save_file(right_results(tmp_path), tmp_path / "results")
     (entry,) = entries(tmp_path)
@@ -355,7 +355,7 @@ def test_tensors_of_no_problem_are_a_value_error(tmp_path, tensors, words):
         vectors.judged(tmp_path, tmp_path / "results")
 
 
-def test_results_of_unknown_dtype_are_a_value_error(folder, tmp_path):
+def test_results_of_unknown_dtype_raise(folder, tmp_path):
     header = json.dumps({LONG: {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}).encode()
     (tmp_path / "results").write_bytes(struct.pack("<Q", len(header)) + header + b"1")
     with pytest.raises(ValueError, match="is F8_E4M3") as raised:
@@ -363,7 +363,7 @@ def test_results_of_unknown_dtype_are_a_value_error(folder, tmp_path):
     assert len(str(raised.value)) < 1000
 
 
-def test_only_what_numbers_can_show_is_exported(tmp_path):
+def test_export_has_only_cases_about_numbers(tmp_path):
     quick = [case.name for case in cases() if case.dtype == "float32" and case.rows * case.classes < 10_000]
     vectors.export(tmp_path, ranks=[2], pattern=quick)
     exported = {entry["name"].removesuffix("/2-ranks") for entry in entries(tmp_path)}
@@ -381,6 +381,6 @@ def test_only_what_numbers_can_show_is_exported(tmp_path):
     }
 
 
-def test_an_export_for_a_pattern_of_no_case_is_an_error(tmp_path):
+def test_export_of_unknown_pattern_raises(tmp_path):
     with pytest.raises(ValueError, match="no case is called 'nothing'"):
         vectors.export(tmp_path, pattern="nothing")

@@ -19,7 +19,7 @@ SMALL_BENCH = ["bench", "--rows=8", "--classes=50", "--repeat=1"]
 
 
 def unread(command, *, env, stderr=subprocess.PIPE):
-    """The completed command, whose output nobody reads: as `| head` leaves it, only sooner."""
+    """Run a command whose output nobody reads, as after `| head`, only sooner."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -31,7 +31,7 @@ def unread(command, *, env, stderr=subprocess.PIPE):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_info_tells_versions_the_library_and_where_each_rank_runs(ranks):
+def test_info_has_versions_library_and_ranks(ranks):
     job = launch(ranks, *COMMAND, "info", "--json")
     assert job.returncode == 0, job.stderr
     report = json.loads(job.stdout)
@@ -41,7 +41,7 @@ def test_info_tells_versions_the_library_and_where_each_rank_runs(ranks):
     assert all(rank["size"] == ranks and rank["cores"] and rank["blas threads"] >= 1 for rank in report["ranks"])
 
 
-def test_info_prints_one_line_a_rank_once():
+def test_info_prints_one_line_per_rank():
     job = launch(3, *COMMAND, "info")
     host = os.uname().nodename
     assert sum(host in line and not line.startswith("warning") for line in job.stdout.splitlines()) == 3
@@ -67,14 +67,14 @@ def test_check_passes_and_prints_one_table(ranks):
     assert "not run" not in job.stdout
 
 
-def test_check_without_mpiexec_and_without_an_mpi_library_passes_too():
+def test_check_without_mpi_library_passes():
     program = "import sys; sys.modules['mpi4py.MPI'] = None; from pce_mpi.cli import main; main(['check'])"
     done = complete([sys.executable, "-c", program])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "as they should be" in done.stdout
 
 
-def test_check_fails_when_one_rank_computes_something_else():
+def test_check_fails_if_one_rank_is_wrong():
     program = """
 import numpy as np
 from mpi4py import MPI
@@ -94,7 +94,7 @@ main(["check"])
     assert re.search(r"^random-logits/float32: .*gradient", job.stdout, re.M)
 
 
-def test_bench_measures_three_functions_beside_their_floors(tmp_path):
+def test_bench_measures_functions_beside_their_floors(tmp_path):
     plot = tmp_path / "bench.svg"
     sizes = ["--rows", "64", "--classes", "300", "1000", "--repeat", "2"]
     job = launch(2, *COMMAND, "bench", *sizes, "--json", "--plot", str(plot))
@@ -131,7 +131,7 @@ def test_help_is_printed_once(arguments):
 
 
 @pytest.mark.parametrize("arguments", [[], ["chek"], ["bench", "--rows", "0"], ["bench", "--dtype", "int8"]], ids=str)
-def test_a_wrong_command_line_is_explained_once_and_fails(arguments):
+def test_wrong_command_line_is_explained_once(arguments):
     job = launch(2, *COMMAND, *arguments)
     assert job.returncode != 0
     assert job.stderr.count("error:") == 1
@@ -149,7 +149,7 @@ def test_a_wrong_command_line_is_explained_once_and_fails(arguments):
     ],
     ids=str,
 )
-def test_a_wrong_option_exits_with_2_and_a_hint(arguments, hint, capsys):
+def test_wrong_option_exits_with_2_and_hint(arguments, hint, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
@@ -157,7 +157,7 @@ def test_a_wrong_option_exits_with_2_and_a_hint(arguments, hint, capsys):
 
 
 @pytest.mark.parametrize("command", ["info", "check", "bench", "conformance"])
-def test_help_explains_every_option_and_the_exit_status(command, capsys):
+def test_help_explains_options_and_exit_status(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
     assert not ended.value.code
@@ -169,7 +169,7 @@ def test_help_explains_every_option_and_the_exit_status(command, capsys):
     assert "(default: [" not in text and "(default: True)" not in text
 
 
-def test_version_is_printed_once_on_any_number_of_ranks():
+def test_version_is_printed_once():
     for job in launch(2, *COMMAND, "--version"), launch(1, *COMMAND, "--version"):
         assert (job.returncode, job.stdout) == (0, f"pce_mpi {pce_mpi.__version__}\n"), job.stderr
 
@@ -179,7 +179,7 @@ def test_version_is_printed_once_on_any_number_of_ranks():
     [["conformance", "--list"], ["conformance", "--help"], ["info"], ["check"], SMALL_BENCH, ["--help"], ["--version"]],
     ids=" ".join,
 )
-def test_output_that_nobody_reads_ends_quietly(arguments):
+def test_unread_output_ends_quietly(arguments):
     # Buffered output fails when the buffer is full, or at the end.
     done = unread([sys.executable, *COMMAND, *arguments], env=job_environment(1) | {"PYTHONUNBUFFERED": ""})
     assert done.returncode == 128 + signal.SIGPIPE
@@ -187,13 +187,13 @@ def test_output_that_nobody_reads_ends_quietly(arguments):
 
 
 @pytest.mark.parametrize("arguments", [["info"], ["check"], ["--help"]], ids=" ".join)
-def test_output_of_ranks_that_nobody_reads_ends_quietly(arguments):
+def test_unread_output_of_ranks_ends_quietly(arguments):
     done = unread(job_command(2, *COMMAND, *arguments), env=job_environment(2))
     assert done.returncode != 0
     assert "Traceback" not in done.stderr and "Error" not in done.stderr
 
 
-def test_a_pipe_that_breaks_elsewhere_is_an_error(monkeypatch):
+def test_broken_pipe_elsewhere_raises(monkeypatch):
     def run(*_):
         raise BrokenPipeError("of a worker")
 
@@ -211,13 +211,13 @@ main(["check"])
 """
 
 
-def test_an_exception_on_one_rank_ends_the_job():
+def test_exception_on_one_rank_ends_job():
     job = launch(3, "-c", MIDDLE_RANK_FAILS)
     assert job.returncode != 0
     assert "rank 1 of 3" in job.stderr
 
 
-def test_an_exception_on_one_rank_ends_a_job_that_was_started_without_the_help_of_mpi4py():
+def test_exception_ends_job_without_mpi4py_runner():
     command = job_command(3, "-c", MIDDLE_RANK_FAILS)
     at = command.index("mpi4py")
     plain = command[: at - 1] + command[at + 1 :]

@@ -79,7 +79,7 @@ def test_every_function_is_measured_beside_a_copy(bench, ranks, more):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_every_dtype_is_measured_and_shown_in_a_table(bench, dtype):
+def test_every_dtype_is_measured(bench, dtype):
     job = bench(1, *SMALL, "--classes", "40", "--dtype", dtype)
     assert job.returncode == 0, job.stderr
     lines = job.stdout.splitlines()
@@ -97,7 +97,7 @@ def test_size_beyond_the_gpu_is_left_out(bench):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_without_a_gpu_one_line_says_so(ranks):
+def test_bench_without_gpu_prints_one_line(ranks):
     job = launch_source(ranks, WITHOUT_A_GPU)
     assert job.returncode == 2
     assert len(job.stdout.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""How a run tells how far it has got: in a log by few lines, on a terminal by a bar."""
+"""Progress of a run: a few lines in a log, a bar on a terminal."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from pce_mpi.cli.progress import Bar
 
 
 class Clock:
-    """Stands for `time` in a file: what it says is set by the test."""
+    """Replaces `time` in a module; the test sets its time."""
 
     def __init__(self):
         self.now = 0.0
@@ -47,7 +47,7 @@ def test_log_gets_a_line_a_tenth(total, told, clock, capsys):
     assert lines[-1] == f"training {total}/{total}  loss {total - 1}"
 
 
-def test_log_of_slow_steps_gets_a_line_a_minute(clock, capsys):
+def test_log_of_slow_steps_gets_line_per_minute(clock, capsys):
     bar = Bar("training", 10_000)
     for number in range(20):
         clock.now += 25

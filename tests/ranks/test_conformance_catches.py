@@ -1,6 +1,6 @@
-"""The proof of the kit: faults that were planted, one in each file of tests/candidates/wrong, and the words for them.
+"""The proof of the kit: planted faults, one in each file of tests/candidates/wrong, and the words that name them.
 
-What hangs or dies is in tests/jobs, as only a launcher survives it.
+Faults that hang or crash are in tests/conformance, as only a launcher survives them.
 """
 
 import math
@@ -27,7 +27,7 @@ CORRECT = [
 
 
 class Planted(NamedTuple):
-    """A fault: the case that is meant for it, what the finding says, and on how many ranks it shows."""
+    """A fault: the case that is meant for it, the words of the finding, and on how many ranks it shows."""
 
     fault: str
     case: str
@@ -104,7 +104,7 @@ PLANTED = [
         False,
     ),
     Planted("ranks_reduce_in_another_order", "same-on-every-rank", "on rank 0 and", ranks=3),
-    # Layouts
+    # Shapes and memory
     Planted(
         "gradient_transposed_in_4d", "dims/4-D", "the gradient is transposed: its row axes are in the order (0, 2, 1)"
     ),
@@ -160,15 +160,15 @@ PLANTED = [
         "the gradient shares memory with logits",
         passes_random_logits=False,
     ),
-    # A sum of two terms, in either order, is the same: some of 24 classes must be three on a rank.
+    # A sum of two is the same in either order: a rank must have three of the 24 classes.
     Planted("not_deterministic", "same-in-every-run", "two calls with the same arguments gave two", most=11),
 ]
 
-# Run by tests/jobs.
+# Run by tests/conformance/test_hangs.py.
 DEADLOCKS_AND_CRASHES = {"empty_shard_waits", "target_out_of_range_waits", "empty_shard_crashes"}
 
 
-def test_every_wrong_candidate_is_caught_by_some_test():
+def test_every_wrong_candidate_has_a_test():
     assert {path.stem for path in WRONG.glob("*.py")} == {each.fault for each in PLANTED} | DEADLOCKS_AND_CRASHES
 
 
@@ -179,7 +179,7 @@ def case_named(name, candidate):
 
 @pytest.mark.sizes(1, 3)
 @pytest.mark.parametrize("planted", PLANTED, ids=str)
-def test_a_planted_fault_is_caught_by_the_case_meant_for_it_and_named(comm, planted):
+def test_planted_fault_is_caught_and_named(comm, planted):
     if not planted.ranks <= comm.size <= planted.most:
         pytest.skip(f"shows on {planted.ranks} to {planted.most} ranks")
     candidate = load(f"candidates.wrong.{planted.fault}:candidate")
@@ -193,7 +193,7 @@ def test_a_planted_fault_is_caught_by_the_case_meant_for_it_and_named(comm, plan
 
 @pytest.mark.sizes(1, 3)
 @pytest.mark.parametrize("planted", [each for each in PLANTED if each.passes_random_logits], ids=str)
-def test_a_subtle_fault_passes_the_test_that_everybody_has(comm, planted):
+def test_subtle_fault_passes_random_logits(comm, planted):
     candidate = load(f"candidates.wrong.{planted.fault}:candidate")
     outcome = run_case(candidate, case_named(f"random-logits/{planted.dtype}", candidate), comm)
     if planted.fault == "equal_shards_assumed" and len(set(np.diff(outcome.splits))) > 1:
@@ -203,7 +203,7 @@ def test_a_subtle_fault_passes_the_test_that_everybody_has(comm, planted):
 
 @pytest.mark.sizes(1, 3)  # one rank and an odd number of them show it
 @pytest.mark.parametrize("name", CORRECT)
-def test_a_correct_candidate_passes_all_that_it_offers(comm, name):
+def test_correct_candidate_passes(comm, name):
     candidate = load(name)
     outcomes = [run_case(candidate, case, comm) for case in cases(offer_of(candidate))]
     failed = [(outcome.case, outcome.findings, outcome.accuracies) for outcome in outcomes if outcome.failed]

@@ -1,4 +1,4 @@
-"""Running cases of the conformance kit on all ranks: what is passed, what is looked at, what comes of it."""
+"""Running cases of the conformance kit on all ranks: arguments, checks and outcomes."""
 
 from dataclasses import asdict, replace
 import re
@@ -21,7 +21,7 @@ def case_of(name, offer=None):
 
 
 def run(candidate, name, comm, offer=None, **options):
-    """The outcome of a case for a candidate that offers all that its signature says and a gradient by value."""
+    """Run a case for a candidate that offers the options in its signature, and a gradient by value."""
     return run_case(candidate, case_of(name), comm, offer=offer, **options)
 
 
@@ -45,7 +45,7 @@ BACKWARD = Offer(gradient=Gradient.BACKWARD, reductions=REDUCTIONS)
 
 @pytest.mark.sizes(1, 3)
 @pytest.mark.parametrize("name", ["pce", "pce-value-and-grad"])
-def test_our_own_functions_pass_everything_strictly(comm, name):
+def test_own_functions_pass_strictly(comm, name):
     candidate = named_candidate(name)
     outcomes = [run_case(candidate, case, comm, tolerance=STRICT) for case in cases(candidate)]
     assert [outcome for outcome in outcomes if outcome.verdict != Verdict.PASS] == []
@@ -57,7 +57,7 @@ def test_run_case_without_communicator_is_one_process(name):
     assert (outcome.verdict, outcome.ranks, outcome.findings) == (Verdict.PASS, 1, [])
 
 
-def test_every_rank_builds_the_same_problem(comm):
+def test_problem_is_the_same_on_every_rank(comm):
     candidate = named_candidate("pce")
     checksum = 0
     for case in cases(candidate):
@@ -67,10 +67,10 @@ def test_every_rank_builds_the_same_problem(comm):
     assert len(set(comm.allgather(checksum))) == 1
 
 
-# What a candidate is called with.
+# Arguments.
 
 
-def test_only_what_a_case_sets_is_passed(comm):
+def test_candidate_gets_only_options_of_case(comm):
     seen = []
 
     @offers(options=OPTIONS, reductions=("mean",), dims=(2, 3), any_axis=True, gradient="none")
@@ -83,7 +83,7 @@ def test_only_what_a_case_sets_is_passed(comm):
     assert seen == [{}, {"label_smoothing": 0.125}, {"axis": 0}]
 
 
-def test_the_reduction_is_passed_where_there_is_a_choice(comm):
+def test_reduction_is_passed_if_several_are_offered(comm):
     seen = []
 
     def candidate(logits, targets, *, class_start, num_classes, comm, reduction="mean"):
@@ -95,7 +95,7 @@ def test_the_reduction_is_passed_where_there_is_a_choice(comm):
     assert seen == list(REDUCTIONS)
 
 
-def test_each_rank_has_its_own_classes_and_a_communicator_of_its_own(comm):
+def test_rank_gets_own_classes_and_private_communicator(comm):
     seen = []
 
     def candidate(logits, targets, *, class_start, num_classes, comm):
@@ -108,7 +108,7 @@ def test_each_rank_has_its_own_classes_and_a_communicator_of_its_own(comm):
     assert start == sum(comm.allgather(width)[: comm.rank])
 
 
-def test_an_upstream_gradient_is_shaped_as_the_loss(comm):
+def test_upstream_gradient_is_shaped_as_loss(comm):
     seen = []
 
     def candidate(logits, targets, *, comm, **options):
@@ -125,7 +125,7 @@ def test_an_upstream_gradient_is_shaped_as_the_loss(comm):
     assert seen == [((), "float32"), ((), "float32"), ((6,), "float32")]
 
 
-def test_arrays_of_cupy_are_handed_to_those_who_want_them(comm, cupy):
+def test_candidate_of_cupy_gets_cupy_arrays(comm, cupy):
     def candidate(logits, targets, *, class_start, num_classes, comm, **options):
         assert all(isinstance(each, cupy.ndarray) for each in (logits, targets, options.get("weight", logits)))
         return on_host(logits, targets, comm, {name: cupy.asnumpy(array) for name, array in options.items()})
@@ -147,10 +147,10 @@ def test_arrays_of_cupy_are_handed_to_those_who_want_them(comm, cupy):
     assert kinds(run(writes, "inputs-unmodified", comm, offer=offer)) == ["inputs modified"]
 
 
-# What is not offered, refused, or raised.
+# Cases that are not offered, refusals, errors.
 
 
-def test_what_is_not_offered_is_not_run(comm):
+def test_case_not_offered_is_not_run(comm):
     def candidate(*_, **__):
         raise AssertionError("was called")
 
@@ -158,12 +158,12 @@ def test_what_is_not_offered_is_not_run(comm):
     assert (outcome.verdict, outcome.note, outcome.failed) == (Verdict.NOT_OFFERED, "bfloat16", False)
 
 
-def test_a_refusal_passes_where_it_is_due(comm):
+def test_expected_refusal_passes(comm):
     outcome = run(right, "target-out-of-range/one-too-many", comm)
     assert outcome.verdict == Verdict.PASS and "IndexError: targets[3] = 24 is outside [0, 24)" in outcome.note
 
 
-def test_a_refusal_fails_where_an_answer_is_due(comm):
+def test_refusal_of_answerable_case_fails(comm):
     def candidate(logits, targets, **_):
         raise NotImplementedError("one day")
 
@@ -172,7 +172,7 @@ def test_a_refusal_fails_where_an_answer_is_due(comm):
     assert "NotImplementedError: one day" in outcome.findings[0].text
 
 
-def test_an_answer_fails_where_a_refusal_is_due(comm):
+def test_answer_to_case_of_refusal_fails(comm):
     def candidate(logits, targets, *, class_start, num_classes, comm):
         return right(logits, targets % num_classes, class_start=class_start, num_classes=num_classes, comm=comm)
 
@@ -181,7 +181,7 @@ def test_an_answer_fails_where_a_refusal_is_due(comm):
     assert "targets[3] = 24 is outside [0, 24), and no rank refused it: the loss is" in outcome.findings[0].text
 
 
-def test_raising_on_some_ranks_fails_also_where_a_refusal_is_due(comm):
+def test_refusal_on_some_ranks_fails(comm):
     if comm.size == 1:
         pytest.skip("one rank is all ranks")
 
@@ -208,17 +208,17 @@ def test_raising_on_some_ranks_fails_also_where_a_refusal_is_due(comm):
         (Offer(gradient=Gradient.NONE), "one", "dtype"),
     ],
 )
-def test_what_is_no_result_at_all_is_named(comm, offer, returned, text):
+def test_malformed_result_is_named(comm, offer, returned, text):
     outcome = run(lambda *_, **__: returned, "random-logits/float32", comm, offer=offer)
     assert outcome.verdict == Verdict.FAIL
     with pytest.raises(ValueError, match=text):
         raise ValueError(outcome.findings[0].text)
 
 
-# What is looked at beside the numbers.
+# Checks beside the numbers.
 
 
-def test_overwritten_logits_are_found_unless_that_is_offered(comm):
+def test_overwritten_logits_fail_unless_offered(comm):
     def candidate(logits, targets, *, comm, **options):
         result = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
         logits -= 1.0
@@ -230,7 +230,7 @@ def test_overwritten_logits_are_found_unless_that_is_offered(comm):
     assert run(candidate, "random-logits/float32", comm, offer=offer).verdict == Verdict.PASS
 
 
-def test_writing_beside_a_view_is_found(comm):
+def test_writing_beside_view_fails(comm):
     def candidate(logits, targets, *, comm, **options):
         result = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
         logits.base[..., -1] = 0.0
@@ -239,14 +239,14 @@ def test_writing_beside_a_view_is_found(comm):
     assert kinds(run(candidate, "padded-columns/sliced-off", comm)) == ["inputs modified"]
 
 
-def test_a_gradient_in_the_memory_of_the_logits_is_found(comm):
+def test_gradient_in_memory_of_logits_fails(comm):
     def candidate(logits, targets, *, comm, **options):
         return pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, out=logits, **options)
 
     assert set(kinds(run(candidate, "results-not-aliased", comm))) == {"inputs modified", "aliasing"}
 
 
-def test_a_second_backward_pass_that_scales_again_is_found(comm):
+def test_second_backward_that_scales_again_fails(comm):
     def candidate(logits, targets, *, comm, **options):
         loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
 
@@ -263,7 +263,7 @@ def test_a_second_backward_pass_that_scales_again_is_found(comm):
     assert run(candidate, "upstream/scalar", comm, offer=BACKWARD).verdict == Verdict.PASS
 
 
-def test_a_buffer_that_two_calls_share_is_found(comm):
+def test_buffer_shared_by_calls_fails(comm):
     buffer = {}
 
     def candidate(logits, targets, *, comm, **options):
@@ -275,7 +275,7 @@ def test_a_buffer_that_two_calls_share_is_found(comm):
     assert run(candidate, "random-logits/float32", comm).verdict == Verdict.PASS
 
 
-def test_bits_that_change_from_run_to_run_are_found_unless_that_is_offered(comm):
+def test_changing_bits_fail_unless_offered(comm):
     calls = []
 
     def candidate(logits, targets, *, comm, **options):
@@ -288,7 +288,7 @@ def test_bits_that_change_from_run_to_run_are_found_unless_that_is_offered(comm)
     assert run(candidate, "same-in-every-run", comm, offer=offer).verdict == Verdict.NOT_OFFERED
 
 
-def test_a_loss_that_differs_between_ranks_is_found(comm):
+def test_loss_that_differs_between_ranks_fails(comm):
     if comm.size == 1:
         pytest.skip("one rank has one loss")
 
@@ -299,10 +299,10 @@ def test_a_loss_that_differs_between_ranks_is_found(comm):
     assert kinds(run(candidate, "same-on-every-rank", comm)) == ["ranks differ"]
 
 
-# What comes of it.
+# Outcomes.
 
 
-def test_every_rank_has_the_same_outcome(comm):
+def test_outcome_is_the_same_on_every_rank(comm):
     def wrong_on_the_last_rank(logits, targets, *, comm, **options):
         loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
         return loss, gradient * np.float32(1 + (comm.rank == comm.size - 1))
@@ -314,13 +314,13 @@ def test_every_rank_has_the_same_outcome(comm):
     assert (outcome.ranks, outcome.rows, outcome.dtype, outcome.splits[-1]) == (comm.size, 6, "float32", 24)
 
 
-def test_rows_and_classes_replace_those_of_a_case_that_can_shrink(comm):
+def test_rows_and_classes_replace_those_of_case(comm):
     outcome = run(right, "random-logits/float32", comm, rows=2, classes=5)
     assert (outcome.rows, outcome.classes, outcome.splits[-1]) == (2, 5, 5)
     assert run(right, "zero-rows/mean", comm, rows=2).rows == 0
 
 
-def test_messages_and_bytes_are_counted_beside_ours(comm):
+def test_costs_count_messages_and_bytes(comm):
     def candidate(logits, targets, *, class_start, num_classes, comm):
         top = np.empty(len(logits), np.float32)
         comm.Allreduce(logits.max(axis=-1, initial=-np.inf), top, op=MPI.MAX)
@@ -338,17 +338,17 @@ def test_messages_and_bytes_are_counted_beside_ours(comm):
     assert outcome.findings == []
     theirs, ours = outcome.costs["candidate"], outcome.costs["ours"]
     assert (theirs["collectives"], theirs["bytes"]) == (2, 12 * 128)
-    # the agreement, 56 bytes, and one record of 24 bytes for each row
+    # the agreement, 56 bytes, and one softmax state of 24 bytes for each row
     assert (ours["collectives"], ours["bytes"]) == (2, 56 + 24 * 128)
     assert theirs["seconds"] > 0 and ours["seconds"] > 0
 
 
-def test_a_case_that_conforms_says_nothing(comm):
+def test_assert_conforms_passes_silently(comm):
     for name in ("random-logits/float32", "p-near-1/float32"):
         assert_conforms(right, case_of(name), comm)
 
 
-def test_a_case_that_does_not_conform_raises_alike_on_every_rank(comm):
+def test_assert_conforms_raises_on_every_rank(comm):
     def candidate(logits, targets, *, comm, **options):
         loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
         return loss, gradient * np.float32(2)
@@ -361,12 +361,12 @@ def test_a_case_that_does_not_conform_raises_alike_on_every_rank(comm):
     assert "what this case catches: What every test" in str(caught.value)
 
 
-def test_a_case_that_is_not_offered_is_skipped(comm):
+def test_assert_conforms_skips_case_not_offered(comm):
     with pytest.raises(unittest.SkipTest, match="random-logits/bfloat16 is not offered: bfloat16"):
         assert_conforms(right, case_of("random-logits/bfloat16"), comm)
 
 
-def test_a_candidate_that_has_start_is_started_once(comm):
+def test_assert_conforms_starts_candidate_once(comm):
     class Candidate:
         started = 0
 
@@ -383,7 +383,7 @@ def test_a_candidate_that_has_start_is_started_once(comm):
     assert candidate.started == 1
 
 
-def test_the_tolerance_is_that_of_the_caller(comm):
+def test_tolerance_of_caller_decides(comm):
     def candidate(logits, targets, *, comm, **options):
         loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
         return loss * np.float32(1 + 4e-6), gradient

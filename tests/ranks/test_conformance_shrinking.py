@@ -6,7 +6,7 @@ from pce_mpi.conformance.outcomes import Finding
 from pce_mpi.conformance.shrinking import shrink
 
 
-def test_the_smallest_shape_shows_the_same_fault(comm):
+def test_smallest_shape_shows_same_fault(comm):
     candidate = load("candidates.wrong.mean_over_all_rows:candidate")
     (case,) = cases(candidate, pattern="ignored/negative")
     tried = []

@@ -1,4 +1,4 @@
-"""All-gathers the shards and takes a textbook softmax of the whole row, in float64."""
+"""All-gather the shards and take a textbook softmax of the whole row, in float64."""
 
 from mpi4py import MPI
 import numpy as np

@@ -1,4 +1,4 @@
-"""One pass over the classes with an online maximum, one record a row, the records of the ranks merged in order."""
+"""One pass over the classes with an online maximum; the states of the ranks are merged in order."""
 
 import numpy as np
 
@@ -40,12 +40,12 @@ def candidate(
             block = x[:, start : start + BLOCK].astype(np.float64)
             mine[:2] = merge(mine[:2], (block.max(axis=1), np.ones(len(t))), logit_scale, block)
         mine[2, row], mine[3, row], mine[4, row] = x[row, column], np.asarray(w)[column], 1.0
-        records = np.empty((comm.size, *mine.shape))
-        comm.Allgather(mine, records)
+        states = np.empty((comm.size, *mine.shape))
+        comm.Allgather(mine, states)
         sharded = comm.allgather(classes)
 
-        top, total, target_logit, target_weight, owners = records[0].copy()
-        for record in records[1:]:
+        top, total, target_logit, target_weight, owners = states[0].copy()
+        for record in states[1:]:
             top, total = merge((top, total), record[:2], logit_scale)
             target_logit, target_weight, owners = (
                 a + b for a, b in zip((target_logit, target_weight, owners), record[2:], strict=True)

@@ -1,4 +1,4 @@
-"""As most frameworks have it: three all-reduces a row, arithmetic in float32, probabilities kept for backward."""
+"""The way of most frameworks: three all-reduces a row, arithmetic in float32, probabilities saved for backward."""
 
 from mpi4py import MPI
 import numpy as np

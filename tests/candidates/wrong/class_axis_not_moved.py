@@ -1,4 +1,4 @@
-"""Rows are flattened although the class axis is not the last."""
+"""Rows are flattened without moving the class axis to the end."""
 
 import numpy as np
 
@@ -6,8 +6,8 @@ from candidates.by_hand import ByHand
 
 
 class ClassAxisNotMoved(ByHand):
-    def lay_out(self, s):
-        super().lay_out(s)
+    def flatten(self, s):
+        super().flatten(s)
         s.x = s.logits.reshape(s.rows, s.classes).astype(np.float64)
 
     def give(self, s, dx):

@@ -1,4 +1,4 @@
-"""class_start is not looked at: every shard is taken to be as long as this one."""
+"""class_start is ignored: every shard is assumed to be as long as this one."""
 
 from candidates.by_hand import ByHand
 

@@ -4,10 +4,10 @@ from candidates.by_hand import ByHand
 
 
 class IgnoreIndexInRangeNotHeeded(ByHand):
-    def lay_out(self, s):
+    def flatten(self, s):
         if s.ignore_index >= 0:
             s.ignore_index = -100
-        super().lay_out(s)
+        super().flatten(s)
 
 
 candidate = IgnoreIndexInRangeNotHeeded()

@@ -1,4 +1,4 @@
-"""The loss leaves ignored rows out, the gradient does not."""
+"""The loss excludes ignored rows, the gradient does not."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Terms of a sum come in another order in each run, as with atomic adds."""
+"""The order of a sum changes from run to run, as with atomic adds."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""What forward keeps for backward is in a buffer of the function, which the next call takes."""
+"""Forward saves its results for backward in a buffer of the function, which the next call overwrites."""
 
 import numpy as np
 

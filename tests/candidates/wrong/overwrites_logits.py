@@ -1,4 +1,4 @@
-"""x - max is written into the logits of the caller (Megatron in verl)."""
+"""x - max overwrites the caller's logits (Megatron in verl)."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Maximum and sum of exponentials are joined to a logsumexp in float32, and that is subtracted."""
+"""Maximum and sum of exponentials become a logsumexp in float32, which is subtracted."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Backward scales what it keeps, in place (TransformerEngine)."""
+"""Backward scales the saved gradient in place (TransformerEngine)."""
 
 from candidates.by_hand import ByHand
 

@@ -1,4 +1,4 @@
-"""Small probabilities are taken for 0 in the gradient (CCE)."""
+"""The gradient treats small probabilities as 0 (CCE)."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The gradient is passed through softcap as it is."""
+"""The gradient lacks the derivative of softcap."""
 
 import numpy as np
 

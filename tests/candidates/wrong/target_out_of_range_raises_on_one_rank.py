@@ -1,4 +1,4 @@
-"""Rank 0 alone looks at the targets, when all is reduced; the others return."""
+"""Rank 0 alone checks the targets, after the reductions; the others return."""
 
 from candidates.by_hand import ByHand
 

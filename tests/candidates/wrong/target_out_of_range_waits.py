@@ -1,4 +1,4 @@
-"""The rank that would own the target raises before anything is reduced, the others wait."""
+"""The rank that would own the target raises before the reductions, and the others wait."""
 
 from candidates.by_hand import ByHand
 

@@ -1,4 +1,4 @@
-"""The gradient is computed in forward, and backward returns it as it is."""
+"""Forward computes the gradient, and backward returns it unscaled."""
 
 import numpy as np
 

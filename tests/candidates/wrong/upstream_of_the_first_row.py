@@ -1,4 +1,4 @@
-"""The kernel is handed one number of the upstream gradient, the first."""
+"""The kernel gets one number of the upstream gradient, the first."""
 
 import numpy as np
 

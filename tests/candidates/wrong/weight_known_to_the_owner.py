@@ -1,4 +1,4 @@
-"""The weight of a row's target is looked up by its owner, and not told to the others."""
+"""The owner of a row's target looks up its weight, and does not send it to the others."""
 
 import numpy as np
 

@@ -7,8 +7,8 @@ class WeightsOfTheFirstCall(ByHand):
     def __init__(self):
         self.kept = {}
 
-    def lay_out(self, s):
-        super().lay_out(s)
+    def flatten(self, s):
+        super().flatten(s)
         if s.weight is not None:
             s.w = self.kept.setdefault(s.classes, s.w)
 
