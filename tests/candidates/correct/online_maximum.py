@@ -45,10 +45,10 @@ def candidate(
         sharded = comm.allgather(classes)
 
         top, total, target_logit, target_weight, owners = states[0].copy()
-        for record in states[1:]:
-            top, total = merge((top, total), record[:2], logit_scale)
+        for state in states[1:]:
+            top, total = merge((top, total), state[:2], logit_scale)
             target_logit, target_weight, owners = (
-                a + b for a, b in zip((target_logit, target_weight, owners), record[2:], strict=True)
+                a + b for a, b in zip((target_logit, target_weight, owners), state[2:], strict=True)
             )
         counts = t != ignore_index
         if sum(sharded) != num_classes or (owners != counts).any():
