@@ -99,7 +99,7 @@ Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or ju
     parser.add_argument(
         "--ranks", type=_positive, nargs="+", default=[4], metavar="N", help="numbers of shards in what --export writes"
     )
-    parser.add_argument("--vectors", metavar="DIR", help="run nothing, but judge --results against what lies in DIR")
+    parser.add_argument("--vectors", metavar="DIR", help="run nothing, but judge --results against the vectors in DIR")
     parser.add_argument("--results", metavar="FILE", help="answers to --vectors, by any program")
 
 

@@ -37,7 +37,7 @@ _PACKAGES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = """\
-Started by mpiexec, it tells of every rank, once.
+Started by mpiexec, it reports every rank, once.
 Exit status: 0, also where there are warnings; 1 if MPI does not see the ranks that were launched."""
     parser.add_argument("--json", action="store_true", help="print JSON rather than text")
 

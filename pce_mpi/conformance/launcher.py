@@ -42,9 +42,9 @@ class Job:
         temporary = Path(tempfile.gettempdir())
         for leftover in abandoned(temporary, _STEM):
             _remove(leftover)
-        self.folder, held = new_folder(temporary, _STEM)
+        self.folder, lock = new_folder(temporary, _STEM)
         # Also if this process ends before the job.
-        self._clean_up = weakref.finalize(self, _remove, self.folder, held)
+        self._clean_up = weakref.finalize(self, _remove, self.folder, lock)
         orders.write(self.folder)
         self._follower = Follower(self.folder, ranks)
         worker = [sys.executable, "-m", "pce_mpi.conformance.worker", str(self.folder), str(ranks)]
@@ -149,14 +149,14 @@ class Job:
                     pass
 
 
-def _remove(folder: Path, held: int | None = None) -> None:
+def _remove(folder: Path, lock: int | None = None) -> None:
     """Remove the folder of a job that is over, and the shared memory that killed ranks leave behind."""
     with suppress(OSError):
         for segment in memory_named_in(str(beginnings(folder))):
             segment.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
-    if held is not None:
-        os.close(held)
+    if lock is not None:
+        os.close(lock)
 
 
 def _ended_with_this_process() -> Callable[[], object] | None:

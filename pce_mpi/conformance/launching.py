@@ -22,8 +22,8 @@ class LaunchError(RuntimeError):
 
 def mpiexec() -> list[str]:
     """Return the launcher's command: MPIEXEC of the environment, or the one beside this Python, or the one on PATH."""
-    if told := os.environ.get("MPIEXEC"):
-        return shlex.split(told)
+    if command := os.environ.get("MPIEXEC"):
+        return shlex.split(command)
     # Not resolved: in a virtual environment sys.executable is a link that leads out of it.
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.exists() else shutil.which("mpiexec")

@@ -13,8 +13,8 @@ def main(file: str, command: list[str]) -> None:
     """Run `command`, append a line to `file` when it has ended, and exit in the same way."""
     worker = os.spawnv(os.P_NOWAIT, command[0], command)
     status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
-    record = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(record, f"{worker} {status}\n".encode())
+    log = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(log, f"{worker} {status}\n".encode())
     # A signal becomes a shell's exit status for it, which any launcher takes for a failure.
     os._exit(status if status >= 0 else 128 - status)
 

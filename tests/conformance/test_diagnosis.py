@@ -156,9 +156,9 @@ def test_errors_at_targets_and_elsewhere_are_distinguished():
         gradient[target] *= np.linspace(0.5, 0.9, problem.rows)
 
     def elsewhere(gradient):
-        kept = gradient[target]
+        at_target = gradient[target]
         gradient *= np.linspace(0.5, 0.9, problem.rows)[:, None]
-        gradient[target] = kept
+        gradient[target] = at_target
 
     assert said(problem, None, at_targets) == "the gradient is wrong at the targets only"
     assert said(problem, None, elsewhere) == "the gradient is wrong everywhere but at the targets"

@@ -12,7 +12,7 @@ def test_list_has_a_line_for_each_case():
     assert [line.split()[0] for line in text.splitlines() if not line.startswith(" ")] == [case.name for case in found]
     assert " ".join(text.split()).count(found[0].catches) == 1
     lines = listing.render(found, Offer(reductions=("mean",))).splitlines()
-    told = {line.split()[0]: line.split(maxsplit=2)[2] for line in lines if not line.startswith(" ")}
-    assert told["random-logits/float32"] == told["zero-rows/mean"] == "offered"
-    assert told["random-logits/float64"] == "not offered: float64"
-    assert told["zero-rows/sum"] == "not offered: reduction sum"
+    offered = {line.split()[0]: line.split(maxsplit=2)[2] for line in lines if not line.startswith(" ")}
+    assert offered["random-logits/float32"] == offered["zero-rows/mean"] == "offered"
+    assert offered["random-logits/float64"] == "not offered: float64"
+    assert offered["zero-rows/sum"] == "not offered: reduction sum"

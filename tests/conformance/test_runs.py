@@ -211,7 +211,7 @@ def test_interrupt_ends_all_processes(tmp_path, number):
 def test_leftovers_of_killed_command_are_removed_next(tmp_path):
     run = asleep(tmp_path)
     (killed,) = folders_in(tmp_path)
-    held, _ = new_folder(tmp_path, "pce_mpi-conformance-")  # of a command that still runs
+    running, _ = new_folder(tmp_path, "pce_mpi-conformance-")  # of a command that still runs
     pids = [json.loads(path.read_text().splitlines()[0])["pid"] for path in killed.glob("rank-*.jsonl")]
     shared = set().union(*map(memory_shared_by, pids))
     run.kill()
@@ -222,8 +222,8 @@ def test_leftovers_of_killed_command_are_removed_next(tmp_path):
     run = conformance("-n", 1, "pce", "--case", "zero-rows/mean", folder=tmp_path, **environment)
     assert run.returncode == 0, run.stderr
     assert len(pids) == 2
-    assert left == sorted([killed, held])
-    assert folders_in(tmp_path) == [held]
+    assert left == sorted([killed, running])
+    assert folders_in(tmp_path) == [running]
     assert [each for each in shared if each.exists()] == []
 
 

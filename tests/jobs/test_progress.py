@@ -34,8 +34,8 @@ def clock(monkeypatch):
     return clock
 
 
-@pytest.mark.parametrize(("total", "told"), [(800, 10), (10, 10), (7, 7), (1, 1), (23, 10)])
-def test_log_gets_a_line_a_tenth(total, told, clock, capsys):
+@pytest.mark.parametrize(("total", "lines_due"), [(800, 10), (10, 10), (7, 7), (1, 1), (23, 10)])
+def test_log_gets_a_line_a_tenth(total, lines_due, clock, capsys):
     bar = Bar("training", total)
     for number in range(total):
         bar.finished(f"loss {number}")
@@ -43,7 +43,7 @@ def test_log_gets_a_line_a_tenth(total, told, clock, capsys):
     text = capsys.readouterr().err
     assert "\r" not in text
     lines = text.splitlines()
-    assert len(lines) == told
+    assert len(lines) == lines_due
     assert lines[-1] == f"training {total}/{total}  loss {total - 1}"
 
 

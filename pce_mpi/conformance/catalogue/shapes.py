@@ -209,7 +209,7 @@ def _targets_on_one_rank(setting: Setting) -> Problem:
 
 def _masked_padding(setting: Setting) -> Problem:
     problem = random_problem(setting)
-    kept = max(1, problem.classes - 3)
+    real = max(1, problem.classes - 3)
     logits = problem.logits.copy()
-    logits[:, kept:] = -np.inf
-    return replace(problem, logits=logits, targets=problem.targets % kept)
+    logits[:, real:] = -np.inf
+    return replace(problem, logits=logits, targets=problem.targets % real)

@@ -10,15 +10,15 @@ from pce_mpi.conformance.textbook import Textbook
 
 def counted_rows(b: Textbook) -> Faults:
     """Wrong rows count, or a mean has a wrong divisor."""
-    rows, kept = b.problem.rows, int(b.valid.sum())
+    rows, left = b.problem.rows, int(b.valid.sum())
     if b.problem.reduction == "mean":
-        if kept == 0:
+        if left == 0:
             text = "no row is left, where the mean is nan: it gives 0, as"
             yield f"{text} a divisor max(count, 1) or the number of all rows does", b.but(divisor=1.0)
-        text = f"the mean divides by all {rows} rows, not by the {kept} that are not ignored"
+        text = f"the mean divides by all {rows} rows, not by the {left} that are not ignored"
         yield text, b.but(divisor=float(rows))
         counted = b.valid & (b.row_losses().astype(np.float32) != 0)
-        if counted.sum() < kept:
+        if counted.sum() < left:
             text = "the mean counts the rows whose loss is not 0, and leaves out those that are predicted perfectly"
             yield text, b.but(divisor=float((b.q[counted] @ b.w).sum()))
         if not b.problem.with_probabilities:
@@ -27,7 +27,7 @@ def counted_rows(b: Textbook) -> Faults:
             of_means = b.but(divisor=np.where(b.valid, share @ owners, 1.0))
             yield "the mean is that of each rank's mean over the rows whose target it owns", of_means
         yield "the mean is not divided by the number of rows: this is the sum", b.but(divisor=1.0)
-    if kept == rows:
+    if left == rows:
         return
     inside = ~b.valid & (b.t >= 0) & (b.t < b.problem.classes)
     everywhere = b.but(valid=np.ones_like(b.valid))

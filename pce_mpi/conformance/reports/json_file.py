@@ -1,4 +1,4 @@
-"""A report as JSON, to be kept, compared and read by other programs.
+"""A report as JSON, for other programs.
 
 One object:
 

@@ -57,8 +57,8 @@ def render(report: Report) -> str:
 
 def _details(outcome: Outcome) -> str:
     seen = [*lines(outcome), printed(outcome), shape(outcome)]
-    told = [outcome.catches and f"catches: {in_a_line(outcome.catches)}", outcome.rerun and f"rerun: {outcome.rerun}"]
-    return "\n".join(line for line in (*seen, *told) if line)
+    notes = [outcome.catches and f"catches: {in_a_line(outcome.catches)}", outcome.rerun and f"rerun: {outcome.rerun}"]
+    return "\n".join(line for line in (*seen, *notes) if line)
 
 
 def _clean(text: str) -> str:

@@ -99,8 +99,8 @@ def hint(report: Report) -> str:
     """Say how to get more cases; '' if the candidate declares more than its signature."""
     count = report.counts[Verdict.NOT_OFFERED]
     plain = Offer()
-    told = replace(report.offer, options=plain.options, reductions=plain.reductions, any_axis=plain.any_axis)
-    if not count or told != plain:
+    undeclared = replace(report.offer, options=plain.options, reductions=plain.reductions, any_axis=plain.any_axis)
+    if not count or undeclared != plain:
         return ""
     rest = "@offers(dtypes=..., dims=..., probabilities=..., gradient=...)"
     return f"The offer has no more than a signature tells. Add {rest} to the candidate for what else it supports."

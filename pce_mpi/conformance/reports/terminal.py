@@ -66,8 +66,8 @@ def _failure(outcome: Outcome) -> Iterator[str]:
     yield _wrapped("  ", problem(outcome))
     if seen := shape(outcome):
         yield f"  {'smallest' if outcome.shrunk else 'seen at'}: {seen}"
-    if told := at_the_smallest(outcome):
-        yield _wrapped("  ", told)
+    if small := at_the_smallest(outcome):
+        yield _wrapped("  ", small)
     yield from (f"  | {line}" for line in printed(outcome).splitlines()[-_LINES_SHOWN:])
     if outcome.rerun:
         yield f"  rerun: {outcome.rerun}"  # one line, to be copied
