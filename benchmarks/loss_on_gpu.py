@@ -31,7 +31,8 @@ from gpu_peers import Peer, peers, release_memory
 from pce_mpi.arrays import dtype_named, import_cupy
 from pce_mpi.cli.gpus import take_gpu_of_rank
 from pce_mpi.cli.progress import progress
-from pce_mpi.comm.collectives import agree, all_reduce
+from pce_mpi.comm.agreement import agree
+from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.conformance.reports.tables import table
 from pce_mpi.distributed.placements import shard_range
 from pce_mpi.gpu import gpus

@@ -19,7 +19,8 @@ import numpy as np
 
 import pce_mpi as pce
 from pce_mpi.cli.progress import progress
-from pce_mpi.comm.collectives import agree, all_reduce
+from pce_mpi.comm.agreement import agree
+from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.conformance.reports.tables import table
 from pce_mpi.optim.synchronization import synchronize
 from training_step import ByHand, OnTape, parameters

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from pce_mpi import __version__
 from pce_mpi.cli import bench, check, conformance, info
-from pce_mpi.comm.collectives import agree
-from pce_mpi.comm.communicators import check_mpi
+from pce_mpi.comm.agreement import agree
 from pce_mpi.comm.launch import why_apart
+from pce_mpi.comm.library import check_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -16,7 +16,8 @@ import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.cli.progress import progress
-from pce_mpi.comm.collectives import agree, all_reduce
+from pce_mpi.comm.agreement import agree
+from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import Purpose, trace
 from pce_mpi.conformance.reports.tables import table
 from pce_mpi.distributed.placements import shard_range

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import socket
 from typing import TYPE_CHECKING
 
-from pce_mpi.comm.collectives import all_gather_text
+from pce_mpi.comm.agreement import all_gather_text
 from pce_mpi.gpu import gpus, take_gpu
 
 if TYPE_CHECKING:

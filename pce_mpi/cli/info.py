@@ -12,9 +12,9 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from pce_mpi.cli.gpus import gpu_of
-from pce_mpi.comm.collectives import all_gather_text
-from pce_mpi.comm.communicators import gpu_aware, reduces_on_gpus
+from pce_mpi.comm.agreement import all_gather_text
 from pce_mpi.comm.launch import launch, why_apart
+from pce_mpi.comm.library import gpu_aware, reduces_on_gpus
 from pce_mpi.conformance.reports.tables import table
 from pce_mpi.gpu import cuda_versions, gpus
 

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_half
-from pce_mpi.comm.communicators import gpu_aware
+from pce_mpi.comm.library import gpu_aware
 from pce_mpi.gpu import finish_work, from_pinned, pinned, to_pinned
-
-__all__ = ["concatenated", "from_wire", "room_for", "split", "stays_on_gpu", "to_wire", "wire_dtype"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 

@@ -10,40 +10,19 @@ they are, where that is GPU-aware and the operation is its own; either way the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import lru_cache
-import json
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack
-import zlib
 
 import numpy as np
 
 from pce_mpi.arrays import array_namespace
 from pce_mpi.comm.buffers import concatenated, from_wire, room_for, split, stays_on_gpu, to_wire, wire_dtype
-from pce_mpi.comm.communicators import (
-    Channel,
-    CollectiveError,
-    channel_of,
-    prefix_of,
-    reduces_on_gpus,
-    text_by_rank,
-)
+from pce_mpi.comm.communicators import channel_of
+from pce_mpi.comm.library import reduces_on_gpus
 from pce_mpi.comm.tracing import Purpose, record
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-__all__ = [
-    "ReduceOp",
-    "agree",
-    "all_gather",
-    "all_gather_text",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "raise_together",
-    "reduce_scatter",
-]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Merge = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], np.ndarray[Any, Any]]
@@ -61,140 +40,6 @@ class Why(TypedDict):
     over: NotRequired[str]
     before: NotRequired[str]
     after: NotRequired[str]
-
-
-#: how many whole numbers of its own an operation may add to the header of its agreement
-FACTS = 6
-# What a rank adds to the checksum of its call where its own checks failed; a checksum is smaller.
-_FAILED = 1 << 32
-
-
-def agree(
-    comm: MPI.Intracomm,
-    operation: str,
-    call: Mapping[str, Hashable],
-    *,
-    error: Exception | None = None,
-    facts: Sequence[int] = (),
-    over: str = "comm",
-    ranks_named: bool = False,
-) -> np.ndarray[Any, Any]:
-    """Make sure that every rank of `comm` makes the same call and that all of its checks passed.
-
-    Collective over `comm`: one Allgather of 56 bytes. `call` describes what must be the same on every rank, `error`
-    is what this rank's own checks raised, if anything, and `facts` are up to 6 whole numbers for the others to know.
-    `ranks_named` says that the error's text has its ranks already, from an agreement over another communicator.
-
-    Returns the facts of all ranks, (ranks, facts), int64. If some rank has an error, every rank raises that of the
-    lowest such rank, a builtin exception whose text names the ranks. If calls differ, every rank raises
-    `CollectiveError`, which says who said what. The communicator stays usable.
-    """
-    channel = channel_of(comm, operation)
-    checksum = _checksum(operation, tuple(call.items()), tuple(map(type, call.values())))
-    call_or_failure = checksum if error is None else checksum + _FAILED
-    header = np.array((call_or_failure, *facts, *(0,) * (FACTS - len(facts))), np.int64)
-    headers = np.empty((channel.size, 1 + FACTS), np.int64)
-    _run(
-        channel,
-        "all_gather",
-        header.nbytes,
-        channel.comm.Iallgather,
-        header,
-        headers,
-        operation=operation,
-        purpose=Purpose.AGREEMENT,
-        over=over,
-        reason="every rank makes the same call and its checks passed",
-        waiting_in=f"{operation}: agreement",
-    )
-    # Lists of so few numbers are compared three times as fast as arrays.
-    if (calls := headers[:, 0].tolist()) != [checksum] * channel.size:
-        if max(calls) >= _FAILED:
-            raise_together(comm, operation, error, over=over, ranks_named=ranks_named)
-        said = {"operation": operation, **{name: repr(value) for name, value in call.items()}}
-        raise CollectiveError(_differences(all_gather_text(json.dumps(said), comm, operation=operation, over=over)))
-    return headers[:, 1 : 1 + len(facts)]
-
-
-@lru_cache(maxsize=1024)
-def _checksum(operation: str, call: tuple[tuple[str, Hashable], ...], types: tuple[type, ...]) -> int:
-    """A number that is the same on every rank for the same call; programs make few different ones, many times.
-
-    Without `types` a rank would be told that of 1 where it asks for that of True, if it had asked for the former first.
-    """
-    return zlib.crc32(repr((operation, call)).encode())
-
-
-def raise_together(
-    comm: MPI.Intracomm, operation: str, error: Exception | None, over: str = "comm", ranks_named: bool = False
-) -> None:
-    """Raise, on every rank of `comm`, the error of the lowest rank that has one; all ranks must call it."""
-    text = "" if error is None else json.dumps([_kind_of(error), _text_of(error), ranks_named])
-    texts = all_gather_text(text, comm, operation=operation, over=over)
-    failed = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
-    kind = _RAISED[next(iter(failed.values()))[0]]
-    if all(texts) and len(set(texts)) == 1 and failed[0][2]:
-        raise kind(failed[0][1]) from error
-    messages = {rank: message for rank, (_, message, _) in failed.items()}
-    raise kind(text_by_rank(messages, prefix=prefix_of(over), between="; ")) from error
-
-
-def _text_of(error: Exception) -> str:
-    """`str(error)`, or its type where that raises: the other ranks are waiting for some text."""
-    try:
-        return str(error)
-    except Exception:
-        return type(error).__name__
-
-
-def _kind_of(error: Exception) -> str:
-    """The nearest of its types that every rank can raise."""
-    return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _RAISED), "RuntimeError")
-
-
-_RAISED: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (
-        *(IndexError, TypeError, ValueError, MemoryError, NotImplementedError, OverflowError, CollectiveError),
-        *(OSError, FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError),
-        *(ImportError, RuntimeError),
-    )
-}
-
-
-def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str, over: str = "comm") -> list[str]:
-    """The text of every rank, in rank order, on every rank; texts may differ in length.
-
-    Collective: an Allgather of 8 bytes and an Allgatherv. For reports and errors.
-    """
-    channel = channel_of(comm, operation)
-    block = np.frombuffer(text.encode(), np.uint8)
-    length, lengths = np.array([block.size], np.int64), np.empty(channel.size, np.int64)
-    why: Why = {"operation": operation, "over": over, "reason": "what each rank has to say"}
-    gather, gatherv = channel.comm.Iallgather, channel.comm.Iallgatherv
-    _run(channel, "all_gather", length.nbytes, gather, length, lengths, purpose=Purpose.AGREEMENT, **why)
-    received = np.empty(int(lengths.sum()), np.uint8)
-    parts = [received, lengths.tolist()]
-    _run(channel, "all_gather", block.nbytes, gatherv, block, parts, purpose=Purpose.AGREEMENT, **why)
-    return [part.tobytes().decode() for part in np.split(received, np.cumsum(lengths)[:-1])]
-
-
-def _differences(descriptions: list[str]) -> str:
-    calls: list[dict[str, str]] = [json.loads(text) for text in descriptions]
-    names = list(dict.fromkeys(name for call in calls for name in call))
-    differing = []
-    for name in names:
-        values = {rank: call.get(name, "not given") for rank, call in enumerate(calls)}
-        if len(set(values.values())) > 1:
-            differing.append(f"{name}: {text_by_rank(values)}")
-        if name == "operation" and differing:
-            break  # the arguments of two different functions are not worth comparing
-    return "ranks disagree on " + "; ".join(differing)
-
-
-# -------------------------------------------------------------------------------------------------------- collectives
-#
-# These trust that their callers have agreed on operation, dtype and shapes. `why` goes into the trace.
 
 
 def all_reduce(
@@ -230,7 +75,7 @@ def all_reduce(
     handle, datatype = _operator(op, wire.dtype)
     ours = MPI.IN_PLACE if overwrite else [wire, wire.size, datatype]
     result = [received, received.size, datatype]
-    _run(channel, "all_reduce", sent.nbytes, channel.comm.Iallreduce, ours, result, handle, **why)
+    channel.run("all_reduce", sent.nbytes, channel.comm.Iallreduce, ours, result, handle, **why)
     return from_wire(received if element is None else received.view(sent.dtype), array)
 
 
@@ -243,7 +88,7 @@ def all_gather(array: Array, comm: MPI.Intracomm, shapes: Sequence[tuple[int, ..
     counts = [int(np.prod(shape)) for shape in shapes]
     received = room_for(sum(counts), sent, array)
     channel = channel_of(comm, why["operation"])
-    _run(channel, "all_gather", sent.nbytes, channel.comm.Iallgatherv, sent, [received, counts], **why)
+    channel.run("all_gather", sent.nbytes, channel.comm.Iallgatherv, sent, [received, counts], **why)
     return split(received, shapes, array)
 
 
@@ -261,7 +106,7 @@ def all_to_all(
     channel = channel_of(comm, why["operation"])
     leaves = (flat.size - blocks[channel.rank].size) * sent.dtype.itemsize
     ours, theirs = [sent, [block.size for block in blocks]], [received, counts]
-    _run(channel, "all_to_all", leaves, channel.comm.Ialltoallv, ours, theirs, **why)
+    channel.run("all_to_all", leaves, channel.comm.Ialltoallv, ours, theirs, **why)
     return split(received, shapes, blocks[0])
 
 
@@ -278,7 +123,7 @@ def reduce_scatter(blocks: Sequence[Array], comm: MPI.Intracomm, op: ReduceOp, *
     received = room_for(mine.size, sent, flat)
     ours, result = [sent, sent.size, datatype], [received, received.size, datatype]
     counts = [block.size for block in blocks]
-    _run(channel, "reduce_scatter", sent.nbytes, channel.comm.Ireduce_scatter, ours, result, counts, handle, **why)
+    channel.run("reduce_scatter", sent.nbytes, channel.comm.Ireduce_scatter, ours, result, counts, handle, **why)
     return from_wire(received, mine).reshape(mine.shape)
 
 
@@ -290,37 +135,8 @@ def broadcast(array: Array, comm: MPI.Intracomm, root: int, **why: Unpack[Why]) 
     wire = to_wire(array, stays_on_gpu(array), copy=True)
     channel = channel_of(comm, why["operation"])
     sent = wire.nbytes if channel.rank == root else 0
-    _run(channel, "broadcast", sent, channel.comm.Ibcast, wire, root, **why)
+    channel.run("broadcast", sent, channel.comm.Ibcast, wire, root, **why)
     return from_wire(wire, array)
-
-
-def _run(
-    channel: Channel,
-    collective: str,
-    size: int,
-    start: Callable[..., MPI.Request],
-    *arguments: object,
-    operation: str,
-    reason: str,
-    purpose: Purpose = Purpose.PAYLOAD,
-    over: str = "comm",
-    before: str = "",
-    after: str = "",
-    waiting_in: str = "",
-) -> None:
-    """Record a collective of `size` bytes from this rank, start it and wait for it, keeping its arguments alive."""
-    record(
-        operation,
-        collective,
-        purpose,
-        over=over,
-        ranks=channel.size,
-        bytes=size,
-        before=before,
-        after=after,
-        reason=reason,
-    )
-    channel.wait(start(*arguments), waiting_in or operation, *arguments)
 
 
 def _operator(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype | None]:

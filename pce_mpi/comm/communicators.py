@@ -1,44 +1,36 @@
-"""Private communicators, and waiting that ends.
+"""Private communicators: made, waited on for a bounded time, and freed.
 
-Each communicator of the caller's is duplicated once, so that its messages never meet ours, and the duplicate is cached
-with it. Waiting for a collective on it is a yielding poll. After `PCE_MPI_TIMEOUT` seconds (600 unless set) the ranks
-that wait tell each other so, point to point, and every one of them raises a `CollectiveTimeout` that names the ranks
-which are silent; the communicator is not used again.
+Each communicator of the caller is duplicated once, so that its messages never meet ours, and the duplicate is cached
+with it. A wait for a collective is a yielding poll. After `PCE_MPI_TIMEOUT` seconds (600 unless set) the ranks that
+wait tell each other so, point to point, and each of them raises a `CollectiveTimeout` that names the silent ranks. The
+communicator is not used again.
 
-A call of MPI before `MPI.Init` or after `MPI.Finalize` ends the process: `check_mpi` raises before it comes to that.
-
-Arrays on a GPU go through host memory, unless MPI is `gpu_aware`.
+To free a communicator is collective, and MPI allows no call within a reduction operator. But Python may run a finalizer
+anywhere, in a reduction operator written in Python too, and at another moment on each rank. So finalizers only note
+what is garbage (`drop`). It is freed by `give_back` when the ranks of a communicator make another one together: they
+tell each other what is garbage, and free what is garbage on all of its ranks, in one order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable
 from contextlib import suppress
-import ctypes
 from functools import cache
 import os
+import secrets
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from pce_mpi.comm.library import check_mpi, out_of_communicators
+from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
+from pce_mpi.comm.tracing import Purpose, record
+
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-__all__ = [
-    "Channel",
-    "CollectiveError",
-    "CollectiveTimeout",
-    "channel_of",
-    "check_comm",
-    "check_mpi",
-    "gpu_aware",
-    "is_comm",
-    "out_of_communicators",
-    "prefix_of",
-    "reduces_on_gpus",
-    "same_ranks",
-    "text_by_rank",
-]
 
 # A yielding poll answers in microseconds; one that sleeps leaves the core to others. Change over after about 10 ms.
 _YIELDS = 10_000
@@ -58,42 +50,73 @@ class CollectiveTimeout(CollectiveError):
 
 
 class Channel:
-    """A communicator on which only this package sends, and the bounded wait for what is sent on it."""
+    """A communicator on which only this package sends, and the bounded wait for what is sent on it.
 
-    def __init__(self, comm: MPI.Intracomm, tag: int, *, owns_comm: bool = False):
+    `number` is the name by which all ranks know the communicator; None if it is the caller's.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, tag: int, number: int | None = None):
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
-        self._owns_comm = owns_comm
+        self._number = number
         self._tag = tag
         self._broken: str | None = None
         self._timeout = _timeout_seconds()
 
     def __del__(self) -> None:
-        # When the caller's communicator is freed, which holds the channel. A delete function of its keyval would do
-        # the same, but mpi4py asks for that communicator's topology first, and MPICH may then read freed memory.
-        if self._owns_comm and self._broken is None and not _states_of_mpi()[1]():
-            self.comm.Free()
+        # The caller's communicator holds the channel and was freed. A delete function of the keyval could note that
+        # too, but mpi4py asks for that communicator's topology first, and MPICH may then read freed memory.
+        if self._number is not None and self._broken is None:
+            drop(self._number, self.comm)
+
+    def run(
+        self,
+        collective: str,
+        size: int,
+        start: Callable[..., MPI.Request],
+        *arguments: object,
+        operation: str,
+        reason: str,
+        purpose: Purpose = Purpose.PAYLOAD,
+        over: str = "comm",
+        before: str = "",
+        after: str = "",
+        waiting_in: str = "",
+    ) -> None:
+        """Record a collective of `size` bytes from this rank, start it and wait for it."""
+        record(
+            operation,
+            collective,
+            purpose,
+            over=over,
+            ranks=self.size,
+            bytes=size,
+            before=before,
+            after=after,
+            reason=reason,
+        )
+        self.wait(start(*arguments), waiting_in or operation, *arguments)
 
     def wait(self, request: MPI.Request, operation: str, *buffers: object) -> None:
         """Return when `request`, which reads and writes `buffers`, is complete, or raise `CollectiveTimeout`."""
+        test, give_way = request.Test, os.sched_yield
         try:
-            self._poll(request, operation)
+            for _ in range(_YIELDS):
+                if test():
+                    return
+                give_way()
+            self._wait_longer(request, operation)
         except BaseException as error:
             # MPI may still write to the buffers, whenever the others arrive: they must outlive the process's interest.
             _abandoned.append((request, buffers, self))
             self._broken = self._broken or f"{operation} was left waiting by {type(error).__name__}"
             raise
 
-    def _poll(self, request: MPI.Request, operation: str) -> None:
-        test, give_way = request.Test, os.sched_yield
-        for _ in range(_YIELDS):
-            if test():
-                return
-            give_way()
+    def _wait_longer(self, request: MPI.Request, operation: str) -> None:
         from mpi4py import MPI
 
         deadline = time.monotonic() + self._timeout
-        while not test():
+        while not request.Test():
             late = time.monotonic() > deadline
             if late or self.comm.Iprobe(MPI.ANY_SOURCE, self._tag):
                 self._say_that_it_waits(operation, late)
@@ -102,7 +125,7 @@ class Channel:
             time.sleep(_NAP)
 
     def raise_if_broken(self) -> None:
-        """A communicator with a collective still under way on it would pair old messages with new ones."""
+        """Raise `CollectiveTimeout` after a wait in vain: a later collective would meet the messages of that one."""
         if self._broken is not None:
             raise CollectiveTimeout(f"this communicator is not usable any more: {self._broken}")
 
@@ -116,7 +139,7 @@ class Channel:
             print(f"pce_mpi: {rank} {waits} in {operation}; ranks now tell where they are", file=sys.stderr, flush=True)
 
     def _roll_call(self, operation: str) -> str:
-        """Who else waits, and where: each rank that waits tells all others, and hears whom it hears for a second."""
+        """Tell all other ranks that this one waits in `operation`, listen to them for a second, and say who waits."""
         from mpi4py import MPI
 
         mine = operation.encode()[:_ROLL_CALL_BYTES]
@@ -137,11 +160,11 @@ class Channel:
         where = text_by_rank({rank: waiting[rank] for rank in sorted(waiting)})
         return (
             f"waited {self._timeout:g} s (PCE_MPI_TIMEOUT) in {where}; "
-            f"silent: {_ranks_text(silent) if silent else 'no rank, they wait for each other in different calls'}"
+            f"silent: {ranks_text(silent) if silent else 'no rank, they wait for each other in different calls'}"
         )
 
 
-#: what MPI may still read and write although nobody waits for it any more
+#: requests that nobody waits for any more, with the memory that MPI may still read and write
 _abandoned: list[tuple[MPI.Request, tuple[object, ...], Channel]] = []
 
 
@@ -164,7 +187,7 @@ def _channel_key() -> int:
 
 
 def channel_of(comm: MPI.Intracomm, operation: str) -> Channel:
-    """The cached private duplicate of `comm`; collective the first time."""
+    """Return the cached private duplicate of `comm`; collective the first time."""
     check_mpi()
     channel: Any = comm.Get_attr(_channel_key())
     if channel is None:
@@ -176,116 +199,72 @@ def channel_of(comm: MPI.Intracomm, operation: str) -> Channel:
 
 
 def _new_channel(comm: MPI.Intracomm, operation: str) -> Channel:
-    """A channel on a new duplicate of `comm`, which keeps a broken channel if the other ranks do not come."""
+    """Return a channel on a new duplicate of `comm`, which keeps a broken channel if the other ranks do not come.
+
+    Collective: an Allgather of 16 bytes and the duplication, and what `give_back` sends. The trace shows none of it.
+    """
     from mpi4py import MPI
 
     # There is no private communicator to call the roll on before this one exists. The caller's own serves, with the
     # highest tag there is, and only once the program is lost anyway.
     highest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
     waiting = Channel(comm, highest)
+    first_use = f"{operation} (its first use of the communicator)"
     try:
+        headers = _gathered(waiting, np.array([new_number(), garbage_count()], np.int64), [2] * waiting.size, first_use)
+        if headers[1::2].any():  # first, as it may be the last communicators that are garbage
+            give_back(waiting, first_use)
         duplicate, request = comm.Idup()
-        waiting.wait(request, f"{operation} (its first use of the communicator)", duplicate)
+        waiting.wait(request, first_use, duplicate)
     except MPI.Exception as error:
         raise out_of_communicators(operation, error) from error
     except BaseException:
         comm.Set_attr(_channel_key(), waiting)
         raise
-    return Channel(duplicate, _ROLL_CALL_TAG, owns_comm=True)
+    return Channel(duplicate, _ROLL_CALL_TAG, int(headers[0]))
 
 
-def out_of_communicators(operation: str, error: MPI.Exception) -> RuntimeError:
-    """The error of ranks to which MPI gave no communicator: MPICH gives one to all ranks or to none."""
-    reason = str(error).strip().rpartition(": ")[2]
-    return RuntimeError(
-        f"{operation}: MPI could not make another communicator ({reason}). It has some 2,000, and takes two for each "
-        "that is used here. Free() those that are no longer needed, keep no mesh that is not, and make those that are "
-        "needed once"
-    )
+def _gathered(
+    channel: Channel, numbers: np.ndarray[Any, Any], counts: list[int], operation: str
+) -> np.ndarray[Any, Any]:
+    received = np.empty(sum(counts), np.int64)
+    request = channel.comm.Iallgatherv(numbers, [received, counts])
+    channel.wait(request, operation, numbers, received, counts)
+    return received
 
 
-def gpu_aware() -> tuple[bool, str]:
-    """Whether MPI may be handed memory of a GPU, and who says so.
+# Communicators that this rank does not refer to any more, by the numbers that all of their ranks know them by.
+# Finalizers append to the queue, which they may do at any time.
+_dropped: deque[tuple[int, MPI.Comm]] = deque()
+_garbage: dict[int, MPI.Comm] = {}
 
-    `PCE_MPI_GPU_AWARE` does, if it is 1 or 0, and otherwise the loaded library.
+
+def new_number() -> int:
+    """Return a number that no other communicator has; its first rank's number names it on all of its ranks."""
+    return secrets.randbits(62)
+
+
+def drop(number: int, comm: MPI.Comm) -> None:
+    """Note that this rank does not refer to `comm` any more; calls no MPI, so that a finalizer may call it."""
+    _dropped.append((number, comm))
+
+
+def garbage_count() -> int:
+    """Return how many communicators this rank has dropped and not freed."""
+    while _dropped:
+        number, comm = _dropped.popleft()
+        _garbage[number] = comm
+    return len(_garbage)
+
+
+def give_back(channel: Channel, operation: str) -> None:
+    """Free the communicators that all of their ranks have dropped, as far as those are ranks of `channel`.
+
+    Collective: an Allgather of 8 bytes and an Allgatherv. All ranks free them in one order.
     """
-    told = os.environ.get("PCE_MPI_GPU_AWARE", "")
-    if told not in ("", "0", "1"):
-        raise ValueError(f"PCE_MPI_GPU_AWARE must be 0 or 1, got {told!r}")
-    return (told == "1", f"PCE_MPI_GPU_AWARE={told}") if told else _asked_of_the_library()
-
-
-@cache
-def _asked_of_the_library() -> tuple[bool, str]:
-    from mpi4py import MPI
-
-    try:
-        # mpi4py's extension has no such function, but it is linked to the library that may have.
-        query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support
-    except (OSError, AttributeError):
-        return False, "the library cannot be asked: it has no MPIX_Query_cuda_support"
-    return bool(query()), "MPIX_Query_cuda_support"
-
-
-@cache
-def reduces_on_gpus() -> bool:
-    """Whether a GPU-aware library takes memory of a GPU in non-blocking reductions too; Open MPI does not."""
-    from mpi4py import MPI
-
-    return MPI.get_vendor()[0] != "Open MPI"
-
-
-def check_mpi() -> None:
-    """Raise `RuntimeError` unless MPI is running."""
-    is_initialized, is_finalized = _states_of_mpi()
-    if not is_initialized():
-        raise RuntimeError("MPI has not been initialized: call MPI.Init() first, or leave mpi4py.rc.initialize True")
-    if is_finalized():
-        raise RuntimeError("MPI has been finalized: do all that communicates before MPI.Finalize()")
-
-
-@cache
-def _states_of_mpi() -> tuple[Callable[[], bool], Callable[[], bool]]:
-    from mpi4py import MPI
-
-    return MPI.Is_initialized, MPI.Is_finalized
-
-
-def is_comm(comm: Any) -> bool:
-    """Whether `comm` is an intracommunicator of mpi4py's that this process belongs to; `RuntimeError` without MPI."""
-    from mpi4py import MPI
-
-    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-        return False
-    check_mpi()
-    return True
-
-
-def same_ranks(a: MPI.Intracomm, b: MPI.Intracomm) -> bool:
-    """Whether two communicators have the same processes in the same order; asks nobody."""
-    from mpi4py import MPI
-
-    return MPI.Comm.Compare(a, b) in (MPI.IDENT, MPI.CONGRUENT)
-
-
-def check_comm(comm: Any, name: str) -> None:
-    """Raise `TypeError` unless `is_comm(comm)`."""
-    if not is_comm(comm):
-        raise TypeError(f"{name} must be an mpi4py intracommunicator or None, got {comm!r}")
-
-
-def text_by_rank(values: Mapping[int, str], prefix: str = "", between: str = ", ") -> str:
-    """`values` of ranks as text, equal ones together: 'a (ranks 0, 2), b (rank 1)'; `prefix` stands before 'rank'."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        ranks.setdefault(value, []).append(rank)
-    return between.join(f"{value} ({prefix}{_ranks_text(who)})" for value, who in ranks.items())
-
-
-def prefix_of(over: str) -> str:
-    """What stands before the 'rank' of the communicator that errors and the trace call `over`: nothing for "comm"."""
-    return "" if over == "comm" else f"{over} "
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    mine = np.array(sorted(_garbage), np.int64)
+    counts = _gathered(channel, np.array([mine.size], np.int64), [1] * channel.size, operation).tolist()
+    dropped_by = Counter(_gathered(channel, mine, counts, operation).tolist())
+    for number in mine.tolist():
+        if dropped_by[number] == _garbage[number].size:
+            _garbage.pop(number).Free()

@@ -16,8 +16,8 @@ from unittest import SkipTest
 
 import numpy as np
 
-from pce_mpi.comm.communicators import text_by_rank
 from pce_mpi.comm.launch import why_apart
+from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.conformance.cases import Case, Expects, Problem
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.launching import LaunchError

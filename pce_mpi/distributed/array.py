@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating, is_real, to_host
-from pce_mpi.comm.collectives import all_gather_text
-from pce_mpi.comm.communicators import text_by_rank
+from pce_mpi.comm.agreement import all_gather_text
+from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial, Placement, Replicate
 from pce_mpi.distributed.redistribution import run_step, steps

@@ -21,7 +21,8 @@ import zlib
 import numpy as np
 
 from pce_mpi.arrays import dtype_named, is_floating, is_half, to_host
-from pce_mpi.comm.collectives import agree, all_to_all
+from pce_mpi.comm.agreement import agree
+from pce_mpi.comm.collectives import all_to_all
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Placement, Replicate

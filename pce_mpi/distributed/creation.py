@@ -9,8 +9,9 @@ from typing import Any
 import zlib
 
 from pce_mpi.arrays import array_namespace, as_array, dtype_named, library_named
-from pce_mpi.comm.collectives import all_gather_text, all_to_all
-from pce_mpi.comm.communicators import text_by_rank
+from pce_mpi.comm.agreement import all_gather_text
+from pce_mpi.comm.collectives import all_to_all
+from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.distributed.array import DistArray, checked_dtype, owned
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Placement

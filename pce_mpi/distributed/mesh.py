@@ -1,32 +1,29 @@
-"""Named dims over a Cartesian communicator, and what becomes of a mesh's communicators when nobody needs them.
-
-Communicators are scarce, and to free one is collective, while each rank collects its garbage when it likes. So what a
-rank no longer refers to is only noted, and freed where all of its ranks have come together to make the next mesh and
-have told each other of it.
-"""
+"""Named dims over a Cartesian communicator."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import cache
 import json
 import math
 import operator
-import secrets
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 import weakref
 
-from pce_mpi.comm.collectives import agree, all_gather_text
+from pce_mpi.comm.agreement import agree, all_gather_text
 from pce_mpi.comm.communicators import (
     CollectiveError,
     CollectiveTimeout,
-    is_comm,
-    out_of_communicators,
-    prefix_of,
-    text_by_rank,
+    channel_of,
+    drop,
+    garbage_count,
+    give_back,
+    new_number,
 )
+from pce_mpi.comm.library import is_comm, out_of_communicators
+from pce_mpi.comm.rank_texts import prefix_of, text_by_rank
 from pce_mpi.distributed.sharding import Dims
 
 if TYPE_CHECKING:
@@ -66,10 +63,10 @@ class Mesh:
             sizes = checked_dims(dims, comm.size)
         except (TypeError, ValueError) as caught:
             sizes, error = {}, caught
-        said = agree(comm, "Mesh", {"dims": tuple(sizes.items())}, error=error, facts=(_new_number(), _left_over()))
-        numbers, left_over = said.T.tolist()
-        if any(left_over):
-            _give_back(comm)
+        said = agree(comm, "Mesh", {"dims": tuple(sizes.items())}, error=error, facts=(new_number(), garbage_count()))
+        numbers, garbage = said.T.tolist()
+        if any(garbage):
+            give_back(channel_of(comm, "Mesh"), "Mesh")
         self.dims: Mapping[str, int] = MappingProxyType(sizes)
         self.dim_sizes: Dims = tuple(sizes.items())
         self._cart = _made(lambda: comm.Create_cart(list(sizes.values()), reorder=False), numbers[0], "Mesh")
@@ -93,7 +90,7 @@ class Mesh:
         key = tuple(dim for dim in self.dims if dim in dims)
         if key not in self._comms:
             # Ranks that ask for different dims would get communicators of ranks that do not belong together.
-            said = agree(self._cart, "Mesh.comm", {"dims": key}, facts=(_new_number(),), over=text_of_dims(self.dims))
+            said = agree(self._cart, "Mesh.comm", {"dims": key}, facts=(new_number(),), over=text_of_dims(self.dims))
             first = self._cart.Get_cart_rank([0 if dim in key else at for dim, at in self.coordinates.items()])
             number = int(said[first, 0])
             self._comms[key] = _made(lambda: self._cart.Sub([dim in key for dim in self.dims]), number, "Mesh.comm")
@@ -153,19 +150,8 @@ class Mesh:
         return f"Mesh({', '.join(f'{dim}={size}' for dim, size in self.dims.items())})"
 
 
-# Communicators of meshes that this rank does not refer to any more, by the numbers that all of their ranks know them
-# by. A finalizer may run at any time, within a call of MPI too, and only adds to the queue.
-_dropped: deque[tuple[int, MPI.Cartcomm]] = deque()
-_garbage: dict[int, MPI.Cartcomm] = {}
-
-
-def _new_number() -> int:
-    """A number that no other communicator has; that of its first rank names it on all of its ranks."""
-    return secrets.randbits(62)
-
-
 def _made(make: Callable[[], MPI.Cartcomm], number: int, operation: str) -> MPI.Cartcomm:
-    """The communicator `number`, which is noted down as garbage when nothing refers to it any more."""
+    """Return the communicator `number`, which is dropped when nothing refers to it any more."""
     from mpi4py import MPI
 
     try:
@@ -173,7 +159,7 @@ def _made(make: Callable[[], MPI.Cartcomm], number: int, operation: str) -> MPI.
     except MPI.Exception as error:
         raise out_of_communicators(operation, error) from error
     # The other object has the same handle.
-    comm.finalizer = weakref.finalize(comm, _dropped.append, (number, MPI.Cartcomm(comm)))
+    comm.finalizer = weakref.finalize(comm, drop, number, MPI.Cartcomm(comm))
     comm.finalizer.atexit = False
     return comm
 
@@ -193,26 +179,6 @@ def _kept_type() -> Any:
             super().Free()
 
     return Kept
-
-
-def _left_over() -> int:
-    """How many communicators wait on this rank to be given back."""
-    while _dropped:
-        number, comm = _dropped.popleft()
-        _garbage[number] = comm
-    return len(_garbage)
-
-
-def _give_back(comm: MPI.Intracomm) -> None:
-    """Free the communicators that are garbage on all of their ranks, as far as those are ranks of `comm`.
-
-    Collective over `comm`: an Allgather of 8 bytes and an Allgatherv. All ranks free them in one order.
-    """
-    texts = all_gather_text(json.dumps(list(_garbage)), comm, operation="Mesh")
-    let_go = Counter(number for text in texts for number in json.loads(text))
-    for number in sorted(_garbage):
-        if let_go[number] == _garbage[number].size:
-            _garbage.pop(number).Free()
 
 
 def text_of_dims(dims: Collection[str]) -> str:

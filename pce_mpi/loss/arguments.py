@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of, is_floating, to_host
-from pce_mpi.comm.communicators import check_comm, same_ranks
+from pce_mpi.comm.library import check_comm, same_ranks
 from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.loss.kernels.terms import ClassWeights, Transform
 from pce_mpi.memory import overlaps_itself, same_memory, shares_memory

@@ -16,15 +16,10 @@ import zlib
 import numpy as np
 
 from pce_mpi.arrays import to_host
-from pce_mpi.comm.collectives import agree, raise_together
-from pce_mpi.comm.communicators import (
-    CollectiveError,
-    CollectiveTimeout,
-    check_comm,
-    is_comm,
-    prefix_of,
-    text_by_rank,
-)
+from pce_mpi.comm.agreement import agree, raise_together
+from pce_mpi.comm.communicators import CollectiveError, CollectiveTimeout
+from pce_mpi.comm.library import check_comm, is_comm
+from pce_mpi.comm.rank_texts import prefix_of, text_by_rank
 from pce_mpi.loss.arguments import Call, Problem, check, target_text
 
 __all__ = ["prepare"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, check_one_library, compute_dtype_of, to_host
 from pce_mpi.comm.collectives import all_reduce
-from pce_mpi.comm.communicators import same_ranks
+from pce_mpi.comm.library import same_ranks
 from pce_mpi.comm.tracing import phase
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh, text_of_dims

@@ -33,7 +33,8 @@ import numpy as np
 
 import pce_mpi as pce
 from pce_mpi.comm import communicators
-from pce_mpi.comm.collectives import agree, all_gather, all_reduce, broadcast
+from pce_mpi.comm.agreement import agree
+from pce_mpi.comm.collectives import all_gather, all_reduce, broadcast
 
 SECOND = float(os.environ["SECOND"])
 communicators._ROLL_CALL_SECONDS *= SECOND

@@ -37,8 +37,11 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
         {"dense"},
         [
             room("tracing", standard_library_only=True),
-            room("communicators", "arrays"),
+            room("rank_texts", standard_library_only=True),
+            room("library", "arrays"),
             room("launch", "arrays"),
+            room("communicators", "arrays"),
+            room("agreement", "arrays"),
             room("buffers", "mpi4py"),
             room("collectives"),
         ],
@@ -80,7 +83,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
         ],
     ),
     "ops": (
-        {"comm.collectives", "dense"},
+        {"comm.agreement", "comm.collectives", "dense"},
         [
             room("shape"),
             room("broadcasting"),

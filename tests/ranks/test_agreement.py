@@ -15,7 +15,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import CollectiveError, dense, shard_range
-from pce_mpi.comm.collectives import FACTS, agree
+from pce_mpi.comm.agreement import FACTS, agree
 from pce_mpi.comm.tracing import Purpose
 from pce_mpi.loss.arguments import Call
 from pce_mpi.loss.passes import evaluate

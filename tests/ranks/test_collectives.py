@@ -1,8 +1,9 @@
 """The collectives on arrays: what arrives, for every kind of array, on every rank, and that nobody is disturbed."""
 
 from functools import partial
+import gc
 import itertools
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 from mpi4py import MPI
@@ -11,7 +12,9 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import shard_range
-from pce_mpi.comm.collectives import agree, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from pce_mpi.comm.agreement import agree
+from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from pce_mpi.comm.communicators import channel_of
 from pce_mpi.comm.tracing import Purpose
 from pce_mpi.loss.softmax_state import StateFields, merge
 
@@ -467,6 +470,82 @@ def test_the_duplicate_is_freed_with_its_communicator(comm):
         passing.Free()
         wrong += [number] * bool(total[0] != comm.size)
     assert wrong == []
+
+
+class Watched(MPI.Intracomm):
+    """Says in `freed` that it is freed, and whether within a reduction operator."""
+
+    freed: ClassVar[list[bool]] = []
+    reducing = False
+
+    def Free(self):
+        self.freed.append(self.reducing)
+        super().Free()
+
+
+def dropped(comm: MPI.Intracomm) -> list[Any]:
+    """The only reference to the channel of a communicator that was freed, in a cycle that garbage collection finds."""
+    passing = Watched(comm.Dup())
+    all_reduce(np.ones(1), passing, "sum", **WHY)
+    cycle: list[Any] = [channel_of(passing, "a test")]
+    cycle.append(cycle)
+    MPI.Intracomm.Free(passing)
+    return cycle
+
+
+def make_another(comm: MPI.Intracomm) -> None:
+    """Make a private communicator, which frees those that were dropped."""
+    another = comm.Dup()
+    all_reduce(np.ones(1), another, "sum", **WHY)
+    another.Free()
+
+
+def test_channel_collected_within_reduction_is_freed_later(comm, monkeypatch):
+    make_another(comm)
+    monkeypatch.setattr(Watched, "freed", [])
+    held = [dropped(comm)]
+
+    def collecting(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        Watched.reducing = True
+        held.clear()
+        gc.collect()
+        Watched.reducing = False
+        return a + b
+
+    total = all_reduce(np.ones(1), comm, collecting, **WHY)
+    collecting(np.ones(1), np.ones(1))  # a library may leave a rank without a reduction, as a rank alone is
+    before = list(Watched.freed)
+    make_another(comm)
+    assert total[0] == comm.size
+    assert before == []
+    assert Watched.freed == [False]
+
+
+def test_channels_dropped_in_any_order_free_alike(comm, monkeypatch):
+    monkeypatch.setattr(Watched, "freed", order := [])
+    held = [dropped(comm) for _ in range(4)]
+    for number, (channel, _) in enumerate(held):
+        channel.comm.Free = lambda number=number, comm=channel.comm: (order.append(number), MPI.Intracomm.Free(comm))
+    del channel
+    for index in np.random.default_rng(comm.rank).permutation(4).tolist():
+        held[index].clear()
+    make_another(comm)
+    orders = comm.allgather(order)
+    assert sorted(order) == [0, 1, 2, 3]
+    assert orders == [order] * comm.size
+
+
+def test_channel_that_one_rank_holds_stays_whole(comm, monkeypatch):
+    monkeypatch.setattr(Watched, "freed", [])
+    cycle = dropped(comm)
+    if comm.rank > 0:
+        cycle.clear()
+    make_another(comm)
+    while_held = list(Watched.freed)
+    cycle.clear()
+    make_another(comm)
+    assert while_held == []
+    assert Watched.freed == [False]
 
 
 def everything(comm: MPI.Intracomm) -> list[np.ndarray]:

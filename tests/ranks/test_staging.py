@@ -11,8 +11,9 @@ import pytest
 from pce_mpi import CollectiveTimeout
 from pce_mpi.cli.gpus import gpu_of, take_gpu_of_rank
 from pce_mpi.comm import collectives
-from pce_mpi.comm import communicators as channel
 from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from pce_mpi.comm.communicators import channel_of
+from pce_mpi.comm.library import gpu_aware
 from pce_mpi.loss.softmax_state import StateFields, merge
 import strict_cupy
 
@@ -45,7 +46,7 @@ def forbid_handing_over(monkeypatch):
 @pytest.fixture(params=["staged", "handed over"])
 def way(request, cupy, monkeypatch):
     """Both ways, on the stand-in each with what makes the other fail."""
-    if request.config.option.gpu and request.param == "handed over" and not channel.gpu_aware()[0]:
+    if request.config.option.gpu and request.param == "handed over" and not gpu_aware()[0]:
         pytest.skip("this MPI library takes no arrays on a GPU: run this with one that does, or PCE_MPI_GPU_AWARE=1")
     monkeypatch.setenv("PCE_MPI_GPU_AWARE", str(int(request.param == "handed over")))
     (forbid_staging if request.param == "handed over" else forbid_handing_over)(monkeypatch)
@@ -204,7 +205,7 @@ def test_memory_that_mpi_may_still_write_to_after_a_timeout_is_not_used_again(st
     monkeypatch.setenv("PCE_MPI_TIMEOUT", "0.01")
     monkeypatch.setenv("PCE_MPI_GPU_AWARE", "0")
     comm, silent = MPI.COMM_SELF.Dup(), Silent()
-    opened = channel.channel_of(comm, "a test")
+    opened = channel_of(comm, "a test")
     monkeypatch.setattr(opened, "comm", silent)
     mine = stand_in.asarray(np.zeros(77))
     with pytest.raises(CollectiveTimeout) as caught:
@@ -218,15 +219,15 @@ def test_memory_that_mpi_may_still_write_to_after_a_timeout_is_not_used_again(st
 
 def test_who_says_that_mpi_is_aware_of_gpus(monkeypatch):
     monkeypatch.delenv("PCE_MPI_GPU_AWARE", raising=False)
-    asked, why = channel.gpu_aware()
+    asked, why = gpu_aware()
     assert isinstance(asked, bool)
     assert "MPIX_Query_cuda_support" in why
     for told, aware in (("1", True), ("0", False)):
         monkeypatch.setenv("PCE_MPI_GPU_AWARE", told)
-        assert channel.gpu_aware() == (aware, f"PCE_MPI_GPU_AWARE={told}")
+        assert gpu_aware() == (aware, f"PCE_MPI_GPU_AWARE={told}")
     monkeypatch.setenv("PCE_MPI_GPU_AWARE", "yes")
     with pytest.raises(ValueError, match="PCE_MPI_GPU_AWARE must be 0 or 1, got 'yes'"):
-        channel.gpu_aware()
+        gpu_aware()
 
 
 # Which GPU a rank takes

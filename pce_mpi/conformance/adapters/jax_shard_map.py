@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pce_mpi.comm.collectives import agree
+from pce_mpi.comm.agreement import agree
 from pce_mpi.conformance.offers import Gradient, offer_of
 
 if TYPE_CHECKING:

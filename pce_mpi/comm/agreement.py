@@ -1,0 +1,149 @@
+"""Agreement: every rank makes the same call and its checks passed, or every rank raises the same error.
+
+Every function is collective over its `comm`, an mpi4py intracommunicator, and works on the private duplicate of it that
+`communicators.py` keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
+import json
+from typing import TYPE_CHECKING, Any
+import zlib
+
+import numpy as np
+
+from pce_mpi.comm.communicators import CollectiveError, channel_of
+from pce_mpi.comm.rank_texts import prefix_of, text_by_rank
+from pce_mpi.comm.tracing import Purpose
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+#: how many whole numbers of its own an operation may add to the header of its agreement
+FACTS = 6
+# What a rank adds to the checksum of its call where its own checks failed; a checksum is smaller.
+_FAILED = 1 << 32
+
+
+def agree(
+    comm: MPI.Intracomm,
+    operation: str,
+    call: Mapping[str, Hashable],
+    *,
+    error: Exception | None = None,
+    facts: Sequence[int] = (),
+    over: str = "comm",
+    ranks_named: bool = False,
+) -> np.ndarray[Any, Any]:
+    """Make sure that every rank of `comm` makes the same call and that all of its checks passed.
+
+    Collective over `comm`: one Allgather of 56 bytes. `call` describes what must be the same on every rank, `error`
+    is what this rank's own checks raised, if anything, and `facts` are up to 6 whole numbers for the others to know.
+    `ranks_named` says that the error's text has its ranks already, from an agreement over another communicator.
+
+    Returns the facts of all ranks, (ranks, facts), int64. If some rank has an error, every rank raises that of the
+    lowest such rank, a builtin exception whose text names the ranks. If calls differ, every rank raises
+    `CollectiveError`, which says who said what. The communicator stays usable.
+    """
+    channel = channel_of(comm, operation)
+    checksum = _checksum(operation, tuple(call.items()), tuple(map(type, call.values())))
+    call_or_failure = checksum if error is None else checksum + _FAILED
+    header = np.array((call_or_failure, *facts, *(0,) * (FACTS - len(facts))), np.int64)
+    headers = np.empty((channel.size, 1 + FACTS), np.int64)
+    channel.run(
+        "all_gather",
+        header.nbytes,
+        channel.comm.Iallgather,
+        header,
+        headers,
+        operation=operation,
+        purpose=Purpose.AGREEMENT,
+        over=over,
+        reason="every rank makes the same call and its checks passed",
+        waiting_in=f"{operation}: agreement",
+    )
+    # Lists of so few numbers are compared three times as fast as arrays.
+    if (calls := headers[:, 0].tolist()) != [checksum] * channel.size:
+        if max(calls) >= _FAILED:
+            raise_together(comm, operation, error, over=over, ranks_named=ranks_named)
+        said = {"operation": operation, **{name: repr(value) for name, value in call.items()}}
+        raise CollectiveError(_differences(all_gather_text(json.dumps(said), comm, operation=operation, over=over)))
+    return headers[:, 1 : 1 + len(facts)]
+
+
+@lru_cache(maxsize=1024)
+def _checksum(operation: str, call: tuple[tuple[str, Hashable], ...], types: tuple[type, ...]) -> int:
+    """A number that is the same on every rank for the same call; programs make few different ones, many times.
+
+    Without `types` a rank would be told that of 1 where it asks for that of True, if it had asked for the former first.
+    """
+    return zlib.crc32(repr((operation, call)).encode())
+
+
+def raise_together(
+    comm: MPI.Intracomm, operation: str, error: Exception | None, over: str = "comm", ranks_named: bool = False
+) -> None:
+    """Raise, on every rank of `comm`, the error of the lowest rank that has one; all ranks must call it."""
+    text = "" if error is None else json.dumps([_kind_of(error), _text_of(error), ranks_named])
+    texts = all_gather_text(text, comm, operation=operation, over=over)
+    failed = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
+    kind = _RAISED[next(iter(failed.values()))[0]]
+    if all(texts) and len(set(texts)) == 1 and failed[0][2]:
+        raise kind(failed[0][1]) from error
+    messages = {rank: message for rank, (_, message, _) in failed.items()}
+    raise kind(text_by_rank(messages, prefix=prefix_of(over), between="; ")) from error
+
+
+def _text_of(error: Exception) -> str:
+    """`str(error)`, or its type where that raises: the other ranks are waiting for some text."""
+    try:
+        return str(error)
+    except Exception:
+        return type(error).__name__
+
+
+def _kind_of(error: Exception) -> str:
+    """The nearest of its types that every rank can raise."""
+    return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _RAISED), "RuntimeError")
+
+
+_RAISED: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        *(IndexError, TypeError, ValueError, MemoryError, NotImplementedError, OverflowError, CollectiveError),
+        *(OSError, FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError),
+        *(ImportError, RuntimeError),
+    )
+}
+
+
+def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str, over: str = "comm") -> list[str]:
+    """The text of every rank, in rank order, on every rank; texts may differ in length.
+
+    Collective: an Allgather of 8 bytes and an Allgatherv. For reports and errors.
+    """
+    channel = channel_of(comm, operation)
+    block = np.frombuffer(text.encode(), np.uint8)
+    length, lengths = np.array([block.size], np.int64), np.empty(channel.size, np.int64)
+    why: dict[str, Any] = {"operation": operation, "over": over, "reason": "what each rank has to say"}
+    gather, gatherv = channel.comm.Iallgather, channel.comm.Iallgatherv
+    channel.run("all_gather", length.nbytes, gather, length, lengths, purpose=Purpose.AGREEMENT, **why)
+    received = np.empty(int(lengths.sum()), np.uint8)
+    parts = [received, lengths.tolist()]
+    channel.run("all_gather", block.nbytes, gatherv, block, parts, purpose=Purpose.AGREEMENT, **why)
+    return [part.tobytes().decode() for part in np.split(received, np.cumsum(lengths)[:-1])]
+
+
+def _differences(descriptions: list[str]) -> str:
+    calls: list[dict[str, str]] = [json.loads(text) for text in descriptions]
+    names = list(dict.fromkeys(name for call in calls for name in call))
+    differing = []
+    for name in names:
+        values = {rank: call.get(name, "not given") for rank, call in enumerate(calls)}
+        if len(set(values.values())) > 1:
+            differing.append(f"{name}: {text_by_rank(values)}")
+        if name == "operation" and differing:
+            break  # the arguments of two different functions are not worth comparing
+    return "ranks disagree on " + "; ".join(differing)

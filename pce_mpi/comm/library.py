@@ -1,0 +1,95 @@
+"""The loaded MPI library: whether it runs, what it can do, and which communicators it knows.
+
+A call of MPI before `MPI.Init` or after `MPI.Finalize` ends the process, so `check_mpi` raises first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import ctypes
+from functools import cache
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def check_mpi() -> None:
+    """Raise `RuntimeError` unless MPI is running."""
+    is_initialized, is_finalized = _states_of_mpi()
+    if not is_initialized():
+        raise RuntimeError("MPI has not been initialized: call MPI.Init() first, or leave mpi4py.rc.initialize True")
+    if is_finalized():
+        raise RuntimeError("MPI has been finalized: do all that communicates before MPI.Finalize()")
+
+
+@cache
+def _states_of_mpi() -> tuple[Callable[[], bool], Callable[[], bool]]:
+    from mpi4py import MPI
+
+    return MPI.Is_initialized, MPI.Is_finalized
+
+
+def is_comm(comm: Any) -> bool:
+    """Tell whether `comm` is an intracommunicator that this process belongs to; `RuntimeError` without MPI."""
+    from mpi4py import MPI
+
+    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+        return False
+    check_mpi()
+    return True
+
+
+def check_comm(comm: Any, name: str) -> None:
+    """Raise `TypeError` unless `is_comm(comm)`."""
+    if not is_comm(comm):
+        raise TypeError(f"{name} must be an mpi4py intracommunicator or None, got {comm!r}")
+
+
+def same_ranks(a: MPI.Intracomm, b: MPI.Intracomm) -> bool:
+    """Tell whether two communicators have the same processes in the same order; communicates nothing."""
+    from mpi4py import MPI
+
+    return MPI.Comm.Compare(a, b) in (MPI.IDENT, MPI.CONGRUENT)
+
+
+def out_of_communicators(operation: str, error: MPI.Exception) -> RuntimeError:
+    """Return the error of ranks to which MPI gave no communicator: MPICH gives one to all ranks or to none."""
+    reason = str(error).strip().rpartition(": ")[2]
+    return RuntimeError(
+        f"{operation}: MPI could not make another communicator ({reason}). It has some 2,000, and takes two for each "
+        "that is used here. Free() those that are no longer needed, keep no mesh that is not, and make those that are "
+        "needed once"
+    )
+
+
+def gpu_aware() -> tuple[bool, str]:
+    """Tell whether MPI can read and write the memory of a GPU, and who says so.
+
+    `PCE_MPI_GPU_AWARE` decides if it is 1 or 0, and otherwise the loaded library.
+    """
+    told = os.environ.get("PCE_MPI_GPU_AWARE", "")
+    if told not in ("", "0", "1"):
+        raise ValueError(f"PCE_MPI_GPU_AWARE must be 0 or 1, got {told!r}")
+    return (told == "1", f"PCE_MPI_GPU_AWARE={told}") if told else _asked_of_the_library()
+
+
+@cache
+def _asked_of_the_library() -> tuple[bool, str]:
+    from mpi4py import MPI
+
+    try:
+        # mpi4py's extension has no such function, but it is linked to the library that may have.
+        query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support
+    except (OSError, AttributeError):
+        return False, "the library cannot be asked: it has no MPIX_Query_cuda_support"
+    return bool(query()), "MPIX_Query_cuda_support"
+
+
+@cache
+def reduces_on_gpus() -> bool:
+    """Tell whether a GPU-aware library also reduces GPU memory without blocking; Open MPI does not."""
+    from mpi4py import MPI
+
+    return MPI.get_vendor()[0] != "Open MPI"
