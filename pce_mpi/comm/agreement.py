@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 import json
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 import zlib
 
 import numpy as np
 
-from pce_mpi.comm.communicators import CollectiveError, channel_of
+from pce_mpi.comm.communicators import CollectiveError, CollectiveTimeout, channel_of
 from pce_mpi.comm.rank_texts import prefix_of, text_by_rank
 from pce_mpi.comm.tracing import Purpose
 
@@ -25,6 +26,29 @@ if TYPE_CHECKING:
 FACTS = 6
 # What a rank adds to the checksum of its call where its own checks failed; a checksum is smaller.
 _FAILED = 1 << 32
+
+
+class local_checks:
+    """A block that keeps what it raises, as the other ranks must hear of it in the agreement that follows.
+
+    `CollectiveTimeout` is not kept: nobody can be told over a broken communicator.
+
+    >>> with local_checks() as checks:
+    ...     raise ValueError("this rank alone finds a fault")
+    >>> checks.error
+    ValueError('this rank alone finds a fault')
+    """
+
+    error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, CollectiveTimeout):
+            return False
+        self.error = error
+        return True
 
 
 def agree(

@@ -7,7 +7,7 @@ part. Whatever fails on one rank is raised on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 import errno
 import json
@@ -21,7 +21,7 @@ import zlib
 import numpy as np
 
 from pce_mpi.arrays import dtype_named, is_floating, is_half, to_host
-from pce_mpi.comm.agreement import agree
+from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.collectives import all_to_all
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["load", "save"]
 
 HostArray = np.ndarray[Any, Any]
+Blocks = Sequence[tuple[tuple[slice, ...], HostArray]]  # parts of a global array and their places in it
 
 # How many names a message lists, and the longest text in it that is shown whole.
 _NAMES_SHOWN = 20
@@ -75,29 +76,27 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
     """
     mesh = _mesh_of(arrays)
     comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
-    error: Exception | None = None
     described: dict[str, str] = {}
     writer: _Writer | None = None
-    try:
+    with local_checks() as checks:
         safetensors_library()
         _check(arrays, mesh)
         described = {name: f"{array.dtype} {array.shape}, {array.sharding}" for name, array in arrays.items()}
         if mesh.rank == 0:
             writer = _Writer(Path(path), arrays)
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = _named(caught, path)
     try:
-        _agree_on(comm, "save", {"path": str(path)}, described, error, over)
+        _agree_on(comm, "save", {"path": str(path)}, described, _named(checks.error, path), over)
         for name, array in arrays.items():
-            # After an error of rank 0 the others go on sending, and hear of it at the end.
-            failed = _written(array, name, writer if error is None else None)
-            error = error or failed
-        if writer is not None and error is None:
-            try:
+            blocks = _gathered(array)
+            with checks:
+                # After an error of rank 0 the others go on sending, and hear of it at the end.
+                if writer is not None and checks.error is None:
+                    writer.write_all(name, blocks)
+            del blocks  # before the next array is gathered
+        with checks:
+            if writer is not None and checks.error is None:
                 writer.finish()
-            except Exception as caught:
-                error = caught
-        agree(comm, "save", {}, error=None if error is None else _named(error, path), over=over)
+        agree(comm, "save", {}, error=_named(checks.error, path), over=over)
     finally:
         if writer is not None:
             writer.discard()
@@ -125,10 +124,9 @@ def load(
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
     comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
-    error: Exception | None = None
     arrays: dict[str, DistArray] = {}
     described: dict[str, str] = {}
-    try:
+    with local_checks() as checks:
         with opened(Path(path)) as file:
             for name, sharding, stored in _laid_out(file, path, mesh, placements or {}):
                 local = _part_of(name, stored, sharding.slices(mesh.coordinates))
@@ -136,9 +134,7 @@ def load(
                     local, mesh, sharding, requires_grad=requires_grad and is_floating(local.dtype)
                 )
                 described[name] = f"{local.dtype} {sharding.shape}, {sharding}"
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = caught
-    _agree_on(comm, "load", {"requires_grad": bool(requires_grad)}, described, error, over)
+    _agree_on(comm, "load", {"requires_grad": bool(requires_grad)}, described, checks.error, over)
     return arrays
 
 
@@ -192,8 +188,8 @@ def _check(arrays: Mapping[Any, Any], mesh: Mesh) -> None:
             raise TypeError(f"arrays[{shown(name)}] is {array.dtype}, which the format has no name for")
 
 
-def _written(array: DistArray, name: str, writer: _Writer | None) -> Exception | None:
-    """Bring all blocks of the global array to rank 0, which writes them; what `writer` raised, if anything."""
+def _gathered(array: DistArray) -> Blocks:
+    """Bring all blocks of the global array to rank 0; return them there with their places, elsewhere nothing."""
     mesh, reason = array.mesh, "rank 0 writes the file"
     array = redistribute(array, array.sharding.natural, operation="save", reason=reason)
     sharding = array.sharding
@@ -210,19 +206,17 @@ def _written(array: DistArray, name: str, writer: _Writer | None) -> Exception |
         blocks[0] = local
     comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
     received = all_to_all(blocks, comm, shapes, operation="save", over=over, reason=reason)
-    if writer is None:
-        return None
-    try:
-        for where, block in zip(everyone, received, strict=True):
-            if _is_first(sharding, where):
-                writer.write(name, sharding.slices(where), block.view(array.dtype))
-    except Exception as caught:
-        return caught
-    return None
+    if mesh.rank > 0:
+        return []
+    return [
+        (sharding.slices(where), block.view(array.dtype))
+        for where, block in zip(everyone, received, strict=True)
+        if _is_first(sharding, where)
+    ]
 
 
-def _named(error: Exception, path: Any) -> Exception:
-    """`error`, about the path that the caller knows."""
+def _named(error: Exception | None, path: Any) -> Exception | None:
+    """Name the path that the caller knows in an `OSError`."""
     if not isinstance(error, OSError) or error.errno is None:
         return error
     where = f"{str(path)!r}, a link to {os.path.realpath(path)!r}" if os.path.islink(path) else repr(str(path))
@@ -261,6 +255,10 @@ class _Writer:
         except BaseException:
             self.discard()
             raise
+
+    def write_all(self, name: str, blocks: Blocks) -> None:
+        for where, block in blocks:
+            self.write(name, where, block)
 
     def write(self, name: str, where: tuple[slice, ...], block: HostArray) -> None:
         """Put `block` of the array `name` where it belongs."""

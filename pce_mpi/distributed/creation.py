@@ -9,7 +9,7 @@ from typing import Any
 import zlib
 
 from pce_mpi.arrays import array_namespace, as_array, dtype_named, library_named
-from pce_mpi.comm.agreement import all_gather_text
+from pce_mpi.comm.agreement import all_gather_text, local_checks
 from pce_mpi.comm.collectives import all_to_all
 from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.distributed.array import DistArray, checked_dtype, owned
@@ -59,10 +59,9 @@ def _sent_from(
     array: Any, mesh: Mesh, src_rank: int, requires_grad: bool, placements: Mapping[str, Placement]
 ) -> DistArray:
     comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
-    error: Exception | None = None
     said = ""
     taken: Array = None
-    try:
+    with local_checks() as checks:
         src_rank = operator.index(src_rank)
         if not 0 <= src_rank < mesh.size:
             raise ValueError(f"src_rank = {src_rank} is outside [0, {mesh.size})")
@@ -70,10 +69,8 @@ def _sent_from(
             taken = checked_dtype(as_array(array, "array"), placements, requires_grad)
             Sharding.of(mesh.dim_sizes, taken.shape, placements)
             said = json.dumps([taken.shape, taken.dtype.name, array_namespace(taken).__name__])
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = caught
     called = {"src_rank": src_rank, "placements": repr(placements), "requires_grad": requires_grad}
-    mesh.agree(mesh.dims, "distribute", called, error)
+    mesh.agree(mesh.dims, "distribute", called, checks.error)
     texts = all_gather_text(said, comm, operation="distribute", over=over)
     shape, dtype, library = json.loads(texts[src_rank])
     destination = Sharding.of(mesh.dim_sizes, tuple(shape), placements)
@@ -114,10 +111,9 @@ def from_local(
     replicas are equal is not checked (`check_replicas`).
     """
     comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
-    error: Exception | None = None
     taken: Array = None
     called: dict[str, Any] = {}
-    try:
+    with local_checks() as checks:
         taken = checked_dtype(as_array(local, "local"), placements, requires_grad)
         Sharding.of(mesh.dim_sizes, taken.shape, placements)  # for its errors
         called = {
@@ -127,9 +123,7 @@ def from_local(
             "shape": None if shape is None else tuple(operator.index(length) for length in shape),
             "requires_grad": requires_grad,
         }
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = caught
-    mesh.agree(mesh.dims, "from_local", called, error)
+    mesh.agree(mesh.dims, "from_local", called, checks.error)
     texts = all_gather_text(json.dumps(taken.shape), comm, operation="from_local", over=over)
     destination = _assembled([tuple(json.loads(text)) for text in texts], mesh, placements, called["shape"])
     return DistArray(owned(taken, taken) if requires_grad else taken, mesh, destination, requires_grad=requires_grad)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 import weakref
 
-from pce_mpi.comm.agreement import agree, all_gather_text
+from pce_mpi.comm.agreement import agree, all_gather_text, local_checks
 from pce_mpi.comm.communicators import (
     CollectiveError,
     CollectiveTimeout,
@@ -58,12 +58,11 @@ class Mesh:
     def __init__(self, comm: MPI.Intracomm, /, **dims: int) -> None:
         if not is_comm(comm):
             raise TypeError(f"comm must be an mpi4py intracommunicator, got {comm!r}")
-        error: Exception | None = None
-        try:
+        sizes: dict[str, int] = {}
+        with local_checks() as checks:
             sizes = checked_dims(dims, comm.size)
-        except (TypeError, ValueError) as caught:
-            sizes, error = {}, caught
-        said = agree(comm, "Mesh", {"dims": tuple(sizes.items())}, error=error, facts=(new_number(), garbage_count()))
+        facts = new_number(), garbage_count()
+        said = agree(comm, "Mesh", {"dims": tuple(sizes.items())}, error=checks.error, facts=facts)
         numbers, garbage = said.T.tolist()
         if any(garbage):
             give_back(channel_of(comm, "Mesh"), "Mesh")
@@ -84,6 +83,8 @@ class Mesh:
         kept: it is the mesh's to free, together with all other handles of it. The order of `dims` does not matter;
         without any it is this rank alone.
         """
+        if dims in self._comms:
+            return self._comms[dims]
         unknown = [dim for dim in dims if dim not in self.dims]
         if unknown:
             raise ValueError(f"the mesh has no dim {unknown[0]!r}; its dims are {', '.join(self.dims)}")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, check_one_library, compute_dtype_of, to_host
+from pce_mpi.comm.agreement import local_checks
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.library import same_ranks
 from pce_mpi.comm.tracing import phase
@@ -186,18 +187,15 @@ def clip_grad_norm(parameters: Iterable[DistArray], max_norm: float) -> float:
     (5.0, array([0.6, 0.8]))
     """
     given = _listed(parameters)
-    error: Exception | None = None
     called = {}
-    try:
+    with local_checks() as checks:
         _check_parameters(given)
         max_norm = called["max_norm"] = _not_negative(max_norm, "max_norm", finite=False)
         first, *others = (mesh.comm(*mesh.dims) for mesh in meshes_of(given))
         if not all(same_ranks(first, other) for other in others):
             raise ValueError("all parameters must lie over the same ranks: not every rank knows the norm of the others")
-    except (TypeError, ValueError) as caught:
-        error = caught
     with phase("step"):
-        synchronize(given, "clip_grad_norm", called, error)
+        synchronize(given, "clip_grad_norm", called, checks.error)
         norm = math.sqrt(sum(_sum_of_squares(given, mesh) for mesh in meshes_of(given)))
     scale = max_norm / (norm + 1e-6)
     if not scale >= 1.0:  # nan as well

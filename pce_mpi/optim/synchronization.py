@@ -18,8 +18,8 @@ import zlib
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, check_one_library, compute_dtype_of
+from pce_mpi.comm.agreement import local_checks
 from pce_mpi.comm.collectives import all_reduce, reduce_scatter
-from pce_mpi.comm.communicators import CollectiveTimeout
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial
@@ -85,20 +85,17 @@ def synchronize(
     """
     meshes = meshes_of(parameters)
     plan: _Plan | None = None
-    if error is None:
-        try:
-            placed = tuple(_checked_gradient(parameter, index, meshes) for index, parameter in enumerate(parameters))
-            plan = _plan(placed, tuple(tuple(mesh.coordinates.items()) for mesh in meshes))
-        except (TypeError, ValueError) as caught:
-            error = caught
-    named = False
+    with local_checks() as checks:
+        if error is not None:
+            raise error
+        placed = tuple([_checked_gradient(parameter, index, meshes) for index, parameter in enumerate(parameters)])
+        plan = _plan(placed, tuple([tuple(mesh.coordinates.items()) for mesh in meshes]))
+    error, named = checks.error, False
     for number, mesh in enumerate(meshes):
-        try:
+        with local_checks() as agreement:
             _agree_on(mesh, operation, called, plan, number, error, named)
-        except CollectiveTimeout:
-            raise
-        except Exception as caught:  # the ranks of the other meshes must hear of it
-            error, named = caught, True
+        if agreement.error is not None:  # the ranks of the other meshes must hear of it
+            error, named = agreement.error, True
     if error is not None:
         raise error
     assert plan is not None  # the error would have been raised
