@@ -33,6 +33,7 @@ from pce_mpi.cli.gpus import take_gpu_of_rank
 from pce_mpi.cli.progress import progress
 from pce_mpi.comm.agreement import agree
 from pce_mpi.comm.collectives import all_reduce
+from pce_mpi.comm.tracing import cause
 from pce_mpi.conformance.reports.tables import table
 from pce_mpi.distributed.placements import shard_range
 from pce_mpi.gpu import gpus
@@ -138,7 +139,8 @@ def measure(rows: int, classes: int, dtype: np.dtype[Any], repeat: int) -> tuple
     found: list[Measurement] = []
 
     def add(function: str, milliseconds: float, passes: int) -> None:
-        taken = float(all_reduce(np.array(milliseconds), COMM, "max", operation="bench", reason="the slowest rank"))
+        with cause("bench", reason="the slowest rank"):
+            taken = float(all_reduce(np.array(milliseconds), COMM, "max"))
         speed = 1e-6 * passes * shard_bytes / taken
         copy = found[0].gigabytes_per_second if found else speed
         found.append(Measurement(rows, classes, dtype.name, function, taken, speed, speed / copy))
@@ -336,7 +338,8 @@ def merge_seconds(rows: int, repeat: int) -> float:
     for _ in range(WARM_UP + repeat):
         agree(COMM, "bench", {})
         begin = time.perf_counter()
-        all_reduce(states, COMM, merge, operation="bench", reason="the softmax states of the shards, merged")
+        with cause("bench", reason="the softmax states of the shards, merged"):
+            all_reduce(states, COMM, merge)
         times.append(time.perf_counter() - begin)
     return statistics.median(times[WARM_UP:])
 

@@ -21,6 +21,7 @@ import pce_mpi as pce
 from pce_mpi.cli.progress import progress
 from pce_mpi.comm.agreement import agree
 from pce_mpi.comm.collectives import all_reduce
+from pce_mpi.comm.tracing import cause
 from pce_mpi.conformance.reports.tables import table
 from pce_mpi.optim.synchronization import synchronize
 from training_step import ByHand, OnTape, parameters
@@ -111,7 +112,8 @@ def synchronization(repeat: int) -> Cost:
         synchronize(made, "bench", {})
 
     def once() -> None:
-        all_reduce(total, COMM, "sum", operation="bench", reason="as many elements at once")
+        with cause("bench", reason="as many elements at once"):
+            all_reduce(total, COMM, "sum")
 
     work = f"{PARAMETERS} gradients of {ELEMENTS:,} elements brought together"
     return compared(work, together, "one all_reduce", once, repeat)

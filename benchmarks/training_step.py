@@ -14,6 +14,7 @@ import numpy as np
 
 import pce_mpi as pce
 from pce_mpi.comm.collectives import all_reduce
+from pce_mpi.comm.tracing import cause
 
 Array = np.ndarray[Any, Any]
 
@@ -50,7 +51,8 @@ class ByHand:
         logits += self.c
         loss, dlogits = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=self.comm, out=logits)
         dh = dlogits @ self.u.T
-        dh = all_reduce(dh, self.comm, "sum", overwrite=True, operation="step", reason="a sum over all classes")
+        with cause("step", reason="a sum over all classes"):
+            dh = all_reduce(dh, self.comm, "sum", overwrite=True)
         np.matmul(h.T, dlogits, out=self.du)
         self.du *= rate
         self.u -= self.du

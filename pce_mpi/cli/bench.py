@@ -18,7 +18,7 @@ from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.cli.progress import progress
 from pce_mpi.comm.agreement import agree
 from pce_mpi.comm.collectives import all_reduce
-from pce_mpi.comm.tracing import Purpose, trace
+from pce_mpi.comm.tracing import Purpose, cause, trace
 from pce_mpi.conformance.reports.tables import table
 from pce_mpi.distributed.placements import shard_range
 from pce_mpi.loss import (
@@ -265,7 +265,8 @@ def _agreement_seconds(comm: MPI.Intracomm) -> float:
 def _slowest(comm: MPI.Intracomm | None, seconds: float) -> float:
     if comm is None:
         return seconds
-    return float(all_reduce(np.array(seconds), comm, "max", operation="bench", reason="the slowest rank's time"))
+    with cause("bench", reason="the slowest rank's time"):
+        return float(all_reduce(np.array(seconds), comm, "max"))
 
 
 def _plot(measured: list[Measurement], options: argparse.Namespace, size: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from pce_mpi import dense
 from pce_mpi.comm.collectives import all_reduce
-from pce_mpi.comm.tracing import trace
+from pce_mpi.comm.tracing import cause, trace
 from pce_mpi.conformance import Offer, Outcome, Tolerance, Verdict, cases, offers, run_case
 from pce_mpi.conformance.adapters.ours import ForwardAndBackward, ValueAndGrad
 from pce_mpi.conformance.reports.summary import problem
@@ -108,7 +108,8 @@ def _row(name: str, outcomes: dict[str, Outcome]) -> list[Cell]:
 
 def _everywhere(passes: bool, comm: MPI.Intracomm | None) -> str:
     if comm is not None:
-        passes = bool(all_reduce(np.array(passes), comm, "min", operation="check", reason="pass on all ranks"))
+        with cause("check", reason="pass on all ranks"):
+            passes = bool(all_reduce(np.array(passes), comm, "min"))
     return "ok" if passes else "OFF"
 
 

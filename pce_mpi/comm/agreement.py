@@ -17,7 +17,7 @@ import numpy as np
 
 from pce_mpi.comm.communicators import CollectiveError, CollectiveTimeout, channel_of
 from pce_mpi.comm.rank_texts import prefix_of, text_by_rank
-from pce_mpi.comm.tracing import Purpose
+from pce_mpi.comm.tracing import Purpose, cause
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -76,17 +76,10 @@ def agree(
     call_or_failure = checksum if error is None else checksum + _FAILED
     header = np.array((call_or_failure, *facts, *(0,) * (FACTS - len(facts))), np.int64)
     headers = np.empty((channel.size, 1 + FACTS), np.int64)
+    why = cause(operation, over, "every rank makes the same call and its checks passed")
+    gather, waiting_in = channel.comm.Iallgather, f"{operation}: agreement"
     channel.run(
-        "all_gather",
-        header.nbytes,
-        channel.comm.Iallgather,
-        header,
-        headers,
-        operation=operation,
-        purpose=Purpose.AGREEMENT,
-        over=over,
-        reason="every rank makes the same call and its checks passed",
-        waiting_in=f"{operation}: agreement",
+        why, "all_gather", header.nbytes, gather, header, headers, purpose=Purpose.AGREEMENT, waiting_in=waiting_in
     )
     # Lists of so few numbers are compared three times as fast as arrays.
     if (calls := headers[:, 0].tolist()) != [checksum] * channel.size:
@@ -151,12 +144,12 @@ def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str, over: str
     channel = channel_of(comm, operation)
     block = np.frombuffer(text.encode(), np.uint8)
     length, lengths = np.array([block.size], np.int64), np.empty(channel.size, np.int64)
-    why: dict[str, Any] = {"operation": operation, "over": over, "reason": "what each rank has to say"}
+    why = cause(operation, over, "what each rank has to say")
     gather, gatherv = channel.comm.Iallgather, channel.comm.Iallgatherv
-    channel.run("all_gather", length.nbytes, gather, length, lengths, purpose=Purpose.AGREEMENT, **why)
+    channel.run(why, "all_gather", length.nbytes, gather, length, lengths, purpose=Purpose.AGREEMENT)
     received = np.empty(int(lengths.sum()), np.uint8)
     parts = [received, lengths.tolist()]
-    channel.run("all_gather", block.nbytes, gatherv, block, parts, purpose=Purpose.AGREEMENT, **why)
+    channel.run(why, "all_gather", block.nbytes, gatherv, block, parts, purpose=Purpose.AGREEMENT)
     return [part.tobytes().decode() for part in np.split(received, np.cumsum(lengths)[:-1])]
 
 

@@ -11,7 +11,7 @@ they are, where that is GPU-aware and the operation is its own; either way the c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from pce_mpi.arrays import array_namespace
 from pce_mpi.comm.buffers import concatenated, from_wire, room_for, split, stays_on_gpu, to_wire, wire_dtype
 from pce_mpi.comm.communicators import channel_of
 from pce_mpi.comm.library import reduces_on_gpus
-from pce_mpi.comm.tracing import Purpose, record
+from pce_mpi.comm.tracing import Purpose, current_cause, record
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,19 +29,6 @@ Merge = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], np.ndarray[Any, A
 ReduceOp = Literal["sum", "max", "min"] | Merge
 
 
-class Why(TypedDict):
-    """What the trace says of a collective, besides what was sent.
-
-    `operation` and `reason` are always given, `over` is "comm" unless told, and `before` and `after` are "".
-    """
-
-    operation: str
-    reason: str
-    over: NotRequired[str]
-    before: NotRequired[str]
-    after: NotRequired[str]
-
-
 def all_reduce(
     array: Array,
     comm: MPI.Intracomm,
@@ -49,7 +36,6 @@ def all_reduce(
     *,
     overwrite: bool = False,
     element: np.dtype[Any] | None = None,
-    **why: Unpack[Why],
 ) -> Array:
     """`array` combined over all ranks of `comm` with `op`, on every rank, the same bits.
 
@@ -60,11 +46,10 @@ def all_reduce(
     """
     from mpi4py import MPI
 
-    channel, xp = channel_of(comm, why["operation"]), array_namespace(array)
+    why = current_cause()
+    channel, xp = channel_of(comm, why.operation), array_namespace(array)
     if channel.size == 1 and xp is not np:  # it need not leave the GPU to stay what it is
-        said: Why = {"over": "comm", **why}
-        size = wire_dtype(array).itemsize * array.size
-        record(collective="all_reduce", purpose=Purpose.PAYLOAD, ranks=1, bytes=size, **said)
+        record(why, "all_reduce", Purpose.PAYLOAD, ranks=1, bytes=wire_dtype(array).itemsize * array.size)
         return array if overwrite else array.copy()
     direct = op == "sum" and stays_on_gpu(array) and reduces_on_gpus()
     sent = to_wire(array, direct)
@@ -75,11 +60,11 @@ def all_reduce(
     handle, datatype = _operator(op, wire.dtype)
     ours = MPI.IN_PLACE if overwrite else [wire, wire.size, datatype]
     result = [received, received.size, datatype]
-    channel.run("all_reduce", sent.nbytes, channel.comm.Iallreduce, ours, result, handle, **why)
+    channel.run(why, "all_reduce", sent.nbytes, channel.comm.Iallreduce, ours, result, handle)
     return from_wire(received if element is None else received.view(sent.dtype), array)
 
 
-def all_gather(array: Array, comm: MPI.Intracomm, shapes: Sequence[tuple[int, ...]], **why: Unpack[Why]) -> list[Array]:
+def all_gather(array: Array, comm: MPI.Intracomm, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     """The arrays of all ranks, in rank order, on every rank; `shapes` has the shape of each.
 
     Collective: one Allgatherv of the array's bytes.
@@ -87,14 +72,13 @@ def all_gather(array: Array, comm: MPI.Intracomm, shapes: Sequence[tuple[int, ..
     sent = to_wire(array, stays_on_gpu(array))
     counts = [int(np.prod(shape)) for shape in shapes]
     received = room_for(sum(counts), sent, array)
-    channel = channel_of(comm, why["operation"])
-    channel.run("all_gather", sent.nbytes, channel.comm.Iallgatherv, sent, [received, counts], **why)
+    why = current_cause()
+    channel = channel_of(comm, why.operation)
+    channel.run(why, "all_gather", sent.nbytes, channel.comm.Iallgatherv, sent, [received, counts])
     return split(received, shapes, array)
 
 
-def all_to_all(
-    blocks: Sequence[Array], comm: MPI.Intracomm, shapes: Sequence[tuple[int, ...]], **why: Unpack[Why]
-) -> list[Array]:
+def all_to_all(blocks: Sequence[Array], comm: MPI.Intracomm, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     """The block that each rank has for this one, in rank order; `shapes` has the shape of each.
 
     Collective: one Alltoallv. `blocks[r]` goes to rank r; all blocks have one dtype.
@@ -103,14 +87,15 @@ def all_to_all(
     sent = to_wire(flat, stays_on_gpu(flat))
     counts = [int(np.prod(shape)) for shape in shapes]
     received = room_for(sum(counts), sent, flat)
-    channel = channel_of(comm, why["operation"])
+    why = current_cause()
+    channel = channel_of(comm, why.operation)
     leaves = (flat.size - blocks[channel.rank].size) * sent.dtype.itemsize
     ours, theirs = [sent, [block.size for block in blocks]], [received, counts]
-    channel.run("all_to_all", leaves, channel.comm.Ialltoallv, ours, theirs, **why)
+    channel.run(why, "all_to_all", leaves, channel.comm.Ialltoallv, ours, theirs)
     return split(received, shapes, blocks[0])
 
 
-def reduce_scatter(blocks: Sequence[Array], comm: MPI.Intracomm, op: ReduceOp, **why: Unpack[Why]) -> Array:
+def reduce_scatter(blocks: Sequence[Array], comm: MPI.Intracomm, op: ReduceOp) -> Array:
     """Block `rank` combined over all ranks of `comm` with `op`; `blocks[r]` has the same shape on every rank.
 
     Collective: one Reduce_scatter of the blocks' bytes. `op` is that of `all_reduce`.
@@ -118,24 +103,26 @@ def reduce_scatter(blocks: Sequence[Array], comm: MPI.Intracomm, op: ReduceOp, *
     flat = concatenated(blocks)
     sent = to_wire(flat, op == "sum" and stays_on_gpu(flat) and reduces_on_gpus())
     handle, datatype = _operator(op, sent.dtype)
-    channel = channel_of(comm, why["operation"])
+    why = current_cause()
+    channel = channel_of(comm, why.operation)
     mine = blocks[channel.rank]
     received = room_for(mine.size, sent, flat)
     ours, result = [sent, sent.size, datatype], [received, received.size, datatype]
     counts = [block.size for block in blocks]
-    channel.run("reduce_scatter", sent.nbytes, channel.comm.Ireduce_scatter, ours, result, counts, handle, **why)
+    channel.run(why, "reduce_scatter", sent.nbytes, channel.comm.Ireduce_scatter, ours, result, counts, handle)
     return from_wire(received, mine).reshape(mine.shape)
 
 
-def broadcast(array: Array, comm: MPI.Intracomm, root: int, **why: Unpack[Why]) -> Array:
+def broadcast(array: Array, comm: MPI.Intracomm, root: int) -> Array:
     """The array of rank `root`, on every rank; elsewhere `array` only says shape and dtype.
 
     Collective: one Bcast.
     """
     wire = to_wire(array, stays_on_gpu(array), copy=True)
-    channel = channel_of(comm, why["operation"])
+    why = current_cause()
+    channel = channel_of(comm, why.operation)
     sent = wire.nbytes if channel.rank == root else 0
-    channel.run("broadcast", sent, channel.comm.Ibcast, wire, root, **why)
+    channel.run(why, "broadcast", sent, channel.comm.Ibcast, wire, root)
     return from_wire(wire, array)
 
 

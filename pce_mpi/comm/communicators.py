@@ -27,7 +27,7 @@ import numpy as np
 
 from pce_mpi.comm.library import check_mpi, out_of_communicators
 from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
-from pce_mpi.comm.tracing import Purpose, record
+from pce_mpi.comm.tracing import Purpose, cause, open_traces, record
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -60,42 +60,29 @@ class Channel:
         self.rank, self.size = comm.rank, comm.size
         self._number = number
         self._tag = tag
-        self._broken: str | None = None
+        self.broken: str | None = None
         self._timeout = _timeout_seconds()
 
     def __del__(self) -> None:
         # The caller's communicator holds the channel and was freed. A delete function of the keyval could note that
         # too, but mpi4py asks for that communicator's topology first, and MPICH may then read freed memory.
-        if self._number is not None and self._broken is None:
+        if self._number is not None and self.broken is None:
             drop(self._number, self.comm)
 
     def run(
         self,
+        why: cause,
         collective: str,
         size: int,
         start: Callable[..., MPI.Request],
         *arguments: object,
-        operation: str,
-        reason: str,
         purpose: Purpose = Purpose.PAYLOAD,
-        over: str = "comm",
-        before: str = "",
-        after: str = "",
         waiting_in: str = "",
     ) -> None:
         """Record a collective of `size` bytes from this rank, start it and wait for it."""
-        record(
-            operation,
-            collective,
-            purpose,
-            over=over,
-            ranks=self.size,
-            bytes=size,
-            before=before,
-            after=after,
-            reason=reason,
-        )
-        self.wait(start(*arguments), waiting_in or operation, *arguments)
+        if open_traces():
+            record(why, collective, purpose, ranks=self.size, bytes=size)
+        self.wait(start(*arguments), waiting_in or why.operation, *arguments)
 
     def wait(self, request: MPI.Request, operation: str, *buffers: object) -> None:
         """Return when `request`, which reads and writes `buffers`, is complete, or raise `CollectiveTimeout`."""
@@ -109,7 +96,7 @@ class Channel:
         except BaseException as error:
             # MPI may still write to the buffers, whenever the others arrive: they must outlive the process's interest.
             _abandoned.append((request, buffers, self))
-            self._broken = self._broken or f"{operation} was left waiting by {type(error).__name__}"
+            self.broken = self.broken or f"{operation} was left waiting by {type(error).__name__}"
             raise
 
     def _wait_longer(self, request: MPI.Request, operation: str) -> None:
@@ -120,14 +107,9 @@ class Channel:
             late = time.monotonic() > deadline
             if late or self.comm.Iprobe(MPI.ANY_SOURCE, self._tag):
                 self._say_that_it_waits(operation, late)
-                self._broken = self._roll_call(operation)
-                raise CollectiveTimeout(self._broken)
+                self.broken = self._roll_call(operation)
+                raise CollectiveTimeout(self.broken)
             time.sleep(_NAP)
-
-    def raise_if_broken(self) -> None:
-        """Raise `CollectiveTimeout` after a wait in vain: a later collective would meet the messages of that one."""
-        if self._broken is not None:
-            raise CollectiveTimeout(f"this communicator is not usable any more: {self._broken}")
 
     def _say_that_it_waits(self, operation: str, late: bool) -> None:
         """Write one line to stderr: after a network has failed, the process may die in the roll call."""
@@ -194,7 +176,8 @@ def channel_of(comm: MPI.Intracomm, operation: str) -> Channel:
         channel = _new_channel(comm, operation)
         comm.Set_attr(_channel_key(), channel)
     assert isinstance(channel, Channel)
-    channel.raise_if_broken()
+    if channel.broken is not None:  # a collective would meet the messages of the one that was waited for in vain
+        raise CollectiveTimeout(f"this communicator is not usable any more: {channel.broken}")
     return channel
 
 

@@ -1,7 +1,8 @@
-"""The record of what was sent, by which operation, and why.
+"""The trace: what was sent, by which operation, and why.
 
-`collectives.py` appends one event per collective; whoever drives a backward pass or an optimizer step says so with
-`phase`. Nothing is kept unless a `trace()` is open, so the cost without one is a look at an empty tuple.
+Every collective appends one event. Its cause and its phase are those of the enclosing `cause` and `phase` blocks.
+Nothing is kept unless a `trace()` is open, so the cost without one is a look at an empty tuple. The trace does not show
+how private communicators are made and freed.
 """
 
 from collections.abc import Iterator
@@ -10,9 +11,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 import json
-from typing import Any
-
-__all__ = ["Event", "Purpose", "Trace", "phase", "record", "trace"]
+from typing import Any, Self
 
 
 class Purpose(StrEnum):
@@ -134,20 +133,49 @@ def phase(name: str) -> Iterator[None]:
         _phase.reset(token)
 
 
-def record(
-    operation: str,
-    collective: str,
-    purpose: Purpose,
-    *,
-    over: str,
-    ranks: int,
-    bytes: int,
-    reason: str,
-    before: str = "",
-    after: str = "",
-) -> None:
+class cause:
+    """Let the collectives of the block say which operation sends, over what, and why.
+
+    `over` is the name that messages and the trace have for the communicator. `before` and `after` are the placements of
+    the array that is moved. A collective needs an enclosing cause.
+    """
+
+    __slots__ = ("_token", "after", "before", "operation", "over", "reason")
+
+    def __init__(self, operation: str, over: str = "comm", reason: str = "", before: str = "", after: str = "") -> None:
+        self.operation = operation
+        self.over = over
+        self.reason = reason
+        self.before = before
+        self.after = after
+
+    def __enter__(self) -> Self:
+        self._token = _cause.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _cause.reset(self._token)
+
+
+_cause: ContextVar[cause] = ContextVar("cause")
+# These run without entering a Python function, in every collective.
+current_cause = _cause.get
+open_traces = _open.get
+
+
+def record(why: cause, collective: str, purpose: Purpose, *, ranks: int, bytes: int) -> None:
     """Append one event to every open trace."""
-    for opened in _open.get():
-        opened.events.append(
-            Event(_phase.get(), operation, collective, purpose, over, ranks, bytes, reason, before=before, after=after)
-        )
+    event = Event(
+        _phase.get(),
+        why.operation,
+        collective,
+        purpose,
+        why.over,
+        ranks,
+        bytes,
+        why.reason,
+        before=why.before,
+        after=why.after,
+    )
+    for opened in open_traces():
+        opened.events.append(event)

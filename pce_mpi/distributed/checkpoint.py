@@ -23,6 +23,7 @@ import numpy as np
 from pce_mpi.arrays import dtype_named, is_floating, is_half, to_host
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.collectives import all_to_all
+from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Placement, Replicate
@@ -205,7 +206,8 @@ def _gathered(array: DistArray) -> Blocks:
     if _is_first(sharding, mesh.coordinates):
         blocks[0] = local
     comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
-    received = all_to_all(blocks, comm, shapes, operation="save", over=over, reason=reason)
+    with cause("save", over, reason):
+        received = all_to_all(blocks, comm, shapes)
     if mesh.rank > 0:
         return []
     return [

@@ -12,6 +12,7 @@ from pce_mpi.arrays import array_namespace, as_array, dtype_named, library_named
 from pce_mpi.comm.agreement import all_gather_text, local_checks
 from pce_mpi.comm.collectives import all_to_all
 from pce_mpi.comm.rank_texts import text_by_rank
+from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray, checked_dtype, owned
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Placement
@@ -84,9 +85,8 @@ def _sent_from(
         blocks = [taken[sharded.slices(member)] for member in members]
     shapes: list[tuple[int, ...]] = list(sizes)
     shapes[src_rank] = sharded.local_shape(mesh.coordinates)
-    reason = f"rank {src_rank} has the array"
-    received = all_to_all(blocks, comm, shapes, operation="distribute", over=over, reason=reason)
-    local = received[src_rank]
+    with cause("distribute", over, f"rank {src_rank} has the array"):
+        local = all_to_all(blocks, comm, shapes)[src_rank]
     for step in steps(sharded, destination):
         local = run_step(step, local, mesh, "distribute", "")
     return DistArray(owned(local, here), mesh, destination, requires_grad=requires_grad)

@@ -23,6 +23,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_half
 from pce_mpi.comm.collectives import ReduceOp, all_gather, all_reduce, all_to_all, reduce_scatter
+from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
 from pce_mpi.distributed.sharding import Coordinates, Sharding, Splits, outer_splits, within
@@ -235,23 +236,21 @@ def run_step(step: Step, local: Array, mesh: Mesh, operation: str, reason: str) 
         padded = xp.zeros(step.after.local_shape(here), local.dtype)
         padded[within(step.after.slices(here), step.before.slices(here))] = local
         return padded
-    comm = mesh.comm(*step.dims)
     said = {"from": str(step.before), "to": str(step.after), "shape": step.before.shape, "dtype": local.dtype.name}
-    over = text_of_dims(step.dims)
     mesh.agree(step.dims, operation, said)
-    traced: dict[str, Any] = {
-        "operation": operation,
-        "over": over,
-        "before": step.placement_before,
-        "after": step.placement_after,
-        "reason": reason,
-    }
+    with cause(operation, text_of_dims(step.dims), reason, step.placement_before, step.placement_after):
+        return _sent(step, local, mesh)
+
+
+def _sent(step: Step, local: Array, mesh: Mesh) -> Array:
+    """What this rank holds after a step that sends."""
+    xp, comm, here = array_namespace(local), mesh.comm(*step.dims), mesh.coordinates
     members = list(step.before.members(step.dims, here))
     if step.verb == "all_gather":
         shapes = [step.before.local_shape(member) for member in members]
-        return xp.concatenate(all_gather(local, comm, shapes, **traced), axis=step.axis)
+        return xp.concatenate(all_gather(local, comm, shapes), axis=step.axis)
     if step.verb == "all_to_all":
-        return _exchanged(step, local, comm, members, here, traced)
+        return _exchanged(step, local, comm, members, here)
     placed = [step.before.by_dim[dim] for dim in step.dims]
     reduction: ReduceOp = "max" if Partial("max") in placed else "min" if Partial("min") in placed else "sum"
     term = local
@@ -260,14 +259,12 @@ def run_step(step: Step, local: Array, mesh: Mesh, operation: str, reason: str) 
         term = local.astype(np.float32) if is_half(local.dtype) else local
         term = term / term.dtype.type(step.divisor)
     if step.verb == "all_reduce":
-        return all_reduce(term, comm, reduction, **traced).astype(local.dtype, copy=False)
+        return all_reduce(term, comm, reduction).astype(local.dtype, copy=False)
     blocks = [term[within(step.before.slices(here), step.after.slices(member))] for member in members]
-    return reduce_scatter(blocks, comm, reduction, **traced).astype(local.dtype, copy=False)
+    return reduce_scatter(blocks, comm, reduction).astype(local.dtype, copy=False)
 
 
-def _exchanged(
-    step: Step, local: Array, comm: Any, members: list[dict[str, int]], here: Coordinates, traced: dict[str, Any]
-) -> Array:
+def _exchanged(step: Step, local: Array, comm: Any, members: list[dict[str, int]], here: Coordinates) -> Array:
     """An all_to_all: to each rank what I hold of its part to be, from each rank what it holds of mine."""
     before, after = step.before.slices(here), step.after.slices(here)
     to_send = [_overlap(before, step.after.slices(member)) for member in members]
@@ -275,7 +272,7 @@ def _exchanged(
     blocks = [local[within(before, part)] for part in to_send]
     shapes = [tuple(part.stop - part.start for part in parts) for parts in to_come]
     exchanged = array_namespace(local).empty(step.after.local_shape(here), local.dtype)
-    for part, block in zip(to_come, all_to_all(blocks, comm, shapes, **traced), strict=True):
+    for part, block in zip(to_come, all_to_all(blocks, comm, shapes), strict=True):
         exchanged[within(after, part)] = block
     return exchanged
 

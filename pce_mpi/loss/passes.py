@@ -16,6 +16,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace
 from pce_mpi.comm.collectives import all_reduce
+from pce_mpi.comm.tracing import cause
 from pce_mpi.loss.arguments import Call, Problem, Reduction, rows_and_classes
 from pce_mpi.loss.kernels import kernels_of
 from pce_mpi.loss.kernels.terms import RowGradient
@@ -165,11 +166,9 @@ def row_softmax(
 
 def _merged(call: Call, states: Array, fields: StateFields) -> RowSoftmax:
     if call.comm is not None:
-        reason = "the softmax states of the shards, merged"
         element = None if states.dtype.names else fields.dtype
-        states = all_reduce(
-            states, call.comm, merge, element=element, operation=call.operation, over=call.over, reason=reason
-        )
+        with cause(call.operation, call.over, "the softmax states of the shards, merged"):
+            states = all_reduce(states, call.comm, merge, element=element)
     return RowSoftmax(fields.by_name(states))
 
 
@@ -180,8 +179,8 @@ def _reduce(call: Call, problem: Problem, losses: Array, weight: Array) -> tuple
         return losses.reshape(problem.rows_shape), xp.ones(())
     sums = np.array([losses.sum(), weight]) if xp is np else xp.stack([losses.sum(), weight])
     if call.batch_comm is not None:
-        reason = f"{problem.reduction} over the rows of all ranks"
-        sums = all_reduce(sums, call.batch_comm, "sum", operation=call.operation, over=call.batch_over, reason=reason)
+        with cause(call.operation, call.batch_over, f"{problem.reduction} over the rows of all ranks"):
+            sums = all_reduce(sums, call.batch_comm, "sum")
     if problem.reduction is Reduction.SUM:
         return sums[:1].reshape(()), xp.ones(())
     # A mean over rows whose weights sum to 0 is nan, and so is its gradient.

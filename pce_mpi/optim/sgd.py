@@ -13,7 +13,7 @@ from pce_mpi.arrays import array_namespace, check_one_library, compute_dtype_of,
 from pce_mpi.comm.agreement import local_checks
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.library import same_ranks
-from pce_mpi.comm.tracing import phase
+from pce_mpi.comm.tracing import cause, phase
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Replicate
@@ -222,16 +222,9 @@ def _sum_of_squares(parameters: Sequence[DistArray], mesh: Mesh) -> float:
             block = local[index].astype(np.float64)
             block *= block
             squares.append(float(block.sum()))
-    sums = all_reduce(
-        np.array([sum(squares, 0.0)]),
-        mesh.comm(*mesh.dims),
-        "sum",
-        operation="clip_grad_norm",
-        over=text_of_dims(mesh.dims),
-        before="Partial('sum')",
-        after="Replicate()",
-        reason="the squares of all gradients, each element counted once",
-    )
+    reason = "the squares of all gradients, each element counted once"
+    with cause("clip_grad_norm", text_of_dims(mesh.dims), reason, "Partial('sum')", "Replicate()"):
+        sums = all_reduce(np.array([sum(squares, 0.0)]), mesh.comm(*mesh.dims), "sum")
     return float(sums[0])
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, check_one_library, compute_dtype_of
 from pce_mpi.comm.agreement import local_checks
 from pce_mpi.comm.collectives import all_reduce, reduce_scatter
+from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial
@@ -202,22 +203,17 @@ def _bring_together(group: _Group, terms: dict[int, Array], mesh: Mesh, operatio
         if divisor > 1:
             held[number] = held[number].astype(dtype, copy=False) / divisor
     xp, comm = array_namespace(held[0]), mesh.comm(*group.dims)
-    why: dict[str, Any] = {
-        "operation": operation,
-        "over": text_of_dims(group.dims),
-        "before": group.before,
-        "after": group.after,
-        "reason": "gradients are brought to their parameters, in one buffer",
-    }
-    if group.verb == "all_reduce":
-        flat = xp.concatenate([term.reshape(-1) for term in held], dtype=dtype)
-        flat = all_reduce(flat, comm, "sum", overwrite=True, **why)
-    else:
-        blocks = []
-        for parts in group.parts:
-            sent = [term[part].reshape(-1) for term, part in zip(held, parts, strict=True)]
-            blocks.append(xp.concatenate(sent, dtype=dtype))
-        flat = reduce_scatter(blocks, comm, "sum", **why)
+    reason = "gradients are brought to their parameters, in one buffer"
+    with cause(operation, text_of_dims(group.dims), reason, group.before, group.after):
+        if group.verb == "all_reduce":
+            flat = xp.concatenate([term.reshape(-1) for term in held], dtype=dtype)
+            flat = all_reduce(flat, comm, "sum", overwrite=True)
+        else:
+            blocks = []
+            for parts in group.parts:
+                sent = [term[part].reshape(-1) for term, part in zip(held, parts, strict=True)]
+                blocks.append(xp.concatenate(sent, dtype=dtype))
+            flat = reduce_scatter(blocks, comm, "sum")
     starts = (0, *group.ends[:-1])
     for index, start, end, shape in zip(group.members, starts, group.ends, group.shapes, strict=True):
         terms[index] = flat[start:end].reshape(shape)

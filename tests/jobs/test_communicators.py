@@ -83,7 +83,7 @@ def test_mpi_that_is_not_running_raises_everywhere(tmp_path, when):
         import numpy as np
         import pce_mpi as pce
         from pce_mpi import cli
-        from pce_mpi.comm import collectives
+        from pce_mpi.comm import collectives, tracing
 
         comm = MPI.COMM_WORLD
         arrays = np.zeros((2, 3)), np.zeros(2, int)
@@ -98,7 +98,11 @@ def test_mpi_that_is_not_running_raises_everywhere(tmp_path, when):
         }
         calls["batch_comm"] = lambda: pce.softmax_cross_entropy(*arrays, batch_comm=comm)
         calls["Mesh"] = lambda: pce.Mesh(comm, data=1, model=1)
-        calls["all_reduce"] = lambda: collectives.all_reduce(np.ones(1), comm, "sum", operation="it", reason="a test")
+        def all_reduce():
+            with tracing.cause("it", reason="a test"):
+                collectives.all_reduce(np.ones(1), comm, "sum")
+
+        calls["all_reduce"] = all_reduce
         for command in ("info", "check", "bench"):
             calls[command] = lambda command=command: cli.main([command])
         if when == "after Finalize":

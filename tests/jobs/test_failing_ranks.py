@@ -35,6 +35,7 @@ import pce_mpi as pce
 from pce_mpi.comm import communicators
 from pce_mpi.comm.agreement import agree
 from pce_mpi.comm.collectives import all_gather, all_reduce, broadcast
+from pce_mpi.comm.tracing import cause
 
 SECOND = float(os.environ["SECOND"])
 communicators._ROLL_CALL_SECONDS *= SECOND
@@ -47,6 +48,11 @@ def loss(on=comm, rows=4):
     # Equal logits: the loss is the logarithm of the number of classes, 3 on each rank.
     logits, targets = np.zeros((rows, 3)), np.zeros(rows, int)
     return float(pce.softmax_cross_entropy(logits, targets, comm=on))
+
+
+def caused(operation, send):
+    with cause(operation, reason="to see"):
+        return send()
 
 
 def tell(call):
@@ -117,7 +123,7 @@ def test_waiting_ranks_name_the_rank_that_never_arrives_and_end_together(tmp_pat
         tell(loss)
         tell(loss)
         tell(lambda: agree(comm, "another operation", {{}}))
-        tell(lambda: float(all_reduce(np.ones(1), comm, "sum", operation="one more", reason="to see")[0]))
+        tell(lambda: float(caused("one more", lambda: all_reduce(np.ones(1), comm, "sum"))[0]))
         wait_for([0, 1], times=4)
         loss()
         """,
@@ -190,9 +196,9 @@ def test_ranks_that_wait_on_different_communicators_each_name_their_operation_an
             agree(each, "all is well", {})
         mine = comms[comm.rank]
         calls = [
-            lambda: all_reduce(np.zeros(3), mine, "sum", operation="the sum", reason="to see"),
+            lambda: caused("the sum", lambda: all_reduce(np.zeros(3), mine, "sum")),
             lambda: agree(mine, "the agreement", {}),
-            lambda: broadcast(np.zeros(3), mine, 0, operation="the broadcast", reason="to see"),
+            lambda: caused("the broadcast", lambda: broadcast(np.zeros(3), mine, 0)),
         ]
         tell(calls[comm.rank])
         wait_for([0, 1, 2], times=1)
@@ -236,7 +242,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_is_refused_and_does_not_writ
         2,
         """
         length = 1_000_000
-        total = lambda: all_reduce(np.ones(length), comm, "sum", operation="the sum", reason="to see")
+        total = lambda: caused("the sum", lambda: all_reduce(np.ones(length), comm, "sum"))
         if comm.rank == 1:
             patient()
         loss()

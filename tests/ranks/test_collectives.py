@@ -15,7 +15,7 @@ from pce_mpi import shard_range
 from pce_mpi.comm.agreement import agree
 from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from pce_mpi.comm.communicators import channel_of
-from pce_mpi.comm.tracing import Purpose
+from pce_mpi.comm.tracing import Purpose, cause
 from pce_mpi.loss.softmax_state import StateFields, merge
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
@@ -25,7 +25,13 @@ EVERYTHING = [*NUMBERS, np.bool_]
 
 SHAPES = [(), (0,), (1,), (7,), (3, 4), (2, 0, 3), (2, 3, 4), (1025,)]
 
-WHY: Any = {"operation": "a test", "reason": "to see what arrives"}
+
+@pytest.fixture(autouse=True)
+def why():
+    """The cause of every collective here."""
+    with cause("a test", reason="to see what arrives"):
+        yield
+
 
 by_name = partial(pytest.mark.parametrize, ids=lambda value: getattr(value, "__name__", str(value)))
 
@@ -89,17 +95,17 @@ def test_all_reduce_combines_the_arrays_of_all_ranks(comm, dtype, op, in_numpy):
         expected = small(0, shape, dtype)
         for rank in range(1, comm.size):
             expected = in_numpy(expected, small(rank, shape, dtype)).astype(dtype)
-        result = all_reduce(small(comm.rank, shape, dtype), comm, op, **WHY)
+        result = all_reduce(small(comm.rank, shape, dtype), comm, op)
         check(result, np.asarray(expected, dtype))
 
 
 def test_the_max_and_min_of_booleans_are_whether_some_and_whether_all_are_true(comm):
     mine = np.array([True, False, comm.rank == 0, comm.rank > 0])
     some, all_of_them = np.array([True, False, True, comm.size > 1]), np.array([True, False, comm.size == 1, False])
-    check(all_reduce(mine, comm, "max", **WHY), some)
-    check(all_reduce(mine, comm, "min", **WHY), all_of_them)
-    check(reduce_scatter([mine] * comm.size, comm, "max", **WHY), some)
-    check(reduce_scatter([mine] * comm.size, comm, "min", **WHY), all_of_them)
+    check(all_reduce(mine, comm, "max"), some)
+    check(all_reduce(mine, comm, "min"), all_of_them)
+    check(reduce_scatter([mine] * comm.size, comm, "max"), some)
+    check(reduce_scatter([mine] * comm.size, comm, "min"), all_of_them)
 
 
 @pytest.mark.parametrize("length", [5, 100_003])
@@ -123,8 +129,8 @@ def test_max_and_min_carry_nan_to_every_rank_whoever_has_it_and_have_the_same_bi
         expected = in_numpy(expected, of(rank).astype(np.float64))
     mine = of(comm.rank)
     with np.errstate(all="raise"):
-        reduced = all_reduce(mine, comm, op, **WHY)
-        scattered = reduce_scatter([mine] * comm.size, comm, op, **WHY)
+        reduced = all_reduce(mine, comm, op)
+        scattered = reduce_scatter([mine] * comm.size, comm, op)
     for result in (reduced, scattered):
         check(result, expected.astype(dtype))
         bits = comm.allgather(result.tobytes())
@@ -136,7 +142,7 @@ def test_all_reduce_takes_any_memory_order_and_leaves_its_argument_alone(comm):
         total = sum(small(rank, shape, np.float64) for rank in range(comm.size))
         for order, mine in memory_orders(small(comm.rank, shape, np.float64)).items():
             before = mine.tobytes()
-            result = all_reduce(mine, comm, "sum", **WHY)
+            result = all_reduce(mine, comm, "sum")
             np.testing.assert_array_equal(result, total, err_msg=order)
             assert mine.tobytes() == before
             assert not np.shares_memory(result, mine)
@@ -146,7 +152,7 @@ def test_ranks_may_have_different_memory_orders(comm):
     shape = (3, 4)
     orders = list(memory_orders(small(comm.rank, shape, np.float32)).values())
     mine = orders[comm.rank % len(orders)]
-    result = all_reduce(mine, comm, "sum", **WHY)
+    result = all_reduce(mine, comm, "sum")
     check(result, sum(small(rank, shape, np.float32) for rank in range(comm.size)))
 
 
@@ -154,8 +160,8 @@ def test_ranks_may_have_different_memory_orders(comm):
 def test_all_reduce_gives_the_same_bits_on_every_rank(comm, dtype):
     for length in (1, 3, 1000, 100_003):
         mine = np.random.default_rng(comm.rank).normal(0, 1e3, length).astype(dtype)
-        summed = all_reduce(mine, comm, "sum", **WHY)
-        merged = all_reduce(mine, comm, np.add, **WHY)
+        summed = all_reduce(mine, comm, "sum")
+        merged = all_reduce(mine, comm, np.add)
         for result in (summed, merged):
             bits = comm.allgather(result.tobytes())
             assert bits == [bits[0]] * comm.size
@@ -164,14 +170,14 @@ def test_all_reduce_gives_the_same_bits_on_every_rank(comm, dtype):
 def test_halves_are_summed_in_float32_and_rounded_once(comm):
     # 2048 + 1 is 2048 in float16, however often: a sum in float16 would lose every 1.
     mine = np.array([2048.0 if comm.rank == 0 else 1.0, 1.0], np.float16)
-    result = all_reduce(mine, comm, "sum", **WHY)
+    result = all_reduce(mine, comm, "sum")
     check(result, np.array([2048 + comm.size - 1, comm.size], np.float32).astype(np.float16))
 
 
 def test_halves_that_overflow_are_infinite_on_the_rank_that_gets_them_and_raise_nowhere(comm):
     blocks = [np.array([60_000.0 if to == comm.size - 1 else 1.0], np.float16) for to in range(comm.size)]
     with np.errstate(all="raise"):
-        result = reduce_scatter(blocks, comm, "sum", **WHY)
+        result = reduce_scatter(blocks, comm, "sum")
     overflows = comm.size > 1 and comm.rank == comm.size - 1
     check(result, np.array([np.inf], np.float16) if overflows else blocks[comm.rank] * np.float16(comm.size))
 
@@ -198,7 +204,7 @@ def test_all_reduce_takes_a_merge_of_states(comm, shape):
     for rank in range(1, comm.size):
         expected = largest(expected, of(rank))
     for mine in memory_orders(of(comm.rank)).values():
-        result = all_reduce(mine, comm, largest, **WHY)
+        result = all_reduce(mine, comm, largest)
         assert result.dtype == LARGEST
         assert result.shape == shape
         assert result.tobytes() == expected.tobytes()
@@ -219,7 +225,7 @@ def test_all_reduce_merges_the_records_of_every_layout_and_many_do_not_exhaust_m
     # MPI implementations and mpi4py have room for a few dozen user-defined operators.
     differing = []
     for fields in STATE_FIELDS:
-        result = all_reduce(softmax_states(comm.rank, fields, 9), comm, merge, **WHY)
+        result = all_reduce(softmax_states(comm.rank, fields, 9), comm, merge)
         expected = softmax_states(0, fields, 9)
         for rank in range(1, comm.size):
             expected = merge(expected, softmax_states(rank, fields, 9))
@@ -231,7 +237,7 @@ def test_all_reduce_merges_the_records_of_every_layout_and_many_do_not_exhaust_m
 
 @by_name("dtype", NUMBERS)
 def test_all_reduce_takes_a_merge_of_any_dtype(comm, dtype):
-    result = all_reduce(small(comm.rank, (3, 5), dtype), comm, np.maximum, **WHY)
+    result = all_reduce(small(comm.rank, (3, 5), dtype), comm, np.maximum)
     check(result, np.max([small(rank, (3, 5), dtype) for rank in range(comm.size)], axis=0))
 
 
@@ -241,7 +247,7 @@ def test_all_reduce_takes_a_merge_of_any_dtype(comm, dtype):
 @by_name("dtype", EVERYTHING)
 def test_all_gather_gives_the_uneven_arrays_of_all_ranks_in_rank_order(comm, dtype):
     shapes = [reshaped_by_rank(rank) for rank in range(comm.size)]
-    arrays = all_gather(small(comm.rank, shapes[comm.rank], dtype), comm, shapes, **WHY)
+    arrays = all_gather(small(comm.rank, shapes[comm.rank], dtype), comm, shapes)
     assert len(arrays) == comm.size
     for rank, array in enumerate(arrays):
         check(array, small(rank, shapes[rank], dtype))
@@ -251,7 +257,7 @@ def test_all_gather_gives_the_uneven_arrays_of_all_ranks_in_rank_order(comm, dty
 def test_all_gather_takes_any_memory_order(comm, shape):
     for mine in memory_orders(small(comm.rank, shape, np.int32)).values():
         before = mine.tobytes()
-        arrays = all_gather(mine, comm, [shape] * comm.size, **WHY)
+        arrays = all_gather(mine, comm, [shape] * comm.size)
         for rank, array in enumerate(arrays):
             check(array, small(rank, shape, np.int32))
             assert not np.shares_memory(array, mine)
@@ -267,7 +273,7 @@ def block_shape(source: int, destination: int) -> tuple[int, ...]:
 def test_all_to_all_gives_each_rank_the_blocks_that_are_for_it(comm, dtype):
     ranks = range(comm.size)
     blocks = [small(10 * comm.rank + to, block_shape(comm.rank, to), dtype) for to in ranks]
-    received = all_to_all(blocks, comm, [block_shape(source, comm.rank) for source in ranks], **WHY)
+    received = all_to_all(blocks, comm, [block_shape(source, comm.rank) for source in ranks])
     assert len(received) == comm.size
     for source, block in enumerate(received):
         check(block, small(10 * source + comm.rank, block_shape(source, comm.rank), dtype))
@@ -279,7 +285,7 @@ def test_all_to_all_takes_any_memory_order_and_blocks_without_axes(comm):
         orders = [memory_orders(small(10 * comm.rank + to, shape, np.float64)) for to in ranks]
         for order in orders[0]:
             blocks = [each[order] for each in orders]
-            received = all_to_all(blocks, comm, [shape] * comm.size, **WHY)
+            received = all_to_all(blocks, comm, [shape] * comm.size)
             for source, block in enumerate(received):
                 check(block, small(10 * source + comm.rank, shape, np.float64))
 
@@ -293,7 +299,7 @@ def test_a_transpose_by_all_to_all_of_column_slices_is_right(comm):
     heights = [shard_range(rows, comm.size, rank) for rank in range(comm.size)]
     width = splits[comm.rank][1] - splits[comm.rank][0]
     shapes = [(stop - start, width) for start, stop in heights]
-    received = all_to_all([mine[:, slice(*split)] for split in splits], comm, shapes, **WHY)
+    received = all_to_all([mine[:, slice(*split)] for split in splits], comm, shapes)
     np.testing.assert_array_equal(np.concatenate(received), whole[:, slice(*splits[comm.rank])])
 
 
@@ -302,7 +308,7 @@ def test_broadcast_gives_every_rank_the_array_of_the_root(comm, dtype):
     for root, shape in itertools.product(range(comm.size), SHAPES):
         for mine in memory_orders(small(comm.rank, shape, dtype)).values():
             before = mine.tobytes()
-            result = broadcast(mine, comm, root, **WHY)
+            result = broadcast(mine, comm, root)
             check(result, small(root, shape, dtype))
             assert mine.tobytes() == before
             assert not np.shares_memory(result, mine)
@@ -319,7 +325,7 @@ def test_reduce_scatter_gives_each_rank_its_block_combined_over_all_ranks(comm, 
     expected = small(comm.rank, (comm.rank, 2), dtype)
     for source in range(1, comm.size):
         expected = in_numpy(expected, small(10 * source + comm.rank, (comm.rank, 2), dtype)).astype(dtype)
-    check(reduce_scatter(blocks, comm, op, **WHY), expected)
+    check(reduce_scatter(blocks, comm, op), expected)
 
 
 def test_reduce_scatter_takes_any_memory_order_and_blocks_without_axes(comm):
@@ -327,7 +333,7 @@ def test_reduce_scatter_takes_any_memory_order_and_blocks_without_axes(comm):
         orders = [memory_orders(small(10 * comm.rank + to, shape, np.float64)) for to in range(comm.size)]
         total = sum(small(10 * source + comm.rank, shape, np.float64) for source in range(comm.size))
         for order in orders[0]:
-            check(reduce_scatter([each[order] for each in orders], comm, "sum", **WHY), np.asarray(total))
+            check(reduce_scatter([each[order] for each in orders], comm, "sum"), np.asarray(total))
 
 
 def test_reduce_scatter_takes_a_merge_of_states(comm):
@@ -336,7 +342,7 @@ def test_reduce_scatter_takes_a_merge_of_states(comm):
         states["value"], states["rank"], states["count"] = small(10 * source + to, (to + 1, 3), float), source, 1
         return states
 
-    result = reduce_scatter([block(comm.rank, to) for to in range(comm.size)], comm, largest, **WHY)
+    result = reduce_scatter([block(comm.rank, to) for to in range(comm.size)], comm, largest)
     expected = block(0, comm.rank)
     for source in range(1, comm.size):
         expected = largest(expected, block(source, comm.rank))
@@ -356,11 +362,11 @@ def test_cupy_arrays_come_back_as_cupy_arrays(comm, cupy, shape, dtype):
 
     def results(array):
         blocks = [array] * comm.size
-        yield all_reduce(array, comm, op, **WHY)
-        yield from all_gather(array, comm, [shape for _ in ranks], **WHY)
-        yield from all_to_all(blocks, comm, [shape for _ in ranks], **WHY)
-        yield reduce_scatter(blocks, comm, op, **WHY)
-        yield broadcast(array, comm, comm.size - 1, **WHY)
+        yield all_reduce(array, comm, op)
+        yield from all_gather(array, comm, [shape for _ in ranks])
+        yield from all_to_all(blocks, comm, [shape for _ in ranks])
+        yield reduce_scatter(blocks, comm, op)
+        yield broadcast(array, comm, comm.size - 1)
 
     expected, got = list(results(mine)), list(results(cupy.asarray(mine)))
     assert all(isinstance(array, cupy.ndarray) for array in got)
@@ -374,20 +380,23 @@ def test_cupy_arrays_come_back_as_cupy_arrays(comm, cupy, shape, dtype):
 def test_the_trace_says_which_collective_over_what_of_how_many_bytes_and_why(comm):
     ranks = range(comm.size)
     with pce.trace() as trace:
-        all_reduce(np.zeros((2, 3), np.float32), comm, "sum", operation="one", over="data", reason="because")
-        all_reduce(np.zeros(4, LARGEST), comm, largest, operation="two", reason="states")
-        all_gather(np.zeros(comm.rank, np.int16), comm, [(rank,) for rank in ranks], operation="three", reason="all")
-        all_to_all([np.zeros(5, np.int8)] * comm.size, comm, [(5,)] * comm.size, operation="four", reason="each")
-        reduce_scatter([np.zeros(3)] * comm.size, comm, "sum", operation="five", reason="sum")
-        broadcast(np.zeros(6), comm, comm.size - 1, operation="six", reason="root")
+        with cause("one", "data", "because"):
+            all_reduce(np.zeros((2, 3), np.float32), comm, "sum")
+        with cause("two", reason="states"):
+            all_reduce(np.zeros(4, LARGEST), comm, largest)
+            with cause("three", reason="all"):
+                all_gather(np.zeros(comm.rank, np.int16), comm, [(rank,) for rank in ranks])
+            all_to_all([np.zeros(5, np.int8)] * comm.size, comm, [(5,)] * comm.size)
+        reduce_scatter([np.zeros(3)] * comm.size, comm, "sum")
+        broadcast(np.zeros(6), comm, comm.size - 1)
     events = [(event.operation, event.collective, event.over, event.bytes, event.reason) for event in trace.events]
     assert events == [
         ("one", "all_reduce", "data", 24, "because"),
         ("two", "all_reduce", "comm", 4 * LARGEST.itemsize, "states"),
         ("three", "all_gather", "comm", 2 * comm.rank, "all"),
-        ("four", "all_to_all", "comm", 5 * (comm.size - 1), "each"),
-        ("five", "reduce_scatter", "comm", 24 * comm.size, "sum"),
-        ("six", "broadcast", "comm", 48 * (comm.rank == comm.size - 1), "root"),
+        ("two", "all_to_all", "comm", 5 * (comm.size - 1), "states"),
+        ("a test", "reduce_scatter", "comm", 24 * comm.size, "to see what arrives"),
+        ("a test", "broadcast", "comm", 48 * (comm.rank == comm.size - 1), "to see what arrives"),
     ]
     assert {event.ranks for event in trace.events} == {comm.size}
     assert {event.purpose for event in trace.events} == {Purpose.PAYLOAD}
@@ -396,14 +405,13 @@ def test_the_trace_says_which_collective_over_what_of_how_many_bytes_and_why(com
 
 
 def test_the_trace_says_from_which_placement_to_which(comm):
-    moved = WHY | {"before": "Shard(0)", "after": "Shard(1)"}
-    with pce.trace() as trace:
+    with pce.trace() as trace, cause("a test", before="Shard(0)", after="Shard(1)"):
         for result in (
-            all_reduce(np.zeros(3), comm, "sum", **moved),
-            all_gather(np.zeros(3), comm, [(3,)] * comm.size, **moved),
-            all_to_all([np.zeros(3)] * comm.size, comm, [(3,)] * comm.size, **moved),
-            reduce_scatter([np.zeros(3)] * comm.size, comm, "sum", **moved),
-            broadcast(np.zeros(3), comm, 0, **moved),
+            all_reduce(np.zeros(3), comm, "sum"),
+            all_gather(np.zeros(3), comm, [(3,)] * comm.size),
+            all_to_all([np.zeros(3)] * comm.size, comm, [(3,)] * comm.size),
+            reduce_scatter([np.zeros(3)] * comm.size, comm, "sum"),
+            broadcast(np.zeros(3), comm, 0),
         ):
             assert not np.any(result)
     assert [(event.before, event.after) for event in trace.events] == [("Shard(0)", "Shard(1)")] * 5
@@ -412,8 +420,8 @@ def test_the_trace_says_from_which_placement_to_which(comm):
 @by_name("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_the_trace_counts_halves_as_the_float32_that_travel(comm, dtype):
     with pce.trace() as trace:
-        all_reduce(np.zeros(10, dtype), comm, "sum", **WHY)
-        all_gather(np.zeros(10, dtype), comm, [(10,)] * comm.size, **WHY)
+        all_reduce(np.zeros(10, dtype), comm, "sum")
+        all_gather(np.zeros(10, dtype), comm, [(10,)] * comm.size)
     assert [event.bytes for event in trace.events] == [40, 40]
 
 
@@ -440,23 +448,23 @@ def test_a_communicator_is_duplicated_once_whatever_is_done_with_it(comm):
     counts = []
     for _ in range(3):
         agree(counting, "a test", {})
-        all_reduce(np.zeros(3), counting, "sum", **WHY)
-        all_gather(np.zeros(3), counting, [(3,)] * comm.size, **WHY)
+        all_reduce(np.zeros(3), counting, "sum")
+        all_gather(np.zeros(3), counting, [(3,)] * comm.size)
         pce.softmax_cross_entropy(np.zeros((2, 3)), np.zeros(2, int), comm=counting)
         counts.append(Counting.duplicated)
     # Another Python object of the same communicator finds the duplicate too.
-    all_reduce(np.zeros(3), Counting(comm), "sum", **WHY)
+    all_reduce(np.zeros(3), Counting(comm), "sum")
     counts.append(Counting.duplicated)
     assert counts == [1, 1, 1, 1]
 
 
 def test_a_duplicate_of_a_communicator_gets_a_duplicate_of_its_own(comm):
-    all_reduce(np.zeros(1), comm, "sum", **WHY)
+    all_reduce(np.zeros(1), comm, "sum")
     Counting.duplicated = 0
     other = Counting(comm.Dup())
-    all_reduce(np.zeros(1), other, "sum", **WHY)
+    all_reduce(np.zeros(1), other, "sum")
     other.Free()
-    still = all_reduce(np.ones(1), comm, "sum", **WHY)
+    still = all_reduce(np.ones(1), comm, "sum")
     assert Counting.duplicated == 1
     assert still[0] == comm.size
 
@@ -466,7 +474,7 @@ def test_the_duplicate_is_freed_with_its_communicator(comm):
     wrong = []
     for number in range(2500):
         passing = comm.Dup()
-        total = all_reduce(np.ones(1), passing, "sum", **WHY)
+        total = all_reduce(np.ones(1), passing, "sum")
         passing.Free()
         wrong += [number] * bool(total[0] != comm.size)
     assert wrong == []
@@ -486,7 +494,7 @@ class Watched(MPI.Intracomm):
 def dropped(comm: MPI.Intracomm) -> list[Any]:
     """The only reference to the channel of a communicator that was freed, in a cycle that garbage collection finds."""
     passing = Watched(comm.Dup())
-    all_reduce(np.ones(1), passing, "sum", **WHY)
+    all_reduce(np.ones(1), passing, "sum")
     cycle: list[Any] = [channel_of(passing, "a test")]
     cycle.append(cycle)
     MPI.Intracomm.Free(passing)
@@ -496,7 +504,7 @@ def dropped(comm: MPI.Intracomm) -> list[Any]:
 def make_another(comm: MPI.Intracomm) -> None:
     """Make a private communicator, which frees those that were dropped."""
     another = comm.Dup()
-    all_reduce(np.ones(1), another, "sum", **WHY)
+    all_reduce(np.ones(1), another, "sum")
     another.Free()
 
 
@@ -512,7 +520,7 @@ def test_channel_collected_within_reduction_is_freed_later(comm, monkeypatch):
         Watched.reducing = False
         return a + b
 
-    total = all_reduce(np.ones(1), comm, collecting, **WHY)
+    total = all_reduce(np.ones(1), comm, collecting)
     collecting(np.ones(1), np.ones(1))  # a library may leave a rank without a reduction, as a rank alone is
     before = list(Watched.freed)
     make_another(comm)
@@ -552,11 +560,11 @@ def everything(comm: MPI.Intracomm) -> list[np.ndarray]:
     """A bit of each collective."""
     one, ranks = np.full(1, float(comm.rank)), range(comm.size)
     return [
-        all_reduce(one, comm, "sum", **WHY),
-        np.concatenate(all_gather(one, comm, [(1,)] * comm.size, **WHY)),
-        np.concatenate(all_to_all([one + 10 * to for to in ranks], comm, [(1,)] * comm.size, **WHY)),
-        reduce_scatter([one] * comm.size, comm, "sum", **WHY),
-        broadcast(one, comm, comm.size - 1, **WHY),
+        all_reduce(one, comm, "sum"),
+        np.concatenate(all_gather(one, comm, [(1,)] * comm.size)),
+        np.concatenate(all_to_all([one + 10 * to for to in ranks], comm, [(1,)] * comm.size)),
+        reduce_scatter([one] * comm.size, comm, "sum"),
+        broadcast(one, comm, comm.size - 1),
         pce.softmax_cross_entropy(np.zeros((4, 2)), np.zeros(4, int), comm=comm),
     ]
 
@@ -651,11 +659,11 @@ def test_many_dtypes_and_many_merges_do_not_exhaust_mpi_s_operators(comm):
     for number in range(1, 100):
         dtype = np.dtype((np.void, number))
         mine = np.full((2, number), 1 + comm.rank, np.uint8).view(dtype)[:, 0]
-        result = all_reduce(mine, comm, bytewise_maximum, **WHY)
+        result = all_reduce(mine, comm, bytewise_maximum)
         wrong += [number] * (result.tobytes() != bytes([comm.size]) * 2 * number)
     for number in range(100):
         # A merge that is made anew for each call, as a closure is.
-        result = all_reduce(np.array([float(comm.rank)]), comm, lambda a, b, more=number: a + b + more, **WHY)
+        result = all_reduce(np.array([float(comm.rank)]), comm, lambda a, b, more=number: a + b + more)
         wrong += [-number] * bool(result[0] != sum(range(comm.size)) + (comm.size - 1) * number)
     assert wrong == []
 

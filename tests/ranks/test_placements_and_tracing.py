@@ -11,7 +11,7 @@ import pytest
 from in_step import in_step
 import pce_mpi as pce
 from pce_mpi import Partial, Replicate, Shard, shard_range
-from pce_mpi.comm.tracing import Event, Purpose, phase, record
+from pce_mpi.comm.tracing import Event, Purpose, cause, phase, record
 
 # Shards
 
@@ -96,7 +96,7 @@ def test_a_partial_value_has_one_of_four_operators(operator):
 
 
 def note(operation="op", collective="all_reduce", purpose=Purpose.PAYLOAD, size=8, over="comm", **placements):
-    record(operation, collective, purpose, over=over, ranks=3, bytes=size, reason="because", **placements)
+    record(cause(operation, over, "because", **placements), collective, purpose, ranks=3, bytes=size)
 
 
 def test_a_trace_has_what_was_sent_while_it_was_open_in_order():

@@ -1,7 +1,6 @@
 """How arrays on a GPU come to MPI and back: through pinned host memory, or handed over where they lie."""
 
 import gc
-from typing import Any
 
 import ml_dtypes
 from mpi4py import MPI
@@ -14,12 +13,19 @@ from pce_mpi.comm import collectives
 from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from pce_mpi.comm.communicators import channel_of
 from pce_mpi.comm.library import gpu_aware
+from pce_mpi.comm.tracing import cause
 from pce_mpi.loss.softmax_state import StateFields, merge
 import strict_cupy
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int32, np.uint8, np.int64]
 SHAPES = [(), (0,), (3,), (2, 3), (2, 0, 3)]
-WHY: Any = {"operation": "a test", "reason": "to see what arrives"}
+
+
+@pytest.fixture(autouse=True)
+def why():
+    """The cause of every collective here."""
+    with cause("a test", reason="to see what arrives"):
+        yield
 
 
 @pytest.fixture
@@ -72,11 +78,11 @@ def test_every_collective_gives_what_it_gives_on_the_host(comm, cupy, way, shape
     def results(library):
         mine = library.asarray(drawn(comm.rank, shape, dtype))
         blocks = [library.asarray(drawn(comm.rank + to, shape, dtype)) for to in ranks]
-        yield all_reduce(mine, comm, "sum", **WHY)
-        yield from all_gather(mine, comm, [shape] * comm.size, **WHY)
-        yield from all_to_all(blocks, comm, [shape] * comm.size, **WHY)
-        yield reduce_scatter(blocks, comm, "sum", **WHY)
-        yield broadcast(mine, comm, comm.size - 1, **WHY)
+        yield all_reduce(mine, comm, "sum")
+        yield from all_gather(mine, comm, [shape] * comm.size)
+        yield from all_to_all(blocks, comm, [shape] * comm.size)
+        yield reduce_scatter(blocks, comm, "sum")
+        yield broadcast(mine, comm, comm.size - 1)
         yield mine
 
     on_host, on_gpu = list(results(np)), list(results(cupy))
@@ -89,10 +95,10 @@ def test_every_collective_gives_what_it_gives_on_the_host(comm, cupy, way, shape
 def test_blocks_of_different_sizes_arrive_where_they_belong(comm, cupy, way):
     shapes = [((2, 0, 5, 1)[rank % 4], 3) for rank in range(comm.size)]
     mine = drawn(comm.rank, shapes[comm.rank], np.float32)
-    gathered = all_gather(cupy.asarray(mine), comm, shapes, **WHY)
+    gathered = all_gather(cupy.asarray(mine), comm, shapes)
     blocks = [cupy.asarray(drawn(10 * comm.rank + to, shapes[to], np.float32)) for to in range(comm.size)]
-    exchanged = all_to_all(blocks, comm, [shapes[comm.rank]] * comm.size, **WHY)
-    reduced = reduce_scatter(blocks, comm, "sum", **WHY)
+    exchanged = all_to_all(blocks, comm, [shapes[comm.rank]] * comm.size)
+    reduced = reduce_scatter(blocks, comm, "sum")
     for rank, (one, other) in enumerate(zip(gathered, exchanged, strict=True)):
         assert same(cupy.asnumpy(one), drawn(rank, shapes[rank], np.float32))
         assert same(cupy.asnumpy(other), drawn(10 * rank + comm.rank, shapes[comm.rank], np.float32))
@@ -104,16 +110,16 @@ def test_arrays_may_lie_in_memory_in_any_way_and_stay_as_they_are(comm, cupy, wa
     whole = drawn(comm.rank, (4, 6), np.float64)
     for view in (lambda a: a[::2, ::3], lambda a: a.T, lambda a: a[::-1, ::-1]):
         mine = view(cupy.asarray(whole))
-        expected = all_reduce(view(whole), comm, "sum", **WHY)
-        assert same(cupy.asnumpy(all_reduce(mine, comm, "sum", **WHY)), np.ascontiguousarray(expected))
-        root = broadcast(mine, comm, 0, **WHY)
+        expected = all_reduce(view(whole), comm, "sum")
+        assert same(cupy.asnumpy(all_reduce(mine, comm, "sum")), np.ascontiguousarray(expected))
+        root = broadcast(mine, comm, 0)
         root *= 0.0
         assert np.array_equal(cupy.asnumpy(mine), view(whole))
 
 
 def test_a_sum_may_be_left_in_the_memory_that_is_sent(comm, cupy, way):
     mine = cupy.asarray(np.full(5, 1.0 + comm.rank))
-    total = all_reduce(mine, comm, "sum", overwrite=True, **WHY)
+    total = all_reduce(mine, comm, "sum", overwrite=True)
     assert cupy.asnumpy(total).tolist() == [sum(range(1, comm.size + 1))] * 5
 
 
@@ -138,9 +144,9 @@ def test_states_on_a_gpu_merge_as_structured_ones_do(comm, cupy, monkeypatch, fi
     monkeypatch.setenv("PCE_MPI_GPU_AWARE", aware)
     for rows in (0, 5):
         mine = states_of(comm.rank, fields, rows)
-        expected = all_reduce(mine, comm, merge, **WHY)
+        expected = all_reduce(mine, comm, merge)
         columns = cupy.asarray(mine.view(np.float64).reshape(rows, len(fields.names)))
-        merged = all_reduce(columns, comm, merge, element=fields.dtype, **WHY)
+        merged = all_reduce(columns, comm, merge, element=fields.dtype)
         values = fields.by_name(merged)
         assert list(values) == list(fields.names)
         assert all(same(cupy.asnumpy(values[name]), expected[name].copy()) for name in fields.names)
@@ -150,18 +156,18 @@ def test_what_mpi_cannot_reduce_on_a_gpu_is_staged_although_it_is_aware_of_gpus(
     monkeypatch.setenv("PCE_MPI_GPU_AWARE", "1")
     forbid_handing_over(monkeypatch)
     mine = cupy.asarray(np.full(3, float(comm.rank)))
-    assert cupy.asnumpy(all_reduce(mine, comm, "max", **WHY)).tolist() == [comm.size - 1.0] * 3
+    assert cupy.asnumpy(all_reduce(mine, comm, "max")).tolist() == [comm.size - 1.0] * 3
     monkeypatch.setattr(collectives, "reduces_on_gpus", lambda: False)  # Open MPI
-    assert cupy.asnumpy(all_reduce(mine, comm, "sum", **WHY)).tolist() == [sum(range(comm.size))] * 3
+    assert cupy.asnumpy(all_reduce(mine, comm, "sum")).tolist() == [sum(range(comm.size))] * 3
     blocks = [mine] * comm.size
-    assert cupy.asnumpy(reduce_scatter(blocks, comm, "sum", **WHY)).tolist() == [sum(range(comm.size))] * 3
+    assert cupy.asnumpy(reduce_scatter(blocks, comm, "sum")).tolist() == [sum(range(comm.size))] * 3
 
 
 def test_what_one_rank_reduces_alone_stays_on_its_gpu(cupy, monkeypatch):
     forbid_staging(monkeypatch)
     mine = cupy.asarray(np.arange(6.0).reshape(2, 3))
     for more in ({}, {"element": StateFields().dtype}):
-        result = all_reduce(mine, MPI.COMM_SELF, merge, **more, **WHY)
+        result = all_reduce(mine, MPI.COMM_SELF, merge, **more)
         assert np.array_equal(cupy.asnumpy(result), cupy.asnumpy(mine))
         assert result.data.ptr != mine.data.ptr
 
@@ -171,8 +177,8 @@ def test_pinned_memory_is_taken_once_and_used_again(comm, stand_in, monkeypatch)
     mine = stand_in.asarray(np.zeros(1021))
 
     def blocks():
-        all_gather(mine, comm, [(1021,)] * comm.size, **WHY)
-        all_reduce(mine, comm, "max", **WHY)
+        all_gather(mine, comm, [(1021,)] * comm.size)
+        all_reduce(mine, comm, "max")
         gc.collect()
         return {size: len(free) for size, free in strict_cupy.FREE.items()}
 
@@ -209,7 +215,7 @@ def test_memory_that_mpi_may_still_write_to_after_a_timeout_is_not_used_again(st
     monkeypatch.setattr(opened, "comm", silent)
     mine = stand_in.asarray(np.zeros(77))
     with pytest.raises(CollectiveTimeout) as caught:
-        all_gather(mine, comm, [(77,)], **WHY)
+        all_gather(mine, comm, [(77,)])
     del caught
     gc.collect()
     assert len(silent.buffers) == 2

@@ -13,7 +13,7 @@ import pytest
 import pce_mpi as pce
 from pce_mpi import Partial, Replicate, Shard
 from pce_mpi.autograd.tape import Node, backward, is_recording
-from pce_mpi.comm.tracing import Purpose, record
+from pce_mpi.comm.tracing import Purpose, cause, record
 from ranks.grids import mesh_of
 
 DEEP = 10_000
@@ -391,7 +391,7 @@ def test_an_error_in_a_backward_pass_leaves_the_tape_recording_and_in_the_forwar
     with pytest.raises(NotImplementedError, match="one way has no vjp"):
         one_way(x).sum().backward()
     with pce.trace() as trace:
-        record("a test", "none", Purpose.PAYLOAD, over="", ranks=1, bytes=0, reason="to see the phase")
+        record(cause("a test"), "none", Purpose.PAYLOAD, ranks=1, bytes=0)
     assert is_recording()
     assert [event.phase for event in trace.events] == ["forward"]
     (x * 2.0).sum().backward()
