@@ -7,7 +7,7 @@ so the same placement rules hold backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -18,16 +18,14 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floating, is_real
 from pce_mpi.autograd.gradients import node_of
-from pce_mpi.autograd.inference import Abstract, AbstractMesh, sent_by
+from pce_mpi.autograd.inference import Abstract, AbstractMesh
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Plan, Rule, plan
-from pce_mpi.autograd.tape import Node, is_recording
+from pce_mpi.autograd.tape import Node, is_grad_enabled
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.placements import Partial, Replicate
 from pce_mpi.distributed.redistribution import steps
 from pce_mpi.distributed.sharding import Sharding
-
-__all__ = ["apply", "operands_of", "record", "redistributed"]
 
 # These run without entering a Python function, several times for every operation.
 _SHARDING, _LOCAL, _DTYPE = attrgetter("sharding"), attrgetter("local"), attrgetter("local.dtype")
@@ -73,20 +71,16 @@ def _plain_operand(value: Any, values: Sequence[Any], first: DistArray, name: st
 
 def redistributed(x: DistArray, destination: Sharding, *, operation: str, reason: str) -> DistArray:
     """`x` in another sharding. A copy of a computed array that took communication is kept and not sent twice."""
+    move: Callable[..., DistArray] = redistribute
     if isinstance(x.mesh, AbstractMesh):
-        x.mesh.needed.setdefault(id(x), destination)
+        x.mesh.need([x], [destination])
+        move = x.mesh.redistribute
     if x.sharding is destination:
         return x
     if x.copies and destination in x.copies:
         return x.copies[destination]
-    taken = steps(x.sharding, destination)
-    sending = [step for step in taken if step.sends]
-    if isinstance(x.mesh, AbstractMesh):
-        x.mesh.sent += [sent_by(step, x) for step in sending]
-        there = DistArray(x.local, x.mesh, destination, computed=x.computed or any(step.copies for step in taken))
-    else:
-        there = redistribute(x, destination, operation=operation, reason=reason)
-    if sending and x.copies is not None:
+    there = move(x, destination, operation=operation, reason=reason)
+    if x.copies is not None and any(step.sends for step in steps(x.sharding, destination)):
         x.copies[destination] = there
     return there
 
@@ -100,15 +94,15 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     call = _call_of(op, present, parameters)
     mesh.note(call.checksum, op.name, call.text)
     inputs = _inputs(op, present, call)
-    required = tuple(map(_REQUIRES_GRAD, operands)) if is_recording() else (False,) * len(operands)
+    required = tuple(map(_REQUIRES_GRAD, operands)) if is_grad_enabled() else (False,) * len(operands)
     more: dict[str, Any] = {}
     if op.takes_shardings:
         more["shardings"] = Shardings(mesh, call.plan.operands, call.plan.result, required)
     if isinstance(mesh, AbstractMesh):
-        if op.sends:
-            mesh.sent += op.sends(*map(_DTYPE, operands), **more, **parameters)
-        local = Abstract(call.dtype)
-        return _settled(DistArray(local, mesh, call.plan.result, computed=_computed(op, inputs)), op.name, call)
+        mesh.need(present, call.plan.operands)
+        mesh.sent += op.sends(*map(_DTYPE, operands), **more, **parameters) if op.sends else []
+        result = DistArray(Abstract(call.dtype), mesh, call.plan.result, computed=_computed(op, inputs))
+        return _settled(result, op.name, call)
     with np.errstate(all="ignore"):  # a value that one rank finds in its shard must not raise there alone
         local = op.forward(*map(_LOCAL, inputs), **parameters, **more)
     residuals = {}
@@ -119,11 +113,11 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
             raise NotImplementedError(f"{op.name} gives {len(local)} results; a vjp is for operations that give one")
         results = [_result(op, part, inputs, call) for part in local]
         for result in results:
-            record(op, result, operands, inputs, required, parameters, residuals)
+            _put_on_tape(op, result, operands, inputs, required, parameters, residuals)
         made: Any = type(local) if hasattr(local, "_fields") else lambda *parts: parts  # numpy.linalg names some parts
         return made(*results)
     result = _result(op, local, inputs, call)
-    record(op, result, operands, inputs, required, parameters, residuals)
+    _put_on_tape(op, result, operands, inputs, required, parameters, residuals)
     return result
 
 
@@ -131,8 +125,6 @@ def _inputs(op: Op, operands: Sequence[DistArray], call: _Call) -> list[DistArra
     """The operands in the shardings that the plan asks for."""
     inputs = []
     for index, (x, destination) in enumerate(zip(operands, call.plan.operands, strict=True)):
-        if isinstance(x.mesh, AbstractMesh):
-            x.mesh.needed.setdefault(id(x), destination)
         if x.sharding is not destination:
             reason = _reason(op, index, x.sharding, destination)
             placed = x.sharding.by_dim
@@ -249,7 +241,7 @@ def _settled(result: DistArray, name: str, call: _Call) -> DistArray:
     return redistributed(result, call.reduced, operation=name, reason="the largest, or smallest, of all shards")
 
 
-def record(
+def _put_on_tape(
     op: Op,
     result: DistArray,
     operands: Sequence[DistArray],

@@ -16,8 +16,6 @@ from pce_mpi.comm.tracing import phase
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.placements import Partial, Replicate
 
-__all__ = ["backward_from", "node_of"]
-
 
 def node_of(x: DistArray) -> Node | None:
     """What stands for `x` on the tape; None if no gradient is to reach it."""

@@ -12,10 +12,8 @@ from pce_mpi.arrays import is_floating
 from pce_mpi.distributed.array import OPERATIONS, DistArray
 from pce_mpi.distributed.mesh import Mesh, checked_dims, text_of_dims
 from pce_mpi.distributed.placements import Placement
-from pce_mpi.distributed.redistribution import Step, sent_bytes
+from pce_mpi.distributed.redistribution import Step, sent_bytes, steps
 from pce_mpi.distributed.sharding import Sharding
-
-__all__ = ["Abstract", "AbstractMesh", "Inference", "Sent", "infer_placements", "sent_by"]
 
 
 @dataclass(frozen=True)
@@ -51,10 +49,21 @@ class AbstractMesh(Mesh):
         self.needed: dict[int, Sharding] = {}
 
     def note(self, checksum: int, what: str, in_full: str) -> None:
-        """There are no other ranks to compare with."""
+        """Do nothing: there are no other ranks to compare with."""
+
+    def need(self, operands: Sequence[DistArray], shardings: Sequence[Sharding]) -> None:
+        """Note the sharding in which each operand is needed, unless one was noted before."""
+        for x, sharding in zip(operands, shardings, strict=True):
+            self.needed.setdefault(id(x), sharding)
+
+    def redistribute(self, x: DistArray, destination: Sharding, **_: str) -> DistArray:
+        """Return `x` in another sharding, and note what that sends."""
+        taken = steps(x.sharding, destination)
+        self.sent += [_sent_by(step, x) for step in taken if step.sends]
+        return DistArray(x.local, self, destination, computed=x.computed or any(step.copies for step in taken))
 
 
-def sent_by(step: Step, x: DistArray) -> Sent:
+def _sent_by(step: Step, x: DistArray) -> Sent:
     itemsize = max(4, x.dtype.itemsize) if is_floating(x.dtype) else x.dtype.itemsize  # halves travel as float32
     size = sent_bytes(step, x.mesh.coordinates, itemsize)
     return Sent(step.verb, text_of_dims(step.dims), size, step.placement_before, step.placement_after)

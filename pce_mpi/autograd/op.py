@@ -13,8 +13,6 @@ from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.sharding import Sharding
 
-__all__ = ["Op", "Shardings", "Vjp"]
-
 Vjp = Callable[..., Any]
 
 
@@ -52,12 +50,12 @@ class Op:
 
 @dataclass(frozen=True)
 class Shardings:
-    """Where the local arrays of one call lie; `records` says of each operand whether it requires a gradient."""
+    """Where the local arrays of one call lie; `required` says of each operand whether it requires a gradient."""
 
     mesh: Mesh
     operands: tuple[Sharding, ...]
     result: Sharding
-    records: tuple[bool, ...]
+    required: tuple[bool, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -28,8 +28,6 @@ from pce_mpi.distributed.placements import Partial, Placement, ReduceOperator, R
 from pce_mpi.distributed.redistribution import Step, steps, wire_bytes
 from pce_mpi.distributed.sharding import Sharding, Splits, balanced_splits
 
-__all__ = ["Axes", "Axis", "Plan", "Rule", "plan"]
-
 
 class Axis(NamedTuple):
     """The label of an axis; `inner` is the length of the axes behind it that it is merged with in a reshape."""

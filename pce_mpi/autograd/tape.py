@@ -15,13 +15,11 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-__all__ = ["Node", "backward", "is_recording", "no_grad"]
-
 Gradient = Any
 Vjp = Callable[[Gradient], Sequence[Gradient | None]]
 
 _numbers = count()
-_recording: ContextVar[bool] = ContextVar("recording", default=True)
+_grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
 
 
 class Node:
@@ -63,9 +61,9 @@ def backward(root: Node, gradient: Gradient, add: Callable[[Gradient, Gradient],
                 heappush(waiting, (-parent.number, parent))
 
 
-def is_recording() -> bool:
+def is_grad_enabled() -> bool:
     """Whether operations go onto the tape."""
-    return _recording.get()
+    return _grad_enabled.get()
 
 
 @contextmanager
@@ -75,11 +73,11 @@ def no_grad() -> Iterator[None]:
     Communicates nothing.
 
     >>> with no_grad():
-    ...     is_recording()
+    ...     is_grad_enabled()
     False
     """
-    token = _recording.set(False)
+    token = _grad_enabled.set(False)
     try:
         yield
     finally:
-        _recording.reset(token)
+        _grad_enabled.reset(token)

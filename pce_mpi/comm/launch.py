@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Launch", "launch", "why_apart"]
-
 # The variables with the rank of a process and with the number of processes.
 _MPIEXEC = (
     ("PMI_RANK", "PMI_SIZE"),  # mpiexec of MPICH and of what descends from it; srun --mpi=pmi2

@@ -21,8 +21,6 @@ from pce_mpi.distributed.placements import Partial, Placement, Replicate
 from pce_mpi.distributed.redistribution import run_step, steps
 from pce_mpi.distributed.sharding import Sharding
 
-__all__ = ["OPERATIONS", "DistArray", "check_replicas", "checked_dtype", "owned", "redistribute"]
-
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 

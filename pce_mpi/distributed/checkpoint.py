@@ -7,15 +7,11 @@ part. Whatever fails on one rank is raised on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-import errno
-import json
+from collections.abc import Iterator, Mapping
 import math
 import os
 from pathlib import Path
-import stat
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 import zlib
 
 import numpy as np
@@ -28,16 +24,13 @@ from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Placement, Replicate
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.distributed.tensor_files import CODES, dtype_name, kind_of_file, opened, safetensors_library, shown
-from pce_mpi.leftovers import abandoned, new_file
+from pce_mpi.distributed.tensor_files import CODES, dtype_name, opened, safetensors_library, shown
+from pce_mpi.distributed.tensor_writer import Blocks, TensorWriter
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["load", "save"]
-
 HostArray = np.ndarray[Any, Any]
-Blocks = Sequence[tuple[tuple[slice, ...], HostArray]]  # parts of a global array and their places in it
 
 # How many names a message lists, and the longest text in it that is shown whole.
 _NAMES_SHOWN = 20
@@ -78,13 +71,13 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
     mesh = _mesh_of(arrays)
     comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
     described: dict[str, str] = {}
-    writer: _Writer | None = None
+    writer: TensorWriter | None = None
     with local_checks() as checks:
         safetensors_library()
         _check(arrays, mesh)
         described = {name: f"{array.dtype} {array.shape}, {array.sharding}" for name, array in arrays.items()}
         if mesh.rank == 0:
-            writer = _Writer(Path(path), arrays)
+            writer = TensorWriter(Path(path), arrays)
     try:
         _agree_on(comm, "save", {"path": str(path)}, described, _named(checks.error, path), over)
         for name, array in arrays.items():
@@ -162,9 +155,6 @@ def _brief(text: str) -> str:
     return f"{text[:_TEXT_SHOWN]}... (checksum {zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x})"
 
 
-# --------------------------------------------------------------------------------------------------------------- save
-
-
 def _mesh_of(arrays: Any) -> Mesh:
     """The mesh of the first array; without one there is nobody to tell of an error."""
     if not isinstance(arrays, Mapping):
@@ -228,139 +218,6 @@ def _named(error: Exception | None, path: Any) -> Exception | None:
 def _is_first(sharding: Sharding, where: Mapping[str, int]) -> bool:
     """Whether the rank at `where` is the first of those that hold equal replicas."""
     return not any(where[dim] for dim, placement in sharding.by_dim.items() if placement == Replicate())
-
-
-class _Writer:
-    """The file while it is being written, on rank 0: of its full length from the start, beside where it is to be."""
-
-    def __init__(self, path: Path, arrays: Mapping[str, DistArray]) -> None:
-        self._replaced = _replaceable(path)
-        header, offsets, size = _header(arrays)
-        self._path = Path(os.path.realpath(path))  # a link stays, and what it leads to is replaced
-        folder, stem = self._path.parent, _stem(self._path.name)
-        for leftover in abandoned(folder, stem):  # first, as the room that they take may be needed
-            with suppress(OSError):
-                leftover.unlink()
-        # Nobody may read on the way what nobody may read in the end.
-        self._temporary, descriptor = new_file(folder, stem, 0o666 if self._replaced is None else 0o600)
-        self._file = os.fdopen(descriptor, "r+b")
-        try:
-            _reserve(self._file, size)
-            self._file.write(header)
-            self._file.flush()
-            self._bytes = np.memmap(self._file, np.uint8, "r+")
-            self._data = {}
-            for name, array in arrays.items():
-                length = array.size * array.dtype.itemsize
-                flat = self._bytes[offsets[name] : offsets[name] + length].view(_stored_dtype(array.dtype))
-                self._data[name] = flat.reshape(array.shape)
-        except BaseException:
-            self.discard()
-            raise
-
-    def write_all(self, name: str, blocks: Blocks) -> None:
-        for where, block in blocks:
-            self.write(name, where, block)
-
-    def write(self, name: str, where: tuple[slice, ...], block: HostArray) -> None:
-        """Put `block` of the array `name` where it belongs."""
-        self._data[name][where] = block
-
-    def finish(self) -> None:
-        """Make the file what is at the path, also after a power failure."""
-        self._bytes.flush()
-        if self._replaced is not None:
-            _take_over(self._file.fileno(), self._replaced)
-        os.fsync(self._file.fileno())
-        os.replace(self._temporary, self._path)
-        _flush_folder(self._path.parent)
-
-    def discard(self) -> None:
-        """Remove the temporary file, if it still is there."""
-        self._temporary.unlink(missing_ok=True)
-        self._file.close()
-
-
-def _replaceable(path: Path) -> os.stat_result | None:
-    """The regular file at `path`, if there is anything; `FileExistsError` for all else that a rename would destroy."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if kind := kind_of_file(status.st_mode):
-        raise FileExistsError(errno.EEXIST, f"it is {kind}, and only a regular file is replaced")
-    return status
-
-
-def _stem(name: str) -> str:
-    """The beginning of the temporary file's name, which may have 255 bytes, 17 of them its own."""
-    return f".{os.fsdecode(os.fsencode(name)[:200])}."
-
-
-def _take_over(descriptor: int, replaced: os.stat_result) -> None:
-    """Give a file the mode of the one that it replaces and, as far as this user may, its owner and group."""
-    for owner in (replaced.st_uid, -1), (-1, replaced.st_gid):
-        with suppress(OSError):
-            os.fchown(descriptor, *owner)
-    mode = stat.S_IMODE(replaced.st_mode)
-    if stat.S_IMODE(os.fstat(descriptor).st_mode) != mode:  # some file systems have one mode for all, and refuse
-        os.fchmod(descriptor, mode)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Have the names in `folder` on the disk, where its file system can do that."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:
-        return  # one may write to it and not read it
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _reserve(file: BinaryIO, size: int) -> None:
-    """Room for `size` bytes, or an `OSError`: writing to a mapped file on a full disk would end the process."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, size)
-        return
-    for start in range(0, size, 2**20):
-        file.write(bytes(min(2**20, size - start)))
-    file.flush()
-    file.seek(0)
-
-
-def _stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The file is little-endian."""
-    return dtype if dtype.name == "bfloat16" else dtype.newbyteorder("<")
-
-
-def _header(arrays: Mapping[str, DistArray]) -> tuple[bytes, dict[str, int], int]:
-    """The file up to its data, where in the file each array begins, and the length of the file."""
-    # As the library does it: wide dtypes first, so that every element lies at a multiple of its size.
-    ranked = list(CODES)
-    order = sorted(arrays, key=lambda name: (-ranked.index(arrays[name].dtype.name), name))
-    entries, starts, end = {}, {}, 0
-    for name in order:
-        array = arrays[name]
-        starts[name], end = end, end + math.prod(array.shape) * array.dtype.itemsize
-        entries[name] = {
-            "dtype": CODES[array.dtype.name],
-            "shape": list(array.shape),
-            "data_offsets": [starts[name], end],
-        }
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + start for name, start in starts.items()}, len(header) + end
-
-
-# --------------------------------------------------------------------------------------------------------------- load
 
 
 def _laid_out(

@@ -19,8 +19,6 @@ from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.redistribution import run_step, steps
 from pce_mpi.distributed.sharding import Sharding
 
-__all__ = ["distribute", "from_local"]
-
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 

@@ -29,8 +29,6 @@ from pce_mpi.distributed.sharding import Dims
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Mesh", "checked_dims"]
-
 # How many operations of the past can be told apart by name.
 _REMEMBERED = 64
 # They stand beside the names of dims where arrays are made.

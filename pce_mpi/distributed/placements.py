@@ -7,8 +7,6 @@ values: compare them, hash them, print them; they know nothing of arrays or comm
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-__all__ = ["Partial", "Placement", "Replicate", "Shard", "shard_range"]
-
 ReduceOperator = Literal["sum", "avg", "max", "min"]
 
 

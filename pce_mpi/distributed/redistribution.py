@@ -28,8 +28,6 @@ from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
 from pce_mpi.distributed.sharding import Coordinates, Sharding, Splits, outer_splits, within
 
-__all__ = ["Step", "Verb", "run_step", "sent_bytes", "steps", "wire_bytes"]
-
 Verb = Literal["all_gather", "all_to_all", "all_reduce", "reduce_scatter", "slice", "keep", "pad"]
 _SILENT = ("slice", "keep", "pad")
 

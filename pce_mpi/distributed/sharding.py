@@ -16,8 +16,6 @@ from weakref import WeakValueDictionary
 
 from pce_mpi.distributed.placements import Partial, Placement, Replicate, Shard, shard_range
 
-__all__ = ["Coordinates", "Dims", "Sharding", "Splits", "balanced_splits", "outer_splits", "within"]
-
 Dims = tuple[tuple[str, int], ...]
 Coordinates = Mapping[str, int]
 Splits = tuple[int, ...]

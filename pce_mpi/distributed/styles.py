@@ -22,8 +22,6 @@ from pce_mpi.distributed.creation import distribute
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Placement, Replicate, Shard
 
-__all__ = ["Colwise", "Replicated", "Rowwise", "SequenceParallel", "Style", "VocabParallel", "shard_parameters"]
-
 
 @dataclass(frozen=True)
 class Colwise:

@@ -10,8 +10,6 @@ import reprlib
 import stat
 from typing import Any
 
-__all__ = ["CODES", "dtype_name", "kind_of_file", "opened", "safetensors_library", "shortened", "shown"]
-
 # How the format calls the dtypes, in the order in which the library puts them.
 CODES = {
     "bool": "BOOL",

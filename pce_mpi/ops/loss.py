@@ -68,7 +68,7 @@ def _cross_entropy(
     dtype = logits.dtype
     fused = targets.dtype.kind in "iu" and options["softcap"] is None
     # In half precision the gradient of the mean of many rows may be nothing, where that of a scaled loss is not.
-    if shardings.records[0] and fused and compute_dtype_of(dtype, options["compute_dtype"]) == dtype:
+    if shardings.required[0] and fused and compute_dtype_of(dtype, options["compute_dtype"]) == dtype:
         return value_and_grad_of(replace(call, with_gradient=True))
     return forward_of(call)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pce_mpi.autograd.apply import redistributed
 from pce_mpi.autograd.gradients import node_of
-from pce_mpi.autograd.tape import Node, is_recording
+from pce_mpi.autograd.tape import Node, is_grad_enabled
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.array import redistribute as move
 from pce_mpi.distributed.placements import Placement
@@ -18,7 +18,7 @@ def redistribute(x: DistArray, **placements: Placement) -> DistArray:
     reason = "asked for"
     there = redistributed(x, destination, operation="redistribute", reason=reason)
     result = DistArray(there.local, x.mesh, destination, computed=there.computed)
-    if x.requires_grad and is_recording():
+    if x.requires_grad and is_grad_enabled():
         natural = x.sharding.natural
 
         def vjp(gradient: DistArray) -> list[DistArray]:

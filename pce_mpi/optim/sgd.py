@@ -19,8 +19,6 @@ from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Replicate
 from pce_mpi.optim.synchronization import meshes_of, synchronize
 
-__all__ = ["SGD", "clip_grad_norm"]
-
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 # How many elements are updated at a time: few enough that what is read of them once stays in the cache.

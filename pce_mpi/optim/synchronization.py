@@ -27,8 +27,6 @@ from pce_mpi.distributed.placements import Partial
 from pce_mpi.distributed.redistribution import Step, Verb, steps
 from pce_mpi.distributed.sharding import Coordinates, Sharding, within
 
-__all__ = ["meshes_of", "synchronize"]
-
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 

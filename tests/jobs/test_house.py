@@ -68,6 +68,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("creation", "mpi4py"),
             room("styles", "mpi4py"),
             room("tensor_files", "mpi4py"),
+            room("tensor_writer", "mpi4py", "comm"),
             room("checkpoint"),
         ],
     ),

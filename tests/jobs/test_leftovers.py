@@ -139,7 +139,7 @@ def test_the_file_of_a_killed_save_is_removed(tmp_path):
         from pce_mpi.distributed import checkpoint
 
         if "killed" in sys.argv:
-            checkpoint._Writer.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+            checkpoint.TensorWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
         pce.save("weights", {"step": pce.distribute(len(sys.argv), pce.Mesh(MPI.COMM_SELF, data=1))})
         """
 

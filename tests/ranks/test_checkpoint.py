@@ -332,13 +332,13 @@ def test_a_new_file_has_the_mode_umask_leaves(comm, folder, mask):
 def test_a_private_file_is_private_while_written(comm, old_file, monkeypatch):
     prepared(comm, old_file.chmod, 0o600)
     modes = []
-    original = checkpoint._Writer.finish
+    original = checkpoint.TensorWriter.finish
 
     def finish(self):
         modes.extend(stat.S_IMODE(path.stat().st_mode) for path in old_file.parent.iterdir())
         original(self)
 
-    monkeypatch.setattr(checkpoint._Writer, "finish", finish)
+    monkeypatch.setattr(checkpoint.TensorWriter, "finish", finish)
     saved(comm, old_file)
     assert modes == ([] if comm.rank else [0o600, 0o600])
 
@@ -377,15 +377,15 @@ def test_two_jobs_may_save_one_name_together(comm, folder, monkeypatch):
     from mpi4py import MPI
 
     alone = mesh_of(MPI.COMM_SELF, 1)
-    finish = checkpoint._Writer.finish
+    finish = checkpoint.TensorWriter.finish
 
     def overtaken(self):
-        monkeypatch.setattr(checkpoint._Writer, "finish", finish)
+        monkeypatch.setattr(checkpoint.TensorWriter, "finish", finish)
         pce.save(folder / "f", {"step": pce.distribute(1, alone)})
         overtaken.step = pce.load(folder / "f", alone)["step"].item()
         self.finish()
 
-    monkeypatch.setattr(checkpoint._Writer, "finish", overtaken)
+    monkeypatch.setattr(checkpoint.TensorWriter, "finish", overtaken)
     saved(comm, folder / "f", 2)
     found = files_in(comm, folder)
     assert loaded_from(comm, folder / "f") == 2
@@ -497,7 +497,7 @@ def test_the_whole_file_has_its_room_on_the_disk_before_anything_is_sent(comm, f
     def write(self, *_):
         room.append(512 * os.stat(self._temporary).st_blocks)
 
-    monkeypatch.setattr(checkpoint._Writer, "write", write)
+    monkeypatch.setattr(checkpoint.TensorWriter, "write", write)
     pce.save(folder / "f", arrays)
     assert all(taken >= 3 * 8 * 256 * 256 for taken in room)
     assert len(room) == (0 if comm.rank else 3 * comm.size)
@@ -517,7 +517,7 @@ def test_a_folder_that_may_not_be_written_to(comm, old_file):
 @pytest.mark.parametrize("stage", ["write", "finish"])
 def test_an_error_in_the_middle_leaves_the_old_file_and_nothing_else(comm, old_file, monkeypatch, stage):
     calls = []
-    original = getattr(checkpoint._Writer, stage)
+    original = getattr(checkpoint.TensorWriter, stage)
 
     def failing(self, *arguments):
         calls.append(stage)
@@ -525,7 +525,7 @@ def test_an_error_in_the_middle_leaves_the_old_file_and_nothing_else(comm, old_f
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         original(self, *arguments)
 
-    monkeypatch.setattr(checkpoint._Writer, stage, failing)
+    monkeypatch.setattr(checkpoint.TensorWriter, stage, failing)
     text = refused(comm, OSError, pce.save, old_file, large(mesh_of(comm, comm.size)))
     monkeypatch.undo()
     assert_old_file_is_left(comm, old_file)
@@ -534,7 +534,7 @@ def test_an_error_in_the_middle_leaves_the_old_file_and_nothing_else(comm, old_f
 
 
 def test_an_interrupt_in_the_middle_leaves_no_temporary_file(comm, old_file, monkeypatch):
-    monkeypatch.setattr(checkpoint._Writer, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(checkpoint.TensorWriter, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
     from mpi4py import MPI
 
     alone = mesh_of(MPI.COMM_SELF, 1)
