@@ -1,4 +1,4 @@
-"""Find out what an operation would do with its operands, without data, MPI or other ranks."""
+"""Infer what an operation would do with its operands, without data, MPI or other ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,19 @@ from pce_mpi.distributed.sharding import Sharding
 
 @dataclass(frozen=True)
 class Sent:
-    """One collective: what this rank puts into it is `bytes`, payload only."""
+    """One collective that an operation would run.
+
+    Parameters
+    ----------
+    collective : str
+        "all_reduce", "all_gather", "all_to_all" or "reduce_scatter".
+    over : str
+        The dims of the mesh, such as "data, model".
+    bytes : int
+        The bytes that this rank would put in, without the agreement.
+    before, after : str
+        The placements of the array that would be moved, as text.
+    """
 
     collective: str
     over: str
@@ -28,18 +40,18 @@ class Sent:
 
 
 class Abstract:
-    """Stands for the local array where only placements are asked for."""
+    """Stands for a local array whose elements nobody reads."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self.dtype = dtype
 
     def astype(self, dtype: np.dtype[Any]) -> Abstract:
-        """The same with another dtype."""
+        """Return the same with another dtype."""
         return Abstract(dtype)
 
 
 class AbstractMesh(Mesh):
-    """Dims without ranks; keeps what would be sent, and how each operand had to lie when it was first needed."""
+    """Dims without ranks; keeps what would be sent, and the sharding in which each operand was first needed."""
 
     def __init__(self, dims: Mapping[str, int]) -> None:
         self.dims = dims
@@ -71,9 +83,16 @@ def _sent_by(step: Step, x: DistArray) -> Sent:
 
 @dataclass(frozen=True)
 class Inference:
-    """What an operation would do: how its operands have to lie, how its result lies, and what is sent for that.
+    """What an operation would do; `infer_placements` makes one.
 
-    The bytes are those of the rank at the origin of the mesh, whose shards are the longest.
+    Attributes
+    ----------
+    operands : tuple of dict of str to placement
+        The placements in which it needs its operands.
+    result : dict of str to placement
+        The placements of its result.
+    collectives : tuple of Sent
+        What is sent, with the bytes of the rank at the origin of the mesh, whose shards are the longest.
     """
 
     operands: tuple[dict[str, Placement], ...]
@@ -82,7 +101,7 @@ class Inference:
 
     @property
     def bytes(self) -> int:
-        """What that rank puts in, in all; payload only."""
+        """The sum of the bytes over the collectives."""
         return sum(sent.bytes for sent in self.collectives)
 
 
@@ -95,19 +114,48 @@ def infer_placements(
     dtypes: Any = np.float32,
     **parameters: Any,
 ) -> Inference:
-    """What the operation called `name` would do with operands of these global `shapes` and `placements`.
+    """Infer what an operation would do with operands of these global shapes and placements.
 
-    `mesh` is a `Mesh`, or the sizes of its dims by name; `dtypes` is one for all operands or one for each; `parameters`
-    are those of the operation (`index` for "slice"). The rules that answer are those that the operation runs by itself.
+    The answer comes from the same rules that run the operation.
+
+    Parameters
+    ----------
+    name : str
+        The operation, such as "matmul".
+    shapes : sequence of sequence of int
+        The global shape of each operand.
+    placements : sequence of mapping of str to placement
+        The placements of each operand by dim. Dims that are not named are Replicate.
+    mesh : Mesh or mapping of str to int
+        The mesh, or the sizes of its dims by name.
+    dtypes : dtype or sequence of dtype, optional
+        One for all operands, or one for each.
+    **parameters
+        Those of the operation, such as `index` of "slice".
+
+    Returns
+    -------
+    Inference
+        The placements, and what is sent.
+
+    Raises
+    ------
+    ValueError
+        If the operation does not exist, or the arguments do not belong together.
+    Exception
+        As the operation raises for its arguments.
+
+    Notes
+    -----
     Communicates nothing.
 
+    Examples
+    --------
     >>> from pce_mpi import Replicate, Shard, infer_placements
     >>> shapes, mesh = [(16, 784), (784, 10)], {"model": 2}
     >>> inferred = infer_placements("matmul", shapes, [{"model": Shard(1)}, {"model": Shard(0)}], mesh=mesh)
     >>> inferred.result, inferred.bytes
     ({'model': Partial('sum')}, 0)
-
-    Raises `ValueError` for an operation that does not exist, and what the operation raises for its arguments.
     """
     if name not in OPERATIONS or name.startswith("_"):
         raise ValueError(f"there is no operation {name!r}")

@@ -1,19 +1,19 @@
-"""Placement rules: how an operation may run on sharded operands, and which way sends the least.
+"""Placement rules: how an operation may run on sharded operands, and the plan that sends the least.
 
-A rule gives every axis of every operand a label, as einsum does; axes with one label run together. For `x @ w` that is
+A rule gives every axis of every operand a label, as einsum does; axes with one label are sharded together. For `x @ w`:
 
     x: b k      w: k m      result: b m
 
-On one dim of a mesh an operation may then run in these ways, and in no others:
+Along one dim of a mesh an operation may then run in these ways, and in no others:
 
 - every operand Replicate: the result is Replicate;
-- one label sharded in all operands that have it, the others Replicate: the result is sharded where it has the label,
-  and Partial where it has not, because the axis was summed away;
-- operands that the result is linear in Partial, the others Replicate: the result is Partial.
+- one label sharded in all operands that have it, the others Replicate: the result is sharded if it has the label, and
+  Partial if the axis was summed away;
+- operands in which the result is linear are Partial, the others Replicate: the result is Partial.
 
-So x sharded on b is data parallelism, w sharded on m or both on k is tensor parallelism, and the same holds for the
-gradients, which are operations themselves: that of w is b k, b m -> k m, which sums b away. If b is sharded, it is
-Partial. A batch, a sequence, a context that is sharded: it is all this one rule.
+So x sharded on b is data parallelism, and w sharded on m, or both on k, is tensor parallelism. The same holds for the
+gradients, which are operations themselves: that of w is b k, b m -> k m, which sums b away, so it is Partial if b is
+sharded. Batch, sequence and context parallelism are this one rule.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pce_mpi.distributed.sharding import Sharding, Splits, balanced_splits
 
 
 class Axis(NamedTuple):
-    """The label of an axis; `inner` is the length of the axes behind it that it is merged with in a reshape."""
+    """The label of an axis; `inner` is the length of the axes behind it with which a reshape merges it."""
 
     label: Hashable
     inner: int = 1
@@ -43,13 +43,22 @@ Axes = tuple[Axis | None, ...]
 class Rule:
     """How an operation may run; `Rule.of` makes one from letters.
 
-    operands    the axes of each operand; None: an axis that must not be sharded
-    result      the axes of the result
-    shape       the global shape of the result
-    linear      sets of operands: if all of a set are Partial and the rest is Replicate, so is the result
-    moves_data  nothing is computed: Partial of "max" and "min" survive as well
-    reduces     what joins the results of shards whose label the result has not; None: it must not be sharded
-    merged      labels whose shards the operation itself joins, by communicating: the result is Replicate
+    Parameters
+    ----------
+    operands : tuple of tuple of Axis or None
+        The axes of each operand; None is an axis that must not be sharded.
+    result : tuple of Axis or None
+        The axes of the result.
+    shape : tuple of int
+        The global shape of the result.
+    linear : tuple of tuple of int
+        Sets of operands: if all of a set are Partial and the others Replicate, the result is Partial.
+    moves_data : bool
+        Nothing is computed, so that Partial "max" and "min" pass through too.
+    reduces : {"sum", "avg", "max", "min"} or None
+        The reduction of shards whose label the result does not have; None: such a label must not be sharded.
+    merged : frozenset
+        Labels whose shards the operation itself merges by communicating; the result is Replicate.
     """
 
     operands: tuple[Axes, ...]
@@ -67,14 +76,34 @@ class Rule:
         linear: Sequence[Sequence[int]] = (),
         reduces: ReduceOperator | None = None,
     ) -> Rule:
-        """A rule written as einsum would: one letter per axis, a dot for an axis that must not be sharded.
+        """Make a rule from letters, as in `numpy.einsum`.
 
-        Dots in the result are the dots of the operands, in order.
+        Parameters
+        ----------
+        letters : str
+            One letter for each axis, a dot for an axis that must not be sharded: "bk,km->bm". Dots in the result are
+            the dots of the operands, in order.
+        *shapes : tuple of int
+            The global shape of each operand.
+        linear : sequence of sequence of int, optional
+            Sets of operands: if all of a set are Partial and the others Replicate, the result is Partial.
+        reduces : {"sum", "avg", "max", "min"}, optional
+            The reduction of shards whose label the result does not have.
 
+        Returns
+        -------
+        Rule
+            The rule.
+
+        Raises
+        ------
+        ValueError
+            If letters and shapes do not fit.
+
+        Examples
+        --------
         >>> Rule.of("bk,km->bm", (7, 5), (5, 3), linear=[[0], [1]], reduces="sum").shape
         (7, 3)
-
-        Raises `ValueError` where letters and shapes do not fit.
         """
         sources, _, result = letters.replace(" ", "").partition("->")
         lengths: dict[str, int] = {}
@@ -109,13 +138,13 @@ def _axes(letters: str) -> Axes:
 
 @dataclass(frozen=True)
 class Plan:
-    """What an operation does: how its operands have to lie, and how its result then lies."""
+    """The shardings in which an operation needs its operands, and the sharding of its result."""
 
     operands: tuple[Sharding, ...]
     result: Sharding
 
     def moves(self, operands: Sequence[Sharding]) -> list[tuple[Step, ...]]:
-        """What brings each of `operands` to where the plan wants it."""
+        """Return the steps that bring each of `operands` to the plan's sharding."""
         return [steps(before, after) for before, after in zip(operands, self.operands, strict=True)]
 
 
@@ -128,11 +157,11 @@ class _Arrangement(NamedTuple):
 
 
 def plan(rule: Rule, operands: Sequence[Sharding], itemsizes: Sequence[int], itemsize: int) -> Plan:
-    """How to run `rule` on operands that lie as `operands` do; `itemsizes` are theirs, `itemsize` is the result's.
+    """Plan how to run `rule` on operands in these shardings; `itemsizes` are theirs, `itemsize` is the result's.
 
-    Along a dim where operands can stay as they are, they do. Elsewhere the plan with the fewest bytes on the wire wins,
-    the all_reduce that a new Partial will cost counted; then the one with the fewest collectives; then the one
-    that leaves the first operands where they are. A dim over which nothing is sharded stays so.
+    Operands stay as they are along a dim if they can. Otherwise the plan with the fewest bytes on the wire wins,
+    with the all_reduce that a new Partial will cost; then the one with the fewest collectives; then the one that
+    leaves the first operands in place. A dim over which nothing is sharded stays so.
     """
     dims = operands[0].dims
     every = [list(_arrangements(rule, operands, index)) for index in range(len(dims))]
@@ -140,7 +169,7 @@ def plan(rule: Rule, operands: Sequence[Sharding], itemsizes: Sequence[int], ite
         [way for way in ways if way.operands == tuple(operand.placements[index] for operand in operands)][:1] or ways
         for index, ways in enumerate(every)
     ]
-    # What fits along each dim may not fit together: sums over one dim do not mix with maxima over another.
+    # Arrangements that fit along each dim may not fit together: sums over one dim do not mix with maxima over another.
     found = list(_plans(rule, operands, fitting)) or list(_plans(rule, operands, every))
     return min(found, key=lambda candidate: _cost(candidate, operands, itemsizes, itemsize))
 
@@ -156,7 +185,7 @@ def _arrangements(rule: Rule, operands: Sequence[Sharding], index: int) -> Itera
             if length == 1 and not any(
                 here == there != Replicate() for here, there in zip(current, placed, strict=True)
             ):
-                continue  # one element is not shared out: all other ranks would have nothing to do
+                continue  # one element is not sharded: all other ranks would have nothing to do
             result = _placed(rule.result, label)
             if isinstance(result, Shard) or label in rule.merged:
                 yield _Arrangement(placed, result, label)
@@ -204,7 +233,7 @@ def _mixes(placements: Sequence[Placement]) -> bool:
 def _split_points(
     rule: Rule, operands: Sequence[Sharding], combination: Sequence[_Arrangement], label: Hashable
 ) -> list[Splits]:
-    """Where `label` may be split: as an operand is already, or else evenly; counted in the innermost elements."""
+    """Return where `label` may be split: as an operand already is, or evenly; counted in the innermost elements."""
     dims = tuple(dim for (dim, _), way in zip(operands[0].dims, combination, strict=True) if way.label == label)
     unit = math.lcm(
         *(max(1, axis.inner) for axes in (*rule.operands, rule.result) for axis in axes if axis and axis.label == label)

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 
 class Purpose(StrEnum):
-    """What a collective carries: the caller's numbers, or the ranks' agreement on the call itself."""
+    """The content of a collective: the caller's numbers, or the ranks' agreement on the call itself."""
 
     PAYLOAD = "payload"
     AGREEMENT = "agreement"
@@ -23,9 +23,10 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """One collective, as one rank saw it. `bytes` is what this rank put in; `ranks` is how many took part.
+    """One collective, as one rank saw it.
 
-    `before` and `after` are the placements of the array that was moved, as text, and "" where none was.
+    This rank put in `bytes`, and `ranks` took part. `before` and `after` are the placements of the array that was
+    moved, as text, or "".
     """
 
     phase: str
@@ -41,7 +42,11 @@ class Event:
 
 
 class Trace:
-    """The collectives of one rank, in order; `print` shows them as a table, equal ones on one line with their count."""
+    """The collectives of one rank, in order; `trace` makes one.
+
+    `print` shows them as a table, with equal events on one line. `events` is a list of them, each with the fields
+    `phase`, `operation`, `collective`, `purpose`, `over`, `ranks`, `bytes`, `before`, `after` and `reason`.
+    """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -55,7 +60,26 @@ class Trace:
         over: str | None = None,
         purpose: Purpose | None = Purpose.PAYLOAD,
     ) -> list[Event]:
-        """The events that match every argument given; agreement only if `purpose` asks for it (`None`: both)."""
+        """Return the events that match every argument.
+
+        Parameters
+        ----------
+        collective : str, optional
+            "all_reduce", "all_gather", "all_to_all", "reduce_scatter" or "broadcast".
+        operation : str, optional
+            The operation that sent, such as "matmul".
+        phase : str, optional
+            "forward", "backward" or "step".
+        over : str, optional
+            The name of the communicator: "comm", "batch_comm", or the dims of a mesh such as "data, model".
+        purpose : Purpose, optional
+            "payload" unless given; "agreement"; None for both.
+
+        Returns
+        -------
+        list of Event
+            The events, in order.
+        """
         wanted = {
             "collective": collective,
             "operation": operation,
@@ -70,16 +94,42 @@ class Trace:
         ]
 
     def count(self, collective: str | None = None, **where: Any) -> int:
-        """How many collectives match; the arguments are those of `select`."""
+        """Return the number of collectives that match.
+
+        Parameters
+        ----------
+        collective : str, optional
+            As for `select`.
+        **where
+            The other arguments of `select`.
+
+        Returns
+        -------
+        int
+            The number of events.
+        """
         return len(self.select(collective, **where))
 
     def bytes(self, collective: str | None = None, **where: Any) -> int:
-        """How many bytes this rank put into the collectives that match; the arguments are those of `select`."""
+        """Return the number of bytes that this rank put into the collectives that match.
+
+        Parameters
+        ----------
+        collective : str, optional
+            As for `select`.
+        **where
+            The other arguments of `select`.
+
+        Returns
+        -------
+        int
+            The sum over the events.
+        """
         events = self.select(collective, **where)
         return sum(event.bytes for event in events)
 
     def to_json(self) -> str:
-        """The events as a JSON list of objects."""
+        """Return the events as a JSON list of objects."""
         return json.dumps([asdict(event) for event in self.events], indent=1)
 
     def __str__(self) -> str:
@@ -108,12 +158,23 @@ _phase: ContextVar[str] = ContextVar("phase", default="forward")
 def trace() -> Iterator[Trace]:
     """Record every collective of this rank while the block runs.
 
+    Traces nest: an inner one does not hide events from an outer one.
+
+    Yields
+    ------
+    Trace
+        The events so far.
+
+    Notes
+    -----
+    Communicates nothing.
+
+    Examples
+    --------
     >>> with trace() as events:
     ...     pass
     >>> events.count()
     0
-
-    Communicates nothing. Traces nest: an inner one does not hide events from an outer one.
     """
     opened = Trace()
     token = _open.set((*_open.get(), opened))
@@ -125,7 +186,7 @@ def trace() -> Iterator[Trace]:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Let the events of the block say that they belong to the phase `name`: forward (unless told), backward, step."""
+    """Let the events of the block belong to the phase `name`: "backward" or "step"; outside it is "forward"."""
     token = _phase.set(name)
     try:
         yield

@@ -1,4 +1,4 @@
-"""A distributed array: what this rank holds, the mesh, and how the whole lies over it.
+"""The distributed array: the array that this rank holds, the mesh, and the sharding of the global array.
 
 Every function here is the identity on the global array: it changes where numbers are, never what they are.
 """
@@ -24,23 +24,34 @@ from pce_mpi.distributed.sharding import Sharding
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 
-#: the operations on distributed arrays by name; `ops`, which stands below this file, enters them
+#: the operations on distributed arrays by name; `ops`, a wing below this one, enters them
 OPERATIONS: dict[str, Callable[..., Any]] = {}
 
 
 class DistArray:
     """A global array that the ranks of a mesh hold together; `distribute` and `from_local` make one.
 
-    local          this rank's part, a NumPy or CuPy array; a term of the whole where a placement is Partial
-    mesh           the ranks
-    sharding       the global shape, the placement of each dim, and the split points
-    requires_grad  whether `backward` is to find the gradient of this array or of what it was computed from
-    grad           that gradient, a `DistArray`, for arrays that were made with `requires_grad=True`; else None
+    Operators and functions work on the global array and never change one in place; `==` compares elements. Every rank
+    of the mesh calls them, as it calls `full`, `item` and `float`.
 
-    Operators and functions work on the global array and never change one in place; == compares elements. Never write to
-    `local` of a computed array: copies of it in other placements may have been kept. Every rank of
-    the mesh calls them, as it does `full`, `item` and `float`. `copy.deepcopy` makes another array on the same mesh, in
-    memory of its own and with a copy of `grad`; it refuses what is on the tape.
+    Attributes
+    ----------
+    local : numpy.ndarray or cupy.ndarray
+        The array that this rank holds: its shard, or a partial. Never write to that of a computed array, as there may
+        be copies of it in other placements.
+    mesh : Mesh
+        The ranks.
+    sharding : Sharding
+        The global shape, the placement of each dim, and the split points.
+    requires_grad : bool
+        `backward` finds the gradient of this array, or of those that it was computed from.
+    grad : DistArray or None
+        That gradient, for arrays that were made with `requires_grad=True`.
+
+    Notes
+    -----
+    `copy.deepcopy` makes another array on the same mesh, in memory of its own and with a copy of `grad`; it refuses
+    arrays on the tape.
     """
 
     __slots__ = ("__weakref__", "copies", "grad", "local", "mesh", "node", "requires_grad", "sharding")
@@ -53,15 +64,15 @@ class DistArray:
         self.sharding = sharding
         self.requires_grad = requires_grad
         self.grad: DistArray | None = None
-        self.node: Any = None  # of the tape, for what was computed while it was recording
-        # Copies of a computed array in other shardings, which operations needed and which took communication. A made
-        # array, and a view of one, may be written to (by a step of SGD for one), so no copy of it is kept. All ranks
-        # must decide alike: by the operations that led here, never by the memory of the local array.
+        self.node: Any = None  # on the tape
+        # Copies of a computed array in other shardings, which operations needed and which took communication. A step of
+        # SGD may write to a made array, or to a view of one, so no copy of those is kept. All ranks must decide alike:
+        # by the operations that led here, never by the memory of the local array.
         self.copies: dict[Sharding, DistArray] | None = {} if computed else None
 
     @property
     def computed(self) -> bool:
-        """Whether the local arrays are written to no more."""
+        """True if the local arrays are written to no more."""
         return self.copies is not None
 
     @property
@@ -91,25 +102,50 @@ class DistArray:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether this array was made rather than computed: what `backward` leaves gradients on."""
+        """True if this array was made rather than computed; `backward` leaves gradients on such arrays."""
         return self.node is None
 
     def detach(self) -> DistArray:
-        """The same array, holding the same memory, that the tape knows nothing of."""
+        """Return the same array, in the same memory, without its place on the tape."""
         return DistArray(self.local, self.mesh, self.sharding, computed=self.computed)
 
     def own_memory(self) -> None:
-        """Take memory that may be written to: a computed array gets a copy, as others may have kept copies of it."""
+        """Take memory that may be written to; a computed array gets a copy, as there may be copies of it elsewhere."""
         if self.computed:
             self.local, self.copies = owned(self.local, self.local), None
 
     def full(self) -> Array:
-        """The global array, on every rank, in memory of its own. Communicates unless every placement is Replicate."""
+        """Return the global array, on every rank, in memory of its own.
+
+        Returns
+        -------
+        numpy.ndarray or cupy.ndarray
+            The global array.
+
+        Notes
+        -----
+        Communicates as a redistribution to Replicate does: nothing if every placement is Replicate.
+        """
         whole = redistribute(self, self.sharding.replicated, operation="full", reason="the global array is asked for")
         return whole.local.copy()
 
     def item(self) -> Any:
-        """The only element of the global array, as a Python number. Communicates as `full` does."""
+        """Return the only element of the global array, as a Python number.
+
+        Returns
+        -------
+        bool, int or float
+            The element.
+
+        Raises
+        ------
+        ValueError
+            If there is not exactly one element.
+
+        Notes
+        -----
+        Communicates as `full` does.
+        """
         if self.size != 1:
             raise ValueError(f"only an array of one element is a number, and this one has shape {self.shape}")
         return self.full().item()
@@ -130,11 +166,11 @@ class DistArray:
     def __bool__(self) -> bool:
         raise TypeError("a distributed array is not true or false; compare what .full() or .item() gives")
 
-    # Data frames leave an operator to the operand that has more of this: frame + x is x + frame.
+    # Data frames leave an operator to the operand with the higher priority: frame + x is x + frame.
     __pandas_priority__ = 5000
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        # Sparse matrices, and the products of data frames, ask for it before this class has its say.
+        # Sparse matrices, and the products of data frames, ask for an array before they try this class's operators.
         raise TypeError(
             "a distributed array becomes a NumPy array by .full(), which communicates, or .local. If the other operand "
             "belongs to another library, as in csr @ w or frame @ w, convert one of the two: "
@@ -282,8 +318,30 @@ class DistArray:
         return OPERATIONS["swapaxes"](self, axis1, axis2)
 
     def redistribute(self, **placements: Placement) -> DistArray:
-        """The same global array with other placements: `x.redistribute(model=Replicate())`; other dims stay.
+        """Bring the global array to other placements.
 
+        Parameters
+        ----------
+        **placements : Shard, Replicate or Partial
+            The new placement of each dim that is named: `x.redistribute(model=Replicate())`. Other dims stay.
+
+        Returns
+        -------
+        DistArray
+            The same global array. Its gradient goes back to the natural placement of this array: the same shards, or
+            Replicate.
+
+        Raises
+        ------
+        TypeError
+            If a value is no placement, or the dtype has no meaning for a Partial.
+        ValueError
+            If a dim or an axis does not exist.
+        CollectiveError
+            If ranks ask for different placements.
+
+        Notes
+        -----
         ======================================  ==============================================================
         Shard -> Replicate                      all_gather
         Shard -> Shard of another axis          all_to_all; so are other split points, as named dims get even ones
@@ -294,12 +352,11 @@ class DistArray:
         all other                               by way of Replicate
         ======================================  ==============================================================
 
-        Where two dims come to shard one axis, the inner may be gathered first. An Allgather of 56 bytes precedes
-        whatever is sent. The gradient goes back to the natural placement of this array: the same shards, or Replicate.
+        If two dims come to shard one axis, the inner one may be gathered first. An Allgather of 56 bytes precedes each
+        collective.
 
-        Raises `ValueError` for dims and axes that do not exist, `TypeError` for what is no placement and for a Partial
-        that the dtype has no meaning for, `CollectiveError` where ranks do not ask for the same.
-
+        Examples
+        --------
         >>> from mpi4py import MPI
         >>> import numpy as np, pce_mpi as pce
         >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
@@ -313,11 +370,20 @@ class DistArray:
     def backward(self) -> None:
         """Add the gradient of this scalar to `grad` of every array that it was computed from and that requires one.
 
-        Frees the tape behind it: a second backward pass takes a new forward pass. Gradients of several passes add up
-        until they are set to None (`SGD.zero_grad`). Collective wherever the operations passed through are.
+        The pass frees the tape behind it: a second one takes a new forward pass. Gradients of several passes add up
+        until they are set to None (`SGD.zero_grad`).
 
-        Raises `ValueError` for an array with axes, `RuntimeError` where nothing requires a gradient or the tape was
-        freed.
+        Raises
+        ------
+        ValueError
+            If the array has axes.
+        RuntimeError
+            If nothing requires a gradient, or the tape was freed.
+
+        Notes
+        -----
+        Communicates as the operations of the pass do. A gradient stays Partial over the dims along which each rank has
+        a part of the sum; `SGD.step` reduces it.
         """
         OPERATIONS["_backward"](self)
 
@@ -329,12 +395,12 @@ class DistArray:
 
 
 def owned(local: Array, foreign: Array) -> Array:
-    """`local` in memory of its own, in C order."""
+    """Return `local` in memory of its own, in C order, in the library of `foreign`."""
     return array_namespace(foreign).array(local, order="C")
 
 
 def checked_dtype(array: Array, placements: Mapping[str, Placement], requires_grad: bool) -> Array:
-    """`array`, if its dtype is one that these placements have a meaning for."""
+    """Return `array`; raise `TypeError` if its dtype has no meaning for these placements."""
     dtype = array.dtype
     if not is_real(dtype):
         raise TypeError(f"a distributed array holds bool, integers or real numbers, got {dtype}")
@@ -348,11 +414,11 @@ def checked_dtype(array: Array, placements: Mapping[str, Placement], requires_gr
 
 
 def redistribute(x: DistArray, destination: Sharding, *, operation: str, reason: str) -> DistArray:
-    """The same global array, lying as `destination` says; `x` itself, if it already does. The tape does not hear of it.
+    """Return the same global array in the sharding `destination`, without the tape; `x` itself if it is there already.
 
-    Collective over the dims of each step that sends (see `transitions`), which an Allgather of 56 bytes precedes.
-    Raises `CollectiveError`, on the ranks that a step brings together, where they do not ask for the same; `TypeError`
-    for a Partial that the dtype has no meaning for.
+    Collective over the dims of each step that sends (see `steps`), which an Allgather of 56 bytes precedes. Raises
+    `CollectiveError`, on the ranks that a step brings together, if they do not ask for the same, and `TypeError` if the
+    dtype has no meaning for a Partial.
     """
     local = checked_dtype(x.local, destination.by_dim, requires_grad=False) if destination.partial_dims else x.local
     taken = steps(x.sharding, destination)
@@ -363,10 +429,21 @@ def redistribute(x: DistArray, destination: Sharding, *, operation: str, reason:
 
 
 def check_replicas(x: DistArray) -> None:
-    """Raise `ValueError`, on every rank, if ranks that should hold the same bits of `x` do not.
+    """Check that ranks which should hold the same bits of an array do so.
 
-    Those are the ranks along the dims where `x` is Replicate. The text names them, by their ranks in the mesh.
-    Collective over the mesh: an Allgather of 56 bytes, and one of a checksum of 32 bytes.
+    Parameters
+    ----------
+    x : DistArray
+        The array. The ranks along the dims over which it is Replicate should hold the same bits.
+
+    Raises
+    ------
+    ValueError
+        On every rank, if they do not. The text names them by their ranks in the mesh.
+
+    Notes
+    -----
+    Collective over the mesh: one Allgather of 56 bytes, and one of a checksum of 32 bytes.
     """
     mesh, over = x.mesh, text_of_dims(x.mesh.dims)
     comm = mesh.comm(*mesh.dims)

@@ -1,8 +1,7 @@
-"""Save and load: one safetensors file, whatever the number of ranks and the placements.
+"""Save and load distributed arrays in one safetensors file, for any number of ranks and any placements.
 
-The file has the documented format (https://github.com/huggingface/safetensors): 8 bytes with the length of the header,
-the header in JSON, the data. Rank 0 of the mesh writes it as the shards arrive; to load it, each rank reads its own
-part. Whatever fails on one rank is raised on every rank.
+Rank 0 of the mesh writes the file as the shards arrive. To load it, each rank reads its own part. An error of one rank
+is raised on every rank.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 HostArray = np.ndarray[Any, Any]
 
-# How many names a message lists, and the longest text in it that is shown whole.
+# The number of names that a message lists, and the longest text that it shows whole.
 _NAMES_SHOWN = 20
 _TEXT_SHOWN = 100
 
@@ -40,25 +39,41 @@ _TEXT_SHOWN = 100
 def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
     """Write distributed arrays to one safetensors file, which any number of ranks can load.
 
-    `arrays` by name, all over one mesh, of any placements; what is Partial is reduced first. The global arrays are
-    written, as the safetensors library would write them. Whatever else there is to keep, a step number for one, goes in
-    as a 0-d array.
+    Parameters
+    ----------
+    path : str or path
+        The file. A link is followed; anything but a regular file, such as a device, is refused.
+    arrays : mapping of str to DistArray
+        Arrays by name, all over one mesh, of any placements; a Partial array is reduced first. The file has the global
+        arrays, as the safetensors library would write them. A number, such as a step, goes in as a 0-d array.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong.
+    CollectiveError
+        If the arrays differ between ranks.
+    OSError
+        If the file cannot be written: no permission, disk full; `FileExistsError` if it is no regular file.
+    ImportError
+        If safetensors is not installed.
+
+    Notes
+    -----
+    Collective over the mesh: two Allgathers of 56 bytes, and for each array one Alltoallv in which each shard is sent
+    to rank 0 once. Every rank raises the same error. Only rank 0 touches the file, and no rank ever holds more than one
+    full array besides its own shards.
 
     The file comes into being at once: a temporary file beside it is filled, flushed to the disk and then renamed, so
-    that an error leaves the old file as it was. A file that is replaced hands on its mode and, where this user may set
-    them, its owner and group; a link is followed; anything that is neither a regular file nor a link to one, a device
-    for example, is refused. Only rank 0 of the mesh touches the file, and no rank ever holds more than one full array
-    besides its own shards.
+    that an error leaves the old file as it was. The new file takes the mode of the old one and, if this user may set
+    them, its owner and group.
 
     A killed job leaves its temporary file, `.NAME.` and 17 characters. The next save of that name by the same user
-    removes it: at once on the same machine, elsewhere when it was not changed for a week, as a job on another machine
-    may still write to it.
+    removes it: at once on the same machine, on another one when it was not changed for a week, as a job may still write
+    to it.
 
-    Collective over the mesh: two Allgathers of 56 bytes, and for each array one Alltoallv in which each shard is sent
-    to rank 0 once. Raises on every rank, whichever it happened on, `TypeError` or `ValueError` for bad arguments,
-    `CollectiveError` for arrays that differ between ranks, `OSError` where the file cannot be written (no permission,
-    disk full; `FileExistsError`: no regular file), `ImportError` without safetensors.
-
+    Examples
+    --------
     >>> import numpy as np, pce_mpi as pce
     >>> from mpi4py import MPI
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
@@ -102,18 +117,52 @@ def load(
     placements: Mapping[str, Mapping[str, Placement]] | None = None,
     requires_grad: bool = False,
 ) -> dict[str, DistArray]:
-    """The arrays of a safetensors file by name, distributed over `mesh`; each rank reads its own part of each.
+    """Read the arrays of a safetensors file as distributed arrays.
 
-    `placements` by name and then by dim, `{"w": {"model": Shard(0)}}`: arrays and dims that are not named are
-    Replicate, and nothing can be Partial. Shards are balanced, whatever they were when they were saved. The file may
-    come from `save` with any number of ranks, or from elsewhere; the arrays are NumPy's. bfloat16 needs `ml_dtypes`.
-    With `requires_grad` the floating-point arrays are parameters; the others, such as a step number, have no gradient.
+    Parameters
+    ----------
+    path : str or path
+        The file, from `save` with any number of ranks, or from elsewhere.
+    mesh : Mesh
+        The ranks.
+    placements : mapping of str to mapping of str to placement, optional
+        A placement for each array and dim that is named: `{"w": {"model": Shard(0)}}`. The others are Replicate, and
+        nothing can be Partial. Shards are balanced, however they were saved.
+    requires_grad : bool, optional
+        The floating-point arrays are parameters. The others, such as a step number, have no gradient.
 
-    Collective over `mesh`: one Allgather of 56 bytes, by which time every rank has read what is its own. Raises on
-    every rank, whichever it happened on, `OSError` for a file that cannot be read, `ValueError` for one that is no
-    safetensors file, has a dtype that there is none for, or lacks a name that `placements` has, and for placements that
-    do not fit; `CollectiveError` where ranks find different arrays or want different placements; `ImportError` without
-    safetensors.
+    Returns
+    -------
+    dict of str to DistArray
+        NumPy's arrays, by name. bfloat16 needs `ml_dtypes`.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read.
+    ValueError
+        If it is no safetensors file, has a dtype that NumPy does not have, or lacks a name of `placements`; or if a
+        placement does not fit.
+    CollectiveError
+        If ranks find different arrays, or want different placements.
+    ImportError
+        If safetensors is not installed.
+
+    Notes
+    -----
+    Collective over `mesh`: one Allgather of 56 bytes, after each rank has read its own part of each array. Every rank
+    raises the same error.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np, pce_mpi as pce
+    >>> from mpi4py import MPI
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pce.save(f"{folder}/w", {"w": pce.distribute(np.ones((4, 2)), mesh)})
+    ...     pce.load(f"{folder}/w", mesh, {"w": {"data": pce.Shard(0)}})["w"].placements
+    {'data': Shard(0)}
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
@@ -140,7 +189,7 @@ def _agree_on(
     error: Exception | None,
     over: str,
 ) -> None:
-    """Agree on the call and on the arrays; of arrays that differ, the message shows only those."""
+    """Agree on the call and on the arrays; the message shows only the arrays that differ."""
     checksum = zlib.crc32(repr(list(described.items())).encode())
     checksums = agree(comm, operation, called, error=error, facts=(checksum,), over=over)[:, 0].tolist()
     if checksums != checksums[:1] * len(checksums):
@@ -149,14 +198,14 @@ def _agree_on(
 
 
 def _brief(text: str) -> str:
-    """`text`, or where that is long its beginning and a checksum, so that different texts stay different."""
+    """Return `text`, or the beginning of a long one and a checksum, so that different texts stay different."""
     if len(text) <= _TEXT_SHOWN:
         return text
     return f"{text[:_TEXT_SHOWN]}... (checksum {zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x})"
 
 
 def _mesh_of(arrays: Any) -> Mesh:
-    """The mesh of the first array; without one there is nobody to tell of an error."""
+    """Return the mesh of the first array; without one there is nobody to tell of an error."""
     if not isinstance(arrays, Mapping):
         raise TypeError(f"arrays must be a dict of distributed arrays by name, got {type(arrays).__name__}")
     mesh = next((array.mesh for array in arrays.values() if isinstance(array, DistArray)), None)
@@ -188,7 +237,7 @@ def _gathered(array: DistArray) -> Blocks:
     if is_half(local.dtype):  # MPI does not know these, but it need not know what it carries
         local = local.view(np.uint16)
     everyone = list(sharding.members(tuple(mesh.dims), mesh.coordinates))
-    # Of equal replicas the first is sent.
+    # The first of equal replicas is sent.
     shapes = [
         sharding.local_shape(where) if mesh.rank == 0 and _is_first(sharding, where) else (0,) for where in everyone
     ]
@@ -216,14 +265,14 @@ def _named(error: Exception | None, path: Any) -> Exception | None:
 
 
 def _is_first(sharding: Sharding, where: Mapping[str, int]) -> bool:
-    """Whether the rank at `where` is the first of those that hold equal replicas."""
+    """Tell whether the rank at `where` is the first of those that hold equal replicas."""
     return not any(where[dim] for dim, placement in sharding.by_dim.items() if placement == Replicate())
 
 
 def _laid_out(
     file: Any, path: Any, mesh: Mesh, placements: Mapping[str, Mapping[str, Placement]]
 ) -> Iterator[tuple[str, Sharding, Any]]:
-    """Name, sharding and what can be read of each array of `file`."""
+    """Yield name, sharding and stored data of each array of `file`."""
     names = list(file.keys())
     missing = [name for name in placements if name not in names]
     if missing:
@@ -245,7 +294,7 @@ def _laid_out(
 
 
 def _listed(names: list[str]) -> str:
-    """Names to be read by a person, who needs no more than some."""
+    """Return the first names as text for a message."""
     some = ", ".join(map(shown, names[:_NAMES_SHOWN]))
     return some + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
 

@@ -1,4 +1,4 @@
-"""Make distributed arrays: of a global array, or of the local arrays that the ranks have."""
+"""Make distributed arrays from a global array, or from the local arrays that the ranks hold."""
 
 from __future__ import annotations
 
@@ -31,16 +31,49 @@ def distribute(
     src_rank: int | None = None,
     **placements: Placement,
 ) -> DistArray:
-    """A distributed array made of the global `array`, which every rank passes.
+    """Make a distributed array from a global array, which every rank passes.
 
-    `placements` are given by dim, `data=Shard(0)`; dims that are not named are Replicate. `array`: anything that
-    NumPy takes as an array, or a CuPy array; of bool, integers or real numbers. Memory is never shared with it.
+    Parameters
+    ----------
+    array : array_like
+        The global array, of bool, integers or real numbers: whatever NumPy takes as an array, or a CuPy array. Its
+        memory is not shared.
+    mesh : Mesh
+        The ranks.
+    requires_grad : bool, optional
+        `backward` finds the gradient of this array.
+    src_rank : int, optional
+        The only rank of the mesh whose `array` counts; the others may pass None.
+    **placements : Shard, Replicate or Partial
+        The placement of each dim by name, such as `data=Shard(0)`. Dims that are not named are Replicate.
 
-    Communicates nothing, and so raises where it fails; that the arrays are equal is not checked (`check_replicas`).
-    With `src_rank`, the rank of the mesh that has the array, only that rank's counts and others may pass None:
-    one Allgather of its shape and one Alltoallv of the parts, and errors are raised on every rank.
+    Returns
+    -------
+    DistArray
+        The array; its shards are balanced, see `shard_range`.
 
-    Raises `TypeError` for what is no array, `ValueError` for dims, axes or ranks that do not exist.
+    Raises
+    ------
+    TypeError
+        If `array` is no array, or its dtype has no meaning for a placement or a gradient.
+    ValueError
+        If a dim, an axis or a rank does not exist.
+
+    Notes
+    -----
+    Communicates nothing, and so raises on the rank that fails. Ranks must pass equal arrays, which is not checked; see
+    `check_replicas`.
+
+    With `src_rank` it is collective over the mesh: one Allgather of 56 bytes, one of the shape, and one Alltoallv of
+    the parts. Then every rank raises the same error.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1, model=1)
+    >>> distribute(np.zeros((4, 2)), mesh, data=pce.Shard(0)).placements
+    {'data': Shard(0), 'model': Replicate()}
     """
     if src_rank is not None:
         return _sent_from(array, mesh, src_rank, requires_grad, placements)
@@ -75,7 +108,7 @@ def _sent_from(
     destination = Sharding.of(mesh.dim_sizes, tuple(shape), placements)
     whole = destination.replicated
     here = library_named(library).empty(0, dtype_named(dtype)) if taken is None else taken
-    # Of what is Partial the terms are made where they belong, from shards that are sent.
+    # A Partial array is sent as shards; each rank then builds its partial from what it holds.
     sharded = destination.natural
     blocks, sizes = [here.reshape(-1)[:0]] * mesh.size, [(0,)] * mesh.size
     if taken is not None:
@@ -99,14 +132,48 @@ def from_local(
     requires_grad: bool = False,
     **placements: Placement,
 ) -> DistArray:
-    """A distributed array made of what each rank has: `local` is this rank's shard, replica or term.
+    """Make a distributed array from the arrays that the ranks hold.
 
-    Shards may be uneven and empty; the split points are taken from them. `shape` is the global shape, if there is one
-    to be held to. `local` itself is kept, and copied only if it `requires_grad`, as a step of SGD writes to it.
+    Parameters
+    ----------
+    local : array_like
+        This rank's shard, replica or partial. Shards may be uneven and empty. The array keeps `local` itself, or a copy
+        if it requires a gradient, as a step of SGD writes to it.
+    mesh : Mesh
+        The ranks.
+    shape : sequence of int, optional
+        The global shape that the shards must have together.
+    requires_grad : bool, optional
+        `backward` finds the gradient of this array.
+    **placements : Shard, Replicate or Partial
+        The placement of each dim by name, such as `data=Shard(0)`. Dims that are not named are Replicate.
 
-    Collective over the mesh: an Allgather of 56 bytes, and one of the local shapes. Raises on every rank `ValueError`
-    for shards that do not fit each other or the `shape`, `CollectiveError` where ranks say different things. That
-    replicas are equal is not checked (`check_replicas`).
+    Returns
+    -------
+    DistArray
+        The array, with the split points of these shards.
+
+    Raises
+    ------
+    TypeError
+        If `local` is no array, or its dtype has no meaning for a placement or a gradient.
+    ValueError
+        If shards do not fit each other or `shape`, or a dim or an axis does not exist.
+    CollectiveError
+        If ranks pass different placements, dtypes, shapes or numbers of axes.
+
+    Notes
+    -----
+    Collective over the mesh: one Allgather of 56 bytes, and one of the local shapes. Every rank raises the same error.
+    Replicas must be equal, which is not checked; see `check_replicas`.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> from_local(np.ones((3, 2)), mesh, data=pce.Shard(0)).shape
+    (3, 2)
     """
     comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
     taken: Array = None
@@ -130,8 +197,8 @@ def from_local(
 def _assembled(
     shapes: list[tuple[int, ...]], mesh: Mesh, placements: Mapping[str, Placement], given: tuple[int, ...] | None
 ) -> Sharding:
-    """The sharding in which rank r holds an array of `shapes[r]`; every rank finds the same, or the same error."""
-    # Any lengths do to find out which dims shard which axis.
+    """Return the sharding in which rank r holds an array of `shapes[r]`, or raise the same error on every rank."""
+    # The lengths do not matter for which dims shard which axis.
     pattern = Sharding.of(mesh.dim_sizes, shapes[0], placements)
     coordinates = list(pattern.members(tuple(mesh.dims), mesh.coordinates))
     lengths, splits = [], {}

@@ -29,25 +29,55 @@ from pce_mpi.distributed.sharding import Dims
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# How many operations of the past can be told apart by name.
+# The number of past operations that can be told apart by name.
 _REMEMBERED = 64
-# They stand beside the names of dims where arrays are made.
+# The other named arguments of functions that take placements by dim.
 _TAKEN = ("requires_grad", "shape", "src_rank")
 
 
 class Mesh:
     """The ranks of a communicator as a grid whose dims have names.
 
-    `Mesh(comm, data=2, classes=3)` lays 6 ranks out row by row: rank 0 is data 0, classes 0; rank 1 is data 0, classes
-    1; rank 3 is data 1, classes 0. The product of the sizes must be `comm.size`.
+    The last dim varies fastest: with `data=2, classes=3` rank 0 is data 0, classes 0; rank 1 is data 0, classes 1; rank
+    3 is data 1, classes 0.
 
-    Collective over `comm`: one Allgather of 56 bytes, and the making of communicators. Raises, on every rank alike,
-    `TypeError` for what is no communicator or no whole number, `ValueError` for sizes that do not fit,
-    `CollectiveError` where ranks name different dims.
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    **dims : int
+        The size of each dim by name, in order. Their product is `comm.size`.
 
-    MPI has some 2,000 communicators, and a mesh takes 4 or more: make one mesh, not many. Once each of its ranks has
-    let go of it, and of what `comm` gave, they give its communicators back as soon as they make another mesh together.
+    Attributes
+    ----------
+    dims : mapping of str to int
+        The size of each dim.
+    coordinates : mapping of str to int
+        The place of this rank along each dim.
+    dim_sizes : tuple of (str, int)
+        The dims and their sizes, in order.
+    rank, size : int
+        This rank of the mesh, and the number of its ranks.
 
+    Raises
+    ------
+    TypeError
+        If `comm` is no communicator or a size no whole number.
+    ValueError
+        If the sizes do not fit.
+    CollectiveError
+        If ranks name different dims.
+
+    Notes
+    -----
+    Collective over `comm`: one Allgather of 56 bytes, and the making and freeing of communicators, which the trace does
+    not show. Every rank raises the same error.
+
+    MPI has some 2,000 communicators, and a mesh takes 4 or more: make one mesh, not many. When all of its ranks have
+    dropped a mesh, and the communicators that it gave them, they free these as soon as they make another mesh together.
+
+    Examples
+    --------
     >>> from mpi4py import MPI
     >>> Mesh(MPI.COMM_SELF, data=1, classes=1)
     Mesh(data=1, classes=1)
@@ -75,11 +105,29 @@ class Mesh:
         self._recent: deque[tuple[int, str, str]] = deque(maxlen=_REMEMBERED)
 
     def comm(self, *dims: str) -> MPI.Intracomm:
-        """The communicator of the ranks that differ from this one in `dims` only, the last dim of the mesh fastest.
+        """Return the communicator of the ranks that differ from this one in `dims` only.
 
-        Made when first asked for, which is collective over the mesh (one Allgather of 56 bytes, and the making), and
-        kept: it is the mesh's to free, together with all other handles of it. The order of `dims` does not matter;
-        without any it is this rank alone.
+        Parameters
+        ----------
+        *dims : str
+            Names of dims, in any order; none of them means this rank alone.
+
+        Returns
+        -------
+        mpi4py.MPI.Cartcomm
+            The communicator, in which the last dim of the mesh varies fastest. The mesh keeps and frees it.
+
+        Raises
+        ------
+        ValueError
+            If the mesh does not have a dim.
+        CollectiveError
+            If ranks ask for different dims.
+
+        Notes
+        -----
+        Collective over the mesh when these dims are asked for first: one Allgather of 56 bytes, and the making of the
+        communicator.
         """
         if dims in self._comms:
             return self._comms[dims]
@@ -96,10 +144,22 @@ class Mesh:
         return self._comms[key]
 
     def note(self, checksum: int, what: str, in_full: str) -> None:
-        """Remember that this rank has run an operation: `what`, or `in_full` all that must be the same everywhere.
+        """Remember that this rank has run an operation.
 
-        Most operations send nothing, and ranks that run different ones do not notice. The next `agree` does.
-        `checksum` is one of `in_full`.
+        Most operations send nothing, so that ranks which run different ones do not notice. The next `agree` does.
+
+        Parameters
+        ----------
+        checksum : int
+            A checksum of `in_full`.
+        what : str
+            The name of the operation.
+        in_full : str
+            All that must be the same on every rank.
+
+        Notes
+        -----
+        Communicates nothing.
         """
         self._history = hash((self._history, checksum))  # of whole numbers, and so the same in every process
         self._recent.append((self._history, what, in_full))
@@ -116,8 +176,36 @@ class Mesh:
     ) -> list[int]:
         """Make sure that the ranks along `dims` make the same call and have run the same operations before.
 
-        Collective over `dims`: an Allgather of 56 bytes. Returns the `fact` of each rank. Raises on each of these ranks
-        what one of them found wrong (`error`), or `CollectiveError`, which says where they differ.
+        Parameters
+        ----------
+        dims : collection of str
+            Names of dims.
+        operation : str
+            The name of the operation that the ranks begin.
+        call : mapping of str to hashable
+            All that must be the same on every rank.
+        error : Exception, optional
+            The error that the checks of this rank raised.
+        fact : int, optional
+            A number for the other ranks to know.
+        ranks_named : bool, optional
+            The text of `error` names its ranks already, from an agreement over other dims.
+
+        Returns
+        -------
+        list of int
+            The `fact` of each rank.
+
+        Raises
+        ------
+        Exception
+            The `error` of the lowest rank that has one, with a text that names the ranks.
+        CollectiveError
+            If the calls or the operations before them differ.
+
+        Notes
+        -----
+        Collective over `dims`: one Allgather of 56 bytes. Every rank raises the same error.
         """
         comm, over = self.comm(*dims), text_of_dims(dims)
         facts = (self._history, fact)
@@ -130,7 +218,7 @@ class Mesh:
         except CollectiveTimeout:
             raise
         except Exception:
-            # Said once: these ranks have a common history from here on, which others of the mesh do not share.
+            # From here on these ranks have a common history, so that a difference is reported once.
             self._history = 0
             self._recent.clear()
             raise
@@ -140,7 +228,7 @@ class Mesh:
         return self
 
     def __deepcopy__(self, memo: object) -> Mesh:
-        return self  # as arrays of two meshes do not mix, a copied model lies over the mesh of the first
+        return self  # arrays of two meshes do not mix: a copied model stays on the mesh of the first
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a mesh is not pickled, as its communicators belong to this process: make another in the other")
@@ -181,12 +269,12 @@ def _kept_type() -> Any:
 
 
 def text_of_dims(dims: Collection[str]) -> str:
-    """How the trace and messages name the ranks along `dims`."""
+    """Return the name that messages and the trace have for the ranks along `dims`."""
     return ", ".join(dims)
 
 
 def _first_difference(recent: list[list[tuple[int, str, str]]], over: str) -> str:
-    """Which was the first operation that ranks did not have in common, of those that all of them remember."""
+    """Name the first operation that the ranks do not have in common, among those that they remember."""
     known = set.intersection(*({history for history, *_ in each} for each in recent))
     first, in_full = {}, {}
     for rank, each in enumerate(recent):
@@ -200,7 +288,7 @@ def _first_difference(recent: list[list[tuple[int, str, str]]], over: str) -> st
 
 
 def checked_dims(dims: Mapping[str, int], ranks: int | None = None) -> dict[str, int]:
-    """The sizes of the dims of a mesh, if they are such, and make up `ranks`, if that is given."""
+    """Return the sizes of the dims of a mesh, as int; their product must be `ranks` if that is given."""
     if not dims:
         raise ValueError("a mesh needs at least one dim, such as data=2")
     sizes = {}

@@ -1,7 +1,7 @@
-"""Where the pieces of a global array live: placement values and balanced split points.
+"""Placements, and how a length is split into balanced blocks.
 
-A placement says, for one dim of a mesh, how the ranks along that dim hold a global array. Placements are frozen
-values: compare them, hash them, print them; they know nothing of arrays or communicators.
+A placement says, for one dim of a mesh, how the ranks along that dim hold a global array. Placements are frozen values:
+compare them, hash them, print them. They know nothing of arrays or communicators.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,12 @@ ReduceOperator = Literal["sum", "avg", "max", "min"]
 
 @dataclass(frozen=True, repr=False)
 class Shard:
-    """Each rank along the dim holds one block of `axis` of the global array.
+    """Each rank along the dim holds one block of an axis of the global array.
 
-    `axis` is an axis of the array, counted from 0, or from the end when negative.
+    Parameters
+    ----------
+    axis : int
+        An axis of the array, counted from 0, or from the end if it is negative.
     """
 
     axis: int
@@ -37,7 +40,13 @@ class Replicate:
 
 @dataclass(frozen=True, repr=False)
 class Partial:
-    """Each rank along the dim holds a term; the global array is their `"sum"`, `"avg"`, `"max"` or `"min"`."""
+    """Each rank along the dim holds a partial array of the global shape; the global array is their reduction.
+
+    Parameters
+    ----------
+    operator : {"sum", "avg", "max", "min"}
+        The reduction.
+    """
 
     operator: ReduceOperator = "sum"
 
@@ -53,12 +62,33 @@ Placement = Shard | Replicate | Partial
 
 
 def shard_range(length: int, parts: int, index: int) -> tuple[int, int]:
-    """The half-open range [start, stop) of block `index` when `length` items are split into `parts` balanced blocks.
+    """Return the range of block `index` when `length` items are split into `parts` balanced blocks.
 
-    Blocks differ by at most one item and the longer ones come first, as `numpy.array_split` has it; with more parts
-    than items the last blocks are empty. Nothing is communicated.
+    Blocks differ by at most one item and the longer ones come first, as in `numpy.array_split`. With more parts than
+    items the last blocks are empty.
 
-    Raises `ValueError` for a negative length, less than one part or an index outside [0, parts).
+    Parameters
+    ----------
+    length : int
+        The number of items, at least 0.
+    parts : int
+        The number of blocks, at least 1.
+    index : int
+        The block, in [0, parts).
+
+    Returns
+    -------
+    tuple of int
+        The half-open range [start, stop).
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+
+    Notes
+    -----
+    Communicates nothing.
 
     Examples
     --------

@@ -1,12 +1,12 @@
-"""Plans: how the parameters of a model lie along one dim of a mesh, said once, by patterns of their names.
+"""Styles: the placement of each parameter of a model along one dim of a mesh, by patterns of its name.
 
 Matrices are used as `x @ w`, with w (in, out). Split by columns, each rank computes its own features of the result from
-all of x; split by rows, each rank needs its own features of x only and gives a term of the result. One after the other
-they make the tensor-parallel block, with one all-reduce at its end:
+all of x. Split by rows, each rank needs only its own features of x, and its result is Partial. One after the other they
+make the tensor-parallel block, with one all-reduce at its end:
 
-    plan = {"up*": Colwise(), "down*": Rowwise(), "norm.*": SequenceParallel(), "embedding": VocabParallel()}
+    styles = {"up*": Colwise(), "down*": Rowwise(), "norm.*": SequenceParallel(), "embedding": VocabParallel()}
 
-What lies between two layers is said where the layers are called, by `x.redistribute(model=...)`.
+The placement of an array between two layers is set by `x.redistribute(model=...)`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,23 @@ from pce_mpi.distributed.placements import Placement, Replicate, Shard
 class Colwise:
     """Split over the outputs: a matrix (in, out) is Shard(-1), its bias (out,) Shard(0).
 
-    x @ w + b is sharded along its features, and nothing is sent for it. The gradient of x is Partial over the dim: the
-    one all-reduce of this layer comes in the backward pass.
+    `x @ w + b` is sharded along its features, and nothing is sent. The gradient of x is Partial over the dim: the one
+    all-reduce of this layer comes in the backward pass.
     """
 
     def placement(self, ndim: int) -> Placement:
-        """Where an array of `ndim` axes lies along the plan's dim."""
+        """Return the placement of an array along the dim.
+
+        Parameters
+        ----------
+        ndim : int
+            The number of its axes.
+
+        Returns
+        -------
+        Shard or Replicate
+            The placement.
+        """
         if ndim < 1:
             raise ValueError("Colwise takes a matrix or a vector, got a 0-d array")
         return Shard(ndim - 1)
@@ -42,12 +53,23 @@ class Colwise:
 class Rowwise:
     """Split over the inputs: a matrix (in, out) is Shard(-2), its bias (out,) Replicate.
 
-    With x sharded along its features, as Colwise leaves it, x @ w is Partial over the dim: the one all-reduce of this
+    With x sharded along its features, as after `Colwise`, `x @ w` is Partial over the dim: the one all-reduce of this
     layer comes in the forward pass, or a reduce-scatter if the result is to be sharded along the sequence.
     """
 
     def placement(self, ndim: int) -> Placement:
-        """Where an array of `ndim` axes lies along the plan's dim."""
+        """Return the placement of an array along the dim.
+
+        Parameters
+        ----------
+        ndim : int
+            The number of its axes.
+
+        Returns
+        -------
+        Shard or Replicate
+            The placement.
+        """
         return Shard(ndim - 2) if ndim >= 2 else Replicate()
 
 
@@ -55,12 +77,23 @@ class Rowwise:
 class SequenceParallel:
     """Replicate, for the scale and bias of norms whose input is sharded along the sequence.
 
-    Each rank has seen its own part of the sequence only, so that the gradient is Partial over the dim and the step
+    Each rank has seen only its own part of the sequence, so the gradient is Partial over the dim, and the step
     all-reduces it. With an input that is Replicate over the dim, the gradient is Replicate and nothing is sent.
     """
 
     def placement(self, ndim: int) -> Placement:
-        """Where an array of `ndim` axes lies along the plan's dim."""
+        """Return the placement of an array along the dim.
+
+        Parameters
+        ----------
+        ndim : int
+            The number of its axes.
+
+        Returns
+        -------
+        Shard or Replicate
+            The placement.
+        """
         return Replicate()
 
 
@@ -68,12 +101,23 @@ class SequenceParallel:
 class VocabParallel:
     """Split over the entries of a vocabulary: an embedding table (entries, features) is Shard(0).
 
-    Looking ids up in it gives a Partial result. Transposed, as the last layer, it gives logits whose class axis is
-    sharded, from which `cross_entropy` takes the loss without gathering them.
+    A lookup of ids gives a Partial result. Transposed, as the last layer, the table gives logits whose class axis is
+    sharded, and `cross_entropy` takes the loss without gathering them.
     """
 
     def placement(self, ndim: int) -> Placement:
-        """Where an array of `ndim` axes lies along the plan's dim."""
+        """Return the placement of an array along the dim.
+
+        Parameters
+        ----------
+        ndim : int
+            The number of its axes.
+
+        Returns
+        -------
+        Shard or Replicate
+            The placement.
+        """
         if ndim < 1:
             raise ValueError("VocabParallel takes a table or a vector, got a 0-d array")
         return Shard(0)
@@ -81,13 +125,24 @@ class VocabParallel:
 
 @dataclass(frozen=True)
 class Replicated:
-    """Replicate: every rank holds all of it and does the same work.
+    """Replicate: every rank holds the whole parameter and does the same work.
 
-    The gradient is Replicate too, as long as what the parameter is used with is.
+    The gradient is Replicate too, if the other operands are.
     """
 
     def placement(self, ndim: int) -> Placement:
-        """Where an array of `ndim` axes lies along the plan's dim."""
+        """Return the placement of an array along the dim.
+
+        Parameters
+        ----------
+        ndim : int
+            The number of its axes.
+
+        Returns
+        -------
+        Shard or Replicate
+            The placement.
+        """
         return Replicate()
 
 
@@ -97,15 +152,38 @@ Style = Colwise | Rowwise | SequenceParallel | VocabParallel | Replicated
 def shard_parameters(
     params: Mapping[str, Any], mesh: Mesh, plan: Mapping[str, Style], dim: str = "model"
 ) -> dict[str, DistArray]:
-    """The arrays of `params` as distributed parameters, lying along `dim` as `plan` says, Replicate over other dims.
+    """Make distributed parameters, each placed along one dim in the style that its name has in a plan.
 
-    `params`: global arrays by name, the same on every rank, of floating dtype. `plan`: a style for each pattern of
-    names, as `fnmatch` has them (`*`, `?`, `[...]`; case counts); the first pattern that matches a name decides.
+    Parameters
+    ----------
+    params : mapping of str to array_like
+        Global arrays by name, of floating dtype, the same on every rank.
+    mesh : Mesh
+        The ranks.
+    plan : mapping of str to style
+        A style, such as `Colwise()`, for each pattern of names, as `fnmatch` has them (`*`, `?`, `[...]`; case counts).
+        The first pattern that matches a name decides.
+    dim : str, optional
+        The dim along which the styles place parameters. They are Replicate over the other dims.
 
-    Returns arrays that require a gradient, by the same names in the same order. Communicates nothing, and so raises
-    where it fails: `ValueError` for patterns that match no parameter and parameters that no pattern matches, all of
-    them named, and for a mesh without `dim`; `TypeError` for what is no style, no mesh or no array.
+    Returns
+    -------
+    dict of str to DistArray
+        Arrays that require a gradient, by the same names in the same order.
 
+    Raises
+    ------
+    TypeError
+        If an argument is no array, no mesh or no style.
+    ValueError
+        If a pattern matches no parameter, a parameter matches no pattern, or the mesh does not have `dim`.
+
+    Notes
+    -----
+    Communicates nothing, and so raises on the rank that fails.
+
+    Examples
+    --------
     >>> import numpy as np, pce_mpi as pce
     >>> from mpi4py import MPI
     >>> params = {"up.w": np.ones((2, 8)), "up.b": np.zeros(8), "down.w": np.ones((8, 2))}

@@ -1,4 +1,4 @@
-"""Safetensors files, whoever has written them: opened alike, with errors that say what is wrong and stay short."""
+"""Read safetensors files, with short errors that say what is wrong: a file may be broken or malicious."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import reprlib
 import stat
 from typing import Any
 
-# How the format calls the dtypes, in the order in which the library puts them.
+# The format's names of dtypes, in the library's order.
 CODES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -28,24 +28,23 @@ CODES = {
 }
 _NAMES = {code: name for name, code in CODES.items()}
 
-# Names come from files, which may be broken or malicious.
 _LONG = 100
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _LONG
 
 
 def shown(value: Any) -> str:
-    """`repr(value)`, or its ends where that is long or deep."""
+    """Return `repr(value)`, or the ends of a long or deep one."""
     return _repr.repr(value)
 
 
 def shortened(text: str) -> str:
-    """`text`, or its ends where that is long."""
+    """Return `text`, or the ends of a long one."""
     return text if len(text) <= 2 * _LONG else f"{text[:_LONG]}...{text[-_LONG:]}"
 
 
 def dtype_name(name: str, stored: Any) -> str:
-    """NumPy's name for the dtype of an array called `name`; `ValueError` for one that no array here can have."""
+    """Return NumPy's name for the dtype of the array `name`; `ValueError` for one that no array here can have."""
     code = stored.get_dtype()
     if code not in _NAMES:
         raise ValueError(f"{shown(name)} is {code}, and only {', '.join(_NAMES)} can be read")
@@ -53,7 +52,7 @@ def dtype_name(name: str, stored: Any) -> str:
 
 
 def safetensors_library() -> Any:
-    """The module; `ImportError` says what to install."""
+    """Return the module; `ImportError` says what to install."""
     try:
         import safetensors
     except ImportError as error:
@@ -62,7 +61,7 @@ def safetensors_library() -> Any:
 
 
 def kind_of_file(mode: int) -> str:
-    """What a file with the mode `mode` is, '' for a regular file."""
+    """Name the kind of a file with the mode `mode`; '' for a regular file."""
     if stat.S_ISREG(mode):
         return ""
     kinds = {
@@ -76,15 +75,15 @@ def kind_of_file(mode: int) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """The file at `path`, as the library shows it; `ValueError` where it is none of safetensors."""
+    """Open the file at `path` with the library; `ValueError` if it is no safetensors file."""
     safetensors = safetensors_library()
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(f"cannot load {str(path)!r}: it is a folder")
-    if kind := kind_of_file(mode):  # before a pipe is waited for that nobody writes to
+    if kind := kind_of_file(mode):  # to open a pipe would wait for a writer
         raise ValueError(f"cannot load {str(path)!r}: it is {kind}, and only a regular file can be loaded")
     with path.open("rb"):
-        pass  # for Python's own error, which names the path
+        pass  # Python's own error names the path
     try:
         file = safetensors.safe_open(path, "np")
     except safetensors.SafetensorError as error:

@@ -27,17 +27,17 @@ Blocks = Sequence[tuple[tuple[slice, ...], HostArray]]  # parts of a global arra
 
 
 class TensorWriter:
-    """The file while it is being written, on rank 0: of its full length from the start, beside where it is to be."""
+    """A temporary file, of its full length from the start, beside the file that it replaces in the end."""
 
     def __init__(self, path: Path, arrays: Mapping[str, DistArray]) -> None:
         self._replaced = _replaceable(path)
         header, offsets, size = _header(arrays)
         self._path = Path(os.path.realpath(path))  # a link stays, and what it leads to is replaced
         folder, stem = self._path.parent, _stem(self._path.name)
-        for leftover in abandoned(folder, stem):  # first, as the room that they take may be needed
+        for leftover in abandoned(folder, stem):  # first, as the new file may need their room
             with suppress(OSError):
                 leftover.unlink()
-        # Nobody may read on the way what nobody may read in the end.
+        # Nobody may read the temporary file who may not read the final one.
         self._temporary, descriptor = new_file(folder, stem, 0o666 if self._replaced is None else 0o600)
         self._file = os.fdopen(descriptor, "r+b")
         try:
@@ -59,11 +59,11 @@ class TensorWriter:
             self.write(name, where, block)
 
     def write(self, name: str, where: tuple[slice, ...], block: HostArray) -> None:
-        """Put `block` of the array `name` where it belongs."""
+        """Write `block` of the array `name` to its place."""
         self._data[name][where] = block
 
     def finish(self) -> None:
-        """Make the file what is at the path, also after a power failure."""
+        """Put the file in its place, so that it is there after a power failure too."""
         self._bytes.flush()
         if self._replaced is not None:
             _take_over(self._file.fileno(), self._replaced)
@@ -72,13 +72,13 @@ class TensorWriter:
         _flush_folder(self._path.parent)
 
     def discard(self) -> None:
-        """Remove the temporary file, if it still is there."""
+        """Remove the temporary file if it is still there."""
         self._temporary.unlink(missing_ok=True)
         self._file.close()
 
 
 def _replaceable(path: Path) -> os.stat_result | None:
-    """The regular file at `path`, if there is anything; `FileExistsError` for all else that a rename would destroy."""
+    """Return the status of the regular file at `path`, if any; refuse all else that a rename would destroy."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -91,12 +91,12 @@ def _replaceable(path: Path) -> os.stat_result | None:
 
 
 def _stem(name: str) -> str:
-    """The beginning of the temporary file's name, which may have 255 bytes, 17 of them its own."""
+    """Return the beginning of the temporary file's name, which may have 255 bytes, 17 of them its own."""
     return f".{os.fsdecode(os.fsencode(name)[:200])}."
 
 
 def _take_over(descriptor: int, replaced: os.stat_result) -> None:
-    """Give a file the mode of the one that it replaces and, as far as this user may, its owner and group."""
+    """Give a file the mode of the one that it replaces and, if this user may, its owner and group."""
     for owner in (replaced.st_uid, -1), (-1, replaced.st_gid):
         with suppress(OSError):
             os.fchown(descriptor, *owner)
@@ -106,11 +106,11 @@ def _take_over(descriptor: int, replaced: os.stat_result) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Have the names in `folder` on the disk, where its file system can do that."""
+    """Flush the names in `folder` to the disk, if its file system can."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except PermissionError:
-        return  # one may write to it and not read it
+        return  # a folder may be writable and not readable
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -121,7 +121,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _reserve(file: BinaryIO, size: int) -> None:
-    """Room for `size` bytes, or an `OSError`: writing to a mapped file on a full disk would end the process."""
+    """Reserve `size` bytes or raise `OSError`: a write to a mapped file on a full disk would end the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file.fileno(), 0, size)
         return
@@ -132,13 +132,13 @@ def _reserve(file: BinaryIO, size: int) -> None:
 
 
 def _stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The file is little-endian."""
+    """Return the dtype in the file, which is little-endian."""
     return dtype if dtype.name == "bfloat16" else dtype.newbyteorder("<")
 
 
 def _header(arrays: Mapping[str, DistArray]) -> tuple[bytes, dict[str, int], int]:
-    """The file up to its data, where in the file each array begins, and the length of the file."""
-    # As the library does it: wide dtypes first, so that every element lies at a multiple of its size.
+    """Return the file up to its data, the start of each array in the file, and the length of the file."""
+    # In the library's order: wide dtypes first, so that every element is at a multiple of its size.
     ranked = list(CODES)
     order = sorted(arrays, key=lambda name: (-ranked.index(arrays[name].dtype.name), name))
     entries, starts, end = {}, {}, 0

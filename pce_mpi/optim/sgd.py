@@ -1,4 +1,4 @@
-"""Gradient descent on distributed arrays: partial gradients are brought together first, then each rank steps alone."""
+"""Gradient descent on distributed arrays: Partial gradients are reduced together, then each rank steps alone."""
 
 from __future__ import annotations
 
@@ -21,30 +21,50 @@ from pce_mpi.optim.synchronization import meshes_of, synchronize
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
-# How many elements are updated at a time: few enough that what is read of them once stays in the cache.
+# The number of elements that are updated at a time, few enough to stay in the cache.
 _BLOCK = 2**16
-# A GPU keeps nothing between two kernels, and starting one takes as long as 100,000 elements.
+# A GPU keeps nothing between two kernels, and the start of one takes as long as 100,000 elements.
 _BLOCK_OF_DEVICE = 2**24
 
 
 class SGD:
-    """Stochastic gradient descent with momentum, Nesterov's momentum and weight decay, as PyTorch's `SGD` has them.
+    """Stochastic gradient descent with momentum, Nesterov's momentum and weight decay.
 
-    A step takes each parameter p with gradient g to p - lr d, where
+    As in `torch.optim.SGD`, a step takes each parameter p with gradient g to p - lr d, where
 
         d = g + weight_decay p
         b = momentum b + d                     with momentum; b = d in the first step
         d = b, or d + momentum b               with momentum; the second with nesterov
 
-    `parameters`: arrays that were made with `requires_grad=True`, each once, over any meshes, of any floating dtype;
-    none may be Partial. `lr`, `momentum`, `weight_decay`: finite numbers that are not negative; `lr` may be assigned
-    between steps. Arithmetic is done in the dtype of the parameter, for float16 and bfloat16 in float32, of which the
-    parameter is rounded once a step; b lies as the parameter does.
+    Parameters
+    ----------
+    parameters : iterable of DistArray
+        Arrays that were made with `requires_grad=True`, each once, over any meshes, of any floating dtype; none may be
+        Partial.
+    lr : float
+        The learning rate, finite and not negative; it may be assigned between steps.
+    momentum : float, optional
+        The factor of b, finite and not negative.
+    nesterov : bool, optional
+        Use Nesterov's momentum, which needs a `momentum` that is not 0.
+    weight_decay : float, optional
+        The factor of p in d, finite and not negative.
 
-    Making one communicates nothing. Raises `TypeError` for what is no distributed array or no number, and for NumPy
-    arrays beside CuPy arrays; `ValueError` for no parameters, a parameter that is given twice, is not a leaf that
-    requires a gradient or is Partial, a negative number, and `nesterov` without `momentum`.
+    Raises
+    ------
+    TypeError
+        If a parameter is no distributed array or a factor no number, or NumPy arrays are beside CuPy arrays.
+    ValueError
+        If there are no parameters, one is given twice, is Partial or is not a leaf that requires a gradient, or a
+        factor is out of range.
 
+    Notes
+    -----
+    An optimizer communicates only in `step`. The arithmetic is in the dtype of the parameter; float16 and bfloat16 are
+    computed in float32 and rounded once a step. b is sharded as the parameter is.
+
+    Examples
+    --------
     >>> import numpy as np, pce_mpi as pce
     >>> from mpi4py import MPI
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
@@ -86,23 +106,33 @@ class SGD:
         self._lr = _not_negative(value, "lr")
 
     def zero_grad(self) -> None:
-        """Forget the gradients: the next backward pass starts from none. Communicates nothing."""
+        """Set the gradients to None, so that the next backward pass starts anew.
+
+        Notes
+        -----
+        Communicates nothing.
+        """
         for parameter in self.parameters:
             parameter.grad = None
 
     def step(self) -> None:
-        """Bring the gradients together and update the parameters in place; those without a gradient stay as they are.
+        """Reduce the gradients and update the parameters in place; parameters without a gradient stay as they are.
 
-        Each `grad` lies as its parameter does afterwards, so that a second step finds nothing to bring together.
+        Afterwards each `grad` has the sharding of its parameter, so that a second step has nothing to reduce.
 
-        Collective over each mesh of the parameters: an Allgather of 56 bytes to agree on the step; then for each set
-        of dims and dtype one Allreduce of the gradients that are Partial over those dims and whose parameters are
-        Replicate there, and one Reduce_scatter of those whose parameters are Shard. Gradients that are Partial as
-        "max" or "min" are brought to their parameters one by one.
+        Raises
+        ------
+        TypeError, ValueError
+            If a gradient does not fit its parameter.
+        CollectiveError
+            If ranks step different parameters, have gradients of different ones, or different numbers such as `lr`.
 
-        Raises on every rank, before anything is written, `CollectiveError` where ranks step different parameters, have
-        gradients of different ones or other numbers such as `lr`, and `TypeError` or `ValueError` for a gradient
-        that does not fit its parameter.
+        Notes
+        -----
+        Collective over each mesh of the parameters: one Allgather of 56 bytes; then, for each set of dims and dtype,
+        one Allreduce of the gradients that are Partial over those dims and whose parameters are Replicate there, and
+        one Reduce_scatter of those whose parameters are Shard. Gradients that are Partial "max" or "min" are
+        redistributed one by one. Every rank raises the same error, before anything is written.
         """
         called = {
             "lr": self.lr,
@@ -127,7 +157,7 @@ class SGD:
                 self._update(xp, index, local, parameter.grad.local, room)
 
     def _update(self, xp: Any, index: int, parameter: Array, gradient: Array, room: Array) -> None:
-        """One step of one parameter, block by block, so that memory is gone through once; `room` is for two blocks."""
+        """Update one parameter, block by block, so that memory is read once; `room` is for two blocks."""
         first = bool(self.momentum) and self._buffers[index] is None
         if first:
             self._buffers[index] = xp.empty(parameter.shape, room.dtype)
@@ -138,7 +168,7 @@ class SGD:
         half = parameter.dtype != room.dtype
         for block in _blocks(parameter.shape, room.shape[1]):
             value, d = parameter[block], gradient[block]
-            if half:  # no arithmetic is done in these: `value` is a copy, which is rounded at the end
+            if half:  # `value` is a copy in float32, which is rounded at the end
                 value, d = value.astype(room.dtype), d.astype(room.dtype)
             s = room[0, : value.size].reshape(value.shape)
             if self.weight_decay:
@@ -163,19 +193,39 @@ class SGD:
 
 
 def clip_grad_norm(parameters: Iterable[DistArray], max_norm: float) -> float:
-    """Scale the gradients so that their norm is at most `max_norm`, and return what it was.
+    """Scale the gradients so that their norm is at most `max_norm`.
 
-    The norm is the 2-norm of all gradients together as one vector, every element of a global array counted once, in
-    float64. Each gradient is multiplied by min(1, max_norm / (norm + 1e-6)), as PyTorch's `clip_grad_norm_` does; a
-    norm that is `nan` makes all gradients `nan`. Parameters without a gradient count for nothing. What is Partial is
-    brought to its parameter first, as `SGD.step` does, which then finds that done.
+    As in `torch.nn.utils.clip_grad_norm_`, each gradient is multiplied by min(1, max_norm / (norm + 1e-6)).
 
-    `parameters` as for `SGD`. Returns a Python float, the same on every rank.
+    Parameters
+    ----------
+    parameters : iterable of DistArray
+        As for `SGD`. Those without a gradient count for nothing.
+    max_norm : float
+        The bound, not negative.
 
-    Collective over each mesh of the parameters: an Allgather of 56 bytes, the collectives of `SGD.step`, and one
-    Allreduce of 8 bytes. Raises, on every rank and before anything is written, the errors of `SGD` and `SGD.step`,
-    and `ValueError` for a negative `max_norm` and for parameters over meshes of other ranks.
+    Returns
+    -------
+    float
+        The norm before: the 2-norm of all gradients as one vector, each element of a global array counted once, in
+        float64. It is the same on every rank; if it is `nan`, all gradients become `nan`.
 
+    Raises
+    ------
+    TypeError, ValueError
+        As in `SGD` and `SGD.step`; `ValueError` if `max_norm` is negative, or the parameters are over meshes of
+        different ranks.
+    CollectiveError
+        As in `SGD.step`.
+
+    Notes
+    -----
+    Collective over each mesh of the parameters: one Allgather of 56 bytes, the collectives of `SGD.step`, and one
+    Allreduce of 8 bytes. A Partial gradient is reduced first; `SGD.step` then has nothing to reduce. Every rank raises
+    the same error, before anything is written.
+
+    Examples
+    --------
     >>> import numpy as np, pce_mpi as pce
     >>> from mpi4py import MPI
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
@@ -206,12 +256,12 @@ def clip_grad_norm(parameters: Iterable[DistArray], max_norm: float) -> float:
 
 @np.errstate(all="ignore")
 def _sum_of_squares(parameters: Sequence[DistArray], mesh: Mesh) -> float:
-    """Of the elements of all gradients over `mesh`, which lie as their parameters do; the same bits on every rank."""
+    """Return the sum of the squares of all gradients over `mesh`, the same bits on every rank."""
     squares = []
     for parameter in parameters:
         if parameter.mesh is not mesh or parameter.grad is None:
             continue
-        # Of equal replicas the first counts.
+        # The first of equal replicas counts.
         placed = parameter.grad.sharding.by_dim.items()
         if any(mesh.coordinates[dim] for dim, placement in placed if placement == Replicate()):
             continue
@@ -228,7 +278,7 @@ def _sum_of_squares(parameters: Sequence[DistArray], mesh: Mesh) -> float:
 
 @np.errstate(all="ignore")
 def _times(array: Array, scale: float) -> Array:
-    """`array` times `scale`, rounded once to its dtype."""
+    """Return `array` times `scale`, rounded once to its dtype."""
     return (array.astype(compute_dtype_of(array.dtype), copy=False) * scale).astype(array.dtype, copy=False)
 
 
@@ -272,7 +322,7 @@ def _block_of(xp: Any) -> int:
 
 @lru_cache(maxsize=1024)
 def _blocks(shape: tuple[int, ...], most: int) -> tuple[tuple[int | slice, ...], ...]:
-    """Indices that cut an array of `shape` into blocks of at most `most` elements that lie next to each other."""
+    """Return indices that cut an array of `shape` into contiguous blocks of at most `most` elements."""
     if not shape:
         return ((),)
     axis = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= most)
@@ -282,9 +332,9 @@ def _blocks(shape: tuple[int, ...], most: int) -> tuple[tuple[int | slice, ...],
 
 
 def _keep_freed_memory() -> None:
-    """Let the C library keep up to 64 MiB that were freed, rather than give them back and take them again every step.
+    """Let the C library keep up to 64 MiB of freed memory, which each step takes again.
 
-    glibc gives back what exceeds twice the largest block that it has seen freed, of up to 32 MiB. So this frees one
-    of 32 MiB, of which no page was ever touched. A training step of 50 ms takes about 5 % less.
+    glibc gives freed memory back beyond twice the largest block that was freed, of up to 32 MiB. So this frees a block
+    of 32 MiB without ever touching a page of it. A training step of 50 ms takes about 5 % less.
     """
     np.empty(2**25 - 2**16, np.uint8)
