@@ -1,8 +1,8 @@
 """Run an operation on distributed arrays.
 
-`apply` brings the operands to the shardings that the rule asks for, runs the forward function on the local arrays, and
-records on the tape how the gradients of the operands follow from that of the result. A vjp is made of operations too,
-so the same placement rules hold backward.
+`apply` brings the operands to the shardings of the plan, runs the forward function on the local arrays, and puts a node
+on the tape that computes the gradients of the operands. A vjp is made of operations too, so the same placement rules
+hold backward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def operands_of(name: str, values: Sequence[Any]) -> list[DistArray]:
-    """`values` as distributed arrays of one mesh and one array library: plain arrays and numbers are Replicate."""
+    """Return `values` as distributed arrays of one mesh and one library; plain arrays and numbers are Replicate."""
     first = next((value for value in values if isinstance(value, DistArray)), None)
     if first is None:
         raise TypeError(f"{name} takes at least one DistArray; make one with pce_mpi.distribute")
@@ -55,7 +55,7 @@ def operands_of(name: str, values: Sequence[Any]) -> list[DistArray]:
 
 
 def _plain_operand(value: Any, values: Sequence[Any], first: DistArray, name: str) -> Any:
-    """A number or a plain array among `values` as an array of the library of `first`."""
+    """Return a number or a plain array among `values` as an array of the library of `first`."""
     xp = array_namespace(first.local)
     if type(value) in (bool, int, float):
         # As in NumPy, a Python number takes the dtype of the arrays that it meets.
@@ -70,7 +70,7 @@ def _plain_operand(value: Any, values: Sequence[Any], first: DistArray, name: st
 
 
 def redistributed(x: DistArray, destination: Sharding, *, operation: str, reason: str) -> DistArray:
-    """`x` in another sharding. A copy of a computed array that took communication is kept and not sent twice."""
+    """Return `x` in another sharding; a copy of a computed array that took communication is not sent twice."""
     move: Callable[..., DistArray] = redistribute
     if isinstance(x.mesh, AbstractMesh):
         x.mesh.need([x], [destination])
@@ -86,10 +86,10 @@ def redistributed(x: DistArray, destination: Sharding, *, operation: str, reason
 
 
 def apply(op: Op, *values: Any, **parameters: Any) -> Any:
-    """The result of `op`; on the tape, if an operand requires a gradient."""
+    """Return the result of `op`, on the tape if an operand requires a gradient."""
     operands = operands_of(op.name, values)
     mesh = operands[0].mesh
-    # A Partial operand that has been reduced before costs nothing any more.
+    # The copy of a Partial operand that was reduced before costs nothing.
     present = [x.copies.get(x.sharding.natural, x) if x.copies else x for x in operands]
     call = _call_of(op, present, parameters)
     mesh.note(call.checksum, op.name, call.text)
@@ -122,7 +122,7 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
 
 
 def _inputs(op: Op, operands: Sequence[DistArray], call: _Call) -> list[DistArray]:
-    """The operands in the shardings that the plan asks for."""
+    """Return the operands in the shardings of the plan."""
     inputs = []
     for index, (x, destination) in enumerate(zip(operands, call.plan.operands, strict=True)):
         if x.sharding is not destination:
@@ -130,8 +130,7 @@ def _inputs(op: Op, operands: Sequence[DistArray], call: _Call) -> list[DistArra
             placed = x.sharding.by_dim
             new = any(destination.by_dim[dim] != placed[dim] for dim in destination.partial_dims)
             if new and x.local.dtype != call.dtype:
-                # It is to be a partial of the result, whose dtype there may be Partial arrays of: there is no
-                # Partial("avg") of integers.
+                # The operand becomes a partial of the result, in the result's dtype: integers have no Partial("avg").
                 x = DistArray(x.local.astype(call.dtype), x.mesh, x.sharding)
             x = redistributed(x, destination, operation=op.name, reason=reason)
         inputs.append(x)
@@ -139,7 +138,7 @@ def _inputs(op: Op, operands: Sequence[DistArray], call: _Call) -> list[DistArra
 
 
 def _reason(op: Op, index: int, before: Sharding, after: Sharding) -> str:
-    """Why an operand is brought from `before` to `after`."""
+    """Return the reason for which an operand is brought from `before` to `after`."""
     if op.rule is None:
         return f"no rule for {op.name}: operand {index} is replicated"
     if set(before.partial_dims) - set(after.partial_dims):
@@ -149,10 +148,10 @@ def _reason(op: Op, index: int, before: Sharding, after: Sharding) -> str:
 
 @dataclass(frozen=True)
 class _Call:
-    """A planned call; `text`, and its `checksum`, say all that has to be the same on every rank.
+    """A planned call; `text`, and its `checksum`, have all that must be the same on every rank.
 
-    `dtype` is that of the result, as far as the operation knows. `reduced` is the sharding of the result once new
-    maxima and minima over shards are reduced: hardly any operation could use them as they are.
+    `dtype` is that of the result, as far as the operation knows. `reduced` is the sharding of the result after new
+    maxima and minima over shards are reduced, as hardly any operation takes Partial ones.
     """
 
     plan: Plan
@@ -177,12 +176,12 @@ class _Call:
 def _call_of(op: Op, operands: Sequence[DistArray], parameters: Mapping[str, Any]) -> _Call:
     shardings, dtypes = tuple(map(_SHARDING, operands)), tuple(map(_DTYPE, operands))
     items = tuple(parameters.items())
-    if op.rule is None:  # not cached: many such operations are made for one call, and refer to what they were made of
+    if op.rule is None:  # not cached: such operations are made for one call, and the cache would keep their functions
         replicated = Plan(tuple(sharding.replicated for sharding in shardings), shardings[0].replicated)
         return _Call.of(op, replicated, shardings, dtypes, items)
     try:
         return _cached_call(op, shardings, dtypes, items)
-    except TypeError:  # parameters of a user's operation that cannot be hashed; or an error of the rule's, once more
+    except TypeError:  # parameters that cannot be hashed, or an error of the rule, which is raised again
         return _cached_call.__wrapped__(op, shardings, dtypes, items)
 
 
@@ -203,7 +202,7 @@ def _cached_call(
 
 
 def _plain(value: Any) -> Any:
-    """`value`, alike where values are equal (1 and True), and without what no two ranks share: addresses of objects."""
+    """Return `value` in a form that is the same on every rank: 1 for True, and no addresses of objects."""
     if isinstance(value, tuple | list):
         return tuple(map(_plain, value))
     if isinstance(value, bool | int | float | np.number):
@@ -221,7 +220,7 @@ def _result(op: Op, local: Any, inputs: Sequence[DistArray], call: _Call) -> Dis
     if computed:
         for x in inputs:
             if x.copies is None and xp.may_share_memory(local, x.local):
-                local = local.copy()  # a function of the user's gave its argument, or a view of it
+                local = local.copy()  # a user's function returned its argument, or a view of it
     if op.rule is None:
         return DistArray(local, mesh, Sharding.of(mesh.dim_sizes, local.shape, {}), computed=computed)
     shape = call.plan.result.local_shape(mesh.coordinates)
@@ -231,7 +230,7 @@ def _result(op: Op, local: Any, inputs: Sequence[DistArray], call: _Call) -> Dis
 
 
 def _computed(op: Op, inputs: Sequence[DistArray]) -> bool:
-    """Whether the result counts as computed: a view of a made array changes when that is written to."""
+    """Tell whether the result counts as computed: a view of a made array changes when that is written to."""
     return not op.views or all(x.computed for x in inputs)
 
 
@@ -261,7 +260,7 @@ def _put_on_tape(
     def vjp(gradient: DistArray) -> list[DistArray | None]:
         if not op.vjps:
             raise NotImplementedError(f"{op.name} has no vjp: its result has no gradient")
-        # All consumers have contributed: what is left to add up is added up once, here.
+        # All consumers have contributed, so a Partial gradient is reduced here, once.
         destination = known.sharding.natural
         if op.relays:
             placed = gradient.sharding.by_dim
@@ -277,12 +276,12 @@ def _put_on_tape(
 
 
 def _used(uses: Sequence[Sequence[int]], required: Sequence[bool]) -> list[int]:
-    """The operands, -1 for the result, whose elements the vjps that will be called use."""
+    """Return the operands, -1 for the result, whose elements the vjps use that will be called."""
     return [index for used, needs in zip(uses, required, strict=False) if needs for index in used]
 
 
 def _held(x: DistArray, elements: bool) -> DistArray:
-    """What the tape holds of `x`: a node never holds what holds it, nor elements that no vjp will look at."""
+    """Return `x` for the tape: without its node, which would be a cycle, and without elements that no vjp uses."""
     return DistArray(x.local if elements else Abstract(x.local.dtype), x.mesh, x.sharding)
 
 

@@ -83,7 +83,7 @@ def _sent_by(step: Step, x: DistArray) -> Sent:
 
 @dataclass(frozen=True)
 class Inference:
-    """What an operation would do; `infer_placements` makes one.
+    """The placements and collectives of an operation; `infer_placements` makes one.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class Inference:
     result : dict of str to placement
         The placements of its result.
     collectives : tuple of Sent
-        What is sent, with the bytes of the rank at the origin of the mesh, whose shards are the longest.
+        The collectives, with the bytes of the rank at the origin of the mesh, whose shards are the longest.
     """
 
     operands: tuple[dict[str, Placement], ...]

@@ -1,4 +1,4 @@
-"""What an operation is: forward, vjp and placement rule together."""
+"""The definition of an operation: forward, vjp and placement rule together."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Op:
                   `DistArray`; None for an operand that has none
     rule          the global shapes of the operands -> `Rule`; None: the operation runs on Replicate operands
     dtype         the dtypes of the operands -> that of the result
-    takes_shardings  `forward` takes `shardings` too, to know where the local arrays lie
-    uses          for each of `vjps` the operands whose elements it uses, -1 for the result: what the tape has to hold.
-                  Of the others a vjp sees where they lie, but no elements. None: all of them
-    relays        the vjp gives the same elements in another order, shape or dtype: what is Partial stays so, as
-                  it may be on its way to a parameter, whose gradients add up without communication
-    keeps         `forward` returns something else besides, which the vjps take as `residuals`
+    uses          for each of `vjps` the operands whose elements it uses, -1 for the result; the tape holds only these.
+                  A vjp sees the shardings of the others, but no elements. None: all of them
+    takes_shardings  `forward` takes the `shardings` of the local arrays too
+    relays        the vjp gives the same elements in another order, shape or dtype: a Partial gradient stays Partial,
+                  as it may be on its way to a parameter, whose gradients add up without communication
+    gives_residuals  `forward` returns something else besides, which the vjps take as `residuals`
     views         the result of `forward` may share the memory of an operand
-    sends         what `forward` sends itself, which only an operation does whose rule has labels that it joins
+    sends         the collectives of `forward` itself; only a rule with `merged` labels has any
     """
 
     name: str
@@ -50,7 +50,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Shardings:
-    """Where the local arrays of one call lie; `required` says of each operand whether it requires a gradient."""
+    """The shardings of one call; `required` says of each operand whether it requires a gradient."""
 
     mesh: Mesh
     operands: tuple[Sharding, ...]
@@ -63,10 +63,10 @@ class Shardings:
         return self.result.local_shape(self.mesh.coordinates)
 
     def dims(self, axes: Sequence[int]) -> tuple[str, ...]:
-        """The dims that shard `axes` of the first operand."""
+        """Return the dims that shard `axes` of the first operand."""
         return tuple(dim for dim in self.mesh.dims if any(dim in self.operands[0].dims_of(axis) for axis in axes))
 
     def comm(self, axes: Sequence[int]) -> Any:
-        """The communicator over those dims; None if there are none."""
+        """Return the communicator over those dims; None if there are none."""
         dims = self.dims(axes)
         return self.mesh.comm(*dims) if dims else None

@@ -1,9 +1,8 @@
-"""The tape: what was computed from what, and one backward pass over it.
+"""The tape: the nodes of computed values, and one backward pass over them.
 
-A node knows the nodes that it was computed from and how to turn the gradient of its value into theirs. Nodes are
-numbered as they are made, so that a node always has a higher number than those it was computed from: going through
-them by falling number, every node has heard from all its consumers when its turn comes. No recursion, no cycles, and
-the same order on every rank.
+A node refers to the nodes that it was computed from and turns the gradient of its value into theirs. Nodes are numbered
+as they are made, so that a node has a higher number than those that it was computed from. The pass goes by falling
+number: all consumers of a node come before it. There is no recursion, no cycle, and one order on every rank.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Node:
     """One value on the tape.
 
     `vjp` takes the gradient of the value and returns one for each of `parents`; a parent that is None needs none. A
-    parameter is a node without parents, whose `vjp` keeps what it is given.
+    parameter is a node without parents, whose `vjp` keeps the gradient.
     """
 
     __slots__ = ("name", "number", "parents", "vjp")
@@ -39,9 +38,9 @@ class Node:
 
 
 def backward(root: Node, gradient: Gradient, add: Callable[[Gradient, Gradient], Gradient]) -> None:
-    """Hand `gradient`, that of the value of `root`, down to everything that it was computed from.
+    """Pass `gradient`, that of the value of `root`, to everything that it was computed from.
 
-    Each node is freed as soon as it has been passed. `RuntimeError` for a node that was freed before.
+    Each node is freed as soon as it was passed; a freed node raises `RuntimeError`.
     """
     gradients = {root.number: gradient}
     waiting = [(-root.number, root)]
@@ -62,16 +61,20 @@ def backward(root: Node, gradient: Gradient, add: Callable[[Gradient, Gradient],
 
 
 def is_grad_enabled() -> bool:
-    """Whether operations go onto the tape."""
+    """Tell whether operations go onto the tape."""
     return _grad_enabled.get()
 
 
 @contextmanager
 def no_grad() -> Iterator[None]:
-    """Compute without recording: results of the block have no gradient, and nothing is kept for a backward pass.
+    """Compute without the tape: results of the block have no gradient, and nothing is kept for a backward pass.
 
+    Notes
+    -----
     Communicates nothing.
 
+    Examples
+    --------
     >>> with no_grad():
     ...     is_grad_enabled()
     False

@@ -22,9 +22,9 @@ from pce_mpi.comm.tracing import Purpose, cause
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-#: how many whole numbers of its own an operation may add to the header of its agreement
+#: the number of whole numbers that an operation may add to the header of its agreement
 FACTS = 6
-# What a rank adds to the checksum of its call where its own checks failed; a checksum is smaller.
+# A rank adds this to the checksum of its call if its own checks failed; a checksum is smaller.
 _FAILED = 1 << 32
 
 
@@ -63,13 +63,13 @@ def agree(
 ) -> np.ndarray[Any, Any]:
     """Make sure that every rank of `comm` makes the same call and that all of its checks passed.
 
-    Collective over `comm`: one Allgather of 56 bytes. `call` describes what must be the same on every rank, `error`
-    is what this rank's own checks raised, if anything, and `facts` are up to 6 whole numbers for the others to know.
-    `ranks_named` says that the error's text has its ranks already, from an agreement over another communicator.
+    Collective over `comm`: one Allgather of 56 bytes. `call` is all that must be the same on every rank, `error` is the
+    error of this rank's own checks, and `facts` are up to 6 whole numbers for the others to know. With `ranks_named`
+    the error's text names its ranks already, from an agreement over another communicator.
 
-    Returns the facts of all ranks, (ranks, facts), int64. If some rank has an error, every rank raises that of the
-    lowest such rank, a builtin exception whose text names the ranks. If calls differ, every rank raises
-    `CollectiveError`, which says who said what. The communicator stays usable.
+    Returns the facts of all ranks, (ranks, facts), int64. If a rank has an error, every rank raises that of the lowest
+    such rank, a builtin exception whose text names the ranks. If calls differ, every rank raises `CollectiveError`,
+    which says who made which call. The communicator stays usable.
     """
     channel = channel_of(comm, operation)
     checksum = _checksum(operation, tuple(call.items()), tuple(map(type, call.values())))
@@ -92,9 +92,9 @@ def agree(
 
 @lru_cache(maxsize=1024)
 def _checksum(operation: str, call: tuple[tuple[str, Hashable], ...], types: tuple[type, ...]) -> int:
-    """A number that is the same on every rank for the same call; programs make few different ones, many times.
+    """Return a number that is the same on every rank for the same call; programs repeat few different calls.
 
-    Without `types` a rank would be told that of 1 where it asks for that of True, if it had asked for the former first.
+    `types` keeps 1 and True apart, which are one key of the cache.
     """
     return zlib.crc32(repr((operation, call)).encode())
 
@@ -114,7 +114,7 @@ def raise_together(
 
 
 def _text_of(error: Exception) -> str:
-    """`str(error)`, or its type where that raises: the other ranks are waiting for some text."""
+    """Return `str(error)`, or its type if that raises: the other ranks are waiting for some text."""
     try:
         return str(error)
     except Exception:
@@ -122,7 +122,7 @@ def _text_of(error: Exception) -> str:
 
 
 def _kind_of(error: Exception) -> str:
-    """The nearest of its types that every rank can raise."""
+    """Name the nearest of its types that every rank can raise."""
     return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _RAISED), "RuntimeError")
 
 
@@ -137,9 +137,9 @@ _RAISED: dict[str, type[Exception]] = {
 
 
 def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str, over: str = "comm") -> list[str]:
-    """The text of every rank, in rank order, on every rank; texts may differ in length.
+    """Return the text of every rank, in rank order, on every rank; for reports and errors.
 
-    Collective: an Allgather of 8 bytes and an Allgatherv. For reports and errors.
+    Collective: an Allgather of 8 bytes and an Allgatherv.
     """
     channel = channel_of(comm, operation)
     block = np.frombuffer(text.encode(), np.uint8)

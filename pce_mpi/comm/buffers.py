@@ -1,4 +1,4 @@
-"""From an array to what MPI reads and writes, and back: host memory of a dtype that MPI knows, or that of a GPU."""
+"""Stage arrays in memory that MPI reads and writes: host memory of a dtype that MPI knows, or that of a GPU."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 def stays_on_gpu(array: Array) -> bool:
-    """Whether `array` is on a GPU and MPI can be handed it there."""
+    """Tell whether `array` is on a GPU and MPI takes it there."""
     return array_namespace(array) is not np and gpu_aware()[0]
 
 
 def wire_dtype(array: Array) -> np.dtype[Any]:
-    """The dtype that `array` travels as: one that MPI knows."""
+    """Return the dtype that `array` travels as, one that MPI knows."""
     return np.dtype(np.float32) if is_half(array.dtype) else array.dtype
 
 
 def to_wire(array: Array, direct: bool, copy: bool = False) -> Array:
-    """`array` as contiguous memory of its `wire_dtype`, on the host unless `direct`; with `copy` in memory of its own.
+    """Return `array` as contiguous memory of its `wire_dtype`, on the host unless `direct`; a copy with `copy`.
 
-    What is on a GPU is there by then, or has left it.
+    All work of the GPU that fills it is done.
     """
     dtype, xp = wire_dtype(array), array_namespace(array)
     if xp is not np and not direct:
@@ -39,7 +39,7 @@ def to_wire(array: Array, direct: bool, copy: bool = False) -> Array:
 
 
 def room_for(size: int, sent: Array, like: Array) -> Array:
-    """Where MPI may write `size` elements, in memory like that of `sent`, which `like` was brought to."""
+    """Return room for `size` elements in memory like that of `sent`, the staged `like`."""
     if array_namespace(sent) is not array_namespace(like):
         return pinned((size,), sent.dtype)
     return array_namespace(sent).empty(size, sent.dtype)
@@ -47,19 +47,19 @@ def room_for(size: int, sent: Array, like: Array) -> Array:
 
 @np.errstate(all="ignore")  # a sum that overflows a half does so on the rank that gets it
 def from_wire(received: Array, like: Array) -> Array:
-    """What came off the wire, in the library and the dtype of `like`."""
+    """Return what MPI has written in the library and the dtype of `like`."""
     if array_namespace(received) is not array_namespace(like):
         return from_pinned(received, like)
     return received.astype(like.dtype, copy=False)
 
 
 def concatenated(blocks: Sequence[Array]) -> Array:
-    """The elements of all blocks, one block after the other."""
+    """Return the elements of all blocks, one block after the other."""
     return array_namespace(blocks[0]).concatenate([block.reshape(-1) for block in blocks])
 
 
 def split(received: Array, shapes: Sequence[tuple[int, ...]], like: Array) -> list[Array]:
-    """What came off the wire as one array after the other of these `shapes`, in the library and the dtype of `like`."""
+    """Return what MPI has written as arrays of these `shapes`, in the library and the dtype of `like`."""
     flat = from_wire(received, like)
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes]).tolist()
     return [flat[start:end].reshape(shape) for start, end, shape in zip([0, *ends[:-1]], ends, shapes, strict=True)]

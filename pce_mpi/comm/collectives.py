@@ -1,11 +1,12 @@
-"""The only file that sends arrays: traced collectives, and the agreement that precedes them.
+"""Traced collectives on arrays.
 
 Every function is collective over its `comm`, an mpi4py intracommunicator, and works on the private duplicate of it that
-`communicators.py` keeps; its waiting is bounded as described there.
+`communicators.py` keeps, where waiting is bounded. Callers have agreed on operation, dtype and shapes, and stand in a
+`tracing.cause`.
 
-Arrays are NumPy or CuPy, of any shape and memory order, empty ones included. What MPI has no datatype for (float16,
-bfloat16) travels as float32. CuPy's go through pinned host memory and come back to their GPU, or are handed to MPI as
-they are, where that is GPU-aware and the operation is its own; either way the current stream has been waited for.
+Arrays are NumPy or CuPy, of any shape and memory order, empty ones included. float16 and bfloat16, for which MPI has no
+datatype, travel as float32. A CuPy array goes through pinned host memory and comes back to its GPU, or is handed to MPI
+as it is if the library is GPU-aware and the reduction is its own. Either way the current stream is waited for.
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ def all_reduce(
     overwrite: bool = False,
     element: np.dtype[Any] | None = None,
 ) -> Array:
-    """`array` combined over all ranks of `comm` with `op`, on every rank, the same bits.
+    """Reduce `array` over all ranks of `comm` with `op`; every rank returns the same bits.
 
-    Collective: one Allreduce of the array's bytes. `op` is "sum", "max" or "min", of which the last two propagate
-    `nan`, or `merge(a, b)`, associative up to rounding and commutative to the last bit, for arrays of any dtype,
-    structured ones among them. With `overwrite` the result may be in the memory of `array`, which spares a copy.
-    `element` is the structured dtype of which the last axis of `array` has the fields, for libraries without such.
+    Collective: one Allreduce of the array's bytes. `op` is "sum", or "max" or "min", which propagate `nan`, or
+    `merge(a, b)`, associative up to rounding and commutative to the last bit, for arrays of any dtype, structured ones
+    among them. With `overwrite` the result may be in the memory of `array`, which spares a copy. `element` is the
+    structured dtype whose fields are the last axis of `array`, for libraries without such dtypes.
     """
     from mpi4py import MPI
 
     why = current_cause()
     channel, xp = channel_of(comm, why.operation), array_namespace(array)
-    if channel.size == 1 and xp is not np:  # it need not leave the GPU to stay what it is
+    if channel.size == 1 and xp is not np:  # the result is the array, which need not leave the GPU
         record(why, "all_reduce", Purpose.PAYLOAD, ranks=1, bytes=wire_dtype(array).itemsize * array.size)
         return array if overwrite else array.copy()
     direct = op == "sum" and stays_on_gpu(array) and reduces_on_gpus()
     sent = to_wire(array, direct)
     wire = sent if element is None else sent.view(element)
-    # What was copied to pinned memory is ours already.
+    # A copy in pinned memory is ours already.
     overwrite = overwrite or array_namespace(sent) is not xp
     received = wire if overwrite else xp.empty_like(wire)
     handle, datatype = _operator(op, wire.dtype)
@@ -65,7 +66,7 @@ def all_reduce(
 
 
 def all_gather(array: Array, comm: MPI.Intracomm, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """The arrays of all ranks, in rank order, on every rank; `shapes` has the shape of each.
+    """Return the arrays of all ranks, in rank order, on every rank; `shapes` has the shape of each.
 
     Collective: one Allgatherv of the array's bytes.
     """
@@ -79,7 +80,7 @@ def all_gather(array: Array, comm: MPI.Intracomm, shapes: Sequence[tuple[int, ..
 
 
 def all_to_all(blocks: Sequence[Array], comm: MPI.Intracomm, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """The block that each rank has for this one, in rank order; `shapes` has the shape of each.
+    """Return the block that each rank has for this one, in rank order; `shapes` has the shape of each.
 
     Collective: one Alltoallv. `blocks[r]` goes to rank r; all blocks have one dtype.
     """
@@ -96,7 +97,7 @@ def all_to_all(blocks: Sequence[Array], comm: MPI.Intracomm, shapes: Sequence[tu
 
 
 def reduce_scatter(blocks: Sequence[Array], comm: MPI.Intracomm, op: ReduceOp) -> Array:
-    """Block `rank` combined over all ranks of `comm` with `op`; `blocks[r]` has the same shape on every rank.
+    """Reduce block `rank` over all ranks of `comm` with `op`; `blocks[r]` has the same shape on every rank.
 
     Collective: one Reduce_scatter of the blocks' bytes. `op` is that of `all_reduce`.
     """
@@ -114,7 +115,7 @@ def reduce_scatter(blocks: Sequence[Array], comm: MPI.Intracomm, op: ReduceOp) -
 
 
 def broadcast(array: Array, comm: MPI.Intracomm, root: int) -> Array:
-    """The array of rank `root`, on every rank; elsewhere `array` only says shape and dtype.
+    """Return the array of rank `root`, on every rank; elsewhere `array` gives only shape and dtype.
 
     Collective: one Bcast.
     """
@@ -127,15 +128,15 @@ def broadcast(array: Array, comm: MPI.Intracomm, root: int) -> Array:
 
 
 def _operator(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype | None]:
-    """What MPI is to combine elements of `dtype` with, and what it is to think that they are."""
+    """Return the MPI operator and datatype for elements of `dtype`; None leaves the datatype to mpi4py."""
     from mpi4py import MPI
 
     if op in ("max", "min") and dtype.kind == "f":
-        # With MPI's own operators it depends on the algorithm which rank sees a nan.
+        # With MPI's own operators the algorithm decides which rank sees a nan.
         op = _largest if op == "max" else _smallest
     if callable(op):
         return _merge_operator(op, dtype)
-    # These work on MPI's own datatypes, which mpi4py finds by the dtype; that of bool knows only logical operators.
+    # MPI's own operators need MPI's own datatypes; that of bool has only logical operators.
     largest, smallest = (MPI.LOR, MPI.LAND) if dtype.kind == "b" else (MPI.MAX, MPI.MIN)
     return {"sum": MPI.SUM, "max": largest, "min": smallest}[op], None
 
@@ -151,7 +152,7 @@ def _smallest(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[An
 
 
 def _canonical(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """`values` with one nan of the many, and 0.0 for -0.0: which of two came first must not show."""
+    """Return `values` with one nan of the many, and 0.0 for -0.0: the order of a reduction must not show."""
     values += 0.0
     values[np.isnan(values)] = np.nan
     return values
@@ -173,10 +174,10 @@ def _merge_operator(merge: Merge, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Dat
             b[...] = merge(np.frombuffer(source, dtype), b)
 
         known = MPI.Op.Create(combine, commute=True), datatype
-    _operators[merge, dtype] = known  # the last one used stands last
+    _operators[merge, dtype] = known  # last, as the most recently used
     return known
 
 
-# mpi4py has room for 32 operators in a process, the caller's own among them.
+# mpi4py has room for 32 operators in a process, with the caller's own.
 _MOST_OPERATORS = 12
 _operators: dict[tuple[Merge, np.dtype[Any]], tuple[MPI.Op, MPI.Datatype]] = {}

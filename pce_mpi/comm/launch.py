@@ -1,6 +1,6 @@
-"""Compare what the launcher has told this process of its job with what MPI sees.
+"""Compare the job that the launcher has told this process of with the ranks that MPI sees.
 
-MPI starts a process that it cannot connect to others as rank 0 of 1. Where the launcher and the MPI library do not
+MPI starts a process that it cannot connect to others as rank 0 of 1. If the launcher and the MPI library do not
 understand each other, each of P processes therefore runs the whole program alone, and nothing fails by itself.
 """
 
@@ -22,7 +22,7 @@ _SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
 class Launch(NamedTuple):
-    """The place of this process among those that a launcher started, and the variable that says how many these are."""
+    """The place of this process among those that a launcher started, and the variable that has their number."""
 
     rank: int
     size: int
@@ -30,11 +30,11 @@ class Launch(NamedTuple):
 
 
 def launch() -> Launch | None:
-    """Read what the launcher has told this process; None for one that was started alone."""
+    """Read the variables of the launcher; None for a process that was started alone."""
     told = [each for names in _MPIEXEC if (each := _read(*names)) is not None]
     if told:
-        # A job that is started from within another one inherits the variables of both. The smaller one raises no false
-        # alarm. The tasks of srun are no ranks then: within an allocation, mpiexec starts one on each host.
+        # A job that is started from within another one has the variables of both; the smaller one raises no false
+        # alarm. The tasks of srun are no ranks here: within an allocation, mpiexec starts one task on each host.
         return min(told, key=lambda each: each.size)
     step = _read(*_SRUN)
     return None if step is None or step.size == 1 or _in_a_shell_of_srun() else step

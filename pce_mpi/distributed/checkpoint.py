@@ -223,7 +223,7 @@ def _check(arrays: Mapping[Any, Any], mesh: Mesh) -> None:
         if not isinstance(array, DistArray):
             raise TypeError(f"arrays[{shown(name)}] must be a distributed array, got {type(array).__name__}")
         if array.mesh is not mesh:
-            raise ValueError(f"arrays[{shown(name)}] lies over another mesh than the first array")
+            raise ValueError(f"arrays[{shown(name)}] is over another mesh than the first array")
         if array.dtype.name not in CODES or not array.dtype.isnative:
             raise TypeError(f"arrays[{shown(name)}] is {array.dtype}, which the format has no name for")
 

@@ -1,4 +1,4 @@
-"""From one sharding of a global array to another: the steps it takes, what each costs, and one step carried out.
+"""Redistribution: the steps from one sharding of a global array to another, the cost of each, and how to run one.
 
     Shard -> Replicate                      all_gather
     Shard(i) -> Shard(j), other splits      all_to_all
@@ -34,7 +34,7 @@ _SILENT = ("slice", "keep", "pad")
 
 @dataclass(frozen=True)
 class Step:
-    """One move of all ranks along `dims`. `axis` is the one that is gathered, sliced, scattered or padded."""
+    """One move of all ranks along `dims`; `axis` is gathered, sliced, scattered or padded."""
 
     verb: Verb
     dims: tuple[str, ...]
@@ -44,27 +44,27 @@ class Step:
 
     @property
     def sends(self) -> bool:
-        """Whether ranks have to tell each other anything."""
+        """True if the step communicates."""
         return self.verb not in _SILENT
 
     @property
     def copies(self) -> bool:
-        """Whether the result is in memory of its own on every rank."""
+        """True if the result is in memory of its own on every rank."""
         return self.verb not in ("slice", "keep")
 
     @property
     def divisor(self) -> int:
-        """What terms are divided by before they are added up: how many ranks are averaged over."""
+        """The number of ranks that are averaged over, by which partials are divided before they are added."""
         return math.prod(self.before.sizes[dim] for dim in self.dims if self.before.by_dim[dim] == Partial("avg"))
 
     @property
     def placement_before(self) -> str:
-        """The placement of `dims` that this step changes, as text."""
+        """The placement of `dims` before the step, as text."""
         return _common(self.before, self.dims)
 
     @property
     def placement_after(self) -> str:
-        """What it changes it to."""
+        """The placement of `dims` afterwards, as text."""
         return _common(self.after, self.dims)
 
 
@@ -74,9 +74,10 @@ def _common(sharding: Sharding, dims: tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=4096)
 def steps(source: Sharding, destination: Sharding) -> tuple[Step, ...]:
-    """What brings an array from `source` to `destination`, in order; nothing where they are equal.
+    """Return the steps that bring an array from `source` to `destination`; none if they are equal.
 
-    What shrinks an array comes first, what makes it grow last. Raises `ValueError` for shardings of different things.
+    Steps that shrink the array come first, steps that make it grow last. Raises `ValueError` for shardings of different
+    shapes or meshes.
     """
     if (source.dims, source.shape) != (destination.dims, destination.shape):
         raise ValueError(
@@ -113,7 +114,7 @@ def _next(current: Sharding, destination: Sharding) -> Step:
 
 
 def _depth(current: Sharding, destination: Sharding, axis: int) -> int:
-    """How many of the outermost dims of `axis` split it in `current` as they do in `destination`."""
+    """Count the outermost dims of `axis` that split it in `current` as they do in `destination`."""
     mine, wanted = current.dims_of(axis), destination.dims_of(axis)
     for depth in range(min(len(mine), len(wanted)), 0, -1):
         if mine[:depth] == wanted[:depth] and _outer(current, axis, depth) == _outer(destination, axis, depth):
@@ -122,7 +123,7 @@ def _depth(current: Sharding, destination: Sharding, axis: int) -> int:
 
 
 def _outer(sharding: Sharding, axis: int, depth: int) -> Splits | None:
-    """The split points of `axis` if only its `depth` outermost dims split it."""
+    """Return the split points of `axis` if only its `depth` outermost dims split it."""
     splits = sharding.splits[axis]
     if splits is None or depth == 0:
         return None
@@ -132,7 +133,7 @@ def _outer(sharding: Sharding, axis: int, depth: int) -> Splits | None:
 def _deepen(
     current: Sharding, destination: Sharding, axis: int, verb: Verb, wanted: type[Replicate] | type[Partial]
 ) -> Step | None:
-    """Split `axis` over the next dims of `destination` that are still `wanted`, if all before them are right."""
+    """Split `axis` over the next dims of `destination` that are `wanted` now, if all dims before them are right."""
     have = current.dims_of(axis)
     depth = _depth(current, destination, axis)
     if depth < len(have):
@@ -158,7 +159,7 @@ def _pad(current: Sharding, destination: Sharding, axis: int) -> Step | None:
 
 
 def _exchange(current: Sharding, destination: Sharding, axis: int) -> Step | None:
-    """An all_to_all to other split points of `axis`, or from `axis` to another."""
+    """Return the all_to_all to other split points of `axis`, or from `axis` to another."""
     have, wanted = current.dims_of(axis), destination.dims_of(axis)
     if not have:
         return None
@@ -187,10 +188,10 @@ def _gather(current: Sharding, destination: Sharding, axis: int) -> Step | None:
 
 
 def wire_bytes(step: Step, itemsize: int) -> float:
-    """What a rank sends at least, on average, by the well-known algorithms; `itemsize` in bytes.
+    """Return the bytes that a rank sends at least, on average, by the well-known algorithms; `itemsize` in bytes.
 
-    With P ranks and n bytes that they hold together: all_reduce 2 (P-1)/P n, all_gather and reduce_scatter (P-1)/P n,
-    all_to_all (P-1)/P**2 n.
+    For P ranks that hold n bytes together: all_reduce 2 (P-1)/P n, all_gather and reduce_scatter (P-1)/P n, all_to_all
+    (P-1)/P**2 n.
     """
     if not step.sends:
         return 0.0
@@ -204,7 +205,7 @@ def wire_bytes(step: Step, itemsize: int) -> float:
 
 
 def sent_bytes(step: Step, coordinates: Coordinates, itemsize: int) -> int:
-    """What the rank at `coordinates` puts in, which is what the trace shows; `itemsize` in bytes."""
+    """Return the bytes that the rank at `coordinates` puts in, as the trace shows them; `itemsize` in bytes."""
     if not step.sends:
         return 0
     put = math.prod(step.before.local_shape(coordinates))
@@ -221,13 +222,13 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 @np.errstate(all="ignore")  # an average that underflows on one rank must not raise there alone
 def run_step(step: Step, local: Array, mesh: Mesh, operation: str, reason: str) -> Array:
-    """What this rank holds after `step`, given what it holds before."""
+    """Return the local array after `step`, given the one before."""
     xp = array_namespace(local)
     here = mesh.coordinates
     if step.verb == "slice":
         return local[within(step.before.slices(here), step.after.slices(here))]
     if step.verb == "keep":
-        # Of a sum one rank keeps the whole; an average, a largest or a smallest of equal values is that value.
+        # One rank keeps the whole sum; the average, maximum or minimum of equal values is that value.
         absent = any(here[dim] for dim in step.dims if step.after.by_dim[dim] == Partial("sum"))
         return xp.zeros_like(local) if absent else local
     if step.verb == "pad":
@@ -241,7 +242,7 @@ def run_step(step: Step, local: Array, mesh: Mesh, operation: str, reason: str) 
 
 
 def _sent(step: Step, local: Array, mesh: Mesh) -> Array:
-    """What this rank holds after a step that sends."""
+    """Return the local array after a step that sends."""
     xp, comm, here = array_namespace(local), mesh.comm(*step.dims), mesh.coordinates
     members = list(step.before.members(step.dims, here))
     if step.verb == "all_gather":
@@ -251,19 +252,19 @@ def _sent(step: Step, local: Array, mesh: Mesh) -> Array:
         return _exchanged(step, local, comm, members, here)
     placed = [step.before.by_dim[dim] for dim in step.dims]
     reduction: ReduceOp = "max" if Partial("max") in placed else "min" if Partial("min") in placed else "sum"
-    term = local
+    partial = local
     if step.divisor > 1:
         # A half is rounded once, after the sum.
-        term = local.astype(np.float32) if is_half(local.dtype) else local
-        term = term / term.dtype.type(step.divisor)
+        partial = local.astype(np.float32) if is_half(local.dtype) else local
+        partial = partial / partial.dtype.type(step.divisor)
     if step.verb == "all_reduce":
-        return all_reduce(term, comm, reduction).astype(local.dtype, copy=False)
-    blocks = [term[within(step.before.slices(here), step.after.slices(member))] for member in members]
+        return all_reduce(partial, comm, reduction).astype(local.dtype, copy=False)
+    blocks = [partial[within(step.before.slices(here), step.after.slices(member))] for member in members]
     return reduce_scatter(blocks, comm, reduction).astype(local.dtype, copy=False)
 
 
 def _exchanged(step: Step, local: Array, comm: Any, members: list[dict[str, int]], here: Coordinates) -> Array:
-    """An all_to_all: to each rank what I hold of its part to be, from each rank what it holds of mine."""
+    """Send each rank the elements of its new part that this rank holds, and receive those of this rank's new part."""
     before, after = step.before.slices(here), step.after.slices(here)
     to_send = [_overlap(before, step.after.slices(member)) for member in members]
     to_come = [_overlap(after, step.before.slices(member)) for member in members]
@@ -276,7 +277,7 @@ def _exchanged(step: Step, local: Array, comm: Any, members: list[dict[str, int]
 
 
 def _overlap(a: tuple[slice, ...], b: tuple[slice, ...]) -> tuple[slice, ...]:
-    """What two parts of the global array have in common; an empty range somewhere, if that is nothing."""
+    """Return the intersection of two parts of the global array; a range is empty if there is none."""
     starts = [max(x.start, y.start) for x, y in zip(a, b, strict=True)]
     stops = [min(x.stop, y.stop) for x, y in zip(a, b, strict=True)]
     return tuple(slice(start, max(start, stop)) for start, stop in zip(starts, stops, strict=True))

@@ -1,7 +1,7 @@
-"""Where a global array lies: a placement for each dim of a mesh, and the split points of each sharded axis.
+"""The sharding of a global array: a placement for each dim of a mesh, and the split points of each sharded axis.
 
 A `Sharding` is a frozen value and knows nothing of arrays or communicators. Two dims that shard the same axis split it
-in mesh order, nested: 10 over 2 x 2 lies as 3, 2, 3, 2.
+in mesh order, nested: 10 over 2 x 2 gives 3, 2, 3, 2.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Splits = tuple[int, ...]
 class Sharding:
     """How ranks hold a global array; make one with `Sharding.of`.
 
-    `dims` names the dims of the mesh and their sizes, in mesh order; `placements` has one entry for each. `splits` has
-    one entry for each axis: where its blocks begin and end, (0, ..., length), in the order of the coordinates of the
-    dims that shard it, the last dim fastest; None for an axis that is not sharded.
+    `dims` has the dims of the mesh and their sizes, in mesh order, and `placements` one entry for each. `splits` has
+    one entry for each axis: the ends of its blocks, (0, ..., length), in the order of the coordinates of the dims that
+    shard it, the last dim fastest; None for an axis that is not sharded.
     """
 
     dims: Dims
@@ -42,10 +42,10 @@ class Sharding:
         placements: Mapping[str, Placement],
         splits: Mapping[int, Splits] | None = None,
     ) -> Sharding:
-        """Dims that are not named are Replicate; axes without `splits` of their own are split into balanced blocks.
+        """Make a sharding; dims that are not named are Replicate, axes without `splits` get balanced blocks.
 
-        Raises `TypeError` for what is no placement, `ValueError` for a dim or an axis that does not exist and for
-        reduce operators that do not mix.
+        Raises `TypeError` for a value that is no placement, and `ValueError` for a dim or an axis that does not exist
+        and for reduce operators that do not mix.
         """
         for name, placement in placements.items():
             if not isinstance(placement, Placement):
@@ -55,7 +55,7 @@ class Sharding:
     def __new__(
         cls, dims: Dims, shape: tuple[int, ...], placements: tuple[Placement, ...], splits: tuple[Splits | None, ...]
     ) -> Sharding:
-        # Equal ones are one object: they are compared and looked up several times for every operation.
+        # Equal shardings are one object: each operation compares them and looks them up several times.
         key = dims, shape, placements, splits
         known = _known.get(key)
         if known is None:
@@ -83,25 +83,25 @@ class Sharding:
         )
 
     def dims_of(self, axis: int) -> tuple[str, ...]:
-        """The dims that shard `axis`, in mesh order."""
+        """Return the dims that shard `axis`, in mesh order."""
         return self._dims_of[axis]
 
     @cached_property
     def partial_dims(self) -> tuple[str, ...]:
-        """The dims over which terms are still to be combined."""
+        """The dims over which the array is Partial."""
         return tuple(dim for dim, placement in self.by_dim.items() if isinstance(placement, Partial))
 
     def parts(self, dims: tuple[str, ...]) -> int:
-        """How many ranks lie along `dims` together."""
+        """Return the number of ranks along `dims` together."""
         return math.prod(self.sizes[dim] for dim in dims)
 
     def members(self, dims: tuple[str, ...], coordinates: Coordinates) -> Iterator[dict[str, int]]:
-        """The coordinates of the ranks that differ from `coordinates` in `dims` only, the last dim fastest."""
+        """Yield the coordinates of the ranks that differ from `coordinates` in `dims` only, the last dim fastest."""
         for index in product(*(range(self.sizes[dim]) for dim in dims)):
             yield {**coordinates, **dict(zip(dims, index, strict=True))}
 
     def block(self, axis: int, coordinates: Coordinates) -> tuple[int, int]:
-        """The range [start, stop) of `axis` that the rank at `coordinates` holds."""
+        """Return the range [start, stop) of `axis` that the rank at `coordinates` holds."""
         splits = self.splits[axis]
         if splits is None:
             return 0, self.shape[axis]
@@ -111,11 +111,11 @@ class Sharding:
         return splits[index], splits[index + 1]
 
     def slices(self, coordinates: Coordinates) -> tuple[slice, ...]:
-        """The part of the global array that the rank at `coordinates` holds."""
+        """Return the part of the global array that the rank at `coordinates` holds."""
         return tuple(slice(*self.block(axis, coordinates)) for axis in range(len(self.shape)))
 
     def local_shape(self, coordinates: Coordinates) -> tuple[int, ...]:
-        """The shape of the shard of the rank at `coordinates`."""
+        """Return the shape of the array that the rank at `coordinates` holds."""
         where = tuple(map(coordinates.__getitem__, self.sizes))
         shape = self._local_shapes.get(where)
         if shape is None:
@@ -128,7 +128,7 @@ class Sharding:
         return {}
 
     def with_placements(self, placements: Mapping[str, Placement]) -> Sharding:
-        """The named dims changed; an axis that one of them sharded or is to shard gets balanced blocks."""
+        """Change the named dims; an axis that one of them sharded, or shards now, gets balanced blocks."""
         after = Sharding.of(self.dims, self.shape, {**self.by_dim, **placements})
         kept = {
             axis: splits
@@ -141,11 +141,11 @@ class Sharding:
 
     @cached_property
     def natural(self) -> Sharding:
-        """Where the gradient of a value that lies like this belongs: the same shards, Replicate instead of Partial."""
+        """The sharding of a complete gradient: the same shards, Replicate instead of Partial."""
         return self.replacing(dict.fromkeys(self.partial_dims, Replicate()))
 
     def with_partial_over(self, dims: tuple[str, ...]) -> Sharding:
-        """Partial("sum") over `dims`; an axis whose outermost dims still shard it keeps their split points."""
+        """Make `dims` Partial("sum"); an axis that its outermost dims still shard keeps their split points."""
         splits = {}
         for axis, points in enumerate(self.splits):
             kept = tuple(dim for dim in self.dims_of(axis) if dim not in dims)
@@ -155,13 +155,13 @@ class Sharding:
 
     @cached_property
     def replicated(self) -> Sharding:
-        """All of the array on every rank."""
+        """The whole array on every rank."""
         return Sharding.of(self.dims, self.shape, {})
 
     def replacing(
         self, placements: Mapping[str, Placement], splits: Mapping[int, Splits | None] | None = None
     ) -> Sharding:
-        """The named dims and the split points of the given axes changed, which the caller knows to fit each other."""
+        """Change the named dims and the split points of the given axes, which the caller knows to fit each other."""
         changed = {**dict(enumerate(self.splits)), **(splits or {})}
         return Sharding(self.dims, self.shape, tuple({**self.by_dim, **placements}.values()), tuple(changed.values()))
 
@@ -219,7 +219,7 @@ def _normalized(placement: Placement, dim: str, ndim: int) -> Placement:
 
 @lru_cache(maxsize=4096)
 def balanced_splits(length: int, sizes: tuple[int, ...]) -> Splits:
-    """Where the blocks of an axis begin and end that dims of `sizes` split one after the other.
+    """Return the ends of the balanced blocks of an axis that dims of `sizes` split one after the other.
 
     >>> balanced_splits(10, (2, 2))
     (0, 3, 5, 8, 10)
@@ -236,10 +236,10 @@ def balanced_splits(length: int, sizes: tuple[int, ...]) -> Splits:
 
 
 def outer_splits(splits: Splits, inner: int) -> Splits:
-    """The split points that remain when the innermost dims, `inner` ranks together, no longer split the axis."""
+    """Return the split points that remain when the innermost dims, `inner` ranks together, no longer split the axis."""
     return splits[::inner]
 
 
 def within(outer: tuple[slice, ...], inner: tuple[slice, ...]) -> tuple[slice, ...]:
-    """The part `inner` of the global array as a part of `outer`, which contains it."""
+    """Return the part `inner` of the global array as a part of `outer`, which contains it."""
     return tuple(slice(b.start - a.start, b.stop - a.start) for a, b in zip(outer, inner, strict=True))

@@ -1,1 +1,1 @@
-"""What steps parameters: SGD, and the synchronization of partial gradients before it."""
+"""SGD, and the synchronization of Partial gradients before its step."""

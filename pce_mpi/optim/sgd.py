@@ -241,7 +241,7 @@ def clip_grad_norm(parameters: Iterable[DistArray], max_norm: float) -> float:
         max_norm = called["max_norm"] = _not_negative(max_norm, "max_norm", finite=False)
         first, *others = (mesh.comm(*mesh.dims) for mesh in meshes_of(given))
         if not all(same_ranks(first, other) for other in others):
-            raise ValueError("all parameters must lie over the same ranks: not every rank knows the norm of the others")
+            raise ValueError("all parameters must be over the same ranks: not every rank knows the norm of the others")
     with phase("step"):
         synchronize(given, "clip_grad_norm", called, checks.error)
         norm = math.sqrt(sum(_sum_of_squares(given, mesh) for mesh in meshes_of(given)))

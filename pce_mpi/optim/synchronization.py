@@ -1,8 +1,7 @@
-"""Partial gradients are brought to where their parameters lie, all of them together.
+"""Bring the Partial gradients of parameters to the shardings of the parameters, all together.
 
-After a backward pass the gradient of a parameter may still be Partial: a term on each rank. One flat buffer, and so one
-collective, serves each mesh, set of dims, kind of collective and dtype, the parameters in the order in which they are
-given.
+After a backward pass the gradient of a parameter may still be Partial. One flat buffer, and so one collective, serves
+each mesh, set of dims, kind of collective and dtype, with the parameters in the order in which they are given.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 @dataclass(frozen=True)
 class _Group:
-    """Gradients that go into one collective over the same ranks, as one of these ranks has to deal with them.
+    """Gradients that go into one collective over the same ranks, as one of these ranks sees them.
 
-    `members` are the numbers of their parameters. For each of them: `divisors` what a term is divided by to be one of a
-    sum, and `shapes` what this rank holds of the gradient afterwards; `ends` are where that ends in the flat buffer.
-    `parts` says, for a reduce_scatter, what each rank is sent of each member. `before` and `after` are for the trace.
+    `members` are the numbers of their parameters. Each member has a divisor that turns the partials of an average into
+    those of a sum, the shape of the gradient on this rank afterwards, and its end in the flat buffer. `parts` has, for
+    a reduce_scatter, the part of each member that goes to each rank. `before` and `after` are for the trace.
     """
 
     mesh: int
@@ -52,18 +51,18 @@ class _Group:
     after: str
 
 
-# Of a parameter: which mesh, how it lies, how its gradient lies, and the dtype of both.
+# The number of a parameter's mesh, its sharding, that of its gradient, and the dtype of both.
 _Placed = tuple[int, Sharding, Sharding | None, np.dtype[Any]]
-# Of this rank, on a mesh.
+# The place of this rank on a mesh.
 _Coordinates = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What is to be done with the gradients of a list of parameters, worked out from how they lie alone.
+class _Schedule:
+    """The collectives for the gradients of a list of parameters, from shardings and dtypes alone.
 
-    `described` and `checksums` have one entry for each mesh. `alone` are the parameters whose gradients find their way
-    by themselves.
+    `described` and `checksums` have one entry for each mesh. The gradients of the parameters in `alone` are
+    redistributed one by one.
     """
 
     described: tuple[Mapping[str, str], ...]
@@ -80,62 +79,62 @@ def synchronize(
 ) -> None:
     """Bring each gradient to the sharding of its parameter; `called` must be the same on every rank.
 
-    Collective over each mesh of `parameters`. `error` is what checks on this rank found.
+    Collective over each mesh of `parameters`. `error` is the error of this rank's own checks.
     """
     meshes = meshes_of(parameters)
-    plan: _Plan | None = None
+    schedule: _Schedule | None = None
     with local_checks() as checks:
         if error is not None:
             raise error
         placed = tuple([_checked_gradient(parameter, index, meshes) for index, parameter in enumerate(parameters)])
-        plan = _plan(placed, tuple([tuple(mesh.coordinates.items()) for mesh in meshes]))
+        schedule = _schedule(placed, tuple([tuple(mesh.coordinates.items()) for mesh in meshes]))
     error, named = checks.error, False
     for number, mesh in enumerate(meshes):
         with local_checks() as agreement:
-            _agree_on(mesh, operation, called, plan, number, error, named)
+            _agree_on(mesh, operation, called, schedule, number, error, named)
         if agreement.error is not None:  # the ranks of the other meshes must hear of it
             error, named = agreement.error, True
     if error is not None:
         raise error
-    assert plan is not None  # the error would have been raised
+    assert schedule is not None  # the error would have been raised
     gradients = {index: each.grad for index, each in enumerate(parameters) if each.grad is not None}
-    for index in plan.alone:
+    for index in schedule.alone:
         parameter = parameters[index]
-        reason = "the gradient belongs where its parameter lies"
+        reason = "the gradient is brought to its parameter"
         parameter.grad = redistribute(gradients[index], parameter.sharding, operation=operation, reason=reason)
-    terms = {index: gradients[index].local for group in plan.groups for index in group.members}
-    for group in plan.groups:
-        _bring_together(group, terms, meshes[group.mesh], operation)
-    for index, term in terms.items():
+    partials = {index: gradients[index].local for group in schedule.groups for index in group.members}
+    for group in schedule.groups:
+        _bring_together(group, partials, meshes[group.mesh], operation)
+    for index, partial in partials.items():
         parameter = parameters[index]
-        # Views of the buffer that was reduced, which lives as long as these gradients do: copies would take as long as
-        # the rest of this function.
-        parameter.grad = DistArray(term.astype(parameter.dtype, copy=False), parameter.mesh, parameter.sharding)
+        # Views of the buffer that was reduced, which lives as long as the gradients: copies would take as long as the
+        # rest of this function.
+        parameter.grad = DistArray(partial.astype(parameter.dtype, copy=False), parameter.mesh, parameter.sharding)
 
 
 def _agree_on(
     mesh: Mesh,
     operation: str,
     called: Mapping[str, Hashable],
-    plan: _Plan | None,
+    schedule: _Schedule | None,
     number: int,
     error: Exception | None,
     named: bool,
 ) -> None:
     dims = tuple(mesh.dims)
-    fact = 0 if plan is None else plan.checksums[number]
+    fact = 0 if schedule is None else schedule.checksums[number]
     checksums = mesh.agree(dims, operation, called, error, fact=fact, ranks_named=named)
-    if checksums != checksums[:1] * len(checksums) and plan is not None:
-        mesh.agree(dims, operation, plan.described[number])  # raises, and says which parameters differ
+    if checksums != checksums[:1] * len(checksums) and schedule is not None:
+        mesh.agree(dims, operation, schedule.described[number])  # raises, and says which parameters differ
 
 
 @lru_cache(maxsize=64)
-def _plan(placed: tuple[_Placed, ...], coordinates: tuple[_Coordinates, ...]) -> _Plan:
+def _schedule(placed: tuple[_Placed, ...], coordinates: tuple[_Coordinates, ...]) -> _Schedule:
     described: list[dict[str, str]] = [{} for _ in range(1 + max(mesh for mesh, *_ in placed))]
     alone, pending = [], {}
     for index, (mesh, sharding, gradient, dtype) in enumerate(placed):
         has = "no gradient" if gradient is None else f"gradient {gradient}"
-        # Counted within the mesh: its other ranks need not know of other meshes.
+        # Counted within the mesh, whose other ranks need not know of other meshes.
         number = len(described[mesh])
         described[mesh][f"parameters[{number}]"] = f"{dtype.name} {sharding.shape}, {sharding}; {has}"
         if gradient is None or gradient == sharding:
@@ -150,12 +149,12 @@ def _plan(placed: tuple[_Placed, ...], coordinates: tuple[_Coordinates, ...]) ->
     while any(pending.values()):
         waiting = {index: [_key(placed[index], step) for step in taken] for index, taken in pending.items() if taken}
         keys = list(dict.fromkeys(keys[0] for keys in waiting.values()))
-        # Not before all who need this collective are ready for it, so that one does for all of them.
+        # A collective waits until all gradients that need it are ready, so that one serves them all.
         key = next((key for key in keys if not any(key in later for _, *later in waiting.values())), keys[0])
         group = {index: pending[index].pop(0) for index, keys in waiting.items() if keys[0] == key}
         groups.append(_group(key, group, dict(coordinates[key[0]])))
     groups.sort(key=lambda group: group.mesh)  # one mesh after the other, as their ranks may not be the same
-    return _Plan(tuple(described), tuple(zlib.crc32(text.encode()) for text in texts), tuple(alone), tuple(groups))
+    return _Schedule(tuple(described), tuple(zlib.crc32(text.encode()) for text in texts), tuple(alone), tuple(groups))
 
 
 _Key = tuple[int, Verb, tuple[str, ...], np.dtype[Any]]
@@ -171,7 +170,7 @@ def _is_sum(step: Step) -> bool:
 
 
 def _group(key: _Key, taken: Mapping[int, Step], here: Coordinates) -> _Group:
-    """The group of the steps `taken`, by number of parameter, for the rank at `here`."""
+    """Return the group of the steps `taken`, by number of parameter, for the rank at `here`."""
     mesh, verb, dims, dtype = key
     shapes = tuple(step.after.local_shape(here) for step in taken.values())
     parts = []
@@ -193,32 +192,32 @@ def _group(key: _Key, taken: Mapping[int, Step], here: Coordinates) -> _Group:
     )
 
 
-def _bring_together(group: _Group, terms: dict[int, Array], mesh: Mesh, operation: str) -> None:
-    """Replace what this rank holds of each gradient in `group` by what it holds after the group's collective."""
+def _bring_together(group: _Group, partials: dict[int, Array], mesh: Mesh, operation: str) -> None:
+    """Replace the local array of each gradient in `group` by the one after the group's collective."""
     dtype = compute_dtype_of(group.dtype)  # so that halves are rounded only once
-    held = [terms[index] for index in group.members]
+    mine = [partials[index] for index in group.members]
     for number, divisor in enumerate(group.divisors):
         if divisor > 1:
-            held[number] = held[number].astype(dtype, copy=False) / divisor
-    xp, comm = array_namespace(held[0]), mesh.comm(*group.dims)
+            mine[number] = mine[number].astype(dtype, copy=False) / divisor
+    xp, comm = array_namespace(mine[0]), mesh.comm(*group.dims)
     reason = "gradients are brought to their parameters, in one buffer"
     with cause(operation, text_of_dims(group.dims), reason, group.before, group.after):
         if group.verb == "all_reduce":
-            flat = xp.concatenate([term.reshape(-1) for term in held], dtype=dtype)
+            flat = xp.concatenate([partial.reshape(-1) for partial in mine], dtype=dtype)
             flat = all_reduce(flat, comm, "sum", overwrite=True)
         else:
             blocks = []
             for parts in group.parts:
-                sent = [term[part].reshape(-1) for term, part in zip(held, parts, strict=True)]
+                sent = [partial[part].reshape(-1) for partial, part in zip(mine, parts, strict=True)]
                 blocks.append(xp.concatenate(sent, dtype=dtype))
             flat = reduce_scatter(blocks, comm, "sum")
     starts = (0, *group.ends[:-1])
     for index, start, end, shape in zip(group.members, starts, group.ends, group.shapes, strict=True):
-        terms[index] = flat[start:end].reshape(shape)
+        partials[index] = flat[start:end].reshape(shape)
 
 
 def _checked_gradient(parameter: DistArray, index: int, meshes: Sequence[Mesh]) -> _Placed:
-    """How a parameter and its gradient lie, if the gradient fits the parameter."""
+    """Return the shardings of a parameter and its gradient, or raise if the gradient does not fit."""
     gradient, mesh = parameter.grad, meshes.index(parameter.mesh)
     if gradient is None:
         return mesh, parameter.sharding, None, parameter.dtype
@@ -234,7 +233,7 @@ def _checked_gradient(parameter: DistArray, index: int, meshes: Sequence[Mesh]) 
     if not isinstance(gradient, DistArray):
         raise TypeError(f"{what} must be a distributed array or None, got {type(gradient).__name__}")
     if gradient.mesh is not parameter.mesh:
-        raise ValueError(f"{what} lies over another mesh than its parameter")
+        raise ValueError(f"{what} is over another mesh than its parameter")
     if gradient.shape != parameter.shape:
         raise ValueError(f"{what} must have its shape, {parameter.shape}, got {gradient.shape}")
     if gradient.dtype != parameter.dtype:
@@ -244,5 +243,5 @@ def _checked_gradient(parameter: DistArray, index: int, meshes: Sequence[Mesh]) 
 
 
 def meshes_of(parameters: Sequence[Any]) -> list[Mesh]:
-    """The meshes of `parameters`, in the order in which they appear."""
+    """Return the meshes of `parameters`, in the order in which they appear."""
     return list(dict.fromkeys(parameter.mesh for parameter in parameters if isinstance(parameter, DistArray)))

@@ -552,7 +552,7 @@ def test_what_cannot_be_saved_is_an_error(comm, old_file):
         ({"w": w, "v": values((2, 2))}, TypeError, "arrays['v'] must be a distributed array, got ndarray"),
         ({"w": w, 3: w}, TypeError, "the name of an array must be a str, got 3"),
         ({"w": w, "__metadata__": w}, ValueError, "the format keeps the name '__metadata__' for itself"),
-        ({"w": w, "v": pce.distribute(values((2, 2)), other)}, ValueError, "arrays['v'] lies over another mesh"),
+        ({"w": w, "v": pce.distribute(values((2, 2)), other)}, ValueError, "arrays['v'] is over another mesh"),
     ]
     texts = [refused(comm, kind, pce.save, old_file, arrays) for arrays, kind, _ in cases]
     nothing = [refused(comm, ValueError, pce.save, old_file, arrays) for arrays in ({}, {"v": values((2, 2))})]

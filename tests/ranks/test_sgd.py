@@ -675,7 +675,7 @@ class TestRanksThatDiffer:
             (np.ones((3, 2)), TypeError, "must be a distributed array or None, got ndarray"),
             (gradient(np.ones((2, 3)), mesh, data=SUM), ValueError, "must have its shape, (3, 2), got (2, 3)"),
             (gradient(np.ones((3, 2), np.float32), mesh, data=SUM), TypeError, "must have its dtype, float64"),
-            (gradient(np.ones((3, 2)), mesh_of(comm, comm.size, 1), data=SUM), ValueError, "lies over another mesh"),
+            (gradient(np.ones((3, 2)), mesh_of(comm, comm.size, 1), data=SUM), ValueError, "is over another mesh"),
         ]
         for wrong, kind, text in bad:
             parameters = two(mesh)
