@@ -18,7 +18,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floating, is_real
 from pce_mpi.autograd.gradients import node_of
-from pce_mpi.autograd.inference import Abstract, AbstractMesh
+from pce_mpi.autograd.inference import AbstractMesh
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Plan, Rule, plan
 from pce_mpi.autograd.tape import Node, is_grad_enabled
@@ -101,7 +101,7 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     if isinstance(mesh, AbstractMesh):
         mesh.need(present, call.plan.operands)
         mesh.sent += op.sends(*map(_DTYPE, operands), **more, **parameters) if op.sends else []
-        result = DistArray(Abstract(call.dtype), mesh, call.plan.result, computed=_computed(op, inputs))
+        result = DistArray(np.empty(0, call.dtype), mesh, call.plan.result, computed=_computed(op, inputs))
         return _settled(result, op.name, call)
     with np.errstate(all="ignore"):  # a value that one rank finds in its shard must not raise there alone
         local = op.forward(*map(_LOCAL, inputs), **parameters, **more)
@@ -282,7 +282,11 @@ def _used(uses: Sequence[Sequence[int]], required: Sequence[bool]) -> list[int]:
 
 def _held(x: DistArray, elements: bool) -> DistArray:
     """Return `x` for the tape: without its node, which would be a cycle, and without elements that no vjp uses."""
-    return DistArray(x.local if elements else Abstract(x.local.dtype), x.mesh, x.sharding)
+    local = x.local
+    if not elements:
+        xp = np if type(local) is np.ndarray else array_namespace(local)  # one call less for each operation
+        local = xp.empty(0, local.dtype)
+    return DistArray(local, x.mesh, x.sharding)
 
 
 def _contribution(

@@ -39,19 +39,11 @@ class Sent:
     after: str = ""
 
 
-class Abstract:
-    """Stands for a local array whose elements nobody reads."""
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self.dtype = dtype
-
-    def astype(self, dtype: np.dtype[Any]) -> Abstract:
-        """Return the same with another dtype."""
-        return Abstract(dtype)
-
-
 class AbstractMesh(Mesh):
-    """Dims without ranks; keeps what would be sent, and the sharding in which each operand was first needed."""
+    """Dims without ranks; keeps what would be sent, and the sharding in which each operand was first needed.
+
+    The local arrays over it have a dtype and no elements.
+    """
 
     def __init__(self, dims: Mapping[str, int]) -> None:
         self.dims = dims
@@ -62,6 +54,10 @@ class AbstractMesh(Mesh):
 
     def note(self, checksum: int, what: str, in_full: str) -> None:
         """Do nothing: there are no other ranks to compare with."""
+
+    def agree(self, *_: Any, **__: Any) -> list[int]:
+        """Do nothing: there are no other ranks to agree with."""
+        return []
 
     def need(self, operands: Sequence[DistArray], shardings: Sequence[Sharding]) -> None:
         """Note the sharding in which each operand is needed, unless one was noted before."""
@@ -166,7 +162,7 @@ def infer_placements(
         raise ValueError(f"a shape has no negative lengths, got {', '.join(str(tuple(shape)) for shape in shapes)}")
     abstract = AbstractMesh(checked_dims(mesh.dims if isinstance(mesh, Mesh) else mesh))
     operands = [
-        DistArray(Abstract(np.dtype(dtype)), abstract, Sharding.of(abstract.dim_sizes, tuple(shape), placed))
+        DistArray(np.empty(0, dtype), abstract, Sharding.of(abstract.dim_sizes, tuple(shape), placed))
         for shape, placed, dtype in zip(shapes, placements, of_each, strict=True)
     ]
     arguments: list[Any] = [operands] if name == "concatenate" else list(operands)

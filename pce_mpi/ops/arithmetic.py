@@ -9,7 +9,6 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace
 from pce_mpi.autograd.apply import apply, operands_of, redistributed
-from pce_mpi.autograd.inference import AbstractMesh
 from pce_mpi.autograd.op import Op
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.broadcasting import sum_to
@@ -251,13 +250,12 @@ def _checked(exponents: DistArray, agreed: bool) -> DistArray:
     mesh = exponents.mesh
     # A partial may be negative although the exponent is not.
     reduced = redistributed(exponents, exponents.sharding.natural, operation="power", reason="exponents are checked")
-    if not isinstance(mesh, AbstractMesh):
-        negative = ValueError("integers to negative integer powers are not allowed")
-        found = negative if bool((reduced.local < 0).any()) else None
-        if not agreed:
-            mesh.agree(mesh.dims, "power", {}, found)
-        elif found:
-            raise found
+    negative = ValueError("integers to negative integer powers are not allowed")
+    found = negative if bool((reduced.local < 0).any()) else None
+    if not agreed:
+        mesh.agree(mesh.dims, "power", {}, found)
+    elif found:
+        raise found
     return reduced
 
 

@@ -8,7 +8,6 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_half, to_host
 from pce_mpi.autograd.apply import apply, redistributed
-from pce_mpi.autograd.inference import AbstractMesh
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
@@ -132,7 +131,7 @@ def embedding(ids: Any, table: Any) -> DistArray:
         everywhere = dict.fromkeys((*ids.sharding.partial_dims, *rows), Replicate())
         reason = "ids are looked up in every shard of the table"
         ids = redistributed(ids, ids.sharding.with_placements(everywhere), operation="embedding", reason=reason)
-    if mesh is not None and not isinstance(mesh, AbstractMesh):
+    if mesh is not None:
         local = to_host(ids.local if isinstance(ids, DistArray) else ids)
         outside = local[(local < 0) | (local >= table.shape[0])]
         error = IndexError(f"id {outside.flat[0]} is outside [0, {table.shape[0]})") if outside.size else None

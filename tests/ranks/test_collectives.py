@@ -12,9 +12,9 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import shard_range
-from pce_mpi.comm.agreement import agree
+from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from pce_mpi.comm.communicators import channel_of
+from pce_mpi.comm.communicators import CollectiveTimeout, channel_of
 from pce_mpi.comm.tracing import Purpose, cause
 from pce_mpi.loss.softmax_state import StateFields, merge
 
@@ -506,6 +506,17 @@ def make_another(comm: MPI.Intracomm) -> None:
     another = comm.Dup()
     all_reduce(np.ones(1), another, "sum")
     another.Free()
+
+
+def test_local_checks_keep_errors_but_no_timeout():
+    with local_checks() as checks:
+        raise KeyError("of one rank")
+    with pytest.raises(CollectiveTimeout), local_checks() as broken:
+        raise CollectiveTimeout("nobody can be told")
+    with pytest.raises(KeyboardInterrupt), local_checks() as interrupted:
+        raise KeyboardInterrupt
+    assert isinstance(checks.error, KeyError)
+    assert broken.error is interrupted.error is None
 
 
 def test_channel_collected_within_reduction_is_freed_later(comm, monkeypatch):

@@ -307,9 +307,9 @@ def test_large_meshes_and_arrays_cost_nothing():
 
 
 def test_it_communicates_nothing_and_one_rank_alone_may_ask(comm, monkeypatch):
+    mesh = mesh_of(comm, comm.size)
     waited = []
     monkeypatch.setattr(Channel, "wait", lambda *arguments, **options: waited.append(arguments))
-    mesh = mesh_of(comm, comm.size)
     if comm.rank == comm.size - 1:
         with pce.trace() as trace:
             for each in cases():
