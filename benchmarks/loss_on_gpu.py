@@ -43,7 +43,7 @@ from pce_mpi.loss import (
     softmax_cross_entropy_value_and_grad,
 )
 from pce_mpi.loss.kernels import kernels_of
-from pce_mpi.loss.kernels.terms import ClassWeights, RowGradient, Transform
+from pce_mpi.loss.kernels.parameters import ClassWeights, RowGradient, Transform
 from pce_mpi.loss.softmax_state import StateFields, merge
 
 COMM = MPI.COMM_WORLD

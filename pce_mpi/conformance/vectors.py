@@ -27,7 +27,7 @@ from pce_mpi.conformance.offers import EVERYTHING, Gradient
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.units import Tolerance
 from pce_mpi.distributed.tensor_files import dtype_name, opened, shortened, shown
-from pce_mpi.loss.arguments import Call, check
+from pce_mpi.loss.options import Options, check
 
 Array = np.ndarray[Any, Any]
 
@@ -185,14 +185,9 @@ def _problem(folder: Path, entry: Entry) -> Problem:
 def _check(problem: Problem, entry: Entry) -> None:
     """Raise if the problem cannot be computed, or contradicts its entry."""
     checked = check(
-        Call(
-            operation="judged",
-            logits=problem.logits,
-            targets=problem.targets,
-            axis=problem.axis,
-            reduction=problem.reduction,
-            **problem.options,
-        )
+        Options(operation="judged", axis=problem.axis, reduction=problem.reduction, **problem.options),
+        problem.logits,
+        problem.targets,
     )
     if problem.dtype.name != entry.dtype:
         raise ValueError(f"the logits are {problem.dtype}, and the index says {entry.dtype}")

@@ -1,31 +1,31 @@
-"""The softmax monoid: one small state per row, a `merge`, and what follows from a merged state.
+"""The softmax state: a small summary of each row's classes, its `merge`, and the numbers that follow from it.
 
-A shard's classes of one row are summarised by a state. States of disjoint sets of classes merge into the state of
-their union; the state of no classes is the identity; `merge` is associative up to rounding, commutative to the last
-bit, and carries `nan` along. So one all-reduce of states joins the shards of a row.
+A state summarizes a shard's classes of one row. The states of disjoint sets of classes merge into the state of their
+union; the state of no classes is the identity; `merge` is associative up to rounding, commutative to the last bit, and
+propagates `nan`. One all-reduce of states therefore merges the shards of a row.
 
-**One class of each row is held apart**: the target where rows have one, otherwise the row's largest logit. With x the
-logits, z = scale x, h the class held and the sums over the *other* classes c, a state has
+**One class of each row is held apart**: the target if the row has one, otherwise the largest logit. With x the logits,
+z = scale x, h the class held apart and sums over the *other* classes c, a state has
 
-    target or largest   x_h                                   -inf where this shard does not hold it
+    target or largest   x_h                                   -inf if this shard does not have it
     max                 m = max_c x_c, or a little more        -inf for none
     sum_exp             S = sum_c exp(scale (x_c - m))
 
-and, where an option asks for more,
+and, for some options,
 
-    scale               the same everywhere, 1 where the field is missing
-    target              x of the target, where the largest is held
+    scale               the same everywhere, 1 without this field
+    target              x of the target, if the largest logit is held apart
     held_weight         u_h                                   u: weights of a sum over classes, see `StateFields`
     weight              sum_c u_c
     weighted_gap        sum_c u_c scale (m - x_c)
     exp_gap             sum_c exp(scale (x_c - m)) scale (m - x_c)
-    argmax              the class of the largest logit, the lowest on ties: the class held, where that is the largest
+    argmax              the class of the largest logit, the lowest on ties, if that class is held apart
 
-Logits are subtracted before they are scaled: far from 0, scaling costs the bits that matter.
+Logits are subtracted before they are scaled: far from 0, scaling first costs the bits that matter.
 
-What is wanted is then a sum of terms of one sign. With a = S exp(scale (m - x_h)), a loss of log1p(a) and a gradient of
--a / (1 + a) keep all their bits however close to 1 the probability of h is, where `log(1 + ...)` of one common sum and
-`p - 1` keep none.
+Loss and gradient are then sums of numbers of one sign. With a = S exp(scale (m - x_h)), a loss of log1p(a) and a
+gradient of -a / (1 + a) keep all their bits however close to 1 the probability of h is. `log(1 + ...)` of one common
+sum and `p - 1` keep none.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace
-
 __all__ = ["NO_CLASS", "RowSoftmax", "StateFields", "merge", "times"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -49,11 +47,11 @@ NO_CLASS = np.iinfo(np.int64).max  # loses every tie against a class
 
 @dataclass(frozen=True)
 class StateFields:
-    """Which fields the states of one call have.
+    """The fields of the states of one call.
 
-    `hold_largest` holds the largest logit apart rather than the target, whose logit `target` then carries as well.
-    `held_weight` carries the weight of the class held; `weights` also the weighted sums over the others: u is `weight`
-    under label smoothing, and `weight * probability` with probability targets. `entropy` is for statistics.
+    `hold_largest` holds the largest logit apart instead of the target; `target` then adds the target's logit.
+    `held_weight` adds the weight of the class held apart, `weights` the weighted sums over the others as well: u is
+    `weight` with label smoothing, and `weight * probability` with probability targets. `entropy` is for statistics.
     """
 
     scaled: bool = False
@@ -63,14 +61,14 @@ class StateFields:
     weights: bool = False
     entropy: bool = False
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The names of the fields."""
         return self.dtype.names or ()
 
-    @property
+    @cached_property
     def held(self) -> str:
-        """The name of the field with the logit held apart."""
+        """The name of the field with the logit of the class held apart."""
         return "largest" if self.hold_largest else "target"
 
     @cached_property
@@ -84,9 +82,9 @@ class StateFields:
         return np.dtype([(name, np.float64) for name in names] + [("argmax", np.int64)] * self.hold_largest)
 
     def by_name(self, states: Array) -> dict[str, Array]:
-        """Each field by its name, (rows,), of `states`: structured ones, or on a GPU (rows, fields) of float64.
+        """Each field of `states` by its name, (rows,).
 
-        There `argmax` is the bits of an int64.
+        `states` is structured or, on a GPU, (rows, fields) of float64 with the bits of an int64 for `argmax`.
         """
         if states.dtype.names:
             return {name: states[name] for name in self.names}
@@ -113,11 +111,11 @@ def merge(a: HostArray, b: HostArray) -> HostArray:
         if "target" in names:
             merged["target"] = np.maximum(a["target"], b["target"])
         if "largest" not in names:
-            if "held_weight" in names:  # nought on every shard but the one that holds the target
+            if "held_weight" in names:  # 0 on every shard but the target's
                 merged["held_weight"] = a["held_weight"] + b["held_weight"]
             return merged
-        # Of the two classes held apart, the one with the smaller logit joins the others.
-        swap = _b_is_held(a, b)
+        # The class held apart with the smaller logit becomes one of the others.
+        swap = _largest_is_in_b(a, b)
         alone = np.zeros_like(merged)
         if "scale" in names:
             alone["scale"] = merged["scale"]
@@ -127,13 +125,13 @@ def merge(a: HostArray, b: HostArray) -> HostArray:
         if "weight" in names:
             alone["weight"] = np.where(swap, a["held_weight"], b["held_weight"])
             alone["weighted_gap"] = np.where(masked & (alone["weight"] != 0), np.inf, 0.0)
-        joined = _merge_others(merged, alone)
-        joined["largest"] = np.maximum(a["largest"], b["largest"])
+        union = _merge_others(merged, alone)
+        union["largest"] = np.maximum(a["largest"], b["largest"])
         for name in {"held_weight", "argmax"} & set(names):
-            joined[name] = np.where(swap, b[name], a[name])
+            union[name] = np.where(swap, b[name], a[name])
         if "target" in names:
-            joined["target"] = merged["target"]
-        return joined
+            union["target"] = merged["target"]
+        return union
 
 
 def _merge_others(a: HostArray, b: HostArray) -> HostArray:
@@ -142,12 +140,13 @@ def _merge_others(a: HostArray, b: HostArray) -> HostArray:
     merged = np.zeros_like(a)
     top = np.maximum(a["max"], b["max"])
     merged["max"] = top
-    # Equal maxima, among them two of -inf, lie 0 apart.
-    gaps = [np.where(state["max"] == top, 0.0, top - state["max"]) for state in (a, b)]
+    # Equal maxima are 0 apart, two of -inf among them.
+    gap_a = np.where(a["max"] == top, 0.0, top - a["max"])
+    gap_b = np.where(b["max"] == top, 0.0, top - b["max"])
     if "scale" in names:
-        merged["scale"] = np.maximum(a["scale"], b["scale"])  # 0 in the state of no classes
-        gaps = [merged["scale"] * gap for gap in gaps]
-    (decay_a, gap_a), (decay_b, gap_b) = ((np.exp(-gap), gap) for gap in gaps)
+        scale = merged["scale"] = np.maximum(a["scale"], b["scale"])  # 0 in the state of no classes
+        gap_a, gap_b = scale * gap_a, scale * gap_b
+    decay_a, decay_b = np.exp(-gap_a), np.exp(-gap_b)
     merged["sum_exp"] = a["sum_exp"] * decay_a + b["sum_exp"] * decay_b
     if "weight" in names:
         merged["weight"] = a["weight"] + b["weight"]
@@ -161,58 +160,53 @@ def _merge_others(a: HostArray, b: HostArray) -> HostArray:
     return merged
 
 
-def _b_is_held(a: HostArray, b: HostArray) -> HostArray:
-    """Where b has the row's largest logit, as NumPy orders: `nan` before numbers, then the larger, the lower class."""
+def _largest_is_in_b(a: HostArray, b: HostArray) -> HostArray:
+    """(rows,) bools: b has the row's largest logit. `nan` is larger than any number; the lower class wins a tie."""
     nan_a, nan_b = np.isnan(a["largest"]), np.isnan(b["largest"])
     lower = b["argmax"] < a["argmax"]
     larger = (b["largest"] > a["largest"]) | ((b["largest"] == a["largest"]) & lower)
     return np.where(nan_a | nan_b, nan_b & (~nan_a | lower), larger)
 
 
-def times(weight: Array, gap: Array) -> Array:
-    """weight * gap, where weight 0 gives 0 even if the gap is infinite."""
-    return array_namespace(weight).where(weight == 0.0, 0.0, weight * gap)
+def times(weight: Array, gap: Array, xp: Any = np) -> Array:
+    """weight * gap; 0 if the weight is 0, even if the gap is infinite."""
+    return xp.where(weight == 0.0, 0.0, weight * gap)
 
 
-def _exp_difference(a: Array, b: Array, scale: Array | float) -> Array:
-    """exp(scale (a - b)) with the rounding error of the difference made good (Knuth's TwoSum)."""
-    xp = array_namespace(a)
+def _exp_difference(a: Array, b: Array, scale: Array | float, xp: Any) -> Array:
+    """exp(scale (a - b)), corrected for the rounding error of the difference (Knuth's TwoSum)."""
     difference = a - b
     virtual = difference - a
     error = (a - (difference - virtual)) - (b + virtual)
-    # Only where the difference is far beyond what exp can take may the error be large, infinite or nan.
+    # The error is large, infinite or nan only if exp overflows or underflows anyway.
     e = xp.exp(scale * difference)
     return xp.where((xp.abs(error) < 1.0) & (e < np.inf), e + e * (scale * error), e)
 
 
 class RowSoftmax:
-    """The softmax of each row, as far as the fields of merged states tell; all arrays are float64, (rows,).
+    """The softmax of each row, from the fields of merged states; all arrays are float64, (rows,), of the library `xp`.
 
-    Rows of only -inf, with a +inf or with a `nan` are `nan` throughout, but for `max`.
+    Rows of only -inf, with a +inf or with a `nan` are `nan` in all but `max`.
     """
 
-    def __init__(self, fields: Mapping[str, Array]):
-        self.fields = fields
-        xp = self._xp = array_namespace(fields["max"])
+    def __init__(self, fields: Mapping[str, Array], xp: Any = np):
+        self.fields, self._xp = fields, xp
         held = fields["largest" if "largest" in fields else "target"]
         # A sum over the other classes cannot show that the class held apart is +inf.
         self.held = xp.where(held == np.inf, np.nan, held)
         self.max = fields["max"]
+        #: sum of exp(scale (x_c - max)) over the classes not held apart
+        self.sum_exp = fields["sum_exp"]
         self._scale = fields.get("scale", 1.0)
         with np.errstate(all="ignore"):
-            held_over_max = _exp_difference(self.held, self.max, self._scale)
-            #: what exp(scale (x_c - max)) of another class is multiplied by to give its probability
+            held_over_max = _exp_difference(self.held, self.max, self._scale, xp)
+            #: the probability of another class, divided by exp(scale (x_c - max))
             self.normalizer = 1.0 / (self.sum_exp + held_over_max)
-            #: probability of the class held, minus 1
+            #: probability of the class held apart, minus 1
             self.held_minus_one = -self.sum_exp * self.normalizer
-            self._odds = self.sum_exp * _exp_difference(self.max, self.held, self._scale)
-            #: probability of the class held
+            self._odds = self.sum_exp * _exp_difference(self.max, self.held, self._scale, xp)
+            #: probability of the class held apart
             self.held_probability = 1.0 / (1.0 + self._odds)
-
-    @property
-    def sum_exp(self) -> Array:
-        """sum of exp(scale (x_c - max)) over the classes not held apart."""
-        return self.fields["sum_exp"]
 
     @property
     def sum_exp_of_all(self) -> Array:
@@ -226,7 +220,7 @@ class RowSoftmax:
 
     @cached_property
     def held_nll(self) -> Array:
-        """-log of the probability of the class held."""
+        """-log of the probability of the class held apart."""
         with np.errstate(all="ignore"):
             below = self._logsumexp_above_max + self._scale * (self.max - self.held)
             return self._xp.where(self.held >= self.max, self._xp.log1p(self._odds), below)
@@ -240,7 +234,7 @@ class RowSoftmax:
 
     @property
     def target_log_prob(self) -> Array:
-        """log of the probability of the target, where the largest logit is held; a sum of two terms of one sign."""
+        """log of the probability of the target, if the largest logit is held apart; neither summand is positive."""
         with np.errstate(all="ignore"):
             return self._xp.minimum(self._scale * (self.fields["target"] - self.held), 0.0) - self.held_nll
 
@@ -254,8 +248,8 @@ class RowSoftmax:
         """sum of -u_c log p_c over all classes."""
         with np.errstate(all="ignore"):
             return (
-                times(self.fields["held_weight"], self.held_nll)
-                + times(self.fields["weight"], self._logsumexp_above_max)
+                times(self.fields["held_weight"], self.held_nll, self._xp)
+                + times(self.fields["weight"], self._logsumexp_above_max, self._xp)
                 + self.fields["weighted_gap"]
             )
 
@@ -263,5 +257,5 @@ class RowSoftmax:
     def entropy(self) -> Array:
         """sum of -p_c log p_c over all classes."""
         with np.errstate(all="ignore"):
-            others = times(self.sum_exp, self._logsumexp_above_max) + self.fields["exp_gap"]
-            return times(self.held_probability, self.held_nll) + times(self.normalizer, others)
+            others = times(self.sum_exp, self._logsumexp_above_max, self._xp) + self.fields["exp_gap"]
+            return times(self.held_probability, self.held_nll, self._xp) + times(self.normalizer, others, self._xp)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -16,9 +15,10 @@ from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
-from pce_mpi.loss import Residuals, forward_of, softmax_cross_entropy_backward, value_and_grad_of
-from pce_mpi.loss.arguments import Call, Reduction
-from pce_mpi.loss.passes import state_fields
+from pce_mpi.loss import Residuals, softmax_cross_entropy_backward
+from pce_mpi.loss.agreement import prepare
+from pce_mpi.loss.options import CrossEntropyOptions, Options, Reduction
+from pce_mpi.loss.passes import forward, state_fields, value_and_grad
 from pce_mpi.ops.elementwise import astype, square, widened
 from pce_mpi.ops.reductions import mean
 from pce_mpi.ops.shape import normalized_axis
@@ -43,34 +43,28 @@ def _rule(logits: Shape, targets: Shape, *weight: Shape, axis: int, reduction: s
     )
 
 
-def _call(logits: Any, targets: Any, weight: Any, shardings: Shardings, options: dict[str, Any]) -> Call:
+def _cross_entropy(
+    logits: Array, targets: Array, *weight: Array, shardings: Shardings, **options: Any
+) -> tuple[Array, Any]:
+    """The loss, and its gradient if that takes no further exponential, or else its residuals."""
     axis = options["axis"]
-    rows = [index for index in range(len(shardings.operands[0].shape)) if index != axis]
-    return Call(
+    rows = [index for index in range(logits.ndim) if index != axis]
+    all_options = Options(
         operation="cross_entropy",
-        logits=logits,
-        targets=targets,
-        weight=weight,
+        weight=weight[0] if weight else None,
         comm=shardings.comm([axis]),
-        num_classes=shardings.operands[0].shape[axis] or None,  # no classes are an error of its own
+        num_classes=shardings.operands[0].shape[axis] or None,  # no classes are an error of their own
         over=text_of_dims(shardings.dims([axis])),
         batch_comm=shardings.comm(rows),
         batch_over=text_of_dims(shardings.dims(rows)),
         **options,
     )
-
-
-def _cross_entropy(
-    logits: Array, targets: Array, *weight: Array, shardings: Shardings, **options: Any
-) -> tuple[Array, Any]:
-    """The loss; and its gradient, if that takes no further exponential, or else what it can be had from."""
-    call = _call(logits, targets, weight[0] if weight else None, shardings, options)
     dtype = logits.dtype
     fused = targets.dtype.kind in "iu" and options["softcap"] is None
-    # In half precision the gradient of the mean of many rows may be nothing, where that of a scaled loss is not.
+    # In half precision the gradient of the mean of many rows may underflow to 0, and that of a scaled loss may not.
     if shardings.required[0] and fused and compute_dtype_of(dtype, options["compute_dtype"]) == dtype:
-        return value_and_grad_of(replace(call, with_gradient=True))
-    return forward_of(call)
+        return value_and_grad(prepare(all_options, logits, targets, with_gradient=True))
+    return forward(prepare(all_options, logits, targets))
 
 
 def _to_logits(
@@ -122,33 +116,44 @@ _CROSS_ENTROPY = Op(
 )
 
 
-def cross_entropy(
-    logits: DistArray,
-    targets: Any,
-    *,
-    axis: int = -1,
-    weight: Any = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    reduction: str = "mean",
-    compute_dtype: Any = None,
-) -> DistArray:
-    """The softmax cross entropy of `logits`, in nats; formula and options are those of `softmax_cross_entropy`.
+def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntropyOptions]) -> DistArray:
+    """Compute the softmax cross entropy of a distributed array, in nats, wherever its axes are sharded.
 
-    `targets`: integers with the logits' shape less the class axis, or probabilities with all of it; `weight`:
-    (classes,). Both are global, and made to lie as the logits do: plain arrays are sliced, nothing is sent for them.
-    `sum` and `mean` are Replicate; a loss per row lies as the rows do. Logits that are Partial are reduced first.
+    The formula is that of `softmax_cross_entropy`. Only the logits have a gradient.
 
-    Where the class axis is sharded it stays so, and the states of the shards are merged: an Allgather of 56 bytes
-    and one Allreduce of 24 bytes a row (more with options). Where rows are sharded, `sum` and `mean` are over all of
-    them: one further Allreduce of 16 bytes. Backward sends nothing; the gradient lies as the logits do.
+    Parameters
+    ----------
+    logits : DistArray of float16, bfloat16, float32 or float64
+        Logits that are Partial are reduced first.
+    targets : DistArray or array
+        Class numbers with the logits' shape without the class axis, or probabilities shaped as the logits. The array
+        is global and is placed as the logits are: plain arrays are sliced, which communicates nothing.
+    axis, ignore_index, logit_scale, softcap, compute_dtype : optional
+        Those of `softmax_cross_entropy`.
+    weight : DistArray or array, shape (classes,), optional
+        The weights of all classes, placed as `targets` is.
+    label_smoothing, z_loss, reduction : optional
+        Those of `softmax_cross_entropy`. Sums and means are over all rows, on whichever rank they are.
 
-    Raises what `softmax_cross_entropy` raises, on every rank that shares rows or classes with the one that found it.
-    Only the logits have a gradient.
+    Returns
+    -------
+    DistArray
+        The loss: 0-d and Replicate, or for `reduction="none"` one number per row, placed as the rows of the logits.
 
+    Raises
+    ------
+    TypeError, ValueError, IndexError, CollectiveError
+        Those of `softmax_cross_entropy`, on every rank that shares rows or classes with the one that found the error.
+
+    Notes
+    -----
+    If the class axis is sharded it stays so: one Allgather of 56 bytes over the dims that shard it, and one Allreduce
+    of 24 bytes a row (more with options). If rows are sharded, one Allgather of 56 bytes over their dims and, for
+    `"sum"` and `"mean"`, one Allreduce of 16 bytes. Backward communicates nothing; the gradient is placed as the logits
+    are.
+
+    Examples
+    --------
     >>> from mpi4py import MPI
     >>> import numpy as np, pce_mpi as pce
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
@@ -160,14 +165,15 @@ def cross_entropy(
     >>> logits.grad.placements, logits.grad.full()[0]
     ({'data': Shard(1)}, array([-0.375,  0.125,  0.125,  0.125]))
     """
+    checked = Options.of("cross_entropy", options, CrossEntropyOptions)
     given = targets if isinstance(targets, DistArray) else as_array(targets, "targets")
-    place = normalized_axis(axis, logits.ndim)
-    rows = logits.shape[:place] + logits.shape[place + 1 :]
+    axis, weight = normalized_axis(checked.axis, logits.ndim), checked.weight
+    rows = logits.shape[:axis] + logits.shape[axis + 1 :]
     if given.shape not in (rows, logits.shape):
         raise ValueError(f"targets must have shape {rows} or, as probabilities, {logits.shape}, got {given.shape}")
     weights = [] if weight is None else [weight if isinstance(weight, DistArray) else as_array(weight, "weight")]
-    if weights and weights[0].shape != logits.shape[place : place + 1]:
-        raise ValueError(f"weight must have one entry per class, ({logits.shape[place]},), got {weights[0].shape}")
+    if weights and weights[0].shape != logits.shape[axis : axis + 1]:
+        raise ValueError(f"weight must have one entry per class, ({logits.shape[axis]},), got {weights[0].shape}")
     named = zip(("logits", "targets", "weight"), (logits, given, *weights), strict=False)
     check_one_library({name: array.local if isinstance(array, DistArray) else array for name, array in named})
     return apply(
@@ -175,14 +181,14 @@ def cross_entropy(
         logits,
         given,
         *weights,
-        axis=place,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        reduction=reduction,
-        compute_dtype=compute_dtype,
+        axis=axis,
+        ignore_index=checked.ignore_index,
+        label_smoothing=checked.label_smoothing,
+        z_loss=checked.z_loss,
+        logit_scale=checked.logit_scale,
+        softcap=checked.softcap,
+        reduction=checked.reduction,
+        compute_dtype=checked.compute_dtype,
     )
 
 

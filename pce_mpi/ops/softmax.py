@@ -15,9 +15,9 @@ from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
-from pce_mpi.loss.arguments import Call
+from pce_mpi.loss.agreement import prepare
+from pce_mpi.loss.options import Options
 from pce_mpi.loss.passes import row_softmax
-from pce_mpi.loss.preparation import prepare
 from pce_mpi.loss.softmax_state import StateFields
 from pce_mpi.ops.broadcasting import kept_shape, local_extreme, sum
 from pce_mpi.ops.elementwise import exp, widened
@@ -51,15 +51,13 @@ def maximum_and_sum(x: Array, axes: Sequence[int], shardings: Shardings, operati
             return largest, xp.exp(x - largest).sum(tuple(axes), dtype=np.float64, keepdims=True)
     others = [axis for axis in range(x.ndim) if axis not in axes]
     rows = x.transpose([*others, *axes]).reshape(math.prod(shape), math.prod(x.shape[axis] for axis in axes))
-    call = Call(
+    options = Options(
         operation=operation,
-        logits=rows,
         comm=comm,
         num_classes=math.prod(shardings.operands[0].shape[axis] for axis in axes),
         over=text_of_dims(shardings.dims(axes)),
-        needs_targets=False,
     )
-    merged, _ = row_softmax(call, prepare(call), _STATE)
+    merged, _ = row_softmax(prepare(options, rows, needs_targets=False), _STATE)
     largest, total = (xp.asarray(values.reshape(shape)) for values in (merged.fields["largest"], merged.sum_exp_of_all))
     return largest.astype(x.dtype), total
 

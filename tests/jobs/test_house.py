@@ -51,8 +51,8 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
         [
             room("softmax_state", "mpi4py"),
             room("kernels", "mpi4py", "comm"),
-            room("arguments"),
-            room("preparation"),
+            room("options"),
+            room("agreement"),
             room("passes"),
             room("__init__"),
         ],
@@ -342,7 +342,7 @@ def test_planted_violation_is_found(path, source):
         ("loss/__init__.py", '"""CuPy arrays follow the same path."""'),
         ("arrays.py", "import cupy"),
         ("comm/__init__.py", '"""A docstring."""'),
-        ("ops/loss.py", "from pce_mpi.loss import forward_of\nfrom pce_mpi.ops.softmax import softmax"),
+        ("ops/loss.py", "from pce_mpi.loss.passes import forward\nfrom pce_mpi.ops.softmax import softmax"),
         ("cli/info.py", "import pce_mpi\nfrom pce_mpi import __version__, dense"),
         ("__main__.py", "from pce_mpi.cli import main"),
         ("__init__.py", "from pce_mpi import dense, loss\nfrom pce_mpi.autograd.tape import backward"),
@@ -354,8 +354,8 @@ def test_lawful_import_is_left_alone(path, source):
 
 # A shard may be empty, or a view on one rank and a copy on another: where elements are in memory must never decide
 # whether ranks communicate. These files ask, but only to know what this rank is to copy or may write to.
-ASK_ABOUT_MEMORY = {"memory.py", "loss/arguments.py", "loss/__init__.py", "autograd/apply.py", "autograd/gradients.py"}
-ASK_ABOUT_MEMORY |= {"ops/numpy_protocol.py", "optim/sgd.py"}
+ASK_ABOUT_MEMORY = {"memory.py", "loss/options.py", "loss/passes.py", "loss/__init__.py"}
+ASK_ABOUT_MEMORY |= {"autograd/apply.py", "autograd/gradients.py", "ops/numpy_protocol.py", "optim/sgd.py"}
 ONE_RANK_ALONE = ("loss/kernels/", "conformance/", "cli/")
 FUNCTIONS = {"byte_bounds", "may_share_memory", "same_memory", "shares_memory"}
 ATTRIBUTES = {"base", "flags", "strides"}

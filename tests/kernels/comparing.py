@@ -7,7 +7,7 @@ import numpy as np
 
 from kernels.places import OnGpu, OnHost
 from pce_mpi.loss.kernels import blockwise
-from pce_mpi.loss.kernels.terms import ClassWeights, RowGradient, Transform
+from pce_mpi.loss.kernels.parameters import ClassWeights, RowGradient, Transform
 from pce_mpi.loss.softmax_state import RowSoftmax, StateFields
 from ulps import FLOAT32, FLOAT64, HALF, errors
 

@@ -26,7 +26,7 @@ from kernels.comparing import (
 )
 from kernels.device_arrays import rows_in_memory
 from pce_mpi.loss.kernels.launch_config import LaunchConfig
-from pce_mpi.loss.kernels.terms import ClassWeights, RowGradient, Transform
+from pce_mpi.loss.kernels.parameters import ClassWeights, RowGradient, Transform
 from pce_mpi.loss.softmax_state import StateFields, merge
 from ulps import FLOAT64, OPTIONS, STATISTICS
 

@@ -14,7 +14,7 @@ from kernels.comparing import (
 )
 import pce_mpi as pce
 from pce_mpi import dense
-from pce_mpi.loss.kernels.terms import Transform
+from pce_mpi.loss.kernels.parameters import Transform
 from pce_mpi.loss.softmax_state import StateFields
 from ulps import FLOAT32, worst
 

@@ -17,9 +17,9 @@ import pce_mpi as pce
 from pce_mpi import CollectiveError, dense, shard_range
 from pce_mpi.comm.agreement import FACTS, agree
 from pce_mpi.comm.tracing import Purpose
-from pce_mpi.loss.arguments import Call
-from pce_mpi.loss.passes import evaluate
-from pce_mpi.loss.preparation import prepare
+from pce_mpi.loss.agreement import prepare
+from pce_mpi.loss.options import Options
+from pce_mpi.loss.passes import forward
 
 ROWS, CLASSES = 5, 16
 
@@ -1290,30 +1290,14 @@ def test_agreement_is_traced_as_agreement_and_not_counted_as_payload(comm):
 
 @pytest.fixture
 def named(comm):
-    """The call of a loss whose communicators have names of their own: classes over all ranks, rows over each alone."""
+    """Options whose communicators have names of their own: classes over all ranks, rows over each alone."""
+    return Options(operation="a loss", comm=comm, batch_comm=MPI.COMM_SELF, over="tensor", batch_over="data")
+
+
+def test_communicators_are_traced_under_the_names_that_a_call_has_for_them(comm, named):
     logits, targets = whole_problem()
-    call = Call(
-        operation="softmax_cross_entropy",
-        logits=logits[:, my_classes(comm)],
-        targets=targets,
-        comm=comm,
-        class_start=None,
-        num_classes=None,
-        axis=-1,
-        ignore_index=-100,
-        logit_scale=1.0,
-        softcap=None,
-        compute_dtype=None,
-        batch_comm=MPI.COMM_SELF,
-        over="tensor",
-        batch_over="data",
-    )
-    return call
-
-
-def test_communicators_are_traced_under_the_names_that_a_call_has_for_them(named):
     with pce.trace() as trace:
-        evaluate(named, prepare(named))
+        forward(prepare(named, logits[:, my_classes(comm)], targets))
     assert [(event.collective, event.over) for event in trace.events] == [
         ("all_gather", "tensor"),
         ("all_gather", "data"),
@@ -1324,7 +1308,7 @@ def test_communicators_are_traced_under_the_names_that_a_call_has_for_them(named
 
 BAD_IN_A_NAMED_CALL = {
     "a check of one rank's own": ({"reduction": "average"}, r"reduction must be .* \(tensor ranks? "),
-    "a target": ({"targets": np.full(ROWS, CLASSES)}, r"targets\[0\] = .* \(tensor ranks? "),
+    "a target": ({}, r"targets\[0\] = .* \(tensor ranks? "),
     "the number of classes": ({"num_classes": CLASSES + 1}, r"classes together: .* \(tensor ranks? "),
     "the class ranges": ({"class_start": 1}, r"class ranges .* \(tensor rank 0\)"),
     "a communicator": ({"comm": "all"}, r"tensor must be an mpi4py intracommunicator"),
@@ -1334,8 +1318,10 @@ BAD_IN_A_NAMED_CALL = {
 
 @pytest.mark.parametrize(("change", "text"), BAD_IN_A_NAMED_CALL.values(), ids=BAD_IN_A_NAMED_CALL)
 def test_errors_name_the_communicators_as_the_call_does(comm, named, change, text):
+    logits, targets = whole_problem()
+    targets[0] = CLASSES
     with pytest.raises((IndexError, TypeError, ValueError), match=text) as raised:
-        prepare(replace(named, **change))
+        prepare(replace(named, **change), logits[:, my_classes(comm)], targets)
     texts = comm.allgather(str(raised.value))
     assert texts == [texts[0]] * comm.size
 

@@ -1,5 +1,6 @@
 """Every option of the loss, each alone, every pair of them together, and rows that are sharded as well."""
 
+from dataclasses import fields
 from itertools import combinations, product
 
 import ml_dtypes
@@ -8,6 +9,7 @@ import pytest
 
 from in_step import in_step
 import pce_mpi as pce
+from pce_mpi.loss.options import LossOptions, Options
 from ranks.problems import (
     NARROW,
     SPLITS,
@@ -32,6 +34,33 @@ REDUCTIONS = ["none", "sum", "mean"]
 
 def part_of(comm, problem, how="balanced"):
     return Part(*split(problem.classes, comm.size, how)[comm.rank])
+
+
+# Keywords
+
+
+@pytest.mark.parametrize(
+    ("function", "keyword"),
+    [
+        (pce.softmax_cross_entropy, "labels"),
+        (pce.softmax_cross_entropy, "out"),
+        (pce.softmax_cross_entropy, "over"),
+        (pce.softmax_cross_entropy_forward, "operation"),
+        (pce.softmax_cross_entropy_value_and_grad, "smoothing"),
+        (pce.class_statistics, "weight"),
+        (pce.cross_entropy, "comm"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_unknown_keyword_raises_the_type_error_of_python(function, keyword):
+    with pytest.raises(TypeError) as raised:
+        function(np.zeros((2, 3)), np.zeros(2, int), **{keyword: None})
+    assert str(raised.value) == f"{function.__name__}() got an unexpected keyword argument {keyword!r}"
+
+
+def test_every_option_has_a_default():
+    added = {"operation", "over", "batch_over"}
+    assert {field.name for field in fields(Options)} - added == LossOptions.__optional_keys__
 
 
 # One option at a time

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.loss.kernels.terms import ClassWeights, RowGradient, Transform
+from pce_mpi.loss.kernels.parameters import ClassWeights, RowGradient, Transform
 from pce_mpi.loss.kernels.tiles import SEGMENTS, Buffers, Tile, parts_of, tiles_of
 from pce_mpi.loss.softmax_state import StateFields, merge
 from pce_mpi.memory import same_memory

@@ -40,8 +40,8 @@ from pce_mpi.loss.kernels.launch_config import (
     cluster_size,
     fused_block_threads,
 )
+from pce_mpi.loss.kernels.parameters import ClassWeights, RowGradient, Transform
 from pce_mpi.loss.kernels.rows import Output, Rows, rows_of
-from pce_mpi.loss.kernels.terms import ClassWeights, RowGradient, Transform
 from pce_mpi.loss.softmax_state import StateFields
 
 __all__ = ["fill_states", "fill_states_and_write_gradient", "fused_fits", "write_gradient"]

@@ -1,26 +1,38 @@
-"""One call's arguments, as one rank can judge them: a `Call` becomes a `Problem`, or an error for all to hear of."""
+"""The options of the loss, and the checked arguments of one call on this rank."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 import math
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of, is_floating, to_host
 from pce_mpi.comm.library import check_comm, same_ranks
 from pce_mpi.gpu import check_on_current_gpu
-from pce_mpi.loss.kernels.terms import ClassWeights, Transform
+from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
 from pce_mpi.memory import overlaps_itself, same_memory, shares_memory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Call", "Problem", "Reduction", "check", "check_out", "rows_and_classes", "target_text"]
+__all__ = [
+    "CrossEntropyOptions",
+    "LossOptions",
+    "Options",
+    "Problem",
+    "Reduction",
+    "SoftmaxOptions",
+    "StatisticsOptions",
+    "check",
+    "check_out",
+    "rows_and_classes",
+    "target_text",
+]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
@@ -29,27 +41,54 @@ _LARGEST = np.iinfo(np.int64).max
 
 
 class Reduction(StrEnum):
-    """What becomes of the losses per row."""
+    """How the losses of the rows become the loss."""
 
     NONE = "none"
     SUM = "sum"
     MEAN = "mean"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """The arguments of one public function, as the caller gave them.
+class SoftmaxOptions(TypedDict, total=False):
+    """The options that every function of a softmax takes."""
 
-    `over` and `batch_over` are what the trace and the errors call `comm` and `batch_comm`.
+    axis: int  # the class axis of the logits
+    ignore_index: int  # a row with this target counts for nothing and has a zero gradient
+    logit_scale: float  # the loss is taken of z = logit_scale x,
+    softcap: float | None  # or of z = softcap tanh(logit_scale x / softcap)
+    compute_dtype: Any  # float32 or float64: the dtype of the arithmetic and of the loss
+
+
+class CrossEntropyOptions(SoftmaxOptions, total=False):
+    """The options of `cross_entropy` on distributed arrays."""
+
+    weight: Any  # one weight for each class
+    label_smoothing: float  # in [0, 1], over the classes of all shards
+    z_loss: float  # adds z_loss logsumexp(z)**2 to each row
+    reduction: str  # "none", "sum" or "mean"
+
+
+class StatisticsOptions(SoftmaxOptions, total=False):
+    """The options of `class_statistics`."""
+
+    comm: MPI.Intracomm | None  # the communicator over which the classes are sharded
+    class_start: int | None  # the global number of this shard's first class
+    num_classes: int | None  # the number of classes of all shards
+
+
+class LossOptions(CrossEntropyOptions, StatisticsOptions, total=False):
+    """The options of the losses of plain arrays."""
+
+    batch_comm: MPI.Intracomm | None  # the communicator over which the rows are sharded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of one call with their defaults.
+
+    `over` and `batch_over` are the names of `comm` and `batch_comm` in the trace and in errors.
     """
 
     operation: str
-    logits: Any
-    targets: Any = None
-    needs_targets: bool = True
-    comm: MPI.Intracomm | None = None
-    class_start: int | None = None
-    num_classes: int | None = None
     axis: int = -1
     ignore_index: int = -100
     logit_scale: float = 1.0
@@ -58,54 +97,50 @@ class Call:
     weight: Any = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    reduction: str = Reduction.MEAN
+    reduction: str = "mean"
+    comm: MPI.Intracomm | None = None
+    class_start: int | None = None
+    num_classes: int | None = None
     batch_comm: MPI.Intracomm | None = None
-    out: Any = None
-    with_gradient: bool = False
     over: str = "comm"
     batch_over: str = "batch_comm"
+
+    @classmethod
+    def of(cls, function: str, given: SoftmaxOptions, known: type[Any]) -> Options:
+        """The options of a call of `function`; `TypeError` for a keyword that is not in the TypedDict `known`."""
+        for name in given:
+            if name not in known.__optional_keys__:
+                raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        return cls(operation=function, **given)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What a call asks for, once this rank's arguments are known to be right.
+    """The checked arguments of one call.
 
-    `inputs` are the arrays that the caller passed, all of which `out` must leave alone but the logits.
-    `targets` (rows,) are global class numbers, `valid` (rows,) says which rows count; both are NumPy on the host, as is
-    `weight`, wherever the logits are.
-    `class_start` and `num_classes` say where this shard lies among all classes.
+    `options` has plain numbers, an `axis` of at least 0, and `weight` in float64 on the host. `targets`, (rows,) global
+    class numbers, and `valid`, (rows,) which rows count, are on the host too. `inputs` are the arrays of the caller,
+    with none of which but the logits `out` shares memory. `rows_shape` is the logits' shape without the class axis, and
+    `xp` their array library. This shard has `classes` classes, from `class_start` on, of `num_classes`.
     """
 
+    options: Options
+    xp: Any
     logits: Array
-    axis: int
+    rows_shape: tuple[int, ...]
+    classes: int
     targets: HostArray | None
     probabilities: Array | None
     valid: HostArray
-    weight: HostArray | None
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
     transform: Transform
-    reduction: Reduction
-    compute_dtype: np.dtype[Any]
     out: Array | None
     inputs: tuple[Array, ...]
     class_start: int = 0
     num_classes: int = 0
 
     @property
-    def rows_shape(self) -> tuple[int, ...]:
-        """The logits' shape without the class axis."""
-        return self.logits.shape[: self.axis] + self.logits.shape[self.axis + 1 :]
-
-    @property
-    def classes(self) -> int:
-        """How many classes this shard has."""
-        return int(self.logits.shape[self.axis])
-
-    @property
     def target_column(self) -> HostArray | None:
-        """(rows,) the local column of each row's target, -1 where another shard has it or the row does not count."""
+        """(rows,) the local column of each row's target, -1 if another shard has it or the row does not count."""
         if self.targets is None:
             return None
         columns = self.targets - self.class_start
@@ -114,108 +149,139 @@ class Problem:
     @property
     def class_weights(self) -> ClassWeights:
         """The weights of a sum over all classes, for the kernels."""
-        probabilities = None if self.probabilities is None else rows_and_classes(self.probabilities, self.axis)
-        return ClassWeights(self.weight, probabilities, self.label_smoothing, self.num_classes)
+        options, probabilities = self.options, self.probabilities
+        if probabilities is not None:
+            probabilities = rows_and_classes(probabilities, options.axis)
+        return ClassWeights(options.weight, probabilities, options.label_smoothing, self.num_classes)
 
     def described(self) -> dict[str, Hashable]:
         """What must be the same on every rank."""
+        options = self.options
+        other_targets = "none" if self.probabilities is None else "probabilities"
         return {
             "rows": self.rows_shape,
             "dtype": self.logits.dtype.name,
-            "compute_dtype": self.compute_dtype.name,
-            "axis": self.axis,
-            "kind of targets": _kind_of_targets(self),
-            "weight given": self.weight is not None,
-            "ignore_index": self.ignore_index,
-            "label_smoothing": self.label_smoothing,
-            "z_loss": self.z_loss,
-            "logit_scale": self.transform.scale,
-            "softcap": self.transform.softcap,
-            "reduction": str(self.reduction),
+            "compute_dtype": options.compute_dtype.name,
+            "axis": options.axis,
+            "kind of targets": other_targets if self.targets is None else "class numbers",
+            "weight given": options.weight is not None,
+            "ignore_index": options.ignore_index,
+            "label_smoothing": options.label_smoothing,
+            "z_loss": options.z_loss,
+            "logit_scale": options.logit_scale,
+            "softcap": options.softcap,
+            "reduction": str(options.reduction),
         }
 
 
 def rows_and_classes(array: Array, axis: int) -> Array:
-    """`array` as (outer, classes, inner), the class axis in the middle; a view where its strides allow one."""
+    """`array` as (outer, classes, inner), the class axis in the middle; a view if its strides allow one."""
     outer, inner = math.prod(array.shape[:axis]), math.prod(array.shape[axis + 1 :])
     return array.reshape(outer, array.shape[axis], inner)
 
 
-def check(call: Call) -> Problem:
-    """What `call` asks for, or the error of its first bad argument; asks nobody."""
-    if call.batch_comm is not None:
-        check_comm(call.batch_comm, call.batch_over)
-        if call.comm is not None and call.comm.size > 1 and same_ranks(call.comm, call.batch_comm):
+def check(
+    options: Options,
+    logits: Any,
+    targets: Any,
+    *,
+    needs_targets: bool = True,
+    out: Any = None,
+    with_gradient: bool = False,
+) -> Problem:
+    """The checked arguments of a call, or the error of the first bad one. Communicates nothing.
+
+    `with_gradient` allocates the gradient unless the caller passes `out`.
+    """
+    if options.batch_comm is not None:
+        check_comm(options.batch_comm, options.batch_over)
+        if options.comm is not None and options.comm.size > 1 and same_ranks(options.comm, options.batch_comm):
             raise ValueError(
-                f"{call.over} and {call.batch_over} are the same ranks: rows cannot be sharded where classes are"
+                f"{options.over} and {options.batch_over} are the same ranks: rows cannot be sharded where classes are"
             )
-    logits = as_array(call.logits, "logits")
+    logits = as_array(logits, "logits")
     if not is_floating(logits.dtype):
         raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
     if logits.ndim == 0:
         raise ValueError("logits must have a class axis, got a 0-d array")
-    axis = _integer(call.axis, "axis")
+    axis = _integer(options.axis, "axis")
     if not -logits.ndim <= axis < logits.ndim:
         raise ValueError(f"axis = {axis} is out of bounds for logits of {logits.ndim} dimensions")
     axis %= logits.ndim
-    ignore_index = _integer(call.ignore_index, "ignore_index")
-    given_targets = None if call.targets is None else as_array(call.targets, "targets")
-    given_weight = None if call.weight is None else as_array(call.weight, "weight")
-    given_out = None if call.out is None else as_array(call.out, "out")
-    arrays = {"logits": logits, "targets": given_targets, "weight": given_weight, "out": given_out}
+    ignore_index = _integer(options.ignore_index, "ignore_index")
+    arrays = {"logits": logits}
+    if targets is not None:
+        arrays["targets"] = targets = as_array(targets, "targets")
+    weight = options.weight
+    if weight is not None:
+        arrays["weight"] = weight = as_array(weight, "weight")
+    inputs = tuple(arrays.values())
+    if out is not None:
+        arrays["out"] = as_array(out, "out")
     check_one_library(arrays)
     check_on_current_gpu(arrays)
-    targets, probabilities = _check_targets(call, given_targets, logits, axis, ignore_index)
-    label_smoothing = _number(call.label_smoothing, "label_smoothing")
+    rows_shape, classes = logits.shape[:axis] + logits.shape[axis + 1 :], logits.shape[axis]
+    if targets is None and needs_targets:
+        raise TypeError("targets are missing")
+    if targets is not None and is_floating(targets.dtype) and not needs_targets:
+        raise ValueError(f"{options.operation} takes index targets, got probabilities")
+    class_numbers, probabilities = _check_targets(targets, logits, rows_shape, ignore_index)
+    label_smoothing = _number(options.label_smoothing, "label_smoothing")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    scale = _number(call.logit_scale, "logit_scale")
-    softcap = None if call.softcap is None else _number(call.softcap, "softcap")
+    scale = _number(options.logit_scale, "logit_scale")
+    softcap = None if options.softcap is None else _number(options.softcap, "softcap")
     for name, value in (("logit_scale", scale), ("softcap", softcap)):
         if value is not None and not 0.0 < value < math.inf:
             raise ValueError(f"{name} must be positive and finite, got {value}")
-    z_loss = _number(call.z_loss, "z_loss")
+    z_loss = _number(options.z_loss, "z_loss")
     if not math.isfinite(z_loss):
         raise ValueError(f"z_loss must be finite, got {z_loss}")
-    if not isinstance(call.reduction, str) or call.reduction not in list(Reduction):
-        raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {call.reduction!r}")
-    for name, count, least in (("class_start", call.class_start, 0), ("num_classes", call.num_classes, 1)):
+    if not isinstance(options.reduction, str) or options.reduction not in list(Reduction):
+        raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {options.reduction!r}")
+    for name, count, least in (("class_start", options.class_start, 0), ("num_classes", options.num_classes, 1)):
         if count is not None and not least <= _integer(count, name) <= _LARGEST:
             raise ValueError(f"{name} must be at least {least} and fit 64 bits, got {count}")
-    weight = None if given_weight is None else _check_weight(given_weight, logits.shape[axis])
-    inputs = (logits, *(array for array in (given_targets, given_weight) if array is not None))
-    if call.out is not None:
-        out = check_out(call.out, inputs)
-    else:  # what can run out of memory does so before the others wait
-        out = array_namespace(logits).empty_like(logits) if call.with_gradient else None
-    rows = math.prod(logits.shape[:axis] + logits.shape[axis + 1 :])
-    return Problem(
-        logits=logits,
+    if weight is not None:
+        weight = _check_weight(weight, classes)
+    xp = array_namespace(logits)
+    if out is not None:
+        out = check_out(out, inputs)
+    elif with_gradient:  # what can run out of memory does so before the others wait
+        out = xp.empty_like(logits)
+    checked = replace(
+        options,
         axis=axis,
-        targets=targets,
-        probabilities=probabilities,
-        valid=np.ones(rows, np.bool_) if targets is None else targets != ignore_index,
-        weight=weight,
         ignore_index=ignore_index,
+        logit_scale=scale,
+        softcap=softcap,
+        compute_dtype=compute_dtype_of(logits.dtype, options.compute_dtype),
+        weight=weight,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
+        reduction=Reduction(options.reduction),
+    )
+    return Problem(
+        options=checked,
+        xp=xp,
+        logits=logits,
+        rows_shape=rows_shape,
+        classes=classes,
+        targets=class_numbers,
+        probabilities=probabilities,
+        valid=np.ones(math.prod(rows_shape), np.bool_) if class_numbers is None else class_numbers != ignore_index,
         transform=Transform(scale, softcap),
-        reduction=Reduction(call.reduction),
-        compute_dtype=compute_dtype_of(logits.dtype, call.compute_dtype),
         out=out,
         inputs=inputs,
     )
 
 
 def _check_targets(
-    call: Call, targets: Array | None, logits: Array, axis: int, ignore_index: int
+    targets: Array | None, logits: Array, rows_shape: tuple[int, ...], ignore_index: int
 ) -> tuple[HostArray | None, Array | None]:
-    """(rows,) int64 class numbers, or probabilities shaped as the logits; neither where targets are not required."""
+    """(rows,) int64 class numbers, or probabilities shaped as the logits; neither if `targets` is None."""
     if targets is None:
-        if call.needs_targets:
-            raise TypeError("targets are missing")
         return None, None
-    rows_shape = logits.shape[:axis] + logits.shape[axis + 1 :]
     if targets.dtype.kind in "iu":
         if targets.shape != rows_shape:
             raise ValueError(
@@ -229,8 +295,6 @@ def _check_targets(
         return host.astype(np.int64), None
     if not is_floating(targets.dtype):
         raise TypeError(f"targets must be integers or floating-point probabilities, got {targets.dtype}")
-    if not call.needs_targets:
-        raise ValueError(f"{call.operation} takes index targets, got probabilities")
     if targets.shape != logits.shape:
         raise ValueError(
             f"targets of dtype {targets.dtype} are probabilities and must have the logits' shape, {logits.shape}, "
@@ -296,12 +360,6 @@ def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a real number, got {value!r}")
     return float(value) + 0.0  # -0.0 is 0.0
-
-
-def _kind_of_targets(problem: Problem) -> str:
-    if problem.targets is not None:
-        return "class numbers"
-    return "none" if problem.probabilities is None else "probabilities"
 
 
 def target_text(targets: HostArray, rows_shape: tuple[int, ...], row: int) -> str:
