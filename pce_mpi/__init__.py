@@ -1,11 +1,11 @@
 """Softmax cross entropy over a class axis that is sharded across MPI ranks, and distributed arrays with a tape.
 
-Plain arrays, of which each rank passes its own classes of the same rows; see `pce_mpi.loss` for the options:
+The loss of plain arrays. Each rank passes its own classes of the same rows; `softmax_cross_entropy` has the options:
 
 >>> import numpy as np, pce_mpi as pce
 >>> loss = pce.softmax_cross_entropy(np.zeros((2, 4)), np.array([0, 3]), comm=None)
 
-Arrays that the ranks of a mesh hold together; see `Mesh`, `distribute`, `DistArray`, `cross_entropy` and `SGD`:
+Arrays that are distributed over the ranks of a mesh; see `Mesh`, `distribute`, `DistArray`, `cross_entropy` and `SGD`:
 
 >>> from mpi4py import MPI
 >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)

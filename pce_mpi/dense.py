@@ -1,12 +1,12 @@
 """The oracle: softmax cross entropy in one process, unsharded, in float64, from the textbook.
 
-It imports nothing of the package, so that what it is held against cannot share its mistakes. Options and conventions
-are those of `pce_mpi.softmax_cross_entropy`, less `comm`, `batch_comm` and `class_start`; `compute_dtype` can only be
-float64. Sums over classes are taken in longdouble, where the platform has one, and rounded.
+This file imports nothing of the package: the code that is compared with it cannot share its mistakes. Options and
+conventions are those of `pce_mpi.softmax_cross_entropy` without `comm`, `batch_comm` and `class_start`; `compute_dtype`
+can only be float64. Sums over classes are taken in longdouble, if the platform has it, and rounded.
 
-The one liberty it takes with the textbook is to hold one class h of each row apart from the sum over the others: the
-target, or the largest logit where targets are probabilities. With a = sum_{c != h} exp(z_c - z_h), that gives the loss
-log1p(a) and the gradient -a / (1 + a) all their bits when p_h is close to 1; `log(1 + a)` and `p - 1` have none left.
+Unlike the textbook it holds one class h of each row apart from the sum over the others: the target, or the largest
+logit if targets are probabilities. With a = sum_{c != h} exp(z_c - z_h), the loss log1p(a) and the gradient
+-a / (1 + a) keep all their bits when p_h is close to 1; `log(1 + a)` and `p - 1` lose theirs.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,23 @@ Array = np.ndarray[Any, Any]
 
 
 class Statistics(NamedTuple):
-    """What `class_statistics` tells of each row; float64, but for `argmax`."""
+    """The statistics of each row, shaped as the logits without the class axis; z and p are those of `class_statistics`.
+
+    Attributes
+    ----------
+    max : array of float64
+        The largest z.
+    sum_exp : array of float64
+        sum_c exp(z_c - max).
+    logsumexp : array of float64
+        log sum_c exp(z_c).
+    log_prob : array of float64 or None
+        log p of the target; 0 in rows with the target `ignore_index`. None without targets.
+    entropy : array of float64
+        -sum_c p_c log p_c.
+    argmax : array of int64
+        The class with the largest z, the lowest on ties.
+    """
 
     max: Array
     sum_exp: Array
@@ -31,8 +47,22 @@ class Statistics(NamedTuple):
 
 
 def softmax_cross_entropy(logits: ArrayLike, targets: ArrayLike, **options: Any) -> Array:
-    """The loss; see `softmax_cross_entropy_value_and_grad`.
+    """Compute the softmax cross entropy in float64.
 
+    Parameters
+    ----------
+    logits, targets : array_like
+        Those of `softmax_cross_entropy_value_and_grad`, which has the formula.
+    **options
+        Those of `softmax_cross_entropy_value_and_grad`.
+
+    Returns
+    -------
+    array of float64
+        The loss: 0-d, or one number per row for `reduction="none"`.
+
+    Examples
+    --------
     >>> float(softmax_cross_entropy([[0.0, 0.0]], [0]))  # log 2
     0.6931471805599453
     """
@@ -54,15 +84,56 @@ def softmax_cross_entropy_value_and_grad(
     num_classes: int | None = None,
     compute_dtype: DTypeLike | None = None,
 ) -> tuple[Array, Array]:
-    """The loss and the gradient of it (of its sum, for `reduction="none"`) with respect to `logits`, in float64.
+    """Compute the softmax cross entropy and its gradient with respect to the logits, in float64.
 
-    Index targets t: the sum over c of u_c (-log p_c), u = (1 - s) w_t [c = t] + s w_c / C; probability targets q: the
-    same with u = w_c (q_c (1 - s) + s / C). Added to each row: z_loss logsumexp(z)**2. `mean` divides by the sum of
-    w_t over rows that are not ignored, or by the number of rows for probability targets. A term with u = 0 is 0.
+    The loss of a row is the sum over the classes c of u_c (-log p_c), plus z_loss logsumexp(z)**2. With s =
+    label_smoothing, w = weight and C classes, u = (1 - s) w_t [c = t] + s w_c / C for a class number t, and
+    u = w_c (q_c (1 - s) + s / C) for probabilities q. A class with u = 0 contributes 0, whatever its logit is.
 
-    Raises `IndexError` for a target out of range, `ValueError` for an unknown reduction, or where `num_classes` or
-    `compute_dtype` is not what there is. Communicates nothing.
+    Parameters
+    ----------
+    logits : array_like
+        Any shape that has a class axis.
+    targets : array_like
+        Class numbers, with the logits' shape without the class axis, or probabilities, shaped as the logits.
+    axis : int, default -1
+        The class axis of `logits`.
+    weight : array_like, shape (classes,), optional
+        The weights of the classes.
+    ignore_index : int, default -100
+        A row with this target counts for nothing and has a zero gradient.
+    label_smoothing : float, default 0.0
+        In [0, 1].
+    z_loss : float, default 0.0
+        The factor of logsumexp(z)**2.
+    logit_scale : float, default 1.0
+        The loss is taken of z = logit_scale x, x being the logits.
+    softcap : float, optional
+        The loss is taken of z = softcap tanh(logit_scale x / softcap).
+    reduction : {"mean", "sum", "none"}, default "mean"
+        `"mean"` divides by the sum of w_t over the rows that are not ignored, or by the number of rows for
+        probabilities.
+    num_classes : int, optional
+        The number of classes, to be checked.
+    compute_dtype : dtype, optional
+        float64.
 
+    Returns
+    -------
+    loss : array of float64
+        0-d, or one number per row for `reduction="none"`.
+    gradient : array of float64
+        The gradient of the loss, or of the sum of the rows' losses, in the shape of the logits.
+
+    Raises
+    ------
+    IndexError
+        For a target out of range.
+    ValueError
+        For an unknown reduction, and for a `num_classes` or a `compute_dtype` other than the actual one.
+
+    Examples
+    --------
     >>> softmax_cross_entropy_value_and_grad([[0.0, 0.0]], [0])[1]
     array([[-0.5,  0.5]])
     """
@@ -80,7 +151,7 @@ def softmax_cross_entropy_value_and_grad(
         if index_targets:
             valid, held = _held_targets(targets, ignore_index, classes)
             u = np.zeros_like(x)
-            if label_smoothing:  # else a weight that no row's target has means nothing, not even if it is nan
+            if label_smoothing:  # otherwise a nan among the weights of other classes than the targets would count
                 u += label_smoothing / classes * w
             _add_at(u, held, (1.0 - label_smoothing) * w[held])
             divisor = w[held][valid].sum()
@@ -119,11 +190,35 @@ def class_statistics(
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> Statistics:
-    """Of each row: max z, sum exp(z - max), logsumexp, log p of the target, entropy -sum p log p, lowest argmax of z.
+    """Compute the statistics of each row's softmax p of z, in float64.
 
-    `log_prob` is 0 in rows with the target `ignore_index`, and None without targets. Raises `IndexError` for a target
-    out of range. Communicates nothing.
+    Parameters
+    ----------
+    logits : array_like
+        Any shape that has a class axis.
+    targets : array_like of integers, optional
+        Class numbers, for `log_prob`.
+    axis : int, default -1
+        The class axis of `logits`.
+    ignore_index : int, default -100
+        A row with this target has a `log_prob` of 0.
+    logit_scale : float, default 1.0
+        z = logit_scale x, x being the logits.
+    softcap : float, optional
+        z = softcap tanh(logit_scale x / softcap).
 
+    Returns
+    -------
+    Statistics
+        `max`, `sum_exp`, `logsumexp`, `log_prob`, `entropy` and `argmax` of each row.
+
+    Raises
+    ------
+    IndexError
+        For a target out of range.
+
+    Examples
+    --------
     >>> float(class_statistics([[0.0, 0.0]]).entropy[0])  # log 2
     0.6931471805599453
     """
@@ -142,7 +237,7 @@ def class_statistics(
 
 
 def _held_targets(targets: Array, ignore_index: int, classes: int) -> tuple[Array, Array]:
-    """Which rows count, and their targets; class 0 stands in for the others."""
+    """(rows,) bools of the rows that count, and the targets, with class 0 in the other rows."""
     valid = targets != ignore_index
     if ((targets[valid] < 0) | (targets[valid] >= classes)).any():
         raise IndexError(f"a target is outside [0, {classes})")
@@ -185,11 +280,11 @@ def _softmax(x: Array, z: Array, held: Array, scale: float | None) -> tuple[Arra
 
 
 def _exp_difference(a: Array, b: Array, factor: float) -> Array:
-    """exp(factor (a - b)), where the rounding error of a - b (Knuth's TwoSum) would cost bits."""
+    """exp(factor (a - b)), corrected for the rounding error of a - b (Knuth's TwoSum)."""
     difference = a - b
     virtual = difference - a
     error = (a - (difference - virtual)) - (b + virtual)
-    # Only where the difference is far beyond what exp can take may the error be large, infinite or nan.
+    # The error is large, infinite or nan only if exp overflows or underflows anyway.
     e = np.exp(factor * difference)
     return np.where((np.abs(error) < 1.0) & (e < np.inf), e + e * (factor * error), e)
 

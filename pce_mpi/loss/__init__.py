@@ -4,8 +4,8 @@ The forward pass computes one small state per row from this rank's classes and m
 Allreduce. The loss, and this rank's part of the gradient, follow from the merged states; the backward pass communicates
 nothing. Arrays are NumPy or CuPy, or anything that supports DLPack or the buffer protocol.
 
-`softmax_cross_entropy` describes the options, all keyword-only. `LossOptions` has their names and types for functions
-that pass them on, and `StatisticsOptions` those of `class_statistics`.
+`softmax_cross_entropy` describes the options, all keyword-only. `pce_mpi.loss.options` has their names and types, for
+functions that pass them on.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from pce_mpi.memory import same_memory
 
 __all__ = [
     "ClassStatistics",
-    "LossOptions",
     "Residuals",
-    "StatisticsOptions",
     "class_statistics",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",

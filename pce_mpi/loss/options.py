@@ -155,7 +155,7 @@ class Problem:
         return ClassWeights(options.weight, probabilities, options.label_smoothing, self.num_classes)
 
     def described(self) -> dict[str, Hashable]:
-        """What must be the same on every rank."""
+        """The description of the call that must be the same on every rank."""
         options = self.options
         other_targets = "none" if self.probabilities is None else "probabilities"
         return {
@@ -337,7 +337,7 @@ def check_out(out: Any, inputs: Sequence[Array]) -> Array:
 
 
 def _lends_memory(value: Any) -> bool:
-    """Whether NumPy makes an array of `value` without copying it."""
+    """True if NumPy makes an array of `value` without copying it."""
     if hasattr(value, "__dlpack__") or hasattr(value, "__array_interface__"):
         return True
     try:

@@ -32,7 +32,23 @@ HostArray = np.ndarray[Any, Any]
 
 @dataclass(eq=False, repr=False)
 class Residuals:
-    """The arrays that a forward pass keeps for the backward pass; opaque."""
+    """The arrays that a forward pass keeps for the backward pass, opaque to its caller.
+
+    Attributes
+    ----------
+    problem : Problem
+        The checked arguments, with references to the caller's arrays.
+    softmax : RowSoftmax
+        The merged softmax states, and the numbers that follow from them.
+    coefficients : RowCoefficients
+        The coefficients of each row's loss.
+    divisor : array
+        The divisor of the gradient, 1 unless the reduction is a mean.
+    loss_shape : tuple of int
+        The shape of the loss.
+    used_up : bool
+        True once a backward pass has overwritten the logits.
+    """
 
     problem: Problem
     softmax: RowSoftmax

@@ -1,4 +1,4 @@
-"""The losses. The placement of the logits decides which cross entropy runs: nobody has to ask for the parallel one."""
+"""The losses. The placement of the logits decides whether the parallel cross entropy runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 
 def _rule(logits: Shape, targets: Shape, *weight: Shape, axis: int, reduction: str, **_: Any) -> Rule:
-    """Rows run together in logits and targets; sharded classes, and rows that are reduced, the loss joins itself."""
+    """Logits and targets share their rows; the loss itself merges sharded classes and reduces sharded rows."""
     labels = tuple(Axis(index) for index in range(len(logits)))
     classes, rows = labels[axis], labels[:axis] + labels[axis + 1 :]
     reduced = reduction != Reduction.NONE
@@ -193,11 +193,29 @@ def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntrop
 
 
 def mse(x: Any, y: Any) -> DistArray:
-    """The mean of (x - y)**2 over all elements of the global array, 0-d; x and y broadcast, and one is a `DistArray`.
+    """Compute the mean of (x - y)**2 over all elements of the global array.
 
-    Where they are sharded it is Partial; nothing is sent. What is Partial is reduced first. Errors as in `add`. Halves
-    are computed with in float32, and rounded once.
+    Parameters
+    ----------
+    x, y : DistArray, array or number
+        At least one is a `DistArray`; they broadcast. Arrays that are Partial are reduced first.
 
+    Returns
+    -------
+    DistArray
+        0-d, and Partial over the dims that shard `x` or `y`. Halves are computed in float32 and rounded once.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Those of `add`.
+
+    Notes
+    -----
+    Communicates nothing, unless an operand is Partial or a sharded axis has to be placed as the other operand's.
+
+    Examples
+    --------
     >>> from mpi4py import MPI
     >>> import numpy as np, pce_mpi as pce
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)

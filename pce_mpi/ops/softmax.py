@@ -1,4 +1,4 @@
-"""Softmax and its logarithm; over a sharded axis what the shards give is joined by the merge of `softmax_state`."""
+"""Softmax and its logarithm; over a sharded axis the ranks merge their softmax states, as the loss does."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _STATE = StateFields(hold_largest=True)
 
 
 def maximum_and_sum(x: Array, axes: Sequence[int], shardings: Shardings, operation: str) -> tuple[Array, Array]:
-    """max x and sum exp(x - max x) over `axes`, which stay with length 1, on all ranks that share them out.
+    """max x and sum exp(x - max x) over `axes`, which stay with length 1, on all ranks that shard them.
 
-    Both are float32 for halves; the sum is float64 for all, as its logarithm may be that of a number close to 1. Where
+    The maximum of halves is float32. The sum is always float64: its logarithm may be that of a number close to 1. If
     the largest element is infinite the sum is `nan`.
 
-    Collective where `axes` are sharded: an Allgather of 56 bytes, and one Allreduce of 32 bytes a row.
+    Collective if `axes` are sharded: one Allgather of 56 bytes and one Allreduce of 32 bytes a row.
     """
     if not is_floating(x.dtype):
         raise TypeError(f"{operation} is of real numbers, got {x.dtype}")
@@ -63,14 +63,14 @@ def maximum_and_sum(x: Array, axes: Sequence[int], shardings: Shardings, operati
 
 
 def joins(dtype: np.dtype[Any], *, shardings: Shardings, axes: Sequence[int], **_: Any) -> list[Sent]:
-    """What `maximum_and_sum` sends."""
+    """The collectives of `maximum_and_sum`."""
     dims = shardings.dims(axes)
     rows = math.prod(kept_shape(shardings.operands[0].local_shape(shardings.mesh.coordinates), axes))
     return [Sent("all_reduce", text_of_dims(dims), rows * _STATE.dtype.itemsize)] if dims else []
 
 
 def _rule(shape: tuple[int, ...], axes: tuple[int]) -> Rule:
-    # Of shards that are all empty there is nothing to join.
+    # An axis of length 0 has no states to merge.
     labels = tuple(None if axis in axes and shape[axis] == 0 else Axis(axis) for axis in range(len(shape)))
     return Rule((labels,), labels, shape)
 
@@ -96,7 +96,7 @@ def _log_softmax_vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int],
     return g - exp(DistArray(residuals, y.mesh, y.sharding)) * sum(widened(g), axes, keepdims=True)
 
 
-# What is kept of halves is what they were rounded from: of a log-probability of -10 in bfloat16 3 % may be missing.
+# The residuals of halves are not rounded: a log-probability of -10 in bfloat16 may be wrong by 3 %.
 _SOFTMAX, _LOG_SOFTMAX = (
     Op(name, forward, (vjp,), _rule, uses=[()], takes_shardings=True, gives_residuals=True, sends=joins)
     for name, forward, vjp in (
@@ -107,12 +107,35 @@ _SOFTMAX, _LOG_SOFTMAX = (
 
 
 def softmax(x: DistArray, axis: int = -1) -> DistArray:
-    """exp(x) / sum exp(x) along `axis`, in the dtype of x. A row of only -inf, with a +inf or a `nan`, gives `nan`.
+    """Compute the softmax along an axis, exp(x) / sum exp(x).
 
-    A sharded axis stays sharded. If it is `axis`: an Allgather of 56 bytes and one Allreduce of 32 bytes a row, and
-    backward one of one number a row. What is Partial is reduced first. `TypeError` for integers, `ValueError` for an
-    axis that does not exist.
+    Parameters
+    ----------
+    x : DistArray of a floating dtype
+        An array that is Partial is reduced first.
+    axis : int, default -1
+        The axis to normalize over; it may be sharded.
 
+    Returns
+    -------
+    DistArray
+        The probabilities, with the shape, the dtype and the placement of `x`. A row of only -inf, with a +inf or with a
+        `nan` gives `nan`.
+
+    Raises
+    ------
+    TypeError
+        For integers.
+    ValueError
+        For an axis that does not exist.
+
+    Notes
+    -----
+    If `axis` is sharded: one Allgather of 56 bytes and one Allreduce of 32 bytes a row, and backward one Allreduce of
+    one number a row. Otherwise nothing is communicated.
+
+    Examples
+    --------
     >>> from mpi4py import MPI
     >>> import numpy as np, pce_mpi as pce
     >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
@@ -124,8 +147,32 @@ def softmax(x: DistArray, axis: int = -1) -> DistArray:
 
 
 def log_softmax(x: DistArray, axis: int = -1) -> DistArray:
-    """x - log sum exp(x) along `axis`, in nats; dtype, placement, communication and errors as in `softmax`.
+    """Compute the logarithm of the softmax along an axis, x - log sum exp(x).
 
-    For a loss `cross_entropy` is faster, and right to the last bits where probabilities are close to 1.
+    For a loss, `cross_entropy` is faster, and keeps the last bits of probabilities close to 1.
+
+    Parameters
+    ----------
+    x : DistArray of a floating dtype
+        An array that is Partial is reduced first.
+    axis : int, default -1
+        The axis to normalize over; it may be sharded.
+
+    Returns
+    -------
+    DistArray
+        The log-probabilities, in nats, with the shape, the dtype and the placement of `x`.
+
+    Notes
+    -----
+    Errors and communication are those of `softmax`.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> pce.log_softmax(pce.distribute(np.zeros(4), mesh)).full()  # -log 4
+    array([-1.38629436, -1.38629436, -1.38629436, -1.38629436])
     """
     return apply(_LOG_SOFTMAX, x, axes=(normalized_axis(axis, x.ndim),))

@@ -1,4 +1,4 @@
-"""The two hot loops, once per device: reduce each row to a state, and write the gradient of the logits."""
+"""The two hot loops, once for each device: reduce each row to a state, and write the gradient of the logits."""
 
 from __future__ import annotations
 
