@@ -17,7 +17,7 @@ import numpy as np
 from pce_mpi.arrays import as_array, check_one_library
 from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.loss.agreement import prepare
-from pce_mpi.loss.options import LossOptions, Options, StatisticsOptions, check_out
+from pce_mpi.loss.options import LossOptions, Options, StatisticsOptions, check_out, takes
 from pce_mpi.loss.passes import Residuals, forward, row_softmax, value_and_grad, write_gradient
 from pce_mpi.loss.softmax_state import StateFields
 from pce_mpi.memory import same_memory
@@ -35,6 +35,7 @@ __all__ = [
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 
+@takes(LossOptions)
 def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptions]) -> Array:
     """Compute the softmax cross entropy of logits whose classes are sharded over the ranks of `comm`.
 
@@ -117,6 +118,7 @@ def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptio
     return forward(prepare(Options.of("softmax_cross_entropy", options, LossOptions), logits, targets))[0]
 
 
+@takes(LossOptions)
 def softmax_cross_entropy_forward(logits: Any, targets: Any, **options: Unpack[LossOptions]) -> tuple[Array, Residuals]:
     """Compute the loss, and the residuals from which `softmax_cross_entropy_backward` computes the gradient.
 
@@ -211,6 +213,7 @@ def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = 
     return gradient if out is None else out
 
 
+@takes(LossOptions)
 def softmax_cross_entropy_value_and_grad(
     logits: Any, targets: Any, *, out: Any = None, **options: Unpack[LossOptions]
 ) -> tuple[Array, Array]:
@@ -281,6 +284,7 @@ class ClassStatistics(NamedTuple):
     argmax: Array
 
 
+@takes(StatisticsOptions)
 def class_statistics(logits: Any, targets: Any = None, **options: Unpack[StatisticsOptions]) -> ClassStatistics:
     """Compute statistics of each row's softmax over the classes of all shards, without gathering a logit.
 

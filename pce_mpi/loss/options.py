@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+import inspect
 import math
 import operator
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
 
@@ -31,11 +32,13 @@ __all__ = [
     "check",
     "check_out",
     "rows_and_classes",
+    "takes",
     "target_text",
 ]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LARGEST = np.iinfo(np.int64).max
 
@@ -112,6 +115,22 @@ class Options:
             if name not in known.__optional_keys__:
                 raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
         return cls(operation=function, **given)
+
+
+def takes(known: type[Any]) -> Callable[[Function], Function]:
+    """Let `help` and `inspect.signature` show the options of the TypedDict `known`, with their defaults."""
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        options = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(Options, name))
+            for name in known.__annotations__
+        ]
+        function.__signature__ = signature.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss import Residuals, softmax_cross_entropy_backward
 from pce_mpi.loss.agreement import prepare
-from pce_mpi.loss.options import CrossEntropyOptions, Options, Reduction
+from pce_mpi.loss.options import CrossEntropyOptions, Options, Reduction, takes
 from pce_mpi.loss.passes import forward, state_fields, value_and_grad
 from pce_mpi.ops.elementwise import astype, square, widened
 from pce_mpi.ops.reductions import mean
@@ -116,6 +116,7 @@ _CROSS_ENTROPY = Op(
 )
 
 
+@takes(CrossEntropyOptions)
 def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntropyOptions]) -> DistArray:
     """Compute the softmax cross entropy of a distributed array, in nats, wherever its axes are sharded.
 
