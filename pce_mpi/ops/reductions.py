@@ -22,7 +22,7 @@ from pce_mpi.ops.arithmetic import equal
 from pce_mpi.ops.broadcasting import broadcast_to, kept_shape, local_extreme, normalized_axes, reduction_rule, sum
 from pce_mpi.ops.elementwise import astype, exp
 from pce_mpi.ops.shape import reshape
-from pce_mpi.ops.softmax import joins, maximum_and_sum
+from pce_mpi.ops.softmax import maximum_and_sum, states_sent
 
 __all__ = ["logsumexp", "max", "mean", "min"]
 
@@ -228,7 +228,7 @@ _LOGSUMEXP = Op(
     uses=[(0,)],
     takes_shardings=True,
     gives_residuals=True,
-    sends=joins,
+    sends=states_sent,
 )
 
 

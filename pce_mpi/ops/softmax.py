@@ -23,7 +23,7 @@ from pce_mpi.ops.broadcasting import kept_shape, local_extreme, sum
 from pce_mpi.ops.elementwise import exp, widened
 from pce_mpi.ops.shape import normalized_axis
 
-__all__ = ["joins", "log_softmax", "maximum_and_sum", "softmax"]
+__all__ = ["log_softmax", "maximum_and_sum", "softmax", "states_sent"]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -62,7 +62,7 @@ def maximum_and_sum(x: Array, axes: Sequence[int], shardings: Shardings, operati
     return largest.astype(x.dtype), total
 
 
-def joins(dtype: np.dtype[Any], *, shardings: Shardings, axes: Sequence[int], **_: Any) -> list[Sent]:
+def states_sent(dtype: np.dtype[Any], *, shardings: Shardings, axes: Sequence[int], **_: Any) -> list[Sent]:
     """The collectives of `maximum_and_sum`."""
     dims = shardings.dims(axes)
     rows = math.prod(kept_shape(shardings.operands[0].local_shape(shardings.mesh.coordinates), axes))
@@ -98,7 +98,7 @@ def _log_softmax_vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int],
 
 # The residuals of halves are not rounded: a log-probability of -10 in bfloat16 may be wrong by 3 %.
 _SOFTMAX, _LOG_SOFTMAX = (
-    Op(name, forward, (vjp,), _rule, uses=[()], takes_shardings=True, gives_residuals=True, sends=joins)
+    Op(name, forward, (vjp,), _rule, uses=[()], takes_shardings=True, gives_residuals=True, sends=states_sent)
     for name, forward, vjp in (
         ("softmax", _softmax, _softmax_vjp),
         ("log_softmax", _log_softmax, _log_softmax_vjp),

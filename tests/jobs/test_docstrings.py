@@ -47,23 +47,6 @@ PUBLIC = dict(public_names())
 
 # The public names whose docstrings do not follow numpydoc yet.
 NOT_YET = [
-    "pce_mpi.ClassStatistics",
-    "pce_mpi.Residuals",
-    "pce_mpi.class_statistics",
-    "pce_mpi.cross_entropy",
-    "pce_mpi.log_softmax",
-    "pce_mpi.mse",
-    "pce_mpi.softmax",
-    "pce_mpi.softmax_cross_entropy",
-    "pce_mpi.softmax_cross_entropy_backward",
-    "pce_mpi.softmax_cross_entropy_forward",
-    "pce_mpi.softmax_cross_entropy_value_and_grad",
-    "pce_mpi.dense.Statistics",
-    "pce_mpi.dense.class_statistics",
-    "pce_mpi.dense.softmax_cross_entropy",
-    "pce_mpi.dense.softmax_cross_entropy_value_and_grad",
-    "pce_mpi.loss.forward_of",
-    "pce_mpi.loss.value_and_grad_of",
 ]
 
 
