@@ -16,8 +16,8 @@ import zlib
 import numpy as np
 
 from pce_mpi.arrays import to_host
-from pce_mpi.comm.agreement import agree, raise_together
-from pce_mpi.comm.communicators import CollectiveError, CollectiveTimeout
+from pce_mpi.comm.agreement import agree, local_checks, raise_together
+from pce_mpi.comm.communicators import CollectiveError
 from pce_mpi.comm.library import check_comm, is_comm
 from pce_mpi.comm.rank_texts import prefix_of, text_by_rank
 from pce_mpi.loss.options import Options, Problem, check, target_text
@@ -48,30 +48,21 @@ def prepare(
         check_comm(options.comm, options.over)
     problem: Problem | None = None
     facts: tuple[int, ...] = ()
-    error: Exception | None = None
-    try:
+    with local_checks() as checks:
         problem = check(options, logits, targets, needs_targets=needs_targets, out=out, with_gradient=with_gradient)
         facts = _facts(problem)
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = caught
-    try:
-        placed = _place(options, problem, facts, error)
-        if options.batch_comm is None:
-            return placed
-        problem, error = placed, None
-    except CollectiveTimeout:
-        raise
-    except Exception as caught:  # as above
-        if options.batch_comm is None or not is_comm(options.batch_comm):
-            raise
-        error = caught
+    error = checks.error
+    if options.batch_comm is None or not is_comm(options.batch_comm):
+        return _place(options, problem, facts, error)
+    with local_checks() as checks:
+        problem = _place(options, problem, facts, error)
     description = {} if problem is None else problem.described() | {"num_classes": problem.num_classes}
     description.pop("rows", None)
     agree(
         options.batch_comm,
         options.operation,
         description,
-        error=error,
+        error=checks.error,
         over=options.batch_over,
         ranks_named=options.comm is not None,
     )
