@@ -114,7 +114,7 @@ lint: $(installed)/dev
 	$(bin)/mypy
 
 docs: $(installed)/docs
-	$(bin)/mkdocs build --quiet
+	$(bin)/mkdocs build
 
 clean:
 	@test ! -e $(VENV) || test -e $(VENV)/pyvenv.cfg || { echo '$(VENV) is no virtual environment' >&2; exit 1; }

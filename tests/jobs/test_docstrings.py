@@ -45,10 +45,6 @@ def public_names() -> Iterator[tuple[str, Any]]:
 
 PUBLIC = dict(public_names())
 
-# The public names whose docstrings do not follow numpydoc yet.
-NOT_YET = [
-]
-
 
 def parameters_of(thing: Any) -> list[str]:
     """The parameters of a function or a class; options that are unpacked from a TypedDict by their own names."""
@@ -107,14 +103,9 @@ def test_public_names_are_found():
     assert {"pce_mpi.dense.softmax_cross_entropy", "pce_mpi.conformance.run_case"} <= set(PUBLIC)
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in NOT_YET])
+@pytest.mark.parametrize("name", PUBLIC)
 def test_docstring_of_public_name_follows_numpydoc(name):
     assert list(faults(PUBLIC[name])) == []
-
-
-@pytest.mark.parametrize("name", NOT_YET)
-def test_listed_docstring_does_not_follow_numpydoc_yet(name):
-    assert list(faults(PUBLIC[name])) != []
 
 
 class Options(TypedDict, total=False):
