@@ -54,7 +54,7 @@ class Step:
 
     @property
     def divisor(self) -> int:
-        """The number of ranks that are averaged over, by which partials are divided before they are added."""
+        """The number of ranks that are averaged over."""
         return math.prod(self.before.sizes[dim] for dim in self.dims if self.before.by_dim[dim] == Partial("avg"))
 
     @property
@@ -252,15 +252,22 @@ def _sent(step: Step, local: Array, mesh: Mesh) -> Array:
         return _exchanged(step, local, comm, members, here)
     placed = [step.before.by_dim[dim] for dim in step.dims]
     reduction: ReduceOp = "max" if Partial("max") in placed else "min" if Partial("min") in placed else "sum"
+    averages = step.divisor > 1
     partial = local
-    if step.divisor > 1:
-        # A half is rounded once, after the sum.
+    if averages:
+        # A half is rounded once, after the sum. The power of two keeps the sum from overflowing and costs no bit, so that
+        # the average of equal whole numbers is that number.
         partial = local.astype(np.float32) if is_half(local.dtype) else local
-        partial = partial / partial.dtype.type(step.divisor)
+        power = 1 << (step.divisor - 1).bit_length()
+        partial = partial / partial.dtype.type(power)
     if step.verb == "all_reduce":
-        return all_reduce(partial, comm, reduction).astype(local.dtype, copy=False)
-    blocks = [partial[within(step.before.slices(here), step.after.slices(member))] for member in members]
-    return reduce_scatter(blocks, comm, reduction).astype(local.dtype, copy=False)
+        total = all_reduce(partial, comm, reduction)
+    else:
+        blocks = [partial[within(step.before.slices(here), step.after.slices(member))] for member in members]
+        total = reduce_scatter(blocks, comm, reduction)
+    if averages:
+        total /= total.dtype.type(step.divisor / power)
+    return total.astype(local.dtype, copy=False)
 
 
 def _exchanged(step: Step, local: Array, comm: Any, members: list[dict[str, int]], here: Coordinates) -> Array:
