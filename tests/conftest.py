@@ -44,6 +44,12 @@ def comm() -> MPI.Intracomm:
 
 
 @pytest.fixture
+def several(comm: MPI.Intracomm) -> None:
+    if comm.size == 1:
+        pytest.skip("one rank agrees with itself: run this on 2 ranks or more")
+
+
+@pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that waits in vain gives up before the session does."""
     monkeypatch.setenv("PCE_MPI_TIMEOUT", f"{20 * slowdown()}")
