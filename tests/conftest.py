@@ -73,7 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.sizes:
         sizes = {int(size) for size in config.option.sizes.split(",")}
         here = told.size if (told := launch()) else 1
-        keep(config, items, lambda item: not (chosen := sizes_of(item) & sizes) or here in chosen)
+        # Without `comm` a test runs at the first size, whatever its file says.
+        keep(config, items, lambda item: here in (sizes_of(item) & sizes or sizes) or not asks_for(item, {"comm"}))
     if config.option.after:
         names = [item.nodeid for item in items]
         del items[: names.index(config.option.after) + 1]

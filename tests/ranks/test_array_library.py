@@ -24,6 +24,9 @@ from ranks.problems import (
 )
 from ulps import STATISTICS, errors, worst
 
+# A rank has the arrays of one library, whatever the number of ranks.
+pytestmark = pytest.mark.sizes(2, 3)
+
 TARGETS = ["index", "probabilities"]
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 

@@ -469,6 +469,7 @@ def test_a_duplicate_of_a_communicator_gets_a_duplicate_of_its_own(comm):
     assert still[0] == comm.size
 
 
+@pytest.mark.sizes(2)  # a rank counts its own communicators
 def test_the_duplicate_is_freed_with_its_communicator(comm):
     # MPI implementations have some 2,000 communicators to give at a time.
     wrong = []

@@ -397,6 +397,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sizes(3)  # shards of several lengths
 @pytest.mark.parametrize("lies", LIES, ids=str)
 def test_any_function_of_numpy_runs_slow_as_it_may_be_and_never_wrong(line, lies):
     whole = numbers(4, 4)

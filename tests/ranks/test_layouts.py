@@ -22,6 +22,9 @@ from ranks.problems import (
     split,
 )
 
+# A rank reads and writes its own arrays, whatever the number of ranks.
+pytestmark = pytest.mark.sizes(1, 3)
+
 TARGETS = ["index", "probabilities"]
 SHAPES = [((7, NARROW), -1), ((WIDE, 7), 0), ((3, WIDE, 4), 1), ((4, WIDE), -1), ((NARROW,), 0)]
 

@@ -129,6 +129,7 @@ def test_there_may_be_no_rows(comm, shape, axis, targets, reduction):
         assert loss.size == 0 if reduction == "none" else np.isnan(loss) if reduction == "mean" else loss == 0
 
 
+@pytest.mark.sizes(1, 2)  # all classes are on one rank
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize(
     ("shape", "axis"),
@@ -143,13 +144,12 @@ def test_there_may_be_no_rows(comm, shape, axis, targets, reduction):
     ],
 )
 def test_rows_and_inner_axes_may_be_wider_than_a_tile_of_the_kernels(comm, shape, axis, targets):
-    if comm.size > 2:
-        pytest.skip("all classes are on one rank: a third one is as the second")
     problem = draw(*shape, axis=axis, targets=targets, reduction="none")
     part = part_of(comm, problem, "all on the last rank")
     assert_as_dense(evaluate(comm, problem, part), problem, part)
 
 
+@pytest.mark.sizes(1, 2)  # all classes are on one rank
 def test_a_row_wider_than_a_tile_gives_its_options_and_statistics(comm):
     classes = 270_001
     problem = draw(2, classes, weight=True, label_smoothing=0.1, z_loss=0.01, logit_scale=1.5, reduction="sum")

@@ -247,6 +247,7 @@ def test_cupy_arrays_give_cupy_arrays_with_the_same_numbers(cupy, op):
         assert list(differences(case, cupy, got.arrays, expected)) == []
 
 
+@pytest.mark.sizes(2)  # the library does not depend on the size
 @pytest.mark.parametrize("op", OPS)
 def test_cupy_arrays_that_are_sharded_give_the_same_numbers_as_numpy_s(comm, cupy, op):
     mesh = mesh_of(comm, comm.size)

@@ -146,7 +146,7 @@ def runs_of(comm, cases):
     return [run(case, mesh, each, seed=number) for case in cases for number, each in combinations_of(case, mesh)]
 
 
-@pytest.mark.sizes(2, 3)  # two dims are another test
+@pytest.mark.sizes(3)  # shards of several lengths; two dims are another test
 @pytest.mark.parametrize("op", OPS)
 def test_results_and_gradients_are_those_of_one_process_however_operands_lie(comm, op):
     faults = faults_of(comm, runs_of(comm, cases_of(op)))
@@ -168,8 +168,9 @@ def layouts(draw, shape, dtype, dims):
     return lying(dims, shape, *placements, seed=draw(st.none() | st.tuples(st.integers(0, 9))))
 
 
+@pytest.mark.sizes(2, 4)  # a dim of one rank, and none of one
 @given(data=st.data(), case=st.sampled_from(CASES), dtype=st.sampled_from([np.float64, np.float32]))
-@settings(max_examples=250 if MPI.COMM_WORLD.size > 3 else 80)  # fewer ranks make no two dims of several ranks each
+@settings(max_examples=250 if MPI.COMM_WORLD.size > 3 else 80)
 def test_results_and_gradients_are_those_of_one_process_over_two_dims(comm, data, case, dtype):
     mesh = mesh_of(comm, *data.draw(st.sampled_from(list(factorizations(comm.size, 2)))))
     shardings = [data.draw(layouts(x.shape, x.dtype, mesh.dim_sizes)) for x in case.operands]

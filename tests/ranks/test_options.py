@@ -28,6 +28,9 @@ from ranks.problems import (
 )
 from ulps import FLOAT64, STATISTICS, errors, worst
 
+# Two ranks and three cut the classes otherwise.
+pytestmark = pytest.mark.sizes(2, 3)
+
 TARGETS = ["index", "probabilities"]
 REDUCTIONS = ["none", "sum", "mean"]
 
@@ -271,6 +274,7 @@ def rows_of_ranks(rows, ranks, how):
     return split(rows, ranks, how)
 
 
+@pytest.mark.sizes(1, 2, 3, 4)  # every grid of rows and classes
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("targets", TARGETS)
 def test_sums_and_means_are_over_the_rows_of_all_ranks(comm, targets, reduction):
@@ -288,6 +292,7 @@ def test_sums_and_means_are_over_the_rows_of_all_ranks(comm, targets, reduction)
             assert same or reduction == "none"
 
 
+@pytest.mark.sizes(1, 2, 3, 4)  # every grid of rows and classes
 def test_the_mean_counts_rows_of_ranks_that_have_few_left_after_ignoring(comm):
     for rows in divisors(comm.size):
         with in_step(comm):
@@ -301,6 +306,7 @@ def test_the_mean_counts_rows_of_ranks_that_have_few_left_after_ignoring(comm):
             assert_as_dense(results, problem, part)
 
 
+@pytest.mark.sizes(1, 2, 3, 4)  # every grid of rows and classes
 def test_no_row_left_on_any_rank_gives_a_mean_of_nan_and_no_gradient(comm):
     for rows in divisors(comm.size):
         with in_step(comm):
@@ -312,6 +318,7 @@ def test_no_row_left_on_any_rank_gives_a_mean_of_nan_and_no_gradient(comm):
             assert not any(gradient.any() for gradient in results.gradients.values())
 
 
+@pytest.mark.sizes(1, 2, 3, 4)  # every grid of rows and classes
 def test_rows_may_be_sharded_where_classes_are_whole(comm):
     problem = draw(9, WIDE, weight=True, ignored=0.3)
     part = Part(0, WIDE, *split(9, comm.size, "uneven")[comm.rank])

@@ -584,6 +584,7 @@ PLANTS = {
 }
 
 
+@pytest.mark.sizes(2)  # a fault shows at any size above 1
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_wrong_implementation_is_caught(comm, monkeypatch, plant):
     # Blocks of one shape, so that what arrives in the wrong place fits there.

@@ -9,6 +9,9 @@ from in_step import in_step
 import pce_mpi as pce
 from ranks.problems import SPLITS, WIDE, Part, Problem, assert_as_dense, draw, evaluate, same_on_every_rank, split
 
+# One shard has the special value, or shards of several lengths have it in turn.
+pytestmark = pytest.mark.sizes(1, 3)
+
 TARGETS = ["index", "probabilities"]
 OPTIONS = [
     {},

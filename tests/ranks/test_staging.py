@@ -172,6 +172,7 @@ def test_what_one_rank_reduces_alone_stays_on_its_gpu(cupy, monkeypatch):
         assert result.data.ptr != mine.data.ptr
 
 
+@pytest.mark.sizes(2)  # a rank has pinned memory of its own
 def test_pinned_memory_is_taken_once_and_used_again(comm, stand_in, monkeypatch):
     monkeypatch.setenv("PCE_MPI_GPU_AWARE", "0")
     mine = stand_in.asarray(np.zeros(1021))

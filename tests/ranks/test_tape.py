@@ -19,7 +19,8 @@ from ranks.grids import mesh_of
 DEEP = 10_000
 
 
-pytestmark = pytest.mark.usefixtures("impatient")
+# Every rank has a tape of its own: a second one shows that none of them waits.
+pytestmark = [pytest.mark.usefixtures("impatient"), pytest.mark.sizes(2)]
 
 
 # ---------------------------------------------------------------------------------- the engine alone, on plain numbers
@@ -172,8 +173,6 @@ def ones(mesh: Any, *shape: int, **placements: Any) -> Any:
 
 
 def test_ten_thousand_operations_in_a_row_run_forward_and_backward_and_are_forgotten(comm):
-    if comm.size > 2:
-        pytest.skip("every rank has a tape of its own: a third one is as the second")
     mesh = mesh_of(comm, comm.size)
     x = ones(mesh, 3, data=Shard(0))
     for passed in (True, False):
