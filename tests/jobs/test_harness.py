@@ -20,15 +20,19 @@ from run import SETTLED, SHARED_MEMORY, remove_memory_left_behind
 HARNESS = [ROOT / "pyproject.toml", *(ROOT / "tests").glob("*.py"), ROOT / "tests/jobs/launch.py"]
 
 
-@pytest.fixture
-def suite(tmp_path):
-    """A repository of its own that has the harness and no tests yet."""
+def new_suite(folder: Path) -> Path:
+    """Make a repository that has the harness and no tests yet."""
     for path in HARNESS:
-        copy = tmp_path / path.relative_to(ROOT)
+        copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
-    (tmp_path / "tests/ranks").mkdir()
-    return tmp_path
+    (folder / "tests/ranks").mkdir()
+    return folder
+
+
+@pytest.fixture
+def suite(tmp_path):
+    return new_suite(tmp_path)
 
 
 def write(suite: Path, path: str, source: str) -> None:
@@ -62,48 +66,97 @@ def closing_line(job: CompletedJob) -> str:
     return job.stdout.splitlines()[-1]
 
 
+def reports(job: CompletedJob) -> dict[str, str]:
+    """What the run says of each test that failed."""
+    return dict(
+        re.findall(r"^===== \d ranks: .*?::(\w+)(.*?)(?=^===== \d ranks: |\Z)", job.stdout, re.DOTALL | re.MULTILINE)
+    )
+
+
 # A test that goes wrong on one rank
 
 
-@pytest.mark.parametrize("phase", ["setup", "call", "teardown"])
-def test_a_failure_on_one_rank_fails_the_test_on_all_with_that_rank_s_text(suite, phase):
-    job = run_at(
-        suite,
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory):
+    """A run of tests each of which goes wrong on rank 1 of 3."""
+    return run_at(
+        new_suite(tmp_path_factory.mktemp("one_rank")),
         3,
-        f"""
+        """
+        from mpi4py import MPI
         import pytest
 
-        def fail_in(phase, comm):
-            print("rank", comm.rank, "was here")
-            assert not (phase == {phase!r} and comm.rank == 1), "the middle rank is unwell"
+        here = MPI.COMM_WORLD.rank == 1
 
         @pytest.fixture
-        def resource(comm):
-            fail_in("setup", comm)
+        def resource(request):
+            fail_in(request, "setup")
             yield
-            fail_in("teardown", comm)
+            fail_in(request, "teardown")
 
-        def test_it(comm, resource):
-            fail_in("call", comm)
+        def fail_in(request, phase):
+            print("rank", MPI.COMM_WORLD.rank, "was here")
+            assert not (request.node.name == f"test_{phase}" and here), "the middle rank is unwell"
 
-        def test_that_comes_after_it(comm):
+        def test_setup(comm, resource, request):
+            fail_in(request, "call")
+
+        test_call = test_teardown = test_setup
+
+        @pytest.mark.skipif(here, reason="not here")
+        def test_skip_by_mark(comm):
+            pass
+
+        def test_skip_within(comm):
+            if here:
+                pytest.skip("not here")
+
+        @pytest.mark.xfail(strict=False)
+        def test_xfail(comm):
+            assert not here
+
+        def test_that_comes_after_them(comm):
             assert comm.allreduce(1) == comm.size
         """,
     )
-    assert job.returncode == 1
-    assert f"test_it ({phase})" in job.stdout.replace("failed ", "")
-    assert "failed on rank 1 of 3" in job.stdout
-    assert "the middle rank is unwell" in job.stdout
-    assert "rank 1 was here" in job.stdout
-    assert closing_line(job) == "1 passed, 1 failed, 0 skipped"
 
 
-def test_a_failure_before_a_collective_ends_the_job_and_names_the_test_and_its_text(suite):
+def test_failures_on_one_rank_are_counted(on_one_rank):
+    assert on_one_rank.returncode == 1
+    assert closing_line(on_one_rank) == "1 passed, 6 failed, 0 skipped"
+    assert "test_xfail" in reports(on_one_rank)
+
+
+@pytest.mark.parametrize("phase", ["setup", "call", "teardown"])
+def test_failure_on_one_rank_has_its_text(on_one_rank, phase):
+    report = reports(on_one_rank)[f"test_{phase}"]
+    assert report.startswith(f" failed ({phase})")
+    assert "failed on rank 1 of 3" in report
+    assert "the middle rank is unwell" in report
+    assert "rank 1 was here" in report
+
+
+@pytest.mark.parametrize("how", ["by_mark", "within"])
+def test_skip_on_one_rank_is_a_failure(on_one_rank, how):
+    report = reports(on_one_rank)[f"test_skip_{how}"]
+    assert "skipped on rank 1 of 3" in report
+    assert "not here" in report
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A run of tests most of which end their session."""
+    suite = new_suite(tmp_path_factory.mktemp("ended"))
     change(suite, "tests/verdict.py", "GRACE = 5.0", "GRACE = 1.0")
-    job = run_at(
+    return run_at(
         suite,
         3,
         """
+        import os, signal
+        from hypothesis import given, strategies as st
+        from in_step import in_step
+        import pytest
+
         def test_that_is_well(comm):
             pass
 
@@ -111,68 +164,58 @@ def test_a_failure_before_a_collective_ends_the_job_and_names_the_test_and_its_t
             if comm.rank == 2:
                 raise ValueError("no collective for me")
             comm.Barrier()
-        """,
-    )
-    assert job.returncode == 1
-    assert "test_with_a_collective (call) failed here and left other ranks waiting" in job.stdout
-    assert "ValueError: no collective for me" in job.stdout
-    assert closing_line(job) == "1 passed, 1 failed, 0 skipped"
-
-
-def test_an_example_that_fails_before_a_collective_ends_the_job_and_names_the_test_and_its_text(suite):
-    change(suite, "tests/verdict.py", "GRACE = 5.0", "GRACE = 1.0")
-    job = run_at(
-        suite,
-        2,
-        """
-        from hypothesis import given, strategies as st
-        from in_step import in_step
 
         @given(x=st.integers(0, 100))
-        def test_with_a_collective(comm, x):
+        def test_with_examples(comm, x):
             with in_step(comm):
                 if comm.rank == 1 and x > 50:
                     raise ValueError("no collective for me")
                 comm.Barrier()
-        """,
-    )
-    assert job.returncode == 1
-    assert "test_with_a_collective (call) failed here and left other ranks waiting" in job.stdout
-    assert "ValueError: no collective for me" in job.stdout
-    assert closing_line(job) == "0 passed, 1 failed, 0 skipped"
-
-
-def test_a_killed_rank_ends_the_job_and_the_test_that_was_running_has_failed(suite):
-    job = run_at(
-        suite,
-        3,
-        """
-        import os, signal
-
-        def test_that_is_well(comm):
-            pass
 
         def test_in_which_a_rank_is_killed(comm):
             if comm.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             comm.Barrier()
 
-        def test_after_it(comm):
+        def test_that_exits(comm):
+            if comm.rank == 1:
+                pytest.exit("enough of this")
+            comm.Barrier()
+
+        def test_after_them(comm):
             comm.Barrier()
         """,
     )
-    assert job.returncode == 1
-    assert "test_in_which_a_rank_is_killed did not come to its end" in job.stdout
-    assert closing_line(job) == "2 passed, 1 failed, 0 skipped"
 
 
-@pytest.mark.parametrize("stuck", [0, 1])
-def test_hang_fails_alone_with_the_stack_of_each_rank(suite, stuck):
+def test_ended_sessions_fail_one_test_each(ended):
+    assert ended.returncode == 1
+    assert closing_line(ended) == "2 passed, 4 failed, 0 skipped"
+
+
+@pytest.mark.parametrize("test", ["test_with_a_collective", "test_with_examples"])
+def test_failure_before_collective_ends_session_with_text(ended, test):
+    assert f"{test} (call) failed here and left other ranks waiting" in reports(ended)[test]
+    assert "ValueError: no collective for me" in reports(ended)[test]
+
+
+def test_killed_rank_ends_session(ended):
+    assert "did not come to its end" in reports(ended)["test_in_which_a_rank_is_killed"]
+
+
+def test_pytest_exit_on_one_rank_has_its_text(ended):
+    assert "enough of this" in reports(ended)["test_that_exits"]
+
+
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory):
+    """A run of tests in which one of two ranks hangs."""
+    suite = new_suite(tmp_path_factory.mktemp("hung"))
     change(suite, "tests/run.py", "SILENCE = 150", "SILENCE = 1")
-    job = run_at(
+    return run_at(
         suite,
         2,
-        f"""
+        """
         import signal
 
         def wait_for_the_other(comm):
@@ -181,22 +224,30 @@ def test_hang_fails_alone_with_the_stack_of_each_rank(suite, stuck):
         def test_that_is_well(comm):
             comm.Barrier()
 
-        def test_that_hangs(comm):
-            signal.pause() if comm.rank == {stuck} else wait_for_the_other(comm)
+        def test_hang_0(comm):
+            signal.pause() if comm.rank == 0 else wait_for_the_other(comm)
 
-        def test_after_it(comm):
+        def test_hang_1(comm):
+            signal.pause() if comm.rank == 1 else wait_for_the_other(comm)
+
+        def test_after_them(comm):
             comm.Barrier()
 
-        def test_after_it_on_one_rank(comm):
+        def test_after_them_on_one_rank(comm):
             assert comm.rank
         """,
     )
-    assert job.returncode == 1
-    assert "test_that_hangs did not come to its end" in job.stdout
-    stacks = dict(re.findall(r"----- stacks of rank (\d)\n(.*?)(?=-----)", job.stdout, re.DOTALL))
-    assert "in test_that_hangs" in stacks["0"] and "in test_that_hangs" in stacks["1"]
+
+
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_hang_fails_alone_with_stacks(hung, stuck):
+    report = reports(hung)[f"test_hang_{stuck}"]
+    stacks = dict(re.findall(r"----- stacks of rank (\d)\n(.*?)(?=-----|\Z)", report, re.DOTALL))
+    assert "did not come to its end" in report
+    assert f"in test_hang_{stuck}" in stacks["0"] and f"in test_hang_{stuck}" in stacks["1"]
     assert "in wait_for_the_other" in stacks[str(1 - stuck)] and "in wait_for_the_other" not in stacks[str(stuck)]
-    assert closing_line(job) == "2 passed, 2 failed, 0 skipped"
+    assert hung.returncode == 1
+    assert closing_line(hung) == "2 passed, 3 failed, 0 skipped"
 
 
 def test_hang_among_jobs_fails_alone_and_leaves_no_process(suite):
@@ -247,62 +298,6 @@ def test_tests_that_end_their_session_are_left_behind_a_few_times(suite):
     assert closing_line(job) == "0 passed, 2 failed, 0 skipped"
 
 
-@pytest.mark.parametrize("how", ["@pytest.mark.skipif(rank == 0, reason='not here')", "in the test"])
-def test_a_skip_on_one_rank_only_is_a_failure(suite, how):
-    job = run_at(
-        suite,
-        2,
-        f"""
-        import pytest
-        from mpi4py import MPI
-
-        rank = MPI.COMM_WORLD.rank
-
-        {how if how.startswith("@") else ""}
-        def test_it(comm):
-            if rank == 0:
-                pytest.skip("not here")
-        """,
-    )
-    assert job.returncode == 1
-    assert "skipped on rank 0 of 2" in job.stdout
-    assert "not here" in job.stdout
-    assert closing_line(job) == "0 passed, 1 failed, 0 skipped"
-
-
-def test_an_expected_failure_on_one_rank_only_is_a_failure(suite):
-    job = run_at(
-        suite,
-        2,
-        """
-        import pytest
-
-        @pytest.mark.xfail(strict=False)
-        def test_it(comm):
-            assert comm.rank == 0
-        """,
-    )
-    assert job.returncode == 1
-    assert closing_line(job) == "0 passed, 1 failed, 0 skipped"
-
-
-def test_pytest_exit_on_one_rank_ends_the_job_with_its_text(suite):
-    job = run_at(
-        suite,
-        2,
-        """
-        import pytest
-
-        def test_it(comm):
-            if comm.rank == 1:
-                pytest.exit("enough of this")
-            comm.Barrier()
-        """,
-    )
-    assert job.returncode == 1
-    assert "enough of this" in job.stdout
-
-
 # Collection
 
 
@@ -349,7 +344,7 @@ def test_ranks_that_collect_different_tests_say_so(suite):
 # In step
 
 
-def test_ranks_stop_together_at_the_first_failure_and_skip_together(suite):
+def test_ranks_stop_together_and_rank_0_alone_reports(suite):
     write(
         suite,
         "tests/ranks/test_it.py",
@@ -360,6 +355,10 @@ def test_ranks_stop_together_at_the_first_failure_and_skip_together(suite):
         def test_that_is_skipped(comm):
             pass
 
+        def test_that_fails_on_all_ranks(comm):
+            print("seen", "once")
+            assert False
+
         def test_that_fails_on_one_rank(comm):
             assert comm.rank == 0
 
@@ -367,20 +366,15 @@ def test_ranks_stop_together_at_the_first_failure_and_skip_together(suite):
             pass
         """,
     )
-    job = pytest_at(2, suite, "-x", "-rs")
+    job = pytest_at(3, suite, "--maxfail=2", "-rs")
     assert job.returncode == 1
-    assert job.stdout.count("1 failed, 1 skipped") == 1
-    assert job.stdout.count("not anywhere") == 1
-    assert "stopping after 1 failures" in job.stdout
-
-
-def test_only_rank_0_shows_output(suite):
-    write(suite, "tests/ranks/test_it.py", "def test_it(comm):\n    print('seen', 'once')\n    assert False")
-    job = pytest_at(3, suite)
     assert job.stdout.count("test session starts") == 1
-    assert job.stdout.count("1 failed") == 1
+    assert job.stdout.count("2 failed, 1 skipped") == 1
+    assert job.stdout.count("not anywhere") == 1
+    assert "stopping after 2 failures" in job.stdout
     # One block for ranks that say the same; a warning that the MPI library printed on one of them makes two.
-    blocks = job.stdout.count("----- failed on")
+    everywhere = re.search(r"_ test_that_fails_on_all_ranks _.*?_ test_that_fails_on_one_rank _", job.stdout, re.DOTALL)
+    blocks = everywhere[0].count("----- failed on")
     assert 1 <= blocks <= 3, job.stdout
     assert job.stdout.count("seen once") == blocks, job.stdout
 
@@ -485,8 +479,7 @@ def test_run_fails_if_ranks_exit_with_an_error_after_their_tests(suite):
     assert closing_line(job) == "1 passed, 1 failed, 0 skipped"
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("where", ["ranks", "jobs"])
+@pytest.mark.parametrize(("where", "signal_number"), [("ranks", signal.SIGTERM), ("jobs", signal.SIGINT)])
 def test_an_interrupted_run_leaves_no_process_behind(suite, where, signal_number):
     pids = suite / "pids"
     program = f"""
@@ -543,28 +536,33 @@ def test_memory_that_killed_ranks_have_left_is_removed_unless_it_may_be_that_of_
 # tests/jobs/launch.py
 
 
-def test_launch_gives_exit_status_and_output_of_a_job():
-    job = launch_source(2, "import sys; print('out', flush=True); print('err', file=sys.stderr); sys.exit(3)")
-    assert job.returncode != 0
-    assert "out" in job.stdout
-    assert "err" in job.stderr
+@pytest.fixture(scope="module")
+def launched():
+    """A job of more ranks than most machines for tests have cores."""
+    source = """
+        import os, sys
+        from mpi4py import MPI
+
+        print(f"{MPI.COMM_WORLD.size} ranks, {sys.argv[1:]}, {os.environ['COLOUR']}, {os.environ['OMP_NUM_THREADS']};")
+        print("err", file=sys.stderr)
+        sys.exit(3)
+        """
+    return launch_source(5, source, "a b", env={"COLOUR": "red"})
 
 
-def test_launch_starts_as_many_ranks_as_asked_for_even_on_fewer_cores():
-    job = launch_source(5, "from mpi4py import MPI; print(f'{MPI.COMM_WORLD.size} ranks', flush=True)")
-    assert job.returncode == 0
-    assert job.stdout.count("5 ranks") == 5
+def test_launch_gives_exit_status_and_output(launched):
+    assert launched.returncode != 0
+    assert launched.stdout
+    assert "err" in launched.stderr
 
 
-def test_launch_keeps_threads_times_ranks_within_the_cores():
-    job = launch_source(2, "import os; print('threads:' + os.environ['OMP_NUM_THREADS'] + ';')")
-    # What two ranks print at the same time may stand in any order, but for what each writes at once.
-    assert 2 * int(re.search(r"threads:(\d+);", job.stdout)[1]) <= max(2, len(os.sched_getaffinity(0)))
+def test_launch_hands_on_size_arguments_and_environment(launched):
+    assert "5 ranks, ['a b'], red, " in launched.stdout
 
 
-def test_launch_hands_arguments_and_environment_on():
-    job = launch_source(1, "import os, sys; print(sys.argv[1:], os.environ['COLOUR'])", "a b", env={"COLOUR": "red"})
-    assert job.stdout.strip() == "['a b'] red"
+def test_launch_keeps_threads_within_the_cores(launched):
+    threads = int(re.search(r"red, (\d+);", launched.stdout)[1])
+    assert 5 * threads <= max(5, len(os.sched_getaffinity(0)))
 
 
 def test_launch_ends_a_job_that_takes_too_long_and_shows_what_it_did():
