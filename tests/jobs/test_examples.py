@@ -23,6 +23,9 @@ VERIFY_YOUR_LOSS = "examples/verify_your_loss.py"
 PROGRAMS = [DATA_AND_MODEL, GRADIENTS, LANGUAGE_MODEL, LOSS_PARALLEL, SHARDED_LOSS, TRANSFORMER]
 WITHOUT_OPTIONS = [DATA_AND_MODEL, GRADIENTS, LOSS_PARALLEL, SHARDED_LOSS]
 
+# One rank, an odd number of them, and two dims of several ranks each. On 2 ranks a planted fault is found.
+RANKS = [1, 3, 4]
+
 # A small slice of the standard library, and sizes that 2, 3 and 4 do not divide.
 STEPS = 50
 SLICE = ["--max-files=21", f"--steps={STEPS}", "--batch=130", "--embed=21", "--hidden=61", "--test-tokens=500"]
@@ -136,7 +139,7 @@ def rows_of(table):
     return [(*found[:3], int(found[3])) for found in re.findall(pattern, table, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_data_model_and_hybrid_parallelism_give_what_one_process_gives(ranks):
     output = job(ranks, DATA_AND_MODEL)
     assert output.returncode == 0, output.stderr
@@ -146,7 +149,7 @@ def test_data_model_and_hybrid_parallelism_give_what_one_process_gives(ranks):
     assert max(map(float, differences)) < 1e-5
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_what_data_model_and_hybrid_parallelism_send(ranks):
     output = job(ranks, DATA_AND_MODEL).stdout
     data, model, hybrid = output.split("parallelism on Mesh(")[1:]
@@ -162,7 +165,7 @@ def test_what_data_model_and_hybrid_parallelism_send(ranks):
 # --------------------------------------------------------------------------------------------- gradient_synchronization
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_gradients_are_partial_over_the_ranks_that_have_met_other_parts(ranks):
     output = job(ranks, GRADIENTS)
     assert output.returncode == 0, output.stderr
@@ -191,7 +194,7 @@ def test_a_rule_that_looks_at_the_batch_axis_alone_is_right_for_data_parallelism
 # -------------------------------------------------------------------------------------------------------- loss_parallel
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_loss_parallel_has_the_same_loss_with_and_without_gathering_and_sends_less(ranks):
     output = job(ranks, LOSS_PARALLEL)
     assert output.returncode == 0, output.stderr
@@ -211,14 +214,14 @@ def trained_on_a_slice(tmp_path_factory):
     """Training on the small slice, by number of ranks: the job and its losses."""
     folder = tmp_path_factory.mktemp("logs")
     results = {}
-    for ranks in 1, 2, 3, 4:
+    for ranks in RANKS:
         output = launch(ranks, LANGUAGE_MODEL, *SLICE, f"--log={folder / str(ranks)}")
         assert output.returncode == 0, output.stderr
         results[ranks] = output, *losses_in(folder / str(ranks))
     return results
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", RANKS[1:])
 def test_the_language_model_has_the_same_losses_on_any_number_of_ranks(trained_on_a_slice, ranks):
     (_, _, alone), (output, steps, losses) = trained_on_a_slice[1], trained_on_a_slice[ranks]
     assert re.search(r"^the first steps are those of one process, but for \d", output.stdout)
@@ -324,7 +327,6 @@ def test_rank_0_alone_prints_the_result(trained_on_a_slice):
 # ---------------------------------------------------------------------------------------------------------- transformer
 
 MESHES = [
-    (1, []),
     (2, ["--model=2", "--sequence-parallel"]),
     (3, ["--context=3"]),
     (4, ["--data=2", "--model=2"]),
@@ -335,10 +337,7 @@ MESHES = [
 @pytest.fixture(scope="module")
 def gpt_losses(tmp_path_factory):
     """The losses of training the transformer on one process, by step, as all meshes are to have them."""
-    path = tmp_path_factory.mktemp("logs") / "log"
-    output = launch(1, TRANSFORMER, *GPT_SLICE, f"--log={path}")
-    assert output.returncode == 0, output.stderr
-    return losses_in(path)[1]
+    return trained(1, log=tmp_path_factory.mktemp("logs") / "log")[1]
 
 
 def trained(ranks, *args, log):
@@ -375,79 +374,96 @@ def test_the_transformer_is_resumed_on_another_mesh(gpt_losses, tmp_path):
     np.testing.assert_allclose(losses, gpt_losses, rtol=16 * np.finfo(np.float32).eps, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("args", "complaint"),
-    [
-        (["--data=2", "--model=2"], "data=2 * context=1 * model=2 is 4, but the communicator has 2 ranks"),
-        (["--model=3"], "data=1 * context=1 * model=3 is 3, but the communicator has 2 ranks"),
-        (["--heads=7"], "a width of 24 is no multiple of 7 heads"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_reported_once(args, complaint):
-    job = launch(2, TRANSFORMER, *GPT_SLICE, *args)
-    assert job.returncode != 0
-    assert job.stderr.count(f"error: {complaint}") == 1
-    assert "Traceback" not in job.stderr
-
-
 # --------------------------------------------------------------------------------------------------- the command line
 
+# A bad command line, and what is said of it.
+COMPLAINTS = [
+    (LANGUAGE_MODEL, "--steps=0", "argument --steps: expected a whole number from 1 up, got '0'"),
+    (LANGUAGE_MODEL, "--max-files=1", "argument --max-files: expected a whole number from 2 up, got '1'"),
+    (LANGUAGE_MODEL, "--batch=many", "argument --batch: expected a whole number from 1 up, got 'many'"),
+    (LANGUAGE_MODEL, "--rate=-1", "argument --rate: expected a number from 0 up, got '-1'"),
+    (LANGUAGE_MODEL, "--plot=/no/such/folder/losses.png", "--plot: cannot write '/no/such/folder/losses.png'"),
+    (LANGUAGE_MODEL, "--save=/dev/null", "argument --save: cannot write '/dev/null': only a regular file is replaced"),
+    (LANGUAGE_MODEL, "--resume=/no/such/file", "argument --resume: cannot read '/no/such/file'"),
+    (LANGUAGE_MODEL, "--vocabulary=9", "unrecognized arguments: --vocabulary=9"),
+    (TRANSFORMER, "--model=3", "data=1 * context=1 * model=3 is 3, but the communicator has 2 ranks"),
+    (TRANSFORMER, "--data=2 --model=2", "data=2 * context=1 * model=2 is 4, but the communicator has 2 ranks"),
+    (TRANSFORMER, "--width=24 --heads=7", "a width of 24 is no multiple of 7 heads"),
+    *((program, "--steps=3", "unrecognized arguments: --steps=3") for program in WITHOUT_OPTIONS),
+]
 
-@pytest.mark.parametrize("program", [LANGUAGE_MODEL, TRANSFORMER])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_training_program_explains_its_options_once(ranks, program):
-    job = launch(ranks, program, "--help")
+# Runs programs with these arguments, one after the other; what all ranks said of each, and with which status.
+RUN_ALL = """
+    from contextlib import redirect_stderr, redirect_stdout
+    import io
+    import json
+    import runpy
+    import sys
+
+    from mpi4py import MPI
+
+    MPI.Finalize = lambda: None  # another program follows
+    told = {}
+    for line in sys.argv[1:]:
+        sys.argv = line.split()
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+            try:
+                runpy.run_path(sys.argv[0], run_name="__main__")
+                status = None
+            except SystemExit as end:
+                status = end.code
+        told[line] = MPI.COMM_WORLD.gather((status, out.getvalue(), err.getvalue()))
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps(told))
+    """
+
+
+@cache
+def said():
+    """By command line: the exit statuses, and what 2 ranks wrote to stdout and stderr."""
+    lines = [f"{program} {arguments}" for program, arguments, _ in COMPLAINTS]
+    lines += [f"{program} --help" for program in PROGRAMS]
+    job = launch_source(2, RUN_ALL, *lines, env=IMPORTABLE)
     assert job.returncode == 0, job.stderr
-    assert job.stdout.count("usage:") == 1
-    assert job.stdout.count("--max-files N") == 2
-    assert not job.stderr
+    parts = {line: zip(*ranks, strict=True) for line, ranks in json.loads(job.stdout).items()}
+    return {line: (statuses, "".join(out), "".join(err)) for line, (statuses, out, err) in parts.items()}
 
 
-@pytest.mark.parametrize("program", WITHOUT_OPTIONS)
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_program_without_options_prints_its_docstring_once(ranks, program):
-    job = launch(ranks, program, "--help")
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.count("usage:") == 1
-    assert job.stdout.count(docstring_of(program)) == 1
-    assert not job.stderr
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_is_printed_once(program):
+    statuses, out, err = said()[f"{program} --help"]
+    assert statuses == (0, 0)
+    assert out.count("usage:") == 1
+    if program in WITHOUT_OPTIONS:
+        assert out.count(docstring_of(program)) == 1
+    else:
+        assert out.count("--max-files N") == 2
+    assert not err
 
 
-@pytest.mark.parametrize("program", WITHOUT_OPTIONS)
-def test_a_program_without_options_refuses_any_once(program):
-    job = launch(2, program, "--steps=3")
-    assert job.returncode != 0
-    assert job.stderr.count("error: unrecognized arguments: --steps=3") == 1
+@pytest.mark.parametrize(("program", "arguments", "complaint"), COMPLAINTS, ids=lambda value: value.split("/")[-1])
+def test_bad_command_line_is_reported_once(program, arguments, complaint):
+    statuses, out, err = said()[f"{program} {arguments}"]
+    assert all(statuses)
+    assert err.count("error:") == 1
+    assert complaint in err
+    assert not out
+
+
+@pytest.mark.parametrize(("arguments", "status"), [("--help", True), ("--steps=0", False), ("--heads=7", False)])
+def test_command_line_ends_the_job_without_abort(arguments, status):
+    job = launch(3, TRANSFORMER, arguments)
+    assert (job.returncode == 0) is status
+    assert job.stderr.count("error:") == (not status)
     assert "Abort" not in job.stderr
-    assert not job.stdout
-
-
-@pytest.mark.parametrize(
-    ("argument", "complaint"),
-    [
-        ("--steps=0", "argument --steps: expected a whole number from 1 up, got '0'"),
-        ("--max-files=1", "argument --max-files: expected a whole number from 2 up, got '1'"),
-        ("--batch=many", "argument --batch: expected a whole number from 1 up, got 'many'"),
-        ("--rate=-1", "argument --rate: expected a number from 0 up, got '-1'"),
-        ("--plot=/no/such/folder/losses.png", "argument --plot: cannot write '/no/such/folder/losses.png'"),
-        ("--save=/dev/null", "argument --save: cannot write '/dev/null': only a regular file is replaced"),
-        ("--resume=/no/such/file", "argument --resume: cannot read '/no/such/file'"),
-        ("--vocabulary=9", "unrecognized arguments: --vocabulary=9"),
-    ],
-)
-def test_a_bad_argument_is_reported_once(argument, complaint):
-    job = launch(2, LANGUAGE_MODEL, argument)
-    assert job.returncode != 0
-    assert job.stderr.count("error:") == 1
-    assert complaint in job.stderr
-    assert "Abort" not in job.stderr
-    assert not job.stdout
+    assert "Traceback" not in job.stderr
+    assert not job.stdout or status
 
 
 # --------------------------------------------------------------------------------------------------------- sharded_loss
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_sharded_loss_agrees_with_the_dense_one(ranks):
     output = job(ranks, SHARDED_LOSS)
     assert output.returncode == 0, output.stderr
