@@ -23,11 +23,11 @@ VERIFY_YOUR_LOSS = "examples/verify_your_loss.py"
 PROGRAMS = [DATA_AND_MODEL, GRADIENTS, LANGUAGE_MODEL, LOSS_PARALLEL, SHARDED_LOSS, TRANSFORMER]
 WITHOUT_OPTIONS = [DATA_AND_MODEL, GRADIENTS, LOSS_PARALLEL, SHARDED_LOSS]
 
-# One rank, an odd number of them, and two dims of several ranks each. On 2 ranks a planted fault is found.
+# One rank, an odd number of them, and two dims of several ranks each; planted faults are found on 2.
 RANKS = [1, 3, 4]
 
 # A small slice of the standard library, and sizes that 2, 3 and 4 do not divide.
-STEPS = 50
+STEPS = 30
 SLICE = ["--max-files=21", f"--steps={STEPS}", "--batch=130", "--embed=21", "--hidden=61", "--test-tokens=500"]
 SLICE += ["--write=2"]
 GPT_STEPS = 12
@@ -327,7 +327,6 @@ def test_rank_0_alone_prints_the_result(trained_on_a_slice):
 # ---------------------------------------------------------------------------------------------------------- transformer
 
 MESHES = [
-    (2, ["--model=2", "--sequence-parallel"]),
     (3, ["--context=3"]),
     (4, ["--data=2", "--model=2"]),
     (4, ["--context=2", "--model=2", "--sequence-parallel"]),
@@ -452,7 +451,7 @@ def test_bad_command_line_is_reported_once(program, arguments, complaint):
 
 @pytest.mark.parametrize(("arguments", "status"), [("--help", True), ("--steps=0", False), ("--heads=7", False)])
 def test_command_line_ends_the_job_without_abort(arguments, status):
-    job = launch(3, TRANSFORMER, arguments)
+    job = launch(2, TRANSFORMER, arguments)
     assert (job.returncode == 0) is status
     assert job.stderr.count("error:") == (not status)
     assert "Abort" not in job.stderr
