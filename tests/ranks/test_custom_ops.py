@@ -9,17 +9,12 @@ import numpy as np
 import pytest
 
 import pce_mpi as pce
-from pce_mpi import Partial, Replicate, Rule, Shard
+from pce_mpi import Rule, Shard
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Placement
-from ranks.grids import assembled, factorizations, local_of, lying, mesh_of, squarest
-
-SUM, AVG, MAX, MIN = (Partial(operator) for operator in ("sum", "avg", "max", "min"))
-R = Replicate()
-
-ROUNDING = 64 * float(np.finfo(np.float64).eps)
-
+from ranks.grids import factorizations, local_of, lying, mesh_of, squarest
+from ranks.placed import AVG, MAX, ROUNDING, SUM, R, at, check, traced, whole_of
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -33,29 +28,6 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
     """Whole numbers from 1 to 5, of which sums are exact, and a diagonal that makes matrices regular."""
     whole = np.random.default_rng([seed, *shape]).integers(1, 6, shape).astype(np.float64)
     return whole + 10 * np.eye(*shape) if len(shape) == 2 else whole
-
-
-def at(mesh: Mesh, whole: np.ndarray, *placements: Placement, requires_grad: bool = False, splits: Any = None):
-    """The distributed array that is `whole`, with random terms where it is Partial, and random `splits` if asked."""
-    sharding = lying(mesh.dim_sizes, whole.shape, *placements, seed=splits)
-    return DistArray(local_of(whole, sharding, mesh.coordinates), mesh, sharding, requires_grad=requires_grad)
-
-
-def whole_of(x: DistArray) -> np.ndarray:
-    return assembled(x.sharding, x.mesh.comm(*x.mesh.dims).allgather(np.asarray(x.local)))
-
-
-def traced(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, pce.Trace]:
-    with pce.trace() as trace:
-        result = function(*arguments, **options)
-    return result, trace
-
-
-def check(x: DistArray, expected: Any, *lies: Placement, name: str = "") -> None:
-    got = whole_of(x)
-    assert x.sharding.placements == lies, name
-    assert got.shape == np.shape(expected), name
-    np.testing.assert_allclose(got, expected, rtol=ROUNDING, atol=ROUNDING, err_msg=name)
 
 
 # ------------------------------------------------------------------------------------------------------- without a rule
@@ -248,9 +220,7 @@ def test_a_rule_moves_what_it_must_and_no_more(line):
 def test_a_dot_in_a_rule_is_an_axis_that_must_not_be_sharded(line):
     sorted_rows = pce.op(lambda x: np.sort(x, axis=1), rule=lambda shape: Rule.of("a.->a.", shape), name="sort rows")
     a = numbers(7, 4)
-    result, trace = traced(sorted_rows, at(line, a, Shard(0)))
-    check(result, np.sort(a, axis=1), Shard(0))
-    assert trace.count(purpose=None) == 0
+    result = check(traced(sorted_rows, at(line, a, Shard(0))), np.sort(a, axis=1), Shard(0), silent=True)
     result, trace = traced(sorted_rows, at(line, a, Shard(1)))
     np.testing.assert_array_equal(whole_of(result), np.sort(a, axis=1))
     assert trace.count() == 1
