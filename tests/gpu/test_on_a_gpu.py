@@ -28,7 +28,7 @@ def memory_for(gpu, needed):
         pytest.skip(f"needs {needed / GIB:.1f} GiB of a GPU's memory, {free / GIB:.1f} are free")
 
 
-def test_a_rank_works_on_the_gpu_of_its_rank_on_its_host(comm, gpu):
+def test_rank_works_on_its_own_gpu(comm, gpu):
     # All ranks of the tests are on one host.
     assert gpu.cuda.Device().id == comm.rank % gpu.cuda.runtime.getDeviceCount()
 
@@ -55,7 +55,7 @@ def clusters(gpu):
     return gpu
 
 
-def test_kernels_with_a_cluster_size_of_their_own_are_launched_as_clusters(clusters):
+def test_kernels_with_cluster_size_are_launched_as_clusters(clusters):
     found = clusters.zeros(24, np.int32)
     clusters.RawKernel(CLUSTER, "sizes", options=("-std=c++17",))((24, 1, 1), (512, 1, 1), (found,))
     assert clusters.asnumpy(found).tolist() == [800 + rank for rank in range(8)] * 3
@@ -67,7 +67,7 @@ def test_kernels_with_a_cluster_size_of_their_own_are_launched_as_clusters(clust
     ids=["f2", "bf16", "f4"],
 )
 @pytest.mark.parametrize("classes", [16_384, 32_768, 65_536, 98_304])
-def test_rows_over_1_to_8_blocks_have_the_gradient_of_two_passes(clusters, classes, dtype, limit):
+def test_rows_over_blocks_have_gradient_of_two_passes(clusters, classes, dtype, limit):
     rng = np.random.default_rng(classes)
     host = rng.normal(0, 3, (300, classes)).astype(dtype)
     logits, targets = clusters.asarray(host), clusters.asarray(rng.integers(0, classes, 300))
@@ -86,7 +86,7 @@ def test_rows_over_1_to_8_blocks_have_the_gradient_of_two_passes(clusters, class
 # Streams
 
 
-def test_work_goes_to_the_stream_in_use_and_waits_for_what_is_on_it(comm, gpu):
+def test_work_waits_for_stream_in_use(comm, gpu):
     rng = np.random.default_rng(1)
     host, targets = rng.standard_normal((64, 1000), np.float32), rng.integers(0, 1000 * comm.size, 64)
     logits, chosen = gpu.zeros((64, 1000), np.float32), gpu.asarray(targets)
@@ -111,7 +111,7 @@ def test_work_goes_to_the_stream_in_use_and_waits_for_what_is_on_it(comm, gpu):
 
 @pytest.mark.parametrize(("rows", "classes"), [(2**20 + 1, 2048), (33, 2**26 + 8)], ids=["short", "long"])
 @pytest.mark.parametrize("way", ["value_and_grad", "forward and backward"])
-def test_logits_of_more_than_2_to_the_31_elements(gpu, rows, classes, way):
+def test_logits_of_more_than_2_to_31_elements(gpu, rows, classes, way):
     # float32, as the gradients of so many classes are too small for half of it; and in place.
     memory_for(gpu, 3 * 4 * rows * classes // 2)
     logits = gpu.zeros((rows, classes), np.float32)

@@ -92,7 +92,7 @@ def test_pages_have_programs_and_commands():
 
 
 @pytest.mark.parametrize(("source", "output"), [each[1:] for each in PROGRAMS], ids=[name_of(p[1]) for p in PROGRAMS])
-def test_program_prints_the_text_below_it(source, output):
+def test_program_prints_text_below_it(source, output):
     assert output is not None, "a block of text below the program shows its output"
     printed, job = run_of_programs(int(start_of(source)[2]))
     assert source in printed, job.stderr
@@ -155,20 +155,20 @@ def check_program(path, *arguments):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_link_leads_to_a_file(name):
+def test_link_leads_to_file(name):
     page = ROOT / name
     links = re.findall(r"\]\((?!https?:)([^)#]+)", re.sub(r"^```.*?^```$", "", PAGES[name], flags=re.M | re.S))
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_named_file_of_the_repository_exists(name):
+def test_named_file_of_repository_exists(name):
     tops = "|".join(["benchmarks", "docs", "examples", "pce_mpi", "tests", *filter(None, WINGS)])
     named = set(re.findall(rf"`((?:{tops})/[\w/.-]*)`", PAGES[name]))
     assert [path for path in sorted(named) if not any((top / path).exists() for top in (ROOT, ROOT / "pce_mpi"))] == []
 
 
-def test_architecture_has_the_wings_in_order():
+def test_architecture_has_wings_in_order():
     table = re.findall(r"^\| `(\w+)/` \|", PAGES["docs/architecture.md"], re.MULTILINE)
     assert table == [wing for wing in WINGS if wing]
     root = re.findall(r"^\| `(\w+)\.py` \|", PAGES["docs/architecture.md"], re.MULTILINE)

@@ -53,18 +53,18 @@ def docstring_of(program):
     return ast.get_docstring(ast.parse((ROOT / program).read_text(encoding="utf-8")))
 
 
-def test_every_program_is_tested_here():
+def test_programs_of_examples_are_all_tested():
     started = {path.name for path in EXAMPLES.glob("*.py") if "mpiexec -n" in docstring_of(path)}
     assert started == {program.removeprefix("examples/") for program in PROGRAMS}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_an_example_is_shorter_than_80_lines(path):
+def test_example_is_shorter_than_80_lines(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) < 80
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_an_example_says_how_to_start_it(program):
+def test_example_says_how_to_start_it(program):
     assert re.search(rf"^    mpiexec -n \d python -m mpi4py {program}( -.*)?$", docstring_of(program), re.MULTILINE)
 
 
@@ -99,7 +99,7 @@ PLANTED = """
         (TRANSFORMER, "cross_entropy", [*GPT_SLICE, "--steps=3"]),
     ],
 )
-def test_an_example_that_is_wrong_on_several_ranks_says_so_and_fails(program, name, args):
+def test_example_wrong_on_several_ranks_fails(program, name, args):
     job = launch_source(2, PLANTED, program, name, *args, env=IMPORTABLE)
     assert job.returncode != 0
     assert len(re.findall("further than 1e-0[45] from what one process computes:", job.stderr)) == 1
@@ -108,7 +108,7 @@ def test_an_example_that_is_wrong_on_several_ranks_says_so_and_fails(program, na
 
 
 @pytest.mark.parametrize("where", ["1.5", "np.array([1, 2, np.nan])"])
-def test_a_difference_on_one_rank_ends_the_whole_job(where):
+def test_difference_on_one_rank_ends_whole_job(where):
     job = launch_source(
         2,
         f"""
@@ -140,7 +140,7 @@ def rows_of(table):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_data_model_and_hybrid_parallelism_give_what_one_process_gives(ranks):
+def test_parallelism_of_every_kind_equals_one_process(ranks):
     output = job(ranks, DATA_AND_MODEL)
     assert output.returncode == 0, output.stderr
     assert len(set(re.findall(r"parallelism on Mesh\(.*\): loss (\d\.\d{6})", output.stdout))) == 1
@@ -150,7 +150,7 @@ def test_data_model_and_hybrid_parallelism_give_what_one_process_gives(ranks):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_what_data_model_and_hybrid_parallelism_send(ranks):
+def test_parallelism_of_every_kind_sends_its_bytes(ranks):
     output = job(ranks, DATA_AND_MODEL).stdout
     data, model, hybrid = output.split("parallelism on Mesh(")[1:]
     gradients = 4 * (784 * 784 + 784 * 10)
@@ -166,7 +166,7 @@ def test_what_data_model_and_hybrid_parallelism_send(ranks):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_gradients_are_partial_over_the_ranks_that_have_met_other_parts(ranks):
+def test_gradients_are_partial_over_ranks_with_other_parts(ranks):
     output = job(ranks, GRADIENTS)
     assert output.returncode == 0, output.stderr
     tables = output.stdout.strip().split("\n\n")
@@ -180,7 +180,7 @@ def test_gradients_are_partial_over_the_ranks_that_have_met_other_parts(ranks):
         assert {name: text.strip() for name, text in partial.items()} == expected
 
 
-def test_a_rule_that_looks_at_the_batch_axis_alone_is_right_for_data_parallelism_only():
+def test_rule_of_batch_axis_suits_data_parallelism_only():
     tables = job(4, GRADIENTS).stdout.strip().split("\n\n")
     off = {table.partition(", within")[0]: list(map(int, re.findall(r"(\d+)%", table))) for table in tables}
     assert off["data 4"] == [0] * 6
@@ -195,7 +195,7 @@ def test_a_rule_that_looks_at_the_batch_axis_alone_is_right_for_data_parallelism
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_loss_parallel_has_the_same_loss_with_and_without_gathering_and_sends_less(ranks):
+def test_loss_parallel_equals_gathered_and_sends_less(ranks):
     output = job(ranks, LOSS_PARALLEL)
     assert output.returncode == 0, output.stderr
     assert re.search(r"left sharded +loss (\d+\.\d+), .*\nlogits gathered first +loss \1, ", output.stdout)
@@ -222,7 +222,7 @@ def trained_on_a_slice(tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", RANKS[1:])
-def test_the_language_model_has_the_same_losses_on_any_number_of_ranks(trained_on_a_slice, ranks):
+def test_language_model_has_same_losses_on_any_ranks(trained_on_a_slice, ranks):
     (_, _, alone), (output, steps, losses) = trained_on_a_slice[1], trained_on_a_slice[ranks]
     assert re.search(r"^the first steps are those of one process, but for \d", output.stdout)
     assert steps == list(range(1, STEPS + 1))
@@ -231,12 +231,12 @@ def test_the_language_model_has_the_same_losses_on_any_number_of_ranks(trained_o
     np.testing.assert_allclose(losses, alone, rtol=16 * np.finfo(np.float32).eps, atol=0)
 
 
-def test_the_language_model_learns(trained_on_a_slice):
+def test_language_model_learns(trained_on_a_slice):
     _, _, losses = trained_on_a_slice[1]
     assert losses[-10:].mean() < losses[:10].mean() - 0.3
 
 
-def test_the_tape_gives_the_gradients_of_the_backward_pass_written_by_hand_and_of_finite_differences():
+def test_tape_equals_backward_by_hand_and_finite_differences():
     # In float64, and along a random direction for each parameter: central differences are right to 1e-9 or so there.
     job = launch_source(
         3,
@@ -290,7 +290,7 @@ def test_the_tape_gives_the_gradients_of_the_backward_pass_written_by_hand_and_o
     assert job.returncode == 0, job.stderr
 
 
-def test_the_language_model_runs_without_mpiexec_and_plots_its_losses(tmp_path):
+def test_language_model_without_mpiexec_plots_its_losses(tmp_path):
     picture = tmp_path / "losses.svg"
     command = [sys.executable, LANGUAGE_MODEL, *SLICE, "--steps=3", f"--plot={picture}"]
     job = complete(command, env=job_environment(1))
@@ -302,7 +302,7 @@ def test_the_language_model_runs_without_mpiexec_and_plots_its_losses(tmp_path):
 
 
 @pytest.mark.parametrize("start", [[], ["-m", "mpi4py"]], ids=["plain", "mpi4py"])
-def test_an_example_without_mpiexec_says_how_to_start_it(start):
+def test_example_without_mpiexec_says_how_to_start_it(start):
     command = [sys.executable, *start, SHARDED_LOSS]
     alone = complete(command, env=job_environment(1))
     assert alone.returncode == 0
@@ -312,7 +312,7 @@ def test_an_example_without_mpiexec_says_how_to_start_it(start):
     assert job(1, SHARDED_LOSS).stderr == ""
 
 
-def test_rank_0_alone_prints_the_result(trained_on_a_slice):
+def test_rank_0_alone_prints_result(trained_on_a_slice):
     output, _, _ = trained_on_a_slice[3]
     perplexities = re.findall(r"^(unigram|this) model +[\d.]+ +([\d.]+)$", output.stdout, re.MULTILINE)
     assert [name for name, _ in perplexities] == ["unigram", "this"]
@@ -349,21 +349,21 @@ def trained(ranks, *args, log):
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), MESHES, ids=lambda value: str(value))
-def test_the_transformer_has_the_same_losses_on_any_mesh(gpt_losses, ranks, mesh, tmp_path):
+def test_transformer_has_same_losses_on_any_mesh(gpt_losses, ranks, mesh, tmp_path):
     steps, losses = trained(ranks, *mesh, log=tmp_path / "log")
     assert steps == list(range(1, GPT_STEPS + 1))
     # As for the language model. One rounding of float32 was seen.
     np.testing.assert_allclose(losses, gpt_losses, rtol=16 * np.finfo(np.float32).eps, atol=0)
 
 
-def test_the_transformer_learns():
+def test_transformer_learns():
     output = launch(1, TRANSFORMER, *GPT_SLICE, "--max-files=21", "--steps=150", "--test-tokens=1000")
     assert output.returncode == 0, output.stderr
     unigram, transformer = re.findall(r"^\w+ model +[\d.]+ +([\d.]+)$", output.stdout, re.MULTILINE)
     assert float(transformer) < 0.9 * float(unigram)
 
 
-def test_the_transformer_is_resumed_on_another_mesh(gpt_losses, tmp_path):
+def test_transformer_is_resumed_on_another_mesh(gpt_losses, tmp_path):
     kept = tmp_path / "kept.safetensors"
     steps, losses = trained(2, "--model=2", "--stop=5", f"--save={kept}", log=tmp_path / "first")
     assert steps == [1, 2, 3, 4, 5]
@@ -429,7 +429,7 @@ def said():
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_help_is_printed_once(program):
+def test_help_of_example_is_printed_once(program):
     statuses, out, err = said()[f"{program} --help"]
     assert statuses == (0, 0)
     assert out.count("usage:") == 1
@@ -450,7 +450,7 @@ def test_bad_command_line_is_reported_once(program, arguments, complaint):
 
 
 @pytest.mark.parametrize(("arguments", "status"), [("--help", True), ("--steps=0", False), ("--heads=7", False)])
-def test_command_line_ends_the_job_without_abort(arguments, status):
+def test_command_line_ends_job_without_abort(arguments, status):
     job = launch(2, TRANSFORMER, arguments)
     assert (job.returncode == 0) is status
     assert job.stderr.count("error:") == (not status)
@@ -463,7 +463,7 @@ def test_command_line_ends_the_job_without_abort(arguments, status):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_sharded_loss_agrees_with_the_dense_one(ranks):
+def test_sharded_loss_agrees_with_dense_one(ranks):
     output = job(ranks, SHARDED_LOSS)
     assert output.returncode == 0, output.stderr
     assert re.search(r"loss, sharded +([\d.]+)\nloss, dense +\1\ngradients agree on each rank +True\n", output.stdout)
@@ -484,7 +484,7 @@ def judged(function, *args):
     return complete([*command, f"{VERIFY_YOUR_LOSS}:{function}", *cases, *args], env=job_environment(3))
 
 
-def test_the_error_planted_in_the_tutorial_is_named_and_random_logits_do_not_show_it():
+def test_tutorial_error_shows_beside_random_logits():
     pytest.importorskip("torch", reason="torch is not installed")
     report = judged("cross_entropy")
     assert report.returncode == 1, report.stderr
@@ -495,13 +495,13 @@ def test_the_error_planted_in_the_tutorial_is_named_and_random_logits_do_not_sho
     assert "label smoothing is spread over the 8 local classes, not over all 24" in " ".join(report.stdout.split())
 
 
-def test_the_repair_in_the_tutorial_passes():
+def test_repair_in_tutorial_passes():
     pytest.importorskip("torch", reason="torch is not installed")
     report = judged("repaired")
     assert report.returncode == 0, report.stdout + report.stderr
 
 
-def test_the_tutorial_says_how_to_judge_its_functions():
+def test_tutorial_says_how_to_judge_its_functions():
     commands = re.findall(r"^    python -m pce_mpi conformance -n 4 .*$", docstring_of(VERIFY_YOUR_LOSS), re.MULTILINE)
     start = "    python -m pce_mpi conformance -n 4 --adapter torch-shards"
     assert commands == [f"{start} {VERIFY_YOUR_LOSS}:{function}" for function in ("cross_entropy", "repaired")]

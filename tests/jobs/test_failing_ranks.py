@@ -108,7 +108,7 @@ def assert_timed_out(report: dict[str, Any], *fragments: str) -> None:
 
 
 @pytest.mark.parametrize("use", ["first", "later"])
-def test_waiting_ranks_name_the_rank_that_never_arrives_and_end_together(tmp_path, use):
+def test_rank_that_never_arrives_is_named(tmp_path, use):
     job = run(
         tmp_path,
         3,
@@ -148,7 +148,7 @@ def test_waiting_ranks_name_the_rank_that_never_arrives_and_end_together(tmp_pat
     assert "CollectiveTimeout" in job.stderr
 
 
-def test_two_of_four_silent_ranks_are_both_named(tmp_path):
+def test_silent_ranks_are_both_named(tmp_path):
     job = run(
         tmp_path,
         4,
@@ -168,7 +168,7 @@ def test_two_of_four_silent_ranks_are_both_named(tmp_path):
     assert job.returncode != 0
 
 
-def test_a_rank_that_is_silent_but_busy_does_not_make_the_others_wait_longer(tmp_path):
+def test_busy_silent_rank_prolongs_no_wait(tmp_path):
     # More ranks than cores, and one of them computes: a wait that counts its looks and not the time takes for ever.
     run(
         tmp_path,
@@ -189,7 +189,7 @@ def test_a_rank_that_is_silent_but_busy_does_not_make_the_others_wait_longer(tmp
         assert report["seconds"] < TIMEOUT + ROLL_CALL + SLACK
 
 
-def test_ranks_that_wait_on_different_communicators_each_name_their_operation_and_who_is_not_there(tmp_path):
+def test_ranks_waiting_apart_each_name_their_operation(tmp_path):
     run(
         tmp_path,
         3,
@@ -217,7 +217,7 @@ def test_ranks_that_wait_on_different_communicators_each_name_their_operation_an
         assert TIMEOUT <= report["seconds"] < TIMEOUT + ROLL_CALL + SLACK
 
 
-def test_a_rank_that_comes_after_the_others_gave_up_is_refused_and_does_not_write_to_their_memory(tmp_path):
+def test_late_rank_is_refused_and_writes_nothing(tmp_path):
     # MPI completes the abandoned collective once the late rank joins it: its buffers must still be there.
     job = run(
         tmp_path,
@@ -257,7 +257,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_is_refused_and_does_not_writ
     assert_timed_out(came_late[1])
 
 
-def test_a_wait_that_is_interrupted_leaves_a_communicator_that_refuses_further_use(tmp_path):
+def test_interrupted_wait_makes_communicator_unusable(tmp_path):
     # Otherwise the next call would be paired with the one that was left, and compute with its numbers.
     run(
         tmp_path,
@@ -293,7 +293,7 @@ def test_a_wait_that_is_interrupted_leaves_a_communicator_that_refuses_further_u
     assert_timed_out(other, "silent: rank 0")
 
 
-def test_timeout_is_written_before_the_roll_call(tmp_path):
+def test_timeout_is_written_before_roll_call(tmp_path):
     # A process may die in that call, if its network has failed: what it waited in must be known by then.
     job = run(
         tmp_path,
@@ -317,7 +317,7 @@ def test_timeout_is_written_before_the_roll_call(tmp_path):
     )
 
 
-def test_a_rank_that_comes_late_but_in_time_is_waited_for(tmp_path):
+def test_rank_late_but_in_time_is_waited_for(tmp_path):
     job = run(
         tmp_path,
         3,
@@ -337,7 +337,7 @@ def test_a_rank_that_comes_late_but_in_time_is_waited_for(tmp_path):
         ] * 2  # log 9
 
 
-def test_a_bad_timeout_is_a_clear_error_on_every_rank(tmp_path):
+def test_bad_timeout_is_clear_error_on_every_rank(tmp_path):
     job = run(
         tmp_path,
         2,
@@ -362,7 +362,7 @@ def test_a_bad_timeout_is_a_clear_error_on_every_rank(tmp_path):
 
 
 @pytest.mark.parametrize(("n", "use"), [(2, "first"), (4, "later")])
-def test_a_rank_that_raises_before_the_call_ends_the_job(tmp_path, n, use):
+def test_rank_that_raises_before_call_ends_job(tmp_path, n, use):
     job = run(
         tmp_path,
         n,
@@ -379,7 +379,7 @@ def test_a_rank_that_raises_before_the_call_ends_the_job(tmp_path, n, use):
     assert "LookupError: the data of this rank are not there" in job.stderr
 
 
-def test_an_error_that_every_rank_raises_ends_the_job_with_its_text(tmp_path):
+def test_error_on_every_rank_ends_job_with_text(tmp_path):
     job = run(
         tmp_path,
         2,
@@ -393,7 +393,7 @@ def test_an_error_that_every_rank_raises_ends_the_job_with_its_text(tmp_path):
     assert "IndexError: targets[1] = 16 is outside [0, 16) (rank 1)" in job.stderr
 
 
-def test_a_rank_that_is_killed_in_the_midst_ends_the_job(tmp_path):
+def test_rank_that_is_killed_in_midst_ends_job(tmp_path):
     job = run(
         tmp_path,
         3,
@@ -413,7 +413,7 @@ def test_a_rank_that_is_killed_in_the_midst_ends_the_job(tmp_path):
     assert job.returncode != 0
 
 
-def test_a_rank_that_exits_with_a_status_ends_the_job(tmp_path):
+def test_rank_that_exits_with_status_ends_job(tmp_path):
     job = run(
         tmp_path,
         2,
@@ -429,7 +429,7 @@ def test_a_rank_that_exits_with_a_status_ends_the_job(tmp_path):
 
 
 @pytest.mark.parametrize("use", ["first", "later"])
-def test_a_rank_that_exits_as_if_all_were_well_is_silent_to_the_others(tmp_path, use):
+def test_rank_that_exits_with_success_is_silent(tmp_path, use):
     job = run(
         tmp_path,
         3,

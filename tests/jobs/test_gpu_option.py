@@ -17,7 +17,7 @@ PYTEST = """
     """
 
 
-def test_what_asks_for_arrays_on_a_gpu_runs_on_every_rank_and_nothing_else_does():
+def test_gpu_option_runs_gpu_tests_on_every_rank():
     job = launch_source(2, PYTEST, "tests/ranks/test_array_library.py", "tests/ranks/test_loss.py", "-k", "no_rows")
     assert job.returncode == 0, job.stdout
     last = job.stdout.splitlines()[-1]
@@ -25,7 +25,7 @@ def test_what_asks_for_arrays_on_a_gpu_runs_on_every_rank_and_nothing_else_does(
     assert " deselected" in last
 
 
-def test_what_is_about_the_stand_in_is_skipped_and_says_so():
+def test_gpu_option_skips_tests_of_stand_in():
     job = launch_source(1, PYTEST, "tests/ranks/test_staging.py", "-k", "share_its_gpus_out or used_again")
     assert job.returncode == 0, job.stdout
     assert "about the stand-in for CuPy, or by its means" in job.stdout
@@ -33,7 +33,7 @@ def test_what_is_about_the_stand_in_is_skipped_and_says_so():
 
 
 @pytest.mark.parametrize("name", ["tests/kernels -k anywhere", "tests/ranks/test_accuracy.py -k rounded_after"])
-def test_arrays_of_the_host_are_copied_to_the_gpu_and_what_kernels_wrote_is_brought_back(name):
+def test_gpu_option_copies_arrays_both_ways(name):
     job = launch_source(1, PYTEST, *name.split())
     assert job.returncode == 0, job.stdout
     assert " passed" in job.stdout
@@ -41,7 +41,7 @@ def test_arrays_of_the_host_are_copied_to_the_gpu_and_what_kernels_wrote_is_brou
 
 
 @pytest.mark.parametrize("command", [["-m", "pytest", "--gpu", "tests/gpu"], ["tests/run.py", "--gpu"]], ids=" ".join)
-def test_a_missing_gpu_is_an_error_and_no_reason_to_skip(command):
+def test_gpu_option_without_gpu_is_an_error(command):
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = complete([sys.executable, *command], env=hidden)
     assert done.returncode in (2, 4)
@@ -49,7 +49,7 @@ def test_a_missing_gpu_is_an_error_and_no_reason_to_skip(command):
     assert "Traceback" not in done.stderr
 
 
-def test_without_the_option_what_needs_a_gpu_is_skipped_and_says_so():
+def test_gpu_tests_without_option_are_skipped():
     command = [sys.executable, "-m", "pytest", "--color=no", "-q", "-rs", "tests/gpu"]
     done = complete(command)
     assert done.returncode == 0

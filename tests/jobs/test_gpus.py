@@ -17,7 +17,7 @@ def run(program):
     return done.stdout
 
 
-def test_the_package_and_its_functions_on_numpy_arrays_never_import_cupy():
+def test_numpy_arrays_never_import_cupy():
     program = """
         import sys
         import numpy as np
@@ -34,7 +34,7 @@ def test_the_package_and_its_functions_on_numpy_arrays_never_import_cupy():
     importlib.util.find_spec("cupy") is None,
     reason="CuPy is not installed; `make test-kernels` installs it and runs this",
 )
-def test_numpy_arrays_work_where_cupy_has_been_imported_and_info_says_what_gpus_it_sees():
+def test_numpy_arrays_work_beside_imported_cupy():
     program = """
         import cupy
         import numpy as np
@@ -64,7 +64,7 @@ WITHOUT_A_GPU = """
     """
 
 
-def test_info_says_in_one_line_that_cupy_sees_no_gpu_and_why():
+def test_info_says_why_cupy_sees_no_gpu():
     job = launch_source(2, WITHOUT_A_GPU)
     assert job.returncode == 0, job.stderr
     line = "no GPU on ranks 0-1: CuPy is installed, but sees none: cudaErrorInsufficientDriver: too old"
@@ -84,7 +84,7 @@ WITH_TWO_GPUS = """
     """
 
 
-def test_info_shows_the_gpus_of_each_rank_and_which_it_takes():
+def test_info_shows_gpus_of_each_rank():
     job = launch_source(3, WITH_TWO_GPUS)
     assert job.returncode == 0, job.stderr
     heads = ("rank", "GPUs seen", "takes", "name", "GiB", "compute capability", "CUDA driver", "runtime")
@@ -106,7 +106,7 @@ def test_info_shows_the_gpus_of_each_rank_and_which_it_takes():
         ("perhaps", "PCE_MPI_GPU_AWARE must be 0 or 1, got 'perhaps'", ""),
     ],
 )
-def test_info_says_how_arrays_on_a_gpu_come_to_mpi(told, aware, way):
+def test_info_says_how_gpu_arrays_reach_mpi(told, aware, way):
     source = "import sys; from pce_mpi.cli import main; main(['info', '--json'])"
     report = json.loads(launch_source(1, source, env={"PCE_MPI_GPU_AWARE": told}).stdout)["mpi"]
     assert report["GPU-aware"] == aware
@@ -129,7 +129,7 @@ def functions_taken_from_the_array_library():
     importlib.util.find_spec("cupy") is None,
     reason="CuPy is not installed; `make test-kernels` installs it and runs this",
 )
-def test_cupy_has_every_function_that_is_taken_from_the_array_library():
+def test_cupy_has_every_function_that_is_used():
     used = dict(functions_taken_from_the_array_library())
     assert {"exp", "where", "concatenate"} <= used.keys()
     program = f"import cupy, json; print(json.dumps([name for name in {sorted(used)} if not hasattr(cupy, name)]))"

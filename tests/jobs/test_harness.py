@@ -137,7 +137,7 @@ def test_failure_on_one_rank_has_its_text(on_one_rank, phase):
 
 
 @pytest.mark.parametrize("how", ["by_mark", "within"])
-def test_skip_on_one_rank_is_a_failure(on_one_rank, how):
+def test_skip_on_one_rank_is_failure(on_one_rank, how):
     report = reports(on_one_rank)[f"test_skip_{how}"]
     assert "skipped on rank 1 of 3" in report
     assert "not here" in report
@@ -250,7 +250,7 @@ def test_hang_fails_alone_with_stacks(hung, stuck):
     assert closing_line(hung) == "2 passed, 3 failed, 0 skipped"
 
 
-def test_hang_among_jobs_fails_alone_and_leaves_no_process(suite):
+def test_hang_of_job_fails_alone_without_leftovers(suite):
     change(suite, "tests/run.py", "SILENCE = 150", "SILENCE = 1")
     write(
         suite,
@@ -277,7 +277,7 @@ def test_hang_among_jobs_fails_alone_and_leaves_no_process(suite):
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
-def test_tests_that_end_their_session_are_left_behind_a_few_times(suite):
+def test_sessions_that_end_are_restarted_few_times(suite):
     change(suite, "tests/run.py", "MOST_SESSIONS = 10", "MOST_SESSIONS = 2")
     job = run_at(
         suite,
@@ -301,7 +301,7 @@ def test_tests_that_end_their_session_are_left_behind_a_few_times(suite):
 # Collection
 
 
-def test_a_file_that_cannot_be_imported_on_one_rank_is_an_error_on_all_with_that_rank_s_text(suite):
+def test_import_error_on_one_rank_has_its_text(suite):
     job = run_at(
         suite,
         2,
@@ -379,7 +379,7 @@ def test_ranks_stop_together_and_rank_0_alone_reports(suite):
     assert job.stdout.count("seen once") == blocks, job.stdout
 
 
-def test_an_mpiexec_that_does_not_belong_to_the_mpi_library_is_named(suite):
+def test_mpiexec_of_another_mpi_is_named(suite):
     write(suite, "tests/ranks/test_it.py", "def test_it(comm):\n    pass")
     environment = {**job_environment(1), "OMPI_COMM_WORLD_SIZE": "3"}
     job = complete([sys.executable, "-m", "pytest", "tests/ranks"], cwd=suite, env=environment)
@@ -395,7 +395,7 @@ def test_ranks_need_no_mpiexec_at_size_1(suite):
 # tests/run.py
 
 
-def test_run_tells_the_outcome_at_each_size_and_in_total(suite):
+def test_run_tells_outcome_by_size_and_in_total(suite):
     write(
         suite,
         "tests/ranks/test_it.py",
@@ -433,7 +433,7 @@ def test_run_tells_the_outcome_at_each_size_and_in_total(suite):
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="one core runs one thing at a time")
-def test_an_interrupted_run_ends_ranks_and_jobs_that_run_at_the_same_time(suite):
+def test_interrupted_run_ends_ranks_and_jobs_together(suite):
     pids = suite / "pids"
     sleep = f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n') and time.sleep(300)"
     write(suite, "tests/ranks/test_it.py", f"import os, time\n\ndef test_it(comm):\n    {sleep}")
@@ -453,7 +453,7 @@ def test_run_fails_if_no_test_was_executed(suite):
     assert "no test was executed" in job.stdout
 
 
-def test_run_lets_a_selection_leave_some_sizes_without_tests_but_not_all(suite):
+def test_run_with_selection_needs_tests_at_some_size(suite):
     write(suite, "tests/ranks/test_it.py", "def test_of_ranks(comm):\n    pass")
     write(suite, "tests/jobs/test_it.py", "def test_of_jobs():\n    pass")
     assert run(suite, "-n", "2", "-k", "test_of_ranks").returncode == 0
@@ -462,7 +462,7 @@ def test_run_lets_a_selection_leave_some_sizes_without_tests_but_not_all(suite):
     assert "no test was executed" in nothing.stdout
 
 
-def test_run_fails_if_ranks_exit_with_an_error_after_their_tests(suite):
+def test_run_fails_if_ranks_exit_with_error(suite):
     job = run_at(
         suite,
         2,
@@ -480,7 +480,7 @@ def test_run_fails_if_ranks_exit_with_an_error_after_their_tests(suite):
 
 
 @pytest.mark.parametrize(("where", "signal_number"), [("ranks", signal.SIGTERM), ("jobs", signal.SIGINT)])
-def test_an_interrupted_run_leaves_no_process_behind(suite, where, signal_number):
+def test_interrupted_run_leaves_no_process_behind(suite, where, signal_number):
     pids = suite / "pids"
     program = f"""
         import os, time
@@ -517,7 +517,7 @@ def test_an_interrupted_run_leaves_no_process_behind(suite, where, signal_number
 
 
 @pytest.mark.skipif(not Path(SHARED_MEMORY).exists(), reason="MPICH shares memory elsewhere")
-def test_memory_that_killed_ranks_have_left_is_removed_unless_it_may_be_that_of_another_run():
+def test_shared_memory_of_killed_ranks_is_removed():
     now = time.time()
     ages = {"older than the run": 9 * SETTLED, "left": 2 * SETTLED, "held": 2 * SETTLED, "new": SETTLED / 2}
     segments = {name: Path(SHARED_MEMORY, f"mpich_shm_{os.getpid()}_{name.replace(' ', '_')}") for name in ages}
@@ -560,12 +560,12 @@ def test_launch_hands_on_size_arguments_and_environment(launched):
     assert "5 ranks, ['a b'], red, " in launched.stdout
 
 
-def test_launch_keeps_threads_within_the_cores(launched):
+def test_launch_keeps_threads_within_cores(launched):
     threads = int(re.search(r"red, (\d+);", launched.stdout)[1])
     assert 5 * threads <= max(5, len(os.sched_getaffinity(0)))
 
 
-def test_launch_ends_a_job_that_takes_too_long_and_shows_what_it_did():
+def test_launch_ends_long_job_and_shows_stacks():
     program = "import sys, time; print('still alive', flush=True)\ndef hang(): time.sleep(300)\nhang()"
     with pytest.raises(TimeoutError, match=r"(?s)still alive.*in hang"):
         launch_source(2, program, limit=3)

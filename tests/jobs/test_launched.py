@@ -67,7 +67,7 @@ PTY = STEP | {"SLURM_PROCID": "0", "SLURM_PTY_PORT": "46589"}
         "nothing told",
     ],
 )
-def test_the_innermost_launcher_is_understood(monkeypatch, told, expected):
+def test_innermost_launcher_is_understood(monkeypatch, told, expected):
     for name in [name for name in os.environ if name.startswith(PREFIXES)]:
         monkeypatch.delenv(name)
     for name, value in told.items():
@@ -87,7 +87,7 @@ def test_ranks_are_held_against_those_started(size, started, apart):
     assert bool(text) is apart
 
 
-def test_ranks_without_an_mpi_library_are_alone(monkeypatch):
+def test_ranks_without_mpi_library_are_alone(monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "3")
     assert "launched as 3 ranks (PMI_SIZE=3), but no MPI library could be loaded" in why_apart(None)
     monkeypatch.setenv("PMI_SIZE", "1")
@@ -121,7 +121,7 @@ def run(arguments, **told):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_whose_ranks_are_apart_fails(program):
+def test_program_whose_ranks_are_apart_fails(program):
     done = run(PROGRAMS[program], **TOLD["srun"])
     assert done.returncode not in (0, None)
     assert "launched as 3 ranks" in done.stdout + done.stderr
@@ -130,7 +130,7 @@ def test_a_program_whose_ranks_are_apart_fails(program):
 
 
 @pytest.mark.parametrize("told", TOLD.values(), ids=TOLD)
-def test_info_of_ranks_that_are_apart_warns_and_fails(told):
+def test_info_of_ranks_apart_warns_and_fails(told):
     done = run(["-m", "pce_mpi", "info"], **told)
     assert done.returncode == 1, done.stderr
     name = next(iter(told))
@@ -138,13 +138,13 @@ def test_info_of_ranks_that_are_apart_warns_and_fails(told):
     assert "BLAS threads" in done.stdout
 
 
-def test_info_of_one_process_within_an_allocation_is_content():
+def test_info_of_one_process_within_allocation_is_content():
     done = run(["-m", "pce_mpi", "info"], SLURM_JOB_ID="7", SLURM_NTASKS="3")
     assert done.returncode == 0, done.stderr
     assert "launched as" not in done.stdout
 
 
-def test_conformance_within_a_step_of_srun_says_once_what_to_do():
+def test_conformance_within_srun_says_once_what_to_do():
     first, last = (run(["-m", "pce_mpi", "conformance", "pce"], **TOLD["srun"] | {"SLURM_PROCID": n}) for n in "02")
     assert first.returncode == last.returncode == 2
     assert "conformance starts the ranks itself" in first.stderr
@@ -160,7 +160,7 @@ sys.exit(max(process.wait() for process in processes))
 """
 
 
-def test_the_kit_certifies_nothing_where_ranks_are_apart(tmp_path):
+def test_kit_certifies_nothing_where_ranks_are_apart(tmp_path):
     strange = Path(tmp_path, "mpiexec.py")
     strange.write_text(STRANGE_MPIEXEC)
     command = ["-m", "pce_mpi", "conformance", "-n", "3", "pce", "--case", "random-logits/float32"]

@@ -41,14 +41,14 @@ def age(path, seconds):
     os.utime(path, (then, then))
 
 
-def test_only_what_nobody_holds_is_abandoned(make, tmp_path):
+def test_leftovers_are_what_nobody_holds(make, tmp_path):
     (held, _), (first, descriptor) = make(), make()
     os.close(descriptor)
     age(held, 100 * DAYS)
     assert found(tmp_path) == [first.name]
 
 
-def test_leftovers_of_other_machines_stay_a_week(make, tmp_path, elsewhere):
+def test_leftovers_of_other_machines_stay_week(make, tmp_path, elsewhere):
     elsewhere(1)
     path, descriptor = make()
     os.close(descriptor)
@@ -60,7 +60,7 @@ def test_leftovers_of_other_machines_stay_a_week(make, tmp_path, elsewhere):
     assert (new, young, found(tmp_path)) == ([], [], [path.name])
 
 
-def test_a_new_entry_keeps_its_folder_young(tmp_path, elsewhere):
+def test_new_entry_keeps_its_folder_young(tmp_path, elsewhere):
     elsewhere(1)
     path, descriptor = new_folder(tmp_path, "it.")
     os.close(descriptor)
@@ -70,7 +70,7 @@ def test_a_new_entry_keeps_its_folder_young(tmp_path, elsewhere):
     assert found(tmp_path) == []
 
 
-def test_without_locks_only_time_tells(make, tmp_path, monkeypatch):
+def test_leftovers_without_locks_are_told_by_time(make, tmp_path, monkeypatch):
     def unsupported(*_):
         raise OSError("no locks here")
 
@@ -82,7 +82,7 @@ def test_without_locks_only_time_tells(make, tmp_path, monkeypatch):
     assert (young, found(tmp_path)) == ([], [path.name])
 
 
-def test_a_maker_taken_for_gone_makes_another(make, tmp_path, monkeypatch):
+def test_maker_taken_for_gone_makes_another(make, tmp_path, monkeypatch):
     """Between what is made and its lock, another process may come."""
     flock = fcntl.flock
     removed = []
@@ -124,14 +124,14 @@ def test_leftovers_of_another_user_stay(make, tmp_path):
     assert found(tmp_path) == []
 
 
-def test_a_missing_folder_holds_and_takes_nothing(tmp_path):
+def test_missing_folder_holds_and_takes_nothing(tmp_path):
     assert found(tmp_path / "missing") == []
     for make in (lambda: new_file(tmp_path / "missing", "it.", 0o666), lambda: new_folder(tmp_path / "missing", "it.")):
         with pytest.raises(FileNotFoundError):
             make()
 
 
-def test_the_file_of_a_killed_save_is_removed(tmp_path):
+def test_file_of_killed_save_is_removed(tmp_path):
     program = """
         import os, signal, sys
         from mpi4py import MPI

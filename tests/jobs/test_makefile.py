@@ -51,7 +51,7 @@ def clone():
 
 
 @pytest.mark.parametrize("target", ["run", "test", "test-kernels", "test-gpu", "test-peers", "lint", "docs"])
-def test_another_venv_replaces_the_usual_one_everywhere(target, tmp_path):
+def test_another_venv_replaces_usual_one_everywhere(target, tmp_path):
     usual = make("--dry-run", "--always-make", target)
     assert usual.returncode == 0, usual.stderr
     assert ".venv" in usual.stdout and "--editable '.[mpich]'" in usual.stdout
@@ -88,7 +88,7 @@ def test_clean_deletes_no_folder_that_is_no_environment(tmp_path):
     assert kept.is_dir()
 
 
-def test_run_says_what_it_takes_and_what_to_try_next(tmp_path):
+def test_make_run_says_what_to_try_next(tmp_path):
     program = tmp_path / "mpiexec"
     program.write_text("#!/bin/sh\necho the program runs\n")
     program.chmod(0o755)

@@ -20,7 +20,7 @@ OPTIONS = [
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is read and reset in Linux's /proc")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_value_and_grad_into_the_logits_grows_the_process_by_at_most_8_mebibytes(ranks):
+def test_value_and_grad_into_logits_takes_8_mebibytes(ranks):
     job = launch_source(
         ranks,
         """

@@ -18,14 +18,14 @@ from pce_mpi.loss.kernels.launch_config import RESIDENT_THREADS
 MAX_REGISTERS = 65536 // RESIDENT_THREADS
 
 
-def test_sources_use_exactly_the_constants_of_python():
+def test_sources_use_exactly_constants_of_python():
     given = set(re.findall(r"-D(PCE_\w+)=", " ".join(compilation.OPTIONS)))
     sources = [path.read_text() for path in compilation.source_folder.glob("*.cu*")]
     assert set(re.findall(r"\bPCE_\w+", "\n".join(sources))) == given
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH; a CUDA toolkit has it")
-def test_commands_of_readme_compile_a_kernel():
+def test_commands_of_readme_compile_kernel():
     readme = (compilation.source_folder / "README.md").read_text(encoding="utf-8")
     commands = re.findall(r"^\$ (.*)$", readme, re.MULTILINE)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -84,7 +84,7 @@ def test_every_kernel_compiles(reports):
     assert failed == []
 
 
-def test_no_kernel_spills_or_takes_so_many_registers_that_fewer_than_1024_threads_fit(reports):
+def test_kernels_spill_nothing_and_fit_1024_threads(reports):
     for name, architecture, registers, spilled, stack in reports:
         print(f"{name:50} sm_{architecture} {registers} registers")
         # A stack would be an array that is indexed while the kernel runs.

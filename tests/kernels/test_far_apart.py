@@ -23,7 +23,7 @@ from pce_mpi.loss.kernels.launch_config import LaunchConfig
 from pce_mpi.loss.softmax_state import StateFields
 
 
-def test_rows_that_lie_beyond_2_to_the_31_elements(stand_in, cuda):
+def test_rows_beyond_2_to_31_elements(stand_in, cuda):
     # Rows 2**31 + 24 elements apart, in memory of which only what is touched exists.
     pitch, classes = 2**31 + 24, 100
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # Linux's MAP_NORESERVE
@@ -54,7 +54,7 @@ __global__ void tiles(int64 rows, int64 classes, int chunk, int group_size, int6
 """
 
 
-def test_classes_beyond_2_to_the_31_have_a_tile(stand_in):
+def test_classes_beyond_2_to_31_have_tile(stand_in):
     classes, column = 5 * 2**30 + 7, 4 * 2**30 + 5
     config = LaunchConfig.with_splits(1, classes, 2, 1)
     assert (config.splits, config.group_size, config.block_threads) == (6, 256, 256)

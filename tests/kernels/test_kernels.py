@@ -36,7 +36,7 @@ LONG = [3072, 3073, 6145, 8191, 12_289, 16_385, 33_001]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_every_length_at_the_boundaries_of_the_code(cuda, dtype):
+def test_rows_of_every_length_at_boundaries_of_code(cuda, dtype):
     for classes in SHORT:
         check_plain(cuda, dtype, classes, rows=17 if classes < 70 else 5)
     for classes in LONG:
@@ -44,7 +44,7 @@ def test_rows_of_every_length_at_the_boundaries_of_the_code(cuda, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-def test_a_row_over_the_blocks_of_a_cluster_gives_what_one_block_gives(cuda, dtype):
+def test_row_over_cluster_equals_row_of_one_block(cuda, dtype):
     block = 512 * (4 * 8 if dtype.itemsize == 2 else 6 * 4)
     for classes in (block, block + 1, 2 * block + 5, 8 * block):
         check_plain(cuda, dtype, classes, rows=1, seed=2)
@@ -52,7 +52,7 @@ def test_a_row_over_the_blocks_of_a_cluster_gives_what_one_block_gives(cuda, dty
     assert not cuda.fused_fits(on_device(with_one_more), np.dtype(np.float32))
 
 
-def test_gpus_without_clusters_have_a_kernel_for_rows_that_fit_one_block(cuda, cupy, monkeypatch):
+def test_gpus_without_clusters_have_kernel_of_one_block(cuda, cupy, monkeypatch):
     logits = cupy.empty((1, 16_384, 1), np.float16)
     longer = cupy.empty((1, 16_385, 1), np.float16)
     assert cuda.fused_fits(longer, np.dtype(np.float32))
@@ -63,7 +63,7 @@ def test_gpus_without_clusters_have_a_kernel_for_rows_that_fit_one_block(cuda, c
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_that_start_anywhere_are_read_and_written_and_nothing_beside_them(cuda, dtype):
+def test_rows_that_start_anywhere_are_written_alone(cuda, dtype):
     fields, options = StateFields(), options_of(dtype)
     width = 16 // dtype.itemsize
     for classes in (1, width - 1, 3 * width + 1, 41, 300):
@@ -93,7 +93,7 @@ def test_rows_that_start_anywhere_are_read_and_written_and_nothing_beside_them(c
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_logits_whose_classes_do_not_lie_side_by_side_are_copied_and_their_gradient_copied_back(cuda, dtype):
+def test_logits_with_strided_classes_are_copied(cuda, dtype):
     fields, options = StateFields(), options_of(dtype)
     values, columns = draw(dtype, 37, 4, inner=3, seed=4)
     expected = expected_states(values, columns, fields, options)
@@ -113,7 +113,7 @@ def test_logits_whose_classes_do_not_lie_side_by_side_are_copied_and_their_gradi
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-def test_a_gradient_of_another_dtype_is_rounded_once(cuda, out_dtype):
+def test_gradient_of_another_dtype_is_rounded_once(cuda, out_dtype):
     fields = StateFields()
     for dtype in DTYPES:
         options = options_of(dtype)
@@ -188,7 +188,7 @@ def test_float64_arithmetic_on_narrower_logits_keeps_its_bits(cuda, dtype):
 
 @pytest.mark.parametrize("scale", [1.0, 0.3, 30.0, 1e-30, 1e35, 1e-40])
 @pytest.mark.parametrize("offset", [0.0, 1e4, -1e4, 3e7, 1e30])
-def test_logits_far_from_0_and_scales_of_any_size(cuda, offset, scale):
+def test_logits_far_from_0_at_any_scale(cuda, offset, scale):
     fields = StateFields(scaled=scale != 1.0)
     rng = np.random.default_rng(8)
     z = rng.normal(0, 3, (3, 500, 1)) + offset * rng.uniform(0.999999, 1, (3, 500, 1))
@@ -204,7 +204,7 @@ def test_logits_far_from_0_and_scales_of_any_size(cuda, offset, scale):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
-def test_many_classes_that_all_round_the_same_way(cuda, dtype):
+def test_many_classes_that_all_round_same_way(cuda, dtype):
     # Without the rest of each difference the sum of a thousand equal exponentials would be off by up to 4 ulp.
     rng = np.random.default_rng(9)
     for others in rng.uniform(-12, -5, 25).astype(dtype):
@@ -235,7 +235,7 @@ BAD = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fields", [StateFields(), *GENERAL.values()], ids=["plain", *GENERAL])
-def test_what_is_no_number_gives_what_it_gives_on_the_host(cuda, dtype, fields):
+def test_special_values_equal_those_of_host(cuda, dtype, fields):
     for name, values in BAD.items():
         for classes in (45, 1):
             logits, columns = draw(dtype, classes, 2, seed=10)
@@ -267,7 +267,7 @@ def test_what_is_no_number_gives_what_it_gives_on_the_host(cuda, dtype, fields):
                 assert not out.any()  # rows that do not count, whatever their logits
 
 
-def test_ties_and_nan_are_held_as_on_the_host(cuda):
+def test_ties_and_nan_are_held_as_on_host(cuda):
     fields = StateFields(hold_largest=True, entropy=True)
     for dtype in DTYPES:
         logits = np.zeros((6, 700, 1), dtype)
@@ -331,7 +331,7 @@ def test_states_of_splits_merge_with_states_of_host(cuda, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-def test_z_loss_class_weights_and_scale_in_the_fused_kernel(cuda, dtype):
+def test_options_in_fused_kernel_equal_host(cuda, dtype):
     fields = StateFields(scaled=True, held_weight=True)
     transform = Transform(1.7)
     logits, columns = draw(dtype, 301, 6, seed=13)

@@ -34,7 +34,7 @@ def assert_right(found, logits, targets, **options):
 
 
 @pytest.mark.parametrize("scale", [2.0**-70, 2.0**70, 1e-37, 1e37])
-def test_a_scale_that_float32_cannot_multiply_by_is_for_two_kernels_in_float64(cuda, cupy, scale):
+def test_scale_beyond_float32_takes_two_kernels_in_float64(cuda, cupy, scale):
     logits = (np.random.default_rng(0).normal(0, 1, (3, 50)) / scale).astype(np.float32)
     targets = np.array([0, 49, 7])
     assert np.isfinite(logits).all()
@@ -50,7 +50,7 @@ def test_a_scale_that_float32_cannot_multiply_by_is_for_two_kernels_in_float64(c
 
 
 @pytest.mark.parametrize("scale", [2.0**-64, 2.0**64])
-def test_one_kernel_takes_the_least_and_the_greatest_scale_of_float32(cuda, cupy, scale):
+def test_fused_kernel_takes_extreme_scales_of_float32(cuda, cupy, scale):
     logits = (np.random.default_rng(1).normal(0, 1, (3, 50)) / scale).astype(np.float32)
     assert cuda.fused_fits(cupy.asarray(logits[:, :, None]), SINGLE, Transform(scale))
     assert_right(
@@ -77,7 +77,7 @@ def refuse_clusters(cuda, monkeypatch):
     return tried
 
 
-def test_where_clusters_cannot_be_launched_two_kernels_do_it_and_it_is_not_tried_again(cuda, stand_in, monkeypatch):
+def test_failed_cluster_launch_takes_two_kernels_ever_after(cuda, stand_in, monkeypatch):
     tried = refuse_clusters(cuda, monkeypatch)
     logits = np.random.default_rng(2).normal(0, 3, (2, 12_289)).astype(np.float32)
     targets = np.array([12_288, -100])
@@ -98,7 +98,7 @@ def test_where_clusters_cannot_be_launched_two_kernels_do_it_and_it_is_not_tried
     assert tried[2:] == ["fill_states_and_write_gradient<float, 1>"]
 
 
-def test_a_launch_that_fails_without_a_cluster_raises(cuda, stand_in, monkeypatch):
+def test_launch_that_fails_without_cluster_raises(cuda, stand_in, monkeypatch):
     def failing(*_):
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: planted")
 
@@ -108,7 +108,7 @@ def test_a_launch_that_fails_without_a_cluster_raises(cuda, stand_in, monkeypatc
 
 
 @pytest.mark.parametrize("out_dtype", [np.float32, np.float64])
-def test_entries_of_a_gradient_below_the_smallest_normal_float32_are_kept(cuda, out_dtype):
+def test_gradient_keeps_subnormal_entries(cuda, out_dtype):
     # Others have probabilities of e**-89 and less; -ftz=true, which CuPy compiles with, would make them 0.
     logits = np.random.default_rng(3).uniform(-4, 0, (2, 45, 1)).astype(np.float32)
     columns, fields, options = np.array([3, 44]), StateFields(), options_of(SINGLE)

@@ -113,7 +113,7 @@ def test_comparisons_that_find_faults_pass_without_one(cuda, check):
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[1]}: {fault[3]}")
-def test_a_planted_fault_is_caught(stand_in, cuda, monkeypatch, tmp_path, fault):
+def test_planted_fault_is_caught(stand_in, cuda, monkeypatch, tmp_path, fault):
     check, *change = fault
     faulty(cuda, monkeypatch, tmp_path, *change)
     with pytest.raises((AssertionError, KernelFault)):

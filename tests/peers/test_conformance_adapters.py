@@ -38,7 +38,7 @@ def failures(candidate, comm, **selection):
 # ------------------------------------------------------------------------------------------------------------- by name
 
 
-def test_neither_a_framework_nor_mpi_is_imported_before_it_is_needed():
+def test_frameworks_and_mpi_are_imported_when_needed():
     program = """
         import sys
 
@@ -54,7 +54,7 @@ def test_neither_a_framework_nor_mpi_is_imported_before_it_is_needed():
     assert done.stdout.split() == [str(len(NAMED_CANDIDATES) + len(FUNCTION_ADAPTERS))], done.stderr
 
 
-def test_a_name_that_there_is_not_is_answered_with_those_that_there_are():
+def test_unknown_name_is_answered_with_known_ones():
     with pytest.raises(ValueError, match=r"no candidate 'torch'; there are pce, .*torch-dense, torch-loss-parallel"):
         named_candidate("torch")
     with pytest.raises(ValueError, match="no adapter 'torch'; there are torch-shards, jax-shard-map"):
@@ -69,7 +69,7 @@ def test_dense_torch_conforms_in_float32_and_float64(comm):
     assert failures(named_candidate("torch-dense"), comm, dtypes=["float32", "float64"]) == {}
 
 
-def test_loss_parallel_is_right_on_random_logits_and_wrong_in_the_gradient_of_4_d_logits(comm, started):
+def test_loss_parallel_is_wrong_on_4_d_logits(comm, started):
     pytest.importorskip("torch")
     candidate = started(named_candidate("torch-loss-parallel"))
     assert failures(candidate, comm, pattern="random-logits") == {}
@@ -77,7 +77,7 @@ def test_loss_parallel_is_right_on_random_logits_and_wrong_in_the_gradient_of_4_
     assert wrong and all(kinds == {"gradient"} for kinds in wrong.values())
 
 
-def test_the_process_group_has_the_ranks_of_mpi_and_ends_with_the_candidate(comm):
+def test_process_group_has_mpi_ranks_and_ends(comm):
     distributed = pytest.importorskip("torch.distributed")
     candidate = named_candidate("torch-loss-parallel")
     for _ in range(2):
@@ -88,7 +88,7 @@ def test_the_process_group_has_the_ranks_of_mpi_and_ends_with_the_candidate(comm
         assert not distributed.is_initialized()
 
 
-def test_the_error_planted_in_the_tutorial_is_found_and_its_repair_conforms(comm, started):
+def test_tutorial_error_is_found_and_repair_conforms(comm, started):
     pytest.importorskip("torch")
     wrong = started(adapted("torch-shards", load(f"{TUTORIAL}:cross_entropy")))
     found = failures(wrong, comm)
@@ -124,7 +124,7 @@ def with_what_the_kit_knows(logits, targets, *, group, class_start, num_classes)
     [with_the_group_third, as_megatron, as_flash_attention, with_what_the_kit_knows],
     ids=lambda f: f.__name__,
 )
-def test_a_function_on_torch_shards_gets_its_group_and_autograd_gives_its_gradient(comm, started, function):
+def test_torch_shards_function_has_group_and_autograd(comm, started, function):
     pytest.importorskip("torch")
     candidate = started(adapted("torch-shards", function))
     logits, targets = np.ones((2, 3), np.float32), np.zeros(2, np.int64)
@@ -134,14 +134,14 @@ def test_a_function_on_torch_shards_gets_its_group_and_autograd_gives_its_gradie
         assert backward(upstream).tolist() == [[each * comm.size] * 3 for each in upstream]
 
 
-def test_a_function_without_declarations_is_taken_for_one_of_losses_per_row(comm):
+def test_function_without_declarations_gives_losses_per_row(comm):
     def megatron_style(logits, targets, tp_group, label_smoothing=0.0): ...
 
     offer = adapted("torch-shards", megatron_style).offer
     assert (offer.reductions, offer.gradient, offer.options) == (("none",), Gradient.BACKWARD, ("label_smoothing",))
 
 
-def test_what_a_function_declares_is_what_it_offers():
+def test_function_offers_what_it_declares():
     @offers(reductions=("sum",), dtypes=("bfloat16",), gradient="none")
     def forward_only(logits, targets, group): ...
 
@@ -169,7 +169,7 @@ def jax_cross_entropy(logits, targets, *, axis_name, ignore_index=-100, label_sm
     return loss.sum() if reduction == "sum" else loss.sum() / counts.sum()
 
 
-def test_a_jax_function_under_shard_map_conforms(comm, started):
+def test_jax_function_under_shard_map_conforms(comm, started):
     pytest.importorskip("jax", reason="jax is not installed")
     function = offers(
         dtypes=("float32", "float64", "bfloat16"),
@@ -183,7 +183,7 @@ def test_a_jax_function_under_shard_map_conforms(comm, started):
     assert failures(candidate, comm, pattern=pattern) == {}
 
 
-def test_what_a_jax_function_raises_is_raised_on_every_rank(comm, started):
+def test_error_of_jax_function_raises_on_every_rank(comm, started):
     pytest.importorskip("jax", reason="jax is not installed")
 
     def refuses(logits, targets, *, axis_name):

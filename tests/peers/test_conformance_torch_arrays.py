@@ -36,7 +36,7 @@ def test_tensors_go_in_and_come_out(comm, case):
     assert (outcome.verdict, outcome.findings) == (Verdict.PASS, [])
 
 
-def test_a_tensor_that_is_written_to_is_found(comm):
+def test_tensor_that_is_written_to_is_found(comm):
     def overwrites(logits, *arguments, **options):
         result = candidate(logits, *arguments, **options)
         logits -= logits.max() if logits.numel() else 0.0

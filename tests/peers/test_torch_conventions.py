@@ -83,7 +83,7 @@ def test_every_option_means_what_it_means_to_torch(comm, shape, probabilities):
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_an_ignore_index_inside_the_range_is_ignored_as_in_torch(comm, reduction):
+def test_ignore_index_inside_range_as_in_torch(comm, reduction):
     logits, targets, weight = problem((11, 7), False)
     targets[targets == -100] = 4
     options = {"ignore_index": 4, "reduction": reduction, "label_smoothing": 0.1}
@@ -95,7 +95,7 @@ def test_an_ignore_index_inside_the_range_is_ignored_as_in_torch(comm, reduction
     assert close(got[1], shard(gradient, 1, comm))
 
 
-def test_no_row_left_is_nan_with_a_zero_gradient_as_in_torch(comm):
+def test_ignored_rows_only_as_in_torch(comm):
     logits, targets = np.zeros((3, 7)), np.full(3, -100)
     loss, gradient = torch_value_and_grad(logits, targets, axis=1, weight=None, reduction="mean")
     got = pce.softmax_cross_entropy_value_and_grad(shard(logits, 1, comm), targets, comm=comm)
@@ -103,7 +103,7 @@ def test_no_row_left_is_nan_with_a_zero_gradient_as_in_torch(comm):
     assert not gradient.any() and not got[1].any()
 
 
-def test_weights_that_sum_to_zero_give_nan_as_in_torch(comm):
+def test_weights_of_sum_zero_as_in_torch(comm):
     logits, targets, weight = np.arange(21.0).reshape(3, 7), np.array([1, 1, 1]), np.ones(7)
     weight[1] = 0.0
     loss, gradient = torch_value_and_grad(logits, targets, axis=1, weight=weight, reduction="mean")
@@ -114,7 +114,7 @@ def test_weights_that_sum_to_zero_give_nan_as_in_torch(comm):
     assert np.isnan(gradient).all() and np.isnan(got[1]).all()
 
 
-def test_a_nan_in_an_ignored_row_spoils_torchs_gradient_and_not_ours(comm):
+def test_nan_in_ignored_row_spoils_torch_only(comm):
     logits, targets = np.zeros((2, 7)), np.array([-100, 3])
     logits[0, 5] = np.nan
     loss, gradient = torch_value_and_grad(logits, targets, axis=1, weight=None, reduction="mean")
@@ -124,7 +124,7 @@ def test_a_nan_in_an_ignored_row_spoils_torchs_gradient_and_not_ours(comm):
     assert close(got[1][1], shard(gradient, 1, comm)[1])
 
 
-def test_a_masked_class_of_probability_zero_is_nan_to_torch_and_nothing_to_us(comm):
+def test_masked_class_of_probability_0_spoils_torch_only(comm):
     logits, targets = np.zeros((1, 7)), np.full((1, 7), 1 / 6)
     logits[0, 2], targets[0, 2] = -np.inf, 0.0
     loss, _ = torch_value_and_grad(logits, targets, axis=1, weight=None, reduction="mean")

@@ -21,7 +21,7 @@ def problem(comm):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_a_tensor_is_wrapped_without_a_copy(dtype):
+def test_torch_tensor_is_wrapped_without_copy(dtype):
     tensor = torch.zeros(3, 4, dtype=dtype)
     array = as_array(tensor, "logits")
     tensor[1, 2] = 1.5
@@ -31,7 +31,7 @@ def test_a_tensor_is_wrapped_without_a_copy(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_tensors_give_the_numbers_of_the_arrays_they_hold(comm, problem, dtype):
+def test_tensors_give_numbers_of_arrays_they_hold(comm, problem, dtype):
     logits, targets, mine = problem
     logits = logits.to(dtype)
     loss, dlogits = pce.softmax_cross_entropy_value_and_grad(logits[:, mine], targets, comm=comm)
@@ -43,7 +43,7 @@ def test_tensors_give_the_numbers_of_the_arrays_they_hold(comm, problem, dtype):
     assert error <= ulps * torch.finfo(dtype).eps * 2.0 ** np.floor(np.log2(1 / ROWS))
 
 
-def test_the_gradient_is_written_into_a_tensor_and_that_tensor_returned(comm, problem):
+def test_gradient_is_written_into_the_given_tensor(comm, problem):
     logits, targets, mine = problem
     shard = logits[:, mine].clone()
     out = torch.full_like(shard, 7.0)
@@ -55,7 +55,7 @@ def test_the_gradient_is_written_into_a_tensor_and_that_tensor_returned(comm, pr
     assert np.array_equal(shard.numpy(), expected)
 
 
-def test_a_tensor_that_requires_grad_is_refused_on_every_rank_with_torchs_own_reason(comm, problem):
+def test_tensor_that_requires_grad_is_refused_everywhere(comm, problem):
     logits, targets, mine = problem
     shard = logits[:, mine].clone().requires_grad_(comm.rank == comm.size - 1)
     with pytest.raises(TypeError, match=r"logits cannot be taken as an array: .*requires? grad"):

@@ -177,7 +177,7 @@ def test_dense_on_float64_logits_that_float32_cannot_hold(comm, classes):
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("classes", CLASSES)
-def test_half_precision_logits_have_the_correctly_rounded_gradient_but_for_an_ulp(comm, xp, classes, dtype):
+def test_half_logits_have_gradient_within_one_ulp(comm, xp, classes, dtype):
     worst = Worst({"loss": FLOAT32, "gradient": HALF})
     kinds = KINDS if classes < 50_000 else ["random", "one above many"]
     for number, case in enumerate(cases(classes, dtype, kinds, offsets=[0.0, 100.0, -1e4])):
@@ -197,7 +197,7 @@ def rounded_gradient(rows, case, start, stop):
     return np.stack(near).astype(case.logits.dtype)
 
 
-def test_a_half_precision_gradient_is_rounded_after_1_is_subtracted_at_the_target(comm, xp):
+def test_half_gradient_is_rounded_after_subtraction_at_target(comm, xp):
     # p = 0.999: rounded first, p - 1 has no bit left in bfloat16.
     for dtype in (np.float16, ml_dtypes.bfloat16):
         logits = np.array([[7.0, 0.0, -1.0, 0.5]]).astype(dtype)
@@ -235,7 +235,7 @@ MANY = [(300, 300), (3000, 3000), (50_000, 50_000), (50_000, 6000), (50_000, 50)
 
 
 @pytest.mark.parametrize(("classes", "every"), MANY)
-def test_many_classes_that_all_round_the_same_way_in_float32(comm, xp, classes, every):
+def test_many_classes_rounded_alike_in_float32(comm, xp, classes, every):
     worst = Worst(limits("float32", FLOAT32))
     case = rounding_worst(np.float32, classes, np.float64, every)
     rows = exact(comm, case)
@@ -254,7 +254,7 @@ def test_many_classes_that_all_round_the_same_way_in_float32(comm, xp, classes, 
 
 
 @pytest.mark.parametrize(("classes", "every"), MANY)
-def test_many_classes_that_all_round_the_same_way_in_dense(comm, classes, every):
+def test_many_classes_rounded_alike_in_dense(comm, classes, every):
     worst = Worst(limits("dense", DENSE))
     case = rounding_worst(np.float64, classes, np.longdouble, every)
     note_dense(comm, worst, case, exact(comm, case))
@@ -262,7 +262,7 @@ def test_many_classes_that_all_round_the_same_way_in_dense(comm, classes, every)
 
 
 @pytest.mark.parametrize("classes", [2, 10, 1000])
-def test_a_mean_keeps_the_bits_of_tiny_losses_under_weights(comm, xp, classes):
+def test_mean_keeps_bits_of_tiny_losses_under_weights(comm, xp, classes):
     worst = Worst({"loss": FLOAT32})
     weight = np.random.default_rng(1).uniform(0.25, 4, classes).astype(np.float32)
     for case in cases(classes, np.float32, kinds=["random", "one dominates"], offsets=[0.0, 100.0], odds=ODDS[-2:]):
@@ -276,7 +276,7 @@ def test_a_mean_keeps_the_bits_of_tiny_losses_under_weights(comm, xp, classes):
 
 
 @pytest.mark.parametrize("classes", [2, 3, 10, 300])
-def test_probability_targets_close_to_one_class_that_is_close_to_certain(comm, xp, classes):
+def test_probability_targets_close_to_a_certain_class(comm, xp, classes):
     worst = Worst({"loss": FLOAT32, "gradient": FLOAT32, "dense loss": DENSE, "dense gradient": DENSE})
     rng = np.random.default_rng(classes)
     for case in cases(classes, np.float32, kinds=["random", "equal", "one dominates"], offsets=[0.0, -100.0, 1e4]):
@@ -307,7 +307,7 @@ def test_probability_targets_close_to_one_class_that_is_close_to_certain(comm, x
 
 
 @pytest.mark.parametrize("classes", [1, 2, 10, 1000])
-def test_statistics_keep_their_bits_where_one_class_is_close_to_certain(comm, xp, classes):
+def test_statistics_of_nearly_certain_class_keep_bits(comm, xp, classes):
     names = ["sum_exp", "logsumexp", "log_prob", "entropy"]
     limits = dict.fromkeys(names, STATISTICS) | {f"dense {name}": DENSE for name in names}
     limits["dense entropy"] = DENSE_ENTROPY
@@ -332,7 +332,7 @@ def test_statistics_keep_their_bits_where_one_class_is_close_to_certain(comm, xp
     worst.check(comm, f"statistics, {classes} classes")
 
 
-def test_ulp_is_the_distance_to_the_next_number():
+def test_ulp_is_distance_to_next_number():
     for dtype in (np.float32, np.float64, np.float16):
         for value in (1.0, 1.5, 3.0, 0.1, 1e-3, -7.0):
             rounded = dtype(value)
@@ -341,7 +341,7 @@ def test_ulp_is_the_distance_to_the_next_number():
     assert ulp(1.0, ml_dtypes.bfloat16) == 2.0**-7
 
 
-def test_the_exact_row_is_that_of_the_textbook():
+def test_exact_row_is_that_of_textbook():
     logits = np.log([1.0, 2.0, 5.0])
     row = exact_row(logits, 1)
     np.testing.assert_allclose(row.loss.near, np.log(4), rtol=1e-15)

@@ -442,7 +442,7 @@ def test_disagreement_says_which_rank_passed_what(comm, case):
         assert re.fullmatch(".*".join(map(re.escape, said.split("..."))), text), text
 
 
-def test_target_out_of_range_is_named_by_all_its_indices(comm):
+def test_target_out_of_range_is_named_by_index(comm):
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(2, 3, CLASSES)).astype(np.float32)[..., my_classes(comm)]
     targets = np.zeros((2, 3), np.int32)
@@ -472,7 +472,7 @@ def test_error_says_what_every_failing_rank_found(comm):
         assert "(ranks 0, 3)" in text
 
 
-def test_error_has_the_type_of_the_lowest_rank(comm):
+def test_error_has_type_of_lowest_rank(comm):
     arguments = my_arguments(comm) | {"reduction": "average" if comm.rank < comm.size - 1 else "mean"}
     if comm.rank == comm.size - 1:
         arguments |= {"label_smoothing": "a lot"}
@@ -681,14 +681,14 @@ def test_class_ranges_with_gap_or_overlap_raise(comm, function, shift, fault):
 
 
 @several
-def test_two_shards_of_the_same_classes_raise(comm):
+def test_shards_of_same_classes_raise(comm):
     logits, targets = whole_problem()
     arguments = {"logits": logits, "targets": targets, "comm": comm, "class_start": 0}
     assert_refused(comm, pce.softmax_cross_entropy, arguments, ValueError, "class ranges overlap")
 
 
 @pytest.mark.parametrize("start", [None, 0, 3])
-def test_no_classes_at_all_raise(comm, start):
+def test_call_without_any_classes_raises(comm, start):
     for function in FUNCTIONS:
         arguments = my_arguments(comm)
         arguments |= {"logits": arguments["logits"][:, :0], "class_start": start}
@@ -856,7 +856,7 @@ def test_row_group_may_have_no_rows(comm):
 
 
 @by_name("function", LOSSES)
-def test_error_on_one_rank_reaches_the_grid(comm, function):
+def test_error_on_one_rank_reaches_grid(comm, function):
     for grid in grids(comm):
         for failing in range(comm.size):
             row_group, shard = divmod(failing, grid.comm.size)
@@ -867,7 +867,7 @@ def test_error_on_one_rank_reaches_the_grid(comm, function):
             assert f"(batch_comm rank {row_group})" in text or grid.row_groups == 1
 
 
-def test_target_out_of_range_reaches_the_grid(comm):
+def test_target_out_of_range_reaches_grid(comm):
     for grid in grids(comm):
         arguments = grid.arguments()
         if grid.row_group == grid.row_groups - 1:
@@ -884,7 +884,7 @@ def test_different_errors_of_row_groups_are_all_told(comm):
         grid.assert_refused(pce.softmax_cross_entropy, arguments, ValueError, *said)
 
 
-def test_disagreement_within_row_group_reaches_the_grid(comm):
+def test_disagreement_within_row_group_reaches_grid(comm):
     for grid in grids(comm):
         if grid.comm.size > 1:
             one = grid.arguments() | ({"reduction": "sum"} if comm.rank == comm.size - 1 else {})
@@ -990,7 +990,7 @@ def test_wrong_backward_raises_and_keeps_residuals_usable(comm, case):
     assert_right(comm, afterwards)
 
 
-def test_backward_into_memory_of_the_targets_or_the_weight_is_refused(comm):
+def test_backward_into_targets_or_weight_is_refused(comm):
     right = my_arguments(comm)
     raised = []
     for change in (out_over_the_targets(right), out_over_the_weight(right)):
@@ -1004,7 +1004,7 @@ def test_backward_into_memory_of_the_targets_or_the_weight_is_refused(comm):
     assert kinds == ["ValueError", True, "ValueError", True] or empty
 
 
-def test_residuals_that_were_used_up_are_a_runtime_error_on_their_own_rank(comm):
+def test_residuals_used_up_raise_on_their_own_rank(comm):
     residuals = residuals_of(comm)
     logits = residuals.problem.logits
     first = pce.softmax_cross_entropy_backward(1.0, residuals, out=logits)
@@ -1026,7 +1026,7 @@ def test_residuals_that_were_used_up_are_a_runtime_error_on_their_own_rank(comm)
 # -------------------------------------------------------------------------------------------------------- the agreement
 
 
-def test_agree_gives_the_facts_of_every_rank(comm):
+def test_agree_gives_facts_of_every_rank(comm):
     facts = tuple(100 * comm.rank + number for number in range(FACTS))
     everything = agree(comm, "a test", {"size": comm.size}, facts=facts)
     some = agree(comm, "a test", {}, facts=facts[:2])
@@ -1038,7 +1038,7 @@ def test_agree_gives_the_facts_of_every_rank(comm):
     assert everything.tolist() == expected  # the later calls have not written to it
 
 
-def test_agreement_is_traced_as_agreement_and_not_counted_as_payload(comm):
+def test_agreement_is_traced_and_not_counted_as_payload(comm):
     for grid in grids(comm):
         with pce.trace() as trace:
             grid.result()
@@ -1062,7 +1062,7 @@ def named(comm):
     return Options(operation="a loss", comm=comm, batch_comm=MPI.COMM_SELF, over="tensor", batch_over="data")
 
 
-def test_communicators_are_traced_under_the_names_that_a_call_has_for_them(comm, named):
+def test_communicators_are_traced_by_names_of_call(comm, named):
     logits, targets = whole_problem()
     with pce.trace() as trace:
         forward(prepare(named, logits[:, my_classes(comm)], targets))
@@ -1085,7 +1085,7 @@ BAD_IN_A_NAMED_CALL = {
 
 
 @pytest.mark.parametrize(("change", "text"), BAD_IN_A_NAMED_CALL.values(), ids=BAD_IN_A_NAMED_CALL)
-def test_errors_name_the_communicators_as_the_call_does(comm, named, change, text):
+def test_errors_name_communicators_as_call_does(comm, named, change, text):
     logits, targets = whole_problem()
     targets[0] = CLASSES
     with pytest.raises((IndexError, TypeError, ValueError), match=text) as raised:
@@ -1094,7 +1094,7 @@ def test_errors_name_the_communicators_as_the_call_does(comm, named, change, tex
     assert texts == [texts[0]] * comm.size
 
 
-def test_a_call_that_is_refused_sends_no_payload_and_the_trace_shows_what_it_sends(comm):
+def test_refused_call_sends_no_payload(comm):
     arguments = my_arguments(comm)
     if comm.rank == comm.size - 1:
         arguments["reduction"] = "average"
@@ -1186,7 +1186,7 @@ def bits(call: Callable[[], Any]) -> list[bytes | None] | str:
         return f"{type(error).__name__}: {error}"
 
 
-def test_numpy_errors_that_raise_and_warnings_as_errors_change_nothing(comm):
+def test_strict_floating_point_handling_changes_nothing(comm):
     differing = []
     for name, call in awkward_calls(comm):
         with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
@@ -1201,7 +1201,7 @@ def test_numpy_errors_that_raise_and_warnings_as_errors_change_nothing(comm):
     assert everywhere == [[]] * comm.size
 
 
-def test_an_error_is_the_same_under_strict_floating_point_handling(comm):
+def test_error_is_same_under_strict_floating_point_handling(comm):
     with np.errstate(all="raise"), warnings.catch_warnings(action="error"):
         arguments = my_arguments(comm) | {"targets": np.full(ROWS, 16)}
         assert_refused(comm, pce.softmax_cross_entropy, arguments, IndexError, "targets[0] = 16")
@@ -1212,7 +1212,7 @@ def test_an_error_is_the_same_under_strict_floating_point_handling(comm):
 # ----------------------------------------------------------------------------------------------------------- afterwards
 
 
-def test_a_hundred_errors_in_a_row_leave_the_communicator_as_it_was(comm):
+def test_communicator_survives_a_hundred_errors(comm):
     cases = [case for case in BAD if pce.softmax_cross_entropy in case.functions(comm)]
     cases = (cases * 2)[:100]
     kinds = []
@@ -1225,7 +1225,7 @@ def test_a_hundred_errors_in_a_row_leave_the_communicator_as_it_was(comm):
     assert_right(comm, afterwards)
 
 
-def test_nothing_a_caller_sends_is_mistaken_for_an_agreement(comm):
+def test_messages_of_caller_are_no_agreement(comm):
     inbox = np.zeros(1, np.int64)
     waiting = comm.Irecv(inbox, MPI.ANY_SOURCE, MPI.ANY_TAG)
     raised = outcome(pce.softmax_cross_entropy, **my_arguments(comm) | {"targets": np.full(ROWS, 16)})
@@ -1241,7 +1241,7 @@ def test_nothing_a_caller_sends_is_mistaken_for_an_agreement(comm):
     assert_right(comm, afterwards)
 
 
-def test_a_rank_without_memory_for_the_gradient_says_so_before_the_others_wait(comm, monkeypatch):
+def test_rank_without_memory_raises_everywhere(comm, monkeypatch):
     logits = np.zeros((3, 4), np.float32)
 
     def out_of_memory(*_: Any, **__: Any) -> np.ndarray:
@@ -1257,7 +1257,7 @@ def test_a_rank_without_memory_for_the_gradient_says_so_before_the_others_wait(c
     assert np.isfinite(pce.softmax_cross_entropy(logits, np.zeros(3, int), comm=comm))
 
 
-def test_the_same_ranks_cannot_share_both_rows_and_classes(comm):
+def test_same_ranks_cannot_share_both_rows_and_classes(comm):
     both = outcome(pce.softmax_cross_entropy, **my_arguments(comm) | {"batch_comm": comm})
     afterwards = loss_and_gradient(comm)
     assert both is None if comm.size == 1 else both.text.startswith("comm and batch_comm are the same ranks")

@@ -58,11 +58,11 @@ def on_device(cupy, problem, part):
     return cupy.asarray(logits), cupy.asarray(targets), options
 
 
-def evaluate(comm, cupy, problem, part, layout=None, **more):
+def evaluate(comm, cupy, problem, part, order=None, **more):
     """`ranks.problems.evaluate` with CuPy arrays, and backward with a CuPy `dloss`, a number and in place."""
     logits, targets, options = on_device(cupy, problem, part)
-    if layout is not None:
-        logits = layout(logits, cupy)
+    if order is not None:
+        logits = order(logits, cupy)
     options = {**options, "comm": comm, **more}
     arrays = {"logits": logits, "targets": targets}
     before = {name: cupy.asnumpy(array).tobytes() for name, array in arrays.items()}
@@ -90,7 +90,7 @@ def evaluate(comm, cupy, problem, part, layout=None, **more):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("targets", TARGETS)
-def test_cupy_arrays_give_cupy_arrays_with_the_right_numbers(comm, cupy, targets, options):
+def test_cupy_arrays_give_cupy_arrays_with_right_numbers(comm, cupy, targets, options):
     for classes, peaked in ((NARROW, True), (WIDE, False)):
         with in_step(comm):
             ignored = 0.0 if targets == "probabilities" else 0.2
@@ -111,7 +111,7 @@ def test_any_dtype_of_logits_and_of_arithmetic(comm, cupy, dtype, targets):
 
 
 @pytest.mark.parametrize("how", SPLITS)
-def test_shards_may_be_uneven_and_empty(comm, cupy, how):
+def test_shards_on_gpu_may_be_uneven_and_empty(comm, cupy, how):
     for targets in TARGETS:
         with in_step(comm):
             problem = draw(4, NARROW, targets=targets)
@@ -136,25 +136,25 @@ def misaligned(array, cupy):
     return flat.reshape(array.shape)
 
 
-@pytest.mark.parametrize("layout", [fortran, strided, misaligned], ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("order", [fortran, strided, misaligned], ids=lambda order: order.__name__)
 @pytest.mark.parametrize(("shape", "axis"), [((5, NARROW), -1), ((WIDE, 3), 0), ((2, NARROW, 3), 1), ((NARROW,), 0)])
-def test_logits_may_lie_in_memory_in_any_way(comm, cupy, layout, shape, axis):
+def test_logits_on_gpu_may_have_any_strides(comm, cupy, order, shape, axis):
     for targets in TARGETS:
         with in_step(comm):
             problem = draw(*shape, axis=axis, targets=targets)
             part = part_of(comm, problem)
-            assert_as_dense(evaluate(comm, cupy, problem, part, layout), problem, part)
+            assert_as_dense(evaluate(comm, cupy, problem, part, order), problem, part)
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_there_may_be_no_rows(comm, cupy, reduction):
+def test_loss_on_gpu_of_no_rows(comm, cupy, reduction):
     problem = draw(0, NARROW, reduction=reduction)
     part = part_of(comm, problem)
     assert_as_dense(evaluate(comm, cupy, problem, part), problem, part)
 
 
 @pytest.mark.parametrize("options", [{}, {"weight": True}, {"label_smoothing": 0.1}], ids=str)
-def test_special_rows_give_what_they_give_on_the_host(comm, cupy, options):
+def test_special_rows_give_what_they_give_on_host(comm, cupy, options):
     problem = draw(6, NARROW, reduction="none", **options)
     logits, targets = problem.logits.copy(), problem.targets.copy()
     logits[0] = -np.inf
@@ -176,7 +176,7 @@ def test_special_rows_give_what_they_give_on_the_host(comm, cupy, options):
 
 
 @pytest.mark.parametrize("weight", [False, True])
-def test_a_mean_over_no_rows_is_nan_and_its_gradient_0(comm, cupy, weight):
+def test_mean_over_no_rows_is_nan(comm, cupy, weight):
     problem = draw(3, NARROW, weight=weight)
     problem = problem.but(targets=np.full(3, -100))
     part = part_of(comm, problem)
@@ -185,7 +185,7 @@ def test_a_mean_over_no_rows_is_nan_and_its_gradient_0(comm, cupy, weight):
     assert not any(gradient.any() for gradient in results.gradients.values())
 
 
-def test_a_mean_over_rows_whose_weights_are_0_is_nan_and_so_is_its_gradient(comm, cupy):
+def test_mean_over_rows_of_weight_0_is_nan(comm, cupy):
     problem = draw(3, NARROW, weight=True)
     problem = problem.but(weight=np.zeros(NARROW, np.float32))
     results = evaluate(comm, cupy, problem, part_of(comm, problem))
@@ -239,7 +239,7 @@ class Crossings:
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("targets", TARGETS)
-def test_only_class_numbers_and_the_records_for_other_ranks_leave_the_gpu(comm, cupy, monkeypatch, targets, reduction):
+def test_gpu_sends_class_numbers_and_states_only(comm, cupy, monkeypatch, targets, reduction):
     problem = draw(6, NARROW, targets=targets, reduction=reduction)
     logits, chosen, options = on_device(cupy, problem, part_of(comm, problem))
     crossings = Crossings(cupy, monkeypatch)
@@ -282,7 +282,7 @@ class Reads:
     ],
     ids=str,
 )
-def test_one_rank_reads_its_logits_once_where_that_is_possible(comm, cupy, monkeypatch, targets, options, fused):
+def test_logits_of_one_rank_are_read_once(comm, cupy, monkeypatch, targets, options, fused):
     problem = draw(3, NARROW, targets=targets, **options)
     logits, chosen, options = on_device(cupy, problem, part_of(comm, problem))
     reads = Reads(kernels.kernels_of(logits), monkeypatch)
@@ -291,7 +291,7 @@ def test_one_rank_reads_its_logits_once_where_that_is_possible(comm, cupy, monke
     assert reads.names == (once if fused and comm.size == 1 else twice)
 
 
-def test_a_mean_that_waits_for_the_rows_of_others_is_taken_of_two_passes(comm, cupy, monkeypatch):
+def test_mean_over_rows_of_others_takes_two_passes(comm, cupy, monkeypatch):
     problem = draw(3, NARROW)
     reads = Reads(kernels.kernels_of(cupy.zeros(1)), monkeypatch)
     arrays = cupy.asarray(problem.logits), cupy.asarray(problem.targets)
@@ -300,7 +300,7 @@ def test_a_mean_that_waits_for_the_rows_of_others_is_taken_of_two_passes(comm, c
     assert reads.names == ["fill_states", "write_gradient", "fill_states_and_write_gradient"]
 
 
-def test_what_is_sent_is_the_same_as_on_the_host(comm, cupy):
+def test_gpu_sends_what_the_host_sends(comm, cupy):
     problem = draw(5, NARROW, weight=True)
     part = part_of(comm, problem)
     with pce.trace() as on_host:
@@ -333,7 +333,7 @@ LOSSES = [
 
 @pytest.mark.parametrize("function", LOSSES, ids=lambda function: function.__name__)
 @pytest.mark.parametrize("gpu", ["logits", "targets"])
-def test_the_losses_name_what_is_on_a_gpu_and_what_is_not(comm, cupy, function, gpu):
+def test_losses_name_arrays_on_gpu_and_host(comm, cupy, function, gpu):
     problem = draw(3, NARROW)
     logits, targets, _ = part_of(comm, problem).on_this_rank(problem)
     given = {"logits": logits, "targets": targets}
@@ -346,7 +346,7 @@ def test_the_losses_name_what_is_on_a_gpu_and_what_is_not(comm, cupy, function, 
     assert np.isfinite(pce.softmax_cross_entropy(logits, targets, comm=comm))
 
 
-def test_weight_out_and_dloss_belong_to_the_library_of_the_logits(comm, cupy):
+def test_other_operands_have_the_library_of_logits(comm, cupy):
     problem = draw(3, NARROW, weight=True, reduction="none")
     part = part_of(comm, problem)
     logits, targets, options = part.on_this_rank(problem)
@@ -366,7 +366,7 @@ def test_weight_out_and_dloss_belong_to_the_library_of_the_logits(comm, cupy):
         assert isinstance(pce.softmax_cross_entropy_backward(number, residuals), cupy.ndarray)
 
 
-def test_an_operand_in_the_wrong_place_on_one_rank_raises_the_same_error_on_every_rank(comm, cupy):
+def test_operand_misplaced_on_one_rank_raises_everywhere(comm, cupy):
     problem = draw(3, NARROW)
     logits, targets, _ = on_device(cupy, problem, part_of(comm, problem))
     if comm.rank == comm.size - 1:
@@ -378,7 +378,7 @@ def test_an_operand_in_the_wrong_place_on_one_rank_raises_the_same_error_on_ever
     assert len(set(texts)) == 1
 
 
-def test_operations_name_the_operands_that_do_not_mix(comm, cupy):
+def test_operations_name_operands_that_do_not_mix(comm, cupy):
     mesh = pce.Mesh(comm, data=comm.size)
     host, gpu = np.ones((4, 3)), cupy.asarray(np.ones((4, 3)))
     x = pce.distribute(host, mesh, data=pce.Shard(0))
@@ -430,7 +430,7 @@ def test_parameters_and_gradients_of_two_libraries_are_refused(comm, cupy):
 
 
 @pytest.mark.parametrize("elsewhere", ["logits", "targets", "out"])
-def test_arrays_on_another_gpu_than_the_current_one_are_refused_on_every_rank(comm, stand_in, elsewhere):
+def test_arrays_on_another_gpu_raise_everywhere(comm, stand_in, elsewhere):
     problem = draw(3, NARROW)
     logits, targets, _ = part_of(comm, problem).on_this_rank(problem)
     given = {"logits": logits, "targets": targets, "out": logits}
@@ -444,7 +444,7 @@ def test_arrays_on_another_gpu_than_the_current_one_are_refused_on_every_rank(co
     assert len(set(comm.allgather(str(error)))) == 1
 
 
-def test_a_backward_pass_on_another_gpu_is_refused(comm, stand_in):
+def test_backward_pass_on_another_gpu_is_refused(comm, stand_in):
     problem = draw(3, NARROW)
     logits, targets, _ = on_device(stand_in, problem, part_of(comm, problem))
     _, residuals = pce.softmax_cross_entropy_forward(logits, targets, comm=comm)

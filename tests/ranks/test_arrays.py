@@ -36,7 +36,7 @@ class Tensor:
 # In
 
 
-def test_a_numpy_array_passes_as_it_is():
+def test_numpy_array_passes_as_it_is():
     values = np.zeros((2, 3))[:, ::2]
     assert as_array(values, "logits") is values
     values.flags.writeable = False
@@ -44,7 +44,7 @@ def test_a_numpy_array_passes_as_it_is():
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int32, np.uint8])
-def test_a_tensor_is_wrapped_without_a_copy(dtype):
+def test_tensor_is_wrapped_without_copy(dtype):
     values = np.arange(6).astype(dtype).reshape(2, 3).T
     wrapped = as_array(Tensor(values), "logits")
     assert wrapped.dtype == dtype
@@ -55,7 +55,7 @@ def test_a_tensor_is_wrapped_without_a_copy(dtype):
     assert values[0, 0] == 42
 
 
-def test_a_buffer_is_wrapped_without_a_copy():
+def test_buffer_is_wrapped_without_copy():
     numbers = array.array("d", [1.0, 2.0, 3.0])
     for buffer in (numbers, memoryview(numbers)):
         wrapped = as_array(buffer, "logits")
@@ -85,12 +85,12 @@ class Sealed:
         return self.values
 
 
-def test_what_only_knows_how_to_become_an_array_does():
+def test_object_with_array_method_becomes_an_array():
     values = np.arange(3.0)
     assert np.shares_memory(as_array(Sealed(values), "logits"), values)
 
 
-def test_bfloat16_that_numpy_s_dlpack_does_not_know_comes_by_way_of_array():
+def test_bfloat16_unknown_to_dlpack_comes_by_array():
     class Tensor16(Sealed):
         def __dlpack__(self, **arguments):
             raise BufferError("no such dtype")
@@ -109,12 +109,12 @@ def test_bfloat16_that_numpy_s_dlpack_does_not_know_comes_by_way_of_array():
     [None, object(), {1: 2}, [[1.0], [2.0, 3.0]], [None]],
     ids=["None", "object", "dict", "ragged", "list of None"],
 )
-def test_what_is_no_array_is_a_type_error_that_names_the_argument(value):
+def test_argument_that_is_no_array_is_type_error(value):
     with pytest.raises(TypeError, match="weight"):
         as_array(value, "weight")
 
 
-def test_a_tensor_that_refuses_to_be_exported_is_a_type_error_with_its_reason():
+def test_tensor_that_refuses_export_is_type_error():
     class Refusing(Tensor):
         def __dlpack__(self, **arguments):
             raise BufferError("it requires grad")
@@ -126,7 +126,7 @@ def test_a_tensor_that_refuses_to_be_exported_is_a_type_error_with_its_reason():
 # Namespaces
 
 
-def test_numpy_arrays_belong_to_numpy_and_live_on_the_host():
+def test_numpy_arrays_belong_to_numpy_on_host():
     values = np.zeros(3)
     assert array_namespace(values) is np
     assert to_host(values) is values
@@ -140,12 +140,12 @@ def test_logits_may_have_four_dtypes():
     assert not any(is_floating(np.dtype(dtype)) for dtype in OTHERS)
 
 
-def test_two_of_them_are_for_storage_only():
+def test_dtypes_for_storage_only():
     assert [is_half(dtype) for dtype in FLOATS] == [True, True, False, False]
     assert not any(is_half(np.dtype(dtype)) for dtype in OTHERS)
 
 
-def test_arithmetic_is_float32_but_for_float64_logits_unless_more_is_asked_for():
+def test_arithmetic_is_float32_but_for_float64_logits():
     assert [compute_dtype_of(dtype) for dtype in FLOATS] == [np.float32, np.float32, np.float32, np.float64]
     for requested in (np.float64, "float64", "f8", np.dtype(np.float64), float):
         assert [compute_dtype_of(dtype, requested) for dtype in FLOATS] == [np.float64] * 4
@@ -153,7 +153,7 @@ def test_arithmetic_is_float32_but_for_float64_logits_unless_more_is_asked_for()
     assert all(isinstance(compute_dtype_of(dtype, float), np.dtype) for dtype in FLOATS)
 
 
-def test_arithmetic_narrower_than_the_logits_is_a_value_error():
+def test_arithmetic_narrower_than_logits_is_value_error():
     with pytest.raises(ValueError, match=r"float32.*float64"):
         compute_dtype_of(np.dtype(np.float64), np.float32)
 
@@ -175,7 +175,7 @@ def rows_to_add(count, dtype):
 @pytest.mark.parametrize("index_dtype", [np.int64, np.int32, np.uint8, np.uint64])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("count", [0, 1, 2, 100])
-def test_rows_are_added_as_often_as_they_are_named(count, dtype, index_dtype):
+def test_rows_named_twice_are_added_twice(count, dtype, index_dtype):
     target, rows, values = rows_to_add(count, dtype)
     expected = target.astype(np.float64)
     for row, value in zip(rows, values, strict=True):
@@ -198,7 +198,7 @@ def test_rows_that_are_not_named_are_left_alone():
     assert np.isfinite(target[:5]).all()
 
 
-def test_rows_are_added_in_the_same_order_always():
+def test_rows_are_added_in_same_order_always():
     target, rows, values = rows_to_add(1000, np.float32)
     again, transposed = target.copy(), target.T.copy().T
     add_rows(target, rows, values)
@@ -208,7 +208,7 @@ def test_rows_are_added_in_the_same_order_always():
 
 
 @pytest.mark.parametrize(("height", "width"), [(4, 0), (0, 3)])
-def test_empty_rows_can_be_added_and_none_to_an_empty_array(height, width):
+def test_rows_may_be_empty_when_added(height, width):
     target = np.zeros((height, width))
     rows = np.arange(height) // 2
     add_rows(target, rows, np.ones((height, width)))
@@ -227,7 +227,7 @@ def test_rows_of_cupy_arrays_are_added_by_cupy(cupy, count):
 # Memory
 
 
-def test_arrays_are_the_same_memory_when_their_elements_are_the_same_in_the_same_order():
+def test_same_memory_has_same_elements_in_order():
     values = np.zeros((3, 4), np.float32)
     assert same_memory(values, values)
     assert same_memory(values, values[:])
@@ -247,7 +247,7 @@ def test_arrays_are_the_same_memory_when_their_elements_are_the_same_in_the_same
     assert not same_memory(square, square.T)
 
 
-def test_arrays_share_memory_when_writing_to_one_may_change_the_other():
+def test_shared_memory_may_change_by_writing_elsewhere():
     values = np.zeros((4, 6))
     for other in (values, values[1:], values.T, values[:, 3], values.view(np.int64), values.reshape(-1)[5:6]):
         assert shares_memory(values, other)
@@ -259,7 +259,7 @@ def test_arrays_share_memory_when_writing_to_one_may_change_the_other():
     assert not shares_memory(values[:, ::2], values[:, 1::2])
 
 
-def test_views_too_entangled_to_tell_are_taken_to_share_memory(monkeypatch):
+def test_entangled_views_are_taken_to_share_memory(monkeypatch):
     # Whether two views share an element is a Diophantine problem; NumPy gives up on it within a bound on its work.
     monkeypatch.setattr("pce_mpi.memory._OVERLAP_WORK", 1)
     base = np.zeros(20_000, np.int8)

@@ -83,7 +83,7 @@ def refused(comm, kind, function, *arguments, **options):
 # ---------------------------------------------------------------------------------------------------------- round trips
 
 
-def test_arrays_come_back_whatever_their_placements_were_and_are_to_be(comm, folder):
+def test_saved_arrays_are_loaded_at_any_placements(comm, folder):
     results = []
     for number, mesh in enumerate([mesh_of(comm, comm.size), mesh_of(comm, *squarest(comm.size))]):
         saved_as = product(placements_of(2, "sum"), repeat=len(mesh.dims))
@@ -104,7 +104,7 @@ def test_arrays_come_back_whatever_their_placements_were_and_are_to_be(comm, fol
         assert_equal(got, expected)
 
 
-def test_the_file_is_what_the_library_would_have_written_to_the_last_byte(comm, folder):
+def test_file_equals_that_of_safetensors(comm, folder):
     mesh = mesh_of(comm, *squarest(comm.size))
     wholes = {f"{np.dtype(dtype).name} {shape}": values(shape, dtype=dtype) for dtype in DTYPES for shape in [(5,), ()]}
     wholes |= {"empty": values((0, 3)), 'a name with "quotes", ünïcode and\nlines': values((2, 3, 4))}
@@ -149,14 +149,14 @@ def test_uneven_shards_are_saved_and_come_back_balanced(comm, folder):
 
 
 @pytest.mark.parametrize("operator", ["sum", "avg", "max", "min"])
-def test_what_is_partial_is_reduced_before_it_is_saved(comm, folder, operator):
+def test_partial_array_is_reduced_before_saving(comm, folder, operator):
     mesh = mesh_of(comm, *squarest(comm.size))
     whole = values((4, 3))
     pce.save(folder / "f", {"w": held(whole, mesh, lying(mesh.dim_sizes, (4, 3), Partial(operator), Shard(1)))})
     assert_equal(wholes_of(comm, pce.load(folder / "f", mesh)), {"w": whole})
 
 
-def test_other_numbers_of_ranks_may_load_what_some_saved(comm, folder):
+def test_saved_arrays_are_loaded_on_other_ranks(comm, folder):
     everyone = mesh_of(comm, comm.size)
     wholes = {"w": values((5, 4)), "v": values((3,))}
     placements = {"w": {"data": Shard(1)}, "v": {"data": Shard(0)}}
@@ -175,7 +175,7 @@ def test_other_numbers_of_ranks_may_load_what_some_saved(comm, folder):
         assert_equal(got, {name: wholes[name] for name in got})
 
 
-def test_a_file_from_elsewhere_can_be_loaded_and_what_has_no_placement_is_replicated(comm, folder):
+def test_file_from_elsewhere_is_loaded_and_replicated(comm, folder):
     mesh = mesh_of(comm, comm.size)
     wholes = {"w": values((4, 3)), "b": values((3,), dtype=ml_dtypes.bfloat16), "n": np.array(3)}
     if comm.rank == 0:
@@ -190,7 +190,7 @@ def test_a_file_from_elsewhere_can_be_loaded_and_what_has_no_placement_is_replic
     assert_equal(wholes_of(comm, loaded), wholes)
 
 
-def test_loaded_arrays_are_parameters_if_that_is_asked_for(comm, folder):
+def test_loaded_arrays_may_require_gradients(comm, folder):
     mesh = mesh_of(comm, comm.size)
     pce.save(folder / "f", {"w": pce.distribute(values((4, 3)), mesh)})
     w = pce.load(folder / "f", mesh, {"w": {"data": Shard(0)}}, requires_grad=True)["w"]
@@ -201,7 +201,7 @@ def test_loaded_arrays_are_parameters_if_that_is_asked_for(comm, folder):
     assert not w.local.any()
 
 
-def test_only_floating_arrays_are_loaded_as_parameters(comm, folder):
+def test_loaded_parameters_are_floating_arrays_only(comm, folder):
     mesh = mesh_of(comm, comm.size)
     wholes = {np.dtype(dtype).name: values((3, 2), dtype=dtype) for dtype in DTYPES} | {"step": np.array(7)}
     pce.save(folder / "f", {name: pce.distribute(whole, mesh) for name, whole in wholes.items()})
@@ -215,7 +215,7 @@ def test_only_floating_arrays_are_loaded_as_parameters(comm, folder):
     assert loaded["step"].item() == 7
 
 
-def test_saving_over_a_file_replaces_it(comm, folder):
+def test_saving_over_file_replaces_it(comm, folder):
     mesh = mesh_of(comm, comm.size)
     for number in range(3):
         pce.save(folder / "f", {"step": pce.distribute(number, mesh)})
@@ -258,7 +258,7 @@ def prepared(comm, make, *arguments):
     ],
     ids=["pipe", "socket", "link to a device"],
 )
-def test_only_regular_files_are_replaced_or_loaded(comm, folder, make, words):
+def test_saving_replaces_regular_files_only(comm, folder, make, words):
     path = folder / "f"
     before = prepared(comm, lambda: (make(path), os.lstat(path).st_ino)[1])
     texts = [
@@ -293,7 +293,7 @@ def test_links_are_followed_and_stay_links(comm, folder):
     assert (folder / "here" / "second").is_symlink()
 
 
-def test_links_in_a_circle_or_to_nowhere_are_errors(comm, folder):
+def test_links_in_circle_or_to_nowhere_are_errors(comm, folder):
     def make():
         (folder / "a").symlink_to("b")
         (folder / "b").symlink_to("a")
@@ -309,7 +309,7 @@ def test_links_in_a_circle_or_to_nowhere_are_errors(comm, folder):
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o444], ids=oct)
-def test_saving_over_a_file_keeps_its_mode(comm, folder, mode):
+def test_saving_over_file_keeps_its_mode(comm, folder, mode):
     saved(comm, folder / "f", 1)
     prepared(comm, (folder / "f").chmod, mode)
     saved(comm, folder / "f", 2)
@@ -319,7 +319,7 @@ def test_saving_over_a_file_keeps_its_mode(comm, folder, mode):
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002], ids=oct)
-def test_a_new_file_has_the_mode_umask_leaves(comm, folder, mask):
+def test_new_file_has_mode_umask_leaves(comm, folder, mask):
     before = os.umask(mask)
     try:
         saved(comm, folder / "f")
@@ -329,7 +329,7 @@ def test_a_new_file_has_the_mode_umask_leaves(comm, folder, mask):
     assert stat.S_IMODE((folder / "f").stat().st_mode) == 0o666 & ~mask
 
 
-def test_a_private_file_is_private_while_written(comm, old_file, monkeypatch):
+def test_private_file_is_private_while_written(comm, old_file, monkeypatch):
     prepared(comm, old_file.chmod, 0o600)
     modes = []
     original = checkpoint.TensorWriter.finish
@@ -344,14 +344,14 @@ def test_a_private_file_is_private_while_written(comm, old_file, monkeypatch):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away: run this as root")
-def test_saving_over_a_file_keeps_its_owner(comm, old_file):
+def test_saving_over_file_keeps_its_owner(comm, old_file):
     prepared(comm, os.chown, old_file, 1234, 2345)
     saved(comm, old_file)
     owner = prepared(comm, lambda: (old_file.stat().st_uid, old_file.stat().st_gid))
     assert owner == (1234, 2345)
 
 
-def test_the_file_is_flushed_before_its_rename(comm, folder, monkeypatch):
+def test_file_is_flushed_before_its_rename(comm, folder, monkeypatch):
     events = []
     fsync, replace = os.fsync, os.replace
 
@@ -366,14 +366,14 @@ def test_the_file_is_flushed_before_its_rename(comm, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["n" * 255, "ü" * 127], ids=["ascii", "of two bytes each"])
-def test_the_longest_name_can_be_saved(comm, folder, name):
+def test_longest_name_can_be_saved(comm, folder, name):
     saved(comm, folder / name)
     found = files_in(comm, folder)
     assert loaded_from(comm, folder / name) == 1
     assert found == [name]
 
 
-def test_two_jobs_may_save_one_name_together(comm, folder, monkeypatch):
+def test_saving_of_one_name_by_two_jobs(comm, folder, monkeypatch):
     from mpi4py import MPI
 
     alone = mesh_of(MPI.COMM_SELF, 1)
@@ -396,7 +396,7 @@ def test_two_jobs_may_save_one_name_together(comm, folder, monkeypatch):
 # ------------------------------------------------------------------------------------------------ what is sent and held
 
 
-def test_each_shard_is_sent_once_and_replicas_are_not(comm, folder):
+def test_saving_sends_each_shard_once(comm, folder):
     mesh = mesh_of(comm, *squarest(comm.size))
     arrays = {
         "replicated": pce.distribute(values((6, 4)), mesh),
@@ -414,7 +414,7 @@ def test_each_shard_is_sent_once_and_replicas_are_not(comm, folder):
     assert totals == {"replicated": 0, "sharded": 96 - at_rank_0["sharded"], "half": 48 - at_rank_0["half"]}
 
 
-def test_no_rank_holds_more_than_one_full_array_besides_its_own_shards(comm, folder):
+def test_saving_holds_one_full_array_at_a_time(comm, folder):
     mesh = mesh_of(comm, comm.size)
     shape, names = (1024, 256), "abcdefgh"
     full = 4 * 1024 * 256
@@ -464,7 +464,7 @@ def large(mesh):
     return {name: pce.distribute(np.zeros((256, 256)), mesh, data=Shard(0)) for name in "abc"}
 
 
-def test_a_folder_that_does_not_exist_and_a_path_that_is_a_folder(comm, old_file):
+def test_missing_folder_and_path_of_folder_raise(comm, old_file):
     mesh = mesh_of(comm, comm.size)
     missing = refused(comm, FileNotFoundError, pce.save, old_file.parent / "missing" / "f", large(mesh))
     is_folder = refused(comm, IsADirectoryError, pce.save, old_file.parent, large(mesh))
@@ -474,7 +474,7 @@ def test_a_folder_that_does_not_exist_and_a_path_that_is_a_folder(comm, old_file
     assert f"cannot save to '{old_file.parent}'" in is_folder
 
 
-def test_a_disk_that_is_full_is_found_out_before_anything_is_sent(comm, old_file):
+def test_full_disk_is_found_before_sending(comm, old_file):
     # A limit on the length of files is what a test can have of a full disk.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     arrays = large(mesh_of(comm, comm.size))
@@ -490,7 +490,7 @@ def test_a_disk_that_is_full_is_found_out_before_anything_is_sent(comm, old_file
     assert trace.count() == 0
 
 
-def test_the_whole_file_has_its_room_on_the_disk_before_anything_is_sent(comm, folder, monkeypatch):
+def test_file_has_room_on_disk_before_sending(comm, folder, monkeypatch):
     arrays = large(mesh_of(comm, comm.size))
     room = []
 
@@ -504,7 +504,7 @@ def test_the_whole_file_has_its_room_on_the_disk_before_anything_is_sent(comm, f
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere: run this as another user")
-def test_a_folder_that_may_not_be_written_to(comm, old_file):
+def test_folder_that_may_not_be_written_to(comm, old_file):
     if comm.rank == 0:
         old_file.parent.chmod(0o500)
     text = refused(comm, PermissionError, pce.save, old_file, large(mesh_of(comm, comm.size)))
@@ -515,7 +515,7 @@ def test_a_folder_that_may_not_be_written_to(comm, old_file):
 
 
 @pytest.mark.parametrize("stage", ["write", "finish"])
-def test_an_error_in_the_middle_leaves_the_old_file_and_nothing_else(comm, old_file, monkeypatch, stage):
+def test_error_while_saving_leaves_old_file_alone(comm, old_file, monkeypatch, stage):
     calls = []
     original = getattr(checkpoint.TensorWriter, stage)
 
@@ -533,7 +533,7 @@ def test_an_error_in_the_middle_leaves_the_old_file_and_nothing_else(comm, old_f
     assert len(calls) == (0 if comm.rank else comm.size + 1 if stage == "write" else 1)
 
 
-def test_an_interrupt_in_the_middle_leaves_no_temporary_file(comm, old_file, monkeypatch):
+def test_interrupt_in_middle_leaves_no_temporary_file(comm, old_file, monkeypatch):
     monkeypatch.setattr(checkpoint.TensorWriter, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
     from mpi4py import MPI
 
@@ -545,7 +545,7 @@ def test_an_interrupt_in_the_middle_leaves_no_temporary_file(comm, old_file, mon
     assert_old_file_is_left(comm, old_file)
 
 
-def test_what_cannot_be_saved_is_an_error(comm, old_file):
+def test_saving_anything_else_is_an_error(comm, old_file):
     mesh, other = mesh_of(comm, comm.size), mesh_of(comm, comm.size, 1)
     w = pce.distribute(values((2, 2)), mesh)
     cases = [
@@ -589,7 +589,7 @@ def test_ranks_that_save_different_arrays_all_raise(comm, old_file):
 # ---------------------------------------------------------------------------------------------------- errors of loading
 
 
-def test_a_file_that_is_missing_on_one_rank_is_an_error_on_all(comm, old_file):
+def test_file_missing_on_one_rank_raises_everywhere(comm, old_file):
     mesh = mesh_of(comm, comm.size)
     last = comm.rank == comm.size - 1
     missing = refused(comm, FileNotFoundError, pce.load, f"{old_file}.2" if last else old_file, mesh)
@@ -625,7 +625,7 @@ def test_long_names_do_not_make_long_messages(comm, folder):
 
 
 @pytest.mark.parametrize("damage", ["empty", "no header", "too short", "too long", "text"])
-def test_a_file_that_is_damaged_on_one_rank_is_an_error_on_all(comm, old_file, damage):
+def test_file_damaged_on_one_rank_raises_everywhere(comm, old_file, damage):
     mine = old_file.parent / f"damaged {comm.rank}"
     whole = old_file.read_bytes()
     damaged = {
@@ -645,7 +645,7 @@ def test_a_file_that_is_damaged_on_one_rank_is_an_error_on_all(comm, old_file, d
     assert text.endswith(f"(data rank {comm.size - 1})")
 
 
-def test_placements_that_do_not_fit_the_file_are_errors(comm, folder):
+def test_placements_that_do_not_fit_file_are_errors(comm, folder):
     mesh = mesh_of(comm, comm.size)
     pce.save(folder / "f", {"w": pce.distribute(values((2, 2)), mesh), "step": pce.distribute(3, mesh)})
     shard = {"data": Shard(0)}
@@ -665,7 +665,7 @@ def test_placements_that_do_not_fit_the_file_are_errors(comm, folder):
         pce.load(folder / "f", comm)
 
 
-def test_a_dtype_that_no_array_can_have_is_an_error(comm, folder):
+def test_dtype_that_no_array_can_have_is_error(comm, folder):
     header = b'{"q":{"dtype":"F8_E4M3","shape":[2],"data_offsets":[0,2]}}'.ljust(64)
     if comm.rank == 0:
         (folder / "f").write_bytes((64).to_bytes(8, "little") + header + b"12")
@@ -684,7 +684,7 @@ def test_ranks_that_load_different_things_all_raise(comm, old_file):
     assert "requires_grad: True (rank 0), False" in required
 
 
-def test_without_safetensors_the_error_says_what_to_install(comm, old_file, monkeypatch):
+def test_loading_without_safetensors_says_what_to_install(comm, old_file, monkeypatch):
     mesh = mesh_of(comm, comm.size)
     w = pce.distribute(values((2, 2)), mesh)
     if comm.rank == comm.size - 1:
@@ -699,7 +699,7 @@ def test_without_safetensors_the_error_says_what_to_install(comm, old_file, monk
         assert "pip install 'pce_mpi[checkpoint]'" in text
 
 
-def test_without_ml_dtypes_the_error_says_what_to_install(comm, folder, monkeypatch):
+def test_loading_without_ml_dtypes_says_what_to_install(comm, folder, monkeypatch):
     mesh = mesh_of(comm, comm.size)
     pce.save(folder / "f", {"w": pce.distribute(values((2, 2), dtype=ml_dtypes.bfloat16), mesh)})
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)

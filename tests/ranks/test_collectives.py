@@ -90,7 +90,7 @@ each_operator = pytest.mark.parametrize(("op", "in_numpy"), OPERATORS, ids=["sum
 
 @each_operator
 @by_name("dtype", NUMBERS)
-def test_all_reduce_combines_the_arrays_of_all_ranks(comm, dtype, op, in_numpy):
+def test_all_reduce_combines_arrays_of_all_ranks(comm, dtype, op, in_numpy):
     for shape in SHAPES:
         expected = small(0, shape, dtype)
         for rank in range(1, comm.size):
@@ -99,7 +99,7 @@ def test_all_reduce_combines_the_arrays_of_all_ranks(comm, dtype, op, in_numpy):
         check(result, np.asarray(expected, dtype))
 
 
-def test_the_max_and_min_of_booleans_are_whether_some_and_whether_all_are_true(comm):
+def test_booleans_have_max_any_and_min_all(comm):
     mine = np.array([True, False, comm.rank == 0, comm.rank > 0])
     some, all_of_them = np.array([True, False, True, comm.size > 1]), np.array([True, False, comm.size == 1, False])
     check(all_reduce(mine, comm, "max"), some)
@@ -111,7 +111,7 @@ def test_the_max_and_min_of_booleans_are_whether_some_and_whether_all_are_true(c
 @pytest.mark.parametrize("length", [5, 100_003])
 @pytest.mark.parametrize("op", ["max", "min"])
 @by_name("dtype", FLOATS)
-def test_max_and_min_carry_nan_to_every_rank_whoever_has_it_and_have_the_same_bits_everywhere(comm, dtype, op, length):
+def test_max_and_min_carry_nan_to_every_rank(comm, dtype, op, length):
     def of(rank: int) -> np.ndarray:
         values = np.zeros(length)
         values[0] = rank
@@ -137,7 +137,7 @@ def test_max_and_min_carry_nan_to_every_rank_whoever_has_it_and_have_the_same_bi
         assert bits == [bits[0]] * comm.size
 
 
-def test_all_reduce_takes_any_memory_order_and_leaves_its_argument_alone(comm):
+def test_all_reduce_takes_any_memory_order(comm):
     for shape in SHAPES:
         total = sum(small(rank, shape, np.float64) for rank in range(comm.size))
         for order, mine in memory_orders(small(comm.rank, shape, np.float64)).items():
@@ -157,7 +157,7 @@ def test_ranks_may_have_different_memory_orders(comm):
 
 
 @by_name("dtype", FLOATS)
-def test_all_reduce_gives_the_same_bits_on_every_rank(comm, dtype):
+def test_all_reduce_gives_same_bits_on_every_rank(comm, dtype):
     for length in (1, 3, 1000, 100_003):
         mine = np.random.default_rng(comm.rank).normal(0, 1e3, length).astype(dtype)
         summed = all_reduce(mine, comm, "sum")
@@ -174,7 +174,7 @@ def test_halves_are_summed_in_float32_and_rounded_once(comm):
     check(result, np.array([2048 + comm.size - 1, comm.size], np.float32).astype(np.float16))
 
 
-def test_halves_that_overflow_are_infinite_on_the_rank_that_gets_them_and_raise_nowhere(comm):
+def test_halves_that_overflow_are_infinite_and_raise_nothing(comm):
     blocks = [np.array([60_000.0 if to == comm.size - 1 else 1.0], np.float16) for to in range(comm.size)]
     with np.errstate(all="raise"):
         result = reduce_scatter(blocks, comm, "sum")
@@ -194,7 +194,7 @@ def largest(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (100_003,)], ids=str)
-def test_all_reduce_takes_a_merge_of_states(comm, shape):
+def test_all_reduce_takes_merge_of_states(comm, shape):
     def of(rank: int) -> np.ndarray:
         states = np.zeros(shape, LARGEST)
         states["value"], states["rank"], states["count"] = small(rank, shape, np.float64), rank, 1
@@ -221,7 +221,7 @@ def softmax_states(rank: int, fields: StateFields, rows: int) -> np.ndarray:
 STATE_FIELDS = [StateFields(*flags) for flags in itertools.product((False, True), repeat=6)]
 
 
-def test_all_reduce_merges_the_records_of_every_layout_and_many_do_not_exhaust_mpi_s_operators(comm):
+def test_all_reduce_merges_states_of_any_fields(comm):
     # MPI implementations and mpi4py have room for a few dozen user-defined operators.
     differing = []
     for fields in STATE_FIELDS:
@@ -236,7 +236,7 @@ def test_all_reduce_merges_the_records_of_every_layout_and_many_do_not_exhaust_m
 
 
 @by_name("dtype", NUMBERS)
-def test_all_reduce_takes_a_merge_of_any_dtype(comm, dtype):
+def test_all_reduce_takes_merge_of_any_dtype(comm, dtype):
     result = all_reduce(small(comm.rank, (3, 5), dtype), comm, np.maximum)
     check(result, np.max([small(rank, (3, 5), dtype) for rank in range(comm.size)], axis=0))
 
@@ -245,7 +245,7 @@ def test_all_reduce_takes_a_merge_of_any_dtype(comm, dtype):
 
 
 @by_name("dtype", EVERYTHING)
-def test_all_gather_gives_the_uneven_arrays_of_all_ranks_in_rank_order(comm, dtype):
+def test_all_gather_gives_arrays_in_rank_order(comm, dtype):
     shapes = [reshaped_by_rank(rank) for rank in range(comm.size)]
     arrays = all_gather(small(comm.rank, shapes[comm.rank], dtype), comm, shapes)
     assert len(arrays) == comm.size
@@ -270,7 +270,7 @@ def block_shape(source: int, destination: int) -> tuple[int, ...]:
 
 
 @by_name("dtype", EVERYTHING)
-def test_all_to_all_gives_each_rank_the_blocks_that_are_for_it(comm, dtype):
+def test_all_to_all_gives_each_rank_its_blocks(comm, dtype):
     ranks = range(comm.size)
     blocks = [small(10 * comm.rank + to, block_shape(comm.rank, to), dtype) for to in ranks]
     received = all_to_all(blocks, comm, [block_shape(source, comm.rank) for source in ranks])
@@ -279,7 +279,7 @@ def test_all_to_all_gives_each_rank_the_blocks_that_are_for_it(comm, dtype):
         check(block, small(10 * source + comm.rank, block_shape(source, comm.rank), dtype))
 
 
-def test_all_to_all_takes_any_memory_order_and_blocks_without_axes(comm):
+def test_all_to_all_takes_any_memory_order(comm):
     ranks = range(comm.size)
     for shape in SHAPES:
         orders = [memory_orders(small(10 * comm.rank + to, shape, np.float64)) for to in ranks]
@@ -290,7 +290,7 @@ def test_all_to_all_takes_any_memory_order_and_blocks_without_axes(comm):
                 check(block, small(10 * source + comm.rank, shape, np.float64))
 
 
-def test_a_transpose_by_all_to_all_of_column_slices_is_right(comm):
+def test_all_to_all_of_column_slices_transposes(comm):
     # The blocks are views of one array, none of them contiguous: what a redistribution of shards passes.
     rows, columns = 7, 9
     whole = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
@@ -304,7 +304,7 @@ def test_a_transpose_by_all_to_all_of_column_slices_is_right(comm):
 
 
 @by_name("dtype", EVERYTHING)
-def test_broadcast_gives_every_rank_the_array_of_the_root(comm, dtype):
+def test_broadcast_gives_every_rank_array_of_root(comm, dtype):
     for root, shape in itertools.product(range(comm.size), SHAPES):
         for mine in memory_orders(small(comm.rank, shape, dtype)).values():
             before = mine.tobytes()
@@ -319,7 +319,7 @@ def test_broadcast_gives_every_rank_the_array_of_the_root(comm, dtype):
 
 @each_operator
 @by_name("dtype", NUMBERS)
-def test_reduce_scatter_gives_each_rank_its_block_combined_over_all_ranks(comm, dtype, op, in_numpy):
+def test_reduce_scatter_gives_each_rank_its_block(comm, dtype, op, in_numpy):
     # Block 0 is empty, the others differ in length.
     blocks = [small(10 * comm.rank + to, (to, 2), dtype) for to in range(comm.size)]
     expected = small(comm.rank, (comm.rank, 2), dtype)
@@ -328,7 +328,7 @@ def test_reduce_scatter_gives_each_rank_its_block_combined_over_all_ranks(comm, 
     check(reduce_scatter(blocks, comm, op), expected)
 
 
-def test_reduce_scatter_takes_any_memory_order_and_blocks_without_axes(comm):
+def test_reduce_scatter_takes_any_memory_order(comm):
     for shape in SHAPES:
         orders = [memory_orders(small(10 * comm.rank + to, shape, np.float64)) for to in range(comm.size)]
         total = sum(small(10 * source + comm.rank, shape, np.float64) for source in range(comm.size))
@@ -336,7 +336,7 @@ def test_reduce_scatter_takes_any_memory_order_and_blocks_without_axes(comm):
             check(reduce_scatter([each[order] for each in orders], comm, "sum"), np.asarray(total))
 
 
-def test_reduce_scatter_takes_a_merge_of_states(comm):
+def test_reduce_scatter_takes_merge_of_states(comm):
     def block(source: int, to: int) -> np.ndarray:
         states = np.zeros((to + 1, 3), LARGEST)
         states["value"], states["rank"], states["count"] = small(10 * source + to, (to + 1, 3), float), source, 1
@@ -377,7 +377,7 @@ def test_cupy_arrays_come_back_as_cupy_arrays(comm, cupy, shape, dtype):
 # ------------------------------------------------------------------------------------------------------------ the trace
 
 
-def test_the_trace_says_which_collective_over_what_of_how_many_bytes_and_why(comm):
+def test_trace_of_collective_has_dims_bytes_and_reason(comm):
     ranks = range(comm.size)
     with pce.trace() as trace:
         with cause("one", "data", "because"):
@@ -404,7 +404,7 @@ def test_the_trace_says_which_collective_over_what_of_how_many_bytes_and_why(com
     assert {(event.before, event.after) for event in trace.events} == {("", "")}
 
 
-def test_the_trace_says_from_which_placement_to_which(comm):
+def test_trace_says_from_which_placement_to_which(comm):
     with pce.trace() as trace, cause("a test", before="Shard(0)", after="Shard(1)"):
         for result in (
             all_reduce(np.zeros(3), comm, "sum"),
@@ -418,7 +418,7 @@ def test_the_trace_says_from_which_placement_to_which(comm):
 
 
 @by_name("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_the_trace_counts_halves_as_the_float32_that_travel(comm, dtype):
+def test_trace_counts_halves_as_float32_that_travel(comm, dtype):
     with pce.trace() as trace:
         all_reduce(np.zeros(10, dtype), comm, "sum")
         all_gather(np.zeros(10, dtype), comm, [(10,)] * comm.size)
@@ -442,7 +442,7 @@ class Counting(MPI.Intracomm):
         return super().Dup(info)
 
 
-def test_a_communicator_is_duplicated_once_whatever_is_done_with_it(comm):
+def test_communicator_is_duplicated_once(comm):
     Counting.duplicated = 0
     counting = Counting(comm)
     counts = []
@@ -458,7 +458,7 @@ def test_a_communicator_is_duplicated_once_whatever_is_done_with_it(comm):
     assert counts == [1, 1, 1, 1]
 
 
-def test_a_duplicate_of_a_communicator_gets_a_duplicate_of_its_own(comm):
+def test_duplicate_of_communicator_gets_duplicate_of_its_own(comm):
     all_reduce(np.zeros(1), comm, "sum")
     Counting.duplicated = 0
     other = Counting(comm.Dup())
@@ -470,7 +470,7 @@ def test_a_duplicate_of_a_communicator_gets_a_duplicate_of_its_own(comm):
 
 
 @pytest.mark.sizes(2)  # a rank counts its own communicators
-def test_the_duplicate_is_freed_with_its_communicator(comm):
+def test_duplicate_is_freed_with_its_communicator(comm):
     # MPI implementations have some 2,000 communicators to give at a time.
     wrong = []
     for number in range(2500):
@@ -588,7 +588,7 @@ def check_everything(comm: MPI.Intracomm, results: list[np.ndarray]) -> None:
         np.testing.assert_allclose(result, wanted, rtol=1e-15)
 
 
-def test_a_receive_from_anyone_with_any_tag_gets_the_caller_s_message_and_not_ours(comm):
+def test_receive_from_anyone_gets_the_callers_message(comm):
     inbox = np.full(100, -1.0)
     waiting = comm.Irecv(inbox, MPI.ANY_SOURCE, MPI.ANY_TAG)
     results = [everything(comm) for _ in range(3)]
@@ -605,7 +605,7 @@ def test_a_receive_from_anyone_with_any_tag_gets_the_caller_s_message_and_not_ou
         check_everything(comm, result)
 
 
-def test_a_message_of_the_caller_s_that_waits_to_be_received_stays_where_it_is(comm):
+def test_message_of_caller_waits_to_be_received(comm):
     message, inbox = np.array([comm.rank]), np.zeros(1, int)
     sent = comm.Isend(message, (comm.rank + 1) % comm.size, tag=1)
     results = everything(comm)
@@ -616,7 +616,7 @@ def test_a_message_of_the_caller_s_that_waits_to_be_received_stays_where_it_is(c
 
 
 @pytest.mark.parametrize("first_use", [True, False], ids=["first use", "later use"])
-def test_collectives_of_the_caller_s_that_are_not_finished_do_not_meet_ours(comm, first_use):
+def test_unfinished_collectives_of_caller_do_not_interfere(comm, first_use):
     if not first_use:
         everything(comm)
     total, everyone = np.zeros(2), np.zeros(comm.size)
@@ -630,7 +630,7 @@ def test_collectives_of_the_caller_s_that_are_not_finished_do_not_meet_ours(comm
     check_everything(comm, results)
 
 
-def test_a_collective_that_one_rank_starts_after_ours_and_the_others_before_finishes(comm):
+def test_collectives_of_caller_may_start_in_another_order(comm):
     everything(comm)
     one, total = np.ones(1), np.zeros(1)
     requests = []
@@ -656,7 +656,7 @@ def test_overlapping_communicators_used_in_turn_do_not_meet(comm):
     neighbours.Free()
 
 
-def test_a_cartesian_communicator_is_as_good_as_any(comm):
+def test_cartesian_communicator_is_as_good_as_any(comm):
     grid = comm.Create_cart([comm.size], reorder=False)
     results = everything(grid)
     check_everything(grid, results)
@@ -666,7 +666,7 @@ def test_a_cartesian_communicator_is_as_good_as_any(comm):
 # Last, since whoever uses MPI's operators up leaves none for others.
 
 
-def test_many_dtypes_and_many_merges_do_not_exhaust_mpi_s_operators(comm):
+def test_many_merges_do_not_exhaust_operators_of_mpi(comm):
     wrong = []
     for number in range(1, 100):
         dtype = np.dtype((np.void, number))

@@ -33,7 +33,7 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------- without a rule
 
 
-def test_without_a_rule_an_operation_runs_on_whole_operands_and_the_trace_says_so(comm):
+def test_operation_without_rule_runs_on_whole_operands(comm):
     inverse = pce.op(np.linalg.inv)
     a = numbers(5, 5)
     for mesh in [mesh_of(comm, *sizes) for sizes in factorizations(comm.size, 2)]:
@@ -51,7 +51,7 @@ def test_without_a_rule_an_operation_runs_on_whole_operands_and_the_trace_says_s
             }
 
 
-def test_the_gradient_of_an_operation_without_a_rule_is_that_of_the_global_array(line):
+def test_operation_without_rule_has_the_global_gradient(line):
     a, weights = numbers(5, 5), numbers(5, 5, seed=1)
     inverse = pce.op(np.linalg.inv, lambda g, y, x: -(y.T @ g @ y.T))
     y = np.linalg.inv(a)
@@ -61,7 +61,7 @@ def test_the_gradient_of_an_operation_without_a_rule_is_that_of_the_global_array
         check(x.grad, -(y.T @ weights @ y.T), lies if isinstance(lies, Shard) else R)
 
 
-def test_an_operation_without_a_vjp_has_a_result_but_no_gradient_and_the_error_names_it(line):
+def test_operation_without_vjp_has_no_gradient(line):
     x = at(line, numbers(4, 4), Shard(0), requires_grad=True)
     for operation, name in [(pce.op(np.linalg.inv), "inv"), (pce.op(np.exp, name="my exp"), "my exp")]:
         y = operation(x)
@@ -73,7 +73,7 @@ def test_an_operation_without_a_vjp_has_a_result_but_no_gradient_and_the_error_n
     assert x.grad is None
 
 
-def test_an_operation_without_a_vjp_is_no_hindrance_where_no_gradient_is_asked_for(line):
+def test_operation_without_vjp_works_for_constants(line):
     x, constant = at(line, numbers(4, 4), R, requires_grad=True), at(line, numbers(4, 4), Shard(0))
     inverse = pce.op(np.linalg.inv)
     assert not inverse(constant).requires_grad
@@ -83,7 +83,7 @@ def test_an_operation_without_a_vjp_is_no_hindrance_where_no_gradient_is_asked_f
     check(x.grad, np.linalg.inv(numbers(4, 4)), R)
 
 
-def test_each_operand_may_have_a_vjp_or_none(line):
+def test_each_operand_may_have_vjp_or_none(line):
     a, b = numbers(3, 2), numbers(3, 2, seed=1)
     ldexp = pce.op(lambda x, y: x * y**2, [lambda g, z, x, y: g * y * y, None], name="x y²")
     x, y = at(line, a, Shard(0), requires_grad=True), at(line, b, Shard(0), requires_grad=True)
@@ -95,7 +95,7 @@ def test_each_operand_may_have_a_vjp_or_none(line):
         pce.op(np.hypot, [lambda g, z, x, y: g], name="short")(x, y).sum().backward()
 
 
-def test_parameters_are_given_by_name_to_forward_vjp_and_rule(line):
+def test_parameters_reach_forward_vjp_and_rule_by_name(line):
     seen = []
 
     def rule(shape: tuple[int, ...], *, times: float, where: list[int]) -> Rule:
@@ -115,7 +115,7 @@ def test_parameters_are_given_by_name_to_forward_vjp_and_rule(line):
     assert set(seen) == {("rule", 3.0, (1, 2)), ("vjp", 3.0, (1, 2))}
 
 
-def test_an_operation_has_the_name_and_the_docstring_of_its_function():
+def test_operation_has_name_and_docstring_of_its_function():
     def twice(x: Any) -> Any:
         """Two of them."""
         return x + x
@@ -132,7 +132,7 @@ def test_plain_arrays_and_numbers_are_operands_too(line):
     check(pce.op(np.hypot)(at(line, a, SUM), 2), np.hypot(a, 2), R)
 
 
-def test_an_operation_may_give_several_results(line):
+def test_operation_may_give_several_results(line):
     a = numbers(5, 3)
     parts = pce.op(lambda x: (x.min(axis=0), x.sum(), x > 2))(at(line, a, Shard(0), requires_grad=True))
     assert isinstance(parts, tuple)
@@ -141,7 +141,7 @@ def test_an_operation_may_give_several_results(line):
     assert [part.requires_grad for part in parts] == [True, True, False]
 
 
-def test_a_vjp_for_several_results_is_refused_as_it_could_not_tell_them_apart(line):
+def test_vjp_for_several_results_is_refused(line):
     halves = pce.op(lambda x: (x[:1], x[1:]), lambda g, y, x: g, name="halves")
     x = at(line, numbers(2, 3), Shard(0), requires_grad=True)
     with pytest.raises(NotImplementedError, match="halves gives 2 results; a vjp is for operations that give one"):
@@ -151,7 +151,7 @@ def test_a_vjp_for_several_results_is_refused_as_it_could_not_tell_them_apart(li
 
 
 @pytest.mark.parametrize("nothing", [None, "text", {"a": 1}, ...], ids=str)
-def test_what_is_no_array_is_refused_by_the_name_of_the_operation(line, nothing):
+def test_operand_that_is_no_array_is_refused(line, nothing):
     with pytest.raises(TypeError, match=r"^empty gives no array of bool, integers or real numbers, but"):
         pce.op(lambda x: nothing, name="empty")(at(line, numbers(2, 2), R))
 
@@ -161,14 +161,14 @@ def test_numbers_are_arrays(line):
         check(pce.op(lambda x, number=number: number)(at(line, numbers(2, 2), Shard(0))), number, R)
 
 
-def test_a_vjp_of_the_wrong_shape_is_refused_by_the_name_of_the_operation(line):
+def test_vjp_of_wrong_shape_is_refused(line):
     x = at(line, numbers(3, 2), Shard(0), requires_grad=True)
     flat = pce.op(lambda x: x * 1, lambda g, y, x: g.reshape(-1), name="flat")
     with pytest.raises(ValueError, match=r"the vjp of flat for operand 0 gave shape \(6,\), the operand has \(3, 2\)"):
         flat(x).sum().backward()
 
 
-def test_a_vjp_may_give_a_plain_array_and_any_dtype(line):
+def test_vjp_may_give_plain_array_and_any_dtype(line):
     whole = numbers(3, 2).astype(np.float32)
     for slope in (np.full((3, 2), 7.0), np.full((3, 2), 7, np.int32)):
         x = at(line, whole, Shard(0), requires_grad=True)
@@ -191,7 +191,7 @@ def linear_layer() -> Callable[..., Any]:
     )
 
 
-def test_with_a_rule_it_runs_where_the_data_is_forward_and_backward(comm):
+def test_operation_with_rule_runs_where_data_is(comm):
     product = linear_layer()
     a, b, weights = numbers(7, 4), numbers(4, 5), numbers(7, 5, seed=1)
     for mesh in [mesh_of(comm, *sizes) for sizes in factorizations(comm.size, 2)]:
@@ -209,7 +209,7 @@ def test_with_a_rule_it_runs_where_the_data_is_forward_and_backward(comm):
             assert forward.count(purpose=None) == backward.count(purpose=None) == 0
 
 
-def test_a_rule_moves_what_it_must_and_no_more(line):
+def test_rule_moves_what_it_must_and_no_more(line):
     a, b = numbers(7, 4), numbers(4, 5)
     result, trace = traced(linear_layer(), at(line, a, Shard(0)), at(line, b, Shard(1)))
     np.testing.assert_array_equal(whole_of(result), a @ b)
@@ -217,7 +217,7 @@ def test_a_rule_moves_what_it_must_and_no_more(line):
     assert trace.select()[0].operation == "my product"
 
 
-def test_a_dot_in_a_rule_is_an_axis_that_must_not_be_sharded(line):
+def test_dot_in_rule_is_an_unsharded_axis(line):
     sorted_rows = pce.op(lambda x: np.sort(x, axis=1), rule=lambda shape: Rule.of("a.->a.", shape), name="sort rows")
     a = numbers(7, 4)
     result = check(traced(sorted_rows, at(line, a, Shard(0))), np.sort(a, axis=1), Shard(0), silent=True)
@@ -226,14 +226,14 @@ def test_a_dot_in_a_rule_is_an_axis_that_must_not_be_sharded(line):
     assert trace.count() == 1
 
 
-def test_what_a_rule_does_not_call_linear_is_reduced_first(line):
+def test_operand_not_called_linear_is_reduced_first(line):
     a = numbers(7, 4)
     for linear, lies in [([[0]], SUM), ([], R)]:
         twice = pce.op(lambda x: x + x, rule=lambda shape, linear=linear: Rule.of("ab->ab", shape, linear=linear))
         check(twice(at(line, a, SUM)), 2 * a, lies)
 
 
-def test_a_rule_may_join_shards_by_their_largest(line):
+def test_rule_may_join_shards_by_their_largest(line):
     largest = pce.op(
         lambda x: x.max(axis=0, initial=-np.inf), rule=lambda shape: Rule.of("ab->b", shape, reduces="max"), name="top"
     )
@@ -243,14 +243,14 @@ def test_a_rule_may_join_shards_by_their_largest(line):
     assert [(event.operation, event.collective, event.bytes) for event in trace.select()] == [("top", "all_reduce", 32)]
 
 
-def test_without_reduces_an_axis_that_goes_must_not_be_sharded(line):
+def test_axis_that_goes_unreduced_is_not_sharded(line):
     product = pce.op(lambda x: x.prod(axis=0), rule=lambda shape: Rule.of("ab->b", shape))
     a = numbers(7, 4)
     for lies in (Shard(0), Shard(1), R, SUM):
         np.testing.assert_allclose(whole_of(product(at(line, a, lies))), a.prod(axis=0), rtol=ROUNDING)
 
 
-def test_a_rule_that_lies_about_the_shape_is_refused_by_the_name_of_the_operation(line):
+def test_rule_of_wrong_shape_is_refused(line):
     for forward, letters in [(lambda x: x[:, :2], "ab->ab"), (lambda x: x, "ab->a"), (lambda x: x.T, "ab->ab")]:
         liar = pce.op(forward, rule=lambda shape, letters=letters: Rule.of(letters, shape, reduces="sum"), name="liar")
         for lies in (R, Shard(0)):
@@ -258,7 +258,7 @@ def test_a_rule_that_lies_about_the_shape_is_refused_by_the_name_of_the_operatio
                 liar(at(line, numbers(12, 5), lies))
 
 
-def test_a_rule_for_other_operands_is_refused_by_the_name_of_the_operation(line):
+def test_rule_for_other_operands_is_refused(line):
     x = at(line, numbers(3, 3), Shard(0))
     for rule in (
         lambda *shapes: Rule.of("ab->ab", shapes[0]),
@@ -285,7 +285,7 @@ def test_letters_that_do_not_fit_are_refused(letters, shapes, message):
         Rule.of(letters, *shapes)
 
 
-def test_letters_may_be_spaced_and_a_result_may_be_a_number(line):
+def test_letters_of_rule_may_be_spaced(line):
     assert Rule.of("a b, b -> a", (2, 3), (3,)) == Rule.of("ab,b->a", (2, 3), (3,))
     total = pce.op(lambda x: x.sum(), rule=lambda shape: Rule.of("ab->", shape, linear=[[0]], reduces="sum"))
     check(total(at(line, numbers(5, 3), Shard(0))), numbers(5, 3).sum(), SUM)
@@ -369,7 +369,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.sizes(3)  # shards of several lengths
 @pytest.mark.parametrize("lies", LIES, ids=str)
-def test_any_function_of_numpy_runs_slow_as_it_may_be_and_never_wrong(line, lies):
+def test_any_function_of_numpy_is_never_wrong(line, lies):
     whole = numbers(4, 4)
     x = at(line, whole, lies)
     for name, function in FUNCTIONS.items():
@@ -382,7 +382,7 @@ def test_any_function_of_numpy_runs_slow_as_it_may_be_and_never_wrong(line, lies
             np.testing.assert_allclose(whole_of(got), wanted, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
-def test_where_there_is_one_of_ours_it_is_taken_and_has_a_gradient(line):
+def test_function_of_numpy_takes_our_operation(line):
     a, b = numbers(7, 3), numbers(7, 3, seed=1)
     x, y = at(line, a, Shard(0), requires_grad=True), at(line, b, Shard(0))
     ours: dict[str, tuple[Callable[[Any, Any], Any], Placement]] = {
@@ -406,7 +406,7 @@ def test_where_there_is_one_of_ours_it_is_taken_and_has_a_gradient(line):
     assert isinstance(np.split(x, 3, axis=1), list)
 
 
-def test_the_functions_of_others_are_not_taken_for_ours_by_their_names(line):
+def test_functions_of_others_are_not_ours_by_name(line):
     def square(x: Any) -> Any:
         return np.asarray(x) * 100
 
@@ -426,7 +426,7 @@ def test_the_functions_of_others_are_not_taken_for_ours_by_their_names(line):
         foreign(x)
 
 
-def test_what_is_known_of_an_array_without_its_elements_is_plain(line):
+def test_functions_of_shape_and_dtype_give_plain_values(line):
     x, trace = traced(at, line, numbers(7, 3), Shard(0))
     assert (np.shape(x), np.ndim(x), np.size(x), np.size(x, 1)) == ((7, 3), 2, 21, 3)
     assert isinstance(np.size(x), int)
@@ -442,7 +442,7 @@ def test_results_with_named_parts_keep_them(line):
     np.testing.assert_allclose(whole_of(values), np.linalg.eigh(a + a.T).eigenvalues)
 
 
-def test_a_distributed_array_is_never_written_to(line):
+def test_distributed_array_is_never_written_to(line):
     a = numbers(3, 3)
     plain = np.zeros((3, 3))
     for lies in (R, Shard(0)):
@@ -471,7 +471,7 @@ def test_a_distributed_array_is_never_written_to(line):
     np.testing.assert_array_equal(plain, np.zeros((3, 3)))
 
 
-def test_errors_of_numpy_s_come_as_they_are_on_every_rank(line):
+def test_errors_of_numpy_are_raised_on_every_rank(line):
     x = at(line, np.ones((3, 3)), Shard(0))
     with pytest.raises(np.linalg.LinAlgError, match="Singular matrix"):
         np.linalg.inv(x)
@@ -480,7 +480,7 @@ def test_errors_of_numpy_s_come_as_they_are_on_every_rank(line):
     whole_of(x + 1.0)
 
 
-def test_what_a_function_was_given_is_not_kept(line):
+def test_operands_of_function_are_not_kept(line):
     x = at(line, numbers(4), Shard(0))
     points = np.linspace(0.0, 9.0, 1000)
     watched = weakref.ref(points)
@@ -492,7 +492,7 @@ def test_what_a_function_was_given_is_not_kept(line):
     assert watched() is None
 
 
-def test_on_two_dims_of_a_mesh_numpy_s_functions_see_the_global_array(comm):
+def test_functions_of_numpy_see_the_global_array(comm):
     mesh = mesh_of(comm, *squarest(comm.size))
     a = numbers(5, 5)
     for lies in [(Shard(0), Shard(1)), (Shard(0), Shard(0)), (SUM, Shard(1)), (SUM, AVG)]:
@@ -509,7 +509,7 @@ def test_cupy_arrays_stay_where_they_are(line, cupy):
 
 
 @pytest.mark.parametrize("forward", [lambda x: x, lambda x: x[::-1]], ids=["argument", "view"])
-def test_result_shares_no_memory_with_a_parameter(line, forward):
+def test_result_shares_no_memory_with_parameter(line, forward):
     whole = numbers(5)
     w = at(line, whole, R, requires_grad=True)
     y = pce.op(forward, lambda g, y, x: g)(w)

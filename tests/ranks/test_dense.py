@@ -36,13 +36,13 @@ def agrees(got, expected):
 # Numbers worked out by hand
 
 
-def test_a_row_costs_minus_the_log_of_the_probability_of_its_target():
+def test_row_costs_minus_log_probability_of_target():
     loss, gradient = value_and_grad(X, T, reduction="none")
     assert agrees(loss, [A, B])
     assert agrees(gradient, [[1 / 8, -6 / 8, 5 / 8], [0.4, 0.4, -0.8]])
 
 
-def test_sum_and_mean_of_the_rows():
+def test_sum_and_mean_of_rows():
     loss, gradient = value_and_grad(X, T, reduction="sum")
     assert agrees(loss, A + B)
     assert agrees(gradient, P - ONE_HOT)
@@ -51,7 +51,7 @@ def test_sum_and_mean_of_the_rows():
     assert agrees(gradient, (P - ONE_HOT) / 2)
 
 
-def test_results_are_float64_whatever_the_logits_are():
+def test_results_are_float64_whatever_logits_are():
     for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64):
         for targets in (T, Q.astype(dtype)):
             loss, gradient = value_and_grad(X.astype(dtype), targets)
@@ -60,7 +60,7 @@ def test_results_are_float64_whatever_the_logits_are():
             assert gradient.shape == X.shape
 
 
-def test_a_mean_is_divided_by_the_weights_of_the_targets():
+def test_mean_is_divided_by_weights_of_targets():
     loss, gradient = value_and_grad(X, T, weight=W)
     assert agrees(loss, (3 * A + 0.5 * B) / 3.5)
     assert agrees(gradient, np.array([[3.0], [0.5]]) * (P - ONE_HOT) / 3.5)
@@ -68,7 +68,7 @@ def test_a_mean_is_divided_by_the_weights_of_the_targets():
     assert agrees(loss, 3 * A + 0.5 * B)
 
 
-def test_smoothing_takes_from_the_target_and_gives_to_every_class():
+def test_smoothing_gives_to_every_class():
     loss, gradient = value_and_grad(X, T, label_smoothing=0.3, reduction="none")
     first = 0.7 * A + 0.1 * (log(8) + log(4) + log(8 / 5))
     second = 0.7 * B + 0.1 * (log(2.5) + log(2.5) + log(5))
@@ -76,7 +76,7 @@ def test_smoothing_takes_from_the_target_and_gives_to_every_class():
     assert agrees(gradient, P - (0.7 * ONE_HOT + 0.1))
 
 
-def test_smoothing_weighs_every_class_and_a_mean_is_still_divided_by_the_weights_of_the_targets():
+def test_smoothing_weighs_classes_and_keeps_the_divisor():
     loss, gradient = value_and_grad(X, T, label_smoothing=0.3, weight=W)
     first = 0.7 * 3 * A + 0.1 * (1 * log(8) + 3 * log(4) + 0.5 * log(8 / 5))
     second = 0.7 * 0.5 * B + 0.1 * (1 * log(2.5) + 3 * log(2.5) + 0.5 * log(5))
@@ -85,7 +85,7 @@ def test_smoothing_weighs_every_class_and_a_mean_is_still_divided_by_the_weights
     assert agrees(gradient, (P * np.sum(u, axis=1, keepdims=True) - u) / 3.5)
 
 
-def test_smoothing_of_1_ignores_the_target():
+def test_smoothing_of_1_ignores_target():
     one = value_and_grad(X, T, label_smoothing=1.0)
     other = value_and_grad(X, (T + 1) % 3, label_smoothing=1.0)
     assert agrees(one[0], other[0])
@@ -99,7 +99,7 @@ def test_probability_targets():
     assert agrees(gradient, P * [[1.0], [1.5]] - Q)
 
 
-def test_a_mean_over_probability_targets_is_divided_by_the_number_of_rows_whatever_their_weights_and_sums():
+def test_mean_over_probability_targets_divides_by_rows():
     rows, gradient_of_rows = value_and_grad(X, Q, weight=W, reduction="none")
     assert agrees(rows, [0.5 * log(8) + 1.5 * log(4), 0.25 * log(2.5) + 0.75 * log(2.5) + 0.5 * log(5)])
     assert agrees(gradient_of_rows, P * [[2.0], [1.5]] - W * Q)
@@ -115,7 +115,7 @@ def test_smoothing_mixes_probabilities_with_equal_ones():
     assert agrees(gradient, mixed_gradient)
 
 
-def test_ignored_rows_count_for_nothing():
+def test_dense_ignored_rows_count_for_nothing():
     x = np.concatenate([X, [[9.0, -5.0, 2.0]]])
     for ignore_index in (-100, 0, 7):
         targets = np.append(T, ignore_index)
@@ -128,7 +128,7 @@ def test_ignored_rows_count_for_nothing():
         assert loss[2] == 0
 
 
-def test_z_loss_adds_the_square_of_logsumexp_unweighted_and_shares_the_divisor():
+def test_z_loss_adds_square_of_logsumexp_unweighted():
     lse = np.array([log(8), log(10)])
     loss, gradient = value_and_grad(X, T, z_loss=0.25, weight=W)
     assert agrees(loss, (3 * A + 0.5 * B + 0.25 * (lse**2).sum()) / 3.5)
@@ -136,13 +136,13 @@ def test_z_loss_adds_the_square_of_logsumexp_unweighted_and_shares_the_divisor()
     assert agrees(gradient, expected / 3.5)
 
 
-def test_logit_scale_multiplies_the_logits():
+def test_logit_scale_multiplies_logits():
     loss, gradient = value_and_grad(X / 4, T, logit_scale=4.0, reduction="none")
     assert agrees(loss, [A, B])
     assert agrees(gradient, 4 * (P - ONE_HOT))
 
 
-def test_softcap_bends_the_logits():
+def test_softcap_bends_logits():
     z = np.array([[-1.0, 0.5, 1.5]])
     x = 2 * np.arctanh(z / 2)
     plain, plain_gradient = value_and_grad(z, [2], reduction="none")
@@ -154,7 +154,7 @@ def test_softcap_bends_the_logits():
     assert agrees(gradient, 5 * plain_gradient * (1 - (z / 2) ** 2))
 
 
-def test_the_class_axis_may_be_any():
+def test_class_axis_may_be_any():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(4, 5, 2, 3, 2))
     for axis in range(-5, 5):
@@ -174,12 +174,12 @@ def test_logits_of_one_row_may_have_one_axis():
         assert agrees(gradient, P[0] - ONE_HOT[0])
 
 
-def test_the_loss_alone_is_the_same_number():
+def test_loss_alone_is_same_number():
     for options in ({}, {"weight": W, "label_smoothing": 0.1}, {"reduction": "none"}):
         assert np.array_equal(dense.softmax_cross_entropy(X, T, **options), value_and_grad(X, T, **options)[0])
 
 
-def test_it_takes_the_options_of_the_sharded_loss_but_those_that_only_make_sense_for_shards():
+def test_dense_takes_options_of_the_sharded_loss():
     sharded = inspect.signature(pce.softmax_cross_entropy).parameters
     own = inspect.signature(value_and_grad).parameters
     assert set(sharded) - set(own) == {"comm", "class_start", "batch_comm"}
@@ -219,7 +219,7 @@ def finite_differences(function, x):
 @pytest.mark.parametrize("targets", [np.array([1, 0, -100, 4, 2]), "probabilities"], ids=["index", "probabilities"])
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("weight", [None, np.array([0.5, 2.0, 1.0, 0.0, 3.0])], ids=["", "weight"])
-def test_the_gradient_is_that_of_the_loss(comm, targets, reduction, weight):
+def test_gradient_is_that_of_loss(comm, targets, reduction, weight):
     rng = np.random.default_rng(1)
     x = rng.normal(0, 1.5, (5, 5))
     if isinstance(targets, str):
@@ -243,7 +243,7 @@ def test_the_gradient_is_that_of_the_loss(comm, targets, reduction, weight):
         assert worst(gradient, expected, np.float64, np.full(x.shape, size)) <= FINITE_DIFFERENCE, arguments
 
 
-def test_finite_differences_would_notice_a_gradient_that_is_off_by_a_millionth():
+def test_finite_differences_notice_error_of_a_millionth():
     x, targets = np.random.default_rng(1).normal(size=(3, 4)), np.array([0, 1, 2])
     expected = finite_differences(lambda x: dense.softmax_cross_entropy(x, targets), x)
     _, gradient = value_and_grad(x, targets)
@@ -254,7 +254,7 @@ def test_finite_differences_would_notice_a_gradient_that_is_off_by_a_millionth()
 # Special values
 
 
-def test_a_masked_class_has_no_part_in_its_row():
+def test_masked_class_has_no_part_in_its_row():
     x = np.array([[log(3), -inf, 0.0, -inf]])
     for options in ({}, {"logit_scale": 1.0}, {"weight": np.array([1.0, 5.0, 1.0, 5.0])}):
         loss, gradient = value_and_grad(x, [0], reduction="none", **options)
@@ -270,7 +270,7 @@ def test_a_masked_class_has_no_part_in_its_row():
         assert gradient[0, 1] == gradient[0, 3] == 0
 
 
-def test_a_target_at_a_masked_class_costs_infinitely_much():
+def test_target_at_masked_class_costs_infinitely_much():
     x = np.array([[log(3), -inf, 0.0, -inf]])
     loss, gradient = value_and_grad(x, [1], reduction="none")
     assert loss[0] == inf
@@ -298,7 +298,7 @@ def test_a_target_at_a_masked_class_costs_infinitely_much():
 )
 @pytest.mark.parametrize("targets", [np.array([0, 1]), np.eye(3)[[0, 1]]], ids=["index", "probabilities"])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"logit_scale": 2.0}, {"label_smoothing": 0.1}], ids=str)
-def test_a_bad_row_is_nan_and_leaves_the_others_alone(row, targets, options):
+def test_bad_row_is_nan_and_leaves_others_alone(row, targets, options):
     loss, gradient = value_and_grad([row, [0, 0, 0]], targets, reduction="none", **options)
     assert np.isnan(loss).tolist() == [True, False]
     assert np.isnan(gradient).all(axis=1).tolist() == [True, False]
@@ -307,7 +307,7 @@ def test_a_bad_row_is_nan_and_leaves_the_others_alone(row, targets, options):
 
 
 @pytest.mark.parametrize("value", [nan, inf, -inf])
-def test_what_is_in_an_ignored_row_does_not_matter(value):
+def test_ignored_row_may_have_any_logits(value):
     for reduction in ("none", "sum", "mean"):
         options = {"reduction": reduction, "z_loss": 0.1, "label_smoothing": 0.1}
         loss, gradient = value_and_grad([[value] * 3, [0.0, 1, 2], [0, value, 0]], [-100, 2, -100], **options)
@@ -317,14 +317,14 @@ def test_what_is_in_an_ignored_row_does_not_matter(value):
         assert agrees(gradient[1], expected_gradient[0])
 
 
-def test_no_row_left_is_a_mean_of_nan_a_sum_of_0_and_no_gradient():
+def test_no_row_left_gives_mean_nan_sum_0():
     for reduction, expected in (("mean", nan), ("sum", 0.0), ("none", [0.0, 0.0])):
         loss, gradient = value_and_grad(X, [-100, -100], weight=W, z_loss=1.0, reduction=reduction)
         assert np.array_equal(loss, expected, equal_nan=True)
         assert not gradient.any()
 
 
-def test_no_rows_at_all():
+def test_dense_loss_of_no_rows():
     for targets in (np.empty(0, int), np.empty((0, 3))):
         for reduction, expected in (("mean", nan), ("sum", 0.0), ("none", [])):
             loss, gradient = value_and_grad(np.empty((0, 3)), targets, reduction=reduction)
@@ -334,7 +334,7 @@ def test_no_rows_at_all():
 
 @pytest.mark.parametrize("weight", [[0, 0, 0], [0, 2, -2], [5, 0, 0]], ids=str)
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_rows_left_whose_weights_sum_to_0_are_a_mean_and_a_gradient_of_nan(weight, smoothing):
+def test_rows_of_weights_summing_to_0_are_nan(weight, smoothing):
     x = np.concatenate([X, X[:1]])
     loss, gradient = value_and_grad(x, [1, 2, -100], weight=np.array(weight, float), label_smoothing=smoothing)
     assert np.isnan(loss)
@@ -342,14 +342,14 @@ def test_rows_left_whose_weights_sum_to_0_are_a_mean_and_a_gradient_of_nan(weigh
     assert not gradient[2].any()
 
 
-def test_one_class_costs_nothing():
+def test_single_class_costs_nothing_in_dense():
     for targets in ([0, 0], [[1.0], [0.5]]):
         loss, gradient = value_and_grad([[5.0], [-3e4]], targets, reduction="none")
         assert loss.tolist() == [0, 0]
         assert gradient.tolist() == [[0], [0]]
 
 
-def test_a_row_far_from_0_costs_what_it_costs_at_0():
+def test_row_far_from_0_costs_the_same():
     x = np.array([[1.0, 2.0, 5.0]])
     for offset in (1e4, -1e4, 2.0**40):
         for targets in ([2], [[0.25, 0.25, 0.5]]):
@@ -359,7 +359,7 @@ def test_a_row_far_from_0_costs_what_it_costs_at_0():
             assert agrees(gradient, expected_gradient)
 
 
-def test_logits_at_the_ends_of_float64_do_not_overflow():
+def test_logits_at_ends_of_float64_do_not_overflow():
     top = np.finfo(np.float64).max
     loss, gradient = value_and_grad([[top, -top, 0.0], [-top, -top, -top]], [0, 2], reduction="none")
     assert agrees(loss, [0.0, log(3)])
@@ -368,7 +368,7 @@ def test_logits_at_the_ends_of_float64_do_not_overflow():
 
 @pytest.mark.parametrize("mask", [-1e30, float(np.finfo(np.float32).min), -1e300])
 @pytest.mark.parametrize("target", [-1.0, 0.0, 2.0])
-def test_a_very_low_number_masks_a_class_as_well_as_minus_infinity(mask, target):
+def test_dense_very_low_logit_masks_its_class(mask, target):
     for targets in ([1], [[0.0, 1.0, 0.0]]):
         loss, gradient = value_and_grad([[mask, target, mask]], targets, reduction="none")
         assert loss.tolist() == [0.0]
@@ -389,7 +389,7 @@ def test_statistics():
     assert statistics.argmax.tolist() == [2, 0]
 
 
-def test_statistics_are_of_the_scaled_and_capped_logits():
+def test_statistics_are_of_scaled_and_capped_logits():
     z = np.array([[-1.0, 0.5, 1.5]])
     expected = dense.class_statistics(z, [2])
     for x, options in ((z / 3, {"logit_scale": 3.0}), (2 * np.arctanh(z / 2), {"softcap": 2.0})):
@@ -397,7 +397,7 @@ def test_statistics_are_of_the_scaled_and_capped_logits():
             assert agrees(got, wanted)
 
 
-def test_statistics_of_ignored_rows_have_a_log_prob_of_0_and_are_otherwise_as_others():
+def test_statistics_of_ignored_rows_have_log_prob_0():
     statistics = dense.class_statistics(X, [1, -100])
     everywhere = dense.class_statistics(X, T)
     assert statistics.log_prob.tolist() == [everywhere.log_prob[0], 0.0]
@@ -405,13 +405,13 @@ def test_statistics_of_ignored_rows_have_a_log_prob_of_0_and_are_otherwise_as_ot
         assert np.array_equal(getattr(statistics, name), getattr(everywhere, name))
 
 
-def test_entropy_goes_from_0_to_the_log_of_the_number_of_classes():
+def test_entropy_goes_from_0_to_log_of_classes():
     statistics = dense.class_statistics([[0.0] * 4, [0, -inf, -inf, -inf], [0, 0, -inf, -inf]], [0, 0, 0])
     assert agrees(statistics.entropy, [log(4), 0, log(2)])
     assert statistics.argmax.tolist() == [0, 0, 0]
 
 
-def test_statistics_of_a_class_close_to_certain_keep_their_bits():
+def test_dense_statistics_of_nearly_certain_class_keep_bits():
     # p = (1, e^-40)/(1 + e^-40)
     statistics = dense.class_statistics([[0.0, -40.0]], [0])
     tiny = np.exp(-40)
@@ -423,23 +423,23 @@ def test_statistics_of_a_class_close_to_certain_keep_their_bits():
 
 
 @pytest.mark.parametrize("target", [-1, 3, -101, 2**40])
-def test_a_target_out_of_range_is_an_index_error(target):
+def test_target_out_of_range_is_index_error(target):
     for function in (dense.softmax_cross_entropy, value_and_grad, dense.class_statistics):
         with pytest.raises(IndexError, match=r"\[0, 3\)"):
             function(X, [0, target])
 
 
-def test_an_unknown_reduction_is_a_value_error():
+def test_unknown_reduction_is_value_error():
     with pytest.raises(ValueError, match="'none', 'sum' or 'mean'"):
         dense.softmax_cross_entropy(X, T, reduction="average")
 
 
-def test_an_index_that_is_ignored_cannot_be_out_of_range():
+def test_ignored_index_is_never_out_of_range():
     loss = dense.softmax_cross_entropy(X, [1, 3], ignore_index=3)
     assert agrees(loss, A)
 
 
-def test_number_of_classes_and_dtype_are_checked_and_otherwise_mean_nothing():
+def test_num_classes_and_dtype_are_only_checked():
     expected = dense.softmax_cross_entropy(X, T)
     assert dense.softmax_cross_entropy(X, T, num_classes=X.shape[-1], compute_dtype=np.float64) == expected
     with pytest.raises(ValueError, match="num_classes = 99"):
@@ -448,7 +448,7 @@ def test_number_of_classes_and_dtype_are_checked_and_otherwise_mean_nothing():
         dense.softmax_cross_entropy(X, T, compute_dtype=np.float32)
 
 
-def test_a_weight_that_no_rows_target_has_means_nothing_without_smoothing():
+def test_weight_of_absent_target_means_nothing():
     weight = np.ones(X.shape[-1])
     unused = next(c for c in range(X.shape[-1]) if c not in T)
     weight[unused] = np.nan

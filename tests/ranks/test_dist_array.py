@@ -62,7 +62,7 @@ def ranks_text(ranks) -> str:
 # ----------------------------------------------------------------------------------------------------------- distribute
 
 
-def test_each_rank_gets_its_part_and_nothing_is_sent(comm):
+def test_distribute_gives_each_rank_its_part_silently(comm):
     for sizes in factorizations(comm.size, 2):
         grid = mesh_of(comm, *sizes)
         for shape in [(7, 5), (12, 24), (1, 2), (0, 3), (3, 0, 2)]:
@@ -75,7 +75,7 @@ def test_each_rank_gets_its_part_and_nothing_is_sent(comm):
                 same(x.local, whole[x.sharding.slices(grid.coordinates)])
 
 
-def test_dims_that_are_not_named_replicate_and_negative_axes_count_from_the_end(grid):
+def test_dims_not_named_replicate(grid):
     x = distribute(numbers((7, 5)), grid, model=Shard(-1))
     assert x.placements == {"data": Replicate(), "model": Shard(1)}
     y = distribute(numbers((7, 5)), grid)
@@ -84,7 +84,7 @@ def test_dims_that_are_not_named_replicate_and_negative_axes_count_from_the_end(
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_the_terms_of_a_partial_array_are_the_array_together(comm, grid, operator):
+def test_terms_of_partial_array_are_array_together(comm, grid, operator):
     whole = numbers((7, 5))
     placements = [(Partial(operator), Replicate()), (Shard(0), Partial(operator)), (Partial(operator),) * 2]
     with pce.trace() as trace:
@@ -95,7 +95,7 @@ def test_the_terms_of_a_partial_array_are_the_array_together(comm, grid, operato
         same(assembled(x.sharding, [locals_[number] for locals_ in everywhere]), whole)
 
 
-def test_one_rank_keeps_a_sum_and_all_keep_an_average_or_an_extreme(mesh):
+def test_distributed_sum_is_kept_by_one_rank(mesh):
     whole = numbers((7, 5)) + 1
     same(distribute(whole, mesh, data=Partial("sum")).local, whole * (mesh.rank == 0))
     for operator in ("avg", "max", "min"):
@@ -103,7 +103,7 @@ def test_one_rank_keeps_a_sum_and_all_keep_an_average_or_an_extreme(mesh):
 
 
 @pytest.mark.parametrize("dtype", EVERYTHING, ids=lambda dtype: dtype.__name__)
-def test_arrays_of_every_dtype_keep_it(mesh, dtype):
+def test_distribute_keeps_every_dtype(mesh, dtype):
     whole = numbers((7, 5), dtype)
     made = [distribute(whole, mesh, data=placement) for placement in placements_of(2)]
     full = [x.full() for x in made]
@@ -118,14 +118,14 @@ def test_arrays_of_every_dtype_keep_it(mesh, dtype):
     [[[1, 2, 3], [4, 5, 6]], ((1.5, 2.5), (3.5, 4.5)), 3.0, True, range(5), np.float32(2)],
     ids=["list", "tuple", "number", "bool", "range", "scalar"],
 )
-def test_what_numpy_takes_as_an_array_is_one(mesh, value):
+def test_distribute_takes_what_numpy_takes(mesh, value):
     x = distribute(value, mesh, data=Partial("max"))
     full = x.full()
     same(x.local, np.asarray(value))
     same(full, np.asarray(value))
 
 
-def test_memory_is_never_shared_with_the_array_and_lies_in_c_order(comm, mesh):
+def test_distributed_memory_is_own_and_in_c_order(comm, mesh):
     shared, orders = [], []
     for whole in (numbers((7, 5)), numbers((5, 7)).T, numbers((7, 10))[:, ::2], np.broadcast_to(1.0, (7, 5))):
         before = whole.tobytes()
@@ -155,7 +155,7 @@ def names_that_are_dims_too(comm) -> Mesh:
     return Mesh(comm, array=comm.size, local=1, mesh=1)
 
 
-def test_dims_may_have_the_names_of_the_first_arguments(comm):
+def test_dims_may_have_names_of_first_arguments(comm):
     odd = names_that_are_dims_too(comm)
     x = distribute(numbers((7, 5)), odd, array=Shard(0), mesh=Shard(1))
     y = from_local(x.local, odd, array=Shard(0), local=Replicate())
@@ -166,7 +166,7 @@ def test_dims_may_have_the_names_of_the_first_arguments(comm):
 # --------------------------------------------------------------------------------------------- distribute from one rank
 
 
-def test_one_rank_that_has_the_array_sends_to_each_what_it_needs(comm):
+def test_src_rank_sends_to_each_its_part(comm):
     whole = numbers((7, 5))
     placements = [(Shard(0), Replicate()), (Shard(1), Shard(0)), (Shard(0), Shard(0)), (Replicate(), Replicate())]
     made = []
@@ -188,7 +188,7 @@ def test_one_rank_that_has_the_array_sends_to_each_what_it_needs(comm):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.int8, np.bool_], ids=lambda d: d.__name__)
-def test_what_one_rank_sends_keeps_its_dtype_and_may_be_partial(comm, mesh, dtype):
+def test_src_rank_sends_any_dtype_and_partial(comm, mesh, dtype):
     source = comm.size - 1
     whole = numbers((7, 5), dtype)
     mine = whole if comm.rank == source else "is not looked at"
@@ -200,7 +200,7 @@ def test_what_one_rank_sends_keeps_its_dtype_and_may_be_partial(comm, mesh, dtyp
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,)], ids=str)
-def test_one_rank_sends_arrays_without_axes_and_without_elements_too(comm, mesh, shape):
+def test_src_rank_sends_scalars_and_empty_arrays(comm, mesh, shape):
     whole = numbers(shape)
     mine, ways = whole if comm.rank == 0 else None, placements_of(len(shape), "sum")
     made = [distribute(mine, mesh, src_rank=0, data=placement) for placement in ways]
@@ -211,7 +211,7 @@ def test_one_rank_sends_arrays_without_axes_and_without_elements_too(comm, mesh,
         same(together, whole)
 
 
-def test_what_a_device_sends_arrives_on_devices(comm, mesh, cupy):
+def test_src_rank_sends_from_device_to_devices(comm, mesh, cupy):
     whole = numbers((7, 5))
     mine = cupy.asarray(whole) if comm.rank == comm.size - 1 else None
     ways = placements_of(2, "sum")
@@ -242,9 +242,7 @@ def test_what_a_device_sends_arrives_on_devices(comm, mesh, cupy):
         (np.zeros(3, bool), 0, {"data": Partial()}, "TypeError", "Partial('sum') of bool has no meaning (data rank 0)"),
     ],
 )
-def test_what_is_wrong_on_the_rank_that_has_the_array_is_said_on_every_rank(
-    comm, mesh, impatient, value, src_rank, placements, kind, text
-):
+def test_error_on_src_rank_raises_everywhere(comm, mesh, impatient, value, src_rank, placements, kind, text):
     error = error_of(lambda: distribute(value, mesh, src_rank=src_rank, **placements))
     everywhere = comm.allgather(error)
     again = distribute(np.arange(3.0), mesh, src_rank=0, data=Shard(0)).full()
@@ -255,7 +253,7 @@ def test_what_is_wrong_on_the_rank_that_has_the_array_is_said_on_every_rank(
 
 
 @pytest.mark.parametrize("what", ["src_rank", "placements", "requires_grad"])
-def test_ranks_that_disagree_on_how_to_send_an_array_hear_so(comm, mesh, impatient, what):
+def test_ranks_that_disagree_on_src_rank_raise(comm, mesh, impatient, what):
     first = comm.rank == 0
     given: dict[str, Any] = {"src_rank": 0, "data": Shard(0), "requires_grad": False}
     given |= {
@@ -299,14 +297,14 @@ def test_ranks_that_disagree_on_how_to_send_an_array_hear_so(comm, mesh, impatie
         (np.zeros(4, int), {"data": Partial("avg")}, TypeError, "Partial('avg') of int64 has no meaning"),
     ],
 )
-def test_what_cannot_be_distributed_raises_where_it_is(mesh, value, placements, kind, text):
+def test_distribute_refuses_other_objects_where_they_are(mesh, value, placements, kind, text):
     with pce.trace() as trace, pytest.raises(kind, match=re.escape(text)):
         distribute(value, mesh, **placements)
     assert trace.events == []
 
 
 @pytest.mark.parametrize("dtype", [*INTEGERS, np.bool_], ids=lambda dtype: dtype.__name__)
-def test_only_real_numbers_require_a_gradient(comm, mesh, dtype):
+def test_gradients_are_required_of_real_numbers_only(comm, mesh, dtype):
     text = f"only real numbers have a gradient, got {np.dtype(dtype)}"
     with pytest.raises(TypeError, match=text):
         distribute(np.ones(4, dtype), mesh, requires_grad=True)
@@ -318,7 +316,7 @@ def test_only_real_numbers_require_a_gradient(comm, mesh, dtype):
     assert all(said.startswith(text) for _, said in errors)
 
 
-def test_a_distributed_array_is_not_distributed_again(mesh):
+def test_distributed_array_is_not_distributed_again(mesh):
     x = distribute(np.zeros(3), mesh)
     with pytest.raises(TypeError, match=r"array cannot be taken as an array: .* becomes a NumPy array by \.full\(\)"):
         distribute(x, mesh)
@@ -340,7 +338,7 @@ def test_uneven_shards_are_taken_as_they_are(comm):
         same(full, whole)
 
 
-def test_some_shards_or_all_of_them_may_be_empty(comm, mesh):
+def test_from_local_takes_empty_shards(comm, mesh):
     one_has_all = from_local(np.ones((5 * (comm.rank == comm.size - 1), 2)), mesh, data=Shard(0))
     nobody_has_any = from_local(np.ones((3, 0)), mesh, data=Shard(1))
     full, empty = one_has_all.full(), nobody_has_any.full()
@@ -352,7 +350,7 @@ def test_some_shards_or_all_of_them_may_be_empty(comm, mesh):
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_terms_and_replicas_have_the_global_shape(mesh, operator):
+def test_terms_and_replicas_have_global_shape(mesh, operator):
     x = from_local(np.ones((3, 2)), mesh, data=Partial(operator))
     y = from_local(np.ones((3, 2)), mesh)
     full = x.full()
@@ -371,7 +369,7 @@ def test_shards_of_every_dtype_keep_it(comm, mesh, dtype):
     same(full, whole)
 
 
-def test_the_array_itself_is_held_unless_it_requires_a_gradient(mesh):
+def test_array_itself_is_held_unless_it_requires_gradient(mesh):
     mine = np.ones((3, 4))[:, ::2]
     before = mine.copy()
     held = from_local(mine, mesh, data=Shard(0))
@@ -393,7 +391,7 @@ def test_cupy_shards_stay_on_their_device(comm, mesh, cupy):
     same(to_host(full), np.concatenate([np.full((rank, 2), float(rank)) for rank in range(comm.size)]))
 
 
-def test_from_local_sends_a_header_and_the_shapes_and_no_numbers(mesh):
+def test_from_local_sends_header_and_shapes_only(mesh):
     with pce.trace() as trace:
         from_local(np.ones((100, 20)), mesh, data=Shard(0))
     assert trace.count() == 0
@@ -412,7 +410,7 @@ def everyone_raises(comm, mesh, call) -> tuple[str, str]:
     return error
 
 
-def test_shards_whose_other_axes_differ_are_an_error_on_every_rank(comm, mesh, impatient):
+def test_shards_with_different_other_axes_raise_everywhere(comm, mesh, impatient):
     mine = np.ones((3, 4 + (comm.rank == comm.size - 1)))
     error = everyone_raises(comm, mesh, lambda: from_local(mine, mesh, data=Shard(0)))
     if comm.size > 1:
@@ -422,14 +420,14 @@ def test_shards_whose_other_axes_differ_are_an_error_on_every_rank(comm, mesh, i
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Partial("sum"), Partial("max")], ids=repr)
-def test_replicas_and_terms_of_different_shapes_are_an_error_on_every_rank(comm, mesh, impatient, placement):
+def test_replicas_of_different_shapes_raise_everywhere(comm, mesh, impatient, placement):
     error = everyone_raises(comm, mesh, lambda: from_local(np.ones(3 + comm.rank), mesh, data=placement))
     if comm.size > 1:
         assert error[0] == "ValueError"
         assert "axis 0 must have one length on ranks that hold the same part of it: 3 (rank 0), 4 (rank 1)" in error[1]
 
 
-def test_shards_along_one_dim_must_fit_their_replicas_along_the_other(comm, impatient):
+def test_shards_must_fit_replicas_along_other_dim(comm, impatient):
     mine, errors = np.ones((2 + (comm.rank == comm.size - 1), 3)), {}
     for sizes in factorizations(comm.size, 2):
         grid = mesh_of(comm, *sizes)
@@ -445,7 +443,7 @@ def test_shards_along_one_dim_must_fit_their_replicas_along_the_other(comm, impa
             assert error == ("", "")
 
 
-def test_a_global_shape_that_is_not_that_of_the_shards_is_an_error_on_every_rank(comm, mesh, impatient):
+def test_global_shape_unlike_shards_raises_everywhere(comm, mesh, impatient):
     def make(shape):
         return lambda: from_local(np.ones((2, 3)), mesh, data=Shard(0), shape=shape)
 
@@ -458,7 +456,7 @@ def test_a_global_shape_that_is_not_that_of_the_shards_is_an_error_on_every_rank
 
 
 @pytest.mark.parametrize(("shape", "text"), [(7, "'int' object is not iterable"), ((2.0, 3), "'float' object cannot")])
-def test_a_global_shape_that_is_none_is_an_error_on_every_rank(comm, mesh, impatient, shape, text):
+def test_global_shape_that_is_none_raises_everywhere(comm, mesh, impatient, shape, text):
     error = everyone_raises(comm, mesh, lambda: from_local(np.ones((2, 3)), mesh, data=Shard(0), shape=shape))
     assert error[0] == "TypeError"
     assert error[1].startswith(text)
@@ -505,7 +503,7 @@ class Explosive:
         (Explosive(), {}, "RuntimeError", "'boom'"),
     ],
 )
-def test_what_one_rank_alone_has_wrong_is_said_on_every_rank(comm, mesh, impatient, value, placements, kind, text):
+def test_from_local_wrong_on_one_rank_raises_everywhere(comm, mesh, impatient, value, placements, kind, text):
     last = comm.size - 1
     here = (value, placements) if comm.rank == last else (np.ones(3), {"data": Shard(0)})
     error = everyone_raises(comm, mesh, lambda: from_local(here[0], mesh, **here[1]))
@@ -517,7 +515,7 @@ def test_what_one_rank_alone_has_wrong_is_said_on_every_rank(comm, mesh, impatie
 # ----------------------------------------------------------------------------------------- what an array says of itself
 
 
-def test_an_array_tells_its_global_shape(grid):
+def test_array_tells_its_global_shape(grid):
     x = distribute(numbers((7, 5, 2), np.float32), grid, data=Shard(0), model=Shard(1))
     assert (x.shape, x.ndim, x.size, len(x), x.dtype) == ((7, 5, 2), 3, 70, 7, np.float32)
     assert x.placements == {"data": Shard(0), "model": Shard(1)}
@@ -528,7 +526,7 @@ def test_an_array_tells_its_global_shape(grid):
         len(distribute(1.0, grid))
 
 
-def test_what_an_array_says_of_itself_is_asked_of_nobody(comm, grid):
+def test_array_attributes_communicate_nothing(comm, grid):
     x = distribute(numbers((7, 5), np.float32), grid, data=Shard(0), model=Partial("sum"), requires_grad=True)
     with pce.trace() as trace:
         texts = [repr(x), str(x)] if comm.rank == 0 else []  # on one rank only
@@ -538,13 +536,13 @@ def test_what_an_array_says_of_itself_is_asked_of_nobody(comm, grid):
     assert texts in ([], [expected] * 2)
 
 
-def test_the_placements_that_an_array_tells_are_the_caller_s_to_change(mesh):
+def test_placements_of_array_may_be_changed(mesh):
     x = distribute(np.ones(3), mesh, data=Shard(0))
     x.placements["data"] = Replicate()
     assert x.placements == {"data": Shard(0)}
 
 
-def test_a_detached_array_holds_the_same_memory_and_no_gradient(mesh):
+def test_detached_array_holds_same_memory_and_no_gradient(mesh):
     x = distribute(np.ones(3), mesh, requires_grad=True)
     x.grad = distribute(np.zeros(3), mesh)
     y = x.detach()
@@ -554,12 +552,12 @@ def test_a_detached_array_holds_the_same_memory_and_no_gradient(mesh):
     assert (y.requires_grad, y.grad) == (False, None)
 
 
-def test_arrays_are_equal_to_themselves_only_and_are_keys(mesh):
+def test_arrays_are_equal_to_themselves_only(mesh):
     x, y = distribute(np.ones(3), mesh), distribute(np.ones(3), mesh)
     assert len({x, y, x}) == 2
 
 
-def test_an_array_is_neither_true_nor_false_nor_a_numpy_array(mesh):
+def test_array_has_no_truth_value_nor_elements(mesh):
     x = distribute(1.0, mesh)
     with pytest.raises(TypeError, match=r"is not true or false; compare what \.full\(\) or \.item\(\) gives"):
         bool(x)
@@ -568,7 +566,7 @@ def test_an_array_is_neither_true_nor_false_nor_a_numpy_array(mesh):
             make(x)
 
 
-def test_the_full_array_is_on_every_rank_in_memory_of_its_own(comm, grid):
+def test_full_array_has_its_own_memory(comm, grid):
     whole = numbers((7, 5))
     ways = product(placements_of(2, "sum"), repeat=2)
     made = [distribute(whole, grid, data=one, model=other) for one, other in ways]
@@ -580,7 +578,7 @@ def test_the_full_array_is_on_every_rank_in_memory_of_its_own(comm, grid):
         assert together.flags.c_contiguous
 
 
-def test_the_trace_says_that_the_full_array_was_asked_for(mesh):
+def test_trace_says_that_full_array_was_asked_for(mesh):
     x, replicated = distribute(numbers((7, 5)), mesh, data=Shard(0)), distribute(numbers((7, 5)), mesh)
     with pce.trace() as trace:
         x.full()
@@ -591,7 +589,7 @@ def test_the_trace_says_that_the_full_array_was_asked_for(mesh):
     assert silent.events == []
 
 
-def test_the_item_is_the_only_element_wherever_it_lies(comm, mesh):
+def test_item_is_the_only_element_at_any_placement(comm, mesh):
     arrays = [
         distribute(2.5, mesh),
         distribute(2.5, mesh, data=Partial("sum")),
@@ -607,7 +605,7 @@ def test_the_item_is_the_only_element_wherever_it_lies(comm, mesh):
     assert {type(item) for item in items} == {float}
 
 
-def test_the_item_has_python_s_type_for_its_dtype(mesh):
+def test_item_has_the_python_type_of_dtype(mesh):
     values = [np.int8(3), np.bool_(True), np.float16(0.5), np.uint64(2**63), ml_dtypes.bfloat16(0.5)]
     items = [distribute(value, mesh).item() for value in values]
     assert items == [3, True, 0.5, 2**63, 0.5]
@@ -617,7 +615,7 @@ def test_the_item_has_python_s_type_for_its_dtype(mesh):
 
 
 @pytest.mark.parametrize("shape", [(2,), (0,), (1, 3)], ids=str)
-def test_an_array_of_other_than_one_element_is_no_number_and_nothing_is_sent(mesh, shape):
+def test_array_of_several_elements_is_no_number(mesh, shape):
     x = distribute(np.ones(shape), mesh, data=Shard(0))
     text = re.escape(f"only an array of one element is a number, and this one has shape {shape}")
     with pce.trace() as trace:
@@ -645,7 +643,7 @@ def test_replicas_that_are_equal_pass(comm):
             check_replicas(distribute(numbers((7, 5)), grid, data=one, model=other))
 
 
-def test_replicas_that_differ_raise_on_every_rank_and_the_ranks_are_named(comm, mesh, impatient):
+def test_replicas_that_differ_are_named_on_every_rank(comm, mesh, impatient):
     x = distribute(numbers((7, 5)), mesh)
     last = comm.size - 1
     error = error_of(lambda: check_replicas(spoiled(x, comm, last)))
@@ -660,7 +658,7 @@ def test_replicas_that_differ_raise_on_every_rank_and_the_ranks_are_named(comm, 
         assert re.fullmatch(pattern + rf"\(rank {last}\)", error[1])
 
 
-def test_only_ranks_along_replicate_dims_are_compared(comm):
+def test_replicas_are_compared_along_replicate_dims_only(comm):
     last, errors = comm.size - 1, {}
     for sizes, placement in product(factorizations(comm.size, 2), (Shard(0), Partial("sum"), Partial("max"))):
         x = spoiled(distribute(numbers((8, 5)), mesh_of(comm, *sizes), data=placement), comm, last)
@@ -677,7 +675,7 @@ def test_only_ranks_along_replicate_dims_are_compared(comm):
             assert re.fullmatch(rf"replicas differ: .*\({ranks_text(group[:-1])}\), .*\(rank {last}\)", text)
 
 
-def test_every_group_of_ranks_that_differ_is_named(comm, grid):
+def test_replicas_that_differ_are_named_by_group(comm, grid):
     x = distribute(numbers((8, 5)), grid, model=Shard(1))
     last_row = [rank for rank, where in enumerate(ranks_of(grid.dim_sizes)) if where["data"] == grid.dims["data"] - 1]
     kind, text = error_of(lambda: check_replicas(spoiled(x, comm, *last_row)))
@@ -695,7 +693,7 @@ def test_sharded_and_partial_dims_are_not_compared(comm, mesh):
         check_replicas(from_local(np.full(3, float(comm.rank)), mesh, data=placement))
 
 
-def test_equal_bits_are_equal_replicas_and_equal_numbers_of_other_bits_are_not(comm, mesh):
+def test_replicas_are_compared_bit_by_bit(comm, mesh):
     last = comm.rank == comm.size - 1
     check_replicas(from_local(np.array([np.nan, -np.inf, -0.0]), mesh))
     zeros = error_of(lambda: check_replicas(from_local(np.array([-0.0 if last else 0.0]), mesh)))
@@ -705,7 +703,7 @@ def test_equal_bits_are_equal_replicas_and_equal_numbers_of_other_bits_are_not(c
 
 
 @pytest.mark.parametrize("dtype", EVERYTHING, ids=lambda dtype: dtype.__name__)
-def test_replicas_of_every_dtype_and_order_in_memory_are_compared(comm, mesh, dtype):
+def test_replicas_of_any_dtype_and_order_are_compared(comm, mesh, dtype):
     whole = numbers((4, 3), dtype) if dtype is not np.bool_ else np.zeros((4, 3), bool)
     last = comm.rank == comm.size - 1
     orders = [whole, whole.copy("F"), np.repeat(whole, 2, 1)[:, ::2]]
@@ -717,13 +715,13 @@ def test_replicas_of_every_dtype_and_order_in_memory_are_compared(comm, mesh, dt
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0)], ids=str)
-def test_replicas_without_axes_and_without_elements_are_compared_too(comm, mesh, shape):
+def test_replicas_without_axes_or_elements_are_compared(comm, mesh, shape):
     check_replicas(from_local(np.ones(shape), mesh))
     error = error_of(lambda: check_replicas(from_local(np.full(shape, float(comm.rank)), mesh)))
     assert error[0] == ("ValueError" if comm.size > 1 and shape == () else "")
 
 
-def test_replicas_on_a_device_are_compared(comm, mesh, cupy):
+def test_replicas_on_device_are_compared(comm, mesh, cupy):
     check_replicas(from_local(cupy.asarray(np.ones((3, 2))), mesh))
     error = error_of(lambda: check_replicas(from_local(cupy.asarray(np.full(3, comm.rank)), mesh)))
     assert error[0] == ("ValueError" if comm.size > 1 else "")
@@ -754,7 +752,7 @@ def test_ranks_that_check_different_arrays_hear_so(comm, mesh, impatient):
             assert text.startswith(f"ranks disagree on {what}: ")
 
 
-def test_a_sharding_that_two_ranks_see_differently_would_not_go_unnoticed(comm, mesh):
+def test_sharding_that_ranks_see_differently_is_noticed(comm, mesh):
     # Split points are part of what ranks agree on.
     splits = ((0, *sorted([1 + (comm.rank == 0)] * (comm.size - 1)), 9), None)
     sharding = Sharding(mesh.dim_sizes, (9, 2), (Shard(0),), splits)

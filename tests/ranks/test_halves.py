@@ -189,7 +189,7 @@ def test_softmaxes_of_halves_are_rounded_once(comm, axis, dtype):
 
 
 @each_half
-def test_sums_of_gradients_may_exceed_what_a_half_holds(comm, dtype):
+def test_sums_of_gradients_may_exceed_what_half_holds(comm, dtype):
     mesh = mesh_of(comm, comm.size)
     g = np.full((3, 8), 32_000, dtype)  # eight of which no float16 can hold
     for axis in (0, 1):
@@ -222,7 +222,7 @@ def test_norms_of_halves_are_rounded_once(dtype):
             assert faults(each.local, dy.sum(0), bias, np.abs(dy).sum(0))[:5] == []
 
 
-def test_norms_have_the_dtype_of_all_that_they_take():
+def test_norms_have_dtype_of_all_that_they_take():
     x, scale = np.ones((2, 4), np.float16), np.ones(4, np.float32)
     for array, factor, dtype in (
         (x, scale.astype(np.float16), np.float16),
@@ -235,7 +235,7 @@ def test_norms_have_the_dtype_of_all_that_they_take():
 
 
 @each_half
-def test_a_squared_error_of_halves_is_rounded_once(dtype):
+def test_squared_error_of_halves_is_rounded_once(dtype):
     x, y = drawn(dtype, 3001), drawn(dtype, 3001, seed=1)
     held = pce.distribute(x, alone(), requires_grad=True)
     loss = pce.mse(held, y)
@@ -247,7 +247,7 @@ def test_a_squared_error_of_halves_is_rounded_once(dtype):
 
 
 @each_half
-def test_the_gradient_of_what_was_stretched_is_rounded_once(dtype):
+def test_gradient_of_what_was_stretched_is_rounded_once(dtype):
     x, scale, g = (np.abs(drawn(dtype, *shape)) + dtype(0.5) for shape in ((2, 1500), (1500,), (2, 1500)))
     a, b, dy = wide(x), wide(scale), wide(g)
     for call, terms in (
@@ -261,7 +261,7 @@ def test_the_gradient_of_what_was_stretched_is_rounded_once(dtype):
 
 
 @each_half
-def test_rows_of_halves_that_repeat_add_up_in_float32(dtype):
+def test_repeated_rows_of_halves_add_in_float32(dtype):
     ids = np.zeros(4096, np.int64)  # 2048 + 1 is 2048 in float16, and 256 + 1 is 256 in bfloat16
     table = pce.distribute(np.zeros((2, 3), dtype), alone(), requires_grad=True)
     pce.embedding(ids, table).sum().backward()

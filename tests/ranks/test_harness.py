@@ -15,18 +15,18 @@ def test_comm_holds_every_rank_that_was_launched(comm):
 
 
 @hypothesis.given(x=st.integers())
-def test_every_rank_draws_the_same_examples(comm, x):
+def test_every_rank_draws_same_examples(comm, x):
     with in_step(comm):
         assert comm.allgather(x) == [x] * comm.size
 
 
-def test_an_example_that_fails_on_the_last_rank_fails_on_every_rank_with_its_text(comm):
+def test_example_failing_on_one_rank_fails_with_text(comm):
     with pytest.raises(AssertionError, match=rf"failed on .*{'every rank' if comm.size == 1 else comm.size - 1}"):
         with in_step(comm):
             assert comm.rank != comm.size - 1, "the last rank fails"
 
 
-def test_every_rank_shrinks_by_the_same_examples_to_the_same_example(comm):
+def test_every_rank_shrinks_to_the_same_example(comm):
     drawn = []
 
     @hypothesis.given(x=st.integers(0, 10_000), y=st.integers(0, 10_000))
@@ -42,13 +42,13 @@ def test_every_rank_shrinks_by_the_same_examples_to_the_same_example(comm):
 
 
 @hypothesis.given(x=st.integers(0, 9))
-def test_an_example_may_be_withdrawn_on_every_rank(comm, x):
+def test_example_may_be_withdrawn_on_every_rank(comm, x):
     with in_step(comm):
         hypothesis.assume(x != 3)
         assert x != 3
 
 
-def test_an_example_that_is_withdrawn_on_one_rank_only_fails(comm):
+def test_example_withdrawn_on_one_rank_fails(comm):
     expected = hypothesis.errors.UnsatisfiedAssumption if comm.size == 1 else AssertionError
     with pytest.raises(expected):
         with in_step(comm):

@@ -116,7 +116,7 @@ def cases() -> Iterator[Case]:
 NOT_OPERATIONS = {"Inference", "Rule", "Sent", "infer_placements", "op"}
 
 
-def test_every_operation_is_among_the_cases():
+def test_inference_cases_have_every_operation():
     assert {case.name for case in cases()} == set(ops.__all__) - NOT_OPERATIONS
 
 
@@ -241,13 +241,13 @@ def differences(comm, mesh: Mesh, combinations: Any, most: int, needed: dict[int
 
 
 @pytest.mark.sizes(3)
-def test_every_operation_does_on_a_line_what_was_inferred(comm, needed):
+def test_operation_on_line_does_what_was_inferred(comm, needed):
     wrong = differences(comm, mesh_of(comm, comm.size), on_a_line, 10, needed)
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.sizes(4)
-def test_every_operation_does_on_a_grid_what_was_inferred(comm, needed):
+def test_operation_on_grid_does_what_was_inferred(comm, needed):
     wrong = differences(comm, mesh_of(comm, *squarest(comm.size)), on_a_grid, 5, needed)
     assert not wrong, "\n".join(wrong)
 
@@ -259,7 +259,7 @@ def inferred(name: str, shapes: Any, *lies: Placement, **options: Any) -> Infere
     return infer_placements(name, shapes, [{"model": each} for each in lies], mesh={"model": 4}, **options)
 
 
-def test_the_example_of_two_products():
+def test_example_of_two_products():
     found = inferred("matmul", [(16, 784), (784, 784)], R, Shard(1))
     assert (found.result, found.bytes) == ({"model": Shard(1)}, 0)
     found = inferred("matmul", [(16, 784), (784, 10)], Shard(1), Shard(0))
@@ -269,21 +269,21 @@ def test_the_example_of_two_products():
     assert found.collectives == (Sent("all_reduce", "model", 640, "Partial('sum')", "Replicate()"),)
 
 
-def test_bytes_are_those_of_the_rank_with_the_longest_shards():
+def test_bytes_are_those_of_rank_with_longest_shards():
     found = inferred("matmul", [(5, 6), (6, 100)], Shard(0), Shard(1))
     assert [(sent.collective, sent.bytes) for sent in found.collectives] == [("all_gather", 2 * 6 * 4)]
     assert inferred("tanh", [(5, 6)], SUM, dtypes=np.float64).bytes == 5 * 6 * 8
     assert inferred("tanh", [(5, 6)], SUM, dtypes=np.float16).bytes == 5 * 6 * 4, "halves travel as float32"
 
 
-def test_dtypes_are_one_for_all_or_one_for_each():
+def test_inference_takes_one_dtype_or_one_each():
     shapes = [(8, 8), (8, 8)]
     assert inferred("add", shapes, SUM, AVG, dtypes="float64").bytes == 512
     assert inferred("add", shapes, SUM, AVG, dtypes=["float32", "float32"]).bytes == 256
     assert inferred("embedding", [(3,), (8, 2)], R, Shard(0), dtypes=(np.int32, np.float32)).result == {"model": SUM}
 
 
-def test_a_mesh_may_be_given_for_its_dims(comm):
+def test_mesh_may_be_given_for_its_dims(comm):
     mesh = mesh_of(comm, *squarest(comm.size))
     placements = [{"data": Shard(0)}, {"model": Shard(1)}]
     by_mesh = infer_placements("matmul", [(5, 4), (4, 3)], placements, mesh=mesh)
@@ -291,7 +291,7 @@ def test_a_mesh_may_be_given_for_its_dims(comm):
     assert by_mesh.result == {"data": Shard(0), "model": Shard(1)}
 
 
-def test_dims_that_are_not_named_are_whole_and_axes_may_count_from_the_end():
+def test_inference_replicates_dims_not_named():
     mesh = {"data": 2, "model": 3}
     found = infer_placements("add", [(6, 4), (4,)], [{"model": Shard(-1)}, {}], mesh=mesh)
     assert found.operands == ({"data": R, "model": Shard(1)}, {"data": R, "model": Shard(0)})
@@ -306,7 +306,7 @@ def test_large_meshes_and_arrays_cost_nothing():
     assert found.bytes == 0
 
 
-def test_it_communicates_nothing_and_one_rank_alone_may_ask(comm, monkeypatch):
+def test_inference_communicates_nothing(comm, monkeypatch):
     mesh = mesh_of(comm, comm.size)
     waited = []
     monkeypatch.setattr(Channel, "wait", lambda *arguments, **options: waited.append(arguments))
@@ -319,7 +319,7 @@ def test_it_communicates_nothing_and_one_rank_alone_may_ask(comm, monkeypatch):
     assert waited == []
 
 
-def test_nothing_is_recorded_and_parameters_stay_as_they_are():
+def test_inference_records_nothing_and_keeps_parameters():
     weight = np.ones(3)
     infer_placements("cross_entropy", [(5, 3), (5,)], [{}, {}], mesh={"m": 2}, dtypes=(F, N), weight=weight)
     np.testing.assert_array_equal(weight, np.ones(3))
@@ -328,7 +328,7 @@ def test_nothing_is_recorded_and_parameters_stay_as_they_are():
 @pytest.mark.parametrize(
     "name", ["no_such", "", "Rule", "op", "infer_placements", "redistribute", "_attach", "Any", "DistArray"]
 )
-def test_an_operation_that_does_not_exist_is_refused(name):
+def test_operation_that_does_not_exist_is_refused(name):
     with pytest.raises(ValueError, match=f"^there is no operation '{name}'"):
         inferred(name, [(3, 3)], R)
 
@@ -356,6 +356,6 @@ def test_an_operation_that_does_not_exist_is_refused(name):
         ("sum", [(3, 3)], [{}], {"mesh": {}}, ValueError, "a mesh needs at least one dim"),
     ],
 )
-def test_what_does_not_fit_is_refused(name, shapes, placements, options, kind, message):
+def test_inference_refuses_what_does_not_fit(name, shapes, placements, options, kind, message):
     with pytest.raises(kind, match=message):
         infer_placements(name, shapes, placements, **{"mesh": {"m": 2}, **options})

@@ -54,7 +54,7 @@ def part_of(comm, problem, how="balanced", seed=0):
 
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize(("shape", "axis"), SHAPES)
-def test_loss_and_gradient_are_those_of_the_whole_for_any_shape_and_class_axis(comm, shape, axis, targets):
+def test_loss_of_any_shape_is_that_of_whole(comm, shape, axis, targets):
     problem = draw(*shape, axis=axis, targets=targets, ignored=0.2)
     part = part_of(comm, problem, "uneven")
     assert_as_dense(evaluate(comm, problem, part), problem, part)
@@ -63,7 +63,7 @@ def test_loss_and_gradient_are_those_of_the_whole_for_any_shape_and_class_axis(c
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_loss_and_gradient_are_those_of_the_whole_for_any_dtype(comm, dtype, targets, reduction):
+def test_loss_of_any_dtype_is_that_of_whole(comm, dtype, targets, reduction):
     for peaked, classes in product((False, True), (NARROW, WIDE)):
         with in_step(comm):
             problem = draw(9, classes, dtype=dtype, targets=targets, ignored=0.2, peaked=peaked, reduction=reduction)
@@ -72,7 +72,7 @@ def test_loss_and_gradient_are_those_of_the_whole_for_any_dtype(comm, dtype, tar
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_compute_dtype_is_that_of_the_arithmetic_and_of_the_loss(comm, dtype):
+def test_compute_dtype_is_that_of_loss(comm, dtype):
     problem = draw(9, WIDE, dtype=dtype, peaked=True, reduction="none")
     part = part_of(comm, problem)
     results = evaluate(comm, problem, part, compute_dtype=np.float64)
@@ -91,7 +91,7 @@ def test_shards_may_be_uneven_and_empty(comm, how, targets):
 
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("classes", [1, 2, 3, 4, 5])
-def test_there_may_be_more_ranks_than_classes_and_a_single_class(comm, classes, targets):
+def test_loss_with_fewer_classes_than_ranks(comm, classes, targets):
     problem = draw(4, classes, targets=targets, label_smoothing=0.2, reduction="none")
     for how in SPLITS:
         with in_step(comm):
@@ -101,14 +101,14 @@ def test_there_may_be_more_ranks_than_classes_and_a_single_class(comm, classes, 
 
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("how", SPLITS)
-def test_class_start_places_shards_in_an_order_that_is_not_that_of_the_ranks(comm, how, targets):
+def test_class_start_places_shards_in_any_order(comm, how, targets):
     problem = draw(5, WIDE, targets=targets, label_smoothing=0.1, weight=True, peaked=True)
     start, stop = split(WIDE, comm.size, how)[::-1][comm.rank]
     part = Part(start, stop)
     assert_as_dense(evaluate(comm, problem, part, class_start=start), problem, part)
 
 
-def test_class_start_may_be_anything_on_a_rank_without_classes_that_fits_the_order(comm):
+def test_class_start_of_empty_shard_may_be_anything(comm):
     problem = draw(5, 3, peaked=True)
     ranges = split(3, comm.size, "all on the last rank")
     start, stop = ranges[comm.rank]
@@ -120,7 +120,7 @@ def test_class_start_may_be_anything_on_a_rank_without_classes_that_fits_the_ord
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize(("shape", "axis"), [((0, 7), -1), ((3, 7, 0), 1), ((7, 0, 2), 0)])
-def test_there_may_be_no_rows(comm, shape, axis, targets, reduction):
+def test_loss_of_no_rows(comm, shape, axis, targets, reduction):
     problem = draw(*shape, axis=axis, targets=targets, reduction=reduction)
     part = part_of(comm, problem)
     results = evaluate(comm, problem, part)
@@ -143,14 +143,14 @@ def test_there_may_be_no_rows(comm, shape, axis, targets, reduction):
         ((2, 30_000, 11), 1),
     ],
 )
-def test_rows_and_inner_axes_may_be_wider_than_a_tile_of_the_kernels(comm, shape, axis, targets):
+def test_rows_may_be_wider_than_a_tile(comm, shape, axis, targets):
     problem = draw(*shape, axis=axis, targets=targets, reduction="none")
     part = part_of(comm, problem, "all on the last rank")
     assert_as_dense(evaluate(comm, problem, part), problem, part)
 
 
 @pytest.mark.sizes(1, 2)  # all classes are on one rank
-def test_a_row_wider_than_a_tile_gives_its_options_and_statistics(comm):
+def test_row_wider_than_tile_has_options_and_statistics(comm):
     classes = 270_001
     problem = draw(2, classes, weight=True, label_smoothing=0.1, z_loss=0.01, logit_scale=1.5, reduction="sum")
     part = part_of(comm, problem, "all on the first rank")
@@ -170,7 +170,7 @@ def test_index_targets_may_have_any_integer_dtype(comm, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_probability_targets_may_have_another_dtype_than_the_logits(comm, dtype):
+def test_probability_targets_may_have_another_dtype_than_logits(comm, dtype):
     problem = draw(6, 11, targets="probabilities")
     problem = problem.but(targets=problem.targets.astype(dtype))
     part = part_of(comm, problem)
@@ -179,7 +179,7 @@ def test_probability_targets_may_have_another_dtype_than_the_logits(comm, dtype)
 
 @pytest.mark.parametrize("offset", [-1e4, -100.0, 100.0, 1e4])
 @pytest.mark.parametrize("targets", TARGETS)
-def test_rows_may_lie_far_from_zero(comm, targets, offset):
+def test_rows_may_be_far_from_zero(comm, targets, offset):
     problem = draw(6, WIDE, targets=targets, offset=offset, peaked=True, label_smoothing=0.1)
     part = part_of(comm, problem)
     assert_as_dense(evaluate(comm, problem, part), problem, part)
@@ -188,7 +188,7 @@ def test_rows_may_lie_far_from_zero(comm, targets, offset):
 # Backward
 
 
-def test_the_gradient_of_the_loss_may_be_a_number_or_one_per_row(comm):
+def test_dloss_may_be_number_or_one_per_row(comm):
     rng = np.random.default_rng(5)
     for shape, axis in (((6, NARROW), 1), ((3, WIDE, 4), 1), ((NARROW,), 0), ((WIDE,), 0)):
         problem = draw(*shape, axis=axis, ignored=0.3, label_smoothing=0.1, reduction="none")
@@ -200,13 +200,13 @@ def test_the_gradient_of_the_loss_may_be_a_number_or_one_per_row(comm):
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("dloss", [2.5, 3, np.float32(0.1), np.array(-1.5), 0.0])
-def test_the_gradient_of_a_reduced_loss_is_a_number_of_any_real_type(comm, reduction, dloss):
+def test_dloss_may_have_any_real_type(comm, reduction, dloss):
     problem = draw(6, WIDE, targets="probabilities", reduction=reduction)
     part = part_of(comm, problem)
     assert_as_dense(evaluate(comm, problem, part, dloss=dloss), problem, part, float(dloss))
 
 
-def test_backward_may_be_called_twice_with_different_gradients_of_the_loss(comm):
+def test_backward_may_be_called_twice(comm):
     problem = draw(6, WIDE, reduction="none", peaked=True)
     part = part_of(comm, problem)
     logits, targets, options = part.on_this_rank(problem, comm=comm)
@@ -222,7 +222,7 @@ def test_backward_may_be_called_twice_with_different_gradients_of_the_loss(comm)
     assert first.size == 0 or first.any()
 
 
-def test_two_losses_may_be_alive_at_once(comm):
+def test_losses_may_be_alive_together(comm):
     problems = [draw(6, WIDE, seed=1), draw(WIDE, 17, axis=0, seed=2, targets="probabilities", label_smoothing=0.2)]
     parts = [part_of(comm, problem) for problem in problems]
     forward = []
@@ -238,7 +238,7 @@ def test_two_losses_may_be_alive_at_once(comm):
             assert is_same(gradient, alone.gradients["backward"])
 
 
-def test_backward_works_after_the_owner_of_logits_targets_and_weight_dropped_them(comm):
+def test_backward_keeps_its_inputs_alive(comm):
     problem = draw(40, WIDE, weight=True, targets="probabilities", label_smoothing=0.1)
     part = part_of(comm, problem)
     expected = evaluate(comm, problem, part)
@@ -255,7 +255,7 @@ def test_backward_works_after_the_owner_of_logits_targets_and_weight_dropped_the
 
 
 @pytest.mark.parametrize("targets", TARGETS)
-def test_every_rank_gets_the_same_loss_bit_for_bit(comm, targets):
+def test_loss_has_same_bits_on_every_rank(comm, targets):
     for how in SPLITS:
         with in_step(comm):
             problem = draw(50, WIDE, targets=targets, weight=True, label_smoothing=0.1, z_loss=0.1, reduction="none")
@@ -263,14 +263,14 @@ def test_every_rank_gets_the_same_loss_bit_for_bit(comm, targets):
             assert results.same_everywhere
 
 
-def test_every_rank_gets_the_same_statistics_bit_for_bit(comm):
+def test_statistics_have_same_bits_on_every_rank(comm):
     problem = draw(50, WIDE)
     logits, targets, _ = part_of(comm, problem, "uneven").on_this_rank(problem)
     statistics = pce.class_statistics(logits, targets, comm=comm)
     assert same_on_every_rank(comm, *statistics)
 
 
-def test_the_same_call_gives_the_same_bits_again(comm):
+def test_same_call_gives_same_bits_again(comm):
     problem = draw(50, WIDE, targets="probabilities", label_smoothing=0.1)
     part = part_of(comm, problem)
     once, again = evaluate(comm, problem, part), evaluate(comm, problem, part)
@@ -280,7 +280,7 @@ def test_the_same_call_gives_the_same_bits_again(comm):
         assert is_same(gradient, again.gradients[name])
 
 
-def test_without_a_communicator_it_is_one_process(comm):
+def test_loss_without_communicator_is_one_process(comm):
     problem = draw(6, 11, weight=True, label_smoothing=0.1)
     part = Part(0, 11)
     assert_as_dense(evaluate(None, problem, part), problem, part)
@@ -351,7 +351,7 @@ FORWARD = {"Iallgather": 1, "Iallreduce": 1}
 
 
 @pytest.mark.parametrize("options", ONE_OPTION, ids=lambda options: ", ".join(options) or "no option")
-def test_forward_is_one_allreduce_after_one_agreement_and_backward_communicates_nothing(comm, counting, options):
+def test_forward_is_one_allreduce_and_backward_is_silent(comm, counting, options):
     problem = draw(12, 12, **options)
     part = part_of(comm, problem)
     for local in ({}, {"compute_dtype": np.float64, "class_start": part.start, "num_classes": 12}):
@@ -390,7 +390,7 @@ def test_class_statistics_are_one_allreduce_after_one_agreement(comm, counting, 
 
 @pytest.mark.parametrize(("reduction", "payload"), [("none", 0), ("sum", 1), ("mean", 1)])
 @pytest.mark.parametrize("targets", TARGETS)
-def test_batch_comm_adds_one_allreduce_of_two_numbers_for_sum_and_mean(comm, counting, reduction, payload, targets):
+def test_batch_comm_adds_one_allreduce_of_two_numbers(comm, counting, reduction, payload, targets):
     problem = draw(4, 5, targets=targets, reduction=reduction)
     with pce.trace() as trace:
         pce.softmax_cross_entropy(
@@ -403,7 +403,7 @@ def test_batch_comm_adds_one_allreduce_of_two_numbers_for_sum_and_mean(comm, cou
     assert trace.count(over="batch_comm", purpose=Purpose.AGREEMENT) == 1
 
 
-def test_a_forward_pass_sends_24_bytes_a_row_however_many_classes_there_are(comm):
+def test_forward_sends_24_bytes_per_row(comm):
     sent = []
     for classes in (5, 500):
         problem = draw(7, classes)

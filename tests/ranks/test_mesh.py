@@ -36,7 +36,7 @@ def everywhere_the_same(comm, mine: tuple[str, str]) -> bool:
 # ------------------------------------------------------------------------------------------------------------ the ranks
 
 
-def test_ranks_are_laid_out_row_by_row_in_the_order_of_the_communicator(comm):
+def test_mesh_has_ranks_row_by_row(comm):
     meshes = [mesh_of(comm, *sizes) for sizes in all_sizes(comm)]
     for sizes, mesh in zip(all_sizes(comm), meshes, strict=True):
         assert (mesh.rank, mesh.size) == (comm.rank, comm.size)
@@ -46,33 +46,33 @@ def test_ranks_are_laid_out_row_by_row_in_the_order_of_the_communicator(comm):
         assert list(mesh.coordinates) == list(mesh.dims) == list(NAMES[: len(sizes)])
 
 
-def test_dims_keep_the_order_in_which_they_are_named(comm):
+def test_dims_keep_order_in_which_they_are_named(comm):
     mesh = Mesh(comm, z=1, a=comm.size, m=1)
     assert mesh.dim_sizes == (("z", 1), ("a", comm.size), ("m", 1))
     assert mesh.dims == {"z": 1, "a": comm.size, "m": 1}
     assert mesh.coordinates == {"z": 0, "a": comm.rank, "m": 0}
 
 
-def test_a_mesh_prints_as_its_dims_and_asks_nobody(comm):
+def test_mesh_prints_as_its_dims_and_asks_nobody(comm):
     mesh = mesh_of(comm, 1, comm.size)
     texts = [repr(mesh)] if comm.rank == 0 else []  # on one rank only
     assert texts in ([], [f"Mesh(data=1, model={comm.size})"])
 
 
-def test_what_a_mesh_says_cannot_be_changed(comm):
+def test_mesh_cannot_be_changed(comm):
     mesh = mesh_of(comm, comm.size)
     for mapping in (mesh.dims, mesh.coordinates):
         with pytest.raises(TypeError):
             mapping["data"] = 7
 
 
-def test_sizes_may_be_whole_numbers_of_any_kind_and_names_any_but_those_taken(comm):
+def test_mesh_takes_whole_sizes_and_free_names(comm):
     mesh = Mesh(comm, comm=np.int64(1), self=comm.size, array=1)
     assert mesh.dims == {"comm": 1, "self": comm.size, "array": 1}
     assert {type(size) for size in mesh.dims.values()} == {int}
 
 
-def test_a_mesh_over_some_of_the_ranks(comm):
+def test_mesh_over_some_of_ranks(comm):
     mine = comm.Split(comm.rank % 2)
     mesh = Mesh(mine, data=mine.size)
     ranks = mesh.comm("data").allgather(comm.rank)
@@ -84,7 +84,7 @@ def test_a_mesh_over_some_of_the_ranks(comm):
 # ---------------------------------------------------------------------------------------------------- sub-communicators
 
 
-def test_the_communicator_of_some_dims_has_the_ranks_that_differ_in_them_only_the_last_dim_fastest(comm):
+def test_communicator_of_dims_has_last_dim_fastest(comm):
     found = []
     for sizes in all_sizes(comm):
         mesh = mesh_of(comm, *sizes)
@@ -102,7 +102,7 @@ def test_the_communicator_of_some_dims_has_the_ranks_that_differ_in_them_only_th
         assert members[rank] == comm.rank
 
 
-def test_a_communicator_is_made_once_whatever_the_order_of_its_dims(comm):
+def test_communicator_of_dims_is_made_once(comm):
     mesh = mesh_of(comm, 1, comm.size)
     assert mesh.comm("data", "model") is mesh.comm("model", "data") is mesh.comm("model", "data", "model")
     assert mesh.comm("data") is mesh.comm("data")
@@ -113,19 +113,19 @@ def test_a_communicator_is_made_once_whatever_the_order_of_its_dims(comm):
     assert trace.events == []
 
 
-def test_no_dims_are_this_rank_alone(comm):
+def test_mesh_communicator_of_no_dims_is_own_rank(comm):
     mesh = mesh_of(comm, comm.size)
     assert mesh.comm().size == 1
     assert mesh.comm().allgather(comm.rank) == [comm.rank]
 
 
-def test_dims_that_the_mesh_has_not_are_an_error_on_the_rank_that_names_them(comm):
+def test_dims_not_in_mesh_raise_on_their_rank(comm):
     mesh = mesh_of(comm, comm.size, 1)
     with pytest.raises(ValueError, match="the mesh has no dim 'rows'; its dims are data, model"):
         mesh.comm("data", "rows")
 
 
-def test_making_a_mesh_and_a_communicator_is_agreed_on_and_traced(comm):
+def test_mesh_and_communicator_are_agreed_and_traced(comm):
     gc.collect()
     kept = [Mesh(comm, data=comm.size)]  # gives back what the meshes of other tests have left
     with pce.trace() as trace:
@@ -139,7 +139,7 @@ def test_making_a_mesh_and_a_communicator_is_agreed_on_and_traced(comm):
     assert kept
 
 
-def test_ranks_that_ask_for_different_communicators_hear_so_and_can_go_on(comm, impatient):
+def test_ranks_that_ask_for_different_communicators_raise(comm, impatient):
     mesh = Mesh(comm, data=comm.size, model=1)
     error = error_of(lambda: mesh.comm("data" if comm.rank == 0 else "model"))
     same = everywhere_the_same(comm, error)
@@ -176,7 +176,7 @@ def test_ranks_that_ask_for_different_communicators_hear_so_and_can_go_on(comm, 
         ({"requires_grad": 1}, "ValueError", "a dim of a mesh cannot be called 'requires_grad'"),
     ],
 )
-def test_dims_that_cannot_be_raise_the_same_error_on_every_rank(comm, dims, kind, text):
+def test_bad_dims_raise_everywhere(comm, dims, kind, text):
     error = error_of(lambda: Mesh(comm, **dims))
     same = everywhere_the_same(comm, error)
     assert same
@@ -185,7 +185,7 @@ def test_dims_that_cannot_be_raise_the_same_error_on_every_rank(comm, dims, kind
     assert f"({'ranks' if comm.size > 1 else 'rank'} {', '.join(map(str, range(comm.size)))})" in error[1]
 
 
-def test_sizes_whose_product_is_not_the_number_of_ranks_raise_on_every_rank(comm):
+def test_sizes_of_wrong_product_raise_everywhere(comm):
     errors = [error_of(lambda dims=dims: Mesh(comm, **dims)) for dims in ({"a": 2, "b": comm.size}, {"a": 7})]
     same = [everywhere_the_same(comm, error) for error in errors]
     assert all(same)
@@ -195,7 +195,7 @@ def test_sizes_whose_product_is_not_the_number_of_ranks_raise_on_every_rank(comm
     assert errors[1][1].startswith(f"a=7 is 7, but the communicator has {comm.size} ranks")
 
 
-def test_one_rank_that_is_wrong_is_named_on_every_rank(comm, impatient):
+def test_mesh_wrong_on_one_rank_names_it_everywhere(comm, impatient):
     last = comm.size - 1
     size = comm.size + (comm.rank == last)
     error = error_of(lambda: Mesh(comm, data=size))
@@ -224,7 +224,7 @@ def test_ranks_that_name_different_dims_hear_so(comm, impatient, how):
 
 
 @pytest.mark.parametrize("value", [None, 4, "world", MPI.COMM_NULL], ids=["None", "4", "world", "COMM_NULL"])
-def test_what_is_no_communicator_is_a_type_error(value):
+def test_mesh_of_no_communicator_is_type_error(value):
     with pytest.raises(TypeError, match="comm must be an mpi4py intracommunicator, got "):
         Mesh(value, data=1)
 
@@ -232,7 +232,7 @@ def test_what_is_no_communicator_is_a_type_error(value):
 # ------------------------------------------------------------------------------------------------------------ good ways
 
 
-def test_messages_of_the_caller_s_do_not_meet_those_of_a_mesh(comm):
+def test_messages_of_caller_do_not_meet_the_mesh(comm):
     inbox = np.full(1, -1)
     waiting = comm.Irecv(inbox, MPI.ANY_SOURCE, MPI.ANY_TAG)
     mesh = Mesh(comm, data=1, model=comm.size)
@@ -246,7 +246,7 @@ def test_messages_of_the_caller_s_do_not_meet_those_of_a_mesh(comm):
     assert inbox[0] == (comm.rank - 1) % comm.size
 
 
-def test_messages_on_a_communicator_of_a_mesh_are_the_caller_s_own(comm):
+def test_communicator_of_mesh_carries_messages_of_caller(comm):
     mesh = mesh_of(comm, comm.size)
     own = mesh.comm("data")
     inbox = np.full(1, -1)
@@ -261,7 +261,7 @@ def test_messages_on_a_communicator_of_a_mesh_are_the_caller_s_own(comm):
     assert inbox[0] == (comm.rank - 1) % comm.size
 
 
-def test_two_meshes_of_the_same_ranks_are_different_meshes(comm):
+def test_meshes_of_same_ranks_are_different(comm):
     one, other = Mesh(comm, data=comm.size), Mesh(comm, data=comm.size)
     assert one != other
     assert one.dim_sizes == other.dim_sizes
@@ -300,7 +300,7 @@ def test_dropped_meshes_give_their_communicators_back(comm, few_communicators):
     assert two == [rank for rank in range(comm.size) if rank // 2 == comm.rank // 2]
 
 
-def test_a_communicator_outlives_its_mesh(comm):
+def test_communicator_outlives_its_mesh(comm):
     own = Mesh(comm, data=1, model=comm.size).comm("model")
     for _ in range(3):
         Mesh(comm, data=comm.size)
@@ -310,7 +310,7 @@ def test_a_communicator_outlives_its_mesh(comm):
     assert loss == pytest.approx(np.log(3 * comm.size))
 
 
-def test_a_mesh_that_one_rank_keeps_stays_whole(comm):
+def test_mesh_that_one_rank_keeps_stays_whole(comm):
     kept = [Mesh(comm, data=comm.size)]
     if comm.rank > 0:
         kept.clear()
@@ -322,7 +322,7 @@ def test_a_mesh_that_one_rank_keeps_stays_whole(comm):
     assert trace.count(operation="Mesh", purpose=Purpose.AGREEMENT) >= 3
 
 
-def test_communicator_that_the_user_freed_is_not_freed_again(comm):
+def test_communicator_that_user_freed_is_not_freed_again(comm):
     mesh = Mesh(comm, data=comm.size, model=1)
     mesh.comm("model").Free()
     del mesh

@@ -46,7 +46,7 @@ def test_backward_through_slices_of_uneven_shards(comm, mesh):
     np.testing.assert_array_equal(gradient[:, 2:], 0)
 
 
-def test_layer_norm_of_a_reshaped_partial_parameter(comm, mesh):
+def test_layer_norm_of_reshaped_partial_parameter(comm, mesh):
     # Half of the memory: a view on the ranks whose terms have another order there.
     whole = matrix(6, 4) % 5
     order = "F" if comm.rank % 2 else "C"
@@ -83,7 +83,7 @@ MADE = {"computed": lambda z: z, "detached": lambda z: z.detach(), "view": lambd
 
 
 @pytest.mark.parametrize("made", MADE)
-def test_computed_array_may_become_a_parameter(mesh, made):
+def test_computed_array_may_become_parameter(mesh, made):
     z = pce.distribute(matrix(3, 4), mesh, data=Shard(0)) * 0.5
     z.redistribute(data=Replicate())  # this copy is kept
     w = MADE[made](z)

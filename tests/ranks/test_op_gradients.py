@@ -19,7 +19,7 @@ from ulps import FINITE_DIFFERENCE, HALF, OPERATION
 STEP = 2.0**-17
 
 
-def test_every_operation_is_in_the_table():
+def test_every_operation_is_in_table():
     named = {name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))} - {"infer_placements"}
     assert set(OPS) == named - {"getitem"} | {"redistribute", "slice"}  # the trace calls `getitem` a slice
 
@@ -116,7 +116,7 @@ def with_the_wrong_sign(first, second):
         ("elementwise", "_SQRT", lambda _: (lambda g, y, x: g / y,), "sqrt"),
     ],
 )
-def test_a_wrong_vjp_is_caught(monkeypatch, room, name, plant, op):
+def test_wrong_vjp_is_caught(monkeypatch, room, name, plant, op):
     module = importlib.import_module(f"pce_mpi.ops.{room}")
     right = getattr(module, name)
     assert not any(map(faults_of, cases_of(op)))
@@ -137,7 +137,7 @@ def gradient_of(call, *operands):
     return [x.grad.local for x in held]
 
 
-def test_elements_that_are_equal_share_the_gradient_of_the_largest():
+def test_elements_that_are_equal_share_gradient_of_largest():
     (gradient,) = gradient_of(pce.max, [[1.0, 2.0, 2.0], [0.0, 2.0, 1.0]])
     np.testing.assert_array_equal(gradient, np.array([[0, 1, 1], [0, 1, 0]]) / 3)
     (gradient,) = gradient_of(lambda x: pce.min(x, 1), [[1.0, 1.0, 1.0, 1.0], [0.0, 2.0, 0.0, 1.0]])
@@ -146,11 +146,11 @@ def test_elements_that_are_equal_share_the_gradient_of_the_largest():
     np.testing.assert_array_equal(gradients, [[0.5, 0, 1], [0.5, 1, 0]])
 
 
-def test_the_gradient_of_relu_at_0_is_0():
+def test_gradient_of_relu_at_0_is_0():
     np.testing.assert_array_equal(gradient_of(pce.relu, [-1.0, 0.0, 1.0])[0], [0, 0, 1])
 
 
-def test_powers_of_0_have_the_gradients_that_pytorch_gives_them():
+def test_powers_of_0_have_gradients_of_pytorch():
     base, exponent = gradient_of(pce.power, [0.0, 0.0, 0.0, 2.0], [0.0, 1.0, 2.0, 0.0])
     np.testing.assert_array_equal(base, [0, 1, 0, 0])
     np.testing.assert_array_equal(exponent, [0, 0, 0, np.log(2)])
@@ -161,7 +161,7 @@ def test_powers_of_0_have_the_gradients_that_pytorch_gives_them():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_float32_stays_float32_and_is_as_close_as_that_can_be(op):
+def test_float32_stays_float32_within_rounding(op):
     for case in cases_of(op):
         outcome = evaluate(case, alone(), replicated(case, alone()), dtype=np.float32)
         results, gradients = one_process(case)
@@ -172,7 +172,7 @@ def test_float32_stays_float32_and_is_as_close_as_that_can_be(op):
             assert error_of(case, got.local, exact, np.float32) <= OPERATION, case.name
 
 
-def test_each_operand_has_a_gradient_of_its_own_dtype():
+def test_each_operand_has_gradient_of_its_own_dtype():
     mesh = alone()
     x = pce.distribute(np.ones(3, np.float32), mesh, requires_grad=True)
     y = pce.distribute(np.full(3, 2.0), mesh, requires_grad=True)
@@ -188,7 +188,7 @@ HALVES = [np.float16, ml_dtypes.bfloat16]
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("op", ["add", "multiply", "subtract", "sum", "mean", "matmul", "where", "cross_entropy"])
-def test_halves_are_computed_with_and_rounded_at_the_end(op, dtype):
+def test_halves_are_computed_with_and_rounded_at_end(op, dtype):
     for case in cases_of(op):
         rounded = case.rounded(dtype)
         outcome = evaluate(rounded, alone(), replicated(case, alone()), dtype=dtype)
@@ -201,7 +201,7 @@ def test_halves_are_computed_with_and_rounded_at_the_end(op, dtype):
             assert error_of(case, got.local, exact, unit) <= (4 * HALF if unit is dtype else OPERATION), case.name
 
 
-def test_the_mean_of_halves_may_be_of_a_sum_that_no_half_can_hold():
+def test_mean_of_halves_survives_overflow_of_sum():
     for dtype in HALVES:
         (gradient,) = gradient_of(pce.mean, np.full(2**17, 100, dtype))
         assert pce.mean(pce.distribute(np.full(2**17, 100, dtype), alone())).item() == 100
@@ -210,7 +210,7 @@ def test_the_mean_of_halves_may_be_of_a_sum_that_no_half_can_hold():
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, np.float32])
-def test_python_numbers_take_the_dtype_of_the_array(dtype):
+def test_python_numbers_take_dtype_of_array(dtype):
     x = pce.distribute(np.ones(3, dtype), alone())
     for y in (x + 1, 2.5 * x, 1 / x, x - True, x**3, x**0.5, pce.maximum(x, 0.5), pce.where(x.local > 0, x, 0)):
         assert y.dtype == dtype
@@ -218,7 +218,7 @@ def test_python_numbers_take_the_dtype_of_the_array(dtype):
     assert (pce.distribute(np.arange(3), alone()) * 2).dtype == np.int64
 
 
-def test_the_third_argument_of_numpy_s_reductions_is_a_dtype():
+def test_dtype_is_third_argument_of_numpy_reductions():
     x = pce.distribute(np.ones((2, 3), np.float32), alone())
     for function in (np.sum, np.mean):
         y = function(x, 0, np.float64)
@@ -238,7 +238,7 @@ def differences(case, cupy, got, expected):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_cupy_arrays_give_cupy_arrays_with_the_same_numbers(cupy, op):
+def test_cupy_arrays_give_cupy_arrays_with_same_numbers(cupy, op):
     for case in cases_of(op):
         results, gradients = one_process(case)
         got = evaluate(case, alone(), replicated(case, alone()), library=cupy)
@@ -249,7 +249,7 @@ def test_cupy_arrays_give_cupy_arrays_with_the_same_numbers(cupy, op):
 
 @pytest.mark.sizes(2)  # the library does not depend on the size
 @pytest.mark.parametrize("op", OPS)
-def test_cupy_arrays_that_are_sharded_give_the_same_numbers_as_numpy_s(comm, cupy, op):
+def test_sharded_cupy_arrays_give_numbers_of_numpy(comm, cupy, op):
     mesh = mesh_of(comm, comm.size)
     for case in cases_of(op):
         shardings = [Sharding.of(mesh.dim_sizes, x.shape, {"data": Shard(0)} if x.ndim else {}) for x in case.operands]

@@ -148,7 +148,7 @@ def runs_of(comm, cases):
 
 @pytest.mark.sizes(3)  # shards of several lengths; two dims are another test
 @pytest.mark.parametrize("op", OPS)
-def test_results_and_gradients_are_those_of_one_process_however_operands_lie(comm, op):
+def test_op_at_any_placements_equals_one_process(comm, op):
     faults = faults_of(comm, runs_of(comm, cases_of(op)))
     assert not faults, "\n".join(faults[:10])
 
@@ -160,7 +160,7 @@ FAMILIES = [["sum", "avg"], ["max"], ["min"]]
 
 
 @st.composite
-def layouts(draw, shape, dtype, dims):
+def shardings_over(draw, shape, dtype, dims):
     """A sharding over two dims, which may split one axis together, in blocks of any lengths."""
     families = {"b": [["max"], ["min"]], "i": [["sum"], ["max"]]}.get(dtype.kind, FAMILIES)
     ways = placements_of(len(shape), *draw(st.sampled_from(families)))
@@ -171,9 +171,9 @@ def layouts(draw, shape, dtype, dims):
 @pytest.mark.sizes(2, 4)  # a dim of one rank, and none of one
 @given(data=st.data(), case=st.sampled_from(CASES), dtype=st.sampled_from([np.float64, np.float32]))
 @settings(max_examples=250 if MPI.COMM_WORLD.size > 3 else 80)
-def test_results_and_gradients_are_those_of_one_process_over_two_dims(comm, data, case, dtype):
+def test_op_over_two_dims_equals_one_process(comm, data, case, dtype):
     mesh = mesh_of(comm, *data.draw(st.sampled_from(list(factorizations(comm.size, 2)))))
-    shardings = [data.draw(layouts(x.shape, x.dtype, mesh.dim_sizes)) for x in case.operands]
+    shardings = [data.draw(shardings_over(x.shape, x.dtype, mesh.dim_sizes)) for x in case.operands]
     required = [has and data.draw(st.integers(0, 3)) > 0 for has in case.has_gradient]
     with in_step(comm):
         done = run(case, mesh, shardings, dtype, required=required, agreed=True)
@@ -197,7 +197,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("shape, call", PARAMETERS.values(), ids=PARAMETERS)
-def test_a_parameter_in_another_shape_still_has_a_partial_gradient_for_which_nothing_is_sent(comm, shape, call):
+def test_reshaped_parameter_has_partial_gradient_silently(comm, shape, call):
     mesh = mesh_of(comm, comm.size)
     x = pce.distribute(np.ones((5, 3, 4)), mesh, data=Shard(0))
     w = pce.distribute(np.ones(shape), mesh, requires_grad=True)
@@ -208,7 +208,7 @@ def test_a_parameter_in_another_shape_still_has_a_partial_gradient_for_which_not
     assert trace.count() == 0
 
 
-def test_an_axis_of_one_element_is_not_newly_sharded():
+def test_axis_of_one_element_is_not_newly_sharded():
     mesh, shapes = {"data": 4}, [(1, 8), (8, 3)]
     inferred = pce.infer_placements("matmul", shapes, [{"data": Shard(1)}, {}], mesh=mesh)
     assert inferred.operands[0]["data"] != Shard(0)
@@ -257,14 +257,14 @@ def called_replicate(x):
         ("reductions", "_MEAN", mean_of_the_means_of_shards, "mean"),
     ],
 )
-def test_a_wrong_rule_is_caught_wherever_there_are_shards(comm, monkeypatch, room, name, plant, op):
+def test_wrong_rule_is_caught_wherever_there_are_shards(comm, monkeypatch, room, name, plant, op):
     module = importlib.import_module(f"pce_mpi.ops.{room}")
     monkeypatch.setattr(module, name, plant(getattr(module, name)))
     faults = faults_of(comm, runs_of(comm, cases_of(op)[:3]))
     assert any(comm.allgather(bool(faults))) == (comm.size > 1)
 
 
-def test_terms_that_are_joined_end_to_end_and_then_called_whole_are_caught(comm):
+def test_concatenated_terms_called_whole_are_caught(comm):
     def concatenated(*arrays):
         return called_replicate(pce.concatenate(arrays))
 
@@ -273,7 +273,7 @@ def test_terms_that_are_joined_end_to_end_and_then_called_whole_are_caught(comm)
     assert any(comm.allgather(bool(faults))) == (comm.size > 1)
 
 
-def test_a_gradient_that_each_rank_sums_over_its_own_shard_only_is_caught(comm, monkeypatch):
+def test_gradient_summed_over_own_shard_is_caught(comm, monkeypatch):
     module = importlib.import_module("pce_mpi.ops.broadcasting")
     right = module.sum_to
     arithmetic = importlib.import_module("pce_mpi.ops.arithmetic")

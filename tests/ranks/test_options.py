@@ -92,7 +92,7 @@ def test_every_option_has_a_default():
     ],
     ids=str,
 )
-def test_each_option_means_what_it_means_in_one_process(comm, options, targets):
+def test_each_option_equals_one_process(comm, options, targets):
     for reduction, peaked, classes in zip(REDUCTIONS, (False, True, True), (WIDE, NARROW, WIDE), strict=True):
         with in_step(comm):
             problem = draw(7, classes, targets=targets, peaked=peaked, reduction=reduction, **options)
@@ -101,7 +101,7 @@ def test_each_option_means_what_it_means_in_one_process(comm, options, targets):
 
 
 @pytest.mark.parametrize("ignore_index", [-100, -1, 0, 7, WIDE - 1, 1000, -(2**63), 2**63 - 1])
-def test_ignored_rows_count_for_nothing_whatever_number_says_so(comm, ignore_index):
+def test_ignored_rows_count_for_nothing(comm, ignore_index):
     for reduction in REDUCTIONS:
         with in_step(comm):
             problem = draw(
@@ -115,7 +115,7 @@ def test_ignored_rows_count_for_nothing_whatever_number_says_so(comm, ignore_ind
                 assert not gradient[problem.targets == ignore_index].any()
 
 
-def test_smoothing_is_over_the_classes_of_all_shards(comm):
+def test_smoothing_is_over_classes_of_all_shards(comm):
     # All logits alike: p = 1/12 whatever the targets, so that the gradient shows the smoothed targets as they are.
     logits, targets = np.zeros((1, 12), np.float32), np.array([5])
     start, stop = split(12, comm.size, "uneven")[comm.rank]
@@ -158,7 +158,7 @@ def test_probabilities_need_not_sum_to_1(comm):
             assert_as_dense(results, problem, part)
 
 
-def test_probabilities_that_are_one_hot_give_what_index_targets_give(comm):
+def test_one_hot_probabilities_equal_index_targets(comm):
     for peaked, weight in product((False, True), (False, True)):
         with in_step(comm):
             by_index = draw(7, WIDE, peaked=peaked, reduction="sum", weight=weight)
@@ -277,7 +277,7 @@ def rows_of_ranks(rows, ranks, how):
 @pytest.mark.sizes(1, 2, 3, 4)  # every grid of rows and classes
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("targets", TARGETS)
-def test_sums_and_means_are_over_the_rows_of_all_ranks(comm, targets, reduction):
+def test_reductions_are_over_rows_of_all_ranks(comm, targets, reduction):
     for rows, how in product(divisors(comm.size), ["balanced", "uneven", "most ranks have none"]):
         with in_step(comm):
             problem = draw(9, WIDE, targets=targets, weight=True, ignored=0.3, label_smoothing=0.1, reduction=reduction)
@@ -293,7 +293,7 @@ def test_sums_and_means_are_over_the_rows_of_all_ranks(comm, targets, reduction)
 
 
 @pytest.mark.sizes(1, 2, 3, 4)  # every grid of rows and classes
-def test_the_mean_counts_rows_of_ranks_that_have_few_left_after_ignoring(comm):
+def test_mean_counts_rows_left_on_all_ranks(comm):
     for rows in divisors(comm.size):
         with in_step(comm):
             problem = draw(2 * rows, WIDE)
@@ -307,7 +307,7 @@ def test_the_mean_counts_rows_of_ranks_that_have_few_left_after_ignoring(comm):
 
 
 @pytest.mark.sizes(1, 2, 3, 4)  # every grid of rows and classes
-def test_no_row_left_on_any_rank_gives_a_mean_of_nan_and_no_gradient(comm):
+def test_no_row_left_anywhere_gives_mean_nan(comm):
     for rows in divisors(comm.size):
         with in_step(comm):
             problem = draw(9, WIDE).but(targets=np.full(9, -100))
@@ -346,7 +346,7 @@ def statistics_errors(statistics, expected, dtype):
 @pytest.mark.parametrize("peaked", [False, True])
 @pytest.mark.parametrize("options", [{}, {"logit_scale": 0.3}, {"logit_scale": 4.0}, {"softcap": 3.0}], ids=str)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_statistics_are_those_of_the_whole(comm, dtype, options, peaked):
+def test_statistics_are_those_of_whole(comm, dtype, options, peaked):
     for shape, axis in (((9, NARROW), -1), ((3, WIDE, 4), 1), ((WIDE,), 0)):
         problem = draw(*shape, axis=axis, dtype=dtype, ignored=0.3, peaked=peaked, **options)
         expected = pce.dense.class_statistics(problem.logits, problem.targets, axis=axis, **options)
@@ -366,7 +366,7 @@ def test_statistics_are_those_of_the_whole(comm, dtype, options, peaked):
                     assert max(found.values()) <= limit, found
 
 
-def test_statistics_without_targets_have_no_log_prob_and_are_otherwise_the_same(comm):
+def test_statistics_without_targets_have_no_log_prob(comm):
     problem = draw(9, WIDE)
     logits, targets, _ = part_of(comm, problem).on_this_rank(problem)
     with_targets = pce.class_statistics(logits, targets, comm=comm)
@@ -377,7 +377,7 @@ def test_statistics_without_targets_have_no_log_prob_and_are_otherwise_the_same(
         assert np.array_equal(getattr(without, name), getattr(with_targets, name)), name
 
 
-def test_the_lowest_of_the_classes_with_the_largest_logit_is_the_argmax(comm):
+def test_lowest_of_classes_with_largest_logit_is_argmax(comm):
     logits = np.zeros((4, WIDE), np.float32)
     logits[1, [300, 301, 600]] = 2
     logits[2, [WIDE - 2, WIDE - 1]] = 5
@@ -391,7 +391,7 @@ def test_the_lowest_of_the_classes_with_the_largest_logit_is_the_argmax(comm):
                 assert statistics.argmax.tolist() == [0, 300, WIDE - 2, 150]
 
 
-def test_log_prob_is_the_loss_with_the_other_sign_and_0_in_ignored_rows(comm):
+def test_log_prob_is_minus_the_loss(comm):
     problem = draw(30, WIDE, ignored=0.4, reduction="none", peaked=True)
     logits, targets, options = part_of(comm, problem).on_this_rank(problem, comm=comm)
     loss = pce.softmax_cross_entropy(logits, targets, **options)
@@ -405,7 +405,7 @@ def test_log_prob_is_the_loss_with_the_other_sign_and_0_in_ignored_rows(comm):
 
 @pytest.mark.parametrize("logits_dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize("out_dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_out_may_have_another_dtype_than_the_logits(comm, logits_dtype, out_dtype):
+def test_out_may_have_another_dtype_than_logits(comm, logits_dtype, out_dtype):
     for targets, peaked in product(TARGETS, (False, True)):
         with in_step(comm):
             problem = draw(7, WIDE, dtype=logits_dtype, targets=targets, peaked=peaked)

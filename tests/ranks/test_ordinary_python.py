@@ -23,14 +23,14 @@ def test_truth_values_are_no_indices(index):
             x[each]
 
 
-def test_masks_are_no_indices_and_are_told_to_use_where():
+def test_masks_as_indices_are_refused():
     x = pce.distribute(np.arange(3.0), alone())
     for mask in ([True, False, True], np.array([True, False, True]), x > 1):
         with pytest.raises(TypeError, match=r"got .*; to pick elements use where, to pick rows embedding"):
             x[mask]
 
 
-def test_an_index_has_a_single_ellipsis():
+def test_index_has_single_ellipsis():
     x = pce.distribute(np.zeros((2, 3)), alone())
     for index in ((..., ...), (..., 0, ...)):
         with pytest.raises(IndexError, match="an index can only have a single ellipsis"):
@@ -40,14 +40,14 @@ def test_an_index_has_a_single_ellipsis():
 # ------------------------------------------------------------------------------------------------------------ iteration
 
 
-def test_a_scalar_is_not_iterated_over():
+def test_scalar_is_not_iterated_over():
     loss = pce.distribute(1.0, alone())
     for call in (list, iter, tuple, set, lambda x: [*x]):
         with pytest.raises(TypeError, match="iteration over a 0-d array"):
             call(loss)
 
 
-def test_an_array_is_iterated_over_along_its_first_axis(comm):
+def test_array_is_iterated_over_along_its_first_axis(comm):
     mesh, whole = mesh_of(comm, comm.size), np.arange(24.0).reshape(4, 3, 2)
     for placement in (Replicate(), Shard(0), Shard(1), Partial("sum")):
         x = pce.distribute(whole, mesh, data=placement)
@@ -58,7 +58,7 @@ def test_an_array_is_iterated_over_along_its_first_axis(comm):
     assert (first.item(), second.item()) == (1.0, 2.0)
 
 
-def test_the_rows_that_are_iterated_over_have_gradients(comm):
+def test_rows_that_are_iterated_over_have_gradients(comm):
     w = pce.distribute(np.ones((3, 2)), mesh_of(comm, comm.size), requires_grad=True, data=Shard(0))
     sum((index * row.sum() for index, row in enumerate(w)), start=0.0).backward()
     assert w.grad.full().tolist() == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
@@ -105,7 +105,7 @@ def weights(comm):
     return w
 
 
-def test_a_deep_copy_is_a_leaf_in_memory_of_its_own(weights):
+def test_deep_copy_is_a_leaf_of_its_own(weights):
     w = weights
     with pce.trace() as trace:
         copied = copy.deepcopy(w)
@@ -124,7 +124,7 @@ def test_a_deep_copy_is_a_leaf_in_memory_of_its_own(weights):
     np.testing.assert_array_equal(copied.full(), -before)
 
 
-def test_a_mean_of_parameters_is_made_by_a_deep_copy(comm):
+def test_mean_of_parameters_is_made_by_deep_copy(comm):
     mesh = mesh_of(comm, comm.size)
     shared = pce.distribute(np.ones(4), mesh, requires_grad=True, data=Shard(0))
     model = {"layers": [shared, shared], "head": pce.distribute(np.ones(2), mesh), "mesh": mesh}
@@ -137,7 +137,7 @@ def test_a_mean_of_parameters_is_made_by_a_deep_copy(comm):
     np.testing.assert_allclose(step.full(), 1.0)
 
 
-def test_a_deep_copy_of_what_was_computed_says_to_detach_it(weights):
+def test_deep_copy_of_computed_array_is_refused(weights):
     y = weights * 2
     with pytest.raises(RuntimeError, match=r"only arrays that were made.*\.detach\(\)"):
         copy.deepcopy(y)
@@ -148,7 +148,7 @@ def test_a_deep_copy_of_what_was_computed_says_to_detach_it(weights):
         np.testing.assert_array_equal(copy.deepcopy(weights * 2).full(), y.full())
 
 
-def test_a_shallow_copy_shares_all_that_an_array_has(weights):
+def test_shallow_copy_shares_all_that_array_has(weights):
     for x in (weights, weights * 2):
         copied = copy.copy(x)
         assert copied is not x
@@ -160,7 +160,7 @@ def test_a_shallow_copy_shares_all_that_an_array_has(weights):
     np.testing.assert_array_equal(weights.grad.full(), np.full((3, 2), 2.0))
 
 
-def test_copies_of_a_mesh_are_that_mesh():
+def test_copies_of_mesh_are_that_mesh():
     mesh = alone()
     assert copy.copy(mesh) is copy.deepcopy(mesh) is mesh
     assert copy.deepcopy([Shard(0), Partial("sum"), Replicate()]) == [Shard(0), Partial("sum"), Replicate()]

@@ -17,7 +17,7 @@ from pce_mpi.comm.tracing import Event, Purpose, cause, phase, record
 
 
 @given(length=st.integers(0, 200), parts=st.integers(1, 60))
-def test_shards_are_consecutive_cover_all_and_differ_by_at_most_one_the_longer_ones_first(comm, length, parts):
+def test_shard_ranges_are_consecutive_and_balanced(comm, length, parts):
     with in_step(comm):
         ranges = [shard_range(length, parts, index) for index in range(parts)]
         assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
@@ -28,7 +28,7 @@ def test_shards_are_consecutive_cover_all_and_differ_by_at_most_one_the_longer_o
         assert lengths == [len(block) for block in np.array_split(np.empty(length), parts)]
 
 
-def test_shards_of_few_items_over_many_parts_are_empty_at_the_end():
+def test_shard_ranges_of_few_items_end_empty():
     assert [shard_range(2, 4, index) for index in range(4)] == [(0, 1), (1, 2), (2, 2), (2, 2)]
     assert shard_range(0, 1, 0) == (0, 0)
 
@@ -40,7 +40,7 @@ def test_shards_of_very_long_axes_are_exact():
 
 
 @pytest.mark.parametrize(("length", "parts", "index"), [(-1, 2, 0), (5, 0, 0), (5, -1, 0), (5, 2, 2), (5, 2, -1)])
-def test_a_shard_that_cannot_be_is_a_value_error_with_the_arguments(length, parts, index):
+def test_shard_range_out_of_bounds_is_value_error(length, parts, index):
     with pytest.raises(ValueError, match=f"{length}, {parts}, {index}"):
         shard_range(length, parts, index)
 
@@ -50,7 +50,7 @@ def test_a_shard_that_cannot_be_is_a_value_error_with_the_arguments(length, part
 VALUES = [Shard(0), Shard(1), Shard(-1), Replicate(), Partial("sum"), Partial("avg"), Partial("max"), Partial("min")]
 
 
-def test_placements_are_equal_when_they_say_the_same_and_only_then():
+def test_placements_are_compared_by_value():
     for i, one in enumerate(VALUES):
         for j, other in enumerate(VALUES):
             assert (one == other) == (i == j)
@@ -67,7 +67,7 @@ def test_placements_are_keys():
     assert hash(Partial()) == hash(Partial("sum"))
 
 
-def test_a_placement_prints_as_what_makes_it():
+def test_placement_prints_as_what_makes_it():
     assert [repr(value) for value in VALUES[2:6]] == ["Shard(-1)", "Replicate()", "Partial('sum')", "Partial('avg')"]
     for value in VALUES:
         assert eval(repr(value), {"Shard": Shard, "Replicate": Replicate, "Partial": Partial}) == value
@@ -81,13 +81,13 @@ def test_placements_are_frozen():
 
 
 @pytest.mark.parametrize("axis", [1.0, "0", None, True, np.float64(1)])
-def test_the_axis_of_a_shard_is_an_integer(axis):
+def test_axis_of_shard_is_integer(axis):
     with pytest.raises(TypeError, match="axis of Shard must be an int"):
         Shard(axis)
 
 
 @pytest.mark.parametrize("operator", ["mean", "prod", "", None, 0, "SUM"])
-def test_a_partial_value_has_one_of_four_operators(operator):
+def test_partial_value_has_one_of_four_operators(operator):
     with pytest.raises(ValueError, match=r"'sum', 'avg', 'max', 'min'.*got " + repr(operator)):
         Partial(operator)
 
@@ -99,7 +99,7 @@ def note(operation="op", collective="all_reduce", purpose=Purpose.PAYLOAD, size=
     record(cause(operation, over, "because", **placements), collective, purpose, ranks=3, bytes=size)
 
 
-def test_a_trace_has_what_was_sent_while_it_was_open_in_order():
+def test_trace_has_events_while_open_in_order():
     note("before")
     with pce.trace() as trace:
         assert trace.events == []
@@ -125,7 +125,7 @@ def test_traces_nest():
     assert [event.operation for event in second.events] == ["4"]
 
 
-def test_a_trace_closes_when_its_block_fails():
+def test_trace_closes_when_its_block_fails():
     with pytest.raises(KeyError):
         with pce.trace() as trace:
             note("inside")
@@ -134,7 +134,7 @@ def test_a_trace_closes_when_its_block_fails():
     assert [event.operation for event in trace.events] == ["inside"]
 
 
-def test_a_trace_counts_calls_and_bytes_of_payload_unless_it_is_asked_for_agreement():
+def test_trace_counts_payload_unless_asked_for_agreement():
     with pce.trace() as trace:
         note(size=8)
         note(size=16)
@@ -155,7 +155,7 @@ def test_a_trace_counts_calls_and_bytes_of_payload_unless_it_is_asked_for_agreem
     assert trace.select("all_reduce", operation="other") == [trace.events[2]]
 
 
-def test_events_say_in_which_phase_they_were_and_phases_nest():
+def test_events_have_phases_that_nest():
     with pce.trace() as trace:
         note()
         with phase("backward"):
@@ -171,7 +171,7 @@ def test_events_say_in_which_phase_they_were_and_phases_nest():
     assert trace.count(phase="backward") == 2
 
 
-def test_a_trace_prints_as_a_table_in_which_equal_events_are_one_line_with_their_number():
+def test_trace_prints_equal_events_as_one_line():
     with pce.trace() as trace:
         for _ in range(3):
             note("loss", size=24)
@@ -187,7 +187,7 @@ def test_a_trace_prints_as_a_table_in_which_equal_events_are_one_line_with_their
     assert not any(line != line.rstrip() for line in lines)
 
 
-def test_the_table_shows_placements_where_some_event_has_them():
+def test_table_shows_placements_where_some_event_has_them():
     with pce.trace() as trace:
         note("loss", size=24)
         for _ in range(2):
@@ -203,14 +203,14 @@ def test_the_table_shows_placements_where_some_event_has_them():
     assert {line.index("because") for line in lines} == {head.index("reason")}
 
 
-def test_an_empty_trace_prints_its_head():
+def test_empty_trace_prints_its_head():
     with pce.trace() as trace:
         pass
     assert len(str(trace).splitlines()) == 1
     assert json.loads(trace.to_json()) == []
 
 
-def test_a_trace_is_json_as_well():
+def test_trace_is_json_as_well():
     with pce.trace() as trace:
         note("loss", size=24)
         note(purpose=Purpose.AGREEMENT)
@@ -230,7 +230,7 @@ def test_a_trace_is_json_as_well():
     assert events[1]["purpose"] == "agreement"
 
 
-def test_each_rank_has_the_trace_of_what_it_sent_itself(comm):
+def test_trace_has_what_its_rank_sent(comm):
     logits, targets = np.zeros((5, 2 + comm.rank), np.float32), np.zeros(5, int)
     with pce.trace() as trace:
         pce.softmax_cross_entropy(logits, targets, comm=comm)
@@ -240,7 +240,7 @@ def test_each_rank_has_the_trace_of_what_it_sent_itself(comm):
     assert all(event.reason for event in trace.events)
 
 
-def test_nothing_is_sent_and_nothing_traced_without_a_communicator():
+def test_loss_without_communicator_has_an_empty_trace():
     with pce.trace() as trace:
         _, residuals = pce.softmax_cross_entropy_forward(np.zeros((2, 3)), np.array([0, 1]))
         pce.softmax_cross_entropy_backward(1.0, residuals)

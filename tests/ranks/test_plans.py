@@ -59,7 +59,7 @@ PLAN = {
     ],
     ids=repr,
 )
-def test_a_style_says_where_vectors_matrices_and_stacks_of_matrices_lie(comm, style, vector, matrix, stack):
+def test_style_places_vectors_matrices_and_stacks(comm, style, vector, matrix, stack):
     mesh = mesh_of(comm, *squarest(comm.size))
     params = {"vector": np.zeros(3), "matrix": np.zeros((3, 5)), "stack": np.zeros((2, 3, 5))}
     placed = shard_parameters(params, mesh, {"*": style})
@@ -117,7 +117,7 @@ def train(params, mesh, between):
 
 
 @pytest.mark.parametrize("between", [Replicate(), Shard(1)], ids=["tensor parallel", "sequence parallel"])
-def test_training_by_a_plan_gives_the_numbers_of_one_process(comm, between):
+def test_training_by_plan_gives_numbers_of_one_process(comm, between):
     params = {name: array.astype(np.float64) for name, array in parameters().items()}
     expected, expected_params = train(params, mesh_of(MPI.COMM_SELF, 1, 1), between)
     results = [train(params, mesh_of(comm, *sizes), between) for sizes in factorizations(comm.size, 2)]
@@ -128,7 +128,7 @@ def test_training_by_a_plan_gives_the_numbers_of_one_process(comm, between):
             np.testing.assert_allclose(array, expected_params[name], rtol=1e-10, atol=1e-13, err_msg=name)
 
 
-def test_norms_have_partial_gradients_only_where_their_input_is_sharded_along_the_sequence(comm):
+def test_norms_have_partial_gradients_along_sequence_only(comm):
     mesh = mesh_of(comm, *squarest(comm.size))
     found = {}
     for between in (Replicate(), Shard(1)):
@@ -142,7 +142,7 @@ def test_norms_have_partial_gradients_only_where_their_input_is_sharded_along_th
 # --------------------------------------------------------------------------------------------------------------- plans
 
 
-def test_parameters_are_distributed_as_the_plan_says_on_every_mesh(comm):
+def test_parameters_are_placed_by_plan_on_every_mesh(comm):
     params = parameters()
     for sizes in factorizations(comm.size, 2):
         mesh = mesh_of(comm, *sizes)
@@ -167,13 +167,13 @@ def test_parameters_are_distributed_as_the_plan_says_on_every_mesh(comm):
             np.testing.assert_array_equal(array.local, params[name][array.sharding.slices(mesh.coordinates)])
 
 
-def test_a_plan_may_be_for_any_dim(comm):
+def test_plan_may_be_for_any_dim(comm):
     mesh = mesh_of(comm, comm.size)
     [w] = shard_parameters({"w": np.zeros((4, 6))}, mesh, {"w": Colwise()}, dim="data").values()
     assert w.placements == {"data": Shard(1)}
 
 
-def test_the_first_pattern_that_matches_decides_and_case_counts(comm):
+def test_first_pattern_that_matches_decides_and_case_counts(comm):
     mesh = mesh_of(comm, *squarest(comm.size))
     params = {"a.W": np.zeros((2, 2)), "a.w": np.zeros((2, 2))}
     placed = shard_parameters(params, mesh, {"a.w": Rowwise(), "a.*": Colwise()})
@@ -183,7 +183,7 @@ def test_the_first_pattern_that_matches_decides_and_case_counts(comm):
     assert [array.placements["model"] for array in placed.values()] == [Shard(1), Shard(1)]
 
 
-def test_all_patterns_that_match_nothing_and_all_parameters_that_nothing_matches_are_named(comm):
+def test_patterns_and_parameters_without_match_are_named(comm):
     mesh = mesh_of(comm, *squarest(comm.size))
     params = parameters()
     plan = {"embeding": VocabParallel(), "block.*": Replicated(), "head.*": Colwise()}
@@ -200,7 +200,7 @@ def test_all_patterns_that_match_nothing_and_all_parameters_that_nothing_matches
     assert shard_parameters({}, mesh, {}) == {}
 
 
-def test_what_fits_nowhere_is_an_error_that_says_where(comm):
+def test_plan_that_fits_nowhere_says_where(comm):
     mesh = mesh_of(comm, *squarest(comm.size))
     w = {"w": np.zeros((2, 2))}
     cases = [

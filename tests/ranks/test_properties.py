@@ -215,7 +215,7 @@ def test_merge_is_associative_up_to_rounding(drawn):
 
 @given(drawn=shards(2, special=(np.nan, np.inf)))
 @settings(max_examples=100)
-def test_merge_is_commutative_to_the_last_bit(drawn):
+def test_merge_is_commutative_to_last_bit(drawn):
     _, (a, b), _ = drawn
     one, other = merge(a, b), merge(b, a)
     for name in one.dtype.names:
@@ -224,7 +224,7 @@ def test_merge_is_commutative_to_the_last_bit(drawn):
 
 @given(drawn=shards(1, special=(np.inf,)))
 @settings(max_examples=100)
-def test_the_record_of_no_classes_is_the_identity(drawn):
+def test_record_of_no_classes_is_identity(drawn):
     fields, (a,), _ = drawn
     for merged in (merge(a, fields.identity()), merge(fields.identity(), a)):
         for name in a.dtype.names:
@@ -233,19 +233,19 @@ def test_the_record_of_no_classes_is_the_identity(drawn):
 
 @given(drawn=shards(4), order=st.permutations(range(4)))
 @settings(max_examples=100)
-def test_states_of_shards_merge_into_that_of_the_whole_row_in_any_order(drawn, order):
+def test_states_of_shards_merge_in_any_order(drawn, order):
     _, states, whole = drawn
     assert alike(reduce(merge, [states[index] for index in order]), whole)
     assert alike(merge(merge(states[0], states[1]), merge(states[2], states[3])), whole)
 
 
-@given(drawn=shards(2), where=st.integers(0, 1), layout_field=st.sampled_from(["max", "held"]))
+@given(drawn=shards(2), where=st.integers(0, 1), field=st.sampled_from(["max", "held"]))
 @settings(max_examples=100)
-def test_merge_carries_nan_along_wherever_it_is(drawn, where, layout_field):
+def test_merge_carries_nan_along_wherever_it_is(drawn, where, field):
     fields, states, _ = drawn
     spoilt = states[where].copy()
-    spoilt[fields.held if layout_field == "held" else "max"] = np.nan
-    if layout_field == "max":
+    spoilt[fields.held if field == "held" else "max"] = np.nan
+    if field == "max":
         spoilt["sum_exp"] = np.nan
     elif fields.hold_largest:
         spoilt["argmax"] = 0
@@ -268,7 +268,7 @@ def test_merge_leaves_what_it_merges_as_it_is(drawn):
     assert not np.shares_memory(merged, b)
 
 
-def test_a_record_of_a_plain_loss_has_24_bytes():
+def test_record_of_plain_loss_has_24_bytes():
     assert StateFields().dtype.itemsize == 24
     assert StateFields(held_weight=True).dtype.itemsize == 32
     assert StateFields(weights=True).dtype.itemsize == 48

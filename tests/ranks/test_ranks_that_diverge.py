@@ -32,33 +32,33 @@ def here_and_there(comm, one, other):
     return f"ranks have run different operations: {one} (data rank 0), {other} ({others})" if comm.size > 1 else ""
 
 
-def test_another_operation_on_one_rank_is_named_on_every_rank(comm, mesh):
+def test_different_operation_is_named_on_every_rank(comm, mesh):
     x = pce.distribute(NUMBERS, mesh, data=Shard(0))
     text = text_of(lambda: (x.sum() if comm.rank == 0 else x.mean()).item())
     assert comm.allgather(text) == [here_and_there(comm, "sum", "mean")] * comm.size
 
 
-def test_the_first_difference_is_named_and_not_the_last(comm, mesh):
+def test_first_difference_is_named_and_not_last(comm, mesh):
     x = pce.distribute(NUMBERS, mesh, data=Shard(0))
     y = pce.exp(x) if comm.rank == 0 else pce.tanh(x)
     text = text_of(lambda: (y * 2 + 1).sum().item())
     assert comm.allgather(text) == [here_and_there(comm, "exp", "tanh")] * comm.size
 
 
-def test_an_array_of_another_shape_on_one_rank_is_noticed(comm, mesh):
+def test_different_shape_is_noticed(comm, mesh):
     x = pce.distribute(np.ones((4 + (comm.rank == 0), 3)), mesh, data=Shard(0))
     text = text_of(lambda: (x @ np.ones((3, 2))).sum().item())
     assert ("(5, 3)" in text and "(4, 3)" in text) == (comm.size > 1)
     assert len(set(comm.allgather(text))) == 1
 
 
-def test_an_operation_with_other_parameters_is_noticed(comm, mesh):
+def test_operation_with_other_parameters_is_noticed(comm, mesh):
     x = pce.distribute(np.ones((4, 4)), mesh, data=Shard(0))
     text = text_of(lambda: x.sum(axis=int(comm.rank == 0)).redistribute(data=pce.Replicate()).sum().item())
     assert bool(text) == (comm.size > 1)
 
 
-def test_one_operation_more_on_one_rank_is_noticed_at_the_step(comm, mesh):
+def test_additional_operation_is_noticed_at_the_step(comm, mesh):
     w = pce.distribute(np.ones(3), mesh, requires_grad=True)
     (pce.distribute(NUMBERS, mesh, data=Shard(0)) * w).sum().backward()
     if comm.rank == 0:
@@ -67,13 +67,13 @@ def test_one_operation_more_on_one_rank_is_noticed_at_the_step(comm, mesh):
     assert comm.allgather(text) == [here_and_there(comm, "exp", "nothing")] * comm.size
 
 
-def test_it_is_said_once_and_then_the_mesh_can_be_used(comm, mesh):
+def test_divergence_is_said_once_and_mesh_survives(comm, mesh):
     x = pce.distribute(NUMBERS, mesh, data=Shard(0))
     text_of(lambda: (x.sum() if comm.rank == 0 else x.mean()).item())
     assert x.sum().item() == NUMBERS.sum()
 
 
-def test_functions_and_objects_that_print_differently_on_each_rank_are_no_difference(comm, mesh):
+def test_objects_that_print_differently_are_no_difference(comm, mesh):
     x = pce.distribute(NUMBERS, mesh, data=Shard(0))
     unnamed = pce.op(partial(np.add, 1.0), rule=lambda shape, **_: pce.Rule.of("ij->ij", shape))
     assert unnamed(x).sum().item() == NUMBERS.sum() + NUMBERS.size
@@ -81,26 +81,26 @@ def test_functions_and_objects_that_print_differently_on_each_rank_are_no_differ
     assert scaled(x, by=lambda x: 2 * x).sum().item() == 2 * NUMBERS.sum()
 
 
-def test_of_one_operation_what_differs_is_named(comm, mesh):
+def test_difference_within_operation_is_named(comm, mesh):
     x = pce.distribute(NUMBERS, mesh, data=Shard(0))
     text = text_of(lambda: x[: 1 if comm.rank == 0 else 2].sum().item())
     assert ("slice of" in text and "(0.0, 1.0, 1.0)" in text and "(0.0, 2.0, 1.0)" in text) == (comm.size > 1)
 
 
-def test_parameters_that_are_equal_are_no_difference_however_they_are_spelled(comm, mesh):
+def test_parameters_spelled_differently_are_no_difference(comm, mesh):
     x = pce.distribute(NUMBERS, mesh, data=Shard(0))
     total = pce.sum(x, axis=0, keepdims=True if comm.rank == 0 else 1)
     assert total.sum().item() == NUMBERS.sum()
 
 
-def test_parameters_of_an_operation_without_a_rule_are_compared_too(comm, mesh):
+def test_parameters_of_operation_without_rule_are_compared_too(comm, mesh):
     times = pce.op(lambda x, by: by * x, name="times")
     text = text_of(lambda: times(pce.distribute(NUMBERS, mesh, data=Shard(0)), by=comm.rank).full())
     text = text or text_of(lambda: pce.distribute(NUMBERS, mesh, data=Shard(0)).sum().item())
     assert ("times" in text) == (comm.size > 1)
 
 
-def test_programs_that_are_the_same_on_every_rank_are_never_told_of_a_difference(comm):
+def test_equal_programs_never_diverge(comm):
     for sizes in factorizations(comm.size, 2):
         mesh = mesh_of(comm, *sizes)
         for _ in range(100):  # more than are remembered by name

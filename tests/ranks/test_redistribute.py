@@ -130,14 +130,14 @@ def has_partial(pair: Any) -> bool:
 
 
 @pytest.mark.parametrize("splits", SPLITS)
-def test_between_any_two_placements_on_one_dim(comm, splits):
+def test_redistribute_between_placements_on_one_dim(comm, splits):
     mesh = mesh_of(comm, comm.size)
     wrong = differences(comm, mesh, cases_of(mesh, splits, pairs(1, *OPERATORS)))
     assert wrong == []
 
 
 @pytest.mark.parametrize("splits", SPLITS)
-def test_between_any_two_pairs_of_shards_and_replicas_on_two_dims(comm, splits):
+def test_redistribute_shards_and_replicas_on_two_dims(comm, splits):
     # Both dims on one axis, in both directions, are among them.
     mesh = mesh_of(comm, *squarest(comm.size))
     wrong = differences(comm, mesh, cases_of(mesh, splits, pairs(2)))
@@ -145,14 +145,14 @@ def test_between_any_two_pairs_of_shards_and_replicas_on_two_dims(comm, splits):
 
 
 @pytest.mark.parametrize("splits", SPLITS)
-def test_between_any_two_pairs_of_placements_on_two_dims_some_of_them_sums(comm, splits):
+def test_redistribute_sums_on_two_dims(comm, splits):
     mesh = mesh_of(comm, *squarest(comm.size))
     wrong = differences(comm, mesh, cases_of(mesh, splits, filter(has_partial, pairs(2, "sum"))))
     assert wrong == []
 
 
 @pytest.mark.parametrize("operator", ["avg", "max", "min"])
-def test_between_any_two_pairs_of_placements_on_two_dims_some_of_them_partial(comm, operator):
+def test_redistribute_partial_on_two_dims(comm, operator):
     # Each pair with splits of one kind, and with another kind for each operator.
     mesh, first = mesh_of(comm, *squarest(comm.size)), OPERATORS.index(operator)
     some_partial = list(filter(has_partial, pairs(2, operator)))
@@ -162,7 +162,7 @@ def test_between_any_two_pairs_of_placements_on_two_dims_some_of_them_partial(co
 
 
 @pytest.mark.parametrize("splits", SPLITS)
-def test_from_sums_mixed_with_averages_to_anything(comm, splits):
+def test_redistribute_sums_mixed_with_averages(comm, splits):
     mesh = mesh_of(comm, *squarest(comm.size))
     mixed = [(Partial("sum"), Partial("avg")), (Partial("avg"), Partial("sum"))]
     targets = list(product(placements_of(2, "sum", "avg"), repeat=2))
@@ -171,7 +171,7 @@ def test_from_sums_mixed_with_averages_to_anything(comm, splits):
     assert wrong == []
 
 
-def test_on_meshes_of_all_sizes_in_both_orders_two_dims_share_an_axis(comm):
+def test_redistribute_two_dims_of_one_axis(comm):
     both = (Shard(0), Shard(0))
     others = [(Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(1), Shard(0)), (Partial(), Shard(0))]
     wrong = []
@@ -182,7 +182,7 @@ def test_on_meshes_of_all_sizes_in_both_orders_two_dims_share_an_axis(comm):
     assert wrong == []
 
 
-def test_on_three_dims(comm):
+def test_redistribute_on_three_dims(comm):
     rng = np.random.default_rng(3)
     some = rng.permutation(len(every := pairs(3, "sum")))[:60]
     wrong = []
@@ -206,7 +206,7 @@ INTEGERS = [np.int8, np.uint8, np.int64]
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, np.bool_], ids=lambda dtype: dtype.__name__)
-def test_arrays_of_every_dtype_keep_it(comm, dtype):
+def test_redistribute_keeps_every_dtype(comm, dtype):
     operators = {np.bool_: ("max", "min")}.get(dtype, ("sum", "max", "min") if dtype in INTEGERS else OPERATORS)
     mesh = mesh_of(comm, comm.size)
     wrong = differences(comm, mesh, cases_of(mesh, "ragged", pairs(1, *operators), dtype))
@@ -251,7 +251,7 @@ def brought_to(comm, x: DistArray, targets: Iterable[Sharding]) -> list[Array]:
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_terms_that_ranks_have_become_what_they_are_together(comm, operator, dtype):
+def test_terms_become_what_they_are_together(comm, operator, dtype):
     mesh, theirs = mesh_of(comm, comm.size), terms(comm, dtype=dtype)
     x = from_local(theirs[comm.rank], mesh, data=Partial(operator))
     expected = combined(theirs, x.sharding)
@@ -266,7 +266,7 @@ def test_terms_that_ranks_have_become_what_they_are_together(comm, operator, dty
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_a_nan_that_one_rank_has_reaches_every_rank(comm, operator):
+def test_nan_that_one_rank_has_reaches_every_rank(comm, operator):
     mesh = mesh_of(comm, comm.size)
     mine = np.arange(6.0).reshape(2, 3) + comm.rank
     if comm.rank == comm.size - 1:
@@ -277,7 +277,7 @@ def test_a_nan_that_one_rank_has_reaches_every_rank(comm, operator):
         assert np.argwhere(np.isnan(result)).tolist() == [[1, 2]]
 
 
-def test_a_sum_over_one_dim_of_averages_over_another_is_what_both_are_together(comm):
+def test_sum_of_averages_over_another_dim(comm):
     mesh = mesh_of(comm, *squarest(comm.size))
     theirs = terms(comm)
     x = from_local(theirs[comm.rank], mesh, data=Partial("sum"), model=Partial("avg"))
@@ -290,7 +290,7 @@ def test_a_sum_over_one_dim_of_averages_over_another_is_what_both_are_together(c
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda d: d.__name__)
-def test_there_and_back_every_number_is_what_it_was(comm, dtype):
+def test_redistribute_there_and_back_keeps_numbers(comm, dtype):
     finfo = ml_dtypes.finfo(dtype)
     special = [np.nan, np.inf, -np.inf, 0.0, 1 / 3, float(finfo.max) / 2, float(finfo.smallest_normal) * 16]
     half = finfo.bits == 16
@@ -311,7 +311,7 @@ def test_there_and_back_every_number_is_what_it_was(comm, dtype):
 
 @pytest.mark.parametrize("operator", ["sum", "avg"])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda dtype: dtype.__name__)
-def test_numbers_too_small_or_too_large_on_one_rank_raise_nowhere(comm, dtype, operator):
+def test_overflow_on_one_rank_raises_nowhere(comm, dtype, operator):
     first = comm.rank == 0
     tiny, large = float(ml_dtypes.finfo(dtype).smallest_subnormal), 2.0 ** (ml_dtypes.finfo(dtype).maxexp - 1)
     mine = np.array([tiny if first else 0, large], dtype)
@@ -322,7 +322,7 @@ def test_numbers_too_small_or_too_large_on_one_rank_raise_nowhere(comm, dtype, o
     assert results[1].local.tolist() == results[0].local[results[1].sharding.slices(x.mesh.coordinates)].tolist()
 
 
-def test_an_average_of_halves_is_rounded_once(comm):
+def test_average_of_halves_is_rounded_once(comm):
     # Thirds of 1 + 2**-10 are no float16: rounded before they are added, they would not make what the sum makes.
     rng = np.random.default_rng(5)
     theirs = [rng.integers(1024, 2048, 4000).astype(np.float16) / np.float16(1024) for _ in range(comm.size)]
@@ -332,7 +332,7 @@ def test_an_average_of_halves_is_rounded_once(comm):
     assert worst(result, exact, np.float16) <= ROUNDED_ONCE
 
 
-def test_replicas_of_a_sum_have_equal_bits(comm):
+def test_replicas_of_sum_have_equal_bits(comm):
     mesh = mesh_of(comm, *squarest(comm.size))
     bits = []
     for dtype, length in product([np.float16, np.float32, np.float64], [1, 1000, 30_011]):
@@ -348,7 +348,7 @@ def test_replicas_of_a_sum_have_equal_bits(comm):
 # ----------------------------------------------------------------------------------------------------------- the memory
 
 
-def test_an_array_that_lies_as_it_should_is_returned_itself(comm):
+def test_array_placed_as_asked_is_returned_itself(comm):
     mesh = mesh_of(comm, comm.size)
     for placement in placements_of(2, *OPERATORS):
         x = distribute(numbers((7, 5)), mesh, data=placement)
@@ -358,8 +358,8 @@ def test_an_array_that_lies_as_it_should_is_returned_itself(comm):
         assert trace.events == []
 
 
-@pytest.mark.parametrize("layout", ["Fortran", "strided", "backwards", "read-only"])
-def test_what_ranks_hold_may_lie_in_memory_in_any_order(comm, layout):
+@pytest.mark.parametrize("order", ["Fortran", "strided", "backwards", "read-only"])
+def test_local_arrays_may_have_any_memory_order(comm, order):
     mesh = mesh_of(comm, comm.size)
     whole = numbers((7, 5))
     wrong = []
@@ -371,8 +371,8 @@ def test_what_ranks_hold_may_lie_in_memory_in_any_order(comm, layout):
             "strided": np.repeat(np.repeat(local, 2, 0), 2, 1)[::2, ::2],
             "backwards": local[::-1, ::-1].copy()[::-1, ::-1],
             "read-only": local.copy(),
-        }[layout]
-        local.flags.writeable = layout != "read-only"
+        }[order]
+        local.flags.writeable = order != "read-only"
         y = redistribute(DistArray(local, mesh, source), target, **WHY)
         wrong.append((f"{one} -> {other}", y.sharding, y.local))
     everywhere = comm.allgather([local for *_, local in wrong])
@@ -381,7 +381,7 @@ def test_what_ranks_hold_may_lie_in_memory_in_any_order(comm, layout):
         np.testing.assert_array_equal(result, whole, err_msg=name)
 
 
-def test_the_result_knows_nothing_of_the_tape(comm):
+def test_result_knows_nothing_of_tape(comm):
     mesh = mesh_of(comm, comm.size)
     x = distribute(numbers((7, 5)), mesh, data=Shard(0), requires_grad=True)
     y = redistribute(x, x.sharding.replicated, **WHY)
@@ -392,7 +392,7 @@ def test_the_result_knows_nothing_of_the_tape(comm):
 # --------------------------------------------------------------------------------------------------- what the trace has
 
 
-def test_what_sends_nothing_does_not_even_agree(comm):
+def test_silent_redistribution_does_not_even_agree(comm):
     mesh = mesh_of(comm, comm.size)
     silent = [(Replicate(), other) for other in placements_of(2, *OPERATORS)]
     silent += [(Shard(0), Partial("sum")), (Shard(1), Partial("sum"))]
@@ -403,7 +403,7 @@ def test_what_sends_nothing_does_not_even_agree(comm):
     assert trace.events == []
 
 
-def test_every_step_that_sends_is_agreed_on_once(comm):
+def test_steps_that_send_are_agreed_on_once(comm):
     mesh = mesh_of(comm, comm.size)
     whole = numbers((7, 5))
     x, terms_of_it = distribute(whole, mesh, data=Shard(0)), distribute(whole, mesh, data=Partial())
@@ -419,7 +419,7 @@ def test_every_step_that_sends_is_agreed_on_once(comm):
     assert trace.bytes(purpose=Purpose.AGREEMENT) == 4 * 56
 
 
-def test_the_trace_says_over_which_dims_from_what_to_what_and_why(comm):
+def test_trace_of_redistribution_has_placements_and_reason(comm):
     mesh = mesh_of(comm, *squarest(comm.size))
     whole = numbers((8, 4), np.float32)
     x = distribute(whole, mesh, data=Shard(0), model=Partial("sum"))
@@ -449,7 +449,7 @@ def error_of(x: DistArray, target: Sharding, **why: str) -> tuple[str, str]:
     return "", ""
 
 
-def test_ranks_that_want_different_things_all_hear_so_and_can_go_on(comm, impatient):
+def test_ranks_that_ask_for_different_placements_raise(comm, impatient):
     mesh = Mesh(comm, data=comm.size)
     whole = numbers((7, 5))
     x = distribute(whole, mesh, data=Shard(0))
@@ -473,7 +473,7 @@ def test_ranks_that_want_different_things_all_hear_so_and_can_go_on(comm, impati
     np.testing.assert_array_equal(full, whole)
 
 
-def test_arrays_that_differ_in_shape_or_dtype_are_an_error_on_all_ranks_that_meet(comm, impatient):
+def test_arrays_of_different_shape_or_dtype_raise(comm, impatient):
     mesh = Mesh(comm, data=comm.size)
     first = comm.rank == 0
     shapes = distribute(np.zeros((6 + first, 5)), mesh, data=Shard(1))
@@ -489,7 +489,7 @@ def test_arrays_that_differ_in_shape_or_dtype_are_an_error_on_all_ranks_that_mee
         assert "from: 'data: Shard(0)' (rank 0), \"data: Partial('sum')\" (rank" in errors[2][1]
 
 
-def test_only_the_ranks_that_disagree_with_someone_hear_of_it(comm, impatient):
+def test_ranks_that_agree_hear_no_disagreement(comm, impatient):
     mesh = Mesh(comm, **dict(zip(("data", "model"), squarest(comm.size), strict=True)))
     x = distribute(numbers((7, 5)), mesh, data=Shard(0))
     mesh.comm("data")
@@ -505,7 +505,7 @@ def test_only_the_ranks_that_disagree_with_someone_hear_of_it(comm, impatient):
 @pytest.mark.parametrize(
     ("dtype", "operator"), [(np.bool_, "sum"), (np.bool_, "avg"), (np.int32, "avg"), (np.uint8, "avg")]
 )
-def test_what_has_no_meaning_raises_where_it_is_asked_for(comm, dtype, operator):
+def test_meaningless_placements_raise(comm, dtype, operator):
     x = distribute(np.ones((3, 2), dtype), mesh_of(comm, comm.size), data=Shard(0))
     kind, text = error_of(x, x.sharding.with_placements({"data": Partial(operator)}))
     assert (kind, text) == ("TypeError", f"Partial('{operator}') of {np.dtype(dtype)} has no meaning")
@@ -586,7 +586,7 @@ PLANTS = {
 
 @pytest.mark.sizes(2)  # a fault shows at any size above 1
 @pytest.mark.parametrize("plant", PLANTS)
-def test_a_wrong_implementation_is_caught(comm, monkeypatch, plant):
+def test_wrong_implementation_is_caught(comm, monkeypatch, plant):
     # Blocks of one shape, so that what arrives in the wrong place fits there.
     mesh = mesh_of(comm, comm.size)
     whole = numbers((12 * comm.size, 24 * comm.size))

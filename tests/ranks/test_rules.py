@@ -99,19 +99,19 @@ LINEAR: dict[str, Formula] = {
 
 
 @kinds
-def test_linear_operations_keep_partial_sums_and_averages_and_send_nothing(line, kind):
+def test_linear_operations_keep_partial_and_send_nothing(line, kind):
     whole = numbers(6, 4)
     for name, formula in LINEAR.items():
         check(traced(formula, at(line, whole, kind)), formula(whole), kind, name=name, silent=True)
 
 
 @kinds
-def test_a_sum_of_partial_arrays_stays_partial_and_sends_nothing(line, kind):
+def test_sum_of_partial_arrays_stays_partial(line, kind):
     a, b = numbers(5, 2), numbers(2, seed=1)
     check(traced(lambda: at(line, a, kind) + at(line, b, kind, seed=1)), a + b, kind, silent=True)
 
 
-def test_an_embedding_in_a_partial_table_is_partial(line):
+def test_embedding_in_partial_table_is_partial(line):
     table, ids = numbers(5, 2), np.array([[4, 0], [1, 4]])
     check(traced(pce.embedding, ids, at(line, table, SUM)), table[ids], SUM, sent=[])
 
@@ -124,7 +124,7 @@ def test_maxima_and_minima_survive_what_only_moves_data(line, kind):
 
 
 @extremes
-def test_maxima_and_minima_survive_nothing_else_linear_as_it_may_be(line, kind):
+def test_maxima_and_minima_survive_nothing_else(line, kind):
     whole = numbers(6, 4)
     for name, formula in LINEAR.items():
         if name not in MOVEMENTS:
@@ -153,7 +153,7 @@ NOT_LINEAR: dict[str, Formula] = {
 
 
 @pytest.mark.parametrize("kind", [SUM, AVG, MAX, MIN], ids=lambda kind: kind.operator)
-def test_every_other_operation_reduces_first(line, kind):
+def test_other_operations_reduce_partial_operands_first(line, kind):
     whole = numbers(6, 4)
     for name, formula in NOT_LINEAR.items():
         check(traced(formula, at(line, whole, kind)), formula(whole), R, name=name, sent=["all_reduce"])
@@ -177,7 +177,7 @@ def test_softmax_and_losses_of_partial_logits_reduce_first(line):
 
 @kinds
 @pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
-def test_what_is_added_to_a_partial_array_is_counted_once_and_not_once_a_rank(line, kind, first):
+def test_term_added_to_partial_is_counted_once(line, kind, first):
     a, b = numbers(3, 2), numbers(3, 2, seed=1)
     p = at(line, a, kind)
     for other, value in [(at(line, b, R), b), (b, b), (7, 7), (np.float64(7), 7), (np.array(7.0), 7)]:
@@ -189,7 +189,7 @@ def test_what_is_added_to_a_partial_array_is_counted_once_and_not_once_a_rank(li
         assert trace.count(purpose=None) == 0
 
 
-def test_of_a_term_that_is_made_partial_one_rank_keeps_all(line):
+def test_term_made_partial_is_kept_by_one_rank(line):
     p = at(line, np.zeros(3), SUM)
     result = p + 5.0
     added = [
@@ -204,7 +204,7 @@ def test_terms_over_different_dims_are_added_over_both(comm):
         check(traced(lambda m: at(m, a, SUM, R) + at(m, b, R, SUM), mesh), a + b, SUM, SUM, silent=True)
 
 
-def test_a_sum_and_an_average_over_one_dim_do_not_mix_before_one_is_reduced(line):
+def test_sum_plus_average_reduces_one_first(line):
     a, b = numbers(3, 2), numbers(3, 2, seed=1)
     result, trace = traced(lambda: at(line, a, SUM) + at(line, b, AVG))
     got = whole_of(result)
@@ -222,7 +222,7 @@ PRODUCTS: dict[str, Callable[[Any, Any], Any]] = {
 
 @by_name(PRODUCTS)
 @pytest.mark.parametrize("kinds", [(SUM, SUM), (SUM, AVG), (AVG, SUM), (AVG, AVG)], ids=str)
-def test_a_product_of_partial_arrays_over_different_dims_is_partial_over_both(comm, formula, kinds):
+def test_product_of_partials_is_partial_over_both_dims(comm, formula, kinds):
     a, b = numbers(3, 2), numbers(3, 2, seed=1)
     for mesh in grids(comm):
         check(
@@ -235,7 +235,7 @@ def test_a_product_of_partial_arrays_over_different_dims_is_partial_over_both(co
 
 @by_name(PRODUCTS)
 @kinds
-def test_of_a_product_of_partial_arrays_over_one_dim_one_is_reduced_first(line, formula, kind):
+def test_product_of_partials_over_one_dim_reduces_one(line, formula, kind):
     a, b = numbers(3, 2), numbers(3, 2, seed=1)
     p, q = at(line, a, kind), at(line, b, kind, seed=1)
     result, trace = traced(formula, p, q)
@@ -243,7 +243,7 @@ def test_of_a_product_of_partial_arrays_over_one_dim_one_is_reduced_first(line, 
     assert trace.bytes() == 3 * 2 * 8
 
 
-def test_a_square_of_a_partial_array_is_not_the_sum_of_squares(line):
+def test_square_of_partial_is_no_sum_of_squares(line):
     a = numbers(3, 2)
     p = at(line, a, SUM)
     for square in (p * p, p**2, pce.square(p)):
@@ -251,7 +251,7 @@ def test_a_square_of_a_partial_array_is_not_the_sum_of_squares(line):
         np.testing.assert_array_equal(got, a * a)
 
 
-def test_a_maximum_over_one_dim_is_reduced_before_it_meets_a_sum_over_another(comm):
+def test_maximum_is_reduced_before_it_meets_a_sum(comm):
     a, b = numbers(3, 2), numbers(3, 2, seed=1)
     for mesh in grids(comm):
         result, trace = traced(lambda m: at(m, a, MAX, R) * at(m, b, R, SUM), mesh)
@@ -259,7 +259,7 @@ def test_a_maximum_over_one_dim_is_reduced_before_it_meets_a_sum_over_another(co
         assert [(event.over, event.collective) for event in trace.select()] == [("data", "all_reduce")]
 
 
-def test_what_only_moves_data_keeps_a_maximum_but_never_beside_a_sum(comm):
+def test_concatenation_reduces_maximum_beside_a_sum(comm):
     a, b = numbers(3, 2), numbers(3, 2, seed=1)
     for mesh in grids(comm):
         result, trace = traced(lambda m: pce.concatenate([at(m, a, MAX, R), at(m, b, R, SUM)]), mesh)
@@ -268,12 +268,12 @@ def test_what_only_moves_data_keeps_a_maximum_but_never_beside_a_sum(comm):
         np.testing.assert_array_equal(got, np.concatenate([a, b]))
 
 
-def test_matrices_that_are_both_sharded_where_they_meet_give_terms_of_the_product(line):
+def test_matmul_over_sharded_inner_axis_is_partial(line):
     a, b = numbers(3, 5), numbers(5, 2, seed=1)
     check(traced(pce.matmul, at(line, a, Shard(1)), at(line, b, Shard(0))), a @ b, SUM, silent=True)
 
 
-def test_stacks_of_matrices_follow_the_same_rule_on_every_axis(comm):
+def test_matmul_of_stacks_follows_rule_on_every_axis(comm):
     a, b = numbers(3, 4, 5), numbers(3, 5, 6, seed=1)
     lies = {Shard(0): (Shard(0), Shard(0)), Shard(1): (Shard(1), R), Shard(2): (R, Shard(2)), SUM: (Shard(2), Shard(1))}
     for mesh in grids(comm):
@@ -288,7 +288,7 @@ def test_stacks_of_matrices_follow_the_same_rule_on_every_axis(comm):
 # ---------------------------------------------------------------------------------------------------------- reductions
 
 
-def test_a_sum_over_a_sharded_axis_is_partial_and_sends_nothing(line):
+def test_sum_over_sharded_axis_is_partial(line):
     a = numbers(7, 3)
     for splits in (None, [1], [2]):
         x = at(line, a, Shard(0), splits=splits)
@@ -296,7 +296,7 @@ def test_a_sum_over_a_sharded_axis_is_partial_and_sends_nothing(line):
             check(traced(pce.sum, x, axis, keepdims=keepdims), a.sum(axis, keepdims=keepdims), lies, silent=True)
 
 
-def test_the_axes_behind_one_that_is_summed_move_up_with_their_shards(line):
+def test_axes_behind_a_summed_one_move_up(line):
     a = numbers(2, 3, 7)
     x = at(line, a, Shard(2))
     check(pce.sum(x, 0), a.sum(0), Shard(1))
@@ -304,7 +304,7 @@ def test_the_axes_behind_one_that_is_summed_move_up_with_their_shards(line):
     check(pce.sum(x, 1, keepdims=True), a.sum(1, keepdims=True), Shard(2))
 
 
-def test_a_mean_over_an_unevenly_sharded_axis_divides_by_the_global_count_in_value_and_gradient(line):
+def test_mean_over_sharded_axis_divides_by_global_count(line):
     a = numbers(7, 3)
     for splits in (None, [1], [2], [3]):
         x = at(line, a, Shard(0), requires_grad=True, splits=splits)
@@ -318,21 +318,21 @@ def test_a_mean_over_an_unevenly_sharded_axis_divides_by_the_global_count_in_val
         assert trace.count(purpose=None) == 0
 
 
-def test_a_mean_is_never_an_average_over_ranks(square):
+def test_mean_is_never_average_over_ranks(square):
     a = numbers(6, 4)
     for lies in [(Shard(0), R), (R, Shard(1)), (Shard(0), Shard(1)), (Shard(0), Shard(0)), (SUM, Shard(1))]:
         result = pce.mean(at(square, a, *lies))
         check(result, a.mean(), *(R if placement == R else SUM for placement in lies))
 
 
-def test_a_mean_of_an_average_is_one_and_a_mean_of_a_mean_is_right(line):
+def test_mean_of_average_and_mean_of_mean(line):
     a = numbers(5, 3)
     check(pce.mean(at(line, a, AVG), 1), a.mean(1), AVG)
     check(pce.mean(pce.mean(at(line, a, Shard(0)), 0)), a.mean(), SUM)
 
 
 @pytest.mark.parametrize("name", ["max", "min"])
-def test_a_largest_or_smallest_over_a_sharded_axis_is_found_at_once(line, name):
+def test_max_over_sharded_axis_reduces_at_once(line, name):
     function, in_numpy = getattr(pce, name), getattr(np, name)
     for a in (numbers(7, 3) - 3, numbers(1, 3), -numbers(5, 3), numbers(5, 3).astype(np.int32), numbers(5, 3) > 2):
         for splits in (None, [1]):
@@ -346,7 +346,7 @@ def test_a_largest_or_smallest_over_a_sharded_axis_is_found_at_once(line, name):
 
 
 @pytest.mark.parametrize("name", ["max", "min"])
-def test_a_nan_on_one_rank_is_the_largest_and_the_smallest_on_all(line, name):
+def test_max_and_min_see_nan_of_any_rank(line, name):
     a = numbers(7, 2)
     a[-1, 1] = np.nan
     got = whole_of(getattr(pce, name)(at(line, a, Shard(0)), 0))
@@ -354,7 +354,7 @@ def test_a_nan_on_one_rank_is_the_largest_and_the_smallest_on_all(line, name):
 
 
 @pytest.mark.parametrize("name", ["max", "min"])
-def test_equal_elements_share_the_gradient_of_the_largest_counted_over_all_ranks(line, name):
+def test_ties_share_gradient_counted_over_all_ranks(line, name):
     sign = 1.0 if name == "max" else -1.0
     # Column 0: the largest three times; column 1: once; column 2: everywhere.
     a = sign * np.array([[9.0, 1, 4], [2, 1, 4], [9, 1, 4], [1, 8, 4], [9, 1, 4], [0, 1, 4]])
@@ -369,7 +369,7 @@ def test_equal_elements_share_the_gradient_of_the_largest_counted_over_all_ranks
         check(x.grad, expected * weights, Shard(0))
 
 
-def test_a_logsumexp_over_a_sharded_axis_is_no_sum_of_what_the_shards_give(line):
+def test_logsumexp_over_sharded_axis_is_whole(line):
     a = numbers(3, 7) + np.array([[0.0], [1e4], [-1e4]])
     shifted = np.exp(a - a.max(axis=1, keepdims=True))
     expected = a.max(axis=1) + np.log(shifted.sum(axis=1))
@@ -382,7 +382,7 @@ def test_a_logsumexp_over_a_sharded_axis_is_no_sum_of_what_the_shards_give(line)
         assert trace.count(purpose=None) == 0
 
 
-def test_a_norm_over_a_sharded_axis_is_no_sum_of_what_the_shards_give(line):
+def test_norm_over_sharded_axis_is_whole(line):
     a = numbers(7, 3)
     x = at(line, a, Shard(0), requires_grad=True)
     result, trace = traced(lambda: pce.sqrt(pce.sum(pce.square(x))))
@@ -408,7 +408,7 @@ NORMALIZATIONS: dict[str, tuple[Formula, Formula, int]] = {
 
 
 @by_name(NORMALIZATIONS)
-def test_a_normalization_over_a_sharded_axis_stays_there_and_sends_some_numbers_a_row(line, formula):
+def test_normalization_over_sharded_axis_sends_little(line, formula):
     function, in_numpy, calls = formula
     a, weights = numbers(3, 7), numbers(3, 7, seed=1)
     whole = at(line, a, R, requires_grad=True)
@@ -428,7 +428,7 @@ def test_a_normalization_over_a_sharded_axis_stays_there_and_sends_some_numbers_
 
 
 @by_name(NORMALIZATIONS)
-def test_a_normalization_of_sharded_rows_sends_nothing(line, formula):
+def test_normalization_of_sharded_rows_sends_nothing(line, formula):
     function, in_numpy, _ = formula
     a = numbers(7, 3)
     x = at(line, a, Shard(0), requires_grad=True)
@@ -448,7 +448,7 @@ TARGETS = np.array([0, 4, 2, -100, 1, 1, 3])
     [(Shard(0), R, Shard(0)), (R, Shard(0), Shard(0)), (Shard(0), Shard(0), Shard(0)), (R, R, R)],
     ids=str,
 )
-def test_the_rows_of_logits_and_targets_merge_where_one_is_sharded_it_wins(line, logits, targets, lies):
+def test_cross_entropy_rows_follow_the_sharded_operand(line, logits, targets, lies):
     x = at(line, LOGITS, logits, requires_grad=True)
     t = at(line, TARGETS, targets)
     check(
@@ -465,7 +465,7 @@ def test_the_rows_of_logits_and_targets_merge_where_one_is_sharded_it_wins(line,
     check((x.grad, trace), gradient, SUM if logits != lies else logits, silent=True)
 
 
-def test_rows_of_logits_that_are_split_otherwise_than_those_of_the_targets_stay(line):
+def test_cross_entropy_keeps_split_points_of_logits(line):
     x, t = at(line, LOGITS, Shard(0), splits=[1]), at(line, TARGETS, Shard(0), splits=[2])
     result = pce.cross_entropy(x, t, reduction="none")
     check(result, dense.softmax_cross_entropy(LOGITS, TARGETS, reduction="none"), Shard(0))
@@ -474,7 +474,7 @@ def test_rows_of_logits_that_are_split_otherwise_than_those_of_the_targets_stay(
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("axis", [1, 0])
-def test_a_sharded_class_axis_stays_and_its_loss_is_whole(line, axis, reduction):
+def test_cross_entropy_over_sharded_classes_is_whole(line, axis, reduction):
     logits = LOGITS if axis == 1 else LOGITS.T
     for splits in (None, [1]):
         x = at(line, logits, Shard(axis), requires_grad=True, splits=splits)
@@ -487,7 +487,7 @@ def test_a_sharded_class_axis_stays_and_its_loss_is_whole(line, axis, reduction)
         check((x.grad, trace), gradient, Shard(axis), silent=True)
 
 
-def test_a_mean_over_sharded_rows_is_one_further_all_reduce_of_two_numbers_and_weighs_rows_globally(comm):
+def test_cross_entropy_mean_takes_one_more_all_reduce(comm):
     weight = np.array([1.0, 2.0, 0.5, 3.0, 1.5])
     options = {"weight": weight, "label_smoothing": 0.1, "z_loss": 0.01}
     for mesh in grids(comm):
@@ -504,7 +504,7 @@ def test_a_mean_over_sharded_rows_is_one_further_all_reduce_of_two_numbers_and_w
         check((x.grad, trace), gradient, Shard(0), Shard(1), silent=True)
 
 
-def test_a_loss_per_row_over_sharded_rows_and_classes_is_sharded_like_the_rows(comm):
+def test_cross_entropy_per_row_is_sharded_like_rows(comm):
     for mesh in grids(comm):
         x = at(mesh, LOGITS, Shard(0), Shard(1), requires_grad=True)
         loss, trace = traced(pce.cross_entropy, x, TARGETS, reduction="none")
@@ -512,7 +512,7 @@ def test_a_loss_per_row_over_sharded_rows_and_classes_is_sharded_like_the_rows(c
         assert [event.over for event in trace.select()] == ["model"]
 
 
-def test_classes_may_be_sharded_over_two_dims_and_rows_as_well(comm):
+def test_cross_entropy_classes_may_take_two_dims(comm):
     logits = numbers(2, 5, 3) / 2
     targets = np.array([[0, 4, 2], [1, 1, -100]])
     expected, gradient = dense.softmax_cross_entropy_value_and_grad(logits, targets, axis=1)
@@ -532,7 +532,7 @@ TABLE = numbers(11, 3)
 IDS = np.array([[0, 10, 3], [3, 7, 3], [5, 1, 9], [10, 10, 0]])
 
 
-def test_a_table_that_is_sharded_by_rows_gives_a_partial_result(line):
+def test_embedding_of_row_sharded_table_is_partial(line):
     for splits in (None, [1]):
         table = at(line, TABLE, Shard(0), requires_grad=True, splits=splits)
         result = check(traced(pce.embedding, IDS, table), TABLE[IDS], SUM, sent=[])
@@ -544,18 +544,18 @@ def test_a_table_that_is_sharded_by_rows_gives_a_partial_result(line):
         check((table.grad, trace), expected, Shard(0), silent=True)
 
 
-def test_a_table_that_is_sharded_by_columns_gives_columns(line):
+def test_table_that_is_sharded_by_columns_gives_columns(line):
     check(traced(pce.embedding, IDS, at(line, TABLE, Shard(1))), TABLE[IDS], Shard(2), sent=[])
 
 
-def test_sharded_ids_give_a_whole_table_a_partial_gradient(line):
+def test_sharded_ids_give_whole_table_partial_gradient(line):
     table = at(line, TABLE, R, requires_grad=True)
     result = check(traced(pce.embedding, at(line, IDS, Shard(1)), table), TABLE[IDS], Shard(1), sent=[])
     _, trace = traced(result.sum().backward)
     check((table.grad, trace), np.repeat(np.bincount(IDS.ravel(), minlength=11)[:, None], 3, axis=1), SUM, silent=True)
 
 
-def test_ids_that_are_sharded_over_the_dim_of_the_table_s_rows_are_gathered(line):
+def test_embedding_gathers_ids_over_dim_of_table(line):
     for placement in (Shard(0), Shard(1)):
         np.testing.assert_array_equal(
             whole_of(pce.embedding(at(line, IDS, placement), at(line, TABLE, Shard(0)))), TABLE[IDS]
@@ -564,7 +564,7 @@ def test_ids_that_are_sharded_over_the_dim_of_the_table_s_rows_are_gathered(line
     assert found == [R, Shard(0), SUM]
 
 
-def test_ids_and_rows_of_the_table_may_be_sharded_over_different_dims(comm):
+def test_embedding_over_different_dims_of_ids_and_table(comm):
     for mesh in grids(comm):
         table = at(mesh, TABLE, R, Shard(0), requires_grad=True)
         result = check(traced(pce.embedding, at(mesh, IDS, Shard(0), R), table), TABLE[IDS], Shard(0), SUM, sent=[])
@@ -579,7 +579,7 @@ def test_ids_and_rows_of_the_table_may_be_sharded_over_different_dims(comm):
 
 
 @pytest.mark.parametrize("lies", [R, Shard(0), SUM], ids=str)
-def test_an_id_outside_the_table_raises_everywhere_whoever_has_it(line, lies):
+def test_id_outside_table_raises_everywhere_whoever_has_it(line, lies):
     for wrong in (11, -1, 10**12, -11):
         bad = IDS.copy()
         bad[-1, -1] = wrong  # sharded, it is only the last rank with any ids that sees it
@@ -593,7 +593,7 @@ def test_an_id_outside_the_table_raises_everywhere_whoever_has_it(line, lies):
     np.testing.assert_array_equal(whole_of(pce.embedding(IDS, table)), TABLE[IDS])
 
 
-def test_ids_whose_terms_are_outside_the_table_but_whose_sum_is_not_are_rows(line):
+def test_partial_ids_are_summed_before_their_check(line):
     check(pce.embedding(at(line, np.array([3, 5]), SUM, seed=2) * 1, at(line, TABLE, R)), TABLE[[3, 5]], R)
 
 
@@ -608,7 +608,7 @@ def test_ids_are_whole_numbers(line):
 # --------------------------------------------------------------------------------------------------- shapes are global
 
 
-def test_a_shard_with_one_row_is_no_axis_of_length_one(line):
+def test_shard_of_one_row_does_not_broadcast(line):
     # Each rank has one row of x, which would fit any number of rows of y.
     n = line.size + 1
     splits = (*range(n - 1), n)
@@ -636,7 +636,7 @@ def test_minus_one_in_reshape_counts_all_elements(line):
 
 
 @pytest.mark.parametrize("other", [R, Shard(0), Shard(1), SUM], ids=str)
-def test_a_sharded_axis_of_length_one_is_replicated_before_it_is_stretched(line, other):
+def test_axis_of_length_one_is_replicated_before_broadcasting(line, other):
     # With so many rows it is x that moves, at any number of ranks.
     a, b = numbers(1, 3), numbers(4 * line.size, 3, seed=1)
     x = at(line, a, Shard(0), requires_grad=True)  # only one rank has it
@@ -649,7 +649,7 @@ def test_a_sharded_axis_of_length_one_is_replicated_before_it_is_stretched(line,
     assert len(moved) == 1
 
 
-def test_stacks_of_one_matrix_are_replicated_before_they_are_stretched(line):
+def test_stack_of_one_matrix_is_replicated_before_broadcasting(line):
     a, b = numbers(1, 2, 3), numbers(4, 3, 2, seed=1)
     result = at(line, a, Shard(0)) @ at(line, b, Shard(0))
     check(result, a @ b, Shard(0))
@@ -668,7 +668,7 @@ KEPT = {
 }
 
 
-def test_reshape_keeps_a_shard_that_leads_a_merged_group_or_stands_alone(line):
+def test_reshape_keeps_leading_and_separate_shards(line):
     for name, (before, lies, after, then) in KEPT.items():
         a, weights = numbers(*before), numbers(*after, seed=1)
         for splits in (None, [1]):
@@ -679,7 +679,7 @@ def test_reshape_keeps_a_shard_that_leads_a_merged_group_or_stands_alone(line):
             check((x.grad, trace), weights.reshape(before), lies, name=name, silent=True)
 
 
-def test_reshape_keeps_a_shard_where_every_split_point_is_the_end_of_a_row(line):
+def test_reshape_keeps_shard_split_between_rows(line):
     rows = 2 * line.size
     a = numbers(3 * rows)
     for ends in (
@@ -696,7 +696,7 @@ def test_reshape_keeps_a_shard_where_every_split_point_is_the_end_of_a_row(line)
         assert trace.count(purpose=None) == 0
 
 
-def test_reshape_redistributes_where_a_split_point_is_within_a_row(line):
+def test_reshape_redistributes_where_split_point_is_within_row(line):
     rows = 2 * line.size
     a = numbers(3 * rows)
     splits = (0, *range(1, line.size), 3 * rows)
@@ -711,7 +711,7 @@ def test_reshape_redistributes_where_a_split_point_is_within_a_row(line):
     assert all(event.reason and event.operation == "reshape" for event in trace.events)
 
 
-def test_reshape_redistributes_a_shard_behind_in_a_merged_group(line):
+def test_reshape_redistributes_shard_behind_in_merged_group(line):
     a = numbers(4, 6)
     for after in [(24,), (2, 12), (8, 3), (6, 4)]:
         x = at(line, a, Shard(1), requires_grad=True)
@@ -724,7 +724,7 @@ def test_reshape_redistributes_a_shard_behind_in_a_merged_group(line):
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), R, SUM, AVG, MAX], ids=str)
-def test_arrays_are_joined_and_cut_along_sharded_axes_too(line, placement):
+def test_concatenate_and_split_along_sharded_axes(line, placement):
     a, b = numbers(4, 3), numbers(2, 3, seed=1)
     for splits in (None, [1]):
         x, y = (at(line, whole, placement, splits=splits) for whole in (a, b))
@@ -767,14 +767,14 @@ def test_operands_that_may_stay_do():
     assert inferred("add", ((9, 4), R), ((9, 4), R)) == [R, R, R]
 
 
-def test_what_is_whole_is_sliced_beside_a_shard():
+def test_whole_operand_is_sliced_beside_a_shard():
     for name in ("add", "multiply", "maximum"):
         assert inferred(name, ((9, 4), R), ((9, 4), Shard(1))) == [Shard(1), Shard(1), Shard(1)]
     assert inferred("matmul", ((2, 500), R), ((500, 40), Shard(0))) == [Shard(1), Shard(0), SUM]
     assert inferred("matmul", ((2, 500), R), ((500, 40), Shard(1))) == [R, Shard(1), Shard(1)]
 
 
-def test_the_operand_with_fewer_bytes_moves():
+def test_operand_with_fewer_bytes_moves():
     # (100, 4) stays, (4,) is gathered.
     assert inferred("add", ((100, 4), Shard(0)), ((4,), Shard(0))) == [Shard(0), R, Shard(0)]
     assert inferred("add", ((4,), Shard(0)), ((100, 4), Shard(0))) == [R, Shard(0), Shard(0)]
@@ -786,18 +786,18 @@ def test_the_operand_with_fewer_bytes_moves():
     assert inferred("add", *same, dtypes=(np.float32, np.float64))[-1] == Shard(1)
 
 
-def test_an_exchange_is_cheaper_than_a_gather():
+def test_exchange_is_cheaper_than_gather():
     # Gathering w: 3/4 * 784 * 10 * 4 = 23520 bytes. Exchanging x: 3/16 * 16 * 784 * 4 = 9408 bytes, and 960 for the
     # all_reduce of the result, 2 * 3/4 * 16 * 10 * 4.
     assert inferred("matmul", ((16, 784), Shard(0)), ((784, 10), Shard(0))) == [Shard(1), Shard(0), SUM]
 
 
-def test_the_all_reduce_that_a_new_partial_result_will_cost_is_counted():
+def test_plan_counts_all_reduce_of_partial_result():
     # Gathering w: 3/4 * 800 * 4 = 2400. Exchanging x: 600, and 60000 for the result.
     assert inferred("matmul", ((100, 8), Shard(0)), ((8, 100), Shard(0))) == [Shard(0), R, Shard(0)]
 
 
-def test_of_plans_with_equal_bytes_the_one_with_fewer_collectives_wins_then_the_first_operands_stay():
+def test_plan_of_equal_bytes_takes_fewer_collectives():
     # Exchanging the condition: 3/16 * n * 8 bytes at once; the others: 3/16 * n * 4 bytes each.
     shapes = ((8, 8), Shard(0)), ((8, 8), Shard(1)), ((8, 8), Shard(1))
     assert inferred("where", *shapes, dtypes=(np.float64, np.float32, np.float32))[-1] == Shard(1)
@@ -807,7 +807,7 @@ def test_of_plans_with_equal_bytes_the_one_with_fewer_collectives_wins_then_the_
     assert inferred("matmul", ((8, 8), Shard(0)), ((8, 8), Shard(1)))[0] == Shard(0)
 
 
-def test_a_partial_operand_becomes_whole_unless_another_is_sharded_over_that_dim():
+def test_partial_operand_becomes_whole_unless_another_is_sharded():
     for name in ("maximum", "multiply", "add", "divide"):
         assert inferred(name, ((8, 4), MAX), ((8, 4), R)) == [R, R, R]
         assert inferred(name, ((8, 4), SUM), ((8, 4), Shard(1))) == [Shard(1), Shard(1), Shard(1)]
@@ -828,7 +828,7 @@ def test_dims_are_decided_together():
     assert inferred("multiply", ((8, 6), (SUM, R)), ((8, 6), (R, SUM)), mesh=mesh)[-1] == (SUM, SUM)
 
 
-def test_split_points_that_one_operand_has_are_kept_and_the_other_s_exchanged(line):
+def test_split_points_of_one_operand_are_kept(line):
     a, b = numbers(9, 2), numbers(9, 2, seed=1)
     x, y = at(line, a, Shard(0), splits=[1]), at(line, b, Shard(0), splits=[2])
     result, trace = traced(pce.add, x, y)
@@ -845,13 +845,13 @@ def backward(loss: DistArray) -> pce.Trace:
     return trace
 
 
-def test_a_weight_that_met_a_sharded_batch_has_a_partial_gradient_and_nothing_is_sent(line):
+def test_weight_of_sharded_batch_has_partial_gradient(line):
     x, w = at(line, numbers(7, 4), Shard(0)), at(line, numbers(4, 3), R, requires_grad=True)
     trace = backward((x @ w).sum())
     check((w.grad, trace), numbers(7, 4).T @ np.ones((7, 3)), SUM, silent=True)
 
 
-def test_a_bias_is_partial_over_every_dim_that_shards_a_batch_or_a_sequence(comm):
+def test_bias_gradient_is_partial_over_batch_and_sequence(comm):
     a = numbers(4, 6, 3)
     for mesh in grids(comm):
         bias = at(mesh, numbers(3), R, R, requires_grad=True)
@@ -859,7 +859,7 @@ def test_a_bias_is_partial_over_every_dim_that_shards_a_batch_or_a_sequence(comm
         check((bias.grad, trace), 2 * (a + numbers(3)).sum((0, 1)), SUM, SUM, silent=True)
 
 
-def test_scale_and_bias_of_a_layer_norm_are_partial_over_the_batch_and_the_sequence(comm):
+def test_layer_norm_gradients_are_partial_over_both_dims(comm):
     a = numbers(4, 6, 5)
     weights = numbers(4, 6, 5, seed=1)
     normed = norm_of(a, -1, True)
@@ -873,7 +873,7 @@ def test_scale_and_bias_of_a_layer_norm_are_partial_over_the_batch_and_the_seque
         check((bias.grad, trace), weights.sum((0, 1)), SUM, SUM, silent=True)
 
 
-def test_a_weight_of_tensor_parallelism_has_the_gradient_of_its_own_shard(comm):
+def test_tensor_parallel_weight_has_gradient_of_its_shard(comm):
     a, b = numbers(7, 4), numbers(4, 5, seed=1)
     for mesh in grids(comm):
         for lies in (Shard(1), Shard(0)):
@@ -884,7 +884,7 @@ def test_a_weight_of_tensor_parallelism_has_the_gradient_of_its_own_shard(comm):
             assert trace.count(purpose=None) == 0
 
 
-def test_an_input_that_was_broadcast_over_a_sharded_axis_has_a_partial_gradient(line):
+def test_input_broadcast_over_shards_has_partial_gradient(line):
     for shape in [(), (3,), (1, 3), (1, 1), (7, 1)]:
         x = at(line, numbers(*shape), R, requires_grad=True)
         trace = backward((x * at(line, numbers(7, 3), Shard(0))).sum())
@@ -895,7 +895,7 @@ def test_an_input_that_was_broadcast_over_a_sharded_axis_has_a_partial_gradient(
         check((x.grad, trace), expected if shape else expected.sum(), SUM, silent=True)
 
 
-def test_a_factor_of_something_partial_has_a_partial_gradient(line):
+def test_factor_of_something_partial_has_partial_gradient(line):
     a, b = numbers(3, 2), numbers(3, 2, seed=1)
     x, p = at(line, a, R, requires_grad=True), at(line, b, SUM, requires_grad=True)
     trace = backward((x * p).sum())
@@ -903,7 +903,7 @@ def test_a_factor_of_something_partial_has_a_partial_gradient(line):
     check((p.grad, trace), a, R, silent=True)
 
 
-def test_with_keys_and_values_gathered_context_parallelism_is_the_same_rule(line):
+def test_context_parallelism_gathers_keys_and_values(line):
     # Attention: queries stay sharded along the sequence, keys and values are gathered, their gradients scattered back.
     x = numbers(6, 4) / 4
 
@@ -924,7 +924,7 @@ def test_with_keys_and_values_gathered_context_parallelism_is_the_same_rule(line
 
 
 @pytest.mark.parametrize("kind", [R, SUM, AVG, MAX, MIN], ids=str)
-def test_there_is_one_global_loss_however_it_lies(line, kind):
+def test_loss_at_any_placement_is_one_global_loss(line, kind):
     a = numbers(3, 2)
     weights = numbers(3, 2, seed=1)
     # The loss lies as x does: no operation here needs all of it.
@@ -954,7 +954,7 @@ def test_gradients_of_what_is_partial_accumulate_without_communication(line, kin
     assert sent == [0, 0]
 
 
-def test_a_loss_that_is_a_sum_of_shards_starts_from_one_on_every_rank(line):
+def test_loss_summed_over_shards_seeds_one_everywhere(line):
     x = at(line, numbers(7), Shard(0), requires_grad=True)
     loss = x.sum()
     assert placements(loss) == (SUM,)
@@ -962,7 +962,7 @@ def test_a_loss_that_is_a_sum_of_shards_starts_from_one_on_every_rank(line):
     check(x.grad, np.ones(7), Shard(0))
 
 
-def test_the_gradient_of_a_whole_parameter_is_never_sharded(comm):
+def test_gradient_of_whole_parameter_is_never_sharded(comm):
     a, b = numbers(4, 6), numbers(4, 6, seed=1)
     for mesh in grids(comm):
         for lies, expected in [
@@ -993,7 +993,7 @@ def test_micro_batches_send_nothing(comm):
 
 
 @pytest.mark.parametrize("whole_first", [True, False])
-def test_a_whole_gradient_joins_a_partial_one_and_is_counted_once(line, whole_first):
+def test_whole_gradient_joins_partial_one_once(line, whole_first):
     a, b = numbers(4, 3), numbers(7, 4, seed=1)
     for together in (True, False):
         w = at(line, a, R, requires_grad=True)
@@ -1008,7 +1008,7 @@ def test_a_whole_gradient_joins_a_partial_one_and_is_counted_once(line, whole_fi
         assert sent == 0
 
 
-def test_the_gradient_of_a_sharded_parameter_has_its_split_points_or_is_partial(line):
+def test_gradient_of_sharded_parameter_has_its_split_points(line):
     a, b = numbers(7, 3), numbers(7, 3, seed=1)
     for splits in (None, [1], [2]):
         for other in (R, Shard(0), Shard(1), SUM):
@@ -1021,7 +1021,7 @@ def test_the_gradient_of_a_sharded_parameter_has_its_split_points_or_is_partial(
 # ---------------------------------------------------------------------- gradients: intermediate values are settled once
 
 
-def test_a_value_with_three_consumers_is_brought_home_by_one_all_reduce(line):
+def test_value_of_three_consumers_takes_one_all_reduce(line):
     a, b = numbers(5, 4), numbers(4, 6, seed=1)
     w = at(line, b, Shard(1))
     x = at(line, a, R, requires_grad=True)
@@ -1035,7 +1035,7 @@ def test_a_value_with_three_consumers_is_brought_home_by_one_all_reduce(line):
     assert trace.select()[0].operation == "square"
 
 
-def test_consumers_of_every_kind_are_joined_before_anything_is_sent(line):
+def test_consumers_of_every_kind_are_joined_first(line):
     a, b, c = numbers(5, 4), numbers(4, 6, seed=1), numbers(5, 4, seed=2)
     w, s, p = at(line, b, Shard(1)), at(line, c, Shard(0)), at(line, c, AVG)
     consumers: dict[str, tuple[Formula, Array]] = {
@@ -1055,7 +1055,7 @@ def test_consumers_of_every_kind_are_joined_before_anything_is_sent(line):
         assert collectives(trace) == ["all_reduce"], order
 
 
-def test_consumers_over_two_dims_add_up_whichever_way_they_lie(comm):
+def test_consumers_over_two_dims_add_up(comm):
     a, c = numbers(5, 4), numbers(5, 4, seed=2)
     lies = [(Shard(0), Shard(0)), (SUM, Shard(0)), (Shard(1), R), (R, AVG), (Shard(0), Shard(1)), (SUM, SUM)]
     for mesh in grids(comm):
@@ -1071,7 +1071,7 @@ def test_consumers_over_two_dims_add_up_whichever_way_they_lie(comm):
             assert x.grad.sharding == x.sharding
 
 
-def test_every_value_on_the_way_is_settled_and_only_leaves_stay_partial(line):
+def test_gradients_stay_partial_at_leaves_only(line):
     a, b = numbers(5, 4), numbers(4, 6, seed=1)
     x = at(line, a, R, requires_grad=True)
     w = at(line, b, Shard(1))
@@ -1084,7 +1084,7 @@ def test_every_value_on_the_way_is_settled_and_only_leaves_stay_partial(line):
     assert collectives(through) == ["all_reduce"]
 
 
-def test_elements_in_another_order_shape_or_dtype_relay_what_is_partial(line):
+def test_moved_elements_relay_partial_gradients(line):
     a, b = numbers(4, 6), numbers(5, 4, seed=1)
     x = at(line, b, Shard(0))
     g = b.T @ np.ones((5, 6))
@@ -1103,7 +1103,7 @@ def test_elements_in_another_order_shape_or_dtype_relay_what_is_partial(line):
         assert sent == 0, name
 
 
-def test_a_value_and_its_transpose_are_brought_home_together(line):
+def test_value_and_its_transpose_are_brought_home_together(line):
     a, b = numbers(4, 4), numbers(4, 6, seed=1)
     w = at(line, b, Shard(1))
     x = at(line, a, R, requires_grad=True)
@@ -1116,7 +1116,7 @@ def test_a_value_and_its_transpose_are_brought_home_together(line):
 # ------------------------------------------------------------------------------------------------------- redistribution
 
 
-def test_a_redistribution_that_moves_nothing_is_still_a_node(line):
+def test_redistribution_that_moves_nothing_is_still_node(line):
     a, b = numbers(5, 4), numbers(4, 6, seed=1)
     x = at(line, a, R, requires_grad=True)
     there, trace = traced(x.redistribute, data=R)
@@ -1129,7 +1129,7 @@ def test_a_redistribution_that_moves_nothing_is_still_a_node(line):
 
 
 @pytest.mark.parametrize("source", [Shard(0), Shard(1), R, SUM, AVG, MAX], ids=str)
-def test_the_gradient_of_a_redistribution_goes_back_to_where_its_operand_lies_naturally(line, source):
+def test_redistribution_gradient_has_natural_placement_of_operand(line, source):
     a, weights = numbers(5, 4), numbers(5, 4, seed=1)
     for target in (Shard(0), Shard(1), R, SUM, AVG, MIN):
         x = at(line, a, source, requires_grad=True, splits=[1])
@@ -1170,7 +1170,7 @@ def test_plain_arrays_and_numbers_are_whole(line):
     check(b @ at(line, a, Shard(0)).T, b @ a.T, Shard(1))
 
 
-def test_numbers_take_the_dtype_of_the_arrays_that_they_meet(line):
+def test_numbers_take_dtype_of_arrays_that_they_meet(line):
     x = at(line, numbers(3).astype(np.float32), Shard(0))
     assert [(x * each).dtype for each in (2, 2.5, True)] == [np.float32] * 3
     assert (x * np.float64(2.5)).dtype == np.float64
@@ -1187,7 +1187,7 @@ def test_operands_of_two_meshes_are_refused(comm):
     check(x + 0.0, numbers(3), R)
 
 
-def test_an_operation_without_a_distributed_array_is_refused():
+def test_operation_without_distributed_array_is_refused():
     a = numbers(3, 3)
     for call in (
         lambda: pce.add(a, a),
@@ -1221,7 +1221,7 @@ def training_step(mesh: Mesh) -> None:
     pce.check_replicas(w)
 
 
-def test_nothing_communicates_that_the_trace_does_not_show_with_its_reason(comm, monkeypatch):
+def test_trace_shows_all_communication_with_reasons(comm, monkeypatch):
     for mesh in grids(comm):
         training_step(mesh)
         waited: list[str] = []
@@ -1247,7 +1247,7 @@ def test_nothing_communicates_that_the_trace_does_not_show_with_its_reason(comm,
         assert {event.phase for event in trace.select()} == {"forward", "backward", "step"}
 
 
-def test_what_an_operation_had_to_move_is_kept_with_a_computed_array(line):
+def test_computed_array_keeps_its_redistribution(line):
     a = numbers(5, 4)
     p = at(line, a, SUM) * 1.0
     (one, other), trace = traced(lambda: (pce.square(p), pce.sqrt(p)))
@@ -1256,7 +1256,7 @@ def test_what_an_operation_had_to_move_is_kept_with_a_computed_array(line):
     assert collectives(trace) == ["all_reduce"]
 
 
-def test_what_was_made_may_be_written_to_and_is_moved_anew(line):
+def test_made_array_is_redistributed_anew_after_writing(line):
     a = numbers(5, 4)
     x = at(line, a, SUM)
     first = pce.square(x)

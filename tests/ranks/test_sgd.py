@@ -89,7 +89,7 @@ def placements_with_gradients(ndim, dims):
 # ------------------------------------------------------------------------------------------------------------ the step
 
 
-def test_a_step_by_hand():
+def test_step_by_hand():
     mesh = mesh_of(MPI.COMM_SELF, 1)
     w = parameter(np.array([1.0, -2.0]), mesh)
     optimizer = SGD([w], lr=0.5, momentum=0.5, nesterov=True, weight_decay=0.25)
@@ -103,7 +103,7 @@ def test_a_step_by_hand():
 
 
 @each_option
-def test_steps_are_those_of_one_process_for_every_placement_of_parameter_and_gradient(comm, options):
+def test_steps_at_any_placement_equal_one_process(comm, options):
     lr = [0.5, 0.25, 1.0]
     results = []
     for mesh in meshes(comm):
@@ -133,7 +133,7 @@ def test_steps_are_those_of_one_process_for_every_placement_of_parameter_and_gra
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_arrays_of_any_shape_are_stepped_however_many_blocks_they_have(comm, shape):
+def test_arrays_of_any_shape_are_stepped(comm, shape):
     mesh = mesh_of(comm, *squarest(comm.size))
     values = wholes(shape, 2, seed=1)
     placements = {"data": Shard(0)} if shape else {}
@@ -161,7 +161,7 @@ def test_uneven_and_empty_shards_keep_their_split_points(comm):
         np.testing.assert_array_equal(got, values[0] - values[1])
 
 
-def test_a_gradient_may_have_any_memory_order_and_is_left_alone(comm):
+def test_gradient_may_have_any_memory_order(comm):
     mesh = mesh_of(comm, comm.size)
     values = wholes((6, 4), 1, seed=2)
     by_column = np.asfortranarray(values[1])
@@ -179,7 +179,7 @@ def test_a_gradient_may_have_any_memory_order_and_is_left_alone(comm):
         np.testing.assert_array_equal(w.local, -g)
 
 
-def test_two_parameters_may_share_the_memory_of_a_gradient(comm):
+def test_parameters_may_share_memory_of_gradient(comm):
     mesh = mesh_of(comm, comm.size)
     values = wholes((5,), 1, seed=4)
     shared = gradient(values[1], mesh, data=SUM)
@@ -195,7 +195,7 @@ def test_two_parameters_may_share_the_memory_of_a_gradient(comm):
         np.testing.assert_allclose(w.local, expected, rtol=1e-6)
 
 
-def test_replicas_have_the_same_bits_after_100_steps_and_the_numbers_of_one_process(comm):
+def test_replicas_have_same_bits_after_100_steps(comm):
     steps, shape = 100, (9, 5)
     options = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}
     results = []
@@ -224,7 +224,7 @@ def test_replicas_have_the_same_bits_after_100_steps_and_the_numbers_of_one_proc
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
-def test_halves_are_stepped_in_float32_and_rounded_once_a_step(comm, dtype):
+def test_halves_are_stepped_in_float32(comm, dtype):
     mesh = mesh_of(comm, *squarest(comm.size))
     values = wholes((6, 4), 3, seed=8)
     w = parameter(values[0].astype(dtype), mesh, data=Shard(0))
@@ -240,7 +240,7 @@ def test_halves_are_stepped_in_float32_and_rounded_once_a_step(comm, dtype):
     np.testing.assert_array_equal(got.astype(np.float32), p)
 
 
-def test_the_terms_of_a_half_gradient_are_summed_in_float32_and_rounded_once(comm):
+def test_terms_of_half_gradient_add_in_float32(comm):
     # 2048 + 1 is 2048 in float16, however often; and so after each of two collectives that round.
     mesh = mesh_of(comm, *squarest(comm.size))
     w = parameter(np.zeros((4, 2), np.float16), mesh, data=Shard(0))
@@ -251,7 +251,7 @@ def test_the_terms_of_a_half_gradient_are_summed_in_float32_and_rounded_once(com
     np.testing.assert_array_equal(w.grad.local, np.full_like(w.local, expected))
 
 
-def test_each_parameter_is_stepped_in_its_own_dtype(comm):
+def test_parameters_are_stepped_in_their_own_dtype(comm):
     mesh = mesh_of(comm, comm.size)
     parameters = [parameter(np.ones(3, dtype), mesh) for dtype in (np.float64, np.float32)]
     for w in parameters:
@@ -261,7 +261,7 @@ def test_each_parameter_is_stepped_in_its_own_dtype(comm):
     assert [w.dtype for w in parameters] == [np.float64, np.float32]
 
 
-def test_the_learning_rate_may_change_between_steps(comm):
+def test_learning_rate_may_change_between_steps(comm):
     mesh = mesh_of(comm, comm.size)
     w = parameter(np.zeros(2), mesh)
     optimizer = SGD([w], lr=1.0)
@@ -276,7 +276,7 @@ def test_the_learning_rate_may_change_between_steps(comm):
     assert optimizer.lr == 2.0
 
 
-def test_parameters_without_a_gradient_stay_as_they_are_and_so_does_their_momentum(comm):
+def test_parameters_without_gradient_stay_with_their_momentum(comm):
     mesh = mesh_of(comm, comm.size)
     values = wholes((4,), 3, seed=9)
     options = {"momentum": 0.5, "weight_decay": 0.5}
@@ -295,7 +295,7 @@ def test_parameters_without_a_gradient_stay_as_they_are_and_so_does_their_moment
     assert never.grad is None
 
 
-def test_parameters_may_lie_over_several_meshes(comm):
+def test_parameters_may_be_on_several_meshes(comm):
     one, other = mesh_of(comm, comm.size), mesh_of(comm, 1, comm.size)
     parameters = [parameter(np.zeros(5), mesh) for mesh in (one, other)]
     for w in parameters:
@@ -334,7 +334,7 @@ def agreements(trace):
     return trace.count(purpose=Purpose.AGREEMENT)
 
 
-def test_all_gradients_that_are_partial_over_the_same_dims_come_together_in_one_all_reduce(comm):
+def test_gradients_over_same_dims_share_one_all_reduce(comm):
     mesh = mesh_of(comm, comm.size)
     shapes = [(3, 4), (), (5,), (0, 2), (100,)]
     parameters = [parameter(np.zeros(shape, np.float32), mesh) for shape in shapes]
@@ -350,7 +350,7 @@ def test_all_gradients_that_are_partial_over_the_same_dims_come_together_in_one_
     assert event.reason
 
 
-def test_where_the_parameter_is_sharded_it_is_a_reduce_scatter(comm):
+def test_gradient_of_sharded_parameter_takes_reduce_scatter(comm):
     mesh = mesh_of(comm, comm.size)
     parameters = [parameter(np.zeros(shape, np.float32), mesh, data=Shard(0)) for shape in [(7, 2), (3,)]]
     for w in parameters:
@@ -362,7 +362,7 @@ def test_where_the_parameter_is_sharded_it_is_a_reduce_scatter(comm):
     assert (event.before, event.after) == ("Partial('sum')", "Shard(0)")
 
 
-def test_there_is_one_collective_for_each_set_of_dims_kind_and_dtype(comm):
+def test_step_takes_one_collective_per_dims_and_dtype(comm):
     mesh = mesh_of(comm, *squarest(comm.size))
     both, rows = {"data": SUM, "model": SUM}, {"data": Shard(0)}
     lists = [
@@ -401,7 +401,7 @@ def test_there_is_one_collective_for_each_set_of_dims_kind_and_dtype(comm):
     assert agreements(trace) == 1
 
 
-def test_two_axes_that_are_scattered_take_two_collectives_which_others_share(comm):
+def test_scattered_axes_take_a_collective_each(comm):
     mesh = mesh_of(comm, *squarest(comm.size))
     # The second waits with its only collective until the first has come to its second one.
     placed = [{"data": Shard(0), "model": Shard(1)}, {"model": Shard(0)}]
@@ -421,7 +421,7 @@ def test_two_axes_that_are_scattered_take_two_collectives_which_others_share(com
         np.testing.assert_array_equal(got, -values)
 
 
-def test_micro_batches_accumulate_without_communication_and_the_step_sends_once(comm):
+def test_micro_batches_accumulate_and_step_sends_once(comm):
     mesh = mesh_of(comm, comm.size)
     inputs, start = wholes((4, 6, 3), 0, seed=13)[0], wholes((3, 2), 0, seed=14)[0]
     w = parameter(start, mesh)
@@ -438,7 +438,7 @@ def test_micro_batches_accumulate_without_communication_and_the_step_sends_once(
     np.testing.assert_array_equal(w.local, start - 0.5 * inputs.sum(axis=(0, 1))[:, None])
 
 
-def test_what_comes_after_a_step_is_computed_from_the_new_numbers(comm):
+def test_results_after_step_use_new_numbers(comm):
     mesh = mesh_of(comm, comm.size)
     w = parameter(np.ones(4), mesh, data=Shard(0))
     optimizer = SGD([w], lr=0.5)
@@ -452,7 +452,7 @@ def test_what_comes_after_a_step_is_computed_from_the_new_numbers(comm):
     assert seen == [4.0, 0.0, 0.0]
 
 
-def test_afterwards_gradients_lie_as_their_parameters_and_a_second_step_sends_nothing(comm):
+def test_second_step_sends_nothing(comm):
     mesh = mesh_of(comm, *squarest(comm.size))
     parameters = [parameter(np.zeros((5, 3)), mesh), parameter(np.zeros(7), mesh, data=Shard(0))]
     for w in parameters:
@@ -470,7 +470,7 @@ def test_afterwards_gradients_lie_as_their_parameters_and_a_second_step_sends_no
         np.testing.assert_array_equal(w.local, np.full_like(w.local, -2))
 
 
-def test_a_gradient_that_is_not_partial_sends_nothing(comm):
+def test_gradient_that_is_not_partial_sends_nothing(comm):
     mesh = mesh_of(comm, comm.size)
     w = parameter(np.zeros((5, 3)), mesh, data=Shard(0))
     w.grad = pce.distribute(np.ones((5, 3)), mesh, data=Shard(0))
@@ -482,7 +482,7 @@ def test_a_gradient_that_is_not_partial_sends_nothing(comm):
     assert v.grad.sharding == v.sharding
 
 
-def test_largest_and_smallest_gradients_are_brought_to_their_parameters_too(comm):
+def test_gradients_of_maximum_and_minimum_are_reduced(comm):
     mesh = mesh_of(comm, comm.size)
     parameters = [parameter(np.zeros(5), mesh), parameter(np.zeros(5), mesh, data=Shard(0))]
     values = wholes((5,), 1, seed=12, dtype=np.float64)[1]
@@ -499,7 +499,7 @@ def test_largest_and_smallest_gradients_are_brought_to_their_parameters_too(comm
 # ------------------------------------------------------------------------------------------------------------ clipping
 
 
-def test_the_norm_counts_each_element_of_the_global_arrays_once(comm):
+def test_norm_counts_each_element_of_global_arrays_once(comm):
     results = []
     for mesh in meshes(comm):
         cases = [
@@ -520,7 +520,7 @@ def test_the_norm_counts_each_element_of_the_global_arrays_once(comm):
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 13.0, 1e6, 0, np.float32(2)], ids=str)
-def test_clipping_scales_all_gradients_by_one_factor_as_pytorch_does(comm, max_norm):
+def test_clipping_scales_gradients_as_pytorch_does(comm, max_norm):
     mesh = mesh_of(comm, *squarest(comm.size))
     parameters = [
         parameter(np.zeros(2), mesh),
@@ -540,7 +540,7 @@ def test_clipping_scales_all_gradients_by_one_factor_as_pytorch_does(comm, max_n
     assert [w.grad.sharding for w in parameters[:2]] == [w.sharding for w in parameters[:2]]
 
 
-def test_clipping_brings_gradients_together_and_adds_one_all_reduce_of_one_number(comm):
+def test_clipping_adds_one_all_reduce_of_one_number(comm):
     mesh = mesh_of(comm, *squarest(comm.size))
     parameters = [parameter(np.zeros(5, np.float32), mesh), parameter(np.zeros((6, 2), np.float32), mesh)]
     for w in parameters:
@@ -558,7 +558,7 @@ def test_clipping_brings_gradients_together_and_adds_one_all_reduce_of_one_numbe
     assert stepping.count() == 0
 
 
-def test_a_norm_of_nan_or_inf_shows_on_every_rank(comm):
+def test_norm_of_nan_shows_on_every_rank(comm):
     mesh = mesh_of(comm, comm.size)
     for bad, expected in ((np.nan, np.nan), (np.inf, 0.0)):
         w, v = (parameter(np.zeros(5), mesh, data=Shard(0)) for _ in range(2))
@@ -572,7 +572,7 @@ def test_a_norm_of_nan_or_inf_shows_on_every_rank(comm):
         assert np.isnan(first)
 
 
-def test_the_squares_of_small_and_large_halves_and_floats_are_summed_in_float64(comm):
+def test_squares_for_norm_are_summed_in_float64(comm):
     mesh = mesh_of(comm, comm.size)
     for dtype, value in ((np.float32, 1e30), (np.float32, 1e-30), (np.float16, 6e4), (ml_dtypes.bfloat16, 1e-30)):
         w = parameter(np.zeros(100, dtype), mesh)
@@ -585,7 +585,7 @@ def test_the_squares_of_small_and_large_halves_and_floats_are_summed_in_float64(
         np.testing.assert_array_equal(w.grad.local, (whole.astype(np.float32) * scale).astype(dtype))
 
 
-def test_without_a_gradient_the_norm_is_0(comm):
+def test_norm_without_gradients_is_0(comm):
     mesh = mesh_of(comm, comm.size)
     assert clip_grad_norm([parameter(np.zeros(3), mesh)], 1.0) == 0.0
 
@@ -701,7 +701,7 @@ class TestRanksThatDiffer:
         assert "ranks disagree on operation: " in texts[0]
 
 
-def test_an_error_reaches_ranks_by_way_of_those_that_share_a_mesh_with_both(comm):
+def test_error_reaches_ranks_through_shared_meshes(comm):
     # Stages of a pipeline: ranks 0 and 1 share a mesh, ranks 1 and 2, ranks 2 and 3; only rank 0 has a bad gradient.
     parameters = []
     for first in range(comm.size):

@@ -39,7 +39,7 @@ def test_dims_that_are_not_named_replicate():
     assert Sharding.of(SQUARE, (5, 4), {}) == sharding.replicated
 
 
-def test_two_dims_that_shard_one_axis_split_it_one_within_the_other_in_mesh_order():
+def test_two_dims_split_one_axis_in_mesh_order():
     sharding = Sharding.of(SQUARE, (10,), {"model": Shard(0), "data": Shard(0)})
     assert sharding.splits == ((0, 3, 5, 8, 10),)
     assert sharding.dims_of(0) == ("data", "model")
@@ -49,7 +49,7 @@ def test_two_dims_that_shard_one_axis_split_it_one_within_the_other_in_mesh_orde
     assert Sharding.of((("data", 4),), (10,), {"data": Shard(0)}).splits == ((0, 3, 6, 8, 10),)
 
 
-def test_the_same_placements_of_a_mesh_in_another_order_are_another_layout():
+def test_order_of_dims_makes_another_sharding():
     dims = (("model", 3), ("data", 2))
     one = Sharding.of(dims, (7,), {"data": Shard(0), "model": Shard(0)})
     other = Sharding.of(dims[::-1], (7,), {"data": Shard(0), "model": Shard(0)})
@@ -60,7 +60,7 @@ def test_the_same_placements_of_a_mesh_in_another_order_are_another_layout():
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4,), (2, 3), (3, 2), (2, 2, 2), (1, 3, 2)], ids=str)
-def test_blocks_are_those_of_numpy_s_array_split_within_each_other(sizes):
+def test_blocks_are_those_of_nested_array_split(sizes):
     dims = tuple(zip("abc", sizes, strict=False))
     for shape in [(0,), (1,), (7,), (25,), (3, 10), (10, 0)]:
         for axis in range(len(shape)):
@@ -72,7 +72,7 @@ def test_blocks_are_those_of_numpy_s_array_split_within_each_other(sizes):
                 assert block.tolist() == expected.tolist()
 
 
-def test_each_axis_follows_the_dims_that_shard_it_and_no_others():
+def test_axis_follows_the_dims_that_shard_it():
     dims = (("a", 2), ("b", 3), ("c", 2))
     sharding = Sharding.of(dims, (7, 5, 4), {"a": Shard(1), "b": SUM, "c": Shard(0)})
     assert [sharding.dims_of(axis) for axis in range(3)] == [("c",), ("a",), ()]
@@ -83,7 +83,7 @@ def test_each_axis_follows_the_dims_that_shard_it_and_no_others():
     assert sharding.parts(()) == 1
 
 
-def test_members_are_the_ranks_that_differ_in_some_dims_only_the_last_dim_fastest():
+def test_members_differ_in_some_dims_only():
     dims = (("a", 2), ("b", 2), ("c", 2))
     sharding = Sharding.of(dims, (), {})
     where = {"a": 1, "b": 0, "c": 1}
@@ -104,13 +104,13 @@ def test_split_points_that_are_given_stay():
     assert sharding == Sharding.of(LINE, (6, 4), {"data": Shard(0)}, {0: (0, 0, 5, 6)})
 
 
-def test_axes_are_counted_from_the_end_when_negative():
+def test_axes_are_counted_from_end_when_negative():
     assert Sharding.of(LINE, (6, 4), {"data": Shard(-1)}) == Sharding.of(LINE, (6, 4), {"data": Shard(1)})
     assert Sharding.of(LINE, (6, 4), {"data": Shard(-2)}).by_dim == {"data": Shard(0)}
     assert lying(LINE, (6, 4), Replicate()).with_placements({"data": Shard(-1)}).by_dim == {"data": Shard(1)}
 
 
-def test_an_array_without_axes_replicates_or_is_partial():
+def test_array_without_axes_replicates_or_is_partial():
     for placement in (Replicate(), SUM, AVG, MAX, MIN):
         sharding = Sharding.of(LINE, (), {"data": placement})
         assert sharding.slices({"data": 2}) == ()
@@ -134,7 +134,7 @@ def test_an_array_without_axes_replicates_or_is_partial():
         ((4,), {"data": AVG, "model": MIN}, ValueError, "do not mix, but sum with avg; got ['avg', 'min']"),
     ],
 )
-def test_a_sharding_that_cannot_be_says_why(shape, placements, kind, text):
+def test_sharding_that_cannot_be_says_why(shape, placements, kind, text):
     with pytest.raises(kind, match=re.escape(text)):
         Sharding.of(SQUARE, shape, placements)
     if kind is ValueError or "data" in placements:
@@ -142,12 +142,12 @@ def test_a_sharding_that_cannot_be_says_why(shape, placements, kind, text):
             Sharding.of(SQUARE, shape, {}).with_placements(placements)
 
 
-def test_a_sum_mixes_with_an_average_and_every_operator_with_itself():
+def test_operators_mix_with_themselves_sum_with_average():
     for one, other in [(SUM, AVG), (AVG, SUM), (SUM, SUM), (AVG, AVG), (MAX, MAX), (MIN, MIN)]:
         assert Sharding.of(SQUARE, (4,), {"data": one, "model": other}).placements == (one, other)
 
 
-def test_shardings_are_equal_when_they_say_the_same_and_are_keys():
+def test_shardings_are_compared_by_value():
     different = [
         lying(SQUARE, (4, 6), Shard(0), Shard(1)),
         lying(SQUARE, (4, 6), Shard(1), Shard(0)),
@@ -170,14 +170,14 @@ def test_shardings_are_equal_when_they_say_the_same_and_are_keys():
     assert different[0] != "data: Shard(0), model: Shard(1)"
 
 
-def test_a_sharding_prints_its_placements_and_the_splits_that_are_not_balanced():
+def test_sharding_prints_placements_and_uneven_splits():
     assert str(lying(SQUARE, (10, 4), Shard(0), SUM)) == "data: Shard(0), model: Partial('sum')"
     assert str(lying(SQUARE, (10, 4), Shard(0), Shard(0))) == "data: Shard(0), model: Shard(0)"
     uneven = Sharding.of(SQUARE, (10, 4), {"data": Shard(1), "model": Shard(0)}, {0: (0, 9, 10), 1: (0, 2, 4)})
     assert str(uneven) == "data: Shard(1), model: Shard(0); axis 0 split at [9]"
 
 
-def test_changing_a_dim_gives_balanced_blocks_to_the_axes_that_it_leaves_and_joins_and_to_no_others():
+def test_changed_dim_balances_its_own_axes_only():
     dims = (("a", 2), ("b", 2), ("c", 2))
     splits = {0: (0, 1, 9), 1: (0, 7, 8), 2: (0, 1, 7)}
     before = Sharding.of(dims, (9, 8, 7), {"a": Shard(0), "b": Shard(1), "c": Shard(2)}, splits)
@@ -191,7 +191,7 @@ def test_changing_a_dim_gives_balanced_blocks_to_the_axes_that_it_leaves_and_joi
     assert before.with_placements({}) == before
 
 
-def test_the_natural_sharding_keeps_shards_and_their_splits_and_replicates_what_is_partial():
+def test_natural_sharding_keeps_shards_and_replicates_partials():
     dims = (("a", 2), ("b", 2), ("c", 2))
     sharding = Sharding.of(dims, (9, 8), {"a": SUM, "b": Shard(1), "c": AVG}, {1: (0, 0, 8)})
     assert sharding.natural == Sharding.of(dims, (9, 8), {"b": Shard(1)}, {1: (0, 0, 8)})
@@ -220,7 +220,7 @@ def pairs_of_shardings(draw):
 
 @settings(max_examples=60)
 @given(sharding=shardings())
-def test_the_blocks_of_ranks_that_differ_in_sharding_dims_hold_every_element_exactly_once(comm, sharding):
+def test_blocks_hold_every_element_exactly_once(comm, sharding):
     with in_step(comm):
         everywhere, blocks = ranks_of(sharding.dims), blocks_of(sharding)
         other = [dim for dim, placed in sharding.by_dim.items() if not isinstance(placed, Shard)]
@@ -235,7 +235,7 @@ def test_the_blocks_of_ranks_that_differ_in_sharding_dims_hold_every_element_exa
 
 @settings(max_examples=60)
 @given(length=st.integers(0, 40), sizes=st.lists(st.integers(1, 4), max_size=3))
-def test_balanced_splits_of_some_dims_are_among_those_of_more(comm, length, sizes):
+def test_balanced_splits_refine_those_of_fewer_dims(comm, length, sizes):
     with in_step(comm):
         for count in range(len(sizes)):
             outer, inner = balanced_splits(length, tuple(sizes[:count])), balanced_splits(length, tuple(sizes))
@@ -270,19 +270,19 @@ def verbs(source: Sharding, target: Sharding) -> tuple[str, ...]:
     return tuple(step.verb for step in steps(source, target))
 
 
-def test_the_table_has_every_pair_of_placements():
+def test_table_has_every_pair_of_placements():
     assert set(TABLE) == set(product(placements_of(2, "sum", "avg", "max", "min"), repeat=2))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("shape", [(6, 6), (7, 5), (1, 2), (0, 3)], ids=str)
-def test_on_one_dim_every_row_of_the_table_takes_what_it_says_and_nothing_else(shape, size):
+def test_steps_on_one_dim_follow_the_table(shape, size):
     dims = (("data", size),)
     taken = {pair: verbs(lying(dims, shape, pair[0]), lying(dims, shape, pair[1])) for pair in TABLE}
     assert taken == TABLE
 
 
-def test_other_split_points_of_the_same_axis_take_an_all_to_all():
+def test_other_split_points_take_all_to_all():
     source = Sharding.of(LINE, (6, 4), {"data": Shard(0)}, {0: (0, 0, 5, 6)})
     target = Sharding.of(LINE, (6, 4), {"data": Shard(0)})
     assert verbs(source, target) == verbs(target, source) == (EXCHANGE,)
@@ -305,7 +305,7 @@ def legal_pairs(*kinds: str) -> list[tuple[Sharding, Sharding]]:
 
 
 @pytest.mark.parametrize("kinds", [("sum", "avg"), ("max",), ("min",)], ids=" ".join)
-def test_on_two_dims_each_takes_its_own_row_of_the_table_unless_they_share_an_axis(kinds):
+def test_steps_on_two_dims_follow_the_table(kinds):
     apart = [pair for pair in legal_pairs(*kinds) if not sharing(*pair)]
     assert len(apart) > 100
     for source, target in apart:
@@ -315,7 +315,7 @@ def test_on_two_dims_each_takes_its_own_row_of_the_table_unless_they_share_an_ax
             assert mine == TABLE[source.by_dim[dim], target.by_dim[dim]], f"{dim}: {source} -> {target}"
 
 
-def test_dims_that_are_reduced_or_kept_together_are_one_step():
+def test_dims_reduced_together_are_one_step():
     both = lying(SQUARE, (6, 7), SUM, AVG)
     (step,) = steps(both, both.replicated)
     assert (step.verb, step.dims) == (REDUCE, ("data", "model"))
@@ -348,12 +348,12 @@ def test_dims_that_are_reduced_or_kept_together_are_one_step():
         ((Shard(0), Shard(1)), (Shard(1), Shard(0)), ["all_gather data", "all_to_all model", "slice data"]),
     ],
 )
-def test_where_two_dims_share_an_axis_the_steps_are_these(before, after, expected):
+def test_steps_of_dims_that_share_an_axis(before, after, expected):
     taken = steps(lying(SQUARE, (6, 7), *before), lying(SQUARE, (6, 7), *after))
     assert [f"{step.verb} {', '.join(step.dims)}" for step in taken] == expected
 
 
-def test_only_what_grows_or_leaves_waits_for_what_shrinks():
+def test_growing_steps_wait_for_shrinking_ones():
     # The slice over data comes first, so that the sum over model is of half as much.
     first, second = steps(lying(SQUARE, (6, 7), Replicate(), SUM), lying(SQUARE, (6, 7), Shard(0), Replicate()))
     assert (first.verb, second.verb) == ("slice", REDUCE)
@@ -413,7 +413,7 @@ def check_legal(step: Step) -> None:
     [lying(SQUARE, (5, 3), SUM, SUM), lying(SQUARE, (5,), SUM, SUM), lying((("data", 4),), (5, 4), SUM)],
     ids=str,
 )
-def test_there_is_no_way_to_an_array_of_another_shape_or_another_mesh(target):
+def test_steps_to_another_shape_or_mesh_are_refused(target):
     source = lying(SQUARE, (5, 4), SUM, SUM)
     text = f"no way from shape (5, 4) over {dict(SQUARE)} to {target.shape} over {dict(target.dims)}"
     with pytest.raises(ValueError, match=re.escape(text)):
@@ -422,7 +422,7 @@ def test_there_is_no_way_to_an_array_of_another_shape_or_another_mesh(target):
 
 @settings(max_examples=60)
 @given(pair=pairs_of_shardings())
-def test_the_steps_lead_from_one_sharding_to_the_other_and_every_one_is_legal(comm, pair):
+def test_steps_lead_legally_to_the_destination(comm, pair):
     source, target = pair
     with in_step(comm):
         at = source
@@ -437,7 +437,7 @@ def test_the_steps_lead_from_one_sharding_to_the_other_and_every_one_is_legal(co
 
 @pytest.mark.parametrize("kinds", [("sum", "avg"), ("max",), ("min",)], ids=" ".join)
 @pytest.mark.parametrize("splits", ["balanced", "at random"])
-def test_the_steps_between_any_two_shardings_over_two_dims_are_legal(kinds, splits):
+def test_steps_between_shardings_over_two_dims_are_legal(kinds, splits):
     every = list(product(placements_of(2, *kinds), repeat=2))
     for number, (one, other) in enumerate(product(every, repeat=2)):
         seeds = (None, None) if splits == "balanced" else ([number, 0], [number, 1])
@@ -448,7 +448,7 @@ def test_the_steps_between_any_two_shardings_over_two_dims_are_legal(kinds, spli
 
 @settings(max_examples=60)
 @given(pair=pairs_of_shardings())
-def test_nothing_is_sent_where_everything_replicates_or_becomes_a_term_of_a_sum(comm, pair):
+def test_replicating_to_shards_or_sums_sends_nothing(comm, pair):
     source, target = pair
     with in_step(comm):
         assert not any(step.sends for step in steps(source.replicated, target))
@@ -459,7 +459,7 @@ def test_nothing_is_sent_where_everything_replicates_or_becomes_a_term_of_a_sum(
 
 @settings(max_examples=60)
 @given(pair=pairs_of_shardings())
-def test_no_way_sends_more_than_the_one_by_which_everything_replicates_first(comm, pair):
+def test_steps_send_no_more_than_by_replicating(comm, pair):
     source, target = pair
     with in_step(comm):
         directly = sum(wire_bytes(step, 8) for step in steps(source, target))
@@ -469,7 +469,7 @@ def test_no_way_sends_more_than_the_one_by_which_everything_replicates_first(com
 
 @settings(max_examples=60)
 @given(sharding=shardings())
-def test_the_trace_s_bytes_add_up_to_what_the_array_has(comm, sharding):
+def test_bytes_of_trace_add_up_to_array(comm, sharding):
     with in_step(comm):
         everywhere = ranks_of(sharding.dims)
         for step in steps(sharding, sharding.replicated):
@@ -479,7 +479,7 @@ def test_the_trace_s_bytes_add_up_to_what_the_array_has(comm, sharding):
             assert [sent_bytes(step, where, 4) for where in everywhere] == [0] * len(everywhere)
 
 
-def test_a_rank_puts_into_an_all_to_all_what_it_does_not_keep():
+def test_all_to_all_sends_what_rank_loses():
     source, target = lying(LINE, (6, 6), Shard(0)), lying(LINE, (6, 6), Shard(1))
     (step,) = steps(source, target)
     assert [sent_bytes(step, where, 4) for where in ranks_of(LINE)] == [2 * 4 * 4] * 3
@@ -490,7 +490,7 @@ def test_a_rank_puts_into_an_all_to_all_what_it_does_not_keep():
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
-def test_bytes_on_the_wire_follow_the_well_known_algorithms(parts):
+def test_bytes_on_wire_follow_well_known_algorithms(parts):
     dims = (("data", parts), ("model", 2))
     shape = (12, 24)
     n = 12 * 24 * 8  # of the whole array; along data, with model replicated
@@ -511,7 +511,7 @@ def test_bytes_on_the_wire_follow_the_well_known_algorithms(parts):
     assert wire_bytes(step, 8) == pytest.approx(2 * (2 * parts - 1) / (2 * parts) * n)
 
 
-def test_a_step_says_what_it_changes():
+def test_step_says_what_it_changes():
     (step,) = steps(lying(SQUARE, (6, 7), SUM, AVG), lying(SQUARE, (6, 7), Replicate(), Replicate()))
     assert (step.placement_before, step.placement_after) == ("Partial('sum'), Partial('avg')", "Replicate()")
     (step,) = steps(lying(SQUARE, (6, 7), Shard(0), SUM), lying(SQUARE, (6, 7), Shard(1), SUM))
@@ -522,7 +522,7 @@ def test_a_step_says_what_it_changes():
     assert not step.sends
 
 
-def test_random_split_points_go_up_and_some_blocks_are_empty():
+def test_ragged_split_points_go_up():
     # Of the tests themselves: what they call ragged is.
     drawn = [ragged(5, 4, seed) for seed in range(50)]
     assert all(list(splits) == sorted(splits) and (splits[0], splits[-1]) == (0, 5) for splits in drawn)

@@ -37,7 +37,7 @@ def evaluated(comm, problem, how="balanced"):
 @pytest.mark.parametrize("how", ["balanced", "uneven", "first class alone"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("targets", TARGETS)
-def test_a_masked_class_has_probability_0_and_no_gradient(comm, targets, options, how):
+def test_masked_class_has_probability_0_and_no_gradient(comm, targets, options, how):
     for classes in (12, WIDE):
         with in_step(comm):
             assert_masked_classes_have_no_part(comm, classes, targets, options, how)
@@ -63,7 +63,7 @@ def assert_masked_classes_have_no_part(comm, classes, targets, options, how):
             assert not gradient[part.of(masked, 1)].any()
 
 
-def test_a_masked_class_stays_masked_under_scale_and_softcap(comm):
+def test_masked_class_stays_masked_under_scale_and_softcap(comm):
     logits = np.array([[0.0, 1.0, -np.inf, 2.0, -np.inf, 0.5]], np.float32)
     for options in ({"logit_scale": 1e-3}, {"logit_scale": 1e3}, {"softcap": 1e-3}, {"softcap": 1.0}):
         with in_step(comm):
@@ -77,7 +77,7 @@ def test_a_masked_class_stays_masked_under_scale_and_softcap(comm):
 
 @pytest.mark.parametrize("scale", [30.0, 340.0, 1e4])
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 1.0])
-def test_a_large_scale_of_small_logits_is_exact(comm, scale, spread):
+def test_large_scale_of_small_logits_is_exact(comm, scale, spread):
     for targets in ("class numbers", "probabilities"):
         with in_step(comm):
             rng = np.random.default_rng(5)
@@ -91,7 +91,7 @@ def test_a_large_scale_of_small_logits_is_exact(comm, scale, spread):
             np.testing.assert_allclose(statistics.logsumexp, expected.logsumexp, rtol=4 * np.finfo(np.float32).eps)
 
 
-def test_a_target_at_a_masked_class_gives_an_infinite_loss_and_a_finite_gradient(comm):
+def test_target_at_masked_class_costs_infinity(comm):
     problem = draw(4, WIDE, reduction="none")
     problem.logits[np.arange(4), problem.targets] = -np.inf
     for how in SPLITS:
@@ -106,7 +106,7 @@ def test_a_target_at_a_masked_class_gives_an_infinite_loss_and_a_finite_gradient
                     assert gradient[row, targets[row]] == -1
 
 
-def test_a_probability_above_0_at_a_masked_class_gives_an_infinite_loss(comm):
+def test_probability_at_masked_class_costs_infinity(comm):
     problem = draw(4, WIDE, targets="probabilities", reduction="none")
     problem.logits[:, 7] = -np.inf
     problem.targets[:2, 7] = 0
@@ -119,7 +119,7 @@ def test_a_probability_above_0_at_a_masked_class_gives_an_infinite_loss(comm):
 
 
 @pytest.mark.parametrize("how", SPLITS)
-def test_a_row_in_which_only_the_target_is_not_masked_costs_nothing(comm, how):
+def test_row_masked_but_for_target_costs_nothing(comm, how):
     problem = draw(12, WIDE, reduction="none").but(targets=np.linspace(0, WIDE - 1, 12).astype(int))
     problem.logits[np.arange(WIDE) != problem.targets[:, None]] = -np.inf
     results, part = evaluated(comm, problem, how)
@@ -147,7 +147,7 @@ def spoil(problem, rows, targets):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("targets", TARGETS)
-def test_a_bad_row_gives_nan_on_every_rank_alike_and_leaves_the_other_rows_alone(comm, targets, options):
+def test_bad_row_is_nan_on_every_rank_alone(comm, targets, options):
     problem = draw(2 * len(BAD), WIDE, targets=targets, reduction="none", **options)
     bad = np.arange(2 * len(BAD)) % 2 == 0
     spoil(problem, np.flatnonzero(bad), problem.targets if targets == "index" else problem.targets.argmax(axis=1))
@@ -163,7 +163,7 @@ def test_a_bad_row_gives_nan_on_every_rank_alike_and_leaves_the_other_rows_alone
 
 
 @pytest.mark.parametrize("where", ["nan", "+inf", "-inf"])
-def test_one_bad_row_makes_a_mean_nan_on_every_rank_and_no_other_row_s_gradient(comm, where):
+def test_bad_row_makes_mean_nan_everywhere(comm, where):
     problem = draw(5, WIDE)
     problem.logits[3] = float(where)
     results, part = evaluated(comm, problem)
@@ -173,7 +173,7 @@ def test_one_bad_row_makes_a_mean_nan_on_every_rank_and_no_other_row_s_gradient(
     assert_as_dense(results, problem, part)
 
 
-def test_a_bad_row_gives_nan_statistics_on_every_rank_alike(comm):
+def test_bad_row_gives_nan_statistics_everywhere(comm):
     problem = draw(2 * len(BAD), WIDE)
     bad = np.arange(2 * len(BAD)) % 2 == 0
     spoil(problem, np.flatnonzero(bad), problem.targets)
@@ -188,7 +188,7 @@ def test_a_bad_row_gives_nan_statistics_on_every_rank_alike(comm):
             assert same
 
 
-def test_the_largest_logit_of_a_bad_row_is_what_numpy_says(comm):
+def test_largest_logit_of_bad_row_equals_numpy(comm):
     problem = draw(2 * len(BAD), WIDE)
     spoil(problem, range(0, 2 * len(BAD), 2), problem.targets)
     for how in ("balanced", "uneven"):
@@ -200,7 +200,7 @@ def test_the_largest_logit_of_a_bad_row_is_what_numpy_says(comm):
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_no_special_value_makes_numpy_warn(comm, options, dtype):
+def test_special_values_never_make_numpy_warn(comm, options, dtype):
     for targets, reduction in (("index", "mean"), ("probabilities", "none")):
         with in_step(comm):
             problem = draw(2 * len(BAD), WIDE, targets=targets, dtype=dtype, reduction=reduction, **options)
@@ -216,7 +216,7 @@ def test_no_special_value_makes_numpy_warn(comm, options, dtype):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_loss_does_not_see_what_is_in_an_ignored_row_and_its_gradient_is_0(comm, options):
+def test_ignored_row_has_no_loss_and_gradient_0(comm, options):
     for reduction in ("none", "sum", "mean"):
         with in_step(comm):
             clean = draw(2 * len(BAD), WIDE, reduction=reduction, **options)
@@ -234,7 +234,7 @@ def test_the_loss_does_not_see_what_is_in_an_ignored_row_and_its_gradient_is_0(c
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_no_row_left(comm, reduction):
+def test_sharded_rows_all_ignored(comm, reduction):
     problem = draw(4, WIDE, reduction=reduction, label_smoothing=0.1, z_loss=0.1, weight=True)
     problem = problem.but(targets=np.full(4, -100))
     results, part = evaluated(comm, problem)
@@ -247,7 +247,7 @@ def test_no_row_left(comm, reduction):
 
 @pytest.mark.parametrize("weights", [(0, 0), (-1, 1)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_rows_left_whose_weights_sum_to_0_give_a_mean_and_a_gradient_of_nan(comm, weights, smoothing):
+def test_rows_whose_weights_cancel_are_nan(comm, weights, smoothing):
     problem = draw(5, WIDE, label_smoothing=smoothing).but(targets=np.array([2, 9, -100, 2, 9]))
     weight = np.ones(WIDE, np.float32)
     weight[[2, 9]] = weights
@@ -262,7 +262,7 @@ def test_rows_left_whose_weights_sum_to_0_give_a_mean_and_a_gradient_of_nan(comm
     assert np.isnan(gradient).all(axis=1).tolist() == [True, True, False, True, True]
 
 
-def test_rows_left_whose_weights_are_0_cost_nothing_in_a_sum(comm):
+def test_rows_of_weight_0_cost_nothing_in_sum(comm):
     problem = draw(5, WIDE, reduction="sum").but(weight=np.zeros(WIDE))
     results, _ = evaluated(comm, problem)
     assert all(loss == 0 for loss in results.losses.values())
@@ -270,7 +270,7 @@ def test_rows_left_whose_weights_are_0_cost_nothing_in_a_sum(comm):
 
 
 @pytest.mark.parametrize("how", SPLITS)
-def test_a_single_class_costs_nothing(comm, how):
+def test_single_class_costs_nothing(comm, how):
     for targets in TARGETS:
         with in_step(comm):
             problem = draw(4, 1, targets=targets, reduction="none")
@@ -280,7 +280,7 @@ def test_a_single_class_costs_nothing(comm, how):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_logits_at_the_ends_of_their_dtype_do_not_overflow(comm, dtype):
+def test_logits_at_ends_of_dtype_do_not_overflow(comm, dtype):
     top = np.finfo(dtype).max
     logits = np.array([[top, -top, 0, 1, -np.inf, 5], [-top, -top, -top, -top, -top, -top]], dtype)
     for targets in (np.array([0, 3]), np.array([1, 0]), np.array([3, 5])):
@@ -295,7 +295,7 @@ def test_logits_at_the_ends_of_their_dtype_do_not_overflow(comm, dtype):
 
 
 @pytest.mark.parametrize("mask", [-1e9, -1e30, np.finfo(np.float32).min])
-def test_a_very_low_number_masks_a_class_as_well_as_minus_infinity(comm, mask):
+def test_very_low_logit_masks_its_class(comm, mask):
     for classes, kind in product((6, WIDE), TARGETS):
         with in_step(comm):
             numbers = np.arange(6) * (classes // 6)
@@ -311,7 +311,7 @@ def test_a_very_low_number_masks_a_class_as_well_as_minus_infinity(comm, mask):
             assert_as_dense(results, problem, part)
 
 
-def test_probability_targets_with_an_ignore_index_that_could_be_a_class_are_refused(comm):
+def test_probability_targets_with_ignore_index_raise(comm):
     problem = draw(4, 12, targets="probabilities")
     logits, targets, options = part_of(comm, problem).on_this_rank(problem, comm=comm)
     with pytest.raises(ValueError, match="ignore_index"):

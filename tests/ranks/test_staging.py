@@ -72,7 +72,7 @@ def same(got, expected):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_collective_gives_what_it_gives_on_the_host(comm, cupy, way, shape, dtype):
+def test_staged_collectives_equal_those_of_host(comm, cupy, way, shape, dtype):
     ranks = range(comm.size)
 
     def results(library):
@@ -106,7 +106,7 @@ def test_blocks_of_different_sizes_arrive_where_they_belong(comm, cupy, way):
     assert same(cupy.asnumpy(reduced), expected)
 
 
-def test_arrays_may_lie_in_memory_in_any_way_and_stay_as_they_are(comm, cupy, way):
+def test_staged_arrays_may_have_any_memory_order(comm, cupy, way):
     whole = drawn(comm.rank, (4, 6), np.float64)
     for view in (lambda a: a[::2, ::3], lambda a: a.T, lambda a: a[::-1, ::-1]):
         mine = view(cupy.asarray(whole))
@@ -117,7 +117,7 @@ def test_arrays_may_lie_in_memory_in_any_way_and_stay_as_they_are(comm, cupy, wa
         assert np.array_equal(cupy.asnumpy(mine), view(whole))
 
 
-def test_a_sum_may_be_left_in_the_memory_that_is_sent(comm, cupy, way):
+def test_sum_may_replace_what_is_sent(comm, cupy, way):
     mine = cupy.asarray(np.full(5, 1.0 + comm.rank))
     total = all_reduce(mine, comm, "sum", overwrite=True)
     assert cupy.asnumpy(total).tolist() == [sum(range(1, comm.size + 1))] * 5
@@ -140,7 +140,7 @@ def states_of(rank, fields, rows):
 
 @pytest.mark.parametrize("fields", STATE_FIELDS, ids=lambda fields: " ".join(fields.names))
 @pytest.mark.parametrize("aware", ["0", "1"])
-def test_states_on_a_gpu_merge_as_structured_ones_do(comm, cupy, monkeypatch, fields, aware):
+def test_states_on_gpu_merge_as_structured_ones_do(comm, cupy, monkeypatch, fields, aware):
     monkeypatch.setenv("PCE_MPI_GPU_AWARE", aware)
     for rows in (0, 5):
         mine = states_of(comm.rank, fields, rows)
@@ -152,7 +152,7 @@ def test_states_on_a_gpu_merge_as_structured_ones_do(comm, cupy, monkeypatch, fi
         assert all(same(cupy.asnumpy(values[name]), expected[name].copy()) for name in fields.names)
 
 
-def test_what_mpi_cannot_reduce_on_a_gpu_is_staged_although_it_is_aware_of_gpus(comm, cupy, monkeypatch):
+def test_unsupported_reduction_is_staged_by_gpu_aware_mpi(comm, cupy, monkeypatch):
     monkeypatch.setenv("PCE_MPI_GPU_AWARE", "1")
     forbid_handing_over(monkeypatch)
     mine = cupy.asarray(np.full(3, float(comm.rank)))
@@ -163,7 +163,7 @@ def test_what_mpi_cannot_reduce_on_a_gpu_is_staged_although_it_is_aware_of_gpus(
     assert cupy.asnumpy(reduce_scatter(blocks, comm, "sum")).tolist() == [sum(range(comm.size))] * 3
 
 
-def test_what_one_rank_reduces_alone_stays_on_its_gpu(cupy, monkeypatch):
+def test_reduction_of_one_rank_stays_on_gpu(cupy, monkeypatch):
     forbid_staging(monkeypatch)
     mine = cupy.asarray(np.arange(6.0).reshape(2, 3))
     for more in ({}, {"element": StateFields().dtype}):
@@ -208,7 +208,7 @@ class Silent:
         return False
 
 
-def test_memory_that_mpi_may_still_write_to_after_a_timeout_is_not_used_again(stand_in, monkeypatch):
+def test_timed_out_memory_is_not_used_again(stand_in, monkeypatch):
     monkeypatch.setenv("PCE_MPI_TIMEOUT", "0.01")
     monkeypatch.setenv("PCE_MPI_GPU_AWARE", "0")
     comm, silent = MPI.COMM_SELF.Dup(), Silent()
@@ -224,7 +224,7 @@ def test_memory_that_mpi_may_still_write_to_after_a_timeout_is_not_used_again(st
     assert not {array.ctypes.data for array in again} & set(silent.buffers)
 
 
-def test_who_says_that_mpi_is_aware_of_gpus(monkeypatch):
+def test_gpu_awareness_of_mpi_is_told_by_library(monkeypatch):
     monkeypatch.delenv("PCE_MPI_GPU_AWARE", raising=False)
     asked, why = gpu_aware()
     assert isinstance(asked, bool)
@@ -240,7 +240,7 @@ def test_who_says_that_mpi_is_aware_of_gpus(monkeypatch):
 # Which GPU a rank takes
 
 
-def test_a_rank_takes_the_gpu_of_its_rank_on_its_host_modulo_their_number():
+def test_rank_takes_gpu_by_rank_on_host():
     hosts = ["a", "b", "a", "a", "b", "a", "a"]
     assert [gpu_of(rank, hosts, 4) for rank in range(7)] == [0, 0, 1, 2, 1, 3, 0]
     assert [gpu_of(rank, hosts, 1) for rank in range(7)] == [0] * 7

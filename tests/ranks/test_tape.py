@@ -50,7 +50,7 @@ class Tape:
         backward(root, gradient, lambda a, b: a + b)
 
 
-def test_a_chain_multiplies_slopes():
+def test_chain_multiplies_slopes():
     tape = Tape()
     a = tape.leaf("a")
     tape.backward(tape.node("c", (3, tape.node("b", (2, a)))), 5)
@@ -58,7 +58,7 @@ def test_a_chain_multiplies_slopes():
     assert tape.passed == ["c", "b", "a"]
 
 
-def test_a_number_is_passed_once_with_the_sum_of_what_all_its_consumers_contribute():
+def test_number_is_passed_once_with_all_contributions():
     tape = Tape()
     a = tape.leaf("a")
     b = tape.node("b", (2, a))
@@ -70,7 +70,7 @@ def test_a_number_is_passed_once_with_the_sum_of_what_all_its_consumers_contribu
 
 
 @pytest.mark.parametrize("shorter_first", [True, False])
-def test_a_number_waits_for_its_longest_way(shorter_first):
+def test_number_waits_for_its_longest_way(shorter_first):
     # Depth first or breadth first, `early` would be passed before all that is due to it has come.
     tape = Tape()
     early = tape.node("early", (1, tape.leaf("a")))
@@ -81,14 +81,14 @@ def test_a_number_waits_for_its_longest_way(shorter_first):
     assert tape.passed == ["root", "late", "middle", "b", "early", "a"]
 
 
-def test_the_same_operand_twice_contributes_twice():
+def test_same_operand_twice_contributes_twice():
     tape = Tape()
     a = tape.leaf("a")
     tape.backward(tape.node("b", (2, a), (3, a)))
     assert tape.gradients["a"] == 5
 
 
-def test_a_hundred_diamonds_in_a_row_take_a_hundred_steps():
+def test_hundred_diamonds_in_row_take_hundred_steps():
     tape = Tape()
     a = tape.leaf("a")
     top = a
@@ -99,7 +99,7 @@ def test_a_hundred_diamonds_in_a_row_take_a_hundred_steps():
     assert len(tape.passed) == 301
 
 
-def test_nodes_are_passed_in_the_opposite_order_of_their_making_so_that_all_ranks_agree():
+def test_nodes_are_passed_in_reverse_order():
     tape = Tape()
     rng = np.random.default_rng(1)
     made = [tape.leaf("0")]
@@ -110,7 +110,7 @@ def test_nodes_are_passed_in_the_opposite_order_of_their_making_so_that_all_rank
     assert tape.passed == ["root", *(str(number) for number in range(199, -1, -1))]
 
 
-def test_a_parent_that_needs_no_gradient_is_not_visited():
+def test_parent_that_needs_no_gradient_is_not_visited():
     tape = Tape()
     a = tape.leaf("a")
     b = tape.node("b", (2, None), (3, a), (4, None))
@@ -118,7 +118,7 @@ def test_a_parent_that_needs_no_gradient_is_not_visited():
     assert tape.gradients == {"a": 3, "b": 1}
 
 
-def test_what_the_root_was_not_computed_from_gets_nothing():
+def test_node_beside_the_root_gets_nothing():
     tape = Tape()
     a = tape.leaf("a")
     tape.node("unused", (7, a))
@@ -126,13 +126,13 @@ def test_what_the_root_was_not_computed_from_gets_nothing():
     assert tape.gradients == {"a": 2, "b": 1}
 
 
-def test_a_leaf_is_a_root_as_well():
+def test_leaf_is_root_as_well():
     tape = Tape()
     tape.backward(tape.leaf("a"), 4)
     assert tape.gradients == {"a": 4}
 
 
-def test_ten_thousand_nodes_do_not_overflow_the_stack_whether_or_not_they_are_passed():
+def test_ten_thousand_nodes_do_not_overflow_the_stack():
     tape = Tape()
     for passed in (True, False):
         a = tape.leaf("a")
@@ -145,14 +145,14 @@ def test_ten_thousand_nodes_do_not_overflow_the_stack_whether_or_not_they_are_pa
     assert tape.gradients["a"] == 1
 
 
-def test_a_wrong_number_of_contributions_is_an_error():
+def test_wrong_number_of_contributions_is_error():
     tape = Tape()
     a = tape.leaf("a")
     with pytest.raises(ValueError):
         tape.backward(Node("wrong", [a, a], lambda gradient: [gradient]))
 
 
-def test_a_node_that_has_been_passed_holds_nothing_and_says_so():
+def test_passed_node_holds_nothing_and_says_so():
     tape = Tape()
     a = tape.leaf("a")
     b = tape.node("the middle", (2, a))
@@ -172,7 +172,7 @@ def ones(mesh: Any, *shape: int, **placements: Any) -> Any:
     return pce.distribute(np.ones(shape), mesh, requires_grad=True, **placements)
 
 
-def test_ten_thousand_operations_in_a_row_run_forward_and_backward_and_are_forgotten(comm):
+def test_ten_thousand_operations_run_and_are_forgotten(comm):
     mesh = mesh_of(comm, comm.size)
     x = ones(mesh, 3, data=Shard(0))
     for passed in (True, False):
@@ -185,7 +185,7 @@ def test_ten_thousand_operations_in_a_row_run_forward_and_backward_and_are_forgo
     np.testing.assert_array_equal(x.grad.full(), np.ones(3))
 
 
-def test_every_kind_of_node_may_be_deep(comm):
+def test_nodes_of_every_kind_may_be_deep(comm):
     mesh = mesh_of(comm, comm.size)
     x = ones(mesh, 2, 2)
     y = x
@@ -195,7 +195,7 @@ def test_every_kind_of_node_may_be_deep(comm):
     np.testing.assert_array_equal(x.grad.full(), np.ones((2, 2)))
 
 
-def test_a_second_backward_pass_is_refused_by_the_name_of_the_operation(comm):
+def test_second_backward_pass_is_refused_by_name(comm):
     mesh = mesh_of(comm, comm.size)
     x = ones(mesh, 4, data=Shard(0))
     loss = pce.tanh(x).sum()
@@ -206,7 +206,7 @@ def test_a_second_backward_pass_is_refused_by_the_name_of_the_operation(comm):
     assert x.grad is first
 
 
-def test_a_second_loss_of_what_was_freed_is_refused_by_the_name_of_what_is_missing(comm):
+def test_second_loss_of_freed_node_is_refused(comm):
     mesh = mesh_of(comm, comm.size)
     x = ones(mesh, 4, data=Shard(0))
     shared = pce.tanh(x)
@@ -226,13 +226,13 @@ def test_losses_that_share_nothing_but_leaves_add_up(comm):
 
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (1, 1), (0,)], ids=str)
-def test_backward_starts_from_a_scalar(comm, shape):
+def test_backward_starts_from_scalar(comm, shape):
     mesh = mesh_of(comm, comm.size)
     with pytest.raises(ValueError, match="starts from a scalar, got shape " + str(shape).replace("(", r"\(")[:-1]):
         (ones(mesh, *shape) * 2.0).backward()
 
 
-def test_backward_of_a_constant_is_refused(comm):
+def test_backward_of_constant_is_refused(comm):
     mesh = mesh_of(comm, comm.size)
     constant = pce.distribute(np.ones(3), mesh)
     with pce.no_grad():
@@ -244,7 +244,7 @@ def test_backward_of_a_constant_is_refused(comm):
             nothing.backward()
 
 
-def test_a_scalar_leaf_is_its_own_loss(comm):
+def test_scalar_leaf_is_its_own_loss(comm):
     mesh = mesh_of(comm, comm.size)
     x = pce.distribute(np.array(3.0), mesh, requires_grad=True)
     x.backward()
@@ -277,7 +277,7 @@ def test_no_grad_records_nothing_nested_and_after_exceptions(comm):
     assert seen == [(False,) * 3] * 4 + [(True,) * 3] * 2
 
 
-def test_arrays_made_under_no_grad_may_require_a_gradient_later(comm):
+def test_arrays_of_no_grad_may_require_gradients_later(comm):
     mesh = mesh_of(comm, comm.size)
     with pce.no_grad():
         x = ones(mesh, 3)
@@ -285,7 +285,7 @@ def test_arrays_made_under_no_grad_may_require_a_gradient_later(comm):
     np.testing.assert_array_equal(x.grad.full(), np.full(3, 2.0))
 
 
-def test_what_was_computed_under_no_grad_is_a_constant(comm):
+def test_results_of_no_grad_are_constants(comm):
     mesh = mesh_of(comm, comm.size)
     x = ones(mesh, 3)
     with pce.no_grad():
@@ -294,7 +294,7 @@ def test_what_was_computed_under_no_grad_is_a_constant(comm):
     np.testing.assert_array_equal(x.grad.full(), np.full(3, 5.0))
 
 
-def test_what_a_backward_pass_computes_is_not_recorded(comm):
+def test_backward_records_nothing(comm):
     mesh = mesh_of(comm, comm.size)
     x, w = ones(mesh, 3), ones(mesh, 3)
     seen = []
@@ -308,7 +308,7 @@ def test_what_a_backward_pass_computes_is_not_recorded(comm):
     assert not x.grad.requires_grad
 
 
-def test_backward_under_no_grad_finds_what_was_recorded_before(comm):
+def test_backward_under_no_grad_finds_earlier_nodes(comm):
     mesh = mesh_of(comm, comm.size)
     x = ones(mesh, 3)
     loss = (x * 2.0).sum()
@@ -318,7 +318,7 @@ def test_backward_under_no_grad_finds_what_was_recorded_before(comm):
     np.testing.assert_array_equal(x.grad.full(), np.full(3, 2.0))
 
 
-def test_a_detached_array_has_the_same_memory_and_no_past(comm):
+def test_detached_array_has_same_memory_and_no_past(comm):
     mesh = mesh_of(comm, comm.size)
     x = ones(mesh, 3, data=Shard(0))
     y = x * 4.0
@@ -347,7 +347,7 @@ def test_leaves_are_what_was_made(comm):
     assert x.grad is not None
 
 
-def test_micro_batches_add_up_and_earlier_gradients_stay_what_they_were(comm):
+def test_micro_batches_add_up_and_keep_earlier_gradients(comm):
     mesh = mesh_of(comm, comm.size)
     x = np.arange(12.0).reshape(6, 2)
     w = ones(mesh, 2, 3)
@@ -362,7 +362,7 @@ def test_micro_batches_add_up_and_earlier_gradients_stay_what_they_were(comm):
     np.testing.assert_allclose(whole, np.repeat(x.sum(axis=0)[:, None], 3, axis=1), rtol=1e-15)
 
 
-def test_a_gradient_may_be_set_and_forgotten(comm):
+def test_gradient_may_be_set_and_forgotten(comm):
     mesh = mesh_of(comm, comm.size)
     x = ones(mesh, 3)
     x.grad = pce.distribute(np.full(3, 10.0), mesh)
@@ -373,7 +373,7 @@ def test_a_gradient_may_be_set_and_forgotten(comm):
     np.testing.assert_array_equal(x.grad.full(), np.full(3, 2.0))
 
 
-def test_the_gradient_has_the_dtype_and_the_shape_of_its_array(comm):
+def test_gradient_has_dtype_and_shape_of_its_array(comm):
     mesh = mesh_of(comm, comm.size)
     x = pce.distribute(np.ones((1, 3), np.float32), mesh, requires_grad=True)
     factor = pce.distribute(np.ones((4, 3)), mesh, data=Shard(0))
@@ -383,7 +383,7 @@ def test_the_gradient_has_the_dtype_and_the_shape_of_its_array(comm):
     np.testing.assert_array_equal(x.grad.full(), np.full((1, 3), 4.0, np.float32))
 
 
-def test_an_error_in_a_backward_pass_leaves_the_tape_recording_and_in_the_forward_phase(comm):
+def test_error_in_backward_leaves_tape_recording(comm):
     mesh = mesh_of(comm, comm.size)
     x = ones(mesh, 3)
     one_way = pce.op(np.exp, name="one way")
@@ -439,7 +439,7 @@ def test_intermediate_arrays_go_when_they_have_been_passed(comm):
     assert any(each is loss for each in left)
 
 
-def test_what_is_never_passed_goes_with_its_last_name(comm):
+def test_unpassed_nodes_go_with_their_last_name(comm):
     mesh = mesh_of(comm, comm.size)
     x = pce.distribute(np.ones((6, 4)), mesh, data=Shard(0))
     w, v = ones(mesh, 4, 5), ones(mesh, 5, 7, data=Shard(1))
@@ -450,7 +450,7 @@ def test_what_is_never_passed_goes_with_its_last_name(comm):
     assert alive == 0
 
 
-def test_neither_forward_nor_backward_makes_a_cycle(comm):
+def test_passes_make_no_reference_cycles(comm):
     mesh = mesh_of(comm, comm.size)
     x = pce.distribute(np.ones((6, 4)), mesh, data=Shard(0))
     w, v = ones(mesh, 4, 5), ones(mesh, 5, 7, data=Shard(1))
@@ -481,7 +481,7 @@ def traced_memory() -> Iterator[None]:
 MEGABYTE = 2**20
 
 
-def test_after_a_backward_pass_there_are_parameters_and_gradients_and_nothing_else(comm):
+def test_backward_leaves_parameters_and_gradients_only(comm):
     mesh = mesh_of(comm, comm.size)
     w = ones(mesh, 512, 256, data=Shard(0))
     v = ones(mesh, 256, 512)
@@ -503,7 +503,7 @@ def test_after_a_backward_pass_there_are_parameters_and_gradients_and_nothing_el
     assert gradients <= after - before < gradients + 0.1 * MEGABYTE
 
 
-def test_a_second_step_takes_no_more_memory_than_the_first(comm):
+def test_second_step_takes_no_more_memory_than_first(comm):
     mesh = mesh_of(comm, comm.size)
     w = ones(mesh, 256, 512)
     x = pce.distribute(np.ones((64, 256)), mesh, data=Shard(0))
@@ -521,7 +521,7 @@ def test_a_second_step_takes_no_more_memory_than_the_first(comm):
     assert max(held[1:]) - held[0] < 0.05 * MEGABYTE
 
 
-def test_a_backward_pass_frees_as_it_goes(comm):
+def test_backward_pass_frees_as_it_goes(comm):
     mesh = mesh_of(comm, comm.size)
     x = ones(mesh, 128, 1024)  # a megabyte
 
@@ -545,7 +545,7 @@ def test_a_backward_pass_frees_as_it_goes(comm):
     assert peak - start < 26 * MEGABYTE
 
 
-def test_the_tape_holds_no_elements_that_no_vjp_will_look_at(comm):
+def test_tape_holds_only_elements_for_vjps(comm):
     mesh = mesh_of(comm, comm.size)
     x = ones(mesh, 64, 1024)
     with traced_memory():

@@ -91,7 +91,7 @@ def one_process(x: np.ndarray) -> dict[str, np.ndarray]:
 # ----------------------------------------------------------------------------------------------------------- the loss
 
 
-def test_cross_entropy_takes_one_all_reduce_over_the_class_dim_forward_and_none_backward(comm):
+def test_cross_entropy_takes_one_all_reduce_forward(comm):
     logits, targets = normal(0, 7, 11), np.arange(7)
     for sizes in factorizations(comm.size, 2):
         mesh = mesh_of(comm, *sizes)
@@ -101,7 +101,7 @@ def test_cross_entropy_takes_one_all_reduce_over_the_class_dim_forward_and_none_
         assert budget(trace) == [("forward", "all_reduce", "model", 24 * 7)]
 
 
-def test_the_mean_of_sharded_rows_takes_one_more_of_16_bytes(comm):
+def test_mean_of_sharded_rows_takes_16_more_bytes(comm):
     logits, targets = normal(0, 7, 11), np.arange(7)
     for sizes in factorizations(comm.size, 2):
         mesh = mesh_of(comm, *sizes)
@@ -115,7 +115,7 @@ def test_the_mean_of_sharded_rows_takes_one_more_of_16_bytes(comm):
         ]
 
 
-def test_a_vocabulary_sharded_twice_takes_one_all_reduce_for_the_table_and_one_for_the_loss(comm):
+def test_vocabulary_parallel_takes_two_all_reduces(comm):
     mesh = mesh_of(comm, 1, comm.size)
     ids = np.arange(B * S).reshape(B, S) % 17
     plan = {"table": VocabParallel(), "w": Colwise()}
@@ -134,7 +134,7 @@ def test_a_vocabulary_sharded_twice_takes_one_all_reduce_for_the_table_and_one_f
 # ------------------------------------------------------------------------------------------------------------- blocks
 
 
-def test_a_block_of_colwise_and_rowwise_takes_one_all_reduce_forward_and_one_backward(comm):
+def test_block_takes_one_all_reduce_each_way(comm):
     x = normal(50, B, S, D)
     expected = one_process(x)
     mesh = mesh_of(comm, 1, comm.size)
@@ -150,7 +150,7 @@ def test_a_block_of_colwise_and_rowwise_takes_one_all_reduce_forward_and_one_bac
     check_gradients(gradients(both), expected)
 
 
-def test_blocks_between_which_nothing_is_redistributed_take_no_more(comm):
+def test_blocks_in_a_row_take_no_more(comm):
     # What a block adds stays Partial: each of its two users has it reduced, and the second finds that done.
     x = pce.distribute(normal(50, B, S, D), mesh_of(comm, 1, comm.size))
     p = pce.shard_parameters(parameters(), x.mesh, MEGATRON)
@@ -162,7 +162,7 @@ def test_blocks_between_which_nothing_is_redistributed_take_no_more(comm):
     assert budget(trace) == [("forward", "all_reduce", "model", 4 * B * S * D)] * 3
 
 
-def test_with_data_parallelism_besides_there_is_one_more_at_the_step(comm):
+def test_data_parallel_block_takes_one_more_at_step(comm):
     x = normal(50, B, S, D)
     expected = one_process(x)
     for sizes in factorizations(comm.size, 2):
@@ -183,7 +183,7 @@ def test_with_data_parallelism_besides_there_is_one_more_at_the_step(comm):
         check_gradients(gradients(both), expected)
 
 
-def test_with_sequence_parallelism_it_is_a_gather_and_a_scatter_each_way_and_the_norms_at_the_step(comm):
+def test_sequence_parallel_block_gathers_and_scatters(comm):
     x = normal(50, B, S, D)
     expected = one_process(x)
     mesh = mesh_of(comm, 1, comm.size)
@@ -207,7 +207,7 @@ def test_with_sequence_parallelism_it_is_a_gather_and_a_scatter_each_way_and_the
     check_gradients(gradients(both), expected)
 
 
-def test_attention_heads_that_are_sharded_take_one_all_reduce_each_way(comm):
+def test_sharded_heads_take_one_all_reduce_each_way(comm):
     heads, width = 5, 3
     mesh = mesh_of(comm, 1, comm.size)
     names = {"q": (D, heads * width), "k": (D, heads * width), "v": (D, heads * width), "out": (heads * width, D)}
@@ -247,7 +247,7 @@ def whole_heads(mesh: Mesh, whole: np.ndarray, axis: int, width: int) -> Any:
     return pce.from_local(local, mesh, model=Shard(axis), requires_grad=True)
 
 
-def test_context_parallelism_gathers_keys_and_values_and_scatters_their_gradients(comm):
+def test_context_parallel_attention_gathers_and_scatters(comm):
     mesh = mesh_of(comm, comm.size)
     params = {name: normal(number, D, D) for number, name in enumerate("qkv")}
     results = []
@@ -288,18 +288,18 @@ def two_products(mesh: Mesh, rows: Any, w0: Any, w1: Any) -> tuple[pce.Trace, li
     return trace, weights
 
 
-def test_two_products_under_model_parallelism_take_one_all_reduce_of_640_bytes_in_all(comm):
+def test_model_parallel_products_send_640_bytes(comm):
     trace, weights = two_products(mesh_of(comm, 1, comm.size), R, Shard(1), Shard(0))
     assert budget(trace) == [("forward", "all_reduce", "model", 640)]
     assert [w.grad.placements["model"] for w in weights] == [Shard(1), Shard(0)]
 
 
-def test_two_products_under_data_parallelism_send_nothing_but_the_gradients_in_one_buffer(comm):
+def test_data_parallel_products_send_gradients_only(comm):
     trace, _ = two_products(mesh_of(comm, comm.size, 1), Shard(0), R, R)
     assert budget(trace) == [("step", "all_reduce", "data", 4 * (784 * 784 + 784 * 10))]
 
 
-def test_two_products_under_both_send_what_both_send(comm):
+def test_hybrid_parallel_products_send_what_both_send(comm):
     for sizes in factorizations(comm.size, 2):
         mesh = mesh_of(comm, *sizes)
         trace, weights = two_products(mesh, Shard(0), Shard(1), Shard(0))
@@ -313,7 +313,7 @@ def test_two_products_under_both_send_what_both_send(comm):
 # --------------------------------------------------------------------------------------------------------------- steps
 
 
-def test_micro_batches_send_nothing_and_a_second_step_sends_nothing(comm):
+def test_micro_batches_and_second_step_send_nothing(comm):
     mesh = mesh_of(comm, comm.size)
     w = pce.distribute(normal(0, D, H), mesh, requires_grad=True)
     optimizer = SGD([w], lr=0.1)
@@ -329,7 +329,7 @@ def test_micro_batches_send_nothing_and_a_second_step_sends_nothing(comm):
     assert second.count() == 0
 
 
-def test_a_sharded_parameter_takes_a_reduce_scatter(comm):
+def test_sharded_parameter_takes_reduce_scatter(comm):
     mesh = mesh_of(comm, comm.size)
     w = pce.distribute(normal(0, D, H), mesh, requires_grad=True, data=Shard(0))
     with pce.trace() as trace:
@@ -383,7 +383,7 @@ def test_agreements_are_apart_from_payload(trace):
         assert Purpose.AGREEMENT in (event.purpose, after.purpose)
 
 
-def test_counts_and_bytes_are_those_of_the_events_that_match(trace):
+def test_budgets_count_the_events_that_match(trace):
     for where in ({"phase": "forward"}, {"phase": "step"}, {"operation": "max"}, {"over": "data"}, {"over": "model"}):
         matching = [event for event in trace.select() if all(getattr(event, k) == v for k, v in where.items())]
         assert trace.count(**where) == len(matching)
@@ -406,7 +406,7 @@ def test_events_say_from_where_to_where_and_why(trace):
     assert stepped.reason
 
 
-def test_the_trace_is_an_aligned_table(trace):
+def test_trace_is_aligned_table(trace):
     head, *lines = str(trace).splitlines()
     names = [
         "phase",
@@ -437,7 +437,7 @@ def test_the_trace_is_an_aligned_table(trace):
     assert total == len(trace.events)
 
 
-def test_the_trace_is_json_with_placements(trace):
+def test_trace_is_json_with_placements(trace):
     events = json.loads(trace.to_json())
     assert len(events) == len(trace.events)
     gathered = next(event for event in events if event["operation"] == "redistribute" and event["purpose"] == "payload")
@@ -447,7 +447,7 @@ def test_the_trace_is_json_with_placements(trace):
     assert gathered["over"] == "data"
 
 
-def test_nothing_is_recorded_where_no_trace_is_open_and_traces_nest(comm):
+def test_traces_nest_and_record_while_open(comm):
     mesh = mesh_of(comm, comm.size)
     x = pce.distribute(normal(0, B, D), mesh, data=Shard(0))
     pce.max(x)

@@ -1,4 +1,4 @@
-"""Whose memory is read and written: layouts, read-only and foreign arrays, `out`, and what stays as it was."""
+"""Whose memory is read and written: memory orders, read-only and foreign arrays, `out`, and what stays as it was."""
 
 import array
 from itertools import product
@@ -92,33 +92,33 @@ def subclass(values):
     return values.copy().view(Subclass)
 
 
-LAYOUTS = [np.copy, fortran, strided, backwards, transposed, read_only, unaligned, subclass, Tensor]
+ORDERS = [np.copy, fortran, strided, backwards, transposed, read_only, unaligned, subclass, Tensor]
 WRITABLE = [np.copy, fortran, strided, backwards, transposed, unaligned]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
 @pytest.mark.parametrize("targets", TARGETS)
-def test_arrays_may_lie_in_memory_in_any_way(comm, layout, targets):
+def test_arrays_may_have_any_strides(comm, order, targets):
     for shape, axis in SHAPES:
         with in_step(comm):
             problem = draw(*shape, axis=axis, targets=targets, weight=True, label_smoothing=0.1)
             part = part_of(comm, problem)
             logits, chosen, options = part.on_this_rank(problem)
-            options["weight"] = layout(options["weight"])
-            if layout is Tensor:
+            options["weight"] = order(options["weight"])
+            if order is Tensor:
                 loss, gradient = pce.softmax_cross_entropy_value_and_grad(
                     Tensor(logits), Tensor(chosen), comm=comm, **options
                 )
                 assert type(loss) is type(gradient) is np.ndarray
                 assert excess_of_gradient(gradient, expect(problem, part), problem) <= 1
                 continue
-            results = evaluate(comm, problem, part, inputs=(layout(logits), layout(chosen), options))
+            results = evaluate(comm, problem, part, inputs=(order(logits), order(chosen), options))
             assert_as_dense(results, problem, part)
             assert all(type(found) is np.ndarray for found in [*results.losses.values(), *results.gradients.values()])
 
 
 @pytest.mark.parametrize("targets", TARGETS)
-def test_an_array_may_repeat_its_elements_by_a_stride_of_0(comm, targets):
+def test_array_may_repeat_elements_by_stride_0(comm, targets):
     problem = draw(1, WIDE, targets=targets, peaked=True)
     part = part_of(comm, problem)
     logits, chosen, options = part.on_this_rank(problem)
@@ -134,7 +134,7 @@ def test_an_array_may_repeat_its_elements_by_a_stride_of_0(comm, targets):
     assert_as_dense(constant_results, constant, part)
 
 
-def test_a_gradient_of_repeated_elements_is_a_whole_array(comm):
+def test_gradient_of_repeated_elements_is_whole_array(comm):
     logits = np.broadcast_to(np.float32(0), (3, 4))
     _, residuals = pce.softmax_cross_entropy_forward(logits, np.array([0, 1, 2]), comm=comm)
     for gradient in (
@@ -171,7 +171,7 @@ def test_buffers_and_nested_lists_are_arrays(comm):
     assert is_same(weighted, as_array)
 
 
-def test_logits_of_a_tensor_are_not_copied(comm):
+def test_logits_of_tensor_are_not_copied(comm):
     # Between forward and backward nobody may change them. Who does so all the same sees that there is no copy.
     values, targets = np.zeros((2, 3), np.float32), np.array([0, 1])
     _, residuals = pce.softmax_cross_entropy_forward(Tensor(values), targets, comm=comm)
@@ -183,7 +183,7 @@ def test_logits_of_a_tensor_are_not_copied(comm):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_out_of_a_tensor_is_written_where_it_is(comm, dtype):
+def test_out_of_tensor_is_written_where_it_is(comm, dtype):
     problem = draw(7, WIDE, dtype=dtype)
     part = part_of(comm, problem)
     logits, targets, options = part.on_this_rank(problem, comm=comm)
@@ -196,7 +196,7 @@ def test_out_of_a_tensor_is_written_where_it_is(comm, dtype):
         assert excess_of_gradient(value, expect(problem, part), problem) <= 1
 
 
-def test_out_may_be_the_tensor_that_the_logits_are(comm):
+def test_out_may_be_tensor_that_logits_are(comm):
     problem = draw(7, WIDE)
     part = part_of(comm, problem)
     logits, targets, options = part.on_this_rank(problem, comm=comm)
@@ -206,7 +206,7 @@ def test_out_may_be_the_tensor_that_the_logits_are(comm):
     assert excess_of_gradient(logits, expect(problem, part), problem) <= 1
 
 
-def test_a_buffer_as_out_is_written(comm):
+def test_buffer_as_out_is_written(comm):
     problem = draw(4, 5, dtype=np.float64)
     part = part_of(comm, problem)
     logits, targets, options = part.on_this_rank(problem, comm=comm)
@@ -218,15 +218,15 @@ def test_a_buffer_as_out_is_written(comm):
 # out
 
 
-@pytest.mark.parametrize("layout", WRITABLE, ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("order", WRITABLE, ids=lambda order: order.__name__)
 @pytest.mark.parametrize("targets", TARGETS)
-def test_out_is_filled_and_given_back(comm, layout, targets):
+def test_out_is_filled_and_given_back(comm, order, targets):
     for shape, axis in SHAPES:
         with in_step(comm):
             problem = draw(*shape, axis=axis, targets=targets, weight=True, ignored=0.2)
             part = part_of(comm, problem)
             logits, chosen, options = part.on_this_rank(problem, comm=comm)
-            outs = [layout(np.full(logits.shape, np.nan, np.float32)) for _ in range(2)]
+            outs = [order(np.full(logits.shape, np.nan, np.float32)) for _ in range(2)]
             loss, residuals = pce.softmax_cross_entropy_forward(logits, chosen, **options)
             backward = pce.softmax_cross_entropy_backward(1.0, residuals, out=outs[0])
             fused_loss, fused = pce.softmax_cross_entropy_value_and_grad(logits, chosen, **options, out=outs[1])
@@ -240,7 +240,7 @@ def test_out_is_filled_and_given_back(comm, layout, targets):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_out_may_be_the_logits(comm, dtype):
+def test_out_may_be_logits(comm, dtype):
     for targets, softcap, (shape, axis) in product(TARGETS, (None, 4.0), SHAPES[1:4]):
         problem = draw(*shape, axis=axis, dtype=dtype, targets=targets, ignored=0.2, softcap=softcap)
         part = part_of(comm, problem)
@@ -248,20 +248,20 @@ def test_out_may_be_the_logits(comm, dtype):
         logits, chosen, options = part.on_this_rank(problem, comm=comm)
         with in_step(comm):
             assert_as_dense(plain, problem, part)
-        for layout in WRITABLE:
+        for order in WRITABLE:
             with in_step(comm):
-                to_fuse, to_go_back_into = layout(logits), layout(logits)
+                to_fuse, to_go_back_into = order(logits), order(logits)
                 loss, fused = pce.softmax_cross_entropy_value_and_grad(to_fuse, chosen, **options, out=to_fuse)
                 _, residuals = pce.softmax_cross_entropy_forward(to_go_back_into, chosen, **options)
                 backward = pce.softmax_cross_entropy_backward(1.0, residuals, out=to_go_back_into)
-                assert fused is to_fuse, layout
-                assert backward is to_go_back_into, layout
-                assert is_same(loss, plain.losses["value_and_grad"]), layout
-                assert is_same(fused.copy(order="C"), plain.gradients["value_and_grad"]), layout
-                assert is_same(backward.copy(order="C"), plain.gradients["backward"]), layout
+                assert fused is to_fuse, order
+                assert backward is to_go_back_into, order
+                assert is_same(loss, plain.losses["value_and_grad"]), order
+                assert is_same(fused.copy(order="C"), plain.gradients["value_and_grad"]), order
+                assert is_same(backward.copy(order="C"), plain.gradients["backward"]), order
 
 
-def test_out_may_be_another_view_of_just_the_logits(comm):
+def test_out_may_be_another_view_of_just_logits(comm):
     problem = draw(7, WIDE)
     part = part_of(comm, problem)
     logits, targets, options = part.on_this_rank(problem, comm=comm)
@@ -269,7 +269,7 @@ def test_out_may_be_another_view_of_just_the_logits(comm):
     assert excess_of_gradient(logits, expect(problem, part), problem) <= 1
 
 
-def test_a_second_backward_pass_into_the_logits_says_that_the_residuals_are_used_up(comm):
+def test_backward_into_logits_uses_residuals_up(comm):
     problem = draw(7, WIDE)
     logits, targets, options = part_of(comm, problem).on_this_rank(problem, comm=comm)
     _, residuals = pce.softmax_cross_entropy_forward(logits, targets, **options)
@@ -282,7 +282,7 @@ def test_a_second_backward_pass_into_the_logits_says_that_the_residuals_are_used
     assert is_same(gradient, first)
 
 
-def test_a_failed_backward_pass_uses_nothing_up(comm):
+def test_failed_backward_pass_uses_nothing_up(comm):
     logits, targets = np.zeros((2, 3), np.float32), np.array([0, 1])
     _, residuals = pce.softmax_cross_entropy_forward(logits, targets, comm=comm)
     with pytest.raises(ValueError, match="dloss"):
@@ -310,7 +310,7 @@ def overlapping():
 
 
 @pytest.mark.parametrize(("logits", "targets", "weight", "out", "message"), list(overlapping()))
-def test_out_shares_nothing_with_an_input_unless_it_is_the_logits(comm, logits, targets, weight, out, message):
+def test_out_shares_memory_with_logits_only(comm, logits, targets, weight, out, message):
     before = out.copy()
     with pytest.raises(ValueError, match=message):
         pce.softmax_cross_entropy_value_and_grad(logits, targets, weight=weight, comm=comm, out=out)
@@ -318,9 +318,7 @@ def test_out_shares_nothing_with_an_input_unless_it_is_the_logits(comm, logits, 
 
 
 @pytest.mark.parametrize(("logits", "targets", "weight", "out", "message"), list(overlapping())[:5])
-def test_out_of_a_backward_pass_shares_nothing_with_what_the_residuals_hold(
-    comm, logits, targets, weight, out, message
-):
+def test_out_of_backward_shares_nothing_with_residuals(comm, logits, targets, weight, out, message):
     before = out.copy()
     _, residuals = pce.softmax_cross_entropy_forward(logits, targets, weight=weight, comm=comm)
     with pytest.raises(ValueError, match=message):
@@ -328,7 +326,7 @@ def test_out_of_a_backward_pass_shares_nothing_with_what_the_residuals_hold(
     assert is_same(out, before)
 
 
-def test_out_next_to_the_logits_in_one_array_is_fine(comm):
+def test_out_may_stand_beside_logits_in_memory(comm):
     both = np.zeros((2, 2, 5), np.float32)
     logits, out = both[:, 0], both[:, 1]
     logits[...] = np.random.default_rng(comm.rank).normal(size=(2, 5))
@@ -343,7 +341,7 @@ def test_out_next_to_the_logits_in_one_array_is_fine(comm):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_inputs_stay_as_they_are_to_the_last_bit_and_no_result_is_one_of_them(comm, dtype):
+def test_inputs_keep_their_bits_and_are_no_results(comm, dtype):
     for targets, smoothing, reduction in product(TARGETS, (0.0, 0.1), ("none", "mean")):
         with in_step(comm):
             problem = draw(
@@ -374,7 +372,7 @@ def test_statistics_leave_their_inputs_as_they_are(comm):
         assert not np.shares_memory(values, targets), name
 
 
-def test_targets_and_weights_may_change_once_forward_has_returned(comm):
+def test_targets_and_weights_may_change_after_forward(comm):
     problem = draw(7, WIDE, weight=True, label_smoothing=0.1)
     part = part_of(comm, problem)
     plain = evaluate(comm, problem, part)
@@ -387,7 +385,7 @@ def test_targets_and_weights_may_change_once_forward_has_returned(comm):
     assert is_same(loss, kept)
 
 
-def test_a_loss_that_its_owner_overwrites_changes_no_gradient(comm):
+def test_loss_that_its_owner_overwrites_changes_no_gradient(comm):
     problem = draw(7, WIDE, reduction="none")
     part = part_of(comm, problem)
     plain = evaluate(comm, problem, part)
@@ -397,7 +395,7 @@ def test_a_loss_that_its_owner_overwrites_changes_no_gradient(comm):
     assert is_same(pce.softmax_cross_entropy_backward(1.0, residuals), plain.gradients["backward"])
 
 
-def test_numpy_s_settings_stay_as_they_are(comm):
+def test_settings_of_numpy_stay_as_they_are(comm):
     problem = draw(7, WIDE, targets="probabilities", softcap=3.0)
     with np.errstate(all="raise", under="warn"):
         np.setbufsize(4096)  # until the end of the block
