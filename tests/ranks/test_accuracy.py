@@ -17,8 +17,8 @@ from ranks.exact import Pair, exact_row, exact_statistics, exact_weighted
 from ranks.problems import split
 from ulps import DENSE, DENSE_ENTROPY, FLOAT32, FLOAT64_ROUNDED_TO_FLOAT32, HALF, STATISTICS, errors, ulp
 
-# Rounding errors depend on where the shards are cut, which `shard_of` varies: a third rank adds one more merge.
-pytestmark = pytest.mark.sizes(2, 3)
+# One rank reads its logits once, several read them twice and merge; `shard_of` varies where they are cut.
+pytestmark = pytest.mark.sizes(1, 2)
 
 CLASSES = [1, 2, 3, 10, 1000, 50_000]
 # (1 - p) / p of the target: 1 - p goes from 0.99 to e^-30

@@ -269,63 +269,6 @@ def test_out_may_be_another_view_of_just_logits(comm):
     assert excess_of_gradient(logits, expect(problem, part), problem) <= 1
 
 
-def test_backward_into_logits_uses_residuals_up(comm):
-    problem = draw(7, WIDE)
-    logits, targets, options = part_of(comm, problem).on_this_rank(problem, comm=comm)
-    _, residuals = pce.softmax_cross_entropy_forward(logits, targets, **options)
-    first = pce.softmax_cross_entropy_backward(1.0, residuals)
-    gradient = pce.softmax_cross_entropy_backward(1.0, residuals, out=logits)
-    assert is_same(gradient, first)
-    for out in (None, logits, np.empty_like(logits)):
-        with pytest.raises(RuntimeError, match="used up"):
-            pce.softmax_cross_entropy_backward(1.0, residuals, out=out)
-    assert is_same(gradient, first)
-
-
-def test_failed_backward_pass_uses_nothing_up(comm):
-    logits, targets = np.zeros((2, 3), np.float32), np.array([0, 1])
-    _, residuals = pce.softmax_cross_entropy_forward(logits, targets, comm=comm)
-    with pytest.raises(ValueError, match="dloss"):
-        pce.softmax_cross_entropy_backward(np.ones(5), residuals, out=logits)
-    with pytest.raises(ValueError, match="out"):
-        pce.softmax_cross_entropy_backward(1.0, residuals, out=np.empty((3, 3), np.float32))
-    assert not logits.any()
-    assert pce.softmax_cross_entropy_backward(1.0, residuals, out=logits).any()
-
-
-def overlapping():
-    """Logits, targets, weight and each `out` that is not allowed for them, and what the message says."""
-    logits, targets, weight = np.zeros((2, 3), np.float32), np.array([0, 1]), np.ones(3, np.float32)
-    wide, square = np.zeros((2, 8), np.float32), np.zeros((3, 3), np.float32)
-    yield wide[:, :3], targets, weight, wide[:, 1:4], "share no memory"  # part of the logits
-    yield wide[:, :3], targets, weight, wide[:, 2::-1], "share no memory"  # the logits, turned round
-    yield square, np.zeros(3, int), weight, square.T, "share no memory"
-    yield logits, targets, weight, np.broadcast_to(np.zeros(3, np.float32), (2, 3)), "read-only"
-    probabilities = np.ones((2, 3), np.float32)
-    yield logits, probabilities, weight, probabilities, "targets"
-    shared = np.zeros((2, 3), np.float32)
-    yield logits, shared[0, :2].view(np.int32), weight, shared, "targets"
-    shared = np.ones((2, 3), np.float32)
-    yield logits, targets, shared[0], shared, "weight"
-
-
-@pytest.mark.parametrize(("logits", "targets", "weight", "out", "message"), list(overlapping()))
-def test_out_shares_memory_with_logits_only(comm, logits, targets, weight, out, message):
-    before = out.copy()
-    with pytest.raises(ValueError, match=message):
-        pce.softmax_cross_entropy_value_and_grad(logits, targets, weight=weight, comm=comm, out=out)
-    assert is_same(out, before)
-
-
-@pytest.mark.parametrize(("logits", "targets", "weight", "out", "message"), list(overlapping())[:5])
-def test_out_of_backward_shares_nothing_with_residuals(comm, logits, targets, weight, out, message):
-    before = out.copy()
-    _, residuals = pce.softmax_cross_entropy_forward(logits, targets, weight=weight, comm=comm)
-    with pytest.raises(ValueError, match=message):
-        pce.softmax_cross_entropy_backward(1.0, residuals, out=out)
-    assert is_same(out, before)
-
-
 def test_out_may_stand_beside_logits_in_memory(comm):
     both = np.zeros((2, 2, 5), np.float32)
     logits, out = both[:, 0], both[:, 1]

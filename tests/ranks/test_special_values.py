@@ -309,10 +309,3 @@ def test_very_low_logit_masks_its_class(comm, mask):
             for gradient in results.gradients.values():
                 assert not gradient.any()
             assert_as_dense(results, problem, part)
-
-
-def test_probability_targets_with_ignore_index_raise(comm):
-    problem = draw(4, 12, targets="probabilities")
-    logits, targets, options = part_of(comm, problem).on_this_rank(problem, comm=comm)
-    with pytest.raises(ValueError, match="ignore_index"):
-        pce.softmax_cross_entropy(logits, targets, ignore_index=0, **options)
