@@ -35,6 +35,7 @@ class Case:
     size         of the largest numbers on the way, which rounding errors are relative to
     smooth       a function with the same derivatives; None: differences do not say what the gradient is
     dtype        of the results, where it is not that of the real operands
+    parameters   those of the operation by name, where its function is called with the operands and them alone
     """
 
     op: str
@@ -46,6 +47,7 @@ class Case:
     size: float = 1.0
     smooth: Callable[..., Any] | None = None
     dtype: Any = None
+    parameters: dict[str, Any] | None = None
     projections: list[Array] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -206,7 +208,8 @@ def named(op: str, *operands: Array, reference: Any = None, **parameters: Any) -
     """An operation that NumPy has too."""
     what = ", ".join(f"{name}={value}" for name, value in parameters.items())
     reference = reference or getattr(np, op)
-    return case(op, partial(getattr(ops, op), **parameters), partial(reference, **parameters), *operands, what=what)
+    call = partial(getattr(ops, op), **parameters)
+    return case(op, call, partial(reference, **parameters), *operands, what=what, parameters=parameters)
 
 
 ELEMENTWISE = [
@@ -236,7 +239,16 @@ ELEMENTWISE = [
     both("multiply", lambda x: 3 * x * 0.5, normal(3, 4), what="numbers"),
     both("divide", lambda x: 1 / (x / 4), positive(3, 4), what="numbers"),
     case("maximum", lambda x: pce.maximum(x, 0.25), lambda x: np.maximum(x, 0.25), normal(3, 4), what="a number"),
-    case("equal", ops.equal, np.equal, normal(3, 4).round(), normal(4).round(), gradient=[False] * 2, dtype=np.bool_),
+    case(
+        "equal",
+        ops.equal,
+        np.equal,
+        normal(3, 4).round(),
+        normal(4).round(),
+        gradient=[False] * 2,
+        dtype=np.bool_,
+        parameters={},
+    ),
     named("where", booleans(3, 4), normal(3, 4), normal(3, 4)),
     named("where", booleans(4), normal(3, 1), normal(3, 4)),
     named("where", booleans(3, 1), normal(3, 4), normal()),
@@ -248,6 +260,7 @@ ELEMENTWISE = [
         normal(3, 4),
         smooth=lambda x: x,
         dtype=np.float32,
+        parameters={"dtype": np.float32},
     ),
     *(
         both("astype", lambda x, dtype=dtype: x.astype(dtype), x, what=dtype.__name__, gradient=[False], dtype=dtype)
@@ -329,7 +342,7 @@ TO_JOIN: list[tuple[int, list[tuple[int, ...]]]] = [
 
 SHAPES = [
     *(
-        both("reshape", lambda x, after=after: x.reshape(after), normal(*before), what=str(after))
+        named("reshape", normal(*before), reference=lambda x, shape: x.reshape(shape), shape=after)
         for before, after in [
             ((4, 6), (24,)),
             ((4, 6), (-1,)),
@@ -351,7 +364,7 @@ SHAPES = [
     named("transpose", normal(2, 3, 4)),
     named("transpose", normal(2, 3, 4), axes=(1, 2, 0)),
     both("transpose", lambda x: x.T, normal(3, 4), what=".T"),
-    both("swapaxes", lambda x: x.swapaxes(0, -1), normal(2, 3, 4)),
+    named("swapaxes", normal(2, 3, 4), axis1=0, axis2=-1),
     *(
         case(
             "concatenate",
@@ -359,6 +372,7 @@ SHAPES = [
             lambda *arrays, axis=axis: np.concatenate(arrays, axis),
             *(normal(*shape) for shape in shapes),
             what=f"axis={axis}",
+            parameters={"axis": axis},
         )
         for axis, shapes in TO_JOIN
     ),
@@ -367,7 +381,7 @@ SHAPES = [
         for where, axis in [(2, 0), (3, 1), ([1, 4], -1), ([0, 3, 9], 0)]
     ),
     *(
-        both("slice", lambda x, index=index: x[index], normal(3, 4, 2), what=str(index))
+        both("slice", lambda x, at=index: x[at], normal(3, 4, 2), what=str(index), parameters={"index": index})
         for index in [
             (1,),
             (slice(1, None),),
@@ -384,13 +398,7 @@ SHAPES = [
     ),
     both("slice", lambda x: x[2], normal(5), what="an element"),
     *(
-        case(
-            "broadcast_to",
-            partial(pce.broadcast_to, shape=after),
-            partial(np.broadcast_to, shape=after),
-            normal(*before),
-            what=str(after),
-        )
+        named("broadcast_to", normal(*before), shape=after)
         for before, after in [
             ((3, 1), (2, 3, 4)),
             ((), (3,)),
@@ -409,7 +417,7 @@ SHAPES = [
 
 
 EMBEDDING = [
-    case("embedding", pce.embedding, lambda ids, table: table[ids], ids, normal(5, 3))
+    named("embedding", ids, normal(5, 3), reference=lambda ids, table: table[ids])
     for ids in (np.array([4, 0, 4, 4]), np.array([[1, 3, 1], [0, 2, 3]]), np.array(2), np.zeros((0,), np.int64))
 ]
 
@@ -461,7 +469,9 @@ def _cross_entropy(logits: Array, targets: Array, weight: Array | None = None, *
         return np.asarray(dense.softmax_cross_entropy(logits, targets, weight=weight[0] if weight else None, **options))
 
     gradient = [True] + [False] * (len(operands) - 1)
-    return case("cross_entropy", call, reference, *operands, gradient=gradient, what=what, dtype=dtype)
+    parameters = options if weight is None else None
+    more = {"what": what, "dtype": dtype, "parameters": parameters}
+    return case("cross_entropy", call, reference, *operands, gradient=gradient, **more)
 
 
 LOSSES = [
@@ -480,11 +490,19 @@ LOSSES = [
     _cross_entropy(normal(4, 3), probabilities(4, 3), positive(4), axis=0, reduction="none"),
     _cross_entropy(normal(3, 4), probabilities(3, 4), positive(4), label_smoothing=0.2, softcap=3.0, reduction="sum"),
     _cross_entropy(normal(0, 4), integers(4, 0), reduction="sum"),
-    case("mse", pce.mse, lambda x, y: np.mean((x - y) ** 2), normal(3, 4), normal(3, 4)),
-    case("mse", pce.mse, lambda x, y: np.mean((x - y) ** 2), normal(3, 4), normal(4)),
+    named("mse", normal(3, 4), normal(3, 4), reference=lambda x, y: np.mean((x - y) ** 2)),
+    named("mse", normal(3, 4), normal(4), reference=lambda x, y: np.mean((x - y) ** 2)),
 ]
 
-CASES = [*ELEMENTWISE, *MATMUL, *REDUCTIONS, *SHAPES, *EMBEDDING, *NORMALIZATION, *SPECIALS, *LOSSES]
+NUMBERS = [
+    named("add", normal(6, 2), reference=lambda x, y: x + y, y=2),
+    named("power", normal(6, 2), reference=lambda x, y: x**y, y=2),
+    named("power", positive(6, 2), reference=lambda x, y: x**y, y=2.5),
+    named("divide", normal(6, 2), reference=lambda x, y: x / y, y=2),
+    named("where", booleans(5, 1), normal(5, 3), reference=lambda c, x, y: np.where(c, x, y), y=0.0),
+]
+
+CASES = [*ELEMENTWISE, *MATMUL, *REDUCTIONS, *SHAPES, *EMBEDDING, *NORMALIZATION, *SPECIALS, *LOSSES, *NUMBERS]
 OPS = list(dict.fromkeys(case.op for case in CASES))
 
 
