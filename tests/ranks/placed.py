@@ -43,6 +43,15 @@ def collectives(trace: pce.Trace, **where: Any) -> list[str]:
     return [event.collective for event in trace.select(**where)]
 
 
+def error_of(call: Callable[[], object]) -> tuple[str, str]:
+    """The type and the text of the error of `call`; empty if it returns."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
 def check(
     found: Any,
     expected: Any,

@@ -566,9 +566,7 @@ def test_saving_anything_else_is_an_error(comm, old_file):
     assert "int" in no_path
 
 
-def test_ranks_that_save_different_arrays_all_raise(comm, old_file):
-    if comm.size == 1:
-        pytest.skip("one rank agrees with itself: run this on 2 ranks or more")
+def test_ranks_that_save_different_arrays_all_raise(comm, old_file, several):
     mesh = mesh_of(comm, comm.size)
     first = comm.rank == 0
     w, v = pce.distribute(values((2, 2)), mesh), pce.distribute(values((3, 2)), mesh)
@@ -673,9 +671,7 @@ def test_dtype_that_no_array_can_have_is_error(comm, folder):
     assert "'q' is F8_E4M3" in refused(comm, ValueError, pce.load, folder / "f", mesh_of(comm, comm.size))
 
 
-def test_ranks_that_load_different_things_all_raise(comm, old_file):
-    if comm.size == 1:
-        pytest.skip("one rank agrees with itself: run this on 2 ranks or more")
+def test_ranks_that_load_different_things_all_raise(comm, old_file, several):
     mesh = mesh_of(comm, comm.size)
     first = comm.rank == 0
     placed = refused(comm, CollectiveError, pce.load, old_file, mesh, {"w": {"data": Shard(int(first))}})

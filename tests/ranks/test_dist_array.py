@@ -17,6 +17,7 @@ from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
 from pce_mpi.distributed.sharding import Sharding
 from ranks.grids import assembled, factorizations, lying, mesh_of, placements_of, ragged, ranks_of, squarest
+from ranks.placed import error_of
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 INTEGERS = [np.int8, np.uint8, np.int32, np.int64, np.uint64]
@@ -44,15 +45,6 @@ def same(actual, expected) -> None:
     assert type(actual) is np.ndarray
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
     np.testing.assert_array_equal(actual.astype(np.float64), expected.astype(np.float64))
-
-
-def error_of(call) -> tuple[str, str]:
-    """The type and the text of what `call` raises."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def ranks_text(ranks) -> str:

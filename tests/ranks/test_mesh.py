@@ -14,19 +14,11 @@ import pce_mpi as pce
 from pce_mpi.comm.tracing import Purpose
 from pce_mpi.distributed.mesh import Mesh
 from ranks.grids import NAMES, factorizations, mesh_of, ranks_of
+from ranks.placed import error_of
 
 
 def all_sizes(comm):
     return [sizes for ndim in (1, 2, 3) for sizes in factorizations(comm.size, ndim)]
-
-
-def error_of(call) -> tuple[str, str]:
-    """The type and the text of what `call` raises."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def everywhere_the_same(comm, mine: tuple[str, str]) -> bool:
