@@ -14,7 +14,7 @@ Array = np.ndarray[Any, Any]
 # A row's loss, the gradient at its target, and any other entry of the gradient in ulps of the row's largest: float32
 # exponentials err by 1 to 2 ulp, the differences that they are taken of make it more; all else is float64.
 FLOAT32 = 4
-# float64 arithmetic errs by 2**-20 of a float32 ulp or so. Only where the exact loss lies so close to the middle
+# float64 arithmetic errs by 2**-20 of a float32 ulp or so. Only where the exact loss is so close to the middle
 # between two float32 numbers may it be rounded to the other one.
 FLOAT64_ROUNDED_TO_FLOAT32 = 1
 # The float32 (or wider) gradient is rounded once; float32's own error can tip that to the neighbour.
@@ -59,7 +59,7 @@ def ulp(value: Any, dtype: Any) -> Array:
 def errors(got: Any, expected: Any, dtype: Any, size: Any = None, remainder: Any = 0.0) -> Array:
     """How far `got` is from `expected` (+ `remainder`), in ulps that `size` (or `expected`) has in `dtype`.
 
-    The same special values lie 0 apart, different ones infinitely far.
+    The same special values are 0 apart, different ones infinitely far.
     """
     got, expected = np.asarray(got).astype(np.float64), np.asarray(expected).astype(np.float64)
     if got.shape != expected.shape:

@@ -1,4 +1,4 @@
-"""Arrays of the stand-in that lie as real ones may: misaligned, far apart, and where a byte too far is found out."""
+"""Arrays of the stand-in in memory as real ones may be: misaligned, far apart, and next to what must not be touched."""
 
 import ctypes
 import mmap
@@ -37,7 +37,7 @@ def rows_in_memory(values, *, pitch=0, shift=0, at_end=False):
 
     `values` are (outer, classes, inner). With `at_end` they end right before memory that traps, wherever they start.
 
-    Returns the array and what it lies in.
+    Returns the array and the memory around it.
     """
     outer, classes, inner = values.shape
     dtype = values.dtype

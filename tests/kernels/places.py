@@ -24,7 +24,7 @@ class OnHost:
 
 
 class OnGpu:
-    """Copies on a GPU that lie as the host's arrays do: with their strides, as far from a multiple of 16 bytes, and no
+    """Copies on a GPU, in memory as the host's arrays: with their strides, as far from a multiple of 16 bytes, and no
     longer than what they reach, so that compute-sanitizer sees who goes beyond.
 
     Arrays that reach over the same bytes have one copy, until it is brought back or forgotten.
@@ -40,7 +40,7 @@ class OnGpu:
         low, high = np.lib.array_utils.byte_bounds(array)
         shift = low % 16
         if (low, high) not in self._copies:
-            # The array is kept as well: no other one shall come to lie where it does.
+            # The array is kept as well: no other one may take its memory.
             self._copies[low, high] = array, self._cupy.zeros(shift + high - low, np.uint8)
         _, copy = self._copies[low, high]
         copy[shift:].set(memory(low, high))

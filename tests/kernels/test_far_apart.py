@@ -28,17 +28,17 @@ def test_rows_beyond_2_to_31_elements(stand_in, cuda):
     pitch, classes = 2**31 + 24, 100
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # Linux's MAP_NORESERVE
     memory = np.frombuffer(mmap.mmap(-1, 2 * (2 * pitch + classes), flags), np.float16)
-    lying = np.lib.stride_tricks.as_strided(memory, (3, classes, 1), (2 * pitch, 2, 2))
+    strided = np.lib.stride_tricks.as_strided(memory, (3, classes, 1), (2 * pitch, 2, 2))
     logits, columns = draw(np.dtype(np.float16), classes, 3, seed=15)
-    lying[...] = logits
+    strided[...] = logits
     fields, options = StateFields(), options_of(np.dtype(np.float16))
     expected = expected_states(logits, columns, fields, options)
-    assert_states(fields, states_of(cuda, lying, columns, fields, options), expected, np.float16)
+    assert_states(fields, states_of(cuda, strided, columns, fields, options), expected, np.float16)
     gradient = row_gradient(fields, expected, columns, np.ones(3, np.bool_))
     wanted = expected_gradient(logits, gradient, options)
-    fused(cuda, logits.copy(), lying, columns, fields)
-    write_gradient(cuda, lying, lying, gradient, options)
-    assert_gradient(lying, wanted, logits.dtype)
+    fused(cuda, logits.copy(), strided, columns, fields)
+    write_gradient(cuda, strided, strided, gradient, options)
+    assert_gradient(strided, wanted, logits.dtype)
 
 
 TILES = """

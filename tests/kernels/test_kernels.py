@@ -75,20 +75,20 @@ def test_rows_that_start_anywhere_are_written_alone(cuda, dtype):
         wanted = expected_gradient(logits, gradient, options)
         for shift in range(width):
             pitch = classes + (shift * 5) % 7
-            lying, fence = rows_in_memory(logits, pitch=pitch, shift=shift, at_end=shift == 1)
+            strided, fence = rows_in_memory(logits, pitch=pitch, shift=shift, at_end=shift == 1)
             out, out_fence = rows_in_memory(logits, pitch=pitch, shift=(shift * 3) % width)
-            assert_states(fields, states_of(cuda, lying, columns, fields, options), expected, dtype)
-            write_gradient(cuda, out, lying, gradient, options)
+            assert_states(fields, states_of(cuda, strided, columns, fields, options), expected, dtype)
+            write_gradient(cuda, out, strided, gradient, options)
             assert_gradient(out, wanted, dtype)
             if dtype != F64:
                 out[...] = 0
-                assert_states(fields, fused(cuda, out, lying, columns, fields), expected, dtype)
+                assert_states(fields, fused(cuda, out, strided, columns, fields), expected, dtype)
                 assert_gradient(out, wanted, dtype)
-            write_gradient(cuda, lying, lying, gradient, options)
-            assert_gradient(lying, wanted, dtype)
+            write_gradient(cuda, strided, strided, gradient, options)
+            assert_gradient(strided, wanted, dtype)
             assert fence.is_whole()
             assert out_fence.is_whole()
-            between = np.lib.stride_tricks.as_strided(lying[0, -1:, 0], (pitch - classes + 1,), (dtype.itemsize,))[1:]
+            between = np.lib.stride_tricks.as_strided(strided[0, -1:, 0], (pitch - classes + 1,), (dtype.itemsize,))[1:]
             assert (between.view(np.uint8) == 0xA7).all()
 
 
@@ -99,17 +99,17 @@ def test_logits_with_strided_classes_are_copied(cuda, dtype):
     expected = expected_states(values, columns, fields, options)
     gradient = row_gradient(fields, expected, columns, np.ones(12, np.bool_))
     wanted = expected_gradient(values, gradient, options)
-    for lying in (values, np.asfortranarray(values), values[:, ::-1][:, ::-1], values[::-1].copy()[::-1]):
-        before = lying.copy()
-        assert_states(fields, states_of(cuda, lying, columns, fields, options), expected, dtype)
-        out = np.zeros_like(lying)
-        write_gradient(cuda, out, lying, gradient, options)
+    for strided in (values, np.asfortranarray(values), values[:, ::-1][:, ::-1], values[::-1].copy()[::-1]):
+        before = strided.copy()
+        assert_states(fields, states_of(cuda, strided, columns, fields, options), expected, dtype)
+        out = np.zeros_like(strided)
+        write_gradient(cuda, out, strided, gradient, options)
         assert_gradient(out, wanted, dtype)
         if dtype != F64:
             out[...] = 0
-            assert_states(fields, fused(cuda, out, lying, columns, fields), expected, dtype)
+            assert_states(fields, fused(cuda, out, strided, columns, fields), expected, dtype)
             assert_gradient(out, wanted, dtype)
-        assert lying.tobytes() == before.tobytes()
+        assert strided.tobytes() == before.tobytes()
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)

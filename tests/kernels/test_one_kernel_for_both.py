@@ -89,10 +89,10 @@ def test_failed_cluster_launch_takes_two_kernels_ever_after(cuda, stand_in, monk
     assert tried == ["fill_states_and_write_gradient<float, 2>"]
     # In place, nothing had been written before it was refused.
     cuda._devices_without_clusters.clear()
-    lying = stand_in.asarray(logits)
+    strided = stand_in.asarray(logits)
     with pytest.warns(UserWarning, match="cannot be launched"):
-        pce.softmax_cross_entropy_value_and_grad(lying, stand_in.asarray(targets), out=lying)
-    assert lying.get().tobytes() == first[1].tobytes()
+        pce.softmax_cross_entropy_value_and_grad(strided, stand_in.asarray(targets), out=strided)
+    assert strided.get().tobytes() == first[1].tobytes()
     # Rows that fit one block have their kernel still.
     value_and_grad(stand_in, logits[:, :100], np.array([3, 99]))
     assert tried[2:] == ["fill_states_and_write_gradient<float, 1>"]

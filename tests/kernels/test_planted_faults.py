@@ -48,25 +48,27 @@ def few_rows():
         logits, columns = draw(dtype, classes, 2, seed=16)
         columns[:] = 0, classes - 1
         for values in (logits, np.sort(logits * 5, axis=1)):
-            lying, _ = rows_in_memory(values, pitch=classes + 3, shift=3)
+            strided, _ = rows_in_memory(values, pitch=classes + 3, shift=3)
             options = options_of(dtype)
-            expected = expected_states(lying, columns, StateFields(), options)
+            expected = expected_states(strided, columns, StateFields(), options)
             gradient = row_gradient(StateFields(), expected, columns, np.ones(2, np.bool_))
-            yield lying, columns, options, expected, gradient
+            yield strided, columns, options, expected, gradient
 
 
 def check_forward(cuda):
-    for lying, columns, options, expected, _ in few_rows():
+    for strided, columns, options, expected, _ in few_rows():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LaunchConfig, "for_forward", lambda *_: LaunchConfig(64, 128, 2**14, 1, 1))
-            assert_states(StateFields(), states_of(cuda, lying, columns, StateFields(), options), expected, lying.dtype)
+            assert_states(
+                StateFields(), states_of(cuda, strided, columns, StateFields(), options), expected, strided.dtype
+            )
 
 
 def check_backward(cuda):
-    for lying, _, options, _, gradient in few_rows():
-        wanted = expected_gradient(lying, gradient, options)
-        write_gradient(cuda, lying, lying, gradient, options)
-        assert_gradient(lying, wanted, lying.dtype)
+    for strided, _, options, _, gradient in few_rows():
+        wanted = expected_gradient(strided, gradient, options)
+        write_gradient(cuda, strided, strided, gradient, options)
+        assert_gradient(strided, wanted, strided.dtype)
 
 
 def check_cluster(cuda):

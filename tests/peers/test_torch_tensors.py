@@ -1,4 +1,4 @@
-"""CPU tensors of torch's as logits, targets and out: wrapped where they lie, not copied."""
+"""CPU tensors of torch's as logits, targets and out: wrapped, not copied."""
 
 import numpy as np
 import pytest

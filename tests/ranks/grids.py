@@ -56,7 +56,7 @@ def ragged(length: int, parts: int, seed: Any) -> Splits:
     return (0, *sorted(np.random.default_rng(seed).integers(0, length + 1, parts - 1).tolist()), length)
 
 
-def lying(dims: Dims, shape: tuple[int, ...], *placements: Placement, seed: Any = None) -> Sharding:
+def spread(dims: Dims, shape: tuple[int, ...], *placements: Placement, seed: Any = None) -> Sharding:
     """The sharding with these placements, balanced, or split at random with `seed`."""
     sharding = Sharding.of(dims, shape, dict(zip((name for name, _ in dims), placements, strict=True)))
     if seed is None:

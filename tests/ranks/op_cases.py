@@ -175,9 +175,7 @@ def moved_to(placement: Any) -> Callable[[DistArray], DistArray]:
 
 # Operations of a user's own: one without a rule, which runs replicated, and one with.
 running_sum: Any = pce.op(
-    lambda x: array_namespace(x).cumsum(x, 0),
-    lambda g, y, x: running_sum(g[::-1])[::-1],
-    name="running_sum",
+    lambda x: array_namespace(x).cumsum(x, 0), lambda g, y, x: running_sum(g[::-1])[::-1], name="running_sum"
 )
 outer = pce.op(
     lambda x, y: x[:, None, :] * y,
@@ -399,13 +397,7 @@ SHAPES = [
     both("slice", lambda x: x[2], normal(5), what="an element"),
     *(
         named("broadcast_to", normal(*before), shape=after)
-        for before, after in [
-            ((3, 1), (2, 3, 4)),
-            ((), (3,)),
-            ((4,), (3, 4)),
-            ((1, 3), (1, 3)),
-            ((1, 3), (0, 3)),
-        ]
+        for before, after in [((3, 1), (2, 3, 4)), ((), (3,)), ((4,), (3, 4)), ((1, 3), (1, 3)), ((1, 3), (0, 3))]
     ),
     *(
         case("redistribute", moved_to(placement), lambda x: x, normal(5, 3), what=str(placement))
@@ -544,8 +536,8 @@ def evaluate(
     """Forward, and backward from the projections of the results; collective over `mesh`.
 
     `required` are the operands to find the gradient of, all that have one if it is None. In the end those are
-    written to, as a step would: no gradient may share their memory. `agreed`: ranks find out how operands lie by
-    `from_local`, and are not told.
+    written to, as a step would: no gradient may share their memory. `agreed`: ranks find out how operands are
+    placed by `from_local`, and are not told.
     """
     wanted = case.has_gradient if required is None else required
     operands, given = [], []

@@ -8,7 +8,7 @@ import numpy as np
 import pce_mpi as pce
 from pce_mpi import DistArray, Mesh, Partial, Replicate
 from pce_mpi.distributed.placements import Placement
-from ranks.grids import assembled, local_of, lying
+from ranks.grids import assembled, local_of, spread
 
 SUM, AVG, MAX, MIN = (Partial(operator) for operator in ("sum", "avg", "max", "min"))
 R = Replicate()
@@ -24,7 +24,7 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 def at(mesh: Mesh, whole: Any, *placements: Placement, requires_grad: bool = False, seed: int = 0, splits: Any = None):
     """The distributed array that is `whole`, with random terms where it is Partial, and random `splits` if asked."""
     whole = np.asarray(whole)
-    sharding = lying(mesh.dim_sizes, whole.shape, *placements, seed=splits)
+    sharding = spread(mesh.dim_sizes, whole.shape, *placements, seed=splits)
     return DistArray(local_of(whole, sharding, mesh.coordinates, seed), mesh, sharding, requires_grad=requires_grad)
 
 

@@ -11,17 +11,7 @@ import pytest
 from in_step import in_step
 import pce_mpi as pce
 from pce_mpi.loss import kernels
-from ranks.problems import (
-    NARROW,
-    SPLITS,
-    WIDE,
-    Part,
-    Results,
-    assert_as_dense,
-    draw,
-    same_on_every_rank,
-    split,
-)
+from ranks.problems import NARROW, SPLITS, WIDE, Part, Results, assert_as_dense, draw, same_on_every_rank, split
 from ulps import STATISTICS, errors, worst
 
 # One rank reads its logits once, several read them twice and merge.

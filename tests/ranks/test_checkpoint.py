@@ -24,7 +24,7 @@ from pce_mpi.comm.tracing import Purpose
 from pce_mpi.distributed import checkpoint
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.sharding import Sharding
-from ranks.grids import assembled, local_of, lying, mesh_of, placements_of, squarest
+from ranks.grids import assembled, local_of, mesh_of, placements_of, spread, squarest
 
 DTYPES = [
     *(np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64),
@@ -91,7 +91,7 @@ def test_saved_arrays_are_loaded_at_any_placements(comm, folder):
         whole, arrays, placements = values((5, 3)), {}, {}
         for before, after in product(saved_as, loaded_as):
             name = f"{before} -> {after}"
-            arrays[name] = held(whole, mesh, lying(mesh.dim_sizes, (5, 3), *before))
+            arrays[name] = held(whole, mesh, spread(mesh.dim_sizes, (5, 3), *before))
             placements[name] = dict(zip(mesh.dims, after, strict=True))
         path = folder / f"{number}.safetensors"
         pce.save(path, arrays)
@@ -140,7 +140,7 @@ def test_every_dtype_and_empty_arrays_keep_their_bits(comm, folder):
 def test_uneven_shards_are_saved_and_come_back_balanced(comm, folder):
     mesh = mesh_of(comm, comm.size)
     whole = values((7, 2))
-    ragged = lying(mesh.dim_sizes, (7, 2), Shard(0), seed=[3])
+    ragged = spread(mesh.dim_sizes, (7, 2), Shard(0), seed=[3])
     pce.save(folder / "f", {"w": held(whole, mesh, ragged)})
     loaded = pce.load(folder / "f", mesh, {"w": {"data": Shard(0)}})
     got = wholes_of(comm, loaded)
@@ -152,7 +152,7 @@ def test_uneven_shards_are_saved_and_come_back_balanced(comm, folder):
 def test_partial_array_is_reduced_before_saving(comm, folder, operator):
     mesh = mesh_of(comm, *squarest(comm.size))
     whole = values((4, 3))
-    pce.save(folder / "f", {"w": held(whole, mesh, lying(mesh.dim_sizes, (4, 3), Partial(operator), Shard(1)))})
+    pce.save(folder / "f", {"w": held(whole, mesh, spread(mesh.dim_sizes, (4, 3), Partial(operator), Shard(1)))})
     assert_equal(wholes_of(comm, pce.load(folder / "f", mesh)), {"w": whole})
 
 
@@ -261,10 +261,7 @@ def prepared(comm, make, *arguments):
 def test_saving_replaces_regular_files_only(comm, folder, make, words):
     path = folder / "f"
     before = prepared(comm, lambda: (make(path), os.lstat(path).st_ino)[1])
-    texts = [
-        refused(comm, FileExistsError, saved, comm, path),
-        refused(comm, ValueError, loaded_from, comm, path),
-    ]
+    texts = [refused(comm, FileExistsError, saved, comm, path), refused(comm, ValueError, loaded_from, comm, path)]
     after = prepared(comm, lambda: os.lstat(path).st_ino)
     found = files_in(comm, folder)
     assert found == ["f"]

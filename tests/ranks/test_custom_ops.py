@@ -13,7 +13,7 @@ from pce_mpi import Rule, Shard
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Placement
-from ranks.grids import factorizations, local_of, lying, mesh_of, squarest
+from ranks.grids import factorizations, local_of, mesh_of, spread, squarest
 from ranks.placed import AVG, MAX, ROUNDING, SUM, R, at, check, traced, whole_of
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -37,13 +37,13 @@ def test_operation_without_rule_runs_on_whole_operands(comm):
     inverse = pce.op(np.linalg.inv)
     a = numbers(5, 5)
     for mesh in [mesh_of(comm, *sizes) for sizes in factorizations(comm.size, 2)]:
-        for lies, due in [
+        for placed, due in [
             ((Shard(0), R), ["all_gather"]),
             ((R, SUM), ["all_reduce"]),
             ((R, R), []),
             ((Shard(1), MAX), ["all_reduce", "all_gather"]),
         ]:
-            result, trace = traced(inverse, at(mesh, a, *lies))
+            result, trace = traced(inverse, at(mesh, a, *placed))
             check(result, np.linalg.inv(a), R, R)
             assert [event.collective for event in trace.select()] == due
             assert {(event.operation, event.reason) for event in trace.select()} <= {
@@ -55,10 +55,10 @@ def test_operation_without_rule_has_the_global_gradient(line):
     a, weights = numbers(5, 5), numbers(5, 5, seed=1)
     inverse = pce.op(np.linalg.inv, lambda g, y, x: -(y.T @ g @ y.T))
     y = np.linalg.inv(a)
-    for lies in (Shard(0), Shard(1), R, SUM, AVG, MAX):
-        x = at(line, a, lies, requires_grad=True, splits=[1])
+    for placed in (Shard(0), Shard(1), R, SUM, AVG, MAX):
+        x = at(line, a, placed, requires_grad=True, splits=[1])
         (inverse(x) * weights).sum().backward()
-        check(x.grad, -(y.T @ weights @ y.T), lies if isinstance(lies, Shard) else R)
+        check(x.grad, -(y.T @ weights @ y.T), placed if isinstance(placed, Shard) else R)
 
 
 def test_operation_without_vjp_has_no_gradient(line):
@@ -228,9 +228,9 @@ def test_dot_in_rule_is_an_unsharded_axis(line):
 
 def test_operand_not_called_linear_is_reduced_first(line):
     a = numbers(7, 4)
-    for linear, lies in [([[0]], SUM), ([], R)]:
+    for linear, placed in [([[0]], SUM), ([], R)]:
         twice = pce.op(lambda x: x + x, rule=lambda shape, linear=linear: Rule.of("ab->ab", shape, linear=linear))
-        check(twice(at(line, a, SUM)), 2 * a, lies)
+        check(twice(at(line, a, SUM)), 2 * a, placed)
 
 
 def test_rule_may_join_shards_by_their_largest(line):
@@ -246,16 +246,16 @@ def test_rule_may_join_shards_by_their_largest(line):
 def test_axis_that_goes_unreduced_is_not_sharded(line):
     product = pce.op(lambda x: x.prod(axis=0), rule=lambda shape: Rule.of("ab->b", shape))
     a = numbers(7, 4)
-    for lies in (Shard(0), Shard(1), R, SUM):
-        np.testing.assert_allclose(whole_of(product(at(line, a, lies))), a.prod(axis=0), rtol=ROUNDING)
+    for placed in (Shard(0), Shard(1), R, SUM):
+        np.testing.assert_allclose(whole_of(product(at(line, a, placed))), a.prod(axis=0), rtol=ROUNDING)
 
 
 def test_rule_of_wrong_shape_is_refused(line):
     for forward, letters in [(lambda x: x[:, :2], "ab->ab"), (lambda x: x, "ab->a"), (lambda x: x.T, "ab->ab")]:
         liar = pce.op(forward, rule=lambda shape, letters=letters: Rule.of(letters, shape, reduces="sum"), name="liar")
-        for lies in (R, Shard(0)):
+        for placed in (R, Shard(0)):
             with pytest.raises(ValueError, match=r"^the rule of liar says that its result has shape .* but it has"):
-                liar(at(line, numbers(12, 5), lies))
+                liar(at(line, numbers(12, 5), placed))
 
 
 def test_rule_for_other_operands_is_refused(line):
@@ -368,10 +368,10 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.sizes(3)  # shards of several lengths
-@pytest.mark.parametrize("lies", LIES, ids=str)
-def test_any_function_of_numpy_is_never_wrong(line, lies):
+@pytest.mark.parametrize("placed", LIES, ids=str)
+def test_any_function_of_numpy_is_never_wrong(line, placed):
     whole = numbers(4, 4)
-    x = at(line, whole, lies)
+    x = at(line, whole, placed)
     for name, function in FUNCTIONS.items():
         result, expected = function(x), function(whole)
         if not isinstance(expected, list | tuple):
@@ -398,9 +398,9 @@ def test_function_of_numpy_takes_our_operation(line):
         "where": (lambda x, y: np.where(b > 2, x, y), Shard(0)),
         "reshape": (lambda x, y: np.reshape(x, (7, 3, 1)), Shard(0)),
     }
-    for name, (function, lies) in ours.items():
+    for name, (function, placed) in ours.items():
         result, trace = traced(function, x, y)
-        check(result, function(a, b), lies, name=name)
+        check(result, function(a, b), placed, name=name)
         assert result.requires_grad, name
         assert trace.count(purpose=None) == 0, name
     assert isinstance(np.split(x, 3, axis=1), list)
@@ -445,8 +445,8 @@ def test_results_with_named_parts_keep_them(line):
 def test_distributed_array_is_never_written_to(line):
     a = numbers(3, 3)
     plain = np.zeros((3, 3))
-    for lies in (R, Shard(0)):
-        x = at(line, a, lies)
+    for placed in (R, Shard(0)):
+        x = at(line, a, placed)
         before = x.local.copy()
         for call in (
             lambda x=x: np.exp(x, out=plain),
@@ -495,13 +495,13 @@ def test_operands_of_function_are_not_kept(line):
 def test_functions_of_numpy_see_the_global_array(comm):
     mesh = mesh_of(comm, *squarest(comm.size))
     a = numbers(5, 5)
-    for lies in [(Shard(0), Shard(1)), (Shard(0), Shard(0)), (SUM, Shard(1)), (SUM, AVG)]:
-        check(np.linalg.inv(at(mesh, a, *lies)), np.linalg.inv(a), R, R)
+    for placed in [(Shard(0), Shard(1)), (Shard(0), Shard(0)), (SUM, Shard(1)), (SUM, AVG)]:
+        check(np.linalg.inv(at(mesh, a, *placed)), np.linalg.inv(a), R, R)
 
 
 def test_cupy_arrays_stay_where_they_are(line, cupy):
     whole = numbers(5, 3)
-    sharding = lying(line.dim_sizes, whole.shape, Shard(0))
+    sharding = spread(line.dim_sizes, whole.shape, Shard(0))
     x = DistArray(cupy.asarray(local_of(whole, sharding, line.coordinates)), line, sharding)
     result = pce.op(lambda x: x * 2)(x)
     assert isinstance(result.local, cupy.ndarray)

@@ -16,7 +16,7 @@ from pce_mpi.distributed.creation import distribute, from_local
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
 from pce_mpi.distributed.sharding import Sharding
-from ranks.grids import assembled, factorizations, lying, mesh_of, placements_of, ragged, ranks_of, squarest
+from ranks.grids import assembled, factorizations, mesh_of, placements_of, ragged, ranks_of, spread, squarest
 from ranks.placed import error_of
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
@@ -63,7 +63,7 @@ def test_distribute_gives_each_rank_its_part_silently(comm):
                 with pce.trace() as trace:
                     x = distribute(whole, grid, data=one, model=other)
                 assert trace.events == []
-                assert x.sharding == lying(grid.dim_sizes, shape, one, other)
+                assert x.sharding == spread(grid.dim_sizes, shape, one, other)
                 same(x.local, whole[x.sharding.slices(grid.coordinates)])
 
 
@@ -168,7 +168,7 @@ def test_src_rank_sends_to_each_its_part(comm):
             x = distribute(mine, mesh_of(comm, *sizes), src_rank=source, data=one, model=other)
         made.append((x, source, (one, other), trace))
     for x, source, (one, other), trace in made:
-        assert x.sharding == lying(x.mesh.dim_sizes, (7, 5), one, other)
+        assert x.sharding == spread(x.mesh.dim_sizes, (7, 5), one, other)
         same(x.local, whole[x.sharding.slices(x.mesh.coordinates)])
         assert not np.shares_memory(x.local, whole)
         shapes = [x.sharding.local_shape(where) for where in ranks_of(x.mesh.dim_sizes)]
@@ -321,7 +321,7 @@ def test_uneven_shards_are_taken_as_they_are(comm):
     whole, made = numbers((9, 6)), []
     for sizes, (one, other) in product(factorizations(comm.size, 2), product(placements_of(2), repeat=2)):
         grid = mesh_of(comm, *sizes)
-        sharding = lying(grid.dim_sizes, (9, 6), one, other, seed=[4])
+        sharding = spread(grid.dim_sizes, (9, 6), one, other, seed=[4])
         x = from_local(whole[sharding.slices(grid.coordinates)], grid, data=one, model=other)
         made.append((sharding, x, x.full()))
     for sharding, x, full in made:

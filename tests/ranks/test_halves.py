@@ -38,7 +38,7 @@ def faults(got: Array, exact: Array, x: Array, size: Array | None = None) -> lis
     """Where `got` is not `exact` rounded once to its dtype, in ulps of `size` or `exact`."""
     dtype = got.dtype
     rounded = exact.astype(dtype)
-    # What is too large for a half is infinite; an error in float32 may tip what lies on the border.
+    # What is too large for a half is infinite; an error in float32 may tip a number on the border.
     largest = float(ml_dtypes.finfo(dtype).max)
     nearest = np.clip(exact, -largest, largest)
     on_the_border = (np.abs(np.abs(exact) / largest - 1) < 2.0**-8) & (np.isinf(got) | (np.abs(wide(got)) == largest))

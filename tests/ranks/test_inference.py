@@ -15,7 +15,7 @@ from pce_mpi.comm.communicators import Channel
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Placement
-from ranks.grids import local_of, lying, mesh_of, squarest
+from ranks.grids import local_of, mesh_of, spread, squarest
 from ranks.op_cases import CASES, Case
 from ranks.placed import AVG, MAX, SUM, R
 
@@ -67,8 +67,8 @@ def ways_of(x: Any) -> list[Placement]:
     return [*(Shard(axis) for axis in range(x.ndim)), R, *meaningful]
 
 
-def mixes(lies: tuple[Placement, ...]) -> bool:
-    return len({each for each in lies if each in (SUM, AVG)} and {each for each in lies if each == MAX}) == 0
+def mixes(placed: tuple[Placement, ...]) -> bool:
+    return len({each for each in placed if each in (SUM, AVG)} and {each for each in placed if each == MAX}) == 0
 
 
 def on_a_line(call: Call) -> list[list[tuple[Placement, ...]]]:
@@ -99,10 +99,10 @@ class Outcome(NamedTuple):
     error: str = ""
 
 
-def done(call: Call, mesh: Mesh, lies: list[tuple[Placement, ...]], needed: dict[int, Any]) -> Outcome:
+def done(call: Call, mesh: Mesh, placed: list[tuple[Placement, ...]], needed: dict[int, Any]) -> Outcome:
     operands = []
-    for whole, placements in zip(call.operands, lies, strict=True):
-        sharding = lying(mesh.dim_sizes, whole.shape, *placements)
+    for whole, placements in zip(call.operands, placed, strict=True):
+        sharding = spread(mesh.dim_sizes, whole.shape, *placements)
         operands.append(DistArray(local_of(whole, sharding, mesh.coordinates), mesh, sharding))
     needed.clear()
     try:
@@ -118,9 +118,9 @@ def done(call: Call, mesh: Mesh, lies: list[tuple[Placement, ...]], needed: dict
     )
 
 
-def foreseen(call: Call, mesh: Any, lies: list[tuple[Placement, ...]]) -> Outcome:
+def foreseen(call: Call, mesh: Any, placed: list[tuple[Placement, ...]]) -> Outcome:
     dims = list(mesh.dims if isinstance(mesh, Mesh) else mesh)
-    placements = [dict(zip(dims, each, strict=True)) for each in lies]
+    placements = [dict(zip(dims, each, strict=True)) for each in placed]
     try:
         parameters = call.case.parameters or {}
         found = infer_placements(call.name, call.shapes, placements, mesh=mesh, dtypes=call.dtypes, **parameters)
@@ -132,7 +132,7 @@ def foreseen(call: Call, mesh: Any, lies: list[tuple[Placement, ...]]) -> Outcom
 
 @pytest.fixture
 def needed(monkeypatch) -> dict[int, Any]:
-    """How each array had to lie when an operation first needed it, by the id of the array."""
+    """How each array had to be placed when an operation first needed it, by the id of the array."""
     seen: dict[int, Any] = {}
 
     def see(x: DistArray, sharding: Any) -> None:
@@ -163,10 +163,10 @@ def differences(comm, mesh: Mesh, combinations: Any, most: int, needed: dict[int
     """What rank 0, at the origin of the mesh, did otherwise than it had foreseen; the same list on every rank."""
     wrong = []
     for number, each in enumerate(calls()):
-        for lies in drawn(combinations(each), most, number, comm.size):
-            did = done(each, mesh, lies, needed)
-            if comm.rank == 0 and did != (would := foreseen(each, mesh, lies)):
-                wrong.append(f"{each}, lying as {lies}:\n    did      {did}\n    foreseen {would}")
+        for placed in drawn(combinations(each), most, number, comm.size):
+            did = done(each, mesh, placed, needed)
+            if comm.rank == 0 and did != (would := foreseen(each, mesh, placed)):
+                wrong.append(f"{each}, spread as {placed}:\n    did      {did}\n    foreseen {would}")
     return comm.bcast(wrong[:20])
 
 
@@ -185,8 +185,8 @@ def test_operation_on_grid_does_what_was_inferred(comm, needed):
 # ------------------------------------------------------------------------------------------------- without any ranks
 
 
-def inferred(name: str, shapes: Any, *lies: Placement, **options: Any) -> Inference:
-    return infer_placements(name, shapes, [{"model": each} for each in lies], mesh={"model": 4}, **options)
+def inferred(name: str, shapes: Any, *placed: Placement, **options: Any) -> Inference:
+    return infer_placements(name, shapes, [{"model": each} for each in placed], mesh={"model": 4}, **options)
 
 
 def test_example_of_two_products():
@@ -243,8 +243,8 @@ def test_inference_communicates_nothing(comm, monkeypatch):
     if comm.rank == comm.size - 1:
         with pce.trace() as trace:
             for each in calls():
-                for lies in on_a_line(each)[:3]:
-                    foreseen(each, mesh, lies)
+                for placed in on_a_line(each)[:3]:
+                    foreseen(each, mesh, placed)
         assert trace.events == []
     assert waited == []
 

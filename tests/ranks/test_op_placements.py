@@ -1,4 +1,4 @@
-"""Operations on shards, replicas and terms: results and gradients are those of one process, however operands lie.
+"""Operations on shards, replicas and terms: results and gradients are those of one process at any placements.
 
 All combinations of placements along one dim, and along two dims as Hypothesis draws them, for the whole table. Blocks
 are uneven and empty, and there are more ranks than elements. What all ranks hold is put together by `grids.assembled`,
@@ -19,7 +19,7 @@ from in_step import in_step
 import pce_mpi as pce
 from pce_mpi import DistArray, Partial, Shard, check_replicas
 from pce_mpi.ops.broadcasting import reduction_rule
-from ranks.grids import assembled, factorizations, lying, mesh_of, placements_of
+from ranks.grids import assembled, factorizations, mesh_of, placements_of, spread
 from ranks.op_cases import CASES, OPS, Outcome, cases_of, error_of, evaluate, one_process
 from ulps import SHARDED
 
@@ -30,7 +30,7 @@ SUM = Partial("sum")
 
 @dataclass(frozen=True)
 class Run:
-    """One line of the table with operands that lie in one way, and what came of it on this rank."""
+    """One line of the table with operands placed in one way, and what came of it on this rank."""
 
     case: object
     shardings: list
@@ -50,7 +50,7 @@ def run(case, mesh, shardings, dtype=np.float64, **more):
 
 
 def misplaced(leaf, gradient):
-    """Why a gradient may not lie as it does; None if it may."""
+    """Why a gradient may not be placed as it is; None if it may."""
     for dim, placed in leaf.sharding.natural.by_dim.items():
         if gradient.sharding.by_dim[dim] not in (placed, SUM):
             return f"the gradient of {leaf.sharding} is {gradient.sharding}"
@@ -135,7 +135,7 @@ def combinations_of(case, mesh):
             yield (
                 number,
                 [
-                    lying(mesh.dim_sizes, x.shape, placed, seed=[number, index] if uneven else None)
+                    spread(mesh.dim_sizes, x.shape, placed, seed=[number, index] if uneven else None)
                     for index, (x, placed) in enumerate(zip(case.operands, placements, strict=True))
                 ],
             )
@@ -165,7 +165,7 @@ def shardings_over(draw, shape, dtype, dims):
     families = {"b": [["max"], ["min"]], "i": [["sum"], ["max"]]}.get(dtype.kind, FAMILIES)
     ways = placements_of(len(shape), *draw(st.sampled_from(families)))
     placements = [draw(st.sampled_from(ways)) for _ in dims]
-    return lying(dims, shape, *placements, seed=draw(st.none() | st.tuples(st.integers(0, 9))))
+    return spread(dims, shape, *placements, seed=draw(st.none() | st.tuples(st.integers(0, 9))))
 
 
 @pytest.mark.sizes(2, 4)  # a dim of one rank, and none of one

@@ -1,4 +1,4 @@
-"""A plan says by name how parameters lie along one dim, and says so if it does not fit."""
+"""A plan says by name how parameters are placed along one dim, and says so if it does not fit."""
 
 from dataclasses import FrozenInstanceError
 
@@ -88,7 +88,7 @@ def test_styles_are_values():
 
 
 def loss_of(w, ids, targets, mesh, between):
-    """A block of a language model; `between` is how the activations lie between layers, along the sequence's axis."""
+    """A block of a language model; `between` places the activations between layers, along the sequence's axis."""
     ids = pce.distribute(ids, mesh, data=Shard(0))
     x = pce.embedding(ids, w["embedding"]).redistribute(model=between)
     y = pce.layer_norm(x, w["block.0.norm.scale"], None).redistribute(model=Replicate())

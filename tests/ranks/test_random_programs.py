@@ -22,7 +22,7 @@ from pce_mpi import DistArray, Mesh, Partial, Replicate, Shard, from_local, ops
 from pce_mpi.ops import arithmetic, elementwise
 from pce_mpi.ops import shape as shapes
 from ranks import op_cases
-from ranks.grids import NAMES, Array, factorizations, local_of, lying, mesh_of
+from ranks.grids import NAMES, Array, factorizations, local_of, mesh_of, spread
 from ulps import PROGRAM, worst
 
 # How many programs run on meshes of so many dims, in turn on each mesh of the ranks that has them.
@@ -133,7 +133,7 @@ def on_ranks(mesh: Mesh, parameters: dict[int, DistArray]) -> dict[str, Any]:
 
     def of(whole: Array, number: int, ragged: bool, placements: Any, requires_grad: bool = False) -> DistArray:
         placed = (placements.get(dim, Replicate()) for dim in mesh.dims)
-        sharding = lying(mesh.dim_sizes, whole.shape, *placed, seed=[number] if ragged else None)
+        sharding = spread(mesh.dim_sizes, whole.shape, *placed, seed=[number] if ragged else None)
         local = local_of(whole, sharding, mesh.coordinates, seed=number)
         # What order the elements have in memory is a rank's own affair.
         local = np.asarray(local, order="F" if (number + mesh.rank) % 2 else "C")

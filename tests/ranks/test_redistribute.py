@@ -20,7 +20,7 @@ from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
 from pce_mpi.distributed.redistribution import sent_bytes, steps
 from pce_mpi.distributed.sharding import Sharding
-from ranks.grids import Array, assembled, combined, factorizations, local_of, lying, mesh_of, placements_of, squarest
+from ranks.grids import Array, assembled, combined, factorizations, local_of, mesh_of, placements_of, spread, squarest
 from ulps import worst
 
 OPERATORS = ("sum", "avg", "max", "min")
@@ -32,7 +32,7 @@ WHY = {"operation": "a test", "reason": "to see what comes"}
 
 
 class Case(NamedTuple):
-    """A global array, where it lies, and where it is to lie."""
+    """A global array, its sharding, and its destination."""
 
     whole: Array
     source: Sharding
@@ -113,8 +113,8 @@ def cases_of(mesh: Mesh, splits: str, pairs: Iterable[Any], dtype: Any = np.floa
     whole, cases = numbers(shape, dtype), []
     for number, (one, other) in enumerate(pairs):
         seeds = ([number, 0], [number, 1]) if splits == "ragged" else (None, None)
-        source = lying(mesh.dim_sizes, shape, *one, seed=seeds[0])
-        cases.append(Case(whole, source, lying(mesh.dim_sizes, shape, *other, seed=seeds[1])))
+        source = spread(mesh.dim_sizes, shape, *one, seed=seeds[0])
+        cases.append(Case(whole, source, spread(mesh.dim_sizes, shape, *other, seed=seeds[1])))
     return cases
 
 
@@ -196,7 +196,7 @@ def test_redistribute_on_three_dims(comm):
 def test_arrays_without_axes_and_without_elements(comm, shape):
     mesh = mesh_of(comm, comm.size)
     every = product(placements_of(len(shape), *OPERATORS), repeat=2)
-    shardings = [(lying(mesh.dim_sizes, shape, one), lying(mesh.dim_sizes, shape, other)) for one, other in every]
+    shardings = [(spread(mesh.dim_sizes, shape, one), spread(mesh.dim_sizes, shape, other)) for one, other in every]
     wrong = differences(comm, mesh, [Case(numbers(shape), *both) for both in shardings])
     assert wrong == []
 
@@ -364,7 +364,7 @@ def test_local_arrays_may_have_any_memory_order(comm, order):
     whole = numbers((7, 5))
     wrong = []
     for one, other in product(placements_of(2, "sum"), repeat=2):
-        source, target = lying(mesh.dim_sizes, (7, 5), one), lying(mesh.dim_sizes, (7, 5), other)
+        source, target = spread(mesh.dim_sizes, (7, 5), one), spread(mesh.dim_sizes, (7, 5), other)
         local = local_of(whole, source, mesh.coordinates)
         local = {
             "Fortran": local.copy("F"),
@@ -398,7 +398,7 @@ def test_silent_redistribution_does_not_even_agree(comm):
     silent += [(Shard(0), Partial("sum")), (Shard(1), Partial("sum"))]
     with pce.trace() as trace:
         for one, other in silent:
-            source, target = lying(mesh.dim_sizes, (7, 5), one), lying(mesh.dim_sizes, (7, 5), other)
+            source, target = spread(mesh.dim_sizes, (7, 5), one), spread(mesh.dim_sizes, (7, 5), other)
             redistribute(DistArray(local_of(numbers((7, 5)), source, mesh.coordinates), mesh, source), target, **WHY)
     assert trace.events == []
 
@@ -424,7 +424,7 @@ def test_trace_of_redistribution_has_placements_and_reason(comm):
     whole = numbers((8, 4), np.float32)
     x = distribute(whole, mesh, data=Shard(0), model=Partial("sum"))
     with pce.trace() as trace:
-        redistribute(x, x.sharding.replicated, operation="matmul", reason="operand 0 has to lie so")
+        redistribute(x, x.sharding.replicated, operation="matmul", reason="operand 0 has to be placed so")
     rows = [(event.collective, event.over, event.ranks, event.before, event.after) for event in trace.select()]
     data, model = mesh.dims.values()
     assert rows == [
@@ -434,8 +434,8 @@ def test_trace_of_redistribution_has_placements_and_reason(comm):
     rows_here = x.sharding.local_shape(mesh.coordinates)[0]
     assert [event.bytes for event in trace.select()] == [rows_here * 4 * 4] * 2
     assert {(event.phase, event.operation) for event in trace.events} == {("forward", "matmul")}
-    assert {event.reason for event in trace.select()} == {"operand 0 has to lie so"}
-    assert "Partial('sum')  Replicate()  operand 0 has to lie so" in str(trace)
+    assert {event.reason for event in trace.select()} == {"operand 0 has to be placed so"}
+    assert "Partial('sum')  Replicate()  operand 0 has to be placed so" in str(trace)
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
@@ -455,7 +455,7 @@ def test_ranks_that_ask_for_different_placements_raise(comm, impatient):
     x = distribute(whole, mesh, data=Shard(0))
     first = comm.rank == 0
     wanted = x.sharding.with_placements({"data": Replicate() if first else Shard(1)})
-    other_splits = lying(mesh.dim_sizes, (7, 5), Shard(0), seed=[1 if first else 2])
+    other_splits = spread(mesh.dim_sizes, (7, 5), Shard(0), seed=[1 if first else 2])
     errors = [
         error_of(x, wanted),
         error_of(x, other_splits),
@@ -591,7 +591,7 @@ def test_wrong_implementation_is_caught(comm, monkeypatch, plant):
     mesh = mesh_of(comm, comm.size)
     whole = numbers((12 * comm.size, 24 * comm.size))
     every = [
-        (lying(mesh.dim_sizes, whole.shape, one), lying(mesh.dim_sizes, whole.shape, other))
+        (spread(mesh.dim_sizes, whole.shape, one), spread(mesh.dim_sizes, whole.shape, other))
         for ((one,), (other,)) in pairs(1, *OPERATORS)
     ]
     name, planted = PLANTS[plant]

@@ -1,4 +1,4 @@
-"""Where results and gradients lie, what has to be sent for that, and that the numbers are those of one process.
+"""The placements of results and gradients, what is sent for them, and numbers that are those of one process.
 
 The functions of NumPy run on distributed arrays as well, so that one formula gives both a result and what it is to be.
 """
@@ -214,10 +214,7 @@ def test_sum_plus_average_reduces_one_first(line):
 
 # ------------------------------------------------------------------------------------------ products of Partial arrays
 
-PRODUCTS: dict[str, Callable[[Any, Any], Any]] = {
-    "product": lambda a, b: a * b,
-    "matrix product": lambda a, b: a @ b.T,
-}
+PRODUCTS: dict[str, Callable[[Any, Any], Any]] = {"product": lambda a, b: a * b, "matrix product": lambda a, b: a @ b.T}
 
 
 @by_name(PRODUCTS)
@@ -275,10 +272,15 @@ def test_matmul_over_sharded_inner_axis_is_partial(line):
 
 def test_matmul_of_stacks_follows_rule_on_every_axis(comm):
     a, b = numbers(3, 4, 5), numbers(3, 5, 6, seed=1)
-    lies = {Shard(0): (Shard(0), Shard(0)), Shard(1): (Shard(1), R), Shard(2): (R, Shard(2)), SUM: (Shard(2), Shard(1))}
+    placed = {
+        Shard(0): (Shard(0), Shard(0)),
+        Shard(1): (Shard(1), R),
+        Shard(2): (R, Shard(2)),
+        SUM: (Shard(2), Shard(1)),
+    }
     for mesh in grids(comm):
-        for one, (a_one, b_one) in lies.items():
-            for other, (a_other, b_other) in lies.items():
+        for one, (a_one, b_one) in placed.items():
+            for other, (a_other, b_other) in placed.items():
                 if one == other:
                     continue
                 x, y = at(mesh, a, a_one, a_other), at(mesh, b, b_one, b_other)
@@ -292,8 +294,8 @@ def test_sum_over_sharded_axis_is_partial(line):
     a = numbers(7, 3)
     for splits in (None, [1], [2]):
         x = at(line, a, Shard(0), splits=splits)
-        for axis, keepdims, lies in [(0, False, SUM), ((0, 1), True, SUM), (None, False, SUM), (1, False, Shard(0))]:
-            check(traced(pce.sum, x, axis, keepdims=keepdims), a.sum(axis, keepdims=keepdims), lies, silent=True)
+        for axis, keepdims, placed in [(0, False, SUM), ((0, 1), True, SUM), (None, False, SUM), (1, False, Shard(0))]:
+            check(traced(pce.sum, x, axis, keepdims=keepdims), a.sum(axis, keepdims=keepdims), placed, silent=True)
 
 
 def test_axes_behind_a_summed_one_move_up(line):
@@ -320,9 +322,9 @@ def test_mean_over_sharded_axis_divides_by_global_count(line):
 
 def test_mean_is_never_average_over_ranks(square):
     a = numbers(6, 4)
-    for lies in [(Shard(0), R), (R, Shard(1)), (Shard(0), Shard(1)), (Shard(0), Shard(0)), (SUM, Shard(1))]:
-        result = pce.mean(at(square, a, *lies))
-        check(result, a.mean(), *(R if placement == R else SUM for placement in lies))
+    for placed in [(Shard(0), R), (R, Shard(1)), (Shard(0), Shard(1)), (Shard(0), Shard(0)), (SUM, Shard(1))]:
+        result = pce.mean(at(square, a, *placed))
+        check(result, a.mean(), *(R if placement == R else SUM for placement in placed))
 
 
 def test_mean_of_average_and_mean_of_mean(line):
@@ -444,25 +446,25 @@ TARGETS = np.array([0, 4, 2, -100, 1, 1, 3])
 
 
 @pytest.mark.parametrize(
-    ("logits", "targets", "lies"),
+    ("logits", "targets", "placed"),
     [(Shard(0), R, Shard(0)), (R, Shard(0), Shard(0)), (Shard(0), Shard(0), Shard(0)), (R, R, R)],
     ids=str,
 )
-def test_cross_entropy_rows_follow_the_sharded_operand(line, logits, targets, lies):
+def test_cross_entropy_rows_follow_the_sharded_operand(line, logits, targets, placed):
     x = at(line, LOGITS, logits, requires_grad=True)
     t = at(line, TARGETS, targets)
     check(
         traced(pce.cross_entropy, x, t, reduction="none"),
         dense.softmax_cross_entropy(LOGITS, TARGETS, reduction="none"),
-        lies,
+        placed,
         sent=[],
     )
     loss, trace = traced(pce.cross_entropy, x, t)
     expected, gradient = dense.softmax_cross_entropy_value_and_grad(LOGITS, TARGETS)
     check(loss, expected, R)
-    assert [event.bytes for event in trace.select()] == [16] * (lies == Shard(0))
+    assert [event.bytes for event in trace.select()] == [16] * (placed == Shard(0))
     _, trace = traced(loss.backward)
-    check((x.grad, trace), gradient, SUM if logits != lies else logits, silent=True)
+    check((x.grad, trace), gradient, SUM if logits != placed else logits, silent=True)
 
 
 def test_cross_entropy_keeps_split_points_of_logits(line):
@@ -517,13 +519,13 @@ def test_cross_entropy_classes_may_take_two_dims(comm):
     targets = np.array([[0, 4, 2], [1, 1, -100]])
     expected, gradient = dense.softmax_cross_entropy_value_and_grad(logits, targets, axis=1)
     for mesh in grids(comm):
-        for lies in [(Shard(1), Shard(1)), (Shard(0), Shard(2)), (Shard(2), Shard(1)), (Shard(0), Shard(0))]:
-            x = at(mesh, logits, *lies, requires_grad=True)
+        for placed in [(Shard(1), Shard(1)), (Shard(0), Shard(2)), (Shard(2), Shard(1)), (Shard(0), Shard(0))]:
+            x = at(mesh, logits, *placed, requires_grad=True)
             loss, trace = traced(pce.cross_entropy, x, targets, axis=1)
             check(loss, expected, R, R)
-            assert trace.count() == ((Shard(1) in lies) + (set(lies) != {Shard(1)}))
+            assert trace.count() == ((Shard(1) in placed) + (set(placed) != {Shard(1)}))
             _, trace = traced(loss.backward)
-            check((x.grad, trace), gradient, *lies, silent=True)
+            check((x.grad, trace), gradient, *placed, silent=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- embedding
@@ -578,12 +580,12 @@ def test_embedding_over_different_dims_of_ids_and_table(comm):
         )
 
 
-@pytest.mark.parametrize("lies", [R, Shard(0), SUM], ids=str)
-def test_id_outside_table_raises_everywhere_whoever_has_it(line, lies):
+@pytest.mark.parametrize("placed", [R, Shard(0), SUM], ids=str)
+def test_id_outside_table_raises_everywhere_whoever_has_it(line, placed):
     for wrong in (11, -1, 10**12, -11):
         bad = IDS.copy()
         bad[-1, -1] = wrong  # sharded, it is only the last rank with any ids that sees it
-        ids = at(line, bad, lies)
+        ids = at(line, bad, placed)
         for placement in (R, Shard(0), Shard(1), SUM):
             table = at(line, TABLE, placement)
             with pytest.raises(IndexError, match=rf"id {wrong} is outside \[0, 11\)") as raised:
@@ -655,7 +657,7 @@ def test_stack_of_one_matrix_is_replicated_before_broadcasting(line):
     check(result, a @ b, Shard(0))
 
 
-# For each: shape, where it lies, new shape, where it lies then. Nothing is sent.
+# For each: shape, placement, new shape, new placement. Nothing is sent.
 KEPT = {
     "leads a merged group": ((4, 6), Shard(0), (24,), Shard(0)),
     "leads a merged group of three": ((4, 2, 3), Shard(0), (24,), Shard(0)),
@@ -669,14 +671,14 @@ KEPT = {
 
 
 def test_reshape_keeps_leading_and_separate_shards(line):
-    for name, (before, lies, after, then) in KEPT.items():
+    for name, (before, placed, after, then) in KEPT.items():
         a, weights = numbers(*before), numbers(*after, seed=1)
         for splits in (None, [1]):
-            x = at(line, a, lies, requires_grad=True, splits=splits)
+            x = at(line, a, placed, requires_grad=True, splits=splits)
             result = check(traced(pce.reshape, x, after), a.reshape(after), then, name=name, silent=True)
             _, trace = traced((result * weights).sum().backward)
             assert x.grad.sharding == x.sharding, name
-            check((x.grad, trace), weights.reshape(before), lies, name=name, silent=True)
+            check((x.grad, trace), weights.reshape(before), placed, name=name, silent=True)
 
 
 def test_reshape_keeps_shard_split_between_rows(line):
@@ -747,10 +749,10 @@ FOUR = {"model": 4}
 
 
 def inferred(name: str, *operands: tuple[tuple[int, ...], Any], mesh: Any = FOUR, **options: Any) -> Any:
-    """(where the operands have to lie, where the result lies) over one dim."""
-    shapes, lies = zip(*operands, strict=True)
+    """(placements that the operands need, placement of the result) over one dim."""
+    shapes, placed = zip(*operands, strict=True)
     dims = list(mesh)
-    named = [dict(zip(dims, each if isinstance(each, tuple) else (each,), strict=True)) for each in lies]
+    named = [dict(zip(dims, each if isinstance(each, tuple) else (each,), strict=True)) for each in placed]
     found = infer_placements(name, shapes, named, mesh=mesh, **options)
     one = len(dims) == 1
     return [
@@ -876,10 +878,10 @@ def test_layer_norm_gradients_are_partial_over_both_dims(comm):
 def test_tensor_parallel_weight_has_gradient_of_its_shard(comm):
     a, b = numbers(7, 4), numbers(4, 5, seed=1)
     for mesh in grids(comm):
-        for lies in (Shard(1), Shard(0)):
-            w = at(mesh, b, R, lies, requires_grad=True)
-            trace = backward(pce.square(at(mesh, a, Shard(0), Shard(1) if lies == Shard(0) else R) @ w).sum())
-            check(w.grad, 2 * a.T @ (a @ b), SUM, lies)
+        for placed in (Shard(1), Shard(0)):
+            w = at(mesh, b, R, placed, requires_grad=True)
+            trace = backward(pce.square(at(mesh, a, Shard(0), Shard(1) if placed == Shard(0) else R) @ w).sum())
+            check(w.grad, 2 * a.T @ (a @ b), SUM, placed)
             assert w.grad.sharding.splits == w.sharding.splits
             assert trace.count(purpose=None) == 0
 
@@ -927,7 +929,7 @@ def test_context_parallelism_gathers_keys_and_values(line):
 def test_loss_at_any_placement_is_one_global_loss(line, kind):
     a = numbers(3, 2)
     weights = numbers(3, 2, seed=1)
-    # The loss lies as x does: no operation here needs all of it.
+    # The loss is placed as x is: no operation here needs all of it.
     x = at(line, a, kind, requires_grad=True)
     loss = x[1, 1]
     assert placements(loss) == (kind,)
@@ -965,14 +967,14 @@ def test_loss_summed_over_shards_seeds_one_everywhere(line):
 def test_gradient_of_whole_parameter_is_never_sharded(comm):
     a, b = numbers(4, 6), numbers(4, 6, seed=1)
     for mesh in grids(comm):
-        for lies, expected in [
+        for placed, expected in [
             ((Shard(0), R), (SUM, R)),
             ((R, Shard(1)), (R, SUM)),
             ((Shard(0), Shard(1)), (SUM, SUM)),
             ((Shard(1), Shard(1)), (SUM, SUM)),
         ]:
             w = at(mesh, a, R, R, requires_grad=True)
-            trace = backward((w * at(mesh, b, *lies)).sum())
+            trace = backward((w * at(mesh, b, *placed)).sum())
             check((w.grad, trace), b, *expected, silent=True)
 
 
@@ -1057,17 +1059,17 @@ def test_consumers_of_every_kind_are_joined_first(line):
 
 def test_consumers_over_two_dims_add_up(comm):
     a, c = numbers(5, 4), numbers(5, 4, seed=2)
-    lies = [(Shard(0), Shard(0)), (SUM, Shard(0)), (Shard(1), R), (R, AVG), (Shard(0), Shard(1)), (SUM, SUM)]
+    placed = [(Shard(0), Shard(0)), (SUM, Shard(0)), (Shard(1), R), (R, AVG), (Shard(0), Shard(1)), (SUM, SUM)]
     for mesh in grids(comm):
         for natural in [(R, R), (Shard(0), R), (Shard(0), Shard(0)), (R, Shard(1))]:
             x = at(mesh, a, *natural, requires_grad=True)
             h = pce.square(x)
             loss: Any = 0.0
-            for number, each in enumerate(lies):
+            for number, each in enumerate(placed):
                 loss = loss + (h * at(mesh, c, *each) * float(number + 1)).sum()
             backward(loss)
             got = whole_of(x.grad)
-            np.testing.assert_array_equal(got, 2 * a * c * sum(range(1, len(lies) + 1)))
+            np.testing.assert_array_equal(got, 2 * a * c * sum(range(1, len(placed) + 1)))
             assert x.grad.sharding == x.sharding
 
 

@@ -13,7 +13,7 @@ from pce_mpi import SGD, CollectiveError, Partial, Replicate, Shard, clip_grad_n
 from pce_mpi.comm.tracing import Purpose
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.sharding import Sharding
-from ranks.grids import assembled, local_of, lying, mesh_of, squarest
+from ranks.grids import assembled, local_of, mesh_of, spread, squarest
 
 SUM, AVG, MAX, MIN = (Partial(operator) for operator in ("sum", "avg", "max", "min"))
 REPLICATE = Replicate()
@@ -43,7 +43,7 @@ def wholes(shape, steps, seed, dtype=np.float32):
 
 
 def held(whole, mesh, sharding, requires_grad=False, seed=0):
-    """The distributed array that is `whole`, lying as `sharding` says."""
+    """The distributed array that is `whole`, placed as `sharding` says."""
     return DistArray(local_of(whole, sharding, mesh.coordinates, seed), mesh, sharding, requires_grad=requires_grad)
 
 
@@ -111,23 +111,23 @@ def test_steps_at_any_placement_equal_one_process(comm, options):
         for shape in [(5, 3), (7,), ()]:
             for placed, of_gradient in placements_with_gradients(len(shape), len(mesh.dims)):
                 values = wholes(shape, 3, seed=len(cases))
-                lies = Sharding.of(mesh.dim_sizes, shape, dict(zip(mesh.dims, placed, strict=True)))
+                placement = Sharding.of(mesh.dim_sizes, shape, dict(zip(mesh.dims, placed, strict=True)))
                 gradient_lies = Sharding.of(mesh.dim_sizes, shape, dict(zip(mesh.dims, of_gradient, strict=True)))
                 cases.append((values, gradient_lies))
-                parameters.append(held(values[0], mesh, lies, requires_grad=True))
+                parameters.append(held(values[0], mesh, placement, requires_grad=True))
         optimizer = SGD(parameters, lr=0.0, **options)
         for step, rate in enumerate(lr):
             optimizer.lr = rate
-            for w, (values, lies) in zip(parameters, cases, strict=True):
-                w.grad = held(values[1 + step], mesh, lies, seed=step)
+            for w, (values, placement) in zip(parameters, cases, strict=True):
+                w.grad = held(values[1 + step], mesh, placement, seed=step)
             optimizer.step()
         everyone = comm.allgather([w.local for w in parameters])
-        for number, (w, (values, lies)) in enumerate(zip(parameters, cases, strict=True)):
+        for number, (w, (values, placement)) in enumerate(zip(parameters, cases, strict=True)):
             got = assembled(w.sharding, [parts[number] for parts in everyone])
-            results.append((w, lies, got, one_process(values[0], values[1:], lr, **options), w.grad, values[-1]))
-    for w, lies, got, expected, after, last in results:
+            results.append((w, placement, got, one_process(values[0], values[1:], lr, **options), w.grad, values[-1]))
+    for w, placement, got, expected, after, last in results:
         assert got.dtype == np.float32
-        np.testing.assert_array_equal(got, expected, err_msg=f"{w.sharding} with gradient {lies}")
+        np.testing.assert_array_equal(got, expected, err_msg=f"{w.sharding} with gradient {placement}")
         assert after.sharding == w.sharding
         np.testing.assert_array_equal(after.local, last[after.sharding.slices(after.mesh.coordinates)])
 
@@ -149,14 +149,14 @@ def test_arrays_of_any_shape_are_stepped(comm, shape):
 def test_uneven_and_empty_shards_keep_their_split_points(comm):
     mesh = mesh_of(comm, comm.size)
     values = wholes((6, 2), 1, seed=3)
-    lies = lying(mesh.dim_sizes, (6, 2), Shard(0), seed=[5])
-    scattered, in_place = (held(values[0], mesh, lies, requires_grad=True) for _ in range(2))
+    placement = spread(mesh.dim_sizes, (6, 2), Shard(0), seed=[5])
+    scattered, in_place = (held(values[0], mesh, placement, requires_grad=True) for _ in range(2))
     scattered.grad = gradient(values[1], mesh, data=SUM)
-    in_place.grad = held(values[1], mesh, lies)
+    in_place.grad = held(values[1], mesh, placement)
     SGD([scattered, in_place], lr=1.0).step()
     results = [whole_of(w) for w in (scattered, in_place)]
-    assert scattered.sharding is lies
-    assert scattered.grad.sharding == lies
+    assert scattered.sharding is placement
+    assert scattered.grad.sharding == placement
     for got in results:
         np.testing.assert_array_equal(got, values[0] - values[1])
 
@@ -169,8 +169,8 @@ def test_gradient_may_have_any_memory_order(comm):
     parameters = [parameter(values[0], mesh) for _ in range(4)]
     whole = Sharding.of(mesh.dim_sizes, (6, 4), {})
     partial = Sharding.of(mesh.dim_sizes, (6, 4), {"data": SUM})
-    for w, local, lies in zip(parameters, [by_column, one] * 2, [whole, whole, partial, partial], strict=True):
-        w.grad = DistArray(local, mesh, lies)
+    for w, local, placement in zip(parameters, [by_column, one] * 2, [whole, whole, partial, partial], strict=True):
+        w.grad = DistArray(local, mesh, placement)
     before = [w.local for w in parameters]
     SGD(parameters, lr=1.0, momentum=0.5, weight_decay=1.0).step()
     assert all(w.local is array for w, array in zip(parameters, before, strict=True)), "parameters change in place"
@@ -205,9 +205,13 @@ def test_replicas_have_same_bits_after_100_steps(comm):
         start = rng.standard_normal(shape)
         # What each rank adds to the gradient, all of which every rank knows.
         terms = rng.standard_normal((steps, comm.size, *shape))
-        lies = {"replicated": {}, "sharded": {"model": Shard(1)}, "scattered": {"data": Shard(0), "model": Shard(1)}}
+        placement = {
+            "replicated": {},
+            "sharded": {"model": Shard(1)},
+            "scattered": {"data": Shard(0), "model": Shard(1)},
+        }
         of_gradients = {"data": SUM, "model": SUM}
-        parameters = {name: parameter(start.astype(np.float32), mesh, **each) for name, each in lies.items()}
+        parameters = {name: parameter(start.astype(np.float32), mesh, **each) for name, each in placement.items()}
         optimizer = SGD(parameters.values(), lr=0.01, **options)
         for term in terms.astype(np.float32):
             for w in parameters.values():
@@ -408,8 +412,8 @@ def test_scattered_axes_take_a_collective_each(comm):
     of_gradient = [{"data": SUM, "model": SUM}, {"model": SUM}]
     parameters = [parameter(np.zeros((4, 6)), mesh, **each) for each in placed]
     values = wholes((4, 6), 1, seed=11, dtype=np.float64)[1]
-    for w, lies in zip(parameters, of_gradient, strict=True):
-        w.grad = gradient(values, mesh, **lies)
+    for w, placement in zip(parameters, of_gradient, strict=True):
+        w.grad = gradient(values, mesh, **placement)
     with pce.trace() as trace:
         SGD(parameters, lr=1.0).step()
     results = [whole_of(w) for w in parameters]
@@ -429,11 +433,11 @@ def test_micro_batches_accumulate_and_step_sends_once(comm):
     with pce.trace() as accumulating:
         for batch in inputs:
             pce.sum(pce.matmul(pce.distribute(batch, mesh, data=Shard(0)), w)).backward()
-    lies = w.grad.placements
+    placement = w.grad.placements
     with pce.trace() as stepping:
         optimizer.step()
     assert accumulating.events == []
-    assert lies == {"data": SUM}
+    assert placement == {"data": SUM}
     assert [(event.collective, event.bytes) for event in stepping.select()] == [("all_reduce", 4 * 6)]
     np.testing.assert_array_equal(w.local, start - 0.5 * inputs.sum(axis=(0, 1))[:, None])
 

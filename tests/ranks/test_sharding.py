@@ -1,4 +1,4 @@
-"""Where a global array lies, and which steps bring it from one sharding to another at what cost: no data, no MPI."""
+"""How an array is sharded, and which steps bring it from one sharding to another at what cost: no data, no MPI."""
 
 from itertools import pairwise, product
 from math import prod
@@ -13,7 +13,7 @@ from in_step import in_step
 from pce_mpi.distributed.placements import Partial, Placement, Replicate, Shard
 from pce_mpi.distributed.redistribution import Step, sent_bytes, steps, wire_bytes
 from pce_mpi.distributed.sharding import Sharding, balanced_splits
-from ranks.grids import lying, nested, placements_of, ragged, ranks_of
+from ranks.grids import nested, placements_of, ragged, ranks_of, spread
 
 SQUARE = (("data", 2), ("model", 2))
 LINE = (("data", 3),)
@@ -107,7 +107,7 @@ def test_split_points_that_are_given_stay():
 def test_axes_are_counted_from_end_when_negative():
     assert Sharding.of(LINE, (6, 4), {"data": Shard(-1)}) == Sharding.of(LINE, (6, 4), {"data": Shard(1)})
     assert Sharding.of(LINE, (6, 4), {"data": Shard(-2)}).by_dim == {"data": Shard(0)}
-    assert lying(LINE, (6, 4), Replicate()).with_placements({"data": Shard(-1)}).by_dim == {"data": Shard(1)}
+    assert spread(LINE, (6, 4), Replicate()).with_placements({"data": Shard(-1)}).by_dim == {"data": Shard(1)}
 
 
 def test_array_without_axes_replicates_or_is_partial():
@@ -149,14 +149,14 @@ def test_operators_mix_with_themselves_sum_with_average():
 
 def test_shardings_are_compared_by_value():
     different = [
-        lying(SQUARE, (4, 6), Shard(0), Shard(1)),
-        lying(SQUARE, (4, 6), Shard(1), Shard(0)),
-        lying(SQUARE, (4, 6), Shard(0), Shard(0)),
-        lying(SQUARE, (4, 7), Shard(0), Shard(1)),
-        lying(SQUARE, (4, 6), Shard(0), SUM),
-        lying(SQUARE, (4, 6), Shard(0), AVG),
-        lying((("data", 2), ("classes", 2)), (4, 6), Shard(0), Shard(1)),
-        lying((("data", 2), ("model", 3)), (4, 6), Shard(0), Shard(1)),
+        spread(SQUARE, (4, 6), Shard(0), Shard(1)),
+        spread(SQUARE, (4, 6), Shard(1), Shard(0)),
+        spread(SQUARE, (4, 6), Shard(0), Shard(0)),
+        spread(SQUARE, (4, 7), Shard(0), Shard(1)),
+        spread(SQUARE, (4, 6), Shard(0), SUM),
+        spread(SQUARE, (4, 6), Shard(0), AVG),
+        spread((("data", 2), ("classes", 2)), (4, 6), Shard(0), Shard(1)),
+        spread((("data", 2), ("model", 3)), (4, 6), Shard(0), Shard(1)),
         Sharding.of(SQUARE, (4, 6), {"data": Shard(0), "model": Shard(1)}, {0: (0, 1, 4)}),
     ]
     again = [
@@ -171,8 +171,8 @@ def test_shardings_are_compared_by_value():
 
 
 def test_sharding_prints_placements_and_uneven_splits():
-    assert str(lying(SQUARE, (10, 4), Shard(0), SUM)) == "data: Shard(0), model: Partial('sum')"
-    assert str(lying(SQUARE, (10, 4), Shard(0), Shard(0))) == "data: Shard(0), model: Shard(0)"
+    assert str(spread(SQUARE, (10, 4), Shard(0), SUM)) == "data: Shard(0), model: Partial('sum')"
+    assert str(spread(SQUARE, (10, 4), Shard(0), Shard(0))) == "data: Shard(0), model: Shard(0)"
     uneven = Sharding.of(SQUARE, (10, 4), {"data": Shard(1), "model": Shard(0)}, {0: (0, 9, 10), 1: (0, 2, 4)})
     assert str(uneven) == "data: Shard(1), model: Shard(0); axis 0 split at [9]"
 
@@ -209,7 +209,7 @@ def shardings(draw, dims=None, shape=None):
     kinds = draw(st.sampled_from([("sum", "avg"), ("max",), ("min",)]))
     placements = [draw(st.sampled_from(placements_of(len(shape), *kinds))) for _ in dims]
     seed = draw(st.sampled_from([None, *range(5)]))
-    return lying(dims, shape, *placements, seed=None if seed is None else [seed])
+    return spread(dims, shape, *placements, seed=None if seed is None else [seed])
 
 
 @st.composite
@@ -278,7 +278,7 @@ def test_table_has_every_pair_of_placements():
 @pytest.mark.parametrize("shape", [(6, 6), (7, 5), (1, 2), (0, 3)], ids=str)
 def test_steps_on_one_dim_follow_the_table(shape, size):
     dims = (("data", size),)
-    taken = {pair: verbs(lying(dims, shape, pair[0]), lying(dims, shape, pair[1])) for pair in TABLE}
+    taken = {pair: verbs(spread(dims, shape, pair[0]), spread(dims, shape, pair[1])) for pair in TABLE}
     assert taken == TABLE
 
 
@@ -290,7 +290,7 @@ def test_other_split_points_take_all_to_all():
     assert verbs(source, other_axis) == verbs(other_axis, source) == (EXCHANGE,)
     # Two dims on one axis move together.
     nested = Sharding.of(SQUARE, (6, 4), {"data": Shard(0), "model": Shard(0)}, {0: (0, 1, 1, 1, 6)})
-    (step,) = steps(nested, lying(SQUARE, (6, 4), Shard(0), Shard(0)))
+    (step,) = steps(nested, spread(SQUARE, (6, 4), Shard(0), Shard(0)))
     assert (step.verb, step.dims) == (EXCHANGE, ("data", "model"))
 
 
@@ -301,7 +301,7 @@ def sharing(source: Sharding, target: Sharding) -> bool:
 
 def legal_pairs(*kinds: str) -> list[tuple[Sharding, Sharding]]:
     every = list(product(placements_of(2, *kinds), repeat=2))
-    return [(lying(SQUARE, (6, 7), *one), lying(SQUARE, (6, 7), *other)) for one, other in product(every, repeat=2)]
+    return [(spread(SQUARE, (6, 7), *one), spread(SQUARE, (6, 7), *other)) for one, other in product(every, repeat=2)]
 
 
 @pytest.mark.parametrize("kinds", [("sum", "avg"), ("max",), ("min",)], ids=" ".join)
@@ -316,7 +316,7 @@ def test_steps_on_two_dims_follow_the_table(kinds):
 
 
 def test_dims_reduced_together_are_one_step():
-    both = lying(SQUARE, (6, 7), SUM, AVG)
+    both = spread(SQUARE, (6, 7), SUM, AVG)
     (step,) = steps(both, both.replicated)
     assert (step.verb, step.dims) == (REDUCE, ("data", "model"))
     (step,) = steps(both.replicated, both)
@@ -338,7 +338,7 @@ def test_dims_reduced_together_are_one_step():
         ((Shard(0), Shard(0)), (Shard(0), Replicate()), ["all_gather model"]),
         ((Shard(0), Shard(0)), (Shard(0), SUM), ["pad model"]),
         ((Shard(0), Shard(0)), (Shard(0), Shard(1)), ["all_to_all model"]),
-        # The outer one cannot: the blocks of the inner dim lie within its own, so both are gathered.
+        # The outer one cannot: the blocks of the inner dim are within its own, so both are gathered.
         ((Shard(0), Shard(0)), (Replicate(), Shard(0)), ["all_gather data, model", "slice model"]),
         ((Shard(0), Shard(0)), (SUM, Shard(0)), ["all_gather data, model", "slice model", "keep data"]),
         ((Replicate(), Shard(0)), (Shard(0), Shard(0)), ["all_gather model", "slice data, model"]),
@@ -349,17 +349,17 @@ def test_dims_reduced_together_are_one_step():
     ],
 )
 def test_steps_of_dims_that_share_an_axis(before, after, expected):
-    taken = steps(lying(SQUARE, (6, 7), *before), lying(SQUARE, (6, 7), *after))
+    taken = steps(spread(SQUARE, (6, 7), *before), spread(SQUARE, (6, 7), *after))
     assert [f"{step.verb} {', '.join(step.dims)}" for step in taken] == expected
 
 
 def test_growing_steps_wait_for_shrinking_ones():
     # The slice over data comes first, so that the sum over model is of half as much.
-    first, second = steps(lying(SQUARE, (6, 7), Replicate(), SUM), lying(SQUARE, (6, 7), Shard(0), Replicate()))
+    first, second = steps(spread(SQUARE, (6, 7), Replicate(), SUM), spread(SQUARE, (6, 7), Shard(0), Replicate()))
     assert (first.verb, second.verb) == ("slice", REDUCE)
     assert wire_bytes(second, 8) == 2 * (1 / 2) * (3 * 7 * 8)
     # And the gathering comes last.
-    *_, last = steps(lying(SQUARE, (6, 7), Shard(0), SUM), lying(SQUARE, (6, 7), Replicate(), Replicate()))
+    *_, last = steps(spread(SQUARE, (6, 7), Shard(0), SUM), spread(SQUARE, (6, 7), Replicate(), Replicate()))
     assert last.verb == GATHER
 
 
@@ -410,11 +410,11 @@ def check_legal(step: Step) -> None:
 
 @pytest.mark.parametrize(
     "target",
-    [lying(SQUARE, (5, 3), SUM, SUM), lying(SQUARE, (5,), SUM, SUM), lying((("data", 4),), (5, 4), SUM)],
+    [spread(SQUARE, (5, 3), SUM, SUM), spread(SQUARE, (5,), SUM, SUM), spread((("data", 4),), (5, 4), SUM)],
     ids=str,
 )
 def test_steps_to_another_shape_or_mesh_are_refused(target):
-    source = lying(SQUARE, (5, 4), SUM, SUM)
+    source = spread(SQUARE, (5, 4), SUM, SUM)
     text = f"no way from shape (5, 4) over {dict(SQUARE)} to {target.shape} over {dict(target.dims)}"
     with pytest.raises(ValueError, match=re.escape(text)):
         steps(source, target)
@@ -441,7 +441,7 @@ def test_steps_between_shardings_over_two_dims_are_legal(kinds, splits):
     every = list(product(placements_of(2, *kinds), repeat=2))
     for number, (one, other) in enumerate(product(every, repeat=2)):
         seeds = (None, None) if splits == "balanced" else ([number, 0], [number, 1])
-        source, target = lying(SQUARE, (5, 3), *one, seed=seeds[0]), lying(SQUARE, (5, 3), *other, seed=seeds[1])
+        source, target = (spread(SQUARE, (5, 3), *one, seed=seeds[0]), spread(SQUARE, (5, 3), *other, seed=seeds[1]))
         for step in steps(source, target):
             check_legal(step)
 
@@ -480,7 +480,7 @@ def test_bytes_of_trace_add_up_to_array(comm, sharding):
 
 
 def test_all_to_all_sends_what_rank_loses():
-    source, target = lying(LINE, (6, 6), Shard(0)), lying(LINE, (6, 6), Shard(1))
+    source, target = spread(LINE, (6, 6), Shard(0)), spread(LINE, (6, 6), Shard(1))
     (step,) = steps(source, target)
     assert [sent_bytes(step, where, 4) for where in ranks_of(LINE)] == [2 * 4 * 4] * 3
     uneven = Sharding.of(LINE, (6, 6), {"data": Shard(0)}, {0: (0, 0, 5, 6)})
@@ -497,7 +497,7 @@ def test_bytes_on_wire_follow_well_known_algorithms(parts):
     share = (parts - 1) / parts
 
     def wire(before, after, model=REPLICATE):
-        (step,) = steps(lying(dims, shape, before, model), lying(dims, shape, after, model))
+        (step,) = steps(spread(dims, shape, before, model), spread(dims, shape, after, model))
         return wire_bytes(step, 8)
 
     for model, held in ((Replicate(), n), (Shard(1), n / 2), (SUM, n)):
@@ -507,17 +507,17 @@ def test_bytes_on_wire_follow_well_known_algorithms(parts):
         assert wire(Replicate(), Shard(0), model) == wire(Replicate(), SUM, model) == wire(Shard(0), SUM, model) == 0
     assert wire(Shard(0), Shard(1)) == pytest.approx(share * n / parts)
     # Over both dims together, as over one of as many ranks.
-    (step,) = steps(lying(dims, shape, SUM, SUM), lying(dims, shape, Replicate(), Replicate()))
+    (step,) = steps(spread(dims, shape, SUM, SUM), spread(dims, shape, Replicate(), Replicate()))
     assert wire_bytes(step, 8) == pytest.approx(2 * (2 * parts - 1) / (2 * parts) * n)
 
 
 def test_step_says_what_it_changes():
-    (step,) = steps(lying(SQUARE, (6, 7), SUM, AVG), lying(SQUARE, (6, 7), Replicate(), Replicate()))
+    (step,) = steps(spread(SQUARE, (6, 7), SUM, AVG), spread(SQUARE, (6, 7), Replicate(), Replicate()))
     assert (step.placement_before, step.placement_after) == ("Partial('sum'), Partial('avg')", "Replicate()")
-    (step,) = steps(lying(SQUARE, (6, 7), Shard(0), SUM), lying(SQUARE, (6, 7), Shard(1), SUM))
+    (step,) = steps(spread(SQUARE, (6, 7), Shard(0), SUM), spread(SQUARE, (6, 7), Shard(1), SUM))
     assert (step.placement_before, step.placement_after) == ("Shard(0)", "Shard(1)")
     assert step.sends
-    (step,) = steps(lying(SQUARE, (6, 7), Shard(0), SUM), lying(SQUARE, (6, 7), SUM, SUM))
+    (step,) = steps(spread(SQUARE, (6, 7), Shard(0), SUM), spread(SQUARE, (6, 7), SUM, SUM))
     assert (step.placement_before, step.placement_after) == ("Shard(0)", "Partial('sum')")
     assert not step.sends
 

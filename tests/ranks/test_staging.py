@@ -1,4 +1,4 @@
-"""How arrays on a GPU come to MPI and back: through pinned host memory, or handed over where they lie."""
+"""How arrays on a GPU come to MPI and back: through pinned host memory, or handed over where they are."""
 
 import gc
 

@@ -62,7 +62,7 @@ def local_bytes(mesh: Mesh, shape: tuple[int, ...], itemsize: int = 4, **placeme
 
 
 def block(x: Any, p: dict[str, Any]) -> Any:
-    """A residual MLP block; where everything lies is said by the parameters."""
+    """A residual MLP block; its parameters say how everything is placed."""
     h = pce.layer_norm(x, p["norm.scale"], p["norm.bias"])
     h = pce.gelu(h @ p["up.w"] + p["up.b"]) @ p["down.w"]
     return x + h.redistribute(**dict.fromkeys(h.sharding.partial_dims, R))
@@ -109,10 +109,7 @@ def test_mean_of_sharded_rows_takes_16_more_bytes(comm):
         with pce.trace() as trace:
             pce.cross_entropy(x, targets).backward()
         rows = local_bytes(mesh, (7,), 1, data=Shard(0))
-        assert budget(trace) == [
-            ("forward", "all_reduce", "model", 24 * rows),
-            ("forward", "all_reduce", "data", 16),
-        ]
+        assert budget(trace) == [("forward", "all_reduce", "model", 24 * rows), ("forward", "all_reduce", "data", 16)]
 
 
 def test_vocabulary_parallel_takes_two_all_reduces(comm):
@@ -251,9 +248,9 @@ def test_context_parallel_attention_gathers_and_scatters(comm):
     mesh = mesh_of(comm, comm.size)
     params = {name: normal(number, D, D) for number, name in enumerate("qkv")}
     results = []
-    for lies in (R, Shard(1)):
+    for placement in (R, Shard(1)):
         p = pce.shard_parameters(params, mesh, EVERYWHERE, dim="data")
-        x = pce.distribute(normal(9, B, S, D), mesh, data=lies)
+        x = pce.distribute(normal(9, B, S, D), mesh, data=placement)
         with pce.trace() as trace:
             k = (x @ p["k"]).swapaxes(-1, -2).redistribute(data=R)
             v = (x @ p["v"]).redistribute(data=R)
