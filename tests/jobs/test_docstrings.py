@@ -156,7 +156,7 @@ def test_planted_fault_of_docstring_is_found(right, wrong, monkeypatch):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_the_examples_of_a_module_print_what_they_say(module):
+def test_examples_of_module_print_what_they_say(module):
     results = doctest.testmod(import_module(module))
     assert results.attempted > 0
     assert results.failed == 0

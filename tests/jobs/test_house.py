@@ -417,7 +417,7 @@ def text_files() -> Iterator[tuple[Path, str]]:
                     pass  # a picture
 
 
-def test_no_file_names_a_folder_of_a_developer_s_machine():
+def test_no_file_names_a_developers_folder():
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path, text in text_files()
@@ -431,6 +431,14 @@ def test_no_file_names_a_folder_of_a_developer_s_machine():
 def test_a_planted_folder_is_found(start):
     separator = "\\" if "\\" in start else "/"
     assert PERSONAL_PATH.search(f"data = '{start}{separator}ada{separator}data.npz'")
+
+
+def test_names_of_tests_are_short_and_unique():
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "candidates" not in path.parts]
+    sources = [path.read_text(encoding="utf-8") for path in files]
+    names = [name for source in sources for name in re.findall(r"^def test_(\w+)", source, re.MULTILINE)]
+    assert [name for name in names if name.count("_") > 7] == []
+    assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
 def test_a_single_process_needs_no_mpi_library():
