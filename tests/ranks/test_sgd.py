@@ -637,7 +637,7 @@ class TestRanksThatDiffer:
             pytest.skip("one rank agrees with itself: run this on 2 ranks or more")
         return mesh_of(comm, comm.size)
 
-    def test_a_gradient_that_some_ranks_do_not_have(self, comm, mesh, number):
+    def test_gradient_that_some_ranks_do_not_have(self, comm, mesh, number):
         parameters = two(mesh)
         if mesh.rank == comm.size - 1:
             parameters[1].grad = None
@@ -674,7 +674,7 @@ class TestRanksThatDiffer:
         texts = refused(comm, CollectiveError, functions(parameters)[number])
         assert_nothing_happened(comm, parameters, texts)
 
-    def test_a_gradient_that_does_not_fit_on_one_rank(self, comm, mesh, number):
+    def test_gradient_unfit_on_one_rank(self, comm, mesh, number):
         bad = [
             (np.ones((3, 2)), TypeError, "must be a distributed array or None, got ndarray"),
             (gradient(np.ones((2, 3)), mesh, data=SUM), ValueError, "must have its shape, (3, 2), got (2, 3)"),
@@ -698,7 +698,7 @@ class TestRanksThatDiffer:
         assert_nothing_happened(comm, parameters, texts)
         assert f"{['lr', 'max_norm'][number]}: 0.5 (" in texts[0]
 
-    def test_a_step_on_some_ranks_and_clipping_on_others(self, comm, mesh, number):
+    def test_step_on_some_ranks_clipping_on_others(self, comm, mesh, number):
         parameters = two(mesh)
         texts = refused(comm, CollectiveError, functions(parameters)[number ^ (mesh.rank == 0)])
         assert_nothing_happened(comm, parameters, texts)
