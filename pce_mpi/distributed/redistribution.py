@@ -255,8 +255,8 @@ def _sent(step: Step, local: Array, mesh: Mesh) -> Array:
     averages = step.divisor > 1
     partial = local
     if averages:
-        # A half is rounded once, after the sum. The power of two keeps the sum from overflowing and costs no bit, so that
-        # the average of equal whole numbers is that number.
+        # A half is rounded once, after the sum. The power of two keeps the sum from overflowing and costs no bit, so
+        # that the average of equal whole numbers is that number.
         partial = local.astype(np.float32) if is_half(local.dtype) else local
         power = 1 << (step.divisor - 1).bit_length()
         partial = partial / partial.dtype.type(power)
