@@ -14,21 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "array_namespace",
-    "as_array",
-    "check_one_library",
-    "compute_dtype_of",
-    "cupy_of",
-    "dtype_named",
-    "import_cupy",
-    "is_floating",
-    "is_half",
-    "is_real",
-    "library_named",
-    "to_host",
-]
-
 
 def cupy_of(value: Any) -> ModuleType | None:
     """Return CuPy if `value` is a CuPy array, else None."""

@@ -15,18 +15,6 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, cupy_of, import_cupy
 
-__all__ = [
-    "GPU",
-    "check_on_current_gpu",
-    "cuda_versions",
-    "finish_work",
-    "from_pinned",
-    "gpus",
-    "pinned",
-    "take_gpu",
-    "to_pinned",
-]
-
 
 def check_on_current_gpu(operands: Mapping[str, Any]) -> None:
     """Raise `ValueError` if one of `operands`, by name, is on another GPU than the current one.

@@ -19,8 +19,6 @@ import stat
 import time
 import zlib
 
-__all__ = ["abandoned", "new_file", "new_folder"]
-
 _WEEK = 7 * 24 * 3600.0
 # How often another process may remove a new file in the moment before it is locked.
 _ATTEMPTS = 10

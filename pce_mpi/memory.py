@@ -8,8 +8,6 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace
 
-__all__ = ["overlaps_itself", "same_memory", "shares_memory"]
-
 # numpy.shares_memory is exponential in the worst case; usual views take a few steps.
 _OVERLAP_WORK: Any = 100_000
 

@@ -22,8 +22,6 @@ from pce_mpi.comm.library import check_comm, is_comm
 from pce_mpi.comm.rank_texts import prefix_of, text_by_rank
 from pce_mpi.loss.options import Options, Problem, check, target_text
 
-__all__ = ["prepare"]
-
 HostArray = np.ndarray[Any, Any]
 
 # Checksums of samples are remainders of it, and so fit 64 bits.

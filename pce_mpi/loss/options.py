@@ -21,20 +21,6 @@ from pce_mpi.memory import overlaps_itself, same_memory, shares_memory
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "CrossEntropyOptions",
-    "LossOptions",
-    "Options",
-    "Problem",
-    "Reduction",
-    "SoftmaxOptions",
-    "StatisticsOptions",
-    "check",
-    "check_out",
-    "rows_and_classes",
-    "takes",
-    "target_text",
-]
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]

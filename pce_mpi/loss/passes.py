@@ -24,8 +24,6 @@ from pce_mpi.loss.options import Problem, Reduction, rows_and_classes
 from pce_mpi.loss.softmax_state import RowSoftmax, StateFields, merge, times
 from pce_mpi.memory import shares_memory
 
-__all__ = ["Residuals", "forward", "row_softmax", "state_fields", "value_and_grad", "write_gradient"]
-
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
 

@@ -37,8 +37,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["NO_CLASS", "RowSoftmax", "StateFields", "merge", "times"]
-
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
 

@@ -22,18 +22,6 @@ from pce_mpi.ops.elementwise import (
     widened,
 )
 
-__all__ = [
-    "add",
-    "comparison",
-    "divide",
-    "equal",
-    "maximum",
-    "multiply",
-    "power",
-    "subtract",
-    "where",
-]
-
 Array = Any  # numpy.ndarray or cupy.ndarray
 Vjp = Callable[..., DistArray]
 

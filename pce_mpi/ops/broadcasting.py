@@ -19,17 +19,6 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import ReduceOperator
 from pce_mpi.ops.shape import normalized_axis, reshape, whole_numbers
 
-__all__ = [
-    "aligned",
-    "broadcast_to",
-    "kept_shape",
-    "local_extreme",
-    "normalized_axes",
-    "reduction_rule",
-    "sum",
-    "sum_to",
-]
-
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
 

@@ -9,8 +9,6 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op, Vjp
 from pce_mpi.autograd.rules import Rule
 
-__all__ = ["op"]
-
 
 def op(
     forward: Callable[..., Any],

@@ -15,25 +15,6 @@ from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.broadcasting import aligned
 
-__all__ = [
-    "astype",
-    "elementwise_rule",
-    "exp",
-    "gelu",
-    "gradient_op",
-    "library_function",
-    "log",
-    "negative",
-    "numpy_dtype",
-    "relu",
-    "rounded_once",
-    "sigmoid",
-    "sqrt",
-    "square",
-    "tanh",
-    "widened",
-]
-
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 

@@ -13,8 +13,6 @@ from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import Replicate
 
-__all__ = ["add_rows", "embedding"]
-
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
 

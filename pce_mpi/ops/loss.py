@@ -23,8 +23,6 @@ from pce_mpi.ops.elementwise import astype, square, widened
 from pce_mpi.ops.reductions import mean
 from pce_mpi.ops.shape import normalized_axis
 
-__all__ = ["cross_entropy", "mse"]
-
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
 

@@ -15,8 +15,6 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.broadcasting import aligned, sum_to
 from pce_mpi.ops.shape import reshape, swapaxes
 
-__all__ = ["matmul"]
-
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
 

@@ -15,8 +15,6 @@ from pce_mpi.ops.elementwise import astype, sqrt, square, widened
 from pce_mpi.ops.reductions import mean
 from pce_mpi.ops.shape import normalized_axis, reshape
 
-__all__ = ["layer_norm", "rms_norm"]
-
 
 def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1, eps: float = 1e-5) -> DistArray:
     """Normalize each row to mean 0 and variance 1, then scale and shift it.

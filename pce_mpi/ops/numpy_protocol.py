@@ -11,8 +11,6 @@ import numpy as np
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.custom import op
 
-__all__ = ["call_function", "call_ufunc"]
-
 Functions = Mapping[str, Callable[..., Any]]
 
 

@@ -9,8 +9,6 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.array import redistribute as move
 from pce_mpi.distributed.placements import Placement
 
-__all__ = ["redistribute"]
-
 
 def redistribute(x: DistArray, **placements: Placement) -> DistArray:
     """Bring `x` to other placements; see `DistArray.redistribute`."""

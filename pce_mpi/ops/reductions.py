@@ -24,8 +24,6 @@ from pce_mpi.ops.elementwise import astype, exp
 from pce_mpi.ops.shape import reshape
 from pce_mpi.ops.softmax import maximum_and_sum, states_sent
 
-__all__ = ["logsumexp", "max", "mean", "min"]
-
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
 

@@ -20,8 +20,6 @@ from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
 
-__all__ = ["concatenate", "getitem", "normalized_axis", "reshape", "split", "swapaxes", "transpose", "whole_numbers"]
-
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
 

@@ -23,8 +23,6 @@ from pce_mpi.ops.broadcasting import kept_shape, local_extreme, sum
 from pce_mpi.ops.elementwise import exp, widened
 from pce_mpi.ops.shape import normalized_axis
 
-__all__ = ["log_softmax", "maximum_and_sum", "softmax", "states_sent"]
-
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 _STATE = StateFields(hold_largest=True)

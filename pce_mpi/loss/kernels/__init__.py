@@ -10,8 +10,6 @@ import numpy as np
 from pce_mpi.arrays import array_namespace
 from pce_mpi.loss.kernels import blockwise
 
-__all__ = ["kernels_of"]
-
 
 def kernels_of(array: Any) -> ModuleType:
     """The module with the loops for this array: `blockwise` for NumPy, `cuda` for CuPy."""

@@ -28,8 +28,6 @@ from pce_mpi.loss.kernels.tiles import SEGMENTS, Buffers, Tile, parts_of, tiles_
 from pce_mpi.loss.softmax_state import StateFields, merge
 from pce_mpi.memory import same_memory
 
-__all__ = ["fill_states", "write_gradient"]
-
 Array = np.ndarray[Any, Any]
 
 # 2**19 float32 are 2 MiB, a core's share of its caches. Smaller tiles cost more in calls than they save in misses.

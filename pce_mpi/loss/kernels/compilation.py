@@ -21,18 +21,6 @@ from pce_mpi.loss.kernels.launch_config import (
 )
 from pce_mpi.loss.softmax_state import NO_CLASS
 
-__all__ = [
-    "CPP_TYPES",
-    "DTYPE_CODES",
-    "FIELD_BITS",
-    "OPTIONS",
-    "Kernel",
-    "fused_kernel",
-    "instantiations",
-    "source_folder",
-    "source_of",
-]
-
 source_folder = Path(__file__).parent
 
 #: the C++ type of each dtype of logits

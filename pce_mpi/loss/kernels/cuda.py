@@ -44,8 +44,6 @@ from pce_mpi.loss.kernels.parameters import ClassWeights, RowGradient, Transform
 from pce_mpi.loss.kernels.rows import Output, Rows, rows_of
 from pce_mpi.loss.softmax_state import StateFields
 
-__all__ = ["fill_states", "fill_states_and_write_gradient", "fused_fits", "write_gradient"]
-
 Array = Any  # cupy.ndarray
 
 # Scales outside are multiplied in float64: in float32 the products would overflow or lose bits.

@@ -7,23 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = [
-    "BLOCK_THREADS",
-    "CLUSTER_CAPABILITY",
-    "CLUSTER_SIZES",
-    "FUSED_BLOCK_THREADS",
-    "FUSED_VECTORS",
-    "LOADS",
-    "MAX_GRID_X",
-    "MERGE_BLOCK_THREADS",
-    "RESIDENT_THREADS",
-    "VECTOR_BYTES",
-    "WARP_SIZE",
-    "LaunchConfig",
-    "cluster_size",
-    "fused_block_threads",
-]
-
 WARP_SIZE = 32
 #: bytes that one instruction loads or stores for one thread
 VECTOR_BYTES = 16

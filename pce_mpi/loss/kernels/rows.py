@@ -12,8 +12,6 @@ import numpy as np
 from pce_mpi.arrays import array_namespace
 from pce_mpi.loss.kernels.launch_config import VECTOR_BYTES
 
-__all__ = ["Output", "Rows", "rows_of"]
-
 Array = Any  # cupy.ndarray
 
 

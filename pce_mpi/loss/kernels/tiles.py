@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["SEGMENTS", "Buffers", "Part", "Tile", "parts_of", "tiles_of"]
-
 Array = np.ndarray[Any, Any]
 
 #: a row has a multiple of so many segments
