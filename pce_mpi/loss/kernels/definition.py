@@ -38,13 +38,12 @@ LN2, LN2_REST = _hex("0x1.62e42fefa39efp-1"), _hex("0x1.abc9e3b39803fp-56")
 # exp(f) = 1 + f + f^2 Q(f); for float32 the coefficients are fitted to |f| <= 0.35, for float64 they are 1 / k!.
 Q32 = tuple(f32(_hex(h)) for h in ("0x1.6db642p-10", "0x1.123cep-7", "0x1.55545cp-5", "0x1.55548cp-3", "0x1p-1"))
 Q = tuple(1.0 / math.factorial(k) for k in range(13, 1, -1))
-# A product of the high part of log 2 with an integer below 2^21 is exact; log(1 + y) is 2 z + z w R(w), z = y / (2 + y).
-LN2_HIGH, LN2_LOW = HI, LO
+# log(1 + y) = 2 z + z w R(w), with z = y / (2 + y) and w = z^2.
 ATANH = tuple(2.0 / (2 * k + 1) for k in range(16, 0, -1))
 # Adding it rounds a float32 to an integer, which then stands in the low bits.
 MAGIC32, MAGIC_BITS = f32(_hex("0x1.8p23")), np.int32(0x4B400000)
 # float32 reduces |z| up to NEAR32 by itself; float64 up to NEAR, beyond it with a second part of each product. From
-# HUGE on two different logits are so far apart that of their exponentials only the larger counts.
+# HUGE on, two different logits are so far apart that of their exponentials only the larger counts.
 NEAR32, NEAR, HUGE = f32(2048.0), 2.0**20, 2.0**60
 
 
@@ -59,7 +58,7 @@ class Arithmetic(NamedTuple):
 SINGLE, DOUBLE = Arithmetic(30, 21, np.dtype(f32)), Arithmetic(62, 36, np.dtype(f64))
 
 
-def fma32(a: Array, b: Array, c: Array) -> Array:
+def fma32(a: Array, b: Array | f32, c: Array | f32) -> Array:
     """a b + c of float32, rounded once."""
     product = np.multiply(a, b, dtype=f64)  # exact
     s = product + c
@@ -69,11 +68,13 @@ def fma32(a: Array, b: Array, c: Array) -> Array:
         p, t = (np.broadcast_to(array, s.shape).reshape(-1)[middle].astype(f64) for array in (product, c))
         total = s.reshape(-1)[middle]
         _, error = two_sum(p, t)
-        s.reshape(-1)[middle] = np.where(error == 0.0, total, np.nextafter(total, np.where(error > 0.0, np.inf, -np.inf)))
+        s.reshape(-1)[middle] = np.where(
+            error == 0.0, total, np.nextafter(total, np.where(error > 0.0, np.inf, -np.inf))
+        )
     return s.astype(f32)
 
 
-def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+def two_sum(a: Array | float, b: Array) -> tuple[Array, Array]:
     """a + b and what its rounding has left out (Knuth)."""
     s = a + b
     v = s - a
@@ -141,7 +142,7 @@ def exponential(x: Array, transform: Transform, arithmetic: Arithmetic) -> Expon
     n = (k.view(np.int32) - MAGIC_BITS).astype(i64)
     k -= MAGIC32
     # The first product is exact; with a scale that of the logit is, too.
-    f = fma32(-k, LO32, fma32(scale, x, -(k * HI32)))
+    f = fma32(-k, LO32, fma32(x, scale, -(k * HI32)))
     if not all_near:
         n[far], f[far] = n_far, f_far
     return Exponential(n, _polynomial32(f))
@@ -207,6 +208,7 @@ def _tanh(y: Array) -> Array:
 
 def softcap_slope(x: Array, transform: Transform) -> Array:
     """The slope of tanh at scale x / softcap, in float64."""
+    assert transform.softcap is not None
     y = transform.scale * x / transform.softcap
     e, _ = _exp_of_minus(2.0 * np.minimum(np.abs(y), 400.0))
     return 4.0 * e / ((1.0 + e) * (1.0 + e))
@@ -351,8 +353,8 @@ def states_of(
         columns = held_column[rows]
     if fields.target and held_column is not None:
         here = np.flatnonzero((held_column >= 0) & (held_column < x.shape[1]))
-        states["target"][here] = x[here, held_column[here]]
-    states["held"][rows] = x[rows, columns]
+        states["target"][here] = _canonical(x[here, held_column[here]])
+    states["held"][rows] = _canonical(x[rows, columns])
     others = np.ones(x.shape, np.bool_)
     others[rows, columns] = False
     _fill_sum(states, x, others, transform, arithmetic, fields)
@@ -364,11 +366,16 @@ def states_of(
     return states
 
 
+def _canonical(values: Array) -> Array:
+    """float64, with one nan of the many and one zero of the two."""
+    return np.where(np.isnan(values), np.nan, values.astype(f64)) + 0.0
+
+
 def _fill_sum(
     states: Array, x: Array, others: Array, transform: Transform, arithmetic: Arithmetic, fields: StateFields
 ) -> None:
     top = np.max(x, axis=1, where=others, initial=-np.inf).astype(f64)
-    states["top"] = np.where(top == np.inf, np.nan, top)
+    states["top"] = _canonical(np.where(top == np.inf, np.nan, top))
     counted = others & (x > -np.inf) & (x < np.inf)
     z_top, _ = transformed(top, transform)
     huge = ~(np.abs(z_top) < HUGE) & np.isfinite(top)
@@ -426,9 +433,7 @@ def _fill_weights(states: Array, x: Array, weight: Array, transform: Transform) 
         m, e = split[0]
         size = np.where(m != 0, e + 52, NO_GRID * WIDE).max(axis=1)
         grid = size // WIDE
-        states[name] = sum(
-            limbs_of(m, e, WIDE * (grid - 2)[:, None], WIDE).sum(axis=1, dtype=u64) for m, e in split
-        )
+        states[name] = sum(limbs_of(m, e, WIDE * (grid - 2)[:, None], WIDE).sum(axis=1, dtype=u64) for m, e in split)
         states["weight_grids"][:, column] = grid
     # A weight on a masked class makes the loss infinite, and one that is not finite makes it nan.
     states["weight_grids"][masked.any(axis=1), 1] = INFINITE
@@ -479,7 +484,8 @@ def _merge_others(a: Array, b: Array, fields: StateFields, transform: Transform,
             for state in (a, b):
                 merged[name] += shifted(state[name], grids[:, column] - state["weight_grids"][:, column].astype(i64))
     if fields.entropy:
-        grids = [np.where(huge & (state["top"] != top), NO_ENTROPY, state["entropy_grid"]) for state in (a, b)]
+        gone = [np.isnan(top) | (huge & (state["top"] != top)) for state in (a, b)]
+        grids = [np.where(g, NO_ENTROPY, state["entropy_grid"]) for g, state in zip(gone, (a, b), strict=True)]
         grid = merged["entropy_grid"] = np.maximum(*grids)
         for state, its in zip((a, b), grids, strict=True):
             merged["exp_logit"] += shifted(state["exp_logit"], np.where(its == NO_ENTROPY, 3, grid - its))
@@ -502,7 +508,7 @@ def log(v: Array) -> Array:
     m, e = np.frexp(v)
     low = m < _hex("0x1.6a09e667f3bcdp-1")
     m, k = np.where(low, m + m, m), (e - low).astype(f64)
-    return k * LN2_HIGH + (_twice_atanh((m - 1.0) / (m + 1.0)) + k * LN2_LOW)
+    return k * HI + (_twice_atanh((m - 1.0) / (m + 1.0)) + k * LO)
 
 
 def log1p(a: Array) -> Array:
@@ -520,7 +526,7 @@ def _twice_atanh(z: Array) -> Array:
 
 
 class RowSoftmax:
-    """The softmax of each row, from merged states; float64, (rows,), `nan` where the row has a nan, a +inf or no class."""
+    """The softmax of each row, from merged states; float64, (rows,). Rows with a nan, a +inf or no class are `nan`."""
 
     def __init__(self, states: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic):
         self.fields, self._states = fields, states
@@ -542,13 +548,15 @@ class RowSoftmax:
             odds = np.where(others_alone | none, np.inf, odds)
             self.odds = np.where(bad, np.nan, odds)
             #: the power of two that `normalizer` is in units of
-            self.exponent = np.where(s > 0, np.where(none | others_alone, self._top_z.n, np.maximum(self._top_z.n, n)), n)
+            self.exponent = np.where(
+                s > 0, np.where(none | others_alone, self._top_z.n, np.maximum(self._top_z.n, n)), n
+            )
             e = np.where(none | others_alone, 0.0, scaled(e, n - self.exponent))
             self._sum_of_others = scaled(s, unit - self.exponent)
             #: the factor of exp(z_c) 2^-exponent that gives the probability of another class
             self.normalizer = np.where(bad, np.nan, 1.0 / (self._sum_of_others + e))
             d = (unit - n).astype(f64)
-            large = d * LN2_HIGH + (log(np.where(quotient > 0, quotient, 1.0)) + d * LN2_LOW)
+            large = d * HI + (log(np.where(quotient > 0, quotient, 1.0)) + d * LO)
             top_n = np.where(self._top_z.huge, self._top_z.n, 0)
             others = self._top_z.huge_value + (_times_log2(unit - top_n) + log(np.where(s > 0, s, 1.0)))
             nll = np.where(self.odds > 2.0**60, large, log1p(np.where(self.odds > 2.0**60, 0.0, self.odds)))
@@ -557,7 +565,9 @@ class RowSoftmax:
             self.held_nll = np.where(bad, np.nan, np.where(none, np.inf, nll))
             #: that probability, and it less 1
             self.held_probability = 1.0 / (1.0 + self.odds)
-            self.held_minus_one = np.where(self.odds <= 1.0, -self.odds / (1.0 + self.odds), -1.0 / (1.0 + 1.0 / self.odds))
+            self.held_minus_one = np.where(
+                self.odds <= 1.0, -self.odds / (1.0 + self.odds), -1.0 / (1.0 + 1.0 / self.odds)
+            )
             total = (self._sum_of_others + e) / self._top_z.e
             above = log(np.where(total > 0, total, 1.0)) + _times_log2(self.exponent - self._top_z.n)
             gap = (self._held_z.z - self._top_z.z) + (self._held_z.low - self._top_z.low)
@@ -620,7 +630,7 @@ class _Logit:
 
 
 def _times_log2(n: Array) -> Array:
-    return n.astype(f64) * LN2_HIGH + n.astype(f64) * LN2_LOW
+    return n.astype(f64) * HI + n.astype(f64) * LO
 
 
 def _gap(weight: Double, logit: _Logit, weighted: Double) -> Array:
@@ -637,9 +647,7 @@ def times(weight: Array, value: Array) -> Array:
     return np.where(weight == 0.0, 0.0, weight * value)
 
 
-def gradient_of(
-    x: Array, factor: Array, softmax: RowSoftmax, transform: Transform, arithmetic: Arithmetic
-) -> Array:
+def gradient_of(x: Array, factor: Array, softmax: RowSoftmax, transform: Transform, arithmetic: Arithmetic) -> Array:
     """factor exp(z) 2^-exponent for a block of logits, in the arithmetic's dtype; (rows,) float64 factors."""
     with np.errstate(all="ignore"):
         e = exponential(x, transform, arithmetic)
