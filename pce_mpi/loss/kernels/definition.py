@@ -58,7 +58,7 @@ class Arithmetic(NamedTuple):
 SINGLE, DOUBLE = Arithmetic(30, 21, np.dtype(f32)), Arithmetic(62, 36, np.dtype(f64))
 
 
-def fma32(a: Array, b: Array | f32, c: Array | f32) -> Array:
+def fma32(a: Array, b: Any, c: Any) -> Array:
     """a b + c of float32, rounded once."""
     product = np.multiply(a, b, dtype=f64)  # exact
     s = product + c
