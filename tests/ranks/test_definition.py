@@ -21,7 +21,7 @@ from pce_mpi.loss.kernels.definition import (
     merge,
     states_of,
 )
-from pce_mpi.loss.kernels.terms import Transform
+from pce_mpi.loss.kernels.parameters import Transform
 
 KINDS = ["plain", "offset", "far", "huge", "masked", "certain", "equal", "special"]
 FIELDS = {
@@ -74,7 +74,7 @@ def states(x, targets, fields, u, transform, start=0, stop=None):
         return states_of(x[:, start:stop], columns, fields, u=weights, **options)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32),
     kind=st.sampled_from(KINDS),
@@ -82,7 +82,7 @@ def states(x, targets, fields, u, transform, start=0, stop=None):
     transform=st.sampled_from(TRANSFORMS),
     dtype=st.sampled_from([np.float32, np.float64, np.float16, ml_dtypes.bfloat16]),
 )
-def test_states_of_any_cut_merge_to_the_same_bits(seed, kind, fields, transform, dtype):
+def test_states_of_any_cut_merge_to_same_bits(seed, kind, fields, transform, dtype):
     rng, needed = np.random.default_rng(seed), FIELDS[fields]
     classes = int(rng.integers(1, 60))
     x, targets = logits_of(kind, classes, dtype, rng)
@@ -124,7 +124,7 @@ def ulps(found, exact, dtype):
 
 @pytest.mark.parametrize("kind", ["plain", "offset", "certain", "equal", "far"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("classes", [2, 3, 300])
+@pytest.mark.parametrize("classes", [2, 300])
 def test_loss_and_gradient_have_their_bits(kind, dtype, classes):
     arithmetic, rng = arithmetic_of(dtype), np.random.default_rng(classes)
     x, targets = logits_of(kind, classes, dtype, rng)

@@ -1,4 +1,6 @@
-"""The arithmetic of the loss in NumPy: the definition that every compiled kernel reproduces to the last bit.
+"""An arithmetic of the loss with the same bits for any cut of the classes, in NumPy.
+
+The loss does not use it yet: `blockwise.py` and the CUDA kernels are to reproduce this file to the last bit.
 
 **Elements.** exp(z) = 2^n (1 + t). Both n and t are functions of z alone: n is an integer near z / log 2 and t a
 polynomial of f = z - n log 2. No maximum is subtracted, so no shard has to know another one's logits.
@@ -25,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pce_mpi.loss.kernels.terms import Transform
+from pce_mpi.loss.kernels.parameters import Transform
 
 Array = np.ndarray[Any, Any]
 f32, f64, i64, u64 = np.float32, np.float64, np.int64, np.uint64
@@ -278,7 +280,7 @@ def shifted(limbs: Array, grids: Array) -> Array:
 
 
 class Double(NamedTuple):
-    """A sum of two float64, the second at most half an ulp of the first."""
+    """The sum of two float64, the second at most half an ulp of the first."""
 
     high: Array
     low: Array
@@ -339,7 +341,10 @@ def states_of(
     arithmetic: Arithmetic,
     first_class: int,
 ) -> Array:
-    """The states of a block of logits, (rows, classes), and their weights u; `held_column` as in `fill_states`."""
+    """Return the states of a block of logits, (rows, classes), with the weights u.
+
+    `held_column` has the column of each row's target, -1 if it is elsewhere; None if the largest logit is held apart.
+    """
     states = identity(fields, len(x))
     if not x.shape[1]:
         return states
@@ -367,7 +372,7 @@ def states_of(
 
 
 def _canonical(values: Array) -> Array:
-    """float64, with one nan of the many and one zero of the two."""
+    """Return float64 with one bit pattern for nan and one for zero."""
     return np.where(np.isnan(values), np.nan, values.astype(f64)) + 0.0
 
 
@@ -395,14 +400,7 @@ def _fill_sum(
         upper = fixed >> digits << digits
         parts = [*two_product(upper.astype(f64), z), *two_product((fixed - upper).astype(f64), z)]
         parts.append(fixed.astype(f64) * low)
-        mantissas, exponents = zip(*(_mantissa_and_exponent(part) for part in parts), strict=True)
-        size = np.where(mantissas[0] != 0, exponents[0] + 52 + exponent, np.iinfo(i64).min // 2).max(axis=1)
-        grid = np.where(size == np.iinfo(i64).min // 2, NO_ENTROPY, size // WIDE)
-        states["entropy_grid"] = grid
-        states["exp_logit"] = sum(
-            limbs_of(m, q + exponent, WIDE * (grid - 2)[:, None], WIDE).sum(axis=1, dtype=u64)
-            for m, q in zip(mantissas, exponents, strict=True)
-        )
+        states["entropy_grid"], states["exp_logit"] = _wide_sum(parts, exponent, NO_ENTROPY)
 
 
 def grid_of_sum(top: Array, transform: Transform, arithmetic: Arithmetic) -> Array:
@@ -420,6 +418,17 @@ def _mantissa_and_exponent(v: Array) -> tuple[Array, Array]:
     return (m * 2.0**53).astype(i64), e.astype(i64) - 53
 
 
+def _wide_sum(parts: list[Array], exponent: Array | int, none: int) -> tuple[Array, Array]:
+    """Sum the parts, times 2^exponent, over the classes: the grid, from the first and largest part, and the limbs."""
+    split = [_mantissa_and_exponent(part) for part in parts]
+    mantissa, its_exponent = split[0]
+    nothing = np.iinfo(i64).min // 2
+    size = np.where(mantissa != 0, its_exponent + 52 + exponent, nothing).max(axis=1)
+    grid = np.where(size == nothing, none, size // WIDE)
+    unit = WIDE * (grid - 2)[:, None]
+    return grid, sum(limbs_of(m, e + exponent, unit, WIDE).sum(axis=1, dtype=u64) for m, e in split)
+
+
 def _fill_weights(states: Array, x: Array, weight: Array, transform: Transform) -> None:
     """Sum u and u z over all classes where u is not 0."""
     z, low = transformed(x.astype(f64), transform)
@@ -428,13 +437,8 @@ def _fill_weights(states: Array, x: Array, weight: Array, transform: Transform) 
     z, low = np.where(usable, z, 0.0), np.where(usable, low, 0.0)
     product, rest = two_product(weight, z)
     rest = np.where(np.isfinite(rest), rest + weight * low, 0.0)
-    for column, (name, parts) in enumerate({"weight": [weight], "weighted_logit": [product, rest]}.items()):
-        split = [_mantissa_and_exponent(part) for part in parts]
-        m, e = split[0]
-        size = np.where(m != 0, e + 52, NO_GRID * WIDE).max(axis=1)
-        grid = size // WIDE
-        states[name] = sum(limbs_of(m, e, WIDE * (grid - 2)[:, None], WIDE).sum(axis=1, dtype=u64) for m, e in split)
-        states["weight_grids"][:, column] = grid
+    states["weight_grids"][:, 0], states["weight"] = _wide_sum([weight], 0, NO_GRID)
+    states["weight_grids"][:, 1], states["weighted_logit"] = _wide_sum([product, rest], 0, NO_GRID)
     # A weight on a masked class makes the loss infinite, and one that is not finite makes it nan.
     states["weight_grids"][masked.any(axis=1), 1] = INFINITE
     states["weight_grids"][~np.isfinite(weight).all(axis=1), 1] = NOT_A_NUMBER
@@ -442,7 +446,7 @@ def _fill_weights(states: Array, x: Array, weight: Array, transform: Transform) 
 
 
 def merge(a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> Array:
-    """The states of the union of two disjoint sets of classes of the same rows."""
+    """Return the states of the union of two disjoint sets of classes of the same rows."""
     merged = _merge_others(a, b, fields, transform, arithmetic)
     if fields.target:
         merged["target"] = np.maximum(a["target"], b["target"])
@@ -493,7 +497,7 @@ def _merge_others(a: Array, b: Array, fields: StateFields, transform: Transform,
 
 
 def _b_is_held(a: Array, b: Array) -> Array:
-    """Where b has the row's largest logit, as NumPy orders: `nan` before numbers, then the larger, the lower class."""
+    """Return the rows of which b holds the largest logit: a nan before numbers, the larger, then the lower class."""
     nan_a, nan_b = np.isnan(a["held"]), np.isnan(b["held"])
     lower = b["argmax"] < a["argmax"]
     larger = (b["held"] > a["held"]) | ((b["held"] == a["held"]) & lower)
