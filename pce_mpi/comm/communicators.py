@@ -20,6 +20,7 @@ from functools import cache
 import os
 import secrets
 import sys
+from threading import Lock
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -201,7 +202,8 @@ def _new_channel(comm: MPI.Intracomm, operation: str) -> Channel:
         waiting.wait(request, first_use, duplicate)
     except MPI.Exception as error:
         raise out_of_communicators(operation, error) from error
-    except BaseException:
+    except BaseException as error:
+        waiting.broken = waiting.broken or f"{first_use} ended with {type(error).__name__}"
         comm.Set_attr(_channel_key(), waiting)
         raise
     return Channel(duplicate, _ROLL_CALL_TAG, int(headers[0]))
@@ -220,6 +222,7 @@ def _gathered(
 # Finalizers append to the queue, which they may do at any time.
 _dropped: deque[tuple[int, MPI.Comm]] = deque()
 _garbage: dict[int, MPI.Comm] = {}
+_taking = Lock()
 
 
 def new_number() -> int:
@@ -234,10 +237,7 @@ def drop(number: int, comm: MPI.Comm) -> None:
 
 def garbage_count() -> int:
     """Return how many communicators this rank has dropped and not freed."""
-    while _dropped:
-        number, comm = _dropped.popleft()
-        _garbage[number] = comm
-    return len(_garbage)
+    return len(_dropped) + len(_garbage)
 
 
 def give_back(channel: Channel, operation: str) -> None:
@@ -245,9 +245,21 @@ def give_back(channel: Channel, operation: str) -> None:
 
     Collective: an Allgather of 8 bytes and an Allgatherv. All ranks free them in one order.
     """
-    mine = np.array(sorted(_garbage), np.int64)
-    counts = _gathered(channel, np.array([mine.size], np.int64), [1] * channel.size, operation).tolist()
-    dropped_by = Counter(_gathered(channel, mine, counts, operation).tolist())
-    for number in mine.tolist():
-        if dropped_by[number] == _garbage[number].size:
-            _garbage.pop(number).Free()
+    # Another thread may do the same over another communicator: each takes the ones that it may free. A communicator is
+    # freed if all of its ranks have taken it for this call.
+    with _taking:
+        while _dropped:
+            number, comm = _dropped.popleft()
+            _garbage[number] = comm
+        taken = dict(_garbage)
+        _garbage.clear()
+    try:
+        mine = np.array(sorted(taken), np.int64)
+        counts = _gathered(channel, np.array([mine.size], np.int64), [1] * channel.size, operation).tolist()
+        taken_by = Counter(_gathered(channel, mine, counts, operation).tolist())
+        for number in mine.tolist():
+            if taken_by[number] == taken[number].size:
+                taken.pop(number).Free()
+    finally:
+        with _taking:
+            _garbage.update(taken)

@@ -53,9 +53,15 @@ class Step:
         return self.verb not in ("slice", "keep")
 
     @property
-    def divisor(self) -> int:
-        """The number of ranks that are averaged over."""
-        return math.prod(self.before.sizes[dim] for dim in self.dims if self.before.by_dim[dim] == Partial("avg"))
+    def averaging(self) -> tuple[int, float]:
+        """The divisors of the partials and of their sum, whose product is the number of ranks that are averaged over.
+
+        The first is a power of two. It keeps the sum from overflowing and costs no bit, so that the average of equal
+        whole numbers is that number.
+        """
+        ranks = math.prod(self.before.sizes[dim] for dim in self.dims if self.before.by_dim[dim] == Partial("avg"))
+        power = 1 << (ranks - 1).bit_length()
+        return power, ranks / power
 
     @property
     def placement_before(self) -> str:
@@ -252,21 +258,18 @@ def _sent(step: Step, local: Array, mesh: Mesh) -> Array:
         return _exchanged(step, local, comm, members, here)
     placed = [step.before.by_dim[dim] for dim in step.dims]
     reduction: ReduceOp = "max" if Partial("max") in placed else "min" if Partial("min") in placed else "sum"
-    averages = step.divisor > 1
-    partial = local
-    if averages:
-        # A half is rounded once, after the sum. The power of two keeps the sum from overflowing and costs no bit, so
-        # that the average of equal whole numbers is that number.
+    partial, (before, after) = local, step.averaging
+    if before > 1:
+        # A half is rounded once, after the sum.
         partial = local.astype(np.float32) if is_half(local.dtype) else local
-        power = 1 << (step.divisor - 1).bit_length()
-        partial = partial / partial.dtype.type(power)
+        partial = partial / partial.dtype.type(before)
     if step.verb == "all_reduce":
         total = all_reduce(partial, comm, reduction)
     else:
         blocks = [partial[within(step.before.slices(here), step.after.slices(member))] for member in members]
         total = reduce_scatter(blocks, comm, reduction)
-    if averages:
-        total /= total.dtype.type(step.divisor / power)
+    if after < 1:
+        total /= total.dtype.type(after)
     return total.astype(local.dtype, copy=False)
 
 

@@ -43,7 +43,7 @@ class _Group:
     dims: tuple[str, ...]
     dtype: np.dtype[Any]
     members: tuple[int, ...]
-    divisors: tuple[int, ...]
+    averaging: tuple[tuple[int, float], ...]
     shapes: tuple[tuple[int, ...], ...]
     ends: tuple[int, ...]
     parts: tuple[tuple[tuple[slice, ...], ...], ...]
@@ -183,7 +183,7 @@ def _group(key: _Key, taken: Mapping[int, Step], here: Coordinates) -> _Group:
         dims=dims,
         dtype=dtype,
         members=tuple(taken),
-        divisors=tuple(step.divisor for step in taken.values()),
+        averaging=tuple(step.averaging for step in taken.values()),
         shapes=shapes,
         ends=tuple(accumulate(math.prod(shape) for shape in shapes)),
         parts=tuple(parts),
@@ -196,9 +196,9 @@ def _bring_together(group: _Group, partials: dict[int, Array], mesh: Mesh, opera
     """Replace the local array of each gradient in `group` by the one after the group's collective."""
     dtype = compute_dtype_of(group.dtype)  # so that halves are rounded only once
     mine = [partials[index] for index in group.members]
-    for number, divisor in enumerate(group.divisors):
-        if divisor > 1:
-            mine[number] = mine[number].astype(dtype, copy=False) / divisor
+    for number, (before_sum, _) in enumerate(group.averaging):
+        if before_sum > 1:
+            mine[number] = mine[number].astype(dtype, copy=False) / before_sum
     xp, comm = array_namespace(mine[0]), mesh.comm(*group.dims)
     reason = "gradients are brought to their parameters, in one buffer"
     with cause(operation, text_of_dims(group.dims), reason, group.before, group.after):
@@ -212,7 +212,11 @@ def _bring_together(group: _Group, partials: dict[int, Array], mesh: Mesh, opera
                 blocks.append(xp.concatenate(sent, dtype=dtype))
             flat = reduce_scatter(blocks, comm, "sum")
     starts = (0, *group.ends[:-1])
-    for index, start, end, shape in zip(group.members, starts, group.ends, group.shapes, strict=True):
+    for index, start, end, shape, (_, after_sum) in zip(
+        group.members, starts, group.ends, group.shapes, group.averaging, strict=True
+    ):
+        if after_sum < 1:
+            flat[start:end] /= after_sum
         partials[index] = flat[start:end].reshape(shape)
 
 

@@ -1,5 +1,6 @@
 """The collectives on arrays: what arrives, for every kind of array, on every rank, and that nobody is disturbed."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 import gc
 import itertools
@@ -12,6 +13,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import shard_range
+from pce_mpi.comm import communicators
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from pce_mpi.comm.communicators import CollectiveTimeout, channel_of
@@ -566,6 +568,43 @@ def test_channel_that_one_rank_holds_stays_whole(comm, monkeypatch):
     make_another(comm)
     assert while_held == []
     assert Watched.freed == [False]
+
+
+def test_failed_first_use_leaves_communicator_unusable(comm, monkeypatch):
+    def fail(*_: object) -> None:
+        raise KeyError("planted")
+
+    another = comm.Dup()
+    held = dropped(comm)
+    held.clear()
+    gc.collect()
+    with monkeypatch.context() as planted, pytest.raises(KeyError, match="planted"):
+        planted.setattr(communicators, "give_back", fail)
+        all_reduce(np.ones(1), another, "sum")
+    with pytest.raises(CollectiveTimeout, match=r"first use of the communicator\) ended with KeyError"):
+        all_reduce(np.ones(1), another, "sum")
+    another.Free()
+
+
+def test_threads_on_own_communicators_do_not_meet(comm):
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        pytest.skip("MPI was initialized for one thread; mpi4py.rc.thread_level = 'multiple' would run it")
+
+    def losses(own: MPI.Intracomm) -> list[float]:
+        found = []
+        for _ in range(20):
+            passing = own.Dup()
+            logits = np.zeros((1, 2), np.float32)
+            found.append(float(pce.softmax_cross_entropy(logits, np.array([0]), comm=passing)))
+            passing.Free()
+        return found
+
+    each = [comm.Dup() for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        found = [result for results in threads.map(losses, each) for result in results]
+    for own in each:
+        own.Free()
+    assert found == pytest.approx([np.log(2 * comm.size)] * 40)
 
 
 def everything(comm: MPI.Intracomm) -> list[np.ndarray]:
