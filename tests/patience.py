@@ -7,9 +7,9 @@ from pce_mpi.conformance.launching import number_of_cores
 
 
 def slowdown() -> float:
-    """How many times longer everything takes now, as more processes want a core than there are: 1 or more.
+    """Return how many times longer everything takes now, as more processes want a core than there are: 1 or more.
 
-    At most 50: where the load is that of a host with many more cores than this process may use, it says too much.
+    It is at most 50: the load of a host with many more cores than this process may use says too much.
     """
     return min(max(1.0, os.getloadavg()[0] / number_of_cores()), 50.0)
 
@@ -22,7 +22,7 @@ class Patience:
         self.looked = time.monotonic()
 
     def is_over(self) -> bool:
-        """Whether they have passed; to be asked again and again."""
+        """Return whether they have passed; the caller asks again and again."""
         now = time.monotonic()
         self.left -= (now - self.looked) / slowdown()
         self.looked = now

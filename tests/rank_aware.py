@@ -2,7 +2,7 @@
 
 Every rank runs the same tests in the same order. After each phase of each test (setup, call, teardown) the ranks
 tell each other how it ended and go on with one report, so that `-x`, skips and the summary are in step. Rank 0
-alone shows output. What cannot be reported that way ends the job: see `verdict.exchange`.
+alone shows output. A failure that cannot be reported that way ends the job: see `verdict.exchange`.
 """
 
 from collections.abc import Generator

@@ -11,7 +11,7 @@ import pytest
 class Recorder:
     """A pytest plugin that writes lines of JSON.
 
-    Which tests there are, which one starts, how each of its phases ends, which file cannot be collected.
+    They say which tests there are, which one starts, how each of its phases ends, which file cannot be collected.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,12 +41,12 @@ class Recorder:
 
 
 def show_stacks_in(folder: Path, rank: int) -> None:
-    """Where this process dies of a signal, write the stacks of its threads to a file of the rank's own."""
+    """If this process dies of a signal, write the stacks of its threads to a file of the rank's own."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     faulthandler.enable(file=(folder / f"stacks-{rank}").open("w"))
 
 
 def text_of(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """What a failed report has to say: the failure itself and the output captured on the way."""
+    """Return the text of a failed report: the failure itself and the output captured on the way."""
     captured = [f"----- {title}\n{content}" for title, content in report.sections]
     return "\n".join([report.longreprtext, *captured])

@@ -51,7 +51,7 @@ FROM_GOOD_TO_BAD = ["passed", "skipped", "failed"]
 
 
 class Session(NamedTuple):
-    """How a pytest session ended, and what it has printed."""
+    """The end of a pytest session, and what it has printed."""
 
     returncode: int
     how_it_ended: str
@@ -229,7 +229,7 @@ def execute(runs: list[Run], may_be_empty: bool) -> None:
 
 
 def fits(run: Run, running: Iterable[Run]) -> bool:
-    """Whether there is a core for each rank. What launches jobs counts as one: it waits for much of its time."""
+    """Return whether there is a core for each rank. A run that launches jobs counts as one: it mostly waits."""
     return run.ranks + sum(other.ranks for other in running) <= number_of_cores()
 
 
@@ -296,7 +296,7 @@ def file_of(path: Path) -> Path:
 
 
 def plan(options: argparse.Namespace) -> list[Run]:
-    """What to run for these options, in this order."""
+    """Return the runs for these options, in order."""
     everything = [RANKS, GPU, JOBS, KERNELS] if options.gpu else [RANKS, JOBS, CONFORMANCE]
     paths = options.paths or [folder for folder in everything if folder.exists()]
     on_ranks = [path for path in paths if any(path.is_relative_to(folder) for folder in (RANKS, PEERS, GPU))]
@@ -306,7 +306,7 @@ def plan(options: argparse.Namespace) -> list[Run]:
     runs: list[Run] = []
     if on_ranks:
         for n in options.n:
-            # What asks for no communicator is the same at every size: it runs at the first one.
+            # A test that asks for no communicator is the same at every size: it runs at the first one.
             once = ["--only-with-comm"] if runs else []
             sizes = f"--sizes={','.join(map(str, options.n))}"
             command = job_command(n, *pytest, *once, sizes, *map(str, on_ranks))

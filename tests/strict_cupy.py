@@ -5,10 +5,10 @@ arithmetic, as an index, or as a value. So code that passes with it takes the ar
 where it moves data. Kernels are those of the package, compiled for the host (see `cuda_on_host`).
 
 It has one stream, on which work is under way until somebody waits for it. Whoever is handed the address of an array
-before that, or takes pinned memory back while it is being read, is found out. Of speed it knows nothing.
+before that, or takes pinned memory back while it is being read, is found out. It does not model speed.
 
-Tests ask for `cupy`, which is this stand-in, or with `pytest --gpu` CuPy itself. What can only be seen on the stand-in
-asks for `stand_in`.
+Tests ask for `cupy`, which is this stand-in, or with `pytest --gpu` CuPy itself. A test of what only the stand-in
+shows asks for `stand_in`.
 """
 
 from collections import defaultdict

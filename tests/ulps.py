@@ -30,7 +30,7 @@ OPTIONS = 5
 FLOAT64 = 8
 # Entropy and log-probability are sums of at most three terms of one sign, each of which is good to about `FLOAT32`.
 STATISTICS = 4
-# Of dense: a sum of products of two numbers that are each good to `DENSE`.
+# The entropy of dense is a sum of products of two numbers that are each good to `DENSE`.
 DENSE_ENTROPY = 8
 # Two merges, each of a handful of float64 operations per field, of terms of one sign.
 MERGE = 12
@@ -57,7 +57,7 @@ def ulp(value: Any, dtype: Any) -> Array:
 
 
 def errors(got: Any, expected: Any, dtype: Any, size: Any = None, remainder: Any = 0.0) -> Array:
-    """How far `got` is from `expected` (+ `remainder`), in ulps that `size` (or `expected`) has in `dtype`.
+    """Return the distance of `got` from `expected` (+ `remainder`), in ulps that `size` (or `expected`) has in `dtype`.
 
     The same special values are 0 apart, different ones infinitely far.
     """

@@ -1,4 +1,4 @@
-"""How something ended on every rank, told to every rank, without waiting for ever."""
+"""Tell every rank how something ended on every rank, without waiting for ever."""
 
 import os
 import re
@@ -24,7 +24,7 @@ STDERR = open(os.dup(2), "w", buffering=1)
 
 
 class Verdict(NamedTuple):
-    """How it ended on one rank, and what there is to say about it."""
+    """The outcome on one rank, and a text about it."""
 
     outcome: str
     text: str = ""
@@ -60,7 +60,7 @@ def end_job(comm: MPI.Comm, reason: str, text: str) -> None:
 
 
 def describe(verdicts: list[Verdict]) -> str:
-    """What the ranks that did not pass have to say; what several say alike, but for addresses, stands once."""
+    """Return the texts of the ranks that did not pass; a text that several share, but for addresses, stands once."""
     ranks_by_text: dict[tuple[str, str], list[int]] = {}
     for rank, (outcome, text) in enumerate(verdicts):
         if outcome != PASSED:

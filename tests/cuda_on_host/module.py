@@ -25,7 +25,7 @@ extern "C" int sizes_{number}(int* size) {{ return host::sizes({kernel}, size); 
 
 
 class KernelFault(Exception):
-    """What a GPU would have answered with an error, or with silence."""
+    """A fault that a GPU would have answered with an error, or with silence."""
 
 
 class RawModule:
@@ -72,7 +72,7 @@ class Kernel:
 
 
 def argument(value):
-    """What a kernel receives, as an array of one element: the address of an array, or a number."""
+    """Return what a kernel receives in an array of one element: the address of an array, or a number."""
     if hasattr(value, "data") and hasattr(value.data, "ptr"):
         return np.array([value.data.ptr], np.uint64)
     if not isinstance(value, np.generic):

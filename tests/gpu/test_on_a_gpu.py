@@ -1,4 +1,4 @@
-"""What only a real GPU can show: clusters of blocks, streams of one's own, and more elements than 32 bits can count."""
+"""Tests that need a real GPU: clusters of blocks, streams of one's own, and more elements than 32 bits can count."""
 
 import ml_dtypes
 import numpy as np

@@ -19,7 +19,7 @@ from pce_mpi.conformance.launching import mpiexec, settings, stop
 
 ROOT = Path(__file__).parents[2]
 
-# How long a job may take, and how long one that took longer may take to show its stacks, in seconds of `Patience`.
+# The seconds of `Patience` that a job may take, and those that it may then take to show its stacks.
 LIMIT = 100.0
 STACKS = 5.0
 
@@ -77,7 +77,7 @@ def complete(
 
 
 def output_of(process: subprocess.Popen[str], limit: float = LIMIT) -> tuple[str, str]:
-    """What a process writes to its pipes until it has ended; `TimeoutError` after `limit` seconds of `Patience`."""
+    """Return what a process writes until it has ended; raise `TimeoutError` after `limit` seconds of `Patience`."""
     patience = Patience(limit)
     while True:
         try:
@@ -125,7 +125,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def runs_python(pid: int) -> bool:
-    """Whether it is alive, and the program that runs here too."""
+    """Return whether the process is alive and runs the same program as this one."""
     try:
         return os.path.samefile(f"/proc/{pid}/exe", sys.executable)
     except OSError:

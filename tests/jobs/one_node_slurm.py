@@ -20,7 +20,7 @@ PATIENCE = 90
 
 
 def missing() -> str:
-    """What keeps this machine from running it, '' if nothing does."""
+    """Return the reason why this machine cannot run it, '' if it can."""
     if absent := [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]:
         return f"there is no {' and no '.join(absent)}: runs as root where Slurm is installed (Debian: slurm-wlm)"
     return "" if os.getuid() == 0 else "Slurm's daemons are started by root alone: runs as root"

@@ -58,7 +58,7 @@ def parameters_of(thing: Any) -> list[str]:
 
 
 def faults(thing: Any) -> Iterator[str]:
-    """What keeps the docstring of a public name from following numpydoc."""
+    """Yield the ways in which the docstring of a public name does not follow numpydoc."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # of sections that numpydoc does not know

@@ -74,7 +74,7 @@ def start_of(source):
 
 @cache
 def run_of_programs(ranks):
-    """What each program for so many ranks printed, as far as they came, and the job that ran them."""
+    """Return what each program for so many ranks printed, as far as they came, and the job that ran them."""
     sources = [source for _, source, _ in PROGRAMS if int(start_of(source)[2]) == ranks]
     with tempfile.TemporaryDirectory() as folder:
         for source in sources:

@@ -34,7 +34,7 @@ GPT_STEPS = 12
 GPT_SLICE = ["--max-files=5", f"--steps={GPT_STEPS}", "--batch=5", "--length=13", "--test-tokens=70", "--write=2"]
 GPT_SLICE += ["--layers=2", "--heads=12", "--width=24"]  # as many heads as any number of ranks shares evenly
 
-# What a program of several files needs to be imported.
+# The search path that a program of several files needs to be imported.
 IMPORTABLE = {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, EXAMPLES, ROOT / "benchmarks"]))}
 
 

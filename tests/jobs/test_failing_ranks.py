@@ -11,13 +11,13 @@ import pytest
 from jobs.launch import CompletedJob, launch_source
 from patience import slowdown
 
-# How long ranks wait for each other in most jobs, how long they then listen for each other, and what may be added: in
+# The time that ranks wait for each other in most jobs, the time that they then listen for each other, and the slack: in
 # seconds of a machine that has nothing else to do, as are all times that ranks tell.
 TIMEOUT = 1.0
 ROLL_CALL = 1.0
 SLACK = 3.0
 
-# What every program begins with. A rank tells of itself in a file: output of several ranks may come mixed.
+# Every program begins with this. A rank tells of itself in a file: output of several ranks may come mixed.
 PROLOGUE = """
 import itertools
 import json
@@ -93,7 +93,7 @@ def run(folder: Path, n: int, program: str, timeout: float | None = TIMEOUT) -> 
 
 
 def told(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """What the rank has told, one entry a call."""
+    """Return what the rank has told, one entry a call."""
     reports = sorted(folder.glob(f"rank-{rank}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     return json.loads(reports[-1].read_text(encoding="utf-8")) if reports else []
 

@@ -1,4 +1,4 @@
-"""What a machine without a GPU, or with a stand-in for some, is told; CuPy may be installed or not."""
+"""Messages on a machine without a GPU, or with a stand-in for some; CuPy may be installed or not."""
 
 import ast
 import importlib.util

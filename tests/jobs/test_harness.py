@@ -1,4 +1,4 @@
-"""What the harness makes of tests that go wrong: each program below is a test suite of its own, run at 2 or 3 ranks."""
+"""The harness on tests that go wrong: each program below is a test suite of its own, run at 2 or 3 ranks."""
 
 import mmap
 import os
@@ -67,7 +67,7 @@ def closing_line(job: CompletedJob) -> str:
 
 
 def reports(job: CompletedJob) -> dict[str, str]:
-    """What the run says of each test that failed."""
+    """Return what the run says of each test that failed."""
     return dict(
         re.findall(r"^===== \d ranks: .*?::(\w+)(.*?)(?=^===== \d ranks: |\Z)", job.stdout, re.DOTALL | re.MULTILINE)
     )

@@ -220,7 +220,7 @@ def is_below(name: str, tops: Iterable[str]) -> bool:
 
 
 def broken_laws(path: Path, source: str) -> list[str]:
-    """What a file of the package, given by its path below the package, does against the order of the house."""
+    """Return how a file of the package, given by its path below the package, breaks the order of the house."""
     tree = ast.parse(source)
     module = module_of(path)
     broken = []
@@ -362,7 +362,7 @@ ATTRIBUTES = {"base", "flags", "strides"}
 
 
 def questions_about_memory(source: str) -> Iterator[str]:
-    """Where a file asks in which memory, or in which order there, the elements of an array are."""
+    """Yield the places where a file asks in which memory, or in which order there, the elements of an array are."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Attribute(attr=str(name)) if name in FUNCTIONS | ATTRIBUTES:

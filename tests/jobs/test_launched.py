@@ -21,7 +21,7 @@ def environment(**told):
     return {name: value for name, value in job_environment(1).items() if name not in of_others} | told
 
 
-# What was seen in processes started by MPICH 5.0, Open MPI 5.0 and Slurm 22.05, as far as it matters here.
+# Variables seen in processes started by MPICH 5.0, Open MPI 5.0 and Slurm 22.05, as far as they matter here.
 STEP = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
 PTY = STEP | {"SLURM_PROCID": "0", "SLURM_PTY_PORT": "46589"}
 

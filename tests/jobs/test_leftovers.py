@@ -1,4 +1,4 @@
-"""What a killed process leaves is removed by the next one of its kind, and nothing else is."""
+"""A process removes what a killed one of its kind has left, and nothing else."""
 
 import fcntl
 import os

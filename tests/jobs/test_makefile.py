@@ -15,7 +15,7 @@ NOBODY = 65534
 MADE_FROM = ["Makefile", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "pce_mpi"]
 
 
-# What `make test` tells the makes below it.
+# The variables that `make test` passes to the makes below it.
 FROM_ABOVE = {"MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MPI", "PYTHON", "N", "CUDA", "VENV"}
 
 

@@ -1,4 +1,4 @@
-"""How much a call may grow the process, measured by the kernel and not by ourselves."""
+"""Limits on how much a call grows the process, measured by the kernel and not by ourselves."""
 
 import json
 import sys

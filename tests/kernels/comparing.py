@@ -1,4 +1,4 @@
-"""What kernels give and what they should: as the loops for the host in float64, which other tests hold to `dense`."""
+"""Comparison of kernels with the loops for the host in float64, which other tests hold to `dense`."""
 
 from dataclasses import replace
 
@@ -85,7 +85,7 @@ def assert_states(fields, states, expected, dtype, limit=None, capped=False):
     near("held_nll")
     near("logsumexp", np.maximum(1.0, np.abs(wanted.logsumexp)))
     near("held_minus_one")
-    # Of small ones, what the exponential is taken of has few bits left: it is as large as the loss.
+    # A small probability is the exponential of minus a large loss: its error in ulps grows with the loss.
     with np.errstate(invalid="ignore"):
         near("held_probability", wanted.held_probability * np.maximum(1.0, wanted.held_nll))
     for name in {"target", "largest", "held_weight"} & set(fields.names):

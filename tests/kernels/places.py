@@ -1,4 +1,4 @@
-"""Where the arrays of the tests of kernels are, when a kernel gets them: on the host, or copied to a GPU and back."""
+"""Places of the arrays that the tests of kernels give to a kernel: on the host, or copied to a GPU and back."""
 
 import ctypes
 
@@ -16,11 +16,11 @@ class OnHost:
 
     @staticmethod
     def bring_back(array):
-        """What has been written is there already."""
+        """Do nothing: the written elements are there already."""
 
     @staticmethod
     def forget():
-        """There is nothing to keep."""
+        """Do nothing: there is nothing to forget."""
 
 
 class OnGpu:

@@ -42,7 +42,7 @@ def faulty(cuda, monkeypatch, tmp_path, file, correct, wrong):
 
 
 def few_rows():
-    """Of many vectors and of few, rising to the end, over several blocks; and columns at both edges."""
+    """Yield rows of many vectors and of few, also rising to the end, over several blocks; columns at both edges."""
     dtype = DTYPES[0]
     for classes in (13, 301, 2500):
         logits, columns = draw(dtype, classes, 2, seed=16)

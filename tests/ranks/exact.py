@@ -27,7 +27,7 @@ def pair(numbers: list[Any]) -> Pair:
 
 
 class ExactRow(NamedTuple):
-    """Of one row: the loss, the gradient at the target, and that at each of the different logits of other classes."""
+    """A row's loss, its gradient at the target, and that at each of the different logits of other classes."""
 
     target: int
     loss: Pair
@@ -36,7 +36,7 @@ class ExactRow(NamedTuple):
     elsewhere: Pair
 
     def largest(self) -> float:
-        """Of all entries of the gradient."""
+        """Return the largest of all entries of the gradient, by size."""
         return max(abs(float(self.at_target.near[0])), float(self.elsewhere.near.max(initial=0.0)))
 
     def gradient(self, logits: Array, start: int) -> Pair:
@@ -69,7 +69,7 @@ class ExactStatistics(NamedTuple):
 
 
 def exact_statistics(logits: Array, target: int) -> ExactStatistics:
-    """What `class_statistics` gives of a row of float64 numbers."""
+    """Return the exact values of what `class_statistics` gives of a row of float64 numbers."""
     with mpmath.workdps(DIGITS):
         different, count = np.unique(logits, return_counts=True)
         top = mpmath.mpf(different[-1])
@@ -83,7 +83,7 @@ def exact_statistics(logits: Array, target: int) -> ExactStatistics:
 
 
 class ExactWeighted(NamedTuple):
-    """Of one row: sum_c u_c (-log p_c), its gradient, and the size of the largest term of each entry of that."""
+    """A row's sum_c u_c (-log p_c), its gradient, and the size of the largest term of each entry of that."""
 
     loss: Pair
     gradient: Pair
@@ -102,7 +102,7 @@ def exact_weighted(logits: Array, u: Array) -> ExactWeighted:
         whole, rest = mpmath.fsum(weights), mpmath.fsum(value for c, value in enumerate(weights) if c != top)
         gradient = [whole * p_c - u_c for p_c, u_c in zip(p, weights, strict=True)]
         size = [max(whole * p_c, u_c) for p_c, u_c in zip(p, weights, strict=True)]
-        # Of the class held apart, p - 1 is a number of its own, not a difference.
+        # For the class held apart, p - 1 is a number of its own, not a difference.
         size[top] = max(weights[top] * others / (1 + others), rest * p[top])
         loss = mpmath.fsum(a * b for a, b in zip(weights, nll, strict=True) if a)
         return ExactWeighted(pair([loss]), pair(gradient), np.array([float(value) for value in size]))

@@ -73,7 +73,7 @@ def spread(dims: Dims, shape: tuple[int, ...], *placements: Placement, seed: Any
 
 
 def local_of(whole: Array, sharding: Sharding, coordinates: Coordinates, seed: Any = 0) -> Array:
-    """What the rank at `coordinates` holds of `whole`; terms of a sum are small whole numbers, so that it is exact."""
+    """Return the part of `whole` of the rank at `coordinates`; terms of a sum are small whole numbers: it is exact."""
     terms = _terms(whole, sharding, seed)
     term = terms[tuple(coordinates[dim] for dim in sharding.partial_dims)]
     return np.array(term[sharding.slices(coordinates)])
@@ -115,7 +115,7 @@ def _averaged(sharding: Sharding) -> int:
 
 
 def combined(terms: list[Array], sharding: Sharding) -> Array:
-    """What terms are together, in float64 if there are numbers to add."""
+    """Combine the terms, in float64 if there are numbers to add."""
     operators = _operators(sharding)
     if not operators:
         return terms[0]
@@ -170,5 +170,5 @@ def nested(whole: Array, sizes: tuple[int, ...], index: tuple[int, ...], axis: i
 
 
 def is_tiled(splits: Splits) -> bool:
-    """Whether split points go up from 0."""
+    """Return whether split points go up from 0."""
     return splits[0] == 0 and all(start <= stop for start, stop in pairwise(splits))

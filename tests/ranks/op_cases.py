@@ -54,7 +54,7 @@ class Case:
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
         with np.errstate(all="ignore"):
             results = listed(self.reference(*self.operands))
-        # What is not finite has no derivative.
+        # An element that is not finite has no derivative.
         drawn = [np.where(np.isfinite(result), numbers(rng, result.shape), 0.0) for result in results]
         object.__setattr__(self, "projections", drawn)
 
@@ -88,7 +88,7 @@ _rng = np.random.default_rng(0)
 
 
 def numbers(rng: np.random.Generator, shape: Sequence[int]) -> Array:
-    """Of normal distribution, but never 0."""
+    """Return normally distributed numbers, but never 0."""
     drawn = np.round(rng.normal(0, 1, shape) * 128) / 128
     return np.asarray(drawn + 1 / 256)
 
@@ -114,7 +114,7 @@ def probabilities(*shape: int) -> Array:
     return np.asarray(np.round(_rng.random(shape) * 64) / 64)
 
 
-# What is left of a row that has an infinite element, or nothing else, or one that is no number.
+# Rows that have an infinite element, or no other, or one that is no number.
 SPECIAL = np.array([[-np.inf] * 3, [np.inf, 0.0, 1.0], [0.0, np.inf, np.inf], [0.5, np.nan, 0.0], [1.0, 2.0, -np.inf]])
 
 
@@ -198,7 +198,7 @@ def case(op: str, call: Any, reference: Any, *operands: Array, gradient: Any = N
 
 
 def both(op: str, call: Any, *operands: Array, **more: Any) -> Case:
-    """What is written alike for distributed arrays and for NumPy's."""
+    """Return a case that is written alike for distributed arrays and for NumPy's."""
     return case(op, call, call, *operands, **more)
 
 
@@ -507,7 +507,7 @@ def cases_of(op: str) -> list[Case]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What this rank holds in the end; `gradients` has None for an operand that no gradient was asked of.
+    """The arrays that this rank holds in the end; `gradients` has None for an operand that no gradient was asked of.
 
     `changed` are the operands that were written to.
     """

@@ -60,7 +60,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds: the classes [start, stop), and those rows [first, last) of the first axis that has rows."""
+    """One rank's part: the classes [start, stop), and those rows [first, last) of the first axis that has rows."""
 
     start: int
     stop: int
@@ -145,9 +145,9 @@ def draw(
 
 
 def sizes_of_terms(problem: Problem) -> tuple[Array, Array]:
-    """How large the terms are that make up each row's loss, (rows), and its gradient, (rows) for the row's largest.
+    """Return the size of the terms of each row's loss, (rows), and of its gradient, (rows) for the row's largest.
 
-    In float64, before any reduction. Where nothing cancels these are the loss and the largest entry themselves.
+    They are float64, before any reduction. If nothing cancels, they are the loss and the largest entry themselves.
     """
     x = np.moveaxis(problem.logits.astype(np.float64), problem.axis, -1)
     options, classes = problem.options, problem.classes
@@ -186,7 +186,7 @@ def sizes_of_terms(problem: Problem) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What this rank should get, and how large the terms are that it is made of."""
+    """The results that this rank should get, and the size of the terms that they are made of."""
 
     loss: Array
     gradient: Array
@@ -226,7 +226,7 @@ def compute_dtype(problem: Problem, requested: Any = None) -> Any:
 
 
 def rounding_of_z(problem: Problem) -> float:
-    """What a softcap costs float64, in ulps: z is rounded before it is subtracted, and exp makes that a relative error.
+    """Return the error of a softcap in float64, in ulps: z is rounded before it is subtracted; exp makes that relative.
 
     The logit held apart, the maximum of a shard, that of all shards and what is subtracted for the gradient are rounded
     to half an ulp each: |z| / 2 ulps of 1, or |z| of what is close to 2. The slope of a softcap, about exp(-2u), has
@@ -280,13 +280,13 @@ def is_same(got: Array, expected: Array) -> bool:
 
 
 def same_on_every_rank(comm: Any, *arrays: Array) -> bool:
-    """Whether every rank of `comm` has the same bytes; collective."""
+    """Return whether every rank of `comm` has the same bytes; collective."""
     return len(set(comm.allgather(tuple((a.dtype.str, a.shape, a.tobytes()) for a in arrays)))) == 1
 
 
 @dataclass(frozen=True)
 class Results:
-    """What the three ways to a loss and the two to a gradient gave on this rank, and what became of the inputs."""
+    """The results of three ways to a loss and two to a gradient on this rank, and what became of the inputs."""
 
     losses: dict[str, Array]
     gradients: dict[str, Array]

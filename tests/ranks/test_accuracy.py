@@ -1,4 +1,4 @@
-"""How many bits are right, against mpmath: from one class to 50,000, from p(target) = 0.01 to 1 - e^-30, far from 0.
+"""Accuracy in bits, against mpmath: from one class to 50,000, from p(target) = 0.01 to 1 - e^-30, far from 0.
 
 `pytest -s` prints the worst error of each kind, in ulps. `pytest --gpu` has all but `dense` done on a GPU.
 """
@@ -158,7 +158,7 @@ def test_float32_logits(comm, xp, classes, kind):
 
 
 def note_dense(comm, worst, case, rows):
-    """What dense gives for this rank's rows of the case."""
+    """Note the errors of dense on this rank's rows of the case."""
     own = np.array(own_rows(comm, case), np.int64)
     mine = Case(case.name, case.logits[own], case.targets[own])
     rows = [rows[row] for row in own]

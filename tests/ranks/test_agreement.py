@@ -283,7 +283,7 @@ COMPUTE_DTYPE = "compute_dtype must be float32, float64 or None, got "
 NOT_THE_LOGITS = "out must be exactly the logits, or share no memory with them"
 NOT_AN_INPUT = "out must not share memory with targets or weight"
 
-# What one rank finds by itself.
+# Errors that one rank finds by itself.
 BAD = [
     Wrong(IndexError, "targets[3] = 16 is outside [0, 16)", with_target(3, 16)),
     Wrong(IndexError, "targets[2] = 17 is outside [0, 16)", with_target(2, 17)),
@@ -390,7 +390,7 @@ def option(name: str, theirs: Any, its: Any) -> Wrong:
     return differ(name, repr(theirs), repr(its), {name: its}, {name: theirs})
 
 
-# What ranks only find together; "..." stands for what differs along with it.
+# Differences that ranks only find together; "..." stands for what differs along with them.
 DISAGREEMENTS = [
     differ("rows", "(5,)", "(4,)", lambda right: {name: right[name][1:] for name in ("logits", "targets")}),
     differ("...rows", "(5,)", "(1, 5)...", lambda right: {name: right[name][None] for name in ("logits", "targets")}),

@@ -210,7 +210,7 @@ def test_rows_that_are_sharded_are_reduced_together(comm, cupy):
     np.testing.assert_allclose(cupy.asnumpy(gradient), whole[comm.rank :: comm.size], rtol=0, atol=1e-7)
 
 
-# What crosses between the host and the GPU, and how often logits are read
+# Bytes that cross between the host and the GPU, and reads of the logits
 
 
 class Crossings:
@@ -245,7 +245,7 @@ def test_gpu_sends_class_numbers_and_states_only(comm, cupy, monkeypatch, target
 
 
 class Reads:
-    """Which kernels were started, by the names of the functions that start them."""
+    """The kernels that were started, by the names of the functions that start them."""
 
     def __init__(self, cuda, monkeypatch):
         self.names = []

@@ -1,6 +1,6 @@
-"""What counts as an array, whose memory it has, and what the dtypes of arithmetic are.
+"""Objects that count as arrays, the owners of their memory, and the dtypes of arithmetic.
 
-What CuPy's arrays need of this: see test_array_library.py.
+See test_array_library.py for what CuPy's arrays need of this.
 """
 
 import array
@@ -260,7 +260,7 @@ def test_shared_memory_may_change_by_writing_elsewhere():
 
 
 def test_entangled_views_are_taken_to_share_memory(monkeypatch):
-    # Whether two views share an element is a Diophantine problem; NumPy gives up on it within a bound on its work.
+    # It is a Diophantine problem whether two views share an element; NumPy gives up within a bound on its work.
     monkeypatch.setattr("pce_mpi.memory._OVERLAP_WORK", 1)
     base = np.zeros(20_000, np.int8)
     a = np.lib.stride_tricks.as_strided(base, (6, 6, 4, 4, 3), (114, 48, 234, 978, 786))

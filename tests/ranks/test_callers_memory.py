@@ -85,7 +85,7 @@ def unaligned(values):
 
 
 class Subclass(np.ndarray):
-    """What a library may derive from NumPy's array."""
+    """An array type that a library may derive from NumPy's."""
 
 
 def subclass(values):
@@ -172,7 +172,7 @@ def test_buffers_and_nested_lists_are_arrays(comm):
 
 
 def test_logits_of_tensor_are_not_copied(comm):
-    # Between forward and backward nobody may change them. Who does so all the same sees that there is no copy.
+    # Between forward and backward nobody may change them. A caller that does so anyway sees that there is no copy.
     values, targets = np.zeros((2, 3), np.float32), np.array([0, 1])
     _, residuals = pce.softmax_cross_entropy_forward(Tensor(values), targets, comm=comm)
     before = pce.softmax_cross_entropy_backward(1.0, residuals)
@@ -280,7 +280,7 @@ def test_out_may_stand_beside_logits_in_memory(comm):
     assert out.all()
 
 
-# What stays
+# Inputs stay as they are
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])

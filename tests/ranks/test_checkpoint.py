@@ -64,7 +64,7 @@ def assert_equal(got, expected):
 
 
 def files_in(comm, folder):
-    """What is in the folder once all ranks are through."""
+    """Return the names in the folder once all ranks are through."""
     comm.Barrier()
     found = sorted(path.name for path in folder.iterdir())
     comm.Barrier()
@@ -244,7 +244,7 @@ def loaded_from(comm, path):
 
 
 def prepared(comm, make, *arguments):
-    """What `make` returns on rank 0, which alone calls it, once all ranks have come here."""
+    """Call `make` on rank 0 alone, once all ranks have come here, and return its result on every rank."""
     comm.Barrier()
     return comm.bcast(make(*arguments) if comm.rank == 0 else None)
 
@@ -426,7 +426,7 @@ def test_saving_holds_one_full_array_at_a_time(comm, folder):
     loading = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     slack = 2**18
-    # What is sent is put into one buffer first.
+    # The elements to send are put into one buffer first.
     assert saving < own + (full if comm.rank == 0 else 0) + slack
     assert len(loaded) * own - slack < loading < len(loaded) * own + own + slack
 

@@ -35,10 +35,10 @@ def wide(x: Array) -> Array:
 
 
 def faults(got: Array, exact: Array, x: Array, size: Array | None = None) -> list[str]:
-    """Where `got` is not `exact` rounded once to its dtype, in ulps of `size` or `exact`."""
+    """Return the elements of `got` that are not `exact` rounded once, as text, in ulps of `size` or `exact`."""
     dtype = got.dtype
     rounded = exact.astype(dtype)
-    # What is too large for a half is infinite; an error in float32 may tip a number on the border.
+    # A number too large for a half is infinite; an error in float32 may tip a number on the border.
     largest = float(ml_dtypes.finfo(dtype).max)
     nearest = np.clip(exact, -largest, largest)
     on_the_border = (np.abs(np.abs(exact) / largest - 1) < 2.0**-8) & (np.isinf(got) | (np.abs(wide(got)) == largest))
@@ -78,7 +78,7 @@ def sech(x: Array) -> Array:
 
 
 def bent(x: Array) -> tuple[Array, Array]:
-    """What gelu takes the logistic function of, and its derivative."""
+    """Return the argument that gelu gives to the logistic function, and its derivative."""
     c, k = 2 * np.sqrt(2 / np.pi), 0.044715
     return c * (x + k * x**3), c * (1 + 3 * k * x**2)
 
@@ -120,7 +120,7 @@ def test_functions_of_halves_are_rounded_once(function, dtype):
     # A result or a slope that float32 cannot hold makes an infinite gradient.
     infinite = (np.isinf(y.local) | np.isinf(slope.astype(np.float32))) & np.isinf(gradient.local)
     exact = np.where(infinite, np.copysign(np.inf, exact), exact)
-    # Where gelu turns, its slope is a difference.
+    # The slope of gelu is a difference near its turning point.
     size = np.maximum(np.abs(slope), 2.0**-6) * np.abs(wide(here(g, y))) if function.name == "gelu" else None
     assert faults(y.local, function.exact(wide(mine)), mine)[:5] == []
     assert faults(gradient.local, exact, mine, size)[:5] == []

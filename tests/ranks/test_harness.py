@@ -1,4 +1,4 @@
-"""What a test in tests/ranks may rely on."""
+"""Guarantees that a test in tests/ranks may rely on."""
 
 import hypothesis
 from hypothesis import strategies as st

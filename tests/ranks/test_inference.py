@@ -91,7 +91,7 @@ def drawn(combinations: list[Any], most: int, *seed: int) -> list[Any]:
 
 
 class Outcome(NamedTuple):
-    """What an operation did or would do."""
+    """The placements, collectives and error of an operation, done or foreseen."""
 
     operands: tuple[dict[str, Placement], ...] = ()
     result: Any = None
@@ -132,7 +132,7 @@ def foreseen(call: Call, mesh: Any, placed: list[tuple[Placement, ...]]) -> Outc
 
 @pytest.fixture
 def needed(monkeypatch) -> dict[int, Any]:
-    """How each array had to be placed when an operation first needed it, by the id of the array."""
+    """The placements that an operation needed each array in when it first used it, by the id of the array."""
     seen: dict[int, Any] = {}
 
     def see(x: DistArray, sharding: Any) -> None:
@@ -160,7 +160,7 @@ def needed(monkeypatch) -> dict[int, Any]:
 
 
 def differences(comm, mesh: Mesh, combinations: Any, most: int, needed: dict[int, Any]) -> list[str]:
-    """What rank 0, at the origin of the mesh, did otherwise than it had foreseen; the same list on every rank."""
+    """Return what rank 0, at the origin of the mesh, did otherwise than foreseen; the same list on every rank."""
     wrong = []
     for number, each in enumerate(calls()):
         for placed in drawn(combinations(each), most, number, comm.size):

@@ -49,7 +49,7 @@ def part_of(comm, problem, how="balanced", seed=0):
     return Part(*split(problem.classes, comm.size, how, seed)[comm.rank])
 
 
-# What comes out
+# Results
 
 
 @pytest.mark.parametrize("targets", TARGETS)

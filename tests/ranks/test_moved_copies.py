@@ -9,7 +9,7 @@ from pce_mpi import Mesh, Partial, Replicate, Shard
 
 @pytest.fixture
 def mesh(comm, impatient):
-    # Of its own: a communicator on which a rank has waited in vain is not used again.
+    # Each test has its own mesh: a communicator on which a rank has waited in vain is not used again.
     return Mesh(comm, data=comm.size)
 
 

@@ -48,7 +48,7 @@ def slope(case, index, direction):
 
 
 def faults_of(case):
-    """What is wrong with the gradients of one line of the table in one process, as text."""
+    """Return the faults in the gradients of one line of the table in one process, as text."""
     outcome = evaluate(case, alone(), replicated(case, alone()))
     found = [f"{case.name}: operand {index} was written to" for index in outcome.changed]
     for index, (x, gradient) in enumerate(zip(case.operands, outcome.gradients, strict=True)):
@@ -84,7 +84,7 @@ def scaled(first, *others):
 
 
 def without_the_sum(first, second):
-    """Of what was stretched only one element is taken."""
+    """Take only one element along a stretched axis."""
 
     def vjp(g, y, a, b):
         product = (g * b)[tuple(slice(0, length) for length in a.shape)] if g.ndim == a.ndim else (g * b)[0]
@@ -229,7 +229,7 @@ def test_dtype_is_third_argument_of_numpy_reductions():
 
 
 def differences(case, cupy, got, expected):
-    """What is wrong with arrays of CuPy's that should have the numbers of NumPy's."""
+    """Yield the faults of arrays of CuPy's that should have the numbers of NumPy's."""
     for array, wanted in zip(got, expected, strict=True):
         if not isinstance(array.local, cupy.ndarray):
             yield f"{case.name}: {type(array.local)}"

@@ -1,8 +1,8 @@
 """Operations on shards, replicas and terms: results and gradients are those of one process at any placements.
 
 All combinations of placements along one dim, and along two dims as Hypothesis draws them, for the whole table. Blocks
-are uneven and empty, and there are more ranks than elements. What all ranks hold is put together by `grids.assembled`,
-which refuses replicas that differ by a bit.
+are uneven and empty, and there are more ranks than elements. `grids.assembled` puts together what all ranks hold, and
+refuses replicas that differ by a bit.
 """
 
 from dataclasses import dataclass, replace
@@ -62,7 +62,7 @@ def misplaced(leaf, gradient):
 
 
 def faults_here(done):
-    """What this rank sees by itself."""
+    """Yield the faults that this rank sees by itself."""
     for index in done.outcome.changed:
         yield f"operand {index} was written to"
     for index, (x, gradient) in enumerate(zip(done.outcome.operands, done.outcome.gradients, strict=True)):
@@ -73,12 +73,12 @@ def faults_here(done):
 
 
 def said_of(array):
-    """What ranks must agree on."""
+    """Return the properties that ranks must agree on."""
     return str(array.sharding), array.shape, array.dtype.name
 
 
 def faults_together(done, held):
-    """What can be seen of what all ranks hold: for each rank, for each array what is said of it and what is local."""
+    """Yield the faults of all ranks' arrays: `held` has by rank and array what `said_of` returns and what is local."""
     results, gradients = one_process(done.case)
     asked = [each for each, found in zip(gradients, done.outcome.gradients, strict=True) if found is not None]
     names = [f"result {index}" for index in range(len(results))]
@@ -102,7 +102,7 @@ def faults_together(done, held):
 
 
 def faults_of(comm, runs):
-    """What is wrong with `runs`, as text; collective. Each rank looks at some of them."""
+    """Return the faults of `runs`, as text; collective. Each rank looks at some of them."""
     to_send = [[] for _ in range(comm.size)]
     for number, done in enumerate(runs):
         to_send[number % comm.size].append([(said_of(array), array.local) for array in done.outcome.arrays])

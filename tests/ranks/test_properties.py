@@ -198,7 +198,7 @@ def shards(draw, parts, special=()):
 
 
 def alike(a, b):
-    """Whether two states tell the same of a row, up to rounding."""
+    """Return whether two states tell the same of a row, up to rounding."""
     for name in a.dtype.names:
         x, y = np.float64(a[name]), np.float64(b[name])
         if not (errors(x, y, np.float64, np.maximum(np.abs(y), 1e-300)) <= MERGE):

@@ -25,7 +25,7 @@ from ranks import op_cases
 from ranks.grids import NAMES, Array, factorizations, local_of, mesh_of, spread
 from ulps import PROGRAM, worst
 
-# How many programs run on meshes of so many dims, in turn on each mesh of the ranks that has them.
+# The number of programs that run on meshes of so many dims, in turn on each mesh of the ranks that has them.
 PROGRAMS = {1: 100, 2: 100}
 # Numbers beyond that lose digits in what is computed of them: the line is drawn again.
 LARGEST = 50.0
@@ -113,7 +113,7 @@ VALUES = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial, "float32":
 
 
 def on_whole_arrays(directions: dict[int, Array]) -> dict[str, Any]:
-    """What the names in a program mean; parameters whose number has a direction have an imaginary part along it."""
+    """Return the meanings of names in a program; parameters whose number has a direction are imaginary along it."""
 
     def parameter(shape: tuple[int, ...], number: int, **placed: Any) -> Array:
         whole = whole_of(shape, number)
@@ -126,7 +126,7 @@ def on_whole_arrays(directions: dict[int, Array]) -> dict[str, Any]:
 
 
 def on_ranks(mesh: Mesh, parameters: dict[int, DistArray]) -> dict[str, Any]:
-    """What the names in a program mean; `parameters` takes those that are made, by their numbers.
+    """Return the meanings of names in a program; `parameters` takes those that are made, by their numbers.
 
     Shards of a `ragged` array end anywhere.
     """
@@ -135,7 +135,7 @@ def on_ranks(mesh: Mesh, parameters: dict[int, DistArray]) -> dict[str, Any]:
         placed = (placements.get(dim, Replicate()) for dim in mesh.dims)
         sharding = spread(mesh.dim_sizes, whole.shape, *placed, seed=[number] if ragged else None)
         local = local_of(whole, sharding, mesh.coordinates, seed=number)
-        # What order the elements have in memory is a rank's own affair.
+        # Each rank chooses the order of its elements in memory.
         local = np.asarray(local, order="F" if (number + mesh.rank) % 2 else "C")
         return from_local(local, mesh, shape=whole.shape, requires_grad=requires_grad, **placements)
 
@@ -423,7 +423,7 @@ def error_of(got: Any, expected: Any, source: str) -> float:
 
 
 def faults_of(program: str, mesh: Mesh) -> tuple[list[str], int]:
-    """What is wrong with a program on `mesh`, and a checksum of all that it computes; collective."""
+    """Return the faults of a program on `mesh`, and a checksum of all that it computes; collective."""
     expected = run(program, on_whole_arrays({}))
     parameters: dict[int, DistArray] = {}
     found = run(program, on_ranks(mesh, parameters))

@@ -13,7 +13,7 @@ from pce_mpi.arrays import to_host
 from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from pce_mpi.comm.tracing import Purpose, current_cause
 from pce_mpi.distributed import array as dist_array
-from pce_mpi.distributed import redistribution as transport
+from pce_mpi.distributed import redistribution
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.creation import distribute, from_local
 from pce_mpi.distributed.mesh import Mesh
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 def differences(comm, mesh: Mesh, cases: Iterable[Case], library: Any = np) -> list[str]:
-    """What goes wrong when each case is redistributed: nothing should. The same list on every rank."""
+    """Redistribute each case and return what goes wrong, the same list on every rank: nothing should."""
     cases = list(cases)
     mine, wrong = [], []
     for case in cases:
@@ -229,8 +229,8 @@ def terms(comm, shape=(7, 5), dtype: Any = np.float64) -> list[Array]:
     return [np.random.default_rng([11, rank]).normal(0, 100, shape).astype(dtype) for rank in range(comm.size)]
 
 
-# Of at most four terms each is divided and all but one are added, in ulps of the sum of their sizes; what adds them up
-# to compare with errs by as much.
+# At most four terms are each divided, and all but one are added, in ulps of the sum of their sizes; the sum to compare
+# with errs by as much.
 SUM = 4
 # A float16 is at most half an ulp from the sum; float32's own error may tip a sum in the middle to the other side.
 ROUNDED_ONCE = 0.5 + 2**-11
@@ -595,6 +595,6 @@ def test_wrong_implementation_is_caught(comm, monkeypatch, plant):
         for ((one,), (other,)) in pairs(1, *OPERATORS)
     ]
     name, planted = PLANTS[plant]
-    monkeypatch.setattr(dist_array if name == "run_step" else transport, name, planted)
+    monkeypatch.setattr(dist_array if name == "run_step" else redistribution, name, planted)
     wrong = differences(comm, mesh, [Case(whole, *both) for both in every])
     assert wrong or comm.size == 1

@@ -400,7 +400,7 @@ def norm_of(a: Array, axis: int, center: bool) -> Array:
     return centered / np.sqrt((centered * centered).mean(axis, keepdims=True) + 1e-5)
 
 
-# What it is, how many collectives of how many numbers a row it takes over a sharded axis.
+# Each normalization, the same in NumPy, and the number of collectives that it takes over a sharded axis.
 NORMALIZATIONS: dict[str, tuple[Formula, Formula, int]] = {
     "softmax": (lambda x: pce.softmax(x, 1), lambda a: np.exp(a) / np.exp(a).sum(1, keepdims=True), 1),
     "log_softmax": (lambda x: pce.log_softmax(x, 1), lambda a: a - np.log(np.exp(a).sum(1, keepdims=True)), 1),
@@ -1092,7 +1092,7 @@ def test_moved_elements_relay_partial_gradients(line):
     a, b = numbers(4, 6), numbers(5, 4, seed=1)
     x = at(line, b, Shard(0))
     g = b.T @ np.ones((5, 6))
-    # How a parameter is stored, and how it is used.
+    # Functions that make the stored parameter, and those that use it.
     uses: dict[str, tuple[Formula, Formula]] = {
         "transpose": (lambda w: w.T, lambda w: w.T),
         "reshape": (lambda w: w.reshape(2, 12), lambda w: w.reshape(4, 6)),

@@ -203,7 +203,7 @@ def test_replicas_have_same_bits_after_100_steps(comm):
         mesh = mesh_of(comm, *sizes)
         rng = np.random.default_rng(6)
         start = rng.standard_normal(shape)
-        # What each rank adds to the gradient, all of which every rank knows.
+        # The terms that each rank adds to the gradient; every rank knows them all.
         terms = rng.standard_normal((steps, comm.size, *shape))
         placement = {
             "replicated": {},
@@ -396,7 +396,7 @@ def test_step_takes_one_collective_per_dims_and_dtype(comm):
         [
             ("all_reduce", "data", 2 * 4 * (24 + 24 + model)),
             ("all_reduce", "data", 2 * 8 * 24),
-            # What was Partial over both dims and scattered over one is brought together here, with the others.
+            # A gradient that was Partial over both dims and scattered over one is completed here, with the others.
             ("all_reduce", "model", 2 * 4 * (24 + mine)),
             ("all_reduce", "data, model", 2 * 4 * 24),
             ("reduce_scatter", "data", 2 * 4 * 3 * 24),

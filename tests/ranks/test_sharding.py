@@ -1,4 +1,4 @@
-"""How an array is sharded, and which steps bring it from one sharding to another at what cost: no data, no MPI."""
+"""Shardings of an array, and the steps from one sharding to another with their costs: no data, no MPI."""
 
 from itertools import pairwise, product
 from math import prod
@@ -22,7 +22,7 @@ REPLICATE = Replicate()
 
 
 def blocks_of(sharding):
-    """What each rank holds, in rank order, of an array whose elements are their own numbers."""
+    """Return each rank's part, in rank order, of an array whose elements are their own numbers."""
     whole = np.arange(prod(sharding.shape)).reshape(sharding.shape)
     return [whole[sharding.slices(where)] for where in ranks_of(sharding.dims)]
 
@@ -242,9 +242,9 @@ def test_balanced_splits_refine_those_of_fewer_dims(comm, length, sizes):
             assert inner[:: prod(sizes[count:])] == outer
 
 
-# ---------------------------------------------------------------------------------------------------------- transitions
+# ------------------------------------------------------------------------------------------------------ redistributions
 
-# What one dim of the mesh takes to go from one placement to another: the table of `transitions`.
+# The steps that one dim of the mesh takes from one placement to another: the table of redistributions.
 GATHER, EXCHANGE, REDUCE, SCATTER = "all_gather", "all_to_all", "all_reduce", "reduce_scatter"
 PARTIALS = (SUM, AVG, MAX, MIN)
 TABLE: dict[tuple[Placement, Placement], tuple[str, ...]] = {
@@ -295,7 +295,7 @@ def test_other_split_points_take_all_to_all():
 
 
 def sharing(source: Sharding, target: Sharding) -> bool:
-    """Whether dims get in each other's way: one axis is sharded by two of them, at once or one after the other."""
+    """Return whether dims get in each other's way: two of them shard one axis, at once or one after the other."""
     return any(len({*source.dims_of(axis), *target.dims_of(axis)}) > 1 for axis in range(len(source.shape)))
 
 
@@ -364,7 +364,7 @@ def test_growing_steps_wait_for_shrinking_ones():
 
 
 def check_legal(step: Step) -> None:
-    """What each rank has after `step` can be made of what the ranks along its dims had before."""
+    """Check that each rank's part after `step` can be made of what the ranks along its dims had before."""
     before, after = step.before, step.after
     assert (before.dims, before.shape) == (after.dims, after.shape)
     Sharding.of(after.dims, after.shape, after.by_dim)  # no operators that do not mix
@@ -523,7 +523,7 @@ def test_step_says_what_it_changes():
 
 
 def test_ragged_split_points_go_up():
-    # Of the tests themselves: what they call ragged is.
+    # The tests check themselves: splits that they call ragged are ragged.
     drawn = [ragged(5, 4, seed) for seed in range(50)]
     assert all(list(splits) == sorted(splits) and (splits[0], splits[-1]) == (0, 5) for splits in drawn)
     assert any(start == stop for splits in drawn for start, stop in pairwise(splits))

@@ -130,7 +130,7 @@ def test_row_masked_but_for_target_costs_nothing(comm, how):
     assert_as_dense(results, problem, part)
 
 
-# What may be in a row, and where: at its target, at a class (or the next, if that is the target), everywhere.
+# Bad values and their places in a row: its target, a class (or the next, if that is the target), everywhere.
 BAD = [(value, where) for value in (np.nan, np.inf) for where in ("target", 0, WIDE // 2, WIDE - 1, "all")] + [
     (-np.inf, "all")
 ]

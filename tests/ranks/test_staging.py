@@ -1,4 +1,4 @@
-"""How arrays on a GPU come to MPI and back: through pinned host memory, or handed over where they are."""
+"""Ways of arrays from a GPU to MPI and back: through pinned host memory, or handed over where they are."""
 
 import gc
 
@@ -237,7 +237,7 @@ def test_gpu_awareness_of_mpi_is_told_by_library(monkeypatch):
         gpu_aware()
 
 
-# Which GPU a rank takes
+# The GPU that a rank takes
 
 
 def test_rank_takes_gpu_by_rank_on_host():

@@ -1,4 +1,4 @@
-"""What each kind of parallelism sends: the collectives of whole training steps, one by one, with their bytes.
+"""Communication of each kind of parallelism: the collectives of whole training steps, one by one, with their bytes.
 
 A budget is a list of (phase, collective, dims, bytes that this rank puts in), payload only, in order.
 """
@@ -56,7 +56,7 @@ EVERYWHERE = {"*": Replicated()}
 
 
 def local_bytes(mesh: Mesh, shape: tuple[int, ...], itemsize: int = 4, **placements: Any) -> int:
-    """What this rank holds of an array."""
+    """Return the number of bytes of this rank's part of an array."""
     sharding = Sharding.of(mesh.dim_sizes, shape, placements)
     return itemsize * prod(sharding.local_shape(mesh.coordinates))
 
@@ -148,7 +148,7 @@ def test_block_takes_one_all_reduce_each_way(comm):
 
 
 def test_blocks_in_a_row_take_no_more(comm):
-    # What a block adds stays Partial: each of its two users has it reduced, and the second finds that done.
+    # The term that a block adds stays Partial: each of its two users has it reduced, and the second finds that done.
     x = pce.distribute(normal(50, B, S, D), mesh_of(comm, 1, comm.size))
     p = pce.shard_parameters(parameters(), x.mesh, MEGATRON)
     with pce.trace() as trace, pce.no_grad():
