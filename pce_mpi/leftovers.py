@@ -70,14 +70,14 @@ def _new(folder: Path, stem: str, make: Callable[[Path], int]) -> tuple[Path, in
     for _ in range(_ATTEMPTS):
         path = folder / f"{stem}{_machine()}-{secrets.token_hex(4)}"
         try:
-            return path, _held(path, make)
+            return path, _locked(path, make)
         except (FileExistsError, FileNotFoundError) as error:
             problem = error
     assert problem is not None
     raise problem
 
 
-def _held(path: Path, make: Callable[[Path], int]) -> int:
+def _locked(path: Path, make: Callable[[Path], int]) -> int:
     """Lock the descriptor that `make` returns; `FileNotFoundError` if another process was faster."""
     descriptor = make(path)
     try:

@@ -253,8 +253,8 @@ def _put_on_tape(
     if True not in required or not is_floating(result.local.dtype):
         return
     used = range(-1, len(required)) if op.uses is None else _used(op.uses, required)
-    known = _held(result, -1 in used)
-    arguments = [_held(x, index in used) for index, x in enumerate(inputs)]
+    known = _for_tape(result, -1 in used)
+    arguments = [_for_tape(x, index in used) for index, x in enumerate(inputs)]
     wanted = [(x.sharding.shape, x.local.dtype) if x.requires_grad else None for x in operands]
 
     def vjp(gradient: DistArray) -> list[DistArray | None]:
@@ -280,7 +280,7 @@ def _used(uses: Sequence[Sequence[int]], required: Sequence[bool]) -> list[int]:
     return [index for used, needs in zip(uses, required, strict=False) if needs for index in used]
 
 
-def _held(x: DistArray, elements: bool) -> DistArray:
+def _for_tape(x: DistArray, elements: bool) -> DistArray:
     """Return `x` for the tape: without its node, which would be a cycle, and without elements that no vjp uses."""
     local = x.local
     if not elements:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from pce_mpi import __version__
 from pce_mpi.cli import bench, check, conformance, info
 from pce_mpi.comm.agreement import agree
-from pce_mpi.comm.launch import why_apart
+from pce_mpi.comm.launch import launch, why_apart
 from pce_mpi.comm.library import check_mpi
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command, on all ranks unless it is `conformance`, and exit with the same status on each."""
     with _quiet_once_nobody_reads():
         arguments = sys.argv[1:] if arguments is None else arguments
-        if arguments[:1] == ["conformance"]:
+        if arguments[:1] == ["conformance"] and not (launch() and {"-h", "--help"} & {*arguments}):
             sys.exit(2 if conformance.started_as_rank() else conformance.run(_parsed(arguments)))
         sys.exit(_status_on_ranks(arguments))
 

@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     print(table([("case", "loss", "gradient", "two passes", "verdict"), *rows]))
     counts = f"\n{len(rows) - off - not_run} of {len(rows)} as they should be"
     print(counts + (f", {off} OFF" if off else "") + (f", {not_run} not run" if not_run else ""))
-    print("".join(f"\n{cause}" for cause in causes), end="\n" * bool(causes))
+    print("".join(f"\n{text}" for text in causes), end="\n" * bool(causes))
     return int(off > 0)
 
 

@@ -255,7 +255,7 @@ def _made(make: Callable[[], MPI.Cartcomm], number: int, operation: str) -> MPI.
 def _kept_type() -> Any:
     from mpi4py import MPI
 
-    class Kept(MPI.Cartcomm):
+    class MeshComm(MPI.Cartcomm):
         """A communicator of a mesh. One that the user frees is not garbage any more."""
 
         finalizer: weakref.finalize[Any, Any] | None = None
@@ -265,7 +265,7 @@ def _kept_type() -> Any:
                 self.finalizer.detach()
             super().Free()
 
-    return Kept
+    return MeshComm
 
 
 def text_of_dims(dims: Collection[str]) -> str:

@@ -55,6 +55,7 @@ class TensorWriter:
             raise
 
     def write_all(self, name: str, blocks: Blocks) -> None:
+        """Write blocks of the array `name`, each when it arrives, so that one at a time is in memory."""
         for where, block in blocks:
             self.write(name, where, block)
 
