@@ -123,7 +123,9 @@ def test_bench_takes_every_dtype(dtype):
     assert f"8 rows, {dtype}" in job.stdout
 
 
-@pytest.mark.parametrize("arguments", [[], ["info"], ["check"], ["bench"], ["conformance"]], ids=lambda a: " ".join(a) or "no command")
+@pytest.mark.parametrize(
+    "arguments", [[], ["info"], ["check"], ["bench"], ["conformance"]], ids=lambda a: " ".join(a) or "no command"
+)
 def test_help_is_printed_once(arguments):
     job = launch(3, *COMMAND, *arguments, "--help")
     assert job.returncode == 0
