@@ -316,7 +316,7 @@ def event_milliseconds(
 
 
 def peer_milliseconds(peer: Peer, call: Callable[[Any], object], shards: Shards, repeat: int) -> float:
-    """The same for a function of torch's; its stream is CuPy's default."""
+    """Time a function of torch's; its stream is CuPy's default."""
     times = []
     tensors = [peer.tensor(logits) for logits, _ in shards.pairs]
     for repetition, tensor in zip(range(WARM_UP + repeat), cycle(tensors), strict=False):

@@ -68,7 +68,7 @@ class ByHand:
 
 
 class OnTape:
-    """The same with distributed arrays."""
+    """Make the step with distributed arrays."""
 
     def __init__(self, values: dict[str, Array], comm: MPI.Intracomm) -> None:
         self.mesh = pce.Mesh(comm, classes=comm.size)

@@ -41,7 +41,7 @@ Axes = tuple[Axis | None, ...]
 
 @dataclass(frozen=True)
 class Rule:
-    """How an operation may run; `Rule.of` makes one from letters.
+    """The placements in which an operation may run; `Rule.of` makes one from letters.
 
     Parameters
     ----------

@@ -232,7 +232,7 @@ class _Floors:
             self._out[first : first + _PIECE] = self._exp(self._logits[first : first + _PIECE])
 
     def exp_to_out_and_rescale(self) -> None:
-        """The same, then scale what was written: the factors are known only once all ranks have answered."""
+        """Write the exponentials, then scale them: the factors are known only once all ranks have answered."""
         self.exp_to_out()
         np.multiply(self._out, self._out.dtype.type(0.5), out=self._out)
 

@@ -132,7 +132,7 @@ def _in_place(logits: Any, targets: Any, *, comm: MPI.Intracomm | None, **option
 def _rows_sharded(
     logits: Any, targets: Any, *, class_start: int, num_classes: int, comm: MPI.Intracomm | None
 ) -> tuple[Any, Any]:
-    """The same problem with the rows sharded over the ranks in place of the classes."""
+    """Solve the problem with the rows sharded over the ranks in place of the classes."""
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
     whole = logits if comm is None else np.concatenate(comm.allgather(logits), axis=-1)
     mine = slice(*shard_range(len(whole), size, rank))

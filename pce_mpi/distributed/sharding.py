@@ -23,7 +23,7 @@ Splits = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """How ranks hold a global array; make one with `Sharding.of`.
+    """The shards of a global array that each rank holds; make one with `Sharding.of`.
 
     `dims` has the dims of the mesh and their sizes, in mesh order, and `placements` one entry for each. `splits` has
     one entry for each axis: the ends of its blocks, (0, ..., length), in the order of the coordinates of the dims that

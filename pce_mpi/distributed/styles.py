@@ -58,18 +58,7 @@ class Rowwise:
     """
 
     def placement(self, ndim: int) -> Placement:
-        """Return the placement of an array along the dim.
-
-        Parameters
-        ----------
-        ndim : int
-            The number of its axes.
-
-        Returns
-        -------
-        Shard or Replicate
-            The placement.
-        """
+        """Return the placement of an array along the dim; see `pce_mpi.Colwise.placement`."""
         return Shard(ndim - 2) if ndim >= 2 else Replicate()
 
 
@@ -82,18 +71,7 @@ class SequenceParallel:
     """
 
     def placement(self, ndim: int) -> Placement:
-        """Return the placement of an array along the dim.
-
-        Parameters
-        ----------
-        ndim : int
-            The number of its axes.
-
-        Returns
-        -------
-        Shard or Replicate
-            The placement.
-        """
+        """Return the placement of an array along the dim; see `pce_mpi.Colwise.placement`."""
         return Replicate()
 
 
@@ -106,18 +84,7 @@ class VocabParallel:
     """
 
     def placement(self, ndim: int) -> Placement:
-        """Return the placement of an array along the dim.
-
-        Parameters
-        ----------
-        ndim : int
-            The number of its axes.
-
-        Returns
-        -------
-        Shard or Replicate
-            The placement.
-        """
+        """Return the placement of an array along the dim; see `pce_mpi.Colwise.placement`."""
         if ndim < 1:
             raise ValueError("VocabParallel takes a table or a vector, got a 0-d array")
         return Shard(0)
@@ -131,18 +98,7 @@ class Replicated:
     """
 
     def placement(self, ndim: int) -> Placement:
-        """Return the placement of an array along the dim.
-
-        Parameters
-        ----------
-        ndim : int
-            The number of its axes.
-
-        Returns
-        -------
-        Shard or Replicate
-            The placement.
-        """
+        """Return the placement of an array along the dim; see `pce_mpi.Colwise.placement`."""
         return Replicate()
 
 

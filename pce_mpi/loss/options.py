@@ -30,7 +30,7 @@ _LARGEST = np.iinfo(np.int64).max
 
 
 class Reduction(StrEnum):
-    """How the losses of the rows become the loss."""
+    """The way in which the losses of the rows become the loss."""
 
     NONE = "none"
     SUM = "sum"

@@ -154,7 +154,7 @@ def local_extreme(name: str, x: Array, axes: tuple[int, ...], keepdims: bool, lo
 _SUM = Op(
     "sum",
     local_sum,
-    (lambda g, y, x, axes, keepdims: broadcast_to(reshape(g, kept_shape(x.shape, axes)), x.shape),),
+    (lambda g, y, x, axes, keepdims: spread(g, x, axes),),
     reduction_rule,
     uses=[()],
 )
@@ -199,6 +199,11 @@ def sum(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = 
     {'data': Shard(0)}
     """
     return apply(_SUM, x, axes=normalized_axes(axis, x.ndim), keepdims=keepdims)
+
+
+def spread(g: DistArray, x: DistArray, axes: tuple[int, ...]) -> DistArray:
+    """Broadcast the result of a reduction of `x` over `axes` back to the shape of `x`."""
+    return broadcast_to(reshape(g, kept_shape(x.shape, axes)), x.shape)
 
 
 def sum_to(g: DistArray, shape: Shape) -> DistArray:

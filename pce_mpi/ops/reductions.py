@@ -19,18 +19,21 @@ from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import ReduceOperator
 from pce_mpi.ops.arithmetic import equal
-from pce_mpi.ops.broadcasting import broadcast_to, kept_shape, local_extreme, normalized_axes, reduction_rule, sum
+from pce_mpi.ops.broadcasting import (
+    broadcast_to,
+    kept_shape,
+    local_extreme,
+    normalized_axes,
+    reduction_rule,
+    spread,
+    sum,
+)
 from pce_mpi.ops.elementwise import astype, exp
 from pce_mpi.ops.shape import reshape
 from pce_mpi.ops.softmax import maximum_and_sum, states_sent
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
-
-
-def _spread(g: DistArray, x: DistArray, axes: tuple[int, ...]) -> DistArray:
-    """Broadcast the result of a reduction of `x` over `axes` back to the shape of `x`."""
-    return broadcast_to(reshape(g, kept_shape(x.shape, axes)), x.shape)
 
 
 def _mean(x: Array, axes: tuple[int, ...], keepdims: bool, count: int) -> Array:
@@ -42,8 +45,8 @@ def _mean(x: Array, axes: tuple[int, ...], keepdims: bool, count: int) -> Array:
 
 def _mean_vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int, ...], keepdims: bool, count: int) -> DistArray:
     if is_half(g.dtype):  # the count may overflow in a half although the quotient is not 0
-        return _spread(astype(astype(g, np.float32) / count, g.dtype), x, axes)
-    return _spread(g / count, x, axes)
+        return spread(astype(astype(g, np.float32) / count, g.dtype), x, axes)
+    return spread(g / count, x, axes)
 
 
 _MEAN = Op(
@@ -104,7 +107,7 @@ def _extreme(name: str, reduces: ReduceOperator) -> Op:
         return local_extreme(name, x, axes, keepdims, loses)
 
     def vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int, ...], keepdims: bool) -> DistArray:
-        largest = equal(x, _spread(y, x, axes))
+        largest = equal(x, spread(y, x, axes))
         # Equal elements of all shards share the gradient; there may be more of them than a half can count.
         wide = np.dtype(np.float32) if is_half(x.dtype) else x.dtype
         count = sum(astype(largest, wide), axes, keepdims=True)
@@ -212,10 +215,10 @@ def _logsumexp_vjp(
     # Subtracting the largest element rather than the result keeps the bits of elements far from 0.
     def as_dist(local: Array) -> DistArray:
         flat = DistArray(local.reshape(g.local.shape), g.mesh, y.sharding)
-        return _spread(flat, x, axes)
+        return spread(flat, x, axes)
 
     largest, total = (as_dist(local) for local in residuals)
-    return _spread(g, x, axes) * (exp(x - largest) / total)
+    return spread(g, x, axes) * (exp(x - largest) / total)
 
 
 _LOGSUMEXP = Op(

@@ -68,7 +68,7 @@ class Case:
         return tuple(x.astype(dtype) if x.dtype == np.float64 else x for x in self.operands)
 
     def rounded(self, dtype: Any) -> "Case":
-        """The same with numbers that `dtype` has."""
+        """Return the case with numbers that `dtype` has."""
 
         def rounded(x: Array) -> Array:
             return x.astype(dtype).astype(np.float64) if x.dtype == np.float64 else x

@@ -53,7 +53,7 @@ def small(rank: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def memory_orders(array: np.ndarray) -> dict[str, np.ndarray]:
-    """The same array, laid out differently."""
+    """Return equal arrays in several memory orders, by name."""
     padded = np.zeros(tuple(2 * length for length in array.shape), array.dtype)
     every_second: Any = (*(slice(None, None, 2),) * array.ndim, ...)
     strided = padded[every_second]

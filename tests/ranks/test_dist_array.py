@@ -41,7 +41,7 @@ def numbers(shape: tuple[int, ...], dtype: Any = np.float64):
 
 
 def same(actual, expected) -> None:
-    """The same numbers of the same dtype and shape in a NumPy array; nan equals nan."""
+    """Assert equal numbers of one dtype and shape in a NumPy array; nan equals nan."""
     assert type(actual) is np.ndarray
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
     np.testing.assert_array_equal(actual.astype(np.float64), expected.astype(np.float64))

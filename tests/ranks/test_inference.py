@@ -77,7 +77,7 @@ def on_a_line(call: Call) -> list[list[tuple[Placement, ...]]]:
 
 
 def on_a_grid(call: Call) -> list[list[tuple[Placement, ...]]]:
-    """The same over two dims."""
+    """Return every combination of the operands' placements over two dims, up to 5,000."""
     each = [[ways for ways in product(ways_of(x), repeat=2) if mixes(ways)] for x in call.operands]
     return [list(ways) for ways in islice(product(*each), 5000)]
 

@@ -457,7 +457,7 @@ def faults_of(program: str, mesh: Mesh) -> tuple[list[str], int]:
 
 
 def text_of_faults(comm: Any, program: str, mesh: Mesh) -> str:
-    """The same on every rank; collective."""
+    """Return the faults as a text that is the same on every rank; collective."""
     try:
         faults, checksum = faults_of(program, mesh)
     except Exception as error:

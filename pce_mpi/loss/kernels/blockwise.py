@@ -47,7 +47,7 @@ def _sums(array: Array) -> Array:
 
 
 def _sums_by_pairs(array: Array, buffers: Buffers) -> Array:
-    """The same of numbers in [0, 1], in pairs in the dtype of the array and those in float64."""
+    """Sum each segment of numbers in [0, 1]: pairs in the dtype of the array, and the pairs in float64."""
     rows, segments, width = array.shape
     if array.dtype == np.float32 and width % 2 == 0:
         half = buffers.take_flat("pairs", rows * segments * width // 2, array.dtype).reshape(rows, segments, width // 2)
@@ -181,7 +181,7 @@ def _at(array: Array, index: tuple[Array, ...]) -> Array:
 
 
 def _working_dtype(compute_dtype: np.dtype[Any], transform: Transform) -> np.dtype[Any]:
-    """What a tile is computed in: float32 cannot hold softcap tanh(...) well enough to take exponentials of it."""
+    """Return the dtype of tiles: float32 cannot hold softcap tanh(...) well enough to take exponentials of it."""
     return compute_dtype if transform.softcap is None else np.dtype(np.float64)
 
 

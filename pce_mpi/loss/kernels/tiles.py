@@ -1,4 +1,4 @@
-"""How an array of logits is cut into tiles that stay in cache, and the scratch memory of their size.
+"""Tiles of an array of logits that stay in cache, and the scratch memory of their size.
 
 An array comes as (outer, classes, inner), the class axis in the middle; its rows are the pairs (outer, inner). The
 classes of a row are cut into segments of one width, and a few that are left over. A tile is some rows by some segments.
