@@ -297,7 +297,7 @@ BAD = [
         {"targets": np.array([1, 2, 2**64 - 1, 3, 4], np.uint64)},
     ),
     Wrong(ValueError, f"{INDEX_TARGETS}(6,)", {"targets": np.ones(6, np.int64)}),
-    Wrong(ValueError, f"{INDEX_TARGETS}(5, 1)", lambda right: {"targets": right["targets"][:, None]}),
+    Wrong(ValueError, f"{INDEX_TARGETS}(1, 5)", lambda right: {"targets": right["targets"][None]}),
     Wrong(
         ValueError,
         "targets of dtype float32 are probabilities and must have the logits' shape, ...got (5,); "

@@ -11,24 +11,18 @@ import mpmath
 import numpy as np
 import pytest
 
-from pce_mpi.loss.kernels.definition import (
-    DOUBLE,
-    SINGLE,
-    RowSoftmax,
-    StateFields,
-    fma32,
-    gradient_of,
-    merge,
-    states_of,
-)
+from pce_mpi.loss.kernels.definition import Merge, RowSoftmax, StateFields, gradient_of, states_of
+from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, fma32
 from pce_mpi.loss.kernels.parameters import Transform
 
 KINDS = ["plain", "offset", "far", "huge", "masked", "certain", "equal", "special"]
 FIELDS = {
     "plain": StateFields(),
-    "weighted": StateFields(held_weight=True, weights=True),
-    "probabilities": StateFields(hold_largest=True, held_weight=True, weights=True),
-    "statistics": StateFields(hold_largest=True, target=True, entropy=True),
+    "weighted": StateFields(held_weight=True),
+    "smoothed": StateFields(held_weight=True, weighted_logit=True),
+    "probabilities": StateFields(hold_largest=True, held_weight=True, weight=True, weighted_logit=True),
+    "softmax": StateFields(hold_largest=True),
+    "statistics": StateFields(hold_largest=True, argmax=True, target=True, entropy=True),
 }
 TRANSFORMS = [Transform(), Transform(0.5), Transform(0.7), Transform(1.3, 30.0)]
 ROWS = 8
@@ -86,14 +80,13 @@ def test_states_of_any_cut_merge_to_same_bits(seed, kind, fields, transform, dty
     rng, needed = np.random.default_rng(seed), FIELDS[fields]
     classes = int(rng.integers(1, 60))
     x, targets = logits_of(kind, classes, dtype, rng)
-    u = rng.random(x.shape) * 10.0 ** rng.integers(-20, 3) if needed.weights and seed % 4 else None
+    u = rng.random(x.shape) * 10.0 ** rng.integers(-20, 3) if needed.held_weight and seed % 4 else None
     whole = states(x, targets, needed, u, transform)
     cuts = [0, *np.sort(rng.integers(0, classes + 1, rng.integers(0, 7))).tolist(), classes]
     parts = [states(x, targets, needed, u, transform, *ends) for ends in pairwise(cuts)]
     while len(parts) > 1:  # a random tree
         a, b = (parts.pop(int(rng.integers(len(parts)))) for _ in range(2))
-        with np.errstate(all="ignore"):
-            parts.append(merge(a, b, needed, transform, arithmetic_of(dtype)))
+        parts.append(Merge(needed, transform, arithmetic_of(dtype))(a, b))
     for name in needed.names:
         assert parts[0][name].tobytes() == whole[name].tobytes(), (name, parts[0][name], whole[name])
 

@@ -1,241 +1,86 @@
-"""An arithmetic of the loss with the same bits for any cut of the classes, in NumPy.
+"""The arithmetic of the loss, with the same bits for any cut of the classes, in NumPy.
 
 The loss does not use it yet: `blockwise.py` and the CUDA kernels are to reproduce this file to the last bit.
 
-**Elements.** exp(z) = 2^n (1 + t). Both n and t are functions of z alone: n is an integer near z / log 2 and t a
-polynomial of f = z - n log 2. No maximum is subtracted, so no shard has to know another one's logits.
+**Elements.** exp(z) = 2^n (1 + t), with n and t from z alone; see `elementary.py`.
 
-**Sums.** An element is cut to a multiple of 2^u, truncated toward zero, and written as an integer in digits of `width`
-bits. A state keeps three limbs of a sum, T_j = sum_c trunc(element_c / 2^(u + j width)) modulo 2^64, for a grid u that
-follows from the largest element. On the next coarser grid, u + width, limb j is limb j + 1 of the finer one: trunc of
-trunc is trunc. So two states on different grids are shifted to the coarser one and added, and the state of a union is
-the merge of the states to the last bit, in any order and for any cut.
+**Sums.** An element is cut to a multiple of 2^unit, truncated toward zero, and written as an integer in digits of
+`width` bits. A state keeps three limbs of a sum, T_j = sum_c trunc(element_c / 2^(unit + j width)) modulo 2^64. The
+unit is a multiple of the width, `width (grid - 2)`, and the grid follows from the largest element. On the next coarser
+grid, limb j is limb j + 1 of the finer one: trunc of trunc is trunc. So two states on different grids are shifted to
+the coarser one and added, and the state of a union is the merge of the states to the last bit, in any order and for any
+cut.
 
 **Rows.** One class of a row is held apart: its target, or its largest logit. With S the sum over the other classes,
 a = S exp(-z_held) gives the loss log1p(a) and the gradient -a / (1 + a) without cancellation.
-
-Only + - * / , comparisons, conversions and scalings by powers of two are used, in one fixed order. The fused
-multiply-add of float32 is the one of IEEE 754: exact product, exact sum, one rounding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from pce_mpi.loss.kernels.elementary import (
+    DOUBLE,
+    HI,
+    HUGE,
+    LO,
+    SINGLE,
+    Arithmetic,
+    exponential,
+    f32,
+    f64,
+    fma32,
+    i64,
+    log,
+    log1p,
+    polynomial,
+    power,
+    reduced,
+    scaled,
+    softcap_slope,
+    transformed,
+    two_product,
+    two_sum,
+    u64,
+)
 from pce_mpi.loss.kernels.parameters import Transform
+from pce_mpi.loss.softmax_state import NO_CLASS, times
 
 Array = np.ndarray[Any, Any]
-f32, f64, i64, u64 = np.float32, np.float64, np.int64, np.uint64
-_hex = float.fromhex
 
-# log 2 and its reciprocal. A product of the high part with an n of the near range is exact.
-LOG2E32, HI32, LO32 = f32(_hex("0x1.715476p+0")), f32(_hex("0x1.62ep-1")), f32(_hex("0x1.0bfbe8p-15"))
-LOG2E, HI, LO = _hex("0x1.71547652b82fep+0"), _hex("0x1.62e42feep-1"), _hex("0x1.a39ef35793c76p-33")
-LN2, LN2_REST = _hex("0x1.62e42fefa39efp-1"), _hex("0x1.abc9e3b39803fp-56")
-# exp(f) = 1 + f + f^2 Q(f); for float32 the coefficients are fitted to |f| <= 0.35, for float64 they are 1 / k!.
-Q32 = tuple(f32(_hex(h)) for h in ("0x1.6db642p-10", "0x1.123cep-7", "0x1.55545cp-5", "0x1.55548cp-3", "0x1p-1"))
-Q = tuple(1.0 / math.factorial(k) for k in range(13, 1, -1))
-# log(1 + y) = 2 z + z w R(w), with z = y / (2 + y) and w = z^2.
-ATANH = tuple(2.0 / (2 * k + 1) for k in range(16, 0, -1))
-# Adding it rounds a float32 to an integer, which then stands in the low bits.
-MAGIC32, MAGIC_BITS = f32(_hex("0x1.8p23")), np.int32(0x4B400000)
-# float32 reduces |z| up to NEAR32 by itself; float64 up to NEAR, beyond it with a second part of each product. From
-# HUGE on, two different logits are so far apart that of their exponentials only the larger counts.
-NEAR32, NEAR, HUGE = f32(2048.0), 2.0**20, 2.0**60
-
-
-class Arithmetic(NamedTuple):
-    """Bits of an element's fraction, bits of a digit, and the dtype of t."""
-
-    point: int
-    width: int
-    dtype: np.dtype[Any]
-
-
-SINGLE, DOUBLE = Arithmetic(30, 21, np.dtype(f32)), Arithmetic(62, 36, np.dtype(f64))
-
-
-def fma32(a: Array, b: Any, c: Any) -> Array:
-    """a b + c of float32, rounded once."""
-    product = np.multiply(a, b, dtype=f64)  # exact
-    s = product + c
-    # Rounded to 53 bits and then to 24 a sum is wrong only where the first rounding has hit the middle of two float32.
-    middle = np.flatnonzero((s.view(i64) & 0x1FFFFFFF) == 0x10000000)
-    if middle.size:
-        p, t = (np.broadcast_to(array, s.shape).reshape(-1)[middle].astype(f64) for array in (product, c))
-        total = s.reshape(-1)[middle]
-        _, error = two_sum(p, t)
-        s.reshape(-1)[middle] = np.where(
-            error == 0.0, total, np.nextafter(total, np.where(error > 0.0, np.inf, -np.inf))
-        )
-    return s.astype(f32)
-
-
-def two_sum(a: Array | float, b: Array) -> tuple[Array, Array]:
-    """a + b and what its rounding has left out (Knuth)."""
-    s = a + b
-    v = s - a
-    return s, (a - (s - v)) + (b - v)
-
-
-def two_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """a b and what its rounding has left out (Dekker)."""
-    p = a * b
-    (a1, a2), (b1, b2) = _halves(a), _halves(b)
-    return p, ((a1 * b1 - p) + a1 * b2 + a2 * b1) + a2 * b2
-
-
-def _halves(a: Array) -> tuple[Array, Array]:
-    c = 134217729.0 * a  # 2^27 + 1 (Veltkamp)
-    high = c - (c - a)
-    return high, a - high
-
-
-def power(n: Array) -> Array:
-    """2^n in float64, for n from -1022 to 1023."""
-    return ((n + 1023) << 52).view(f64)
-
-
-def scaled(v: Array, n: Array) -> Array:
-    """v 2^n, rounded once where v is normal."""
-    n = np.clip(n, -2200, 2200)
-    # Down in steps of which only the last can round, up in steps that pass no bound before the last.
-    for _ in range(3):
-        step = np.clip(n, -800, 800)
-        v = v * power(step)
-        n = n - step
-    return v
-
-
-class Exponential(NamedTuple):
-    """exp(z) = 2^n (1 + t), elementwise: n is int64, t has the arithmetic's dtype."""
-
-    n: Array
-    t: Array
-
-    def fixed_point(self, arithmetic: Arithmetic) -> Array:
-        """(1 + t) 2^point, truncated, as int64."""
-        return (self.t * self.t.dtype.type(2.0**arithmetic.point)).astype(i64) + (i64(1) << arithmetic.point)
-
-
-def exponential(x: Array, transform: Transform, arithmetic: Arithmetic) -> Exponential:
-    """The exponential of z for the logits x; of those that are not finite the result has no meaning."""
-    if arithmetic is DOUBLE:
-        n, f = _reduce(*transformed(x.astype(f64), transform))
-        return Exponential(n, _polynomial(f))
-    x = x.astype(f32)
-    scale = f32(transform.scale)
-    if transform.softcap is not None or float(scale) != transform.scale:
-        n, f = _reduce(*transformed(x.astype(f64), transform))
-        return Exponential(n, _polynomial32(f.astype(f32)))
-    product = scale * x
-    near = np.abs(product) <= NEAR32
-    all_near = bool(near.all())
-    if not all_near:
-        far = np.nonzero(~near & np.isfinite(x))
-        n_far, f_far = _reduce(*transformed(x[far].astype(f64), transform))
-        x, product = np.where(near, x, f32(0)), np.where(near, product, f32(0))
-    k = fma32(product, LOG2E32, MAGIC32)
-    n = (k.view(np.int32) - MAGIC_BITS).astype(i64)
-    k -= MAGIC32
-    # The first product is exact; with a scale that of the logit is, too.
-    f = fma32(-k, LO32, fma32(x, scale, -(k * HI32)))
-    if not all_near:
-        n[far], f[far] = n_far, f_far
-    return Exponential(n, _polynomial32(f))
-
-
-def transformed(x: Array, transform: Transform) -> tuple[Array, Array]:
-    """z for logits x in float64, as a number and what its rounding has left out."""
-    if transform.softcap is not None:
-        return transform.softcap * _tanh(transform.scale * x / transform.softcap), np.zeros_like(x)
-    if transform.scale == 1.0:
-        return x, np.zeros_like(x)
-    finite = np.where(np.isfinite(x), x, 0.0)
-    z, low = two_product(np.asarray(transform.scale), finite)
-    # Dekker's halves overflow from 2^996 on.
-    return np.where(np.isfinite(x), z, x), np.where(np.isfinite(low), low, 0.0)
-
-
-def _reduce(z: Array, low: Array) -> tuple[Array, Array]:
-    """n and f = z + low - n log 2 of float64; from HUGE on f is 0 and n beyond every other one."""
-    magnitude = np.abs(z)
-    usable = magnitude < HUGE
-    zs, z, low = z, np.where(usable, z, 0.0), np.where(usable, low, 0.0)
-    k = np.rint(z * LOG2E)
-    f = ((z - k * HI) - k * LO) + low
-    n = np.where(magnitude >= HUGE, np.where(magnitude < np.inf, np.sign(zs), 0.0) * 2.0**61, k).astype(i64)
-    far = np.nonzero(usable & (magnitude > NEAR))
-    if far[0].size:
-        k = k[far]
-        product, error = two_product(k, np.asarray(LN2))
-        rest = (((z[far] - product) - error) - k * LN2_REST) + low[far]
-        more = np.rint(rest * LOG2E)  # 0 unless k has no digit after the point that is its own
-        n[far] += more.astype(i64)
-        f[far] = rest - more * LN2
-    return n, f
-
-
-def _polynomial32(f: Array) -> Array:
-    q = np.full_like(f, Q32[0])
-    for coefficient in Q32[1:]:
-        q = fma32(q, f, coefficient)
-    return fma32(f * f, q, f)
-
-
-def _polynomial(f: Array) -> Array:
-    q = np.full_like(f, Q[0])
-    for coefficient in Q[1:]:
-        q = q * f + coefficient
-    return (f * f) * q + f
-
-
-def _exp_of_minus(y: Array) -> tuple[Array, Array]:
-    """exp(-y) for y >= 0, and minus 1."""
-    n, f = _reduce(-y, np.zeros_like(y))
-    t = _polynomial(f)
-    e = scaled(1.0 + t, n)
-    return e, np.where(n == 0, t, e - 1.0)
-
-
-def _tanh(y: Array) -> Array:
-    e, less_one = _exp_of_minus(2.0 * np.minimum(np.abs(y), 64.0))
-    return np.copysign(-less_one / (1.0 + e), y)
-
-
-def softcap_slope(x: Array, transform: Transform) -> Array:
-    """The slope of tanh at scale x / softcap, in float64."""
-    assert transform.softcap is not None
-    y = transform.scale * x / transform.softcap
-    e, _ = _exp_of_minus(2.0 * np.minimum(np.abs(y), 400.0))
-    return 4.0 * e / ((1.0 + e) * (1.0 + e))
-
-
-NO_CLASS = np.iinfo(i64).max  # loses every tie against a class
-# The grid of a sum of nothing, which every other one is coarser than, and those of sums that are not finite.
-NO_GRID, INFINITE, NOT_A_NUMBER = -(2**30), 2**30, 2**30 + 1
-NO_ENTROPY = -(2**60)
 # The digits of sums that are not of exponentials.
 WIDE = DOUBLE.width
+# Grids of sums of weights and weighted logits: of a sum of nothing, which every other one is coarser than, and of sums
+# that are not finite.
+NO_GRID, INFINITE, NOT_A_NUMBER = -(2**14), 2**14, 2**14 + 1
+# The same for the sum of exp(z) z.
+NO_ENTROPY = -(2**60)
+# A sum so many grids below the class held apart is taken for nothing. A state forgets it a few grids later only, so
+# that a sum which counts never lacks digits that another order of merges would have kept.
+FORGOTTEN, NEGLIGIBLE = 255, 250
 
 
 @dataclass(frozen=True)
 class StateFields:
-    """Which fields the states of one call have.
+    """The fields that the states of one call have.
 
-    `hold_largest` holds the largest logit apart rather than the target, whose logit `target` then has. `held_weight`
-    is the weight of the class held; `weights` has the sums of u and u z over the others; `entropy` that of exp(z) z.
+    A state that holds the target apart has `top`, the largest other logit, which gives the grid of its `sum`. With
+    `hold_largest` the grid is `depth` grids below that of the class held apart. `argmax` is the class held apart, and
+    `target` the target's logit where that is another one; `held_weight` is the weight u of the class held. The others
+    are sums over the other classes: `weight` of u, `weighted_logit` of u z, `entropy` of exp(z) z.
     """
 
     hold_largest: bool = False
+    argmax: bool = False
     target: bool = False
     held_weight: bool = False
-    weights: bool = False
+    weight: bool = False
+    weighted_logit: bool = False
     entropy: bool = False
 
     @property
@@ -245,15 +90,37 @@ class StateFields:
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
-        """The structured dtype of one state; 40 bytes for a plain loss."""
-        fields: list[Any] = [("held", f64), ("top", f64), ("sum", u64, 3)]
-        fields += [("argmax", i64)] * self.hold_largest + [("target", f64)] * self.target
-        fields += [("held_weight", f64)] * (self.held_weight or self.weights)
-        if self.weights:
-            fields += [("weight_grids", np.int32, 2), ("weight", u64, 3), ("weighted_logit", u64, 3)]
-        if self.entropy:
-            fields += [("entropy_grid", i64), ("exp_logit", u64, 3)]
+        """The structured dtype of one state, all of whose words have 8 bytes; 40 bytes for a plain loss."""
+        fields: list[Any] = [("held", f64)] + [("top", f64)] * (not self.hold_largest) + [("sum", u64, 3)]
+        grids: list[Any] = [("depth", np.int16), ("weight_grid", np.int16), ("logit_grid", np.int16), ("_", np.int16)]
+        fields += grids * (self.hold_largest or self.weight or self.weighted_logit)
+        fields += [("argmax", i64)] * self.argmax + [("target", f64)] * self.target
+        fields += [("held_weight", f64)] * self.held_weight
+        fields += [("weight", u64, 3)] * self.weight + [("weighted_logit", u64, 3)] * self.weighted_logit
+        fields += [("entropy_grid", i64), ("exp_logit", u64, 3)] * self.entropy
         return np.dtype(fields)
+
+    def identity(self, *shape: int) -> Array:
+        """Return states of no classes."""
+        states = np.zeros(shape, self.dtype)
+        for name in {"held", "top", "target"} & set(self.names):
+            states[name] = -np.inf
+        nothing = {"depth": FORGOTTEN, "weight_grid": NO_GRID, "logit_grid": NO_GRID, "entropy_grid": NO_ENTROPY}
+        for name in nothing.keys() & set(self.names):
+            states[name] = nothing[name]
+        if self.argmax:
+            states["argmax"] = NO_CLASS
+        return states
+
+
+# Limbs
+
+
+class Sums(NamedTuple):
+    """Sums in limbs, uint64 (rows, 3), each on the grid in `grids`, int64 (rows,)."""
+
+    grids: Array
+    limbs: Array
 
 
 def limbs_of(mantissa: Array, exponent: Array, unit: Array, width: int) -> Array:
@@ -277,6 +144,17 @@ def shifted(limbs: Array, grids: Array) -> Array:
     """The limbs on a grid that is so many times coarser; what is below it is gone."""
     padded = np.concatenate([limbs, np.zeros_like(limbs)], axis=-1)
     return np.take_along_axis(padded, np.clip(grids, 0, 3)[..., None] + np.arange(3), axis=-1)
+
+
+def united(nothing: int, *sums: Sums) -> Sums:
+    """The sum of sums, on the coarsest of their grids; a grid of `nothing` is that of an empty sum."""
+    grids = sums[0].grids
+    for each in sums[1:]:
+        grids = np.maximum(grids, each.grids)
+    limbs = np.zeros_like(sums[0].limbs)
+    for each in sums:
+        limbs += shifted(each.limbs, np.where(each.grids == nothing, 3, grids - each.grids))
+    return Sums(grids, limbs)
 
 
 class Double(NamedTuple):
@@ -314,26 +192,39 @@ def _carry(digits: list[Array], width: int) -> None:
         digits[j] = digits[j] & ((1 << width) - 1)
 
 
+def sum_of(parts: Iterable[Array], exponent: Array | int = 0, nothing: int = NO_GRID) -> Sums:
+    """Sum the parts, (rows, classes), times 2^exponent, over the classes; the first part is the largest of each."""
+    split = [_mantissa_and_exponent(part) for part in parts]
+    mantissa, its_exponent = split[0]
+    none = np.iinfo(i64).min // 2
+    size = np.where(mantissa != 0, its_exponent + 52 + exponent, none).max(axis=1, initial=none)
+    grids = np.where(size == none, nothing, size // WIDE)
+    unit = WIDE * (grids - 2)[:, None]
+    limbs = np.zeros((len(grids), 3), u64)
+    for m, e in split:
+        limbs += limbs_of(m, e + exponent, unit, WIDE).sum(axis=1, dtype=u64)
+    return Sums(grids, limbs)
+
+
+def _mantissa_and_exponent(v: Array) -> tuple[Array, Array]:
+    """v as m 2^e, int64, with 53 bits in m; 0, 0 for what is not finite."""
+    m, e = np.frexp(np.where(np.isfinite(v), v, 0.0))
+    return (m * 2.0**53).astype(i64), e.astype(i64) - 53
+
+
+def value_of_wide(sums: Sums) -> Double:
+    """The value of a sum in digits of `WIDE` bits."""
+    unit = WIDE * (np.clip(sums.grids, -100, 100) - 2)
+    high, low = value_of(sums.limbs, WIDE)
+    return Double(scaled(high, unit), scaled(low, unit))
+
+
 # States
-
-
-def identity(fields: StateFields, *shape: int) -> Array:
-    """States of no classes."""
-    states = np.zeros(shape, fields.dtype)
-    for name in {"held", "top", "target"} & set(fields.names):
-        states[name] = -np.inf
-    if fields.hold_largest:
-        states["argmax"] = NO_CLASS
-    if fields.weights:
-        states["weight_grids"] = NO_GRID
-    if fields.entropy:
-        states["entropy_grid"] = NO_ENTROPY
-    return states
 
 
 def states_of(
     x: Array,
-    held_column: Array | None,
+    target_column: Array | None,
     fields: StateFields,
     *,
     u: Array | None,
@@ -343,32 +234,37 @@ def states_of(
 ) -> Array:
     """Return the states of a block of logits, (rows, classes), with the weights u.
 
-    `held_column` has the column of each row's target, -1 if it is elsewhere; None if the largest logit is held apart.
+    `target_column` has the column of each row's target, -1 if it is elsewhere.
     """
-    states = identity(fields, len(x))
+    states = fields.identity(len(x))
     if not x.shape[1]:
         return states
-    rows = np.arange(len(x))
+    here, columns = np.empty(0, np.intp), np.empty(0, np.intp)
+    if target_column is not None:
+        here = np.flatnonzero((target_column >= 0) & (target_column < x.shape[1]))
+        columns = target_column[here]
+    if fields.target:
+        states["target"][here] = _canonical(x[here, columns])
     if fields.hold_largest:
-        columns = x.argmax(axis=1)  # a nan is the largest
+        here, columns = np.arange(len(x)), _largest(x, u if fields.held_weight else None)
+    if fields.argmax:
         states["argmax"] = first_class + columns
-    else:
-        assert held_column is not None
-        rows = np.flatnonzero((held_column >= 0) & (held_column < x.shape[1]))
-        columns = held_column[rows]
-    if fields.target and held_column is not None:
-        here = np.flatnonzero((held_column >= 0) & (held_column < x.shape[1]))
-        states["target"][here] = _canonical(x[here, held_column[here]])
-    states["held"][rows] = _canonical(x[rows, columns])
+    states["held"][here] = _canonical(x[here, columns])
     others = np.ones(x.shape, np.bool_)
-    others[rows, columns] = False
-    _fill_sum(states, x, others, transform, arithmetic, fields)
-    if fields.held_weight or fields.weights:
-        states["held_weight"][rows] = 1.0 if u is None else np.broadcast_to(u, x.shape)[rows, columns]
-    if fields.weights:
-        weight = np.where(others, 1.0 if u is None else u, 0.0)
-        _fill_weights(states, x, weight, transform)
+    others[here, columns] = False
+    weight = np.broadcast_to(1.0 if u is None else u, x.shape)
+    if fields.held_weight:
+        states["held_weight"][here] = weight[here, columns]
+    _fill_sums(states, x, others, weight, fields, transform, arithmetic)
     return states
+
+
+def _largest(x: Array, u: Array | None) -> Array:
+    """The column of the largest logit, a nan before numbers; of equal ones the first or, with u, that of the largest."""
+    if u is None:
+        return x.argmax(axis=1)
+    largest = x.max(axis=1, keepdims=True)
+    return np.where((x == largest) | (np.isnan(largest) & np.isnan(x)), u, -np.inf).argmax(axis=1)
 
 
 def _canonical(values: Array) -> Array:
@@ -376,22 +272,50 @@ def _canonical(values: Array) -> Array:
     return np.where(np.isnan(values), np.nan, values.astype(f64)) + 0.0
 
 
-def _fill_sum(
-    states: Array, x: Array, others: Array, transform: Transform, arithmetic: Arithmetic, fields: StateFields
+def grid_of(x: Array, transform: Transform, arithmetic: Arithmetic) -> Array:
+    """The grid of a sum of exponentials of which the largest is that of the logit x, (rows,)."""
+    finite = np.where(np.isfinite(x), x, 0.0)
+    if arithmetic is SINGLE:
+        finite = finite.astype(f32)
+    return exponential(finite, transform, arithmetic).n // arithmetic.width
+
+
+def _huge(x: Array, transform: Transform) -> Array:
+    """True for finite logits so large that of two different ones only the larger counts."""
+    return np.isfinite(x) & ~(np.abs(transformed(x, transform)[0]) < HUGE)
+
+
+def _fill_sums(
+    states: Array,
+    x: Array,
+    others: Array,
+    weight: Array,
+    fields: StateFields,
+    transform: Transform,
+    arithmetic: Arithmetic,
 ) -> None:
-    top = np.max(x, axis=1, where=others, initial=-np.inf).astype(f64)
-    states["top"] = _canonical(np.where(top == np.inf, np.nan, top))
-    counted = others & (x > -np.inf) & (x < np.inf)
-    z_top, _ = transformed(top, transform)
-    huge = ~(np.abs(z_top) < HUGE) & np.isfinite(top)
-    if huge.any():
-        counted &= ~huge[:, None] | (x == top[:, None])
-    counted &= np.isfinite(states["top"])[:, None]
+    """Fill the sums of `states` from the classes that are not held apart."""
+    if not fields.hold_largest:
+        top = np.max(x, axis=1, where=others, initial=-np.inf).astype(f64)
+        states["top"] = _canonical(np.where(top == np.inf, np.nan, top))
+    largest = states["held" if fields.hold_largest else "top"]
+    counted = others & np.isfinite(x) & np.isfinite(largest)[:, None]
+    counted &= ~_huge(largest, transform)[:, None] | (x == largest[:, None])
     e = exponential(x, transform, arithmetic)
-    unit = grid_of_sum(states["top"], transform, arithmetic)[:, None]
+    if fields.hold_largest:
+        none = np.iinfo(i64).min // 2
+        n = np.where(counted, e.n, none).max(axis=1)
+        depth = grid_of(largest, transform, arithmetic) - n // arithmetic.width
+        states["depth"] = np.where(n == none, FORGOTTEN, np.minimum(depth, FORGOTTEN))
+        grids = np.where(n == none, 0, n // arithmetic.width)
+    else:
+        grids = grid_of(states["top"], transform, arithmetic)
+    unit = arithmetic.width * (grids - 2)[:, None]
     fixed = np.where(counted, e.fixed_point(arithmetic), 0)
     exponent = e.n - arithmetic.point
     states["sum"] = limbs_of(fixed, exponent, unit, arithmetic.width).sum(axis=1, dtype=u64)
+    if fields.hold_largest:
+        states["sum"][states["depth"] == FORGOTTEN] = 0
     if fields.entropy:
         z, low = transformed(x.astype(f64), transform)
         z, low = np.where(counted, z, 0.0), np.where(counted, low, 0.0)
@@ -400,147 +324,156 @@ def _fill_sum(
         upper = fixed >> digits << digits
         parts = [*two_product(upper.astype(f64), z), *two_product((fixed - upper).astype(f64), z)]
         parts.append(fixed.astype(f64) * low)
-        states["entropy_grid"], states["exp_logit"] = _wide_sum(parts, exponent, NO_ENTROPY)
+        states["entropy_grid"], states["exp_logit"] = sum_of(parts, exponent, NO_ENTROPY)
+    weight = np.where(others, weight, 0.0)
+    if fields.weight:
+        states["weight_grid"], states["weight"] = sum_of([weight])
+    if fields.weighted_logit:
+        states["logit_grid"], states["weighted_logit"] = _weighted_logits(x, weight, transform)
 
 
-def grid_of_sum(top: Array, transform: Transform, arithmetic: Arithmetic) -> Array:
-    """The unit, as a power of two, of the sum of exponentials of which the largest is that of the logit `top`."""
-    finite = np.where(np.isfinite(top), top, 0.0)
-    if arithmetic is SINGLE:
-        finite = finite.astype(f32)
-    n = exponential(finite, transform, arithmetic).n
-    return arithmetic.width * (n // arithmetic.width - 2)
-
-
-def _mantissa_and_exponent(v: Array) -> tuple[Array, Array]:
-    """v as m 2^e, int64, with 53 bits in m; 0, 0 for what is not finite."""
-    m, e = np.frexp(np.where(np.isfinite(v), v, 0.0))
-    return (m * 2.0**53).astype(i64), e.astype(i64) - 53
-
-
-def _wide_sum(parts: list[Array], exponent: Array | int, none: int) -> tuple[Array, Array]:
-    """Sum the parts, times 2^exponent, over the classes: the grid, from the first and largest part, and the limbs."""
-    split = [_mantissa_and_exponent(part) for part in parts]
-    mantissa, its_exponent = split[0]
-    nothing = np.iinfo(i64).min // 2
-    size = np.where(mantissa != 0, its_exponent + 52 + exponent, nothing).max(axis=1)
-    grid = np.where(size == nothing, none, size // WIDE)
-    unit = WIDE * (grid - 2)[:, None]
-    return grid, sum(limbs_of(m, e + exponent, unit, WIDE).sum(axis=1, dtype=u64) for m, e in split)
-
-
-def _fill_weights(states: Array, x: Array, weight: Array, transform: Transform) -> None:
-    """Sum u and u z over all classes where u is not 0."""
+def _weighted_logits(x: Array, weight: Array, transform: Transform) -> Sums:
+    """Sum u z over all classes where u is not 0."""
     z, low = transformed(x.astype(f64), transform)
     masked = (z == -np.inf) & (weight != 0.0)
     usable = np.isfinite(z)
     z, low = np.where(usable, z, 0.0), np.where(usable, low, 0.0)
     product, rest = two_product(weight, z)
     rest = np.where(np.isfinite(rest), rest + weight * low, 0.0)
-    states["weight_grids"][:, 0], states["weight"] = _wide_sum([weight], 0, NO_GRID)
-    states["weight_grids"][:, 1], states["weighted_logit"] = _wide_sum([product, rest], 0, NO_GRID)
+    grids, limbs = sum_of([product, rest])
     # A weight on a masked class makes the loss infinite, and one that is not finite makes it nan.
-    states["weight_grids"][masked.any(axis=1), 1] = INFINITE
-    states["weight_grids"][~np.isfinite(weight).all(axis=1), 1] = NOT_A_NUMBER
-    states["weighted_logit"][states["weight_grids"][:, 1] >= INFINITE] = 0
+    grids[masked.any(axis=1)] = INFINITE
+    grids[~np.isfinite(weight).all(axis=1)] = NOT_A_NUMBER
+    limbs[grids >= INFINITE] = 0
+    return Sums(grids, limbs)
 
 
-def merge(a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> Array:
-    """Return the states of the union of two disjoint sets of classes of the same rows."""
-    merged = _merge_others(a, b, fields, transform, arithmetic)
-    if fields.target:
-        merged["target"] = np.maximum(a["target"], b["target"])
-    if not fields.hold_largest:
+@dataclass(frozen=True)
+class Merge:
+    """The merge of states of disjoint sets of classes of the same rows, for states of one call."""
+
+    fields: StateFields
+    transform: Transform
+    arithmetic: Arithmetic
+
+    def __call__(self, a: Array, b: Array) -> Array:
+        """Return the states of the union; `a` and `b` stay as they are."""
+        with np.errstate(all="ignore"):
+            return self._holding_largest(a, b) if self.fields.hold_largest else self._holding_targets(a, b)
+
+    def _holding_targets(self, a: Array, b: Array) -> Array:
+        fields, merged = self.fields, self.fields.identity(*a.shape)
         merged["held"] = np.maximum(a["held"], b["held"])
-        if "held_weight" in fields.names:  # nought on every shard but the one that has the target
+        merged["top"] = top = np.maximum(a["top"], b["top"])
+        if fields.held_weight:  # nought on every shard but the one that has the target
             merged["held_weight"] = a["held_weight"] + b["held_weight"]
+        grids, huge = self._grid_of(top), _huge(top, self.transform)
+        for state in (a, b):
+            coarser = np.where(huge & (state["top"] != top), 3, grids - self._grid_of(state["top"]))
+            merged["sum"] += shifted(state["sum"], np.where(state["top"] == -np.inf, 3, coarser))
+        merged["sum"][np.isnan(top)] = 0
+        self._unite_weighted(merged, a, b)
         return merged
-    # Of the two classes held apart, the one with the smaller logit joins the others.
-    swap = _b_is_held(a, b)
-    smaller, larger = np.where(swap, a, b), np.where(swap, b, a)
-    there = smaller["argmax"] != NO_CLASS
-    alone = identity(fields, *a.shape)
-    _fill_sum(alone, smaller["held"][:, None], there[:, None], transform, arithmetic, fields)
-    if fields.weights:
-        _fill_weights(alone, smaller["held"][:, None], np.where(there, smaller["held_weight"], 0.0)[:, None], transform)
-    merged = _merge_others(merged, alone, fields, transform, arithmetic)
-    for name in {"held", "held_weight", "argmax"} & set(fields.names):
-        merged[name] = larger[name]
-    if fields.target:
-        merged["target"] = np.maximum(a["target"], b["target"])
-    return merged
+
+    def _holding_largest(self, a: Array, b: Array) -> Array:
+        """Of the two classes held apart, the one with the smaller logit joins the others."""
+        fields, merged = self.fields, self.fields.identity(*a.shape)
+        swap = _b_is_held(a, b, fields)
+        smaller, larger = np.where(swap, a, b), np.where(swap, b, a)
+        for name in {"held", "held_weight", "argmax"} & set(fields.names):
+            merged[name] = larger[name]
+        if fields.target:
+            merged["target"] = np.maximum(a["target"], b["target"])
+        alone = fields.identity(*a.shape)
+        alone["held"] = smaller["held"]
+        weight = smaller["held_weight"] if fields.held_weight else np.zeros(a.shape)
+        _fill_sums(
+            alone,
+            smaller["held"][:, None],
+            np.ones((len(a), 1), np.bool_),
+            weight[:, None],
+            fields,
+            self.transform,
+            self.arithmetic,
+        )
+        bad = ~np.isfinite(merged["held"])
+        huge = _huge(merged["held"], self.transform)
+        gone = [bad | (huge & (state["held"] != merged["held"])) for state in (a, b, alone)]
+        sums, entropies = [], []
+        for state, without in zip((a, b, alone), gone, strict=True):
+            grids = self._grid_of(state["held"]) - state["depth"]
+            sums.append(Sums(np.where(without | (state["depth"] == FORGOTTEN), _NO_SUM, grids), state["sum"]))
+            if fields.entropy:
+                entropies.append(Sums(np.where(without, NO_ENTROPY, state["entropy_grid"]), state["exp_logit"]))
+        grids, limbs = united(_NO_SUM, *sums)
+        depth = np.where(grids == _NO_SUM, FORGOTTEN, np.minimum(self._grid_of(merged["held"]) - grids, FORGOTTEN))
+        merged["depth"], merged["sum"] = depth, np.where((depth == FORGOTTEN)[:, None], u64(0), limbs)
+        if fields.entropy:
+            merged["entropy_grid"], merged["exp_logit"] = united(NO_ENTROPY, *entropies)
+        self._unite_weighted(merged, a, b, alone)
+        return merged
+
+    def _grid_of(self, x: Array) -> Array:
+        return grid_of(x, self.transform, self.arithmetic)
+
+    def _unite_weighted(self, merged: Array, *states: Array) -> None:
+        for present, grid, name in (
+            (self.fields.weight, "weight_grid", "weight"),
+            (self.fields.weighted_logit, "logit_grid", "weighted_logit"),
+        ):
+            if present:
+                merged[grid], merged[name] = united(
+                    NO_GRID, *(Sums(state[grid].astype(i64), state[name]) for state in states)
+                )
 
 
-def _merge_others(a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> Array:
-    merged = identity(fields, *a.shape)
-    top = np.maximum(a["top"], b["top"])
-    merged["top"] = top
-    unit = grid_of_sum(top, transform, arithmetic)
-    huge = ~(np.abs(transformed(top, transform)[0]) < HUGE)
-    for state in (a, b):
-        coarser = (unit - grid_of_sum(state["top"], transform, arithmetic)) // arithmetic.width
-        coarser = np.where(huge & (state["top"] != top), 3, coarser)
-        merged["sum"] += shifted(state["sum"], np.where(state["top"] == -np.inf, 0, coarser))
-    merged["sum"][np.isnan(top)] = 0
-    if fields.weights:
-        grids = merged["weight_grids"] = np.maximum(a["weight_grids"], b["weight_grids"])
-        for column, name in enumerate(("weight", "weighted_logit")):
-            for state in (a, b):
-                merged[name] += shifted(state[name], grids[:, column] - state["weight_grids"][:, column].astype(i64))
-    if fields.entropy:
-        gone = [np.isnan(top) | (huge & (state["top"] != top)) for state in (a, b)]
-        grids = [np.where(g, NO_ENTROPY, state["entropy_grid"]) for g, state in zip(gone, (a, b), strict=True)]
-        grid = merged["entropy_grid"] = np.maximum(*grids)
-        for state, its in zip((a, b), grids, strict=True):
-            merged["exp_logit"] += shifted(state["exp_logit"], np.where(its == NO_ENTROPY, 3, grid - its))
-    return merged
+# The grid of an empty sum of exponentials.
+_NO_SUM = -(2**61)
 
 
-def _b_is_held(a: Array, b: Array) -> Array:
-    """Return the rows of which b holds the largest logit: a nan before numbers, the larger, then the lower class."""
+def _b_is_held(a: Array, b: Array, fields: StateFields) -> Array:
+    """Return the rows of which b has the class held apart: a nan before numbers, then the larger logit.
+
+    Of equal logits the lower class is held or, where classes are not kept, that with the larger weight.
+    """
     nan_a, nan_b = np.isnan(a["held"]), np.isnan(b["held"])
-    lower = b["argmax"] < a["argmax"]
-    larger = (b["held"] > a["held"]) | ((b["held"] == a["held"]) & lower)
-    return np.where(nan_a | nan_b, nan_b & (~nan_a | lower), larger)
-
-
-# Rows
-
-
-def log(v: Array) -> Array:
-    """log v of normal positive float64."""
-    m, e = np.frexp(v)
-    low = m < _hex("0x1.6a09e667f3bcdp-1")
-    m, k = np.where(low, m + m, m), (e - low).astype(f64)
-    return k * HI + (_twice_atanh((m - 1.0) / (m + 1.0)) + k * LO)
-
-
-def log1p(a: Array) -> Array:
-    """log(1 + a) for a >= 0."""
-    s, error = two_sum(1.0, a)
-    return np.where(a < 0.4, _twice_atanh(a / (2.0 + a)), log(s) + error / s)
-
-
-def _twice_atanh(z: Array) -> Array:
-    w = z * z
-    q = np.full_like(w, ATANH[0])
-    for coefficient in ATANH[1:]:
-        q = q * w + coefficient
-    return z * (w * q) + (z + z)
+    first = np.zeros(a.shape, np.bool_)
+    if fields.argmax:
+        first = b["argmax"] < a["argmax"]
+    elif fields.held_weight:
+        first = b["held_weight"] > a["held_weight"]
+    larger = (b["held"] > a["held"]) | ((b["held"] == a["held"]) & first)
+    return np.where(nan_a | nan_b, nan_b & (~nan_a | first), larger)
 
 
 class RowSoftmax:
-    """The softmax of each row, from merged states; float64, (rows,). Rows with a nan, a +inf or no class are `nan`."""
+    """The softmax of each row, from merged states; float64, (rows,). Rows with a nan, a +inf or no class are `nan`.
 
-    def __init__(self, states: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic):
-        self.fields, self._states = fields, states
-        self.held, self.top = states["held"], states["top"]
+    `class_weights` is the sum of the weights of all classes, one row of `Sums`, for states without such a sum.
+    """
+
+    def __init__(
+        self,
+        states: Array,
+        fields: StateFields,
+        transform: Transform,
+        arithmetic: Arithmetic,
+        class_weights: Sums | None = None,
+    ):
+        self.fields, self._states, self._class_weights = fields, states, class_weights
+        self.held = states["held"]
+        self.top = self.held if fields.hold_largest else states["top"]
         with np.errstate(all="ignore"):
             bad = np.isnan(self.top) | ~(self.held < np.inf) | ((self.top == -np.inf) & (self.held == -np.inf))
             self._held_z = _Logit(self.held, transform)
             self._top_z = _Logit(self.top, transform)
-            unit = grid_of_sum(self.top, transform, arithmetic)
-            self._sum, self._unit = value_of(states["sum"], arithmetic.width), unit
+            grids = grid_of(self.top, transform, arithmetic)
+            self._sum = value_of(states["sum"], arithmetic.width)
+            if fields.hold_largest:
+                grids = grids - states["depth"]
+                kept = states["depth"] <= NEGLIGIBLE
+                self._sum = Double(*(np.where(kept, part, 0.0) for part in self._sum))
+            self._unit = unit = arithmetic.width * (grids - 2)
             s, none = self._sum.high, self.held == -np.inf
             n, e = self._held_z.n, self._held_z.e
             # Of two logits that are HUGE or on either side of it, only the larger counts.
@@ -575,31 +508,39 @@ class RowSoftmax:
             total = (self._sum_of_others + e) / self._top_z.e
             above = log(np.where(total > 0, total, 1.0)) + _times_log2(self.exponent - self._top_z.n)
             gap = (self._held_z.z - self._top_z.z) + (self._held_z.low - self._top_z.low)
-            #: logsumexp less the largest logit of the others
+            #: logsumexp less the logit `top`
             self.above_top = np.where(self.held >= self.top, gap + self.held_nll, above)
             self.logsumexp = np.where(self.held >= self.top, self._held_z.z + self.held_nll, self._top_z.z + above)
             self.logsumexp = np.where(bad, np.nan, self.logsumexp)
 
     @property
-    def weight(self) -> Array:
-        """sum of u_c over all classes."""
-        return self._states["held_weight"] + self._weights("weight", 0).high
+    def _held_weight(self) -> Array:
+        """The weight of the class held; without weights, 1."""
+        return self._states["held_weight"] if self.fields.held_weight else np.ones(self.held.shape)
 
-    def _weights(self, name: str, column: int) -> Double:
-        grid = np.clip(self._states["weight_grids"][:, column].astype(i64), -100, 100)
-        unit = WIDE * (grid - 2)
-        high, low = value_of(self._states[name], WIDE)
-        return Double(scaled(high, unit), scaled(low, unit))
+    @cached_property
+    def _weight(self) -> Double:
+        """sum of u_c over the classes not held."""
+        if self.fields.weight:
+            return value_of_wide(Sums(self._states["weight_grid"].astype(i64), self._states["weight"]))
+        assert self._class_weights is not None
+        grids = np.broadcast_to(self._class_weights.grids, self.held.shape)
+        held = limbs_of(*_mantissa_and_exponent(self._held_weight), WIDE * (grids - 2), WIDE)
+        return value_of_wide(Sums(grids, np.subtract(self._class_weights.limbs, held)))
+
+    @property
+    def weight(self) -> Array:
+        """sum of u_c over the classes not held."""
+        return self._weight.high
 
     @property
     def weighted_nll(self) -> Array:
         """sum of -u_c log p_c over all classes."""
         with np.errstate(all="ignore"):
-            weight, held_weight = self._weights("weight", 0), self._states["held_weight"]
-            gap = _gap(weight, self._top_z, self._weights("weighted_logit", 1))
-            value = (times(held_weight, self.held_nll) + times(weight.high, self.above_top)) + gap
-            grid = self._states["weight_grids"].max(axis=1)
-            return np.where(grid == NOT_A_NUMBER, np.nan, np.where(grid == INFINITE, value + np.inf, value))
+            weight, grids = self._weight, self._states["logit_grid"].astype(i64)
+            gap = _gap(weight, self._top_z, value_of_wide(Sums(grids, self._states["weighted_logit"])))
+            value = (times(self._held_weight, self.held_nll) + times(weight.high, self.above_top)) + gap
+            return np.where(grids == NOT_A_NUMBER, np.nan, np.where(grids == INFINITE, value + np.inf, value))
 
     @property
     def entropy(self) -> Array:
@@ -629,8 +570,8 @@ class _Logit:
         self.z, self.low = transformed(x, transform)
         self.huge = np.isfinite(self.z) & ~(np.abs(self.z) < HUGE)
         self.huge_value = np.where(self.huge, self.z, 0.0)
-        self.n, f = _reduce(self.z, self.low)
-        self.e = 1.0 + _polynomial(f)
+        self.n, f = reduced(self.z, self.low)
+        self.e = 1.0 + polynomial(f)
 
 
 def _times_log2(n: Array) -> Array:
@@ -646,30 +587,51 @@ def _gap(weight: Double, logit: _Logit, weighted: Double) -> Array:
     return s + (rest + (error - weighted.low))
 
 
-def times(weight: Array, value: Array) -> Array:
-    """weight value, where weight 0 gives 0 even if the value is infinite."""
-    return np.where(weight == 0.0, 0.0, weight * value)
+def gradient_of(
+    x: Array,
+    factor: Array,
+    softmax: RowSoftmax,
+    transform: Transform,
+    arithmetic: Arithmetic,
+    *,
+    weight_factor: Array | None = None,
+    u: Array | float = 1.0,
+) -> Array:
+    """The gradient of a block of logits that are not held, (rows, classes), in the arithmetic's dtype.
 
-
-def gradient_of(x: Array, factor: Array, softmax: RowSoftmax, transform: Transform, arithmetic: Arithmetic) -> Array:
-    """factor exp(z) 2^-exponent for a block of logits, in the arithmetic's dtype; (rows,) float64 factors."""
+    It is factor exp(z) 2^-exponent - weight_factor u, times the slope of the softcap; factors are float64, (rows,).
+    """
     with np.errstate(all="ignore"):
-        e = exponential(x, transform, arithmetic)
-        m, k = np.frexp(factor)
-        m, k = np.where(np.isfinite(factor), m + m, factor), k.astype(i64) - 1
-        n = e.n + (k - softmax.exponent)[:, None]
-        if arithmetic is SINGLE:
-            high = m.astype(f32)
-            low = (m - high.astype(f64)).astype(f32)
-            value = high[:, None] + fma32(*np.broadcast_arrays(high[:, None], e.t, low[:, None]))
-            near = np.clip(n, -125, 127)
-            rest = np.clip(n - near, -30, 30)
-            value = value * power(near).astype(f32) * power(rest).astype(f32)
-        else:
-            value = m[:, None] + m[:, None] * e.t
-            near = np.clip(n, -1020, 1023)
-            value = value * power(near) * power(np.clip(n - near, -60, 60))
-        nought = x == -np.inf
-        if softmax._top_z.huge.any():
-            nought |= softmax._top_z.huge[:, None] & (x != softmax.top[:, None])
-        return np.where(nought, (factor * 0.0)[:, None].astype(value.dtype), value)
+        value = _probabilities(x, factor, softmax, transform, arithmetic)
+        if weight_factor is None and transform.softcap is None:
+            return value
+        value = value.astype(f64)
+        if weight_factor is not None:
+            value -= weight_factor[:, None] * u
+        if transform.softcap is not None:
+            value *= softcap_slope(x.astype(f64), transform)
+        return value.astype(arithmetic.dtype)
+
+
+def _probabilities(x: Array, factor: Array, softmax: RowSoftmax, transform: Transform, arithmetic: Arithmetic) -> Array:
+    """factor exp(z) 2^-exponent, rounded once from a sum of two terms."""
+    e = exponential(x, transform, arithmetic)
+    m, k = np.frexp(factor)
+    m, k = np.where(np.isfinite(factor), m + m, factor), k.astype(i64) - 1
+    n = e.n + (k - softmax.exponent)[:, None]
+    if arithmetic is SINGLE:
+        high = m.astype(f32)
+        low = (m - high.astype(f64)).astype(f32)
+        value = high[:, None] + fma32(*np.broadcast_arrays(high[:, None], e.t, low[:, None]))
+        near = np.clip(n, -125, 127)
+        rest = np.clip(n - near, -30, 30)
+        value = value * power(near).astype(f32) * power(rest).astype(f32)
+    else:
+        value = m[:, None] + m[:, None] * e.t
+        near = np.clip(n, -1020, 1023)
+        value = value * power(near) * power(np.clip(n - near, -60, 60))
+    nought = x == -np.inf
+    huge = _huge(softmax.top, transform)
+    if huge.any():
+        nought |= huge[:, None] & (x != softmax.top[:, None])
+    return np.where(nought, (factor * 0.0)[:, None].astype(value.dtype), value)

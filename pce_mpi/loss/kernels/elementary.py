@@ -1,0 +1,225 @@
+"""Elementary functions in an arithmetic whose bits are the same everywhere, in NumPy.
+
+exp(z) = 2^n (1 + t). Both n and t are functions of z alone: n is an integer near z / log 2 and t a polynomial of
+f = z - n log 2. No maximum is subtracted, so no shard of the classes has to know another one's logits.
+
+Only + - * / , comparisons, conversions and scalings by powers of two are used, in one fixed order. The fused
+multiply-add of float32 is the one of IEEE 754: exact product, exact sum, one rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pce_mpi.loss.kernels.parameters import Transform
+
+Array = np.ndarray[Any, Any]
+f32, f64, i64, u64 = np.float32, np.float64, np.int64, np.uint64
+_hex = float.fromhex
+
+# log 2 and its reciprocal. A product of the high part with an n of the near range is exact.
+LOG2E32, HI32, LO32 = f32(_hex("0x1.715476p+0")), f32(_hex("0x1.62ep-1")), f32(_hex("0x1.0bfbe8p-15"))
+LOG2E, HI, LO = _hex("0x1.71547652b82fep+0"), _hex("0x1.62e42feep-1"), _hex("0x1.a39ef35793c76p-33")
+LN2, LN2_REST = _hex("0x1.62e42fefa39efp-1"), _hex("0x1.abc9e3b39803fp-56")
+# exp(f) = 1 + f + f^2 Q(f); for float32 the coefficients are fitted to |f| <= 0.35, for float64 they are 1 / k!.
+Q32 = tuple(f32(_hex(h)) for h in ("0x1.6db642p-10", "0x1.123cep-7", "0x1.55545cp-5", "0x1.55548cp-3", "0x1p-1"))
+Q = tuple(1.0 / math.factorial(k) for k in range(13, 1, -1))
+# log(1 + y) = 2 z + z w R(w), with z = y / (2 + y) and w = z^2.
+ATANH = tuple(2.0 / (2 * k + 1) for k in range(16, 0, -1))
+# Adding it rounds a float32 to an integer, which then stands in the low bits.
+MAGIC32, MAGIC_BITS = f32(_hex("0x1.8p23")), np.int32(0x4B400000)
+# float32 reduces |z| up to NEAR32 by itself; float64 up to NEAR, beyond it with a second part of each product. From
+# HUGE on, two different logits are so far apart that of their exponentials only the larger counts.
+NEAR32, NEAR, HUGE = f32(2048.0), 2.0**20, 2.0**60
+
+
+class Arithmetic(NamedTuple):
+    """Bits of an element's fraction, bits of a digit, and the dtype of t."""
+
+    point: int
+    width: int
+    dtype: np.dtype[Any]
+
+
+SINGLE, DOUBLE = Arithmetic(30, 21, np.dtype(f32)), Arithmetic(62, 36, np.dtype(f64))
+
+
+def fma32(a: Array, b: Any, c: Any) -> Array:
+    """a b + c of float32, rounded once."""
+    product = np.multiply(a, b, dtype=f64)  # exact
+    s = product + c
+    # Rounded to 53 bits and then to 24 a sum is wrong only where the first rounding has hit the middle of two float32.
+    middle = np.flatnonzero((s.view(i64) & 0x1FFFFFFF) == 0x10000000)
+    if middle.size:
+        p, t = (np.broadcast_to(array, s.shape).reshape(-1)[middle].astype(f64) for array in (product, c))
+        total = s.reshape(-1)[middle]
+        _, error = two_sum(p, t)
+        s.reshape(-1)[middle] = np.where(
+            error == 0.0, total, np.nextafter(total, np.where(error > 0.0, np.inf, -np.inf))
+        )
+    return s.astype(f32)
+
+
+def two_sum(a: Array | float, b: Array) -> tuple[Array, Array]:
+    """a + b and what its rounding has left out (Knuth)."""
+    s = a + b
+    v = s - a
+    return s, (a - (s - v)) + (b - v)
+
+
+def two_product(a: Array, b: Array) -> tuple[Array, Array]:
+    """a b and what its rounding has left out (Dekker)."""
+    p = a * b
+    (a1, a2), (b1, b2) = _halves(a), _halves(b)
+    return p, ((a1 * b1 - p) + a1 * b2 + a2 * b1) + a2 * b2
+
+
+def _halves(a: Array) -> tuple[Array, Array]:
+    c = 134217729.0 * a  # 2^27 + 1 (Veltkamp)
+    high = c - (c - a)
+    return high, a - high
+
+
+def power(n: Array) -> Array:
+    """2^n in float64, for n from -1022 to 1023."""
+    return ((n + 1023) << 52).view(f64)
+
+
+def scaled(v: Array, n: Array) -> Array:
+    """v 2^n, rounded once where v is normal."""
+    n = np.clip(n, -2200, 2200)
+    # Down in steps of which only the last can round, up in steps that pass no bound before the last.
+    for _ in range(3):
+        step = np.clip(n, -800, 800)
+        v = v * power(step)
+        n = n - step
+    return v
+
+
+class Exponential(NamedTuple):
+    """exp(z) = 2^n (1 + t), elementwise: n is int64, t has the arithmetic's dtype."""
+
+    n: Array
+    t: Array
+
+    def fixed_point(self, arithmetic: Arithmetic) -> Array:
+        """(1 + t) 2^point, truncated, as int64."""
+        return (self.t * self.t.dtype.type(2.0**arithmetic.point)).astype(i64) + (i64(1) << arithmetic.point)
+
+
+def exponential(x: Array, transform: Transform, arithmetic: Arithmetic) -> Exponential:
+    """The exponential of z for the logits x; of those that are not finite the result has no meaning."""
+    if arithmetic is DOUBLE:
+        n, f = reduced(*transformed(x.astype(f64), transform))
+        return Exponential(n, polynomial(f))
+    x = x.astype(f32)
+    scale = f32(transform.scale)
+    if transform.softcap is not None or float(scale) != transform.scale:
+        n, f = reduced(*transformed(x.astype(f64), transform))
+        return Exponential(n, _polynomial32(f.astype(f32)))
+    product = scale * x
+    near = np.abs(product) <= NEAR32
+    all_near = bool(near.all())
+    if not all_near:
+        far = np.nonzero(~near & np.isfinite(x))
+        n_far, f_far = reduced(*transformed(x[far].astype(f64), transform))
+        x, product = np.where(near, x, f32(0)), np.where(near, product, f32(0))
+    k = fma32(product, LOG2E32, MAGIC32)
+    n = (k.view(np.int32) - MAGIC_BITS).astype(i64)
+    k -= MAGIC32
+    # The first product is exact; with a scale that of the logit is, too.
+    f = fma32(-k, LO32, fma32(x, scale, -(k * HI32)))
+    if not all_near:
+        n[far], f[far] = n_far, f_far
+    return Exponential(n, _polynomial32(f))
+
+
+def transformed(x: Array, transform: Transform) -> tuple[Array, Array]:
+    """z for logits x in float64, as a number and what its rounding has left out."""
+    if transform.softcap is not None:
+        return transform.softcap * _tanh(transform.scale * x / transform.softcap), np.zeros_like(x)
+    if transform.scale == 1.0:
+        return x, np.zeros_like(x)
+    finite = np.where(np.isfinite(x), x, 0.0)
+    z, low = two_product(np.asarray(transform.scale), finite)
+    # Dekker's halves overflow from 2^996 on.
+    return np.where(np.isfinite(x), z, x), np.where(np.isfinite(low), low, 0.0)
+
+
+def reduced(z: Array, low: Array) -> tuple[Array, Array]:
+    """n and f = z + low - n log 2 of float64; from HUGE on f is 0 and n beyond every other one."""
+    magnitude = np.abs(z)
+    usable = magnitude < HUGE
+    zs, z, low = z, np.where(usable, z, 0.0), np.where(usable, low, 0.0)
+    k = np.rint(z * LOG2E)
+    f = ((z - k * HI) - k * LO) + low
+    n = np.where(magnitude >= HUGE, np.where(magnitude < np.inf, np.sign(zs), 0.0) * 2.0**61, k).astype(i64)
+    far = np.nonzero(usable & (magnitude > NEAR))
+    if far[0].size:
+        k = k[far]
+        product, error = two_product(k, np.asarray(LN2))
+        rest = (((z[far] - product) - error) - k * LN2_REST) + low[far]
+        more = np.rint(rest * LOG2E)  # 0 unless k has no digit after the point that is its own
+        n[far] += more.astype(i64)
+        f[far] = rest - more * LN2
+    return n, f
+
+
+def _polynomial32(f: Array) -> Array:
+    q = np.full_like(f, Q32[0])
+    for coefficient in Q32[1:]:
+        q = fma32(q, f, coefficient)
+    return fma32(f * f, q, f)
+
+
+def polynomial(f: Array) -> Array:
+    q = np.full_like(f, Q[0])
+    for coefficient in Q[1:]:
+        q = q * f + coefficient
+    return (f * f) * q + f
+
+
+def _exp_of_minus(y: Array) -> tuple[Array, Array]:
+    """exp(-y) for y >= 0, and minus 1."""
+    n, f = reduced(-y, np.zeros_like(y))
+    t = polynomial(f)
+    e = scaled(1.0 + t, n)
+    return e, np.where(n == 0, t, e - 1.0)
+
+
+def _tanh(y: Array) -> Array:
+    e, less_one = _exp_of_minus(2.0 * np.minimum(np.abs(y), 64.0))
+    return np.copysign(-less_one / (1.0 + e), y)
+
+
+def softcap_slope(x: Array, transform: Transform) -> Array:
+    """The slope of tanh at scale x / softcap, in float64."""
+    assert transform.softcap is not None
+    y = transform.scale * x / transform.softcap
+    e, _ = _exp_of_minus(2.0 * np.minimum(np.abs(y), 400.0))
+    return 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+def log(v: Array) -> Array:
+    """log v of normal positive float64."""
+    m, e = np.frexp(v)
+    low = m < _hex("0x1.6a09e667f3bcdp-1")
+    m, k = np.where(low, m + m, m), (e - low).astype(f64)
+    return k * HI + (_twice_atanh((m - 1.0) / (m + 1.0)) + k * LO)
+
+
+def log1p(a: Array) -> Array:
+    """log(1 + a) for a >= 0."""
+    s, error = two_sum(1.0, a)
+    return np.where(a < 0.4, _twice_atanh(a / (2.0 + a)), log(s) + error / s)
+
+
+def _twice_atanh(z: Array) -> Array:
+    w = z * z
+    q = np.full_like(w, ATANH[0])
+    for coefficient in ATANH[1:]:
+        q = q * w + coefficient
+    return z * (w * q) + (z + z)
