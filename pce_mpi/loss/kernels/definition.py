@@ -105,7 +105,7 @@ class StateFields:
         states = np.zeros(shape, self.dtype)
         for name in {"held", "top", "target"} & set(self.names):
             states[name] = -np.inf
-        nothing = {"depth": FORGOTTEN, "weight_grid": NO_GRID, "logit_grid": NO_GRID, "entropy_grid": NO_ENTROPY}
+        nothing = {"depth": FORGOTTEN * self.hold_largest, "weight_grid": NO_GRID, "logit_grid": NO_GRID, "entropy_grid": NO_ENTROPY}
         for name in nothing.keys() & set(self.names):
             states[name] = nothing[name]
         if self.argmax:
@@ -260,7 +260,7 @@ def states_of(
 
 
 def _largest(x: Array, u: Array | None) -> Array:
-    """The column of the largest logit, a nan before numbers; of equal ones the first or, with u, that of the largest."""
+    """The column of the largest logit, a nan before numbers; of equal ones the first or, with u, that of most weight."""
     if u is None:
         return x.argmax(axis=1)
     largest = x.max(axis=1, keepdims=True)
@@ -610,7 +610,7 @@ def gradient_of(
             value -= weight_factor[:, None] * u
         if transform.softcap is not None:
             value *= softcap_slope(x.astype(f64), transform)
-        return value.astype(arithmetic.dtype)
+        return np.where(np.isnan(value), np.nan, value).astype(arithmetic.dtype)
 
 
 def _probabilities(x: Array, factor: Array, softmax: RowSoftmax, transform: Transform, arithmetic: Arithmetic) -> Array:
@@ -634,4 +634,5 @@ def _probabilities(x: Array, factor: Array, softmax: RowSoftmax, transform: Tran
     huge = _huge(softmax.top, transform)
     if huge.any():
         nought |= huge[:, None] & (x != softmax.top[:, None])
-    return np.where(nought, (factor * 0.0)[:, None].astype(value.dtype), value)
+    value = np.where(nought, (factor * 0.0)[:, None].astype(value.dtype), value)
+    return np.where(np.isnan(value), value.dtype.type(np.nan), value)

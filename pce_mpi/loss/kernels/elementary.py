@@ -140,7 +140,8 @@ def exponential(x: Array, transform: Transform, arithmetic: Arithmetic) -> Expon
 def transformed(x: Array, transform: Transform) -> tuple[Array, Array]:
     """z for logits x in float64, as a number and what its rounding has left out."""
     if transform.softcap is not None:
-        return transform.softcap * _tanh(transform.scale * x / transform.softcap), np.zeros_like(x)
+        z = transform.softcap * _tanh(transform.scale * x / transform.softcap)
+        return np.where(np.isfinite(x), z, x), np.zeros_like(x)  # a masked class stays masked
     if transform.scale == 1.0:
         return x, np.zeros_like(x)
     finite = np.where(np.isfinite(x), x, 0.0)

@@ -1,0 +1,252 @@
+// Elementary functions whose bits are the same everywhere, for C++ and CUDA; `elementary.py` defines them.
+//
+// exp(z) = 2^n (1 + t), with n and t functions of z alone. Compile without contraction of a b + c: where one rounding
+// is meant, it says `fma32`.
+#pragma once
+
+#ifndef __CUDACC_RTC__
+#include <stdint.h>
+#endif
+
+#ifdef __CUDACC__
+#define PCE_FUNCTION __device__ inline
+#else
+#define PCE_FUNCTION inline
+#endif
+
+namespace pce {
+
+constexpr float LOG2E32 = 0x1.715476p+0f, HI32 = 0x1.62ep-1f, LO32 = 0x1.0bfbe8p-15f;
+constexpr double LOG2E = 0x1.71547652b82fep+0, HI = 0x1.62e42feep-1, LO = 0x1.a39ef35793c76p-33;
+constexpr double LN2 = 0x1.62e42fefa39efp-1, LN2_REST = 0x1.abc9e3b39803fp-56;
+constexpr float MAGIC32 = 0x1.8p23f;
+constexpr int32_t MAGIC32_BITS = 0x4b400000;
+constexpr double MAGIC = 0x1.8p52;
+constexpr int64_t MAGIC_BITS = 0x4338000000000000;
+constexpr float NEAR32 = 2048.0f;
+constexpr double NEAR = 0x1p20, HUGE_LOGIT = 0x1p60;
+constexpr int64_t HUGE_EXPONENT = int64_t(1) << 61;
+
+// An arithmetic's bits of a fraction and of a digit.
+struct Single {
+    typedef float Number;
+    static constexpr int POINT = 30, WIDTH = 21;
+};
+struct Double {
+    typedef double Number;
+    static constexpr int POINT = 62, WIDTH = 36;
+};
+
+struct Transform {
+    double scale, softcap;  // softcap 0: none
+
+    // True if float32 can reduce an argument without float64.
+    PCE_FUNCTION bool direct() const {
+        return softcap == 0.0 && double(float(scale)) == scale;
+    }
+};
+
+#ifdef __CUDACC__
+PCE_FUNCTION uint64_t bits(double v) { return __double_as_longlong(v); }
+PCE_FUNCTION double from_bits(uint64_t b) { return __longlong_as_double(b); }
+PCE_FUNCTION uint32_t bits(float v) { return __float_as_uint(v); }
+PCE_FUNCTION float from_bits(uint32_t b) { return __uint_as_float(b); }
+PCE_FUNCTION float fma32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+#else
+PCE_FUNCTION uint64_t bits(double v) { return __builtin_bit_cast(uint64_t, v); }
+PCE_FUNCTION double from_bits(uint64_t b) { return __builtin_bit_cast(double, b); }
+PCE_FUNCTION uint32_t bits(float v) { return __builtin_bit_cast(uint32_t, v); }
+PCE_FUNCTION float from_bits(uint32_t b) { return __builtin_bit_cast(float, b); }
+PCE_FUNCTION float fma32(float a, float b, float c) {
+#ifdef __aarch64__
+    return __builtin_fmaf(a, b, c);
+#else
+    // Rounded to odd, a float64 rounds to float32 as the exact sum does.
+    double p = double(a) * b, d = c, s = p + d, v = s - p, error = (p - (s - v)) + (d - v);
+    if (error != 0.0 && !(bits(s) & 1)) s = from_bits(bits(s) + ((error > 0.0) == (s > 0.0) ? 1 : -1));
+    return float(s);
+#endif
+}
+#endif
+
+PCE_FUNCTION double infinity() { return from_bits(uint64_t(0x7ff0000000000000)); }
+PCE_FUNCTION double not_a_number() { return from_bits(uint64_t(0x7ff8000000000000)); }
+PCE_FUNCTION bool finite(double v) { return (bits(v) >> 52 & 0x7ff) != 0x7ff; }
+PCE_FUNCTION double magnitude(double v) { return from_bits(bits(v) & 0x7fffffffffffffff); }
+PCE_FUNCTION int64_t clip(int64_t n, int64_t low, int64_t high) { return n < low ? low : n > high ? high : n; }
+PCE_FUNCTION int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b < 0); }
+PCE_FUNCTION double canonical(double v) { return v != v ? not_a_number() : v + 0.0; }
+
+// v rounded to an integer, ties to even.
+PCE_FUNCTION double rounded(double v) {
+    if (!(magnitude(v) < 0x1p52)) return v;
+    double shift = v < 0.0 ? -0x1p52 : 0x1p52;
+    return (v + shift) - shift;
+}
+
+// 2^n, for n from -1022 to 1023.
+PCE_FUNCTION double power(int64_t n) { return from_bits(uint64_t(n + 1023) << 52); }
+
+// v 2^n, rounded once where v is normal.
+PCE_FUNCTION double scaled(double v, int64_t n) {
+    n = clip(n, -2200, 2200);
+    for (int i = 0; i < 3; i++) {
+        int64_t step = clip(n, -800, 800);
+        v = v * power(step);
+        n -= step;
+    }
+    return v;
+}
+
+// A finite v as m 2^e with m in [0.5, 1), or itself and 0.
+struct Parts {
+    double m;
+    int64_t e;
+};
+PCE_FUNCTION Parts split(double v) {
+    if (v == 0.0) return {v, 0};
+    int64_t below = 0;
+    if (magnitude(v) < 0x1p-1022) v *= 0x1p64, below = 64;
+    uint64_t b = bits(v);
+    int64_t e = int64_t(b >> 52 & 0x7ff) - 1022 - below;
+    return {from_bits((b & 0x800fffffffffffff) | 0x3fe0000000000000), e};
+}
+
+// The sum of two float64, the second at most half an ulp of the first.
+struct Pair {
+    double high, low;
+};
+
+PCE_FUNCTION Pair two_sum(double a, double b) {
+    double s = a + b, v = s - a;
+    return {s, (a - (s - v)) + (b - v)};
+}
+
+PCE_FUNCTION double upper_half(double a) {
+    double c = 134217729.0 * a;
+    return c - (c - a);
+}
+
+PCE_FUNCTION Pair two_product(double a, double b) {
+    double p = a * b, a1 = upper_half(a), a2 = a - a1, b1 = upper_half(b), b2 = b - b1;
+    return {p, ((a1 * b1 - p) + a1 * b2 + a2 * b1) + a2 * b2};
+}
+
+template <class Number> struct Exponential {
+    int64_t n;
+    Number t;
+};
+
+PCE_FUNCTION float polynomial(float f) {
+    float q = fma32(0x1.6db642p-10f, f, 0x1.123cep-7f);
+    q = fma32(q, f, 0x1.55545cp-5f);
+    q = fma32(q, f, 0x1.55548cp-3f);
+    q = fma32(q, f, 0x1p-1f);
+    return fma32(f * f, q, f);
+}
+
+// The coefficients 1 / k! of (exp(f) - 1 - f) / f^2 after the first, for k from 12 to 2.
+#define PCE_COEFFICIENTS(STEP) \
+    STEP(1.0 / 479001600.0) STEP(1.0 / 39916800.0) STEP(1.0 / 3628800.0) STEP(1.0 / 362880.0) STEP(1.0 / 40320.0) \
+    STEP(1.0 / 5040.0) STEP(1.0 / 720.0) STEP(1.0 / 120.0) STEP(1.0 / 24.0) STEP(1.0 / 6.0) STEP(0.5)
+constexpr double FIRST_COEFFICIENT = 1.0 / 6227020800.0;
+
+PCE_FUNCTION double polynomial(double f) {
+    double q = FIRST_COEFFICIENT;
+#define STEP(coefficient) q = q * f + coefficient;
+    PCE_COEFFICIENTS(STEP)
+#undef STEP
+    return (f * f) * q + f;
+}
+
+// n and f = z + low - n log 2; from HUGE_LOGIT on f is 0 and n beyond every other one.
+PCE_FUNCTION Exponential<double> reduced(double z, double low) {
+    double size = magnitude(z);
+    if (!(size < HUGE_LOGIT)) return {size < infinity() ? (z < 0.0 ? -HUGE_EXPONENT : HUGE_EXPONENT) : 0, 0.0};
+    double k = rounded(z * LOG2E);
+    if (!(size > NEAR)) return {int64_t(k), ((z - k * HI) - k * LO) + low};
+    Pair product = two_product(k, LN2);
+    double rest = (((z - product.high) - product.low) - k * LN2_REST) + low, more = rounded(rest * LOG2E);
+    return {int64_t(k) + int64_t(more), rest - more * LN2};
+}
+
+// exp(-y) for y >= 0, and minus 1.
+PCE_FUNCTION Pair exp_of_minus(double y) {
+    Exponential<double> e = reduced(-y, 0.0);
+    double t = polynomial(e.t), value = scaled(1.0 + t, e.n);
+    return {value, e.n == 0 ? t : value - 1.0};
+}
+
+// z of a logit as a number and what its rounding has left out.
+PCE_FUNCTION Pair transformed(double x, const Transform &transform) {
+    if (!finite(x)) return {x, 0.0};  // a masked class stays masked under a softcap
+    if (transform.softcap != 0.0) {
+        double y = transform.scale * x / transform.softcap, size = magnitude(y);
+        Pair e = exp_of_minus(2.0 * (size < 64.0 ? size : size == size ? 64.0 : size));
+        double tanh = -e.low / (1.0 + e.high);
+        return {transform.softcap * from_bits(bits(tanh) | (bits(y) & 0x8000000000000000)), 0.0};
+    }
+    if (transform.scale == 1.0) return {x, 0.0};
+    Pair z = two_product(transform.scale, x);
+    return {z.high, finite(z.low) ? z.low : 0.0};
+}
+
+// The slope of tanh at scale x / softcap.
+PCE_FUNCTION double softcap_slope(double x, const Transform &transform) {
+    double size = magnitude(transform.scale * x / transform.softcap);
+    double e = exp_of_minus(2.0 * (size < 400.0 ? size : size == size ? 400.0 : size)).high;
+    return 4.0 * e / ((1.0 + e) * (1.0 + e));
+}
+
+// The exponential of z for a finite logit.
+template <class Arithmetic>
+PCE_FUNCTION Exponential<typename Arithmetic::Number> exponential(double x, const Transform &transform);
+
+template <> PCE_FUNCTION Exponential<double> exponential<Double>(double x, const Transform &transform) {
+    Pair z = transformed(x, transform);
+    Exponential<double> e = reduced(z.high, z.low);
+    return {e.n, polynomial(e.t)};
+}
+
+template <> PCE_FUNCTION Exponential<float> exponential<Single>(double x, const Transform &transform) {
+    if (transform.direct()) {
+        float scale = float(transform.scale), logit = float(x), product = scale * logit;
+        if (product >= -NEAR32 && product <= NEAR32) {
+            float k = fma32(product, LOG2E32, MAGIC32);
+            int64_t n = int32_t(bits(k)) - MAGIC32_BITS;
+            k -= MAGIC32;
+            return {n, polynomial(fma32(-k, LO32, fma32(logit, scale, -(k * HI32))))};
+        }
+    }
+    Pair z = transformed(x, transform);
+    Exponential<double> e = reduced(z.high, z.low);
+    return {e.n, polynomial(float(e.t))};
+}
+
+PCE_FUNCTION uint64_t fixed_point(float t) { return uint64_t(int64_t(t * 0x1p30f) + (int64_t(1) << 30)); }
+PCE_FUNCTION uint64_t fixed_point(double t) { return uint64_t(int64_t(t * 0x1p62) + (int64_t(1) << 62)); }
+
+PCE_FUNCTION double twice_atanh(double z) {
+    double w = z * z, q = 2.0 / 33.0;
+    for (int k = 15; k > 0; k--) q = q * w + 2.0 / (2 * k + 1);
+    return z * (w * q) + (z + z);
+}
+
+// log v of a normal positive v.
+PCE_FUNCTION double log(double v) {
+    Parts parts = split(v);
+    bool low = parts.m < 0x1.6a09e667f3bcdp-1;
+    double m = low ? parts.m + parts.m : parts.m, k = double(parts.e - low);
+    return k * HI + (twice_atanh((m - 1.0) / (m + 1.0)) + k * LO);
+}
+
+// log(1 + a) for a >= 0.
+PCE_FUNCTION double log1p(double a) {
+    if (a < 0.4) return twice_atanh(a / (2.0 + a));
+    Pair s = two_sum(1.0, a);
+    return log(s.high) + s.low / s.high;
+}
+
+PCE_FUNCTION double times_log2(int64_t n) { return double(n) * HI + double(n) * LO; }
+
+}  // namespace pce
