@@ -17,13 +17,14 @@ from pce_mpi.ops.broadcasting import broadcast_to, sum
 from pce_mpi.ops.custom import op
 from pce_mpi.ops.elementwise import astype, exp, gelu, log, negative, relu, sigmoid, sqrt, square, tanh
 from pce_mpi.ops.embedding import embedding
+from pce_mpi.ops.indexing import concatenate, getitem, split
 from pce_mpi.ops.loss import cross_entropy, mse
 from pce_mpi.ops.matmul import matmul
 from pce_mpi.ops.normalization import layer_norm, rms_norm
 from pce_mpi.ops.numpy_protocol import call_function, call_ufunc
 from pce_mpi.ops.redistribution import redistribute
 from pce_mpi.ops.reductions import logsumexp, max, mean, min
-from pce_mpi.ops.shape import concatenate, getitem, reshape, split, swapaxes, transpose
+from pce_mpi.ops.shape import reshape, swapaxes, transpose
 from pce_mpi.ops.softmax import log_softmax, softmax
 
 __all__ = [

@@ -87,6 +87,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
         {"comm.agreement", "comm.collectives", "dense"},
         [
             room("shape"),
+            room("indexing"),
             room("broadcasting"),
             room("elementwise"),
             room("arithmetic"),
