@@ -19,11 +19,12 @@ from pce_mpi import dense
 from pce_mpi.autograd.tape import no_grad
 from pce_mpi.comm.communicators import CollectiveError, CollectiveTimeout
 from pce_mpi.comm.tracing import Trace, trace
-from pce_mpi.distributed.array import DistArray, check_replicas
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.checkpoint import load, save
 from pce_mpi.distributed.creation import distribute, from_local
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Partial, Replicate, Shard, shard_range
+from pce_mpi.distributed.replicas import check_replicas
 from pce_mpi.distributed.styles import Colwise, Replicated, Rowwise, SequenceParallel, VocabParallel, shard_parameters
 from pce_mpi.loss import (
     ClassStatistics,
