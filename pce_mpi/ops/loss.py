@@ -26,6 +26,9 @@ from pce_mpi.ops.shape import normalized_axis
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
 
+# The weight is an operand.
+_SETTINGS = [name for name in CrossEntropyOptions.__annotations__ if name != "weight"]
+
 
 def _rule(logits: Shape, targets: Shape, *weight: Shape, axis: int, reduction: str, **_: Any) -> Rule:
     """Logits and targets share their rows; the loss itself merges sharded classes and reduces sharded rows."""
@@ -175,20 +178,8 @@ def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntrop
         raise ValueError(f"weight must have one entry per class, ({logits.shape[axis]},), got {weights[0].shape}")
     named = zip(("logits", "targets", "weight"), (logits, given, *weights), strict=False)
     check_one_library({name: array.local if isinstance(array, DistArray) else array for name, array in named})
-    return apply(
-        _CROSS_ENTROPY,
-        logits,
-        given,
-        *weights,
-        axis=axis,
-        ignore_index=checked.ignore_index,
-        label_smoothing=checked.label_smoothing,
-        z_loss=checked.z_loss,
-        logit_scale=checked.logit_scale,
-        softcap=checked.softcap,
-        reduction=checked.reduction,
-        compute_dtype=checked.compute_dtype,
-    )
+    settings = {name: getattr(checked, name) for name in _SETTINGS} | {"axis": axis}
+    return apply(_CROSS_ENTROPY, logits, given, *weights, **settings)
 
 
 def mse(x: Any, y: Any) -> DistArray:
