@@ -106,9 +106,9 @@ Style = Colwise | Rowwise | SequenceParallel | VocabParallel | Replicated
 
 
 def shard_parameters(
-    params: Mapping[str, Any], mesh: Mesh, plan: Mapping[str, Style], dim: str = "model"
+    params: Mapping[str, Any], mesh: Mesh, styles: Mapping[str, Style], dim: str = "model"
 ) -> dict[str, DistArray]:
-    """Make distributed parameters, each placed along one dim in the style that its name has in a plan.
+    """Make distributed parameters, each placed along one dim in the style that its name has in `styles`.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ def shard_parameters(
         Global arrays by name, of floating dtype, the same on every rank.
     mesh : Mesh
         The ranks.
-    plan : mapping of str to style
+    styles : mapping of str to style
         A style, such as `Colwise()`, for each pattern of names, as `fnmatch` has them (`*`, `?`, `[...]`; case counts).
         The first pattern that matches a name decides.
     dim : str, optional
@@ -149,34 +149,34 @@ def shard_parameters(
     """
     if not isinstance(params, Mapping):
         raise TypeError(f"params must be a dict of arrays by name, got {type(params).__name__}")
-    if not isinstance(plan, Mapping):
-        raise TypeError(f"plan must be a dict of styles by pattern, got {type(plan).__name__}")
-    for what, names in (("a parameter", list(params)), ("a pattern of plan", list(plan))):
+    if not isinstance(styles, Mapping):
+        raise TypeError(f"styles must be a dict of styles by pattern, got {type(styles).__name__}")
+    for what, names in (("a parameter", list(params)), ("a pattern of styles", list(styles))):
         for name in names:
             _check_name(name, what)
-    for pattern, style in plan.items():
-        _check_style(style, f"plan[{pattern!r}]")
+    for pattern, style in styles.items():
+        _check_style(style, f"styles[{pattern!r}]")
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
     if dim not in mesh.dims:
         raise ValueError(f"the mesh has no dim {dim!r}; its dims are {', '.join(mesh.dims)}")
-    styles = {
-        name: next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), None) for name in params
+    chosen = {
+        name: next((style for pattern, style in styles.items() if fnmatchcase(name, pattern)), None) for name in params
     }
     found = {
         "patterns that match no parameter": [
-            pattern for pattern in plan if not any(fnmatchcase(name, pattern) for name in params)
+            pattern for pattern in styles if not any(fnmatchcase(name, pattern) for name in params)
         ],
-        "parameters that no pattern matches": [name for name, style in styles.items() if style is None],
+        "parameters that no pattern matches": [name for name, style in chosen.items() if style is None],
     }
     if any(found.values()):
         raise ValueError("; ".join(f"{what}: {', '.join(map(repr, names))}" for what, names in found.items() if names))
     placed = {}
-    for name, chosen in styles.items():
-        assert chosen is not None  # the error would have been raised
+    for name, its_style in chosen.items():
+        assert its_style is not None  # the error would have been raised
         array = as_array(params[name], f"params[{name!r}]")
         try:
-            placements: dict[str, Any] = {dim: chosen.placement(array.ndim)}
+            placements: dict[str, Any] = {dim: its_style.placement(array.ndim)}
             placed[name] = distribute(array, mesh, requires_grad=True, **placements)
         except (TypeError, ValueError) as error:
             raise type(error)(f"params[{name!r}]: {error}") from error

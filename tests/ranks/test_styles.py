@@ -1,4 +1,4 @@
-"""A plan says by name how parameters are placed along one dim, and says so if it does not fit."""
+"""Styles say by name how parameters are placed along one dim; an error names those that do not fit."""
 
 from dataclasses import FrozenInstanceError
 
@@ -139,10 +139,10 @@ def test_norms_have_partial_gradients_along_sequence_only(comm):
     assert found == {Replicate(): Replicate(), Shard(1): Partial("sum")}
 
 
-# --------------------------------------------------------------------------------------------------------------- plans
+# -------------------------------------------------------------------------------------------------------------- styles
 
 
-def test_parameters_are_placed_by_plan_on_every_mesh(comm):
+def test_parameters_are_placed_by_style_on_every_mesh(comm):
     params = parameters()
     for sizes in factorizations(comm.size, 2):
         mesh = mesh_of(comm, *sizes)
@@ -186,9 +186,9 @@ def test_first_pattern_that_matches_decides_and_case_counts(comm):
 def test_patterns_and_parameters_without_match_are_named(comm):
     mesh = mesh_of(comm, *squarest(comm.size))
     params = parameters()
-    plan = {"embeding": VocabParallel(), "block.*": Replicated(), "head.*": Colwise()}
+    styles = {"embeding": VocabParallel(), "block.*": Replicated(), "head.*": Colwise()}
     with pytest.raises(ValueError) as raised:
-        shard_parameters(params, mesh, plan)
+        shard_parameters(params, mesh, styles)
     assert str(raised.value) == (
         "patterns that match no parameter: 'embeding', 'head.*'; "
         "parameters that no pattern matches: 'embedding', 'temperature'"
@@ -200,14 +200,14 @@ def test_patterns_and_parameters_without_match_are_named(comm):
     assert shard_parameters({}, mesh, {}) == {}
 
 
-def test_plan_that_fits_nowhere_says_where(comm):
+def test_style_that_fits_nowhere_says_where(comm):
     mesh = mesh_of(comm, *squarest(comm.size))
     w = {"w": np.zeros((2, 2))}
     cases = [
-        ((w, mesh, {"w": Colwise}), TypeError, r"plan\['w'\] must be a style .* write Colwise\(\)"),
-        ((w, mesh, {"w": Shard(0)}), TypeError, r"plan\['w'\] must be a style such as Colwise\(\), got Shard\(0\)"),
-        ((w, mesh, [("w", Colwise())]), TypeError, "plan must be a dict of styles by pattern, got list"),
-        ((w, mesh, {0: Colwise()}), TypeError, "the name of a pattern of plan must be a str, got 0"),
+        ((w, mesh, {"w": Colwise}), TypeError, r"styles\['w'\] must be a style .* write Colwise\(\)"),
+        ((w, mesh, {"w": Shard(0)}), TypeError, r"styles\['w'\] must be a style such as Colwise\(\), got Shard\(0\)"),
+        ((w, mesh, [("w", Colwise())]), TypeError, "styles must be a dict of styles by pattern, got list"),
+        ((w, mesh, {0: Colwise()}), TypeError, "the name of a pattern of styles must be a str, got 0"),
         (({0: w["w"]}, mesh, {"*": Colwise()}), TypeError, "the name of a parameter must be a str, got 0"),
         (([w["w"]], mesh, {"*": Colwise()}), TypeError, "params must be a dict of arrays by name, got list"),
         ((w, comm, {"w": Colwise()}), TypeError, "mesh must be a Mesh, got Intracomm"),

@@ -115,8 +115,8 @@ def test_mean_of_sharded_rows_takes_16_more_bytes(comm):
 def test_vocabulary_parallel_takes_two_all_reduces(comm):
     mesh = mesh_of(comm, 1, comm.size)
     ids = np.arange(B * S).reshape(B, S) % 17
-    plan = {"table": VocabParallel(), "w": Colwise()}
-    p = pce.shard_parameters({"table": normal(0, 17, D), "w": normal(1, D, 17)}, mesh, plan)
+    styles = {"table": VocabParallel(), "w": Colwise()}
+    p = pce.shard_parameters({"table": normal(0, 17, D), "w": normal(1, D, 17)}, mesh, styles)
     with pce.trace() as trace:
         x = pce.embedding(ids, p["table"]).redistribute(model=R)
         pce.cross_entropy(x @ p["w"], ids).backward()
@@ -184,8 +184,8 @@ def test_sequence_parallel_block_gathers_and_scatters(comm):
     x = normal(50, B, S, D)
     expected = one_process(x)
     mesh = mesh_of(comm, 1, comm.size)
-    plan = MEGATRON | {"norm.*": SequenceParallel()}
-    first, second = (pce.shard_parameters(parameters(seed), mesh, plan) for seed in (0, 10))
+    styles = MEGATRON | {"norm.*": SequenceParallel()}
+    first, second = (pce.shard_parameters(parameters(seed), mesh, styles) for seed in (0, 10))
     both = {**{f"1.{name}": each for name, each in first.items()}, **{f"2.{n}": each for n, each in second.items()}}
 
     def sequence_block(x: Any, p: dict[str, Any]) -> Any:
@@ -217,11 +217,11 @@ def test_sharded_heads_take_one_all_reduce_each_way(comm):
         return mixed.swapaxes(1, 2).reshape(B, S, heads * width) @ p["out"]
 
     results = []
-    for plan in (EVERYWHERE, {"[qkv]": Colwise(), "out": Rowwise()}):
+    for styles in (EVERYWHERE, {"[qkv]": Colwise(), "out": Rowwise()}):
         # A head must not be cut in two: its shards are whole heads.
         x = pce.distribute(normal(9, B, S, D), mesh, requires_grad=True)
-        p = pce.shard_parameters(params, mesh, plan)
-        if plan is not EVERYWHERE:
+        p = pce.shard_parameters(params, mesh, styles)
+        if styles is not EVERYWHERE:
             p = {name: whole_heads(mesh, params[name], 1 if name != "out" else 0, width) for name in params}
         with pce.trace() as trace:
             pce.square(x + attention(x * 1.0, p)).mean().backward()
