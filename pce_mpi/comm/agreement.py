@@ -16,7 +16,7 @@ import zlib
 import numpy as np
 
 from pce_mpi.comm.communicators import CollectiveError, CollectiveTimeout, channel_of
-from pce_mpi.comm.rank_texts import prefix_of, text_by_rank
+from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.comm.tracing import Purpose, cause
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def raise_together(
     if all(texts) and len(set(texts)) == 1 and failed[0][2]:
         raise kind(failed[0][1]) from error
     messages = {rank: message for rank, (_, message, _) in failed.items()}
-    raise kind(text_by_rank(messages, prefix=prefix_of(over), between="; ")) from error
+    raise kind(text_by_rank(messages, over, between="; ")) from error
 
 
 def _text_of(error: Exception) -> str:

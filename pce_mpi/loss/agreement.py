@@ -19,7 +19,7 @@ from pce_mpi.arrays import to_host
 from pce_mpi.comm.agreement import agree, local_checks, raise_together
 from pce_mpi.comm.communicators import CollectiveError
 from pce_mpi.comm.library import check_comm, is_comm
-from pce_mpi.comm.rank_texts import prefix_of, text_by_rank
+from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
 from pce_mpi.loss.options import Options, Problem, check, target_text
 
 HostArray = np.ndarray[Any, Any]
@@ -88,7 +88,7 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
     checksums, starts, counts, lowest, highest, samples = said.T
     num_classes = int(counts.sum())
     if options.num_classes is not None and num_classes != options.num_classes:
-        shards = text_by_rank({rank: str(count) for rank, count in enumerate(counts)}, prefix_of(over))
+        shards = text_by_rank({rank: str(count) for rank, count in enumerate(counts)}, over)
         raise ValueError(
             f"num_classes = {options.num_classes}, but the shards have {num_classes} classes together: {shards}"
         )
@@ -104,7 +104,7 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
             raise out_of_range or RuntimeError("targets changed while they were checked")
         raise_together(comm, operation, out_of_range, over=over)
     if (checksums != checksums[0]).any():
-        sums = text_by_rank({rank: f"checksum {value:08x}" for rank, value in enumerate(checksums)}, prefix_of(over))
+        sums = text_by_rank({rank: f"checksum {value:08x}" for rank, value in enumerate(checksums)}, over)
         raise CollectiveError(f"ranks disagree on the values of targets: {sums}")
     _check_not_gathered(counts, samples, over)
     rank = 0 if comm is None else comm.rank
@@ -179,7 +179,7 @@ def _check_not_gathered(counts: HostArray, samples: HostArray, over: str) -> Non
         return
     if (counts[with_classes] != counts[first]).any() or (samples[with_classes] != samples[first]).any():
         return
-    same = text_by_rank(dict.fromkeys(with_classes, f"the same logits of {counts[first]} classes"), prefix_of(over))
+    same = text_by_rank(dict.fromkeys(with_classes, f"the same logits of {counts[first]} classes"), over)
     raise ValueError(
         f"ranks pass {same}: gathered logits, it seems, but each rank must pass its own classes only; "
         f"if these are different classes whose logits are equal, say so with num_classes={counts.sum()}"
@@ -193,7 +193,7 @@ def _check_ranges(starts: HostArray, counts: HostArray, over: str) -> None:
             continue
         if starts[rank] != expected:
             ranges = ", ".join(
-                f"[{start}, {int(start) + int(count)}) ({prefix_of(over)}rank {rank})"
+                f"[{start}, {int(start) + int(count)}) ({ranks_text([rank], over)})"
                 for rank, (start, count) in enumerate(zip(starts, counts, strict=True))
             )
             problem = "overlap" if starts[rank] < expected else "leave a gap"

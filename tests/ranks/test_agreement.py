@@ -868,7 +868,7 @@ def test_error_on_one_rank_reaches_grid(comm, function):
             if comm.rank == failing:
                 arguments["targets"] = arguments["targets"].astype(np.complex64)
             text = grid.assert_refused(function, arguments, TypeError, "targets", "complex64", f"(rank {shard})")
-            assert f"(batch_comm rank {row_group})" in text or grid.row_groups == 1
+            assert f"(rank {row_group} of batch_comm)" in text or grid.row_groups == 1
 
 
 def test_target_out_of_range_reaches_grid(comm):
@@ -878,7 +878,7 @@ def test_target_out_of_range_reaches_grid(comm):
             arguments["targets"] = np.full_like(arguments["targets"], CLASSES)
         said = f"targets[0] = 16 is outside [0, 16) {ranks_text(*range(grid.comm.size))}"
         text = grid.assert_refused(pce.softmax_cross_entropy, arguments, IndexError, said)
-        assert f"(batch_comm rank {grid.row_groups - 1})" in text or grid.row_groups == 1
+        assert f"(rank {grid.row_groups - 1} of batch_comm)" in text or grid.row_groups == 1
 
 
 def test_different_errors_of_row_groups_are_all_told(comm):
@@ -1080,12 +1080,12 @@ def test_communicators_are_traced_by_names_of_call(comm, named):
 
 
 BAD_IN_A_NAMED_CALL = {
-    "a check of one rank's own": ({"reduction": "average"}, r"reduction must be .* \(tensor ranks? "),
-    "a target": ({}, r"targets\[0\] = .* \(tensor ranks? "),
-    "the number of classes": ({"num_classes": CLASSES + 1}, r"classes together: .* \(tensor ranks? "),
-    "the class ranges": ({"class_start": 1}, r"class ranges .* \(tensor rank 0\)"),
+    "a check of one rank's own": ({"reduction": "average"}, r"reduction must be .* \(ranks? [\d, ]+ along tensor\)"),
+    "a target": ({}, r"targets\[0\] = .* \(ranks? [\d, ]+ along tensor\)"),
+    "the number of classes": ({"num_classes": CLASSES + 1}, r"classes together: .* \(ranks? [\d, ]+ along tensor\)"),
+    "the class ranges": ({"class_start": 1}, r"class ranges .* \(rank 0 along tensor\)"),
     "a communicator": ({"comm": "all"}, r"tensor must be an mpi4py intracommunicator"),
-    "a communicator over rows": ({"batch_comm": "all"}, r"data must be an mpi4py .* \(tensor ranks? "),
+    "a communicator over rows": ({"batch_comm": "all"}, r"data must be an mpi4py .* \(ranks? [\d, ]+ along tensor\)"),
 }
 
 

@@ -268,7 +268,7 @@ def test_saving_replaces_regular_files_only(comm, folder, make, words):
     assert before == after
     assert f"cannot save to '{path}'" in texts[0]
     assert f"cannot load '{path}'" in texts[1]
-    assert texts[0].endswith("(data rank 0)")
+    assert texts[0].endswith("(rank 0 along data)")
     for text in texts:
         assert words in text
 
@@ -467,7 +467,7 @@ def test_missing_folder_and_path_of_folder_raise(comm, old_file):
     is_folder = refused(comm, IsADirectoryError, pce.save, old_file.parent, large(mesh))
     assert_old_file_is_left(comm, old_file)
     assert f"cannot save to '{old_file.parent / 'missing' / 'f'}'" in missing
-    assert missing.endswith("(data rank 0)")
+    assert missing.endswith("(rank 0 along data)")
     assert f"cannot save to '{old_file.parent}'" in is_folder
 
 
@@ -508,7 +508,7 @@ def test_folder_that_may_not_be_written_to(comm, old_file):
     if comm.rank == 0:
         old_file.parent.chmod(0o700)
     assert_old_file_is_left(comm, old_file)
-    assert text.endswith("(data rank 0)")
+    assert text.endswith("(rank 0 along data)")
 
 
 @pytest.mark.parametrize("stage", ["write", "finish"])
@@ -526,7 +526,7 @@ def test_error_while_saving_leaves_old_file_alone(comm, old_file, monkeypatch, s
     text = refused(comm, OSError, pce.save, old_file, large(mesh_of(comm, comm.size)))
     monkeypatch.undo()
     assert_old_file_is_left(comm, old_file)
-    assert text == f"[Errno {errno.EIO}] cannot save to '{old_file}': {os.strerror(errno.EIO)} (data rank 0)"
+    assert text == f"[Errno {errno.EIO}] cannot save to '{old_file}': {os.strerror(errno.EIO)} (rank 0 along data)"
     assert len(calls) == (0 if comm.rank else comm.size + 1 if stage == "write" else 1)
 
 
@@ -592,7 +592,7 @@ def test_file_missing_on_one_rank_raises_everywhere(comm, old_file):
     assert_old_file_is_left(comm, old_file)
     for text in (missing, folder):
         assert str(old_file.parent) in text
-        assert text.endswith(f"(data rank {comm.size - 1})")
+        assert text.endswith(f"(rank {comm.size - 1} along data)")
 
 
 def test_long_names_do_not_make_long_messages(comm, folder):
@@ -637,7 +637,7 @@ def test_file_damaged_on_one_rank_raises_everywhere(comm, old_file, damage):
     mine.unlink(missing_ok=True)
     assert_old_file_is_left(comm, old_file)
     assert "is not a safetensors file" in text
-    assert text.endswith(f"(data rank {comm.size - 1})")
+    assert text.endswith(f"(rank {comm.size - 1} along data)")
 
 
 def test_placements_that_do_not_fit_file_are_errors(comm, folder):

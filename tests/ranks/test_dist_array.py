@@ -217,22 +217,28 @@ def test_src_rank_sends_from_device_to_devices(comm, mesh, cupy):
 @pytest.mark.parametrize(
     ("value", "src_rank", "placements", "kind", "text"),
     [
-        (np.zeros(3), -1, {}, "ValueError", "src_rank = -1 is outside [0, {size}) (data {all})"),
-        (np.zeros(3), 99, {}, "ValueError", "src_rank = 99 is outside [0, {size}) (data {all})"),
-        (np.zeros(3), "0", {}, "TypeError", "'str' object cannot be interpreted as an integer (data {all})"),
-        (np.zeros(3), 0.0, {}, "TypeError", "'float' object cannot be interpreted as an integer (data {all})"),
-        (None, 0, {}, "TypeError", "array must be an array of numbers, got NoneType (data rank 0)"),
+        (np.zeros(3), -1, {}, "ValueError", "src_rank = -1 is outside [0, {size}) ({all} along data)"),
+        (np.zeros(3), 99, {}, "ValueError", "src_rank = 99 is outside [0, {size}) ({all} along data)"),
+        (np.zeros(3), "0", {}, "TypeError", "'str' object cannot be interpreted as an integer ({all} along data)"),
+        (np.zeros(3), 0.0, {}, "TypeError", "'float' object cannot be interpreted as an integer ({all} along data)"),
+        (None, 0, {}, "TypeError", "array must be an array of numbers, got NoneType (rank 0 along data)"),
         (np.zeros(3), 0, {"data": Shard(1)}, "ValueError", "data=Shard(1) is out of bounds for an array of 1"),
         (
             np.zeros(3),
             0,
             {"rows": Shard(0)},
             "ValueError",
-            "the mesh has no dim 'rows'; its dims are data (data rank 0)",
+            "the mesh has no dim 'rows'; its dims are data (rank 0 along data)",
         ),
         (np.zeros(3), 0, {"data": "sum"}, "TypeError", "data must be Shard(axis), Replicate() or Partial(operator)"),
         (np.zeros(3, complex), 0, {}, "TypeError", "a distributed array holds bool, integers or real numbers"),
-        (np.zeros(3, bool), 0, {"data": Partial()}, "TypeError", "Partial('sum') of bool has no meaning (data rank 0)"),
+        (
+            np.zeros(3, bool),
+            0,
+            {"data": Partial()},
+            "TypeError",
+            "Partial('sum') of bool has no meaning (rank 0 along data)",
+        ),
     ],
 )
 def test_error_on_src_rank_raises_everywhere(comm, mesh, impatient, value, src_rank, placements, kind, text):
@@ -453,7 +459,7 @@ def test_global_shape_that_is_none_raises_everywhere(comm, mesh, impatient, shap
     error = everyone_raises(comm, mesh, lambda: from_local(np.ones((2, 3)), mesh, data=Shard(0), shape=shape))
     assert error[0] == "TypeError"
     assert error[1].startswith(text)
-    assert error[1].endswith(f"(data {ranks_text(range(comm.size))})")
+    assert error[1].endswith(f"({ranks_text(range(comm.size))} along data)")
 
 
 @pytest.mark.parametrize("what", ["shape", "shape of one", "placements", "dtype", "dimensions", "requires_grad"])
@@ -502,7 +508,7 @@ def test_from_local_wrong_on_one_rank_raises_everywhere(comm, mesh, impatient, v
     error = everyone_raises(comm, mesh, lambda: from_local(here[0], mesh, **here[1]))
     assert error[0] == kind
     assert error[1].startswith(text)
-    assert error[1].endswith(f"(data rank {last})")
+    assert error[1].endswith(f"(rank {last} along data)")
 
 
 # ----------------------------------------------------------------------------------------- what an array says of itself
@@ -557,6 +563,17 @@ def test_array_has_no_truth_value_nor_elements(mesh):
     for make in (np.asarray, np.array, lambda x: np.asarray(x, np.float32), lambda x: np.array([x, x])):
         with pytest.raises(TypeError, match=r"becomes a NumPy array by \.full\(\), which communicates, or \.local"):
             make(x)
+
+
+@pytest.mark.parametrize("function", ["softmax_cross_entropy", "softmax_cross_entropy_forward", "class_statistics"])
+def test_loss_of_plain_arrays_names_cross_entropy(comm, mesh, function):
+    x, targets = distribute(np.zeros((2, 3)), mesh), np.zeros(2, int)
+    texts = []
+    for over in (None, comm):
+        with pytest.raises(TypeError, match=r"logits cannot be taken as an array: .*pce_mpi\.cross_entropy") as raised:
+            getattr(pce, function)(x, targets, comm=over)
+        texts.append(str(raised.value))
+    assert all(len(set(said)) == 1 for said in zip(*comm.allgather(texts), strict=True))
 
 
 def test_full_array_has_its_own_memory(comm, grid):

@@ -178,13 +178,14 @@ def test_bad_dims_raise_everywhere(comm, dims, kind, text):
 
 
 def test_sizes_of_wrong_product_raise_everywhere(comm):
-    errors = [error_of(lambda dims=dims: Mesh(comm, **dims)) for dims in ({"a": 2, "b": comm.size}, {"a": 7})]
+    size = comm.size
+    errors = [error_of(lambda dims=dims: Mesh(comm, **dims)) for dims in ({"a": 2, "b": size}, {"a": 7})]
     same = [everywhere_the_same(comm, error) for error in errors]
     assert all(same)
     assert [kind for kind, _ in errors] == ["ValueError", "ValueError"]
-    expected = f"a=2 * b={comm.size} is {2 * comm.size}, but the communicator has {comm.size} ranks"
-    assert errors[0][1].startswith(expected)
-    assert errors[1][1].startswith(f"a=7 is 7, but the communicator has {comm.size} ranks")
+    two = f"a mesh with a=2, b={size} has 2 * {size} = {2 * size} ranks, but comm.size is {size}: give other sizes"
+    assert errors[0][1].startswith(two)
+    assert errors[1][1].startswith(f"a mesh with a=7 has 7 ranks, but comm.size is {size}: give other sizes")
 
 
 def test_mesh_wrong_on_one_rank_names_it_everywhere(comm, impatient):
@@ -193,8 +194,8 @@ def test_mesh_wrong_on_one_rank_names_it_everywhere(comm, impatient):
     error = error_of(lambda: Mesh(comm, data=size))
     same = everywhere_the_same(comm, error)
     assert same
-    text = f"data={comm.size + 1} is {comm.size + 1}, but the communicator has {comm.size} ranks (rank {last})"
-    assert error == ("ValueError", text)
+    said = f"a mesh with data={last + 2} has {last + 2} ranks, but comm.size is {last + 1}"
+    assert error == ("ValueError", f"{said}: give other sizes, or start {last + 2} ranks (rank {last})")
 
 
 @pytest.mark.parametrize("how", ["names", "order", "sizes"])

@@ -28,8 +28,10 @@ def text_of(call):
 def here_and_there(comm, one, other):
     """`text`, or nothing where there is no other rank to differ from."""
     ranks = ", ".join(f"{rank}" for rank in range(1, comm.size))
-    others = f"data rank{'s' * (comm.size > 2)} {ranks}"
-    return f"ranks have run different operations: {one} (data rank 0), {other} ({others})" if comm.size > 1 else ""
+    others = f"rank{'s' * (comm.size > 2)} {ranks} along data"
+    return (
+        f"ranks have run different operations: {one} (rank 0 along data), {other} ({others})" if comm.size > 1 else ""
+    )
 
 
 def test_different_operation_is_named_on_every_rank(comm, mesh):
