@@ -7,6 +7,7 @@ is raised on every rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+import errno
 import math
 import os
 from pathlib import Path
@@ -42,7 +43,8 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
     Parameters
     ----------
     path : str or path
-        The file. A link is followed; anything but a regular file, such as a device, is refused.
+        The file. A link is followed; anything but a regular file, such as a folder or a device, is refused, and so is
+        a path that ends in a slash.
     arrays : mapping of str to DistArray
         Arrays by name, all over one mesh, of any placements; a Partial array is reduced first. The file has the global
         arrays, as the safetensors library would write them. A number, such as a step, goes in as a 0-d array.
@@ -89,6 +91,7 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
     writer: TensorWriter | None = None
     with local_checks() as checks:
         safetensors_library()
+        _check_path(path)
         _check(arrays, mesh)
         described = {name: f"{array.dtype} {array.shape}, {array.sharding}" for name, array in arrays.items()}
         if mesh.rank == 0:
@@ -212,6 +215,12 @@ def _mesh_of(arrays: Any) -> Mesh:
     if mesh is None:
         raise ValueError("arrays has no distributed array: there is nothing to save")
     return mesh
+
+
+def _check_path(path: Any) -> None:
+    """Refuse 'name/', which `Path` would take for 'name'."""
+    if str(path).endswith(os.sep):
+        raise IsADirectoryError(errno.EISDIR, f"a path that ends in {os.sep!r} is that of a folder")
 
 
 def _check(arrays: Mapping[Any, Any], mesh: Mesh) -> None:

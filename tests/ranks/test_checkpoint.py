@@ -471,6 +471,17 @@ def test_missing_folder_and_path_of_folder_raise(comm, old_file):
     assert f"cannot save to '{old_file.parent}'" in is_folder
 
 
+def test_path_with_slash_at_end_raises(comm, old_file):
+    arrays = large(mesh_of(comm, comm.size))
+    paths = [f"{old_file}/", f"{old_file.parent}/", f"{old_file.parent}/new//"]
+    with pce.trace() as trace:
+        texts = [refused(comm, IsADirectoryError, pce.save, path, arrays) for path in paths]
+    assert_old_file_is_left(comm, old_file)
+    for path, text in zip(paths, texts, strict=True):
+        assert f"cannot save to {path!r}: a path that ends in '/' is that of a folder" in text
+    assert trace.count() == 0
+
+
 def test_full_disk_is_found_before_sending(comm, old_file):
     # A limit on the length of files is what a test can have of a full disk.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
