@@ -205,8 +205,7 @@ def check(
                 f"{options.over} and {options.batch_over} are the same ranks: rows cannot be sharded where classes are"
             )
     logits = as_array(logits, "logits")
-    if not is_floating(logits.dtype):
-        raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
+    check_dtype_of_logits(logits.dtype)
     if logits.ndim == 0:
         raise ValueError("logits must have a class axis, got a 0-d array")
     axis = _integer(options.axis, "axis")
@@ -308,6 +307,11 @@ def _check_targets(
     if ignore_index >= 0:
         raise ValueError(f"probability targets know no ignored rows, got ignore_index = {ignore_index}")
     return None, targets
+
+
+def check_dtype_of_logits(dtype: np.dtype[Any]) -> None:
+    if not is_floating(dtype):
+        raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {dtype}")
 
 
 def _check_weight(weight: Array, classes: int) -> HostArray:

@@ -71,7 +71,14 @@ _BASE = gradient_op("power", _power_gradient_of_base)
 _EXPONENT = gradient_op("power", _power_gradient_of_exponent)
 _LARGER = gradient_op("maximum", _maximum_gradient)
 _ADD = _binary("add", lambda g, a, b: g, lambda g, a, b: g, [0, 1], uses=[(), ()])
-_SUBTRACT = _binary("subtract", lambda g, a, b: g, lambda g, a, b: -g, [0, 1], uses=[(), ()])
+_SUBTRACT = _binary(
+    "subtract",
+    lambda g, a, b: g,
+    lambda g, a, b: -g,
+    [0, 1],
+    uses=[(), ()],
+    dtype=numpy_dtype("subtract"),  # which refuses bool
+)
 _MULTIPLY = _binary("multiply", lambda g, a, b: g * b, lambda g, a, b: g * a, [0], [1], uses=[(1,), (0,)])
 _DIVIDE = _binary(
     "divide",

@@ -121,7 +121,14 @@ def _astype_rule(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Rule:
     return elementwise_rule(*([[0]] if is_floating(dtype) else []))(shape)
 
 
-_NEGATIVE = Op("negative", library_function("negative"), (lambda g, y, x: -g,), elementwise_rule([0]), uses=[()])
+_NEGATIVE = Op(
+    "negative",
+    library_function("negative"),
+    (lambda g, y, x: -g,),
+    elementwise_rule([0]),
+    numpy_dtype("negative"),  # which refuses bool
+    uses=[()],
+)
 _SQUARE = _unary("square", lambda g, x: 2 * (g * x))
 _EXP = _unary("exp", lambda g, x: g * array_namespace(x).exp(x))
 _LOG = _unary("log", lambda g, x: g / x)

@@ -17,7 +17,7 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss import Residuals, softmax_cross_entropy_backward
 from pce_mpi.loss.agreement import prepare
-from pce_mpi.loss.options import CrossEntropyOptions, Options, Reduction, takes
+from pce_mpi.loss.options import CrossEntropyOptions, Options, Reduction, check_dtype_of_logits, takes
 from pce_mpi.loss.passes import forward, state_fields, value_and_grad
 from pce_mpi.ops.elementwise import astype, square, widened
 from pce_mpi.ops.reductions import mean
@@ -87,6 +87,7 @@ def _to_logits(
 
 
 def _sends(*dtypes: np.dtype[Any], shardings: Shardings, **options: Any) -> list[Sent]:
+    check_dtype_of_logits(dtypes[0])  # `_cross_entropy` checks it too, where the ranks hear of each other's errors
     axis = options["axis"]
     logits = shardings.operands[0]
     classes, others = shardings.dims([axis]), [index for index in range(len(logits.shape)) if index != axis]

@@ -30,7 +30,7 @@ from pce_mpi.ops.broadcasting import (
 )
 from pce_mpi.ops.elementwise import astype, exp
 from pce_mpi.ops.shape import reshape
-from pce_mpi.ops.softmax import maximum_and_sum, states_sent
+from pce_mpi.ops.softmax import maximum_and_sum, real_dtype, states_sent
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -226,6 +226,7 @@ _LOGSUMEXP = Op(
     _logsumexp,
     (_logsumexp_vjp,),
     lambda shape, axes, keepdims: reduction_rule(shape, axes, keepdims, linear=False, merged=math.prod(shape) > 0),
+    real_dtype("logsumexp"),
     uses=[(0,)],
     takes_shardings=True,
     gives_residuals=True,

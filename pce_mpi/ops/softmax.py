@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import math
 from typing import Any
 
@@ -28,6 +28,17 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 _STATE = StateFields(hold_largest=True)
 
 
+def real_dtype(operation: str) -> Callable[[np.dtype[Any]], np.dtype[Any]]:
+    """Make a function that gives the dtype of the operand; `TypeError` for one that is not floating-point."""
+
+    def dtype_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
+        if not is_floating(dtype):
+            raise TypeError(f"{operation} is of real numbers, got {dtype}")
+        return dtype
+
+    return dtype_of
+
+
 def maximum_and_sum(x: Array, axes: Sequence[int], shardings: Shardings, operation: str) -> tuple[Array, Array]:
     """max x and sum exp(x - max x) over `axes`, which stay with length 1, on all ranks that shard them.
 
@@ -36,8 +47,6 @@ def maximum_and_sum(x: Array, axes: Sequence[int], shardings: Shardings, operati
 
     Collective if `axes` are sharded: one Allgather of 56 bytes and one Allreduce of 32 bytes a row.
     """
-    if not is_floating(x.dtype):
-        raise TypeError(f"{operation} is of real numbers, got {x.dtype}")
     xp = array_namespace(x)
     shape = kept_shape(x.shape, axes)
     if is_half(x.dtype):
@@ -96,7 +105,17 @@ def _log_softmax_vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int],
 
 # The residuals of halves are not rounded: a log-probability of -10 in bfloat16 may be wrong by 3 %.
 _SOFTMAX, _LOG_SOFTMAX = (
-    Op(name, forward, (vjp,), _rule, uses=[()], takes_shardings=True, gives_residuals=True, sends=states_sent)
+    Op(
+        name,
+        forward,
+        (vjp,),
+        _rule,
+        real_dtype(name),
+        uses=[()],
+        takes_shardings=True,
+        gives_residuals=True,
+        sends=states_sent,
+    )
     for name, forward, vjp in (
         ("softmax", _softmax, _softmax_vjp),
         ("log_softmax", _log_softmax, _log_softmax_vjp),

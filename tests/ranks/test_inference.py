@@ -17,7 +17,7 @@ from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Placement
 from ranks.grids import local_of, mesh_of, spread, squarest
 from ranks.op_cases import CASES, Case
-from ranks.placed import AVG, MAX, SUM, R
+from ranks.placed import AVG, MAX, SUM, R, error_of
 
 F, N, B = np.float64, np.int64, np.bool_
 
@@ -289,3 +289,22 @@ def test_operation_that_does_not_exist_is_refused(name):
 def test_inference_refuses_what_does_not_fit(name, shapes, placements, options, kind, message):
     with pytest.raises(kind, match=message):
         infer_placements(name, shapes, placements, **{"mesh": {"m": 2}, **options})
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes"),
+    [
+        *product(["softmax", "log_softmax", "logsumexp"], [[N], [B]]),
+        *product(["cross_entropy"], [[N, N], [B, N], [N, F]]),
+        ("negative", [B]),
+        *product(["subtract", "mse"], [[B, B]]),
+    ],
+)
+def test_inference_refuses_dtypes_that_operation_refuses(comm, name, dtypes):
+    mesh = mesh_of(comm, comm.size)
+    shapes = [(3, 3)] * len(dtypes)
+    operands = [pce.distribute(np.ones(shape, dtype), mesh) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    inferring = error_of(lambda: infer_placements(name, shapes, [{}] * len(dtypes), mesh=mesh, dtypes=dtypes))
+    running = error_of(lambda: getattr(ops, name)(*operands))
+    assert running[0] == "TypeError"
+    assert inferring == running
