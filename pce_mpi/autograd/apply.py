@@ -22,6 +22,7 @@ from pce_mpi.autograd.inference import AbstractMesh
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Plan, Rule, plan
 from pce_mpi.autograd.tape import Node, is_grad_enabled
+from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.placements import Partial, Replicate
 from pce_mpi.distributed.redistribution import steps
@@ -69,9 +70,9 @@ def _plain_operand(value: Any, values: Sequence[Any], first: DistArray, name: st
     return array
 
 
-def redistributed(x: DistArray, destination: Sharding, *, operation: str, reason: str) -> DistArray:
+def redistributed(x: DistArray, destination: Sharding) -> DistArray:
     """Return `x` in another sharding; a copy of a computed array that took communication is not sent twice."""
-    move: Callable[..., DistArray] = redistribute
+    move: Callable[[DistArray, Sharding], DistArray] = redistribute
     if isinstance(x.mesh, AbstractMesh):
         x.mesh.need([x], [destination])
         move = x.mesh.redistribute
@@ -79,7 +80,7 @@ def redistributed(x: DistArray, destination: Sharding, *, operation: str, reason
         return x
     if x.copies and destination in x.copies:
         return x.copies[destination]
-    there = move(x, destination, operation=operation, reason=reason)
+    there = move(x, destination)
     if x.copies is not None and any(step.sends for step in steps(x.sharding, destination)):
         x.copies[destination] = there
     return there
@@ -126,13 +127,13 @@ def _inputs(op: Op, operands: Sequence[DistArray], call: _Call) -> list[DistArra
     inputs = []
     for index, (x, destination) in enumerate(zip(operands, call.plan.operands, strict=True)):
         if x.sharding is not destination:
-            reason = _reason(op, index, x.sharding, destination)
             placed = x.sharding.by_dim
             new = any(destination.by_dim[dim] != placed[dim] for dim in destination.partial_dims)
             if new and x.local.dtype != call.dtype:
                 # The operand becomes a partial of the result, in the result's dtype: integers have no Partial("avg").
                 x = DistArray(x.local.astype(call.dtype), x.mesh, x.sharding)
-            x = redistributed(x, destination, operation=op.name, reason=reason)
+            with cause(op.name, reason=_reason(op, index, x.sharding, destination)):
+                x = redistributed(x, destination)
         inputs.append(x)
     return inputs
 
@@ -237,7 +238,8 @@ def _computed(op: Op, inputs: Sequence[DistArray]) -> bool:
 def _settled(result: DistArray, name: str, call: _Call) -> DistArray:
     if call.reduced is result.sharding:
         return result
-    return redistributed(result, call.reduced, operation=name, reason="the largest, or smallest, of all shards")
+    with cause(name, reason="the largest, or smallest, of all shards"):
+        return redistributed(result, call.reduced)
 
 
 def _put_on_tape(
@@ -265,7 +267,8 @@ def _put_on_tape(
         if op.relays:
             placed = gradient.sharding.by_dim
             destination = destination.with_partial_over(tuple(dim for dim in placed if placed[dim] == Partial("sum")))
-        settled = redistribute(gradient, destination, operation=op.name, reason="its gradient is complete")
+        with cause(op.name, reason="its gradient is complete"):
+            settled = redistribute(gradient, destination)
         return [
             None if want is None else _contribution(op, index, want, settled, known, arguments, parameters, residuals)
             for index, want in enumerate(wanted)

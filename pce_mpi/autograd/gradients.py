@@ -12,7 +12,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace
 from pce_mpi.autograd.tape import Node, backward, no_grad
-from pce_mpi.comm.tracing import phase
+from pce_mpi.comm.tracing import cause, phase
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.placements import Partial, Replicate
 
@@ -53,7 +53,8 @@ def backward_from(loss: DistArray, add: Callable[[DistArray, DistArray], DistArr
 
 def _partial_over(dims: tuple[str, ...], gradient: DistArray) -> DistArray:
     destination = gradient.sharding.with_partial_over(dims)
-    return redistribute(gradient, destination, operation="backward", reason="gradients that add up have one placement")
+    with cause("backward", reason="gradients that add up have one placement"):
+        return redistribute(gradient, destination)
 
 
 def _accumulate(leaf: DistArray, gradient: DistArray) -> None:
@@ -67,11 +68,11 @@ def _accumulate(leaf: DistArray, gradient: DistArray) -> None:
         if Partial("sum") in here or (placement == Replicate() and here != {Replicate()}):
             dims.append(dim)
     destination = leaf.sharding.natural.with_partial_over(tuple(dims))
-    local = redistribute(
-        gradient, destination, operation="backward", reason="the gradient is placed as its array"
-    ).local
+    with cause("backward", reason="the gradient is placed as its array"):
+        local = redistribute(gradient, destination).local
     if before is not None:
-        old = redistribute(before, destination, operation="backward", reason="gradients that add up have one placement")
+        with cause("backward", reason="gradients that add up have one placement"):
+            old = redistribute(before, destination)
         local = array_namespace(local).asarray(old.local + local)  # NumPy's sum of 0-d arrays is a scalar
     elif not local.flags.owndata and getattr(local.base, "size", 0) != local.size:
         local = local.copy()  # a view would keep the whole array in memory

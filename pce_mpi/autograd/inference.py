@@ -64,7 +64,7 @@ class AbstractMesh(Mesh):
         for x, sharding in zip(operands, shardings, strict=True):
             self.needed.setdefault(id(x), sharding)
 
-    def redistribute(self, x: DistArray, destination: Sharding, **_: str) -> DistArray:
+    def redistribute(self, x: DistArray, destination: Sharding) -> DistArray:
         """Return `x` in another sharding, and note what that sends."""
         taken = steps(x.sharding, destination)
         self.sent += [_sent_by(step, x) for step in taken if step.sends]

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating, is_real
+from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Partial, Placement
 from pce_mpi.distributed.redistribution import run_step, steps
@@ -123,8 +124,8 @@ class DistArray:
         -----
         Communicates as a redistribution to Replicate does: nothing if every placement is Replicate.
         """
-        whole = redistribute(self, self.sharding.replicated, operation="full", reason="the global array is asked for")
-        return whole.local.copy()
+        with cause("full", reason="the global array is asked for"):
+            return redistribute(self, self.sharding.replicated).local.copy()
 
     def item(self) -> Any:
         """Return the only element of the global array, as a Python number.
@@ -411,16 +412,16 @@ def checked_dtype(array: Array, placements: Mapping[str, Placement], requires_gr
     return array
 
 
-def redistribute(x: DistArray, destination: Sharding, *, operation: str, reason: str) -> DistArray:
+def redistribute(x: DistArray, destination: Sharding) -> DistArray:
     """Return the same global array in the sharding `destination`, without the tape; `x` itself if it is there already.
 
-    Collective over the dims of each step that sends (see `steps`), which an Allgather of 56 bytes precedes. Raises
-    `CollectiveError`, on the ranks that a step brings together, if they do not ask for the same, and `TypeError` if the
-    dtype has no meaning for a Partial.
+    Collective over the dims of each step that sends (see `steps`), which an Allgather of 56 bytes precedes; such a step
+    needs an enclosing `cause`. Raises `CollectiveError`, on the ranks that a step brings together, if they do not ask
+    for the same, and `TypeError` if the dtype has no meaning for a Partial.
     """
     local = checked_dtype(x.local, destination.by_dim, requires_grad=False) if destination.partial_dims else x.local
     taken = steps(x.sharding, destination)
     for step in taken:
-        local = run_step(step, local, x.mesh, operation, reason)
+        local = run_step(step, local, x.mesh)
     computed = x.computed or any(step.copies for step in taken)
     return DistArray(local, x.mesh, destination, computed=computed) if taken else x

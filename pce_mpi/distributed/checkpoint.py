@@ -240,7 +240,8 @@ def _check(arrays: Mapping[Any, Any], mesh: Mesh) -> None:
 def _gathered(array: DistArray) -> Blocks:
     """Bring all blocks of the global array to rank 0; return them there with their places, elsewhere nothing."""
     mesh, reason = array.mesh, "rank 0 writes the file"
-    array = redistribute(array, array.sharding.natural, operation="save", reason=reason)
+    with cause("save", reason=reason):
+        array = redistribute(array, array.sharding.natural)
     sharding = array.sharding
     local = to_host(array.local)
     if is_half(local.dtype):  # MPI does not know these, but it need not know what it carries

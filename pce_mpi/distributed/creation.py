@@ -83,7 +83,7 @@ def distribute(
     mesh.note(zlib.crc32(said.encode()), said, said)
     local = taken
     for step in steps(destination.replicated, destination):
-        local = run_step(step, local, mesh, "distribute", "")
+        local = run_step(step, local, mesh)
     return DistArray(owned(local, taken), mesh, destination, requires_grad=requires_grad)
 
 
@@ -119,7 +119,7 @@ def _sent_from(
     with cause("distribute", over, f"rank {src_rank} has the array"):
         local = all_to_all(blocks, comm, shapes)[src_rank]
     for step in steps(sharded, destination):
-        local = run_step(step, local, mesh, "distribute", "")
+        local = run_step(step, local, mesh)
     return DistArray(owned(local, here), mesh, destination, requires_grad=requires_grad)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_half
 from pce_mpi.comm.collectives import ReduceOp, all_gather, all_reduce, all_to_all, reduce_scatter
-from pce_mpi.comm.tracing import cause
+from pce_mpi.comm.tracing import cause, current_cause
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
 from pce_mpi.distributed.sharding import Coordinates, Sharding, Splits, outer_splits, within
@@ -227,8 +227,8 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 @np.errstate(all="ignore")  # an average that underflows on one rank must not raise there alone
-def run_step(step: Step, local: Array, mesh: Mesh, operation: str, reason: str) -> Array:
-    """Return the local array after `step`, given the one before."""
+def run_step(step: Step, local: Array, mesh: Mesh) -> Array:
+    """Return the local array after `step`, given the one before; a step that sends needs an enclosing `cause`."""
     xp = array_namespace(local)
     here = mesh.coordinates
     if step.verb == "slice":
@@ -241,9 +241,10 @@ def run_step(step: Step, local: Array, mesh: Mesh, operation: str, reason: str) 
         padded = xp.zeros(step.after.local_shape(here), local.dtype)
         padded[within(step.after.slices(here), step.before.slices(here))] = local
         return padded
+    why = current_cause()
     said = {"from": str(step.before), "to": str(step.after), "shape": step.before.shape, "dtype": local.dtype.name}
-    mesh.agree(step.dims, operation, said)
-    with cause(operation, text_of_dims(step.dims), reason, step.placement_before, step.placement_after):
+    mesh.agree(step.dims, why.operation, said)
+    with cause(why.operation, text_of_dims(step.dims), why.reason, step.placement_before, step.placement_after):
         return _sent(step, local, mesh)
 
 

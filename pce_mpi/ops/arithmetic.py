@@ -10,6 +10,7 @@ import numpy as np
 from pce_mpi.arrays import array_namespace
 from pce_mpi.autograd.apply import apply, operands_of, redistributed
 from pce_mpi.autograd.op import Op
+from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.broadcasting import sum_to
 from pce_mpi.ops.elementwise import (
@@ -244,7 +245,8 @@ def _checked(exponents: DistArray, agreed: bool) -> DistArray:
     """
     mesh = exponents.mesh
     # A partial may be negative although the exponent is not.
-    reduced = redistributed(exponents, exponents.sharding.natural, operation="power", reason="exponents are checked")
+    with cause("power", reason="exponents are checked"):
+        reduced = redistributed(exponents, exponents.sharding.natural)
     negative = ValueError("integers to negative integer powers are not allowed")
     found = negative if bool((reduced.local < 0).any()) else None
     if not agreed:

@@ -10,6 +10,7 @@ from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_half
 from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axis, Rule
+from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import Replicate
 
@@ -127,8 +128,8 @@ def embedding(ids: Any, table: Any) -> DistArray:
         # Every rank that holds rows of the table looks up all ids, and partials of ids mean nothing.
         rows = table.sharding.dims_of(0) if isinstance(table, DistArray) else ()
         everywhere = dict.fromkeys((*ids.sharding.partial_dims, *rows), Replicate())
-        reason = "ids are looked up in every shard of the table"
-        ids = redistributed(ids, ids.sharding.with_placements(everywhere), operation="embedding", reason=reason)
+        with cause("embedding", reason="ids are looked up in every shard of the table"):
+            ids = redistributed(ids, ids.sharding.with_placements(everywhere))
     if mesh is not None:
         local = to_host(ids.local if isinstance(ids, DistArray) else ids)
         outside = local[(local < 0) | (local >= table.shape[0])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pce_mpi.autograd.apply import redistributed
 from pce_mpi.autograd.gradients import node_of
 from pce_mpi.autograd.tape import Node, is_grad_enabled
+from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.array import redistribute as move
 from pce_mpi.distributed.placements import Placement
@@ -13,14 +14,15 @@ from pce_mpi.distributed.placements import Placement
 def redistribute(x: DistArray, **placements: Placement) -> DistArray:
     """Bring `x` to other placements; see `DistArray.redistribute`."""
     destination = x.sharding.with_placements(placements)
-    reason = "asked for"
-    there = redistributed(x, destination, operation="redistribute", reason=reason)
+    with cause("redistribute", reason="asked for"):
+        there = redistributed(x, destination)
     result = DistArray(there.local, x.mesh, destination, computed=there.computed)
     if x.requires_grad and is_grad_enabled():
         natural = x.sharding.natural
 
         def vjp(gradient: DistArray) -> list[DistArray]:
-            return [move(gradient, natural, operation="redistribute", reason="back to the placements of its operand")]
+            with cause("redistribute", reason="back to the placements of its operand"):
+                return [move(gradient, natural)]
 
         result.requires_grad = True
         result.node = Node("redistribute", [node_of(x)], vjp)

@@ -98,10 +98,9 @@ def synchronize(
         raise error
     assert schedule is not None  # the error would have been raised
     gradients = {index: each.grad for index, each in enumerate(parameters) if each.grad is not None}
-    for index in schedule.alone:
-        parameter = parameters[index]
-        reason = "the gradient is brought to its parameter"
-        parameter.grad = redistribute(gradients[index], parameter.sharding, operation=operation, reason=reason)
+    with cause(operation, reason="the gradient is brought to its parameter"):
+        for index in schedule.alone:
+            parameters[index].grad = redistribute(gradients[index], parameters[index].sharding)
     partials = {index: gradients[index].local for group in schedule.groups for index in group.members}
     for group in schedule.groups:
         _bring_together(group, partials, meshes[group.mesh], operation)

@@ -151,9 +151,9 @@ def needed(monkeypatch) -> dict[int, Any]:
     embedding = importlib.import_module("pce_mpi.ops.embedding")
     redistributed = embedding.redistributed
 
-    def watched(x: DistArray, sharding: Any, **options: Any) -> DistArray:
+    def watched(x: DistArray, sharding: Any) -> DistArray:
         see(x, sharding)
-        return redistributed(x, sharding, **options)
+        return redistributed(x, sharding)
 
     monkeypatch.setattr(embedding, "redistributed", watched)
     return seen

@@ -11,10 +11,10 @@ import pytest
 import pce_mpi as pce
 from pce_mpi.arrays import to_host
 from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from pce_mpi.comm.tracing import Purpose, current_cause
+from pce_mpi.comm.tracing import Purpose, cause, current_cause
 from pce_mpi.distributed import array as dist_array
 from pce_mpi.distributed import redistribution
-from pce_mpi.distributed.array import DistArray, redistribute
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.creation import distribute, from_local
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
@@ -26,6 +26,11 @@ from ulps import worst
 OPERATORS = ("sum", "avg", "max", "min")
 
 WHY = {"operation": "a test", "reason": "to see what comes"}
+
+
+def redistribute(x: DistArray, target: Sharding, **why: str) -> DistArray:
+    with cause(**why):
+        return dist_array.redistribute(x, target)
 
 
 # ------------------------------------------------------------------------------------------------------------ the check
@@ -518,8 +523,8 @@ def carried_out_but(verb, change):
     """`run_step`, but for one verb, whose result is changed."""
     right = dist_array.run_step
 
-    def carried_out(step, local, mesh, *why):
-        result = right(step, local, mesh, *why)
+    def carried_out(step, local, mesh):
+        result = right(step, local, mesh)
         return change(step, local, mesh, result) if step.verb == verb else result
 
     return carried_out
