@@ -89,6 +89,9 @@ def _terms(whole: Array, sharding: Sharding, seed: Any) -> dict[tuple[int, ...],
         return {(): whole}
     if operators <= {"sum", "avg"}:
         draws = [rng.integers(0, 3, whole.shape).astype(whole.dtype) for _ in places[1:]]
+        if whole.dtype.kind == "u":  # few terms of an element, so that the rest of it is not below 0
+            index = np.arange(whole.size).reshape(whole.shape)
+            draws = [draw * ((index + number) % 4 == 0) for number, draw in enumerate(draws)]
         draws.insert(int(rng.integers(len(places))), whole - sum(draws, start=np.zeros_like(whole)))
         terms = [(draw * _averaged(sharding)).astype(whole.dtype) for draw in draws]
     else:
