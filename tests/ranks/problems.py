@@ -106,6 +106,11 @@ def split(length: int, parts: int, how: str = "balanced", seed: int = 0) -> list
     return list(pairwise(ends))
 
 
+def part_of(comm: Any, problem: Problem, how: str = "balanced") -> Part:
+    """This rank's classes, of all rows."""
+    return Part(*split(problem.classes, comm.size, how)[comm.rank])
+
+
 # Shards of few classes are computed in float64, wider ones in segments. `WIDE` is wide on each of four ranks, and odd.
 NARROW, WIDE = 19, 613
 SPLITS = ["balanced", "uneven", "first class alone", "all on the first rank", "all on the last rank"]
@@ -351,6 +356,16 @@ def assert_as_dense(results: Results, problem: Problem, part: Part, dloss: Any =
     assert results.same_everywhere
     assert results.changed == []
     assert results.aliased == []
+
+
+def right_results(
+    comm: Any, problem: Problem, where: str | Part = "balanced", dloss: Any = None, **more: Any
+) -> Results:
+    """Evaluate a part, or this rank's part of a split, assert that it is as dense, and return the results."""
+    part = where if isinstance(where, Part) else part_of(comm, problem, where)
+    results = evaluate(comm, problem, part, dloss=dloss, **more)
+    assert_as_dense(results, problem, part, dloss, more.get("compute_dtype"))
+    return results
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 from in_step import in_step
 import pce_mpi as pce
 from pce_mpi.loss import kernels
-from ranks.problems import NARROW, SPLITS, WIDE, Part, Results, assert_as_dense, draw, same_on_every_rank, split
+from ranks.problems import NARROW, SPLITS, WIDE, Results, assert_as_dense, draw, part_of, same_on_every_rank
 from ulps import STATISTICS, errors, worst
 
 # One rank reads its logits once, several read them twice and merge.
@@ -34,10 +34,6 @@ OPTIONS = [
     {"reduction": "none"},
     {"reduction": "sum"},
 ]
-
-
-def part_of(comm, problem, how="uneven"):
-    return Part(*split(problem.classes, comm.size, how)[comm.rank])
 
 
 def on_device(cupy, problem, part):
@@ -85,7 +81,7 @@ def test_cupy_arrays_give_cupy_arrays_with_right_numbers(comm, cupy, targets, op
         with in_step(comm):
             ignored = 0.0 if targets == "probabilities" else 0.2
             problem = draw(5, classes, targets=targets, peaked=peaked, ignored=ignored, **options)
-            part = part_of(comm, problem)
+            part = part_of(comm, problem, "uneven")
             assert_as_dense(evaluate(comm, cupy, problem, part), problem, part)
 
 
@@ -95,7 +91,7 @@ def test_any_dtype_of_logits_and_of_arithmetic(comm, cupy, dtype, targets):
     for requested in (None, np.float64):
         with in_step(comm):
             problem = draw(4, WIDE, dtype=dtype, targets=targets, peaked=True)
-            part = part_of(comm, problem)
+            part = part_of(comm, problem, "uneven")
             results = evaluate(comm, cupy, problem, part, compute_dtype=requested)
             assert_as_dense(results, problem, part, requested=requested)
 
@@ -132,14 +128,14 @@ def test_logits_on_gpu_may_have_any_strides(comm, cupy, order, shape, axis):
     for targets in TARGETS:
         with in_step(comm):
             problem = draw(*shape, axis=axis, targets=targets)
-            part = part_of(comm, problem)
+            part = part_of(comm, problem, "uneven")
             assert_as_dense(evaluate(comm, cupy, problem, part, order), problem, part)
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 def test_loss_on_gpu_of_no_rows(comm, cupy, reduction):
     problem = draw(0, NARROW, reduction=reduction)
-    part = part_of(comm, problem)
+    part = part_of(comm, problem, "uneven")
     assert_as_dense(evaluate(comm, cupy, problem, part), problem, part)
 
 
@@ -153,7 +149,7 @@ def test_special_rows_give_what_they_give_on_host(comm, cupy, options):
     logits[3], targets[3] = np.nan, -100  # counts for nothing
     logits[4, (targets[4] + 1) % NARROW] = -np.inf
     problem = problem.but(logits=logits, targets=targets)
-    part = part_of(comm, problem)
+    part = part_of(comm, problem, "uneven")
     mine, chosen, more = part.on_this_rank(problem)
     expected = pce.softmax_cross_entropy_value_and_grad(mine, chosen, comm=comm, **more)
     results = evaluate(comm, cupy, problem, part)
@@ -169,7 +165,7 @@ def test_special_rows_give_what_they_give_on_host(comm, cupy, options):
 def test_mean_over_no_rows_is_nan(comm, cupy, weight):
     problem = draw(3, NARROW, weight=weight)
     problem = problem.but(targets=np.full(3, -100))
-    part = part_of(comm, problem)
+    part = part_of(comm, problem, "uneven")
     results = evaluate(comm, cupy, problem, part)
     assert all(np.isnan(loss) for loss in results.losses.values())
     assert not any(gradient.any() for gradient in results.gradients.values())
@@ -178,7 +174,7 @@ def test_mean_over_no_rows_is_nan(comm, cupy, weight):
 def test_mean_over_rows_of_weight_0_is_nan(comm, cupy):
     problem = draw(3, NARROW, weight=True)
     problem = problem.but(weight=np.zeros(NARROW, np.float32))
-    results = evaluate(comm, cupy, problem, part_of(comm, problem))
+    results = evaluate(comm, cupy, problem, part_of(comm, problem, "uneven"))
     assert all(np.isnan(loss) for loss in results.losses.values())
     assert all(np.isnan(gradient).all() for gradient in results.gradients.values())
 
@@ -186,7 +182,7 @@ def test_mean_over_rows_of_weight_0_is_nan(comm, cupy):
 @pytest.mark.parametrize("options", [{}, {"logit_scale": 0.5}, {"softcap": 5.0}], ids=str)
 def test_class_statistics_of_cupy_arrays_are_cupy_arrays(comm, cupy, options):
     problem = draw(5, WIDE, ignored=0.2)
-    part = part_of(comm, problem)
+    part = part_of(comm, problem, "uneven")
     logits, targets, _ = part.on_this_rank(problem)
     expected = pce.class_statistics(logits, targets, comm=comm, **options)
     got = pce.class_statistics(cupy.asarray(logits), cupy.asarray(targets), comm=comm, **options)
@@ -231,7 +227,7 @@ class Crossings:
 @pytest.mark.parametrize("targets", TARGETS)
 def test_gpu_sends_class_numbers_and_states_only(comm, cupy, monkeypatch, targets, reduction):
     problem = draw(6, NARROW, targets=targets, reduction=reduction)
-    logits, chosen, options = on_device(cupy, problem, part_of(comm, problem))
+    logits, chosen, options = on_device(cupy, problem, part_of(comm, problem, "uneven"))
     crossings = Crossings(cupy, monkeypatch)
     pce.softmax_cross_entropy_value_and_grad(logits, chosen, comm=comm, num_classes=NARROW, **options)
     told = crossings.bytes
@@ -274,7 +270,7 @@ class Reads:
 )
 def test_logits_of_one_rank_are_read_once(comm, cupy, monkeypatch, targets, options, fused):
     problem = draw(3, NARROW, targets=targets, **options)
-    logits, chosen, options = on_device(cupy, problem, part_of(comm, problem))
+    logits, chosen, options = on_device(cupy, problem, part_of(comm, problem, "uneven"))
     reads = Reads(kernels.kernels_of(logits), monkeypatch)
     pce.softmax_cross_entropy_value_and_grad(logits, chosen, comm=comm, **options)
     once, twice = ["fill_states_and_write_gradient"], ["fill_states", "write_gradient"]
@@ -292,7 +288,7 @@ def test_mean_over_rows_of_others_takes_two_passes(comm, cupy, monkeypatch):
 
 def test_gpu_sends_what_the_host_sends(comm, cupy):
     problem = draw(5, NARROW, weight=True)
-    part = part_of(comm, problem)
+    part = part_of(comm, problem, "uneven")
     with pce.trace() as on_host:
         logits, targets, options = part.on_this_rank(problem)
         pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
@@ -325,7 +321,7 @@ LOSSES = [
 @pytest.mark.parametrize("gpu", ["logits", "targets"])
 def test_losses_name_arrays_on_gpu_and_host(comm, cupy, function, gpu):
     problem = draw(3, NARROW)
-    logits, targets, _ = part_of(comm, problem).on_this_rank(problem)
+    logits, targets, _ = part_of(comm, problem, "uneven").on_this_rank(problem)
     given = {"logits": logits, "targets": targets}
     given[gpu] = cupy.asarray(given[gpu])
     error = error_of(lambda: function(**given, comm=comm))
@@ -338,7 +334,7 @@ def test_losses_name_arrays_on_gpu_and_host(comm, cupy, function, gpu):
 
 def test_other_operands_have_the_library_of_logits(comm, cupy):
     problem = draw(3, NARROW, weight=True, reduction="none")
-    part = part_of(comm, problem)
+    part = part_of(comm, problem, "uneven")
     logits, targets, options = part.on_this_rank(problem)
     on_gpu, chosen, options_on_gpu = on_device(cupy, problem, part)
     with_grad = pce.softmax_cross_entropy_value_and_grad
@@ -358,7 +354,7 @@ def test_other_operands_have_the_library_of_logits(comm, cupy):
 
 def test_operand_misplaced_on_one_rank_raises_everywhere(comm, cupy):
     problem = draw(3, NARROW)
-    logits, targets, _ = on_device(cupy, problem, part_of(comm, problem))
+    logits, targets, _ = on_device(cupy, problem, part_of(comm, problem, "uneven"))
     if comm.rank == comm.size - 1:
         targets = cupy.asnumpy(targets)
     error = error_of(lambda: pce.softmax_cross_entropy(logits, targets, comm=comm))
@@ -422,7 +418,7 @@ def test_parameters_and_gradients_of_two_libraries_are_refused(comm, cupy):
 @pytest.mark.parametrize("elsewhere", ["logits", "targets", "out"])
 def test_arrays_on_another_gpu_raise_everywhere(comm, stand_in, elsewhere):
     problem = draw(3, NARROW)
-    logits, targets, _ = part_of(comm, problem).on_this_rank(problem)
+    logits, targets, _ = part_of(comm, problem, "uneven").on_this_rank(problem)
     given = {"logits": logits, "targets": targets, "out": logits}
     for name, array in given.items():
         stand_in.cuda.Device(int(name == elsewhere)).use()
@@ -436,7 +432,7 @@ def test_arrays_on_another_gpu_raise_everywhere(comm, stand_in, elsewhere):
 
 def test_backward_pass_on_another_gpu_is_refused(comm, stand_in):
     problem = draw(3, NARROW)
-    logits, targets, _ = on_device(stand_in, problem, part_of(comm, problem))
+    logits, targets, _ = on_device(stand_in, problem, part_of(comm, problem, "uneven"))
     _, residuals = pce.softmax_cross_entropy_forward(logits, targets, comm=comm)
     stand_in.cuda.Device(1).use()
     with pytest.raises(ValueError, match="logits must be on the current GPU, 1, got an array on GPU 0"):

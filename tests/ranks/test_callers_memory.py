@@ -12,14 +12,14 @@ import pce_mpi as pce
 from ranks.problems import (
     NARROW,
     WIDE,
-    Part,
     assert_as_dense,
     draw,
     evaluate,
     excess_of_gradient,
     expect,
     is_same,
-    split,
+    part_of,
+    right_results,
 )
 
 # A rank reads and writes its own arrays, whatever the number of ranks.
@@ -41,10 +41,6 @@ class Tensor:
 
     def __dlpack_device__(self):
         return self._values.__dlpack_device__()
-
-
-def part_of(comm, problem, how="uneven"):
-    return Part(*split(problem.classes, comm.size, how)[comm.rank])
 
 
 # Layouts: each gives an array equal to the one it is given, in memory of its own.
@@ -102,7 +98,7 @@ def test_arrays_may_have_any_strides(comm, order, targets):
     for shape, axis in SHAPES:
         with in_step(comm):
             problem = draw(*shape, axis=axis, targets=targets, weight=True, label_smoothing=0.1)
-            part = part_of(comm, problem)
+            part = part_of(comm, problem, "uneven")
             logits, chosen, options = part.on_this_rank(problem)
             options["weight"] = order(options["weight"])
             if order is Tensor:
@@ -120,7 +116,7 @@ def test_arrays_may_have_any_strides(comm, order, targets):
 @pytest.mark.parametrize("targets", TARGETS)
 def test_array_may_repeat_elements_by_stride_0(comm, targets):
     problem = draw(1, WIDE, targets=targets, peaked=True)
-    part = part_of(comm, problem)
+    part = part_of(comm, problem, "uneven")
     logits, chosen, options = part.on_this_rank(problem)
     repeated = problem.but(logits=np.repeat(problem.logits, 5, axis=0), targets=np.repeat(problem.targets, 5, axis=0))
     inputs = (np.broadcast_to(logits, (5, logits.shape[1])), np.broadcast_to(chosen, (5, *chosen.shape[1:])), options)
@@ -185,7 +181,7 @@ def test_logits_of_tensor_are_not_copied(comm):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_out_of_tensor_is_written_where_it_is(comm, dtype):
     problem = draw(7, WIDE, dtype=dtype)
-    part = part_of(comm, problem)
+    part = part_of(comm, problem, "uneven")
     logits, targets, options = part.on_this_rank(problem, comm=comm)
     values = [np.full(logits.shape, 7, dtype) for _ in range(2)]
     outs = [Tensor(value) for value in values]
@@ -198,7 +194,7 @@ def test_out_of_tensor_is_written_where_it_is(comm, dtype):
 
 def test_out_may_be_tensor_that_logits_are(comm):
     problem = draw(7, WIDE)
-    part = part_of(comm, problem)
+    part = part_of(comm, problem, "uneven")
     logits, targets, options = part.on_this_rank(problem, comm=comm)
     tensor = Tensor(logits)
     _, gradient = pce.softmax_cross_entropy_value_and_grad(tensor, targets, **options, out=tensor)
@@ -208,7 +204,7 @@ def test_out_may_be_tensor_that_logits_are(comm):
 
 def test_buffer_as_out_is_written(comm):
     problem = draw(4, 5, dtype=np.float64)
-    part = part_of(comm, problem)
+    part = part_of(comm, problem, "uneven")
     logits, targets, options = part.on_this_rank(problem, comm=comm)
     out = np.full(logits.shape, 7.0)
     pce.softmax_cross_entropy_value_and_grad(logits, targets, **options, out=memoryview(out))
@@ -224,14 +220,13 @@ def test_out_is_filled_and_given_back(comm, order, targets):
     for shape, axis in SHAPES:
         with in_step(comm):
             problem = draw(*shape, axis=axis, targets=targets, weight=True, ignored=0.2)
-            part = part_of(comm, problem)
+            part = part_of(comm, problem, "uneven")
             logits, chosen, options = part.on_this_rank(problem, comm=comm)
             outs = [order(np.full(logits.shape, np.nan, np.float32)) for _ in range(2)]
             loss, residuals = pce.softmax_cross_entropy_forward(logits, chosen, **options)
             backward = pce.softmax_cross_entropy_backward(1.0, residuals, out=outs[0])
             fused_loss, fused = pce.softmax_cross_entropy_value_and_grad(logits, chosen, **options, out=outs[1])
-            plain = evaluate(comm, problem, part)
-            assert_as_dense(plain, problem, part)
+            plain = right_results(comm, problem, part)
             assert backward is outs[0]
             assert fused is outs[1]
             assert is_same(backward.copy(order="C"), plain.gradients["backward"])
@@ -243,7 +238,7 @@ def test_out_is_filled_and_given_back(comm, order, targets):
 def test_out_may_be_logits(comm, dtype):
     for targets, softcap, (shape, axis) in product(TARGETS, (None, 4.0), SHAPES[1:4]):
         problem = draw(*shape, axis=axis, dtype=dtype, targets=targets, ignored=0.2, softcap=softcap)
-        part = part_of(comm, problem)
+        part = part_of(comm, problem, "uneven")
         plain = evaluate(comm, problem, part)
         logits, chosen, options = part.on_this_rank(problem, comm=comm)
         with in_step(comm):
@@ -263,7 +258,7 @@ def test_out_may_be_logits(comm, dtype):
 
 def test_out_may_be_another_view_of_just_logits(comm):
     problem = draw(7, WIDE)
-    part = part_of(comm, problem)
+    part = part_of(comm, problem, "uneven")
     logits, targets, options = part.on_this_rank(problem, comm=comm)
     pce.softmax_cross_entropy_value_and_grad(logits, targets, **options, out=logits[:])
     assert excess_of_gradient(logits, expect(problem, part), problem) <= 1
@@ -299,14 +294,14 @@ def test_inputs_keep_their_bits_and_are_no_results(comm, dtype):
             )
             problem.logits[0, ::3] = -np.inf
             problem.logits[1, 1] = np.nan
-            results = evaluate(comm, problem, part_of(comm, problem))
+            results = evaluate(comm, problem, part_of(comm, problem, "uneven"))
             assert results.changed == []
             assert results.aliased == []
 
 
 def test_statistics_leave_their_inputs_as_they_are(comm):
     problem = draw(7, WIDE)
-    logits, targets, _ = part_of(comm, problem).on_this_rank(problem)
+    logits, targets, _ = part_of(comm, problem, "uneven").on_this_rank(problem)
     before = logits.tobytes(), targets.tobytes()
     statistics = pce.class_statistics(logits, targets, comm=comm)
     assert (logits.tobytes(), targets.tobytes()) == before
@@ -317,7 +312,7 @@ def test_statistics_leave_their_inputs_as_they_are(comm):
 
 def test_targets_and_weights_may_change_after_forward(comm):
     problem = draw(7, WIDE, weight=True, label_smoothing=0.1)
-    part = part_of(comm, problem)
+    part = part_of(comm, problem, "uneven")
     plain = evaluate(comm, problem, part)
     logits, targets, options = part.on_this_rank(problem, comm=comm)
     loss, residuals = pce.softmax_cross_entropy_forward(logits, targets, **options)
@@ -330,7 +325,7 @@ def test_targets_and_weights_may_change_after_forward(comm):
 
 def test_loss_that_its_owner_overwrites_changes_no_gradient(comm):
     problem = draw(7, WIDE, reduction="none")
-    part = part_of(comm, problem)
+    part = part_of(comm, problem, "uneven")
     plain = evaluate(comm, problem, part)
     logits, targets, options = part.on_this_rank(problem, comm=comm)
     loss, residuals = pce.softmax_cross_entropy_forward(logits, targets, **options)
@@ -343,6 +338,6 @@ def test_settings_of_numpy_stay_as_they_are(comm):
     with np.errstate(all="raise", under="warn"):
         np.setbufsize(4096)  # until the end of the block
         before = np.geterr()
-        evaluate(comm, problem, part_of(comm, problem))
+        evaluate(comm, problem, part_of(comm, problem, "uneven"))
         assert np.geterr() == before
         assert np.getbufsize() == 4096

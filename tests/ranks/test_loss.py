@@ -17,10 +17,11 @@ from ranks.problems import (
     SPLITS,
     WIDE,
     Part,
-    assert_as_dense,
     draw,
     evaluate,
     is_same,
+    part_of,
+    right_results,
     same_on_every_rank,
     split,
 )
@@ -45,10 +46,6 @@ SHAPES = [
 ]
 
 
-def part_of(comm, problem, how="balanced", seed=0):
-    return Part(*split(problem.classes, comm.size, how, seed)[comm.rank])
-
-
 # Results
 
 
@@ -56,8 +53,7 @@ def part_of(comm, problem, how="balanced", seed=0):
 @pytest.mark.parametrize(("shape", "axis"), SHAPES)
 def test_loss_of_any_shape_is_that_of_whole(comm, shape, axis, targets):
     problem = draw(*shape, axis=axis, targets=targets, ignored=0.2)
-    part = part_of(comm, problem, "uneven")
-    assert_as_dense(evaluate(comm, problem, part), problem, part)
+    right_results(comm, problem, "uneven")
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
@@ -67,16 +63,13 @@ def test_loss_of_any_dtype_is_that_of_whole(comm, dtype, targets, reduction):
     for peaked, classes in product((False, True), (NARROW, WIDE)):
         with in_step(comm):
             problem = draw(9, classes, dtype=dtype, targets=targets, ignored=0.2, peaked=peaked, reduction=reduction)
-            part = part_of(comm, problem)
-            assert_as_dense(evaluate(comm, problem, part), problem, part)
+            right_results(comm, problem)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compute_dtype_is_that_of_loss(comm, dtype):
     problem = draw(9, WIDE, dtype=dtype, peaked=True, reduction="none")
-    part = part_of(comm, problem)
-    results = evaluate(comm, problem, part, compute_dtype=np.float64)
-    assert_as_dense(results, problem, part, requested=np.float64)
+    right_results(comm, problem, compute_dtype=np.float64)
 
 
 @pytest.mark.parametrize("targets", TARGETS)
@@ -85,8 +78,7 @@ def test_shards_may_be_uneven_and_empty(comm, how, targets):
     for classes in (NARROW, WIDE):
         with in_step(comm):
             problem = draw(5, classes, targets=targets, label_smoothing=0.1, weight=True)
-            part = part_of(comm, problem, how)
-            assert_as_dense(evaluate(comm, problem, part, num_classes=classes), problem, part)
+            right_results(comm, problem, how, num_classes=classes)
 
 
 @pytest.mark.parametrize("targets", TARGETS)
@@ -95,8 +87,7 @@ def test_loss_with_fewer_classes_than_ranks(comm, classes, targets):
     problem = draw(4, classes, targets=targets, label_smoothing=0.2, reduction="none")
     for how in SPLITS:
         with in_step(comm):
-            part = part_of(comm, problem, how)
-            assert_as_dense(evaluate(comm, problem, part), problem, part)
+            right_results(comm, problem, how)
 
 
 @pytest.mark.parametrize("targets", TARGETS)
@@ -104,17 +95,14 @@ def test_loss_with_fewer_classes_than_ranks(comm, classes, targets):
 def test_class_start_places_shards_in_any_order(comm, how, targets):
     problem = draw(5, WIDE, targets=targets, label_smoothing=0.1, weight=True, peaked=True)
     start, stop = split(WIDE, comm.size, how)[::-1][comm.rank]
-    part = Part(start, stop)
-    assert_as_dense(evaluate(comm, problem, part, class_start=start), problem, part)
+    right_results(comm, problem, Part(start, stop), class_start=start)
 
 
 def test_class_start_of_empty_shard_may_be_anything(comm):
     problem = draw(5, 3, peaked=True)
-    ranges = split(3, comm.size, "all on the last rank")
-    start, stop = ranges[comm.rank]
-    part = Part(start, stop)
-    start = start if stop > start else 3  # after the last class
-    assert_as_dense(evaluate(comm, problem, part, class_start=start), problem, part)
+    part = part_of(comm, problem, "all on the last rank")
+    start = part.start if part.stop > part.start else 3  # after the last class
+    right_results(comm, problem, part, class_start=start)
 
 
 @pytest.mark.parametrize("targets", TARGETS)
@@ -122,10 +110,7 @@ def test_class_start_of_empty_shard_may_be_anything(comm):
 @pytest.mark.parametrize(("shape", "axis"), [((0, 7), -1), ((3, 7, 0), 1), ((7, 0, 2), 0)])
 def test_loss_of_no_rows(comm, shape, axis, targets, reduction):
     problem = draw(*shape, axis=axis, targets=targets, reduction=reduction)
-    part = part_of(comm, problem)
-    results = evaluate(comm, problem, part)
-    assert_as_dense(results, problem, part)
-    for loss in results.losses.values():
+    for loss in right_results(comm, problem).losses.values():
         assert loss.size == 0 if reduction == "none" else np.isnan(loss) if reduction == "mean" else loss == 0
 
 
@@ -145,18 +130,16 @@ def test_loss_of_no_rows(comm, shape, axis, targets, reduction):
 )
 def test_rows_may_be_wider_than_a_tile(comm, shape, axis, targets):
     problem = draw(*shape, axis=axis, targets=targets, reduction="none")
-    part = part_of(comm, problem, "all on the last rank")
-    assert_as_dense(evaluate(comm, problem, part), problem, part)
+    right_results(comm, problem, "all on the last rank")
 
 
 @pytest.mark.sizes(1, 2)  # all classes are on one rank
 def test_row_wider_than_tile_has_options_and_statistics(comm):
     classes = 270_001
     problem = draw(2, classes, weight=True, label_smoothing=0.1, z_loss=0.01, logit_scale=1.5, reduction="sum")
-    part = part_of(comm, problem, "all on the first rank")
-    logits, targets, _ = part.on_this_rank(problem)
+    logits, targets, _ = part_of(comm, problem, "all on the first rank").on_this_rank(problem)
     statistics = pce.class_statistics(logits, targets, comm=comm)
-    assert_as_dense(evaluate(comm, problem, part), problem, part)
+    right_results(comm, problem, "all on the first rank")
     assert statistics.argmax.tolist() == problem.logits.argmax(axis=1).tolist()
 
 
@@ -165,24 +148,21 @@ def test_index_targets_may_have_any_integer_dtype(comm, dtype):
     ignore_index = 100 if np.dtype(dtype).kind == "u" else -100
     problem = draw(6, 11, ignored=0.4, ignore_index=ignore_index)
     problem = problem.but(targets=problem.targets.astype(dtype))
-    part = part_of(comm, problem)
-    assert_as_dense(evaluate(comm, problem, part), problem, part)
+    right_results(comm, problem)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_probability_targets_may_have_another_dtype_than_logits(comm, dtype):
     problem = draw(6, 11, targets="probabilities")
     problem = problem.but(targets=problem.targets.astype(dtype))
-    part = part_of(comm, problem)
-    assert_as_dense(evaluate(comm, problem, part), problem, part)
+    right_results(comm, problem)
 
 
 @pytest.mark.parametrize("offset", [-1e4, -100.0, 100.0, 1e4])
 @pytest.mark.parametrize("targets", TARGETS)
 def test_rows_may_be_far_from_zero(comm, targets, offset):
     problem = draw(6, WIDE, targets=targets, offset=offset, peaked=True, label_smoothing=0.1)
-    part = part_of(comm, problem)
-    assert_as_dense(evaluate(comm, problem, part), problem, part)
+    right_results(comm, problem)
 
 
 # Backward
@@ -192,18 +172,16 @@ def test_dloss_may_be_number_or_one_per_row(comm):
     rng = np.random.default_rng(5)
     for shape, axis in (((6, NARROW), 1), ((3, WIDE, 4), 1), ((NARROW,), 0), ((WIDE,), 0)):
         problem = draw(*shape, axis=axis, ignored=0.3, label_smoothing=0.1, reduction="none")
-        part = part_of(comm, problem)
         for dloss in (rng.normal(size=problem.rows_shape), rng.normal(), -3):
             with in_step(comm):
-                assert_as_dense(evaluate(comm, problem, part, dloss=dloss), problem, part, dloss)
+                right_results(comm, problem, dloss=dloss)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("dloss", [2.5, 3, np.float32(0.1), np.array(-1.5), 0.0])
 def test_dloss_may_have_any_real_type(comm, reduction, dloss):
     problem = draw(6, WIDE, targets="probabilities", reduction=reduction)
-    part = part_of(comm, problem)
-    assert_as_dense(evaluate(comm, problem, part, dloss=dloss), problem, part, float(dloss))
+    right_results(comm, problem, dloss=dloss)
 
 
 def test_backward_may_be_called_twice(comm):
@@ -232,8 +210,7 @@ def test_losses_may_be_alive_together(comm):
     gradients = [pce.softmax_cross_entropy_backward(1.0, residuals) for _, residuals in forward]
     for problem, part, (loss, _), gradient in zip(problems, parts, forward, gradients, strict=True):
         with in_step(comm):
-            alone = evaluate(comm, problem, part)
-            assert_as_dense(alone, problem, part)
+            alone = right_results(comm, problem, part)
             assert is_same(loss, alone.losses["forward"])
             assert is_same(gradient, alone.gradients["backward"])
 
@@ -282,8 +259,7 @@ def test_same_call_gives_same_bits_again(comm):
 
 def test_loss_without_communicator_is_one_process(comm):
     problem = draw(6, 11, weight=True, label_smoothing=0.1)
-    part = Part(0, 11)
-    assert_as_dense(evaluate(None, problem, part), problem, part)
+    right_results(None, problem, Part(0, 11))
 
 
 # Communication

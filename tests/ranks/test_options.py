@@ -22,6 +22,8 @@ from ranks.problems import (
     excess_of_gradient,
     expect,
     grid,
+    part_of,
+    right_results,
     rounding_of_z,
     same_on_every_rank,
     split,
@@ -33,10 +35,6 @@ pytestmark = pytest.mark.sizes(1, 2)
 
 TARGETS = ["index", "probabilities"]
 REDUCTIONS = ["none", "sum", "mean"]
-
-
-def part_of(comm, problem, how="balanced"):
-    return Part(*split(problem.classes, comm.size, how)[comm.rank])
 
 
 # Keywords
@@ -96,8 +94,7 @@ def test_each_option_equals_one_process(comm, options, targets):
     for reduction, peaked, classes in zip(REDUCTIONS, (False, True, True), (WIDE, NARROW, WIDE), strict=True):
         with in_step(comm):
             problem = draw(7, classes, targets=targets, peaked=peaked, reduction=reduction, **options)
-            part = part_of(comm, problem, "uneven")
-            assert_as_dense(evaluate(comm, problem, part), problem, part)
+            right_results(comm, problem, "uneven")
 
 
 @pytest.mark.parametrize("ignore_index", [-100, -1, 0, 7, WIDE - 1, 1000, -(2**63), 2**63 - 1])
@@ -108,10 +105,7 @@ def test_ignored_rows_count_for_nothing(comm, ignore_index):
                 12, WIDE, ignored=0.4, ignore_index=ignore_index, weight=True, z_loss=0.1, reduction=reduction
             )
             assert 0 < (problem.targets == ignore_index).sum() < 12
-            part = part_of(comm, problem)
-            results = evaluate(comm, problem, part)
-            assert_as_dense(results, problem, part)
-            for gradient in results.gradients.values():
+            for gradient in right_results(comm, problem).gradients.values():
                 assert not gradient[problem.targets == ignore_index].any()
 
 
@@ -132,8 +126,7 @@ def test_weight_may_have_any_real_dtype(comm):
         with in_step(comm):
             problem = draw(7, WIDE, weight=True, label_smoothing=0.1)
             problem = problem.but(weight=(problem.weight * 4).astype(dtype))
-            part = part_of(comm, problem)
-            assert_as_dense(evaluate(comm, problem, part), problem, part)
+            right_results(comm, problem)
 
 
 def test_some_weights_may_be_zero(comm):
@@ -143,8 +136,7 @@ def test_some_weights_may_be_zero(comm):
             problem.weight[[0, 200, 201, WIDE - 1]] = 0
             if targets == "index":
                 problem.weight[problem.targets[:2]] = 0
-            part = part_of(comm, problem)
-            assert_as_dense(evaluate(comm, problem, part), problem, part)
+            right_results(comm, problem)
 
 
 def test_probabilities_need_not_sum_to_1(comm):
@@ -153,9 +145,7 @@ def test_probabilities_need_not_sum_to_1(comm):
             problem = draw(7, WIDE, targets="probabilities", label_smoothing=smoothing, weight=weight)
             factors = np.array([0, 0.5, 1, 2, 10, 0.01, 1], np.float32)
             problem = problem.but(targets=problem.targets * factors[:, None])
-            part = part_of(comm, problem)
-            results = evaluate(comm, problem, part)
-            assert_as_dense(results, problem, part)
+            right_results(comm, problem)
 
 
 def test_one_hot_probabilities_equal_index_targets(comm):
@@ -302,8 +292,7 @@ def test_mean_counts_rows_left_on_all_ranks(comm):
             problem = problem.but(targets=targets)
             with grid(comm, rows) as (over_classes, over_rows):
                 part = Part(*split(WIDE, over_classes.size)[over_classes.rank], *split(2 * rows, rows)[over_rows.rank])
-                results = evaluate(over_classes, problem, part, batch_comm=over_rows)
-            assert_as_dense(results, problem, part)
+                right_results(over_classes, problem, part, batch_comm=over_rows)
 
 
 @pytest.mark.sizes(1, 2, 3, 4)  # every grid of rows and classes

@@ -7,7 +7,16 @@ import pytest
 
 from in_step import in_step
 import pce_mpi as pce
-from ranks.problems import SPLITS, WIDE, Part, Problem, assert_as_dense, draw, evaluate, same_on_every_rank, split
+from ranks.problems import (
+    SPLITS,
+    WIDE,
+    Problem,
+    draw,
+    evaluate,
+    part_of,
+    right_results,
+    same_on_every_rank,
+)
 
 # One shard has the special value, or shards of several lengths have it in turn.
 pytestmark = pytest.mark.sizes(1, 3)
@@ -22,16 +31,6 @@ OPTIONS = [
     {"weight": True},
     {"weight": True, "label_smoothing": 0.1, "logit_scale": 0.5, "softcap": 9.0, "z_loss": 0.01},
 ]
-
-
-def part_of(comm, problem, how="balanced"):
-    return Part(*split(problem.classes, comm.size, how)[comm.rank])
-
-
-def evaluated(comm, problem, how="balanced"):
-    """Results on this rank, and its part."""
-    part = part_of(comm, problem, how)
-    return evaluate(comm, problem, part), part
 
 
 @pytest.mark.parametrize("how", ["balanced", "uneven", "first class alone"])
@@ -53,8 +52,8 @@ def assert_masked_classes_have_no_part(comm, classes, targets, options, how):
         masked[:, 4] = False
         problem.targets[masked] = 0
     problem.logits[masked] = -np.inf
-    results, part = evaluated(comm, problem, how)
-    assert_as_dense(results, problem, part)
+    part = part_of(comm, problem, how)
+    results = right_results(comm, problem, part)
     for loss in results.losses.values():
         # Smoothing asks for some of every class, which a masked one cannot give.
         assert np.isposinf(loss).all() if "label_smoothing" in options else np.isfinite(loss).all()
@@ -69,8 +68,7 @@ def test_masked_class_stays_masked_under_scale_and_softcap(comm):
         with in_step(comm):
             masked = Problem(logits, np.array([3]), options=options)
             removed = Problem(logits[:, [0, 1, 3, 5]], np.array([2]), options=options)
-            results, part = evaluated(comm, masked)
-            assert_as_dense(results, masked, part)
+            results = right_results(comm, masked)
             for loss in results.losses.values():
                 np.testing.assert_allclose(loss, removed.dense()[0], rtol=2**-21)
 
@@ -84,8 +82,8 @@ def test_large_scale_of_small_logits_is_exact(comm, scale, spread):
             logits = (spread * rng.standard_normal((5, WIDE))).astype(np.float32)
             wanted = rng.integers(0, WIDE, 5) if targets == "class numbers" else rng.random((5, WIDE), np.float32)
             problem = Problem(logits, wanted, options={"logit_scale": scale})
-            results, part = evaluated(comm, problem)
-            assert_as_dense(results, problem, part)
+            part = part_of(comm, problem)
+            right_results(comm, problem, part)
             statistics = pce.class_statistics(part.of(logits, 1), comm=comm, logit_scale=scale)
             expected = pce.dense.class_statistics(logits, logit_scale=scale)
             np.testing.assert_allclose(statistics.logsumexp, expected.logsumexp, rtol=4 * np.finfo(np.float32).eps)
@@ -96,8 +94,8 @@ def test_target_at_masked_class_costs_infinity(comm):
     problem.logits[np.arange(4), problem.targets] = -np.inf
     for how in SPLITS:
         with in_step(comm):
-            results, part = evaluated(comm, problem, how)
-            assert_as_dense(results, problem, part)
+            part = part_of(comm, problem, how)
+            results = right_results(comm, problem, part)
             assert all(np.isposinf(loss).all() for loss in results.losses.values())
             for gradient in results.gradients.values():
                 assert np.isfinite(gradient).all()
@@ -111,8 +109,7 @@ def test_probability_at_masked_class_costs_infinity(comm):
     problem.logits[:, 7] = -np.inf
     problem.targets[:2, 7] = 0
     problem.targets[2:, 7] = 0.25
-    results, part = evaluated(comm, problem)
-    assert_as_dense(results, problem, part)
+    results = right_results(comm, problem)
     for loss in results.losses.values():
         assert np.isfinite(loss[:2]).all()
         assert np.isposinf(loss[2:]).all()
@@ -122,12 +119,11 @@ def test_probability_at_masked_class_costs_infinity(comm):
 def test_row_masked_but_for_target_costs_nothing(comm, how):
     problem = draw(12, WIDE, reduction="none").but(targets=np.linspace(0, WIDE - 1, 12).astype(int))
     problem.logits[np.arange(WIDE) != problem.targets[:, None]] = -np.inf
-    results, part = evaluated(comm, problem, how)
+    results = right_results(comm, problem, how)
     for loss in results.losses.values():
         assert loss.tolist() == [0.0] * 12
     for gradient in results.gradients.values():
         assert not gradient.any()
-    assert_as_dense(results, problem, part)
 
 
 # Bad values and their places in a row: its target, a class (or the next, if that is the target), everywhere.
@@ -153,24 +149,22 @@ def test_bad_row_is_nan_on_every_rank_alone(comm, targets, options):
     spoil(problem, np.flatnonzero(bad), problem.targets if targets == "index" else problem.targets.argmax(axis=1))
     for how in ("balanced", "uneven"):
         with in_step(comm):
-            results, part = evaluated(comm, problem, how)
+            results = right_results(comm, problem, how)
             for loss in results.losses.values():
                 assert np.isnan(loss).tolist() == bad.tolist()
             for gradient in results.gradients.values():
                 assert np.isnan(gradient[bad]).all()
                 assert np.isfinite(gradient[~bad]).all()
-            assert_as_dense(results, problem, part)
 
 
 @pytest.mark.parametrize("where", ["nan", "+inf", "-inf"])
 def test_bad_row_makes_mean_nan_everywhere(comm, where):
     problem = draw(5, WIDE)
     problem.logits[3] = float(where)
-    results, part = evaluated(comm, problem)
+    results = right_results(comm, problem)
     assert all(np.isnan(loss) for loss in results.losses.values())
     for gradient in results.gradients.values():
         assert np.isfinite(np.delete(gradient, 3, axis=0)).all()
-    assert_as_dense(results, problem, part)
 
 
 def test_bad_row_gives_nan_statistics_everywhere(comm):
@@ -223,9 +217,8 @@ def test_ignored_row_has_no_loss_and_gradient_0(comm, options):
             ignored = np.arange(2 * len(BAD)) % 2 == 0
             spoilt = clean.but(targets=np.where(ignored, -100, clean.targets), logits=clean.logits.copy())
             spoil(spoilt, np.flatnonzero(ignored), clean.targets)
-            results, part = evaluated(comm, spoilt)
-            reference = evaluate(comm, clean.but(targets=spoilt.targets), part)
-            assert_as_dense(reference, clean.but(targets=spoilt.targets), part)
+            results = evaluate(comm, spoilt, part_of(comm, spoilt))
+            reference = right_results(comm, clean.but(targets=spoilt.targets))
             for name, loss in results.losses.items():
                 assert np.array_equal(loss, reference.losses[name])
             for name, gradient in results.gradients.items():
@@ -237,12 +230,11 @@ def test_ignored_row_has_no_loss_and_gradient_0(comm, options):
 def test_sharded_rows_all_ignored(comm, reduction):
     problem = draw(4, WIDE, reduction=reduction, label_smoothing=0.1, z_loss=0.1, weight=True)
     problem = problem.but(targets=np.full(4, -100))
-    results, part = evaluated(comm, problem)
+    results = right_results(comm, problem)
     for loss in results.losses.values():
         assert np.isnan(loss) if reduction == "mean" else not loss.any()
     for gradient in results.gradients.values():
         assert not gradient.any()
-    assert_as_dense(results, problem, part)
 
 
 @pytest.mark.parametrize("weights", [(0, 0), (-1, 1)])
@@ -251,7 +243,7 @@ def test_rows_whose_weights_cancel_are_nan(comm, weights, smoothing):
     problem = draw(5, WIDE, label_smoothing=smoothing).but(targets=np.array([2, 9, -100, 2, 9]))
     weight = np.ones(WIDE, np.float32)
     weight[[2, 9]] = weights
-    results, _ = evaluated(comm, problem.but(weight=weight))
+    results = evaluate(comm, problem.but(weight=weight), part_of(comm, problem))
     for loss in results.losses.values():
         assert np.isnan(loss)
     for gradient in results.gradients.values():
@@ -264,7 +256,7 @@ def test_rows_whose_weights_cancel_are_nan(comm, weights, smoothing):
 
 def test_rows_of_weight_0_cost_nothing_in_sum(comm):
     problem = draw(5, WIDE, reduction="sum").but(weight=np.zeros(WIDE))
-    results, _ = evaluated(comm, problem)
+    results = evaluate(comm, problem, part_of(comm, problem))
     assert all(loss == 0 for loss in results.losses.values())
     assert not any(gradient.any() for gradient in results.gradients.values())
 
@@ -274,7 +266,7 @@ def test_single_class_costs_nothing(comm, how):
     for targets in TARGETS:
         with in_step(comm):
             problem = draw(4, 1, targets=targets, reduction="none")
-            results, _ = evaluated(comm, problem, how)
+            results = evaluate(comm, problem, part_of(comm, problem, how))
             assert all(loss.tolist() == [0.0] * 4 for loss in results.losses.values())
             assert not any(gradient.any() for gradient in results.gradients.values())
 
@@ -286,8 +278,7 @@ def test_logits_at_ends_of_dtype_do_not_overflow(comm, dtype):
     for targets in (np.array([0, 3]), np.array([1, 0]), np.array([3, 5])):
         with in_step(comm):
             problem = Problem(logits, targets, options={"reduction": "none"})
-            results, part = evaluated(comm, problem)
-            assert_as_dense(results, problem, part)
+            results = right_results(comm, problem)
             for loss in results.losses.values():
                 assert not np.isnan(loss).any()
             for gradient in results.gradients.values():
@@ -303,9 +294,8 @@ def test_very_low_logit_masks_its_class(comm, mask):
             logits[np.arange(6), numbers] = [-30.0, -1.0, 0.0, 1e-3, 2.5, 40.0]
             targets = numbers if kind == "index" else np.eye(classes, dtype=np.float32)[numbers]
             problem = Problem(logits, targets, options={"reduction": "none"})
-            results, part = evaluated(comm, problem)
+            results = right_results(comm, problem)
             for loss in results.losses.values():
                 assert loss.tolist() == [0.0] * 6
             for gradient in results.gradients.values():
                 assert not gradient.any()
-            assert_as_dense(results, problem, part)
