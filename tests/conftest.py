@@ -18,6 +18,8 @@ import strict_cupy
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from pce_mpi import Mesh
+
 # The ranks draw the same examples: nothing may depend on chance, on a clock, or on what an earlier run left on disk.
 # Shrinking in step needs `in_step` as well.
 hypothesis.settings.register_profile(
@@ -41,6 +43,22 @@ def comm() -> MPI.Intracomm:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
+
+
+@pytest.fixture
+def line(comm: MPI.Intracomm) -> Mesh:
+    """A mesh of one dim, `data`."""
+    from ranks.grids import mesh_of
+
+    return mesh_of(comm, comm.size)
+
+
+@pytest.fixture
+def square(comm: MPI.Intracomm) -> Mesh:
+    """A mesh of two dims, `data` and `model`."""
+    from ranks.grids import mesh_of, squarest
+
+    return mesh_of(comm, *squarest(comm.size))
 
 
 @pytest.fixture

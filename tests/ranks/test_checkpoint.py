@@ -104,12 +104,11 @@ def test_saved_arrays_are_loaded_at_any_placements(comm, folder):
         assert_equal(got, expected)
 
 
-def test_file_equals_that_of_safetensors(comm, folder):
-    mesh = mesh_of(comm, *squarest(comm.size))
+def test_file_equals_that_of_safetensors(comm, square, folder):
     wholes = {f"{np.dtype(dtype).name} {shape}": values(shape, dtype=dtype) for dtype in DTYPES for shape in [(5,), ()]}
     wholes |= {"empty": values((0, 3)), 'a name with "quotes", ünïcode and\nlines': values((2, 3, 4))}
     arrays = {
-        name: pce.distribute(whole, mesh, **({"data": Shard(0)} if whole.ndim else {}))
+        name: pce.distribute(whole, square, **({"data": Shard(0)} if whole.ndim else {}))
         for name, whole in wholes.items()
     }
     pce.save(folder / "ours", arrays)
@@ -119,17 +118,16 @@ def test_file_equals_that_of_safetensors(comm, folder):
     assert_equal(safetensors.numpy.load_file(folder / "ours") if comm.rank == 0 else wholes, wholes)
 
 
-def test_every_dtype_and_empty_arrays_keep_their_bits(comm, folder):
-    mesh = mesh_of(comm, comm.size)
+def test_every_dtype_and_empty_arrays_keep_their_bits(comm, line, folder):
     wholes = {np.dtype(dtype).name: values((3, 5), dtype=dtype) for dtype in DTYPES}
     # Numbers that a detour by float32 or by arithmetic would change.
     wholes["nan with a payload"] = np.array([0x7E01, 0xFD55, 0x8000], np.uint16).view(np.float16)
     wholes["bfloat16 with a payload"] = np.array([0x7FA1, 0xFFC3, 0x8000], np.uint16).view(ml_dtypes.bfloat16)
     wholes |= {"empty": values((0, 3)), "step": np.array(7), "long": np.array([2**63 - 1])}
     placements = {name: {"data": Shard(0)} for name, whole in wholes.items() if whole.ndim}
-    arrays = {name: pce.distribute(whole, mesh, **placements.get(name, {})) for name, whole in wholes.items()}
+    arrays = {name: pce.distribute(whole, line, **placements.get(name, {})) for name, whole in wholes.items()}
     pce.save(folder / "f", arrays)
-    loaded = pce.load(folder / "f", mesh, placements)
+    loaded = pce.load(folder / "f", line, placements)
     got = wholes_of(comm, loaded)
     assert got.keys() == wholes.keys()
     for name, whole in wholes.items():
@@ -137,23 +135,21 @@ def test_every_dtype_and_empty_arrays_keep_their_bits(comm, folder):
     assert loaded["step"].item() == 7
 
 
-def test_uneven_shards_are_saved_and_come_back_balanced(comm, folder):
-    mesh = mesh_of(comm, comm.size)
+def test_uneven_shards_are_saved_and_come_back_balanced(comm, line, folder):
     whole = values((7, 2))
-    ragged = spread(mesh.dim_sizes, (7, 2), Shard(0), seed=[3])
-    pce.save(folder / "f", {"w": held(whole, mesh, ragged)})
-    loaded = pce.load(folder / "f", mesh, {"w": {"data": Shard(0)}})
+    ragged = spread(line.dim_sizes, (7, 2), Shard(0), seed=[3])
+    pce.save(folder / "f", {"w": held(whole, line, ragged)})
+    loaded = pce.load(folder / "f", line, {"w": {"data": Shard(0)}})
     got = wholes_of(comm, loaded)
-    assert loaded["w"].sharding == Sharding.of(mesh.dim_sizes, (7, 2), {"data": Shard(0)})
+    assert loaded["w"].sharding == Sharding.of(line.dim_sizes, (7, 2), {"data": Shard(0)})
     np.testing.assert_array_equal(got["w"], whole)
 
 
 @pytest.mark.parametrize("operator", ["sum", "avg", "max", "min"])
-def test_partial_array_is_reduced_before_saving(comm, folder, operator):
-    mesh = mesh_of(comm, *squarest(comm.size))
+def test_partial_array_is_reduced_before_saving(comm, square, folder, operator):
     whole = values((4, 3))
-    pce.save(folder / "f", {"w": held(whole, mesh, spread(mesh.dim_sizes, (4, 3), Partial(operator), Shard(1)))})
-    assert_equal(wholes_of(comm, pce.load(folder / "f", mesh)), {"w": whole})
+    pce.save(folder / "f", {"w": held(whole, square, spread(square.dim_sizes, (4, 3), Partial(operator), Shard(1)))})
+    assert_equal(wholes_of(comm, pce.load(folder / "f", square)), {"w": whole})
 
 
 def test_saved_arrays_are_loaded_on_other_ranks(comm, folder):
@@ -175,13 +171,12 @@ def test_saved_arrays_are_loaded_on_other_ranks(comm, folder):
         assert_equal(got, {name: wholes[name] for name in got})
 
 
-def test_file_from_elsewhere_is_loaded_and_replicated(comm, folder):
-    mesh = mesh_of(comm, comm.size)
+def test_file_from_elsewhere_is_loaded_and_replicated(comm, line, folder):
     wholes = {"w": values((4, 3)), "b": values((3,), dtype=ml_dtypes.bfloat16), "n": np.array(3)}
     if comm.rank == 0:
         safetensors.numpy.save_file(wholes, folder / "f", metadata={"format": "pt"})
     comm.Barrier()
-    loaded = pce.load(str(folder / "f"), mesh, {"w": {"data": Shard(0)}})
+    loaded = pce.load(str(folder / "f"), line, {"w": {"data": Shard(0)}})
     assert {name: array.placements["data"] for name, array in loaded.items()} == {
         "w": Shard(0),
         "b": Replicate(),
@@ -190,22 +185,20 @@ def test_file_from_elsewhere_is_loaded_and_replicated(comm, folder):
     assert_equal(wholes_of(comm, loaded), wholes)
 
 
-def test_loaded_arrays_may_require_gradients(comm, folder):
-    mesh = mesh_of(comm, comm.size)
-    pce.save(folder / "f", {"w": pce.distribute(values((4, 3)), mesh)})
-    w = pce.load(folder / "f", mesh, {"w": {"data": Shard(0)}}, requires_grad=True)["w"]
-    w.grad = pce.distribute(values((4, 3)), mesh, data=Shard(0))
+def test_loaded_arrays_may_require_gradients(line, folder):
+    pce.save(folder / "f", {"w": pce.distribute(values((4, 3)), line)})
+    w = pce.load(folder / "f", line, {"w": {"data": Shard(0)}}, requires_grad=True)["w"]
+    w.grad = pce.distribute(values((4, 3)), line, data=Shard(0))
     pce.SGD([w], lr=1.0).step()
     assert w.is_leaf
     assert w.local.flags.c_contiguous
     assert not w.local.any()
 
 
-def test_loaded_parameters_are_floating_arrays_only(comm, folder):
-    mesh = mesh_of(comm, comm.size)
+def test_loaded_parameters_are_floating_arrays_only(line, folder):
     wholes = {np.dtype(dtype).name: values((3, 2), dtype=dtype) for dtype in DTYPES} | {"step": np.array(7)}
-    pce.save(folder / "f", {name: pce.distribute(whole, mesh) for name, whole in wholes.items()})
-    loaded = pce.load(folder / "f", mesh, {"float16": {"data": Shard(0)}}, requires_grad=True)
+    pce.save(folder / "f", {name: pce.distribute(whole, line) for name, whole in wholes.items()})
+    loaded = pce.load(folder / "f", line, {"float16": {"data": Shard(0)}}, requires_grad=True)
     assert {name for name, array in loaded.items() if array.requires_grad} == {
         "float16",
         "bfloat16",
@@ -215,20 +208,18 @@ def test_loaded_parameters_are_floating_arrays_only(comm, folder):
     assert loaded["step"].item() == 7
 
 
-def test_saving_over_file_replaces_it(comm, folder):
-    mesh = mesh_of(comm, comm.size)
+def test_saving_over_file_replaces_it(comm, line, folder):
     for number in range(3):
-        pce.save(folder / "f", {"step": pce.distribute(number, mesh)})
+        pce.save(folder / "f", {"step": pce.distribute(number, line)})
     found = files_in(comm, folder)
-    assert pce.load(folder / "f", mesh)["step"].item() == 2
+    assert pce.load(folder / "f", line)["step"].item() == 2
     assert found == ["f"]
 
 
-def test_cupy_arrays_are_saved(comm, folder, cupy):
-    mesh = mesh_of(comm, comm.size)
+def test_cupy_arrays_are_saved(comm, line, folder, cupy):
     wholes = {"w": values((4, 3)), "h": values((4,), dtype=np.float16)}
-    pce.save(folder / "f", {name: pce.distribute(cupy.asarray(w), mesh, data=Shard(0)) for name, w in wholes.items()})
-    assert_equal(wholes_of(comm, pce.load(folder / "f", mesh)), wholes)
+    pce.save(folder / "f", {name: pce.distribute(cupy.asarray(w), line, data=Shard(0)) for name, w in wholes.items()})
+    assert_equal(wholes_of(comm, pce.load(folder / "f", line)), wholes)
 
 
 # ------------------------------------------------------------------------------------------ what is at the path already
@@ -393,12 +384,11 @@ def test_saving_of_one_name_by_two_jobs(comm, folder, monkeypatch):
 # ------------------------------------------------------------------------------------------------ what is sent and held
 
 
-def test_saving_sends_each_shard_once(comm, folder):
-    mesh = mesh_of(comm, *squarest(comm.size))
+def test_saving_sends_each_shard_once(comm, square, folder):
     arrays = {
-        "replicated": pce.distribute(values((6, 4)), mesh),
-        "sharded": pce.distribute(values((6, 4)), mesh, data=Shard(0)),
-        "half": pce.distribute(values((6, 4), dtype=np.float16), mesh, model=Shard(1), data=Shard(0)),
+        "replicated": pce.distribute(values((6, 4)), square),
+        "sharded": pce.distribute(values((6, 4)), square, data=Shard(0)),
+        "half": pce.distribute(values((6, 4), dtype=np.float16), square, model=Shard(1), data=Shard(0)),
     }
     with pce.trace() as trace:
         pce.save(folder / "f", arrays)
@@ -411,18 +401,17 @@ def test_saving_sends_each_shard_once(comm, folder):
     assert totals == {"replicated": 0, "sharded": 96 - at_rank_0["sharded"], "half": 48 - at_rank_0["half"]}
 
 
-def test_saving_holds_one_full_array_at_a_time(comm, folder):
-    mesh = mesh_of(comm, comm.size)
+def test_saving_holds_one_full_array_at_a_time(comm, line, folder):
     shape, names = (1024, 256), "abcdefgh"
     full = 4 * 1024 * 256
     own = -(-full // comm.size)
-    arrays = {name: pce.distribute(np.zeros(shape, np.float32), mesh, data=Shard(0)) for name in names}
+    arrays = {name: pce.distribute(np.zeros(shape, np.float32), line, data=Shard(0)) for name in names}
     tracemalloc.start()
     pce.save(folder / "f", arrays)
     saving = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     tracemalloc.start()
-    loaded = pce.load(folder / "f", mesh, {name: {"data": Shard(0)} for name in names})
+    loaded = pce.load(folder / "f", line, {name: {"data": Shard(0)} for name in names})
     loading = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     slack = 2**18
@@ -431,11 +420,10 @@ def test_saving_holds_one_full_array_at_a_time(comm, folder):
     assert len(loaded) * own - slack < loading < len(loaded) * own + own + slack
 
 
-def test_loading_takes_one_agreement_and_sends_nothing(comm, folder):
-    mesh = mesh_of(comm, comm.size)
-    pce.save(folder / "f", {name: pce.distribute(values((4, 3)), mesh) for name in "abc"})
+def test_loading_takes_one_agreement_and_sends_nothing(line, folder):
+    pce.save(folder / "f", {name: pce.distribute(values((4, 3)), line) for name in "abc"})
     with pce.trace() as trace:
-        pce.load(folder / "f", mesh, {"a": {"data": Shard(0)}})
+        pce.load(folder / "f", line, {"a": {"data": Shard(0)}})
     assert [(event.operation, event.purpose) for event in trace.events] == [("load", Purpose.AGREEMENT)]
 
 
@@ -461,10 +449,9 @@ def large(mesh):
     return {name: pce.distribute(np.zeros((256, 256)), mesh, data=Shard(0)) for name in "abc"}
 
 
-def test_missing_folder_and_path_of_folder_raise(comm, old_file):
-    mesh = mesh_of(comm, comm.size)
-    missing = refused(comm, FileNotFoundError, pce.save, old_file.parent / "missing" / "f", large(mesh))
-    is_folder = refused(comm, IsADirectoryError, pce.save, old_file.parent, large(mesh))
+def test_missing_folder_and_path_of_folder_raise(comm, line, old_file):
+    missing = refused(comm, FileNotFoundError, pce.save, old_file.parent / "missing" / "f", large(line))
+    is_folder = refused(comm, IsADirectoryError, pce.save, old_file.parent, large(line))
     assert_old_file_is_left(comm, old_file)
     assert f"cannot save to '{old_file.parent / 'missing' / 'f'}'" in missing
     assert missing.endswith("(rank 0 along data)")
@@ -574,10 +561,9 @@ def test_saving_anything_else_is_an_error(comm, old_file):
     assert "int" in no_path
 
 
-def test_ranks_that_save_different_arrays_all_raise(comm, old_file, several):
-    mesh = mesh_of(comm, comm.size)
+def test_ranks_that_save_different_arrays_all_raise(comm, line, old_file, several):
     first = comm.rank == 0
-    w, v = pce.distribute(values((2, 2)), mesh), pce.distribute(values((3, 2)), mesh)
+    w, v = pce.distribute(values((2, 2)), line), pce.distribute(values((3, 2)), line)
     shape = refused(comm, CollectiveError, pce.save, old_file, {"u": w, "w": w if first else v})
     names = refused(comm, CollectiveError, pce.save, old_file, {"w": w} if first else {"w": w, "v": v})
     order = refused(comm, CollectiveError, pce.save, old_file, {"w": w, "v": v} if first else {"v": v, "w": w})
@@ -595,11 +581,10 @@ def test_ranks_that_save_different_arrays_all_raise(comm, old_file, several):
 # ---------------------------------------------------------------------------------------------------- errors of loading
 
 
-def test_file_missing_on_one_rank_raises_everywhere(comm, old_file):
-    mesh = mesh_of(comm, comm.size)
+def test_file_missing_on_one_rank_raises_everywhere(comm, line, old_file):
     last = comm.rank == comm.size - 1
-    missing = refused(comm, FileNotFoundError, pce.load, f"{old_file}.2" if last else old_file, mesh)
-    folder = refused(comm, IsADirectoryError, pce.load, old_file.parent if last else old_file, mesh)
+    missing = refused(comm, FileNotFoundError, pce.load, f"{old_file}.2" if last else old_file, line)
+    folder = refused(comm, IsADirectoryError, pce.load, old_file.parent if last else old_file, line)
     assert_old_file_is_left(comm, old_file)
     for text in (missing, folder):
         assert str(old_file.parent) in text
@@ -651,9 +636,8 @@ def test_file_damaged_on_one_rank_raises_everywhere(comm, old_file, damage):
     assert text.endswith(f"(rank {comm.size - 1} along data)")
 
 
-def test_placements_that_do_not_fit_file_are_errors(comm, folder):
-    mesh = mesh_of(comm, comm.size)
-    pce.save(folder / "f", {"w": pce.distribute(values((2, 2)), mesh), "step": pce.distribute(3, mesh)})
+def test_placements_that_do_not_fit_file_are_errors(comm, line, folder):
+    pce.save(folder / "f", {"w": pce.distribute(values((2, 2)), line), "step": pce.distribute(3, line)})
     shard = {"data": Shard(0)}
     cases = [
         ({"w": shard, "v": shard, "u": {}}, ValueError, "placements name 'v', 'u', which"),
@@ -664,7 +648,7 @@ def test_placements_that_do_not_fit_file_are_errors(comm, folder):
         ({"w": {"data": 0}}, TypeError, "placements['w']: data must be Shard(axis), Replicate()"),
         ({"w": Shard(0)}, TypeError, "placements['w'] must be a dict of placements by dim"),
     ]
-    texts = [refused(comm, kind, pce.load, folder / "f", mesh, placements) for placements, kind, _ in cases]
+    texts = [refused(comm, kind, pce.load, folder / "f", line, placements) for placements, kind, _ in cases]
     for text, (_, _, expected) in zip(texts, cases, strict=True):
         assert expected in text
     with pytest.raises(TypeError, match="mesh must be a Mesh"):
@@ -679,23 +663,21 @@ def test_dtype_that_no_array_can_have_is_error(comm, folder):
     assert "'q' is F8_E4M3" in refused(comm, ValueError, pce.load, folder / "f", mesh_of(comm, comm.size))
 
 
-def test_ranks_that_load_different_things_all_raise(comm, old_file, several):
-    mesh = mesh_of(comm, comm.size)
+def test_ranks_that_load_different_things_all_raise(comm, line, old_file, several):
     first = comm.rank == 0
-    placed = refused(comm, CollectiveError, pce.load, old_file, mesh, {"w": {"data": Shard(int(first))}})
-    required = refused(comm, CollectiveError, pce.load, old_file, mesh, requires_grad=first)
+    placed = refused(comm, CollectiveError, pce.load, old_file, line, {"w": {"data": Shard(int(first))}})
+    required = refused(comm, CollectiveError, pce.load, old_file, line, requires_grad=first)
     assert "disagree on w: 'float32 (2, 2), data: Shard(1)' (rank 0)" in placed
     assert "requires_grad: True (rank 0), False" in required
 
 
-def test_loading_without_safetensors_says_what_to_install(comm, old_file, monkeypatch):
-    mesh = mesh_of(comm, comm.size)
-    w = pce.distribute(values((2, 2)), mesh)
+def test_loading_without_safetensors_says_what_to_install(comm, line, old_file, monkeypatch):
+    w = pce.distribute(values((2, 2)), line)
     if comm.rank == comm.size - 1:
         monkeypatch.setitem(sys.modules, "safetensors", None)
     texts = [
         refused(comm, ImportError, pce.save, old_file, {"w": w}),
-        refused(comm, ImportError, pce.load, old_file, mesh),
+        refused(comm, ImportError, pce.load, old_file, line),
     ]
     monkeypatch.undo()
     assert_old_file_is_left(comm, old_file)
@@ -703,10 +685,9 @@ def test_loading_without_safetensors_says_what_to_install(comm, old_file, monkey
         assert "pip install 'pce_mpi[checkpoint]'" in text
 
 
-def test_loading_without_ml_dtypes_says_what_to_install(comm, folder, monkeypatch):
-    mesh = mesh_of(comm, comm.size)
-    pce.save(folder / "f", {"w": pce.distribute(values((2, 2), dtype=ml_dtypes.bfloat16), mesh)})
+def test_loading_without_ml_dtypes_says_what_to_install(comm, line, folder, monkeypatch):
+    pce.save(folder / "f", {"w": pce.distribute(values((2, 2), dtype=ml_dtypes.bfloat16), line)})
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     monkeypatch.setattr(checkpoint, "dtype_named", lambda name: np.dtype({"bfloat16": "no such type"}[name]))
-    text = refused(comm, ImportError, pce.load, folder / "f", mesh)
+    text = refused(comm, ImportError, pce.load, folder / "f", line)
     assert "bfloat16 needs ml_dtypes: pip install 'pce_mpi[bf16]'" in text

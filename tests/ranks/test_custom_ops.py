@@ -11,17 +11,11 @@ import pytest
 import pce_mpi as pce
 from pce_mpi import Rule, Shard
 from pce_mpi.distributed.array import DistArray
-from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Placement
-from ranks.grids import factorizations, local_of, mesh_of, spread, squarest
+from ranks.grids import factorizations, local_of, mesh_of, spread
 from ranks.placed import AVG, MAX, ROUNDING, SUM, R, at, check, traced, whole_of
 
 pytestmark = pytest.mark.usefixtures("impatient")
-
-
-@pytest.fixture
-def line(comm) -> Mesh:
-    return mesh_of(comm, comm.size)
 
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray:
@@ -492,11 +486,10 @@ def test_operands_of_function_are_not_kept(line):
     assert watched() is None
 
 
-def test_functions_of_numpy_see_the_global_array(comm):
-    mesh = mesh_of(comm, *squarest(comm.size))
+def test_functions_of_numpy_see_the_global_array(square):
     a = numbers(5, 5)
     for placed in [(Shard(0), Shard(1)), (Shard(0), Shard(0)), (SUM, Shard(1)), (SUM, AVG)]:
-        check(np.linalg.inv(at(mesh, a, *placed)), np.linalg.inv(a), R, R)
+        check(np.linalg.inv(at(square, a, *placed)), np.linalg.inv(a), R, R)
 
 
 def test_cupy_arrays_stay_where_they_are(line, cupy):

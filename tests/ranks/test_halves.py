@@ -10,7 +10,6 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import Replicate, Shard
-from ranks.grids import mesh_of
 from ranks.op_cases import alone
 from ulps import ROUNDED_ONCE, errors
 
@@ -160,14 +159,13 @@ def softmax(x: Array) -> Array:
 
 @each_half
 @pytest.mark.parametrize("axis", [0, 1], ids=["rows", "the axis"])
-def test_softmaxes_of_halves_are_rounded_once(comm, axis, dtype):
-    mesh = mesh_of(comm, comm.size)
+def test_softmaxes_of_halves_are_rounded_once(line, axis, dtype):
     x, g = drawn(dtype, 301, 37, scale=4.0), drawn(dtype, 301, 37, seed=1)
     x[:, 0] += dtype(20)  # close to 1, of which the logarithm is a small number
     p, slope = softmax(wide(x)), wide(g)
     total = (slope * p).sum(-1, keepdims=True)
     terms = p * (np.abs(slope) + (np.abs(slope) * p).sum(-1, keepdims=True))
-    y, gradient = pulled(pce.softmax, g, mesh, x, data=Shard(axis))
+    y, gradient = pulled(pce.softmax, g, line, x, data=Shard(axis))
     assert faults(y.local, here(p, y), here(x, y))[:5] == []
     assert faults(gradient.local, here(p * (slope - total), y), here(x, y), here(terms, y))[:5] == []
 
@@ -177,23 +175,22 @@ def test_softmaxes_of_halves_are_rounded_once(comm, axis, dtype):
     exact = z - np.log1p(others.sum(-1, keepdims=True))
     summed = slope.sum(-1, keepdims=True)
     terms = np.abs(slope) + p * np.abs(slope).sum(-1, keepdims=True)
-    y, gradient = pulled(pce.log_softmax, g, mesh, x, data=Shard(axis))
+    y, gradient = pulled(pce.log_softmax, g, line, x, data=Shard(axis))
     assert faults(y.local, here(exact, y), here(x, y))[:5] == []
     assert faults(gradient.local, here(slope - p * summed, y), here(x, y), here(terms, y))[:5] == []
 
     g = g[:, 0]
-    y, gradient = pulled(lambda x: pce.logsumexp(x, 1), g, mesh, x, data=Shard(axis))
+    y, gradient = pulled(lambda x: pce.logsumexp(x, 1), g, line, x, data=Shard(axis))
     exact = wide(x).max(-1) - exact.max(-1)
     assert faults(y.local, here(exact, y), here(exact, y))[:5] == []
     assert faults(gradient.local, here(p * wide(g)[:, None], gradient), here(x, gradient))[:5] == []
 
 
 @each_half
-def test_sums_of_gradients_may_exceed_what_half_holds(comm, dtype):
-    mesh = mesh_of(comm, comm.size)
+def test_sums_of_gradients_may_exceed_what_half_holds(line, dtype):
     g = np.full((3, 8), 32_000, dtype)  # eight of which no float16 can hold
     for axis in (0, 1):
-        _, gradient = pulled(pce.log_softmax, g, mesh, np.zeros((3, 8), dtype), data=Shard(axis))
+        _, gradient = pulled(pce.log_softmax, g, line, np.zeros((3, 8), dtype), data=Shard(axis))
         assert (np.abs(wide(gradient.local)) < 2.0**-18 * float(g[0, 0])).all()
 
 

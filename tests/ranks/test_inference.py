@@ -213,11 +213,10 @@ def test_inference_takes_one_dtype_or_one_each():
     assert inferred("embedding", [(3,), (8, 2)], R, Shard(0), dtypes=(np.int32, np.float32)).result == {"model": SUM}
 
 
-def test_mesh_may_be_given_for_its_dims(comm):
-    mesh = mesh_of(comm, *squarest(comm.size))
+def test_mesh_may_be_given_for_its_dims(square):
     placements = [{"data": Shard(0)}, {"model": Shard(1)}]
-    by_mesh = infer_placements("matmul", [(5, 4), (4, 3)], placements, mesh=mesh)
-    assert by_mesh == infer_placements("matmul", [(5, 4), (4, 3)], placements, mesh=dict(mesh.dims))
+    by_mesh = infer_placements("matmul", [(5, 4), (4, 3)], placements, mesh=square)
+    assert by_mesh == infer_placements("matmul", [(5, 4), (4, 3)], placements, mesh=dict(square.dims))
     assert by_mesh.result == {"data": Shard(0), "model": Shard(1)}
 
 
@@ -236,15 +235,14 @@ def test_large_meshes_and_arrays_cost_nothing():
     assert found.bytes == 0
 
 
-def test_inference_communicates_nothing(comm, monkeypatch):
-    mesh = mesh_of(comm, comm.size)
+def test_inference_communicates_nothing(comm, line, monkeypatch):
     waited = []
     monkeypatch.setattr(Channel, "wait", lambda *arguments, **options: waited.append(arguments))
     if comm.rank == comm.size - 1:
         with pce.trace() as trace:
             for each in calls():
                 for placed in on_a_line(each)[:3]:
-                    foreseen(each, mesh, placed)
+                    foreseen(each, line, placed)
         assert trace.events == []
     assert waited == []
 

@@ -6,19 +6,13 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import Shard
-from ranks.grids import mesh_of
 
 HALVES = [np.float16, ml_dtypes.bfloat16]
 
 
 @pytest.fixture
-def mesh(comm):
-    return mesh_of(comm, comm.size)
-
-
-@pytest.fixture
-def sharded(mesh):
-    return lambda array, **options: pce.distribute(np.asarray(array), mesh, data=Shard(0), **options)
+def sharded(line):
+    return lambda array, **options: pce.distribute(np.asarray(array), line, data=Shard(0), **options)
 
 
 def test_comparisons_are_elementwise_and_placed_as_operands(sharded):
@@ -45,10 +39,10 @@ def test_distributed_arrays_are_keys_by_identity(sharded):
     assert x in [x]
 
 
-def test_scalar_parameter_has_array_gradient_and_steps(mesh):
-    scale = pce.distribute(2.0, mesh, requires_grad=True)
+def test_scalar_parameter_has_array_gradient_and_steps(line):
+    scale = pce.distribute(2.0, line, requires_grad=True)
     for _ in range(2):
-        (pce.distribute(np.ones(4), mesh, data=Shard(0)) * scale).sum().backward()
+        (pce.distribute(np.ones(4), line, data=Shard(0)) * scale).sum().backward()
     pce.SGD([scale], lr=0.25).step()
     assert isinstance(scale.grad.local, np.ndarray)
     assert scale.item() == 2.0 - 0.25 * 8
@@ -121,17 +115,17 @@ def test_negative_whole_power_is_refused_without_elements_too(comm, sharded):
 
 
 @pytest.mark.parametrize("operator", ["sum", "max"])
-def test_whole_exponent_may_have_negative_terms(comm, mesh, operator):
+def test_whole_exponent_may_have_negative_terms(comm, line, operator):
     term = np.array([comm.size + 2 if comm.rank == 0 else -1])
-    exponents = pce.from_local(term, mesh, data=pce.Partial(operator))
+    exponents = pce.from_local(term, line, data=pce.Partial(operator))
     expected = 2 ** (comm.size + 2 if operator == "max" else 3)
     assert (2**exponents).item() == expected
     assert (np.array([2]) ** exponents).item() == expected
 
 
-def test_softmax_of_no_elements_is_empty(comm, mesh):
+def test_softmax_of_no_elements_is_empty(comm, line):
     for placement in (pce.Replicate(), Shard(0), Shard(1)):
-        x = pce.distribute(np.zeros((2, 0)), mesh, data=placement)
+        x = pce.distribute(np.zeros((2, 0)), line, data=placement)
         assert pce.softmax(x).full().shape == (2, 0)
 
 
@@ -144,9 +138,9 @@ def test_numpy_error_flag_stops_no_rank_alone(comm, sharded):
 
 @pytest.mark.parametrize("operator", ["sum", "avg"])
 @pytest.mark.parametrize("other", [np.array([True, False, True]), np.array([2, 0, 5])], ids=["booleans", "integers"])
-def test_partial_meets_numbers_that_cannot_be_partial(mesh, operator, other):
+def test_partial_meets_numbers_that_cannot_be_partial(line, operator, other):
     whole = np.array([0.5, 1.5, 2.5])
-    x = pce.distribute(whole, mesh, requires_grad=True, **{"data": pce.Partial(operator)})
+    x = pce.distribute(whole, line, requires_grad=True, **{"data": pce.Partial(operator)})
     results = [x + other, other + x, pce.concatenate([x, other]), pce.where(whole > 1, x, other), pce.mse(x, other)]
     pce.sum(results[0] * np.arange(3.0)).backward()
     expected = [whole + other, other + whole, np.concatenate([whole, other]), np.where(whole > 1, whole, other)]

@@ -11,7 +11,6 @@ import pytest
 import pce_mpi as pce
 from pce_mpi import Shard, ops
 from pce_mpi.distributed.sharding import Sharding
-from ranks.grids import mesh_of
 from ranks.op_cases import OPS, alone, cases_of, error_of, evaluate, listed, numbers, one_process, replicated
 from ulps import FINITE_DIFFERENCE, HALF, OPERATION
 
@@ -249,11 +248,10 @@ def test_cupy_arrays_give_cupy_arrays_with_same_numbers(cupy, op):
 
 @pytest.mark.sizes(2)  # the library does not depend on the size
 @pytest.mark.parametrize("op", OPS)
-def test_sharded_cupy_arrays_give_numbers_of_numpy(comm, cupy, op):
-    mesh = mesh_of(comm, comm.size)
+def test_sharded_cupy_arrays_give_numbers_of_numpy(line, cupy, op):
     for case in cases_of(op):
-        shardings = [Sharding.of(mesh.dim_sizes, x.shape, {"data": Shard(0)} if x.ndim else {}) for x in case.operands]
-        expected = evaluate(case, mesh, shardings)
-        got = evaluate(case, mesh, shardings, library=cupy)
+        shardings = [Sharding.of(line.dim_sizes, x.shape, {"data": Shard(0)} if x.ndim else {}) for x in case.operands]
+        expected = evaluate(case, line, shardings)
+        got = evaluate(case, line, shardings, library=cupy)
         assert [x.sharding for x in got.arrays] == [x.sharding for x in expected.arrays], case.name
         assert list(differences(case, cupy, got.arrays, [x.local for x in expected.arrays])) == []

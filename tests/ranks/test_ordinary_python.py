@@ -98,9 +98,8 @@ def test_complex_results_are_refused():
 
 
 @pytest.fixture
-def weights(comm):
-    mesh = mesh_of(comm, comm.size)
-    w = pce.distribute(np.arange(6.0).reshape(3, 2), mesh, requires_grad=True, data=Shard(0))
+def weights(line):
+    w = pce.distribute(np.arange(6.0).reshape(3, 2), line, requires_grad=True, data=Shard(0))
     (w * w).sum().backward()
     return w
 
@@ -124,12 +123,11 @@ def test_deep_copy_is_a_leaf_of_its_own(weights):
     np.testing.assert_array_equal(copied.full(), -before)
 
 
-def test_mean_of_parameters_is_made_by_deep_copy(comm):
-    mesh = mesh_of(comm, comm.size)
-    shared = pce.distribute(np.ones(4), mesh, requires_grad=True, data=Shard(0))
-    model = {"layers": [shared, shared], "head": pce.distribute(np.ones(2), mesh), "mesh": mesh}
+def test_mean_of_parameters_is_made_by_deep_copy(line):
+    shared = pce.distribute(np.ones(4), line, requires_grad=True, data=Shard(0))
+    model = {"layers": [shared, shared], "head": pce.distribute(np.ones(2), line), "mesh": line}
     mean = copy.deepcopy(model)
-    assert mean["mesh"] is mesh
+    assert mean["mesh"] is line
     assert mean["layers"][0] is mean["layers"][1]
     assert mean["head"].grad is None
     with pce.no_grad():

@@ -135,24 +135,21 @@ def has_partial(pair: Any) -> bool:
 
 
 @pytest.mark.parametrize("splits", SPLITS)
-def test_redistribute_between_placements_on_one_dim(comm, splits):
-    mesh = mesh_of(comm, comm.size)
-    wrong = differences(comm, mesh, cases_of(mesh, splits, pairs(1, *OPERATORS)))
+def test_redistribute_between_placements_on_one_dim(comm, line, splits):
+    wrong = differences(comm, line, cases_of(line, splits, pairs(1, *OPERATORS)))
     assert wrong == []
 
 
 @pytest.mark.parametrize("splits", SPLITS)
-def test_redistribute_shards_and_replicas_on_two_dims(comm, splits):
+def test_redistribute_shards_and_replicas_on_two_dims(comm, square, splits):
     # Both dims on one axis, in both directions, are among them.
-    mesh = mesh_of(comm, *squarest(comm.size))
-    wrong = differences(comm, mesh, cases_of(mesh, splits, pairs(2)))
+    wrong = differences(comm, square, cases_of(square, splits, pairs(2)))
     assert wrong == []
 
 
 @pytest.mark.parametrize("splits", SPLITS)
-def test_redistribute_sums_on_two_dims(comm, splits):
-    mesh = mesh_of(comm, *squarest(comm.size))
-    wrong = differences(comm, mesh, cases_of(mesh, splits, filter(has_partial, pairs(2, "sum"))))
+def test_redistribute_sums_on_two_dims(comm, square, splits):
+    wrong = differences(comm, square, cases_of(square, splits, filter(has_partial, pairs(2, "sum"))))
     assert wrong == []
 
 
@@ -167,12 +164,11 @@ def test_redistribute_partial_on_two_dims(comm, operator):
 
 
 @pytest.mark.parametrize("splits", SPLITS)
-def test_redistribute_sums_mixed_with_averages(comm, splits):
-    mesh = mesh_of(comm, *squarest(comm.size))
+def test_redistribute_sums_mixed_with_averages(comm, square, splits):
     mixed = [(Partial("sum"), Partial("avg")), (Partial("avg"), Partial("sum"))]
     targets = list(product(placements_of(2, "sum", "avg"), repeat=2))
     extremes = [(Partial("max"), Replicate()), (Shard(0), Partial("min"))]
-    wrong = differences(comm, mesh, cases_of(mesh, splits, product(mixed, targets + extremes)))
+    wrong = differences(comm, square, cases_of(square, splits, product(mixed, targets + extremes)))
     assert wrong == []
 
 
@@ -198,11 +194,10 @@ def test_redistribute_on_three_dims(comm):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (3, 0, 2)], ids=str)
-def test_arrays_without_axes_and_without_elements(comm, shape):
-    mesh = mesh_of(comm, comm.size)
+def test_arrays_without_axes_and_without_elements(comm, line, shape):
     every = product(placements_of(len(shape), *OPERATORS), repeat=2)
-    shardings = [(spread(mesh.dim_sizes, shape, one), spread(mesh.dim_sizes, shape, other)) for one, other in every]
-    wrong = differences(comm, mesh, [Case(numbers(shape), *both) for both in shardings])
+    shardings = [(spread(line.dim_sizes, shape, one), spread(line.dim_sizes, shape, other)) for one, other in every]
+    wrong = differences(comm, line, [Case(numbers(shape), *both) for both in shardings])
     assert wrong == []
 
 
@@ -211,10 +206,9 @@ INTEGERS = [np.int8, np.uint8, np.int64]
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, np.bool_], ids=lambda dtype: dtype.__name__)
-def test_redistribute_keeps_every_dtype(comm, dtype):
+def test_redistribute_keeps_every_dtype(comm, line, dtype):
     operators = {np.bool_: ("max", "min")}.get(dtype, ("sum", "max", "min") if dtype in INTEGERS else OPERATORS)
-    mesh = mesh_of(comm, comm.size)
-    wrong = differences(comm, mesh, cases_of(mesh, "ragged", pairs(1, *operators), dtype))
+    wrong = differences(comm, line, cases_of(line, "ragged", pairs(1, *operators), dtype))
     assert wrong == []
 
 
@@ -271,21 +265,19 @@ def test_terms_become_what_they_are_together(comm, operator, dtype):
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_nan_that_one_rank_has_reaches_every_rank(comm, operator):
-    mesh = mesh_of(comm, comm.size)
+def test_nan_that_one_rank_has_reaches_every_rank(comm, line, operator):
     mine = np.arange(6.0).reshape(2, 3) + comm.rank
     if comm.rank == comm.size - 1:
         mine[1, 2] = np.nan
-    x = from_local(mine, mesh, data=Partial(operator))
+    x = from_local(mine, line, data=Partial(operator))
     results = brought_to(comm, x, targets_of(x))
     for result in results:
         assert np.argwhere(np.isnan(result)).tolist() == [[1, 2]]
 
 
-def test_sum_of_averages_over_another_dim(comm):
-    mesh = mesh_of(comm, *squarest(comm.size))
+def test_sum_of_averages_over_another_dim(comm, square):
     theirs = terms(comm)
-    x = from_local(theirs[comm.rank], mesh, data=Partial("sum"), model=Partial("avg"))
+    x = from_local(theirs[comm.rank], square, data=Partial("sum"), model=Partial("avg"))
     at_once = redistribute(x, x.sharding.replicated, **WHY)
     halfway = redistribute(x, x.sharding.with_placements({"data": Shard(1)}), **WHY)
     one_by_one = redistribute(halfway, x.sharding.replicated, **WHY)
@@ -295,15 +287,14 @@ def test_sum_of_averages_over_another_dim(comm):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda d: d.__name__)
-def test_redistribute_there_and_back_keeps_numbers(comm, dtype):
+def test_redistribute_there_and_back_keeps_numbers(line, dtype):
     finfo = ml_dtypes.finfo(dtype)
     special = [np.nan, np.inf, -np.inf, 0.0, 1 / 3, float(finfo.max) / 2, float(finfo.smallest_normal) * 16]
     half = finfo.bits == 16
     if half:
         special.append(float(finfo.smallest_subnormal))  # divided by anything it would be 0
     whole = np.array(special * 3).astype(dtype).reshape(-1, 3)
-    mesh = mesh_of(comm, comm.size)
-    x = distribute(whole, mesh)
+    x = distribute(whole, line)
     ways = placements_of(2, *OPERATORS)
     with np.errstate(all="raise"):
         there = [redistribute(x, x.sharding.with_placements({"data": placement}), **WHY) for placement in ways]
@@ -337,11 +328,10 @@ def test_average_of_halves_is_rounded_once(comm):
     assert worst(result, exact, np.float16) <= ROUNDED_ONCE
 
 
-def test_replicas_of_sum_have_equal_bits(comm):
-    mesh = mesh_of(comm, *squarest(comm.size))
+def test_replicas_of_sum_have_equal_bits(comm, square):
     bits = []
     for dtype, length in product([np.float16, np.float32, np.float64], [1, 1000, 30_011]):
-        x = from_local(terms(comm, (length,), dtype)[comm.rank], mesh, data=Partial("sum"), model=Partial("avg"))
+        x = from_local(terms(comm, (length,), dtype)[comm.rank], square, data=Partial("sum"), model=Partial("avg"))
         bits.append(redistribute(x, x.sharding.replicated, **WHY).local.tobytes())
         # In two steps: all ranks along `data` see the same sum over `model`.
         halfway = redistribute(x, x.sharding.with_placements({"model": Shard(0)}), **WHY)
@@ -353,10 +343,9 @@ def test_replicas_of_sum_have_equal_bits(comm):
 # ----------------------------------------------------------------------------------------------------------- the memory
 
 
-def test_array_placed_as_asked_is_returned_itself(comm):
-    mesh = mesh_of(comm, comm.size)
+def test_array_placed_as_asked_is_returned_itself(line):
     for placement in placements_of(2, *OPERATORS):
-        x = distribute(numbers((7, 5)), mesh, data=placement)
+        x = distribute(numbers((7, 5)), line, data=placement)
         with pce.trace() as trace:
             y = redistribute(x, x.sharding.with_placements({"data": placement}), **WHY)
         assert y is x
@@ -364,13 +353,12 @@ def test_array_placed_as_asked_is_returned_itself(comm):
 
 
 @pytest.mark.parametrize("order", ["Fortran", "strided", "backwards", "read-only"])
-def test_local_arrays_may_have_any_memory_order(comm, order):
-    mesh = mesh_of(comm, comm.size)
+def test_local_arrays_may_have_any_memory_order(comm, line, order):
     whole = numbers((7, 5))
     wrong = []
     for one, other in product(placements_of(2, "sum"), repeat=2):
-        source, target = spread(mesh.dim_sizes, (7, 5), one), spread(mesh.dim_sizes, (7, 5), other)
-        local = local_of(whole, source, mesh.coordinates)
+        source, target = spread(line.dim_sizes, (7, 5), one), spread(line.dim_sizes, (7, 5), other)
+        local = local_of(whole, source, line.coordinates)
         local = {
             "Fortran": local.copy("F"),
             "strided": np.repeat(np.repeat(local, 2, 0), 2, 1)[::2, ::2],
@@ -378,7 +366,7 @@ def test_local_arrays_may_have_any_memory_order(comm, order):
             "read-only": local.copy(),
         }[order]
         local.flags.writeable = order != "read-only"
-        y = redistribute(DistArray(local, mesh, source), target, **WHY)
+        y = redistribute(DistArray(local, line, source), target, **WHY)
         wrong.append((f"{one} -> {other}", y.sharding, y.local))
     everywhere = comm.allgather([local for *_, local in wrong])
     for number, (name, sharding, _) in enumerate(wrong):
@@ -386,9 +374,8 @@ def test_local_arrays_may_have_any_memory_order(comm, order):
         np.testing.assert_array_equal(result, whole, err_msg=name)
 
 
-def test_result_knows_nothing_of_tape(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = distribute(numbers((7, 5)), mesh, data=Shard(0), requires_grad=True)
+def test_result_knows_nothing_of_tape(line):
+    x = distribute(numbers((7, 5)), line, data=Shard(0), requires_grad=True)
     y = redistribute(x, x.sharding.replicated, **WHY)
     assert (y.requires_grad, y.grad, y.node) == (False, None, None)
     assert x.requires_grad
@@ -397,21 +384,19 @@ def test_result_knows_nothing_of_tape(comm):
 # --------------------------------------------------------------------------------------------------- what the trace has
 
 
-def test_silent_redistribution_does_not_even_agree(comm):
-    mesh = mesh_of(comm, comm.size)
+def test_silent_redistribution_does_not_even_agree(line):
     silent = [(Replicate(), other) for other in placements_of(2, *OPERATORS)]
     silent += [(Shard(0), Partial("sum")), (Shard(1), Partial("sum"))]
     with pce.trace() as trace:
         for one, other in silent:
-            source, target = spread(mesh.dim_sizes, (7, 5), one), spread(mesh.dim_sizes, (7, 5), other)
-            redistribute(DistArray(local_of(numbers((7, 5)), source, mesh.coordinates), mesh, source), target, **WHY)
+            source, target = spread(line.dim_sizes, (7, 5), one), spread(line.dim_sizes, (7, 5), other)
+            redistribute(DistArray(local_of(numbers((7, 5)), source, line.coordinates), line, source), target, **WHY)
     assert trace.events == []
 
 
-def test_steps_that_send_are_agreed_on_once(comm):
-    mesh = mesh_of(comm, comm.size)
+def test_steps_that_send_are_agreed_on_once(line):
     whole = numbers((7, 5))
-    x, terms_of_it = distribute(whole, mesh, data=Shard(0)), distribute(whole, mesh, data=Partial())
+    x, terms_of_it = distribute(whole, line, data=Shard(0)), distribute(whole, line, data=Partial())
     with pce.trace() as trace:
         redistribute(x, x.sharding.replicated, **WHY)
         redistribute(x, x.sharding.with_placements({"data": Shard(1)}), **WHY)
@@ -424,19 +409,18 @@ def test_steps_that_send_are_agreed_on_once(comm):
     assert trace.bytes(purpose=Purpose.AGREEMENT) == 4 * 56
 
 
-def test_trace_of_redistribution_has_placements_and_reason(comm):
-    mesh = mesh_of(comm, *squarest(comm.size))
+def test_trace_of_redistribution_has_placements_and_reason(square):
     whole = numbers((8, 4), np.float32)
-    x = distribute(whole, mesh, data=Shard(0), model=Partial("sum"))
+    x = distribute(whole, square, data=Shard(0), model=Partial("sum"))
     with pce.trace() as trace:
         redistribute(x, x.sharding.replicated, operation="matmul", reason="operand 0 has to be placed so")
     rows = [(event.collective, event.over, event.ranks, event.before, event.after) for event in trace.select()]
-    data, model = mesh.dims.values()
+    data, model = square.dims.values()
     assert rows == [
         ("all_reduce", "model", model, "Partial('sum')", "Replicate()"),
         ("all_gather", "data", data, "Shard(0)", "Replicate()"),
     ]
-    rows_here = x.sharding.local_shape(mesh.coordinates)[0]
+    rows_here = x.sharding.local_shape(square.coordinates)[0]
     assert [event.bytes for event in trace.select()] == [rows_here * 4 * 4] * 2
     assert {(event.phase, event.operation) for event in trace.events} == {("forward", "matmul")}
     assert {event.reason for event in trace.select()} == {"operand 0 has to be placed so"}
@@ -591,15 +575,14 @@ PLANTS = {
 
 @pytest.mark.sizes(2)  # a fault shows at any size above 1
 @pytest.mark.parametrize("plant", PLANTS)
-def test_wrong_implementation_is_caught(comm, monkeypatch, plant):
+def test_wrong_implementation_is_caught(comm, line, monkeypatch, plant):
     # Blocks of one shape, so that what arrives in the wrong place fits there.
-    mesh = mesh_of(comm, comm.size)
     whole = numbers((12 * comm.size, 24 * comm.size))
     every = [
-        (spread(mesh.dim_sizes, whole.shape, one), spread(mesh.dim_sizes, whole.shape, other))
+        (spread(line.dim_sizes, whole.shape, one), spread(line.dim_sizes, whole.shape, other))
         for ((one,), (other,)) in pairs(1, *OPERATORS)
     ]
     name, planted = PLANTS[plant]
     monkeypatch.setattr(dist_array if name == "run_step" else redistribution, name, planted)
-    wrong = differences(comm, mesh, [Case(whole, *both) for both in every])
+    wrong = differences(comm, line, [Case(whole, *both) for both in every])
     assert wrong or comm.size == 1

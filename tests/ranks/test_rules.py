@@ -17,25 +17,13 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.sharding import Sharding
-from ranks.grids import factorizations, mesh_of, squarest
+from ranks.grids import factorizations, mesh_of
 from ranks.placed import AVG, MAX, MIN, ROUNDING, SUM, R, at, check, collectives, numbers, traced, whole_of
 
 Array = np.ndarray
 Formula = Callable[[Any], Any]
 
 pytestmark = pytest.mark.usefixtures("impatient")
-
-
-@pytest.fixture
-def line(comm) -> Mesh:
-    """A mesh of one dim, `data`."""
-    return mesh_of(comm, comm.size)
-
-
-@pytest.fixture
-def square(comm) -> Mesh:
-    """A mesh of two dims, `data` and `model`."""
-    return mesh_of(comm, *squarest(comm.size))
 
 
 def grids(comm) -> Iterator[Mesh]:

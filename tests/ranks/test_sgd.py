@@ -133,26 +133,24 @@ def test_steps_at_any_placement_equal_one_process(comm, options):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_arrays_of_any_shape_are_stepped(comm, shape):
-    mesh = mesh_of(comm, *squarest(comm.size))
+def test_arrays_of_any_shape_are_stepped(square, shape):
     values = wholes(shape, 2, seed=1)
     placements = {"data": Shard(0)} if shape else {}
-    w = parameter(values[0], mesh, **placements)
+    w = parameter(values[0], square, **placements)
     optimizer = SGD([w], lr=0.5, momentum=0.5, nesterov=True, weight_decay=0.25)
     for step in range(2):
-        w.grad = gradient(values[1 + step], mesh, data=SUM, model=SUM)
+        w.grad = gradient(values[1 + step], square, data=SUM, model=SUM)
         optimizer.step()
     got = whole_of(w)
     np.testing.assert_array_equal(got, one_process(values[0], values[1:], 0.5, 0.5, True, 0.25))
 
 
-def test_uneven_and_empty_shards_keep_their_split_points(comm):
-    mesh = mesh_of(comm, comm.size)
+def test_uneven_and_empty_shards_keep_their_split_points(line):
     values = wholes((6, 2), 1, seed=3)
-    placement = spread(mesh.dim_sizes, (6, 2), Shard(0), seed=[5])
-    scattered, in_place = (held(values[0], mesh, placement, requires_grad=True) for _ in range(2))
-    scattered.grad = gradient(values[1], mesh, data=SUM)
-    in_place.grad = held(values[1], mesh, placement)
+    placement = spread(line.dim_sizes, (6, 2), Shard(0), seed=[5])
+    scattered, in_place = (held(values[0], line, placement, requires_grad=True) for _ in range(2))
+    scattered.grad = gradient(values[1], line, data=SUM)
+    in_place.grad = held(values[1], line, placement)
     SGD([scattered, in_place], lr=1.0).step()
     results = [whole_of(w) for w in (scattered, in_place)]
     assert scattered.sharding is placement
@@ -161,16 +159,15 @@ def test_uneven_and_empty_shards_keep_their_split_points(comm):
         np.testing.assert_array_equal(got, values[0] - values[1])
 
 
-def test_gradient_may_have_any_memory_order(comm):
-    mesh = mesh_of(comm, comm.size)
+def test_gradient_may_have_any_memory_order(comm, line):
     values = wholes((6, 4), 1, seed=2)
     by_column = np.asfortranarray(values[1])
     one = np.broadcast_to(np.float32(1), (6, 4))
-    parameters = [parameter(values[0], mesh) for _ in range(4)]
-    whole = Sharding.of(mesh.dim_sizes, (6, 4), {})
-    partial = Sharding.of(mesh.dim_sizes, (6, 4), {"data": SUM})
+    parameters = [parameter(values[0], line) for _ in range(4)]
+    whole = Sharding.of(line.dim_sizes, (6, 4), {})
+    partial = Sharding.of(line.dim_sizes, (6, 4), {"data": SUM})
     for w, local, placement in zip(parameters, [by_column, one] * 2, [whole, whole, partial, partial], strict=True):
-        w.grad = DistArray(local, mesh, placement)
+        w.grad = DistArray(local, line, placement)
     before = [w.local for w in parameters]
     SGD(parameters, lr=1.0, momentum=0.5, weight_decay=1.0).step()
     assert all(w.local is array for w, array in zip(parameters, before, strict=True)), "parameters change in place"
@@ -179,11 +176,10 @@ def test_gradient_may_have_any_memory_order(comm):
         np.testing.assert_array_equal(w.local, -g)
 
 
-def test_parameters_may_share_memory_of_gradient(comm):
-    mesh = mesh_of(comm, comm.size)
+def test_parameters_may_share_memory_of_gradient(line):
     values = wholes((5,), 1, seed=4)
-    shared = gradient(values[1], mesh, data=SUM)
-    parameters = [parameter(values[0], mesh) for _ in range(2)]
+    shared = gradient(values[1], line, data=SUM)
+    parameters = [parameter(values[0], line) for _ in range(2)]
     for w in parameters:
         w.grad = shared
     norm = clip_grad_norm(parameters, 1e-3)
@@ -228,14 +224,13 @@ def test_replicas_have_same_bits_after_100_steps(comm):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
-def test_halves_are_stepped_in_float32(comm, dtype):
-    mesh = mesh_of(comm, *squarest(comm.size))
+def test_halves_are_stepped_in_float32(square, dtype):
     values = wholes((6, 4), 3, seed=8)
-    w = parameter(values[0].astype(dtype), mesh, data=Shard(0))
+    w = parameter(values[0].astype(dtype), square, data=Shard(0))
     optimizer = SGD([w], lr=0.01, momentum=0.9, weight_decay=0.1)
     p, b = values[0], 0
     for g in values[1:]:
-        w.grad = gradient(g.astype(dtype), mesh, data=SUM, model=AVG)
+        w.grad = gradient(g.astype(dtype), square, data=SUM, model=AVG)
         optimizer.step()
         b = np.float32(0.9) * b + (g + np.float32(0.1) * p)
         p = (p - np.float32(0.01) * b).astype(dtype).astype(np.float32)
@@ -244,35 +239,32 @@ def test_halves_are_stepped_in_float32(comm, dtype):
     np.testing.assert_array_equal(got.astype(np.float32), p)
 
 
-def test_terms_of_half_gradient_add_in_float32(comm):
+def test_terms_of_half_gradient_add_in_float32(comm, square):
     # 2048 + 1 is 2048 in float16, however often; and so after each of two collectives that round.
-    mesh = mesh_of(comm, *squarest(comm.size))
-    w = parameter(np.zeros((4, 2), np.float16), mesh, data=Shard(0))
-    local = np.full((4, 2), 2048 if mesh.rank == 0 else 1, np.float16)
-    w.grad = DistArray(local, mesh, Sharding.of(mesh.dim_sizes, (4, 2), {"data": SUM, "model": SUM}))
+    w = parameter(np.zeros((4, 2), np.float16), square, data=Shard(0))
+    local = np.full((4, 2), 2048 if square.rank == 0 else 1, np.float16)
+    w.grad = DistArray(local, square, Sharding.of(square.dim_sizes, (4, 2), {"data": SUM, "model": SUM}))
     SGD([w], lr=1.0).step()
     expected = np.float32(2048 + comm.size - 1).astype(np.float16)
     np.testing.assert_array_equal(w.grad.local, np.full_like(w.local, expected))
 
 
-def test_parameters_are_stepped_in_their_own_dtype(comm):
-    mesh = mesh_of(comm, comm.size)
-    parameters = [parameter(np.ones(3, dtype), mesh) for dtype in (np.float64, np.float32)]
+def test_parameters_are_stepped_in_their_own_dtype(line):
+    parameters = [parameter(np.ones(3, dtype), line) for dtype in (np.float64, np.float32)]
     for w in parameters:
-        w.grad = gradient(np.ones(3, w.dtype), mesh, data=SUM)
+        w.grad = gradient(np.ones(3, w.dtype), line, data=SUM)
     SGD(parameters, lr=0.1).step()
     assert [w.local[0] for w in parameters] == [1 - 0.1, np.float32(1) - np.float32(0.1)]
     assert [w.dtype for w in parameters] == [np.float64, np.float32]
 
 
-def test_learning_rate_may_change_between_steps(comm):
-    mesh = mesh_of(comm, comm.size)
-    w = parameter(np.zeros(2), mesh)
+def test_learning_rate_may_change_between_steps(line):
+    w = parameter(np.zeros(2), line)
     optimizer = SGD([w], lr=1.0)
     rates = [1.0, 0.25, np.float32(0.5), np.array(2)]
     for rate in rates:
         optimizer.lr = rate
-        w.grad = gradient(np.ones(2), mesh)
+        w.grad = gradient(np.ones(2), line)
         optimizer.step()
     assert w.local.tolist() == [-3.75] * 2
     with pytest.raises(ValueError, match="lr must not be negative and must be finite, got -1"):
@@ -280,18 +272,17 @@ def test_learning_rate_may_change_between_steps(comm):
     assert optimizer.lr == 2.0
 
 
-def test_parameters_without_gradient_stay_with_their_momentum(comm):
-    mesh = mesh_of(comm, comm.size)
+def test_parameters_without_gradient_stay_with_their_momentum(line):
     values = wholes((4,), 3, seed=9)
     options = {"momentum": 0.5, "weight_decay": 0.5}
-    always, sometimes, never = parameters = [parameter(values[0], mesh) for _ in range(3)]
+    always, sometimes, never = parameters = [parameter(values[0], line) for _ in range(3)]
     optimizer = SGD(parameters, lr=0.5, **options)
     for step in range(3):
         optimizer.zero_grad()
         assert [w.grad for w in parameters] == [None] * 3
-        always.grad = gradient(values[1 + step], mesh, data=SUM)
+        always.grad = gradient(values[1 + step], line, data=SUM)
         if step != 1:
-            sometimes.grad = gradient(values[1 + step], mesh, data=SUM)
+            sometimes.grad = gradient(values[1 + step], line, data=SUM)
         optimizer.step()
     np.testing.assert_array_equal(always.local, one_process(values[0], values[1:], 0.5, **options))
     np.testing.assert_array_equal(sometimes.local, one_process(values[0], values[[1, 3]], 0.5, **options))
@@ -311,16 +302,15 @@ def test_parameters_may_be_on_several_meshes(comm):
         np.testing.assert_array_equal(w.local, np.full(5, -3.0))
 
 
-def test_cupy_arrays_are_stepped_where_they_are(comm, cupy):
-    mesh = mesh_of(comm, comm.size)
+def test_cupy_arrays_are_stepped_where_they_are(line, cupy):
     values = wholes((6, 2), 2, seed=10)
     options = {"momentum": 0.5, "nesterov": True, "weight_decay": 0.5}
-    parameters = [parameter(cupy.asarray(values[0]), mesh, data=placed) for placed in (REPLICATE, Shard(0))]
+    parameters = [parameter(cupy.asarray(values[0]), line, data=placed) for placed in (REPLICATE, Shard(0))]
     optimizer = SGD(parameters, lr=0.5, **options)
     for step in range(2):
         for w in parameters:
-            partial = gradient(values[1 + step], mesh, data=SUM)
-            w.grad = DistArray(cupy.asarray(partial.local), mesh, partial.sharding)
+            partial = gradient(values[1 + step], line, data=SUM)
+            w.grad = DistArray(cupy.asarray(partial.local), line, partial.sharding)
         norm = clip_grad_norm(parameters, 1e9)
         optimizer.step()
     expected = one_process(values[0], values[1:], 0.5, **options)
@@ -328,7 +318,7 @@ def test_cupy_arrays_are_stepped_where_they_are(comm, cupy):
     for w in parameters:
         assert isinstance(w.local, cupy.ndarray)
         assert isinstance(w.grad.local, cupy.ndarray)
-        np.testing.assert_array_equal(cupy.asnumpy(w.local), expected[w.sharding.slices(mesh.coordinates)])
+        np.testing.assert_array_equal(cupy.asnumpy(w.local), expected[w.sharding.slices(line.coordinates)])
 
 
 # ------------------------------------------------------------------------------------------ bringing gradients together
@@ -338,12 +328,11 @@ def agreements(trace):
     return trace.count(purpose=Purpose.AGREEMENT)
 
 
-def test_gradients_over_same_dims_share_one_all_reduce(comm):
-    mesh = mesh_of(comm, comm.size)
+def test_gradients_over_same_dims_share_one_all_reduce(comm, line):
     shapes = [(3, 4), (), (5,), (0, 2), (100,)]
-    parameters = [parameter(np.zeros(shape, np.float32), mesh) for shape in shapes]
+    parameters = [parameter(np.zeros(shape, np.float32), line) for shape in shapes]
     for w in parameters:
-        w.grad = gradient(np.ones(w.shape, np.float32), mesh, data=SUM)
+        w.grad = gradient(np.ones(w.shape, np.float32), line, data=SUM)
     with pce.trace() as trace:
         SGD(parameters, lr=1.0).step()
     assert [event.collective for event in trace.events] == ["all_gather", "all_reduce"]
@@ -354,11 +343,10 @@ def test_gradients_over_same_dims_share_one_all_reduce(comm):
     assert event.reason
 
 
-def test_gradient_of_sharded_parameter_takes_reduce_scatter(comm):
-    mesh = mesh_of(comm, comm.size)
-    parameters = [parameter(np.zeros(shape, np.float32), mesh, data=Shard(0)) for shape in [(7, 2), (3,)]]
+def test_gradient_of_sharded_parameter_takes_reduce_scatter(line):
+    parameters = [parameter(np.zeros(shape, np.float32), line, data=Shard(0)) for shape in [(7, 2), (3,)]]
     for w in parameters:
-        w.grad = gradient(np.ones(w.shape, np.float32), mesh, data=SUM)
+        w.grad = gradient(np.ones(w.shape, np.float32), line, data=SUM)
     with pce.trace() as trace:
         SGD(parameters, lr=1.0).step()
     [event] = trace.select()
@@ -366,8 +354,7 @@ def test_gradient_of_sharded_parameter_takes_reduce_scatter(comm):
     assert (event.before, event.after) == ("Partial('sum')", "Shard(0)")
 
 
-def test_step_takes_one_collective_per_dims_and_dtype(comm):
-    mesh = mesh_of(comm, *squarest(comm.size))
+def test_step_takes_one_collective_per_dims_and_dtype(square):
     both, rows = {"data": SUM, "model": SUM}, {"data": Shard(0)}
     lists = [
         # placements of the parameter, of its gradient, dtype
@@ -385,13 +372,13 @@ def test_step_takes_one_collective_per_dims_and_dtype(comm):
     ]
     parameters = []
     for placed, of_gradient, dtype in lists * 2:
-        parameters.append(parameter(np.zeros((4, 6), dtype), mesh, **placed))
-        parameters[-1].grad = gradient(np.ones((4, 6), dtype), mesh, **of_gradient)
+        parameters.append(parameter(np.zeros((4, 6), dtype), square, **placed))
+        parameters[-1].grad = gradient(np.ones((4, 6), dtype), square, **of_gradient)
     with pce.trace() as trace:
         SGD(parameters, lr=1.0).step()
     found = sorted((event.collective, event.over, event.bytes) for event in trace.select())
-    mine = len(range(4)[slice(*pce.shard_range(4, mesh.dims["data"], mesh.coordinates["data"]))]) * 6
-    model = len(range(4)[slice(*pce.shard_range(4, mesh.dims["model"], mesh.coordinates["model"]))]) * 6
+    mine = len(range(4)[slice(*pce.shard_range(4, square.dims["data"], square.coordinates["data"]))]) * 6
+    model = len(range(4)[slice(*pce.shard_range(4, square.dims["model"], square.coordinates["model"]))]) * 6
     assert found == sorted(
         [
             ("all_reduce", "data", 2 * 4 * (24 + 24 + model)),
@@ -405,15 +392,14 @@ def test_step_takes_one_collective_per_dims_and_dtype(comm):
     assert agreements(trace) == 1
 
 
-def test_scattered_axes_take_a_collective_each(comm):
-    mesh = mesh_of(comm, *squarest(comm.size))
+def test_scattered_axes_take_a_collective_each(square):
     # The second waits with its only collective until the first has come to its second one.
     placed = [{"data": Shard(0), "model": Shard(1)}, {"model": Shard(0)}]
     of_gradient = [{"data": SUM, "model": SUM}, {"model": SUM}]
-    parameters = [parameter(np.zeros((4, 6)), mesh, **each) for each in placed]
+    parameters = [parameter(np.zeros((4, 6)), square, **each) for each in placed]
     values = wholes((4, 6), 1, seed=11, dtype=np.float64)[1]
     for w, placement in zip(parameters, of_gradient, strict=True):
-        w.grad = gradient(values, mesh, **placement)
+        w.grad = gradient(values, square, **placement)
     with pce.trace() as trace:
         SGD(parameters, lr=1.0).step()
     results = [whole_of(w) for w in parameters]
@@ -425,14 +411,13 @@ def test_scattered_axes_take_a_collective_each(comm):
         np.testing.assert_array_equal(got, -values)
 
 
-def test_micro_batches_accumulate_and_step_sends_once(comm):
-    mesh = mesh_of(comm, comm.size)
+def test_micro_batches_accumulate_and_step_sends_once(line):
     inputs, start = wholes((4, 6, 3), 0, seed=13)[0], wholes((3, 2), 0, seed=14)[0]
-    w = parameter(start, mesh)
+    w = parameter(start, line)
     optimizer = SGD([w], lr=0.5)
     with pce.trace() as accumulating:
         for batch in inputs:
-            pce.sum(pce.matmul(pce.distribute(batch, mesh, data=Shard(0)), w)).backward()
+            pce.sum(pce.matmul(pce.distribute(batch, line, data=Shard(0)), w)).backward()
     placement = w.grad.placements
     with pce.trace() as stepping:
         optimizer.step()
@@ -442,9 +427,8 @@ def test_micro_batches_accumulate_and_step_sends_once(comm):
     np.testing.assert_array_equal(w.local, start - 0.5 * inputs.sum(axis=(0, 1))[:, None])
 
 
-def test_results_after_step_use_new_numbers(comm):
-    mesh = mesh_of(comm, comm.size)
-    w = parameter(np.ones(4), mesh, data=Shard(0))
+def test_results_after_step_use_new_numbers(line):
+    w = parameter(np.ones(4), line, data=Shard(0))
     optimizer = SGD([w], lr=0.5)
     seen = []
     for _ in range(3):
@@ -456,11 +440,10 @@ def test_results_after_step_use_new_numbers(comm):
     assert seen == [4.0, 0.0, 0.0]
 
 
-def test_second_step_sends_nothing(comm):
-    mesh = mesh_of(comm, *squarest(comm.size))
-    parameters = [parameter(np.zeros((5, 3)), mesh), parameter(np.zeros(7), mesh, data=Shard(0))]
+def test_second_step_sends_nothing(square):
+    parameters = [parameter(np.zeros((5, 3)), square), parameter(np.zeros(7), square, data=Shard(0))]
     for w in parameters:
-        w.grad = gradient(np.ones(w.shape), mesh, data=SUM, model=SUM)
+        w.grad = gradient(np.ones(w.shape), square, data=SUM, model=SUM)
     optimizer = SGD(parameters, lr=1.0)
     optimizer.step()
     gradients = [w.grad for w in parameters]
@@ -474,24 +457,22 @@ def test_second_step_sends_nothing(comm):
         np.testing.assert_array_equal(w.local, np.full_like(w.local, -2))
 
 
-def test_gradient_that_is_not_partial_sends_nothing(comm):
-    mesh = mesh_of(comm, comm.size)
-    w = parameter(np.zeros((5, 3)), mesh, data=Shard(0))
-    w.grad = pce.distribute(np.ones((5, 3)), mesh, data=Shard(0))
-    v = parameter(np.zeros((5, 3)), mesh, data=Shard(1))
-    v.grad = pce.distribute(np.ones((5, 3)), mesh)  # of which each rank takes its part
+def test_gradient_that_is_not_partial_sends_nothing(line):
+    w = parameter(np.zeros((5, 3)), line, data=Shard(0))
+    w.grad = pce.distribute(np.ones((5, 3)), line, data=Shard(0))
+    v = parameter(np.zeros((5, 3)), line, data=Shard(1))
+    v.grad = pce.distribute(np.ones((5, 3)), line)  # of which each rank takes its part
     with pce.trace() as trace:
         SGD([w, v], lr=1.0).step()
     assert trace.count() == 0
     assert v.grad.sharding == v.sharding
 
 
-def test_gradients_of_maximum_and_minimum_are_reduced(comm):
-    mesh = mesh_of(comm, comm.size)
-    parameters = [parameter(np.zeros(5), mesh), parameter(np.zeros(5), mesh, data=Shard(0))]
+def test_gradients_of_maximum_and_minimum_are_reduced(line):
+    parameters = [parameter(np.zeros(5), line), parameter(np.zeros(5), line, data=Shard(0))]
     values = wholes((5,), 1, seed=12, dtype=np.float64)[1]
     for w, placed in zip(parameters, (MAX, MIN), strict=True):
-        w.grad = gradient(values, mesh, data=placed)
+        w.grad = gradient(values, line, data=placed)
     with pce.trace() as trace:
         SGD(parameters, lr=1.0).step()
     results = [whole_of(w) for w in parameters]
@@ -524,15 +505,14 @@ def test_norm_counts_each_element_of_global_arrays_once(comm):
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 13.0, 1e6, 0, np.float32(2)], ids=str)
-def test_clipping_scales_gradients_as_pytorch_does(comm, max_norm):
-    mesh = mesh_of(comm, *squarest(comm.size))
+def test_clipping_scales_gradients_as_pytorch_does(comm, square, max_norm):
     parameters = [
-        parameter(np.zeros(2), mesh),
-        parameter(np.zeros(4), mesh, data=Shard(0)),
-        parameter(np.zeros(1), mesh),
+        parameter(np.zeros(2), square),
+        parameter(np.zeros(4), square, data=Shard(0)),
+        parameter(np.zeros(1), square),
     ]
-    parameters[0].grad = gradient(np.array([3.0, -4.0]), mesh, data=SUM, model=SUM)
-    parameters[1].grad = gradient(np.array([0.0, 0.0, 12.0, 0.0]), mesh, data=SUM)
+    parameters[0].grad = gradient(np.array([3.0, -4.0]), square, data=SUM, model=SUM)
+    parameters[1].grad = gradient(np.array([0.0, 0.0, 12.0, 0.0]), square, data=SUM)
     norm = clip_grad_norm(parameters, max_norm)
     norms = comm.allgather(norm)
     results = [whole_of(w.grad) for w in parameters[:2]]
@@ -544,11 +524,10 @@ def test_clipping_scales_gradients_as_pytorch_does(comm, max_norm):
     assert [w.grad.sharding for w in parameters[:2]] == [w.sharding for w in parameters[:2]]
 
 
-def test_clipping_adds_one_all_reduce_of_one_number(comm):
-    mesh = mesh_of(comm, *squarest(comm.size))
-    parameters = [parameter(np.zeros(5, np.float32), mesh), parameter(np.zeros((6, 2), np.float32), mesh)]
+def test_clipping_adds_one_all_reduce_of_one_number(square):
+    parameters = [parameter(np.zeros(5, np.float32), square), parameter(np.zeros((6, 2), np.float32), square)]
     for w in parameters:
-        w.grad = gradient(np.ones(w.shape, np.float32), mesh, data=SUM)
+        w.grad = gradient(np.ones(w.shape, np.float32), square, data=SUM)
     with pce.trace() as clipping:
         clip_grad_norm(parameters, 1.0)
     with pce.trace() as stepping:
@@ -562,12 +541,11 @@ def test_clipping_adds_one_all_reduce_of_one_number(comm):
     assert stepping.count() == 0
 
 
-def test_norm_of_nan_shows_on_every_rank(comm):
-    mesh = mesh_of(comm, comm.size)
+def test_norm_of_nan_shows_on_every_rank(comm, line):
     for bad, expected in ((np.nan, np.nan), (np.inf, 0.0)):
-        w, v = (parameter(np.zeros(5), mesh, data=Shard(0)) for _ in range(2))
-        w.grad, v.grad = gradient(np.ones(5), mesh, data=SUM), gradient(np.ones(5), mesh, data=Shard(0))
-        if mesh.rank == comm.size - 1:
+        w, v = (parameter(np.zeros(5), line, data=Shard(0)) for _ in range(2))
+        w.grad, v.grad = gradient(np.ones(5), line, data=SUM), gradient(np.ones(5), line, data=Shard(0))
+        if line.rank == comm.size - 1:
             w.grad.local[0] = bad
         norm = clip_grad_norm([w, v], 1.0)
         first = whole_of(w.grad)[0]
@@ -576,12 +554,11 @@ def test_norm_of_nan_shows_on_every_rank(comm):
         assert np.isnan(first)
 
 
-def test_squares_for_norm_are_summed_in_float64(comm):
-    mesh = mesh_of(comm, comm.size)
+def test_squares_for_norm_are_summed_in_float64(line):
     for dtype, value in ((np.float32, 1e30), (np.float32, 1e-30), (np.float16, 6e4), (ml_dtypes.bfloat16, 1e-30)):
-        w = parameter(np.zeros(100, dtype), mesh)
+        w = parameter(np.zeros(100, dtype), line)
         whole = np.full(100, value, np.float32).astype(dtype)
-        w.grad = gradient(whole, mesh, data=REPLICATE)
+        w.grad = gradient(whole, line, data=REPLICATE)
         norm = clip_grad_norm([w], value)
         assert norm == pytest.approx(10 * float(whole[0]), rel=1e-14)
         assert w.grad.dtype == dtype
@@ -589,9 +566,8 @@ def test_squares_for_norm_are_summed_in_float64(comm):
         np.testing.assert_array_equal(w.grad.local, (whole.astype(np.float32) * scale).astype(dtype))
 
 
-def test_norm_without_gradients_is_0(comm):
-    mesh = mesh_of(comm, comm.size)
-    assert clip_grad_norm([parameter(np.zeros(3), mesh)], 1.0) == 0.0
+def test_norm_without_gradients_is_0(line):
+    assert clip_grad_norm([parameter(np.zeros(3), line)], 1.0) == 0.0
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -729,11 +705,10 @@ def test_error_reaches_ranks_through_shared_meshes(comm):
     assert all((w.local == -1).all() for w in parameters)
 
 
-def test_bad_parameters_are_errors(comm):
-    mesh = mesh_of(comm, comm.size)
-    w = parameter(np.zeros(3), mesh)
-    plain = pce.distribute(np.zeros(3), mesh)
-    partial = parameter(np.zeros(3), mesh, data=SUM)
+def test_bad_parameters_are_errors(line):
+    w = parameter(np.zeros(3), line)
+    plain = pce.distribute(np.zeros(3), line)
+    partial = parameter(np.zeros(3), line, data=SUM)
     cases = [
         ([], ValueError, "parameters are missing"),
         ([np.zeros(3)], TypeError, r"parameters\[0\] must be a distributed array, got ndarray"),

@@ -18,7 +18,7 @@ from pce_mpi import (
     VocabParallel,
     shard_parameters,
 )
-from ranks.grids import factorizations, mesh_of, squarest
+from ranks.grids import factorizations, mesh_of
 
 STYLES = [Colwise(), Rowwise(), SequenceParallel(), VocabParallel(), Replicated()]
 
@@ -59,10 +59,9 @@ PLAN = {
     ],
     ids=repr,
 )
-def test_style_places_vectors_matrices_and_stacks(comm, style, vector, matrix, stack):
-    mesh = mesh_of(comm, *squarest(comm.size))
+def test_style_places_vectors_matrices_and_stacks(square, style, vector, matrix, stack):
     params = {"vector": np.zeros(3), "matrix": np.zeros((3, 5)), "stack": np.zeros((2, 3, 5))}
-    placed = shard_parameters(params, mesh, {"*": style})
+    placed = shard_parameters(params, square, {"*": style})
     assert {name: array.placements for name, array in placed.items()} == {
         "vector": {"data": Replicate(), "model": vector},
         "matrix": {"data": Replicate(), "model": matrix},
@@ -128,13 +127,12 @@ def test_training_by_plan_gives_numbers_of_one_process(comm, between):
             np.testing.assert_allclose(array, expected_params[name], rtol=1e-10, atol=1e-13, err_msg=name)
 
 
-def test_norms_have_partial_gradients_along_sequence_only(comm):
-    mesh = mesh_of(comm, *squarest(comm.size))
+def test_norms_have_partial_gradients_along_sequence_only(square):
     found = {}
     for between in (Replicate(), Shard(1)):
-        w = shard_parameters(parameters(), mesh, PLAN)
+        w = shard_parameters(parameters(), square, PLAN)
         ids = np.arange(30).reshape(6, 5) % 11
-        loss_of(w, ids, pce.distribute(ids, mesh, data=Shard(0)), mesh, between).backward()
+        loss_of(w, ids, pce.distribute(ids, square, data=Shard(0)), square, between).backward()
         found[between] = w["block.0.norm.scale"].grad.placements["model"]
     assert found == {Replicate(): Replicate(), Shard(1): Partial("sum")}
 
@@ -167,55 +165,51 @@ def test_parameters_are_placed_by_style_on_every_mesh(comm):
             np.testing.assert_array_equal(array.local, params[name][array.sharding.slices(mesh.coordinates)])
 
 
-def test_plan_may_be_for_any_dim(comm):
-    mesh = mesh_of(comm, comm.size)
-    [w] = shard_parameters({"w": np.zeros((4, 6))}, mesh, {"w": Colwise()}, dim="data").values()
+def test_plan_may_be_for_any_dim(line):
+    [w] = shard_parameters({"w": np.zeros((4, 6))}, line, {"w": Colwise()}, dim="data").values()
     assert w.placements == {"data": Shard(1)}
 
 
-def test_first_pattern_that_matches_decides_and_case_counts(comm):
-    mesh = mesh_of(comm, *squarest(comm.size))
+def test_first_pattern_that_matches_decides_and_case_counts(square):
     params = {"a.W": np.zeros((2, 2)), "a.w": np.zeros((2, 2))}
-    placed = shard_parameters(params, mesh, {"a.w": Rowwise(), "a.*": Colwise()})
+    placed = shard_parameters(params, square, {"a.w": Rowwise(), "a.*": Colwise()})
     assert [array.placements["model"] for array in placed.values()] == [Shard(1), Shard(0)]
     # A pattern that earlier ones leave nothing to, such as "all others", is none that matches nothing.
-    placed = shard_parameters(params, mesh, {"a.*": Colwise(), "*": Replicated()})
+    placed = shard_parameters(params, square, {"a.*": Colwise(), "*": Replicated()})
     assert [array.placements["model"] for array in placed.values()] == [Shard(1), Shard(1)]
 
 
-def test_patterns_and_parameters_without_match_are_named(comm):
-    mesh = mesh_of(comm, *squarest(comm.size))
+def test_patterns_and_parameters_without_match_are_named(square):
     params = parameters()
     styles = {"embeding": VocabParallel(), "block.*": Replicated(), "head.*": Colwise()}
     with pytest.raises(ValueError) as raised:
-        shard_parameters(params, mesh, styles)
+        shard_parameters(params, square, styles)
     assert str(raised.value) == (
         "patterns that match no parameter: 'embeding', 'head.*'; "
         "parameters that no pattern matches: 'embedding', 'temperature'"
     )
     with pytest.raises(ValueError, match=r"^parameters that no pattern matches: 'w'$"):
-        shard_parameters({"w": np.zeros(2)}, mesh, {})
+        shard_parameters({"w": np.zeros(2)}, square, {})
     with pytest.raises(ValueError, match=r"^patterns that match no parameter: '\*'$"):
-        shard_parameters({}, mesh, {"*": Colwise()})
-    assert shard_parameters({}, mesh, {}) == {}
+        shard_parameters({}, square, {"*": Colwise()})
+    assert shard_parameters({}, square, {}) == {}
 
 
-def test_style_that_fits_nowhere_says_where(comm):
-    mesh = mesh_of(comm, *squarest(comm.size))
-    w = {"w": np.zeros((2, 2))}
+def test_style_that_fits_nowhere_says_where(comm, square):
+    w, integers = {"w": np.zeros((2, 2))}, {"n": np.zeros(2, int)}
     cases = [
-        ((w, mesh, {"w": Colwise}), TypeError, r"styles\['w'\] must be a style .* write Colwise\(\)"),
-        ((w, mesh, {"w": Shard(0)}), TypeError, r"styles\['w'\] must be a style such as Colwise\(\), got Shard\(0\)"),
-        ((w, mesh, [("w", Colwise())]), TypeError, "styles must be a dict of styles by pattern, got list"),
-        ((w, mesh, {0: Colwise()}), TypeError, "the name of a pattern of styles must be a str, got 0"),
-        (({0: w["w"]}, mesh, {"*": Colwise()}), TypeError, "the name of a parameter must be a str, got 0"),
-        (([w["w"]], mesh, {"*": Colwise()}), TypeError, "params must be a dict of arrays by name, got list"),
+        ((w, square, {"w": Colwise}), TypeError, r"styles\['w'\] must be a style .* write Colwise\(\)"),
+        ((w, square, {"w": Shard(0)}), TypeError, r"styles\['w'\] must be a style such as Colwise\(\), got Shard\(0\)"),
+        ((w, square, [("w", Colwise())]), TypeError, "styles must be a dict of styles by pattern, got list"),
+        ((w, square, {0: Colwise()}), TypeError, "the name of a pattern of styles must be a str, got 0"),
+        (({0: w["w"]}, square, {"*": Colwise()}), TypeError, "the name of a parameter must be a str, got 0"),
+        (([w["w"]], square, {"*": Colwise()}), TypeError, "params must be a dict of arrays by name, got list"),
         ((w, comm, {"w": Colwise()}), TypeError, "mesh must be a Mesh, got Intracomm"),
         ((w, mesh_of(comm, comm.size), {"w": Colwise()}), ValueError, "the mesh has no dim 'model'; its dims are data"),
-        (({"s": np.array(1.0)}, mesh, {"*": Colwise()}), ValueError, r"params\['s'\]: Colwise takes a matrix or a"),
-        (({"s": np.array(1.0)}, mesh, {"*": VocabParallel()}), ValueError, r"params\['s'\]: VocabParallel takes a"),
-        (({"n": np.zeros(2, int)}, mesh, {"*": Colwise()}), TypeError, r"params\['n'\]: only real numbers have a grad"),
-        (({"x": object()}, mesh, {"*": Colwise()}), TypeError, r"params\['x'\] must be an array of numbers"),
+        (({"s": np.array(1.0)}, square, {"*": Colwise()}), ValueError, r"params\['s'\]: Colwise takes a matrix or a"),
+        (({"s": np.array(1.0)}, square, {"*": VocabParallel()}), ValueError, r"params\['s'\]: VocabParallel takes a"),
+        ((integers, square, {"*": Colwise()}), TypeError, r"params\['n'\]: only real numbers have a grad"),
+        (({"x": object()}, square, {"*": Colwise()}), TypeError, r"params\['x'\] must be an array of numbers"),
     ]
     for arguments, kind, text in cases:
         with pytest.raises(kind, match=text):

@@ -14,7 +14,6 @@ import pce_mpi as pce
 from pce_mpi import Partial, Replicate, Shard
 from pce_mpi.autograd.tape import Node, backward, is_grad_enabled
 from pce_mpi.comm.tracing import Purpose, cause, record
-from ranks.grids import mesh_of
 
 DEEP = 10_000
 
@@ -172,9 +171,8 @@ def ones(mesh: Any, *shape: int, **placements: Any) -> Any:
     return pce.distribute(np.ones(shape), mesh, requires_grad=True, **placements)
 
 
-def test_ten_thousand_operations_run_and_are_forgotten(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = ones(mesh, 3, data=Shard(0))
+def test_ten_thousand_operations_run_and_are_forgotten(line):
+    x = ones(line, 3, data=Shard(0))
     for passed in (True, False):
         y = x
         for _ in range(DEEP):
@@ -185,9 +183,8 @@ def test_ten_thousand_operations_run_and_are_forgotten(comm):
     np.testing.assert_array_equal(x.grad.full(), np.ones(3))
 
 
-def test_nodes_of_every_kind_may_be_deep(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = ones(mesh, 2, 2)
+def test_nodes_of_every_kind_may_be_deep(line):
+    x = ones(line, 2, 2)
     y = x
     for _ in range(300):
         y = (y * 1.0 + 0.0).T.reshape(4).reshape(2, 2).redistribute(data=Replicate())
@@ -195,9 +192,8 @@ def test_nodes_of_every_kind_may_be_deep(comm):
     np.testing.assert_array_equal(x.grad.full(), np.ones((2, 2)))
 
 
-def test_second_backward_pass_is_refused_by_name(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = ones(mesh, 4, data=Shard(0))
+def test_second_backward_pass_is_refused_by_name(line):
+    x = ones(line, 4, data=Shard(0))
     loss = pce.tanh(x).sum()
     loss.backward()
     first = x.grad
@@ -206,9 +202,8 @@ def test_second_backward_pass_is_refused_by_name(comm):
     assert x.grad is first
 
 
-def test_second_loss_of_freed_node_is_refused(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = ones(mesh, 4, data=Shard(0))
+def test_second_loss_of_freed_node_is_refused(line):
+    x = ones(line, 4, data=Shard(0))
     shared = pce.tanh(x)
     one, other = shared.sum(), (shared * 2.0).sum()
     one.backward()
@@ -216,9 +211,8 @@ def test_second_loss_of_freed_node_is_refused(comm):
         other.backward()
 
 
-def test_losses_that_share_nothing_but_leaves_add_up(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = ones(mesh, 4, data=Shard(0))
+def test_losses_that_share_nothing_but_leaves_add_up(line):
+    x = ones(line, 4, data=Shard(0))
     one, other = (x * 2.0).sum(), (x * 3.0).sum()
     other.backward()
     one.backward()
@@ -226,35 +220,31 @@ def test_losses_that_share_nothing_but_leaves_add_up(comm):
 
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (1, 1), (0,)], ids=str)
-def test_backward_starts_from_scalar(comm, shape):
-    mesh = mesh_of(comm, comm.size)
+def test_backward_starts_from_scalar(line, shape):
     with pytest.raises(ValueError, match="starts from a scalar, got shape " + str(shape).replace("(", r"\(")[:-1]):
-        (ones(mesh, *shape) * 2.0).backward()
+        (ones(line, *shape) * 2.0).backward()
 
 
-def test_backward_of_constant_is_refused(comm):
-    mesh = mesh_of(comm, comm.size)
-    constant = pce.distribute(np.ones(3), mesh)
+def test_backward_of_constant_is_refused(line):
+    constant = pce.distribute(np.ones(3), line)
     with pce.no_grad():
-        unrecorded = ones(mesh, 3).sum()
-    whole_numbers = ones(mesh, 3).sum().astype(np.int64)
+        unrecorded = ones(line, 3).sum()
+    whole_numbers = ones(line, 3).sum().astype(np.int64)
     for nothing in (constant.sum(), unrecorded, whole_numbers, constant.sum().detach()):
         assert not nothing.requires_grad
         with pytest.raises(RuntimeError, match="nothing that this was computed from requires a gradient"):
             nothing.backward()
 
 
-def test_scalar_leaf_is_its_own_loss(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = pce.distribute(np.array(3.0), mesh, requires_grad=True)
+def test_scalar_leaf_is_its_own_loss(line):
+    x = pce.distribute(np.array(3.0), line, requires_grad=True)
     x.backward()
     x.backward()
     assert x.grad.item() == 2.0
 
 
-def test_no_grad_records_nothing_nested_and_after_exceptions(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = ones(mesh, 3)
+def test_no_grad_records_nothing_nested_and_after_exceptions(line):
+    x = ones(line, 3)
     seen = []
 
     def requires() -> None:
@@ -277,26 +267,23 @@ def test_no_grad_records_nothing_nested_and_after_exceptions(comm):
     assert seen == [(False,) * 3] * 4 + [(True,) * 3] * 2
 
 
-def test_arrays_of_no_grad_may_require_gradients_later(comm):
-    mesh = mesh_of(comm, comm.size)
+def test_arrays_of_no_grad_may_require_gradients_later(line):
     with pce.no_grad():
-        x = ones(mesh, 3)
+        x = ones(line, 3)
     (x * 2.0).sum().backward()
     np.testing.assert_array_equal(x.grad.full(), np.full(3, 2.0))
 
 
-def test_results_of_no_grad_are_constants(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = ones(mesh, 3)
+def test_results_of_no_grad_are_constants(line):
+    x = ones(line, 3)
     with pce.no_grad():
         factor = x * 5.0
     (x * factor).sum().backward()
     np.testing.assert_array_equal(x.grad.full(), np.full(3, 5.0))
 
 
-def test_backward_records_nothing(comm):
-    mesh = mesh_of(comm, comm.size)
-    x, w = ones(mesh, 3), ones(mesh, 3)
+def test_backward_records_nothing(line):
+    x, w = ones(line, 3), ones(line, 3)
     seen = []
 
     def vjp(g: Any, y: Any, x: Any) -> Any:
@@ -308,9 +295,8 @@ def test_backward_records_nothing(comm):
     assert not x.grad.requires_grad
 
 
-def test_backward_under_no_grad_finds_earlier_nodes(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = ones(mesh, 3)
+def test_backward_under_no_grad_finds_earlier_nodes(line):
+    x = ones(line, 3)
     loss = (x * 2.0).sum()
     with pce.no_grad():
         loss.backward()
@@ -318,9 +304,8 @@ def test_backward_under_no_grad_finds_earlier_nodes(comm):
     np.testing.assert_array_equal(x.grad.full(), np.full(3, 2.0))
 
 
-def test_detached_array_has_same_memory_and_no_past(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = ones(mesh, 3, data=Shard(0))
+def test_detached_array_has_same_memory_and_no_past(line):
+    x = ones(line, 3, data=Shard(0))
     y = x * 4.0
     detached = y.detach()
     assert detached.local is y.local
@@ -331,10 +316,9 @@ def test_detached_array_has_same_memory_and_no_past(comm):
     np.testing.assert_array_equal(x.grad.full(), np.full(3, 4.0))
 
 
-def test_leaves_are_what_was_made(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = ones(mesh, 3)
-    constant = pce.distribute(np.ones(3), mesh)
+def test_leaves_are_what_was_made(line):
+    x = ones(line, 3)
+    constant = pce.distribute(np.ones(3), line)
     assert x.is_leaf
     assert constant.is_leaf
     assert (constant * 2.0).is_leaf
@@ -347,13 +331,12 @@ def test_leaves_are_what_was_made(comm):
     assert x.grad is not None
 
 
-def test_micro_batches_add_up_and_keep_earlier_gradients(comm):
-    mesh = mesh_of(comm, comm.size)
+def test_micro_batches_add_up_and_keep_earlier_gradients(line):
     x = np.arange(12.0).reshape(6, 2)
-    w = ones(mesh, 2, 3)
+    w = ones(line, 2, 3)
     seen = []
     for rows in np.split(x, 3):
-        (pce.distribute(rows, mesh, data=Shard(0)) @ w).sum().backward()
+        (pce.distribute(rows, line, data=Shard(0)) @ w).sum().backward()
         seen.append((w.grad, w.grad.local.copy()))
     whole = w.grad.full()
     for gradient, then in seen:
@@ -362,10 +345,9 @@ def test_micro_batches_add_up_and_keep_earlier_gradients(comm):
     np.testing.assert_allclose(whole, np.repeat(x.sum(axis=0)[:, None], 3, axis=1), rtol=1e-15)
 
 
-def test_gradient_may_be_set_and_forgotten(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = ones(mesh, 3)
-    x.grad = pce.distribute(np.full(3, 10.0), mesh)
+def test_gradient_may_be_set_and_forgotten(line):
+    x = ones(line, 3)
+    x.grad = pce.distribute(np.full(3, 10.0), line)
     (x * 2.0).sum().backward()
     np.testing.assert_array_equal(x.grad.full(), np.full(3, 12.0))
     x.grad = None
@@ -373,19 +355,17 @@ def test_gradient_may_be_set_and_forgotten(comm):
     np.testing.assert_array_equal(x.grad.full(), np.full(3, 2.0))
 
 
-def test_gradient_has_dtype_and_shape_of_its_array(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = pce.distribute(np.ones((1, 3), np.float32), mesh, requires_grad=True)
-    factor = pce.distribute(np.ones((4, 3)), mesh, data=Shard(0))
+def test_gradient_has_dtype_and_shape_of_its_array(line):
+    x = pce.distribute(np.ones((1, 3), np.float32), line, requires_grad=True)
+    factor = pce.distribute(np.ones((4, 3)), line, data=Shard(0))
     (x * factor).sum().backward()
     assert x.grad.dtype == np.float32
     assert x.grad.shape == (1, 3)
     np.testing.assert_array_equal(x.grad.full(), np.full((1, 3), 4.0, np.float32))
 
 
-def test_error_in_backward_leaves_tape_recording(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = ones(mesh, 3)
+def test_error_in_backward_leaves_tape_recording(line):
+    x = ones(line, 3)
     one_way = pce.op(np.exp, name="one way")
     with pytest.raises(NotImplementedError, match="one way has no vjp"):
         one_way(x).sum().backward()
@@ -421,10 +401,9 @@ def network(x: Any, w: Any, v: Any) -> list[Any]:
     return arrays
 
 
-def test_intermediate_arrays_go_when_they_have_been_passed(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = pce.distribute(np.ones((6, 4)), mesh, data=Shard(0))
-    w, v = ones(mesh, 4, 5), ones(mesh, 5, 7, data=Shard(1))
+def test_intermediate_arrays_go_when_they_have_been_passed(line):
+    x = pce.distribute(np.ones((6, 4)), line, data=Shard(0))
+    w, v = ones(line, 4, 5), ones(line, 5, 7, data=Shard(1))
     network(x, w, v)[-1].backward()  # whatever is made once is made now
     with without_collector():
         arrays = network(x, w, v)
@@ -439,10 +418,9 @@ def test_intermediate_arrays_go_when_they_have_been_passed(comm):
     assert any(each is loss for each in left)
 
 
-def test_unpassed_nodes_go_with_their_last_name(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = pce.distribute(np.ones((6, 4)), mesh, data=Shard(0))
-    w, v = ones(mesh, 4, 5), ones(mesh, 5, 7, data=Shard(1))
+def test_unpassed_nodes_go_with_their_last_name(line):
+    x = pce.distribute(np.ones((6, 4)), line, data=Shard(0))
+    w, v = ones(line, 4, 5), ones(line, 5, 7, data=Shard(1))
     network(x, w, v)
     with without_collector():
         watched = [weakref.ref(each) for each in network(x, w, v)]
@@ -450,10 +428,9 @@ def test_unpassed_nodes_go_with_their_last_name(comm):
     assert alive == 0
 
 
-def test_passes_make_no_reference_cycles(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = pce.distribute(np.ones((6, 4)), mesh, data=Shard(0))
-    w, v = ones(mesh, 4, 5), ones(mesh, 5, 7, data=Shard(1))
+def test_passes_make_no_reference_cycles(line):
+    x = pce.distribute(np.ones((6, 4)), line, data=Shard(0))
+    w, v = ones(line, 4, 5), ones(line, 5, 7, data=Shard(1))
 
     def steps() -> None:
         network(x, w, v)
@@ -481,10 +458,9 @@ def traced_memory() -> Iterator[None]:
 MEGABYTE = 2**20
 
 
-def test_backward_leaves_parameters_and_gradients_only(comm):
-    mesh = mesh_of(comm, comm.size)
-    w = ones(mesh, 512, 256, data=Shard(0))
-    v = ones(mesh, 256, 512)
+def test_backward_leaves_parameters_and_gradients_only(line):
+    w = ones(line, 512, 256, data=Shard(0))
+    v = ones(line, 256, 512)
 
     def step() -> None:
         # The gradient of w is cut out of that of all of it.
@@ -503,10 +479,9 @@ def test_backward_leaves_parameters_and_gradients_only(comm):
     assert gradients <= after - before < gradients + 0.1 * MEGABYTE
 
 
-def test_second_step_takes_no_more_memory_than_first(comm):
-    mesh = mesh_of(comm, comm.size)
-    w = ones(mesh, 256, 512)
-    x = pce.distribute(np.ones((64, 256)), mesh, data=Shard(0))
+def test_second_step_takes_no_more_memory_than_first(line):
+    w = ones(line, 256, 512)
+    x = pce.distribute(np.ones((64, 256)), line, data=Shard(0))
 
     def step() -> None:
         w.grad = None
@@ -521,9 +496,8 @@ def test_second_step_takes_no_more_memory_than_first(comm):
     assert max(held[1:]) - held[0] < 0.05 * MEGABYTE
 
 
-def test_backward_pass_frees_as_it_goes(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = ones(mesh, 128, 1024)  # a megabyte
+def test_backward_pass_frees_as_it_goes(line):
+    x = ones(line, 128, 1024)  # a megabyte
 
     def chain() -> Any:
         y = x
@@ -545,9 +519,8 @@ def test_backward_pass_frees_as_it_goes(comm):
     assert peak - start < 26 * MEGABYTE
 
 
-def test_tape_holds_only_elements_for_vjps(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = ones(mesh, 64, 1024)
+def test_tape_holds_only_elements_for_vjps(line):
+    x = ones(line, 64, 1024)
     with traced_memory():
         start, _ = tracemalloc.get_traced_memory()
         y = x

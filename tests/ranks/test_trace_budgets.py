@@ -244,13 +244,12 @@ def whole_heads(mesh: Mesh, whole: np.ndarray, axis: int, width: int) -> Any:
     return pce.from_local(local, mesh, model=Shard(axis), requires_grad=True)
 
 
-def test_context_parallel_attention_gathers_and_scatters(comm):
-    mesh = mesh_of(comm, comm.size)
+def test_context_parallel_attention_gathers_and_scatters(line):
     params = {name: normal(number, D, D) for number, name in enumerate("qkv")}
     results = []
     for placement in (R, Shard(1)):
-        p = pce.shard_parameters(params, mesh, EVERYWHERE, dim="data")
-        x = pce.distribute(normal(9, B, S, D), mesh, data=placement)
+        p = pce.shard_parameters(params, line, EVERYWHERE, dim="data")
+        x = pce.distribute(normal(9, B, S, D), line, data=placement)
         with pce.trace() as trace:
             k = (x @ p["k"]).swapaxes(-1, -2).redistribute(data=R)
             v = (x @ p["v"]).redistribute(data=R)
@@ -258,7 +257,7 @@ def test_context_parallel_attention_gathers_and_scatters(comm):
             SGD(p.values(), lr=0.0).step()
         results.append((gradients(p), budget(trace)))
     (expected, nothing), (got, sent) = results
-    mine, whole = local_bytes(mesh, (B, S, D), data=Shard(1)), 4 * B * S * D
+    mine, whole = local_bytes(line, (B, S, D), data=Shard(1)), 4 * B * S * D
     assert nothing == []
     assert sent == [
         *[("forward", "all_gather", "data", mine)] * 2,
@@ -310,13 +309,12 @@ def test_hybrid_parallel_products_send_what_both_send(comm):
 # --------------------------------------------------------------------------------------------------------------- steps
 
 
-def test_micro_batches_and_second_step_send_nothing(comm):
-    mesh = mesh_of(comm, comm.size)
-    w = pce.distribute(normal(0, D, H), mesh, requires_grad=True)
+def test_micro_batches_and_second_step_send_nothing(line):
+    w = pce.distribute(normal(0, D, H), line, requires_grad=True)
     optimizer = SGD([w], lr=0.1)
     with pce.trace() as micro:
         for seed in range(4):
-            pce.square(pce.distribute(normal(seed, B, D), mesh, data=Shard(0)) @ w).mean().backward()
+            pce.square(pce.distribute(normal(seed, B, D), line, data=Shard(0)) @ w).mean().backward()
     with pce.trace() as first:
         optimizer.step()
     with pce.trace() as second:
@@ -326,11 +324,10 @@ def test_micro_batches_and_second_step_send_nothing(comm):
     assert second.count() == 0
 
 
-def test_sharded_parameter_takes_reduce_scatter(comm):
-    mesh = mesh_of(comm, comm.size)
-    w = pce.distribute(normal(0, D, H), mesh, requires_grad=True, data=Shard(0))
+def test_sharded_parameter_takes_reduce_scatter(line):
+    w = pce.distribute(normal(0, D, H), line, requires_grad=True, data=Shard(0))
     with pce.trace() as trace:
-        x = pce.distribute(normal(1, B, D), mesh, data=Shard(0))
+        x = pce.distribute(normal(1, B, D), line, data=Shard(0))
         pce.square(x @ w.redistribute(data=R)).mean().backward()
         SGD([w], lr=0.1).step()
     assert budget(trace) == [
@@ -444,9 +441,8 @@ def test_trace_is_json_with_placements(trace):
     assert gathered["over"] == "data"
 
 
-def test_traces_nest_and_record_while_open(comm):
-    mesh = mesh_of(comm, comm.size)
-    x = pce.distribute(normal(0, B, D), mesh, data=Shard(0))
+def test_traces_nest_and_record_while_open(line):
+    x = pce.distribute(normal(0, B, D), line, data=Shard(0))
     pce.max(x)
     with pce.trace() as outer:
         pce.max(x)
