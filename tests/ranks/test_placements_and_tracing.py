@@ -138,7 +138,8 @@ def test_trace_counts_payload_unless_asked_for_agreement():
     with pce.trace() as trace:
         note(size=8)
         note(size=16)
-        note("other", size=100)
+        with phase("step"):
+            note("other", size=100)
         note(collective="all_gather", size=1000, over="batch_comm")
         note(collective="all_gather", purpose=Purpose.AGREEMENT, size=64)
     assert trace.count() == 4
@@ -147,6 +148,10 @@ def test_trace_counts_payload_unless_asked_for_agreement():
     assert trace.bytes("all_reduce") == 124
     assert trace.count("all_reduce", operation="op") == 2
     assert trace.bytes(over="batch_comm") == 1000
+    assert trace.bytes(phase="forward") == 1024
+    assert trace.count(phase="step") == trace.count(operation="other") == 1
+    assert trace.bytes(phase="step") == trace.bytes(operation="other") == 100
+    assert trace.count(over="model") == 0
     assert trace.count("all_gather") == 1
     assert trace.count("all_gather", purpose=Purpose.AGREEMENT) == 1
     assert trace.count("all_gather", purpose=None) == 2
@@ -192,15 +197,19 @@ def test_table_shows_placements_where_some_event_has_them():
         note("loss", size=24)
         for _ in range(2):
             note("sum", before="Partial('sum')", after="Replicate()")
-        note("sum", before="Partial('sum')", after="Shard(0)")
+        with phase("backward"):
+            note("sum", over="data", purpose=Purpose.AGREEMENT, before="Partial('sum')", after="Shard(0)")
     head, *lines = str(trace).splitlines()
     assert head.split()[-5:] == ["calls", "bytes", "before", "after", "reason"]
-    assert [line.split()[5:] for line in lines] == [
-        ["3", "1", "24", "because"],
-        ["3", "2", "16", "Partial('sum')", "Replicate()", "because"],
-        ["3", "1", "8", "Partial('sum')", "Shard(0)", "because"],
+    assert [line.split() for line in lines] == [
+        ["forward", "loss", "all_reduce", "payload", "comm", "3", "1", "24", "because"],
+        ["forward", "sum", "all_reduce", "payload", "comm", "3", "2", "16", "Partial('sum')", "Replicate()", "because"],
+        ["backward", "sum", "all_reduce", "agreement", "data", "3", "1", "8", "Partial('sum')", "Shard(0)", "because"],
     ]
+    for column in head.split()[1:]:
+        assert {line[head.index(column) - 1] for line in lines} == {" "}, column
     assert {line.index("because") for line in lines} == {head.index("reason")}
+    assert {line.index("Partial('sum')") for line in lines[1:]} == {head.index("before")}
 
 
 def test_empty_trace_prints_its_head():
@@ -212,7 +221,7 @@ def test_empty_trace_prints_its_head():
 
 def test_trace_is_json_as_well():
     with pce.trace() as trace:
-        note("loss", size=24)
+        note("loss", size=24, before="Shard(0)", after="Replicate()")
         note(purpose=Purpose.AGREEMENT)
     events = json.loads(trace.to_json())
     assert events[0] == {
@@ -223,11 +232,12 @@ def test_trace_is_json_as_well():
         "over": "comm",
         "ranks": 3,
         "bytes": 24,
-        "before": "",
-        "after": "",
+        "before": "Shard(0)",
+        "after": "Replicate()",
         "reason": "because",
     }
-    assert events[1]["purpose"] == "agreement"
+    assert [events[1][name] for name in ("purpose", "before", "after")] == ["agreement", "", ""]
+    assert len(events) == 2
 
 
 def test_trace_has_what_its_rank_sent(comm):
