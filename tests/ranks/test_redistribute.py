@@ -20,7 +20,19 @@ from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
 from pce_mpi.distributed.redistribution import sent_bytes, steps
 from pce_mpi.distributed.sharding import Sharding
-from ranks.grids import Array, assembled, combined, factorizations, local_of, mesh_of, placements_of, spread, squarest
+from ranks.grids import (
+    MEMORY_ORDERS,
+    Array,
+    assembled,
+    combined,
+    factorizations,
+    local_of,
+    mesh_of,
+    placements_of,
+    spread,
+    squarest,
+)
+from ranks.placed import error_of
 from ulps import worst
 
 OPERATORS = ("sum", "avg", "max", "min")
@@ -134,22 +146,22 @@ def has_partial(pair: Any) -> bool:
 # ----------------------------------------------------------------------------------------------------------- every pair
 
 
-@pytest.mark.parametrize("splits", SPLITS)
-def test_redistribute_between_placements_on_one_dim(comm, line, splits):
-    wrong = differences(comm, line, cases_of(line, splits, pairs(1, *OPERATORS)))
-    assert wrong == []
-
-
-@pytest.mark.parametrize("splits", SPLITS)
-def test_redistribute_shards_and_replicas_on_two_dims(comm, square, splits):
+MIXED = [(Partial("sum"), Partial("avg")), (Partial("avg"), Partial("sum"))]
+EXTREMES = [(Partial("max"), Replicate()), (Shard(0), Partial("min"))]
+PAIRS = {
+    "one dim": pairs(1, *OPERATORS),
     # Both dims on one axis, in both directions, are among them.
-    wrong = differences(comm, square, cases_of(square, splits, pairs(2)))
-    assert wrong == []
+    "shards and replicas on two dims": pairs(2),
+    "sums on two dims": list(filter(has_partial, pairs(2, "sum"))),
+    "sums mixed with averages": list(product(MIXED, [*product(placements_of(2, "sum", "avg"), repeat=2), *EXTREMES])),
+}
 
 
 @pytest.mark.parametrize("splits", SPLITS)
-def test_redistribute_sums_on_two_dims(comm, square, splits):
-    wrong = differences(comm, square, cases_of(square, splits, filter(has_partial, pairs(2, "sum"))))
+@pytest.mark.parametrize("every", PAIRS.values(), ids=PAIRS)
+def test_redistribute_between_any_two_placements(comm, line, square, every, splits):
+    mesh = line if every is PAIRS["one dim"] else square
+    wrong = differences(comm, mesh, cases_of(mesh, splits, every))
     assert wrong == []
 
 
@@ -160,15 +172,6 @@ def test_redistribute_partial_on_two_dims(comm, operator):
     some_partial = list(filter(has_partial, pairs(2, operator)))
     cases = [case for turn in range(4) for case in cases_of(mesh, SPLITS[turn - first], some_partial[turn::4])]
     wrong = differences(comm, mesh, cases)
-    assert wrong == []
-
-
-@pytest.mark.parametrize("splits", SPLITS)
-def test_redistribute_sums_mixed_with_averages(comm, square, splits):
-    mixed = [(Partial("sum"), Partial("avg")), (Partial("avg"), Partial("sum"))]
-    targets = list(product(placements_of(2, "sum", "avg"), repeat=2))
-    extremes = [(Partial("max"), Replicate()), (Shard(0), Partial("min"))]
-    wrong = differences(comm, square, cases_of(square, splits, product(mixed, targets + extremes)))
     assert wrong == []
 
 
@@ -352,20 +355,13 @@ def test_array_placed_as_asked_is_returned_itself(line):
         assert trace.events == []
 
 
-@pytest.mark.parametrize("order", ["Fortran", "strided", "backwards", "read-only"])
+@pytest.mark.parametrize("order", MEMORY_ORDERS[1:], ids=lambda order: order.__name__)
 def test_local_arrays_may_have_any_memory_order(comm, line, order):
     whole = numbers((7, 5))
     wrong = []
     for one, other in product(placements_of(2, "sum"), repeat=2):
         source, target = spread(line.dim_sizes, (7, 5), one), spread(line.dim_sizes, (7, 5), other)
-        local = local_of(whole, source, line.coordinates)
-        local = {
-            "Fortran": local.copy("F"),
-            "strided": np.repeat(np.repeat(local, 2, 0), 2, 1)[::2, ::2],
-            "backwards": local[::-1, ::-1].copy()[::-1, ::-1],
-            "read-only": local.copy(),
-        }[order]
-        local.flags.writeable = order != "read-only"
+        local = order(local_of(whole, source, line.coordinates))
         y = redistribute(DistArray(local, line, source), target, **WHY)
         wrong.append((f"{one} -> {other}", y.sharding, y.local))
     everywhere = comm.allgather([local for *_, local in wrong])
@@ -430,12 +426,8 @@ def test_trace_of_redistribution_has_placements_and_reason(square):
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
-def error_of(x: DistArray, target: Sharding, **why: str) -> tuple[str, str]:
-    try:
-        redistribute(x, target, **{**WHY, **why})
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+def refused(x: DistArray, target: Sharding, **why: str) -> tuple[str, str]:
+    return error_of(lambda: redistribute(x, target, **{**WHY, **why}))
 
 
 def test_ranks_that_ask_for_different_placements_raise(comm, impatient):
@@ -446,9 +438,9 @@ def test_ranks_that_ask_for_different_placements_raise(comm, impatient):
     wanted = x.sharding.with_placements({"data": Replicate() if first else Shard(1)})
     other_splits = spread(mesh.dim_sizes, (7, 5), Shard(0), seed=[1 if first else 2])
     errors = [
-        error_of(x, wanted),
-        error_of(x, other_splits),
-        error_of(x, x.sharding.replicated, operation="one" if first else "another"),
+        refused(x, wanted),
+        refused(x, other_splits),
+        refused(x, x.sharding.replicated, operation="one" if first else "another"),
     ]
     everywhere = comm.allgather(errors)
     full = x.full()
@@ -468,7 +460,7 @@ def test_arrays_of_different_shape_or_dtype_raise(comm, impatient):
     shapes = distribute(np.zeros((6 + first, 5)), mesh, data=Shard(1))
     dtypes = distribute(np.zeros((6, 5), np.float32 if first else np.float64), mesh, data=Shard(0))
     placed = distribute(np.zeros((6, 5)), mesh, data=Shard(0) if first else Partial())
-    errors = [error_of(x, x.sharding.replicated) for x in (shapes, dtypes, placed)]
+    errors = [refused(x, x.sharding.replicated) for x in (shapes, dtypes, placed)]
     everywhere = comm.allgather(errors)
     assert everywhere == [errors] * comm.size
     if comm.size > 1:
@@ -484,7 +476,7 @@ def test_ranks_that_agree_hear_no_disagreement(comm, impatient):
     mesh.comm("data")
     # One rank alone wants something else: those along `data` that meet it hear so, the others have what they want.
     odd = comm.rank == comm.size - 1
-    error = error_of(x, x.sharding.with_placements({"data": Shard(1) if odd else Replicate()}))
+    error = refused(x, x.sharding.with_placements({"data": Shard(1) if odd else Replicate()}))
     concerned = mesh.coordinates["model"] == mesh.dims["model"] - 1 and mesh.dims["data"] > 1
     full = x.full()
     assert error[0] == ("CollectiveError" if concerned else "")
@@ -496,7 +488,7 @@ def test_ranks_that_agree_hear_no_disagreement(comm, impatient):
 )
 def test_meaningless_placements_raise(comm, dtype, operator):
     x = distribute(np.ones((3, 2), dtype), mesh_of(comm, comm.size), data=Shard(0))
-    kind, text = error_of(x, x.sharding.with_placements({"data": Partial(operator)}))
+    kind, text = refused(x, x.sharding.with_placements({"data": Partial(operator)}))
     assert (kind, text) == ("TypeError", f"Partial('{operator}') of {np.dtype(dtype)} has no meaning")
 
 
@@ -514,67 +506,48 @@ def carried_out_but(verb, change):
     return carried_out
 
 
-PLANTS = {
-    "shards are joined in the wrong order": (
-        "all_gather",
-        lambda array, comm, shapes: all_gather(array, comm, shapes)[::-1],
-    ),
-    "the slice of another rank": (
-        "run_step",
-        carried_out_but("slice", lambda step, local, mesh, result: np.roll(local, 6, step.axis)[:6, :12]),
-    ),
-    "every rank keeps its term of a sum": (
-        "run_step",
-        carried_out_but("keep", lambda step, local, mesh, result: local),
-    ),
-    "only one rank keeps a maximum": (
-        "run_step",
-        carried_out_but("keep", lambda step, local, mesh, result: local * (mesh.rank == 0)),
-    ),
-    "a shard is padded at the front": (
-        "run_step",
-        carried_out_but("pad", lambda step, local, mesh, result: np.sort(result, step.axis)),
-    ),
-    "an average is not divided": (
-        "all_reduce",
-        lambda array, comm, op: (
-            all_reduce(array, comm, op) * (comm.size if current_cause().before == "Partial('avg')" else 1)
-        ),
-    ),
+# A fault: the verb of the steps that have it, and what they make of their result.
+WRONG_STEPS = {
+    "the slice of another rank": ("slice", lambda step, local, mesh, result: np.roll(local, 6, step.axis)[:6, :12]),
+    "every rank keeps its term of a sum": ("keep", lambda step, local, mesh, result: local),
+    "only one rank keeps a maximum": ("keep", lambda step, local, mesh, result: local * (mesh.rank == 0)),
+    "a shard is padded at the front": ("pad", lambda step, local, mesh, result: np.sort(result, step.axis)),
+    "the argument is written to": ("pad", lambda step, local, mesh, result: (result, local.fill(0))[0]),
+}
+
+
+def undivided(array, comm, op):
+    return all_reduce(array, comm, op) * (comm.size if current_cause().before == "Partial('avg')" else 1)
+
+
+def rounded_by_rank(array, comm, op):
+    return np.nextafter(all_reduce(array, comm, op), np.inf if comm.rank == comm.size - 1 > 0 else 0)
+
+
+def gathered_twice(array, comm, shapes):
+    return [all_reduce(array, comm, "sum"), *all_gather(array, comm, shapes)][1:]
+
+
+# A fault: the collective that has it, and what takes its place.
+WRONG_COLLECTIVES = {
+    "shards are joined in the wrong order": ("all_gather", lambda *given: all_gather(*given)[::-1]),
+    "an average is not divided": ("all_reduce", undivided),
     "a minimum is taken for a maximum": (
         "all_reduce",
         lambda array, comm, op: all_reduce(array, comm, "max" if op == "min" else op),
     ),
-    "the last rank rounds differently": (
-        "all_reduce",
-        lambda array, comm, op: np.nextafter(
-            all_reduce(array, comm, op), np.inf if comm.rank == comm.size - 1 > 0 else 0
-        ),
-    ),
+    "the last rank rounds differently": ("all_reduce", rounded_by_rank),
     "blocks of a sum come to the wrong rank": (
         "reduce_scatter",
         lambda blocks, comm, op: reduce_scatter(blocks[::-1], comm, op),
     ),
-    "blocks of an exchange come from the wrong rank": (
-        "all_to_all",
-        lambda blocks, comm, shapes: all_to_all(blocks, comm, shapes)[::-1],
-    ),
-    "more is sent than the steps say": (
-        "all_gather",
-        lambda array, comm, shapes: [
-            all_reduce(array, comm, "sum"),
-            *all_gather(array, comm, shapes),
-        ][1:],
-    ),
-    "the argument is written to": (
-        "run_step",
-        carried_out_but("pad", lambda step, local, mesh, result: (result, local.fill(0))[0]),
-    ),
+    "blocks of an exchange come from the wrong rank": ("all_to_all", lambda *given: all_to_all(*given)[::-1]),
+    "more is sent than the steps say": ("all_gather", gathered_twice),
 }
 
 
 @pytest.mark.sizes(2)  # a fault shows at any size above 1
-@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize("plant", [*WRONG_STEPS, *WRONG_COLLECTIVES])
 def test_wrong_implementation_is_caught(comm, line, monkeypatch, plant):
     # Blocks of one shape, so that what arrives in the wrong place fits there.
     whole = numbers((12 * comm.size, 24 * comm.size))
@@ -582,7 +555,9 @@ def test_wrong_implementation_is_caught(comm, line, monkeypatch, plant):
         (spread(line.dim_sizes, whole.shape, one), spread(line.dim_sizes, whole.shape, other))
         for ((one,), (other,)) in pairs(1, *OPERATORS)
     ]
-    name, planted = PLANTS[plant]
-    monkeypatch.setattr(dist_array if name == "run_step" else redistribution, name, planted)
+    if plant in WRONG_STEPS:
+        monkeypatch.setattr(dist_array, "run_step", carried_out_but(*WRONG_STEPS[plant]))
+    else:
+        monkeypatch.setattr(redistribution, *WRONG_COLLECTIVES[plant])
     wrong = differences(comm, line, [Case(whole, *both) for both in every])
     assert wrong or comm.size == 1
