@@ -5,6 +5,7 @@ together what all ranks hold, and refuses replicas that differ by a bit.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise, product
 from math import prod
 from typing import Any
@@ -155,6 +156,54 @@ def assembled(sharding: Sharding, parts: list[Array]) -> Array:
     assert (covered == 1).all(), "blocks overlap or leave something out"
     assert whole is not None
     return whole
+
+
+# Memory
+
+
+def fortran(array: Array) -> Array:
+    return array.copy(order="F")
+
+
+def strided(array: Array) -> Array:
+    wide = np.zeros([2 * length for length in array.shape], array.dtype)
+    view = wide[(..., *(slice(None, None, 2) for _ in array.shape))]
+    view[...] = array
+    return view
+
+
+def backwards(array: Array) -> Array:
+    reverse = (..., *(slice(None, None, -1) for _ in array.shape))
+    return array[reverse].copy()[reverse]
+
+
+def read_only(array: Array) -> Array:
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+# Each gives an array equal to the one it is given, in memory of its own.
+MEMORY_ORDERS = [np.copy, fortran, strided, backwards, read_only]
+
+
+# Messages
+
+
+@contextmanager
+def awaiting_a_message(comm: MPI.Intracomm) -> Iterator[None]:
+    """The caller waits for a message from anyone; what is sent in the block must not reach it, and the next must."""
+    inbox, status = np.full(100, -1.0), MPI.Status()
+    waiting = comm.Irecv(inbox, MPI.ANY_SOURCE, MPI.ANY_TAG)
+    yield
+    came_early = waiting.Test()
+    comm.Barrier()
+    comm.Send(np.full(3, float(comm.rank)), (comm.rank + 1) % comm.size, tag=17)
+    waiting.Wait(status)
+    assert not came_early
+    assert (status.source, status.tag) == ((comm.rank - 1) % comm.size, 17)
+    assert inbox[:3].tolist() == [status.source] * 3
+    assert (inbox[3:] == -1).all()
 
 
 # Placements

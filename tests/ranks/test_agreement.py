@@ -20,6 +20,7 @@ from pce_mpi.comm.tracing import Purpose
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.passes import forward
+from ranks.grids import awaiting_a_message, read_only
 
 ROWS, CLASSES = 5, 16
 
@@ -110,11 +111,12 @@ def assert_refused(
     kind: type[Exception],
     *fragments: str,
     ranks: set[int] | None = None,
+    grid: Any = None,
 ) -> str:
     """The call raises `kind` on every rank with one text, which has the fragments and names exactly `ranks`.
 
-    A fragment may leave out parts of the text ("..."). Nothing is written, and the communicator computes a right loss
-    afterwards.
+    A fragment may leave out parts of the text ("..."). Nothing is written, and the communicator, or those of the grid,
+    compute a right loss afterwards.
     """
     if function is pce.softmax_cross_entropy_value_and_grad and "out" not in arguments:
         shape = np.shape(arguments["logits"]) if isinstance(arguments["logits"], np.ndarray) else ()
@@ -122,7 +124,7 @@ def assert_refused(
     arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
     written = {name: (value, value.tobytes()) for name, value in arrays.items() if value.dtype != object}
     outcomes = comm.allgather(outcome(function, **arguments))
-    afterwards = loss_and_gradient(comm)
+    afterwards = grid.result() if grid else loss_and_gradient(comm)
     raised = outcomes[comm.rank]
     assert raised is not None, f"the call returned on this rank, of all ranks: {outcomes}"
     assert raised.kind == kind.__name__, raised.text
@@ -133,7 +135,7 @@ def assert_refused(
         assert ranks_named_in(raised.text) == ranks, raised.text
     for name, (value, before) in written.items():
         assert value.tobytes() == before, f"{name} was written to"
-    assert_right(comm, afterwards)
+    grid.assert_right(afterwards) if grid else assert_right(comm, afterwards)
     return raised.text
 
 
@@ -211,11 +213,6 @@ def out_of(change: Callable[[np.ndarray], Any]) -> Changes:
 def probabilities(right: Arguments) -> Arguments:
     classes = right["logits"].shape[1]
     return {"targets": np.arange(1.0, ROWS * classes + 1).reshape(ROWS, classes) / (80 * CLASSES)}
-
-
-def read_only(array: np.ndarray) -> np.ndarray:
-    array.flags.writeable = False
-    return array
 
 
 def out_over_part_of_the_logits(right: Arguments) -> Arguments:
@@ -812,21 +809,8 @@ class Grid(NamedTuple):
     def assert_refused(
         self, function: Callable[..., object], arguments: Arguments, kind: type[Exception], *fragments: str
     ) -> str:
-        """Every rank of the grid raises `kind` with the same text, and both communicators work afterwards."""
-        if function is pce.softmax_cross_entropy_value_and_grad:
-            arguments = {"out": np.full_like(arguments["logits"], 7.0)} | arguments
-        outcomes = self.world.allgather(outcome(function, **arguments))
-        afterwards = self.result()
-        raised = outcomes[self.world.rank]
-        assert raised is not None, outcomes
-        assert raised.kind == kind.__name__, raised.text
-        assert outcomes == [raised] * self.world.size
-        for fragment in fragments:
-            assert fragment in raised.text
-        if function is pce.softmax_cross_entropy_value_and_grad:
-            assert (arguments["out"] == 7.0).all()
-        self.assert_right(afterwards)
-        return raised.text
+        """`assert_refused` on every rank of the grid."""
+        return assert_refused(self.world, function, arguments, kind, *fragments, grid=self)
 
 
 def grids(comm: MPI.Intracomm) -> Iterator[Grid]:
@@ -1224,18 +1208,11 @@ def test_communicator_survives_a_hundred_errors(comm):
 
 
 def test_messages_of_caller_are_no_agreement(comm):
-    inbox = np.zeros(1, np.int64)
-    waiting = comm.Irecv(inbox, MPI.ANY_SOURCE, MPI.ANY_TAG)
-    raised = outcome(pce.softmax_cross_entropy, **my_arguments(comm) | {"targets": np.full(ROWS, 16)})
-    early = waiting.Test()
-    comm.Barrier()
-    comm.Send(np.array([comm.rank]), (comm.rank + 1) % comm.size, 5)
-    waiting.Wait()
+    with awaiting_a_message(comm):
+        raised = outcome(pce.softmax_cross_entropy, **my_arguments(comm) | {"targets": np.full(ROWS, 16)})
     afterwards = loss_and_gradient(comm)
     assert raised is not None
     assert raised.kind == "IndexError"
-    assert not early
-    assert inbox[0] == (comm.rank - 1) % comm.size
     assert_right(comm, afterwards)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from in_step import in_step
 import pce_mpi as pce
+from ranks.grids import MEMORY_ORDERS, backwards, fortran, strided
 from ranks.problems import (
     NARROW,
     WIDE,
@@ -43,34 +44,12 @@ class Tensor:
         return self._values.__dlpack_device__()
 
 
-# Layouts: each gives an array equal to the one it is given, in memory of its own.
-
-
-def fortran(values):
-    return values.copy(order="F")
-
-
-def strided(values):
-    wide = np.full([2 * length for length in values.shape], 7, values.dtype)
-    view = wide[(..., *(slice(None, None, 2) for _ in values.shape))]
-    view[...] = values
-    return view
-
-
-def backwards(values):
-    reverse = tuple(slice(None, None, -1) for _ in values.shape)
-    return values[reverse].copy()[(..., *reverse)]
+# More memory orders
 
 
 def transposed(values):
     order = np.roll(np.arange(values.ndim), 1).astype(int)
     return values.transpose(order).copy(order="C").transpose(np.argsort(order))
-
-
-def read_only(values):
-    values = values.copy()
-    values.flags.writeable = False
-    return values
 
 
 def unaligned(values):
@@ -88,7 +67,7 @@ def subclass(values):
     return values.copy().view(Subclass)
 
 
-ORDERS = [np.copy, fortran, strided, backwards, transposed, read_only, unaligned, subclass, Tensor]
+ORDERS = [*MEMORY_ORDERS, transposed, unaligned, subclass, Tensor]
 WRITABLE = [np.copy, fortran, strided, backwards, transposed, unaligned]
 
 

@@ -1,6 +1,7 @@
 """The collectives on arrays: what arrives, for every kind of array, on every rank, and that nobody is disturbed."""
 
 from concurrent.futures import ThreadPoolExecutor
+import functools
 from functools import partial
 import gc
 import itertools
@@ -19,6 +20,7 @@ from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, broadca
 from pce_mpi.comm.communicators import CollectiveTimeout, channel_of
 from pce_mpi.comm.tracing import Purpose, cause
 from pce_mpi.loss.softmax_state import StateFields, merge
+from ranks.grids import MEMORY_ORDERS, awaiting_a_message
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 INTEGERS = [np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64]
@@ -52,30 +54,17 @@ def small(rank: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return np.asarray(values).astype(dtype)
 
 
-def memory_orders(array: np.ndarray) -> dict[str, np.ndarray]:
-    """Return equal arrays in several memory orders, by name."""
-    padded = np.zeros(tuple(2 * length for length in array.shape), array.dtype)
-    every_second: Any = (*(slice(None, None, 2),) * array.ndim, ...)
-    strided = padded[every_second]
-    strided[...] = array
-    backwards: Any = (*(slice(None, None, -1),) * array.ndim, ...)
-    read_only = array.copy()
-    read_only.flags.writeable = False
-    return {
-        "C": array.copy(),
-        "Fortran": np.array(array, order="F"),
-        "strided": strided,
-        "backwards": array[backwards].copy()[backwards],
-        "read-only": read_only,
-    }
-
-
 def check(actual: np.ndarray, expected: np.ndarray) -> None:
     assert type(actual) is np.ndarray
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     assert actual.flags.writeable
     np.testing.assert_array_equal(actual.astype(np.float64), expected.astype(np.float64))
+
+
+def folded(merge: Any, arrays: list[np.ndarray]) -> np.ndarray:
+    """The arrays of all ranks, merged two at a time, in their own dtype."""
+    return functools.reduce(lambda a, b: np.asarray(merge(a, b), arrays[0].dtype), arrays)
 
 
 def reshaped_by_rank(rank: int) -> tuple[int, ...]:
@@ -86,19 +75,16 @@ def reshaped_by_rank(rank: int) -> tuple[int, ...]:
 # ----------------------------------------------------------------------------------------------------------- all_reduce
 
 
-OPERATORS = [("sum", np.add), ("max", np.maximum), ("min", np.minimum)]
-each_operator = pytest.mark.parametrize(("op", "in_numpy"), OPERATORS, ids=["sum", "max", "min"])
+OPERATORS = [("sum", np.add), ("max", np.maximum), ("min", np.minimum), (np.maximum, np.maximum)]
+each_operator = pytest.mark.parametrize(("op", "in_numpy"), OPERATORS, ids=["sum", "max", "min", "a merge"])
 
 
 @each_operator
 @by_name("dtype", NUMBERS)
 def test_all_reduce_combines_arrays_of_all_ranks(comm, dtype, op, in_numpy):
     for shape in SHAPES:
-        expected = small(0, shape, dtype)
-        for rank in range(1, comm.size):
-            expected = in_numpy(expected, small(rank, shape, dtype)).astype(dtype)
-        result = all_reduce(small(comm.rank, shape, dtype), comm, op)
-        check(result, np.asarray(expected, dtype))
+        expected = folded(in_numpy, [small(rank, shape, dtype) for rank in range(comm.size)])
+        check(all_reduce(small(comm.rank, shape, dtype), comm, op), expected)
 
 
 def test_booleans_have_max_any_and_min_all(comm):
@@ -126,9 +112,7 @@ def test_max_and_min_carry_nan_to_every_rank(comm, dtype, op, length):
         return values.astype(dtype)
 
     in_numpy = {"max": np.maximum, "min": np.minimum}[op]
-    expected = of(0).astype(np.float64)
-    for rank in range(1, comm.size):
-        expected = in_numpy(expected, of(rank).astype(np.float64))
+    expected = folded(in_numpy, [of(rank).astype(np.float64) for rank in range(comm.size)])
     mine = of(comm.rank)
     with np.errstate(all="raise"):
         reduced = all_reduce(mine, comm, op)
@@ -142,18 +126,18 @@ def test_max_and_min_carry_nan_to_every_rank(comm, dtype, op, length):
 def test_all_reduce_takes_any_memory_order(comm):
     for shape in SHAPES:
         total = sum(small(rank, shape, np.float64) for rank in range(comm.size))
-        for order, mine in memory_orders(small(comm.rank, shape, np.float64)).items():
+        for order in MEMORY_ORDERS:
+            mine = order(small(comm.rank, shape, np.float64))
             before = mine.tobytes()
             result = all_reduce(mine, comm, "sum")
-            np.testing.assert_array_equal(result, total, err_msg=order)
+            np.testing.assert_array_equal(result, total, err_msg=order.__name__)
             assert mine.tobytes() == before
             assert not np.shares_memory(result, mine)
 
 
 def test_ranks_may_have_different_memory_orders(comm):
     shape = (3, 4)
-    orders = list(memory_orders(small(comm.rank, shape, np.float32)).values())
-    mine = orders[comm.rank % len(orders)]
+    mine = MEMORY_ORDERS[comm.rank % len(MEMORY_ORDERS)](small(comm.rank, shape, np.float32))
     result = all_reduce(mine, comm, "sum")
     check(result, sum(small(rank, shape, np.float32) for rank in range(comm.size)))
 
@@ -202,11 +186,9 @@ def test_all_reduce_takes_merge_of_states(comm, shape):
         states["value"], states["rank"], states["count"] = small(rank, shape, np.float64), rank, 1
         return states
 
-    expected = of(0)
-    for rank in range(1, comm.size):
-        expected = largest(expected, of(rank))
-    for mine in memory_orders(of(comm.rank)).values():
-        result = all_reduce(mine, comm, largest)
+    expected = folded(largest, [of(rank) for rank in range(comm.size)])
+    for order in MEMORY_ORDERS:
+        result = all_reduce(order(of(comm.rank)), comm, largest)
         assert result.dtype == LARGEST
         assert result.shape == shape
         assert result.tobytes() == expected.tobytes()
@@ -228,19 +210,11 @@ def test_all_reduce_merges_states_of_any_fields(comm):
     differing = []
     for fields in STATE_FIELDS:
         result = all_reduce(softmax_states(comm.rank, fields, 9), comm, merge)
-        expected = softmax_states(0, fields, 9)
-        for rank in range(1, comm.size):
-            expected = merge(expected, softmax_states(rank, fields, 9))
+        expected = folded(merge, [softmax_states(rank, fields, 9) for rank in range(comm.size)])
         for name in fields.names:
             if not np.allclose(result[name], expected[name], rtol=1e-12, atol=0):
                 differing.append((fields, name))
     assert differing == []
-
-
-@by_name("dtype", NUMBERS)
-def test_all_reduce_takes_merge_of_any_dtype(comm, dtype):
-    result = all_reduce(small(comm.rank, (3, 5), dtype), comm, np.maximum)
-    check(result, np.max([small(rank, (3, 5), dtype) for rank in range(comm.size)], axis=0))
 
 
 # ------------------------------------------------------------------------------------ all_gather, all_to_all, broadcast
@@ -257,7 +231,8 @@ def test_all_gather_gives_arrays_in_rank_order(comm, dtype):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_all_gather_takes_any_memory_order(comm, shape):
-    for mine in memory_orders(small(comm.rank, shape, np.int32)).values():
+    for order in MEMORY_ORDERS:
+        mine = order(small(comm.rank, shape, np.int32))
         before = mine.tobytes()
         arrays = all_gather(mine, comm, [shape] * comm.size)
         for rank, array in enumerate(arrays):
@@ -283,13 +258,11 @@ def test_all_to_all_gives_each_rank_its_blocks(comm, dtype):
 
 def test_all_to_all_takes_any_memory_order(comm):
     ranks = range(comm.size)
-    for shape in SHAPES:
-        orders = [memory_orders(small(10 * comm.rank + to, shape, np.float64)) for to in ranks]
-        for order in orders[0]:
-            blocks = [each[order] for each in orders]
-            received = all_to_all(blocks, comm, [shape] * comm.size)
-            for source, block in enumerate(received):
-                check(block, small(10 * source + comm.rank, shape, np.float64))
+    for shape, order in itertools.product(SHAPES, MEMORY_ORDERS):
+        blocks = [order(small(10 * comm.rank + to, shape, np.float64)) for to in ranks]
+        received = all_to_all(blocks, comm, [shape] * comm.size)
+        for source, block in enumerate(received):
+            check(block, small(10 * source + comm.rank, shape, np.float64))
 
 
 def test_all_to_all_of_column_slices_transposes(comm):
@@ -307,13 +280,13 @@ def test_all_to_all_of_column_slices_transposes(comm):
 
 @by_name("dtype", EVERYTHING)
 def test_broadcast_gives_every_rank_array_of_root(comm, dtype):
-    for root, shape in itertools.product(range(comm.size), SHAPES):
-        for mine in memory_orders(small(comm.rank, shape, dtype)).values():
-            before = mine.tobytes()
-            result = broadcast(mine, comm, root)
-            check(result, small(root, shape, dtype))
-            assert mine.tobytes() == before
-            assert not np.shares_memory(result, mine)
+    for root, shape, order in itertools.product(range(comm.size), SHAPES, MEMORY_ORDERS):
+        mine = order(small(comm.rank, shape, dtype))
+        before = mine.tobytes()
+        result = broadcast(mine, comm, root)
+        check(result, small(root, shape, dtype))
+        assert mine.tobytes() == before
+        assert not np.shares_memory(result, mine)
 
 
 # ------------------------------------------------------------------------------------------------------- reduce_scatter
@@ -324,18 +297,15 @@ def test_broadcast_gives_every_rank_array_of_root(comm, dtype):
 def test_reduce_scatter_gives_each_rank_its_block(comm, dtype, op, in_numpy):
     # Block 0 is empty, the others differ in length.
     blocks = [small(10 * comm.rank + to, (to, 2), dtype) for to in range(comm.size)]
-    expected = small(comm.rank, (comm.rank, 2), dtype)
-    for source in range(1, comm.size):
-        expected = in_numpy(expected, small(10 * source + comm.rank, (comm.rank, 2), dtype)).astype(dtype)
-    check(reduce_scatter(blocks, comm, op), expected)
+    mine = [small(10 * source + comm.rank, (comm.rank, 2), dtype) for source in range(comm.size)]
+    check(reduce_scatter(blocks, comm, op), folded(in_numpy, mine))
 
 
 def test_reduce_scatter_takes_any_memory_order(comm):
-    for shape in SHAPES:
-        orders = [memory_orders(small(10 * comm.rank + to, shape, np.float64)) for to in range(comm.size)]
+    for shape, order in itertools.product(SHAPES, MEMORY_ORDERS):
+        blocks = [order(small(10 * comm.rank + to, shape, np.float64)) for to in range(comm.size)]
         total = sum(small(10 * source + comm.rank, shape, np.float64) for source in range(comm.size))
-        for order in orders[0]:
-            check(reduce_scatter([each[order] for each in orders], comm, "sum"), np.asarray(total))
+        check(reduce_scatter(blocks, comm, "sum"), np.asarray(total))
 
 
 def test_reduce_scatter_takes_merge_of_states(comm):
@@ -345,9 +315,7 @@ def test_reduce_scatter_takes_merge_of_states(comm):
         return states
 
     result = reduce_scatter([block(comm.rank, to) for to in range(comm.size)], comm, largest)
-    expected = block(0, comm.rank)
-    for source in range(1, comm.size):
-        expected = largest(expected, block(source, comm.rank))
+    expected = folded(largest, [block(source, comm.rank) for source in range(comm.size)])
     assert result.dtype == LARGEST
     assert result.shape == expected.shape
     assert result.tobytes() == expected.tobytes()
@@ -628,18 +596,8 @@ def check_everything(comm: MPI.Intracomm, results: list[np.ndarray]) -> None:
 
 
 def test_receive_from_anyone_gets_the_callers_message(comm):
-    inbox = np.full(100, -1.0)
-    waiting = comm.Irecv(inbox, MPI.ANY_SOURCE, MPI.ANY_TAG)
-    results = [everything(comm) for _ in range(3)]
-    came_early = waiting.Test()
-    comm.Barrier()
-    status = MPI.Status()
-    comm.Send(np.full(3, float(comm.rank)), (comm.rank + 1) % comm.size, tag=17)
-    waiting.Wait(status)
-    assert not came_early
-    assert (status.source, status.tag) == ((comm.rank - 1) % comm.size, 17)
-    assert inbox[:3].tolist() == [status.source] * 3
-    assert (inbox[3:] == -1).all()
+    with awaiting_a_message(comm):
+        results = [everything(comm) for _ in range(3)]
     for result in results:
         check_everything(comm, result)
 

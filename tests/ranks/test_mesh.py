@@ -13,7 +13,7 @@ import pytest
 import pce_mpi as pce
 from pce_mpi.comm.tracing import Purpose
 from pce_mpi.distributed.mesh import Mesh
-from ranks.grids import NAMES, factorizations, mesh_of, ranks_of
+from ranks.grids import NAMES, awaiting_a_message, factorizations, mesh_of, ranks_of
 from ranks.placed import error_of
 
 
@@ -51,9 +51,8 @@ def test_mesh_prints_as_its_dims_and_asks_nobody(comm):
     assert texts in ([], [f"Mesh(data=1, model={comm.size})"])
 
 
-def test_mesh_cannot_be_changed(comm):
-    mesh = mesh_of(comm, comm.size)
-    for mapping in (mesh.dims, mesh.coordinates):
+def test_mesh_cannot_be_changed(line):
+    for mapping in (line.dims, line.coordinates):
         with pytest.raises(TypeError):
             mapping["data"] = 7
 
@@ -105,10 +104,9 @@ def test_communicator_of_dims_is_made_once(comm):
     assert trace.events == []
 
 
-def test_mesh_communicator_of_no_dims_is_own_rank(comm):
-    mesh = mesh_of(comm, comm.size)
-    assert mesh.comm().size == 1
-    assert mesh.comm().allgather(comm.rank) == [comm.rank]
+def test_mesh_communicator_of_no_dims_is_own_rank(comm, line):
+    assert line.comm().size == 1
+    assert line.comm().allgather(comm.rank) == [comm.rank]
 
 
 def test_dims_not_in_mesh_raise_on_their_rank(comm):
@@ -226,32 +224,17 @@ def test_mesh_of_no_communicator_is_type_error(value):
 
 
 def test_messages_of_caller_do_not_meet_the_mesh(comm):
-    inbox = np.full(1, -1)
-    waiting = comm.Irecv(inbox, MPI.ANY_SOURCE, MPI.ANY_TAG)
-    mesh = Mesh(comm, data=1, model=comm.size)
-    members = mesh.comm("model").allgather(comm.rank)
-    came_early = waiting.Test()
-    comm.Barrier()
-    comm.Send(np.array([comm.rank]), (comm.rank + 1) % comm.size, tag=5)
-    waiting.Wait()
-    assert not came_early
+    with awaiting_a_message(comm):
+        mesh = Mesh(comm, data=1, model=comm.size)
+        members = mesh.comm("model").allgather(comm.rank)
     assert members == list(range(comm.size))
-    assert inbox[0] == (comm.rank - 1) % comm.size
 
 
-def test_communicator_of_mesh_carries_messages_of_caller(comm):
-    mesh = mesh_of(comm, comm.size)
-    own = mesh.comm("data")
-    inbox = np.full(1, -1)
-    waiting = own.Irecv(inbox, MPI.ANY_SOURCE, MPI.ANY_TAG)
-    loss = pce.softmax_cross_entropy(np.zeros((2, 3)), np.zeros(2, int), comm=own)
-    came_early = waiting.Test()
-    own.Barrier()
-    own.Send(np.array([comm.rank]), (comm.rank + 1) % comm.size, tag=5)
-    waiting.Wait()
-    assert not came_early
-    assert loss == pytest.approx(np.log(3 * comm.size))
-    assert inbox[0] == (comm.rank - 1) % comm.size
+def test_communicator_of_mesh_carries_messages_of_caller(line):
+    own = line.comm("data")
+    with awaiting_a_message(own):
+        loss = pce.softmax_cross_entropy(np.zeros((2, 3)), np.zeros(2, int), comm=own)
+    assert loss == pytest.approx(np.log(3 * line.size))
 
 
 def test_meshes_of_same_ranks_are_different(comm):
