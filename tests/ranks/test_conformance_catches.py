@@ -1,4 +1,4 @@
-"""The proof of the kit: planted faults, one in each file of tests/candidates/wrong, and the words that name them.
+"""The proof of the kit: planted faults, one in each class of tests/candidates/wrong, and the words that name them.
 
 Faults that hang or crash are in tests/conformance, as only a launcher survives them.
 """
@@ -10,13 +10,16 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from candidates.by_hand import ByHand
 from candidates.by_hand import candidate as by_hand
+from candidates.wrong import calls, numbers, options, probabilities, rows, shapes_and_memory, shards, special_values
 from pce_mpi.conformance.catalogue import cases
 from pce_mpi.conformance.offers import load, offer_of
 from pce_mpi.conformance.outcomes import Verdict
 from pce_mpi.conformance.running import run_case
 
-WRONG = Path(__file__).parents[1] / "candidates" / "wrong"
+FAMILIES = [calls, numbers, options, probabilities, rows, shapes_and_memory, shards, special_values]
+WRONG = {each.__name__: each for each in ByHand.__subclasses__()}
 
 CORRECT = [
     "candidates.by_hand:candidate",
@@ -148,8 +151,15 @@ PLANTED = [
 DEADLOCKS_AND_CRASHES = {"empty_shard_waits", "target_out_of_range_waits", "empty_shard_crashes"}
 
 
+def wrong(fault):
+    """The candidate with that fault."""
+    return WRONG[fault.title().replace("_", "")]()
+
+
 def test_every_wrong_candidate_has_a_test():
-    assert {path.stem for path in WRONG.glob("*.py")} == {each.fault for each in PLANTED} | DEADLOCKS_AND_CRASHES
+    assert set(WRONG) == {type(wrong(each.fault)).__name__ for each in PLANTED}
+    files = {path.stem for path in Path(calls.__file__).parent.glob("*.py")}
+    assert files == {module.__name__.rpartition(".")[2] for module in FAMILIES} | DEADLOCKS_AND_CRASHES
 
 
 def case_named(name, candidate):
@@ -162,7 +172,7 @@ def case_named(name, candidate):
 def test_planted_fault_is_caught_and_named(comm, planted):
     if not planted.ranks <= comm.size <= planted.most:
         pytest.skip(f"shows on {planted.ranks} to {planted.most} ranks")
-    candidate = load(f"candidates.wrong.{planted.fault}:candidate")
+    candidate = wrong(planted.fault)
     case = case_named(planted.case, candidate)
     outcome, without_fault = run_case(candidate, case, comm), run_case(by_hand, case, comm)
     assert outcome.failed
@@ -175,7 +185,7 @@ def test_planted_fault_is_caught_and_named(comm, planted):
 @pytest.mark.sizes(1, 3)
 @pytest.mark.parametrize("planted", SUBTLE, ids=str)
 def test_subtle_fault_passes_random_logits(comm, planted):
-    candidate = load(f"candidates.wrong.{planted.fault}:candidate")
+    candidate = wrong(planted.fault)
     outcome = run_case(candidate, case_named(f"random-logits/{planted.dtype}", candidate), comm)
     if planted.fault == "equal_shards_assumed" and len(set(np.diff(outcome.splits))) > 1:
         pytest.skip("everybody's test has equal shards: run this on a number of ranks that divides 24")

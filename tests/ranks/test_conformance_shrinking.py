@@ -1,13 +1,13 @@
 """The smallest shape at which a case still fails, on all ranks."""
 
+from candidates.wrong.rows import MeanOverAllRows
 from pce_mpi.conformance import cases, run_case
-from pce_mpi.conformance.offers import load
 from pce_mpi.conformance.outcomes import Finding
 from pce_mpi.conformance.shrinking import shrink
 
 
 def test_smallest_shape_shows_same_fault(comm):
-    candidate = load("candidates.wrong.mean_over_all_rows:candidate")
+    candidate = MeanOverAllRows()
     (case,) = cases(candidate, pattern="ignored/negative")
     tried = []
 

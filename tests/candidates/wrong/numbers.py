@@ -1,0 +1,90 @@
+"""Faults of the arithmetic."""
+
+import numpy as np
+
+from candidates.by_hand import ByHand
+
+
+class OneSubtractedAfterRounding(ByHand):
+    """1 is subtracted at the target in the gradient of the logits' dtype (Liger, TransformerEngine)."""
+
+    def gradient_of_z(self, s):
+        p = s.p.astype(s.logits.dtype).astype(np.float64)
+        return p * (s.sum_u + 2.0 * s.z_loss * s.logsumexp)[:, None] - s.u
+
+
+class RoundedLogsumexp(ByHand):
+    """Maximum and sum of exponentials become a logsumexp in float32, which is subtracted."""
+
+    def row_losses(self, s):
+        lse = s.logsumexp.astype(np.float32).astype(np.float64)
+        s.shifted = s.factor * s.source - lse[:, None]
+        s.p, s.sum_exp = np.exp(s.shifted), np.ones(s.rows)
+        super().row_losses(s)
+
+
+class NoMaximum(ByHand):
+    """Exponentials of the logits as they are, in the arithmetic of their dtype."""
+
+    def maximum(self, s):
+        return np.zeros(s.rows)
+
+    def softmax(self, s):
+        super().softmax(s)
+        dtype = np.float64 if s.logits.dtype == np.float64 else np.float32
+        s.exp = np.exp(s.shifted.astype(dtype)).astype(np.float64)
+        s.sum_exp = self.sum(s, s.exp.sum(axis=-1))
+        s.logsumexp = np.log(s.sum_exp)
+        s.p = s.exp / s.sum_exp[:, None]
+
+
+class ClippedAt64(ByHand):
+    """x - max is clipped at -64 (Paddle's CPU kernel)."""
+
+    def row_losses(self, s):
+        s.shifted = np.maximum(s.shifted, -64.0)
+        super().row_losses(s)
+
+
+class LogarithmOfExponential(ByHand):
+    """log p is computed as log(exp(x - max) / sum), in float32 (Liger)."""
+
+    def row_losses(self, s):
+        s.shifted = np.log(s.exp.astype(np.float32)).astype(np.float64)
+        super().row_losses(s)
+
+
+class SmallGradientsFiltered(ByHand):
+    """The gradient treats small probabilities as 0 (CCE)."""
+
+    def gradient_of_z(self, s):
+        dz = super().gradient_of_z(s)
+        return np.where(np.abs(dz) < 2.0**-12, 0.0, dz)
+
+
+class SumsInHalf(ByHand):
+    """Exponentials are summed in the dtype of the logits."""
+
+    def softmax(self, s):
+        super().softmax(s)
+        exp = s.exp.astype(s.logits.dtype)
+        total = exp.cumsum(axis=-1, dtype=exp.dtype)[:, -1:].astype(np.float64).sum(axis=-1)  # 0 for no classes
+        s.sum_exp = self.sum(s, total)
+        s.p = s.exp / s.sum_exp[:, None]
+
+
+class LogProbabilitiesInHalf(ByHand):
+    """Log-probabilities are kept in the logits' dtype for backward (PyTorch's loss_parallel)."""
+
+    def row_losses(self, s):
+        log_p = (s.shifted - np.log(s.sum_exp)[:, None]).astype(s.logits.dtype)
+        s.shifted = log_p.astype(np.float64)
+        s.p, s.sum_exp = np.exp(s.shifted), np.ones(s.rows)
+        super().row_losses(s)
+
+
+class First65535Rows(ByHand):
+    """The kernel's grid has 65,535 blocks, one for each row."""
+
+    def rows_with_gradient(self, s):
+        return s.valid & (np.arange(s.rows) < 65_535)

@@ -1,0 +1,78 @@
+"""Faults in which rows count."""
+
+import numpy as np
+
+from candidates.by_hand import ByHand
+
+
+class MeanOverAllRows(ByHand):
+    """The mean divides by all rows, the ignored ones included (Paddle)."""
+
+    def divisor(self, s):
+        return float(s.rows) if s.reduction == "mean" else 1.0
+
+
+class MeanOfLossesThatAreNot0(ByHand):
+    """The mean counts the rows whose loss is not 0 (ColossalAI)."""
+
+    def divisor(self, s):
+        if s.reduction != "mean" or s.with_probabilities:
+            return super().divisor(s)
+        counted = s.row_loss.astype(np.float32) != 0.0
+        return float(self.sum(s, np.where(s.mine & counted, self.weight_of_target(s), 0.0)).sum())
+
+
+class MeanOfTheRanksMeans(ByHand):
+    """Each rank takes the mean over the rows whose target it owns, then the ranks' mean is taken."""
+
+    def divisor(self, s):
+        if s.reduction != "mean" or s.with_probabilities:
+            return super().divisor(s)
+        mine = np.where(s.mine, self.weight_of_target(s), 0.0).sum()
+        owners = s.comm.allreduce(int(mine > 0.0))
+        return np.maximum(self.sum(s, s.mine * mine), 1e-300) * owners
+
+    def reduce(self, s):
+        if s.reduction == "mean" and not s.with_probabilities:
+            s.row_loss, divisor, s.divisor = s.row_loss / s.divisor, s.divisor, 1.0
+            loss = super().reduce(s)
+            s.divisor = divisor
+            return loss
+        return super().reduce(s)
+
+
+class MeanOfNoRowsIs0(ByHand):
+    """The mean divides by max(count, 1)."""
+
+    def divisor(self, s):
+        return super().divisor(s) or 1.0
+
+
+class IgnoredRowsHaveAGradient(ByHand):
+    """The loss excludes ignored rows, the gradient does not."""
+
+    def gradient_of_z(self, s):
+        s.sum_u = np.where(s.valid, s.sum_u, 1.0)
+        return super().gradient_of_z(s)
+
+    def rows_with_gradient(self, s):
+        return np.ones_like(s.valid)
+
+
+class IgnoreIndexInRangeNotHeeded(ByHand):
+    """Rows are ignored only where the target is negative."""
+
+    def flatten(self, s):
+        if s.ignore_index >= 0:
+            s.ignore_index = -100
+        super().flatten(s)
+
+
+class ZeroRowsRaise(ByHand):
+    """The mean multiplies by 1 / count, in Python's numbers: without rows it raises."""
+
+    def divisor(self, s):
+        if s.reduction == "mean" and s.weight is None and not s.with_probabilities:
+            per_row = 1 / int(s.valid.sum())
+            return 1 / per_row
+        return super().divisor(s)

@@ -1,0 +1,33 @@
+"""Faults in what infinities and nan become."""
+
+import numpy as np
+
+from candidates.by_hand import ByHand
+
+
+class MaskedShardIsNan(ByHand):
+    """Each shard subtracts its own maximum, which is -inf where all is masked (flash-attention)."""
+
+    def softmax(self, s):
+        super().softmax(s)
+        own = s.source.max(axis=-1, initial=-np.inf)
+        exp = np.exp(s.factor * (s.source - own[:, None]))
+        s.sum_exp = self.sum(s, exp.sum(axis=-1) * np.exp(s.factor * (own - s.top)) if s.classes else np.zeros(s.rows))
+        s.p = s.exp / s.sum_exp[:, None]
+
+
+class IgnoredRowsTimes0(ByHand):
+    """Ignored rows are masked by a product with 0, and 0 times nan is nan."""
+
+    def row_losses(self, s):
+        valid, s.valid = s.valid, np.ones_like(s.valid)
+        super().row_losses(s)
+        s.row_loss, s.valid = s.row_loss * valid, valid
+
+
+class ZeroTimesInfinity(ByHand):
+    """A class with target probability 0 is multiplied, not left out: 0 times -inf is nan."""
+
+    def row_losses(self, s):
+        super().row_losses(s)
+        s.row_loss = s.row_loss + self.sum(s, 0.0 * np.where(s.u == 0.0, s.shifted, 0.0).sum(axis=-1))
