@@ -158,8 +158,7 @@ def _along(vector: Array, x: Array, axis: int) -> Array:
 def layer_norm(
     x: Array, scale: Array | None = None, bias: Array | None = None, axis: int = -1, eps: float = 1e-5
 ) -> Array:
-    y = (x - x.mean(axis, keepdims=True)) / np.sqrt(x.var(axis, keepdims=True) + eps)
-    y = y if scale is None else y * _along(scale, x, axis)
+    y = rms_norm(x - x.mean(axis, keepdims=True), scale, axis, eps)
     return y if bias is None else y + _along(bias, x, axis)
 
 

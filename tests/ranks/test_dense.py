@@ -262,7 +262,11 @@ def test_masked_class_has_no_part_in_its_row():
         assert agrees(gradient, [[-0.25, 0, 0.25, 0]])
     loss, gradient = value_and_grad(x, [[1.0, 0.0, 0.0, 0.0]], reduction="none")
     assert agrees(loss, [log(4 / 3)])
-    for options in ({"logit_scale": 2.0}, {"softcap": 3.0}, {"logit_scale": 1e-4, "softcap": 1e-3}):
+    for options in (
+        *({"logit_scale": scale} for scale in (1e-3, 2.0, 1e3)),
+        *({"softcap": softcap} for softcap in (1e-3, 1.0, 3.0)),
+        {"logit_scale": 1e-4, "softcap": 1e-3},
+    ):
         loss, gradient = value_and_grad(x, [0], reduction="none", **options)
         without, gradient_without = value_and_grad(x[:, [0, 2]], [0], reduction="none", **options)
         assert agrees(loss, without)

@@ -10,7 +10,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import Replicate, Shard
-from ranks.op_cases import alone
+from ranks.op_cases import alone, softmax
 from ulps import ROUNDED_ONCE, errors
 
 Array = np.ndarray[Any, Any]
@@ -150,11 +150,6 @@ def test_functions_of_two_halves_are_rounded_once(name, exact, slopes, dtype):
     for gradient, slope in zip(gradients, slopes(*mine), strict=True):
         assert gradient.dtype == dtype
         assert faults(gradient.local, slope * wide(here(g, y)), mine[0])[:5] == []
-
-
-def softmax(x: Array) -> Array:
-    e = np.exp(x - x.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
 
 
 @each_half

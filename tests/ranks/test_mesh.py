@@ -1,6 +1,7 @@
 """A mesh: which rank is where, who belongs together, and that ranks which disagree about it all hear so."""
 
 from collections import deque
+from collections.abc import Callable
 import gc
 from itertools import combinations
 from math import prod
@@ -21,8 +22,11 @@ def all_sizes(comm):
     return [sizes for ndim in (1, 2, 3) for sizes in factorizations(comm.size, ndim)]
 
 
-def everywhere_the_same(comm, mine: tuple[str, str]) -> bool:
-    return len(set(comm.allgather(mine))) == 1
+def error_everywhere(comm, call: Callable[[], object]) -> tuple[str, str]:
+    """The error of `call`, which all ranks get alike; collective."""
+    everywhere = comm.allgather(error_of(call))
+    assert len(set(everywhere)) == 1
+    return everywhere[0]
 
 
 # ------------------------------------------------------------------------------------------------------------ the ranks
@@ -131,11 +135,9 @@ def test_mesh_and_communicator_are_agreed_and_traced(comm):
 
 def test_ranks_that_ask_for_different_communicators_raise(comm, impatient):
     mesh = Mesh(comm, data=comm.size, model=1)
-    error = error_of(lambda: mesh.comm("data" if comm.rank == 0 else "model"))
-    same = everywhere_the_same(comm, error)
+    error = error_everywhere(comm, lambda: mesh.comm("data" if comm.rank == 0 else "model"))
     ranks = mesh.comm("data").allgather(comm.rank)
     alone = mesh.comm("model").allgather(comm.rank)
-    assert same
     if comm.size > 1:
         kind, text = error
         others = "rank 1" if comm.size == 2 else f"ranks {', '.join(map(str, range(1, comm.size)))}"
@@ -167,9 +169,7 @@ def test_ranks_that_ask_for_different_communicators_raise(comm, impatient):
     ],
 )
 def test_bad_dims_raise_everywhere(comm, dims, kind, text):
-    error = error_of(lambda: Mesh(comm, **dims))
-    same = everywhere_the_same(comm, error)
-    assert same
+    error = error_everywhere(comm, lambda: Mesh(comm, **dims))
     assert error[0] == kind
     assert error[1].startswith(text)
     assert f"({'ranks' if comm.size > 1 else 'rank'} {', '.join(map(str, range(comm.size)))})" in error[1]
@@ -177,9 +177,8 @@ def test_bad_dims_raise_everywhere(comm, dims, kind, text):
 
 def test_sizes_of_wrong_product_raise_everywhere(comm):
     size = comm.size
-    errors = [error_of(lambda dims=dims: Mesh(comm, **dims)) for dims in ({"a": 2, "b": size}, {"a": 7})]
-    same = [everywhere_the_same(comm, error) for error in errors]
-    assert all(same)
+    wrong = {"a": 2, "b": size}, {"a": 7}
+    errors = [error_everywhere(comm, lambda dims=dims: Mesh(comm, **dims)) for dims in wrong]
     assert [kind for kind, _ in errors] == ["ValueError", "ValueError"]
     two = f"a mesh with a=2, b={size} has 2 * {size} = {2 * size} ranks, but comm.size is {size}: give other sizes"
     assert errors[0][1].startswith(two)
@@ -189,9 +188,7 @@ def test_sizes_of_wrong_product_raise_everywhere(comm):
 def test_mesh_wrong_on_one_rank_names_it_everywhere(comm, impatient):
     last = comm.size - 1
     size = comm.size + (comm.rank == last)
-    error = error_of(lambda: Mesh(comm, data=size))
-    same = everywhere_the_same(comm, error)
-    assert same
+    error = error_everywhere(comm, lambda: Mesh(comm, data=size))
     said = f"a mesh with data={last + 2} has {last + 2} ranks, but comm.size is {last + 1}"
     assert error == ("ValueError", f"{said}: give other sizes, or start {last + 2} ranks (rank {last})")
 
@@ -204,10 +201,8 @@ def test_ranks_that_name_different_dims_hear_so(comm, impatient, how):
         "order": {"data": 1, "model": comm.size} if first else {"model": comm.size, "data": 1},
         "sizes": {"data": 1, "model": comm.size} if first else {"data": comm.size, "model": 1},
     }[how]
-    error = error_of(lambda: Mesh(comm, **dims))
-    same = everywhere_the_same(comm, error)
+    error = error_everywhere(comm, lambda: Mesh(comm, **dims))
     mesh = Mesh(comm, data=comm.size)  # the communicator is as good as before
-    assert same
     if comm.size > 1:
         assert error[0] == "CollectiveError"
         assert re.match(r"ranks disagree on dims: \(\('data', \d+\).*\(rank 0\), .*\(ranks? 1", error[1])

@@ -109,18 +109,6 @@ def test_ignored_rows_count_for_nothing(comm, ignore_index):
                 assert not gradient[problem.targets == ignore_index].any()
 
 
-def test_smoothing_is_over_classes_of_all_shards(comm):
-    # All logits alike: p = 1/12 whatever the targets, so that the gradient shows the smoothed targets as they are.
-    logits, targets = np.zeros((1, 12), np.float32), np.array([5])
-    start, stop = split(12, comm.size, "uneven")[comm.rank]
-    _, gradient = pce.softmax_cross_entropy_value_and_grad(
-        logits[:, start:stop], targets, comm=comm, label_smoothing=0.24
-    )
-    smoothed = np.full(12, 0.24 / 12)
-    smoothed[5] += 0.76
-    np.testing.assert_allclose(gradient[0], (1 / 12 - smoothed)[start:stop], rtol=0, atol=2**-24)
-
-
 def test_weight_may_have_any_real_dtype(comm):
     for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int32, np.uint8):
         with in_step(comm):

@@ -59,14 +59,6 @@ def extreme(largest: Callable[..., Array]) -> Callable[..., Array]:
     return reduced
 
 
-def layer_norm(x: Array, scale: Any = None, bias: Any = None, axis: int = -1) -> Array:
-    centered = x - x.mean(axis, keepdims=True)
-    y = centered / np.sqrt((centered * centered).mean(axis, keepdims=True) + 1e-5)
-    behind = (1,) * (x.ndim - 1 - axis % x.ndim)
-    y = y if scale is None else y * scale.reshape(-1, *behind)
-    return y if bias is None else y + bias.reshape(-1, *behind)
-
-
 def cross_entropy(x: Array, targets: Array, axis: int, reduction: str, label_smoothing: float) -> Array:
     log_p = np.moveaxis(op_cases.log_softmax(x, axis), axis, -1)
     if targets.shape == x.shape:
@@ -90,8 +82,7 @@ WHOLE: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in ("sum", "mean")},
     **{name: getattr(np, name) for name in ("reshape", "transpose", "swapaxes", "concatenate", "split")},
     **{name: getattr(op_cases, name) for name in ("sigmoid", "gelu", "logsumexp", "softmax", "log_softmax")},
-    "rms_norm": op_cases.rms_norm,
-    "layer_norm": layer_norm,
+    **{name: getattr(op_cases, name) for name in ("rms_norm", "layer_norm")},
     "cross_entropy": cross_entropy,
     "relu": lambda x: np.where(np.real(x) > 0, x, 0),
     "maximum": maximum,
