@@ -318,6 +318,18 @@ vars(STAND_INS["cupyx"])["empty_pinned"] = empty_pinned
 LOADER = "pce_mpi.loss.kernels.cuda"
 
 
+def without_a_gpu():
+    """CuPy on a machine without a GPU, as a module."""
+
+    def getDeviceCount():
+        raise RuntimeError("cudaErrorInsufficientDriver: too old\nand more")
+
+    module = ModuleType("cupy")
+    module.cuda = SimpleNamespace(runtime=SimpleNamespace(getDeviceCount=getDeviceCount))
+    module.ndarray = type("ndarray", (), {})
+    return module
+
+
 @pytest.fixture
 def stand_in(request, monkeypatch):
     """CuPy's stand-in in its place, also where CuPy is installed or has been imported."""

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+import subprocess
 import sys
 
 from jobs.launch import ROOT, complete
@@ -13,6 +14,12 @@ def conformance(*arguments, folder=ROOT, **environment):
     """Run the command; it must leave no process behind."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     return complete([*CONFORMANCE, *map(str, arguments)], cwd=folder, env=env)
+
+
+def started(*arguments, folder, **options):
+    """Start the command, which has its temporary files in `folder` as well."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    return subprocess.Popen([*CONFORMANCE, *arguments], cwd=folder, env=env, stderr=subprocess.PIPE, **options)
 
 
 def processes_of(folder):

@@ -11,7 +11,7 @@ import time
 import pytest
 from safetensors.numpy import save_file
 
-from conformance.command import CONFORMANCE, conformance, processes_of
+from conformance.command import conformance, processes_of, started
 from jobs.launch import ROOT, launch, output_of
 from patience import slowdown, wait_until
 from pce_mpi.conformance.launching import LaunchError, mpiexec
@@ -28,14 +28,7 @@ def test_interrupted_run_reports_outcomes_so_far(tmp_path):
         "    return pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm)\n"
     )
     selection = ["--case", "random-logits/float32", "--case", "label_smoothing/float32", "--json", "report"]
-    run = subprocess.Popen(
-        [*CONFORMANCE, "-n", "1", "it.py:candidate", *selection],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    run = started("-n", "1", "it.py:candidate", *selection, folder=tmp_path, stdout=subprocess.PIPE, text=True)
     while "1/2" not in (line := run.stderr.readline()):
         assert line
     run.send_signal(signal.SIGINT)
@@ -181,13 +174,8 @@ def test_run_with_closed_output_ends_its_ranks(tmp_path):
         "    if options: time.sleep(600)\n"
         "    return pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm)\n"
     )
-    run = subprocess.Popen(
-        [*CONFORMANCE, "-n", "2", "it.py:candidate", "--case", "random-logits/float32", "--case", "weight/float32"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+    selection = ["--case", "random-logits/float32", "--case", "weight/float32"]
+    run = started("-n", "2", "it.py:candidate", *selection, folder=tmp_path, stdout=subprocess.DEVNULL)
     assert b"starting 2 ranks" in run.stderr.readline()
     run.stderr.close()  # the line on the first case fails, while the ranks are busy with the second
     assert run.wait(60 * slowdown()) == 128 + signal.SIGPIPE

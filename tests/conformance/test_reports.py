@@ -281,7 +281,8 @@ def test_page_and_pictures_have_dark_and_light_colors():
 def test_picture_has_colored_pixel_for_each_error():
     picture = pictures.drawn(FAIL.picture, "picture")
     images = re.findall(r"data:image/png;base64,([^\"]*)", picture)
-    image = next(each for each in map(decoded, images) if each.shape[:2] == (2, 8))
+    decoded = [imread(io.BytesIO(base64.b64decode(each))) for each in images]
+    image = next(each for each in decoded if each.shape[:2] == (2, 8))
     red, _, blue, opacity = image[..., 0], image[..., 1], image[..., 2], image[..., 3]
     # The order of the rows in the file depends on the image's origin; that of the columns does not.
     wrong = {(row, column) for row in range(2) for column in range(8) if red[row, column] > blue[row, column] > 0}
@@ -289,13 +290,13 @@ def test_picture_has_colored_pixel_for_each_error():
     assert (opacity[:, [0, 5, 6, 7]] < 0.6).all()
 
 
-def decoded(text):
-    return imread(io.BytesIO(base64.b64decode(text)))
+def words_in(root):
+    return ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
 
 
 def test_picture_names_ranks_and_marks_targets():
     root = ElementTree.fromstring(pictures.drawn(FAIL.picture, "picture"))
-    words = ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    words = words_in(root)
     assert "rank 0" in words and "rank 2" in words and "rank 1" not in words
     groups = {each.get("id"): each for each in root.iter("{http://www.w3.org/2000/svg}g")}
     targets = next(group for name, group in groups.items() if name and "PathCollection" in name)
@@ -303,8 +304,7 @@ def test_picture_names_ranks_and_marks_targets():
 
 
 def test_picture_has_title_and_labels():
-    root = ElementTree.fromstring(pictures.drawn(FAIL.picture, "picture"))
-    words = ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    words = words_in(ElementTree.fromstring(pictures.drawn(FAIL.picture, "picture")))
     legend = ["border of two shards", "target of the row"]
     for text in ["Error of the gradient, in units of what is allowed", "class", "row", "error / allowed", *legend]:
         assert words.count(text) == 1, text
@@ -312,7 +312,7 @@ def test_picture_has_title_and_labels():
 
 def test_picture_of_one_row_numbers_it():
     root = ElementTree.fromstring(pictures.drawn(ErrorMap([[5.0, 1.0]], [0.0, 2.0], 1, 2, []), "picture"))
-    words = ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    words = words_in(root)
     assert [word for word in words if "." in word] == ["0.01", "0.1"]  # of the colours' scale
 
 

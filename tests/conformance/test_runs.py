@@ -5,12 +5,11 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 
 import pytest
 
-from conformance.command import CONFORMANCE, conformance, processes_of
+from conformance.command import conformance, processes_of, started
 from jobs.launch import ROOT, complete, output_of
 from patience import slowdown, wait_until
 from pce_mpi.conformance.journal import Follower, Journal
@@ -180,13 +179,8 @@ def test_shrinking_leaves_no_rank_without_classes(tmp_path):
 def asleep(folder):
     """Start the command with a candidate that sleeps."""
     (folder / "sleeper.py").write_text("import time\ndef candidate(*arguments, comm, **o): time.sleep(600)\n")
-    run = subprocess.Popen(
-        [*CONFORMANCE, "-n", "2", "sleeper.py:candidate", "--case", "random-logits", "--dtype", "float32"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    selection = ["--case", "random-logits", "--dtype", "float32"]
+    run = started("-n", "2", "sleeper.py:candidate", *selection, folder=folder, text=True)
     wait_until(lambda: '"called"' in "".join(path.read_text() for path in folder.glob("*/rank-*.jsonl")))
     return run
 

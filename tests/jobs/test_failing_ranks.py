@@ -148,14 +148,23 @@ def test_rank_that_never_arrives_is_named(tmp_path, use):
     assert "CollectiveTimeout" in job.stderr
 
 
-def test_silent_ranks_are_both_named(tmp_path):
+@pytest.mark.parametrize(
+    ("n", "before", "absence", "said"),
+    [
+        (4, "loss()", "signal.pause()", "silent: ranks 1, 3"),
+        (3, "", "sys.exit()", "silent: rank 1"),
+        (3, "loss()", "sys.exit()", "silent: rank 1"),
+    ],
+    ids=["two hang", "one exits with success, first use", "one exits with success, later use"],
+)
+def test_silent_ranks_are_all_named(tmp_path, n, before, absence, said):
     job = run(
         tmp_path,
-        4,
-        """
-        loss()
+        n,
+        f"""
+        {before}
         if comm.rank % 2:
-            signal.pause()
+            {absence}
         tell(loss)
         wait_for([0, 2], times=1)
         raise SystemExit("enough")
@@ -163,7 +172,7 @@ def test_silent_ranks_are_both_named(tmp_path):
     )
     for rank in (0, 2):
         [report] = told(tmp_path, rank)
-        assert_timed_out(report, "softmax_cross_entropy", "(ranks 0, 2)", "silent: ranks 1, 3")
+        assert_timed_out(report, "softmax_cross_entropy", "(ranks 0, 2)", said)
         assert TIMEOUT <= report["seconds"] < TIMEOUT + ROLL_CALL + SLACK
     assert job.returncode != 0
 
@@ -361,36 +370,36 @@ def test_bad_timeout_is_clear_error_on_every_rank(tmp_path):
 # ----------------------------------------------------------------------------------------- a rank that raises or leaves
 
 
-@pytest.mark.parametrize(("n", "use"), [(2, "first"), (4, "later")])
-def test_rank_that_raises_before_call_ends_job(tmp_path, n, use):
+# The ranks, what the first and the last of them do between two calls, and what is said of it.
+ENDINGS = {
+    "the first raises before the first call": (2, "", 0, 'raise LookupError("no data")', "LookupError: no data"),
+    "the last raises before a later call": (4, "loss()", -1, 'raise LookupError("no data")', "LookupError: no data"),
+    "the last exits with a status": (2, "loss()", -1, "sys.exit(3)", ""),
+    "all find an error of the last": (
+        2,
+        "targets = np.array([0, 16 if comm.rank else 1])",
+        None,
+        "pce.softmax_cross_entropy(np.zeros((2, 8)), targets, comm=comm)",
+        "IndexError: targets[1] = 16 is outside [0, 16) (rank 1)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("n", "before", "who", "deed", "said"), ENDINGS.values(), ids=ENDINGS)
+def test_rank_that_raises_or_exits_ends_job(tmp_path, n, before, who, deed, said):
     job = run(
         tmp_path,
         n,
         f"""
-        if {use == "later"}:
-            loss()
-        if comm.rank == {0 if use == "first" else n - 1}:
-            raise LookupError("the data of this rank are not there")
+        {before}
+        if {who} in (None, comm.rank, comm.rank - comm.size):
+            {deed}
         loss()
         """,
         timeout=None,
     )
     assert job.returncode != 0
-    assert "LookupError: the data of this rank are not there" in job.stderr
-
-
-def test_error_on_every_rank_ends_job_with_text(tmp_path):
-    job = run(
-        tmp_path,
-        2,
-        """
-        targets = np.array([0, 16 if comm.rank else 1])
-        pce.softmax_cross_entropy(np.zeros((2, 8)), targets, comm=comm)
-        """,
-        timeout=None,
-    )
-    assert job.returncode != 0
-    assert "IndexError: targets[1] = 16 is outside [0, 16) (rank 1)" in job.stderr
+    assert said in job.stderr
 
 
 def test_rank_that_is_killed_in_midst_ends_job(tmp_path):
@@ -410,40 +419,4 @@ def test_rank_that_is_killed_in_midst_ends_job(tmp_path):
     )
     for rank in range(3):  # all of them were at work
         assert "returned" in told(tmp_path, rank)[0]
-    assert job.returncode != 0
-
-
-def test_rank_that_exits_with_status_ends_job(tmp_path):
-    job = run(
-        tmp_path,
-        2,
-        """
-        loss()
-        if comm.rank == 1:
-            sys.exit(3)
-        loss()
-        """,
-        timeout=None,
-    )
-    assert job.returncode != 0
-
-
-@pytest.mark.parametrize("use", ["first", "later"])
-def test_rank_that_exits_with_success_is_silent(tmp_path, use):
-    job = run(
-        tmp_path,
-        3,
-        f"""
-        if {use == "later"}:
-            loss()
-        if comm.rank == 1:
-            sys.exit()
-        tell(loss)
-        wait_for([0, 2], times=1)
-        raise SystemExit("enough")
-        """,
-    )
-    for rank in (0, 2):
-        [report] = told(tmp_path, rank)
-        assert_timed_out(report, "softmax_cross_entropy", "silent: rank 1")
     assert job.returncode != 0

@@ -51,14 +51,9 @@ def test_numpy_arrays_work_beside_imported_cupy():
 
 WITHOUT_A_GPU = """
     import sys
-    from types import ModuleType, SimpleNamespace
-
-    def getDeviceCount():
-        raise RuntimeError("cudaErrorInsufficientDriver: too old\\nand more")
-
-    sys.modules["cupy"] = cupy = ModuleType("cupy")
-    cupy.cuda = SimpleNamespace(runtime=SimpleNamespace(getDeviceCount=getDeviceCount))
-    cupy.ndarray = type("ndarray", (), {})
+    sys.path.insert(0, "tests")
+    import strict_cupy
+    sys.modules["cupy"] = strict_cupy.without_a_gpu()
     from pce_mpi.cli import main
     main(["info", *sys.argv[1:]])
     """

@@ -301,10 +301,9 @@ def test_sessions_that_end_are_restarted_few_times(suite):
 # Collection
 
 
-def test_import_error_on_one_rank_has_its_text(suite):
-    job = run_at(
-        suite,
-        2,
+# Tests with a fault that is no failure of one of them, what is said of it, and the closing line.
+FAULTY = {
+    "one rank has an import error": (
         """
         from mpi4py import MPI
 
@@ -314,17 +313,10 @@ def test_import_error_on_one_rank_has_its_text(suite):
         def test_it(comm):
             pass
         """,
-    )
-    assert job.returncode == 1
-    assert "failed on rank 1 of 2" in job.stdout
-    assert "ImportError: not on this rank" in job.stdout
-    assert closing_line(job) == "0 passed, 1 failed, 0 skipped"
-
-
-def test_ranks_that_collect_different_tests_say_so(suite):
-    job = run_at(
-        suite,
-        2,
+        ["failed on rank 1 of 2", "ImportError: not on this rank"],
+        "0 passed, 1 failed, 0 skipped",
+    ),
+    "ranks collect different tests": (
         """
         from mpi4py import MPI
 
@@ -335,13 +327,35 @@ def test_ranks_that_collect_different_tests_say_so(suite):
             def test_of_one(comm):
                 pass
         """,
-    )
+        ["rank 0 and rank 1 collected different tests", "test_of_one"],
+        "",
+    ),
+    "no test is executed": (
+        "import pytest\n\n@pytest.mark.skip\ndef test_it(comm):\n    pass",
+        ["no test was executed"],
+        "",
+    ),
+    "a rank exits with an error": (
+        """
+        import atexit, os
+
+        def test_it(comm):
+            if comm.rank == 1:
+                atexit.register(os._exit, 3)
+        """,
+        ["though no test failed"],
+        "1 passed, 1 failed, 0 skipped",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "said", "closing"), FAULTY.values(), ids=FAULTY)
+def test_run_fails_and_says_why(suite, source, said, closing):
+    job = run_at(suite, 2, source)
     assert job.returncode == 1
-    assert "rank 0 and rank 1 collected different tests" in job.stdout
-    assert "test_of_one" in job.stdout
-
-
-# In step
+    for words in said:
+        assert words in job.stdout
+    assert closing in closing_line(job)
 
 
 def test_ranks_stop_together_and_rank_0_alone_reports(suite):
@@ -447,12 +461,6 @@ def test_interrupted_run_ends_ranks_and_jobs_together(suite):
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()))
 
 
-def test_run_fails_if_no_test_was_executed(suite):
-    job = run_at(suite, 2, "import pytest\n\n@pytest.mark.skip\ndef test_it(comm):\n    pass")
-    assert job.returncode == 1
-    assert "no test was executed" in job.stdout
-
-
 def test_run_with_selection_needs_tests_at_some_size(suite):
     write(suite, "tests/ranks/test_it.py", "def test_of_ranks(comm):\n    pass")
     write(suite, "tests/jobs/test_it.py", "def test_of_jobs():\n    pass")
@@ -460,23 +468,6 @@ def test_run_with_selection_needs_tests_at_some_size(suite):
     nothing = run(suite, "-n", "2", "-k", "test_of_nobody")
     assert nothing.returncode == 1
     assert "no test was executed" in nothing.stdout
-
-
-def test_run_fails_if_ranks_exit_with_error(suite):
-    job = run_at(
-        suite,
-        2,
-        """
-        import atexit, os
-
-        def test_it(comm):
-            if comm.rank == 1:
-                atexit.register(os._exit, 3)
-        """,
-    )
-    assert job.returncode == 1
-    assert "though no test failed" in job.stdout
-    assert closing_line(job) == "1 passed, 1 failed, 0 skipped"
 
 
 @pytest.mark.parametrize(("where", "signal_number"), [("ranks", signal.SIGTERM), ("jobs", signal.SIGINT)])
