@@ -167,14 +167,15 @@ def fortran(array: Array) -> Array:
 
 def strided(array: Array) -> Array:
     wide = np.zeros([2 * length for length in array.shape], array.dtype)
-    view = wide[(..., *(slice(None, None, 2) for _ in array.shape))]
+    every_second: Any = (..., *(slice(None, None, 2) for _ in array.shape))
+    view = wide[every_second]
     view[...] = array
-    return view
+    return np.asarray(view)
 
 
 def backwards(array: Array) -> Array:
-    reverse = (..., *(slice(None, None, -1) for _ in array.shape))
-    return array[reverse].copy()[reverse]
+    reverse: Any = (..., *(slice(None, None, -1) for _ in array.shape))
+    return np.asarray(array[reverse].copy()[reverse])
 
 
 def read_only(array: Array) -> Array:
