@@ -319,14 +319,8 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     array([0.56233514])
     """
     problem = prepare(Options.of("class_statistics", options, StatisticsOptions), logits, targets, needs_targets=False)
-    state_fields = StateFields(
-        scaled=problem.transform.of_differences != 1.0,
-        hold_largest=True,
-        target=problem.targets is not None,
-        entropy=True,
-    )
-    softmax, _ = row_softmax(problem, state_fields)
-    xp, fields = problem.xp, softmax.fields
+    fields = StateFields(hold_largest=True, argmax=True, target=problem.targets is not None, entropy=True)
+    softmax, xp = row_softmax(problem, fields), problem.xp
 
     @np.errstate(all="ignore")
     def rows(values: Array) -> Array:
@@ -335,10 +329,10 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
 
     with_targets = problem.targets is not None
     return ClassStatistics(
-        max=rows(problem.transform.of_differences * fields["largest"]),
-        sum_exp=rows(softmax.sum_exp_of_all),
+        max=rows(softmax.held_z),
+        sum_exp=rows(1.0 + softmax.odds),
         logsumexp=rows(softmax.logsumexp),
         log_prob=rows(xp.where(xp.asarray(problem.valid), softmax.target_log_prob, 0.0)) if with_targets else None,
         entropy=rows(softmax.entropy),
-        argmax=fields["argmax"].reshape(problem.rows_shape),
+        argmax=softmax.field("argmax").reshape(problem.rows_shape),
     )

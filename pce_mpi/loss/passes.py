@@ -4,8 +4,8 @@ The forward pass computes one softmax state per row from this rank's classes, me
 Allreduce and derives the loss. The backward pass writes this rank's part of the gradient from the same merged states
 and communicates nothing.
 
-The arithmetic on rows is float64, in the array library of the logits. Only states leave a GPU, and only if there are
-other ranks to merge them with.
+Kernels compute what has a bit to promise; what is left for the array library is + - * / and comparisons of float64,
+elementwise. Only states leave a GPU, and only if there are other ranks to merge them with.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from pce_mpi.arrays import to_host
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
-from pce_mpi.loss.kernels import kernels_of
-from pce_mpi.loss.kernels.parameters import RowGradient
+from pce_mpi.loss.kernels import host_kernel, kernel_of
+from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
+from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
 from pce_mpi.loss.options import Problem, Reduction, rows_and_classes
-from pce_mpi.loss.softmax_state import RowSoftmax, StateFields, merge, times
+from pce_mpi.loss.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
 from pce_mpi.memory import shares_memory
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -72,65 +74,88 @@ class RowCoefficients:
 @np.errstate(all="ignore")
 def forward(problem: Problem) -> tuple[Array, Residuals]:
     """The loss and the residuals; collective over the communicators of `problem`."""
-    softmax, _ = row_softmax(problem, _fields_of(problem))
-    return _loss_and_residuals(problem, softmax)
+    return _loss_and_residuals(problem, row_softmax(problem, _fields_of(problem)))
 
 
 @np.errstate(all="ignore")
 def value_and_grad(problem: Problem) -> tuple[Array, Array]:
     """The loss and the gradient, in `problem.out`; collective over the communicators of `problem`."""
-    xp, gradient = problem.xp, problem.out
+    gradient = problem.out
     assert gradient is not None  # allocated before the ranks agreed, unless the caller passed it
-    if xp is not np and (loss := _forward_and_write(problem, gradient)) is not None:
-        return loss, gradient
-    # On the host one exponential per logit suffices if the gradient can keep it until the merged states are known, and
-    # nothing else of the logits is needed then.
-    keeps = (
-        xp is np
-        and gradient.dtype == problem.options.compute_dtype
-        and problem.targets is not None
-        and problem.transform.softcap is None
-    )
-    exponentials = rows_and_classes(gradient, problem.options.axis) if keeps else None
-    softmax, references = row_softmax(problem, _fields_of(problem), exponentials)
-    loss, residuals = _loss_and_residuals(problem, softmax)
-    write_gradient(gradient, residuals, xp.ones(1), exponentials, references if keeps else None)
+    loss, residuals = _loss_and_residuals(problem, row_softmax(problem, _fields_of(problem)))
+    write_gradient(gradient, residuals, problem.xp.ones(1))
     return loss, gradient
 
 
-def row_softmax(
-    problem: Problem, fields: StateFields, exponentials: Array | None = None
-) -> tuple[RowSoftmax, HostArray]:
-    """The softmax of each row over the classes of all shards, and the logits that the exponentials are relative to."""
-    kept = {} if exponentials is None else {"exponentials": exponentials}
-    states, references = kernels_of(problem.logits).fill_states(
-        rows_and_classes(problem.logits, problem.options.axis),
+@dataclass(frozen=True)
+class Merge:
+    """The merge of the states of one call, as an operator of an all-reduce."""
+
+    fields: StateFields
+    transform: Transform
+    arithmetic: Arithmetic
+
+    def __call__(self, a: HostArray, b: HostArray) -> HostArray:
+        """Return the states of the union of two disjoint sets of classes of the same rows."""
+        return host_kernel().merged(a, b, self.fields, self.transform, self.arithmetic)
+
+
+def arithmetic_of(problem: Problem) -> Arithmetic:
+    """The arithmetic of a call: that of its compute dtype."""
+    return DOUBLE if problem.options.compute_dtype == np.float64 else SINGLE
+
+
+def row_softmax(problem: Problem, fields: StateFields) -> RowSoftmax:
+    """The softmax of each row over the classes of all shards."""
+    options, kernel, arithmetic = problem.options, kernel_of(problem.logits), arithmetic_of(problem)
+    states = kernel.fill_states(
+        rows_and_classes(problem.logits, options.axis),
         problem.target_column,
         fields,
         weights=problem.class_weights,
         transform=problem.transform,
-        compute_dtype=problem.options.compute_dtype,
+        arithmetic=arithmetic,
         class_start=problem.class_start,
-        **kept,
     )
-    return _merged(problem, states, fields), references
-
-
-def _merged(problem: Problem, states: Array, fields: StateFields) -> RowSoftmax:
-    options = problem.options
+    rows, class_weights = len(states), None
+    needs_weights = fields.weighted_logit and not fields.weight
+    if needs_weights:
+        # Each rank has the weights of its own classes; without weights, all ranks know the sum.
+        ones = np.array([float(problem.num_classes)])
+        class_weights = host_kernel().sums_of(ones if options.weight is None else options.weight)[0]
+        if options.weight is not None:
+            states = _with_class_weights(states, class_weights, fields, problem.xp)
     if options.comm is not None:
         element = None if states.dtype.names else fields.dtype
+        merge = Merge(fields, problem.transform, arithmetic)
         with cause(options.operation, options.over, "the softmax states of the shards, merged"):
             states = all_reduce(states, options.comm, merge, element=element)
-    return RowSoftmax(fields.by_name(states), problem.xp)
+    if needs_weights and options.weight is not None:
+        class_weights = _class_weights_of(states, fields)
+    states = states[:rows]
+    columns = kernel.row_softmax(states, fields, problem.transform, arithmetic, class_weights)
+    return RowSoftmax(columns, states, fields)
+
+
+def _with_class_weights(states: Array, class_weights: HostArray, fields: StateFields, xp: Any) -> Array:
+    """Append a row whose weighted logits are the weights of this rank's classes: their sum is that of all classes."""
+    row = fields.identity(1)
+    row["logit_grid"], row["weighted_logit"] = class_weights[:1].view(np.int64), class_weights[1:]
+    return xp.concatenate([states, row if xp is np else xp.asarray(row.view(np.uint64).reshape(1, -1))])
+
+
+def _class_weights_of(states: Array, fields: StateFields) -> HostArray:
+    """The sum of the weights of all classes, from the row that `_with_class_weights` has appended."""
+    row = to_host(states[-1:]).reshape(-1).view(fields.dtype)
+    return np.concatenate([row["logit_grid"].astype(np.int64).view(np.uint64), row["weighted_logit"][0]])
 
 
 @cache
-def state_fields(*, probabilities: bool, weighted: bool, smoothed: bool, scaled: bool) -> StateFields:
+def state_fields(*, probabilities: bool, weighted: bool, smoothed: bool) -> StateFields:
     """The fields that a row's state needs for a loss with these options."""
     if probabilities:
-        return StateFields(scaled=scaled, hold_largest=True, weights=True)
-    return StateFields(scaled=scaled, held_weight=weighted, weights=smoothed)
+        return StateFields(hold_largest=True, held_weight=True, weight=True, weighted_logit=True)
+    return StateFields(held_weight=weighted, weighted_logit=smoothed)
 
 
 def _fields_of(problem: Problem) -> StateFields:
@@ -138,36 +163,47 @@ def _fields_of(problem: Problem) -> StateFields:
         probabilities=problem.targets is None,
         weighted=problem.options.weight is not None,
         smoothed=problem.options.label_smoothing > 0.0,
-        scaled=problem.transform.of_differences != 1.0,
     )
 
 
+def _times(weight: Array, loss: Array, xp: Any) -> Array:
+    """weight loss; 0 if the weight is 0, even if the loss is infinite."""
+    return xp.where(weight == 0.0, 0.0, weight * loss)
+
+
 def _loss_and_residuals(problem: Problem, softmax: RowSoftmax) -> tuple[Array, Residuals]:
-    options, xp, fields = problem.options, problem.xp, softmax.fields
+    options, xp = problem.options, problem.xp
     valid = xp.asarray(problem.valid)
     if problem.targets is not None:
         smoothing = options.label_smoothing
-        weight = fields["held_weight"] if "held_weight" in fields else valid.astype(np.float64)
+        weight = valid.astype(np.float64) if options.weight is None else softmax.field("held_weight")
         share = smoothing / problem.num_classes
-        losses = times((1.0 - smoothing) * weight, softmax.held_nll, xp)
+        losses = _times((1.0 - smoothing) * weight, softmax.held_nll, xp)
         others = xp.zeros_like(losses)
         if smoothing > 0.0:
             losses = losses + share * softmax.weighted_nll
-            others = share * fields["weight"]
+            others = share * softmax.weight
         coefficients = RowCoefficients((1.0 - smoothing + share) * weight, others, share)
     else:
         weight = xp.ones(problem.valid.size)
         losses = softmax.weighted_nll
-        coefficients = RowCoefficients(fields["held_weight"], fields["weight"], 1.0)
+        coefficients = RowCoefficients(softmax.field("held_weight"), softmax.weight, 1.0)
     if options.z_loss:
         losses = losses + options.z_loss * softmax.logsumexp * softmax.logsumexp
     losses = xp.where(valid, losses, 0.0)
     losses = xp.where(xp.isnan(losses), np.nan, losses)  # one nan of the many, the same on every rank
-    # On a GPU a boolean index would wait for the kernels, to know how many rows there are.
-    total = weight[valid].sum() if xp is np else xp.where(valid, weight, 0.0).sum()
-    loss, divisor = _reduce(problem, losses, total)
+    loss, divisor = _reduce(problem, losses, xp.where(valid, weight, 0.0))
     loss = xp.asarray(loss.astype(options.compute_dtype))
     return loss, Residuals(problem, softmax, coefficients, divisor, loss.shape)
+
+
+# A sum of float64 numbers that has the same bits in any order.
+_SUM = np.dtype([("grid", np.int64), ("limbs", np.uint64, 3)])
+
+
+def _added(a: HostArray, b: HostArray) -> HostArray:
+    sums = host_kernel().added(*(each.view(np.uint64).reshape(-1, 4) for each in (a, b)))
+    return np.ascontiguousarray(sums).view(_SUM).reshape(-1)
 
 
 def _reduce(problem: Problem, losses: Array, weight: Array) -> tuple[Array, Array]:
@@ -175,107 +211,67 @@ def _reduce(problem: Problem, losses: Array, weight: Array) -> tuple[Array, Arra
     options, xp = problem.options, problem.xp
     if options.reduction == Reduction.NONE:
         return losses.reshape(problem.rows_shape), xp.ones(())
-    sums = np.array([losses.sum(), weight]) if xp is np else xp.stack([losses.sum(), weight])
+    kernel = kernel_of(losses)
+    sums = kernel.sums_of(losses, weight)
     if options.batch_comm is not None:
         with cause(options.operation, options.batch_over, f"{options.reduction} over the rows of all ranks"):
-            sums = all_reduce(sums, options.batch_comm, "sum")
+            sums = all_reduce(sums, options.batch_comm, _added, element=_SUM)
+    total, weights = kernel.values_of(sums)
     if options.reduction == Reduction.SUM:
-        return sums[:1].reshape(()), xp.ones(())
+        return xp.asarray(total), xp.ones(())
     # A mean over rows whose weights sum to 0 is nan, and so is its gradient.
-    divisor = xp.where(sums[1] == 0.0, np.nan, sums[1])
-    return sums[0] / divisor, divisor
-
-
-def _forward_and_write(problem: Problem, gradient: Array) -> Array | None:
-    """The loss, with the gradient written by a GPU kernel that reads each logit once.
-
-    Returns None, with nothing written, if there is no such kernel. There is one for class numbers, for rows that fit on
-    the chip, and if no other rank is to be heard from before the gradient is known.
-    """
-    options, transform = problem.options, problem.transform
-    alone = options.comm is None or options.comm.size == 1
-    divided = options.reduction == Reduction.MEAN
-    if not alone or (divided and options.batch_comm is not None) or problem.targets is None:
-        return None
-    if options.label_smoothing:
-        return None
-    xp, kernels = problem.xp, kernels_of(problem.logits)
-    logits, rows = rows_and_classes(problem.logits, options.axis), rows_and_classes(gradient, options.axis)
-    if not kernels.fused_fits(logits, options.compute_dtype, transform):
-        return None
-    columns = problem.target_column
-    assert columns is not None  # as there are class numbers
-    if options.weight is None:
-        weight = problem.valid.astype(np.float64)
-    else:  # one rank has the weights of all targets
-        weight = np.where(problem.valid, options.weight[columns], 0.0)
-    divisor = weight[problem.valid].sum() if divided else 1.0
-    slope = transform.scale * np.where(problem.valid, np.float64(1.0) / divisor if divisor else np.nan, 0.0)
-    fields = _fields_of(problem)
-    states = kernels.fill_states_and_write_gradient(
-        rows,
-        logits,
-        columns,
-        fields,
-        transform=transform,
-        compute_dtype=options.compute_dtype,
-        class_start=problem.class_start,
-        slope=xp.asarray(slope),
-        held=xp.asarray(weight),
-        valid=xp.asarray(problem.valid),
-        z_loss=options.z_loss,
-    )
-    if states is None:
-        return None
-    _copy_back(rows, gradient)
-    return _loss_and_residuals(problem, _merged(problem, states, fields))[0]
+    divisor = xp.where(weights == 0.0, np.nan, weights)
+    return xp.asarray(total / divisor), divisor
 
 
 @np.errstate(all="ignore")
-def write_gradient(
-    array: Array,
-    residuals: Residuals,
-    upstream: Array,
-    exponentials: Array | None = None,
-    references: HostArray | None = None,
-) -> None:
-    """Fill `array` with the gradient of the logits; `upstream`, the gradient of the loss, is (1,) or (rows,).
-
-    `exponentials` are the rows and classes of `array`, if `fill_states` left exponentials, relative to `references`,
-    there.
-    """
+def write_gradient(array: Array, residuals: Residuals, upstream: Array) -> None:
+    """Fill `array` with the gradient of the logits; `upstream`, the gradient of the loss, is (1,) or (rows,)."""
     problem, softmax, coefficients = residuals.problem, residuals.softmax, residuals.coefficients
     options, transform, xp = problem.options, problem.transform, problem.xp
-    rows = rows_and_classes(array, options.axis) if exponentials is None else exponentials
     valid = xp.asarray(problem.valid)
     slope = transform.scale * xp.where(valid, upstream / residuals.divisor, 0.0)
     common = 2.0 * options.z_loss * softmax.logsumexp if options.z_loss else 0.0
     held = coefficients.held * softmax.held_minus_one + (coefficients.others + common) * softmax.held_probability
+    columns = {
+        "factor": slope * (coefficients.held + coefficients.others + common) * softmax.normalizer,
+        "weight_factor": slope * coefficients.share,
+        "held_gradient": slope * held,
+        "valid": valid,
+        "column": -1 if problem.targets is None else xp.asarray(problem.target_column),
+    }
     if problem.targets is None:
-        columns = softmax.fields["argmax"] - problem.class_start
-        held_column = xp.where((columns >= 0) & (columns < problem.classes), columns, -1)
-    else:
-        held_column = xp.asarray(problem.target_column)
-    kernels_of(problem.logits).write_gradient(
+        columns |= {name: softmax.field(name) for name in ("held", "held_weight")}
+    fields = _fields_of(problem)
+    write_rows(array, problem, softmax, columns, fields, problem.class_weights)
+
+
+def write_rows(
+    array: Array,
+    problem: Problem,
+    softmax: RowSoftmax,
+    columns: dict[str, Any],
+    fields: StateFields,
+    weights: ClassWeights,
+) -> None:
+    """Fill `array` from the columns of `ROW_GRADIENT`, those that are 0 left out."""
+    xp, axis = problem.xp, problem.options.axis
+    gradient = xp.zeros((problem.valid.size, len(ROW_GRADIENT)))
+    whole = gradient.view(np.int64)
+    for name in ("exponent", "top", "most"):
+        gradient[:, ROW_GRADIENT[name]] = getattr(softmax, name)
+    for name, values in columns.items():
+        of_integers = name in ("column", "valid")
+        (whole if of_integers else gradient)[:, ROW_GRADIENT[name]] = values
+    rows = rows_and_classes(array, axis)
+    kernel_of(problem.logits).write_gradient(
         rows,
-        rows_and_classes(problem.logits, options.axis),
-        RowGradient(
-            max=softmax.max,
-            factor=slope * (coefficients.held + coefficients.others + common) * softmax.normalizer,
-            weight_factor=slope * coefficients.share if coefficients.share else None,
-            held_column=held_column,
-            held_gradient=slope * held,
-            valid=valid,
-        ),
-        weights=problem.class_weights,
-        transform=transform,
-        compute_dtype=options.compute_dtype,
-        references=references,
+        rows_and_classes(problem.logits, axis),
+        gradient,
+        fields,
+        weights=weights,
+        transform=problem.transform,
+        arithmetic=arithmetic_of(problem),
     )
-    _copy_back(rows, array)
-
-
-def _copy_back(rows: Array, array: Array) -> None:
-    """Copy `rows` to `array` if the strides of `array` allowed no view of it."""
-    if not shares_memory(rows, array):
+    if not shares_memory(rows, array):  # the strides of `array` allowed no view of it
         array[...] = rows.reshape(array.shape)

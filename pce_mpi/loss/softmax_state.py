@@ -1,36 +1,33 @@
-"""The softmax state: a small summary of each row's classes, its `merge`, and the numbers that follow from it.
+"""The softmax state: a small summary of each row's classes, which ranks merge in one all-reduce.
 
 A state summarizes a shard's classes of one row. The states of disjoint sets of classes merge into the state of their
-union; the state of no classes is the identity; `merge` is associative up to rounding, commutative to the last bit, and
-propagates `nan`. One all-reduce of states therefore merges the shards of a row.
+union, to the last bit, in any order and for any cut; the state of no classes is the identity. `kernels/definition.py`
+has the arithmetic, and says why.
 
-**One class of each row is held apart**: the target if the row has one, otherwise the largest logit. With x the logits,
-z = scale x, h the class held apart and sums over the *other* classes c, a state has
+**One class of each row is held apart**: its target, or its largest logit. With x the logits, z the function of them
+that the softmax is taken of, and sums over the *other* classes, a state has
 
-    target or largest   x_h                                   -inf if this shard does not have it
-    max                 m = max_c x_c, or a little more        -inf for none
-    sum_exp             S = sum_c exp(scale (x_c - m))
+    held            x of the class held apart               -inf if this shard does not have it
+    top             the largest other x                     where the target is held apart
+    sum             sum exp(z_c)                            in limbs: integers of 64 bits that add without rounding
+    depth           grids between `held` and the sum        where the largest logit is held apart
 
 and, for some options,
 
-    scale               the same everywhere, 1 without this field
-    target              x of the target, if the largest logit is held apart
-    held_weight         u_h                                   u: weights of a sum over classes, see `StateFields`
-    weight              sum_c u_c
-    weighted_gap        sum_c u_c scale (m - x_c)
-    exp_gap             sum_c exp(scale (x_c - m)) scale (m - x_c)
-    argmax              the class of the largest logit, the lowest on ties, if that class is held apart
+    argmax          the class held apart
+    target          x of the target, where the largest logit is held apart
+    held_weight     u of the class held apart               u: weights of a sum over classes
+    weight          sum u_c                                 in limbs, on the grid `weight_grid`
+    weighted_logit  sum u_c z_c                             in limbs, on the grid `logit_grid`
+    exp_logit       sum exp(z_c) z_c                        in limbs, on the grid `entropy_grid`
 
-Logits are subtracted before they are scaled: far from 0, scaling first costs the bits that matter.
-
-Loss and gradient are then sums of numbers of one sign. With a = S exp(scale (m - x_h)), a loss of log1p(a) and a
-gradient of -a / (1 + a) keep all their bits however close to 1 the probability of h is. `log(1 + ...)` of one common
-sum and `p - 1` keep none.
+Loss and gradient are then sums of numbers of one sign. With a = sum exp(-z_held), a loss of log1p(a) and a gradient of
+-a / (1 + a) keep all their bits however close to 1 the probability of the class held apart is. `log(1 + ...)` of one
+common sum and `p - 1` keep none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -41,22 +38,30 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
 
 NO_CLASS = np.iinfo(np.int64).max  # loses every tie against a class
+# Grids of sums of weights and weighted logits: of a sum of nothing, which every other one is coarser than, and of sums
+# that are not finite.
+NO_GRID, INFINITE, MINUS_INFINITE, NOT_A_NUMBER = -(2**14), 2**14, 2**14 + 1, 2**14 + 2
+# The grid of a sum of nothing, for exp(z) z.
+NO_ENTROPY = -(2**60)
+# A sum so many grids below the class held apart is taken for nothing. A state forgets it a few grids later only, so
+# that a sum which counts never lacks digits that another order of merges would have kept.
+FORGOTTEN, NEGLIGIBLE = 255, 250
 
 
 @dataclass(frozen=True)
 class StateFields:
-    """The fields of the states of one call.
+    """The fields that the states of one call have.
 
-    `hold_largest` holds the largest logit apart instead of the target; `target` then adds the target's logit.
-    `held_weight` adds the weight of the class held apart, `weights` the weighted sums over the others as well: u is
-    `weight` with label smoothing, and `weight * probability` with probability targets. `entropy` is for statistics.
+    `hold_largest` holds the largest logit apart instead of the target; `target` then adds the target's logit. The
+    others add the fields of these names, `entropy` the sum of exp(z) z.
     """
 
-    scaled: bool = False
     hold_largest: bool = False
+    argmax: bool = False
     target: bool = False
     held_weight: bool = False
-    weights: bool = False
+    weight: bool = False
+    weighted_logit: bool = False
     entropy: bool = False
 
     @cached_property
@@ -65,195 +70,111 @@ class StateFields:
         return self.dtype.names or ()
 
     @cached_property
-    def held(self) -> str:
-        """The name of the field with the logit of the class held apart."""
-        return "largest" if self.hold_largest else "target"
+    def dtype(self) -> np.dtype[Any]:
+        """The structured dtype of one state, in words of 8 bytes; 40 bytes for a plain loss, at most 96."""
+        fields: list[Any] = [("held", np.float64)] + [("top", np.float64)] * (not self.hold_largest)
+        fields += [("sum", np.uint64, 3)]
+        if self.hold_largest or self.weight or self.weighted_logit:
+            fields += [(name, np.int16) for name in ("depth", "weight_grid", "logit_grid", "padding")]
+        fields += [("argmax", np.int64)] * self.argmax + [("target", np.float64)] * self.target
+        fields += [("held_weight", np.float64)] * self.held_weight
+        fields += [("weight", np.uint64, 3)] * self.weight + [("weighted_logit", np.uint64, 3)] * self.weighted_logit
+        fields += [("entropy_grid", np.int64), ("exp_logit", np.uint64, 3)] * self.entropy
+        return np.dtype(fields)
 
     @cached_property
-    def dtype(self) -> np.dtype[Any]:
-        """The structured dtype of one state; 24 bytes for a plain loss."""
-        names = [self.held, "max", "sum_exp"]
-        names += ["scale"] * self.scaled
-        names += ["target"] * (self.target and self.hold_largest)
-        names += ["held_weight"] * (self.held_weight or self.weights)
-        names += ["weight", "weighted_gap"] * self.weights + ["exp_gap"] * self.entropy
-        return np.dtype([(name, np.float64) for name in names] + [("argmax", np.int64)] * self.hold_largest)
+    def flags(self) -> int:
+        """The fields as bits, as the compiled kernels take them."""
+        names = ("hold_largest", "argmax", "target", "held_weight", "weight", "weighted_logit", "entropy")
+        return sum(getattr(self, name) << bit for bit, name in enumerate(names))
 
-    def by_name(self, states: Array) -> dict[str, Array]:
-        """Each field of `states` by its name, (rows,).
-
-        `states` is structured or, on a GPU, (rows, fields) of float64 with the bits of an int64 for `argmax`.
-        """
+    def column(self, states: Array, name: str) -> Array:
+        """One field of 8 bytes, (rows,); `states` is structured or, on a GPU, (rows, words) of uint64."""
         if states.dtype.names:
-            return {name: states[name] for name in self.names}
-        columns = {name: states[:, index] for index, name in enumerate(self.names)}
-        if self.hold_largest:
-            columns["argmax"] = columns["argmax"].view(np.int64)
-        return columns
+            return states[name]
+        dtype, offset = self._offsets[name]
+        return states[:, offset // 8].view(dtype)
+
+    @cached_property
+    def _offsets(self) -> dict[str, tuple[np.dtype[Any], int]]:
+        return {name: (field[0], field[1]) for name, field in (self.dtype.fields or {}).items()}
 
     def identity(self, *shape: int) -> HostArray:
-        """States of no classes."""
+        """Return states of no classes."""
         states = np.zeros(shape, self.dtype)
-        for name in {self.held, "max", "target"} & set(self.names):
+        for name in {"held", "top", "target"} & set(self.names):
             states[name] = -np.inf
-        if self.hold_largest:
+        nothing = {
+            "depth": FORGOTTEN * self.hold_largest,
+            "weight_grid": NO_GRID,
+            "logit_grid": NO_GRID,
+            "entropy_grid": NO_ENTROPY,
+        }
+        for name in nothing.keys() & set(self.names):
+            states[name] = nothing[name]
+        if self.argmax:
             states["argmax"] = NO_CLASS
         return states
 
 
-def merge(a: HostArray, b: HostArray) -> HostArray:
-    """The states of the union of two disjoint sets of classes of the same rows; `a` and `b` stay as they are."""
-    names = a.dtype.names or ()
-    with np.errstate(all="ignore"):
-        merged = _merge_others(a, b)
-        if "target" in names:
-            merged["target"] = np.maximum(a["target"], b["target"])
-        if "largest" not in names:
-            if "held_weight" in names:  # 0 on every shard but the target's
-                merged["held_weight"] = a["held_weight"] + b["held_weight"]
-            return merged
-        # The class held apart with the smaller logit becomes one of the others.
-        swap = _largest_is_in_b(a, b)
-        alone = np.zeros_like(merged)
-        if "scale" in names:
-            alone["scale"] = merged["scale"]
-        alone["max"] = np.minimum(a["largest"], b["largest"])
-        masked = alone["max"] == -np.inf
-        alone["sum_exp"] = ~masked
-        if "weight" in names:
-            alone["weight"] = np.where(swap, a["held_weight"], b["held_weight"])
-            alone["weighted_gap"] = np.where(masked & (alone["weight"] != 0), np.inf, 0.0)
-        union = _merge_others(merged, alone)
-        union["largest"] = np.maximum(a["largest"], b["largest"])
-        for name in {"held_weight", "argmax"} & set(names):
-            union[name] = np.where(swap, b[name], a[name])
-        if "target" in names:
-            union["target"] = merged["target"]
-        return union
-
-
-def _merge_others(a: HostArray, b: HostArray) -> HostArray:
-    """`merge` for the classes that are not held apart; the fields of the held one are left unset."""
-    names = a.dtype.names or ()
-    merged = np.zeros_like(a)
-    top = np.maximum(a["max"], b["max"])
-    merged["max"] = top
-    # Equal maxima are 0 apart, two of -inf among them.
-    gap_a = np.where(a["max"] == top, 0.0, top - a["max"])
-    gap_b = np.where(b["max"] == top, 0.0, top - b["max"])
-    if "scale" in names:
-        scale = merged["scale"] = np.maximum(a["scale"], b["scale"])  # 0 in the state of no classes
-        gap_a, gap_b = scale * gap_a, scale * gap_b
-    decay_a, decay_b = np.exp(-gap_a), np.exp(-gap_b)
-    merged["sum_exp"] = a["sum_exp"] * decay_a + b["sum_exp"] * decay_b
-    if "weight" in names:
-        merged["weight"] = a["weight"] + b["weight"]
-        merged["weighted_gap"] = (a["weighted_gap"] + times(a["weight"], gap_a)) + (
-            b["weighted_gap"] + times(b["weight"], gap_b)
+# The columns of float64 that follow from merged states; `exponent` has the bits of an int64.
+ROW_SOFTMAX = {
+    name: column
+    for column, name in enumerate(
+        (
+            "held_nll",  # -log of the probability of the class held apart
+            "held_probability",  # that probability
+            "held_minus_one",  # and minus 1
+            "normalizer",  # exp(z_c) 2^-exponent times this is the probability of another class
+            "exponent",
+            "logsumexp",  # log of the sum of exp(z_c) over all classes
+            "weight",  # sum of u_c over the classes not held apart
+            "weighted_nll",  # sum of -u_c log p_c over all classes
+            "entropy",  # sum of -p_c log p_c over all classes
+            "target_log_prob",  # log of the probability of the target, if the largest logit is held apart
+            "held_z",  # z of the class held apart
+            "odds",  # sum of exp(z_c - held_z) over the classes not held apart
+            "top",  # a logit beside which no other one counts, if its z is 2^60 or more
+            "most",  # the largest logit
         )
-    if "exp_gap" in names:
-        merged["exp_gap"] = decay_a * (a["exp_gap"] + times(a["sum_exp"], gap_a)) + decay_b * (
-            b["exp_gap"] + times(b["sum_exp"], gap_b)
-        )
-    return merged
-
-
-def _largest_is_in_b(a: HostArray, b: HostArray) -> HostArray:
-    """(rows,) bools: b has the row's largest logit. `nan` is larger than any number; the lower class wins a tie."""
-    nan_a, nan_b = np.isnan(a["largest"]), np.isnan(b["largest"])
-    lower = b["argmax"] < a["argmax"]
-    larger = (b["largest"] > a["largest"]) | ((b["largest"] == a["largest"]) & lower)
-    return np.where(nan_a | nan_b, nan_b & (~nan_a | lower), larger)
-
-
-def times(weight: Array, gap: Array, xp: Any = np) -> Array:
-    """weight * gap; 0 if the weight is 0, even if the gap is infinite."""
-    return xp.where(weight == 0.0, 0.0, weight * gap)
-
-
-def _exp_difference(a: Array, b: Array, scale: Array | float, xp: Any) -> Array:
-    """exp(scale (a - b)), corrected for the rounding error of the difference (Knuth's TwoSum)."""
-    difference = a - b
-    virtual = difference - a
-    error = (a - (difference - virtual)) - (b + virtual)
-    # The error is large, infinite or nan only if exp overflows or underflows anyway.
-    e = xp.exp(scale * difference)
-    return xp.where((xp.abs(error) < 1.0) & (e < np.inf), e + e * (scale * error), e)
+    )
+}
 
 
 class RowSoftmax:
-    """The softmax of each row, from the fields of merged states; all arrays are float64, (rows,), of the library `xp`.
+    """The softmax of each row, from merged states. Rows of only -inf, with a +inf or with a `nan` are `nan`.
 
-    Rows of only -inf, with a +inf or with a `nan` are `nan` in all but `max`.
+    `columns` is (rows, columns of `ROW_SOFTMAX`), float64; each is an attribute too, (rows,).
     """
 
-    def __init__(self, fields: Mapping[str, Array], xp: Any = np):
-        self.fields, self._xp = fields, xp
-        held = fields["largest" if "largest" in fields else "target"]
-        # A sum over the other classes cannot show that the class held apart is +inf.
-        self.held = xp.where(held == np.inf, np.nan, held)
-        self.max = fields["max"]
-        #: sum of exp(scale (x_c - max)) over the classes not held apart
-        self.sum_exp = fields["sum_exp"]
-        self._scale = fields.get("scale", 1.0)
-        with np.errstate(all="ignore"):
-            held_over_max = _exp_difference(self.held, self.max, self._scale, xp)
-            #: the probability of another class, divided by exp(scale (x_c - max))
-            self.normalizer = 1.0 / (self.sum_exp + held_over_max)
-            #: probability of the class held apart, minus 1
-            self.held_minus_one = -self.sum_exp * self.normalizer
-            self._odds = self.sum_exp * _exp_difference(self.max, self.held, self._scale, xp)
-            #: probability of the class held apart
-            self.held_probability = 1.0 / (1.0 + self._odds)
+    def __init__(self, columns: Array, states: Array, fields: StateFields):
+        self.columns, self.states, self._fields = columns, states, fields
 
-    @property
-    def sum_exp_of_all(self) -> Array:
-        """sum of exp(scale (x_c - held)) over all classes."""
-        return 1.0 + self._odds
+    def __getattr__(self, name: str) -> Array:
+        if name in ROW_SOFTMAX:
+            return self.columns[:, ROW_SOFTMAX[name]]
+        raise AttributeError(name)
 
-    @cached_property
-    def _logsumexp_above_max(self) -> Array:
-        with np.errstate(all="ignore"):
-            return self._xp.logaddexp(self._xp.log(self.sum_exp), self._scale * (self.held - self.max))
+    def field(self, name: str) -> Array:
+        """One field of the states, (rows,)."""
+        return self._fields.column(self.states, name)
 
-    @cached_property
-    def held_nll(self) -> Array:
-        """-log of the probability of the class held apart."""
-        with np.errstate(all="ignore"):
-            below = self._logsumexp_above_max + self._scale * (self.max - self.held)
-            return self._xp.where(self.held >= self.max, self._xp.log1p(self._odds), below)
 
-    @cached_property
-    def logsumexp(self) -> Array:
-        """log of the sum of exp(scale x_c) over all classes."""
-        with np.errstate(all="ignore"):
-            from_max = self._scale * self.max + self._logsumexp_above_max
-            return self._xp.where(self.held >= self.max, self._scale * self.held + self.held_nll, from_max)
-
-    @property
-    def target_log_prob(self) -> Array:
-        """log of the probability of the target, if the largest logit is held apart; neither summand is positive."""
-        with np.errstate(all="ignore"):
-            return self._xp.minimum(self._scale * (self.fields["target"] - self.held), 0.0) - self.held_nll
-
-    @property
-    def weight(self) -> Array:
-        """sum of u_c over all classes."""
-        return self.fields["held_weight"] + self.fields["weight"]
-
-    @property
-    def weighted_nll(self) -> Array:
-        """sum of -u_c log p_c over all classes."""
-        with np.errstate(all="ignore"):
-            return (
-                times(self.fields["held_weight"], self.held_nll, self._xp)
-                + times(self.fields["weight"], self._logsumexp_above_max, self._xp)
-                + self.fields["weighted_gap"]
-            )
-
-    @property
-    def entropy(self) -> Array:
-        """sum of -p_c log p_c over all classes."""
-        with np.errstate(all="ignore"):
-            others = times(self.sum_exp, self._logsumexp_above_max, self._xp) + self.fields["exp_gap"]
-            return times(self.held_probability, self.held_nll, self._xp) + times(self.normalizer, others, self._xp)
+# The columns of 8 bytes from which a kernel writes the gradient of a row; the first three have the bits of int64.
+ROW_GRADIENT = {
+    name: column
+    for column, name in enumerate(
+        (
+            "exponent",  # of the normalizer
+            "column",  # of the class held apart, -1 if another shard has it
+            "valid",  # 0 for rows that count for nothing; their gradient is 0
+            "top",
+            "most",
+            "factor",  # factor exp(z_c) 2^-exponent - weight_factor u_c is the gradient of another class
+            "weight_factor",
+            "held_gradient",  # the gradient of the class held apart
+            "held",  # with probabilities every class of this logit
+            "held_weight",  # and this weight is held apart
+        )
+    )
+}

@@ -96,13 +96,13 @@ def _sends(*dtypes: np.dtype[Any], shardings: Shardings, **options: Any) -> list
         probabilities=is_floating(dtypes[1]),
         weighted=len(dtypes) > 2,
         smoothed=options["label_smoothing"] > 0,
-        scaled=options["logit_scale"] != 1 and options["softcap"] is None,
     ).dtype.itemsize
-    sent = [Sent("all_reduce", text_of_dims(classes), size * math.prod(shape[index] for index in others))] * bool(
-        classes
-    )
-    rows = shardings.dims(others)
-    return sent + [Sent("all_reduce", text_of_dims(rows), 16)] * bool(rows and options["reduction"] != Reduction.NONE)
+    rows = math.prod(shape[index] for index in others)
+    # With weights and smoothing one row more has the sum of the weights of all classes.
+    more = len(dtypes) > 2 and options["label_smoothing"] > 0 and not is_floating(dtypes[1])
+    sent = [Sent("all_reduce", text_of_dims(classes), size * (rows + more))] * bool(classes)
+    over = shardings.dims(others)
+    return sent + [Sent("all_reduce", text_of_dims(over), 64)] * bool(over and options["reduction"] != Reduction.NONE)
 
 
 _CROSS_ENTROPY = Op(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating, is_half
+from pce_mpi.arrays import is_floating, is_half
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.inference import Sent
 from pce_mpi.autograd.op import Op, Shardings
@@ -16,16 +16,18 @@ from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss.agreement import prepare
+from pce_mpi.loss.kernels.parameters import ClassWeights
 from pce_mpi.loss.options import Options
-from pce_mpi.loss.passes import row_softmax
+from pce_mpi.loss.passes import row_softmax, write_rows
 from pce_mpi.loss.softmax_state import StateFields
-from pce_mpi.ops.broadcasting import kept_shape, local_extreme, sum
+from pce_mpi.ops.broadcasting import kept_shape, sum
 from pce_mpi.ops.elementwise import exp, widened
 from pce_mpi.ops.shape import normalized_axis
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 _STATE = StateFields(hold_largest=True)
+_NO_WEIGHTS = ClassWeights()
 
 
 def real_dtype(operation: str) -> Callable[[np.dtype[Any]], np.dtype[Any]]:
@@ -39,38 +41,58 @@ def real_dtype(operation: str) -> Callable[[np.dtype[Any]], np.dtype[Any]]:
     return dtype_of
 
 
-def maximum_and_sum(x: Array, axes: Sequence[int], shardings: Shardings, operation: str) -> tuple[Array, Array]:
-    """max x and sum exp(x - max x) over `axes`, which stay with length 1, on all ranks that shard them.
+class Softmax:
+    """The softmax of an array over axes, with the bits of one process however the ranks shard them.
 
-    The maximum of halves is float32. The sum is always float64: its logarithm may be that of a number close to 1. If
-    the largest element is infinite the sum is `nan`.
-
-    Collective if `axes` are sharded: one Allgather of 56 bytes and one Allreduce of 32 bytes a row.
+    Collective if `axes` are sharded: one Allgather of 56 bytes and one Allreduce of 40 bytes a row.
     """
-    xp = array_namespace(x)
-    shape = kept_shape(x.shape, axes)
-    if is_half(x.dtype):
-        x = x.astype(np.float32)
-    comm = shardings.comm(axes)
-    if comm is None:
+
+    def __init__(self, x: Array, axes: Sequence[int], shardings: Shardings, operation: str):
+        self._x, self._others = x, [axis for axis in range(x.ndim) if axis not in axes]
+        self._order = (*self._others, *axes)
+        self._kept = kept_shape(x.shape, axes)
+        rows = x.transpose(self._order).reshape(math.prod(self._kept), math.prod(x.shape[axis] for axis in axes))
+        options = Options(
+            operation=operation,
+            comm=shardings.comm(axes),
+            num_classes=math.prod(shardings.operands[0].shape[axis] for axis in axes),
+            over=text_of_dims(shardings.dims(axes)),
+        )
+        self._problem = prepare(options, rows, needs_targets=False)
+        self._rows = row_softmax(self._problem, _STATE)
+
+    def probabilities(self) -> Array:
+        """The softmax; that of halves is float32."""
+        x, xp = self._x, self._problem.xp
+        values = xp.empty(self._problem.logits.shape, np.float32 if is_half(x.dtype) else x.dtype)
+        columns = {"factor": self._rows.normalizer, "valid": 1, "column": -1}
+        write_rows(values, self._problem, self._rows, columns, _STATE, _NO_WEIGHTS)
+        return values.reshape([x.shape[axis] for axis in self._order]).transpose(np.argsort(self._order).tolist())
+
+    def log_probabilities(self) -> Array:
+        """The logarithm of the softmax; that of halves is float32."""
+        largest, above = (self._in_shape(values) for values in (self._largest, self._rows.held_nll))
         with np.errstate(all="ignore"):
-            largest = local_extreme("max", x, tuple(axes), True, -math.inf)
-            return largest, xp.exp(x - largest).sum(tuple(axes), dtype=np.float64, keepdims=True)
-    others = [axis for axis in range(x.ndim) if axis not in axes]
-    rows = x.transpose([*others, *axes]).reshape(math.prod(shape), math.prod(x.shape[axis] for axis in axes))
-    options = Options(
-        operation=operation,
-        comm=comm,
-        num_classes=math.prod(shardings.operands[0].shape[axis] for axis in axes),
-        over=text_of_dims(shardings.dims(axes)),
-    )
-    merged, _ = row_softmax(prepare(options, rows, needs_targets=False), _STATE)
-    largest, total = (xp.asarray(values.reshape(shape)) for values in (merged.fields["largest"], merged.sum_exp_of_all))
-    return largest.astype(x.dtype), total
+            values = (self._x.astype(np.float64) - largest) - above
+        return values.astype(np.float32 if is_half(self._x.dtype) else self._x.dtype)
+
+    def logsumexp(self) -> Array:
+        """The logarithm of the sum of exponentials; the axes stay with length 1."""
+        xp, largest = self._problem.xp, self._largest
+        # The rows of an infinite largest element are nan; the result is that element.
+        result = xp.where(xp.isinf(largest), largest, self._rows.logsumexp)
+        return self._in_shape(result).astype(self._x.dtype)
+
+    @property
+    def _largest(self) -> Array:
+        return self._rows.held_z
+
+    def _in_shape(self, rows: Array) -> Array:
+        return rows.reshape(self._kept)
 
 
 def states_sent(dtype: np.dtype[Any], *, shardings: Shardings, axes: Sequence[int], **_: Any) -> list[Sent]:
-    """The collectives of `maximum_and_sum`."""
+    """The collectives of `Softmax`."""
     dims = shardings.dims(axes)
     rows = math.prod(kept_shape(shardings.operands[0].local_shape(shardings.mesh.coordinates), axes))
     return [Sent("all_reduce", text_of_dims(dims), rows * _STATE.dtype.itemsize)] if dims else []
@@ -83,14 +105,16 @@ def _rule(shape: tuple[int, ...], axes: tuple[int]) -> Rule:
 
 
 def _softmax(x: Array, axes: tuple[int], shardings: Shardings) -> tuple[Array, Array]:
-    largest, total = maximum_and_sum(x, axes, shardings, "softmax")
-    exact = array_namespace(x).exp(x - largest) / total.astype(largest.dtype)
+    if x.shape[axes[0]] == 0 and not shardings.dims(axes):
+        return x, x
+    exact = Softmax(x, axes, shardings, "softmax").probabilities()
     return exact.astype(x.dtype, copy=False), exact
 
 
 def _log_softmax(x: Array, axes: tuple[int], shardings: Shardings) -> tuple[Array, Array]:
-    largest, total = maximum_and_sum(x, axes, shardings, "log_softmax")
-    exact = (x - largest) - array_namespace(x).log(total).astype(largest.dtype)
+    if x.shape[axes[0]] == 0 and not shardings.dims(axes):
+        return x, x
+    exact = Softmax(x, axes, shardings, "log_softmax").log_probabilities()
     return exact.astype(x.dtype, copy=False), exact
 
 
@@ -148,7 +172,7 @@ def softmax(x: DistArray, axis: int = -1) -> DistArray:
 
     Notes
     -----
-    If `axis` is sharded: one Allgather of 56 bytes and one Allreduce of 32 bytes a row, and backward one Allreduce of
+    If `axis` is sharded: one Allgather of 56 bytes and one Allreduce of 40 bytes a row, and backward one Allreduce of
     one number a row. Otherwise nothing is communicated.
 
     Examples

@@ -1,20 +1,62 @@
-"""The two hot loops, once for each device: reduce each row to a state, and write the gradient of the logits."""
+"""The hot loops, once for each device: reduce each row to a state, and write the gradient of the logits.
+
+On the host `compiled`, an extension module in C++, does the work; without it `definition`, in NumPy, with equal bits.
+"""
 
 from __future__ import annotations
 
+from functools import cache
+import os
 from types import ModuleType
 from typing import Any
+import warnings
 
 import numpy as np
 
 from pce_mpi.arrays import array_namespace
-from pce_mpi.loss.kernels import blockwise
+
+_VARIABLE = "PCE_MPI_KERNEL"
 
 
-def kernels_of(array: Any) -> ModuleType:
-    """The module with the loops for this array: `blockwise` for NumPy, `cuda` for CuPy."""
+def kernel_of(array: Any) -> ModuleType:
+    """The module with the loops for this array: that of the host for NumPy, `cuda` for CuPy."""
     if array_namespace(array) is np:
-        return blockwise
+        return host_kernel()
     from pce_mpi.loss.kernels import cuda
 
     return cuda
+
+
+@cache
+def host_kernel() -> ModuleType:
+    """The module with the loops for NumPy arrays; warns, once, if it is not the compiled one."""
+    from pce_mpi.loss.kernels import definition
+
+    wanted = os.environ.get(_VARIABLE, "")
+    if wanted not in ("", "compiled", "numpy"):
+        raise ValueError(f"{_VARIABLE} must be compiled or numpy, got {wanted!r}")
+    if wanted == "numpy":
+        return definition
+    try:
+        from pce_mpi.loss.kernels import compiled
+    except ImportError as error:
+        if wanted:
+            raise ImportError(f"{_VARIABLE} asks for the compiled kernel, which is not installed: {error}") from error
+        warnings.warn(
+            "pce_mpi was installed without its compiled kernel: the loss has the same bits, but takes 50 times as "
+            "long. Install a C++ compiler (g++ or clang++) and then pce_mpi again, with pip's --no-cache-dir and "
+            "--force-reinstall",
+            stacklevel=2,
+        )
+        return definition
+    return compiled
+
+
+def kernel_text() -> str:
+    """The kernel that computes the loss of NumPy arrays, for people."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kernel = host_kernel()
+    if not hasattr(kernel, "_compiled"):
+        return "NumPy (no compiled kernel)" if not os.environ.get(_VARIABLE) else f"NumPy ({_VARIABLE}=numpy)"
+    return f"compiled, {kernel._compiled.use('')}"

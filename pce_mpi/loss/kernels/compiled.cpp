@@ -61,7 +61,7 @@ template <> inline Half of_number<Half>(double v) {
 
 template <class T> T masked() { return of_number<T>(-infinity()); }
 
-// What the gradient of a row is made of, as `compiled.py` writes it.
+// The columns of `ROW_GRADIENT` in softmax_state.py.
 struct RowGradient {
     int64_t exponent, column, valid;  // of the normalizer; of the class held, or -1; 0 for a row that does not count
     double top, most;                 // the logit that only counts if it is huge; the largest logit
@@ -201,10 +201,10 @@ struct Buffer {
     ~Buffer() {
         if (held) PyBuffer_Release(&view);
     }
-    // None gives no buffer. False with an exception set.
-    bool take(PyObject *object, bool writable = false) {
+    // None gives no buffer. False with an exception set. Without PyBUF_STRIDES the memory must be consecutive.
+    bool take(PyObject *object, int flags = PyBUF_SIMPLE) {
         if (object == Py_None) return true;
-        held = PyObject_GetBuffer(object, &view, writable ? PyBUF_STRIDES | PyBUF_WRITABLE : PyBUF_STRIDES) == 0;
+        held = PyObject_GetBuffer(object, &view, flags) == 0;
         return held;
     }
     template <class T> T *of() const { return held ? (T *)view.buf : nullptr; }
@@ -231,7 +231,7 @@ PyObject *fill_states(PyObject *, PyObject *arguments) {
                           &fill.call.transform.scale, &fill.call.transform.softcap, &wide))
         return nullptr;
     Buffer x, c, w, p, s;
-    if (!x.take(logits) || !c.take(columns) || !w.take(weight) || !p.take(probabilities) || !s.take(states, true))
+    if (!x.take(logits, PyBUF_STRIDES) || !c.take(columns) || !w.take(weight) || !p.take(probabilities, PyBUF_STRIDES) || !s.take(states, PyBUF_WRITABLE))
         return nullptr;
     fill.logits = x.array(kind);
     fill.probabilities = p.array(probabilities_kind);
@@ -255,7 +255,7 @@ PyObject *write_gradient(PyObject *, PyObject *arguments) {
                           &write.call.transform.scale, &write.call.transform.softcap, &wide))
         return nullptr;
     Buffer x, o, r, w, p;
-    if (!x.take(logits) || !o.take(out, true) || !r.take(rows) || !w.take(weight) || !p.take(probabilities))
+    if (!x.take(logits, PyBUF_STRIDES) || !o.take(out, PyBUF_STRIDES | PyBUF_WRITABLE) || !r.take(rows) || !w.take(weight) || !p.take(probabilities, PyBUF_STRIDES))
         return nullptr;
     write.logits = x.array(kind);
     write.out = o.array(out_kind);
@@ -284,7 +284,7 @@ PyObject *merge_states(PyObject *, PyObject *arguments) {
                           &call.transform.softcap, &wide))
         return nullptr;
     Buffer from, to;
-    if (!from.take(a) || !to.take(b, true)) return nullptr;
+    if (!from.take(a) || !to.take(b, PyBUF_WRITABLE)) return nullptr;
     long rows = long(to.view.len) / (8 * words_of(call.fields));
     Py_BEGIN_ALLOW_THREADS;
     wide ? merge_rows<Double>(from.of<uint64_t>(), to.of<uint64_t>(), rows, call)
@@ -309,7 +309,7 @@ PyObject *row_softmax(PyObject *, PyObject *arguments) {
                           &call.transform.scale, &call.transform.softcap, &wide))
         return nullptr;
     Buffer from, weights, to;
-    if (!from.take(states) || !weights.take(class_weights) || !to.take(out, true)) return nullptr;
+    if (!from.take(states) || !weights.take(class_weights) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE)) return nullptr;
     Sum sum = weights.held ? *weights.of<Sum>() : Sum{NO_GRID, {0, 0, 0}};
     long rows = long(to.view.len / long(sizeof(RowSoftmax)));
     Py_BEGIN_ALLOW_THREADS;
@@ -319,19 +319,43 @@ PyObject *row_softmax(PyObject *, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-// Sum float64 numbers into 4 words: a grid and limbs.
-PyObject *sum_of(PyObject *, PyObject *arguments) {
-    PyObject *numbers, *out;
-    if (!PyArg_ParseTuple(arguments, "OO:sum_of", &numbers, &out)) return nullptr;
+// Sum each of the arrays of float64 numbers in a tuple, into 4 words each: a grid and limbs.
+PyObject *sums_of(PyObject *, PyObject *arguments) {
+    PyObject *arrays, *out;
+    if (!PyArg_ParseTuple(arguments, "O!O:sums_of", &PyTuple_Type, &arrays, &out)) return nullptr;
+    Buffer to;
+    if (!to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE)) return nullptr;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(arrays); i++) {
+        Buffer from;
+        if (!from.take(PyTuple_GetItem(arrays, i))) return nullptr;
+        Sum sum = {NO_GRID, {0, 0, 0}};
+        const double *values = from.of<double>();
+        long count = long(from.view.len / 8);
+        Py_BEGIN_ALLOW_THREADS;
+        for (long j = 0; j < count; j++) add_number(sum, values[j]);
+        Py_END_ALLOW_THREADS;
+        to.of<Sum>()[i] = sum;
+    }
+    Py_RETURN_NONE;
+}
+
+// Add the sums of a to those of b.
+PyObject *add_sums(PyObject *, PyObject *arguments) {
+    PyObject *a, *b;
+    if (!PyArg_ParseTuple(arguments, "OO:add_sums", &a, &b)) return nullptr;
     Buffer from, to;
-    if (!from.take(numbers) || !to.take(out, true)) return nullptr;
-    Sum sum = {NO_GRID, {0, 0, 0}};
-    const double *values = from.of<double>();
-    long count = long(from.view.len / 8);
-    Py_BEGIN_ALLOW_THREADS;
-    for (long i = 0; i < count; i++) add_wide(sum, values + i, 1, 0);
-    Py_END_ALLOW_THREADS;
-    *to.of<Sum>() = sum;
+    if (!from.take(a) || !to.take(b, PyBUF_WRITABLE)) return nullptr;
+    for (long i = 0; i < long(to.view.len / long(sizeof(Sum))); i++) add_numbers(to.of<Sum>()[i], from.of<Sum>()[i]);
+    Py_RETURN_NONE;
+}
+
+// The values of sums as float64.
+PyObject *values_of(PyObject *, PyObject *arguments) {
+    PyObject *sums, *out;
+    if (!PyArg_ParseTuple(arguments, "OO:values_of", &sums, &out)) return nullptr;
+    Buffer from, to;
+    if (!from.take(sums) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE)) return nullptr;
+    for (long i = 0; i < long(to.view.len / 8); i++) to.of<double>()[i] = number_of(from.of<Sum>()[i]);
     Py_RETURN_NONE;
 }
 
@@ -362,7 +386,9 @@ PyMethodDef METHODS[] = {{"fill_states", fill_states, METH_VARARGS, nullptr},
                          {"write_gradient", write_gradient, METH_VARARGS, nullptr},
                          {"merge_states", merge_states, METH_VARARGS, nullptr},
                          {"row_softmax", row_softmax, METH_VARARGS, nullptr},
-                         {"sum_of", sum_of, METH_VARARGS, nullptr},
+                         {"sums_of", sums_of, METH_VARARGS, nullptr},
+                         {"add_sums", add_sums, METH_VARARGS, nullptr},
+                         {"values_of", values_of, METH_VARARGS, nullptr},
                          {"use", use, METH_VARARGS, nullptr},
                          {"instruction_sets", instruction_sets, METH_NOARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};

@@ -1,49 +1,24 @@
-"""The hot loops in C++, with the bits of `definition.py`; arrays are views that are handed over without a copy."""
+"""The kernel in C++, with the bits of `definition.py`; arrays are handed over without a copy."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pce_mpi.loss.kernels import _compiled
-from pce_mpi.loss.kernels.definition import StateFields, Sums
 from pce_mpi.loss.kernels.elementary import DOUBLE, Arithmetic
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
+from pce_mpi.loss.softmax_state import ROW_SOFTMAX, StateFields
 
 Array = np.ndarray[Any, Any]
 
+#: `enum Kind` of compiled.cpp
 _KINDS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
-# The bits of `StateFields`, in the order of its names; `enum Field` of states.h.
-_FLAGS = ("hold_largest", "argmax", "target", "held_weight", "weight", "weighted_logit", "entropy")
-# `RowSoftmax` of states.h and `RowGradient` of compiled.cpp.
-ROW_SOFTMAX = np.dtype(
-    [
-        (name, np.float64)
-        for name in (
-            *("held_nll", "held_probability", "held_minus_one", "normalizer", "logsumexp"),
-            *("weight", "weighted_nll", "entropy", "target_log_prob"),
-        )
-    ]
-    + [("exponent", np.int64), ("top", np.float64)]
-)
-ROW_GRADIENT = np.dtype(
-    [(name, np.int64) for name in ("exponent", "column", "valid")]
-    + [
-        (name, np.float64)
-        for name in ("top", "most", "factor", "weight_factor", "held_gradient", "held", "held_weight")
-    ]
-)
-
-
-def flags_of(fields: StateFields) -> int:
-    """The fields as bits."""
-    return sum(getattr(fields, name) << bit for bit, name in enumerate(_FLAGS))
 
 
 def _raw(array: Array | None) -> tuple[Array | None, int]:
-    """An array as a buffer, and its kind: no buffer has a dtype of bfloat16."""
+    """An array as a buffer, and its kind: no buffer has the dtype bfloat16."""
     if array is None:
         return None, 0
     kind = _KINDS[array.dtype.name]
@@ -53,12 +28,12 @@ def _raw(array: Array | None) -> tuple[Array | None, int]:
 def _weights(weights: ClassWeights, used: bool) -> tuple[Any, ...]:
     if not used:
         return None, None, 0, 1.0, 0.0
-    share = weights.smoothing / weights.classes if weights.probabilities is not None else 0.0
+    share = 0.0 if weights.probabilities is None else weights.smoothing / weights.classes
     return weights.weight, *_raw(weights.probabilities), 1.0 - weights.smoothing, share
 
 
 def _call(fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> tuple[Any, ...]:
-    return flags_of(fields), transform.scale, transform.softcap or 0.0, arithmetic is DOUBLE
+    return fields.flags, transform.scale, transform.softcap or 0.0, arithmetic is DOUBLE
 
 
 def fill_states(
@@ -71,45 +46,28 @@ def fill_states(
     arithmetic: Arithmetic,
     class_start: int,
 ) -> Array:
-    """Return the states of the rows of logits (outer, classes, inner)."""
+    """Return the states of the rows of this shard; `definition.fill_states` has the arguments."""
     states = np.empty(logits.shape[0] * logits.shape[2], fields.dtype)
     used = fields.held_weight or fields.weight or fields.weighted_logit
-    _compiled.fill_states(
-        *_raw(logits),
-        None if target_column is None else np.ascontiguousarray(target_column, np.int64),
-        *_weights(weights, used),
-        class_start,
-        states,
-        *_call(fields, transform, arithmetic),
-    )
+    call = _call(fields, transform, arithmetic)
+    _compiled.fill_states(*_raw(logits), target_column, *_weights(weights, used), class_start, states, *call)
     return states
 
 
-@dataclass(frozen=True)
-class Merge:
-    """The merge of states of disjoint sets of classes of the same rows, for states of one call."""
-
-    fields: StateFields
-    transform: Transform
-    arithmetic: Arithmetic
-
-    def __call__(self, a: Array, b: Array) -> Array:
-        """Return the states of the union; `a` and `b` stay as they are."""
-        merged = b.copy()
-        _compiled.merge_states(a, merged, *_call(self.fields, self.transform, self.arithmetic))
-        return merged
+def merged(a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> Array:
+    """Return the states of the union of two disjoint sets of classes of the same rows."""
+    union = b.copy()
+    _compiled.merge_states(a, union, *_call(fields, transform, arithmetic))
+    return union
 
 
 def row_softmax(
-    states: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic, class_weights: Sums | None
+    states: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic, class_weights: Array | None
 ) -> Array:
-    """Return the softmax of each row, (rows,) of `ROW_SOFTMAX`."""
-    rows = np.empty(states.shape, ROW_SOFTMAX)
-    sums = None
-    if class_weights is not None:
-        sums = np.concatenate([class_weights.grids.astype(np.int64).view(np.uint64), class_weights.limbs[0]])
-    _compiled.row_softmax(states, sums, rows, *_call(fields, transform, arithmetic))
-    return rows
+    """The softmax of each row, (rows, columns of `ROW_SOFTMAX`)."""
+    columns = np.empty((len(states), len(ROW_SOFTMAX)))
+    _compiled.row_softmax(states, class_weights, columns, *_call(fields, transform, arithmetic))
+    return columns
 
 
 def write_gradient(
@@ -122,11 +80,27 @@ def write_gradient(
     transform: Transform,
     arithmetic: Arithmetic,
 ) -> None:
-    """Write the gradient of the logits into `out`; both are (outer, classes, inner) and may be one array."""
-    _compiled.write_gradient(
-        *_raw(logits),
-        *_raw(out),
-        rows,
-        *_weights(weights, fields.weighted_logit),
-        *_call(fields, transform, arithmetic),
-    )
+    """Write the gradient of the logits into `out`; `definition.write_gradient` has the arguments."""
+    call = _call(fields, transform, arithmetic)
+    _compiled.write_gradient(*_raw(logits), *_raw(out), rows, *_weights(weights, fields.weighted_logit), *call)
+
+
+def sums_of(*arrays: Array) -> Array:
+    """Sum each of some arrays of float64 numbers, finite or not: (arrays, 4) words, a grid and limbs."""
+    sums = np.empty((len(arrays), 4), np.uint64)
+    _compiled.sums_of(arrays, sums)
+    return sums
+
+
+def added(a: Array, b: Array) -> Array:
+    """Add sums of `sums_of`, (sums, 4)."""
+    total = b.copy()
+    _compiled.add_sums(a, total)
+    return total
+
+
+def values_of(sums: Array) -> Array:
+    """The values of sums of `sums_of` as float64."""
+    values = np.empty(len(sums))
+    _compiled.values_of(sums, values)
+    return values

@@ -1,6 +1,6 @@
 """The arithmetic of the loss, with the same bits for any cut of the classes, in NumPy.
 
-The loss does not use it yet: `blockwise.py` and the CUDA kernels are to reproduce this file to the last bit.
+This file computes the loss where no compiled kernel is installed. `compiled.cpp` and the CUDA kernels give its bits.
 
 **Elements.** exp(z) = 2^n (1 + t), with n and t from z alone; see `elementary.py`.
 
@@ -18,7 +18,6 @@ a = S exp(-z_held) gives the loss log1p(a) and the gradient -a / (1 + a) without
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -48,69 +47,26 @@ from pce_mpi.loss.kernels.elementary import (
     two_sum,
     u64,
 )
-from pce_mpi.loss.kernels.parameters import Transform
-from pce_mpi.loss.softmax_state import NO_CLASS, times
+from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
+from pce_mpi.loss.softmax_state import (
+    FORGOTTEN,
+    INFINITE,
+    MINUS_INFINITE,
+    NEGLIGIBLE,
+    NO_ENTROPY,
+    NO_GRID,
+    NOT_A_NUMBER,
+    ROW_GRADIENT,
+    ROW_SOFTMAX,
+    StateFields,
+)
 
 Array = np.ndarray[Any, Any]
 
 # The digits of sums that are not of exponentials.
 WIDE = DOUBLE.width
-# Grids of sums of weights and weighted logits: of a sum of nothing, which every other one is coarser than, and of sums
-# that are not finite.
-NO_GRID, INFINITE, NOT_A_NUMBER = -(2**14), 2**14, 2**14 + 1
-# The same for the sum of exp(z) z.
-NO_ENTROPY = -(2**60)
-# A sum so many grids below the class held apart is taken for nothing. A state forgets it a few grids later only, so
-# that a sum which counts never lacks digits that another order of merges would have kept.
-FORGOTTEN, NEGLIGIBLE = 255, 250
-
-
-@dataclass(frozen=True)
-class StateFields:
-    """The fields that the states of one call have.
-
-    A state that holds the target apart has `top`, the largest other logit, which gives the grid of its `sum`. With
-    `hold_largest` the grid is `depth` grids below that of the class held apart. `argmax` is the class held apart, and
-    `target` the target's logit where that is another one; `held_weight` is the weight u of the class held. The others
-    are sums over the other classes: `weight` of u, `weighted_logit` of u z, `entropy` of exp(z) z.
-    """
-
-    hold_largest: bool = False
-    argmax: bool = False
-    target: bool = False
-    held_weight: bool = False
-    weight: bool = False
-    weighted_logit: bool = False
-    entropy: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the fields."""
-        return self.dtype.names or ()
-
-    @cached_property
-    def dtype(self) -> np.dtype[Any]:
-        """The structured dtype of one state, all of whose words have 8 bytes; 40 bytes for a plain loss."""
-        fields: list[Any] = [("held", f64)] + [("top", f64)] * (not self.hold_largest) + [("sum", u64, 3)]
-        grids: list[Any] = [("depth", np.int16), ("weight_grid", np.int16), ("logit_grid", np.int16), ("_", np.int16)]
-        fields += grids * (self.hold_largest or self.weight or self.weighted_logit)
-        fields += [("argmax", i64)] * self.argmax + [("target", f64)] * self.target
-        fields += [("held_weight", f64)] * self.held_weight
-        fields += [("weight", u64, 3)] * self.weight + [("weighted_logit", u64, 3)] * self.weighted_logit
-        fields += [("entropy_grid", i64), ("exp_logit", u64, 3)] * self.entropy
-        return np.dtype(fields)
-
-    def identity(self, *shape: int) -> Array:
-        """Return states of no classes."""
-        states = np.zeros(shape, self.dtype)
-        for name in {"held", "top", "target"} & set(self.names):
-            states[name] = -np.inf
-        nothing = {"depth": FORGOTTEN * self.hold_largest, "weight_grid": NO_GRID, "logit_grid": NO_GRID, "entropy_grid": NO_ENTROPY}
-        for name in nothing.keys() & set(self.names):
-            states[name] = nothing[name]
-        if self.argmax:
-            states["argmax"] = NO_CLASS
-        return states
+# The grid of an empty sum of exponentials.
+_NO_SUM = -(2**61)
 
 
 # Limbs
@@ -260,7 +216,7 @@ def states_of(
 
 
 def _largest(x: Array, u: Array | None) -> Array:
-    """The column of the largest logit, a nan before numbers; of equal ones the first or, with u, that of most weight."""
+    """The column of the largest logit, a nan before numbers; of equal ones the first, or that of most weight."""
     if u is None:
         return x.argmax(axis=1)
     largest = x.max(axis=1, keepdims=True)
@@ -348,87 +304,72 @@ def _weighted_logits(x: Array, weight: Array, transform: Transform) -> Sums:
     return Sums(grids, limbs)
 
 
-@dataclass(frozen=True)
-class Merge:
-    """The merge of states of disjoint sets of classes of the same rows, for states of one call."""
+def merged(a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> Array:
+    """Return the states of the union of two disjoint sets of classes of the same rows."""
+    with np.errstate(all="ignore"):
+        merge = _merged_holding_largest if fields.hold_largest else _merged_holding_targets
+        return merge(a, b, fields, transform, arithmetic)
 
-    fields: StateFields
-    transform: Transform
-    arithmetic: Arithmetic
 
-    def __call__(self, a: Array, b: Array) -> Array:
-        """Return the states of the union; `a` and `b` stay as they are."""
-        with np.errstate(all="ignore"):
-            return self._holding_largest(a, b) if self.fields.hold_largest else self._holding_targets(a, b)
+def _merged_holding_targets(
+    a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic
+) -> Array:
+    union = fields.identity(*a.shape)
+    union["held"] = np.maximum(a["held"], b["held"])
+    union["top"] = top = np.maximum(a["top"], b["top"])
+    if fields.held_weight:  # nought on every shard but the one that has the target
+        union["held_weight"] = a["held_weight"] + b["held_weight"]
+    grids, huge = grid_of(top, transform, arithmetic), _huge(top, transform)
+    for state in (a, b):
+        coarser = np.where(huge & (state["top"] != top), 3, grids - grid_of(state["top"], transform, arithmetic))
+        union["sum"] += shifted(state["sum"], np.where(state["top"] == -np.inf, 3, coarser))
+    union["sum"][np.isnan(top)] = 0
+    _unite_weighted(union, fields, a, b)
+    return union
 
-    def _holding_targets(self, a: Array, b: Array) -> Array:
-        fields, merged = self.fields, self.fields.identity(*a.shape)
-        merged["held"] = np.maximum(a["held"], b["held"])
-        merged["top"] = top = np.maximum(a["top"], b["top"])
-        if fields.held_weight:  # nought on every shard but the one that has the target
-            merged["held_weight"] = a["held_weight"] + b["held_weight"]
-        grids, huge = self._grid_of(top), _huge(top, self.transform)
-        for state in (a, b):
-            coarser = np.where(huge & (state["top"] != top), 3, grids - self._grid_of(state["top"]))
-            merged["sum"] += shifted(state["sum"], np.where(state["top"] == -np.inf, 3, coarser))
-        merged["sum"][np.isnan(top)] = 0
-        self._unite_weighted(merged, a, b)
-        return merged
 
-    def _holding_largest(self, a: Array, b: Array) -> Array:
-        """Of the two classes held apart, the one with the smaller logit joins the others."""
-        fields, merged = self.fields, self.fields.identity(*a.shape)
-        swap = _b_is_held(a, b, fields)
-        smaller, larger = np.where(swap, a, b), np.where(swap, b, a)
-        for name in {"held", "held_weight", "argmax"} & set(fields.names):
-            merged[name] = larger[name]
-        if fields.target:
-            merged["target"] = np.maximum(a["target"], b["target"])
-        alone = fields.identity(*a.shape)
-        alone["held"] = smaller["held"]
-        weight = smaller["held_weight"] if fields.held_weight else np.zeros(a.shape)
-        _fill_sums(
-            alone,
-            smaller["held"][:, None],
-            np.ones((len(a), 1), np.bool_),
-            weight[:, None],
-            fields,
-            self.transform,
-            self.arithmetic,
-        )
-        bad = ~np.isfinite(merged["held"])
-        huge = _huge(merged["held"], self.transform)
-        gone = [bad | (huge & (state["held"] != merged["held"])) for state in (a, b, alone)]
-        sums, entropies = [], []
-        for state, without in zip((a, b, alone), gone, strict=True):
-            grids = self._grid_of(state["held"]) - state["depth"]
-            sums.append(Sums(np.where(without | (state["depth"] == FORGOTTEN), _NO_SUM, grids), state["sum"]))
-            if fields.entropy:
-                entropies.append(Sums(np.where(without, NO_ENTROPY, state["entropy_grid"]), state["exp_logit"]))
-        grids, limbs = united(_NO_SUM, *sums)
-        depth = np.where(grids == _NO_SUM, FORGOTTEN, np.minimum(self._grid_of(merged["held"]) - grids, FORGOTTEN))
-        merged["depth"], merged["sum"] = depth, np.where((depth == FORGOTTEN)[:, None], u64(0), limbs)
+def _merged_holding_largest(
+    a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic
+) -> Array:
+    """Of the two classes held apart, the one with the smaller logit joins the others."""
+    union = fields.identity(*a.shape)
+    swap = _b_is_held(a, b, fields)
+    smaller, larger = np.where(swap, a, b), np.where(swap, b, a)
+    for name in {"held", "held_weight", "argmax"} & set(fields.names):
+        union[name] = larger[name]
+    if fields.target:
+        union["target"] = np.maximum(a["target"], b["target"])
+    alone = fields.identity(*a.shape)
+    alone["held"] = smaller["held"]
+    weight = smaller["held_weight"] if fields.held_weight else np.zeros(a.shape)
+    others = np.ones((len(a), 1), np.bool_)
+    _fill_sums(alone, smaller["held"][:, None], others, weight[:, None], fields, transform, arithmetic)
+    bad, huge = ~np.isfinite(union["held"]), _huge(union["held"], transform)
+    sums, entropies = [], []
+    for state in (a, b, alone):
+        gone = bad | (huge & (state["held"] != union["held"]))
+        grids = grid_of(state["held"], transform, arithmetic) - state["depth"]
+        sums.append(Sums(np.where(gone | (state["depth"] == FORGOTTEN), _NO_SUM, grids), state["sum"]))
         if fields.entropy:
-            merged["entropy_grid"], merged["exp_logit"] = united(NO_ENTROPY, *entropies)
-        self._unite_weighted(merged, a, b, alone)
-        return merged
-
-    def _grid_of(self, x: Array) -> Array:
-        return grid_of(x, self.transform, self.arithmetic)
-
-    def _unite_weighted(self, merged: Array, *states: Array) -> None:
-        for present, grid, name in (
-            (self.fields.weight, "weight_grid", "weight"),
-            (self.fields.weighted_logit, "logit_grid", "weighted_logit"),
-        ):
-            if present:
-                merged[grid], merged[name] = united(
-                    NO_GRID, *(Sums(state[grid].astype(i64), state[name]) for state in states)
-                )
+            entropies.append(Sums(np.where(gone, NO_ENTROPY, state["entropy_grid"]), state["exp_logit"]))
+    grids, limbs = united(_NO_SUM, *sums)
+    depth = np.minimum(grid_of(union["held"], transform, arithmetic) - grids, FORGOTTEN)
+    union["depth"] = depth = np.where(grids == _NO_SUM, FORGOTTEN, depth)
+    union["sum"] = np.where((depth == FORGOTTEN)[:, None], u64(0), limbs)
+    if fields.entropy:
+        union["entropy_grid"], union["exp_logit"] = united(NO_ENTROPY, *entropies)
+    _unite_weighted(union, fields, a, b, alone)
+    return union
 
 
-# The grid of an empty sum of exponentials.
-_NO_SUM = -(2**61)
+def _unite_weighted(union: Array, fields: StateFields, *states: Array) -> None:
+    for present, grid, name in (
+        (fields.weight, "weight_grid", "weight"),
+        (fields.weighted_logit, "logit_grid", "weighted_logit"),
+    ):
+        if present:
+            sums = (Sums(state[grid].astype(i64), state[name]) for state in states)
+            union[grid], union[name] = united(NO_GRID, *sums)
 
 
 def _b_is_held(a: Array, b: Array, fields: StateFields) -> Array:
@@ -449,7 +390,7 @@ def _b_is_held(a: Array, b: Array, fields: StateFields) -> Array:
 class RowSoftmax:
     """The softmax of each row, from merged states; float64, (rows,). Rows with a nan, a +inf or no class are `nan`.
 
-    `class_weights` is the sum of the weights of all classes, one row of `Sums`, for states without such a sum.
+    `class_weights` is the sum of the weights of all classes, for states without such a sum: a grid and limbs.
     """
 
     def __init__(
@@ -458,7 +399,7 @@ class RowSoftmax:
         fields: StateFields,
         transform: Transform,
         arithmetic: Arithmetic,
-        class_weights: Sums | None = None,
+        class_weights: Array | None = None,
     ):
         self.fields, self._states, self._class_weights = fields, states, class_weights
         self.held = states["held"]
@@ -483,7 +424,9 @@ class RowSoftmax:
             quotient = s / e
             odds = scaled(quotient, unit - n)
             odds = np.where(others_alone | none, np.inf, odds)
+            #: sum of exp(z_c - z_held) over the others
             self.odds = np.where(bad, np.nan, odds)
+            self.held_z, self.most = self._held_z.z, np.fmax(self.held, self.top)
             #: the power of two that `normalizer` is in units of
             self.exponent = np.where(
                 s > 0, np.where(none | others_alone, self._top_z.n, np.maximum(self._top_z.n, n)), n
@@ -524,9 +467,9 @@ class RowSoftmax:
         if self.fields.weight:
             return value_of_wide(Sums(self._states["weight_grid"].astype(i64), self._states["weight"]))
         assert self._class_weights is not None
-        grids = np.broadcast_to(self._class_weights.grids, self.held.shape)
+        grids = np.broadcast_to(self._class_weights[0].view(i64), self.held.shape)
         held = limbs_of(*_mantissa_and_exponent(self._held_weight), WIDE * (grids - 2), WIDE)
-        return value_of_wide(Sums(grids, np.subtract(self._class_weights.limbs, held)))
+        return value_of_wide(Sums(grids, np.subtract(self._class_weights[1:], held)))
 
     @property
     def weight(self) -> Array:
@@ -539,7 +482,7 @@ class RowSoftmax:
         with np.errstate(all="ignore"):
             weight, grids = self._weight, self._states["logit_grid"].astype(i64)
             gap = _gap(weight, self._top_z, value_of_wide(Sums(grids, self._states["weighted_logit"])))
-            value = (times(self._held_weight, self.held_nll) + times(weight.high, self.above_top)) + gap
+            value = (_times(self._held_weight, self.held_nll) + _times(weight.high, self.above_top)) + gap
             return np.where(grids == NOT_A_NUMBER, np.nan, np.where(grids == INFINITE, value + np.inf, value))
 
     @property
@@ -550,8 +493,8 @@ class RowSoftmax:
             high, low = value_of(self._states["exp_logit"], WIDE)
             total = Double(*(scaled(part, self._unit - self.exponent) for part in self._sum))
             gap = _gap(total, self._top_z, Double(scaled(high, unit), scaled(low, unit)))
-            others = (times(total.high, self.above_top) + gap) * self.normalizer
-            return times(self.held_probability, self.held_nll) + np.where(self._sum_of_others == 0.0, 0.0, others)
+            others = (_times(total.high, self.above_top) + gap) * self.normalizer
+            return _times(self.held_probability, self.held_nll) + np.where(self._sum_of_others == 0.0, 0.0, others)
 
     @property
     def target_log_prob(self) -> Array:
@@ -560,6 +503,29 @@ class RowSoftmax:
             target = _Logit(self._states["target"], self._held_z.transform)
             gap = (target.z - self._held_z.z) + (target.low - self._held_z.low)
             return np.minimum(gap, 0.0) - self.held_nll
+
+
+def _times(weight: Array, value: Array) -> Array:
+    """weight value, where weight 0 gives 0 even if the value is infinite."""
+    return np.where(weight == 0.0, 0.0, weight * value)
+
+
+def row_softmax(
+    states: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic, class_weights: Array | None
+) -> Array:
+    """The softmax of each row, (rows, columns of `ROW_SOFTMAX`)."""
+    softmax = RowSoftmax(states, fields, transform, arithmetic, class_weights)
+    columns = np.zeros((len(states), len(ROW_SOFTMAX)))
+    absent = {
+        *(() if fields.weighted_logit else ("weight", "weighted_nll")),
+        *(() if fields.entropy else ("entropy",)),
+        *(() if fields.target else ("target_log_prob",)),
+    }
+    for name, column in ROW_SOFTMAX.items():
+        if name not in absent:
+            values = getattr(softmax, name)
+            columns[:, column] = values.view(f64) if name == "exponent" else values
+    return columns
 
 
 class _Logit:
@@ -589,36 +555,35 @@ def _gap(weight: Double, logit: _Logit, weighted: Double) -> Array:
 
 def gradient_of(
     x: Array,
-    factor: Array,
-    softmax: RowSoftmax,
+    rows: Array,
+    fields: StateFields,
     transform: Transform,
     arithmetic: Arithmetic,
-    *,
-    weight_factor: Array | None = None,
     u: Array | float = 1.0,
 ) -> Array:
     """The gradient of a block of logits that are not held, (rows, classes), in the arithmetic's dtype.
 
-    It is factor exp(z) 2^-exponent - weight_factor u, times the slope of the softcap; factors are float64, (rows,).
+    It is factor exp(z) 2^-exponent - weight_factor u, times the slope of the softcap; `rows` has the columns of
+    `ROW_GRADIENT`.
     """
-    with np.errstate(all="ignore"):
-        value = _probabilities(x, factor, softmax, transform, arithmetic)
-        if weight_factor is None and transform.softcap is None:
-            return value
+    value = _probabilities(x, rows, transform, arithmetic)
+    if fields.weighted_logit or transform.softcap is not None:
         value = value.astype(f64)
-        if weight_factor is not None:
-            value -= weight_factor[:, None] * u
+        if fields.weighted_logit:
+            value -= rows[:, ROW_GRADIENT["weight_factor"], None] * u
         if transform.softcap is not None:
             value *= softcap_slope(x.astype(f64), transform)
-        return np.where(np.isnan(value), np.nan, value).astype(arithmetic.dtype)
+        value = value.astype(arithmetic.dtype)
+    return np.where(np.isnan(value), value.dtype.type(np.nan), value)
 
 
-def _probabilities(x: Array, factor: Array, softmax: RowSoftmax, transform: Transform, arithmetic: Arithmetic) -> Array:
+def _probabilities(x: Array, rows: Array, transform: Transform, arithmetic: Arithmetic) -> Array:
     """factor exp(z) 2^-exponent, rounded once from a sum of two terms."""
+    factor, top = rows[:, ROW_GRADIENT["factor"]], rows[:, ROW_GRADIENT["top"]]
     e = exponential(x, transform, arithmetic)
     m, k = np.frexp(factor)
     m, k = np.where(np.isfinite(factor), m + m, factor), k.astype(i64) - 1
-    n = e.n + (k - softmax.exponent)[:, None]
+    n = e.n + (k - rows[:, ROW_GRADIENT["exponent"]].view(i64))[:, None]
     if arithmetic is SINGLE:
         high = m.astype(f32)
         low = (m - high.astype(f64)).astype(f32)
@@ -630,9 +595,139 @@ def _probabilities(x: Array, factor: Array, softmax: RowSoftmax, transform: Tran
         value = m[:, None] + m[:, None] * e.t
         near = np.clip(n, -1020, 1023)
         value = value * power(near) * power(np.clip(n - near, -60, 60))
-    nought = x == -np.inf
-    huge = _huge(softmax.top, transform)
-    if huge.any():
-        nought |= huge[:, None] & (x != softmax.top[:, None])
-    value = np.where(nought, (factor * 0.0)[:, None].astype(value.dtype), value)
-    return np.where(np.isnan(value), value.dtype.type(np.nan), value)
+    nought = (x == -np.inf) | (_huge(top, transform)[:, None] & (x != top[:, None]))
+    return np.where(nought, (factor * 0.0)[:, None].astype(value.dtype), value)
+
+
+# The kernel's interface: arrays are (outer, classes, inner), the class axis in the middle
+
+# Classes of a block, which stays in cache.
+_BLOCK = 2**14
+
+
+def fill_states(
+    logits: Array,
+    target_column: Array | None,
+    fields: StateFields,
+    *,
+    weights: ClassWeights,
+    transform: Transform,
+    arithmetic: Arithmetic,
+    class_start: int,
+) -> Array:
+    """Return the states of the rows of this shard.
+
+    `target_column` (rows,) is the local column of the row's target, -1 where it is elsewhere; None where rows have no
+    one target.
+    """
+    rows, classes = logits.shape[0] * logits.shape[2], logits.shape[1]
+    states = fields.identity(rows)
+    weighted = fields.held_weight or fields.weight or fields.weighted_logit
+    with np.errstate(all="ignore"):
+        for mine, block in _blocks(rows, classes):
+            part = states_of(
+                _rows_of(logits, mine, block),
+                None if target_column is None else target_column[mine] - block.start,
+                fields,
+                u=_class_weights(weights, mine, block) if weighted else None,
+                transform=transform,
+                arithmetic=arithmetic,
+                first_class=class_start + block.start,
+            )
+            states[mine] = part if block.start == 0 else merged(states[mine], part, fields, transform, arithmetic)
+    return states
+
+
+def write_gradient(
+    out: Array,
+    logits: Array,
+    rows: Array,
+    fields: StateFields,
+    *,
+    weights: ClassWeights,
+    transform: Transform,
+    arithmetic: Arithmetic,
+) -> None:
+    """Write the gradient of the logits into `out`; both are (outer, classes, inner) and may be one array."""
+    column, valid = (rows[:, ROW_GRADIENT[name]].view(i64) for name in ("column", "valid"))
+    held_gradient, held, held_weight = (
+        rows[:, ROW_GRADIENT[name], None] for name in ("held_gradient", "held", "held_weight")
+    )
+    with np.errstate(all="ignore"):
+        for mine, block in _blocks(len(rows), logits.shape[1]):
+            x = _rows_of(logits, mine, block)
+            u = _class_weights(weights, mine, block) if fields.weighted_logit else None
+            value = gradient_of(x, rows[mine], fields, transform, arithmetic, 1.0 if u is None else u)
+            if weights.probabilities is None:
+                is_held = np.arange(block.start, block.stop) == column[mine, None]
+            else:
+                is_held = (x == held[mine]) & (u == held_weight[mine])
+            at_held = np.broadcast_to(held_gradient[mine], x.shape)
+            if transform.softcap is not None:
+                at_held = at_held * softcap_slope(x.astype(f64), transform)
+            value = np.where(is_held, at_held.astype(arithmetic.dtype), value)
+            value[valid[mine] == 0] = 0.0
+            if out.dtype.itemsize == 2:
+                value = value.astype(f32)
+            _put_rows(out, mine, block, value.astype(out.dtype))
+
+
+def _blocks(rows: int, classes: int) -> Iterable[tuple[slice, slice]]:
+    """Cut rows and classes into blocks; those of one row come in order."""
+    width = min(classes, _BLOCK)
+    height = max(1, _BLOCK // max(1, width))
+    for row in range(0, rows, height):
+        for first in range(0, classes, max(1, width)):
+            yield slice(row, min(rows, row + height)), slice(first, min(classes, first + width))
+
+
+def _rows_of(array: Array, rows: slice, classes: slice) -> Array:
+    """Some rows and classes of an array (outer, classes, inner), (rows, classes)."""
+    outer, inner = np.divmod(np.arange(rows.start, rows.stop), max(1, array.shape[2]))
+    return array[outer, classes, inner]
+
+
+def _put_rows(array: Array, rows: slice, classes: slice, values: Array) -> None:
+    outer, inner = np.divmod(np.arange(rows.start, rows.stop), max(1, array.shape[2]))
+    array[outer, classes, inner] = values
+
+
+def _class_weights(weights: ClassWeights, rows: slice, classes: slice) -> Array | None:
+    """u of a block: None for ones, (classes,) if all rows have the same, else (rows, classes)."""
+    weight = None if weights.weight is None else weights.weight[classes]
+    if weights.probabilities is None:
+        return weight
+    u = _rows_of(weights.probabilities, rows, classes).astype(f64)
+    if weights.smoothing:
+        u = u * (1.0 - weights.smoothing) + weights.smoothing / weights.classes
+    return u if weight is None else u * weight
+
+
+def sums_of(*arrays: Array) -> Array:
+    """Sum each of some arrays of float64 numbers, finite or not: (arrays, 4) words, a grid and limbs."""
+    sums = np.zeros((len(arrays), 4), u64)
+    for row, numbers in zip(sums, arrays, strict=True):
+        grids, limbs = sum_of([numbers[None]])
+        strange = np.unique(np.where(np.isnan(numbers), np.nan, numbers)[~np.isfinite(numbers)])
+        if strange.size:
+            kinds = {np.inf: INFINITE, -np.inf: MINUS_INFINITE}
+            grids[:], limbs[:] = kinds.get(strange[0], NOT_A_NUMBER) if strange.size == 1 else NOT_A_NUMBER, 0
+        row[:1], row[1:] = grids.view(u64), limbs[0]
+    return sums
+
+
+def added(a: Array, b: Array) -> Array:
+    """Add sums of `sums_of`, (sums, 4)."""
+    grids, others = a[:, 0].view(i64), b[:, 0].view(i64)
+    total = united(NO_GRID, Sums(grids, a[:, 1:]), Sums(others, b[:, 1:]))
+    mixed = (grids >= INFINITE) & (others >= INFINITE) & (grids != others)
+    return np.concatenate([np.where(mixed, NOT_A_NUMBER, total.grids).view(u64)[:, None], total.limbs], axis=1)
+
+
+def values_of(sums: Array) -> Array:
+    """The values of sums of `sums_of` as float64."""
+    grids = sums[:, 0].copy().view(i64)
+    values = value_of_wide(Sums(grids, sums[:, 1:])).high
+    for kind, value in ((INFINITE, np.inf), (MINUS_INFINITE, -np.inf), (NOT_A_NUMBER, np.nan)):
+        values = np.where(grids == kind, value, values)
+    return values

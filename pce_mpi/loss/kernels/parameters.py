@@ -15,11 +15,6 @@ class Transform:
     scale: float = 1.0
     softcap: float | None = None
 
-    @property
-    def of_differences(self) -> float:
-        """The factor of differences of logits: `scale`, or 1 with a softcap, as differences are then taken of z."""
-        return self.scale if self.softcap is None else 1.0
-
 
 @dataclass(frozen=True)
 class ClassWeights:
@@ -33,20 +28,3 @@ class ClassWeights:
     probabilities: Array | None = None
     smoothing: float = 0.0
     classes: int = 1
-
-
-@dataclass(frozen=True)
-class RowGradient:
-    """The parameters of the gradient of z, each a (rows,) array of the logits' library.
-
-    dz_c = factor exp(scale (x_c - max)) - weight_factor u_c. The local column `held_column` (-1: not on this shard)
-    gets `held_gradient` instead; rows that are not `valid` get 0, whatever their logits are. `held_column` has
-    integers, `valid` bools, the others float64; `weight_factor` is None for 0.
-    """
-
-    max: Array
-    factor: Array
-    weight_factor: Array | None
-    held_column: Array
-    held_gradient: Array
-    valid: Array

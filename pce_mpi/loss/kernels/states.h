@@ -6,7 +6,7 @@
 namespace pce {
 
 constexpr int WIDE = Double::WIDTH;
-constexpr int64_t NO_GRID = -(1 << 14), INFINITE = 1 << 14, NOT_A_NUMBER = INFINITE + 1;
+constexpr int64_t NO_GRID = -(1 << 14), INFINITE = 1 << 14, MINUS_INFINITE = INFINITE + 1, NOT_A_NUMBER = INFINITE + 2;
 constexpr int64_t NO_ENTROPY = -(int64_t(1) << 60), NO_SUM = -(int64_t(1) << 61);
 constexpr int FORGOTTEN = 255, NEGLIGIBLE = 250;
 constexpr int64_t NO_CLASS = 0x7fffffffffffffff;
@@ -201,6 +201,28 @@ struct State {
     }
 };
 
+// Add a number, which need not be finite.
+PCE_FUNCTION void add_number(Sum &sum, double v) {
+    if (finite(v)) {
+        if (sum.grid < INFINITE) add_wide(sum, &v, 1, 0);
+        return;
+    }
+    int64_t grid = v != v ? NOT_A_NUMBER : v > 0.0 ? INFINITE : MINUS_INFINITE;
+    sum = {sum.grid < INFINITE || sum.grid == grid ? grid : NOT_A_NUMBER, {0, 0, 0}};
+}
+
+// Add two sums of numbers.
+PCE_FUNCTION void add_numbers(Sum &sum, const Sum &other) {
+    if (sum.grid >= INFINITE && other.grid >= INFINITE && sum.grid != other.grid) sum.grid = NOT_A_NUMBER;
+    sum.add(other);
+}
+
+PCE_FUNCTION double number_of(const Sum &sum) {
+    if (sum.grid == NOT_A_NUMBER) return not_a_number();
+    if (sum.grid >= INFINITE) return sum.grid == INFINITE ? infinity() : -infinity();
+    return value_of_wide(sum).high;
+}
+
 // Add u z of one class; a weight on a masked class makes the sum infinite, and one that is not finite makes it nan.
 PCE_FUNCTION void add_weighted_logit(Sum &sum, double x, double u, const Transform &transform) {
     if (!finite(u)) {
@@ -323,10 +345,10 @@ PCE_FUNCTION double gap_of(const Pair &weight, const Logit &logit, const Pair &w
 
 // The softmax of a row, from its merged state; nan for a row with a nan, a +inf or no class.
 struct RowSoftmax {
-    double held_nll, held_probability, held_minus_one, normalizer, logsumexp;
-    double weight, weighted_nll, entropy, target_log_prob;
+    // The columns of `ROW_SOFTMAX` in softmax_state.py.
+    double held_nll, held_probability, held_minus_one, normalizer;
     int64_t exponent;
-    double top;  // of two huge logits this one only counts
+    double logsumexp, weight, weighted_nll, entropy, target_log_prob, held_z, odds, top, most;
 
     template <class Arithmetic>
     static PCE_FUNCTION RowSoftmax of(const State &state, const Call &call, const Sum &class_weights) {
@@ -335,6 +357,7 @@ struct RowSoftmax {
         bool largest = call.has(HOLD_LARGEST);
         double inf = infinity(), held = state.held, top = largest ? state.held : state.top;
         row.top = top;
+        row.most = held > top ? held : top;
         bool bad = top != top || !(held < inf) || (top == -inf && held == -inf), none = held == -inf;
         Logit held_z = Logit::of(held, transform), top_z = Logit::of(top, transform);
         int64_t grid = grid_of<Arithmetic>(top, transform), unit;
@@ -368,6 +391,8 @@ struct RowSoftmax {
             nll = log1p(odds);
         }
         row.held_nll = bad ? not_a_number() : none ? inf : nll;
+        row.held_z = held_z.z;
+        row.odds = odds;
         row.held_probability = 1.0 / (1.0 + odds);
         row.held_minus_one = odds <= 1.0 ? -odds / (1.0 + odds) : -1.0 / (1.0 + 1.0 / odds);
         double total = (others + e) / top_z.e;
