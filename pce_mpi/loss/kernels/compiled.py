@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.loss.kernels import _compiled
+from pce_mpi.loss.kernels import _compiled  # type: ignore[attr-defined]  # built by setup.py
 from pce_mpi.loss.kernels.elementary import DOUBLE, Arithmetic
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
 from pce_mpi.loss.softmax_state import ROW_SOFTMAX, StateFields
