@@ -32,8 +32,6 @@ FLOAT64 = 8
 STATISTICS = 4
 # The entropy of dense is a sum of products of two numbers that are each good to `DENSE`.
 DENSE_ENTROPY = 8
-# Two merges, each of a handful of float64 operations per field, of terms of one sign.
-MERGE = 12
 # Central differences with step eps**(1/3): truncation and rounding both leave about eps**(2/3), 2**18 ulp, and third
 # derivatives of up to a few hundred.
 FINITE_DIFFERENCE = 2**26

@@ -14,6 +14,10 @@ import numpy as np
 
 import pce_mpi as pce
 from pce_mpi import dense
+from pce_mpi.loss.kernels import definition
+from pce_mpi.loss.kernels.elementary import SINGLE
+from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
+from pce_mpi.loss.softmax_state import StateFields
 from ulps import FLOAT32, FLOAT64, HALF, OPTIONS, errors, ulp
 
 Array = np.ndarray[Any, Any]
@@ -87,6 +91,16 @@ class Part:
         if problem.weight is not None:
             options["weight"] = problem.weight[self.start : self.stop].copy()
         return logits, targets.copy(order="K"), options
+
+
+def softmax_states(rank: int, fields: StateFields, rows: int = 9, classes: int = 7) -> Array:
+    """States of the classes of a rank, of whatever fields."""
+    rng = np.random.default_rng(100 + rank)
+    logits = rng.normal(0, 3, (rows, classes, 1)).astype(np.float32)
+    columns = rng.integers(0, classes, rows) if fields.target or not fields.hold_largest else None
+    weights = ClassWeights(rng.uniform(0, 2, classes))
+    given = {"weights": weights, "transform": Transform(), "arithmetic": SINGLE, "class_start": rank * classes}
+    return definition.fill_states(logits, columns, fields, **given)
 
 
 def split(length: int, parts: int, how: str = "balanced", seed: int = 0) -> list[tuple[int, int]]:

@@ -1,8 +1,8 @@
-"""The definition of the arithmetic: the same bits for any cut of the classes, and how many of them are right."""
+"""The arithmetic of the loss: the same bits for any cut of the classes and in every kernel, and how many are right."""
 
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,10 +11,12 @@ import mpmath
 import numpy as np
 import pytest
 
-from pce_mpi.loss.kernels.definition import Merge, RowSoftmax, StateFields, gradient_of, states_of
-from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, fma32
-from pce_mpi.loss.kernels.parameters import Transform
+from pce_mpi.loss.kernels import compiled, definition
+from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic, fma32
+from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
+from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 
+SETS = compiled._compiled.instruction_sets()
 KINDS = ["plain", "offset", "far", "huge", "masked", "certain", "equal", "special"]
 FIELDS = {
     "plain": StateFields(),
@@ -24,12 +26,20 @@ FIELDS = {
     "softmax": StateFields(hold_largest=True),
     "statistics": StateFields(hold_largest=True, argmax=True, target=True, entropy=True),
 }
-TRANSFORMS = [Transform(), Transform(0.5), Transform(0.7), Transform(1.3, 30.0)]
+TRANSFORMS = [Transform(), Transform(0.5), Transform(0.7), Transform(3.0), Transform(1.3, 30.0), Transform(1.0, 50.0)]
+DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 ROWS = 8
 
 
-def arithmetic_of(dtype):
-    return DOUBLE if dtype == np.float64 else SINGLE
+@pytest.fixture(params=["NumPy", *SETS], scope="module")
+def kernel(request):
+    """Each kernel for the host, the compiled one with each instruction set of this processor."""
+    if request.param == "NumPy":
+        yield definition
+    else:
+        compiled._compiled.use(request.param)
+        yield compiled
+        compiled._compiled.use("")
 
 
 def logits_of(kind, classes, dtype, rng):
@@ -59,36 +69,174 @@ def logits_of(kind, classes, dtype, rng):
         return x.astype(dtype), targets
 
 
-def states(x, targets, fields, u, transform, start=0, stop=None):
-    """The states of a shard of the classes."""
-    columns = np.where((targets >= start) & (targets < (x.shape[1] if stop is None else stop)), targets - start, -1)
-    weights = None if u is None else u[:, start:stop]
-    options: dict[str, Any] = {"transform": transform, "arithmetic": arithmetic_of(x.dtype), "first_class": start}
-    with np.errstate(all="ignore"):
-        return states_of(x[:, start:stop], columns, fields, u=weights, **options)
+class Drawn(NamedTuple):
+    """Rows of logits, and all that a kernel takes besides; weights and probabilities where the fields need them."""
+
+    logits: np.ndarray
+    targets: np.ndarray
+    fields: StateFields
+    transform: Transform
+    arithmetic: Arithmetic
+    weights: ClassWeights
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"transform": self.transform, "arithmetic": self.arithmetic}
+
+    @property
+    def has_targets(self) -> bool:
+        return self.fields.target or not self.fields.hold_largest
+
+    def states(self, kernel, start=0, stop=None):
+        """The states of a shard of the classes."""
+        stop = self.logits.shape[1] if stop is None else stop
+        weight, probabilities, *others = vars(self.weights).values()
+        mine = ClassWeights(
+            None if weight is None else weight[start:stop].copy(),
+            None if probabilities is None else probabilities[:, start:stop],
+            *others,
+        )
+        columns = np.where((self.targets >= start) & (self.targets < stop), self.targets - start, -1)
+        logits = self.logits[:, start:stop, None]
+        more = {"weights": mine, "class_start": start, **self.options}
+        return kernel.fill_states(logits, columns if self.has_targets else None, self.fields, **more)
+
+    def class_weights(self, kernel):
+        """The sum of all weights, if it is not in the states."""
+        if not self.fields.weighted_logit or self.fields.weight:
+            return None
+        weight = self.weights.weight
+        return kernel.sums_of(np.ones(self.logits.shape[1]) if weight is None else weight)[0]
+
+    def softmax(self, kernel, states):
+        return kernel.row_softmax(states, self.fields, *self.options.values(), self.class_weights(kernel))
 
 
-@settings(max_examples=100)
-@given(
-    seed=st.integers(0, 2**32),
-    kind=st.sampled_from(KINDS),
-    fields=st.sampled_from(sorted(FIELDS)),
-    transform=st.sampled_from(TRANSFORMS),
-    dtype=st.sampled_from([np.float32, np.float64, np.float16, ml_dtypes.bfloat16]),
-)
-def test_states_of_any_cut_merge_to_same_bits(seed, kind, fields, transform, dtype):
-    rng, needed = np.random.default_rng(seed), FIELDS[fields]
-    classes = int(rng.integers(1, 60))
-    x, targets = logits_of(kind, classes, dtype, rng)
-    u = rng.random(x.shape) * 10.0 ** rng.integers(-20, 3) if needed.held_weight and seed % 4 else None
-    whole = states(x, targets, needed, u, transform)
+@st.composite
+def drawn(draw, kinds=KINDS, most=60):
+    """A problem, from few draws."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    name, dtype = draw(st.sampled_from(sorted(FIELDS))), draw(st.sampled_from(DTYPES))
+    classes = draw(st.integers(1, most))
+    logits, targets = logits_of(draw(st.sampled_from(kinds)), classes, dtype, rng)
+    wide = dtype == np.float64 or draw(st.integers(0, 4)) == 0
+    weight = rng.random(classes) * 10.0 ** rng.integers(-20, 3) if draw(st.booleans()) else None
+    probabilities = None
+    if name == "probabilities":
+        probabilities = rng.random((ROWS, classes, 1)).astype(dtype)
+        if draw(st.booleans()):
+            probabilities[:] = np.arange(classes)[:, None] == targets[:, None, None]
+    smoothing = draw(st.sampled_from([0.0, 0.1]))
+    weights = ClassWeights(weight, probabilities, smoothing, classes)
+    arithmetic = DOUBLE if wide else SINGLE
+    return Drawn(logits, targets, FIELDS[name], draw(st.sampled_from(TRANSFORMS)), arithmetic, weights)
+
+
+def same_bits(found, expected):
+    """True if two arrays have equal bits, but for which of the many nan a nan is."""
+    return found.dtype == expected.dtype and np.array_equal(_bits(found), _bits(expected))
+
+
+def _bits(array):
+    if array.dtype.kind == "f" or array.dtype == ml_dtypes.bfloat16:
+        array = np.where(np.isnan(array), array.dtype.type(np.nan), array)
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_state_takes_at_most_96_bytes(name):
+    sizes = {"plain": 40, "weighted": 48, "smoothed": 80, "probabilities": 96, "softmax": 40, "statistics": 88}
+    assert FIELDS[name].dtype.itemsize == sizes[name]
+
+
+@settings(max_examples=300)
+@given(problem=drawn(), seed=st.integers(0, 2**32))
+def test_states_of_any_cut_merge_to_same_bits(kernel, problem, seed):
+    rng, classes = np.random.default_rng(seed), problem.logits.shape[1]
+    whole = problem.states(kernel)
     cuts = [0, *np.sort(rng.integers(0, classes + 1, rng.integers(0, 7))).tolist(), classes]
-    parts = [states(x, targets, needed, u, transform, *ends) for ends in pairwise(cuts)]
+    parts = [problem.states(kernel, *ends) for ends in pairwise(cuts)]
+    before = [part.tobytes() for part in parts]
+    kept = list(parts)
     while len(parts) > 1:  # a random tree
         a, b = (parts.pop(int(rng.integers(len(parts)))) for _ in range(2))
-        parts.append(Merge(needed, transform, arithmetic_of(dtype))(a, b))
-    for name in needed.names:
-        assert parts[0][name].tobytes() == whole[name].tobytes(), (name, parts[0][name], whole[name])
+        parts.append(kernel.merged(a, b, problem.fields, *problem.options.values()))
+    for name in problem.fields.names:
+        assert parts[0][name].tobytes() == whole[name].tobytes(), name
+    assert [part.tobytes() for part in kept] == before
+
+
+@pytest.mark.parametrize("name", SETS)
+@settings(max_examples=200)
+@given(problem=drawn(), seed=st.integers(0, 2**32))
+def test_compiled_kernel_has_bits_of_definition(name, problem, seed):
+    compiled._compiled.use(name)
+    states, expected = problem.states(compiled), problem.states(definition)
+    for field in problem.fields.names:
+        assert states[field].tobytes() == expected[field].tobytes(), field
+    softmax, wanted = problem.softmax(compiled, states), problem.softmax(definition, states)
+    bad = np.isnan(wanted[:, ROW_SOFTMAX["normalizer"]])
+    for field, column in ROW_SOFTMAX.items():
+        counts = ~bad if field == "exponent" else np.ones(ROWS, np.bool_)
+        assert same_bits(softmax[counts, column], wanted[counts, column]), field
+    rng = np.random.default_rng(seed)
+    rows = gradient_rows(problem, wanted, rng.standard_normal(ROWS) * 10.0 ** rng.integers(-6, 7, ROWS))
+    more = {"weights": problem.weights, **problem.options}
+    for dtype in {problem.logits.dtype, np.dtype(np.float32)}:
+        for inner in (1, 2):  # consecutive, and not
+            found, right = (np.empty((ROWS, problem.logits.shape[1], inner), dtype)[:, :, :1] for _ in range(2))
+            compiled.write_gradient(found, problem.logits[:, :, None], rows, problem.fields, **more)
+            definition.write_gradient(right, problem.logits[:, :, None], rows, problem.fields, **more)
+            assert same_bits(found, right), (dtype, inner)
+    compiled._compiled.use("")
+
+
+def gradient_rows(problem, softmax, upstream):
+    """The columns from which a gradient is written."""
+    rows = np.zeros((ROWS, len(ROW_GRADIENT)))
+    states = problem.states(definition)
+    values = {name: softmax[:, ROW_SOFTMAX[name]] for name in ("exponent", "top", "most")}
+    values["factor"] = upstream * softmax[:, ROW_SOFTMAX["normalizer"]]
+    values["held_gradient"] = upstream * softmax[:, ROW_SOFTMAX["held_minus_one"]]
+    values["weight_factor"] = 0.01 * upstream
+    values["held"] = states["held"]
+    if problem.fields.held_weight:
+        values["held_weight"] = states["held_weight"]
+    for name, column in values.items():
+        rows[:, ROW_GRADIENT[name]] = column
+    whole = rows.view(np.int64)
+    whole[:, ROW_GRADIENT["column"]] = problem.targets
+    whole[:, ROW_GRADIENT["valid"]] = np.arange(ROWS) != 3
+    return rows
+
+
+def test_rows_longer_than_a_chunk_have_same_bits(kernel):
+    rng = np.random.default_rng(5)
+    for kind in KINDS:
+        for name, fields in FIELDS.items():
+            logits, targets = logits_of(kind, 9001, np.float32, rng)
+            probabilities = rng.random((ROWS, 9001, 1)).astype(np.float32) if name == "probabilities" else None
+            weights = ClassWeights(None, probabilities, 0.0, 9001)
+            problem = Drawn(logits, targets, fields, Transform(), SINGLE, weights)
+            states = problem.states(kernel)
+            halves = problem.states(definition, 0, 4099), problem.states(definition, 4099)
+            assert states.tobytes() == definition.merged(*halves, fields, Transform(), SINGLE).tobytes(), (kind, name)
+
+
+@given(seed=st.integers(0, 2**32), special=st.lists(st.sampled_from([np.inf, -np.inf, np.nan, 0.0]), max_size=3))
+def test_sums_of_numbers_have_same_bits_in_any_order(kernel, seed, special):
+    rng = np.random.default_rng(seed)
+    numbers = rng.standard_normal(20) * 10.0 ** rng.integers(-30, 30, 20)
+    numbers = np.append(numbers, special)
+    shuffled, cut = rng.permutation(numbers), int(rng.integers(0, len(numbers) + 1))
+    sums = kernel.sums_of(numbers, shuffled[:cut].copy(), shuffled[cut:].copy())
+    assert kernel.added(sums[1:2], sums[2:]).tobytes() == sums[:1].tobytes()
+    assert sums.tobytes() == definition.sums_of(numbers, shuffled[:cut], shuffled[cut:]).tobytes()
+    value = kernel.values_of(sums)[0]
+    if special:
+        assert np.array_equal(value, np.sum(special) if not np.all(np.isfinite(special)) else value, equal_nan=True)
+    if np.all(np.isfinite(numbers)):
+        assert value == float(sum((Fraction(number) for number in numbers.tolist()), Fraction(0)))
 
 
 @pytest.mark.parametrize("near", ["any", "a middle"])
@@ -119,12 +267,15 @@ def ulps(found, exact, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("classes", [2, 300])
 def test_loss_and_gradient_have_their_bits(kind, dtype, classes):
-    arithmetic, rng = arithmetic_of(dtype), np.random.default_rng(classes)
+    arithmetic, rng = (DOUBLE if dtype == np.float64 else SINGLE), np.random.default_rng(classes)
     x, targets = logits_of(kind, classes, dtype, rng)
     worst = {"loss": 0.0, "gradient": 0.0}
     for transform in TRANSFORMS[:3]:
-        softmax = RowSoftmax(states(x, targets, FIELDS["plain"], None, transform), StateFields(), transform, arithmetic)
-        gradient = gradient_of(x, softmax.normalizer, softmax, transform, arithmetic)
+        problem = Drawn(x, targets, StateFields(), transform, arithmetic, ClassWeights())
+        softmax = problem.softmax(definition, problem.states(definition))
+        held_nll, held_minus_one = (softmax[:, ROW_SOFTMAX[name]] for name in ("held_nll", "held_minus_one"))
+        rows = gradient_rows(problem, softmax, np.ones(ROWS))
+        gradient = definition.gradient_of(x, rows, StateFields(), transform, arithmetic)
         with mpmath.workprec(200):
             for row, target in enumerate(targets):
                 z = [mpmath.mpf(float(value)) * mpmath.mpf(transform.scale) for value in x[row]]
@@ -132,12 +283,10 @@ def test_loss_and_gradient_have_their_bits(kind, dtype, classes):
                 total = sum(exps)
                 odds = sum(e for index, e in enumerate(exps) if index != target)
                 if odds < 1e-30:
-                    assert 0 <= softmax.held_nll[row] < 1e-29
+                    assert 0 <= held_nll[row] < 1e-29
                     continue
-                worst["loss"] = max(worst["loss"], ulps(dtype(softmax.held_nll[row]), mpmath.log1p(odds), dtype))
-                worst["gradient"] = max(
-                    worst["gradient"], ulps(dtype(softmax.held_minus_one[row]), -odds / total, dtype)
-                )
+                worst["loss"] = max(worst["loss"], ulps(dtype(held_nll[row]), mpmath.log1p(odds), dtype))
+                worst["gradient"] = max(worst["gradient"], ulps(dtype(held_minus_one[row]), -odds / total, dtype))
                 for index in rng.integers(0, classes, 20):
                     if index != target and exps[index] / total > 1e-30:
                         error = ulps(gradient[row, index], exps[index] / total, dtype)

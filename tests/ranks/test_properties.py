@@ -1,6 +1,4 @@
-"""Hypothesis draws problems and splits: losses and gradients are those of dense, and states merge as a monoid."""
-
-from functools import reduce
+"""Hypothesis draws problems and splits: losses, gradients and statistics are those of dense."""
 
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -9,9 +7,8 @@ import numpy as np
 
 from in_step import in_step
 import pce_mpi as pce
-from pce_mpi.loss.softmax_state import RowSoftmax, StateFields, merge
 from ranks.problems import Part, Problem, assert_as_dense, evaluate, grid, rounding_of_z
-from ulps import FLOAT64, MERGE, errors
+from ulps import FLOAT64, errors
 
 FLOATS = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
 KINDS = ["normal", "equal", "large", "masked", "peaked", "dominated", "bad"]
@@ -132,144 +129,3 @@ def test_statistics_are_those_of_dense(comm, data, problem):
             size = np.maximum(1.0, np.abs(expected.logsumexp)) * np.maximum(1.0, np.abs(wanted))
             found = errors(getattr(statistics, name), wanted, np.float64, np.where(np.isfinite(size), size, 1.0))
             assert found.max(initial=0.0) <= FLOAT64 + rounding_of_z(problem), name
-
-
-# The monoid of states
-
-STATE_FIELDS = [
-    StateFields(),
-    StateFields(held_weight=True),
-    StateFields(weights=True),
-    StateFields(scaled=True, weights=True),
-    StateFields(hold_largest=True, weights=True),
-    StateFields(hold_largest=True, entropy=True),
-    StateFields(scaled=True, hold_largest=True, target=True, entropy=True),
-]
-VALUES = st.sampled_from([0.0, 1.0, 1.0, -2.5, 30.0, -np.inf, -np.inf, 1e4, -700.0]) | numbers(-50, 50)
-
-
-def state_of(fields, z, u, classes, target):
-    """The state of a shard: some of the classes of one row, by definition and one class at a time."""
-    state = fields.identity()
-    held = int(np.argmax(z)) if fields.hold_largest and len(z) else classes.index(target) if target in classes else None
-    others = [c for c in range(len(z)) if c != held]
-    scale = 0.7 if fields.scaled else 1.0
-    for name in fields.names:
-        if name == "scale" and classes:
-            state[name] = scale
-        elif name == fields.held and held is not None:
-            state[name] = z[held]
-        elif name == "target" and target in classes:
-            state[name] = z[classes.index(target)]
-        elif name == "held_weight" and held is not None:
-            state[name] = u[held]
-        elif name == "argmax" and held is not None:
-            state[name] = classes[held]
-    if not others:
-        return state
-    top = np.max(z[others])
-    with np.errstate(all="ignore"):
-        gaps = scale * np.where(z[others] == top, 0.0, top - z[others])
-        e = np.exp(np.where(top == -np.inf, -np.inf, -gaps))
-        sums = {"max": top, "sum_exp": e.sum()}
-        sums["exp_gap"] = np.where(e == 0, 0.0, e * gaps).sum()
-        sums["weight"] = u[others].sum()
-        below = np.inf if top == -np.inf else gaps  # a masked class that counts is infinitely far from any other
-        sums["weighted_gap"] = np.where(u[others] == 0, 0.0, u[others] * below).sum()
-    for name in set(fields.names) & set(sums):
-        state[name] = sums[name]
-    return state
-
-
-@st.composite
-def shards(draw, parts, special=()):
-    """State fields, the states of the shards of one row, some of them empty, and the state of the whole row."""
-    fields = draw(st.sampled_from(STATE_FIELDS))
-    values = VALUES | st.sampled_from(special) if special else VALUES
-    z = np.array(draw(st.lists(values, min_size=0, max_size=8)))
-    u = np.array(draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=len(z), max_size=len(z))))
-    owner = draw(st.lists(st.integers(0, parts - 1), min_size=len(z), max_size=len(z)))
-    target = draw(st.integers(0, 7))
-    states = []
-    for part in range(parts):
-        classes = [c for c in range(len(z)) if owner[c] == part]
-        states.append(state_of(fields, z[classes], u[classes], classes, target))
-    return fields, states, state_of(fields, z, u, list(range(len(z))), target)
-
-
-def alike(a, b):
-    """Return whether two states tell the same of a row, up to rounding."""
-    for name in a.dtype.names:
-        x, y = np.float64(a[name]), np.float64(b[name])
-        if not (errors(x, y, np.float64, np.maximum(np.abs(y), 1e-300)) <= MERGE):
-            return False
-    return True
-
-
-@given(drawn=shards(3))
-@settings(max_examples=100)
-def test_merge_is_associative_up_to_rounding(drawn):
-    _, (a, b, c), _ = drawn
-    assert alike(merge(merge(a, b), c), merge(a, merge(b, c)))
-
-
-@given(drawn=shards(2, special=(np.nan, np.inf)))
-@settings(max_examples=100)
-def test_merge_is_commutative_to_last_bit(drawn):
-    _, (a, b), _ = drawn
-    one, other = merge(a, b), merge(b, a)
-    for name in one.dtype.names:
-        assert np.array_equal(one[name], other[name], equal_nan=True), name
-
-
-@given(drawn=shards(1, special=(np.inf,)))
-@settings(max_examples=100)
-def test_record_of_no_classes_is_identity(drawn):
-    fields, (a,), _ = drawn
-    for merged in (merge(a, fields.identity()), merge(fields.identity(), a)):
-        for name in a.dtype.names:
-            assert np.array_equal(merged[name], a[name], equal_nan=True), name
-
-
-@given(drawn=shards(4), order=st.permutations(range(4)))
-@settings(max_examples=100)
-def test_states_of_shards_merge_in_any_order(drawn, order):
-    _, states, whole = drawn
-    assert alike(reduce(merge, [states[index] for index in order]), whole)
-    assert alike(merge(merge(states[0], states[1]), merge(states[2], states[3])), whole)
-
-
-@given(drawn=shards(2), where=st.integers(0, 1), field=st.sampled_from(["max", "held"]))
-@settings(max_examples=100)
-def test_merge_carries_nan_along_wherever_it_is(drawn, where, field):
-    fields, states, _ = drawn
-    spoilt = states[where].copy()
-    spoilt[fields.held if field == "held" else "max"] = np.nan
-    if field == "max":
-        spoilt["sum_exp"] = np.nan
-    elif fields.hold_largest:
-        spoilt["argmax"] = 0
-    other = states[1 - where]
-    for merged in (merge(spoilt, other), merge(other, spoilt)):
-        softmax = RowSoftmax(fields.by_name(merged.reshape(1)))
-        assert np.isnan(softmax.held_nll).all()
-        assert np.isnan(softmax.logsumexp).all()
-        assert np.isnan(softmax.normalizer).all()
-
-
-@given(drawn=shards(2, special=(np.nan, np.inf)))
-@settings(max_examples=100)
-def test_merge_leaves_what_it_merges_as_it_is(drawn):
-    _, (a, b), _ = drawn
-    before = a.tobytes(), b.tobytes()
-    merged = merge(a, b)
-    assert (a.tobytes(), b.tobytes()) == before
-    assert not np.shares_memory(merged, a)
-    assert not np.shares_memory(merged, b)
-
-
-def test_record_of_plain_loss_has_24_bytes():
-    assert StateFields().dtype.itemsize == 24
-    assert StateFields(held_weight=True).dtype.itemsize == 32
-    assert StateFields(weights=True).dtype.itemsize == 48
-    assert StateFields(hold_largest=True, target=True, entropy=True).dtype.itemsize == 48

@@ -183,7 +183,7 @@ PCE_FUNCTION Pair transformed(double x, const Transform &transform) {
     if (transform.softcap != 0.0) {
         double y = transform.scale * x / transform.softcap, size = magnitude(y);
         Pair e = exp_of_minus(2.0 * (size < 64.0 ? size : size == size ? 64.0 : size));
-        double tanh = -e.low / (1.0 + e.high);
+        double tanh = magnitude(e.low / (1.0 + e.high));
         return {transform.softcap * from_bits(bits(tanh) | (bits(y) & 0x8000000000000000)), 0.0};
     }
     if (transform.scale == 1.0) return {x, 0.0};

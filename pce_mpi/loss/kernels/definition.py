@@ -426,7 +426,7 @@ class RowSoftmax:
             odds = np.where(others_alone | none, np.inf, odds)
             #: sum of exp(z_c - z_held) over the others
             self.odds = np.where(bad, np.nan, odds)
-            self.held_z, self.most = self._held_z.z, np.fmax(self.held, self.top)
+            self.held_z, self.most = self._held_z.z, np.where(self.held > self.top, self.held, self.top)
             #: the power of two that `normalizer` is in units of
             self.exponent = np.where(
                 s > 0, np.where(none | others_alone, self._top_z.n, np.maximum(self._top_z.n, n)), n

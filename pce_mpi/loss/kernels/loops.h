@@ -133,7 +133,7 @@ template <Way way> static inline Doubles transformed(Doubles x, const Transform 
         Longs sign = (Longs)y & INT64_MIN;
         Doubles size = (Doubles)((Longs)y ^ sign);
         Doubles e = exp_of_minus(2.0 * (size < 64.0 ? size : doubles(64.0)), less_one);
-        return transform.softcap * (Doubles)((Longs)(-less_one / (1.0 + e)) | sign);
+        return transform.softcap * (Doubles)(((Longs)(less_one / (1.0 + e)) & INT64_MAX) | sign);
     }
     Doubles z = transform.scale * x, a1 = upper_half(doubles(transform.scale)), a2 = transform.scale - a1;
     Doubles b1 = upper_half(x), b2 = x - b1;
