@@ -9,7 +9,7 @@ prints
     loss, dense                        9.75276
     gradients agree on each rank       True
     bytes a rank sends: all_gather     56 for agreement
-    bytes a rank sends: all_reduce     1536 for payload, 24 a row
+    bytes a rank sends: all_reduce     2560 for payload, 40 a row
     to gather its logits instead       640256, 10004 a row
 """
 

@@ -35,7 +35,7 @@ class Statistics(NamedTuple):
     entropy : array of float64
         -sum_c p_c log p_c.
     argmax : array of int64
-        The class with the largest z, the lowest on ties.
+        The class with the largest logit, the lowest on ties.
     """
 
     max: Array
@@ -226,7 +226,7 @@ def class_statistics(
     scale = logit_scale if softcap is None else None
     with np.errstate(all="ignore"):
         z, _ = _transform(x, logit_scale, softcap)
-        top = z.argmax(axis=-1)
+        top = x.argmax(axis=-1)  # z grows with x, but what a softcap rounds to may not
         p, _, nll, logsumexp = _softmax(x, z, top, scale)
         log_prob = None
         if targets is not None:

@@ -105,9 +105,9 @@ def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptio
 
     Notes
     -----
-    Collective over `comm`: one Allgather of 56 bytes to agree on the call, and one Allreduce of 24 bytes a row (more
-    with options, at most 64). Collective over `batch_comm`: one Allgather of 56 bytes and, for `"sum"` and `"mean"`,
-    one Allreduce of 16 bytes.
+    Collective over `comm`: one Allgather of 56 bytes to agree on the call, and one Allreduce of 40 bytes a row (more
+    with options, at most 96). Collective over `batch_comm`: one Allgather of 56 bytes and, for `"sum"` and `"mean"`,
+    one Allreduce of 64 bytes.
 
     Examples
     --------
@@ -273,7 +273,7 @@ class ClassStatistics(NamedTuple):
     entropy : array
         -sum_c p_c log p_c, in nats.
     argmax : array of int64
-        The global number of the class with the largest z, the lowest on ties.
+        The global number of the class with the largest logit, the lowest on ties.
     """
 
     max: Array
@@ -309,8 +309,8 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
 
     Notes
     -----
-    Collective over `comm`: one Allgather of 56 bytes, and one Allreduce of 40 bytes a row, 8 more with targets and 8
-    more with a scale.
+    Collective over `comm`: one Allgather of 56 bytes, and one Allreduce of 80 bytes a row, 8 more with
+    targets.
 
     Examples
     --------

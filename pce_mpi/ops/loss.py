@@ -151,8 +151,8 @@ def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntrop
     Notes
     -----
     If the class axis is sharded it stays so: one Allgather of 56 bytes over the dims that shard it, and one Allreduce
-    of 24 bytes a row (more with options). If rows are sharded, one Allgather of 56 bytes over their dims and, for
-    `"sum"` and `"mean"`, one Allreduce of 16 bytes. Backward communicates nothing; the gradient is placed as the logits
+    of 40 bytes a row (more with options). If rows are sharded, one Allgather of 56 bytes over their dims and, for
+    `"sum"` and `"mean"`, one Allreduce of 64 bytes. Backward communicates nothing; the gradient is placed as the logits
     are.
 
     Examples

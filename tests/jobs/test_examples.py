@@ -201,8 +201,8 @@ def test_loss_parallel_equals_gathered_and_sends_less(ranks):
     assert re.search(r"left sharded +loss (\d+\.\d+), .*\nlogits gathered first +loss \1, ", output.stdout)
     sent = re.search(r"^in all +(\d+) calls +([\d,]+) bytes +(\d+) calls +([\d,]+) bytes$", output.stdout, re.MULTILINE)
     calls, size, gathered_calls, gathered_size = (int(number.replace(",", "")) for number in sent.groups())
-    # 64 rows of 32 features, four times, and of one record of 24 bytes; or of this rank's classes.
-    assert (calls, size) == (5, 4 * 64 * 32 * 4 + 64 * 24)
+    # 64 rows of 32 features, four times, and of one state of 40 bytes; or of this rank's classes.
+    assert (calls, size) == (5, 4 * 64 * 32 * 4 + 64 * 40)
     assert (gathered_calls, gathered_size) == (5, 4 * 64 * 32 * 4 + 64 * -(-10_001 // ranks) * 4)
 
 

@@ -357,7 +357,7 @@ def test_class_statistics_are_one_allreduce_after_one_agreement(comm, counting, 
 
 @pytest.mark.parametrize(("reduction", "payload"), [("none", 0), ("sum", 1), ("mean", 1)])
 @pytest.mark.parametrize("targets", TARGETS)
-def test_batch_comm_adds_one_allreduce_of_two_numbers(comm, counting, reduction, payload, targets):
+def test_batch_comm_adds_one_allreduce_of_two_sums(comm, counting, reduction, payload, targets):
     problem = draw(4, 5, targets=targets, reduction=reduction)
     with pce.trace() as trace:
         pce.softmax_cross_entropy(
@@ -366,11 +366,11 @@ def test_batch_comm_adds_one_allreduce_of_two_numbers(comm, counting, reduction,
     assert calls_since_last_time() == {"Iallgather": 1} | ({"Iallreduce": 1} if payload else {})
     assert trace.count("all_reduce", over="comm") == 1
     assert trace.count("all_reduce", over="batch_comm") == payload
-    assert trace.bytes("all_reduce", over="batch_comm") == 16 * payload
+    assert trace.bytes("all_reduce", over="batch_comm") == 64 * payload
     assert trace.count(over="batch_comm", purpose=Purpose.AGREEMENT) == 1
 
 
-def test_forward_sends_24_bytes_per_row(comm):
+def test_forward_sends_40_bytes_per_row(comm):
     sent = []
     for classes in (5, 500):
         problem = draw(7, classes)
@@ -378,4 +378,4 @@ def test_forward_sends_24_bytes_per_row(comm):
         with pce.trace() as trace:
             pce.softmax_cross_entropy(logits, targets, **options)
         sent.append((trace.bytes(), trace.bytes(purpose=Purpose.AGREEMENT)))
-    assert sent == [(7 * 24, 56)] * 2
+    assert sent == [(7 * 40, 56)] * 2

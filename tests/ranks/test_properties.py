@@ -3,6 +3,7 @@
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 import ml_dtypes
+from mpi4py import MPI
 import numpy as np
 
 from in_step import in_step
@@ -129,3 +130,71 @@ def test_statistics_are_those_of_dense(comm, data, problem):
             size = np.maximum(1.0, np.abs(expected.logsumexp)) * np.maximum(1.0, np.abs(wanted))
             found = errors(getattr(statistics, name), wanted, np.float64, np.where(np.isfinite(size), size, 1.0))
             assert found.max(initial=0.0) <= FLOAT64 + rounding_of_z(problem), name
+
+
+def same_bits(found, expected):
+    """True if two arrays have equal bits, but for which of the many nan a nan is."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+        return False
+    nan = np.isnan(expected)
+    equal = np.where(nan, 0, found).tobytes() == np.where(nan, 0, expected).tobytes()
+    return equal and np.array_equal(np.isnan(found), nan)
+
+
+@given(data=st.data(), problem=problems(), compute=st.sampled_from([None, np.float64]))
+@settings(max_examples=100)
+def test_results_have_bits_of_one_process(comm, data, problem, compute):
+    start, stop = ranges(data.draw, problem.classes, comm.size)[comm.rank]
+    whole = Part(0, problem.classes)
+    logits, targets, options = whole.on_this_rank(problem, compute_dtype=compute)
+    loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, **options)
+    part = Part(start, stop)
+    mine, targets, options = part.on_this_rank(problem, compute_dtype=compute, comm=comm, class_start=start)
+    found, found_gradient = pce.softmax_cross_entropy_value_and_grad(mine, targets, **options)
+    with in_step(comm):
+        assert same_bits(found, loss)
+        assert same_bits(found_gradient, part.of(gradient, problem.axis))
+
+
+@given(problem=problems())
+@settings(max_examples=40)
+def test_rows_of_any_grid_have_bits_of_one_process(comm, problem):
+    assume(problem.rows_shape)
+    logits, targets, options = Part(0, problem.classes).on_this_rank(problem)
+    loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, **options)
+    with in_step(comm), grid(comm, comm.size) as (over_classes, over_rows):
+        part = Part(0, problem.classes, *pce.shard_range(problem.rows_shape[0], comm.size, over_rows.rank))
+        mine, targets, options = part.on_this_rank(problem, comm=over_classes, batch_comm=over_rows)
+        found, found_gradient = pce.softmax_cross_entropy_value_and_grad(mine, targets, **options)
+        if problem.reduction != "none":
+            assert same_bits(found, loss)
+        assert same_bits(found_gradient, part.of(gradient, problem.axis))
+
+
+@given(data=st.data(), problem=problems())
+@settings(max_examples=40)
+def test_statistics_have_bits_of_one_process(comm, data, problem):
+    start, stop = ranges(data.draw, problem.classes, comm.size)[comm.rank]
+    options = {name: problem.options[name] for name in ("logit_scale", "softcap")} | {"axis": problem.axis}
+    with np.errstate(invalid="ignore"):
+        targets = problem.logits.astype(np.float64).argmin(axis=problem.axis)
+    expected = pce.class_statistics(problem.logits, targets, **options)
+    mine = Part(start, stop).of(problem.logits, problem.axis)
+    found = pce.class_statistics(mine, targets, comm=comm, class_start=start, **options)
+    with in_step(comm):
+        for name, values in expected._asdict().items():
+            assert same_bits(getattr(found, name), values), name
+
+
+@given(problem=problems(), function=st.sampled_from(["softmax", "log_softmax", "logsumexp"]))
+@settings(max_examples=60)
+def test_softmax_of_shards_has_bits_of_one_process(comm, problem, function):
+    axis, ndim = problem.axis % problem.logits.ndim, problem.logits.ndim
+    alone = getattr(pce, function)(pce.distribute(problem.logits, pce.Mesh(MPI.COMM_SELF, data=1)), axis=axis)
+    mesh = pce.Mesh(comm, data=comm.size)
+    x = pce.distribute(problem.logits, mesh, data=pce.Shard(axis))
+    found = getattr(pce, function)(x, axis=axis).full()
+    with in_step(comm):
+        assert found.ndim == (ndim if function != "logsumexp" else ndim - 1)
+        assert same_bits(found, alone.full())
