@@ -23,6 +23,7 @@ from pce_mpi.loss import (
     softmax_cross_entropy_forward,
     softmax_cross_entropy_value_and_grad,
 )
+from pce_mpi.loss.kernels import kernel_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -84,7 +85,8 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     size = 1 if comm is None else comm.size
     off = sum(row[-1] == "OFF" for row in rows)
     not_run = sum(str(row[-1]).startswith("not run") for row in rows)
-    print(f"pce_mpi on {size} rank{'s' * (size > 1)}: errors in ulps, judged as conformance --strict does\n")
+    print(f"pce_mpi on {size} rank{'s' * (size > 1)}: errors in ulps, judged as conformance --strict does")
+    print(f"kernel: {kernel_text()}\n")
     print(table([("case", "loss", "gradient", "two passes", "verdict"), *rows]))
     counts = f"\n{len(rows) - off - not_run} of {len(rows)} as they should be"
     print(counts + (f", {off} OFF" if off else "") + (f", {not_run} not run" if not_run else ""))

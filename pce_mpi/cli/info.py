@@ -17,6 +17,7 @@ from pce_mpi.comm.launch import launch, why_apart
 from pce_mpi.comm.library import NO_LIBRARY, gpu_aware, reduces_on_gpus
 from pce_mpi.conformance.reports.tables import table
 from pce_mpi.gpu import cuda_versions, gpus
+from pce_mpi.loss.kernels import kernel_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -70,6 +71,7 @@ def rank_report(comm: MPI.Intracomm | None) -> dict[str, Any]:
         "launched": None if launched is None else launched.size,
         "host": socket.gethostname(),
         "cores": _cores(),
+        "kernel": kernel_text(),
         "blas threads": _blas_threads(),
         **_gpu_report(),
     }
@@ -155,11 +157,14 @@ def _gpu_report() -> dict[str, Any]:
 
 
 def _as_text(report: dict[str, Any]) -> str:
-    ranks = [[rank["rank"], rank["host"], _ranges(rank["cores"]), rank["blas threads"]] for rank in report["ranks"]]
+    ranks = [
+        [rank["rank"], rank["host"], _ranges(rank["cores"]), rank["blas threads"], rank["kernel"]]
+        for rank in report["ranks"]
+    ]
     sections = [
         table([("package", "version"), *report["versions"].items()]),
         table([("MPI", ""), *report["mpi"].items()]),
-        table([("rank", "host", "cores", "BLAS threads"), *ranks]),
+        table([("rank", "host", "cores", "BLAS threads", "kernel"), *ranks]),
         *_gpus_as_text(report["ranks"]),
         "\n".join(f"warning: {text}" for text in report["warnings"]) or "no warnings",
     ]

@@ -287,9 +287,9 @@ def test_no_files_import_each_other_in_a_circle():
         ("loss/softmax_state.py", "import importlib\nimportlib.import_module('pce_mpi.loss')"),
         ("loss/softmax_state.py", "import pce_mpi"),
         ("loss/softmax_state.py", "from pce_mpi import softmax_cross_entropy"),
-        ("loss/kernels/blockwise.py", "from ..passes import evaluate"),
-        ("loss/kernels/blockwise.py", "from .. import softmax_cross_entropy"),
-        ("loss/kernels/blockwise.py", "from mpi4py import MPI"),
+        ("loss/kernels/definition.py", "from ..passes import evaluate"),
+        ("loss/kernels/definition.py", "from .. import softmax_cross_entropy"),
+        ("loss/kernels/definition.py", "from mpi4py import MPI"),
         ("loss/kernels/cuda.py", "from pce_mpi.comm import collectives"),
         ("loss/__init__.py", "from pce_mpi import dense"),
         ("loss/__init__.py", "from pce_mpi.distributed import mesh"),
@@ -323,7 +323,7 @@ def test_no_files_import_each_other_in_a_circle():
         ("utils.py", ""),
         ("comm/__init__.py", "from pce_mpi.comm.collectives import agree"),
         ("distributed/helpers.py", "import numpy"),
-        ("kernels/blockwise.py", ""),
+        ("kernels/definition.py", ""),
     ],
 )
 def test_planted_violation_is_found(path, source):
@@ -335,12 +335,12 @@ def test_planted_violation_is_found(path, source):
     [
         ("loss/softmax_state.py", "import numpy as np"),
         ("loss/softmax_state.py", "from pce_mpi import arrays"),
-        ("loss/kernels/blockwise.py", "from pce_mpi.loss.softmax_state import merge"),
+        ("loss/kernels/definition.py", "from pce_mpi.loss.softmax_state import StateFields"),
         (
             "loss/kernels/cuda.py",
-            "from .blockwise import write\nfrom pce_mpi.loss.kernels import blockwise",
+            "from .definition import merged\nfrom pce_mpi.loss.kernels import definition",
         ),
-        ("loss/passes.py", "from pce_mpi.loss.kernels import kernels_of"),
+        ("loss/passes.py", "from pce_mpi.loss.kernels import kernel_of"),
         ("loss/__init__.py", '"""CuPy arrays follow the same path."""'),
         ("arrays.py", "import cupy"),
         ("comm/__init__.py", '"""A docstring."""'),

@@ -99,7 +99,12 @@ def softmax_states(rank: int, fields: StateFields, rows: int = 9, classes: int =
     logits = rng.normal(0, 3, (rows, classes, 1)).astype(np.float32)
     columns = rng.integers(0, classes, rows) if fields.target or not fields.hold_largest else None
     weights = ClassWeights(rng.uniform(0, 2, classes))
-    given = {"weights": weights, "transform": Transform(), "arithmetic": SINGLE, "class_start": rank * classes}
+    given: dict[str, Any] = {
+        "weights": weights,
+        "transform": Transform(),
+        "arithmetic": SINGLE,
+        "class_start": rank * classes,
+    }
     return definition.fill_states(logits, columns, fields, **given)
 
 

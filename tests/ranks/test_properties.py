@@ -159,7 +159,7 @@ def test_results_have_bits_of_one_process(comm, data, problem, compute):
 
 @given(problem=problems())
 @settings(max_examples=40)
-def test_rows_of_any_grid_have_bits_of_one_process(comm, problem):
+def test_rows_of_any_grid_have_same_bits(comm, problem):
     assume(problem.rows_shape)
     logits, targets, options = Part(0, problem.classes).on_this_rank(problem)
     loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, **options)

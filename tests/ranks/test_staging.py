@@ -142,7 +142,7 @@ def test_states_on_gpu_merge_as_structured_ones_do(comm, cupy, monkeypatch, fiel
     for rows in (0, 5):
         mine = softmax_states(comm.rank, fields)[:rows]
         expected = all_reduce(mine, comm, merge)
-        columns = cupy.asarray(mine.view(np.uint64).reshape(rows, -1))
+        columns = cupy.asarray(mine.view(np.uint64).reshape(rows, fields.dtype.itemsize // 8))
         merged = all_reduce(columns, comm, merge, element=fields.dtype)
         assert cupy.asnumpy(merged).tobytes() == expected.tobytes()
         for name in {"held", "argmax", "held_weight"} & set(fields.names):

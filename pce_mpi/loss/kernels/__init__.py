@@ -29,19 +29,20 @@ def kernel_of(array: Any) -> ModuleType:
 
 @cache
 def host_kernel() -> ModuleType:
-    """The module with the loops for NumPy arrays; warns, once, if it is not the compiled one."""
+    """The module with the loops for NumPy arrays; warns, once, if it is not the compiled one.
+
+    `PCE_MPI_KERNEL` chooses: numpy, or an instruction set of the compiled one.
+    """
     from pce_mpi.loss.kernels import definition
 
     wanted = os.environ.get(_VARIABLE, "")
-    if wanted not in ("", "compiled", "numpy"):
-        raise ValueError(f"{_VARIABLE} must be compiled or numpy, got {wanted!r}")
-    if wanted == "numpy":
+    if wanted.lower() == "numpy":
         return definition
     try:
         from pce_mpi.loss.kernels import compiled
     except ImportError as error:
         if wanted:
-            raise ImportError(f"{_VARIABLE} asks for the compiled kernel, which is not installed: {error}") from error
+            raise ImportError(f"{_VARIABLE}={wanted}, but the compiled kernel is not installed: {error}") from error
         warnings.warn(
             "pce_mpi was installed without its compiled kernel: the loss has the same bits, but takes 50 times as "
             "long. Install a C++ compiler (g++ or clang++) and then pce_mpi again, with pip's --no-cache-dir and "
@@ -49,6 +50,7 @@ def host_kernel() -> ModuleType:
             stacklevel=2,
         )
         return definition
+    compiled.choose(wanted)
     return compiled
 
 
@@ -57,6 +59,6 @@ def kernel_text() -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         kernel = host_kernel()
-    if not hasattr(kernel, "_compiled"):
-        return "NumPy (no compiled kernel)" if not os.environ.get(_VARIABLE) else f"NumPy ({_VARIABLE}=numpy)"
-    return f"compiled, {kernel._compiled.use('')}"
+    if hasattr(kernel, "instruction_set"):
+        return f"compiled, {kernel.instruction_set()}"
+    return f"NumPy ({_VARIABLE}=numpy)" if os.environ.get(_VARIABLE) else "NumPy (no compiled kernel)"

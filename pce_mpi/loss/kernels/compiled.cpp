@@ -359,18 +359,16 @@ PyObject *values_of(PyObject *, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-// Use the instruction set of this name, the best if it is empty; return the name of the one in use, or None.
+// Use the instruction set of this name, which must be present.
 PyObject *use(PyObject *, PyObject *arguments) {
     const char *name;
     if (!PyArg_ParseTuple(arguments, "s:use", &name)) return nullptr;
-    for (const InstructionSet &each : INSTRUCTION_SETS) {
-        if ((*name == 0 || strcmp(each.name, name) == 0) && each.present()) {
-            chosen = &each;
-            return PyUnicode_FromString(each.name);
-        }
-    }
+    for (const InstructionSet &each : INSTRUCTION_SETS)
+        if (strcmp(each.name, name) == 0 && each.present()) chosen = &each;
     Py_RETURN_NONE;
 }
+
+PyObject *instruction_set(PyObject *, PyObject *) { return PyUnicode_FromString(chosen->name); }
 
 PyObject *instruction_sets(PyObject *, PyObject *) {
     PyObject *names = PyList_New(0);
@@ -390,6 +388,7 @@ PyMethodDef METHODS[] = {{"fill_states", fill_states, METH_VARARGS, nullptr},
                          {"add_sums", add_sums, METH_VARARGS, nullptr},
                          {"values_of", values_of, METH_VARARGS, nullptr},
                          {"use", use, METH_VARARGS, nullptr},
+                         {"instruction_set", instruction_set, METH_NOARGS, nullptr},
                          {"instruction_sets", instruction_sets, METH_NOARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_compiled", nullptr, -1, METHODS, nullptr, nullptr, nullptr, nullptr};

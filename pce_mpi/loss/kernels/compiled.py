@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.loss.kernels import _compiled  # type: ignore[attr-defined]  # built by setup.py
+import pce_mpi.loss.kernels._compiled as _compiled  # type: ignore[import-not-found]  # built by setup.py
 from pce_mpi.loss.kernels.elementary import DOUBLE, Arithmetic
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
 from pce_mpi.loss.softmax_state import ROW_SOFTMAX, StateFields
@@ -15,6 +15,27 @@ Array = np.ndarray[Any, Any]
 
 #: `enum Kind` of compiled.cpp
 _KINDS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
+
+
+def instruction_sets() -> list[str]:
+    """The instruction sets of this processor for which there are loops, the best first."""
+    names: list[str] = _compiled.instruction_sets()
+    return names
+
+
+def instruction_set() -> str:
+    """The instruction set in use."""
+    name: str = _compiled.instruction_set()
+    return name
+
+
+def choose(name: str) -> None:
+    """Use the instruction set of this name, the best one for an empty name."""
+    for each in instruction_sets():
+        if name.lower() in ("", each.lower()):
+            _compiled.use(each)
+            return
+    raise ValueError(f"PCE_MPI_KERNEL must be numpy or one of {', '.join(instruction_sets())}, got {name!r}")
 
 
 def _raw(array: Array | None) -> tuple[Array | None, int]:
