@@ -95,7 +95,7 @@ main(["check"])
     assert re.search(r"^random-logits/float32: .*gradient", job.stdout, re.M)
 
 
-def test_bench_measures_functions_beside_their_floors(tmp_path):
+def test_bench_measures_functions_beside_a_copy(tmp_path):
     plot = tmp_path / "bench.svg"
     sizes = ["--rows", "64", "--classes", "300", "1000", "--repeat", "2"]
     job = launch(2, *COMMAND, "bench", *sizes, "--json", "--plot", str(plot))
@@ -110,7 +110,7 @@ def test_bench_measures_functions_beside_their_floors(tmp_path):
         assert one["seconds"] > 0 and one["times_copy"] > 0 and one["gigabytes_per_second"] > 0
         assert one["peak_mebibytes"] > 0
     assert report["agreement_seconds"] > 0
-    curves = [*functions, *(f"floor of {function}" for function in functions)]
+    curves = [*functions, *(f"a copy, beside {function}" for function in functions)]
     title = "Loss and gradient: 2 ranks, 64 rows, float32, median of 2"
     for text in [title, "classes of all shards together", "time (ns per element of a shard)", "1,000", *curves]:
         assert plot.read_text().count(f"<!-- {text} -->") == 1

@@ -443,7 +443,7 @@ def test_cross_entropy_rows_follow_the_sharded_operand(line, logits, targets, pl
     loss, trace = traced(pce.cross_entropy, x, t)
     expected, gradient = dense.softmax_cross_entropy_value_and_grad(LOGITS, TARGETS)
     check(loss, expected, R)
-    assert [event.bytes for event in trace.select()] == [16] * (placed == Shard(0))
+    assert [event.bytes for event in trace.select()] == [64] * (placed == Shard(0))
     trace = backward(loss)
     check((x.grad, trace), gradient, SUM if logits != placed else logits, silent=True)
 
@@ -482,7 +482,7 @@ def test_cross_entropy_mean_takes_one_more_all_reduce(comm):
             ("model", "all_reduce"),
             ("data", "all_reduce"),
         ]
-        assert trace.bytes(over="data") == 16
+        assert trace.bytes(over="data") == 64
         trace = backward(loss)
         check((x.grad, trace), gradient, Shard(0), Shard(1), silent=True)
 
