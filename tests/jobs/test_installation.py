@@ -1,0 +1,87 @@
+"""What is installed: the files of a wheel, and the package with and without its compiled kernel."""
+
+import os
+from pathlib import Path
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command, cwd, **env):
+    done = subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def source(tmp_path_factory):
+    """The tracked files, in a folder in which nothing was built before."""
+    folder = tmp_path_factory.mktemp("source")
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    for name in tracked.decode().rstrip("\0").split("\0"):
+        if name.startswith("pce_mpi/") or "/" not in name:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+    return folder
+
+
+def wheel_of(source, folder, **env):
+    """Build a wheel and unpack it."""
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-cache-dir", "--wheel-dir", str(folder)]
+    status, text = run(*pip, str(source), cwd=folder, **env)
+    if status:
+        return status, text
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(folder / "unpacked")
+    return status, wheel.name
+
+
+# The program runs far from the source, with the unpacked wheel before everything else.
+LOSS = """
+import numpy as np
+import pce_mpi
+from pce_mpi.loss.kernels import kernel_text
+print(pce_mpi.__file__, kernel_text(), float(pce_mpi.softmax_cross_entropy(np.zeros((2, 4)), np.array([0, 3]))))
+"""
+
+
+def test_wheel_has_all_that_runs(source, tmp_path):
+    status, name = wheel_of(source, tmp_path, PCE_MPI_REQUIRE_KERNEL="1")
+    assert status == 0, name
+    assert "-cp311-abi3-" in name
+    package = tmp_path / "unpacked" / "pce_mpi"
+    found = {path.relative_to(package).as_posix() for path in package.rglob("*") if path.is_file()}
+    wanted = {path.relative_to(source / "pce_mpi").as_posix() for path in (source / "pce_mpi").rglob("*.*")}
+    assert wanted - found == {"loss/kernels/compiled.cpp", "loss/kernels/README.md"} & wanted
+    assert [path for path in found - wanted if "/" in path] == ["loss/kernels/_compiled.abi3.so"]
+    status, text = run(sys.executable, "-c", LOSS, cwd=tmp_path, PYTHONPATH=str(tmp_path / "unpacked"))
+    assert status == 0, text
+    assert text.startswith(str(package))
+    assert "compiled, " in text and text.endswith("1.3862943611198906\n")
+
+
+def test_installation_without_compiler_warns_and_computes_same(source, tmp_path):
+    none = {"CC": "/bin/false", "CXX": "/bin/false"}
+    status, name = wheel_of(source, tmp_path, **none)
+    assert status == 0, name
+    assert not list((tmp_path / "unpacked").rglob("*.so"))
+    status, text = run(sys.executable, "-c", LOSS, cwd=tmp_path, PYTHONPATH=str(tmp_path / "unpacked"))
+    assert status == 0, text
+    assert text.count("was installed without its compiled kernel") == 1
+    assert "NumPy (no compiled kernel) 1.3862943611198906" in text
+
+
+def test_release_without_compiler_fails(source, tmp_path):
+    status, text = wheel_of(source, tmp_path, CC="/bin/false", CXX="/bin/false", PCE_MPI_REQUIRE_KERNEL="1")
+    assert status != 0
+    assert "/bin/false" in text
+
+
+def test_unknown_kernel_names_those_that_are_there(tmp_path):
+    status, text = run(sys.executable, "-c", LOSS, cwd=tmp_path, PCE_MPI_KERNEL="MMX")
+    assert status != 0
+    assert "ValueError: PCE_MPI_KERNEL must be numpy or one of" in text
