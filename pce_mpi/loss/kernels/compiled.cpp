@@ -14,7 +14,7 @@
 #include <arm_neon.h>
 #endif
 
-#include "states.h"
+#include "gradients.h"
 
 namespace pce {
 namespace {
@@ -35,10 +35,9 @@ template <> constexpr int kind_of<double>() { return FLOAT64; }
 template <> constexpr int kind_of<Half>() { return FLOAT16; }
 template <> constexpr int kind_of<BFloat>() { return BFLOAT16; }
 
-inline float number_of(float v) { return v; }
-inline double number_of(double v) { return v; }
-inline float number_of(BFloat v) { return from_bits(uint32_t(v.bits) << 16); }
-inline float number_of(Half v) {
+using pce::number_of;
+inline double number_of(BFloat v) { return from_bits(uint32_t(v.bits) << 16); }
+inline double number_of(Half v) {
     uint32_t u = (v.bits & 0x7fffu) << 13, b = bits(from_bits(u) * 0x1p112f);
     return from_bits((u >= 0x0f800000 ? u | 0x7f800000 : b) | (v.bits & 0x8000u) << 16);
 }
@@ -60,23 +59,6 @@ template <> inline Half of_number<Half>(double v) {
 }
 
 template <class T> T masked() { return of_number<T>(-infinity()); }
-
-// The columns of `ROW_GRADIENT` in softmax_state.py.
-struct RowGradient {
-    int64_t exponent, column, valid;  // of the normalizer; of the class held, or -1; 0 for a row that does not count
-    double top, most;                 // the logit that only counts if it is huge; the largest logit
-    double factor, weight_factor;
-    double held_gradient;
-    double held, held_weight;  // with probabilities every class with this logit and weight is held
-};
-
-// The factors of a row's gradient: factor = (high + low) 2^k = m 2^k, and `exponent` is k less that of the normalizer.
-struct RowFactor {
-    double factor, m, weight_factor, top, most;
-    float high, low;
-    int64_t exponent, reach;
-    bool huge;
-};
 
 // An array (outer, classes, inner), the class axis in the middle; strides in bytes.
 struct Array {

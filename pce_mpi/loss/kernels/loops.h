@@ -20,8 +20,8 @@ template <class Vector> static inline Vector load_bytes(const void *p) {
     return v;
 }
 template <class Vector> static inline void store_bytes(void *p, Vector v) { memcpy(p, &v, sizeof v); }
-static inline Floats floats(float v) { return Floats{} + v; }
-static inline Doubles doubles(double v) { return Doubles{} + v; }
+static inline Floats floats(float v) { return v - Floats{}; }  // keeps -0.0
+static inline Doubles doubles(double v) { return v - Doubles{}; }
 static inline Longs longs(int64_t v) { return Longs{} + v; }
 
 #ifdef HARDWARE_HALVES
@@ -252,7 +252,7 @@ template <Way way, class T> static void write_near(const T *x, T *out, long coun
         rest = rest > -30 ? rest : Ints{} - 30;
         rest = rest < 30 ? rest : Ints{} + 30;
         Floats value = (high + fma(high, t, low)) * (Floats)((near + 127) << 23) * (Floats)((rest + 127) << 23);
-        if (way == CAPPED) value = v > lowest ? value : 0.0f * high;
+        if (way == CAPPED) value = v > lowest ? value : floats(0.0f * row.high);
         store_up_to(out + i, value, count - i);
     }
 }

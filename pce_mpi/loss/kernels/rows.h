@@ -173,58 +173,16 @@ static State state_of(const Line &row, long classes, long column, long first_cla
 
 // Gradients of a row
 
-template <class Arithmetic> static RowFactor factor_of(const RowGradient &gradient, const Transform &transform) {
-    RowFactor row = {};
-    row.factor = gradient.factor;
-    row.weight_factor = gradient.weight_factor;
-    row.top = gradient.top;
-    row.most = gradient.most;
-    row.huge = is_huge(row.top, transform);
-    Parts parts = finite(row.factor) ? split(row.factor) : Parts{row.factor, 0};
-    row.m = parts.m + parts.m;
-    row.high = float(row.m);
-    row.low = float(row.m - double(row.high));
-    row.exponent = parts.e - 1 - gradient.exponent;
-    // So far from it that a logit which is not near underflows.
-    row.reach = Arithmetic::POINT == 30 ? 2700 : 1500000;
-    return row;
-}
-
-template <class Arithmetic> static typename Arithmetic::Number gradient_of(double x, double u, const RowFactor &row, const Call &call) {
-    typedef typename Arithmetic::Number Number;
-    Number value;
-    if (!finite(row.factor) || x == -infinity() || (row.huge && x != row.top)) {
-        value = Number(row.factor * 0.0);
-    } else {
-        auto e = exponential<Arithmetic>(x, call.transform);
-        int64_t n = e.n + row.exponent;
-        if constexpr (Arithmetic::POINT == 30) {
-            value = row.high + fma32(row.high, e.t, row.low);
-            int64_t near = clip(n, -125, 127);
-            value = value * float(power(near)) * float(power(clip(n - near, -30, 30)));
-        } else {
-            value = row.m + row.m * e.t;
-            int64_t near = clip(n, -1020, 1023);
-            value = value * power(near) * power(clip(n - near, -60, 60));
-        }
-    }
-    if (call.has(WEIGHTED_LOGIT) || call.transform.softcap != 0.0) {
-        double wide = value;
-        if (call.has(WEIGHTED_LOGIT)) wide = wide - row.weight_factor * u;
-        if (call.transform.softcap != 0.0) wide = wide * softcap_slope(x, call.transform);
-        value = Number(wide);
-    }
-    return value == value ? value : Number(not_a_number());
-}
-
 template <class Arithmetic, class T>
-static void write_chunk(const T *x, T *out, long count, long first, const Weights &weights, const RowFactor &row, const Call &call) {
+static void write_chunk(const T *x, T *out, long count, long first, const Weights &weights, const RowFactor &row, double most, const Call &call) {
     typedef typename Arithmetic::Number Number;
+    // So far from it that a logit which is not near underflows.
+    constexpr int64_t REACH = Arithmetic::POINT == 30 ? 2700 : 1500000;
     const Transform &transform = call.transform;
     double lowest;
     bool plain = !call.has(WEIGHTED_LOGIT) && transform.softcap == 0.0;
-    if (plain && !row.huge && finite(row.factor) && near<Arithmetic>(row.most, transform, lowest) &&
-        row.exponent < row.reach && row.exponent > -row.reach) {
+    if (plain && !row.huge && finite(row.factor) && near<Arithmetic>(most, transform, lowest) &&
+        row.exponent < REACH && row.exponent > -REACH) {
         switch (way_of(transform, Arithmetic::POINT == 30)) {
             case PLAIN: return write_near<PLAIN>(x, out, count, row, Number(lowest), transform);
             case SCALED:

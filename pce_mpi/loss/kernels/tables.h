@@ -44,7 +44,7 @@ template <class Arithmetic, class T> static void write_rows(const Write &write) 
         char *to = out.data + r / inner * out.strides[0] + r % inner * out.strides[2];
         Weights weights = {write.weight, {nullptr, 0, 0}, write.kept, write.share};
         if (write.probabilities.data) weights.probabilities = row_of(write.probabilities, r / inner, r % inner);
-        RowFactor row = factor_of<Arithmetic>(gradient, transform);
+        RowFactor row = RowFactor::of(gradient, transform);
         for (long first = 0, count; first < classes; first += count) {
             count = classes - first < CHUNK ? classes - first : long(CHUNK);
             char *place = to + first * out.strides[1];
@@ -64,7 +64,7 @@ template <class Arithmetic, class T> static void write_rows(const Write &write) 
                 held[held_count++] = uint16_t(column);
             }
             double logit = held_count ? number_of(x[held[0]]) : 0.0;
-            write_chunk<Arithmetic>(x, direct ? (T *)place : result, count, first, weights, row, write.call);
+            write_chunk<Arithmetic>(x, direct ? (T *)place : result, count, first, weights, row, gradient.most, write.call);
             if (!direct)
                 for (long i = 0; i < count; i++) put(out, place + i * out.strides[1], number_of(result[i]));
             double slope = transform.softcap != 0.0 && held_count ? softcap_slope(logit, transform) : 1.0;
