@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of, is_floating, is_half
+from pce_mpi.arrays import as_array, check_one_library, compute_dtype_of, is_floating, is_half
 from pce_mpi.autograd.apply import apply, operands_of
 from pce_mpi.autograd.inference import Sent
 from pce_mpi.autograd.op import Op, Shardings
@@ -18,7 +18,7 @@ from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss import Residuals, softmax_cross_entropy_backward
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.options import CrossEntropyOptions, Options, Reduction, check_dtype_of_logits, takes
-from pce_mpi.loss.passes import forward, state_fields, value_and_grad
+from pce_mpi.loss.passes import forward, state_fields
 from pce_mpi.ops.elementwise import astype, square, widened
 from pce_mpi.ops.reductions import mean
 from pce_mpi.ops.shape import normalized_axis
@@ -46,8 +46,7 @@ def _rule(logits: Shape, targets: Shape, *weight: Shape, axis: int, reduction: s
 
 def _cross_entropy(
     logits: Array, targets: Array, *weight: Array, shardings: Shardings, **options: Any
-) -> tuple[Array, Any]:
-    """The loss, and its gradient if that takes no further exponential, or else its residuals."""
+) -> tuple[Array, Residuals]:
     axis = options["axis"]
     rows = [index for index in range(logits.ndim) if index != axis]
     all_options = Options(
@@ -60,11 +59,6 @@ def _cross_entropy(
         batch_over=text_of_dims(shardings.dims(rows)),
         **options,
     )
-    dtype = logits.dtype
-    fused = targets.dtype.kind in "iu" and options["softcap"] is None
-    # In half precision the gradient of the mean of many rows may underflow to 0, and that of a scaled loss may not.
-    if shardings.required[0] and fused and compute_dtype_of(dtype, options["compute_dtype"]) == dtype:
-        return value_and_grad(prepare(all_options, logits, targets, with_gradient=True))
     return forward(prepare(all_options, logits, targets))
 
 
@@ -74,16 +68,10 @@ def _to_logits(
     logits: DistArray,
     targets: DistArray,
     *weight: DistArray,
-    residuals: Any,
+    residuals: Residuals,
     **options: Any,
 ) -> DistArray:
-    if isinstance(residuals, Residuals):
-        return DistArray(softmax_cross_entropy_backward(g.local, residuals), logits.mesh, logits.sharding)
-    if options["reduction"] == Reduction.NONE:
-        residuals *= array_namespace(residuals).expand_dims(g.local, options["axis"])
-    elif float(g.local) != 1.0:
-        residuals *= g.local
-    return DistArray(residuals, logits.mesh, logits.sharding)
+    return DistArray(softmax_cross_entropy_backward(g.local, residuals), logits.mesh, logits.sharding)
 
 
 def _sends(*dtypes: np.dtype[Any], shardings: Shardings, **options: Any) -> list[Sent]:

@@ -245,7 +245,7 @@ class Reads:
 
     def __init__(self, cuda, monkeypatch):
         self.names = []
-        for name in ("fill_states", "write_gradient", "fill_states_and_write_gradient"):
+        for name in ("fill_states", "write_gradient"):
             monkeypatch.setattr(cuda, name, self._noting(name, getattr(cuda, name)))
 
     def _noting(self, name, function):
@@ -257,33 +257,16 @@ class Reads:
 
 
 @pytest.mark.parametrize(
-    ("targets", "options", "fused"),
-    [
-        ("index", {}, True),
-        ("index", {"weight": True, "z_loss": 0.1, "logit_scale": 2.0}, True),
-        ("index", {"reduction": "none"}, True),
-        ("index", {"label_smoothing": 0.1}, False),
-        ("index", {"softcap": 3.0}, False),
-        ("probabilities", {}, False),
-    ],
+    ("targets", "options"),
+    [("index", {}), ("index", {"weight": True, "z_loss": 0.1}), ("index", {"softcap": 3.0}), ("probabilities", {})],
     ids=str,
 )
-def test_logits_of_one_rank_are_read_once(comm, cupy, monkeypatch, targets, options, fused):
+def test_logits_on_gpu_are_read_twice(comm, cupy, monkeypatch, targets, options):
     problem = draw(3, NARROW, targets=targets, **options)
     logits, chosen, options = on_device(cupy, problem, part_of(comm, problem, "uneven"))
-    reads = Reads(kernels.kernels_of(logits), monkeypatch)
+    reads = Reads(kernels.kernel_of(logits), monkeypatch)
     pce.softmax_cross_entropy_value_and_grad(logits, chosen, comm=comm, **options)
-    once, twice = ["fill_states_and_write_gradient"], ["fill_states", "write_gradient"]
-    assert reads.names == (once if fused and comm.size == 1 else twice)
-
-
-def test_mean_over_rows_of_others_takes_two_passes(comm, cupy, monkeypatch):
-    problem = draw(3, NARROW)
-    reads = Reads(kernels.kernels_of(cupy.zeros(1)), monkeypatch)
-    arrays = cupy.asarray(problem.logits), cupy.asarray(problem.targets)
-    pce.softmax_cross_entropy_value_and_grad(*arrays, batch_comm=comm)
-    pce.softmax_cross_entropy_value_and_grad(*arrays, batch_comm=comm, reduction="sum")
-    assert reads.names == ["fill_states", "write_gradient", "fill_states_and_write_gradient"]
+    assert reads.names == ["fill_states", "write_gradient"]
 
 
 def test_gpu_sends_what_the_host_sends(comm, cupy):

@@ -103,7 +103,7 @@ def fill_states(
     outer, classes, inner = logits.shape
     rows = outer * inner
     if rows == 0 or classes == 0:
-        return cupy.asarray(fields.identity(rows).view(np.uint64).reshape(rows, -1))
+        return cupy.asarray(fields.identity(rows).view(np.uint64).reshape(rows, fields.dtype.itemsize // 8))
     words = fields.dtype.itemsize // 8
     source = rows_of(logits)
     config = LaunchConfig.for_forward(rows, classes, logits.dtype.itemsize)
