@@ -105,7 +105,12 @@ class StateFields:
         states = np.zeros(shape, self.dtype)
         for name in {"held", "top", "target"} & set(self.names):
             states[name] = -np.inf
-        nothing = {"depth": FORGOTTEN * self.hold_largest, "weight_grid": NO_GRID, "logit_grid": NO_GRID, "entropy_grid": NO_ENTROPY}
+        nothing = {
+            "depth": FORGOTTEN * self.hold_largest,
+            "weight_grid": NO_GRID,
+            "logit_grid": NO_GRID,
+            "entropy_grid": NO_ENTROPY,
+        }
         for name in nothing.keys() & set(self.names):
             states[name] = nothing[name]
         if self.argmax:
