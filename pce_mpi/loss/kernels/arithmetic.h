@@ -176,19 +176,17 @@ PCE_FUNCTION float polynomial(float f) {
     return fma32(product32(f, f), q, f);
 }
 
-// The coefficients 1 / k! of (exp(f) - 1 - f) / f^2 after the first, for k from 12 to 2.
-#define PCE_COEFFICIENTS(STEP) \
-    STEP(1.0 / 479001600.0) STEP(1.0 / 39916800.0) STEP(1.0 / 3628800.0) STEP(1.0 / 362880.0) STEP(1.0 / 40320.0) \
-    STEP(1.0 / 5040.0) STEP(1.0 / 720.0) STEP(1.0 / 120.0) STEP(1.0 / 24.0) STEP(1.0 / 6.0) STEP(0.5)
-constexpr double FIRST_COEFFICIENT = 1.0 / 6227020800.0;
-
-PCE_FUNCTION double polynomial(double f) {
-    double q = FIRST_COEFFICIENT;
-#define STEP(coefficient) q = q * f + coefficient;
-    PCE_COEFFICIENTS(STEP)
-#undef STEP
-    return (f * f) * q + f;
-}
+// exp(f) - 1 = f + f^2 Q(f), with the coefficients 1 / k! of Q in pairs, and pairs of those (Estrin): a chain of few
+// operations. A macro, as a function of vectors belongs to an instruction set.
+#define PCE_DEFINE_POLYNOMIAL(SPECIFIER, V) \
+    SPECIFIER V polynomial(V f) { \
+        V f2 = f * f, f4 = f2 * f2, f8 = f4 * f4; \
+        V q0 = (1.0 / 2.0 + 1.0 / 6.0 * f) + (1.0 / 24.0 + 1.0 / 120.0 * f) * f2; \
+        V q1 = (1.0 / 720.0 + 1.0 / 5040.0 * f) + (1.0 / 40320.0 + 1.0 / 362880.0 * f) * f2; \
+        V q2 = (1.0 / 3628800.0 + 1.0 / 39916800.0 * f) + (1.0 / 479001600.0 + 1.0 / 6227020800.0 * f) * f2; \
+        return f2 * ((q0 + q1 * f4) + q2 * f8) + f; \
+    }
+PCE_DEFINE_POLYNOMIAL(PCE_FUNCTION, double)
 
 // n and f = z + low - n log 2; from HUGE_LOGIT on f is 0 and n beyond every other one.
 PCE_FUNCTION Exponential<double> reduced(double z, double low) {

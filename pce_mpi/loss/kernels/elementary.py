@@ -26,7 +26,7 @@ LOG2E, HI, LO = _hex("0x1.71547652b82fep+0"), _hex("0x1.62e42feep-1"), _hex("0x1
 LN2, LN2_REST = _hex("0x1.62e42fefa39efp-1"), _hex("0x1.abc9e3b39803fp-56")
 # exp(f) = 1 + f + f^2 Q(f); for float32 the coefficients are fitted to |f| <= 0.35, for float64 they are 1 / k!.
 Q32 = tuple(f32(_hex(h)) for h in ("0x1.6db642p-10", "0x1.123cep-7", "0x1.55545cp-5", "0x1.55548cp-3", "0x1p-1"))
-Q = tuple(1.0 / math.factorial(k) for k in range(13, 1, -1))
+Q = tuple(1.0 / math.factorial(k) for k in range(2, 14))
 # log(1 + y) = 2 z + z w R(w), with z = y / (2 + y) and w = z^2.
 ATANH = tuple(2.0 / (2 * k + 1) for k in range(16, 0, -1))
 # Adding it rounds a float32 to an integer, which then stands in the low bits.
@@ -177,10 +177,11 @@ def _polynomial32(f: Array) -> Array:
 
 
 def polynomial(f: Array) -> Array:
-    q = np.full_like(f, Q[0])
-    for coefficient in Q[1:]:
-        q = q * f + coefficient
-    return (f * f) * q + f
+    """exp(f) - 1 of float64, the coefficients in pairs and these in pairs (Estrin)."""
+    f2 = f * f
+    f4 = f2 * f2
+    q0, q1, q2 = ((Q[k] + Q[k + 1] * f) + (Q[k + 2] + Q[k + 3] * f) * f2 for k in (0, 4, 8))
+    return f2 * ((q0 + q1 * f4) + q2 * (f4 * f4)) + f
 
 
 def _exp_of_minus(y: Array) -> tuple[Array, Array]:

@@ -5,6 +5,7 @@
 // be aligned; it has a fast way for logits that are near 0, and leaves what is rare to the scalar functions.
 
 enum { LANES = VECTOR_BYTES / 4 };
+constexpr int64_t UPPER_BITS = 0x4538000000000000;  // 0x1.8p84
 typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
 typedef double Doubles __attribute__((vector_size(VECTOR_BYTES)));
@@ -90,13 +91,7 @@ static inline Floats polynomial(Floats f) {
     return fma(f * f, q, f);
 }
 
-static inline Doubles polynomial(Doubles f) {
-    Doubles q = doubles(FIRST_COEFFICIENT);
-#define STEP(coefficient) q = q * f + coefficient;
-    PCE_COEFFICIENTS(STEP)
-#undef STEP
-    return (f * f) * q + f;
-}
+PCE_DEFINE_POLYNOMIAL(static inline, Doubles)
 
 // How z is made of a logit: the logit itself, times a scale, or in float64 (of any scale, with a softcap).
 enum Way { PLAIN, SCALED, CAPPED };
@@ -170,6 +165,18 @@ template <Way way> static inline void parts(Doubles x, const Transform &transfor
     t = polynomial(exponent_and_rest(z, low, n));
 }
 
+// The integer part of numbers below 2^62.
+static inline Longs truncated(Doubles v) {
+#if VECTOR_BYTES == 64
+    return __builtin_convertvector(v, Longs);
+#else
+    // In two parts, each rounded to an integer that stands in the low bits of a float64.
+    Doubles upper = v + 0x1.8p84, rest = v - (upper - 0x1.8p84), lower = rest + MAGIC, rounded = lower - MAGIC;
+    Longs too_far = v > 0.0 ? (Longs)(rounded > rest) : -(Longs)(rounded < rest);
+    return (((Longs)upper - UPPER_BITS) << 32) + ((Longs)lower - MAGIC_BITS) + too_far;
+#endif
+}
+
 // Largest logit, or nan if there is a nan or +inf.
 template <class T> static double largest(const T *x, long count) {
     typedef decltype(load(x)) Vector;
@@ -225,12 +232,14 @@ template <Way way> static void add_exponentials(Sum &sum, const double *x, long 
         parts<way>(v > lowest ? v : doubles(way == CAPPED ? 0.0 : lowest), transform, n, t);
         Longs s = start + n;
         if (way == CAPPED) s = v > lowest ? s : longs(-200);
-        Words fixed = (Words)(__builtin_convertvector(t * 0x1p62, Longs) + (int64_t(1) << 62));
-        for (int j = 0; j < 3; j++, s -= 36) {
-            Longs left = s > 0 ? s : Longs{}, right = left - s;
-            right = right < 63 ? right : longs(63);
-            total[j] += (fixed << (Words)left) >> (Words)right;
-        }
+        Words fixed = (Words)(truncated(t * 0x1p62) + (int64_t(1) << 62));
+        // fixed 2^s in two words, and its limbs; fixed is below 2^63.
+        Longs left = s > 0 ? s : Longs{}, right = left - s, above = s > 1 ? 64 - s : longs(63);
+        right = right < 63 ? right : longs(63);
+        Words low = (fixed << (Words)left) >> (Words)right, high = fixed >> (Words)above;
+        total[0] += low;
+        total[1] += low >> 36 | high << 28;
+        total[2] += high >> 8;
     }
     for (int j = 0; j < 3; j++)
         for (int lane = 0; lane < LANES / 2; lane++) sum.limbs[j] += total[j][lane];

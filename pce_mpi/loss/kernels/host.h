@@ -1,0 +1,176 @@
+// The hot loops on the CPU.
+//
+// One source for all instruction sets: `loops.h` and `rows.h` are compiled for each, and the best that the processor has
+// is chosen at run time. Compile with -ffp-contract=off: an arithmetic that contracts a b + c has other bits.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "gradients.h"
+
+namespace pce {
+namespace {
+
+enum Kind { FLOAT32, FLOAT64, FLOAT16, BFLOAT16, KINDS };
+constexpr long SIZES[KINDS] = {4, 8, 2, 2};
+
+struct Half {
+    uint16_t bits;
+};
+struct BFloat {
+    uint16_t bits;
+};
+
+template <class T> constexpr int kind_of();
+template <> constexpr int kind_of<float>() { return FLOAT32; }
+template <> constexpr int kind_of<double>() { return FLOAT64; }
+template <> constexpr int kind_of<Half>() { return FLOAT16; }
+template <> constexpr int kind_of<BFloat>() { return BFLOAT16; }
+
+using pce::number_of;
+inline double number_of(BFloat v) { return from_bits(uint32_t(v.bits) << 16); }
+inline double number_of(Half v) {
+    uint32_t u = (v.bits & 0x7fffu) << 13, b = bits(from_bits(u) * 0x1p112f);
+    return from_bits((u >= 0x0f800000 ? u | 0x7f800000 : b) | (v.bits & 0x8000u) << 16);
+}
+
+// A number rounded to float32, and then to T.
+template <class T> T of_number(double v);
+template <> inline float of_number<float>(double v) { return float(v); }
+template <> inline double of_number<double>(double v) { return v; }
+template <> inline BFloat of_number<BFloat>(double v) {
+    uint32_t b = bits(float(v));
+    return {uint16_t((b + 0x7fff + (b >> 16 & 1)) >> 16)};
+}
+template <> inline Half of_number<Half>(double v) {
+    uint32_t b = bits(float(v)), sign = b >> 16 & 0x8000;
+    b &= 0x7fffffff;
+    uint32_t subnormal = bits(from_bits(b) + 0.5f) - 0x3f000000, normal = (b + 0xc8000fff + (b >> 13 & 1)) >> 13;
+    uint32_t h = b < 0x38800000 ? subnormal : b < 0x47800000 ? normal : b > 0x7f800000 ? 0x7e00 : 0x7c00;
+    return {uint16_t(h | sign)};
+}
+
+template <class T> T masked() { return of_number<T>(-infinity()); }
+
+// An array (outer, classes, inner), the class axis in the middle; strides in bytes.
+struct Array {
+    char *data;
+    long shape[3], strides[3];
+    int kind;
+};
+
+// Arguments of a pass over the logits; arrays of rows are consecutive, and may be absent where so noted.
+struct Fill {
+    Array logits, probabilities;  // probabilities: may be absent
+    const int64_t *columns;       // the target's column, or -1; may be absent
+    const double *weight;         // of each class; may be absent
+    double kept, share;           // see Weights
+    int64_t first_class;
+    uint64_t *states;
+    Call call;
+    bool wide;  // in float64
+};
+struct Write {
+    Array logits, out, probabilities;
+    const RowGradient *rows;
+    const double *weight;
+    double kept, share;
+    Call call;
+    bool wide;
+};
+struct Loops {
+    void (*fill)(const Fill &);
+    void (*write)(const Write &);
+};
+
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,fma,f16c,prefer-vector-width=512")
+namespace avx512 {
+#define VECTOR_BYTES 64
+#define HARDWARE_HALVES
+typedef float Lanes __attribute__((vector_size(64)));
+typedef uint16_t HalfLanes __attribute__((vector_size(32)));
+static inline Lanes fma(Lanes a, Lanes b, Lanes c) { return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+static inline Lanes load_halves(HalfLanes h) { return (Lanes)_mm512_cvtph_ps((__m256i)h); }
+static inline HalfLanes store_halves(Lanes v) { return (HalfLanes)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+#include "loops.h"
+#include "rows.h"
+#include "tables.h"
+#undef VECTOR_BYTES
+}  // namespace avx512
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,prefer-vector-width=256")
+namespace avx2 {
+#define VECTOR_BYTES 32
+typedef float Lanes __attribute__((vector_size(32)));
+typedef uint16_t HalfLanes __attribute__((vector_size(16)));
+static inline Lanes fma(Lanes a, Lanes b, Lanes c) { return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+static inline Lanes load_halves(HalfLanes h) { return (Lanes)_mm256_cvtph_ps((__m128i)h); }
+static inline HalfLanes store_halves(Lanes v) { return (HalfLanes)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT); }
+#include "loops.h"
+#include "rows.h"
+#include "tables.h"
+#undef VECTOR_BYTES
+#undef HARDWARE_HALVES
+}  // namespace avx2
+#pragma GCC pop_options
+#endif
+
+// SSE2, NEON, or whatever there is.
+namespace baseline {
+#define VECTOR_BYTES 16
+typedef float Lanes __attribute__((vector_size(16)));
+#if defined(__aarch64__)
+static inline Lanes fma(Lanes a, Lanes b, Lanes c) { return (Lanes)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+#else
+static inline Lanes fma(Lanes a, Lanes b, Lanes c) {
+    Lanes result;
+    for (int lane = 0; lane < 4; lane++) result[lane] = fma32(a[lane], b[lane], c[lane]);
+    return result;
+}
+#endif
+#include "loops.h"
+#include "rows.h"
+#include "tables.h"
+#undef VECTOR_BYTES
+}  // namespace baseline
+
+struct InstructionSet {
+    const char *name;
+    bool (*present)();
+    const Loops *loops;
+};
+
+#if defined(__x86_64__)
+bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl");
+}
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+#endif
+bool always() { return true; }
+
+// The best first.
+const InstructionSet INSTRUCTION_SETS[] = {
+#if defined(__x86_64__)
+    {"AVX-512", has_avx512, &avx512::LOOPS},
+    {"AVX2", has_avx2, &avx2::LOOPS},
+    {"SSE2", always, &baseline::LOOPS},
+#elif defined(__aarch64__)
+    {"NEON", always, &baseline::LOOPS},
+#else
+    {"no vectors", always, &baseline::LOOPS},
+#endif
+};
+const InstructionSet *chosen;
+
+}  // namespace
+}  // namespace pce
