@@ -90,8 +90,12 @@ struct Loops {
 };
 
 #if defined(__x86_64__)
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,fma,f16c"))), apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,fma,f16c,prefer-vector-width=512")
+#endif
 namespace avx512 {
 #define VECTOR_BYTES 64
 #define HARDWARE_HALVES
@@ -105,9 +109,14 @@ static inline HalfLanes store_halves(Lanes v) { return (HalfLanes)_mm512_cvtps_p
 #include "tables.h"
 #undef VECTOR_BYTES
 }  // namespace avx512
+#ifdef __clang__
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,prefer-vector-width=256")
+#endif
 namespace avx2 {
 #define VECTOR_BYTES 32
 typedef float Lanes __attribute__((vector_size(32)));
@@ -121,7 +130,11 @@ static inline HalfLanes store_halves(Lanes v) { return (HalfLanes)_mm256_cvtps_p
 #undef VECTOR_BYTES
 #undef HARDWARE_HALVES
 }  // namespace avx2
+#ifdef __clang__
+#pragma clang attribute pop
+#else
 #pragma GCC pop_options
+#endif
 #endif
 
 // SSE2, NEON, or whatever there is.
@@ -154,7 +167,7 @@ bool has_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl");
 }
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #endif
 bool always() { return true; }
 

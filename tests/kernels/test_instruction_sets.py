@@ -1,0 +1,39 @@
+"""The loops for the CPU give the same bits on every instruction set, compiled by GCC and Clang, on x86-64 and AArch64."""
+
+from pathlib import Path
+import shutil
+import subprocess
+
+import pytest
+
+from pce_mpi.loss.kernels.compilation import source_folder
+
+SOURCE = Path(__file__).with_name("self_test.cpp")
+FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti"]
+# What the self-test prints; a change of it is a change of bits, as in tests/jobs/digests.json.
+DIGEST = "d59317f8e2a2f86c"
+
+
+def digests(compiler, folder, *launcher, more=()):
+    """The digest of each instruction set, by its name."""
+    for program in (compiler, *launcher):
+        if shutil.which(program) is None:
+            pytest.skip(f"needs {program}: apt install g++-aarch64-linux-gnu qemu-user clang")
+    program = folder / "self_test"
+    command = [compiler, *FLAGS, *more, f"-I{source_folder}", str(SOURCE), "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([*launcher, str(program)], capture_output=True, text=True, check=True)
+    return dict(line.split() for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_instruction_sets_of_this_processor_agree(compiler, tmp_path):
+    found = digests(compiler, tmp_path)
+    assert found
+    assert set(found.values()) == {DIGEST}, found
+
+
+def test_neon_gives_bits_of_x86(tmp_path):
+    found = digests("aarch64-linux-gnu-g++", tmp_path, "qemu-aarch64", more=["-static"])
+    assert found == {"NEON": DIGEST}
