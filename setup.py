@@ -15,7 +15,10 @@ setup(
         Extension(
             "pce_mpi.loss.kernels._compiled",
             [f"{FOLDER}/compiled.cpp"],
-            depends=[f"{FOLDER}/{name}.h" for name in ("arithmetic", "states", "gradients", "host", "loops", "rows", "tables")],
+            depends=[
+                f"{FOLDER}/{name}.h"
+                for name in ("arithmetic", "states", "gradients", "host", "loops", "rows", "tables")
+            ],
             # Contracted to fused multiply-adds, the sums would have other bits.
             extra_compile_args=[
                 *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0"),

@@ -12,7 +12,7 @@ from jobs.launch import ROOT
 from patience import slowdown
 
 NOBODY = 65534
-MADE_FROM = ["Makefile", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "pce_mpi"]
+MADE_FROM = ["Makefile", "setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE", "pce_mpi"]
 
 
 # The variables that `make test` passes to the makes below it.

@@ -1,4 +1,4 @@
-"""The loops for the CPU give the same bits on every instruction set, compiled by GCC and Clang, on x86-64 and AArch64."""
+"""The loops for the CPU have the same bits on every instruction set, by GCC and Clang, on x86-64 and AArch64."""
 
 from pathlib import Path
 import shutil
