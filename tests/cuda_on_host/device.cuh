@@ -1,7 +1,7 @@
 // The kernels' `device.cuh` for the host: CUDA's threads as fibers of one thread, each with a stack of its own.
 //
-// A fiber runs until it has to wait for others: at a barrier of its block or cluster, or where a warp exchanges. So
-// barriers, shuffles, shared memory and that of other blocks of a cluster do what they do on a GPU, one at a time.
+// A fiber runs until it has to wait for others: at a barrier of its block, or where a warp exchanges. So barriers,
+// shuffles and shared memory do what they do on a GPU, one at a time.
 #pragma once
 #include <cmath>
 #include <csetjmp>
@@ -10,17 +10,13 @@
 #include <ucontext.h>
 #include <utility>
 #include <vector>
-#include <xmmintrin.h>
+
+#include <arithmetic.h>
 
 #define __device__
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define CLUSTER_SIZE(blocks)
-
-using std::exp, std::fabs, std::fma, std::fmaf, std::fmax, std::log, std::log1p, std::rint, std::tanh;
-inline float fabsf(float x) { return std::fabs(x); }
-inline int __popc(unsigned word) { return __builtin_popcount(word); }
 
 struct alignas(PCE_VECTOR_BYTES) Vector {
   unsigned word[4];
@@ -63,13 +59,10 @@ struct Fiber {
   jmp_buf state;
   bool started = false, ended = false;
   Dim thread;
-  Block* block = nullptr;
-  long cluster_generation = 0;
 };
 
 inline Dim block_dim, grid_dim;
-inline std::vector<Block> cluster;
-inline Barrier cluster_barrier;
+inline Block block;
 inline Fiber* current = nullptr;
 inline jmp_buf scheduler;
 inline long progress = 0;
@@ -109,8 +102,7 @@ inline void fiber_main() {
   body(body_arguments);
   current->ended = true;
   ++progress;
-  Block& block = *current->block;
-  for (Barrier* barrier : {&block.barrier, &block.warps[current->thread.x / 32], &cluster_barrier}) {
+  for (Barrier* barrier : {&block.barrier, &block.warps[current->thread.x / 32]}) {
     --barrier->members;
     release(*barrier);
   }
@@ -131,9 +123,9 @@ inline void resume(Fiber& fiber, char* stack) {
   setcontext(&fiber.start);
 }
 
-// Runs the blocks of one cluster, or as much of them as there is no failure. Each warp goes on for as long as it can,
-// so that a barrier that is missing lets it run far ahead of the others.
-inline void run_cluster(std::vector<Fiber>& fibers, char* stacks) {
+// Runs one block, or as much of it as there is no failure. Each warp goes on for as long as it can, so that a barrier
+// that is missing lets it run far ahead of the others.
+inline void run_block(std::vector<Fiber>& fibers, char* stacks) {
   for (bool all_ended = false; !all_ended;) {
     const long at_first = progress;
     all_ended = true;
@@ -153,21 +145,11 @@ inline void run_cluster(std::vector<Fiber>& fibers, char* stacks) {
   }
 }
 
-// Arithmetic makes 0 of what is too small for a normal number, as CuPy has kernels compiled.
-class FlushToZero {
-  const unsigned before_ = _mm_getcsr();
-
- public:
-  FlushToZero() { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON); }
-  ~FlushToZero() { _mm_setcsr(before_); }
-};
-
-inline const char* launch(Dim grid, Dim block, int blocks_in_cluster) {
-  const FlushToZero mode;
+inline const char* launch(Dim grid, Dim threads_of_block) {
   failure = nullptr;
   grid_dim = grid;
-  block_dim = block;
-  const std::size_t threads = std::size_t(block.x) * blocks_in_cluster;
+  block_dim = threads_of_block;
+  const unsigned threads = block_dim.x;
   static std::size_t has = 0;
   static char* stacks = nullptr;  // not filled: most of a stack is never touched
   if (has < threads) {
@@ -176,25 +158,20 @@ inline const char* launch(Dim grid, Dim block, int blocks_in_cluster) {
   }
   std::vector<Fiber> fibers(threads);
   for (unsigned y = 0; y < grid.y; ++y)
-    for (unsigned x = 0; x < grid.x; x += blocks_in_cluster) {
-      cluster.assign(blocks_in_cluster, Block());
-      cluster_barrier = Barrier{int(threads)};
-      for (int b = 0; b < blocks_in_cluster; ++b) {
-        cluster[b].index = Dim{x + b, y, 0};
-        cluster[b].barrier.members = block.x;
-        cluster[b].warps.assign((block.x + 31) / 32, Barrier());
-        cluster[b].exchange.assign(block.x, 0);
-        // What a block finds in its shared memory is nothing to count on.
-        cluster[b].shared.assign(SHARED + 16, char(0xff));
-        for (unsigned t = 0; t < block.x; ++t) {
-          Fiber& fiber = fibers[b * block.x + t];
-          fiber.started = fiber.ended = false;
-          fiber.thread = Dim{t, 0, 0};
-          fiber.block = &cluster[b];
-          ++cluster[b].warps[t / 32].members;
-        }
+    for (unsigned x = 0; x < grid.x; ++x) {
+      block = Block();
+      block.index = Dim{x, y, 0};
+      block.barrier.members = threads;
+      block.warps.assign((threads + 31) / 32, Barrier());
+      block.exchange.assign(threads, 0);
+      // What a block finds in its shared memory is nothing to count on.
+      block.shared.assign(SHARED + 16, char(0xff));
+      for (unsigned t = 0; t < threads; ++t) {
+        fibers[t].started = fibers[t].ended = false;
+        fibers[t].thread = Dim{t, 0, 0};
+        ++block.warps[t / 32].members;
       }
-      run_cluster(fibers, stacks);
+      run_block(fibers, stacks);
       if (failure != nullptr) return failure;
     }
   return nullptr;
@@ -206,7 +183,7 @@ void apply(void (*kernel)(P...), void** arguments, std::index_sequence<I...>) {
 }
 
 template <typename... P>
-const char* call(void (*kernel)(P...), void** arguments, Dim grid, Dim block, int blocks_in_cluster) {
+const char* call(void (*kernel)(P...), void** arguments, Dim grid, Dim threads_of_block) {
   struct Bound {
     void (*kernel)(P...);
     void** arguments;
@@ -216,7 +193,7 @@ const char* call(void (*kernel)(P...), void** arguments, Dim grid, Dim block, in
     const Bound& bound = *static_cast<Bound*>(pointer);
     apply(bound.kernel, bound.arguments, std::index_sequence_for<P...>());
   };
-  return launch(grid, block, blocks_in_cluster);
+  return launch(grid, threads_of_block);
 }
 
 // sizeof each parameter, so that a launch can be checked against the kernel.
@@ -230,24 +207,24 @@ int sizes(void (*)(P...), int* size) {
 }  // namespace host
 
 #define threadIdx (host::current->thread)
-#define blockIdx (host::current->block->index)
+#define blockIdx (host::block.index)
 #define blockDim (host::block_dim)
 #define gridDim (host::grid_dim)
 
 inline void __syncthreads() {
-  host::Barrier& barrier = host::current->block->barrier;
+  host::Barrier& barrier = host::block.barrier;
   host::wait(barrier, host::arrive(barrier));
 }
 
 inline void warp_barrier() {
-  host::Barrier& barrier = host::current->block->warps[threadIdx.x / 32];
+  host::Barrier& barrier = host::block.warps[threadIdx.x / 32];
   host::wait(barrier, host::arrive(barrier));
 }
 
 inline void __syncwarp() { warp_barrier(); }
 
 inline unsigned shuffle_xor(unsigned word, int lane_mask) {
-  std::vector<unsigned>& exchange = host::current->block->exchange;
+  std::vector<unsigned>& exchange = host::block.exchange;
   exchange[threadIdx.x] = word;
   warp_barrier();
   const unsigned other = exchange[threadIdx.x ^ lane_mask];
@@ -263,15 +240,7 @@ T& shared_memory() {
     if (host::shared_used > host::SHARED) host::fail("more shared memory than a block has");
     return at;
   }();
-  return *reinterpret_cast<T*>(host::current->block->memory() + offset);
-}
-
-inline void cluster_arrive() { host::current->cluster_generation = host::arrive(host::cluster_barrier); }
-inline void cluster_wait() { host::wait(host::cluster_barrier, host::current->cluster_generation); }
-
-inline void store_in_cluster(double* address, unsigned block, double value) {
-  const auto offset = reinterpret_cast<char*>(address) - host::current->block->memory();
-  std::memcpy(host::cluster[block].memory() + offset, &value, sizeof value);
+  return *reinterpret_cast<T*>(host::block.memory() + offset);
 }
 
 inline void check_alignment(const void* address) {
@@ -307,7 +276,7 @@ inline unsigned bfloat16s_of_floats(float first, float second) {
 
 template <typename Number>
 unsigned maximum_of_pairs(unsigned a, unsigned b, Number number) {
-  const auto larger = [&](unsigned p, unsigned q) { return number(q) > number(p) || number(p) != number(p) ? q : p; };
+  const auto larger = [&](unsigned p, unsigned q) { return number(p) >= number(q) || number(p) != number(p) ? p : q; };
   return larger(a & 0xffff, b & 0xffff) | larger(a >> 16, b >> 16) << 16;
 }
 inline unsigned maximum_of_halves(unsigned a, unsigned b) {
@@ -319,15 +288,4 @@ inline unsigned maximum_of_bfloat16s(unsigned a, unsigned b) {
 
 inline float maximum_or_nan(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
 
-inline float nearest_float(double x) {
-  if (!(fabs(x) < 0x1p-126)) return static_cast<float>(x);
-  // What is smaller is a whole number of 2**-149, and so are its bits.
-  return bit_cast<float>(static_cast<unsigned>(rint(fabs(x) * 0x1p149)) | (std::signbit(x) ? 0x80000000u : 0u));
-}
-inline float product(float a, float b) { return nearest_float(static_cast<double>(a) * b); }
-
-// As far off as a GPU's may be, now to one side and now to the other.
-inline float approximate_exp2(float x) {
-  const double error = bit_cast<unsigned>(x) * 2654435761u >> 31 ? 0x1p-23 : -0x1p-23;
-  return static_cast<float>(std::exp2(static_cast<double>(x)) * (1.0 + error));
-}
+inline std::uint64_t shifted_right(std::uint64_t v, unsigned by) { return by < 64 ? v >> by : 0; }

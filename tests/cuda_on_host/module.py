@@ -4,7 +4,6 @@ import ctypes
 import hashlib
 import os
 from pathlib import Path
-import re
 import shutil
 import subprocess
 import tempfile
@@ -18,7 +17,7 @@ FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-w")
 
 LAUNCHERS = """
 extern "C" const char* launch_{number}(void** arguments, unsigned x, unsigned y, unsigned block) {{
-  return host::call({kernel}, arguments, host::Dim{{x, y, 1}}, host::Dim{{block, 1, 1}}, {blocks});
+  return host::call({kernel}, arguments, host::Dim{{x, y, 1}}, host::Dim{{block, 1, 1}});
 }}
 extern "C" int sizes_{number}(int* size) {{ return host::sizes({kernel}, size); }}
 """
@@ -36,9 +35,7 @@ class RawModule:
         self.names = list(name_expressions)
         source = code
         for number, name in enumerate(self.names):
-            # Only kernels for clusters have a number among their template arguments: that of blocks.
-            blocks = re.search(r", (\d+)>$", name)
-            source += LAUNCHERS.format(number=number, kernel=name, blocks=blocks[1] if blocks else 1)
+            source += LAUNCHERS.format(number=number, kernel=name)
         self.library = ctypes.CDLL(str(library(source, [f"-I{HERE}", *options])))
 
     def get_function(self, name):
@@ -86,7 +83,7 @@ def library(source, options):
         raise RuntimeError("g++ is not installed")
     folders = [Path(option[2:]) for option in options if option.startswith("-I")]
     defines = [option for option in options if option.startswith("-D")]
-    headers = [path.read_text() for folder in folders for path in sorted(folder.glob("*.cuh"))]
+    headers = [path.read_text() for folder in folders for path in sorted([*folder.glob("*.cuh"), *folder.glob("*.h")])]
     key = hashlib.sha256("\0".join([source, *FLAGS, *defines, *headers]).encode())
     place = Path(tempfile.gettempdir()) / f"cuda_on_host_{os.getuid()}"
     place.mkdir(mode=0o700, exist_ok=True)

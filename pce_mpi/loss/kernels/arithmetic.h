@@ -1,10 +1,17 @@
 // Elementary functions whose bits are the same everywhere, for C++ and CUDA; `elementary.py` defines them.
 //
 // exp(z) = 2^n (1 + t), with n and t functions of z alone. Compile without contraction of a b + c: where one rounding
-// is meant, it says `fma32`.
+// is meant, it says `fma32`. CuPy has float32 flush subnormal numbers to 0; functions in PTX here do not.
 #pragma once
 
-#ifndef __CUDACC_RTC__
+#ifdef __CUDACC_RTC__
+typedef short int16_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+#else
 #include <stdint.h>
 #endif
 
@@ -37,21 +44,32 @@ struct Double {
     static constexpr int POINT = 62, WIDTH = 36;
 };
 
-struct Transform {
-    double scale, softcap;  // softcap 0: none
-
-    // True if float32 can reduce an argument without float64.
-    PCE_FUNCTION bool direct() const {
-        return softcap == 0.0 && double(float(scale)) == scale;
-    }
-};
-
 #ifdef __CUDACC__
 PCE_FUNCTION uint64_t bits(double v) { return __double_as_longlong(v); }
 PCE_FUNCTION double from_bits(uint64_t b) { return __longlong_as_double(b); }
 PCE_FUNCTION uint32_t bits(float v) { return __float_as_uint(v); }
 PCE_FUNCTION float from_bits(uint32_t b) { return __uint_as_float(b); }
-PCE_FUNCTION float fma32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+PCE_FUNCTION float fma32(float a, float b, float c) { return __fmaf_ieee_rn(a, b, c); }
+PCE_FUNCTION float product32(float a, float b) {
+    float c;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+}
+PCE_FUNCTION float sum32(float a, float b) {
+    float c;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+}
+PCE_FUNCTION float narrow(double v) {
+    float w;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(w) : "d"(v));
+    return w;
+}
+PCE_FUNCTION double wide(float v) {
+    double w;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(w) : "f"(v));
+    return w;
+}
 #else
 PCE_FUNCTION uint64_t bits(double v) { return __builtin_bit_cast(uint64_t, v); }
 PCE_FUNCTION double from_bits(uint64_t b) { return __builtin_bit_cast(double, b); }
@@ -67,7 +85,20 @@ PCE_FUNCTION float fma32(float a, float b, float c) {
     return float(s);
 #endif
 }
+PCE_FUNCTION float product32(float a, float b) { return a * b; }
+PCE_FUNCTION float sum32(float a, float b) { return a + b; }
+PCE_FUNCTION float narrow(double v) { return float(v); }
+PCE_FUNCTION double wide(float v) { return v; }
 #endif
+
+struct Transform {
+    double scale, softcap;  // softcap 0: none
+
+    // True if float32 can reduce an argument without float64.
+    PCE_FUNCTION bool direct() const {
+        return softcap == 0.0 && wide(narrow(scale)) == scale;
+    }
+};
 
 PCE_FUNCTION double infinity() { return from_bits(uint64_t(0x7ff0000000000000)); }
 PCE_FUNCTION double not_a_number() { return from_bits(uint64_t(0x7ff8000000000000)); }
@@ -142,7 +173,7 @@ PCE_FUNCTION float polynomial(float f) {
     q = fma32(q, f, 0x1.55545cp-5f);
     q = fma32(q, f, 0x1.55548cp-3f);
     q = fma32(q, f, 0x1p-1f);
-    return fma32(f * f, q, f);
+    return fma32(product32(f, f), q, f);
 }
 
 // The coefficients 1 / k! of (exp(f) - 1 - f) / f^2 after the first, for k from 12 to 2.
@@ -210,20 +241,20 @@ template <> PCE_FUNCTION Exponential<double> exponential<Double>(double x, const
 
 template <> PCE_FUNCTION Exponential<float> exponential<Single>(double x, const Transform &transform) {
     if (transform.direct()) {
-        float scale = float(transform.scale), logit = float(x), product = scale * logit;
+        float scale = narrow(transform.scale), logit = narrow(x), product = product32(scale, logit);
         if (product >= -NEAR32 && product <= NEAR32) {
             float k = fma32(product, LOG2E32, MAGIC32);
             int64_t n = int32_t(bits(k)) - MAGIC32_BITS;
-            k -= MAGIC32;
-            return {n, polynomial(fma32(-k, LO32, fma32(logit, scale, -(k * HI32))))};
+            k = sum32(k, -MAGIC32);
+            return {n, polynomial(fma32(k, -LO32, fma32(logit, scale, product32(k, -HI32))))};
         }
     }
     Pair z = transformed(x, transform);
     Exponential<double> e = reduced(z.high, z.low);
-    return {e.n, polynomial(float(e.t))};
+    return {e.n, polynomial(narrow(e.t))};
 }
 
-PCE_FUNCTION uint64_t fixed_point(float t) { return uint64_t(int64_t(t * 0x1p30f) + (int64_t(1) << 30)); }
+PCE_FUNCTION uint32_t fixed_point(float t) { return uint32_t(int32_t(product32(t, 0x1p30f)) + (1 << 30)); }
 PCE_FUNCTION uint64_t fixed_point(double t) { return uint64_t(int64_t(t * 0x1p62) + (int64_t(1) << 62)); }
 
 PCE_FUNCTION double twice_atanh(double z) {

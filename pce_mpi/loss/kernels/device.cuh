@@ -1,6 +1,7 @@
-// Loads, conversions, shuffles and clusters of the GPU. In PTX where CUDA C++ would need one of CUDA's headers: NVRTC
+// Loads, conversions and shuffles of the GPU. In PTX where CUDA C++ would need one of CUDA's headers: NVRTC
 // alone can compile the kernels.
 #pragma once
+#include <arithmetic.h>
 
 // The logits that one instruction loads or stores. The PTX below moves four words.
 struct alignas(PCE_VECTOR_BYTES) Vector {
@@ -60,16 +61,16 @@ __device__ __forceinline__ unsigned bfloat16s_of_floats(float first, float secon
   return word;
 }
 
-// The maxima of two pairs; if one number is nan, the other one.
+// The maxima of two pairs; nan where one of the two is.
 __device__ __forceinline__ unsigned maximum_of_halves(unsigned a, unsigned b) {
   unsigned larger;
-  asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
   return larger;
 }
 
 __device__ __forceinline__ unsigned maximum_of_bfloat16s(unsigned a, unsigned b) {
   unsigned larger;
-  asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
   return larger;
 }
 
@@ -80,25 +81,11 @@ __device__ __forceinline__ float maximum_or_nan(float a, float b) {
   return larger;
 }
 
-// 2**x with a relative error of about 2**-22.
-__device__ __forceinline__ float approximate_exp2(float x) {
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
-  return power;
-}
-
-// CuPy compiles with -ftz=true, which flushes float32 below 2**-126 to 0. Gradients may be smaller than that: these two
-// functions keep subnormal results.
-__device__ __forceinline__ float product(float a, float b) {
-  float c;
-  asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-  return c;
-}
-
-__device__ __forceinline__ float nearest_float(double x) {
-  float y;
-  asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x));
-  return y;
+// v shifted to the right by any number of bits.
+__device__ __forceinline__ uint64_t shifted_right(uint64_t v, unsigned by) {
+  uint64_t result;
+  asm("shr.u64 %0, %1, %2;" : "=l"(result) : "l"(v), "r"(by));
+  return result;
 }
 
 // One T in the shared memory of each block.
@@ -110,22 +97,4 @@ __device__ __forceinline__ T& shared_memory() {
 
 __device__ __forceinline__ unsigned shuffle_xor(unsigned word, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, word, lane_mask);
-}
-
-#if __CUDA_ARCH__ >= PCE_CLUSTER_CAPABILITY * 10
-#define CLUSTER_SIZE(blocks) __cluster_dims__(blocks, 1, 1)
-#else
-#define CLUSTER_SIZE(blocks)  // this GPU has no clusters, and no kernel that needs one is compiled for it
-#endif
-
-// A barrier of the cluster in two halves. After the wait, every thread sees what the others stored before they arrived.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
-
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
-
-// Store to the shared memory of another block of the cluster. `address` is the same variable in this block's.
-__device__ __forceinline__ void store_in_cluster(double* address, unsigned block, double value) {
-  unsigned own = static_cast<unsigned>(__cvta_generic_to_shared(address)), remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(own), "r"(block));
-  asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(remote), "d"(value) : "memory");
 }

@@ -1,73 +1,178 @@
 // Forward without options, in float32: the states, with the target held apart. Each logit is read once. Launched by
 // cuda.py.
-#include <exponential.cuh>
-#include <softmax_state.cuh>
+#include <groups.cuh>
 
-// `states` is (rows, splits, fields).
-template <typename T>
+namespace pce {
+
+// The exponentials of a thread's logits, summed as digits of 21 bits: the limb j is sum_i digit_(j + i) 2^(21 i).
+template <bool SCALED>
+class Exponentials {
+  // The fast way takes logits z up to 2,047. Beside one in this range, those below -2,048 count for nothing.
+  static constexpr float MOST = 2047.0f, LEAST = -1848.0f, LOWEST = -2048.0f;
+  static constexpr double LN_2 = 0.69314;
+  static constexpr uint32_t DIGIT = (1u << Single::WIDTH) - 1;
+
+  float scale_, inverse_, lowest_;
+  uint32_t limit_ = 0;  // the exponent of the grid's largest element, in the form of `bits(k)` in `add`
+
+  __device__ __forceinline__ float over_scale(float z) const { return SCALED ? product32(z, inverse_) : z; }
+
+ public:
+  Sum digits;
+  float top;    // the largest logit; nan if one is
+  float bound;  // what is larger needs a coarser grid
+
+  __device__ __forceinline__ explicit Exponentials(double scale)
+      : scale_(narrow(scale)), inverse_(narrow(1.0 / scale)), lowest_(over_scale(LOWEST)) {
+    forget();
+    top = bound;
+  }
+
+  __device__ __forceinline__ void forget() {
+    digits = {NO_SUM, {0, 0, 0}};
+    bound = from_bits(0xff800000u);
+  }
+
+  // Raise the grid for logits of which `highest` is the largest. False if `add` cannot take them.
+  __device__ __forceinline__ bool rises_to(float highest) {
+    const float z = SCALED ? product32(highest, scale_) : highest;
+    if (!(z <= MOST && z >= LEAST)) return false;
+    const int n = static_cast<int>(bits(fma32(z, LOG2E32, MAGIC32))) - MAGIC32_BITS;
+    digits.raise(floor_div(n, Single::WIDTH));
+    const int64_t largest = Single::WIDTH * digits.grid + Single::WIDTH - 1;
+    if (largest > 4096) return false;  // the grid of a logit that was beyond MOST
+    limit_ = static_cast<uint32_t>(static_cast<int>(largest) + MAGIC32_BITS);
+    const double end = static_cast<double>(largest) * LN_2;
+    bound = over_scale(narrow(end < MOST ? end : MOST));
+    return true;
+  }
+
+  // Add logits none of which is larger than `bound`, or than what the grid has been raised to.
+  template <int N>
+  __device__ __forceinline__ void add(const float (&x)[N], uint32_t (&sums)[3]) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float v = maximum_or_nan(x[i], lowest_);
+      float k = fma32(SCALED ? product32(v, scale_) : v, LOG2E32, MAGIC32);
+      const uint32_t shift = limit_ - bits(k);
+      k = sum32(k, -MAGIC32);
+      const float f = SCALED ? fma32(v, scale_, product32(k, -HI32)) : fma32(k, -HI32, v);
+      const uint32_t fixed = fixed_point(polynomial(fma32(k, -LO32, f)));
+      const uint64_t element = shifted_right(static_cast<uint64_t>(fixed) << 32, shift);
+      sums[0] += static_cast<uint32_t>(element) & DIGIT;
+      sums[1] += static_cast<uint32_t>(element >> 21) & DIGIT;
+      sums[2] += static_cast<uint32_t>(element >> 42);
+    }
+  }
+
+  __device__ __forceinline__ void add_sums(const uint32_t (&sums)[3]) {
+#pragma unroll
+    for (int i = 0; i < 3; ++i) digits.limbs[i] += sums[i];
+  }
+
+  // Add any logit, after `top` has been raised. Beside a huge one only its equals count.
+  __device__ __forceinline__ void add_any(double x, bool huge, const Transform& transform) {
+    if (!finite(x) || (huge && x != wide(top))) return;
+    const Exponential<float> e = exponential<Single>(x, transform);
+    digits.raise(floor_div(e.n, Single::WIDTH));
+    bound = from_bits(0xff800000u);  // `rises_to` has to look at the grid
+    const int64_t shift = Single::WIDTH * digits.grid + Single::WIDTH - 1 - e.n;
+    const uint64_t element =
+        shifted_right(static_cast<uint64_t>(fixed_point(e.t)) << 32, static_cast<uint32_t>(shift < 64 ? shift : 64));
+    digits.limbs[0] += element & DIGIT;
+    digits.limbs[1] += element >> 21 & DIGIT;
+    digits.limbs[2] += element >> 42;
+  }
+
+  __device__ __forceinline__ Sum limbs() const {
+    const uint64_t *d = digits.limbs;
+    return {digits.grid, {d[0] + (d[1] << 21) + (d[2] << 42), d[1] + (d[2] << 21), d[2]}};
+  }
+};
+
+// `states` is (rows, splits, words).
+template <typename T, bool SCALED>
 __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
-    fill_states(const T* logits, int64 pitch, int64 rows, int64 classes, int chunk, int group_size,
-                 const int64* target_column, const double* weight, double scale, unsigned fields, double* states) {
+    fill_states(const T* logits, int64_t pitch, int64_t rows, int64_t classes, int chunk, int group_size,
+                const int64_t* target_column, const double* weight, double scale, int fields, uint64_t* states) {
+  constexpr int WIDTH = Storage<T>::width;
   const RowTile tile(rows, classes, chunk, group_size);
   const bool has_row = tile.row < rows;
   const T* row = logits + (has_row ? tile.row * pitch + tile.first_class : 0);
   const VectorizedSpan<T> span(row, tile.count);
   const int target = has_row ? tile.local_index(target_column[tile.row]) : -1;
-  Exponential<T, float> exponential(scale);
-  float max = -infinity<float>();
-  double sum = 0.0;
+  const Call call = {fields, {scale, 0.0}};
+  Exponentials<SCALED> exponentials(scale);
 
   const int step = LOADS * group_size;
   // The first round has the scalars, if there are any, each as a vector with one element. They fit into one round.
   for (int start = span.scalars ? tile.thread_rank - step : tile.thread_rank; start < span.vectors; start += step) {
+    const bool single = start < 0;
     Vector v[LOADS];
-    unsigned largest = Storage<T>::minus_inf;
-    int count = 0;
+    if (!single && start + (LOADS - 1) * group_size < span.vectors) {
+      const T* from = row + span.vector_start(start);
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-      v[i] = vector_of_minus_inf<T>();
-      if (start >= 0) {
-        if (start + i * group_size < span.vectors) {
-          v[i] = load_constant(row + span.vector_start(start + i * group_size));
-          count = i + 1;
-        }
-      } else if (start + step + i * group_size < span.scalars) {
-        v[i] = vector_of(row[span.scalar_index(start + step + i * group_size)]);
-        count = i + 1;
+      for (int i = 0; i < LOADS; ++i) v[i] = load_constant(from + i * group_size * WIDTH);
+    } else {
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i) {
+        const int index = start + i * group_size;
+        v[i] = vector_of_minus_inf<T>();
+        if (single && index + step < span.scalars) v[i] = vector_of(row[span.scalar_index(index + step)]);
+        if (!single && index < span.vectors) v[i] = load_constant(row + span.vector_start(index));
       }
     }
+    const auto place = [&](int i) {
+      const int index = start + i * group_size;
+      return single ? span.scalar_index(index + step) : span.vector_start(index);
+    };
+    if (single || static_cast<unsigned>(target - place(0)) < static_cast<unsigned>(step * WIDTH)) {
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i)
+        if (!single || target == place(i)) mask<T>(v[i], static_cast<unsigned>(target - place(i)));
+    }
+    unsigned largest = Storage<T>::minus_inf;
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) largest = max_into<T>(largest, v[i]);
+    const float highest = max_of_word<T>(largest), before = exponentials.top;
+    exponentials.top = maximum_or_nan(before, highest);
+    if (!(highest <= exponentials.bound) && !exponentials.rises_to(highest)) {
+      const double top = wide(exponentials.top);
+      const bool huge = is_huge(top, call.transform);
+      if (!finite(top)) continue;
+      if (huge && top != wide(before)) exponentials.forget();
+#pragma unroll 1
+      for (int i = 0; i < LOADS * WIDTH; ++i) {
+        const int index = start + i / WIDTH * group_size + (single ? step : 0);
+        if (single ? i % WIDTH != 0 || index >= span.scalars : index >= span.vectors) continue;
+        const int at = single ? span.scalar_index(index) : span.vector_start(index) + i % WIDTH;
+        if (at != target) exponentials.add_any(number_of(row[at]), huge, call.transform);
+      }
+      continue;
+    }
+    uint32_t sums[3] = {0, 0, 0};
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
-      const int at =
-          start >= 0 ? span.vector_start(start + i * group_size) : span.scalar_index(start + step + i * group_size);
-      const unsigned target_index = static_cast<unsigned>(target - at);
-      if (start >= 0 || target_index == 0) mask<T>(v[i], target_index);
-      largest = max_into<T>(largest, v[i]);
-    }
-    const float highest = max_of_word<T>(largest);
-    max = fmaxf(max, highest);
-    if (highest > exponential.limit) {
-      const Exponential<T, float> before = exponential;
-      exponential.set_reference(highest);
-      if (sum != 0.0) sum *= exp(before.log_rescale(exponential, scale));
-    }
-#pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-      if (i >= count) break;
-      float x[Storage<T>::width];
+      float x[WIDTH];
       unpack<T>(v[i], x);
-      sum += static_cast<double>(exponential.sum_of(x));
+      exponentials.add(x, sums);
     }
+    exponentials.add_sums(sums);
   }
 
-  reduce_sums(max, sum, exponential, scale, group_size);
+  const float top = reduce(exponentials.top, group_size, [](float a, float b) { return maximum_or_nan(a, b); });
+  if (is_huge(wide(top), call.transform) && wide(exponentials.top) != wide(top)) exponentials.forget();
+  Sum sum = exponentials.limbs();
+  reduce_sums(sum, group_size);
   if (!has_row || tile.thread_rank != 0) return;
-  State state = identity();
-  state.max = max;
-  state.sum_exp = sum;
+  State state = State::identity();
+  state.top = canonical(top < from_bits(0x7f800000u) ? wide(top) : not_a_number());
+  if (finite(state.top)) state.sum = sum;
   if (target >= 0) {
-    state.held = static_cast<double>(widen(row[target]));
+    state.held = canonical(number_of(row[target]));
     state.held_weight = weight == nullptr ? 1.0 : weight[tile.first_class + target];
   }
-  store(state, states + (tile.row * gridDim.y + blockIdx.y) * num_fields(fields), fields, scale);
+  state.store<Single>(states + (tile.row * gridDim.y + blockIdx.y) * words_of(fields), call);
 }
+
+}  // namespace pce

@@ -12,6 +12,8 @@ WARP_SIZE = 32
 VECTOR_BYTES = 16
 #: threads that must fit on a multiprocessor at once: the compiler keeps each to 65,536 / 1,024 registers
 RESIDENT_THREADS = 1024
+#: the same for kernels that handle whole states, or every option: these need up to 128 registers
+GENERAL_RESIDENT_THREADS = 512
 
 #: the largest block of the forward and backward kernels
 BLOCK_THREADS = 256
@@ -24,20 +26,10 @@ _GROUP_SIZES = [(64, 8), (128, 16), (3072, 32), (6144, 64), (16384, 128)]
 _TARGET_BLOCKS = 4 * 132
 _MIN_SPLIT_BYTES = 2**14
 _MAX_SPLIT_CLASSES = 2**30  # in a split the kernels count classes with 32 bits
-MAX_GRID_X = 2**31 - 1
 _MAX_GRID_Y = 65535
 
 #: the block of the merge kernel, which has one warp for each row
 MERGE_BLOCK_THREADS = 128
-
-#: how many blocks may share a row in the fused kernel
-CLUSTER_SIZES = (1, 2, 4, 8)
-#: the first compute capability with clusters of thread blocks
-CLUSTER_CAPABILITY = 90
-#: the largest block of the fused kernel
-FUSED_BLOCK_THREADS = 512
-#: vectors of a row that a thread of the fused kernel keeps in registers, by bytes per logit
-FUSED_VECTORS = {2: 4, 4: 6}
 
 
 class LaunchConfig(NamedTuple):
@@ -74,16 +66,3 @@ class LaunchConfig(NamedTuple):
         """Use splits of two rounds of loads a thread; there may be many, as they need no merge."""
         chunk = BLOCK_THREADS * (VECTOR_BYTES // size) * LOADS * 2
         return cls.with_splits(rows, classes, size, min(_MAX_GRID_Y, -(-classes // chunk)))
-
-
-def cluster_size(classes: int, size: int) -> int:
-    """Return how many blocks, a power of two, hold a row in registers; above `CLUSTER_SIZES` if it does not fit."""
-    vectors = -(-classes * size // VECTOR_BYTES)
-    blocks = -(-vectors // (FUSED_BLOCK_THREADS * FUSED_VECTORS[size]))
-    return 1 << (blocks - 1).bit_length()
-
-
-def fused_block_threads(classes: int, size: int, blocks: int) -> int:
-    """Return the threads of each block of the fused kernel: whole warps, and no more than the row needs."""
-    classes_per_warp = WARP_SIZE * FUSED_VECTORS[size] * (VECTOR_BYTES // size)
-    return WARP_SIZE * -(-classes // (classes_per_warp * blocks))

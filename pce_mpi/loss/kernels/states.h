@@ -21,7 +21,10 @@ struct Sum {
     // Move to a grid, if it is coarser.
     PCE_FUNCTION void raise(int64_t to) {
         if (to <= grid) return;
-        for (int j = 0; j < 3; j++) limbs[j] = to - grid < 3 - j ? limbs[j + (to - grid)] : 0;
+        int64_t by = to - grid;  // no index that is computed: registers have none
+        limbs[0] = by == 1 ? limbs[1] : by == 2 ? limbs[2] : 0;
+        limbs[1] = by == 1 ? limbs[2] : 0;
+        limbs[2] = 0;
         grid = to;
     }
 
@@ -259,9 +262,8 @@ PCE_FUNCTION void forget_exponentials(State &state) {
     state.entropy = {NO_ENTROPY, {0, 0, 0}};
 }
 
-// The state of the union of two disjoint sets of classes of a row.
-template <class Arithmetic> PCE_FUNCTION State merged(State a, State b, const Call &call) {
-    State alone = State::identity();
+// Make `a` the state of the union of two disjoint sets of classes of a row; `b` is used up.
+template <class Arithmetic> PCE_FUNCTION void merge(State &a, State &b, const Call &call) {
     double leading;  // the logit beside which no other one counts if it is huge
     if (call.has(HOLD_LARGEST)) {
         if (b_is_held(a, b, call)) {
@@ -269,17 +271,12 @@ template <class Arithmetic> PCE_FUNCTION State merged(State a, State b, const Ca
             a = b;
             b = swapped;
         }
-        alone.held = b.held;
-        add_class<Arithmetic>(alone, b.held, call.has(HELD_WEIGHT) ? b.held_weight : 0.0, call);
+        add_class<Arithmetic>(b, b.held, call.has(HELD_WEIGHT) ? b.held_weight : 0.0, call);
         leading = a.held;
         bool drop = !finite(leading), huge = is_huge(leading, call.transform);
         if (drop) forget_exponentials(a);
-        if (drop || (huge && b.held != leading)) {
-            forget_exponentials(b);
-            forget_exponentials(alone);
-        }
+        if (drop || (huge && b.held != leading)) forget_exponentials(b);
         a.target = larger(a.target, b.target);
-        a.sum.add(alone.sum);
     } else {
         leading = larger(a.top, b.top);
         bool drop = leading != leading, huge = is_huge(leading, call.transform);
@@ -290,9 +287,13 @@ template <class Arithmetic> PCE_FUNCTION State merged(State a, State b, const Ca
         a.held_weight += b.held_weight;
     }
     a.sum.add(b.sum);
-    Sum *sums[3] = {&a.weight, &a.weighted_logit, &a.entropy};
-    const Sum *others[6] = {&b.weight, &b.weighted_logit, &b.entropy, &alone.weight, &alone.weighted_logit, &alone.entropy};
-    for (int i = 0; i < 6; i++) sums[i % 3]->add(*others[i]);
+    a.weight.add(b.weight);
+    a.weighted_logit.add(b.weighted_logit);
+    a.entropy.add(b.entropy);
+}
+
+template <class Arithmetic> PCE_FUNCTION State merged(State a, State b, const Call &call) {
+    merge<Arithmetic>(a, b, call);
     return a;
 }
 

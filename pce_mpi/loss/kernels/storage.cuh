@@ -2,6 +2,9 @@
 #pragma once
 #include <constants.cuh>
 #include <device.cuh>
+#include <gradients.h>
+
+namespace pce {
 
 struct float16 {
   unsigned short bits;
@@ -10,7 +13,7 @@ struct bfloat16 {
   unsigned short bits;
 };
 
-// Properties of a dtype: its code, the number of elements in a vector, and a word of -inf.
+// Properties of a dtype that is computed in float32: its code, the elements of a vector, and a word of -inf.
 template <typename T>
 struct Storage;
 template <>
@@ -28,33 +31,12 @@ struct Storage<float> {
   static constexpr int dtype = FLOAT32, width = sizeof(Vector) / sizeof(float);
   static constexpr unsigned minus_inf = 0xff800000u;
 };
-template <>
-struct Storage<double> {
-  static constexpr int dtype = FLOAT64, width = sizeof(Vector) / sizeof(double);
-  static constexpr unsigned minus_inf = 0xfff00000u;  // the upper word
-};
-
-template <typename A>
-__device__ __forceinline__ A infinity();
-template <>
-__device__ __forceinline__ float infinity<float>() {
-  return bit_cast<float>(0x7f800000u);
-}
-template <>
-__device__ __forceinline__ double infinity<double>() {
-  return bit_cast<double>(0x7ff0000000000000ull);
-}
-
-// Neither infinite nor nan.
-__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < infinity<float>(); }
-__device__ __forceinline__ bool is_finite(double x) { return fabs(x) < infinity<double>(); }
 
 __device__ __forceinline__ float widen(float16 x) { return float_of_half(x.bits); }
 __device__ __forceinline__ float widen(bfloat16 x) { return bit_cast<float>(static_cast<unsigned>(x.bits) << 16); }
 __device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ double widen(double x) { return x; }
 
-// The elements of a vector in float32; not for float64.
+// The elements of a vector in float32.
 template <typename T>
 __device__ __forceinline__ void unpack(const Vector& v, float (&x)[Storage<T>::width]) {
   if constexpr (Storage<T>::dtype == FLOAT32) {
@@ -87,7 +69,6 @@ __device__ __forceinline__ Vector pack(const float (&x)[Storage<T>::width]) {
 template <typename T>
 __device__ __forceinline__ Vector vector_of_minus_inf() {
   constexpr unsigned word = Storage<T>::minus_inf;
-  if constexpr (sizeof(T) == 8) return Vector{0, word, 0, word};
   return Vector{word, word, word, word};
 }
 
@@ -102,13 +83,13 @@ __device__ __forceinline__ void mask(Vector& v, unsigned index) {
     v.word[i] = index / in_word == i ? (v.word[i] & ~bits) | (Storage<T>::minus_inf & bits) : v.word[i];
 }
 
-// Elementwise maximum of a word of elements and the words of a vector; nan only if there is no number.
+// Elementwise maximum of a word of elements and the words of a vector, nan where there is a nan.
 template <typename T>
 __device__ __forceinline__ unsigned max_into(unsigned word, const Vector& v) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if constexpr (Storage<T>::dtype == FLOAT32)
-      word = bit_cast<unsigned>(fmaxf(bit_cast<float>(word), bit_cast<float>(v.word[i])));
+      word = bit_cast<unsigned>(maximum_or_nan(bit_cast<float>(word), bit_cast<float>(v.word[i])));
     else if constexpr (Storage<T>::dtype == FLOAT16)
       word = maximum_of_halves(word, v.word[i]);
     else
@@ -123,7 +104,7 @@ __device__ __forceinline__ float max_of_word(unsigned word) {
     return bit_cast<float>(word);
   } else {
     const T first{static_cast<unsigned short>(word & 0xffffu)}, second{static_cast<unsigned short>(word >> 16)};
-    return fmaxf(widen(first), widen(second));
+    return maximum_or_nan(widen(first), widen(second));
   }
 }
 
@@ -131,11 +112,7 @@ __device__ __forceinline__ float max_of_word(unsigned word) {
 template <typename T>
 __device__ __forceinline__ Vector vector_of(T x) {
   Vector v = vector_of_minus_inf<T>();
-  if constexpr (sizeof(T) == 8) {
-    const auto bits = bit_cast<unsigned long long>(x);
-    v.word[0] = static_cast<unsigned>(bits);
-    v.word[1] = static_cast<unsigned>(bits >> 32);
-  } else if constexpr (sizeof(T) == 4) {
+  if constexpr (sizeof(T) == 4) {
     v.word[0] = bit_cast<unsigned>(x);
   } else {
     v.word[0] = (v.word[0] & 0xffff0000u) | x.bits;
@@ -143,42 +120,36 @@ __device__ __forceinline__ Vector vector_of(T x) {
   return v;
 }
 
-// Remove and return the first element. A loop over elements by index would need an array in memory: registers cannot be
-// indexed at run time.
 template <typename T>
-__device__ __forceinline__ T pop_front(Vector& v) {
-  const unsigned first = v.word[0], second = v.word[1];
-  if constexpr (sizeof(T) == 2) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v.word[i] = v.word[i] >> 16 | (i < 3 ? v.word[i + 1] : 0u) << 16;
-    return T{static_cast<unsigned short>(first & 0xffffu)};
-  } else {
-    constexpr int words = sizeof(T) / 4;
-#pragma unroll
-    for (int i = 0; i + words < 4; ++i) v.word[i] = v.word[i + words];
-    if constexpr (words == 1)
-      return bit_cast<T>(first);
-    else
-      return bit_cast<T>(static_cast<unsigned long long>(second) << 32 | first);
-  }
+__device__ __forceinline__ T narrowed(float x) {
+  if constexpr (Storage<T>::dtype == FLOAT16)
+    return T{static_cast<unsigned short>(halves_of_floats(x, 0.0f))};
+  else if constexpr (Storage<T>::dtype == BFLOAT16)
+    return T{static_cast<unsigned short>(bfloat16s_of_floats(x, 0.0f))};
+  else
+    return x;
 }
 
+__device__ __forceinline__ double number_of(float16 x) { return wide(widen(x)); }
+__device__ __forceinline__ double number_of(bfloat16 x) { return wide(widen(x)); }
+
 // Elements of an array whose dtype is known at run time only.
-__device__ __forceinline__ double element(const void* array, int dtype, int64 index) {
-  if (dtype == FLOAT16) return widen(static_cast<const float16*>(array)[index]);
-  if (dtype == BFLOAT16) return widen(static_cast<const bfloat16*>(array)[index]);
-  if (dtype == FLOAT32) return static_cast<const float*>(array)[index];
+__device__ __forceinline__ double element(const void* array, int dtype, int64_t index) {
+  if (dtype == FLOAT16) return number_of(static_cast<const float16*>(array)[index]);
+  if (dtype == BFLOAT16) return number_of(static_cast<const bfloat16*>(array)[index]);
+  if (dtype == FLOAT32) return number_of(static_cast<const float*>(array)[index]);
   return static_cast<const double*>(array)[index];
 }
 
-__device__ __forceinline__ void set_element(void* array, int dtype, int64 index, double value) {
-  const float narrow = nearest_float(value);
+// Rounded to float32 first, if the dtype is no wider.
+__device__ __forceinline__ void set_element(void* array, int dtype, int64_t index, double value) {
+  const float rounded = narrow(value);
   if (dtype == FLOAT16)
-    static_cast<float16*>(array)[index].bits = static_cast<unsigned short>(halves_of_floats(narrow, 0.0f));
+    static_cast<float16*>(array)[index] = narrowed<float16>(rounded);
   else if (dtype == BFLOAT16)
-    static_cast<bfloat16*>(array)[index].bits = static_cast<unsigned short>(bfloat16s_of_floats(narrow, 0.0f));
+    static_cast<bfloat16*>(array)[index] = narrowed<bfloat16>(rounded);
   else if (dtype == FLOAT32)
-    static_cast<float*>(array)[index] = narrow;
+    static_cast<float*>(array)[index] = rounded;
   else
     static_cast<double*>(array)[index] = value;
 }
@@ -210,20 +181,22 @@ struct VectorizedSpan {
 // The grid is (blocks, splits).
 struct RowTile {
   int thread_rank;  // in the group
-  int64 row, first_class;
+  int64_t row, first_class;
   int count;  // of classes; 0 in a group that has no row
 
-  __device__ __forceinline__ RowTile(int64 rows, int64 classes, int chunk, int group_size) {
+  __device__ __forceinline__ RowTile(int64_t rows, int64_t classes, int chunk, int group_size) {
     const int thread = static_cast<int>(threadIdx.x);
     thread_rank = thread % group_size;
-    row = static_cast<int64>(blockIdx.x) * (static_cast<int>(blockDim.x) / group_size) + thread / group_size;
-    first_class = static_cast<int64>(blockIdx.y) * chunk;
-    const int64 left = classes - first_class;
+    row = static_cast<int64_t>(blockIdx.x) * (static_cast<int>(blockDim.x) / group_size) + thread / group_size;
+    first_class = static_cast<int64_t>(blockIdx.y) * chunk;
+    const int64_t left = classes - first_class;
     count = row < rows ? static_cast<int>(left < chunk ? left : chunk) : 0;
   }
 
   // A local column, counted from the first class of the tile; -1 if the tile does not have it.
-  __device__ __forceinline__ int local_index(int64 column) const {
+  __device__ __forceinline__ int local_index(int64_t column) const {
     return column >= first_class && column < first_class + count ? static_cast<int>(column - first_class) : -1;
   }
 };
+
+}  // namespace pce
