@@ -3,36 +3,42 @@
 
 namespace pce {
 
-// factor exp(z) for logits none of which is larger than `most`.
+// factor exp(z) for logits none of which is larger than `most`, where `usable`.
 template <bool SCALED>
 class NearGradient {
-  RowFactor row_;
+  float high_, low_;  // of the factor, times 2 if its exponent is odd
   float scale_, lowest_;
-  uint32_t shift_;  // an exponent n of the gradient is `bits(k)` in `of`, less it
+  float magic_;  // rounds to an integer, ties to even, and adds the even part of the exponent
 
  public:
   bool usable;
 
-  __device__ __forceinline__ NearGradient(const RowFactor& row, double most, double scale)
-      : row_(row), scale_(narrow(scale)), lowest_(narrow(-2048.0 / scale)) {
+  __device__ __forceinline__ NearGradient(const RowFactor& row, double most, double scale) : scale_(narrow(scale)) {
+    // A factor of 0 is as one that no logit is large enough for.
+    const bool nought = row.factor == 0.0;
+    const int exponent = nought ? -4000 : static_cast<int>(clip(row.exponent, -2700, 2700)), odd = exponent & 1;
+    high_ = product32(nought ? 1.0f : row.high, odd ? 2.0f : 1.0f);
+    low_ = product32(row.low, odd ? 2.0f : 1.0f);
+    magic_ = sum32(MAGIC32, static_cast<float>(exponent - odd));
+    // The gradient of this logit is below 2^-150, and so are those of smaller ones.
+    lowest_ = narrow(-0.69314718 * (154 + exponent) / scale);
+    // No logit is far from 0, and no gradient is 2^124 or larger.
     const double z = scale * most;
-    shift_ = static_cast<uint32_t>(MAGIC32_BITS - static_cast<int>(clip(row.exponent, -2700, 2700)));
-    // The largest gradient is below 2^124, and a logit below -2,048 has none.
-    usable = finite(row.factor) && row.factor != 0.0 && !row.huge && z <= 2047.0 && z >= -1848.0 &&
-             row.exponent > -2700 && row.exponent < 2700 && z * LOG2E + static_cast<double>(row.exponent) < 122.0;
+    usable = finite(row.factor) && !row.huge && z <= 2047.0 && z >= -1848.0 &&
+             (nought || (row.exponent > -2700 && row.exponent < 2700 && z * LOG2E + exponent < 122.0));
   }
 
   __device__ __forceinline__ float of(float x) const {
     const float v = maximum_or_nan(x, lowest_);
-    float k = fma32(SCALED ? product32(v, scale_) : v, LOG2E32, MAGIC32);
-    const int n = static_cast<int>(bits(k) - shift_), normal = n > -125 ? n : -125;
-    const int rest = n - normal > -30 ? n - normal : -30;
-    k = sum32(k, -MAGIC32);
+    float k = fma32(SCALED ? product32(v, scale_) : v, LOG2E32, magic_);
+    // The low bits of n are the exponent of the gradient.
+    const int n = static_cast<int>(bits(k)), normal = n > MAGIC32_BITS - 125 ? n : MAGIC32_BITS - 125;
+    k = sum32(k, -magic_);
     const float f = SCALED ? fma32(v, scale_, product32(k, -HI32)) : fma32(k, -HI32, v);
-    const float t = polynomial(fma32(k, -LO32, f)), value = sum32(row_.high, fma32(row_.high, t, row_.low));
+    const float t = polynomial(fma32(k, -LO32, f)), value = sum32(high_, fma32(high_, t, low_));
     // Powers of two are added to the exponent, but for the one that may leave a subnormal number.
     return product32(from_bits(bits(value) + (static_cast<uint32_t>(normal) << 23)),
-                     from_bits(static_cast<uint32_t>(rest + 127) << 23));
+                     from_bits(static_cast<uint32_t>(n - normal + 127) << 23));
   }
 };
 
@@ -52,11 +58,16 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
   const Call call = {0, {scale, 0.0}};
   const RowFactor factor = RowFactor::of(gradient, call.transform);
   const NearGradient<SCALED> near(factor, gradient.most, scale);
-  const bool is_valid = gradient.valid != 0, nought = !is_valid || factor.factor == 0.0;
-  const int held = is_valid ? tile.local_index(gradient.column) : -1;
+  const int held = tile.local_index(gradient.column);
   const float held_dx = narrow(gradient.held_gradient);
 
-  if (!nought && !near.usable) {
+  if (gradient.valid == 0) {
+    for (int i = tile.thread_rank; i < span.vectors; i += group_size)
+      store_streaming(to + span.vector_start(i), Vector{0, 0, 0, 0});
+    for (int i = tile.thread_rank; i < span.scalars; i += group_size) to[span.scalar_index(i)] = narrowed<T>(0.0f);
+    return;
+  }
+  if (!near.usable) {
 #pragma unroll 1
     for (int at = tile.thread_rank; at < tile.count; at += group_size)
       to[at] = narrowed<T>(at == held ? held_dx : gradient_of<Single>(number_of(row[at]), 1.0, factor, call));
@@ -74,7 +85,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
       float x[WIDTH];
       unpack<T>(v[i], x);
 #pragma unroll
-      for (int j = 0; j < WIDTH; ++j) x[j] = nought ? 0.0f : near.of(x[j]);
+      for (int j = 0; j < WIDTH; ++j) x[j] = near.of(x[j]);
       const unsigned index = static_cast<unsigned>(held - at);
       if (index < WIDTH) {
 #pragma unroll
@@ -86,7 +97,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
   }
   for (int i = tile.thread_rank; i < span.scalars; i += group_size) {
     const int at = span.scalar_index(i);
-    to[at] = narrowed<T>(at == held ? held_dx : nought ? 0.0f : near.of(widen(row[at])));
+    to[at] = narrowed<T>(at == held ? held_dx : near.of(widen(row[at])));
   }
 }
 
