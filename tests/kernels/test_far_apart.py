@@ -6,21 +6,18 @@ import numpy as np
 
 from cuda_on_host.module import RawModule
 from kernels.comparing import (
-    assert_gradient,
+    Problem,
+    assert_equal,
     assert_states,
-    draw,
     expected_gradient,
-    expected_states,
-    fused,
     on_device,
-    options_of,
-    row_gradient,
-    states_of,
+    rows_of,
+    states_on_device,
     write_gradient,
 )
 from pce_mpi.loss.kernels import compilation
+from pce_mpi.loss.kernels.definition import StateFields
 from pce_mpi.loss.kernels.launch_config import LaunchConfig
-from pce_mpi.loss.softmax_state import StateFields
 
 
 def test_rows_beyond_2_to_31_elements(stand_in, cuda):
@@ -29,23 +26,21 @@ def test_rows_beyond_2_to_31_elements(stand_in, cuda):
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # Linux's MAP_NORESERVE
     memory = np.frombuffer(mmap.mmap(-1, 2 * (2 * pitch + classes), flags), np.float16)
     strided = np.lib.stride_tricks.as_strided(memory, (3, classes, 1), (2 * pitch, 2, 2))
-    logits, columns = draw(np.dtype(np.float16), classes, 3, seed=15)
-    strided[...] = logits
-    fields, options = StateFields(), options_of(np.dtype(np.float16))
-    expected = expected_states(logits, columns, fields, options)
-    assert_states(fields, states_of(cuda, strided, columns, fields, options), expected, np.float16)
-    gradient = row_gradient(fields, expected, columns, np.ones(3, np.bool_))
-    wanted = expected_gradient(logits, gradient, options)
-    fused(cuda, logits.copy(), strided, columns, fields)
-    write_gradient(cuda, strided, strided, gradient, options)
-    assert_gradient(strided, wanted, logits.dtype)
+    logits = np.random.default_rng(15).normal(0, 3, (3, classes)).astype(np.float16)
+    for fields in (StateFields(), StateFields(held_weight=True, weighted_logit=True)):
+        strided[:, :, 0] = logits
+        problem = Problem(logits, np.array([0, 99, 50]), fields)
+        rows = rows_of(problem, 0)
+        assert_states(states_on_device(cuda, problem, strided), problem)
+        write_gradient(cuda, problem, rows, strided, strided)
+        assert_equal(strided[:, :, 0], expected_gradient(problem, rows, logits.dtype))
 
 
 TILES = """
 #include <storage.cuh>
-__global__ void tiles(int64 rows, int64 classes, int chunk, int group_size, int64 column, int64* found) {
-  const RowTile tile(rows, classes, chunk, group_size);
-  int64* to = found + 4 * (static_cast<int64>(blockIdx.y) * blockDim.x + threadIdx.x);
+__global__ void tiles(int64_t rows, int64_t classes, int chunk, int group_size, int64_t column, int64_t* found) {
+  const pce::RowTile tile(rows, classes, chunk, group_size);
+  int64_t* to = found + 4 * (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x);
   to[0] = tile.row;
   to[1] = tile.first_class;
   to[2] = tile.count;

@@ -7,22 +7,18 @@ import pytest
 
 from cuda_on_host.module import KernelFault, RawModule
 from kernels.comparing import (
-    DTYPES,
-    assert_gradient,
+    Problem,
+    assert_equal,
     assert_states,
-    check_plain,
-    draw,
     expected_gradient,
-    expected_states,
-    options_of,
-    row_gradient,
-    states_of,
+    rows_of,
+    states_on_device,
     write_gradient,
 )
 from kernels.device_arrays import rows_in_memory
 from pce_mpi.loss.kernels import compilation
 from pce_mpi.loss.kernels.launch_config import LaunchConfig
-from pce_mpi.loss.softmax_state import StateFields
+from ranks.test_definition import FIELDS
 
 
 def faulty(cuda, monkeypatch, tmp_path, file, correct, wrong):
@@ -41,38 +37,38 @@ def faulty(cuda, monkeypatch, tmp_path, file, correct, wrong):
     monkeypatch.setattr(cuda, "_function", function)
 
 
-def few_rows():
-    """Yield rows of many vectors and of few, also rising to the end, over several blocks; columns at both edges."""
-    dtype = DTYPES[0]
+def few_rows(fields="plain"):
+    """Yield problems of many vectors and of few, also in order or with huge logits first, and logits in memory."""
     for classes in (13, 301, 2500):
-        logits, columns = draw(dtype, classes, 2, seed=16)
-        columns[:] = 0, classes - 1
-        for values in (logits, np.sort(logits * 5, axis=1)):
-            strided, _ = rows_in_memory(values, pitch=classes + 3, shift=3)
-            options = options_of(dtype)
-            expected = expected_states(strided, columns, StateFields(), options)
-            gradient = row_gradient(StateFields(), expected, columns, np.ones(2, np.bool_))
-            yield strided, columns, options, expected, gradient
+        drawn = np.random.default_rng([16, classes]).normal(0, 3, (4, classes))
+        huge = np.where(np.arange(classes) < classes // 3, 1e36, drawn)
+        for values in (drawn, np.sort(drawn * 5), np.sort(drawn * 300), huge):
+            logits = values.astype(np.float32 if values is huge or classes == 301 else np.float16)
+            problem = Problem(logits, np.array([classes // 2, classes - 1, 0, classes // 3]), FIELDS[fields])
+            strided, _ = rows_in_memory(logits[:, :, None], pitch=classes + 3, shift=3)
+            yield problem, strided
 
 
-def check_forward(cuda):
-    for strided, columns, options, expected, _ in few_rows():
+def check_forward(cuda, fields="plain", splits=1):
+    for problem, strided in few_rows(fields):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LaunchConfig, "for_forward", lambda *_: LaunchConfig(64, 128, 2**14, 1, 1))
-            assert_states(
-                StateFields(), states_of(cuda, strided, columns, StateFields(), options), expected, strided.dtype
-            )
+            chunk = 2**14 if splits == 1 else problem.logits.shape[1] // splits // 8 * 8 + 8
+            splits_of_row = -(-problem.logits.shape[1] // chunk)
+            config = LaunchConfig(64, 128, chunk, splits_of_row, 2)
+            patch.setattr(LaunchConfig, "for_forward", lambda *_, config=config: config)
+            assert_states(states_on_device(cuda, problem, strided), problem)
+
+
+def check_statistics(cuda):
+    check_forward(cuda, "statistics", splits=3)
 
 
 def check_backward(cuda):
-    for strided, _, options, _, gradient in few_rows():
-        wanted = expected_gradient(strided, gradient, options)
-        write_gradient(cuda, strided, strided, gradient, options)
-        assert_gradient(strided, wanted, strided.dtype)
-
-
-def check_cluster(cuda):
-    check_plain(cuda, DTYPES[0], 33_001, rows=1, seed=16)
+    for problem, strided in few_rows():
+        rows = rows_of(problem, 1)
+        rows.view(np.int64)[:, 2] = 1, 1, 1, 0
+        write_gradient(cuda, problem, rows, strided, strided)
+        assert_equal(strided[:, :, 0], expected_gradient(problem, rows, strided.dtype))
 
 
 FAULTS = [
@@ -81,35 +77,45 @@ FAULTS = [
     (check_forward, "storage.cuh", "scalars = count - vectors * width", "scalars = head"),
     (check_forward, "storage.cuh", "v.word[i] >> 16)})", "v.word[i] & 0xffffu)})"),
     (check_forward, "forward.cu", "start += step)", "start += 2 * step)"),
-    (check_forward, "forward.cu", "before.log_rescale(exponential, scale)", "exponential.log_rescale(before, scale)"),
-    (check_forward, "forward.cu", "start >= 0 || target_index == 0", "start >= 0"),
+    (check_forward, "forward.cu", "if (!single || target == place(i)) mask", "if (!single) mask"),
+    (check_forward, "forward.cu", "< static_cast<unsigned>(step * WIDTH)", "< static_cast<unsigned>(step)"),
     (
         check_forward,
-        "softmax_state.cuh",
-        "sum *= exp(exponential.log_rescale(static_cast<double>(max), scale))",
-        "sum *= 1.0",
+        "forward.cu",
+        "    digits.raise(floor_div(n, Single::WIDTH));\n",
+        "    digits.grid = floor_div(n, 21);\n",
     ),
+    (check_forward, "forward.cu", "if (at != target) exponentials.add_any", "exponentials.add_any"),
+    (check_forward, "forward.cu", "if (largest > 4096) return false;", ""),
     (
         check_forward,
-        "softmax_state.cuh",
-        "for (int i = 1; i < warps; ++i) value",
-        "for (int i = 2; i < warps; ++i) value",
+        "forward.cu",
+        "const double end = static_cast<double>(largest)",
+        "const double end = 2.0 * static_cast<double>(largest)",
     ),
-    (
-        check_forward,
-        "softmax_state.cuh",
-        "__syncthreads();\n  value = warp_values[first]",
-        "value = warp_values[first]",
-    ),
+    (check_forward, "groups.cuh", "sum.raise(reduce(sum.grid,", "(void)(reduce(sum.grid,"),
+    (check_forward, "groups.cuh", "for (int i = 1; i < warps; ++i) value", "for (int i = 2; i < warps; ++i) value"),
+    (check_forward, "groups.cuh", "__syncthreads();\n  value = warp_values[first]", "value = warp_values[first]"),
+    (check_statistics, "groups.cuh", "*own, own[step], call);\n    __syncthreads();", "*own, own[step], call);"),
+    (check_statistics, "general_forward.cu", "      x = before;\n", ""),
+    (check_statistics, "general_forward.cu", "class_start + tile.first_class + at, at", "class_start + at, at"),
+    (check_statistics, "merge.cu", "split += WARP_SIZE", "split += 2"),
+    (check_statistics, "merge.cu", "int split = lane;", "int split = lane + 1;"),
     (check_backward, "storage.cuh", "scalars = count - vectors * width", "scalars = head"),
-    (check_backward, "backward.cu", "at == held ? held_dx :", "at == held + 1 ? held_dx :"),
-    (check_backward, "row_gradient.cuh", "if (held_index == i) x[i] = held_dx", "if (held_index == i) x[i] += held_dx"),
-    (check_cluster, "fused.cu", "cluster_wait();\n  } else", "} else"),
-    (check_cluster, "fused.cu", "(&shared.sum[block], thread, sum)", "(&shared.sum[block], block, sum)"),
+    (
+        check_backward,
+        "backward.cu",
+        "narrowed<T>(at == held ? held_dx : near",
+        "narrowed<T>(at == held + 1 ? held_dx : near",
+    ),
+    (check_backward, "backward.cu", "if (index == j) x[j] = held_dx", "if (index == j) x[j] += held_dx"),
+    (check_backward, "backward.cu", "exponent - odd", "exponent"),
+    (check_backward, "backward.cu", "(154 + exponent)", "(100 + exponent)"),
+    (check_backward, "backward.cu", "Vector{0, 0, 0, 0}", "Vector{0, 0, 0, 1}"),
 ]
 
 
-@pytest.mark.parametrize("check", [check_forward, check_backward, check_cluster])
+@pytest.mark.parametrize("check", [check_forward, check_statistics, check_backward])
 def test_comparisons_that_find_faults_pass_without_one(cuda, check):
     check(cuda)
 

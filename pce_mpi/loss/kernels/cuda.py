@@ -110,10 +110,9 @@ def fill_states(
     None if there are no index targets.
     """
     outer, classes, inner = logits.shape
-    rows = outer * inner
+    rows, words = outer * inner, fields.dtype.itemsize // 8
     if rows == 0 or classes == 0:
-        return cupy.asarray(fields.identity(rows).view(np.uint64).reshape(rows, -1))
-    words = fields.dtype.itemsize // 8
+        return cupy.asarray(fields.identity(rows).view(np.uint64).reshape(rows, words))
     source = rows_of(logits)
     config = LaunchConfig.for_forward(rows, classes, logits.dtype.itemsize)
     sums = fields.weight or fields.weighted_logit or fields.entropy
