@@ -90,8 +90,8 @@ failing := never_arrives and later or killed
 test-kernels: $(installed)/kernels-$(CUDA)
 	$(bin)/python tests/run.py tests/kernels tests/jobs/test_gpus.py
 
-# What compute-sanitizer looks at: rows that start and end anywhere, clusters, every option.
-sanitized := anywhere or cluster or every_option
+# What compute-sanitizer looks at: rows that start and end anywhere, splits of rows, every option.
+sanitized := anywhere or splits or every_option
 
 test-gpu: $(installed)/gpu-$(CUDA)
 	$(bin)/python tests/run.py --gpu -n $(or $(N),1 2 4)

@@ -4,7 +4,7 @@
 
 A copy from device memory to device memory reads each byte once and writes it once, and nothing is faster. A figure is
 given as gigabytes a second, of the bytes that the function must touch, and as a share of the speed of the copy in the
-same run: a forward pass reads the logits, a backward pass and a fused one read them and write the gradient.
+same run: a forward pass reads the logits, a backward pass reads them and writes the gradient.
 
 CUDA events take the times, over arrays which together do not fit the second-level cache. On one rank the GPU is kept
 busy until the timed work has been launched: kernels take a few microseconds, Python some ten times as much. On one
@@ -43,8 +43,9 @@ from pce_mpi.loss import (
     softmax_cross_entropy_value_and_grad,
 )
 from pce_mpi.loss.kernels import kernels_of
-from pce_mpi.loss.kernels.parameters import ClassWeights, RowGradient, Transform
-from pce_mpi.loss.softmax_state import StateFields, merge
+from pce_mpi.loss.kernels.definition import Merge, StateFields
+from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE
+from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
 
 COMM = MPI.COMM_WORLD
 Array = Any  # cupy.ndarray
@@ -55,6 +56,8 @@ CACHES = 4
 # Written before a kernel is timed, in caches: this takes an H200 about 0.2 ms.
 AHEAD = 16
 WARM_UP = 3
+# What a loss without options keeps of a row.
+PLAIN = StateFields()
 # This many random numbers are drawn on the host, and repeated.
 DRAWN = 2**22
 
@@ -153,8 +156,6 @@ def measure(rows: int, classes: int, dtype: np.dtype[Any], repeat: int) -> tuple
     parts = [timed(lambda logits, _: kernels.forward(logits)), timed(kernels.backward)]
     add("kernel: forward", parts[0], 1)
     add("kernel: backward", parts[1], 2)
-    if COMM.size == 1 and kernels.fused_fits:
-        add("kernel: both at once", timed(kernels.fused), 2)
     add("kernel: backward in place", timed(lambda logits, _: kernels.backward(logits, logits)), 2)
     shards.refill()  # logits again, where gradients have been written
     residuals: list[Any] = []
@@ -169,13 +170,13 @@ def measure(rows: int, classes: int, dtype: np.dtype[Any], repeat: int) -> tuple
         forward(logits, out)
         backward(logits, out)
 
-    def fused(logits: Array, out: Array) -> None:
+    def value_and_grad(logits: Array, out: Array) -> None:
         softmax_cross_entropy_value_and_grad(logits, targets, comm=COMM, num_classes=classes, out=out)
 
     add("forward", timed(forward), 1)
     add("backward", timed(backward, before=forward), 2)
     add("forward + backward", timed(both), 3)
-    add("value_and_grad", timed(fused), 2)
+    add("value_and_grad", timed(value_and_grad), 2)
     if COMM.size > 1:
         collective = 1e3 * merge_seconds(rows, repeat)
         add("the two kernels and the collective", sum(parts) + collective, 3)
@@ -245,48 +246,26 @@ class Kernels:
         self._module = kernels_of(logits)
         columns = targets - class_start
         self._columns = xp.where((columns >= 0) & (columns < classes), columns, -1)
-        self._fields = StateFields()
         self._options: dict[str, Any] = {
             "weights": ClassWeights(),
             "transform": Transform(),
-            "compute_dtype": np.dtype(np.float64 if logits.dtype == np.float64 else np.float32),
+            "arithmetic": DOUBLE if logits.dtype == np.float64 else SINGLE,
         }
         self._class_start = class_start
-        self._ones = xp.ones(rows)
-        self._valid = xp.ones(rows, np.bool_)
         # Logits that are gradients already become small numbers again.
-        self._gradient = RowGradient(
-            max=self._ones,
-            factor=self._ones / max(1, classes),
-            weight_factor=None,
-            held_column=self._columns,
-            held_gradient=-self._ones,
-            valid=self._valid,
-        )
-        self.fused_fits = bool(self._module.fused_fits(logits[:, :, None], self._options["compute_dtype"]))
+        gradients = np.zeros((rows, 10))
+        gradients.view(np.int64)[:, 1] = xp.asnumpy(self._columns)
+        gradients.view(np.int64)[:, 2] = 1
+        gradients[:, 5], gradients[:, 7] = 1.0 / max(1, classes), -1.0
+        self._gradients = xp.asarray(gradients.view(np.uint64))
 
     def forward(self, logits: Array) -> None:
         self._module.fill_states(
-            logits[:, :, None], self._columns, self._fields, class_start=self._class_start, **self._options
+            logits[:, :, None], self._columns, PLAIN, class_start=self._class_start, **self._options
         )
 
     def backward(self, logits: Array, out: Array) -> None:
-        self._module.write_gradient(out[:, :, None], logits[:, :, None], self._gradient, **self._options)
-
-    def fused(self, logits: Array, out: Array) -> None:
-        self._module.fill_states_and_write_gradient(
-            out[:, :, None],
-            logits[:, :, None],
-            self._columns,
-            self._fields,
-            transform=self._options["transform"],
-            compute_dtype=self._options["compute_dtype"],
-            class_start=self._class_start,
-            slope=self._ones,
-            held=self._ones,
-            valid=self._valid,
-            z_loss=0.0,
-        )
+        self._module.write_gradient(out[:, :, None], logits[:, :, None], self._gradients, PLAIN, **self._options)
 
 
 def event_milliseconds(
@@ -333,7 +312,7 @@ def peer_milliseconds(peer: Peer, call: Callable[[Any], object], shards: Shards,
 
 def merge_seconds(rows: int, repeat: int) -> float:
     """The median time of the all-reduce of one plain softmax state a row, on the host."""
-    states = StateFields().identity(rows)
+    states, merge = PLAIN.identity(rows), Merge(PLAIN, Transform(), SINGLE)
     times = []
     for _ in range(WARM_UP + repeat):
         agree(COMM, "bench", {})

@@ -1,13 +1,11 @@
-"""Tests that need a real GPU: clusters of blocks, streams of one's own, and more elements than 32 bits can count."""
+"""Tests that need a real GPU: streams of one's own, and more elements than 32 bits can count."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import pce_mpi as pce
 from pce_mpi import dense
-from pce_mpi.loss.kernels import kernels_of
-from ulps import FLOAT32, HALF, errors
+from ulps import FLOAT32, errors
 
 GIB = 2**30
 
@@ -31,56 +29,6 @@ def memory_for(gpu, needed):
 def test_rank_works_on_its_own_gpu(comm, gpu):
     # All ranks of the tests are on one host.
     assert gpu.cuda.Device().id == comm.rank % gpu.cuda.runtime.getDeviceCount()
-
-
-# Clusters
-
-
-CLUSTER = r"""
-extern "C" __global__ void __cluster_dims__(8) sizes(int* found) {
-  unsigned size, rank;
-  asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
-  if (threadIdx.x == 0) found[blockIdx.x] = 100 * size + rank;
-}
-"""
-
-
-@pytest.fixture
-def clusters(gpu):
-    capability = int(gpu.cuda.Device().compute_capability)
-    if capability < 90:
-        pytest.skip(f"clusters need compute capability 9.0, this GPU has {capability / 10}")
-    return gpu
-
-
-def test_kernels_with_cluster_size_are_launched_as_clusters(clusters):
-    found = clusters.zeros(24, np.int32)
-    clusters.RawKernel(CLUSTER, "sizes", options=("-std=c++17",))((24, 1, 1), (512, 1, 1), (found,))
-    assert clusters.asnumpy(found).tolist() == [800 + rank for rank in range(8)] * 3
-
-
-@pytest.mark.parametrize(
-    ("dtype", "limit"),
-    [(np.float16, HALF), (ml_dtypes.bfloat16, HALF), (np.float32, FLOAT32)],
-    ids=["f2", "bf16", "f4"],
-)
-@pytest.mark.parametrize("classes", [16_384, 32_768, 65_536, 98_304])
-def test_rows_over_blocks_have_gradient_of_two_passes(clusters, classes, dtype, limit):
-    rng = np.random.default_rng(classes)
-    host = rng.normal(0, 3, (300, classes)).astype(dtype)
-    logits, targets = clusters.asarray(host), clusters.asarray(rng.integers(0, classes, 300))
-    assert kernels_of(logits).fused_fits(logits[:, :, None], np.dtype(np.float32))
-    loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, reduction="none")
-    two_passes, residuals = pce.softmax_cross_entropy_forward(logits, targets, reduction="none")
-    expected = pce.softmax_cross_entropy_backward(1.0, residuals)
-    loss, two_passes, gradient, expected = map(clusters.asnumpy, (loss, two_passes, gradient, expected))
-    # Each of the two is allowed its own errors.
-    assert errors(loss, two_passes, np.float32).max() <= 2 * FLOAT32
-    wide = expected.astype(np.float64)
-    size = None if limit == HALF else np.broadcast_to(np.abs(wide).max(axis=1, keepdims=True), wide.shape)
-    assert errors(gradient, wide, dtype, size).max() <= 2 * limit
 
 
 # Streams
