@@ -1,6 +1,7 @@
 """Every kernel compiles for both architectures, in registers: no spills, and enough threads fit a multiprocessor."""
 
 from concurrent.futures import ProcessPoolExecutor
+import importlib
 from importlib.util import find_spec
 import os
 from pathlib import Path
@@ -101,3 +102,17 @@ def test_no_arithmetic_flushes_subnormal_numbers(reports):
     # CuPy's -ftz=true is harmless to comparisons with bounds, to truncation to integers, and to a sign.
     for kernel, architecture, _, _, flushing in reports:
         assert not [name for name in flushing if not re.match(r"setp\.|cvt\.rzi\.|neg\.", name)], (kernel, architecture)
+
+
+def test_instructions_are_counted_around_main_loop(monkeypatch):
+    monkeypatch.syspath_prepend(compilation.source_folder.parents[2] / "benchmarks")
+    count = importlib.import_module("count_instructions")
+    arithmetic = ["FFMA R1, R1, R2, R3"] * count.ARITHMETIC
+    lines = ["MOV R0, R1", ".L_x_0:", "LDG R0", "@P0 BRA `(.L_x_2)", *["DADD R0, R0, R1"] * 50, ".L_x_2:"]
+    lines += [*arithmetic, "@!P1 BRA `(.L_x_3)", "STG R0", ".L_x_3:", "@P2 BRA `(.L_x_0)", "EXIT", "BRA `(.L_x_0)"]
+    code = "\n".join(
+        line if line.endswith(":") else f"        /*{16 * at:04x}*/                   {line} ;"
+        for at, line in enumerate(lines)
+    )
+    # Neither the branch with float64 nor the store is on the shortest way.
+    assert count.around_loop(count.blocks_of(code)) == 2 + count.ARITHMETIC + 1 + 1

@@ -47,27 +47,38 @@ class Exponentials {
     return true;
   }
 
-  // Add logits none of which is larger than `bound`, or than what the grid has been raised to.
-  template <int N>
-  __device__ __forceinline__ void add(const float (&x)[N], uint32_t (&sums)[3]) const {
+  // Add logits none of which is larger than `bound`, or than what the grid has been raised to, to the low halves of
+  // three limbs.
+  template <typename T>
+  __device__ __forceinline__ void add(Vector logits, uint32_t (&sums)[3]) const {
+    constexpr int N = Storage<T>::width;
+    if constexpr (!SCALED) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) logits.word[i] = maximum<T>(logits.word[i], word_of<T>(LOWEST));
+    }
+    float x[N];
+    unpack<T>(logits, x);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float v = maximum_or_nan(x[i], lowest_);
+      const float v = SCALED ? maximum_or_nan(x[i], lowest_) : x[i];
       float k = fma32(SCALED ? product32(v, scale_) : v, LOG2E32, MAGIC32);
       const uint32_t shift = limit_ - bits(k);
       k = sum32(k, -MAGIC32);
       const float f = SCALED ? fma32(v, scale_, product32(k, -HI32)) : fma32(k, -HI32, v);
       const uint32_t fixed = fixed_point(polynomial(fma32(k, -LO32, f)));
       const uint64_t element = shifted_right(static_cast<uint64_t>(fixed) << 32, shift);
-      sums[0] += static_cast<uint32_t>(element) & DIGIT;
-      sums[1] += static_cast<uint32_t>(element >> 21) & DIGIT;
+      sums[0] += static_cast<uint32_t>(element);
+      sums[1] += static_cast<uint32_t>(element >> 21);
       sums[2] += static_cast<uint32_t>(element >> 42);
     }
   }
 
+  // The sums of `add` over at most 2,048 logits: those of the digits do not overflow.
   __device__ __forceinline__ void add_sums(const uint32_t (&sums)[3]) {
-#pragma unroll
-    for (int i = 0; i < 3; ++i) digits.limbs[i] += sums[i];
+    const uint32_t second = sums[1] - (sums[2] << 21), first = sums[0] - (second << 21);
+    digits.limbs[0] += first;
+    digits.limbs[1] += second;
+    digits.limbs[2] += sums[2];
   }
 
   // Add any logit, after `top` has been raised. Beside a huge one only its equals count.
@@ -133,7 +144,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
     }
     unsigned largest = Storage<T>::minus_inf;
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i) largest = max_into<T>(largest, v[i]);
+    for (int i = 0; i < LOADS * 4; ++i) largest = maximum<T>(largest, v[i / 4].word[i % 4]);
     const float highest = max_of_word<T>(largest), before = exponentials.top;
     exponentials.top = maximum_or_nan(before, highest);
     if (!(highest <= exponentials.bound) && !exponentials.rises_to(highest)) {
@@ -152,11 +163,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
     }
     uint32_t sums[3] = {0, 0, 0};
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-      float x[WIDTH];
-      unpack<T>(v[i], x);
-      exponentials.add(x, sums);
-    }
+    for (int i = 0; i < LOADS; ++i) exponentials.template add<T>(v[i], sums);
     exponentials.add_sums(sums);
   }
 

@@ -83,19 +83,26 @@ __device__ __forceinline__ void mask(Vector& v, unsigned index) {
     v.word[i] = index / in_word == i ? (v.word[i] & ~bits) | (Storage<T>::minus_inf & bits) : v.word[i];
 }
 
-// Elementwise maximum of a word of elements and the words of a vector, nan where there is a nan.
+// Elementwise maximum of two words, nan where there is a nan.
 template <typename T>
-__device__ __forceinline__ unsigned max_into(unsigned word, const Vector& v) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (Storage<T>::dtype == FLOAT32)
-      word = bit_cast<unsigned>(maximum_or_nan(bit_cast<float>(word), bit_cast<float>(v.word[i])));
-    else if constexpr (Storage<T>::dtype == FLOAT16)
-      word = maximum_of_halves(word, v.word[i]);
-    else
-      word = maximum_of_bfloat16s(word, v.word[i]);
-  }
-  return word;
+__device__ __forceinline__ unsigned maximum(unsigned a, unsigned b) {
+  if constexpr (Storage<T>::dtype == FLOAT32)
+    return bit_cast<unsigned>(maximum_or_nan(bit_cast<float>(a), bit_cast<float>(b)));
+  else if constexpr (Storage<T>::dtype == FLOAT16)
+    return maximum_of_halves(a, b);
+  else
+    return maximum_of_bfloat16s(a, b);
+}
+
+// A word of equal elements.
+template <typename T>
+__device__ __forceinline__ unsigned word_of(float x) {
+  if constexpr (Storage<T>::dtype == FLOAT32)
+    return bit_cast<unsigned>(x);
+  else if constexpr (Storage<T>::dtype == FLOAT16)
+    return halves_of_floats(x, x);
+  else
+    return bfloat16s_of_floats(x, x);
 }
 
 template <typename T>

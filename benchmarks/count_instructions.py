@@ -1,0 +1,110 @@
+"""Count the instructions that the hot loops of the CUDA kernels execute for each logit.
+
+    python benchmarks/count_instructions.py --arch 90
+
+Needs nvcc and nvdisasm of a CUDA toolkit on PATH, and no GPU. The count is that of the shortest way around the loop
+which passes all its arithmetic: rounds that are whole, with no target and no coarser grid. A multiprocessor issues 4
+instructions of 32 threads a cycle; at the speed of a copy an H200 has 15.6 of them for a bfloat16 logit that is read,
+and 31 for one that is read and written or a float32 logit that is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+from pce_mpi.loss.kernels.compilation import OPTIONS, Kernel, instantiations, source_folder
+from pce_mpi.loss.kernels.launch_config import LOADS, VECTOR_BYTES
+
+PLAIN = ("forward.cu", "backward.cu")
+# A block of instructions with so many multiply-adds is arithmetic on a vector of logits.
+ARITHMETIC = 30
+
+
+class Block(NamedTuple):
+    """Instructions without a branch into them or out of them, and the blocks that may follow."""
+
+    length: int
+    multiply_adds: int
+    following: list[int]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--arch", default="90", help="compute capability, such as 80")
+    options = parser.parse_args()
+    for tool in ("nvcc", "nvdisasm"):
+        if shutil.which(tool) is None:
+            print(f"{tool} is not on PATH; a CUDA toolkit has it", file=sys.stderr)
+            return 2
+    for kernel in instantiations():
+        if kernel.file in PLAIN:
+            size = 4 if "<float," in kernel.name else 2
+            logits = LOADS * VECTOR_BYTES // size
+            print(f"{kernel.name:50} {around_loop(blocks_of(disassembled(kernel, options.arch))) / logits:5.1f}")
+    return 0
+
+
+def disassembled(kernel: Kernel, arch: str) -> str:
+    """Return the assembly code of a kernel, with labels."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = f"{folder}/kernel.cu", f"{folder}/kernel.cubin"
+        with open(source, "w", encoding="utf-8") as file:
+            file.write(f'#include "{source_folder / kernel.file}"\nauto kernel = {kernel.name};\n')
+        # -ftz=true is what CuPy adds.
+        subprocess.run(["nvcc", *OPTIONS, "-ftz=true", f"-arch=sm_{arch}", "-cubin", "-o", cubin, source], check=True)
+        return subprocess.run(["nvdisasm", "-c", cubin], check=True, capture_output=True, text=True).stdout
+
+
+def blocks_of(code: str) -> list[Block]:
+    """Return the blocks of a kernel in the order of their addresses."""
+    starts: dict[str, int] = {}
+    bodies: list[list[str]] = [[]]
+    for label, instruction in re.findall(r"^(\.L_x_\d+):|^\s+/\*[0-9a-f]+\*/\s+(.*?);", code, re.MULTILINE):
+        if label:
+            if bodies[-1]:
+                bodies.append([])
+            starts[label] = len(bodies) - 1
+        else:
+            bodies[-1].append(instruction)
+            if re.search(r"\b(BRA|EXIT|RET)\b", instruction):
+                bodies.append([])
+    blocks = []
+    for number, body in enumerate(bodies):
+        last = body[-1] if body else ""
+        target = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", last)
+        following = [starts[target[1]]] if target and target[1] in starts else []
+        if last.startswith("@") or not re.search(r"\b(BRA|EXIT|RET)\b", last):
+            following.append(number + 1)
+        multiply_adds = sum("FFMA" in instruction for instruction in body)
+        blocks.append(Block(len(body), multiply_adds, [block for block in following if block < len(bodies)]))
+    return blocks
+
+
+def around_loop(blocks: list[Block]) -> int:
+    """Return the instructions of the shortest way around the main loop that passes all its arithmetic."""
+    backward = [(block, at) for at, here in enumerate(blocks) for block in here.following if block <= at]
+    first, last = max(backward, key=lambda ends: sum(block.multiply_adds for block in blocks[ends[0] : ends[1] + 1]))
+    needed = [at for at in range(first, last + 1) if blocks[at].multiply_adds >= ARITHMETIC]
+    parts = zip([first, *needed], [*needed, last], strict=True)
+    return sum(shortest(blocks, begin, end) for begin, end in parts) + blocks[last].length
+
+
+def shortest(blocks: list[Block], begin: int, end: int) -> int:
+    """Return the fewest instructions from one block, which counts, to a later one, which does not."""
+    least: dict[int, float] = defaultdict(lambda: float("inf"), {begin: 0.0})
+    for at in range(begin, end):
+        for block in blocks[at].following:
+            if block > at:
+                least[block] = min(least[block], least[at] + blocks[at].length)
+    return int(least[end])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
