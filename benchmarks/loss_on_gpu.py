@@ -42,10 +42,11 @@ from pce_mpi.loss import (
     softmax_cross_entropy_forward,
     softmax_cross_entropy_value_and_grad,
 )
-from pce_mpi.loss.kernels import kernels_of
-from pce_mpi.loss.kernels.definition import Merge, StateFields
+from pce_mpi.loss.kernels import kernel_of
 from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
+from pce_mpi.loss.passes import Merge
+from pce_mpi.loss.softmax_state import ROW_GRADIENT, StateFields
 
 COMM = MPI.COMM_WORLD
 Array = Any  # cupy.ndarray
@@ -243,7 +244,7 @@ class Kernels:
 
     def __init__(self, logits: Array, targets: Array, class_start: int, xp: Any):
         rows, classes = logits.shape
-        self._module = kernels_of(logits)
+        self._module = kernel_of(logits)
         columns = targets - class_start
         self._columns = xp.where((columns >= 0) & (columns < classes), columns, -1)
         self._options: dict[str, Any] = {
@@ -253,10 +254,10 @@ class Kernels:
         }
         self._class_start = class_start
         # Logits that are gradients already become small numbers again.
-        gradients = np.zeros((rows, 10))
-        gradients.view(np.int64)[:, 1] = xp.asnumpy(self._columns)
-        gradients.view(np.int64)[:, 2] = 1
-        gradients[:, 5], gradients[:, 7] = 1.0 / max(1, classes), -1.0
+        gradients = np.zeros((rows, len(ROW_GRADIENT)))
+        gradients.view(np.int64)[:, ROW_GRADIENT["column"]] = xp.asnumpy(self._columns)
+        gradients.view(np.int64)[:, ROW_GRADIENT["valid"]] = 1
+        gradients[:, ROW_GRADIENT["factor"]], gradients[:, ROW_GRADIENT["held_gradient"]] = 1.0 / max(1, classes), -1.0
         self._gradients = xp.asarray(gradients.view(np.uint64))
 
     def forward(self, logits: Array) -> None:

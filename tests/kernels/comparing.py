@@ -7,16 +7,10 @@ import numpy as np
 
 from kernels.device_arrays import rows_in_memory
 from kernels.places import OnGpu, OnHost
-from pce_mpi.loss.kernels.definition import (
-    RowSoftmax,
-    StateFields,
-    Sums,
-    gradient_of,
-    states_of,
-    sum_of,
-)
-from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic, softcap_slope
+from pce_mpi.loss.kernels import definition
+from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
+from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 from ranks.test_definition import FIELDS, ROWS, logits_of
 
 DTYPES = [np.dtype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
@@ -27,10 +21,6 @@ TRANSFORMS = [
     Transform(1.0, 2.0**-10),
 ]
 PLAIN, NO_WEIGHTS = StateFields(), ClassWeights()
-# `RowSoftmax` of states.h, in its order; the last two are an exponent and a logit.
-SOFTMAX = ["held_nll", "held_probability", "held_minus_one", "normalizer", "logsumexp"]
-SOFTMAX += ["weight", "weighted_nll", "entropy", "target_log_prob", "exponent", "top"]
-
 
 place: OnHost | OnGpu = OnHost()
 
@@ -52,15 +42,8 @@ class Problem:
     first_class: int = 0
 
     @property
-    def u(self):
-        """The weight of each class of each row, or None."""
-        weight, probabilities = self.weights.weight, self.weights.probabilities
-        if probabilities is None:
-            return None if weight is None else np.broadcast_to(weight, self.logits.shape)
-        u = probabilities[:, :, 0].astype(np.float64)
-        if self.weights.smoothing:
-            u = u * (1.0 - self.weights.smoothing) + self.weights.smoothing / self.weights.classes
-        return u if weight is None else u * weight
+    def options(self):
+        return {"transform": self.transform, "arithmetic": self.arithmetic}
 
     @property
     def class_weights(self):
@@ -68,22 +51,17 @@ class Problem:
         if not self.fields.weighted_logit or self.fields.weight:
             return None
         weight = self.weights.weight
-        return sum_of([np.ones((1, self.logits.shape[1])) if weight is None else weight[None, :]])
+        return definition.sums_of(np.ones(self.logits.shape[1]) if weight is None else weight)[0]
 
     def states(self):
-        with np.errstate(all="ignore"):
-            return states_of(
-                self.logits,
-                self.columns,
-                self.fields,
-                u=self.u,
-                transform=self.transform,
-                arithmetic=self.arithmetic,
-                first_class=self.first_class,
-            )
+        more = {"weights": self.weights, "class_start": self.first_class, **self.options}
+        return definition.fill_states(self.logits[:, :, None], self.columns, self.fields, **more)
 
     def softmax(self):
-        return RowSoftmax(self.states(), self.fields, self.transform, self.arithmetic, self.class_weights)
+        """The columns of `ROW_SOFTMAX`, by name."""
+        states = self.states()
+        columns = definition.row_softmax(states, self.fields, *self.options.values(), self.class_weights)
+        return {name: columns[:, column] for name, column in ROW_SOFTMAX.items()} | {"held": states["held"]}
 
 
 def problem_of(seed, kind, name=None, dtype=None, transform=None):
@@ -114,47 +92,32 @@ def problem_of(seed, kind, name=None, dtype=None, transform=None):
 def rows_of(problem, seed):
     """The words of a gradient, with factors of any size, and rows that do not count."""
     rng, softmax, states = np.random.default_rng(seed), problem.softmax(), problem.states()
-    rows = np.zeros((len(states), 10))
+    rows = np.zeros((len(states), len(ROW_GRADIENT)))
     slope = rng.standard_normal(len(states)) * 10.0 ** rng.integers(-6, 7, len(states))
     if rng.random() < 0.3:
         slope = slope * 10.0 ** rng.integers(-60, 60, len(states))
     slope[rng.random(len(states)) < 0.1] = 0
     with np.errstate(all="ignore"):
-        numbers = rows.view(np.int64)
-        numbers[:, 0] = softmax.exponent
-        numbers[:, 1] = -1 if problem.columns is None else problem.columns
-        numbers[:, 2] = rng.random(len(states)) < 0.9
-        rows[:, 3], rows[:, 4] = softmax.top, np.fmax(softmax.top, softmax.held)
-        rows[:, 5], rows[:, 6] = slope * softmax.normalizer, 0.01 * slope * problem.fields.weighted_logit
-        rows[:, 7], rows[:, 8] = slope * softmax.held_minus_one, softmax.held
-    if problem.fields.held_weight:
-        rows[:, 9] = states["held_weight"]
+        whole = rows.view(np.int64)
+        whole[:, ROW_GRADIENT["column"]] = -1 if problem.columns is None else problem.columns
+        whole[:, ROW_GRADIENT["valid"]] = rng.random(len(states)) < 0.9
+        values = {name: softmax[name] for name in ("exponent", "top", "most", "held")}
+        values["factor"] = slope * softmax["normalizer"]
+        values["weight_factor"] = 0.01 * slope * problem.fields.weighted_logit
+        values["held_gradient"] = slope * softmax["held_minus_one"]
+        if problem.fields.held_weight:
+            values["held_weight"] = states["held_weight"]
+        for name, column in values.items():
+            rows[:, ROW_GRADIENT[name]] = column
     return rows
 
 
 def expected_gradient(problem, rows, dtype):
     """The gradient in that dtype, by the definition."""
-    x, u, softmax = problem.logits, problem.u, problem.softmax()
-    column, valid = rows.view(np.int64)[:, 1], rows.view(np.int64)[:, 2] != 0
-    with np.errstate(all="ignore"):
-        weight_factor = rows[:, 6] if problem.fields.weighted_logit else None
-        dx = gradient_of(
-            x,
-            rows[:, 5],
-            softmax,
-            problem.transform,
-            problem.arithmetic,
-            weight_factor=weight_factor,
-            u=1.0 if u is None else u,
-        )
-        held = np.arange(x.shape[1]) == column[:, None]
-        if problem.weights.probabilities is not None:
-            held = (x.astype(np.float64) == rows[:, 8, None]) & (u == rows[:, 9, None])
-        held_dx = np.broadcast_to(rows[:, 7, None], x.shape)
-        if problem.transform.softcap is not None:
-            held_dx = held_dx * softcap_slope(x.astype(np.float64), problem.transform)
-        dx = np.where(valid[:, None], np.where(held, held_dx.astype(dx.dtype), dx), 0)
-        return (dx.astype(np.float32) if dtype.itemsize < 4 else dx).astype(dtype)
+    dx = np.empty((*problem.logits.shape, 1), dtype)
+    more = {"weights": problem.weights, **problem.options}
+    definition.write_gradient(dx, problem.logits[:, :, None], rows, problem.fields, **more)
+    return dx[:, :, 0]
 
 
 def weights_on_device(weights):
@@ -212,11 +175,12 @@ def check_softmax(cuda, problem):
     softmax, fields = problem.softmax(), problem.fields
     needs = dict.fromkeys(("weight", "weighted_nll"), fields.weighted_logit)
     needs |= {"entropy": fields.entropy, "target_log_prob": fields.target}
-    for index, name in enumerate(SOFTMAX):
-        column, expected = found[:, index], np.asarray(getattr(softmax, name)) if needs.get(name, True) else None
+    for name, index in ROW_SOFTMAX.items():
+        column, expected = found[:, index], softmax[name]
         if name == "exponent":  # means nothing where there are no probabilities
-            column, expected = (np.where(np.isnan(softmax.normalizer), 0, n) for n in (column.view(np.int64), expected))
-        if expected is not None:
+            bad = np.isnan(softmax["normalizer"])
+            column, expected = (np.where(bad, 0, n.copy().view(np.int64)) for n in (column, expected))
+        if needs.get(name, True):
             assert_equal(column, expected, name)
 
 
@@ -239,7 +203,3 @@ def check_everything(cuda, problem, seed, *, pitch=0, shift=0):
     write_gradient(cuda, problem, rows, logits, logits)
     assert_equal(logits, expected_gradient(problem, rows, given.dtype)[:, :, None])
     assert fence.is_whole()
-
-
-def words_of(sums: Sums):
-    return np.concatenate([sums.grids[:, None].view(np.uint64), sums.limbs], axis=1)

@@ -1,6 +1,7 @@
 """Every kernel compiles for both architectures, in registers: no spills, and enough threads fit a multiprocessor."""
 
 from concurrent.futures import ProcessPoolExecutor
+import configparser
 import importlib
 from importlib.util import find_spec
 import os
@@ -25,6 +26,17 @@ def test_sources_use_exactly_constants_of_python():
     sources = [path.read_text() for path in compilation.source_folder.glob("*.cu*")]
     assert sources
     assert set(re.findall(r"\bPCE_\w+", "\n".join(sources))) == given
+
+
+def test_package_has_every_file_that_kernels_include():
+    config = configparser.ConfigParser()
+    config.read(compilation.source_folder.parents[2] / "setup.cfg")
+    patterns = config["options.package_data"]["pce_mpi.loss.kernels"].split(", ")
+    packed = {path.name for pattern in patterns for path in compilation.source_folder.glob(pattern)}
+    texts = [(compilation.source_folder / name).read_text(encoding="utf-8") for name in packed]
+    included = set(re.findall(r'#include [<"]([a-z_]+\.(?:cuh|h))[>"]', "\n".join(texts))) - {"stdint.h"}
+    assert {"states.h", "groups.cuh"} <= included
+    assert included <= packed
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH; a CUDA toolkit has it")

@@ -16,8 +16,8 @@ from kernels.comparing import (
     write_gradient,
 )
 from pce_mpi.loss.kernels import compilation
-from pce_mpi.loss.kernels.definition import StateFields
 from pce_mpi.loss.kernels.launch_config import LaunchConfig
+from pce_mpi.loss.softmax_state import StateFields
 
 
 def test_rows_beyond_2_to_31_elements(stand_in, cuda):

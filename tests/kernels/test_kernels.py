@@ -20,15 +20,14 @@ from kernels.comparing import (
     problem_of,
     rows_of,
     states_on_device,
-    words_of,
     write_gradient,
 )
 from kernels.device_arrays import rows_in_memory
-from pce_mpi.loss.kernels import compilation
-from pce_mpi.loss.kernels.definition import StateFields, Sums, sum_of, value_of_wide
+from pce_mpi.loss.kernels import compilation, definition
 from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE
 from pce_mpi.loss.kernels.launch_config import LaunchConfig
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
+from pce_mpi.loss.softmax_state import ROW_GRADIENT, StateFields
 from ranks.test_definition import FIELDS, KINDS
 
 # Every boundary of the code: vectors, threads of a row, splits of a row.
@@ -140,8 +139,8 @@ def test_subnormal_logits_count_at_large_scales(cuda, dtype):
     logits = (np.arange(-40, 41) * 2.0**-133)[None, :].astype(dtype)
     assert (np.abs(logits[logits != 0].astype(np.float64)) < 2.0**-126).all()
     problem = Problem(logits, np.array([3]), transform=Transform(2.0**126))
-    assert len(np.unique(problem.softmax().odds)) == 1
-    assert problem.softmax().odds[0] > 81
+    assert len(np.unique(problem.softmax()["odds"])) == 1
+    assert problem.softmax()["odds"][0] > 81
     check_everything(cuda, problem, 0)
 
 
@@ -152,7 +151,8 @@ def test_gradient_keeps_subnormal_entries(cuda, out_dtype):
     logits[[0, 1], [3, 44]] = 88.0
     problem = Problem(logits, np.array([3, 44]))
     rows = rows_of(problem, 0)
-    rows.view(np.int64)[:, 2], rows[:, 5] = 1, problem.softmax().normalizer
+    rows.view(np.int64)[:, ROW_GRADIENT["valid"]] = 1
+    rows[:, ROW_GRADIENT["factor"]] = problem.softmax()["normalizer"]
     wanted = expected_gradient(problem, rows, np.dtype(out_dtype))
     others = np.delete(wanted[0], 3)
     assert ((0 < others) & (others < 2.0**-126)).all()
@@ -178,7 +178,7 @@ def test_no_rows_or_no_classes_launch_nothing(cuda, monkeypatch):
             problem = Problem(np.empty((rows, shape[1]), np.float32), np.full(rows, -1), fields)
             states = states_on_device(cuda, problem, logits)
             assert states.tobytes() == fields.identity(rows).tobytes()
-            write_gradient(cuda, problem, np.empty((rows, 10)), logits, logits)
+            write_gradient(cuda, problem, np.empty((rows, len(ROW_GRADIENT))), logits, logits)
     check_softmax(cuda, Problem(np.empty((0, 5), np.float32), np.empty(0, np.int64)))
     assert cuda.values_of(on_device(np.empty((0, 4), np.uint64))).shape == (0,)
 
@@ -186,17 +186,19 @@ def test_no_rows_or_no_classes_launch_nothing(cuda, monkeypatch):
 @pytest.mark.parametrize("size", [0, 1, 31, 256, 257, 3000])
 def test_sums_of_numbers_have_bits_of_definition(cuda, size):
     rng = np.random.default_rng(size)
-    for exponent in (-300, -20, 0, 200):
+    strange = [[], [np.inf], [-np.inf], [np.nan], [np.inf, -np.inf], [np.inf, np.nan]]
+    for exponent, more in zip((-300, -20, 0, 200, 0, 0), strange, strict=True):
         values = rng.standard_normal(size) * 10.0 ** rng.integers(exponent - 20, exponent + 20, size)
         values[::7] = 0
-        expected = sum_of([values[None, :]])
-        found = cuda.sum_of(on_device(values)).get()
-        assert found.tobytes() == words_of(expected)[0].tobytes()
-        both = words_of(Sums(np.tile(expected.grids, 300), np.tile(expected.limbs, (300, 1))))
-        assert cuda.values_of(on_device(both)).get().tolist() == [float(value_of_wide(expected).high[0])] * 300
+        values = rng.permutation(np.append(values, more))
+        expected = definition.sums_of(values, values[::2])
+        found = cuda.sums_of(on_device(values), on_device(values[::2].copy())).get()
+        assert found.tobytes() == expected.tobytes()
+        value = cuda.values_of(on_device(np.tile(expected[:1], (300, 1)))).get()
+        assert value.tobytes() == np.tile(definition.values_of(expected[:1]), 300).tobytes()
 
 
-def test_bits_of_fields_are_those_of_header(cuda):
+def test_bits_of_fields_are_those_of_header():
     header = (compilation.source_folder / "states.h").read_text(encoding="utf-8")
     bits = {
         name.lower(): int(bit)
@@ -204,7 +206,7 @@ def test_bits_of_fields_are_those_of_header(cuda):
     }
     assert len(bits) == 7
     for name, bit in bits.items():
-        assert cuda._bits_of(StateFields(**{name: True})) == bit
+        assert StateFields(**{name: True}).flags == bit
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=str)

@@ -18,6 +18,7 @@ from kernels.comparing import (
 from kernels.device_arrays import rows_in_memory
 from pce_mpi.loss.kernels import compilation
 from pce_mpi.loss.kernels.launch_config import LaunchConfig
+from pce_mpi.loss.softmax_state import ROW_GRADIENT
 from ranks.test_definition import FIELDS
 
 
@@ -66,7 +67,7 @@ def check_statistics(cuda):
 def check_backward(cuda):
     for problem, strided in few_rows():
         rows = rows_of(problem, 1)
-        rows.view(np.int64)[:, 2] = 1, 1, 1, 0
+        rows.view(np.int64)[:, ROW_GRADIENT["valid"]] = 1, 1, 1, 0
         write_gradient(cuda, problem, rows, strided, strided)
         assert_equal(strided[:, :, 0], expected_gradient(problem, rows, strided.dtype))
 
