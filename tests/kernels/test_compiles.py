@@ -34,7 +34,7 @@ def test_package_has_every_file_that_kernels_include():
     patterns = config["options.package_data"]["pce_mpi.loss.kernels"].split(", ")
     packed = {path.name for pattern in patterns for path in compilation.source_folder.glob(pattern)}
     texts = [(compilation.source_folder / name).read_text(encoding="utf-8") for name in packed]
-    included = set(re.findall(r'#include [<"]([a-z_]+\.(?:cuh|h))[>"]', "\n".join(texts))) - {"stdint.h"}
+    included = set(re.findall(r'#include (?:<(?=.*\.cuh>)|")([a-z_]+\.cuh|[a-z_]+\.h)', "\n".join(texts)))
     assert {"states.h", "groups.cuh"} <= included
     assert included <= packed
 

@@ -87,8 +87,11 @@ PyObject *write_gradient(PyObject *, PyObject *arguments) {
 
 template <class Arithmetic> void merge_rows(const uint64_t *a, uint64_t *b, long rows, const Call &call) {
     long words = words_of(call.fields);
-    for (long r = 0; r < rows; r++, a += words, b += words)
-        merged<Arithmetic>(State::load<Arithmetic>(a, call), State::load<Arithmetic>(b, call), call).template store<Arithmetic>(b, call);
+    for (long r = 0; r < rows; r++, a += words, b += words) {
+        State union_of = State::load<Arithmetic>(a, call), other = State::load<Arithmetic>(b, call);
+        merge<Arithmetic>(union_of, other, call);
+        union_of.store<Arithmetic>(b, call);
+    }
 }
 
 // Merge the states of a into those of b.

@@ -166,7 +166,10 @@ static State state_of(const Line &row, long classes, long column, long first_cla
                 if (call.has(WEIGHTED_LOGIT)) add_weighted_logit(state.weighted_logit, number_of(x[i]), u, call.transform);
             }
         }
-        if (largest) total = first == 0 ? part : merged<Arithmetic>(total, part, call);
+        if (largest && first == 0)
+            total = part;
+        else if (largest)
+            merge<Arithmetic>(total, part, call);
     }
     return total;
 }

@@ -314,11 +314,6 @@ template <class Arithmetic> PCE_FUNCTION void merge(State &a, State &b, const Ca
     a.entropy.add(b.entropy);
 }
 
-template <class Arithmetic> PCE_FUNCTION State merged(State a, State b, const Call &call) {
-    merge<Arithmetic>(a, b, call);
-    return a;
-}
-
 // One logit of a row, with e in exp(z) = 2^n e.
 struct Logit {
     double z, low;
