@@ -11,8 +11,12 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# A row's loss, the gradient at its target, and any other entry of the gradient in ulps of the row's largest: float32
-# exponentials err by 1 to 2 ulp, the differences that they are taken of make it more; all else is float64.
+# A row's loss in float32: its sum of exponentials errs by less than one of them does, 0.7 ulp, and the loss is rounded
+# once more.
+LOSS = 1
+# The gradient at the target, and any other entry in ulps of the row's largest: an exponential, a product, a rounding.
+GRADIENT = 2
+# The same where the loss is a sum over rows, with other terms, or taken of shards of what was rounded before.
 FLOAT32 = 4
 # float64 arithmetic errs by 2**-20 of a float32 ulp or so. Only where the exact loss is so close to the middle
 # between two float32 numbers may it be rounded to the other one.
@@ -28,8 +32,8 @@ DENSE = 4
 OPTIONS = 5
 # float64 arithmetic against dense, which errs as well: the terms of both.
 FLOAT64 = 8
-# Entropy and log-probability are sums of at most three terms of one sign, each of which is good to about `FLOAT32`.
-STATISTICS = 4
+# Entropy and log-probability are sums of at most three terms of one sign in float64; their exponentials are `LOSS`.
+STATISTICS = 1
 # The entropy of dense is a sum of products of two numbers that are each good to `DENSE`.
 DENSE_ENTROPY = 8
 # Central differences with step eps**(1/3): truncation and rounding both leave about eps**(2/3), 2**18 ulp, and third
@@ -39,7 +43,7 @@ FINITE_DIFFERENCE = 2**26
 # numbers on the way, each of half an ulp or, in exponentials, of one or two.
 OPERATION = 16
 # A sharded operation, or its gradient, against that of one process: what shards give is added up in another order, and
-# where softmax records are joined it is in float64. Norms of rows of small numbers magnify that.
+# where softmax states are merged it is in float64. Norms of rows of small numbers magnify that.
 SHARDED = 64
 # A random program of a dozen operations, and its derivative along a direction, against complex NumPy: each operation
 # magnifies the rounding errors of those before it. In ulps of the largest number, or of the terms of the derivative.

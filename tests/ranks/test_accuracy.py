@@ -15,7 +15,7 @@ from pce_mpi import dense
 from pce_mpi.arrays import to_host
 from ranks.exact import Pair, exact_row, exact_statistics, exact_weighted
 from ranks.problems import split
-from ulps import DENSE, DENSE_ENTROPY, FLOAT32, FLOAT64_ROUNDED_TO_FLOAT32, HALF, STATISTICS, errors, ulp
+from ulps import DENSE, DENSE_ENTROPY, FLOAT64_ROUNDED_TO_FLOAT32, GRADIENT, HALF, LOSS, STATISTICS, errors, ulp
 
 # One rank reads its logits once, several read them twice and merge; `shard_of` varies where they are cut.
 pytestmark = pytest.mark.sizes(1, 2)
@@ -123,8 +123,9 @@ class Worst:
             assert value <= self.limits[kind], f"{title}: {kind}: {value} ulp ({name})"
 
 
-def limits(kind, limit):
-    return dict.fromkeys([f"{kind} loss", f"{kind} gradient at the target", f"{kind} gradient elsewhere"], limit)
+def limits(kind, loss, gradient=None):
+    places = dict.fromkeys([f"{kind} gradient at the target", f"{kind} gradient elsewhere"], gradient or loss)
+    return {f"{kind} loss": loss} | places
 
 
 def both_ways(comm, xp, case, number, **options):
@@ -141,7 +142,8 @@ def both_ways(comm, xp, case, number, **options):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("classes", CLASSES)
 def test_float32_logits(comm, xp, classes, kind):
-    worst = Worst(limits("float32", FLOAT32) | limits("float64", FLOAT64_ROUNDED_TO_FLOAT32) | limits("dense", DENSE))
+    rounded, oracle = limits("float64", FLOAT64_ROUNDED_TO_FLOAT32), limits("dense", DENSE)
+    worst = Worst(limits("float32", LOSS, GRADIENT) | rounded | oracle)
     offsets = OFFSETS if classes < 50_000 or kind == "random" else [1.0, -1e4]
     for number, case in enumerate(cases(classes, np.float32, [kind], offsets)):
         rows = exact(comm, case)
@@ -178,7 +180,7 @@ def test_dense_on_float64_logits_that_float32_cannot_hold(comm, classes):
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("classes", CLASSES)
 def test_half_logits_have_gradient_within_one_ulp(comm, xp, classes, dtype):
-    worst = Worst({"loss": FLOAT32, "gradient": HALF})
+    worst = Worst({"loss": LOSS, "gradient": HALF})
     kinds = KINDS if classes < 50_000 else ["random", "one above many"]
     for number, case in enumerate(cases(classes, dtype, kinds, offsets=[0.0, 100.0, -1e4])):
         rows = exact(comm, case)
@@ -236,7 +238,7 @@ MANY = [(300, 300), (3000, 3000), (50_000, 50_000), (50_000, 6000), (50_000, 50)
 
 @pytest.mark.parametrize(("classes", "every"), MANY)
 def test_many_classes_rounded_alike_in_float32(comm, xp, classes, every):
-    worst = Worst(limits("float32", FLOAT32))
+    worst = Worst(limits("float32", LOSS, GRADIENT))
     case = rounding_worst(np.float32, classes, np.float64, every)
     rows = exact(comm, case)
     for number in range(2):
@@ -263,7 +265,7 @@ def test_many_classes_rounded_alike_in_dense(comm, classes, every):
 
 @pytest.mark.parametrize("classes", [2, 10, 1000])
 def test_mean_keeps_bits_of_tiny_losses_under_weights(comm, xp, classes):
-    worst = Worst({"loss": FLOAT32})
+    worst = Worst({"loss": LOSS})
     weight = np.random.default_rng(1).uniform(0.25, 4, classes).astype(np.float32)
     for case in cases(classes, np.float32, kinds=["random", "one dominates"], offsets=[0.0, 100.0], odds=ODDS[-2:]):
         losses = np.array([row.loss.near[0] for row in exact(comm, case)])
@@ -277,7 +279,7 @@ def test_mean_keeps_bits_of_tiny_losses_under_weights(comm, xp, classes):
 
 @pytest.mark.parametrize("classes", [2, 3, 10, 300])
 def test_probability_targets_close_to_a_certain_class(comm, xp, classes):
-    worst = Worst({"loss": FLOAT32, "gradient": FLOAT32, "dense loss": DENSE, "dense gradient": DENSE})
+    worst = Worst({"loss": LOSS, "gradient": GRADIENT, "dense loss": DENSE, "dense gradient": DENSE})
     rng = np.random.default_rng(classes)
     for case in cases(classes, np.float32, kinds=["random", "equal", "one dominates"], offsets=[0.0, -100.0, 1e4]):
         rows = len(case.targets)
