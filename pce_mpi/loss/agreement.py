@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 import math
 import operator
 from typing import Any
@@ -85,8 +86,9 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
         }
         said = agree(comm, operation, description, error=error, facts=facts, over=over)
         assert problem is not None  # its error has been raised everywhere
-    checksums, starts, counts, lowest, highest, samples = said.T
-    num_classes = int(counts.sum())
+    # Lists of so few numbers are faster than arrays.
+    checksums, starts, counts, lowest, highest, samples = (list(column) for column in zip(*said.tolist(), strict=True))
+    num_classes = sum(counts)
     if options.num_classes is not None and num_classes != options.num_classes:
         shards = text_by_rank({rank: str(count) for rank, count in enumerate(counts)}, over)
         raise ValueError(
@@ -95,20 +97,20 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
     if num_classes == 0:
         raise ValueError("there are no classes: every shard is empty")
     if options.class_start is None:
-        starts = np.cumsum(counts) - counts
+        starts = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
     else:
         _check_ranges(starts, counts, over)
-    if (lowest < 0).any() or (highest >= num_classes).any():
+    if min(lowest) < 0 or max(highest) >= num_classes:
         out_of_range = _out_of_range(problem, num_classes, hint=comm is None and over == "comm")
         if comm is None:
             raise out_of_range or RuntimeError("targets changed while they were checked")
         raise_together(comm, operation, out_of_range, over=over)
-    if (checksums != checksums[0]).any():
+    if len(set(checksums)) > 1:
         sums = text_by_rank({rank: f"checksum {value:08x}" for rank, value in enumerate(checksums)}, over)
         raise CollectiveError(f"ranks disagree on the values of targets: {sums}")
     _check_not_gathered(counts, samples, over)
     rank = 0 if comm is None else comm.rank
-    return replace(problem, class_start=int(starts[rank]), num_classes=num_classes)
+    return replace(problem, class_start=starts[rank], num_classes=num_classes)
 
 
 def _facts(problem: Problem) -> tuple[int, ...]:
@@ -171,29 +173,29 @@ def _has_two_values(row: list[float]) -> bool:
     return len(finite) > 1
 
 
-def _check_not_gathered(counts: HostArray, samples: HostArray, over: str) -> None:
+def _check_not_gathered(counts: list[int], samples: list[int], over: str) -> None:
     """Raise unless some ranks pass different logits, as far as their samples tell."""
-    with_classes = np.flatnonzero(counts).tolist()
+    with_classes = [rank for rank, count in enumerate(counts) if count]
     first = with_classes[0]
     if len(with_classes) == 1 or not samples[first]:
         return
-    if (counts[with_classes] != counts[first]).any() or (samples[with_classes] != samples[first]).any():
+    if len({(counts[rank], samples[rank]) for rank in with_classes}) > 1:
         return
     same = text_by_rank(dict.fromkeys(with_classes, f"the same logits of {counts[first]} classes"), over)
     raise ValueError(
         f"ranks pass {same}: gathered logits, it seems, but each rank must pass its own classes only; "
-        f"if these are different classes whose logits are equal, say so with num_classes={counts.sum()}"
+        f"if these are different classes whose logits are equal, say so with num_classes={sum(counts)}"
     )
 
 
-def _check_ranges(starts: HostArray, counts: HostArray, over: str) -> None:
+def _check_ranges(starts: list[int], counts: list[int], over: str) -> None:
     expected = 0
-    for rank in np.lexsort((counts, starts)):  # empty shards first among equals
+    for rank in sorted(range(len(starts)), key=lambda rank: (starts[rank], counts[rank])):  # empty shards first
         if counts[rank] == 0:
             continue
         if starts[rank] != expected:
             ranges = ", ".join(
-                f"[{start}, {int(start) + int(count)}) ({ranks_text([rank], over)})"
+                f"[{start}, {start + count}) ({ranks_text([rank], over)})"
                 for rank, (start, count) in enumerate(zip(starts, counts, strict=True))
             )
             problem = "overlap" if starts[rank] < expected else "leave a gap"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 import inspect
 import math
 import operator
@@ -143,7 +144,7 @@ class Problem:
     class_start: int = 0
     num_classes: int = 0
 
-    @property
+    @cached_property
     def target_column(self) -> HostArray | None:
         """(rows,) the local column of each row's target, -1 if another shard has it or the row does not count."""
         if self.targets is None:

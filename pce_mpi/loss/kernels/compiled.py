@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -38,11 +39,16 @@ def choose(name: str) -> None:
     raise ValueError(f"PCE_MPI_KERNEL must be numpy or one of {', '.join(instruction_sets())}, got {name!r}")
 
 
+@cache
+def _kind_of(dtype: np.dtype[Any]) -> int:
+    return _KINDS[dtype.name]
+
+
 def _raw(array: Array | None) -> tuple[Array | None, int]:
     """An array as a buffer, and its kind: no buffer has the dtype bfloat16."""
     if array is None:
         return None, 0
-    kind = _KINDS[array.dtype.name]
+    kind = _kind_of(array.dtype)
     return array.view(np.uint16) if kind >= 2 else array, kind
 
 
