@@ -1,9 +1,10 @@
 """python tests/peers/compare_speed.py: our loss and gradient beside Megatron's algorithm in torch, alternating.
 
-Both run under mpiexec with one BLAS thread a rank, each pair one after the other, so that a noisy machine is noisy for
-both. Megatron's algorithm is that of its unfused vocabulary-parallel cross entropy: all-reduce the maximum, subtract,
-all-reduce the target's logit and the sum of exponentials, keep the exponentials and turn them into the gradient in
-place. torch gets transparent huge pages (THP_MEM_ALLOC_ENABLE=1), as NumPy has them anyway.
+All run under mpiexec with one thread a rank, each pair one after the other, so that a noisy machine is noisy for both.
+Megatron's algorithm is that of its unfused vocabulary-parallel cross entropy, in float32 for halves as there:
+all-reduce the maximum, subtract, all-reduce the target's logit and the sum of exponentials, keep the exponentials and
+turn them into the gradient in place. Beside them stand torch's dense cross entropy of a rank's own classes, forward and
+backward, and a copy of the logits. torch gets transparent huge pages (THP_MEM_ALLOC_ENABLE=1), as NumPy has them anyway.
 """
 
 import argparse
@@ -16,9 +17,13 @@ import sys
 import tempfile
 import time
 
+import ml_dtypes
 import numpy as np
 
 REPETITIONS, WARM_UP = 7, 2
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
+OURS = ("forward then backward", "value_and_grad", "copy")
+THEIRS = ("megatron", "torch dense")
 
 
 def main():
@@ -27,15 +32,17 @@ def main():
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("-n", "--ranks", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=2048)
-    parser.add_argument("--classes", type=int, default=32000, help="of all shards together")
+    parser.add_argument("--rows", type=int, help="default: as many as make the logits of a rank 125 MB")
+    parser.add_argument("--classes", type=int, nargs="+", default=[32000], help="of all shards together")
+    parser.add_argument("--dtype", choices=list(DTYPES), nargs="+", default=["float32"])
     parser.add_argument("--pairs", type=int, default=7, help="alternations, of whose ratios the median counts")
-    parser.add_argument("--role", choices=["ours", "megatron"], help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=["ours", "theirs"], help=argparse.SUPPRESS)
     parser.add_argument("--meeting", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role:
         check_ranks(options.ranks)
-        seconds = {"ours": ours, "megatron": megatron}[options.role](options)
+        options.classes, options.dtype = options.classes[0], options.dtype[0]
+        seconds = {"ours": ours, "theirs": theirs}[options.role](options)
         if seconds is not None:
             print(json.dumps(seconds), flush=True)
     else:
@@ -52,30 +59,44 @@ def check_ranks(ranks):
 
 
 def compare(options):
-    from tqdm import trange
+    from tqdm import tqdm
 
-    pairs = [
-        {**launch("megatron", options), **launch("ours", options)}
-        for _ in trange(options.pairs, desc="pairs", file=sys.stderr)
-    ]
-    seconds = {name: statistics.median(pair[name] for pair in pairs) for name in pairs[0]}
-    print(
-        f"{options.ranks} ranks, {options.rows} rows, {options.classes} classes, float32; median of {len(pairs)} pairs"
-    )
-    print(f"{'':24}  {'ms':>6}  {'of Megatron':>11}  {'lowest - highest':>16}")
-    for name in ("megatron", "forward then backward", "value_and_grad"):
-        ratios = [pair[name] / pair["megatron"] for pair in pairs]
-        middle = statistics.median(ratios)
-        print(f"{name:24}  {1e3 * seconds[name]:6.1f}  {middle:11.2f}  {min(ratios):7.2f} - {max(ratios):.2f}")
+    from pce_mpi.loss.kernels import kernel_text
+
+    sizes = [(dtype, classes) for dtype in options.dtype for classes in options.classes]
+    print(f"{options.ranks} ranks; {processor()}; kernel: {kernel_text()}; median of {options.pairs} pairs")
+    print("ms of Megatron's algorithm, and the others in parts of it (lowest - highest)\n")
+    names = (*OURS, "torch dense")
+    print(f"{'dtype':9} {'classes':>8} {'rows':>7} {'megatron':>9}  " + "  ".join(f"{name:>25}" for name in names))
+    with tqdm(total=len(sizes) * options.pairs, desc="pairs", file=sys.stderr) as bar:
+        for dtype, classes in sizes:
+            rows = options.rows or max(1, 125_000_000 * options.ranks // (classes * np.dtype(DTYPES[dtype]).itemsize))
+            pairs = []
+            for _ in range(options.pairs):
+                given = ["--rows", str(rows), "--classes", str(classes), "--dtype", dtype]
+                pairs.append({**launch("theirs", options, given), **launch("ours", options, given)})
+                bar.update()
+            middle = statistics.median(pair["megatron"] for pair in pairs)
+            cells = []
+            for name in names:
+                ratios = [pair[name] / pair["megatron"] for pair in pairs]
+                cells.append(f"{statistics.median(ratios):6.2f} ({min(ratios):.2f} - {max(ratios):.2f})")
+            print(f"{dtype:9} {classes:8} {rows:7} {1e3 * middle:9.1f}  " + "  ".join(f"{cell:>25}" for cell in cells))
 
 
-def launch(role, options):
+def processor():
+    """The name of the processor, where the system tells it."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "a processor")
+
+
+def launch(role, options, given):
     beside = Path(sys.executable).with_name("mpiexec")
     with tempfile.TemporaryDirectory() as folder:
         command = [
             os.environ.get("MPIEXEC") or str(beside),
             *["-n", str(options.ranks), sys.executable, "-m", "mpi4py", __file__, "--role", role],
-            *["--rows", str(options.rows), "--classes", str(options.classes), "--meeting", f"{folder}/meeting"],
+            *["--ranks", str(options.ranks), *given, "--meeting", f"{folder}/meeting"],
         ]
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         environment = os.environ | threads | {"THP_MEM_ALLOC_ENABLE": "1"}
@@ -89,6 +110,7 @@ def shard_of(options, rank, size):
 
     start, stop = shard_range(options.classes, size, rank)
     logits = np.random.default_rng(rank).standard_normal((options.rows, stop - start), np.float32)
+    logits = logits.astype(DTYPES[options.dtype])
     return logits, np.random.default_rng(size).integers(0, options.classes, options.rows), start
 
 
@@ -122,10 +144,13 @@ def ours(options):
     def value_and_grad():
         pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, out=out)
 
-    return timed({"forward then backward": forward_then_backward, "value_and_grad": value_and_grad}, comm)
+    def copy():
+        np.copyto(out, logits)
+
+    return timed(dict(zip(OURS, (forward_then_backward, value_and_grad, copy), strict=True)), comm)
 
 
-def megatron(options):
+def theirs(options):
     from mpi4py import MPI
     import torch
     from torch import distributed
@@ -136,12 +161,19 @@ def megatron(options):
         "gloo", init_method=f"file://{comm.bcast(options.meeting)}", rank=comm.rank, world_size=comm.size
     )
     array, class_numbers, start = shard_of(options, comm.rank, comm.size)
-    logits, targets = torch.from_numpy(array), torch.from_numpy(class_numbers)
+    if options.dtype == "bfloat16":
+        logits = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        logits = torch.from_numpy(array)
+    targets, own = torch.from_numpy(class_numbers), torch.from_numpy(class_numbers % array.shape[1])
     rows = torch.arange(options.rows)
 
     class CrossEntropy(torch.autograd.Function):
         @staticmethod
         def forward(ctx, logits):
+            ctx.dtype = logits.dtype
+            if logits.dtype in (torch.float16, torch.bfloat16):
+                logits = logits.float()
             top = logits.amax(dim=1)
             distributed.all_reduce(top, op=distributed.ReduceOp.MAX)
             shifted = logits - top[:, None]
@@ -161,13 +193,17 @@ def megatron(options):
             upstream = dloss / options.rows
             gradient = exponentials.mul_((upstream / total)[:, None])
             gradient[rows, columns] -= torch.where(here, upstream, 0.0)
-            return gradient
+            return gradient.to(ctx.dtype)
 
     def forward_then_backward():
         x = logits.detach().requires_grad_()
         CrossEntropy.apply(x).backward()
 
-    seconds = timed({"megatron": forward_then_backward}, comm)
+    def dense():
+        x = logits.detach().requires_grad_()
+        torch.nn.functional.cross_entropy(x, own).backward()
+
+    seconds = timed(dict(zip(THEIRS, (forward_then_backward, dense), strict=True)), comm)
     distributed.destroy_process_group()
     return seconds
 
