@@ -4,7 +4,7 @@ All run under mpiexec with one thread a rank, each pair one after the other, so 
 Megatron's algorithm is that of its unfused vocabulary-parallel cross entropy, in float32 for halves as there:
 all-reduce the maximum, subtract, all-reduce the target's logit and the sum of exponentials, keep the exponentials and
 turn them into the gradient in place. Beside them stand torch's dense cross entropy of a rank's own classes, forward and
-backward, and a copy of the logits. torch gets transparent huge pages (THP_MEM_ALLOC_ENABLE=1), as NumPy has them anyway.
+backward, and a copy of the logits. torch gets transparent huge pages (THP_MEM_ALLOC_ENABLE=1), as NumPy has anyway.
 """
 
 import argparse
