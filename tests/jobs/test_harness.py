@@ -461,6 +461,15 @@ def test_interrupted_run_ends_ranks_and_jobs_together(suite):
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()))
 
 
+def test_file_of_a_folder_may_skip_all_tests(suite):
+    write(suite, "tests/ranks/test_it.py", "def test_of_ranks(comm):\n    pass")
+    write(suite, "tests/jobs/test_one.py", "def test_of_one():\n    pass")
+    write(suite, "tests/jobs/test_other.py", "import pytest\n\n@pytest.mark.skip\ndef test_of_other():\n    pass")
+    job = run(suite, "-n", "1")
+    assert job.returncode == 0, job.stdout
+    assert closing_line(job) == "2 passed, 0 failed, 1 skipped"
+
+
 def test_run_with_selection_needs_tests_at_some_size(suite):
     write(suite, "tests/ranks/test_it.py", "def test_of_ranks(comm):\n    pass")
     write(suite, "tests/jobs/test_it.py", "def test_of_jobs():\n    pass")

@@ -292,3 +292,18 @@ def test_loss_and_gradient_have_their_bits(kind, dtype, classes):
                         error = ulps(gradient[row, index], exps[index] / total, dtype)
                         worst["gradient"] = max(worst["gradient"], error)
     assert all(worst[what] <= LIMITS[arithmetic][what] for what in worst), worst
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_more_classes_than_22_bits_count(dtype):
+    classes = 2**22 + 5
+    logits = np.full((1, classes, 1), 3.0, dtype)
+    given = {"transform": Transform(), "arithmetic": DOUBLE if dtype == np.float64 else SINGLE}
+    fields = StateFields(weighted_logit=True)
+    states = compiled.fill_states(logits, np.array([7]), fields, weights=ClassWeights(), class_start=0, **given)
+    weights = compiled.sums_of(np.array([float(classes)]))[0]
+    softmax = compiled.row_softmax(states, fields, *given.values(), weights)[0]
+    loss = np.log(float(classes))
+    assert softmax[ROW_SOFTMAX["odds"]] == pytest.approx(classes - 1, rel=1e-7 if dtype == np.float32 else 1e-15)
+    assert softmax[ROW_SOFTMAX["held_nll"]] == pytest.approx(loss, rel=1e-7 if dtype == np.float32 else 1e-15)
+    assert softmax[ROW_SOFTMAX["weighted_nll"]] == pytest.approx(classes * loss, rel=1e-7)
