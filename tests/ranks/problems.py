@@ -94,10 +94,12 @@ class Part:
 
 
 def softmax_states(rank: int, fields: StateFields, rows: int = 9, classes: int = 7) -> Array:
-    """States of the classes of a rank, of whatever fields."""
+    """States of the classes of a rank, of whatever fields; the targets are on rank 0."""
     rng = np.random.default_rng(100 + rank)
     logits = rng.normal(0, 3, (rows, classes, 1)).astype(np.float32)
-    columns = rng.integers(0, classes, rows) if fields.target or not fields.hold_largest else None
+    columns = None
+    if fields.target or not fields.hold_largest:
+        columns = rng.integers(0, classes, rows) if rank == 0 else np.full(rows, -1)
     weights = ClassWeights(rng.uniform(0, 2, classes))
     given: dict[str, Any] = {
         "weights": weights,
