@@ -40,8 +40,10 @@ def clone():
         path, own = Path(folder, "clone"), Path(folder, "own")
         path.mkdir()
         own.mkdir()
-        for name in MADE_FROM:
-            (path / name).mkdir() if (ROOT / name).is_dir() else shutil.copy(ROOT / name, path)
+        for name in MADE_FROM[:-1]:
+            shutil.copy(ROOT / name, path)
+        (path / "pce_mpi").mkdir()
+        shutil.copy(ROOT / "pce_mpi/__init__.py", path / "pce_mpi")
         Path(folder).chmod(0o755)
         path.chmod(0o555)
         if user:
