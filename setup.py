@@ -5,20 +5,30 @@ as it is for a release.
 """
 
 import os
+from pathlib import Path
+import sys
 
 from setuptools import Extension, setup
 
-FOLDER = "pce_mpi/loss/kernels"
+FOLDER = Path("pce_mpi/loss/kernels")
+SOURCES = [FOLDER / "compiled.cpp", *sorted(FOLDER.glob("*.h"))]
+BUILT = FOLDER / "_compiled.abi3.so"
+
+
+def is_built() -> bool:
+    """True for an editable installation whose kernel is newer than its sources: each extra is such an installation."""
+    newest = max(path.stat().st_mtime for path in (*SOURCES, Path("setup.py")))
+    return "editable_wheel" in sys.argv and BUILT.exists() and BUILT.stat().st_mtime > newest
+
 
 setup(
-    ext_modules=[
+    ext_modules=[]
+    if is_built()
+    else [
         Extension(
             "pce_mpi.loss.kernels._compiled",
-            [f"{FOLDER}/compiled.cpp"],
-            depends=[
-                f"{FOLDER}/{name}.h"
-                for name in ("arithmetic", "states", "gradients", "host", "loops", "rows", "tables")
-            ],
+            [str(SOURCES[0])],
+            depends=list(map(str, SOURCES[1:])),
             # Contracted to fused multiply-adds, the sums would have other bits.
             extra_compile_args=[
                 *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0"),

@@ -149,7 +149,7 @@ def test_state_takes_at_most_96_bytes(name):
     assert FIELDS[name].dtype.itemsize == sizes[name]
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(problem=drawn(), seed=st.integers(0, 2**32))
 def test_states_of_any_cut_merge_to_same_bits(kernel, problem, seed):
     rng, classes = np.random.default_rng(seed), problem.logits.shape[1]
@@ -167,7 +167,7 @@ def test_states_of_any_cut_merge_to_same_bits(kernel, problem, seed):
 
 
 @pytest.mark.parametrize("name", SETS)
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(problem=drawn(), seed=st.integers(0, 2**32))
 def test_compiled_kernel_has_bits_of_definition(name, problem, seed):
     compiled.choose(name)

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 import ml_dtypes
 from mpi4py import MPI
 import numpy as np
+import pytest
 
 from in_step import in_step
 import pce_mpi as pce
@@ -142,6 +143,7 @@ def same_bits(found, expected):
     return equal and np.array_equal(np.isnan(found), nan)
 
 
+@pytest.mark.sizes(2, 3)  # one rank is one process
 @given(data=st.data(), problem=problems(), compute=st.sampled_from([None, np.float64]))
 @settings(max_examples=100)
 def test_results_have_bits_of_one_process(comm, data, problem, compute):
@@ -157,6 +159,7 @@ def test_results_have_bits_of_one_process(comm, data, problem, compute):
         assert same_bits(found_gradient, part.of(gradient, problem.axis))
 
 
+@pytest.mark.sizes(2, 3)  # one rank is one process
 @given(problem=problems())
 @settings(max_examples=40)
 def test_rows_of_any_grid_have_same_bits(comm, problem):
@@ -172,6 +175,7 @@ def test_rows_of_any_grid_have_same_bits(comm, problem):
         assert same_bits(found_gradient, part.of(gradient, problem.axis))
 
 
+@pytest.mark.sizes(2, 3)  # one rank is one process
 @given(data=st.data(), problem=problems())
 @settings(max_examples=40)
 def test_statistics_have_bits_of_one_process(comm, data, problem):
@@ -187,6 +191,7 @@ def test_statistics_have_bits_of_one_process(comm, data, problem):
             assert same_bits(getattr(found, name), values), name
 
 
+@pytest.mark.sizes(2, 3)  # one rank is one process
 @given(problem=problems(), function=st.sampled_from(["softmax", "log_softmax", "logsumexp"]))
 @settings(max_examples=60)
 def test_softmax_of_shards_has_bits_of_one_process(comm, problem, function):
