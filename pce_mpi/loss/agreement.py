@@ -21,6 +21,7 @@ from pce_mpi.comm.agreement import agree, local_checks, raise_together
 from pce_mpi.comm.communicators import CollectiveError
 from pce_mpi.comm.library import check_comm, is_comm
 from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
+from pce_mpi.loss.kernels import host_kernel
 from pce_mpi.loss.options import Options, Problem, check, target_text
 
 HostArray = np.ndarray[Any, Any]
@@ -50,6 +51,7 @@ def prepare(
     with local_checks() as checks:
         problem = check(options, logits, targets, needs_targets=needs_targets, out=out, with_gradient=with_gradient)
         facts = _facts(problem)
+        host_kernel()  # a rank that has not the kernel that it is told to use says so before the others wait
     error = checks.error
     if options.batch_comm is None or not is_comm(options.batch_comm):
         return _place(options, problem, facts, error)

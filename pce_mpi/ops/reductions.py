@@ -1,7 +1,7 @@
 """Mean, largest and smallest element, and the logarithm of a sum of exponentials, over any axes.
 
 Over a sharded axis the mean is Partial "sum": each rank divides its sum by the length of the global axis, so shards may
-have any lengths. The largest element is reduced at once. A logsumexp is merged from maxima and sums of exponentials.
+have any lengths. The largest element is reduced at once. A logsumexp is merged from softmax states.
 """
 
 from __future__ import annotations

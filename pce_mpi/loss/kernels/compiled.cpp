@@ -56,8 +56,9 @@ PyObject *fill_states(PyObject *, PyObject *arguments) {
     fill.first_class = first_class;
     fill.states = s.of<uint64_t>();
     fill.wide = wide;
+    const Loops *loops = chosen->loops;
     Py_BEGIN_ALLOW_THREADS;
-    chosen->loops->fill(fill);
+    loops->fill(fill);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -79,8 +80,9 @@ PyObject *write_gradient(PyObject *, PyObject *arguments) {
     write.rows = r.of<const RowGradient>();
     write.weight = w.of<double>();
     write.wide = wide;
+    const Loops *loops = chosen->loops;
     Py_BEGIN_ALLOW_THREADS;
-    chosen->loops->write(write);
+    loops->write(write);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }

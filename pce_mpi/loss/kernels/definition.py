@@ -220,7 +220,9 @@ def _largest(x: Array, u: Array | None) -> Array:
     if u is None:
         return x.argmax(axis=1)
     largest = x.max(axis=1, keepdims=True)
-    return np.where((x == largest) | (np.isnan(largest) & np.isnan(x)), u, -np.inf).argmax(axis=1)
+    is_largest = (x == largest) | (np.isnan(largest) & np.isnan(x))
+    chosen = np.where(is_largest, u, -np.inf).argmax(axis=1)
+    return np.where(is_largest[np.arange(len(x)), chosen], chosen, is_largest.argmax(axis=1))
 
 
 def _canonical(values: Array) -> Array:
@@ -489,7 +491,7 @@ class RowSoftmax:
     def entropy(self) -> Array:
         """sum of -p_c log p_c over all classes."""
         with np.errstate(all="ignore"):
-            unit = WIDE * (self._states["entropy_grid"] - 2) - self.exponent
+            unit = WIDE * (np.clip(self._states["entropy_grid"], -(2**57), 2**57) - 2) - self.exponent
             high, low = value_of(self._states["exp_logit"], WIDE)
             total = Double(*(scaled(part, self._unit - self.exponent) for part in self._sum))
             gap = _gap(total, self._top_z, Double(scaled(high, unit), scaled(low, unit)))

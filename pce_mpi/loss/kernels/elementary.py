@@ -50,7 +50,7 @@ SINGLE, DOUBLE = Arithmetic(30, 21, np.dtype(f32)), Arithmetic(62, 36, np.dtype(
 def fma32(a: Array, b: Any, c: Any) -> Array:
     """a b + c of float32, rounded once."""
     product = np.multiply(a, b, dtype=f64)  # exact
-    s = product + c
+    s = np.ascontiguousarray(product + c)
     # Rounded to 53 bits and then to 24 a sum is wrong only where the first rounding has hit the middle of two float32.
     middle = np.flatnonzero((s.view(i64) & 0x1FFFFFFF) == 0x10000000)
     if middle.size:

@@ -284,3 +284,146 @@ template <Way way> static void write_near(const double *x, double *out, long cou
         store_up_to(out + i, value, count - i);
     }
 }
+
+// Sums in digits of WIDE bits
+
+// Some terms, (high + low) 2^exponent, and `more` 2^exponent where z is no logit; unused lanes are 0.
+enum { TERMS = 512 };
+struct Terms {
+    double high[TERMS], low[TERMS], more[TERMS];
+    int64_t exponent[TERMS];
+};
+
+static inline Longs biased_exponent(Doubles v) { return (Longs)v >> 52 & 0x7ff; }
+
+static inline void add_part(Words total[3], Doubles part, Longs exponent) {
+    Longs e = biased_exponent(part), sign = (Longs)part >> 63;
+    Words m = (Words)(((Longs)part & 0xfffffffffffff) | ((int64_t)1 << 52));
+    m = e == 0 ? Words{} : m;  // a subnormal number is below any unit that there is
+    Longs shift = e - 1075 + exponent, left = shift > 0 ? shift : Longs{}, right = left - shift;
+    right = right < 63 ? right : longs(63);
+    Words low = (m << (Words)left) >> (Words)right, high = (m >> 1) >> (Words)(63 - left);
+    Words limbs[3] = {low, low >> 36 | high << 28, high >> 8};
+    for (int j = 0; j < 3; j++) total[j] += (limbs[j] ^ (Words)sign) - (Words)sign;
+}
+
+// Add terms to a sum. Returns false, with nothing added, for numbers so large or small that they need the scalar way.
+// `lowest`: the lowest grid on which no subnormal part counts.
+static bool add_terms(Sum &sum, const Terms &terms, long count, int parts, int64_t lowest) {
+    constexpr int lanes = LANES / 2;
+    constexpr int64_t NOTHING = INT64_MIN / 2;
+    Longs most = longs(NOTHING), strange = Longs{};
+    for (long i = 0; i < count; i += lanes) {
+        Longs e = biased_exponent(load(terms.high + i));
+        Longs size = e + load_bytes<Longs>(terms.exponent + i);
+        size = e == 0 ? longs(NOTHING) : size;
+        most = size > most ? size : most;
+        strange |= e > 2000;
+        strange |= (e == 0) & ((Longs)load(terms.high + i) << 1 != 0);
+        if (parts > 1) strange |= biased_exponent(load(terms.low + i)) > 2000;
+        if (parts > 2) strange |= biased_exponent(load(terms.more + i)) > 2000;
+    }
+    int64_t top = NOTHING;
+    for (int lane = 0; lane < lanes; lane++) {
+        if (strange[lane]) return false;
+        if (most[lane] > top) top = most[lane];
+    }
+    if (top == NOTHING) return true;
+    int64_t grid = floor_div(top - 1023, WIDE);
+    if (grid < lowest && sum.grid < lowest) return false;
+    sum.raise(grid);
+    int64_t unit = WIDE * (sum.grid - 2);
+    Words total[3] = {};
+    for (long i = 0; i < count; i += lanes) {
+        Longs exponent = load_bytes<Longs>(terms.exponent + i) - unit;
+        add_part(total, load(terms.high + i), exponent);
+        if (parts > 1) add_part(total, load(terms.low + i), exponent);
+        if (parts > 2) add_part(total, load(terms.more + i), exponent);
+    }
+    for (int j = 0; j < 3; j++)
+        for (int lane = 0; lane < lanes; lane++) sum.limbs[j] += total[j][lane];
+    return true;
+}
+
+static inline Doubles product_and_rest(Doubles a, Doubles b, Doubles &rest) {
+    Doubles p = a * b, a1 = upper_half(a), a2 = a - a1, b1 = upper_half(b), b2 = b - b1;
+    rest = ((a1 * b1 - p) + a1 * b2 + a2 * b1) + a2 * b2;
+    return p;
+}
+
+// Fill terms exp(z) z of at most TERMS logits. Returns false if one is neither masked nor near 0.
+template <Way way, class T> static bool fill_entropies(Terms &terms, const T *x, long count, float lowest, const Transform &transform) {
+    constexpr Way IN_DOUBLE = way == PLAIN ? PLAIN : CAPPED;
+    Ints strange = Ints{};
+    for (long i = 0; i < count; i += LANES) {
+        Floats v = load_up_to(x + i, count - i);
+        Ints masked = v == -__builtin_inff(), n;
+        strange |= ~(masked | (v >= lowest));
+        v = masked ? Floats{} : v;
+        Floats t;
+        parts<way>(v, transform, n, t);
+        Ints fixed = __builtin_convertvector(t * 0x1p30f, Ints) + (1 << 30);
+        HalfFloats v_of[2];
+        HalfInts n_of[2], fixed_of[2], masked_of[2];
+        memcpy(v_of, &v, sizeof v);
+        memcpy(n_of, &n, sizeof n);
+        memcpy(fixed_of, &fixed, sizeof fixed);
+        memcpy(masked_of, &masked, sizeof masked);
+        for (int half = 0; half < 2; half++) {
+            Doubles low, rest, factor = __builtin_convertvector(fixed_of[half], Doubles);
+            Doubles z = transformed<IN_DOUBLE>(__builtin_convertvector(v_of[half], Doubles), transform, low);
+            Longs gone = __builtin_convertvector(masked_of[half], Longs);
+            z = gone ? Doubles{} : z;
+            long at = i + half * LANES / 2;
+            store(terms.high + at, product_and_rest(factor, z, rest));
+            store(terms.low + at, rest);
+            if (way != PLAIN) store(terms.more + at, gone ? Doubles{} : factor * low);
+            store_bytes(terms.exponent + at, __builtin_convertvector(n_of[half], Longs) - 30);
+        }
+    }
+    for (int lane = 0; lane < LANES; lane++)
+        if (strange[lane]) return false;
+    return true;
+}
+
+// Fill terms u z of at most TERMS logits, which end with zeros. Returns false if a masked class has a weight.
+static bool fill_weighted(Terms &terms, const double *x, const double *u, long count, bool plain, const Transform &transform) {
+    Longs strange = Longs{};
+    for (long i = 0; i < count; i += LANES / 2) {
+        Doubles v = load(x + i), weight = load(u + i), low, rest;
+        Longs usable = (v < infinity()) & (v > -infinity());
+        strange |= (v == -infinity()) & (weight != 0.0);
+        v = usable ? v : Doubles{};
+        Doubles z = plain ? transformed<PLAIN>(v, transform, low) : transformed<CAPPED>(v, transform, low);
+        store(terms.high + i, product_and_rest(weight, z, rest));
+        store(terms.low + i, rest + weight * low);
+        store_bytes(terms.exponent + i, Longs{});
+    }
+    for (int lane = 0; lane < LANES / 2; lane++)
+        if (strange[lane]) return false;
+    return true;
+}
+
+static inline Doubles load_wide(const double *p) { return load(p); }
+static inline Doubles load_wide(const float *p) { return __builtin_convertvector(load_bytes<HalfFloats>(p), Doubles); }
+static inline void store_narrow(double *p, Doubles v) { store(p, v); }
+static inline void store_narrow(float *p, Doubles v) { store_bytes(p, __builtin_convertvector(v, HalfFloats)); }
+
+static inline Doubles softcap_slope(Doubles x, const Transform &transform) {
+    Doubles y = transform.scale * x / transform.softcap, less_one;
+    Doubles size = (Doubles)((Longs)y & INT64_MAX);
+    Doubles e = exp_of_minus(2.0 * (size < 400.0 ? size : doubles(400.0)), less_one);
+    return 4.0 * e / ((1.0 + e) * (1.0 + e));
+}
+
+// Subtract weight_factor u from gradients, if there are weights, and multiply them by the slope of a softcap. All arrays
+// have room for a whole vector more.
+template <class Number>
+static void finish_near(Number *gradients, const Number *x, const double *u, long count, double weight_factor, const Transform &transform) {
+    for (long i = 0; i < count; i += LANES / 2) {
+        Doubles value = load_wide(gradients + i);
+        if (u) value = value - weight_factor * load(u + i);
+        if (transform.softcap != 0.0) value = value * softcap_slope(load_wide(x + i), transform);
+        store_narrow(gradients + i, value);
+    }
+}

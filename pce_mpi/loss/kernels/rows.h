@@ -86,6 +86,58 @@ static void add_near(Sum &sum, const T *x, long count, double lowest, const Tran
     }
 }
 
+template <class T>
+static bool fill_near_entropies(Terms &terms, const T *x, long count, double lowest, const Transform &transform) {
+    switch (way_of(transform, true)) {
+        case PLAIN: return fill_entropies<PLAIN>(terms, x, count, float(lowest), transform);
+        case SCALED: return fill_entropies<SCALED>(terms, x, count, float(lowest), transform);
+        default: return fill_entropies<CAPPED>(terms, x, count, float(lowest), transform);
+    }
+}
+
+// Add exp(z) z of classes none of which is larger than those for which `near` found `lowest`.
+template <class T> static void add_near_entropies(Sum &sum, const T *x, long count, double lowest, const Transform &transform) {
+    constexpr int64_t ANY = INT64_MIN;  // no part of such a product is subnormal
+    Terms terms;
+    for (long first = 0, some; first < count; first += some) {
+        some = count - first < TERMS ? count - first : long(TERMS);
+        const int parts = way_of(transform, true) == PLAIN ? 2 : 3;
+        if (fill_near_entropies(terms, x + first, some, lowest, transform) && add_terms(sum, terms, some, parts, ANY)) continue;
+        for (long i = first; i < first + some; i++) {
+            double value = number_of(x[i]);
+            if (!finite(value)) continue;
+            auto e = exponential<Single>(value, transform);
+            add_entropy<Single>(sum, fixed_point(e.t), e.n - Single::POINT, value, transform);
+        }
+    }
+}
+
+// Add u and u z of some classes.
+template <class T>
+static void add_weights(State &state, const T *x, long count, long first_class, const Weights &weights, const Call &call) {
+    constexpr int64_t LOWEST = -20;
+    const Transform &transform = call.transform;
+    bool plain = transform.softcap == 0.0 && transform.scale == 1.0, fits = transform.softcap <= 2000.0 && transform.scale >= 0x1p-64;
+    Terms terms = {};
+    double u[TERMS], z[TERMS];
+    for (long first = 0, some; first < count; first += some) {
+        some = count - first < TERMS ? count - first : long(TERMS);
+        for (long i = 0; i < TERMS; i++) u[i] = i < some ? weights.at(first_class + first + i) : 0.0;
+        if (call.has(WEIGHT)) {
+            memcpy(terms.high, u, sizeof u);
+            memset(terms.exponent, 0, sizeof terms.exponent);
+            if (!add_terms(state.weight, terms, some, 1, LOWEST))
+                for (long i = 0; i < some; i++) add_wide(state.weight, u + i, 1, 0);
+        }
+        if (!call.has(WEIGHTED_LOGIT)) continue;
+        Sum &sum = state.weighted_logit;
+        for (long i = 0; i < TERMS; i++) z[i] = i < some ? double(number_of(x[first + i])) : 0.0;
+        if (fits && sum.grid < INFINITE && fill_weighted(terms, z, u, some, plain, transform) && add_terms(sum, terms, some, 2, LOWEST))
+            continue;
+        for (long i = 0; i < some; i++) add_weighted_logit(sum, z[i], u[i], transform);
+    }
+}
+
 // Add the exponentials, and exp(z) z, of classes that are not held.
 template <class Arithmetic, class T> static void add_others(State &state, const T *x, long count, const Call &call) {
     const Transform &transform = call.transform;
@@ -99,7 +151,10 @@ template <class Arithmetic, class T> static void add_others(State &state, const 
     if (top == -infinity()) return;
     double lowest;
     bool huge = is_huge(leading, transform);
-    if (!huge && !call.has(ENTROPY) && near<Arithmetic>(top, transform, lowest)) {
+    bool in_loops = Arithmetic::POINT == 30 || !call.has(ENTROPY);
+    if (!huge && in_loops && near<Arithmetic>(top, transform, lowest)) {
+        if constexpr (Arithmetic::POINT == 30)
+            if (call.has(ENTROPY)) add_near_entropies(state.entropy, x, count, lowest, transform);
         int64_t grid = grid_of<Arithmetic>(top, transform);
         if (grid + 4 < state.sum.grid) return;
         state.sum.raise(grid);
@@ -159,12 +214,8 @@ static State state_of(const Line &row, long classes, long column, long first_cla
         if (end > 0) add_others<Arithmetic>(state, x, end, call);
         if (end + 1 < count) add_others<Arithmetic>(state, x + end + 1, count - end - 1, call);
         if (call.has(WEIGHT) || call.has(WEIGHTED_LOGIT)) {
-            for (long i = 0; i < count; i++) {
-                if (i == held) continue;
-                double u = weights.at(first + i);
-                if (call.has(WEIGHT)) add_wide(state.weight, &u, 1, 0);
-                if (call.has(WEIGHTED_LOGIT)) add_weighted_logit(state.weighted_logit, number_of(x[i]), u, call.transform);
-            }
+            add_weights(state, x, end, first, weights, call);
+            if (end + 1 < count) add_weights(state, x + end + 1, count - end - 1, first + end + 1, weights, call);
         }
         if (largest && first == 0)
             total = part;
@@ -177,21 +228,42 @@ static State state_of(const Line &row, long classes, long column, long first_cla
 // Gradients of a row
 
 template <class Arithmetic, class T>
+static void write_all_near(const T *x, T *out, long count, const RowFactor &row, double lowest, const Transform &transform) {
+    typedef typename Arithmetic::Number Number;
+    switch (way_of(transform, Arithmetic::POINT == 30)) {
+        case PLAIN: return write_near<PLAIN>(x, out, count, row, Number(lowest), transform);
+        case SCALED:
+            if constexpr (Arithmetic::POINT == 30) return write_near<SCALED>(x, out, count, row, Number(lowest), transform);
+        default: return write_near<CAPPED>(x, out, count, row, Number(lowest), transform);
+    }
+}
+
+template <class Arithmetic, class T>
 static void write_chunk(const T *x, T *out, long count, long first, const Weights &weights, const RowFactor &row, double most, const Call &call) {
     typedef typename Arithmetic::Number Number;
     // So far from it that a logit which is not near underflows.
     constexpr int64_t REACH = Arithmetic::POINT == 30 ? 2700 : 1500000;
     const Transform &transform = call.transform;
     double lowest;
-    bool plain = !call.has(WEIGHTED_LOGIT) && transform.softcap == 0.0;
-    if (plain && !row.huge && finite(row.factor) && near<Arithmetic>(most, transform, lowest) &&
-        row.exponent < REACH && row.exponent > -REACH) {
-        switch (way_of(transform, Arithmetic::POINT == 30)) {
-            case PLAIN: return write_near<PLAIN>(x, out, count, row, Number(lowest), transform);
-            case SCALED:
-                if constexpr (Arithmetic::POINT == 30) return write_near<SCALED>(x, out, count, row, Number(lowest), transform);
-            default: return write_near<CAPPED>(x, out, count, row, Number(lowest), transform);
+    bool in_loops = !row.huge && finite(row.factor) && near<Arithmetic>(most, transform, lowest) && row.exponent < REACH &&
+                    row.exponent > -REACH;
+    if (in_loops && !call.has(WEIGHTED_LOGIT) && transform.softcap == 0.0)
+        return write_all_near<Arithmetic>(x, out, count, row, lowest, transform);
+    if (in_loops) {
+        Number logits[CHUNK + LANES], values[CHUNK + LANES];
+        double u[CHUNK + LANES];
+        for (long i = 0; i < count; i++) {
+            logits[i] = Number(number_of(x[i]));
+            u[i] = call.has(WEIGHTED_LOGIT) ? weights.at(first + i) : 0.0;
         }
+        for (long i = count; i < count + LANES; i++) logits[i] = values[i] = 0, u[i] = 0.0;
+        write_all_near<Arithmetic>(logits, values, count, row, lowest, transform);
+        finish_near(values, logits, call.has(WEIGHTED_LOGIT) ? u : nullptr, count, row.weight_factor, transform);
+        for (long i = 0; i < count; i++) {
+            Number value = values[i];
+            out[i] = of_number<T>(value == value ? value : Number(not_a_number()));
+        }
+        return;
     }
     for (long i = 0; i < count; i++) {
         double u = call.has(WEIGHTED_LOGIT) ? weights.at(first + i) : 1.0;

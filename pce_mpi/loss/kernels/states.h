@@ -8,6 +8,7 @@ namespace pce {
 constexpr int WIDE = Double::WIDTH;
 constexpr int64_t NO_GRID = -(1 << 14), INFINITE = 1 << 14, MINUS_INFINITE = INFINITE + 1, NOT_A_NUMBER = INFINITE + 2;
 constexpr int64_t NO_ENTROPY = -(int64_t(1) << 60), NO_SUM = -(int64_t(1) << 61);
+constexpr int64_t FARTHEST = int64_t(1) << 57;  // a grid whose unit still fits 64 bits
 constexpr int FORGOTTEN = 255, NEGLIGIBLE = 250;
 constexpr int64_t NO_CLASS = 0x7fffffffffffffff;
 
@@ -415,7 +416,7 @@ struct RowSoftmax {
         }
         if (call.has(ENTROPY)) {
             Pair total_sum = scaled(sum, unit - row.exponent);
-            Pair weighted = scaled(value_of(state.entropy.limbs, WIDE), WIDE * (state.entropy.grid - 2) - row.exponent);
+            Pair weighted = scaled(value_of(state.entropy.limbs, WIDE), WIDE * (clip(state.entropy.grid, -FARTHEST, FARTHEST) - 2) - row.exponent);
             double away = gap_of(total_sum, top_z, weighted);
             double rest = (times(total_sum.high, above_top) + away) * row.normalizer;
             row.entropy = times(row.held_probability, row.held_nll) + (others == 0.0 ? 0.0 : rest);
