@@ -46,7 +46,8 @@ template <class T> void fill_logits(double spread, double offset) {
     }
 }
 
-template <class Arithmetic, class T> void run(const Loops &loops, int kind, int fields, Transform transform, bool wide) {
+template <class Arithmetic, class T>
+void run(const Loops &loops, int kind, int fields, Transform transform, bool wide) {
     Call call = {fields, transform};
     Fill fill = {};
     fill.logits = array_of(logits, kind);
@@ -62,10 +63,21 @@ template <class Arithmetic, class T> void run(const Loops &loops, int kind, int 
     for (double each : weight) add_number(class_weights, each);
     for (long r = 0; r < ROWS; r++) {
         for (long w = 0; w < words; w++) add(states[r * words + w]);
-        RowSoftmax softmax = RowSoftmax::of<Arithmetic>(State::load<Arithmetic>(states + r * words, call), call, class_weights);
-        const double numbers[] = {softmax.held_nll, softmax.held_minus_one, softmax.logsumexp, softmax.weighted_nll, softmax.entropy};
+        RowSoftmax softmax =
+            RowSoftmax::of<Arithmetic>(State::load<Arithmetic>(states + r * words, call), call, class_weights);
+        const double numbers[] = {softmax.held_nll, softmax.held_minus_one, softmax.logsumexp, softmax.weighted_nll,
+                                  softmax.entropy};
         for (double each : numbers) put_bits(each);
-        rows[r] = {softmax.exponent, columns[r], r != 3, softmax.top, softmax.most, softmax.normalizer * (r - 2.5), 0.125, 0.5, 0.0, 0.0};
+        rows[r] = {softmax.exponent,
+                   columns[r],
+                   r != 3,
+                   softmax.top,
+                   softmax.most,
+                   softmax.normalizer * (r - 2.5),
+                   0.125,
+                   0.5,
+                   0.0,
+                   0.0};
     }
     Write write = {};
     write.logits = array_of(logits, kind);

@@ -44,7 +44,7 @@ def host_kernel() -> ModuleType:
         if wanted:
             raise ImportError(f"{_VARIABLE}={wanted}, but the compiled kernel is not installed: {error}") from error
         warnings.warn(
-            "pce_mpi was installed without its compiled kernel: the loss has the same bits, but takes 50 times as "
+            "pce_mpi was installed without its compiled kernel: the loss has the same bits, but takes 200 times as "
             "long. Install a C++ compiler (g++ or clang++) and then pce_mpi again, with pip's --no-cache-dir and "
             "--force-reinstall",
             stacklevel=2,

@@ -47,7 +47,8 @@ PyObject *fill_states(PyObject *, PyObject *arguments) {
                           &fill.call.transform.scale, &fill.call.transform.softcap, &wide))
         return nullptr;
     Buffer x, c, w, p, s;
-    if (!x.take(logits, PyBUF_STRIDES) || !c.take(columns) || !w.take(weight) || !p.take(probabilities, PyBUF_STRIDES) || !s.take(states, PyBUF_WRITABLE))
+    if (!x.take(logits, PyBUF_STRIDES) || !c.take(columns) || !w.take(weight) ||
+        !p.take(probabilities, PyBUF_STRIDES) || !s.take(states, PyBUF_WRITABLE))
         return nullptr;
     fill.logits = x.array(kind);
     fill.probabilities = p.array(probabilities_kind);
@@ -72,7 +73,8 @@ PyObject *write_gradient(PyObject *, PyObject *arguments) {
                           &write.call.transform.scale, &write.call.transform.softcap, &wide))
         return nullptr;
     Buffer x, o, r, w, p;
-    if (!x.take(logits, PyBUF_STRIDES) || !o.take(out, PyBUF_STRIDES | PyBUF_WRITABLE) || !r.take(rows) || !w.take(weight) || !p.take(probabilities, PyBUF_STRIDES))
+    if (!x.take(logits, PyBUF_STRIDES) || !o.take(out, PyBUF_STRIDES | PyBUF_WRITABLE) || !r.take(rows) ||
+        !w.take(weight) || !p.take(probabilities, PyBUF_STRIDES))
         return nullptr;
     write.logits = x.array(kind);
     write.out = o.array(out_kind);
@@ -130,7 +132,8 @@ PyObject *row_softmax(PyObject *, PyObject *arguments) {
                           &call.transform.scale, &call.transform.softcap, &wide))
         return nullptr;
     Buffer from, weights, to;
-    if (!from.take(states) || !weights.take(class_weights) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE)) return nullptr;
+    if (!from.take(states) || !weights.take(class_weights) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE))
+        return nullptr;
     Sum sum = weights.held ? *weights.of<Sum>() : Sum{NO_GRID, {0, 0, 0}};
     long rows = long(to.view.len / long(sizeof(RowSoftmax)));
     Py_BEGIN_ALLOW_THREADS;

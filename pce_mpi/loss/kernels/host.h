@@ -1,7 +1,7 @@
 // The hot loops on the CPU.
 //
-// One source for all instruction sets: `loops.h` and `rows.h` are compiled for each, and the best that the processor has
-// is chosen at run time. Compile with -ffp-contract=off: an arithmetic that contracts a b + c has other bits.
+// One source for all instruction sets: `loops.h` and `rows.h` are compiled for each, and the best that the processor
+// has is chosen at run time. Compile with -ffp-contract=off: an arithmetic that contracts a b + c has other bits.
 #pragma once
 
 #include <stdint.h>
@@ -91,7 +91,8 @@ struct Loops {
 
 #if defined(__x86_64__)
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,fma,f16c"))), \
+                             apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,fma,f16c,prefer-vector-width=512")
@@ -103,7 +104,9 @@ typedef float Lanes __attribute__((vector_size(64)));
 typedef uint16_t HalfLanes __attribute__((vector_size(32)));
 static inline Lanes fma(Lanes a, Lanes b, Lanes c) { return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 static inline Lanes load_halves(HalfLanes h) { return (Lanes)_mm512_cvtph_ps((__m256i)h); }
-static inline HalfLanes store_halves(Lanes v) { return (HalfLanes)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline HalfLanes store_halves(Lanes v) {
+    return (HalfLanes)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 #include "loops.h"
 #include "rows.h"
 #include "tables.h"
@@ -123,7 +126,9 @@ typedef float Lanes __attribute__((vector_size(32)));
 typedef uint16_t HalfLanes __attribute__((vector_size(16)));
 static inline Lanes fma(Lanes a, Lanes b, Lanes c) { return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 static inline Lanes load_halves(HalfLanes h) { return (Lanes)_mm256_cvtph_ps((__m128i)h); }
-static inline HalfLanes store_halves(Lanes v) { return (HalfLanes)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT); }
+static inline HalfLanes store_halves(Lanes v) {
+    return (HalfLanes)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+}
 #include "loops.h"
 #include "rows.h"
 #include "tables.h"
@@ -142,7 +147,9 @@ namespace baseline {
 #define VECTOR_BYTES 16
 typedef float Lanes __attribute__((vector_size(16)));
 #if defined(__aarch64__)
-static inline Lanes fma(Lanes a, Lanes b, Lanes c) { return (Lanes)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+static inline Lanes fma(Lanes a, Lanes b, Lanes c) {
+    return (Lanes)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
 #else
 static inline Lanes fma(Lanes a, Lanes b, Lanes c) {
     Lanes result;
@@ -164,8 +171,8 @@ struct InstructionSet {
 
 #if defined(__x86_64__)
 bool has_avx512() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl");
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
 }
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #endif

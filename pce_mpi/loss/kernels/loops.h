@@ -1,8 +1,9 @@
 // The loops over the logits of a row, included once for each instruction set, inside a namespace of its own.
 //
 // Defined by whoever includes this: VECTOR_BYTES, `fma` on its vectors and, with HARDWARE_HALVES, `load_halves` and
-// `store_halves`. Vectors are those of GCC and Clang. A loop takes the logits of one row, at most CHUNK of them, in consecutive memory that need not
-// be aligned; it has a fast way for logits that are near 0, and leaves what is rare to the scalar functions.
+// `store_halves`. Vectors are those of GCC and Clang. A loop takes the logits of one row, at most CHUNK of them, in
+// consecutive memory that need not be aligned; it has a fast way for logits that are near 0, and leaves what is rare to
+// the scalar functions.
 
 enum { LANES = VECTOR_BYTES / 4 };
 constexpr int64_t UPPER_BITS = 0x4538000000000000;  // 0x1.8p84
@@ -197,7 +198,8 @@ template <class T> static double largest(const T *x, long count) {
 }
 
 // Add exponentials to a sum whose grid is at least theirs; logits below `lowest` count for nothing.
-template <Way way, class T> static void add_exponentials(Sum &sum, const T *x, long count, float lowest, const Transform &transform) {
+template <Way way, class T>
+static void add_exponentials(Sum &sum, const T *x, long count, float lowest, const Transform &transform) {
     Ints limit = Ints{} + int32_t(sum.grid * 21 + 20);
     Words total[3] = {};
     for (long i = 0; i < count; i += LANES) {
@@ -222,7 +224,8 @@ template <Way way, class T> static void add_exponentials(Sum &sum, const T *x, l
         for (int lane = 0; lane < LANES / 2; lane++) sum.limbs[j] += total[j][lane];
 }
 
-template <Way way> static void add_exponentials(Sum &sum, const double *x, long count, double lowest, const Transform &transform) {
+template <Way way>
+static void add_exponentials(Sum &sum, const double *x, long count, double lowest, const Transform &transform) {
     Longs start = longs(10 - 36 * sum.grid);
     Words total[3] = {};
     for (long i = 0; i < count; i += LANES / 2) {
@@ -246,7 +249,8 @@ template <Way way> static void add_exponentials(Sum &sum, const double *x, long 
 }
 
 // The gradient of the logits that are near 0, without class weights.
-template <Way way, class T> static void write_near(const T *x, T *out, long count, const RowFactor &row, float lowest, const Transform &transform) {
+template <Way way, class T>
+static void write_near(const T *x, T *out, long count, const RowFactor &row, float lowest, const Transform &transform) {
     Floats high = floats(row.high), low = floats(row.low);
     Ints exponent = Ints{} + int32_t(row.exponent);
     for (long i = 0; i < count; i += LANES) {
@@ -266,7 +270,9 @@ template <Way way, class T> static void write_near(const T *x, T *out, long coun
     }
 }
 
-template <Way way> static void write_near(const double *x, double *out, long count, const RowFactor &row, double lowest, const Transform &transform) {
+template <Way way>
+static void write_near(const double *x, double *out, long count, const RowFactor &row, double lowest,
+                       const Transform &transform) {
     Longs exponent = longs(row.exponent);
     for (long i = 0; i < count; i += LANES / 2) {
         Doubles v = load_up_to(x + i, count - i);
@@ -352,7 +358,8 @@ static inline Doubles product_and_rest(Doubles a, Doubles b, Doubles &rest) {
 }
 
 // Fill terms exp(z) z of at most TERMS logits. Returns false if one is neither masked nor near 0.
-template <Way way, class T> static bool fill_entropies(Terms &terms, const T *x, long count, float lowest, const Transform &transform) {
+template <Way way, class T>
+static bool fill_entropies(Terms &terms, const T *x, long count, float lowest, const Transform &transform) {
     constexpr Way IN_DOUBLE = way == PLAIN ? PLAIN : CAPPED;
     Ints strange = Ints{};
     for (long i = 0; i < count; i += LANES) {
@@ -387,7 +394,8 @@ template <Way way, class T> static bool fill_entropies(Terms &terms, const T *x,
 }
 
 // Fill terms u z of at most TERMS logits, which end with zeros. Returns false if a masked class has a weight.
-static bool fill_weighted(Terms &terms, const double *x, const double *u, long count, bool plain, const Transform &transform) {
+static bool fill_weighted(Terms &terms, const double *x, const double *u, long count, bool plain,
+                          const Transform &transform) {
     Longs strange = Longs{};
     for (long i = 0; i < count; i += LANES / 2) {
         Doubles v = load(x + i), weight = load(u + i), low, rest;
@@ -416,10 +424,11 @@ static inline Doubles softcap_slope(Doubles x, const Transform &transform) {
     return 4.0 * e / ((1.0 + e) * (1.0 + e));
 }
 
-// Subtract weight_factor u from gradients, if there are weights, and multiply them by the slope of a softcap. All arrays
-// have room for a whole vector more.
+// Subtract weight_factor u from gradients, if there are weights, and multiply them by the slope of a softcap. All
+// arrays have room for a whole vector more.
 template <class Number>
-static void finish_near(Number *gradients, const Number *x, const double *u, long count, double weight_factor, const Transform &transform) {
+static void finish_near(Number *gradients, const Number *x, const double *u, long count, double weight_factor,
+                        const Transform &transform) {
     for (long i = 0; i < count; i += LANES / 2) {
         Doubles value = load_wide(gradients + i);
         if (u) value = value - weight_factor * load(u + i);

@@ -15,10 +15,14 @@ struct Line {
     }
     double number(long index) const {
         switch (kind) {
-            case FLOAT32: return at<float>(index);
-            case FLOAT64: return at<double>(index);
-            case FLOAT16: return number_of(at<Half>(index));
-            default: return number_of(at<BFloat>(index));
+            case FLOAT32:
+                return at<float>(index);
+            case FLOAT64:
+                return at<double>(index);
+            case FLOAT16:
+                return number_of(at<Half>(index));
+            default:
+                return number_of(at<BFloat>(index));
         }
     }
 };
@@ -79,30 +83,38 @@ template <class Arithmetic, class T>
 static void add_near(Sum &sum, const T *x, long count, double lowest, const Transform &transform) {
     typedef typename Arithmetic::Number Number;
     switch (way_of(transform, Arithmetic::POINT == 30)) {
-        case PLAIN: return add_exponentials<PLAIN>(sum, x, count, Number(lowest), transform);
+        case PLAIN:
+            return add_exponentials<PLAIN>(sum, x, count, Number(lowest), transform);
         case SCALED:
-            if constexpr (Arithmetic::POINT == 30) return add_exponentials<SCALED>(sum, x, count, Number(lowest), transform);
-        default: return add_exponentials<CAPPED>(sum, x, count, Number(lowest), transform);
+            if constexpr (Arithmetic::POINT == 30)
+                return add_exponentials<SCALED>(sum, x, count, Number(lowest), transform);
+        default:
+            return add_exponentials<CAPPED>(sum, x, count, Number(lowest), transform);
     }
 }
 
 template <class T>
 static bool fill_near_entropies(Terms &terms, const T *x, long count, double lowest, const Transform &transform) {
     switch (way_of(transform, true)) {
-        case PLAIN: return fill_entropies<PLAIN>(terms, x, count, float(lowest), transform);
-        case SCALED: return fill_entropies<SCALED>(terms, x, count, float(lowest), transform);
-        default: return fill_entropies<CAPPED>(terms, x, count, float(lowest), transform);
+        case PLAIN:
+            return fill_entropies<PLAIN>(terms, x, count, float(lowest), transform);
+        case SCALED:
+            return fill_entropies<SCALED>(terms, x, count, float(lowest), transform);
+        default:
+            return fill_entropies<CAPPED>(terms, x, count, float(lowest), transform);
     }
 }
 
 // Add exp(z) z of classes none of which is larger than those for which `near` found `lowest`.
-template <class T> static void add_near_entropies(Sum &sum, const T *x, long count, double lowest, const Transform &transform) {
+template <class T>
+static void add_near_entropies(Sum &sum, const T *x, long count, double lowest, const Transform &transform) {
     constexpr int64_t ANY = INT64_MIN;  // no part of such a product is subnormal
     Terms terms;
     for (long first = 0, some; first < count; first += some) {
         some = count - first < TERMS ? count - first : long(TERMS);
         const int parts = way_of(transform, true) == PLAIN ? 2 : 3;
-        if (fill_near_entropies(terms, x + first, some, lowest, transform) && add_terms(sum, terms, some, parts, ANY)) continue;
+        if (fill_near_entropies(terms, x + first, some, lowest, transform) && add_terms(sum, terms, some, parts, ANY))
+            continue;
         for (long i = first; i < first + some; i++) {
             double value = number_of(x[i]);
             if (!finite(value)) continue;
@@ -114,10 +126,12 @@ template <class T> static void add_near_entropies(Sum &sum, const T *x, long cou
 
 // Add u and u z of some classes.
 template <class T>
-static void add_weights(State &state, const T *x, long count, long first_class, const Weights &weights, const Call &call) {
+static void add_weights(State &state, const T *x, long count, long first_class, const Weights &weights,
+                        const Call &call) {
     constexpr int64_t LOWEST = -20;
     const Transform &transform = call.transform;
-    bool plain = transform.softcap == 0.0 && transform.scale == 1.0, fits = transform.softcap <= 2000.0 && transform.scale >= 0x1p-64;
+    bool plain = transform.softcap == 0.0 && transform.scale == 1.0,
+         fits = transform.softcap <= 2000.0 && transform.scale >= 0x1p-64;
     Terms terms = {};
     double u[TERMS], z[TERMS];
     for (long first = 0, some; first < count; first += some) {
@@ -132,7 +146,8 @@ static void add_weights(State &state, const T *x, long count, long first_class, 
         if (!call.has(WEIGHTED_LOGIT)) continue;
         Sum &sum = state.weighted_logit;
         for (long i = 0; i < TERMS; i++) z[i] = i < some ? double(number_of(x[first + i])) : 0.0;
-        if (fits && sum.grid < INFINITE && fill_weighted(terms, z, u, some, plain, transform) && add_terms(sum, terms, some, 2, LOWEST))
+        if (fits && sum.grid < INFINITE && fill_weighted(terms, z, u, some, plain, transform) &&
+            add_terms(sum, terms, some, 2, LOWEST))
             continue;
         for (long i = 0; i < some; i++) add_weighted_logit(sum, z[i], u[i], transform);
     }
@@ -191,7 +206,8 @@ template <class T> static long place_of_largest(const T *x, long count, const We
 }
 
 template <class Arithmetic, class T>
-static State state_of(const Line &row, long classes, long column, long first_class, const Weights &weights, const Call &call) {
+static State state_of(const Line &row, long classes, long column, long first_class, const Weights &weights,
+                      const Call &call) {
     State total = State::identity();
     T buffer[CHUNK];
     for (long first = 0, count; first < classes; first += count) {
@@ -228,25 +244,30 @@ static State state_of(const Line &row, long classes, long column, long first_cla
 // Gradients of a row
 
 template <class Arithmetic, class T>
-static void write_all_near(const T *x, T *out, long count, const RowFactor &row, double lowest, const Transform &transform) {
+static void write_all_near(const T *x, T *out, long count, const RowFactor &row, double lowest,
+                           const Transform &transform) {
     typedef typename Arithmetic::Number Number;
     switch (way_of(transform, Arithmetic::POINT == 30)) {
-        case PLAIN: return write_near<PLAIN>(x, out, count, row, Number(lowest), transform);
+        case PLAIN:
+            return write_near<PLAIN>(x, out, count, row, Number(lowest), transform);
         case SCALED:
-            if constexpr (Arithmetic::POINT == 30) return write_near<SCALED>(x, out, count, row, Number(lowest), transform);
-        default: return write_near<CAPPED>(x, out, count, row, Number(lowest), transform);
+            if constexpr (Arithmetic::POINT == 30)
+                return write_near<SCALED>(x, out, count, row, Number(lowest), transform);
+        default:
+            return write_near<CAPPED>(x, out, count, row, Number(lowest), transform);
     }
 }
 
 template <class Arithmetic, class T>
-static void write_chunk(const T *x, T *out, long count, long first, const Weights &weights, const RowFactor &row, double most, const Call &call) {
+static void write_chunk(const T *x, T *out, long count, long first, const Weights &weights, const RowFactor &row,
+                        double most, const Call &call) {
     typedef typename Arithmetic::Number Number;
     // So far from it that a logit which is not near underflows.
     constexpr int64_t REACH = Arithmetic::POINT == 30 ? 2700 : 1500000;
     const Transform &transform = call.transform;
     double lowest;
-    bool in_loops = !row.huge && finite(row.factor) && near<Arithmetic>(most, transform, lowest) && row.exponent < REACH &&
-                    row.exponent > -REACH;
+    bool in_loops = !row.huge && finite(row.factor) && near<Arithmetic>(most, transform, lowest) &&
+                    row.exponent < REACH && row.exponent > -REACH;
     if (in_loops && !call.has(WEIGHTED_LOGIT) && transform.softcap == 0.0)
         return write_all_near<Arithmetic>(x, out, count, row, lowest, transform);
     if (in_loops) {

@@ -12,7 +12,15 @@ constexpr int64_t FARTHEST = int64_t(1) << 57;  // a grid whose unit still fits 
 constexpr int FORGOTTEN = 255, NEGLIGIBLE = 250;
 constexpr int64_t NO_CLASS = 0x7fffffffffffffff;
 
-enum Field { HOLD_LARGEST = 1, ARGMAX = 2, TARGET = 4, HELD_WEIGHT = 8, WEIGHT = 16, WEIGHTED_LOGIT = 32, ENTROPY = 64 };
+enum Field {
+    HOLD_LARGEST = 1,
+    ARGMAX = 2,
+    TARGET = 4,
+    HELD_WEIGHT = 8,
+    WEIGHT = 16,
+    WEIGHTED_LOGIT = 32,
+    ENTROPY = 64
+};
 
 // A sum in limbs, on a grid.
 struct Sum {
@@ -52,9 +60,7 @@ PCE_FUNCTION void add_limbs(uint64_t limbs[3], uint64_t m, int64_t shift, int wi
     for (int j = 0; j < 3; j++) limbs[j] += negative ? 0 - parts[j] : parts[j];
 }
 
-PCE_FUNCTION uint64_t mantissa(const Parts &parts) {
-    return uint64_t(magnitude(parts.m) * 0x1p53);
-}
+PCE_FUNCTION uint64_t mantissa(const Parts &parts) { return uint64_t(magnitude(parts.m) * 0x1p53); }
 
 // Add parts 2^exponent, of which the first is the largest, to a sum in digits of WIDE bits.
 PCE_FUNCTION void add_wide(Sum &sum, const double *parts, int count, int64_t exponent) {
@@ -68,7 +74,8 @@ PCE_FUNCTION void add_wide(Sum &sum, const double *parts, int count, int64_t exp
 
 // The value of a sum in units of its grid, correct to 2^-104.
 PCE_FUNCTION Pair value_of(const uint64_t limbs[3], int width) {
-    int64_t digits[3] = {int64_t(limbs[0] - (limbs[1] << width)), int64_t(limbs[1] - (limbs[2] << width)), int64_t(limbs[2])};
+    int64_t digits[3] = {int64_t(limbs[0] - (limbs[1] << width)), int64_t(limbs[1] - (limbs[2] << width)),
+                         int64_t(limbs[2])};
     int64_t mask = (int64_t(1) << width) - 1;
     bool negative = false;
     for (int pass = 0; pass < 2; pass++) {
@@ -416,7 +423,8 @@ struct RowSoftmax {
         }
         if (call.has(ENTROPY)) {
             Pair total_sum = scaled(sum, unit - row.exponent);
-            Pair weighted = scaled(value_of(state.entropy.limbs, WIDE), WIDE * (clip(state.entropy.grid, -FARTHEST, FARTHEST) - 2) - row.exponent);
+            Pair weighted = scaled(value_of(state.entropy.limbs, WIDE),
+                                   WIDE * (clip(state.entropy.grid, -FARTHEST, FARTHEST) - 2) - row.exponent);
             double away = gap_of(total_sum, top_z, weighted);
             double rest = (times(total_sum.high, above_top) + away) * row.normalizer;
             row.entropy = times(row.held_probability, row.held_nll) + (others == 0.0 ? 0.0 : rest);

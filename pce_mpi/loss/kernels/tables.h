@@ -16,18 +16,37 @@ template <class Arithmetic, class T> static void fill_rows(const Fill &fill) {
 static void fill(const Fill &fill) {
     if (fill.wide) return fill_rows<Double, double>(fill);
     switch (fill.logits.kind) {
-        case FLOAT32: return fill_rows<Single, float>(fill);
-        case FLOAT16: return fill_rows<Single, Half>(fill);
-        default: return fill_rows<Single, BFloat>(fill);
+        case FLOAT32:
+            return fill_rows<Single, float>(fill);
+        case FLOAT16:
+            return fill_rows<Single, Half>(fill);
+        default:
+            return fill_rows<Single, BFloat>(fill);
     }
 }
 
 template <class Number> static void put(const Array &out, char *place, Number value) {
     switch (out.kind) {
-        case FLOAT32: { float v = of_number<float>(value); memcpy(place, &v, sizeof v); break; }
-        case FLOAT64: { double v = value; memcpy(place, &v, sizeof v); break; }
-        case FLOAT16: { Half v = of_number<Half>(value); memcpy(place, &v, sizeof v); break; }
-        default: { BFloat v = of_number<BFloat>(value); memcpy(place, &v, sizeof v); break; }
+        case FLOAT32: {
+            float v = of_number<float>(value);
+            memcpy(place, &v, sizeof v);
+            break;
+        }
+        case FLOAT64: {
+            double v = value;
+            memcpy(place, &v, sizeof v);
+            break;
+        }
+        case FLOAT16: {
+            Half v = of_number<Half>(value);
+            memcpy(place, &v, sizeof v);
+            break;
+        }
+        default: {
+            BFloat v = of_number<BFloat>(value);
+            memcpy(place, &v, sizeof v);
+            break;
+        }
     }
 }
 
@@ -64,7 +83,8 @@ template <class Arithmetic, class T> static void write_rows(const Write &write) 
                 held[held_count++] = uint16_t(column);
             }
             double logit = held_count ? number_of(x[held[0]]) : 0.0;
-            write_chunk<Arithmetic>(x, direct ? (T *)place : result, count, first, weights, row, gradient.most, write.call);
+            write_chunk<Arithmetic>(x, direct ? (T *)place : result, count, first, weights, row, gradient.most,
+                                    write.call);
             if (!direct)
                 for (long i = 0; i < count; i++) put(out, place + i * out.strides[1], number_of(result[i]));
             double slope = transform.softcap != 0.0 && held_count ? softcap_slope(logit, transform) : 1.0;
@@ -80,9 +100,12 @@ static void write(const Write &write) {
     // A gradient that is no array of the logits' dtype is rounded to it by way of float32.
     if (write.out.kind != write.logits.kind) return write_rows<Single, float>(write);
     switch (write.logits.kind) {
-        case FLOAT32: return write_rows<Single, float>(write);
-        case FLOAT16: return write_rows<Single, Half>(write);
-        default: return write_rows<Single, BFloat>(write);
+        case FLOAT32:
+            return write_rows<Single, float>(write);
+        case FLOAT16:
+            return write_rows<Single, Half>(write);
+        default:
+            return write_rows<Single, BFloat>(write);
     }
 }
 
