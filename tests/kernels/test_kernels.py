@@ -202,7 +202,7 @@ def test_bits_of_fields_are_those_of_header():
     header = (compilation.source_folder / "states.h").read_text(encoding="utf-8")
     bits = {
         name.lower(): int(bit)
-        for name, bit in re.findall(r"(\w+) = (\d+)", re.search(r"enum Field \{(.*)\}", header)[1])
+        for name, bit in re.findall(r"(\w+) = (\d+)", re.search(r"enum Field \{(.*?)\}", header, re.DOTALL)[1])
     }
     assert len(bits) == 7
     for name, bit in bits.items():
