@@ -82,6 +82,8 @@ def warnings(ranks: list[dict[str, Any]]) -> list[str]:
     found = []
     if ranks[0]["size"] == 0:
         found.append(NO_LIBRARY)
+    if slow := [rank["rank"] for rank in ranks if not rank["kernel"].startswith("compiled")]:
+        found.append(f"rank{'s' * (len(slow) > 1)} {_ranges(slow)}: no compiled kernel; right numbers, but slow")
     for host in dict.fromkeys(rank["host"] for rank in ranks):
         here = [rank for rank in ranks if rank["host"] == host]
         cores = len(set().union(*(rank["cores"] for rank in here)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 import os
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 import warnings
@@ -44,9 +45,9 @@ def host_kernel() -> ModuleType:
         if wanted:
             raise ImportError(f"{_VARIABLE}={wanted}, but the compiled kernel is not installed: {error}") from error
         warnings.warn(
-            "pce_mpi was installed without its compiled kernel: the loss has the same bits, but takes 200 times as "
-            "long. Install a C++ compiler (g++ or clang++) and then pce_mpi again, with pip's --no-cache-dir and "
-            "--force-reinstall",
+            f"pce_mpi in {Path(__file__).parents[2]} has no compiled kernel: the loss has the same bits, but takes "
+            "200 times as long. If that is a clone, install it with pip install -e; if there was no C++ compiler, "
+            "install g++ or clang++, and then pce_mpi again with pip's --no-cache-dir and --force-reinstall",
             stacklevel=2,
         )
         return definition
@@ -58,7 +59,10 @@ def kernel_text() -> str:
     """The kernel that computes the loss of NumPy arrays, for people."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        kernel = host_kernel()
+        try:
+            kernel = host_kernel()
+        except (ImportError, ValueError) as error:
+            return f"none: {error}"
     if hasattr(kernel, "instruction_set"):
         return f"compiled, {kernel.instruction_set()}"
     return f"NumPy ({_VARIABLE}=numpy)" if os.environ.get(_VARIABLE) else "NumPy (no compiled kernel)"
