@@ -106,6 +106,12 @@ def library_named(name: str) -> Any:
 
 
 @cache
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Return the name of `dtype`, which NumPy makes anew each time."""
+    return dtype.name
+
+
+@cache
 def is_half(dtype: np.dtype[Any]) -> bool:
     """Return whether `dtype` is float16 or bfloat16, in which nothing is computed and MPI sends nothing."""
     # By name, as ml_dtypes may be missing.

@@ -6,7 +6,6 @@ Nothing local raises by itself. The errors of a rank's own checks go into the ag
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 import math
@@ -112,7 +111,8 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
         raise CollectiveError(f"ranks disagree on the values of targets: {sums}")
     _check_not_gathered(counts, samples, over)
     rank = 0 if comm is None else comm.rank
-    return replace(problem, class_start=starts[rank], num_classes=num_classes)
+    problem.place(starts[rank], num_classes)
+    return problem
 
 
 def _facts(problem: Problem) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ def _facts(problem: Problem) -> tuple[int, ...]:
     targets, valid, classes = problem.targets, problem.valid, problem.classes
     if targets is None:
         return 0, start, classes, 0, -1, sample
-    counted = targets if valid.all() else targets[valid]
+    counted = targets if np.count_nonzero(valid) == valid.size else targets[valid]
     lowest, highest = (int(counted.min()), int(counted.max())) if counted.size else (0, -1)
     return zlib.crc32(targets.data), start, classes, lowest, highest, sample
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
 import inspect
 import math
 import operator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of, is_floating, to_host
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of, is_floating, name_of, to_host
 from pce_mpi.comm.library import check_comm, same_ranks
 from pce_mpi.gpu import check_on_current_gpu
-from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
+from pce_mpi.loss.kernels import kernel_of
+from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
+from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.memory import overlaps_itself, same_memory, shares_memory
 
 if TYPE_CHECKING:
@@ -103,6 +105,12 @@ class Options:
                 raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
         return cls(operation=function, **given)
 
+    def with_checked(self, **values: Any) -> Options:
+        """These options with other values; `dataclasses.replace` takes as long as the loss of a few rows."""
+        options = object.__new__(Options)
+        options.__dict__.update(self.__dict__, **values)
+        return options
+
 
 def takes(known: type[Any]) -> Callable[[Function], Function]:
     """Let `help` and `inspect.signature` show the options of the TypedDict `known`, with their defaults."""
@@ -120,14 +128,16 @@ def takes(known: type[Any]) -> Callable[[Function], Function]:
     return decorate
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Problem:
     """The checked arguments of one call.
 
     `options` has plain numbers, an `axis` of at least 0, and `weight` in float64 on the host. `targets`, (rows,) global
     class numbers, and `valid`, (rows,) which rows count, are on the host too. `inputs` are the arrays of the caller,
-    with none of which but the logits `out` shares memory. `rows_shape` is the logits' shape without the class axis, and
-    `xp` their array library. This shard has `classes` classes, from `class_start` on, of `num_classes`.
+    with none of which but the logits `out` shares memory. `rows_shape` is the logits' shape without the class axis,
+    `xp` their array library and `kernel` the loops for it. This shard has `classes` classes, from `class_start` on, of
+    `num_classes`; `target_column`, (rows,), is the local column of each row's target, -1 if another shard has it or the
+    row does not count.
     """
 
     options: Options
@@ -141,16 +151,23 @@ class Problem:
     transform: Transform
     out: Array | None
     inputs: tuple[Array, ...]
+    kernel: ModuleType
     class_start: int = 0
     num_classes: int = 0
+    target_column: HostArray | None = None
 
-    @cached_property
-    def target_column(self) -> HostArray | None:
-        """(rows,) the local column of each row's target, -1 if another shard has it or the row does not count."""
-        if self.targets is None:
-            return None
-        columns = self.targets - self.class_start
-        return np.where(self.valid & (columns >= 0) & (columns < self.classes), columns, -1)
+    def place(self, class_start: int, num_classes: int) -> None:
+        """Give this shard its place among all classes."""
+        self.class_start, self.num_classes = class_start, num_classes
+        if self.targets is not None:
+            columns = self.targets - class_start
+            here = columns.view(np.uint64) < self.classes  # a negative column is a large unsigned number
+            self.target_column = np.where(self.valid & here, columns, -1)
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """The arithmetic of the compute dtype."""
+        return DOUBLE if self.options.compute_dtype == np.float64 else SINGLE
 
     @property
     def class_weights(self) -> ClassWeights:
@@ -160,14 +177,20 @@ class Problem:
             probabilities = rows_and_classes(probabilities, options.axis)
         return ClassWeights(options.weight, probabilities, options.label_smoothing, self.num_classes)
 
+    @property
+    def loss_terms(self) -> LossTerms:
+        """The terms of a row's loss, for the kernels."""
+        options = self.options
+        return LossTerms(options.label_smoothing, options.label_smoothing / self.num_classes, options.z_loss)
+
     def described(self) -> dict[str, Hashable]:
         """The description of the call that must be the same on every rank."""
         options = self.options
         other_targets = "none" if self.probabilities is None else "probabilities"
         return {
             "rows": self.rows_shape,
-            "dtype": self.logits.dtype.name,
-            "compute_dtype": options.compute_dtype.name,
+            "dtype": name_of(self.logits.dtype),
+            "compute_dtype": name_of(options.compute_dtype),
             "axis": options.axis,
             "kind of targets": other_targets if self.targets is None else "class numbers",
             "weight given": options.weight is not None,
@@ -254,8 +277,7 @@ def check(
         out = check_out(out, inputs)
     elif with_gradient:  # what can run out of memory does so before the others wait
         out = xp.empty_like(logits)
-    checked = replace(
-        options,
+    checked = options.with_checked(
         axis=axis,
         ignore_index=ignore_index,
         logit_scale=scale,
@@ -278,6 +300,7 @@ def check(
         transform=Transform(scale, softcap),
         out=out,
         inputs=inputs,
+        kernel=kernel_of(logits),
     )
 
 
@@ -294,9 +317,8 @@ def _check_targets(
                 + ("; probabilities must be floating-point" if targets.shape == logits.shape else "")
             )
         host = to_host(targets).reshape(-1)
-        beyond = np.flatnonzero(host > _LARGEST)
-        if beyond.size:
-            raise IndexError(f"{target_text(host, rows_shape, beyond[0])} is no class number")
+        if host.dtype == np.uint64 and host.size and host.max() > _LARGEST:
+            raise IndexError(f"{target_text(host, rows_shape, int(host.argmax()))} is no class number")
         return host.astype(np.int64), None
     if not is_floating(targets.dtype):
         raise TypeError(f"targets must be integers or floating-point probabilities, got {targets.dtype}")

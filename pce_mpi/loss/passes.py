@@ -4,8 +4,8 @@ The forward pass computes one softmax state per row from this rank's classes, me
 Allreduce and derives the loss. The backward pass writes this rank's part of the gradient from the same merged states
 and communicates nothing.
 
-Kernels compute what has a bit to promise; what is left for the array library is + - * / and comparisons of float64,
-elementwise. Only states leave a GPU, and only if there are other ranks to merge them with.
+Kernels compute what has a bit to promise; what is left for the array library is a quotient. Only states leave a GPU,
+and only if there are other ranks to merge them with.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from pce_mpi.arrays import to_host
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
-from pce_mpi.loss.kernels import host_kernel, kernel_of
-from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
+from pce_mpi.loss.kernels import host_kernel
+from pce_mpi.loss.kernels.elementary import Arithmetic
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
 from pce_mpi.loss.options import Problem, Reduction, rows_and_classes
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
@@ -39,10 +39,8 @@ class Residuals:
     problem : Problem
         The checked arguments, with references to the caller's arrays.
     softmax : RowSoftmax
-        The merged softmax states, and the numbers that follow from them.
-    coefficients : RowCoefficients
-        The coefficients of each row's loss.
-    divisor : array
+        The numbers that follow from the merged softmax states.
+    divisor : array, shape (1,)
         The divisor of the gradient, 1 unless the reduction is a mean.
     loss_shape : tuple of int
         The shape of the loss.
@@ -52,32 +50,16 @@ class Residuals:
 
     problem: Problem
     softmax: RowSoftmax
-    coefficients: RowCoefficients
     divisor: Array
     loss_shape: tuple[int, ...]
     used_up: bool = False
 
 
-@dataclass(frozen=True)
-class RowCoefficients:
-    """The coefficients of a row's loss u_h (-log p_h) + sum_{c != h} u_c (-log p_c), h the class held apart.
-
-    `held` is u_h and `others` the sum of the other u_c, each (rows,). u_c is `share` times the weight of c in
-    `ClassWeights`; u_h of a target has (1 - s) w_t besides.
-    """
-
-    held: Array
-    others: Array
-    share: float
-
-
-@np.errstate(all="ignore")
 def forward(problem: Problem) -> tuple[Array, Residuals]:
     """The loss and the residuals; collective over the communicators of `problem`."""
     return _loss_and_residuals(problem, row_softmax(problem, _fields_of(problem)))
 
 
-@np.errstate(all="ignore")
 def value_and_grad(problem: Problem) -> tuple[Array, Array]:
     """The loss and the gradient, in `problem.out`; collective over the communicators of `problem`."""
     gradient = problem.out
@@ -91,6 +73,9 @@ def value_and_grad(problem: Problem) -> tuple[Array, Array]:
 class Merge:
     """The merge of the states of one call, as an operator of an all-reduce."""
 
+    def __hash__(self) -> int:
+        return self.fields.flags  # a hash of all three takes as long as the merge of a few rows
+
     fields: StateFields
     transform: Transform
     arithmetic: Arithmetic
@@ -100,14 +85,9 @@ class Merge:
         return host_kernel().merged(a, b, self.fields, self.transform, self.arithmetic)
 
 
-def arithmetic_of(problem: Problem) -> Arithmetic:
-    """The arithmetic of a call: that of its compute dtype."""
-    return DOUBLE if problem.options.compute_dtype == np.float64 else SINGLE
-
-
 def row_softmax(problem: Problem, fields: StateFields) -> RowSoftmax:
     """The softmax of each row over the classes of all shards."""
-    options, kernel, arithmetic = problem.options, kernel_of(problem.logits), arithmetic_of(problem)
+    options, kernel, arithmetic = problem.options, problem.kernel, problem.arithmetic
     states = kernel.fill_states(
         rows_and_classes(problem.logits, options.axis),
         problem.target_column,
@@ -134,7 +114,7 @@ def row_softmax(problem: Problem, fields: StateFields) -> RowSoftmax:
         class_weights = _class_weights_of(states, fields)
     states = states[:rows]
     columns = kernel.row_softmax(states, fields, problem.transform, arithmetic, class_weights)
-    return RowSoftmax(columns, states, fields)
+    return RowSoftmax(columns)
 
 
 def _with_class_weights(states: Array, class_weights: HostArray, fields: StateFields, xp: Any) -> Array:
@@ -166,35 +146,13 @@ def _fields_of(problem: Problem) -> StateFields:
     )
 
 
-def _times(weight: Array, loss: Array, xp: Any) -> Array:
-    """weight loss; 0 if the weight is 0, even if the loss is infinite."""
-    return xp.where(weight == 0.0, 0.0, weight * loss)
-
-
 def _loss_and_residuals(problem: Problem, softmax: RowSoftmax) -> tuple[Array, Residuals]:
-    options, xp = problem.options, problem.xp
-    valid = xp.asarray(problem.valid)
-    if problem.targets is not None:
-        smoothing = options.label_smoothing
-        weight = valid.astype(np.float64) if options.weight is None else softmax.field("held_weight")
-        share = smoothing / problem.num_classes
-        losses = _times((1.0 - smoothing) * weight, softmax.held_nll, xp)
-        others = xp.zeros_like(losses)
-        if smoothing > 0.0:
-            losses = losses + share * softmax.weighted_nll
-            others = share * softmax.weight
-        coefficients = RowCoefficients((1.0 - smoothing + share) * weight, others, share)
-    else:
-        weight = xp.ones(problem.valid.size)
-        losses = softmax.weighted_nll
-        coefficients = RowCoefficients(softmax.field("held_weight"), softmax.weight, 1.0)
-    if options.z_loss:
-        losses = losses + options.z_loss * softmax.logsumexp * softmax.logsumexp
-    losses = xp.where(valid, losses, 0.0)
-    losses = xp.where(xp.isnan(losses), np.nan, losses)  # one nan of the many, the same on every rank
-    loss, divisor = _reduce(problem, losses, xp.where(valid, weight, 0.0))
-    loss = xp.asarray(loss.astype(options.compute_dtype))
-    return loss, Residuals(problem, softmax, coefficients, divisor, loss.shape)
+    fields, valid = _fields_of(problem), problem.xp.asarray(problem.valid)
+    losses = problem.kernel.row_losses(softmax.columns, fields, valid, problem.loss_terms)
+    loss, divisor = _reduce(problem, losses)
+    with np.errstate(all="ignore"):
+        loss = loss.astype(problem.options.compute_dtype)
+    return loss, Residuals(problem, softmax, divisor, loss.shape)
 
 
 # A sum of float64 numbers that has the same bits in any order.
@@ -206,72 +164,62 @@ def _added(a: HostArray, b: HostArray) -> HostArray:
     return np.ascontiguousarray(sums).view(_SUM).reshape(-1)
 
 
-def _reduce(problem: Problem, losses: Array, weight: Array) -> tuple[Array, Array]:
-    """The losses of the rows, reduced, and the divisor of their gradient."""
-    options, xp = problem.options, problem.xp
+def _reduce(problem: Problem, losses: Array) -> tuple[Array, Array]:
+    """The losses of the rows, the first of `losses`, reduced, and the divisor of their gradient, (1,).
+
+    The weights of the rows in a mean are the second.
+    """
+    options = problem.options
     if options.reduction == Reduction.NONE:
-        return losses.reshape(problem.rows_shape), xp.ones(())
-    kernel = kernel_of(losses)
-    sums = kernel.sums_of(losses, weight)
+        return losses[0].reshape(problem.rows_shape), problem.xp.ones(1)
+    kernel = problem.kernel
+    sums = kernel.sums_of(losses[0], losses[1])
     if options.batch_comm is not None:
         with cause(options.operation, options.batch_over, f"{options.reduction} over the rows of all ranks"):
             sums = all_reduce(sums, options.batch_comm, _added, element=_SUM)
-    total, weights = kernel.values_of(sums)
-    if options.reduction == Reduction.SUM:
-        return xp.asarray(total), xp.ones(())
-    # A mean over rows whose weights sum to 0 is nan, and so is its gradient.
-    divisor = xp.where(weights == 0.0, np.nan, weights)
-    return xp.asarray(total / divisor), divisor
+    loss = kernel.loss_of(sums, options.reduction == Reduction.MEAN)
+    return loss[:1].reshape(()), loss[1:]
 
 
-@np.errstate(all="ignore")
 def write_gradient(array: Array, residuals: Residuals, upstream: Array) -> None:
     """Fill `array` with the gradient of the logits; `upstream`, the gradient of the loss, is (1,) or (rows,)."""
-    problem, softmax, coefficients = residuals.problem, residuals.softmax, residuals.coefficients
-    options, transform, xp = problem.options, problem.transform, problem.xp
-    valid = xp.asarray(problem.valid)
-    slope = transform.scale * xp.where(valid, upstream / residuals.divisor, 0.0)
-    common = 2.0 * options.z_loss * softmax.logsumexp if options.z_loss else 0.0
-    held = coefficients.held * softmax.held_minus_one + (coefficients.others + common) * softmax.held_probability
-    columns = {
-        "factor": slope * (coefficients.held + coefficients.others + common) * softmax.normalizer,
-        "weight_factor": slope * coefficients.share,
-        "held_gradient": slope * held,
-        "valid": valid,
-        "column": -1 if problem.targets is None else xp.asarray(problem.target_column),
-    }
-    if problem.targets is None:
-        columns |= {name: softmax.field(name) for name in ("held", "held_weight")}
-    fields = _fields_of(problem)
-    write_rows(array, problem, softmax, columns, fields, problem.class_weights)
+    problem, fields = residuals.problem, _fields_of(residuals.problem)
+    rows = problem.kernel.row_gradients(
+        residuals.softmax.columns,
+        fields,
+        problem.xp.asarray(problem.valid),
+        problem.target_column,
+        upstream,
+        residuals.divisor,
+        problem.transform.scale,
+        problem.loss_terms,
+    )
+    _write_rows(array, problem, rows, fields, problem.class_weights)
 
 
-def write_rows(
-    array: Array,
-    problem: Problem,
-    softmax: RowSoftmax,
-    columns: dict[str, Any],
-    fields: StateFields,
-    weights: ClassWeights,
-) -> None:
-    """Fill `array` from the columns of `ROW_GRADIENT`, those that are 0 left out."""
-    xp, axis = problem.xp, problem.options.axis
-    gradient = xp.zeros((problem.valid.size, len(ROW_GRADIENT)))
-    whole = gradient.view(np.int64)
-    for name in ("exponent", "top", "most"):
-        gradient[:, ROW_GRADIENT[name]] = getattr(softmax, name)
-    for name, values in columns.items():
-        of_integers = name in ("column", "valid")
-        (whole if of_integers else gradient)[:, ROW_GRADIENT[name]] = values
-    rows = rows_and_classes(array, axis)
-    kernel_of(problem.logits).write_gradient(
-        rows,
+def write_probabilities(array: Array, problem: Problem, softmax: RowSoftmax, fields: StateFields) -> None:
+    """Fill `array` with the softmax."""
+    rows = problem.xp.zeros((problem.valid.size, len(ROW_GRADIENT)))
+    for name, values in {"top": softmax.top, "most": softmax.most, "factor": softmax.normalizer}.items():
+        rows[:, ROW_GRADIENT[name]] = values
+    rows[:, ROW_GRADIENT["exponent"]] = softmax.exponent
+    whole = rows.view(np.int64)
+    whole[:, ROW_GRADIENT["valid"]], whole[:, ROW_GRADIENT["column"]] = 1, -1
+    _write_rows(array, problem, rows, fields, ClassWeights())
+
+
+def _write_rows(array: Array, problem: Problem, rows: Array, fields: StateFields, weights: ClassWeights) -> None:
+    """Fill `array` from rows of `ROW_GRADIENT`."""
+    axis = problem.options.axis
+    out = rows_and_classes(array, axis)
+    problem.kernel.write_gradient(
+        out,
         rows_and_classes(problem.logits, axis),
-        gradient,
+        rows,
         fields,
         weights=weights,
         transform=problem.transform,
-        arithmetic=arithmetic_of(problem),
+        arithmetic=problem.arithmetic,
     )
-    if not shares_memory(rows, array):  # the strides of `array` allowed no view of it
-        array[...] = rows.reshape(array.shape)
+    if not shares_memory(out, array):  # the strides of `array` allowed no view of it
+        array[...] = out.reshape(array.shape)

@@ -88,17 +88,6 @@ class StateFields:
         names = ("hold_largest", "argmax", "target", "held_weight", "weight", "weighted_logit", "entropy")
         return sum(getattr(self, name) << bit for bit, name in enumerate(names))
 
-    def column(self, states: Array, name: str) -> Array:
-        """One field of 8 bytes, (rows,); `states` is structured or, on a GPU, (rows, words) of uint64."""
-        if states.dtype.names:
-            return states[name]
-        dtype, offset = self._offsets[name]
-        return states[:, offset // 8].view(dtype)
-
-    @cached_property
-    def _offsets(self) -> dict[str, tuple[np.dtype[Any], int]]:
-        return {name: (field[0], field[1]) for name, field in (self.dtype.fields or {}).items()}
-
     def identity(self, *shape: int) -> HostArray:
         """Return states of no classes."""
         states = np.zeros(shape, self.dtype)
@@ -136,6 +125,9 @@ ROW_SOFTMAX = {
             "odds",  # sum of exp(z_c - held_z) over the classes not held apart
             "top",  # a logit beside which no other one counts, if its z is 2^60 or more
             "most",  # the largest logit
+            "held",  # the logit of the class held apart
+            "held_weight",  # u of that class
+            "argmax",  # its global number, if the largest logit is held apart; the bits of an int64
         )
     )
 }
@@ -147,17 +139,13 @@ class RowSoftmax:
     `columns` is (rows, columns of `ROW_SOFTMAX`), float64; each is an attribute too, (rows,).
     """
 
-    def __init__(self, columns: Array, states: Array, fields: StateFields):
-        self.columns, self.states, self._fields = columns, states, fields
+    def __init__(self, columns: Array):
+        self.columns = columns
 
     def __getattr__(self, name: str) -> Array:
         if name in ROW_SOFTMAX:
             return self.columns[:, ROW_SOFTMAX[name]]
         raise AttributeError(name)
-
-    def field(self, name: str) -> Array:
-        """One field of the states, (rows,)."""
-        return self._fields.column(self.states, name)
 
 
 # The columns of 8 bytes from which a kernel writes the gradient of a row; the first three have the bits of int64.

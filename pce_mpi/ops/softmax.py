@@ -16,9 +16,8 @@ from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss.agreement import prepare
-from pce_mpi.loss.kernels.parameters import ClassWeights
 from pce_mpi.loss.options import Options
-from pce_mpi.loss.passes import row_softmax, write_rows
+from pce_mpi.loss.passes import row_softmax, write_probabilities
 from pce_mpi.loss.softmax_state import StateFields
 from pce_mpi.ops.broadcasting import kept_shape, sum
 from pce_mpi.ops.elementwise import exp, widened
@@ -27,7 +26,6 @@ from pce_mpi.ops.shape import normalized_axis
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 _STATE = StateFields(hold_largest=True)
-_NO_WEIGHTS = ClassWeights()
 
 
 def real_dtype(operation: str) -> Callable[[np.dtype[Any]], np.dtype[Any]]:
@@ -65,8 +63,7 @@ class Softmax:
         """The softmax; that of halves is float32."""
         x, xp = self._x, self._problem.xp
         values = xp.empty(self._problem.logits.shape, np.float32 if is_half(x.dtype) else x.dtype)
-        columns = {"factor": self._rows.normalizer, "valid": 1, "column": -1}
-        write_rows(values, self._problem, self._rows, columns, _STATE, _NO_WEIGHTS)
+        write_probabilities(values, self._problem, self._rows, _STATE)
         return values.reshape([x.shape[axis] for axis in self._order]).transpose(np.argsort(self._order).tolist())
 
     def log_probabilities(self) -> Array:

@@ -9,7 +9,7 @@ from kernels.device_arrays import rows_in_memory
 from kernels.places import OnGpu, OnHost
 from pce_mpi.loss.kernels import definition
 from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
-from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
+from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 from ranks.test_definition import FIELDS, ROWS, logits_of
 
@@ -57,11 +57,13 @@ class Problem:
         more = {"weights": self.weights, "class_start": self.first_class, **self.options}
         return definition.fill_states(self.logits[:, :, None], self.columns, self.fields, **more)
 
+    def softmax_columns(self):
+        return definition.row_softmax(self.states(), self.fields, *self.options.values(), self.class_weights)
+
     def softmax(self):
         """The columns of `ROW_SOFTMAX`, by name."""
-        states = self.states()
-        columns = definition.row_softmax(states, self.fields, *self.options.values(), self.class_weights)
-        return {name: columns[:, column] for name, column in ROW_SOFTMAX.items()} | {"held": states["held"]}
+        columns = self.softmax_columns()
+        return {name: columns[:, column] for name, column in ROW_SOFTMAX.items()}
 
 
 def problem_of(seed, kind, name=None, dtype=None, transform=None):
@@ -177,11 +179,32 @@ def check_softmax(cuda, problem):
     needs |= {"entropy": fields.entropy, "target_log_prob": fields.target}
     for name, index in ROW_SOFTMAX.items():
         column, expected = found[:, index], softmax[name]
-        if name == "exponent":  # means nothing where there are no probabilities
-            bad = np.isnan(softmax["normalizer"])
+        if name in ("exponent", "argmax"):  # an exponent means nothing where there are no probabilities
+            bad = np.isnan(softmax["normalizer"]) & (name == "exponent")
             column, expected = (np.where(bad, 0, n.copy().view(np.int64)) for n in (column, expected))
         if needs.get(name, True):
             assert_equal(column, expected, name)
+    check_losses(cuda, problem)
+
+
+def check_losses(cuda, problem):
+    """Losses of rows, and the rows of their gradients."""
+    softmax, fields, terms = problem.softmax_columns(), problem.fields, LossTerms(0.1, 0.01, 0.3)
+    rows, given = len(softmax), on_device(softmax)
+    valid, upstream, divisor = np.arange(rows) % 4 != 3, np.linspace(-1.0, 2.0, rows), np.array([1.7])
+    found = cuda.row_losses(given, fields, on_device(valid), terms).get()
+    assert_equal(found, definition.row_losses(softmax, fields, valid, terms))
+    for each in (upstream, upstream[:1]) if rows else ():
+        found = cuda.row_gradients(
+            given, fields, on_device(valid), problem.columns, on_device(each), on_device(divisor), 0.7, terms
+        ).get()
+        place.forget()
+        expected = definition.row_gradients(softmax, fields, valid, problem.columns, each, divisor, 0.7, terms)
+        good = ~np.isnan(softmax[:, ROW_SOFTMAX["normalizer"]])  # an exponent of other rows means nothing
+        assert_equal(found[good], expected[good])
+        for name in ("exponent", "column", "valid"):
+            column = ROW_GRADIENT[name]
+            assert found[good, column].tobytes() == expected[good, column].tobytes(), name
 
 
 def check_everything(cuda, problem, seed, *, pitch=0, shift=0):

@@ -13,8 +13,8 @@ import pytest
 
 from pce_mpi.loss.kernels import compiled, definition
 from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic, fma32
-from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
-from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
+from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
+from pce_mpi.loss.softmax_state import ROW_SOFTMAX, StateFields
 
 SETS = compiled.instruction_sets()
 KINDS = ["plain", "offset", "far", "huge", "masked", "certain", "equal", "special"]
@@ -180,7 +180,13 @@ def test_compiled_kernel_has_bits_of_definition(name, problem, seed):
         counts = ~bad if field == "exponent" else np.ones(ROWS, np.bool_)
         assert same_bits(softmax[counts, column], wanted[counts, column]), field
     rng = np.random.default_rng(seed)
-    rows = gradient_rows(problem, wanted, rng.standard_normal(ROWS) * 10.0 ** rng.integers(-6, 7, ROWS))
+    fields, terms, valid = problem.fields, LossTerms(0.1, 0.01, 0.3 * (seed % 2)), np.arange(ROWS) != 3
+    losses = [kernel.row_losses(wanted, fields, valid, terms) for kernel in (compiled, definition)]
+    assert same_bits(*losses)
+    upstream = rng.standard_normal(ROWS if seed % 3 else 1) * 10.0 ** rng.integers(-6, 7)
+    given = (wanted, fields, valid, problem.targets, upstream, np.array([1.7]), problem.transform.scale, terms)
+    rows = definition.row_gradients(*given)
+    assert same_bits(compiled.row_gradients(*given)[~bad], rows[~bad])
     more = {"weights": problem.weights, **problem.options}
     for dtype in {problem.logits.dtype, np.dtype(np.float32)}:
         for inner in (1, 2):  # consecutive, and not
@@ -189,25 +195,6 @@ def test_compiled_kernel_has_bits_of_definition(name, problem, seed):
             definition.write_gradient(right, problem.logits[:, :, None], rows, problem.fields, **more)
             assert same_bits(found, right), (dtype, inner)
     compiled.choose("")
-
-
-def gradient_rows(problem, softmax, upstream):
-    """The columns from which a gradient is written."""
-    rows = np.zeros((ROWS, len(ROW_GRADIENT)))
-    states = problem.states(definition)
-    values = {name: softmax[:, ROW_SOFTMAX[name]] for name in ("exponent", "top", "most")}
-    values["factor"] = upstream * softmax[:, ROW_SOFTMAX["normalizer"]]
-    values["held_gradient"] = upstream * softmax[:, ROW_SOFTMAX["held_minus_one"]]
-    values["weight_factor"] = 0.01 * upstream
-    values["held"] = states["held"]
-    if problem.fields.held_weight:
-        values["held_weight"] = states["held_weight"]
-    for name, column in values.items():
-        rows[:, ROW_GRADIENT[name]] = column
-    whole = rows.view(np.int64)
-    whole[:, ROW_GRADIENT["column"]] = problem.targets
-    whole[:, ROW_GRADIENT["valid"]] = np.arange(ROWS) != 3
-    return rows
 
 
 def test_rows_longer_than_a_chunk_have_same_bits(kernel):
@@ -223,6 +210,14 @@ def test_rows_longer_than_a_chunk_have_same_bits(kernel):
             assert states.tobytes() == definition.merged(*halves, fields, Transform(), SINGLE).tobytes(), (kind, name)
 
 
+@pytest.mark.parametrize("mean", [True, False])
+def test_loss_is_quotient_of_sums(kernel, mean):
+    for losses, weights in ([3.0, 5.0], [0.5, 2.0]), ([np.inf], [1.0]), ([0.0], [0.0]), ([np.nan], [1.0]), ([], []):
+        found = kernel.loss_of(kernel.sums_of(np.array(losses), np.array(weights)), mean)
+        divisor = (sum(weights) or np.nan) if mean else 1.0
+        np.testing.assert_array_equal(found, [sum(losses) / divisor, divisor])
+
+
 @given(seed=st.integers(0, 2**32), special=st.lists(st.sampled_from([np.inf, -np.inf, np.nan, 0.0]), max_size=3))
 def test_sums_have_same_bits_in_any_order(kernel, seed, special):
     rng = np.random.default_rng(seed)
@@ -232,7 +227,7 @@ def test_sums_have_same_bits_in_any_order(kernel, seed, special):
     sums = kernel.sums_of(numbers, shuffled[:cut].copy(), shuffled[cut:].copy())
     assert kernel.added(sums[1:2], sums[2:]).tobytes() == sums[:1].tobytes()
     assert sums.tobytes() == definition.sums_of(numbers, shuffled[:cut], shuffled[cut:]).tobytes()
-    value = kernel.values_of(sums)[0]
+    value = kernel.loss_of(sums[:2], False)[0]
     if special:
         assert np.array_equal(value, np.sum(special) if not np.all(np.isfinite(special)) else value, equal_nan=True)
     if np.all(np.isfinite(numbers)):
@@ -274,7 +269,8 @@ def test_loss_and_gradient_have_their_bits(kind, dtype, classes):
         problem = Drawn(x, targets, StateFields(), transform, arithmetic, ClassWeights())
         softmax = problem.softmax(definition, problem.states(definition))
         held_nll, held_minus_one = (softmax[:, ROW_SOFTMAX[name]] for name in ("held_nll", "held_minus_one"))
-        rows = gradient_rows(problem, softmax, np.ones(ROWS))
+        one, every = np.ones(1), np.ones(ROWS, np.bool_)
+        rows = definition.row_gradients(softmax, StateFields(), every, targets, one, one, 1.0, LossTerms())
         gradient = definition.gradient_of(x, rows, StateFields(), transform, arithmetic)
         with mpmath.workprec(200):
             for row, target in enumerate(targets):

@@ -64,7 +64,8 @@ def instantiations() -> list[Kernel]:
         *(Kernel("general_forward.cu", f"pce::fill_general_states<{t}, {a}>") for t, a in general),
         *(Kernel("merge.cu", f"pce::merge_states<{a}>") for a in ARITHMETICS),
         *(Kernel("row_softmax.cu", f"pce::fill_row_softmax<{a}>") for a in ARITHMETICS),
-        *(Kernel("sums.cu", f"pce::{name}") for name in ("sum_values", "fill_values")),
+        *(Kernel("losses.cu", f"pce::{name}") for name in ("fill_row_losses", "fill_row_gradients")),
+        *(Kernel("sums.cu", f"pce::{name}") for name in ("sum_values", "fill_loss")),
         *(Kernel("backward.cu", f"pce::write_gradient<{t}, {scaled}>") for t, scaled in plain),
         *(Kernel("general_backward.cu", f"pce::write_general_gradient<{t}, {a}>") for t, a in general),
     ]

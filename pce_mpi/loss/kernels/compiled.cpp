@@ -143,6 +143,48 @@ PyObject *row_softmax(PyObject *, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
+// Fill the losses of rows, and then their weights, from rows of RowSoftmax.
+PyObject *row_losses(PyObject *, PyObject *arguments) {
+    PyObject *softmax, *valid, *out;
+    int fields;
+    LossTerms terms;
+    if (!PyArg_ParseTuple(arguments, "OOOiddd:row_losses", &softmax, &valid, &out, &fields, &terms.smoothing,
+                          &terms.share, &terms.z_loss))
+        return nullptr;
+    Buffer from, v, to;
+    if (!from.take(softmax) || !v.take(valid) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE)) return nullptr;
+    long rows = long(v.view.len);
+    for (long r = 0; r < rows; r++) {
+        RowLoss loss = RowLoss::of(from.of<RowSoftmax>()[r], fields, v.of<bool>()[r], terms);
+        to.of<double>()[r] = loss.loss;
+        to.of<double>()[rows + r] = loss.weight;
+    }
+    Py_RETURN_NONE;
+}
+
+// Fill rows of RowGradient from rows of RowSoftmax; `upstream` has one number, or one for each row.
+PyObject *row_gradients(PyObject *, PyObject *arguments) {
+    PyObject *softmax, *valid, *columns, *upstream, *divisor, *out;
+    int fields;
+    double scale;
+    LossTerms terms;
+    if (!PyArg_ParseTuple(arguments, "OOOOOOidddd:row_gradients", &softmax, &valid, &columns, &upstream, &divisor,
+                          &out, &fields, &scale, &terms.smoothing, &terms.share, &terms.z_loss))
+        return nullptr;
+    Buffer from, v, c, u, d, to;
+    if (!from.take(softmax) || !v.take(valid) || !c.take(columns) || !u.take(upstream) || !d.take(divisor) ||
+        !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE))
+        return nullptr;
+    long rows = long(v.view.len), step = u.view.len > 8;
+    for (long r = 0; r < rows; r++) {
+        bool counts = v.of<bool>()[r];
+        double slope = scale * (counts ? u.of<double>()[step * r] / *d.of<double>() : 0.0);
+        to.of<RowGradient>()[r] = gradient_row(from.of<RowSoftmax>()[r], fields, counts,
+                                               c.held ? c.of<int64_t>()[r] : -1, slope, terms);
+    }
+    Py_RETURN_NONE;
+}
+
 // Sum each of the arrays of float64 numbers in a tuple, into 4 words each: a grid and limbs.
 PyObject *sums_of(PyObject *, PyObject *arguments) {
     PyObject *arrays, *out;
@@ -173,13 +215,14 @@ PyObject *add_sums(PyObject *, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-// The values of sums as float64.
-PyObject *values_of(PyObject *, PyObject *arguments) {
+// The loss and its divisor, from the sums of the losses and weights of rows.
+PyObject *loss_of(PyObject *, PyObject *arguments) {
     PyObject *sums, *out;
-    if (!PyArg_ParseTuple(arguments, "OO:values_of", &sums, &out)) return nullptr;
+    int mean;
+    if (!PyArg_ParseTuple(arguments, "OpO:loss_of", &sums, &mean, &out)) return nullptr;
     Buffer from, to;
-    if (!from.take(sums) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE)) return nullptr;
-    for (long i = 0; i < long(to.view.len / 8); i++) to.of<double>()[i] = number_of(from.of<Sum>()[i]);
+    if (!from.take(sums) || !to.take(out, PyBUF_WRITABLE)) return nullptr;
+    *to.of<Loss>() = Loss::of(from.of<const Sum>(), mean);
     Py_RETURN_NONE;
 }
 
@@ -197,8 +240,9 @@ PyObject *instruction_set(PyObject *, PyObject *) { return PyUnicode_FromString(
 PyObject *instruction_sets(PyObject *, PyObject *) {
     PyObject *names = PyList_New(0);
     for (const InstructionSet &each : INSTRUCTION_SETS) {
-        PyObject *name = each.present() ? PyUnicode_FromString(each.name) : nullptr;
-        if (name) PyList_Append(names, name);
+        if (!names || !each.present()) continue;
+        PyObject *name = PyUnicode_FromString(each.name);
+        if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
         Py_XDECREF(name);
     }
     return names;
@@ -208,9 +252,11 @@ PyMethodDef METHODS[] = {{"fill_states", fill_states, METH_VARARGS, nullptr},
                          {"write_gradient", write_gradient, METH_VARARGS, nullptr},
                          {"merge_states", merge_states, METH_VARARGS, nullptr},
                          {"row_softmax", row_softmax, METH_VARARGS, nullptr},
+                         {"row_losses", row_losses, METH_VARARGS, nullptr},
+                         {"row_gradients", row_gradients, METH_VARARGS, nullptr},
                          {"sums_of", sums_of, METH_VARARGS, nullptr},
                          {"add_sums", add_sums, METH_VARARGS, nullptr},
-                         {"values_of", values_of, METH_VARARGS, nullptr},
+                         {"loss_of", loss_of, METH_VARARGS, nullptr},
                          {"use", use, METH_VARARGS, nullptr},
                          {"instruction_set", instruction_set, METH_NOARGS, nullptr},
                          {"instruction_sets", instruction_sets, METH_NOARGS, nullptr},

@@ -9,8 +9,8 @@ import numpy as np
 
 import pce_mpi.loss.kernels._compiled as _compiled  # type: ignore[import-not-found]  # built by setup.py
 from pce_mpi.loss.kernels.elementary import DOUBLE, Arithmetic
-from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
-from pce_mpi.loss.softmax_state import ROW_SOFTMAX, StateFields
+from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
+from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 
 Array = np.ndarray[Any, Any]
 
@@ -97,6 +97,30 @@ def row_softmax(
     return columns
 
 
+def row_losses(softmax: Array, fields: StateFields, valid: Array, terms: LossTerms) -> Array:
+    """The losses and weights of rows, (2, rows); `losses.row_losses` has the arguments."""
+    losses = np.empty((2, len(softmax)))
+    _compiled.row_losses(softmax, valid, losses, fields.flags, terms.smoothing, terms.share, terms.z_loss)
+    return losses
+
+
+def row_gradients(
+    softmax: Array,
+    fields: StateFields,
+    valid: Array,
+    target_column: Array | None,
+    upstream: Array,
+    divisor: Array,
+    scale: float,
+    terms: LossTerms,
+) -> Array:
+    """The rows of a gradient; `losses.row_gradients` has the arguments."""
+    rows = np.empty((len(softmax), len(ROW_GRADIENT)))
+    given = (softmax, valid, target_column, upstream, divisor, rows)
+    _compiled.row_gradients(*given, fields.flags, scale, terms.smoothing, terms.share, terms.z_loss)
+    return rows
+
+
 def write_gradient(
     out: Array,
     logits: Array,
@@ -126,8 +150,8 @@ def added(a: Array, b: Array) -> Array:
     return total
 
 
-def values_of(sums: Array) -> Array:
-    """The values of sums of `sums_of` as float64."""
-    values = np.empty(len(sums))
-    _compiled.values_of(sums, values)
-    return values
+def loss_of(sums: Array, mean: bool) -> Array:
+    """The loss and its divisor, (2,); `definition.loss_of` has the arguments."""
+    loss = np.empty(2)
+    _compiled.loss_of(sums, mean, loss)
+    return loss

@@ -23,9 +23,9 @@ import numpy as np
 from pce_mpi.loss.kernels.compilation import ARITHMETICS, CPP_TYPES, DTYPE_CODES, OPTIONS, Kernel, source_of
 from pce_mpi.loss.kernels.elementary import SINGLE, Arithmetic
 from pce_mpi.loss.kernels.launch_config import BLOCK_THREADS, MERGE_BLOCK_THREADS, WARP_SIZE, LaunchConfig
-from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
+from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.loss.kernels.rows import Output, Rows, rows_of
-from pce_mpi.loss.softmax_state import ROW_SOFTMAX, StateFields
+from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 
 Array = Any  # cupy.ndarray
 
@@ -159,6 +159,50 @@ def row_softmax(
     return softmax
 
 
+def _numbers_of(terms: LossTerms) -> list[np.float64]:
+    return [np.float64(number) for number in (terms.smoothing, terms.share, terms.z_loss)]
+
+
+def row_losses(softmax: Array, fields: StateFields, valid: Any, terms: LossTerms) -> Array:
+    """Return the losses and weights of rows, (2, rows); `losses.row_losses` has the arguments.
+
+    `valid` is in NumPy or CuPy.
+    """
+    rows = len(softmax)
+    losses = cupy.empty((2, rows), np.float64)
+    if rows:
+        arguments = [np.int64(rows), np.int32(fields.flags), cupy.asarray(valid), *_numbers_of(terms), losses]
+        _launch_for_rows(Kernel("losses.cu", "pce::fill_row_losses"), rows, softmax, *arguments)
+    return losses
+
+
+def row_gradients(
+    softmax: Array,
+    fields: StateFields,
+    valid: Any,
+    target_column: Any | None,
+    upstream: Array,
+    divisor: Array,
+    scale: float,
+    terms: LossTerms,
+) -> Array:
+    """Return the rows of a gradient; `losses.row_gradients` has the arguments.
+
+    `valid` and `target_column` are in NumPy or CuPy.
+    """
+    rows = len(softmax)
+    gradients = cupy.empty((rows, len(ROW_GRADIENT)), np.float64)
+    if rows:
+        arguments = [
+            *(softmax, np.int64(rows), np.int32(fields.flags), cupy.asarray(valid)),
+            None if target_column is None else cupy.asarray(target_column),
+            *(cupy.ascontiguousarray(upstream), np.int32(upstream.size > 1), divisor, np.float64(scale)),
+            *(*_numbers_of(terms), gradients),
+        ]
+        _launch_for_rows(Kernel("losses.cu", "pce::fill_row_gradients"), rows, *arguments)
+    return gradients
+
+
 def sums_of(*arrays: Array) -> Array:
     """Return the sums of arrays of float64 numbers, finite or not: (arrays, 4) words, a grid and limbs."""
     sums = cupy.empty((len(arrays), 4), np.uint64)
@@ -168,13 +212,11 @@ def sums_of(*arrays: Array) -> Array:
     return sums
 
 
-def values_of(sums: Array) -> Array:
-    """Return the values of sums, (k, 4) words, rounded to float64 (k,)."""
-    values = cupy.empty(len(sums), np.float64)
-    if len(sums):
-        arguments = cupy.ascontiguousarray(sums), np.int64(len(sums)), values
-        _launch_for_rows(Kernel("sums.cu", "pce::fill_values"), len(sums), *arguments)
-    return values
+def loss_of(sums: Array, mean: bool) -> Array:
+    """Return the loss and its divisor, (2,); `definition.loss_of` has the arguments."""
+    loss = cupy.empty(2, np.float64)
+    _launch(Kernel("sums.cu", "pce::fill_loss"), (1, 1), WARP_SIZE, cupy.ascontiguousarray(sums), np.bool_(mean), loss)
+    return loss
 
 
 def write_gradient(

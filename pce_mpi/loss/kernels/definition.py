@@ -58,6 +58,8 @@ from pce_mpi.loss.kernels.limbs import (
     value_of,
     value_of_wide,
 )
+from pce_mpi.loss.kernels.losses import row_gradients as row_gradients
+from pce_mpi.loss.kernels.losses import row_losses as row_losses
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
 from pce_mpi.loss.softmax_state import (
     FORGOTTEN,
@@ -362,9 +364,14 @@ class RowSoftmax:
             self.logsumexp = np.where(bad, np.nan, self.logsumexp)
 
     @property
-    def _held_weight(self) -> Array:
+    def held_weight(self) -> Array:
         """The weight of the class held; without weights, 1."""
         return self._states["held_weight"] if self.fields.held_weight else np.ones(self.held.shape)
+
+    @property
+    def argmax(self) -> Array:
+        """The global number of the class held."""
+        return np.ascontiguousarray(self._states["argmax"])
 
     @cached_property
     def _weight(self) -> Double:
@@ -373,7 +380,7 @@ class RowSoftmax:
             return value_of_wide(Sums(self._states["weight_grid"].astype(i64), self._states["weight"]))
         assert self._class_weights is not None
         grids = np.broadcast_to(self._class_weights[0].view(i64), self.held.shape)
-        held = limbs_of(*mantissa_and_exponent(self._held_weight), WIDE * (grids - 2), WIDE)
+        held = limbs_of(*mantissa_and_exponent(self.held_weight), WIDE * (grids - 2), WIDE)
         return value_of_wide(Sums(grids, np.subtract(self._class_weights[1:], held)))
 
     @property
@@ -387,7 +394,7 @@ class RowSoftmax:
         with np.errstate(all="ignore"):
             weight, grids = self._weight, self._states["logit_grid"].astype(i64)
             gap = _gap(weight, self._top_z, value_of_wide(Sums(grids, self._states["weighted_logit"])))
-            value = (_times(self._held_weight, self.held_nll) + _times(weight.high, self.above_top)) + gap
+            value = (_times(self.held_weight, self.held_nll) + _times(weight.high, self.above_top)) + gap
             return np.where(grids == NOT_A_NUMBER, np.nan, np.where(grids == INFINITE, value + np.inf, value))
 
     @property
@@ -425,11 +432,13 @@ def row_softmax(
         *(() if fields.weighted_logit else ("weight", "weighted_nll")),
         *(() if fields.entropy else ("entropy",)),
         *(() if fields.target else ("target_log_prob",)),
+        *(() if fields.held_weight else ("held_weight",)),
+        *(() if fields.argmax else ("argmax",)),
     }
     for name, column in ROW_SOFTMAX.items():
         if name not in absent:
             values = getattr(softmax, name)
-            columns[:, column] = values.view(f64) if name == "exponent" else values
+            columns[:, column] = values.view(f64) if name in ("exponent", "argmax") else values
     return columns
 
 
@@ -629,10 +638,21 @@ def added(a: Array, b: Array) -> Array:
     return np.concatenate([np.where(mixed, NOT_A_NUMBER, total.grids).view(u64)[:, None], total.limbs], axis=1)
 
 
-def values_of(sums: Array) -> Array:
+def _values_of(sums: Array) -> Array:
     """The values of sums of `sums_of` as float64."""
     grids = sums[:, 0].copy().view(i64)
     values = value_of_wide(Sums(grids, sums[:, 1:])).high
     for kind, value in ((INFINITE, np.inf), (MINUS_INFINITE, -np.inf), (NOT_A_NUMBER, np.nan)):
         values = np.where(grids == kind, value, values)
     return values
+
+
+def loss_of(sums: Array, mean: bool) -> Array:
+    """Return the loss, and the divisor of its gradient: (2,), from the sums of the rows' losses and weights.
+
+    A mean over rows whose weights sum to 0 is `nan`, and so is its gradient.
+    """
+    total, weights = _values_of(sums)
+    divisor = (np.nan if weights == 0.0 else weights) if mean else 1.0
+    with np.errstate(all="ignore"):
+        return np.array([total / divisor, divisor])

@@ -12,7 +12,7 @@
 #include <arm_neon.h>
 #endif
 
-#include "gradients.h"
+#include "losses.h"
 
 namespace pce {
 namespace {

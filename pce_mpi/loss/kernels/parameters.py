@@ -17,6 +17,19 @@ class Transform:
 
 
 @dataclass(frozen=True)
+class LossTerms:
+    """The terms of the loss of a row.
+
+    It is (1 - smoothing) w_t (-log p_t) + share sum_c w_c (-log p_c) for a target t, or sum_c u_c (-log p_c) for
+    target probabilities, and z_loss logsumexp^2 besides. `share` is smoothing / classes.
+    """
+
+    smoothing: float = 0.0
+    share: float = 0.0
+    z_loss: float = 0.0
+
+
+@dataclass(frozen=True)
 class ClassWeights:
     """The weights u of a sum over classes: `weight`, or `weight` times the smoothed target probabilities.
 

@@ -352,7 +352,8 @@ struct RowSoftmax {
     // The columns of `ROW_SOFTMAX` in softmax_state.py.
     double held_nll, held_probability, held_minus_one, normalizer;
     int64_t exponent;
-    double logsumexp, weight, weighted_nll, entropy, target_log_prob, held_z, odds, top, most;
+    double logsumexp, weight, weighted_nll, entropy, target_log_prob, held_z, odds, top, most, held, held_weight;
+    int64_t argmax;
 
     template <class Arithmetic>
     static PCE_FUNCTION RowSoftmax of(const State &state, const Call &call, const Sum &class_weights) {
@@ -360,6 +361,9 @@ struct RowSoftmax {
         RowSoftmax row = {};
         bool largest = call.has(HOLD_LARGEST);
         double inf = infinity(), held = state.held, top = largest ? state.held : state.top;
+        row.held = held;
+        row.held_weight = state.held_weight;
+        row.argmax = call.has(ARGMAX) ? state.argmax : 0;
         row.top = top;
         row.most = held > top ? held : top;
         bool bad = top != top || !(held < inf) || (top == -inf && held == -inf), none = held == -inf;

@@ -1,5 +1,6 @@
-// Sums over rows, and their values. Launched by cuda.py.
+// Sums over rows, and the loss that they make. Launched by cuda.py.
 #include <groups.cuh>
+#include <losses.h>
 
 namespace pce {
 
@@ -16,9 +17,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS) sum_values(const double* values
   if (threadIdx.x == 0) *total = sum;
 }
 
-__global__ void __launch_bounds__(BLOCK_THREADS) fill_values(const Sum* sums, int64_t count, double* values) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * BLOCK_THREADS + threadIdx.x;
-  if (i < count) values[i] = number_of(sums[i]);
+__global__ void __launch_bounds__(WARP_SIZE) fill_loss(const Sum* sums, bool mean, Loss* loss) {
+  if (threadIdx.x == 0) *loss = Loss::of(sums, mean);
 }
 
 }  // namespace pce

@@ -1,0 +1,55 @@
+// Losses of rows and the rows of their gradients, for C++ and CUDA; `losses.py` defines them.
+#pragma once
+
+#include "gradients.h"
+
+namespace pce {
+
+// `LossTerms` in parameters.py.
+struct LossTerms {
+    double smoothing, share, z_loss;
+};
+
+// The loss of a row, and its weight in a mean.
+struct RowLoss {
+    double loss, weight;
+
+    static PCE_FUNCTION RowLoss of(const RowSoftmax &row, int fields, bool valid, const LossTerms &terms) {
+        if (!valid) return {0.0, 0.0};
+        double loss = row.weighted_nll, weight = 1.0;
+        if (!(fields & HOLD_LARGEST)) {
+            if (fields & HELD_WEIGHT) weight = row.held_weight;
+            loss = times((1.0 - terms.smoothing) * weight, row.held_nll);
+            if (fields & WEIGHTED_LOGIT) loss = loss + terms.share * row.weighted_nll;
+        }
+        if (terms.z_loss != 0.0) loss = loss + terms.z_loss * row.logsumexp * row.logsumexp;
+        return {loss == loss ? loss : not_a_number(), weight};
+    }
+};
+
+// `slope` is the gradient of the row's loss times that of z by the logits, but for a softcap.
+PCE_FUNCTION RowGradient gradient_row(const RowSoftmax &row, int fields, bool valid, int64_t column, double slope,
+                                      const LossTerms &terms) {
+    bool probabilities = fields & HOLD_LARGEST;
+    double share = probabilities ? 1.0 : terms.share, held = fields & HELD_WEIGHT ? row.held_weight : 1.0;
+    if (!probabilities) held = (1.0 - terms.smoothing + share) * held;
+    double others = fields & WEIGHTED_LOGIT ? share * row.weight : 0.0;
+    double common = terms.z_loss != 0.0 ? 2.0 * terms.z_loss * row.logsumexp : 0.0;
+    double at_held = held * row.held_minus_one + (others + common) * row.held_probability;
+    double factor = slope * (held + others + common) * row.normalizer;
+    return {row.exponent,  column,          valid,    row.top,        row.most, factor,
+            slope * share, slope * at_held, row.held, row.held_weight};
+}
+
+// The loss of a call, and the divisor of its gradient, from the sums of the rows' losses and weights. A mean over rows
+// whose weights sum to 0 is nan, and so is its gradient.
+struct Loss {
+    double value, divisor;
+
+    static PCE_FUNCTION Loss of(const Sum *sums, bool mean) {
+        double weights = number_of(sums[1]), divisor = !mean ? 1.0 : weights == 0.0 ? not_a_number() : weights;
+        return {number_of(sums[0]) / divisor, divisor};
+    }
+};
+
+}  // namespace pce

@@ -1,0 +1,80 @@
+"""Losses of rows and the rows of their gradients, in NumPy; `losses.h` has the same bits.
+
+With h the class held apart, the loss of a row is u_h (-log p_h) + sum_{c != h} u_c (-log p_c) + z_loss logsumexp^2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.loss.kernels.parameters import LossTerms
+from pce_mpi.loss.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
+
+Array = np.ndarray[Any, Any]
+
+
+def row_losses(softmax: Array, fields: StateFields, valid: Array, terms: LossTerms) -> Array:
+    """Return the loss of each row, and its weight in a mean: (2, rows), 0 for rows that are not `valid`.
+
+    `softmax` has the columns of `ROW_SOFTMAX`.
+    """
+    rows = RowSoftmax(softmax)
+    with np.errstate(all="ignore"):
+        if fields.hold_largest:
+            weights, losses = np.ones(len(softmax)), rows.weighted_nll
+        else:
+            weights = rows.held_weight if fields.held_weight else np.ones(len(softmax))
+            kept = (1.0 - terms.smoothing) * weights
+            losses = np.where(kept == 0.0, 0.0, kept * rows.held_nll)  # even if the loss is infinite
+            if fields.weighted_logit:
+                losses = losses + terms.share * rows.weighted_nll
+        if terms.z_loss:
+            losses = losses + terms.z_loss * rows.logsumexp * rows.logsumexp
+    losses = np.where(np.isnan(losses), np.nan, losses)  # one nan of the many, the same on every rank
+    return np.where(valid, [losses, weights], 0.0)
+
+
+def row_gradients(
+    softmax: Array,
+    fields: StateFields,
+    valid: Array,
+    target_column: Array | None,
+    upstream: Array,
+    divisor: Array,
+    scale: float,
+    terms: LossTerms,
+) -> Array:
+    """Return the rows of a gradient, (rows, columns of `ROW_GRADIENT`).
+
+    `upstream` is the gradient of the loss, (1,) or (rows,), to be divided by `divisor`, (1,); `scale` is that of the
+    logits.
+    """
+    rows = RowSoftmax(softmax)
+    gradient = np.empty((len(softmax), len(ROW_GRADIENT)))
+    whole = gradient.view(np.int64)
+    with np.errstate(all="ignore"):
+        slope = scale * np.where(valid, upstream / divisor, 0.0)
+        share = 1.0 if fields.hold_largest else terms.share
+        held = rows.held_weight if fields.held_weight else np.ones(len(softmax))
+        if not fields.hold_largest:
+            held = (1.0 - terms.smoothing + share) * held
+        others = share * rows.weight if fields.weighted_logit else 0.0
+        common = 2.0 * terms.z_loss * rows.logsumexp if terms.z_loss else 0.0
+        at_held = held * rows.held_minus_one + (others + common) * rows.held_probability
+        columns = {
+            "exponent": rows.exponent,
+            "top": rows.top,
+            "most": rows.most,
+            "factor": slope * (held + others + common) * rows.normalizer,
+            "weight_factor": slope * share,
+            "held_gradient": slope * at_held,
+            "held": rows.held,
+            "held_weight": rows.held_weight,
+        }
+    for name, values in columns.items():
+        gradient[:, ROW_GRADIENT[name]] = values
+    whole[:, ROW_GRADIENT["valid"]] = valid
+    whole[:, ROW_GRADIENT["column"]] = -1 if target_column is None else target_column
+    return gradient
