@@ -1,14 +1,15 @@
 """Time the kernels and the public functions on a GPU, each beside a copy on the same device.
 
-    mpiexec -n 1 python -m mpi4py benchmarks/loss_on_gpu.py --rows 8192 --dtype bfloat16
+    mpiexec -n 1 python -m mpi4py benchmarks/loss_on_gpu.py --dtype bfloat16
 
 A copy from device memory to device memory reads each byte once and writes it once, and nothing is faster. A figure is
 given as gigabytes a second, of the bytes that the function must touch, and as a share of the speed of the copy in the
 same run: a forward pass reads the logits, a backward pass reads them and writes the gradient.
 
-CUDA events take the times, over arrays which together do not fit the second-level cache. On one rank the GPU is kept
-busy until the timed work has been launched: kernels take a few microseconds, Python some ten times as much. On one
-rank, the losses of torch.compile, Liger and quack are timed as well, where they are installed.
+CUDA events take the times, over arrays which together do not fit the second-level cache. On one rank a kernel spins
+until the timed work has been launched: kernels take a few microseconds, Python some ten times as much. The spinning
+kernel writes nothing, as written lines would go back to memory while the time runs. Kernels and whole functions have
+tables of their own. On one rank, the losses of torch.compile, Liger and quack are timed as well, where they are installed.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from pce_mpi.loss import (
     softmax_cross_entropy_value_and_grad,
 )
 from pce_mpi.loss.kernels import kernel_of
+from pce_mpi.loss.kernels.compilation import OPTIONS
 from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
 from pce_mpi.loss.passes import Merge
@@ -54,8 +56,17 @@ Result = TypeVar("Result")
 
 # Arrays that are used in turn take this many times the second-level cache.
 CACHES = 4
-# Written before a kernel is timed, in caches: this takes an H200 about 0.2 ms.
-AHEAD = 16
+# A GPU spins for so many clock cycles, about 1 ms, before it comes to the timed work.
+CYCLES = 2_000_000
+SPIN = """
+#include <device.cuh>
+
+__global__ void spin(long long cycles) {
+  const long long begin = clock64();
+  while (clock64() - begin < cycles) {
+  }
+}
+"""
 WARM_UP = 3
 # What a loss without options keeps of a row.
 PLAIN = StateFields()
@@ -100,7 +111,9 @@ def main() -> int:
         return 0
     print(f"{gpus()[number].name}, {COMM.size} rank{'s' * (COMM.size > 1)}, median of {options.repeat}\n")
     head = ("rows", "classes", "dtype", "function", "ms", "GB/s", "of copy")
-    print(table([head, *(tuple(asdict(one).values()) for one in measured)]))
+    for of_kernels in (True, False):
+        rows = [tuple(asdict(one).values()) for one in measured if one.function.startswith("kernel") == of_kernels]
+        print(table([head, *rows]), end="\n\n" if of_kernels else "\n")
     print(
         "\nGB/s: of one shard; forward reads its bytes once, all else reads and writes them, and `forward + backward`"
         "\nreads them twice; of copy: beside the copy from device memory to device memory of the same lines"
@@ -110,7 +123,7 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rows", type=int, default=2048, help="rows of the logits")
+    parser.add_argument("--rows", type=int, default=16384, help="rows of the logits (default: %(default)s)")
     parser.add_argument("--classes", type=int, nargs="+", default=[32000], help="classes of all shards together, sizes")
     dtypes = ["float16", "bfloat16", "float32", "float64"]
     parser.add_argument("--dtype", choices=dtypes, default="float32", help="of the logits; bfloat16 needs ml_dtypes")
@@ -152,7 +165,7 @@ def measure(rows: int, classes: int, dtype: np.dtype[Any], repeat: int) -> tuple
     def timed(call: Callable[[Array, Array], object], before: Callable[[Array, Array], object] | None = None) -> float:
         return event_milliseconds(call, before, shards, repeat, xp)
 
-    add("copy", timed(lambda logits, out: xp.copyto(out, logits)), 2)
+    add("kernel: copy", timed(lambda logits, out: xp.copyto(out, logits)), 2)
     kernels = Kernels(shards.pairs[0][0], targets, start, xp)
     parts = [timed(lambda logits, _: kernels.forward(logits)), timed(kernels.backward)]
     add("kernel: forward", parts[0], 1)
@@ -180,7 +193,7 @@ def measure(rows: int, classes: int, dtype: np.dtype[Any], repeat: int) -> tuple
     add("value_and_grad", timed(value_and_grad), 2)
     if COMM.size > 1:
         collective = 1e3 * merge_seconds(rows, repeat)
-        add("the two kernels and the collective", sum(parts) + collective, 3)
+        add("kernels and collective", sum(parts) + collective, 3)
         return found, []
     left_out = []
     for name in peers():
@@ -212,7 +225,7 @@ class Shards:
         self._xp = xp
         pair = max(1, 2 * rows * classes * dtype.itemsize)
         cache = xp.cuda.Device().attributes["L2CacheSize"]
-        self._ahead = xp.empty(AHEAD * cache, np.uint8)
+        self._spin = xp.RawModule(code=SPIN, options=OPTIONS, name_expressions=["spin"]).get_function("spin")
         free = xp.cuda.runtime.memGetInfo()[0]
         most = int(free / (1.1 * pair))  # there are also states, and the random numbers
         if not most:
@@ -236,7 +249,7 @@ class Shards:
                 logits[first : first + step] = slab[: rows - first]
 
     def keep_busy(self) -> None:
-        self._ahead.fill(0)
+        self._spin((1, 1, 1), (32, 1, 1), (np.int64(CYCLES),))
 
 
 class Kernels:

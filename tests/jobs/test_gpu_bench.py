@@ -26,7 +26,7 @@ WITHOUT_A_GPU = """
 
 SMALL = ["--rows", "5", "--repeat", "1"]
 ON_ANY_NUMBER_OF_RANKS = [
-    "copy",
+    "kernel: copy",
     "kernel: forward",
     "kernel: backward",
     "kernel: backward in place",
@@ -49,7 +49,7 @@ def bench(request, cupy):
     return run
 
 
-@pytest.mark.parametrize(("ranks", "more"), [(1, []), (2, ["the two kernels and the collective"])], ids=str)
+@pytest.mark.parametrize(("ranks", "more"), [(1, []), (2, ["kernels and collective"])], ids=str)
 def test_every_function_is_measured_beside_a_copy(bench, ranks, more):
     job = bench(ranks, *SMALL, "--classes", "50", "33", "--json")
     assert job.returncode == 0, job.stderr
@@ -59,9 +59,9 @@ def test_every_function_is_measured_beside_a_copy(bench, ranks, more):
     for classes in (50, 33):
         measured = {one["function"]: one for one in ours if one["classes"] == classes}
         assert {*ON_ANY_NUMBER_OF_RANKS, *more} <= measured.keys()
-        copy = measured["copy"]
+        copy = measured["kernel: copy"]
         assert copy["of_copy"] == 1
-        passes = {"kernel: forward": 1, "forward": 1, "forward + backward": 3, "the two kernels and the collective": 3}
+        passes = {"kernel: forward": 1, "forward": 1, "forward + backward": 3, "kernels and collective": 3}
         for name, one in measured.items():
             if name in (*ON_ANY_NUMBER_OF_RANKS, *more):
                 moved = passes.get(name, 2) * 5 * -(-classes // ranks) * 4
