@@ -9,7 +9,8 @@ same run: a forward pass reads the logits, a backward pass reads them and writes
 CUDA events take the times, over arrays which together do not fit the second-level cache. On one rank a kernel spins
 until the timed work has been launched: kernels take a few microseconds, Python some ten times as much. The spinning
 kernel writes nothing, as written lines would go back to memory while the time runs. Kernels and whole functions have
-tables of their own. On one rank, the losses of torch.compile, Liger and quack are timed as well, where they are installed.
+tables of their own. On one rank, the losses of torch.compile, Liger and quack are timed as well, where they are
+installed.
 """
 
 from __future__ import annotations
