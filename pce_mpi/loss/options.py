@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 import inspect
 import math
 import operator
@@ -232,11 +233,8 @@ def check(
     check_dtype_of_logits(logits.dtype)
     if logits.ndim == 0:
         raise ValueError("logits must have a class axis, got a 0-d array")
-    axis = _integer(options.axis, "axis")
-    if not -logits.ndim <= axis < logits.ndim:
-        raise ValueError(f"axis = {axis} is out of bounds for logits of {logits.ndim} dimensions")
-    axis %= logits.ndim
-    ignore_index = _integer(options.ignore_index, "ignore_index")
+    numbers = _checked_numbers(options, logits)
+    axis = numbers["axis"]
     arrays = {"logits": logits}
     if targets is not None:
         arrays["targets"] = targets = as_array(targets, "targets")
@@ -253,23 +251,8 @@ def check(
         raise TypeError("targets are missing")
     if targets is not None and is_floating(targets.dtype) and not needs_targets:
         raise ValueError(f"{options.operation} takes index targets, got probabilities")
+    ignore_index = numbers["ignore_index"]
     class_numbers, probabilities = _check_targets(targets, logits, rows_shape, ignore_index)
-    label_smoothing = _number(options.label_smoothing, "label_smoothing")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    scale = _number(options.logit_scale, "logit_scale")
-    softcap = None if options.softcap is None else _number(options.softcap, "softcap")
-    for name, value in (("logit_scale", scale), ("softcap", softcap)):
-        if value is not None and not 0.0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {value}")
-    z_loss = _number(options.z_loss, "z_loss")
-    if not math.isfinite(z_loss):
-        raise ValueError(f"z_loss must be finite, got {z_loss}")
-    if not isinstance(options.reduction, str) or options.reduction not in list(Reduction):
-        raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {options.reduction!r}")
-    for name, count, least in (("class_start", options.class_start, 0), ("num_classes", options.num_classes, 1)):
-        if count is not None and not least <= _integer(count, name) <= _LARGEST:
-            raise ValueError(f"{name} must be at least {least} and fit 64 bits, got {count}")
     if weight is not None:
         weight = _check_weight(weight, classes)
     xp = array_namespace(logits)
@@ -277,19 +260,8 @@ def check(
         out = check_out(out, inputs)
     elif with_gradient:  # what can run out of memory does so before the others wait
         out = xp.empty_like(logits)
-    checked = options.with_checked(
-        axis=axis,
-        ignore_index=ignore_index,
-        logit_scale=scale,
-        softcap=softcap,
-        compute_dtype=compute_dtype_of(logits.dtype, options.compute_dtype),
-        weight=weight,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        reduction=Reduction(options.reduction),
-    )
     return Problem(
-        options=checked,
+        options=options.with_checked(**numbers, weight=weight),
         xp=xp,
         logits=logits,
         rows_shape=rows_shape,
@@ -297,11 +269,73 @@ def check(
         targets=class_numbers,
         probabilities=probabilities,
         valid=np.ones(math.prod(rows_shape), np.bool_) if class_numbers is None else class_numbers != ignore_index,
-        transform=Transform(scale, softcap),
+        transform=Transform(numbers["logit_scale"], numbers["softcap"]),
         out=out,
         inputs=inputs,
         kernel=kernel_of(logits),
     )
+
+
+def _checked_numbers(options: Options, logits: Array) -> dict[str, Any]:
+    """The checked values of the options that are no arrays. Programs repeat few different ones."""
+    values = [getattr(options, name) for name in _NUMBERS]
+    try:
+        return _check_numbers(logits.ndim, logits.dtype, *values)
+    except TypeError:  # one of them is wrong, or an array, which is no key
+        return _check_numbers.__wrapped__(logits.ndim, logits.dtype, *values)
+
+
+_NUMBERS = (
+    *("axis", "ignore_index", "logit_scale", "softcap", "compute_dtype", "label_smoothing", "z_loss", "reduction"),
+    *("class_start", "num_classes"),
+)
+
+
+@lru_cache(maxsize=256, typed=True)
+def _check_numbers(
+    ndim: int,
+    dtype: np.dtype[Any],
+    axis: Any,
+    ignore_index: Any,
+    logit_scale: Any,
+    softcap: Any,
+    compute_dtype: Any,
+    label_smoothing: Any,
+    z_loss: Any,
+    reduction: Any,
+    class_start: Any,
+    num_classes: Any,
+) -> dict[str, Any]:
+    axis = _integer(axis, "axis")
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"axis = {axis} is out of bounds for logits of {ndim} dimensions")
+    ignore_index = _integer(ignore_index, "ignore_index")
+    label_smoothing = _number(label_smoothing, "label_smoothing")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    logit_scale = _number(logit_scale, "logit_scale")
+    softcap = None if softcap is None else _number(softcap, "softcap")
+    for name, value in (("logit_scale", logit_scale), ("softcap", softcap)):
+        if value is not None and not 0.0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+    z_loss = _number(z_loss, "z_loss")
+    if not math.isfinite(z_loss):
+        raise ValueError(f"z_loss must be finite, got {z_loss}")
+    if not isinstance(reduction, str) or reduction not in list(Reduction):
+        raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
+    for name, count, least in (("class_start", class_start, 0), ("num_classes", num_classes, 1)):
+        if count is not None and not least <= _integer(count, name) <= _LARGEST:
+            raise ValueError(f"{name} must be at least {least} and fit 64 bits, got {count}")
+    return {
+        "axis": axis % ndim,
+        "ignore_index": ignore_index,
+        "logit_scale": logit_scale,
+        "softcap": softcap,
+        "compute_dtype": compute_dtype_of(dtype, compute_dtype),
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "reduction": Reduction(reduction),
+    }
 
 
 def _check_targets(
