@@ -45,13 +45,30 @@ def all_reduce(
     among them. With `overwrite` the result may be in the memory of `array`, which spares a copy. `element` is the
     structured dtype whose fields are the last axis of `array`, for libraries without such dtypes.
     """
+    return start_all_reduce(array, comm, op, overwrite=overwrite, element=element)()
+
+
+def start_all_reduce(
+    array: Array,
+    comm: MPI.Intracomm,
+    op: ReduceOp,
+    *,
+    overwrite: bool = False,
+    element: np.dtype[Any] | None = None,
+) -> Callable[[], Array]:
+    """Start an `all_reduce`, and return the function that waits for it and gives its result.
+
+    All ranks start their collectives over `comm` in one order, and wait in one order. Neither `array` nor what it was
+    made of may change before.
+    """
     from mpi4py import MPI
 
     why = current_cause()
     channel, xp = channel_of(comm, why.operation), array_namespace(array)
     if channel.size == 1 and xp is not np:  # the result is the array, which need not leave the GPU
         record(why, "all_reduce", Purpose.PAYLOAD, ranks=1, bytes=wire_dtype(array).itemsize * array.size)
-        return array if overwrite else array.copy()
+        alone = array if overwrite else array.copy()
+        return lambda: alone
     direct = op == "sum" and stays_on_gpu(array) and reduces_on_gpus()
     sent = to_wire(array, direct)
     wire = sent if element is None else sent.view(element)
@@ -61,8 +78,13 @@ def all_reduce(
     handle, datatype = _operator(op, wire.dtype)
     ours = MPI.IN_PLACE if overwrite else [wire, wire.size, datatype]
     result = [received, received.size, datatype]
-    channel.run(why, "all_reduce", sent.nbytes, channel.comm.Iallreduce, ours, result, handle)
-    return from_wire(received if element is None else received.view(sent.dtype), array)
+    pending = channel.start(why, "all_reduce", sent.nbytes, channel.comm.Iallreduce, ours, result, handle)
+
+    def finish() -> Array:
+        pending.wait()
+        return from_wire(received if element is None else received.view(sent.dtype), array)
+
+    return finish
 
 
 def all_gather(array: Array, comm: MPI.Intracomm, shapes: Sequence[tuple[int, ...]]) -> list[Array]:

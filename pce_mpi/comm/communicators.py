@@ -85,6 +85,14 @@ class Channel:
             record(why, collective, purpose, ranks=self.size, bytes=size)
         self.wait(start(*arguments), waiting_in or why.operation, *arguments)
 
+    def start(
+        self, why: cause, collective: str, size: int, start: Callable[..., MPI.Request], *arguments: object
+    ) -> Pending:
+        """Record a collective of `size` bytes from this rank and start it."""
+        if open_traces():
+            record(why, collective, Purpose.PAYLOAD, ranks=self.size, bytes=size)
+        return Pending(self, start(*arguments), why.operation, arguments)
+
     def wait(self, request: MPI.Request, operation: str, *buffers: object) -> None:
         """Return when `request`, which reads and writes `buffers`, is complete, or raise `CollectiveTimeout`."""
         test, give_way = request.Test, os.sched_yield
@@ -95,10 +103,14 @@ class Channel:
                 give_way()
             self._wait_longer(request, operation)
         except BaseException as error:
-            # MPI may still write to the buffers, whenever the others arrive: they must outlive the process's interest.
-            _abandoned.append((request, buffers, self))
-            self.broken = self.broken or f"{operation} was left waiting by {type(error).__name__}"
+            self.abandon(request, buffers, f"{operation} was left waiting by {type(error).__name__}")
             raise
+
+    def abandon(self, request: MPI.Request, buffers: tuple[object, ...], why: str) -> None:
+        """Give up a collective that has not come to its end, and with it the communicator."""
+        # MPI may still write to the buffers, whenever the others arrive: they must outlive the process's interest.
+        _abandoned.append((request, buffers, self))
+        self.broken = self.broken or why
 
     def _wait_longer(self, request: MPI.Request, operation: str) -> None:
         from mpi4py import MPI
@@ -145,6 +157,24 @@ class Channel:
             f"waited {self._timeout:g} s (PCE_MPI_TIMEOUT) in {where}; "
             f"silent: {ranks_text(silent) if silent else 'no rank, they wait for each other in different calls'}"
         )
+
+
+class Pending:
+    """A collective that was started. Whoever drops it before its end has left it waiting."""
+
+    def __init__(self, channel: Channel, request: MPI.Request, operation: str, buffers: tuple[object, ...]):
+        self._channel, self._operation = channel, operation
+        self._waiting: tuple[MPI.Request, tuple[object, ...]] | None = (request, buffers)
+
+    def wait(self) -> None:
+        """Return when the collective is complete, or raise `CollectiveTimeout`."""
+        assert self._waiting is not None
+        (request, buffers), self._waiting = self._waiting, None
+        self._channel.wait(request, self._operation, *buffers)
+
+    def __del__(self) -> None:
+        if self._waiting is not None:
+            self._channel.abandon(*self._waiting, f"{self._operation} was left waiting")
 
 
 #: requests that nobody waits for any more, with the memory that MPI may still read and write

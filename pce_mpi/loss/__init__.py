@@ -17,6 +17,7 @@ import numpy as np
 from pce_mpi.arrays import as_array, check_one_library
 from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.loss.agreement import prepare
+from pce_mpi.loss.linear import linear_cross_entropy_value_and_grad
 from pce_mpi.loss.options import LossOptions, Options, StatisticsOptions, check_out, takes
 from pce_mpi.loss.passes import Residuals, forward, row_softmax, value_and_grad, write_gradient
 from pce_mpi.loss.softmax_state import StateFields
@@ -26,6 +27,7 @@ __all__ = [
     "ClassStatistics",
     "Residuals",
     "class_statistics",
+    "linear_cross_entropy_value_and_grad",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
     "softmax_cross_entropy_forward",

@@ -6,6 +6,7 @@ Nothing local raises by itself. The errors of a rank's own checks go into the ag
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate
 import math
@@ -38,17 +39,23 @@ def prepare(
     out: Any = None,
     with_gradient: bool = False,
 ) -> Problem:
+    """Check the arguments on this rank, and agree on the call with the others; the arguments are those of `check`."""
+    more = {"needs_targets": needs_targets, "out": out, "with_gradient": with_gradient}
+    return agree_on(options, lambda: check(options, logits, targets, **more))
+
+
+def agree_on(options: Options, check_arguments: Callable[[], Problem]) -> Problem:
     """Check the arguments on this rank, and agree on the call with the others.
 
     Collective over `comm` and `batch_comm`: one Allgather of 56 bytes over each. Every rank returns, or every rank
-    raises the same error. The arguments are those of `check`.
+    raises the same error.
     """
     if options.comm is not None:
         check_comm(options.comm, options.over)
     problem: Problem | None = None
     facts: tuple[int, ...] = ()
     with local_checks() as checks:
-        problem = check(options, logits, targets, needs_targets=needs_targets, out=out, with_gradient=with_gradient)
+        problem = check_arguments()
         facts = _facts(problem)
         host_kernel()  # a rank that has not the kernel that it is told to use says so before the others wait
     error = checks.error
@@ -109,7 +116,7 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
     if len(set(checksums)) > 1:
         sums = text_by_rank({rank: f"checksum {value:08x}" for rank, value in enumerate(checksums)}, over)
         raise CollectiveError(f"ranks disagree on the values of targets: {sums}")
-    _check_not_gathered(counts, samples, over)
+    _check_not_gathered(counts, samples, over, "logits" if problem.sharded[0] is problem.logits else "w")
     rank = 0 if comm is None else comm.rank
     problem.place(starts[rank], num_classes)
     return problem
@@ -124,7 +131,7 @@ def _facts(problem: Problem) -> tuple[int, ...]:
     options = problem.options
     start = -1 if options.class_start is None else operator.index(options.class_start)
     alone = options.comm is None or options.comm.size == 1
-    sample = 0 if alone or options.num_classes is not None else _sample(problem.logits, options.axis)
+    sample = 0 if alone or options.num_classes is not None else _sample(*problem.sharded)
     targets, valid, classes = problem.targets, problem.valid, problem.classes
     if targets is None:
         return 0, start, classes, 0, -1, sample
@@ -175,17 +182,17 @@ def _has_two_values(row: list[float]) -> bool:
     return len(finite) > 1
 
 
-def _check_not_gathered(counts: list[int], samples: list[int], over: str) -> None:
-    """Raise unless some ranks pass different logits, as far as their samples tell."""
+def _check_not_gathered(counts: list[int], samples: list[int], over: str, name: str) -> None:
+    """Raise unless some ranks pass different logits, or weights w, as far as their samples tell."""
     with_classes = [rank for rank, count in enumerate(counts) if count]
     first = with_classes[0]
     if len(with_classes) == 1 or not samples[first]:
         return
     if len({(counts[rank], samples[rank]) for rank in with_classes}) > 1:
         return
-    same = text_by_rank(dict.fromkeys(with_classes, f"the same logits of {counts[first]} classes"), over)
+    same = text_by_rank(dict.fromkeys(with_classes, f"the same {name} of {counts[first]} classes"), over)
     raise ValueError(
-        f"ranks pass {same}: gathered logits, it seems, but each rank must pass its own classes only; "
+        f"ranks pass {same}: gathered {name}, it seems, but each rank must pass its own classes only; "
         f"if these are different classes whose logits are equal, say so with num_classes={sum(counts)}"
     )
 

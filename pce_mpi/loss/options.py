@@ -41,18 +41,17 @@ class Reduction(StrEnum):
     MEAN = "mean"
 
 
-class SoftmaxOptions(TypedDict, total=False):
-    """The options that every function of a softmax takes."""
+class TransformOptions(TypedDict, total=False):
+    """The rows that count, and the function of the logits that the softmax is taken of."""
 
-    axis: int  # the class axis of the logits
     ignore_index: int  # a row with this target counts for nothing and has a zero gradient
     logit_scale: float  # the loss is taken of z = logit_scale x,
     softcap: float | None  # or of z = softcap tanh(logit_scale x / softcap)
     compute_dtype: Any  # float32 or float64: the dtype of the arithmetic and of the loss
 
 
-class CrossEntropyOptions(SoftmaxOptions, total=False):
-    """The options of `cross_entropy` on distributed arrays."""
+class TermOptions(TypedDict, total=False):
+    """The terms of a loss."""
 
     weight: Any  # one weight for each class
     label_smoothing: float  # in [0, 1], over the classes of all shards
@@ -60,18 +59,43 @@ class CrossEntropyOptions(SoftmaxOptions, total=False):
     reduction: str  # "none", "sum" or "mean"
 
 
-class StatisticsOptions(SoftmaxOptions, total=False):
-    """The options of `class_statistics`."""
+class ShardOptions(TypedDict, total=False):
+    """The place of a shard among all classes."""
 
     comm: MPI.Intracomm | None  # the communicator over which the classes are sharded
     class_start: int | None  # the global number of this shard's first class
     num_classes: int | None  # the number of classes of all shards
 
 
+class AxisOptions(TypedDict, total=False):
+    """The shape of the logits."""
+
+    axis: int  # the class axis of the logits
+
+
+class SoftmaxOptions(AxisOptions, TransformOptions, total=False):
+    """The options that every function of logits takes."""
+
+
+class CrossEntropyOptions(SoftmaxOptions, TermOptions, total=False):
+    """The options of `cross_entropy` on distributed arrays."""
+
+
+class StatisticsOptions(SoftmaxOptions, ShardOptions, total=False):
+    """The options of `class_statistics`."""
+
+
 class LossOptions(CrossEntropyOptions, StatisticsOptions, total=False):
     """The options of the losses of plain arrays."""
 
     batch_comm: MPI.Intracomm | None  # the communicator over which the rows are sharded
+
+
+class LinearOptions(TransformOptions, TermOptions, ShardOptions, total=False):
+    """The options of the losses of `hidden @ w`."""
+
+    batch_comm: MPI.Intracomm | None  # the communicator over which the rows are sharded
+    chunk: int | None  # so many rows of logits are held at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +119,12 @@ class Options:
     class_start: int | None = None
     num_classes: int | None = None
     batch_comm: MPI.Intracomm | None = None
+    chunk: int | None = None
     over: str = "comm"
     batch_over: str = "batch_comm"
 
     @classmethod
-    def of(cls, function: str, given: SoftmaxOptions, known: type[Any]) -> Options:
+    def of(cls, function: str, given: TransformOptions, known: type[Any]) -> Options:
         """The options of a call of `function`; `TypeError` for a keyword that is not in the TypedDict `known`."""
         for name in given:
             if name not in known.__optional_keys__:
@@ -138,7 +163,7 @@ class Problem:
     with none of which but the logits `out` shares memory. `rows_shape` is the logits' shape without the class axis,
     `xp` their array library and `kernel` the loops for it. This shard has `classes` classes, from `class_start` on, of
     `num_classes`; `target_column`, (rows,), is the local column of each row's target, -1 if another shard has it or the
-    row does not count.
+    row does not count. `sharded` is the array of which each rank passes its own classes, and its class axis.
     """
 
     options: Options
@@ -153,6 +178,7 @@ class Problem:
     out: Array | None
     inputs: tuple[Array, ...]
     kernel: ModuleType
+    sharded: tuple[Array, int]
     class_start: int = 0
     num_classes: int = 0
     target_column: HostArray | None = None
@@ -201,6 +227,7 @@ class Problem:
             "logit_scale": options.logit_scale,
             "softcap": options.softcap,
             "reduction": str(options.reduction),
+            "chunk": options.chunk,
         }
 
 
@@ -273,6 +300,7 @@ def check(
         out=out,
         inputs=inputs,
         kernel=kernel_of(logits),
+        sharded=(logits, axis),
     )
 
 
@@ -287,7 +315,7 @@ def _checked_numbers(options: Options, logits: Array) -> dict[str, Any]:
 
 _NUMBERS = (
     *("axis", "ignore_index", "logit_scale", "softcap", "compute_dtype", "label_smoothing", "z_loss", "reduction"),
-    *("class_start", "num_classes"),
+    *("class_start", "num_classes", "chunk"),
 )
 
 
@@ -305,6 +333,7 @@ def _check_numbers(
     reduction: Any,
     class_start: Any,
     num_classes: Any,
+    chunk: Any,
 ) -> dict[str, Any]:
     axis = _integer(axis, "axis")
     if not -ndim <= axis < ndim:
@@ -323,7 +352,7 @@ def _check_numbers(
         raise ValueError(f"z_loss must be finite, got {z_loss}")
     if not isinstance(reduction, str) or reduction not in list(Reduction):
         raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
-    for name, count, least in (("class_start", class_start, 0), ("num_classes", num_classes, 1)):
+    for name, count, least in (("class_start", class_start, 0), ("num_classes", num_classes, 1), ("chunk", chunk, 1)):
         if count is not None and not least <= _integer(count, name) <= _LARGEST:
             raise ValueError(f"{name} must be at least {least} and fit 64 bits, got {count}")
     return {
@@ -335,6 +364,7 @@ def _check_numbers(
         "label_smoothing": label_smoothing,
         "z_loss": z_loss,
         "reduction": Reduction(reduction),
+        "chunk": None if chunk is None else _integer(chunk, "chunk"),
     }
 
 

@@ -10,6 +10,7 @@ and only if there are other ranks to merge them with.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import to_host
-from pce_mpi.comm.collectives import all_reduce
+from pce_mpi.comm.collectives import all_reduce, start_all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.loss.kernels import host_kernel
 from pce_mpi.loss.kernels.elementary import Arithmetic
@@ -57,14 +58,14 @@ class Residuals:
 
 def forward(problem: Problem) -> tuple[Array, Residuals]:
     """The loss and the residuals; collective over the communicators of `problem`."""
-    return _loss_and_residuals(problem, row_softmax(problem, _fields_of(problem)))
+    return _loss_and_residuals(problem, row_softmax(problem, loss_fields(problem)))
 
 
 def value_and_grad(problem: Problem) -> tuple[Array, Array]:
     """The loss and the gradient, in `problem.out`; collective over the communicators of `problem`."""
     gradient = problem.out
     assert gradient is not None  # allocated before the ranks agreed, unless the caller passed it
-    loss, residuals = _loss_and_residuals(problem, row_softmax(problem, _fields_of(problem)))
+    loss, residuals = _loss_and_residuals(problem, row_softmax(problem, loss_fields(problem)))
     write_gradient(gradient, residuals, problem.xp.ones(1))
     return loss, gradient
 
@@ -87,6 +88,11 @@ class Merge:
 
 def row_softmax(problem: Problem, fields: StateFields) -> RowSoftmax:
     """The softmax of each row over the classes of all shards."""
+    return start_row_softmax(problem, fields)()
+
+
+def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], RowSoftmax]:
+    """Start the merge of the states of all shards, and return the function that waits for it."""
     options, kernel, arithmetic = problem.options, problem.kernel, problem.arithmetic
     states = kernel.fill_states(
         rows_and_classes(problem.logits, options.axis),
@@ -105,16 +111,21 @@ def row_softmax(problem: Problem, fields: StateFields) -> RowSoftmax:
         class_weights = host_kernel().sums_of(ones if options.weight is None else options.weight)[0]
         if options.weight is not None:
             states = _with_class_weights(states, class_weights, fields, problem.xp)
+    finish_merge = None
     if options.comm is not None:
         element = None if states.dtype.names else fields.dtype
         merge = Merge(fields, problem.transform, arithmetic)
         with cause(options.operation, options.over, "the softmax states of the shards, merged"):
-            states = all_reduce(states, options.comm, merge, element=element)
-    if needs_weights and options.weight is not None:
-        class_weights = _class_weights_of(states, fields)
-    states = states[:rows]
-    columns = kernel.row_softmax(states, fields, problem.transform, arithmetic, class_weights)
-    return RowSoftmax(columns)
+            finish_merge = start_all_reduce(states, options.comm, merge, element=element)
+
+    def finish() -> RowSoftmax:
+        merged = states if finish_merge is None else finish_merge()
+        sums = class_weights
+        if needs_weights and options.weight is not None:
+            sums = _class_weights_of(merged, fields)
+        return RowSoftmax(kernel.row_softmax(merged[:rows], fields, problem.transform, arithmetic, sums))
+
+    return finish
 
 
 def _with_class_weights(states: Array, class_weights: HostArray, fields: StateFields, xp: Any) -> Array:
@@ -138,7 +149,8 @@ def state_fields(*, probabilities: bool, weighted: bool, smoothed: bool) -> Stat
     return StateFields(held_weight=weighted, weighted_logit=smoothed)
 
 
-def _fields_of(problem: Problem) -> StateFields:
+def loss_fields(problem: Problem) -> StateFields:
+    """The fields that the states of a problem's loss have."""
     return state_fields(
         probabilities=problem.targets is None,
         weighted=problem.options.weight is not None,
@@ -146,12 +158,14 @@ def _fields_of(problem: Problem) -> StateFields:
     )
 
 
+def row_losses(problem: Problem, softmax: RowSoftmax) -> Array:
+    """The losses of the rows, and their weights in a mean: (2, rows)."""
+    valid = problem.xp.asarray(problem.valid)
+    return problem.kernel.row_losses(softmax.columns, loss_fields(problem), valid, problem.loss_terms)
+
+
 def _loss_and_residuals(problem: Problem, softmax: RowSoftmax) -> tuple[Array, Residuals]:
-    fields, valid = _fields_of(problem), problem.xp.asarray(problem.valid)
-    losses = problem.kernel.row_losses(softmax.columns, fields, valid, problem.loss_terms)
-    loss, divisor = _reduce(problem, losses)
-    with np.errstate(all="ignore"):
-        loss = loss.astype(problem.options.compute_dtype)
+    loss, divisor = reduced(problem, row_losses(problem, softmax))
     return loss, Residuals(problem, softmax, divisor, loss.shape)
 
 
@@ -164,26 +178,25 @@ def _added(a: HostArray, b: HostArray) -> HostArray:
     return np.ascontiguousarray(sums).view(_SUM).reshape(-1)
 
 
-def _reduce(problem: Problem, losses: Array) -> tuple[Array, Array]:
-    """The losses of the rows, the first of `losses`, reduced, and the divisor of their gradient, (1,).
-
-    The weights of the rows in a mean are the second.
-    """
+def reduced(problem: Problem, losses: Array) -> tuple[Array, Array]:
+    """The loss, from the losses and weights of `row_losses`, and the divisor of its gradient, (1,)."""
     options = problem.options
-    if options.reduction == Reduction.NONE:
-        return losses[0].reshape(problem.rows_shape), problem.xp.ones(1)
-    kernel = problem.kernel
-    sums = kernel.sums_of(losses[0], losses[1])
-    if options.batch_comm is not None:
-        with cause(options.operation, options.batch_over, f"{options.reduction} over the rows of all ranks"):
-            sums = all_reduce(sums, options.batch_comm, _added, element=_SUM)
-    loss = kernel.loss_of(sums, options.reduction == Reduction.MEAN)
-    return loss[:1].reshape(()), loss[1:]
+    loss, divisor = losses[0], problem.xp.ones(1)
+    if options.reduction != Reduction.NONE:
+        sums = problem.kernel.sums_of(losses[0], losses[1])
+        if options.batch_comm is not None:
+            with cause(options.operation, options.batch_over, f"{options.reduction} over the rows of all ranks"):
+                sums = all_reduce(sums, options.batch_comm, _added, element=_SUM)
+        both = problem.kernel.loss_of(sums, options.reduction == Reduction.MEAN)
+        loss, divisor = both[:1], both[1:]
+    with np.errstate(all="ignore"):
+        loss = loss.astype(options.compute_dtype)
+    return loss.reshape(problem.rows_shape if options.reduction == Reduction.NONE else ()), divisor
 
 
 def write_gradient(array: Array, residuals: Residuals, upstream: Array) -> None:
     """Fill `array` with the gradient of the logits; `upstream`, the gradient of the loss, is (1,) or (rows,)."""
-    problem, fields = residuals.problem, _fields_of(residuals.problem)
+    problem, fields = residuals.problem, loss_fields(residuals.problem)
     rows = problem.kernel.row_gradients(
         residuals.softmax.columns,
         fields,

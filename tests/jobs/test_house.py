@@ -54,6 +54,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("options"),
             room("agreement"),
             room("passes"),
+            room("linear"),
             room("__init__"),
         ],
     ),

@@ -16,7 +16,7 @@ import pce_mpi as pce
 from pce_mpi import shard_range
 from pce_mpi.comm import communicators
 from pce_mpi.comm.agreement import agree, local_checks
-from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, start_all_reduce
 from pce_mpi.comm.communicators import CollectiveTimeout, channel_of
 from pce_mpi.comm.tracing import Purpose, cause
 from pce_mpi.loss.kernels.elementary import SINGLE
@@ -89,6 +89,23 @@ def test_all_reduce_combines_arrays_of_all_ranks(comm, dtype, op, in_numpy):
     for shape in SHAPES:
         expected = folded(in_numpy, [small(rank, shape, dtype) for rank in range(comm.size)])
         check(all_reduce(small(comm.rank, shape, dtype), comm, op), expected)
+
+
+def test_collectives_that_were_started_end_in_order(comm):
+    with cause("test"):
+        finish = [start_all_reduce(np.full(3, comm.rank + factor), comm, "sum") for factor in (0.0, 10.0)]
+        sums = [each() for each in finish]
+    ranks = sum(range(comm.size))
+    assert [each.tolist() for each in sums] == [[ranks] * 3, [ranks + 10.0 * comm.size] * 3]
+
+
+def test_collective_left_waiting_ends_its_communicator(comm):
+    private = comm.Dup()
+    with cause("test"):
+        start_all_reduce(np.ones(3), private, "sum")
+        gc.collect()
+        with pytest.raises(CollectiveTimeout, match="test was left waiting"):
+            all_reduce(np.ones(3), private, "sum")
 
 
 def test_booleans_have_max_any_and_min_all(comm):

@@ -9,7 +9,7 @@ import pytest
 
 from in_step import in_step
 import pce_mpi as pce
-from pce_mpi.loss.options import LossOptions, Options
+from pce_mpi.loss.options import LinearOptions, LossOptions, Options
 from ranks.problems import (
     NARROW,
     SPLITS,
@@ -61,7 +61,9 @@ def test_unknown_keyword_raises_the_type_error_of_python(function, keyword):
 
 def test_every_option_has_a_default():
     added = {"operation", "over", "batch_over"}
-    assert {field.name for field in fields(Options)} - added == LossOptions.__optional_keys__
+    assert {
+        field.name for field in fields(Options)
+    } - added == LossOptions.__optional_keys__ | LinearOptions.__optional_keys__
 
 
 # One option at a time

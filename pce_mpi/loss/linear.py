@@ -1,0 +1,234 @@
+"""Cross entropy of `hidden @ w`, a chunk of rows at a time: all logits are never held.
+
+The logits of some rows are computed and reduced to states. The merge of the states over the ranks runs while the next
+rows are multiplied. Then the gradient is written over the logits and multiplied again, while they are at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Unpack
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floating, is_half
+from pce_mpi.comm.collectives import all_reduce
+from pce_mpi.comm.tracing import cause
+from pce_mpi.gpu import check_on_current_gpu
+from pce_mpi.loss.agreement import agree_on
+from pce_mpi.loss.options import LinearOptions, Options, Problem, Reduction, check, takes
+from pce_mpi.loss.passes import Residuals, loss_fields, reduced, row_losses, start_row_softmax, write_gradient
+from pce_mpi.loss.softmax_state import RowSoftmax
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+
+# Rows of a chunk that is not given. More rows make products faster, and adding to the gradient of w rarer.
+_ROWS, _ROWS_ON_GPU = 512, 4096
+# Elements of a block of columns: products of halves, and those added to the gradient of w, are made block by block.
+_BLOCK = 2**20
+
+
+@takes(LinearOptions)
+def linear_cross_entropy_value_and_grad(
+    hidden: Any, w: Any, targets: Any, **options: Unpack[LinearOptions]
+) -> tuple[Array, Array, Array]:
+    """Compute the cross entropy of `hidden @ w`, and its gradients, without ever holding all logits.
+
+    Each rank passes the same `hidden` and its own columns of `w`. The loss is `softmax_cross_entropy` of the logits
+    `hidden @ w`, for class numbers as targets.
+
+    Parameters
+    ----------
+    hidden : array of float16, bfloat16, float32 or float64, shape (..., features)
+        The same on every rank of `comm`.
+    w : array of the dtype of `hidden`, shape (features, local classes)
+        This shard's classes; `w.T` of an array (classes, features) will do as well.
+    targets : array of integers, shape (...)
+        Class numbers: global, the same on every rank of `comm`.
+    ignore_index, logit_scale, softcap, compute_dtype, weight, label_smoothing, z_loss, reduction : optional
+        Those of `softmax_cross_entropy`.
+    comm, class_start, num_classes, batch_comm : optional
+        Those of `softmax_cross_entropy`.
+    chunk : int, optional
+        So many rows of logits are held at once; the same on every rank. Unless given 512, or 4,096 on a GPU.
+
+    Returns
+    -------
+    loss : array
+        0-d, or one number per row for `reduction="none"`.
+    dhidden : array
+        The gradient of `hidden`: of the loss, or of the sum over this rank's rows for `reduction="none"`. It is the sum
+        over the classes of all shards, the same on every rank of `comm`.
+    dw : array
+        The gradient of this shard of `w`, for this rank's rows: with `batch_comm`, the sum over its ranks is yet to be
+        taken.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError, CollectiveError, CollectiveTimeout, RuntimeError
+        Those of `softmax_cross_entropy`, and for `hidden` and `w` that do not fit.
+
+    Notes
+    -----
+    Collective over `comm`: one Allgather of 56 bytes; one Allreduce of 40 bytes a row (more with options) for each half
+    of a chunk; and one Allreduce of `dhidden`. Collective over `batch_comm` as `softmax_cross_entropy` is.
+
+    Bits follow those of the matrix products: the loss has the bits of `softmax_cross_entropy` of the same logits. But a
+    BLAS gives a product of another number of rows or columns other last bits, and `dhidden` is a sum of
+    floating-point numbers over the ranks. Logits of halves are float32, and so are the sums of the gradients.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> loss, dhidden, dw = linear_cross_entropy_value_and_grad(np.ones((1, 2)), np.zeros((2, 4)), np.array([3]))
+    >>> loss, dhidden, dw[0]
+    (array(1.38629436), array([[0., 0.]]), array([ 0.25,  0.25,  0.25, -0.75]))
+    """
+    checked = Options.of("linear_cross_entropy_value_and_grad", options, LinearOptions)
+    products: list[_Products] = []
+
+    def check_arguments() -> Problem:
+        products[:] = [_Products.of(checked, hidden, w)]
+        return products[0].check(checked, targets)
+
+    problem = agree_on(checked, check_arguments)
+    loss, dhidden, dw = _chunk_by_chunk(problem, products[0])
+    return loss, dhidden, dw
+
+
+@dataclass
+class _Products:
+    """The operands, and room for the results: nothing is allocated once the ranks have agreed."""
+
+    hidden: Array  # (rows, features)
+    w: Array
+    shape: tuple[int, ...]  # of `hidden` as it was passed
+    logits: list[Array]  # one buffer, or two if states travel while the next rows are multiplied
+    dhidden: Array
+    dw: Array
+
+    @classmethod
+    def of(cls, options: Options, hidden: Any, w: Any) -> _Products:
+        hidden, w = as_array(hidden, "hidden"), as_array(w, "w")
+        check_one_library({"hidden": hidden, "w": w})
+        check_on_current_gpu({"hidden": hidden, "w": w})
+        for name, array in (("hidden", hidden), ("w", w)):
+            if not is_floating(array.dtype):
+                raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}")
+        if hidden.dtype != w.dtype:
+            raise TypeError(f"hidden and w must have one dtype, got {hidden.dtype} and {w.dtype}")
+        if w.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != w.shape[0]:
+            raise ValueError(f"hidden must be (..., features) and w (features, classes), got {hidden.shape}, {w.shape}")
+        return cls(hidden.reshape(-1, w.shape[0]), w, hidden.shape, [], hidden, w)
+
+    def check(self, options: Options, targets: Any) -> Problem:
+        """The checked arguments of the loss, with room for the logits of some rows in place of all."""
+        xp, dtype = array_namespace(self.w), np.dtype(np.float32) if is_half(self.w.dtype) else self.w.dtype
+        # Logits without memory: a loss has their shape.
+        absent = xp.broadcast_to(xp.zeros((), dtype), (*self.shape[:-1], self.w.shape[1]))
+        problem = check(options, absent, targets)
+        if problem.targets is None:
+            raise TypeError("targets must be class numbers, got probabilities")
+        problem.sharded = self.w, 1
+        split = options.comm is not None and options.comm.size > 1
+        chunk = problem.options.chunk or (_ROWS if xp is np else _ROWS_ON_GPU)
+        held = max(1, min(len(self.hidden), chunk // 2 if split else chunk))
+        self.logits = [xp.empty((held, self.w.shape[1]), dtype) for _ in range(1 + split)]
+        self.dhidden, self.dw = xp.zeros(self.hidden.shape, dtype), xp.zeros(self.w.shape, dtype)
+        return problem
+
+    def multiply(self, rows: slice, logits: Array) -> None:
+        """Compute the logits of some rows."""
+        hidden, w = self.hidden[rows], self.w
+        if not is_half(w.dtype):
+            array_namespace(w).matmul(hidden, w, out=logits)
+            return
+        hidden = hidden.astype(logits.dtype)
+        for columns in _blocks(w):
+            logits[:, columns] = hidden @ w[:, columns].astype(logits.dtype)
+
+    def add_gradients(self, rows: slice, dlogits: Array) -> None:
+        """Add the gradients of some rows."""
+        hidden, w, dhidden = self.hidden[rows].astype(dlogits.dtype, copy=False), self.w, self.dhidden[rows]
+        if not is_half(w.dtype):
+            array_namespace(w).matmul(dlogits, w.T, out=dhidden)
+        for columns in _blocks(w):
+            self.dw[:, columns] += hidden.T @ dlogits[:, columns]
+            if is_half(w.dtype):
+                dhidden += dlogits[:, columns] @ w[:, columns].astype(dlogits.dtype).T
+
+
+def _blocks(w: Array) -> list[slice]:
+    width = max(1, _BLOCK // max(1, w.shape[0]))
+    return [slice(first, first + width) for first in range(0, w.shape[1], width)]
+
+
+@dataclass
+class _Part:
+    """Rows whose logits are held, and the function that waits for their softmax."""
+
+    rows: slice
+    problem: Problem
+    softmax: Callable[[], RowSoftmax]
+
+
+def _chunk_by_chunk(problem: Problem, products: _Products) -> tuple[Array, Array, Array]:
+    options, xp = problem.options, problem.xp
+    fields, held = loss_fields(problem), len(products.logits[0])
+    one = xp.ones(1)
+    losses = xp.empty((2, len(products.hidden)))
+
+    def start(number: int, first: int) -> _Part:
+        rows = slice(first, min(first + held, len(products.hidden)))
+        logits = products.logits[number % len(products.logits)][: rows.stop - rows.start]
+        products.multiply(rows, logits)
+        part = _rows_of(problem, rows, logits)
+        return _Part(rows, part, start_row_softmax(part, fields))
+
+    def finish(part: _Part) -> None:
+        softmax = part.softmax()
+        losses[:, part.rows] = row_losses(part.problem, softmax)
+        write_gradient(part.problem.logits, Residuals(part.problem, softmax, one, ()), one)
+        products.add_gradients(part.rows, part.problem.logits)
+
+    waiting: _Part | None = None
+    for number, first in enumerate(range(0, len(products.hidden), held)):
+        if waiting is not None and len(products.logits) == 1:
+            finish(waiting)
+            waiting = None
+        part = start(number, first)
+        if waiting is not None:
+            finish(waiting)
+        waiting = part
+    if waiting is not None:
+        finish(waiting)
+    loss, divisor = reduced(problem, losses)
+    dhidden, dw = products.dhidden, products.dw
+    if options.comm is not None:
+        with cause(options.operation, options.over, "the gradient of hidden, a sum over all classes"):
+            dhidden = all_reduce(dhidden, options.comm, "sum", overwrite=True)
+    if options.reduction == Reduction.MEAN:
+        factor = (1.0 / divisor).astype(dw.dtype)
+        with np.errstate(all="ignore"):
+            dhidden *= factor
+            dw *= factor
+    dtype = products.w.dtype
+    return loss, dhidden.reshape(products.shape).astype(dtype, copy=False), dw.astype(dtype, copy=False)
+
+
+def _rows_of(problem: Problem, rows: slice, logits: Array) -> Problem:
+    """The problem of some of the rows, with these logits."""
+    assert problem.targets is not None
+    assert problem.target_column is not None
+    return replace(
+        problem,
+        options=problem.options.with_checked(axis=1),
+        logits=logits,
+        rows_shape=logits.shape[:1],
+        targets=problem.targets[rows],
+        target_column=problem.target_column[rows],
+        valid=problem.valid[rows],
+        sharded=(logits, 1),
+        inputs=(),
+    )

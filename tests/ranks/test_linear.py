@@ -1,0 +1,158 @@
+"""The loss of `hidden @ w` without its logits: the numbers of `softmax_cross_entropy` of them, at any chunk."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi import dense
+from pce_mpi.loss import linear
+
+ROWS, FEATURES, CLASSES = 23, 5, 41
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sum": {"reduction": "sum", "label_smoothing": 0.1},
+    "none": {"reduction": "none", "z_loss": 0.01},
+    "weights and smoothing": {"weight": np.linspace(0.5, 2.0, CLASSES), "label_smoothing": 0.2, "logit_scale": 0.7},
+    "softcap": {"softcap": 2.0, "compute_dtype": np.float64},
+}
+
+
+def problem(dtype=np.float64):
+    rng = np.random.default_rng(3)
+    hidden, w = rng.standard_normal((ROWS, FEATURES)), rng.standard_normal((FEATURES, CLASSES))
+    targets = rng.integers(0, CLASSES, ROWS)
+    targets[4] = -100
+    return hidden.astype(dtype), w.astype(dtype), targets
+
+
+def exact(hidden, w, targets, **options):
+    """The loss and the gradients of hidden and w, by the oracle."""
+    options.pop("compute_dtype", None)
+    hidden, w = hidden.astype(np.float64), w.astype(np.float64)
+    loss, dlogits = dense.softmax_cross_entropy_value_and_grad(hidden @ w, targets, **options)
+    return loss, dlogits @ w.T, hidden.T @ dlogits
+
+
+def run(comm, hidden, w, targets, **options):
+    """Pass this rank's columns of w."""
+    mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
+    if "weight" in options:
+        options["weight"] = options["weight"][mine]
+    return *pce.linear_cross_entropy_value_and_grad(hidden, w[:, mine], targets, comm=comm, **options), mine
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 2, 7, 1000])
+@pytest.mark.parametrize("name", CALLS)
+def test_loss_and_gradients_are_those_of_oracle(comm, name, chunk):
+    hidden, w, targets = problem()
+    expected = exact(hidden, w, targets, **CALLS[name])
+    loss, dhidden, dw, mine = run(comm, hidden, w, targets, chunk=chunk, **CALLS[name])
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-13)
+    np.testing.assert_allclose(dhidden, expected[1], atol=1e-14 * np.abs(expected[1]).max() * CLASSES)
+    np.testing.assert_allclose(dw, expected[2][:, mine], atol=1e-14 * np.abs(expected[2]).max() * ROWS)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=lambda dtype: dtype.__name__)
+def test_logits_of_halves_are_float32(comm, monkeypatch, dtype):
+    monkeypatch.setattr(linear, "_BLOCK", 3 * FEATURES)  # several blocks of columns
+    hidden, w, targets = problem(dtype)
+    expected = exact(hidden, w, targets)
+    loss, dhidden, dw, mine = run(comm, hidden, w, targets, chunk=8)
+    assert (loss.dtype, dhidden.dtype, dw.dtype) == (np.float32, dtype, dtype)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    unit = float(ml_dtypes.finfo(dtype).eps)
+    for found, right in ((dhidden, expected[1]), (dw, expected[2][:, mine])):
+        error = np.abs(found.astype(np.float64) - right)
+        assert np.all(error <= 0.5 * unit * np.abs(right) + 2e-6 * np.abs(expected[1]).max() + 6e-8)
+
+
+def test_loss_has_bits_of_loss_of_logits(comm):
+    hidden, w, targets = problem(np.float32)
+    mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
+    logits = np.concatenate([hidden[row : row + 1] @ w[:, mine] for row in range(ROWS)])
+    loss, _, _, _ = run(comm, hidden, w, targets, chunk=1)
+    assert loss.tobytes() == pce.softmax_cross_entropy(logits, targets, comm=comm).tobytes()
+
+
+def test_more_axes_and_transposed_weights_are_taken(comm):
+    hidden, w, targets = problem()
+    flat = run(comm, hidden[:20], w, targets[:20])
+    loss, dhidden, dw, _ = run(comm, hidden[:20].reshape(4, 5, FEATURES), w.T.copy().T, targets[:20].reshape(4, 5))
+    assert dhidden.shape == (4, 5, FEATURES)
+    np.testing.assert_allclose(loss, flat[0], rtol=1e-14)
+    np.testing.assert_allclose(dhidden.reshape(20, FEATURES), flat[1], atol=1e-15)
+    np.testing.assert_allclose(dw, flat[2], atol=1e-14)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_few_rows_and_empty_shards_work(comm, rows):
+    hidden, w, targets = problem()
+    everything = comm.rank == comm.size - 1
+    mine = w if everything else w[:, :0]
+    loss, dhidden, dw = pce.linear_cross_entropy_value_and_grad(hidden[:rows], mine, targets[:rows], comm=comm)
+    assert (dhidden.shape, dw.shape) == ((rows, FEATURES), mine.shape)
+    np.testing.assert_allclose(loss, exact(hidden[:rows], w, targets[:rows])[0], rtol=1e-13)
+
+
+def test_each_half_of_a_chunk_sends_its_states(comm):
+    hidden, w, targets = problem()
+    with pce.trace() as trace:
+        run(comm, hidden, w, targets, chunk=8)
+    parts = -(-ROWS // (8 if comm.size == 1 else 4))
+    assert trace.count("all_reduce") == parts + 1
+    assert trace.bytes("all_reduce") == 40 * ROWS + 8 * ROWS * FEATURES
+
+
+def test_rows_over_batch_comm_share_their_mean(comm):
+    hidden, w, targets = problem()
+    mine = slice(*pce.shard_range(ROWS, comm.size, comm.rank))
+    loss, _, dw = pce.linear_cross_entropy_value_and_grad(hidden[mine], w, targets[mine], batch_comm=comm)
+    expected = exact(hidden, w, targets)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-13)
+    np.testing.assert_allclose(comm.allreduce(dw), expected[2], atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"w": np.ones((FEATURES + 1, 2))}, ValueError, "hidden must be"),
+        ({"w": np.ones((FEATURES, 2), np.float32)}, TypeError, "one dtype"),
+        ({"hidden": np.ones((ROWS, FEATURES), int)}, TypeError, "hidden must be float16"),
+        ({"targets": np.ones((ROWS, CLASSES))}, TypeError, "class numbers"),
+        ({"chunk": 0}, ValueError, "chunk must be at least 1"),
+        ({"axis": 0}, TypeError, "unexpected keyword argument 'axis'"),
+    ],
+    ids=str,
+)
+def test_wrong_call_raises_on_every_rank(comm, change, error, text):
+    hidden, w, targets = problem()
+    one_rank = comm.rank == comm.size - 1 and "axis" not in change
+    given = {"hidden": hidden, "w": w, "targets": targets, "comm": comm} | (
+        change if one_rank or "axis" in change else {}
+    )
+    with pytest.raises(error, match=text):
+        pce.linear_cross_entropy_value_and_grad(**given)
+
+
+def test_ranks_with_other_chunks_or_same_weights_raise(comm):
+    if comm.size == 1:
+        return
+    hidden, w, targets = problem()
+    with pytest.raises(pce.CollectiveError, match="chunk"):
+        pce.linear_cross_entropy_value_and_grad(hidden, w, targets, comm=comm, chunk=2 + comm.rank)
+    with pytest.raises(ValueError, match=r"the same w of 41 classes.*gathered w"):
+        pce.linear_cross_entropy_value_and_grad(hidden, w, targets, comm=comm)
+
+
+def test_logits_are_held_one_chunk_at_a_time(comm, monkeypatch):
+    hidden, w, targets = problem()
+    held = []
+    made = linear._Products.check
+    monkeypatch.setattr(
+        linear._Products, "check", lambda self, *given: (made(self, *given), held.append(sum(map(len, self.logits))))[0]
+    )
+    run(comm, hidden, w, targets, chunk=6)
+    assert held == [6]
