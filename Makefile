@@ -111,6 +111,7 @@ test-gpu: $(installed)/gpu-$(CUDA)
 test-peers: $(installed)/peers
 	$(bin)/python tests/run.py tests/peers -n $(or $(N),1 3)
 	$(bin)/python tests/peers/compare_speed.py --rows 64 --classes 1000 --pairs 1
+	$(bin)/python tests/peers/compare_linear.py --rows 64 --features 16 --classes 1000 --chunk 16 --pairs 1
 
 lint: $(installed)/dev
 	$(bin)/ruff check

@@ -4,7 +4,8 @@ All run under mpiexec with one thread a rank, each pair one after the other, so 
 Megatron's algorithm is that of its unfused vocabulary-parallel cross entropy, in float32 for halves as there:
 all-reduce the maximum, subtract, all-reduce the target's logit and the sum of exponentials, keep the exponentials and
 turn them into the gradient in place. Beside them stand torch's dense cross entropy of a rank's own classes, forward and
-backward, and a copy of the logits. torch gets transparent huge pages (THP_MEM_ALLOC_ENABLE=1), as NumPy has anyway.
+backward, a copy of the logits, and the memory that `value_and_grad(out=logits)` takes beyond them. torch gets
+transparent huge pages (THP_MEM_ALLOC_ENABLE=1), as NumPy has anyway.
 """
 
 import argparse
@@ -24,6 +25,7 @@ REPETITIONS, WARM_UP = 7, 2
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
 OURS = ("forward then backward", "value_and_grad", "copy")
 THEIRS = ("megatron", "torch dense")
+MEMORY = "memory in place"
 
 
 def main():
@@ -65,9 +67,13 @@ def compare(options):
 
     sizes = [(dtype, classes) for dtype in options.dtype for classes in options.classes]
     print(f"{options.ranks} ranks; {processor()}; kernel: {kernel_text()}; median of {options.pairs} pairs")
-    print("ms of Megatron's algorithm, and the others in parts of it (lowest - highest)\n")
+    print("ms of Megatron's algorithm, the others in parts of it (lowest - highest), and MiB of memory in place\n")
     names = (*OURS, "torch dense")
-    print(f"{'dtype':9} {'classes':>8} {'rows':>7} {'megatron':>9}  " + "  ".join(f"{name:>25}" for name in names))
+    print(
+        f"{'dtype':9} {'classes':>8} {'rows':>7} {'megatron':>9}  "
+        + "  ".join(f"{name:>25}" for name in names)
+        + "   MiB"
+    )
     with tqdm(total=len(sizes) * options.pairs, desc="pairs", file=sys.stderr) as bar:
         for dtype, classes in sizes:
             rows = options.rows or max(1, 125_000_000 * options.ranks // (classes * np.dtype(DTYPES[dtype]).itemsize))
@@ -81,7 +87,9 @@ def compare(options):
             for name in names:
                 ratios = [pair[name] / pair["megatron"] for pair in pairs]
                 cells.append(f"{statistics.median(ratios):6.2f} ({min(ratios):.2f} - {max(ratios):.2f})")
-            print(f"{dtype:9} {classes:8} {rows:7} {1e3 * middle:9.1f}  " + "  ".join(f"{cell:>25}" for cell in cells))
+            memory = max(pair[MEMORY] for pair in pairs) / 2**20
+            figures = "  ".join(f"{cell:>25}" for cell in cells)
+            print(f"{dtype:9} {classes:8} {rows:7} {1e3 * middle:9.1f}  {figures}  {memory:4.1f}")
 
 
 def processor():
@@ -90,12 +98,13 @@ def processor():
     return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "a processor")
 
 
-def launch(role, options, given):
+def launch(role, options, given, program=__file__):
+    """Run one role of a program on the ranks, and return what its first rank prints."""
     beside = Path(sys.executable).with_name("mpiexec")
     with tempfile.TemporaryDirectory() as folder:
         command = [
             os.environ.get("MPIEXEC") or str(beside),
-            *["-n", str(options.ranks), sys.executable, "-m", "mpi4py", __file__, "--role", role],
+            *["-n", str(options.ranks), sys.executable, "-m", "mpi4py", program, "--role", role],
             *["--ranks", str(options.ranks), *given, "--meeting", f"{folder}/meeting"],
         ]
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -147,7 +156,24 @@ def ours(options):
     def copy():
         np.copyto(out, logits)
 
-    return timed(dict(zip(OURS, (forward_then_backward, value_and_grad, copy), strict=True)), comm)
+    seconds = timed(dict(zip(OURS, (forward_then_backward, value_and_grad, copy), strict=True)), comm)
+    grown = comm.gather(
+        memory_of(lambda: pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, out=logits))
+    )
+    return None if seconds is None else seconds | {MEMORY: max(grown)}
+
+
+def memory_of(call):
+    """The bytes by which the memory of this process grows at most, as Linux counts them."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    before = kibibytes("VmRSS")
+    call()
+    return 1024 * (kibibytes("VmHWM") - before)
+
+
+def kibibytes(name):
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.partition(f"{name}:")[2].split()[0])
 
 
 def theirs(options):
