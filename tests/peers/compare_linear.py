@@ -7,11 +7,14 @@ logits, is timed on one rank. Memory is what a call takes beyond its arguments a
 
 import argparse
 import json
+from pathlib import Path
 import statistics
 import sys
 
-from compare_speed import check_ranks, launch, memory_of, processor, timed
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from peers.compare_speed import check_ranks, launch, memory_of, processor, timed  # noqa: E402
 
 OURS, THEIRS = ("ours",), ("chunked", "dense")
 
