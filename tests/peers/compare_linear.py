@@ -14,7 +14,7 @@ import sys
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from peers.compare_speed import check_ranks, launch, memory_of, processor, timed  # noqa: E402
+from peers.compare_speed import check_ranks, launch, memory_of, processor, timed
 
 OURS, THEIRS = ("ours",), ("chunked", "dense")
 
