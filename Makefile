@@ -24,8 +24,8 @@ installed := $(VENV)/installed/$(MPI)
 # What is installed: the clone, where pip writes a folder of its own, or links to it where the clone cannot be written to.
 source    := $(if $(shell test -w . && echo yes),.,$(VENV)/clone)
 # Put the clone on Python's path: with an import hook, which is the default, a clone that is called pce_mpi would be
-# taken for the package in the folder that it lies in.
-editable  := --config-settings editable_mode=compat --editable
+# taken for the package in the folder that it lies in. The build tools are installed once, not for each extra again.
+editable  := --no-build-isolation --config-settings editable_mode=compat --editable
 
 # The sources of the compiled kernel, which pip builds.
 kernel    := $(wildcard pce_mpi/loss/kernels/*.cpp pce_mpi/loss/kernels/*.h)
@@ -130,6 +130,7 @@ clean:
 $(installed)/package: setup.cfg pyproject.toml setup.py $(kernel) | $(bin)/pip $(filter-out .,$(source))
 	rm -rf $(VENV)/installed
 	$(bin)/python -m pip uninstall -qq --yes $(other_mpi)
+	$(bin)/python -m pip install --quiet 'setuptools>=77'
 	$(bin)/python -m pip install --quiet $(editable) '$(source)[$(MPI)]'
 	mkdir -p $(@D)
 	touch $@
