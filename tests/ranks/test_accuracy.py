@@ -17,8 +17,9 @@ from ranks.exact import Pair, exact_row, exact_statistics, exact_weighted
 from ranks.problems import split
 from ulps import DENSE, DENSE_ENTROPY, FLOAT64_ROUNDED_TO_FLOAT32, GRADIENT, HALF, LOSS, STATISTICS, errors, ulp
 
-# One rank reads its logits once, several read them twice and merge; `shard_of` varies where they are cut.
-pytestmark = pytest.mark.sizes(1, 2)
+# Two ranks merge, and `shard_of` varies where the classes are cut; any other number gives the same bits
+# (test_properties.py, tests/jobs/test_digests.py).
+pytestmark = pytest.mark.sizes(2)
 
 CLASSES = [1, 2, 3, 10, 1000, 50_000]
 # (1 - p) / p of the target: 1 - p goes from 0.99 to e^-30

@@ -79,7 +79,7 @@ def ranges(draw, length, parts):
     return [(ends[index], ends[index + 1]) for index in order]
 
 
-@pytest.mark.sizes(1, 3)  # the tests of bits below show that no other number gives others
+@pytest.mark.sizes(3)  # the tests of bits below show that no other number gives others
 @settings(max_examples=150)
 @given(data=st.data(), problem=problems(), compute=st.sampled_from([None, np.float64]), seed=st.integers(0, 99))
 def test_loss_and_gradient_are_those_of_dense(comm, data, problem, compute, seed):
@@ -97,7 +97,7 @@ def small_problem(row, target, **options):
     return Problem(np.array([row], np.float32), np.array([target]), options={"reduction": "sum", **options})
 
 
-@pytest.mark.sizes(1, 4)  # no grid, and one of two by two among others
+@pytest.mark.sizes(4)  # a grid of two by two is among others
 @given(problem=problems(), batched=st.booleans())
 # A row of which only the target is not masked, where the mask is a number.
 @example(problem=small_problem([-1.0, -3e38, -3e38], 0), batched=False)
@@ -115,7 +115,7 @@ def test_rows_sharded_over_any_grid_of_ranks(comm, problem, batched):
         assert_as_dense(results, problem, part)
 
 
-@pytest.mark.sizes(1, 3)  # the tests of bits below show that no other number gives others
+@pytest.mark.sizes(3)  # the tests of bits below show that no other number gives others
 @settings(max_examples=60)
 @given(data=st.data(), problem=problems())
 def test_statistics_are_those_of_dense(comm, data, problem):

@@ -157,6 +157,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.sizes(1, 3, 4)  # shards of several lengths, and two by two
 @pytest.mark.parametrize("splits", SPLITS)
 @pytest.mark.parametrize("every", PAIRS.values(), ids=PAIRS)
 def test_redistribute_between_any_two_placements(comm, line, square, every, splits):
@@ -165,6 +166,7 @@ def test_redistribute_between_any_two_placements(comm, line, square, every, spli
     assert wrong == []
 
 
+@pytest.mark.sizes(1, 4)  # dims of one rank, and of two
 @pytest.mark.parametrize("operator", ["avg", "max", "min"])
 def test_redistribute_partial_on_two_dims(comm, operator):
     # Each pair with splits of one kind, and with another kind for each operator.

@@ -102,6 +102,7 @@ def test_step_by_hand():
     assert w.local.tolist() == [0.0625 - 235 / 256, -1.625 + 47 / 128]
 
 
+@pytest.mark.sizes(1, 4)  # a line of four, and two by two
 @each_option
 def test_steps_at_any_placement_equal_one_process(comm, options):
     lr = [0.5, 0.25, 1.0]

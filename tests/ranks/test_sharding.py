@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from in_step import in_step
 from pce_mpi.distributed.placements import Partial, Placement, Replicate, Shard
 from pce_mpi.distributed.redistribution import Step, sent_bytes, steps, wire_bytes
 from pce_mpi.distributed.sharding import Sharding, balanced_splits
@@ -220,26 +219,24 @@ def pairs_of_shardings(draw):
 
 @settings(max_examples=60)
 @given(sharding=shardings())
-def test_blocks_hold_every_element_exactly_once(comm, sharding):
-    with in_step(comm):
-        everywhere, blocks = ranks_of(sharding.dims), blocks_of(sharding)
-        other = [dim for dim, placed in sharding.by_dim.items() if not isinstance(placed, Shard)]
-        groups = {}
-        for where, block in zip(everywhere, blocks, strict=True):
-            groups.setdefault(tuple(where[dim] for dim in other), []).extend(block.ravel().tolist())
-            assert block.shape == sharding.local_shape(where)
-        assert len(groups) == sharding.parts(tuple(other))
-        for held in groups.values():
-            assert sorted(held) == list(range(prod(sharding.shape)))
+def test_blocks_hold_every_element_exactly_once(sharding):
+    everywhere, blocks = ranks_of(sharding.dims), blocks_of(sharding)
+    other = [dim for dim, placed in sharding.by_dim.items() if not isinstance(placed, Shard)]
+    groups = {}
+    for where, block in zip(everywhere, blocks, strict=True):
+        groups.setdefault(tuple(where[dim] for dim in other), []).extend(block.ravel().tolist())
+        assert block.shape == sharding.local_shape(where)
+    assert len(groups) == sharding.parts(tuple(other))
+    for held in groups.values():
+        assert sorted(held) == list(range(prod(sharding.shape)))
 
 
 @settings(max_examples=60)
 @given(length=st.integers(0, 40), sizes=st.lists(st.integers(1, 4), max_size=3))
-def test_balanced_splits_refine_those_of_fewer_dims(comm, length, sizes):
-    with in_step(comm):
-        for count in range(len(sizes)):
-            outer, inner = balanced_splits(length, tuple(sizes[:count])), balanced_splits(length, tuple(sizes))
-            assert inner[:: prod(sizes[count:])] == outer
+def test_balanced_splits_refine_those_of_fewer_dims(length, sizes):
+    for count in range(len(sizes)):
+        outer, inner = balanced_splits(length, tuple(sizes[:count])), balanced_splits(length, tuple(sizes))
+        assert inner[:: prod(sizes[count:])] == outer
 
 
 # ------------------------------------------------------------------------------------------------------ redistributions
@@ -422,17 +419,16 @@ def test_steps_to_another_shape_or_mesh_are_refused(target):
 
 @settings(max_examples=60)
 @given(pair=pairs_of_shardings())
-def test_steps_lead_legally_to_the_destination(comm, pair):
+def test_steps_lead_legally_to_the_destination(pair):
     source, target = pair
-    with in_step(comm):
-        at = source
-        for step in steps(source, target):
-            assert step.before == at
-            assert step.before != step.after
-            check_legal(step)
-            at = step.after
-        assert at == target
-        assert (steps(source, target) == ()) == (source == target)
+    at = source
+    for step in steps(source, target):
+        assert step.before == at
+        assert step.before != step.after
+        check_legal(step)
+        at = step.after
+    assert at == target
+    assert (steps(source, target) == ()) == (source == target)
 
 
 @pytest.mark.parametrize("kinds", [("sum", "avg"), ("max",), ("min",)], ids=" ".join)
@@ -448,35 +444,32 @@ def test_steps_between_shardings_over_two_dims_are_legal(kinds, splits):
 
 @settings(max_examples=60)
 @given(pair=pairs_of_shardings())
-def test_replicating_to_shards_or_sums_sends_nothing(comm, pair):
+def test_replicating_to_shards_or_sums_sends_nothing(pair):
     source, target = pair
-    with in_step(comm):
-        assert not any(step.sends for step in steps(source.replicated, target))
-        assume(all(placed != target.by_dim[dim] for dim, placed in source.by_dim.items()))
-        into_sum = Sharding.of(source.dims, source.shape, dict.fromkeys(source.by_dim, SUM))
-        assert not any(step.sends for step in steps(source.natural, into_sum))
+    assert not any(step.sends for step in steps(source.replicated, target))
+    assume(all(placed != target.by_dim[dim] for dim, placed in source.by_dim.items()))
+    into_sum = Sharding.of(source.dims, source.shape, dict.fromkeys(source.by_dim, SUM))
+    assert not any(step.sends for step in steps(source.natural, into_sum))
 
 
 @settings(max_examples=60)
 @given(pair=pairs_of_shardings())
-def test_steps_send_no_more_than_by_replicating(comm, pair):
+def test_steps_send_no_more_than_by_replicating(pair):
     source, target = pair
-    with in_step(comm):
-        directly = sum(wire_bytes(step, 8) for step in steps(source, target))
-        by_way = sum(wire_bytes(step, 8) for step in steps(source, source.replicated))
-        assert directly <= by_way + 1e-9
+    directly = sum(wire_bytes(step, 8) for step in steps(source, target))
+    by_way = sum(wire_bytes(step, 8) for step in steps(source, source.replicated))
+    assert directly <= by_way + 1e-9
 
 
 @settings(max_examples=60)
 @given(sharding=shardings())
-def test_bytes_of_trace_add_up_to_array(comm, sharding):
-    with in_step(comm):
-        everywhere = ranks_of(sharding.dims)
-        for step in steps(sharding, sharding.replicated):
-            total = sum(sent_bytes(step, where, 4) for where in everywhere)
-            assert total == 4 * sum(prod(step.before.local_shape(where)) for where in everywhere)
-        for step in steps(sharding.replicated, sharding):
-            assert [sent_bytes(step, where, 4) for where in everywhere] == [0] * len(everywhere)
+def test_bytes_of_trace_add_up_to_array(sharding):
+    everywhere = ranks_of(sharding.dims)
+    for step in steps(sharding, sharding.replicated):
+        total = sum(sent_bytes(step, where, 4) for where in everywhere)
+        assert total == 4 * sum(prod(step.before.local_shape(where)) for where in everywhere)
+    for step in steps(sharding.replicated, sharding):
+        assert [sent_bytes(step, where, 4) for where in everywhere] == [0] * len(everywhere)
 
 
 def test_all_to_all_sends_what_rank_loses():
