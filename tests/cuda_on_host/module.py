@@ -13,7 +13,7 @@ import numpy as np
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 # Like NVRTC with -fmad=false, and the scalar functions of the C library.
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-w")
+FLAGS = ("-std=c++17", "-Og", "-fPIC", "-shared", "-ffp-contract=off", "-w")
 
 LAUNCHERS = """
 extern "C" const char* launch_{number}(void** arguments, unsigned x, unsigned y, unsigned block) {{
