@@ -58,7 +58,7 @@ def test_info_warns_of_more_blas_threads_than_cores():
     assert "BLAS threads in all on" not in launch(1, *COMMAND, "info").stdout
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_check_passes_and_prints_one_table(ranks):
     job = launch(ranks, *COMMAND, "check")
     assert job.returncode == 0, job.stdout + job.stderr
@@ -124,16 +124,14 @@ def test_bench_takes_every_dtype(dtype):
     assert f"8 rows, {dtype}" in job.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["info"], ["check"], ["bench"], ["conformance"]], ids=lambda a: " ".join(a) or "no command"
-)
+@pytest.mark.parametrize("arguments", [[], ["bench"]], ids=["no command", "bench"])
 def test_help_is_printed_once(arguments):
     job = launch(3, *COMMAND, *arguments, "--help")
     assert job.returncode == 0
     assert job.stdout.count("usage:") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["chek"], ["bench", "--rows", "0"], ["bench", "--dtype", "int8"]], ids=str)
+@pytest.mark.parametrize("arguments", [[], ["bench", "--rows", "0"]], ids=str)
 def test_wrong_command_line_is_explained_once(arguments):
     job = launch(2, *COMMAND, *arguments)
     assert job.returncode != 0

@@ -25,6 +25,8 @@ WITHOUT_OPTIONS = [DATA_AND_MODEL, GRADIENTS, LOSS_PARALLEL, SHARDED_LOSS]
 
 # One rank, an odd number of them, and two dims of several ranks each; planted faults are found on 2.
 RANKS = [1, 3, 4]
+# For a program on a mesh of one dim: four ranks show nothing that three do not.
+ON_A_LINE = [1, 3]
 
 # A small slice of the standard library, and sizes that 2, 3 and 4 do not divide.
 STEPS = 30
@@ -194,7 +196,7 @@ def test_rule_of_batch_axis_suits_data_parallelism_only():
 # -------------------------------------------------------------------------------------------------------- loss_parallel
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", ON_A_LINE)
 def test_loss_parallel_equals_gathered_and_sends_less(ranks):
     output = job(ranks, LOSS_PARALLEL)
     assert output.returncode == 0, output.stderr
@@ -214,16 +216,15 @@ def trained_on_a_slice(tmp_path_factory):
     """Training on the small slice, by number of ranks: the job and its losses."""
     folder = tmp_path_factory.mktemp("logs")
     results = {}
-    for ranks in RANKS:
+    for ranks in ON_A_LINE:
         output = launch(ranks, LANGUAGE_MODEL, *SLICE, f"--log={folder / str(ranks)}")
         assert output.returncode == 0, output.stderr
         results[ranks] = output, *losses_in(folder / str(ranks))
     return results
 
 
-@pytest.mark.parametrize("ranks", RANKS[1:])
-def test_language_model_has_same_losses_on_any_ranks(trained_on_a_slice, ranks):
-    (_, _, alone), (output, steps, losses) = trained_on_a_slice[1], trained_on_a_slice[ranks]
+def test_language_model_has_same_losses_on_any_ranks(trained_on_a_slice):
+    (_, _, alone), (output, steps, losses) = trained_on_a_slice[1], trained_on_a_slice[3]
     assert re.search(r"^the first steps are those of one process, but for \d", output.stdout)
     assert steps == list(range(1, STEPS + 1))
     # On each number of ranks the gradient of the hidden layer is summed in another order, so that the parameters move
@@ -357,7 +358,7 @@ def test_transformer_has_same_losses_on_any_mesh(gpt_losses, ranks, mesh, tmp_pa
 
 
 def test_transformer_learns():
-    output = launch(1, TRANSFORMER, *GPT_SLICE, "--max-files=21", "--steps=150", "--test-tokens=1000")
+    output = launch(1, TRANSFORMER, *GPT_SLICE, "--max-files=21", "--steps=80", "--test-tokens=1000")
     assert output.returncode == 0, output.stderr
     unigram, transformer = re.findall(r"^\w+ model +[\d.]+ +([\d.]+)$", output.stdout, re.MULTILINE)
     assert float(transformer) < 0.9 * float(unigram)
