@@ -78,12 +78,16 @@ from pce_mpi.ops import (
     transpose,
     where,
 )
-from pce_mpi.optim.sgd import SGD, clip_grad_norm
+from pce_mpi.optim.adamw import AdamW
+from pce_mpi.optim.clipping import clip_grad_norm
+from pce_mpi.optim.schedules import cosine_schedule, linear_schedule
+from pce_mpi.optim.sgd import SGD
 
 __version__ = "0.2.0"
 
 __all__ = [
     "SGD",
+    "AdamW",
     "ClassStatistics",
     "CollectiveError",
     "CollectiveTimeout",
@@ -108,6 +112,7 @@ __all__ = [
     "class_statistics",
     "clip_grad_norm",
     "concatenate",
+    "cosine_schedule",
     "cross_entropy",
     "dense",
     "distribute",
@@ -119,6 +124,7 @@ __all__ = [
     "infer_placements",
     "layer_norm",
     "linear_cross_entropy_value_and_grad",
+    "linear_schedule",
     "load",
     "log",
     "log_softmax",

@@ -1,1 +1,1 @@
-"""SGD, and the synchronization of Partial gradients before its step."""
+"""Optimizers, and the synchronization of Partial gradients before their steps."""

@@ -131,3 +131,20 @@ def test_masked_class_of_probability_0_spoils_torch_only(comm):
     got = pce.softmax_cross_entropy(shard(logits, 1, comm), shard(targets, 1, comm), comm=comm)
     assert np.isnan(loss)
     assert abs(got - np.log(6)) <= TOLERANCE * np.log(6)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"lr": 0.1, "betas": (0.5, 0.75), "eps": 0.01, "weight_decay": 0.3}], ids=["default", "all"]
+)
+def test_adamw_steps_as_that_of_torch(comm, options):
+    rng = np.random.default_rng(2)
+    values, gradients = rng.standard_normal((5, 3)), rng.standard_normal((6, 5, 3))
+    theirs = torch.from_numpy(values.copy()).requires_grad_()
+    ours = pce.distribute(values, pce.Mesh(comm, data=comm.size), requires_grad=True, data=pce.Shard(0))
+    optimizers = torch.optim.AdamW([theirs], **options), pce.AdamW([ours], **options)
+    for gradient in gradients:
+        theirs.grad = torch.from_numpy(gradient)
+        ours.grad = pce.distribute(gradient, ours.mesh, data=pce.Shard(0))
+        for optimizer in optimizers:
+            optimizer.step()
+    np.testing.assert_allclose(ours.full(), theirs.detach().numpy(), rtol=1e-12, atol=1e-14)

@@ -1,0 +1,102 @@
+"""Adam with decoupled weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pce_mpi.arrays import array_namespace
+from pce_mpi.distributed.array import DistArray
+from pce_mpi.optim.optimizer import Optimizer
+from pce_mpi.optim.parameters import not_negative
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019).
+
+    As in `torch.optim.AdamW`, step t of a parameter p with gradient g is
+
+        m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g**2
+        p = (1 - lr weight_decay) p - lr (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)
+
+    Parameters
+    ----------
+    parameters : iterable of DistArray
+        Those of `SGD`.
+    lr : float, default 1e-3
+        The learning rate, finite and not negative; it may be assigned between steps.
+    betas : pair of float, default (0.9, 0.999)
+        beta1 and beta2, in [0, 1).
+    eps : float, default 1e-8
+        Added to the square root, finite and not negative.
+    weight_decay : float, default 0.01
+        The decay, finite and not negative.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `SGD`.
+
+    Notes
+    -----
+    An optimizer communicates only in `step` and `load_state`. The arithmetic is in the dtype of the parameter; float16
+    and bfloat16 are computed in float32, in which m and v stay, and rounded once a step. m and v are sharded as the
+    parameter is, `"exp_avg"` and `"exp_avg_sq"` in `state`. t counts the steps in which the parameter had a gradient.
+
+    Examples
+    --------
+    >>> import numpy as np, pce_mpi as pce
+    >>> from mpi4py import MPI
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> w = pce.distribute(np.array([1.0, 2.0]), mesh, requires_grad=True)
+    >>> w.grad = pce.from_local(np.array([10.0, 0.0]), mesh, data=pce.Partial("sum"))
+    >>> AdamW([w], lr=0.1).step()
+    >>> w.local
+    array([0.899, 1.998])
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[DistArray],
+        lr: float = 1e-3,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(parameters, lr)
+        if not isinstance(betas, Sequence) or len(betas) != 2:
+            raise TypeError(f"betas must be two numbers, got {betas!r}")
+        self.betas = tuple(not_negative(beta, f"betas[{index}]") for index, beta in enumerate(betas))
+        if max(self.betas) >= 1.0:
+            raise ValueError(f"betas must be below 1, got {self.betas}")
+        self.eps = not_negative(eps, "eps")
+        self.weight_decay = not_negative(weight_decay, "weight_decay")
+
+    @property
+    def _buffer_names(self) -> tuple[str, ...]:
+        """The buffers of each parameter: m and v."""
+        return "exp_avg", "exp_avg_sq"
+
+    @property
+    def _numbers(self) -> dict[str, float | bool]:
+        """The numbers of a step, the same on every rank."""
+        beta1, beta2 = self.betas
+        return {"lr": self.lr, "beta1": beta1, "beta2": beta2, "eps": self.eps, "weight_decay": self.weight_decay}
+
+    def _update(self, step: int, value: Array, d: Array, buffers: dict[str, Array], scratch: list[Array]) -> None:
+        """Update a block of a parameter in place."""
+        xp, (s, t), (beta1, beta2) = array_namespace(value), scratch, self.betas
+        m, v = buffers["exp_avg"], buffers["exp_avg_sq"]
+        xp.multiply(m, beta1, out=m)
+        xp.add(m, xp.multiply(d, 1.0 - beta1, out=s), out=m)
+        xp.multiply(v, beta2, out=v)
+        xp.multiply(xp.multiply(d, d, out=s), 1.0 - beta2, out=s)
+        xp.add(v, s, out=v)
+        root = xp.sqrt(xp.divide(v, 1.0 - beta2**step, out=s), out=s)
+        xp.add(root, self.eps, out=root)
+        xp.multiply(m, self.lr / (1.0 - beta1**step), out=t)
+        if self.weight_decay:
+            xp.multiply(value, 1.0 - self.lr * self.weight_decay, out=value)
+        xp.subtract(value, xp.divide(t, root, out=t), out=value)
