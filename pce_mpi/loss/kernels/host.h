@@ -1,12 +1,13 @@
 // The hot loops on the CPU.
 //
-// One source for all instruction sets: `loops.h` and `rows.h` are compiled for each, and the best that the processor
-// has is chosen at run time. Compile with -ffp-contract=off: an arithmetic that contracts a b + c has other bits.
+// One source for all instruction sets: `vectors.h`, `loops.h`, `rows.h` and `tables.h` are compiled for each, and the
+// best that the processor has is chosen at run time. Compile with -ffp-contract=off: an arithmetic that contracts a b + c has other bits.
 #pragma once
 
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -89,6 +90,9 @@ struct Loops {
     void (*write)(const Write &);
 };
 
+// A call in a hot loop costs as much as the loop.
+#define INLINED static inline __attribute__((always_inline))
+
 #if defined(__x86_64__)
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,fma,f16c"))), \
@@ -99,14 +103,7 @@ struct Loops {
 #endif
 namespace avx512 {
 #define VECTOR_BYTES 64
-#define HARDWARE_HALVES
-typedef float Lanes __attribute__((vector_size(64)));
-typedef uint16_t HalfLanes __attribute__((vector_size(32)));
-static inline Lanes fma(Lanes a, Lanes b, Lanes c) { return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-static inline Lanes load_halves(HalfLanes h) { return (Lanes)_mm512_cvtph_ps((__m256i)h); }
-static inline HalfLanes store_halves(Lanes v) {
-    return (HalfLanes)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
+#include "vectors.h"
 #include "loops.h"
 #include "rows.h"
 #include "tables.h"
@@ -122,18 +119,11 @@ static inline HalfLanes store_halves(Lanes v) {
 #endif
 namespace avx2 {
 #define VECTOR_BYTES 32
-typedef float Lanes __attribute__((vector_size(32)));
-typedef uint16_t HalfLanes __attribute__((vector_size(16)));
-static inline Lanes fma(Lanes a, Lanes b, Lanes c) { return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-static inline Lanes load_halves(HalfLanes h) { return (Lanes)_mm256_cvtph_ps((__m128i)h); }
-static inline HalfLanes store_halves(Lanes v) {
-    return (HalfLanes)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
-}
+#include "vectors.h"
 #include "loops.h"
 #include "rows.h"
 #include "tables.h"
 #undef VECTOR_BYTES
-#undef HARDWARE_HALVES
 }  // namespace avx2
 #ifdef __clang__
 #pragma clang attribute pop
@@ -145,18 +135,7 @@ static inline HalfLanes store_halves(Lanes v) {
 // SSE2, NEON, or whatever there is.
 namespace baseline {
 #define VECTOR_BYTES 16
-typedef float Lanes __attribute__((vector_size(16)));
-#if defined(__aarch64__)
-static inline Lanes fma(Lanes a, Lanes b, Lanes c) {
-    return (Lanes)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-}
-#else
-static inline Lanes fma(Lanes a, Lanes b, Lanes c) {
-    Lanes result;
-    for (int lane = 0; lane < 4; lane++) result[lane] = fma32(a[lane], b[lane], c[lane]);
-    return result;
-}
-#endif
+#include "vectors.h"
 #include "loops.h"
 #include "rows.h"
 #include "tables.h"
@@ -170,11 +149,16 @@ struct InstructionSet {
 };
 
 #if defined(__x86_64__)
+// Older compilers do not know all of these by name.
+bool has_fma_and_halves() {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_FMA) && (c & bit_F16C);
+}
+bool has_avx2() { return __builtin_cpu_supports("avx2") && has_fma_and_halves(); }
 bool has_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && has_fma_and_halves();
 }
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #endif
 bool always() { return true; }
 

@@ -1,90 +1,11 @@
-// The loops over the logits of a row, included once for each instruction set, inside a namespace of its own.
+// The loops over the logits of a row, included once for each instruction set after `vectors.h`.
 //
-// Defined by whoever includes this: VECTOR_BYTES, `fma` on its vectors and, with HARDWARE_HALVES, `load_halves` and
-// `store_halves`. Vectors are those of GCC and Clang. A loop takes the logits of one row, at most CHUNK of them, in
-// consecutive memory that need not be aligned; it has a fast way for logits that are near 0, and leaves what is rare to
-// the scalar functions.
-
-enum { LANES = VECTOR_BYTES / 4 };
-constexpr int64_t UPPER_BITS = 0x4538000000000000;  // 0x1.8p84
-typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
-typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
-typedef double Doubles __attribute__((vector_size(VECTOR_BYTES)));
-typedef int64_t Longs __attribute__((vector_size(VECTOR_BYTES)));
-typedef uint64_t Words __attribute__((vector_size(VECTOR_BYTES)));
-typedef float HalfFloats __attribute__((vector_size(VECTOR_BYTES / 2)));
-typedef int32_t HalfInts __attribute__((vector_size(VECTOR_BYTES / 2)));
-typedef uint16_t Shorts __attribute__((vector_size(VECTOR_BYTES / 2)));
-
-template <class Vector> static inline Vector load_bytes(const void *p) {
-    Vector v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-template <class Vector> static inline void store_bytes(void *p, Vector v) { memcpy(p, &v, sizeof v); }
-static inline Floats floats(float v) { return v - Floats{}; }  // keeps -0.0
-static inline Doubles doubles(double v) { return v - Doubles{}; }
-static inline Longs longs(int64_t v) { return Longs{} + v; }
-
-#ifdef HARDWARE_HALVES
-static inline Floats from_halves(Shorts h) { return load_halves(h); }
-static inline Shorts to_halves(Floats v) { return store_halves(v); }
-#else
-typedef uint32_t Unsigned __attribute__((vector_size(VECTOR_BYTES)));
-static inline Floats from_halves(Shorts h) {
-    Unsigned wide = __builtin_convertvector(h, Unsigned), u = (wide & 0x7fff) << 13;
-    Unsigned b = (Unsigned)((Floats)u * 0x1p112f);  // exact, for subnormal halves too
-    b = u >= 0x0f800000 ? u | 0x7f800000 : b;
-    return (Floats)(b | (wide & 0x8000) << 16);
-}
-static inline Shorts to_halves(Floats v) {
-    Unsigned b = (Unsigned)v, sign = b >> 16 & 0x8000;
-    b &= 0x7fffffff;
-    Unsigned subnormal = (Unsigned)((Floats)b + 0.5f) - 0x3f000000, normal = (b + 0xc8000fff + (b >> 13 & 1)) >> 13;
-    Unsigned special = b > 0x7f800000 ? Unsigned{} + 0x7e00 : Unsigned{} + 0x7c00;
-    Unsigned h = b < 0x38800000 ? subnormal : b < 0x47800000 ? normal : special;
-    return __builtin_convertvector(h | sign, Shorts);
-}
-#endif
-
-static inline Floats load(const float *p) { return load_bytes<Floats>(p); }
-static inline Floats load(const Half *p) { return from_halves(load_bytes<Shorts>(p)); }
-static inline Floats load(const BFloat *p) {
-    typedef uint32_t Unsigned __attribute__((vector_size(VECTOR_BYTES)));
-    return (Floats)(__builtin_convertvector(load_bytes<Shorts>(p), Unsigned) << 16);
-}
-static inline void store(float *p, Floats v) { store_bytes(p, v); }
-static inline void store(Half *p, Floats v) { store_bytes(p, to_halves(v)); }
-static inline void store(BFloat *p, Floats v) {
-    typedef uint32_t Unsigned __attribute__((vector_size(VECTOR_BYTES)));
-    Unsigned b = (Unsigned)v;
-    store_bytes(p, __builtin_convertvector((b + 0x7fff + (b >> 16 & 1)) >> 16, Shorts));
-}
-static inline Doubles load(const double *p) { return load_bytes<Doubles>(p); }
-static inline void store(double *p, Doubles v) { store_bytes(p, v); }
-
-// The last few of a row, filled up with masked classes.
-template <class T> static inline auto load_some(const T *p, long count) {
-    constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
-    T some[lanes];
-    for (int i = 0; i < lanes; i++) some[i] = i < count ? p[i] : masked<T>();
-    return load(some);
-}
-template <class T> static inline auto load_up_to(const T *p, long count) {
-    constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
-    return count >= lanes ? load(p) : load_some(p, count);
-}
-template <class T, class Vector> static inline void store_up_to(T *p, Vector v, long count) {
-    constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
-    if (count >= lanes) return store(p, v);
-    T some[lanes];
-    store(some, v);
-    memcpy(p, some, count * sizeof(T));
-}
+// A loop takes the logits of one row, at most CHUNK of them, in consecutive memory that need not be aligned; it has a
+// fast way for logits that are near 0, and leaves what is rare to the scalar functions.
 
 // exp(z) = 2^n (1 + t)
 
-static inline Floats polynomial(Floats f) {
+INLINED Floats polynomial(Floats f) {
     Floats q = fma(floats(0x1.6db642p-10f), f, floats(0x1.123cep-7f));
     q = fma(q, f, floats(0x1.55545cp-5f));
     q = fma(q, f, floats(0x1.55548cp-3f));
@@ -92,20 +13,16 @@ static inline Floats polynomial(Floats f) {
     return fma(f * f, q, f);
 }
 
-PCE_DEFINE_POLYNOMIAL(static inline, Doubles)
+PCE_DEFINE_POLYNOMIAL(INLINED, Doubles)
 
 // How z is made of a logit: the logit itself, times a scale, or in float64 (of any scale, with a softcap).
-enum Way { PLAIN, SCALED, CAPPED };
+enum Way { PLAIN, SCALED, GENERAL };
 
-static inline Doubles exponent_and_rest(Doubles z, Doubles low, Longs &n) {
+// n + MAGIC_BITS, and z - n log 2.
+INLINED Doubles exponent_and_rest(Doubles z, Longs &biased) {
     Doubles shifted = z * LOG2E + MAGIC, k = shifted - MAGIC;
-    n = (Longs)shifted - MAGIC_BITS;
-    return ((z - k * HI) - k * LO) + low;
-}
-
-static inline Doubles upper_half(Doubles a) {
-    Doubles c = 134217729.0 * a;
-    return c - (c - a);
+    biased = (Longs)shifted;
+    return add_product(-k, doubles(HI), z) - k * LO;
 }
 
 using pce::power;
@@ -114,7 +31,8 @@ static inline Doubles power(Longs n) { return (Doubles)((n + 1023) << 52); }
 // exp(-y) for 0 <= y <= 800, and minus 1.
 static inline Doubles exp_of_minus(Doubles y, Doubles &less_one) {
     Longs n;
-    Doubles t = polynomial(exponent_and_rest(-y, Doubles{}, n)), one = 1.0 + t;
+    Doubles t = polynomial(exponent_and_rest(-y, n)), one = 1.0 + t;
+    n -= MAGIC_BITS;
     Longs step = n > -800 ? n : longs(-800);
     Doubles e = one * power(step) * power(n - step);
     less_one = n == 0 ? t : e - 1.0;
@@ -131,22 +49,22 @@ template <Way way> static inline Doubles transformed(Doubles x, const Transform 
         Doubles e = exp_of_minus(2.0 * (size < 64.0 ? size : doubles(64.0)), less_one);
         return transform.softcap * (Doubles)(((Longs)(less_one / (1.0 + e)) & INT64_MAX) | sign);
     }
-    Doubles z = transform.scale * x, a1 = upper_half(doubles(transform.scale)), a2 = transform.scale - a1;
-    Doubles b1 = upper_half(x), b2 = x - b1;
-    low = ((a1 * b1 - z) + a1 * b2 + a2 * b1) + a2 * b2;
+    Doubles scale = doubles(transform.scale), z = scale * x;
+    low = rest_of_product(scale, x, z);
     return z;
 }
 
-template <Way way> static inline void parts(Floats x, const Transform &transform, Ints &n, Floats &t) {
-    if (way == CAPPED) {
+template <Way way> INLINED void parts(Floats x, const Transform &transform, Ints &n, Floats &t) {
+    if (way == GENERAL) {
         Longs n_of[2];
         HalfFloats f_of[2], x_of[2];
         memcpy(x_of, &x, sizeof x);
         for (int half = 0; half < 2; half++) {
-            Doubles low, z = transformed<CAPPED>(__builtin_convertvector(x_of[half], Doubles), transform, low);
-            f_of[half] = __builtin_convertvector(exponent_and_rest(z, low, n_of[half]), HalfFloats);
+            Doubles low, z = transformed<GENERAL>(__builtin_convertvector(x_of[half], Doubles), transform, low);
+            f_of[half] = __builtin_convertvector(exponent_and_rest(z, n_of[half]) + low, HalfFloats);
         }
         HalfInts narrow[2] = {__builtin_convertvector(n_of[0], HalfInts), __builtin_convertvector(n_of[1], HalfInts)};
+        static_assert(int32_t(MAGIC_BITS) == 0);
         Floats f;
         memcpy(&f, f_of, sizeof f);
         memcpy(&n, narrow, sizeof n);
@@ -161,21 +79,10 @@ template <Way way> static inline void parts(Floats x, const Transform &transform
     t = polynomial(fma(-k, floats(LO32), f));
 }
 
-template <Way way> static inline void parts(Doubles x, const Transform &transform, Longs &n, Doubles &t) {
-    Doubles low, z = transformed<way>(x, transform, low);
-    t = polynomial(exponent_and_rest(z, low, n));
-}
-
-// The integer part of numbers below 2^62.
-static inline Longs truncated(Doubles v) {
-#if VECTOR_BYTES == 64
-    return __builtin_convertvector(v, Longs);
-#else
-    // In two parts, each rounded to an integer that stands in the low bits of a float64.
-    Doubles upper = v + 0x1.8p84, rest = v - (upper - 0x1.8p84), lower = rest + MAGIC, rounded = lower - MAGIC;
-    Longs too_far = v > 0.0 ? (Longs)(rounded > rest) : -(Longs)(rounded < rest);
-    return (((Longs)upper - UPPER_BITS) << 32) + ((Longs)lower - MAGIC_BITS) + too_far;
-#endif
+// n + MAGIC_BITS, and t.
+template <Way way> INLINED void parts(Doubles x, const Transform &transform, Longs &biased, Doubles &t) {
+    Doubles low, f = exponent_and_rest(transformed<way>(x, transform, low), biased);
+    t = polynomial(way == PLAIN ? f : f + low);
 }
 
 // Largest logit, or nan if there is a nan or +inf.
@@ -197,55 +104,61 @@ template <class T> static double largest(const T *x, long count) {
     return result;
 }
 
+static inline uint64_t sum_of(Words v) {
+    uint64_t sum = 0;
+    for (int lane = 0; lane < LANES / 2; lane++) sum += v[lane];
+    return sum;
+}
+
 // Add exponentials to a sum whose grid is at least theirs; logits below `lowest` count for nothing.
 template <Way way, class T>
 static void add_exponentials(Sum &sum, const T *x, long count, float lowest, const Transform &transform) {
-    Ints limit = Ints{} + int32_t(sum.grid * 21 + 20);
-    Words total[3] = {};
+    constexpr int WIDTH = Single::WIDTH;
+    Ints limit = ints(int32_t(WIDTH * (sum.grid - 2)) + Single::POINT + 32);
+    Words first = {}, second = {}, third = {};
     for (long i = 0; i < count; i += LANES) {
         Floats v = load_up_to(x + i, count - i);
         Ints n;
         Floats t;
-        parts<way>(v > lowest ? v : floats(way == CAPPED ? 0.0f : lowest), transform, n, t);
+        parts<way>(v > lowest ? v : floats(way == GENERAL ? 0.0f : lowest), transform, n, t);
         Ints shift = limit - n;
-        shift = shift < 63 ? shift : Ints{} + 63;
-        if (way == CAPPED) shift = v > lowest ? shift : Ints{} + 63;
+        shift = shift < 63 ? shift : ints(63);
+        if (way == GENERAL) shift = v > lowest ? shift : ints(63);
         Ints fixed = __builtin_convertvector(t * 0x1p30f, Ints) + (1 << 30);
         Words even = ((Words)fixed << 32) >> ((Words)shift & 0xffffffff);
         Words odd = ((Words)fixed & 0xffffffff00000000) >> ((Words)shift >> 32);
-        total[0] += even;
-        total[0] += odd;
-        total[1] += even >> 21;
-        total[1] += odd >> 21;
-        total[2] += even >> 42;
-        total[2] += odd >> 42;
+        first += even + odd;
+        second += (even >> WIDTH) + (odd >> WIDTH);
+        third += (even >> 2 * WIDTH) + (odd >> 2 * WIDTH);
     }
-    for (int j = 0; j < 3; j++)
-        for (int lane = 0; lane < LANES / 2; lane++) sum.limbs[j] += total[j][lane];
+    sum.limbs[0] += sum_of(first);
+    sum.limbs[1] += sum_of(second);
+    sum.limbs[2] += sum_of(third);
 }
 
 template <Way way>
 static void add_exponentials(Sum &sum, const double *x, long count, double lowest, const Transform &transform) {
-    Longs start = longs(10 - 36 * sum.grid);
-    Words total[3] = {};
+    constexpr int WIDTH = Double::WIDTH, POINT = Double::POINT;
+    Longs unit = longs(WIDTH * (sum.grid - 2) + POINT + MAGIC_BITS);
+    Words first = {}, second = {}, third = {}, above = {};
     for (long i = 0; i < count; i += LANES / 2) {
         Doubles v = load_up_to(x + i, count - i);
         Longs n;
         Doubles t;
-        parts<way>(v > lowest ? v : doubles(way == CAPPED ? 0.0 : lowest), transform, n, t);
-        Longs s = start + n;
-        if (way == CAPPED) s = v > lowest ? s : longs(-200);
-        Words fixed = (Words)(truncated(t * 0x1p62) + (int64_t(1) << 62));
-        // fixed 2^s in two words, and its limbs; fixed is below 2^63.
-        Longs left = s > 0 ? s : Longs{}, right = left - s, above = s > 1 ? 64 - s : longs(63);
-        right = right < 63 ? right : longs(63);
-        Words low = (fixed << (Words)left) >> (Words)right, high = fixed >> (Words)above;
-        total[0] += low;
-        total[1] += low >> 36 | high << 28;
-        total[2] += high >> 8;
+        parts<way>(v > lowest ? v : doubles(way == GENERAL ? 0.0 : lowest), transform, n, t);
+        Longs shift = n - unit;
+        if (way == GENERAL) shift = v > lowest ? shift : longs(-64);
+        Words fixed = (Words)(truncated(t * 0x1p62) + (int64_t(1) << POINT));
+        // fixed 2^shift in two words
+        Words low = shift_left(fixed, shift) | shift_right(fixed, -shift), high = shift_right(fixed, 64 - shift);
+        first += low;
+        second += low >> WIDTH;
+        above += high;
+        third += high >> (2 * WIDTH - 64);
     }
-    for (int j = 0; j < 3; j++)
-        for (int lane = 0; lane < LANES / 2; lane++) sum.limbs[j] += total[j][lane];
+    sum.limbs[0] += sum_of(first);
+    sum.limbs[1] += sum_of(second + (above << (64 - WIDTH)));
+    sum.limbs[2] += sum_of(third);
 }
 
 // The gradient of the logits that are near 0, without class weights.
@@ -257,7 +170,7 @@ static void write_near(const T *x, T *out, long count, const RowFactor &row, flo
         Floats v = load_up_to(x + i, count - i);
         Ints n;
         Floats t;
-        parts<way>(v > lowest ? v : floats(way == CAPPED ? 0.0f : lowest), transform, n, t);
+        parts<way>(v > lowest ? v : floats(way == GENERAL ? 0.0f : lowest), transform, n, t);
         n += exponent;
         Ints near = n > -125 ? n : Ints{} - 125;
         near = near < 127 ? near : Ints{} + 127;
@@ -265,7 +178,7 @@ static void write_near(const T *x, T *out, long count, const RowFactor &row, flo
         rest = rest > -30 ? rest : Ints{} - 30;
         rest = rest < 30 ? rest : Ints{} + 30;
         Floats value = (high + fma(high, t, low)) * (Floats)((near + 127) << 23) * (Floats)((rest + 127) << 23);
-        if (way == CAPPED) value = v > lowest ? value : floats(0.0f * row.high);
+        if (way == GENERAL) value = v > lowest ? value : floats(0.0f * row.high);
         store_up_to(out + i, value, count - i);
     }
 }
@@ -273,20 +186,23 @@ static void write_near(const T *x, T *out, long count, const RowFactor &row, flo
 template <Way way>
 static void write_near(const double *x, double *out, long count, const RowFactor &row, double lowest,
                        const Transform &transform) {
-    Longs exponent = longs(row.exponent);
+    const Longs exponent = longs(row.exponent - MAGIC_BITS), normal = longs(MAGIC_BITS - 1000 - row.exponent);
+    const Doubles m = doubles(row.m);
     for (long i = 0; i < count; i += LANES / 2) {
         Doubles v = load_up_to(x + i, count - i);
         Longs n;
         Doubles t;
-        parts<way>(v > lowest ? v : doubles(way == CAPPED ? 0.0 : lowest), transform, n, t);
-        n += exponent;
-        Longs near = n > -1020 ? n : longs(-1020);
-        near = near < 1023 ? near : longs(1023);
-        Longs rest = n - near;
-        rest = rest > -60 ? rest : longs(-60);
-        rest = rest < 60 ? rest : longs(60);
-        Doubles value = (row.m + row.m * t) * power(near) * power(rest);
-        if (way == CAPPED) value = v > lowest ? value : doubles(0.0 * row.m);
+        parts<way>(v > lowest ? v : doubles(way == GENERAL ? 0.0 : lowest), transform, n, t);
+        Doubles value = m + m * t;
+        if (any_less(n, normal)) {
+            n += exponent;
+            Longs near = n > -1020 ? n : longs(-1020);
+            Longs rest = n - near > -60 ? n - near : longs(-60);
+            value = value * power(near) * power(rest);
+        } else {
+            value *= power(n + exponent);
+        }
+        if (way == GENERAL) value = v > lowest ? value : 0.0 * m;
         store_up_to(out + i, value, count - i);
     }
 }
@@ -352,15 +268,15 @@ static bool add_terms(Sum &sum, const Terms &terms, long count, int parts, int64
 }
 
 static inline Doubles product_and_rest(Doubles a, Doubles b, Doubles &rest) {
-    Doubles p = a * b, a1 = upper_half(a), a2 = a - a1, b1 = upper_half(b), b2 = b - b1;
-    rest = ((a1 * b1 - p) + a1 * b2 + a2 * b1) + a2 * b2;
+    Doubles p = a * b;
+    rest = rest_of_product(a, b, p);
     return p;
 }
 
 // Fill terms exp(z) z of at most TERMS logits. Returns false if one is neither masked nor near 0.
 template <Way way, class T>
 static bool fill_entropies(Terms &terms, const T *x, long count, float lowest, const Transform &transform) {
-    constexpr Way IN_DOUBLE = way == PLAIN ? PLAIN : CAPPED;
+    constexpr Way IN_DOUBLE = way == PLAIN ? PLAIN : GENERAL;
     Ints strange = Ints{};
     for (long i = 0; i < count; i += LANES) {
         Floats v = load_up_to(x + i, count - i);
@@ -402,7 +318,7 @@ static bool fill_weighted(Terms &terms, const double *x, const double *u, long c
         Longs usable = (v < infinity()) & (v > -infinity());
         strange |= (v == -infinity()) & (weight != 0.0);
         v = usable ? v : Doubles{};
-        Doubles z = plain ? transformed<PLAIN>(v, transform, low) : transformed<CAPPED>(v, transform, low);
+        Doubles z = plain ? transformed<PLAIN>(v, transform, low) : transformed<GENERAL>(v, transform, low);
         store(terms.high + i, product_and_rest(weight, z, rest));
         store(terms.low + i, rest + weight * low);
         store_bytes(terms.exponent + i, Longs{});

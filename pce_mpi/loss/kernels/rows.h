@@ -61,9 +61,9 @@ static Line row_of(const Array &array, long outer, long inner) {
 }
 
 static inline Way way_of(const Transform &transform, bool single) {
-    if (transform.softcap != 0.0) return CAPPED;
+    if (transform.softcap != 0.0) return GENERAL;
     if (transform.scale == 1.0) return PLAIN;
-    return single && !transform.direct() ? CAPPED : SCALED;
+    return single && !transform.direct() ? GENERAL : SCALED;
 }
 
 // The least logit whose exponential the fast loops compute, and whether they may be used for logits up to `top`.
@@ -89,7 +89,7 @@ static void add_near(Sum &sum, const T *x, long count, double lowest, const Tran
             if constexpr (Arithmetic::POINT == 30)
                 return add_exponentials<SCALED>(sum, x, count, Number(lowest), transform);
         default:
-            return add_exponentials<CAPPED>(sum, x, count, Number(lowest), transform);
+            return add_exponentials<GENERAL>(sum, x, count, Number(lowest), transform);
     }
 }
 
@@ -101,7 +101,7 @@ static bool fill_near_entropies(Terms &terms, const T *x, long count, double low
         case SCALED:
             return fill_entropies<SCALED>(terms, x, count, float(lowest), transform);
         default:
-            return fill_entropies<CAPPED>(terms, x, count, float(lowest), transform);
+            return fill_entropies<GENERAL>(terms, x, count, float(lowest), transform);
     }
 }
 
@@ -254,7 +254,7 @@ static void write_all_near(const T *x, T *out, long count, const RowFactor &row,
             if constexpr (Arithmetic::POINT == 30)
                 return write_near<SCALED>(x, out, count, row, Number(lowest), transform);
         default:
-            return write_near<CAPPED>(x, out, count, row, Number(lowest), transform);
+            return write_near<GENERAL>(x, out, count, row, Number(lowest), transform);
     }
 }
 
@@ -268,6 +268,9 @@ static void write_chunk(const T *x, T *out, long count, long first, const Weight
     double lowest;
     bool in_loops = !row.huge && finite(row.factor) && near<Arithmetic>(most, transform, lowest) &&
                     row.exponent < REACH && row.exponent > -REACH;
+    // Larger gradients than any that a loss has are left to the scalar functions.
+    double largest = transform.softcap != 0.0 ? transform.softcap : transform.scale * most;
+    in_loops = in_loops && largest * LOG2E + double(row.exponent) < (Arithmetic::POINT == 30 ? 100.0 : 1000.0);
     if (in_loops && !call.has(WEIGHTED_LOGIT) && transform.softcap == 0.0)
         return write_all_near<Arithmetic>(x, out, count, row, lowest, transform);
     if (in_loops) {

@@ -1,0 +1,163 @@
+// Vectors of an instruction set, those of GCC and Clang; included once for each, in a namespace of its own.
+//
+// VECTOR_BYTES says which: 64 AVX-512, 32 AVX2, 16 NEON, SSE2 or whatever there is. Memory need not be aligned.
+
+enum { LANES = VECTOR_BYTES / 4 };
+typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t Unsigned __attribute__((vector_size(VECTOR_BYTES)));
+typedef double Doubles __attribute__((vector_size(VECTOR_BYTES)));
+typedef int64_t Longs __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint64_t Words __attribute__((vector_size(VECTOR_BYTES)));
+typedef float HalfFloats __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef int32_t HalfInts __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef uint16_t Shorts __attribute__((vector_size(VECTOR_BYTES / 2)));
+
+template <class Vector> static inline Vector load_bytes(const void *p) {
+    Vector v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+template <class Vector> static inline void store_bytes(void *p, Vector v) { memcpy(p, &v, sizeof v); }
+static inline Floats floats(float v) { return v - Floats{}; }  // keeps -0.0
+static inline Doubles doubles(double v) { return v - Doubles{}; }
+static inline Ints ints(int32_t v) { return Ints{} + v; }
+static inline Longs longs(int64_t v) { return Longs{} + v; }
+
+// What instruction sets have each in its own way: `fma`, float16 to and from float32, `truncated` (the integer part of
+// numbers below 2^62), shifts that give 0 for counts outside of 0 to 63, `any_less`.
+#if VECTOR_BYTES == 64
+static inline Floats fma(Floats a, Floats b, Floats c) {
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+static inline Doubles fma(Doubles a, Doubles b, Doubles c) {
+    return (Doubles)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+}
+static inline Floats from_halves(Shorts h) { return (Floats)_mm512_cvtph_ps((__m256i)h); }
+static inline Shorts to_halves(Floats v) {
+    return (Shorts)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+static inline Longs truncated(Doubles v) { return __builtin_convertvector(v, Longs); }
+static inline Words shift_left(Words v, Longs n) { return (Words)_mm512_sllv_epi64((__m512i)v, (__m512i)n); }
+static inline Words shift_right(Words v, Longs n) { return (Words)_mm512_srlv_epi64((__m512i)v, (__m512i)n); }
+static inline bool any_less(Longs a, Longs b) { return _mm512_cmplt_epi64_mask((__m512i)a, (__m512i)b); }
+#elif VECTOR_BYTES == 32
+static inline Floats fma(Floats a, Floats b, Floats c) {
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+static inline Doubles fma(Doubles a, Doubles b, Doubles c) {
+    return (Doubles)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+}
+static inline Floats from_halves(Shorts h) { return (Floats)_mm256_cvtph_ps((__m128i)h); }
+static inline Shorts to_halves(Floats v) { return (Shorts)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT); }
+static inline Doubles whole(Doubles v) {
+    return (Doubles)_mm256_round_pd((__m256d)v, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+}
+static inline Words shift_left(Words v, Longs n) { return (Words)_mm256_sllv_epi64((__m256i)v, (__m256i)n); }
+static inline Words shift_right(Words v, Longs n) { return (Words)_mm256_srlv_epi64((__m256i)v, (__m256i)n); }
+static inline bool any_less(Longs a, Longs b) { return _mm256_movemask_pd((__m256d)(a < b)); }
+#else
+#if defined(__aarch64__)
+static inline Floats fma(Floats a, Floats b, Floats c) {
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+static inline Doubles fma(Doubles a, Doubles b, Doubles c) {
+    return (Doubles)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+}
+static inline Doubles whole(Doubles v) { return (Doubles)vrndq_f64((float64x2_t)v); }
+#else
+#define NO_FMA
+static inline Floats fma(Floats a, Floats b, Floats c) {
+    Floats result;
+    for (int lane = 0; lane < LANES; lane++) result[lane] = fma32(a[lane], b[lane], c[lane]);
+    return result;
+}
+static inline Doubles whole(Doubles v) {
+    Longs sign = (Longs)v & INT64_MIN;
+    Doubles size = (Doubles)((Longs)v ^ sign), near = (size + 0x1p52) - 0x1p52;
+    near = size < 0x1p52 ? near - (near > size ? doubles(1.0) : Doubles{}) : size;
+    return (Doubles)((Longs)near | sign);
+}
+#endif
+static inline Floats from_halves(Shorts h) {
+    Unsigned wide = __builtin_convertvector(h, Unsigned), u = (wide & 0x7fff) << 13;
+    Unsigned b = (Unsigned)((Floats)u * 0x1p112f);  // exact, for subnormal halves too
+    b = u >= 0x0f800000 ? u | 0x7f800000 : b;
+    return (Floats)(b | (wide & 0x8000) << 16);
+}
+static inline Shorts to_halves(Floats v) {
+    Unsigned b = (Unsigned)v, sign = b >> 16 & 0x8000;
+    b &= 0x7fffffff;
+    Unsigned subnormal = (Unsigned)((Floats)b + 0.5f) - 0x3f000000, normal = (b + 0xc8000fff + (b >> 13 & 1)) >> 13;
+    Unsigned special = b > 0x7f800000 ? Unsigned{} + 0x7e00 : Unsigned{} + 0x7c00;
+    Unsigned h = b < 0x38800000 ? subnormal : b < 0x47800000 ? normal : special;
+    return __builtin_convertvector(h | sign, Shorts);
+}
+static inline Words shift_left(Words v, Longs n) {
+    for (int lane = 0; lane < LANES / 2; lane++) v[lane] = uint64_t(n[lane]) < 64 ? v[lane] << n[lane] : 0;
+    return v;
+}
+static inline Words shift_right(Words v, Longs n) {
+    for (int lane = 0; lane < LANES / 2; lane++) v[lane] = uint64_t(n[lane]) < 64 ? v[lane] >> n[lane] : 0;
+    return v;
+}
+static inline bool any_less(Longs a, Longs b) { return a[0] < b[0] || a[1] < b[1]; }
+#endif
+#ifdef NO_FMA
+static inline Doubles upper_half(Doubles a) {
+    Doubles c = 134217729.0 * a;
+    return c - (c - a);
+}
+// What the rounding of a product p = a b has left out.
+static inline Doubles rest_of_product(Doubles a, Doubles b, Doubles p) {
+    Doubles a1 = upper_half(a), a2 = a - a1, b1 = upper_half(b), b2 = b - b1;
+    return ((a1 * b1 - p) + a1 * b2 + a2 * b1) + a2 * b2;
+}
+// a b + c, where a b is exact.
+static inline Doubles add_product(Doubles a, Doubles b, Doubles c) { return a * b + c; }
+#else
+static inline Doubles rest_of_product(Doubles a, Doubles b, Doubles p) { return fma(a, b, -p); }
+static inline Doubles add_product(Doubles a, Doubles b, Doubles c) { return fma(a, b, c); }
+#endif
+#if VECTOR_BYTES != 64
+static inline Longs truncated(Doubles v) {
+    // In two parts, each an integer that stands in the low bits of a float64.
+    v = whole(v);
+    Doubles upper = v + 0x1.8p84, lower = v - (upper - 0x1.8p84) + MAGIC;
+    return ((Longs)upper << 32) + (Longs)lower - MAGIC_BITS;
+}
+#endif
+
+static inline Floats load(const float *p) { return load_bytes<Floats>(p); }
+static inline Floats load(const Half *p) { return from_halves(load_bytes<Shorts>(p)); }
+static inline Floats load(const BFloat *p) {
+    return (Floats)(__builtin_convertvector(load_bytes<Shorts>(p), Unsigned) << 16);
+}
+static inline void store(float *p, Floats v) { store_bytes(p, v); }
+static inline void store(Half *p, Floats v) { store_bytes(p, to_halves(v)); }
+static inline void store(BFloat *p, Floats v) {
+    Unsigned b = (Unsigned)v;
+    store_bytes(p, __builtin_convertvector((b + 0x7fff + (b >> 16 & 1)) >> 16, Shorts));
+}
+static inline Doubles load(const double *p) { return load_bytes<Doubles>(p); }
+static inline void store(double *p, Doubles v) { store_bytes(p, v); }
+
+// The last few of a row, filled up with masked classes.
+template <class T> static inline auto load_some(const T *p, long count) {
+    constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
+    T some[lanes];
+    for (T &each : some) each = masked<T>();
+    memcpy(some, p, count * sizeof(T));
+    return load(some);
+}
+template <class T> static inline auto load_up_to(const T *p, long count) {
+    constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
+    return count >= lanes ? load(p) : load_some(p, count);
+}
+template <class T, class Vector> static inline void store_up_to(T *p, Vector v, long count) {
+    constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
+    if (count >= lanes) return store(p, v);
+    T some[lanes];
+    store(some, v);
+    memcpy(p, some, count * sizeof(T));
+}
