@@ -15,6 +15,16 @@ INLINED Floats polynomial(Floats f) {
 
 PCE_DEFINE_POLYNOMIAL(INLINED, Doubles)
 
+// Two vectors, one operation after the other: a processor sees two chains of dependent operations at a time.
+struct Twin {
+    Doubles a, b;
+};
+INLINED Twin operator+(Twin x, Twin y) { return {x.a + y.a, x.b + y.b}; }
+INLINED Twin operator*(Twin x, Twin y) { return {x.a * y.a, x.b * y.b}; }
+INLINED Twin operator+(double x, Twin y) { return {x + y.a, x + y.b}; }
+INLINED Twin operator*(double x, Twin y) { return {x * y.a, x * y.b}; }
+PCE_DEFINE_POLYNOMIAL(INLINED, Twin)
+
 // How z is made of a logit: the logit itself, times a scale, or in float64 (of any scale, with a softcap).
 enum Way { PLAIN, SCALED, GENERAL };
 
@@ -27,6 +37,7 @@ INLINED Doubles exponent_and_rest(Doubles z, Longs &biased) {
 
 using pce::power;
 static inline Doubles power(Longs n) { return (Doubles)((n + 1023) << 52); }
+static inline Floats power(Ints n) { return (Floats)((n + 127) << 23); }
 
 // exp(-y) for 0 <= y <= 800, and minus 1.
 static inline Doubles exp_of_minus(Doubles y, Doubles &less_one) {
@@ -79,10 +90,17 @@ template <Way way> INLINED void parts(Floats x, const Transform &transform, Ints
     t = polynomial(fma(-k, floats(LO32), f));
 }
 
-// n + MAGIC_BITS, and t.
-template <Way way> INLINED void parts(Doubles x, const Transform &transform, Longs &biased, Doubles &t) {
-    Doubles low, f = exponent_and_rest(transformed<way>(x, transform, low), biased);
-    t = polynomial(way == PLAIN ? f : f + low);
+// n + MAGIC_BITS, and t, of two vectors.
+template <Way way>
+INLINED void parts(const Doubles x[2], const Transform &transform, Longs biased[2], Doubles t[2]) {
+    for (int k = 0; k < 2; k++) {
+        Doubles low;
+        t[k] = exponent_and_rest(transformed<way>(x[k], transform, low), biased[k]);
+        if (way != PLAIN) t[k] += low;
+    }
+    Twin both = polynomial(Twin{t[0], t[1]});
+    t[0] = both.a;
+    t[1] = both.b;
 }
 
 // Largest logit, or nan if there is a nan or +inf.
@@ -122,11 +140,10 @@ static void add_exponentials(Sum &sum, const T *x, long count, float lowest, con
         Floats t;
         parts<way>(v > lowest ? v : floats(way == GENERAL ? 0.0f : lowest), transform, n, t);
         Ints shift = limit - n;
-        shift = shift < 63 ? shift : ints(63);
-        if (way == GENERAL) shift = v > lowest ? shift : ints(63);
+        if (way == GENERAL) shift = v > lowest ? shift : ints(64);
         Ints fixed = __builtin_convertvector(t * 0x1p30f, Ints) + (1 << 30);
-        Words even = ((Words)fixed << 32) >> ((Words)shift & 0xffffffff);
-        Words odd = ((Words)fixed & 0xffffffff00000000) >> ((Words)shift >> 32);
+        Words even = shift_right((Words)fixed << 32, (Longs)shift & 0xffffffff);
+        Words odd = shift_right((Words)fixed & 0xffffffff00000000, (Longs)((Words)shift >> 32));
         first += even + odd;
         second += (even >> WIDTH) + (odd >> WIDTH);
         third += (even >> 2 * WIDTH) + (odd >> 2 * WIDTH);
@@ -141,20 +158,25 @@ static void add_exponentials(Sum &sum, const double *x, long count, double lowes
     constexpr int WIDTH = Double::WIDTH, POINT = Double::POINT;
     Longs unit = longs(WIDTH * (sum.grid - 2) + POINT + MAGIC_BITS);
     Words first = {}, second = {}, third = {}, above = {};
-    for (long i = 0; i < count; i += LANES / 2) {
-        Doubles v = load_up_to(x + i, count - i);
-        Longs n;
-        Doubles t;
-        parts<way>(v > lowest ? v : doubles(way == GENERAL ? 0.0 : lowest), transform, n, t);
-        Longs shift = n - unit;
-        if (way == GENERAL) shift = v > lowest ? shift : longs(-64);
-        Words fixed = (Words)(truncated(t * 0x1p62) + (int64_t(1) << POINT));
-        // fixed 2^shift in two words
-        Words low = shift_left(fixed, shift) | shift_right(fixed, -shift), high = shift_right(fixed, 64 - shift);
-        first += low;
-        second += low >> WIDTH;
-        above += high;
-        third += high >> (2 * WIDTH - 64);
+    for (long i = 0; i < count; i += LANES) {
+        Doubles v[2] = {load_up_to(x + i, count - i), load_up_to(x + i + LANES / 2, count - i - LANES / 2)}, t[2];
+        Longs n[2], counts[2];
+        for (int k = 0; k < 2; k++) {
+            counts[k] = v[k] > lowest;
+            v[k] = counts[k] ? v[k] : doubles(way == GENERAL ? 0.0 : lowest);
+        }
+        parts<way>(v, transform, n, t);
+        for (int k = 0; k < 2; k++) {
+            Longs shift = n[k] - unit;
+            if (way == GENERAL) shift = counts[k] ? shift : longs(-64);
+            Words fixed = (Words)(truncated(t[k] * 0x1p62) + (int64_t(1) << POINT));
+            // fixed 2^shift in two words
+            Words low = shift_left(fixed, shift) | shift_right(fixed, -shift), high = shift_right(fixed, 64 - shift);
+            first += low;
+            second += low >> WIDTH;
+            above += high;
+            third += high >> (2 * WIDTH - 64);
+        }
     }
     sum.limbs[0] += sum_of(first);
     sum.limbs[1] += sum_of(second + (above << (64 - WIDTH)));
@@ -165,19 +187,20 @@ static void add_exponentials(Sum &sum, const double *x, long count, double lowes
 template <Way way, class T>
 static void write_near(const T *x, T *out, long count, const RowFactor &row, float lowest, const Transform &transform) {
     Floats high = floats(row.high), low = floats(row.low);
-    Ints exponent = Ints{} + int32_t(row.exponent);
+    const Ints exponent = ints(int32_t(row.exponent)), normal = ints(-125) - exponent;
     for (long i = 0; i < count; i += LANES) {
         Floats v = load_up_to(x + i, count - i);
         Ints n;
         Floats t;
         parts<way>(v > lowest ? v : floats(way == GENERAL ? 0.0f : lowest), transform, n, t);
-        n += exponent;
-        Ints near = n > -125 ? n : Ints{} - 125;
-        near = near < 127 ? near : Ints{} + 127;
-        Ints rest = n - near;
-        rest = rest > -30 ? rest : Ints{} - 30;
-        rest = rest < 30 ? rest : Ints{} + 30;
-        Floats value = (high + fma(high, t, low)) * (Floats)((near + 127) << 23) * (Floats)((rest + 127) << 23);
+        Floats value = high + fma(high, t, low);
+        if (any_less(n, normal)) {
+            Ints sum = n + exponent, near = sum > -125 ? sum : ints(-125);
+            Ints rest = sum - near > -30 ? sum - near : ints(-30);
+            value = value * power(near) * power(rest);
+        } else {
+            value *= power(n + exponent);
+        }
         if (way == GENERAL) value = v > lowest ? value : floats(0.0f * row.high);
         store_up_to(out + i, value, count - i);
     }
@@ -188,22 +211,26 @@ static void write_near(const double *x, double *out, long count, const RowFactor
                        const Transform &transform) {
     const Longs exponent = longs(row.exponent - MAGIC_BITS), normal = longs(MAGIC_BITS - 1000 - row.exponent);
     const Doubles m = doubles(row.m);
-    for (long i = 0; i < count; i += LANES / 2) {
-        Doubles v = load_up_to(x + i, count - i);
-        Longs n;
-        Doubles t;
-        parts<way>(v > lowest ? v : doubles(way == GENERAL ? 0.0 : lowest), transform, n, t);
-        Doubles value = m + m * t;
-        if (any_less(n, normal)) {
-            n += exponent;
-            Longs near = n > -1020 ? n : longs(-1020);
-            Longs rest = n - near > -60 ? n - near : longs(-60);
-            value = value * power(near) * power(rest);
-        } else {
-            value *= power(n + exponent);
+    for (long i = 0; i < count; i += LANES) {
+        Doubles v[2] = {load_up_to(x + i, count - i), load_up_to(x + i + LANES / 2, count - i - LANES / 2)}, t[2];
+        Longs n[2], counts[2];
+        for (int k = 0; k < 2; k++) {
+            counts[k] = v[k] > lowest;
+            v[k] = counts[k] ? v[k] : doubles(way == GENERAL ? 0.0 : lowest);
         }
-        if (way == GENERAL) value = v > lowest ? value : 0.0 * m;
-        store_up_to(out + i, value, count - i);
+        parts<way>(v, transform, n, t);
+        for (int k = 0; k < 2; k++) {
+            Doubles value = m + m * t[k];
+            if (any_less(n[k], normal)) {
+                Longs sum = n[k] + exponent, near = sum > -1020 ? sum : longs(-1020);
+                Longs rest = sum - near > -60 ? sum - near : longs(-60);
+                value = value * power(near) * power(rest);
+            } else {
+                value *= power(n[k] + exponent);
+            }
+            if (way == GENERAL) value = counts[k] ? value : 0.0 * m;
+            store_up_to(out + i + k * LANES / 2, value, count - i - k * LANES / 2);
+        }
     }
 }
 

@@ -41,6 +41,7 @@ static inline Longs truncated(Doubles v) { return __builtin_convertvector(v, Lon
 static inline Words shift_left(Words v, Longs n) { return (Words)_mm512_sllv_epi64((__m512i)v, (__m512i)n); }
 static inline Words shift_right(Words v, Longs n) { return (Words)_mm512_srlv_epi64((__m512i)v, (__m512i)n); }
 static inline bool any_less(Longs a, Longs b) { return _mm512_cmplt_epi64_mask((__m512i)a, (__m512i)b); }
+static inline bool any_less(Ints a, Ints b) { return _mm512_cmplt_epi32_mask((__m512i)a, (__m512i)b); }
 #elif VECTOR_BYTES == 32
 static inline Floats fma(Floats a, Floats b, Floats c) {
     return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -56,6 +57,7 @@ static inline Doubles whole(Doubles v) {
 static inline Words shift_left(Words v, Longs n) { return (Words)_mm256_sllv_epi64((__m256i)v, (__m256i)n); }
 static inline Words shift_right(Words v, Longs n) { return (Words)_mm256_srlv_epi64((__m256i)v, (__m256i)n); }
 static inline bool any_less(Longs a, Longs b) { return _mm256_movemask_pd((__m256d)(a < b)); }
+static inline bool any_less(Ints a, Ints b) { return _mm256_movemask_ps((__m256)(a < b)); }
 #else
 #if defined(__aarch64__)
 static inline Floats fma(Floats a, Floats b, Floats c) {
@@ -102,6 +104,10 @@ static inline Words shift_right(Words v, Longs n) {
     return v;
 }
 static inline bool any_less(Longs a, Longs b) { return a[0] < b[0] || a[1] < b[1]; }
+static inline bool any_less(Ints a, Ints b) {
+    Longs less = (Longs)(a < b);
+    return less[0] | less[1];
+}
 #endif
 #ifdef NO_FMA
 static inline Doubles upper_half(Doubles a) {
@@ -147,7 +153,7 @@ template <class T> static inline auto load_some(const T *p, long count) {
     constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
     T some[lanes];
     for (T &each : some) each = masked<T>();
-    memcpy(some, p, count * sizeof(T));
+    if (count > 0) memcpy(some, p, count * sizeof(T));
     return load(some);
 }
 template <class T> static inline auto load_up_to(const T *p, long count) {
@@ -159,5 +165,5 @@ template <class T, class Vector> static inline void store_up_to(T *p, Vector v, 
     if (count >= lanes) return store(p, v);
     T some[lanes];
     store(some, v);
-    memcpy(p, some, count * sizeof(T));
+    if (count > 0) memcpy(p, some, count * sizeof(T));
 }
