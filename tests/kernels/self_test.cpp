@@ -26,7 +26,9 @@ template <class T> void put_bits(const T &value) {
 }
 
 enum { ROWS = 4, CLASSES = 4203 };  // more classes than a chunk has
-char logits[ROWS * CLASSES * 8], gradient[ROWS * CLASSES * 8];
+// One byte off any alignment.
+char memory[2][1 + ROWS * CLASSES * 8];
+char *const logits = memory[0] + 1, *const gradient = memory[1] + 1;
 uint64_t states[ROWS * 16];
 RowGradient rows[ROWS];
 int64_t columns[ROWS];

@@ -35,6 +35,11 @@ def test_instruction_sets_of_this_processor_agree(compiler, level, tmp_path):
     assert set(found.values()) == {DIGEST}, found
 
 
+def test_unaligned_rows_are_no_undefined_behaviour(tmp_path):
+    checked = ["-O1", "-fsanitize=undefined", "-fno-sanitize-recover=undefined"]
+    assert set(digests("g++", tmp_path, more=checked).values()) == {DIGEST}
+
+
 def test_neon_gives_bits_of_x86(tmp_path):
     found = digests("aarch64-linux-gnu-g++", tmp_path, "qemu-aarch64", more=["-O3", "-static"])
     assert found == {"NEON": DIGEST}

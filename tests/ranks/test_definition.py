@@ -218,6 +218,37 @@ def test_loss_is_quotient_of_sums(kernel, mean):
         np.testing.assert_array_equal(found, [sum(losses) / divisor, divisor])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["plain", "probabilities"])
+def test_class_axis_not_last_has_same_bits(kernel, dtype, name):
+    rng, classes, copies = np.random.default_rng(6), 1100, 6
+    logits, targets = logits_of("certain", classes, dtype, rng)
+    probabilities = rng.random((ROWS, classes, 1)).astype(dtype) if name == "probabilities" else None
+    arithmetic = DOUBLE if dtype == np.float64 else SINGLE
+    problem = Drawn(logits, targets, FIELDS[name], Transform(), arithmetic, ClassWeights(None, probabilities))
+    states = problem.states(definition)
+    softmax, one = problem.softmax(definition, states), np.ones(1)
+    rows = definition.row_gradients(
+        softmax, problem.fields, np.ones(ROWS, np.bool_), targets, one, one, 1.0, LossTerms()
+    )
+
+    def placed(values):  # the rows many times over, (2, classes, rows / 2)
+        many = np.tile(values, (copies, 1)).reshape(2, -1, classes)
+        return np.ascontiguousarray(many.transpose(0, 2, 1))
+
+    weights = ClassWeights(None, None if probabilities is None else placed(probabilities[:, :, 0]))
+    more = {"weights": weights, **problem.options}
+    columns = np.tile(targets, copies) if problem.has_targets else None
+    found = kernel.fill_states(placed(logits), columns, problem.fields, class_start=0, **more)
+    assert found.tobytes() == np.tile(states, copies).tobytes()
+    out = placed(logits)
+    kernel.write_gradient(out, out, np.tile(rows, (copies, 1)), problem.fields, **more)
+    expected = np.empty((ROWS, classes, 1), dtype)
+    mine = {"weights": problem.weights, **problem.options}
+    definition.write_gradient(expected, logits[:, :, None], rows, problem.fields, **mine)
+    assert same_bits(out, placed(expected[:, :, 0]))
+
+
 @given(seed=st.integers(0, 2**32), special=st.lists(st.sampled_from([np.inf, -np.inf, np.nan, 0.0]), max_size=3))
 def test_sums_have_same_bits_in_any_order(kernel, seed, special):
     rng = np.random.default_rng(seed)

@@ -103,16 +103,15 @@ INLINED void parts(const Doubles x[2], const Transform &transform, Longs biased[
     t[1] = both.b;
 }
 
-// Largest logit, or nan if there is a nan or +inf.
+// The largest logit, or nan if there is one.
 template <class T> static double largest(const T *x, long count) {
     typedef decltype(load(x)) Vector;
     constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
     Vector top = load_some(x, 0), strange = Vector{};
-    long i = 0;
-    for (; i < count; i += lanes) {
+    for (long i = 0; i < count; i += lanes) {
         Vector v = load_up_to(x + i, count - i);
         top = v > top ? v : top;
-        strange = v < __builtin_inff() ? strange : Vector{} + 1;
+        strange = v == v ? strange : Vector{} + 1;
     }
     double result = -infinity();
     for (int lane = 0; lane < lanes; lane++) {
@@ -120,6 +119,21 @@ template <class T> static double largest(const T *x, long count) {
         if (top[lane] > result) result = top[lane];
     }
     return result;
+}
+
+// The first place, not before `i`, of a logit that is `wanted`, which may be nan; `count` if there is none.
+template <class T> static long place_of(double wanted, const T *x, long i, long count) {
+    constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
+    bool nan = wanted != wanted;
+    for (; i < count; i += lanes) {
+        auto v = load_up_to(x + i, count - i);
+        decltype(v) number = decltype(v){} + decltype(v[0] + v[0])(wanted);
+        auto found = nan ? v != v : v == number;
+        if (!any_less(found, decltype(found){})) continue;
+        for (long lane = 0; lane < lanes && i + lane < count; lane++)
+            if (found[lane]) return i + lane;
+    }
+    return count;
 }
 
 static inline uint64_t sum_of(Words v) {
@@ -236,61 +250,75 @@ static void write_near(const double *x, double *out, long count, const RowFactor
 
 // Sums in digits of WIDE bits
 
-// Some terms, (high + low) 2^exponent, and `more` 2^exponent where z is no logit; unused lanes are 0.
-enum { TERMS = 512 };
+// Some terms of a sum, each of a few parts times 2^exponent, the first part the largest; none on unused lanes.
+enum { TERMS = 512, PARTS = 5 };
 struct Terms {
-    double high[TERMS], low[TERMS], more[TERMS];
+    int parts;
+    double part[PARTS][TERMS];
     int64_t exponent[TERMS];
+    bool scaled;  // there are exponents
 };
 
 static inline Longs biased_exponent(Doubles v) { return (Longs)v >> 52 & 0x7ff; }
 
-static inline void add_part(Words total[3], Doubles part, Longs exponent) {
-    Longs e = biased_exponent(part), sign = (Longs)part >> 63;
-    Words m = (Words)(((Longs)part & 0xfffffffffffff) | ((int64_t)1 << 52));
-    m = e == 0 ? Words{} : m;  // a subnormal number is below any unit that there is
-    Longs shift = e - 1075 + exponent, left = shift > 0 ? shift : Longs{}, right = left - shift;
-    right = right < 63 ? right : longs(63);
-    Words low = (m << (Words)left) >> (Words)right, high = (m >> 1) >> (Words)(63 - left);
-    Words limbs[3] = {low, low >> 36 | high << 28, high >> 8};
-    for (int j = 0; j < 3; j++) total[j] += (limbs[j] ^ (Words)sign) - (Words)sign;
-}
+struct WideTotal {
+    Words first = {}, second = {}, third = {}, above = {}, negative = {};
+
+    __attribute__((always_inline)) void add(Doubles part, Longs exponent) {
+        Longs e = biased_exponent(part);
+        Words sign = (Words)((Longs)part < 0), m = (Words)(((Longs)part & 0xfffffffffffff) | ((int64_t)1 << 52));
+        m &= (Words)(e != 0);  // a subnormal number is below any unit that there is
+        Longs shift = e + (exponent - 1075);
+        Words low = shift_left(m, shift) | shift_right(m, -shift), high = shift_right(m, 64 - shift);
+        // Of a negative number each word is inverted, and 1 more is added.
+        first += low ^ sign;
+        second += low >> WIDE ^ sign;
+        above += high ^ sign;
+        third += high >> (2 * WIDE - 64) ^ sign;
+        negative -= sign;
+    }
+
+    void add_to(uint64_t limbs[3]) const {
+        uint64_t more = sum_of(negative);
+        limbs[0] += sum_of(first) + more;
+        limbs[1] += sum_of(second) + more + ((sum_of(above) + more) << (64 - WIDE));
+        limbs[2] += sum_of(third) + more;
+    }
+};
 
 // Add terms to a sum. Returns false, with nothing added, for numbers so large or small that they need the scalar way.
 // `lowest`: the lowest grid on which no subnormal part counts.
-static bool add_terms(Sum &sum, const Terms &terms, long count, int parts, int64_t lowest) {
+static bool add_terms(Sum &sum, const Terms &terms, long count, int64_t lowest) {
     constexpr int lanes = LANES / 2;
     constexpr int64_t NOTHING = INT64_MIN / 2;
-    Longs most = longs(NOTHING), strange = Longs{};
+    Longs most = longs(NOTHING), largest = Longs{};
     for (long i = 0; i < count; i += lanes) {
-        Longs e = biased_exponent(load(terms.high + i));
-        Longs size = e + load_bytes<Longs>(terms.exponent + i);
+        Longs e = biased_exponent(load(terms.part[0] + i));
+        largest = e > largest ? e : largest;
+        Longs size = terms.scaled ? e + load_bytes<Longs>(terms.exponent + i) : e;
         size = e == 0 ? longs(NOTHING) : size;
         most = size > most ? size : most;
-        strange |= e > 2000;
-        strange |= (e == 0) & ((Longs)load(terms.high + i) << 1 != 0);
-        if (parts > 1) strange |= biased_exponent(load(terms.low + i)) > 2000;
-        if (parts > 2) strange |= biased_exponent(load(terms.more + i)) > 2000;
     }
     int64_t top = NOTHING;
     for (int lane = 0; lane < lanes; lane++) {
-        if (strange[lane]) return false;
+        if (largest[lane] > 2000) return false;
         if (most[lane] > top) top = most[lane];
     }
-    if (top == NOTHING) return true;
+    if (top == NOTHING) {
+        for (long i = 0; i < count; i++)
+            if (terms.part[0][i] != 0.0) return false;
+        return true;
+    }
     int64_t grid = floor_div(top - 1023, WIDE);
     if (grid < lowest && sum.grid < lowest) return false;
     sum.raise(grid);
-    int64_t unit = WIDE * (sum.grid - 2);
-    Words total[3] = {};
+    Longs unit = longs(WIDE * (sum.grid - 2));
+    WideTotal total;
     for (long i = 0; i < count; i += lanes) {
-        Longs exponent = load_bytes<Longs>(terms.exponent + i) - unit;
-        add_part(total, load(terms.high + i), exponent);
-        if (parts > 1) add_part(total, load(terms.low + i), exponent);
-        if (parts > 2) add_part(total, load(terms.more + i), exponent);
+        Longs exponent = terms.scaled ? load_bytes<Longs>(terms.exponent + i) - unit : -unit;
+        for (int part = 0; part < terms.parts; part++) total.add(load(terms.part[part] + i), exponent);
     }
-    for (int j = 0; j < 3; j++)
-        for (int lane = 0; lane < lanes; lane++) sum.limbs[j] += total[j][lane];
+    total.add_to(sum.limbs);
     return true;
 }
 
@@ -304,6 +332,8 @@ static inline Doubles product_and_rest(Doubles a, Doubles b, Doubles &rest) {
 template <Way way, class T>
 static bool fill_entropies(Terms &terms, const T *x, long count, float lowest, const Transform &transform) {
     constexpr Way IN_DOUBLE = way == PLAIN ? PLAIN : GENERAL;
+    terms.parts = way == PLAIN ? 2 : 3;
+    terms.scaled = true;
     Ints strange = Ints{};
     for (long i = 0; i < count; i += LANES) {
         Floats v = load_up_to(x + i, count - i);
@@ -313,52 +343,85 @@ static bool fill_entropies(Terms &terms, const T *x, long count, float lowest, c
         Floats t;
         parts<way>(v, transform, n, t);
         Ints fixed = __builtin_convertvector(t * 0x1p30f, Ints) + (1 << 30);
-        HalfFloats v_of[2];
-        HalfInts n_of[2], fixed_of[2], masked_of[2];
-        memcpy(v_of, &v, sizeof v);
+        fixed = masked ? Ints{} : fixed;
+        HalfInts n_of[2], fixed_of[2];
         memcpy(n_of, &n, sizeof n);
         memcpy(fixed_of, &fixed, sizeof fixed);
-        memcpy(masked_of, &masked, sizeof masked);
+        Doubles wide[2];
+        widen(v, wide);
         for (int half = 0; half < 2; half++) {
             Doubles low, rest, factor = __builtin_convertvector(fixed_of[half], Doubles);
-            Doubles z = transformed<IN_DOUBLE>(__builtin_convertvector(v_of[half], Doubles), transform, low);
-            Longs gone = __builtin_convertvector(masked_of[half], Longs);
-            z = gone ? Doubles{} : z;
+            Doubles z = transformed<IN_DOUBLE>(wide[half], transform, low);
             long at = i + half * LANES / 2;
-            store(terms.high + at, product_and_rest(factor, z, rest));
-            store(terms.low + at, rest);
-            if (way != PLAIN) store(terms.more + at, gone ? Doubles{} : factor * low);
-            store_bytes(terms.exponent + at, __builtin_convertvector(n_of[half], Longs) - 30);
+            store(terms.part[0] + at, product_and_rest(factor, z, rest));
+            store(terms.part[1] + at, rest);
+            if (way != PLAIN) store(terms.part[2] + at, factor * low);
+            store_bytes(terms.exponent + at, __builtin_convertvector(n_of[half], Longs) - Single::POINT);
         }
     }
-    for (int lane = 0; lane < LANES; lane++)
-        if (strange[lane]) return false;
-    return true;
+    return !any_less(strange, Ints{});
 }
 
-// Fill terms u z of at most TERMS logits, which end with zeros. Returns false if a masked class has a weight.
-static bool fill_weighted(Terms &terms, const double *x, const double *u, long count, bool plain,
-                          const Transform &transform) {
+template <Way way>
+static bool fill_entropies(Terms &terms, const double *x, long count, double lowest, const Transform &transform) {
+    terms.parts = way == PLAIN ? 4 : 5;
+    terms.scaled = true;
     Longs strange = Longs{};
-    for (long i = 0; i < count; i += LANES / 2) {
-        Doubles v = load(x + i), weight = load(u + i), low, rest;
-        Longs usable = (v < infinity()) & (v > -infinity());
-        strange |= (v == -infinity()) & (weight != 0.0);
-        v = usable ? v : Doubles{};
-        Doubles z = plain ? transformed<PLAIN>(v, transform, low) : transformed<GENERAL>(v, transform, low);
-        store(terms.high + i, product_and_rest(weight, z, rest));
-        store(terms.low + i, rest + weight * low);
-        store_bytes(terms.exponent + i, Longs{});
+    for (long i = 0; i < count; i += LANES) {
+        Doubles v[2] = {load_up_to(x + i, count - i), load_up_to(x + i + LANES / 2, count - i - LANES / 2)}, t[2];
+        Longs n[2], masked[2];
+        for (int k = 0; k < 2; k++) {
+            masked[k] = v[k] == -infinity();
+            strange |= ~(masked[k] | (v[k] >= lowest));
+            v[k] = masked[k] ? Doubles{} : v[k];
+        }
+        parts<way>(v, transform, n, t);
+        for (int k = 0; k < 2; k++) {
+            Words fixed = (Words)(truncated(t[k] * 0x1p62) + (int64_t(1) << Double::POINT));
+            fixed = masked[k] ? Words{} : fixed;
+            // Integers of 31 and 32 bits as float64, by way of the low bits of 2^52
+            constexpr uint64_t INTEGER = 0x4330000000000000;
+            Doubles upper = ((Doubles)(fixed >> 32 | INTEGER) - 0x1p52) * 0x1p32;
+            Doubles lower = (Doubles)((fixed & 0xffffffff) | INTEGER) - 0x1p52;
+            Doubles low, rest[2], z = transformed<way>(v[k], transform, low);
+            Longs tiny = (z < 0x1p-900) & (z > -0x1p-900) & (z != 0.0);  // some part may be subnormal
+            strange |= tiny;
+            long at = i + k * LANES / 2;
+            store(terms.part[0] + at, product_and_rest(upper, z, rest[0]));
+            store(terms.part[1] + at, rest[0]);
+            store(terms.part[2] + at, product_and_rest(lower, z, rest[1]));
+            store(terms.part[3] + at, rest[1]);
+            if (way != PLAIN) store(terms.part[4] + at, __builtin_convertvector((Longs)fixed, Doubles) * low);
+            store_bytes(terms.exponent + at, n[k] - (MAGIC_BITS + Double::POINT));
+        }
     }
-    for (int lane = 0; lane < LANES / 2; lane++)
-        if (strange[lane]) return false;
-    return true;
+    return !any_less(strange, Longs{});
 }
 
-static inline Doubles load_wide(const double *p) { return load(p); }
-static inline Doubles load_wide(const float *p) { return __builtin_convertvector(load_bytes<HalfFloats>(p), Doubles); }
-static inline void store_narrow(double *p, Doubles v) { store(p, v); }
-static inline void store_narrow(float *p, Doubles v) { store_bytes(p, __builtin_convertvector(v, HalfFloats)); }
+// Fill terms u z of at most TERMS logits; u has room for a whole vector more. Returns false if a masked class has a
+// weight, or a logit or a weight is not finite.
+template <class T>
+static bool fill_weighted(Terms &terms, const T *x, const double *u, bool ones, long count,
+                          const Transform &transform) {
+    bool plain = transform.softcap == 0.0 && transform.scale == 1.0;
+    terms.parts = plain && ones ? 1 : 2;
+    terms.scaled = false;
+    Longs strange = Longs{};
+    for (long i = 0; i < count; i += LANES) {
+        Doubles wide[2];
+        load_wide(x + i, count - i, wide);
+        for (int k = 0; k < 2; k++) {
+            Doubles v = wide[k], weight = load(u + i + k * LANES / 2), low, rest;
+            Longs usable = (v < infinity()) & (v > -infinity());
+            strange |= (v == -infinity()) & (weight != 0.0);
+            v = usable ? v : Doubles{};
+            Doubles z = plain ? transformed<PLAIN>(v, transform, low) : transformed<GENERAL>(v, transform, low);
+            store(terms.part[0] + i + k * LANES / 2, product_and_rest(weight, z, rest));
+            if (terms.parts > 1) store(terms.part[1] + i + k * LANES / 2, plain ? rest : rest + weight * low);
+        }
+    }
+    return !any_less(strange, Longs{});
+}
 
 static inline Doubles softcap_slope(Doubles x, const Transform &transform) {
     Doubles y = transform.scale * x / transform.softcap, less_one;
@@ -367,15 +430,20 @@ static inline Doubles softcap_slope(Doubles x, const Transform &transform) {
     return 4.0 * e / ((1.0 + e) * (1.0 + e));
 }
 
-// Subtract weight_factor u from gradients, if there are weights, and multiply them by the slope of a softcap. All
-// arrays have room for a whole vector more.
-template <class Number>
-static void finish_near(Number *gradients, const Number *x, const double *u, long count, double weight_factor,
+// Subtract weight_factor u from gradients, if there are weights, and multiply them by the slope of a softcap; write
+// them to `out`. u has room for a whole vector more.
+template <class Number, class T>
+static void finish_near(const Number *values, const Number *x, T *out, const double *u, long count, double weight_factor,
                         const Transform &transform) {
-    for (long i = 0; i < count; i += LANES / 2) {
-        Doubles value = load_wide(gradients + i);
-        if (u) value = value - weight_factor * load(u + i);
-        if (transform.softcap != 0.0) value = value * softcap_slope(load_wide(x + i), transform);
-        store_narrow(gradients + i, value);
+    for (long i = 0; i < count; i += LANES) {
+        Doubles value[2], logit[2];
+        load_wide(values + i, count - i, value);
+        load_wide(x + i, count - i, logit);
+        for (int k = 0; k < 2; k++) {
+            if (u) value[k] = value[k] - weight_factor * load(u + i + k * LANES / 2);
+            if (transform.softcap != 0.0) value[k] = value[k] * softcap_slope(logit[k], transform);
+            value[k] = value[k] == value[k] ? value[k] : doubles(not_a_number());
+        }
+        store_narrow(out + i, count - i, value);
     }
 }

@@ -1,63 +1,61 @@
 // Rows of logits to states, and rows of gradients; included once for each instruction set after `loops.h`.
+//
+// A row comes in chunks of at most CHUNK classes, which are consecutive in memory.
 
 enum { CHUNK = 4096 };
 
-// A row's logits, or its probabilities, at a constant distance in memory.
-struct Line {
-    const char *start;
-    long stride;
-    int kind;  // a Kind
+template <class T> static inline T element(const T *p, long index) {
+    T value;
+    memcpy(&value, (const char *)p + index * long(sizeof value), sizeof value);
+    return value;
+}
+template <class T> static inline double number_at(const T *p, long index) { return number_of(element(p, index)); }
 
-    template <class T> T at(long index) const {
-        T value;
-        memcpy(&value, start + index * stride, sizeof value);
-        return value;
+// Call f with an element of a kind.
+template <class Function> static inline void of_kind(int kind, Function f) {
+    switch (kind) {
+        case FLOAT32:
+            return f(float{});
+        case FLOAT64:
+            return f(double{});
+        case FLOAT16:
+            return f(Half{});
+        default:
+            return f(BFloat{});
     }
-    double number(long index) const {
-        switch (kind) {
-            case FLOAT32:
-                return at<float>(index);
-            case FLOAT64:
-                return at<double>(index);
-            case FLOAT16:
-                return number_of(at<Half>(index));
-            default:
-                return number_of(at<BFloat>(index));
-        }
-    }
-};
-
-// The weight u of each class of a row.
-struct Weights {
-    const double *weight;  // or none
-    Line probabilities;    // start: none
-    double kept, share;    // 1 - smoothing, and smoothing / classes; share 0: no smoothing
-
-    double at(long index) const {
-        double u = 1.0;
-        if (probabilities.start) {
-            u = probabilities.number(index);
-            if (share != 0.0) u = u * kept + share;
-            return weight ? u * weight[index] : u;
-        }
-        return weight ? weight[index] : u;
-    }
-};
-
-// Logits of a chunk as numbers of type T, in the caller's memory where it is consecutive.
-template <class T> static const T *chunk_of(const Line &row, long first, long count, T *buffer) {
-    if (row.kind == kind_of<T>() && row.stride == long(sizeof(T))) return (const T *)(row.start + first * row.stride);
-    for (long i = 0; i < count; i++) {
-        if (row.kind == kind_of<T>())
-            buffer[i] = row.at<T>(first + i);
-        else
-            buffer[i] = of_number<T>(row.number(first + i));
-    }
-    return buffer;
 }
 
-static Line row_of(const Array &array, long outer, long inner) {
-    return {array.data + outer * array.strides[0] + inner * array.strides[2], array.strides[1], array.kind};
+// The weight u of each class of a chunk.
+struct Weights {
+    const double *weight;       // or none
+    const char *probabilities;  // or none
+    int kind;
+    double kept, share;  // 1 - smoothing, and smoothing / classes; share 0: no smoothing
+
+    bool ones() const { return !weight && !probabilities; }
+    double at(long index) const {
+        double u;
+        fill(&u, index, 1, 1);
+        return u;
+    }
+    // u of some classes, and 0 up to `room`.
+    void fill(double *u, long first, long count, long room) const {
+        if (probabilities) {
+            of_kind(kind, [&](auto one) { convert(u, (const decltype(one) *)probabilities + first, count); });
+            for (long i = 0; i < count && share != 0.0; i++) u[i] = u[i] * kept + share;
+            for (long i = 0; i < count && weight; i++) u[i] = u[i] * weight[first + i];
+        } else {
+            for (long i = 0; i < count; i++) u[i] = weight ? weight[first + i] : 1.0;
+        }
+        for (long i = count; i < room; i++) u[i] = 0.0;
+    }
+};
+
+// Logits of a chunk as numbers of type T, in the caller's memory where they are.
+template <class T> static const T *numbers_of(const char *start, int kind, long count, T *buffer) {
+    if (kind == kind_of<T>()) return (const T *)start;
+    of_kind(kind, [&](auto one) { convert(buffer, (const decltype(one) *)start, count); });
+    return buffer;
 }
 
 static inline Way way_of(const Transform &transform, bool single) {
@@ -93,63 +91,63 @@ static void add_near(Sum &sum, const T *x, long count, double lowest, const Tran
     }
 }
 
-template <class T>
+template <class Arithmetic, class T>
 static bool fill_near_entropies(Terms &terms, const T *x, long count, double lowest, const Transform &transform) {
-    switch (way_of(transform, true)) {
+    typedef typename Arithmetic::Number Number;
+    switch (way_of(transform, Arithmetic::POINT == 30)) {
         case PLAIN:
-            return fill_entropies<PLAIN>(terms, x, count, float(lowest), transform);
+            return fill_entropies<PLAIN>(terms, x, count, Number(lowest), transform);
         case SCALED:
-            return fill_entropies<SCALED>(terms, x, count, float(lowest), transform);
+            if constexpr (Arithmetic::POINT == 30)
+                return fill_entropies<SCALED>(terms, x, count, Number(lowest), transform);
         default:
-            return fill_entropies<GENERAL>(terms, x, count, float(lowest), transform);
+            return fill_entropies<GENERAL>(terms, x, count, Number(lowest), transform);
     }
 }
 
 // Add exp(z) z of classes none of which is larger than those for which `near` found `lowest`.
-template <class T>
+template <class Arithmetic, class T>
 static void add_near_entropies(Sum &sum, const T *x, long count, double lowest, const Transform &transform) {
     constexpr int64_t ANY = INT64_MIN;  // no part of such a product is subnormal
     Terms terms;
     for (long first = 0, some; first < count; first += some) {
         some = count - first < TERMS ? count - first : long(TERMS);
-        const int parts = way_of(transform, true) == PLAIN ? 2 : 3;
-        if (fill_near_entropies(terms, x + first, some, lowest, transform) && add_terms(sum, terms, some, parts, ANY))
+        if (fill_near_entropies<Arithmetic>(terms, x + first, some, lowest, transform) &&
+            add_terms(sum, terms, some, ANY))
             continue;
         for (long i = first; i < first + some; i++) {
-            double value = number_of(x[i]);
+            double value = number_at(x, i);
             if (!finite(value)) continue;
-            auto e = exponential<Single>(value, transform);
-            add_entropy<Single>(sum, fixed_point(e.t), e.n - Single::POINT, value, transform);
+            auto e = exponential<Arithmetic>(value, transform);
+            add_entropy<Arithmetic>(sum, fixed_point(e.t), e.n - Arithmetic::POINT, value, transform);
         }
     }
 }
 
-// Add u and u z of some classes.
+// Add u and u z of the classes of a chunk from `first` to `end`.
 template <class T>
-static void add_weights(State &state, const T *x, long count, long first_class, const Weights &weights,
-                        const Call &call) {
+static void add_weights(State &state, const T *x, long first, long end, const Weights &weights, const Call &call) {
     constexpr int64_t LOWEST = -20;
     const Transform &transform = call.transform;
-    bool plain = transform.softcap == 0.0 && transform.scale == 1.0,
-         fits = transform.softcap <= 2000.0 && transform.scale >= 0x1p-64;
-    Terms terms = {};
-    double u[TERMS], z[TERMS];
-    for (long first = 0, some; first < count; first += some) {
-        some = count - first < TERMS ? count - first : long(TERMS);
-        for (long i = 0; i < TERMS; i++) u[i] = i < some ? weights.at(first_class + first + i) : 0.0;
+    bool fits = transform.softcap <= 2000.0 && transform.scale >= 0x1p-64;
+    Terms terms;
+    double u[TERMS + LANES];
+    for (long some; first < end; first += some) {
+        some = end - first < TERMS ? end - first : long(TERMS);
+        weights.fill(u, first, some, some + LANES);
         if (call.has(WEIGHT)) {
-            memcpy(terms.high, u, sizeof u);
-            memset(terms.exponent, 0, sizeof terms.exponent);
-            if (!add_terms(state.weight, terms, some, 1, LOWEST))
+            terms.parts = 1;
+            terms.scaled = false;
+            memcpy(terms.part[0], u, (some + LANES < TERMS ? some + LANES : long(TERMS)) * sizeof(double));
+            if (!add_terms(state.weight, terms, some, LOWEST))
                 for (long i = 0; i < some; i++) add_wide(state.weight, u + i, 1, 0);
         }
         if (!call.has(WEIGHTED_LOGIT)) continue;
         Sum &sum = state.weighted_logit;
-        for (long i = 0; i < TERMS; i++) z[i] = i < some ? double(number_of(x[first + i])) : 0.0;
-        if (fits && sum.grid < INFINITE && fill_weighted(terms, z, u, some, plain, transform) &&
-            add_terms(sum, terms, some, 2, LOWEST))
+        if (fits && sum.grid < INFINITE && fill_weighted(terms, x + first, u, weights.ones(), some, transform) &&
+            add_terms(sum, terms, some, LOWEST))
             continue;
-        for (long i = 0; i < some; i++) add_weighted_logit(sum, z[i], u[i], transform);
+        for (long i = 0; i < some; i++) add_weighted_logit(sum, number_at(x, first + i), u[i], transform);
     }
 }
 
@@ -157,6 +155,7 @@ static void add_weights(State &state, const T *x, long count, long first_class, 
 template <class Arithmetic, class T> static void add_others(State &state, const T *x, long count, const Call &call) {
     const Transform &transform = call.transform;
     double top = largest(x, count), leading = state.held;
+    if (top == infinity()) top = not_a_number();
     if (!call.has(HOLD_LARGEST)) {
         leading = larger(state.top, top);
         if (leading != state.top && is_huge(leading, transform)) forget_exponentials(state);
@@ -166,10 +165,8 @@ template <class Arithmetic, class T> static void add_others(State &state, const 
     if (top == -infinity()) return;
     double lowest;
     bool huge = is_huge(leading, transform);
-    bool in_loops = Arithmetic::POINT == 30 || !call.has(ENTROPY);
-    if (!huge && in_loops && near<Arithmetic>(top, transform, lowest)) {
-        if constexpr (Arithmetic::POINT == 30)
-            if (call.has(ENTROPY)) add_near_entropies(state.entropy, x, count, lowest, transform);
+    if (!huge && near<Arithmetic>(top, transform, lowest)) {
+        if (call.has(ENTROPY)) add_near_entropies<Arithmetic>(state.entropy, x, count, lowest, transform);
         int64_t grid = grid_of<Arithmetic>(top, transform);
         if (grid + 4 < state.sum.grid) return;
         state.sum.raise(grid);
@@ -177,68 +174,48 @@ template <class Arithmetic, class T> static void add_others(State &state, const 
     }
     Call exponentials = {call.fields & (HOLD_LARGEST | ENTROPY), transform};
     for (long i = 0; i < count; i++) {
-        double value = number_of(x[i]);
+        double value = number_at(x, i);
         if (!huge || value == leading) add_class<Arithmetic>(state, value, 1.0, exponentials);
     }
 }
 
-template <class T> static long place_of_largest(const T *x, long count) {
-    long place = 0;
-    double top = number_of(x[0]);
-    for (long i = 1; i < count && top == top; i++) {
-        double value = number_of(x[i]);
-        if (value > top || value != value) top = value, place = i;
+// The first of the largest logits or, with weights, of those with most weight; nan is larger than numbers.
+template <class T> static long place_of_largest(const T *x, long count, const Weights *weights) {
+    double top = largest(x, count);
+    long place = place_of(top, x, 0, count);
+    if (!weights) return place;
+    double most = weights->at(place);
+    for (long i = place; (i = place_of(top, x, i + 1, count)) < count;) {
+        double u = weights->at(i);
+        if (u > most) most = u, place = i;
     }
     return place;
 }
 
-template <class T> static long place_of_largest(const T *x, long count, const Weights &weights, long first) {
-    long place = place_of_largest(x, count);
-    double top = number_of(x[place]), most = weights.at(first + place);
-    for (long i = place + 1; i < count; i++) {
-        double value = number_of(x[i]);
-        if ((value == top || (value != value && top != top)) && weights.at(first + i) > most) {
-            most = weights.at(first + i);
-            place = i;
-        }
-    }
-    return place;
-}
-
+// Add a chunk of a row, whose first class has the number `first_class`, to a state; its target is at `column`.
 template <class Arithmetic, class T>
-static State state_of(const Line &row, long classes, long column, long first_class, const Weights &weights,
+static void add_chunk(State &total, const T *x, long count, long column, int64_t first_class, const Weights &weights,
                       const Call &call) {
-    State total = State::identity();
-    T buffer[CHUNK];
-    for (long first = 0, count; first < classes; first += count) {
-        count = classes - first < CHUNK ? classes - first : long(CHUNK);
-        const T *x = chunk_of(row, first, count, buffer);
-        bool largest = call.has(HOLD_LARGEST), here = column >= first && column < first + count;
-        State part = State::identity(), &state = largest ? part : total;
-        long held = here ? column - first : -1;
-        if (call.has(TARGET) && here) state.target = canonical(number_of(x[held]));
-        if (largest) {
-            bool by_weight = call.has(HELD_WEIGHT) && !call.has(ARGMAX);
-            held = by_weight ? place_of_largest(x, count, weights, first) : place_of_largest(x, count);
-            state.argmax = first_class + first + held;
-        }
-        if (held >= 0) {
-            state.held = canonical(number_of(x[held]));
-            state.held_weight = weights.at(first + held);
-        }
-        long end = held < 0 ? count : held;
-        if (end > 0) add_others<Arithmetic>(state, x, end, call);
-        if (end + 1 < count) add_others<Arithmetic>(state, x + end + 1, count - end - 1, call);
-        if (call.has(WEIGHT) || call.has(WEIGHTED_LOGIT)) {
-            add_weights(state, x, end, first, weights, call);
-            if (end + 1 < count) add_weights(state, x + end + 1, count - end - 1, first + end + 1, weights, call);
-        }
-        if (largest && first == 0)
-            total = part;
-        else if (largest)
-            merge<Arithmetic>(total, part, call);
+    bool largest = call.has(HOLD_LARGEST), here = column >= 0 && column < count;
+    State part = State::identity(), &state = largest ? part : total;
+    long held = here ? column : -1;
+    if (call.has(TARGET) && here) state.target = canonical(number_at(x, held));
+    if (largest) {
+        held = place_of_largest(x, count, call.has(HELD_WEIGHT) && !call.has(ARGMAX) ? &weights : nullptr);
+        state.argmax = first_class + held;
     }
-    return total;
+    if (held >= 0) {
+        state.held = canonical(number_at(x, held));
+        if (call.has(HELD_WEIGHT)) state.held_weight = weights.at(held);
+    }
+    long end = held < 0 ? count : held;
+    if (end > 0) add_others<Arithmetic>(state, x, end, call);
+    if (end + 1 < count) add_others<Arithmetic>(state, x + end + 1, count - end - 1, call);
+    if (call.has(WEIGHT) || call.has(WEIGHTED_LOGIT)) {
+        add_weights(state, x, 0, end, weights, call);
+        add_weights(state, x, end + 1, count, weights, call);
+    }
+    if (largest) merge<Arithmetic>(total, part, call);
 }
 
 // Gradients of a row
@@ -259,8 +236,8 @@ static void write_all_near(const T *x, T *out, long count, const RowFactor &row,
 }
 
 template <class Arithmetic, class T>
-static void write_chunk(const T *x, T *out, long count, long first, const Weights &weights, const RowFactor &row,
-                        double most, const Call &call) {
+static void write_chunk(const T *x, T *out, long count, const Weights &weights, const RowFactor &row, double most,
+                        const Call &call) {
     typedef typename Arithmetic::Number Number;
     // So far from it that a logit which is not near underflows.
     constexpr int64_t REACH = Arithmetic::POINT == 30 ? 2700 : 1500000;
@@ -274,23 +251,21 @@ static void write_chunk(const T *x, T *out, long count, long first, const Weight
     if (in_loops && !call.has(WEIGHTED_LOGIT) && transform.softcap == 0.0)
         return write_all_near<Arithmetic>(x, out, count, row, lowest, transform);
     if (in_loops) {
-        Number logits[CHUNK + LANES], values[CHUNK + LANES];
-        double u[CHUNK + LANES];
-        for (long i = 0; i < count; i++) {
-            logits[i] = Number(number_of(x[i]));
-            u[i] = call.has(WEIGHTED_LOGIT) ? weights.at(first + i) : 0.0;
-        }
-        for (long i = count; i < count + LANES; i++) logits[i] = values[i] = 0, u[i] = 0.0;
-        write_all_near<Arithmetic>(logits, values, count, row, lowest, transform);
-        finish_near(values, logits, call.has(WEIGHTED_LOGIT) ? u : nullptr, count, row.weight_factor, transform);
-        for (long i = 0; i < count; i++) {
-            Number value = values[i];
-            out[i] = of_number<T>(value == value ? value : Number(not_a_number()));
+        Number logits[TERMS + LANES], values[TERMS + LANES];
+        double u[TERMS + LANES];
+        for (long at = 0, some; at < count; at += some) {
+            some = count - at < TERMS ? count - at : long(TERMS);
+            convert(logits, x + at, some);
+            if (call.has(WEIGHTED_LOGIT)) weights.fill(u, at, some, some + LANES);
+            write_all_near<Arithmetic>(logits, values, some, row, lowest, transform);
+            finish_near(values, logits, out + at, call.has(WEIGHTED_LOGIT) ? u : nullptr, some, row.weight_factor,
+                        transform);
         }
         return;
     }
     for (long i = 0; i < count; i++) {
-        double u = call.has(WEIGHTED_LOGIT) ? weights.at(first + i) : 1.0;
-        out[i] = of_number<T>(gradient_of<Arithmetic>(number_of(x[i]), u, row, call));
+        double u = call.has(WEIGHTED_LOGIT) ? weights.at(i) : 1.0;
+        T value = of_number<T>(gradient_of<Arithmetic>(number_at(x, i), u, row, call));
+        memcpy((char *)out + i * long(sizeof value), &value, sizeof value);
     }
 }

@@ -1,15 +1,121 @@
 // The entry points of an instruction set; included last in its namespace.
 
+// Rows whose classes are not consecutive come as tiles: a few neighbouring rows at a time, so that all of a cache line
+// is used when it is there.
+enum { TILE_CLASSES = 512, TILE_ROWS = 16, TILE_DISTANCE = TILE_CLASSES * 8 + 64, TILE_BYTES = TILE_ROWS * TILE_DISTANCE };
+
+static inline bool consecutive(const Array &array) { return !array.data || array.strides[1] == SIZES[array.kind]; }
+
+// How many rows and classes are handled at a time.
+struct Pace {
+    long rows, classes;
+
+    static Pace of(const Array &logits, const Array &a, const Array &b) {
+        if (consecutive(logits) && consecutive(a) && consecutive(b)) return {1, CHUNK};
+        return {TILE_ROWS, TILE_CLASSES};
+    }
+};
+
+// The class axis in the middle and, of the others, the one that varies in neighbouring rows last.
+static Array with_rows_last(Array array) {
+    if (array.shape[2] == 1) {
+        array.shape[2] = array.shape[0];
+        array.strides[2] = array.strides[0];
+        array.shape[0] = 1;
+    }
+    return array;
+}
+
+// Copy an element of each of some rows to `column`, or from there.
+template <class Bits>
+static inline void copy_column(char *place, long row_stride, long rows, Bits column[TILE_ROWS], bool in) {
+    if (rows == TILE_ROWS && row_stride == long(sizeof(Bits))) {
+        in ? memcpy(column, place, TILE_ROWS * sizeof(Bits)) : memcpy(place, column, TILE_ROWS * sizeof(Bits));
+        return;
+    }
+    for (long r = 0; r < rows; r++, place += row_stride)
+        in ? memcpy(column + r, place, sizeof(Bits)) : memcpy(place, column + r, sizeof(Bits));
+}
+
+// Copy classes of some rows to a tile, row after row, or from there. By way of a small square: neither its rows nor its
+// columns fight for one place in the cache, as those of arrays do whose strides are powers of two.
+template <class Bits>
+static void copy_tile(char *place, long class_stride, long row_stride, long rows, long count, char *tile, bool in) {
+    enum { SIDE = 16 };
+    Bits square[SIDE][TILE_ROWS];
+    for (long first = 0; first < count; first += SIDE) {
+        long some = count - first < SIDE ? count - first : long(SIDE);
+        for (long c = 0; c < some; c++) {
+            char *column = place + (first + c) * class_stride;
+            __builtin_prefetch(column + SIDE * class_stride);
+            if (in) copy_column(column, row_stride, rows, square[c], true);
+        }
+        for (long r = 0; r < rows; r++) {
+            char *row = tile + r * TILE_DISTANCE + first * long(sizeof(Bits));
+            for (long c = 0; c < some; c++, row += sizeof(Bits))
+                in ? memcpy(row, &square[c][r], sizeof(Bits)) : memcpy(&square[c][r], row, sizeof(Bits));
+        }
+        for (long c = 0; !in && c < some; c++)
+            copy_column(place + (first + c) * class_stride, row_stride, rows, square[c], false);
+    }
+}
+
+// Some classes of some rows, a row's consecutive in memory: where they are or, unless they are, in a tile.
+struct Block {
+    char *place;  // in the array
+    long class_stride, row_stride, rows, count;
+    int kind;
+    char *start;
+    long distance;  // from a row to the next
+
+    static Block of(const Array &array, long outer, long row, long rows, long first, long count, char *tile) {
+        if (!array.data) return {};
+        char *place = array.data + outer * array.strides[0] + first * array.strides[1] + row * array.strides[2];
+        bool here = consecutive(array);
+        return {place,
+                array.strides[1],
+                array.strides[2],
+                rows,
+                count,
+                array.kind,
+                here ? place : tile,
+                here ? array.strides[2] : long(TILE_DISTANCE)};
+    }
+    void copy(bool in) const {
+        if (start == place) return;
+        long size = SIZES[kind];
+        auto copy = size == 8 ? copy_tile<uint64_t> : size == 4 ? copy_tile<uint32_t> : copy_tile<uint16_t>;
+        copy(place, class_stride, row_stride, rows, count, start, in);
+    }
+    char *row(long r) const { return start ? start + r * distance : nullptr; }
+};
+
 template <class Arithmetic, class T> static void fill_rows(const Fill &fill) {
-    const Array &logits = fill.logits;
-    long inner = logits.shape[2], rows = logits.shape[0] * inner, words = words_of(fill.call.fields);
-    for (long r = 0; r < rows; r++) {
-        Weights weights = {fill.weight, {nullptr, 0, 0}, fill.kept, fill.share};
-        if (fill.probabilities.data) weights.probabilities = row_of(fill.probabilities, r / inner, r % inner);
-        Line row = row_of(logits, r / inner, r % inner);
-        long column = fill.columns ? long(fill.columns[r]) : -1;
-        state_of<Arithmetic, T>(row, logits.shape[1], column, fill.first_class, weights, fill.call)
-            .template store<Arithmetic>(fill.states + r * words, fill.call);
+    const Array logits = with_rows_last(fill.logits), probabilities = with_rows_last(fill.probabilities);
+    const Pace pace = Pace::of(logits, probabilities, {});
+    long classes = logits.shape[1], inner = logits.shape[2], words = words_of(fill.call.fields);
+    T buffer[CHUNK];
+    char tile[TILE_BYTES], another[TILE_BYTES];
+    State states[TILE_ROWS];
+    for (long row = 0, rows; row < logits.shape[0] * inner; row += rows) {
+        long outer = row / inner, within = row % inner;
+        rows = inner - within < pace.rows ? inner - within : pace.rows;
+        for (long r = 0; r < rows; r++) states[r] = State::identity();
+        for (long first = 0, count; first < classes; first += count) {
+            count = classes - first < pace.classes ? classes - first : pace.classes;
+            Block x = Block::of(logits, outer, within, rows, first, count, tile);
+            Block p = Block::of(probabilities, outer, within, rows, first, count, another);
+            x.copy(true);
+            p.copy(true);
+            const double *weight = fill.weight ? fill.weight + first : nullptr;
+            for (long r = 0; r < rows; r++) {
+                Weights weights = {weight, p.row(r), p.kind, fill.kept, fill.share};
+                long column = fill.columns ? long(fill.columns[row + r]) - first : -1;
+                add_chunk<Arithmetic>(states[r], numbers_of(x.row(r), x.kind, count, buffer), count, column,
+                                      fill.first_class + first, weights, fill.call);
+            }
+        }
+        for (long r = 0; r < rows; r++) states[r].template store<Arithmetic>(fill.states + (row + r) * words, fill.call);
     }
 }
 
@@ -25,72 +131,73 @@ static void fill(const Fill &fill) {
     }
 }
 
-template <class Number> static void put(const Array &out, char *place, Number value) {
-    switch (out.kind) {
-        case FLOAT32: {
-            float v = of_number<float>(value);
-            memcpy(place, &v, sizeof v);
-            break;
-        }
-        case FLOAT64: {
-            double v = value;
-            memcpy(place, &v, sizeof v);
-            break;
-        }
-        case FLOAT16: {
-            Half v = of_number<Half>(value);
-            memcpy(place, &v, sizeof v);
-            break;
-        }
-        default: {
-            BFloat v = of_number<BFloat>(value);
-            memcpy(place, &v, sizeof v);
-            break;
-        }
+// The places of the classes of a chunk that are held, of which there may be several with probabilities.
+template <class T>
+static long places_held(const T *x, long count, long column, const Weights &weights, const RowGradient &row,
+                        uint16_t *places) {
+    if (!weights.probabilities) {
+        if (column < 0 || column >= count) return 0;
+        places[0] = uint16_t(column);
+        return 1;
     }
+    long found = 0;
+    for (long i = place_of(row.held, x, 0, count); i < count; i = place_of(row.held, x, i + 1, count))
+        if (weights.at(i) == row.held_weight) places[found++] = uint16_t(i);
+    return found;
+}
+
+// Write the gradient of a chunk of a row.
+template <class Arithmetic, class T>
+static void write_row(const T *x, char *out, int kind, long count, long column, const Weights &weights,
+                      const RowGradient &gradient, const RowFactor &row, const Call &call) {
+    T result[CHUNK];
+    if (!gradient.valid) {
+        memset(out, 0, count * SIZES[kind]);
+        return;
+    }
+    // The gradient may be written over the logits, so the classes held are found before.
+    uint16_t held[CHUNK];
+    long held_count = places_held(x, count, column, weights, gradient, held);
+    double slope = 1.0;
+    if (call.transform.softcap != 0.0 && held_count) slope = softcap_slope(number_at(x, held[0]), call.transform);
+    typename Arithmetic::Number value = gradient.held_gradient * slope;
+    if (!(value == value)) value = not_a_number();
+    write_chunk<Arithmetic>(x, kind == kind_of<T>() ? (T *)out : result, count, weights, row, gradient.most, call);
+    of_kind(kind, [&](auto one) {
+        typedef decltype(one) To;
+        if (kind != kind_of<T>()) convert((To *)out, result, count);
+        one = of_number<To>(value);
+        for (long i = 0; i < held_count; i++) memcpy(out + held[i] * long(sizeof one), &one, sizeof one);
+    });
 }
 
 template <class Arithmetic, class T> static void write_rows(const Write &write) {
-    typedef typename Arithmetic::Number Number;
-    const Array &logits = write.logits, &out = write.out;
-    const Transform &transform = write.call.transform;
-    long classes = logits.shape[1], inner = logits.shape[2], rows = logits.shape[0] * inner;
-    bool direct = out.kind == kind_of<T>() && out.strides[1] == long(sizeof(T));
-    T buffer[CHUNK], result[CHUNK];
-    for (long r = 0; r < rows; r++) {
-        const RowGradient &gradient = write.rows[r];
-        Line from = row_of(logits, r / inner, r % inner);
-        char *to = out.data + r / inner * out.strides[0] + r % inner * out.strides[2];
-        Weights weights = {write.weight, {nullptr, 0, 0}, write.kept, write.share};
-        if (write.probabilities.data) weights.probabilities = row_of(write.probabilities, r / inner, r % inner);
-        RowFactor row = RowFactor::of(gradient, transform);
+    const Array logits = with_rows_last(write.logits), out = with_rows_last(write.out),
+                probabilities = with_rows_last(write.probabilities);
+    const Pace pace = Pace::of(logits, probabilities, out);
+    long classes = logits.shape[1], inner = logits.shape[2];
+    T buffer[CHUNK];
+    char tile[TILE_BYTES], another[TILE_BYTES], results[TILE_BYTES];
+    RowFactor factors[TILE_ROWS];
+    for (long row = 0, rows; row < logits.shape[0] * inner; row += rows) {
+        long outer = row / inner, within = row % inner;
+        rows = inner - within < pace.rows ? inner - within : pace.rows;
+        for (long r = 0; r < rows; r++) factors[r] = RowFactor::of(write.rows[row + r], write.call.transform);
         for (long first = 0, count; first < classes; first += count) {
-            count = classes - first < CHUNK ? classes - first : long(CHUNK);
-            char *place = to + first * out.strides[1];
-            if (!gradient.valid) {
-                for (long i = 0; i < count; i++) put(out, place + i * out.strides[1], Number(0));
-                continue;
+            count = classes - first < pace.classes ? classes - first : pace.classes;
+            Block x = Block::of(logits, outer, within, rows, first, count, tile);
+            Block p = Block::of(probabilities, outer, within, rows, first, count, another);
+            Block to = Block::of(out, outer, within, rows, first, count, results);
+            x.copy(true);
+            p.copy(true);
+            const double *weight = write.weight ? write.weight + first : nullptr;
+            for (long r = 0; r < rows; r++) {
+                Weights weights = {weight, p.row(r), p.kind, write.kept, write.share};
+                const RowGradient &gradient = write.rows[row + r];
+                write_row<Arithmetic>(numbers_of(x.row(r), x.kind, count, buffer), to.row(r), out.kind, count,
+                                      gradient.column - first, weights, gradient, factors[r], write.call);
             }
-            const T *x = chunk_of(from, first, count, buffer);
-            // The gradient may be written over the logits, so the classes held are found before.
-            uint16_t held[CHUNK];
-            long held_count = 0, column = gradient.column - first;
-            if (write.probabilities.data) {
-                for (long i = 0; i < count; i++)
-                    if (number_of(x[i]) == gradient.held && weights.at(first + i) == gradient.held_weight)
-                        held[held_count++] = uint16_t(i);
-            } else if (column >= 0 && column < count) {
-                held[held_count++] = uint16_t(column);
-            }
-            double logit = held_count ? number_of(x[held[0]]) : 0.0;
-            write_chunk<Arithmetic>(x, direct ? (T *)place : result, count, first, weights, row, gradient.most,
-                                    write.call);
-            if (!direct)
-                for (long i = 0; i < count; i++) put(out, place + i * out.strides[1], number_of(result[i]));
-            double slope = transform.softcap != 0.0 && held_count ? softcap_slope(logit, transform) : 1.0;
-            Number value = Number(gradient.held_gradient * slope);
-            for (long i = 0; i < held_count; i++)
-                put(out, place + held[i] * out.strides[1], value == value ? value : Number(not_a_number()));
+            to.copy(false);
         }
     }
 }

@@ -167,3 +167,38 @@ template <class T, class Vector> static inline void store_up_to(T *p, Vector v, 
     store(some, v);
     if (count > 0) memcpy(p, some, count * sizeof(T));
 }
+
+// Up to LANES numbers as float64, and back: to float32 first, as all numbers are but float64.
+static inline void widen(Floats v, Doubles wide[2]) {
+    HalfFloats halves[2];
+    memcpy(halves, &v, sizeof v);
+    for (int k = 0; k < 2; k++) wide[k] = __builtin_convertvector(halves[k], Doubles);
+}
+template <class T> static inline void load_wide(const T *p, long count, Doubles wide[2]) {
+    if constexpr (sizeof(T) == 8)
+        for (int k = 0; k < 2; k++) wide[k] = load_up_to(p + k * LANES / 2, count - k * LANES / 2);
+    else
+        widen(load_up_to(p, count), wide);
+}
+template <class T> static inline void store_narrow(T *p, long count, const Doubles wide[2]) {
+    if constexpr (sizeof(T) == 8) {
+        for (int k = 0; k < 2; k++) store_up_to(p + k * LANES / 2, wide[k], count - k * LANES / 2);
+    } else {
+        HalfFloats halves[2];
+        for (int k = 0; k < 2; k++) halves[k] = __builtin_convertvector(wide[k], HalfFloats);
+        store_up_to(p, load_bytes<Floats>(halves), count);
+    }
+}
+
+// Copy numbers that are rounded to float32 on the way, unless both are float64.
+template <class To, class From> static void convert(To *to, const From *from, long count) {
+    for (long i = 0; i < count; i += LANES) {
+        if constexpr (sizeof(To) == 8 || sizeof(From) == 8) {
+            Doubles wide[2];
+            load_wide(from + i, count - i, wide);
+            store_narrow(to + i, count - i, wide);
+        } else {
+            store_up_to(to + i, load_up_to(from + i, count - i), count - i);
+        }
+    }
+}
