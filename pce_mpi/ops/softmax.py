@@ -26,6 +26,8 @@ from pce_mpi.ops.shape import normalized_axis
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 _STATE = StateFields(hold_largest=True)
+# Elements of a block of log-probabilities.
+_BLOCK = 2**15
 
 
 def real_dtype(operation: str) -> Callable[[np.dtype[Any]], np.dtype[Any]]:
@@ -68,10 +70,20 @@ class Softmax:
 
     def log_probabilities(self) -> Array:
         """The logarithm of the softmax; that of halves is float32."""
-        largest, above = (self._in_shape(values) for values in (self._largest, self._rows.held_nll))
+        x, xp = self._x, self._problem.xp
+        values = xp.empty(x.shape, np.float32 if is_half(x.dtype) else x.dtype)
+        largest, above = (
+            xp.broadcast_to(self._in_shape(each), x.shape) for each in (self._largest, self._rows.held_nll)
+        )
+        # On the host float64 takes no more than a cache.
+        step = max(1, _BLOCK * len(x) // x.size) if xp is np and x.size else max(1, len(x))
         with np.errstate(all="ignore"):
-            values = (self._x.astype(np.float64) - largest) - above
-        return values.astype(np.float32 if is_half(self._x.dtype) else self._x.dtype)
+            for start in range(0, len(x), step):
+                part = slice(start, start + step)
+                wide = x[part].astype(np.float64)
+                wide -= largest[part]
+                xp.subtract(wide, above[part], out=values[part])
+        return values
 
     def logsumexp(self) -> Array:
         """The logarithm of the sum of exponentials; the axes stay with length 1."""
