@@ -118,9 +118,13 @@ def drawn(draw, kinds=KINDS, most=60):
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     name, dtype = draw(st.sampled_from(sorted(FIELDS))), draw(st.sampled_from(DTYPES))
     classes = draw(st.integers(1, most))
-    logits, targets = logits_of(draw(st.sampled_from(kinds)), classes, dtype, rng)
+    kind = draw(st.sampled_from(kinds))
+    logits, targets = logits_of(kind, classes, dtype, rng)
     wide = dtype == np.float64 or draw(st.integers(0, 4)) == 0
     weight = rng.random(classes) * 10.0 ** rng.integers(-20, 3) if draw(st.booleans()) else None
+    # Not positive, or no number; not in rows of only -inf, of which a class and no class weigh differently.
+    if weight is not None and kind != "special" and draw(st.booleans()):
+        weight *= rng.choice([1.0, -1.0, 0.0, np.nan, np.inf, -np.inf], classes, p=[0.5, 0.3, 0.1, 0.04, 0.03, 0.03])
     probabilities = None
     if name == "probabilities":
         probabilities = rng.random((ROWS, classes, 1)).astype(dtype)

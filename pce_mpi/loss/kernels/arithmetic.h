@@ -153,10 +153,8 @@ PCE_FUNCTION Pair two_sum(double a, double b) {
     return {s, (a - (s - v)) + (b - v)};
 }
 
-PCE_FUNCTION double upper_half(double a) {
-    double c = 134217729.0 * a;
-    return c - (c - a);
-}
+// a rounded to 26 bits, without an overflow on the way.
+PCE_FUNCTION double upper_half(double a) { return from_bits((bits(a) + (1 << 26)) & ~uint64_t((1 << 27) - 1)); }
 
 PCE_FUNCTION Pair two_product(double a, double b) {
     double p = a * b, a1 = upper_half(a), a2 = a - a1, b1 = upper_half(b), b2 = b - b1;

@@ -50,6 +50,7 @@ from pce_mpi.loss.kernels.limbs import (
     WIDE,
     Double,
     Sums,
+    exponent_of_wide,
     limbs_of,
     mantissa_and_exponent,
     shifted,
@@ -78,6 +79,7 @@ Array = np.ndarray[Any, Any]
 
 # The grid of an empty sum of exponentials.
 _NO_SUM = -(2**61)
+_LARGE = 2.0**800
 
 
 # States
@@ -115,19 +117,24 @@ def states_of(
     others[here, columns] = False
     weight = np.broadcast_to(1.0 if u is None else u, x.shape)
     if fields.held_weight:
-        states["held_weight"][here] = weight[here, columns]
+        states["held_weight"][here] = _canonical(weight[here, columns])
     _fill_sums(states, x, others, weight, fields, transform, arithmetic)
     return states
 
 
 def _largest(x: Array, u: Array | None) -> Array:
-    """The column of the largest logit, a nan before numbers; of equal ones the first, or that of most weight."""
+    """The column of the largest logit, a nan before numbers; of equal ones the first, or that of most weight.
+
+    A weight that is nan loses.
+    """
     if u is None:
         return x.argmax(axis=1)
     largest = x.max(axis=1, keepdims=True)
     is_largest = (x == largest) | (np.isnan(largest) & np.isnan(x))
-    chosen = np.where(is_largest, u, -np.inf).argmax(axis=1)
-    return np.where(is_largest[np.arange(len(x)), chosen], chosen, is_largest.argmax(axis=1))
+    known = is_largest & ~np.isnan(u)
+    heaviest = np.where(known, u, -np.inf).max(axis=1, keepdims=True)
+    chosen = np.where(known.any(axis=1, keepdims=True), known & (u == heaviest), is_largest)
+    return chosen.argmax(axis=1)
 
 
 def _canonical(values: Array) -> Array:
@@ -181,13 +188,13 @@ def _fill_sums(
         states["sum"][states["depth"] == FORGOTTEN] = 0
     if fields.entropy:
         z, low = transformed(x.astype(f64), transform)
-        z, low = np.where(counted, z, 0.0), np.where(counted, low, 0.0)
+        z, low, unit = _in_units(np.where(counted, z, 0.0), np.where(counted, low, 0.0))
         # A float64 holds all bits of SINGLE's fixed-point numbers, and half of those of DOUBLE's.
         digits = max(0, arithmetic.point - 30)
         upper = fixed >> digits << digits
         parts = [*two_product(upper.astype(f64), z), *two_product((fixed - upper).astype(f64), z)]
         parts.append(fixed.astype(f64) * low)
-        states["entropy_grid"], states["exp_logit"] = sum_of(parts, exponent, NO_ENTROPY)
+        states["entropy_grid"], states["exp_logit"] = sum_of(parts, exponent + unit, NO_ENTROPY)
     weight = np.where(others, weight, 0.0)
     if fields.weight:
         states["weight_grid"], states["weight"] = sum_of([weight])
@@ -200,15 +207,21 @@ def _weighted_logits(x: Array, weight: Array, transform: Transform) -> Sums:
     z, low = transformed(x.astype(f64), transform)
     masked = (z == -np.inf) & (weight != 0.0)
     usable = np.isfinite(z)
-    z, low = np.where(usable, z, 0.0), np.where(usable, low, 0.0)
+    z, low, unit = _in_units(np.where(usable, z, 0.0), np.where(usable, low, 0.0))
     product, rest = two_product(weight, z)
     rest = np.where(np.isfinite(rest), rest + weight * low, 0.0)
-    grids, limbs = sum_of([product, rest])
+    grids, limbs = sum_of([product, rest], unit)
     # A weight on a masked class makes the loss infinite, and one that is not finite makes it nan.
     grids[masked.any(axis=1)] = INFINITE
     grids[~np.isfinite(weight).all(axis=1)] = NOT_A_NUMBER
     limbs[grids >= INFINITE] = 0
     return Sums(grids, limbs)
+
+
+def _in_units(z: Array, low: Array) -> tuple[Array, Array, Array]:
+    """z 2^-unit and what its rounding has left out, with a unit of 128 for z whose products may overflow, else 0."""
+    unit = np.where(np.abs(z) >= _LARGE, i64(128), i64(0))
+    return (scaled(z, -unit), scaled(low, -unit), unit) if unit.any() else (z, low, unit)
 
 
 def merged(a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> Array:
@@ -282,14 +295,14 @@ def _unite_weighted(union: Array, fields: StateFields, *states: Array) -> None:
 def _b_is_held(a: Array, b: Array, fields: StateFields) -> Array:
     """Return the rows of which b has the class held apart: a nan before numbers, then the larger logit.
 
-    Of equal logits the lower class is held or, where classes are not kept, that with the larger weight.
+    Of equal logits the lower class is held or, where classes are not kept, that with the larger weight; a nan loses.
     """
     nan_a, nan_b = np.isnan(a["held"]), np.isnan(b["held"])
     first = np.zeros(a.shape, np.bool_)
     if fields.argmax:
         first = b["argmax"] < a["argmax"]
     elif fields.held_weight:
-        first = b["held_weight"] > a["held_weight"]
+        first = (b["held_weight"] > a["held_weight"]) | (np.isnan(a["held_weight"]) & ~np.isnan(b["held_weight"]))
     larger = (b["held"] > a["held"]) | ((b["held"] == a["held"]) & first)
     return np.where(nan_a | nan_b, nan_b & (~nan_a | first), larger)
 
@@ -393,7 +406,8 @@ class RowSoftmax:
         """sum of -u_c log p_c over all classes."""
         with np.errstate(all="ignore"):
             weight, grids = self._weight, self._states["logit_grid"].astype(i64)
-            gap = _gap(weight, self._top_z, value_of_wide(Sums(grids, self._states["weighted_logit"])))
+            weighted = value_of(self._states["weighted_logit"], WIDE)
+            gap = _gap(weight, self._top_z, weighted, exponent_of_wide(grids))
             value = (_times(self.held_weight, self.held_nll) + _times(weight.high, self.above_top)) + gap
             return np.where(grids == NOT_A_NUMBER, np.nan, np.where(grids == INFINITE, value + np.inf, value))
 
@@ -402,9 +416,9 @@ class RowSoftmax:
         """sum of -p_c log p_c over all classes."""
         with np.errstate(all="ignore"):
             unit = WIDE * (np.clip(self._states["entropy_grid"], -(2**57), 2**57) - 2) - self.exponent
-            high, low = value_of(self._states["exp_logit"], WIDE)
+            weighted = value_of(self._states["exp_logit"], WIDE)
             total = Double(*(scaled(part, self._unit - self.exponent) for part in self._sum))
-            gap = _gap(total, self._top_z, Double(scaled(high, unit), scaled(low, unit)))
+            gap = _gap(total, self._top_z, weighted, unit)
             others = (_times(total.high, self.above_top) + gap) * self.normalizer
             return _times(self.held_probability, self.held_nll) + np.where(self._sum_of_others == 0.0, 0.0, others)
 
@@ -458,13 +472,14 @@ def _times_log2(n: Array) -> Array:
     return n.astype(f64) * HI + n.astype(f64) * LO
 
 
-def _gap(weight: Double, logit: _Logit, weighted: Double) -> Array:
-    """weight z - weighted, whose digits cancel where all logits are far from 0."""
-    z = np.where(np.isfinite(logit.z), logit.z, 0.0)
+def _gap(weight: Double, logit: _Logit, weighted: Double, exponent: Array) -> Array:
+    """weight z - weighted 2^exponent, whose digits cancel where all logits are far from 0."""
+    z, low, unit = _in_units(np.where(np.isfinite(logit.z), logit.z, 0.0), logit.low)
+    high, rest_of_weighted = (scaled(part, exponent - unit) for part in weighted)
     product, error = two_product(weight.high, z)
-    error = error + (weight.high * logit.low + weight.low * z)
-    s, rest = two_sum(product, -weighted.high)
-    return s + (rest + (error - weighted.low))
+    error = error + (weight.high * low + weight.low * z)
+    s, rest = two_sum(product, -high)
+    return scaled(s + (rest + (error - rest_of_weighted)), unit)
 
 
 def gradient_of(

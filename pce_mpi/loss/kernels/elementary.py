@@ -78,8 +78,7 @@ def two_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def _halves(a: Array) -> tuple[Array, Array]:
-    c = 134217729.0 * a  # 2^27 + 1 (Veltkamp)
-    high = c - (c - a)
+    high = ((a.view(i64) + 2**26) & -(2**27)).view(f64)
     return high, a - high
 
 
@@ -146,7 +145,6 @@ def transformed(x: Array, transform: Transform) -> tuple[Array, Array]:
         return x, np.zeros_like(x)
     finite = np.where(np.isfinite(x), x, 0.0)
     z, low = two_product(np.asarray(transform.scale), finite)
-    # Dekker's halves overflow from 2^996 on.
     return np.where(np.isfinite(x), z, x), np.where(np.isfinite(low), low, 0.0)
 
 

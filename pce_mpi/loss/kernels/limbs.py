@@ -114,6 +114,9 @@ def mantissa_and_exponent(v: Array) -> tuple[Array, Array]:
 
 def value_of_wide(sums: Sums) -> Double:
     """The value of a sum in digits of `WIDE` bits."""
-    unit = WIDE * (np.clip(sums.grids, -100, 100) - 2)
-    high, low = value_of(sums.limbs, WIDE)
-    return Double(scaled(high, unit), scaled(low, unit))
+    return Double(*(scaled(part, exponent_of_wide(sums.grids)) for part in value_of(sums.limbs, WIDE)))
+
+
+def exponent_of_wide(grids: Array) -> Array:
+    """The unit of sums in digits of `WIDE` bits is 2 to the power of this."""
+    return WIDE * (np.clip(grids, -100, 100) - 2)

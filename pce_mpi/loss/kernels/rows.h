@@ -187,7 +187,7 @@ template <class T> static long place_of_largest(const T *x, long count, const We
     double most = weights->at(place);
     for (long i = place; (i = place_of(top, x, i + 1, count)) < count;) {
         double u = weights->at(i);
-        if (u > most) most = u, place = i;
+        if (heavier(u, most)) most = u, place = i;
     }
     return place;
 }
@@ -195,7 +195,7 @@ template <class T> static long place_of_largest(const T *x, long count, const We
 // Add a chunk of a row, whose first class has the number `first_class`, to a state; its target is at `column`.
 template <class Arithmetic, class T>
 static void add_chunk(State &total, const T *x, long count, long column, int64_t first_class, const Weights &weights,
-                      const Call &call) {
+                      const Call &call, bool first_chunk) {
     bool largest = call.has(HOLD_LARGEST), here = column >= 0 && column < count;
     State part = State::identity(), &state = largest ? part : total;
     long held = here ? column : -1;
@@ -206,7 +206,7 @@ static void add_chunk(State &total, const T *x, long count, long column, int64_t
     }
     if (held >= 0) {
         state.held = canonical(number_at(x, held));
-        if (call.has(HELD_WEIGHT)) state.held_weight = weights.at(held);
+        if (call.has(HELD_WEIGHT)) state.held_weight = canonical(weights.at(held));
     }
     long end = held < 0 ? count : held;
     if (end > 0) add_others<Arithmetic>(state, x, end, call);
@@ -215,7 +215,10 @@ static void add_chunk(State &total, const T *x, long count, long column, int64_t
         add_weights(state, x, 0, end, weights, call);
         add_weights(state, x, end + 1, count, weights, call);
     }
-    if (largest) merge<Arithmetic>(total, part, call);
+    if (largest && first_chunk)
+        total = part;
+    else if (largest)
+        merge<Arithmetic>(total, part, call);
 }
 
 // Gradients of a row

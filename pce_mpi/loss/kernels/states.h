@@ -99,9 +99,8 @@ PCE_FUNCTION Pair value_of(const uint64_t limbs[3], int width) {
 }
 
 PCE_FUNCTION Pair scaled(Pair pair, int64_t n) { return {scaled(pair.high, n), scaled(pair.low, n)}; }
-PCE_FUNCTION Pair value_of_wide(const Sum &sum) {
-    return scaled(value_of(sum.limbs, WIDE), WIDE * (clip(sum.grid, -100, 100) - 2));
-}
+PCE_FUNCTION int64_t exponent_of_wide(const Sum &sum) { return WIDE * (clip(sum.grid, -100, 100) - 2); }
+PCE_FUNCTION Pair value_of_wide(const Sum &sum) { return scaled(value_of(sum.limbs, WIDE), exponent_of_wide(sum)); }
 
 // What a call computes: its fields, and how.
 struct Call {
@@ -234,6 +233,10 @@ PCE_FUNCTION double number_of(const Sum &sum) {
     return value_of_wide(sum).high;
 }
 
+// From LARGE_LOGIT on a product with z is computed in units of 2^128.
+constexpr double LARGE_LOGIT = 0x1p800;
+PCE_FUNCTION int64_t unit_of(double z) { return finite(z) && magnitude(z) >= LARGE_LOGIT ? 128 : 0; }
+
 // Add u z of one class; a weight on a masked class makes the sum infinite, and one that is not finite makes it nan.
 PCE_FUNCTION void add_weighted_logit(Sum &sum, double x, double u, const Transform &transform) {
     if (!finite(u)) {
@@ -245,9 +248,11 @@ PCE_FUNCTION void add_weighted_logit(Sum &sum, double x, double u, const Transfo
         if (z.high == -infinity() && u != 0.0) sum.raise(INFINITE);
         return;
     }
+    int64_t unit = unit_of(z.high);
+    z = scaled(z, -unit);
     Pair product = two_product(u, z.high);
     double parts[2] = {product.high, finite(product.low) ? product.low + u * z.low : 0.0};
-    if (sum.grid < INFINITE) add_wide(sum, parts, 2, 0);
+    if (sum.grid < INFINITE) add_wide(sum, parts, 2, unit);
 }
 
 // Add exp(z) z of one class.
@@ -255,10 +260,12 @@ template <class Arithmetic>
 PCE_FUNCTION void add_entropy(Sum &sum, uint64_t fixed, int64_t exponent, double x, const Transform &transform) {
     constexpr int DIGITS = Arithmetic::POINT > 30 ? Arithmetic::POINT - 30 : 0;
     Pair z = transformed(x, transform);
+    int64_t unit = unit_of(z.high);
+    z = scaled(z, -unit);
     uint64_t upper = fixed >> DIGITS << DIGITS;
     Pair a = two_product(double(upper), z.high), b = two_product(double(fixed - upper), z.high);
     double parts[5] = {a.high, a.low, b.high, b.low, double(fixed) * z.low};
-    add_wide(sum, parts, 5, exponent);
+    add_wide(sum, parts, 5, exponent + unit);
 }
 
 // Add one class that is not held to a state whose grid it may raise.
@@ -274,13 +281,16 @@ template <class Arithmetic> PCE_FUNCTION void add_class(State &state, double x, 
     if (call.has(ENTROPY)) add_entropy<Arithmetic>(state.entropy, fixed, exponent, x, call.transform);
 }
 
+// True if a weight wins a tie of logits against another one; a nan loses.
+PCE_FUNCTION bool heavier(double u, double other) { return u > other || (other != other && u == u); }
+
 // True if b has the class held apart rather than a: a nan before numbers, then the larger logit.
 PCE_FUNCTION bool b_is_held(const State &a, const State &b, const Call &call) {
     bool nan_a = a.held != a.held, nan_b = b.held != b.held, first = false;
     if (call.has(ARGMAX))
         first = b.argmax < a.argmax;
     else if (call.has(HELD_WEIGHT))
-        first = b.held_weight > a.held_weight;
+        first = heavier(b.held_weight, a.held_weight);
     if (nan_a || nan_b) return nan_b && (!nan_a || first);
     return b.held > a.held || (b.held == a.held && first);
 }
@@ -338,13 +348,14 @@ struct Logit {
 
 PCE_FUNCTION double times(double weight, double value) { return weight == 0.0 ? 0.0 : weight * value; }
 
-// weight z - weighted, whose digits cancel where all logits are far from 0.
-PCE_FUNCTION double gap_of(const Pair &weight, const Logit &logit, const Pair &weighted) {
-    double z = finite(logit.z) ? logit.z : 0.0;
-    Pair product = two_product(weight.high, z);
-    double error = product.low + (weight.high * logit.low + weight.low * z);
-    Pair s = two_sum(product.high, -weighted.high);
-    return s.high + (s.low + (error - weighted.low));
+// weight z - weighted 2^exponent, whose digits cancel where all logits are far from 0.
+PCE_FUNCTION double gap_of(const Pair &weight, const Logit &logit, const Pair &weighted, int64_t exponent) {
+    int64_t unit = unit_of(logit.z);
+    Pair z = scaled({finite(logit.z) ? logit.z : 0.0, logit.low}, -unit), w = scaled(weighted, exponent - unit);
+    Pair product = two_product(weight.high, z.high);
+    double error = product.low + (weight.high * z.low + weight.low * z.high);
+    Pair s = two_sum(product.high, -w.high);
+    return scaled(s.high + (s.low + (error - w.low)), unit);
 }
 
 // The softmax of a row, from its merged state; nan for a row with a nan, a +inf or no class.
@@ -420,16 +431,16 @@ struct RowSoftmax {
             }
             Pair weight = value_of_wide(weights);
             row.weight = weight.high;
-            double away = gap_of(weight, top_z, value_of_wide(state.weighted_logit));
+            double away = gap_of(weight, top_z, value_of(state.weighted_logit.limbs, WIDE),
+                                 exponent_of_wide(state.weighted_logit));
             double value = (times(held_weight, row.held_nll) + times(weight.high, above_top)) + away;
             int64_t kind = state.weighted_logit.grid;
             row.weighted_nll = kind == NOT_A_NUMBER ? not_a_number() : kind == INFINITE ? value + inf : value;
         }
         if (call.has(ENTROPY)) {
             Pair total_sum = scaled(sum, unit - row.exponent);
-            Pair weighted = scaled(value_of(state.entropy.limbs, WIDE),
-                                   WIDE * (clip(state.entropy.grid, -FARTHEST, FARTHEST) - 2) - row.exponent);
-            double away = gap_of(total_sum, top_z, weighted);
+            double away = gap_of(total_sum, top_z, value_of(state.entropy.limbs, WIDE),
+                                 WIDE * (clip(state.entropy.grid, -FARTHEST, FARTHEST) - 2) - row.exponent);
             double rest = (times(total_sum.high, above_top) + away) * row.normalizer;
             row.entropy = times(row.held_probability, row.held_nll) + (others == 0.0 ? 0.0 : rest);
         }

@@ -112,7 +112,7 @@ template <class Arithmetic, class T> static void fill_rows(const Fill &fill) {
                 Weights weights = {weight, p.row(r), p.kind, fill.kept, fill.share};
                 long column = fill.columns ? long(fill.columns[row + r]) - first : -1;
                 add_chunk<Arithmetic>(states[r], numbers_of(x.row(r), x.kind, count, buffer), count, column,
-                                      fill.first_class + first, weights, fill.call);
+                                      fill.first_class + first, weights, fill.call, first == 0);
             }
         }
         for (long r = 0; r < rows; r++) states[r].template store<Arithmetic>(fill.states + (row + r) * words, fill.call);

@@ -110,10 +110,7 @@ static inline bool any_less(Ints a, Ints b) {
 }
 #endif
 #ifdef NO_FMA
-static inline Doubles upper_half(Doubles a) {
-    Doubles c = 134217729.0 * a;
-    return c - (c - a);
-}
+static inline Doubles upper_half(Doubles a) { return (Doubles)(((Longs)a + (1 << 26)) & -(int64_t(1) << 27)); }
 // What the rounding of a product p = a b has left out.
 static inline Doubles rest_of_product(Doubles a, Doubles b, Doubles p) {
     Doubles a1 = upper_half(a), a2 = a - a1, b1 = upper_half(b), b2 = b - b1;
