@@ -17,7 +17,7 @@ from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.loss.softmax_state import ROW_SOFTMAX, StateFields
 
 SETS = compiled.instruction_sets()
-KINDS = ["plain", "offset", "far", "huge", "masked", "certain", "equal", "special"]
+KINDS = ["plain", "offset", "far", "huge", "largest", "masked", "certain", "equal", "special"]
 FIELDS = {
     "plain": StateFields(),
     "weighted": StateFields(held_weight=True),
@@ -53,6 +53,8 @@ def logits_of(kind, classes, dtype, rng):
         x *= 3000
     elif kind == "huge":  # among them logits that differ by more than any exponential can tell
         x *= 10.0 ** rng.integers(0, 38, (ROWS, 1))
+    elif kind == "largest":  # products with them overflow; some are equal
+        x = np.rint(x) / 32 * float(ml_dtypes.finfo(dtype).max)
     elif kind == "masked":
         x[rng.random(x.shape) < 0.3] = -np.inf
         x[rows, targets] = 1

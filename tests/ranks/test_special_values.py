@@ -295,3 +295,15 @@ def test_very_low_logit_masks_its_class(comm, mask):
                 assert loss.tolist() == [0.0] * 6
             for gradient in results.gradients.values():
                 assert not gradient.any()
+
+
+@pytest.mark.parametrize("size", [1e240, 1e290, 1.5e308])
+def test_largest_float64_logits_have_entropy_and_smoothing(comm, size):
+    logits, targets = np.full((2, 50), size), np.array([1, 2])
+    logits[1, 3:] = -size
+    start, stop = pce.shard_range(50, comm.size, comm.rank)
+    given = {"comm": comm, "class_start": start}
+    entropy = pce.class_statistics(logits[:, start:stop], targets, **given).entropy
+    loss = pce.softmax_cross_entropy(logits[:1, start:stop], targets[:1], label_smoothing=0.1, **given)
+    assert entropy == pytest.approx(np.log([50.0, 3.0]), rel=1e-15)
+    assert loss == pytest.approx(np.log(50.0), rel=1e-15)
