@@ -129,7 +129,7 @@ template <class T> static long place_of(double wanted, const T *x, long i, long 
         auto v = load_up_to(x + i, count - i);
         decltype(v) number = decltype(v){} + decltype(v[0] + v[0])(wanted);
         auto found = nan ? v != v : v == number;
-        if (!any_less(found, decltype(found){})) continue;
+        if (!any_less((Ints)found, Ints{})) continue;
         for (long lane = 0; lane < lanes && i + lane < count; lane++)
             if (found[lane]) return i + lane;
     }
