@@ -86,15 +86,29 @@ def linear_cross_entropy_value_and_grad(
     (array(1.38629436), array([[0., 0.]]), array([ 0.25,  0.25,  0.25, -0.75]))
     """
     checked = Options.of("linear_cross_entropy_value_and_grad", options, LinearOptions)
+    loss, dhidden, dw, divisor = loss_and_sums(checked, hidden, w, targets)
+    if checked.comm is not None:
+        with cause(checked.operation, checked.over, "the gradient of hidden, a sum over all classes"):
+            dhidden = all_reduce(dhidden, checked.comm, "sum", overwrite=True)
+    dtype = as_array(w, "w").dtype
+    with np.errstate(all="ignore"):
+        for gradient in (dhidden, dw) if checked.reduction == Reduction.MEAN else ():
+            gradient *= (1.0 / divisor).astype(gradient.dtype)
+    return loss, dhidden.astype(dtype, copy=False), dw.astype(dtype, copy=False)
+
+
+def loss_and_sums(options: Options, hidden: Any, w: Any, targets: Any) -> tuple[Array, Array, Array, Array]:
+    """The loss, and the gradients of its sum over rows: of `hidden` over this rank's classes alone, and of `w`.
+
+    Divided by the last array, (1,), they are the gradients of the loss. Those of halves are float32.
+    """
     products: list[_Products] = []
 
     def check_arguments() -> Problem:
-        products[:] = [_Products.of(checked, hidden, w)]
-        return products[0].check(checked, targets)
+        products[:] = [_Products.of(hidden, w)]
+        return products[0].check(options, targets)
 
-    problem = agree_on(checked, check_arguments)
-    loss, dhidden, dw = _chunk_by_chunk(problem, products[0])
-    return loss, dhidden, dw
+    return _chunk_by_chunk(agree_on(options, check_arguments), products[0])
 
 
 @dataclass
@@ -109,15 +123,11 @@ class _Products:
     dw: Array
 
     @classmethod
-    def of(cls, options: Options, hidden: Any, w: Any) -> _Products:
+    def of(cls, hidden: Any, w: Any) -> _Products:
         hidden, w = as_array(hidden, "hidden"), as_array(w, "w")
         check_one_library({"hidden": hidden, "w": w})
         check_on_current_gpu({"hidden": hidden, "w": w})
-        for name, array in (("hidden", hidden), ("w", w)):
-            if not is_floating(array.dtype):
-                raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}")
-        if hidden.dtype != w.dtype:
-            raise TypeError(f"hidden and w must have one dtype, got {hidden.dtype} and {w.dtype}")
+        check_dtypes(hidden.dtype, w.dtype)
         if w.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != w.shape[0]:
             raise ValueError(f"hidden must be (..., features) and w (features, classes), got {hidden.shape}, {w.shape}")
         return cls(hidden.reshape(-1, w.shape[0]), w, hidden.shape, [], hidden, w)
@@ -131,10 +141,9 @@ class _Products:
         if problem.targets is None:
             raise TypeError("targets must be class numbers, got probabilities")
         problem.sharded = self.w, 1
-        split = options.comm is not None and options.comm.size > 1
-        chunk = problem.options.chunk or (_ROWS if xp is np else _ROWS_ON_GPU)
-        held = max(1, min(len(self.hidden), chunk // 2 if split else chunk))
-        self.logits = [xp.empty((held, self.w.shape[1]), dtype) for _ in range(1 + split)]
+        ranks = 1 if options.comm is None else options.comm.size
+        held = rows_held(problem.options.chunk, len(self.hidden), ranks, on_gpu=xp is not np)
+        self.logits = [xp.empty((held, self.w.shape[1]), dtype) for _ in range(min(2, ranks))]
         self.dhidden, self.dw = xp.zeros(self.hidden.shape, dtype), xp.zeros(self.w.shape, dtype)
         return problem
 
@@ -159,6 +168,21 @@ class _Products:
                 dhidden += dlogits[:, columns] @ w[:, columns].astype(dlogits.dtype).T
 
 
+def check_dtypes(hidden: np.dtype[Any], w: np.dtype[Any]) -> None:
+    """Raise `TypeError` unless both are the same floating dtype."""
+    for name, dtype in (("hidden", hidden), ("w", w)):
+        if not is_floating(dtype):
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {dtype}")
+    if hidden != w:
+        raise TypeError(f"hidden and w must have one dtype, got {hidden} and {w}")
+
+
+def rows_held(chunk: int | None, rows: int, ranks: int, on_gpu: bool = False) -> int:
+    """The rows that are multiplied at once: a chunk or, as two of them are held if there are other ranks, half."""
+    chunk = chunk or (_ROWS_ON_GPU if on_gpu else _ROWS)
+    return max(1, min(rows, chunk // 2 if ranks > 1 else chunk))
+
+
 def _blocks(w: Array) -> list[slice]:
     width = max(1, _BLOCK // max(1, w.shape[0]))
     return [slice(first, first + width) for first in range(0, w.shape[1], width)]
@@ -173,8 +197,8 @@ class _Part:
     softmax: Callable[[], RowSoftmax]
 
 
-def _chunk_by_chunk(problem: Problem, products: _Products) -> tuple[Array, Array, Array]:
-    options, xp = problem.options, problem.xp
+def _chunk_by_chunk(problem: Problem, products: _Products) -> tuple[Array, Array, Array, Array]:
+    xp = problem.xp
     fields, held = loss_fields(problem), len(products.logits[0])
     one = xp.ones(1)
     losses = xp.empty((2, len(products.hidden)))
@@ -204,17 +228,7 @@ def _chunk_by_chunk(problem: Problem, products: _Products) -> tuple[Array, Array
     if waiting is not None:
         finish(waiting)
     loss, divisor = reduced(problem, losses)
-    dhidden, dw = products.dhidden, products.dw
-    if options.comm is not None:
-        with cause(options.operation, options.over, "the gradient of hidden, a sum over all classes"):
-            dhidden = all_reduce(dhidden, options.comm, "sum", overwrite=True)
-    if options.reduction == Reduction.MEAN:
-        factor = (1.0 / divisor).astype(dw.dtype)
-        with np.errstate(all="ignore"):
-            dhidden *= factor
-            dw *= factor
-    dtype = products.w.dtype
-    return loss, dhidden.reshape(products.shape).astype(dtype, copy=False), dw.astype(dtype, copy=False)
+    return loss, products.dhidden.reshape(products.shape), products.dw, divisor
 
 
 def _rows_of(problem: Problem, rows: slice, logits: Array) -> Problem:

@@ -67,6 +67,12 @@ class ShardOptions(TypedDict, total=False):
     num_classes: int | None  # the number of classes of all shards
 
 
+class BatchOptions(TypedDict, total=False):
+    """The place of this rank's rows among all."""
+
+    batch_comm: MPI.Intracomm | None  # the communicator over which the rows are sharded
+
+
 class AxisOptions(TypedDict, total=False):
     """The shape of the logits."""
 
@@ -85,17 +91,22 @@ class StatisticsOptions(SoftmaxOptions, ShardOptions, total=False):
     """The options of `class_statistics`."""
 
 
-class LossOptions(CrossEntropyOptions, StatisticsOptions, total=False):
+class LossOptions(CrossEntropyOptions, StatisticsOptions, BatchOptions, total=False):
     """The options of the losses of plain arrays."""
 
-    batch_comm: MPI.Intracomm | None  # the communicator over which the rows are sharded
 
+class ChunkOptions(TypedDict, total=False):
+    """The memory that a loss of `hidden @ w` takes."""
 
-class LinearOptions(TransformOptions, TermOptions, ShardOptions, total=False):
-    """The options of the losses of `hidden @ w`."""
-
-    batch_comm: MPI.Intracomm | None  # the communicator over which the rows are sharded
     chunk: int | None  # so many rows of logits are held at once
+
+
+class LinearCrossEntropyOptions(TransformOptions, TermOptions, ChunkOptions, total=False):
+    """The options of `linear_cross_entropy` on distributed arrays."""
+
+
+class LinearOptions(TransformOptions, TermOptions, ShardOptions, BatchOptions, ChunkOptions, total=False):
+    """The options of the loss of `hidden @ w`, of plain arrays."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from pce_mpi.ops.custom import op
 from pce_mpi.ops.elementwise import astype, exp, gelu, log, negative, relu, sigmoid, sqrt, square, tanh
 from pce_mpi.ops.embedding import embedding
 from pce_mpi.ops.indexing import concatenate, getitem, split
+from pce_mpi.ops.linear_loss import linear_cross_entropy
 from pce_mpi.ops.loss import cross_entropy, mse
 from pce_mpi.ops.matmul import matmul
 from pce_mpi.ops.normalization import layer_norm, rms_norm
@@ -44,6 +45,7 @@ __all__ = [
     "getitem",
     "infer_placements",
     "layer_norm",
+    "linear_cross_entropy",
     "log",
     "log_softmax",
     "logsumexp",
@@ -75,6 +77,7 @@ __all__ = [
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(add, astype, broadcast_to, concatenate, cross_entropy, divide, embedding, equal, exp, gelu, getitem, layer_norm),
+    linear_cross_entropy,
     *(log, log_softmax, logsumexp, matmul, max, maximum, mean, min, mse, multiply, negative, power, relu, reshape),
     *(rms_norm, sigmoid, softmax, split, sqrt, square, subtract, sum, swapaxes, tanh, transpose, where),
     *map(comparison, ("greater", "greater_equal", "less", "less_equal", "not_equal")),

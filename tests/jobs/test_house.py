@@ -98,6 +98,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("normalization"),
             room("matmul"),
             room("embedding"),
+            room("linear_loss"),
             room("loss"),
             room("redistribution"),
             room("custom"),

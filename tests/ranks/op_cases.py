@@ -465,6 +465,29 @@ def _cross_entropy(logits: Array, targets: Array, weight: Array | None = None, *
     return case("cross_entropy", call, reference, *operands, gradient=gradient, **more)
 
 
+def _linear_cross_entropy(hidden: Array, w: Array, targets: Array, *weight: Array, **options: Any) -> Case:
+    def call(hidden: Any, w: Any, targets: Any, *weight: Any) -> Any:
+        return pce.linear_cross_entropy(hidden, w, targets, weight=weight[0] if weight else None, **options)
+
+    def reference(hidden: Any, w: Any, targets: Any, *weight: Any) -> Any:
+        given = {name: value for name, value in options.items() if name != "chunk"}
+        return np.asarray(
+            dense.softmax_cross_entropy(hidden @ w, targets, weight=weight[0] if weight else None, **given)
+        )
+
+    what = ", ".join(f"{name}={value}" for name, value in options.items())
+    gradient = [True, True] + [False] * (1 + len(weight))
+    more = {"what": what, "parameters": None if weight else options}
+    return case("linear_cross_entropy", call, reference, hidden, w, targets, *weight, gradient=gradient, **more)
+
+
+LINEAR_LOSSES = [
+    _linear_cross_entropy(normal(5, 3), normal(3, 4), integers(4, 5)),
+    _linear_cross_entropy(normal(5, 3), normal(3, 4), np.array([0, -100, 3, 1, -100]), reduction="sum", chunk=2),
+    _linear_cross_entropy(normal(5, 3), normal(3, 4), integers(4, 5), positive(4), label_smoothing=0.1, chunk=1),
+    _linear_cross_entropy(normal(2, 3, 4), normal(4, 5), integers(5, 2, 3), z_loss=0.1, softcap=2.0, chunk=4),
+]
+
 LOSSES = [
     _cross_entropy(normal(5, 4), integers(4, 5)),
     _cross_entropy(normal(5, 4) * 4, np.array([0, -100, 3, 1, -100]), reduction="sum"),
@@ -493,7 +516,18 @@ NUMBERS = [
     named("where", booleans(5, 1), normal(5, 3), reference=lambda c, x, y: np.where(c, x, y), y=0.0),
 ]
 
-CASES = [*ELEMENTWISE, *MATMUL, *REDUCTIONS, *SHAPES, *EMBEDDING, *NORMALIZATION, *SPECIALS, *LOSSES, *NUMBERS]
+CASES = [
+    *ELEMENTWISE,
+    *MATMUL,
+    *REDUCTIONS,
+    *SHAPES,
+    *EMBEDDING,
+    *NORMALIZATION,
+    *SPECIALS,
+    *LOSSES,
+    *LINEAR_LOSSES,
+    *NUMBERS,
+]
 OPS = list(dict.fromkeys(case.op for case in CASES))
 
 

@@ -9,6 +9,7 @@ import pytest
 import pce_mpi as pce
 from pce_mpi import dense
 from pce_mpi.loss import linear
+from ranks.grids import mesh_of
 
 ROWS, FEATURES, CLASSES = 23, 5, 41
 CALLS: dict[str, dict[str, Any]] = {
@@ -156,3 +157,36 @@ def test_logits_are_held_one_chunk_at_a_time(comm, monkeypatch):
     )
     run(comm, hidden, w, targets, chunk=6)
     assert held == [6]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"reduction": "none"}, ValueError, "reduction must be 'sum' or 'mean'"),
+        ({"targets": np.zeros(ROWS + 1, int)}, ValueError, "targets must be class numbers of shape"),
+        ({"weight": np.ones(CLASSES + 1)}, ValueError, "one entry per class"),
+        ({"batch_comm": None}, TypeError, "unexpected keyword argument 'batch_comm'"),
+    ],
+    ids=str,
+)
+def test_wrong_call_on_the_tape_raises(comm, change, error, text):
+    mesh = mesh_of(comm, comm.size)
+    hidden, w, targets = problem()
+    given = {"targets": targets} | change
+    with pytest.raises(error, match=text):
+        pce.linear_cross_entropy(pce.distribute(hidden, mesh), pce.distribute(w, mesh, data=pce.Shard(1)), **given)
+
+
+def test_gradients_on_the_tape_are_partial_where_sharded(comm):
+    mesh = mesh_of(comm, comm.size)
+    hidden, w, targets = problem()
+    expected = exact(hidden, w, targets)
+    for over_rows in (True, False):
+        h = pce.distribute(hidden, mesh, requires_grad=True, **({"data": pce.Shard(0)} if over_rows else {}))
+        v = pce.distribute(w, mesh, requires_grad=True, **({} if over_rows else {"data": pce.Shard(1)}))
+        loss = pce.linear_cross_entropy(h, v, targets, chunk=6)
+        loss.backward()
+        assert (v if over_rows else h).grad.placements == {"data": pce.Partial("sum")}
+        np.testing.assert_allclose(loss.item(), expected[0], rtol=1e-13)
+        np.testing.assert_allclose(h.grad.full(), expected[1], atol=1e-15)
+        np.testing.assert_allclose(v.grad.full(), expected[2], atol=1e-14)

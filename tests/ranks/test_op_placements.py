@@ -116,7 +116,7 @@ def faults_of(comm, runs):
 # ------------------------------------------------------------------------------------- every combination of placements
 
 # The more operands, the fewer kinds of terms: most operations reduce them all first, whatever they are.
-OPERATORS = {1: ["sum", "avg", "max", "min"], 2: ["sum", "avg"], 3: ["sum"]}
+OPERATORS = {1: ["sum", "avg", "max", "min"], 2: ["sum", "avg"], 3: ["sum"], 4: []}
 
 
 def placements_for(case, index):

@@ -1,0 +1,190 @@
+"""The loss of `hidden @ w` without all logits: its gradients are taken while the logits of some rows are at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import math
+from typing import Any, Unpack
+
+import numpy as np
+
+from pce_mpi.arrays import as_array, check_one_library, compute_dtype_of
+from pce_mpi.autograd.apply import apply
+from pce_mpi.autograd.inference import Sent
+from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.rules import Axis, Rule
+from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.mesh import text_of_dims
+from pce_mpi.loss.linear import check_dtypes, loss_and_sums, rows_held
+from pce_mpi.loss.options import LinearCrossEntropyOptions, Options, Reduction, takes
+from pce_mpi.loss.passes import state_fields
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Shape = tuple[int, ...]
+
+# The weight is an operand.
+_SETTINGS = [name for name in LinearCrossEntropyOptions.__annotations__ if name != "weight"]
+_HIDDEN, _W = 0, 1
+
+
+def _rule(hidden: Shape, w: Shape, targets: Shape, *weight: Shape, **_: Any) -> Rule:
+    """Rows and classes may be sharded, features not; the loss itself merges and reduces."""
+    rows, classes = tuple(Axis(index) for index in range(len(hidden) - 1)), Axis("classes")
+    operands = ((*rows, None), (None, classes), rows, *([(classes,)] if weight else []))
+    return Rule(operands, (), (), merged=frozenset({classes.label, *(row.label for row in rows)}))
+
+
+def _dims(shardings: Shardings, operand: int, axes: Sequence[int]) -> tuple[str, ...]:
+    sharding = shardings.operands[operand]
+    return tuple(dim for dim in shardings.mesh.dims if any(dim in sharding.dims_of(axis) for axis in axes))
+
+
+def _rows_dims(shardings: Shardings) -> tuple[str, ...]:
+    return _dims(shardings, _HIDDEN, range(len(shardings.operands[_HIDDEN].shape) - 1))
+
+
+def _linear_cross_entropy(
+    hidden: Array, w: Array, targets: Array, *weight: Array, shardings: Shardings, **options: Any
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    classes, rows = _dims(shardings, _W, [1]), _rows_dims(shardings)
+    all_options = Options(
+        operation="linear_cross_entropy",
+        weight=weight[0] if weight else None,
+        comm=shardings.mesh.comm(*classes) if classes else None,
+        num_classes=shardings.operands[_W].shape[1] or None,  # no classes are an error of their own
+        over=text_of_dims(classes),
+        batch_comm=shardings.mesh.comm(*rows) if rows else None,
+        batch_over=text_of_dims(rows),
+        **options,
+    )
+    loss, *residuals = loss_and_sums(all_options, hidden, w, targets)
+    return loss, tuple(residuals)
+
+
+def _scaled(g: DistArray, x: DistArray, gradient: Array, divisor: Array, partial_over: tuple[str, ...]) -> DistArray:
+    """The gradient of an operand, rounded once to its dtype."""
+    with np.errstate(all="ignore"):
+        scaled = gradient * (g.local / divisor.reshape(())).astype(gradient.dtype)
+    return DistArray(scaled.astype(x.dtype, copy=False), x.mesh, x.sharding.with_partial_over(partial_over))
+
+
+def _to_hidden(
+    g: DistArray, y: DistArray, hidden: DistArray, w: DistArray, *_: DistArray, residuals: Any, **options: Any
+) -> DistArray:
+    dhidden, _, divisor = residuals
+    over = tuple(dim for dim in w.mesh.dims if dim in w.sharding.dims_of(1))
+    return _scaled(g, hidden, dhidden, divisor, over)
+
+
+def _to_w(
+    g: DistArray, y: DistArray, hidden: DistArray, w: DistArray, *_: DistArray, residuals: Any, **options: Any
+) -> DistArray:
+    _, dw, divisor = residuals
+    rows = range(len(hidden.shape) - 1)
+    over = tuple(dim for dim in w.mesh.dims if any(dim in hidden.sharding.dims_of(axis) for axis in rows))
+    return _scaled(g, w, dw, divisor, over)
+
+
+def _dtype(hidden: np.dtype[Any], w: np.dtype[Any], *_: np.dtype[Any]) -> np.dtype[Any]:
+    check_dtypes(hidden, w)
+    return compute_dtype_of(hidden)
+
+
+def _sends(*dtypes: np.dtype[Any], shardings: Shardings, **options: Any) -> list[Sent]:
+    classes, over = _dims(shardings, _W, [1]), _rows_dims(shardings)
+    rows = math.prod(shardings.operands[_HIDDEN].local_shape(shardings.mesh.coordinates)[:-1])
+    weighted, smoothed = len(dtypes) > 3, options["label_smoothing"] > 0
+    size = state_fields(probabilities=False, weighted=weighted, smoothed=smoothed).dtype.itemsize
+    sent = []
+    if classes:
+        held = rows_held(options["chunk"], rows, ranks=math.prod(shardings.mesh.dims[dim] for dim in classes))
+        for first in range(0, rows, held):
+            part = min(held, rows - first) + (weighted and smoothed)  # one row more has the sum of all weights
+            sent.append(Sent("all_reduce", text_of_dims(classes), size * part))
+    return sent + [Sent("all_reduce", text_of_dims(over), 64)] * bool(over)
+
+
+_LINEAR_CROSS_ENTROPY = Op(
+    "linear_cross_entropy",
+    _linear_cross_entropy,
+    (_to_hidden, _to_w, None),
+    _rule,
+    dtype=_dtype,
+    uses=[(), ()],
+    takes_shardings=True,
+    gives_residuals=True,
+    sends=_sends,
+)
+
+
+@takes(LinearCrossEntropyOptions)
+def linear_cross_entropy(
+    hidden: DistArray, w: DistArray, targets: Any, **options: Unpack[LinearCrossEntropyOptions]
+) -> DistArray:
+    """Compute the cross entropy of `hidden @ w` without ever holding all logits, wherever rows and classes are sharded.
+
+    The formula is that of `softmax_cross_entropy`. `hidden` and `w` have gradients, which are computed with the loss.
+
+    Parameters
+    ----------
+    hidden : DistArray of float16, bfloat16, float32 or float64, shape (..., features)
+        Its features are gathered first if they are sharded.
+    w : DistArray of the dtype of `hidden`, shape (features, classes)
+        Sharded by classes, it stays so.
+    targets : DistArray or array of integers, shape (...)
+        Class numbers. The array is global and is placed as the rows of `hidden` are.
+    ignore_index, logit_scale, softcap, compute_dtype : optional
+        Those of `softmax_cross_entropy`.
+    weight : DistArray or array, shape (classes,), optional
+        The weights of all classes, placed as `targets` is.
+    label_smoothing, z_loss : optional
+        Those of `softmax_cross_entropy`.
+    reduction : {"mean", "sum"}, default "mean"
+        Over all rows, on whichever rank they are.
+    chunk : int, optional
+        That of `linear_cross_entropy_value_and_grad`.
+
+    Returns
+    -------
+    DistArray
+        The loss, 0-d and Replicate.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError, CollectiveError
+        Those of `softmax_cross_entropy`, on every rank that shares rows or classes with the one that found the error.
+
+    Notes
+    -----
+    If classes are sharded: one Allgather of 56 bytes over their dims, and one Allreduce of 40 bytes a row (more with
+    options) for each half of a chunk. If rows are: one Allgather of 56 bytes over their dims, and one Allreduce of 64
+    bytes. Backward communicates nothing: the gradient of `hidden` is Partial over the dims of the classes, that of `w`
+    over those of the rows.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> w = pce.distribute(np.zeros((2, 4)), mesh, requires_grad=True, data=pce.Shard(1))
+    >>> loss = pce.linear_cross_entropy(pce.distribute(np.ones((1, 2)), mesh), w, np.array([3]))
+    >>> loss.backward()
+    >>> loss.item(), w.grad.full()[0]  # log 4
+    (1.3862943611198906, array([ 0.25,  0.25,  0.25, -0.75]))
+    """
+    checked = Options.of("linear_cross_entropy", options, LinearCrossEntropyOptions)
+    if checked.reduction == Reduction.NONE:
+        raise ValueError("reduction must be 'sum' or 'mean', as gradients are computed with the loss, got 'none'")
+    given = targets if isinstance(targets, DistArray) else as_array(targets, "targets")
+    if len(w.shape) != 2 or len(hidden.shape) < 1 or hidden.shape[-1] != w.shape[0]:
+        raise ValueError(f"hidden must be (..., features) and w (features, classes), got {hidden.shape}, {w.shape}")
+    if given.shape != hidden.shape[:-1]:
+        raise ValueError(f"targets must be class numbers of shape {hidden.shape[:-1]}, got {given.shape}")
+    weight = checked.weight
+    weights = [] if weight is None else [weight if isinstance(weight, DistArray) else as_array(weight, "weight")]
+    if weights and weights[0].shape != w.shape[1:]:
+        raise ValueError(f"weight must have one entry per class, ({w.shape[1]},), got {weights[0].shape}")
+    named = zip(("hidden", "w", "targets", "weight"), (hidden, w, given, *weights), strict=False)
+    check_one_library({name: array.local if isinstance(array, DistArray) else array for name, array in named})
+    settings = {name: getattr(checked, name) for name in _SETTINGS}
+    return apply(_LINEAR_CROSS_ENTROPY, hidden, w, given, *weights, **settings)
