@@ -15,12 +15,14 @@ import time
 from typing import Any, Protocol
 
 from pce_mpi.conformance.cases import Case
+from pce_mpi.conformance.contradictions import withdraw_contradicted
 from pce_mpi.conformance.launcher import Job
 from pce_mpi.conformance.launching import LaunchError
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.stacks import innermost
+from pce_mpi.conformance.units import Tolerance
 
 DEFAULT_TIMEOUT = 30.0
 
@@ -32,6 +34,8 @@ _AFTER_AN_ERROR = 1 / 6
 _AFTER_AN_ERROR_AT_LEAST = 5.0
 # After this many seconds of silence, the display shows it.
 _WAITING = 3.0
+# Seconds between two looks at where the ranks are.
+_MOMENT = 0.3
 # Before the first case, ranks that share few cores may have to import a framework.
 _STARTUP = 120.0
 # Seconds for shrinking all failures, launches included.
@@ -84,6 +88,9 @@ def run_cases(orders: Orders, ranks: int, *, timeout: float, shrinking: bool, di
             raise
         interrupted = True
     assert batches.offer is not None
+    withdraw_contradicted(
+        outcomes, batches.cases, batches.offer, orders.seed, Tolerance(orders.strict, orders.tolerance)
+    )
     for outcome in outcomes:
         if outcome.failed:
             outcome.rerun = _command(orders, ranks, timeout, outcome)
@@ -238,8 +245,10 @@ class _Launch:
                 return
             silence = time.monotonic() - heard
             if silence > (timeout := self._timeout()):
-                yield from self._fault(Verdict.DEADLOCKED, self._standstill())
-                return
+                verdict, text = self._standstill()
+                if verdict is not Verdict.SLOW or silence > self._batches.timeout:
+                    yield from self._fault(verdict, text)
+                    return
             if self._ready and silence > _WAITING:
                 self._batches.display.waiting(silence, timeout)
             time.sleep(_POLL)
@@ -317,14 +326,24 @@ class _Launch:
         place = innermost(self._job.printed(rank, mine.printed))
         return f"{who} {how}" + (f" at {place}" if place else "")
 
-    def _standstill(self) -> str:
-        """Say what each rank did last."""
+    def _standstill(self) -> tuple[Verdict, str]:
+        """Say what each rank did last, and whether they wait for each other as far as one can know.
+
+        Ranks that are all inside the candidate, or at another line a moment later, may be busy.
+        """
+        before = [self._last(number, each) for number, each in enumerate(self._ranks)]
+        time.sleep(_MOMENT)
         phrases: dict[str, list[int]] = {}
         for number, each in enumerate(self._ranks):
             phrases.setdefault(self._last(number, each), []).append(number)
         # The ranks that never returned come first.
         order = sorted(phrases, key=lambda phrase: not phrase.startswith("never"))
-        return "; ".join(f"{_names(phrases[phrase])} {phrase}" for phrase in order)
+        text = "; ".join(f"{_names(phrases[phrase])} {phrase}" for phrase in order)
+        moving = any(before[number] != phrase for phrase in phrases for number in phrases[phrase])
+        inside = all(each.task == self._finished and each.doing == "called" for each in self._ranks)
+        if self._ready and (moving or inside):
+            return Verdict.SLOW, f"{text}; --timeout gives more time"
+        return Verdict.DEADLOCKED, text
 
     def _last(self, number: int, rank: _Rank) -> str:
         if not self._ready:

@@ -273,6 +273,8 @@ class Case:
         The usual size.
     shrinkable : bool
         The case makes sense at smaller sizes too.
+    form : bool
+        The case is about shapes and dtypes of the results; other cases do not look at them.
     """
 
     name: str
@@ -285,6 +287,7 @@ class Case:
     rows: int = 6
     classes: int = 24
     shrinkable: bool = True
+    form: bool = False
 
     def __str__(self) -> str:
         return self.name

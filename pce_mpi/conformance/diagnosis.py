@@ -11,7 +11,7 @@ import numpy as np
 from pce_mpi.conformance.cases import Problem
 from pce_mpi.conformance.faults import answers
 from pce_mpi.conformance.faults.answer import Answer
-from pce_mpi.conformance.places import place_of_gradient, place_of_loss
+from pce_mpi.conformance.places import place_of_gradient, place_of_loss, rounded_to
 from pce_mpi.conformance.textbook import Textbook
 
 Array = np.ndarray[Any, Any]
@@ -23,7 +23,7 @@ _CLOSE = {2: 4.0, 4: 64.0, 8: 4096.0}
 # Less than this many eps of the arithmetic, for a p of about 1, is no error, by the bytes of a logit.
 _FLOOR = {2: 2.0, 4: 16.0, 8: 16.0}
 # Larger problems are not compared with known faults: they are about the number of entries.
-_MANY = 2**18
+MANY = 2**18
 
 
 def explain(
@@ -51,7 +51,7 @@ def explain(
         wrong = [quantity for quantity in quantities if quantity.wrong.any()]
         if not wrong:
             return None
-        known = list(answers(book)) if book.p.size <= _MANY else []
+        known = list(answers(book)) if book.p.size <= MANY else []
         for text, answer in known:
             if all(quantity.is_that_of(answer) for quantity in quantities):
                 return text
@@ -179,8 +179,11 @@ def _of_both(book: Textbook, wrong: list[_Quantity], faults: dict[str, str | Non
 
 
 def _place(book: Textbook, quantity: _Quantity) -> str | None:
-    place = place_of_gradient if quantity.name == "gradient" else place_of_loss
-    return place(book, quantity.got, quantity.truth, quantity.wrong)
+    q = quantity
+    if text := rounded_to(book, q.name, q.got, q.distance, q.truth):
+        return text
+    place = place_of_gradient if q.name == "gradient" else place_of_loss
+    return place(book, q.got, q.truth, q.wrong, lambda numbers: q.distance(numbers) <= q.close)
 
 
 def _arithmetic(dtype: Any) -> Any:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,8 @@ from pce_mpi.conformance.units import Tolerance
 
 Array = np.ndarray[Any, Any]
 
+RANKS_DIFFER = "the ranks' losses differ"
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -47,11 +50,15 @@ class Answer:
 
 
 class Judgement(NamedTuple):
-    """The verdict on an answer: it is right if there are no findings; `picture` shows a gradient that is wrong."""
+    """The verdict on an answer: its numbers are right if there are no findings; `picture` shows a wrong gradient.
+
+    `form` has the faults of shape and dtype in spite of which the numbers could be judged.
+    """
 
     findings: list[Finding]
     accuracies: list[Accuracy]
     picture: ErrorMap | None
+    form: list[Finding]
 
 
 def judge(problem: Problem, answers: Sequence[Answer], tolerance: Tolerance) -> Judgement:
@@ -69,20 +76,20 @@ def judge(problem: Problem, answers: Sequence[Answer], tolerance: Tolerance) -> 
     Returns
     -------
     Judgement
-        Findings, errors in ulps, and a picture of the errors of a wrong gradient.
+        Findings, errors in ulps, a picture of the errors of a wrong gradient, and faults of shape and dtype.
 
     Notes
     -----
     Communicates nothing.
     """
-    misshapen = _misshapen(problem, answers)
-    if misshapen:
-        return Judgement(misshapen, [], None)
+    answers, fatal, form = _comparable(problem, answers)
+    if fatal:
+        return Judgement(fatal, [], None, form)
     losses = Losses(problem, [answer.loss for answer in answers], tolerance)
     shards = [answer.dlogits for answer in answers if answer.dlogits is not None]
     gradients = Gradients(problem, shards, tolerance) if shards else None
-    findings = losses.findings() + (gradients.findings() if gradients else [])
-    if findings:
+    differing, wrong = losses.differing(), losses.findings() + (gradients.findings() if gradients else [])
+    if wrong:
         # Gathered logits have a gradient on each rank, which no model of a fault has.
         whole = None if problem.gathered else gradients
         text = explain(
@@ -93,37 +100,50 @@ def judge(problem: Problem, answers: Sequence[Answer], tolerance: Tolerance) -> 
             wrong_dlogits=whole and whole.wrong,
         )
         if text is not None:
-            findings[0].text = f"{text} ({findings[0].text})"
+            named = differing[0] if differing and losses.wrong.any() else wrong[0]
+            named.text = f"{text} ({named.text})"
+    for finding in differing:
+        separator = ": " if wrong and finding.cause else " "
+        finding.text = f"{RANKS_DIFFER}{separator}{finding.text if finding.cause else f'({finding.text})'}"
     return Judgement(
-        findings=findings + losses.differing(),
+        findings=differing + wrong,
         accuracies=losses.accuracies() + (gradients.accuracies() if gradients else []),
         picture=gradients.picture() if gradients and gradients.wrong.any() else None,
+        form=form,
     )
 
 
-def _misshapen(problem: Problem, answers: Sequence[Answer]) -> list[Finding]:
-    """Return the faults of shape and dtype that make an answer impossible to compare."""
-    found: dict[tuple[str, str], list[int]] = {}
+def _comparable(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Answer], list[Finding], list[Finding]]:
+    """Return the answers in the shapes and dtypes that are due, the faults that prevent it, and those that do not."""
+    fatal: dict[tuple[str, str], list[int]] = {}
+    form: dict[tuple[str, str], list[int]] = {}
+    comparable = []
     for rank, answer in enumerate(answers):
-        shards = problem.part(problem.logits, rank).shape
-        for what, got, shape in (("loss", answer.loss, problem.loss_shape), ("gradient", answer.dlogits, shards)):
+        shard = problem.part(problem.logits, rank).shape
+        given = {"loss": answer.loss, "gradient": answer.dlogits}
+        for what, shape in (("loss", problem.loss_shape), ("gradient", shard)):
+            got = given[what]
             if got is None:
                 continue
             if got.shape != shape:
-                due = (
-                    f"{shape} is due, the shape of the logits that were passed"
-                    if what == "gradient"
-                    else f"{shape} is due"
-                )
-                found.setdefault(("shape", f"{what} has shape {got.shape}, where {due}"), []).append(rank)
+                due = f"{shape} is due" + ", the shape of the logits that were passed" * (what == "gradient")
+                kept = form if got.size == math.prod(shape) else fatal
+                kept.setdefault(("shape", f"{what} has shape {got.shape}, where {due}"), []).append(rank)
+            if not is_floating(got.dtype):
+                text = f"{what} has dtype {got.dtype}, which is no floating-point one"
+                fatal.setdefault(("dtype", text), []).append(rank)
             elif what == "gradient" and got.dtype != problem.dtype:
                 text = f"gradient has dtype {got.dtype}, where that of the logits is due, {problem.dtype}"
-                found.setdefault(("dtype", text), []).append(rank)
-            elif not is_floating(got.dtype):
-                found.setdefault(("dtype", f"{what} has dtype {got.dtype}, which is no floating-point one"), []).append(
-                    rank
-                )
-    return [Finding(kind, text + _on_ranks(ranks, len(answers))) for (kind, text), ranks in found.items()]
+                form.setdefault(("dtype", text), []).append(rank)
+            if not fatal:
+                with np.errstate(over="ignore"):
+                    given[what] = got.reshape(shape).astype(problem.dtype if what == "gradient" else got.dtype)
+        comparable.append(Answer(given["loss"], given["gradient"]))  # type: ignore[arg-type]  # a loss is never None
+
+    def findings(found: dict[tuple[str, str], list[int]]) -> list[Finding]:
+        return [Finding(kind, text + _on_ranks(ranks, len(answers))) for (kind, text), ranks in found.items()]
+
+    return comparable, findings(fatal), findings(form)
 
 
 def _on_ranks(ranks: Sequence[int], size: int) -> str:

@@ -16,8 +16,11 @@ from pce_mpi.conformance.offers import Offer
 
 # The words of `comparing` for a wrong number; `judging` puts them in brackets after a known cause.
 _SEEN = re.compile(
-    r"\b((loss|gradient|gradient at targets) is \S+ where \S+ is right|the gradient of row .* is finite where nan is).*"
+    r"\b((loss|gradient|gradient at targets) is \S+ where \S+ is right|the gradient of row .* is finite where nan is"
+    r"|the loss (in row .* )?(is|has dtype) \S+ on rank \d+ and).*"
 )
+# The names that procedures give to several answers are no cause.
+_WHICH = re.compile("(first|second) (of two losses|backward pass)")
 # A number, or a list of several.
 _NUMBERS = re.compile(r"-?\d[\d.]*(e[+-]?\d+)?((, | and )\d+)*( more)?")
 
@@ -31,6 +34,7 @@ class Verdict(StrEnum):
     REFUSED = "refused"
     CRASHED = "crashed"
     DEADLOCKED = "deadlocked"
+    SLOW = "slow"
 
     @property
     def failed(self) -> bool:
@@ -84,7 +88,8 @@ class Finding:
     @property
     def cause(self) -> str:
         """The text without the numbers that were seen; "" if only these are known."""
-        return _SEEN.sub("", self.text).removesuffix(" (").removesuffix(":").strip()
+        cause = _SEEN.sub("", self.text).removesuffix(" (").removesuffix(":").strip()
+        return "" if _WHICH.fullmatch(cause) else cause
 
     @property
     def likeness(self) -> str:

@@ -1,36 +1,60 @@
-"""Describe the errors of an answer by their place and size, for answers that no known fault gives."""
+"""Describe errors that no known fault gives: by exact relations to the right numbers, and by their place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance.textbook import Textbook
 
 Array = np.ndarray[Any, Any]
 
-# Factors, or differences, are equal if they agree to this.
-_ALIKE = 1e-3
-# This many right rows before all wrong ones are no accident.
+# Whether all these numbers are those: within what rounding in another order explains.
+Close = Callable[[Array], bool]
+
+# This many right rows or classes before all wrong ones are no accident.
 _MANY = 32
+# Coarser dtypes, in which every entry may be representable, by the dtype of the logits.
+_COARSER = {"float64": ("bfloat16", "float16", "float32"), "float32": ("bfloat16", "float16")}
 
 
-def place_of_loss(b: Textbook, got: Array, truth: Array, wrong: Array) -> str | None:
+def rounded_to(b: Textbook, name: str, got: Array, distance: Callable[[Array], float], truth: Array) -> str | None:
+    """Return the coarser dtype that every entry is rounded to, in a sentence; None if there is none."""
+    for dtype in _COARSER.get(b.problem.dtype.name, ()):
+        try:
+            narrow = dtype_named(dtype)
+        except TypeError:
+            continue  # bfloat16, without ml_dtypes
+
+        def kept(array: Array, narrow: Any = narrow) -> bool:
+            return bool((array.astype(narrow).astype(np.float64) == array).all())
+
+        # Half an ulp of rounding, and the candidate's own arithmetic.
+        eps = 2.0 ** {"bfloat16": -8, "float16": -11, "float32": -24}[dtype]
+        if kept(got) and not kept(truth.astype(b.problem.dtype).astype(np.float64)) and distance(truth) <= 1.1 * eps:
+            return f"{'every entry of ' * (got.shape[-1] > 1)}the {name} is rounded to {dtype}"
+    return None
+
+
+def place_of_loss(b: Textbook, got: Array, truth: Array, wrong: Array, close: Close) -> str | None:
     """Describe the errors of losses (ranks, numbers); None if they have no pattern."""
     ranks = np.flatnonzero(wrong.any(axis=-1))
     where = [f"on {_some('rank', ranks)} only"] if len(ranks) < len(got) else []
     rows = wrong[ranks[0]]
     if b.problem.reduction == "none" and not rows.all():
         where += _smallest(rows, _rows(b)) or [f"in {_some('row', np.flatnonzero(rows))}"]
-    return _sentence("loss", where, _relation("loss", got[ranks[0]][rows], truth[0][rows], b))
+    only = np.zeros_like(wrong)
+    only[ranks[0]] = rows
+    return _sentence("loss", where, _relation("loss", got, truth, only, close, b))
 
 
-def place_of_gradient(b: Textbook, got: Array, truth: Array, wrong: Array) -> str | None:
+def place_of_gradient(b: Textbook, got: Array, truth: Array, wrong: Array, close: Close) -> str | None:
     """Describe the errors of a gradient (rows, classes); None if they have no pattern."""
     where = [] if wrong.all() else _smallest(wrong, _entries(b))
-    return _sentence("gradient", where, _relation("gradient", got[wrong], truth[wrong], b))
+    return _sentence("gradient", where, _relation("gradient", got, truth, wrong, close, b))
 
 
 def _sentence(name: str, where: list[str], relation: str) -> str | None:
@@ -39,61 +63,48 @@ def _sentence(name: str, where: list[str], relation: str) -> str | None:
     return " ".join([f"the {name} is wrong", *where]) + (f": {relation}" if relation else "")
 
 
-def _relation(name: str, got: Array, truth: Array, b: Textbook) -> str:
+def _relation(name: str, got: Array, truth: Array, wrong: Array, close: Close, b: Textbook) -> str:
     """Return the relation of the wrong numbers to the right ones, "" if there is none."""
-    if np.isnan(got).all():
+    these, right = got[wrong], truth[wrong]
+    if np.isnan(these).all():
         return "nan"
-    if not np.isfinite(got).all() or not np.isfinite(truth).all():
+    if not np.isfinite(these).all() or not np.isfinite(right).all():
         return ""
-    large = np.abs(truth) > np.abs(truth).max(initial=0.0) * 1e-6
-    factors = got[large] / truth[large]
-    if not got.any():
-        size = np.abs(truth).max(initial=0.0)
-        return f"0 where numbers up to {size:.3g} are due"
-    differences = got - truth
-    several = got.size > 1
-    if factors.size and np.ptp(factors) <= _ALIKE * abs(factors[0]) and abs(factors[0] - 1.0) > _ALIKE:
-        text = _times(float(factors[0]), b)
-        if several or text:
-            return text or f"{factors[0]:.4g} times what is due"
-    if name == "loss" and np.abs(differences).max() > _ALIKE and np.ptp(differences) <= _ALIKE * abs(differences[0]):
-        text = _constant(float(abs(differences[0])), b)
-        if several or text:
-            return f"off by the constant {differences[0]:.6g}{text}"
-    size = np.abs(differences).max()
-    largest = np.abs(b.z[np.isfinite(b.z)]).max(initial=0.0)
-    eps = 2.0**-52 if b.problem.dtype == np.float64 else 2.0**-23
-    if name == "loss" and largest > 64.0 and size <= 8.0 * eps * largest:
-        return "errors as large as the rounding of the largest logit (is an offset subtracted too late?)"
-    for dtype, lower in (("float32", 2.0**-23), ("float16 or TF32", 2.0**-10), ("bfloat16", 2.0**-7)):
-        relative = size / np.abs(truth).max(initial=0.0)
-        if dtype == "bfloat16" and b.problem.dtype == np.float16:
-            continue  # no candidate converts one half to the other
-        # A few numbers may have such errors by chance.
-        if (got.size > 3 or dtype == "float32") and eps < lower / 8.0 and lower / 32.0 < relative < lower * 4.0:
-            return f"errors as large as arithmetic in {dtype} makes them"
+    if not these.any():
+        return f"0 where numbers up to {np.abs(right).max(initial=0.0):.3g} are due"
+    largest = int(np.argmax(np.abs(right)))
+    factor = float(these[largest] / right[largest]) if right[largest] else np.nan
+    if np.isfinite(factor) and close(np.where(wrong, factor * truth, got)):
+        meaning = _times(factor, b)
+        if meaning or these.size > 1:
+            return meaning or f"{factor:.4g} times what is due"
+    offset = float(these[largest] - right[largest])
+    if name == "loss" and close(np.where(wrong, truth + offset, got)):
+        meaning = _constant(abs(offset), b)
+        if meaning or these.size > 1:
+            return f"off by the constant {offset:.6g}{meaning}"
     return ""
 
 
 def _times(factor: float, b: Textbook) -> str:
     """Explain a factor, "" if it has no meaning."""
-    if abs(factor + 1.0) < _ALIKE:
+    if np.isclose(factor, -1.0, rtol=1e-5):
         return "of the opposite sign"
     ranks, rows = b.problem.ranks, b.problem.rows
     for number, too_large, too_small in (
         (ranks, f"summed over the {ranks} ranks twice?", f"divided by the {ranks} ranks?"),
         (rows, f"not divided by the {rows} rows?", f"divided by the {rows} rows twice?"),
     ):
-        if number > 1 and abs(factor / number - 1.0) < _ALIKE:
-            return f"{factor:.3f} times too large ({too_large})"
-        if number > 1 and abs(factor * number - 1.0) < _ALIKE:
-            return f"{1.0 / factor:.3f} times too small ({too_small})"
+        if number > 1 and np.isclose(factor, number, rtol=1e-5):
+            return f"{factor:.4g} times too large ({too_large})"
+        if number > 1 and np.isclose(factor * number, 1.0, rtol=1e-5):
+            return f"{1.0 / factor:.4g} times too small ({too_small})"
     return ""
 
 
 def _constant(size: float, b: Textbook) -> str:
     for number, what in ((b.problem.ranks, "the number of ranks"), (b.problem.classes, "the number of classes")):
-        if number > 1 and abs(size / np.log(number) - 1.0) < _ALIKE:
+        if number > 1 and np.isclose(size, np.log(number), rtol=1e-5):
             return f" = log({number}), {what}"
     return ""
 
@@ -118,7 +129,6 @@ def _entries(b: Textbook) -> Iterator[tuple[str, Array]]:
     if not problem.with_probabilities and problem.ranks > 1:
         yield "on the shard that owns the target only", owned
         yield "on the shards that do not own the target only", ~owned & b.valid[:, None]
-        yield "at the first class of shards that do not own the target only", first & ~owned & b.valid[:, None]
     yield "at the first class of each shard only", first
     yield "at the last class of each shard only", last
     yield "at logits of -inf only", b.x == -np.inf
@@ -141,14 +151,20 @@ def _rows(b: Textbook) -> Iterator[tuple[str, Array]]:
 
 
 def _smallest(wrong: Array, sets: Iterator[tuple[str, Array]]) -> list[str]:
-    """Return the name of the smallest set that has all wrong numbers, if at least half of the set is wrong."""
-    first = int(wrong.any(axis=tuple(range(1, wrong.ndim))).argmax())
-    from_first = np.zeros_like(wrong)
-    from_first[first:] = True
-    named = [*sets, (f"from row {first} on", from_first)] if first >= _MANY else [*sets]
+    """Return the name of the smallest set that has all wrong numbers, if at least half of the set is wrong.
+
+    For a gradient, the sets include the entries on one side of the first wrong row or class.
+    """
+    sides = []
+    for axis, what in enumerate(("row", "class")[: wrong.ndim]):
+        start = int(wrong.any(axis=tuple(other for other in range(wrong.ndim) if other != axis)).argmax())
+        if start >= _MANY:
+            members = np.zeros_like(wrong)
+            members[(slice(None),) * axis + (slice(start, None),)] = True
+            sides.append((f"from {what} {start} on", members))
     fitting = [
         (int(members.sum()), text)
-        for text, members in named
+        for text, members in (*sets, *sides)
         if not (wrong & ~members).any() and not members.all() and 2 * wrong.sum() >= members.sum()
     ]
     return [min(fitting, key=lambda each: each[0])[1]] if fitting else []

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 
+_OVERWRITES = "@offers(overwrites_logits=True)"
+
+
 class BadResult(Exception):
     """A candidate returned something that is no loss, or no gradient."""
 
@@ -37,13 +40,15 @@ class Trial:
     """One rank's part of a case.
 
     `problem(0)` is the case's, `problem(1)` another of the same kind, for procedures that need two. `answers` are to be
-    judged, each with the number of its problem and a name; `findings` are faults that the procedure has seen.
+    judged, each with the number of its problem and a name; `findings` are faults that the procedure has seen. Only
+    where it `watches_logits`, a call that overwrites them or returns their memory is one: it would be so in every case.
     """
 
     candidate: Callable[..., Any]
     offer: Offer
     comm: MPI.Intracomm | None
     problem: Callable[[int], Problem]
+    watches_logits: bool = True
     answers: list[tuple[int, str, Answer]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     costs: dict[str, dict[str, float | None]] | None = None
@@ -123,14 +128,17 @@ class _Call:
 
     def check(self) -> None:
         """Report arguments that have changed, and results that share memory with another array."""
-        allowed = {"logits"} if self._offer.overwrites_logits else set()
+        free = set() if self._trial.watches_logits and not self._offer.overwrites_logits else {"logits"}
         for name, watched in self._watched.items():
-            if name not in allowed and watched.changed():
-                self._trial.find("inputs modified", f"{name} {'were' if name[-1] == 's' else 'was'} modified")
-        for result, array in (("the loss", self.loss), ("the gradient", self.gradient)):
-            for name, watched in self._watched.items():
-                if array is not None and name not in allowed and shares_memory(array, watched.handed):
-                    self._trial.find("aliasing", f"{result} shares memory with {name}")
+            declared = f"; where that is meant, declare it: {_OVERWRITES}" * (name == "logits")
+            if name not in free and watched.changed():
+                were = "were" if name[-1] == "s" else "was"
+                self._trial.find("inputs modified", f"{name} {were} modified{declared}")
+            if watched.changed_beside():
+                self._trial.find("inputs modified", f"memory between or beside the elements of {name} was modified")
+            for result, array in (("the loss", self.loss), ("the gradient", self.gradient)):
+                if array is not None and name not in free and shares_memory(array, watched.handed):
+                    self._trial.find("aliasing", f"{result} shares memory with {name}{declared}")
         if self.gradient is not None and shares_memory(self.loss, self.gradient):
             self._trial.find("aliasing", "the loss shares memory with the gradient")
 
@@ -140,13 +148,27 @@ class _Watched:
 
     def __init__(self, array: Array, handed: Any) -> None:
         self.handed = as_array(handed, "input")
-        on_host = isinstance(self.handed, np.ndarray)
-        self._buffer: Any = (array if array.base is None else array.base) if on_host else self.handed
-        self._bytes = to_host(self._buffer).tobytes()
+        self._whole = array.base if isinstance(self.handed, np.ndarray) else None
+        self._view = array
+        self._before = to_host(self.handed).tobytes()
+        self._beside = self._others()
 
     def changed(self) -> bool:
-        """Return True if any byte differs now."""
-        return to_host(self._buffer).tobytes() != self._bytes
+        """Return True if any element differs now."""
+        return to_host(self.handed).tobytes() != self._before
+
+    def changed_beside(self) -> bool:
+        """Return True if any byte between or beside the elements differs now."""
+        return self._others() != self._beside
+
+    def _others(self) -> bytes:
+        """Return the bytes of the array that this one is a view of, with 0 in the place of its elements."""
+        if self._whole is None:
+            return b""
+        copy = self._whole.copy(order="K")
+        start = self._view.__array_interface__["data"][0] - self._whole.__array_interface__["data"][0]
+        np.ndarray(self._view.shape, self._view.dtype, copy, start, self._view.strides)[...] = 0
+        return copy.tobytes()
 
 
 def _as_library(array: Array, library: str) -> Any:

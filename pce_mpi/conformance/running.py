@@ -107,7 +107,7 @@ def run_case(
 
     start = time.perf_counter()
     private = None if comm is None else comm.Dup()
-    trial = Trial(candidate, offer, private, problem)
+    trial = Trial(candidate, offer, private, problem, watches_logits=case.needs.keeps_logits)
     raised = None
     try:
         PROCEDURES[case.procedure](trial)
@@ -227,13 +227,17 @@ def _settle(
         text = f"not all ranks raised: {text_by_rank(raised)}; returned: rank {others}"
         outcome.findings.append(Finding("raised on some ranks", text))
     else:
-        outcome.findings.extend(_together([findings for _, findings in returned]))
         answers = [answers for answers, _ in returned]
         if case.expects == Expects.REFUSAL:
             outcome.findings.append(Finding("not refused", _not_refused(problem(0), answers[0])))
         elif len({len(each) for each in answers}) == 1:  # else some ranks returned no result
             for answers_of_call in zip(*answers, strict=True):
-                _judge(outcome, problem, answers_of_call, tolerance)
+                _judge(outcome, problem, answers_of_call, tolerance, case.form)
+        # Before the numbers only where these follow from them: a gradient that the next call overwrites.
+        found = list(_together([findings for _, findings in returned]))
+        overwritten = [finding for finding in found if finding.kind == "overwritten"]
+        outcome.findings[:0] = overwritten
+        outcome.findings += [finding for finding in found if finding.kind != "overwritten"]
     if outcome.findings:
         outcome.verdict = Verdict.FAIL
 
@@ -243,10 +247,11 @@ def _judge(
     problem: Callable[[int], Problem],
     answers: Sequence[tuple[int, str, Answer]],
     tolerance: Tolerance,
+    form: bool,
 ) -> None:
     which, name, _ = answers[0]
     judgement = judge(problem(which), [answer for _, _, answer in answers], tolerance)
-    for finding in judgement.findings:
+    for finding in judgement.findings + (judgement.form if form else []):
         text = f"{name}: {finding.text}" if name else finding.text
         outcome.findings.append(Finding(finding.kind, text))
     outcome.picture = outcome.picture or judgement.picture

@@ -104,7 +104,7 @@ def judged(
 
 def _numbers_show(case: Case) -> bool:
     needs = case.needs
-    about_calling = needs.keeps_logits or needs.deterministic or case.name == "same-on-every-rank"
+    about_calling = needs.keeps_logits or needs.deterministic or case.form or case.name == "same-on-every-rank"
     return case.procedure == "plain" and not about_calling
 
 
@@ -236,7 +236,9 @@ def _outcome(folder: Path, entry: Entry, given: Mapping[str, Array], tolerance: 
             answers = [
                 Answer(loss, None if dlogits is None else problem.part(dlogits, rank)) for rank in range(problem.ranks)
             ]
-            outcome.findings, outcome.accuracies, outcome.picture = judge(problem, answers, tolerance)
+            judgement = judge(problem, answers, tolerance)
+            outcome.findings = judgement.findings + judgement.form
+            outcome.accuracies, outcome.picture = judgement.accuracies, judgement.picture
     if outcome.findings and outcome.verdict is Verdict.PASS:
         outcome.verdict = Verdict.FAIL
     return outcome

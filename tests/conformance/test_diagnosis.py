@@ -2,16 +2,20 @@
 
 from dataclasses import replace
 from itertools import pairwise
+import re
 
 import numpy as np
 import pytest
 
 from candidates.by_hand import candidate
+from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance.cases import Expects
 from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.diagnosis import explain
 from pce_mpi.conformance.faults import answers
 from pce_mpi.conformance.textbook import Textbook
+from ranks.test_conformance_catches import PLANTED
+from ranks.test_conformance_wild import SHIPPED
 import ulps
 
 # p - 1 in float64, where p is within 1e-7 of 1, has an error of 2**-53 / 1e-7: that many ulp of its own size.
@@ -73,8 +77,8 @@ def test_every_fault_has_an_answer_for_every_case(ranks):
 
 def test_factor_is_named():
     problem = problem_of("random-logits/float32")
-    assert "3 times too large: summed over the 3 ranks twice" in said(problem, None, lambda g: np.multiply(g, 3, g))
-    assert "6.000 times too small (divided by the 6 rows twice?)" in said(problem, None, lambda g: np.divide(g, 6, g))
+    assert "3 times too large (summed over the 3 ranks twice?)" in said(problem, None, lambda g: np.multiply(g, 3, g))
+    assert "6 times too small (divided by the 6 rows twice?)" in said(problem, None, lambda g: np.divide(g, 6, g))
     assert "of the opposite sign" in said(problem, None, lambda g: np.negative(g, g))
     assert "0.3 times what is due" in said(problem, None, lambda g: np.multiply(g, 0.3, g))
 
@@ -92,7 +96,7 @@ def test_lower_precision_is_named():
         lambda loss, rank: loss.astype(np.float32).astype(np.float64),
         lambda g: np.copyto(g, g.astype(np.float32)),
     )
-    assert text.count("errors as large as arithmetic in float32 makes them") == 2
+    assert text == "the loss is rounded to float32; every entry of the gradient is rounded to float32"
 
 
 def test_other_half_precision_is_not_named():
@@ -174,7 +178,7 @@ def test_two_faults_are_both_named():
     problem = replace(problem_of("label_smoothing/float32"), reduction="sum")
     text = said(problem, lambda loss, rank: loss * 3, lambda g: np.multiply(g, 0.3, g))
     assert text.startswith(
-        "the loss is 3 times too large: summed over the 3 ranks twice; the gradient is wrong: 0.3 times"
+        "the loss is wrong: 3 times too large (summed over the 3 ranks twice?); the gradient is wrong: 0.3 times"
     )
 
 
@@ -215,3 +219,52 @@ def test_answer_that_passes_is_not_explained():
     wrong = np.zeros(problem.ranks, np.bool_), np.zeros(problem.logits.shape, np.bool_)
     losses = [loss + 1.0] * problem.ranks
     assert explain(problem, losses, gradient, wrong_losses=wrong[0], wrong_dlogits=wrong[1]) is None
+
+
+@pytest.mark.parametrize("noise", [2.0**-8, 2.0**-11])
+def test_size_of_errors_is_no_cause(noise):
+    """Errors as large as those of bfloat16 or float16 say nothing on where they come from."""
+    problem = problem_of("random-logits/float32")
+    factors = 1 + noise * np.random.default_rng(0).uniform(-1, 1, problem.logits.shape)
+    assert said(problem, None, lambda g: np.multiply(g, factors, g)) is None
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rounding_of_every_entry_is_named(dtype):
+    problem = problem_of("random-logits/float32")
+    text = said(problem, None, lambda g: np.copyto(g, g.astype(dtype_named(dtype)).astype(np.float64)))
+    assert text == f"every entry of the gradient is rounded to {dtype}"
+
+
+def test_one_entry_that_is_not_rounded_contradicts_rounding():
+    problem = problem_of("random-logits/float32")
+
+    def all_but_one(gradient):
+        kept = gradient[2, 3]
+        gradient[...] = gradient.astype(np.float16)
+        gradient[2, 3] = kept
+
+    assert said(problem, None, all_but_one) is None
+
+
+def test_classes_beyond_a_boundary_are_named():
+    problem = problem_of("many-classes/float32")
+    text = said(problem, None, lambda g: np.copyto(g[:, 2000:], 0.0))
+    assert text.startswith("the gradient is wrong from class 2000 on: 0 where numbers up to")
+
+
+def test_every_fault_model_is_shown_by_candidate():
+    """The candidates are those that tests/ranks runs; a model that none of them shows has no place in the kit."""
+
+    def without_numbers(text):
+        return re.sub(r"\{ranks\}|\d+(, \d+)*", "#", re.sub(r"b?float16", "half", text))
+
+    words = [without_numbers(each.words.removeprefix("second backward pass: ")) for each in (*PLANTED, *SHIPPED)]
+    texts = set()
+    for name in CASES:
+        with np.errstate(all="ignore"):
+            for ranks in (1, 3):
+                texts |= {text for text, _ in answers(Textbook.of(problem_of(name, ranks)))}
+    shown = [f"the ranks' losses differ: {text}" for text in sorted(set(map(without_numbers, texts)))]
+    unseen = [text for text in shown if not any(word in text for word in words)]
+    assert unseen == [], "\n".join(unseen)

@@ -43,3 +43,27 @@ def test_planted_fault_that_ends_job_is_outcome(fault, case, verdict, words, tmp
     for each in words:
         assert each in said
     assert outcomes["random-logits/float32"]["verdict"] == "pass"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("time.sleep(600)", "ranks 0, 1 never returned from it.py:3 in candidate; --timeout gives more time"),
+        (
+            "\n    if not comm.rank: raise ValueError('on one rank')\n    while True:\n"
+            "        time.sleep(0.05)\n        time.sleep(0.05)\n        time.sleep(0.05)\n        time.sleep(0.05)",
+            "rank 1 never returned from it.py:",
+        ),
+    ],
+    ids=["all ranks inside", "one rank moves"],
+)
+def test_busy_candidate_is_slow_not_deadlocked(tmp_path, body, words):
+    (tmp_path / "it.py").write_text(
+        "import time\ndef candidate(logits, targets, *, class_start, num_classes, comm):\n    " + body.lstrip("\n ")
+    )
+    selection = ["--case", "random-logits/float32", "--timeout", 6 * slowdown(), "--json", "report"]
+    run = conformance("-n", 2, "it.py:candidate", *selection, folder=tmp_path)
+    assert run.returncode == 1, run.stderr
+    (outcome,) = json.loads((tmp_path / "report").read_text())["outcomes"]
+    assert outcome["verdict"] == "slow", outcome["findings"]
+    assert words in outcome["findings"][0]["text"]

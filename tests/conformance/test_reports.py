@@ -81,12 +81,12 @@ def row_of(text, start):
 
 def test_terminal_counts_cases_by_family_and_verdict():
     text = terminal.render(ALL)
-    head = "cases        pass  FAIL  not offered  refused  crashed  deadlocked"
+    head = "cases        pass  FAIL  not offered  refused  crashed  deadlocked  slow"
     assert head in text.splitlines()
     assert row_of(text, "smoothing ") == ["smoothing", "1", "1"]
     line = text.splitlines()[text.splitlines().index(head) + 3]
     assert line.index("1") == head.index("FAIL") + 3
-    assert row_of(text, "all ") == ["all", "2", "1", "1", "1", "1", "1"]
+    assert row_of(text, "all ") == ["all", "2", "1", "1", "1", "1", "1", "0"]
     assert text.splitlines()[-1] == "4 of 6 cases failed (1 FAIL, 1 refused, 1 crashed, 1 deadlocked); 1 not offered"
 
 
@@ -378,7 +378,7 @@ def test_json_has_version_and_only_finite_numbers():
     content = json.loads(json_file.render(ALL), parse_constant=refuse)
     assert (content["format"], content["version"]) == ("pce_mpi conformance report", 1)
     assert content["failed"] is True
-    assert content["counts"] == {verdict: 2 if verdict == "pass" else 1 for verdict in Verdict}
+    assert content["counts"] == {verdict: {"pass": 2, "slow": 0}.get(verdict, 1) for verdict in Verdict}
     documented = set(re.findall(r"^    (\w+(?:, \w+)*)", json_file.__doc__, re.MULTILINE))
     assert {name for names in documented for name in names.split(", ")} == content.keys()
 

@@ -132,6 +132,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("places"),
             room("diagnosis"),
             room("judging"),
+            room("contradictions"),
             room("costs"),
             room("procedures"),
             room("stacks"),

@@ -90,6 +90,11 @@ SUBTLE = [
     Planted(
         "smoothing_not_in_gradient", "label_smoothing/float32", "label smoothing is left out, in the gradient only"
     ),
+    Planted("options_left_out", "weight/float32", "class weights are left out"),
+    Planted("options_left_out", "label_smoothing/float32", "label smoothing is left out"),
+    Planted("options_left_out", "z_loss/float32", "z_loss is left out"),
+    Planted("options_left_out", "logit_scale/float32", "logit_scale is left out"),
+    Planted("options_left_out", "softcap/float32", "softcap is left out"),
     Planted("divisor_without_weights", "weight/float32", "rows, not by the sum of their weights"),
     Planted(
         "weight_of_each_class", "weight/float32", "the weight of each class, where that of the row's target is due"
@@ -121,7 +126,9 @@ SUBTLE = [
     Planted("upstream_of_the_first_row", "upstream/each-row", "the upstream gradient of the first row is used for all"),
     Planted("upstream_left_out", "upstream/scalar", "the upstream gradient is left out"),
     Planted(
-        "second_backward_scales_again", "backward-twice", "second backward pass: the upstream gradient is applied twice"
+        "second_backward_scales_again",
+        "backward-twice/scalar",
+        "second backward pass: the upstream gradient is applied twice",
     ),
     Planted("one_buffer_for_all_calls", "two-losses-alive/plain", "first of two losses"),
     Planted("weights_of_the_first_call", "two-losses-alive/other-weights", "second of two losses"),
@@ -140,7 +147,7 @@ PLANTED = [
         "the first class of every shard that does not own the target",
         2,
     ),
-    Planted("gradient_reduced_twice", "reduction/mean", "the gradient is {ranks} times too large: summed over", 2),
+    Planted("gradient_reduced_twice", "reduction/mean", "the gradient is wrong: {ranks} times too large (summed", 2),
     Planted("loss_on_rank_0_alone", "same-on-every-rank", "the sum of exponentials is reduced to rank 0 alone", 2),
     Planted("mean_of_the_ranks_means", "ignored/unevenly-over-ranks", "that of each rank's mean", 2),
     Planted("overwrites_logits", "inputs-unmodified", "logits were modified"),

@@ -241,7 +241,7 @@ def test_second_backward_that_scales_again_fails(comm):
 
         return loss, backward
 
-    outcome = run(candidate, "backward-twice", comm, offer=BACKWARD)
+    outcome = run(candidate, "backward-twice/scalar", comm, offer=BACKWARD)
     assert kinds(outcome) == ["overwritten", "gradient"]
     assert outcome.findings[1].text.startswith("second backward pass: ")
     assert run(candidate, "upstream/scalar", comm, offer=BACKWARD).verdict == Verdict.PASS

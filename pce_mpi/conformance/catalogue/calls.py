@@ -32,12 +32,21 @@ def families(main: str) -> Iterator[Case]:
         Needs(gradient=_BACKWARD, reductions=("none",)),
     )
     yield Case(
-        "backward-twice",
+        "backward-twice/scalar",
         "A second backward pass that scales, or subtracts 1 at the target, in memory where the first one did already "
         "(TransformerEngine).",
         main,
         _upstream_scalar,
         Needs(gradient=_BACKWARD, reductions=("mean", "sum")),
+        procedure="backward-twice",
+    )
+    yield Case(
+        "backward-twice/each-row",
+        "A second backward pass of losses per row that scales, or subtracts 1 at the target, where the first one did "
+        "already (Megatron-LM, TransformerEngine).",
+        main,
+        _upstream_by_row,
+        Needs(gradient=_BACKWARD, reductions=("none",)),
         procedure="backward-twice",
     )
     yield Case(
@@ -71,6 +80,16 @@ def families(main: str) -> Iterator[Case]:
         partial(random_problem, scale=1.0),
         Needs(gradient=_VALUE, keeps_logits=True),
     )
+    for name, axes, reductions in (("scalar", 1, ("mean", "sum")), ("each-row", 1, ("none",)), ("3-D", 2, ("none",))):
+        yield Case(
+            f"result-form/{name}",
+            "A loss of shape (1,), or flattened, and a gradient of another shape or dtype than the logits. Other cases "
+            "judge the numbers all the same.",
+            main,
+            partial(random_problem, axes=axes),
+            Needs(reductions=reductions, dims=axes + 1),
+            form=True,
+        )
     yield Case(
         "same-on-every-rank",
         "Losses that differ in the last bit from rank to rank, as each rank reduced in another order: programs that "

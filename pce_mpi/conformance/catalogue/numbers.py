@@ -75,7 +75,7 @@ def families(main: str) -> Iterator[Case]:
         )
         yield Case(
             f"logits-of-1000-smoothed/{dtype}",
-            "log(exp(x - max)) in the smoothing term is -inf where the exponential is 0 (Liger).",
+            "log(exp(x - max)) in the smoothing term is -inf where the exponential is 0 (Megatron-LM).",
             dtype,
             partial(_logits_of_1000, label_smoothing=0.125),
             Needs(options=("label_smoothing",)),

@@ -9,7 +9,7 @@ from pce_mpi.conformance.faults.memory import memory_order
 from pce_mpi.conformance.faults.numbers import roundings, special_values
 from pce_mpi.conformance.faults.options import other_options, smoothing
 from pce_mpi.conformance.faults.rows import counted_rows, probabilities, upstream
-from pce_mpi.conformance.faults.sharding import factors, reductions, target_owners
+from pce_mpi.conformance.faults.sharding import reductions, target_owners
 from pce_mpi.conformance.textbook import Textbook
 
 # The special before the general: the first fault that fits an answer is reported.
@@ -24,7 +24,6 @@ _FAMILIES = (
     upstream,
     roundings,
     memory_order,
-    factors,
 )
 
 

@@ -22,14 +22,11 @@ def memory_order(b: Textbook) -> Faults:
         if order != axes:
             rows = np.arange(problem.rows).reshape(shape).transpose(order).reshape(-1)
             yield f"the gradient is transposed: its row axes are in the order {order}", of_gradient(gradient[rows])
-            text = f"the gradient has the rows of the targets in another order, axes {order}"
-            yield text, of_gradient((b.but(u=b.u[rows])).gradient())
     parts = [problem.part(problem.logits, rank) for rank in range(problem.ranks)]
     if problem.axis % problem.logits.ndim != len(shape):
         flat = _with_parts(b, parts)
         text = "the class axis is not moved to the end before rows are flattened"
         yield text, Given((flat.loss(),), _reshaped(problem, flat.gradient()))
-        yield "the gradient is written as if the class axis were the last", of_gradient(_reshaped(problem, gradient))
     if problem.memory != "C":
         parts = [_memory(problem.shard(rank).logits) for rank in range(problem.ranks)]
         text = "the strides of the logits are not heeded: they are read as if they were contiguous"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pce_mpi.conformance.faults.answer import Faults, each_rank, of_gradient
+from pce_mpi.conformance.faults.answer import Faults, of_gradient
 from pce_mpi.conformance.textbook import Textbook
 
 
@@ -26,7 +26,6 @@ def counted_rows(b: Textbook) -> Faults:
             share = owners @ (b.q @ b.w) * (owners.any(-1)).sum()
             of_means = b.but(divisor=np.where(b.valid, share @ owners, 1.0))
             yield "the mean is that of each rank's mean over the rows whose target it owns", of_means
-        yield "the mean is not divided by the number of rows: this is the sum", b.but(divisor=1.0)
     if left == rows:
         return
     inside = ~b.valid & (b.t >= 0) & (b.t < b.problem.classes)
@@ -37,14 +36,11 @@ def counted_rows(b: Textbook) -> Faults:
         counted = everywhere.with_u(b.u + (1.0 - b.smoothing) * b.w * one)
         yield text, counted.but(divisor=b.divisor + (one @ b.w).sum() if b.problem.reduction == "mean" else 1.0)
         yield text, counted
-        yield "ignored rows have a gradient, as if they were not ignored", of_gradient(counted.gradient())
-    yield "ignored rows have a gradient", of_gradient(everywhere.gradient())
-    for what, column in (("", None), (", as if class 0 were their target", 0), (", as if the last class were", -1)):
-        one = np.zeros_like(b.u)
-        if column is not None and b.problem.classes:
-            one[:, column] = 1.0
-        gradient = np.where(b.valid[:, None], b.gradient(), everywhere.gradient_of(b.p - one))
-        yield f"ignored rows have a gradient{what}", of_gradient(gradient)
+        # ColossalAI: their softmax is set to 0, and 1 is subtracted at the target all the same
+        gradient = np.where(b.valid[:, None], b.gradient(), everywhere.gradient_of(-one))
+        yield "ignored rows have a gradient of -1 at their target", of_gradient(gradient)
+    gradient = np.where(b.valid[:, None], b.gradient(), everywhere.gradient_of(b.p))
+    yield "ignored rows have a gradient", of_gradient(gradient)
 
 
 def probabilities(b: Textbook) -> Faults:
@@ -55,15 +51,6 @@ def probabilities(b: Textbook) -> Faults:
     yield "the gradient takes for granted that target probabilities sum to 1", of_gradient(one.gradient())
     text = "the gradient is that of the log-probabilities: it has not gone through log_softmax"
     yield text, of_gradient(b.gradient_of(-b.u))
-    yield "target probabilities are divided by their sum", b.with_u(b.u / b.q.sum(-1, keepdims=True))
-    most = np.arange(b.problem.classes) == b.t[:, None]
-    yield "only the most probable class of each row counts", b.with_u(b.w * most)
-    text = "the mean divides by the sum of the target probabilities, not by the number of rows"
-    yield text, b.but(divisor=float(b.q.sum()) if b.problem.reduction == "mean" else 1.0)
-    yield (
-        "the sum of the target probabilities is of each rank's own classes only: it is never reduced over the ranks",
-        each_rank(b, lambda rank: b.but(total=(b.u * b.in_shard(rank)).sum(-1))),
-    )
 
 
 def upstream(b: Textbook) -> Faults:
@@ -74,7 +61,5 @@ def upstream(b: Textbook) -> Faults:
         ("the upstream gradient is left out", np.ones_like(b.g)),
         ("the upstream gradient is applied twice", b.g * b.g),
         ("the upstream gradient of the first row is used for all rows", np.full_like(b.g, b.g[0])),
-        ("the mean of the upstream gradient is used for all rows", np.full_like(b.g, b.g.mean())),
-        ("the sum of the upstream gradient is used for all rows", np.full_like(b.g, b.g.sum())),
     ):
         yield text, of_gradient(b.but(g=g).gradient())

@@ -16,6 +16,7 @@ _TAGS = {
     Verdict.REFUSED: "failure",
     Verdict.CRASHED: "error",
     Verdict.DEADLOCKED: "error",
+    Verdict.SLOW: "error",
     Verdict.NOT_OFFERED: "skipped",
 }
 # The output of a candidate may have characters that XML does not allow.

@@ -17,7 +17,8 @@ MEANING = {
     Verdict.NOT_OFFERED: "not supported, as declared; never held against the candidate",
     Verdict.REFUSED: "raised on every rank where an answer was due",
     Verdict.CRASHED: "a process died",
-    Verdict.DEADLOCKED: "some ranks never returned",
+    Verdict.DEADLOCKED: "some ranks never returned, and others had raised or returned",
+    Verdict.SLOW: "no rank returned in time: all were inside the candidate, or still moving",
 }
 
 # `batches` begins the finding at a smaller shape with this.
@@ -190,7 +191,7 @@ def printed(outcome: Outcome) -> str:
 
 def _prints(outcome: Outcome) -> list[Finding]:
     """Return the findings that are output: all but the first, for a case that did not end."""
-    return outcome.findings[1:] if outcome.verdict in (Verdict.CRASHED, Verdict.DEADLOCKED) else []
+    return outcome.findings[1:] if outcome.verdict in (Verdict.CRASHED, Verdict.DEADLOCKED, Verdict.SLOW) else []
 
 
 def shape(outcome: Outcome) -> str:

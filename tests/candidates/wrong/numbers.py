@@ -47,7 +47,7 @@ class ClippedAt64(ByHand):
 
 
 class LogarithmOfExponential(ByHand):
-    """log p is computed as log(exp(x - max) / sum), in float32 (Liger)."""
+    """log p is computed as log(exp(x - max) / sum), in float32 (Megatron-LM)."""
 
     def row_losses(self, s):
         s.shifted = np.log(s.exp.astype(np.float32)).astype(np.float64)

@@ -5,6 +5,14 @@ import numpy as np
 from candidates.by_hand import ByHand
 
 
+class OptionsLeftOut(ByHand):
+    """The options are taken as keywords, and not used."""
+
+    def flatten(self, s):
+        s.weight, s.label_smoothing, s.z_loss, s.logit_scale, s.softcap = None, 0.0, 0.0, 1.0, None
+        super().flatten(s)
+
+
 class SmoothingOverLocalClasses(ByHand):
     """Label smoothing is spread over this rank's classes (Megatron)."""
 

@@ -28,7 +28,7 @@ class LastClassOfAShard(ByHand):
 
 
 class OneSubtractedOnEveryShard(ByHand):
-    """A shard that does not own the target takes its first class for it (ms-swift)."""
+    """A shard that does not own the target takes its first class for it."""
 
     def gradient_of_z(self, s):
         dz = super().gradient_of_z(s)

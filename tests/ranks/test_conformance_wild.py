@@ -1,0 +1,136 @@
+"""What the kit says of losses that projects have shipped, each in tests/candidates/wild by its formula."""
+
+from typing import NamedTuple
+
+import pytest
+
+from candidates.wild import colossalai, liger, megatron, ms_swift, nanotron, transformer_engine
+from candidates.wild.vocab_parallel import VocabParallel
+from pce_mpi.conformance.catalogue import cases
+from pce_mpi.conformance.outcomes import Verdict
+from pce_mpi.conformance.running import run_case
+
+PROJECTS = [colossalai, liger, megatron, ms_swift, nanotron, transformer_engine]
+
+
+class Shipped(NamedTuple):
+    """A candidate, a case, and the words of the line that its report begins with."""
+
+    candidate: type
+    case: str
+    words: str
+    ranks: int = 3
+
+    def __str__(self):
+        return f"{self.candidate.__name__}-{self.case}"
+
+
+LOCAL = "label smoothing is spread over the 8 local classes, with the factor K / (K - 1), not over all 24"
+SHIPPED = [
+    Shipped(megatron.MegatronSmoothing, "label_smoothing/float32", f"the ranks' losses differ: {LOCAL}"),
+    Shipped(
+        megatron.MegatronSmoothing,
+        "pair/ignore_index+label_smoothing",
+        "is spread over each rank's own 3, 6, 15 local classes, with the factor K / (K - 1), not over all 24",
+    ),
+    Shipped(
+        megatron.MegatronSmoothing,
+        "logits-of-1000-smoothed/float32",
+        "log p is the logarithm of an exponential that has become 0, and infinite where label smoothing needs it",
+    ),
+    Shipped(
+        megatron.MegatronSmoothing,
+        "inputs-unmodified",
+        "logits were modified; where that is meant, declare it: @offers(overwrites_logits=True)",
+    ),
+    Shipped(
+        megatron.MegatronSmoothing,
+        "label_smoothing/float32",
+        "label smoothing is spread over the 23 other classes, not over all 24",
+        ranks=1,
+    ),
+    Shipped(megatron.MegatronSmoothing, "target-out-of-range/one-too-many", "no rank refused it"),
+    Shipped(megatron.MegatronFused, "random-logits/float32", "every entry of the gradient is rounded to bfloat16"),
+    Shipped(megatron.MegatronFused, "p-near-1/float32", "every entry of the gradient is rounded to bfloat16"),
+    Shipped(
+        megatron.MegatronBackward,
+        "backward-twice/each-row",
+        "the second backward pass changed the gradient that the first one had returned",
+    ),
+    Shipped(
+        transformer_engine.TransformerEngineSmoothing,
+        "label_smoothing/float32",
+        "the ranks' losses differ: the sum of label smoothing is of each rank's own classes only: it is never reduced",
+    ),
+    Shipped(
+        transformer_engine.TransformerEngineBackward,
+        "backward-twice/each-row",
+        "the second backward pass changed the gradient that the first one had returned",
+    ),
+    Shipped(
+        ms_swift.MsSwiftLogProb,
+        "reduction/none",
+        "only the shard that owns a row's target has a gradient: an all-reduce that autograd does not see",
+    ),
+    Shipped(
+        ms_swift.MsSwiftLogProb,
+        "targets-on-one-rank",
+        "only the shard that owns a row's target has a gradient: an all-reduce that autograd does not see",
+    ),
+    Shipped(
+        colossalai.ColossalAI,
+        "p-equal-1",
+        "the mean counts the rows whose loss is not 0, and leaves out those that are predicted perfectly",
+    ),
+    Shipped(colossalai.ColossalAI, "ignored/inside", "ignored rows have a gradient of -1 at their target"),
+    Shipped(nanotron.NanotronZLoss, "z_loss/float32", "z_loss lacks the maximum that the logits were shifted by"),
+    Shipped(liger.LigerGradient, "p-near-1/bfloat16", "1 is subtracted at the target after rounding to bfloat16"),
+    Shipped(liger.LigerGradient, "inputs-unmodified", "logits were modified; where that is meant, declare it"),
+]
+
+
+def run(candidate, name, comm):
+    (case,) = cases(candidate, pattern=name)
+    return run_case(candidate, case, comm)
+
+
+@pytest.mark.sizes(1, 3)
+@pytest.mark.parametrize("shipped", SHIPPED, ids=str)
+def test_shipped_fault_is_named_first(comm, shipped):
+    if comm.size != shipped.ranks:
+        pytest.skip(f"the words are those of {shipped.ranks} ranks")
+    outcome = run(shipped.candidate(), shipped.case, comm)
+    assert outcome.failed
+    assert shipped.words in outcome.findings[0].text, outcome.findings
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize(
+    "candidate",
+    [megatron.MegatronSmoothing, transformer_engine.TransformerEngineSmoothing, nanotron.NanotronZLoss],
+    ids=lambda each: each.__name__,
+)
+def test_fault_of_option_passes_without_it(comm, candidate):
+    plain = ["random-logits/float32", "reduction/none", "p-near-1/float32", "offset/1e4/float32", "masked-classes"]
+    outcomes = [run(candidate(), name, comm) for name in plain]
+    assert [outcome.findings for outcome in outcomes if outcome.failed] == []
+
+
+@pytest.mark.sizes(2, 3)
+def test_common_ground_of_projects_conforms(comm):
+    """The faults are those of the projects, not of the steps that they share."""
+    unchecked = {"target-out-of-range", "gathered-logits"}  # no rank looks at the targets, or counts the classes
+    candidate = VocabParallel()
+    outcomes = [run_case(candidate, case, comm) for case in cases(candidate) if case.family not in unchecked]
+    failed = [(outcome.case, outcome.findings) for outcome in outcomes if outcome.verdict != Verdict.PASS]
+    assert failed == []
+
+
+def test_every_shipped_loss_has_a_test():
+    defined = {
+        value
+        for module in PROJECTS
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    }
+    assert defined == {each.candidate for each in SHIPPED}
