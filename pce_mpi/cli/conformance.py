@@ -63,6 +63,20 @@ Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or ju
         "--case", action="append", metavar="PATTERN", help="only this case, family, or shell pattern; may be repeated"
     )
     parser.add_argument(
+        "--except",
+        dest="but",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="all cases but this one, family, or shell pattern; may be repeated",
+    )
+    parser.add_argument(
+        "--known",
+        metavar="FILE",
+        help="cases that are known to fail, a name or pattern in each line (# begins a comment): the run passes if no "
+        "other case fails, and fails if one of these passes",
+    )
+    parser.add_argument(
         "--dtype",
         action="append",
         choices=DTYPES,
@@ -86,10 +100,7 @@ Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or ju
     parser.add_argument("--rows", type=_positive, metavar="R", help="rows, in place of each case's own")
     parser.add_argument("--classes", type=_positive, metavar="C", help="classes, in place of each case's own")
     parser.add_argument(
-        "--shrink",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="look for the smallest shape at which a case still fails (on, unless --no-shrink is given)",
+        "--shrink", action="store_true", help="look for the smallest shape at which each case still fails"
     )
     for option, (_, what) in _FILES.items():
         parser.add_argument(f"--{option}", type=_file, metavar="FILE", help=f"write the report there: {what}")
@@ -123,6 +134,7 @@ def run(options: argparse.Namespace) -> int:
         candidate=options.candidate or "",
         adapter=options.adapter,
         patterns=None if options.case is None else tuple(options.case),
+        but=tuple(options.but),
         dtypes=None if options.dtype is None else tuple(options.dtype),
         strict=options.strict,
         tolerance=options.tolerance,
@@ -130,7 +142,11 @@ def run(options: argparse.Namespace) -> int:
         rows=options.rows,
         classes=options.classes,
     )
-    if unknown := orders.patterns_of_no_case():
+    try:
+        known = _known_failures(options.known)
+    except OSError as error:
+        return _wrong(f"--known: {error}")
+    if unknown := orders.patterns_of_no_case(known):
         return _wrong(_no_such_case(unknown, orders))
     if wrong := _wrong_work(options):
         return _wrong(wrong)
@@ -149,7 +165,9 @@ def run(options: argparse.Namespace) -> int:
             print(
                 f"starting {options.n} rank{'s' * (options.n > 1)} with {orders.candidate}", file=sys.stderr, flush=True
             )
-            report = run_cases(orders, options.n, timeout=options.timeout, shrinking=options.shrink, display=display)
+            report = run_cases(
+                orders, options.n, timeout=options.timeout, shrinking=options.shrink, display=display, known=known
+            )
     except (LaunchError, _UsageError) as error:
         return _wrong(str(error))
     except ImportError as error:
@@ -172,6 +190,12 @@ def run(options: argparse.Namespace) -> int:
             else f"nothing was judged: {orders.candidate} offers none of the selected cases, --list says why"
         )
     return 1 if report.failed else 0
+
+
+def _known_failures(path: str | None) -> list[str]:
+    """Read the names and patterns in a file."""
+    lines = [] if path is None else Path(path).read_text(encoding="utf-8").splitlines()
+    return [name for line in lines if (name := line.partition("#")[0].strip())]
 
 
 def _no_such_case(patterns: list[str], orders: Orders) -> str:

@@ -64,11 +64,14 @@ class Display(Protocol):
         """A fault that is no outcome of a case."""
 
 
-def run_cases(orders: Orders, ranks: int, *, timeout: float, shrinking: bool, display: Display) -> Report:
+def run_cases(
+    orders: Orders, ranks: int, *, timeout: float, shrinking: bool, display: Display, known: Sequence[str] = ()
+) -> Report:
     """Run the cases that `orders` select on `ranks` ranks, in as many launches as necessary.
 
     `timeout`: seconds without a sign of life from any rank after which a case is deadlocked. `shrinking`: find the
-    smallest shape at which each failing case still fails.
+    smallest shape at which each failing case still fails. `known`: names, families or shell patterns of the cases that
+    are known to fail; one of these that passes is a failure.
 
     After a KeyboardInterrupt, returns the outcomes so far, if there are any. Raises `LaunchError` if ranks cannot be
     started or the candidate cannot be loaded. Leaves no process behind.
@@ -92,6 +95,8 @@ def run_cases(orders: Orders, ranks: int, *, timeout: float, shrinking: bool, di
         outcomes, batches.cases, batches.offer, orders.seed, Tolerance(orders.strict, orders.tolerance)
     )
     for outcome in outcomes:
+        if any(map(batches.cases[outcome.case].fits, known)):
+            _compare_with_known(outcome)
         if outcome.failed:
             outcome.rerun = _command(orders, ranks, timeout, outcome)
     return Report(
@@ -105,6 +110,15 @@ def run_cases(orders: Orders, ranks: int, *, timeout: float, shrinking: bool, di
         outcomes=outcomes,
         interrupted=interrupted,
     )
+
+
+def _compare_with_known(outcome: Outcome) -> None:
+    """Take a failure for what was known; fail a case that passes."""
+    if outcome.failed:
+        outcome.verdict, outcome.note = Verdict.KNOWN, f"{outcome.verdict}: {outcome.findings[0].text}"
+    elif outcome.verdict is Verdict.PASS:
+        outcome.verdict = Verdict.FAIL
+        outcome.findings = [Finding("known", "passes, and is known to fail: remove it from the file of known failures")]
 
 
 def asked_offer(orders: Orders, *, timeout: float, display: Display) -> Offer:
@@ -190,13 +204,12 @@ class _Batches:
         case = self.cases[task.case]
         assert self.offer is not None
         orders = self.orders
-        setting = case.setting(self.offer, self.ranks, seed=orders.seed, rows=orders.rows, classes=orders.classes)
         findings = [Finding(str(verdict), text)]
         if printed:
             findings.append(Finding(str(verdict), printed))
         outcome = Outcome(case.name, case.catches, verdict, findings, ranks=self.ranks, dtype=case.dtype)
         try:
-            problem = case.build(setting)
+            problem = case.problem(self.offer, self.ranks, seed=orders.seed, rows=orders.rows, classes=orders.classes)
         except Exception as error:
             # The ranks may have failed for the same reason; keep their outcomes.
             findings.append(Finding(str(verdict), f"its shape is not known: {type(error).__name__}: {error}"))

@@ -7,7 +7,7 @@ rank; `Problem.expected` is the result of `dense` in float64, from logits rounde
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pce_mpi import dense
-from pce_mpi.conformance.offers import Needs, Offer, Shards
+from pce_mpi.conformance.offers import Needs, Offer, Shards, Smoothing
 
 Array = np.ndarray[Any, Any]
 
@@ -45,6 +45,8 @@ class Setting:
     reduction: str
     seed: int
     shards: Shards
+    ignore_index: int = -100
+    normalized: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +78,8 @@ class Problem:
         "mean", "sum" or "none".
     axis : int
         The class axis.
+    smoothing : str
+        The convention of label smoothing, as in `Offer`.
     dloss : numpy.ndarray, optional
         The upstream gradient, shaped as the loss; None: ones.
     memory : str
@@ -93,6 +97,7 @@ class Problem:
     options: dict[str, Any] = field(default_factory=dict)
     reduction: str = "mean"
     axis: int = -1
+    smoothing: Smoothing = "all"
     dloss: Array | None = None
     memory: Memory = "C"
     gathered: bool = False
@@ -136,6 +141,14 @@ class Problem:
         return self.targets.dtype.kind not in "iu"
 
     @property
+    def exact_options(self) -> dict[str, Any]:
+        """The options for `dense`, which smooths over all classes."""
+        if self.smoothing == "all" or "label_smoothing" not in self.options or self.classes < 2:
+            return self.options
+        more = self.classes / (self.classes - 1)
+        return self.options | {"label_smoothing": self.options["label_smoothing"] * more}
+
+    @property
     def valid(self) -> Array:
         """The rows that count, as a mask of shape (rows,)."""
         if self.with_probabilities:
@@ -146,7 +159,7 @@ class Problem:
     def expected(self) -> tuple[Array, Array]:
         """The exact loss and, for `dloss`, the gradient of the logits; float64, all classes."""
         loss, gradient = dense.softmax_cross_entropy_value_and_grad(
-            self.logits, self.targets, axis=self.axis, reduction=self.reduction, **self.options
+            self.logits, self.targets, axis=self.axis, reduction=self.reduction, **self.exact_options
         )
         if self.dloss is not None:
             upstream = self.dloss.astype(np.float64)
@@ -249,6 +262,19 @@ def _stored(array: Array, memory: Memory, axis: int) -> Array:
     return view
 
 
+def _in_two_axes(problem: Problem) -> Problem:
+    """Return the problem with its rows in two axes, the second of length 2 if it can be."""
+    inner = 2 if problem.rows % 2 == 0 else 1
+    shape = problem.rows // inner, inner
+    targets, dloss = problem.targets, problem.dloss
+    return replace(
+        problem,
+        logits=problem.logits.reshape(*shape, problem.classes),
+        targets=targets.reshape(*shape, *targets.shape[1:]),
+        dloss=dloss.reshape(shape) if dloss is not None and dloss.ndim else dloss,
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     """One call, or sequence of calls, that a candidate is judged by.
@@ -342,4 +368,31 @@ class Case:
             reduction=next((each for each in self.needs.reductions if each in offer.reductions), "mean"),
             seed=seed,
             shards=offer.shards,
+            ignore_index=-100 if offer.ignore_index is None else offer.ignore_index,
+            normalized=offer.normalized,
         )
+
+    def problem(
+        self, offer: Offer, ranks: int, *, seed: int = 0, rows: int | None = None, classes: int | None = None
+    ) -> Problem:
+        """Build the problem of this case for an offer; the parameters are those of `setting`.
+
+        Parameters
+        ----------
+        offer : Offer
+            What the candidate offers.
+        ranks : int
+            The number of shards.
+        seed : int
+            Seed of the random numbers.
+        rows, classes : int, optional
+            Replace the case's own size, if the case is shrinkable.
+
+        Returns
+        -------
+        Problem
+            What `build` gives, in the conventions of the offer.
+        """
+        problem = self.build(self.setting(offer, ranks, seed=seed, rows=rows, classes=classes))
+        problem = replace(problem, smoothing=offer.smoothing)
+        return problem if offer.dims_for(self.needs) in (problem.logits.ndim, None) else _in_two_axes(problem)

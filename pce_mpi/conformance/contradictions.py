@@ -35,7 +35,7 @@ def withdraw_contradicted(
 
 
 def _problem(case: Case, outcome: Outcome, offer: Offer, seed: int) -> Problem:
-    return case.build(case.setting(offer, outcome.ranks, seed=seed, rows=outcome.rows, classes=outcome.classes))
+    return case.problem(offer, outcome.ranks, seed=seed, rows=outcome.rows, classes=outcome.classes)
 
 
 def _would_fail(cause: str, problem: Problem, offer: Offer, tolerance: Tolerance) -> bool:

@@ -11,7 +11,7 @@ float32 for logits of float16, bfloat16 and float32, and float64 for float64. An
   rounded once to bfloat16, passes, and p rounded to bfloat16 before 1 is subtracted does not. A strict judge drops
   this floor.
 
-Nothing grows with the logits: an offset common to all classes does not raise it. Allowed are 64 ulp in float64, 16 in
+Nothing grows with the logits: an offset common to all classes does not raise it. Allowed are 32 ulp in float64, 8 in
 float32 and 2 in float16 and bfloat16; strict 8, 5 and 1; times a factor. A sum or mean over rows may be off by
 log2(rows) ulps of the arithmetic more, as pairwise sums may. Beside an error stands that of the best possible answer,
 the exact value rounded, in the same ulps.

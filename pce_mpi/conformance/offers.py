@@ -48,6 +48,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 Shards = Literal["equal", "chunks", "any"]
 Arrays = Literal["numpy", "cupy", "torch"]
+Smoothing = Literal["all", "others"]
 
 Candidate = Callable[..., Any]
 _Candidate = TypeVar("_Candidate", bound=Candidate)
@@ -79,6 +80,10 @@ class Needs:
     keeps_logits: bool = False
     deterministic: bool = False
     empty: bool = False
+    any_ignore_index: bool = False
+    unnormalized: bool = False
+    checks_targets: bool = False
+    num_classes: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,10 +98,17 @@ class Offer:
         The keywords that it takes: "weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap".
     reductions : tuple of str
         The reductions of the losses per row: "mean", "sum", "none".
+    ignore_index : int, optional
+        Rows with this target are ignored, and it takes no keyword to change that.
+    smoothing : str
+        "all": label smoothing s gives each of the C classes s / C. "others": it gives each class but the target
+        s / (C - 1).
     probabilities : bool
         It takes floating-point targets, shaped and sharded as the logits.
+    normalized : bool
+        Target probabilities have to sum to 1 in each row.
     dims : tuple of int
-        The numbers of dimensions that the logits may have.
+        The numbers of dimensions that the logits may have. Without 2, the rows of most cases are in two axes.
     any_axis : bool
         It takes `axis`; otherwise the classes are the last axis.
     shards : str
@@ -113,12 +125,19 @@ class Offer:
         It gives the same bits for the same call.
     empty : bool
         It takes zero rows.
+    checks_targets : bool
+        It refuses targets that are no class.
+    num_classes : bool
+        It uses `num_classes`, so that it can refuse logits of all classes that were passed as a shard.
     """
 
     dtypes: tuple[str, ...] = ("float32",)
     options: tuple[str, ...] = ()
     reductions: tuple[str, ...] = ("mean",)
+    ignore_index: int | None = None
+    smoothing: Smoothing = "all"
     probabilities: bool = False
+    normalized: bool = False
     dims: tuple[int, ...] = (2,)
     any_axis: bool = False
     shards: Shards = "any"
@@ -128,6 +147,8 @@ class Offer:
     overwrites_logits: bool = False
     deterministic: bool = True
     empty: bool = True
+    checks_targets: bool = True
+    num_classes: bool = True
 
     def __post_init__(self) -> None:
         self._set("dtypes", _subset("dtypes", self.dtypes, DTYPES))
@@ -137,12 +158,34 @@ class Offer:
         self._set("gradient", Gradient(_one("gradient", self.gradient, tuple(Gradient))))
         _one("shards", self.shards, get_args(Shards))
         _one("arrays", self.arrays, get_args(Arrays))
+        _one("smoothing", self.smoothing, get_args(Smoothing))
         for name in ("dtypes", "reductions", "dims"):
             if not getattr(self, name):
                 raise ValueError(f"{name} of an offer must not be empty")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+    @property
+    def _options(self) -> tuple[str, ...]:
+        return self.options if self.ignore_index is None else (*self.options, "ignore_index")
+
+    def dims_for(self, needs: Needs) -> int | None:
+        """Return the number of dimensions that the logits of a case can have.
+
+        Parameters
+        ----------
+        needs : Needs
+            The needs of the case.
+
+        Returns
+        -------
+        int or None
+            That of the case; 3 for a case of 2-D logits, where these are not offered and 3-D ones are; None.
+        """
+        if needs.dims in self.dims:
+            return needs.dims
+        return 3 if needs.dims == 2 and 3 in self.dims and not needs.any_axis else None
 
     def missing(self, needs: Needs, dtype: str) -> str | None:
         """Say which need this offer lacks.
@@ -163,9 +206,11 @@ class Offer:
             (dtype not in self.dtypes, dtype),
             (not _known(dtype), f"{dtype}, which needs ml_dtypes: pip install 'pce_mpi[bf16]'"),
             (needs.probabilities and not self.probabilities, "probability targets"),
-            *((option not in self.options, option) for option in needs.options),
+            *((option not in self._options, option) for option in needs.options),
+            (needs.any_ignore_index and "ignore_index" not in self.options, "any ignore_index"),
             (not set(needs.reductions) & set(self.reductions), "reduction " + " or ".join(needs.reductions)),
-            (needs.dims not in self.dims, f"{needs.dims}-D logits"),
+            (self.dims_for(needs) is None, f"{needs.dims}-D logits"),
+            (needs.unnormalized and self.normalized, "probabilities that do not sum to 1"),
             (needs.any_axis and not self.any_axis, "a class axis that is not the last"),
             (
                 get_args(Shards).index(needs.shards) > get_args(Shards).index(self.shards),
@@ -179,6 +224,8 @@ class Offer:
             (needs.keeps_logits and self.overwrites_logits, "logits left as they are"),
             (needs.deterministic and not self.deterministic, "the same bits in every run"),
             (needs.empty and not self.empty, "zero rows"),
+            (needs.checks_targets and not self.checks_targets, "the refusal of targets that are no class"),
+            (needs.num_classes and not self.num_classes, "num_classes"),
         ):
             if missing:
                 return what
@@ -199,7 +246,8 @@ def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
     Returns
     -------
     callable
-        A decorator that sets the attribute `offer` of the candidate and returns it.
+        A decorator that sets the attributes `offer` and `declared`, the names of what was declared, of the candidate
+        and returns it.
 
     Raises
     ------
@@ -217,6 +265,7 @@ def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
 
     def declare(candidate: _Candidate) -> _Candidate:
         candidate.offer = offer  # type: ignore[attr-defined]  # a function takes any attribute
+        candidate.declared = frozenset(supported)  # type: ignore[attr-defined]
         return candidate
 
     return declare

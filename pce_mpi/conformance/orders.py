@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 import json
 from pathlib import Path
@@ -29,6 +30,7 @@ class Orders:
     candidate   a name in `adapters.NAMED_CANDIDATES`, or package.module:candidate, or path/to/file.py:candidate
     adapter     a name in `adapters.FUNCTION_ADAPTERS` that makes a candidate of a function; None: it is one
     patterns    names, families or shell patterns of names; None: all cases
+    but         the same, of cases to leave out
     dtypes      of the logits; None: all
     strict, tolerance   as in `judging.Tolerance`
     rows, classes       in place of each case's own; None: its own
@@ -38,6 +40,7 @@ class Orders:
     candidate: str
     adapter: str | None = None
     patterns: tuple[str, ...] | None = None
+    but: tuple[str, ...] = ()
     dtypes: tuple[str, ...] | None = None
     strict: bool = False
     tolerance: float = 1.0
@@ -50,14 +53,17 @@ class Orders:
         """Return the selected cases by name, also those that `offer` does not cover."""
         return {case.name: case for case in catalogue(offer, self.dtypes) if self._select(case)}
 
-    def patterns_of_no_case(self) -> list[str]:
-        """Return the patterns that fit no case, whatever a candidate offers."""
+    def patterns_of_no_case(self, more: Iterable[str] = ()) -> list[str]:
+        """Return the patterns, those of `more` included, that fit no case, whatever a candidate offers."""
         # The dtype of a case can depend on the offer; with a single dtype, all cases have that.
         every = [case for dtype in self.dtypes or DTYPES for case in catalogue(None, [dtype])]
-        return [each for each in self.patterns or () if not any(case.fits(each) for case in every)]
+        return [
+            each for each in (*(self.patterns or ()), *self.but, *more) if not any(case.fits(each) for case in every)
+        ]
 
     def _select(self, case: Case) -> bool:
-        return self.patterns is None or any(map(case.fits, self.patterns))
+        selected = self.patterns is None or any(map(case.fits, self.patterns))
+        return selected and not any(map(case.fits, self.but))
 
     def write(self, folder: Path) -> None:
         """Write these orders to `folder`."""

@@ -35,11 +35,12 @@ class Verdict(StrEnum):
     CRASHED = "crashed"
     DEADLOCKED = "deadlocked"
     SLOW = "slow"
+    KNOWN = "known"
 
     @property
     def failed(self) -> bool:
-        """True unless the case passed or is not offered."""
-        return self not in (Verdict.PASS, Verdict.NOT_OFFERED)
+        """True unless the case passed, is not offered, or is known to fail."""
+        return self not in (Verdict.PASS, Verdict.NOT_OFFERED, Verdict.KNOWN)
 
 
 @dataclass
@@ -88,7 +89,7 @@ class Finding:
     @property
     def cause(self) -> str:
         """The text without the numbers that were seen; "" if only these are known."""
-        cause = _SEEN.sub("", self.text).removesuffix(" (").removesuffix(":").strip()
+        cause = _SEEN.sub("", self.text).rstrip(" (:")
         return "" if _WHICH.fullmatch(cause) else cause
 
     @property
@@ -145,9 +146,6 @@ class Outcome:
         The time that the candidate took.
     picture : ErrorMap, optional
         The errors of a wrong gradient.
-    costs : dict, optional
-        For the case "cost" alone: what "candidate" and "ours", this package, took for the same problem, each as
-        `seconds`, `peak bytes`, `collectives` and `bytes`; None is what cannot be known.
     rerun : str
         The command that runs this case alone.
     shrunk : bool
@@ -168,14 +166,13 @@ class Outcome:
     dtype: str = ""
     seconds: float = 0.0
     picture: ErrorMap | None = None
-    costs: dict[str, dict[str, float | None]] | None = None
     rerun: str = ""
     shrunk: bool = False
     note: str = ""
 
     @property
     def failed(self) -> bool:
-        """True unless the case passed or is not offered."""
+        """True unless the case passed, is not offered, or is known to fail."""
         return self.verdict.failed
 
     @property

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pce_mpi.arrays import as_array, library_named, to_host
 from pce_mpi.conformance.cases import Problem
-from pce_mpi.conformance.costs import costs_of
 from pce_mpi.conformance.judging import Answer
-from pce_mpi.conformance.offers import REDUCTIONS, Gradient, Offer
+from pce_mpi.conformance.offers import Gradient, Offer
 from pce_mpi.conformance.outcomes import Finding
-from pce_mpi.loss import (
-    softmax_cross_entropy,
-    softmax_cross_entropy_backward,
-    softmax_cross_entropy_forward,
-    softmax_cross_entropy_value_and_grad,
-)
 from pce_mpi.memory import shares_memory
 
 if TYPE_CHECKING:
@@ -51,7 +44,6 @@ class Trial:
     watches_logits: bool = True
     answers: list[tuple[int, str, Answer]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    costs: dict[str, dict[str, float | None]] | None = None
 
     def call(self, which: int = 0) -> _Call:
         """Call the candidate with one of the problems."""
@@ -80,6 +72,8 @@ class _Call:
             del options["reduction"]
         if not self._offer.any_axis or options["axis"] in (-1, shard.logits.ndim - 1):
             del options["axis"]
+        if "ignore_index" not in self._offer.options:
+            options.pop("ignore_index", None)
         if "weight" in options:
             options["weight"] = self._hand("weight", options["weight"])
         self._arrays = self._hand("logits", shard.logits), self._hand("targets", shard.targets)
@@ -247,39 +241,11 @@ def _run_twice(trial: Trial) -> None:
     trial.judge(first)
 
 
-def _measured(trial: Trial) -> None:
-    _plain(trial)
-
-    def cost(of: Trial) -> dict[str, float | None]:
-        call = _Call(of, of.problem(0))
-
-        def run(comm: MPI.Intracomm | None) -> None:
-            call.run(comm)
-            call.backward()
-
-        return costs_of(run, of.comm)
-
-    ours = replace(trial, candidate=_OURS[trial.offer.gradient], offer=replace(trial.offer, reductions=REDUCTIONS))
-    trial.costs = {"candidate": cost(trial), "ours": cost(ours)}
-
-
-def _forward_and_backward(*arrays: Any, **options: Any) -> tuple[Any, Callable[[Any], Any]]:
-    loss, residuals = softmax_cross_entropy_forward(*arrays, **options)
-    return loss, lambda dloss: softmax_cross_entropy_backward(dloss, residuals)
-
-
-_OURS: dict[Gradient, Callable[..., Any]] = {
-    Gradient.NONE: softmax_cross_entropy,
-    Gradient.VALUE: softmax_cross_entropy_value_and_grad,
-    Gradient.BACKWARD: _forward_and_backward,
-}
-
 PROCEDURES: dict[str, Callable[[Trial], None]] = {
     "plain": _plain,
     "backward-twice": _backward_twice,
     "two-at-once": _two_at_once,
     "run-twice": _run_twice,
-    "measured": _measured,
 }
 
 

@@ -41,7 +41,7 @@ class Textbook:
     @classmethod
     def of(cls, problem: Problem) -> Textbook:
         """Return the right pieces for a problem."""
-        options = problem.options
+        options = problem.exact_options
         x = problem.row_major(problem.logits).astype(np.float64)
         rows, classes = x.shape
         w = np.ones(classes) if options.get("weight") is None else np.asarray(options["weight"]).astype(np.float64)

@@ -52,7 +52,7 @@ def export(
     entries = []
     for size in dict.fromkeys(ranks):
         for case in selected:
-            problem = case.build(case.setting(EVERYTHING, size, seed=seed))
+            problem = case.problem(EVERYTHING, size, seed=seed)
             if problem.gathered or problem.memory != "C":
                 continue  # the same numbers as in another case
             name = f"{case.name}/{size}-ranks"

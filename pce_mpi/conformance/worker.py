@@ -101,8 +101,8 @@ class Worker:
         """Return shapes that leave no rank without classes, unless the case does: that can show another fault."""
 
         def has_an_empty_shard(rows: int, classes: int) -> bool:
-            setting = case.setting(self._offer, self._comm.size, seed=self._orders.seed, rows=rows, classes=classes)
-            return any(start == stop for start, stop in pairwise(case.build(setting).splits))
+            problem = case.problem(self._offer, self._comm.size, seed=self._orders.seed, rows=rows, classes=classes)
+            return any(start == stop for start, stop in pairwise(problem.splits))
 
         may_be_empty = has_an_empty_shard(rows, classes)
         return (

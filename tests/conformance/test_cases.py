@@ -121,11 +121,47 @@ def test_offer_of_another_type_raises():
         (Needs(keeps_logits=True), {"overwrites_logits": True}, "logits left as they are"),
         (Needs(deterministic=True), {"deterministic": False}, "the same bits in every run"),
         (Needs(empty=True), {"empty": False}, "zero rows"),
+        (Needs(any_ignore_index=True), {"options": (), "ignore_index": -100}, "any ignore_index"),
+        (Needs(unnormalized=True), {"normalized": True}, "probabilities that do not sum to 1"),
+        (Needs(checks_targets=True), {"checks_targets": False}, "the refusal of targets that are no class"),
+        (Needs(num_classes=True), {"num_classes": False}, "num_classes"),
     ],
 )
 def test_missing_need_of_a_case_is_named(needs, lacks, what):
     assert EVERYTHING.missing(needs, "float32") is None
     assert replace(EVERYTHING, **lacks).missing(needs, "float32") == what
+
+
+def test_case_fits_conventions_of_offer():
+    smoothed = named("label_smoothing/float64")
+    others = smoothed.problem(replace(EVERYTHING, smoothing="others"), 3)
+    wanted = np.full((others.rows, others.classes), 0.125 / (others.classes - 1))
+    wanted[np.arange(others.rows), others.targets] = 1 - 0.125
+    log_p = -dense.softmax_cross_entropy(
+        np.repeat(others.logits, others.classes, axis=0),
+        np.tile(np.arange(others.classes), others.rows),
+        reduction="none",
+    ).reshape(wanted.shape)
+    assert np.allclose(others.expected[0], -(wanted * log_p).sum() / others.rows, rtol=1e-14)
+    ignored = named("ignore_index/float32").problem(replace(EVERYTHING, options=(), ignore_index=-1), 3)
+    assert ignored.options == {"ignore_index": -1} and (~ignored.valid).sum() == 2
+    sums = named("probabilities/weight").problem(replace(EVERYTHING, normalized=True), 3).targets.sum(axis=-1)
+    assert np.allclose(sums, 1.0, rtol=1e-6)
+
+
+def test_offer_without_2_d_has_every_case():
+    offer = replace(EVERYTHING, dims=(3,))
+    for case in cases(offer):
+        if case.rows * case.classes > 1000:
+            continue
+        problem = case.problem(offer, 3)
+        assert problem.logits.ndim == 3, case.name
+        if case.needs.dims == 2 and case.expects == Expects.ANSWER:
+            flat = case.problem(EVERYTHING, 3)
+            assert np.array_equal(problem.expected[0].reshape(-1), flat.expected[0].reshape(-1), equal_nan=True), (
+                case.name
+            )
+    assert len(cases(offer)) > 100
 
 
 def test_missing_dtype_is_named():
@@ -368,7 +404,6 @@ def test_outcome_survives_json():
         accuracies=[Accuracy("loss", "float32", math.inf, 0.5, 16.0, "row 1")],
         splits=(0, 1, 2),
         picture=picture,
-        costs={"candidate": {"seconds": 0.5, "bytes": None}},
     )
     plain = outcome.to_json()
     assert plain["verdict"] == "FAIL" and plain["picture"]["errors"] == [[0.5, "inf"]]

@@ -73,6 +73,26 @@ def test_without_ml_dtypes_only_bfloat16_is_not_offered(tmp_path):
     assert "nothing was judged: pce offers none of the selected cases" in alone.stderr
 
 
+def test_known_failures_pass_until_they_are_mended(tmp_path):
+    (tmp_path / "it.py").write_text(
+        "import pce_mpi as pce\n"
+        "def candidate(logits, targets, *, class_start, num_classes, comm, label_smoothing=0.0):\n"
+        "    return pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm)\n"
+    )
+    (tmp_path / "known").write_text("label_smoothing  # left out so far\n\n# a comment\n")
+    selection = ["-n", 1, "it.py:candidate", "--case", "label_smoothing", "--case", "reduction", "--json", "report"]
+    run = conformance(*selection, "--known", "known", folder=tmp_path)
+    assert run.returncode == 0, run.stdout
+    assert "1 case passed; " in run.stdout and "; 1 known to fail" in run.stdout
+    (tmp_path / "known").write_text("label_smoothing\nreduction/mean\n")
+    assert conformance(*selection, "--known", "known", folder=tmp_path).returncode == 1
+    failed = [each for each in json.loads((tmp_path / "report").read_text())["outcomes"] if each["verdict"] == "FAIL"]
+    assert [(each["case"], each["findings"][0]["kind"]) for each in failed] == [("reduction/mean", "known")]
+    assert conformance(*selection, "--except", "label_*", folder=tmp_path).returncode == 0
+    (tmp_path / "known").write_text("no-such-case")
+    assert "no case is called 'no-such-case'" in conformance(*selection, "--known", "known", folder=tmp_path).stderr
+
+
 def test_results_of_no_vector_judge_nothing(tmp_path):
     vectors, results = tmp_path / "vectors", tmp_path / "results"
     assert conformance("--export", vectors, "--case", "random-logits/float32").returncode == 0

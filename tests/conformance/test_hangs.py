@@ -6,7 +6,7 @@ import os
 import pytest
 
 from conformance.command import conformance
-from jobs.launch import ROOT
+from jobs.launch import ROOT, launch
 from patience import slowdown
 
 
@@ -32,7 +32,7 @@ def test_planted_fault_that_ends_job_is_outcome(fault, case, verdict, words, tmp
     report = tmp_path / "report.json"
     selection = ["--case", case, "--case", "random-logits/float32", "--timeout", 2 * slowdown()]
     run = conformance(
-        *("-n", 3, f"candidates.wrong.{fault}:candidate", *selection, "--no-shrink", "--json", report),
+        *("-n", 3, f"candidates.wrong.{fault}:candidate", *selection, "--json", report),
         folder=tmp_path,
         PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     )
@@ -67,3 +67,17 @@ def test_busy_candidate_is_slow_not_deadlocked(tmp_path, body, words):
     (outcome,) = json.loads((tmp_path / "report").read_text())["outcomes"]
     assert outcome["verdict"] == "slow", outcome["findings"]
     assert words in outcome["findings"][0]["text"]
+
+
+def test_assert_conforms_ends_a_job_that_hangs(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "from pce_mpi.conformance import assert_conforms, cases\n"
+        "def candidate(logits, targets, *, class_start, num_classes, comm):\n"
+        "    assert comm.rank\n"
+        "    comm.Barrier()\n"
+        "(case,) = cases(candidate, pattern='reduction/mean')\n"
+        f"def test_it(): assert_conforms(candidate, case, timeout={3 * slowdown()})\n"
+    )
+    job = launch(2, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path / "test_it.py"))
+    assert job.returncode
+    assert "line 4 in candidate" in job.stdout + job.stderr

@@ -480,7 +480,7 @@ def test_sharded_loss_prints_what_its_docstring_says():
 
 def judged(function, *args):
     """The conformance kit's run on a function of the tutorial."""
-    command = [sys.executable, "-m", "pce_mpi", "conformance", "-n", "3", "--adapter", "torch-shards", "--no-shrink"]
+    command = [sys.executable, "-m", "pce_mpi", "conformance", "-n", "3", "--adapter", "torch-shards"]
     cases = ["--case", "label_smoothing", "--case", "random-logits"]
     return complete([*command, f"{VERIFY_YOUR_LOSS}:{function}", *cases, *args], env=job_environment(3))
 

@@ -133,7 +133,6 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("diagnosis"),
             room("judging"),
             room("contradictions"),
-            room("costs"),
             room("procedures"),
             room("stacks"),
             room("launching"),

@@ -1,5 +1,6 @@
 """Losses of other frameworks, called through the adapters of the conformance kit, over the ranks of this job."""
 
+from dataclasses import replace
 import sys
 import textwrap
 
@@ -139,13 +140,20 @@ def test_function_without_declarations_gives_losses_per_row(comm):
 
     offer = adapted("torch-shards", megatron_style).offer
     assert (offer.reductions, offer.gradient, offer.options) == (("none",), Gradient.BACKWARD, ("label_smoothing",))
+    assert (offer.shards, offer.num_classes) == ("equal", False)
 
 
 def test_function_offers_what_it_declares():
     @offers(reductions=("sum",), dtypes=("bfloat16",), gradient="none")
     def forward_only(logits, targets, group): ...
 
-    assert adapted("torch-shards", forward_only).offer == forward_only.offer
+    expected = replace(forward_only.offer, shards="equal", num_classes=False)
+    assert adapted("torch-shards", forward_only).offer == expected
+
+    @offers(shards="chunks")
+    def uneven(logits, targets, group, num_classes): ...
+
+    assert adapted("torch-shards", uneven).offer == uneven.offer
 
 
 # ----------------------------------------------------------------------------------------------------------------- jax

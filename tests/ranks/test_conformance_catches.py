@@ -22,6 +22,10 @@ FAMILIES = [calls, numbers, options, probabilities, rows, shapes_and_memory, sha
 WRONG = {each.__name__: each for each in ByHand.__subclasses__()}
 
 CORRECT = [
+    "candidates.correct.sums:sequential",
+    "candidates.correct.sums:kahan",
+    "candidates.correct.sums:exp2",
+    "candidates.correct.sums:online",
     "candidates.by_hand:candidate",
     "candidates.correct.gathered:candidate",
     "candidates.correct.three_all_reduces:candidate",

@@ -22,7 +22,8 @@ class TorchShards:
     The group is passed by keyword if a parameter is called `group`, `tp_group` or `process_group`, else third. The
     function returns the loss, which autograd differentiates, or the results that its `@offers` declares. Without
     `@offers` it returns one loss per row, as Megatron's does, unless it has a parameter `reduction`. It gets
-    `class_start` and `num_classes` if it has parameters of these names.
+    `class_start` and `num_classes` if it has parameters of these names; without the latter it is not failed for logits
+    that were gathered by mistake. Shards have equal lengths, unless it declares others.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -31,7 +32,9 @@ class TorchShards:
         parameters = inspect.signature(function).parameters
         self._group_name = next((name for name in _GROUP_NAMES if name in parameters), None)
         self._facts = [name for name in ("class_start", "num_classes") if name in parameters]
-        self.offer = offer_of(function)
+        self.offer = replace(offer_of(function), num_classes="num_classes" in parameters)
+        if "shards" not in getattr(function, "declared", ()) and not hasattr(function, "shards"):
+            self.offer = replace(self.offer, shards="equal")
         if not hasattr(function, "offer"):
             reductions = self.offer.reductions if "reduction" in parameters else ("none",)
             self.offer = replace(self.offer, gradient=Gradient.BACKWARD, reductions=reductions)

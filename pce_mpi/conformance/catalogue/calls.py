@@ -108,16 +108,6 @@ def families(main: str) -> Iterator[Case]:
         procedure="run-twice",
         rows=64,
     )
-    yield Case(
-        "cost",
-        "Nothing: time, memory and messages of a problem of some size, beside this package's own.",
-        main,
-        random_problem,
-        procedure="measured",
-        rows=128,
-        classes=4_800,
-        shrinkable=False,
-    )
 
 
 def _upstream_scalar(setting: Setting) -> Problem:

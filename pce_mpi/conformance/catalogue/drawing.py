@@ -83,7 +83,7 @@ def option_values(setting: Setting, names: Sequence[str], classes: int) -> dict[
     rng = np.random.default_rng([setting.seed, 2])
     values: dict[str, Any] = {
         "weight": rounded(setting, rng.uniform(0.25, 2.0, classes)),
-        "ignore_index": -100,
+        "ignore_index": setting.ignore_index,
         "label_smoothing": 0.125,
         "z_loss": 1e-2,
         "logit_scale": 0.75,

@@ -25,6 +25,7 @@ def families(main: str) -> Iterator[Case]:
         "log(ranks) without a word (Megatron).",
         main,
         partial(random_problem, gathered=True),
+        Needs(num_classes=True),
         expects=Expects.EITHER,
     )
     for reduction in REDUCTIONS:

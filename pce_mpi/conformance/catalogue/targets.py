@@ -31,7 +31,7 @@ def _ignored(main: str) -> Iterator[Case]:
             "divisor, and have no gradient (ColossalAI: a wrong gradient; Paddle: divides by all rows).",
             main,
             partial(_ignore, which=which),
-            Needs(options=("ignore_index",)),
+            Needs(options=("ignore_index",), any_ignore_index=True),
         )
     for reduction in REDUCTIONS:
         yield Case(
@@ -64,7 +64,7 @@ def _ignored(main: str) -> Iterator[Case]:
         "Label smoothing must not bring ignored rows back (Paddle, with an ignore_index that is a class).",
         main,
         partial(_ignore, which=5, label_smoothing=0.125),
-        Needs(options=("ignore_index", "label_smoothing")),
+        Needs(options=("ignore_index", "label_smoothing"), any_ignore_index=True),
     )
 
 
@@ -78,7 +78,7 @@ def _ignore(setting: Setting, which: int, **options: float) -> Problem:
 
 def _ignore_all(setting: Setting) -> Problem:
     problem = random_problem(setting, options=("ignore_index",))
-    return replace(problem, targets=np.full_like(problem.targets, -100))
+    return replace(problem, targets=np.full_like(problem.targets, setting.ignore_index))
 
 
 def _ignore_unevenly(setting: Setting) -> Problem:
@@ -86,7 +86,7 @@ def _ignore_unevenly(setting: Setting) -> Problem:
     owner = np.searchsorted(problem.splits, problem.targets, side="right") - 1
     targets = problem.targets.copy()
     first, last = problem.splits[0], problem.splits[-1] - 1
-    targets[owner != problem.ranks - 1] = -100
+    targets[owner != problem.ranks - 1] = setting.ignore_index
     targets[:3] = (last, last, first)[: targets[:3].size]
     return replace(problem, targets=targets)
 
@@ -99,6 +99,7 @@ def _out_of_range(main: str) -> Iterator[Case]:
             "word (Megatron, PyTorch's loss_parallel). To be refused on every rank, without hanging.",
             main,
             partial(_beyond, beyond=beyond),
+            Needs(checks_targets=True),
             expects=Expects.REFUSAL,
         )
     yield Case(
@@ -106,6 +107,7 @@ def _out_of_range(main: str) -> Iterator[Case]:
         "A negative target that is not ignore_index: an index from the end, on the rank that takes it for its own.",
         main,
         partial(_beyond, number=-1),
+        Needs(checks_targets=True),
         expects=Expects.REFUSAL,
     )
     yield Case(
@@ -113,7 +115,7 @@ def _out_of_range(main: str) -> Iterator[Case]:
         "-100 where ignore_index is something else: no class and not ignored either.",
         main,
         partial(_beyond, number=-100, ignore_index=-1),
-        Needs(options=("ignore_index",)),
+        Needs(options=("ignore_index",), any_ignore_index=True, checks_targets=True),
         expects=Expects.REFUSAL,
     )
 
@@ -121,7 +123,8 @@ def _out_of_range(main: str) -> Iterator[Case]:
 def _beyond(setting: Setting, beyond: int = 0, number: int | None = None, **options: int) -> Problem:
     problem = random_problem(setting)
     targets = problem.targets.copy()
-    targets[setting.rows // 2] = problem.classes + beyond if number is None else number
+    beside = number if number != setting.ignore_index or options else -2
+    targets[setting.rows // 2] = problem.classes + beyond if beside is None else beside
     return replace(problem, targets=targets, options=options)
 
 
@@ -140,7 +143,7 @@ def _probabilities(main: str) -> Iterator[Case]:
         "softmax - q.",
         main,
         partial(_soft, total=None),
-        needs,
+        Needs(probabilities=True, unnormalized=True),
     )
     yield Case(
         "probabilities/one-hot",
@@ -171,11 +174,11 @@ def _probabilities(main: str) -> Iterator[Case]:
 
 
 def _soft(setting: Setting, total: float | None, options: tuple[str, ...] = ()) -> Problem:
-    """Probabilities with this sum; 0: one-hot; None: a different sum in each row."""
+    """Probabilities with this sum; 0: one-hot; None: a different sum in each row, if the candidate takes that."""
     problem = random_problem(setting, even(setting))
     drawn = np.asarray(np.random.default_rng([setting.seed, 3]).standard_exponential(problem.logits.shape))
     drawn /= drawn.sum(axis=-1, keepdims=True)
-    if total is None:
+    if total is None and not setting.normalized:
         drawn *= np.linspace(0.5, 3.0, setting.rows)[:, None]
     elif total == 0.0:
         drawn = np.eye(problem.classes)[problem.targets]

@@ -34,7 +34,6 @@ def render(report: Report) -> str:
         families=_table([head, *(row for row in rows if row[0] in failing), total]),
         others=_table([head, *(row for row in rows if row[0] not in failing)]),
         extremes=_table(summary.extreme_rows(report)),
-        costs=_table(summary.cost_rows(report)),
         failures=[_failure(number, outcome) for number, outcome in enumerate(report.failed)],
         outcomes=[_line(outcome) for outcome in report.outcomes],
         measure=inspect.cleandoc(judging.__doc__ or ""),

@@ -18,6 +18,7 @@ _TAGS = {
     Verdict.DEADLOCKED: "error",
     Verdict.SLOW: "error",
     Verdict.NOT_OFFERED: "skipped",
+    Verdict.KNOWN: "skipped",
 }
 # The output of a candidate may have characters that XML does not allow.
 _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -9,7 +9,6 @@ import re
 from pce_mpi.conformance.outcomes import Outcome, Report
 from pce_mpi.conformance.reports.summary import (
     cause_rows,
-    cost_rows,
     extreme_rows,
     facts,
     headline,
@@ -40,8 +39,6 @@ def _parts(report: Report) -> Iterator[str]:
     yield from (_failure(outcome) for outcome in report.failed)
     if rows := extreme_rows(report):
         yield _folded("How accurate: largest errors in ulps", piped(_escaped_rows(rows)))
-    if rows := cost_rows(report):
-        yield _folded("What a call takes", piped(_escaped_rows(rows)))
     yield _folded("All cases by verdict", piped(_escaped_rows(verdict_rows(report))))
 
 

@@ -18,6 +18,7 @@ MEANING = {
     Verdict.REFUSED: "raised on every rank where an answer was due",
     Verdict.CRASHED: "a process died",
     Verdict.DEADLOCKED: "some ranks never returned, and others had raised or returned",
+    Verdict.KNOWN: "failed, as the file given with --known says",
     Verdict.SLOW: "no rank returned in time: all were inside the candidate, or still moving",
 }
 
@@ -36,8 +37,9 @@ _SHARDS = {"equal": "of equal length", "chunks": "as torch.chunk makes them", "a
 def headline(report: Report) -> str:
     """Summarize the run in one sentence."""
     counts = report.counts
-    ran = len(report.outcomes) - counts[Verdict.NOT_OFFERED]
+    ran = len(report.outcomes) - counts[Verdict.NOT_OFFERED] - counts[Verdict.KNOWN]
     left = f"; {counts[Verdict.NOT_OFFERED]} not offered" if counts[Verdict.NOT_OFFERED] else ""
+    left += f"; {counts[Verdict.KNOWN]} known to fail" if counts[Verdict.KNOWN] else ""
     left += "; interrupted before the last case" * report.interrupted
     if not report.failed:
         return f"{_counted(ran, 'case')} passed{left}" if ran else f"no case was run{left}"
@@ -142,23 +144,6 @@ def accuracy_rows(outcome: Outcome) -> list[list[Cell]]:
 def _ulps(error: float | None) -> Cell:
     """Round large errors."""
     return error if error is None or error < 1000.0 or math.isinf(error) else f"{error:.2g}"
-
-
-def cost_rows(report: Report) -> list[list[Cell]]:
-    """Return the table of the costs of a call, and of ours, for the largest problem with costs."""
-    largest = max(
-        (outcome for outcome in report.outcomes if outcome.costs),
-        key=lambda outcome: outcome.rows * outcome.classes,
-        default=None,
-    )
-    if largest is None or largest.costs is None:
-        return []
-    names = list(dict.fromkeys(name for costs in largest.costs.values() for name in costs))
-    rows: list[list[Cell]] = [
-        [who, *("not counted" if costs.get(name) is None else costs[name] for name in names)]
-        for who, costs in largest.costs.items()
-    ]
-    return [[f"{largest.case}, {shape(largest)}", *names], *rows]
 
 
 def problem(outcome: Outcome) -> str:

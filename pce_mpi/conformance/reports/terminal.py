@@ -9,7 +9,6 @@ from pce_mpi.conformance.outcomes import Outcome, Report
 from pce_mpi.conformance.reports.summary import (
     at_the_smallest,
     cause_rows,
-    cost_rows,
     extreme_rows,
     facts,
     headline,
@@ -42,9 +41,6 @@ def _parts(report: Report) -> Iterator[str]:
         yield "\n".join(_failure(outcome))
     if rows := extreme_rows(report):
         yield "Largest errors in ulps (help(pce_mpi.conformance.judging) says of what); sums may err by log2(rows) more"
-        yield table(rows)
-    if rows := cost_rows(report):
-        yield "What a call takes"
         yield table(rows)
     if more := hint(report):
         yield _wrapped("", more)

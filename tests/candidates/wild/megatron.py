@@ -4,6 +4,8 @@ NVIDIA/Megatron-LM, megatron/core/tensor_parallel/cross_entropy.py at 00611e6eeb
 megatron/core/fusions/fused_cross_entropy.py at d086a2e3b020ff78db9d29915f7cfe886e085f13.
 """
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 
@@ -16,6 +18,8 @@ class MegatronSmoothing(VocabParallel):
     With s' = s K / (K - 1): loss = (1 - s') nll - s' mean(log p) over the local classes, log p being log(softmax), and
     the gradient is p - (1 - s') [c = t] - s' / K. The logits of a float32 shard are overwritten by their exponentials.
     """
+
+    offer = replace(VocabParallel.offer, options=("ignore_index", "label_smoothing"), checks_targets=True)
 
     def smoothing(self, s):
         return np.float32(s.label_smoothing * s.local / (s.local - 1)) if s.label_smoothing else np.float32(0.0)
