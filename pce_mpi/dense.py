@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-__all__ = ["Statistics", "class_statistics", "softmax_cross_entropy", "softmax_cross_entropy_value_and_grad"]
+__all__ = [
+    "Statistics",
+    "class_statistics",
+    "class_statistics_backward",
+    "softmax_cross_entropy",
+    "softmax_cross_entropy_value_and_grad",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -234,6 +240,81 @@ def class_statistics(
             log_prob = np.where(valid, -_at(_softmax(x, z, held, scale)[2], held), 0.0)
         entropy = np.where(p == 0.0, 0.0, p * nll).sum(-1)
         return Statistics(_at(z, top), 1.0 / _at(p, top), logsumexp, log_prob, entropy, top)
+
+
+def class_statistics_backward(
+    logits: ArrayLike,
+    targets: ArrayLike | None = None,
+    *,
+    log_prob: ArrayLike | None = None,
+    entropy: ArrayLike | None = None,
+    logsumexp: ArrayLike | None = None,
+    axis: int = -1,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> Array:
+    """Compute the gradient of class statistics with respect to the logits, in float64.
+
+    The derivatives by z_c are [c = t] - p_c of log p_t, -p_c (log p_c + entropy) of the entropy, and p_c of logsumexp.
+
+    Parameters
+    ----------
+    logits : array_like
+        Any shape that has a class axis.
+    targets : array_like of integers, optional
+        Class numbers, for `log_prob`.
+    log_prob, entropy, logsumexp : array_like, optional
+        The upstream gradient of each, a scalar or one number per row.
+    axis : int, default -1
+        The class axis of `logits`.
+    ignore_index : int, default -100
+        `log_prob` has no gradient in a row with this target.
+    logit_scale : float, default 1.0
+        z = logit_scale x, x being the logits.
+    softcap : float, optional
+        z = softcap tanh(logit_scale x / softcap).
+
+    Returns
+    -------
+    array of float64
+        The gradient, in the shape of the logits.
+
+    Raises
+    ------
+    IndexError
+        For a target out of range.
+    ValueError
+        For an upstream gradient of `log_prob` without targets.
+
+    Examples
+    --------
+    >>> class_statistics_backward([[0.0, 0.0]], [0], log_prob=1.0)
+    array([[ 0.5, -0.5]])
+    """
+    if log_prob is not None and targets is None:
+        raise ValueError("the gradient of log_prob needs targets")
+    x = np.moveaxis(np.asarray(logits).astype(np.float64), axis, -1)
+    scale = logit_scale if softcap is None else None
+    gradient = np.zeros_like(x)
+    with np.errstate(all="ignore"):
+        z, dz_dx = _transform(x, logit_scale, softcap)
+        p, _, nll, _ = _softmax(x, z, x.argmax(axis=-1), scale)
+        if log_prob is not None:
+            valid, held = _held_targets(np.asarray(targets), ignore_index, x.shape[-1])
+            p_minus_held = _softmax(x, z, held, scale)[1]
+            gradient -= np.where(valid[..., None], _by_row(log_prob, x) * p_minus_held, 0.0)
+        if entropy is not None:
+            of_class = np.where(p == 0.0, 0.0, p * nll)
+            gradient += _by_row(entropy, x) * (of_class - p * of_class.sum(axis=-1, keepdims=True))
+        if logsumexp is not None:
+            gradient += _by_row(logsumexp, x) * p
+        return np.moveaxis(gradient * dz_dx, -1, axis)
+
+
+def _by_row(upstream: ArrayLike, x: Array) -> Array:
+    """An upstream gradient as (rows, 1)."""
+    return np.broadcast_to(np.asarray(upstream).astype(np.float64), x.shape[:-1])[..., None]
 
 
 def _held_targets(targets: Array, ignore_index: int, classes: int) -> tuple[Array, Array]:

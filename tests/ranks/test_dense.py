@@ -243,6 +243,41 @@ def test_gradient_is_that_of_loss(comm, targets, reduction, weight):
         assert worst(gradient, expected, np.float64, np.full(x.shape, size)) <= FINITE_DIFFERENCE, arguments
 
 
+@pytest.mark.parametrize("options", [{}, {"logit_scale": 0.6}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("name", ["log_prob", "entropy", "logsumexp"])
+def test_gradient_of_statistics_is_their_own(name, options):
+    rng = np.random.default_rng(1)
+    x, targets = rng.normal(0, 1.5, (5, 4)), np.array([1, 0, -100, 3, 2])
+    upstream = rng.normal(size=5)
+
+    def weighted(x):
+        return (upstream * getattr(dense.class_statistics(x, targets, **options), name)).sum()
+
+    gradient = dense.class_statistics_backward(x, targets, **{name: upstream}, **options)
+    assert worst(gradient, finite_differences(weighted, x), np.float64, np.full(x.shape, 4.0)) <= FINITE_DIFFERENCE
+    assert gradient.any(axis=1).tolist() == [True, True, name != "log_prob", True, True]
+    first = dense.class_statistics_backward(x.T, targets, **{name: upstream}, axis=0, **options)
+    assert np.array_equal(first.T, gradient)
+
+
+def test_gradients_of_statistics_add_up():
+    parts = {"log_prob": np.array([2.0, -1.0]), "entropy": np.array(0.5), "logsumexp": np.array([1.0, 3.0])}
+    together = dense.class_statistics_backward(X, T, **parts)
+    alone = sum(dense.class_statistics_backward(X, T, **{name: part}) for name, part in parts.items())
+    assert agrees(together, alone)
+    assert not dense.class_statistics_backward(X, T).any()
+    with pytest.raises(ValueError, match="needs targets"):
+        dense.class_statistics_backward(X, log_prob=1.0)
+
+
+def test_masked_class_has_no_gradient_of_statistics():
+    x = np.array([[log(3), -inf, 0.0]])
+    for name in ("log_prob", "entropy", "logsumexp"):
+        gradient = dense.class_statistics_backward(x, [0], **{name: 1.0})
+        assert np.isfinite(gradient).all() and gradient[0, 1] == 0.0
+    assert agrees(dense.class_statistics_backward(x, [0], log_prob=1.0), [[0.25, 0, -0.25]])
+
+
 def test_finite_differences_notice_error_of_a_millionth():
     x, targets = np.random.default_rng(1).normal(size=(3, 4)), np.array([0, 1, 2])
     expected = finite_differences(lambda x: dense.softmax_cross_entropy(x, targets), x)
