@@ -26,7 +26,7 @@ from pce_mpi.conformance.launching import LaunchError
 from pce_mpi.conformance.offers import DTYPES
 from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
-from pce_mpi.conformance.reports import listing, terminal
+from pce_mpi.conformance.reports import json_file, listing, terminal
 
 # The option of each form of the report, its module in `conformance.reports`, and its description.
 _FILES = {
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = """\
 examples:
-  python -m pce_mpi conformance -n 4 own_loss.py:cross_entropy --html report.html
+  python -m pce_mpi conformance -n 2 3 own_loss.py:cross_entropy --html report.html
   python -m pce_mpi conformance own_loss.py:cross_entropy --case label_smoothing --dtype float32
   python -m pce_mpi conformance --list
 
@@ -52,7 +52,14 @@ Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or ju
         nargs="?",
         help="package.module:candidate, path/to/file.py:candidate, or one of " + ", ".join(NAMED_CANDIDATES),
     )
-    parser.add_argument("-n", type=_positive, default=4, metavar="N", help="how many ranks to start")
+    parser.add_argument(
+        "-n",
+        nargs="+",
+        default=["3"],
+        metavar="N",
+        help="how many ranks to start; all cases are run at each of several numbers. 3 unless given, as a power of two "
+        "hides what recursive doubling gets wrong",
+    )
     parser.add_argument(
         "--adapter",
         choices=FUNCTION_ADAPTERS,
@@ -105,6 +112,9 @@ Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or ju
     for option, (_, what) in _FILES.items():
         parser.add_argument(f"--{option}", type=_file, metavar="FILE", help=f"write the report there: {what}")
     parser.add_argument(
+        "--report", metavar="FILE", help="run nothing, but write a report that --json wrote in the other forms"
+    )
+    parser.add_argument(
         "--export", metavar="DIR", help="run nothing, but write the problems and their exact answers as files to DIR"
     )
     parser.add_argument(
@@ -120,7 +130,7 @@ def started_as_rank() -> bool:
     if launched is not None and launched.rank == 0:
         print(
             "error: conformance starts the ranks itself; without mpiexec or srun: "
-            "python -m pce_mpi conformance -n 4 ...",
+            "python -m pce_mpi conformance -n 3 ...",
             file=sys.stderr,
         )
     return launched is not None
@@ -130,6 +140,10 @@ def run(options: argparse.Namespace) -> int:
     """Run and report; return 0 if nothing failed, 1 if something did, 2 if nothing was judged, 130 if interrupted."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
+    try:
+        sizes = _sizes(options)
+    except argparse.ArgumentTypeError as error:
+        return _wrong(f"argument -n: {error}")
     orders = Orders(
         candidate=options.candidate or "",
         adapter=options.adapter,
@@ -159,14 +173,15 @@ def run(options: argparse.Namespace) -> int:
         if options.export is not None:
             print(f"{_exported(orders, options)} vectors in {options.export}")
             return 0
-        if options.vectors is not None:
+        if options.report is not None:
+            report = _earlier(options.report)
+        elif options.vectors is not None:
             report = _judged(options)
         else:
-            print(
-                f"starting {options.n} rank{'s' * (options.n > 1)} with {orders.candidate}", file=sys.stderr, flush=True
-            )
+            ranks = f"{' and then '.join(map(str, sizes))} rank{'s' * (sizes != [1])}"
+            print(f"starting {ranks} with {orders.candidate}", file=sys.stderr, flush=True)
             report = run_cases(
-                orders, options.n, timeout=options.timeout, shrinking=options.shrink, display=display, known=known
+                orders, sizes, timeout=options.timeout, shrinking=options.shrink, display=display, known=known
             )
     except (LaunchError, _UsageError) as error:
         return _wrong(str(error))
@@ -192,6 +207,13 @@ def run(options: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
+def _sizes(options: argparse.Namespace) -> list[int]:
+    """Return the numbers of ranks; the candidate may follow them, as in `-n 2 3 own_loss.py:cross_entropy`."""
+    if options.candidate is None and len(options.n) > 1 and not options.n[-1].isdecimal():
+        options.candidate = options.n.pop()
+    return [_positive(text) for text in options.n]
+
+
 def _known_failures(path: str | None) -> list[str]:
     """Read the names and patterns in a file."""
     lines = [] if path is None else Path(path).read_text(encoding="utf-8").splitlines()
@@ -214,14 +236,22 @@ def _no_such_case(patterns: list[str], orders: Orders) -> str:
 
 def _wrong_work(options: argparse.Namespace) -> str:
     """Return the contradiction between these options, '' if there is none."""
-    given = {"a candidate": options.candidate, "--export": options.export, "--vectors": options.vectors}
+    given = {
+        "a candidate": options.candidate,
+        "--report": options.report,
+        "--export": options.export,
+        "--vectors": options.vectors,
+    }
     works = [name for name, value in given.items() if value]
     if len(works) > 1:
         return f"{' and '.join(works)} are given, and only one of them can be done at a time"
     if (options.vectors is None) != (options.results is None):
         return "give both --vectors DIR, with the problems, and --results FILE, with their answers"
     if not (works or options.list):
-        return "give a candidate (package.module:candidate), --list, --export DIR, or --vectors DIR --results FILE"
+        return (
+            "give a candidate (package.module:candidate), --list, --report FILE, --export DIR, or "
+            "--vectors DIR --results FILE"
+        )
     return _wrong_candidate(options.candidate, options.adapter) if options.candidate else ""
 
 
@@ -261,6 +291,13 @@ def _exported(orders: Orders, options: argparse.Namespace) -> int:
         )
     except OSError as error:
         raise _UsageError(f"--export: {error}") from error
+
+
+def _earlier(path: str) -> Report:
+    try:
+        return json_file.parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _UsageError(f"--report: {error}") from error
 
 
 def _judged(options: argparse.Namespace) -> Report:

@@ -14,7 +14,7 @@ import signal
 import time
 from typing import Any, Protocol
 
-from pce_mpi.conformance.cases import Case
+from pce_mpi.conformance.cases import Case, fits
 from pce_mpi.conformance.contradictions import withdraw_contradicted
 from pce_mpi.conformance.launcher import Job
 from pce_mpi.conformance.launching import LaunchError
@@ -65,9 +65,15 @@ class Display(Protocol):
 
 
 def run_cases(
-    orders: Orders, ranks: int, *, timeout: float, shrinking: bool, display: Display, known: Sequence[str] = ()
+    orders: Orders,
+    ranks: Sequence[int],
+    *,
+    timeout: float,
+    shrinking: bool,
+    display: Display,
+    known: Sequence[str] = (),
 ) -> Report:
-    """Run the cases that `orders` select on `ranks` ranks, in as many launches as necessary.
+    """Run the cases that `orders` select on each of the numbers of `ranks`, in as many launches as necessary.
 
     `timeout`: seconds without a sign of life from any rank after which a case is deadlocked. `shrinking`: find the
     smallest shape at which each failing case still fails. `known`: names, families or shell patterns of the cases that
@@ -76,34 +82,39 @@ def run_cases(
     After a KeyboardInterrupt, returns the outcomes so far, if there are any. Raises `LaunchError` if ranks cannot be
     started or the candidate cannot be loaded. Leaves no process behind.
     """
-    batches = _Batches(orders, ranks, timeout, display)
     outcomes: list[Outcome] = []
+    offer, versions = Offer(), dict[str, str]()
     interrupted = False
-    try:
-        with closing(batches.outcomes(None)) as results:
-            for _, outcome in results:
-                assert outcome is not None
-                outcomes.append(outcome)
-        if shrinking and orders.rows is None and orders.classes is None:
-            _shrink(outcomes, batches)
-    except KeyboardInterrupt:
-        if not outcomes:
-            raise
-        interrupted = True
-    assert batches.offer is not None
-    withdraw_contradicted(
-        outcomes, batches.cases, batches.offer, orders.seed, Tolerance(orders.strict, orders.tolerance)
-    )
+    for size in ranks:
+        batches = _Batches(orders, size, timeout, display)
+        of_size: list[Outcome] = []
+        try:
+            with closing(batches.outcomes(None)) as results:
+                for _, outcome in results:
+                    assert outcome is not None
+                    of_size.append(outcome)
+            if shrinking and orders.rows is None and orders.classes is None:
+                _shrink(of_size, batches)
+        except KeyboardInterrupt:
+            if not of_size and not outcomes:
+                raise
+            interrupted = True
+        if batches.offer is not None:
+            offer, versions = batches.offer, batches.versions
+            tolerance = Tolerance(orders.strict, orders.tolerance)
+            withdraw_contradicted(of_size, batches.cases, offer, orders.seed, tolerance)
+        outcomes += of_size
+        if interrupted:
+            break
+    _compare_with_known(outcomes, known)
     for outcome in outcomes:
-        if any(map(batches.cases[outcome.case].fits, known)):
-            _compare_with_known(outcome)
         if outcome.failed:
-            outcome.rerun = _command(orders, ranks, timeout, outcome)
+            outcome.rerun = _command(orders, timeout, outcome)
     return Report(
         candidate=orders.candidate,
-        offer=batches.offer,
-        ranks=ranks,
-        versions=batches.versions,
+        offer=offer,
+        ranks=tuple(ranks),
+        versions=versions,
         seed=orders.seed,
         strict=orders.strict,
         tolerance=orders.tolerance,
@@ -112,13 +123,19 @@ def run_cases(
     )
 
 
-def _compare_with_known(outcome: Outcome) -> None:
-    """Take a failure for what was known; fail a case that passes."""
-    if outcome.failed:
-        outcome.verdict, outcome.note = Verdict.KNOWN, f"{outcome.verdict}: {outcome.findings[0].text}"
-    elif outcome.verdict is Verdict.PASS:
-        outcome.verdict = Verdict.FAIL
-        outcome.findings = [Finding("known", "passes, and is known to fail: remove it from the file of known failures")]
+def _compare_with_known(outcomes: Sequence[Outcome], known: Sequence[str]) -> None:
+    """Take failures for what was known; fail a known case that passes on every number of ranks."""
+    by_name: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        if any(fits(outcome.case, pattern) for pattern in known) and outcome.verdict is not Verdict.NOT_OFFERED:
+            by_name.setdefault(outcome.case, []).append(outcome)
+    for found in by_name.values():
+        for outcome in found:
+            if outcome.failed:
+                outcome.verdict, outcome.note = Verdict.KNOWN, f"{outcome.verdict}: {outcome.findings[0].text}"
+        if all(outcome.verdict is Verdict.PASS for outcome in found):
+            text = "passes, and is known to fail: remove it from the file of known failures"
+            found[0].verdict, found[0].findings = Verdict.FAIL, [Finding("known", text)]
 
 
 def asked_offer(orders: Orders, *, timeout: float, display: Display) -> Offer:
@@ -396,9 +413,9 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _command(orders: Orders, ranks: int, timeout: float, outcome: Outcome) -> str:
+def _command(orders: Orders, timeout: float, outcome: Outcome) -> str:
     """Return the command that runs the case of `outcome` alone, at its shrunk shape if it has one."""
-    command = ["python", "-m", "pce_mpi", "conformance", "-n", str(ranks)]
+    command = ["python", "-m", "pce_mpi", "conformance", "-n", str(outcome.ranks)]
     if orders.adapter is not None:
         command += ["--adapter", orders.adapter]
     command += [orders.candidate, "--case", outcome.case]

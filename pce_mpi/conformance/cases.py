@@ -17,13 +17,14 @@ from typing import Any, Literal
 import numpy as np
 
 from pce_mpi import dense
-from pce_mpi.conformance.offers import Needs, Offer, Shards, Smoothing
+from pce_mpi.arrays import is_floating
+from pce_mpi.conformance.offers import Kind, Needs, Offer, Shards, Smoothing
 
 Array = np.ndarray[Any, Any]
 
 # The memory of a shard of the logits: C order; Fortran order; every second element of a wider array, in rows and in
-# classes; the first columns of a wider array, whose other columns nobody may read.
-Memory = Literal["C", "F", "strided", "padded"]
+# classes; the first columns of a wider array, whose other columns nobody may read; one element with strides of 0.
+Memory = Literal["C", "F", "strided", "padded", "expanded"]
 
 
 class Expects(StrEnum):
@@ -84,6 +85,10 @@ class Problem:
         The upstream gradient, shaped as the loss; None: ones.
     memory : str
         The memory order of a shard of the logits: "C", "F", "strided" or "padded".
+    target_memory, dloss_memory : str
+        Those of index targets and of the upstream gradient: "C", "strided" or, for equal elements, "expanded".
+    kind : str
+        The kind of the candidate, as in `Offer`.
     gathered : bool
         Every rank gets the logits of all classes, by mistake.
     may_be_nan : numpy.ndarray, optional
@@ -100,6 +105,9 @@ class Problem:
     smoothing: Smoothing = "all"
     dloss: Array | None = None
     memory: Memory = "C"
+    target_memory: Memory = "C"
+    dloss_memory: Memory = "C"
+    kind: Kind = "loss"
     gathered: bool = False
     may_be_nan: Array | None = None
 
@@ -151,13 +159,20 @@ class Problem:
     @property
     def valid(self) -> Array:
         """The rows that count, as a mask of shape (rows,)."""
-        if self.with_probabilities:
+        if self.with_probabilities or self.kind == "entropy":
             return np.ones(self.rows, np.bool_)
         return self.targets.reshape(-1) != self.options.get("ignore_index", -100)
 
     @cached_property
     def expected(self) -> tuple[Array, Array]:
         """The exact loss and, for `dloss`, the gradient of the logits; float64, all classes."""
+        if self.kind != "loss":
+            arguments: dict[str, Any] = self.options | {"axis": self.axis}
+            if self.kind == "log_prob":
+                arguments["targets"] = self.targets
+            statistics = dense.class_statistics(self.logits, **arguments)
+            arguments[self.kind] = np.ones(()) if self.dloss is None else self.dloss
+            return getattr(statistics, self.kind), dense.class_statistics_backward(self.logits, **arguments)
         loss, gradient = dense.softmax_cross_entropy_value_and_grad(
             self.logits, self.targets, axis=self.axis, reduction=self.reduction, **self.exact_options
         )
@@ -234,18 +249,31 @@ class Problem:
             options["weight"] = options["weight"][slice(None) if self.gathered else slice(start, stop)].copy()
         targets = self.part(self.targets, rank) if self.with_probabilities else self.targets
         return Shard(
-            logits=_stored(self.part(self.logits, rank), self.memory, self.axis),
-            targets=targets.copy(order="C"),
+            logits=stored(self.part(self.logits, rank), self.memory, self.axis),
+            targets=targets.copy(order="C") if self.with_probabilities else stored(targets, self.target_memory),
             class_start=start,
             num_classes=self.classes,
             options=options | {"reduction": self.reduction, "axis": self.axis},
         )
 
 
-def _stored(array: Array, memory: Memory, axis: int) -> Array:
+def fits(name: str, pattern: str) -> bool:
+    """Return True if a case of this name has the pattern for its name or family, or fits it as a shell pattern."""
+    return pattern in (name, name.partition("/")[0]) or fnmatchcase(name, pattern)
+
+
+def grid(ranks: int) -> tuple[int, int]:
+    """Return how many parts of the rows, and of the classes, a grid of so many ranks has."""
+    return (2, ranks // 2) if ranks % 2 == 0 else (ranks, 1)
+
+
+def stored(array: Array, memory: Memory, axis: int = -1) -> Array:
     """Copy `array` in this memory order."""
-    if memory == "C":
+    if memory == "C" or array.size == 0 or array.ndim == 0:
         return array.copy(order="C")
+    if memory == "expanded":
+        one = array.reshape(-1)[:1].copy()
+        return np.ndarray(array.shape, array.dtype, one, strides=(0,) * array.ndim)
     if memory == "F":
         return array.copy(order="F")
     if memory == "padded":
@@ -256,7 +284,8 @@ def _stored(array: Array, memory: Memory, axis: int) -> Array:
         index = [slice(None)] * array.ndim
         index[axis] = slice(array.shape[axis])
         return wide[tuple(index)]
-    wide = np.full([2 * length for length in array.shape], 6e4, array.dtype)
+    # More than any logit, and no class.
+    wide = np.full([2 * length for length in array.shape], 6e4 if is_floating(array.dtype) else -7, array.dtype)
     view = wide[tuple(slice(None, None, 2) for _ in array.shape)]
     view[...] = array
     return view
@@ -336,7 +365,7 @@ class Case:
         bool
             True if the name or the family of this case fits.
         """
-        return pattern in (self.name, self.family) or fnmatchcase(self.name, pattern)
+        return fits(self.name, pattern)
 
     def setting(
         self, offer: Offer, ranks: int, *, seed: int = 0, rows: int | None = None, classes: int | None = None
@@ -394,5 +423,5 @@ class Case:
             What `build` gives, in the conventions of the offer.
         """
         problem = self.build(self.setting(offer, ranks, seed=seed, rows=rows, classes=classes))
-        problem = replace(problem, smoothing=offer.smoothing)
+        problem = replace(problem, smoothing=offer.smoothing, kind=offer.kind)
         return problem if offer.dims_for(self.needs) in (problem.logits.ndim, None) else _in_two_axes(problem)

@@ -15,6 +15,9 @@ from pce_mpi.conformance.units import Tolerance, Units, coarsest, finest
 
 Array = np.ndarray[Any, Any]
 
+# The words for what the kinds of candidates return.
+NAMES = {"loss": "loss", "log_prob": "log-probability", "entropy": "entropy"}
+
 _MAP_ROWS, _MAP_CLASSES = 48, 192
 
 
@@ -57,7 +60,7 @@ class Losses:
     """Compares the losses of all ranks with the exact one; `wrong` is (ranks, *shape of the loss)."""
 
     def __init__(self, problem: Problem, losses: Sequence[Array], tolerance: Tolerance) -> None:
-        self._problem = problem
+        self._problem, self._name = problem, NAMES[problem.kind]
         self.losses = losses
         arithmetic = compute_dtype_of(problem.dtype).name
         returned = coarsest(arithmetic, *(loss.dtype.name for loss in losses))
@@ -86,7 +89,7 @@ class Losses:
         dtype = dtype_named(self._dtype)
         return [
             Accuracy(
-                "loss",
+                self._name,
                 self._dtype,
                 float(self._errors[worst]),
                 _best(self._exact, self._unit, dtype),
@@ -107,20 +110,20 @@ class Losses:
         got, exact = float(self.losses[rank][tuple(place)]), float(self._exact[tuple(place)])
         where = self._where(worst)
         allowed = float(self._allowed[tuple(place)])
-        return [_finding("loss", got, exact, float(self._errors[worst]), allowed, self._dtype, where)]
+        return [_finding(self._name, got, exact, float(self._errors[worst]), allowed, self._dtype, where)]
 
     def differing(self) -> list[Finding]:
         """Return the first difference between the bits of two ranks."""
         first = self.losses[0]
         for rank, loss in enumerate(self.losses[1:], start=1):
             if loss.dtype != first.dtype:
-                text = f"the loss has dtype {first.dtype} on rank 0 and {loss.dtype} on rank {rank}"
+                text = f"the {self._name} has dtype {first.dtype} on rank 0 and {loss.dtype} on rank {rank}"
                 return [Finding("ranks differ", text)]
             if _bits(loss) != _bits(first):
                 a, b = first.astype(np.float64).reshape(-1), loss.astype(np.float64).reshape(-1)
                 row = int(np.argmax((a != b) & ~(np.isnan(a) & np.isnan(b))))
                 place = f" in {_row(self._problem, row)}" if first.ndim else ""
-                text = f"the loss{place} is {a[row]:.9g} on rank 0 and {b[row]:.9g} on rank {rank}"
+                text = f"the {self._name}{place} is {a[row]:.9g} on rank 0 and {b[row]:.9g} on rank {rank}"
                 return [Finding("ranks differ", text)]
         return []
 
@@ -148,6 +151,7 @@ class Gradients:
         errors = [self._judged(problem.row_major(array)) for array in whole]
         worst = int(np.argmax([each.max(initial=0.0) for each in errors]))
         self.array, self._errors = whole[worst], errors[worst]
+        self._too_small = problem.row_major(self.array).astype(np.float64) < self._exact
         wrong = (self._errors > self._allowed).reshape(*problem.rows_shape, problem.classes)
         self.wrong = np.moveaxis(wrong, -1, problem.axis)
 
@@ -207,7 +211,12 @@ class Gradients:
         rows, classes = self._errors.shape
         row_starts = _block_starts(rows, _MAP_ROWS)
         class_starts = _block_starts(classes, _MAP_CLASSES)
-        blocks = np.maximum.reduceat(np.maximum.reduceat(self._errors, row_starts, axis=0), class_starts, axis=1)
+
+        def worst(errors: Array) -> Array:
+            return np.maximum.reduceat(np.maximum.reduceat(errors, row_starts, axis=0), class_starts, axis=1)
+
+        too_large, too_small = (worst(np.where(self._too_small == below, self._errors, 0.0)) for below in (False, True))
+        blocks = np.where(too_large >= too_small, too_large, -too_small)
         targets = {
             (
                 int(np.searchsorted(row_starts, row, side="right")) - 1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from pce_mpi.conformance.cases import Problem
 from pce_mpi.conformance.faults import answers
 from pce_mpi.conformance.faults.answer import Answer
+from pce_mpi.conformance.faults.entropy import of_entropy
 from pce_mpi.conformance.places import place_of_gradient, place_of_loss, rounded_to
 from pce_mpi.conformance.textbook import Textbook
 
@@ -41,6 +42,13 @@ def explain(
     wrong_losses    (ranks, *shape of the loss), the losses that do not pass; None: find out
     wrong_dlogits   shaped as the logits, the entries of the gradient that do not pass; None: find out
     """
+    if problem.kind == "log_prob":  # the negative of a loss
+        negated = None if losses is None else [-np.asarray(loss) for loss in losses]
+        dlogits = None if dlogits is None else -np.asarray(dlogits)
+        text = explain(
+            replace(problem, kind="loss"), negated, dlogits, wrong_losses=wrong_losses, wrong_dlogits=wrong_dlogits
+        )
+        return text and text.replace("the loss", "the log-probability")
     with np.errstate(all="ignore"):
         book = Textbook.of(problem)
         quantities = []
@@ -52,6 +60,8 @@ def explain(
         if not wrong:
             return None
         known = list(answers(book)) if book.p.size <= MANY else []
+        if problem.kind == "entropy":
+            known = list(of_entropy(book))
         for text, answer in known:
             if all(quantity.is_that_of(answer) for quantity in quantities):
                 return text
@@ -132,7 +142,8 @@ def _of_gradient(book: Textbook, dlogits: Any, wrong: Any) -> _Quantity:
     if problem.dtype == np.float16:
         floor = floor + 2.0**-24  # subnormal numbers of other dtypes do not matter
     mask = None if wrong is None else problem.row_major(np.asarray(wrong))
-    alone = np.zeros(got.shape, np.bool_) if problem.with_probabilities else book.q != 0
+    no_target = problem.with_probabilities or problem.kind == "entropy"
+    alone = np.zeros(got.shape, np.bool_) if no_target else book.q != 0
     return _quantity("gradient", got, truth, mask, problem.dtype, floor, alone)
 
 

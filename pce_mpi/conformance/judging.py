@@ -31,14 +31,18 @@ import numpy as np
 
 from pce_mpi.arrays import is_floating
 from pce_mpi.conformance.cases import Problem
-from pce_mpi.conformance.comparing import Gradients, Losses
+from pce_mpi.conformance.comparing import NAMES, Gradients, Losses
 from pce_mpi.conformance.diagnosis import explain
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
 from pce_mpi.conformance.units import Tolerance
 
 Array = np.ndarray[Any, Any]
 
-RANKS_DIFFER = "the ranks' losses differ"
+_DIFFER = {
+    "loss": "the ranks' losses differ",
+    "log_prob": "the ranks' log-probabilities differ",
+    "entropy": "the ranks' entropies differ",
+}
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ def judge(problem: Problem, answers: Sequence[Answer], tolerance: Tolerance) -> 
             named.text = f"{text} ({named.text})"
     for finding in differing:
         separator = ": " if wrong and finding.cause else " "
-        finding.text = f"{RANKS_DIFFER}{separator}{finding.text if finding.cause else f'({finding.text})'}"
+        finding.text = f"{_DIFFER[problem.kind]}{separator}{finding.text if finding.cause else f'({finding.text})'}"
     return Judgement(
         findings=differing + wrong,
         accuracies=losses.accuracies() + (gradients.accuracies() if gradients else []),
@@ -121,8 +125,8 @@ def _comparable(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Answe
     for rank, answer in enumerate(answers):
         shard = problem.part(problem.logits, rank).shape
         given = {"loss": answer.loss, "gradient": answer.dlogits}
-        for what, shape in (("loss", problem.loss_shape), ("gradient", shard)):
-            got = given[what]
+        for which, shape in (("loss", problem.loss_shape), ("gradient", shard)):
+            got, what = given[which], which if which == "gradient" else NAMES[problem.kind]
             if got is None:
                 continue
             if got.shape != shape:
@@ -137,7 +141,7 @@ def _comparable(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Answe
                 form.setdefault(("dtype", text), []).append(rank)
             if not fatal:
                 with np.errstate(over="ignore"):
-                    given[what] = got.reshape(shape).astype(problem.dtype if what == "gradient" else got.dtype)
+                    given[which] = got.reshape(shape).astype(problem.dtype if what == "gradient" else got.dtype)
         comparable.append(Answer(given["loss"], given["gradient"]))  # type: ignore[arg-type]  # a loss is never None
 
     def findings(found: dict[tuple[str, str], list[int]]) -> list[Finding]:

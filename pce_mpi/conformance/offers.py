@@ -9,9 +9,13 @@ logits), the global number of its first class, the number of classes of all shar
 uses. It returns the loss; or the loss and its gradient with respect to the logits (for one loss per row: of their sum);
 or the loss and a function that takes the upstream gradient, an array shaped as the loss, and returns that gradient.
 
+A candidate of another `kind` returns one log-probability of the target per row in place of the loss, or one entropy,
+and is called without targets then.
+
 It gets only arguments that it offers: options that a case sets, `reduction` if it offers more than one, `axis` if it
-takes one and the class axis is not the last. A case that it does not offer is not a failure. A candidate may have
-`start(comm)` and `stop()`, called once in each process: a framework that owns a process group starts and ends it there.
+takes one and the class axis is not the last, `batch_comm` if rows are sharded too. A case that it does not offer is not
+a failure. The attributes `start` and `stop` are reserved: a candidate that has them is started by `start(comm)` and
+stopped by `stop()`, once in each process. A framework that owns a process group starts and ends it there.
 """
 
 from __future__ import annotations
@@ -49,6 +53,14 @@ REDUCTIONS = ("mean", "sum", "none")
 Shards = Literal["equal", "chunks", "any"]
 Arrays = Literal["numpy", "cupy", "torch"]
 Smoothing = Literal["all", "others"]
+Kind = Literal["loss", "log_prob", "entropy"]
+
+# The options that a kind may take.
+_OPTIONS_OF: dict[str, tuple[str, ...]] = {
+    "loss": OPTIONS,
+    "log_prob": ("ignore_index", "logit_scale", "softcap"),
+    "entropy": ("logit_scale", "softcap"),
+}
 
 Candidate = Callable[..., Any]
 _Candidate = TypeVar("_Candidate", bound=Candidate)
@@ -84,6 +96,9 @@ class Needs:
     unnormalized: bool = False
     checks_targets: bool = False
     num_classes: bool = False
+    targets: bool = False
+    batch_comm: bool = False
+    same_bits: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +107,9 @@ class Offer:
 
     Parameters
     ----------
+    kind : str
+        "loss"; "log_prob", the log-probability of each row's target; or "entropy", that of each row's softmax. The
+        latter two have the reduction "none" alone.
     dtypes : tuple of str
         The dtypes of the logits: "float16", "bfloat16", "float32", "float64".
     options : tuple of str
@@ -129,8 +147,13 @@ class Offer:
         It refuses targets that are no class.
     num_classes : bool
         It uses `num_classes`, so that it can refuse logits of all classes that were passed as a shard.
+    batch_comm : bool
+        It takes `batch_comm`, a communicator over which the rows are sharded: a sum or mean is over all of them.
+    same_bits : bool
+        It gives the same bits on every number of ranks.
     """
 
+    kind: Kind = "loss"
     dtypes: tuple[str, ...] = ("float32",)
     options: tuple[str, ...] = ()
     reductions: tuple[str, ...] = ("mean",)
@@ -149,10 +172,15 @@ class Offer:
     empty: bool = True
     checks_targets: bool = True
     num_classes: bool = True
+    batch_comm: bool = False
+    same_bits: bool = False
 
     def __post_init__(self) -> None:
+        _one("kind", self.kind, get_args(Kind))
         self._set("dtypes", _subset("dtypes", self.dtypes, DTYPES))
-        self._set("options", _subset("options", self.options, OPTIONS))
+        self._set("options", _subset("options", self.options, _OPTIONS_OF[self.kind]))
+        if self.kind != "loss":
+            self._set("reductions", ("none",))
         self._set("reductions", _subset("reductions", self.reductions, REDUCTIONS))
         self._set("dims", _subset("dims", self.dims, range(1, 33)))
         self._set("gradient", Gradient(_one("gradient", self.gradient, tuple(Gradient))))
@@ -226,6 +254,9 @@ class Offer:
             (needs.empty and not self.empty, "zero rows"),
             (needs.checks_targets and not self.checks_targets, "the refusal of targets that are no class"),
             (needs.num_classes and not self.num_classes, "num_classes"),
+            (needs.targets and self.kind == "entropy", "targets"),
+            (needs.batch_comm and not self.batch_comm, "rows that are sharded"),
+            (needs.same_bits and not self.same_bits, "the same bits on every number of ranks"),
         ):
             if missing:
                 return what
@@ -303,6 +334,8 @@ def offer_of(candidate: Candidate) -> Offer:
         raise TypeError(f"the attribute `offer` of a candidate must be an Offer, got {type(declared).__name__}")
     supported = _by_signature(candidate)
     supported |= {name: getattr(candidate, name) for name in _FIELDS if hasattr(candidate, name)}
+    kind = supported.get("kind", "loss")
+    supported["options"] = tuple(each for each in supported["options"] if each in _OPTIONS_OF.get(kind, OPTIONS))
     return Offer(**supported)
 
 
@@ -423,4 +456,6 @@ EVERYTHING = Offer(
     dims=(1, 2, 3, 4, 5),
     any_axis=True,
     gradient=Gradient.BACKWARD,
+    batch_comm=True,
+    same_bits=True,
 )

@@ -15,9 +15,11 @@ from typing import Any
 from pce_mpi.conformance.offers import Offer
 
 # The words of `comparing` for a wrong number; `judging` puts them in brackets after a known cause.
+_RESULT = "loss|log-probability|entropy"
 _SEEN = re.compile(
-    r"\b((loss|gradient|gradient at targets) is \S+ where \S+ is right|the gradient of row .* is finite where nan is"
-    r"|the loss (in row .* )?(is|has dtype) \S+ on rank \d+ and).*"
+    rf"\b(({_RESULT}|gradient|gradient at targets) is \S+ where \S+ is right"
+    r"|the gradient of row .* is finite where nan is"
+    rf"|the ({_RESULT}) (in row .* )?(is|has dtype) \S+ on rank \d+ and).*"
 )
 # The names that procedures give to several answers are no cause.
 _WHICH = re.compile("(first|second) (of two losses|backward pass)")
@@ -50,7 +52,7 @@ class Accuracy:
     Parameters
     ----------
     quantity : str
-        "loss", "gradient" or "gradient at targets".
+        "loss" (or "log-probability", "entropy"), "gradient" or "gradient at targets".
     dtype : str
         The dtype of the ulps.
     error : float
@@ -105,8 +107,8 @@ class ErrorMap:
     Parameters
     ----------
     errors : list of list of float
-        Errors in units of what is allowed, so that more than 1 fails; at most 48 x 192, each the worst of a block of
-        rows and classes.
+        Errors in units of what is allowed, so that more than 1 or less than -1 fails; negative where the gradient is
+        too small. At most 48 x 192, each the worst of a block of rows and classes.
     splits : list of float
         The split points of the shards, in columns of `errors`.
     rows, classes : int
@@ -224,8 +226,8 @@ class Report:
         The name of the candidate.
     offer : Offer
         What it offers.
-    ranks : int
-        The number of ranks.
+    ranks : tuple of int
+        The numbers of ranks; each case has an outcome for each.
     versions : dict
         Versions by the name of the package.
     seed : int
@@ -242,7 +244,7 @@ class Report:
 
     candidate: str
     offer: Offer
-    ranks: int
+    ranks: tuple[int, ...]
     versions: dict[str, str]
     seed: int
     strict: bool

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pce_mpi.arrays import as_array, library_named, to_host
-from pce_mpi.conformance.cases import Problem
+from pce_mpi.conformance.cases import Problem, grid, stored
 from pce_mpi.conformance.judging import Answer
 from pce_mpi.conformance.offers import Gradient, Offer
 from pce_mpi.conformance.outcomes import Finding
@@ -63,10 +63,12 @@ class Trial:
 class _Call:
     """A call of the candidate: its arguments and results."""
 
-    def __init__(self, trial: Trial, problem: Problem) -> None:
+    def __init__(self, trial: Trial, problem: Problem, rank: int | None = None) -> None:
         self._trial, self._offer, self._problem = trial, trial.offer, problem
         self._watched: dict[str, _Watched] = {}
-        shard = problem.shard(0 if trial.comm is None else trial.comm.rank)
+        if rank is None:
+            rank = 0 if trial.comm is None else trial.comm.rank
+        shard = problem.shard(rank)
         options = dict(shard.options)
         if len(self._offer.reductions) < 2:
             del options["reduction"]
@@ -76,7 +78,9 @@ class _Call:
             options.pop("ignore_index", None)
         if "weight" in options:
             options["weight"] = self._hand("weight", options["weight"])
-        self._arrays = self._hand("logits", shard.logits), self._hand("targets", shard.targets)
+        self._arrays = [self._hand("logits", shard.logits)]
+        if self._offer.kind != "entropy":
+            self._arrays.append(self._hand("targets", shard.targets))
         self._options = {"class_start": shard.class_start, "num_classes": shard.num_classes, **options}
         self.loss: Any = None
         self.gradient: Any = None
@@ -87,9 +91,9 @@ class _Call:
         self._watched[name] = _Watched(array, handed)
         return handed
 
-    def run(self, comm: MPI.Intracomm | None) -> None:
+    def run(self, comm: MPI.Intracomm | None, **more: Any) -> None:
         """Call the candidate."""
-        returned = self._trial.candidate(*self._arrays, comm=comm, **self._options)
+        returned = self._trial.candidate(*self._arrays, comm=comm, **self._options, **more)
         if self._offer.gradient is Gradient.NONE:
             self.loss = _array(returned, "the loss")
             return
@@ -114,6 +118,7 @@ class _Call:
         dloss = dloss.astype(to_host(self.loss).dtype)
         if dloss.size == self.loss.size:
             dloss = dloss.reshape(self.loss.shape)
+        dloss = stored(dloss, problem.dloss_memory)
         self.gradient = _array(self._backward(self._hand("the upstream gradient", dloss)), "the gradient")
 
     def answer(self) -> Answer:
@@ -241,11 +246,86 @@ def _run_twice(trial: Trial) -> None:
     trial.judge(first)
 
 
+def _one_after_the_other(trial: Trial) -> None:
+    calls = []
+    for which in range(2):
+        call = trial.call(which)
+        call.backward()
+        calls.append((call, call.answer()))
+    for which, (call, saved) in enumerate(calls):
+        for what, now, before in (("loss", call.loss, saved.loss), ("gradient", call.gradient, saved.dlogits)):
+            if before is not None and not _same_bits(to_host(now), before):
+                trial.find("overwritten", f"a second call changed the {what} that the first one had returned")
+        trial.judge(saved, which, ("first", "second")[which] + " of two losses")
+        call.check()
+
+
+def _on_fewer_ranks(trial: Trial) -> None:
+    """Compare the answers on the first 1, 2, ... ranks; judge that of all."""
+    from mpi4py import MPI
+
+    call = trial.call()
+    call.backward()
+    trial.judge(call.answer())
+    whole = trial.problem(0)
+    if trial.comm is None:
+        return
+    found: dict[int, tuple[Array, Array | None]] = {}
+    for size in range(1, trial.comm.size + 1):
+        few: Any = trial.comm.Split(0 if trial.comm.rank < size else MPI.UNDEFINED)
+        if few == MPI.COMM_NULL:
+            continue
+        splits = (*(whole.classes * rank // size for rank in range(size)), whole.classes)
+        call = _Call(trial, replace(whole, splits=splits), few.rank)
+        call.run(few)
+        call.backward()
+        loss, dlogits = call.answer().loss, call.answer().dlogits
+        parts = few.gather(dlogits)
+        few.Free()
+        if trial.comm.rank == 0:
+            found[size] = loss, None if dlogits is None else np.concatenate(parts, axis=whole.axis)
+    for size, (loss, dlogits) in found.items():
+        for what, now, one in (("loss", loss, found[1][0]), ("gradient", dlogits, found[1][1])):
+            if one is not None and now is not None and not _same_bits(now, one):
+                text = f"the {what} on {size} ranks has other bits than on one: {_difference(one, now)}"
+                trial.find("other bits", text)
+
+
+def _rows_sharded(trial: Trial) -> None:
+    """Call the candidate on a grid of ranks; bring the rows of a shard together for the judge."""
+    if trial.comm is None:
+        _plain(trial)
+        return
+    rows_apart, shards = grid(trial.comm.size)
+    whole, rank = trial.problem(0), trial.comm.rank
+    over_classes: Any = trial.comm.Split(rank // shards)
+    over_rows: Any = trial.comm.Split(rank % shards)
+    start, stop = (whole.rows * each // rows_apart for each in (over_rows.rank, over_rows.rank + 1))
+    mine = replace(
+        whole, logits=whole.logits[start:stop], targets=whole.targets[start:stop], splits=whole.splits[: shards + 1]
+    )
+    call = _Call(trial, mine, over_classes.rank)
+    call.run(over_classes, batch_comm=over_rows)
+    call.backward()
+    answer = call.answer()
+    gradient = answer.dlogits
+    if gradient is not None:
+        gradient = np.concatenate(over_rows.allgather(gradient))
+        if rank >= shards:  # these ranks have no shard of their own for the judge
+            gradient = gradient[:, :0]
+    trial.judge(Answer(answer.loss, gradient))
+    over_classes.Free()
+    over_rows.Free()
+
+
 PROCEDURES: dict[str, Callable[[Trial], None]] = {
     "plain": _plain,
     "backward-twice": _backward_twice,
     "two-at-once": _two_at_once,
+    "one-after-the-other": _one_after_the_other,
     "run-twice": _run_twice,
+    "on-fewer-ranks": _on_fewer_ranks,
+    "rows-sharded": _rows_sharded,
 }
 
 

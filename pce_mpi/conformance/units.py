@@ -92,7 +92,7 @@ class Units(NamedTuple):
         loss, gradient = problem.expected
         exact = np.abs(problem.row_major(gradient))
         at_target = np.zeros(exact.shape, np.bool_)
-        if not problem.with_probabilities:
+        if not problem.with_probabilities and problem.kind != "entropy":
             counted = np.flatnonzero(problem.valid)
             at_target[counted, problem.targets.reshape(-1)[counted]] = True
         size = np.maximum(exact, sizes.opposed)
@@ -131,6 +131,12 @@ class _Sizes(NamedTuple):
         e = np.exp(z - top)
         p = e / e.sum(axis=-1, keepdims=True)
         logsumexp = (top + np.log(e.sum(axis=-1, keepdims=True)))[:, 0]
+        if problem.kind == "entropy":
+            dloss = np.ones(()) if problem.dloss is None else np.abs(problem.dloss.astype(np.float64)).reshape(-1)
+            slope = np.broadcast_to(dloss * abs(scale), (rows,))
+            of_class = np.where(p == 0.0, 0.0, p * (logsumexp[:, None] - z))
+            opposed = slope[:, None] * np.maximum(of_class, p * of_class.sum(axis=-1, keepdims=True))
+            return cls(upstream=np.ones(rows), slope=slope, opposed=opposed)
         w = np.asarray(options.get("weight", np.ones(classes))).astype(np.float64)
         smoothing = options.get("label_smoothing", 0.0)
         u = smoothing / max(1, classes) * w + np.zeros_like(x)  # without the target's part

@@ -53,7 +53,7 @@ def export(
     for size in dict.fromkeys(ranks):
         for case in selected:
             problem = case.problem(EVERYTHING, size, seed=seed)
-            if problem.gathered or problem.memory != "C":
+            if problem.gathered or {problem.memory, problem.target_memory, problem.dloss_memory} != {"C"}:
                 continue  # the same numbers as in another case
             name = f"{case.name}/{size}-ranks"
             path = folder / f"{name}.safetensors"
@@ -93,7 +93,7 @@ def judged(
     return Report(
         candidate=str(results),
         offer=EVERYTHING,
-        ranks=max((outcome.ranks for outcome in outcomes), default=0),
+        ranks=tuple(sorted({outcome.ranks for outcome in outcomes})),
         versions={"pce_mpi": metadata.version("pce_mpi"), "numpy": np.__version__},
         seed=index.seed,
         strict=strict,

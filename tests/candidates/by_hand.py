@@ -23,6 +23,7 @@ class ByHand:
         dims=(1, 2, 3, 4, 5),
         any_axis=True,
         gradient=Gradient.BACKWARD,
+        batch_comm=True,
     )
 
     def __call__(
@@ -41,6 +42,7 @@ class ByHand:
         z_loss=0.0,
         logit_scale=1.0,
         softcap=None,
+        batch_comm=None,
     ):
         s = SimpleNamespace(**locals())
         with np.errstate(all="ignore"):
@@ -143,10 +145,14 @@ class ByHand:
         if s.reduction != "mean":
             return 1.0
         if s.with_probabilities:
-            return float(s.rows)
+            return self.rows_of_all(s, float(s.rows))
         if s.weight is None:
-            return float(s.valid.sum())
-        return float(self.sum(s, np.where(s.mine, self.weight_of_target(s), 0.0)).sum())
+            return self.rows_of_all(s, float(s.valid.sum()))
+        return self.rows_of_all(s, float(self.sum(s, np.where(s.mine, self.weight_of_target(s), 0.0)).sum()))
+
+    def rows_of_all(self, s, number):
+        """The sum over the ranks that have other rows."""
+        return number if s.batch_comm is None else s.batch_comm.allreduce(number)
 
     def weight_of_target(self, s):
         """The value at the target, for the rows whose target this rank has; anything in others."""
@@ -156,7 +162,9 @@ class ByHand:
         dtype = np.float64 if s.logits.dtype == np.float64 else np.float32
         if s.reduction == "none":
             return s.row_loss.reshape(s.rows_shape).astype(dtype)
-        return np.asarray(np.divide(s.row_loss.sum(), s.divisor)).astype(dtype)
+        total = s.row_loss.sum()
+        total = total if s.batch_comm is None else s.batch_comm.allreduce(total)
+        return np.asarray(np.divide(total, s.divisor)).astype(dtype)
 
     def backward(self, s, dloss):
         upstream = self.upstream(s, np.asarray(dloss, np.float64))

@@ -93,6 +93,18 @@ def test_known_failures_pass_until_they_are_mended(tmp_path):
     assert "no case is called 'no-such-case'" in conformance(*selection, "--known", "known", folder=tmp_path).stderr
 
 
+def test_cases_run_on_each_number_of_ranks(tmp_path):
+    selection = ["pce", "--case", "random-logits/float32", "--case", "same-bits/float32"]
+    run = conformance("-n", 2, 4, *selection, "--json", "report.json", folder=tmp_path)
+    assert run.returncode == 0 and "4 cases passed" in run.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["ranks"] == [2, 4] and [each["ranks"] for each in report["outcomes"]] == [2, 2, 4, 4]
+    again = conformance("--report", "report.json", "--junit", "junit.xml", "--markdown", "it.md", folder=tmp_path)
+    assert again.returncode == 0 and again.stdout == run.stdout
+    assert "same-bits/float32 on 4 ranks" in (tmp_path / "junit.xml").read_text()
+    assert "4 cases passed" in (tmp_path / "it.md").read_text()
+
+
 def test_results_of_no_vector_judge_nothing(tmp_path):
     vectors, results = tmp_path / "vectors", tmp_path / "results"
     assert conformance("--export", vectors, "--case", "random-logits/float32").returncode == 0
@@ -117,7 +129,7 @@ def test_output_of_single_case_is_shown_by_rank(tmp_path):
 def test_command_under_mpiexec_explains_itself_once():
     job = launch(2, "-m", "pce_mpi", "conformance", "pce")
     assert job.returncode == 2
-    assert job.stderr.count("without mpiexec or srun: python -m pce_mpi conformance -n 4") == 1
+    assert job.stderr.count("without mpiexec or srun: python -m pce_mpi conformance -n 3") == 1
 
 
 @pytest.mark.parametrize(

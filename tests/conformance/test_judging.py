@@ -274,6 +274,8 @@ def test_picture_has_errors_by_row_and_class():
     assert picture.targets == [(row, int(number)) for row, number in enumerate(problem.targets)]
     errors = np.array(picture.errors)
     assert np.argwhere(errors > 1).tolist() == [[4, 9]]
+    gradient[4, 9] -= 2.0
+    assert judge(problem, answers_of(problem, gradient=gradient), USUAL).picture.errors[4][9] < -1
 
 
 def test_large_picture_has_worst_of_each_block():

@@ -76,7 +76,7 @@ def troublesome(tmp_path_factory):
     selection = [word for case in cases for word in ("--case", f"{case}*")]
     run = conformance(
         *("-n", 3, "troublesome.py:candidate", *selection, "--dtype", "float32", "--timeout", 4 * slowdown()),
-        *("--json", "report"),
+        *("--shrink", "--json", "report"),
         folder=folder,
         TMPDIR=str(folder / "temporary"),
     )
@@ -170,7 +170,7 @@ def test_shrinking_leaves_no_rank_without_classes(tmp_path):
         "    return loss, dlogits * (2 if num_classes > 4 else 1)\n"
         "candidate.shards = 'chunks'\n"
     )
-    options = ["--case", "reduction/mean", "--timeout", 2 * slowdown(), "--json", "report"]
+    options = ["--case", "reduction/mean", "--timeout", 2 * slowdown(), "--shrink", "--json", "report"]
     run = conformance("-n", 3, "it.py:candidate", *options, folder=tmp_path)
     (outcome,) = json.loads((tmp_path / "report").read_text())["outcomes"]
     assert (outcome["rows"], outcome["classes"]) == (1, 6), run.stdout  # of 4 and 5 classes, rank 2 has one or none

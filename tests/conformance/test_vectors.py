@@ -372,13 +372,17 @@ def test_export_has_only_cases_about_numbers(tmp_path):
         "backward-twice",
         "gathered-logits",
         "inputs-unmodified",
+        "one-after-the-other",
         "padded-columns",
         "result-form",
         "results-not-aliased",
+        "rows-sharded",
         "same-in-every-run",
         "same-on-every-rank",
         "strides",
+        "targets",
         "two-losses-alive",
+        "upstream",
     }
 
 

@@ -18,10 +18,17 @@ from pce_mpi.conformance.offers import load, offer_of
 from pce_mpi.conformance.outcomes import Verdict
 from pce_mpi.conformance.running import run_case
 
+
+def subclasses(kind):
+    return [each for below in kind.__subclasses__() for each in (below, *subclasses(below))]
+
+
 FAMILIES = [calls, numbers, options, probabilities, rows, shapes_and_memory, shards, special_values]
-WRONG = {each.__name__: each for each in ByHand.__subclasses__()}
+WRONG = {each.__name__: each for each in subclasses(ByHand)}
 
 CORRECT = [
+    "candidates.correct.policy:log_prob",
+    "candidates.correct.policy:entropy",
     "candidates.correct.sums:sequential",
     "candidates.correct.sums:kahan",
     "candidates.correct.sums:exp2",
@@ -65,7 +72,7 @@ SUBTLE = [
     # Special values
     Planted("masked_shard_is_nan", "masked-shard/last", "all -inf makes the row nan", ranks=2),
     Planted("ignored_rows_times_0", "nan/in-an-ignored-row", "0 times nan is nan"),
-    Planted("zero_times_infinity", "masked-classes", "0 times the logit -inf"),
+    Planted("zero_times_infinity", "masked-classes/every-third", "0 times the logit -inf"),
     # Shards
     Planted("equal_shards_assumed", "uneven-shards/any", "class_start is not heeded", ranks=3),
     Planted(
@@ -136,6 +143,29 @@ SUBTLE = [
     ),
     Planted("one_buffer_for_all_calls", "two-losses-alive/plain", "first of two losses"),
     Planted("weights_of_the_first_call", "two-losses-alive/other-weights", "second of two losses"),
+    Planted("upstream_strides_not_heeded", "upstream/strided", "gradient is"),
+    Planted("upstream_strides_not_heeded", "upstream/expanded", "gradient is"),
+    Planted("upstream_in_float16", "upstream/loss-scale", "gradient is inf"),
+    Planted("upstream_in_float16", "upstream/inexact-in-halves", "gradient is"),
+    Planted("gradients_add_up", "one-after-the-other", "second of two losses: gradient is"),
+    Planted("mean_over_own_rows", "rows-sharded/mean", "loss is", ranks=2),
+    Planted("targets_in32_bits", "target-out-of-range/wraps-in-int32", "4294967297 is outside [0, 24)"),
+    Planted("targets_taken_for64_bits", "targets/int32", "loss is"),
+    Planted("target_strides_not_heeded", "targets/strided", "loss is"),
+    Planted("target_strides_not_heeded", "targets/expanded", "loss is"),
+    Planted("ignored_after_shift", "ignored/as-local-number", "loss is", ranks=2),
+    Planted("ignored_after_shift", "ignored/as-shifted-number", "loss is", ranks=2),
+    Planted(
+        "first32768_classes",
+        "many-classes/more-than-32768-a-shard",
+        "on: 0 where numbers up to",
+        most=1,
+    ),
+    Planted("first65536_classes", "many-classes/more-than-65536-a-shard", "0 where numbers up to"),
+    Planted("online_maximum_of_masked_block", "masked-classes/first-block", "is nan where"),
+    Planted("sum_of_masks_overflows", "finite-mask/lowest-smoothed", "a sum of log p over classes and rows overflows"),
+    Planted("large_masks_taken_for_infinity", "finite-mask/1e30-smoothed", "loss is"),
+    Planted("other_bits_on_other_ranks", "same-bits/float32", "ranks has other bits than on one", ranks=2),
     # A sum of two is the same in either order: a rank must have three of the 24 classes.
     Planted("not_deterministic", "same-in-every-run", "two calls with the same arguments gave two", most=11),
 ]
@@ -185,7 +215,7 @@ def test_planted_fault_is_caught_and_named(comm, planted):
         pytest.skip(f"shows on {planted.ranks} to {planted.most} ranks")
     candidate = wrong(planted.fault)
     case = case_named(planted.case, candidate)
-    outcome, without_fault = run_case(candidate, case, comm), run_case(by_hand, case, comm)
+    outcome, without_fault = run_case(candidate, case, comm), run_case(by_hand, case, comm, offer=offer_of(candidate))
     assert outcome.failed
     assert planted.kinds in (frozenset(), {finding.kind for finding in outcome.findings})
     said = "\n".join(finding.text for finding in outcome.findings)

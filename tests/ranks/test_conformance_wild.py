@@ -69,13 +69,18 @@ SHIPPED = [
     ),
     Shipped(
         ms_swift.MsSwiftLogProb,
-        "reduction/none",
+        "random-logits/float32",
         "only the shard that owns a row's target has a gradient: an all-reduce that autograd does not see",
     ),
     Shipped(
         ms_swift.MsSwiftLogProb,
         "targets-on-one-rank",
         "only the shard that owns a row's target has a gradient: an all-reduce that autograd does not see",
+    ),
+    Shipped(
+        ms_swift.MsSwiftEntropy,
+        "random-logits/float32",
+        "each rank has the gradient of its own classes' part of the entropy: an all-reduce that autograd does not see",
     ),
     Shipped(
         colossalai.ColossalAI,
@@ -111,7 +116,13 @@ def test_shipped_fault_is_named_first(comm, shipped):
     ids=lambda each: each.__name__,
 )
 def test_fault_of_option_passes_without_it(comm, candidate):
-    plain = ["random-logits/float32", "reduction/none", "p-near-1/float32", "offset/1e4/float32", "masked-classes"]
+    plain = [
+        "random-logits/float32",
+        "reduction/none",
+        "p-near-1/float32",
+        "offset/1e4/float32",
+        "masked-classes/every-third",
+    ]
     outcomes = [run(candidate(), name, comm) for name in plain]
     assert [outcome.findings for outcome in outcomes if outcome.failed] == []
 

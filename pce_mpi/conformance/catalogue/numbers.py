@@ -90,6 +90,15 @@ def families(main: str) -> Iterator[Case]:
             rows=3,
             classes=4_800,
         )
+    for block in (32_768, 65_536):
+        yield Case(
+            f"many-classes/more-than-{block}-a-shard",
+            "More classes in a shard than kernels take at a time: Triton's take 32,768 or 65,536.",
+            main,
+            partial(_more_classes, each=block + 232),
+            rows=2,
+            shrinkable=False,
+        )
     for dtype in dict.fromkeys((main, "bfloat16")):
         yield Case(
             f"many-rows/{dtype}",
@@ -137,6 +146,17 @@ def _logits_of_1000(setting: Setting, **options: Any) -> Problem:
     logits = rounded(setting, generator(setting, shape).uniform(-1e3, 1e3, shape))
     targets = random_targets(setting, shape[:1], shape[1])
     return Problem(logits, targets, splits, options, reduction=setting.reduction)
+
+
+def _more_classes(setting: Setting, each: int) -> Problem:
+    """Large logits at the end of each shard, and the targets there."""
+    splits = tuple(each * rank for rank in range(setting.ranks + 1))
+    shape = (setting.rows, splits[-1])
+    logits = normal_logits(setting, shape, 1.0)
+    for stop in splits[1:]:
+        logits[:, stop - 200 : stop] += 9.0
+    targets = splits[-1] - 1 - np.arange(setting.rows)
+    return Problem(rounded(setting, logits), targets, splits, reduction=setting.reduction)
 
 
 def _many_classes(setting: Setting) -> Problem:

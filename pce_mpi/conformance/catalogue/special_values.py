@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+import math
 from typing import Any
 
 import numpy as np
 
 from pce_mpi.conformance.cases import Case, Problem, Setting
-from pce_mpi.conformance.catalogue.drawing import random_problem
+from pce_mpi.conformance.catalogue.drawing import random_problem, rounded
 from pce_mpi.conformance.offers import Needs
 
 Array = np.ndarray[Any, Any]
 
+_LOWEST = {
+    "float16": -65504.0,
+    "bfloat16": -(2.0 - 2.0**-7) * 2.0**127,
+    "float32": -(2.0 - 2.0**-23) * 2.0**127,
+    "float64": -(2.0 - 2.0**-52) * 2.0**1023,
+}
 # One loss per row shows which rows are off.
 _BY_ROW = ("none", "mean", "sum")
 
@@ -34,11 +41,29 @@ def families(main: str) -> Iterator[Case]:
         partial(_masked, which=_shard_by_row),
     )
     yield Case(
-        "masked-classes",
+        "masked-classes/every-third",
         "-inf here and there: a masked class has probability 0 and a gradient of 0, not nan.",
         main,
         partial(_masked, which=_every_third_class),
     )
+    yield Case(
+        "masked-classes/first-block",
+        "The first 32,768 classes of every shard are -inf: an online maximum that begins there takes -inf from -inf.",
+        main,
+        partial(_blocks, which=_first_block),
+        rows=2,
+        shrinkable=False,
+    )
+    for name, value in (("1e30", -1e30), ("lowest", -math.inf)):
+        for options in ((), ("label_smoothing",)):
+            yield Case(
+                f"finite-mask/{name}{'-smoothed' * bool(options)}",
+                "Masks that are large and finite, -1e30 or the lowest number of the dtype: sums of them overflow, and "
+                "with label smoothing they are part of the loss.",
+                main,
+                partial(_finite_mask, value=value, options=options),
+                Needs(options=options),
+            )
     yield Case(
         "masked-target",
         "The target's own logit is -inf: the loss is inf and its gradient -1, not nan.",
@@ -87,6 +112,25 @@ def _masked(setting: Setting, which: Callable[[Problem, Array, Array], Array]) -
             targets[row] = free[target % free.size]
     logits = np.where(masked, np.asarray(-np.inf, problem.dtype), problem.logits)
     return replace(problem, logits=logits, targets=targets)
+
+
+def _blocks(setting: Setting, which: Callable[[Problem, Array, Array], Array]) -> Problem:
+    each = 33_000
+    return _masked(replace(setting, classes=each * setting.ranks), which)
+
+
+def _first_block(problem: Problem, rows: Array, classes: Array) -> Array:
+    starts = np.asarray(problem.splits)[np.searchsorted(problem.splits, classes, side="right") - 1]
+    return np.asarray(classes - starts < 32_768)
+
+
+def _finite_mask(setting: Setting, value: float, options: tuple[str, ...]) -> Problem:
+    """Every third class at `value`, or at the lowest number of the dtype, but for the targets."""
+    problem = random_problem(setting, options=options)
+    rows, classes = np.indices(problem.logits.shape)
+    masked = ((classes + rows) % 3 == 0) & (classes != problem.targets[:, None])
+    least = rounded(setting, max(value, _LOWEST[problem.dtype.name]))
+    return replace(problem, logits=np.where(masked, least, problem.logits))
 
 
 def _last_shard(problem: Problem, rows: Array, classes: Array) -> Array:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Case, Expects, Problem, Setting
+from pce_mpi.conformance.cases import Case, Expects, Memory, Problem, Setting
 from pce_mpi.conformance.catalogue.drawing import even, option_values, random_problem, rounded, uneven
 from pce_mpi.conformance.offers import OPTIONS, REDUCTIONS, Needs
 
@@ -19,6 +19,7 @@ Array = np.ndarray[Any, Any]
 def families(main: str) -> Iterator[Case]:
     """Yield every case of this file."""
     yield from _ignored(main)
+    yield from _memory(main)
     yield from _out_of_range(main)
     yield from _probabilities(main)
 
@@ -31,6 +32,15 @@ def _ignored(main: str) -> Iterator[Case]:
             "divisor, and have no gradient (ColossalAI: a wrong gradient; Paddle: divides by all rows).",
             main,
             partial(_ignore, which=which),
+            Needs(options=("ignore_index",), any_ignore_index=True),
+        )
+    for name, number in (("as-local-number", 2), ("as-shifted-number", -1)):
+        yield Case(
+            f"ignored/{name}",
+            "Targets that equal ignore_index once class_start is subtracted from them: who compares after the shift "
+            "ignores rows that count.",
+            main,
+            partial(_ignore_after_shift, number=number),
             Needs(options=("ignore_index",), any_ignore_index=True),
         )
     for reduction in REDUCTIONS:
@@ -76,6 +86,47 @@ def _ignore(setting: Setting, which: int, **options: float) -> Problem:
     return replace(problem, targets=targets, options={"ignore_index": number, **options})
 
 
+def _ignore_after_shift(setting: Setting, number: int) -> Problem:
+    """Targets that are `number` once `class_start` of their shard, or of the next one, is subtracted."""
+    problem = random_problem(setting)
+    starts = np.array(problem.splits[1:-1] or (0,))
+    targets = np.resize(starts + number, problem.rows)
+    targets[targets == number] = problem.classes - 1
+    targets[::4] = number
+    return replace(problem, targets=np.clip(targets, number, problem.classes - 1), options={"ignore_index": number})
+
+
+def _memory(main: str) -> Iterator[Case]:
+    yield Case(
+        "targets/int32",
+        "Targets of 32 bits that are read as if they had 64: refused, or right.",
+        main,
+        lambda setting: _with_targets(setting, lambda targets: targets.astype(np.int32)),
+        Needs(targets=True),
+        expects=Expects.EITHER,
+    )
+    strided: Memory = "strided"
+    for memory in (strided, "expanded"):
+        yield Case(
+            f"targets/{memory}",
+            "Targets that are a slice of a longer array, or one number for all rows with strides of 0: a kernel that "
+            "takes them for contiguous.",
+            main,
+            partial(_targets_in_memory, memory=memory),
+            Needs(strided=True, targets=True),
+        )
+
+
+def _with_targets(setting: Setting, change: Callable[[Array], Array]) -> Problem:
+    problem = random_problem(setting)
+    return replace(problem, targets=change(problem.targets))
+
+
+def _targets_in_memory(setting: Setting, memory: Memory) -> Problem:
+    problem = _with_targets(setting, (lambda t: np.full_like(t, t[:1].sum())) if memory == "expanded" else np.copy)
+    return replace(problem, target_memory=memory)
+
+
 def _ignore_all(setting: Setting) -> Problem:
     problem = random_problem(setting, options=("ignore_index",))
     return replace(problem, targets=np.full_like(problem.targets, setting.ignore_index))
@@ -102,6 +153,14 @@ def _out_of_range(main: str) -> Iterator[Case]:
             Needs(checks_targets=True),
             expects=Expects.REFUSAL,
         )
+    yield Case(
+        "target-out-of-range/wraps-in-int32",
+        "A target of 2**32 + 1, which is class 1 for who keeps targets in 32 bits.",
+        main,
+        partial(_beyond, number=2**32 + 1),
+        Needs(checks_targets=True),
+        expects=Expects.REFUSAL,
+    )
     yield Case(
         "target-out-of-range/negative",
         "A negative target that is not ignore_index: an index from the end, on the rank that takes it for its own.",

@@ -7,6 +7,8 @@ import numpy as np
 from pce_mpi.conformance.faults.answer import Computed, Faults, Given, each_rank, of_gradient
 from pce_mpi.conformance.textbook import Textbook, softmax
 
+_LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128, "float32": 2.0**128, "float64": np.finfo(np.float64).max}
+
 
 def smoothing(b: Textbook) -> Faults:
     """Label smoothing over the wrong classes, with the wrong weights, or not reduced."""
@@ -50,9 +52,10 @@ def smoothing(b: Textbook) -> Faults:
     )
     text = "log p is the logarithm of an exponential that has become 0, and infinite where label smoothing needs it"
     infinite = b.but(nll=np.where(b.p < np.finfo(np.float32).smallest_subnormal, np.inf, b.nll))
-    largest = np.finfo(np.float16).max
-    if b.problem.dtype == np.float16 and b.nll.sum() > largest:  # the loss of both is infinite
-        text = f"a sum of log p over classes and rows overflows float16, which ends at {largest:.0f}; or {text}"
+    largest = _LARGEST[b.problem.dtype.name]
+    if b.nll.sum() > largest:  # the loss of both is infinite
+        dtype = b.problem.dtype
+        text = f"a sum of log p over classes and rows overflows {dtype}, which ends at {largest:.5g}; or {text}"
     yield text, infinite
 
 

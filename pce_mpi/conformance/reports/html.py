@@ -17,8 +17,6 @@ from pce_mpi.conformance.reports.pictures import drawn, of_ranks
 
 def render(report: Report) -> str:
     """Render the page; importing this file needs jinja2 and matplotlib."""
-    head, *rows, total = summary.verdict_rows(report)
-    failing = {outcome.family for outcome in report.failed}
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -31,13 +29,26 @@ def render(report: Report) -> str:
         meaning=summary.MEANING,
         hint=summary.hint(report),
         causes=_table(summary.cause_rows(report)),
-        families=_table([head, *(row for row in rows if row[0] in failing), total]),
-        others=_table([head, *(row for row in rows if row[0] not in failing)]),
+        matrix=_matrix(report),
         extremes=_table(summary.extreme_rows(report)),
-        failures=[_failure(number, outcome) for number, outcome in enumerate(report.failed)],
+        failures=[_failure(number, outcome, report) for number, outcome in enumerate(report.failed)],
         outcomes=[_line(outcome) for outcome in report.outcomes],
         measure=inspect.cleandoc(judging.__doc__ or ""),
     )
+
+
+def _matrix(report: Report) -> dict[str, list[dict[str, Any]]]:
+    """Return a cell for each case, by family; that of a failure leads to its article."""
+    number = {id(outcome): place for place, outcome in enumerate(report.failed, start=1)}
+    families: dict[str, list[dict[str, Any]]] = {}
+    for outcome in report.outcomes:
+        cell = {
+            "verdict": outcome.verdict,
+            "title": f"{summary.title(outcome, report)}: {outcome.verdict}",
+            "link": number.get(id(outcome)),
+        }
+        families.setdefault(outcome.family, []).append(cell)
+    return families
 
 
 def _table(rows: list[list[tables.Cell]]) -> list[list[dict[str, Any]]]:
@@ -48,10 +59,11 @@ def _table(rows: list[list[tables.Cell]]) -> list[list[dict[str, Any]]]:
     return [[{"text": tables.text(cell), "right": end} for cell, end in zip(row, right, strict=True)] for row in rows]
 
 
-def _failure(number: int, outcome: Outcome) -> dict[str, Any]:
+def _failure(number: int, outcome: Outcome, report: Report) -> dict[str, Any]:
     picture = outcome.picture
     shown = {
         "outcome": outcome,
+        "title": summary.title(outcome, report),
         "lines": summary.lines(outcome) or [summary.problem(outcome)],
         "printed": summary.printed(outcome),
         "shape": summary.shape(outcome),

@@ -3,17 +3,18 @@
 One object:
 
     format       "pce_mpi conformance report"
-    version      1; it rises if a field changes its meaning or is removed, not if one is added
+    version      2; it rises if a field changes its meaning or is removed, not if one is added
     candidate    the candidate's name, as given on the command line
     offer        what it offers; the fields of `offers.Offer`
     ranks, seed, strict, tolerance, versions
-                 the settings of the run; `versions` by the name of the package
+                 the settings of the run; `ranks` is a list, `versions` by the name of the package
     interrupted  true if the user stopped the run before its last case
-    failed       true if any case failed: crashed, deadlocked, refused where an answer was due, or FAIL
+    failed       true if any case failed: crashed, deadlocked, slow, refused where an answer was due, or FAIL
     counts       the number of cases by verdict
     outcomes     one object per case, with the fields of `outcomes.Outcome`: `case`, `verdict` ("pass", "FAIL", "not
-                 offered", "refused", "crashed", "deadlocked"), `findings` (`kind`, `text`), `accuracies` (in ulps),
-                 `picture` (errors of the gradient; null, or the fields of `outcomes.ErrorMap`), `rerun`, ...
+                 offered", "refused", "crashed", "deadlocked", "slow", "known"), `findings` (`kind`, `text`),
+                 `accuracies` (in ulps), `picture` (errors of the gradient; null, or the fields of `outcomes.ErrorMap`),
+                 `rerun`, ...
 
 Numbers that are not finite are the strings "nan", "inf" and "-inf": JSON has none.
 """
@@ -27,7 +28,7 @@ from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.outcomes import Outcome, Report
 
 _FORMAT = "pce_mpi conformance report"
-_VERSION = 1
+_VERSION = 2
 
 
 def render(report: Report) -> str:
@@ -60,7 +61,7 @@ def parse(text: str) -> Report:
     return Report(
         candidate=content["candidate"],
         offer=Offer(**content["offer"]),
-        ranks=content["ranks"],
+        ranks=tuple(content["ranks"]),
         versions=content["versions"],
         seed=content["seed"],
         strict=content["strict"],

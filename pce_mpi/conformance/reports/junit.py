@@ -9,7 +9,7 @@ import re
 from xml.etree import ElementTree
 
 from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
-from pce_mpi.conformance.reports.summary import in_a_line, lines, printed, problem, shape
+from pce_mpi.conformance.reports.summary import in_a_line, lines, printed, problem, shape, title
 
 _TAGS = {
     Verdict.FAIL: "failure",
@@ -37,14 +37,14 @@ def render(report: Report) -> str:
     suites = ElementTree.Element("testsuites", counts)
     suite = ElementTree.SubElement(suites, "testsuite", {"name": _clean(report.candidate), **counts})
     properties = ElementTree.SubElement(suite, "properties")
-    for name, value in {"ranks": report.ranks, "seed": report.seed, **report.versions}.items():
+    for name, value in {"ranks": ", ".join(map(str, report.ranks)), "seed": report.seed, **report.versions}.items():
         ElementTree.SubElement(properties, "property", name=name, value=_clean(str(value)))
     for outcome in report.outcomes:
         case = ElementTree.SubElement(
             suite,
             "testcase",
             classname=_clean(f"{report.candidate}.{outcome.family}"),
-            name=_clean(outcome.case),
+            name=_clean(title(outcome, report)),
             time=f"{outcome.seconds:.3f}",
         )
         if (tag := _TAGS.get(outcome.verdict)) is not None:

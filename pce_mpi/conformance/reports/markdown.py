@@ -18,6 +18,7 @@ from pce_mpi.conformance.reports.summary import (
     printed,
     problem,
     shape,
+    title,
     verdict_rows,
 )
 from pce_mpi.conformance.reports.tables import Cell, piped
@@ -36,14 +37,14 @@ def _parts(report: Report) -> Iterator[str]:
         yield _escaped(more)
     if rows := cause_rows(report):
         yield piped(_escaped_rows(rows))
-    yield from (_failure(outcome) for outcome in report.failed)
+    yield from (_failure(outcome, title(outcome, report)) for outcome in report.failed)
     if rows := extreme_rows(report):
         yield _folded("How accurate: largest errors in ulps", piped(_escaped_rows(rows)))
     yield _folded("All cases by verdict", piped(_escaped_rows(verdict_rows(report))))
 
 
-def _failure(outcome: Outcome) -> str:
-    name = f"<b>{outcome.verdict}</b> <code>{html.escape(outcome.case)}</code>"
+def _failure(outcome: Outcome, title: str) -> str:
+    name = f"<b>{outcome.verdict}</b> <code>{html.escape(title)}</code>"
     parts = [f"- {_escaped(line)}" for line in lines(outcome) or [problem(outcome)]]
     if seen := shape(outcome):
         parts.append(f"- {'smallest shape' if outcome.shrunk else 'seen at'}: {_escaped(seen)}")

@@ -8,7 +8,7 @@ import re
 from typing import Any, NamedTuple
 
 import matplotlib
-from matplotlib.colors import LinearSegmentedColormap, LogNorm
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 import numpy as np
@@ -18,13 +18,12 @@ from pce_mpi.conformance.outcomes import ErrorMap
 # Errors between these powers of ten of what is allowed differ in colour.
 _LEAST, _MOST = -2, 4
 _LIMIT = -_LEAST / (_MOST - _LEAST)  # the place between the two of the largest error that passes
-# Fully transparent without an error, on dark and light pages; blue up to what is allowed, then from yellow to red.
+# Fully transparent without an error, on dark and light pages; grey up to what is allowed, then from yellow to red where
+# the gradient is too large, and from green to blue where it is too small.
 _COLORS = [
-    (0.0, "#4a90d900"),
-    (_LIMIT, "#4a90d9b0"),
-    (_LIMIT, "#ffcf33"),
-    ((1 + _LIMIT) / 2, "#ef6c1a"),
-    (1.0, "#b3122b"),
+    *((-1.0, "#1b2a9c"), (-(1 + _LIMIT) / 2, "#1f7fd1"), (-_LIMIT, "#3ecfae"), (-_LIMIT, "#8a94a3b0")),
+    (0.0, "#8a94a300"),
+    *((_LIMIT, "#8a94a3b0"), (_LIMIT, "#ffcf33"), ((1 + _LIMIT) / 2, "#ef6c1a"), (1.0, "#b3122b")),
 ]
 _NOT_FINITE = "#d633c8"
 # Replaced by the colour of the text around the picture.
@@ -82,11 +81,13 @@ def drawn(picture: ErrorMap, name: str) -> str:
 
 
 def _show_errors(axes: Any, errors: Any, picture: ErrorMap) -> Any:
-    colors = LinearSegmentedColormap.from_list("error", _COLORS).with_extremes(bad=_NOT_FINITE)
+    stops = [((place + 1) / 2, color) for place, color in _COLORS]
+    colors = LinearSegmentedColormap.from_list("error", stops, N=1024).with_extremes(bad=_NOT_FINITE)
     image = axes.imshow(
-        np.ma.clip(np.ma.abs(errors), 10.0**_LEAST, 10.0**_MOST),
+        _place(errors),
         cmap=colors,
-        norm=LogNorm(10.0**_LEAST, 10.0**_MOST),
+        vmin=-1.0,
+        vmax=1.0,
         # The number of a class or a row is at its middle.
         extent=(-0.5, picture.classes - 0.5, picture.rows - 0.5, -0.5),
         aspect="auto",
@@ -96,6 +97,12 @@ def _show_errors(axes: Any, errors: Any, picture: ErrorMap) -> Any:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, nbins=16))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, nbins=8))
     return image
+
+
+def _place(errors: Any) -> Any:
+    """Return the place of errors in the scale of colours, from -1 to 1."""
+    size = np.ma.clip(np.ma.abs(errors), 10.0**_LEAST, 10.0**_MOST)
+    return np.ma.masked_array(np.sign(errors)) * (np.ma.log10(size) - _LEAST) / (_MOST - _LEAST)
 
 
 def _show_shards(axes: Any, picture: ErrorMap) -> None:
@@ -126,8 +133,9 @@ def _show_targets(axes: Any, blocks: tuple[int, ...], picture: ErrorMap) -> None
 
 def _show_scale(figure: Any, axes: Any, image: Any) -> None:
     bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03)
-    ticks = [10.0**power for power in range(_LEAST, _MOST + 1)]
-    bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    powers = [10.0**power for power in range(0, _MOST + 1, 2)]
+    ticks = [*(-tick for tick in reversed(powers)), 0.0, *powers]
+    bar.set_ticks(_place(np.ma.masked_array(ticks)), labels=[f"{tick:g}" for tick in ticks])
     bar.minorticks_off()
     bar.set_label("error / allowed")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 import math
 import re
 
@@ -53,7 +52,7 @@ def facts(report: Report) -> dict[str, str]:
     return {
         "candidate": report.candidate,
         "offers": _offered(report.offer),
-        "ranks": str(report.ranks),
+        "ranks": ", ".join(map(str, report.ranks)),
         "seed": str(report.seed),
         "tolerance": f"{strict}what is allowed times {report.tolerance:g}",
         "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
@@ -61,25 +60,38 @@ def facts(report: Report) -> dict[str, str]:
 
 
 def verdict_rows(report: Report) -> list[list[Cell]]:
-    """Return the table of the number of cases by family and verdict."""
+    """Return the table of the number of cases by verdict, of each family in which a case failed and of all."""
     found: dict[str, Counter[Verdict]] = {}
     for outcome in report.outcomes:
         found.setdefault(outcome.family, Counter())[outcome.verdict] += 1
-    rows = [[name, *(counts[verdict] or None for verdict in Verdict)] for name, counts in found.items()]
-    return [["cases", *Verdict], *rows, ["all", *report.counts.values()]]
+    failing = {outcome.family for outcome in report.failed}
+    shown = [verdict for verdict in Verdict if report.counts[verdict] or verdict in (Verdict.PASS, Verdict.FAIL)]
+    rows: list[list[Cell]] = [
+        [name, *(counts[verdict] or None for verdict in shown)] for name, counts in found.items() if name in failing
+    ]
+    head: list[Cell] = ["cases", *shown]
+    return [head, *rows, ["all", *(report.counts[verdict] for verdict in shown)]]
+
+
+def title(outcome: Outcome, report: Report) -> str:
+    """Return the name of the case, with the number of ranks if the report has several."""
+    return outcome.case + f" on {_counted(outcome.ranks, 'rank')}" * (len(report.ranks) > 1)
+
+
+def by_cause(report: Report) -> list[tuple[str, list[Outcome]]]:
+    """Return causes and the failures of each, the most frequent first; causes that differ only in numbers are one."""
+    groups: dict[str, tuple[str, list[Outcome]]] = {}
+    for outcome in report.failed:
+        text, likeness = _cause(outcome)
+        groups.setdefault(likeness, (text, []))[1].append(outcome)
+    return sorted(groups.values(), key=lambda group: -len(group[1]))
 
 
 def cause_rows(report: Report) -> list[list[Cell]]:
-    """Return the table of causes, with their number of cases and names; causes that differ only in numbers are one.
-
-    No rows if fewer than two cases failed.
-    """
-    groups: dict[str, tuple[str, list[str]]] = {}
-    for outcome in report.failed:
-        text, likeness = _cause(outcome)
-        groups.setdefault(likeness, (text, []))[1].append(outcome.case)
-    largest = sorted(groups.values(), key=lambda group: -len(group[1]))
-    rows: list[list[Cell]] = [[text, len(names), ", ".join(names)] for text, names in largest]
+    """Return the table of causes, with their number of cases and names; no rows if fewer than two cases failed."""
+    rows: list[list[Cell]] = [
+        [text, len(failed), ", ".join(title(each, report) for each in failed)] for text, failed in by_cause(report)
+    ]
     return [["what is wrong", "cases", "in"], *rows] if len(report.failed) > 1 else []
 
 
@@ -100,13 +112,15 @@ def _cause(outcome: Outcome) -> tuple[str, str]:
 
 def hint(report: Report) -> str:
     """Say how to get more cases; '' if the candidate declares more than its signature."""
-    count = report.counts[Verdict.NOT_OFFERED]
-    plain = Offer()
-    undeclared = replace(report.offer, options=plain.options, reductions=plain.reductions, any_axis=plain.any_axis)
-    if not count or undeclared != plain:
+    offer, plain = report.offer, Offer()
+    declared = (offer.dtypes, offer.dims, offer.probabilities) != (plain.dtypes, plain.dims, plain.probabilities)
+    if declared or not report.counts[Verdict.NOT_OFFERED]:
         return ""
-    rest = "@offers(dtypes=..., dims=..., probabilities=..., gradient=...)"
-    return f"The offer has no more than a signature tells. Add {rest} to the candidate for what else it supports."
+    rest = '@offers(dtypes=("float32", "bfloat16"), dims=(2, 3), ...)'
+    return (
+        f"{_counted(report.counts[Verdict.NOT_OFFERED], 'case')} were left out, as the offer has no more than a "
+        f"signature tells. Add {rest} to the candidate for what else it supports."
+    )
 
 
 def extreme_rows(report: Report) -> list[list[Cell]]:

@@ -1,4 +1,4 @@
-"""A report as plain text: the settings, the table of verdicts, each failure, and the largest errors."""
+"""A report as plain text: the settings, the table of verdicts, each cause of failures, and the largest errors."""
 
 from __future__ import annotations
 
@@ -6,19 +6,8 @@ from collections.abc import Iterator
 import textwrap
 
 from pce_mpi.conformance.outcomes import Outcome, Report
-from pce_mpi.conformance.reports.summary import (
-    at_the_smallest,
-    cause_rows,
-    extreme_rows,
-    facts,
-    headline,
-    hint,
-    printed,
-    problem,
-    shape,
-    verdict_rows,
-)
-from pce_mpi.conformance.reports.tables import Cell, table
+from pce_mpi.conformance.reports import summary
+from pce_mpi.conformance.reports.tables import table
 
 _WIDTH = 120
 # Lines of a candidate's output; other reports have more.
@@ -31,42 +20,32 @@ def render(report: Report) -> str:
 
 
 def _parts(report: Report) -> Iterator[str]:
-    given = facts(report)
+    given = summary.facts(report)
     width = max(map(len, given))
     yield "\n".join(_wrapped(f"{name:{width}}  ", value) for name, value in given.items())
-    yield table(verdict_rows(report))
-    if rows := cause_rows(report):
-        yield "\n".join(_causes(rows))
-    for outcome in report.failed:
-        yield "\n".join(_failure(outcome))
-    if rows := extreme_rows(report):
+    yield table(summary.verdict_rows(report))
+    if rows := summary.extreme_rows(report):
         yield "Largest errors in ulps (help(pce_mpi.conformance.judging) says of what); sums may err by log2(rows) more"
         yield table(rows)
-    if more := hint(report):
+    for _, failed in summary.by_cause(report):
+        yield "\n".join(_failures(failed, report))
+    if more := summary.hint(report):
         yield _wrapped("", more)
-    yield headline(report)
+    yield summary.headline(report)
 
 
-def _causes(rows: list[list[Cell]]) -> Iterator[str]:
-    """Yield a table of two columns, with two lines or more in each cell of the second."""
-    (what, cases, _), *groups = rows
-    yield f"{cases}  {what}"
-    yield f"{'-' * len(str(cases))}  {'-' * len(str(what))}"
-    for text, count, names in groups:
-        yield _wrapped(f"{count:>{len(str(cases))}}  ", str(text))
-        yield _wrapped(" " * 9, f"in {names}")
-
-
-def _failure(outcome: Outcome) -> Iterator[str]:
-    yield f"{outcome.verdict} {outcome.case}"
-    yield _wrapped("  ", problem(outcome))
-    if seen := shape(outcome):
-        yield f"  {'smallest' if outcome.shrunk else 'seen at'}: {seen}"
-    if small := at_the_smallest(outcome):
+def _failures(failed: list[Outcome], report: Report) -> Iterator[str]:
+    """Yield the lines on failures of one cause: all their names, and the details of the first."""
+    first = failed[0]
+    yield _wrapped(f"{first.verdict} ", ", ".join(summary.title(each, report) for each in failed))
+    yield _wrapped("  ", summary.problem(first))
+    if seen := summary.shape(first):
+        yield f"  {'smallest' if first.shrunk else 'seen at'}: {seen}"
+    if small := summary.at_the_smallest(first):
         yield _wrapped("  ", small)
-    yield from (f"  | {line}" for line in printed(outcome).splitlines()[-_LINES_SHOWN:])
-    if outcome.rerun:
-        yield f"  rerun: {outcome.rerun}"  # one line, to be copied
+    yield from (f"  | {line}" for line in summary.printed(first).splitlines()[-_LINES_SHOWN:])
+    if first.rerun:
+        yield f"  rerun: {first.rerun}"  # one line, to be copied
 
 
 def _wrapped(start: str, text: str) -> str:

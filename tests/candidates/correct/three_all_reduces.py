@@ -31,7 +31,7 @@ def candidate(
     if classes != num_classes:
         raise ValueError(f"the shards have {classes} classes together, not {num_classes}")
 
-    dtype = np.dtype(np.float32)
+    dtype, smoothed = np.dtype(np.float32), np.float32(label_smoothing / num_classes)
     here = counts & (targets >= class_start) & (targets < class_start + logits.shape[1])
     row, column = np.flatnonzero(here), targets[here] - class_start
     with np.errstate(all="ignore"):
@@ -41,7 +41,7 @@ def candidate(
 
         wanted = np.zeros((2, len(logits)), dtype)
         wanted[0, row] = shifted[row, column]
-        wanted[1] = shifted.sum(axis=1) if label_smoothing else 0.0
+        wanted[1] = (shifted * smoothed).sum(axis=1) if label_smoothing else 0.0
         comm.Allreduce(MPI.IN_PLACE, wanted)
 
         p = np.exp(shifted)
@@ -49,9 +49,8 @@ def candidate(
         comm.Allreduce(MPI.IN_PLACE, total)
         p /= total[:, None]
 
-        smoothed = label_smoothing / num_classes
         loss = np.log(total) - (1.0 - label_smoothing) * wanted[0]
-        loss = loss - smoothed * wanted[1] if label_smoothing else loss
+        loss = loss - wanted[1]
         loss = np.where(counts, np.where(np.isnan(loss), np.nan, loss), 0.0)
         rows = counts.sum() if reduction == "mean" else 1
         result = np.asarray(loss if reduction == "none" else loss.sum() / rows, dtype)

@@ -75,8 +75,8 @@ class VocabParallel:
     def row_losses(self, s):
         loss = s.nll
         if s.label_smoothing:
-            summed = self.over_ranks(s, s.shifted.sum(axis=-1))
-            smooth = s.log_sum - summed / np.float32(s.num_classes)
+            # A sum of masks of -3e38 would overflow.
+            smooth = s.log_sum - self.over_ranks(s, (s.shifted / np.float32(s.num_classes)).sum(axis=-1))
             loss = np.float32(1.0 - s.label_smoothing) * loss + np.float32(s.label_smoothing) * smooth
         return loss + np.float32(s.z_loss) * (s.top + s.log_sum) ** 2
 

@@ -80,3 +80,43 @@ class NotDeterministic(ByHand):
         total = shuffled.cumsum(axis=-1)[:, -1:].sum(axis=-1)  # one term after the other; 0 for no classes
         s.sum_exp = self.sum(s, total.astype(np.float64))
         s.p = s.exp / s.sum_exp[:, None]
+
+
+class UpstreamStridesNotHeeded(ByHand):
+    """A kernel gets a pointer to the upstream gradient, and takes its elements to follow each other."""
+
+    def upstream(self, s, dloss):
+        return np.resize(dloss if s.memory is None else s.memory, s.rows)
+
+    def backward(self, s, dloss):
+        s.memory = None if np.ndim(dloss) == 0 else (dloss if dloss.base is None else dloss.base).reshape(-1)
+        if s.memory is not None and s.memory.size < s.rows:
+            s.memory = np.concatenate([s.memory, np.zeros(s.rows - s.memory.size)])  # what lies beyond
+        return super().backward(s, dloss)
+
+
+class UpstreamInFloat16(ByHand):
+    """The upstream gradient is kept in float16, which ends at 65,504."""
+
+    def upstream(self, s, dloss):
+        with np.errstate(over="ignore"):
+            return super().upstream(s, dloss.astype(np.float16).astype(np.float64))
+
+
+class GradientsAddUp(ByHand):
+    """The gradient is added to what the last call of the same shape gave, as autograd's leaves do."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def round(self, s, dx):
+        total = self.kept.get(dx.shape, 0.0) + dx
+        self.kept = {dx.shape: total}
+        return super().round(s, total)
+
+
+class MeanOverOwnRows(ByHand):
+    """The sum of losses is over the rows of all ranks, the divisor of a mean is not."""
+
+    def rows_of_all(self, s, number):
+        return number

@@ -88,3 +88,20 @@ class First65535Rows(ByHand):
 
     def rows_with_gradient(self, s):
         return s.valid & (np.arange(s.rows) < 65_535)
+
+
+class First32768Classes(ByHand):
+    """The kernel writes the gradient of one block of classes."""
+
+    block = 32_768
+
+    def gradient_of_z(self, s):
+        dz = super().gradient_of_z(s)
+        dz[:, self.block :] = 0.0
+        return dz
+
+
+class First65536Classes(First32768Classes):
+    """The same with a larger block."""
+
+    block = 65_536

@@ -76,3 +76,45 @@ class ZeroRowsRaise(ByHand):
             per_row = 1 / int(s.valid.sum())
             return 1 / per_row
         return super().divisor(s)
+
+
+class TargetsIn32Bits(ByHand):
+    """Targets are kept in 32 bits."""
+
+    def flatten(self, s):
+        if s.targets.dtype.kind in "iu":
+            s.targets = s.targets.astype(np.int32)
+        super().flatten(s)
+
+
+class TargetsTakenFor64Bits(ByHand):
+    """A kernel reads targets of 32 bits as if they had 64; what lies beyond them is 0."""
+
+    def flatten(self, s):
+        if s.targets.dtype == np.int32:
+            read = np.zeros(2 * s.targets.size, np.int32)
+            read[: s.targets.size] = s.targets.reshape(-1)
+            s.targets = (read.view(np.int64) % s.num_classes).reshape(s.targets.shape)
+        super().flatten(s)
+
+
+class TargetStridesNotHeeded(ByHand):
+    """A kernel gets a pointer to the targets, and takes them to follow each other."""
+
+    def flatten(self, s):
+        if s.targets.dtype.kind in "iu" and not s.targets.flags.c_contiguous:
+            memory = s.targets.base.reshape(-1)
+            read = np.zeros(s.targets.shape, np.int64)
+            read.flat[: memory.size] = memory[: read.size]
+            s.targets = read % s.num_classes
+        super().flatten(s)
+
+
+class IgnoredAfterShift(ByHand):
+    """Each rank compares targets with ignore_index after it has subtracted its class_start."""
+
+    def flatten(self, s):
+        super().flatten(s)
+        if not s.with_probabilities:
+            s.valid &= self.sum(s, (s.t - s.class_start == s.ignore_index).astype(np.float64)) == 0.0
+            s.mine &= s.valid

@@ -1,5 +1,7 @@
 """Faults in what the ranks put together."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from candidates.by_hand import ByHand
@@ -92,3 +94,14 @@ class RanksReduceInAnotherOrder(ByHand):
         for step in range(s.comm.size):
             total = total + parts[(s.comm.rank + step) % s.comm.size]
         return np.where(np.isnan(total), np.nan, total.astype(np.float64))
+
+
+class OtherBitsOnOtherRanks(ByHand):
+    """Sums of float32 exponentials over this rank's classes, then over ranks."""
+
+    offer = replace(ByHand.offer, same_bits=True)
+
+    def softmax(self, s):
+        super().softmax(s)
+        s.sum_exp = self.sum(s, s.exp.astype(np.float32).sum(axis=-1)).astype(np.float64)
+        s.p = s.exp / s.sum_exp[:, None]

@@ -31,3 +31,32 @@ class ZeroTimesInfinity(ByHand):
     def row_losses(self, s):
         super().row_losses(s)
         s.row_loss = s.row_loss + self.sum(s, 0.0 * np.where(s.u == 0.0, s.shifted, 0.0).sum(axis=-1))
+
+
+class OnlineMaximumOfMaskedBlock(ByHand):
+    """An online maximum that begins at -inf, in a block of classes that are all masked: exp(-inf - -inf) is nan."""
+
+    block = 32_768
+
+    def softmax(self, s):
+        super().softmax(s)
+        first = s.source[:, : self.block]
+        lost = (first == -np.inf).all(axis=-1) & (s.classes > self.block)
+        s.sum_exp = self.sum(s, s.exp.sum(axis=-1) + np.where(lost, np.nan, 0.0))
+        s.p = s.exp / s.sum_exp[:, None]
+
+
+class SumOfMasksOverflows(ByHand):
+    """The logits are summed in float32, and multiplied by s / C afterwards."""
+
+    def row_losses(self, s):
+        super().row_losses(s)
+        total = self.sum(s, s.shifted.astype(np.float32).sum(axis=-1, dtype=np.float32))
+        s.row_loss = np.where(np.isinf(total) & (s.label_smoothing > 0), np.inf, s.row_loss)
+
+
+class LargeMasksTakenForInfinity(ByHand):
+    """Logits of -1e30 or less are masked, and left out of label smoothing."""
+
+    def smoothing(self, s):
+        return super().smoothing(s) * (s.x > -1e29)
