@@ -3,14 +3,14 @@
 1. Below is `cross_entropy`, called as Megatron calls its own: this rank's logits, all targets, a process group. With
    `@offers` it says what it supports; the kit tests nothing else. With torch installed:
 
-    python -m pce_mpi conformance -n 4 --adapter torch-shards examples/verify_your_loss.py:cross_entropy
+    python -m pce_mpi conformance --adapter torch-shards examples/verify_your_loss.py:cross_entropy
 
 2. The report says what is wrong, at which smallest size, and how to run that case alone. Here label smoothing is spread
    over the classes of a shard, not over all classes: compare `cross_entropy` with `repaired`.
 
 3. Run the kit again on the repaired function. `--html report.html` shows the parts of the gradient that have errors.
 
-    python -m pce_mpi conformance -n 4 --adapter torch-shards examples/verify_your_loss.py:repaired
+    python -m pce_mpi conformance --adapter torch-shards examples/verify_your_loss.py:repaired
 
 A function of NumPy or CuPy arrays needs no adapter: it gets `class_start`, `num_classes` and an mpi4py `comm`.
 """

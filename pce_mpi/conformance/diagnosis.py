@@ -194,7 +194,12 @@ def _place(book: Textbook, quantity: _Quantity) -> str | None:
     if text := rounded_to(book, q.name, q.got, q.distance, q.truth):
         return text
     place = place_of_gradient if q.name == "gradient" else place_of_loss
-    return place(book, q.got, q.truth, q.wrong, lambda numbers: q.distance(numbers) <= q.close)
+
+    def close(numbers: Array) -> bool:
+        distance = q.distance(numbers)
+        return distance <= q.close and distance * _CLOSER <= q.distance(q.truth)
+
+    return place(book, q.got, q.truth, q.wrong, close)
 
 
 def _arithmetic(dtype: Any) -> Any:

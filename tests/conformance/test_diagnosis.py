@@ -83,6 +83,11 @@ def test_factor_is_named():
     assert "0.3 times what is due" in said(problem, None, lambda g: np.multiply(g, 0.3, g))
 
 
+def test_factor_within_rounding_is_not_named():
+    problem = problem_of("random-logits/bfloat16")
+    assert said(problem, None, lambda g: np.multiply(g, 1.01, g)) is None
+
+
 def test_constant_is_named():
     problem = problem_of("random-logits/float32")
     text = said(problem, lambda loss, rank: loss + np.log(24.0))

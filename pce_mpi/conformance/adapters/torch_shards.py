@@ -40,11 +40,15 @@ class TorchShards:
             self.offer = replace(self.offer, gradient=Gradient.BACKWARD, reductions=reductions)
 
     def start(self, comm: MPI.Intracomm) -> None:
-        """Start a gloo process group over the ranks of `comm`."""
+        """Start a gloo process group over the ranks of `comm`, and what the function starts itself."""
         self._group.start(comm)
+        if hasattr(self._function, "start"):
+            self._function.start(comm)
 
     def stop(self) -> None:
-        """Leave the process group."""
+        """Stop what the function has started, and leave the process group."""
+        if hasattr(self._function, "stop"):
+            self._function.stop()
         self._group.stop()
 
     def __call__(self, logits: Any, targets: Any, *, comm: MPI.Intracomm, **options: Any) -> Any:

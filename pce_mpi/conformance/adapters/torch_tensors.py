@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import os
 from typing import TYPE_CHECKING, Any
 import warnings
 
@@ -47,8 +48,10 @@ class ProcessGroup:
     """torch.distributed over gloo, with the ranks of an MPI communicator on one machine."""
 
     def start(self, comm: MPI.Intracomm) -> None:
-        """Meet at a port that rank 0 finds free; collective over `comm`."""
+        """Meet at a port that rank 0 finds free, and set the variables that torchrun sets; collective over `comm`."""
         from torch import distributed
+
+        os.environ |= {"RANK": str(comm.rank), "LOCAL_RANK": str(comm.rank), "WORLD_SIZE": str(comm.size)}
 
         store_of: Any = distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]  # public, and not in __all__
         if comm.rank == 0:

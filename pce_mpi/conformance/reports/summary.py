@@ -102,7 +102,7 @@ def _cause(outcome: Outcome) -> tuple[str, str]:
         return text, text
     first = outcome.findings[0]
     if outcome.verdict is Verdict.FAIL and not first.cause:
-        text = f"{first.kind}: by numbers only, no known fault gives them"
+        text = f"{first.kind} in {outcome.family}: by numbers only, no known fault gives them"
     else:
         text = in_a_line(first.cause).removeprefix(f"{outcome.verdict} in case {outcome.case}: ")
     if outcome.verdict is not Verdict.FAIL:
