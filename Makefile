@@ -171,6 +171,7 @@ $(beside)/bin/mpiexec: | $(bin)/pip
 
 $(installed)/peers: $(installed)/test
 	$(bin)/python -m pip install --quiet torch==2.13.0
+	$(bin)/python -m pip install --quiet --no-deps megatron-core==0.16.1 colossalai==0.5.0
 	touch $@
 
 $(bin)/pip:

@@ -14,30 +14,22 @@ In pytest, started on any number of ranks:
 Importing this package does not start MPI.
 """
 
-from pce_mpi.conformance.cases import Case, Expects, Problem
+from pce_mpi.conformance.cases import Case
 from pce_mpi.conformance.catalogue import cases
-from pce_mpi.conformance.judging import judge
 from pce_mpi.conformance.offers import Gradient, Offer, load, offer_of, offers
-from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding, Outcome, Report, Verdict
+from pce_mpi.conformance.outcomes import Outcome, Verdict
 from pce_mpi.conformance.running import assert_conforms, run_case
 from pce_mpi.conformance.units import Tolerance
 
 __all__ = [
-    "Accuracy",
     "Case",
-    "ErrorMap",
-    "Expects",
-    "Finding",
     "Gradient",
     "Offer",
     "Outcome",
-    "Problem",
-    "Report",
     "Tolerance",
     "Verdict",
     "assert_conforms",
     "cases",
-    "judge",
     "load",
     "offer_of",
     "offers",

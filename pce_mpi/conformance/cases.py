@@ -65,35 +65,23 @@ class Shard:
 class Problem:
     """The logits, targets and options of all ranks.
 
-    Parameters
-    ----------
-    logits : numpy.ndarray
-        The logits of all classes, in the candidate's dtype.
-    targets : numpy.ndarray
-        Global class numbers, the logits' shape without the class axis; or probabilities of the logits' shape.
-    splits : tuple of int
-        The shard of rank r has the classes [splits[r], splits[r + 1]).
-    options : dict
-        The options of the candidate; `weight` has all classes.
-    reduction : str
-        "mean", "sum" or "none".
-    axis : int
-        The class axis.
-    smoothing : str
-        The convention of label smoothing, as in `Offer`.
-    dloss : numpy.ndarray, optional
-        The upstream gradient, shaped as the loss; None: ones.
-    memory : str
-        The memory order of a shard of the logits: "C", "F", "strided" or "padded".
-    target_memory, dloss_memory : str
-        Those of index targets and of the upstream gradient: "C", "strided" or, for equal elements, "expanded".
-    kind : str
-        The kind of the candidate, as in `Offer`.
-    gathered : bool
-        Every rank gets the logits of all classes, by mistake.
-    may_be_nan : numpy.ndarray, optional
-        (rows,) where PyTorch's dense function gives nan and `dense` a number: nan passes there unless the judge is
-        strict, in the gradient, and in the loss if the row counts. None: nowhere.
+    logits                       the logits of all classes, in the candidate's dtype
+    targets                      global class numbers, the logits' shape without the class axis; or probabilities of the
+                                 logits' shape
+    splits                       the shard of rank r has the classes [splits[r], splits[r + 1])
+    options                      the options of the candidate; `weight` has all classes
+    reduction                    "mean", "sum" or "none"
+    axis                         the class axis
+    smoothing                    the convention of label smoothing, as in `Offer`
+    dloss                        the upstream gradient, shaped as the loss; None: ones
+    memory                       the memory order of a shard of the logits: "C", "F", "strided" or "padded"
+    target_memory, dloss_memory  those of index targets and of the upstream gradient: "C", "strided" or, for equal
+                                 elements, "expanded"
+    kind                         the kind of the candidate, as in `Offer`
+    gathered                     every rank gets the logits of all classes, by mistake
+    may_be_nan                   (rows,) where PyTorch's dense function gives nan and `dense` a number: nan passes there
+                                 unless the judge is strict, in the gradient, and in the loss if the row counts. None:
+                                 nowhere
     """
 
     logits: Array
@@ -182,67 +170,21 @@ class Problem:
         return np.asarray(loss), gradient
 
     def rank_of(self, number: int) -> int:
-        """Return the rank whose shard has a class.
-
-        Parameters
-        ----------
-        number : int
-            A global class number.
-
-        Returns
-        -------
-        int
-            The rank.
-        """
+        """Return the rank whose shard has a class."""
         return int(np.searchsorted(self.splits, number, side="right")) - 1
 
     def row_major(self, array: Array) -> Array:
-        """Flatten all axes but the class axis, and put that last.
-
-        Parameters
-        ----------
-        array : numpy.ndarray
-            An array shaped as the logits, or as the shard of one rank.
-
-        Returns
-        -------
-        numpy.ndarray
-            The same as (rows, classes).
-        """
+        """Flatten all axes but the class axis, and put that last."""
         return np.moveaxis(array, self.axis, -1).reshape(self.rows, array.shape[self.axis])
 
     def part(self, array: Array, rank: int) -> Array:
-        """Return the part of an array that a rank has.
-
-        Parameters
-        ----------
-        array : numpy.ndarray
-            An array shaped as the logits.
-        rank : int
-            The rank.
-
-        Returns
-        -------
-        numpy.ndarray
-            A view of the rank's classes; of all classes if the problem is `gathered`.
-        """
+        """Return the part of an array that a rank has."""
         if self.gathered:
             return array
         return np.moveaxis(np.moveaxis(array, self.axis, 0)[slice(*self.splits[rank : rank + 2])], 0, self.axis)
 
     def shard(self, rank: int) -> Shard:
-        """Return the arguments of a rank, as copies: a candidate may write to them.
-
-        Parameters
-        ----------
-        rank : int
-            The rank.
-
-        Returns
-        -------
-        Shard
-            Logits, targets, class range and options.
-        """
+        """Return the arguments of a rank, as copies: a candidate may write to them."""
         start, stop = self.splits[rank : rank + 2]
         options = dict(self.options)
         if "weight" in options:

@@ -62,10 +62,12 @@ def explain(
         known = list(answers(book)) if book.p.size <= MANY else []
         if problem.kind == "entropy":
             known = list(of_entropy(book))
+        # An exact test comes before formulas: the same numbers may be close to another fault's.
+        texts = {q.name: rounded_to(book, q.name, q.got, q.distance, q.truth) for q in wrong}
         for text, answer in known:
-            if all(quantity.is_that_of(answer) for quantity in quantities):
+            if not any(texts.values()) and all(quantity.is_that_of(answer) for quantity in quantities):
                 return text
-        texts = {quantity.name: _fault(quantity, known) for quantity in wrong}
+        texts = {q.name: texts[q.name] or _fault(q, known) for q in wrong}
         if len(set(texts.values())) == 1 and len(texts) == len(quantities) and None not in texts.values():
             return next(iter(texts.values()))  # a fault with more than one form
         if len(wrong) > 1:
@@ -191,8 +193,6 @@ def _of_both(book: Textbook, wrong: list[_Quantity], faults: dict[str, str | Non
 
 def _place(book: Textbook, quantity: _Quantity) -> str | None:
     q = quantity
-    if text := rounded_to(book, q.name, q.got, q.distance, q.truth):
-        return text
     place = place_of_gradient if q.name == "gradient" else place_of_loss
 
     def close(numbers: Array) -> bool:

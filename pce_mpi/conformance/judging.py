@@ -66,26 +66,7 @@ class Judgement(NamedTuple):
 
 
 def judge(problem: Problem, answers: Sequence[Answer], tolerance: Tolerance) -> Judgement:
-    """Compare the answers of all ranks with the exact ones.
-
-    Parameters
-    ----------
-    problem : Problem
-        The problem that the answers are for.
-    answers : sequence of Answer
-        The loss and gradient of each rank, in rank order.
-    tolerance : Tolerance
-        How far off an answer may be.
-
-    Returns
-    -------
-    Judgement
-        Findings, errors in ulps, a picture of the errors of a wrong gradient, and faults of shape and dtype.
-
-    Notes
-    -----
-    Communicates nothing.
-    """
+    """Compare the answers of all ranks with the exact ones."""
     answers, fatal, form = _comparable(problem, answers)
     if fatal:
         return Judgement(fatal, [], None, form)

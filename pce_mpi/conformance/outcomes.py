@@ -22,7 +22,7 @@ _SEEN = re.compile(
     rf"|the ({_RESULT}) (in row .* )?(is|has dtype) \S+ on rank \d+ and).*"
 )
 # The names that procedures give to several answers are no cause.
-_WHICH = re.compile("(first|second) (of two losses|backward pass)")
+_WHICH = re.compile("(first|second) (of two losses|backward pass): ")
 # A number, or a list of several.
 _NUMBERS = re.compile(r"-?\d[\d.]*(e[+-]?\d+)?((, | and )\d+)*( more)?")
 
@@ -49,20 +49,12 @@ class Verdict(StrEnum):
 class Accuracy:
     """The worst error of one quantity of one case.
 
-    Parameters
-    ----------
-    quantity : str
-        "loss" (or "log-probability", "entropy"), "gradient" or "gradient at targets".
-    dtype : str
-        The dtype of the ulps.
-    error : float
-        The error of the candidate; infinite if it is nan, infinite or finite and should not be.
-    best : float
-        The largest error of the exact values, rounded to the candidate's dtype.
-    allowed : float
-        The largest error that passes.
-    where : str
-        The place of `error`: "row 3, class 17 (rank 2)".
+    quantity  "loss" (or "log-probability", "entropy"), "gradient" or "gradient at targets"
+    dtype     the dtype of the ulps
+    error     the error of the candidate; infinite if it is nan, infinite or finite and should not be
+    best      the largest error of the exact values, rounded to the candidate's dtype
+    allowed   the largest error that passes
+    where     the place of `error`: "row 3, class 17 (rank 2)"
     """
 
     quantity: str
@@ -77,12 +69,8 @@ class Accuracy:
 class Finding:
     """One fault of an answer.
 
-    Parameters
-    ----------
-    kind : str
-        A few words, always the same for the same fault.
-    text : str
-        One line that describes it.
+    kind  A few words, always the same for the same fault
+    text  one line that describes it
     """
 
     kind: str
@@ -92,29 +80,23 @@ class Finding:
     def cause(self) -> str:
         """The text without the numbers that were seen; "" if only these are known."""
         cause = _SEEN.sub("", self.text).rstrip(" (:")
-        return "" if _WHICH.fullmatch(cause) else cause
+        return "" if _WHICH.fullmatch(f"{cause}: ") else cause
 
     @property
     def likeness(self) -> str:
         """The cause with "#" for every number: the same for the same fault at another shape."""
-        return _NUMBERS.sub("#", self.cause)
+        return _NUMBERS.sub("#", _WHICH.sub("", self.cause))
 
 
 @dataclass
 class ErrorMap:
     """The errors of a gradient by row and class.
 
-    Parameters
-    ----------
-    errors : list of list of float
-        Errors in units of what is allowed, so that more than 1 or less than -1 fails; negative where the gradient is
-        too small. At most 48 x 192, each the worst of a block of rows and classes.
-    splits : list of float
-        The split points of the shards, in columns of `errors`.
-    rows, classes : int
-        The size of the problem.
-    targets : list of tuple
-        (row, column) of the `errors` with a target.
+    errors         errors in units of what is allowed, so that more than 1 or less than -1 fails; negative where the
+                   gradient is too small. At most 48 x 192, each the worst of a block of rows and classes
+    splits         the split points of the shards, in columns of `errors`
+    rows, classes  the size of the problem
+    targets        (row, column) of the `errors` with a target
     """
 
     errors: list[list[float]]
@@ -220,26 +202,15 @@ class Outcome:
 class Report:
     """The result of a run.
 
-    Parameters
-    ----------
-    candidate : str
-        The name of the candidate.
-    offer : Offer
-        What it offers.
-    ranks : tuple of int
-        The numbers of ranks; each case has an outcome for each.
-    versions : dict
-        Versions by the name of the package.
-    seed : int
-        Seed of the random numbers.
-    strict : bool
-        The judge was strict.
-    tolerance : float
-        The factor on what is allowed.
-    outcomes : list of Outcome
-        The outcome of each case.
-    interrupted : bool
-        The user interrupted the run, so that cases may be missing.
+    candidate    the name of the candidate
+    offer        what it offers
+    ranks        the numbers of ranks; each case has an outcome for each
+    versions     versions by the name of the package
+    seed         seed of the random numbers
+    strict       the judge was strict
+    tolerance    the factor on what is allowed
+    outcomes     the outcome of each case
+    interrupted  the user interrupted the run, so that cases may be missing
     """
 
     candidate: str

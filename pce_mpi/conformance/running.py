@@ -244,11 +244,11 @@ def _settle(
         elif len({len(each) for each in answers}) == 1:  # else some ranks returned no result
             for answers_of_call in zip(*answers, strict=True):
                 _judge(outcome, problem, answers_of_call, tolerance, case.form)
-        # Before the numbers only where these follow from them: a gradient that the next call overwrites.
+        # Before the numbers only in cases about memory, and where numbers follow: a gradient that is overwritten.
         found = list(_together([findings for _, findings in returned]))
-        overwritten = [finding for finding in found if finding.kind == "overwritten"]
-        outcome.findings[:0] = overwritten
-        outcome.findings += [finding for finding in found if finding.kind != "overwritten"]
+        first = [finding for finding in found if case.needs.keeps_logits or finding.kind == "overwritten"]
+        outcome.findings[:0] = first
+        outcome.findings += [finding for finding in found if finding not in first]
     if outcome.findings:
         outcome.verdict = Verdict.FAIL
 
@@ -262,7 +262,7 @@ def _judge(
 ) -> None:
     which, name, _ = answers[0]
     judgement = judge(problem(which), [answer for _, _, answer in answers], tolerance)
-    for finding in judgement.findings + (judgement.form if form else []):
+    for finding in (judgement.form if form else []) + judgement.findings:
         text = f"{name}: {finding.text}" if name else finding.text
         outcome.findings.append(Finding(finding.kind, text))
     outcome.picture = outcome.picture or judgement.picture

@@ -11,23 +11,12 @@ import pytest
 from jobs.launch import complete
 from pce_mpi import dense
 from pce_mpi.arrays import dtype_named
-from pce_mpi.conformance import (
-    Accuracy,
-    ErrorMap,
-    Expects,
-    Finding,
-    Gradient,
-    Offer,
-    Outcome,
-    Verdict,
-    cases,
-    load,
-    offer_of,
-    offers,
-)
+from pce_mpi.conformance import Gradient, Offer, Outcome, Verdict, cases, load, offer_of, offers
+from pce_mpi.conformance.cases import Expects
 from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.catalogue.drawing import chunks
 from pce_mpi.conformance.offers import DTYPES, EVERYTHING, OPTIONS, REDUCTIONS, Needs
+from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
 
 ALL = cases(EVERYTHING)
 

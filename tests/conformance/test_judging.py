@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from pce_mpi.arrays import dtype_named
-from pce_mpi.conformance import Finding, Gradient, Outcome, Tolerance, Verdict, cases, judge
+from pce_mpi.conformance import Gradient, Outcome, Tolerance, Verdict, cases
 from pce_mpi.conformance.cases import Problem
 from pce_mpi.conformance.contradictions import withdraw_contradicted
-from pce_mpi.conformance.judging import Answer
+from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.offers import DTYPES, Offer
+from pce_mpi.conformance.outcomes import Finding
 from pce_mpi.conformance.units import ulp
 import ulps
 

@@ -341,3 +341,13 @@ def test_tolerance_of_caller_decides(comm):
     case = replace(case_of("random-logits/float32"), name="renamed")
     assert run_case(candidate, case, comm).failed
     assert not run_case(candidate, case, comm, tolerance=Tolerance(factor=10)).failed
+
+
+def test_case_about_memory_names_it_before_numbers(comm):
+    def candidate(logits, targets, *, comm, **options):
+        loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
+        logits -= 1.0
+        return loss, gradient * np.float32(2)
+
+    assert kinds(run(candidate, "inputs-unmodified", comm)) == ["inputs modified", "gradient"]
+    assert kinds(run(candidate, "random-logits/float32", comm)) == ["gradient"]

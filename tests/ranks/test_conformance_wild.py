@@ -51,6 +51,8 @@ SHIPPED = [
     ),
     Shipped(megatron.MegatronSmoothing, "target-out-of-range/one-too-many", "no rank refused it"),
     Shipped(megatron.MegatronFused, "random-logits/float32", "every entry of the gradient is rounded to bfloat16"),
+    Shipped(megatron.MegatronFused, "logits-of-1000/float32", "every entry of the gradient is rounded to bfloat16"),
+    Shipped(megatron.MegatronFused, "masked-row", "every entry of the gradient is rounded to bfloat16"),
     Shipped(megatron.MegatronFused, "p-near-1/float32", "every entry of the gradient is rounded to bfloat16"),
     Shipped(
         megatron.MegatronBackward,
@@ -90,6 +92,7 @@ SHIPPED = [
     Shipped(colossalai.ColossalAI, "ignored/inside", "ignored rows have a gradient of -1 at their target"),
     Shipped(nanotron.NanotronZLoss, "z_loss/float32", "z_loss lacks the maximum that the logits were shifted by"),
     Shipped(liger.LigerGradient, "p-near-1/bfloat16", "1 is subtracted at the target after rounding to bfloat16"),
+    Shipped(ms_swift.MsSwiftLogProb, "result-form/each-row", "only the shard that owns a row's target has a gradient"),
     Shipped(liger.LigerGradient, "inputs-unmodified", "logits were modified; where that is meant, declare it"),
 ]
 
