@@ -4,7 +4,7 @@ import numpy as np
 
 from pce_mpi.conformance.offers import Gradient, offers
 
-BLOCK = 5  # classes at a time
+BLOCK, MOST_BLOCKS = 5, 40  # classes at a time, or more where there are many
 
 
 @offers(
@@ -36,8 +36,9 @@ def candidate(
         # top, sum of exponentials relative to it, target logit, weight of the target, how many ranks own it
         mine = np.zeros((5, len(t)))
         mine[0] = -np.inf
-        for start in range(0, classes, BLOCK):
-            block = x[:, start : start + BLOCK].astype(np.float64)
+        length = max(BLOCK, classes // MOST_BLOCKS)
+        for start in range(0, classes, length):
+            block = x[:, start : start + length].astype(np.float64)
             mine[:2] = merge(mine[:2], (block.max(axis=1), np.ones(len(t))), logit_scale, block)
         mine[2, row], mine[3, row], mine[4, row] = x[row, column], np.asarray(w)[column], 1.0
         states = np.empty((comm.size, *mine.shape))
