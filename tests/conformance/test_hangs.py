@@ -61,7 +61,7 @@ def test_busy_candidate_is_slow_not_deadlocked(tmp_path, body, words):
     (tmp_path / "it.py").write_text(
         "import time\ndef candidate(logits, targets, *, class_start, num_classes, comm):\n    " + body.lstrip("\n ")
     )
-    selection = ["--case", "random-logits/float32", "--timeout", 6 * slowdown(), "--json", "report"]
+    selection = ["--case", "random-logits/float32", "--timeout", 3 * slowdown(), "--json", "report"]
     run = conformance("-n", 2, "it.py:candidate", *selection, folder=tmp_path)
     assert run.returncode == 1, run.stderr
     (outcome,) = json.loads((tmp_path / "report").read_text())["outcomes"]
