@@ -24,7 +24,13 @@ def withdraw_contradicted(
     outcomes = list(outcomes)
     for outcome in outcomes:
         claimed = [finding for finding in outcome.findings if finding.cause and outcome.verdict is Verdict.FAIL]
+        if not claimed:
+            continue
+        with np.errstate(all="ignore"):
+            texts = [text for text, _ in roundings(Textbook.of(_problem(cases[outcome.case], outcome, offer, seed)))]
         for finding in claimed:
+            if not any(text in finding.cause for text in texts):
+                continue
             passed = (
                 _problem(cases[other.case], other, offer, seed)
                 for other in outcomes

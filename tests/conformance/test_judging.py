@@ -331,7 +331,7 @@ def test_rounding_that_another_case_contradicts_is_withdrawn(verdict, stays):
     text = "log-probabilities are kept in bfloat16"
     numbers = "loss is 3.5 where 3.4 is right: 9 ulp of float32 off, 2 allowed"
     size = {"rows": 6, "classes": 24, "ranks": RANKS, "dtype": "bfloat16"}
-    accused = Outcome("weight/bfloat16", "", Verdict.FAIL, [Finding("loss", f"{text} ({numbers})")], **size)
+    accused = Outcome("label_smoothing/bfloat16", "", Verdict.FAIL, [Finding("loss", f"{text} ({numbers})")], **size)
     other = Outcome("p-near-1/bfloat16", "", verdict, **size)
     withdraw_contradicted([accused, other], known, EVERYTHING, 0, USUAL)
     assert accused.findings[0].text == (f"{text} ({numbers})" if stays else numbers)
