@@ -10,23 +10,28 @@ functions that pass them on.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
-import numpy as np
-
-from pce_mpi.arrays import as_array, check_one_library
-from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.linear import linear_cross_entropy_value_and_grad
-from pce_mpi.loss.options import LossOptions, Options, StatisticsOptions, check_out, takes
-from pce_mpi.loss.passes import Residuals, forward, row_softmax, value_and_grad, write_gradient
-from pce_mpi.loss.softmax_state import StateFields
+from pce_mpi.loss.options import LossOptions, Options, gradient_for, takes, upstream_of
+from pce_mpi.loss.passes import Residuals, forward, value_and_grad, write_gradient
+from pce_mpi.loss.statistics import (
+    ClassStatistics,
+    StatisticsResiduals,
+    class_statistics,
+    class_statistics_backward,
+    class_statistics_forward,
+)
 from pce_mpi.memory import same_memory
 
 __all__ = [
     "ClassStatistics",
     "Residuals",
+    "StatisticsResiduals",
     "class_statistics",
+    "class_statistics_backward",
+    "class_statistics_forward",
     "linear_cross_entropy_value_and_grad",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
@@ -195,23 +200,11 @@ def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = 
         raise TypeError(f"residuals must come from softmax_cross_entropy_forward, got {type(residuals).__name__}")
     if residuals.used_up:
         raise RuntimeError("these residuals were used up by a backward pass into out=logits")
-    upstream = as_array(dloss, "dloss")
-    if upstream.dtype.kind not in "iuf" and upstream.dtype.name != "bfloat16":
-        raise TypeError(f"dloss must be real numbers, got {upstream.dtype}")
-    if upstream.shape not in ((), residuals.loss_shape):
-        raise ValueError(
-            f"dloss must be a scalar or have the loss's shape, {residuals.loss_shape}, got {upstream.shape}"
-        )
     problem = residuals.problem
-    xp, logits = problem.xp, problem.logits
-    check_one_library({"logits": logits, "dloss": dloss if isinstance(dloss, np.generic | float | int) else upstream})
-    check_on_current_gpu({"logits": logits, "dloss": upstream})
-    if out is None:
-        gradient = xp.empty_like(logits)
-    else:
-        gradient = check_out(out, problem.inputs)
-        residuals.used_up = same_memory(gradient, logits)
-    write_gradient(gradient, residuals, xp.asarray(upstream.astype(np.float64).reshape(-1)))
+    upstream = upstream_of(dloss, "dloss", residuals.loss_shape, problem)
+    gradient = gradient_for(out, problem)
+    residuals.used_up = same_memory(gradient, problem.logits)
+    write_gradient(gradient, residuals, upstream)
     return gradient if out is None else out
 
 
@@ -253,88 +246,3 @@ def softmax_cross_entropy_value_and_grad(
     checked = Options.of("softmax_cross_entropy_value_and_grad", options, LossOptions)
     loss, gradient = value_and_grad(prepare(checked, logits, targets, out=out, with_gradient=True))
     return loss, gradient if out is None else out
-
-
-class ClassStatistics(NamedTuple):
-    """The statistics of each row, shaped as the logits without the class axis.
-
-    z are the logits after `logit_scale` and `softcap`, and p their softmax. Dtypes are the compute dtype, but for
-    `argmax`.
-
-    Attributes
-    ----------
-    max : array
-        The largest z.
-    sum_exp : array
-        sum_c exp(z_c - max).
-    logsumexp : array
-        log sum_c exp(z_c).
-    log_prob : array or None
-        log p of the target, in nats; 0 in rows with the target `ignore_index`, which a mean must leave out. None
-        without targets.
-    entropy : array
-        -sum_c p_c log p_c, in nats.
-    argmax : array of int64
-        The global number of the class with the largest logit, the lowest on ties.
-    """
-
-    max: Array
-    sum_exp: Array
-    logsumexp: Array
-    log_prob: Array | None
-    entropy: Array
-    argmax: Array
-
-
-@takes(StatisticsOptions)
-def class_statistics(logits: Any, targets: Any = None, **options: Unpack[StatisticsOptions]) -> ClassStatistics:
-    """Compute statistics of each row's softmax over the classes of all shards, without gathering a logit.
-
-    Parameters
-    ----------
-    logits : array
-        Those of `softmax_cross_entropy`.
-    targets : array of integers, optional
-        The class numbers of `softmax_cross_entropy`; needed for `log_prob` alone.
-    axis, ignore_index, logit_scale, softcap, compute_dtype, comm, class_start, num_classes : optional
-        Those of `softmax_cross_entropy`.
-
-    Returns
-    -------
-    ClassStatistics
-        `max`, `sum_exp`, `logsumexp`, `log_prob`, `entropy` and `argmax` of each row; the same bits on every rank.
-
-    Raises
-    ------
-    ValueError
-        For probabilities as targets. All other errors are those of `softmax_cross_entropy`.
-
-    Notes
-    -----
-    Collective over `comm`: one Allgather of 56 bytes, and one Allreduce of 80 bytes a row, 8 more with
-    targets.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> class_statistics(np.log([[1.0, 3.0]])).entropy
-    array([0.56233514])
-    """
-    problem = prepare(Options.of("class_statistics", options, StatisticsOptions), logits, targets, needs_targets=False)
-    fields = StateFields(hold_largest=True, argmax=True, target=problem.targets is not None, entropy=True)
-    softmax, xp = row_softmax(problem, fields), problem.xp
-
-    @np.errstate(all="ignore")
-    def rows(values: Array) -> Array:
-        one_nan = xp.where(xp.isnan(values), np.nan, values)  # of the many, the same on every rank
-        return one_nan.astype(problem.options.compute_dtype).reshape(problem.rows_shape)
-
-    with_targets = problem.targets is not None
-    return ClassStatistics(
-        max=rows(softmax.held_z),
-        sum_exp=rows(1.0 + softmax.odds),
-        logsumexp=rows(softmax.logsumexp),
-        log_prob=rows(xp.where(xp.asarray(problem.valid), softmax.target_log_prob, 0.0)) if with_targets else None,
-        entropy=rows(softmax.entropy),
-        argmax=xp.ascontiguousarray(softmax.argmax.view(np.int64)).reshape(problem.rows_shape),
-    )

@@ -443,6 +443,25 @@ def check_out(out: Any, inputs: Sequence[Array]) -> Array:
     return array
 
 
+def gradient_for(out: Any, problem: Problem) -> Array:
+    """The array for the gradient of the logits: `out`, checked, or a new one."""
+    return problem.xp.empty_like(problem.logits) if out is None else check_out(out, problem.inputs)
+
+
+def upstream_of(value: Any, name: str, shape: tuple[int, ...], problem: Problem) -> Array:
+    """An upstream gradient, a scalar or of this shape, as float64, (1,) or (rows,)."""
+    upstream = as_array(value, name)
+    if upstream.dtype.kind not in "iuf" and upstream.dtype.name != "bfloat16":
+        raise TypeError(f"{name} must be real numbers, got {upstream.dtype}")
+    if upstream.shape not in ((), shape):
+        raise ValueError(f"{name} must be a scalar or have the shape {shape}, got {upstream.shape}")
+    check_one_library(
+        {"logits": problem.logits, name: value if isinstance(value, np.generic | float | int) else upstream}
+    )
+    check_on_current_gpu({"logits": problem.logits, name: upstream})
+    return problem.xp.asarray(upstream.astype(np.float64).reshape(-1))
+
+
 def _lends_memory(value: Any) -> bool:
     """True if NumPy makes an array of `value` without copying it."""
     if hasattr(value, "__dlpack__") or hasattr(value, "__array_interface__"):

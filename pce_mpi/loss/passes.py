@@ -221,6 +221,45 @@ def write_probabilities(array: Array, problem: Problem, softmax: RowSoftmax, fie
     _write_rows(array, problem, rows, fields, ClassWeights())
 
 
+@np.errstate(all="ignore")
+def write_statistics_gradient(
+    array: Array,
+    problem: Problem,
+    softmax: RowSoftmax,
+    fields: StateFields,
+    *,
+    log_prob: Array,
+    entropy: Array,
+    logsumexp: Array,
+) -> None:
+    """Fill `array` with the gradient of the logits from those of three statistics, each (1,) or (rows,)."""
+    xp, scale = problem.xp, problem.transform.scale
+    log_prob = xp.where(xp.asarray(problem.valid), log_prob, 0.0)
+    largest = softmax.argmax.view(np.int64)  # the class held apart
+    column = largest - problem.class_start
+    targets = -1 if problem.targets is None else xp.asarray(problem.targets)
+    target_column = -1 if problem.target_column is None else xp.asarray(problem.target_column)
+    common = logsumexp - entropy * (softmax.entropy - softmax.held_nll)
+    less_one = xp.where(targets == largest, softmax.held_minus_one, softmax.held_probability)
+    rows = xp.zeros((problem.valid.size, len(ROW_GRADIENT)))
+    columns = {
+        **{name: getattr(softmax, name) for name in ("exponent", "top", "most")},
+        "factor": scale * softmax.normalizer,
+        "constant": common - log_prob,
+        "slope": -entropy,
+        "origin": softmax.held_z,
+        "held_gradient": scale * (common * softmax.held_probability - log_prob * less_one),
+        "target_gradient": scale * log_prob,
+    }
+    for name, values in columns.items():
+        rows[:, ROW_GRADIENT[name]] = values
+    whole = rows.view(np.int64)
+    whole[:, ROW_GRADIENT["valid"]] = 1
+    whole[:, ROW_GRADIENT["column"]] = xp.where((column >= 0) & (column < problem.classes), column, -1)
+    whole[:, ROW_GRADIENT["target"]] = xp.where(targets == largest, -1, target_column)
+    _write_rows(array, problem, rows, fields, ClassWeights())
+
+
 def _write_rows(array: Array, problem: Problem, rows: Array, fields: StateFields, weights: ClassWeights) -> None:
     """Fill `array` from rows of `ROW_GRADIENT`."""
     axis = problem.options.axis

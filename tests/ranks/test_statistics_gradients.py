@@ -1,0 +1,130 @@
+"""Gradients of log-probabilities, entropies and logsumexp: those of the oracle, with the bits of one process."""
+
+import itertools
+
+import ml_dtypes
+import mpmath
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi import dense
+
+ROWS, CLASSES = 9, 37
+NAMES = ("log_prob", "entropy", "logsumexp")
+OPTIONS = {
+    "plain": {},
+    "scale": {"logit_scale": 0.7},
+    "softcap": {"softcap": 3.0},
+    "ignored": {"ignore_index": 5},
+}
+
+
+def problem(dtype=np.float64, spread=3.0):
+    rng = np.random.default_rng(11)
+    logits = spread * rng.standard_normal((ROWS, CLASSES))
+    logits[2, ::3] = -np.inf
+    targets = rng.integers(0, CLASSES, ROWS)
+    targets[:2] = 5
+    targets[2] = 1
+    targets[3] = logits[3].argmax()
+    upstream = {name: rng.standard_normal(ROWS) for name in NAMES}
+    return logits.astype(dtype), targets, upstream
+
+
+def ours(comm, logits, targets, upstream, *, out=None, **options):
+    """The gradient of this rank's classes."""
+    mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
+    shard = np.ascontiguousarray(logits[:, mine])
+    _, residuals = pce.class_statistics_forward(shard, targets, comm=comm, **options)
+    with pce.trace() as trace:
+        gradient = pce.class_statistics_backward(residuals, **upstream, out=out)
+    assert trace.count(purpose=None) == 0
+    return gradient, mine
+
+
+@pytest.mark.parametrize(
+    "names", [*itertools.combinations(NAMES, 1), *itertools.combinations(NAMES, 2), NAMES], ids=str
+)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradient_of_statistics_is_that_of_oracle(comm, name, names):
+    logits, targets, upstream = problem()
+    given = {each: upstream[each] for each in names}
+    expected = dense.class_statistics_backward(logits, targets, **given, **OPTIONS[name])
+    gradient, mine = ours(comm, logits, targets, given, **OPTIONS[name])
+    np.testing.assert_allclose(gradient, expected[:, mine], rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda each: each.__name__
+)
+def test_gradient_of_statistics_has_bits_of_one_process(comm, dtype):
+    for options in OPTIONS.values():
+        logits, targets, upstream = problem(dtype)
+        _, residuals = pce.class_statistics_forward(logits, targets, **options)
+        expected = pce.class_statistics_backward(residuals, **upstream)
+        gradient, mine = ours(comm, logits, targets, upstream, **options)
+        assert gradient.dtype == dtype
+        assert gradient.tobytes() == expected[:, mine].tobytes()
+        exact = dense.class_statistics_backward(logits, targets, **upstream, **options)
+        unit = float(ml_dtypes.finfo(dtype).eps)
+        error = np.abs(expected.astype(np.float64) - exact)
+        assert np.all(error <= 0.51 * unit * np.abs(exact) + 4e-7 * np.abs(exact).max(axis=1, keepdims=True))
+
+
+def test_entropy_of_almost_certain_row_keeps_its_bits(comm):
+    logits = np.zeros((2, CLASSES), np.float32)
+    logits[:, 4] = 25.0, 60.0
+    for rows, certain in enumerate(logits):
+        with mpmath.workprec(200):
+            exps = [mpmath.e ** mpmath.mpf(float(value) - float(certain[4])) for value in certain]
+            total = sum(exps)
+            p = [each / total for each in exps]
+            entropy = -sum(each * mpmath.log(each) for each in p)
+            exact = [float(-each * (mpmath.log(each) + entropy)) for each in p]
+        gradient, mine = ours(comm, certain[None], np.array([4]), {"entropy": 1.0})
+        np.testing.assert_allclose(gradient[0], np.array(exact)[mine], rtol=1e-6, err_msg=str(rows))
+
+
+def test_gradient_of_statistics_may_overwrite_logits(comm):
+    logits, targets, upstream = problem(np.float32)
+    expected, mine = ours(comm, logits, targets, upstream)
+    shard = np.ascontiguousarray(logits[:, mine])
+    _, residuals = pce.class_statistics_forward(shard, targets, comm=comm)
+    assert pce.class_statistics_backward(residuals, **upstream, out=shard) is shard
+    assert shard.tobytes() == expected.tobytes()
+    if shard.size:
+        with pytest.raises(RuntimeError, match="used up"):
+            pce.class_statistics_backward(residuals, entropy=1.0)
+
+
+def test_gradient_along_another_axis_is_the_same(comm):
+    logits, targets, upstream = problem(np.float32)
+    expected, mine = ours(comm, logits, targets, upstream)
+    shard = np.ascontiguousarray(logits[:, mine].T)
+    _, residuals = pce.class_statistics_forward(shard, targets, comm=comm, axis=0)
+    assert pce.class_statistics_backward(residuals, **upstream).T.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"entropy": np.ones(ROWS + 1)}, ValueError, "entropy must be a scalar or have the shape"),
+        ({"logsumexp": 1j}, TypeError, "logsumexp must be real"),
+        ({"out": np.ones((1, 1))}, ValueError, "out must have the logits' shape"),
+    ],
+    ids=str,
+)
+def test_unfit_upstream_of_statistics_raises(given, error, text):
+    logits, targets, _ = problem()
+    _, residuals = pce.class_statistics_forward(logits, targets)
+    with pytest.raises(error, match=text):
+        pce.class_statistics_backward(residuals, **given)
+
+
+def test_log_prob_without_targets_has_no_gradient():
+    _, residuals = pce.class_statistics_forward(np.zeros((2, 3)))
+    with pytest.raises(ValueError, match="without targets"):
+        pce.class_statistics_backward(residuals, log_prob=1.0)
+    with pytest.raises(TypeError, match="residuals must come from class_statistics_forward"):
+        pce.class_statistics_backward(None, entropy=1.0)
