@@ -163,6 +163,13 @@ ROW_GRADIENT = {
             "held_gradient",  # the gradient of the class held apart
             "held",  # with probabilities every class of this logit
             "held_weight",  # and this weight is held apart
+            # The gradient of statistics has (constant + slope (z_c - origin)) as one more factor, and one class, the
+            # target, has target_gradient besides.
+            "constant",
+            "slope",
+            "origin",
+            "target",  # the column of that class, -1 if another shard has it
+            "target_gradient",
         )
     )
 }

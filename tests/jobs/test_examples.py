@@ -17,11 +17,12 @@ DATA_AND_MODEL = "examples/data_and_model_parallel.py"
 GRADIENTS = "examples/gradient_synchronization.py"
 LANGUAGE_MODEL = "examples/language_model.py"
 LOSS_PARALLEL = "examples/loss_parallel.py"
+POLICY_GRADIENT = "examples/policy_gradient.py"
 SHARDED_LOSS = "examples/sharded_loss.py"
 TRANSFORMER = "examples/transformer.py"
 VERIFY_YOUR_LOSS = "examples/verify_your_loss.py"
-PROGRAMS = [DATA_AND_MODEL, GRADIENTS, LANGUAGE_MODEL, LOSS_PARALLEL, SHARDED_LOSS, TRANSFORMER]
-WITHOUT_OPTIONS = [DATA_AND_MODEL, GRADIENTS, LOSS_PARALLEL, SHARDED_LOSS]
+PROGRAMS = [DATA_AND_MODEL, GRADIENTS, LANGUAGE_MODEL, LOSS_PARALLEL, POLICY_GRADIENT, SHARDED_LOSS, TRANSFORMER]
+WITHOUT_OPTIONS = [DATA_AND_MODEL, GRADIENTS, LOSS_PARALLEL, POLICY_GRADIENT, SHARDED_LOSS]
 
 # One rank, an odd number of them, and two dims of several ranks each; planted faults are found on 2.
 RANKS = [1, 3, 4]
@@ -473,6 +474,18 @@ def test_sharded_loss_agrees_with_dense_one(ranks):
 def test_sharded_loss_prints_what_its_docstring_says():
     shown = [line.removeprefix("    ") for line in docstring_of(SHARDED_LOSS).split("prints\n\n")[1].splitlines()]
     assert job(4, SHARDED_LOSS).stdout.splitlines() == shown
+
+
+# ------------------------------------------------------------------------------------------------------ policy_gradient
+
+
+def test_policy_gradient_prints_what_its_docstring_says():
+    for ranks, groups in ((5, "2, 3"), (1, "1, 0")):
+        output = job(ranks, POLICY_GRADIENT)
+        assert output.returncode == 0, output.stderr
+        text = docstring_of(POLICY_GRADIENT).split("prints\n\n")[1].partition("\n\n")[0]
+        shown = [line.removeprefix("    ") for line in text.replace("2, 3", groups).splitlines()]
+        assert output.stdout.splitlines() == shown
 
 
 # ----------------------------------------------------------------------------------------------------- verify_your_loss

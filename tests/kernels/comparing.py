@@ -11,7 +11,7 @@ from pce_mpi.loss.kernels import definition
 from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
 from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
-from ranks.test_definition import FIELDS, ROWS, logits_of
+from ranks.test_definition import FIELDS, ROWS, fill_gradients_of_statistics, logits_of
 
 DTYPES = [np.dtype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
 TRANSFORMS = [
@@ -111,6 +111,9 @@ def rows_of(problem, seed):
             values["held_weight"] = states["held_weight"]
         for name, column in values.items():
             rows[:, ROW_GRADIENT[name]] = column
+    if problem.fields.entropy:
+        targets = rng.integers(-1, problem.logits.shape[1], len(rows)) if len(rows) else -1
+        fill_gradients_of_statistics(rows, problem.softmax_columns(), targets, rng)
     return rows
 
 

@@ -14,7 +14,7 @@ import pytest
 from pce_mpi.loss.kernels import compiled, definition
 from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic, fma32
 from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
-from pce_mpi.loss.softmax_state import ROW_SOFTMAX, StateFields
+from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 
 SETS = compiled.instruction_sets()
 KINDS = ["plain", "offset", "far", "huge", "largest", "masked", "certain", "equal", "special"]
@@ -193,6 +193,8 @@ def test_compiled_kernel_has_bits_of_definition(name, problem, seed):
     given = (wanted, fields, valid, problem.targets, upstream, np.array([1.7]), problem.transform.scale, terms)
     rows = definition.row_gradients(*given)
     assert same_bits(compiled.row_gradients(*given)[~bad], rows[~bad])
+    if fields.entropy:
+        fill_gradients_of_statistics(rows, wanted, problem.targets, rng)
     more = {"weights": problem.weights, **problem.options}
     for dtype in {problem.logits.dtype, np.dtype(np.float32)}:
         for inner in (1, 2):  # consecutive, and not
@@ -201,6 +203,14 @@ def test_compiled_kernel_has_bits_of_definition(name, problem, seed):
             definition.write_gradient(right, problem.logits[:, :, None], rows, problem.fields, **more)
             assert same_bits(found, right), (dtype, inner)
     compiled.choose("")
+
+
+def fill_gradients_of_statistics(rows, softmax, targets, rng):
+    """The columns that only gradients of statistics have."""
+    for name in ("constant", "slope", "target_gradient"):
+        rows[:, ROW_GRADIENT[name]] = rng.standard_normal(len(rows))
+    rows[:, ROW_GRADIENT["origin"]] = softmax[:, ROW_SOFTMAX["held_z"]]
+    rows.view(np.int64)[:, ROW_GRADIENT["target"]] = targets
 
 
 def test_rows_longer_than_a_chunk_have_same_bits(kernel):

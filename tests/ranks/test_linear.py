@@ -190,3 +190,16 @@ def test_gradients_on_the_tape_are_partial_where_sharded(comm):
         np.testing.assert_allclose(loss.item(), expected[0], rtol=1e-13)
         np.testing.assert_allclose(h.grad.full(), expected[1], atol=1e-15)
         np.testing.assert_allclose(v.grad.full(), expected[2], atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_cupy_arrays_have_loss_of_their_products(comm, cupy, dtype):
+    hidden, w, targets = problem(dtype)
+    mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
+    given = cupy.asarray(hidden), cupy.asarray(np.ascontiguousarray(w[:, mine])), cupy.asarray(targets)
+    loss, *gradients = pce.linear_cross_entropy_value_and_grad(*given, comm=comm, chunk=8)
+    assert all(isinstance(array, cupy.ndarray) for array in (loss, *gradients))
+    expected = run(comm, hidden, w, targets, chunk=8)
+    for found, right in zip((loss, *gradients), expected[:3], strict=True):
+        assert found.dtype == right.dtype
+        np.testing.assert_allclose(cupy.asnumpy(found), right, rtol=2e-3 if dtype == np.float16 else 1e-5, atol=1e-6)

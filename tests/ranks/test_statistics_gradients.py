@@ -128,3 +128,15 @@ def test_log_prob_without_targets_has_no_gradient():
         pce.class_statistics_backward(residuals, log_prob=1.0)
     with pytest.raises(TypeError, match="residuals must come from class_statistics_forward"):
         pce.class_statistics_backward(None, entropy=1.0)
+
+
+def test_cupy_arrays_give_same_gradients_of_statistics(comm, cupy):
+    logits, targets, upstream = problem(np.float32)
+    for options in OPTIONS.values():
+        expected, mine = ours(comm, logits, targets, upstream, **options)
+        shard, numbers = cupy.asarray(np.ascontiguousarray(logits[:, mine])), cupy.asarray(targets)
+        _, residuals = pce.class_statistics_forward(shard, numbers, comm=comm, **options)
+        on_gpu = {name: cupy.asarray(each) for name, each in upstream.items()}
+        gradient = pce.class_statistics_backward(residuals, **on_gpu)
+        assert isinstance(gradient, cupy.ndarray)
+        assert cupy.asnumpy(gradient).tobytes() == expected.tobytes()

@@ -248,7 +248,8 @@ def write_gradient(
         cupy.ascontiguousarray(rows),
         scale,
     ]
-    if not used and _is_plain(transform, arithmetic) and output.aligned_with(source, logits.dtype):
+    special = used or fields.entropy
+    if not special and _is_plain(transform, arithmetic) and output.aligned_with(source, logits.dtype):
         kernel = Kernel("backward.cu", _plain_name("write_gradient", logits.dtype, transform))
     else:
         types = f"{CPP_TYPES[logits.dtype.name]}, {_name_of(arithmetic)}"

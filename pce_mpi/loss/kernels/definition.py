@@ -489,15 +489,24 @@ def gradient_of(
     transform: Transform,
     arithmetic: Arithmetic,
     u: Array | float = 1.0,
+    is_target: Array | bool = False,
 ) -> Array:
     """The gradient of a block of logits that are not held, (rows, classes), in the arithmetic's dtype.
 
     It is factor exp(z) 2^-exponent - weight_factor u, times the slope of the softcap; `rows` has the columns of
-    `ROW_GRADIENT`.
+    `ROW_GRADIENT`. That of statistics has a factor more, and at the target a term.
     """
     value = _probabilities(x, rows, transform, arithmetic)
-    if fields.weighted_logit or transform.softcap is not None:
+    if fields.weighted_logit or fields.entropy or transform.softcap is not None:
         value = value.astype(f64)
+        if fields.entropy:
+            constant, slope, origin, more = (
+                rows[:, ROW_GRADIENT[name], None] for name in ("constant", "slope", "origin", "target_gradient")
+            )
+            z, low = transformed(x.astype(f64), transform)
+            factor = constant + slope * ((z - origin) + low)
+            value = np.where(value == 0.0, 0.0, value * factor)  # 0 is that of a masked class, whose z is infinite
+            value = value + np.where(is_target, more, 0.0)
         if fields.weighted_logit:
             value -= rows[:, ROW_GRADIENT["weight_factor"], None] * u
         if transform.softcap is not None:
@@ -579,7 +588,7 @@ def write_gradient(
     arithmetic: Arithmetic,
 ) -> None:
     """Write the gradient of the logits into `out`; both are (outer, classes, inner) and may be one array."""
-    column, valid = (rows[:, ROW_GRADIENT[name]].view(i64) for name in ("column", "valid"))
+    column, valid, target = (rows[:, ROW_GRADIENT[name]].view(i64) for name in ("column", "valid", "target"))
     held_gradient, held, held_weight = (
         rows[:, ROW_GRADIENT[name], None] for name in ("held_gradient", "held", "held_weight")
     )
@@ -587,7 +596,8 @@ def write_gradient(
         for mine, block in _blocks(len(rows), logits.shape[1]):
             x = _rows_of(logits, mine, block)
             u = _class_weights(weights, mine, block) if fields.weighted_logit else None
-            value = gradient_of(x, rows[mine], fields, transform, arithmetic, 1.0 if u is None else u)
+            is_target = np.arange(block.start, block.stop) == target[mine, None]
+            value = gradient_of(x, rows[mine], fields, transform, arithmetic, 1.0 if u is None else u, is_target)
             if weights.probabilities is None:
                 is_held = np.arange(block.start, block.stop) == column[mine, None]
             else:

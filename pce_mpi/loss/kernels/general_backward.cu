@@ -4,7 +4,7 @@
 
 namespace pce {
 
-// dx_c = factor exp(z_c) - weight_factor u_c, times the slope of the softcap; classes held get `held_gradient` in place
+// dx_c = factor exp(z_c) - weight_factor u_c, times the slope of the softcap, or of statistics; classes held get `held_gradient` in place
 // of the difference. Rows that are not valid get 0. `out` may be the logits.
 template <typename T, typename Arithmetic>
 __global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOC
   const RowGradient& gradient = gradients[tile.row];
   const RowFactor factor = RowFactor::of(gradient, call.transform);
   const int held = tile.local_index(gradient.column);
+  const int target = (fields & ENTROPY) != 0 ? tile.local_index(gradient.target) : -1;
 
 #pragma unroll 1
   for (int at = tile.thread_rank; at < tile.count; at += group_size) {
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOC
         assign(value, gradient.held_gradient * (softcap != 0.0 ? softcap_slope(x, call.transform) : 1.0));
         dx = number_of(value);
       } else {
-        dx = number_of(gradient_of<Arithmetic>(x, u, factor, call));
+        dx = number_of(gradient_of<Arithmetic>(x, u, factor, call, at == target ? gradient.target_gradient : 0.0));
       }
     }
     set_element(out, out_dtype, to + at, dx);

@@ -12,11 +12,14 @@ struct RowGradient {
     double factor, weight_factor;
     double held_gradient;
     double held, held_weight;  // with probabilities every class with this logit and weight is held
+    double constant, slope, origin;  // of statistics
+    int64_t target;                  // the class that has `target_gradient` besides, or -1
+    double target_gradient;
 };
 
 // The factors of a row's gradient: factor = (high + low) 2^k = m 2^k, and `exponent` is k less that of the normalizer.
 struct RowFactor {
-    double factor, m, weight_factor, top;
+    double factor, m, weight_factor, top, constant, slope, origin;
     float high, low;
     int64_t exponent;
     bool huge;
@@ -26,6 +29,9 @@ struct RowFactor {
         row.factor = gradient.factor;
         row.weight_factor = gradient.weight_factor;
         row.top = gradient.top;
+        row.constant = gradient.constant;
+        row.slope = gradient.slope;
+        row.origin = gradient.origin;
         row.huge = is_huge(row.top, transform);
         Parts parts = finite(row.factor) ? split(row.factor) : Parts{row.factor, 0};
         row.m = parts.m + parts.m;
@@ -53,15 +59,21 @@ PCE_FUNCTION double number_of(double v) { return v; }
 PCE_FUNCTION void assign(float &to, double v) { to = narrow(v); }
 PCE_FUNCTION void assign(double &to, double v) { to = v; }
 
-// The gradient of a logit x with the weight u that is not held.
+// The gradient of a logit x with the weight u that is not held; the target of statistics has `more` besides.
 template <class Arithmetic>
-PCE_FUNCTION typename Arithmetic::Number gradient_of(double x, double u, const RowFactor &row, const Call &call) {
+PCE_FUNCTION typename Arithmetic::Number gradient_of(double x, double u, const RowFactor &row, const Call &call,
+                                                     double more = 0.0) {
     typename Arithmetic::Number value;
     if (!finite(row.factor) || x == -infinity() || (row.huge && x != row.top))
         assign(value, row.factor * 0.0);
     else
         value = gradient_of(row, exponential<Arithmetic>(x, call.transform));
     double result = number_of(value);
+    if (call.has(ENTROPY)) {
+        Pair z = transformed(x, call.transform);
+        double factor = row.constant + row.slope * ((z.high - row.origin) + z.low);
+        result = (result == 0.0 ? 0.0 : result * factor) + more;  // 0 is that of a masked class, whose z is infinite
+    }
     if (call.has(WEIGHTED_LOGIT)) result = result - row.weight_factor * u;
     if (call.transform.softcap != 0.0) result = result * softcap_slope(x, call.transform);
     assign(value, result == result ? result : not_a_number());

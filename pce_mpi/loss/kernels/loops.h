@@ -430,17 +430,25 @@ static inline Doubles softcap_slope(Doubles x, const Transform &transform) {
     return 4.0 * e / ((1.0 + e) * (1.0 + e));
 }
 
-// Subtract weight_factor u from gradients, if there are weights, and multiply them by the slope of a softcap; write
+// Multiply gradients by the factor of statistics, subtract weight_factor u, if there are weights, and multiply them by the slope of a softcap; write
 // them to `out`. u has room for a whole vector more.
 template <class Number, class T>
-static void finish_near(const Number *values, const Number *x, T *out, const double *u, long count, double weight_factor,
-                        const Transform &transform) {
+static void finish_near(const Number *values, const Number *x, T *out, const double *u, long count,
+                        const RowFactor &row, const Call &call) {
+    const Transform &transform = call.transform;
     for (long i = 0; i < count; i += LANES) {
         Doubles value[2], logit[2];
         load_wide(values + i, count - i, value);
         load_wide(x + i, count - i, logit);
         for (int k = 0; k < 2; k++) {
-            if (u) value[k] = value[k] - weight_factor * load(u + i + k * LANES / 2);
+            if (call.has(ENTROPY)) {
+                Doubles low, z = transform.softcap == 0.0 && transform.scale == 1.0
+                                     ? transformed<PLAIN>(logit[k], transform, low)
+                                     : transformed<GENERAL>(logit[k], transform, low);
+                Doubles factor = row.constant + row.slope * ((z - row.origin) + low);
+                value[k] = value[k] == 0.0 ? Doubles{} : value[k] * factor;
+            }
+            if (u) value[k] = value[k] - row.weight_factor * load(u + i + k * LANES / 2);
             if (transform.softcap != 0.0) value[k] = value[k] * softcap_slope(logit[k], transform);
             value[k] = value[k] == value[k] ? value[k] : doubles(not_a_number());
         }

@@ -37,8 +37,8 @@ PCE_FUNCTION RowGradient gradient_row(const RowSoftmax &row, int fields, bool va
     double common = terms.z_loss != 0.0 ? 2.0 * terms.z_loss * row.logsumexp : 0.0;
     double at_held = held * row.held_minus_one + (others + common) * row.held_probability;
     double factor = slope * (held + others + common) * row.normalizer;
-    return {row.exponent,  column,          valid,    row.top,        row.most, factor,
-            slope * share, slope * at_held, row.held, row.held_weight};
+    return {row.exponent,    column, valid, row.top, row.most, factor, slope * share, slope * at_held, row.held,
+            row.held_weight, 0.0,    0.0,   0.0,     -1,       0.0};
 }
 
 // The loss of a call, and the divisor of its gradient, from the sums of the rows' losses and weights. A mean over rows

@@ -52,7 +52,7 @@ def row_gradients(
     logits.
     """
     rows = RowSoftmax(softmax)
-    gradient = np.empty((len(softmax), len(ROW_GRADIENT)))
+    gradient = np.zeros((len(softmax), len(ROW_GRADIENT)))
     whole = gradient.view(np.int64)
     with np.errstate(all="ignore"):
         slope = scale * np.where(valid, upstream / divisor, 0.0)
@@ -77,4 +77,5 @@ def row_gradients(
         gradient[:, ROW_GRADIENT[name]] = values
     whole[:, ROW_GRADIENT["valid"]] = valid
     whole[:, ROW_GRADIENT["column"]] = -1 if target_column is None else target_column
+    whole[:, ROW_GRADIENT["target"]] = -1
     return gradient

@@ -251,7 +251,7 @@ static void write_chunk(const T *x, T *out, long count, const Weights &weights, 
     // Larger gradients than any that a loss has are left to the scalar functions.
     double largest = transform.softcap != 0.0 ? transform.softcap : transform.scale * most;
     in_loops = in_loops && largest * LOG2E + double(row.exponent) < (Arithmetic::POINT == 30 ? 100.0 : 1000.0);
-    if (in_loops && !call.has(WEIGHTED_LOGIT) && transform.softcap == 0.0)
+    if (in_loops && !call.has(WEIGHTED_LOGIT) && !call.has(ENTROPY) && transform.softcap == 0.0)
         return write_all_near<Arithmetic>(x, out, count, row, lowest, transform);
     if (in_loops) {
         Number logits[TERMS + LANES], values[TERMS + LANES];
@@ -261,8 +261,8 @@ static void write_chunk(const T *x, T *out, long count, const Weights &weights, 
             convert(logits, x + at, some);
             if (call.has(WEIGHTED_LOGIT)) weights.fill(u, at, some, some + LANES);
             write_all_near<Arithmetic>(logits, values, some, row, lowest, transform);
-            finish_near(values, logits, out + at, call.has(WEIGHTED_LOGIT) ? u : nullptr, some, row.weight_factor,
-                        transform);
+            finish_near(values, logits, out + at, call.has(WEIGHTED_LOGIT) ? u : nullptr, some, row,
+                        call);
         }
         return;
     }

@@ -148,8 +148,9 @@ static long places_held(const T *x, long count, long column, const Weights &weig
 
 // Write the gradient of a chunk of a row.
 template <class Arithmetic, class T>
-static void write_row(const T *x, char *out, int kind, long count, long column, const Weights &weights,
+static void write_row(const T *x, char *out, int kind, long count, long first, const Weights &weights,
                       const RowGradient &gradient, const RowFactor &row, const Call &call) {
+    long column = long(gradient.column) - first, target = long(gradient.target) - first;
     T result[CHUNK];
     if (!gradient.valid) {
         memset(out, 0, count * SIZES[kind]);
@@ -162,12 +163,19 @@ static void write_row(const T *x, char *out, int kind, long count, long column, 
     if (call.transform.softcap != 0.0 && held_count) slope = softcap_slope(number_at(x, held[0]), call.transform);
     typename Arithmetic::Number value = gradient.held_gradient * slope;
     if (!(value == value)) value = not_a_number();
+    bool is_target = call.has(ENTROPY) && target >= 0 && target < count && target != column;
+    typename Arithmetic::Number at_target = 0;
+    if (is_target) at_target = gradient_of<Arithmetic>(number_at(x, target), 1.0, row, call, gradient.target_gradient);
     write_chunk<Arithmetic>(x, kind == kind_of<T>() ? (T *)out : result, count, weights, row, gradient.most, call);
     of_kind(kind, [&](auto one) {
         typedef decltype(one) To;
         if (kind != kind_of<T>()) convert((To *)out, result, count);
         one = of_number<To>(value);
         for (long i = 0; i < held_count; i++) memcpy(out + held[i] * long(sizeof one), &one, sizeof one);
+        if (is_target) {
+            one = of_number<To>(number_of(at_target));
+            memcpy(out + target * long(sizeof one), &one, sizeof one);
+        }
     });
 }
 
@@ -195,7 +203,7 @@ template <class Arithmetic, class T> static void write_rows(const Write &write) 
                 Weights weights = {weight, p.row(r), p.kind, write.kept, write.share};
                 const RowGradient &gradient = write.rows[row + r];
                 write_row<Arithmetic>(numbers_of(x.row(r), x.kind, count, buffer), to.row(r), out.kind, count,
-                                      gradient.column - first, weights, gradient, factors[r], write.call);
+                                      first, weights, gradient, factors[r], write.call);
             }
             to.copy(false);
         }
