@@ -29,7 +29,7 @@ from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict
 from pce_mpi.conformance.procedures import PROCEDURES, BadResult, Trial
 from pce_mpi.conformance.stacks import error_text
 from pce_mpi.conformance.units import Tolerance
-from pce_mpi.loss.options import target_text
+from pce_mpi.loss.problem import target_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI

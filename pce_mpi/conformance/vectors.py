@@ -27,7 +27,8 @@ from pce_mpi.conformance.offers import EVERYTHING, Gradient
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.units import Tolerance
 from pce_mpi.distributed.tensor_files import dtype_name, opened, shortened, shown
-from pce_mpi.loss.options import Options, check
+from pce_mpi.loss.options import Options
+from pce_mpi.loss.problem import check
 
 Array = np.ndarray[Any, Any]
 

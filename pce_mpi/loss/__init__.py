@@ -14,8 +14,9 @@ from typing import Any, Unpack
 
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.linear import linear_cross_entropy_value_and_grad
-from pce_mpi.loss.options import LossOptions, Options, gradient_for, takes, upstream_of
+from pce_mpi.loss.options import LossOptions, Options, takes
 from pce_mpi.loss.passes import Residuals, forward, value_and_grad, write_gradient
+from pce_mpi.loss.problem import gradient_for, upstream_of
 from pce_mpi.loss.statistics import (
     ClassStatistics,
     StatisticsResiduals,

@@ -22,7 +22,8 @@ from pce_mpi.comm.communicators import CollectiveError
 from pce_mpi.comm.library import check_comm, is_comm
 from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
 from pce_mpi.loss.kernels import host_kernel
-from pce_mpi.loss.options import Options, Problem, check, target_text
+from pce_mpi.loss.options import Options
+from pce_mpi.loss.problem import Problem, check, target_text
 
 HostArray = np.ndarray[Any, Any]
 

@@ -17,8 +17,9 @@ from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.loss.agreement import agree_on
-from pce_mpi.loss.options import LinearOptions, Options, Problem, Reduction, check, takes
+from pce_mpi.loss.options import LinearOptions, Options, Reduction, takes
 from pce_mpi.loss.passes import Residuals, loss_fields, reduced, row_losses, start_row_softmax, write_gradient
+from pce_mpi.loss.problem import Problem, check
 from pce_mpi.loss.softmax_state import RowSoftmax
 
 Array = Any  # numpy.ndarray or cupy.ndarray

@@ -1,33 +1,25 @@
-"""The options of the loss, and the checked arguments of one call on this rank."""
+"""The options of the losses: their names, types, defaults and values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 import inspect
 import math
 import operator
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of, is_floating, name_of, to_host
-from pce_mpi.comm.library import check_comm, same_ranks
-from pce_mpi.gpu import check_on_current_gpu
-from pce_mpi.loss.kernels import kernel_of
-from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
-from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
-from pce_mpi.memory import overlaps_itself, same_memory, shares_memory
+from pce_mpi.arrays import compute_dtype_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
 Array = Any  # numpy.ndarray or cupy.ndarray
-HostArray = np.ndarray[Any, Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LARGEST = np.iinfo(np.int64).max
@@ -165,157 +157,7 @@ def takes(known: type[Any]) -> Callable[[Function], Function]:
     return decorate
 
 
-@dataclass(kw_only=True, eq=False)
-class Problem:
-    """The checked arguments of one call.
-
-    `options` has plain numbers, an `axis` of at least 0, and `weight` in float64 on the host. `targets`, (rows,) global
-    class numbers, and `valid`, (rows,) which rows count, are on the host too. `inputs` are the arrays of the caller,
-    with none of which but the logits `out` shares memory. `rows_shape` is the logits' shape without the class axis,
-    `xp` their array library and `kernel` the loops for it. This shard has `classes` classes, from `class_start` on, of
-    `num_classes`; `target_column`, (rows,), is the local column of each row's target, -1 if another shard has it or the
-    row does not count. `sharded` is the array of which each rank passes its own classes, and its class axis.
-    """
-
-    options: Options
-    xp: Any
-    logits: Array
-    rows_shape: tuple[int, ...]
-    classes: int
-    targets: HostArray | None
-    probabilities: Array | None
-    valid: HostArray
-    transform: Transform
-    out: Array | None
-    inputs: tuple[Array, ...]
-    kernel: ModuleType
-    sharded: tuple[Array, int]
-    class_start: int = 0
-    num_classes: int = 0
-    target_column: HostArray | None = None
-
-    def place(self, class_start: int, num_classes: int) -> None:
-        """Give this shard its place among all classes."""
-        self.class_start, self.num_classes = class_start, num_classes
-        if self.targets is not None:
-            columns = self.targets - class_start
-            here = columns.view(np.uint64) < self.classes  # a negative column is a large unsigned number
-            self.target_column = np.where(self.valid & here, columns, -1)
-
-    @property
-    def arithmetic(self) -> Arithmetic:
-        """The arithmetic of the compute dtype."""
-        return DOUBLE if self.options.compute_dtype == np.float64 else SINGLE
-
-    @property
-    def class_weights(self) -> ClassWeights:
-        """The weights of a sum over all classes, for the kernels."""
-        options, probabilities = self.options, self.probabilities
-        if probabilities is not None:
-            probabilities = rows_and_classes(probabilities, options.axis)
-        return ClassWeights(options.weight, probabilities, options.label_smoothing, self.num_classes)
-
-    @property
-    def loss_terms(self) -> LossTerms:
-        """The terms of a row's loss, for the kernels."""
-        options = self.options
-        return LossTerms(options.label_smoothing, options.label_smoothing / self.num_classes, options.z_loss)
-
-    def described(self) -> dict[str, Hashable]:
-        """The description of the call that must be the same on every rank."""
-        options = self.options
-        other_targets = "none" if self.probabilities is None else "probabilities"
-        return {
-            "rows": self.rows_shape,
-            "dtype": name_of(self.logits.dtype),
-            "compute_dtype": name_of(options.compute_dtype),
-            "axis": options.axis,
-            "kind of targets": other_targets if self.targets is None else "class numbers",
-            "weight given": options.weight is not None,
-            "ignore_index": options.ignore_index,
-            "label_smoothing": options.label_smoothing,
-            "z_loss": options.z_loss,
-            "logit_scale": options.logit_scale,
-            "softcap": options.softcap,
-            "reduction": str(options.reduction),
-            "chunk": options.chunk,
-        }
-
-
-def rows_and_classes(array: Array, axis: int) -> Array:
-    """`array` as (outer, classes, inner), the class axis in the middle; a view if its strides allow one."""
-    outer, inner = math.prod(array.shape[:axis]), math.prod(array.shape[axis + 1 :])
-    return array.reshape(outer, array.shape[axis], inner)
-
-
-def check(
-    options: Options,
-    logits: Any,
-    targets: Any,
-    *,
-    needs_targets: bool = True,
-    out: Any = None,
-    with_gradient: bool = False,
-) -> Problem:
-    """The checked arguments of a call, or the error of the first bad one. Communicates nothing.
-
-    `with_gradient` allocates the gradient unless the caller passes `out`.
-    """
-    if options.batch_comm is not None:
-        check_comm(options.batch_comm, options.batch_over)
-        if options.comm is not None and options.comm.size > 1 and same_ranks(options.comm, options.batch_comm):
-            raise ValueError(
-                f"{options.over} and {options.batch_over} are the same ranks: rows cannot be sharded where classes are"
-            )
-    logits = as_array(logits, "logits")
-    check_dtype_of_logits(logits.dtype)
-    if logits.ndim == 0:
-        raise ValueError("logits must have a class axis, got a 0-d array")
-    numbers = _checked_numbers(options, logits)
-    axis = numbers["axis"]
-    arrays = {"logits": logits}
-    if targets is not None:
-        arrays["targets"] = targets = as_array(targets, "targets")
-    weight = options.weight
-    if weight is not None:
-        arrays["weight"] = weight = as_array(weight, "weight")
-    inputs = tuple(arrays.values())
-    if out is not None:
-        arrays["out"] = as_array(out, "out")
-    check_one_library(arrays)
-    check_on_current_gpu(arrays)
-    rows_shape, classes = logits.shape[:axis] + logits.shape[axis + 1 :], logits.shape[axis]
-    if targets is None and needs_targets:
-        raise TypeError("targets are missing")
-    if targets is not None and is_floating(targets.dtype) and not needs_targets:
-        raise ValueError(f"{options.operation} takes index targets, got probabilities")
-    ignore_index = numbers["ignore_index"]
-    class_numbers, probabilities = _check_targets(targets, logits, rows_shape, ignore_index)
-    if weight is not None:
-        weight = _check_weight(weight, classes)
-    xp = array_namespace(logits)
-    if out is not None:
-        out = check_out(out, inputs)
-    elif with_gradient:  # what can run out of memory does so before the others wait
-        out = xp.empty_like(logits)
-    return Problem(
-        options=options.with_checked(**numbers, weight=weight),
-        xp=xp,
-        logits=logits,
-        rows_shape=rows_shape,
-        classes=classes,
-        targets=class_numbers,
-        probabilities=probabilities,
-        valid=np.ones(math.prod(rows_shape), np.bool_) if class_numbers is None else class_numbers != ignore_index,
-        transform=Transform(numbers["logit_scale"], numbers["softcap"]),
-        out=out,
-        inputs=inputs,
-        kernel=kernel_of(logits),
-        sharded=(logits, axis),
-    )
-
-
-def _checked_numbers(options: Options, logits: Array) -> dict[str, Any]:
+def checked_numbers(options: Options, logits: Array) -> dict[str, Any]:
     """The checked values of the options that are no arrays. Programs repeat few different ones."""
     values = [getattr(options, name) for name in _NUMBERS]
     try:
@@ -379,100 +221,6 @@ def _check_numbers(
     }
 
 
-def _check_targets(
-    targets: Array | None, logits: Array, rows_shape: tuple[int, ...], ignore_index: int
-) -> tuple[HostArray | None, Array | None]:
-    """(rows,) int64 class numbers, or probabilities shaped as the logits; neither if `targets` is None."""
-    if targets is None:
-        return None, None
-    if targets.dtype.kind in "iu":
-        if targets.shape != rows_shape:
-            raise ValueError(
-                f"index targets must have the logits' shape without the class axis, {rows_shape}, got {targets.shape}"
-                + ("; probabilities must be floating-point" if targets.shape == logits.shape else "")
-            )
-        host = to_host(targets).reshape(-1)
-        if host.dtype == np.uint64 and host.size and host.max() > _LARGEST:
-            raise IndexError(f"{target_text(host, rows_shape, int(host.argmax()))} is no class number")
-        return host.astype(np.int64), None
-    if not is_floating(targets.dtype):
-        raise TypeError(f"targets must be integers or floating-point probabilities, got {targets.dtype}")
-    if targets.shape != logits.shape:
-        raise ValueError(
-            f"targets of dtype {targets.dtype} are probabilities and must have the logits' shape, {logits.shape}, "
-            f"got {targets.shape}; class numbers must be integers"
-        )
-    if ignore_index >= 0:
-        raise ValueError(f"probability targets know no ignored rows, got ignore_index = {ignore_index}")
-    return None, targets
-
-
-def check_dtype_of_logits(dtype: np.dtype[Any]) -> None:
-    if not is_floating(dtype):
-        raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {dtype}")
-
-
-def _check_weight(weight: Array, classes: int) -> HostArray:
-    if weight.dtype.kind not in "iu" and not is_floating(weight.dtype):
-        raise TypeError(f"weight must be real numbers, got {weight.dtype}")
-    if weight.shape != (classes,):
-        raise ValueError(f"weight must have one entry per class of this shard, ({classes},), got {weight.shape}")
-    return to_host(weight).astype(np.float64)
-
-
-def check_out(out: Any, inputs: Sequence[Array]) -> Array:
-    """`out` as an array that the gradient of the logits, the first of `inputs`, can be written to."""
-    logits, *others = inputs
-    array = as_array(out, "out")
-    if isinstance(array, np.ndarray) and not _lends_memory(out):
-        raise TypeError(f"out must be an array to write to, got {type(out).__name__}")
-    check_one_library({"logits": logits, "out": array})
-    check_on_current_gpu({"out": array})
-    if not is_floating(array.dtype):
-        raise TypeError(f"out must be float16, bfloat16, float32 or float64, got {array.dtype}")
-    if array.shape != logits.shape:
-        raise ValueError(f"out must have the logits' shape, {logits.shape}, got {array.shape}")
-    if isinstance(array, np.ndarray) and not array.flags.writeable:
-        raise ValueError("out is read-only")
-    if overlaps_itself(array):
-        raise ValueError(f"elements of out share memory: shape {array.shape}, strides {array.strides}")
-    if not same_memory(array, logits) and shares_memory(array, logits):
-        raise ValueError("out must be exactly the logits, or share no memory with them")
-    if any(shares_memory(array, other) for other in others):
-        raise ValueError("out must not share memory with targets or weight")
-    return array
-
-
-def gradient_for(out: Any, problem: Problem) -> Array:
-    """The array for the gradient of the logits: `out`, checked, or a new one."""
-    return problem.xp.empty_like(problem.logits) if out is None else check_out(out, problem.inputs)
-
-
-def upstream_of(value: Any, name: str, shape: tuple[int, ...], problem: Problem) -> Array:
-    """An upstream gradient, a scalar or of this shape, as float64, (1,) or (rows,)."""
-    upstream = as_array(value, name)
-    if upstream.dtype.kind not in "iuf" and upstream.dtype.name != "bfloat16":
-        raise TypeError(f"{name} must be real numbers, got {upstream.dtype}")
-    if upstream.shape not in ((), shape):
-        raise ValueError(f"{name} must be a scalar or have the shape {shape}, got {upstream.shape}")
-    check_one_library(
-        {"logits": problem.logits, name: value if isinstance(value, np.generic | float | int) else upstream}
-    )
-    check_on_current_gpu({"logits": problem.logits, name: upstream})
-    return problem.xp.asarray(upstream.astype(np.float64).reshape(-1))
-
-
-def _lends_memory(value: Any) -> bool:
-    """True if NumPy makes an array of `value` without copying it."""
-    if hasattr(value, "__dlpack__") or hasattr(value, "__array_interface__"):
-        return True
-    try:
-        memoryview(value).release()
-    except TypeError:
-        return False
-    return True
-
-
 def _integer(value: Any, name: str) -> int:
     try:
         return operator.index(value)
@@ -486,9 +234,3 @@ def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a real number, got {value!r}")
     return float(value) + 0.0  # -0.0 is 0.0
-
-
-def target_text(targets: HostArray, rows_shape: tuple[int, ...], row: int) -> str:
-    """One target as a message names it: 'targets[3] = 16'."""
-    index = ", ".join(str(int(i)) for i in np.unravel_index(row, rows_shape)) if rows_shape else "()"
-    return f"targets[{index}] = {targets[row]}"

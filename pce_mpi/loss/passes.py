@@ -23,7 +23,8 @@ from pce_mpi.comm.tracing import cause
 from pce_mpi.loss.kernels import host_kernel
 from pce_mpi.loss.kernels.elementary import Arithmetic
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
-from pce_mpi.loss.options import Problem, Reduction, rows_and_classes
+from pce_mpi.loss.options import Reduction
+from pce_mpi.loss.problem import Problem, rows_and_classes
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
 from pce_mpi.memory import shares_memory
 

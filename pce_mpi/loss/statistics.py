@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, Unpack
 import numpy as np
 
 from pce_mpi.loss.agreement import prepare
-from pce_mpi.loss.options import Options, Problem, StatisticsOptions, gradient_for, takes, upstream_of
+from pce_mpi.loss.options import Options, StatisticsOptions, takes
 from pce_mpi.loss.passes import row_softmax, write_statistics_gradient
+from pce_mpi.loss.problem import Problem, gradient_for, upstream_of
 from pce_mpi.loss.softmax_state import RowSoftmax, StateFields
 from pce_mpi.memory import same_memory
 

@@ -17,8 +17,9 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss import Residuals, softmax_cross_entropy_backward
 from pce_mpi.loss.agreement import prepare
-from pce_mpi.loss.options import CrossEntropyOptions, Options, Reduction, check_dtype_of_logits, takes
+from pce_mpi.loss.options import CrossEntropyOptions, Options, Reduction, takes
 from pce_mpi.loss.passes import forward, state_fields
+from pce_mpi.loss.problem import check_dtype_of_logits
 from pce_mpi.ops.elementwise import astype, square, widened
 from pce_mpi.ops.reductions import mean
 from pce_mpi.ops.shape import normalized_axis

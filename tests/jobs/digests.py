@@ -35,7 +35,7 @@ def bits(array: Any) -> bytes:
 
 
 def ends_of(ranks: int) -> list[int]:
-    """Where the shards of the ranks end: every third is empty, and no two others are of one length."""
+    """The ends of the shards of the ranks: every third is empty, and no two others are of one length."""
     lengths = np.array([0 if rank % 3 == 1 else 1 + rank * rank for rank in range(ranks)])
     ends = np.round(np.cumsum(lengths) * CLASSES / lengths.sum()).astype(int)
     return [0, *ends.tolist()]

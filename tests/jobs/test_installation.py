@@ -1,4 +1,4 @@
-"""What is installed: the files of a wheel, and the package with and without its compiled kernel."""
+"""An installation has the files of a wheel, and works with and without its compiled kernel."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What docs/gallery.md says of packages: the kit's words for them, here on three ranks."""
+"""Packages of docs/gallery.md: the kit says of them, on three ranks, what the page says."""
 
 import importlib
 from importlib.metadata import PackageNotFoundError, version

@@ -1,4 +1,4 @@
-"""What the kit says of losses that projects have shipped, each in tests/candidates/wild by its formula."""
+"""Losses that projects have shipped, by their formulas in tests/candidates/wild: the kit names their faults."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The same loss in float32 with the sums and exponentials of several kernels: all of them are right."""
+"""One loss in float32 with the sums and exponentials of several kernels: all of them are right."""
 
 import numpy as np
 

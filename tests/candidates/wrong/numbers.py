@@ -102,6 +102,6 @@ class First32768Classes(ByHand):
 
 
 class First65536Classes(First32768Classes):
-    """The same with a larger block."""
+    """Another block, a larger one."""
 
     block = 65_536
