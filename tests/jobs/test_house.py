@@ -51,7 +51,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
         [
             room("softmax_state", "mpi4py"),
             room("kernels", "mpi4py", "comm"),
-            room("options", "mpi4py", "comm"),
+            room("options", "comm"),
             room("problem"),
             room("agreement"),
             room("passes"),
