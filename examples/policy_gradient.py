@@ -58,7 +58,7 @@ for _ in range(2 if comm.rank < trainers else 0):
     w = w - np.float32(RATE) * (hidden.T @ pce_mpi.class_statistics_backward(residuals, **gradients))
     gradients, _ = upstream(dense.class_statistics(hidden @ expected, tokens).log_prob)
     expected -= RATE * (hidden.T @ dense.class_statistics_backward(hidden @ expected, tokens, **gradients))
-    agree = bool(np.allclose(w, expected[:, mine], atol=2e-6))
+    agree &= bool(np.allclose(w, expected[:, mine], atol=2e-6))
     seen.append((clipped, found.entropy.mean()))
 
 all_agree = comm.allreduce(agree, MPI.LAND)

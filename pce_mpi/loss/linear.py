@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+import math
 from typing import Any, Unpack
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floating, is_half
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floating, is_half, name_of
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.gpu import check_on_current_gpu
@@ -26,6 +27,8 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 # Rows of a chunk that is not given. More rows make products faster, and adding to the gradient of w rarer.
 _ROWS, _ROWS_ON_GPU = 512, 4096
+# Class weights are in the sums of gradients, and divided out at the end.
+_LEAST, _MOST = 1e-18, 1e18
 # Elements of a block of columns: products of halves, and those added to the gradient of w, are made block by block.
 _BLOCK = 2**20
 
@@ -52,7 +55,8 @@ def linear_cross_entropy_value_and_grad(
     comm, class_start, num_classes, batch_comm : optional
         Those of `softmax_cross_entropy`.
     chunk : int, optional
-        So many rows of logits are held at once; the same on every rank. Unless given 512, or 4,096 on a GPU.
+        So many rows of logits are held at once, at least 2 if there are other ranks; the same on every rank. Unless
+        given 512, or 4,096 on a GPU.
 
     Returns
     -------
@@ -87,21 +91,23 @@ def linear_cross_entropy_value_and_grad(
     (array(1.38629436), array([[0., 0.]]), array([ 0.25,  0.25,  0.25, -0.75]))
     """
     checked = Options.of("linear_cross_entropy_value_and_grad", options, LinearOptions)
-    loss, dhidden, dw, divisor = loss_and_sums(checked, hidden, w, targets)
+    loss, dhidden, dw, factor = loss_and_sums(checked, hidden, w, targets)
     if checked.comm is not None:
         with cause(checked.operation, checked.over, "the gradient of hidden, a sum over all classes"):
             dhidden = all_reduce(dhidden, checked.comm, "sum", overwrite=True)
     dtype = as_array(w, "w").dtype
     with np.errstate(all="ignore"):
         for gradient in (dhidden, dw) if checked.reduction == Reduction.MEAN else ():
-            gradient *= (1.0 / divisor).astype(gradient.dtype)
+            gradient *= factor.astype(gradient.dtype)
     return loss, dhidden.astype(dtype, copy=False), dw.astype(dtype, copy=False)
 
 
-def loss_and_sums(options: Options, hidden: Any, w: Any, targets: Any) -> tuple[Array, Array, Array, Array]:
+def loss_and_sums(
+    options: Options, hidden: Any, w: Any, targets: Any, with_gradients: bool = True
+) -> tuple[Array, Array, Array, Array]:
     """The loss, and the gradients of its sum over rows: of `hidden` over this rank's classes alone, and of `w`.
 
-    Divided by the last array, (1,), they are the gradients of the loss. Those of halves are float32.
+    Times the last array, (1,), they are the gradients of the loss. Those of halves are float32.
     """
     products: list[_Products] = []
 
@@ -109,12 +115,12 @@ def loss_and_sums(options: Options, hidden: Any, w: Any, targets: Any) -> tuple[
         products[:] = [_Products.of(hidden, w)]
         return products[0].check(options, targets)
 
-    return _chunk_by_chunk(agree_on(options, check_arguments), products[0])
+    return _chunk_by_chunk(agree_on(options, check_arguments), products[0], with_gradients)
 
 
 @dataclass
 class _Products:
-    """The operands, and room for the results: nothing is allocated once the ranks have agreed."""
+    """The operands, and room for logits and results: nothing large is allocated once the ranks have agreed."""
 
     hidden: Array  # (rows, features)
     w: Array
@@ -131,7 +137,7 @@ class _Products:
         check_dtypes(hidden.dtype, w.dtype)
         if w.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != w.shape[0]:
             raise ValueError(f"hidden must be (..., features) and w (features, classes), got {hidden.shape}, {w.shape}")
-        return cls(hidden.reshape(-1, w.shape[0]), w, hidden.shape, [], hidden, w)
+        return cls(hidden.reshape(math.prod(hidden.shape[:-1]), w.shape[0]), w, hidden.shape, [], hidden, w)
 
     def check(self, options: Options, targets: Any) -> Problem:
         """The checked arguments of the loss, with room for the logits of some rows in place of all."""
@@ -142,8 +148,13 @@ class _Products:
         if problem.targets is None:
             raise TypeError("targets must be class numbers, got probabilities")
         problem.sharded = self.w, 1
+        chunk = problem.options.chunk or (_ROWS if xp is np else _ROWS_ON_GPU)
+        problem.also = {"features": self.w.shape[0], "dtype of w": name_of(self.w.dtype), "chunk": chunk}
+        weight = problem.options.weight
+        if weight is not None and dtype == np.float32 and not np.all((weight == 0) | _in_range(np.abs(weight))):
+            raise ValueError(f"weight must be 0 or from {_LEAST:g} to {_MOST:g}, as gradients are summed in float32")
         ranks = 1 if options.comm is None else options.comm.size
-        held = rows_held(problem.options.chunk, len(self.hidden), ranks, on_gpu=xp is not np)
+        held = rows_held(chunk, len(self.hidden), ranks)
         self.logits = [xp.empty((held, self.w.shape[1]), dtype) for _ in range(min(2, ranks))]
         self.dhidden, self.dw = xp.zeros(self.hidden.shape, dtype), xp.zeros(self.w.shape, dtype)
         return problem
@@ -178,10 +189,14 @@ def check_dtypes(hidden: np.dtype[Any], w: np.dtype[Any]) -> None:
         raise TypeError(f"hidden and w must have one dtype, got {hidden} and {w}")
 
 
-def rows_held(chunk: int | None, rows: int, ranks: int, on_gpu: bool = False) -> int:
+def rows_held(chunk: int | None, rows: int, ranks: int) -> int:
     """The rows that are multiplied at once: a chunk or, as two of them are held if there are other ranks, half."""
-    chunk = chunk or (_ROWS_ON_GPU if on_gpu else _ROWS)
+    chunk = chunk or _ROWS
     return max(1, min(rows, chunk // 2 if ranks > 1 else chunk))
+
+
+def _in_range(weight: Array) -> Array:
+    return (weight >= _LEAST) & (weight <= _MOST)
 
 
 def _blocks(w: Array) -> list[slice]:
@@ -198,7 +213,7 @@ class _Part:
     softmax: Callable[[], RowSoftmax]
 
 
-def _chunk_by_chunk(problem: Problem, products: _Products) -> tuple[Array, Array, Array, Array]:
+def _chunk_by_chunk(problem: Problem, products: _Products, with_gradients: bool) -> tuple[Array, Array, Array, Array]:
     xp = problem.xp
     fields, held = loss_fields(problem), len(products.logits[0])
     one = xp.ones(1)
@@ -214,8 +229,9 @@ def _chunk_by_chunk(problem: Problem, products: _Products) -> tuple[Array, Array
     def finish(part: _Part) -> None:
         softmax = part.softmax()
         losses[:, part.rows] = row_losses(part.problem, softmax)
-        write_gradient(part.problem.logits, Residuals(part.problem, softmax, one, ()), one)
-        products.add_gradients(part.rows, part.problem.logits)
+        if with_gradients:
+            write_gradient(part.problem.logits, Residuals(part.problem, softmax, one, ()), one)
+            products.add_gradients(part.rows, part.problem.logits)
 
     waiting: _Part | None = None
     for number, first in enumerate(range(0, len(products.hidden), held)):
@@ -229,7 +245,9 @@ def _chunk_by_chunk(problem: Problem, products: _Products) -> tuple[Array, Array
     if waiting is not None:
         finish(waiting)
     loss, divisor = reduced(problem, losses)
-    return loss, products.dhidden.reshape(products.shape), products.dw, divisor
+    # Rows that do not count have no gradient, though a mean over no others is nan.
+    factor = 1.0 / divisor if problem.valid.any() else xp.zeros(1)
+    return loss, products.dhidden.reshape(products.shape), products.dw, factor
 
 
 def _rows_of(problem: Problem, rows: slice, logits: Array) -> Problem:

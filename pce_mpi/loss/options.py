@@ -160,12 +160,12 @@ def takes(known: type[Any]) -> Callable[[Function], Function]:
 def checked_numbers(options: Options, logits: Array) -> dict[str, Any]:
     """The checked values of the options that are no arrays. Programs repeat few different ones."""
     values = [getattr(options, name) for name in _NUMBERS]
-    try:
-        return _check_numbers(logits.ndim, logits.dtype, *values)
-    except TypeError:  # one of them is wrong, or an array, which is no key
-        return _check_numbers.__wrapped__(logits.ndim, logits.dtype, *values)
+    # An array of one element may have another value in the next call.
+    known = all(isinstance(value, _UNCHANGING) for value in values)
+    return (_check_numbers if known else _check_numbers.__wrapped__)(logits.ndim, logits.dtype, *values)
 
 
+_UNCHANGING = (int, float, str, type(None), np.generic, np.dtype, type)
 _NUMBERS = (
     *("axis", "ignore_index", "logit_scale", "softcap", "compute_dtype", "label_smoothing", "z_loss", "reduction"),
     *("class_start", "num_classes", "chunk"),

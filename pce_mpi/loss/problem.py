@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 import math
 from types import ModuleType
 from typing import Any
@@ -33,6 +33,7 @@ class Problem:
     `xp` their array library and `kernel` the loops for it. This shard has `classes` classes, from `class_start` on, of
     `num_classes`; `target_column`, (rows,), is the local column of each row's target, -1 if another shard has it or the
     row does not count. `sharded` is the array of which each rank passes its own classes, and its class axis.
+    `also` is what else must be the same on every rank.
     """
 
     options: Options
@@ -51,6 +52,7 @@ class Problem:
     class_start: int = 0
     num_classes: int = 0
     target_column: HostArray | None = None
+    also: Mapping[str, Hashable] = field(default_factory=dict)
 
     def place(self, class_start: int, num_classes: int) -> None:
         """Give this shard its place among all classes."""
@@ -96,7 +98,7 @@ class Problem:
             "logit_scale": options.logit_scale,
             "softcap": options.softcap,
             "reduction": str(options.reduction),
-            "chunk": options.chunk,
+            **self.also,
         }
 
 

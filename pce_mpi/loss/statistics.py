@@ -225,6 +225,6 @@ def _statistics(problem: Problem) -> tuple[ClassStatistics, StatisticsResiduals]
         logsumexp=rows(softmax.logsumexp),
         log_prob=rows(xp.where(xp.asarray(problem.valid), softmax.target_log_prob, 0.0)) if with_targets else None,
         entropy=rows(softmax.entropy),
-        argmax=xp.ascontiguousarray(softmax.argmax.view(np.int64)).reshape(problem.rows_shape),
+        argmax=softmax.argmax.view(np.int64).copy().reshape(problem.rows_shape),
     )
     return statistics, StatisticsResiduals(problem, softmax)

@@ -57,32 +57,32 @@ def _linear_cross_entropy(
         batch_over=text_of_dims(rows),
         **options,
     )
-    loss, *residuals = loss_and_sums(all_options, hidden, w, targets)
+    loss, *residuals = loss_and_sums(all_options, hidden, w, targets, with_gradients=any(shardings.required[:2]))
     return loss, tuple(residuals)
 
 
-def _scaled(g: DistArray, x: DistArray, gradient: Array, divisor: Array, partial_over: tuple[str, ...]) -> DistArray:
+def _scaled(g: DistArray, x: DistArray, gradient: Array, factor: Array, partial_over: tuple[str, ...]) -> DistArray:
     """The gradient of an operand, rounded once to its dtype."""
     with np.errstate(all="ignore"):
-        scaled = gradient * (g.local / divisor.reshape(())).astype(gradient.dtype)
+        scaled = gradient * (g.local * factor.reshape(())).astype(gradient.dtype)
     return DistArray(scaled.astype(x.dtype, copy=False), x.mesh, x.sharding.with_partial_over(partial_over))
 
 
 def _to_hidden(
     g: DistArray, y: DistArray, hidden: DistArray, w: DistArray, *_: DistArray, residuals: Any, **options: Any
 ) -> DistArray:
-    dhidden, _, divisor = residuals
+    dhidden, _, factor = residuals
     over = tuple(dim for dim in w.mesh.dims if dim in w.sharding.dims_of(1))
-    return _scaled(g, hidden, dhidden, divisor, over)
+    return _scaled(g, hidden, dhidden, factor, over)
 
 
 def _to_w(
     g: DistArray, y: DistArray, hidden: DistArray, w: DistArray, *_: DistArray, residuals: Any, **options: Any
 ) -> DistArray:
-    _, dw, divisor = residuals
+    _, dw, factor = residuals
     rows = range(len(hidden.shape) - 1)
     over = tuple(dim for dim in w.mesh.dims if any(dim in hidden.sharding.dims_of(axis) for axis in rows))
-    return _scaled(g, w, dw, divisor, over)
+    return _scaled(g, w, dw, factor, over)
 
 
 def _dtype(hidden: np.dtype[Any], w: np.dtype[Any], *_: np.dtype[Any]) -> np.dtype[Any]:

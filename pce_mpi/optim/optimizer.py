@@ -111,9 +111,10 @@ class Optimizer(ABC):
 
     def _update_blocks(self, index: int, parameter: Array, gradient: Array, room: Array) -> None:
         """Update one parameter, block by block, so that memory is read once."""
-        buffers, xp = self._buffers[index], array_namespace(parameter)
-        if not buffers:
-            buffers.update({name: xp.zeros(parameter.shape, room.dtype) for name in self._buffer_names})
+        buffers = self._buffers[index]
+        for name in self._buffer_names:
+            if name not in buffers:
+                buffers[name] = self._zeros(self.parameters[index])
         if parameter.flags.c_contiguous and gradient.flags.c_contiguous:
             parameter, gradient = parameter.reshape(-1), gradient.reshape(-1)
             buffers = {name: buffer.reshape(-1) for name, buffer in buffers.items()}
@@ -127,6 +128,10 @@ class Optimizer(ABC):
             self._update(self._steps[index], value, d, of_block, scratch)
             if half:
                 parameter[block] = value.astype(parameter.dtype)
+
+    def _zeros(self, parameter: DistArray) -> Array:
+        dtype = compute_dtype_of(parameter.dtype)
+        return array_namespace(parameter.local).zeros(parameter.local.shape, dtype)
 
     def state(self) -> dict[str, DistArray]:
         """Return copies of the state, to be saved beside the parameters.
@@ -158,8 +163,9 @@ class Optimizer(ABC):
             if self._steps[index]:
                 xp = array_namespace(parameter.local)
                 arrays[f"{index}.step"] = distribute(xp.asarray(np.int64(self._steps[index])), parameter.mesh)
-                for name, buffer in buffers.items():
-                    arrays[f"{index}.{name}"] = DistArray(buffer.copy(), parameter.mesh, parameter.sharding)
+                for name in self._buffer_names:
+                    buffer = buffers[name].copy() if name in buffers else self._zeros(parameter)
+                    arrays[f"{index}.{name}"] = DistArray(buffer, parameter.mesh, parameter.sharding)
         return arrays
 
     def load_state(self, arrays: Mapping[str, DistArray]) -> None:
@@ -187,8 +193,13 @@ class Optimizer(ABC):
         error = checks.error
         for mesh in meshes_of(self.parameters):
             # Counted within the mesh, whose other ranks need not know of other meshes.
-            given = [] if error else [each for each in arrays.values() if each.mesh is mesh]
-            called = {f"array {number}": f"{each.dtype} {each.sharding}" for number, each in enumerate(given)}
+            here = [index for index, parameter in enumerate(self.parameters) if parameter.mesh is mesh]
+            called = {
+                f"{number}.{name}": f"{arrays[key].dtype} {arrays[key].sharding}"
+                for number, index in enumerate(here)
+                for name in ("step", *self._buffer_names)
+                if error is None and (key := f"{index}.{name}") in arrays
+            }
             with local_checks() as checks:
                 agree(mesh.comm(*mesh.dims), "load_state", called, error=error, over=text_of_dims(mesh.dims))
             error = error or checks.error  # the ranks of the other meshes must hear of it

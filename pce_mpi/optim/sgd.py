@@ -46,8 +46,8 @@ class SGD(Optimizer):
 
     Notes
     -----
-    An optimizer communicates only in `step`. The arithmetic is in the dtype of the parameter; float16 and bfloat16 are
-    computed in float32 and rounded once a step. b is sharded as the parameter is.
+    An optimizer communicates only in `step` and `load_state`. The arithmetic is in the dtype of the parameter; float16
+    and bfloat16 are computed in float32 and rounded once a step. b is sharded as the parameter is.
 
     Examples
     --------

@@ -79,7 +79,12 @@ void run(const Loops &loops, int kind, int fields, Transform transform, bool wid
                    0.125,
                    0.5,
                    0.0,
-                   0.0};
+                   0.0,
+                   0.75,
+                   -0.25,
+                   softmax.held_z,
+                   (columns[r] + 1) % CLASSES,
+                   0.375};
     }
     Write write = {};
     write.logits = array_of(logits, kind);

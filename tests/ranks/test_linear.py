@@ -203,3 +203,30 @@ def test_cupy_arrays_have_loss_of_their_products(comm, cupy, dtype):
     for found, right in zip((loss, *gradients), expected[:3], strict=True):
         assert found.dtype == right.dtype
         np.testing.assert_allclose(cupy.asnumpy(found), right, rtol=2e-3 if dtype == np.float16 else 1e-5, atol=1e-6)
+
+
+def test_mean_over_ignored_rows_has_no_gradient(comm):
+    hidden, w, targets = problem()
+    loss, dhidden, dw, _ = run(comm, hidden, w, np.full_like(targets, -100))
+    assert np.isnan(loss)
+    assert not dhidden.any()
+    assert not dw.any()
+
+
+def test_ranks_with_other_features_or_dtypes_raise(comm):
+    if comm.size == 1:
+        return
+    hidden, w, targets = problem()
+    features = FEATURES - (comm.rank == 1)
+    with pytest.raises(pce.CollectiveError, match="features: 5"):
+        pce.linear_cross_entropy_value_and_grad(hidden[:, :features], w[:features], targets, comm=comm, num_classes=1)
+    dtype = np.float16 if comm.rank == 1 else np.float32
+    with pytest.raises(pce.CollectiveError, match="dtype of w: 'float32'"):
+        pce.linear_cross_entropy_value_and_grad(hidden.astype(dtype), w.astype(dtype), targets, comm=comm)
+
+
+def test_weights_beyond_sums_of_float32_are_refused():
+    hidden, w, targets = problem(np.float32)
+    for weight in (1e39, 1e-30, np.nan):
+        with pytest.raises(ValueError, match="weight must be 0 or from 1e-18 to 1e"):
+            pce.linear_cross_entropy_value_and_grad(hidden, w, targets, weight=np.full(CLASSES, weight))

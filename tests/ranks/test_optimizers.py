@@ -215,3 +215,32 @@ def test_schedule_rises_falls_and_stays(schedule):
     for warmup in (-1, 10):
         with pytest.raises(ValueError, match="warmup"):
             schedule(0, lr=1.0, steps=10, warmup=warmup)
+
+
+def test_state_of_another_parameter_raises_together(comm):
+    if comm.size == 1:
+        return
+    mesh = mesh_of(comm, comm.size)
+    values, gradients = drawn()
+    parameters = [pce.distribute(values, mesh, requires_grad=True) for _ in range(2)]
+    optimizer = AdamW(parameters)
+    after(optimizer, parameters[0], gradients[:1])
+    first = optimizer.state()
+    second = {name.replace("0.", "1."): each for name, each in first.items()}
+    with pytest.raises(pce.CollectiveError, match=r"0\.step"):
+        AdamW(parameters).load_state(first if comm.rank else second)
+
+
+def test_state_follows_momentum_that_is_assigned():
+    mesh = mesh_of(MPI.COMM_SELF, 1)
+    values, gradients = drawn()
+    w = pce.distribute(values, mesh, requires_grad=True)
+    optimizer = SGD([w], lr=0.1, momentum=0.9)
+    after(optimizer, w, gradients[:1])
+    optimizer.momentum = 0.0
+    assert list(optimizer.state()) == ["0.step"]
+    SGD([w], lr=0.1).load_state(optimizer.state())
+    plain = SGD([w], lr=0.1)
+    after(plain, w, gradients[:1])
+    plain.momentum = 0.9
+    assert not plain.state()["0.momentum"].local.any()

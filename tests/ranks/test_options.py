@@ -4,6 +4,7 @@ from dataclasses import fields
 from itertools import combinations, product
 
 import ml_dtypes
+from mpi4py import MPI
 import numpy as np
 import pytest
 
@@ -397,3 +398,17 @@ def test_out_may_have_another_dtype_than_logits(comm, logits_dtype, out_dtype):
             for out in outs:
                 assert out.dtype == out_dtype
                 assert excess_of_gradient(out, expect(problem, part), problem) <= 1
+
+
+def test_scale_that_changes_in_place_counts_anew():
+    logits, targets, scale = np.array([[0.0, 1.0]]), np.array([0]), np.array(1.0)
+    losses = []
+    for value in (1.0, 2.0):
+        scale[...] = value
+        losses.append(pce.softmax_cross_entropy(logits, targets, logit_scale=scale).item())
+    np.testing.assert_allclose(losses, np.log1p(np.exp([1.0, 2.0])))
+    mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    learned = pce.distribute(np.array(1.0), mesh)
+    for value, expected in zip((1.0, 2.0), losses, strict=True):
+        learned.local[...] = value
+        assert pce.softmax_cross_entropy(logits, targets, logit_scale=learned).item() == expected

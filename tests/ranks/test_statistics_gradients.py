@@ -140,3 +140,22 @@ def test_cupy_arrays_give_same_gradients_of_statistics(comm, cupy):
         gradient = pce.class_statistics_backward(residuals, **on_gpu)
         assert isinstance(gradient, cupy.ndarray)
         assert cupy.asnumpy(gradient).tobytes() == expected.tobytes()
+
+
+def test_rows_that_are_not_finite_have_bits_of_one_process(comm):
+    logits, targets, upstream = problem(np.float32)
+    logits[0], logits[1, 3], logits[4, 7], logits[5, :] = -np.inf, np.nan, np.inf, 2.0
+    for wide in (None, np.float64):
+        _, residuals = pce.class_statistics_forward(logits, targets, compute_dtype=wide)
+        expected = pce.class_statistics_backward(residuals, **upstream)
+        gradient, mine = ours(comm, logits, targets, upstream, compute_dtype=wide)
+        assert np.isnan(expected).all(axis=1).tolist() == [row in (0, 1, 4) for row in range(ROWS)]
+        assert np.nan_to_num(gradient).tobytes() == np.nan_to_num(expected[:, mine]).tobytes()
+        assert np.array_equal(np.isnan(gradient), np.isnan(expected[:, mine]))
+
+
+def test_argmax_that_is_written_to_changes_nothing():
+    statistics, residuals = pce.class_statistics_forward(np.array([[0.0, 2.0, 1.0]]))
+    before = pce.class_statistics_backward(residuals, entropy=1.0)
+    statistics.argmax[...] = 0
+    assert pce.class_statistics_backward(residuals, entropy=1.0).tobytes() == before.tobytes()

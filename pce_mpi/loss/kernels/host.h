@@ -1,7 +1,8 @@
 // The hot loops on the CPU.
 //
 // One source for all instruction sets: `vectors.h`, `loops.h`, `rows.h` and `tables.h` are compiled for each, and the
-// best that the processor has is chosen at run time. Compile with -ffp-contract=off: an arithmetic that contracts a b + c has other bits.
+// best that the processor has is chosen at run time. Compile with -ffp-contract=off: contracted products and sums
+// have other bits.
 #pragma once
 
 #include <stdint.h>

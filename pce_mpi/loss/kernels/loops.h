@@ -430,8 +430,8 @@ static inline Doubles softcap_slope(Doubles x, const Transform &transform) {
     return 4.0 * e / ((1.0 + e) * (1.0 + e));
 }
 
-// Multiply gradients by the factor of statistics, subtract weight_factor u, if there are weights, and multiply them by the slope of a softcap; write
-// them to `out`. u has room for a whole vector more.
+// Finish gradients and write them to `out`: those of statistics have a factor more, where there are weights weight_factor
+// u is subtracted, and a softcap has a slope. u has room for a whole vector more.
 template <class Number, class T>
 static void finish_near(const Number *values, const Number *x, T *out, const double *u, long count,
                         const RowFactor &row, const Call &call) {

@@ -2,7 +2,8 @@
 
 // Rows whose classes are not consecutive come as tiles: a few neighbouring rows at a time, so that all of a cache line
 // is used when it is there.
-enum { TILE_CLASSES = 512, TILE_ROWS = 16, TILE_DISTANCE = TILE_CLASSES * 8 + 64, TILE_BYTES = TILE_ROWS * TILE_DISTANCE };
+enum { TILE_CLASSES = 512, TILE_ROWS = 16 };
+enum { TILE_DISTANCE = TILE_CLASSES * 8 + 64, TILE_BYTES = TILE_ROWS * TILE_DISTANCE };
 
 static inline bool consecutive(const Array &array) { return !array.data || array.strides[1] == SIZES[array.kind]; }
 
@@ -115,7 +116,8 @@ template <class Arithmetic, class T> static void fill_rows(const Fill &fill) {
                                       fill.first_class + first, weights, fill.call, first == 0);
             }
         }
-        for (long r = 0; r < rows; r++) states[r].template store<Arithmetic>(fill.states + (row + r) * words, fill.call);
+        for (long r = 0; r < rows; r++)
+            states[r].template store<Arithmetic>(fill.states + (row + r) * words, fill.call);
     }
 }
 
