@@ -142,7 +142,7 @@ def test_cupy_arrays_give_same_gradients_of_statistics(comm, cupy):
         assert cupy.asnumpy(gradient).tobytes() == expected.tobytes()
 
 
-def test_rows_that_are_not_finite_have_bits_of_one_process(comm):
+def test_gradients_of_rows_not_finite_keep_bits(comm):
     logits, targets, upstream = problem(np.float32)
     logits[0], logits[1, 3], logits[4, 7], logits[5, :] = -np.inf, np.nan, np.inf, 2.0
     for wide in (None, np.float64):
