@@ -7,7 +7,7 @@ Nothing local raises by itself. The errors of a rank's own checks go into the ag
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 import math
 import operator
@@ -42,7 +42,7 @@ def prepare(
 ) -> Problem:
     """Check the arguments on this rank, and agree on the call with the others; the arguments are those of `check`."""
     more = {"needs_targets": needs_targets, "out": out, "with_gradient": with_gradient}
-    return agree_on(options, lambda: check(options, logits, targets, **more))
+    return agree_on(options, partial(check, options, logits, targets, **more))
 
 
 def agree_on(options: Options, check_arguments: Callable[[], Problem]) -> Problem:

@@ -228,7 +228,7 @@ def _chunk_by_chunk(problem: Problem, products: _Products, with_gradients: bool)
 
     def finish(part: _Part) -> None:
         softmax = part.softmax()
-        losses[:, part.rows] = row_losses(part.problem, softmax)
+        losses[:, part.rows] = row_losses(part.problem, softmax, fields)
         if with_gradients:
             write_gradient(part.problem.logits, Residuals(part.problem, softmax, one, ()), one)
             products.add_gradients(part.rows, part.problem.logits)

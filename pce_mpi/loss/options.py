@@ -161,11 +161,11 @@ def checked_numbers(options: Options, logits: Array) -> dict[str, Any]:
     """The checked values of the options that are no arrays. Programs repeat few different ones."""
     values = [getattr(options, name) for name in _NUMBERS]
     # An array of one element may have another value in the next call.
-    known = all(isinstance(value, _UNCHANGING) for value in values)
+    known = {type(value) for value in values} <= _UNCHANGING
     return (_check_numbers if known else _check_numbers.__wrapped__)(logits.ndim, logits.dtype, *values)
 
 
-_UNCHANGING = (int, float, str, type(None), np.generic, np.dtype, type)
+_UNCHANGING = {int, float, bool, str, Reduction, type(None), type}
 _NUMBERS = (
     *("axis", "ignore_index", "logit_scale", "softcap", "compute_dtype", "label_smoothing", "z_loss", "reduction"),
     *("class_start", "num_classes", "chunk"),

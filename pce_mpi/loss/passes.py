@@ -59,14 +59,14 @@ class Residuals:
 
 def forward(problem: Problem) -> tuple[Array, Residuals]:
     """The loss and the residuals; collective over the communicators of `problem`."""
-    return _loss_and_residuals(problem, row_softmax(problem, loss_fields(problem)))
+    return _loss_and_residuals(problem)
 
 
 def value_and_grad(problem: Problem) -> tuple[Array, Array]:
     """The loss and the gradient, in `problem.out`; collective over the communicators of `problem`."""
     gradient = problem.out
     assert gradient is not None  # allocated before the ranks agreed, unless the caller passed it
-    loss, residuals = _loss_and_residuals(problem, row_softmax(problem, loss_fields(problem)))
+    loss, residuals = _loss_and_residuals(problem)
     write_gradient(gradient, residuals, problem.xp.ones(1))
     return loss, gradient
 
@@ -159,14 +159,16 @@ def loss_fields(problem: Problem) -> StateFields:
     )
 
 
-def row_losses(problem: Problem, softmax: RowSoftmax) -> Array:
+def row_losses(problem: Problem, softmax: RowSoftmax, fields: StateFields) -> Array:
     """The losses of the rows, and their weights in a mean: (2, rows)."""
     valid = problem.xp.asarray(problem.valid)
-    return problem.kernel.row_losses(softmax.columns, loss_fields(problem), valid, problem.loss_terms)
+    return problem.kernel.row_losses(softmax.columns, fields, valid, problem.loss_terms)
 
 
-def _loss_and_residuals(problem: Problem, softmax: RowSoftmax) -> tuple[Array, Residuals]:
-    loss, divisor = reduced(problem, row_losses(problem, softmax))
+def _loss_and_residuals(problem: Problem) -> tuple[Array, Residuals]:
+    fields = loss_fields(problem)
+    softmax = row_softmax(problem, fields)
+    loss, divisor = reduced(problem, row_losses(problem, softmax, fields))
     return loss, Residuals(problem, softmax, divisor, loss.shape)
 
 

@@ -46,7 +46,7 @@ def host_kernel() -> ModuleType:
             raise ImportError(f"{_VARIABLE}={wanted}, but the compiled kernel is not installed: {error}") from error
         warnings.warn(
             f"pce_mpi in {Path(__file__).parents[2]} has no compiled kernel: the loss has the same bits, but takes "
-            "200 times as long. If that is a clone, install it with pip install -e; if there was no C++ compiler, "
+            "100 times as long. If that is a clone, install it with pip install -e; if there was no C++ compiler, "
             "install g++ or clang++, and then pce_mpi again with pip's --no-cache-dir and --force-reinstall",
             stacklevel=2,
         )
