@@ -296,7 +296,7 @@ def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
 
     def declare(candidate: _Candidate) -> _Candidate:
         candidate.offer = offer  # type: ignore[attr-defined]  # a function takes any attribute
-        candidate.declared = frozenset(supported)  # type: ignore[attr-defined]
+        candidate.declared = frozenset(supported)  # type: ignore[attr-defined]  # likewise
         return candidate
 
     return declare

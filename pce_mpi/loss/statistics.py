@@ -158,8 +158,7 @@ def class_statistics_backward(
     log_prob, entropy, logsumexp : float or array of real numbers, optional
         The upstream gradient of each: a number, or one per row. An ignored row has none of its log-probability.
     out : array of a floating dtype, optional
-        The array for the gradient. It has the logits' shape and is exactly the logits, which are then overwritten, or
-        shares no memory with an argument of the forward pass.
+        That of `softmax_cross_entropy_backward`.
 
     Returns
     -------

@@ -27,9 +27,9 @@ def test_package_gives_the_words_of_gallery(comm, module, function, case, words)
     try:
         version(module)
     except PackageNotFoundError:
-        pytest.skip(f"{module} is not installed")
+        pytest.skip(f"{module} is not installed: make test-peers installs it")
     if comm.size != 3:
-        pytest.skip("the words are those of 3 ranks")
+        pytest.skip("the words are those of 3 ranks: make test-peers N=3 runs it")
     candidate = adapted("torch-shards", getattr(importlib.import_module(f"candidates.gallery.{module}"), function))
     candidate.start(comm)
     try:

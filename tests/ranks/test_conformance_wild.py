@@ -106,7 +106,7 @@ def run(candidate, name, comm):
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)
 def test_shipped_fault_is_named_first(comm, shipped):
     if comm.size != shipped.ranks:
-        pytest.skip(f"the words are those of {shipped.ranks} ranks")
+        pytest.skip(f"the words are those of {shipped.ranks} ranks: make test N={shipped.ranks} runs it")
     outcome = run(shipped.candidate(), shipped.case, comm)
     assert outcome.failed
     assert shipped.words in outcome.findings[0].text, outcome.findings
