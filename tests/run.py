@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 import json
 import os
 from pathlib import Path
+import re
 import signal
 import subprocess
 import sys
@@ -47,6 +48,9 @@ SETTLED = 60
 # The end of what a run has printed, shown when no test can say what went wrong.
 LINES_SHOWN = 200
 
+# The line of a failure that says what was wrong, as pytest or Python shows it; not one that only heads other texts.
+ERROR = re.compile(r"^(?:E +)?((?:assert\b|[\w.]*(?:Error|Exception|Timeout|Failed)(?:$|: (?!-----))).*)", re.MULTILINE)
+
 FROM_GOOD_TO_BAD = ["passed", "skipped", "failed"]
 
 
@@ -71,7 +75,7 @@ class Run:
         self.command = command
         self.environment = job_environment(ranks)
         self.outcomes: dict[str, str] = {}
-        self.texts: list[str] = []
+        self.failures: list[tuple[str, str]] = []
         self.running = ""
         self.waiting: list[str] = []
         self.seconds = 0.0
@@ -153,7 +157,7 @@ class Run:
             before = self.outcomes.get(test, "passed")
             self.outcomes[test] = max(before, event["outcome"], key=FROM_GOOD_TO_BAD.index)
             if event["outcome"] == "failed":
-                self.texts.append(f"{test} failed ({event['phase']})\n{event['text']}")
+                self.failures.append((test, f"{test} failed ({event['phase']})\n{event['text']}"))
 
     def judge(self, last: "Session", may_be_empty: bool) -> None:
         """Add the failures that no test has reported."""
@@ -173,7 +177,7 @@ class Run:
 
     def fail(self, what: str, text: str) -> None:
         self.outcomes[what] = "failed"
-        self.texts.append(text)
+        self.failures.append((what, text))
 
     def count(self, outcome: str) -> int:
         return list(self.outcomes.values()).count(outcome)
@@ -197,6 +201,7 @@ def main() -> int:
     remove_memory_left_behind(start)
     executed = [run for run in runs if run.seconds]
     print_table(executed)
+    print_failures(executed)
     failed = sum(run.count("failed") for run in executed)
     passed = sum(run.count("passed") for run in executed)
     skipped = sum(run.count("skipped") for run in executed)
@@ -222,7 +227,7 @@ def execute(runs: list[Run], may_be_empty: bool) -> None:
                     del courses[run]
                     show_live("")
                     print(f"{run.name}: {run.summary()}, {run.seconds:.1f} s", flush=True)
-                    for text in run.texts:
+                    for _, text in run.failures:
                         print(f"\n===== {run.name}: {text}\n", flush=True)
                 show_live("; ".join(f"{run.name}: {run.summary()}" for run in courses))
                 time.sleep(0.1)
@@ -350,6 +355,15 @@ def print_table(runs: list[Run]) -> None:
         counts = "  ".join(f"{run.count(column):{len(column)}}" for column in columns)
         print(f"{run.name:{width}}  {counts}  {run.seconds:7.1f}")
     print()
+
+
+def print_failures(runs: list[Run]) -> None:
+    """Repeat what failed, in a line each: the end of a long output may be all that is kept."""
+    for run in runs:
+        for test, text in run.failures:
+            error = ERROR.search(text)
+            what = error[1] if error else text.partition("\n")[0].removeprefix(f"{test} ")
+            print("failed:", *dict.fromkeys([f"{run.name}:", f"{test}:", what]))
 
 
 if __name__ == "__main__":

@@ -207,6 +207,44 @@ def test_pytest_exit_on_one_rank_has_its_text(ended):
     assert "enough of this" in reports(ended)["test_that_exits"]
 
 
+def last_words(job: CompletedJob) -> list[str]:
+    """What a run says after its table."""
+    return job.stdout.rpartition("\n\n")[2].splitlines()
+
+
+def test_failures_are_repeated_after_table(on_one_rank, ended):
+    *failures, _ = last_words(on_one_rank)
+    assert len(failures) == 6
+    assert "failed: 3 ranks: tests/ranks/test_it.py::test_call: AssertionError: the middle rank is unwell" in failures
+    *failures, _ = last_words(ended)
+    killed = "failed: 2 ranks: tests/ranks/test_it.py::test_in_which_a_rank_is_killed: did not come to its end: "
+    assert [failure.startswith(killed) for failure in failures].count(True) == 1
+    assert "failed: 2 ranks: tests/ranks/test_it.py::test_with_examples: ValueError: no collective for me" in failures
+
+
+def test_ci_ends_with_failures_of_all_steps(tmp_path):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
+    (tmp_path / "Makefile").write_text(
+        "lint test-openmpi:\n"
+        "\t@echo fine\n"
+        "docs:\n"
+        "\t@echo a page is missing >&2; exit 3\n"
+        "test test-kernels test-peers:\n"
+        "\t@for number in `seq 20`; do printf 'failed: $@ %s %0500d\\n' $$number 0; done\n"
+        "\t@echo much more; exit 1\n"
+    )
+    (tmp_path / "apt-get").write_text("#!/bin/sh\n")
+    (tmp_path / "apt-get").chmod(0o755)
+    job = complete([tmp_path / ".ci/run"], env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert job.returncode == 1
+    end = job.stdout[-3000:]
+    assert end.endswith("\nfailed: docs test test-kernels test-peers\n")
+    for words in ["a page is missing", "failed: test 1 00", "failed: test-kernels 1 00", "failed: test-peers 1 00"]:
+        assert words in end
+    assert "fine" not in end
+
+
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory):
     """A run of tests in which one of two ranks hangs."""
