@@ -13,6 +13,7 @@ from jobs.launch import ROOT, complete, job_command, job_environment, launch
 from patience import slowdown
 import pce_mpi
 from pce_mpi.cli import main
+from pce_mpi.conformance.launching import mpiexec
 
 COMMAND = ["-m", "pce_mpi"]
 SMALL_BENCH = ["bench", "--rows=8", "--classes=50", "--repeat=1"]
@@ -190,7 +191,9 @@ def test_unread_output_ends_quietly(arguments):
 @pytest.mark.parametrize("arguments", [["info"], ["check"], ["--help"]], ids=" ".join)
 def test_unread_output_of_ranks_ends_quietly(arguments):
     done = unread(job_command(2, *COMMAND, *arguments), env=job_environment(2))
-    assert done.returncode != 0
+    # Open MPI's launcher takes what ranks print, loses it, and ends with success.
+    launcher = complete([*mpiexec(), "--version"]).stdout
+    assert (done.returncode == 0) == ("Open MPI" in launcher)
     assert "Traceback" not in done.stderr and "Error" not in done.stderr
 
 
