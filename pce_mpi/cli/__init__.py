@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with _quiet_once_nobody_reads():
         arguments = sys.argv[1:] if arguments is None else arguments
         if arguments[:1] == ["conformance"] and not (launch() and {"-h", "--help"} & {*arguments}):
-            sys.exit(2 if conformance.started_as_rank() else conformance.run(_parsed(arguments)))
+            status = conformance.status_as_rank()
+            sys.exit(conformance.run(_parsed(arguments)) if status is None else status)
         sys.exit(_status_on_ranks(arguments))
 
 

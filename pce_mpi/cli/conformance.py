@@ -124,16 +124,21 @@ Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or ju
     parser.add_argument("--results", metavar="FILE", help="answers to --vectors, by any program")
 
 
-def started_as_rank() -> bool:
-    """Return True if this process is a rank; rank 0 then prints the right command."""
+def status_as_rank() -> int | None:
+    """Return the exit status of this process if it is a rank; rank 0 prints the right command and fails for all.
+
+    A launcher may end the job once a rank has failed, and rank 0 with it before it has printed.
+    """
     launched = launch()
-    if launched is not None and launched.rank == 0:
-        print(
-            "error: conformance starts the ranks itself; without mpiexec or srun: "
-            "python -m pce_mpi conformance -n 3 ...",
-            file=sys.stderr,
-        )
-    return launched is not None
+    if launched is None:
+        return None
+    if launched.rank:
+        return 0
+    print(
+        "error: conformance starts the ranks itself; without mpiexec or srun: python -m pce_mpi conformance -n 3 ...",
+        file=sys.stderr,
+    )
+    return 2
 
 
 def run(options: argparse.Namespace) -> int:

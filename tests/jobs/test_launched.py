@@ -146,7 +146,7 @@ def test_info_of_one_process_within_allocation_is_content():
 
 def test_conformance_within_srun_says_once_what_to_do():
     first, last = (run(["-m", "pce_mpi", "conformance", "pce"], **TOLD["srun"] | {"SLURM_PROCID": n}) for n in "02")
-    assert first.returncode == last.returncode == 2
+    assert (first.returncode, last.returncode) == (2, 0)  # a rank that fails may end the job before another speaks
     assert "conformance starts the ranks itself" in first.stderr
     assert last.stderr == ""
 
