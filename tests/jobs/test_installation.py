@@ -29,9 +29,9 @@ def source(tmp_path_factory):
 
 
 def wheel_of(source, folder, **env):
-    """Build a wheel and unpack it."""
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-cache-dir", "--wheel-dir", str(folder)]
-    status, text = run(*pip, str(source), cwd=folder, **env)
+    """Build a wheel and unpack it; nothing is downloaded."""
+    options = ["--quiet", "--no-deps", "--no-cache-dir", "--no-build-isolation", "--wheel-dir", str(folder)]
+    status, text = run(sys.executable, "-m", "pip", "wheel", *options, str(source), cwd=folder, **env)
     if status:
         return status, text
     (wheel,) = folder.glob("*.whl")
