@@ -136,14 +136,15 @@ $(installed)/package: setup.cfg pyproject.toml setup.py $(kernel) | $(bin)/pip $
 	mkdir -p $(@D)
 	touch $@
 
+# The package is there: its name stands for the packages of an extra, and it is not made once more.
 $(installed)/docs $(installed)/examples $(installed)/test: $(installed)/%: $(installed)/package
-	$(bin)/python -m pip install --quiet $(editable) '$(source)[$*]'
+	$(bin)/python -m pip install --quiet 'pce_mpi[$*]'
 	touch $@
 
 # mypy reads the tests too, and with them the packages that they use.
-$(installed)/dev: $(installed)/test
-	$(bin)/python -m pip install --quiet $(editable) '$(source)[dev]'
-	touch $@
+$(installed)/dev: $(installed)/package
+	$(bin)/python -m pip install --quiet 'pce_mpi[dev,test]'
+	touch $(installed)/test $@
 
 # CuPy has a package for each CUDA, and they share their files: the other one goes before this one comes. To compile
 # without a GPU it needs NVRTC alone, as the kernels include no header of CUDA's; on one, extras bring all of the toolkit.
@@ -159,7 +160,7 @@ $(installed)/kernels-$(CUDA): $(installed)/test
 
 $(installed)/gpu-$(CUDA): $(installed)/test
 	$(without_other_cupy)
-	$(bin)/python -m pip install --quiet $(editable) '$(source)[cuda$(CUDA)]'
+	$(bin)/python -m pip install --quiet 'pce_mpi[cuda$(CUDA)]'
 	touch $@ $(installed)/kernels-$(CUDA)
 
 $(beside)/bin/mpiexec: | $(bin)/pip
