@@ -37,6 +37,9 @@ KERNELS = TESTS / "kernels"
 SILENCE = 150
 COLLECTION = 150
 
+# Files whose tests let ranks wait in vain: they take time and no core, and run beside the others.
+WAITING = ["conformance/test_hangs", "jobs/test_failing_ranks"]
+
 # Tests that end their session are left behind, but not any number of them: a hang takes its time.
 MOST_SESSIONS = 10
 
@@ -71,6 +74,7 @@ class Run:
     def __init__(self, name: str, ranks: int, command: list[str], is_part: bool = False) -> None:
         self.is_part = is_part
         self.name = name
+        self.waits = name in WAITING
         self.ranks = ranks
         self.command = command
         self.environment = job_environment(ranks)
@@ -216,13 +220,15 @@ def execute(runs: list[Run], may_be_empty: bool) -> None:
 
     Interrupted, stop those that are under way.
     """
-    waiting, courses = deque(runs), dict[Run, Generator[None]]()
+    queues = [deque(run for run in runs if run.waits is waits) for waits in (False, True)]
+    courses = dict[Run, Generator[None]]()
     with ExitStack() as stack:
         try:
-            while waiting or courses:
-                while waiting and (not courses or fits(waiting[0], courses)):
-                    run = waiting.popleft()
-                    courses[run] = stack.enter_context(closing(run.execute(may_be_empty)))
+            while any(queues) or courses:
+                for queue in queues:
+                    while queue and fits(queue[0], [run for run in courses if run.waits is queue[0].waits]):
+                        run = queue.popleft()
+                        courses[run] = stack.enter_context(closing(run.execute(may_be_empty)))
                 for run in [run for run, course in courses.items() if is_over(course)]:
                     del courses[run]
                     show_live("")
@@ -237,9 +243,9 @@ def execute(runs: list[Run], may_be_empty: bool) -> None:
             raise
 
 
-def fits(run: Run, running: Iterable[Run]) -> bool:
-    """Return whether there is a core for each rank. A run that launches jobs counts as one: it mostly waits."""
-    return run.ranks + sum(other.ranks for other in running) <= number_of_cores()
+def fits(run: Run, running: list[Run]) -> bool:
+    """Return whether there is a core for each rank, or it is alone. A run that launches jobs counts as one."""
+    return not running or run.ranks + sum(other.ranks for other in running) <= number_of_cores()
 
 
 def is_over(course: Generator[None]) -> bool:
