@@ -463,8 +463,8 @@ def program_of(seed: int, mesh: Mesh) -> str:
     return Writer([seed, *mesh.dims.values()], list(mesh.dims), mesh.size).program()
 
 
-@pytest.mark.sizes(3, 4)  # shards of several lengths, and two dims of two ranks each
-@pytest.mark.parametrize("ndim", PROGRAMS)
+# Shards of several lengths, and two dims of two ranks each.
+@pytest.mark.parametrize("ndim", [pytest.param(ndim, marks=pytest.mark.sizes(2 + ndim)) for ndim in PROGRAMS])
 def test_random_programs_are_those_of_numpy(comm, impatient, ndim):
     meshes = [Mesh(comm, **dict(zip(NAMES, sizes, strict=False))) for sizes in factorizations(comm.size, ndim)]
     for seed in range(PROGRAMS[ndim]):
