@@ -499,6 +499,26 @@ def test_interrupted_run_ends_ranks_and_jobs_together(suite):
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()))
 
 
+def test_file_that_waits_runs_beside_another(suite):
+    # Each waits for the other, and the one core is not enough for two files that compute.
+    for name in ("test_failing_ranks", "test_other"):
+        write(
+            suite,
+            f"tests/jobs/{name}.py",
+            """
+            from pathlib import Path
+            from patience import wait_until
+
+            def test_it():
+                Path(__file__).with_suffix(".here").touch()
+                wait_until(lambda: len([*Path(__file__).parent.glob("*.here")]) == 2, seconds=10)
+            """,
+        )
+    core = str(min(os.sched_getaffinity(0)))
+    job = complete(["taskset", "--cpu-list", core, sys.executable, "tests/run.py", "tests/jobs"], cwd=suite)
+    assert closing_line(job) == "2 passed, 0 failed, 0 skipped"
+
+
 def test_file_of_a_folder_may_skip_all_tests(suite):
     write(suite, "tests/ranks/test_it.py", "def test_of_ranks(comm):\n    pass")
     write(suite, "tests/jobs/test_one.py", "def test_of_one():\n    pass")
