@@ -7,7 +7,8 @@ Every function is collective over its `comm`, an mpi4py intracommunicator, and w
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 import json
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -51,28 +52,54 @@ class local_checks:
         return True
 
 
+@dataclass(frozen=True, eq=False)
+class Call:
+    """An operation and all that must be the same on every rank, by name."""
+
+    operation: str
+    arguments: Mapping[str, Hashable]
+
+    @cached_property
+    def checksum(self) -> int:
+        """A number that is the same on every rank for the same call."""
+        return zlib.crc32(repr((self.operation, tuple(self.arguments.items()))).encode())
+
+
 def agree(
+    comm: MPI.Intracomm, operation: str, arguments: Mapping[str, Hashable], facts: Sequence[int] = (), **more: Any
+) -> list[list[int]]:
+    """Make sure that every rank of `comm` makes the same call, as `agree_on_call` does."""
+    call = _call_of(operation, tuple(arguments.items()), tuple(map(type, arguments.values())))
+    return agree_on_call(comm, call, facts, **more)
+
+
+@lru_cache(maxsize=1024)
+def _call_of(operation: str, arguments: tuple[tuple[str, Hashable], ...], types: tuple[type, ...]) -> Call:
+    """The call; programs repeat few different ones. `types` keeps 1 and True apart, which are one key of the cache."""
+    return Call(operation, dict(arguments))
+
+
+def agree_on_call(
     comm: MPI.Intracomm,
-    operation: str,
-    call: Mapping[str, Hashable],
+    call: Call,
+    facts: Sequence[int] = (),
     *,
     error: Exception | None = None,
-    facts: Sequence[int] = (),
     over: str = "comm",
     ranks_named: bool = False,
-) -> np.ndarray[Any, Any]:
+) -> list[list[int]]:
     """Make sure that every rank of `comm` makes the same call and that all of its checks passed.
 
-    Collective over `comm`: one Allgather of 56 bytes. `call` is all that must be the same on every rank, `error` is the
-    error of this rank's own checks, and `facts` are up to 6 whole numbers for the others to know. With `ranks_named`
-    the error's text names its ranks already, from an agreement over another communicator.
+    Collective over `comm`: one Allgather of 56 bytes. `facts` are up to 6 whole numbers for the others to know, and
+    `error` is the error of this rank's own checks. With `ranks_named` the error's text names its ranks already, from an
+    agreement over another communicator.
 
-    Returns the facts of all ranks, (ranks, facts), int64. If a rank has an error, every rank raises that of the lowest
-    such rank, a builtin exception whose text names the ranks. If calls differ, every rank raises `CollectiveError`,
-    which says who made which call. The communicator stays usable.
+    Returns the facts of each rank. If a rank has an error, every rank raises that of the lowest such rank, a builtin
+    exception whose text names the ranks. If calls differ, every rank raises `CollectiveError`, which says who made
+    which call. The communicator stays usable.
     """
+    operation, checksum = call.operation, call.checksum
     channel = channel_of(comm, operation)
-    checksum = _checksum(operation, tuple(call.items()), tuple(map(type, call.values())))
     call_or_failure = checksum if error is None else checksum + _FAILED
     header = np.array((call_or_failure, *facts, *(0,) * (FACTS - len(facts))), np.int64)
     headers = np.empty((channel.size, 1 + FACTS), np.int64)
@@ -81,22 +108,14 @@ def agree(
     channel.run(
         why, "all_gather", header.nbytes, gather, header, headers, purpose=Purpose.AGREEMENT, waiting_in=waiting_in
     )
-    # Lists of so few numbers are compared three times as fast as arrays.
-    if (calls := headers[:, 0].tolist()) != [checksum] * channel.size:
+    said: list[list[int]] = headers.tolist()  # lists of so few numbers are compared three times as fast as arrays
+    calls = [numbers[0] for numbers in said]
+    if calls != [checksum] * channel.size:
         if max(calls) >= _FAILED:
             raise_together(comm, operation, error, over=over, ranks_named=ranks_named)
-        said = {"operation": operation, **{name: repr(value) for name, value in call.items()}}
-        raise CollectiveError(_differences(all_gather_text(json.dumps(said), comm, operation=operation, over=over)))
-    return headers[:, 1 : 1 + len(facts)]
-
-
-@lru_cache(maxsize=1024)
-def _checksum(operation: str, call: tuple[tuple[str, Hashable], ...], types: tuple[type, ...]) -> int:
-    """Return a number that is the same on every rank for the same call; programs repeat few different calls.
-
-    `types` keeps 1 and True apart, which are one key of the cache.
-    """
-    return zlib.crc32(repr((operation, call)).encode())
+        mine = {"operation": operation, **{name: repr(value) for name, value in call.arguments.items()}}
+        raise CollectiveError(_differences(all_gather_text(json.dumps(mine), comm, operation=operation, over=over)))
+    return [numbers[1 : 1 + len(facts)] for numbers in said]
 
 
 def raise_together(

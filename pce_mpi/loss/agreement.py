@@ -6,7 +6,7 @@ Nothing local raises by itself. The errors of a rank's own checks go into the ag
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
 import math
@@ -17,7 +17,7 @@ import zlib
 import numpy as np
 
 from pce_mpi.arrays import to_host
-from pce_mpi.comm.agreement import agree, local_checks, raise_together
+from pce_mpi.comm.agreement import Call, agree_on_call, local_checks, raise_together
 from pce_mpi.comm.communicators import CollectiveError
 from pce_mpi.comm.library import check_comm, is_comm
 from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
@@ -27,6 +27,7 @@ from pce_mpi.loss.problem import Problem, check, target_text
 
 HostArray = np.ndarray[Any, Any]
 
+_LARGEST = np.iinfo(np.int64).max
 # Checksums of samples are remainders of it, and so fit 64 bits.
 _PRIME = 2**61 - 1
 
@@ -64,18 +65,16 @@ def agree_on(options: Options, check_arguments: Callable[[], Problem]) -> Proble
         return _place(options, problem, facts, error)
     with local_checks() as checks:
         problem = _place(options, problem, facts, error)
-    description = {} if problem is None else problem.described() | {"num_classes": problem.num_classes}
-    description.pop("rows", None)
-    agree(
-        options.batch_comm,
-        options.operation,
-        description,
-        error=checks.error,
-        over=options.batch_over,
-        ranks_named=options.comm is not None,
-    )
+    call = _call(options, problem, {} if problem is None else {"num_classes": problem.num_classes})
+    named = options.comm is not None
+    agree_on_call(options.batch_comm, call, error=checks.error, over=options.batch_over, ranks_named=named)
     assert problem is not None  # its error would have been raised by now
     return problem
+
+
+def _call(options: Options, problem: Problem | None, more: Mapping[str, Hashable]) -> Call:
+    """The call as it must be the same on every rank; a rank whose checks failed says no more than the operation."""
+    return Call(options.operation, {}) if problem is None else problem.call(more)
 
 
 def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], error: Exception | None) -> Problem:
@@ -84,19 +83,18 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
     if comm is None:
         if error is not None or problem is None:
             raise error or RuntimeError("nothing was checked")
-        said = np.array([facts])
+        said = [list(facts)]
     else:
-        description = {} if problem is None else problem.described()
         asked = None if problem is None or options.num_classes is None else operator.index(options.num_classes)
-        description |= {
+        more = {
+            "rows": () if problem is None else problem.rows_shape,
             "class_start given": options.class_start is not None,
             "num_classes": asked,
             "batch_comm given": options.batch_comm is not None,
         }
-        said = agree(comm, operation, description, error=error, facts=facts, over=over)
+        said = agree_on_call(comm, _call(options, problem, more), facts, error=error, over=over)
         assert problem is not None  # its error has been raised everywhere
-    # Lists of so few numbers are faster than arrays.
-    checksums, starts, counts, lowest, highest, samples = (list(column) for column in zip(*said.tolist(), strict=True))
+    checksums, starts, counts, highest, samples = zip(*said, strict=True)
     num_classes = sum(counts)
     if options.num_classes is not None and num_classes != options.num_classes:
         shards = text_by_rank({rank: str(count) for rank, count in enumerate(counts)}, over)
@@ -106,10 +104,10 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
     if num_classes == 0:
         raise ValueError("there are no classes: every shard is empty")
     if options.class_start is None:
-        starts = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
+        starts = tuple(accumulate(counts, initial=0))
     else:
         _check_ranges(starts, counts, over)
-    if min(lowest) < 0 or max(highest) >= num_classes:
+    if max(highest) >= num_classes:
         out_of_range = _out_of_range(problem, num_classes, hint=comm is None and over == "comm")
         if comm is None:
             raise out_of_range or RuntimeError("targets changed while they were checked")
@@ -126,19 +124,20 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
 def _facts(problem: Problem) -> tuple[int, ...]:
     """The facts of this rank's shard for the other ranks.
 
-    A checksum of the targets, the first class (-1: not given), the number of classes, the lowest and the highest target
-    that counts, and a checksum of a sample of the logits (0: the other ranks may pass the same).
+    A checksum of the targets, the first class (-1: not given), the number of classes, the highest target that counts
+    (more than any class has if one is negative), and a checksum of a sample of the logits (0: the other ranks may pass
+    the same).
     """
     options = problem.options
     start = -1 if options.class_start is None else operator.index(options.class_start)
     alone = options.comm is None or options.comm.size == 1
     sample = 0 if alone or options.num_classes is not None else _sample(*problem.sharded)
-    targets, valid, classes = problem.targets, problem.valid, problem.classes
+    targets, classes = problem.targets, problem.classes
     if targets is None:
-        return 0, start, classes, 0, -1, sample
-    counted = targets if np.count_nonzero(valid) == valid.size else targets[valid]
-    lowest, highest = (int(counted.min()), int(counted.max())) if counted.size else (0, -1)
-    return zlib.crc32(targets.data), start, classes, lowest, highest, sample
+        return 0, start, classes, -1, sample
+    counted = targets if problem.all_valid else targets[problem.valid]
+    highest = int(np.maximum.reduce(counted.view(np.uint64), initial=0))  # a negative one is a large unsigned number
+    return 0 if alone else zlib.crc32(targets.data), start, classes, min(highest, _LARGEST), sample
 
 
 def _sample(logits: Any, axis: int) -> int:
@@ -183,7 +182,7 @@ def _has_two_values(row: list[float]) -> bool:
     return len(finite) > 1
 
 
-def _check_not_gathered(counts: list[int], samples: list[int], over: str, name: str) -> None:
+def _check_not_gathered(counts: Sequence[int], samples: Sequence[int], over: str, name: str) -> None:
     """Raise unless some ranks pass different logits, or weights w, as far as their samples tell."""
     with_classes = [rank for rank, count in enumerate(counts) if count]
     first = with_classes[0]
@@ -198,7 +197,7 @@ def _check_not_gathered(counts: list[int], samples: list[int], over: str, name: 
     )
 
 
-def _check_ranges(starts: list[int], counts: list[int], over: str) -> None:
+def _check_ranges(starts: Sequence[int], counts: Sequence[int], over: str) -> None:
     expected = 0
     for rank in sorted(range(len(starts)), key=lambda rank: (starts[rank], counts[rank])):  # empty shards first
         if counts[rank] == 0:

@@ -256,7 +256,7 @@ def _rows_of(problem: Problem, rows: slice, logits: Array) -> Problem:
     assert problem.target_column is not None
     return replace(
         problem,
-        options=problem.options.with_checked(axis=1),
+        options=problem.options.with_checked({"axis": 1}, problem.options.weight),
         logits=logits,
         rows_shape=logits.shape[:1],
         targets=problem.targets[rows],

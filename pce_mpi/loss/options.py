@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
+from pce_mpi.loss.kernels.parameters import Transform
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -132,12 +133,17 @@ class Options:
         for name in given:
             if name not in known.__optional_keys__:
                 raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        return cls(operation=function, **given)
+        return cls._of({"operation": function, **given})
 
-    def with_checked(self, **values: Any) -> Options:
-        """These options with other values; `dataclasses.replace` takes as long as the loss of a few rows."""
-        options = object.__new__(Options)
-        options.__dict__.update(self.__dict__, **values)
+    def with_checked(self, values: Mapping[str, Any], weight: Array | None) -> Options:
+        """These options with checked values."""
+        return self._of({**self.__dict__, **values, "weight": weight})
+
+    @classmethod
+    def _of(cls, given: Mapping[str, Any]) -> Options:
+        """Options whose defaults are those of the class: `__init__` takes as long as the states of a few rows."""
+        options = object.__new__(cls)
+        options.__dict__.update(given)
         return options
 
 
@@ -157,68 +163,66 @@ def takes(known: type[Any]) -> Callable[[Function], Function]:
     return decorate
 
 
-def checked_numbers(options: Options, logits: Array) -> dict[str, Any]:
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """The checked values of the options that are no arrays, by name, and the transform among them."""
+
+    values: Mapping[str, Any]
+    transform: Transform
+
+
+def checked_numbers(options: Options, logits: Array) -> Numbers:
     """The checked values of the options that are no arrays. Programs repeat few different ones."""
-    values = [getattr(options, name) for name in _NUMBERS]
+    given = {name: value for name, value in options.__dict__.items() if name in _NUMBERS}
     # An array of one element may have another value in the next call.
-    known = {type(value) for value in values} <= _UNCHANGING
-    return (_check_numbers if known else _check_numbers.__wrapped__)(logits.ndim, logits.dtype, *values)
+    known = all(type(value) in _UNCHANGING for value in given.values()) if given else True
+    return (_check_numbers if known else _check_numbers.__wrapped__)(logits.ndim, logits.dtype, **given)
 
 
 _UNCHANGING = {int, float, bool, str, Reduction, type(None), type}
-_NUMBERS = (
+_NUMBERS = {
     *("axis", "ignore_index", "logit_scale", "softcap", "compute_dtype", "label_smoothing", "z_loss", "reduction"),
     *("class_start", "num_classes", "chunk"),
-)
+}
 
 
 @lru_cache(maxsize=256, typed=True)
-def _check_numbers(
-    ndim: int,
-    dtype: np.dtype[Any],
-    axis: Any,
-    ignore_index: Any,
-    logit_scale: Any,
-    softcap: Any,
-    compute_dtype: Any,
-    label_smoothing: Any,
-    z_loss: Any,
-    reduction: Any,
-    class_start: Any,
-    num_classes: Any,
-    chunk: Any,
-) -> dict[str, Any]:
-    axis = _integer(axis, "axis")
+def _check_numbers(ndim: int, dtype: np.dtype[Any], **given: Any) -> Numbers:
+    options = Options._of(given)
+    axis = _integer(options.axis, "axis")
     if not -ndim <= axis < ndim:
         raise ValueError(f"axis = {axis} is out of bounds for logits of {ndim} dimensions")
-    ignore_index = _integer(ignore_index, "ignore_index")
-    label_smoothing = _number(label_smoothing, "label_smoothing")
+    ignore_index = _integer(options.ignore_index, "ignore_index")
+    label_smoothing = _number(options.label_smoothing, "label_smoothing")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    logit_scale = _number(logit_scale, "logit_scale")
-    softcap = None if softcap is None else _number(softcap, "softcap")
+    logit_scale = _number(options.logit_scale, "logit_scale")
+    softcap = None if options.softcap is None else _number(options.softcap, "softcap")
     for name, value in (("logit_scale", logit_scale), ("softcap", softcap)):
         if value is not None and not 0.0 < value < math.inf:
             raise ValueError(f"{name} must be positive and finite, got {value}")
-    z_loss = _number(z_loss, "z_loss")
+    z_loss = _number(options.z_loss, "z_loss")
     if not math.isfinite(z_loss):
         raise ValueError(f"z_loss must be finite, got {z_loss}")
+    reduction, chunk = options.reduction, options.chunk
     if not isinstance(reduction, str) or reduction not in list(Reduction):
         raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
-    for name, count, least in (("class_start", class_start, 0), ("num_classes", num_classes, 1), ("chunk", chunk, 1)):
+    for name, least in (("class_start", 0), ("num_classes", 1), ("chunk", 1)):
+        count = getattr(options, name)
         if count is not None and not least <= _integer(count, name) <= _LARGEST:
             raise ValueError(f"{name} must be at least {least} and fit 64 bits, got {count}")
-    return {
+    values = {
         "axis": axis % ndim,
         "ignore_index": ignore_index,
         "logit_scale": logit_scale,
         "softcap": softcap,
-        "compute_dtype": compute_dtype_of(dtype, compute_dtype),
+        "compute_dtype": compute_dtype_of(dtype, options.compute_dtype),
         "label_smoothing": label_smoothing,
         "z_loss": z_loss,
         "reduction": Reduction(reduction),
         "chunk": None if chunk is None else _integer(chunk, "chunk"),
     }
+    return Numbers(values, Transform(logit_scale, softcap))
 
 
 def _integer(value: Any, name: str) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -82,9 +82,12 @@ class Merge:
     transform: Transform
     arithmetic: Arithmetic
 
-    def __call__(self, a: HostArray, b: HostArray) -> HostArray:
-        """Return the states of the union of two disjoint sets of classes of the same rows."""
-        return host_kernel().merged(a, b, self.fields, self.transform, self.arithmetic)
+    def __call__(self, a: HostArray, b: HostArray) -> None:
+        """Merge the states a of some classes into those of others of the same rows, b."""
+        host_kernel().merge(a, b, self.fields, self.transform, self.arithmetic)
+
+
+_merge_of = lru_cache(maxsize=64)(Merge)
 
 
 def row_softmax(problem: Problem, fields: StateFields) -> RowSoftmax:
@@ -115,9 +118,9 @@ def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], Row
     finish_merge = None
     if options.comm is not None:
         element = None if states.dtype.names else fields.dtype
-        merge = Merge(fields, problem.transform, arithmetic)
+        merge = _merge_of(fields, problem.transform, arithmetic)
         with cause(options.operation, options.over, "the softmax states of the shards, merged"):
-            finish_merge = start_all_reduce(states, options.comm, merge, element=element)
+            finish_merge = start_all_reduce(states, options.comm, merge, overwrite=True, element=element)
 
     def finish() -> RowSoftmax:
         merged = states if finish_merge is None else finish_merge()
@@ -176,25 +179,21 @@ def _loss_and_residuals(problem: Problem) -> tuple[Array, Residuals]:
 _SUM = np.dtype([("grid", np.int64), ("limbs", np.uint64, 3)])
 
 
-def _added(a: HostArray, b: HostArray) -> HostArray:
-    sums = host_kernel().added(*(each.view(np.uint64).reshape(-1, 4) for each in (a, b)))
-    return np.ascontiguousarray(sums).view(_SUM).reshape(-1)
+def _add(a: HostArray, b: HostArray) -> None:
+    host_kernel().add(*(each.view(np.uint64).reshape(-1, 4) for each in (a, b)))
 
 
 def reduced(problem: Problem, losses: Array) -> tuple[Array, Array]:
     """The loss, from the losses and weights of `row_losses`, and the divisor of its gradient, (1,)."""
     options = problem.options
-    loss, divisor = losses[0], problem.xp.ones(1)
-    if options.reduction != Reduction.NONE:
-        sums = problem.kernel.sums_of(losses[0], losses[1])
-        if options.batch_comm is not None:
-            with cause(options.operation, options.batch_over, f"{options.reduction} over the rows of all ranks"):
-                sums = all_reduce(sums, options.batch_comm, _added, element=_SUM)
-        both = problem.kernel.loss_of(sums, options.reduction == Reduction.MEAN)
-        loss, divisor = both[:1], both[1:]
-    with np.errstate(all="ignore"):
-        loss = loss.astype(options.compute_dtype)
-    return loss.reshape(problem.rows_shape if options.reduction == Reduction.NONE else ()), divisor
+    if options.reduction == Reduction.NONE:
+        with np.errstate(all="ignore"):
+            return losses[0].astype(options.compute_dtype).reshape(problem.rows_shape), problem.xp.ones(1)
+    sums = problem.kernel.sums_of(losses[0], losses[1])
+    if options.batch_comm is not None:
+        with cause(options.operation, options.batch_over, f"{options.reduction} over the rows of all ranks"):
+            sums = all_reduce(sums, options.batch_comm, _add, element=_SUM)
+    return problem.kernel.loss_of(sums, options.reduction == Reduction.MEAN, options.compute_dtype)
 
 
 def write_gradient(array: Array, residuals: Residuals, upstream: Array) -> None:

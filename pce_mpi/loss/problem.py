@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 import math
 from types import ModuleType
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floating, name_of, to_host
+from pce_mpi.comm.agreement import Call
 from pce_mpi.comm.library import check_comm, same_ranks
 from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.loss.kernels import kernel_of
 from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
 from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
-from pce_mpi.loss.options import Options, checked_numbers
+from pce_mpi.loss.options import Numbers, Options, checked_numbers
 from pce_mpi.memory import overlaps_itself, same_memory, shares_memory
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -27,16 +29,17 @@ HostArray = np.ndarray[Any, Any]
 class Problem:
     """The checked arguments of one call.
 
-    `options` has plain numbers, an `axis` of at least 0, and `weight` in float64 on the host. `targets`, (rows,) global
+    `numbers` are those of `options`, which has plain numbers, an `axis` of at least 0, and `weight` in float64 on the host. `targets`, (rows,) global
     class numbers, and `valid`, (rows,) which rows count, are on the host too. `inputs` are the arrays of the caller,
     with none of which but the logits `out` shares memory. `rows_shape` is the logits' shape without the class axis,
     `xp` their array library and `kernel` the loops for it. This shard has `classes` classes, from `class_start` on, of
-    `num_classes`; `target_column`, (rows,), is the local column of each row's target, -1 if another shard has it or the
-    row does not count. `sharded` is the array of which each rank passes its own classes, and its class axis.
+    `num_classes`; `target_column`, (rows,), is the local column of each row's target, which no class has if another shard
+    has the target, and -1 if the row does not count. `sharded` is the array of which each rank passes its own classes, and its class axis.
     `also` is what else must be the same on every rank.
     """
 
     options: Options
+    numbers: Numbers
     xp: Any
     logits: Array
     rows_shape: tuple[int, ...]
@@ -44,7 +47,6 @@ class Problem:
     targets: HostArray | None
     probabilities: Array | None
     valid: HostArray
-    transform: Transform
     out: Array | None
     inputs: tuple[Array, ...]
     kernel: ModuleType
@@ -59,8 +61,17 @@ class Problem:
         self.class_start, self.num_classes = class_start, num_classes
         if self.targets is not None:
             columns = self.targets - class_start
-            here = columns.view(np.uint64) < self.classes  # a negative column is a large unsigned number
-            self.target_column = np.where(self.valid & here, columns, -1)
+            self.target_column = columns if self.all_valid else np.where(self.valid, columns, -1)
+
+    @property
+    def all_valid(self) -> bool:
+        """True if every row counts."""
+        return bool(np.count_nonzero(self.valid) == self.valid.size)
+
+    @property
+    def transform(self) -> Transform:
+        """The function of the logits that the softmax is taken of."""
+        return self.numbers.transform
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -81,25 +92,34 @@ class Problem:
         options = self.options
         return LossTerms(options.label_smoothing, options.label_smoothing / self.num_classes, options.z_loss)
 
-    def described(self) -> dict[str, Hashable]:
-        """The description of the call that must be the same on every rank."""
-        options = self.options
-        other_targets = "none" if self.probabilities is None else "probabilities"
-        return {
-            "rows": self.rows_shape,
-            "dtype": name_of(self.logits.dtype),
-            "compute_dtype": name_of(options.compute_dtype),
-            "axis": options.axis,
-            "kind of targets": other_targets if self.targets is None else "class numbers",
-            "weight given": options.weight is not None,
-            "ignore_index": options.ignore_index,
-            "label_smoothing": options.label_smoothing,
-            "z_loss": options.z_loss,
-            "logit_scale": options.logit_scale,
-            "softcap": options.softcap,
-            "reduction": str(options.reduction),
-            **self.also,
-        }
+    def call(self, more: Mapping[str, Hashable]) -> Call:
+        """The call as it must be the same on every rank, `more` included."""
+        options, other_targets = self.options, "none" if self.probabilities is None else "probabilities"
+        targets, weighted = other_targets if self.targets is None else "class numbers", options.weight is not None
+        also = (*more.items(), *self.also.items())
+        return _call_of(options.operation, self.logits.dtype, self.numbers, targets, weighted, also)
+
+
+@lru_cache(maxsize=1024)
+def _call_of(
+    operation: str,
+    dtype: np.dtype[Any],
+    numbers: Numbers,
+    targets: str,
+    weighted: bool,
+    also: tuple[tuple[str, Hashable], ...],
+) -> Call:
+    values = numbers.values
+    names = ("axis", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap")
+    described = {
+        "dtype": name_of(dtype),
+        "compute_dtype": name_of(values["compute_dtype"]),
+        "kind of targets": targets,
+        "weight given": weighted,
+        **{name: values[name] for name in names},
+        "reduction": str(values["reduction"]),
+    }
+    return Call(operation, dict(also) | described)
 
 
 def rows_and_classes(array: Array, axis: int) -> Array:
@@ -132,7 +152,7 @@ def check(
     if logits.ndim == 0:
         raise ValueError("logits must have a class axis, got a 0-d array")
     numbers = checked_numbers(options, logits)
-    axis = numbers["axis"]
+    axis, ignore_index = numbers.values["axis"], numbers.values["ignore_index"]
     arrays = {"logits": logits}
     if targets is not None:
         arrays["targets"] = targets = as_array(targets, "targets")
@@ -149,7 +169,6 @@ def check(
         raise TypeError("targets are missing")
     if targets is not None and is_floating(targets.dtype) and not needs_targets:
         raise ValueError(f"{options.operation} takes index targets, got probabilities")
-    ignore_index = numbers["ignore_index"]
     class_numbers, probabilities = _check_targets(targets, logits, rows_shape, ignore_index)
     if weight is not None:
         weight = _check_weight(weight, classes)
@@ -159,7 +178,8 @@ def check(
     elif with_gradient:  # what can run out of memory does so before the others wait
         out = xp.empty_like(logits)
     return Problem(
-        options=options.with_checked(**numbers, weight=weight),
+        options=options.with_checked(numbers.values, weight),
+        numbers=numbers,
         xp=xp,
         logits=logits,
         rows_shape=rows_shape,
@@ -167,7 +187,6 @@ def check(
         targets=class_numbers,
         probabilities=probabilities,
         valid=np.ones(math.prod(rows_shape), np.bool_) if class_numbers is None else class_numbers != ignore_index,
-        transform=Transform(numbers["logit_scale"], numbers["softcap"]),
         out=out,
         inputs=inputs,
         kernel=kernel_of(logits),

@@ -64,6 +64,9 @@ class StateFields:
     weighted_logit: bool = False
     entropy: bool = False
 
+    def __hash__(self) -> int:
+        return self.flags  # a hash of all fields takes as long as the merge of a few rows
+
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The names of the fields."""

@@ -355,7 +355,7 @@ def test_planted_violation_is_found(path, source):
         ("loss/kernels/definition.py", "from pce_mpi.loss.softmax_state import StateFields"),
         (
             "loss/kernels/cuda.py",
-            "from .definition import merged\nfrom pce_mpi.loss.kernels import definition",
+            "from .definition import merge\nfrom pce_mpi.loss.kernels import definition",
         ),
         ("loss/passes.py", "from pce_mpi.loss.kernels import kernel_of"),
         ("loss/__init__.py", '"""CuPy arrays follow the same path."""'),

@@ -1,6 +1,6 @@
 """Comparison of kernels with the definition: the same bits, from random problems in any memory."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -87,7 +87,7 @@ def problem_of(seed, kind, name=None, dtype=None, transform=None):
         if rng.random() < 0.3:  # those of one class: many classes with weight 0
             probabilities[:] = 0
             probabilities[np.arange(ROWS), targets] = 1
-        weights = replace(weights, probabilities=probabilities, smoothing=0.1 * (seed % 2), classes=classes)
+        weights = weights._replace(probabilities=probabilities, smoothing=0.1 * (seed % 2), classes=classes)
     return Problem(logits, columns, FIELDS[name], weights, transform, arithmetic, 7)
 
 
@@ -127,7 +127,7 @@ def expected_gradient(problem, rows, dtype):
 
 def weights_on_device(weights):
     given = {name: getattr(weights, name) for name in ("weight", "probabilities")}
-    return replace(weights, **{name: on_device(array) for name, array in given.items() if array is not None})
+    return weights._replace(**{name: on_device(array) for name, array in given.items() if array is not None})
 
 
 def states_on_device(cuda, problem, logits=None):

@@ -166,7 +166,9 @@ def test_states_of_any_cut_merge_to_same_bits(kernel, problem, seed):
     kept = list(parts)
     while len(parts) > 1:  # a random tree
         a, b = (parts.pop(int(rng.integers(len(parts)))) for _ in range(2))
-        parts.append(kernel.merged(a, b, problem.fields, *problem.options.values()))
+        union = b.copy()
+        kernel.merge(a, union, problem.fields, *problem.options.values())
+        parts.append(union)
     for name in problem.fields.names:
         assert parts[0][name].tobytes() == whole[name].tobytes(), name
     assert [part.tobytes() for part in kept] == before
@@ -222,16 +224,20 @@ def test_rows_longer_than_a_chunk_have_same_bits(kernel):
             weights = ClassWeights(None, probabilities, 0.0, 9001)
             problem = Drawn(logits, targets, fields, Transform(), SINGLE, weights)
             states = problem.states(kernel)
-            halves = problem.states(definition, 0, 4099), problem.states(definition, 4099)
-            assert states.tobytes() == definition.merged(*halves, fields, Transform(), SINGLE).tobytes(), (kind, name)
+            half, union = problem.states(definition, 0, 4099), problem.states(definition, 4099)
+            definition.merge(half, union, fields, Transform(), SINGLE)
+            assert states.tobytes() == union.tobytes(), (kind, name)
 
 
 @pytest.mark.parametrize("mean", [True, False])
 def test_loss_is_quotient_of_sums(kernel, mean):
     for losses, weights in ([3.0, 5.0], [0.5, 2.0]), ([np.inf], [1.0]), ([0.0], [0.0]), ([np.nan], [1.0]), ([], []):
-        found = kernel.loss_of(kernel.sums_of(np.array(losses), np.array(weights)), mean)
         divisor = (sum(weights) or np.nan) if mean else 1.0
-        np.testing.assert_array_equal(found, [sum(losses) / divisor, divisor])
+        for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
+            found = kernel.loss_of(kernel.sums_of(np.array(losses), np.array(weights)), mean, dtype)
+            np.testing.assert_array_equal(found[0], dtype.type(sum(losses) / divisor))
+            np.testing.assert_array_equal(found[1], [divisor])
+            assert found[0].dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -272,9 +278,11 @@ def test_sums_have_same_bits_in_any_order(kernel, seed, special):
     numbers = np.append(numbers, special)
     shuffled, cut = rng.permutation(numbers), int(rng.integers(0, len(numbers) + 1))
     sums = kernel.sums_of(numbers, shuffled[:cut].copy(), shuffled[cut:].copy())
-    assert kernel.added(sums[1:2], sums[2:]).tobytes() == sums[:1].tobytes()
+    total = sums[2:].copy()
+    kernel.add(sums[1:2], total)
+    assert total.tobytes() == sums[:1].tobytes()
     assert sums.tobytes() == definition.sums_of(numbers, shuffled[:cut], shuffled[cut:]).tobytes()
-    value = kernel.loss_of(sums[:2], False)[0]
+    value = kernel.loss_of(sums[:2], False, np.dtype(np.float64))[0]
     if special:
         assert np.array_equal(value, np.sum(special) if not np.all(np.isfinite(special)) else value, equal_nan=True)
     if np.all(np.isfinite(numbers)):

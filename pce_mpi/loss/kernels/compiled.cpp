@@ -215,14 +215,19 @@ PyObject *add_sums(PyObject *, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-// The loss and its divisor, from the sums of the losses and weights of rows.
+// The loss, a float or a double, and its divisor, from the sums of the losses and weights of rows.
 PyObject *loss_of(PyObject *, PyObject *arguments) {
-    PyObject *sums, *out;
+    PyObject *sums, *out, *divisor;
     int mean;
-    if (!PyArg_ParseTuple(arguments, "OpO:loss_of", &sums, &mean, &out)) return nullptr;
-    Buffer from, to;
-    if (!from.take(sums) || !to.take(out, PyBUF_WRITABLE)) return nullptr;
-    *to.of<Loss>() = Loss::of(from.of<const Sum>(), mean);
+    if (!PyArg_ParseTuple(arguments, "OpOO:loss_of", &sums, &mean, &out, &divisor)) return nullptr;
+    Buffer from, to, d;
+    if (!from.take(sums) || !to.take(out, PyBUF_WRITABLE) || !d.take(divisor, PyBUF_WRITABLE)) return nullptr;
+    Loss loss = Loss::of(from.of<const Sum>(), mean);
+    if (to.view.len == 4)
+        *to.of<float>() = float(loss.value);
+    else
+        *to.of<double>() = loss.value;
+    *d.of<double>() = loss.divisor;
     Py_RETURN_NONE;
 }
 

@@ -81,11 +81,9 @@ def fill_states(
     return states
 
 
-def merged(a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> Array:
-    """Return the states of the union of two disjoint sets of classes of the same rows."""
-    union = b.copy()
-    _compiled.merge_states(a, union, *_call(fields, transform, arithmetic))
-    return union
+def merge(a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> None:
+    """Merge the states a of some classes into those of others of the same rows, b."""
+    _compiled.merge_states(a, b, *_call(fields, transform, arithmetic))
 
 
 def row_softmax(
@@ -143,15 +141,13 @@ def sums_of(*arrays: Array) -> Array:
     return sums
 
 
-def added(a: Array, b: Array) -> Array:
-    """Add sums of `sums_of`, (sums, 4)."""
-    total = b.copy()
-    _compiled.add_sums(a, total)
-    return total
+def add(a: Array, b: Array) -> None:
+    """Add sums a of `sums_of`, (sums, 4), to sums b."""
+    _compiled.add_sums(a, b)
 
 
-def loss_of(sums: Array, mean: bool) -> Array:
-    """The loss and its divisor, (2,); `definition.loss_of` has the arguments."""
-    loss = np.empty(2)
-    _compiled.loss_of(sums, mean, loss)
-    return loss
+def loss_of(sums: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """The loss and the divisor of its gradient; `definition.loss_of` has the arguments."""
+    loss, divisor = np.empty((), dtype), np.empty(1)
+    _compiled.loss_of(sums, mean, loss, divisor)
+    return loss, divisor

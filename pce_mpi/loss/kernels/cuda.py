@@ -212,11 +212,11 @@ def sums_of(*arrays: Array) -> Array:
     return sums
 
 
-def loss_of(sums: Array, mean: bool) -> Array:
-    """Return the loss and its divisor, (2,); `definition.loss_of` has the arguments."""
+def loss_of(sums: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Return the loss and the divisor of its gradient; `definition.loss_of` has the arguments."""
     loss = cupy.empty(2, np.float64)
     _launch(Kernel("sums.cu", "pce::fill_loss"), (1, 1), WARP_SIZE, cupy.ascontiguousarray(sums), np.bool_(mean), loss)
-    return loss
+    return loss[:1].astype(dtype).reshape(()), loss[1:]
 
 
 def write_gradient(

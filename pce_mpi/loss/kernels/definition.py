@@ -224,14 +224,14 @@ def _in_units(z: Array, low: Array) -> tuple[Array, Array, Array]:
     return (scaled(z, -unit), scaled(low, -unit), unit) if unit.any() else (z, low, unit)
 
 
-def merged(a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> Array:
-    """Return the states of the union of two disjoint sets of classes of the same rows."""
+def merge(a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> None:
+    """Merge the states a of some classes into those of others of the same rows, b."""
     with np.errstate(all="ignore"):
-        merge = _merged_holding_largest if fields.hold_largest else _merged_holding_targets
-        return merge(a, b, fields, transform, arithmetic)
+        union_of = _union_holding_largest if fields.hold_largest else _union_holding_targets
+        b[...] = union_of(a, b, fields, transform, arithmetic)
 
 
-def _merged_holding_targets(
+def _union_holding_targets(
     a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic
 ) -> Array:
     union = fields.identity(*a.shape)
@@ -248,7 +248,7 @@ def _merged_holding_targets(
     return union
 
 
-def _merged_holding_largest(
+def _union_holding_largest(
     a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic
 ) -> Array:
     """Hold the larger of the two classes held apart; the other one joins the sums."""
@@ -573,7 +573,10 @@ def fill_states(
                 arithmetic=arithmetic,
                 first_class=class_start + block.start,
             )
-            states[mine] = part if block.start == 0 else merged(states[mine], part, fields, transform, arithmetic)
+            if block.start == 0:
+                states[mine] = part
+            else:
+                merge(part, states[mine], fields, transform, arithmetic)
     return states
 
 
@@ -656,12 +659,12 @@ def sums_of(*arrays: Array) -> Array:
     return sums
 
 
-def added(a: Array, b: Array) -> Array:
-    """Add sums of `sums_of`, (sums, 4)."""
+def add(a: Array, b: Array) -> None:
+    """Add sums a of `sums_of`, (sums, 4), to sums b."""
     grids, others = a[:, 0].view(i64), b[:, 0].view(i64)
     total = united(NO_GRID, Sums(grids, a[:, 1:]), Sums(others, b[:, 1:]))
     mixed = (grids >= INFINITE) & (others >= INFINITE) & (grids != others)
-    return np.concatenate([np.where(mixed, NOT_A_NUMBER, total.grids).view(u64)[:, None], total.limbs], axis=1)
+    b[:, 0], b[:, 1:] = np.where(mixed, NOT_A_NUMBER, total.grids).view(u64), total.limbs
 
 
 def _values_of(sums: Array) -> Array:
@@ -673,12 +676,12 @@ def _values_of(sums: Array) -> Array:
     return values
 
 
-def loss_of(sums: Array, mean: bool) -> Array:
-    """Return the loss, and the divisor of its gradient: (2,), from the sums of the rows' losses and weights.
+def loss_of(sums: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Return the loss, 0-d, and the divisor of its gradient, (1,), from the sums of the rows' losses and weights.
 
     A mean over rows whose weights sum to 0 is `nan`, and so is its gradient.
     """
     total, weights = _values_of(sums)
-    divisor = (np.nan if weights == 0.0 else weights) if mean else 1.0
+    divisor = np.array([(np.nan if weights == 0.0 else weights) if mean else 1.0])
     with np.errstate(all="ignore"):
-        return np.array([total / divisor, divisor])
+        return (total / divisor).astype(dtype).reshape(()), divisor

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 
-@dataclass(frozen=True)
-class Transform:
+class Transform(NamedTuple):
     """The function z of the logits x that the softmax is taken of: scale x, or softcap tanh(scale x / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
 
 
-@dataclass(frozen=True)
-class LossTerms:
+class LossTerms(NamedTuple):
     """The terms of the loss of a row.
 
     It is (1 - smoothing) w_t (-log p_t) + share sum_c w_c (-log p_c) for a target t, or sum_c u_c (-log p_c) for
@@ -29,8 +26,7 @@ class LossTerms:
     z_loss: float = 0.0
 
 
-@dataclass(frozen=True)
-class ClassWeights:
+class ClassWeights(NamedTuple):
     """The weights u of a sum over classes: `weight`, or `weight` times the smoothed target probabilities.
 
     `weight` is (classes,) or None for ones, `probabilities` (outer, classes, inner) or None. With probabilities p,
