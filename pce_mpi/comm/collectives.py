@@ -42,8 +42,8 @@ def all_reduce(
 
     Collective: one Allreduce of the array's bytes. `op` is "sum", or "max" or "min", which propagate `nan`, or
     `merge(a, b)`, which merges a into b, associative up to rounding and commutative to the last bit, for arrays of any
-    dtype, structured ones among them. With `overwrite` the result may be in the memory of `array`, which spares a copy. `element` is the
-    structured dtype whose fields are the last axis of `array`, for libraries without such dtypes.
+    dtype, structured ones among them. With `overwrite` the result may be in the memory of `array`, which spares a copy.
+    `element` is the structured dtype whose fields are the last axis of `array`, for libraries without such dtypes.
     """
     return start_all_reduce(array, comm, op, overwrite=overwrite, element=element)()
 
@@ -67,7 +67,7 @@ def start_all_reduce(
         record(why, "all_reduce", Purpose.PAYLOAD, ranks=1, bytes=wire_dtype(array).itemsize * array.size)
         alone = array if overwrite else array.copy()
         return lambda: alone
-    direct = op == "sum" and stays_on_gpu(array) and reduces_on_gpus()
+    direct = xp is not np and op == "sum" and stays_on_gpu(array) and reduces_on_gpus()
     sent = to_wire(array, direct)
     wire = sent if element is None else sent.view(element)
     # A copy in pinned memory is ours already.

@@ -33,6 +33,8 @@ from pce_mpi.comm.tracing import Purpose, cause, open_traces, record
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+# Ranks that arrive together have their answer after a few tries, before one that gives way would have its core back.
+_TRIES = 20
 # A yielding poll answers in microseconds; one that sleeps leaves the core to others. Change over after about 10 ms.
 _YIELDS = 10_000
 _NAP = 0.0002
@@ -97,10 +99,11 @@ class Channel:
         """Return when `request`, which reads and writes `buffers`, is complete, or raise `CollectiveTimeout`."""
         test, give_way = request.Test, os.sched_yield
         try:
-            for _ in range(_YIELDS):
+            for tried in range(_YIELDS):
                 if test():
                     return
-                give_way()
+                if tried >= _TRIES:
+                    give_way()
             self._wait_longer(request, operation)
         except BaseException as error:
             self.abandon(request, buffers, f"{operation} was left waiting by {type(error).__name__}")

@@ -27,7 +27,6 @@ from pce_mpi.loss.problem import Problem, check, target_text
 
 HostArray = np.ndarray[Any, Any]
 
-_LARGEST = np.iinfo(np.int64).max
 # Checksums of samples are remainders of it, and so fit 64 bits.
 _PRIME = 2**61 - 1
 
@@ -112,7 +111,7 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
         if comm is None:
             raise out_of_range or RuntimeError("targets changed while they were checked")
         raise_together(comm, operation, out_of_range, over=over)
-    if len(set(checksums)) > 1:
+    if checksums.count(checksums[0]) < len(checksums):
         sums = text_by_rank({rank: f"checksum {value:08x}" for rank, value in enumerate(checksums)}, over)
         raise CollectiveError(f"ranks disagree on the values of targets: {sums}")
     _check_not_gathered(counts, samples, over, "logits" if problem.sharded[0] is problem.logits else "w")
@@ -124,20 +123,15 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
 def _facts(problem: Problem) -> tuple[int, ...]:
     """The facts of this rank's shard for the other ranks.
 
-    A checksum of the targets, the first class (-1: not given), the number of classes, the highest target that counts
-    (more than any class has if one is negative), and a checksum of a sample of the logits (0: the other ranks may pass
-    the same).
+    A checksum of the targets, the first class (-1: not given), the number of classes, the highest target, and a
+    checksum of a sample of the logits (0: the other ranks may pass the same).
     """
     options = problem.options
     start = -1 if options.class_start is None else operator.index(options.class_start)
     alone = options.comm is None or options.comm.size == 1
     sample = 0 if alone or options.num_classes is not None else _sample(*problem.sharded)
-    targets, classes = problem.targets, problem.classes
-    if targets is None:
-        return 0, start, classes, -1, sample
-    counted = targets if problem.all_valid else targets[problem.valid]
-    highest = int(np.maximum.reduce(counted.view(np.uint64), initial=0))  # a negative one is a large unsigned number
-    return 0 if alone else zlib.crc32(targets.data), start, classes, min(highest, _LARGEST), sample
+    checksum = 0 if alone or problem.targets is None else zlib.crc32(problem.targets.data)
+    return checksum, start, problem.classes, problem.highest_target, sample
 
 
 def _sample(logits: Any, axis: int) -> int:
@@ -184,11 +178,11 @@ def _has_two_values(row: list[float]) -> bool:
 
 def _check_not_gathered(counts: Sequence[int], samples: Sequence[int], over: str, name: str) -> None:
     """Raise unless some ranks pass different logits, or weights w, as far as their samples tell."""
+    if len({said for said in zip(counts, samples, strict=True) if said[0]}) > 1:
+        return
     with_classes = [rank for rank, count in enumerate(counts) if count]
     first = with_classes[0]
     if len(with_classes) == 1 or not samples[first]:
-        return
-    if len({(counts[rank], samples[rank]) for rank in with_classes}) > 1:
         return
     same = text_by_rank(dict.fromkeys(with_classes, f"the same {name} of {counts[first]} classes"), over)
     raise ValueError(

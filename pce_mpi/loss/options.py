@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
+from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
 from pce_mpi.loss.kernels.parameters import Transform
 
 if TYPE_CHECKING:
@@ -165,18 +166,23 @@ def takes(known: type[Any]) -> Callable[[Function], Function]:
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """The checked values of the options that are no arrays, by name, and the transform among them."""
+    """The checked values of the options that are no arrays, by name, as the kernels take them too."""
 
     values: Mapping[str, Any]
     transform: Transform
+    arithmetic: Arithmetic
 
 
 def checked_numbers(options: Options, logits: Array) -> Numbers:
     """The checked values of the options that are no arrays. Programs repeat few different ones."""
-    given = {name: value for name, value in options.__dict__.items() if name in _NUMBERS}
-    # An array of one element may have another value in the next call.
-    known = all(type(value) in _UNCHANGING for value in given.values()) if given else True
-    return (_check_numbers if known else _check_numbers.__wrapped__)(logits.ndim, logits.dtype, **given)
+    given: dict[str, Any] = {}
+    check: Callable[..., Numbers] = _check_numbers
+    for name, value in options.__dict__.items():
+        if name in _NUMBERS:
+            given[name] = value
+            if type(value) not in _UNCHANGING:  # an array of one element may have another value in the next call
+                check = _check_numbers.__wrapped__
+    return check(logits.ndim, logits.dtype, **given)
 
 
 _UNCHANGING = {int, float, bool, str, Reduction, type(None), type}
@@ -222,7 +228,8 @@ def _check_numbers(ndim: int, dtype: np.dtype[Any], **given: Any) -> Numbers:
         "reduction": Reduction(reduction),
         "chunk": None if chunk is None else _integer(chunk, "chunk"),
     }
-    return Numbers(values, Transform(logit_scale, softcap))
+    arithmetic = DOUBLE if values["compute_dtype"] == np.float64 else SINGLE
+    return Numbers(values, Transform(logit_scale, softcap), arithmetic)
 
 
 def _integer(value: Any, name: str) -> int:

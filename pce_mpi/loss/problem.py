@@ -15,8 +15,8 @@ from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floa
 from pce_mpi.comm.agreement import Call
 from pce_mpi.comm.library import check_comm, same_ranks
 from pce_mpi.gpu import check_on_current_gpu
-from pce_mpi.loss.kernels import kernel_of
-from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
+from pce_mpi.loss.kernels import host_kernel, kernel_of
+from pce_mpi.loss.kernels.elementary import Arithmetic
 from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.loss.options import Numbers, Options, checked_numbers
 from pce_mpi.memory import overlaps_itself, same_memory, shares_memory
@@ -24,18 +24,21 @@ from pce_mpi.memory import overlaps_itself, same_memory, shares_memory
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
 
+_LARGEST = np.iinfo(np.int64).max
+
 
 @dataclass(kw_only=True, eq=False)
 class Problem:
     """The checked arguments of one call.
 
-    `numbers` are those of `options`, which has plain numbers, an `axis` of at least 0, and `weight` in float64 on the host. `targets`, (rows,) global
-    class numbers, and `valid`, (rows,) which rows count, are on the host too. `inputs` are the arrays of the caller,
-    with none of which but the logits `out` shares memory. `rows_shape` is the logits' shape without the class axis,
-    `xp` their array library and `kernel` the loops for it. This shard has `classes` classes, from `class_start` on, of
-    `num_classes`; `target_column`, (rows,), is the local column of each row's target, which no class has if another shard
-    has the target, and -1 if the row does not count. `sharded` is the array of which each rank passes its own classes, and its class axis.
-    `also` is what else must be the same on every rank.
+    `numbers` are those of `options`, which has plain numbers, an `axis` of at least 0, and `weight` in float64 on the
+    host. `targets`, (rows,) global class numbers, and `valid`, (rows,) which rows count, are on the host too;
+    `highest_target` is the largest target of rows that count, or more than any class if one is negative. `inputs` are
+    the arrays of the caller, with none of which but the logits `out` shares memory. `rows_shape` is the logits' shape
+    without the class axis, `xp` their array library and `kernel` the loops for it. This shard has `classes` classes,
+    from `class_start` on, of `num_classes`; `target_column`, (rows,), is the local column of each row's target, which
+    no class has if another shard has the target, and -1 if the row does not count. `sharded` is the array of which each
+    rank passes its own classes, and its class axis. `also` is what else must be the same on every rank.
     """
 
     options: Options
@@ -47,6 +50,8 @@ class Problem:
     targets: HostArray | None
     probabilities: Array | None
     valid: HostArray
+    all_valid: bool
+    highest_target: int
     out: Array | None
     inputs: tuple[Array, ...]
     kernel: ModuleType
@@ -64,11 +69,6 @@ class Problem:
             self.target_column = columns if self.all_valid else np.where(self.valid, columns, -1)
 
     @property
-    def all_valid(self) -> bool:
-        """True if every row counts."""
-        return bool(np.count_nonzero(self.valid) == self.valid.size)
-
-    @property
     def transform(self) -> Transform:
         """The function of the logits that the softmax is taken of."""
         return self.numbers.transform
@@ -76,7 +76,7 @@ class Problem:
     @property
     def arithmetic(self) -> Arithmetic:
         """The arithmetic of the compute dtype."""
-        return DOUBLE if self.options.compute_dtype == np.float64 else SINGLE
+        return self.numbers.arithmetic
 
     @property
     def class_weights(self) -> ClassWeights:
@@ -172,6 +172,10 @@ def check(
     class_numbers, probabilities = _check_targets(targets, logits, rows_shape, ignore_index)
     if weight is not None:
         weight = _check_weight(weight, classes)
+    if class_numbers is None:
+        valid, all_valid, highest = np.ones(math.prod(rows_shape), np.bool_), True, 0
+    else:
+        valid, all_valid, highest = host_kernel().valid_rows(class_numbers, ignore_index)
     xp = array_namespace(logits)
     if out is not None:
         out = check_out(out, inputs)
@@ -186,7 +190,9 @@ def check(
         classes=classes,
         targets=class_numbers,
         probabilities=probabilities,
-        valid=np.ones(math.prod(rows_shape), np.bool_) if class_numbers is None else class_numbers != ignore_index,
+        valid=valid,
+        all_valid=all_valid,
+        highest_target=min(highest, _LARGEST),
         out=out,
         inputs=inputs,
         kernel=kernel_of(logits),
@@ -207,7 +213,7 @@ def _check_targets(
                 + ("; probabilities must be floating-point" if targets.shape == logits.shape else "")
             )
         host = to_host(targets).reshape(-1)
-        if host.dtype == np.uint64 and host.size and host.max() > np.iinfo(np.int64).max:
+        if host.dtype == np.uint64 and host.size and host.max() > _LARGEST:
             raise IndexError(f"{target_text(host, rows_shape, int(host.argmax()))} is no class number")
         return host.astype(np.int64), None
     if not is_floating(targets.dtype):

@@ -215,6 +215,26 @@ PyObject *add_sums(PyObject *, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
+// Fill in which rows count, those with another target than `ignored`; whether all do, and the largest of their targets as
+// a number without a sign.
+PyObject *valid_rows(PyObject *, PyObject *arguments) {
+    PyObject *targets, *ignore_index, *out;
+    if (!PyArg_ParseTuple(arguments, "OO!O:valid_rows", &targets, &PyLong_Type, &ignore_index, &out)) return nullptr;
+    int none;  // has a number that does not fit
+    int64_t ignored = PyLong_AsLongLongAndOverflow(ignore_index, &none);
+    Buffer from, to;
+    if (!from.take(targets) || !to.take(out, PyBUF_WRITABLE)) return nullptr;
+    bool all = true;
+    uint64_t highest = 0;
+    for (long r = 0; r < long(to.view.len); r++) {
+        int64_t target = from.of<int64_t>()[r];
+        bool valid = to.of<bool>()[r] = none || target != ignored;
+        all = all && valid;
+        if (valid && uint64_t(target) > highest) highest = uint64_t(target);
+    }
+    return Py_BuildValue("NK", PyBool_FromLong(all), (unsigned long long)highest);
+}
+
 // The loss, a float or a double, and its divisor, from the sums of the losses and weights of rows.
 PyObject *loss_of(PyObject *, PyObject *arguments) {
     PyObject *sums, *out, *divisor;
@@ -261,6 +281,7 @@ PyMethodDef METHODS[] = {{"fill_states", fill_states, METH_VARARGS, nullptr},
                          {"row_gradients", row_gradients, METH_VARARGS, nullptr},
                          {"sums_of", sums_of, METH_VARARGS, nullptr},
                          {"add_sums", add_sums, METH_VARARGS, nullptr},
+                         {"valid_rows", valid_rows, METH_VARARGS, nullptr},
                          {"loss_of", loss_of, METH_VARARGS, nullptr},
                          {"use", use, METH_VARARGS, nullptr},
                          {"instruction_set", instruction_set, METH_NOARGS, nullptr},

@@ -63,6 +63,12 @@ def _call(fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> 
     return fields.flags, transform.scale, transform.softcap or 0.0, arithmetic is DOUBLE
 
 
+def valid_rows(targets: Array, ignore_index: int) -> tuple[Array, bool, int]:
+    """The rows that count; `definition.valid_rows` says more."""
+    valid = np.empty(len(targets), np.bool_)
+    return valid, *_compiled.valid_rows(targets, ignore_index, valid)
+
+
 def fill_states(
     logits: Array,
     target_column: Array | None,

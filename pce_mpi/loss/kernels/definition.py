@@ -540,6 +540,13 @@ def _probabilities(x: Array, rows: Array, transform: Transform, arithmetic: Arit
 
 # The kernel's interface: arrays are (outer, classes, inner), the class axis in the middle
 
+
+def valid_rows(targets: Array, ignore_index: int) -> tuple[Array, bool, int]:
+    """Return the rows that count, (rows,), if all do, and the largest of their targets as a number without a sign."""
+    valid = targets != ignore_index
+    return valid, bool(valid.all()), int(targets[valid].view(u64).max(initial=0))
+
+
 # Classes of a block, which stays in cache.
 _BLOCK = 2**14
 
