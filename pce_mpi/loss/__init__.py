@@ -16,7 +16,7 @@ from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.linear import linear_cross_entropy_value_and_grad
 from pce_mpi.loss.options import LossOptions, Options, takes
 from pce_mpi.loss.passes import Residuals, forward, value_and_grad, write_gradient
-from pce_mpi.loss.problem import gradient_for, upstream_of
+from pce_mpi.loss.problem import upstream_of
 from pce_mpi.loss.statistics import (
     ClassStatistics,
     StatisticsResiduals,
@@ -24,7 +24,6 @@ from pce_mpi.loss.statistics import (
     class_statistics_backward,
     class_statistics_forward,
 )
-from pce_mpi.memory import same_memory
 
 __all__ = [
     "ClassStatistics",
@@ -197,14 +196,9 @@ def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = 
     >>> softmax_cross_entropy_backward(np.array([3.0]), residuals)
     array([[-1.5,  1.5]])
     """
-    if not isinstance(residuals, Residuals):
-        raise TypeError(f"residuals must come from softmax_cross_entropy_forward, got {type(residuals).__name__}")
-    if residuals.used_up:
-        raise RuntimeError("these residuals were used up by a backward pass into out=logits")
-    problem = residuals.problem
-    upstream = upstream_of(dloss, "dloss", residuals.loss_shape, problem)
-    gradient = gradient_for(out, problem)
-    residuals.used_up = same_memory(gradient, problem.logits)
+    Residuals.check(residuals)
+    upstream = upstream_of(dloss, "dloss", residuals.loss_shape, residuals.problem)
+    gradient = residuals.gradient_for(out)
     write_gradient(gradient, residuals, upstream)
     return gradient if out is None else out
 

@@ -11,9 +11,9 @@ and only if there are other ranks to merge them with.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,16 +24,42 @@ from pce_mpi.loss.kernels import host_kernel
 from pce_mpi.loss.kernels.elementary import Arithmetic
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
 from pce_mpi.loss.options import Reduction
-from pce_mpi.loss.problem import Problem, rows_and_classes
+from pce_mpi.loss.problem import Problem, check_out, rows_and_classes
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
-from pce_mpi.memory import shares_memory
+from pce_mpi.memory import same_memory, shares_memory
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
 
 
 @dataclass(eq=False, repr=False)
-class Residuals:
+class PassResiduals:
+    """The residuals of any forward pass over logits."""
+
+    made_by: ClassVar[str]
+
+    problem: Problem
+    softmax: RowSoftmax
+    used_up: bool = field(default=False, init=False)
+
+    @classmethod
+    def check(cls, residuals: object) -> None:
+        """Raise `TypeError` unless these residuals are of this class."""
+        if not isinstance(residuals, cls):
+            raise TypeError(f"residuals must come from {cls.made_by}, got {type(residuals).__name__}")
+
+    def gradient_for(self, out: Any) -> Array:
+        """The array for the gradient of the logits: `out`, checked, or a new one. The logits use the residuals up."""
+        if self.used_up:
+            raise RuntimeError("these residuals were used up by a backward pass into out=logits")
+        problem = self.problem
+        gradient = problem.xp.empty_like(problem.logits) if out is None else check_out(out, problem.inputs)
+        self.used_up = same_memory(gradient, problem.logits)
+        return gradient
+
+
+@dataclass(eq=False, repr=False)
+class Residuals(PassResiduals):
     """The arrays that a forward pass keeps for the backward pass, opaque to its caller.
 
     Attributes
@@ -50,11 +76,10 @@ class Residuals:
         True once a backward pass has overwritten the logits.
     """
 
-    problem: Problem
-    softmax: RowSoftmax
+    made_by = "softmax_cross_entropy_forward"
+
     divisor: Array
     loss_shape: tuple[int, ...]
-    used_up: bool = False
 
 
 def forward(problem: Problem) -> tuple[Array, Residuals]:

@@ -264,11 +264,6 @@ def check_out(out: Any, inputs: Sequence[Array]) -> Array:
     return array
 
 
-def gradient_for(out: Any, problem: Problem) -> Array:
-    """The array for the gradient of the logits: `out`, checked, or a new one."""
-    return problem.xp.empty_like(problem.logits) if out is None else check_out(out, problem.inputs)
-
-
 def upstream_of(value: Any, name: str, shape: tuple[int, ...], problem: Problem) -> Array:
     """An upstream gradient, a scalar or of this shape, as float64, (1,) or (rows,)."""
     upstream = as_array(value, name)

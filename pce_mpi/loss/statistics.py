@@ -9,10 +9,9 @@ import numpy as np
 
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.options import Options, StatisticsOptions, takes
-from pce_mpi.loss.passes import row_softmax, write_statistics_gradient
-from pce_mpi.loss.problem import Problem, gradient_for, upstream_of
-from pce_mpi.loss.softmax_state import RowSoftmax, StateFields
-from pce_mpi.memory import same_memory
+from pce_mpi.loss.passes import PassResiduals, row_softmax, write_statistics_gradient
+from pce_mpi.loss.problem import Problem, upstream_of
+from pce_mpi.loss.softmax_state import StateFields
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -86,7 +85,7 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
 
 
 @dataclass(eq=False, repr=False)
-class StatisticsResiduals:
+class StatisticsResiduals(PassResiduals):
     """The arrays that `class_statistics_forward` keeps for the backward pass, opaque to its caller.
 
     Attributes
@@ -99,9 +98,7 @@ class StatisticsResiduals:
         True once a backward pass has overwritten the logits.
     """
 
-    problem: Problem
-    softmax: RowSoftmax
-    used_up: bool = False
+    made_by = "class_statistics_forward"
 
 
 @takes(StatisticsOptions)
@@ -183,10 +180,7 @@ def class_statistics_backward(
     >>> class_statistics_backward(residuals, entropy=1.0).round(4)
     array([[ 0.206, -0.206]])
     """
-    if not isinstance(residuals, StatisticsResiduals):
-        raise TypeError(f"residuals must come from class_statistics_forward, got {type(residuals).__name__}")
-    if residuals.used_up:
-        raise RuntimeError("these residuals were used up by a backward pass into out=logits")
+    StatisticsResiduals.check(residuals)
     problem = residuals.problem
     if log_prob is not None and problem.targets is None:
         raise ValueError("log_prob has no gradient without targets")
@@ -195,8 +189,7 @@ def class_statistics_backward(
         name: upstream_of(0.0 if value is None else value, name, problem.rows_shape, problem)
         for name, value in given.items()
     }
-    gradient = gradient_for(out, problem)
-    residuals.used_up = same_memory(gradient, problem.logits)
+    gradient = residuals.gradient_for(out)
     write_statistics_gradient(gradient, problem, residuals.softmax, _fields_of(problem), **upstream)
     return gradient if out is None else out
 

@@ -167,18 +167,25 @@ static void add_exponentials(Sum &sum, const T *x, long count, float lowest, con
     sum.limbs[2] += sum_of(third);
 }
 
+// Two vectors of logits, of which those that do not count are replaced.
+template <Way way>
+INLINED void load_pair(const double *x, long count, double lowest, Doubles v[2], Longs counts[2]) {
+    for (int k = 0; k < 2; k++) {
+        v[k] = load_up_to(x + k * LANES / 2, count - k * LANES / 2);
+        counts[k] = v[k] > lowest;
+        v[k] = counts[k] ? v[k] : doubles(way == GENERAL ? 0.0 : lowest);
+    }
+}
+
 template <Way way>
 static void add_exponentials(Sum &sum, const double *x, long count, double lowest, const Transform &transform) {
     constexpr int WIDTH = Double::WIDTH, POINT = Double::POINT;
     Longs unit = longs(WIDTH * (sum.grid - 2) + POINT + MAGIC_BITS);
     Words first = {}, second = {}, third = {}, above = {};
     for (long i = 0; i < count; i += LANES) {
-        Doubles v[2] = {load_up_to(x + i, count - i), load_up_to(x + i + LANES / 2, count - i - LANES / 2)}, t[2];
+        Doubles v[2], t[2];
         Longs n[2], counts[2];
-        for (int k = 0; k < 2; k++) {
-            counts[k] = v[k] > lowest;
-            v[k] = counts[k] ? v[k] : doubles(way == GENERAL ? 0.0 : lowest);
-        }
+        load_pair<way>(x + i, count - i, lowest, v, counts);
         parts<way>(v, transform, n, t);
         for (int k = 0; k < 2; k++) {
             Longs shift = n[k] - unit;
@@ -226,12 +233,9 @@ static void write_near(const double *x, double *out, long count, const RowFactor
     const Longs exponent = longs(row.exponent - MAGIC_BITS), normal = longs(MAGIC_BITS - 1000 - row.exponent);
     const Doubles m = doubles(row.m);
     for (long i = 0; i < count; i += LANES) {
-        Doubles v[2] = {load_up_to(x + i, count - i), load_up_to(x + i + LANES / 2, count - i - LANES / 2)}, t[2];
+        Doubles v[2], t[2];
         Longs n[2], counts[2];
-        for (int k = 0; k < 2; k++) {
-            counts[k] = v[k] > lowest;
-            v[k] = counts[k] ? v[k] : doubles(way == GENERAL ? 0.0 : lowest);
-        }
+        load_pair<way>(x + i, count - i, lowest, v, counts);
         parts<way>(v, transform, n, t);
         for (int k = 0; k < 2; k++) {
             Doubles value = m + m * t[k];

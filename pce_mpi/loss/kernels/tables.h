@@ -91,34 +91,49 @@ struct Block {
     char *row(long r) const { return start ? start + r * distance : nullptr; }
 };
 
-template <class Arithmetic, class T> static void fill_rows(const Fill &fill) {
-    const Array logits = with_rows_last(fill.logits), probabilities = with_rows_last(fill.probabilities);
-    const Pace pace = Pace::of(logits, probabilities, {});
-    long classes = logits.shape[1], inner = logits.shape[2], words = words_of(fill.call.fields);
+// Walk over all rows, and the classes of some rows at a time. `begin` and `end` take the number of the first of these
+// rows and that of a row among them, `each` a chunk of its classes, the place for its gradient, and its weights besides.
+template <class T, class Pass, class Begin, class Each, class End>
+static void walk(const Pass &pass, Array out, Begin begin, Each each, End end) {
+    const Array logits = with_rows_last(pass.logits), probabilities = with_rows_last(pass.probabilities);
+    out = with_rows_last(out);
+    const Pace pace = Pace::of(logits, probabilities, out);
+    long classes = logits.shape[1], inner = logits.shape[2];
     T buffer[CHUNK];
-    char tile[TILE_BYTES], another[TILE_BYTES];
-    State states[TILE_ROWS];
+    char tile[TILE_BYTES], another[TILE_BYTES], results[TILE_BYTES];
     for (long row = 0, rows; row < logits.shape[0] * inner; row += rows) {
         long outer = row / inner, within = row % inner;
         rows = inner - within < pace.rows ? inner - within : pace.rows;
-        for (long r = 0; r < rows; r++) states[r] = State::identity();
+        for (long r = 0; r < rows; r++) begin(row, r);
         for (long first = 0, count; first < classes; first += count) {
             count = classes - first < pace.classes ? classes - first : pace.classes;
             Block x = Block::of(logits, outer, within, rows, first, count, tile);
             Block p = Block::of(probabilities, outer, within, rows, first, count, another);
+            Block to = Block::of(out, outer, within, rows, first, count, results);
             x.copy(true);
             p.copy(true);
-            const double *weight = fill.weight ? fill.weight + first : nullptr;
+            const double *weight = pass.weight ? pass.weight + first : nullptr;
             for (long r = 0; r < rows; r++) {
-                Weights weights = {weight, p.row(r), p.kind, fill.kept, fill.share};
-                long column = fill.columns ? long(fill.columns[row + r]) - first : -1;
-                add_chunk<Arithmetic>(states[r], numbers_of(x.row(r), x.kind, count, buffer), count, column,
-                                      fill.first_class + first, weights, fill.call, first == 0);
+                Weights weights = {weight, p.row(r), p.kind, pass.kept, pass.share};
+                each(row, r, numbers_of(x.row(r), x.kind, count, buffer), count, first, to.row(r), weights);
             }
+            to.copy(false);
         }
-        for (long r = 0; r < rows; r++)
-            states[r].template store<Arithmetic>(fill.states + (row + r) * words, fill.call);
+        for (long r = 0; r < rows; r++) end(row, r);
     }
+}
+
+template <class Arithmetic, class T> static void fill_rows(const Fill &fill) {
+    State states[TILE_ROWS];
+    auto begin = [&](long, long r) { states[r] = State::identity(); };
+    auto add = [&](long row, long r, const T *x, long count, long first, char *, const Weights &weights) {
+        long column = fill.columns ? long(fill.columns[row + r]) - first : -1;
+        add_chunk<Arithmetic>(states[r], x, count, column, fill.first_class + first, weights, fill.call, first == 0);
+    };
+    auto store = [&](long row, long r) {
+        states[r].template store<Arithmetic>(fill.states + (row + r) * words_of(fill.call.fields), fill.call);
+    };
+    walk<T>(fill, {}, begin, add, store);
 }
 
 static void fill(const Fill &fill) {
@@ -182,34 +197,13 @@ static void write_row(const T *x, char *out, int kind, long count, long first, c
 }
 
 template <class Arithmetic, class T> static void write_rows(const Write &write) {
-    const Array logits = with_rows_last(write.logits), out = with_rows_last(write.out),
-                probabilities = with_rows_last(write.probabilities);
-    const Pace pace = Pace::of(logits, probabilities, out);
-    long classes = logits.shape[1], inner = logits.shape[2];
-    T buffer[CHUNK];
-    char tile[TILE_BYTES], another[TILE_BYTES], results[TILE_BYTES];
     RowFactor factors[TILE_ROWS];
-    for (long row = 0, rows; row < logits.shape[0] * inner; row += rows) {
-        long outer = row / inner, within = row % inner;
-        rows = inner - within < pace.rows ? inner - within : pace.rows;
-        for (long r = 0; r < rows; r++) factors[r] = RowFactor::of(write.rows[row + r], write.call.transform);
-        for (long first = 0, count; first < classes; first += count) {
-            count = classes - first < pace.classes ? classes - first : pace.classes;
-            Block x = Block::of(logits, outer, within, rows, first, count, tile);
-            Block p = Block::of(probabilities, outer, within, rows, first, count, another);
-            Block to = Block::of(out, outer, within, rows, first, count, results);
-            x.copy(true);
-            p.copy(true);
-            const double *weight = write.weight ? write.weight + first : nullptr;
-            for (long r = 0; r < rows; r++) {
-                Weights weights = {weight, p.row(r), p.kind, write.kept, write.share};
-                const RowGradient &gradient = write.rows[row + r];
-                write_row<Arithmetic>(numbers_of(x.row(r), x.kind, count, buffer), to.row(r), out.kind, count,
-                                      first, weights, gradient, factors[r], write.call);
-            }
-            to.copy(false);
-        }
-    }
+    auto begin = [&](long row, long r) { factors[r] = RowFactor::of(write.rows[row + r], write.call.transform); };
+    auto put = [&](long row, long r, const T *x, long count, long first, char *out, const Weights &weights) {
+        write_row<Arithmetic>(x, out, write.out.kind, count, first, weights, write.rows[row + r], factors[r],
+                              write.call);
+    };
+    walk<T>(write, write.out, begin, put, [](long, long) {});
 }
 
 static void write(const Write &write) {
