@@ -1,4 +1,4 @@
-// Gradients of logits, for C++ and CUDA; `gradient_of` in definition.py defines them.
+// Gradients of logits, for C++ and CUDA; `gradients.py` defines them.
 #pragma once
 
 #include "states.h"

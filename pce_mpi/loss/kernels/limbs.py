@@ -1,4 +1,11 @@
-"""Sums in limbs, which no order of addition changes, in NumPy; `definition.py` says how they are made."""
+"""Sums in limbs, which no order of addition changes, in NumPy.
+
+An element is cut to a multiple of 2^unit, truncated toward zero, and written as an integer in digits of `width` bits. A
+sum keeps three limbs, T_j = sum_c trunc(element_c / 2^(unit + j width)) modulo 2^64. The unit is a multiple of the
+width, `width (grid - 2)`, and the grid follows from the largest element. On the next coarser grid, limb j is limb j + 1
+of the finer one: trunc of trunc is trunc. So two sums on different grids are shifted to the coarser one and added, to
+the last bit in any order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Softmax states of rows, for C++ and CUDA; `definition.py` defines them.
+// Softmax states of rows, for C++ and CUDA; `states.py` and `row_softmax.py` define them.
 #pragma once
 
 #include "arithmetic.h"

@@ -1,0 +1,81 @@
+"""The gradient of a block of logits, in NumPy; `gradients.h` has the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.loss.kernels.elementary import (
+    SINGLE,
+    Arithmetic,
+    exponential,
+    f32,
+    f64,
+    fma32,
+    i64,
+    power,
+    softcap_slope,
+    transformed,
+)
+from pce_mpi.loss.kernels.parameters import Transform
+from pce_mpi.loss.kernels.states import is_huge
+from pce_mpi.loss.softmax_state import ROW_GRADIENT, StateFields
+
+Array = np.ndarray[Any, Any]
+
+
+def gradient_of(
+    x: Array,
+    rows: Array,
+    fields: StateFields,
+    transform: Transform,
+    arithmetic: Arithmetic,
+    u: Array | float = 1.0,
+    is_target: Array | bool = False,
+) -> Array:
+    """The gradient of a block of logits that are not held, (rows, classes), in the arithmetic's dtype.
+
+    It is factor exp(z) 2^-exponent - weight_factor u, times the slope of the softcap; `rows` has the columns of
+    `ROW_GRADIENT`. That of statistics has a factor more, and at the target a term.
+    """
+    value = _probabilities(x, rows, transform, arithmetic)
+    if fields.weighted_logit or fields.entropy or transform.softcap is not None:
+        value = value.astype(f64)
+        if fields.entropy:
+            constant, slope, origin, more = (
+                rows[:, ROW_GRADIENT[name], None] for name in ("constant", "slope", "origin", "target_gradient")
+            )
+            z, low = transformed(x.astype(f64), transform)
+            factor = constant + slope * ((z - origin) + low)
+            value = np.where(value == 0.0, 0.0, value * factor)  # 0 is that of a masked class, whose z is infinite
+            value = value + np.where(is_target, more, 0.0)
+        if fields.weighted_logit:
+            value -= rows[:, ROW_GRADIENT["weight_factor"], None] * u
+        if transform.softcap is not None:
+            value *= softcap_slope(x.astype(f64), transform)
+        value = value.astype(arithmetic.dtype)
+    return np.where(np.isnan(value), value.dtype.type(np.nan), value)
+
+
+def _probabilities(x: Array, rows: Array, transform: Transform, arithmetic: Arithmetic) -> Array:
+    """factor exp(z) 2^-exponent, rounded once from a sum of two terms."""
+    factor, top = rows[:, ROW_GRADIENT["factor"]], rows[:, ROW_GRADIENT["top"]]
+    e = exponential(x, transform, arithmetic)
+    m, k = np.frexp(factor)
+    m, k = np.where(np.isfinite(factor), m + m, factor), k.astype(i64) - 1
+    n = e.n + (k - rows[:, ROW_GRADIENT["exponent"]].view(i64))[:, None]
+    if arithmetic is SINGLE:
+        high = m.astype(f32)
+        low = (m - high.astype(f64)).astype(f32)
+        value = high[:, None] + fma32(*np.broadcast_arrays(high[:, None], e.t, low[:, None]))
+        near = np.clip(n, -125, 127)
+        rest = np.clip(n - near, -30, 30)
+        value = value * power(near).astype(f32) * power(rest).astype(f32)
+    else:
+        value = m[:, None] + m[:, None] * e.t
+        near = np.clip(n, -1020, 1023)
+        value = value * power(near) * power(np.clip(n - near, -60, 60))
+    nought = (x == -np.inf) | (is_huge(top, transform)[:, None] & (x != top[:, None]))
+    nought |= ~np.isfinite(factor)[:, None]  # nan then
+    return np.where(nought, (factor * 0.0)[:, None].astype(value.dtype), value)

@@ -1,0 +1,256 @@
+"""The states of rows and their merge, in NumPy; `states.h` has the same bits.
+
+The grid of a row's sum of exponentials follows from its largest logit but the one held apart, so that the state of a
+union is the merge of the states, to the last bit, in any order and for any cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.loss.kernels.elementary import (
+    HUGE,
+    SINGLE,
+    Arithmetic,
+    exponential,
+    f32,
+    f64,
+    i64,
+    scaled,
+    transformed,
+    two_product,
+    u64,
+)
+from pce_mpi.loss.kernels.limbs import Sums, limbs_of, shifted, sum_of, united
+from pce_mpi.loss.kernels.parameters import Transform
+from pce_mpi.loss.softmax_state import FORGOTTEN, INFINITE, NO_ENTROPY, NO_GRID, NOT_A_NUMBER, StateFields
+
+Array = np.ndarray[Any, Any]
+
+# The grid of an empty sum of exponentials.
+_NO_SUM = -(2**61)
+_LARGE = 2.0**800
+
+
+def states_of(
+    x: Array,
+    target_column: Array | None,
+    fields: StateFields,
+    *,
+    u: Array | None,
+    transform: Transform,
+    arithmetic: Arithmetic,
+    first_class: int,
+) -> Array:
+    """Return the states of a block of logits, (rows, classes), with the weights u.
+
+    `target_column` has the column of each row's target, -1 if it is elsewhere.
+    """
+    states = fields.identity(len(x))
+    if not x.shape[1]:
+        return states
+    here, columns = np.empty(0, np.intp), np.empty(0, np.intp)
+    if target_column is not None:
+        here = np.flatnonzero((target_column >= 0) & (target_column < x.shape[1]))
+        columns = target_column[here]
+    if fields.target:
+        states["target"][here] = _canonical(x[here, columns])
+    if fields.hold_largest:
+        here, columns = np.arange(len(x)), _largest(x, u if fields.held_weight else None)
+    if fields.argmax:
+        states["argmax"] = first_class + columns
+    states["held"][here] = _canonical(x[here, columns])
+    others = np.ones(x.shape, np.bool_)
+    others[here, columns] = False
+    weight = np.broadcast_to(1.0 if u is None else u, x.shape)
+    if fields.held_weight:
+        states["held_weight"][here] = _canonical(weight[here, columns])
+    _fill_sums(states, x, others, weight, fields, transform, arithmetic)
+    return states
+
+
+def _largest(x: Array, u: Array | None) -> Array:
+    """The column of the largest logit, a nan before numbers; of equal ones the first, or that of most weight.
+
+    A weight that is nan loses.
+    """
+    if u is None:
+        return x.argmax(axis=1)
+    largest = x.max(axis=1, keepdims=True)
+    is_largest = (x == largest) | (np.isnan(largest) & np.isnan(x))
+    known = is_largest & ~np.isnan(u)
+    heaviest = np.where(known, u, -np.inf).max(axis=1, keepdims=True)
+    chosen = np.where(known.any(axis=1, keepdims=True), known & (u == heaviest), is_largest)
+    return chosen.argmax(axis=1)
+
+
+def _canonical(values: Array) -> Array:
+    """Return float64 with one bit pattern for nan and one for zero."""
+    return np.where(np.isnan(values), np.nan, values.astype(f64)) + 0.0
+
+
+def grid_of(x: Array, transform: Transform, arithmetic: Arithmetic) -> Array:
+    """The grid of a sum of exponentials of which the largest is that of the logit x, (rows,)."""
+    finite = np.where(np.isfinite(x), x, 0.0)
+    if arithmetic is SINGLE:
+        finite = finite.astype(f32)
+    return exponential(finite, transform, arithmetic).n // arithmetic.width
+
+
+def is_huge(x: Array, transform: Transform) -> Array:
+    """True for finite logits so large that of two different ones only the larger counts."""
+    return np.isfinite(x) & ~(np.abs(transformed(x, transform)[0]) < HUGE)
+
+
+def _fill_sums(
+    states: Array,
+    x: Array,
+    others: Array,
+    weight: Array,
+    fields: StateFields,
+    transform: Transform,
+    arithmetic: Arithmetic,
+) -> None:
+    """Fill the sums of `states` from the classes that are not held apart."""
+    if not fields.hold_largest:
+        top = np.max(x, axis=1, where=others, initial=-np.inf).astype(f64)
+        states["top"] = _canonical(np.where(top == np.inf, np.nan, top))
+    largest = states["held" if fields.hold_largest else "top"]
+    counted = others & np.isfinite(x) & np.isfinite(largest)[:, None]
+    counted &= ~is_huge(largest, transform)[:, None] | (x == largest[:, None])
+    e = exponential(x, transform, arithmetic)
+    if fields.hold_largest:
+        none = np.iinfo(i64).min // 2
+        n = np.where(counted, e.n, none).max(axis=1)
+        depth = grid_of(largest, transform, arithmetic) - n // arithmetic.width
+        states["depth"] = np.where(n == none, FORGOTTEN, np.minimum(depth, FORGOTTEN))
+        grids = np.where(n == none, 0, n // arithmetic.width)
+    else:
+        grids = grid_of(states["top"], transform, arithmetic)
+    unit = arithmetic.width * (grids - 2)[:, None]
+    fixed = np.where(counted, e.fixed_point(arithmetic), 0)
+    exponent = e.n - arithmetic.point
+    states["sum"] = limbs_of(fixed, exponent, unit, arithmetic.width).sum(axis=1, dtype=u64)
+    if fields.hold_largest:
+        states["sum"][states["depth"] == FORGOTTEN] = 0
+    if fields.entropy:
+        z, low = transformed(x.astype(f64), transform)
+        z, low, unit = in_units(np.where(counted, z, 0.0), np.where(counted, low, 0.0))
+        # A float64 holds all bits of SINGLE's fixed-point numbers, and half of those of DOUBLE's.
+        digits = max(0, arithmetic.point - 30)
+        upper = fixed >> digits << digits
+        parts = [*two_product(upper.astype(f64), z), *two_product((fixed - upper).astype(f64), z)]
+        parts.append(fixed.astype(f64) * low)
+        states["entropy_grid"], states["exp_logit"] = sum_of(parts, exponent + unit, NO_ENTROPY)
+    weight = np.where(others, weight, 0.0)
+    if fields.weight:
+        states["weight_grid"], states["weight"] = sum_of([weight])
+    if fields.weighted_logit:
+        states["logit_grid"], states["weighted_logit"] = _weighted_logits(x, weight, transform)
+
+
+def _weighted_logits(x: Array, weight: Array, transform: Transform) -> Sums:
+    """Sum u z over all classes where u is not 0."""
+    z, low = transformed(x.astype(f64), transform)
+    masked = (z == -np.inf) & (weight != 0.0)
+    usable = np.isfinite(z)
+    z, low, unit = in_units(np.where(usable, z, 0.0), np.where(usable, low, 0.0))
+    product, rest = two_product(weight, z)
+    rest = np.where(np.isfinite(rest), rest + weight * low, 0.0)
+    grids, limbs = sum_of([product, rest], unit)
+    # A weight on a masked class makes the loss infinite, and one that is not finite makes it nan.
+    grids[masked.any(axis=1)] = INFINITE
+    grids[~np.isfinite(weight).all(axis=1)] = NOT_A_NUMBER
+    limbs[grids >= INFINITE] = 0
+    return Sums(grids, limbs)
+
+
+def in_units(z: Array, low: Array) -> tuple[Array, Array, Array]:
+    """z 2^-unit and what its rounding has left out, with a unit of 128 for z whose products may overflow, else 0."""
+    unit = np.where(np.abs(z) >= _LARGE, i64(128), i64(0))
+    return (scaled(z, -unit), scaled(low, -unit), unit) if unit.any() else (z, low, unit)
+
+
+def merge(a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> None:
+    """Merge the states a of some classes into those of others of the same rows, b."""
+    with np.errstate(all="ignore"):
+        union_of = _union_holding_largest if fields.hold_largest else _union_holding_targets
+        b[...] = union_of(a, b, fields, transform, arithmetic)
+
+
+def _union_holding_targets(
+    a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic
+) -> Array:
+    union = fields.identity(*a.shape)
+    union["held"] = np.maximum(a["held"], b["held"])
+    union["top"] = top = np.maximum(a["top"], b["top"])
+    if fields.held_weight:  # nought on every shard but the one that has the target
+        union["held_weight"] = a["held_weight"] + b["held_weight"]
+    grids, huge = grid_of(top, transform, arithmetic), is_huge(top, transform)
+    for state in (a, b):
+        coarser = np.where(huge & (state["top"] != top), 3, grids - grid_of(state["top"], transform, arithmetic))
+        union["sum"] += shifted(state["sum"], np.where(state["top"] == -np.inf, 3, coarser))
+    union["sum"][np.isnan(top)] = 0
+    _unite_weighted(union, fields, a, b)
+    return union
+
+
+def _union_holding_largest(
+    a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic
+) -> Array:
+    """Hold the larger of the two classes held apart; the other one joins the sums."""
+    union = fields.identity(*a.shape)
+    swap = _b_is_held(a, b, fields)
+    smaller, larger = np.where(swap, a, b), np.where(swap, b, a)
+    for name in {"held", "held_weight", "argmax"} & set(fields.names):
+        union[name] = larger[name]
+    if fields.target:
+        union["target"] = np.maximum(a["target"], b["target"])
+    alone = fields.identity(*a.shape)
+    alone["held"] = smaller["held"]
+    weight = smaller["held_weight"] if fields.held_weight else np.zeros(a.shape)
+    others = np.ones((len(a), 1), np.bool_)
+    _fill_sums(alone, smaller["held"][:, None], others, weight[:, None], fields, transform, arithmetic)
+    bad, huge = ~np.isfinite(union["held"]), is_huge(union["held"], transform)
+    sums, entropies = [], []
+    for state in (a, b, alone):
+        gone = bad | (huge & (state["held"] != union["held"]))
+        grids = grid_of(state["held"], transform, arithmetic) - state["depth"]
+        sums.append(Sums(np.where(gone | (state["depth"] == FORGOTTEN), _NO_SUM, grids), state["sum"]))
+        if fields.entropy:
+            entropies.append(Sums(np.where(gone, NO_ENTROPY, state["entropy_grid"]), state["exp_logit"]))
+    grids, limbs = united(_NO_SUM, *sums)
+    depth = np.minimum(grid_of(union["held"], transform, arithmetic) - grids, FORGOTTEN)
+    union["depth"] = depth = np.where(grids == _NO_SUM, FORGOTTEN, depth)
+    union["sum"] = np.where((depth == FORGOTTEN)[:, None], u64(0), limbs)
+    if fields.entropy:
+        union["entropy_grid"], union["exp_logit"] = united(NO_ENTROPY, *entropies)
+    _unite_weighted(union, fields, a, b, alone)
+    return union
+
+
+def _unite_weighted(union: Array, fields: StateFields, *states: Array) -> None:
+    for present, grid, name in (
+        (fields.weight, "weight_grid", "weight"),
+        (fields.weighted_logit, "logit_grid", "weighted_logit"),
+    ):
+        if present:
+            sums = (Sums(state[grid].astype(i64), state[name]) for state in states)
+            union[grid], union[name] = united(NO_GRID, *sums)
+
+
+def _b_is_held(a: Array, b: Array, fields: StateFields) -> Array:
+    """Return the rows of which b has the class held apart: a nan before numbers, then the larger logit.
+
+    Of equal logits the lower class is held or, where classes are not kept, that with the larger weight; a nan loses.
+    """
+    nan_a, nan_b = np.isnan(a["held"]), np.isnan(b["held"])
+    first = np.zeros(a.shape, np.bool_)
+    if fields.argmax:
+        first = b["argmax"] < a["argmax"]
+    elif fields.held_weight:
+        first = (b["held_weight"] > a["held_weight"]) | (np.isnan(a["held_weight"]) & ~np.isnan(b["held_weight"]))
+    larger = (b["held"] > a["held"]) | ((b["held"] == a["held"]) & first)
+    return np.where(nan_a | nan_b, nan_b & (~nan_a | first), larger)
