@@ -204,14 +204,10 @@ def class_statistics(
         Any shape that has a class axis.
     targets : array_like of integers, optional
         Class numbers, for `log_prob`.
-    axis : int, default -1
-        The class axis of `logits`.
     ignore_index : int, default -100
         A row with this target has a `log_prob` of 0.
-    logit_scale : float, default 1.0
-        z = logit_scale x, x being the logits.
-    softcap : float, optional
-        z = softcap tanh(logit_scale x / softcap).
+    axis, logit_scale, softcap : optional
+        Those of `softmax_cross_entropy_value_and_grad`, which has the formula of z.
 
     Returns
     -------
@@ -260,20 +256,13 @@ def class_statistics_backward(
 
     Parameters
     ----------
-    logits : array_like
-        Any shape that has a class axis.
-    targets : array_like of integers, optional
-        Class numbers, for `log_prob`.
+    logits, targets : array_like
+        Those of `class_statistics`.
     log_prob, entropy, logsumexp : array_like, optional
-        The upstream gradient of each, a scalar or one number per row.
-    axis : int, default -1
-        The class axis of `logits`.
-    ignore_index : int, default -100
-        `log_prob` has no gradient in a row with this target.
-    logit_scale : float, default 1.0
-        z = logit_scale x, x being the logits.
-    softcap : float, optional
-        z = softcap tanh(logit_scale x / softcap).
+        The upstream gradient of each, a scalar or one number per row. That of `log_prob` counts for nothing in a row
+        with the target `ignore_index`.
+    axis, ignore_index, logit_scale, softcap : optional
+        Those of `class_statistics`.
 
     Returns
     -------

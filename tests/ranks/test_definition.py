@@ -92,7 +92,7 @@ class Drawn(NamedTuple):
     def states(self, kernel, start=0, stop=None):
         """The states of a shard of the classes."""
         stop = self.logits.shape[1] if stop is None else stop
-        weight, probabilities, *others = vars(self.weights).values()
+        weight, probabilities, *others = self.weights
         mine = ClassWeights(
             None if weight is None else weight[start:stop].copy(),
             None if probabilities is None else probabilities[:, start:stop],
