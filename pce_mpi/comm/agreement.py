@@ -67,7 +67,7 @@ class Call:
 
 def agree(
     comm: MPI.Intracomm, operation: str, arguments: Mapping[str, Hashable], facts: Sequence[int] = (), **more: Any
-) -> list[list[int]]:
+) -> list[tuple[int, ...]]:
     """Make sure that every rank of `comm` makes the same call, as `agree_on_call` does."""
     call = _call_of(operation, tuple(arguments.items()), tuple(map(type, arguments.values())))
     return agree_on_call(comm, call, facts, **more)
@@ -87,16 +87,16 @@ def agree_on_call(
     error: Exception | None = None,
     over: str = "comm",
     ranks_named: bool = False,
-) -> list[list[int]]:
+) -> list[tuple[int, ...]]:
     """Make sure that every rank of `comm` makes the same call and that all of its checks passed.
 
     Collective over `comm`: one Allgather of 56 bytes. `facts` are up to 6 whole numbers for the others to know, and
     `error` is the error of this rank's own checks. With `ranks_named` the error's text names its ranks already, from an
     agreement over another communicator.
 
-    Returns the facts of each rank. If a rank has an error, every rank raises that of the lowest such rank, a builtin
-    exception whose text names the ranks. If calls differ, every rank raises `CollectiveError`, which says who made
-    which call. The communicator stays usable.
+    Returns, for each fact, that of every rank in rank order. If a rank has an error, every rank raises that of the
+    lowest such rank, a builtin exception whose text names the ranks. If calls differ, every rank raises
+    `CollectiveError`, which says who made which call. The communicator stays usable.
     """
     operation, checksum = call.operation, call.checksum
     channel = channel_of(comm, operation)
@@ -108,14 +108,14 @@ def agree_on_call(
     channel.run(
         why, "all_gather", header.nbytes, gather, header, headers, purpose=Purpose.AGREEMENT, waiting_in=waiting_in
     )
-    said: list[list[int]] = headers.tolist()  # lists of so few numbers are compared three times as fast as arrays
-    calls = [numbers[0] for numbers in said]
-    if calls != [checksum] * channel.size:
+    # Lists of so few numbers are compared three times as fast as arrays.
+    calls, *said = zip(*headers.tolist(), strict=True)
+    if calls != (checksum,) * channel.size:
         if max(calls) >= _FAILED:
             raise_together(comm, operation, error, over=over, ranks_named=ranks_named)
         mine = {"operation": operation, **{name: repr(value) for name, value in call.arguments.items()}}
         raise CollectiveError(_differences(all_gather_text(json.dumps(mine), comm, operation=operation, over=over)))
-    return [numbers[1 : 1 + len(facts)] for numbers in said]
+    return said[: len(facts)]
 
 
 def raise_together(

@@ -33,8 +33,6 @@ from pce_mpi.comm.tracing import Purpose, cause, open_traces, record
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Ranks that arrive together have their answer after a few tries, before one that gives way would have its core back.
-_TRIES = 20
 # A yielding poll answers in microseconds; one that sleeps leaves the core to others. Change over after about 10 ms.
 _YIELDS = 10_000
 _NAP = 0.0002
@@ -99,11 +97,10 @@ class Channel:
         """Return when `request`, which reads and writes `buffers`, is complete, or raise `CollectiveTimeout`."""
         test, give_way = request.Test, os.sched_yield
         try:
-            for tried in range(_YIELDS):
+            for _ in range(_YIELDS):
                 if test():
                     return
-                if tried >= _TRIES:
-                    give_way()
+                give_way()
             self._wait_longer(request, operation)
         except BaseException as error:
             self.abandon(request, buffers, f"{operation} was left waiting by {type(error).__name__}")

@@ -194,8 +194,8 @@ def _agree_on(
 ) -> None:
     """Agree on the call and on the arrays; the message shows only the arrays that differ."""
     checksum = zlib.crc32(repr(list(described.items())).encode())
-    checksums = agree(comm, operation, called, error=error, facts=(checksum,), over=over)
-    if checksums != checksums[:1] * len(checksums):
+    (checksums,) = agree(comm, operation, called, error=error, facts=(checksum,), over=over)
+    if len(set(checksums)) > 1:
         by_name = {_brief(name): text for name, text in described.items()}
         agree(comm, operation, {**by_name, "names, in order": _brief(repr(tuple(described)))}, over=over)  # raises
 

@@ -91,7 +91,7 @@ class Mesh:
             sizes = checked_dims(dims, comm.size)
         facts = new_number(), garbage_count()
         said = agree(comm, "Mesh", {"dims": tuple(sizes.items())}, error=checks.error, facts=facts)
-        numbers, garbage = zip(*said, strict=True)
+        numbers, garbage = said
         if any(garbage):
             give_back(channel_of(comm, "Mesh"), "Mesh")
         self.dims: Mapping[str, int] = MappingProxyType(sizes)
@@ -139,7 +139,7 @@ class Mesh:
             # Ranks that ask for different dims would get communicators of ranks that do not belong together.
             said = agree(self._cart, "Mesh.comm", {"dims": key}, facts=(new_number(),), over=text_of_dims(self.dims))
             first = self._cart.Get_cart_rank([0 if dim in key else at for dim, at in self.coordinates.items()])
-            number = said[first][0]
+            number = said[0][first]
             self._comms[key] = _made(lambda: self._cart.Sub([dim in key for dim in self.dims]), number, "Mesh.comm")
         return self._comms[key]
 
@@ -211,8 +211,8 @@ class Mesh:
         facts = (self._history, fact)
         try:
             said = agree(comm, operation, call, error=error, facts=facts, over=over, ranks_named=ranks_named)
-            histories, others = map(list, zip(*said, strict=True))
-            if histories != [self._history] * len(histories):
+            histories, others = said
+            if histories != (self._history,) * len(histories):
                 texts = all_gather_text(json.dumps(list(self._recent)), comm, operation=operation, over=over)
                 raise CollectiveError(_first_difference([json.loads(text) for text in texts], over))
         except CollectiveTimeout:
@@ -222,7 +222,7 @@ class Mesh:
             self._history = 0
             self._recent.clear()
             raise
-        return others
+        return list(others)
 
     def __copy__(self) -> Mesh:
         return self

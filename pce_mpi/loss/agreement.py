@@ -79,10 +79,11 @@ def _call(options: Options, problem: Problem | None, more: Mapping[str, Hashable
 def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], error: Exception | None) -> Problem:
     """`problem` with its place among all classes, once the ranks of `comm` have agreed on the rest."""
     comm, operation, over = options.comm, options.operation, options.over
+    said: list[tuple[int, ...]]
     if comm is None:
         if error is not None or problem is None:
             raise error or RuntimeError("nothing was checked")
-        said = [list(facts)]
+        said = [(fact,) for fact in facts]
     else:
         asked = None if problem is None or options.num_classes is None else operator.index(options.num_classes)
         more = {
@@ -93,7 +94,7 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
         }
         said = agree_on_call(comm, _call(options, problem, more), facts, error=error, over=over)
         assert problem is not None  # its error has been raised everywhere
-    checksums, starts, counts, highest, samples = zip(*said, strict=True)
+    checksums, starts, counts, highest, samples = said
     num_classes = sum(counts)
     if options.num_classes is not None and num_classes != options.num_classes:
         shards = text_by_rank({rank: str(count) for rank, count in enumerate(counts)}, over)

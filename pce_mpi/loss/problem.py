@@ -25,6 +25,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
 
 _LARGEST = np.iinfo(np.int64).max
+_ONES = ClassWeights()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -82,6 +83,8 @@ class Problem:
     def class_weights(self) -> ClassWeights:
         """The weights of a sum over all classes, for the kernels."""
         options, probabilities = self.options, self.probabilities
+        if probabilities is None and options.weight is None:
+            return _ONES
         if probabilities is not None:
             probabilities = rows_and_classes(probabilities, options.axis)
         return ClassWeights(options.weight, probabilities, options.label_smoothing, self.num_classes)
@@ -124,8 +127,12 @@ def _call_of(
 
 def rows_and_classes(array: Array, axis: int) -> Array:
     """`array` as (outer, classes, inner), the class axis in the middle; a view if its strides allow one."""
-    outer, inner = math.prod(array.shape[:axis]), math.prod(array.shape[axis + 1 :])
-    return array.reshape(outer, array.shape[axis], inner)
+    return array.reshape(_outer_classes_inner(array.shape, axis))
+
+
+@lru_cache(maxsize=1024)
+def _outer_classes_inner(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:
+    return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
 
 
 def check(
