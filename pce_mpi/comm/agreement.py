@@ -69,12 +69,12 @@ def agree(
     comm: MPI.Intracomm, operation: str, arguments: Mapping[str, Hashable], facts: Sequence[int] = (), **more: Any
 ) -> list[tuple[int, ...]]:
     """Make sure that every rank of `comm` makes the same call, as `agree_on_call` does."""
-    call = _call_of(operation, tuple(arguments.items()), tuple(map(type, arguments.values())))
+    call = call_of(operation, tuple(arguments.items()), tuple(map(type, arguments.values())))
     return agree_on_call(comm, call, facts, **more)
 
 
 @lru_cache(maxsize=1024)
-def _call_of(operation: str, arguments: tuple[tuple[str, Hashable], ...], types: tuple[type, ...]) -> Call:
+def call_of(operation: str, arguments: tuple[tuple[str, Hashable], ...], types: tuple[type, ...]) -> Call:
     """The call; programs repeat few different ones. `types` keeps 1 and True apart, which are one key of the cache."""
     return Call(operation, dict(arguments))
 

@@ -53,6 +53,8 @@ class Problem:
     valid: HostArray
     all_valid: bool
     highest_target: int
+    transform: Transform
+    arithmetic: Arithmetic
     out: Array | None
     inputs: tuple[Array, ...]
     kernel: ModuleType
@@ -68,16 +70,6 @@ class Problem:
         if self.targets is not None:
             columns = self.targets - class_start
             self.target_column = columns if self.all_valid else np.where(self.valid, columns, -1)
-
-    @property
-    def transform(self) -> Transform:
-        """The function of the logits that the softmax is taken of."""
-        return self.numbers.transform
-
-    @property
-    def arithmetic(self) -> Arithmetic:
-        """The arithmetic of the compute dtype."""
-        return self.numbers.arithmetic
 
     @property
     def class_weights(self) -> ClassWeights:
@@ -200,6 +192,8 @@ def check(
         valid=valid,
         all_valid=all_valid,
         highest_target=min(highest, _LARGEST),
+        transform=numbers.transform,
+        arithmetic=numbers.arithmetic,
         out=out,
         inputs=inputs,
         kernel=kernel_of(logits),
