@@ -229,6 +229,72 @@ def test_rows_longer_than_a_chunk_have_same_bits(kernel):
             assert states.tobytes() == union.tobytes(), (kind, name)
 
 
+CUTS = [[(0, 3)], [(0, 0), (0, 3)], [(0, 3), (3, 3)], [(0, 1), (1, 3)], [(1, 3), (0, 1)], [(2, 3), (0, 0), (0, 2)]]
+
+
+def cut_at(problem, kernel, cuts):
+    """The states of shards of the classes, merged one after the other."""
+    union, *parts = (problem.states(kernel, *ends) for ends in cuts)
+    for part in parts:
+        kernel.merge(part, union, problem.fields, *problem.options.values())
+    return union
+
+
+def weighted(logits, weight, arithmetic):
+    """A problem of three classes whose rows have these logits, with probability targets of these weights."""
+    rows = np.broadcast_to(np.array(logits, arithmetic.dtype), (ROWS, 3)).copy()
+    ones = np.ones((ROWS, 3, 1), arithmetic.dtype)
+    weights = ClassWeights(np.array(weight), ones, 0.0, 3)
+    return Drawn(rows, np.zeros(ROWS, int), FIELDS["probabilities"], Transform(), arithmetic, weights)
+
+
+@pytest.mark.parametrize("arithmetic", [SINGLE, DOUBLE], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    "weight", [(-1.0, -2.0, -3.0), (np.nan, -1.0, 2.0), (np.nan,) * 3, (0.0, -1.0, np.inf)], ids=str
+)
+def test_rows_of_masked_classes_are_nan_however_cut(kernel, weight, arithmetic):
+    # A class of negative weight, or of none that is a number, loses against no class at all.
+    problem = weighted([-np.inf] * 3, weight, arithmetic)
+    valid, terms = np.ones(ROWS, np.bool_), LossTerms()
+    for cuts in CUTS:
+        softmax = problem.softmax(kernel, cut_at(problem, kernel, cuts))
+        losses = kernel.row_losses(softmax, problem.fields, valid, terms)
+        rows = kernel.row_gradients(softmax, problem.fields, valid, None, np.ones(1), np.ones(1), 1.0, terms)
+        out = np.zeros_like(problem.logits)[:, :, None]
+        given = {"weights": problem.weights, **problem.options}
+        kernel.write_gradient(out, problem.logits[:, :, None], rows, problem.fields, **given)
+        assert np.isnan(losses[0]).all(), cuts
+        assert np.isnan(out).all(), cuts
+
+
+@pytest.mark.parametrize("arithmetic", [SINGLE, DOUBLE], ids=["float32", "float64"])
+@pytest.mark.parametrize("nan", [0, 1, 2])
+def test_weight_that_is_nan_loses_ties(kernel, nan, arithmetic):
+    weight = np.array([-4.0, -5.0, -6.0])
+    weight[nan] = np.nan
+    problem = weighted([1.5] * 3, weight, arithmetic)
+    whole = cut_at(problem, kernel, CUTS[0])
+    assert (whole["held_weight"] == np.nanmax(weight)).all()
+    for cuts in CUTS:
+        assert cut_at(problem, kernel, cuts).tobytes() == whole.tobytes(), cuts
+
+
+@pytest.mark.parametrize("arithmetic", [SINGLE, DOUBLE], ids=["float32", "float64"])
+@pytest.mark.parametrize("scale", [2.0**60, 0.7 * 2.0**63, 2.0**100])
+def test_entropy_of_logits_scaled_below_huge(kernel, scale, arithmetic):
+    rows = np.array([[-2.0, -2.0, -2.0], [-4.0, -2.0, -2.0], [-2.0, -4.0, -8.0], [-3.0, -np.inf, -3.0]] * 2)
+    classes_at_top = np.array([3, 2, 1, 2] * 2)
+    logits = rows.astype(arithmetic.dtype)
+    fields, transform = FIELDS["statistics"], Transform(scale)
+    problem = Drawn(logits, np.zeros(ROWS, int), fields, transform, arithmetic, ClassWeights())
+    whole = cut_at(problem, kernel, CUTS[0])
+    entropy = problem.softmax(kernel, whole)[:, ROW_SOFTMAX["entropy"]]
+    np.testing.assert_allclose(entropy, np.log(classes_at_top), rtol=1e-15, atol=0)
+    assert same_bits(problem.softmax(kernel, whole), problem.softmax(definition, cut_at(problem, definition, CUTS[0])))
+    for cuts in CUTS:
+        assert cut_at(problem, kernel, cuts).tobytes() == whole.tobytes(), cuts
+
+
 @pytest.mark.parametrize("mean", [True, False])
 def test_loss_is_quotient_of_sums(kernel, mean):
     for losses, weights in ([3.0, 5.0], [0.5, 2.0]), ([np.inf], [1.0]), ([0.0], [0.0]), ([np.nan], [1.0]), ([], []):
