@@ -204,10 +204,9 @@ def class_statistics(
         Any shape that has a class axis.
     targets : array_like of integers, optional
         Class numbers, for `log_prob`.
-    ignore_index : int, default -100
-        A row with this target has a `log_prob` of 0.
-    axis, logit_scale, softcap : optional
-        Those of `softmax_cross_entropy_value_and_grad`, which has the formula of z.
+    axis, ignore_index, logit_scale, softcap : optional
+        Those of `softmax_cross_entropy_value_and_grad`, which has the formula of z. A row with the target
+        `ignore_index` has a `log_prob` of 0.
 
     Returns
     -------

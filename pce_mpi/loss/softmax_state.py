@@ -65,7 +65,7 @@ class StateFields:
     entropy: bool = False
 
     def __hash__(self) -> int:
-        return self.flags  # a hash of all fields takes as long as the merge of a few rows
+        return hash(self.names)  # a hash of all fields takes as long as the merge of a few rows
 
     @cached_property
     def names(self) -> tuple[str, ...]:
