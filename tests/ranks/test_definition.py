@@ -295,6 +295,17 @@ def test_entropy_of_logits_scaled_below_huge(kernel, scale, arithmetic):
         assert cut_at(problem, kernel, cuts).tobytes() == whole.tobytes(), cuts
 
 
+@pytest.mark.parametrize("ignore_index", [-100, 3, 5, 2**70, -(2**70)])
+def test_rows_count_unless_target_is_ignored(kernel, ignore_index):
+    for numbers in ([3, -100, 7, 3], [3, 3], [7, 2**62], [-(2**63)], []):
+        targets = np.array(numbers, np.int64)
+        valid, all_valid, highest = kernel.valid_rows(targets, ignore_index)
+        counted = [target for target in numbers if target != ignore_index]
+        assert valid.tolist() == [target != ignore_index for target in numbers]
+        assert all_valid is (len(counted) == len(numbers))
+        assert highest == max((target % 2**64 for target in counted), default=0)
+
+
 @pytest.mark.parametrize("mean", [True, False])
 def test_loss_is_quotient_of_sums(kernel, mean):
     for losses, weights in ([3.0, 5.0], [0.5, 2.0]), ([np.inf], [1.0]), ([0.0], [0.0]), ([np.nan], [1.0]), ([], []):
