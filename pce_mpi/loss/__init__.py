@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from pce_mpi.loss.agreement import prepare
+from pce_mpi.loss.largest import argmax, top_k
 from pce_mpi.loss.linear import linear_cross_entropy_value_and_grad
 from pce_mpi.loss.options import LossOptions, Options, takes
 from pce_mpi.loss.passes import Residuals, forward, value_and_grad, write_gradient
@@ -29,6 +30,7 @@ __all__ = [
     "ClassStatistics",
     "Residuals",
     "StatisticsResiduals",
+    "argmax",
     "class_statistics",
     "class_statistics_backward",
     "class_statistics_forward",
@@ -37,6 +39,7 @@ __all__ = [
     "softmax_cross_entropy_backward",
     "softmax_cross_entropy_forward",
     "softmax_cross_entropy_value_and_grad",
+    "top_k",
 ]
 
 Array = Any  # numpy.ndarray or cupy.ndarray

@@ -85,6 +85,10 @@ class StatisticsOptions(SoftmaxOptions, ShardOptions, total=False):
     """The options of `class_statistics`."""
 
 
+class ShardedAxisOptions(AxisOptions, ShardOptions, total=False):
+    """The options of `top_k` and `argmax`."""
+
+
 class LossOptions(CrossEntropyOptions, StatisticsOptions, BatchOptions, total=False):
     """The options of the losses of plain arrays."""
 
@@ -129,7 +133,7 @@ class Options:
     batch_over: str = "batch_comm"
 
     @classmethod
-    def of(cls, function: str, given: TransformOptions, known: type[Any]) -> Options:
+    def of(cls, function: str, given: TransformOptions | ShardedAxisOptions, known: type[Any]) -> Options:
         """The options of a call of `function`; `TypeError` for a keyword that is not in the TypedDict `known`."""
         for name in given:
             if name not in known.__optional_keys__:

@@ -135,10 +135,12 @@ def check(
     needs_targets: bool = True,
     out: Any = None,
     with_gradient: bool = False,
+    whole_numbers: bool = False,
 ) -> Problem:
     """The checked arguments of a call, or the error of the first bad one. Communicates nothing.
 
-    `with_gradient` allocates the gradient unless the caller passes `out`.
+    `with_gradient` allocates the gradient unless the caller passes `out`; with `whole_numbers` the logits may also be
+    integers or bool.
     """
     if options.batch_comm is not None:
         check_comm(options.batch_comm, options.batch_over)
@@ -147,7 +149,8 @@ def check(
                 f"{options.over} and {options.batch_over} are the same ranks: rows cannot be sharded where classes are"
             )
     logits = as_array(logits, "logits")
-    check_dtype_of_logits(logits.dtype)
+    if not (whole_numbers and logits.dtype.kind in "iub"):
+        check_dtype_of_logits(logits.dtype)
     if logits.ndim == 0:
         raise ValueError("logits must have a class axis, got a 0-d array")
     numbers = checked_numbers(options, logits)

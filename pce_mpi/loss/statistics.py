@@ -81,7 +81,7 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     >>> class_statistics(np.log([[1.0, 3.0]])).entropy
     array([0.56233514])
     """
-    return _statistics(prepare(_checked("class_statistics", options), logits, targets, needs_targets=False))[0]
+    return statistics_of(prepare(_checked("class_statistics", options), logits, targets, needs_targets=False))[0]
 
 
 @dataclass(eq=False, repr=False)
@@ -132,7 +132,7 @@ def class_statistics_forward(
     >>> class_statistics_backward(residuals, log_prob=1.0)
     array([[ 0.5, -0.5]])
     """
-    return _statistics(prepare(_checked("class_statistics_forward", options), logits, targets, needs_targets=False))
+    return statistics_of(prepare(_checked("class_statistics_forward", options), logits, targets, needs_targets=False))
 
 
 def class_statistics_backward(
@@ -190,7 +190,8 @@ def class_statistics_backward(
         for name, value in given.items()
     }
     gradient = residuals.gradient_for(out)
-    write_statistics_gradient(gradient, problem, residuals.softmax, _fields_of(problem), **upstream)
+    fields = statistics_fields(problem.targets is not None)
+    write_statistics_gradient(gradient, problem, residuals.softmax, fields, **upstream)
     return gradient if out is None else out
 
 
@@ -198,19 +199,21 @@ def _checked(function: str, options: StatisticsOptions) -> Options:
     return Options.of(function, options, StatisticsOptions)
 
 
-def _fields_of(problem: Problem) -> StateFields:
-    return StateFields(hold_largest=True, argmax=True, target=problem.targets is not None, entropy=True)
+def statistics_fields(with_targets: bool) -> StateFields:
+    """The fields that the states of statistics have."""
+    return StateFields(hold_largest=True, argmax=True, target=with_targets, entropy=True)
 
 
-def _statistics(problem: Problem) -> tuple[ClassStatistics, StatisticsResiduals]:
-    softmax, xp = row_softmax(problem, _fields_of(problem)), problem.xp
+def statistics_of(problem: Problem) -> tuple[ClassStatistics, StatisticsResiduals]:
+    """The statistics and residuals; collective over the communicators of `problem`."""
+    with_targets, xp = problem.targets is not None, problem.xp
+    softmax = row_softmax(problem, statistics_fields(with_targets))
 
     @np.errstate(all="ignore")
     def rows(values: Array) -> Array:
         one_nan = xp.where(xp.isnan(values), np.nan, values)  # of the many, the same on every rank
         return one_nan.astype(problem.options.compute_dtype).reshape(problem.rows_shape)
 
-    with_targets = problem.targets is not None
     statistics = ClassStatistics(
         max=rows(softmax.held_z),
         sum_exp=rows(1.0 + softmax.odds),
