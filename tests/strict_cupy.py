@@ -126,6 +126,8 @@ def unwrap(value):
 
 
 def wrap(value):
+    if type(value) is tuple:  # as nonzero gives
+        return tuple(map(wrap, value))
     return ndarray(np.asarray(value)) if isinstance(value, np.ndarray | np.generic) else value
 
 

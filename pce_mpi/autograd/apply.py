@@ -110,7 +110,7 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     if op.gives_residuals:
         local, residuals["residuals"] = local
     if isinstance(local, tuple | list) and all(hasattr(part, "shape") for part in local):
-        if op.vjps and True in required:
+        if op.vjps and True in required and sum(is_floating(part.dtype) for part in local) > 1:
             raise NotImplementedError(f"{op.name} gives {len(local)} results; a vjp is for operations that give one")
         results = [_result(op, part, inputs, call) for part in local]
         for result in results:

@@ -165,7 +165,7 @@ def infer_placements(
         DistArray(np.empty(0, dtype), abstract, Sharding.of(abstract.dim_sizes, tuple(shape), placed))
         for shape, placed, dtype in zip(shapes, placements, of_each, strict=True)
     ]
-    arguments: list[Any] = [operands] if name == "concatenate" else list(operands)
+    arguments: list[Any] = [operands] if name in ("concatenate", "stack") else list(operands)
     result = OPERATIONS[name](*arguments, **parameters)
     needed = [abstract.needed.get(id(operand), operand.sharding) for operand in operands]
     results = result[0] if isinstance(result, list | tuple) else result

@@ -171,7 +171,7 @@ class DistArray:
         # Sparse matrices, and the products of data frames, ask for an array before they try this class's operators.
         raise TypeError(
             "a distributed array becomes a NumPy array by .full(), which communicates, or .local. Its loss is "
-            "pce_mpi.cross_entropy: softmax_cross_entropy and class_statistics take the plain arrays of the ranks. "
+            "pce_mpi.cross_entropy: softmax_cross_entropy takes the plain arrays of the ranks. "
             "If the other operand belongs to another library, as in csr @ w or frame @ w, convert one of the two: "
             "distribute(csr.toarray(), mesh) @ w or csr @ w.full(), distribute(frame, mesh) @ w or frame @ w.full()"
         )
@@ -229,6 +229,18 @@ class DistArray:
     def __rtruediv__(self, other: Any) -> DistArray:
         return OPERATIONS["divide"](other, self)
 
+    def __floordiv__(self, other: Any) -> DistArray:
+        return OPERATIONS["floor_divide"](self, other)
+
+    def __rfloordiv__(self, other: Any) -> DistArray:
+        return OPERATIONS["floor_divide"](other, self)
+
+    def __mod__(self, other: Any) -> DistArray:
+        return OPERATIONS["remainder"](self, other)
+
+    def __rmod__(self, other: Any) -> DistArray:
+        return OPERATIONS["remainder"](other, self)
+
     def __pow__(self, other: Any) -> DistArray:
         return OPERATIONS["power"](self, other)
 
@@ -261,8 +273,26 @@ class DistArray:
 
     __hash__ = object.__hash__  # by identity, as == compares elements
 
+    def __and__(self, other: Any) -> DistArray:
+        return OPERATIONS["bitwise_and"](self, other)
+
+    def __rand__(self, other: Any) -> DistArray:
+        return OPERATIONS["bitwise_and"](other, self)
+
+    def __or__(self, other: Any) -> DistArray:
+        return OPERATIONS["bitwise_or"](self, other)
+
+    def __ror__(self, other: Any) -> DistArray:
+        return OPERATIONS["bitwise_or"](other, self)
+
+    def __invert__(self) -> DistArray:
+        return OPERATIONS["invert"](self)
+
     def __neg__(self) -> DistArray:
         return OPERATIONS["negative"](self)
+
+    def __abs__(self) -> DistArray:
+        return OPERATIONS["abs"](self)
 
     def __getitem__(self, index: Any) -> DistArray:
         return OPERATIONS["getitem"](self, index)

@@ -12,12 +12,28 @@ from pce_mpi.autograd.gradients import backward_from
 from pce_mpi.autograd.inference import Inference, Sent, infer_placements
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import OPERATIONS
-from pce_mpi.ops.arithmetic import add, comparison, divide, equal, maximum, multiply, power, subtract, where
+from pce_mpi.ops.activations import gelu, relu, sigmoid, tanh
+from pce_mpi.ops.arithmetic import (
+    add,
+    bitwise_and,
+    bitwise_or,
+    divide,
+    floor_divide,
+    invert,
+    multiply,
+    power,
+    remainder,
+    subtract,
+)
 from pce_mpi.ops.broadcasting import broadcast_to, sum
+from pce_mpi.ops.cumulative import cumsum
 from pce_mpi.ops.custom import op
-from pce_mpi.ops.elementwise import astype, exp, gelu, log, negative, relu, sigmoid, sqrt, square, tanh
+from pce_mpi.ops.einsum import einsum
+from pce_mpi.ops.elementwise import abs, astype, cos, exp, log, log1p, negative, sin, sqrt, square
 from pce_mpi.ops.embedding import embedding
-from pce_mpi.ops.indexing import concatenate, getitem, split
+from pce_mpi.ops.indexing import getitem, split
+from pce_mpi.ops.joining import concatenate, stack
+from pce_mpi.ops.largest import argmax, top_k
 from pce_mpi.ops.linear_loss import linear_cross_entropy
 from pce_mpi.ops.loss import cross_entropy, mse
 from pce_mpi.ops.matmul import matmul
@@ -25,28 +41,44 @@ from pce_mpi.ops.normalization import layer_norm, rms_norm
 from pce_mpi.ops.numpy_protocol import call_function, call_ufunc
 from pce_mpi.ops.redistribution import redistribute
 from pce_mpi.ops.reductions import logsumexp, max, mean, min
-from pce_mpi.ops.shape import reshape, swapaxes, transpose
+from pce_mpi.ops.selection import clip, comparison, equal, maximum, minimum, where
+from pce_mpi.ops.shape import expand_dims, reshape, squeeze, swapaxes, transpose
 from pce_mpi.ops.softmax import log_softmax, softmax
+from pce_mpi.ops.statistics import class_statistics
+from pce_mpi.ops.variance import std, var
 
 __all__ = [
     "Inference",
     "Rule",
     "Sent",
+    "abs",
     "add",
+    "argmax",
     "astype",
+    "bitwise_and",
+    "bitwise_or",
     "broadcast_to",
+    "class_statistics",
+    "clip",
     "concatenate",
+    "cos",
     "cross_entropy",
+    "cumsum",
     "divide",
+    "einsum",
     "embedding",
     "equal",
     "exp",
+    "expand_dims",
+    "floor_divide",
     "gelu",
     "getitem",
     "infer_placements",
+    "invert",
     "layer_norm",
     "linear_cross_entropy",
     "log",
+    "log1p",
     "log_softmax",
     "logsumexp",
     "matmul",
@@ -54,40 +86,53 @@ __all__ = [
     "maximum",
     "mean",
     "min",
+    "minimum",
     "mse",
     "multiply",
     "negative",
     "op",
     "power",
     "relu",
+    "remainder",
     "reshape",
     "rms_norm",
     "sigmoid",
+    "sin",
     "softmax",
     "split",
     "sqrt",
     "square",
+    "squeeze",
+    "stack",
+    "std",
     "subtract",
     "sum",
     "swapaxes",
     "tanh",
+    "top_k",
     "transpose",
+    "var",
     "where",
 ]
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    *(add, astype, broadcast_to, concatenate, cross_entropy, divide, embedding, equal, exp, gelu, getitem, layer_norm),
-    linear_cross_entropy,
-    *(log, log_softmax, logsumexp, matmul, max, maximum, mean, min, mse, multiply, negative, power, relu, reshape),
-    *(rms_norm, sigmoid, softmax, split, sqrt, square, subtract, sum, swapaxes, tanh, transpose, where),
+    *(abs, add, argmax, astype, bitwise_and, bitwise_or, broadcast_to, class_statistics, clip, concatenate, cos),
+    *(cross_entropy, cumsum, divide, embedding, equal, exp, expand_dims, floor_divide, gelu, getitem, invert),
+    *(layer_norm, linear_cross_entropy, log, log1p, log_softmax, logsumexp, matmul, max, maximum, mean, min, minimum),
+    *(mse, multiply, negative, power, relu, remainder, reshape, rms_norm, sigmoid, sin, softmax, split, sqrt, square),
+    *(squeeze, stack, std, subtract, sum, swapaxes, tanh, top_k, transpose, var, where),
     *map(comparison, ("greater", "greater_equal", "less", "less_equal", "not_equal")),
 )
 OPERATIONS |= {function.__name__: function for function in _FUNCTIONS}
 OPERATIONS["slice"] = getitem  # its name in the trace
+OPERATIONS["einsum"] = lambda *operands, subscripts: einsum(subscripts, *operands)  # operands come first
 
 # NumPy's functions with the same meaning, by name.
 _NUMPY = {name: function for name, function in OPERATIONS.items() if hasattr(np, name)} | {
     "broadcast_to": broadcast_to,
+    "einsum": einsum,
+    "argmax": lambda a, axis=None: argmax(reshape(a, -1)) if axis is None else argmax(a, axis=axis),
+    "absolute": abs,
     "amax": max,
     "amin": min,
     "ndim": lambda a: a.ndim,

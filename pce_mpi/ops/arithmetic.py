@@ -1,4 +1,4 @@
-"""Arithmetic, comparisons and selection: operations on elements of several operands, which broadcast as in NumPy."""
+"""Arithmetic: operations on elements of two operands, which broadcast as in NumPy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 Vjp = Callable[..., DistArray]
 
 
-def _binary(
+def binary(
     name: str,
     first: Vjp,
     second: Vjp,
@@ -49,12 +49,6 @@ def _binary(
     return Op(name, forward or library_function(name), vjps, elementwise_rule(*linear), dtype=dtype, uses=uses)
 
 
-def _maximum_gradient(g: Array, x: Array, other: Array) -> Array:
-    """Return the gradient of x in max(x, other): all of g, none or, for equal elements, half; `nan` if either is."""
-    where, kind = array_namespace(g).where, g.dtype.type
-    return g * where(x > other, kind(1), where(x == other, kind(0.5), where(x < other, kind(0), kind(np.nan))))
-
-
 def _power_gradient_of_base(g: Array, a: Array, b: Array) -> Array:
     """Return the gradient of a in a**b; for b = 0 it is 0, at a = 0 as well."""
     xp = array_namespace(a)
@@ -70,9 +64,10 @@ def _power_gradient_of_exponent(g: Array, a: Array, b: Array) -> Array:
 _DIVISOR = gradient_op("divide", lambda g, a, b: -(g / b) * (a / b), [1])
 _BASE = gradient_op("power", _power_gradient_of_base)
 _EXPONENT = gradient_op("power", _power_gradient_of_exponent)
-_LARGER = gradient_op("maximum", _maximum_gradient)
-_ADD = _binary("add", lambda g, a, b: g, lambda g, a, b: g, [0, 1], uses=[(), ()])
-_SUBTRACT = _binary(
+_NOTHING = gradient_op("floor_divide", lambda g: array_namespace(g).zeros_like(g), [0])
+_MODULUS = gradient_op("remainder", lambda g, a, b: -g * array_namespace(a).floor_divide(a, b), [0])
+_ADD = binary("add", lambda g, a, b: g, lambda g, a, b: g, [0, 1], uses=[(), ()])
+_SUBTRACT = binary(
     "subtract",
     lambda g, a, b: g,
     lambda g, a, b: -g,
@@ -80,8 +75,8 @@ _SUBTRACT = _binary(
     uses=[(), ()],
     dtype=numpy_dtype("subtract"),  # which refuses bool
 )
-_MULTIPLY = _binary("multiply", lambda g, a, b: g * b, lambda g, a, b: g * a, [0], [1], uses=[(1,), (0,)])
-_DIVIDE = _binary(
+_MULTIPLY = binary("multiply", lambda g, a, b: g * b, lambda g, a, b: g * a, [0], [1], uses=[(1,), (0,)])
+_DIVIDE = binary(
     "divide",
     lambda g, a, b: g / b,
     lambda g, a, b: apply(_DIVISOR, g, a, b),
@@ -89,35 +84,34 @@ _DIVIDE = _binary(
     uses=[(1,), (0, 1)],
     dtype=numpy_dtype("divide"),
 )
-_POWER = _binary(
+_POWER = binary(
     "power",
     lambda g, a, b: apply(_BASE, g, a, b),
     lambda g, a, b: apply(_EXPONENT, g, a, b),
     uses=[(0, 1), (0, 1)],
     forward=rounded_once(library_function("power")),
 )
-_MAXIMUM = _binary(
-    "maximum",
-    lambda g, a, b: apply(_LARGER, g, a, b),
-    lambda g, a, b: apply(_LARGER, g, b, a),
-    uses=[(0, 1), (0, 1)],
+_FLOOR_DIVIDE = binary(
+    "floor_divide",
+    lambda g, a, b: apply(_NOTHING, g),
+    lambda g, a, b: apply(_NOTHING, g),
+    uses=[(), ()],
+    dtype=numpy_dtype("floor_divide"),
+    forward=rounded_once(library_function("floor_divide")),
 )
-_COMPARISONS = {
-    name: Op(name, library_function(name), rule=elementwise_rule(), dtype=lambda *_: np.bool_)
-    for name in ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
+_REMAINDER = binary(
+    "remainder",
+    lambda g, a, b: g,
+    lambda g, a, b: apply(_MODULUS, g, a, b),
+    uses=[(), (0, 1)],
+    dtype=numpy_dtype("remainder"),
+    forward=rounded_once(library_function("remainder")),
+)
+# Operations on the bits of integers, and on bool; they have no gradient.
+_BITWISE = {
+    name: Op(name, library_function(name), rule=elementwise_rule(), dtype=numpy_dtype(name))
+    for name in ("bitwise_and", "bitwise_or", "invert")
 }
-_WHERE = Op(
-    "where",
-    library_function("where"),
-    (
-        None,
-        lambda g, y, condition, a, b: sum_to(where(condition, g, 0), a.shape),
-        lambda g, y, condition, a, b: sum_to(where(condition, 0, g), b.shape),
-    ),
-    elementwise_rule([1, 2]),
-    dtype=lambda condition, *dtypes: np.result_type(*dtypes),
-    uses=[(), (0,), (0,)],
-)
 
 
 def add(x: Any, y: Any) -> DistArray:
@@ -256,8 +250,8 @@ def _checked(exponents: DistArray, agreed: bool) -> DistArray:
     return reduced
 
 
-def maximum(x: Any, y: Any) -> DistArray:
-    """Return the larger of x and y, elementwise.
+def floor_divide(x: Any, y: Any) -> DistArray:
+    """Return the largest whole number that is not above x / y, elementwise, as the operator `//` does.
 
     Parameters
     ----------
@@ -267,65 +261,42 @@ def maximum(x: Any, y: Any) -> DistArray:
     Returns
     -------
     DistArray
-        The larger element, or `nan` if either is. Shards as in `add`; Partial operands are reduced first.
-
-    Notes
-    -----
-    Equal elements have half of the gradient each.
-
-    Examples
-    --------
-    >>> from mpi4py import MPI
-    >>> import numpy as np, pce_mpi as pce
-    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
-    >>> x = pce.distribute(np.array([0.0, 1.0, 2.0]), mesh, requires_grad=True, data=pce.Shard(0))
-    >>> pce.sum(pce.maximum(x, 1.0)).backward()
-    >>> x.grad.full()
-    array([0. , 0.5, 1. ])
+        The whole numbers, in NumPy's dtype; integers over 0 give 0. Its gradient is 0. Shards as in `add`; Partial
+        operands are reduced first.
     """
-    return apply(_MAXIMUM, x, y)
+    return apply(_FLOOR_DIVIDE, x, y)
 
 
-def equal(x: Any, y: Any) -> DistArray:
-    """Return x == y, elementwise, as bool; it has no gradient. Placement as in `maximum`."""
-    return apply(_COMPARISONS["equal"], x, y)
-
-
-def comparison(name: str) -> Callable[[Any, Any], DistArray]:
-    """Make the function of distributed arrays for NumPy's comparison `name`; its result has no gradient."""
-
-    def compare(x: Any, y: Any) -> DistArray:
-        return apply(_COMPARISONS[name], x, y)
-
-    compare.__name__ = name
-    return compare
-
-
-def where(condition: Any, x: Any, y: Any) -> DistArray:
-    """Select elements of x where a condition holds, and of y elsewhere.
+def remainder(x: Any, y: Any) -> DistArray:
+    """Return x - y * (x // y), elementwise, which has the sign of y, as the operator `%` does.
 
     Parameters
     ----------
-    condition : DistArray or array_like
-        Truth values; numbers hold where they are not 0. It broadcasts with `x` and `y` and has no gradient.
     x, y : DistArray or array_like
-        The operands, as in `add`; one of the three must be a `DistArray`.
+        The operands, as in `add`.
 
     Returns
     -------
     DistArray
-        The selected elements, in the dtype of `x` and `y` together. Placement as in `add`: beside a Replicate condition
-        the selection is linear in `x` and `y` together.
+        The remainder, in NumPy's dtype; integers over 0 give 0. Placement as in `floor_divide`.
 
-    Examples
-    --------
-    >>> from mpi4py import MPI
-    >>> import numpy as np, pce_mpi as pce
-    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
-    >>> x = pce.distribute(np.array([1.0, 2.0]), mesh, data=pce.Shard(0))
-    >>> pce.where(np.array([True, False]), x, 0.0).full()
-    array([1., 0.])
+    Notes
+    -----
+    The gradient of y is -(x // y).
     """
-    if getattr(condition, "dtype", np.bool_) != np.bool_:  # its dtype must not affect that of the result
-        condition = condition != 0
-    return apply(_WHERE, condition, x, y)
+    return apply(_REMAINDER, x, y)
+
+
+def bitwise_and(x: Any, y: Any) -> DistArray:
+    """Return x & y of integers or bool, elementwise; it has no gradient. Placement as in `floor_divide`."""
+    return apply(_BITWISE["bitwise_and"], x, y)
+
+
+def bitwise_or(x: Any, y: Any) -> DistArray:
+    """Return x | y of integers or bool, elementwise; it has no gradient. Placement as in `floor_divide`."""
+    return apply(_BITWISE["bitwise_or"], x, y)
+
+
+def invert(x: DistArray) -> DistArray:
+    """Return ~x of integers or bool, elementwise; it has no gradient. Placement as in `floor_divide`."""
+    return apply(_BITWISE["invert"], x)

@@ -67,7 +67,7 @@ def numpy_dtype(name: str) -> Callable[..., np.dtype[Any]]:
     return dtype_of
 
 
-def _unary(name: str, pull: Callable[[Array, Array], Array], forward: Callable[..., Array] | None = None) -> Op:
+def unary(name: str, pull: Callable[[Array, Array], Array], forward: Callable[..., Array] | None = None) -> Op:
     """Make an operation on one operand; without `forward` it is NumPy's function, else it keeps the dtype.
 
     `pull` takes the gradient of the result, and the operand rather than the result, which may be rounded to a half.
@@ -83,39 +83,6 @@ def _unary(name: str, pull: Callable[[Array, Array], Array], forward: Callable[.
     )
 
 
-def _sigmoid(x: Array) -> Array:
-    xp = array_namespace(x)
-    small = xp.exp(-xp.abs(x))  # never overflows
-    return xp.where(x >= 0, 1 / (1 + small), small / (1 + small)).astype(small.dtype, copy=False)
-
-
-def _sigmoid_gradient(g: Array, x: Array) -> Array:
-    xp = array_namespace(x)
-    small = xp.exp(-xp.abs(x))
-    return g * (small / (1 + small) ** 2)
-
-
-def _relu(x: Array) -> Array:
-    return array_namespace(x).maximum(x, x.dtype.type(0))
-
-
-# gelu(x) = x (1 + tanh(u)) / 2 = x sigmoid(v) with v = 2 u = c (x + k x**3), which does not cancel
-_C, _K = 2 * (2 / np.pi) ** 0.5, 0.044715
-# For |x| above this sigmoid(v) is 0 or 1, in float64 too, and x**3 may overflow.
-_BENT = 32
-
-
-def _gelu(x: Array) -> Array:
-    z = array_namespace(x).clip(x, -_BENT, _BENT)
-    return array_namespace(x).maximum(x, -_BENT) * _sigmoid(_C * (z + _K * z * z * z))
-
-
-def _gelu_gradient(g: Array, x: Array) -> Array:
-    z = array_namespace(x).clip(x, -_BENT, _BENT)
-    v = _C * (z + _K * z * z * z)
-    return g * (_sigmoid(v) * (1 + z * _sigmoid(-v) * (_C * (1 + 3 * _K * z * z))))
-
-
 def _astype_rule(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Rule:
     # To integers astype truncates, which is not linear.
     return elementwise_rule(*([[0]] if is_floating(dtype) else []))(shape)
@@ -129,14 +96,14 @@ _NEGATIVE = Op(
     numpy_dtype("negative"),  # which refuses bool
     uses=[()],
 )
-_SQUARE = _unary("square", lambda g, x: 2 * (g * x))
-_EXP = _unary("exp", lambda g, x: g * array_namespace(x).exp(x))
-_LOG = _unary("log", lambda g, x: g / x)
-_SQRT = _unary("sqrt", lambda g, x: g / (2 * array_namespace(x).sqrt(x)))
-_TANH = _unary("tanh", lambda g, x: 4 * _sigmoid_gradient(g, 2 * x))
-_SIGMOID = _unary("sigmoid", _sigmoid_gradient, _sigmoid)
-_RELU = _unary("relu", lambda g, x: g * (x > 0), _relu)
-_GELU = _unary("gelu", _gelu_gradient, _gelu)
+_SQUARE = unary("square", lambda g, x: 2 * (g * x))
+_EXP = unary("exp", lambda g, x: g * array_namespace(x).exp(x))
+_LOG = unary("log", lambda g, x: g / x)
+_LOG1P = unary("log1p", lambda g, x: g / (1 + x))
+_SIN = unary("sin", lambda g, x: g * array_namespace(x).cos(x))
+_COS = unary("cos", lambda g, x: -g * array_namespace(x).sin(x))
+_ABS = unary("abs", lambda g, x: g * array_namespace(x).sign(x))
+_SQRT = unary("sqrt", lambda g, x: g / (2 * array_namespace(x).sqrt(x)))
 _ASTYPE = Op(
     "astype", lambda x, dtype: x.astype(dtype), (lambda g, y, x, dtype: g,), _astype_rule, uses=[()], relays=True
 )
@@ -225,6 +192,70 @@ def log(x: Any) -> DistArray:
     return apply(_LOG, x)
 
 
+def log1p(x: Any) -> DistArray:
+    """Return the natural logarithm of 1 + x, elementwise, with all bits for small x.
+
+    Parameters
+    ----------
+    x : DistArray
+        The array.
+
+    Returns
+    -------
+    DistArray
+        The logarithms, -inf at -1 and `nan` below -1; dtype and placement as in `exp`.
+    """
+    return apply(_LOG1P, x)
+
+
+def sin(x: Any) -> DistArray:
+    """Return the sine of angles in radians, elementwise.
+
+    Parameters
+    ----------
+    x : DistArray
+        The array.
+
+    Returns
+    -------
+    DistArray
+        The sines; dtype and placement as in `exp`.
+    """
+    return apply(_SIN, x)
+
+
+def cos(x: Any) -> DistArray:
+    """Return the cosine of angles in radians, elementwise.
+
+    Parameters
+    ----------
+    x : DistArray
+        The array.
+
+    Returns
+    -------
+    DistArray
+        The cosines; dtype and placement as in `exp`.
+    """
+    return apply(_COS, x)
+
+
+def abs(x: Any) -> DistArray:
+    """Return the absolute value, elementwise, as Python's `abs` does.
+
+    Parameters
+    ----------
+    x : DistArray
+        The array.
+
+    Returns
+    -------
+    DistArray
+        The absolute values, in the dtype of `x`; the gradient at 0 is 0. Placement as in `exp`.
+    """
+    return apply(_ABS, x)
+
+
 def sqrt(x: Any) -> DistArray:
     """Return the square root, elementwise.
 
@@ -239,79 +270,6 @@ def sqrt(x: Any) -> DistArray:
         The square roots, `nan` below 0; the gradient at 0 is `inf`. Dtype and placement as in `exp`.
     """
     return apply(_SQRT, x)
-
-
-def tanh(x: Any) -> DistArray:
-    """Return the hyperbolic tangent, elementwise.
-
-    Parameters
-    ----------
-    x : DistArray
-        The array.
-
-    Returns
-    -------
-    DistArray
-        The hyperbolic tangents; dtype and placement as in `exp`.
-    """
-    return apply(_TANH, x)
-
-
-def sigmoid(x: Any) -> DistArray:
-    """Return 1 / (1 + exp(-x)), elementwise and without overflow.
-
-    Parameters
-    ----------
-    x : DistArray
-        The array.
-
-    Returns
-    -------
-    DistArray
-        The sigmoid, in the dtype of `x`, or float64 for integers; placement as in `exp`.
-    """
-    return apply(_SIGMOID, _real(x))
-
-
-def relu(x: Any) -> DistArray:
-    """Return max(x, 0), elementwise.
-
-    Parameters
-    ----------
-    x : DistArray
-        The array.
-
-    Returns
-    -------
-    DistArray
-        The positive part, in the dtype of `x`; the gradient at 0 is 0. Placement as in `exp`.
-    """
-    return apply(_RELU, x)
-
-
-def gelu(x: Any) -> DistArray:
-    """Return the Gaussian error linear unit in its tanh approximation, elementwise.
-
-    The formula is x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))) / 2, which approximates x times the normal
-    distribution function; Hendrycks and Gimpel, Gaussian Error Linear Units, 2016. PyTorch calls it
-    `gelu(approximate="tanh")`.
-
-    Parameters
-    ----------
-    x : DistArray
-        The array.
-
-    Returns
-    -------
-    DistArray
-        The result, in the dtype of `x`, or float64 for integers; placement as in `exp`.
-    """
-    return apply(_GELU, _real(x))
-
-
-def _real(x: Any) -> Any:
-    """Return `x`, integers and bool as float64."""
-    return astype(x, np.float64) if isinstance(x, DistArray) and not is_floating(x.dtype) else x
 
 
 def astype(x: DistArray, dtype: Any) -> DistArray:

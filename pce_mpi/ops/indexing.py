@@ -1,23 +1,24 @@
-"""Operations that pick parts of an array, or put parts together: getitem, split and concatenate.
+"""Operations that pick parts of an array: getitem and split.
 
 They are linear, and keep Partial "max" and "min" as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 import operator
 from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace
-from pce_mpi.autograd.apply import apply
+from pce_mpi.arrays import array_namespace, is_half, to_host
+from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axes, Axis, Rule
+from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
+from pce_mpi.ops.broadcasting import aligned
 from pce_mpi.ops.shape import normalized_axis, reshape, whole_numbers
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -73,54 +74,190 @@ _SLICE = Op(
 )
 
 
+def _picked_axes(shape: Shape, axes: tuple[int, ...]) -> Axes:
+    """Label the axes that no array of indices is for; the others must not be sharded."""
+    return tuple(None if axis in axes else Axis(axis) for axis in range(len(shape)))
+
+
+def _pick_rule(shape: Shape, *indices: Shape, axes: tuple[int, ...], at: int) -> Rule:
+    block = np.broadcast_shapes(*indices)
+    operand = _picked_axes(shape, axes)
+    rest = [axis for axis in range(len(shape)) if axis not in axes]
+    labels, lengths = [operand[axis] for axis in rest], [shape[axis] for axis in rest]
+    return Rule(
+        (operand, *(aligned(each, block) for each in indices)),
+        (*labels[:at], *aligned(block, block), *labels[at:]),
+        (*lengths[:at], *block, *lengths[at:]),
+        linear=((0,),),
+        moves_data=True,
+    )
+
+
+def _pick(x: Array, *indices: Array, axes: tuple[int, ...], at: int) -> Array:
+    """Return the elements of `x` that `indices`, one for each of `axes`, name; their axes start at `at`."""
+    rest = [axis for axis in range(x.ndim) if axis not in axes]
+    found = x.transpose((*axes, *rest))[indices]
+    block = found.ndim - len(rest)
+    return found.transpose((*range(block, block + at), *range(block), *range(block + at, found.ndim)))
+
+
+def _put_rule(g: Shape, *indices: Shape, axes: tuple[int, ...], at: int, whole: Shape) -> Rule:
+    pick = _pick_rule(whole, *indices, axes=axes, at=at)
+    return Rule((pick.result, *pick.operands[1:]), pick.operands[0], whole, linear=((0,),), reduces="sum")
+
+
+def _put(g: Array, *indices: Array, axes: tuple[int, ...], at: int, whole: Shape, shardings: Shardings) -> Array:
+    """Return zeros, with the elements of `g` added where `_pick` takes them from."""
+    xp, lengths = array_namespace(g), shardings.shape
+    rest = [axis for axis in range(len(whole)) if axis not in axes]
+    block = g.ndim - len(rest)
+    order = [*axes, *rest]
+    # Halves are added up in float32 and rounded once.
+    filled = xp.zeros([lengths[axis] for axis in order], np.float32 if is_half(g.dtype) else g.dtype)
+    moved = g.transpose((*range(at, at + block), *range(at), *range(at + block, g.ndim)))
+    xp.add.at(filled, indices, moved.astype(filled.dtype, copy=False))
+    return filled.transpose(sorted(range(len(order)), key=order.__getitem__)).astype(g.dtype, copy=False)
+
+
+_PUT = Op("slice", _put, rule=_put_rule, dtype=lambda g, *_: g, takes_shardings=True)
+_PICK = Op(
+    "slice",
+    _pick,
+    (lambda g, y, x, *indices, axes, at: apply(_PUT, g, *indices, axes=axes, at=at, whole=x.shape),),
+    _pick_rule,
+    dtype=lambda x, *_: x,
+    uses=[range(1, 65)],  # the indices, as many as there are
+)
+
+
 def getitem(x: DistArray, index: Any) -> DistArray:
-    """Return `x[index]` for whole numbers, slices, `...` and None; the gradient is 0 elsewhere.
+    """Return `x[index]` for whole numbers, slices, `...`, None, and arrays of whole numbers or bool, as NumPy does.
 
     An axis that is left whole stays sharded; an array with another sharded axis is redistributed first. A Partial array
-    stays Partial. Raises `IndexError` for indices that are out of bounds or too many, `TypeError` for other indices,
-    such as True and False, which are masks in NumPy.
+    stays Partial. Sharded axes of an array of whole numbers stay sharded; a distributed mask is gathered. The gradient
+    is 0 for elements that are not taken, and a sum for those that are taken several times. Raises `IndexError` for
+    indices that are out of bounds, too many or of the wrong shape, `TypeError` for others, such as True and False.
     """
-    entries = list(index) if isinstance(index, tuple) else [index]
-    for entry in entries:
-        if isinstance(entry, bool):  # operator.index takes it for a whole number
-            raise _no_index(entry)
-    if sum(entry is Ellipsis for entry in entries) > 1:
-        raise IndexError("an index can only have a single ellipsis ('...')")
-    given = sum(entry is not None and entry is not Ellipsis for entry in entries)
-    rest = [slice(None)] * (x.ndim - given)
-    if given > x.ndim:
-        raise IndexError(f"{given} indices are too many for an array of {x.ndim} dimensions")
-    where = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
-    entries[where : where + 1] = rest
+    entries = _entries(x, index if isinstance(index, tuple) else (index,))
     ranges: list[Range] = []
     shape: list[int] = []
-    for entry in entries:
+    arrays: dict[int, Any] = {}
+    places: list[int] = []
+    before = (0, 0)  # axes of the result, with those of None and without, that come before those of the arrays
+    for place, entry in enumerate(entries):
+        axis = len(ranges)
         if entry is None:
             shape.append(1)
-            continue
-        axis = len(ranges)
-        length = x.shape[axis]
-        if isinstance(entry, slice):
-            part = entry.indices(length)
+        elif isinstance(entry, slice):
+            part = entry.indices(x.shape[axis])
             # Another empty range would mean something else as a slice.
             ranges.append(part if range(*part) else (0, 0, 1))
             shape.append(len(range(*ranges[-1])))
-            continue
+        elif isinstance(entry, int):
+            length = x.shape[axis]
+            if not -length <= entry < length:
+                raise _out_of_bounds(entry, axis, length)
+            ranges.append((entry % length, entry % length + 1, 1))
+        else:
+            before = before if arrays else (len(shape), axis)
+            arrays[axis] = entry
+            places.append(place)
+            ranges.append((0, x.shape[axis], 1))
+    if not arrays:
+        found = apply(_SLICE, x, ranges=tuple(ranges))
+    else:
+        if places[-1] - places[0] >= len(places):
+            before = (0, 0)  # as in NumPy, if the arrays are not next to each other
+        indices = _checked(x, arrays)
         try:
-            position = operator.index(entry)
+            shape[before[0] : before[0]] = np.broadcast_shapes(*(each.shape for each in indices))
+        except ValueError as error:
+            raise IndexError(f"arrays of indices do not broadcast: {error}") from None
+        part = apply(_SLICE, x, ranges=tuple(ranges))
+        found = apply(_PICK, part, *indices, axes=tuple(arrays), at=before[1])
+    return found if found.shape == tuple(shape) else reshape(found, shape)
+
+
+def _entries(x: DistArray, index: tuple[Any, ...]) -> list[Any]:
+    """Return `index` with an entry for each axis: masks as the places where they hold, and no `...`.
+
+    Beside an array of indices a whole number is one as well.
+    """
+    entries = [_entry(each, x) for each in index]
+    if sum(entry is Ellipsis for entry in entries) > 1:
+        raise IndexError("an index can only have a single ellipsis ('...')")
+    given = sum(_axes_taken(entry) for entry in entries)
+    if given > x.ndim:
+        raise IndexError(f"{given} indices are too many for an array of {x.ndim} dimensions")
+    where = next((place for place, entry in enumerate(entries) if entry is Ellipsis), len(entries))
+    entries[where : where + 1] = [slice(None)] * (x.ndim - given)
+    whole: list[Any] = []
+    for entry in entries:
+        if not _is_mask(entry):
+            whole.append(entry)
+            continue
+        axis = sum(map(_axes_taken, whole))
+        if entry.shape != x.shape[axis : axis + entry.ndim]:
+            raise IndexError(f"a mask of shape {entry.shape} does not fit the axes of {x.shape} from {axis} on")
+        mask = entry.full() if isinstance(entry, DistArray) else entry
+        whole += array_namespace(mask).nonzero(mask)
+    if any(hasattr(entry, "shape") for entry in whole):
+        xp = array_namespace(x.local)
+        whole = [xp.asarray(entry) if isinstance(entry, int) else entry for entry in whole]
+    return whole
+
+
+def _entry(entry: Any, x: DistArray) -> Any:
+    """Return one entry of an index: an int, a slice, `...`, None, or an array of whole numbers or bool."""
+    if entry is None or entry is Ellipsis or isinstance(entry, slice):
+        return entry
+    if not isinstance(entry, bool | DistArray) and np.ndim(entry) == 0:  # operator.index takes True for a whole number
+        try:
+            return operator.index(entry)
         except TypeError:
             raise _no_index(entry) from None
-        if not -length <= position < length:
-            raise IndexError(f"index {position} is out of bounds for axis {axis} of length {length}")
-        ranges.append((position % length, position % length + 1, 1))
-    found = apply(_SLICE, x, ranges=tuple(ranges))
-    return found if found.shape == tuple(shape) else reshape(found, shape)
+    if isinstance(entry, list | tuple):
+        array = array_namespace(x.local).asarray(entry)
+        entry = array if array.size else array.astype(np.int64)
+    if getattr(entry, "shape", ()) == () or entry.dtype.kind not in "iub":
+        raise _no_index(entry)
+    return entry
+
+
+def _is_mask(entry: Any) -> bool:
+    return hasattr(entry, "shape") and bool(entry.dtype.kind == "b")
+
+
+def _axes_taken(entry: Any) -> int:
+    return entry.ndim if _is_mask(entry) else int(entry is not None and entry is not Ellipsis)
+
+
+def _checked(x: DistArray, arrays: Mapping[int, Any]) -> list[Any]:
+    """Return the arrays of indices, by axis; `IndexError`, on every rank, if one is out of bounds."""
+    indices, error = [], None
+    for axis, entry in arrays.items():
+        if isinstance(entry, DistArray):
+            with cause("slice", reason="indices are checked"):  # partials of indices mean nothing
+                entry = redistributed(entry, entry.sharding.natural)
+        indices.append(entry)
+        local, length = to_host(entry.local if isinstance(entry, DistArray) else entry), x.shape[axis]
+        outside = local[(local < -length) | (local >= length)]
+        if outside.size and error is None:
+            error = _out_of_bounds(outside.flat[0], axis, length)
+    if any(isinstance(each, DistArray) for each in indices):
+        x.mesh.agree(x.mesh.dims, "slice", {"shape": x.shape}, error)
+    elif error:
+        raise error
+    return indices
+
+
+def _out_of_bounds(index: Any, axis: int, length: int) -> IndexError:
+    return IndexError(f"index {index} is out of bounds for axis {axis} of length {length}")
 
 
 def _no_index(entry: Any) -> TypeError:
     return TypeError(
-        f"an index is whole numbers, slices, ... and None, got {entry!r}; "
-        "to pick elements use where, to pick rows embedding"
+        f"an index is whole numbers, slices, ..., None, and arrays of whole numbers or bool, got {entry!r}"
     )
 
 
@@ -170,82 +307,3 @@ def split(x: DistArray, indices_or_sections: int | Sequence[int], axis: int = 0)
         ends = [index * length // sections for index in range(sections + 1)]
     before = (slice(None),) * axis
     return [getitem(x, (*before, slice(start, stop))) for start, stop in pairwise(ends)]
-
-
-def _concatenate_rule(*shapes: Shape, axis: int) -> Rule:
-    axes = tuple(None if index == axis else Axis(index) for index in range(len(shapes[0])))
-    length = sum(shape[axis] for shape in shapes)
-    shape = (*shapes[0][:axis], length, *shapes[0][axis + 1 :])
-    together = tuple(range(len(shapes)))
-    return Rule((axes,) * len(shapes), axes, shape, linear=(together,), moves_data=True)
-
-
-@cache
-def _concatenate_op(count: int) -> Op:
-    def vjp_of(index: int) -> Any:
-        def vjp(g: DistArray, y: DistArray, *arrays: DistArray, axis: int) -> DistArray:
-            start = sum(array.shape[axis] for array in arrays[:index])
-            return getitem(g, ((slice(None),) * axis) + (slice(start, start + arrays[index].shape[axis]),))
-
-        return vjp
-
-    return Op(
-        "concatenate",
-        lambda *arrays, axis: array_namespace(arrays[0]).concatenate(arrays, axis),
-        [vjp_of(index) for index in range(count)],
-        _concatenate_rule,
-        uses=[()] * count,
-    )
-
-
-def concatenate(arrays: Sequence[Any], axis: int | None = 0) -> DistArray:
-    """Concatenate arrays along an axis.
-
-    Parameters
-    ----------
-    arrays : sequence of DistArray or array_like
-        The arrays, at least one of them a `DistArray`; plain arrays are Replicate. Their shapes differ along `axis` at
-        most, and their dtypes promote as in NumPy.
-    axis : int or None, optional
-        The axis; None flattens the arrays first.
-
-    Returns
-    -------
-    DistArray
-        The concatenated array. Other axes stay sharded. Partial arrays of one kind, also beside Replicate ones, give a
-        Partial array.
-
-    Raises
-    ------
-    TypeError
-        If no array is a `DistArray`.
-    ValueError
-        If there are no arrays, other lengths differ, or the axis does not exist.
-
-    Notes
-    -----
-    Arrays that are sharded along `axis` are redistributed first; otherwise nothing is sent.
-
-    Examples
-    --------
-    >>> from mpi4py import MPI
-    >>> import numpy as np, pce_mpi as pce
-    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
-    >>> x = pce.distribute(np.zeros((2, 1)), mesh, data=pce.Shard(0))
-    >>> y = pce.concatenate([x, np.ones((2, 1))], axis=1)
-    >>> y.placements, y.full()
-    ({'data': Shard(0)}, array([[0., 1.],
-           [0., 1.]]))
-    """
-    if axis is None:
-        return concatenate([reshape(each, -1) if isinstance(each, DistArray) else np.ravel(each) for each in arrays])
-    shapes = [array.shape if hasattr(array, "shape") else np.shape(array) for array in arrays]
-    if not shapes:
-        raise ValueError("concatenate takes at least one array")
-    axis = normalized_axis(axis, len(shapes[0]))
-    for shape in shapes:
-        if len(shape) != len(shapes[0]) or any(
-            length != first for index, (length, first) in enumerate(zip(shape, shapes[0], strict=True)) if index != axis
-        ):
-            raise ValueError(f"shapes to concatenate differ beyond axis {axis}: {', '.join(map(str, shapes))}")
-    return apply(_concatenate_op(len(shapes)), *arrays, axis=axis)

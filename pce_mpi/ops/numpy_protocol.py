@@ -1,10 +1,14 @@
-"""NumPy's functions on distributed arrays: ours if there is one of that name, else an operation without a rule."""
+"""NumPy's functions on distributed arrays: ours if there is one of that name, else an operation without a rule.
+
+The latter gathers its operands, and says so once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 import inspect
 from typing import Any
+import warnings
 
 import numpy as np
 
@@ -22,6 +26,7 @@ def call_ufunc(ours: Functions, ufunc: Any, method: str, operands: Sequence[Any]
     if method == "__call__" and not options and known is ufunc and ufunc.__name__ in ours:
         return ours[ufunc.__name__](*operands)
     function = getattr(ufunc, method)
+    _warn_once(f"numpy.{ufunc.__name__}", operands)
     return op(lambda *arrays: function(*arrays, **options), name=f"numpy.{ufunc.__name__}")(*operands)
 
 
@@ -51,7 +56,24 @@ def call_function(ours: Functions, function: Any, positional: Sequence[Any], nam
 
         return function(*put_back(places[0]), **{name: put_back(value) for name, value in places[1].items()})
 
+    _warn_once(f"numpy.{function.__name__}", found)
     return op(forward, name=f"numpy.{function.__name__}")(*found)
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(name: str, operands: Sequence[Any]) -> None:
+    """Say how much the function `name`, which has no rule, gathers: on every rank, in the first such call alone."""
+    arrays = [x for x in operands if isinstance(x, DistArray) and x.sharding is not x.sharding.replicated]
+    size = sum(x.size * x.dtype.itemsize for x in arrays)
+    if size and name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            f"{name} has no placement rule and runs on the whole array on every rank: {size:,} bytes are gathered, and "
+            "again in each later call, without this warning. Gather once by .full(), or give it a rule by pce_mpi.op",
+            stacklevel=4,
+        )
 
 
 def _read_only(array: Any) -> Any:

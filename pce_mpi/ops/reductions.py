@@ -18,7 +18,6 @@ from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import ReduceOperator
-from pce_mpi.ops.arithmetic import equal
 from pce_mpi.ops.broadcasting import (
     broadcast_to,
     kept_shape,
@@ -29,6 +28,7 @@ from pce_mpi.ops.broadcasting import (
     sum,
 )
 from pce_mpi.ops.elementwise import astype
+from pce_mpi.ops.selection import equal
 from pce_mpi.ops.shape import reshape
 from pce_mpi.ops.softmax import Softmax, real_dtype, states_sent
 

@@ -123,6 +123,64 @@ def reshape(x: DistArray, shape: int | Sequence[int]) -> DistArray:
     return apply(_RESHAPE, x, shape=tuple(lengths))
 
 
+def squeeze(x: DistArray, axis: int | Sequence[int] | None = None) -> DistArray:
+    """Leave out axes of length 1.
+
+    Parameters
+    ----------
+    x : DistArray
+        The array.
+    axis : int or sequence of int, optional
+        The axis or axes to leave out; None means all of length 1.
+
+    Returns
+    -------
+    DistArray
+        The same elements; placement as in `reshape`.
+
+    Raises
+    ------
+    ValueError
+        If an axis does not exist or has another length.
+    """
+    if axis is None:
+        dropped = [index for index, length in enumerate(x.shape) if length == 1]
+    else:
+        dropped = [normalized_axis(each, x.ndim) for each in whole_numbers(axis)]
+    if any(x.shape[each] != 1 for each in dropped):
+        raise ValueError(f"squeeze leaves out axes of length 1, got axis {axis} of shape {x.shape}")
+    return reshape(x, [length for index, length in enumerate(x.shape) if index not in dropped])
+
+
+def expand_dims(x: DistArray, axis: int | Sequence[int]) -> DistArray:
+    """Insert axes of length 1.
+
+    Parameters
+    ----------
+    x : DistArray
+        The array.
+    axis : int or sequence of int
+        The place of the new axis, or axes, among those of the result.
+
+    Returns
+    -------
+    DistArray
+        The same elements; placement as in `reshape`.
+
+    Raises
+    ------
+    ValueError
+        If the result has no such axis, or one is named twice.
+    """
+    places = whole_numbers(axis)
+    ndim = x.ndim + len(places)
+    new = {normalized_axis(each, ndim) for each in places}
+    if len(new) < len(places):
+        raise ValueError(f"axis = {axis} names an axis twice")
+    lengths = iter(x.shape)
+    return reshape(x, [1 if index in new else next(lengths) for index in range(ndim)])
+
+
 # ----------------------------------------------------------------------------------------------------- transpose
 
 

@@ -201,17 +201,20 @@ def both(op: str, call: Any, *operands: Array, **more: Any) -> Case:
     return case(op, call, call, *operands, **more)
 
 
-def named(op: str, *operands: Array, reference: Any = None, **parameters: Any) -> Case:
+def named(
+    op: str, *operands: Array, reference: Any = None, dtype: Any = None, gradient: Any = None, **parameters: Any
+) -> Case:
     """An operation that NumPy has too."""
     what = ", ".join(f"{name}={value}" for name, value in parameters.items())
     reference = reference or getattr(np, op)
     call = partial(getattr(ops, op), **parameters)
-    return case(op, call, partial(reference, **parameters), *operands, what=what, parameters=parameters)
+    more: dict[str, Any] = {"what": what, "dtype": dtype, "gradient": gradient, "parameters": parameters}
+    return case(op, call, partial(reference, **parameters), *operands, **more)
 
 
 ELEMENTWISE = [
-    *(named(op, normal(3, 4)) for op in ("negative", "square", "exp", "tanh")),
-    *(named(op, positive(3, 4)) for op in ("log", "sqrt")),
+    *(named(op, normal(3, 4)) for op in ("negative", "square", "exp", "tanh", "sin", "cos", "abs")),
+    *(named(op, positive(3, 4)) for op in ("log", "sqrt", "log1p")),
     *(named("exp", normal(*shape)) for shape in ((), (5,), (2, 0), (2, 1, 3))),
     named("sigmoid", normal(3, 4) * 4, reference=sigmoid),
     named("relu", normal(3, 4), reference=lambda x: np.maximum(x, 0)),
@@ -221,6 +224,17 @@ ELEMENTWISE = [
         for op in ("add", "subtract", "multiply", "divide", "maximum")
         for a, b in (((3, 4), (3, 4)), ((3, 4), (4,)), ((2, 1), (1, 5)))
     ),
+    named("minimum", normal(3, 4), normal(4)),
+    named("minimum", normal(3, 4).round(), normal(3, 4).round()),
+    *(named(op, normal(3, 4) * 4, positive(4)) for op in ("floor_divide", "remainder")),
+    both("floor_divide", lambda x: x // 3, integers(20, 3, 4) - 9, what="whole numbers", dtype=np.int64),
+    both("remainder", lambda x: 20 % (x % 4 - 5), integers(20, 4), what="whole numbers", dtype=np.int64),
+    *(named(op, booleans(3, 4), booleans(4), dtype=np.bool_) for op in ("bitwise_and", "bitwise_or")),
+    both("bitwise_and", lambda x: (x & 6 | 1) & ~x, integers(99, 5), what="whole numbers", dtype=np.int64),
+    named("invert", booleans(5), dtype=np.bool_),
+    named("clip", normal(3, 4), min=-0.25, max=0.5),
+    case("clip", pce.clip, np.clip, normal(3, 4), -positive(4), positive(3, 1), what="arrays"),
+    case("clip", partial(pce.clip, max=0.5), lambda x: np.minimum(x, 0.5), normal(5), what="no lower bound"),
     named("maximum", normal(3, 4).round(), normal(3, 4).round()),
     named("power", positive(3, 4), normal(3, 4)),
     named("power", positive(3, 1), normal(1, 4)),
@@ -289,6 +303,28 @@ PAIRS = np.array([[3.0, 0.0, 0.0, 3.0], [1.0, 2.0, 1.0, 2.0], [5.0, 5.0, -1.0, -
 
 AXES: list[dict[str, Any]] = [{}, {"axis": 0}, {"axis": -1, "keepdims": True}, {"axis": (0, 2)}, {"axis": (-2, 0)}]
 
+PRODUCTS: list[tuple[str, list[tuple[int, ...]]]] = [
+    ("bk,km->bm", [(3, 4), (4, 2)]),
+    ("bhqd,bhkd->bhqk", [(2, 1, 3, 2), (2, 2, 2, 2)]),
+    ("ij, j, ik -> k", [(3, 2), (2,), (3, 4)]),
+    ("ba", [(3, 4)]),
+    ("ij->i", [(3, 4)]),
+    ("iji,i->j", [(2, 3, 2), (2,)]),
+    ("...k,k...", [(2, 3, 4), (4, 3)]),
+]
+EINSUM = [
+    case(
+        "einsum",
+        partial(pce.einsum, subscripts),
+        partial(np.einsum, subscripts),
+        *(normal(*shape) for shape in shapes),
+        what=subscripts,
+        parameters={"subscripts": subscripts},
+    )
+    for subscripts, shapes in PRODUCTS
+]
+EINSUM += [both("einsum", lambda x: np.einsum("ij->j", x), booleans(3, 2), what="booleans", dtype=np.bool_)]
+
 REDUCTIONS = [
     *(named(op, normal(2, 3, 4), **parameters) for op in ("sum", "mean") for parameters in AXES),
     *(named("logsumexp", normal(2, 3, 4), reference=logsumexp, **parameters) for parameters in AXES),
@@ -298,6 +334,13 @@ REDUCTIONS = [
         for parameters in AXES
     ),
     *(named(op, normal(5)) for op in ("sum", "mean", "max", "min")),
+    *(named("var", normal(2, 3, 4), **parameters) for parameters in (AXES[0], AXES[2], AXES[3] | {"ddof": 1})),
+    *(named("std", normal(3, 4), **parameters) for parameters in ({"ddof": 1}, {"axis": 0})),
+    case("var", partial(pce.var, axis=0), partial(np.var, axis=0), integers(9, 3, 2), what="whole", dtype=np.float64),
+    case("var", pce.var, np.var, normal(5) + 1e4, what="far from 0", size=1e4),
+    named("cumsum", normal(3, 4), axis=1),
+    named("cumsum", normal(2, 3)),
+    case("cumsum", partial(pce.cumsum, axis=0), partial(np.cumsum, axis=0), booleans(5, 2), dtype=np.int64),
     named("logsumexp", normal(3), reference=logsumexp),
     named("logsumexp", normal(3), reference=logsumexp, axis=0),
     *(named(op, normal(), axis=()) for op in ("sum", "mean", "max")),
@@ -374,6 +417,21 @@ SHAPES = [
         for axis, shapes in TO_JOIN
     ),
     *(
+        case(
+            "stack",
+            lambda *arrays, axis=axis: pce.stack(arrays, axis),
+            lambda *arrays, axis=axis: np.stack(arrays, axis),
+            *(normal(3, 2) for _ in range(count)),
+            what=f"axis={axis}",
+            parameters={"axis": axis},
+        )
+        for axis, count in ((0, 1), (-2, 2))
+    ),
+    named("squeeze", normal(1, 4, 1)),
+    named("squeeze", normal(1, 4, 1), axis=-1),
+    named("expand_dims", normal(3, 2), axis=1),
+    named("expand_dims", normal(3), axis=(0, -1)),
+    *(
         named("split", normal(4, 6), indices_or_sections=where, axis=axis)
         for where, axis in [(2, 0), (3, 1), ([1, 4], -1), ([0, 3, 9], 0)]
     ),
@@ -394,6 +452,22 @@ SHAPES = [
         ]
     ),
     both("slice", lambda x: x[2], normal(5), what="an element"),
+    *(
+        both("slice", lambda x, at=index: x[at], normal(3, 4, 2), what=f"arrays {number}", parameters={"index": index})
+        for number, index in enumerate(
+            [
+                ([2, 0, 2, -1],),
+                (slice(None), [[3, 1], [1, 0]]),
+                (slice(1, None), [0, 0, 3], [[1], [0]]),
+                (-1, slice(None), None, [1, 1]),
+                (..., [True, False]),
+                ((np.arange(12).reshape(3, 4) % 5 == 1).tolist(),),
+                (slice(None), []),
+            ]
+        )
+    ),
+    both("slice", lambda x, at: x[:, at], normal(3, 4), integers(4, 5), what="distributed indices"),
+    both("slice", lambda x, at: x[at], normal(3, 2), np.array([True, False, True]), what="a distributed mask"),
     *(
         named("broadcast_to", normal(*before), shape=after)
         for before, after in [((3, 1), (2, 3, 4)), ((), (3,)), ((4,), (3, 4)), ((1, 3), (1, 3)), ((1, 3), (0, 3))]
@@ -508,6 +582,44 @@ LOSSES = [
     named("mse", normal(3, 4), normal(4), reference=lambda x, y: np.mean((x - y) ** 2)),
 ]
 
+
+def _class_statistics(logits: Array, targets: Array, **options: Any) -> Case:
+    """Those that have a gradient."""
+
+    def call(logits: Any, targets: Any) -> Any:
+        found = pce.class_statistics(logits, targets, **options)
+        return [found.log_prob, found.entropy, found.logsumexp]
+
+    def reference(logits: Any, targets: Any) -> Any:
+        log_p = log_softmax(np.moveaxis(options.get("logit_scale", 1.0) * logits, options.get("axis", -1), -1))
+        of_target = np.take_along_axis(log_p, np.maximum(targets, 0)[..., None], -1)[..., 0]
+        scaled = np.moveaxis(options.get("logit_scale", 1.0) * logits, options.get("axis", -1), -1)
+        entropy = -(np.exp(log_p) * log_p).sum(-1)
+        return [np.where(targets == -100, 0.0, of_target), entropy, logsumexp(scaled, -1)]
+
+    what = ", ".join(f"{name}={value}" for name, value in options.items())
+    return case(
+        "class_statistics", call, reference, logits, targets, gradient=[True, False], what=what, parameters=options
+    )
+
+
+def _top_k(logits: Array, k: int, axis: int = -1) -> Case:
+    def reference(x: Array) -> Array:
+        return np.flip(np.sort(x, axis), axis).take(range(k), axis)
+
+    parameters = {"k": k, "axis": axis}
+    return case("top_k", lambda x: [pce.top_k(x, k, axis=axis)[0]], reference, logits, parameters=parameters)
+
+
+STATISTICS = [
+    _class_statistics(normal(3, 4), integers(4, 3)),
+    _class_statistics(normal(4, 3, 2), np.array([[0, -100], [3, 3], [2, 1]]), axis=0, logit_scale=0.5),
+    _top_k(np.asarray(_rng.permutation(15).reshape(3, 5) / 4.0), 2),
+    _top_k(np.asarray(_rng.permutation(12).reshape(4, 3) / 4.0), 4, axis=0),
+    *(named("argmax", integers(4, 4, 3) / 2, gradient=[False], dtype=np.int64, axis=axis) for axis in (0, 1)),
+    named("argmax", integers(4, 3, 5), dtype=np.int64, axis=-1),
+]
+
 NUMBERS = [
     named("add", normal(6, 2), reference=lambda x, y: x + y, y=2),
     named("power", normal(6, 2), reference=lambda x, y: x**y, y=2),
@@ -519,6 +631,7 @@ NUMBERS = [
 CASES = [
     *ELEMENTWISE,
     *MATMUL,
+    *EINSUM,
     *REDUCTIONS,
     *SHAPES,
     *EMBEDDING,
@@ -526,6 +639,7 @@ CASES = [
     *SPECIALS,
     *LOSSES,
     *LINEAR_LOSSES,
+    *STATISTICS,
     *NUMBERS,
 ]
 OPS = list(dict.fromkeys(case.op for case in CASES))

@@ -110,7 +110,7 @@ def done(call: Call, mesh: Mesh, placed: list[tuple[Placement, ...]], needed: di
             result = call.case.call(*operands)
     except (TypeError, ValueError) as error:
         return Outcome(error=f"{type(error).__name__}: {error}")
-    first = result[0] if isinstance(result, list) else result
+    first = result[0] if isinstance(result, list | tuple) else result
     return Outcome(
         tuple(needed.get(id(operand), operand.sharding.by_dim) for operand in operands),
         first.placements,

@@ -186,7 +186,23 @@ HALVES = [np.float16, ml_dtypes.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("op", ["add", "multiply", "subtract", "sum", "mean", "matmul", "where", "cross_entropy"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        "add",
+        "multiply",
+        "subtract",
+        "sum",
+        "mean",
+        "matmul",
+        "where",
+        "cross_entropy",
+        "einsum",
+        "var",
+        "sin",
+        "remainder",
+    ],
+)
 def test_halves_are_computed_with_and_rounded_at_end(op, dtype):
     for case in cases_of(op):
         rounded = case.rounded(dtype)

@@ -15,19 +15,50 @@ from ranks.op_cases import alone
 # -------------------------------------------------------------------------------------------------------------- indices
 
 
-@pytest.mark.parametrize("index", [True, False, np.True_, np.False_, np.array(True)], ids=repr)
+@pytest.mark.parametrize("index", [True, False, np.True_, np.False_, np.array(True), 1.0, "a", [0.5]], ids=repr)
 def test_truth_values_are_no_indices(index):
     x = pce.distribute(np.arange(6.0).reshape(2, 3), alone())
     for each in (index, (0, index), (..., index)):
-        with pytest.raises(TypeError, match=r"an index is whole numbers, slices, \.\.\. and None, got .*(True|False)"):
+        with pytest.raises(TypeError, match=r"an index is whole numbers, slices, \.\.\., None, and arrays of .*, got "):
             x[each]
 
 
-def test_masks_as_indices_are_refused():
-    x = pce.distribute(np.arange(3.0), alone())
-    for mask in ([True, False, True], np.array([True, False, True]), x > 1):
-        with pytest.raises(TypeError, match=r"got .*; to pick elements use where, to pick rows embedding"):
-            x[mask]
+@pytest.mark.parametrize(
+    ("index", "text"),
+    [
+        ([0, 2], r"index 2 is out of bounds for axis 0 of length 2"),
+        ((0, [-4]), r"index -4 is out of bounds for axis 1 of length 3"),
+        ([[True, False]], r"a mask of shape \(1, 2\) does not fit the axes of \(2, 3\) from 0 on"),
+        ((slice(None), [True, False]), r"a mask of shape \(2,\) does not fit the axes of \(2, 3\) from 1 on"),
+        (([0, 1], [0, 1, 2]), "arrays of indices do not broadcast"),
+        (([0], [0], [0]), "3 indices are too many"),
+    ],
+    ids=repr,
+)
+def test_wrong_arrays_of_indices_raise(index, text):
+    with pytest.raises(IndexError, match=text):
+        pce.distribute(np.zeros((2, 3)), alone())[index]
+
+
+def test_distributed_index_out_of_bounds_raises_everywhere(comm):
+    mesh = mesh_of(comm, comm.size)
+    x = pce.distribute(np.arange(6.0).reshape(2, 3), mesh)
+    wrong = pce.distribute(np.arange(comm.size) * 3, mesh, data=Shard(0))
+    if comm.size > 1:
+        with pytest.raises(IndexError, match=r"index 3 is out of bounds for axis 1 of length 3 \(rank 1 along data\)"):
+            x[:, wrong]
+    y = x[:, wrong % 3]
+    assert y.placements == {"data": Shard(1)}
+    assert y.full().tolist() == [[0.0] * comm.size, [3.0] * comm.size]
+
+
+def test_mask_of_distributed_array_picks_as_in_numpy(comm):
+    whole = np.arange(12.0).reshape(4, 3) % 5
+    for placement in (Replicate(), Shard(0), Shard(1), Partial("sum")):
+        x = pce.distribute(whole, mesh_of(comm, comm.size), data=placement)
+        for pick in (lambda x: x[x > 2], lambda x: x[:, [2, 0]], lambda x: x[[True, False, True, True], 1:]):
+            assert pick(x).full().tolist() == pick(whole).tolist()
+    assert x[:, [2, 0]].placements == {"data": Partial("sum")}
 
 
 def test_index_has_single_ellipsis():

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from pce_mpi import DistArray, Mesh, Partial, Replicate, Shard, from_local, ops
-from pce_mpi.ops import arithmetic, elementwise
+from pce_mpi.ops import activations, selection
 from pce_mpi.ops import shape as shapes
 from ranks import op_cases
 from ranks.grids import NAMES, Array, factorizations, local_of, mesh_of, spread
@@ -477,7 +477,7 @@ def test_random_programs_are_those_of_numpy(comm, impatient, ndim):
 @pytest.mark.sizes(2)  # a vjp is wrong at any size
 @pytest.mark.parametrize("vjp", ["reshape", "tanh", "where"])
 def test_planted_vjp_is_found(comm, monkeypatch, vjp):
-    room = {"reshape": shapes, "tanh": elementwise, "where": arithmetic}[vjp]
+    room = {"reshape": shapes, "tanh": activations, "where": selection}[vjp]
     right = getattr(room, f"_{vjp.upper()}")
     wrong = [rule and (lambda *given, rule=rule, **named: rule(*given, **named) * 1.001) for rule in right.vjps]
     monkeypatch.setattr(room, f"_{vjp.upper()}", replace(right, vjps=wrong))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import pce_mpi as pce
-from pce_mpi import dense
+from pce_mpi import Replicate, Shard, dense
+from ranks.grids import mesh_of, squarest
 
 ROWS, CLASSES = 9, 37
 NAMES = ("log_prob", "entropy", "logsumexp")
@@ -159,3 +160,55 @@ def test_argmax_that_is_written_to_changes_nothing():
     before = pce.class_statistics_backward(residuals, entropy=1.0)
     statistics.argmax[...] = 0
     assert pce.class_statistics_backward(residuals, entropy=1.0).tobytes() == before.tobytes()
+
+
+# ------------------------------------------------------------------------------------------------ distributed arrays
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_distributed_statistics_have_bits_of_one_process(comm, name, dtype):
+    logits, targets, upstream = problem(dtype)
+    statistics, residuals = pce.class_statistics_forward(logits, targets, **OPTIONS[name])
+    given = {each: upstream[each].astype(statistics.log_prob.dtype) for each in NAMES}
+    expected = pce.class_statistics_backward(residuals, **given)
+    mesh = mesh_of(comm, *squarest(comm.size))
+    for placed in ({"model": Shard(1)}, {"data": Shard(0), "model": Shard(1)}):
+        x = pce.distribute(logits, mesh, requires_grad=True, **placed)
+        with pce.trace() as trace:
+            found = pce.class_statistics(x, targets, **OPTIONS[name])
+        assert (trace.count(), trace.bytes("all_reduce")) == (1, 88 * found.max.local.size)
+        for each, whole in zip(found, statistics, strict=True):
+            assert each.placements == {"data": placed.get("data", Replicate()), "model": Replicate()}
+            assert (each.dtype, each.full().tobytes()) == (whole.dtype, whole.tobytes())
+        with pce.trace() as trace:
+            sum(pce.sum(getattr(found, each) * given[each]) for each in NAMES).backward()
+        assert trace.count() == 0
+        assert x.grad.placements == x.placements
+        assert x.grad.full().tobytes() == expected.tobytes()
+
+
+def test_distributed_statistics_without_targets_have_no_log_prob(line):
+    logits, _, _ = problem()
+    x = pce.distribute(logits.T, line, requires_grad=True, data=Shard(0))
+    found = pce.class_statistics(x, axis=0)
+    assert found.log_prob is None
+    assert [each.requires_grad for each in found if each is not None] == [False, False, True, True, False]
+    pce.sum(found.entropy * found.logsumexp).backward()
+    wanted, residuals = pce.class_statistics_forward(logits)
+    gradient = pce.class_statistics_backward(residuals, entropy=wanted.logsumexp, logsumexp=wanted.entropy)
+    assert x.grad.full().tobytes() == np.ascontiguousarray(gradient.T).tobytes()
+
+
+def test_wrong_targets_of_distributed_statistics_raise_everywhere(comm):
+    x = pce.distribute(np.arange(6.0).reshape(2, 3), mesh_of(comm, comm.size), data=Shard(0))
+    for targets, error, text in (
+        (np.array([0, 3]), IndexError, r"targets\[\d\] = 3 is outside \[0, 3\)"),
+        (np.zeros((2, 3)), ValueError, r"targets must be class numbers of shape \(2,\), got float64 of \(2, 3\)"),
+        (np.zeros(2), ValueError, "takes index targets, got probabilities"),
+    ):
+        with pytest.raises(error, match=text):
+            pce.class_statistics(x, targets)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'comm'"):
+        pce.class_statistics(x, comm=comm)
+    assert pce.class_statistics(x, np.array([0, 2])).log_prob.shape == (2,)

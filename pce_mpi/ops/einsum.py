@@ -1,0 +1,167 @@
+"""Sums of products, in Einstein's notation, whose letters are the labels of the placement rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from string import ascii_letters
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace, as_array, is_half
+from pce_mpi.autograd.apply import apply
+from pce_mpi.autograd.op import Op
+from pce_mpi.autograd.rules import Axes, Axis, Rule
+from pce_mpi.distributed.array import DistArray
+from pce_mpi.ops.broadcasting import broadcast_to
+from pce_mpi.ops.shape import reshape
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Shape = tuple[int, ...]
+
+
+def _terms(letters: str) -> tuple[list[str], str]:
+    sources, _, result = letters.partition("->")
+    return sources.split(","), result
+
+
+def _rule(*shapes: Shape, letters: str) -> Rule:
+    sources, result = _terms(letters)
+    diagonal = {letter for source in sources for letter in source if source.count(letter) > 1}
+    lengths = dict(zip("".join(sources), (length for shape in shapes for length in shape), strict=True))
+
+    def axes(term: str) -> Axes:
+        return tuple(None if letter in diagonal else Axis(letter) for letter in term)
+
+    return Rule(
+        tuple(map(axes, sources)),
+        axes(result),
+        tuple(lengths[letter] for letter in result),
+        linear=tuple((index,) for index in range(len(sources))),
+        reduces="sum",
+    )
+
+
+def _einsum(*arrays: Array, letters: str) -> Array:
+    dtype = np.result_type(*(x.dtype for x in arrays))
+    wide = [x.astype(np.float32) if is_half(x.dtype) else x for x in arrays]
+    # In pairs, which are products of matrices.
+    return array_namespace(arrays[0]).einsum(letters, *wide, optimize=len(arrays) > 1).astype(dtype, copy=False)
+
+
+def _vjp(index: int) -> Callable[..., DistArray]:
+    def vjp(g: DistArray, y: DistArray, *operands: DistArray, letters: str) -> DistArray:
+        sources, result = _terms(letters)
+        mine, shape = sources.pop(index), operands[index].shape
+        terms, factors = [result, *sources], [g, *operands[:index], *operands[index + 1 :]]
+        unused = (letter for letter in ascii_letters if letter not in letters)
+        wanted = ""
+        for place, letter in enumerate(mine):
+            if letter in mine[:place]:  # only a diagonal was used
+                wanted += (other := next(unused))
+                terms.append(letter + other)
+                factors.append(array_namespace(g.local).eye(shape[place], dtype=g.dtype))
+            else:
+                wanted += letter
+        there = [letter in "".join(terms) for letter in wanted]
+        kept = "".join(letter for letter, known in zip(wanted, there, strict=True) if known)
+        found = einsum(f"{','.join(terms)}->{kept}", *factors)
+        # Along an axis that was summed away by itself all elements have one gradient.
+        lengths = [length if known else 1 for length, known in zip(shape, there, strict=True)]
+        return broadcast_to(reshape(found, lengths), shape)
+
+    return vjp
+
+
+@cache
+def _op(count: int) -> Op:
+    others = [tuple(other for other in range(count) if other != index) for index in range(count)]
+    return Op("einsum", _einsum, [_vjp(index) for index in range(count)], _rule, uses=others)
+
+
+def einsum(subscripts: str, *operands: Any) -> DistArray:
+    """Multiply arrays, and sum the products over axes, in Einstein's notation.
+
+    Parameters
+    ----------
+    subscripts : str
+        A letter for each axis of each operand, and after "->" those of the result: "bk,km->bm" is the product of two
+        matrices. "..." is all other axes, which broadcast. Without "->" the result has, in alphabetical order, the
+        letters that occur once.
+    *operands : DistArray or array_like
+        The factors, at least one of them a `DistArray`; plain arrays are Replicate. An axis of length 1 is stretched.
+
+    Returns
+    -------
+    DistArray
+        The sums, in the dtype that the operands promote to; those of halves are computed in float32 and rounded once.
+
+    Raises
+    ------
+    TypeError
+        If no operand is a `DistArray`, or `subscripts` is no string.
+    ValueError
+        If `subscripts` does not fit the operands.
+
+    Notes
+    -----
+    A letter that is sharded in the operands that have it stays sharded; if the result does not have it, the result is
+    Partial. The sums are linear in each operand: beside Replicate ones a Partial operand stays Partial. All of this
+    sends nothing; otherwise operands are redistributed with the fewest bytes. An axis of a diagonal, such as "ii->i",
+    is not sharded.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> x = pce.distribute(np.arange(6.0).reshape(3, 2), mesh, data=pce.Shard(0))
+    >>> y = pce.einsum("ij,ij->i", x, x)
+    >>> y.placements, y.full()
+    ({'data': Shard(0)}, array([ 1., 13., 41.]))
+    """
+    if not isinstance(subscripts, str):
+        raise TypeError(f"subscripts must be a string such as 'ij,jk->ik', got {subscripts!r}")
+    arrays = [each if isinstance(each, DistArray) else as_array(each, "an operand of einsum") for each in operands]
+    sources, result = _with_letters_for_dots(subscripts.replace(" ", ""), [each.shape for each in arrays])
+    lengths: dict[str, int] = {}
+    for source, array in zip(sources, arrays, strict=True):
+        for letter, length in zip(source, array.shape, strict=True):
+            if length != 1 and lengths.setdefault(letter, length) != length:
+                raise ValueError(f"einsum {subscripts!r}: axes {letter!r} have lengths {lengths[letter]} and {length}")
+    for index, (source, array) in enumerate(zip(sources, arrays, strict=True)):
+        stretched = [letter in lengths and length == 1 for letter, length in zip(source, array.shape, strict=True)]
+        if any(stretched):
+            kept = [place for place, drop in enumerate(stretched) if not drop]
+            shape = [array.shape[place] for place in kept]
+            sources[index] = "".join(source[place] for place in kept)
+            arrays[index] = reshape(array, shape) if isinstance(array, DistArray) else array.reshape(shape)
+    letters = f"{','.join(sources)}->{result}"
+    if np.result_type(*(each.dtype for each in arrays)) == np.bool_:  # which NumPy adds up by "or"; a Partial cannot
+        arrays = [each.astype(np.int64) for each in arrays]
+        return apply(_op(len(arrays)), *arrays, letters=letters) != 0
+    return apply(_op(len(arrays)), *arrays, letters=letters)
+
+
+def _with_letters_for_dots(subscripts: str, shapes: list[Shape]) -> tuple[list[str], str]:
+    """Return the letters of each operand and of the result, with letters for all axes that "..." is."""
+    given, arrow, result = subscripts.partition("->")
+    sources = given.split(",")
+    unused = [letter for letter in ascii_letters if letter not in subscripts]
+    hidden = [len(shape) - len(source.replace("...", "")) for source, shape in zip(sources, shapes, strict=False)]
+    most = max((count for source, count in zip(sources, hidden, strict=False) if "..." in source), default=0)
+    dots = "".join(unused[: max(0, most)])
+    for index, (source, count) in enumerate(zip(sources, hidden, strict=False)):
+        sources[index] = source.replace("...", dots[len(dots) - count :], 1) if 0 <= count <= most else source
+    if not arrow:
+        joined = "".join(sources)
+        result = dots + "".join(sorted(letter for letter in set(joined) - set(dots) if joined.count(letter) == 1))
+    elif dots and "..." not in result:
+        raise ValueError(f"einsum {subscripts!r}: the result must have the axes of '...'")
+    result = result.replace("...", dots, 1)
+    fits = [len(source) for source in sources] == [len(shape) for shape in shapes]
+    letters = set("".join(sources))
+    if not fits or not set(result) <= letters <= set(ascii_letters) or len(set(result)) < len(result):
+        raise ValueError(f"einsum {subscripts!r} does not fit shapes {', '.join(map(str, shapes)) or '(no operands)'}")
+    return sources, result

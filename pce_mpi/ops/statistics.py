@@ -1,0 +1,175 @@
+"""Statistics of each row's softmax, wherever its axes are sharded, on top of `loss/statistics.py`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Unpack
+
+import numpy as np
+
+from pce_mpi import loss
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of
+from pce_mpi.autograd.apply import apply
+from pce_mpi.autograd.inference import Sent
+from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.rules import Axis, Rule
+from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.mesh import text_of_dims
+from pce_mpi.loss.agreement import prepare
+from pce_mpi.loss.options import Options, SoftmaxOptions, StatisticsOptions, takes
+from pce_mpi.loss.problem import check_dtype_of_logits
+from pce_mpi.loss.statistics import (
+    ClassStatistics,
+    StatisticsResiduals,
+    class_statistics_backward,
+    statistics_fields,
+    statistics_of,
+)
+from pce_mpi.ops.shape import normalized_axis
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Shape = tuple[int, ...]
+
+_WITH_GRADIENT = ("log_prob", "entropy", "logsumexp")
+
+
+def _names(with_targets: bool) -> list[str]:
+    return [name for name in ClassStatistics._fields if with_targets or name != "log_prob"]
+
+
+def _rule(logits: Shape, *targets: Shape, axis: int, **_: Any) -> Rule:
+    labels = tuple(Axis(index) for index in range(len(logits)))
+    rows = labels[:axis] + labels[axis + 1 :]
+    return Rule(
+        (labels, *[rows for _ in targets]),
+        (None, *rows),
+        (len(_names(bool(targets))), *logits[:axis], *logits[axis + 1 :]),
+        merged=frozenset({labels[axis].label}),
+    )
+
+
+def _class_statistics(
+    logits: Array, *targets: Array, shardings: Shardings, **options: Any
+) -> tuple[Array, StatisticsResiduals]:
+    """Return all statistics in one array, so that one backward pass has all gradients; float64 holds each of them."""
+    axis = options["axis"]
+    rows = [index for index in range(logits.ndim) if index != axis]
+    all_options = Options(
+        operation="class_statistics",
+        comm=shardings.comm([axis]),
+        num_classes=shardings.operands[0].shape[axis] or None,  # no classes are an error of their own
+        over=text_of_dims(shardings.dims([axis])),
+        batch_comm=shardings.comm(rows),
+        batch_over=text_of_dims(shardings.dims(rows)),
+        **options,
+    )
+    statistics, residuals = statistics_of(prepare(all_options, logits, *targets, needs_targets=False))
+    values = [getattr(statistics, name).astype(np.float64) for name in _names(bool(targets))]
+    return array_namespace(logits).stack(values), residuals
+
+
+def _to_logits(
+    g: DistArray,
+    y: DistArray,
+    logits: DistArray,
+    *targets: DistArray,
+    residuals: StatisticsResiduals,
+    **options: Any,
+) -> DistArray:
+    names = _names(bool(targets))
+    upstream = {name: g.local[names.index(name)] for name in _WITH_GRADIENT if name in names}
+    return DistArray(class_statistics_backward(residuals, **upstream), logits.mesh, logits.sharding)
+
+
+def _sends(*dtypes: np.dtype[Any], shardings: Shardings, **options: Any) -> list[Sent]:
+    check_dtype_of_logits(dtypes[0])  # `_class_statistics` checks it too, where ranks hear of each other's errors
+    axis = options["axis"]
+    shape = shardings.operands[0].local_shape(shardings.mesh.coordinates)
+    size = statistics_fields(len(dtypes) > 1).dtype.itemsize * math.prod(shape[:axis]) * math.prod(shape[axis + 1 :])
+    dims = shardings.dims([axis])
+    return [Sent("all_reduce", text_of_dims(dims), size)] if dims else []
+
+
+_CLASS_STATISTICS = Op(
+    "class_statistics",
+    _class_statistics,
+    (_to_logits, None),
+    _rule,
+    dtype=lambda *_: np.float64,
+    uses=[()],
+    takes_shardings=True,
+    gives_residuals=True,
+    sends=_sends,
+)
+
+
+@takes(StatisticsOptions)
+def class_statistics(logits: Any, targets: Any = None, **options: Unpack[StatisticsOptions]) -> ClassStatistics:
+    """Compute statistics of each row's softmax over all classes: of a distributed array, or of plain shards.
+
+    Parameters
+    ----------
+    logits : DistArray or array
+        A distributed array, of which a Partial one is reduced first; or this rank's classes of the same rows, as
+        `softmax_cross_entropy` takes them.
+    targets : DistArray or array of integers, optional
+        Class numbers, with the logits' shape without the class axis; needed for `log_prob` alone. Beside a distributed
+        array they are global, and placed as its rows are.
+    axis, ignore_index, logit_scale, softcap, compute_dtype : optional
+        Those of `softmax_cross_entropy`.
+    comm, class_start, num_classes : optional
+        Those of `softmax_cross_entropy`; of plain shards alone.
+
+    Returns
+    -------
+    ClassStatistics
+        `max`, `sum_exp`, `logsumexp`, `log_prob`, `entropy` and `argmax` of each row, with the bits of one process on
+        every rank. Of a distributed array they are distributed as its rows are, and Replicate over the dims that shard
+        the classes; `log_prob`, `entropy` and `logsumexp` have gradients.
+
+    Raises
+    ------
+    ValueError
+        For probabilities as targets.
+    TypeError, IndexError, CollectiveError
+        Those of `softmax_cross_entropy`, on every rank; and for the options of plain shards beside a distributed array.
+
+    Notes
+    -----
+    Collective over `comm`, or over the dims that shard the classes: one Allgather of 56 bytes, and one Allreduce of 80
+    bytes a row, 8 more with targets. If rows of a distributed array are sharded, one Allgather of 56 bytes over their
+    dims. Backward communicates nothing, and takes one pass for all three gradients. For the gradients of plain shards
+    see `class_statistics_forward`.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> pce.class_statistics(np.log([[1.0, 3.0]])).entropy
+    array([0.56233514])
+    >>> x = pce.distribute(np.zeros((1, 2)), pce.Mesh(MPI.COMM_SELF, data=1), requires_grad=True, data=pce.Shard(1))
+    >>> pce.sum(pce.class_statistics(x, np.array([0])).log_prob).backward()
+    >>> x.grad.full()
+    array([[ 0.5, -0.5]])
+    """
+    if not isinstance(logits, DistArray):
+        return loss.class_statistics(logits, targets, **options)
+    checked = Options.of("class_statistics", options, SoftmaxOptions)
+    axis = normalized_axis(checked.axis, logits.ndim)
+    given = [] if targets is None else [targets if isinstance(targets, DistArray) else as_array(targets, "targets")]
+    rows = logits.shape[:axis] + logits.shape[axis + 1 :]
+    if given and given[0].shape != rows:
+        raise ValueError(f"targets must be class numbers of shape {rows}, got {given[0].dtype} of {given[0].shape}")
+    named = zip(("logits", "targets"), (logits, *given), strict=False)
+    check_one_library({name: array.local if isinstance(array, DistArray) else array for name, array in named})
+    settings = {name: getattr(checked, name) for name in SoftmaxOptions.__annotations__} | {"axis": axis}
+    found = apply(_CLASS_STATISTICS, logits, *given, **settings)
+    names, dtype = _names(bool(given)), compute_dtype_of(logits.dtype, checked.compute_dtype)
+
+    def statistic(name: str) -> Any:
+        if name not in names:
+            return None
+        value = found[names.index(name)].astype(np.int64 if name == "argmax" else dtype)
+        return value if name in _WITH_GRADIENT else value.detach()
+
+    return ClassStatistics(*map(statistic, ClassStatistics._fields))

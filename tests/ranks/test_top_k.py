@@ -1,0 +1,215 @@
+"""The largest logits and their classes: those of a stable sort of all classes, with the bits of one process."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi import Replicate, Shard
+from pce_mpi.loss import largest
+from ranks.grids import mesh_of, squarest
+from ranks.problems import SPLITS, is_same, split
+
+ROWS, CLASSES = 7, 41
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int64, np.uint64, np.int8, np.bool_]
+
+
+def logits_of(dtype, rows=ROWS, classes=CLASSES):
+    """Few different numbers, so that there are ties in each row, and the largest and the smallest of the dtype."""
+    rng = np.random.default_rng(5)
+    drawn = rng.integers(0, 9, (rows, classes)).astype(dtype)
+    if np.dtype(dtype).kind in "iu":
+        drawn[0, ::7], drawn[1, 3::5] = np.iinfo(dtype).max, np.iinfo(dtype).min
+    elif dtype is not np.bool_:
+        drawn[0, ::7], drawn[1, ::2], drawn[2, 3::5], drawn[3] = np.inf, -np.inf, np.nan, -np.inf
+        drawn[4, ::2] *= dtype(-0.0)
+        drawn[5, 11], drawn[5, 30] = np.nan, np.inf
+    return drawn
+
+
+def expected(logits, k):
+    """By a stable sort; Python's, in which a nan is put before any number."""
+    order = np.array(
+        [sorted(range(len(row)), key=lambda c, row=row: (not np.isnan(row[c]), -row[c])) for row in rows_of(logits)],
+        np.int64,
+    ).reshape(logits.shape)[:, :k]
+    return np.take_along_axis(logits, order, 1), order
+
+
+def rows_of(logits):
+    kind = logits.dtype.kind
+    return [[int(x) if kind in "iub" else float(x) for x in row] for row in logits]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("how", SPLITS)
+def test_top_k_of_shards_is_stable_sort(comm, how, dtype):
+    logits = logits_of(dtype)
+    start, stop = split(CLASSES, comm.size, how)[comm.rank]
+    shard = np.ascontiguousarray(logits[:, start:stop])
+    for k in (1, 3, CLASSES):
+        values, classes = pce.top_k(shard, k, comm=comm, num_classes=CLASSES)
+        wanted, order = expected(logits, k)
+        assert is_same(classes, order)
+        assert is_same(np.nan_to_num(values), np.nan_to_num(wanted))
+        assert np.array_equal(values != values, wanted != wanted)
+    found = pce.argmax(shard, comm=comm, num_classes=CLASSES)
+    assert is_same(found, order[:, 0])
+    if dtype is np.float32:
+        assert np.array_equal(found, logits.argmax(1))
+
+
+@pytest.mark.sizes(2)  # the order of the local classes does not depend on the ranks
+def test_many_classes_are_ordered_by_blocks(comm, monkeypatch):
+    monkeypatch.setattr(largest, "_BLOCK", 3 * 5000)
+    rng = np.random.default_rng(1)
+    for drawn in (rng.integers(0, 4000, (8, 5003)), np.sort(rng.integers(0, 60, (8, 5003)), 1)):
+        logits = drawn.astype(np.float32)
+        mine = slice(*pce.shard_range(5003, comm.size, comm.rank))
+        for k in (1, 7, 300):
+            values, classes = pce.top_k(logits[:, mine], k, comm=comm)
+            wanted, order = expected(logits, k)
+            assert is_same(classes, order)
+            assert is_same(values, wanted)
+
+
+def test_top_k_along_another_axis_is_the_same(comm):
+    logits = logits_of(np.float32)
+    mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
+    values, classes = expected(logits, 4)
+    shard = np.stack([logits[:, mine].T, logits[::-1, mine].T], axis=2)  # (classes, rows, 2)
+    found, where = pce.top_k(shard, 4, comm=comm, axis=0)
+    np.testing.assert_array_equal(found, np.stack([values.T, values[::-1].T], axis=2))
+    np.testing.assert_array_equal(where, np.stack([classes.T, classes[::-1].T], axis=2))
+    assert pce.argmax(shard, comm=comm, axis=-3).shape == (ROWS, 2)
+    (largest,), at = pce.top_k(shard[:, 4, 0], 1, comm=comm)  # a row without a nan
+    assert (largest, at.tolist()) == (values[4, 0], [classes[4, 0]])
+
+
+def test_top_k_sends_candidates_in_one_all_reduce(comm):
+    mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
+    shard = logits_of(np.float16)[:, mine]
+    with pce.trace() as trace:
+        pce.top_k(shard, 3, comm=comm, num_classes=CLASSES)
+    assert (trace.count(), trace.bytes("all_reduce")) == (1, 16 * 3 * ROWS)
+
+
+def test_class_start_gives_global_classes(comm):
+    logits = logits_of(np.float64)
+    back = comm.size - 1 - comm.rank  # ranks have their classes in reverse order
+    start, stop = pce.shard_range(CLASSES, comm.size, back)
+    values, classes = pce.top_k(logits[:, start:stop], 5, comm=comm, class_start=start)
+    wanted, order = expected(logits, 5)
+    np.testing.assert_array_equal(values, wanted)
+    np.testing.assert_array_equal(classes, order)
+
+
+def test_top_k_of_no_rows_is_empty(comm):
+    shard = np.zeros((0, 3 if comm.rank == comm.size - 1 else 0))
+    for values, classes in (pce.top_k(shard, 2, comm=comm), pce.top_k(np.zeros((0, 3)), 2)):
+        assert (values.shape, classes.shape) == ((0, 2), (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"k": CLASSES + 1}, ValueError, f"k = {CLASSES + 1}, but there are {CLASSES} classes"),
+        ({"k": 0}, ValueError, "k must be at least 1, got 0"),
+        ({"k": 2.0}, TypeError, "k must be an integer, got 2.0"),
+        ({"logits": np.zeros((ROWS, 2), complex)}, TypeError, "logits must be"),
+        ({"axis": 2}, ValueError, "axis = 2 is out of bounds"),
+        ({"num_classes": 3}, ValueError, "num_classes = 3, but the shards have"),
+        ({"softcap": 3.0}, TypeError, "unexpected keyword argument 'softcap'"),
+    ],
+    ids=str,
+)
+def test_wrong_top_k_raises_on_every_rank(comm, change, error, text):
+    mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
+    right = {"logits": logits_of(np.float32)[:, mine], "k": 2, "comm": comm}
+    everywhere = change.keys() & {"softcap", "num_classes"} or change.get("k") == CLASSES + 1
+    with pytest.raises(error, match=text):
+        pce.top_k(**(right | change if everywhere or comm.rank == comm.size - 1 else right))
+    assert pce.top_k(**right)[1].shape == (ROWS, 2)
+
+
+@pytest.mark.usefixtures("several")
+def test_ranks_with_other_k_raise(comm):
+    mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
+    with pytest.raises(pce.CollectiveError, match=r"ranks disagree on k: 1 \(rank 0\), 2 \(rank"):
+        pce.top_k(logits_of(np.float32)[:, mine], 1 + min(1, comm.rank), comm=comm)
+
+
+def test_cupy_arrays_give_same_top_k(comm, cupy):
+    for dtype in (np.float16, np.float32, np.int64):
+        logits = logits_of(dtype)
+        mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
+        shard = cupy.asarray(np.ascontiguousarray(logits[:, mine]))
+        wanted, order = expected(logits, 4)
+        for how in (comm, None) if comm.size == 1 else (comm,):
+            values, classes = pce.top_k(shard, 4, comm=how)
+            assert isinstance(values, cupy.ndarray)
+            assert is_same(cupy.asnumpy(classes), order)
+            np.testing.assert_array_equal(cupy.asnumpy(values), wanted)
+        assert cupy.asnumpy(pce.argmax(shard, comm=comm)).tolist() == order[:, 0].tolist()
+
+
+# ------------------------------------------------------------------------------------------------ distributed arrays
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32, np.int64], ids=lambda dtype: dtype.__name__)
+def test_top_k_of_distributed_array_has_same_bits(comm, dtype):
+    logits = logits_of(dtype)
+    wanted, order = expected(logits, 3)
+    mesh = mesh_of(comm, *squarest(comm.size))
+    for placed in ({"model": Shard(1)}, {"data": Shard(0), "model": Shard(1)}, {"data": Shard(1), "model": Shard(0)}):
+        x = pce.distribute(logits, mesh, **placed)
+        values, classes = pce.top_k(x, 3)
+        assert is_same(np.nan_to_num(values.full()), np.nan_to_num(wanted))
+        assert is_same(classes.full(), order)
+        rows = {dim: place if place == Shard(0) else Replicate() for dim, place in x.placements.items()}
+        assert values.placements == classes.placements == rows
+        with pce.trace() as trace:
+            found = pce.argmax(x)
+        assert is_same(found.full(), order[:, 0])
+        assert trace.count("all_reduce") == 1
+
+
+def test_gradient_of_top_k_goes_to_taken_elements(comm):
+    logits = logits_of(np.float16)
+    _, order = expected(logits, 2)
+    x = pce.distribute(logits, mesh_of(comm, comm.size), requires_grad=True, data=Shard(1))
+    values, classes = pce.top_k(x, 2)
+    assert (values.requires_grad, classes.requires_grad) == (True, False)
+    loss = pce.sum(pce.where(pce.abs(values) < 9, values, 0.0) * np.arange(2.0, 16.0, dtype=np.float16).reshape(7, 2))
+    with pce.trace() as trace:
+        loss.backward()
+    assert trace.count() == 0
+    gradient = np.zeros(logits.shape, np.float16)
+    finite = np.take_along_axis(np.abs(logits) < 9, order, 1)
+    np.put_along_axis(gradient, order, np.where(finite, np.arange(2.0, 16.0).reshape(7, 2), 0), 1)
+    assert x.grad.placements == {"data": Shard(1)}
+    assert is_same(x.grad.full(), gradient)
+
+
+def test_argmax_of_numpy_is_over_all_elements(comm):
+    whole = np.array([[1.0, 5.0, 2.0], [5.0, 0.0, 7.0]])
+    x = pce.distribute(whole, mesh_of(comm, comm.size), data=Shard(1))
+    assert np.argmax(x).item() == 5
+    assert np.argmax(x, axis=0).full().tolist() == [1, 0, 1]
+    assert pce.argmax(x).full().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda x: pce.top_k(x, 4), ValueError, r"k = 4, but axis 1 of \(2, 3\) has 3 elements"),
+        (lambda x: pce.top_k(x, 1.0), TypeError, "k must be an integer, got 1.0"),
+        (lambda x: pce.top_k(x, 1, axis=2), ValueError, "axis 2 is out of bounds"),
+        (lambda x: pce.top_k(x, 1, comm=None), TypeError, r"top_k\(\) got an unexpected keyword argument 'comm'"),
+        (lambda x: pce.argmax(x[:, :0]), ValueError, r"argmax of no elements: shape \(2, 0\), axis 1"),
+    ],
+    ids=["k", "kind of k", "axis", "comm", "nothing"],
+)
+def test_wrong_top_k_of_distributed_array_raises(line, call, error, text):
+    with pytest.raises(error, match=text):
+        call(pce.distribute(np.zeros((2, 3)), line, data=Shard(0)))
