@@ -77,7 +77,16 @@ def embedding(ids: Array, table: Array) -> Array:
 
 
 WHOLE: dict[str, Callable[..., Any]] = {
-    **{name: getattr(np, name) for name in ("negative", "square", "exp", "log", "sqrt", "tanh")},
+    **{
+        name: getattr(np, name)
+        for name in ("negative", "square", "exp", "log", "sqrt", "tanh", "sin", "cumsum", "stack")
+    },
+    "abs": lambda x: np.where(np.real(x) < 0, -x, x),
+    "minimum": lambda x, y: -maximum(-x, -y),
+    "var": lambda x, axis=None, keepdims=False: np.square(x - x.mean(axis, keepdims=True)).mean(
+        axis, keepdims=keepdims
+    ),
+    "einsum": np.einsum,
     **{name: getattr(np, name) for name in ("add", "subtract", "multiply", "divide", "power", "matmul", "where")},
     **{name: getattr(np, name) for name in ("sum", "mean")},
     **{name: getattr(np, name) for name in ("reshape", "transpose", "swapaxes", "concatenate", "split")},
@@ -276,12 +285,13 @@ Line = Callable[[Writer, str], str]
 def unary(w: Writer, x: str) -> str:
     positive = [f"log(square({x}) + 1)", f"sqrt(square({x}) + 0.5)"]
     called = [f"{name}({x})" for name in ("negative", "square", "exp", "tanh", "sigmoid", "relu", "gelu")]
-    called += [f"running_sum({x})"] * bool(w.variables[x].ndim)
+    called += [f"sin({x})", f"abs({x})"]
+    called += [f"running_sum({x})", f"cumsum({x}, -1)"] * bool(w.variables[x].ndim)
     return w.one(*called, *positive, f"{x} ** {w.one(3, -2, 0.5)}", f"power(2.0, {x})")
 
 
 def binary(w: Writer, x: str) -> str:
-    name = w.one("add", "subtract", "multiply", "maximum", "divide", "power")
+    name = w.one("add", "subtract", "multiply", "maximum", "minimum", "divide", "power")
     shape = tuple(w.one(length, length, 1) for length in w.variables[x].shape[w.one(0, 0, 1) :])
     y = w.one(w.like(shape), w.like(shape), w.one(*w.variables), "2", "0.75")
     if name == "divide":
@@ -297,12 +307,14 @@ def product(w: Writer, x: str) -> str:
     if w.chance(0.5):
         other = (*shape[:-2][: w.one(0, 2)], *shape[-1:], *w.shape(0, 1, 1, 1))
         return f"matmul({x}, {w.like(other)})"
+    if w.chance(0.2):
+        return f"einsum('...i,...i->...', {x}, {w.like(shape)})"
     other = (*w.shape(0, 1, 1), *shape[-2:-1])
     return f"matmul({w.like(other)}, {x})"
 
 
 def reduction(w: Writer, x: str) -> str:
-    return f"{w.one('sum', 'mean', 'max', 'min', 'logsumexp')}({x}, {w.axes(x)})"
+    return f"{w.one('sum', 'mean', 'var', 'max', 'min', 'logsumexp')}({x}, {w.axes(x)})"
 
 
 def along_an_axis(w: Writer, x: str) -> str:
@@ -343,7 +355,10 @@ def order(w: Writer, x: str) -> str:
 def index(w: Writer, x: str) -> str:
     def entry(length: int) -> str:
         start, stop = (w.one("", w.below(length + 2) - w.one(0, length)) for _ in range(2))
-        return w.one(":", ":", f"{start}:{stop}", f"{start}:{stop}:{w.one(-1, 2, -2)}", w.below(length + 1), "None")
+        some = [w.below(length) for _ in range(2)] if length else []
+        return w.one(
+            ":", ":", f"{start}:{stop}", some, f"{start}:{stop}:{w.one(-1, 2, -2)}", w.below(length + 1), "None"
+        )
 
     shape = w.variables[x].shape
     entries = [str(entry(length)) for length in shape[: w.below(len(shape) + 1)]]
@@ -356,6 +371,8 @@ def join(w: Writer, x: str) -> str:
     axis, shape = w.axis(x), list(w.variables[x].shape)
     shape[axis] = w.one(*w.lengths)
     arrays = w.one([x, x], [x, w.like(tuple(shape))], [w.like(tuple(shape)), x, w.one(*w.variables)])
+    if w.chance(0.2):
+        return f"stack([{x}, {w.like(w.variables[x].shape)}], {axis})"
     return f"concatenate([{', '.join(arrays)}], {axis})"
 
 
