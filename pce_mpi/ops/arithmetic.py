@@ -109,7 +109,7 @@ _REMAINDER = binary(
 )
 # Operations on the bits of integers, and on bool; they have no gradient.
 _BITWISE = {
-    name: Op(name, library_function(name), rule=elementwise_rule(), dtype=numpy_dtype(name))
+    name: Op(name, library_function(name), rule=elementwise_rule(), dtype=numpy_dtype(name, floating=False))
     for name in ("bitwise_and", "bitwise_or", "invert")
 }
 

@@ -56,13 +56,20 @@ def gradient_op(name: str, forward: Callable[..., Array], *linear: Sequence[int]
     return Op(name, rounded_once(forward), rule=elementwise_rule(*linear))
 
 
-def numpy_dtype(name: str) -> Callable[..., np.dtype[Any]]:
-    """Make a function that gives the dtype of NumPy's function `name`, which depends on the size of integers."""
+def numpy_dtype(name: str, floating: bool = True) -> Callable[..., np.dtype[Any]]:
+    """Make a function that gives the dtype of NumPy's function `name`, which depends on the size of integers.
+
+    Without `floating` NumPy says that it takes no floating-point numbers.
+    """
 
     @cache
     def dtype_of(*dtypes: np.dtype[Any]) -> np.dtype[Any]:
         dtype = np.result_type(*dtypes)
-        return dtype if is_floating(dtype) else getattr(np, name)(*(np.ones(1, each) for each in dtypes)).dtype
+        return (
+            dtype
+            if floating and is_floating(dtype)
+            else getattr(np, name)(*(np.ones(1, each) for each in dtypes)).dtype
+        )
 
     return dtype_of
 

@@ -305,7 +305,7 @@ AXES: list[dict[str, Any]] = [{}, {"axis": 0}, {"axis": -1, "keepdims": True}, {
 
 PRODUCTS: list[tuple[str, list[tuple[int, ...]]]] = [
     ("bk,km->bm", [(3, 4), (4, 2)]),
-    ("bhqd,bhkd->bhqk", [(2, 1, 3, 2), (2, 2, 2, 2)]),
+    ("hqd,hkd->hqk", [(1, 3, 2), (2, 2, 2)]),
     ("ij, j, ik -> k", [(3, 2), (2,), (3, 4)]),
     ("ba", [(3, 4)]),
     ("ij->i", [(3, 4)]),

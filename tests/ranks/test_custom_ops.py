@@ -137,6 +137,15 @@ def test_operation_may_give_several_results(line):
     assert [part.requires_grad for part in parts] == [True, True, False]
 
 
+def test_whole_numbers_beside_result_need_no_vjp(line):
+    doubled = pce.op(lambda x: (x > 2, x * 2), lambda g, y, x: g * 2 + 0 * y)
+    x = at(line, numbers(5, 3), Shard(0), requires_grad=True)
+    large, y = doubled(x)
+    assert (large.requires_grad, y.requires_grad) == (False, True)
+    pce.where(large, y, 0.0).sum().backward()
+    np.testing.assert_array_equal(whole_of(x.grad), 2 * (numbers(5, 3) > 2))
+
+
 def test_vjp_for_several_results_is_refused(line):
     halves = pce.op(lambda x: (x[:1], x[1:]), lambda g, y, x: g, name="halves")
     x = at(line, numbers(2, 3), Shard(0), requires_grad=True)

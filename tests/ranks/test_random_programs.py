@@ -404,7 +404,7 @@ def loss(w: Writer, x: str) -> str:
         return f"mse({x}, {w.like(w.variables[x].shape)})"
     axis, shape = w.axis(x), list(w.variables[x].shape)
     classes = shape.pop(axis)
-    targets = w.one(w.made("integers", tuple(shape), max(1, classes)), f"abs(constant({w.variables[x].shape}, 1))")
+    targets = w.one(w.made("integers", tuple(shape), max(1, classes)), f"constant({w.variables[x].shape}, 1) ** 2")
     reduction = w.one("none", "sum", "mean")
     return f"cross_entropy({x}, {targets}, axis={axis}, reduction={reduction!r}, label_smoothing={w.one(0.0, 0.1)})"
 

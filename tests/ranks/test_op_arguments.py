@@ -1,0 +1,117 @@
+"""Dtypes, bounds and wrong arguments of operations: as NumPy has them, and gradients as PyTorch has them."""
+
+import operator
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi import Shard
+from ranks.grids import mesh_of
+from ranks.op_cases import alone
+
+DTYPES = [np.bool_, np.uint8, np.int32, np.int64, np.float16, np.float32, np.float64]
+BINARY = [operator.floordiv, operator.mod, operator.and_, operator.or_, np.minimum]
+UNARY = [abs, operator.invert, np.sin, np.log1p, np.cumsum, np.var, np.std, lambda x: np.clip(x, 1, 1)]
+
+
+def result_of(call, *operands):
+    """The dtype and the numbers, or the kind of error."""
+    try:
+        with np.errstate(all="ignore"):
+            result = call(*operands)
+    except TypeError as error:
+        return type(error)
+    return result.dtype, (result.full() if isinstance(result, pce.DistArray) else np.asarray(result)).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_new_operations_have_dtypes_of_numpy(dtype):
+    x, y = np.array([1, 0, 3, 0]).astype(dtype), np.array([1, 1, 2, 1]).astype(dtype)
+    held = pce.distribute(x, alone(), data=Shard(0))
+    for call in BINARY:
+        assert result_of(call, held, y) == result_of(call, x, y), call
+        for number in (2, True) if dtype is not np.bool_ else (True,):
+            assert result_of(call, held, number) == result_of(call, x, number), call
+            assert result_of(call, number, held + 1) == result_of(call, number, x + 1), call
+    for call in UNARY:
+        expected = result_of(call, x)
+        if call in (np.sin, np.log1p, np.var, np.std) and dtype is not np.bool_ and not isinstance(expected, type):
+            found = result_of(call, held)
+            assert found[0] == expected[0], call
+            np.testing.assert_allclose(found[1], expected[1], rtol=4 * np.finfo(found[0]).eps)
+        elif call not in (np.sin, np.log1p):
+            assert result_of(call, held) == expected, call
+
+
+def test_variance_without_freedom_is_that_of_numpy(comm):
+    mesh = mesh_of(comm, comm.size)
+    for whole, ddof in (
+        (np.array([1.0, 2.0, 2.0]), 3),
+        (np.array([1.0, 2.0, 2.0]), 9),
+        (np.ones(2), 2),
+        (np.ones(0), 0),
+    ):
+        with np.errstate(all="ignore"), pytest.warns(RuntimeWarning):
+            expected = np.var(whole, ddof=ddof)
+        found = pce.var(pce.distribute(whole, mesh, data=Shard(0)), ddof=ddof)
+        np.testing.assert_array_equal(found.full(), expected)
+
+
+def test_variance_over_sharded_axis_reduces_mean_alone(comm):
+    x = pce.distribute(np.arange(12.0).reshape(4, 3) ** 2, mesh_of(comm, comm.size), requires_grad=True, data=Shard(0))
+    with pce.trace() as trace:
+        y = pce.var(x, axis=0)
+        y.sum().backward()
+    assert y.placements == {"data": pce.Partial("sum")}
+    assert (trace.count("all_reduce"), trace.bytes()) == (1, 24)
+
+
+def gradient_of(call, *values):
+    x = pce.distribute(np.array(values), alone(), requires_grad=True)
+    pce.sum(call(x)).backward()
+    return x.grad.full().tolist()
+
+
+def test_gradients_at_bounds_are_those_of_pytorch():
+    assert gradient_of(lambda x: pce.clip(x, 0.0, 1.0), -1.0, 0.0, 0.5, 1.0, 2.0) == [0, 1, 1, 1, 0]
+    assert gradient_of(lambda x: pce.clip(0.5, x, 1.0), 0.25, 0.5, 0.75, 3.0) == [0, 0, 1, 0]
+    assert gradient_of(lambda x: pce.minimum(x, 1.0), 0.0, 1.0, 2.0) == [1, 0.5, 0]
+    assert gradient_of(abs, -2.0, 0.0, 3.0) == [-1, 0, 1]
+    assert gradient_of(pce.std, 2.0, 2.0, 2.0) == [0, 0, 0]
+    assert gradient_of(lambda x: 7.5 % x + x // 2, 2.0, -2.0) == [-3, 4]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=lambda dtype: dtype.__name__)
+def test_gradient_of_repeated_index_is_rounded_once(dtype):
+    x = pce.distribute(np.ones(2, dtype), alone(), requires_grad=True)
+    pce.sum(x[np.zeros(4097, int)]).backward()
+    assert x.grad.full().tolist() == [float(dtype(4097)), 0.0]
+    assert pce.cumsum(pce.distribute(np.ones(4097, dtype), alone()))[-1].item() == float(dtype(4097))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda x: pce.einsum("ij->k", x), ValueError, r"'ij->k' does not fit shapes \(2, 3\)"),
+        (lambda x: pce.einsum("ijk", x), ValueError, "does not fit shapes"),
+        (lambda x: pce.einsum("ij,jk", x), ValueError, "does not fit shapes"),
+        (lambda x: pce.einsum("ij->ii", x), ValueError, "does not fit shapes"),
+        (lambda x: pce.einsum("ij,ik", x, x.T), ValueError, "axes 'i' have lengths 2 and 3"),
+        (lambda x: pce.einsum("...i->i", x), ValueError, r"the result must have the axes of '\.\.\.'"),
+        (lambda x: pce.einsum(x, [0, 1]), TypeError, "subscripts must be a string"),
+        (lambda x: pce.einsum("i", np.ones(2)), TypeError, "einsum takes at least one DistArray"),
+        (lambda x: pce.squeeze(x, 0), ValueError, r"axes of length 1, got axis 0 of shape \(2, 3\)"),
+        (lambda x: pce.expand_dims(x, (0, 0)), ValueError, "names an axis twice"),
+        (lambda x: pce.expand_dims(x, 3), ValueError, "axis 3 is out of bounds"),
+        (lambda x: pce.stack([x, x.T]), ValueError, r"one shape, got \(2, 3\), \(3, 2\)"),
+        (lambda x: pce.stack([]), ValueError, "got no arrays"),
+        (lambda x: pce.cumsum(x, 2), ValueError, "axis 2 is out of bounds"),
+        (lambda x: pce.var(x, (0, 0)), ValueError, "names an axis twice"),
+        (lambda x: x & 1, TypeError, "bitwise_and"),
+    ],
+)
+def test_wrong_arguments_of_operations_raise(call, error, text):
+    with pytest.raises(error, match=text):
+        call(pce.distribute(np.ones((2, 3)), alone()))
