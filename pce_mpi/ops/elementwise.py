@@ -111,9 +111,19 @@ _SIN = unary("sin", lambda g, x: g * array_namespace(x).cos(x))
 _COS = unary("cos", lambda g, x: -g * array_namespace(x).sin(x))
 _ABS = unary("abs", lambda g, x: g * array_namespace(x).sign(x))
 _SQRT = unary("sqrt", lambda g, x: g / (2 * array_namespace(x).sqrt(x)))
-_ASTYPE = Op(
-    "astype", lambda x, dtype: x.astype(dtype), (lambda g, y, x, dtype: g,), _astype_rule, uses=[()], relays=True
-)
+
+
+@cache
+def _astype_op(dtype: np.dtype[Any]) -> Op:
+    return Op(
+        "astype",
+        lambda x, dtype: x.astype(dtype),
+        (lambda g, y, x, dtype: g,),
+        _astype_rule,
+        dtype=lambda _: dtype,
+        uses=[()],
+        relays=True,
+    )
 
 
 def negative(x: Any) -> DistArray:
@@ -284,7 +294,8 @@ def astype(x: DistArray, dtype: Any) -> DistArray:
 
     To a floating-point dtype this is linear: a Partial array stays Partial. To other dtypes it is reduced first.
     """
-    return x if x.dtype == dtype else apply(_ASTYPE, x, dtype=np.dtype(dtype))
+    wanted = np.dtype(dtype)
+    return x if x.dtype == wanted else apply(_astype_op(wanted), x, dtype=wanted)
 
 
 def widened(x: DistArray) -> DistArray:

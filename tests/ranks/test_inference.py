@@ -170,6 +170,13 @@ def differences(comm, mesh: Mesh, combinations: Any, most: int, needed: dict[int
     return comm.bcast(wrong[:20])
 
 
+def test_inference_knows_dtype_after_astype():
+    # In float32, in which halves are normalized, both operands take as many bytes: the first stays where it is.
+    placed, dtypes = [{"data": Shard(1)}, {"data": Shard(0)}], [ml_dtypes.bfloat16, F]
+    found = infer_placements("rms_norm", [(3, 4), (3,)], placed, mesh={"data": 2}, dtypes=dtypes, axis=0)
+    assert found.result == {"data": Shard(1)}
+
+
 @pytest.mark.sizes(3)
 def test_operation_on_line_does_what_was_inferred(comm, needed):
     wrong = differences(comm, mesh_of(comm, comm.size), on_a_line, 4, needed)

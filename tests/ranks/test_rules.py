@@ -137,7 +137,7 @@ NOT_LINEAR: dict[str, Formula] = {
     "equal": lambda p: np.equal(p, 2.0),
     "where p is not 0": lambda p: np.where(p, 1.0, 2.0),
     "whole numbers": lambda p: (p / 2.0).astype(np.int64),
-    "cumsum, which has no rule": lambda p: np.cumsum(p, axis=0),
+    "sort, which has no rule": lambda p: np.sort(p, axis=0),
 }
 
 
