@@ -63,10 +63,10 @@ def test_top_k_of_shards_is_stable_sort(comm, how, dtype):
 def test_many_classes_are_ordered_by_blocks(comm, monkeypatch):
     monkeypatch.setattr(largest, "_BLOCK", 3 * 5000)
     rng = np.random.default_rng(1)
-    for drawn in (rng.integers(0, 4000, (8, 5003)), np.sort(rng.integers(0, 60, (8, 5003)), 1)):
+    for drawn in (rng.integers(0, 4000, (4, 5003)), np.sort(rng.integers(0, 60, (4, 5003)), 1)):
         logits = drawn.astype(np.float32)
         mine = slice(*pce.shard_range(5003, comm.size, comm.rank))
-        for k in (1, 7, 300):
+        for k in (7, 300):
             values, classes = pce.top_k(logits[:, mine], k, comm=comm)
             wanted, order = expected(logits, k)
             assert is_same(classes, order)
