@@ -184,17 +184,15 @@ def _largest_of(x: Array, k: int, xp: Any) -> tuple[Array, Array]:
 
 
 @cache
-def _merge(k: int) -> Callable[[HostArray, HostArray], HostArray]:
-    """The merge of the k candidates of two disjoint sets of classes of the same rows."""
+def _merge(k: int) -> Callable[[HostArray, HostArray], None]:
+    """The merge of the k candidates of a set of classes into those of another one, of the same rows."""
 
-    def merge(a: HostArray, b: HostArray) -> HostArray:
+    def merge(a: HostArray, b: HostArray) -> None:
         values, classes = (np.concatenate([a[name], b[name]], axis=1) for name in ("values", "classes"))
         by_class = np.argsort(classes, axis=1, kind="stable")
         values, classes = (np.take_along_axis(each, by_class, axis=1) for each in (values, classes))
         first = _order(values, np)[:, :k]
-        merged: HostArray = np.empty(len(a), a.dtype)
-        merged["values"] = np.take_along_axis(values, first, axis=1)
-        merged["classes"] = np.take_along_axis(classes, first, axis=1)
-        return merged
+        b["values"] = np.take_along_axis(values, first, axis=1)
+        b["classes"] = np.take_along_axis(classes, first, axis=1)
 
     return merge
