@@ -20,7 +20,7 @@ import textwrap
 from pce_mpi.cli.progress import Bar
 from pce_mpi.comm.launch import launch
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, missing_framework
-from pce_mpi.conformance.batches import DEFAULT_TIMEOUT, asked_offer, run_cases
+from pce_mpi.conformance.batches import DEFAULT_TIMEOUT, LARGE_TIMEOUT, asked_offer, run_cases
 from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.launching import LaunchError
 from pce_mpi.conformance.offers import DTYPES
@@ -98,14 +98,20 @@ Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or ju
     parser.add_argument(
         "--timeout",
         type=_positive_real,
-        default=DEFAULT_TIMEOUT,
         metavar="S",
-        help="seconds without a sign of life after which a case is deadlocked; a sixth of that, 5 s at least, where "
-        "one rank has raised",
+        help="seconds without a sign of life after which a case is deadlocked, "
+        f"{DEFAULT_TIMEOUT:g} unless given, with --large {LARGE_TIMEOUT:g}; a sixth of that, 5 s at least, where one "
+        "rank has raised",
     )
     parser.add_argument("--seed", type=_natural, default=0, metavar="K", help="seed of the random numbers")
     parser.add_argument("--rows", type=_positive, metavar="R", help="rows, in place of each case's own")
     parser.add_argument("--classes", type=_positive, metavar="C", help="classes, in place of each case's own")
+    parser.add_argument(
+        "--large",
+        action="store_true",
+        help="also a case with a shard of more than 2**31 elements: in float16 it takes 4 GiB for logits, as much for "
+        "their gradient, and what the candidate takes besides; where shards must be equal, on each rank",
+    )
     parser.add_argument(
         "--shrink", action="store_true", help="look for the smallest shape at which each case still fails"
     )
@@ -160,7 +166,9 @@ def run(options: argparse.Namespace) -> int:
         seed=options.seed,
         rows=options.rows,
         classes=options.classes,
+        large=options.large,
     )
+    timeout = options.timeout or (LARGE_TIMEOUT if options.large else DEFAULT_TIMEOUT)
     try:
         known = _known_failures(options.known)
     except OSError as error:
@@ -173,7 +181,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         renderers = _renderers(options)
         if options.list:
-            print(_listed(orders, options.timeout, display))
+            print(_listed(orders, timeout, display))
             return 0
         if options.export is not None:
             print(f"{_exported(orders, options)} vectors in {options.export}")
@@ -185,9 +193,7 @@ def run(options: argparse.Namespace) -> int:
         else:
             ranks = f"{' and then '.join(map(str, sizes))} rank{'s' * (sizes != [1])}"
             print(f"starting {ranks} with {orders.candidate}", file=sys.stderr, flush=True)
-            report = run_cases(
-                orders, sizes, timeout=options.timeout, shrinking=options.shrink, display=display, known=known
-            )
+            report = run_cases(orders, sizes, timeout=timeout, shrinking=options.shrink, display=display, known=known)
     except (LaunchError, _UsageError) as error:
         return _wrong(str(error))
     except ImportError as error:

@@ -25,6 +25,8 @@ from pce_mpi.conformance.stacks import innermost
 from pce_mpi.conformance.units import Tolerance
 
 DEFAULT_TIMEOUT = 30.0
+# Seconds for a case of 2**31 elements.
+LARGE_TIMEOUT = 900.0
 
 # Seconds between reads of the ranks' files.
 _POLL = 0.02
@@ -421,8 +423,7 @@ def _command(orders: Orders, timeout: float, outcome: Outcome) -> str:
     command += [orders.candidate, "--case", outcome.case]
     if orders.dtypes is not None:
         command += ["--dtype", outcome.dtype]
-    if orders.strict:
-        command.append("--strict")
+    command += ["--strict"] * orders.strict + ["--large"] * orders.large
     for name, value, default in (
         ("--tolerance", orders.tolerance, 1.0),
         ("--timeout", timeout, DEFAULT_TIMEOUT),

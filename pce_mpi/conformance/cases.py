@@ -79,6 +79,7 @@ class Problem:
                                  elements, "expanded"
     kind                         the kind of the candidate, as in `Offer`
     gathered                     every rank gets the logits of all classes, by mistake
+    copies                       how many times a candidate gets these rows, one after the other
     may_be_nan                   (rows,) where PyTorch's dense function gives nan and `dense` a number: nan passes there
                                  unless the judge is strict, in the gradient, and in the loss if the row counts. None:
                                  nowhere
@@ -97,6 +98,7 @@ class Problem:
     dloss_memory: Memory = "C"
     kind: Kind = "loss"
     gathered: bool = False
+    copies: int = 1
     may_be_nan: Array | None = None
 
     @property
@@ -183,6 +185,10 @@ class Problem:
             return array
         return np.moveaxis(np.moveaxis(array, self.axis, 0)[slice(*self.splits[rank : rank + 2])], 0, self.axis)
 
+    def repeated(self, rows: Array) -> Array:
+        """Return the array that has all copies of these rows."""
+        return rows if self.copies == 1 else np.tile(rows, (self.copies, *(1,) * (rows.ndim - 1)))
+
     def shard(self, rank: int) -> Shard:
         """Return the arguments of a rank, as copies: a candidate may write to them."""
         start, stop = self.splits[rank : rank + 2]
@@ -191,8 +197,8 @@ class Problem:
             options["weight"] = options["weight"][slice(None) if self.gathered else slice(start, stop)].copy()
         targets = self.part(self.targets, rank) if self.with_probabilities else self.targets
         return Shard(
-            logits=stored(self.part(self.logits, rank), self.memory, self.axis),
-            targets=targets.copy(order="C") if self.with_probabilities else stored(targets, self.target_memory),
+            logits=stored(self.repeated(self.part(self.logits, rank)), self.memory, self.axis),
+            targets=stored(self.repeated(targets), "C" if self.with_probabilities else self.target_memory),
             class_start=start,
             num_classes=self.classes,
             options=options | {"reduction": self.reduction, "axis": self.axis},

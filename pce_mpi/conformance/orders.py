@@ -34,6 +34,7 @@ class Orders:
     dtypes      of the logits; None: all
     strict, tolerance   as in `judging.Tolerance`
     rows, classes       in place of each case's own; None: its own
+    large       also the case that takes GiB of memory
     tasks       None: each case that `patterns` and `dtypes` select, once
     """
 
@@ -47,19 +48,23 @@ class Orders:
     seed: int = 0
     rows: int | None = None
     classes: int | None = None
+    large: bool = False
     tasks: tuple[Task, ...] | None = None
 
     def cases(self, offer: Offer | None) -> dict[str, Case]:
         """Return the selected cases by name, also those that `offer` does not cover."""
-        return {case.name: case for case in catalogue(offer, self.dtypes) if self._select(case)}
+        return {case.name: case for case in self._catalogue(offer, self.dtypes) if self._select(case)}
 
     def patterns_of_no_case(self, more: Iterable[str] = ()) -> list[str]:
         """Return the patterns, those of `more` included, that fit no case, whatever a candidate offers."""
         # The dtype of a case can depend on the offer; with a single dtype, all cases have that.
-        every = [case for dtype in self.dtypes or DTYPES for case in catalogue(None, [dtype])]
+        every = [case for dtype in self.dtypes or DTYPES for case in self._catalogue(None, [dtype])]
         return [
             each for each in (*(self.patterns or ()), *self.but, *more) if not any(case.fits(each) for case in every)
         ]
+
+    def _catalogue(self, offer: Offer | None, dtypes: Iterable[str] | None) -> list[Case]:
+        return catalogue(offer, dtypes, large=self.large)
 
     def _select(self, case: Case) -> bool:
         selected = self.patterns is None or any(map(case.fits, self.patterns))

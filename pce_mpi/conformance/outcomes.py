@@ -22,7 +22,7 @@ _SEEN = re.compile(
     rf"|the ({_RESULT}) (in row .* )?(is|has dtype) \S+ on rank \d+ and).*"
 )
 # The names that procedures give to several answers are no cause.
-_WHICH = re.compile("(first|second) (of two losses|backward pass): ")
+_WHICH = re.compile("((first|second) (of two losses|backward pass)|the (least|greatest) of all copies): ")
 # A number, or a list of several.
 _NUMBERS = re.compile(r"-?\d[\d.]*(e[+-]?\d+)?((, | and )\d+)*( more)?")
 

@@ -88,7 +88,8 @@ class _Call:
 
     def _hand(self, name: str, array: Array) -> Any:
         handed = _as_library(array, self._offer.arrays)
-        self._watched[name] = _Watched(array, handed)
+        if self._problem.copies == 1:  # else there is no memory for a copy of it
+            self._watched[name] = _Watched(array, handed)
         return handed
 
     def run(self, comm: MPI.Intracomm | None, **more: Any) -> None:
@@ -116,9 +117,9 @@ class _Call:
         problem = self._problem
         dloss = np.ones(problem.loss_shape) if problem.dloss is None else problem.dloss
         dloss = dloss.astype(to_host(self.loss).dtype)
-        if dloss.size == self.loss.size:
+        if dloss.size == self.loss.size and problem.copies == 1:
             dloss = dloss.reshape(self.loss.shape)
-        dloss = stored(dloss, problem.dloss_memory)
+        dloss = stored(problem.repeated(dloss), problem.dloss_memory)
         self.gradient = _array(self._backward(self._hand("the upstream gradient", dloss)), "the gradient")
 
     def answer(self) -> Answer:
@@ -318,6 +319,19 @@ def _rows_sharded(trial: Trial) -> None:
     over_rows.Free()
 
 
+def _copies(trial: Trial) -> None:
+    """Judge the least and the greatest number that the copies of each row gave."""
+    call, problem = trial.call(), trial.problem(0)
+    call.backward()
+    given = call.loss, call.gradient
+    for name, least in (("the least of all copies", np.minimum), ("the greatest of all copies", np.maximum)):
+        loss, gradient = (
+            each if each is None else least.reduce(to_host(each).reshape(problem.copies, -1, *each.shape[1:]))
+            for each in given
+        )
+        trial.judge(Answer(loss, gradient), name=name)
+
+
 PROCEDURES: dict[str, Callable[[Trial], None]] = {
     "plain": _plain,
     "backward-twice": _backward_twice,
@@ -326,6 +340,7 @@ PROCEDURES: dict[str, Callable[[Trial], None]] = {
     "run-twice": _run_twice,
     "on-fewer-ranks": _on_fewer_ranks,
     "rows-sharded": _rows_sharded,
+    "copies": _copies,
 }
 
 

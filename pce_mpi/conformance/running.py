@@ -120,7 +120,7 @@ def run_case(
         raised = error_text(error)
     outcome = replace(
         outcome,
-        rows=problem(0).rows,
+        rows=problem(0).rows * problem(0).copies,
         classes=problem(0).classes,
         splits=problem(0).splits,
         seconds=time.perf_counter() - start,

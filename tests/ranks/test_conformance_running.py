@@ -11,6 +11,7 @@ import pytest
 import pce_mpi as pce
 from pce_mpi.conformance import Gradient, Offer, Tolerance, Verdict, assert_conforms, cases, offer_of, offers, run_case
 from pce_mpi.conformance.adapters import named_candidate
+from pce_mpi.conformance.catalogue import catalogue, shapes
 from pce_mpi.conformance.offers import OPTIONS, REDUCTIONS
 
 STRICT = Tolerance(strict=True)
@@ -351,3 +352,21 @@ def test_case_about_memory_names_it_before_numbers(comm):
 
     assert kinds(run(candidate, "inputs-unmodified", comm)) == ["inputs modified", "gradient"]
     assert kinds(run(candidate, "random-logits/float32", comm)) == ["gradient"]
+
+
+@pytest.mark.sizes(1, 3)
+def test_large_case_catches_elements_beyond_limit(comm, monkeypatch):
+    monkeypatch.setattr(shapes, "BEYOND", 2**18)  # for 2**31
+    (case,) = (case for case in catalogue(dtypes=["float32"], large=True) if case.family == "large")
+    assert case.name not in {each.name for each in catalogue(dtypes=["float32"])}
+
+    def places_of_few_bits(logits, targets, *, reduction, **options):
+        assert logits.size > 2**18 or comm.rank > 0
+        loss, gradient = right(logits, targets, reduction=reduction, **options)
+        gradient.reshape(-1)[2**18 :] = 0.0
+        return loss, gradient
+
+    offer = Offer(reductions=REDUCTIONS)
+    fine, wrong = (run_case(each, case, comm, offer=offer) for each in (right, places_of_few_bits))
+    assert (fine.verdict, fine.rows, fine.findings) == (Verdict.PASS, 64, [])
+    assert wrong.failed and "the least of all copies: the gradient is wrong: 0 where" in wrong.findings[0].text

@@ -12,8 +12,8 @@ from pce_mpi.conformance.offers import DTYPES, Offer, offer_of
 _FAMILIES = (numbers, special_values, shapes, targets, options, calls)
 
 
-def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None) -> list[Case]:
-    """Return every case, also those that `offer` does not cover.
+def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None, *, large: bool = False) -> list[Case]:
+    """Return every case, also those that `offer` does not cover; with `large`, the case that takes GiB as well.
 
     Cases that are not about numbers come in one dtype only: the first of float32, float64, bfloat16 and float16 that
     is in `offer` and in `dtypes`. No case has a dtype outside `dtypes`.
@@ -24,7 +24,11 @@ def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None) -
             raise ValueError(f"dtypes must be among {', '.join(DTYPES)}, got {dtype!r}")
     offered = DTYPES if offer is None else offer.dtypes
     main = next((dtype for dtype in DTYPES if dtype in offered and dtype in wanted), wanted[0])
-    return [case for module in _FAMILIES for case in module.families(main) if case.dtype in wanted]
+    every = [case for module in _FAMILIES for case in module.families(main)]
+    if large:
+        smallest = next((dtype for dtype in reversed(DTYPES) if dtype in offered and dtype in wanted), wanted[0])
+        every.append(shapes.large(smallest))
+    return [case for case in every if case.dtype in wanted]
 
 
 def cases(

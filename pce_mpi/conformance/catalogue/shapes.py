@@ -13,6 +13,10 @@ from pce_mpi.conformance.cases import Case, Expects, Memory, Problem, Setting
 from pce_mpi.conformance.catalogue.drawing import chunks, even, random_problem, uneven
 from pce_mpi.conformance.offers import REDUCTIONS, Needs
 
+# The large case has more elements than this on a rank, in so many classes.
+BEYOND = 2**31
+_COLUMNS = 4_100
+
 
 def families(main: str) -> Iterator[Case]:
     """Yield every case of this file."""
@@ -38,6 +42,20 @@ def families(main: str) -> Iterator[Case]:
             rows=0,
             shrinkable=False,
         )
+
+
+def large(dtype: str) -> Case:
+    """Return the case that takes GiB of memory."""
+    return Case(
+        "large/more-than-2**31-elements",
+        "A place in the logits that is computed in 32 bits: beyond 2**31 elements of a shard it is negative.",
+        dtype,
+        _large,
+        Needs(reductions=("none",)),
+        procedure="copies",
+        rows=32,
+        shrinkable=False,
+    )
 
 
 def _splits(main: str) -> Iterator[Case]:
@@ -176,6 +194,15 @@ def _memory(main: str) -> Iterator[Case]:
         main,
         _masked_padding,
     )
+
+
+def _large(setting: Setting) -> Problem:
+    """The first shard is large; the others have one class, or are as large where shards must be equal."""
+    ranks = setting.ranks
+    equal = tuple(_COLUMNS * rank for rank in range(ranks + 1))
+    one_class_each = (0, *range(_COLUMNS, _COLUMNS + ranks))
+    problem = random_problem(setting, one_class_each if setting.shards == "any" else equal)
+    return replace(problem, copies=BEYOND // (setting.rows * _COLUMNS) + 1)
 
 
 def _last_is_empty(setting: Setting) -> tuple[int, ...]:
