@@ -24,11 +24,11 @@ def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None, *
             raise ValueError(f"dtypes must be among {', '.join(DTYPES)}, got {dtype!r}")
     offered = DTYPES if offer is None else offer.dtypes
     main = next((dtype for dtype in DTYPES if dtype in offered and dtype in wanted), wanted[0])
-    every = [case for module in _FAMILIES for case in module.families(main)]
+    every = [case for module in _FAMILIES for case in module.CASES.of(main)]
     if large:
         smallest = next((dtype for dtype in reversed(DTYPES) if dtype in offered and dtype in wanted), wanted[0])
-        every.append(shapes.large(smallest))
-    return [case for case in every if case.dtype in wanted]
+        every += shapes.LARGE.of(smallest)
+    return [case for case in dict.fromkeys(every) if case.dtype in wanted]
 
 
 def cases(

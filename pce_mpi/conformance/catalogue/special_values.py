@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 import math
@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Case, Problem, Setting
+from pce_mpi.conformance.cases import Problem, Setting
+from pce_mpi.conformance.catalogue.declaring import Cases
 from pce_mpi.conformance.catalogue.drawing import random_problem, rounded
-from pce_mpi.conformance.offers import Needs
 
 Array = np.ndarray[Any, Any]
+
+CASES = Cases()
 
 _LOWEST = {
     "float16": -65504.0,
@@ -24,78 +26,6 @@ _LOWEST = {
 }
 # One loss per row shows which rows are off.
 _BY_ROW = ("none", "mean", "sum")
-
-
-def families(main: str) -> Iterator[Case]:
-    """Yield every case of this file."""
-    yield Case(
-        "masked-shard/last",
-        "A shard of -inf alone: its own maximum is -inf, and -inf - -inf is nan (TransformerEngine, flash-attention).",
-        main,
-        partial(_masked, which=_last_shard),
-    )
-    yield Case(
-        "masked-shard/another-in-each-row",
-        "The same, where every rank has rows that are masked on it and rows that are not.",
-        main,
-        partial(_masked, which=_shard_by_row),
-    )
-    yield Case(
-        "masked-classes/every-third",
-        "-inf here and there: a masked class has probability 0 and a gradient of 0, not nan.",
-        main,
-        partial(_masked, which=_every_third_class),
-    )
-    yield Case(
-        "masked-classes/first-block",
-        "The first 32,768 classes of every shard are -inf: an online maximum that begins there takes -inf from -inf.",
-        main,
-        partial(_blocks, which=_first_block),
-        rows=2,
-        shrinkable=False,
-    )
-    for name, value in (("1e30", -1e30), ("lowest", -math.inf)):
-        for options in ((), ("label_smoothing",)):
-            yield Case(
-                f"finite-mask/{name}{'-smoothed' * bool(options)}",
-                "Masks that are large and finite, -1e30 or the lowest number of the dtype: sums of them overflow, and "
-                "with label smoothing they are part of the loss.",
-                main,
-                partial(_finite_mask, value=value, options=options),
-                Needs(options=options),
-            )
-    yield Case(
-        "masked-target",
-        "The target's own logit is -inf: the loss is inf and its gradient -1, not nan.",
-        main,
-        partial(_with_row, change=_mask_target),
-        Needs(reductions=_BY_ROW),
-    )
-    yield Case(
-        "masked-row",
-        "A row of -inf alone has no softmax: its loss is nan, on every rank, and the other rows are right. Who guards "
-        "a maximum of -inf by a 0 gets a number here.",
-        main,
-        partial(_with_row, change=partial(_fill, value=-np.inf)),
-        Needs(reductions=_BY_ROW),
-    )
-    for name, value in (("nan", np.nan), ("plus-inf", np.inf)):
-        yield Case(
-            f"{name}/in-a-row",
-            f"A {name.replace('plus-', '+')} in one row gives nan there, the same on every rank, and leaves the other "
-            "rows alone. MPI.MAX may give nan on one rank and a number on another.",
-            main,
-            partial(_with_row, change=partial(_put_one, value=value)),
-            Needs(reductions=_BY_ROW),
-        )
-        yield Case(
-            f"{name}/in-an-ignored-row",
-            f"A {name.replace('plus-', '+')} in a row that is ignored gets into the loss where rows are masked by a "
-            "product with 0. In that row's own gradient, nan passes (PyTorch's dense loss has it there) unless strict.",
-            main,
-            partial(_in_ignored_row, value=value),
-            Needs(options=("ignore_index",)),
-        )
 
 
 def _masked(setting: Setting, which: Callable[[Problem, Array, Array], Array]) -> Problem:
@@ -114,18 +44,42 @@ def _masked(setting: Setting, which: Callable[[Problem, Array, Array], Array]) -
     return replace(problem, logits=logits, targets=targets)
 
 
-def _blocks(setting: Setting, which: Callable[[Problem, Array, Array], Array]) -> Problem:
-    each = 33_000
-    return _masked(replace(setting, classes=each * setting.ranks), which)
+def _shard_of(problem: Problem, classes: Array) -> Array:
+    return np.searchsorted(problem.splits, classes, side="right") - 1
 
 
-def _first_block(problem: Problem, rows: Array, classes: Array) -> Array:
-    starts = np.asarray(problem.splits)[np.searchsorted(problem.splits, classes, side="right") - 1]
-    return np.asarray(classes - starts < 32_768)
+@CASES.case("masked-shard/last")
+def _last_shard(setting: Setting) -> Problem:
+    """A shard of -inf alone: its own maximum is -inf, and -inf - -inf is nan (TransformerEngine, flash-attention)."""
+    return _masked(setting, lambda problem, rows, classes: classes >= problem.splits[-2])
+
+
+@CASES.case("masked-shard/another-in-each-row")
+def _shard_by_row(setting: Setting) -> Problem:
+    """A shard of -inf alone, where every rank has rows that are masked on it and rows that are not."""
+    return _masked(setting, lambda problem, rows, classes: _shard_of(problem, classes) == rows % problem.ranks)
+
+
+@CASES.case("masked-classes/every-third")
+def _every_third_class(setting: Setting) -> Problem:
+    """-inf here and there: a masked class has probability 0 and a gradient of 0, not nan."""
+    return _masked(setting, lambda problem, rows, classes: (classes + rows) % 3 == 0)
+
+
+@CASES.case("masked-classes/first-block", rows=2, shrinkable=False)
+def _first_block(setting: Setting) -> Problem:
+    """The first 32,768 classes of every shard are -inf: an online maximum that begins there takes -inf from -inf."""
+
+    def which(problem: Problem, rows: Array, classes: Array) -> Array:
+        return np.asarray(classes - np.asarray(problem.splits)[_shard_of(problem, classes)] < 32_768)
+
+    return _masked(replace(setting, classes=33_000 * setting.ranks), which)
 
 
 def _finite_mask(setting: Setting, value: float, options: tuple[str, ...]) -> Problem:
-    """Every third class at `value`, or at the lowest number of the dtype, but for the targets."""
+    """Masks that are large and finite, -1e30 or the lowest number of the dtype: sums of them overflow, and with label
+    smoothing they are part of the loss.
+    """
     problem = random_problem(setting, options=options)
     rows, classes = np.indices(problem.logits.shape)
     masked = ((classes + rows) % 3 == 0) & (classes != problem.targets[:, None])
@@ -133,21 +87,17 @@ def _finite_mask(setting: Setting, value: float, options: tuple[str, ...]) -> Pr
     return replace(problem, logits=np.where(masked, least, problem.logits))
 
 
-def _last_shard(problem: Problem, rows: Array, classes: Array) -> Array:
-    return classes >= problem.splits[-2]
-
-
-def _shard_by_row(problem: Problem, rows: Array, classes: Array) -> Array:
-    owner = np.searchsorted(problem.splits, classes, side="right") - 1
-    return owner == rows % problem.ranks
-
-
-def _every_third_class(problem: Problem, rows: Array, classes: Array) -> Array:
-    return (classes + rows) % 3 == 0
+for name, value in (("1e30", -1e30), ("lowest", -math.inf)):
+    for options in ((), ("label_smoothing",)):
+        CASES.case(
+            f"finite-mask/{name}{'-smoothed' * bool(options)}",
+            partial(_finite_mask, value=value, options=options),
+            options=options,
+        )
 
 
 def _with_row(setting: Setting, change: Callable[[Array, int], None]) -> Problem:
-    """Apply `change` to one row in the middle."""
+    """Apply `change` to one row in the middle, and its target."""
     problem = random_problem(setting)
     logits = problem.logits.copy()
     row = setting.rows // 2
@@ -156,16 +106,22 @@ def _with_row(setting: Setting, change: Callable[[Array, int], None]) -> Problem
     return replace(problem, logits=logits)
 
 
-def _mask_target(row: Array, target: int) -> None:
-    row[target] = -np.inf
+@CASES.case("masked-target", reductions=_BY_ROW)
+def _masked_target(setting: Setting) -> Problem:
+    """The target's own logit is -inf: the loss is inf and its gradient -1, not nan."""
+    return _with_row(setting, lambda row, target: row.__setitem__(target, -np.inf))
 
 
-def _fill(row: Array, target: int, value: float) -> None:
-    row[:] = value
+@CASES.case("masked-row", reductions=_BY_ROW)
+def _masked_row(setting: Setting) -> Problem:
+    """A row of -inf alone has no softmax: its loss is nan, on every rank, and the other rows are right. Who guards a
+    maximum of -inf by a 0 gets a number here.
+    """
+    return _with_row(setting, lambda row, target: row.fill(-np.inf))
 
 
-def _put_one(row: Array, target: int, value: float) -> None:
-    row[(target + 1) % row.size] = value
+def _beside_target(setting: Setting, value: float) -> Problem:
+    return _with_row(setting, lambda row, target: row.__setitem__((target + 1) % row.size, value))
 
 
 def _in_ignored_row(setting: Setting, value: float) -> Problem:
@@ -174,3 +130,20 @@ def _in_ignored_row(setting: Setting, value: float) -> Problem:
     ignored = np.flatnonzero(~problem.valid)
     logits[ignored, ignored % problem.classes] = value
     return replace(problem, logits=logits, may_be_nan=~problem.valid)
+
+
+for name, number in (("nan", np.nan), ("+inf", np.inf)):
+    CASES.case(
+        f"{name.replace('+', 'plus-')}/in-a-row",
+        partial(_beside_target, value=number),
+        f"A {name} in one row gives nan there, the same on every rank, and leaves the other rows alone. MPI.MAX may "
+        "give nan on one rank and a number on another.",
+        reductions=_BY_ROW,
+    )
+    CASES.case(
+        f"{name.replace('+', 'plus-')}/in-an-ignored-row",
+        partial(_in_ignored_row, value=number),
+        f"A {name} in a row that is ignored gets into the loss where rows are masked by a product with 0. In that "
+        "row's own gradient, nan passes (PyTorch's dense loss has it there) unless strict.",
+        options=("ignore_index",),
+    )

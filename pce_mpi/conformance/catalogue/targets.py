@@ -2,83 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Case, Expects, Memory, Problem, Setting
+from pce_mpi.conformance.cases import Expects, Problem, Setting
+from pce_mpi.conformance.catalogue.declaring import Cases
 from pce_mpi.conformance.catalogue.drawing import even, option_values, random_problem, rounded, uneven
-from pce_mpi.conformance.offers import OPTIONS, REDUCTIONS, Needs
+from pce_mpi.conformance.offers import OPTIONS, REDUCTIONS
 
 Array = np.ndarray[Any, Any]
 
+CASES = Cases()
 
-def families(main: str) -> Iterator[Case]:
-    """Yield every case of this file."""
-    yield from _ignored(main)
-    yield from _memory(main)
-    yield from _out_of_range(main)
-    yield from _probabilities(main)
+_IGNORED = ("ignore_index",)
 
 
-def _ignored(main: str) -> Iterator[Case]:
-    for name, which in (("negative", -1), ("first-class", 0), ("inside", 5), ("last-class", -2)):
-        yield Case(
-            f"ignored/{name}",
-            "An ignore_index that is -1, or a class: rows with that target count neither in the sum nor in the mean's "
-            "divisor, and have no gradient (ColossalAI: a wrong gradient; Paddle: divides by all rows).",
-            main,
-            partial(_ignore, which=which),
-            Needs(options=("ignore_index",), any_ignore_index=True),
-        )
-    for name, number in (("as-local-number", 2), ("as-shifted-number", -1)):
-        yield Case(
-            f"ignored/{name}",
-            "Targets that equal ignore_index once class_start is subtracted from them: who compares after the shift "
-            "ignores rows that count.",
-            main,
-            partial(_ignore_after_shift, number=number),
-            Needs(options=("ignore_index",), any_ignore_index=True),
-        )
-    for reduction in REDUCTIONS:
-        yield Case(
-            f"ignored/all-rows-{reduction}",
-            "No row is left: the mean is nan, the sum 0, and the gradient 0, as PyTorch's dense loss has it.",
-            main,
-            _ignore_all,
-            Needs(options=("ignore_index",), reductions=(reduction,)),
-        )
-    yield Case(
-        "ignored/unevenly-over-ranks",
-        "The rows that count have their targets on one rank, but for one: a mean over each rank's own rows, averaged "
-        "over ranks, is wrong.",
-        main,
-        _ignore_unevenly,
-        Needs(options=("ignore_index",)),
-        rows=12,
-    )
-    yield Case(
-        "ignored/weighted-mean",
-        "The divisor of the mean is the sum of the weights of the targets that count, over all ranks; a rank knows the "
-        "weights of its own classes only (PyTorch's loss_parallel with weights: index -100 is out of bounds).",
-        main,
-        lambda setting: random_problem(setting, uneven(setting), options=("weight", "ignore_index")),
-        Needs(options=("weight", "ignore_index"), reductions=("mean",)),
-        rows=12,
-    )
-    yield Case(
-        "ignored/smoothed",
-        "Label smoothing must not bring ignored rows back (Paddle, with an ignore_index that is a class).",
-        main,
-        partial(_ignore, which=5, label_smoothing=0.125),
-        Needs(options=("ignore_index", "label_smoothing"), any_ignore_index=True),
-    )
-
-
-def _ignore(setting: Setting, which: int, **options: float) -> Problem:
+def _ignored(setting: Setting, which: int, **options: float) -> Problem:
+    """An ignore_index that is -1, or a class: rows with that target count neither in the sum nor in the mean's divisor,
+    and have no gradient (ColossalAI: a wrong gradient; Paddle: divides by all rows).
+    """
     problem = random_problem(setting)
     number = problem.classes - 1 if which == -2 else min(which, problem.classes - 1)
     targets = problem.targets.copy()
@@ -86,8 +31,15 @@ def _ignore(setting: Setting, which: int, **options: float) -> Problem:
     return replace(problem, targets=targets, options={"ignore_index": number, **options})
 
 
-def _ignore_after_shift(setting: Setting, number: int) -> Problem:
-    """Targets that are `number` once `class_start` of their shard, or of the next one, is subtracted."""
+for name, which in (("negative", -1), ("first-class", 0), ("inside", 5), ("last-class", -2)):
+    CASES.case(f"ignored/{name}", partial(_ignored, which=which), options=_IGNORED, any_ignore_index=True)
+
+
+def _ignored_after_shift(setting: Setting, number: int) -> Problem:
+    """Targets that equal ignore_index once class_start is subtracted from them: who compares after the shift ignores
+    rows that count.
+    """
+    # Targets that are `number` once `class_start` of their shard, or of the next one, is subtracted.
     problem = random_problem(setting)
     starts = np.array(problem.splits[1:-1] or (0,))
     targets = np.resize(starts + number, problem.rows)
@@ -96,44 +48,26 @@ def _ignore_after_shift(setting: Setting, number: int) -> Problem:
     return replace(problem, targets=np.clip(targets, number, problem.classes - 1), options={"ignore_index": number})
 
 
-def _memory(main: str) -> Iterator[Case]:
-    yield Case(
-        "targets/int32",
-        "Targets of 32 bits that are read as if they had 64: refused, or right.",
-        main,
-        lambda setting: _with_targets(setting, lambda targets: targets.astype(np.int32)),
-        Needs(targets=True),
-        expects=Expects.EITHER,
-    )
-    strided: Memory = "strided"
-    for memory in (strided, "expanded"):
-        yield Case(
-            f"targets/{memory}",
-            "Targets that are a slice of a longer array, or one number for all rows with strides of 0: a kernel that "
-            "takes them for contiguous.",
-            main,
-            partial(_targets_in_memory, memory=memory),
-            Needs(strided=True, targets=True),
-        )
+for name, number in (("as-local-number", 2), ("as-shifted-number", -1)):
+    CASES.case(f"ignored/{name}", partial(_ignored_after_shift, number=number), options=_IGNORED, any_ignore_index=True)
 
 
-def _with_targets(setting: Setting, change: Callable[[Array], Array]) -> Problem:
-    problem = random_problem(setting)
-    return replace(problem, targets=change(problem.targets))
-
-
-def _targets_in_memory(setting: Setting, memory: Memory) -> Problem:
-    problem = _with_targets(setting, (lambda t: np.full_like(t, t[:1].sum())) if memory == "expanded" else np.copy)
-    return replace(problem, target_memory=memory)
-
-
-def _ignore_all(setting: Setting) -> Problem:
-    problem = random_problem(setting, options=("ignore_index",))
+def _all_ignored(setting: Setting) -> Problem:
+    """No row is left: the mean is nan, the sum 0, and the gradient 0, as PyTorch's dense loss has it."""
+    problem = random_problem(setting, options=_IGNORED)
     return replace(problem, targets=np.full_like(problem.targets, setting.ignore_index))
 
 
-def _ignore_unevenly(setting: Setting) -> Problem:
-    problem = random_problem(setting, uneven(setting), options=("ignore_index",))
+for reduction in REDUCTIONS:
+    CASES.case(f"ignored/all-rows-{reduction}", _all_ignored, options=_IGNORED, reductions=(reduction,))
+
+
+@CASES.case("ignored/unevenly-over-ranks", options=_IGNORED, rows=12)
+def _ignored_unevenly(setting: Setting) -> Problem:
+    """The rows that count have their targets on one rank, but for one: a mean over each rank's own rows, averaged over
+    ranks, is wrong.
+    """
+    problem = random_problem(setting, uneven(setting), options=_IGNORED)
     owner = np.searchsorted(problem.splits, problem.targets, side="right") - 1
     targets = problem.targets.copy()
     first, last = problem.splits[0], problem.splits[-1] - 1
@@ -142,44 +76,44 @@ def _ignore_unevenly(setting: Setting) -> Problem:
     return replace(problem, targets=targets)
 
 
-def _out_of_range(main: str) -> Iterator[Case]:
-    for name, beyond in (("one-too-many", 0), ("far", 10**9)):
-        yield Case(
-            f"target-out-of-range/{name}",
-            "A target that no rank owns: a loss of logsumexp, a gradient of softmax and a row that counts, without a "
-            "word (Megatron, PyTorch's loss_parallel). To be refused on every rank, without hanging.",
-            main,
-            partial(_beyond, beyond=beyond),
-            Needs(checks_targets=True),
-            expects=Expects.REFUSAL,
-        )
-    yield Case(
-        "target-out-of-range/wraps-in-int32",
-        "A target of 2**32 + 1, which is class 1 for who keeps targets in 32 bits.",
-        main,
-        partial(_beyond, number=2**32 + 1),
-        Needs(checks_targets=True),
-        expects=Expects.REFUSAL,
-    )
-    yield Case(
-        "target-out-of-range/negative",
-        "A negative target that is not ignore_index: an index from the end, on the rank that takes it for its own.",
-        main,
-        partial(_beyond, number=-1),
-        Needs(checks_targets=True),
-        expects=Expects.REFUSAL,
-    )
-    yield Case(
-        "target-out-of-range/another-ignore_index",
-        "-100 where ignore_index is something else: no class and not ignored either.",
-        main,
-        partial(_beyond, number=-100, ignore_index=-1),
-        Needs(options=("ignore_index",), any_ignore_index=True, checks_targets=True),
-        expects=Expects.REFUSAL,
-    )
+@CASES.case("ignored/weighted-mean", options=("weight", "ignore_index"), reductions=("mean",), rows=12)
+def _ignored_with_weights(setting: Setting) -> Problem:
+    """The divisor of the mean is the sum of the weights of the targets that count, over all ranks; a rank knows the
+    weights of its own classes only (PyTorch's loss_parallel with weights: index -100 is out of bounds).
+    """
+    return random_problem(setting, uneven(setting), options=("weight", "ignore_index"))
+
+
+@CASES.case("ignored/smoothed", options=("ignore_index", "label_smoothing"), any_ignore_index=True)
+def _ignored_and_smoothed(setting: Setting) -> Problem:
+    """Label smoothing must not bring ignored rows back (Paddle, with an ignore_index that is a class)."""
+    return _ignored(setting, which=5, label_smoothing=0.125)
+
+
+@CASES.case("targets/int32", targets=True, expects=Expects.EITHER)
+def _targets_of_32_bits(setting: Setting) -> Problem:
+    """Targets of 32 bits that are read as if they had 64: refused, or right."""
+    problem = random_problem(setting)
+    return replace(problem, targets=problem.targets.astype(np.int32))
+
+
+@CASES.case("targets/strided", targets=True, strided=True)
+def _targets_strided(setting: Setting) -> Problem:
+    """Targets that are a slice of a longer array: a kernel that takes them for contiguous."""
+    return random_problem(setting, target_memory="strided")
+
+
+@CASES.case("targets/expanded", targets=True, strided=True)
+def _targets_expanded(setting: Setting) -> Problem:
+    """Targets that are one number for all rows, with strides of 0: a kernel that takes them for contiguous."""
+    problem = random_problem(setting, target_memory="expanded")
+    return replace(problem, targets=np.full_like(problem.targets, problem.targets[:1].sum()))
 
 
 def _beyond(setting: Setting, beyond: int = 0, number: int | None = None, **options: int) -> Problem:
+    """A target that no rank owns: a loss of logsumexp, a gradient of softmax and a row that counts, without a word
+    (Megatron, PyTorch's loss_parallel). To be refused on every rank, without hanging.
+    """
     problem = random_problem(setting)
     targets = problem.targets.copy()
     beside = number if number != setting.ignore_index or options else -2
@@ -187,52 +121,36 @@ def _beyond(setting: Setting, beyond: int = 0, number: int | None = None, **opti
     return replace(problem, targets=targets, options=options)
 
 
-def _probabilities(main: str) -> Iterator[Case]:
-    needs = Needs(probabilities=True)
-    yield Case(
-        "probabilities/sum-to-1",
-        "Targets as probabilities: the loss is right and the gradient is not (PyTorch's loss_parallel).",
-        main,
-        partial(_soft, total=1.0),
-        needs,
-    )
-    yield Case(
-        "probabilities/do-not-sum-to-1",
-        "The gradient is softmax times the sum of a row's probabilities, over all ranks, less the probabilities: not "
-        "softmax - q.",
-        main,
-        partial(_soft, total=None),
-        Needs(probabilities=True, unnormalized=True),
-    )
-    yield Case(
-        "probabilities/one-hot",
-        "All of a row's probability in one class, on one rank: as index targets.",
-        main,
-        partial(_soft, total=0.0),
-        needs,
-    )
-    for option in OPTIONS:
-        if option == "ignore_index":
-            continue  # no probabilities are a row to ignore
-        yield Case(
-            f"probabilities/{option}",
-            f"Probabilities with {option}: the mean divides by the number of rows, also with weights; smoothing mixes "
-            "with 1 / C of all classes; other options are as with class numbers.",
-            main,
-            partial(_soft, total=None, options=(option,)),
-            Needs(options=(option,), probabilities=True),
-        )
-    yield Case(
-        "probabilities/zero-at-minus-inf",
-        "A probability of 0 at a logit of -inf: 0 * inf is nan, where the loss has a limit. nan passes (PyTorch's own "
-        "dense loss has it) unless strict; a number must be right.",
-        main,
-        _zero_at_minus_inf,
-        needs,
-    )
+for name, beyond in (("one-too-many", 0), ("far", 10**9)):
+    far = partial(_beyond, beyond=beyond)
+    CASES.case(f"target-out-of-range/{name}", far, checks_targets=True, expects=Expects.REFUSAL)
 
 
-def _soft(setting: Setting, total: float | None, options: tuple[str, ...] = ()) -> Problem:
+@CASES.case("target-out-of-range/wraps-in-int32", checks_targets=True, expects=Expects.REFUSAL)
+def _wraps_in_int32(setting: Setting) -> Problem:
+    """A target of 2**32 + 1, which is class 1 for who keeps targets in 32 bits."""
+    return _beyond(setting, number=2**32 + 1)
+
+
+@CASES.case("target-out-of-range/negative", checks_targets=True, expects=Expects.REFUSAL)
+def _negative(setting: Setting) -> Problem:
+    """A negative target that is not ignore_index: an index from the end, on the rank that takes it for its own."""
+    return _beyond(setting, number=-1)
+
+
+@CASES.case(
+    "target-out-of-range/another-ignore_index",
+    options=_IGNORED,
+    any_ignore_index=True,
+    checks_targets=True,
+    expects=Expects.REFUSAL,
+)
+def _another_ignore_index(setting: Setting) -> Problem:
+    """-100 where ignore_index is something else: no class and not ignored either."""
+    return _beyond(setting, number=-100, ignore_index=-1)
+
+
+def _soft(setting: Setting, total: float | None = None, options: tuple[str, ...] = ()) -> Problem:
     """Probabilities with this sum; 0: one-hot; None: a different sum in each row, if the candidate takes that."""
     problem = random_problem(setting, even(setting))
     drawn = np.asarray(np.random.default_rng([setting.seed, 3]).standard_exponential(problem.logits.shape))
@@ -245,7 +163,43 @@ def _soft(setting: Setting, total: float | None, options: tuple[str, ...] = ()) 
     return replace(problem, targets=rounded(setting, drawn), options=values)
 
 
+@CASES.case("probabilities/sum-to-1", probabilities=True)
+def _normalized(setting: Setting) -> Problem:
+    """Targets as probabilities: the loss is right and the gradient is not (PyTorch's loss_parallel)."""
+    return _soft(setting, total=1.0)
+
+
+@CASES.case("probabilities/do-not-sum-to-1", probabilities=True, unnormalized=True)
+def _unnormalized(setting: Setting) -> Problem:
+    """The gradient is softmax times the sum of a row's probabilities, over all ranks, less the probabilities: not
+    softmax - q.
+    """
+    return _soft(setting)
+
+
+@CASES.case("probabilities/one-hot", probabilities=True)
+def _one_hot(setting: Setting) -> Problem:
+    """All of a row's probability in one class, on one rank: as index targets."""
+    return _soft(setting, total=0.0)
+
+
+for option in OPTIONS:
+    if option != "ignore_index":  # no probabilities are a row to ignore
+        CASES.case(
+            f"probabilities/{option}",
+            partial(_soft, options=(option,)),
+            f"Probabilities with {option}: the mean divides by the number of rows, also with weights; smoothing mixes "
+            "with 1 / C of all classes; other options are as with class numbers.",
+            options=(option,),
+            probabilities=True,
+        )
+
+
+@CASES.case("probabilities/zero-at-minus-inf", probabilities=True)
 def _zero_at_minus_inf(setting: Setting) -> Problem:
+    """A probability of 0 at a logit of -inf: 0 * inf is nan, where the loss has a limit. nan passes (PyTorch's own
+    dense loss has it) unless strict; a number must be right.
+    """
     problem = _soft(setting, total=1.0)
     logits, targets = problem.logits.copy(), problem.targets.copy()
     masked: Array = np.zeros(logits.shape, np.bool_)
