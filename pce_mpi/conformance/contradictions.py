@@ -8,8 +8,7 @@ import numpy as np
 
 from pce_mpi.conformance.cases import Case, Problem
 from pce_mpi.conformance.diagnosis import MANY
-from pce_mpi.conformance.faults.answer import Computed, Given
-from pce_mpi.conformance.faults.numbers import roundings
+from pce_mpi.conformance.faults import roundings
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.offers import Gradient, Offer
 from pce_mpi.conformance.outcomes import Outcome, Verdict
@@ -48,10 +47,9 @@ def _would_fail(cause: str, problem: Problem, offer: Offer, tolerance: Tolerance
     """Return True if the rounding that `cause` names, in each of its forms, fails this problem."""
     failing = []
     with np.errstate(all="ignore"):
-        for text, made in roundings(Textbook.of(problem)):
+        for text, answer in roundings(Textbook.of(problem)):
             if text not in cause:
                 continue
-            answer = made if isinstance(made, Given) else Computed(made if isinstance(made, tuple) else (made,))
             losses = problem.expected[0] if answer.losses is None else answer.losses[0]
             gradient = problem.row_major(problem.expected[1]) if answer.gradient is None else answer.gradient
             shaped = np.moveaxis(gradient.reshape(*problem.rows_shape, problem.classes), -1, problem.axis)

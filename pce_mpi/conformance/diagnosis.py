@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.conformance.cases import Problem
-from pce_mpi.conformance.faults import answers
-from pce_mpi.conformance.faults.answer import Answer
-from pce_mpi.conformance.faults.entropy import of_entropy
+from pce_mpi.conformance.faults import Answer, answers
 from pce_mpi.conformance.places import place_of_gradient, place_of_loss, rounded_to
 from pce_mpi.conformance.textbook import Textbook
 
@@ -60,8 +58,6 @@ def explain(
         if not wrong:
             return None
         known = list(answers(book)) if book.p.size <= MANY else []
-        if problem.kind == "entropy":
-            known = list(of_entropy(book))
         # An exact test comes before formulas: the same numbers may be close to another fault's.
         texts = {q.name: rounded_to(book, q.name, q.got, q.distance, q.truth) for q in wrong}
         for text, answer in known:

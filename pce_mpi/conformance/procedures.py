@@ -324,12 +324,9 @@ def _copies(trial: Trial) -> None:
     call, problem = trial.call(), trial.problem(0)
     call.backward()
     given = call.loss, call.gradient
-    for name, least in (("the least of all copies", np.minimum), ("the greatest of all copies", np.maximum)):
-        loss, gradient = (
-            each if each is None else least.reduce(to_host(each).reshape(problem.copies, -1, *each.shape[1:]))
-            for each in given
-        )
-        trial.judge(Answer(loss, gradient), name=name)
+    loss, *gradient = (to_host(each).reshape(problem.copies, -1, *each.shape[1:]) for each in given if each is not None)
+    for name, one in (("the least of all copies", np.min), ("the greatest of all copies", np.max)):
+        trial.judge(Answer(one(loss, axis=0), *(one(each, axis=0) for each in gradient)), name=name)
 
 
 PROCEDURES: dict[str, Callable[[Trial], None]] = {

@@ -56,28 +56,28 @@ class Textbook:
             divisor = float((q @ w).sum())
         smoothing = options.get("label_smoothing", 0.0)
         upstream = np.ones(()) if problem.dloss is None else problem.dloss.astype(np.float64)
-        blank = np.zeros_like(x)
+        scale, softcap = options.get("logit_scale", 1.0), options.get("softcap")
+        z, slope = scale * x, np.full_like(x, scale)
+        if softcap is not None:
+            z, slope = np.where(np.isinf(x), x, softcap * np.tanh(z / softcap)), scale / np.cosh(z / softcap) ** 2
         made = cls(
             problem=problem,
             x=x,
-            z=blank,
-            slope=blank,
+            z=z,
+            slope=slope,
             w=w,
             q=q,
             t=t,
             valid=valid,
             smoothing=smoothing,
             z_loss=options.get("z_loss", 0.0),
-            u=blank,
-            p=blank,
-            nll=blank,
-            lse=np.zeros(rows),
+            u=np.zeros_like(x),
+            **softmax(z),
             total=np.zeros(rows),
             lost=0.0,
             g=np.broadcast_to(upstream.reshape(-1), (rows,)),
             divisor=divisor if problem.reduction == "mean" else 1.0,
         )
-        made = made.with_x(x, options.get("logit_scale", 1.0), options.get("softcap"))
         return made.with_u(w * (q * (1.0 - smoothing) + smoothing / max(classes, 1)))
 
     def but(self, **pieces: Any) -> Textbook:
@@ -87,13 +87,6 @@ class Textbook:
     def with_u(self, u: Array) -> Textbook:
         """Return the same with other coefficients, and their sum."""
         return self.but(u=u, total=u.sum(axis=-1))
-
-    def with_x(self, x: Array, scale: float, softcap: float | None) -> Textbook:
-        """Return the same for other logits, scale and softcap."""
-        z, slope = scale * x, np.full_like(x, scale)
-        if softcap is not None:
-            z, slope = np.where(np.isinf(x), x, softcap * np.tanh(z / softcap)), scale / np.cosh(z / softcap) ** 2
-        return self.but(x=x, z=z, slope=slope, **softmax(z))
 
     def row_losses(self) -> Array:
         """Return the losses (rows,) before any reduction; 0 for rows that do not count."""
@@ -105,10 +98,7 @@ class Textbook:
 
     def loss(self) -> Array:
         """Return the loss, in the shape of the problem."""
-        return self.reduce(self.row_losses())
-
-    def reduce(self, rows: Array) -> Array:
-        """Reduce losses per row to the loss."""
+        rows = self.row_losses()
         if self.problem.reduction == "none":
             return rows.reshape(self.problem.rows_shape)
         # A fault may have a divisor for each row; a single one is applied after the sum, as 0 / 0 is nan for no rows.

@@ -61,23 +61,21 @@ ALIASED = frozenset({"inputs modified", "aliasing"})
 SUBTLE = [
     # Numbers
     Planted("one_subtracted_after_rounding", "p-near-1/bfloat16", "after rounding to bfloat16", dtype="bfloat16"),
-    Planted("rounded_logsumexp", "offset/1e4/float32", "logsumexp is rounded before"),
-    Planted("no_maximum", "logits-of-1000/float32", "no maximum is subtracted"),
+    Planted("rounded_logsumexp", "offset/1e4/float32", "gradient is"),
+    Planted("no_maximum", "logits-of-1000/float32", "the loss is wrong: nan"),
     Planted("clipped_at_64", "logits-of-1000/float32", "clipped at -64"),
     Planted("logarithm_of_exponential", "logits-of-1000-smoothed/float32", "logarithm of an exponential"),
     Planted("small_gradients_filtered", "many-classes/bfloat16", "0 where numbers up to", dtype="bfloat16"),
-    Planted("sums_in_half", "many-classes/bfloat16", "kept in bfloat16", dtype="float32"),
+    Planted("sums_in_half", "many-classes/bfloat16", "gradient is", dtype="float32"),
     Planted("log_probabilities_in_half", "p-near-1/bfloat16", "log-probabilities are kept in bfloat16"),
     Planted("first_65535_rows", "many-rows/float32", "from row 65535 on"),
     # Special values
     Planted("masked_shard_is_nan", "masked-shard/last", "all -inf makes the row nan", ranks=2),
-    Planted("ignored_rows_times_0", "nan/in-an-ignored-row", "0 times nan is nan"),
-    Planted("zero_times_infinity", "masked-classes/every-third", "0 times the logit -inf"),
+    Planted("ignored_rows_times_0", "nan/in-an-ignored-row", "the loss is wrong: nan"),
+    Planted("zero_times_infinity", "masked-classes/every-third", "the loss is wrong: nan"),
     # Shards
-    Planted("equal_shards_assumed", "uneven-shards/any", "class_start is not heeded", ranks=3),
-    Planted(
-        "gathered_logits_counted_on_every_rank", "gathered-logits", "the logits are counted once per rank", ranks=2
-    ),
+    Planted("equal_shards_assumed", "uneven-shards/any", "loss is", ranks=3),
+    Planted("gathered_logits_counted_on_every_rank", "gathered-logits", "= log({ranks}), the number of ranks", ranks=2),
     Planted(
         "target_out_of_range_is_silent",
         "target-out-of-range/one-too-many",
@@ -89,57 +87,52 @@ SUBTLE = [
         "ranks_reduce_in_another_order", "same-on-every-rank", "on rank 0 and", 3, kinds=frozenset({"ranks differ"})
     ),
     # Shapes and memory
-    Planted(
-        "gradient_transposed_in_4d", "dims/4-D", "the gradient is transposed: its row axes are in the order (0, 2, 1)"
-    ),
-    Planted("class_axis_not_moved", "axis/3-D-second", "the class axis is not moved"),
-    Planted("strides_not_heeded", "padded-columns/sliced-off", "strides of the logits are not heeded"),
+    Planted("gradient_transposed_in_4d", "dims/4-D", "gradient is"),
+    Planted("class_axis_not_moved", "axis/3-D-second", "loss is"),
+    Planted("strides_not_heeded", "padded-columns/sliced-off", "loss is"),
     # Options
     Planted("smoothing_over_local_classes", "label_smoothing/float32", "local classes, not over all", ranks=2),
     Planted("smoothed_sum_not_reduced", "label_smoothing/float32", "never reduced over the ranks", ranks=2),
-    Planted("smoothing_without_weights", "pair/weight+label_smoothing", "label smoothing leaves out the class weights"),
+    Planted("smoothing_without_weights", "pair/weight+label_smoothing", "loss is"),
+    Planted("smoothing_not_in_gradient", "label_smoothing/float32", "gradient is"),
+    Planted("options_left_out", "weight/float32", "loss is"),
+    Planted("options_left_out", "label_smoothing/float32", "loss is"),
+    Planted("options_left_out", "z_loss/float32", "loss is"),
+    Planted("options_left_out", "logit_scale/float32", "loss is"),
+    Planted("options_left_out", "softcap/float32", "loss is"),
+    Planted("divisor_without_weights", "weight/float32", "loss is"),
+    Planted("weight_of_each_class", "weight/float32", "everywhere but at the targets"),
     Planted(
-        "smoothing_not_in_gradient", "label_smoothing/float32", "label smoothing is left out, in the gradient only"
+        "weight_known_to_the_owner",
+        "weight/float32",
+        "the gradient is wrong on the shards that do not own the target only",
+        2,
     ),
-    Planted("options_left_out", "weight/float32", "class weights are left out"),
-    Planted("options_left_out", "label_smoothing/float32", "label smoothing is left out"),
-    Planted("options_left_out", "z_loss/float32", "z_loss is left out"),
-    Planted("options_left_out", "logit_scale/float32", "logit_scale is left out"),
-    Planted("options_left_out", "softcap/float32", "softcap is left out"),
-    Planted("divisor_without_weights", "weight/float32", "rows, not by the sum of their weights"),
-    Planted(
-        "weight_of_each_class", "weight/float32", "the weight of each class, where that of the row's target is due"
-    ),
-    Planted(
-        "weight_known_to_the_owner", "weight/float32", "only the rank that owns a row's target knows its weight", 2
-    ),
-    Planted("z_loss_not_in_gradient", "z_loss/float32", "z_loss is left out, in the gradient only"),
-    Planted(
-        "z_loss_of_local_classes", "z_loss/float32", "z_loss has the logsumexp of each rank's own classes", ranks=2
-    ),
-    Planted("softcap_without_derivative", "softcap/float32", "the derivative of softcap is left out"),
-    Planted("gradient_without_logit_scale", "logit_scale/float32", "logit_scale is left out of the gradient"),
+    Planted("z_loss_not_in_gradient", "z_loss/float32", "gradient is"),
+    Planted("z_loss_of_local_classes", "z_loss/float32", "the ranks' losses differ", ranks=2),
+    Planted("softcap_without_derivative", "softcap/float32", "gradient is"),
+    Planted("gradient_without_logit_scale", "logit_scale/float32", "1.333 times what is due"),
     # Rows
     Planted("mean_over_all_rows", "ignore_index/float32", "the mean divides by all 6 rows, not by the 4"),
     Planted("mean_of_losses_that_are_not_0", "p-equal-1", "the mean counts the rows whose loss is not 0"),
-    Planted("mean_of_no_rows_is_0", "ignored/all-rows-mean", "it gives 0, as a divisor max(count, 1)"),
-    Planted("ignored_rows_have_a_gradient", "ignore_index/float32", "ignored rows have a gradient"),
-    Planted("ignore_index_in_range_not_heeded", "ignored/inside", "an ignore_index inside the range is not heeded"),
+    Planted("mean_of_no_rows_is_0", "ignored/all-rows-mean", "loss is 0 where nan is right"),
+    Planted("ignored_rows_have_a_gradient", "ignore_index/float32", "the gradient is wrong in ignored rows only"),
+    Planted("ignore_index_in_range_not_heeded", "ignored/inside", "loss is"),
     Planted("zero_rows_raise", "zero-rows/mean", "division by zero"),
     # Probabilities
     Planted(
         "probabilities_sum_to_1",
         "probabilities/do-not-sum-to-1",
-        "takes for granted that target probabilities sum to 1",
+        "gradient is",
     ),
     Planted("gradient_of_log_probabilities", "probabilities/sum-to-1", "it has not gone through log_softmax"),
     # Calls
-    Planted("upstream_of_the_first_row", "upstream/each-row", "the upstream gradient of the first row is used for all"),
-    Planted("upstream_left_out", "upstream/scalar", "the upstream gradient is left out"),
+    Planted("upstream_of_the_first_row", "upstream/each-row", "gradient is"),
+    Planted("upstream_left_out", "upstream/scalar", "-0.4 times what is due"),
     Planted(
         "second_backward_scales_again",
         "backward-twice/scalar",
-        "second backward pass: the upstream gradient is applied twice",
+        "second backward pass: the gradient is wrong: -2.5 times what is due",
     ),
     Planted("one_buffer_for_all_calls", "two-losses-alive/plain", "first of two losses"),
     Planted("weights_of_the_first_call", "two-losses-alive/other-weights", "second of two losses"),
@@ -173,17 +166,25 @@ SUBTLE = [
 PLANTED = [
     *SUBTLE,
     Planted("small_gradients_filtered", "many-classes/float32", "0 where numbers up to"),
-    Planted("first_class_of_a_shard", "targets-at-shard-borders/equal", "the first class of a shard is not found"),
-    Planted("last_class_of_a_shard", "targets-at-shard-borders/equal", "the last class of a shard is not found"),
+    Planted(
+        "first_class_of_a_shard",
+        "targets-at-shard-borders/equal",
+        "in rows whose target is the first class of a shard only",
+    ),
+    Planted(
+        "last_class_of_a_shard",
+        "targets-at-shard-borders/equal",
+        "in rows whose target is the last class of a shard only",
+    ),
     Planted(
         "one_subtracted_on_every_shard",
         "targets-on-one-rank",
-        "the first class of every shard that does not own the target",
+        "at the first class of each shard only",
         2,
     ),
     Planted("gradient_reduced_twice", "reduction/mean", "the gradient is wrong: {ranks} times too large (summed", 2),
-    Planted("loss_on_rank_0_alone", "same-on-every-rank", "the sum of exponentials is reduced to rank 0 alone", 2),
-    Planted("mean_of_the_ranks_means", "ignored/unevenly-over-ranks", "that of each rank's mean", 2),
+    Planted("loss_on_rank_0_alone", "same-on-every-rank", "the ranks' losses differ: the loss is wrong on rank", 2),
+    Planted("mean_of_the_ranks_means", "ignored/unevenly-over-ranks", "loss is", 2),
     Planted("overwrites_logits", "inputs-unmodified", "logits were modified"),
     Planted("gradient_in_the_logits", "results-not-aliased", "the gradient shares memory with logits", kinds=ALIASED),
 ]

@@ -64,7 +64,7 @@ def _upstream_expanded(setting: Setting) -> Problem:
 
 
 for name, upstream, reductions in (("scalar", _upstream_scalar, _REDUCED), ("each-row", _upstream_by_row, _BY_ROW)):
-    CASES.case(
+    CASES.add(
         f"backward-twice/{name}",
         upstream,
         "A second backward pass that scales, or subtracts 1 at the target, in memory where the first one did already "
@@ -73,27 +73,27 @@ for name, upstream, reductions in (("scalar", _upstream_scalar, _REDUCED), ("eac
         reductions=reductions,
         procedure="backward-twice",
     )
-CASES.case(
+CASES.add(
     "two-losses-alive/plain",
     random_problem,
     "A second loss that overwrites what the first one keeps: buffers that belong to the function, not to the call.",
     procedure="two-at-once",
 )
-CASES.case(
+CASES.add(
     "two-losses-alive/other-weights",
     partial(random_problem, options=("weight",)),
     "Two losses with class weights of their own: weights, or what was made of them, kept from the first call.",
     options=("weight",),
     procedure="two-at-once",
 )
-CASES.case(
+CASES.add(
     "inputs-unmodified",
     random_problem,
     "Logits that are overwritten, by x - max or by their gradient, where the caller still needs them (Megatron in "
     "verl, Liger).",
     keeps_logits=True,
 )
-CASES.case(
+CASES.add(
     "results-not-aliased",
     partial(random_problem, scale=1.0),
     "A gradient that is the memory of the logits, or a loss that is a view of something: changing one changes the "
@@ -101,7 +101,7 @@ CASES.case(
     gradient=Gradient.VALUE,
     keeps_logits=True,
 )
-CASES.case(
+CASES.add(
     "one-after-the-other",
     random_problem,
     "Gradients that are accumulated over several calls: one that is added to what an earlier call gave is counted "
@@ -121,7 +121,7 @@ def _on_a_grid(setting: Setting) -> Problem:
 
 
 for reduction in _REDUCED:
-    CASES.case(
+    CASES.add(
         f"rows-sharded/{reduction}",
         _on_a_grid,
         options=("ignore_index",),
@@ -131,7 +131,7 @@ for reduction in _REDUCED:
         rows=8,
         shrinkable=False,
     )
-CASES.case(
+CASES.add(
     "same-bits/{dtype}",
     partial(random_problem, scale=6.0),
     "Other bits on another number of ranks: sums that depend on where the classes are split. An inference engine and a "
@@ -144,7 +144,7 @@ CASES.case(
     classes=1_200,
 )
 for name, axes, reductions in (("scalar", 1, _REDUCED), ("each-row", 1, _BY_ROW), ("3-D", 2, _BY_ROW)):
-    CASES.case(
+    CASES.add(
         f"result-form/{name}",
         partial(random_problem, axes=axes),
         "A loss of shape (1,), or flattened, and a gradient of another shape or dtype than the logits. Other cases "
@@ -153,7 +153,7 @@ for name, axes, reductions in (("scalar", 1, _REDUCED), ("each-row", 1, _BY_ROW)
         dims=axes + 1,
         form=True,
     )
-CASES.case(
+CASES.add(
     "same-on-every-rank",
     partial(random_problem, scale=6.0),
     "Losses that differ in the last bit from rank to rank, as each rank reduced in another order: programs that branch "
@@ -161,7 +161,7 @@ CASES.case(
     reductions=("none", "mean", "sum"),
     rows=64,
 )
-CASES.case(
+CASES.add(
     "same-in-every-run",
     partial(random_problem, scale=6.0),
     "Bits that change from run to run: atomic adds, or memory that was never written.",

@@ -24,14 +24,14 @@ Array = np.ndarray[Any, Any]
 
 CASES = Cases()
 
-CASES.case(
+CASES.add(
     "random-logits/{dtype}",
     random_problem,
     "What every test of such a loss has: random logits, equal shards, p(target) near 0. Who fails here has the "
     "formula wrong.",
 )
 for reduction in REDUCTIONS:
-    CASES.case(
+    CASES.add(
         f"reduction/{reduction}",
         random_problem,
         "A mean that divides by something else than the number of rows, or a sum that counts once for each rank.",
@@ -76,7 +76,7 @@ def _offset(setting: Setting, offset: float) -> Problem:
 
 
 for offset in ("1e3", "1e4"):
-    CASES.case(f"offset/{offset}/{{dtype}}", partial(_offset, offset=float(offset)))
+    CASES.add(f"offset/{offset}/{{dtype}}", partial(_offset, offset=float(offset)))
 
 
 @CASES.case("logits-of-1000/{dtype}")
@@ -116,14 +116,14 @@ def _more_classes(setting: Setting, each: int) -> Problem:
 
 
 for block in (32_768, 65_536):
-    CASES.case(
+    CASES.add(
         f"many-classes/more-than-{block}-a-shard",
         partial(_more_classes, each=block + 232),
         rows=2,
         shrinkable=False,
     )
 for dtype in ("", "bfloat16"):
-    CASES.case(
+    CASES.add(
         f"many-rows/{dtype or '{main}'}",
         random_problem,
         "More rows than 65,535, the limit of a CUDA grid's second axis; a sum over rows that is kept in half "

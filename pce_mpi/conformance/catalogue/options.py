@@ -32,7 +32,7 @@ def _with(setting: Setting, options: tuple[str, ...]) -> Problem:
 
 for option in OPTIONS:
     one = (option,)
-    CASES.case(f"{option}/{{dtype}}", partial(_with, options=one), _CATCHES[option], options=one)
+    CASES.add(f"{option}/{{dtype}}", partial(_with, options=one), _CATCHES[option], options=one)
 for pair in combinations(OPTIONS, 2):
-    CASES.case("pair/" + "+".join(pair), partial(_with, options=pair), _PAIR, options=pair)
-CASES.case("all-options", partial(_with, options=OPTIONS), "All options at once.", options=OPTIONS, rows=12)
+    CASES.add("pair/" + "+".join(pair), partial(_with, options=pair), _PAIR, options=pair)
+CASES.add("all-options", partial(_with, options=OPTIONS), "All options at once.", options=OPTIONS, rows=12)

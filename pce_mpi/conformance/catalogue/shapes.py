@@ -58,8 +58,8 @@ def _one_is_empty(setting: Setting, which: int) -> Problem:
     return random_problem(setting, tuple(splits))
 
 
-CASES.case("empty-shard/first", partial(_one_is_empty, which=0), shards="any")
-CASES.case("empty-shard/middle", partial(_one_is_empty, which=1), shards="any")
+CASES.add("empty-shard/first", partial(_one_is_empty, which=0), shards="any")
+CASES.add("empty-shard/middle", partial(_one_is_empty, which=1), shards="any")
 
 
 @CASES.case("fewer-classes-than-ranks", shards="chunks", shrinkable=False)
@@ -86,7 +86,7 @@ def _targets_at_borders(setting: Setting, split: str) -> Problem:
 
 for split, shards in (("equal", "equal"), ("uneven", "chunks")):
     borders = partial(_targets_at_borders, split=split)
-    CASES.case(f"targets-at-shard-borders/{split}", borders, shards=shards, rows=16)
+    CASES.add(f"targets-at-shard-borders/{split}", borders, shards=shards, rows=16)
 
 
 @CASES.case("targets-on-one-rank")
@@ -100,7 +100,7 @@ def _targets_on_one_rank(setting: Setting) -> Problem:
 
 
 for dims in range(1, 6):
-    CASES.case(
+    CASES.add(
         f"dims/{dims}-D",
         partial(random_problem, axes=dims - 1),
         "Logits of another number of dimensions than two, the classes last: PyTorch's loss_parallel has the gradient "
@@ -110,7 +110,7 @@ for dims in range(1, 6):
         shrinkable=dims > 1,
     )
 for dims, axis in ((2, 0), (3, 0), (3, 1), (4, 0), (4, 1), (4, 2), (5, 0), (5, 1), (5, 3)):
-    CASES.case(
+    CASES.add(
         f"axis/{dims}-D-{('first', 'second', 'third', 'fourth')[axis]}",
         partial(random_problem, axes=dims - 1, axis=axis),
         "A class axis that is not the last, as PyTorch's (N, C, d1, ...): a gradient that is transposed, or rows that "
@@ -119,20 +119,20 @@ for dims, axis in ((2, 0), (3, 0), (3, 1), (4, 0), (4, 1), (4, 2), (5, 0), (5, 1
         any_axis=True,
         rows=36,
     )
-CASES.case(
+CASES.add(
     "strides/transposed",
     partial(random_problem, memory="F"),
     "Logits in Fortran order, the transpose of what a matrix product gave: a kernel that takes the class axis for "
     "contiguous reads other rows.",
     strided=True,
 )
-CASES.case(
+CASES.add(
     "strides/every-second",
     partial(random_problem, memory="strided"),
     "Logits that are every second element of a larger array.",
     strided=True,
 )
-CASES.case(
+CASES.add(
     "padded-columns/sliced-off",
     partial(random_problem, memory="padded"),
     "A vocabulary padded to a round number, the padding sliced off: a kernel that takes rows to follow each other in "
@@ -153,7 +153,7 @@ def _masked_padding(setting: Setting) -> Problem:
     return replace(problem, logits=logits, targets=problem.targets % real)
 
 
-CASES.case(
+CASES.add(
     "gathered-logits",
     partial(random_problem, gathered=True),
     "The logits of all classes, passed on every rank by mistake: refused, or right, but not a loss that is off by "
@@ -162,7 +162,7 @@ CASES.case(
     expects=Expects.EITHER,
 )
 for reduction in REDUCTIONS:
-    CASES.case(
+    CASES.add(
         f"zero-rows/{reduction}",
         random_problem,
         "A step without rows: nothing to reduce must not hang or crash. The mean of no row is nan, the sum is 0.",

@@ -89,7 +89,7 @@ def _finite_mask(setting: Setting, value: float, options: tuple[str, ...]) -> Pr
 
 for name, value in (("1e30", -1e30), ("lowest", -math.inf)):
     for options in ((), ("label_smoothing",)):
-        CASES.case(
+        CASES.add(
             f"finite-mask/{name}{'-smoothed' * bool(options)}",
             partial(_finite_mask, value=value, options=options),
             options=options,
@@ -133,14 +133,14 @@ def _in_ignored_row(setting: Setting, value: float) -> Problem:
 
 
 for name, number in (("nan", np.nan), ("+inf", np.inf)):
-    CASES.case(
+    CASES.add(
         f"{name.replace('+', 'plus-')}/in-a-row",
         partial(_beside_target, value=number),
         f"A {name} in one row gives nan there, the same on every rank, and leaves the other rows alone. MPI.MAX may "
         "give nan on one rank and a number on another.",
         reductions=_BY_ROW,
     )
-    CASES.case(
+    CASES.add(
         f"{name.replace('+', 'plus-')}/in-an-ignored-row",
         partial(_in_ignored_row, value=number),
         f"A {name} in a row that is ignored gets into the loss where rows are masked by a product with 0. In that "

@@ -32,7 +32,7 @@ def _ignored(setting: Setting, which: int, **options: float) -> Problem:
 
 
 for name, which in (("negative", -1), ("first-class", 0), ("inside", 5), ("last-class", -2)):
-    CASES.case(f"ignored/{name}", partial(_ignored, which=which), options=_IGNORED, any_ignore_index=True)
+    CASES.add(f"ignored/{name}", partial(_ignored, which=which), options=_IGNORED, any_ignore_index=True)
 
 
 def _ignored_after_shift(setting: Setting, number: int) -> Problem:
@@ -49,7 +49,7 @@ def _ignored_after_shift(setting: Setting, number: int) -> Problem:
 
 
 for name, number in (("as-local-number", 2), ("as-shifted-number", -1)):
-    CASES.case(f"ignored/{name}", partial(_ignored_after_shift, number=number), options=_IGNORED, any_ignore_index=True)
+    CASES.add(f"ignored/{name}", partial(_ignored_after_shift, number=number), options=_IGNORED, any_ignore_index=True)
 
 
 def _all_ignored(setting: Setting) -> Problem:
@@ -59,7 +59,7 @@ def _all_ignored(setting: Setting) -> Problem:
 
 
 for reduction in REDUCTIONS:
-    CASES.case(f"ignored/all-rows-{reduction}", _all_ignored, options=_IGNORED, reductions=(reduction,))
+    CASES.add(f"ignored/all-rows-{reduction}", _all_ignored, options=_IGNORED, reductions=(reduction,))
 
 
 @CASES.case("ignored/unevenly-over-ranks", options=_IGNORED, rows=12)
@@ -123,7 +123,7 @@ def _beyond(setting: Setting, beyond: int = 0, number: int | None = None, **opti
 
 for name, beyond in (("one-too-many", 0), ("far", 10**9)):
     far = partial(_beyond, beyond=beyond)
-    CASES.case(f"target-out-of-range/{name}", far, checks_targets=True, expects=Expects.REFUSAL)
+    CASES.add(f"target-out-of-range/{name}", far, checks_targets=True, expects=Expects.REFUSAL)
 
 
 @CASES.case("target-out-of-range/wraps-in-int32", checks_targets=True, expects=Expects.REFUSAL)
@@ -185,7 +185,7 @@ def _one_hot(setting: Setting) -> Problem:
 
 for option in OPTIONS:
     if option != "ignore_index":  # no probabilities are a row to ignore
-        CASES.case(
+        CASES.add(
             f"probabilities/{option}",
             partial(_soft, options=(option,)),
             f"Probabilities with {option}: the mean divides by the number of rows, also with weights; smoothing mixes "
