@@ -341,15 +341,11 @@ class _Display:
         if self._bar is not None:
             self._bar.started(case)
 
-    def finished(self, case: str, outcome: Outcome | None) -> None:
+    def finished(self, case: str, outcome: Outcome) -> None:
         """`case` has ended."""
         if self._bar is not None:
-            verdict = None if outcome is None else outcome.verdict
-            self._bar.finished(
-                f"{verdict or 'no smaller':11}  {case}",
-                worth_a_line=verdict is not None and verdict.failed and not self._shrinking,
-            )
-            if outcome is not None and outcome.verdict is Verdict.CRASHED:
+            self._bar.finished(f"{outcome.verdict:11}  {case}", worth_a_line=outcome.failed and not self._shrinking)
+            if outcome.verdict is Verdict.CRASHED and not self._shrinking:
                 for finding in outcome.findings:  # the last ones are the output of the ranks
                     self._bar.say(textwrap.indent(finding.text, "    "))
 

@@ -21,6 +21,7 @@ from pce_mpi.conformance.launching import LaunchError
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
+from pce_mpi.conformance.shrinking import shows_the_same, usable_shapes
 from pce_mpi.conformance.stacks import innermost
 from pce_mpi.conformance.units import Tolerance
 
@@ -56,8 +57,8 @@ class Display(Protocol):
     def waiting(self, seconds: float, timeout: float) -> None:
         """No rank has shown a sign of life for `seconds`; after `timeout` the case is deadlocked."""
 
-    def finished(self, case: str, outcome: Outcome | None) -> None:
-        """`case` has ended; without an outcome, it does not fail at a smaller shape."""
+    def finished(self, case: str, outcome: Outcome) -> None:
+        """`case` has ended."""
 
     def printed(self, text: str) -> None:
         """The last lines of each rank's output, if one case was run alone."""
@@ -92,9 +93,7 @@ def run_cases(
         of_size: list[Outcome] = []
         try:
             with closing(batches.outcomes(None)) as results:
-                for _, outcome in results:
-                    assert outcome is not None
-                    of_size.append(outcome)
+                of_size += (outcome for _, outcome in results)
             if shrinking and orders.rows is None and orders.classes is None:
                 _shrink(of_size, batches)
         except KeyboardInterrupt:
@@ -158,13 +157,18 @@ def _shrink(outcomes: list[Outcome], batches: _Batches) -> None:
     }
     if not failures:
         return
-    tasks = [Task(name, (outcome.findings[0].kind,)) for name, outcome in failures.items()]
+    assert batches.offer is not None
+    tasks = [
+        Task(name, *shape)
+        for name, outcome in failures.items()
+        for shape in usable_shapes(outcome, batches.cases[name], batches.offer, batches.orders.seed)
+    ]
     deadline = time.monotonic() + _SHRINKING
-    with closing(batches.outcomes(tasks)) as results:
+    with closing(batches.outcomes(sorted(tasks, key=lambda task: (task.rows or 0) * (task.classes or 0)))) as results:
         for task, small in results:
-            if small is not None:
-                _take_over(failures[task.case], small)
-            if time.monotonic() > deadline:
+            if task.case in failures and shows_the_same(small, failures[task.case]):
+                _take_over(failures.pop(task.case), small)
+            if not failures or time.monotonic() > deadline:
                 break
 
 
@@ -191,8 +195,8 @@ class _Batches:
         self.offer, self.versions = offer, versions
         self.cases = self.orders.cases(offer)
 
-    def outcomes(self, tasks: Sequence[Task] | None) -> Generator[tuple[Task, Outcome | None]]:
-        """Yield the outcome of each task, or, without tasks, of each case; None for a fault that is not reproduced."""
+    def outcomes(self, tasks: Sequence[Task] | None) -> Generator[tuple[Task, Outcome]]:
+        """Yield the outcome of each task, or, without tasks, of each case."""
         if tasks is not None:
             self.display.begin("looking for the smallest shape", len(tasks))
         while tasks is None or tasks:
@@ -211,15 +215,13 @@ class _Batches:
                     yield from self._shown((task, self.failure(task, Verdict.CRASHED, text)))
                 return
 
-    def _shown(self, result: tuple[Task, Outcome | None]) -> Generator[tuple[Task, Outcome | None]]:
+    def _shown(self, result: tuple[Task, Outcome]) -> Generator[tuple[Task, Outcome]]:
         """Yield the result before it is shown: an interrupt between the two loses nothing that the user saw."""
         yield result
         self.display.finished(result[0].case, result[1])
 
-    def failure(self, task: Task, verdict: Verdict, text: str, printed: str = "") -> Outcome | None:
+    def failure(self, task: Task, verdict: Verdict, text: str, printed: str = "") -> Outcome:
         """Return the outcome of a case that did not end."""
-        if task.reproduce:
-            return None
         case = self.cases[task.case]
         assert self.offer is not None
         orders = self.orders
@@ -257,7 +259,7 @@ class _Launch:
         self._finished = 0
         self._ready = self._over = False
 
-    def results(self) -> Iterator[tuple[Task, Outcome | None]]:
+    def results(self) -> Iterator[tuple[Task, Outcome]]:
         """Yield each task that has ended, with its outcome; the last one may have ended the launch."""
         heard = time.monotonic()
         while not self._over:
@@ -267,7 +269,7 @@ class _Launch:
             for rank, event in self._job.news():
                 heard, silent = time.monotonic(), False
                 if event["event"] == "outcome":
-                    yield self._next(None if event["outcome"] is None else Outcome.from_json(event["outcome"]))
+                    yield self._next(Outcome.from_json(event["outcome"]))
                 else:
                     self._take_in(rank, event)
             if not silent:
@@ -323,14 +325,14 @@ class _Launch:
                 self._over = True
                 self._wait_for_the_end()
 
-    def _next(self, outcome: Outcome | None) -> tuple[Task, Outcome | None]:
+    def _next(self, outcome: Outcome) -> tuple[Task, Outcome]:
         self._finished += 1
-        if outcome is not None and outcome.verdict is not Verdict.CRASHED and self._all and len(self.tasks) == 1:
+        if outcome.verdict is not Verdict.CRASHED and self._all and len(self.tasks) == 1:
             # The outcome of a crash has them.
             self._batches.display.printed(self._job.last_lines([each.printed for each in self._ranks], launcher=False))
         return self.tasks[self._finished - 1], outcome
 
-    def _fault(self, verdict: Verdict, text: str) -> Iterator[tuple[Task, Outcome | None]]:
+    def _fault(self, verdict: Verdict, text: str) -> Iterator[tuple[Task, Outcome]]:
         """Yield the outcome of the case during which, or before which, the launch failed."""
         printed = self._job.last_lines([each.printed for each in self._ranks])
         if not self._ready:

@@ -13,7 +13,7 @@ event         ranks  meaning, and the fields beside it
 `called`      all    the candidate is called, or the backward function that it returned
 `returned`    all    ... and has returned
 `raised`      all    ... or has raised; `error`, in a line that says where
-`outcome`     0      the task has ended; `outcome`, or null where no small shape shows what a task is to reproduce
+`outcome`     0      the task has ended; `outcome`
 `torn`        0      some ranks raised and others did not, so this launch ends here
 `done`        0      all tasks have ended
 ============  =====  ==================================================================================================

@@ -17,10 +17,11 @@ _NAME = "orders.json"
 
 @dataclass(frozen=True)
 class Task:
-    """One case to run; with `reproduce`, kinds of findings, to find the smallest shape that shows one of them."""
+    """One case to run; with these rows and classes in place of its own."""
 
     case: str
-    reproduce: tuple[str, ...] = ()
+    rows: int | None = None
+    classes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Orders:
         """Read the orders in `folder`."""
         given = json.loads((folder / _NAME).read_text(encoding="utf-8"))
         if given["tasks"] is not None:
-            given["tasks"] = [Task(each["case"], tuple(each["reproduce"])) for each in given["tasks"]]
+            given["tasks"] = [Task(**each) for each in given["tasks"]]
         # JSON has lists for tuples.
         fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
         return cls(**fields)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from itertools import pairwise
 
+from pce_mpi.conformance.cases import Case
+from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.outcomes import Outcome
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-# Seconds for the search of one shape, without its first call.
-_SECONDS = 4.0
 
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 64, 256, 1024, 4096, 16384)
 
@@ -35,27 +30,20 @@ def shapes(rows: int, classes: int, ranks: int) -> list[tuple[int, int]]:
     return sorted(smaller, key=lambda shape: (shape[0] * shape[1], shape))
 
 
-def shrink(
-    run: Callable[[int | None, int | None], Outcome],
-    kinds: Collection[str],
-    shapes: Iterable[tuple[int, int]],
-    comm: MPI.Intracomm,
-) -> Outcome | None:
-    """Return the outcome of `run` at the first of `shapes` with the finding of the case's own shape, (None, None).
+def usable_shapes(failure: Outcome, case: Case, offer: Offer, seed: int) -> Iterator[tuple[int, int]]:
+    """Yield the shapes that leave no rank without classes, unless the case does: that can show another fault."""
 
-    The finding is of one of `kinds`, and of the same cause if one is known. None if no shape has it in time.
-    Collective over `comm`; rank 0's clock decides.
-    """
-    whole = next((finding for finding in run(None, None).findings if finding.kind in kinds), None)
-    if whole is None:
-        return None
-    start = time.monotonic()  # the first call may load a framework
-    for shape in shapes:
-        if comm.bcast(time.monotonic() - start > _SECONDS):
-            break
-        outcome = run(*shape)
-        shown = next((finding for finding in outcome.findings if finding.kind in kinds), None)
-        if shown is not None and (not whole.cause or shown.likeness == whole.likeness):
-            outcome.shrunk = True
-            return outcome
-    return None
+    def has_an_empty_shard(splits: tuple[int, ...]) -> bool:
+        return any(start == stop for start, stop in pairwise(splits))
+
+    for rows, classes in shapes(failure.rows, failure.classes, failure.ranks):
+        problem = case.problem(offer, failure.ranks, seed=seed, rows=rows, classes=classes)
+        if has_an_empty_shard(failure.splits) or not has_an_empty_shard(problem.splits):
+            yield rows, classes
+
+
+def shows_the_same(small: Outcome, failure: Outcome) -> bool:
+    """Return True if a finding of `small` is of the kind, and of the known cause, of the first one of `failure`."""
+    first = failure.findings[0]
+    shown = next((finding for finding in small.findings if finding.kind == first.kind), None)
+    return shown is not None and (not first.cause or shown.likeness == first.likeness)

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 import faulthandler
 from importlib.metadata import PackageNotFoundError, version
 import inspect
-from itertools import pairwise
 import os
 from pathlib import Path
 import platform
@@ -21,14 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from pce_mpi.comm.launch import why_apart
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted, named_candidate
-from pce_mpi.conformance.cases import Case
 from pce_mpi.conformance.journal import Journal
 from pce_mpi.conformance.launching import LaunchError, memory_shared_by
 from pce_mpi.conformance.offers import load, offer_of
 from pce_mpi.conformance.orders import Orders, Task
-from pce_mpi.conformance.outcomes import Outcome
 from pce_mpi.conformance.running import run_case
-from pce_mpi.conformance.shrinking import shapes, shrink
 from pce_mpi.conformance.stacks import error_text
 from pce_mpi.conformance.units import Tolerance
 
@@ -83,43 +79,22 @@ class Worker:
             sys.stdout.flush()
             self._journal.write("started", task=number, printed=os.fstat(1).st_size)
             self._candidate.raised = False
-            outcome = self._outcome(cases[task.case], task)
+            outcome = run_case(
+                self._candidate,
+                cases[task.case],
+                self._comm,
+                tolerance=self._tolerance,
+                seed=self._orders.seed,
+                rows=task.rows or self._orders.rows,
+                classes=task.classes or self._orders.classes,
+                offer=self._offer,
+            )
             if self._comm.rank == 0:
-                self._journal.write("outcome", outcome=None if outcome is None else outcome.to_json())
+                self._journal.write("outcome", outcome=outcome.to_json())
             # There may be messages that nobody has received, or ranks inside a collective.
             if len(set(self._comm.allgather(self._candidate.raised))) > 1:
                 return False
         return True
-
-    def _outcome(self, case: Case, task: Task) -> Outcome | None:
-        if not task.reproduce:
-            return self._run(case, self._orders.rows, self._orders.classes)
-        usable = self._smaller_shapes(case, self._orders.rows or case.rows, self._orders.classes or case.classes)
-        return shrink(lambda *shape: self._run(case, *shape), task.reproduce, usable, self._comm)
-
-    def _smaller_shapes(self, case: Case, rows: int, classes: int) -> Iterator[tuple[int, int]]:
-        """Return shapes that leave no rank without classes, unless the case does: that can show another fault."""
-
-        def has_an_empty_shard(rows: int, classes: int) -> bool:
-            problem = case.problem(self._offer, self._comm.size, seed=self._orders.seed, rows=rows, classes=classes)
-            return any(start == stop for start, stop in pairwise(problem.splits))
-
-        may_be_empty = has_an_empty_shard(rows, classes)
-        return (
-            shape for shape in shapes(rows, classes, self._comm.size) if may_be_empty or not has_an_empty_shard(*shape)
-        )
-
-    def _run(self, case: Case, rows: int | None, classes: int | None) -> Outcome:
-        return run_case(
-            self._candidate,
-            case,
-            self._comm,
-            tolerance=self._tolerance,
-            seed=self._orders.seed,
-            rows=rows,
-            classes=classes,
-            offer=self._offer,
-        )
 
 
 def main(folder: Path, ranks: int) -> None:

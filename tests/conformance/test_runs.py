@@ -15,7 +15,8 @@ from patience import slowdown, wait_until
 from pce_mpi.conformance.journal import Follower, Journal
 from pce_mpi.conformance.launching import memory_shared_by
 from pce_mpi.conformance.orders import Orders, Task
-from pce_mpi.conformance.shrinking import shapes
+from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict
+from pce_mpi.conformance.shrinking import shapes, shows_the_same
 from pce_mpi.conformance.stacks import innermost
 from pce_mpi.leftovers import new_folder
 
@@ -262,6 +263,24 @@ def test_shapes_grow_and_exclude_the_original():
     assert shapes(2, 1, 3) == [(1, 1)]  # fewer than ranks from the start
 
 
+def test_smallest_shape_shows_kind_and_cause():
+    def failure(kind, text):
+        return Outcome("a", "", Verdict.FAIL, [Finding(kind, text)])
+
+    mean = failure(
+        "loss", "the mean divides by all 6 rows, not by the 4 that are not ignored"
+    )
+    smaller = failure(
+        "loss", "the mean divides by all 2 rows, not by the 1 that are not ignored"
+    )
+    other_cause = failure("loss", "the loss is wrong: nan (loss is nan where 2 is right)")
+    numbers = failure("loss", "loss is 3 where 4 is right in row 1: 9 ulp of float32 off, 8 allowed")
+    assert shows_the_same(smaller, mean)
+    assert not shows_the_same(other_cause, mean)
+    assert not shows_the_same(failure("gradient", mean.findings[0].text), mean)
+    assert shows_the_same(other_cause, numbers) and not shows_the_same(numbers, mean)
+
+
 def test_journal_is_read_in_complete_lines(tmp_path):
     journal, follower = Journal(tmp_path, 1), Follower(tmp_path, 2)
     journal.write("began", pid=7)
@@ -284,7 +303,7 @@ def test_journal_yields_events_of_rank_0_first(tmp_path):
 
 
 def test_orders_are_read_back_unchanged(tmp_path):
-    orders = Orders("pce", patterns=("a", "b"), rows=3, tasks=(Task("a"), Task("b", ("loss",))))
+    orders = Orders("pce", patterns=("a", "b"), rows=3, tasks=(Task("a"), Task("b", 2, 5)))
     orders.write(tmp_path)
     assert Orders.read(tmp_path) == orders
 
