@@ -13,6 +13,7 @@ from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause, trace
 from pce_mpi.conformance import Offer, Outcome, Tolerance, Verdict, cases, offers, run_case
 from pce_mpi.conformance.adapters.ours import ForwardAndBackward, ValueAndGrad
+from pce_mpi.conformance.cases import problem_of
 from pce_mpi.conformance.reports.summary import problem
 from pce_mpi.conformance.reports.tables import Cell, table
 from pce_mpi.conformance.units import ulp
@@ -159,7 +160,7 @@ _WAYS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 def _statistics_match(seed: int, comm: MPI.Intracomm | None) -> bool:
     (case,) = cases(pattern=_PLAIN)
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
-    whole = case.build(case.setting(Offer(), size, seed=seed))
+    whole = problem_of(case, Offer(), size, seed=seed)
     got = class_statistics(whole.shard(rank).logits, whole.targets, comm=comm)._asdict()
     return all(
         np.all(np.abs(got[name] - exact) <= _TOLERANCE.allowed("float32") * ulp(exact, "float32"))

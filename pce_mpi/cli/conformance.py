@@ -21,6 +21,7 @@ from pce_mpi.cli.progress import Bar
 from pce_mpi.comm.launch import launch
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, missing_framework
 from pce_mpi.conformance.batches import DEFAULT_TIMEOUT, LARGE_TIMEOUT, asked_offer, run_cases
+from pce_mpi.conformance.cases import fits
 from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.launching import LaunchError
 from pce_mpi.conformance.offers import DTYPES
@@ -235,7 +236,7 @@ def _no_such_case(patterns: list[str], orders: Orders) -> str:
     """Explain why these patterns select no case."""
     every = [case for dtype in DTYPES for case in catalogue(None, [dtype])]
     for pattern in patterns:
-        if any(case.fits(pattern) for case in every):
+        if any(fits(case.name, pattern) for case in every):
             return f"the cases {pattern!r} have no logits of {' or '.join(orders.dtypes or ())}"
     families = list(dict.fromkeys(case.family for case in every))
     names = [*families, *dict.fromkeys(case.name for case in every)]

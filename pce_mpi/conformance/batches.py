@@ -14,7 +14,7 @@ import signal
 import time
 from typing import Any, Protocol
 
-from pce_mpi.conformance.cases import Case, fits
+from pce_mpi.conformance.cases import Case, fits, problem_of
 from pce_mpi.conformance.contradictions import withdraw_contradicted
 from pce_mpi.conformance.launcher import Job
 from pce_mpi.conformance.launching import LaunchError
@@ -230,7 +230,14 @@ class _Batches:
             findings.append(Finding(str(verdict), printed))
         outcome = Outcome(case.name, case.catches, verdict, findings, ranks=self.ranks, dtype=case.dtype)
         try:
-            problem = case.problem(self.offer, self.ranks, seed=orders.seed, rows=orders.rows, classes=orders.classes)
+            problem = problem_of(
+                case,
+                self.offer,
+                self.ranks,
+                seed=orders.seed,
+                rows=task.rows or orders.rows,
+                classes=task.classes or orders.classes,
+            )
         except Exception as error:
             # The ranks may have failed for the same reason; keep their outcomes.
             findings.append(Finding(str(verdict), f"its shape is not known: {type(error).__name__}: {error}"))

@@ -18,7 +18,7 @@ import numpy as np
 
 from pce_mpi import dense
 from pce_mpi.arrays import is_floating
-from pce_mpi.conformance.offers import Kind, Needs, Offer, Shards, Smoothing
+from pce_mpi.conformance.offers import Kind, Needs, Offer, Shards, Smoothing, dims_for
 
 Array = np.ndarray[Any, Any]
 
@@ -300,76 +300,22 @@ class Case:
         """The part of the name that cases of one kind share."""
         return self.name.partition("/")[0]
 
-    def fits(self, pattern: str) -> bool:
-        """Compare this case with a pattern.
 
-        Parameters
-        ----------
-        pattern : str
-            A name, a family, or a shell pattern of names.
-
-        Returns
-        -------
-        bool
-            True if the name or the family of this case fits.
-        """
-        return fits(self.name, pattern)
-
-    def setting(
-        self, offer: Offer, ranks: int, *, seed: int = 0, rows: int | None = None, classes: int | None = None
-    ) -> Setting:
-        """Return the setting in which this case builds its problem.
-
-        Parameters
-        ----------
-        offer : Offer
-            What the candidate offers: it decides the reduction and the kind of shards.
-        ranks : int
-            The number of shards.
-        seed : int
-            Seed of the random numbers.
-        rows, classes : int, optional
-            Replace the case's own size, if the case is shrinkable.
-
-        Returns
-        -------
-        Setting
-            The argument of `build`.
-        """
-        wanted = (rows, classes) if self.shrinkable else (None, None)
-        return Setting(
-            ranks=ranks,
-            rows=self.rows if wanted[0] is None else wanted[0],
-            classes=self.classes if wanted[1] is None else wanted[1],
-            dtype=self.dtype,
-            reduction=next((each for each in self.needs.reductions if each in offer.reductions), "mean"),
-            seed=seed,
-            shards=offer.shards,
-            ignore_index=-100 if offer.ignore_index is None else offer.ignore_index,
-            normalized=offer.normalized,
-        )
-
-    def problem(
-        self, offer: Offer, ranks: int, *, seed: int = 0, rows: int | None = None, classes: int | None = None
-    ) -> Problem:
-        """Build the problem of this case for an offer; the parameters are those of `setting`.
-
-        Parameters
-        ----------
-        offer : Offer
-            What the candidate offers.
-        ranks : int
-            The number of shards.
-        seed : int
-            Seed of the random numbers.
-        rows, classes : int, optional
-            Replace the case's own size, if the case is shrinkable.
-
-        Returns
-        -------
-        Problem
-            What `build` gives, in the conventions of the offer.
-        """
-        problem = self.build(self.setting(offer, ranks, seed=seed, rows=rows, classes=classes))
-        problem = replace(problem, smoothing=offer.smoothing, kind=offer.kind)
-        return problem if offer.dims_for(self.needs) in (problem.logits.ndim, None) else _in_two_axes(problem)
+def problem_of(
+    case: Case, offer: Offer, ranks: int, *, seed: int = 0, rows: int | None = None, classes: int | None = None
+) -> Problem:
+    """Build the problem of a case in the conventions of an offer; `rows` and `classes` if the case is shrinkable."""
+    needs = case.needs
+    setting = Setting(
+        ranks=ranks,
+        rows=case.rows if rows is None or not case.shrinkable else rows,
+        classes=case.classes if classes is None or not case.shrinkable else classes,
+        dtype=case.dtype,
+        reduction=next((each for each in needs.reductions if each in offer.reductions), "mean"),
+        seed=seed,
+        shards=offer.shards,
+        ignore_index=-100 if offer.ignore_index is None else offer.ignore_index,
+        normalized=offer.normalized,
+    )
+    problem = replace(case.build(setting), smoothing=offer.smoothing, kind=offer.kind)
+    return problem if dims_for(offer, needs) in (problem.logits.ndim, None) else _in_two_axes(problem)

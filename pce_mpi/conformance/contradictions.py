@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Case, Problem
+from pce_mpi.conformance.cases import Case, Problem, problem_of
 from pce_mpi.conformance.diagnosis import MANY
 from pce_mpi.conformance.faults import roundings
 from pce_mpi.conformance.judging import Answer, judge
@@ -40,7 +40,7 @@ def withdraw_contradicted(
 
 
 def _problem(case: Case, outcome: Outcome, offer: Offer, seed: int) -> Problem:
-    return case.problem(offer, outcome.ranks, seed=seed, rows=outcome.rows, classes=outcome.classes)
+    return problem_of(case, offer, outcome.ranks, seed=seed, rows=outcome.rows, classes=outcome.classes)
 
 
 def _would_fail(cause: str, problem: Problem, offer: Offer, tolerance: Tolerance) -> bool:

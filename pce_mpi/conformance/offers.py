@@ -194,73 +194,51 @@ class Offer:
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
-    @property
-    def _options(self) -> tuple[str, ...]:
-        return self.options if self.ignore_index is None else (*self.options, "ignore_index")
 
-    def dims_for(self, needs: Needs) -> int | None:
-        """Return the number of dimensions that the logits of a case can have.
+def dims_for(offer: Offer, needs: Needs) -> int | None:
+    """Return the dims of the logits in a case: 3 where the case has 2, and these are not offered; None if none are."""
+    if needs.dims in offer.dims:
+        return needs.dims
+    return 3 if needs.dims == 2 and 3 in offer.dims and not needs.any_axis else None
 
-        Parameters
-        ----------
-        needs : Needs
-            The needs of the case.
 
-        Returns
-        -------
-        int or None
-            That of the case; 3 for a case of 2-D logits, where these are not offered and 3-D ones are; None.
-        """
-        if needs.dims in self.dims:
-            return needs.dims
-        return 3 if needs.dims == 2 and 3 in self.dims and not needs.any_axis else None
+# What a case may need that an offer has or has not, in words.
+_FLAGS = {
+    "probabilities": "probability targets",
+    "any_axis": "a class axis that is not the last",
+    "strided": "logits that are not contiguous",
+    "deterministic": "the same bits in every run",
+    "empty": "zero rows",
+    "checks_targets": "the refusal of targets that are no class",
+    "num_classes": "num_classes",
+    "batch_comm": "rows that are sharded",
+    "same_bits": "the same bits on every number of ranks",
+}
 
-    def missing(self, needs: Needs, dtype: str) -> str | None:
-        """Say which need this offer lacks.
 
-        Parameters
-        ----------
-        needs : Needs
-            The needs of a case.
-        dtype : str
-            The dtype of its logits.
+def unmet_need(offer: Offer, needs: Needs, dtype: str) -> str | None:
+    """Return the first need of a case that an offer lacks, in a few words; None if there is none."""
 
-        Returns
-        -------
-        str or None
-            The first need that is missing, in a few words; None if there is none.
-        """
-        for missing, what in (
-            (dtype not in self.dtypes, dtype),
-            (not _known(dtype), f"{dtype}, which needs ml_dtypes: pip install 'pce_mpi[bf16]'"),
-            (needs.probabilities and not self.probabilities, "probability targets"),
-            *((option not in self._options, option) for option in needs.options),
-            (needs.any_ignore_index and "ignore_index" not in self.options, "any ignore_index"),
-            (not set(needs.reductions) & set(self.reductions), "reduction " + " or ".join(needs.reductions)),
-            (self.dims_for(needs) is None, f"{needs.dims}-D logits"),
-            (needs.unnormalized and self.normalized, "probabilities that do not sum to 1"),
-            (needs.any_axis and not self.any_axis, "a class axis that is not the last"),
-            (
-                get_args(Shards).index(needs.shards) > get_args(Shards).index(self.shards),
-                "shards of any length" if needs.shards == "any" else "uneven shards",
-            ),
-            (
-                list(Gradient).index(needs.gradient) > list(Gradient).index(self.gradient),
-                "a gradient" if needs.gradient == Gradient.VALUE else "an upstream gradient",
-            ),
-            (needs.strided and not self.strided, "logits that are not contiguous"),
-            (needs.keeps_logits and self.overwrites_logits, "logits left as they are"),
-            (needs.deterministic and not self.deterministic, "the same bits in every run"),
-            (needs.empty and not self.empty, "zero rows"),
-            (needs.checks_targets and not self.checks_targets, "the refusal of targets that are no class"),
-            (needs.num_classes and not self.num_classes, "num_classes"),
-            (needs.targets and self.kind == "entropy", "targets"),
-            (needs.batch_comm and not self.batch_comm, "rows that are sharded"),
-            (needs.same_bits and not self.same_bits, "the same bits on every number of ranks"),
-        ):
-            if missing:
-                return what
-        return None
+    def beyond(name: str, known: Iterable[str]) -> bool:
+        order = list(known)
+        return order.index(getattr(needs, name)) > order.index(getattr(offer, name))
+
+    options = offer.options if offer.ignore_index is None else (*offer.options, "ignore_index")
+    lacks = {
+        dtype: dtype not in offer.dtypes,
+        f"{dtype}, which needs ml_dtypes: pip install 'pce_mpi[bf16]'": not _known(dtype),
+        **{option: option not in options for option in needs.options},
+        "any ignore_index": needs.any_ignore_index and "ignore_index" not in offer.options,
+        "reduction " + " or ".join(needs.reductions): not set(needs.reductions) & set(offer.reductions),
+        f"{needs.dims}-D logits": dims_for(offer, needs) is None,
+        "probabilities that do not sum to 1": needs.unnormalized and offer.normalized,
+        "shards of any length" if needs.shards == "any" else "uneven shards": beyond("shards", get_args(Shards)),
+        "a gradient" if needs.gradient == Gradient.VALUE else "an upstream gradient": beyond("gradient", Gradient),
+        "logits left as they are": needs.keeps_logits and offer.overwrites_logits,
+        "targets": needs.targets and offer.kind == "entropy",
+        **{what: getattr(needs, name) and not getattr(offer, name) for name, what in _FLAGS.items()},
+    }
+    return next((what for what, lacking in lacks.items() if lacking), None)
 
 
 _FIELDS = tuple(field.name for field in fields(Offer))

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pce_mpi.conformance.cases import Case
+from pce_mpi.conformance.cases import Case, fits
 from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.offers import DTYPES, Offer
 
@@ -59,17 +59,16 @@ class Orders:
     def patterns_of_no_case(self, more: Iterable[str] = ()) -> list[str]:
         """Return the patterns, those of `more` included, that fit no case, whatever a candidate offers."""
         # The dtype of a case can depend on the offer; with a single dtype, all cases have that.
-        every = [case for dtype in self.dtypes or DTYPES for case in self._catalogue(None, [dtype])]
-        return [
-            each for each in (*(self.patterns or ()), *self.but, *more) if not any(case.fits(each) for case in every)
-        ]
+        names = {case.name for dtype in self.dtypes or DTYPES for case in self._catalogue(None, [dtype])}
+        patterns = (*(self.patterns or ()), *self.but, *more)
+        return [pattern for pattern in patterns if not any(fits(name, pattern) for name in names)]
 
     def _catalogue(self, offer: Offer | None, dtypes: Iterable[str] | None) -> list[Case]:
         return catalogue(offer, dtypes, large=self.large)
 
     def _select(self, case: Case) -> bool:
-        selected = self.patterns is None or any(map(case.fits, self.patterns))
-        return selected and not any(map(case.fits, self.but))
+        selected = self.patterns is None or any(fits(case.name, pattern) for pattern in self.patterns)
+        return selected and not any(fits(case.name, pattern) for pattern in self.but)
 
     def write(self, folder: Path) -> None:
         """Write these orders to `folder`."""

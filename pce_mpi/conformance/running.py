@@ -21,10 +21,10 @@ import numpy as np
 
 from pce_mpi.comm.launch import why_apart
 from pce_mpi.comm.rank_texts import text_by_rank
-from pce_mpi.conformance.cases import Case, Expects, Problem
+from pce_mpi.conformance.cases import Case, Expects, Problem, problem_of
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.launching import LaunchError
-from pce_mpi.conformance.offers import Offer, offer_of
+from pce_mpi.conformance.offers import Offer, offer_of, unmet_need
 from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict
 from pce_mpi.conformance.procedures import PROCEDURES, BadResult, Trial
 from pce_mpi.conformance.stacks import error_text
@@ -100,13 +100,13 @@ def run_case(
     size = 1 if comm is None else comm.size
     offer = offer_of(candidate) if offer is None else offer
     outcome = Outcome(case.name, case.catches, Verdict.PASS, ranks=size, dtype=case.dtype)
-    missing = offer.missing(case.needs, case.dtype)
+    missing = unmet_need(offer, case.needs, case.dtype)
     if missing is not None:
         return replace(outcome, verdict=Verdict.NOT_OFFERED, note=missing)
 
     @cache
     def problem(which: int) -> Problem:
-        return case.problem(offer, size, seed=seed + which, rows=rows, classes=classes)
+        return problem_of(case, offer, size, seed=seed + which, rows=rows, classes=classes)
 
     start = time.perf_counter()
     private = None if comm is None else comm.Dup()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from pce_mpi.conformance.cases import Case
+from pce_mpi.conformance.cases import Case, problem_of
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.outcomes import Outcome
 
@@ -37,7 +37,7 @@ def usable_shapes(failure: Outcome, case: Case, offer: Offer, seed: int) -> Iter
         return any(start == stop for start, stop in pairwise(splits))
 
     for rows, classes in shapes(failure.rows, failure.classes, failure.ranks):
-        problem = case.problem(offer, failure.ranks, seed=seed, rows=rows, classes=classes)
+        problem = problem_of(case, offer, failure.ranks, seed=seed, rows=rows, classes=classes)
         if has_an_empty_shard(failure.splits) or not has_an_empty_shard(problem.splits):
             yield rows, classes
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from pce_mpi.arrays import dtype_named, is_floating
 from pce_mpi.conformance import judging
-from pce_mpi.conformance.cases import Case, Expects, Problem
+from pce_mpi.conformance.cases import Case, Expects, Problem, problem_of
 from pce_mpi.conformance.catalogue import cases
 from pce_mpi.conformance.index import Entry, Index
 from pce_mpi.conformance.judging import Answer, judge
@@ -53,7 +53,7 @@ def export(
     entries = []
     for size in dict.fromkeys(ranks):
         for case in selected:
-            problem = case.problem(EVERYTHING, size, seed=seed)
+            problem = problem_of(case, EVERYTHING, size, seed=seed)
             if problem.gathered or {problem.memory, problem.target_memory, problem.dloss_memory} != {"C"}:
                 continue  # the same numbers as in another case
             name = f"{case.name}/{size}-ranks"

@@ -12,17 +12,17 @@ from jobs.launch import complete
 from pce_mpi import dense
 from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance import Gradient, Offer, Outcome, Verdict, cases, load, offer_of, offers
-from pce_mpi.conformance.cases import Expects
+from pce_mpi.conformance.cases import Expects, problem_of
 from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.catalogue.drawing import chunks
-from pce_mpi.conformance.offers import DTYPES, EVERYTHING, OPTIONS, REDUCTIONS, Needs
+from pce_mpi.conformance.offers import DTYPES, EVERYTHING, OPTIONS, REDUCTIONS, Needs, unmet_need
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
 
 ALL = cases(EVERYTHING)
 
 
 def build(case, ranks, offer=EVERYTHING, **shape):
-    return case.build(case.setting(offer, ranks, **shape))
+    return problem_of(case, offer, ranks, **shape)
 
 
 def named(name):
@@ -117,13 +117,13 @@ def test_offer_of_another_type_raises():
     ],
 )
 def test_missing_need_of_a_case_is_named(needs, lacks, what):
-    assert EVERYTHING.missing(needs, "float32") is None
-    assert replace(EVERYTHING, **lacks).missing(needs, "float32") == what
+    assert unmet_need(EVERYTHING, needs, "float32") is None
+    assert unmet_need(replace(EVERYTHING, **lacks), needs, "float32") == what
 
 
 def test_case_fits_conventions_of_offer():
     smoothed = named("label_smoothing/float64")
-    others = smoothed.problem(replace(EVERYTHING, smoothing="others"), 3)
+    others = problem_of(smoothed, replace(EVERYTHING, smoothing="others"), 3)
     wanted = np.full((others.rows, others.classes), 0.125 / (others.classes - 1))
     wanted[np.arange(others.rows), others.targets] = 1 - 0.125
     log_p = -dense.softmax_cross_entropy(
@@ -132,9 +132,9 @@ def test_case_fits_conventions_of_offer():
         reduction="none",
     ).reshape(wanted.shape)
     assert np.allclose(others.expected[0], -(wanted * log_p).sum() / others.rows, rtol=1e-14)
-    ignored = named("ignore_index/float32").problem(replace(EVERYTHING, options=(), ignore_index=-1), 3)
+    ignored = problem_of(named("ignore_index/float32"), replace(EVERYTHING, options=(), ignore_index=-1), 3)
     assert ignored.options == {"ignore_index": -1} and (~ignored.valid).sum() == 2
-    sums = named("probabilities/weight").problem(replace(EVERYTHING, normalized=True), 3).targets.sum(axis=-1)
+    sums = problem_of(named("probabilities/weight"), replace(EVERYTHING, normalized=True), 3).targets.sum(axis=-1)
     assert np.allclose(sums, 1.0, rtol=1e-6)
 
 
@@ -143,10 +143,10 @@ def test_offer_without_2_d_has_every_case():
     for case in cases(offer):
         if case.rows * case.classes > 1000:
             continue
-        problem = case.problem(offer, 3)
+        problem = problem_of(case, offer, 3)
         assert problem.logits.ndim == 3, case.name
         if case.needs.dims == 2 and case.expects == Expects.ANSWER:
-            flat = case.problem(EVERYTHING, 3)
+            flat = problem_of(case, EVERYTHING, 3)
             assert np.array_equal(problem.expected[0].reshape(-1), flat.expected[0].reshape(-1), equal_nan=True), (
                 case.name
             )
@@ -154,7 +154,7 @@ def test_offer_without_2_d_has_every_case():
 
 
 def test_missing_dtype_is_named():
-    assert Offer().missing(Needs(), "bfloat16") == "bfloat16"
+    assert unmet_need(Offer(), Needs(), "bfloat16") == "bfloat16"
 
 
 # Loading candidates.
@@ -216,9 +216,9 @@ def test_catalogue_has_each_option_alone_and_in_pairs():
 def test_cases_of_candidate_are_offered():
     offer = Offer(options=("weight",), reductions=("none",), gradient=Gradient.NONE)
     chosen = cases(offer)
-    assert chosen and all(offer.missing(case.needs, case.dtype) is None for case in chosen)
+    assert chosen and all(unmet_need(offer, case.needs, case.dtype) is None for case in chosen)
     assert {case.name for case in chosen} == {
-        case.name for case in catalogue(offer) if not offer.missing(case.needs, case.dtype)
+        case.name for case in catalogue(offer) if not unmet_need(offer, case.needs, case.dtype)
     }
     assert not [case for case in chosen if case.family in ("label_smoothing", "upstream", "axis", "probabilities")]
 

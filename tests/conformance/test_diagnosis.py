@@ -8,7 +8,7 @@ import pytest
 
 from candidates.by_hand import candidate
 from pce_mpi.arrays import dtype_named
-from pce_mpi.conformance.cases import Expects
+from pce_mpi.conformance.cases import Expects, problem_of
 from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.diagnosis import explain
 from pce_mpi.conformance.faults import answers
@@ -28,9 +28,9 @@ CASES = {
 }
 
 
-def problem_of(name, ranks=RANKS, seed=0):
+def problem_named(name, ranks=RANKS, seed=0):
     case = CASES[name]
-    return case.build(case.setting(candidate.offer, ranks, seed=seed))
+    return problem_of(case, candidate.offer, ranks, seed=seed)
 
 
 def said(problem, change_loss=None, change_gradient=None):
@@ -49,7 +49,7 @@ def said(problem, change_loss=None, change_gradient=None):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_textbook_without_fault_is_dense(ranks):
     for name in CASES:
-        problem = problem_of(name, ranks)
+        problem = problem_named(name, ranks)
         with np.errstate(all="ignore"):
             book = Textbook.of(problem)
             loss, gradient = book.loss(), book.gradient()
@@ -64,7 +64,7 @@ def test_textbook_without_fault_is_dense(ranks):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_fault_has_an_answer_for_every_case(ranks):
     for name in CASES:
-        problem = problem_of(name, ranks)
+        problem = problem_named(name, ranks)
         with np.errstate(all="ignore"):
             for text, answer in answers(Textbook.of(problem)):
                 for loss in answer.losses or ():
@@ -75,7 +75,7 @@ def test_every_fault_has_an_answer_for_every_case(ranks):
 
 
 def test_factor_is_named():
-    problem = problem_of("random-logits/float32")
+    problem = problem_named("random-logits/float32")
     assert "3 times too large (summed over the 3 ranks twice?)" in said(problem, None, lambda g: np.multiply(g, 3, g))
     assert "6 times too small (divided by the 6 rows twice?)" in said(problem, None, lambda g: np.divide(g, 6, g))
     assert "of the opposite sign" in said(problem, None, lambda g: np.negative(g, g))
@@ -83,18 +83,18 @@ def test_factor_is_named():
 
 
 def test_factor_within_rounding_is_not_named():
-    problem = problem_of("random-logits/bfloat16")
+    problem = problem_named("random-logits/bfloat16")
     assert said(problem, None, lambda g: np.multiply(g, 1.01, g)) is None
 
 
 def test_constant_is_named():
-    problem = problem_of("random-logits/float32")
+    problem = problem_named("random-logits/float32")
     text = said(problem, lambda loss, rank: loss + np.log(24.0))
     assert "off by the constant 3.17805 = log(24), the number of classes" in text
 
 
 def test_lower_precision_is_named():
-    problem = problem_of("random-logits/float64")
+    problem = problem_named("random-logits/float64")
     text = said(
         problem,
         lambda loss, rank: loss.astype(np.float32).astype(np.float64),
@@ -104,7 +104,7 @@ def test_lower_precision_is_named():
 
 
 def test_other_half_precision_is_not_named():
-    problem = problem_of("random-logits/float16")
+    problem = problem_named("random-logits/float16")
     noise = 1 + 2.0**-8 * np.random.default_rng(0).uniform(-2, 2, problem.logits.shape)
     text = said(problem, None, lambda g: np.multiply(g, noise, g))
     assert text is None
@@ -112,13 +112,13 @@ def test_other_half_precision_is_not_named():
 
 @pytest.mark.parametrize(("dtype", "may_overflow"), [("float16", True), ("float32", False)])
 def test_infinite_loss_of_float16_names_overflow(dtype, may_overflow):
-    text = said(problem_of(f"logits-of-1000-smoothed/{dtype}"), lambda loss, rank: np.inf)
+    text = said(problem_named(f"logits-of-1000-smoothed/{dtype}"), lambda loss, rank: np.inf)
     assert "log p is the logarithm of an exponential that has become 0" in text
     assert ("a sum of log p over classes and rows overflows float16" in text) == may_overflow
 
 
 def test_divisor_is_named_despite_nan_in_ignored_row():
-    problem = problem_of("nan/in-an-ignored-row")
+    problem = problem_named("nan/in-an-ignored-row")
     loss, gradient = problem.expected
     counts = problem.valid[:, None]
     got = np.where(counts, gradient * problem.valid.mean(), np.nan)
@@ -130,7 +130,7 @@ def test_divisor_is_named_despite_nan_in_ignored_row():
 
 
 def test_ranks_with_wrong_loss_are_named():
-    problem = problem_of("reduction/none")
+    problem = problem_named("reduction/none")
     text = said(problem, lambda loss, rank: loss + (rank == 1) * np.arange(loss.size) ** 2)
     assert "the loss is wrong on rank 1 only in rows 1, 2, 3, 4 and 1 more" in text
 
@@ -147,7 +147,7 @@ def test_ranks_with_wrong_loss_are_named():
     ],
 )
 def test_place_of_errors_is_named(where, place):
-    problem = problem_of("ignore_index/float32")
+    problem = problem_named("ignore_index/float32")
     assert problem.splits == (0, 8, 16, 24)
 
     def change(gradient):
@@ -157,7 +157,7 @@ def test_place_of_errors_is_named(where, place):
 
 
 def test_errors_at_targets_and_elsewhere_are_distinguished():
-    problem = problem_of("random-logits/float32")
+    problem = problem_named("random-logits/float32")
     target = (np.arange(problem.rows), problem.targets)
 
     def at_targets(gradient):
@@ -173,13 +173,13 @@ def test_errors_at_targets_and_elsewhere_are_distinguished():
 
 
 def test_errors_without_pattern_are_not_explained():
-    problem = problem_of("random-logits/float32")
+    problem = problem_named("random-logits/float32")
     noise = np.random.default_rng(0).standard_normal(problem.logits.shape)
     assert said(problem, lambda loss, rank: loss + 0.3, lambda g: np.add(g, noise, g)) is None
 
 
 def test_two_faults_are_both_named():
-    problem = replace(problem_of("label_smoothing/float32"), reduction="sum")
+    problem = replace(problem_named("label_smoothing/float32"), reduction="sum")
     text = said(problem, lambda loss, rank: loss * 3, lambda g: np.multiply(g, 0.3, g))
     assert text.startswith(
         "the loss is wrong: 3 times too large (summed over the 3 ranks twice?); the gradient is wrong: 0.3 times"
@@ -187,7 +187,7 @@ def test_two_faults_are_both_named():
 
 
 def test_fault_of_gradient_does_not_hide_wrong_loss():
-    problem = problem_of("label_smoothing/float32")
+    problem = problem_named("label_smoothing/float32")
     one_hot = np.arange(problem.classes) == problem.targets[:, None]
     s = problem.options["label_smoothing"]
 
@@ -201,7 +201,7 @@ def test_fault_of_gradient_does_not_hide_wrong_loss():
 
 
 def test_answer_that_passes_is_not_explained():
-    problem = problem_of("random-logits/float32")
+    problem = problem_named("random-logits/float32")
     loss, gradient = problem.expected
     wrong = np.zeros(problem.ranks, np.bool_), np.zeros(problem.logits.shape, np.bool_)
     losses = [loss + 1.0] * problem.ranks
@@ -211,20 +211,20 @@ def test_answer_that_passes_is_not_explained():
 @pytest.mark.parametrize("noise", [2.0**-8, 2.0**-11])
 def test_size_of_errors_is_no_cause(noise):
     """Errors as large as those of bfloat16 or float16 say nothing on where they come from."""
-    problem = problem_of("random-logits/float32")
+    problem = problem_named("random-logits/float32")
     factors = 1 + noise * np.random.default_rng(0).uniform(-1, 1, problem.logits.shape)
     assert said(problem, None, lambda g: np.multiply(g, factors, g)) is None
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_rounding_of_every_entry_is_named(dtype):
-    problem = problem_of("random-logits/float32")
+    problem = problem_named("random-logits/float32")
     text = said(problem, None, lambda g: np.copyto(g, g.astype(dtype_named(dtype)).astype(np.float64)))
     assert text == f"every entry of the gradient is rounded to {dtype}"
 
 
 def test_one_entry_that_is_not_rounded_contradicts_rounding():
-    problem = problem_of("random-logits/float32")
+    problem = problem_named("random-logits/float32")
 
     def all_but_one(gradient):
         kept = gradient[2, 3]
@@ -235,7 +235,7 @@ def test_one_entry_that_is_not_rounded_contradicts_rounding():
 
 
 def test_classes_beyond_a_boundary_are_named():
-    problem = problem_of("many-classes/float32")
+    problem = problem_named("many-classes/float32")
     text = said(problem, None, lambda g: np.copyto(g[:, 2000:], 0.0))
     assert text.startswith("the gradient is wrong from class 2000 on: 0 where numbers up to")
 
@@ -251,7 +251,7 @@ def test_every_fault_model_is_shown_by_candidate():
     for name in CASES:
         with np.errstate(all="ignore"):
             for ranks in (1, 3):
-                texts |= {text for text, _ in answers(Textbook.of(problem_of(name, ranks)))}
+                texts |= {text for text, _ in answers(Textbook.of(problem_named(name, ranks)))}
     shown = [f"the ranks' losses differ: {text}" for text in sorted(set(map(without_numbers, texts)))]
     unseen = [text for text in shown if not any(word in text for word in words)]
     assert unseen == [], "\n".join(unseen)

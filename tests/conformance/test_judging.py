@@ -7,7 +7,7 @@ import pytest
 
 from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance import Gradient, Outcome, Tolerance, Verdict, cases
-from pce_mpi.conformance.cases import Problem
+from pce_mpi.conformance.cases import Problem, problem_of
 from pce_mpi.conformance.contradictions import withdraw_contradicted
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.offers import DTYPES, Offer
@@ -27,9 +27,9 @@ EVERYTHING = Offer(
 )
 
 
-def problem_of(name, **changes):
+def problem_named(name, **changes):
     case = next(case for case in cases(EVERYTHING) if case.name == name)
-    return replace(case.build(case.setting(EVERYTHING, RANKS)), **changes)
+    return replace(problem_of(case, EVERYTHING, RANKS), **changes)
 
 
 def answers_of(problem, loss=None, gradient=None, loss_dtype=None):
@@ -65,7 +65,7 @@ ANSWERED = [case for case in cases(EVERYTHING) if case.expects == "an answer" an
 @pytest.mark.parametrize("tolerance", [USUAL, STRICT], ids=["usual", "strict"])
 @pytest.mark.parametrize("case", ANSWERED, ids=str)
 def test_exact_values_rounded_pass_every_case(case, tolerance):
-    problem = case.build(case.setting(EVERYTHING, RANKS))
+    problem = problem_of(case, EVERYTHING, RANKS)
     judgement = judge(problem, answers_of(problem), tolerance)
     assert judgement.findings == [] and judgement.picture is None
     for accuracy in judgement.accuracies:
@@ -80,7 +80,7 @@ def test_ulp_depends_on_the_dtype(dtype):
 
 @pytest.mark.parametrize(("dtype", "usual", "strict"), [("float64", 32, 8), ("float32", 8, 5), ("bfloat16", 2, 1)])
 def test_tolerance_sets_how_many_ulps_pass(dtype, usual, strict):
-    problem = problem_of(f"random-logits/{dtype}", reduction="none")
+    problem = problem_named(f"random-logits/{dtype}", reduction="none")
     exact = problem.expected[1]
     row, number = 2, int(problem.targets[2])
     floor = ulp(1.0, "float64" if dtype == "float64" else "float32")
@@ -94,7 +94,7 @@ def test_tolerance_sets_how_many_ulps_pass(dtype, usual, strict):
 
 
 def test_entry_off_target_is_measured_by_row_maximum():
-    problem = problem_of("random-logits/float32", reduction="none")
+    problem = problem_named("random-logits/float32", reduction="none")
     gradient = problem.expected[1].copy()
     row = 1
     least = int(np.argmin(np.abs(gradient[row])))
@@ -109,13 +109,13 @@ def test_entry_off_target_is_measured_by_row_maximum():
 
 
 def test_small_gradients_beside_the_target_count_in_half():
-    problem = problem_of("many-classes/bfloat16")
+    problem = problem_named("many-classes/bfloat16")
     filtered = np.where(np.abs(problem.expected[1]) < 2.0**-12, 0.0, problem.expected[1])
     assert kinds(problem, answers_of(problem, gradient=filtered)) == ["gradient"]
 
 
 def test_p_minus_1_before_rounding_to_bfloat16_passes():
-    problem = problem_of("p-near-1/bfloat16")
+    problem = problem_named("p-near-1/bfloat16")
     p = probabilities_of(problem, np.float32)
     for tolerance in (USUAL, STRICT):
         right = minus_one_at_targets(problem, p)
@@ -127,7 +127,7 @@ def test_p_minus_1_before_rounding_to_bfloat16_passes():
 
 
 def test_p_minus_1_in_float32_passes_unless_strict():
-    problem = problem_of("p-near-1/float32")
+    problem = problem_named("p-near-1/float32")
     answers = answers_of(problem, gradient=minus_one_at_targets(problem, probabilities_of(problem, np.float32)))
     assert kinds(problem, answers) == []
     # Differences of 16 are not exact in float32 either, so that other entries are off by more than 5 ulp as well.
@@ -136,7 +136,7 @@ def test_p_minus_1_in_float32_passes_unless_strict():
 
 @pytest.mark.parametrize("offset", ["1e3", "1e4"])
 def test_offset_of_logits_excuses_no_error(offset):
-    problem = problem_of(f"offset/{offset}/float32", reduction="none")
+    problem = problem_named(f"offset/{offset}/float32", reduction="none")
     x = problem.logits
     top = x.max(axis=-1)
     logsumexp = top + np.log(np.exp(x - top[:, None]).sum(axis=-1))
@@ -146,14 +146,14 @@ def test_offset_of_logits_excuses_no_error(offset):
 
 
 def test_float64_loss_of_float32_logits_has_float32_ulps():
-    problem = problem_of("random-logits/float32")
+    problem = problem_named("random-logits/float32")
     loss = problem.expected[0] * (1 + 1e-7)
     judgement = judge(problem, answers_of(problem, loss=loss, loss_dtype=np.float64), USUAL)
     assert judgement.findings == [] and judgement.accuracies[0].dtype == "float32"
 
 
 def test_bfloat16_loss_has_bfloat16_ulps():
-    problem = problem_of("random-logits/bfloat16")
+    problem = problem_named("random-logits/bfloat16")
     judgement = judge(problem, answers_of(problem, loss_dtype=problem.dtype), USUAL)
     assert judgement.findings == [] and judgement.accuracies[0].dtype == "bfloat16"
     assert 2.0 <= judgement.accuracies[0].allowed < 2.001
@@ -161,39 +161,39 @@ def test_bfloat16_loss_has_bfloat16_ulps():
 
 @pytest.mark.parametrize(("dtype", "coarser"), [("float32", "float16"), ("float64", "float32")])
 def test_loss_coarser_than_logits_has_their_ulps(dtype, coarser):
-    problem = problem_of(f"random-logits/{dtype}")
+    problem = problem_named(f"random-logits/{dtype}")
     judgement = judge(problem, answers_of(problem, loss_dtype=coarser), USUAL)
     assert [finding.kind for finding in judgement.findings] == ["loss"]
     assert judgement.accuracies[0].dtype == dtype
 
 
 def test_sum_over_rows_may_lose_pairwise_error():
-    problem = problem_of("same-on-every-rank", reduction="sum")  # 64 rows
+    problem = problem_named("same-on-every-rank", reduction="sum")  # 64 rows
     assert judge(problem, answers_of(problem), USUAL).accuracies[0].allowed == 8 + 6
-    problem = problem_of("same-on-every-rank", reduction="none")
+    problem = problem_named("same-on-every-rank", reduction="none")
     assert judge(problem, answers_of(problem), USUAL).accuracies[0].allowed == 8
 
 
 def test_nan_for_number_and_number_for_nan_fail():
-    problem = problem_of("random-logits/float32")
+    problem = problem_named("random-logits/float32")
     assert kinds(problem, answers_of(problem, loss=np.nan)) == ["not finite"]
     gradient = problem.expected[1].copy()
     gradient[0, 3] = np.inf
     assert kinds(problem, answers_of(problem, gradient=gradient)) == ["not finite"]
-    problem = problem_of("nan/in-a-row", reduction="none")
+    problem = problem_named("nan/in-a-row", reduction="none")
     assert kinds(problem, answers_of(problem, loss=np.nan_to_num(problem.expected[0]))) == ["loss"]
     assert kinds(problem, answers_of(problem, gradient=np.nan_to_num(problem.expected[1]))) == ["gradient"]
 
 
 def test_row_without_softmax_needs_one_nan():
-    problem = problem_of("masked-row", reduction="none")
+    problem = problem_named("masked-row", reduction="none")
     gradient = np.nan_to_num(problem.expected[1])
     gradient[problem.rows // 2, 0] = np.nan
     assert kinds(problem, answers_of(problem, gradient=gradient), STRICT) == []
 
 
 def test_nan_of_pytorch_passes_unless_strict():
-    problem = problem_of("nan/in-an-ignored-row")
+    problem = problem_named("nan/in-an-ignored-row")
     gradient = problem.expected[1].copy()
     gradient[~problem.valid] = np.nan
     assert kinds(problem, answers_of(problem, gradient=gradient)) == []
@@ -202,15 +202,15 @@ def test_nan_of_pytorch_passes_unless_strict():
     assert kinds(problem, answers_of(problem, loss=np.nan)) == ["not finite"]
     gradient[~problem.valid] = 1.0
     assert kinds(problem, answers_of(problem, gradient=gradient)) == ["gradient"]
-    problem = problem_of("probabilities/zero-at-minus-inf")
+    problem = problem_named("probabilities/zero-at-minus-inf")
     assert kinds(problem, answers_of(problem, loss=np.nan)) == []
     assert kinds(problem, answers_of(problem, loss=np.nan), STRICT) == ["not finite"]
 
 
 def test_infinity_passes_if_exact_or_overflow():
-    problem = problem_of("masked-target", reduction="none")
+    problem = problem_named("masked-target", reduction="none")
     assert np.isinf(problem.expected[0]).any() and kinds(problem, answers_of(problem)) == []
-    problem = problem_of("logits-of-1000/float16", reduction="sum")
+    problem = problem_named("logits-of-1000/float16", reduction="sum")
     problem = replace(problem, **{name: np.tile(getattr(problem, name).T, 40).T for name in ("logits", "targets")})
     assert 65504 < problem.expected[0] < np.inf
     assert kinds(problem, answers_of(problem, loss_dtype=np.float16)) == []
@@ -218,21 +218,21 @@ def test_infinity_passes_if_exact_or_overflow():
 
 
 def test_one_bit_between_ranks_fails_but_nan_sign():
-    problem = problem_of("same-on-every-rank", reduction="none")
+    problem = problem_named("same-on-every-rank", reduction="none")
     answers = answers_of(problem)
     loss = answers[2].loss.copy()
     loss[5] = np.nextafter(loss[5], np.float32(9))
     answers[2] = replace(answers[2], loss=loss)
     (finding,) = judge(problem, answers, USUAL).findings
     assert finding.kind == "ranks differ" and "row 5" in finding.text and "rank 2" in finding.text
-    problem = problem_of("masked-row", reduction="none")
+    problem = problem_named("masked-row", reduction="none")
     answers = answers_of(problem)
     answers[1] = replace(answers[1], loss=np.where(np.isnan(answers[1].loss), -answers[1].loss, answers[1].loss))
     assert kinds(problem, answers) == []
 
 
 def test_loss_of_each_rank_is_judged():
-    problem = problem_of("random-logits/float32")
+    problem = problem_named("random-logits/float32")
     answers = answers_of(problem)
     answers[1] = replace(answers[1], loss=answers[1].loss * np.float32(1.5))
     assert kinds(problem, answers) == ["ranks differ", "loss"]
@@ -248,7 +248,7 @@ def test_loss_of_each_rank_is_judged():
     ],
 )
 def test_wrong_shape_or_dtype_is_named(change, kind, text):
-    problem = problem_of("random-logits/float32")
+    problem = problem_named("random-logits/float32")
     answers = answers_of(problem)
     answers[1] = replace(answers[1], **change)
     (finding,) = judge(problem, answers, USUAL).findings
@@ -258,7 +258,7 @@ def test_wrong_shape_or_dtype_is_named(change, kind, text):
 
 
 def test_worst_error_is_named_with_place_and_rank():
-    problem = problem_of("dims/3-D")
+    problem = problem_named("dims/3-D")
     gradient = problem.expected[1].copy()
     gradient[1, 2, 17] += 1.0
     judgement = judge(problem, answers_of(problem, gradient=gradient), USUAL)
@@ -267,7 +267,7 @@ def test_worst_error_is_named_with_place_and_rank():
 
 
 def test_picture_has_errors_by_row_and_class():
-    problem = problem_of("random-logits/float32")
+    problem = problem_named("random-logits/float32")
     gradient = problem.expected[1].copy()
     gradient[4, 9] += 1.0
     picture = judge(problem, answers_of(problem, gradient=gradient), USUAL).picture
@@ -294,7 +294,7 @@ def test_large_picture_has_worst_of_each_block():
 
 
 def test_gathered_logits_have_whole_gradient_on_each_rank():
-    problem = problem_of("gathered-logits")
+    problem = problem_named("gathered-logits")
     assert kinds(problem, answers_of(problem)) == []
     assert kinds(problem, answers_of(problem, loss=problem.expected[0] + np.log(RANKS))) == ["loss"]
     shards = answers_of(replace(problem, gathered=False))
@@ -308,7 +308,7 @@ def judged_numbers(problem):
 
 
 def test_cause_of_finding_has_no_numbers():
-    problem = problem_of("random-logits/float32")
+    problem = problem_named("random-logits/float32")
     noise = np.random.default_rng(0).standard_normal(problem.logits.shape)
     exact = problem.expected
     (found,) = judge(problem, answers_of(problem, gradient=exact[1] + noise), USUAL).findings
@@ -319,7 +319,7 @@ def test_cause_of_finding_has_no_numbers():
     times = "is wrong: # times too large (summed over the # ranks twice?)"
     assert found.likeness == f"the loss {times}; the gradient {times}"
     assert Finding("gradient", f"second backward pass: {judged_numbers(problem)}").cause == ""
-    masked = problem_of("masked-row", reduction="none")
+    masked = problem_named("masked-row", reduction="none")
     finite = judge(masked, answers_of(masked, gradient=np.nan_to_num(masked.expected[1])), USUAL).findings[0]
     assert "is finite where nan is right" in finite.text and "finite" not in finite.cause
 
@@ -338,7 +338,7 @@ def test_rounding_that_another_case_contradicts_is_withdrawn(verdict, stays):
 
 
 def test_differing_ranks_come_first_with_the_cause():
-    problem = problem_of("random-logits/float32")
+    problem = problem_named("random-logits/float32")
     answers = answers_of(problem)
     answers[1] = replace(answers[1], loss=answers[1].loss * np.float32(1.5))
     first, second = judge(problem, answers, USUAL).findings
@@ -348,7 +348,7 @@ def test_differing_ranks_come_first_with_the_cause():
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
 def test_loss_of_another_shape_is_judged(shape):
-    problem = problem_of("random-logits/float32")
+    problem = problem_named("random-logits/float32")
     right = [replace(answer, loss=answer.loss.reshape(shape)) for answer in answers_of(problem)]
     judgement = judge(problem, right, USUAL)
     assert judgement.findings == [] and judgement.accuracies

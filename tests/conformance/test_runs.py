@@ -267,12 +267,8 @@ def test_smallest_shape_shows_kind_and_cause():
     def failure(kind, text):
         return Outcome("a", "", Verdict.FAIL, [Finding(kind, text)])
 
-    mean = failure(
-        "loss", "the mean divides by all 6 rows, not by the 4 that are not ignored"
-    )
-    smaller = failure(
-        "loss", "the mean divides by all 2 rows, not by the 1 that are not ignored"
-    )
+    mean = failure("loss", "the mean divides by all 6 rows, not by the 4 that are not ignored")
+    smaller = failure("loss", "the mean divides by all 2 rows, not by the 1 that are not ignored")
     other_cause = failure("loss", "the loss is wrong: nan (loss is nan where 2 is right)")
     numbers = failure("loss", "loss is 3 where 4 is right in row 1: 9 ulp of float32 off, 8 allowed")
     assert shows_the_same(smaller, mean)

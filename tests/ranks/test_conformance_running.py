@@ -11,6 +11,7 @@ import pytest
 import pce_mpi as pce
 from pce_mpi.conformance import Gradient, Offer, Tolerance, Verdict, assert_conforms, cases, offer_of, offers, run_case
 from pce_mpi.conformance.adapters import named_candidate
+from pce_mpi.conformance.cases import problem_of
 from pce_mpi.conformance.catalogue import catalogue, shapes
 from pce_mpi.conformance.offers import OPTIONS, REDUCTIONS
 
@@ -62,7 +63,7 @@ def test_problem_is_the_same_on_every_rank(comm):
     candidate = named_candidate("pce")
     checksum = 0
     for case in cases(candidate):
-        problem = case.build(case.setting(offer_of(candidate), comm.size))
+        problem = problem_of(case, offer_of(candidate), comm.size)
         for array in (problem.logits, problem.targets, problem.options.get("weight"), problem.dloss):
             checksum = zlib.crc32(b"" if array is None else array.tobytes(), checksum)
     assert len(set(comm.allgather(checksum))) == 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pce_mpi.conformance.cases import Case
+from pce_mpi.conformance.cases import Case, fits
 from pce_mpi.conformance.catalogue import calls, numbers, options, shapes, special_values, targets
-from pce_mpi.conformance.offers import DTYPES, Offer, offer_of
+from pce_mpi.conformance.offers import DTYPES, Offer, offer_of, unmet_need
 
 _FAMILIES = (numbers, special_values, shapes, targets, options, calls)
 
@@ -66,13 +66,10 @@ def cases(
     offered = offer if offer is None or isinstance(offer, Offer) else offer_of(offer)
     found = catalogue(offered, dtypes)
     if pattern is not None:
-        found = _matching(found, [pattern] if isinstance(pattern, str) else list(pattern))
-    return [case for case in found if offered is None or offered.missing(case.needs, case.dtype) is None]
-
-
-def _matching(found: list[Case], patterns: list[str]) -> list[Case]:
-    for pattern in patterns:
-        if not any(case.fits(pattern) for case in found):
-            families = ", ".join(dict.fromkeys(case.family for case in found))
-            raise ValueError(f"no case is called {pattern!r}; families: {families}")
-    return [case for case in found if any(map(case.fits, patterns))]
+        patterns = [pattern] if isinstance(pattern, str) else list(pattern)
+        for each in patterns:
+            if not any(fits(case.name, each) for case in found):
+                families = ", ".join(dict.fromkeys(case.family for case in found))
+                raise ValueError(f"no case is called {each!r}; families: {families}")
+        found = [case for case in found if any(fits(case.name, each) for each in patterns)]
+    return [case for case in found if offered is None or unmet_need(offered, case.needs, case.dtype) is None]

@@ -7,7 +7,7 @@ from itertools import groupby
 import textwrap
 
 from pce_mpi.conformance.cases import Case
-from pce_mpi.conformance.offers import Offer
+from pce_mpi.conformance.offers import Offer, unmet_need
 
 
 def render(cases: Iterable[Case], offer: Offer | None = None, width: int = 120) -> str:
@@ -28,5 +28,5 @@ def render(cases: Iterable[Case], offer: Offer | None = None, width: int = 120) 
 def _offered(case: Case, offer: Offer | None) -> str:
     if offer is None:
         return ""
-    missing = offer.missing(case.needs, case.dtype)
+    missing = unmet_need(offer, case.needs, case.dtype)
     return "offered" if missing is None else f"not offered: {missing}"
