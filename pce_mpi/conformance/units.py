@@ -9,6 +9,7 @@ import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.conformance.cases import Problem
+from pce_mpi.conformance.textbook import Textbook
 
 Array = np.ndarray[Any, Any]
 
@@ -88,74 +89,42 @@ class Units(NamedTuple):
     def of(cls, problem: Problem, loss_dtype: str, strict: bool) -> Units:
         """Return the units for a loss that was returned in `loss_dtype`."""
         arithmetic = compute_dtype_of(problem.dtype).name
-        sizes = _Sizes.of(problem)
+        upstream, slope, opposed = _sizes(problem)
         loss, gradient = problem.expected
         exact = np.abs(problem.row_major(gradient))
         at_target = np.zeros(exact.shape, np.bool_)
         if not problem.with_probabilities and problem.kind != "entropy":
             counted = np.flatnonzero(problem.valid)
             at_target[counted, problem.targets.reshape(-1)[counted]] = True
-        size = np.maximum(exact, sizes.opposed)
+        size = np.maximum(exact, opposed)
         others = np.where(np.isfinite(size) & ~at_target, size, 0.0)
         size = np.where(at_target, size, others.max(axis=-1, keepdims=True, initial=0.0))
         floor = 0.0 if strict else ulp(1.0, arithmetic)
-        by_row = sizes.upstream.reshape(problem.rows_shape) if problem.reduction == "none" else sizes.upstream.sum()
+        by_row = upstream.reshape(problem.rows_shape) if problem.reduction == "none" else upstream.sum()
         return cls(
             loss=np.maximum(ulp(loss, coarsest(loss_dtype, arithmetic)), floor * np.nan_to_num(by_row)),
-            gradient=np.maximum(ulp(size, problem.dtype.name), floor * np.nan_to_num(sizes.slope)[:, None]),
+            gradient=np.maximum(ulp(size, problem.dtype.name), floor * np.nan_to_num(slope)[:, None]),
             at_target=at_target,
             sums=ulp(loss, arithmetic),
         )
 
 
-class _Sizes(NamedTuple):
-    """Approximate sizes of the summands of a loss and its gradient.
+def _sizes(problem: Problem) -> tuple[Array, Array, Array]:
+    """Return approximate sizes of the summands of a loss and its gradient.
 
     upstream   (rows,) sum_c u_c and 2 z_loss |logsumexp|, after the reduction: the factor of -log p in the loss
     slope      (rows,) the same for the gradient: times dloss and logit_scale
     opposed    (rows, classes) the largest of an entry's summands that may cancel against each other
     """
-
-    upstream: Array
-    slope: Array
-    opposed: Array
-
-    @classmethod
-    def of(cls, problem: Problem) -> _Sizes:
-        options = problem.exact_options
-        x = problem.row_major(problem.logits).astype(np.float64)
-        rows, classes = x.shape
-        scale, softcap = options.get("logit_scale", 1.0), options.get("softcap")
-        z = scale * x if softcap is None else softcap * np.tanh(scale * x / softcap)
-        top = z.max(axis=-1, keepdims=True, initial=-np.inf)
-        e = np.exp(z - top)
-        p = e / e.sum(axis=-1, keepdims=True)
-        logsumexp = (top + np.log(e.sum(axis=-1, keepdims=True)))[:, 0]
-        if problem.kind == "entropy":
-            dloss = np.ones(()) if problem.dloss is None else np.abs(problem.dloss.astype(np.float64)).reshape(-1)
-            slope = np.broadcast_to(dloss * abs(scale), (rows,))
-            of_class = np.where(p == 0.0, 0.0, p * (logsumexp[:, None] - z))
-            opposed = slope[:, None] * np.maximum(of_class, p * of_class.sum(axis=-1, keepdims=True))
-            return cls(upstream=np.ones(rows), slope=slope, opposed=opposed)
-        w = np.asarray(options.get("weight", np.ones(classes))).astype(np.float64)
-        smoothing = options.get("label_smoothing", 0.0)
-        u = smoothing / max(1, classes) * w + np.zeros_like(x)  # without the target's part
-        if problem.with_probabilities:
-            q = problem.row_major(problem.targets).astype(np.float64)
-            u = np.abs(w * q * (1.0 - smoothing) + u)
-            at_target, divisor = np.zeros(rows), float(rows)
-        else:
-            t = np.where(problem.valid, problem.targets.reshape(-1), 0)
-            at_target = np.where(problem.valid, (1.0 - smoothing) * w[t], 0.0)
-            divisor = float(np.where(problem.valid, w[t], 0.0).sum())
-        factor = problem.valid / (divisor or 1.0) if problem.reduction == "mean" else problem.valid.astype(np.float64)
-        z_loss = abs(options.get("z_loss", 0.0))
-        z_term = 2.0 * z_loss * np.abs(logsumexp) if z_loss else np.zeros(rows)
-        others = u.sum(axis=-1)
-        dloss = np.ones(()) if problem.dloss is None else np.abs(problem.dloss.astype(np.float64)).reshape(-1)
-        slope = factor * dloss * abs(scale)
-        return cls(
-            upstream=factor * (at_target + others + z_term),
-            slope=slope * (at_target + others + z_term),
-            opposed=slope[:, None] * np.maximum((others + z_term)[:, None] * p, u),
-        )
+    book = Textbook.of(problem)
+    slope = np.abs(book.g * problem.options.get("logit_scale", 1.0))
+    if problem.kind == "entropy":
+        of_class = np.where(book.p == 0.0, 0.0, book.p * book.nll)
+        whole = np.maximum(of_class, book.p * of_class.sum(axis=-1, keepdims=True))
+        return np.ones(problem.rows), slope, slope[:, None] * whole
+    at_target = (0.0 if problem.with_probabilities else 1.0 - book.smoothing) * (book.q @ book.w)
+    u = np.abs(book.u - at_target[:, None] * book.q)
+    others = u.sum(axis=-1) + np.where(book.z_loss, 2.0 * np.abs(book.z_loss * book.lse), 0.0)
+    factor = problem.valid / (book.divisor or 1.0)
+    upstream = factor * (at_target + others)
+    return upstream, slope * upstream, (slope * factor)[:, None] * np.maximum(others[:, None] * book.p, u)
