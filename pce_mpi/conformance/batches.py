@@ -167,18 +167,11 @@ def _shrink(outcomes: list[Outcome], batches: _Batches) -> None:
     with closing(batches.outcomes(sorted(tasks, key=lambda task: (task.rows or 0) * (task.classes or 0)))) as results:
         for task, small in results:
             if task.case in failures and shows_the_same(small, failures[task.case]):
-                _take_over(failures.pop(task.case), small)
+                failure = failures.pop(task.case)
+                failure.shrunk = True  # the findings of the larger problem stay, as they say more
+                failure.rows, failure.classes, failure.splits = small.rows, small.classes, small.splits
             if not failures or time.monotonic() > deadline:
                 break
-
-
-def _take_over(failure: Outcome, small: Outcome) -> None:
-    """Take the shape and the finding of `small`; the findings of the larger problem stay, as they say more."""
-    failure.shrunk = True
-    failure.rows, failure.classes, failure.splits = small.rows, small.classes, small.splits
-    kind = failure.findings[0].kind
-    text = next(finding.text for finding in small.findings if finding.kind == kind)
-    failure.findings.append(Finding(kind, f"at the smallest shape: {text}"))
 
 
 class _Batches:

@@ -32,20 +32,6 @@ from typing import Any, Literal, TypeVar, get_args
 
 from pce_mpi.arrays import dtype_named
 
-__all__ = [
-    "DTYPES",
-    "EVERYTHING",
-    "OPTIONS",
-    "REDUCTIONS",
-    "Gradient",
-    "Needs",
-    "Offer",
-    "Shards",
-    "load",
-    "offer_of",
-    "offers",
-]
-
 OPTIONS = ("weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 REDUCTIONS = ("mean", "sum", "none")
@@ -241,9 +227,6 @@ def unmet_need(offer: Offer, needs: Needs, dtype: str) -> str | None:
     return next((what for what, lacking in lacks.items() if lacking), None)
 
 
-_FIELDS = tuple(field.name for field in fields(Offer))
-
-
 def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
     """Declare what the decorated candidate supports.
 
@@ -311,7 +294,7 @@ def offer_of(candidate: Candidate) -> Offer:
     if declared is not None:
         raise TypeError(f"the attribute `offer` of a candidate must be an Offer, got {type(declared).__name__}")
     supported = _by_signature(candidate)
-    supported |= {name: getattr(candidate, name) for name in _FIELDS if hasattr(candidate, name)}
+    supported |= {each.name: getattr(candidate, each.name) for each in fields(Offer) if hasattr(candidate, each.name)}
     kind = supported.get("kind", "loss")
     supported["options"] = tuple(each for each in supported["options"] if each in _OPTIONS_OF.get(kind, OPTIONS))
     return Offer(**supported)

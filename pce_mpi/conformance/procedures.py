@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 
+_NTH = ("first", "second")
 _OVERWRITES = "@offers(overwrites_logits=True)"
 
 
@@ -45,10 +46,12 @@ class Trial:
     answers: list[tuple[int, str, Answer]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
-    def call(self, which: int = 0) -> _Call:
-        """Call the candidate with one of the problems."""
+    def call(self, which: int = 0, *, backward: bool = True) -> _Call:
+        """Call the candidate, and the backward function that it returns, with one of the problems."""
         call = _Call(self, self.problem(which))
         call.run(self.comm)
+        if backward:
+            call.backward()
         return call
 
     def judge(self, answer: Answer, which: int = 0, name: str = "") -> None:
@@ -126,6 +129,12 @@ class _Call:
         """Return copies of the results so far."""
         return Answer(to_host(self.loss).copy(), None if self.gradient is None else to_host(self.gradient).copy())
 
+    def compare(self, saved: Answer) -> None:
+        """Report results that another call has changed since they were saved."""
+        for what, now, before in (("loss", self.loss, saved.loss), ("gradient", self.gradient, saved.dlogits)):
+            if before is not None and not _same_bits(to_host(now), before):
+                self._trial.find("overwritten", f"a second call changed the {what} that the first one had returned")
+
     def check(self) -> None:
         """Report arguments that have changed, and results that share memory with another array."""
         free = set() if self._trial.watches_logits and not self._offer.overwrites_logits else {"logits"}
@@ -202,14 +211,12 @@ def _described(value: Any) -> str:
 
 def _plain(trial: Trial) -> None:
     call = trial.call()
-    call.backward()
     trial.judge(call.answer())
     call.check()
 
 
 def _backward_twice(trial: Trial) -> None:
     call = trial.call()
-    call.backward()
     first, before = call.gradient, call.answer()
     call.backward()
     if not _same_bits(to_host(first), before.dlogits):
@@ -220,54 +227,41 @@ def _backward_twice(trial: Trial) -> None:
 
 
 def _two_at_once(trial: Trial) -> None:
-    first = trial.call(0)
+    """Make a second call before the backward pass of the first one."""
+    first = trial.call(0, backward=False)
     before = first.answer()
-    second = trial.call(1)
-    for what, saved, now in (("loss", before.loss, first.loss), ("gradient", before.dlogits, first.gradient)):
-        if saved is not None and not _same_bits(to_host(now), saved):
-            trial.find("overwritten", f"a second call changed the {what} that the first one had returned")
-    for call in (first, second):
+    second = trial.call(1, backward=False)
+    first.compare(before)
+    for which, call in enumerate((first, second)):
         call.backward()
-    trial.judge(first.answer(), 0, "first of two losses")
-    trial.judge(second.answer(), 1, "second of two losses")
+        trial.judge(call.answer(), which, f"{_NTH[which]} of two losses")
     first.check()
     second.check()
 
 
+def _one_after_the_other(trial: Trial) -> None:
+    first = trial.call(0)
+    before = first.answer()
+    second = trial.call(1)
+    first.compare(before)
+    for which, (call, answer) in enumerate(((first, before), (second, second.answer()))):
+        trial.judge(answer, which, f"{_NTH[which]} of two losses")
+        call.check()
+
+
 def _run_twice(trial: Trial) -> None:
-    answers = []
-    for _ in range(2):
-        call = trial.call()
-        call.backward()
-        answers.append(call.answer())
-    first, second = answers
+    first, second = (trial.call().answer() for _ in range(2))
     for what, a, b in (("loss", first.loss, second.loss), ("gradient", first.dlogits, second.dlogits)):
         if a is not None and b is not None and not _same_bits(a, b):
             trial.find("not deterministic", f"two calls with the same arguments gave two {what}s: {_difference(a, b)}")
     trial.judge(first)
 
 
-def _one_after_the_other(trial: Trial) -> None:
-    calls = []
-    for which in range(2):
-        call = trial.call(which)
-        call.backward()
-        calls.append((call, call.answer()))
-    for which, (call, saved) in enumerate(calls):
-        for what, now, before in (("loss", call.loss, saved.loss), ("gradient", call.gradient, saved.dlogits)):
-            if before is not None and not _same_bits(to_host(now), before):
-                trial.find("overwritten", f"a second call changed the {what} that the first one had returned")
-        trial.judge(saved, which, ("first", "second")[which] + " of two losses")
-        call.check()
-
-
 def _on_fewer_ranks(trial: Trial) -> None:
     """Compare the answers on the first 1, 2, ... ranks; judge that of all."""
     from mpi4py import MPI
 
-    call = trial.call()
-    call.backward()
-    trial.judge(call.answer())
+    trial.judge(trial.call().answer())
     whole = trial.problem(0)
     if trial.comm is None:
         return
@@ -322,7 +316,6 @@ def _rows_sharded(trial: Trial) -> None:
 def _copies(trial: Trial) -> None:
     """Judge the least and the greatest number that the copies of each row gave."""
     call, problem = trial.call(), trial.problem(0)
-    call.backward()
     given = call.loss, call.gradient
     loss, *gradient = (to_host(each).reshape(problem.copies, -1, *each.shape[1:]) for each in given if each is not None)
     for name, one in (("the least of all copies", np.min), ("the greatest of all copies", np.max)):

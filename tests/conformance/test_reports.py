@@ -99,20 +99,6 @@ def test_terminal_has_cause_shape_and_command_of_failure():
     assert not any(line.startswith("pass random") for line in lines)
 
 
-def test_terminal_has_finding_at_smallest_shape():
-    def shown(text, small):
-        findings = ("loss", text), ("loss", f"at the smallest shape: {small}")
-        case = outcome("random/float32", Verdict.FAIL, *findings, **SIZE, shrunk=True)
-        return "\n  at the smallest shape: " in terminal.render(report(case))
-
-    numbers = "loss is 5.4 where 3.2 is right in row 4: 9e+06 ulp of float32 off, 16 allowed"
-    fewer = "loss is nan where 0.2 is right"
-    assert shown(numbers, f"the sum of exponentials is never reduced ({fewer})")
-    assert not shown(numbers, fewer)
-    cause = "label smoothing is spread over the {} local classes, not over all {} ({})"
-    assert not shown(cause.format(8, 24, numbers), cause.format(1, 3, fewer))
-
-
 def test_unknown_shape_is_left_out():
     text = terminal.render(report(outcome("nan/row", Verdict.CRASHED, rows=6, classes=24, ranks=3)))
     assert "6 rows" not in text

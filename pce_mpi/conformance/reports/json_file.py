@@ -21,7 +21,7 @@ Numbers that are not finite are the strings "nan", "inf" and "-inf": JSON has no
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 import json
 
 from pce_mpi.conformance.offers import Offer
@@ -36,14 +36,8 @@ def render(report: Report) -> str:
     content = {
         "format": _FORMAT,
         "version": _VERSION,
-        "candidate": report.candidate,
+        **{name: value for name, value in vars(report).items() if name != "outcomes"},
         "offer": asdict(report.offer),
-        "ranks": report.ranks,
-        "seed": report.seed,
-        "strict": report.strict,
-        "tolerance": report.tolerance,
-        "versions": report.versions,
-        "interrupted": report.interrupted,
         "failed": bool(report.failed),
         "counts": report.counts,
         "outcomes": [outcome.to_json() for outcome in report.outcomes],
@@ -58,14 +52,8 @@ def parse(text: str) -> Report:
         raise ValueError(f"this is no {_FORMAT}")
     if content["version"] != _VERSION:
         raise ValueError(f"the report must be of version {_VERSION}, got {content['version']}")
-    return Report(
-        candidate=content["candidate"],
-        offer=Offer(**content["offer"]),
-        ranks=tuple(content["ranks"]),
-        versions=content["versions"],
-        seed=content["seed"],
-        strict=content["strict"],
-        tolerance=content["tolerance"],
-        interrupted=content["interrupted"],
-        outcomes=[Outcome.from_json(outcome) for outcome in content["outcomes"]],
-    )
+    given = {field.name: content[field.name] for field in fields(Report)}
+    given["offer"] = Offer(**given["offer"])
+    given["ranks"] = tuple(given["ranks"])
+    given["outcomes"] = [Outcome.from_json(outcome) for outcome in given["outcomes"]]
+    return Report(**given)

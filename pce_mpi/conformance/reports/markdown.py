@@ -7,20 +7,7 @@ import html
 import re
 
 from pce_mpi.conformance.outcomes import Outcome, Report
-from pce_mpi.conformance.reports.summary import (
-    cause_rows,
-    extreme_rows,
-    facts,
-    headline,
-    hint,
-    in_a_line,
-    lines,
-    printed,
-    problem,
-    shape,
-    title,
-    verdict_rows,
-)
+from pce_mpi.conformance.reports import summary
 from pce_mpi.conformance.reports.tables import Cell, piped
 
 
@@ -31,34 +18,36 @@ def render(report: Report) -> str:
 
 def _parts(report: Report) -> Iterator[str]:
     sign = "\N{CROSS MARK}" if report.failed else "\N{WHITE HEAVY CHECK MARK}"
-    yield f"### {sign} Conformance of {_code(report.candidate)}: {headline(report)}"
-    yield "\n".join(f"- {name}: {_escaped(value)}" for name, value in facts(report).items() if name != "candidate")
-    if more := hint(report):
+    yield f"### {sign} Conformance of {_code(report.candidate)}: {summary.headline(report)}"
+    yield "\n".join(
+        f"- {name}: {_escaped(value)}" for name, value in summary.facts(report).items() if name != "candidate"
+    )
+    if more := summary.hint(report):
         yield _escaped(more)
-    if rows := cause_rows(report):
+    if rows := summary.cause_rows(report):
         yield piped(_escaped_rows(rows))
-    yield from (_failure(outcome, title(outcome, report)) for outcome in report.failed)
-    if rows := extreme_rows(report):
+    yield from (_failure(outcome, summary.title(outcome, report)) for outcome in report.failed)
+    if rows := summary.extreme_rows(report):
         yield _folded("How accurate: largest errors in ulps", piped(_escaped_rows(rows)))
-    yield _folded("All cases by verdict", piped(_escaped_rows(verdict_rows(report))))
+    yield _folded("All cases by verdict", piped(_escaped_rows(summary.verdict_rows(report))))
 
 
-def _failure(outcome: Outcome, title: str) -> str:
-    name = f"<b>{outcome.verdict}</b> <code>{html.escape(title)}</code>"
-    parts = [f"- {_escaped(line)}" for line in lines(outcome) or [problem(outcome)]]
-    if seen := shape(outcome):
+def _failure(outcome: Outcome, name: str) -> str:
+    heading = f"<b>{outcome.verdict}</b> <code>{html.escape(name)}</code>"
+    parts = [f"- {_escaped(line)}" for line in summary.lines(outcome) or [summary.problem(outcome)]]
+    if seen := summary.shape(outcome):
         parts.append(f"- {'smallest shape' if outcome.shrunk else 'seen at'}: {_escaped(seen)}")
     parts.append(f"- what the case catches: {_escaped(outcome.catches)}")
-    if output := printed(outcome):
+    if output := summary.printed(outcome):
         parts.append(f"\nWhat was printed:\n\n{_block(output)}")
     if outcome.rerun:
         parts.append(f"\nRun it alone:\n\n{_block(outcome.rerun)}")
-    return _folded(f"{name}: {html.escape(problem(outcome))}", "\n".join(parts))
+    return _folded(f"{heading}: {html.escape(summary.problem(outcome))}", "\n".join(parts))
 
 
-def _folded(summary: str, content: str) -> str:
+def _folded(title: str, content: str) -> str:
     # After a tag and an empty line, text is Markdown again.
-    return f"<details><summary>{summary}</summary>\n\n{content}\n\n</details>"
+    return f"<details><summary>{title}</summary>\n\n{content}\n\n</details>"
 
 
 def _escaped_rows(rows: list[list[Cell]]) -> list[list[Cell]]:
@@ -67,7 +56,7 @@ def _escaped_rows(rows: list[list[Cell]]) -> list[list[Cell]]:
 
 def _escaped(text: str) -> str:
     """Escape HTML, Markdown and formulas in `text`."""
-    return re.sub(r"([\\`*_\[\]~$])", r"\\\1", html.escape(in_a_line(text), quote=False))
+    return re.sub(r"([\\`*_\[\]~$])", r"\\\1", html.escape(summary.in_a_line(text), quote=False))
 
 
 def _code(text: str) -> str:

@@ -21,8 +21,6 @@ MEANING = {
     Verdict.SLOW: "no rank returned in time: all were inside the candidate, or still moving",
 }
 
-# `batches` begins the finding at a smaller shape with this.
-_AT_THE_SMALLEST = "at the smallest shape: "
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _CONTROL = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\t"), ord("\n")}, "\N{REPLACEMENT CHARACTER}")
 _GRADIENT = {
@@ -167,15 +165,6 @@ def problem(outcome: Outcome) -> str:
     first, *others = outcome.findings
     also = dict.fromkeys(finding.kind for finding in others if finding.kind != first.kind)
     return in_a_line(first.text) + (f" (also: {', '.join(also)})" if also else "")
-
-
-def at_the_smallest(outcome: Outcome) -> str:
-    """Return the finding at the smallest shape if it adds to that at the case's own shape, else ''."""
-    for finding in outcome.findings[1:]:
-        small = Finding(finding.kind, finding.text.removeprefix(_AT_THE_SMALLEST))
-        if small.text != finding.text and small.likeness != outcome.findings[0].likeness:
-            return in_a_line(finding.text)
-    return ""
 
 
 def lines(outcome: Outcome) -> list[str]:

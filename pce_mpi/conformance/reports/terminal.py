@@ -41,8 +41,6 @@ def _failures(failed: list[Outcome], report: Report) -> Iterator[str]:
     yield _wrapped("  ", summary.problem(first))
     if seen := summary.shape(first):
         yield f"  {'smallest' if first.shrunk else 'seen at'}: {seen}"
-    if small := summary.at_the_smallest(first):
-        yield _wrapped("  ", small)
     yield from (f"  | {line}" for line in summary.printed(first).splitlines()[-_LINES_SHOWN:])
     if first.rerun:
         yield f"  rerun: {first.rerun}"  # one line, to be copied
