@@ -39,57 +39,37 @@ class Entry:
     options: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Index:
-    """All vectors of a folder, and their seed."""
+def write(folder: Path, seed: int, entries: Iterable[Entry]) -> None:
+    """Write the index of all vectors, and their seed, to `folder`."""
+    vectors = [asdict(entry) for entry in entries]
+    content = {"format": _FORMAT, "version": _VERSION, "seed": seed, "vectors": vectors}
+    (folder / _NAME).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
-    seed: int
-    entries: list[Entry]
 
-    def write(self, folder: Path) -> None:
-        """Write the index to `folder`."""
-        vectors = [asdict(entry) for entry in self.entries]
-        content = {"format": _FORMAT, "version": _VERSION, "seed": self.seed, "vectors": vectors}
-        (folder / _NAME).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-    @classmethod
-    def read(cls, folder: Path) -> Index:
-        """Read the index of `folder`; raise `ValueError` if it is malformed or names a file outside `folder`."""
-        path = folder / _NAME
-        try:
-            content = json.loads(path.read_bytes().decode(), parse_constant=_no_number)
-            return cls._checked(content, folder)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is malformed: {shortened(str(error))}") from error
-
-    @classmethod
-    def _checked(cls, content: Any, folder: Path) -> Index:
+def read(folder: Path) -> tuple[int, list[Entry]]:
+    """Return seed and entries; raise `ValueError` if the index is malformed or names a file outside `folder`."""
+    path = folder / _NAME
+    try:
+        content = json.loads(path.read_bytes().decode(), parse_constant=_no_number)
         if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
             raise ValueError(f"it must be {_FORMAT}, version {_VERSION}")
         seed = _field(content, "seed", _is_whole, "a whole number")
+        entries: dict[str, Entry] = {}
         vectors = _field(content, "vectors", lambda value: isinstance(value, list), "a list")
-        entries = []
         for number, vector in enumerate(vectors):
             try:
-                entries.append(_entry(vector, folder))
+                entry = _entry(vector, folder)
             except ValueError as error:
                 raise ValueError(f"vectors[{number}]: {error}") from error
-        if twice := _first_twice(entry.name for entry in entries):
-            raise ValueError(f"two vectors are called {shown(twice)}")
-        return cls(seed, entries)
+            if entries.setdefault(entry.name, entry) is not entry:
+                raise ValueError(f"two vectors are called {shown(entry.name)}")
+        return seed, list(entries.values())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is malformed: {shortened(str(error))}") from error
 
 
 def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number of JSON")
-
-
-def _first_twice(names: Iterable[str]) -> str | None:
-    seen = set[str]()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
 
 
 def _entry(vector: Any, folder: Path) -> Entry:

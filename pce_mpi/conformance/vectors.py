@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import dtype_named, is_floating
-from pce_mpi.conformance import judging
+from pce_mpi.conformance import index, judging
 from pce_mpi.conformance.cases import Case, Expects, Problem, problem_of
 from pce_mpi.conformance.catalogue import cases
-from pce_mpi.conformance.index import Entry, Index
+from pce_mpi.conformance.index import Entry
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.offers import EVERYTHING, Gradient
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
@@ -63,7 +63,7 @@ def export(
             entries.append(_entry(name, case, problem))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text(_page(), encoding="utf-8")
-    Index(seed, entries).write(folder)
+    index.write(folder, seed, entries)
     return len(entries)
 
 
@@ -78,9 +78,9 @@ def judged(
     Raises `FileNotFoundError` if there is no index or no file, `ValueError` for a malformed index, safetensors file or
     vector, and for results of no vector.
     """
-    index = Index.read(Path(folder))
+    seed, entries = index.read(Path(folder))
     given = _read(Path(results))
-    known = {f"{entry.name}/{key}" for entry in index.entries for key in ("loss", "dlogits", "refused")}
+    known = {f"{entry.name}/{key}" for entry in entries for key in ("loss", "dlogits", "refused")}
     if unknown := sorted(given.keys() - known):
         raise ValueError(f"{results} has {shown(unknown[0])}, which is the result of no vector in {folder}")
     command = ["python", "-m", "pce_mpi", "conformance", "--vectors", str(folder), "--results", str(results)]
@@ -88,7 +88,7 @@ def judged(
         command.append("--strict")
     if tolerance != 1.0:
         command += ["--tolerance", f"{tolerance:g}"]
-    outcomes = [_outcome(Path(folder), entry, given, Tolerance(strict, tolerance)) for entry in index.entries]
+    outcomes = [_outcome(Path(folder), entry, given, Tolerance(strict, tolerance)) for entry in entries]
     for outcome in outcomes:
         outcome.rerun = shlex.join(command)
     return Report(
@@ -96,7 +96,7 @@ def judged(
         offer=EVERYTHING,
         ranks=tuple(sorted({outcome.ranks for outcome in outcomes})),
         versions={"pce_mpi": metadata.version("pce_mpi"), "numpy": np.__version__},
-        seed=index.seed,
+        seed=seed,
         strict=strict,
         tolerance=tolerance,
         outcomes=outcomes,
