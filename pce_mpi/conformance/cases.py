@@ -139,6 +139,11 @@ class Problem:
         return self.targets.dtype.kind not in "iu"
 
     @property
+    def with_numbers(self) -> bool:
+        """True if the targets are class numbers, and are passed."""
+        return not self.with_probabilities and self.kind != "entropy"
+
+    @property
     def exact_options(self) -> dict[str, Any]:
         """The options for `dense`, which smooths over all classes."""
         if self.smoothing == "all" or "label_smoothing" not in self.options or self.classes < 2:
@@ -149,7 +154,7 @@ class Problem:
     @property
     def valid(self) -> Array:
         """The rows that count, as a mask of shape (rows,)."""
-        if self.with_probabilities or self.kind == "entropy":
+        if not self.with_numbers:
             return np.ones(self.rows, np.bool_)
         return self.targets.reshape(-1) != self.options.get("ignore_index", -100)
 

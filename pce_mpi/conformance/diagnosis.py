@@ -43,10 +43,8 @@ def explain(
     if problem.kind == "log_prob":  # the negative of a loss
         negated = None if losses is None else [-np.asarray(loss) for loss in losses]
         dlogits = None if dlogits is None else -np.asarray(dlogits)
-        text = explain(
-            replace(problem, kind="loss"), negated, dlogits, wrong_losses=wrong_losses, wrong_dlogits=wrong_dlogits
-        )
-        return text and text.replace("the loss", "the log-probability")
+        loss = replace(problem, kind="loss")
+        return explain(loss, negated, dlogits, wrong_losses=wrong_losses, wrong_dlogits=wrong_dlogits)
     with np.errstate(all="ignore"):
         book = Textbook.of(problem)
         quantities = []
@@ -140,8 +138,7 @@ def _of_gradient(book: Textbook, dlogits: Any, wrong: Any) -> _Quantity:
     if problem.dtype == np.float16:
         floor = floor + 2.0**-24  # subnormal numbers of other dtypes do not matter
     mask = None if wrong is None else problem.row_major(np.asarray(wrong))
-    no_target = problem.with_probabilities or problem.kind == "entropy"
-    alone = np.zeros(got.shape, np.bool_) if no_target else book.q != 0
+    alone = book.q != 0 if problem.with_numbers else np.zeros(got.shape, np.bool_)
     return _quantity("gradient", got, truth, mask, problem.dtype, floor, alone)
 
 

@@ -60,7 +60,7 @@ def answers(b: Textbook) -> Faults:
     if b.problem.kind == "entropy":
         yield from _entropies(b)
     else:
-        for family in (_masked_shards, _smoothing, _z_loss, _owners, _rows, _probabilities, roundings):
+        for family in (_masks, _smoothing, _z_loss, _owners, _rows, _probabilities, roundings):
             yield from family(b)
 
 
@@ -76,8 +76,12 @@ def _of_gradient(gradient: Array) -> Given:
     return Given(None, gradient)
 
 
-def _masked_shards(b: Textbook) -> Faults:
-    """TransformerEngine, flash-attention."""
+def _masks(b: Textbook) -> Faults:
+    """optax; TransformerEngine, flash-attention."""
+    zero_times = ((b.u == 0.0) & (b.nll == np.inf)).any(axis=-1)
+    if zero_times.any():
+        text = "0 times the logit -inf of another class gives nan, where it is due to give 0"
+        yield text, _all_ranks(b.but(lost=np.where(zero_times, np.nan, 0.0)))
     ranks, shards = b.problem.ranks, np.diff(b.problem.splits)
     masked = np.stack([(b.z[:, b.in_shard(rank)] == -np.inf).all(-1) for rank in range(ranks)])
     if masked[shards != 0].any():
@@ -191,6 +195,11 @@ def roundings(b: Textbook) -> Faults:
     dtype, top = b.problem.dtype, b.z.max(-1, keepdims=True, initial=-np.inf)
     log_p = -softmax(np.maximum(b.z - top, -64.0))["nll"]  # Paddle
     yield "differences to the maximum are clipped at -64", _all_ranks(b.but(nll=-log_p, p=np.exp(log_p)))
+    # optax, NumPyro.
+    lse = b.lse.astype(dtype).astype(np.float64)[:, None]
+    text = "logsumexp is rounded before a logit is subtracted: an offset that all logits share costs its bits"
+    yield text, Given((b.but(nll=lse - b.z).loss(),), None)
+    yield text, _all_ranks(b.but(nll=lse - b.z, p=np.exp(b.z - lse)))
     if dtype.itemsize == 2:
 
         def rounded(array: Array) -> Array:
@@ -221,10 +230,9 @@ def _entropies(b: Textbook) -> Faults:
             # The shard's maximum is not detached.
             largest = start + b.z[:, here].argmax(axis=-1)
             own[np.arange(len(own)), largest] += ((1.0 - part) * (part - entropy))[:, 0]
-    yield (
-        "the entropy is of each rank's own classes only: it is never reduced over the ranks",
-        Given(tuple(local), None),
-    )
+    if np.ptp(local, axis=0).max(initial=0.0) > 2.0**-7:
+        text = "the entropy is of each rank's own classes only: it is never reduced over the ranks"
+        yield text, Given(tuple(local), None)
     yield (
         "each rank has the gradient of its own classes' part of the entropy: an all-reduce that autograd does not see",
         _of_gradient(own * b.slope * b.g[:, None]),

@@ -86,7 +86,7 @@ def judge(problem: Problem, answers: Sequence[Answer], tolerance: Tolerance) -> 
         )
         if text is not None:
             named = differing[0] if differing and losses.wrong.any() else wrong[0]
-            named.text = f"{text} ({named.text})"
+            named.text = f"{text.replace('the loss', f'the {NAMES[problem.kind]}')} ({named.text})"
     for finding in differing:
         separator = ": " if wrong and finding.cause else " "
         finding.text = f"{_DIFFER[problem.kind]}{separator}{finding.text if finding.cause else f'({finding.text})'}"

@@ -221,7 +221,7 @@ def unmet_need(offer: Offer, needs: Needs, dtype: str) -> str | None:
         "shards of any length" if needs.shards == "any" else "uneven shards": beyond("shards", get_args(Shards)),
         "a gradient" if needs.gradient == Gradient.VALUE else "an upstream gradient": beyond("gradient", Gradient),
         "logits left as they are": needs.keeps_logits and offer.overwrites_logits,
-        "targets": needs.targets and offer.kind == "entropy",
+        "targets": (needs.targets or needs.checks_targets) and offer.kind == "entropy",
         **{what: getattr(needs, name) and not getattr(offer, name) for name, what in _FLAGS.items()},
     }
     return next((what for what, lacking in lacks.items() if lacking), None)

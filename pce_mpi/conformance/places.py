@@ -77,7 +77,7 @@ def _relation(name: str, got: Array, truth: Array, wrong: Array, close: Close, b
     if np.isfinite(factor) and close(np.where(wrong, factor * truth, got)):
         meaning = _times(factor, b)
         if meaning or these.size > 1:
-            return meaning or f"{factor:.4g} times what is due"
+            return meaning or f"{factor:.4g} times what is due" * (f"{factor:.4g}" != "1")
     offset = float(these[largest] - right[largest])
     if name == "loss" and close(np.where(wrong, truth + offset, got)):
         meaning = _constant(abs(offset), b)
@@ -114,7 +114,7 @@ def _entries(b: Textbook) -> Iterator[tuple[str, Array]]:
     problem = b.problem
     shape = b.p.shape
     target = b.q != 0
-    if not problem.with_probabilities:
+    if problem.with_numbers:
         yield "at the targets only", target
         yield "everywhere but at the targets", ~target
     owned = np.zeros(shape, np.bool_)
@@ -126,7 +126,7 @@ def _entries(b: Textbook) -> Iterator[tuple[str, Array]]:
         yield f"on all ranks but {rank}", np.broadcast_to(np.logical_not(mine), shape)
         columns = np.flatnonzero(mine)
         first[:, columns[:1]] = last[:, columns[-1:]] = True
-    if not problem.with_probabilities and problem.ranks > 1:
+    if problem.with_numbers and problem.ranks > 1:
         yield "on the shard that owns the target only", owned
         yield "on the shards that do not own the target only", ~owned & b.valid[:, None]
     yield "at the first class of each shard only", first
@@ -139,7 +139,7 @@ def _entries(b: Textbook) -> Iterator[tuple[str, Array]]:
 def _rows(b: Textbook) -> Iterator[tuple[str, Array]]:
     """Yield sets of rows, with a name."""
     problem, splits = b.problem, np.array(b.problem.splits)
-    if not problem.with_probabilities:
+    if problem.with_numbers:
         yield "in ignored rows only", ~b.valid
         yield "in rows that count", b.valid
         yield "in rows whose target is the first class of a shard only", np.isin(b.t, splits[:-1])

@@ -93,7 +93,7 @@ class Units(NamedTuple):
         loss, gradient = problem.expected
         exact = np.abs(problem.row_major(gradient))
         at_target = np.zeros(exact.shape, np.bool_)
-        if not problem.with_probabilities and problem.kind != "entropy":
+        if problem.with_numbers:
             counted = np.flatnonzero(problem.valid)
             at_target[counted, problem.targets.reshape(-1)[counted]] = True
         size = np.maximum(exact, opposed)

@@ -144,16 +144,17 @@ def _candidate(orders: Orders) -> Any:
 
 
 def _check_signature(candidate: Callable[..., Any]) -> None:
+    arrays = ("logits",) if offer_of(candidate).kind == "entropy" else ("logits", "targets")
     try:
         signature = inspect.signature(candidate)
     except ValueError:
         return  # unknown, as for some functions in C
     try:
-        signature.bind(None, None, class_start=0, num_classes=0, comm=None)
+        signature.bind(*arrays, class_start=0, num_classes=0, comm=None)
     except TypeError as error:
         raise TypeError(
-            "a candidate is called with (logits, targets, class_start=..., num_classes=..., comm=..., **options), and "
-            f"this one takes {signature}: {error}; for a function on shards of torch or JAX give --adapter "
+            f"a candidate is called with ({', '.join(arrays)}, class_start=..., num_classes=..., comm=..., **options), "
+            f"and this one takes {signature}: {error}; for a function on shards of torch or JAX give --adapter "
             f"{' or '.join(FUNCTION_ADAPTERS)}"
         ) from None
 

@@ -40,6 +40,17 @@ def test_interrupted_run_reports_outcomes_so_far(tmp_path):
     assert [outcome["verdict"] for outcome in report["outcomes"]] == ["pass"]
 
 
+def test_entropy_is_called_without_targets(tmp_path):
+    (tmp_path / "it.py").write_text(
+        "import pce_mpi as pce\n"
+        "def candidate(logits, *, class_start, num_classes, comm):\n"
+        "    return pce.class_statistics(logits, comm=comm).entropy\n"
+        "candidate.kind, candidate.gradient = 'entropy', 'none'\n"
+    )
+    run = conformance("-n", 1, "it.py:candidate", "--case", "random-logits/float32", folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
 def test_deadlock_after_error_ends_sooner_and_cleanly(tmp_path):
     (tmp_path / "it.py").write_text(
         "import pathlib\n"

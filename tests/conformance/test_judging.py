@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from pce_mpi.arrays import dtype_named
-from pce_mpi.conformance import Gradient, Outcome, Tolerance, Verdict, cases
+from pce_mpi.conformance import Gradient, Offer, Outcome, Tolerance, Verdict, cases
 from pce_mpi.conformance.cases import Problem, problem_of
 from pce_mpi.conformance.contradictions import withdraw_contradicted
 from pce_mpi.conformance.judging import Answer, judge
-from pce_mpi.conformance.offers import DTYPES, Offer
+from pce_mpi.conformance.offers import DTYPES
 from pce_mpi.conformance.outcomes import Finding
 from pce_mpi.conformance.units import ulp
 import ulps
@@ -355,3 +355,25 @@ def test_loss_of_another_shape_is_judged(shape):
     assert [finding.text for finding in judgement.form] == [f"loss has shape {shape}, where () is due"]
     wrong = [replace(answer, loss=answer.loss * 2) for answer in right]
     assert [finding.kind for finding in judge(problem, wrong, USUAL).findings] == ["loss"]
+
+
+def test_entropy_has_no_targets_in_words():
+    """Wrong rows are those of one rank's targets by accident: the candidate has not seen the targets."""
+    (case,) = cases(pattern="random-logits/float32")
+    problem = problem_of(case, Offer(kind="entropy"), RANKS)
+    of_rank = (problem.targets >= problem.splits[1]) & (problem.targets < problem.splits[2])
+    entropy, gradient = problem.expected
+    wrong = np.where(of_rank, entropy * np.linspace(1.1, 1.3, entropy.size), entropy).astype(np.float32)
+    shards = [problem.part(gradient.astype(np.float32), rank) for rank in range(RANKS)]
+    (found,) = judge(problem, [Answer(wrong, shard) for shard in shards], USUAL).findings
+    assert found.cause.startswith("the entropy is wrong in row") and "target" not in found.cause
+    assert not [each for each in cases(Offer(kind="entropy")) if each.needs.checks_targets]
+
+
+def test_factor_of_nearly_1_is_not_named():
+    problem = problem_named("random-logits/float32")
+    loss, gradient = problem.expected
+    shards = [problem.part(gradient.astype(np.float32), rank) for rank in range(RANKS)]
+    wrong = np.float32(loss * (1 + 2e-6))
+    findings = judge(problem, [Answer(wrong, shard) for shard in shards], USUAL).findings
+    assert findings and not any("times" in each.text for each in findings)

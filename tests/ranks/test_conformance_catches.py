@@ -61,7 +61,7 @@ ALIASED = frozenset({"inputs modified", "aliasing"})
 SUBTLE = [
     # Numbers
     Planted("one_subtracted_after_rounding", "p-near-1/bfloat16", "after rounding to bfloat16", dtype="bfloat16"),
-    Planted("rounded_logsumexp", "offset/1e4/float32", "gradient is"),
+    Planted("rounded_logsumexp", "offset/1e4/float32", "logsumexp is rounded before"),
     Planted("no_maximum", "logits-of-1000/float32", "the loss is wrong: nan"),
     Planted("clipped_at_64", "logits-of-1000/float32", "clipped at -64"),
     Planted("logarithm_of_exponential", "logits-of-1000-smoothed/float32", "logarithm of an exponential"),
@@ -72,7 +72,7 @@ SUBTLE = [
     # Special values
     Planted("masked_shard_is_nan", "masked-shard/last", "all -inf makes the row nan", ranks=2),
     Planted("ignored_rows_times_0", "nan/in-an-ignored-row", "the loss is wrong: nan"),
-    Planted("zero_times_infinity", "masked-classes/every-third", "the loss is wrong: nan"),
+    Planted("zero_times_infinity", "masked-classes/every-third", "0 times the logit -inf"),
     # Shards
     Planted("equal_shards_assumed", "uneven-shards/any", "loss is", ranks=3),
     Planted("gathered_logits_counted_on_every_rank", "gathered-logits", "= log({ranks}), the number of ranks", ranks=2),

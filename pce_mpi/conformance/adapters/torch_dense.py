@@ -28,6 +28,10 @@ class TorchDense:
         gradient=Gradient.BACKWARD,
     )
 
+    def start(self, comm: MPI.Intracomm) -> None:
+        """Import torch, so that the report has its version."""
+        import torch  # noqa: F401
+
     def __call__(
         self,
         logits: Any,

@@ -51,7 +51,7 @@ class TorchShards:
             self._function.stop()
         self._group.stop()
 
-    def __call__(self, logits: Any, targets: Any, *, comm: MPI.Intracomm, **options: Any) -> Any:
+    def __call__(self, logits: Any, *targets: Any, comm: MPI.Intracomm, **options: Any) -> Any:
         """Return the function's results; for a loss that autograd recorded, the loss and its backward pass."""
         from torch import distributed
 
@@ -63,10 +63,11 @@ class TorchShards:
                 del options[name]
         if "weight" in options:
             options["weight"] = tensor_of(options["weight"])
-        group = distributed.group.WORLD
-        arguments = (x, tensor_of(targets)) if self._group_name else (x, tensor_of(targets), group)
+        arguments = [x, *map(tensor_of, targets)]  # the entropy has no targets
         if self._group_name:
-            options[self._group_name] = group
+            options[self._group_name] = distributed.group.WORLD
+        else:
+            arguments.append(distributed.group.WORLD)
         result = self._function(*arguments, **options)
         if isinstance(result, tuple) or self.offer.gradient is not Gradient.BACKWARD:
             return result
