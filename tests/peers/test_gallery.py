@@ -1,40 +1,102 @@
-"""Packages of docs/gallery.md: the kit says of them, on three ranks, what the page says."""
+"""Packages of docs/gallery.md: of the versions on that page the kit says, on three ranks, what the page says."""
 
 import importlib
 from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
 import pytest
 
+from jobs.launch import ROOT
 from pce_mpi.conformance import cases, run_case
-from pce_mpi.conformance.adapters import adapted
+from pce_mpi.conformance.adapters import adapted, named_candidate
+
+PAGE = " ".join((ROOT / "docs" / "gallery.md").read_text(encoding="utf-8").split())
 
 LOCAL = "label smoothing is spread over the 8 local classes, with the factor K / (K - 1), not over all 24"
+REFUSED = "no rank refused it"
+IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
+OVERFLOW = "a sum of log p over classes and rows overflows"
+
+
+class Row(NamedTuple):
+    """A package and its version, the candidate, the case, and the words of the page."""
+
+    package: str
+    version: str
+    candidate: str
+    case: str
+    words: str
+
+    def __str__(self):
+        return f"{self.candidate}-{self.case}"
+
+
+MEGATRON = "megatron-core", "0.16.1"
+COLOSSALAI = "colossalai", "0.5.0"
+TORCH = "torch", "2.13.0"
+ROWS = [
+    Row(*MEGATRON, "megatron_core:unfused", "label_smoothing/float32", f"the ranks' losses differ: {LOCAL}"),
+    Row(
+        *MEGATRON,
+        "megatron_core:unfused",
+        "logits-of-1000-smoothed/float32",
+        "log p is the logarithm of an exponential",
+    ),
+    Row(*MEGATRON, "megatron_core:unfused", "target-out-of-range/far", REFUSED),
+    Row(*MEGATRON, "megatron_core:unfused", "inputs-unmodified", "logits were modified"),
+    Row(*MEGATRON, "megatron_core:unfused", "backward-twice/each-row", IN_PLACE),
+    Row(
+        *MEGATRON, "megatron_core:fused", "random-logits/float32", "every entry of the gradient is rounded to bfloat16"
+    ),
+    Row(*MEGATRON, "megatron_core:fused", "zero-rows/none", "not enough values to unpack"),
+    Row(*COLOSSALAI, "colossalai:cross_entropy", "p-equal-1", "the mean counts the rows whose loss is not 0"),
+    Row(
+        *COLOSSALAI, "colossalai:cross_entropy", "ignored/inside", "ignored rows have a gradient of -1 at their target"
+    ),
+    Row(*COLOSSALAI, "colossalai:cross_entropy", "ignored/all-rows-mean", "the gradient is wrong: nan"),
+    Row(*COLOSSALAI, "colossalai:cross_entropy", "target-out-of-range/one-too-many", REFUSED),
+    Row(*COLOSSALAI, "colossalai:cross_entropy", "backward-twice/scalar", IN_PLACE),
+    Row(*TORCH, "torch-dense", "finite-mask/lowest-smoothed", f"{OVERFLOW} float32"),
+    Row(*TORCH, "torch-dense", "logits-of-1000-smoothed/float16", f"{OVERFLOW} float16"),
+    Row(*TORCH, "torch-loss-parallel", "dims/4-D", "gradient is -0.0833329 where 4.29113e-07 is right"),
+    Row(*TORCH, "torch-loss-parallel", "target-out-of-range/negative", REFUSED),
+    Row(*TORCH, "torch-loss-parallel", "ignored/weighted-mean", "index -100 is out of bounds"),
+    Row(*TORCH, "torch-loss-parallel", "p-near-1/bfloat16", "1 is subtracted at the target after rounding to bfloat16"),
+]
 
 
 @pytest.mark.sizes(3)
-@pytest.mark.parametrize(
-    ("module", "function", "case", "words"),
-    [
-        ("megatron_core", "unfused", "label_smoothing/float32", f"the ranks' losses differ: {LOCAL}"),
-        ("megatron_core", "unfused", "logits-of-1000-smoothed/float32", "log p is the logarithm of an exponential"),
-        ("megatron_core", "unfused", "inputs-unmodified", "logits were modified"),
-        ("megatron_core", "fused", "random-logits/float32", "every entry of the gradient is rounded to bfloat16"),
-        ("colossalai", "cross_entropy", "p-equal-1", "the mean counts the rows whose loss is not 0"),
-        ("colossalai", "cross_entropy", "ignored/inside", "ignored rows have a gradient of -1 at their target"),
-    ],
-)
-def test_package_gives_the_words_of_gallery(comm, module, function, case, words):
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_package_gives_the_words_of_gallery(comm, row):
     try:
-        version(module)
+        installed = version(row.package)
     except PackageNotFoundError:
-        pytest.skip(f"{module} is not installed: make test-peers installs it")
+        pytest.skip(f"{row.package} is not installed: make test-peers installs it")
     if comm.size != 3:
         pytest.skip("the words are those of 3 ranks: make test-peers N=3 runs it")
-    candidate = adapted("torch-shards", getattr(importlib.import_module(f"candidates.gallery.{module}"), function))
-    candidate.start(comm)
+    candidate = started(row.candidate, comm)
     try:
-        (chosen,) = cases(candidate, pattern=case)
+        (chosen,) = cases(candidate, pattern=row.case)
         outcome = run_case(candidate, chosen, comm)
     finally:
         candidate.stop()
-    assert outcome.failed and words in outcome.findings[0].text, outcome.findings
+    assert installed.partition("+")[0] == row.version
+    assert outcome.failed and row.words in outcome.findings[0].text, outcome.findings
+
+
+def started(name, comm):
+    if name == "torch-dense":
+        candidate = named_candidate(name)
+        candidate.stop = lambda: None
+    elif name == "torch-loss-parallel":
+        candidate = named_candidate(name)
+    else:
+        module, _, function = name.partition(":")
+        candidate = adapted("torch-shards", getattr(importlib.import_module(f"candidates.gallery.{module}"), function))
+    candidate.start(comm)
+    return candidate
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_gallery_has_the_tested_words(row):
+    assert f"{row.package} {row.version}" in PAGE and row.words in PAGE
