@@ -27,29 +27,26 @@ MANY = 2**18
 
 def explain(
     problem: Problem,
-    losses: Sequence[Any] | None,
-    dlogits: Any = None,
-    *,
-    wrong_losses: Any = None,
-    wrong_dlogits: Any = None,
+    losses: Sequence[Any],
+    dlogits: Any,
+    wrong_losses: Any,
+    wrong_dlogits: Any,
 ) -> str | None:
     """Explain an answer in one line; None if it is right, or if only its numbers are known.
 
-    losses          of each rank, shaped as the loss; None: the gradient alone
+    losses          of each rank, shaped as the loss
     dlogits         the concatenated gradients of all ranks, shaped as the logits; None: the loss alone
-    wrong_losses    (ranks, *shape of the loss), the losses that do not pass; None: find out
-    wrong_dlogits   shaped as the logits, the entries of the gradient that do not pass; None: find out
+    wrong_losses    (ranks, *shape of the loss), the losses that do not pass
+    wrong_dlogits   shaped as the logits, the entries of the gradient that do not pass
     """
     if problem.kind == "log_prob":  # the negative of a loss
-        negated = None if losses is None else [-np.asarray(loss) for loss in losses]
+        negated = [-np.asarray(loss) for loss in losses]
         dlogits = None if dlogits is None else -np.asarray(dlogits)
         loss = replace(problem, kind="loss")
-        return explain(loss, negated, dlogits, wrong_losses=wrong_losses, wrong_dlogits=wrong_dlogits)
+        return explain(loss, negated, dlogits, wrong_losses, wrong_dlogits)
     with np.errstate(all="ignore"):
         book = Textbook.of(problem)
-        quantities = []
-        if losses is not None:
-            quantities.append(_of_losses(book, losses, wrong_losses))
+        quantities = [_of_losses(book, losses, wrong_losses)]
         if dlogits is not None:
             quantities.append(_of_gradient(book, dlogits, wrong_dlogits))
         wrong = [quantity for quantity in quantities if quantity.wrong.any()]
@@ -124,7 +121,7 @@ def _of_losses(book: Textbook, losses: Sequence[Any], wrong: Any) -> _Quantity:
     floor = _FLOOR[4] * _eps(_arithmetic(problem.dtype)) * np.abs(book.total).max(initial=1.0)
     if problem.reduction == "sum":
         floor *= max(problem.rows, 1)
-    mask = None if wrong is None else np.asarray(wrong).reshape(got.shape)
+    mask = np.asarray(wrong).reshape(got.shape)
     return _quantity("loss", got, truth, mask, dtype, floor, np.ones(got.shape, np.bool_))
 
 
@@ -137,20 +134,14 @@ def _of_gradient(book: Textbook, dlogits: Any, wrong: Any) -> _Quantity:
     floor = np.where(np.isfinite(factor), factor, 0.0)[:, None] * allowance
     if problem.dtype == np.float16:
         floor = floor + 2.0**-24  # subnormal numbers of other dtypes do not matter
-    mask = None if wrong is None else problem.row_major(np.asarray(wrong))
+    mask = problem.row_major(np.asarray(wrong))
     alone = book.q != 0 if problem.with_numbers else np.zeros(got.shape, np.bool_)
     return _quantity("gradient", got, truth, mask, problem.dtype, floor, alone)
 
 
-def _quantity(
-    name: str, got: Array, truth: Array, wrong: Array | None, dtype: Any, floor: Any, alone: Array
-) -> _Quantity:
+def _quantity(name: str, got: Array, truth: Array, wrong: Array, dtype: Any, floor: Any, alone: Array) -> _Quantity:
     close = _CLOSE[np.dtype(dtype).itemsize] * _eps(dtype)
-    if wrong is not None:
-        got = np.where(np.isnan(got) & ~wrong, truth, got)  # nan that the judge allows is no fault
-    else:
-        far = ~(np.abs(got - truth) <= close * _sizes(np.abs(truth), alone) + floor)
-        wrong = far & (got != truth) & ~(np.isnan(got) & np.isnan(truth))
+    got = np.where(np.isnan(got) & ~wrong, truth, got)  # nan that the judge allows is no fault
     return _Quantity(name, got, truth, wrong, close, floor, alone)
 
 

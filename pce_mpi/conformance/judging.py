@@ -81,8 +81,8 @@ def judge(problem: Problem, answers: Sequence[Answer], tolerance: Tolerance) -> 
             problem,
             losses.losses,
             whole and whole.array,
-            wrong_losses=losses.wrong,
-            wrong_dlogits=whole and whole.wrong,
+            losses.wrong,
+            whole and whole.wrong,
         )
         if text is not None:
             named = differing[0] if differing and losses.wrong.any() else wrong[0]

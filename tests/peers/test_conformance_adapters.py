@@ -106,6 +106,19 @@ def test_tutorial_error_is_found_and_repair_conforms(comm, started):
     assert failures(repaired, comm) == {}
 
 
+def test_entropy_of_torch_has_no_targets(comm, started):
+    torch = pytest.importorskip("torch")
+
+    @offers(kind="entropy", gradient="none")
+    def entropy(logits, group):
+        shards = [torch.empty_like(logits) for _ in range(group.size())]
+        torch.distributed.all_gather(shards, logits, group=group)
+        log_p = torch.cat(shards, dim=-1).double().log_softmax(-1)
+        return -(log_p.exp() * log_p).sum(-1)
+
+    assert failures(started(adapted("torch-shards", entropy)), comm, pattern=["random-logits", "offset"]) == {}
+
+
 def with_the_group_third(logits, targets, anything):
     return logits.sum(-1) * anything.size()
 
