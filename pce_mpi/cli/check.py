@@ -16,7 +16,7 @@ from pce_mpi.conformance.adapters.ours import ForwardAndBackward, ValueAndGrad
 from pce_mpi.conformance.cases import problem_of
 from pce_mpi.conformance.reports.summary import problem
 from pce_mpi.conformance.reports.tables import Cell, table
-from pce_mpi.conformance.units import ulp
+from pce_mpi.conformance.units import allowed, ulp
 from pce_mpi.distributed.placements import shard_range
 from pce_mpi.loss import (
     class_statistics,
@@ -163,7 +163,7 @@ def _statistics_match(seed: int, comm: MPI.Intracomm | None) -> bool:
     whole = problem_of(case, Offer(), size, seed=seed)
     got = class_statistics(whole.shard(rank).logits, whole.targets, comm=comm)._asdict()
     return all(
-        np.all(np.abs(got[name] - exact) <= _TOLERANCE.allowed("float32") * ulp(exact, "float32"))
+        np.all(np.abs(got[name] - exact) <= allowed(_TOLERANCE, "float32") * ulp(exact, "float32"))
         for name, exact in dense.class_statistics(whole.logits, whole.targets)._asdict().items()
     )
 

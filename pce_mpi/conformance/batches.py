@@ -20,7 +20,7 @@ from pce_mpi.conformance.launcher import Job
 from pce_mpi.conformance.launching import LaunchError
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.orders import Orders, Task
-from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
+from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict, of_json
 from pce_mpi.conformance.shrinking import shows_the_same, usable_shapes
 from pce_mpi.conformance.stacks import innermost
 from pce_mpi.conformance.units import Tolerance
@@ -48,23 +48,18 @@ _SHRINKING = 60.0
 class Display(Protocol):
     """Shows the progress of a run to a user."""
 
-    def begin(self, work: str, total: int) -> None:
-        """`total` cases of `work` begin."""
+    def begin(self, work: str, total: int) -> None: ...
+    def started(self, case: str) -> None: ...
+    def finished(self, case: str, outcome: Outcome) -> None: ...
 
-    def started(self, case: str) -> None:
-        """`case` has started."""
+    # No rank has shown a sign of life for `seconds`; after `timeout` the case is deadlocked.
+    def waiting(self, seconds: float, timeout: float) -> None: ...
 
-    def waiting(self, seconds: float, timeout: float) -> None:
-        """No rank has shown a sign of life for `seconds`; after `timeout` the case is deadlocked."""
+    # The last lines of each rank's output, if one case was run alone.
+    def printed(self, text: str) -> None: ...
 
-    def finished(self, case: str, outcome: Outcome) -> None:
-        """`case` has ended."""
-
-    def printed(self, text: str) -> None:
-        """The last lines of each rank's output, if one case was run alone."""
-
-    def warn(self, text: str) -> None:
-        """A fault that is no outcome of a case."""
+    # A fault that is no outcome of a case.
+    def warn(self, text: str) -> None: ...
 
 
 def run_cases(
@@ -269,7 +264,7 @@ class _Launch:
             for rank, event in self._job.news():
                 heard, silent = time.monotonic(), False
                 if event["event"] == "outcome":
-                    yield self._next(Outcome.from_json(event["outcome"]))
+                    yield self._next(of_json(event["outcome"]))
                 else:
                     self._take_in(rank, event)
             if not silent:

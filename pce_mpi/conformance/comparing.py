@@ -11,7 +11,7 @@ import numpy as np
 from pce_mpi.arrays import compute_dtype_of, dtype_named
 from pce_mpi.conformance.cases import Problem
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
-from pce_mpi.conformance.units import Tolerance, Units, coarsest, finest
+from pce_mpi.conformance.units import Tolerance, Units, allowed, coarsest, finest
 
 Array = np.ndarray[Any, Any]
 
@@ -67,16 +67,16 @@ class Losses:
         self._dtype = finest(returned, problem.dtype.name)
         units = Units.of(problem, self._dtype, tolerance.strict)
         self._exact, self._unit = problem.expected[0], units.loss
-        allowed = np.full(self._exact.shape, tolerance.allowed(self._dtype))
+        limit = np.full(self._exact.shape, allowed(tolerance, self._dtype))
         if problem.reduction != "none":
-            allowed += math.log2(max(1, problem.rows)) * units.sums / units.loss
-        self._allowed = allowed
+            limit += math.log2(max(1, problem.rows)) * units.sums / units.loss
+        self._allowed = limit
         self._errors = np.stack([_errors(loss, self._exact, self._unit) for loss in self.losses])
         if problem.may_be_nan is not None and not tolerance.strict:
             counts = (problem.may_be_nan & problem.valid).reshape(problem.rows_shape)
             forgiven = counts if problem.reduction == "none" else counts.any()
             self._errors[np.isnan(np.stack(self.losses).astype(np.float64)) & forgiven] = 0.0
-        self.wrong = self._errors > allowed
+        self.wrong = self._errors > limit
 
     def _worst(self) -> tuple[int, ...]:
         """Return rank and place of the error that is largest in units of what is allowed."""
@@ -143,7 +143,7 @@ class Gradients:
     def __init__(self, problem: Problem, shards: Sequence[Array], tolerance: Tolerance) -> None:
         self._problem, self._tolerance = problem, tolerance
         self._dtype = problem.dtype.name
-        self._allowed = tolerance.allowed(self._dtype)
+        self._allowed = allowed(tolerance, self._dtype)
         self._exact = problem.row_major(problem.expected[1])
         units = Units.of(problem, self._dtype, tolerance.strict)
         self._unit, self._at_target = units.gradient, units.at_target

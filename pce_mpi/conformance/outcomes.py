@@ -164,38 +164,28 @@ class Outcome:
         """The part of the case's name that cases of one kind share."""
         return self.case.partition("/")[0]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the outcome as types of JSON, with "inf", "-inf" and "nan" for numbers that are not finite."""
-        return _plain(asdict(self))
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Outcome:
-        """Build an outcome from the value of `to_json`.
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """Return an outcome as types of JSON, with "inf", "-inf" and "nan" for numbers that are not finite."""
+    return _plain(asdict(outcome))
 
-        Parameters
-        ----------
-        value : dict
-            The value that `to_json` returned.
 
-        Returns
-        -------
-        Outcome
-            The same outcome.
-        """
-        given = dict(value)
-        given["verdict"] = Verdict(given["verdict"])
-        given["findings"] = [Finding(**each) for each in given["findings"]]
-        given["accuracies"] = [
-            Accuracy(**each | {name: float(each[name]) for name in ("error", "best", "allowed")})
-            for each in given["accuracies"]
-        ]
-        given["splits"] = tuple(given["splits"])
-        if given["picture"] is not None:
-            picture = ErrorMap(**given["picture"])
-            picture.errors = [[float(error) for error in row] for row in picture.errors]
-            picture.targets = [(row, column) for row, column in picture.targets]
-            given["picture"] = picture
-        return cls(**given)
+def of_json(value: dict[str, Any]) -> Outcome:
+    """Return the outcome of which `as_json` made this."""
+    given = dict(value)
+    given["verdict"] = Verdict(given["verdict"])
+    given["findings"] = [Finding(**each) for each in given["findings"]]
+    given["accuracies"] = [
+        Accuracy(**each | {name: float(each[name]) for name in ("error", "best", "allowed")})
+        for each in given["accuracies"]
+    ]
+    given["splits"] = tuple(given["splits"])
+    if given["picture"] is not None:
+        picture = ErrorMap(**given["picture"])
+        picture.errors = [[float(error) for error in row] for row in picture.errors]
+        picture.targets = [(row, column) for row, column in picture.targets]
+        given["picture"] = picture
+    return Outcome(**given)
 
 
 @dataclass

@@ -36,20 +36,10 @@ class Tolerance:
     strict: bool = False
     factor: float = 1.0
 
-    def allowed(self, dtype: str) -> float:
-        """Return how many ulps pass.
 
-        Parameters
-        ----------
-        dtype : str
-            The dtype of the ulps.
-
-        Returns
-        -------
-        float
-            The number of ulps.
-        """
-        return self.factor * (_STRICT if self.strict else _ALLOWED)[dtype]
+def allowed(tolerance: Tolerance, dtype: str) -> float:
+    """Return how many ulps of a dtype pass."""
+    return tolerance.factor * (_STRICT if tolerance.strict else _ALLOWED)[dtype]
 
 
 def ulp(values: Any, dtype: str) -> Array:

@@ -24,6 +24,7 @@ from pce_mpi.conformance.journal import Journal
 from pce_mpi.conformance.launching import LaunchError, memory_shared_by
 from pce_mpi.conformance.offers import load, offer_of
 from pce_mpi.conformance.orders import Orders, Task
+from pce_mpi.conformance.outcomes import as_json
 from pce_mpi.conformance.running import run_case
 from pce_mpi.conformance.stacks import error_text
 from pce_mpi.conformance.units import Tolerance
@@ -90,7 +91,7 @@ class Worker:
                 offer=self._offer,
             )
             if self._comm.rank == 0:
-                self._journal.write("outcome", outcome=outcome.to_json())
+                self._journal.write("outcome", outcome=as_json(outcome))
             # There may be messages that nobody has received, or ranks inside a collective.
             if len(set(self._comm.allgather(self._candidate.raised))) > 1:
                 return False

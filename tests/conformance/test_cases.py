@@ -16,7 +16,7 @@ from pce_mpi.conformance.cases import Expects, problem_of
 from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.catalogue.drawing import chunks
 from pce_mpi.conformance.offers import DTYPES, EVERYTHING, OPTIONS, REDUCTIONS, Needs, unmet_need
-from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
+from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding, as_json, of_json
 
 ALL = cases(EVERYTHING)
 
@@ -396,9 +396,9 @@ def test_outcome_survives_json():
         splits=(0, 1, 2),
         picture=picture,
     )
-    plain = outcome.to_json()
+    plain = as_json(outcome)
     assert plain["verdict"] == "FAIL" and plain["picture"]["errors"] == [[0.5, "inf"]]
-    assert Outcome.from_json(plain) == outcome
+    assert of_json(plain) == outcome
     assert outcome.failed and outcome.family == "weight"
 
 

@@ -25,7 +25,7 @@ from dataclasses import asdict, fields
 import json
 
 from pce_mpi.conformance.offers import Offer
-from pce_mpi.conformance.outcomes import Outcome, Report
+from pce_mpi.conformance.outcomes import Report, as_json, of_json
 
 _FORMAT = "pce_mpi conformance report"
 _VERSION = 2
@@ -40,7 +40,7 @@ def render(report: Report) -> str:
         "offer": asdict(report.offer),
         "failed": bool(report.failed),
         "counts": report.counts,
-        "outcomes": [outcome.to_json() for outcome in report.outcomes],
+        "outcomes": [as_json(outcome) for outcome in report.outcomes],
     }
     return json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
@@ -55,5 +55,5 @@ def parse(text: str) -> Report:
     given = {field.name: content[field.name] for field in fields(Report)}
     given["offer"] = Offer(**given["offer"])
     given["ranks"] = tuple(given["ranks"])
-    given["outcomes"] = [Outcome.from_json(outcome) for outcome in given["outcomes"]]
+    given["outcomes"] = [of_json(outcome) for outcome in given["outcomes"]]
     return Report(**given)
