@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -40,7 +41,9 @@ def withdraw_contradicted(
 
 
 def _problem(case: Case, outcome: Outcome, offer: Offer, seed: int) -> Problem:
-    return problem_of(case, offer, outcome.ranks, seed=seed, rows=outcome.rows, classes=outcome.classes)
+    problem = problem_of(case, offer, outcome.ranks, seed=seed, rows=outcome.rows, classes=outcome.classes)
+    # The formulas are those of a loss, the negative of a log-probability.
+    return replace(problem, kind="loss", reduction="none") if problem.kind == "log_prob" else problem
 
 
 def _would_fail(cause: str, problem: Problem, offer: Offer, tolerance: Tolerance) -> bool:
