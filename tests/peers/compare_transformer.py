@@ -1,0 +1,148 @@
+"""mpiexec -n 2 python -m mpi4py tests/peers/compare_transformer.py: a step of examples/transformer.py, and torch's.
+
+Both train the GPT of the example from equal weights on equal random tokens, in one process a rank with one thread, and
+take turns step by step, so that a noisy machine is noisy for both. On several ranks the batch is sharded, in torch by
+DistributedDataParallel with gloo. The losses of the first 20 steps must agree to 1e-6.
+"""
+
+import argparse
+import os
+from pathlib import Path
+import statistics
+import sys
+import tempfile
+import time
+
+os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+from mpi4py import MPI
+import numpy as np
+import torch
+from torch import distributed, nn
+from torch.nn import functional
+
+import pce_mpi as pce
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from gpt import GPT
+from peers.compare_speed import processor
+import training
+
+COMM = MPI.COMM_WORLD
+COMPARED, WARM_UP = 20, 5
+
+
+class TorchGPT(nn.Module):
+    """The model of examples/gpt.py."""
+
+    def __init__(self, arrays, args):
+        super().__init__()
+        self.args = args
+        # The names of parameters must not have dots.
+        self.of = nn.ParameterDict({name.replace(".", "_"): nn.Parameter(array) for name, array in arrays.items()})
+
+    def forward(self, ids, targets):
+        p, width = self.of, self.args.width
+        x = p["tokens"][ids] + p["positions"][: ids.shape[1]]
+        for layer in range(self.args.layers):
+            y = functional.layer_norm(x, (width,), p[f"{layer}_attention_norm"])
+            heads = (y @ p[f"{layer}_qkv"]).reshape(*ids.shape, self.args.heads, -1).transpose(1, 2)
+            attended = functional.scaled_dot_product_attention(*heads.chunk(3, -1), is_causal=True)
+            x = x + attended.transpose(1, 2).reshape(x.shape) @ p[f"{layer}_out"]
+            y = functional.layer_norm(x, (width,), p[f"{layer}_hidden_norm"])
+            x = x + functional.gelu(y @ p[f"{layer}_up"], approximate="tanh") @ p[f"{layer}_down"]
+        logits = functional.layer_norm(x, (width,), p["norm"]) @ p["tokens"].T + p["unigram"]
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def in_torch(arrays, rows, args):
+    """Make the function that takes a step, given its number, and returns the loss of this rank's rows before it."""
+    model = TorchGPT(arrays, args)
+    parallel = nn.parallel.DistributedDataParallel(model) if COMM.size > 1 else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.rate)
+    mine = slice(*pce.shard_range(args.batch, COMM.size, COMM.rank))
+
+    def step(number):
+        drawn = np.random.default_rng([args.seed, number]).integers(len(rows), size=args.batch)
+        batch = torch.from_numpy(rows[drawn][mine])
+        loss = parallel(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
+        optimizer.param_groups[0]["lr"] = args.rate * min(20 * number / args.steps, 1 - (number - 1) / args.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def main():
+    args = arguments()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        if COMM.size > 1:
+            meeting = COMM.bcast(f"file://{folder}/meeting")
+            distributed.init_process_group("gloo", init_method=meeting, rank=COMM.rank, world_size=COMM.size)
+        compare(args)
+        if COMM.size > 1:
+            distributed.destroy_process_group()
+
+
+def arguments():
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for name, default in (
+        ("layers", 2),
+        ("heads", 12),
+        ("width", 96),
+        ("length", 32),
+        ("classes", 10_000),
+        ("batch", 16),
+        ("steps", 60),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.set_defaults(seed=0, rate=1.0, max_norm=1.0, sequence_parallel=False)
+    args = parser.parse_args()
+    if args.batch % COMM.size:
+        parser.error("each rank must have as many rows, as DistributedDataParallel averages over ranks")
+    return args
+
+
+def compare(args):
+    rng = np.random.default_rng(1)
+    rows = rng.integers(0, args.classes, (1000, args.length + 1))
+    unigram = np.log(rng.dirichlet(np.ones(args.classes)))
+    model = GPT(pce.Mesh(COMM, data=COMM.size, context=1, model=1), unigram, args)
+    theirs = in_torch({name: torch.from_numpy(array.full()) for name, array in model.parameters.items()}, rows, args)
+    steps = {"ours": lambda number: training.step(model, rows, number, args), "torch": theirs}
+    losses, seconds = {name: [] for name in steps}, {name: [] for name in steps}
+    for number in range(1, args.steps + 1):
+        for name, step in steps.items():
+            COMM.Barrier()
+            start = time.perf_counter()
+            losses[name].append(step(number))
+            COMM.Barrier()
+            seconds[name].append(time.perf_counter() - start)
+    losses["torch"] = COMM.allreduce(np.array(losses["torch"])) / COMM.size
+    apart = max(abs(np.array(losses["ours"]) - losses["torch"])[:COMPARED] / losses["torch"][:COMPARED])
+    if COMM.rank == 0:
+        report(args, {name: values[WARM_UP:] for name, values in seconds.items()}, apart)
+    if not apart <= 1e-6:
+        sys.exit(f"losses differ by {apart:.1e}")
+
+
+def report(args, seconds, apart):
+    ratios = [ours / theirs for ours, theirs in zip(seconds["ours"], seconds["torch"], strict=True)]
+    print(
+        f"{COMM.size} ranks; {processor()}; width {args.width}, {args.heads} heads, {args.layers} layers, "
+        f"{args.batch} x {args.length} tokens, {args.classes} classes; {len(ratios)} steps each"
+    )
+    for name, values in seconds.items():
+        print(f"{name:6} {1e3 * statistics.median(values):8.1f} ms, at least {1e3 * min(values):.1f}")
+    lowest = min(seconds["ours"]) / min(seconds["torch"])
+    print(f"ratio  {statistics.median(ratios):8.2f}, of the fastest steps {lowest:.2f}")
+    print(f"losses of {COMPARED} steps differ by {apart:.1e} at most")
+
+
+if __name__ == "__main__":
+    main()
