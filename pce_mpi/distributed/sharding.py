@@ -87,6 +87,11 @@ class Sharding:
         return self._dims_of[axis]
 
     @cached_property
+    def summed_dims(self) -> tuple[str, ...]:
+        """The dims over which the array is Partial("sum")."""
+        return tuple(dim for dim, placement in self.by_dim.items() if placement == Partial("sum"))
+
+    @cached_property
     def partial_dims(self) -> tuple[str, ...]:
         """The dims over which the array is Partial."""
         return tuple(dim for dim, placement in self.by_dim.items() if isinstance(placement, Partial))
@@ -146,12 +151,29 @@ class Sharding:
 
     def with_partial_over(self, dims: tuple[str, ...]) -> Sharding:
         """Make `dims` Partial("sum"); an axis that its outermost dims still shard keeps their split points."""
+        known = self._with_partial_over.get(dims)
+        if known is None:
+            known = self._with_partial_over[dims] = self._made_partial_over(dims)
+        return known
+
+    @cached_property
+    def _with_partial_over(self) -> dict[tuple[str, ...], Sharding]:
+        return {}
+
+    def _made_partial_over(self, dims: tuple[str, ...]) -> Sharding:
         splits = {}
         for axis, points in enumerate(self.splits):
             kept = tuple(dim for dim in self.dims_of(axis) if dim not in dims)
             if points is not None and kept == self.dims_of(axis)[: len(kept)]:
                 splits[axis] = outer_splits(points, self.parts(self.dims_of(axis)[len(kept) :]))
         return Sharding.of(self.dims, self.shape, {**self.by_dim, **dict.fromkeys(dims, Partial("sum"))}, splits)
+
+    def with_whole_axis(self, axis: int, length: int) -> Sharding:
+        """Give `axis` another length, and leave it whole."""
+        placements = (Replicate() if placement == Shard(axis) else placement for placement in self.placements)
+        shape, splits = list(self.shape), list(self.splits)
+        shape[axis], splits[axis] = length, None
+        return Sharding(self.dims, tuple(shape), tuple(placements), tuple(splits))
 
     @cached_property
     def replicated(self) -> Sharding:

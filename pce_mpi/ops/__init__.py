@@ -25,6 +25,7 @@ from pce_mpi.ops.arithmetic import (
     remainder,
     subtract,
 )
+from pce_mpi.ops.attention import scaled_dot_product_attention
 from pce_mpi.ops.broadcasting import broadcast_to, sum
 from pce_mpi.ops.cumulative import cumsum
 from pce_mpi.ops.custom import op
@@ -96,6 +97,7 @@ __all__ = [
     "remainder",
     "reshape",
     "rms_norm",
+    "scaled_dot_product_attention",
     "sigmoid",
     "sin",
     "softmax",
@@ -119,8 +121,8 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(abs, add, argmax, astype, bitwise_and, bitwise_or, broadcast_to, class_statistics, clip, concatenate, cos),
     *(cross_entropy, cumsum, divide, embedding, equal, exp, expand_dims, floor_divide, gelu, getitem, invert),
     *(layer_norm, linear_cross_entropy, log, log1p, log_softmax, logsumexp, matmul, max, maximum, mean, min, minimum),
-    *(mse, multiply, negative, power, relu, remainder, reshape, rms_norm, sigmoid, sin, softmax, split, sqrt, square),
-    *(squeeze, stack, std, subtract, sum, swapaxes, tanh, top_k, transpose, var, where),
+    *(mse, multiply, negative, power, relu, remainder, reshape, rms_norm, scaled_dot_product_attention, sigmoid, sin),
+    *(softmax, split, sqrt, square, squeeze, stack, std, subtract, sum, swapaxes, tanh, top_k, transpose, var, where),
     *map(comparison, ("greater", "greater_equal", "less", "less_equal", "not_equal")),
 )
 OPERATIONS |= {function.__name__: function for function in _FUNCTIONS}

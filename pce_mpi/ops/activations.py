@@ -30,21 +30,48 @@ def _relu(x: Array) -> Array:
     return array_namespace(x).maximum(x, x.dtype.type(0))
 
 
-# gelu(x) = x (1 + tanh(u)) / 2 = x sigmoid(v) with v = 2 u = c (x + k x**3), which does not cancel
-_C, _K = 2 * (2 / np.pi) ** 0.5, 0.044715
-# For |x| above this sigmoid(v) is 0 or 1, in float64 too, and x**3 may overflow.
-_BENT = 32
+# gelu(x) = x (1 + tanh(u)) / 2 = x sigmoid(2 u) with u = c x (1 + k x**2), and sigmoid(2 u) = h / (h + 1 / h) with
+# h = exp(u): there is one exponential, and nothing cancels.
+_C, _K = (2 / np.pi) ** 0.5, 0.044715
+# By the size of an element: for |x| above this the sigmoid is 0 or 1, and h is still finite.
+_BENT = {4: 12, 8: 24}
 
 
 def _gelu(x: Array) -> Array:
-    z = array_namespace(x).clip(x, -_BENT, _BENT)
-    return array_namespace(x).maximum(x, -_BENT) * _sigmoid(_C * (z + _K * z * z * z))
+    """Return gelu(x); in-place operators, here and in the gradient, halve the time."""
+    xp, bent = array_namespace(x), _BENT[x.dtype.itemsize]
+    z = xp.clip(x, -bent, bent)
+    u = z * z
+    u *= _C * _K
+    u += _C
+    u *= z
+    h = xp.exp(u)
+    h /= h + 1 / h
+    h *= xp.maximum(x, -bent)
+    return h
 
 
 def _gelu_gradient(g: Array, x: Array) -> Array:
-    z = array_namespace(x).clip(x, -_BENT, _BENT)
-    v = _C * (z + _K * z * z * z)
-    return g * (_sigmoid(v) * (1 + z * _sigmoid(-v) * (_C * (1 + 3 * _K * z * z))))
+    """Return g sigmoid(2 u) (1 + 2 x u' sigmoid(-2 u)), with u' = c (1 + 3 k x**2)."""
+    xp, bent = array_namespace(x), _BENT[x.dtype.itemsize]
+    z = xp.clip(x, -bent, bent)
+    slope = z * z
+    u = slope * (_C * _K)
+    u += _C
+    u *= z
+    h = xp.exp(u)
+    opposite = 1 / h
+    both = h + opposite
+    h /= both
+    opposite /= both
+    slope *= 6 * _C * _K
+    slope += 2 * _C
+    slope *= z
+    slope *= opposite
+    slope += 1
+    slope *= h
+    slope *= g
+    return slope
 
 
 _TANH = unary("tanh", lambda g, x: 4 * _sigmoid_gradient(g, 2 * x))

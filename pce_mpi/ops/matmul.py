@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 import math
 from typing import Any
 
@@ -13,7 +14,7 @@ from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.broadcasting import aligned, sum_to
-from pce_mpi.ops.shape import reshape, swapaxes
+from pce_mpi.ops.shape import reshape
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -70,14 +71,44 @@ def _transposed_product(a: Array, g: Array) -> Array:
 _TRANSPOSED_PRODUCT = Op("matmul", _transposed_product, rule=_transposed_product_rule)
 
 
+# The products g @ b.T and a.T @ g of stacks of matrices, each in one operation rather than with a transposition.
+_BY_TRANSPOSED = Op(
+    "matmul", lambda g, b: _matmul(g, b.swapaxes(-1, -2)), rule=lambda g, b: _exchanged(_rule(g, _turned(b)), 1)
+)
+_OF_TRANSPOSED = Op(
+    "matmul", lambda a, g: _matmul(a.swapaxes(-1, -2), g), rule=lambda a, g: _exchanged(_rule(_turned(a), g), 0)
+)
+
+
+def _turned(axes: Any) -> Any:
+    return (*axes[:-2], axes[-1], axes[-2])
+
+
+def _exchanged(rule: Rule, operand: int) -> Rule:
+    """Return `rule` for an operand whose last two axes are exchanged."""
+    operands = list(rule.operands)
+    operands[operand] = _turned(operands[operand])
+    return replace(rule, operands=tuple(operands))
+
+
+def times_transposed(a: DistArray, b: DistArray) -> DistArray:
+    """Return a @ b.T for matrices or stacks of them; it has no gradient."""
+    return apply(_BY_TRANSPOSED, a, b)
+
+
+def transposed_times(a: DistArray, b: DistArray) -> DistArray:
+    """Return a.T @ b for matrices or stacks of them; it has no gradient."""
+    return apply(_OF_TRANSPOSED, a, b)
+
+
 def _to_first(g: DistArray, y: DistArray, a: DistArray, b: DistArray) -> DistArray:
-    return sum_to(g @ swapaxes(b, -1, -2), a.shape)
+    return sum_to(times_transposed(g, b), a.shape)
 
 
 def _to_second(g: DistArray, y: DistArray, a: DistArray, b: DistArray) -> DistArray:
     if b.ndim == 2:
         return apply(_TRANSPOSED_PRODUCT, a, g)
-    return sum_to(swapaxes(a, -1, -2) @ g, b.shape)
+    return sum_to(transposed_times(a, g), b.shape)
 
 
 _MATMUL = Op("matmul", _matmul, (_to_first, _to_second), _rule, uses=[(1,), (0,)])

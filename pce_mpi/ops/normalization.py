@@ -1,6 +1,6 @@
-"""Layer and root mean square normalization, composed of other operations, which have the placement rules.
+"""Layer and root mean square normalization.
 
-Over a sharded axis only one number a row is sent.
+Along a sharded axis they are composed of other operations, and only one number a row is sent.
 """
 
 from __future__ import annotations
@@ -9,11 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import is_floating, is_half
+from pce_mpi.arrays import array_namespace, is_floating, is_half
+from pce_mpi.autograd.apply import apply
+from pce_mpi.autograd.op import Op
+from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.elementwise import astype, sqrt, square, widened
 from pce_mpi.ops.reductions import mean
 from pce_mpi.ops.shape import normalized_axis, reshape
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Shape = tuple[int, ...]
 
 
 def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1, eps: float = 1e-5) -> DistArray:
@@ -60,10 +66,7 @@ def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1
     array([[-1.,  1.],
            [-1.,  1.]])
     """
-    wide = _wide(x)
-    centered = wide - mean(wide, axis, keepdims=True)
-    normal = centered / sqrt(mean(square(centered), axis, keepdims=True) + eps)
-    return _scaled(normal, x, scale, bias, axis)
+    return _norm(x, scale, bias, axis, eps, center=True)
 
 
 def rms_norm(x: DistArray, scale: Any = None, axis: int = -1, eps: float = 1e-5) -> DistArray:
@@ -97,29 +100,99 @@ def rms_norm(x: DistArray, scale: Any = None, axis: int = -1, eps: float = 1e-5)
     -----
     Sharded `axis`: one Allreduce of one number a row; otherwise as in `layer_norm`.
     """
-    wide = _wide(x)
-    normal = wide / sqrt(mean(square(wide), axis, keepdims=True) + eps)
-    return _scaled(normal, x, scale, None, axis)
+    return _norm(x, scale, None, axis, eps, center=False)
 
 
-def _wide(x: DistArray) -> DistArray:
-    """Return `x` in a dtype that holds the squares of its elements."""
-    return widened(x) if is_floating(x.dtype) else astype(x, np.float64)
-
-
-def _scaled(normal: DistArray, x: DistArray, scale: Any, bias: Any, axis: int) -> DistArray:
-    """Return `normal` times `scale` plus `bias`, in the dtype that `x`, `scale` and `bias` promote to."""
+def _norm(x: DistArray, scale: Any, bias: Any, axis: int, eps: float, center: bool) -> DistArray:
     axis = normalized_axis(axis, x.ndim)
-    y, dtype = normal, x.dtype if is_half(x.dtype) else normal.dtype
-    for name, factor in (("scale", scale), ("bias", bias)):
-        if factor is None:
-            continue
+    given = {name: factor for name, factor in (("scale", scale), ("bias", bias)) if factor is not None}
+    for name, factor in given.items():
         if factor.shape != (x.shape[axis],):
             raise ValueError(f"{name} must have the length of axis {axis}, ({x.shape[axis]},), got {factor.shape}")
-        behind = (1,) * (x.ndim - 1 - axis)
-        if behind:
-            shape = (x.shape[axis], *behind)
-            factor = reshape(factor, shape) if isinstance(factor, DistArray) else factor.reshape(shape)
-        y = y * factor if name == "scale" else y + factor
-        dtype = np.result_type(dtype, factor.dtype)
+    # A dtype that holds the squares of the elements.
+    wide = widened(x) if is_floating(x.dtype) else astype(x, np.float64)
+    if wide.sharding.dims_of(axis):
+        centered = wide - mean(wide, axis, keepdims=True) if center else wide
+        y = centered / sqrt(mean(square(centered), axis, keepdims=True) + eps)
+        y = y if scale is None else y * _along(axis, x.ndim, scale)
+    else:
+        y = apply(_NORM, wide, *([] if scale is None else [scale]), axis=axis, eps=eps, center=center)
+    if bias is not None:
+        y = y + _along(axis, x.ndim, bias)
+    dtype = np.result_type(x.dtype if is_half(x.dtype) else wide.dtype, *(factor.dtype for factor in given.values()))
     return astype(y, dtype) if is_half(dtype) else y
+
+
+def _along(axis: int, ndim: int, vector: Any) -> Any:
+    """Return `vector` in a shape in which it broadcasts along `axis`."""
+    shape = (*vector.shape, *(1,) * (ndim - 1 - axis))
+    if len(shape) == 1:
+        return vector
+    return reshape(vector, shape) if isinstance(vector, DistArray) else vector.reshape(shape)
+
+
+def _row_mean(x: Array, axis: int) -> Array:
+    return x.sum(axis, keepdims=True) / x.dtype.type(x.shape[axis])
+
+
+def _scaled_rows(x: Array, *scale: Array, axis: int, eps: float, center: bool) -> tuple[Array, tuple[Array, Array]]:
+    """Return the result, the normalized rows, and the deviation of each."""
+    centered = x - _row_mean(x, axis) if center else x
+    deviation = array_namespace(x).sqrt(_row_mean(centered * centered, axis) + eps)
+    normal = centered / deviation
+    return (normal * _along(axis, x.ndim, scale[0]) if scale else normal), (normal, deviation)
+
+
+def _gradient(g: Array, normal: Array, deviation: Array, *scale: Array, axis: int, center: bool) -> Array:
+    if scale:
+        g = g * _along(axis, g.ndim, scale[0])
+    inner = normal * _row_mean(g * normal, axis)
+    if center:
+        inner += _row_mean(g, axis)
+    return (g - inner) / deviation
+
+
+def _gradient_of_scale(g: Array, normal: Array, axis: int) -> Array:
+    return (g * normal).sum(tuple(other for other in range(g.ndim) if other != axis))
+
+
+def _rows(shape: Shape, axis: int) -> Axes:
+    return tuple(None if index == axis else Axis(index) for index in range(len(shape)))
+
+
+def _rule(x: Shape, *scale: Shape, axis: int, **_: Any) -> Rule:
+    rows = _rows(x, axis)
+    return Rule((rows, *((None,) for _ in scale)), rows, x)
+
+
+def _gradient_rule(g: Shape, normal: Shape, deviation: Shape, *scale: Shape, axis: int, center: bool) -> Rule:
+    rows = _rows(g, axis)
+    return Rule((rows, rows, rows, *((None,) for _ in scale)), rows, g)
+
+
+def _scale_rule(g: Shape, normal: Shape, axis: int) -> Rule:
+    rows = _rows(g, axis)
+    return Rule((rows, rows), (None,), (g[axis],), reduces="sum")
+
+
+_GRADIENT = Op("layer_norm", _gradient, rule=_gradient_rule)
+_GRADIENT_OF_SCALE = Op("layer_norm", _gradient_of_scale, rule=_scale_rule)
+
+
+def _to_rows(
+    g: DistArray, y: DistArray, x: DistArray, *scale: DistArray, residuals: tuple[Array, Array], **options: Any
+) -> DistArray:
+    axis = options["axis"]
+    normal = DistArray(residuals[0], y.mesh, y.sharding)
+    deviation = DistArray(residuals[1], y.mesh, y.sharding.with_whole_axis(axis, 1))
+    return apply(_GRADIENT, g, normal, deviation, *scale, axis=axis, center=options["center"])
+
+
+def _to_scale(
+    g: DistArray, y: DistArray, x: DistArray, scale: DistArray, residuals: tuple[Array, Array], **options: Any
+) -> DistArray:
+    normal = DistArray(residuals[0], y.mesh, y.sharding)
+    return apply(_GRADIENT_OF_SCALE, g, normal, axis=options["axis"])
+
+
+_NORM = Op("layer_norm", _scaled_rows, (_to_rows, _to_scale), _rule, uses=[(1,), ()], gives_residuals=True)

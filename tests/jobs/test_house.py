@@ -106,6 +106,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("normalization"),
             room("matmul"),
             room("einsum"),
+            room("attention"),
             room("embedding"),
             room("linear_loss"),
             room("loss"),

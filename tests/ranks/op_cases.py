@@ -151,6 +151,12 @@ def log_softmax(x: Array, axis: int = -1) -> Array:
     return x - logsumexp(x, axis, keepdims=True)
 
 
+def attention(q: Array, k: Array, v: Array, causal: bool = False, scale: float | None = None) -> Array:
+    scores = (q.shape[-1] ** -0.5 if scale is None else scale) * (q @ np.swapaxes(k, -1, -2))
+    seen = np.tri(*scores.shape[-2:]) > 0 if causal else True
+    return softmax(np.where(seen, scores, -np.inf)) @ v
+
+
 def _along(vector: Array, x: Array, axis: int) -> Array:
     return vector.reshape([-1 if index == axis % x.ndim else 1 for index in range(x.ndim)])
 
@@ -499,6 +505,15 @@ NORMALIZATION = [
     *(
         case(op, call, reference, masked(3, 4), what="-inf")
         for op, call, reference in [("softmax", pce.softmax, softmax), ("log_softmax", pce.log_softmax, log_softmax)]
+    ),
+    named("scaled_dot_product_attention", normal(3, 4), normal(5, 4), normal(5, 2), reference=attention),
+    named("scaled_dot_product_attention", *(normal(2, 5, 3) for _ in "qkv"), reference=attention, causal=True),
+    named(
+        "scaled_dot_product_attention",
+        *(normal(2, 3, 4), normal(2, 5, 4), normal(2, 5, 6)),
+        reference=attention,
+        causal=True,
+        scale=2.0,
     ),
     named("layer_norm", normal(3, 4), reference=layer_norm),
     named("layer_norm", normal(3, 4), normal(4), reference=layer_norm),
