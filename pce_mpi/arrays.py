@@ -23,7 +23,7 @@ def cupy_of(value: Any) -> ModuleType | None:
 
 def array_namespace(array: Any) -> Any:
     """Return the library of `array`, numpy or cupy."""
-    return cupy_of(array) or np
+    return np if type(array) is np.ndarray else cupy_of(array) or np
 
 
 def as_array(value: Any, name: str) -> Any:

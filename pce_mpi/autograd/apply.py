@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from operator import attrgetter
+from functools import cache, lru_cache
+from operator import attrgetter, is_
 from typing import Any
 import zlib
 
@@ -35,8 +35,10 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 def operands_of(name: str, values: Sequence[Any]) -> list[DistArray]:
     """Return `values` as distributed arrays of one mesh and one library; plain arrays and numbers are Replicate."""
-    first = next((value for value in values if isinstance(value, DistArray)), None)
-    if first is None:
+    for first in values:
+        if isinstance(first, DistArray):
+            break
+    else:
         raise TypeError(f"{name} takes at least one DistArray; make one with pce_mpi.distribute")
     operands = []
     alike = True
@@ -122,8 +124,10 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     return result
 
 
-def _inputs(op: Op, operands: Sequence[DistArray], call: _Call) -> list[DistArray]:
+def _inputs(op: Op, operands: list[DistArray], call: _Call) -> list[DistArray]:
     """Return the operands in the shardings of the plan."""
+    if all(map(is_, map(_SHARDING, operands), call.plan.operands)):
+        return operands
     inputs = []
     for index, (x, destination) in enumerate(zip(operands, call.plan.operands, strict=True)):
         if x.sharding is not destination:
@@ -214,7 +218,7 @@ def _plain(value: Any) -> Any:
 def _result(op: Op, local: Any, inputs: Sequence[DistArray], call: _Call) -> DistArray:
     mesh, xp = inputs[0].mesh, array_namespace(local)
     given, local = local, xp.asarray(local)
-    if not is_real(local.dtype):
+    if local.dtype is not call.dtype and not is_real(local.dtype):
         what = f"{type(given).__name__} ({local.dtype})"
         raise TypeError(f"{op.name} gives no array of bool, integers or real numbers, but {what}")
     computed = _computed(op, inputs)
@@ -265,10 +269,11 @@ def _put_on_tape(
         # All consumers have contributed, so a Partial gradient is reduced here, once.
         destination = known.sharding.natural
         if op.relays:
-            placed = gradient.sharding.by_dim
-            destination = destination.with_partial_over(tuple(dim for dim in placed if placed[dim] == Partial("sum")))
-        with cause(op.name, reason="its gradient is complete"):
-            settled = redistribute(gradient, destination)
+            destination = destination.with_partial_over(gradient.sharding.summed_dims)
+        settled = gradient
+        if gradient.sharding is not destination:
+            with cause(op.name, reason="its gradient is complete"):
+                settled = redistribute(gradient, destination)
         return [
             None if want is None else _contribution(op, index, want, settled, known, arguments, parameters, residuals)
             for index, want in enumerate(wanted)
@@ -285,11 +290,13 @@ def _used(uses: Sequence[Sequence[int]], required: Sequence[bool]) -> list[int]:
 
 def _for_tape(x: DistArray, elements: bool) -> DistArray:
     """Return `x` for the tape: without its node, which would be a cycle, and without elements that no vjp uses."""
-    local = x.local
-    if not elements:
-        xp = np if type(local) is np.ndarray else array_namespace(local)  # one call less for each operation
-        local = xp.empty(0, local.dtype)
+    local = x.local if elements else _no_elements(array_namespace(x.local), x.local.dtype)
     return DistArray(local, x.mesh, x.sharding)
+
+
+@cache
+def _no_elements(xp: Any, dtype: np.dtype[Any]) -> Any:
+    return xp.empty(0, dtype)
 
 
 def _contribution(

@@ -7,6 +7,7 @@ the gradients of micro-batches add up without communication, and a Partial gradi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from pce_mpi.autograd.tape import Node, backward, no_grad
 from pce_mpi.comm.tracing import cause, phase
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.placements import Partial, Replicate
+from pce_mpi.distributed.sharding import Sharding
 
 
 def node_of(x: DistArray) -> Node | None:
@@ -44,8 +46,10 @@ def backward_from(loss: DistArray, add: Callable[[DistArray, DistArray], DistArr
     def together(a: DistArray, b: DistArray) -> DistArray:
         # If one is Partial both become so: the sum is reduced once, when all consumers have contributed.
         a, b = _summed(a), _summed(b)
-        dims = tuple(dim for dim in a.mesh.dims if Partial("sum") in (a.sharding.by_dim[dim], b.sharding.by_dim[dim]))
-        return add(_partial_over(dims, a), _partial_over(dims, b))
+        if a.sharding is not b.sharding:
+            dims = tuple(dim for dim in a.mesh.dims if dim in (*a.sharding.summed_dims, *b.sharding.summed_dims))
+            a, b = _partial_over(dims, a), _partial_over(dims, b)
+        return add(a, b)
 
     with phase("backward"), no_grad(), np.errstate(all="ignore"):
         backward(root, DistArray(one, loss.mesh, loss.sharding.replicated), together)
@@ -61,13 +65,7 @@ def _accumulate(leaf: DistArray, gradient: DistArray) -> None:
     """Add `gradient` to that of `leaf`; sends nothing, unless it is sharded where `leaf` is not sharded that way."""
     gradient = _summed(gradient)
     before = leaf.grad
-    dims = []
-    for dim, placement in leaf.sharding.natural.by_dim.items():
-        here = {each.sharding.by_dim[dim] for each in (gradient, before) if each is not None}
-        # A shard of the gradient of a Replicate array is padded with zeros, and is a partial then.
-        if Partial("sum") in here or (placement == Replicate() and here != {Replicate()}):
-            dims.append(dim)
-    destination = leaf.sharding.natural.with_partial_over(tuple(dims))
+    destination = _placed(leaf.sharding, gradient.sharding, None if before is None else before.sharding)
     with cause("backward", reason="the gradient is placed as its array"):
         local = redistribute(gradient, destination).local
     if before is not None:
@@ -79,8 +77,22 @@ def _accumulate(leaf: DistArray, gradient: DistArray) -> None:
     leaf.grad = DistArray(local, leaf.mesh, destination)
 
 
+@lru_cache(maxsize=1024)
+def _placed(leaf: Sharding, gradient: Sharding, before: Sharding | None) -> Sharding:
+    """Return the sharding of the gradient of a made array, of which a part may have been there `before`."""
+    dims = []
+    for dim, placement in leaf.natural.by_dim.items():
+        here = {each.by_dim[dim] for each in (gradient, before) if each is not None}
+        # A shard of the gradient of a Replicate array is padded with zeros, and is a partial then.
+        if Partial("sum") in here or (placement == Replicate() and here != {Replicate()}):
+            dims.append(dim)
+    return leaf.natural.with_partial_over(tuple(dims))
+
+
 def _summed(gradient: DistArray) -> DistArray:
     """Return the same gradient with Partial("sum") instead of Partial("avg")."""
+    if gradient.sharding.partial_dims == gradient.sharding.summed_dims:
+        return gradient
     averaged = [dim for dim in gradient.sharding.partial_dims if gradient.sharding.by_dim[dim] == Partial("avg")]
     if not averaged:
         return gradient

@@ -56,8 +56,9 @@ def from_wire(received: Array, like: Array) -> Array:
 
 
 def concatenated(blocks: Sequence[Array]) -> Array:
-    """Return the elements of all blocks, one block after the other."""
-    return array_namespace(blocks[0]).concatenate([block.reshape(-1) for block in blocks])
+    """Return the elements of all blocks, one block after the other; those of one block without a copy if possible."""
+    flat = [block.reshape(-1) for block in blocks]
+    return flat[0] if len(flat) == 1 else array_namespace(flat[0]).concatenate(flat)
 
 
 def split(received: Array, shapes: Sequence[tuple[int, ...]], like: Array) -> list[Array]:

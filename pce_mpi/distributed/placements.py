@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 ReduceOperator = Literal["sum", "avg", "max", "min"]
+_OPERATORS = get_args(ReduceOperator)
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,8 +52,8 @@ class Partial:
     operator: ReduceOperator = "sum"
 
     def __post_init__(self) -> None:
-        if self.operator not in get_args(ReduceOperator):
-            raise ValueError(f"Partial takes one of {get_args(ReduceOperator)}, got {self.operator!r}")
+        if self.operator not in _OPERATORS:
+            raise ValueError(f"Partial takes one of {_OPERATORS}, got {self.operator!r}")
 
     def __repr__(self) -> str:
         return f"Partial({self.operator!r})"

@@ -15,7 +15,7 @@ data, no MPI and no mesh.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 import math
 from typing import Any, Literal
 
@@ -52,7 +52,7 @@ class Step:
         """True if the result is in memory of its own on every rank."""
         return self.verb not in ("slice", "keep")
 
-    @property
+    @cached_property
     def averaging(self) -> tuple[int, float]:
         """The divisors of the partials and of their sum, whose product is the number of ranks that are averaged over.
 
@@ -63,12 +63,12 @@ class Step:
         power = 1 << (ranks - 1).bit_length()
         return power, ranks / power
 
-    @property
+    @cached_property
     def placement_before(self) -> str:
         """The placement of `dims` before the step, as text."""
         return _common(self.before, self.dims)
 
-    @property
+    @cached_property
     def placement_after(self) -> str:
         """The placement of `dims` afterwards, as text."""
         return _common(self.after, self.dims)
@@ -254,7 +254,8 @@ def _sent(step: Step, local: Array, mesh: Mesh) -> Array:
     members = list(step.before.members(step.dims, here))
     if step.verb == "all_gather":
         shapes = [step.before.local_shape(member) for member in members]
-        return xp.concatenate(all_gather(local, comm, shapes), axis=step.axis)
+        parts = all_gather(local, comm, shapes)
+        return parts[0] if len(parts) == 1 else xp.concatenate(parts, axis=step.axis)
     if step.verb == "all_to_all":
         return _exchanged(step, local, comm, members, here)
     placed = [step.before.by_dim[dim] for dim in step.dims]
