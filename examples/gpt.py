@@ -56,6 +56,7 @@ class GPT:
         # The columns of qkv are grouped by head, so that a shard has whole heads with their queries, keys and values.
         heads = (x @ self.parameters[f"{layer}.qkv"]).reshape(batch, length, self.args.heads, -1).swapaxes(1, 2)
         q, k, v = pce.split(heads, 3, axis=-1)
+        k, v = (each.redistribute(context=Replicate()) for each in (k, v))
         attended = pce.scaled_dot_product_attention(q, k, v, causal=True)
         return attended.swapaxes(1, 2).reshape(batch, length, width) @ self.parameters[f"{layer}.out"]
 

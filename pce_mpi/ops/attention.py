@@ -150,8 +150,9 @@ def scaled_dot_product_attention(
 
     Notes
     -----
-    Stacks, queries and columns of values stay sharded, and then nothing is sent. Sharded keys and values are gathered
-    first, and their gradients are Partial if queries are sharded.
+    Sharded stacks, and sharded queries or columns of values beside whole keys, stay so, and nothing is sent. Operands
+    whose keys are sharded are redistributed with the fewest bytes. The gradients of whole keys and values are Partial
+    if queries are sharded.
 
     Examples
     --------

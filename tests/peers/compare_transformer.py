@@ -8,7 +8,6 @@ DistributedDataParallel with gloo. The losses of the first 20 steps must agree t
 import argparse
 import os
 from pathlib import Path
-import statistics
 import sys
 import tempfile
 import time
@@ -115,33 +114,33 @@ def compare(args):
     model = GPT(pce.Mesh(COMM, data=COMM.size, context=1, model=1), unigram, args)
     theirs = in_torch({name: torch.from_numpy(array.full()) for name, array in model.parameters.items()}, rows, args)
     steps = {"ours": lambda number: training.step(model, rows, number, args), "torch": theirs}
-    losses, seconds = {name: [] for name in steps}, {name: [] for name in steps}
+    losses, seconds, processor_seconds = ({name: [] for name in steps} for _ in range(3))
     for number in range(1, args.steps + 1):
         for name, step in steps.items():
             COMM.Barrier()
-            start = time.perf_counter()
+            start, processor_start = time.perf_counter(), time.process_time()
             losses[name].append(step(number))
+            processor_seconds[name].append(time.process_time() - processor_start)
             COMM.Barrier()
             seconds[name].append(time.perf_counter() - start)
     losses["torch"] = COMM.allreduce(np.array(losses["torch"])) / COMM.size
     apart = max(abs(np.array(losses["ours"]) - losses["torch"])[:COMPARED] / losses["torch"][:COMPARED])
     if COMM.rank == 0:
-        report(args, {name: values[WARM_UP:] for name, values in seconds.items()}, apart)
+        size = f"width {args.width}, {args.heads} heads, {args.layers} layers, {args.batch} x {args.length} tokens"
+        print(f"{COMM.size} ranks; {processor()}; {size}, {args.classes} classes; median of {args.steps} steps")
+        report("time", seconds)
+        report("processor time of rank 0", processor_seconds)
+        print(f"losses of {COMPARED} steps differ by {apart:.1e} at most")
     if not apart <= 1e-6:
-        sys.exit(f"losses differ by {apart:.1e}")
+        sys.exit("losses differ")
 
 
-def report(args, seconds, apart):
-    ratios = [ours / theirs for ours, theirs in zip(seconds["ours"], seconds["torch"], strict=True)]
-    print(
-        f"{COMM.size} ranks; {processor()}; width {args.width}, {args.heads} heads, {args.layers} layers, "
-        f"{args.batch} x {args.length} tokens, {args.classes} classes; {len(ratios)} steps each"
-    )
-    for name, values in seconds.items():
-        print(f"{name:6} {1e3 * statistics.median(values):8.1f} ms, at least {1e3 * min(values):.1f}")
-    lowest = min(seconds["ours"]) / min(seconds["torch"])
-    print(f"ratio  {statistics.median(ratios):8.2f}, of the fastest steps {lowest:.2f}")
-    print(f"losses of {COMPARED} steps differ by {apart:.1e} at most")
+def report(what, seconds):
+    """Print the medians of both, the median of the ratios of steps that took turns, and that of the fastest steps."""
+    ours, theirs = (1e3 * np.array(seconds[name][WARM_UP:]) for name in ("ours", "torch"))
+    medians = f"ours {np.median(ours):.1f} ms, torch {np.median(theirs):.1f} ms"
+    ratios = f"{np.median(ours / theirs):.2f}, of the fastest steps {ours.min() / theirs.min():.2f}"
+    print(f"{what}: {medians}, ratio {ratios}")
 
 
 if __name__ == "__main__":
