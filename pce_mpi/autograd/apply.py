@@ -218,7 +218,7 @@ def _plain(value: Any) -> Any:
 def _result(op: Op, local: Any, inputs: Sequence[DistArray], call: _Call) -> DistArray:
     mesh, xp = inputs[0].mesh, array_namespace(local)
     given, local = local, xp.asarray(local)
-    if local.dtype is not call.dtype and not is_real(local.dtype):
+    if not is_real(local.dtype):
         what = f"{type(given).__name__} ({local.dtype})"
         raise TypeError(f"{op.name} gives no array of bool, integers or real numbers, but {what}")
     computed = _computed(op, inputs)
