@@ -5,13 +5,22 @@ Nothing is kept unless a `trace()` is open, so the cost without one is a look at
 how private communicators are made and freed.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
+from html import escape
 import json
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+from pce_mpi.comm import timeline
+from pce_mpi.pictures import new_figure, svg_or_none
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Purpose(StrEnum):
@@ -131,6 +140,31 @@ class Trace:
     def to_json(self) -> str:
         """Return the events as a JSON list of objects."""
         return json.dumps([asdict(event) for event in self.events], indent=1)
+
+    def plot(self) -> Figure:
+        """Draw a bar for each collective, in order: its height is the bytes that this rank put in.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            A new figure; `figure.savefig("trace.png")` writes it to a file.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
+
+        Notes
+        -----
+        Communicates nothing.
+        """
+        figure = new_figure(*timeline.SIZE)
+        timeline.draw_timeline(figure, self.events)
+        return figure
+
+    def _repr_html_(self) -> str | None:
+        picture = svg_or_none(lambda figure: timeline.draw_timeline(figure, self.events), *timeline.SIZE, name="trace")
+        return picture and f"{picture}<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         grouped: dict[Event, int] = {}

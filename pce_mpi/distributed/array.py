@@ -8,16 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 import math
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating, is_real
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.mesh import Mesh
+from pce_mpi.distributed.pictures import array_size, draw_array
 from pce_mpi.distributed.placements import Partial, Placement
 from pce_mpi.distributed.redistribution import run_step, steps
 from pce_mpi.distributed.sharding import Sharding
+from pce_mpi.pictures import new_figure, svg_or_none
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -200,6 +205,36 @@ class DistArray:
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if spec else repr(self)
+
+    def plot(self) -> Figure:
+        """Draw the mesh, and the global array with the block of each rank in the colour of that rank.
+
+        Blocks are named after their ranks: "ranks 0, 2" hold the same numbers, and the arrays of "sum(0, 1)" are
+        Partial. More than two axes: those that are sharded, then the last ones.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            A new figure; `figure.savefig("array.png")` writes it to a file.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
+
+        Notes
+        -----
+        Communicates nothing: any rank may call it alone.
+        """
+        figure = new_figure(*array_size(self.mesh.dim_sizes))
+        self._draw(figure)
+        return figure
+
+    def _repr_html_(self) -> str | None:
+        return svg_or_none(self._draw, *array_size(self.mesh.dim_sizes), name="array")
+
+    def _draw(self, figure: Figure) -> None:
+        draw_array(figure, self.sharding, f"{self.shape} of {self.dtype}")
 
     def __repr__(self) -> str:
         grad = ", requires_grad=True" if self.requires_grad else ""

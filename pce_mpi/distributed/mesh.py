@@ -24,9 +24,12 @@ from pce_mpi.comm.communicators import (
 )
 from pce_mpi.comm.library import is_comm, out_of_communicators
 from pce_mpi.comm.rank_texts import text_by_rank
+from pce_mpi.distributed.pictures import draw_mesh, mesh_size
 from pce_mpi.distributed.sharding import Dims
+from pce_mpi.pictures import new_figure, svg_or_none
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from mpi4py import MPI
 
 # The number of past operations that can be told apart by name.
@@ -233,6 +236,30 @@ class Mesh:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a mesh is not pickled, as its communicators belong to this process: make another in the other")
+
+    def plot(self) -> Figure:
+        """Draw the ranks as a grid: the last dim to the right, the others downwards.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            A new figure; `figure.savefig("mesh.png")` writes it to a file.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
+
+        Notes
+        -----
+        Communicates nothing.
+        """
+        figure = new_figure(*mesh_size(self.dim_sizes))
+        draw_mesh(figure, self.dim_sizes)
+        return figure
+
+    def _repr_html_(self) -> str | None:
+        return svg_or_none(lambda figure: draw_mesh(figure, self.dim_sizes), *mesh_size(self.dim_sizes), name="mesh")
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{dim}={size}' for dim, size in self.dims.items())})"

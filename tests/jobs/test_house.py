@@ -31,12 +31,13 @@ def room(name: str, *never: str, standard_library_only: bool = False) -> Room:
 WINGS: dict[str, tuple[set[str], list[Room]]] = {
     "": (
         {"mpi4py"},
-        [room("dense"), room("arrays"), room("gpu"), room("memory"), room("leftovers")],
+        [room("dense"), room("arrays"), room("gpu"), room("memory"), room("leftovers"), room("pictures")],
     ),
     "comm": (
         {"dense"},
         [
-            room("tracing", standard_library_only=True),
+            room("timeline", "arrays", "numpy"),
+            room("tracing", "arrays", "numpy"),
             room("rank_texts", standard_library_only=True),
             room("library", "arrays"),
             room("launch", "arrays"),
@@ -66,6 +67,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
         [
             room("placements", standard_library_only=True),
             room("sharding", "numpy", "mpi4py", "comm"),
+            room("pictures", "numpy", "mpi4py", "comm"),
             room("mesh"),
             room("redistribution", "mpi4py"),
             room("array", "mpi4py"),

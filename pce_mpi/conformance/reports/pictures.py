@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from typing import Any, NamedTuple
 
-import matplotlib
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 import numpy as np
 
 from pce_mpi.conformance.outcomes import ErrorMap
+from pce_mpi.pictures import INK, svg_element
 
 # Errors between these powers of ten of what is allowed differ in colour.
 _LEAST, _MOST = -2, 4
@@ -26,8 +24,6 @@ _COLORS = [
     *((_LIMIT, "#8a94a3b0"), (_LIMIT, "#ffcf33"), ((1 + _LIMIT) / 2, "#ef6c1a"), (1.0, "#b3122b")),
 ]
 _NOT_FINITE = "#d633c8"
-# Replaced by the colour of the text around the picture.
-_INK = "#010203"
 
 
 class OfRank(NamedTuple):
@@ -58,15 +54,8 @@ def drawn(picture: ErrorMap, name: str) -> str:
     """
     errors = np.ma.masked_invalid(np.asarray(picture.errors, np.float64))
     rows = errors.shape[0]
-    style: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": name,
-        "font.family": "sans-serif",
-        "font.size": 10,
-        **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
-    }
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(10, 2.1 + min(max(0.18 * rows, 0.6), 4.5)), layout="constrained")
+
+    def draw(figure: Figure) -> None:
         axes = figure.subplots()
         image = _show_errors(axes, errors, picture)
         _show_shards(axes, picture)
@@ -75,9 +64,8 @@ def drawn(picture: ErrorMap, name: str) -> str:
         figure.suptitle("Error of the gradient, in units of what is allowed", fontsize=11)
         if axes.get_legend_handles_labels()[0]:
             figure.legend(loc="outside lower left", ncols=2, frameon=False)
-        file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    return _embeddable(file.getvalue(), name)
+
+    return svg_element(draw, 10, 2.1 + min(max(0.18 * rows, 0.6), 4.5), name)
 
 
 def _show_errors(axes: Any, errors: Any, picture: ErrorMap) -> Any:
@@ -109,7 +97,7 @@ def _show_shards(axes: Any, picture: ErrorMap) -> None:
     shards = of_ranks(picture)
     for border, shard in enumerate(shards[1:]):
         label = "_" * (border > 0) + "border of two shards"  # in the legend once
-        axes.axvline(shard.start - 0.5, color=_INK, linewidth=1.2, linestyle=(0, (4, 2)), label=label)
+        axes.axvline(shard.start - 0.5, color=INK, linewidth=1.2, linestyle=(0, (4, 2)), label=label)
     top = axes.secondary_xaxis("top")
     filled = [shard for shard in shards if shard.stop > shard.start]
     top.set_xticks([(shard.start + shard.stop - 1) / 2 for shard in filled], [f"rank {shard.rank}" for shard in filled])
@@ -125,7 +113,7 @@ def _show_targets(axes: Any, blocks: tuple[int, ...], picture: ErrorMap) -> None
         (row + 0.5) * picture.rows / blocks[0] - 0.5,
         s=26,
         facecolors="none",
-        edgecolors=_INK,
+        edgecolors=INK,
         linewidths=1.1,
         label="target of the row",
     )
@@ -138,14 +126,3 @@ def _show_scale(figure: Any, axes: Any, image: Any) -> None:
     bar.set_ticks(_place(np.ma.masked_array(ticks)), labels=[f"{tick:g}" for tick in ticks])
     bar.minorticks_off()
     bar.set_label("error / allowed")
-
-
-def _embeddable(svg: str, name: str) -> str:
-    """Return the element alone, as wide as the page, with unique ids."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg [^>]*?)width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg [^>]*?)height="[^"]*"', r"\1", svg, count=1)
-    for start in ('id="', 'href="#', "url(#"):
-        svg = svg.replace(start, f"{start}{name}-")
-    return svg.replace(_INK, "currentColor")

@@ -1,0 +1,156 @@
+"""Pictures of a mesh, and of the blocks of a global array that its ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pce_mpi.distributed.placements import Partial
+from pce_mpi.distributed.sharding import Dims, Sharding
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Inches: of the cell of a rank, of a picture at most, and of an array.
+_CELL, _LARGEST, _ARRAY = 0.7, 6.0, (4.6, 3.0)
+# The text in more blocks than these would overlap.
+_LABELLED = 64
+
+
+class Block(NamedTuple):
+    """A block of the axes that are shown: its range along each of them, and the ranks that hold it.
+
+    `terms` has a group of ranks for each replica: those whose partial arrays give the block together.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    terms: list[list[int]]
+
+
+def all_coordinates(dims: Dims) -> Iterator[dict[str, int]]:
+    """Yield the coordinates of each rank of a mesh, in order."""
+    names = [name for name, _ in dims]
+    for index in product(*(range(size) for _, size in dims)):
+        yield dict(zip(names, index, strict=True))
+
+
+def shown_axes(sharding: Sharding) -> tuple[int, ...]:
+    """Return the two axes of a picture, or fewer: sharded ones first, then the last ones."""
+    axes = range(len(sharding.shape))
+    by_interest = sorted(axes, key=lambda axis: (not sharding.dims_of(axis), axis if sharding.dims_of(axis) else -axis))
+    return tuple(sorted(by_interest[:2]))
+
+
+def blocks(sharding: Sharding) -> list[Block]:
+    """Return the blocks of the axes that are shown, in the order of their lowest rank; empty ones too."""
+    axes = shown_axes(sharding)
+    found: dict[tuple[tuple[int, int], ...], dict[tuple[int, ...], list[int]]] = {}
+    for rank, at in enumerate(all_coordinates(sharding.dims)):
+        ranges = tuple(sharding.block(axis, at) for axis in axes)
+        replica = tuple(where for dim, where in at.items() if dim not in sharding.partial_dims)
+        found.setdefault(ranges, {}).setdefault(replica, []).append(rank)
+    return [Block(ranges, list(terms.values())) for ranges, terms in found.items()]
+
+
+def mesh_size(dims: Dims) -> tuple[float, float]:
+    """Return the width and height of the picture of a mesh, in inches."""
+    rows, columns = _grid(dims)
+    return min(_LARGEST, 1.3 + _CELL * columns), min(_LARGEST, 0.8 + _CELL * rows)
+
+
+def array_size(dims: Dims) -> tuple[float, float]:
+    """Return the width and height of the picture of an array beside its mesh, in inches."""
+    width, height = mesh_size(dims)
+    return width + _ARRAY[0], max(height, _ARRAY[1])
+
+
+def draw_mesh(figure: Figure, dims: Dims) -> None:
+    """Draw the ranks as a grid: the last dim to the right, the others downwards."""
+    _draw_ranks(figure.subplots(), dims, colors(math.prod(size for _, size in dims)))
+
+
+def draw_array(figure: Figure, sharding: Sharding, title: str) -> None:
+    """Draw the ranks, and the global array in which the block of each rank has the colour of that rank."""
+    found = blocks(sharding)
+    palette = colors(len(found))
+    by_rank = {
+        rank: color for block, color in zip(found, palette, strict=True) for term in block.terms for rank in term
+    }
+    left, right = figure.subplots(1, 2, width_ratios=(mesh_size(sharding.dims)[0], _ARRAY[0]))
+    _draw_ranks(left, sharding.dims, [by_rank[rank] for rank in sorted(by_rank)])
+    _draw_blocks(right, sharding, found, palette)
+    right.set_title(title, fontsize="medium")
+
+
+def colors(count: int) -> list[Any]:
+    """Return light colours, on which black text can be read."""
+    from matplotlib.colors import hsv_to_rgb
+
+    # The golden ratio: neighbours differ, however many there are.
+    return [hsv_to_rgb(((0.45 + 0.618034 * index) % 1, 0.4, 0.95)) for index in range(count)]
+
+
+def _grid(dims: Dims) -> tuple[int, int]:
+    return math.prod(size for _, size in dims[:-1]), dims[-1][1]
+
+
+def _draw_ranks(axes: Axes, dims: Dims, palette: Sequence[Any]) -> None:
+    rows, columns = _grid(dims)
+    text = "rank {}" if columns <= 8 else "{}" if columns <= 16 else ""
+    for rank, color in enumerate(palette):
+        row, column = divmod(rank, columns)
+        _draw_cell(axes, (column, column + 1), (row, row + 1), color, text.format(rank))
+    axes.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal", xlabel=dims[-1][0])
+    outer = list(all_coordinates(dims[:-1]))
+    _label_cells(axes.xaxis, [str(column) for column in range(columns)])
+    _label_cells(axes.yaxis, [", ".join(map(str, at.values())) for at in outer])
+    axes.set_ylabel(", ".join(name for name, _ in dims[:-1]))
+
+
+def _draw_blocks(axes: Axes, sharding: Sharding, found: Sequence[Block], palette: Sequence[Any]) -> None:
+    shown = shown_axes(sharding)
+    for block, color in zip(found, palette, strict=True):
+        # One axis runs to the right; an array without axes is one cell.
+        vertical, horizontal = ((0, 1), (0, 1), *block.ranges)[-2:]
+        if vertical[0] < vertical[1] and horizontal[0] < horizontal[1]:
+            text = _text_of(block, sharding) if len(found) <= _LABELLED else ""
+            hatch = "//" if sharding.partial_dims else None
+            _draw_cell(axes, horizontal, vertical, color, text, hatch=hatch)
+    height, width = (1, 1, *(sharding.shape[axis] for axis in shown))[-2:]
+    axes.set(xlim=(0, max(width, 1)), ylim=(max(height, 1), 0), xticks=[], yticks=[])
+    for axis, where in zip(reversed(shown), (axes.xaxis, axes.yaxis), strict=False):
+        ends = sorted({end for block in found for end in block.ranges[shown.index(axis)]})
+        where.set_ticks(ends[:: -(-len(ends) // 17)])
+        split_by = ", ".join(sharding.dims_of(axis))
+        where.set_label_text(f"axis {axis}" + (f", split by {split_by}" if split_by else ""))
+
+
+def _text_of(block: Block, sharding: Sharding) -> str:
+    """Return the ranks that hold a block, such as "0, 2" for replicas and "sum(0, 1)" for partial arrays."""
+    terms = [", ".join(map(str, term)) for term in block.terms]
+    operators = {placement.operator for placement in sharding.placements if isinstance(placement, Partial)}
+    if operators:
+        # An average of sums is named after both.
+        terms = [f"{' of '.join(sorted(operators))}({term})" for term in terms]
+        return "\n".join(terms)
+    return ("ranks " if len(terms) > 1 else "rank ") + ", ".join(terms)
+
+
+def _draw_cell(
+    axes: Axes, x: tuple[float, float], y: tuple[float, float], color: Any, text: str, hatch: str | None = None
+) -> None:
+    from matplotlib.patches import Rectangle
+
+    cell = Rectangle((x[0], y[0]), x[1] - x[0], y[1] - y[0], facecolor=color, edgecolor="white", hatch=hatch)
+    axes.add_patch(cell)
+    # The colours of the cells are light, on dark pages too.
+    axes.text(sum(x) / 2, sum(y) / 2, text, ha="center", va="center", fontsize="small", color="#000000")
+
+
+def _label_cells(axis: Any, texts: Sequence[str]) -> None:
+    every = -(-len(texts) // 16)
+    axis.set_ticks([index + 0.5 for index in range(0, len(texts), every)], list(texts[::every]))
+    axis.set_tick_params(length=0)
