@@ -1,0 +1,193 @@
+"""Train a classifier with very many classes: on features and labels in files of your own, or on generated ones.
+
+    mpiexec -n 2 python -m mpi4py examples/classifier.py --plot curves.png
+
+    hidden = relu(features @ w1 + b1)       (rows, hidden)
+    logits = hidden @ w2                    (rows, classes)
+
+The ranks share the rows of a batch: each reads those of its own from the file. They share the classes too: each holds
+the columns of w2, and the moments of AdamW, for its own. The loss takes a chunk of rows at a time, so that no rank ever
+holds all logits of its classes. A run can leave off, and go on with another number of ranks:
+
+    mpiexec -n 2 python -m mpi4py examples/classifier.py --features x.npy --labels y.npy --stop 50 --save half
+    mpiexec -n 3 python -m mpi4py examples/classifier.py --features x.npy --labels y.npy --resume half
+"""
+
+from argparse import ArgumentParser
+import contextlib
+from functools import partial
+
+from mpi4py import MPI
+import numpy as np
+
+from command_line import parse_arguments
+from comparison import stop
+import pce_mpi as pce
+from pce_mpi import Replicate, Shard
+from pce_mpi.cli.progress import Bar
+from training_options import file, number, replaceable
+
+NUMBERS = (
+    ("classes", 1, 1_000_000, "classes; with --labels at least the largest label + 1"),
+    ("hidden", 1, 32, "length of the hidden vector"),
+    ("steps", 1, 100, "training steps"),
+    ("stop", 0, 0, "leave off after this step, to --resume later; 0: after the last"),
+    ("batch", 1, 128, "rows of a step, of all ranks together"),
+    ("chunk", 1, 64, "rows whose logits are held at a time"),
+    ("rate", 0, 0.01, "highest learning rate"),
+    ("decay", 0, 0.01, "weight decay"),
+    ("every", 1, 25, "steps between two validations"),
+    ("validation", 1, 1024, "the last rows, which are not trained on"),
+    ("seed", 0, 0, "decides the initial values and the order of training"),
+)
+FILES = (
+    ("features", "rb", "rows of features: an array in a .npy, or a sparse matrix of SciPy in a .npz"),
+    ("labels", "rb", "the class of each row: whole numbers in a .npy"),
+    ("resume", "rb", "go on with what was saved, by any number of ranks"),
+    ("plot", "ab", "draw both curves (needs matplotlib)"),
+)
+
+
+def read(args):
+    """Return features and labels; of files only the rows that are asked for are read, where they allow it."""
+    if not args.features:
+        rng = np.random.default_rng(args.seed)
+        # Few classes are frequent and most are rare; a class is a point on a curve, and a row of it is near that point.
+        labels = (args.classes ** rng.random(20_000)).astype(np.int64) - 1
+        points = np.sin(np.outer(labels + 1, rng.uniform(0, 2 * np.pi, 64)))
+        return np.float32(points + 0.3 * rng.standard_normal(points.shape)), labels
+    if args.features.suffix == ".npz":
+        from scipy.sparse import load_npz
+
+        features = load_npz(args.features).tocsr()
+    else:
+        features = np.load(args.features, mmap_mode="r")
+    labels = np.load(args.labels, mmap_mode="r")
+    if features.ndim != 2 or labels.shape != features.shape[:1] or labels.dtype.kind not in "iu":
+        raise ValueError(
+            f"features must be (rows, features) and labels one whole number a row, "
+            f"got {features.shape} and {labels.shape} of {labels.dtype}"
+        )
+    if len(labels) <= args.validation:
+        raise ValueError(f"{len(labels)} rows leave none to train on beside {args.validation} for validation")
+    return features, labels
+
+
+class Classifier:
+    def __init__(self, mesh, features, args):
+        self.mesh, self.args, rng = mesh, args, np.random.default_rng(args.seed)
+        w1 = rng.standard_normal((features, args.hidden), np.float32) / np.float32(features**0.5)
+        start, stop = pce.shard_range(args.classes, mesh.size, mesh.rank)
+        own = np.zeros((args.hidden, stop - start), np.float32)  # no rank makes the columns of all classes
+        self.parameters = {
+            "w1": pce.distribute(w1, mesh, requires_grad=True),
+            "b1": pce.distribute(np.zeros(args.hidden, np.float32), mesh, requires_grad=True),
+            "w2": pce.from_local(own, mesh, ranks=Shard(1), requires_grad=True),
+        }
+        self.optimizer = pce.AdamW(self.parameters.values(), lr=args.rate, weight_decay=args.decay)
+
+    def hidden(self, features, rows):
+        """Read this rank's share of the rows and return the hidden vectors of all of them, on every rank."""
+        own = features[rows[slice(*pce.shard_range(len(rows), self.mesh.size, self.mesh.rank))]]
+        own = np.asarray(own.toarray() if hasattr(own, "toarray") else own, np.float32)
+        x = pce.from_local(own, self.mesh, ranks=Shard(0))
+        return pce.relu(x @ self.parameters["w1"] + self.parameters["b1"]).redistribute(ranks=Replicate())
+
+    def step(self, features, labels, number):
+        """Take training step `number`, from 0, on random rows, and return the loss before it."""
+        rng, training = np.random.default_rng([self.args.seed, number]), len(labels) - self.args.validation
+        rows = rng.integers(training, size=self.args.batch)
+        hidden, w2 = self.hidden(features, rows), self.parameters["w2"]
+        loss = pce.linear_cross_entropy(hidden, w2, labels[rows], chunk=self.args.chunk)
+        loss.backward()
+        steps = self.args.steps
+        self.optimizer.lr = pce.cosine_schedule(number, lr=self.args.rate, steps=steps, warmup=min(10, steps - 1))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def validate(self, features, labels):
+        """Return the mean loss of the validation rows, and how many have their class first and among the first five."""
+        rows, sums = np.arange(len(labels) - self.args.validation, len(labels)), np.zeros(3)
+        k = min(5, self.args.classes)
+        with pce.no_grad():
+            for first in range(0, len(rows), self.args.chunk):
+                part = rows[first : first + self.args.chunk]
+                logits = self.hidden(features, part) @ self.parameters["w2"]
+                found = pce.top_k(logits, k)[1].full() == labels[part][:, None]
+                loss = pce.cross_entropy(logits, labels[part], reduction="sum").item()
+                sums += loss, found[:, 0].sum(), found.sum()
+        return sums / len(rows)
+
+    def save(self, path, steps):
+        state = {f"optimizer.{name}": array for name, array in self.optimizer.state().items()}
+        pce.save(path, self.parameters | state | {"steps": pce.distribute(steps, self.mesh)})
+
+    def resume(self, path):
+        """Load what was saved, by any number of ranks, and return after how many steps."""
+        sharded = ("w2", "optimizer.2.exp_avg", "optimizer.2.exp_avg_sq")
+        saved = pce.load(path, self.mesh, {name: {"ranks": Shard(1)} for name in sharded})
+        for name, array in self.parameters.items():
+            array.local[...] = saved[name].local
+        names = [name for name in saved if name.startswith("optimizer.")]
+        self.optimizer.load_state({name.removeprefix("optimizer."): saved[name] for name in names})
+        return int(saved["steps"].item())
+
+
+def train(model, features, labels, args):
+    """Take all steps; rank 0 shows what each validation finds. Return both curves: (step, loss) of each point."""
+    first, last = model.resume(args.resume) if args.resume else 0, args.stop or args.steps
+    here, curves = model.mesh.rank == 0, {"training": list[tuple[int, float]](), "validation": []}
+    with contextlib.closing(Bar("training", max(last - first, 0), shown=here)) as bar:
+        for step in range(first, last):
+            curves["training"].append((step, model.step(features, labels, step)))
+            bar.finished(f"loss {curves['training'][-1][1]:.3f}")
+            if (step + 1) % args.every == 0 or step + 1 == last:
+                loss, top1, top5 = model.validate(features, labels)
+                curves["validation"].append((step + 1, loss))
+                if here:
+                    print(f"step {step + 1:5}: loss {loss:.4f}, top-1 {top1:.1%}, top-5 {top5:.1%}", flush=True)
+                if args.save:
+                    model.save(args.save, step + 1)
+    return curves
+
+
+def plot(path, curves, classes):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot(xlabel="training step", ylabel="loss (nats a row)", title=f"{classes:,} classes")
+    for (name, points), style in zip(curves.items(), ("-", "o-"), strict=True):
+        axes.plot(*np.transpose(points), style, label=name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def parser():
+    parser = ArgumentParser(description=__doc__.partition("\n")[0])
+    for name, least, default, meaning in NUMBERS:
+        kind, text = partial(number, least=least, whole=isinstance(default, int)), f"{meaning} (default: %(default)s)"
+        parser.add_argument(f"--{name}", type=kind, metavar="N", default=default, help=text)
+    for name, mode, meaning in FILES:
+        parser.add_argument(f"--{name}", type=partial(file, mode=mode), metavar="FILE", help=meaning)
+    parser.add_argument("--save", type=replaceable, metavar="FILE", help="keep everything at each validation")
+    return parser
+
+
+if __name__ == "__main__":
+    comm = MPI.COMM_WORLD
+    args = parse_arguments(comm, parser())
+    if bool(args.features) != bool(args.labels):
+        stop(comm, "classifier.py: error: --features and --labels belong together")
+    mesh = pce.Mesh(comm, ranks=comm.size)
+    features, labels = read(args)
+    model = Classifier(mesh, features.shape[1], args)
+    if comm.rank == 0:
+        rows, megabytes = len(labels) - args.validation, model.parameters["w2"].local.nbytes / 1e6
+        print(
+            f"{rows:,} rows, {args.classes:,} classes; rank 0 of {comm.size} holds {megabytes:.0f} MB of w2", flush=True
+        )
+    curves = train(model, features, labels, args)
+    if comm.rank == 0 and args.plot:
+        plot(args.plot, curves, args.classes)
