@@ -73,6 +73,18 @@ def read(args):
     return features, labels
 
 
+def read_everywhere(comm, args):
+    """Return what `read` does; where it fails on some rank, all of them end."""
+    data, error = None, ""
+    try:
+        data = read(args)
+    except (ImportError, OSError, ValueError) as problem:
+        error = str(problem)
+    if wrong := [error for error in comm.allgather(error) if error]:
+        stop(comm, f"classifier.py: error: {wrong[0]}")
+    return data
+
+
 class Classifier:
     def __init__(self, mesh, features, args):
         self.mesh, self.args, rng = mesh, args, np.random.default_rng(args.seed)
@@ -181,7 +193,7 @@ if __name__ == "__main__":
     if bool(args.features) != bool(args.labels):
         stop(comm, "classifier.py: error: --features and --labels belong together")
     mesh = pce.Mesh(comm, ranks=comm.size)
-    features, labels = read(args)
+    features, labels = read_everywhere(comm, args)
     model = Classifier(mesh, features.shape[1], args)
     if comm.rank == 0:
         rows, megabytes = len(labels) - args.validation, model.parameters["w2"].local.nbytes / 1e6

@@ -49,10 +49,12 @@ EXTRAS = re.findall(
 START = re.compile(r"# (\S+\.py): mpiexec -n (\d+) python -m mpi4py \1\n")
 
 # Runs the files that it is given, one after the other; for each a line of JSON: what all ranks printed, in their order.
+# Files that they write stay beside them.
 RUN_ALL = """
-import contextlib, io, json, runpy, sys
+import contextlib, io, json, os, runpy, sys
 from mpi4py import MPI
 
+os.chdir(os.path.dirname(__file__))
 for path in sys.argv[1:]:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(path, run_name="__main__")
