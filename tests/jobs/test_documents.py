@@ -5,6 +5,7 @@ The programs that want the same number of ranks run in one job, one after the ot
 
 from functools import cache
 from inspect import signature
+from itertools import pairwise
 import json
 from pathlib import Path
 import re
@@ -152,7 +153,12 @@ def check_program(path, *arguments):
     assert (ROOT / path).exists()
     if not path.startswith(("examples/", "benchmarks/")):
         return
-    shown = complete([sys.executable, path, *arguments, "--help"], env=job_environment(1))
+    with tempfile.TemporaryDirectory() as folder:
+        for option, name in pairwise(arguments):
+            if option in ("--features", "--labels", "--resume"):
+                Path(folder, name).touch()
+        command = [sys.executable, str(ROOT / path), *arguments, "--help"]
+        shown = complete(command, cwd=Path(folder), env=job_environment(1))
     assert shown.returncode == 0, shown.stderr
 
 

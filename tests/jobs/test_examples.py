@@ -453,7 +453,7 @@ def test_help_of_example_is_printed_once(program):
     if program in WITHOUT_OPTIONS:
         assert out.count(docstring_of(program)) == 1
     else:
-        assert out.count("--max-files N") == 2
+        assert out.count("--steps N") == 2
     assert not err
 
 

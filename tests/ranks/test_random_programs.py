@@ -46,9 +46,16 @@ def whole_of(shape: tuple[int, ...], number: int) -> Array:
 
 
 def maximum(x: Any, y: Any) -> Array:
+    return chosen(np.real(x) > np.real(y), x, y)
+
+
+def minimum(x: Any, y: Any) -> Array:
+    return chosen(np.real(x) < np.real(y), x, y)
+
+
+def chosen(first: Array, x: Any, y: Any) -> Array:
     """Equal elements share the derivative."""
-    larger = np.where(np.real(x) > np.real(y), x, y)
-    return np.where(np.real(x) == np.real(y), (x + y) / 2, larger)
+    return np.where(np.real(x) == np.real(y), (x + y) / 2, np.where(first, x, y))
 
 
 def extreme(largest: Callable[..., Array]) -> Callable[..., Array]:
@@ -82,7 +89,6 @@ WHOLE: dict[str, Callable[..., Any]] = {
         for name in ("negative", "square", "exp", "log", "sqrt", "tanh", "sin", "cumsum", "stack")
     },
     "abs": lambda x: np.where(np.real(x) < 0, -x, x),
-    "minimum": lambda x, y: -maximum(-x, -y),
     "var": lambda x, axis=None, keepdims=False: np.square(x - x.mean(axis, keepdims=True)).mean(
         axis, keepdims=keepdims
     ),
@@ -95,6 +101,7 @@ WHOLE: dict[str, Callable[..., Any]] = {
     "cross_entropy": cross_entropy,
     "relu": lambda x: np.where(np.real(x) > 0, x, 0),
     "maximum": maximum,
+    "minimum": minimum,
     "max": extreme(np.max),
     "min": extreme(np.min),
     "broadcast_to": np.broadcast_to,
