@@ -20,8 +20,8 @@ from command_line import parse_arguments
 from corpus import FILE_START, contexts, read_corpus
 from evaluation import evaluate
 import pce_mpi as pce
-from training import train
 from training_options import training_parser
+from transformer import train
 
 NUMBERS = (
     ("context", 1, 4, "tokens that a prediction is made from"),

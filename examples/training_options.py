@@ -57,8 +57,8 @@ def training_parser(docstring: str | None, numbers: Iterable[Number], **defaults
     for name, checked, meaning in (
         ("plot", writable, "draw the loss curve (needs matplotlib)"),
         ("log", writable, "write step, loss and seconds as lines of JSON"),
-        ("save", replaceable, "keep the parameters, when training has ended"),
-        ("resume", readable, "go on with parameters that were kept, from any number of ranks, up to --steps"),
+        ("save", replaceable, "keep parameters and optimizers, when training has ended"),
+        ("resume", readable, "go on with what was kept, from any number of ranks, up to --steps"),
     ):
         parser.add_argument(f"--{name}", type=checked, metavar="FILE", help=meaning)
     parser.set_defaults(**defaults)

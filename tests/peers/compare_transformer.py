@@ -24,16 +24,16 @@ import pce_mpi as pce
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from gpt import GPT
 from peers.compare_speed import processor
-import training
+import transformer
+from transformer import BETAS, EPS, GPT
 
 COMM = MPI.COMM_WORLD
 COMPARED, WARM_UP = 20, 5
 
 
 class TorchGPT(nn.Module):
-    """The model of examples/gpt.py."""
+    """The model of examples/transformer.py."""
 
     def __init__(self, arrays, args):
         super().__init__()
@@ -59,7 +59,11 @@ def in_torch(arrays, rows, args):
     """Make the function that takes a step, given its number, and returns the loss of this rank's rows before it."""
     model = TorchGPT(arrays, args)
     parallel = nn.parallel.DistributedDataParallel(model) if COMM.size > 1 else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.rate)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim == ndim], "weight_decay": decay}
+        for ndim, decay in ((2, args.decay), (1, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, args.rate, BETAS, EPS)
     mine = slice(*pce.shard_range(args.batch, COMM.size, COMM.rank))
 
     def step(number):
@@ -68,7 +72,9 @@ def in_torch(arrays, rows, args):
         loss = parallel(batch[:, :-1], batch[:, 1:])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
-        optimizer.param_groups[0]["lr"] = args.rate * min(20 * number / args.steps, 1 - (number - 1) / args.steps)
+        lr = pce.cosine_schedule(number - 1, lr=args.rate, steps=args.steps, warmup=args.steps // 20)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
@@ -100,7 +106,7 @@ def arguments():
         ("steps", 60),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.set_defaults(seed=0, rate=1.0, max_norm=1.0, sequence_parallel=False)
+    parser.set_defaults(seed=0, rate=0.01, decay=0.1, max_norm=1.0, sequence_parallel=False)
     args = parser.parse_args()
     if args.batch % COMM.size:
         parser.error("each rank must have as many rows, as DistributedDataParallel averages over ranks")
@@ -113,7 +119,7 @@ def compare(args):
     unigram = np.log(rng.dirichlet(np.ones(args.classes)))
     model = GPT(pce.Mesh(COMM, data=COMM.size, context=1, model=1), unigram, args)
     theirs = in_torch({name: torch.from_numpy(array.full()) for name, array in model.parameters.items()}, rows, args)
-    steps = {"ours": lambda number: training.step(model, rows, number, args), "torch": theirs}
+    steps = {"ours": lambda number: transformer.step(model, rows, number, args), "torch": theirs}
     losses, seconds, processor_seconds = ({name: [] for name in steps} for _ in range(3))
     for number in range(1, args.steps + 1):
         for name, step in steps.items():
