@@ -118,7 +118,7 @@ test-peers: $(installed)/peers
 lint: $(installed)/dev
 	$(bin)/ruff check
 	$(bin)/ruff format --check
-	$(bin)/mypy
+	$(bin)/mypy --num-workers 2
 
 docs: $(installed)/docs
 	$(bin)/mkdocs build
