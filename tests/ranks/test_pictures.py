@@ -74,6 +74,7 @@ def svg_texts(html):
     return ["".join(text.itertext()).strip() for text in svg.iter("{http://www.w3.org/2000/svg}text")]
 
 
+@pytest.mark.sizes(1, 4)  # one rank, and a grid: every rank that draws imports Matplotlib first
 def test_notebook_shows_pictures(comm):
     mesh = mesh_of(comm, *squarest(comm.size))
     x = pce.distribute(np.zeros((2 * comm.size, 3)), mesh, **{next(iter(mesh.dims)): pce.Shard(0)})
@@ -94,6 +95,7 @@ def test_trace_without_events_is_drawn():
     assert "0 collectives, 0 bytes of payload" in svg_texts(events._repr_html_())
 
 
+@pytest.mark.sizes(1, 4)  # one rank, and a grid: every rank that draws imports Matplotlib first
 def test_bars_are_as_high_as_bytes(comm):
     mesh = mesh_of(comm, comm.size)
     with pce.trace() as events:
