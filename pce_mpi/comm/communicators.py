@@ -33,7 +33,10 @@ from pce_mpi.comm.tracing import Purpose, cause, open_traces, record
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# A yielding poll answers in microseconds; one that sleeps leaves the core to others. Change over after about 10 ms.
+# Ranks that arrive together do so within a few microseconds, in which nobody gives the core to others: to get it back
+# takes longer. Then a yielding poll answers in microseconds; one that sleeps leaves the core to others. Change over
+# after about 10 ms.
+_SPINS = 20
 _YIELDS = 10_000
 _NAP = 0.0002
 # How long ranks that wait in vain listen for each other.
@@ -97,10 +100,11 @@ class Channel:
         """Return when `request`, which reads and writes `buffers`, is complete, or raise `CollectiveTimeout`."""
         test, give_way = request.Test, os.sched_yield
         try:
-            for _ in range(_YIELDS):
+            for tests in range(_YIELDS):
                 if test():
                     return
-                give_way()
+                if tests >= _SPINS:
+                    give_way()
             self._wait_longer(request, operation)
         except BaseException as error:
             self.abandon(request, buffers, f"{operation} was left waiting by {type(error).__name__}")
