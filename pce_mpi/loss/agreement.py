@@ -143,8 +143,7 @@ def _sample(logits: Any, axis: int) -> int:
     # For logits on a GPU this waits for the work that fills them, as the merge of the shards must anyway.
     sample = to_host(logits[index])
     rows = sample.T if classes_first else sample
-    # Lists of so few numbers are searched faster than arrays.
-    if not any(map(_has_two_values, rows.tolist())):
+    if not any(map(_has_two_values, rows)):
         return 0
     # The hash of a whole number is its remainder modulo a prime below 2^61, and faster than the operator.
     return hash(int.from_bytes(rows.tobytes(), "little"))
@@ -166,12 +165,13 @@ def _sampled(shape: tuple[int, ...], axis: int) -> tuple[tuple[int | slice | Non
     return tuple(index), axis < longest
 
 
-def _has_two_values(row: list[float]) -> bool:
+def _has_two_values(row: HostArray) -> bool:
     """True if `row` has two different finite values."""
-    lowest, highest = min(row), max(row)
+    values: list[float] = row.tolist()  # a list of so few numbers is searched faster than an array
+    lowest, highest = min(values), max(values)
     if -math.inf < lowest < highest < math.inf:
         return True
-    finite = {value for value in row if math.isfinite(value)}
+    finite = {value for value in values if math.isfinite(value)}
     return len(finite) > 1
 
 
