@@ -22,6 +22,7 @@ from pce_mpi.comm.tracing import Trace, trace
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.checkpoint import load, save
 from pce_mpi.distributed.creation import distribute, from_local
+from pce_mpi.distributed.fingerprint import fingerprint
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Partial, Replicate, Shard, shard_range
 from pce_mpi.distributed.replicas import check_replicas
@@ -151,6 +152,7 @@ __all__ = [
     "embedding",
     "exp",
     "expand_dims",
+    "fingerprint",
     "floor_divide",
     "from_local",
     "gelu",

@@ -121,6 +121,7 @@ def test_mpi_that_is_not_running_raises_everywhere(tmp_path, when):
                 "redistribute": lambda: x.redistribute(data=pce.Shard(1)),
                 "full": lambda: y.full(),
                 "check_replicas": lambda: pce.check_replicas(loss),
+                "fingerprint": lambda: pce.fingerprint(loss),
                 "cross_entropy": lambda: pce.cross_entropy(y, arrays[1].repeat(2)),
                 "softmax": lambda: pce.softmax(y, axis=0),
                 "backward": lambda: moved.backward(),

@@ -72,6 +72,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("redistribution", "mpi4py"),
             room("array", "mpi4py"),
             room("replicas", "mpi4py"),
+            room("fingerprint", "mpi4py"),
             room("creation", "mpi4py"),
             room("styles", "mpi4py"),
             room("tensor_files", "mpi4py"),
