@@ -5,9 +5,10 @@
     hidden = relu(features @ w1 + b1)       (rows, hidden)
     logits = hidden @ w2                    (rows, classes)
 
-The ranks share the rows of a batch: each reads those of its own from the file. They share the classes too: each holds
-the columns of w2, and the moments of AdamW, for its own. The loss takes a chunk of rows at a time, so that no rank ever
-holds all logits of its classes. A run can leave off, and go on with another number of ranks:
+The ranks share the rows of a batch: each reads those of its own from the file (a sparse one it reads whole). They share
+the classes too: each holds the columns of w2, and the moments of AdamW, for its own. The loss takes a chunk of rows at
+a time, so that no rank ever holds all logits of its classes. A run can leave off, and go on with another number of
+ranks:
 
     mpiexec -n 2 python -m mpi4py examples/classifier.py --features x.npy --labels y.npy --stop 50 --save half
     mpiexec -n 3 python -m mpi4py examples/classifier.py --features x.npy --labels y.npy --resume half
@@ -16,6 +17,7 @@ holds all logits of its classes. A run can leave off, and go on with another num
 from argparse import ArgumentParser
 import contextlib
 from functools import partial
+from zipfile import BadZipFile
 
 from mpi4py import MPI
 import numpy as np
@@ -63,6 +65,8 @@ def read(args):
     else:
         features = np.load(args.features, mmap_mode="r")
     labels = np.load(args.labels, mmap_mode="r")
+    if not isinstance(labels, np.ndarray):
+        raise ValueError(f"labels are an array in a .npy, got {args.labels}")
     if features.ndim != 2 or labels.shape != features.shape[:1] or labels.dtype.kind not in "iu":
         raise ValueError(
             f"features must be (rows, features) and labels one whole number a row, "
@@ -78,8 +82,8 @@ def read_everywhere(comm, args):
     data, error = None, ""
     try:
         data = read(args)
-    except (ImportError, OSError, ValueError) as problem:
-        error = str(problem)
+    except (BadZipFile, EOFError, ImportError, OSError, ValueError) as problem:
+        error = f"{type(problem).__name__}: {problem}"
     if wrong := [error for error in comm.allgather(error) if error]:
         stop(comm, f"classifier.py: error: {wrong[0]}")
     return data
@@ -149,8 +153,10 @@ class Classifier:
 def train(model, features, labels, args):
     """Take all steps; rank 0 shows what each validation finds. Return both curves: (step, loss) of each point."""
     first, last = model.resume(args.resume) if args.resume else 0, args.stop or args.steps
+    if first >= last:
+        stop(model.mesh.comm(*model.mesh.dims), f"classifier.py: error: {first} steps are taken already, of {last}")
     here, curves = model.mesh.rank == 0, {"training": list[tuple[int, float]](), "validation": []}
-    with contextlib.closing(Bar("training", max(last - first, 0), shown=here)) as bar:
+    with contextlib.closing(Bar("training", last - first, shown=here)) as bar:
         for step in range(first, last):
             curves["training"].append((step, model.step(features, labels, step)))
             bar.finished(f"loss {curves['training'][-1][1]:.3f}")

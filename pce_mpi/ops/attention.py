@@ -55,7 +55,7 @@ def _attention(
     p = xp.matmul(q * q.dtype.type(scale), k.swapaxes(-1, -2))
     if causal:
         first, _ = shardings.operands[0].block(q.ndim - 2, shardings.mesh.coordinates)
-        p += xp.triu(xp.full(p.shape[-2:], -np.inf, p.dtype), 1 + first)
+        xp.copyto(p, p.dtype.type(-np.inf), where=xp.triu(xp.ones(p.shape[-2:], bool), 1 + first))
     p -= local_extreme("max", p, (p.ndim - 1,), True, 0)
     xp.exp(p, out=p)
     p /= _row_sums(p)

@@ -128,7 +128,8 @@ def einsum(subscripts: str, *operands: Any) -> DistArray:
     lengths: dict[str, int] = {}
     for source, array in zip(sources, arrays, strict=True):
         for letter, length in zip(source, array.shape, strict=True):
-            if length != 1 and lengths.setdefault(letter, length) != length:
+            # Axes of length 1 are stretched to those of other operands, not to others of their own.
+            if (length != 1 or source.count(letter) > 1) and lengths.setdefault(letter, length) != length:
                 raise ValueError(f"einsum {subscripts!r}: axes {letter!r} have lengths {lengths[letter]} and {length}")
     for index, (source, array) in enumerate(zip(sources, arrays, strict=True)):
         stretched = [letter in lengths and length == 1 for letter, length in zip(source, array.shape, strict=True)]

@@ -244,10 +244,8 @@ def _checked(x: DistArray, arrays: Mapping[int, Any]) -> list[Any]:
         outside = local[(local < -length) | (local >= length)]
         if outside.size and error is None:
             error = _out_of_bounds(outside.flat[0], axis, length)
-    if any(isinstance(each, DistArray) for each in indices):
+    if indices:
         x.mesh.agree(x.mesh.dims, "slice", {"shape": x.shape}, error)
-    elif error:
-        raise error
     return indices
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating, is_half
+from pce_mpi.arrays import array_namespace, as_array, is_floating, is_half
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.rules import Axes, Axis, Rule
@@ -105,6 +105,10 @@ def rms_norm(x: DistArray, scale: Any = None, axis: int = -1, eps: float = 1e-5)
 
 def _norm(x: DistArray, scale: Any, bias: Any, axis: int, eps: float, center: bool) -> DistArray:
     axis = normalized_axis(axis, x.ndim)
+    scale, bias = (
+        factor if factor is None or isinstance(factor, DistArray) else as_array(factor, name)
+        for name, factor in (("scale", scale), ("bias", bias))
+    )
     given = {name: factor for name, factor in (("scale", scale), ("bias", bias)) if factor is not None}
     for name, factor in given.items():
         if factor.shape != (x.shape[axis],):

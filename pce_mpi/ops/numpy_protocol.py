@@ -91,8 +91,11 @@ class _Place(int):
 def _fits(own: Callable[..., Any], positional: Sequence[Any], named: Mapping[str, Any]) -> bool:
     if len(positional) > 2 and "keepdims" in inspect.signature(own).parameters:
         return False  # the third argument of NumPy's reductions is a dtype or out
+    signature = inspect.signature(own)
     try:
-        inspect.signature(own).bind(*positional, **named)
+        given = signature.bind(*positional, **named).arguments
     except TypeError:
         return False
-    return True
+    # numpy.einsum also takes lists of axes in place of letters.
+    texts = [name for name in given if signature.parameters[name].annotation == "str"]
+    return all(isinstance(given[name], str) for name in texts)

@@ -20,8 +20,8 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 def _maximum_gradient(g: Array, x: Array, other: Array) -> Array:
     """Return the gradient of x in max(x, other): all of g, none or, for equal elements, half; `nan` if either is."""
-    where, kind = array_namespace(g).where, g.dtype.type
-    return g * where(x > other, kind(1), where(x == other, kind(0.5), where(x < other, kind(0), kind(np.nan))))
+    where, kind = array_namespace(g).where, g.dtype.type  # no product with 0, which an infinite g turns into nan
+    return where(x > other, g, where(x == other, g * kind(0.5), where(x < other, kind(0), kind(np.nan))))
 
 
 _LARGER = gradient_op("maximum", _maximum_gradient)
@@ -124,12 +124,20 @@ def clip(x: Any, min: Any = None, max: Any = None) -> DistArray:
     x : DistArray or array_like
         The array.
     min, max : DistArray, array_like or None, optional
-        The bounds, which broadcast with `x`; None is no bound. Of `x` and the bounds one must be a `DistArray`.
+        The bounds, which broadcast with `x`; None is no bound, but one is needed. Of `x` and the bounds one must be a
+        `DistArray`.
 
     Returns
     -------
     DistArray
         The clipped array: `max` where `min` is above it. Dtype and placement as in `maximum`.
+
+    Raises
+    ------
+    TypeError
+        If there is no `DistArray`.
+    ValueError
+        If there is no bound.
 
     Notes
     -----
@@ -143,8 +151,21 @@ def clip(x: Any, min: Any = None, max: Any = None) -> DistArray:
     >>> pce.clip(pce.distribute(np.array([-2.0, 0.5, 3.0]), mesh), 0, 1).full()
     array([0. , 0.5, 1. ])
     """
-    raised = x if min is None else apply(_AT_LEAST, x, min)
-    return raised if max is None else apply(_AT_MOST, raised, max)
+    if min is None and max is None:
+        raise ValueError("clip takes min or max, or both")
+    if min is not None:
+        low = _within_dtype(min, x)
+        both_plain = not isinstance(x, DistArray) and not isinstance(low, DistArray) and isinstance(max, DistArray)
+        x = np.maximum(x, low) if both_plain else apply(_AT_LEAST, x, low)
+    return x if max is None else apply(_AT_MOST, x, _within_dtype(max, x))
+
+
+def _within_dtype(bound: Any, x: Any) -> Any:
+    """Return a bound that the dtype of integers `x` can hold; a Python int beyond it bounds them as its limit does."""
+    if type(bound) is not int or getattr(x, "dtype", np.dtype(bool)).kind not in "iu":
+        return bound
+    limits = np.iinfo(x.dtype)
+    return sorted((limits.min, bound, limits.max))[1]
 
 
 def equal(x: Any, y: Any) -> DistArray:

@@ -141,12 +141,14 @@ def squeeze(x: DistArray, axis: int | Sequence[int] | None = None) -> DistArray:
     Raises
     ------
     ValueError
-        If an axis does not exist or has another length.
+        If an axis does not exist, is named twice or has another length.
     """
     if axis is None:
         dropped = [index for index, length in enumerate(x.shape) if length == 1]
     else:
         dropped = [normalized_axis(each, x.ndim) for each in whole_numbers(axis)]
+        if len(set(dropped)) < len(dropped):
+            raise ValueError(f"squeeze leaves out each axis once, got axis {axis}")
     if any(x.shape[each] != 1 for each in dropped):
         raise ValueError(f"squeeze leaves out axes of length 1, got axis {axis} of shape {x.shape}")
     return reshape(x, [length for index, length in enumerate(x.shape) if index not in dropped])

@@ -48,10 +48,11 @@ def test_attention_of_halves_is_rounded_once(comm):
     np.testing.assert_array_equal(y.full(), wide.full().astype(np.float16))
 
 
-def test_values_of_hidden_keys_do_not_count(comm):
+@pytest.mark.parametrize("hidden", [1e6, np.inf, np.nan])
+def test_hidden_keys_and_values_do_not_count(comm, hidden):
     mesh = Mesh(comm, data=comm.size)
     q, k, v = drawn((4, 3), (4, 3), (4, 2))
-    v[2:] = 1e6
+    k[2:], v[2:] = hidden, 1e6
     y = pce.scaled_dot_product_attention(*(pce.distribute(array, mesh) for array in (q, k, v)), causal=True)
     assert abs(y.full()[:2]).max() < 10
     np.testing.assert_array_equal(y.full()[0], v[0])

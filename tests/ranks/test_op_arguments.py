@@ -1,6 +1,7 @@
 """Dtypes, bounds and wrong arguments of operations: as NumPy has them, and gradients as PyTorch has them."""
 
 import operator
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +11,7 @@ import pce_mpi as pce
 from pce_mpi import Shard
 from ranks.grids import mesh_of
 from ranks.op_cases import alone
+from ranks.placed import error_of
 
 DTYPES = [np.bool_, np.uint8, np.int32, np.int64, np.float16, np.float32, np.float64]
 BINARY = [operator.floordiv, operator.mod, operator.and_, operator.or_, np.minimum]
@@ -115,3 +117,67 @@ def test_gradient_of_repeated_index_is_rounded_once(dtype):
 def test_wrong_arguments_of_operations_raise(call, error, text):
     with pytest.raises(error, match=text):
         call(pce.distribute(np.ones((2, 3)), alone()))
+
+
+# -------------------------------------------------------------------------------------- plain operands, and odd values
+
+
+@pytest.fixture
+def row(comm):
+    return mesh_of(comm, comm.size)
+
+
+def test_clip_takes_plain_array_and_distributed_bound(row):
+    plain, bound = np.array([[-1.0, 0.5, 3.0]]), pce.distribute(np.array([[1.0, 0.25, 2.0]]), row, data=pce.Shard(1))
+    assert np.array_equal(pce.clip(plain, 0, bound).full(), np.clip(plain, 0, bound.full()))
+    assert np.array_equal(np.clip(plain, bound, None).full(), np.clip(plain, bound.full(), None))
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1, 10), (None, 300), (4, 1000), (-5, None)])
+def test_bounds_beyond_dtype_bound_nothing(row, low, high):
+    whole = np.array([3, 250], np.uint8)
+    found = pce.clip(pce.distribute(whole, row, data=pce.Shard(0)), low, high).full()
+    assert found.dtype == np.uint8 and np.array_equal(found, np.clip(whole.astype(int), low, high))
+
+
+def test_clip_without_bounds_raises(row):
+    with pytest.raises(ValueError, match="clip takes min or max, or both"):
+        pce.clip(pce.distribute(np.ones(2), row))
+
+
+def test_einsum_of_lists_gathers_as_numpy_does(row):
+    whole = np.arange(6.0).reshape(2, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = np.einsum(pce.distribute(whole, row, data=pce.Shard(0)), [0, 1], [1, 0])
+    assert np.array_equal(found.full(), whole.T)
+
+
+def test_diagonal_of_unequal_axes_raises(row):
+    with pytest.raises(ValueError, match="axes 'i' have lengths"):
+        pce.einsum("ii->i", pce.distribute(np.ones((1, 3)), row))
+
+
+def test_squeeze_of_one_axis_twice_raises(row):
+    with pytest.raises(ValueError, match="leaves out each axis once"):
+        pce.squeeze(pce.distribute(np.ones((1, 3)), row), (0, -2))
+
+
+def test_infinite_gradient_goes_to_larger_element_alone(row):
+    x = pce.distribute(np.array([-1.0, 2.0]), row, requires_grad=True, data=pce.Shard(0))
+    with np.errstate(divide="ignore"):
+        pce.sum(pce.log(pce.maximum(x, 0.0))).backward()
+    assert np.array_equal(x.grad.full(), [0.0, 0.5])
+
+
+def test_norms_take_lists(row):
+    x = pce.distribute(np.arange(6.0).reshape(2, 3), row, data=pce.Shard(0))
+    found = pce.layer_norm(x, [1, 2, 3], [0, 0, 1])
+    assert np.array_equal(found.full(), pce.layer_norm(x, np.array([1, 2, 3]), np.array([0, 0, 1])).full())
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_index_out_of_bounds_on_one_rank_raises_everywhere(comm, row):
+    x = pce.distribute(np.arange(6.0), row, data=pce.Shard(0))
+    found = error_of(lambda: x[np.array([0, 7 if comm.rank == 0 else 1])])
+    assert found[0] == "IndexError" and "index 7 is out of bounds for axis 0 of length 6 (rank 0" in found[1]
