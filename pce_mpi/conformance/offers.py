@@ -188,7 +188,7 @@ def dims_for(offer: Offer, needs: Needs) -> int | None:
     return 3 if needs.dims == 2 and 3 in offer.dims and not needs.any_axis else None
 
 
-# What a case may need that an offer has or has not, in words.
+# The needs of cases that an offer meets or does not, in words.
 _FLAGS = {
     "probabilities": "probability targets",
     "any_axis": "a class axis that is not the last",

@@ -11,12 +11,12 @@ from pce_mpi.loss.kernels.compilation import source_folder
 
 SOURCE = Path(__file__).with_name("self_test.cpp")
 FLAGS = ["-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti"]
-# What the self-test prints; a change of it is a change of bits, as in tests/jobs/digests.json.
+# The output of the self-test; a change of it is a change of bits, as in tests/jobs/digests.json.
 DIGEST = "62cd14220520455b"
 
 
-# What g++ compiles with -O3 is the package, which tests/jobs/test_digests.py tests. Here it looks for undefined
-# behaviour, as of reads of rows that are not aligned.
+# The package is compiled by g++ with -O3, and tests/jobs/test_digests.py tests it. Here g++ looks for undefined
+# behaviour, such as reads of rows that are not aligned.
 COMPILERS = {
     "g++": ["-O1", "-fsanitize=undefined", "-fno-sanitize-recover=undefined"],
     "clang++": ["-O2"],  # the first level at which it vectorizes
