@@ -65,12 +65,16 @@ def read(args):
     else:
         features = np.load(args.features, mmap_mode="r")
     labels = np.load(args.labels, mmap_mode="r")
-    if not isinstance(labels, np.ndarray):
-        raise ValueError(f"labels are an array in a .npy, got {args.labels}")
+    if not isinstance(labels, np.ndarray) or not hasattr(features, "shape"):
+        raise ValueError("arrays are saved as .npy, by np.save; a .npz is for the sparse features of SciPy alone")
     if features.ndim != 2 or labels.shape != features.shape[:1] or labels.dtype.kind not in "iu":
         raise ValueError(
-            f"features must be (rows, features) and labels one whole number a row, "
-            f"got {features.shape} and {labels.shape} of {labels.dtype}"
+            f"{args.features} must be (rows, features), and {args.labels} one whole number a row, "
+            f"got {features.shape}, and {labels.shape} of {labels.dtype}"
+        )
+    for row in np.flatnonzero((labels < 0) | (labels >= args.classes))[:1]:
+        raise ValueError(
+            f"{args.labels}: label {labels[row]} of row {row} is outside [0, {args.classes}): see --classes"
         )
     if len(labels) <= args.validation:
         raise ValueError(f"{len(labels)} rows leave none to train on beside {args.validation} for validation")
@@ -144,6 +148,9 @@ class Classifier:
         sharded = ("w2", "optimizer.2.exp_avg", "optimizer.2.exp_avg_sq")
         saved = pce.load(path, self.mesh, {name: {"ranks": Shard(1)} for name in sharded})
         for name, array in self.parameters.items():
+            if saved[name].shape != array.shape:
+                raise ValueError(f"{path} has {name} of shape {saved[name].shape}, these options make it {array.shape}")
+        for name, array in self.parameters.items():
             array.local[...] = saved[name].local
         names = [name for name in saved if name.startswith("optimizer.")]
         self.optimizer.load_state({name.removeprefix("optimizer."): saved[name] for name in names})
@@ -152,9 +159,12 @@ class Classifier:
 
 def train(model, features, labels, args):
     """Take all steps; rank 0 shows what each validation finds. Return both curves: (step, loss) of each point."""
-    first, last = model.resume(args.resume) if args.resume else 0, args.stop or args.steps
-    if first >= last:
-        stop(model.mesh.comm(*model.mesh.dims), f"classifier.py: error: {first} steps are taken already, of {last}")
+    try:
+        first, last = model.resume(args.resume) if args.resume else 0, args.stop or args.steps
+        if first >= last:
+            raise ValueError(f"{first} steps are taken already, of {last}")
+    except (KeyError, OSError, ValueError) as problem:  # which every rank raises
+        stop(model.mesh.comm(*model.mesh.dims), f"classifier.py: error: {problem}")
     here, curves = model.mesh.rank == 0, {"training": list[tuple[int, float]](), "validation": []}
     with contextlib.closing(Bar("training", last - first, shown=here)) as bar:
         for step in range(first, last):

@@ -1,12 +1,14 @@
 """The command line of a program on many ranks: rank 0 parses it and prints messages once; all ranks get the result."""
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+import os
 import shlex
 import sys
 
 from mpi4py import MPI
 
 from pce_mpi.comm.launch import launch, why_apart
+from pce_mpi.conformance.launching import number_of_cores
 
 
 def parse_arguments(comm: MPI.Intracomm, parser: ArgumentParser) -> Namespace:
@@ -23,10 +25,29 @@ def parse_arguments(comm: MPI.Intracomm, parser: ArgumentParser) -> Namespace:
         except SystemExit as end:
             outcome = end
     outcome = comm.bcast(outcome)
+    share_cores(comm)
     if isinstance(outcome, SystemExit):
         MPI.Finalize()  # otherwise mpi4py takes the exit status for a crash and aborts the job
         raise outcome
     return outcome
+
+
+def share_cores(comm: MPI.Intracomm) -> None:
+    """Give the ranks of a host as many BLAS threads together as it has cores, unless the environment says how many."""
+    if {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+        return
+    here = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    threads = max(1, number_of_cores() // here.size)
+    here.Free()
+    try:
+        from threadpoolctl import threadpool_limits
+    except ImportError:
+        if comm.rank == 0:
+            print(
+                f"set OMP_NUM_THREADS={threads}, or install threadpoolctl, for full speed", file=sys.stderr, flush=True
+            )
+        return
+    threadpool_limits(threads, user_api="blas")
 
 
 def no_options(comm: MPI.Intracomm, docstring: str | None) -> None:

@@ -26,10 +26,13 @@ def files(tmp_path_factory):
     return folder
 
 
+def data_of(folder, features="x.npy"):
+    return [f"--features={folder / features}", f"--labels={folder / 'y.npy'}"]
+
+
 def trained(ranks, folder, *args, features="x.npy"):
     """Return the steps that were validated, their losses, and their accuracies in percent: first, among five."""
-    data = [f"--features={folder / features}", f"--labels={folder / 'y.npy'}"]
-    job = launch(ranks, PROGRAM, *data, *SIZES, *args)
+    job = launch(ranks, PROGRAM, *data_of(folder, features), *SIZES, *args)
     assert job.returncode == 0, job.stderr
     found = np.array(re.findall(RESULT, job.stdout, re.MULTILINE), np.float64)
     return found[:, 0].astype(int).tolist(), found[:, 1], found[:, 2:]
@@ -55,6 +58,10 @@ def test_run_is_resumed_on_another_number_of_ranks(files, alone, tmp_path):
     more, more_losses, _ = trained(3, files, f"--resume={tmp_path / 'half'}", f"--plot={tmp_path / 'curves.svg'}")
     assert more == [15, 20]
     np.testing.assert_allclose([*losses, *more_losses], alone[1], rtol=0, atol=2e-4)
+    wrong = launch(1, PROGRAM, *SIZES, "--classes=12", f"--resume={tmp_path / 'half'}")
+    assert "has w1 of shape (14, 9), these options make it (64, 9)" in wrong.stderr and wrong.returncode == 1
+    done = launch(1, PROGRAM, *data_of(files), *SIZES, "--steps=10", f"--resume={tmp_path / 'half'}")
+    assert "10 steps are taken already, of 10" in done.stderr and done.returncode == 1
     for text in ("11 classes", "training step", "loss (nats a row)", "training", "validation"):
         assert f"<!-- {text} -->" in (tmp_path / "curves.svg").read_text()
 
@@ -68,12 +75,15 @@ def test_data_are_generated_without_files():
 @pytest.mark.parametrize(
     ("labels", "sizes", "said"),
     [
-        ("short.npy", [], "got (1000, 14) and (10,) of int64"),
-        ("x.npy", [], "labels one whole number a row"),
+        ("short.npy", [], "got (1000, 14), and (10,) of int64"),
+        ("x.npy", [], "one whole number a row"),
+        ("x.npz", [], "arrays are saved as .npy, by np.save"),
         ("y.npy", ["--validation=1000"], "1000 rows leave none to train on beside 1000 for validation"),
-        ("y.npy", ["--classes=5"], "IndexError: targets"),
+        ("y.npy", ["--classes=5"], "is outside [0, 5): see --classes"),
+        ("y.npy", [f"--resume={__file__}"], "is not a safetensors file"),
     ],
 )
 def test_wrong_file_ends_job_with_reason(files, labels, sizes, said):
     job = launch(2, PROGRAM, f"--features={files / 'x.npy'}", f"--labels={files / labels}", *SIZES, *sizes)
-    assert job.returncode != 0 and said in job.stderr
+    assert job.returncode == 1
+    assert job.stderr.count("classifier.py: error: ") == 1 and said in job.stderr and "Traceback" not in job.stderr

@@ -77,7 +77,7 @@ WHOLE_PROGRAMS = {"classifier.py", "transformer.py"}
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_example_is_shorter_than_80_lines(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) < (210 if path.name in WHOLE_PROGRAMS else 80)
+    assert len(path.read_text(encoding="utf-8").splitlines()) < (230 if path.name in WHOLE_PROGRAMS else 80)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -177,7 +177,7 @@ def test_norms_take_lists(row):
 
 
 @pytest.mark.sizes(2, 3, 4)
-def test_index_out_of_bounds_on_one_rank_raises_everywhere(comm, row):
+def test_index_out_of_bounds_raises_on_every_rank(comm, row):
     x = pce.distribute(np.arange(6.0), row, data=pce.Shard(0))
     found = error_of(lambda: x[np.array([0, 7 if comm.rank == 0 else 1])])
     assert found[0] == "IndexError" and "index 7 is out of bounds for axis 0 of length 6 (rank 0" in found[1]
