@@ -40,10 +40,9 @@ def svg_or_none(draw: Callable[[Figure], object], width: float, height: float, n
     The prefix of its ids begins with `name`; it follows from the picture, as a page can have many.
     """
     try:
-        import matplotlib  # noqa: F401
+        picture = svg_element(draw, width, height, name)
     except ImportError:
         return None
-    picture = svg_element(draw, width, height, name)
     return picture.replace(f"{name}-", f"{name}-{crc32(picture.encode()):x}-")
 
 
