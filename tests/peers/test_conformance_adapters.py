@@ -67,7 +67,7 @@ def test_unknown_name_is_answered_with_known_ones():
 
 
 def test_dense_torch_conforms_in_float32_and_float64(comm):
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="make test-peers installs torch")
     # torch sums log p over the classes before it multiplies by label_smoothing / C: masks of -3e38 overflow.
     overflows = {"finite-mask/lowest-smoothed": {"not finite"}}
     # Each rank gathers the logits and does the same: one rank shows the other dtype.
@@ -76,7 +76,7 @@ def test_dense_torch_conforms_in_float32_and_float64(comm):
 
 
 def test_loss_parallel_is_wrong_on_4_d_logits(comm, started):
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="make test-peers installs torch")
     candidate = started(named_candidate("torch-loss-parallel"))
     assert failures(candidate, comm, pattern="random-logits") == {}
     wrong = failures(candidate, comm, pattern=["dims/4-D", "axis/4-D-*"])
@@ -95,7 +95,7 @@ def test_process_group_has_mpi_ranks_and_ends(comm):
 
 
 def test_tutorial_error_is_found_and_repair_conforms(comm, started):
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="make test-peers installs torch")
     wrong = started(adapted("torch-shards", load(f"{TUTORIAL}:cross_entropy")))
     found = failures(wrong, comm)
     if comm.size == 1:
@@ -109,7 +109,7 @@ def test_tutorial_error_is_found_and_repair_conforms(comm, started):
 
 
 def test_entropy_of_torch_has_no_targets(comm, started):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="make test-peers installs torch")
 
     @offers(kind="entropy", gradient="none")
     def entropy(logits, group):
@@ -144,7 +144,7 @@ def with_what_the_kit_knows(logits, targets, *, group, class_start, num_classes)
     ids=lambda f: f.__name__,
 )
 def test_torch_shards_function_has_group_and_autograd(comm, started, function):
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="make test-peers installs torch")
     candidate = started(adapted("torch-shards", function))
     logits, targets = np.ones((2, 3), np.float32), np.zeros(2, np.int64)
     loss, backward = candidate(logits, targets, class_start=3 * comm.rank, num_classes=3 * comm.size, comm=comm)
@@ -154,7 +154,7 @@ def test_torch_shards_function_has_group_and_autograd(comm, started, function):
 
 
 def test_torch_shards_function_starts_in_its_process_group(comm):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="make test-peers installs torch")
     seen = []
 
     def function(logits, targets, group): ...

@@ -6,7 +6,7 @@ import pytest
 import pce_mpi as pce
 from pce_mpi.conformance import Offer, Verdict, cases, run_case
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="make test-peers installs torch")
 
 OFFER = Offer(
     dtypes=("float16", "bfloat16", "float32", "float64"),
