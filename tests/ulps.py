@@ -23,6 +23,9 @@ FLOAT32 = 4
 FLOAT64_ROUNDED_TO_FLOAT32 = 1
 # The float32 (or wider) gradient is rounded once; float32's own error can tip that to the neighbour.
 HALF = 1
+# Functions of our own arithmetic: float32 is computed in float64 and rounded once; float64 loses less than half an ulp
+# before its result is rounded.
+FUNCTION = {np.float32: 0.501, np.float64: 1}
 # A number of float32 rounded once to a half: float32's own errors, up to some 16 ulp, are less than 2**-8 of a half's.
 ROUNDED_ONCE = 0.51
 # numpy's exp and log1p in float64 err by less than 1 ulp each, the sums over classes by about as much.

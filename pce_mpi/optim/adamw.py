@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from pce_mpi.arrays import array_namespace
@@ -94,9 +95,21 @@ class AdamW(Optimizer):
         xp.multiply(v, beta2, out=v)
         xp.multiply(xp.multiply(d, d, out=s), 1.0 - beta2, out=s)
         xp.add(v, s, out=v)
-        root = xp.sqrt(xp.divide(v, 1.0 - beta2**step, out=s), out=s)
+        root = xp.sqrt(xp.divide(v, 1.0 - power_of(beta2, step), out=s), out=s)
         xp.add(root, self.eps, out=root)
-        xp.multiply(m, self.lr / (1.0 - beta1**step), out=t)
+        xp.multiply(m, self.lr / (1.0 - power_of(beta1, step)), out=t)
         if self.weight_decay:
             xp.multiply(value, 1.0 - self.lr * self.weight_decay, out=value)
         xp.subtract(value, xp.divide(t, root, out=t), out=value)
+
+
+@lru_cache(maxsize=64)
+def power_of(beta: float, step: int) -> float:
+    """beta**step by integers of 128 bits after the point; the bits of Python's power are those of a libm."""
+    one = 1 << 128
+    power, square = one, int(beta * one)
+    while step:
+        if step & 1:
+            power = power * square >> 128
+        square, step = square * square >> 128, step >> 1
+    return power / one

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
+from pce_mpi.exact.functions import cos
+
 
 def linear_schedule(step: int, *, lr: float, steps: int, warmup: int = 0, final: float = 0.0) -> float:
     """Give the learning rate of a step: a linear rise to `lr`, then a linear fall to `final`.
@@ -72,7 +76,9 @@ def cosine_schedule(step: int, *, lr: float, steps: int, warmup: int = 0, final:
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
     part = _fallen(step, steps, warmup)
-    return lr * (step + 1) / warmup if part < 0.0 else final + (lr - final) * 0.5 * (1.0 + math.cos(math.pi * part))
+    if part < 0.0:
+        return lr * (step + 1) / warmup
+    return final + (lr - final) * 0.5 * (1.0 + float(cos(np.asarray(math.pi * part))))
 
 
 def _fallen(step: int, steps: int, warmup: int) -> float:

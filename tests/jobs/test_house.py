@@ -62,6 +62,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("__init__"),
         ],
     ),
+    "exact": ({"mpi4py", "comm", "dense"}, [room("functions")]),
     "distributed": (
         {"loss", "dense"},
         [
@@ -124,7 +125,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
     "optim": (
         {"mpi4py", "autograd", "ops", "loss", "dense"},
         [
-            room("schedules", standard_library_only=True),
+            room("schedules"),
             room("parameters", "comm"),
             room("synchronization"),
             room("clipping"),

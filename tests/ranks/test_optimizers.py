@@ -1,5 +1,6 @@
 """AdamW is the textbook's at any placement, optimizers resume from their state, and learning rates follow the step."""
 
+from fractions import Fraction
 import math
 
 import ml_dtypes
@@ -9,6 +10,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import SGD, AdamW, Shard, cosine_schedule, linear_schedule
+from pce_mpi.optim.adamw import power_of
 from ranks.grids import mesh_of, squarest
 from ranks.placed import SUM, traced
 
@@ -215,6 +217,19 @@ def test_schedule_rises_falls_and_stays(schedule):
     for warmup in (-1, 10):
         with pytest.raises(ValueError, match="warmup"):
             schedule(0, lr=1.0, steps=10, warmup=warmup)
+
+
+def test_cosine_schedule_calls_no_libm(monkeypatch):
+    rates = [cosine_schedule(step, lr=2.0, steps=10) for step in range(10)]
+    assert rates == pytest.approx([1.0 + math.cos(math.pi * step / 10) for step in range(10)], rel=1e-15)
+    monkeypatch.setattr(math, "cos", None)
+    assert [cosine_schedule(step, lr=2.0, steps=10) for step in range(10)] == rates
+
+
+@pytest.mark.parametrize("beta", [0.0, 1e-300, 0.5, 0.9, 0.999, 1 - 2.0**-53])
+def test_bias_correction_is_rounded_power(beta):
+    for step in (*range(1, 40), 700):
+        assert 1.0 - power_of(beta, step) == 1.0 - float(Fraction(beta) ** step)
 
 
 def test_state_of_another_parameter_raises_together(comm):

@@ -175,11 +175,16 @@ def _polynomial32(f: Array) -> Array:
 
 
 def polynomial(f: Array) -> Array:
-    """exp(f) - 1 of float64, the coefficients in pairs and these in pairs (Estrin)."""
+    """exp(f) - 1 of float64."""
+    return curved(f) + f
+
+
+def curved(f: Array) -> Array:
+    """exp(f) - 1 - f of float64, the coefficients in pairs and these in pairs (Estrin)."""
     f2 = f * f
     f4 = f2 * f2
     q0, q1, q2 = ((Q[k] + Q[k + 1] * f) + (Q[k + 2] + Q[k + 3] * f) * f2 for k in (0, 4, 8))
-    return f2 * ((q0 + q1 * f4) + q2 * (f4 * f4)) + f
+    return f2 * ((q0 + q1 * f4) + q2 * (f4 * f4))
 
 
 def _exp_of_minus(y: Array) -> tuple[Array, Array]:

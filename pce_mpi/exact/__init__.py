@@ -1,0 +1,1 @@
+"""Sums, products and functions whose bits depend on the global operands alone."""
