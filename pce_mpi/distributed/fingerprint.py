@@ -22,6 +22,8 @@ from pce_mpi.distributed.replicas import check_replicas
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 _MODULUS = 1 << 128
+# The bits of any nan: its own depend on the processor, and in a sum on the order of two of them.
+_NAN = (1 << 64) - 1
 # Elements that are hashed at a time: their hashes take 8 bytes each, several times over.
 _ELEMENTS = 1 << 18
 
@@ -55,6 +57,8 @@ def fingerprint(arrays: DistArray | Mapping[str, DistArray] | Iterable[DistArray
     -----
     Collective over the mesh: one Allgather of 56 bytes, and one Allreduce of 64 bytes an array. A Partial array is
     reduced first. Every rank raises the same error.
+
+    All nan are one: their bits differ between processors, and between ranks that reduce the same array.
 
     Fingerprints show accidents, not forgery: who wants to can find arrays with equal ones.
 
@@ -136,11 +140,12 @@ def _factor(replica: int) -> int:
 def _sum_of_hashes(x: DistArray) -> int:
     """Return the sum modulo 2**128 of the hashes of the elements that this rank holds."""
     xp = array_namespace(x.local)
-    size = x.dtype.itemsize
-    bits = xp.ascontiguousarray(x.local).reshape(-1).view(f"u{size}")
+    flat = xp.ascontiguousarray(x.local).reshape(-1)
     low = high = 0
     for start, places in _places(x, xp):
-        element = bits[start : start + places.size].astype(np.uint64)
+        part = flat[start : start + places.size]
+        bits = part.view(f"u{x.dtype.itemsize}").astype(np.uint64)
+        element = xp.where(part == part, bits, _whole(_NAN, xp))
         for shift, salt in ((0, 0x243F6A8885A308D3), (64, 0x13198A2E03707344)):
             hashes = _mixed(element ^ _mixed(places ^ _whole(salt, xp)))
             low += int(to_host((hashes & 0xFFFFFFFF).sum())) << shift

@@ -87,6 +87,19 @@ def test_any_change_gives_another_fingerprint(comm, change):
     assert first != second
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16], ids=lambda dtype: dtype.__name__)
+def test_all_nans_are_one(comm, dtype):
+    mesh = mesh_of(comm, comm.size)
+    positive, negative = (np.array([np.copysign(np.nan, sign), 1.0], dtype) for sign in (1, -1))
+    infinite = np.array([np.inf, 1.0], dtype)
+    first, second, third = (pce.fingerprint(pce.distribute(each, mesh)) for each in (positive, negative, infinite))
+    assert positive.tobytes() != negative.tobytes()
+    assert first == second != third
+    # A sum of them has the bits of one or the other, in MPI not the same on every rank.
+    terms = pce.from_local(positive if comm.rank % 2 else negative, mesh, data=Partial("avg"))
+    assert pce.fingerprint(terms) == first
+
+
 def test_elements_are_hashed_in_parts(comm, monkeypatch):
     monkeypatch.setattr("pce_mpi.distributed.fingerprint._ELEMENTS", 5)
     whole = np.arange(77.0).reshape(7, 11)
