@@ -18,7 +18,7 @@ Arrays that are distributed over the ranks of a mesh; see `Mesh`, `distribute`, 
 from pce_mpi import dense
 from pce_mpi.autograd.tape import no_grad
 from pce_mpi.comm.communicators import CollectiveError, CollectiveTimeout
-from pce_mpi.comm.tracing import Trace, trace
+from pce_mpi.comm.tracing import Trace, named_scope, trace
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.checkpoint import load, save
 from pce_mpi.distributed.creation import distribute, from_local
@@ -174,6 +174,7 @@ __all__ = [
     "minimum",
     "mse",
     "multiply",
+    "named_scope",
     "negative",
     "no_grad",
     "op",

@@ -22,8 +22,9 @@ from pce_mpi.autograd.inference import AbstractMesh
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Plan, Rule, plan
 from pce_mpi.autograd.tape import Node, is_grad_enabled
-from pce_mpi.comm.tracing import cause
+from pce_mpi.comm.tracing import cause, current_scope, fingerprinted_traces, set_scope
 from pce_mpi.distributed.array import DistArray, redistribute
+from pce_mpi.distributed.fingerprint import fingerprint_result
 from pce_mpi.distributed.placements import Partial, Replicate
 from pce_mpi.distributed.redistribution import steps
 from pce_mpi.distributed.sharding import Sharding
@@ -116,10 +117,14 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
             raise NotImplementedError(f"{op.name} gives {len(local)} results; a vjp is for operations that give one")
         results = [_result(op, part, inputs, call) for part in local]
         for result in results:
+            if fingerprinted_traces():
+                fingerprint_result(op.name, result)
             _put_on_tape(op, result, operands, inputs, required, parameters, residuals)
         made: Any = type(local) if hasattr(local, "_fields") else lambda *parts: parts  # numpy.linalg names some parts
         return made(*results)
     result = _result(op, local, inputs, call)
+    if fingerprinted_traces():
+        fingerprint_result(op.name, result)
     _put_on_tape(op, result, operands, inputs, required, parameters, residuals)
     return result
 
@@ -263,7 +268,10 @@ def _put_on_tape(
     arguments = [_for_tape(x, index in used) for index, x in enumerate(inputs)]
     wanted = [(x.sharding.shape, x.local.dtype) if x.requires_grad else None for x in operands]
 
+    scope = current_scope()
+
     def vjp(gradient: DistArray) -> list[DistArray | None]:
+        set_scope(scope)
         if not op.vjps:
             raise NotImplementedError(f"{op.name} has no vjp: its result has no gradient")
         # All consumers have contributed, so a Partial gradient is reduced here, once.

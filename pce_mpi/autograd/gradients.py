@@ -13,8 +13,9 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace
 from pce_mpi.autograd.tape import Node, backward, no_grad
-from pce_mpi.comm.tracing import cause, phase
+from pce_mpi.comm.tracing import cause, fingerprinted_traces, phase
 from pce_mpi.distributed.array import DistArray, redistribute
+from pce_mpi.distributed.fingerprint import fingerprint_result
 from pce_mpi.distributed.placements import Partial, Replicate
 from pce_mpi.distributed.sharding import Sharding
 
@@ -63,6 +64,8 @@ def _partial_over(dims: tuple[str, ...], gradient: DistArray) -> DistArray:
 
 def _accumulate(leaf: DistArray, gradient: DistArray) -> None:
     """Add `gradient` to that of `leaf`; sends nothing, unless it is sharded where `leaf` is not sharded that way."""
+    if fingerprinted_traces():
+        fingerprint_result("gradient", gradient)
     gradient = _summed(gradient)
     before = leaf.grad
     destination = _placed(leaf.sharding, gradient.sharding, None if before is None else before.sharding)

@@ -3,6 +3,9 @@
 Every collective appends one event. Its cause and its phase are those of the enclosing `cause` and `phase` blocks.
 Nothing is kept unless a `trace()` is open, so the cost without one is a look at an empty tuple. The trace does not show
 how private communicators are made and freed.
+
+A trace may list fingerprints of results as well. Those who make results ask `fingerprinted_traces` and call
+`record_result`; this file knows no arrays.
 """
 
 from __future__ import annotations
@@ -50,15 +53,39 @@ class Event:
     reason: str
 
 
+@dataclass(frozen=True)
+class Result:
+    """The fingerprint of the global array that an operation gave, or of a gradient that reached a made array.
+
+    It has nothing that depends on the mesh. `str` shows the first 16 of 64 digits.
+    """
+
+    phase: str
+    operation: str
+    dtype: str
+    shape: tuple[int, ...]
+    fingerprint: str
+    scope: str
+
+    def __str__(self) -> str:
+        line = f"{self.phase:8} {self.operation} {self.dtype} {self.shape} {self.fingerprint[:16]} {self.scope}"
+        return line.rstrip()
+
+
 class Trace:
     """The collectives of one rank, in order; `trace` makes one.
 
     `print` shows them as a table, with equal events on one line. `events` is a list of them, each with the fields
     `phase`, `operation`, `collective`, `purpose`, `over`, `ranks`, `bytes`, `before`, `after` and `reason`.
+
+    `results` is a list of what operations gave, if the trace takes fingerprints. Each has the fields `phase`,
+    `operation` ("gradient" where one reached a made array), `dtype`, `shape`, `fingerprint` and `scope`, and prints as
+    a line.
     """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.results: list[Result] = []
 
     def select(
         self,
@@ -185,14 +212,22 @@ class Trace:
 
 
 _open: ContextVar[tuple[Trace, ...]] = ContextVar("open_traces", default=())
+_fingerprinted: ContextVar[tuple[Trace, ...]] = ContextVar("fingerprinted_traces", default=())
 _phase: ContextVar[str] = ContextVar("phase", default="forward")
+_scope: ContextVar[str] = ContextVar("scope", default="")
 
 
 @contextmanager
-def trace() -> Iterator[Trace]:
+def trace(*, fingerprints: bool = False) -> Iterator[Trace]:
     """Record every collective of this rank while the block runs.
 
     Traces nest: an inner one does not hide events from an outer one.
+
+    Parameters
+    ----------
+    fingerprints : bool, optional
+        Also list the fingerprint of every operation's result, forward and backward, and of each gradient that reaches a
+        made array, in `results`. The list is the same on any mesh on which the results have the same bits.
 
     Yields
     ------
@@ -201,7 +236,11 @@ def trace() -> Iterator[Trace]:
 
     Notes
     -----
-    Communicates nothing.
+    Communicates nothing without `fingerprints`. With them every operation on distributed arrays is collective over its
+    mesh, as `fingerprint` is: every rank opens such a trace, or none. What fingerprints send is no event of any trace.
+    Replicas that differ raise `ValueError` on every rank, and ranks of which only some take fingerprints
+    `CollectiveError`. `layer_norm` and `rms_norm` over a sharded axis are listed as the operations that they are made
+    of there.
 
     Examples
     --------
@@ -212,20 +251,67 @@ def trace() -> Iterator[Trace]:
     """
     opened = Trace()
     token = _open.set((*_open.get(), opened))
+    fingerprinted = _fingerprinted.set((*_fingerprinted.get(), opened) if fingerprints else _fingerprinted.get())
     try:
         yield opened
+    finally:
+        _fingerprinted.reset(fingerprinted)
+        _open.reset(token)
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Hide the collectives of the block from every trace."""
+    token = _open.set(())
+    try:
+        yield
     finally:
         _open.reset(token)
 
 
 @contextmanager
+def named_scope(name: str) -> Iterator[None]:
+    """Name a part of the program, such as a layer, in the results that a trace lists.
+
+    Parameters
+    ----------
+    name : str
+        The name. Scopes nest: "layer 3" in "encoder" is "encoder/layer 3".
+
+    Notes
+    -----
+    Communicates nothing. The backward pass has the scopes in which the forward pass ran.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> x = pce.distribute(np.ones((2, 3)), pce.Mesh(MPI.COMM_SELF, data=1))
+    >>> with pce.trace(fingerprints=True) as trace, pce.named_scope("layer 3"):
+    ...     y = x * 2
+    >>> print(trace.results[0])
+    forward  multiply float64 (2, 3) a75aefaaba5d1a29 layer 3
+    """
+    outer = _scope.get()
+    _scope.set(f"{outer}/{name}" if outer else name)
+    try:
+        yield
+    finally:
+        _scope.set(outer)
+
+
+@contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Let the events of the block belong to the phase `name`: "backward" or "step"; outside it is "forward"."""
-    token = _phase.set(name)
+    """Let the events of the block belong to the phase `name`: "backward" or "step"; outside it is "forward".
+
+    The backward pass sets the scope of each node, and the one before the block comes back after it.
+    """
+    token, scope = _phase.set(name), _scope.get()
     try:
         yield
     finally:
         _phase.reset(token)
+        _scope.set(scope)
 
 
 class cause:
@@ -256,6 +342,9 @@ _cause: ContextVar[cause] = ContextVar("cause")
 # These run without entering a Python function, in every collective.
 current_cause = _cause.get
 open_traces = _open.get
+# And these in every operation.
+fingerprinted_traces = _fingerprinted.get
+current_phase, current_scope, set_scope = _phase.get, _scope.get, _scope.set
 
 
 def record(why: cause, collective: str, purpose: Purpose, *, ranks: int, bytes: int) -> None:
@@ -274,3 +363,10 @@ def record(why: cause, collective: str, purpose: Purpose, *, ranks: int, bytes: 
     )
     for opened in open_traces():
         opened.events.append(event)
+
+
+def record_result(operation: str, dtype: str, shape: tuple[int, ...], fingerprint: str) -> None:
+    """Append one result to every open trace that takes fingerprints."""
+    result = Result(_phase.get(), operation, dtype, shape, fingerprint, _scope.get())
+    for opened in fingerprinted_traces():
+        opened.results.append(result)

@@ -13,7 +13,7 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, to_host
 from pce_mpi.comm.agreement import local_checks
 from pce_mpi.comm.collectives import all_reduce
-from pce_mpi.comm.tracing import cause
+from pce_mpi.comm.tracing import cause, current_phase, record_result, untraced
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Replicate
@@ -99,6 +99,17 @@ def fingerprint(arrays: DistArray | Mapping[str, DistArray] | Iterable[DistArray
             check_replicas(x)  # names the ranks
         found.append([name, x.dtype.name, x.shape, f"{total:032x}"])
     return hashlib.sha256(json.dumps(sorted(found)).encode()).hexdigest()
+
+
+def fingerprint_result(operation: str, x: DistArray) -> None:
+    """Add the fingerprint of a result of `operation` to the open traces that take fingerprints; collective."""
+    try:
+        with untraced():
+            found = fingerprint(x)
+    except Exception as error:
+        error.add_note(f"in the fingerprint of the result of {operation}, {current_phase()}")
+        raise
+    record_result(operation, x.dtype.name, x.shape, found)
 
 
 def _named(arrays: Any) -> dict[str, Any]:
