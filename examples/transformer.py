@@ -163,6 +163,10 @@ def train(start, mesh, rows, corpus, args):
     with contextlib.closing(Bar("training", last - done, shown=here)) as bar:
         for number in range(done + 1, last + 1):
             loss, seconds = step(model, rows, number, args), time.perf_counter() - begin
+            if args.fingerprint:
+                digits = pce.fingerprint(model.parameters)
+                if here:
+                    print(f"step {number}  loss {loss}  parameters {digits}", flush=True)
             history.append({"step": number, "loss": loss, "seconds": round(seconds, 3)})
             bar.finished(f"loss {np.mean([entry['loss'] for entry in history[-50:]]):.3f}, {seconds:.0f} s")
     if args.save:
@@ -178,6 +182,7 @@ if __name__ == "__main__":
     comm = MPI.COMM_WORLD
     parser = training_parser(__doc__, NUMBERS, steps=1000, batch=16, rate=0.01, max_norm=1.0, min_count=10)
     parser.add_argument("--sequence-parallel", action="store_true", help="`model` ranks share sequences between blocks")
+    parser.add_argument("--fingerprint", action="store_true", help="print the parameters' fingerprint after each step")
     args = parse_arguments(comm, parser)
     if args.width % args.heads:
         stop(comm, f"transformer.py: error: a width of {args.width} is no multiple of {args.heads} heads")
