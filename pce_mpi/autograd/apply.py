@@ -8,7 +8,7 @@ hold backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from operator import attrgetter, is_
 from typing import Any
@@ -25,9 +25,11 @@ from pce_mpi.autograd.tape import Node, is_grad_enabled
 from pce_mpi.comm.tracing import cause, current_scope, fingerprinted_traces, set_scope
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.fingerprint import fingerprint_result
+from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.distributed.placements import Partial, Replicate
 from pce_mpi.distributed.redistribution import steps
 from pce_mpi.distributed.sharding import Sharding
+from pce_mpi.exact.mode import is_reproducible
 
 # These run without entering a Python function, several times for every operation.
 _SHARDING, _LOCAL, _DTYPE = attrgetter("sharding"), attrgetter("local"), attrgetter("local.dtype")
@@ -100,15 +102,19 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     inputs = _inputs(op, present, call)
     required = tuple(map(_REQUIRES_GRAD, operands)) if is_grad_enabled() else (False,) * len(operands)
     more: dict[str, Any] = {}
-    if op.takes_shardings:
-        more["shardings"] = Shardings(mesh, call.plan.operands, call.plan.result, required)
+    exact = op.exact is not None and is_reproducible()
+    if op.takes_shardings or exact:
+        more["shardings"] = Shardings(mesh, call.plan.operands, call.plan.result, required, call.summed)
     if isinstance(mesh, AbstractMesh):
         mesh.need(present, call.plan.operands)
         mesh.sent += op.sends(*map(_DTYPE, operands), **more, **parameters) if op.sends else []
         result = DistArray(np.empty(0, call.dtype), mesh, call.plan.result, computed=_computed(op, inputs))
         return _settled(result, op.name, call)
     with np.errstate(all="ignore"):  # a value that one rank finds in its shard must not raise there alone
-        local = op.forward(*map(_LOCAL, inputs), **parameters, **more)
+        if exact:
+            local = _exactly(op, inputs, call, parameters, more)
+        else:
+            local = op.forward(*map(_LOCAL, inputs), **parameters, **more)
     residuals = {}
     if op.gives_residuals:
         local, residuals["residuals"] = local
@@ -127,6 +133,17 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
         fingerprint_result(op.name, result)
     _put_on_tape(op, result, operands, inputs, required, parameters, residuals)
     return result
+
+
+def _exactly(
+    op: Op, inputs: Sequence[DistArray], call: _Call, parameters: Mapping[str, Any], more: Mapping[str, Any]
+) -> Any:
+    """Return the local array of a result whose sums are reduced at once."""
+    assert op.exact is not None
+    if call.summed:
+        inputs[0].mesh.agree(call.summed, op.name, {"call": call.text})
+    with cause(op.name, text_of_dims(call.summed), "its sums are reduced exactly", "Partial('sum')", "Replicate()"):
+        return op.exact(*map(_LOCAL, inputs), **parameters, **more)
 
 
 def _inputs(op: Op, operands: list[DistArray], call: _Call) -> list[DistArray]:
@@ -161,7 +178,8 @@ class _Call:
     """A planned call; `text`, and its `checksum`, have all that must be the same on every rank.
 
     `dtype` is that of the result, as far as the operation knows. `reduced` is the sharding of the result after new
-    maxima and minima over shards are reduced, as hardly any operation takes Partial ones.
+    maxima and minima over shards are reduced, as hardly any operation takes Partial ones. `summed` has the dims over
+    which the operation itself reduces its sums.
     """
 
     plan: Plan
@@ -169,9 +187,19 @@ class _Call:
     reduced: Sharding
     checksum: int
     text: str
+    summed: tuple[str, ...] = ()
 
     @staticmethod
-    def of(op: Op, plan: Plan, operands: Sequence[Sharding], dtypes: Sequence[Any], parameters: Iterable[Any]) -> _Call:
+    def of(
+        op: Op,
+        plan: Plan,
+        operands: Sequence[Sharding],
+        dtypes: Sequence[Any],
+        parameters: Iterable[Any],
+        exact: bool,
+    ) -> _Call:
+        summed = plan.result.summed_dims if exact else ()
+        plan = Plan(plan.operands, plan.result.replacing(dict.fromkeys(summed, Replicate())))
         new = {
             dim: Replicate()
             for dim in plan.result.partial_dims
@@ -179,25 +207,30 @@ class _Call:
             and not any(dim in operand.partial_dims for operand in plan.operands)
         }
         placed = [f"{dtype.name} {each.shape}, {each}" for each, dtype in zip(operands, dtypes, strict=True)]
-        text = f"{op.name} of {placed} {_plain(tuple(parameters))}"
-        return _Call(plan, np.dtype(op.dtype(*dtypes)), plan.result.replacing(new), zlib.crc32(text.encode()), text)
+        text = f"{'reproducible ' * exact}{op.name} of {placed} {_plain(tuple(parameters))}"
+        checksum = zlib.crc32(text.encode())
+        return _Call(plan, np.dtype(op.dtype(*dtypes)), plan.result.replacing(new), checksum, text, summed)
 
 
 def _call_of(op: Op, operands: Sequence[DistArray], parameters: Mapping[str, Any]) -> _Call:
     shardings, dtypes = tuple(map(_SHARDING, operands)), tuple(map(_DTYPE, operands))
-    items = tuple(parameters.items())
+    items, exact = tuple(parameters.items()), is_reproducible()
     if op.rule is None:  # not cached: such operations are made for one call, and the cache would keep their functions
         replicated = Plan(tuple(sharding.replicated for sharding in shardings), shardings[0].replicated)
-        return _Call.of(op, replicated, shardings, dtypes, items)
+        return _Call.of(op, replicated, shardings, dtypes, items, exact)
     try:
-        return _cached_call(op, shardings, dtypes, items)
+        return _cached_call(op, shardings, dtypes, items, exact)
     except TypeError:  # parameters that cannot be hashed, or an error of the rule, which is raised again
-        return _cached_call.__wrapped__(op, shardings, dtypes, items)
+        return _cached_call.__wrapped__(op, shardings, dtypes, items, exact)
 
 
 @lru_cache(maxsize=4096)
 def _cached_call(
-    op: Op, shardings: tuple[Sharding, ...], dtypes: tuple[np.dtype[Any], ...], parameters: tuple[tuple[str, Any], ...]
+    op: Op,
+    shardings: tuple[Sharding, ...],
+    dtypes: tuple[np.dtype[Any], ...],
+    parameters: tuple[tuple[str, Any], ...],
+    exact: bool,
 ) -> _Call:
     assert op.rule is not None
     rule = op.rule(*(sharding.shape for sharding in shardings), **dict(parameters))
@@ -206,9 +239,16 @@ def _cached_call(
     if [len(axes) for axes in rule.operands] != [len(sharding.shape) for sharding in shardings]:
         shapes = ", ".join(str(sharding.shape) for sharding in shardings)
         raise ValueError(f"the rule of {op.name} is for operands of other shapes than {shapes}")
+    if exact:
+        if rule.reduces in ("sum", "avg") and op.exact is None:
+            raise NotImplementedError(
+                f"{op.name} sums over shards by a rule of its own, and has no reproducible form: inside reproducible() "
+                "compose it of the package's operations, or give it no rule, so that it runs on the whole arrays"
+            )
+        rule = replace(rule, linear=())  # nothing stays Partial
     itemsize = np.dtype(op.dtype(*dtypes)).itemsize
     chosen = plan(rule, shardings, [dtype.itemsize for dtype in dtypes], itemsize)
-    return _Call.of(op, chosen, shardings, dtypes, parameters)
+    return _Call.of(op, chosen, shardings, dtypes, parameters, exact)
 
 
 def _plain(value: Any) -> Any:
@@ -264,16 +304,17 @@ def _put_on_tape(
     if True not in required or not is_floating(result.local.dtype):
         return
     used = range(-1, len(required)) if op.uses is None else _used(op.uses, required)
-    known = _for_tape(result, -1 in used)
+    known, mode, scope = _for_tape(result, -1 in used), is_reproducible(), current_scope()
     arguments = [_for_tape(x, index in used) for index, x in enumerate(inputs)]
     wanted = [(x.sharding.shape, x.local.dtype) if x.requires_grad else None for x in operands]
-
-    scope = current_scope()
 
     def vjp(gradient: DistArray) -> list[DistArray | None]:
         set_scope(scope)
         if not op.vjps:
             raise NotImplementedError(f"{op.name} has no vjp: its result has no gradient")
+        if is_reproducible() != mode:
+            sides = ("inside", "outside") if mode else ("outside", "inside")
+            raise RuntimeError(f"{op.name} was computed {sides[0]} reproducible(), and its gradient {sides[1]}")
         # All consumers have contributed, so a Partial gradient is reduced here, once.
         destination = known.sharding.natural
         if op.relays:

@@ -33,6 +33,8 @@ class Op:
     gives_residuals  `forward` returns something else besides, which the vjps take as `residuals`
     views         the result of `forward` may share the memory of an operand
     sends         the collectives of `forward` itself; only a rule with `merged` labels has any
+    exact         `forward` inside `reproducible`, for operations that sum: takes the `shardings` too, and reduces the
+                  sums itself over the ranks of `shardings.summed`, so that the result is not Partial
     """
 
     name: str
@@ -46,16 +48,21 @@ class Op:
     gives_residuals: bool = False
     views: bool = False
     sends: Callable[..., Sequence[Sent]] | None = None
+    exact: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
 class Shardings:
-    """The shardings of one call; `required` says of each operand whether it requires a gradient."""
+    """The shardings of one call; `required` says of each operand whether it requires a gradient.
+
+    `summed` has the dims over which `exact` reduces its sums.
+    """
 
     mesh: Mesh
     operands: tuple[Sharding, ...]
     result: Sharding
     required: tuple[bool, ...]
+    summed: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,3 +77,8 @@ class Shardings:
         """Return the communicator over those dims; None if there are none."""
         dims = self.dims(axes)
         return self.mesh.comm(*dims) if dims else None
+
+    @property
+    def summed_comm(self) -> Any:
+        """The communicator over the dims whose sums are reduced; None if there are none."""
+        return self.mesh.comm(*self.summed) if self.summed else None

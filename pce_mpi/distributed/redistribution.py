@@ -21,12 +21,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_half
+from pce_mpi.arrays import array_namespace, is_floating, is_half
 from pce_mpi.comm.collectives import ReduceOp, all_gather, all_reduce, all_to_all, reduce_scatter
 from pce_mpi.comm.tracing import cause, current_cause
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
 from pce_mpi.distributed.sharding import Coordinates, Sharding, Splits, outer_splits, within
+from pce_mpi.exact.mode import is_reproducible
+from pce_mpi.exact.sums import over_ranks
 
 Verb = Literal["all_gather", "all_to_all", "all_reduce", "reduce_scatter", "slice", "keep", "pad"]
 _SILENT = ("slice", "keep", "pad")
@@ -265,13 +267,17 @@ def _sent(step: Step, local: Array, mesh: Mesh) -> Array:
         # A half is rounded once, after the sum.
         partial = local.astype(np.float32) if is_half(local.dtype) else local
         partial = partial / partial.dtype.type(before)
-    if step.verb == "all_reduce":
+    if is_reproducible() and reduction == "sum" and is_floating(local.dtype):
+        total = over_ranks(partial, comm)
+        if step.verb == "reduce_scatter":
+            total = total[within(step.before.slices(here), step.after.slices(here))]
+    elif step.verb == "all_reduce":
         total = all_reduce(partial, comm, reduction)
     else:
         blocks = [partial[within(step.before.slices(here), step.after.slices(member))] for member in members]
         total = reduce_scatter(blocks, comm, reduction)
     if after < 1:
-        total /= total.dtype.type(after)
+        total = total / total.dtype.type(after)
     return total.astype(local.dtype, copy=False)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+import math
 from typing import Any
 
 import numpy as np
@@ -11,9 +14,13 @@ from pce_mpi.autograd.apply import apply, operands_of
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
+from pce_mpi.exact.mode import is_reproducible
 from pce_mpi.ops.broadcasting import local_extreme
 from pce_mpi.ops.elementwise import astype, widened
-from pce_mpi.ops.matmul import transposed_times
+from pce_mpi.ops.matmul import matmul, transposed_times
+from pce_mpi.ops.selection import where
+from pce_mpi.ops.shape import swapaxes
+from pce_mpi.ops.softmax import softmax
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -116,6 +123,14 @@ _ATTENTION = Op(
 )
 
 
+def _composed(q: DistArray, k: DistArray, v: DistArray, causal: bool, scale: float) -> DistArray:
+    """Return the same from operations that have a reproducible form."""
+    scores = matmul(q * scale, swapaxes(k, -1, -2))
+    if causal:
+        scores = where(array_namespace(q.local).tri(*scores.shape[-2:], dtype=bool), scores, -math.inf)
+    return matmul(softmax(scores), v)
+
+
 def scaled_dot_product_attention(
     q: DistArray, k: DistArray, v: DistArray, causal: bool = False, scale: float | None = None
 ) -> DistArray:
@@ -173,7 +188,8 @@ def scaled_dot_product_attention(
     fit = all(len(shape) > 1 and shape[:-2] == shapes[0][:-2] for shape in shapes)
     if not fit or shapes[0][-1] != shapes[1][-1] or shapes[1][-2] != shapes[2][-2]:
         raise ValueError(f"{name}: queries, keys and values of shapes {', '.join(map(str, shapes))} do not fit")
-    factor = max(1, shapes[0][-1]) ** -0.5 if scale is None else float(scale)
-    y = apply(_ATTENTION, *map(widened, operands), causal=bool(causal), scale=factor)
+    factor = 1 / math.sqrt(max(1, shapes[0][-1])) if scale is None else float(scale)
+    run: Callable[..., DistArray] = _composed if is_reproducible() else partial(apply, _ATTENTION)
+    y = run(*map(widened, operands), causal=bool(causal), scale=factor)
     dtype = np.result_type(*(x.dtype for x in operands))
     return astype(y, dtype) if is_half(dtype) else y

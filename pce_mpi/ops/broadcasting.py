@@ -7,16 +7,18 @@ is Partial: this is how the gradients of parameters become Partial under data, s
 from __future__ import annotations
 
 from collections.abc import Sequence
+import math
 from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_half
+from pce_mpi.arrays import array_namespace, is_floating, is_half
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import ReduceOperator
+from pce_mpi.exact.sums import reduced, total
 from pce_mpi.ops.shape import normalized_axis, reshape, whole_numbers
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -151,12 +153,25 @@ def local_extreme(name: str, x: Array, axes: tuple[int, ...], keepdims: bool, lo
     return xp.full(shape if keepdims else [shape[axis] for axis in range(x.ndim) if axis not in axes], loses, x.dtype)
 
 
+def exact_total(x: Array, axes: tuple[int, ...], shardings: Shardings) -> Array:
+    """Return the sum over shards too, in float64; the axes stay with length 1."""
+    length = math.prod(shardings.operands[0].shape[axis] for axis in axes)
+    return total(x, axes, length, shardings.summed_comm)
+
+
+def _exact_sum(x: Array, axes: tuple[int, ...], keepdims: bool, shardings: Shardings) -> Array:
+    if not is_floating(x.dtype):
+        return reduced(array_namespace(x).asarray(local_sum(x, axes, keepdims)), shardings.summed_comm)
+    return exact_total(x, axes, shardings).astype(x.dtype).reshape(shardings.shape)
+
+
 _SUM = Op(
     "sum",
     local_sum,
     (lambda g, y, x, axes, keepdims: spread(g, x, axes),),
     reduction_rule,
     uses=[()],
+    exact=_exact_sum,
 )
 
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_half
+from pce_mpi.arrays import array_namespace, is_floating, is_half
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op
+from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
+from pce_mpi.exact.sums import running_total
 from pce_mpi.ops.elementwise import numpy_dtype
 from pce_mpi.ops.shape import normalized_axis, reshape
 
@@ -29,6 +30,12 @@ def _cumsum(x: Array, axis: int, backwards: bool) -> Array:
     return sums.astype(x.dtype) if is_half(x.dtype) else sums
 
 
+def _exact_cumsum(x: Array, axis: int, backwards: bool, shardings: Shardings) -> Array:
+    if not is_floating(x.dtype):
+        return _cumsum(x, axis, backwards)
+    return running_total(x, axis, lambda part: _cumsum(part, axis, backwards)).astype(x.dtype)
+
+
 _CUMSUM: Op = Op(
     "cumsum",
     _cumsum,
@@ -36,6 +43,7 @@ _CUMSUM: Op = Op(
     _rule,
     numpy_dtype("cumsum"),
     uses=[()],
+    exact=_exact_cumsum,
 )
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+import math
 from string import ascii_letters
 from typing import Any
 
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, is_half
-from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op
+from pce_mpi.autograd.apply import apply, operands_of
+from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
-from pce_mpi.ops.broadcasting import broadcast_to
-from pce_mpi.ops.shape import reshape
+from pce_mpi.exact.mode import is_reproducible
+from pce_mpi.ops.broadcasting import broadcast_to, sum
+from pce_mpi.ops.elementwise import astype, widened
+from pce_mpi.ops.matmul import matmul
+from pce_mpi.ops.shape import reshape, transpose
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -74,10 +78,52 @@ def _vjp(index: int) -> Callable[..., DistArray]:
     return vjp
 
 
+def _composed(sources: list[str], result: str, arrays: list[DistArray]) -> DistArray:
+    """Return the same from operations that have a reproducible form: products of two matrices at a time, and sums."""
+    for index, source in enumerate(sources):
+        sources[index] = "".join(dict.fromkeys(source))
+        if sources[index] != source:
+            arrays[index] = apply(_op(1), arrays[index], letters=f"{source}->{sources[index]}")
+    (letters, found), *others = zip(sources, arrays, strict=True)
+    for index, (source, array) in enumerate(others):
+        wanted = {*result, *"".join(sources[index + 2 :])}
+        letters, found = _times(letters, found, source, array, wanted)
+    letters, found = _summed(letters, found, set(result))
+    return transpose(found, [letters.index(letter) for letter in result])
+
+
+def _summed(letters: str, x: DistArray, wanted: set[str]) -> tuple[str, DistArray]:
+    """Sum `x` over the axes whose letters are not `wanted`."""
+    axes = [axis for axis, letter in enumerate(letters) if letter not in wanted]
+    return "".join(letter for letter in letters if letter in wanted), sum(x, axes) if axes else x
+
+
+def _times(a: str, x: DistArray, b: str, y: DistArray, wanted: set[str]) -> tuple[str, DistArray]:
+    """Multiply two operands, and sum over the letters that they share and nobody else wants."""
+    a, x = _summed(a, x, wanted | set(b))
+    b, y = _summed(b, y, wanted | set(a))
+    lengths = dict(zip(a, x.shape, strict=True)) | dict(zip(b, y.shape, strict=True))
+    stack, inner = ([each for each in a if each in b and (each in wanted) == kept] for kept in (True, False))
+    rows, columns = [each for each in a if each not in b], [each for each in b if each not in a]
+
+    def matrices(letters: str, z: DistArray, first: list[str], second: list[str]) -> DistArray:
+        ordered = transpose(z, [letters.index(each) for each in (*stack, *first, *second)])
+        sizes = [math.prod(lengths[each] for each in group) for group in (first, second)]
+        return reshape(ordered, [*(lengths[each] for each in stack), *sizes])
+
+    found = matmul(matrices(a, x, rows, inner), matrices(b, y, inner, columns))
+    letters = "".join((*stack, *rows, *columns))
+    return letters, reshape(found, [lengths[each] for each in letters])
+
+
+def _diagonal(x: Array, letters: str, shardings: Shardings) -> Array:
+    return _einsum(x, letters=letters)  # inside `reproducible` there is nothing else to do here, and no sum
+
+
 @cache
 def _op(count: int) -> Op:
     others = [tuple(other for other in range(count) if other != index) for index in range(count)]
-    return Op("einsum", _einsum, [_vjp(index) for index in range(count)], _rule, uses=others)
+    return Op("einsum", _einsum, [_vjp(index) for index in range(count)], _rule, uses=others, exact=_diagonal)
 
 
 def einsum(subscripts: str, *operands: Any) -> DistArray:
@@ -141,7 +187,10 @@ def einsum(subscripts: str, *operands: Any) -> DistArray:
     letters = f"{','.join(sources)}->{result}"
     if np.result_type(*(each.dtype for each in arrays)) == np.bool_:  # which NumPy adds up by "or"; a Partial cannot
         arrays = [each.astype(np.int64) for each in arrays]
-        return apply(_op(len(arrays)), *arrays, letters=letters) != 0
+        return einsum(letters, *arrays) != 0
+    if is_reproducible():
+        wide = [widened(each) for each in operands_of("einsum", arrays)]
+        return astype(_composed(sources, result, wide), np.result_type(*(each.dtype for each in arrays)))
     return apply(_op(len(arrays)), *arrays, letters=letters)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import Replicate
+from pce_mpi.exact.sums import reduced, scattered
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -42,6 +44,12 @@ def _embedding(table: Array, ids: Array, shardings: Shardings) -> Array:
     return found
 
 
+def _exact_embedding(table: Array, ids: Array, shardings: Shardings) -> Array:
+    """Return the rows of all shards: the bits of each shard's rows, and 0 for others, add up to them."""
+    found = array_namespace(table).ascontiguousarray(_embedding(table, ids, shardings))
+    return reduced(found.view(f"i{found.dtype.itemsize}"), shardings.summed_comm).view(table.dtype)
+
+
 def _gradient_rule(g: Shape, ids: Shape, table: Shape) -> Rule:
     places = tuple(Axis(index) for index in range(len(ids)))
     return Rule(((*places, _COLUMN), places, (_ROW, _COLUMN)), (_ROW, _COLUMN), table, linear=((0,),), reduces="sum")
@@ -55,8 +63,26 @@ def _gradient(g: Array, ids: Array, table: Array, shardings: Shardings) -> Array
     return gradient.astype(g.dtype, copy=False)
 
 
+def _exact_gradient(g: Array, ids: Array, table: Array, shardings: Shardings) -> Array:
+    here, rows = _rows_here(ids, shardings, 2)
+    values = g.reshape(ids.size, g.shape[-1])
+
+    def add(zeros: Array, slices: Array) -> None:
+        add_rows(zeros, rows, slices[here.reshape(-1)])
+
+    length = math.prod(shardings.operands[1].shape)
+    return scattered(add, values, shardings.shape, length, shardings.summed_comm).astype(g.dtype)
+
+
 # The table is an operand for its sharding alone: each rank adds up the rows of its own shard.
-_GRADIENT = Op("embedding", _gradient, rule=_gradient_rule, dtype=lambda g, *_: g, takes_shardings=True)
+_GRADIENT = Op(
+    "embedding",
+    _gradient,
+    rule=_gradient_rule,
+    dtype=lambda g, *_: g,
+    takes_shardings=True,
+    exact=_exact_gradient,
+)
 
 
 def _to_table(g: DistArray, y: DistArray, table: DistArray, ids: DistArray) -> DistArray:
@@ -72,6 +98,7 @@ _EMBEDDING = Op(
     dtype=lambda table, ids: table,
     uses=[(1,)],
     takes_shardings=True,
+    exact=_exact_embedding,
 )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+import math
 import operator
 from typing import Any
 
@@ -18,6 +19,7 @@ from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
+from pce_mpi.exact.sums import scattered
 from pce_mpi.ops.broadcasting import aligned
 from pce_mpi.ops.shape import normalized_axis, reshape, whole_numbers
 
@@ -119,7 +121,25 @@ def _put(g: Array, *indices: Array, axes: tuple[int, ...], at: int, whole: Shape
     return filled.transpose(sorted(range(len(order)), key=order.__getitem__)).astype(g.dtype, copy=False)
 
 
-_PUT = Op("slice", _put, rule=_put_rule, dtype=lambda g, *_: g, takes_shardings=True)
+def _exact_put(g: Array, *indices: Array, axes: tuple[int, ...], at: int, whole: Shape, shardings: Shardings) -> Array:
+    xp, lengths = array_namespace(g), shardings.shape
+    rest = [axis for axis in range(len(whole)) if axis not in axes]
+    block = g.ndim - len(rest)
+    order = [*axes, *rest]
+    moved = g.transpose((*range(at, at + block), *range(at), *range(at + block, g.ndim)))
+    taken, others = [lengths[axis] for axis in axes], [lengths[axis] for axis in rest]
+
+    def add(zeros: Array, slices: Array) -> None:
+        xp.add.at(zeros.reshape(*taken, *others), indices, slices.reshape(moved.shape))
+
+    rows = moved.reshape(math.prod(moved.shape[:block]), *others)
+    length = math.prod(np.broadcast_shapes(*(each.shape for each in shardings.operands[1:])))
+    filled = scattered(add, rows, (math.prod(taken), *others), length, shardings.summed_comm)
+    filled = filled.reshape(*taken, *others).transpose(sorted(range(len(order)), key=order.__getitem__))
+    return filled.astype(g.dtype)
+
+
+_PUT = Op("slice", _put, rule=_put_rule, dtype=lambda g, *_: g, takes_shardings=True, exact=_exact_put)
 _PICK = Op(
     "slice",
     _pick,

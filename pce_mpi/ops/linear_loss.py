@@ -15,9 +15,13 @@ from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
+from pce_mpi.exact.mode import is_reproducible
 from pce_mpi.loss.linear import check_dtypes, loss_and_sums, rows_held
 from pce_mpi.loss.options import LinearCrossEntropyOptions, Options, Reduction, takes
 from pce_mpi.loss.passes import state_fields
+from pce_mpi.ops.elementwise import widened
+from pce_mpi.ops.loss import cross_entropy
+from pce_mpi.ops.matmul import matmul
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -187,4 +191,7 @@ def linear_cross_entropy(
     named = zip(("hidden", "w", "targets", "weight"), (hidden, w, given, *weights), strict=False)
     check_one_library({name: array.local if isinstance(array, DistArray) else array for name, array in named})
     settings = {name: getattr(checked, name) for name in _SETTINGS}
+    if is_reproducible():  # the loss of all logits, whose products have a reproducible form
+        del settings["chunk"]
+        return cross_entropy(matmul(widened(hidden), widened(w)), given, weight=weight, **settings)
     return apply(_LINEAR_CROSS_ENTROPY, hidden, w, given, *weights, **settings)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 import math
 from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_half
+from pce_mpi.arrays import array_namespace, is_floating, is_half
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op
+from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
+from pce_mpi.exact.products import product
+from pce_mpi.exact.sums import reduced
 from pce_mpi.ops.broadcasting import aligned, sum_to
 from pce_mpi.ops.shape import reshape
 
@@ -46,10 +49,24 @@ def _product(a: Array, b: Array) -> Array:
     return xp.matmul(a, b)
 
 
-def _matmul(a: Array, b: Array) -> Array:
+def _matmul(a: Array, b: Array, product: Callable[[Array, Array], Array] = _product) -> Array:
     if a.ndim > 2 and b.ndim == 2:  # one product of a tall matrix is faster than a stack of products
-        return _product(_tall(a), b).reshape(*a.shape[:-1], b.shape[-1])
-    return _product(a, b)
+        return product(_tall(a), b).reshape(*a.shape[:-1], b.shape[-1])
+    return product(a, b)
+
+
+def _exact(multiply: Callable[..., Array], length: Callable[[Shape], int]) -> Callable[..., Array]:
+    """Make the form of `multiply(a, b, product)` whose sums have `length` of the global shape of a, on all ranks."""
+
+    def exact(a: Array, b: Array, shardings: Shardings) -> Array:
+        dtype, comm = np.result_type(a.dtype, b.dtype), shardings.summed_comm
+        if not is_floating(dtype):
+            return reduced(multiply(a, b, _product), comm)
+        terms = length(shardings.operands[0].shape)
+        found = multiply(a.astype(dtype), b.astype(dtype), lambda a, b: product(a, b, terms, comm))
+        return found.astype(dtype)
+
+    return exact
 
 
 def _transposed_product_rule(a: Shape, g: Shape) -> Rule:
@@ -63,20 +80,31 @@ def _transposed_product_rule(a: Shape, g: Shape) -> Rule:
     )
 
 
-def _transposed_product(a: Array, g: Array) -> Array:
-    return _product(_tall(a).T, _tall(g))
+def _transposed_product(a: Array, g: Array, product: Callable[[Array, Array], Array] = _product) -> Array:
+    return product(_tall(a).T, _tall(g))
 
 
 # a.T @ g, summed over the stack: the gradient of a matrix that multiplies a stack.
-_TRANSPOSED_PRODUCT = Op("matmul", _transposed_product, rule=_transposed_product_rule)
+_TRANSPOSED_PRODUCT = Op(
+    "matmul",
+    _transposed_product,
+    rule=_transposed_product_rule,
+    exact=_exact(_transposed_product, lambda a: math.prod(a[:-1])),
+)
 
 
 # The products g @ b.T and a.T @ g of stacks of matrices, each in one operation rather than with a transposition.
 _BY_TRANSPOSED = Op(
-    "matmul", lambda g, b: _matmul(g, b.swapaxes(-1, -2)), rule=lambda g, b: _exchanged(_rule(g, _turned(b)), 1)
+    "matmul",
+    lambda g, b: _matmul(g, b.swapaxes(-1, -2)),
+    rule=lambda g, b: _exchanged(_rule(g, _turned(b)), 1),
+    exact=_exact(lambda g, b, product: _matmul(g, b.swapaxes(-1, -2), product), lambda g: g[-1]),
 )
 _OF_TRANSPOSED = Op(
-    "matmul", lambda a, g: _matmul(a.swapaxes(-1, -2), g), rule=lambda a, g: _exchanged(_rule(_turned(a), g), 0)
+    "matmul",
+    lambda a, g: _matmul(a.swapaxes(-1, -2), g),
+    rule=lambda a, g: _exchanged(_rule(_turned(a), g), 0),
+    exact=_exact(lambda a, g, product: _matmul(a.swapaxes(-1, -2), g, product), lambda a: a[-2]),
 )
 
 
@@ -111,7 +139,9 @@ def _to_second(g: DistArray, y: DistArray, a: DistArray, b: DistArray) -> DistAr
     return sum_to(transposed_times(a, g), b.shape)
 
 
-_MATMUL = Op("matmul", _matmul, (_to_first, _to_second), _rule, uses=[(1,), (0,)])
+_MATMUL = Op(
+    "matmul", _matmul, (_to_first, _to_second), _rule, uses=[(1,), (0,)], exact=_exact(_matmul, lambda a: a[-1])
+)
 
 
 def matmul(x: Any, y: Any) -> DistArray:

@@ -1,6 +1,7 @@
 """Layer and root mean square normalization.
 
-Along a sharded axis they are composed of other operations, and only one number a row is sent.
+Along a sharded axis they are composed of other operations, and only one number a row is sent. Inside `reproducible`
+they always are.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
+from pce_mpi.exact.mode import is_reproducible
 from pce_mpi.ops.elementwise import astype, sqrt, square, widened
 from pce_mpi.ops.reductions import mean
 from pce_mpi.ops.shape import normalized_axis, reshape
@@ -115,7 +117,7 @@ def _norm(x: DistArray, scale: Any, bias: Any, axis: int, eps: float, center: bo
             raise ValueError(f"{name} must have the length of axis {axis}, ({x.shape[axis]},), got {factor.shape}")
     # A dtype that holds the squares of the elements.
     wide = widened(x) if is_floating(x.dtype) else astype(x, np.float64)
-    if wide.sharding.dims_of(axis):
+    if wide.sharding.dims_of(axis) or is_reproducible():
         centered = wide - mean(wide, axis, keepdims=True) if center else wide
         y = centered / sqrt(mean(square(centered), axis, keepdims=True) + eps)
         y = y if scale is None else y * _along(axis, x.ndim, scale)

@@ -20,6 +20,7 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import ReduceOperator
 from pce_mpi.ops.broadcasting import (
     broadcast_to,
+    exact_total,
     kept_shape,
     local_extreme,
     normalized_axes,
@@ -49,6 +50,11 @@ def _mean_vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int, ...], k
     return spread(g / count, x, axes)
 
 
+def _exact_mean(x: Array, axes: tuple[int, ...], keepdims: bool, count: int, shardings: Shardings) -> Array:
+    wide = x if is_floating(x.dtype) else x.astype(np.float64)
+    return (exact_total(wide, axes, shardings) / np.float64(count)).astype(wide.dtype).reshape(shardings.shape)
+
+
 _MEAN = Op(
     "mean",
     _mean,
@@ -56,6 +62,7 @@ _MEAN = Op(
     lambda shape, axes, keepdims, count: reduction_rule(shape, axes, keepdims),
     dtype=lambda dtype: dtype if is_floating(dtype) else np.float64,
     uses=[()],
+    exact=_exact_mean,
 )
 
 

@@ -16,6 +16,8 @@ from pce_mpi.comm.tracing import cause, phase
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Replicate
+from pce_mpi.exact.mode import is_reproducible
+from pce_mpi.exact.sums import total
 from pce_mpi.optim.parameters import block_of, blocks, check_parameters, listed, not_negative
 from pce_mpi.optim.synchronization import meshes_of, synchronize
 
@@ -87,23 +89,27 @@ def clip_grad_norm(parameters: Iterable[DistArray], max_norm: float) -> float:
 @np.errstate(all="ignore")
 def _sum_of_squares(parameters: Sequence[DistArray], mesh: Mesh) -> float:
     """Return the sum of the squares of all gradients over `mesh`, the same bits on every rank."""
-    squares = []
-    for parameter in parameters:
-        if parameter.mesh is not mesh or parameter.grad is None:
-            continue
-        # The first of equal replicas counts.
-        placed = parameter.grad.sharding.by_dim.items()
-        if any(mesh.coordinates[dim] for dim, placement in placed if placement == Replicate()):
-            continue
-        local = parameter.grad.local
-        for index in blocks(local.shape, block_of(array_namespace(local))):
-            block = local[index].astype(np.float64)
-            block *= block
-            squares.append(float(block.sum()))
-    reason = "the squares of all gradients, each element counted once"
+    gradients = [parameter.grad for parameter in parameters if parameter.mesh is mesh and parameter.grad is not None]
+    mine = [_counted(gradient) for gradient in gradients]
+    reason, comm = "the squares of all gradients, each element counted once", mesh.comm(*mesh.dims)
     with cause("clip_grad_norm", text_of_dims(mesh.dims), reason, "Partial('sum')", "Replicate()"):
-        sums = all_reduce(np.array([sum(squares, 0.0)]), mesh.comm(*mesh.dims), "sum")
-    return float(sums[0])
+        if is_reproducible():
+            sums = [total(x, (0,), g.size, comm, squared=True) for x, g in zip(mine, gradients, strict=True)]
+            return sum((each.item() for each in sums), 0.0)
+        squares = []
+        for local in mine:
+            for index in blocks(local.shape, block_of(array_namespace(local))):
+                block = local[index].astype(np.float64)
+                block *= block
+                squares.append(float(block.sum()))
+        return float(all_reduce(np.array([sum(squares, 0.0)]), comm, "sum")[0])
+
+
+def _counted(gradient: DistArray) -> Array:
+    """Return the elements that this rank counts: those of the first of equal replicas."""
+    placed = gradient.sharding.by_dim.items()
+    other = any(gradient.mesh.coordinates[dim] for dim, placement in placed if placement == Replicate())
+    return gradient.local.reshape(-1)[: 0 if other else None]
 
 
 @np.errstate(all="ignore")

@@ -62,7 +62,16 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("__init__"),
         ],
     ),
-    "exact": ({"mpi4py", "comm", "dense"}, [room("functions")]),
+    "exact": (
+        {"dense", "mpi4py"},
+        [
+            room("mode", standard_library_only=True),
+            room("functions", "comm"),
+            room("slices"),
+            room("sums"),
+            room("products"),
+        ],
+    ),
     "distributed": (
         {"loss", "dense"},
         [
@@ -112,8 +121,8 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("einsum"),
             room("attention"),
             room("embedding"),
-            room("linear_loss"),
             room("loss"),
+            room("linear_loss"),
             room("statistics"),
             room("largest"),
             room("redistribution"),
@@ -388,7 +397,13 @@ def test_lawful_import_is_left_alone(path, source):
 # A shard may be empty, or a view on one rank and a copy on another: where elements are in memory must never decide
 # whether ranks communicate. These files ask, but only to know what this rank is to copy or may write to.
 ASK_ABOUT_MEMORY = {"memory.py", "loss/problem.py", "loss/passes.py"}
-ASK_ABOUT_MEMORY |= {"autograd/apply.py", "autograd/gradients.py", "ops/numpy_protocol.py", "optim/optimizer.py"}
+ASK_ABOUT_MEMORY |= {
+    "autograd/apply.py",
+    "autograd/gradients.py",
+    "ops/numpy_protocol.py",
+    "optim/optimizer.py",
+    "exact/products.py",
+}
 ONE_RANK_ALONE = ("loss/kernels/", "conformance/", "cli/")
 FUNCTIONS = {"byte_bounds", "may_share_memory", "same_memory", "shares_memory"}
 ATTRIBUTES = {"base", "flags", "strides"}

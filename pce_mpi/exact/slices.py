@@ -1,0 +1,126 @@
+"""Slices of numbers, on grids that the largest number of a sum decides, whose sums and products are exact.
+
+The numbers of one sum have a common exponent e, that of the largest of them on all ranks: |x| < 2^e. Slice i of x is a
+multiple of 2^(e - (i + 1) bits), an integer of at most `bits` bits on its grid, so a sum of few enough of them has at
+most 53 bits: float64 adds them without an error, in any order, by any library, on any number of ranks. What all slices
+leave out, less than 2^(e - bits count), is the same for a number wherever it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace
+from pce_mpi.comm.collectives import all_reduce
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+
+# Of a sum with an infinity or a nan; above all others.
+NOT_FINITE = 2000
+# Bits of a float64, and of floating-point numbers by their size.
+_DIGITS = 53
+_MANTISSA = {2: 11, 4: 24, 8: 53}
+# Bits by which the slices of a sum are finer than its last bit has to be.
+_GUARD = 2
+
+
+def slicing(dtype: np.dtype[Any], terms: int, factors: int = 1, spread: int = 0) -> tuple[int, int]:
+    """Return the bits of a slice, and the number of slices, for exact sums of `terms` products of `factors` numbers.
+
+    Together the slices hold the mantissa of a number 2^spread below the largest one.
+    """
+    carried = max(0, terms - 1).bit_length()
+    bits = min(_DIGITS - 2, (_DIGITS - carried) // factors)
+    count = -(-(_MANTISSA[dtype.itemsize] + spread + carried + _GUARD) // bits)
+    if factors > 1 and count > 2:
+        bits = (_DIGITS - carried - 1) // factors  # the third slice adds a product to those of the first two
+        count = -(-(_MANTISSA[dtype.itemsize] + spread + carried + _GUARD) // bits)
+    return bits, count
+
+
+def exponents(x: Array, axes: tuple[int, ...]) -> Array:
+    """Return int32 exponents e, |x| < 2^e, of the largest element along `axes`, which stay with length 1."""
+    xp = array_namespace(x)
+    if not all(x.shape[axis] for axis in axes):
+        shape = [1 if axis in axes else length for axis, length in enumerate(x.shape)]
+        return xp.full(shape, -NOT_FINITE, np.int32)
+    wide = x if x.dtype.itemsize > 2 else x.astype(np.float32)
+    largest = xp.maximum(xp.max(wide, axis=axes, keepdims=True), -xp.min(wide, axis=axes, keepdims=True))
+    found = xp.frexp(largest)[1].astype(np.int32)
+    found[largest == 0] = -NOT_FINITE
+    found[~xp.isfinite(largest)] = NOT_FINITE
+    return found
+
+
+def together(parts: Sequence[Array], comm: Any) -> list[Array]:
+    """Return the largest exponents over the ranks of `comm`, by one all_reduce; without any, the same."""
+    if comm is None:
+        return list(parts)
+    xp = array_namespace(parts[0])
+    flat = all_reduce(xp.concatenate([part.reshape(-1) for part in parts]), comm, "max")
+    ends = np.cumsum([part.size for part in parts])[:-1].tolist()
+    return [piece.reshape(part.shape) for piece, part in zip(xp.split(flat, ends), parts, strict=True)]
+
+
+def all_finite(parts: Sequence[Array]) -> bool:
+    """Tell whether no exponent says that there is an infinity or a nan."""
+    return all(not part.size or int(part.max()) < NOT_FINITE for part in parts)
+
+
+def finite_part(x: Array) -> Array:
+    """Return `x` with 0 for infinities and nan."""
+    xp = array_namespace(x)
+    return xp.where(xp.isfinite(x), x, x.dtype.type(0))
+
+
+def usable(e: Array) -> Array:
+    """Return exponents that powers of two can be made of: 0 where there is nothing, or nothing finite."""
+    return array_namespace(e).where(abs(e) == NOT_FINITE, 0, e)
+
+
+def slices(x: Array, e: Array, bits: int, count: int, dtype: np.dtype[Any], squared: bool = False) -> Iterator[Array]:
+    """Yield the slices of `x`, or of its squares, float64 and not kept; those of float64 numbers are in units of 2^e.
+
+    Adding and taking away 1.5 2^(52 - bits) 2^e rounds to a multiple of 2^(e - bits).
+    """
+    if dtype.itemsize == 8:  # there e may be as large as float64 has them
+        x, unit = scaled(x, -e), 1.0
+    else:
+        x, unit = x.astype(np.float64), power_of_two(e)
+    if squared:
+        x, unit = x * x, unit * unit
+    for index in range(count):
+        rounding = unit * (1.5 * 2.0 ** (_DIGITS - 1 - (index + 1) * bits))
+        part = x + rounding
+        part -= rounding
+        if index + 1 < count:
+            x -= part
+        yield part
+
+
+def joined(levels: Sequence[Array]) -> Array:
+    """Add up sums of slices, largest first in `levels`, from the smallest."""
+    total = levels[-1]
+    for level in levels[-2::-1]:
+        total = total + level
+    return total
+
+
+def in_units(sums: Array, e: Array, dtype: np.dtype[Any]) -> Array:
+    """Return sums of slices of `dtype` as numbers, those of float64 from units of 2^e."""
+    return scaled(sums, e) if dtype.itemsize == 8 else sums
+
+
+def power_of_two(n: Array) -> Array:
+    """Return 2^n in float64, for -1022 <= n <= 1023."""
+    return ((n.astype(np.int64) + 1023) << 52).view(np.float64)
+
+
+def scaled(x: Array, n: Array) -> Array:
+    """Return x 2^n in float64, for any n that may be needed."""
+    third = n // 3
+    factor = power_of_two(third)
+    return x * factor * factor * power_of_two(n - 2 * third)

@@ -1,0 +1,111 @@
+"""Sums of floating-point numbers with bits that no order of addition and no split over ranks changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pce_mpi.arrays import array_namespace
+from pce_mpi.comm.collectives import all_reduce
+from pce_mpi.exact.slices import (
+    all_finite,
+    exponents,
+    finite_part,
+    in_units,
+    joined,
+    slices,
+    slicing,
+    together,
+    usable,
+)
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+
+# Elements of a block, whose slices take no more than a cache.
+_BLOCK = 2**15
+# Elements that meet in a table may be this many powers of two below the largest of their column, and keep their digits.
+_SPREAD = 24
+
+
+def total(x: Array, axes: tuple[int, ...], length: int, comm: Any = None, squared: bool = False) -> Array:
+    """Return in float64 the sum of `x`, or of its squares, along `axes`, which stay with length 1.
+
+    `length` elements are summed over all ranks of `comm`. Collective over `comm`: one Allreduce of 4 bytes and one of 8
+    bytes (16 for float64, and for more than 2^25 elements) for each sum.
+    """
+    if not x.ndim:
+        return total(x.reshape(1), (), length, comm, squared).reshape(())
+    (e,) = together([exponents(x, axes)], comm)
+    finite, xp, e = all_finite([e]), array_namespace(x), usable(e)
+    bits, count = slicing(x.dtype, length)
+    levels = xp.zeros((count, *e.shape))
+    for part in _blocks(x):
+        here = slice(None) if 0 in axes else part  # along the first axis blocks add up, or follow each other
+        block = x[part] if finite else finite_part(x[part])
+        for level, piece in zip(levels, slices(block, e[here], bits, count, x.dtype, squared), strict=True):
+            level[here] += piece.sum(axes, keepdims=True)
+    found = in_units(joined(reduced(levels, comm)), 2 * e if squared else e, x.dtype)
+    if finite:
+        return found
+    flags = xp.stack([kind.sum(axes, keepdims=True) for kind in _kinds(abs(x) if squared else x)])
+    return found + decided(reduced(flags, comm))
+
+
+def scattered(
+    add: Callable[[Array, Array], None], x: Array, shape: tuple[int, ...], length: int, comm: Any = None
+) -> Array:
+    """Return in float64 zeros of `shape` to which `add(zeros, values)` adds `x`; each adds rows of `values` to rows.
+
+    At most `length` rows of `x` are added over all ranks of `comm`. Collective over `comm`: one Allreduce of 4 bytes
+    for each column, and one of 16 bytes for each element of the result.
+    """
+    (e,) = together([exponents(x, (0,))], comm)
+    finite, xp, e = all_finite([e]), array_namespace(x), usable(e)
+    bits, count = slicing(x.dtype, length, spread=_SPREAD)
+    levels = xp.zeros((count, *shape))
+    for level, piece in zip(levels, slices(x if finite else finite_part(x), e, bits, count, x.dtype), strict=True):
+        add(level, piece)
+    found = in_units(joined(reduced(levels, comm)), e, x.dtype)
+    if finite:
+        return found
+    flags = xp.zeros((3, *shape))
+    for flag, met in zip(flags, _kinds(x), strict=True):
+        add(flag, met)
+    return found + decided(reduced(flags, comm))
+
+
+def running_total(x: Array, axis: int, add: Callable[[Array], Array]) -> Array:
+    """Return in float64 the sums that `add` makes of elements along `axis`, which is whole on this rank."""
+    e = exponents(x, (axis,))
+    finite, xp, e = all_finite([e]), array_namespace(x), usable(e)
+    bits, count = slicing(x.dtype, x.shape[axis])
+    pieces = slices(x if finite else finite_part(x), e, bits, count, x.dtype)
+    found = in_units(joined([add(piece) for piece in pieces]), e, x.dtype)
+    return found if finite else found + decided(xp.stack([add(met) for met in _kinds(x)]))
+
+
+def over_ranks(x: Array, comm: Any) -> Array:
+    """Return the sum of the arrays of all ranks of `comm`, elementwise, rounded once to the dtype of `x`."""
+    return total(x[None], (0,), comm.size, comm)[0].astype(x.dtype)
+
+
+def _blocks(x: Array) -> Iterator[slice]:
+    step = max(1, _BLOCK * len(x) // max(1, x.size))
+    return (slice(start, start + step) for start in range(0, len(x), step))
+
+
+def reduced(levels: Array, comm: Any) -> Array:
+    """Return exact sums over the ranks of `comm`."""
+    return levels if comm is None else all_reduce(levels, comm, "sum", overwrite=True)
+
+
+def _kinds(x: Array) -> tuple[Array, Array, Array]:
+    xp = array_namespace(x)
+    return xp.isnan(x).astype(float), (x == xp.inf).astype(float), (x == -xp.inf).astype(float)
+
+
+def decided(flags: Array) -> Array:
+    """Return inf, -inf or nan where there are any nan, inf and -inf, by the numbers of these three, and 0 elsewhere."""
+    xp = array_namespace(flags)
+    nan, above, below = flags > 0
+    return xp.where(nan | (above & below), xp.nan, xp.where(above, xp.inf, xp.where(below, -xp.inf, 0.0)))
