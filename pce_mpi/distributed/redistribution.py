@@ -268,7 +268,7 @@ def _sent(step: Step, local: Array, mesh: Mesh) -> Array:
         partial = local.astype(np.float32) if is_half(local.dtype) else local
         partial = partial / partial.dtype.type(before)
     if is_reproducible() and reduction == "sum" and is_floating(local.dtype):
-        total = over_ranks(partial, comm)
+        total, after = over_ranks(partial, comm, after), 1.0
         if step.verb == "reduce_scatter":
             total = total[within(step.before.slices(here), step.after.slices(here))]
     elif step.verb == "all_reduce":
@@ -277,7 +277,7 @@ def _sent(step: Step, local: Array, mesh: Mesh) -> Array:
         blocks = [partial[within(step.before.slices(here), step.after.slices(member))] for member in members]
         total = reduce_scatter(blocks, comm, reduction)
     if after < 1:
-        total = total / total.dtype.type(after)
+        total /= total.dtype.type(after)
     return total.astype(local.dtype, copy=False)
 
 

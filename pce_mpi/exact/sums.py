@@ -84,9 +84,9 @@ def running_total(x: Array, axis: int, add: Callable[[Array], Array]) -> Array:
     return found if finite else found + decided(xp.stack([add(met) for met in _kinds(x)]))
 
 
-def over_ranks(x: Array, comm: Any) -> Array:
-    """Return the sum of the arrays of all ranks of `comm`, elementwise, rounded once to the dtype of `x`."""
-    return total(x[None], (0,), comm.size, comm)[0].astype(x.dtype)
+def over_ranks(x: Array, comm: Any, divisor: float) -> Array:
+    """Return the sum of the arrays of all ranks of `comm`, elementwise, by `divisor`, rounded once to their dtype."""
+    return (total(x[None], (0,), comm.size, comm)[0] / divisor).astype(x.dtype)
 
 
 def _blocks(x: Array) -> Iterator[slice]:
