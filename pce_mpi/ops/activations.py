@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,21 +10,29 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, is_floating
 from pce_mpi.autograd.apply import apply
 from pce_mpi.distributed.array import DistArray
-from pce_mpi.ops.elementwise import astype, unary
+from pce_mpi.exact import functions
+from pce_mpi.exact.mode import is_reproducible
+from pce_mpi.ops.elementwise import astype, library_function, unary
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 
+_exp = library_function("exp")
+
+
 def _sigmoid(x: Array) -> Array:
+    if is_reproducible():
+        return functions.sigmoid(x)
     xp = array_namespace(x)
-    small = xp.exp(-xp.abs(x))  # never overflows
+    small = _exp(-xp.abs(x))  # never overflows
     return xp.where(x >= 0, 1 / (1 + small), small / (1 + small)).astype(small.dtype, copy=False)
 
 
 def _sigmoid_gradient(g: Array, x: Array) -> Array:
     xp = array_namespace(x)
-    small = xp.exp(-xp.abs(x))
-    return g * (small / (1 + small) ** 2)
+    small = _exp(-xp.abs(x))
+    both = 1 + small
+    return g * (small / (both * both))
 
 
 def _relu(x: Array) -> Array:
@@ -32,7 +41,7 @@ def _relu(x: Array) -> Array:
 
 # gelu(x) = x (1 + tanh(u)) / 2 = x sigmoid(2 u) with u = c x (1 + k x**2), and sigmoid(2 u) = h / (h + 1 / h) with
 # h = exp(u): there is one exponential, and nothing cancels.
-_C, _K = (2 / np.pi) ** 0.5, 0.044715
+_C, _K = math.sqrt(2 / math.pi), 0.044715
 # By the size of an element: for |x| above this the sigmoid is 0 or 1, and h is still finite.
 _BENT = {4: 12, 8: 24}
 
@@ -45,7 +54,7 @@ def _gelu(x: Array) -> Array:
     u *= _C * _K
     u += _C
     u *= z
-    h = xp.exp(u)
+    h = _exp(u)
     h /= h + 1 / h
     h *= xp.maximum(x, -bent)
     return h
@@ -59,7 +68,7 @@ def _gelu_gradient(g: Array, x: Array) -> Array:
     u = slope * (_C * _K)
     u += _C
     u *= z
-    h = xp.exp(u)
+    h = _exp(u)
     opposite = 1 / h
     both = h + opposite
     h /= both

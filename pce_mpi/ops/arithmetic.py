@@ -49,16 +49,19 @@ def binary(
     return Op(name, forward or library_function(name), vjps, elementwise_rule(*linear), dtype=dtype, uses=uses)
 
 
+_raised = library_function("power")
+
+
 def _power_gradient_of_base(g: Array, a: Array, b: Array) -> Array:
     """Return the gradient of a in a**b; for b = 0 it is 0, at a = 0 as well."""
     xp = array_namespace(a)
-    return xp.where(b == 0, 0, g * (b * xp.power(a, xp.where(b == 0, 1, b) - 1)))
+    return xp.where(b == 0, 0, g * (b * _raised(a, xp.where(b == 0, 1, b) - 1)))
 
 
 def _power_gradient_of_exponent(g: Array, a: Array, b: Array) -> Array:
     """Return the gradient of b in a**b; at a = 0 it is 0 for b >= 0, as in PyTorch."""
     xp = array_namespace(a)
-    return xp.where((a == 0) & (b >= 0), 0, g * (xp.power(a, b) * xp.log(a)))
+    return xp.where((a == 0) & (b >= 0), 0, g * (_raised(a, b) * library_function("log")(a)))
 
 
 _DIVISOR = gradient_op("divide", lambda g, a, b: -(g / b) * (a / b), [1])
@@ -89,7 +92,7 @@ _POWER = binary(
     lambda g, a, b: apply(_BASE, g, a, b),
     lambda g, a, b: apply(_EXPONENT, g, a, b),
     uses=[(0, 1), (0, 1)],
-    forward=rounded_once(library_function("power")),
+    forward=rounded_once(_raised),
 )
 _FLOOR_DIVIDE = binary(
     "floor_divide",

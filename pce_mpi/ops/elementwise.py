@@ -13,6 +13,8 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import DistArray
+from pce_mpi.exact import functions
+from pce_mpi.exact.mode import is_reproducible
 from pce_mpi.ops.broadcasting import aligned
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -30,9 +32,14 @@ def elementwise_rule(*linear: Sequence[int]) -> Callable[..., Rule]:
 
 
 def library_function(name: str) -> Callable[..., Array]:
-    """Make a function that calls NumPy's or CuPy's function `name`, depending on its arguments."""
+    """Make a function that calls NumPy's or CuPy's function `name`; ours inside `reproducible`, if there is one."""
+    own = getattr(functions, name, None)
 
     def forward(*arrays: Array) -> Array:
+        if own and is_reproducible():
+            dtype = numpy_dtype(name)(*(x.dtype for x in arrays))
+            if is_floating(dtype):  # a power of integers is exact
+                return own(*(x if is_floating(x.dtype) else x.astype(np.float64) for x in arrays)).astype(dtype)
         return getattr(array_namespace(arrays[0]), name)(*arrays)
 
     return forward
@@ -104,11 +111,11 @@ _NEGATIVE = Op(
     uses=[()],
 )
 _SQUARE = unary("square", lambda g, x: 2 * (g * x))
-_EXP = unary("exp", lambda g, x: g * array_namespace(x).exp(x))
+_EXP = unary("exp", lambda g, x: g * library_function("exp")(x))
 _LOG = unary("log", lambda g, x: g / x)
 _LOG1P = unary("log1p", lambda g, x: g / (1 + x))
-_SIN = unary("sin", lambda g, x: g * array_namespace(x).cos(x))
-_COS = unary("cos", lambda g, x: -g * array_namespace(x).sin(x))
+_SIN = unary("sin", lambda g, x: g * library_function("cos")(x))
+_COS = unary("cos", lambda g, x: -g * library_function("sin")(x))
 _ABS = unary("abs", lambda g, x: g * array_namespace(x).sign(x))
 _SQRT = unary("sqrt", lambda g, x: g / (2 * array_namespace(x).sqrt(x)))
 

@@ -144,7 +144,7 @@ def test_sum_is_rounded_once_in_any_order(data, dtype):
 
 @pytest.mark.sizes(1)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_special_values_are_those_of_numpy(dtype):
+def test_special_values_multiply_and_add_as_numpy(dtype):
     special = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -2.0]
     rows = np.array(list(product_of(special, repeat=2)), dtype)
     with np.errstate(all="ignore"):
@@ -237,3 +237,19 @@ def test_gradients_add_up_unreduced_no_more(line):
         expected, norm_of_one = gradient(alone(), Replicate())
     assert found.placements == {"data": Replicate()}
     assert (found.local.tobytes(), norm) == (expected.local.tobytes(), norm_of_one)
+
+
+@pytest.mark.sizes(1)
+@pytest.mark.parametrize(
+    "op", ["exp", "log", "log1p", "sin", "cos", "tanh", "sigmoid", "gelu", "power", "matmul", "sum"]
+)
+def test_library_decides_no_bit(monkeypatch, op):
+    expected = [bits_of_one_process(case, np.float32) for case in cases_of(op)]
+    for name in ("exp", "log", "log1p", "sin", "cos", "tanh", "power"):
+        theirs = getattr(np, name)
+        monkeypatch.setattr(np, name, lambda *arrays, of=theirs: np.nextafter(of(*arrays), np.float32(0)))
+    multiply = np.matmul
+    monkeypatch.setattr(np, "matmul", lambda a, b: multiply(a[..., ::-1], b[..., ::-1, :]))
+    bits_of_one_process.cache_clear()
+    assert [bits_of_one_process(case, np.float32) for case in cases_of(op)] == expected
+    bits_of_one_process.cache_clear()
