@@ -7,7 +7,11 @@ slices i and d - i; those beyond the last slice are below the last bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+import math
 from typing import Any
+
+import numpy as np
 
 from pce_mpi.arrays import array_namespace
 from pce_mpi.exact.slices import all_finite, exponents, finite_part, in_units, joined, slices, slicing, together, usable
@@ -15,9 +19,12 @@ from pce_mpi.exact.sums import decided, reduced
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
+# Elements of float64 that stay in a cache, and the fewest rows with which a product is fast.
+_CACHE, _ROWS = 2**17, 128
+
 
 def product(a: Array, b: Array, length: int, comm: Any = None) -> Array:
-    """Return in float64 the matrix product of `a` and `b`, of one dtype and with at least two axes each.
+    """Return the matrix product of `a` and `b`, of one dtype and with at least two axes each, in that dtype.
 
     `length` is that of the summed axis over all ranks of `comm`. Collective over `comm`: one Allreduce of 4 bytes for
     each row and column, and one of 16 bytes (24 for float64) for each element of the product.
@@ -25,36 +32,49 @@ def product(a: Array, b: Array, length: int, comm: Any = None) -> Array:
     e, f = together([exponents(a, (a.ndim - 1,)), exponents(b, (b.ndim - 2,))], comm)
     finite, dtype = all_finite([e, f]), a.dtype
     bits, count = slicing(dtype, length, factors=2)
-    e, f = usable(e), usable(f)
-    first = _side_by_side(a if finite else finite_part(a), e, bits, count, -1)
-    second = _side_by_side(b if finite else finite_part(b), f, bits, count, -2)
-    xp, k = array_namespace(a), a.shape[-1]
-    levels = [
-        xp.matmul(first[..., : (level + 1) * k], second[..., (count - 1 - level) * k :, :]) for level in range(count)
-    ]
-    if comm is not None:
-        levels = reduced(xp.stack(levels), comm)
-    found = in_units(joined(levels), e + f, dtype)
-    return found if finite else found + _not_finite(a, b, comm)
+    xp, k, e, f = array_namespace(a), a.shape[-1], usable(e), usable(f)
+    first, second = (a, b) if finite else (finite_part(a), finite_part(b))
+    # The slices of b with the smallest first: those that level d needs follow each other on both sides.
+    right = _side_by_side(second, f, bits, range(count)[::-1], -2)
+    shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    found, levels = xp.empty(shape, dtype), None if comm is None else xp.empty((count, *shape))
+    for rows in _blocks(a.shape[-2], math.prod(shape[:-2]) * (shape[-1] + k * count), xp, _ROWS):
+        unit = e[..., rows, :]
+        left = _side_by_side(first[..., rows, :], unit, bits, range(count), -1)
+        sums = [xp.matmul(left[..., : (d + 1) * k], right[..., (count - 1 - d) * k :, :]) for d in range(count)]
+        if levels is None:
+            found[..., rows, :] = in_units(joined(sums), unit + f, dtype)
+        else:
+            for level, part in zip(levels, sums, strict=True):
+                level[..., rows, :] = part
+    if levels is not None:
+        found[...] = in_units(joined(reduced(levels, comm)), e + f, dtype)
+    return found if finite else found + _not_finite(a, b, comm).astype(dtype)
 
 
-def _side_by_side(x: Array, e: Array, bits: int, count: int, axis: int) -> Array:
-    """Return the slices of `x` in one array along `axis`, the columns of the second matrix with the smallest first.
+def _blocks(rows: int, elements: int, xp: Any, fewest: int = 1) -> Iterator[slice]:
+    """Yield blocks of rows, each of so many elements; on the host they stay in a cache."""
+    step = max(fewest, _CACHE // max(1, elements)) if xp is np else max(1, rows)
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def _side_by_side(x: Array, e: Array, bits: int, places: Sequence[int], axis: int) -> Array:
+    """Return the slices of `x` in one array along `axis`, slice i at `places[i]`.
 
     The result has the memory order of `x`: a transposed matrix is not transposed in memory.
     """
-    xp, length = array_namespace(x), x.shape[axis]
-    shape = list(x.shape)
-    shape[axis] *= count
-    turned = x.strides[-1] > x.strides[-2]
-    if turned:
-        shape[-1], shape[-2] = shape[-2], shape[-1]
+    if x.strides[-1] > x.strides[-2]:
+        return _side_by_side(x.swapaxes(-1, -2), e.swapaxes(-1, -2), bits, places, -3 - axis).swapaxes(-1, -2)
+    xp, length, shape = array_namespace(x), x.shape[axis], list(x.shape)
+    shape[axis] *= len(places)
     held = xp.empty(shape)
-    held = held.swapaxes(-1, -2) if turned else held
-    for index, piece in enumerate(slices(x, e, bits, count, x.dtype)):
-        start = (index if axis == -1 else count - 1 - index) * length
-        place = slice(start, start + length)
-        held[(..., place) if axis == -1 else (..., place, slice(None))] = piece
+    for rows in _blocks(x.shape[-2], math.prod(x.shape) // max(1, x.shape[-2]) * 8, xp):
+        unit = e if axis == -2 else e[..., rows, :]
+        for place, piece in zip(places, slices(x[..., rows, :], unit, bits, len(places), x.dtype), strict=True):
+            if axis == -1:
+                held[..., rows, place * length : (place + 1) * length] = piece
+            else:
+                held[..., rows.start + place * length : rows.start + place * length + piece.shape[-2], :] = piece
     return held
 
 

@@ -63,8 +63,8 @@ def _exact(multiply: Callable[..., Array], length: Callable[[Shape], int]) -> Ca
         if not is_floating(dtype):
             return reduced(multiply(a, b, _product), comm)
         terms = length(shardings.operands[0].shape)
-        found = multiply(a.astype(dtype), b.astype(dtype), lambda a, b: product(a, b, terms, comm))
-        return found.astype(dtype)
+        a, b = (x.astype(dtype, copy=False) for x in (a, b))
+        return multiply(a, b, lambda a, b: product(a, b, terms, comm))
 
     return exact
 
