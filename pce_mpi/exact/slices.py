@@ -23,22 +23,19 @@ NOT_FINITE = 2000
 # Bits of a float64, and of floating-point numbers by their size.
 _DIGITS = 53
 _MANTISSA = {2: 11, 4: 24, 8: 53}
-# Bits by which the slices of a sum are finer than its last bit has to be.
-_GUARD = 2
 
 
 def slicing(dtype: np.dtype[Any], terms: int, factors: int = 1, spread: int = 0) -> tuple[int, int]:
     """Return the bits of a slice, and the number of slices, for exact sums of `terms` products of `factors` numbers.
 
-    Together the slices hold the mantissa of a number 2^spread below the largest one.
+    All that the slices of a sum leave out is below the last bit of a number 2^spread below the largest one.
     """
     carried = max(0, terms - 1).bit_length()
+    needed = _MANTISSA[dtype.itemsize] + spread + carried
     bits = min(_DIGITS - 2, (_DIGITS - carried) // factors)
-    count = -(-(_MANTISSA[dtype.itemsize] + spread + carried + _GUARD) // bits)
-    if factors > 1 and count > 2:
-        bits = (_DIGITS - carried - 1) // factors  # the third slice adds a product to those of the first two
-        count = -(-(_MANTISSA[dtype.itemsize] + spread + carried + _GUARD) // bits)
-    return bits, count
+    if factors > 1 and 2 * bits < needed:
+        bits = (_DIGITS - carried - 1) // factors  # a third slice adds a product to those of the first two
+    return bits, -(-needed // bits)
 
 
 def exponents(x: Array, axes: tuple[int, ...]) -> Array:
