@@ -1,0 +1,48 @@
+"""Training inside `reproducible` has one fingerprint after each step, on any mesh.
+
+`equal_training.json` has it. A change of it is a change of bits: the changelog says which, and the minor version grows.
+The first mesh of `python tests/jobs/equal_training.py 50 FOLDER 1x1x1` gives it anew.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jobs.launch import launch
+
+PROGRAM = Path(__file__).with_name("equal_training.py")
+EXPECTED = json.loads(PROGRAM.with_suffix(".json").read_text(encoding="utf-8"))["1x1x1"]
+STEPS = len(EXPECTED)
+MESHES = ["1x1x1", "2x1x1", "3x1x1-resumed", "1x1x2", "1x1x4", "2x1x2s", "1x3x1-resumed"]
+
+
+def trained(ranks, folder, *meshes, steps=STEPS, **env):
+    job = launch(ranks, str(PROGRAM), str(steps), str(folder), *meshes, env=env)
+    assert job.returncode == 0, job.stderr
+    return json.loads(job.stdout)
+
+
+def test_every_mesh_has_the_fingerprints(tmp_path):
+    found = trained(4, tmp_path, *MESHES)
+    assert list(found) == MESHES
+    for mesh, fingerprints in found.items():
+        assert fingerprints == EXPECTED[STEPS // 2 if mesh.endswith("resumed") else 0 :], mesh
+
+
+@pytest.mark.parametrize("env", [{"OPENBLAS_NUM_THREADS": "2"}, {"PCE_MPI_KERNEL": "numpy"}], ids=str)
+def test_library_has_the_fingerprints(tmp_path, env):
+    # The learning rate of a step depends on how many there are.
+    assert trained(1, tmp_path, "1x1x1", **env)["1x1x1"] == EXPECTED
+
+
+@pytest.mark.parametrize("fault", ["wrongly_split", "twice_reduced"])
+def test_fault_changes_first_fingerprint(tmp_path, fault):
+    found = trained(2, tmp_path, f"2x1x1-{fault}", steps=2)
+    assert found[f"2x1x1-{fault}"][0] != trained(1, tmp_path, "1x1x1", steps=2)["1x1x1"][0]
+
+
+def test_missing_synchronization_is_found_in_first_step(tmp_path):
+    job = launch(2, str(PROGRAM), "2", str(tmp_path), "2x1x1-unsynchronized")
+    assert job.returncode != 0
+    assert "replicas" in job.stderr
