@@ -95,7 +95,7 @@ def operator_method(name):
     return method
 
 
-for _name in "add sub mul truediv pow matmul and or xor lshift rshift".split():
+for _name in "add sub mul truediv floordiv pow matmul and or xor lshift rshift".split():
     for _prefix in ("", "r", "i"):
         setattr(ndarray, f"__{_prefix}{_name}__", operator_method(f"__{_prefix}{_name}__"))
 for _name in "lt le gt ge eq ne neg abs invert".split():

@@ -82,7 +82,7 @@ def _not_finite(a: Array, b: Array, comm: Any) -> Array:
     """Return what the infinities and nan among the terms make of each element; 0, if there are none."""
     xp = array_namespace(a)
     (high, low, up, down, none, no), (high_b, low_b, up_b, down_b, none_b, no_b) = (
-        [each.astype(float) for each in (x == xp.inf, x == -xp.inf, x > 0, x < 0, x == 0, xp.isnan(x))] for x in (a, b)
+        [each.astype(float) for each in (x == np.inf, x == -np.inf, x > 0, x < 0, x == 0, xp.isnan(x))] for x in (a, b)
     )
     above = high @ up_b + low @ down_b + up @ high_b + down @ low_b
     below = high @ down_b + low @ up_b + up @ low_b + down @ high_b

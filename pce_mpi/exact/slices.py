@@ -9,6 +9,7 @@ leave out, less than 2^(e - bits count), is the same for a number wherever it is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -58,13 +59,13 @@ def together(parts: Sequence[Array], comm: Any) -> list[Array]:
         return list(parts)
     xp = array_namespace(parts[0])
     flat = all_reduce(xp.concatenate([part.reshape(-1) for part in parts]), comm, "max")
-    ends = np.cumsum([part.size for part in parts])[:-1].tolist()
-    return [piece.reshape(part.shape) for piece, part in zip(xp.split(flat, ends), parts, strict=True)]
+    ends = list(accumulate(part.size for part in parts))
+    return [flat[start:end].reshape(part.shape) for start, end, part in zip([0, *ends], ends, parts, strict=False)]
 
 
 def all_finite(parts: Sequence[Array]) -> bool:
     """Tell whether no exponent says that there is an infinity or a nan."""
-    return all(not part.size or int(part.max()) < NOT_FINITE for part in parts)
+    return not any(bool((part == NOT_FINITE).any()) for part in parts)
 
 
 def finite_part(x: Array) -> Array:

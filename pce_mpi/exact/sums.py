@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from pce_mpi.arrays import array_namespace
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.exact.slices import (
@@ -101,11 +103,11 @@ def reduced(levels: Array, comm: Any) -> Array:
 
 def _kinds(x: Array) -> tuple[Array, Array, Array]:
     xp = array_namespace(x)
-    return xp.isnan(x).astype(float), (x == xp.inf).astype(float), (x == -xp.inf).astype(float)
+    return xp.isnan(x).astype(float), (x == np.inf).astype(float), (x == -np.inf).astype(float)
 
 
 def decided(flags: Array) -> Array:
     """Return inf, -inf or nan where there are any nan, inf and -inf, by the numbers of these three, and 0 elsewhere."""
     xp = array_namespace(flags)
     nan, above, below = flags > 0
-    return xp.where(nan | (above & below), xp.nan, xp.where(above, xp.inf, xp.where(below, -xp.inf, 0.0)))
+    return xp.where(nan | (above & below), np.nan, xp.where(above, np.inf, xp.where(below, -np.inf, 0.0)))

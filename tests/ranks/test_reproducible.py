@@ -16,6 +16,7 @@ import pytest
 from in_step import in_step
 import pce_mpi as pce
 from pce_mpi import Partial, Replicate, Shard, check_replicas
+from pce_mpi.arrays import to_host
 from pce_mpi.exact.products import product
 from pce_mpi.exact.sums import total
 from ranks.grids import factorizations, mesh_of, spread
@@ -96,6 +97,14 @@ def test_op_over_two_dims_has_bits_of_one(comm, data, case):
     ]
     with in_step(comm):
         assert not other_bits(case, mesh, shardings, dtype)
+
+
+@pytest.mark.parametrize("op", REPRODUCIBLE)
+def test_gpu_has_bits_of_host(cupy, op):
+    for case in cases_of(op):
+        with pce.reproducible():
+            got = evaluate(uneven(case), alone(), replicated(case, alone()), dtype=np.float32, library=cupy)
+        assert [to_host(x.local).tobytes() for x in got.arrays] == bits_of_one_process(case, np.float32), case.name
 
 
 def cut(draw, length):
