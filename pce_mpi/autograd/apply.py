@@ -104,7 +104,8 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     more: dict[str, Any] = {}
     exact = op.exact is not None and is_reproducible()
     if op.takes_shardings or exact:
-        more["shardings"] = Shardings(mesh, call.plan.operands, call.plan.result, required, call.summed)
+        own = tuple([not x.computed for x in inputs]) if exact else ()
+        more["shardings"] = Shardings(mesh, call.plan.operands, call.plan.result, required, call.summed, own)
     if isinstance(mesh, AbstractMesh):
         mesh.need(present, call.plan.operands)
         mesh.sent += op.sends(*map(_DTYPE, operands), **more, **parameters) if op.sends else []

@@ -55,7 +55,8 @@ class Op:
 class Shardings:
     """The shardings of one call; `required` says of each operand whether it requires a gradient.
 
-    `summed` has the dims over which `exact` reduces its sums.
+    `summed` has the dims over which `exact` reduces its sums, and `made` says of each operand whether it is an array
+    that was made, such as a parameter, or a view of one.
     """
 
     mesh: Mesh
@@ -63,6 +64,7 @@ class Shardings:
     result: Sharding
     required: tuple[bool, ...]
     summed: tuple[str, ...] = ()
+    made: tuple[bool, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace
+from pce_mpi.exact.kept import kept_slices
 from pce_mpi.exact.slices import all_finite, exponents, finite_part, in_units, joined, slices, slicing, together, usable
 from pce_mpi.exact.sums import decided, reduced
 
@@ -23,10 +24,11 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 _CACHE, _ROWS = 2**17, 128
 
 
-def product(a: Array, b: Array, length: int, comm: Any = None) -> Array:
+def product(a: Array, b: Array, length: int, comm: Any = None, keep: bool = False) -> Array:
     """Return the matrix product of `a` and `b`, of one dtype and with at least two axes each, in that dtype.
 
-    `length` is that of the summed axis over all ranks of `comm`. Collective over `comm`: one Allreduce of 4 bytes for
+    `length` is that of the summed axis over all ranks of `comm`. `keep`: b is a parameter, whose slices are kept.
+    Collective over `comm`: one Allreduce of 4 bytes for
     each row and column, and one of 16 bytes (24 for float64) for each element of the product.
     """
     e, f = together([exponents(a, (a.ndim - 1,)), exponents(b, (b.ndim - 2,))], comm)
@@ -35,7 +37,8 @@ def product(a: Array, b: Array, length: int, comm: Any = None) -> Array:
     xp, k, e, f = array_namespace(a), a.shape[-1], usable(e), usable(f)
     first, second = (a, b) if finite else (finite_part(a), finite_part(b))
     # The slices of b with the smallest first: those that level d needs follow each other on both sides.
-    right = _side_by_side(second, f, bits, range(count)[::-1], -2)
+    how = bits, range(count)[::-1], -2
+    right = kept_slices(_side_by_side, second, f, *how) if keep and finite else _side_by_side(second, f, *how)
     shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     found, levels = xp.empty(shape, dtype), None if comm is None else xp.empty((count, *shape))
     for rows in _blocks(a.shape[-2], math.prod(shape[:-2]) * (shape[-1] + k * count), xp, _ROWS):

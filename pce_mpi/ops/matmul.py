@@ -63,8 +63,9 @@ def _exact(multiply: Callable[..., Array], length: Callable[[Shape], int]) -> Ca
         if not is_floating(dtype):
             return reduced(multiply(a, b, _product), comm)
         terms = length(shardings.operands[0].shape)
+        keep = shardings.made[1] and b.ndim == 2 and b.dtype == dtype
         a, b = (x.astype(dtype, copy=False) for x in (a, b))
-        return multiply(a, b, lambda a, b: product(a, b, terms, comm))
+        return multiply(a, b, lambda a, b: product(a, b, terms, comm, keep))
 
     return exact
 

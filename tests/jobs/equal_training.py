@@ -24,7 +24,7 @@ import pce_mpi as pce
 from transformer import GPT, resume, save, step
 
 VOCABULARY, LENGTH, BATCH = 29, 6, 5
-ARGS = {"layers": 1, "heads": 3, "width": 12, "length": LENGTH, "batch": BATCH}
+ARGS: dict[str, float] = {"layers": 1, "heads": 3, "width": 12, "length": LENGTH, "batch": BATCH}
 ARGS |= {"decay": 0.1, "rate": 0.01, "max_norm": 0.5, "seed": 0}
 
 

@@ -69,6 +69,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("functions", "comm"),
             room("slices"),
             room("sums"),
+            room("kept", "comm"),
             room("products"),
         ],
     ),
@@ -403,6 +404,7 @@ ASK_ABOUT_MEMORY |= {
     "ops/numpy_protocol.py",
     "optim/optimizer.py",
     "exact/products.py",
+    "exact/kept.py",
 }
 ONE_RANK_ALONE = ("loss/kernels/", "conformance/", "cli/")
 FUNCTIONS = {"byte_bounds", "may_share_memory", "same_memory", "shares_memory"}

@@ -17,6 +17,7 @@ from in_step import in_step
 import pce_mpi as pce
 from pce_mpi import Partial, Replicate, Shard, check_replicas
 from pce_mpi.arrays import to_host
+from pce_mpi.exact import kept, products
 from pce_mpi.exact.products import product
 from pce_mpi.exact.sums import total
 from ranks.grids import factorizations, mesh_of, spread
@@ -99,6 +100,7 @@ def test_op_over_two_dims_has_bits_of_one(comm, data, case):
         assert not other_bits(case, mesh, shardings, dtype)
 
 
+@pytest.mark.sizes(1)
 @pytest.mark.parametrize("op", REPRODUCIBLE)
 def test_gpu_has_bits_of_host(cupy, op):
     for case in cases_of(op):
@@ -176,6 +178,26 @@ def test_product_errs_less_than_library(k):
     ours, theirs = (np.abs(found - exact).max() for found in (product(a, b, k).astype(np.float32), a @ b))
     assert ours <= theirs
     assert np.all(np.abs(product(a, b, k) - exact) <= np.abs(exact) * 2.0**-24 + k * 2.0**-40)
+
+
+def test_slices_of_parameter_are_kept_until_it_changes(line, monkeypatch):
+    made = []
+    cut = products._side_by_side
+    monkeypatch.setattr(products, "_side_by_side", lambda x, *how: made.append(x.shape) or cut(x, *how))
+    rng = np.random.default_rng(0)
+    w = pce.distribute(rng.standard_normal((6, 4), np.float32), line, requires_grad=True)
+    x = pce.distribute(rng.standard_normal((3, 6), np.float32), line)
+    with pce.reproducible():
+        first = (x @ w).local
+        assert np.array_equal((x @ w).local, first)
+        assert made.count((6, 4)) == 1
+        w.local[2, 3] += 1
+        assert np.array_equal((x @ w).local, product(x.local, w.local.copy(), 6))
+        assert not np.array_equal((x @ w).local, first)
+        assert made.count((6, 4)) == 3  # once here, and once for the copy
+    count = len(kept._kept)
+    del w
+    assert len(kept._kept) == count - 1
 
 
 def test_partial_is_reduced_with_one_rounding(line):
