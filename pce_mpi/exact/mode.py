@@ -19,11 +19,8 @@ def _at_start() -> bool:
 
 _AT_START = _at_start()
 _mode: ContextVar[bool] = ContextVar("reproducible", default=_AT_START)
-
-
-def is_reproducible() -> bool:
-    """Tell whether the mode is on."""
-    return _mode.get()
+# Tells whether the mode is on, in every operation and without entering a Python function.
+is_reproducible = _mode.get
 
 
 @contextmanager
