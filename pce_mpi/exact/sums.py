@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,12 @@ from pce_mpi.arrays import array_namespace
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.exact.slices import (
     all_finite,
+    apart,
     exponents,
     finite_part,
     in_units,
     joined,
+    side_by_side,
     slices,
     slicing,
     together,
@@ -29,28 +31,49 @@ _BLOCK = 2**15
 _SPREAD = 24
 
 
-def total(x: Array, axes: tuple[int, ...], length: int, comm: Any = None, squared: bool = False) -> Array:
-    """Return in float64 the sum of `x`, or of its squares, along `axes`, which stay with length 1.
+def total(x: Array, axes: tuple[int, ...], length: int, comm: Any = None) -> Array:
+    """Return in float64 the sum of `x` along `axes`, which stay with length 1.
 
     `length` elements are summed over all ranks of `comm`. Collective over `comm`: one Allreduce of 4 bytes and one of 8
-    bytes (16 for float64, and for more than 2^25 elements) for each sum.
+    bytes (16 for float64, and for more than 2^14 elements) for each sum.
     """
     if not x.ndim:
-        return total(x.reshape(1), (), length, comm, squared).reshape(())
-    (e,) = together([exponents(x, axes)], comm)
-    finite, xp, e = all_finite([e]), array_namespace(x), usable(e)
-    bits, count = slicing(x.dtype, length)
-    levels = xp.zeros((count, *e.shape))
-    for part in _blocks(x):
-        here = slice(None) if 0 in axes else part  # along the first axis blocks add up, or follow each other
-        block = x[part] if finite else finite_part(x[part])
-        for level, piece in zip(levels, slices(block, e[here], bits, count, x.dtype, squared), strict=True):
-            level[here] += piece.sum(axes, keepdims=True)
-    found = in_units(joined(reduced(levels, comm)), 2 * e if squared else e, x.dtype)
+        return total(x.reshape(1), (), length, comm).reshape(())
+    return _totals([x], axes, [length], comm, squared=False)[0]
+
+
+def sum_of_squares(arrays: Sequence[Array], lengths: Sequence[int], comm: Any) -> float:
+    """Return the sum of the squares of vectors, of which vector i has `lengths[i]` elements on all ranks of `comm`.
+
+    Collective over `comm`: one Allreduce of 4 bytes and one of 8 or 16 bytes for each vector.
+    """
+    found = _totals(arrays, (0,), lengths, comm, squared=True) if arrays else []
+    return sum((each.item() for each in found), 0.0)
+
+
+def _totals(
+    arrays: Sequence[Array], axes: tuple[int, ...], lengths: Sequence[int], comm: Any, squared: bool
+) -> list[Array]:
+    found = together([exponents(x, axes) for x in arrays], comm)
+    finite, grids = all_finite(found), [usable(e) for e in found]
+    levels = []
+    for x, e, length in zip(arrays, grids, lengths, strict=True):
+        bits, count = slicing(x.dtype, length)
+        levels.append(array_namespace(x).zeros((count, *e.shape)))
+        for part in _blocks(x):
+            here = slice(None) if 0 in axes else part  # along the first axis blocks add up, or follow each other
+            block = x[part] if finite else finite_part(x[part])
+            for level, piece in zip(levels[-1], slices(block, e[here], bits, count, x.dtype, squared), strict=True):
+                level[here] += piece.sum(axes, keepdims=True)
+    sums = [
+        in_units(joined(level), 2 * e if squared else e, x.dtype)
+        for level, e, x in zip(reduced_together(levels, comm), grids, arrays, strict=True)
+    ]
     if finite:
-        return found
-    flags = xp.stack([kind.sum(axes, keepdims=True) for kind in _kinds(abs(x) if squared else x)])
-    return found + decided(reduced(flags, comm))
+        return sums
+    kinds = [_kinds(abs(x) if squared else x) for x in arrays]
+    flags = [array_namespace(each[0]).stack([kind.sum(axes, keepdims=True) for kind in each]) for each in kinds]
+    return [each + decided(flag) for each, flag in zip(sums, reduced_together(flags, comm), strict=True)]
 
 
 def scattered(
@@ -89,6 +112,11 @@ def running_total(x: Array, axis: int, add: Callable[[Array], Array]) -> Array:
 def over_ranks(x: Array, comm: Any, divisor: float) -> Array:
     """Return the sum of the arrays of all ranks of `comm`, elementwise, by `divisor`, rounded once to their dtype."""
     return (total(x[None], (0,), comm.size, comm)[0] / divisor).astype(x.dtype)
+
+
+def reduced_together(parts: Sequence[Array], comm: Any) -> list[Array]:
+    """Return exact sums over the ranks of `comm`, by one all_reduce."""
+    return list(parts) if comm is None else apart(reduced(side_by_side(parts), comm), parts)
 
 
 def _blocks(x: Array) -> Iterator[slice]:

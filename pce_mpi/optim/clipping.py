@@ -17,7 +17,7 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Replicate
 from pce_mpi.exact.mode import is_reproducible
-from pce_mpi.exact.sums import total
+from pce_mpi.exact.sums import sum_of_squares
 from pce_mpi.optim.parameters import block_of, blocks, check_parameters, listed, not_negative
 from pce_mpi.optim.synchronization import meshes_of, synchronize
 
@@ -94,8 +94,7 @@ def _sum_of_squares(parameters: Sequence[DistArray], mesh: Mesh) -> float:
     reason, comm = "the squares of all gradients, each element counted once", mesh.comm(*mesh.dims)
     with cause("clip_grad_norm", text_of_dims(mesh.dims), reason, "Partial('sum')", "Replicate()"):
         if is_reproducible():
-            sums = [total(x, (0,), g.size, comm, squared=True) for x, g in zip(mine, gradients, strict=True)]
-            return sum((each.item() for each in sums), 0.0)
+            return sum_of_squares(mine, [gradient.size for gradient in gradients], comm)
         squares = []
         for local in mine:
             for index in blocks(local.shape, block_of(array_namespace(local))):

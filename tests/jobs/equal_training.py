@@ -2,16 +2,14 @@
 
     python tests/jobs/equal_training.py STEPS FOLDER MESH ...
 
-A mesh is written as `1x2x1`, the ranks of data, context and model, with an `s` for sequence parallelism. It takes the
-first ranks of the job. Batches, heads and classes divide by nothing. `1x2x1-resumed` goes on from the file that the
-mesh before it saved after half of the steps, and `2x1x1-FAULT` has one of the faults below.
+A mesh is written as `1x2x1`, the ranks of data, context and model, with an `s` for sequence parallelism. Batches, heads
+and classes divide by nothing. `1x2x1-after-1x1x1` goes on from what that mesh has saved in the folder after half of the
+steps, and `2x1x1-FAULT` has one of the faults below.
 """
 
 from functools import partial
 import json
-import math
 from pathlib import Path
-import re
 import sys
 from types import SimpleNamespace
 
@@ -62,37 +60,25 @@ def twice_reduced(model, rows):
 FAULTS = {each.__name__: each for each in (unsynchronized, wrongly_split, twice_reduced)}
 
 
-def fingerprints(comm, name, steps, start, stop):
-    """The fingerprint of all parameters after each step; from the file `start`, and written to `stop` after half."""
+def fingerprints(name, steps, folder):
+    """The fingerprint of all parameters after each step; half of them is saved for other meshes to go on from."""
     sizes, _, how = name.partition("-")
     dims = zip(("data", "context", "model"), map(int, sizes.rstrip("s").split("x")), strict=True)
-    model = model_on(pce.Mesh(comm, **dict(dims)), steps, sequence_parallel=sizes.endswith("s"))
+    model = model_on(pce.Mesh(MPI.COMM_WORLD, **dict(dims)), steps, sequence_parallel=sizes.endswith("s"))
     if how in FAULTS:
         model.loss = partial(FAULTS[how], model)
-    first = resume(model, start) if how == "resumed" else 0
+    first = resume(model, folder / how.removeprefix("after-")) if how.startswith("after-") else 0
     found = []
     for number in range(first + 1, steps + 1):
         step(model, rows(), number, model.args)
         found.append(pce.fingerprint(model.parameters)[:16])
         if number == steps // 2:
-            save(model, stop, number)
-    return found
-
-
-def main(steps, folder, names):
-    found, saved = {}, None
-    for name in names:
-        file, ranks = Path(folder, f"{name}.safetensors"), math.prod(map(int, re.findall("[0-9]+", name)))
-        comm = MPI.COMM_WORLD.Split(0 if MPI.COMM_WORLD.rank < ranks else MPI.UNDEFINED)
-        if comm != MPI.COMM_NULL:
-            with pce.reproducible():
-                found[name] = fingerprints(comm, name, steps, saved, file)
-        saved = file
-        MPI.COMM_WORLD.Barrier()  # the next mesh may begin with the file
+            save(model, folder / sizes, number)
     return found
 
 
 if __name__ == "__main__":
-    found = main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    with pce.reproducible():
+        found = {name: fingerprints(name, int(sys.argv[1]), Path(sys.argv[2])) for name in sys.argv[3:]}
     if MPI.COMM_WORLD.rank == 0:
         print(json.dumps(found, indent=2))

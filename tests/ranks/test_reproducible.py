@@ -284,3 +284,30 @@ def test_library_decides_no_bit(monkeypatch, op):
     bits_of_one_process.cache_clear()
     assert [bits_of_one_process(case, np.float32) for case in cases_of(op)] == expected
     bits_of_one_process.cache_clear()
+
+
+def trained(library, mesh):
+    """The fingerprint of the parameters of a small model after three steps."""
+    rng = np.random.default_rng(0)
+    shapes = {"table": (11, 6), "norm": (6,), "up": (6, 8), "bias": (8,), "down": (8, 7)}
+    parameters = {
+        name: pce.distribute(library.asarray(rng.standard_normal(shape, np.float32)), mesh, requires_grad=True)
+        for name, shape in shapes.items()
+    }
+    optimizer = pce.AdamW(parameters.values(), lr=0.1)
+    for _ in range(3):
+        ids, targets = (library.asarray(rng.integers(0, high, (5, 3))) for high in (11, 7))
+        x = pce.layer_norm(pce.embedding(ids, parameters["table"]), parameters["norm"])
+        x = pce.scaled_dot_product_attention(x, x, x, causal=True)
+        hidden = pce.gelu(x @ parameters["up"] + parameters["bias"])
+        pce.cross_entropy(hidden @ parameters["down"], targets).backward()
+        pce.clip_grad_norm(parameters.values(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return pce.fingerprint(parameters)
+
+
+@pytest.mark.sizes(1)
+def test_gpu_trains_to_fingerprint_of_host(cupy):
+    with pce.reproducible():
+        assert trained(cupy, alone()) == trained(np, alone())
