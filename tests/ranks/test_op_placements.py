@@ -1,8 +1,8 @@
 """Operations on shards, replicas and terms: results and gradients are those of one process at any placements.
 
-All combinations of placements along one dim, and along two dims as Hypothesis draws them, for the whole table. Blocks
-are uneven and empty, and there are more ranks than elements. `grids.assembled` puts together what all ranks hold, and
-refuses replicas that differ by a bit.
+For the whole table, all placements of any two operands along one dim, and along two dims those that Hypothesis draws.
+Blocks are uneven and empty, and there are more ranks than elements. `grids.assembled` puts together what all ranks
+hold, and refuses replicas that differ by a bit.
 """
 
 from dataclasses import dataclass, replace
@@ -128,10 +128,18 @@ def placements_for(case, index):
 
 
 def combinations_of(case, mesh):
-    """Shardings of the operands: every combination of placements, in balanced blocks or in uneven ones, by turns."""
+    """Shardings of the operands: any two placements of any two of them meet, and all may be placed alike.
+
+    Shards of a single operand are balanced blocks, and then uneven ones; those of several are so by turns.
+    """
     ways = [placements_for(case, index) for index in range(len(case.operands))]
-    for number, placements in enumerate(product(*ways)):
-        for uneven in (False, True) if len(case.operands) == 1 else [number % 2 == 1]:
+    fewest = min(map(len, ways))
+    for number, combination in enumerate(product(*map(enumerate, ways))):
+        indices, placements = zip(*combination, strict=True)
+        if len(ways) > 2 and len(set(indices)) > 1 and sum(indices) % fewest:
+            continue
+        single_shard = len(ways) == 1 and isinstance(placements[0], Shard)
+        for uneven in (False, True) if single_shard else [sum(indices[:2]) % 2 == 1]:
             yield (
                 number,
                 [
