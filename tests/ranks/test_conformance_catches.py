@@ -238,13 +238,14 @@ def test_subtle_fault_passes_random_logits(comm, planted):
 WITHIN_A_RANK = {f"candidates.correct.sums:{name}" for name in ("sequential", "kahan", "exp2")}
 
 
-# One rank and an odd number of them show it.
+# One rank and an odd number of them show it. All rows are on every rank: one rank shows what very many of them do.
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.sizes(*([1] if name in WITHIN_A_RANK else [1, 3]))) for name in CORRECT],
 )
 def test_correct_candidate_passes(comm, name):
     candidate = load(name)
-    outcomes = [run_case(candidate, case, comm) for case in cases(offer_of(candidate))]
+    chosen = [case for case in cases(offer_of(candidate)) if comm.size == 1 or case.family != "many-rows"]
+    outcomes = [run_case(candidate, case, comm) for case in chosen]
     failed = [(outcome.case, outcome.findings, outcome.accuracies) for outcome in outcomes if outcome.failed]
     assert failed == []
