@@ -355,7 +355,6 @@ def test_rank_0_alone_prints_result(trained_on_a_slice):
 # ---------------------------------------------------------------------------------------------------------- transformer
 
 MESHES = [
-    (3, ["--context=3"]),
     (4, ["--data=2", "--model=2"]),
     (4, ["--context=2", "--model=2", "--sequence-parallel"]),
 ]
@@ -395,7 +394,7 @@ def test_transformer_is_resumed_on_another_mesh(gpt_losses, tmp_path):
     kept = tmp_path / "kept.safetensors"
     steps, losses = trained(2, "--model=2", "--stop=5", f"--save={kept}", log=tmp_path / "first")
     assert steps == [1, 2, 3, 4, 5]
-    more_steps, more_losses = trained(3, "--model=3", f"--resume={kept}", log=tmp_path / "second")
+    more_steps, more_losses = trained(3, "--context=3", f"--resume={kept}", log=tmp_path / "second")
     assert steps + more_steps == list(range(1, GPT_STEPS + 1))
     losses = np.concatenate([losses, more_losses])
     np.testing.assert_allclose(losses, gpt_losses, rtol=16 * np.finfo(np.float32).eps, atol=0)
