@@ -12,13 +12,13 @@ from pce_mpi.loss.kernels.compilation import source_folder
 SOURCE = Path(__file__).with_name("self_test.cpp")
 FLAGS = ["-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti"]
 # The output of the self-test; a change of it is a change of bits, as in tests/jobs/digests.json.
-DIGEST = "62cd14220520455b"
+DIGEST = "0194f15ede4b7b31"
 
 
 # The package is compiled by g++ with -O3, and tests/jobs/test_digests.py tests it. Here g++ looks for undefined
-# behaviour, such as reads of rows that are not aligned.
+# behaviour, such as reads of rows that are not aligned, and takes the least time without optimization.
 COMPILERS = {
-    "g++": ["-O1", "-fsanitize=undefined", "-fno-sanitize-recover=undefined"],
+    "g++": ["-O0", "-fsanitize=undefined", "-fno-sanitize-recover=undefined"],
     "clang++": ["-O2"],  # the first level at which it vectorizes
     "aarch64-linux-gnu-g++": ["-O3", "-static"],
 }
