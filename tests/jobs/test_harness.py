@@ -226,11 +226,14 @@ def test_ci_ends_with_failures_of_all_steps(tmp_path):
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
     (tmp_path / "Makefile").write_text(
-        "lint test-openmpi:\n"
+        ".venv/bin/pip lint test-openmpi:\n"
         "\t@echo fine\n"
+        ".venv/torch:\n"
+        "\t@echo torch is missing >&2; exit 2\n"
+        "test-peers: .venv/torch\n"
         "docs:\n"
         "\t@echo a page is missing >&2; exit 3\n"
-        "test test-kernels test-peers:\n"
+        "test test-kernels:\n"
         "\t@for number in `seq 20`; do printf 'failed: $@ %s %0500d\\n' $$number 0; done\n"
         "\t@echo much more; exit 1\n"
     )
@@ -240,7 +243,7 @@ def test_ci_ends_with_failures_of_all_steps(tmp_path):
     assert job.returncode == 1
     end = job.stdout[-3000:]
     assert end.endswith("\nfailed: docs test test-kernels test-peers\n")
-    for words in ["a page is missing", "failed: test 1 00", "failed: test-kernels 1 00", "failed: test-peers 1 00"]:
+    for words in ["a page is missing", "failed: test 1 00", "failed: test-kernels 1 00", "torch is missing"]:
         assert words in end
     assert "fine" not in end
 
