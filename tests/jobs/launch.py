@@ -15,7 +15,7 @@ import time
 from typing import NamedTuple
 
 from patience import Patience
-from pce_mpi.conformance.launching import mpiexec, settings, stop
+from pce_mpi.conformance.launching import mpiexec, number_of_cores, settings, stop
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,6 +143,6 @@ def job_command(n: int, *args: str) -> list[str]:
 
 
 def job_environment(n: int) -> dict[str, str]:
-    """The environment of a job of `n` ranks: BLAS threads times ranks do not exceed the cores."""
+    """The environment of a job of `n` ranks: one BLAS thread each, as other tests have the other cores."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return os.environ | settings(n) | {"PYTHONPATH": path}
+    return os.environ | settings(max(n, number_of_cores())) | {"PYTHONPATH": path}
