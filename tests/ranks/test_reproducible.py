@@ -15,7 +15,7 @@ import pytest
 
 from in_step import in_step
 import pce_mpi as pce
-from pce_mpi import Partial, Replicate, Shard, check_replicas
+from pce_mpi import Partial, Replicate, Shard
 from pce_mpi.arrays import to_host
 from pce_mpi.exact import kept, products
 from pce_mpi.exact.products import product
@@ -50,18 +50,15 @@ def other_bits(case, mesh, shardings, dtype):
         outcome = evaluate(uneven(case), mesh, shardings, dtype=dtype)
         found = [x.full().tobytes() for x in outcome.arrays]
     assert case.op == "redistribute" or not any(x.sharding.partial_dims for x in outcome.arrays), case.name
-    for array in outcome.arrays:
-        check_replicas(array)
     expected = bits_of_one_process(case, dtype)
     return [index for index, (here, there) in enumerate(zip(found, expected, strict=True)) if here != there]
 
 
 def combinations_of(case):
-    """Placements of the operands: each placement of each operand, beside two of the others."""
+    """Placements of the operands: each placement of each operand, beside others of the others."""
     ways = [[Replicate(), *map(Shard, range(x.ndim))] for x in case.operands]
-    for shift in (0, 1):
-        for number in range(max(map(len, ways))):
-            yield tuple(way[(number + shift * index) % len(way)] for index, way in enumerate(ways))
+    for number in range(max(map(len, ways))):
+        yield tuple(way[(number + index) % len(way)] for index, way in enumerate(ways))
 
 
 # An operation of a user's own that sums by a rule has no reproducible form; it has a test below.
@@ -73,7 +70,7 @@ REPRODUCIBLE = [op for op in OPS if op != "outer"]
 def test_op_at_any_shards_has_bits_of_one(comm, op):
     mesh = mesh_of(comm, comm.size)
     for case in cases_of(op):
-        for number, placed in enumerate(dict.fromkeys(combinations_of(case))):
+        for number, placed in enumerate(combinations_of(case)):
             shardings = [
                 spread(mesh.dim_sizes, x.shape, each, seed=[number, index] if number % 2 else None)
                 for index, (x, each) in enumerate(zip(case.operands, placed, strict=True))
@@ -81,9 +78,9 @@ def test_op_at_any_shards_has_bits_of_one(comm, op):
             assert not other_bits(case, mesh, shardings, np.float32), (case.name, placed)
 
 
-@pytest.mark.sizes(2, 4)
+@pytest.mark.sizes(4)  # a dim of one rank, and none of one
 @given(data=st.data(), case=st.sampled_from([case for case in CASES if case.op in REPRODUCIBLE]))
-@settings(max_examples=60)
+@settings(max_examples=50)
 def test_op_over_two_dims_has_bits_of_one(comm, data, case):
     mesh = mesh_of(comm, *data.draw(st.sampled_from(list(factorizations(comm.size, 2)))))
     dtype = data.draw(st.sampled_from([np.float64, np.float32, np.float16]))
