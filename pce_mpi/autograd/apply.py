@@ -21,7 +21,7 @@ from pce_mpi.autograd.gradients import node_of
 from pce_mpi.autograd.inference import AbstractMesh
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Plan, Rule, plan
-from pce_mpi.autograd.tape import Node, is_grad_enabled
+from pce_mpi.autograd.tape import Node, Vjp, is_grad_enabled
 from pce_mpi.comm.tracing import cause, current_scope, fingerprinted_traces, set_scope
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.fingerprint import fingerprint_result
@@ -110,7 +110,8 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
         mesh.need(present, call.plan.operands)
         mesh.sent += op.sends(*map(_DTYPE, operands), **more, **parameters) if op.sends else []
         result = DistArray(np.empty(0, call.dtype), mesh, call.plan.result, computed=_computed(op, inputs))
-        return _settled(result, op.name, call)
+        settled = _settled(result, op.name, call)
+        return settled if op.results == 1 else (settled,) * op.results
     with np.errstate(all="ignore"):  # a value that one rank finds in its shard must not raise there alone
         if exact:
             local = _exactly(op, inputs, call, parameters, more)
@@ -119,6 +120,12 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     residuals = {}
     if op.gives_residuals:
         local, residuals["residuals"] = local
+    if op.results > 1:
+        parts = tuple(_result(op, part, inputs, call) for part in local)
+        for part in parts if fingerprinted_traces() else ():
+            fingerprint_result(op.name, part)
+        _put_together_on_tape(op, parts, operands, inputs, required, parameters)
+        return parts
     if isinstance(local, tuple | list) and all(hasattr(part, "shape") for part in local):
         if op.vjps and True in required and sum(is_floating(part.dtype) for part in local) > 1:
             raise NotImplementedError(f"{op.name} gives {len(local)} results; a vjp is for operations that give one")
@@ -314,8 +321,7 @@ def _put_on_tape(
         if not op.vjps:
             raise NotImplementedError(f"{op.name} has no vjp: its result has no gradient")
         if is_reproducible() != mode:
-            sides = ("inside", "outside") if mode else ("outside", "inside")
-            raise RuntimeError(f"{op.name} was computed {sides[0]} reproducible(), and its gradient {sides[1]}")
+            raise _in_two_modes(op.name, mode)
         # All consumers have contributed, so a Partial gradient is reduced here, once.
         destination = known.sharding.natural
         if op.relays:
@@ -331,6 +337,60 @@ def _put_on_tape(
 
     result.requires_grad = True
     result.node = Node(op.name, [node_of(x) if x.requires_grad else None for x in operands], vjp)
+
+
+def _in_two_modes(name: str, mode: bool) -> RuntimeError:
+    sides = ("inside", "outside") if mode else ("outside", "inside")
+    return RuntimeError(f"{name} was computed {sides[0]} reproducible(), and its gradient {sides[1]}")
+
+
+def _put_together_on_tape(
+    op: Op,
+    results: tuple[DistArray, ...],
+    operands: Sequence[DistArray],
+    inputs: Sequence[DistArray],
+    required: tuple[bool, ...],
+    parameters: Mapping[str, Any],
+) -> None:
+    """Put all results of one operation on the tape: the vjps run once, when every gradient is complete."""
+    if True not in required or not is_floating(results[0].local.dtype):
+        return
+    used = range(-1, len(required)) if op.uses is None else _used(op.uses, required)
+    known, mode, scope = tuple(_for_tape(result, -1 in used) for result in results), is_reproducible(), current_scope()
+    arguments = [_for_tape(x, index in used) for index, x in enumerate(inputs)]
+    wanted = [(x.sharding.shape, x.local.dtype) if x.requires_grad else None for x in operands]
+    gradients: list[DistArray | None] = [None] * len(results)
+
+    def vjp(_: None) -> list[DistArray | None]:
+        set_scope(scope)
+        if is_reproducible() != mode:
+            raise _in_two_modes(op.name, mode)
+        whole = tuple(_zeros_like(y) if g is None else g for g, y in zip(gradients, known, strict=True))
+        gradients[:] = [None] * len(results)  # a result that was not passed keeps the others alive no longer
+        return [
+            None if want is None else _contribution(op, index, want, whole, known, arguments, parameters, {})
+            for index, want in enumerate(wanted)
+        ]
+
+    def taking(index: int) -> Vjp:
+        def take(gradient: DistArray) -> tuple[None]:
+            with cause(op.name, reason="its gradient is complete"):
+                gradients[index] = redistribute(gradient, known[index].sharding.natural)
+            return (None,)
+
+        return take
+
+    together = Node(op.name, [node_of(x) if x.requires_grad else None for x in operands], vjp)
+    for index, result in enumerate(results):
+        result.requires_grad = True
+        result.node = Node(op.name, [together], taking(index))
+
+
+def _zeros_like(x: DistArray) -> DistArray:
+    """Return zeros in the natural sharding of `x`, which may have no elements."""
+    sharding = x.sharding.natural
+    zeros = array_namespace(x.local).zeros(sharding.local_shape(x.mesh.coordinates), x.local.dtype)
+    return DistArray(zeros, x.mesh, sharding)
 
 
 def _used(uses: Sequence[Sequence[int]], required: Sequence[bool]) -> list[int]:
@@ -353,8 +413,8 @@ def _contribution(
     op: Op,
     index: int,
     want: tuple[tuple[int, ...], np.dtype[Any]],
-    gradient: DistArray,
-    result: DistArray,
+    gradient: DistArray | tuple[DistArray, ...],
+    result: DistArray | tuple[DistArray, ...],
     arguments: Sequence[DistArray],
     parameters: Mapping[str, Any],
     residuals: Mapping[str, Any],

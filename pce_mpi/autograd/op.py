@@ -32,6 +32,8 @@ class Op:
                   as it may be on its way to a parameter, whose gradients add up without communication
     gives_residuals  `forward` returns something else besides, which the vjps take as `residuals`
     views         the result of `forward` may share the memory of an operand
+    results       the number of results; if several, `forward` returns a tuple of arrays of one shape and dtype, and the
+                  vjps take tuples: the gradients of all results, zeros for those without one, and the results
     sends         the collectives of `forward` itself; only a rule with `merged` labels has any
     exact         `forward` inside `reproducible`, for operations that sum: takes the `shardings` too, and reduces the
                   sums itself over the ranks of `shardings.summed`, so that the result is not Partial
@@ -47,6 +49,7 @@ class Op:
     relays: bool = False
     gives_residuals: bool = False
     views: bool = False
+    results: int = 1
     sends: Callable[..., Sequence[Sent]] | None = None
     exact: Callable[..., Any] | None = None
 

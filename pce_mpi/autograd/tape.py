@@ -25,7 +25,8 @@ class Node:
     """One value on the tape.
 
     `vjp` takes the gradient of the value and returns one for each of `parents`; a parent that is None needs none. A
-    parameter is a node without parents, whose `vjp` keeps the gradient.
+    parameter is a node without parents, whose `vjp` keeps the gradient. An operation with several results is a node
+    too, the parent of theirs: they hand it their gradients themselves and return None.
     """
 
     __slots__ = ("name", "number", "parents", "vjp")
@@ -53,11 +54,11 @@ def backward(root: Node, gradient: Gradient, add: Callable[[Gradient, Gradient],
         for parent, contribution in zip(parents, contributions, strict=True):
             if parent is None:
                 continue
-            if parent.number in gradients:
-                gradients[parent.number] = add(gradients[parent.number], contribution)
-            else:
+            if parent.number not in gradients:
                 gradients[parent.number] = contribution
                 heappush(waiting, (-parent.number, parent))
+            elif contribution is not None:
+                gradients[parent.number] = add(gradients[parent.number], contribution)
 
 
 def is_grad_enabled() -> bool:

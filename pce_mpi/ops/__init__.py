@@ -32,8 +32,8 @@ from pce_mpi.ops.custom import op
 from pce_mpi.ops.einsum import einsum
 from pce_mpi.ops.elementwise import abs, astype, cos, exp, log, log1p, negative, sin, sqrt, square
 from pce_mpi.ops.embedding import embedding
-from pce_mpi.ops.indexing import getitem, split
-from pce_mpi.ops.joining import concatenate, stack
+from pce_mpi.ops.indexing import getitem
+from pce_mpi.ops.joining import concatenate, split, stack
 from pce_mpi.ops.largest import argmax, top_k
 from pce_mpi.ops.linear_loss import linear_cross_entropy
 from pce_mpi.ops.loss import cross_entropy, mse

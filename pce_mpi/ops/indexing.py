@@ -1,12 +1,8 @@
-"""Operations that pick parts of an array: getitem and split.
-
-They are linear, and keep Partial "max" and "min" as well.
-"""
+"""Pick parts of an array, which is linear and keeps Partial "max" and "min" as well."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 import math
 import operator
 from typing import Any
@@ -21,7 +17,7 @@ from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact.sums import scattered
 from pce_mpi.ops.broadcasting import aligned
-from pce_mpi.ops.shape import normalized_axis, reshape, whole_numbers
+from pce_mpi.ops.shape import reshape
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -277,51 +273,3 @@ def _no_index(entry: Any) -> TypeError:
     return TypeError(
         f"an index is whole numbers, slices, ..., None, and arrays of whole numbers or bool, got {entry!r}"
     )
-
-
-def split(x: DistArray, indices_or_sections: int | Sequence[int], axis: int = 0) -> list[DistArray]:
-    """Split an array along an axis.
-
-    Parameters
-    ----------
-    x : DistArray
-        The array.
-    indices_or_sections : int or sequence of int
-        The number of equal parts, or the indices at which to split.
-    axis : int, optional
-        The axis to split.
-
-    Returns
-    -------
-    list of DistArray
-        The parts. Other axes stay sharded, and a Partial array stays Partial.
-
-    Raises
-    ------
-    ValueError
-        If the axis does not exist or has no such number of equal parts.
-
-    Notes
-    -----
-    An array that is sharded along `axis` is redistributed first; otherwise nothing is sent.
-
-    Examples
-    --------
-    >>> from mpi4py import MPI
-    >>> import numpy as np, pce_mpi as pce
-    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
-    >>> x = pce.distribute(np.arange(6.0), mesh, data=pce.Shard(0))
-    >>> [part.full() for part in pce.split(x, [1, 4])]
-    [array([0.]), array([1., 2., 3.]), array([4., 5.])]
-    """
-    axis = normalized_axis(axis, x.ndim)
-    length = x.shape[axis]
-    if np.ndim(indices_or_sections):
-        ends = [0, *whole_numbers(indices_or_sections), length]
-    else:
-        (sections,) = whole_numbers(indices_or_sections)
-        if sections < 1 or length % sections:
-            raise ValueError(f"an axis of length {length} has no {sections} equal parts")
-        ends = [index * length // sections for index in range(sections + 1)]
-    before = (slice(None),) * axis
-    return [getitem(x, (*before, slice(start, stop))) for start, stop in pairwise(ends)]

@@ -1,4 +1,4 @@
-"""Operations that put arrays together: concatenate and stack.
+"""Operations that put arrays together and take them apart: concatenate, stack and split.
 
 They are linear, and keep Partial "max" and "min" as well.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.indexing import getitem
-from pce_mpi.ops.shape import expand_dims, normalized_axis, reshape
+from pce_mpi.ops.shape import expand_dims, normalized_axis, reshape, whole_numbers
 
+Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
 
 
@@ -136,3 +138,73 @@ def stack(arrays: Sequence[Any], axis: int = 0) -> DistArray:
         ],
         place,
     )
+
+
+def _parts_rule(shape: Shape, axis: int, sections: int) -> Rule:
+    axes = tuple(None if index == axis else Axis(index) for index in range(len(shape)))
+    part = (*shape[:axis], shape[axis] // sections, *shape[axis + 1 :])
+    return Rule((axes,), axes, part, linear=((0,),), moves_data=True)
+
+
+def _parts(x: Array, axis: int, sections: int) -> tuple[Array, ...]:
+    before, length = (slice(None),) * axis, x.shape[axis] // sections
+    return tuple(x[(*before, slice(index * length, (index + 1) * length))] for index in range(sections))
+
+
+@cache
+def _split_op(sections: int) -> Op:
+    return Op(
+        "split",
+        lambda x, axis: _parts(x, axis, sections),
+        (lambda g, y, x, axis: concatenate(g, axis),),
+        lambda shape, axis: _parts_rule(shape, axis, sections),
+        uses=[()],
+        views=True,
+        results=sections,
+    )
+
+
+def split(x: DistArray, indices_or_sections: int | Sequence[int], axis: int = 0) -> list[DistArray]:
+    """Split an array along an axis.
+
+    Parameters
+    ----------
+    x : DistArray
+        The array.
+    indices_or_sections : int or sequence of int
+        The number of equal parts, or the indices at which to split.
+    axis : int, optional
+        The axis to split.
+
+    Returns
+    -------
+    list of DistArray
+        The parts. Other axes stay sharded, and a Partial array stays Partial.
+
+    Raises
+    ------
+    ValueError
+        If the axis does not exist or has no such number of equal parts.
+
+    Notes
+    -----
+    An array that is sharded along `axis` is redistributed first; otherwise nothing is sent.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> x = pce.distribute(np.arange(6.0), mesh, data=pce.Shard(0))
+    >>> [part.full() for part in pce.split(x, [1, 4])]
+    [array([0.]), array([1., 2., 3.]), array([4., 5.])]
+    """
+    axis = normalized_axis(axis, x.ndim)
+    length = x.shape[axis]
+    if np.ndim(indices_or_sections):
+        before, ends = (slice(None),) * axis, [0, *whole_numbers(indices_or_sections), length]
+        return [getitem(x, (*before, slice(start, stop))) for start, stop in pairwise(ends)]
+    (sections,) = whole_numbers(indices_or_sections)
+    if sections < 1 or length % sections:
+        raise ValueError(f"an axis of length {length} has no {sections} equal parts")
+    return list(apply(_split_op(sections), x, axis=axis)) if sections > 1 else [x]

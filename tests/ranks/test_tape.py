@@ -12,6 +12,8 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import Partial, Replicate, Shard
+from pce_mpi.autograd.apply import apply
+from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.tape import Node, backward, is_grad_enabled
 from pce_mpi.comm.tracing import Purpose, cause, record
 
@@ -193,6 +195,28 @@ def test_second_loss_of_freed_node_is_refused(line):
     one.backward()
     with pytest.raises(RuntimeError, match="the result of tanh has been through a backward pass"):
         other.backward()
+
+
+def test_losses_of_two_parts_are_one_pass(line):
+    one, other = pce.split(ones(line, 4, 3, data=Shard(1)), 2)
+    one.sum().backward()
+    with pytest.raises(RuntimeError, match="the result of split has been through a backward pass"):
+        other.sum().backward()
+
+
+def test_several_results_have_one_vjp(line):
+    passed = []
+
+    def vjp(gradients: Any, results: Any, x: Any) -> Any:
+        passed.append([gradient.full().tolist() for gradient in gradients])
+        return pce.concatenate(gradients)
+
+    thirds = Op("thirds", lambda x: tuple(np.split(x, 3)), [vjp], uses=[()], results=3)
+    x = ones(line, 6, data=Shard(0))
+    first, _, last = apply(thirds, x)
+    (pce.sum(first * 2.0) + pce.sum(first * 3.0) + pce.sum(last)).backward()
+    assert passed == [[[5.0, 5.0], [0.0, 0.0], [1.0, 1.0]]]
+    np.testing.assert_array_equal(x.grad.full(), [5.0, 5.0, 0.0, 0.0, 1.0, 1.0])
 
 
 def test_losses_that_share_nothing_but_leaves_add_up(line):
@@ -421,6 +445,8 @@ def test_passes_make_no_reference_cycles(line):
         network(x, w, v)[-1].backward()
         (pce.sum(pce.max(x @ w, axis=0)) + pce.mean(pce.layer_norm(pce.concatenate([w[:2], w[2:]])))).backward()
         (pce.logsumexp(x, axis=0).sum() * pce.sum(w)).backward()
+        left, _ = pce.split(pce.gelu(w), 2)
+        left.sum().backward()
 
     steps()
     with without_collector():
