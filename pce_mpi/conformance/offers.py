@@ -23,11 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from enum import StrEnum
-import importlib
-import importlib.util
 import inspect
-from pathlib import Path
-import sys
 from typing import Any, Literal, TypeVar, get_args
 
 from pce_mpi.arrays import dtype_named
@@ -298,79 +294,6 @@ def offer_of(candidate: Candidate) -> Offer:
     kind = supported.get("kind", "loss")
     supported["options"] = tuple(each for each in supported["options"] if each in _OPTIONS_OF.get(kind, OPTIONS))
     return Offer(**supported)
-
-
-def load(name: str) -> Candidate:
-    """Import a candidate.
-
-    Parameters
-    ----------
-    name : str
-        "package.module:candidate" or "path/to/file.py:candidate".
-
-    Returns
-    -------
-    callable
-        The candidate.
-
-    Raises
-    ------
-    ValueError
-        The name has another form.
-    ImportError
-        The module or the candidate cannot be found.
-    TypeError
-        The candidate cannot be called.
-
-    Notes
-    -----
-    Errors that the module itself raises are not caught.
-    """
-    where, colon, attribute = name.rpartition(":")
-    if not colon or not where or not attribute:
-        raise ValueError(f"a candidate is named package.module:candidate or path/to/file.py:candidate, got {name!r}")
-    found: Any = _module_at(Path(where)) if where.endswith(".py") else _module_named(where)
-    for part in attribute.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            raise ImportError(f"{where} has no {attribute!r}") from None
-    if not callable(found):
-        raise TypeError(f"{name} must be callable, got {type(found).__name__}")
-    return found
-
-
-def _module_named(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name + ".").startswith(error.name + "."):
-            raise  # the module exists, and one of its own imports fails
-        raise ImportError(f"there is no module {error.name!r}; is its folder on PYTHONPATH?") from error
-
-
-def _module_at(path: Path) -> Any:
-    path = path.absolute()
-    if not path.is_file():
-        raise ImportError(f"there is no file {path}")
-    for module in list(sys.modules.values()):
-        if getattr(module, "__file__", None) == str(path):
-            return module
-    # As `python file.py` does: it can import the files beside it.
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    if path.stem not in sys.modules:
-        sys.modules[path.stem] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        if sys.modules.get(path.stem) is module:
-            del sys.modules[path.stem]
-        raise
-    return module
 
 
 def _by_signature(candidate: Candidate) -> dict[str, Any]:

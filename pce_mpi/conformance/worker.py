@@ -22,7 +22,8 @@ from pce_mpi.comm.launch import why_apart
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted, named_candidate
 from pce_mpi.conformance.journal import Journal
 from pce_mpi.conformance.launching import LaunchError, memory_shared_by
-from pce_mpi.conformance.offers import load, offer_of
+from pce_mpi.conformance.loading import load
+from pce_mpi.conformance.offers import offer_of
 from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.outcomes import as_json
 from pce_mpi.conformance.running import run_case

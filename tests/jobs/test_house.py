@@ -148,6 +148,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
         {"autograd", "ops", "optim"},
         [
             room("offers"),
+            room("loading"),
             room("cases"),
             room("catalogue"),
             room("outcomes"),

@@ -14,7 +14,8 @@ from candidates.by_hand import ByHand
 from candidates.by_hand import candidate as by_hand
 from candidates.wrong import calls, numbers, options, probabilities, rows, shapes_and_memory, shards, special_values
 from pce_mpi.conformance.catalogue import cases
-from pce_mpi.conformance.offers import load, offer_of
+from pce_mpi.conformance.loading import load
+from pce_mpi.conformance.offers import offer_of
 from pce_mpi.conformance.outcomes import Verdict
 from pce_mpi.conformance.running import run_case
 
