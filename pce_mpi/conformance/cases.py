@@ -305,6 +305,15 @@ class Case:
         """The part of the name that cases of one kind share."""
         return self.name.partition("/")[0]
 
+    @property
+    def compares_bits(self) -> bool:
+        """True if results with `same_bits` are compared with those on one rank.
+
+        Not so for targets that are no class, for logits that were gathered by mistake, and for copies of rows, which
+        take all memory.
+        """
+        return self.expects is not Expects.REFUSAL and not self.needs.num_classes and self.procedure != "copies"
+
 
 def problem_of(
     case: Case, offer: Offer, ranks: int, *, seed: int = 0, rows: int | None = None, classes: int | None = None

@@ -48,7 +48,7 @@ def _finding(quantity: str, got: float, exact: float, error: float, allowed: flo
     return Finding(kind, f"{quantity} is {got:.6g} where {exact:.6g} is right{place}")
 
 
-def _row(problem: Problem, row: int) -> str:
+def row_name(problem: Problem, row: int) -> str:
     """Name a row in a message."""
     if len(problem.rows_shape) == 1:
         return f"row {row}"
@@ -99,7 +99,7 @@ class Losses:
         ]
 
     def _where(self, place: tuple[int, ...]) -> str:
-        row = f"{_row(self._problem, int(np.ravel_multi_index(place[1:], self._exact.shape)))}" if place[1:] else ""
+        row = f"{row_name(self._problem, int(np.ravel_multi_index(place[1:], self._exact.shape)))}" if place[1:] else ""
         alike = all(_bits(loss) == _bits(self.losses[0]) for loss in self.losses)
         return row if alike else f"{row} (rank {place[0]})".strip()
 
@@ -122,7 +122,7 @@ class Losses:
             if _bits(loss) != _bits(first):
                 a, b = first.astype(np.float64).reshape(-1), loss.astype(np.float64).reshape(-1)
                 row = int(np.argmax((a != b) & ~(np.isnan(a) & np.isnan(b))))
-                place = f" in {_row(self._problem, row)}" if first.ndim else ""
+                place = f" in {row_name(self._problem, row)}" if first.ndim else ""
                 text = f"the {self._name}{place} is {a[row]:.9g} on rank 0 and {b[row]:.9g} on rank {rank}"
                 return [Finding("ranks differ", text)]
         return []
@@ -174,7 +174,7 @@ class Gradients:
         return int(row), int(number)
 
     def _where(self, row: int, number: int) -> str:
-        place = f"{_row(self._problem, row)}, class {number}"
+        place = f"{row_name(self._problem, row)}, class {number}"
         return place if self._problem.gathered else f"{place} (rank {self._problem.rank_of(number)})"
 
     def accuracies(self) -> list[Accuracy]:
@@ -200,7 +200,7 @@ class Gradients:
             if (self._errors[where] > self._allowed).any():
                 place = self._worst(where)
                 if np.isnan(self._exact[place]) and not np.isnan(got[place[0]].astype(np.float64)).any():
-                    row = _row(self._problem, place[0])
+                    row = row_name(self._problem, place[0])
                     return [Finding(quantity, f"the gradient of {row} is finite where nan is right")]
                 numbers = float(got[place]), float(self._exact[place]), float(self._errors[place])
                 return [_finding(quantity, *numbers, self._allowed, self._dtype, self._where(*place))]

@@ -18,6 +18,9 @@ the exact value rounded, in the same ulps.
 
 An answer must be nan or infinite if the exact value is; a row whose exact gradient has nan must have one. In rows that
 `Problem.may_be_nan` selects, nan is right unless the judge is strict.
+
+For a candidate of `same_bits`, the loss of every rank and the gradient of all shards must also equal what it gives for
+the whole problem on one rank: the same dtype and the same bits, 0 and -0 told apart, with one nan for all.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pce_mpi.arrays import is_floating
+from pce_mpi.conformance.bits import other_bits
 from pce_mpi.conformance.cases import Problem
 from pce_mpi.conformance.comparing import NAMES, Gradients, Losses
 from pce_mpi.conformance.diagnosis import explain
@@ -65,8 +69,11 @@ class Judgement(NamedTuple):
     form: list[Finding]
 
 
-def judge(problem: Problem, answers: Sequence[Answer], tolerance: Tolerance) -> Judgement:
-    """Compare the answers of all ranks with the exact ones."""
+def judge(
+    problem: Problem, answers: Sequence[Answer], tolerance: Tolerance, on_one_rank: Answer | None = None
+) -> Judgement:
+    """Compare the answers of all ranks with the exact ones, and their bits with those of the answer on one rank."""
+    given = answers
     answers, fatal, form = _comparable(problem, answers)
     if fatal:
         return Judgement(fatal, [], None, form)
@@ -90,8 +97,17 @@ def judge(problem: Problem, answers: Sequence[Answer], tolerance: Tolerance) -> 
     for finding in differing:
         separator = ": " if wrong and finding.cause else " "
         finding.text = f"{_DIFFER[problem.kind]}{separator}{finding.text if finding.cause else f'({finding.text})'}"
+    bits: list[Finding] = []
+    if on_one_rank is not None:
+        # The dtype is the candidate's own: another one has other bits.
+        parts = [
+            raw.dlogits.reshape(due.dlogits.shape)
+            for raw, due in zip(given, answers, strict=True)
+            if raw.dlogits is not None and due.dlogits is not None
+        ]
+        bits = other_bits(problem, [each.loss for each in given], parts, on_one_rank.loss, on_one_rank.dlogits)
     return Judgement(
-        findings=differing + wrong,
+        findings=differing + wrong + bits,
         accuracies=losses.accuracies() + (gradients.accuracies() if gradients else []),
         picture=gradients.picture() if gradients and gradients.wrong.any() else None,
         form=form,

@@ -132,7 +132,8 @@ class Offer:
     batch_comm : bool
         It takes `batch_comm`, a communicator over which the rows are sharded: a sum or mean is over all of them.
     same_bits : bool
-        It gives the same bits on every number of ranks.
+        It gives the same bits on every number of ranks: each result has to equal, to the last bit, its result for the
+        whole problem on one rank. So it sends over the communicator that it is given, and over no other.
     """
 
     kind: Kind = "loss"

@@ -19,6 +19,7 @@ _RESULT = "loss|log-probability|entropy"
 _SEEN = re.compile(
     rf"\b(({_RESULT}|gradient|gradient at targets) is \S+ where \S+ is right"
     r"|the gradient of row .* is finite where nan is"
+    r"|(?<=differ from one rank's \()\w"
     rf"|the ({_RESULT}) (in row .* )?(is|has dtype) \S+ on rank \d+ and).*"
 )
 # The names that procedures give to several answers are no cause.

@@ -34,8 +34,9 @@ class Trial:
     """One rank's part of a case.
 
     `problem(0)` is the case's, `problem(1)` another of the same kind, for procedures that need two. `answers` are to be
-    judged, each with the number of its problem and a name; `findings` are faults that the procedure has seen. Only
-    where it `watches_logits`, a call that overwrites them or returns their memory is one: it would be so in every case.
+    judged, each with the number of its problem and a name; `on_one_rank` has the answers to compare their bits with, by
+    that number; `findings` are faults that the procedure has seen. Only where it `watches_logits`, a call that
+    overwrites them or returns their memory is one: it would be so in every case.
     """
 
     candidate: Callable[..., Any]
@@ -44,6 +45,7 @@ class Trial:
     problem: Callable[[int], Problem]
     watches_logits: bool = True
     answers: list[tuple[int, str, Answer]] = field(default_factory=list)
+    on_one_rank: dict[int, Answer] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
     def call(self, which: int = 0, *, backward: bool = True) -> _Call:
@@ -53,6 +55,15 @@ class Trial:
         if backward:
             call.backward()
         return call
+
+    def call_on_one_rank(self, comm: MPI.Intracomm) -> None:
+        """Call the candidate with all classes of each problem that has an answer; `comm` has this rank alone."""
+        for which in dict.fromkeys(which for which, _, _ in self.answers):
+            problem = self.problem(which)
+            call = _Call(self, replace(problem, splits=(0, problem.classes)), comm.rank)
+            call.run(comm)
+            call.backward()
+            self.on_one_rank[which] = call.answer()
 
     def judge(self, answer: Answer, which: int = 0, name: str = "") -> None:
         """Leave `answer` to the judge; `name` says which of several it is."""
@@ -257,35 +268,6 @@ def _run_twice(trial: Trial) -> None:
     trial.judge(first)
 
 
-def _on_fewer_ranks(trial: Trial) -> None:
-    """Compare the answers on the first 1, 2, ... ranks; judge that of all."""
-    from mpi4py import MPI
-
-    trial.judge(trial.call().answer())
-    whole = trial.problem(0)
-    if trial.comm is None:
-        return
-    found: dict[int, tuple[Array, Array | None]] = {}
-    for size in range(1, trial.comm.size + 1):
-        few: Any = trial.comm.Split(0 if trial.comm.rank < size else MPI.UNDEFINED)
-        if few == MPI.COMM_NULL:
-            continue
-        splits = (*(whole.classes * rank // size for rank in range(size)), whole.classes)
-        call = _Call(trial, replace(whole, splits=splits), few.rank)
-        call.run(few)
-        call.backward()
-        loss, dlogits = call.answer().loss, call.answer().dlogits
-        parts = few.gather(dlogits)
-        few.Free()
-        if trial.comm.rank == 0:
-            found[size] = loss, None if dlogits is None else np.concatenate(parts, axis=whole.axis)
-    for size, (loss, dlogits) in found.items():
-        for what, now, one in (("loss", loss, found[1][0]), ("gradient", dlogits, found[1][1])):
-            if one is not None and now is not None and not _same_bits(now, one):
-                text = f"the {what} on {size} ranks has other bits than on one: {_difference(one, now)}"
-                trial.find("other bits", text)
-
-
 def _rows_sharded(trial: Trial) -> None:
     """Call the candidate on a grid of ranks; bring the rows of a shard together for the judge."""
     if trial.comm is None:
@@ -328,7 +310,6 @@ PROCEDURES: dict[str, Callable[[Trial], None]] = {
     "two-at-once": _two_at_once,
     "one-after-the-other": _one_after_the_other,
     "run-twice": _run_twice,
-    "on-fewer-ranks": _on_fewer_ranks,
     "rows-sharded": _rows_sharded,
     "copies": _copies,
 }

@@ -7,7 +7,7 @@ read through DLPack, compared with the arguments, gathered, and judged on rank 0
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 import faulthandler
 from functools import cache
@@ -127,15 +127,19 @@ def run_case(
     )
     returned = trial.answers, trial.findings
     if comm is None or private is None:
-        _settle(outcome, case, problem, [raised], [returned], tolerance)
+        _settle(outcome, case, problem, [raised], [returned], tolerance, {})
         return outcome
     _arrive(comm)
-    errors = comm.allgather(raised)
+    ends = comm.allgather((raised, len(trial.answers)))
+    errors = [error for error, _ in ends]
     if len({error is None for error in errors}) == 1:  # else some may still be in a collective on it
         private.Free()
+    same_answers = set(ends) == {(None, len(trial.answers))}  # on every rank or on none
+    if offer.same_bits and case.compares_bits and comm.size > 1 and same_answers:
+        _call_on_one_rank(trial)
     gathered = comm.gather(returned)
     if gathered is not None:
-        _settle(outcome, case, problem, errors, gathered, tolerance)
+        _settle(outcome, case, problem, errors, gathered, tolerance, trial.on_one_rank)
     _arrive(comm)
     return comm.bcast(outcome)
 
@@ -213,6 +217,20 @@ def _arrive(comm: MPI.Intracomm) -> None:
         time.sleep(0.0002)
 
 
+def _call_on_one_rank(trial: Trial) -> None:
+    """Call the candidate on one rank: on each, so that one that sends to the others all the same does not hang."""
+    from mpi4py import MPI
+
+    alone = MPI.COMM_SELF.Dup()
+    try:
+        trial.call_on_one_rank(alone)
+    except Exception as error:
+        text = error_text(error)
+        trial.find("other bits", f"raised on one rank, with all classes, where several ranks returned: {text}")
+    finally:
+        alone.Free()
+
+
 _Returned = tuple[list[tuple[int, str, Answer]], list[Finding]]
 
 
@@ -223,6 +241,7 @@ def _settle(
     errors: Sequence[str | None],
     returned: Sequence[_Returned],
     tolerance: Tolerance,
+    on_one_rank: Mapping[int, Answer],
 ) -> None:
     """Complete the outcome from the exceptions, or the results and findings, of all ranks."""
     raised = {rank: error for rank, error in enumerate(errors) if error is not None}
@@ -243,7 +262,7 @@ def _settle(
             outcome.findings.append(Finding("not refused", _not_refused(problem(0), answers[0])))
         elif len({len(each) for each in answers}) == 1:  # else some ranks returned no result
             for answers_of_call in zip(*answers, strict=True):
-                _judge(outcome, problem, answers_of_call, tolerance, case.form)
+                _judge(outcome, problem, answers_of_call, tolerance, case.form, on_one_rank)
         # Before the numbers only in cases about memory, and where numbers follow: a gradient that is overwritten.
         found = list(_together([findings for _, findings in returned]))
         first = [finding for finding in found if case.needs.keeps_logits or finding.kind == "overwritten"]
@@ -259,9 +278,10 @@ def _judge(
     answers: Sequence[tuple[int, str, Answer]],
     tolerance: Tolerance,
     form: bool,
+    on_one_rank: Mapping[int, Answer],
 ) -> None:
     which, name, _ = answers[0]
-    judgement = judge(problem(which), [answer for _, _, answer in answers], tolerance)
+    judgement = judge(problem(which), [answer for _, _, answer in answers], tolerance, on_one_rank.get(which))
     for finding in (judgement.form if form else []) + judgement.findings:
         text = f"{name}: {finding.text}" if name else finding.text
         outcome.findings.append(Finding(finding.kind, text))

@@ -105,8 +105,8 @@ def judged(
 
 def _numbers_show(case: Case) -> bool:
     needs = case.needs
-    about_calling = needs.keeps_logits or needs.deterministic or case.form or case.name == "same-on-every-rank"
-    return case.procedure == "plain" and not about_calling
+    about_bits = needs.deterministic or needs.same_bits or case.name == "same-on-every-rank"
+    return case.procedure == "plain" and not (about_bits or needs.keeps_logits or case.form)
 
 
 def _tensors(case: Case, problem: Problem) -> Iterator[tuple[str, Array]]:

@@ -12,6 +12,7 @@ from jobs.launch import complete
 from pce_mpi import dense
 from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance import Gradient, Offer, Outcome, Verdict, cases, load, offer_of, offers
+from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, adapted
 from pce_mpi.conformance.cases import Expects, problem_of
 from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.catalogue.drawing import chunks
@@ -92,6 +93,15 @@ def test_offer_of_another_type_raises():
     candidate.offer = {"dtypes": ("float32",)}
     with pytest.raises(TypeError, match="must be an Offer, got dict"):
         offer_of(candidate)
+
+
+@pytest.mark.parametrize("name", FUNCTION_ADAPTERS)
+def test_adapters_of_functions_refuse_same_bits(name):
+    @offers(same_bits=True)
+    def candidate(logits, targets, group): ...
+
+    with pytest.raises(ValueError, match=f"same_bits cannot be judged through the adapter {name}: .* leave it out"):
+        adapted(name, candidate)
 
 
 @pytest.mark.parametrize(

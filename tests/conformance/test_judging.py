@@ -231,6 +231,60 @@ def test_one_bit_between_ranks_fails_but_nan_sign():
     assert kinds(problem, answers) == []
 
 
+def one_rank(problem, loss=None, gradient=None):
+    """The answer of one rank: the exact values, rounded, unless given."""
+    (answer,) = answers_of(replace(problem, splits=(0, problem.classes)), loss, gradient)
+    return answer
+
+
+def up(array, place, dtype):
+    """A copy with the next number of `dtype` in one place."""
+    array = array.astype(dtype)
+    array[place] = np.nextafter(array[place], dtype(np.inf))
+    return array
+
+
+def test_bits_of_one_rank_pass():
+    for name in ("random-logits/float32", "random-logits/float64", "random-logits/bfloat16", "masked-row"):
+        problem = problem_named(name, reduction="none")
+        assert judge(problem, answers_of(problem), USUAL, one_rank(problem)).findings == []
+
+
+def test_first_place_of_other_bits_is_named():
+    problem = problem_named("random-logits/float64", reduction="none")
+    loss = np.full(problem.rows, 3.0)
+    exact = replace(problem)
+    exact.__dict__["expected"] = loss, problem.expected[1]  # a cached property
+    one = one_rank(exact, loss=up(up(loss, 3, np.float64), 5, np.float64))
+    (finding,) = judge(exact, answers_of(exact), USUAL, one).findings
+    said = "loss in row 3: 0x1.8p+1 against 0x1.8000000000001p+1; 2 of 6 differ"
+    assert (finding.kind, finding.text) == ("other bits", f"the bits differ from one rank's ({said})")
+    one = one_rank(problem, gradient=up(problem.expected[1], (1, 17), np.float64))
+    (finding,) = judge(problem, answers_of(problem), USUAL, one).findings
+    rank = problem.rank_of(17)
+    assert f"(gradient in row 1, class 17 (rank {rank}): " in finding.text and "; 1 of 144 differ)" in finding.text
+    answers = answers_of(problem)
+    answers[2] = replace(answers[2], loss=up(answers[2].loss, 5, np.float64))
+    differing, other = judge(problem, answers, USUAL, one_rank(problem)).findings
+    assert differing.kind == "ranks differ" and "(loss on rank 2 in row 5: " in other.text
+
+
+def test_other_bits_within_tolerance_fail():
+    """Zeros of either sign and dtypes have other bits, and a nan is a nan."""
+    problem = problem_named("nan/in-a-row", reduction="none")
+    loss = np.where(np.isnan(problem.expected[0]), -np.float64(np.nan), problem.expected[0])
+    assert judge(problem, answers_of(problem), USUAL, one_rank(problem, loss=loss)).findings == []
+    problem = problem_named("ignore_index/float32")
+    zeros = np.where(problem.expected[1] == 0, -0.0, problem.expected[1])
+    assert (problem.expected[1] == 0).any()
+    (finding,) = judge(problem, answers_of(problem), USUAL, one_rank(problem, gradient=zeros)).findings
+    assert ": 0x0p+0 against -0x0p+0; " in finding.text
+    problem = problem_named("random-logits/bfloat16")
+    wide = replace(one_rank(problem), dlogits=problem.expected[1].astype(np.float32))
+    (finding,) = judge(problem, answers_of(problem), USUAL, wide).findings
+    assert "(gradient: bfloat16(6, 24) against float32(6, 24))" in finding.text
+
+
 def test_loss_of_each_rank_is_judged():
     problem = problem_named("random-logits/float32")
     answers = answers_of(problem)
@@ -319,6 +373,8 @@ def test_cause_of_finding_has_no_numbers():
     times = "is wrong: # times too large (summed over the # ranks twice?)"
     assert found.likeness == f"the loss {times}; the gradient {times}"
     assert Finding("gradient", f"second backward pass: {judged_numbers(problem)}").cause == ""
+    (found,) = judge(problem, answers_of(problem), USUAL, one_rank(problem, gradient=exact[1] + noise)).findings
+    assert found.cause == found.likeness == "the bits differ from one rank's"
     masked = problem_named("masked-row", reduction="none")
     finite = judge(masked, answers_of(masked, gradient=np.nan_to_num(masked.expected[1])), USUAL).findings[0]
     assert "is finite where nan is right" in finite.text and "finite" not in finite.cause

@@ -16,3 +16,11 @@ def test_list_has_a_line_for_each_case():
     assert offered["random-logits/float32"] == offered["zero-rows/mean"] == "offered"
     assert offered["random-logits/float64"] == "not offered: float64"
     assert offered["zero-rows/sum"] == "not offered: reduction sum"
+
+
+def test_list_says_which_cases_compare_bits():
+    found = cases(pattern=["random-logits/float32", "target-out-of-range/far", "gathered-logits"])
+    lines = listing.render(found, Offer(same_bits=True)).splitlines()
+    offered = {line.split()[0]: line.split(maxsplit=2)[2] for line in lines if not line.startswith(" ")}
+    assert offered["random-logits/float32"] == "offered, to the bits of one rank"
+    assert offered["target-out-of-range/far"] == offered["gathered-logits"] == "offered"

@@ -155,6 +155,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("textbook"),
             room("units"),
             room("comparing"),
+            room("bits"),
             room("faults"),
             room("places"),
             room("diagnosis"),

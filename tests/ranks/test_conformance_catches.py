@@ -3,6 +3,7 @@
 Faults that hang or crash are in tests/conformance, as only a launcher survives them.
 """
 
+from dataclasses import replace
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -159,7 +160,6 @@ SUBTLE = [
     Planted("online_maximum_of_masked_block", "masked-classes/first-block", "is nan where"),
     Planted("sum_of_masks_overflows", "finite-mask/lowest-smoothed", "a sum of log p over classes and rows overflows"),
     Planted("large_masks_taken_for_infinity", "finite-mask/1e30-smoothed", "loss is"),
-    Planted("other_bits_on_other_ranks", "same-bits/float32", "ranks has other bits than on one", ranks=3),
     # A sum of two is the same in either order: a rank must have three of the 24 classes.
     Planted("not_deterministic", "same-in-every-run", "two calls with the same arguments gave two", most=11),
 ]
@@ -186,6 +186,7 @@ PLANTED = [
     Planted("gradient_reduced_twice", "reduction/mean", "the gradient is wrong: {ranks} times too large (summed", 2),
     Planted("loss_on_rank_0_alone", "same-on-every-rank", "the ranks' losses differ: the loss is wrong on rank", 2),
     Planted("mean_of_the_ranks_means", "ignored/unevenly-over-ranks", "loss is", 2),
+    Planted("other_bits_on_other_ranks", "same-bits/float32", "the bits differ from one rank's (", ranks=2),
     Planted("overwrites_logits", "inputs-unmodified", "logits were modified"),
     Planted("gradient_in_the_logits", "results-not-aliased", "the gradient shares memory with logits", kinds=ALIASED),
 ]
@@ -233,6 +234,18 @@ def test_subtle_fault_passes_random_logits(comm, planted):
     if planted.fault == "equal_shards_assumed" and len(set(np.diff(outcome.splits))) > 1:
         pytest.skip("everybody's test has equal shards: run this on a number of ranks that divides 24")
     assert outcome.verdict == Verdict.PASS, outcome.findings
+
+
+@pytest.mark.sizes(2, 3)  # on one rank there is nothing to compare with
+def test_other_bits_fail_only_if_declared(comm):
+    candidate = load("candidates.correct.three_all_reduces:candidate")
+    declared = replace(offer_of(candidate), same_bits=True)
+    outcomes = [run_case(candidate, case, comm, offer=declared) for case in cases(declared)]
+    failed = {outcome.case: outcome.findings for outcome in outcomes if outcome.failed}
+    assert {"random-logits/float32", "two-losses-alive/plain", "same-bits/float32"} <= set(failed)
+    assert {finding.kind for findings in failed.values() for finding in findings} == {"other bits"}
+    # `test_correct_candidate_passes` has all its cases without the declaration
+    assert run_case(candidate, case_named("random-logits/float32", candidate), comm).verdict == Verdict.PASS
 
 
 # They differ in how a rank adds up its own classes, and reduce over the ranks as `online` does, which runs on three.

@@ -276,6 +276,41 @@ def test_changing_bits_fail_unless_offered(comm):
     assert run(candidate, "same-in-every-run", comm, offer=offer).verdict == Verdict.NOT_OFFERED
 
 
+# The bits of one rank.
+
+SAME_BITS = replace(BACKWARD, same_bits=True, batch_comm=True)
+
+
+def test_same_bits_calls_each_problem_on_one_rank(comm):
+    calls = []
+
+    def candidate(logits, targets, *, comm, **options):
+        calls.append((comm.size, options["class_start"], logits.shape[-1]))
+        return right_backward(logits, targets, comm=comm, **options)
+
+    assert run(candidate, "two-losses-alive/plain", comm, offer=SAME_BITS).verdict == Verdict.PASS
+    assert calls[2:] == ([(1, 0, 24)] * 2 if comm.size > 1 else [])
+    calls.clear()
+    assert run(candidate, "backward-twice/scalar", comm, offer=SAME_BITS).verdict == Verdict.PASS
+    assert calls[1:] == ([(1, 0, 24)] if comm.size > 1 else [])
+    calls.clear()
+    assert run(candidate, "target-out-of-range/far", comm, offer=SAME_BITS).verdict == Verdict.PASS
+    assert run(candidate, "two-losses-alive/plain", comm, offer=BACKWARD).verdict == Verdict.PASS
+    assert len(calls) == 3  # refusals have no bits, and others did not declare them
+
+
+def test_other_communicator_with_same_bits_fails(comm, several):
+    everyone = comm
+
+    def sends_to_all(logits, targets, *, comm, **options):
+        return right_backward(logits, targets, comm=everyone, **options)
+
+    outcome = run(sends_to_all, "random-logits/float32", comm, offer=SAME_BITS)
+    assert kinds(outcome) == ["other bits"]
+    assert outcome.findings[0].text.startswith("raised on one rank, with all classes, where several ranks returned: ")
+    assert run(sends_to_all, "random-logits/float32", comm, offer=BACKWARD).verdict == Verdict.PASS
+
+
 # Outcomes.
 
 

@@ -51,9 +51,16 @@ def named_candidate(name: str) -> Any:
 def adapted(name: str, function: Callable[..., Any]) -> Any:
     """Make `function` a candidate by an adapter in `FUNCTION_ADAPTERS`; raise `ValueError` for another name.
 
-    The offer is that of `@offers`, of the function's attributes, or of its signature.
+    The offer is that of `@offers`, of the function's attributes, or of its signature. Raises `ValueError` for
+    `same_bits` too: the framework's process group is that of all ranks, and cannot give the answer on one.
     """
-    return _class(FUNCTION_ADAPTERS, name, "adapter")(function)
+    candidate = _class(FUNCTION_ADAPTERS, name, "adapter")(function)
+    if candidate.offer.same_bits:
+        raise ValueError(
+            f"same_bits cannot be judged through the adapter {name}: bits are compared with those on one rank, and the "
+            "framework's process group has all ranks; leave it out, or make the function a candidate that takes `comm`"
+        )
+    return candidate
 
 
 def missing_framework(name: str) -> str | None:

@@ -29,4 +29,6 @@ def _offered(case: Case, offer: Offer | None) -> str:
     if offer is None:
         return ""
     missing = unmet_need(offer, case.needs, case.dtype)
-    return "offered" if missing is None else f"not offered: {missing}"
+    if missing is not None:
+        return f"not offered: {missing}"
+    return "offered" + ", to the bits of one rank" * (offer.same_bits and case.compares_bits)

@@ -213,6 +213,7 @@ def _offered(offer: Offer) -> str:
             "any class axis" if offer.any_axis else "classes last",
             f"shards {_SHARDS[offer.shards]}",
             f"gives {_GRADIENT[offer.gradient]}",
+            *["with the bits of one rank"] * offer.same_bits,
         ]
     )
 
