@@ -48,7 +48,7 @@ def reproducible(on: bool = True) -> Iterator[None]:
     Notes
     -----
     A sum over a sharded axis is reduced where it arises, so that nothing is Partial: one Allreduce of 4 bytes for each
-    sum, and one of 8 or 16 bytes. The whole step belongs inside, on every rank. `PCE_MPI_REPRODUCIBLE=1` turns the mode
+    sum, and one of 8 to 24 bytes. The whole step belongs inside, on every rank. `PCE_MPI_REPRODUCIBLE=1` turns the mode
     on for a program as it stands.
 
     Examples

@@ -28,8 +28,8 @@ def product(a: Array, b: Array, length: int, comm: Any = None, keep: bool = Fals
     """Return the matrix product of `a` and `b`, of one dtype and with at least two axes each, in that dtype.
 
     `length` is that of the summed axis over all ranks of `comm`. `keep`: b is a parameter, whose slices are kept.
-    Collective over `comm`: one Allreduce of 4 bytes for
-    each row and column, and one of 16 bytes (24 for float64) for each element of the product.
+    Collective over `comm`: one Allreduce of 4 bytes for each row and column, and one of 16 bytes (24 for float64) for
+    each element of the product; 8 more for a `length` above 2^14 (2^10 in float64).
     """
     e, f = together([exponents(a, (a.ndim - 1,)), exponents(b, (b.ndim - 2,))], comm)
     finite, dtype = all_finite([e, f]), a.dtype

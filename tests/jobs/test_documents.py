@@ -7,6 +7,7 @@ from functools import cache
 from inspect import signature
 from itertools import pairwise
 import json
+import os
 from pathlib import Path
 import re
 import shlex
@@ -20,6 +21,7 @@ from jobs.test_house import ORDER, WINGS
 import pce_mpi
 from pce_mpi.cli import _parser
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES
+from pce_mpi.conformance.launching import mpiexec
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
@@ -102,6 +104,37 @@ def test_program_prints_text_below_it(source, output):
     assert printed[source].rstrip() == output.rstrip()
 
 
+def test_walk_to_fault_prints_what_page_shows(tmp_path):
+    """The commands are one session of a shell, as far as blocks show what they print."""
+    blocks = BLOCKS["docs/equal-means-equal.md"]
+    shown = "".join(text for language, text in blocks if language == "console" and re.search("^(?!\\$ )", text, re.M))
+    commands = [line.removeprefix("$ ") for line in shown.splitlines() if line.startswith("$ ")]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    folders = [str(Path(program).parent) for program in (sys.executable, mpiexec()[0])]
+    env = job_environment(4) | {"PATH": os.pathsep.join([*folders, os.environ["PATH"]])}
+    script = "".join(f"echo {shlex.quote('$ ' + command)}\n{command}\n" for command in commands)
+    job = complete(["sh", "-c", script], cwd=tmp_path, env=env)
+    assert job.stdout == shown, job.stderr
+    program = {line.strip() for line in (ROOT / "examples/first_difference.py").read_text().splitlines()}
+    quoted = [line.strip() for language, text in blocks if language == "py" for line in text.splitlines()]
+    assert quoted and set(quoted) <= program
+
+
+# The digits on the page follow from the library of one version of Python, so only their form is tested.
+SMALL = ["--max-files=5", "--layers=1", "--width=24", "--batch=3", "--test-tokens=1", "--write=1"]
+
+
+def test_first_screen_runs_have_one_fingerprint():
+    export, *lines = next(text for _, text in BLOCKS["README.md"] if "--fingerprint" in text).splitlines()
+    commands, shown = [line.removeprefix("$ ").split() for line in lines[::2]], lines[1::2]
+    assert export == "$ export PCE_MPI_REPRODUCIBLE=1"
+    jobs = [launch(int(words[2]), *words[6:], *SMALL, env={"PCE_MPI_REPRODUCIBLE": "1"}) for words in commands]
+    found = [line for job in jobs for line in re.findall("^step 3  .*$", job.stdout, re.MULTILINE)]
+    for each in (found, shown):
+        assert len(each) == 4 and len(set(each)) == 1, [job.stderr for job in jobs]
+        assert re.fullmatch(r"step 3  loss \d\.\d+  parameters [0-9a-f]{64}", each[0])
+
+
 @pytest.mark.parametrize("name", ["distribute", "from_local", "load"])
 def test_table_shows_every_option_of_call(name):
     shown = re.search(rf"^\|.*`{name}\((.*?)\)` *[|,]", PAGES["docs/arrays.md"], re.MULTILINE)[1]
@@ -135,7 +168,7 @@ def test_command_exists(command):
         # Several machines, which a test on one cannot start: at least the program is started as all others are.
         assert words[0] == "sbatch" or re.search(r"python -m (mpi4py|pce_mpi) ", command)
     else:
-        assert words[0] in ("git", ".", "export", "module")
+        assert words[0] in ("git", ".", "export", "module", "diff", "tail")
 
 
 def check_command_line(arguments):

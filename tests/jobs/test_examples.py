@@ -15,6 +15,7 @@ from jobs.launch import ROOT, complete, job_environment, launch, launch_source
 EXAMPLES = ROOT / "examples"
 CLASSIFIER = "examples/classifier.py"
 DATA_AND_MODEL = "examples/data_and_model_parallel.py"
+FIRST_DIFFERENCE = "examples/first_difference.py"
 GRADIENTS = "examples/gradient_synchronization.py"
 LANGUAGE_MODEL = "examples/language_model.py"
 LOSS_PARALLEL = "examples/loss_parallel.py"
@@ -25,6 +26,7 @@ VERIFY_YOUR_LOSS = "examples/verify_your_loss.py"
 PROGRAMS = [
     CLASSIFIER,
     DATA_AND_MODEL,
+    FIRST_DIFFERENCE,
     GRADIENTS,
     LANGUAGE_MODEL,
     LOSS_PARALLEL,

@@ -19,6 +19,7 @@ from pce_mpi import Partial, Replicate, Shard
 from pce_mpi.arrays import to_host
 from pce_mpi.exact import kept, products
 from pce_mpi.exact.products import product
+from pce_mpi.exact.slices import slicing
 from pce_mpi.exact.sums import total
 from ranks.grids import factorizations, mesh_of, spread
 from ranks.op_cases import CASES, OPS, alone, cases_of, evaluate, replicated
@@ -164,6 +165,22 @@ def test_special_values_multiply_and_add_as_numpy(dtype):
     assert total(np.array([huge, huge, -huge]), (0,), 3) == huge  # NumPy's sum overflows on the way
     assert product(np.array([[huge, huge]]), np.array([[1], [-1]], dtype), 2) == 0.0
     assert product(np.zeros((2, 0), dtype), np.zeros((0, 3), dtype), 0).tolist() == [[0.0] * 3] * 2
+
+
+@pytest.mark.sizes(1)
+@pytest.mark.parametrize(
+    ("dtype", "factors", "count", "longest"),
+    [
+        (np.float16, 1, 1, 2**21),
+        (np.float32, 1, 1, 2**14),
+        (np.float64, 1, 2, 2**17),
+        (np.float32, 2, 2, 2**14),
+        (np.float64, 2, 3, 2**10),
+    ],
+)
+def test_longer_sum_takes_another_slice(dtype, factors, count, longest):
+    # The docstrings of `total` and `product`, and docs/equal-means-equal.md, have these lengths.
+    assert [slicing(np.dtype(dtype), length, factors)[1] for length in (longest, longest + 1)] == [count, count + 1]
 
 
 @pytest.mark.sizes(1)
