@@ -71,9 +71,9 @@ def main(comm, args):
 
 if __name__ == "__main__":
     parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", type=int, default=1, help="ranks that share hidden units and classes")
-    parser.add_argument("--steps", type=int, default=200, help="training steps (default: %(default)s)")
+    parser.add_argument("--model", type=int, metavar="N", default=1, help="ranks that share hidden units and classes")
+    parser.add_argument("--steps", type=int, metavar="N", default=200, help="training steps (default: %(default)s)")
     parser.add_argument("--axes", default="tf", help='letters of the axes of norm; "." must not be sharded')
     parser.add_argument("--fingerprint", action="store_true", help="print that of the parameters after each step")
-    parser.add_argument("--trace", type=int, default=0, help="list the results of this step")
+    parser.add_argument("--trace", type=int, metavar="N", default=0, help="list the results of this step")
     main(MPI.COMM_WORLD, parse_arguments(MPI.COMM_WORLD, parser))
