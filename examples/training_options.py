@@ -61,5 +61,6 @@ def training_parser(docstring: str | None, numbers: Iterable[Number], **defaults
         ("resume", readable, "go on with what was kept, from any number of ranks, up to --steps"),
     ):
         parser.add_argument(f"--{name}", type=checked, metavar="FILE", help=meaning)
+    parser.add_argument("--fingerprint", action="store_true", help="print the parameters' fingerprint after each step")
     parser.set_defaults(**defaults)
     return parser

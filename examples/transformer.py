@@ -182,7 +182,6 @@ if __name__ == "__main__":
     comm = MPI.COMM_WORLD
     parser = training_parser(__doc__, NUMBERS, steps=1000, batch=16, rate=0.01, max_norm=1.0, min_count=10)
     parser.add_argument("--sequence-parallel", action="store_true", help="`model` ranks share sequences between blocks")
-    parser.add_argument("--fingerprint", action="store_true", help="print the parameters' fingerprint after each step")
     args = parse_arguments(comm, parser)
     if args.width % args.heads:
         stop(comm, f"transformer.py: error: a width of {args.width} is no multiple of {args.heads} heads")
