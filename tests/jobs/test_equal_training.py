@@ -25,7 +25,8 @@ def trained(ranks, folder, *meshes, steps=STEPS, **env):
 
 @pytest.mark.parametrize("ranks", MESHES)
 def test_every_mesh_has_the_fingerprints(tmp_path, ranks):
-    assert trained(1, tmp_path, "1x1x1")["1x1x1"] == EXPECTED
+    if any("after" in mesh for mesh in MESHES[ranks]):
+        assert trained(1, tmp_path, "1x1x1")["1x1x1"] == EXPECTED
     found = trained(ranks, tmp_path, *MESHES[ranks])
     assert list(found) == MESHES[ranks]
     for mesh, fingerprints in found.items():
@@ -37,13 +38,13 @@ def test_libraries_have_the_fingerprints(tmp_path, env):
     assert trained(1, tmp_path, "1x1x1", **env)["1x1x1"] == EXPECTED
 
 
-@pytest.mark.parametrize("fault", ["wrongly_split", "twice_reduced"])
-def test_fault_changes_first_fingerprint(tmp_path, fault):
-    found = trained(2, tmp_path, f"2x1x1-{fault}", steps=2)
-    assert found[f"2x1x1-{fault}"][0] != trained(1, tmp_path, "1x1x1", steps=2)["1x1x1"][0]
+def test_faults_change_first_fingerprint(tmp_path):
+    names = ["2x1x1", "2x1x1-wrongly_split", "2x1x1-twice_reduced"]
+    found = [fingerprints[0] for fingerprints in trained(2, tmp_path, *names, steps=2).values()]
+    assert len(set(found)) == len(names)
 
 
 def test_missing_synchronization_is_found_in_first_step(tmp_path):
     job = launch(2, str(PROGRAM), "2", str(tmp_path), "2x1x1-unsynchronized")
     assert job.returncode != 0
-    assert "replicas" in job.stderr
+    assert "replicas differ" in job.stderr
