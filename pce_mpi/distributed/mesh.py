@@ -26,6 +26,7 @@ from pce_mpi.comm.library import is_comm, out_of_communicators
 from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.distributed.pictures import draw_mesh, mesh_size
 from pce_mpi.distributed.sharding import Dims
+from pce_mpi.exact.mode import is_reproducible
 from pce_mpi.pictures import new_figure, svg_or_none
 
 if TYPE_CHECKING:
@@ -214,6 +215,7 @@ class Mesh:
         facts = (self._history, fact)
         try:
             # As `agree` does, in one function less.
+            call = {**call, "reproducible": is_reproducible()}  # on which it depends what operations send
             known = call_of(operation, tuple(call.items()), tuple(map(type, call.values())))
             histories, others = agree_on_call(comm, known, facts, error=error, over=over, ranks_named=ranks_named)
             if histories != (self._history,) * len(histories):

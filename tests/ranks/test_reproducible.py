@@ -325,3 +325,21 @@ def trained(library, mesh):
 def test_gpu_trains_to_fingerprint_of_host(cupy):
     with pce.reproducible():
         assert trained(cupy, alone()) == trained(np, alone())
+
+
+def assert_modes_are_told(line, call):
+    if line.size > 1:
+        with pce.reproducible(line.rank == 0), pytest.raises(pce.CollectiveError, match="reproducible"):
+            call()
+
+
+def test_rank_in_other_mode_is_told_by_partials(line):
+    x = pce.from_local(np.ones(4, np.float32), line, data=Partial("sum"))
+    assert_modes_are_told(line, lambda: x.redistribute(data=Replicate()))
+
+
+def test_rank_in_other_mode_is_told_by_optimizers(line):
+    w = pce.distribute(np.ones(4, np.float32), line, requires_grad=True)
+    w.grad = pce.distribute(np.ones(4, np.float32), line)
+    assert_modes_are_told(line, lambda: pce.clip_grad_norm([w], 1.0))
+    assert_modes_are_told(line, pce.SGD([w], 0.1).step)
