@@ -1,9 +1,9 @@
 """Functions of each element whose bits depend on the element alone, for NumPy and CuPy arrays.
 
 They take arrays of float32 or float64, and give a new array of the same dtype: exp, log, log1p, tanh, sigmoid, sin,
-cos and power. All compute in float64. Results of float32 are rounded once: errors of up to 0.5001 ulp were measured,
-and in float64 of up to 0.95 ulp for tanh, 0.85 for log1p, 0.8 for the others. Special values are NumPy's, and every nan
-is the same one.
+cos, power, maximum and minimum. The last two are exact; the others compute in float64. Results of float32 are rounded
+once: errors of up to 0.5001 ulp were measured, and in float64 of up to 0.95 ulp for tanh, 0.85 for log1p, 0.8 for the
+others. Special values are NumPy's, and every nan is the same one.
 
 Only + - * / , comparisons, conversions and scalings by powers of two are used, each in a call of its own, so that no
 compiler can fuse a product with a sum. The arithmetic is the one of the loss. Where that would lose an ulp, a number is
@@ -124,6 +124,16 @@ def power(xp: Any, x: Array, y: Array) -> Array:
     found = xp.where(odd, xp.copysign(found, x), found)
     undefined = ((x < 0.0) & (size < np.inf) & ~whole) | (x != x) | (y != y)
     return xp.where((x == 1.0) | (y == 0.0), 1.0, xp.where(undefined, np.nan, found))
+
+
+def maximum(x: Array, y: Array) -> Array:
+    """Return the larger; of zeros of two signs it is 0, whichever the processor takes."""
+    return array_namespace(x).maximum(x, y) + x.dtype.type(0)
+
+
+def minimum(x: Array, y: Array) -> Array:
+    """Return the smaller; of zeros of two signs it is 0."""
+    return array_namespace(x).minimum(x, y) + x.dtype.type(0)
 
 
 def _sum(a: Array | float, b: Array) -> tuple[Array, Array]:

@@ -18,7 +18,7 @@ from pce_mpi.ops.elementwise import astype, elementwise_rule, library_function, 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 
-_exp = library_function("exp")
+_exp, _larger = library_function("exp"), library_function("maximum")
 
 
 def _sigmoid(x: Array) -> Array:
@@ -37,7 +37,7 @@ def _sigmoid_gradient(g: Array, x: Array) -> Array:
 
 
 def _relu(x: Array) -> Array:
-    return array_namespace(x).maximum(x, x.dtype.type(0))
+    return _larger(x, x.dtype.type(0))
 
 
 # gelu(x) = x (1 + tanh(u)) / 2 = x sigmoid(2 u) with u = c x (1 + k x**2), and sigmoid(2 u) = h / (h + 1 / h) with

@@ -343,3 +343,15 @@ def test_rank_in_other_mode_is_told_by_optimizers(line):
     w.grad = pce.distribute(np.ones(4, np.float32), line)
     assert_modes_are_told(line, lambda: pce.clip_grad_norm([w], 1.0))
     assert_modes_are_told(line, pce.SGD([w], 0.1).step)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_zeros_of_two_signs_have_positive_extremes(line, dtype):
+    zeros = np.array([0.0, -0.0] * 4, dtype)
+    with pce.reproducible():
+        for x in (zeros, zeros[::-1].copy()):
+            shards = pce.distribute(x, line, data=Shard(0))
+            found = [f(shards) for f in (pce.max, pce.min, pce.relu)]
+            found += [f(shards, -shards) for f in (pce.maximum, pce.minimum)]
+            found += [pce.clip(shards, 0.0, 1.0), pce.clip(shards, -1.0, 0.0)]
+            assert not any(np.signbit(each.full()).any() for each in found)
