@@ -15,8 +15,8 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace
 from pce_mpi.exact.kept import kept_slices
-from pce_mpi.exact.slices import all_finite, exponents, finite_part, in_units, joined, slices, slicing, together, usable
-from pce_mpi.exact.sums import decided, reduced
+from pce_mpi.exact.slices import grids, in_units, joined, slices, slicing
+from pce_mpi.exact.sums import reduced, with_special
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -31,11 +31,9 @@ def product(a: Array, b: Array, length: int, comm: Any = None, keep: bool = Fals
     Collective over `comm`: one Allreduce of 4 bytes for each row and column, and one of 16 bytes (24 for float64) for
     each element of the product; 8 more for a `length` above 2^14 (2^10 in float64).
     """
-    e, f = together([exponents(a, (a.ndim - 1,)), exponents(b, (b.ndim - 2,))], comm)
-    finite, dtype = all_finite([e, f]), a.dtype
+    finite, (first, second), (e, f) = grids((a, b), ((a.ndim - 1,), (b.ndim - 2,)), comm)
+    xp, k, dtype = array_namespace(a), a.shape[-1], a.dtype
     bits, count = slicing(dtype, length, factors=2)
-    xp, k, e, f = array_namespace(a), a.shape[-1], usable(e), usable(f)
-    first, second = (a, b) if finite else (finite_part(a), finite_part(b))
     # The slices of b with the smallest first: those that level d needs follow each other on both sides.
     how = bits, range(count)[::-1], -2
     right = kept_slices(_side_by_side, second, f, *how) if keep and finite else _side_by_side(second, f, *how)
@@ -52,7 +50,7 @@ def product(a: Array, b: Array, length: int, comm: Any = None, keep: bool = Fals
                 level[..., rows, :] = part
     if levels is not None:
         found[...] = in_units(joined(reduced(levels, comm)), e + f, dtype)
-    return found if finite else found + _not_finite(a, b, comm).astype(dtype)
+    return found if finite else with_special(found, _flags(a, b, comm))
 
 
 def _blocks(rows: int, elements: int, xp: Any, fewest: int = 1) -> Iterator[slice]:
@@ -81,8 +79,8 @@ def _side_by_side(x: Array, e: Array, bits: int, places: Sequence[int], axis: in
     return held
 
 
-def _not_finite(a: Array, b: Array, comm: Any) -> Array:
-    """Return what the infinities and nan among the terms make of each element; 0, if there are none."""
+def _flags(a: Array, b: Array, comm: Any) -> Array:
+    """Return how many terms of each element are nan, inf and -inf."""
     xp = array_namespace(a)
     (high, low, up, down, none, no), (high_b, low_b, up_b, down_b, none_b, no_b) = (
         [each.astype(float) for each in (x == np.inf, x == -np.inf, x > 0, x < 0, x == 0, xp.isnan(x))] for x in (a, b)
@@ -90,4 +88,4 @@ def _not_finite(a: Array, b: Array, comm: Any) -> Array:
     above = high @ up_b + low @ down_b + up @ high_b + down @ low_b
     below = high @ down_b + low @ up_b + up @ low_b + down @ high_b
     nan = (high + low) @ none_b + none @ (high_b + low_b) + no @ xp.ones_like(no_b) + xp.ones_like(no) @ no_b
-    return decided(reduced(xp.stack([nan, above, below]), comm))
+    return reduced(xp.stack([nan, above, below]), comm)

@@ -53,7 +53,18 @@ def exponents(x: Array, axes: tuple[int, ...]) -> Array:
     return found
 
 
-def together(parts: Sequence[Array], comm: Any) -> list[Array]:
+def grids(arrays: Sequence[Array], axes: Sequence[tuple[int, ...]], comm: Any) -> tuple[bool, list[Array], list[Array]]:
+    """Tell whether all elements are finite, and return those that are, 0 for others, and their exponents along `axes`.
+
+    Collective over `comm`: one all_reduce, and another if not all are finite.
+    """
+    found = _together([exponents(x, along) for x, along in zip(arrays, axes, strict=True)], comm)
+    if not any(bool((e == NOT_FINITE).any()) for e in found):
+        return True, list(arrays), [_usable(e) for e in found]
+    return False, *grids([finite_part(x) for x in arrays], axes, comm)[1:]
+
+
+def _together(parts: Sequence[Array], comm: Any) -> list[Array]:
     """Return the largest exponents over the ranks of `comm`, by one all_reduce; without any, the same."""
     return list(parts) if comm is None else apart(all_reduce(side_by_side(parts), comm, "max"), parts)
 
@@ -69,20 +80,15 @@ def apart(flat: Array, parts: Sequence[Array]) -> list[Array]:
     return [flat[start:end].reshape(part.shape) for start, end, part in zip([0, *ends], ends, parts, strict=False)]
 
 
-def all_finite(parts: Sequence[Array]) -> bool:
-    """Tell whether no exponent says that there is an infinity or a nan."""
-    return not any(bool((part == NOT_FINITE).any()) for part in parts)
-
-
 def finite_part(x: Array) -> Array:
     """Return `x` with 0 for infinities and nan."""
     xp = array_namespace(x)
     return xp.where(xp.isfinite(x), x, x.dtype.type(0))
 
 
-def usable(e: Array) -> Array:
-    """Return exponents that powers of two can be made of: 0 where there is nothing, or nothing finite."""
-    return array_namespace(e).where(abs(e) == NOT_FINITE, 0, e)
+def _usable(e: Array) -> Array:
+    """Return exponents that powers of two can be made of: 0 where there is nothing."""
+    return array_namespace(e).where(e == -NOT_FINITE, 0, e)
 
 
 def slices(x: Array, e: Array, bits: int, count: int, dtype: np.dtype[Any], squared: bool = False) -> Iterator[Array]:

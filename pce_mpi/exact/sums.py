@@ -9,19 +9,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace
 from pce_mpi.comm.collectives import all_reduce
-from pce_mpi.exact.slices import (
-    all_finite,
-    apart,
-    exponents,
-    finite_part,
-    in_units,
-    joined,
-    side_by_side,
-    slices,
-    slicing,
-    together,
-    usable,
-)
+from pce_mpi.exact.slices import apart, grids, in_units, joined, side_by_side, slices, slicing
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -54,26 +42,25 @@ def sum_of_squares(arrays: Sequence[Array], lengths: Sequence[int], comm: Any) -
 def _totals(
     arrays: Sequence[Array], axes: tuple[int, ...], lengths: Sequence[int], comm: Any, squared: bool
 ) -> list[Array]:
-    found = together([exponents(x, axes) for x in arrays], comm)
-    finite, grids = all_finite(found), [usable(e) for e in found]
+    finite, parts, found = grids(arrays, [axes] * len(arrays), comm)
     levels = []
-    for x, e, length in zip(arrays, grids, lengths, strict=True):
+    for x, e, length in zip(parts, found, lengths, strict=True):
         bits, count = slicing(x.dtype, length)
         levels.append(array_namespace(x).zeros((count, *e.shape)))
         for part in _blocks(x):
             here = slice(None) if 0 in axes else part  # along the first axis blocks add up, or follow each other
-            block = x[part] if finite else finite_part(x[part])
-            for level, piece in zip(levels[-1], slices(block, e[here], bits, count, x.dtype, squared), strict=True):
+            pieces = slices(x[part], e[here], bits, count, x.dtype, squared)
+            for level, piece in zip(levels[-1], pieces, strict=True):
                 level[here] += piece.sum(axes, keepdims=True)
     sums = [
         in_units(joined(level), 2 * e if squared else e, x.dtype)
-        for level, e, x in zip(reduced_together(levels, comm), grids, arrays, strict=True)
+        for level, e, x in zip(reduced_together(levels, comm), found, arrays, strict=True)
     ]
     if finite:
         return sums
     kinds = [_kinds(abs(x) if squared else x) for x in arrays]
     flags = [array_namespace(each[0]).stack([kind.sum(axes, keepdims=True) for kind in each]) for each in kinds]
-    return [each + decided(flag) for each, flag in zip(sums, reduced_together(flags, comm), strict=True)]
+    return [with_special(each, flag) for each, flag in zip(sums, reduced_together(flags, comm), strict=True)]
 
 
 def scattered(
@@ -84,11 +71,10 @@ def scattered(
     At most `length` rows of `x` are added over all ranks of `comm`. Collective over `comm`: one Allreduce of 4 bytes
     for each column, and one of 8 bytes for each slice of each element of the result.
     """
-    (e,) = together([exponents(x, (0,))], comm)
-    finite, xp, e = all_finite([e]), array_namespace(x), usable(e)
-    bits, count = slicing(x.dtype, length, spread=_SPREAD)
+    finite, (part,), (e,) = grids([x], [(0,)], comm)
+    xp, (bits, count) = array_namespace(x), slicing(x.dtype, length, spread=_SPREAD)
     levels = xp.zeros((count, *shape))
-    for level, piece in zip(levels, slices(x if finite else finite_part(x), e, bits, count, x.dtype), strict=True):
+    for level, piece in zip(levels, slices(part, e, bits, count, x.dtype), strict=True):
         add(level, piece)
     found = in_units(joined(reduced(levels, comm)), e, x.dtype)
     if finite:
@@ -96,17 +82,16 @@ def scattered(
     flags = xp.zeros((3, *shape))
     for flag, met in zip(flags, _kinds(x), strict=True):
         add(flag, met)
-    return found + decided(reduced(flags, comm))
+    return with_special(found, reduced(flags, comm))
 
 
 def running_total(x: Array, axis: int, add: Callable[[Array], Array]) -> Array:
     """Return in float64 the sums that `add` makes of elements along `axis`, which is whole on this rank."""
-    e = exponents(x, (axis,))
-    finite, xp, e = all_finite([e]), array_namespace(x), usable(e)
-    bits, count = slicing(x.dtype, x.shape[axis])
-    pieces = slices(x if finite else finite_part(x), e, bits, count, x.dtype)
+    finite, (part,), (e,) = grids([x], [(axis,)], None)
+    xp, (bits, count) = array_namespace(x), slicing(x.dtype, x.shape[axis])
+    pieces = slices(part, e, bits, count, x.dtype)
     found = in_units(joined([add(piece) for piece in pieces]), e, x.dtype)
-    return found if finite else found + decided(xp.stack([add(met) for met in _kinds(x)]))
+    return found if finite else with_special(found, xp.stack([add(met) for met in _kinds(x)]))
 
 
 def over_ranks(x: Array, comm: Any, divisor: float) -> Array:
@@ -134,8 +119,9 @@ def _kinds(x: Array) -> tuple[Array, Array, Array]:
     return xp.isnan(x).astype(float), (x == np.inf).astype(float), (x == -np.inf).astype(float)
 
 
-def decided(flags: Array) -> Array:
-    """Return inf, -inf or nan where there are any nan, inf and -inf, by the numbers of these three, and 0 elsewhere."""
-    xp = array_namespace(flags)
+def with_special(found: Array, flags: Array) -> Array:
+    """Return sums of finite terms, and inf, -inf or nan where `flags` count any terms that are nan, inf and -inf."""
+    xp, kind = array_namespace(flags), found.dtype.type
     nan, above, below = flags > 0
-    return xp.where(nan | (above & below), np.nan, xp.where(above, np.inf, xp.where(below, -np.inf, 0.0)))
+    found = xp.where(above, kind(np.inf), xp.where(below, kind(-np.inf), found))
+    return xp.where(nan | (above & below), kind(np.nan), found)

@@ -355,3 +355,25 @@ def test_zeros_of_two_signs_have_positive_extremes(line, dtype):
             found += [f(shards, -shards) for f in (pce.maximum, pce.minimum)]
             found += [pce.clip(shards, 0.0, 1.0), pce.clip(shards, -1.0, 0.0)]
             assert not any(np.signbit(each.full()).any() for each in found)
+
+
+def test_infinite_row_changes_no_other_row(line):
+    rows = np.array([[np.inf], [-1e-30], [1e-30]], np.float32)
+    with pce.reproducible():
+        found = (pce.distribute(rows, line, data=Shard(0)) @ pce.distribute(rows[2:], line)).full()
+    assert np.signbit(found).tolist() == [[False], [True], [False]]
+    assert found.tolist() == [[np.inf], [0.0], [0.0]]
+
+
+@pytest.mark.sizes(1)
+def test_sums_beside_infinity_keep_their_digits(line):
+    with pce.reproducible():
+        sums = pce.cumsum(pce.distribute(np.array([1e-30, 2e-30, np.inf], np.float32), line), 0)
+        table = pce.distribute(np.zeros((3, 1), np.float32), line, requires_grad=True)
+        factors = pce.distribute(np.array([[1e-20], [2e-20], [np.nan]], np.float32), line)
+        pce.sum(pce.embedding(pce.distribute(np.arange(3), line), table) * factors).backward()
+    assert np.array_equal(sums.full(), np.array([1e-30, 3e-30, np.inf], np.float32))
+    assert np.array_equal(table.grad.full(), factors.full(), equal_nan=True)
+    huge = np.array([1e308, 1e308, -1e308, -1e308, -np.inf])
+    for order in ([0, 1, 2, 3, 4], [2, 3, 0, 1, 4], [0, 2, 1, 3, 4]):
+        assert total(huge[order], (0,), 5) == -np.inf
