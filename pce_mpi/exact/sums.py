@@ -30,13 +30,13 @@ def total(x: Array, axes: tuple[int, ...], length: int, comm: Any = None) -> Arr
     return _totals([x], axes, [length], comm, squared=False)[0]
 
 
-def sum_of_squares(arrays: Sequence[Array], lengths: Sequence[int], comm: Any) -> float:
-    """Return the sum of the squares of vectors, of which vector i has `lengths[i]` elements on all ranks of `comm`.
+def sums_of_squares(arrays: Sequence[Array], lengths: Sequence[int], comm: Any) -> list[float]:
+    """Return the sums of the squares of vectors, of which vector i has `lengths[i]` elements on all ranks of `comm`.
 
     Collective over `comm`: one Allreduce of 4 bytes and one of 8 or 16 bytes for each vector.
     """
     found = _totals(arrays, (0,), lengths, comm, squared=True) if arrays else []
-    return sum((each.item() for each in found), 0.0)
+    return [each.item() for each in found]
 
 
 def _totals(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 import math
+import operator
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Replicate
 from pce_mpi.exact.mode import is_reproducible
-from pce_mpi.exact.sums import sum_of_squares
+from pce_mpi.exact.sums import sums_of_squares
 from pce_mpi.optim.parameters import block_of, blocks, check_parameters, listed, not_negative
 from pce_mpi.optim.synchronization import meshes_of, synchronize
 
@@ -76,7 +78,9 @@ def clip_grad_norm(parameters: Iterable[DistArray], max_norm: float) -> float:
             raise ValueError("all parameters must be over the same ranks: not every rank knows the norm of the others")
     with phase("step"):
         synchronize(given, "clip_grad_norm", called, checks.error)
-        norm = math.sqrt(sum(_sum_of_squares(given, mesh) for mesh in meshes_of(given)))
+        squares = [each for mesh in meshes_of(given) for each in _sums_of_squares(given, mesh)]
+    # One after the other, as sum() is another arithmetic from Python 3.12 on; in an order that no mesh decides.
+    norm = math.sqrt(reduce(operator.add, sorted(squares), 0.0))
     scale = max_norm / (norm + 1e-6)
     if not scale >= 1.0:  # nan as well
         for parameter in given:
@@ -87,21 +91,21 @@ def clip_grad_norm(parameters: Iterable[DistArray], max_norm: float) -> float:
 
 
 @np.errstate(all="ignore")
-def _sum_of_squares(parameters: Sequence[DistArray], mesh: Mesh) -> float:
-    """Return the sum of the squares of all gradients over `mesh`, the same bits on every rank."""
+def _sums_of_squares(parameters: Sequence[DistArray], mesh: Mesh) -> list[float]:
+    """Return numbers that add up to the squares of all gradients over `mesh`, the same bits on every rank."""
     gradients = [parameter.grad for parameter in parameters if parameter.mesh is mesh and parameter.grad is not None]
     mine = [_counted(gradient) for gradient in gradients]
     reason, comm = "the squares of all gradients, each element counted once", mesh.comm(*mesh.dims)
     with cause("clip_grad_norm", text_of_dims(mesh.dims), reason, "Partial('sum')", "Replicate()"):
         if is_reproducible():
-            return sum_of_squares(mine, [gradient.size for gradient in gradients], comm)
+            return sums_of_squares(mine, [gradient.size for gradient in gradients], comm)
         squares = []
         for local in mine:
             for index in blocks(local.shape, block_of(array_namespace(local))):
                 block = local[index].astype(np.float64)
                 block *= block
                 squares.append(float(block.sum()))
-        return float(all_reduce(np.array([sum(squares, 0.0)]), comm, "sum")[0])
+        return all_reduce(np.array([sum(squares, 0.0)]), comm, "sum").tolist()
 
 
 def _counted(gradient: DistArray) -> Array:

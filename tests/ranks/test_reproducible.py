@@ -377,3 +377,17 @@ def test_sums_beside_infinity_keep_their_digits(line):
     huge = np.array([1e308, 1e308, -1e308, -1e308, -np.inf])
     for order in ([0, 1, 2, 3, 4], [2, 3, 0, 1, 4], [0, 2, 1, 3, 4]):
         assert total(huge[order], (0,), 5) == -np.inf
+
+
+def test_norm_does_not_depend_on_meshes(comm):
+    meshes = [pce.Mesh(comm, data=comm.size) for _ in range(2)]
+    values = np.random.default_rng(0).standard_normal((30, 3), np.float32)
+
+    def norm(count):
+        parameters = [pce.distribute(x, meshes[i % count], requires_grad=True) for i, x in enumerate(values)]
+        for parameter in parameters:
+            parameter.grad = parameter.detach()
+        return pce.clip_grad_norm(parameters, 1.0)
+
+    with pce.reproducible():
+        assert norm(1) == norm(2)
