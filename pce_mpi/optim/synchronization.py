@@ -25,6 +25,7 @@ from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial
 from pce_mpi.distributed.redistribution import Step, Verb, steps
 from pce_mpi.distributed.sharding import Coordinates, Sharding, within
+from pce_mpi.exact.mode import is_reproducible
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -62,7 +63,7 @@ class _Schedule:
     """The collectives for the gradients of a list of parameters, from shardings and dtypes alone.
 
     `described` and `checksums` have one entry for each mesh. The gradients of the parameters in `alone` are
-    redistributed one by one.
+    redistributed one by one; inside `reproducible` all are.
     """
 
     described: tuple[Mapping[str, str], ...]
@@ -87,7 +88,8 @@ def synchronize(
         if error is not None:
             raise error
         placed = tuple([_checked_gradient(parameter, index, meshes) for index, parameter in enumerate(parameters)])
-        schedule = _schedule(placed, tuple([tuple(mesh.coordinates.items()) for mesh in meshes]))
+        here = tuple([tuple(mesh.coordinates.items()) for mesh in meshes])
+        schedule = _schedule(placed, here, is_reproducible())
     error, named = checks.error, False
     for number, mesh in enumerate(meshes):
         with local_checks() as agreement:
@@ -128,7 +130,7 @@ def _agree_on(
 
 
 @lru_cache(maxsize=64)
-def _schedule(placed: tuple[_Placed, ...], coordinates: tuple[_Coordinates, ...]) -> _Schedule:
+def _schedule(placed: tuple[_Placed, ...], coordinates: tuple[_Coordinates, ...], exact: bool) -> _Schedule:
     described: list[dict[str, str]] = [{} for _ in range(1 + max(mesh for mesh, *_ in placed))]
     alone, pending = [], {}
     for index, (mesh, sharding, gradient, dtype) in enumerate(placed):
@@ -139,7 +141,7 @@ def _schedule(placed: tuple[_Placed, ...], coordinates: tuple[_Coordinates, ...]
         if gradient is None or gradient == sharding:
             continue
         taken = steps(gradient, sharding)
-        if all(step.verb in ("all_reduce", "reduce_scatter") and _is_sum(step) for step in taken):
+        if not exact and all(step.verb in ("all_reduce", "reduce_scatter") and _is_sum(step) for step in taken):
             pending[index] = list(taken)
         else:
             alone.append(index)

@@ -391,3 +391,12 @@ def test_norm_does_not_depend_on_meshes(comm):
 
     with pce.reproducible():
         assert norm(1) == norm(2)
+
+
+def test_partial_gradient_reaches_step_rounded_once(line):
+    terms = np.array([1.0, 2.0**-23, -1.0, 2.0**-26])[: line.size].astype(np.float32)
+    w = pce.distribute(np.zeros(1, np.float32), line, requires_grad=True)
+    w.grad = pce.from_local(terms[line.rank : line.rank + 1], line, data=Partial("sum"))
+    with pce.reproducible():
+        pce.SGD([w], 1.0).step()
+    assert w.full().tolist() == [-np.float32(math.fsum(terms))]
