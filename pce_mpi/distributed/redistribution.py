@@ -263,15 +263,16 @@ def _sent(step: Step, local: Array, mesh: Mesh) -> Array:
     placed = [step.before.by_dim[dim] for dim in step.dims]
     reduction: ReduceOp = "max" if Partial("max") in placed else "min" if Partial("min") in placed else "sum"
     partial, (before, after) = local, step.averaging
+    if is_reproducible() and reduction == "sum" and is_floating(local.dtype):
+        total = over_ranks(local, comm, before * after)
+        if step.verb == "reduce_scatter":
+            total = total[within(step.before.slices(here), step.after.slices(here))].copy()
+        return total
     if before > 1:
         # A half is rounded once, after the sum.
         partial = local.astype(np.float32) if is_half(local.dtype) else local
         partial = partial / partial.dtype.type(before)
-    if is_reproducible() and reduction == "sum" and is_floating(local.dtype):
-        total, after = over_ranks(partial, comm, after), 1.0
-        if step.verb == "reduce_scatter":
-            total = total[within(step.before.slices(here), step.after.slices(here))]
-    elif step.verb == "all_reduce":
+    if step.verb == "all_reduce":
         total = all_reduce(partial, comm, reduction)
     else:
         blocks = [partial[within(step.before.slices(here), step.after.slices(member))] for member in members]

@@ -48,8 +48,12 @@ def reproducible(on: bool = True) -> Iterator[None]:
     Notes
     -----
     A sum over a sharded axis is reduced where it arises, so that nothing is Partial: one Allreduce of 4 bytes for each
-    sum, and one of 8 to 24 bytes. The whole step belongs inside, on every rank. `PCE_MPI_REPRODUCIBLE=1` turns the mode
-    on for a program as it stands.
+    sum, and one of 8 bytes for each slice, after the agreement. The whole step belongs inside, on every rank. A thread
+    that is started inside is outside, as with `no_grad`; `PCE_MPI_REPRODUCIBLE=1` turns the mode on for all of a
+    program as it stands.
+
+    A sum is off by less than the last bit of its largest term, and an element of a product by less than that of the
+    largest element of its row times that of its column: terms that are smaller than this count as 0.
 
     Examples
     --------

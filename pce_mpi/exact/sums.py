@@ -9,14 +9,28 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace
 from pce_mpi.comm.collectives import all_reduce
-from pce_mpi.exact.slices import apart, grids, in_units, joined, side_by_side, slices, slicing
+from pce_mpi.exact.slices import (
+    NOT_FINITE,
+    all_finite,
+    apart,
+    exponents,
+    finite_part,
+    grids,
+    in_units,
+    joined,
+    side_by_side,
+    slices,
+    slicing,
+    together,
+    usable,
+)
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 # Elements of a block, whose slices take no more than a cache.
 _BLOCK = 2**15
-# Elements that meet in a table may be this many powers of two below the largest of their column, and keep their digits.
-_SPREAD = 24
+# The first of running sums may be this many powers of two below the largest element, and keep their digits.
+_SPREAD = 48
 
 
 def total(x: Array, axes: tuple[int, ...], length: int, comm: Any = None) -> Array:
@@ -64,31 +78,46 @@ def _totals(
 
 
 def scattered(
-    add: Callable[[Array, Array], None], x: Array, shape: tuple[int, ...], length: int, comm: Any = None
+    scatter: Callable[[str, Array, Array], None],
+    gather: Callable[[Array], Array],
+    x: Array,
+    shape: tuple[int, ...],
+    length: int,
+    comm: Any = None,
 ) -> Array:
-    """Return in float64 zeros of `shape` to which `add(zeros, values)` adds `x`; each adds rows of `values` to rows.
+    """Return in float64 zeros of `shape` to which `scatter("add", zeros, x)` adds elements of `x`, of which some meet.
 
-    At most `length` rows of `x` are added over all ranks of `comm`. Collective over `comm`: one Allreduce of 4 bytes
-    for each column, and one of 8 bytes for each slice of each element of the result.
+    `scatter("maximum", zeros, x)` takes the largest of those that meet, and `gather` takes from an array of `shape` the
+    elements that those of `x` go to. At most `length` of them meet on all ranks of `comm`. Collective over `comm`: for
+    each element of the result one Allreduce of 4 bytes, and one of 8 bytes for each slice.
     """
-    finite, (part,), (e,) = grids([x], [(0,)], comm)
-    xp, (bits, count) = array_namespace(x), slicing(x.dtype, length, spread=_SPREAD)
+    xp = array_namespace(x)
+
+    def largest(x: Array) -> Array:
+        e = xp.full(shape, -NOT_FINITE, np.int32)
+        scatter("maximum", e, exponents(x[None], (0,))[0])
+        return together([e], comm)[0]
+
+    e = largest(x)
+    finite = all_finite([e])
+    part = x if finite else finite_part(x)
+    e, (bits, count) = usable(e if finite else largest(part)), slicing(x.dtype, length)
     levels = xp.zeros((count, *shape))
-    for level, piece in zip(levels, slices(part, e, bits, count, x.dtype), strict=True):
-        add(level, piece)
+    for level, piece in zip(levels, slices(part, gather(e), bits, count, x.dtype), strict=True):
+        scatter("add", level, piece)
     found = in_units(joined(reduced(levels, comm)), e, x.dtype)
     if finite:
         return found
     flags = xp.zeros((3, *shape))
     for flag, met in zip(flags, _kinds(x), strict=True):
-        add(flag, met)
+        scatter("add", flag, met)
     return with_special(found, reduced(flags, comm))
 
 
 def running_total(x: Array, axis: int, add: Callable[[Array], Array]) -> Array:
     """Return in float64 the sums that `add` makes of elements along `axis`, which is whole on this rank."""
     finite, (part,), (e,) = grids([x], [(axis,)], None)
-    xp, (bits, count) = array_namespace(x), slicing(x.dtype, x.shape[axis])
+    xp, (bits, count) = array_namespace(x), slicing(x.dtype, x.shape[axis], spread=_SPREAD)
     pieces = slices(part, e, bits, count, x.dtype)
     found = in_units(joined([add(piece) for piece in pieces]), e, x.dtype)
     return found if finite else with_special(found, xp.stack([add(met) for met in _kinds(x)]))

@@ -59,19 +59,20 @@ def _gradient(g: Array, ids: Array, table: Array, shardings: Shardings) -> Array
     here, rows = _rows_here(ids, shardings, 2)
     # Halves are added up in float32 and rounded once.
     gradient = array_namespace(g).zeros(shardings.shape, np.float32 if is_half(g.dtype) else g.dtype)
-    add_rows(gradient, rows, g[here].astype(gradient.dtype, copy=False))
+    scatter_rows("add", gradient, rows, g[here].astype(gradient.dtype, copy=False))
     return gradient.astype(g.dtype, copy=False)
 
 
 def _exact_gradient(g: Array, ids: Array, table: Array, shardings: Shardings) -> Array:
     here, rows = _rows_here(ids, shardings, 2)
-    values = g.reshape(ids.size, g.shape[-1])
-
-    def add(zeros: Array, slices: Array) -> None:
-        add_rows(zeros, rows, slices[here.reshape(-1)])
-
-    length = math.prod(shardings.operands[1].shape)
-    return scattered(add, values, shardings.shape, length, shardings.summed_comm).astype(g.dtype)
+    return scattered(
+        lambda how, zeros, values: scatter_rows(how, zeros, rows, values),
+        lambda zeros: zeros[rows],
+        g[here],
+        shardings.shape,
+        math.prod(shardings.operands[1].shape),
+        shardings.summed_comm,
+    ).astype(g.dtype)
 
 
 # The table is an operand for its sharding alone: each rank adds up the rows of its own shard.
@@ -165,17 +166,18 @@ def embedding(ids: Any, table: Any) -> DistArray:
     return apply(_EMBEDDING, table, ids)
 
 
-def add_rows(target: Any, rows: Any, values: Any) -> None:
-    """Do target[rows[i]] += values[i] for each i, also if rows repeat.
+def scatter_rows(how: str, target: Any, rows: Any, values: Any) -> None:
+    """Do target[rows[i]] += values[i] for each i, also if rows repeat; `how` is "add", or "maximum" instead.
 
     `target` is (v, d), `rows` (n,) integers in [0, v), `values` (n, d), all of one library. On the host, equal
     arguments give equal bits: the values of a row are summed in their order and then added.
     """
     xp = array_namespace(target)
+    ufunc = getattr(xp, how)
     if xp is not np:
-        xp.add.at(target, rows, values)
+        ufunc.at(target, rows, values)
         return
     order = np.argsort(rows, kind="stable")
     met, first = np.unique(rows[order], return_index=True)
     if met.size:  # reduceat takes no empty arrays
-        target[met] += np.add.reduceat(values[order], first)
+        target[met] = ufunc(target[met], ufunc.reduceat(values[order], first))

@@ -123,16 +123,14 @@ def _exact_put(g: Array, *indices: Array, axes: tuple[int, ...], at: int, whole:
     block = g.ndim - len(rest)
     order = [*axes, *rest]
     moved = g.transpose((*range(at, at + block), *range(at), *range(at + block, g.ndim)))
-    taken, others = [lengths[axis] for axis in axes], [lengths[axis] for axis in rest]
 
-    def add(zeros: Array, slices: Array) -> None:
-        xp.add.at(zeros.reshape(*taken, *others), indices, slices.reshape(moved.shape))
+    def scatter(how: str, zeros: Array, values: Array) -> None:
+        getattr(xp, how).at(zeros, indices, values)
 
-    rows = moved.reshape(math.prod(moved.shape[:block]), *others)
     length = math.prod(np.broadcast_shapes(*(each.shape for each in shardings.operands[1:])))
-    filled = scattered(add, rows, (math.prod(taken), *others), length, shardings.summed_comm)
-    filled = filled.reshape(*taken, *others).transpose(sorted(range(len(order)), key=order.__getitem__))
-    return filled.astype(g.dtype)
+    shape = tuple(lengths[axis] for axis in order)
+    filled = scattered(scatter, lambda zeros: zeros[indices], moved, shape, length, shardings.summed_comm)
+    return filled.transpose(sorted(range(len(order)), key=order.__getitem__)).astype(g.dtype)
 
 
 _PUT = Op("slice", _put, rule=_put_rule, dtype=lambda g, *_: g, takes_shardings=True, exact=_exact_put)

@@ -12,7 +12,7 @@ import pytest
 
 from pce_mpi.arrays import array_namespace, as_array, compute_dtype_of, is_floating, is_half, to_host
 from pce_mpi.memory import same_memory, shares_memory
-from pce_mpi.ops.embedding import add_rows
+from pce_mpi.ops.embedding import scatter_rows
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 FLOATS = [*HALVES, np.dtype(np.float32), np.dtype(np.float64)]
@@ -181,7 +181,7 @@ def test_rows_named_twice_are_added_twice(count, dtype, index_dtype):
     for row, value in zip(rows, values, strict=True):
         expected[row] += value
     indices, addends = rows.astype(index_dtype), values.copy()
-    assert add_rows(target, indices, addends) is None
+    assert scatter_rows("add", target, indices, addends) is None
     # A sum of n terms in another order is off by at most n ulps of the sum of their magnitudes.
     atol = (count + 1) * np.finfo(dtype).eps * (np.abs(values).sum(axis=0).max(initial=0.0) + 5.0)
     np.testing.assert_allclose(target, expected, rtol=0, atol=atol)
@@ -193,7 +193,7 @@ def test_rows_that_are_not_named_are_left_alone():
     target, rows, values = rows_to_add(100, np.float32)
     target[5:] = np.nan
     before = target[5:].tobytes()
-    add_rows(target, rows, values)
+    scatter_rows("add", target, rows, values)
     assert target[5:].tobytes() == before
     assert np.isfinite(target[:5]).all()
 
@@ -201,9 +201,9 @@ def test_rows_that_are_not_named_are_left_alone():
 def test_rows_are_added_in_same_order_always():
     target, rows, values = rows_to_add(1000, np.float32)
     again, transposed = target.copy(), target.T.copy().T
-    add_rows(target, rows, values)
-    add_rows(again, rows, values)
-    add_rows(transposed, rows, values.T.copy().T)
+    scatter_rows("add", target, rows, values)
+    scatter_rows("add", again, rows, values)
+    scatter_rows("add", transposed, rows, values.T.copy().T)
     assert target.tobytes() == again.tobytes() == np.ascontiguousarray(transposed).tobytes()
 
 
@@ -211,7 +211,7 @@ def test_rows_are_added_in_same_order_always():
 def test_rows_may_be_empty_when_added(height, width):
     target = np.zeros((height, width))
     rows = np.arange(height) // 2
-    add_rows(target, rows, np.ones((height, width)))
+    scatter_rows("add", target, rows, np.ones((height, width)))
     assert target.size == 0
 
 
@@ -219,8 +219,8 @@ def test_rows_may_be_empty_when_added(height, width):
 def test_rows_of_cupy_arrays_are_added_by_cupy(cupy, count):
     target, rows, values = rows_to_add(count, np.float64)
     on_device = cupy.asarray(target)
-    add_rows(on_device, cupy.asarray(rows), cupy.asarray(values))
-    add_rows(target, rows, values)
+    scatter_rows("add", on_device, cupy.asarray(rows), cupy.asarray(values))
+    scatter_rows("add", target, rows, values)
     np.testing.assert_allclose(cupy.asnumpy(on_device), target, rtol=0, atol=1e-12)
 
 

@@ -194,6 +194,30 @@ def test_product_errs_less_than_library(k):
     assert np.all(np.abs(product(a, b, k) - exact) <= np.abs(exact) * 2.0**-24 + k * 2.0**-40)
 
 
+@pytest.mark.parametrize("take", [lambda x, ids: x[ids], lambda x, ids: pce.embedding(ids, x)], ids=["index", "table"])
+def test_small_gradients_of_rows_keep_digits(line, take):
+    ids = np.array([4, 0, 2, 0, 6])
+    g = np.array([1.0, 1e-20, 1e-12, 3e-20, np.inf], np.float32)[:, None]
+    x = pce.distribute(np.zeros((7, 1), np.float32), line, requires_grad=True)
+    with pce.reproducible():
+        pce.sum(take(x, pce.distribute(ids, line, data=Shard(0))) * g).backward()
+    assert x.grad.full()[:, 0].tolist() == np.float32([g[1, 0] + g[3, 0], 0, 1e-12, 0, 1, 0, np.inf]).tolist()
+
+
+def test_first_running_sums_keep_digits(line):
+    x = np.array([1e-12, 3e-12, 1.0, np.inf, -1.0], np.float32)
+    with pce.reproducible():
+        found = pce.cumsum(pce.distribute(x, line)).local
+    assert found.tolist() == np.cumsum(x).tolist()
+
+
+def test_average_of_equal_partials_is_their_value(line):
+    x = np.array([1.1, 3e-45, 7e30, -0.3], np.float32)
+    with pce.reproducible():
+        found = pce.distribute(x, line).redistribute(data=Partial("avg")).redistribute(data=Replicate())
+    assert found.local.tolist() == x.tolist()
+
+
 def test_slices_of_parameter_are_kept_until_it_changes(line, monkeypatch):
     made = []
     cut = products._side_by_side
