@@ -119,7 +119,8 @@ def arguments():
         ("steps", 60),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.set_defaults(seed=0, rate=0.01, decay=0.1, max_norm=1.0, sequence_parallel=False)
+    parser.add_argument("--rate", type=float, default=0.003, help="learning rate; if the loss rises, roundings grow")
+    parser.set_defaults(seed=0, decay=0.1, max_norm=1.0, sequence_parallel=False)
     args = parser.parse_args()
     if args.steps <= COMPARED:
         parser.error(f"--steps must be above {COMPARED}, the number of steps before those that are timed")
