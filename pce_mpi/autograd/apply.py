@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from operator import attrgetter, is_
 from typing import Any
 import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floating, is_real
-from pce_mpi.autograd.gradients import node_of
+from pce_mpi.arrays import array_namespace, is_floating, is_real
 from pce_mpi.autograd.inference import AbstractMesh
 from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.operands import operands_of
+from pce_mpi.autograd.recording import put_on_tape, put_together_on_tape
 from pce_mpi.autograd.rules import Plan, Rule, plan
-from pce_mpi.autograd.tape import Node, Vjp, is_grad_enabled
-from pce_mpi.comm.tracing import cause, current_scope, fingerprinted_traces, set_scope
+from pce_mpi.autograd.tape import is_grad_enabled
+from pce_mpi.comm.tracing import cause, fingerprinted_traces
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.fingerprint import fingerprint_result
 from pce_mpi.distributed.mesh import text_of_dims
@@ -34,45 +35,6 @@ from pce_mpi.exact.mode import is_reproducible
 # These run without entering a Python function, several times for every operation.
 _SHARDING, _LOCAL, _DTYPE = attrgetter("sharding"), attrgetter("local"), attrgetter("local.dtype")
 _REQUIRES_GRAD = attrgetter("requires_grad")
-
-
-def operands_of(name: str, values: Sequence[Any]) -> list[DistArray]:
-    """Return `values` as distributed arrays of one mesh and one library; plain arrays and numbers are Replicate."""
-    for first in values:
-        if isinstance(first, DistArray):
-            break
-    else:
-        raise TypeError(f"{name} takes at least one DistArray; make one with pce_mpi.distribute")
-    operands = []
-    alike = True
-    for index, value in enumerate(values):
-        if isinstance(value, DistArray):
-            if value.mesh is not first.mesh:
-                raise ValueError(f"{name} takes operands of one mesh, got {first.mesh} and another {value.mesh}")
-            operand = value
-        else:
-            array = _plain_operand(value, values, first, f"operand {index} of {name}")
-            operand = DistArray(array, first.mesh, Sharding.of(first.mesh.dim_sizes, array.shape, {}))
-        alike = alike and type(operand.local) is type(first.local)
-        operands.append(operand)
-    if not alike:
-        check_one_library({f"operand {index} of {name}": operand.local for index, operand in enumerate(operands)})
-    return operands
-
-
-def _plain_operand(value: Any, values: Sequence[Any], first: DistArray, name: str) -> Any:
-    """Return a number or a plain array among `values` as an array of the library of `first`."""
-    xp = array_namespace(first.local)
-    if type(value) in (bool, int, float):
-        # As in NumPy, a Python number takes the dtype of the arrays that it meets.
-        dtype = np.result_type(*(each.dtype for each in values if hasattr(each, "dtype")))
-        return xp.asarray(
-            value, dtype if is_floating(dtype) else np.result_type(dtype, value)
-        )  # bfloat16 is not NumPy's
-    array = xp.asarray(value) if isinstance(value, np.generic) else as_array(value, name)
-    if not is_real(array.dtype):
-        raise TypeError(f"{name} must be bool, integers or real numbers, got {array.dtype}")
-    return array
 
 
 def redistributed(x: DistArray, destination: Sharding) -> DistArray:
@@ -124,7 +86,7 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
         parts = tuple(_result(op, part, inputs, call) for part in local)
         for part in parts if fingerprinted_traces() else ():
             fingerprint_result(op.name, part)
-        _put_together_on_tape(op, parts, operands, inputs, required, parameters)
+        put_together_on_tape(op, parts, operands, inputs, required, parameters)
         return parts
     if isinstance(local, tuple | list) and all(hasattr(part, "shape") for part in local):
         if op.vjps and True in required and sum(is_floating(part.dtype) for part in local) > 1:
@@ -133,13 +95,13 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
         for result in results:
             if fingerprinted_traces():
                 fingerprint_result(op.name, result)
-            _put_on_tape(op, result, operands, inputs, required, parameters, residuals)
+            put_on_tape(op, result, operands, inputs, required, parameters, residuals)
         made: Any = type(local) if hasattr(local, "_fields") else lambda *parts: parts  # numpy.linalg names some parts
         return made(*results)
     result = _result(op, local, inputs, call)
     if fingerprinted_traces():
         fingerprint_result(op.name, result)
-    _put_on_tape(op, result, operands, inputs, required, parameters, residuals)
+    put_on_tape(op, result, operands, inputs, required, parameters, residuals)
     return result
 
 
@@ -297,137 +259,3 @@ def _settled(result: DistArray, name: str, call: _Call) -> DistArray:
         return result
     with cause(name, reason="the largest, or smallest, of all shards"):
         return redistributed(result, call.reduced)
-
-
-def _put_on_tape(
-    op: Op,
-    result: DistArray,
-    operands: Sequence[DistArray],
-    inputs: Sequence[DistArray],
-    required: tuple[bool, ...],
-    parameters: Mapping[str, Any],
-    residuals: Mapping[str, Any],
-) -> None:
-    """Put `result` on the tape."""
-    if True not in required or not is_floating(result.local.dtype):
-        return
-    used = range(-1, len(required)) if op.uses is None else _used(op.uses, required)
-    known, mode, scope = _for_tape(result, -1 in used), is_reproducible(), current_scope()
-    arguments = [_for_tape(x, index in used) for index, x in enumerate(inputs)]
-    wanted = [(x.sharding.shape, x.local.dtype) if x.requires_grad else None for x in operands]
-
-    def vjp(gradient: DistArray) -> list[DistArray | None]:
-        set_scope(scope)
-        if not op.vjps:
-            raise NotImplementedError(f"{op.name} has no vjp: its result has no gradient")
-        if is_reproducible() != mode:
-            raise _in_two_modes(op.name, mode)
-        # All consumers have contributed, so a Partial gradient is reduced here, once.
-        destination = known.sharding.natural
-        if op.relays:
-            destination = destination.with_partial_over(gradient.sharding.summed_dims)
-        settled = gradient
-        if gradient.sharding is not destination:
-            with cause(op.name, reason="its gradient is complete"):
-                settled = redistribute(gradient, destination)
-        return [
-            None if want is None else _contribution(op, index, want, settled, known, arguments, parameters, residuals)
-            for index, want in enumerate(wanted)
-        ]
-
-    result.requires_grad = True
-    result.node = Node(op.name, [node_of(x) if x.requires_grad else None for x in operands], vjp)
-
-
-def _in_two_modes(name: str, mode: bool) -> RuntimeError:
-    sides = ("inside", "outside") if mode else ("outside", "inside")
-    return RuntimeError(f"{name} was computed {sides[0]} reproducible(), and its gradient {sides[1]}")
-
-
-def _put_together_on_tape(
-    op: Op,
-    results: tuple[DistArray, ...],
-    operands: Sequence[DistArray],
-    inputs: Sequence[DistArray],
-    required: tuple[bool, ...],
-    parameters: Mapping[str, Any],
-) -> None:
-    """Put all results of one operation on the tape: the vjps run once, when every gradient is complete."""
-    if True not in required or not is_floating(results[0].local.dtype):
-        return
-    used = range(-1, len(required)) if op.uses is None else _used(op.uses, required)
-    known, mode, scope = tuple(_for_tape(result, -1 in used) for result in results), is_reproducible(), current_scope()
-    arguments = [_for_tape(x, index in used) for index, x in enumerate(inputs)]
-    wanted = [(x.sharding.shape, x.local.dtype) if x.requires_grad else None for x in operands]
-    gradients: list[DistArray | None] = [None] * len(results)
-
-    def vjp(_: None) -> list[DistArray | None]:
-        set_scope(scope)
-        if is_reproducible() != mode:
-            raise _in_two_modes(op.name, mode)
-        whole = tuple(_zeros_like(y) if g is None else g for g, y in zip(gradients, known, strict=True))
-        gradients[:] = [None] * len(results)  # a result that was not passed keeps the others alive no longer
-        return [
-            None if want is None else _contribution(op, index, want, whole, known, arguments, parameters, {})
-            for index, want in enumerate(wanted)
-        ]
-
-    def taking(index: int) -> Vjp:
-        def take(gradient: DistArray) -> tuple[None]:
-            with cause(op.name, reason="its gradient is complete"):
-                gradients[index] = redistribute(gradient, known[index].sharding.natural)
-            return (None,)
-
-        return take
-
-    together = Node(op.name, [node_of(x) if x.requires_grad else None for x in operands], vjp)
-    for index, result in enumerate(results):
-        result.requires_grad = True
-        result.node = Node(op.name, [together], taking(index))
-
-
-def _zeros_like(x: DistArray) -> DistArray:
-    """Return zeros in the natural sharding of `x`, which may have no elements."""
-    sharding = x.sharding.natural
-    zeros = array_namespace(x.local).zeros(sharding.local_shape(x.mesh.coordinates), x.local.dtype)
-    return DistArray(zeros, x.mesh, sharding)
-
-
-def _used(uses: Sequence[Sequence[int]], required: Sequence[bool]) -> list[int]:
-    """Return the operands, -1 for the result, whose elements the vjps use that will be called."""
-    return [index for used, needs in zip(uses, required, strict=False) if needs for index in used]
-
-
-def _for_tape(x: DistArray, elements: bool) -> DistArray:
-    """Return `x` for the tape: without its node, which would be a cycle, and without elements that no vjp uses."""
-    local = x.local if elements else _no_elements(array_namespace(x.local), x.local.dtype)
-    return DistArray(local, x.mesh, x.sharding)
-
-
-@cache
-def _no_elements(xp: Any, dtype: np.dtype[Any]) -> Any:
-    return xp.empty(0, dtype)
-
-
-def _contribution(
-    op: Op,
-    index: int,
-    want: tuple[tuple[int, ...], np.dtype[Any]],
-    gradient: DistArray | tuple[DistArray, ...],
-    result: DistArray | tuple[DistArray, ...],
-    arguments: Sequence[DistArray],
-    parameters: Mapping[str, Any],
-    residuals: Mapping[str, Any],
-) -> DistArray:
-    pull = op.vjps[index] if index < len(op.vjps) else None
-    if pull is None:
-        raise NotImplementedError(f"{op.name} has no vjp for operand {index}")
-    found = pull(gradient, result, *arguments, **parameters, **residuals)
-    if found is None:
-        raise TypeError(f"the vjp of {op.name} for operand {index} gave None")
-    if not isinstance(found, DistArray):
-        (found,) = operands_of(op.name, [gradient, found])[1:]
-    shape, dtype = want
-    if found.shape != shape:
-        raise ValueError(f"the vjp of {op.name} for operand {index} gave shape {found.shape}, the operand has {shape}")
-    return found if found.dtype == dtype else DistArray(found.local.astype(dtype), found.mesh, found.sharding)

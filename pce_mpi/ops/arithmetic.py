@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace
-from pce_mpi.autograd.apply import apply, operands_of, redistributed
+from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.op import Op
+from pce_mpi.autograd.operands import operands_of
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.broadcasting import sum_to

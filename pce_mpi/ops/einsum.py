@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, is_half
-from pce_mpi.autograd.apply import apply, operands_of
+from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.operands import operands_of
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact.mode import is_reproducible

@@ -9,9 +9,10 @@ from typing import Any, Unpack
 import numpy as np
 
 from pce_mpi.arrays import as_array, check_one_library, compute_dtype_of, is_floating, is_half
-from pce_mpi.autograd.apply import apply, operands_of
+from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.inference import Sent
 from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.operands import operands_of
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims

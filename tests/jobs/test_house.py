@@ -99,6 +99,8 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("inference"),
             room("op"),
             room("gradients"),
+            room("operands"),
+            room("recording"),
             room("apply"),
         ],
     ),
