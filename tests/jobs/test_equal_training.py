@@ -14,7 +14,7 @@ from jobs.launch import launch
 PROGRAM = Path(__file__).with_name("equal_training.py")
 EXPECTED = json.loads(PROGRAM.with_suffix(".json").read_text(encoding="utf-8"))["1x1x1"]
 STEPS = len(EXPECTED)
-MESHES = {2: ["2x1x1", "1x1x2"], 3: ["3x1x1", "1x3x1-after-1x1x1"], 4: ["1x1x4", "2x1x2s"]}
+MESHES = {2: ["2x1x1", "1x1x2"], 3: ["3x1x1", "1x3x1-after-3x1x1"], 4: ["1x1x4", "2x1x2s"]}
 
 
 def trained(ranks, folder, *meshes, steps=STEPS, **env):
@@ -25,8 +25,6 @@ def trained(ranks, folder, *meshes, steps=STEPS, **env):
 
 @pytest.mark.parametrize("ranks", MESHES)
 def test_every_mesh_has_the_fingerprints(tmp_path, ranks):
-    if any("after" in mesh for mesh in MESHES[ranks]):
-        assert trained(1, tmp_path, "1x1x1")["1x1x1"] == EXPECTED
     found = trained(ranks, tmp_path, *MESHES[ranks])
     assert list(found) == MESHES[ranks]
     for mesh, fingerprints in found.items():

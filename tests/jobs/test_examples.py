@@ -402,16 +402,12 @@ def test_transformer_is_resumed_on_another_mesh(gpt_losses, tmp_path):
     np.testing.assert_allclose(losses, gpt_losses, rtol=16 * np.finfo(np.float32).eps, atol=0)
 
 
-def test_transformer_prints_same_fingerprints_twice():
-    small = [*GPT_SLICE, "--steps=3", "--test-tokens=1", "--model=2"]
-    first, second = (launch(2, TRANSFORMER, *small, "--fingerprint") for _ in range(2))
-    assert first.returncode == 0, first.stderr
-    lines = re.findall(r"^step (\d)  loss (\d\.\d+)  parameters ([0-9a-f]{64})$", first.stdout, re.MULTILINE)
+def test_transformer_prints_fingerprint_of_each_step():
+    output = launch(1, TRANSFORMER, *GPT_SLICE, "--steps=3", "--test-tokens=1", "--fingerprint")
+    assert output.returncode == 0, output.stderr
+    lines = re.findall(r"^step (\d)  loss (\d\.\d+)  parameters ([0-9a-f]{64})$", output.stdout, re.MULTILINE)
     assert [number for number, *_ in lines] == ["1", "2", "3"]
     assert len({digits for *_, digits in lines}) == 3
-    assert second.stdout == first.stdout
-    without = launch(2, TRANSFORMER, *small)
-    assert without.stdout == re.sub(r"^step .*\n", "", first.stdout, flags=re.MULTILINE)
 
 
 # --------------------------------------------------------------------------------------------------- the command line

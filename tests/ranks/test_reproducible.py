@@ -70,7 +70,7 @@ REPRODUCIBLE = [op for op in OPS if op != "outer"]
 @pytest.mark.parametrize("op", REPRODUCIBLE)
 def test_op_at_any_shards_has_bits_of_one(comm, op):
     mesh = mesh_of(comm, comm.size)
-    for case in cases_of(op):
+    for case in cases_of(op)[:4]:  # the test below draws from all
         for number, placed in enumerate(combinations_of(case)):
             shardings = [
                 spread(mesh.dim_sizes, x.shape, each, seed=[number, index] if number % 2 else None)
