@@ -38,7 +38,7 @@ SILENCE = 150
 COLLECTION = 150
 
 # Files whose tests let ranks wait in vain: they take time and no core, and run beside the others.
-WAITING = ["conformance/test_hangs", "jobs/test_failing_ranks", "conformance/test_runs", "conformance/test_command"]
+WAITING = ["conformance/test_hangs", "jobs/test_failing_ranks"]
 
 # Tests that end their session are left behind, but not any number of them: a hang takes its time.
 MOST_SESSIONS = 10

@@ -106,6 +106,9 @@ def end_with_stacks(process: subprocess.Popen[str]) -> None:
         while any(runs_python(pid) for pid in aborted) and not patience.is_over():
             process.poll()
             time.sleep(0.02)
+    patience = Patience(STACKS)
+    while process.poll() is None and not patience.is_over():  # ended sooner, mpiexec may keep what they wrote to itself
+        time.sleep(0.02)
     stop(process)
     for pid in family:  # what its launchers have not ended, being in a group of its own
         send(pid, signal.SIGKILL)
