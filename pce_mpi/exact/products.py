@@ -8,6 +8,7 @@ slices i and d - i; those beyond the last slice are below the last bit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 import math
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace
 from pce_mpi.exact.kept import kept_slices
-from pce_mpi.exact.slices import grids, in_units, joined, slices, slicing
+from pce_mpi.exact.slices import exponents, grids, in_units, joined, slices, slicing
 from pce_mpi.exact.sums import reduced, with_special
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -31,7 +32,9 @@ def product(a: Array, b: Array, length: int, comm: Any = None, keep: bool = Fals
     Collective over `comm`: one Allreduce of 4 bytes for each row and column, and one of 16 bytes (24 for float64) for
     each element of the product; 8 more for a `length` above 2^14 (2^10 in float64).
     """
-    finite, (first, second), (e, f) = grids((a, b), ((a.ndim - 1,), (b.ndim - 2,)), comm)
+    finite, (first, second), (e, f) = grids(
+        (a, b), [partial(exponents, axes=axes) for axes in ((a.ndim - 1,), (b.ndim - 2,))], comm
+    )
     xp, k, dtype = array_namespace(a), a.shape[-1], a.dtype
     bits, count = slicing(dtype, length, factors=2)
     # The slices of b with the smallest first: those that level d needs follow each other on both sides.

@@ -8,7 +8,7 @@ leave out, less than 2^(e - bits count), is the same for a number wherever it is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 import math
 from typing import Any
@@ -57,25 +57,19 @@ def exponents(x: Array, axes: tuple[int, ...]) -> Array:
     return found
 
 
-def grids(arrays: Sequence[Array], axes: Sequence[tuple[int, ...]], comm: Any) -> tuple[bool, list[Array], list[Array]]:
-    """Tell whether all elements are finite, and return those that are, 0 for others, and their exponents along `axes`.
+def grids(
+    arrays: Sequence[Array], largest: Sequence[Callable[[Array], Array]], comm: Any
+) -> tuple[bool, list[Array], list[Array]]:
+    """Tell whether all elements are finite, and return those that are, 0 for others, and their exponents.
 
-    Collective over `comm`: one all_reduce, and another if not all are finite.
+    `largest` finds in each array the exponents of the elements that are summed. Collective over `comm`: one all_reduce,
+    and another if not all are finite.
     """
-    found = together([exponents(x, along) for x, along in zip(arrays, axes, strict=True)], comm)
-    if all_finite(found):
-        return True, list(arrays), [usable(e) for e in found]
-    return False, *grids([finite_part(x) for x in arrays], axes, comm)[1:]
-
-
-def all_finite(found: Sequence[Array]) -> bool:
-    """Tell whether no exponent says that there is an infinity or a nan."""
-    return not any(bool((e == NOT_FINITE).any()) for e in found)
-
-
-def together(parts: Sequence[Array], comm: Any) -> list[Array]:
-    """Return the largest exponents over the ranks of `comm`, by one all_reduce; without any, the same."""
-    return list(parts) if comm is None else apart(all_reduce(side_by_side(parts), comm, "max"), parts)
+    here = [find(x) for find, x in zip(largest, arrays, strict=True)]
+    found = here if comm is None else apart(all_reduce(side_by_side(here), comm, "max"), here)
+    if not any(bool((e == NOT_FINITE).any()) for e in found):
+        return True, list(arrays), [_usable(e) for e in found]
+    return False, *grids([_finite_part(x) for x in arrays], largest, comm)[1:]
 
 
 def side_by_side(parts: Sequence[Array]) -> Array:
@@ -89,13 +83,13 @@ def apart(flat: Array, parts: Sequence[Array]) -> list[Array]:
     return [flat[start:end].reshape(part.shape) for start, end, part in zip([0, *ends], ends, parts, strict=False)]
 
 
-def finite_part(x: Array) -> Array:
+def _finite_part(x: Array) -> Array:
     """Return `x` with 0 for infinities and nan."""
     xp = array_namespace(x)
     return xp.where(xp.isfinite(x), x, x.dtype.type(0))
 
 
-def usable(e: Array) -> Array:
+def _usable(e: Array) -> Array:
     """Return exponents that powers of two can be made of: 0 where there is nothing."""
     return array_namespace(e).where(e == -NOT_FINITE, 0, e)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,18 +12,14 @@ from pce_mpi.arrays import array_namespace
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.exact.slices import (
     NOT_FINITE,
-    all_finite,
     apart,
     exponents,
-    finite_part,
     grids,
     in_units,
     joined,
     side_by_side,
     slices,
     slicing,
-    together,
-    usable,
 )
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -56,7 +53,7 @@ def sums_of_squares(arrays: Sequence[Array], lengths: Sequence[int], comm: Any) 
 def _totals(
     arrays: Sequence[Array], axes: tuple[int, ...], lengths: Sequence[int], comm: Any, squared: bool
 ) -> list[Array]:
-    finite, parts, found = grids(arrays, [axes] * len(arrays), comm)
+    finite, parts, found = grids(arrays, [partial(exponents, axes=axes)] * len(arrays), comm)
     levels = []
     for x, e, length in zip(parts, found, lengths, strict=True):
         bits, count = slicing(x.dtype, length)
@@ -96,12 +93,10 @@ def scattered(
     def largest(x: Array) -> Array:
         e = xp.full(shape, -NOT_FINITE, np.int32)
         scatter("maximum", e, exponents(x[None], (0,))[0])
-        return together([e], comm)[0]
+        return e
 
-    e = largest(x)
-    finite = all_finite([e])
-    part = x if finite else finite_part(x)
-    e, (bits, count) = usable(e if finite else largest(part)), slicing(x.dtype, length)
+    finite, (part,), (e,) = grids([x], [largest], comm)
+    bits, count = slicing(x.dtype, length)
     levels = xp.zeros((count, *shape))
     for level, piece in zip(levels, slices(part, gather(e), bits, count, x.dtype), strict=True):
         scatter("add", level, piece)
@@ -116,7 +111,7 @@ def scattered(
 
 def running_total(x: Array, axis: int, add: Callable[[Array], Array]) -> Array:
     """Return in float64 the sums that `add` makes of elements along `axis`, which is whole on this rank."""
-    finite, (part,), (e,) = grids([x], [(axis,)], None)
+    finite, (part,), (e,) = grids([x], [partial(exponents, axes=(axis,))], None)
     xp, (bits, count) = array_namespace(x), slicing(x.dtype, x.shape[axis], spread=_SPREAD)
     pieces = slices(part, e, bits, count, x.dtype)
     found = in_units(joined([add(piece) for piece in pieces]), e, x.dtype)
