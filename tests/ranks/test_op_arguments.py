@@ -62,7 +62,8 @@ def test_variance_without_freedom_is_that_of_numpy(comm):
 
 
 def test_variance_over_sharded_axis_reduces_mean_alone(comm):
-    x = pce.distribute(np.arange(12.0).reshape(4, 3) ** 2, mesh_of(comm, comm.size), requires_grad=True, data=Shard(0))
+    whole = np.arange(12.0 * comm.size).reshape(-1, 3) ** 2
+    x = pce.distribute(whole, mesh_of(comm, comm.size), requires_grad=True, data=Shard(0))
     with pce.trace() as trace:
         y = pce.var(x, axis=0)
         y.sum().backward()

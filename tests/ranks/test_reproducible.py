@@ -239,7 +239,7 @@ def test_slices_of_parameter_are_kept_until_it_changes(line, monkeypatch):
 
 
 def test_partial_is_reduced_with_one_rounding(line):
-    terms = np.array([1.0, 2.0**-23, -1.0, 2.0**-26])[: line.size].astype(np.float32)
+    terms = np.resize([1.0, 2.0**-23, -1.0, 2.0**-26], line.size).astype(np.float32)
     x = pce.from_local(terms[line.rank : line.rank + 1], line, data=Partial("sum"))
     with pce.reproducible():
         found = x.redistribute(data=Replicate())
@@ -418,7 +418,7 @@ def test_norm_does_not_depend_on_meshes(comm):
 
 
 def test_partial_gradient_reaches_step_rounded_once(line):
-    terms = np.array([1.0, 2.0**-23, -1.0, 2.0**-26])[: line.size].astype(np.float32)
+    terms = np.resize([1.0, 2.0**-23, -1.0, 2.0**-26], line.size).astype(np.float32)
     w = pce.distribute(np.zeros(1, np.float32), line, requires_grad=True)
     w.grad = pce.from_local(terms[line.rank : line.rank + 1], line, data=Partial("sum"))
     with pce.reproducible():
