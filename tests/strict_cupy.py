@@ -13,12 +13,14 @@ shows asks for `stand_in`.
 
 from collections import defaultdict
 from contextlib import nullcontext
+import ctypes
 import importlib
 import math
 import sys
 import time
 from types import ModuleType, SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -250,6 +252,37 @@ def get_elapsed_time(begin, end):
     return 1e3 * (end.seconds - begin.seconds)
 
 
+# `cudaDataType`, by its numbers.
+CUDA_DTYPES = {0: np.dtype(np.float32), 2: np.dtype(np.float16), 14: np.dtype(ml_dtypes.bfloat16)}
+
+
+def in_memory(address, rows, columns, dtype, step):
+    """The matrix that lies there by columns, so many elements from one to the next."""
+    if step < max(1, rows):
+        raise ValueError(f"CUBLAS_STATUS_INVALID_VALUE: {step} elements from one column of {rows} to the next")
+    size = (columns - 1) * step + rows
+    flat = np.frombuffer((ctypes.c_char * (size * dtype.itemsize)).from_address(address), dtype)
+    return np.lib.stride_tricks.as_strided(flat, (rows, columns), (dtype.itemsize, step * dtype.itemsize))
+
+
+def gemm_ex(
+    handle, op_a, op_b, m, n, k, alpha, a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc, compute, algorithm
+):
+    """Add up a product of halves in float32: c = alpha op(a) op(b) + beta c."""
+    assert (handle, b_type, c_type, compute, algorithm) == (HANDLE, a_type, 0, Cublas.CUBLAS_COMPUTE_32F, -1)
+    alpha, beta = (in_memory(address, 1, 1, CUDA_DTYPES[0], 1)[0, 0] for address in (alpha, beta))
+    a = in_memory(a, *((k, m) if op_a else (m, k)), CUDA_DTYPES[a_type], lda).astype(np.float32)
+    b = in_memory(b, *((n, k) if op_b else (k, n)), CUDA_DTYPES[b_type], ldb).astype(np.float32)
+    c = in_memory(c, m, n, CUDA_DTYPES[c_type], ldc)
+    before = beta * c if beta else 0  # what is not asked for is not read
+    c[...] = alpha * ((a.T if op_a else a) @ (b.T if op_b else b)) + before
+    STREAM.busy = True
+
+
+HANDLE = 7
+Cublas = SimpleNamespace(CUBLAS_OP_N=0, CUBLAS_OP_T=1, CUBLAS_COMPUTE_32F=68, CUBLAS_GEMM_DEFAULT=-1, gemmEx=gemm_ex)
+
+
 def raw_module(**options):
     """CUDA code that runs on the host, on the stream."""
     on_host = importlib.import_module("cuda_on_host.module")
@@ -279,6 +312,8 @@ class StrictCupy(ModuleType):
             Device=Device,
             Event=Event,
             get_elapsed_time=get_elapsed_time,
+            cublas=Cublas,
+            device=SimpleNamespace(get_cublas_handle=lambda: HANDLE),
             using_allocator=nullcontext,
             get_current_stream=lambda: STREAM,
         )

@@ -21,6 +21,7 @@ from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.options import LinearOptions, Options, Reduction, takes
 from pce_mpi.loss.passes import Residuals, loss_fields, reduced, row_losses, start_row_softmax, write_gradient
 from pce_mpi.loss.problem import Problem, check
+from pce_mpi.loss.products import add_gradients, multiply
 from pce_mpi.loss.softmax_state import RowSoftmax
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -29,8 +30,6 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 _ROWS, _ROWS_ON_GPU = 512, 4096
 # Class weights are in the sums of gradients, and divided out at the end.
 _LEAST, _MOST = 1e-18, 1e18
-# Elements of a block of columns: products of halves, and those added to the gradient of w, are made block by block.
-_BLOCK = 2**20
 
 
 @takes(LinearOptions)
@@ -81,7 +80,9 @@ def linear_cross_entropy_value_and_grad(
 
     Bits follow those of the matrix products: the loss has the bits of `softmax_cross_entropy` of the same logits. But a
     BLAS gives a product of another number of rows or columns other last bits, and `dhidden` is a sum of
-    floating-point numbers over the ranks. Logits of halves are float32, and so are the sums of the gradients.
+    floating-point numbers over the ranks. Logits of halves are float32, and so are the sums of the gradients. A GPU
+    multiplies halves as they are (cuBLAS's `gemmEx`), and the gradient of the logits as the sum of two halves, which
+    have at least 16 bits of it.
 
     Examples
     --------
@@ -109,17 +110,17 @@ def loss_and_sums(
 
     Times the last array, (1,), they are the gradients of the loss. Those of halves are float32.
     """
-    products: list[_Products] = []
+    operands: list[_Operands] = []
 
     def check_arguments() -> Problem:
-        products[:] = [_Products.of(hidden, w)]
-        return products[0].check(options, targets)
+        operands[:] = [_Operands.of(hidden, w)]
+        return operands[0].check(options, targets)
 
-    return _chunk_by_chunk(agree_on(options, check_arguments), products[0], with_gradients)
+    return _chunk_by_chunk(agree_on(options, check_arguments), operands[0], with_gradients)
 
 
 @dataclass
-class _Products:
+class _Operands:
     """The operands, and room for logits and results: nothing large is allocated once the ranks have agreed."""
 
     hidden: Array  # (rows, features)
@@ -130,7 +131,7 @@ class _Products:
     dw: Array
 
     @classmethod
-    def of(cls, hidden: Any, w: Any) -> _Products:
+    def of(cls, hidden: Any, w: Any) -> _Operands:
         hidden, w = as_array(hidden, "hidden"), as_array(w, "w")
         check_one_library({"hidden": hidden, "w": w})
         check_on_current_gpu({"hidden": hidden, "w": w})
@@ -159,26 +160,6 @@ class _Products:
         self.dhidden, self.dw = xp.zeros(self.hidden.shape, dtype), xp.zeros(self.w.shape, dtype)
         return problem
 
-    def multiply(self, rows: slice, logits: Array) -> None:
-        """Compute the logits of some rows."""
-        hidden, w = self.hidden[rows], self.w
-        if not is_half(w.dtype):
-            array_namespace(w).matmul(hidden, w, out=logits)
-            return
-        hidden = hidden.astype(logits.dtype)
-        for columns in _blocks(w):
-            logits[:, columns] = hidden @ w[:, columns].astype(logits.dtype)
-
-    def add_gradients(self, rows: slice, dlogits: Array) -> None:
-        """Add the gradients of some rows."""
-        hidden, w, dhidden = self.hidden[rows].astype(dlogits.dtype, copy=False), self.w, self.dhidden[rows]
-        if not is_half(w.dtype):
-            array_namespace(w).matmul(dlogits, w.T, out=dhidden)
-        for columns in _blocks(w):
-            self.dw[:, columns] += hidden.T @ dlogits[:, columns]
-            if is_half(w.dtype):
-                dhidden += dlogits[:, columns] @ w[:, columns].astype(dlogits.dtype).T
-
 
 def check_dtypes(hidden: np.dtype[Any], w: np.dtype[Any]) -> None:
     """Raise `TypeError` unless both are the same floating dtype."""
@@ -199,11 +180,6 @@ def _in_range(weight: Array) -> Array:
     return (weight >= _LEAST) & (weight <= _MOST)
 
 
-def _blocks(w: Array) -> list[slice]:
-    width = max(1, _BLOCK // max(1, w.shape[0]))
-    return [slice(first, first + width) for first in range(0, w.shape[1], width)]
-
-
 @dataclass
 class _Part:
     """Rows whose logits are held, and the function that waits for their softmax."""
@@ -213,16 +189,16 @@ class _Part:
     softmax: Callable[[], RowSoftmax]
 
 
-def _chunk_by_chunk(problem: Problem, products: _Products, with_gradients: bool) -> tuple[Array, Array, Array, Array]:
+def _chunk_by_chunk(problem: Problem, operands: _Operands, with_gradients: bool) -> tuple[Array, Array, Array, Array]:
     xp = problem.xp
-    fields, held = loss_fields(problem), len(products.logits[0])
+    fields, held = loss_fields(problem), len(operands.logits[0])
     one = xp.ones(1)
-    losses = xp.empty((2, len(products.hidden)))
+    losses = xp.empty((2, len(operands.hidden)))
 
     def start(number: int, first: int) -> _Part:
-        rows = slice(first, min(first + held, len(products.hidden)))
-        logits = products.logits[number % len(products.logits)][: rows.stop - rows.start]
-        products.multiply(rows, logits)
+        rows = slice(first, min(first + held, len(operands.hidden)))
+        logits = operands.logits[number % len(operands.logits)][: rows.stop - rows.start]
+        multiply(operands.hidden[rows], operands.w, logits)
         part = _rows_of(problem, rows, logits)
         return _Part(rows, part, start_row_softmax(part, fields))
 
@@ -231,11 +207,12 @@ def _chunk_by_chunk(problem: Problem, products: _Products, with_gradients: bool)
         losses[:, part.rows] = row_losses(part.problem, softmax, fields)
         if with_gradients:
             write_gradient(part.problem.logits, Residuals(part.problem, softmax, one, ()), one)
-            products.add_gradients(part.rows, part.problem.logits)
+            hidden, dhidden = operands.hidden[part.rows], operands.dhidden[part.rows]
+            add_gradients(hidden, operands.w, part.problem.logits, dhidden, operands.dw)
 
     waiting: _Part | None = None
-    for number, first in enumerate(range(0, len(products.hidden), held)):
-        if waiting is not None and len(products.logits) == 1:
+    for number, first in enumerate(range(0, len(operands.hidden), held)):
+        if waiting is not None and len(operands.logits) == 1:
             finish(waiting)
             waiting = None
         part = start(number, first)
@@ -247,7 +224,7 @@ def _chunk_by_chunk(problem: Problem, products: _Products, with_gradients: bool)
     loss, divisor = reduced(problem, losses)
     # Rows that do not count have no gradient, though a mean over no others is nan.
     factor = 1.0 / divisor if problem.valid.any() else xp.zeros(1)
-    return loss, products.dhidden.reshape(products.shape), products.dw, factor
+    return loss, operands.dhidden.reshape(operands.shape), operands.dw, factor
 
 
 def _rows_of(problem: Problem, rows: slice, logits: Array) -> Problem:

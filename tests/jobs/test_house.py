@@ -57,6 +57,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("agreement"),
             room("passes"),
             room("statistics"),
+            room("products", "mpi4py", "comm"),
             room("linear"),
             room("largest"),
             room("__init__"),

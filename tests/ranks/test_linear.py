@@ -8,7 +8,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import dense
-from pce_mpi.loss import linear
+from pce_mpi.loss import linear, products
 from ranks.grids import mesh_of
 
 ROWS, FEATURES, CLASSES = 23, 5, 41
@@ -58,7 +58,7 @@ def test_loss_and_gradients_are_those_of_oracle(comm, name, chunk):
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=lambda dtype: dtype.__name__)
 def test_logits_of_halves_are_float32(comm, monkeypatch, dtype):
-    monkeypatch.setattr(linear, "_BLOCK", 3 * FEATURES)  # several blocks of columns
+    monkeypatch.setattr(products, "_BLOCK", 3 * FEATURES)  # several blocks of columns
     hidden, w, targets = problem(dtype)
     expected = exact(hidden, w, targets)
     loss, dhidden, dw, mine = run(comm, hidden, w, targets, chunk=8)
@@ -151,9 +151,9 @@ def test_ranks_with_other_chunks_or_same_weights_raise(comm):
 def test_logits_are_held_one_chunk_at_a_time(comm, monkeypatch):
     hidden, w, targets = problem()
     held = []
-    made = linear._Products.check
+    made = linear._Operands.check
     monkeypatch.setattr(
-        linear._Products, "check", lambda self, *given: (made(self, *given), held.append(sum(map(len, self.logits))))[0]
+        linear._Operands, "check", lambda self, *given: (made(self, *given), held.append(sum(map(len, self.logits))))[0]
     )
     run(comm, hidden, w, targets, chunk=6)
     assert held == [6]
@@ -192,17 +192,21 @@ def test_gradients_on_the_tape_are_partial_where_sharded(comm):
         np.testing.assert_allclose(v.grad.full(), expected[2], atol=1e-14)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_cupy_arrays_have_loss_of_their_products(comm, cupy, dtype):
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=lambda dtype: dtype.__name__)
+def test_cupy_arrays_have_loss_of_their_products(comm, cupy, monkeypatch, dtype):
+    monkeypatch.setattr(products, "_BLOCK_ON_GPU", 3 * 8)  # several blocks of columns
     hidden, w, targets = problem(dtype)
     mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
-    given = cupy.asarray(hidden), cupy.asarray(np.ascontiguousarray(w[:, mine])), cupy.asarray(targets)
+    given = cupy.asarray(hidden), cupy.asarray(w)[:, mine], cupy.asarray(targets)
     loss, *gradients = pce.linear_cross_entropy_value_and_grad(*given, comm=comm, chunk=8)
     assert all(isinstance(array, cupy.ndarray) for array in (loss, *gradients))
-    expected = run(comm, hidden, w, targets, chunk=8)
-    for found, right in zip((loss, *gradients), expected[:3], strict=True):
-        assert found.dtype == right.dtype
-        np.testing.assert_allclose(cupy.asnumpy(found), right, rtol=2e-3 if dtype == np.float16 else 1e-5, atol=1e-6)
+    expected = exact(hidden, w, targets)
+    np.testing.assert_allclose(loss.item(), expected[0], rtol=1e-6)
+    for found, right in zip(gradients, (expected[1], expected[2][:, mine]), strict=True):
+        assert found.dtype == dtype
+        error = np.abs(cupy.asnumpy(found).astype(np.float64) - right)
+        unit = float(ml_dtypes.finfo(dtype).eps)
+        assert np.all(error <= 0.51 * unit * np.abs(right) + 1e-5 * np.abs(expected[1]).max())
 
 
 def test_mean_over_ignored_rows_has_no_gradient(comm):
