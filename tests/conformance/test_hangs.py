@@ -2,12 +2,51 @@
 
 import json
 import os
+import re
+import shlex
+import time
 
 import pytest
 
-from conformance.command import conformance
+from conformance.command import conformance, processes_of
 from jobs.launch import ROOT, launch
 from patience import slowdown
+
+# The shared memory of MPICH's ranks in the memory map of a process.
+SHARED_MEMORY = re.compile(r"/dev/shm/mpich_\S+")
+# It misbehaves by the option that a case sets.
+TROUBLESOME = """
+import os
+import signal
+
+import pce_mpi as pce
+from pce_mpi.conformance.offers import offers
+
+
+@offers(options=("weight", "label_smoothing", "z_loss", "logit_scale", "softcap"))
+def candidate(logits, targets, *, class_start, num_classes, comm, **options):
+    last = comm.rank == comm.size - 1
+    if "label_smoothing" in options:
+        if last:
+            raise ValueError("smoothing is too much for me")
+        comm.Barrier()
+    if "z_loss" in options:
+        print("going under on rank", comm.rank)
+        comm.Barrier()
+        if last:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        comm.Barrier()
+    if "logit_scale" in options and last:
+        os._exit(0)
+    if "softcap" in options:
+        if last:
+            raise ValueError("on this rank alone")
+        return logits.sum(), logits + 0
+    loss, dlogits = pce.softmax_cross_entropy_value_and_grad(
+        logits, targets, class_start=class_start, comm=comm, **options
+    )
+    return loss, dlogits * (2 if "weight" in options and num_classes > 5 else 1)
+"""
 
 
 @pytest.mark.parametrize(
@@ -81,3 +120,117 @@ def test_assert_conforms_ends_a_job_that_hangs(tmp_path):
     job = launch(2, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path / "test_it.py"))
     assert job.returncode
     assert "line 4 in candidate" in job.stdout + job.stderr
+
+
+def test_deadlock_after_error_ends_sooner_and_cleanly(tmp_path):
+    (tmp_path / "it.py").write_text(
+        "import pathlib\n"
+        "def candidate(logits, targets, *, class_start, num_classes, comm):\n"
+        "    pathlib.Path(f'maps-{comm.rank}').write_text(pathlib.Path('/proc/self/maps').read_text())\n"
+        "    assert comm.rank, 'not on the first'\n"
+        "    comm.Barrier()\n"
+    )
+    second = slowdown()
+    selection = ["--case", "random-logits/float32", "--timeout", 30 * second]
+    run = conformance("-n", 2, "it.py:candidate", *selection, folder=tmp_path)
+    assert time.time() - (tmp_path / "maps-1").stat().st_mtime < 20 * second
+    assert "rank 1 never returned from it.py:5 in candidate; rank 0 raised AssertionError: not on" in " ".join(
+        run.stdout.split()
+    )
+    shared = {each for rank in range(2) for each in SHARED_MEMORY.findall((tmp_path / f"maps-{rank}").read_text())}
+    assert [each for each in shared if os.path.exists(each)] == []
+
+
+@pytest.fixture(scope="module")
+def troublesome(tmp_path_factory):
+    """Run cases that hang, crash and fail; return the command, its outcomes and the folder."""
+    folder = tmp_path_factory.mktemp("troublesome")
+    (folder / "troublesome.py").write_text(TROUBLESOME)
+    (folder / "temporary").mkdir()
+    cases = ["random-logits", "label_smoothing", "z_loss", "logit_scale", "softcap", "weight/float32", "zero-rows/mean"]
+    selection = [word for case in cases for word in ("--case", f"{case}*")]
+    run = conformance(
+        *("-n", 3, "troublesome.py:candidate", *selection, "--dtype", "float32", "--timeout", 4 * slowdown()),
+        *("--shrink", "--json", "report"),
+        folder=folder,
+        TMPDIR=str(folder / "temporary"),
+    )
+    assert (folder / "report").exists(), run.stdout + run.stderr
+    report = json.loads((folder / "report").read_text())
+    outcomes = {outcome["case"]: outcome for outcome in report["outcomes"]}
+    return run, outcomes, folder
+
+
+def of(outcomes, family):
+    return next(outcome for case, outcome in outcomes.items() if case.partition("/")[0] == family)
+
+
+def test_deadlock_names_ranks_and_lines(troublesome):
+    _, outcomes, _ = troublesome
+    outcome = of(outcomes, "label_smoothing")
+    assert outcome["verdict"] == "deadlocked"
+    assert outcome["findings"][0]["text"] == (
+        f"deadlocked in case {outcome['case']}: ranks 0, 1 never returned from troublesome.py:15 in candidate; "
+        "rank 2 raised ValueError: smoothing is too much for me at troublesome.py:14 in candidate"
+    )
+
+
+def test_crash_names_rank_signal_line_and_output(troublesome):
+    _, outcomes, _ = troublesome
+    outcome = of(outcomes, "z_loss")
+    assert outcome["verdict"] == "crashed"
+    sentence, printed = (finding["text"] for finding in outcome["findings"])
+    assert sentence == f"crashed in case {outcome['case']}: rank 2 died of SIGSEGV at troublesome.py:20 in candidate"
+    assert "[rank 0] going under on rank 0" in printed
+    assert "[rank 2] going under on rank 2" in printed
+
+
+def test_rank_that_exits_silently_is_crash(troublesome):
+    _, outcomes, _ = troublesome
+    outcome = of(outcomes, "logit_scale")
+    assert outcome["verdict"] == "crashed"
+    assert "rank 2 ended with exit status 0" in outcome["findings"][0]["text"]
+
+
+def test_error_on_some_ranks_fails(troublesome):
+    _, outcomes, _ = troublesome
+    outcome = of(outcomes, "softcap")
+    assert outcome["verdict"] == "FAIL"
+    said = "ValueError: on this rank alone at troublesome.py:26 in candidate (rank 2)"
+    assert any(said in finding["text"] for finding in outcome["findings"])
+
+
+def test_cases_after_crash_still_run(troublesome):
+    run, outcomes, _ = troublesome
+    assert of(outcomes, "random-logits")["verdict"] == "pass"
+    assert of(outcomes, "zero-rows")["verdict"] == "pass"
+    assert run.returncode == 1
+
+
+def test_progress_without_terminal_is_in_lines(troublesome):
+    run, outcomes, _ = troublesome
+    lines = [line for line in run.stderr.splitlines() if line.startswith("conformance ")]
+    assert len(lines) == len(outcomes)
+    assert lines[0].split() == ["conformance", f"1/{len(outcomes)}", "pass", next(iter(outcomes))]
+
+
+def test_run_leaves_no_process_or_file(troublesome):
+    _, _, folder = troublesome
+    assert processes_of(folder) == []
+    assert list((folder / "temporary").iterdir()) == []
+
+
+def test_failure_is_shrunk_and_its_command_reproduces(troublesome):
+    _, outcomes, folder = troublesome
+    outcome = of(outcomes, "weight")
+    assert outcome["verdict"] == "FAIL"
+    assert outcome["shrunk"]
+    assert outcome["classes"] == 6  # one less and the gradient is right
+    assert outcome["rows"] <= 2
+    command = shlex.split(outcome["rerun"])
+    assert command[:4] == ["python", "-m", "pce_mpi", "conformance"]
+    again = conformance(*command[4:], "--json", "again", folder=folder)
+    assert again.returncode == 1
+    (alone,) = json.loads((folder / "again").read_text())["outcomes"]
+    assert (alone["case"], alone["rows"], alone["classes"]) == (outcome["case"], outcome["rows"], outcome["classes"])
+    assert alone["findings"][0]["kind"] == outcome["findings"][0]["kind"]
