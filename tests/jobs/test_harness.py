@@ -5,73 +5,14 @@ import os
 from pathlib import Path
 import re
 import shutil
-import signal
-import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
 
-from jobs.launch import ROOT, CompletedJob, complete, job_environment, launch, launch_source, output_of
-from patience import wait_until
+from jobs.launch import ROOT, complete, job_environment, launch_source
+from jobs.suites import closing_line, last_words, new_suite, pytest_at, reports, run, run_at, write
 from run import SETTLED, SHARED_MEMORY, remove_memory_left_behind
-
-HARNESS = [ROOT / "pyproject.toml", *(ROOT / "tests").glob("*.py"), ROOT / "tests/jobs/launch.py"]
-
-
-def new_suite(folder: Path) -> Path:
-    """Make a repository that has the harness and no tests yet."""
-    for path in HARNESS:
-        copy = folder / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
-    (folder / "tests/ranks").mkdir()
-    return folder
-
-
-@pytest.fixture
-def suite(tmp_path):
-    return new_suite(tmp_path)
-
-
-def write(suite: Path, path: str, source: str) -> None:
-    (suite / path).write_text(textwrap.dedent(source), encoding="utf-8")
-
-
-def change(suite: Path, path: str, old: str, new: str) -> None:
-    """Give the suite another setting than the repository has."""
-    text = (suite / path).read_text(encoding="utf-8")
-    assert text.count(old) == 1
-    (suite / path).write_text(text.replace(old, new), encoding="utf-8")
-
-
-def run(suite: Path, *arguments: str) -> CompletedJob:
-    """`python tests/run.py ARGUMENTS` in the suite."""
-    return complete([sys.executable, "tests/run.py", *arguments], cwd=suite)
-
-
-def run_at(suite: Path, n: int, source: str) -> CompletedJob:
-    """Run one file of tests on n ranks, and nothing else."""
-    write(suite, "tests/ranks/test_it.py", source)
-    return run(suite, "-n", str(n), "--no-jobs")
-
-
-def pytest_at(n: int, suite: Path, *options: str) -> CompletedJob:
-    """pytest itself on the suite's rank tests, without tests/run.py."""
-    return launch(n, "-m", "pytest", "--color=no", "-c", f"{suite}/pyproject.toml", f"{suite}/tests/ranks", *options)
-
-
-def closing_line(job: CompletedJob) -> str:
-    return job.stdout.splitlines()[-1]
-
-
-def reports(job: CompletedJob) -> dict[str, str]:
-    """Return what the run says of each test that failed."""
-    return dict(
-        re.findall(r"^===== \d ranks: .*?::(\w+)(.*?)(?=^===== \d ranks: |\Z)", job.stdout, re.DOTALL | re.MULTILINE)
-    )
-
 
 # A test that goes wrong on one rank
 
@@ -143,83 +84,10 @@ def test_skip_on_one_rank_is_failure(on_one_rank, how):
     assert "not here" in report
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """A run of tests most of which end their session."""
-    suite = new_suite(tmp_path_factory.mktemp("ended"))
-    change(suite, "tests/verdict.py", "GRACE = 5.0", "GRACE = 1.0")
-    return run_at(
-        suite,
-        2,
-        """
-        import os, signal
-        from hypothesis import given, strategies as st
-        from in_step import in_step
-        import pytest
-
-        def test_that_is_well(comm):
-            pass
-
-        def test_with_a_collective(comm):
-            if comm.rank == 1:
-                raise ValueError("no collective for me")
-            comm.Barrier()
-
-        @given(x=st.integers(0, 100))
-        def test_with_examples(comm, x):
-            with in_step(comm):
-                if comm.rank == 1 and x > 50:
-                    raise ValueError("no collective for me")
-                comm.Barrier()
-
-        def test_in_which_a_rank_is_killed(comm):
-            if comm.rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            comm.Barrier()
-
-        def test_that_exits(comm):
-            if comm.rank == 1:
-                pytest.exit("enough of this")
-            comm.Barrier()
-
-        def test_after_them(comm):
-            comm.Barrier()
-        """,
-    )
-
-
-def test_ended_sessions_fail_one_test_each(ended):
-    assert ended.returncode == 1
-    assert closing_line(ended) == "2 passed, 4 failed, 0 skipped"
-
-
-@pytest.mark.parametrize("test", ["test_with_a_collective", "test_with_examples"])
-def test_failure_before_collective_ends_session_with_text(ended, test):
-    assert f"{test} (call) failed here and left other ranks waiting" in reports(ended)[test]
-    assert "ValueError: no collective for me" in reports(ended)[test]
-
-
-def test_killed_rank_ends_session(ended):
-    assert "did not come to its end" in reports(ended)["test_in_which_a_rank_is_killed"]
-
-
-def test_pytest_exit_on_one_rank_has_its_text(ended):
-    assert "enough of this" in reports(ended)["test_that_exits"]
-
-
-def last_words(job: CompletedJob) -> list[str]:
-    """What a run says after its table."""
-    return job.stdout.rpartition("\n\n")[2].splitlines()
-
-
-def test_failures_are_repeated_after_table(on_one_rank, ended):
+def test_failures_are_repeated_after_table(on_one_rank):
     *failures, _ = last_words(on_one_rank)
     assert len(failures) == 6
     assert "failed: 3 ranks: tests/ranks/test_it.py::test_call: AssertionError: the middle rank is unwell" in failures
-    *failures, _ = last_words(ended)
-    killed = "failed: 2 ranks: tests/ranks/test_it.py::test_in_which_a_rank_is_killed: did not come to its end: "
-    assert [failure.startswith(killed) for failure in failures].count(True) == 1
-    assert "failed: 2 ranks: tests/ranks/test_it.py::test_with_examples: ValueError: no collective for me" in failures
 
 
 def test_ci_ends_with_failures_of_all_steps(tmp_path):
@@ -242,101 +110,10 @@ def test_ci_ends_with_failures_of_all_steps(tmp_path):
     job = complete([tmp_path / ".ci/run"], env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     assert job.returncode == 1
     end = job.stdout[-3000:]
-    assert end.endswith("\nfailed: docs test test-kernels test-peers\n")
+    assert end.endswith("\nfailed: docs test test-peers test-kernels\n")
     for words in ["a page is missing", "failed: test 1 00", "failed: test-kernels 1 00", "torch is missing"]:
         assert words in end
     assert "fine" not in end
-
-
-@pytest.fixture(scope="module")
-def hung(tmp_path_factory):
-    """A run of tests in which one of two ranks hangs."""
-    suite = new_suite(tmp_path_factory.mktemp("hung"))
-    change(suite, "tests/run.py", "SILENCE = 150", "SILENCE = 1")
-    return run_at(
-        suite,
-        2,
-        """
-        import signal
-
-        def wait_for_the_other(comm):
-            comm.Barrier()
-
-        def test_that_is_well(comm):
-            comm.Barrier()
-
-        def test_hang_0(comm):
-            signal.pause() if comm.rank == 0 else wait_for_the_other(comm)
-
-        def test_hang_1(comm):
-            signal.pause() if comm.rank == 1 else wait_for_the_other(comm)
-
-        def test_after_them(comm):
-            comm.Barrier()
-
-        def test_after_them_on_one_rank(comm):
-            assert comm.rank
-        """,
-    )
-
-
-@pytest.mark.parametrize("stuck", [0, 1])
-def test_hang_fails_alone_with_stacks(hung, stuck):
-    report = reports(hung)[f"test_hang_{stuck}"]
-    stacks = dict(re.findall(r"----- stacks of rank (\d)\n(.*?)(?=-----|\Z)", report, re.DOTALL))
-    assert "did not come to its end" in report
-    assert f"in test_hang_{stuck}" in stacks["0"] and f"in test_hang_{stuck}" in stacks["1"]
-    assert "in wait_for_the_other" in stacks[str(1 - stuck)] and "in wait_for_the_other" not in stacks[str(stuck)]
-    assert hung.returncode == 1
-    assert closing_line(hung) == "2 passed, 3 failed, 0 skipped"
-
-
-def test_hang_of_job_fails_alone_without_leftovers(suite):
-    change(suite, "tests/run.py", "SILENCE = 150", "SILENCE = 1")
-    write(
-        suite,
-        "tests/jobs/test_it.py",
-        f"""
-        import os, subprocess, sys
-        from jobs.launch import job_command
-
-        HANG = "import os, signal, sys; print(os.getpid(), file=open(sys.argv[1], 'a')); signal.pause()"
-
-        def test_that_hangs():
-            subprocess.run(job_command(2, "-c", HANG, {str(suite / "pids")!r}), start_new_session=True)
-
-        def test_after_it():
-            pass
-        """,
-    )
-    job = run(suite, "tests/jobs")
-    assert "test_that_hangs did not come to its end" in job.stdout
-    assert "in test_that_hangs" in job.stdout
-    assert closing_line(job) == "1 passed, 1 failed, 0 skipped"
-    pids = (suite / "pids").read_text().split()
-    assert len(pids) == 2
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-
-
-def test_sessions_that_end_are_restarted_few_times(suite):
-    change(suite, "tests/run.py", "MOST_SESSIONS = 10", "MOST_SESSIONS = 2")
-    job = run_at(
-        suite,
-        2,
-        """
-        import os
-        import pytest
-
-        @pytest.mark.parametrize("number", range(5))
-        def test_it(comm, number):
-            if comm.rank:
-                os._exit(3)
-            comm.Barrier()
-        """,
-    )
-    assert job.returncode == 1
-    assert "not run: tests/ranks/test_it.py::test_it[2] and all after it, 3 in all" in job.stdout
-    assert closing_line(job) == "0 passed, 2 failed, 0 skipped"
 
 
 # Collection
@@ -487,21 +264,6 @@ def test_run_tells_outcome_by_size_and_in_total(suite):
     assert closing_line(job) == "8 passed, 0 failed, 1 skipped"
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="one core runs one thing at a time")
-def test_interrupted_run_ends_ranks_and_jobs_together(suite):
-    pids = suite / "pids"
-    sleep = f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n') and time.sleep(300)"
-    write(suite, "tests/ranks/test_it.py", f"import os, time\n\ndef test_it(comm):\n    {sleep}")
-    write(suite, "tests/jobs/test_it.py", f"import os, time\n\ndef test_it():\n    {sleep}")
-    process = subprocess.Popen([sys.executable, "tests/run.py"], cwd=suite, stdout=subprocess.PIPE, text=True)
-    wait_until(lambda: pids.exists() and pids.read_text().count("\n") == 2)
-    process.send_signal(signal.SIGINT)
-    printed, _ = output_of(process)
-    assert process.returncode == 1
-    assert "interrupted in 1 rank and jobs" in printed
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()))
-
-
 def test_file_that_waits_runs_beside_another(suite):
     # Each waits for the other, and the one core is not enough for two files that compute.
     for name in ("test_failing_ranks", "test_other"):
@@ -538,43 +300,6 @@ def test_run_with_selection_needs_tests_at_some_size(suite):
     nothing = run(suite, "-n", "1", "-k", "test_of_nobody")
     assert nothing.returncode == 1
     assert "no test was executed" in nothing.stdout
-
-
-@pytest.mark.parametrize(("where", "signal_number"), [("ranks", signal.SIGTERM), ("jobs", signal.SIGINT)])
-def test_interrupted_run_leaves_no_process_behind(suite, where, signal_number):
-    pids = suite / "pids"
-    program = f"""
-        import os, time
-
-        def note_and_sleep():
-            with open({str(pids)!r}, "a") as file:
-                file.write(f"{{os.getpid()}}\\n")
-            time.sleep(300)
-        """
-    write(suite, "tests/sleeper.py", program)
-    if where == "ranks":
-        write(suite, "tests/ranks/test_it.py", "import sleeper\n\ndef test_it(comm):\n    sleeper.note_and_sleep()")
-    else:
-        write(
-            suite,
-            "tests/jobs/test_it.py",
-            """
-            from jobs.launch import launch_source
-
-            def test_it():
-                launch_source(2, "import sys; sys.path.insert(0, 'tests'); import sleeper; sleeper.note_and_sleep()")
-            """,
-        )
-    process = subprocess.Popen(
-        [sys.executable, "tests/run.py", f"tests/{where}", "-n", "2"], cwd=suite, stdout=subprocess.PIPE, text=True
-    )
-    wait_until(lambda: pids.exists() and pids.read_text().count("\n") == 2)
-    process.send_signal(signal_number)
-    printed, _ = output_of(process)
-    assert process.returncode == 1
-    assert "interrupted" in printed
-    sleepers = [int(pid) for pid in pids.read_text().split()]
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in sleepers))
 
 
 @pytest.mark.skipif(not Path(SHARED_MEMORY).exists(), reason="MPICH shares memory elsewhere")
@@ -624,9 +349,3 @@ def test_launch_hands_on_size_arguments_and_environment(launched):
 def test_launch_gives_each_rank_one_thread(launched):
     assert "red, 1;" in launched.stdout
     assert job_environment(1)["OPENBLAS_NUM_THREADS"] == "1"
-
-
-def test_launch_ends_long_job_and_shows_stacks():
-    program = "import sys, time; print('still alive', flush=True)\ndef hang(): time.sleep(300)\nhang()"
-    with pytest.raises(TimeoutError, match=r"(?s)still alive.*in hang"):
-        launch_source(2, program, limit=3)
