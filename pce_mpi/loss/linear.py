@@ -18,6 +18,7 @@ from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.loss.agreement import agree_on
+from pce_mpi.loss.kernels import gemm
 from pce_mpi.loss.options import LinearOptions, Options, Reduction, takes
 from pce_mpi.loss.passes import Residuals, loss_fields, reduced, row_losses, start_row_softmax, write_gradient
 from pce_mpi.loss.problem import Problem, check
@@ -82,7 +83,7 @@ def linear_cross_entropy_value_and_grad(
     BLAS gives a product of another number of rows or columns other last bits, and `dhidden` is a sum of
     floating-point numbers over the ranks. Logits of halves are float32, and so are the sums of the gradients. A GPU
     multiplies halves as they are (cuBLAS's `gemmEx`), and the gradient of the logits as the sum of two halves, which
-    have at least 16 bits of it.
+    have 16 bits of it; of float16, those of elements less than 2^-24 of the largest are fewer.
 
     Examples
     --------
@@ -156,6 +157,8 @@ class _Operands:
             raise ValueError(f"weight must be 0 or from {_LEAST:g} to {_MOST:g}, as gradients are summed in float32")
         ranks = 1 if options.comm is None else options.comm.size
         held = rows_held(chunk, len(self.hidden), ranks)
+        if gemm.takes(self.w):
+            self.hidden, self.w = gemm.readable(self.hidden), gemm.readable(self.w)
         self.logits = [xp.empty((held, self.w.shape[1]), dtype) for _ in range(min(2, ranks))]
         self.dhidden, self.dw = xp.zeros(self.hidden.shape, dtype), xp.zeros(self.w.shape, dtype)
         return problem

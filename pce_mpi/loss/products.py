@@ -14,8 +14,8 @@ from pce_mpi.loss.kernels import gemm
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
-# Elements of a block of columns. On a GPU, a block is to occupy all of it.
-_BLOCK, _BLOCK_ON_GPU = 2**20, 2**22
+# Elements of a block of columns. On a GPU, a part of all columns or so many, that a block may occupy all of it.
+_BLOCK, _PART_ON_GPU, _COLUMNS_ON_GPU = 2**20, 32, 1024
 # Gradients that become float16 are scaled by at most 2^127, so that the largest is between 2^14 and 2^15.
 _LARGEST_EXPONENT, _MOST = 15, 127
 
@@ -48,35 +48,39 @@ def add_gradients(hidden: Array, w: Array, dlogits: Array, dhidden: Array, dw: A
 
 
 def _add_gradients_of_halves(hidden: Array, w: Array, dlogits: Array, dhidden: Array, dw: Array) -> None:
-    """Gradients by products that take halves only: `dlogits` is the sum of two, which have 16 bits of it at least."""
-    scale = _scale(dlogits, w.dtype)
-    for columns in _blocks(w, len(hidden)):
-        part = dlogits[:, columns] * scale
+    """Gradients by products that take halves only: `dlogits` is the sum of two, which have 16 bits of it.
+
+    Of float16, what is less than 2^-24 of the largest has fewer.
+    """
+    scale = _scale(dlogits) if name_of(w.dtype) == "float16" else None
+    for columns in _blocks(w):
+        part = dlogits[:, columns] if scale is None else dlogits[:, columns] * scale
         high = part.astype(w.dtype)
-        part -= high.astype(part.dtype)
-        product = array_namespace(w).empty(dw[:, columns].shape, dw.dtype)
-        for half in (high, part.astype(w.dtype)):
-            gemm.gemm(hidden.T, half, product, add=half is not high)
+        low = (part - high.astype(part.dtype)).astype(w.dtype)
+        total = dw[:, columns] if scale is None else array_namespace(w).zeros(dw[:, columns].shape, dw.dtype)
+        for half in (high, low):
+            gemm.gemm(hidden.T, half, total, add=True)
             gemm.gemm(half, w[:, columns].T, dhidden, add=True)
-        product /= scale
-        dw[:, columns] += product
-    dhidden /= scale
+        if scale is not None:
+            dw[:, columns] += total / scale
+    if scale is not None:
+        dhidden /= scale
 
 
-def _blocks(w: Array, rows: int = 0) -> list[slice]:
-    """Columns of `w`, as many at a time as fit a block, also beside so many rows."""
-    size = _BLOCK if array_namespace(w) is np else _BLOCK_ON_GPU
-    width = max(1, size // max(1, w.shape[0], rows))
-    return [slice(first, first + width) for first in range(0, w.shape[1], width)]
+def _blocks(w: Array) -> list[slice]:
+    """Columns of `w`, as many at a time as fit a block."""
+    rows, columns = w.shape
+    on_host = array_namespace(w) is np
+    width = max(1, _BLOCK // max(1, rows)) if on_host else max(_COLUMNS_ON_GPU, columns // _PART_ON_GPU)
+    return [slice(first, first + width) for first in range(0, columns, width)]
 
 
-def _scale(dlogits: Array, dtype: np.dtype[Any]) -> Array:
-    """The power of two by which gradients fit `dtype`, (), float32; bfloat16 has the range of float32."""
+def _scale(dlogits: Array) -> Array:
+    """The power of two by which gradients fit float16, (), float32; rows that have no finite largest do not count."""
     xp = array_namespace(dlogits)
-    one = xp.ones((), dlogits.dtype)
-    if not dlogits.size or name_of(dtype) != "float16":
-        return one
-    largest = xp.maximum(dlogits.max(), -dlogits.min())
-    exponent = _LARGEST_EXPONENT - xp.frexp(largest)[1]
-    usable = xp.isfinite(largest) & (largest > 0)
-    return xp.ldexp(one, xp.where(usable, xp.minimum(exponent, _MOST), 0))
+    if not dlogits.size:
+        return xp.ones((), dlogits.dtype)
+    of_rows = xp.maximum(dlogits.max(axis=1), -dlogits.min(axis=1))
+    largest = xp.where(xp.isfinite(of_rows), of_rows, 0).max()
+    exponent = xp.minimum(_LARGEST_EXPONENT - xp.frexp(largest)[1], _MOST)
+    return xp.ldexp(xp.ones((), dlogits.dtype), exponent)

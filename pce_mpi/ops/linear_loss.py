@@ -100,7 +100,7 @@ def _sends(*dtypes: np.dtype[Any], shardings: Shardings, **options: Any) -> list
     weighted, smoothed = len(dtypes) > 3, options["label_smoothing"] > 0
     size = state_fields(probabilities=False, weighted=weighted, smoothed=smoothed).dtype.itemsize
     sent = []
-    if classes:
+    if classes:  # of arrays on the host; on a GPU a chunk that is not given has more rows
         held = rows_held(options["chunk"], rows, ranks=math.prod(shardings.mesh.dims[dim] for dim in classes))
         for first in range(0, rows, held):
             part = min(held, rows - first) + (weighted and smoothed)  # one row more has the sum of all weights

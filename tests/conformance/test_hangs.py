@@ -1,4 +1,4 @@
-"""Planted faults that hang or kill a job: the launcher of the kit survives and reports them."""
+"""Candidates that hang, raise or kill a job: the launcher of the kit survives them and says what happened."""
 
 import json
 import os

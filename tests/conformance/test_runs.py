@@ -1,4 +1,4 @@
-"""`python -m pce_mpi conformance`: runs that are interrupted, what they leave behind, and what they note down."""
+"""`python -m pce_mpi conformance`: runs that are interrupted, shrinking, and what ranks note down as they go."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The harness on tests that end their session, hang, or are interrupted: each program is a test suite of its own."""
+"""The harness on tests that end their session, hang, or are interrupted: each makes a suite, or a job, of its own."""
 
 import os
 from pathlib import Path

@@ -32,6 +32,8 @@ def products_of(cupy, hidden, w, dlogits):
     """Logits, and the gradients of hidden and w, which is added to one that there is."""
     results = [cupy.asarray(np.full((len(hidden), w.shape[1]), np.nan, np.float32))]
     results += [cupy.asarray(np.zeros(hidden.shape, np.float32)), cupy.asarray(np.ones(w.shape, np.float32))]
+    if gemm.takes(w):
+        hidden, w = gemm.readable(hidden), gemm.readable(w)
     products.multiply(hidden, w, results[0])
     products.add_gradients(hidden, w, cupy.asarray(dlogits), *results[1:])
     return [cupy.asnumpy(result) for result in results]
@@ -67,13 +69,14 @@ def test_small_gradients_beside_large_are_kept(cupy, dtype):
     np.testing.assert_allclose(dhidden, dlogits.astype(np.float64) @ w.astype(np.float64).T, rtol=2.0**-8)
 
 
-def test_nan_gradient_stays_in_its_row(cupy, dtype):
-    dlogits = np.ones((ROWS, CLASSES), np.float32)
-    dlogits[3, 7] = np.nan
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_nan_gradient_stays_in_its_row(cupy, dtype, odd):
+    dlogits = np.full((ROWS, CLASSES), 1e6, np.float32)
+    dlogits[3, 7] = odd
     _, dhidden, dw = products_of(cupy, *map(cupy.asarray, problem(dtype)), dlogits)
     rows, columns = np.arange(ROWS)[:, None] == 3, np.arange(CLASSES) == 7
-    np.testing.assert_array_equal(np.isnan(dhidden), np.broadcast_to(rows, dhidden.shape))
-    np.testing.assert_array_equal(np.isnan(dw), np.broadcast_to(columns, dw.shape))
+    np.testing.assert_array_equal(~np.isfinite(dhidden), np.broadcast_to(rows, dhidden.shape))
+    np.testing.assert_array_equal(~np.isfinite(dw), np.broadcast_to(columns, dw.shape))
 
 
 def test_older_gpus_convert_bfloat16(cupy, monkeypatch, dtype):

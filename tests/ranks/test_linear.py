@@ -193,14 +193,18 @@ def test_gradients_on_the_tape_are_partial_where_sharded(comm):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=lambda dtype: dtype.__name__)
-def test_cupy_arrays_have_loss_of_their_products(comm, cupy, monkeypatch, dtype):
-    monkeypatch.setattr(products, "_BLOCK_ON_GPU", 3 * 8)  # several blocks of columns
+@pytest.mark.parametrize("name", ["plain", "weights and smoothing"])
+def test_cupy_arrays_have_loss_of_their_products(comm, cupy, monkeypatch, name, dtype):
+    monkeypatch.setattr(products, "_COLUMNS_ON_GPU", 3)  # several blocks of columns
     hidden, w, targets = problem(dtype)
     mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
     given = cupy.asarray(hidden), cupy.asarray(w)[:, mine], cupy.asarray(targets)
-    loss, *gradients = pce.linear_cross_entropy_value_and_grad(*given, comm=comm, chunk=8)
+    options = dict(CALLS[name])
+    if "weight" in options:
+        options["weight"] = cupy.asarray(options["weight"][mine])
+    loss, *gradients = pce.linear_cross_entropy_value_and_grad(*given, comm=comm, chunk=8, **options)
     assert all(isinstance(array, cupy.ndarray) for array in (loss, *gradients))
-    expected = exact(hidden, w, targets)
+    expected = exact(hidden, w, targets, **CALLS[name])
     np.testing.assert_allclose(loss.item(), expected[0], rtol=1e-6)
     for found, right in zip(gradients, (expected[1], expected[2][:, mine]), strict=True):
         assert found.dtype == dtype

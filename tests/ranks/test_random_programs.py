@@ -26,7 +26,7 @@ from ranks.grids import NAMES, Array, factorizations, local_of, mesh_of, spread
 from ulps import PROGRAM, worst
 
 # The number of programs that run on meshes of so many dims, in turn on each mesh of the ranks that has them.
-PROGRAMS = {1: 60, 2: 60}
+PROGRAMS = {1: 120, 2: 120}
 # Numbers beyond that lose digits in what is computed of them: the line is drawn again.
 LARGEST = 50.0
 STEP = 1e-30

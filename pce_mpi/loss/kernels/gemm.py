@@ -25,18 +25,27 @@ def takes(array: Array) -> bool:
     return name == "float16" or int(cupy.cuda.Device().compute_capability) >= _AMPERE
 
 
+def readable(x: Array) -> Array:
+    """A matrix that cuBLAS can read: `x`, or a copy if neither its rows nor its columns are in one piece.
+
+    It loads cuBLAS, which may be missing: `ImportError`.
+    """
+    array_namespace(x).cuda.device.get_cublas_handle()
+    return x if _layout(x)[1] else x.copy()
+
+
 def gemm(a: Array, b: Array, out: Array, add: bool = False) -> None:
-    """`out = a @ b`, or `out += a @ b`, of halves; `out` is float32, in C order."""
+    """`out = a @ b`, or `out += a @ b`, of halves that are `readable`; `out` is float32, with its rows in one piece."""
     if not a.size or not b.size:
         if not add:
             out.fill(0)
         return
-    cuda = array_namespace(a).cuda
-    cublas = cuda.cublas
     # cuBLAS reads by columns: what lies there by rows is the transpose, and out.T = b.T @ a.T.
-    (a, a_by_columns, a_step), (b, b_by_columns, b_step) = _layout(a), _layout(b)
+    (a_by_columns, a_step), (b_by_columns, b_step), (_, out_step) = _layout(a), _layout(b), _layout(out)
     one, kept = np.array(1.0, np.float32), np.array(add, np.float32)
     dtype = _HALVES[name_of(a.dtype)]
+    cuda = array_namespace(a).cuda
+    cublas = cuda.cublas
     cublas.gemmEx(
         cuda.device.get_cublas_handle(),
         cublas.CUBLAS_OP_T if b_by_columns else cublas.CUBLAS_OP_N,
@@ -46,19 +55,18 @@ def gemm(a: Array, b: Array, out: Array, add: bool = False) -> None:
         *(b.data.ptr, dtype, b_step),
         *(a.data.ptr, dtype, a_step),
         kept.ctypes.data,
-        *(out.data.ptr, _FLOAT32, b.shape[1]),
+        *(out.data.ptr, _FLOAT32, out_step),
         cublas.CUBLAS_COMPUTE_32F,
         cublas.CUBLAS_GEMM_DEFAULT,
     )
 
 
-def _layout(x: Array) -> tuple[Array, bool, int]:
-    """A matrix, copied unless its rows or columns are in one piece; whether columns are; the step between them."""
+def _layout(x: Array) -> tuple[bool, int]:
+    """Whether columns of a matrix are in one piece, not rows, and elements from one to the next; 0 if neither are."""
     for by_columns, (lines, length), (far, near) in (
         (False, x.shape, x.strides),
         (True, x.shape[::-1], x.strides[::-1]),
     ):
         if (near == x.itemsize or length == 1) and (far >= length * x.itemsize or lines == 1):
-            return x, by_columns, length if lines == 1 else far // x.itemsize
-    copy = x.copy()  # in C order
-    return copy, False, copy.shape[1]
+            return by_columns, length if lines == 1 else far // x.itemsize
+    return False, 0
