@@ -6,12 +6,13 @@ import time
 from pce_mpi.conformance.launching import number_of_cores
 
 
-def slowdown() -> float:
+def slowdown(more: int = 0) -> float:
     """Return how many times longer everything takes now, as more processes want a core than there are: 1 or more.
 
-    It is at most 50: the load of a host with many more cores than this process may use says too much.
+    So many `more` processes are about to start, which no load shows yet. It is at most 50: the load of a host with many
+    more cores than this process may use says too much.
     """
-    return min(max(1.0, os.getloadavg()[0] / number_of_cores()), 50.0)
+    return min(max(1.0, (os.getloadavg()[0] + more) / number_of_cores()), 50.0)
 
 
 class Patience:

@@ -85,7 +85,7 @@ def patient():
 
 def run(folder: Path, n: int, program: str, timeout: float | None = TIMEOUT) -> CompletedJob:
     """A job of `n` ranks that has ended by itself; `timeout` is PCE_MPI_TIMEOUT."""
-    second = slowdown()
+    second = slowdown(n)
     env = {"SECOND": f"{second}"}
     if timeout is not None:
         env["PCE_MPI_TIMEOUT"] = f"{timeout * second}"
