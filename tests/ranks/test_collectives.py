@@ -202,7 +202,7 @@ def test_halves_that_overflow_are_infinite_and_raise_nothing(comm):
 LARGEST = np.dtype([("value", np.float64), ("rank", np.int64), ("count", np.int16)])
 
 
-def largest(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def largest(a, b):
     """The state with the larger value, of the lower rank on ties; counts add up. LARGEST is 18 bytes, unaligned."""
     swap = (b["value"] > a["value"]) | ((b["value"] == a["value"]) & (b["rank"] < a["rank"]))
     merged = np.where(swap, b, a)

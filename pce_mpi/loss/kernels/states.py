@@ -27,7 +27,7 @@ from pce_mpi.loss.kernels.limbs import Sums, limbs_of, shifted, sum_of, united
 from pce_mpi.loss.kernels.parameters import Transform
 from pce_mpi.loss.softmax_state import FORGOTTEN, INFINITE, NO_ENTROPY, NO_GRID, NOT_A_NUMBER, StateFields
 
-Array = np.ndarray[Any, Any]
+Array = Any  # numpy.ndarray, whose operators between fields of states take mypy as long as half of all code
 
 # The grid of an empty sum of exponentials.
 _NO_SUM = -(2**61)
@@ -203,7 +203,8 @@ def _union_holding_largest(
     """Hold the larger of the two classes held apart; the other one joins the sums."""
     union = fields.identity(*a.shape)
     swap = _b_is_held(a, b, fields)
-    smaller, larger = np.where(swap, a, b), np.where(swap, b, a)
+    smaller: Array = np.where(swap, a, b)
+    larger: Array = np.where(swap, b, a)
     for name in {"held", "held_weight", "argmax"} & set(fields.names):
         union[name] = larger[name]
     if fields.target:
