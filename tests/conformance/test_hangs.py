@@ -14,10 +14,11 @@ from patience import slowdown
 
 # The shared memory of MPICH's ranks in the memory map of a process.
 SHARED_MEMORY = re.compile(r"/dev/shm/mpich_\S+")
-# It misbehaves by the option that a case sets.
+# It misbehaves by the option that a case sets. Who waits for ever sleeps, as a barrier would keep a core busy.
 TROUBLESOME = """
 import os
 import signal
+import time
 
 import pce_mpi as pce
 from pce_mpi.conformance.offers import offers
@@ -29,7 +30,7 @@ def candidate(logits, targets, *, class_start, num_classes, comm, **options):
     if "label_smoothing" in options:
         if last:
             raise ValueError("smoothing is too much for me")
-        comm.Barrier()
+        time.sleep(600)
     if "z_loss" in options:
         print("going under on rank", comm.rank)
         comm.Barrier()
@@ -110,10 +111,10 @@ def test_busy_candidate_is_slow_not_deadlocked(tmp_path, body, words):
 
 def test_assert_conforms_ends_a_job_that_hangs(tmp_path):
     (tmp_path / "test_it.py").write_text(
-        "from pce_mpi.conformance import assert_conforms, cases\n"
+        "import time; from pce_mpi.conformance import assert_conforms, cases\n"
         "def candidate(logits, targets, *, class_start, num_classes, comm):\n"
         "    assert comm.rank\n"
-        "    comm.Barrier()\n"
+        "    time.sleep(600)\n"
         "(case,) = cases(candidate, pattern='reduction/mean')\n"
         f"def test_it(): assert_conforms(candidate, case, timeout={3 * slowdown()})\n"
     )
@@ -124,11 +125,11 @@ def test_assert_conforms_ends_a_job_that_hangs(tmp_path):
 
 def test_deadlock_after_error_ends_sooner_and_cleanly(tmp_path):
     (tmp_path / "it.py").write_text(
-        "import pathlib\n"
+        "import pathlib, time\n"
         "def candidate(logits, targets, *, class_start, num_classes, comm):\n"
         "    pathlib.Path(f'maps-{comm.rank}').write_text(pathlib.Path('/proc/self/maps').read_text())\n"
         "    assert comm.rank, 'not on the first'\n"
-        "    comm.Barrier()\n"
+        "    time.sleep(600)\n"
     )
     second = slowdown()
     selection = ["--case", "random-logits/float32", "--timeout", 30 * second]
@@ -170,8 +171,8 @@ def test_deadlock_names_ranks_and_lines(troublesome):
     outcome = of(outcomes, "label_smoothing")
     assert outcome["verdict"] == "deadlocked"
     assert outcome["findings"][0]["text"] == (
-        f"deadlocked in case {outcome['case']}: ranks 0, 1 never returned from troublesome.py:15 in candidate; "
-        "rank 2 raised ValueError: smoothing is too much for me at troublesome.py:14 in candidate"
+        f"deadlocked in case {outcome['case']}: ranks 0, 1 never returned from troublesome.py:16 in candidate; "
+        "rank 2 raised ValueError: smoothing is too much for me at troublesome.py:15 in candidate"
     )
 
 
@@ -180,7 +181,7 @@ def test_crash_names_rank_signal_line_and_output(troublesome):
     outcome = of(outcomes, "z_loss")
     assert outcome["verdict"] == "crashed"
     sentence, printed = (finding["text"] for finding in outcome["findings"])
-    assert sentence == f"crashed in case {outcome['case']}: rank 2 died of SIGSEGV at troublesome.py:20 in candidate"
+    assert sentence == f"crashed in case {outcome['case']}: rank 2 died of SIGSEGV at troublesome.py:21 in candidate"
     assert "[rank 0] going under on rank 0" in printed
     assert "[rank 2] going under on rank 2" in printed
 
@@ -196,7 +197,7 @@ def test_error_on_some_ranks_fails(troublesome):
     _, outcomes, _ = troublesome
     outcome = of(outcomes, "softcap")
     assert outcome["verdict"] == "FAIL"
-    said = "ValueError: on this rank alone at troublesome.py:26 in candidate (rank 2)"
+    said = "ValueError: on this rank alone at troublesome.py:27 in candidate (rank 2)"
     assert any(said in finding["text"] for finding in outcome["findings"])
 
 
