@@ -27,7 +27,7 @@ from pce_mpi.loss.kernels.limbs import Sums, limbs_of, shifted, sum_of, united
 from pce_mpi.loss.kernels.parameters import Transform
 from pce_mpi.loss.softmax_state import FORGOTTEN, INFINITE, NO_ENTROPY, NO_GRID, NOT_A_NUMBER, StateFields
 
-Array = Any  # numpy.ndarray, whose operators between fields of states take mypy as long as half of all code
+Array = Any  # numpy.ndarray, whose operators on fields of states would take mypy a third of its time
 
 # The grid of an empty sum of exponentials.
 _NO_SUM = -(2**61)
