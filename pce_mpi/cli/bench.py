@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pce_mpi.cli.arguments import positive
 from pce_mpi.cli.progress import progress
 from pce_mpi.comm.agreement import agree
 from pce_mpi.comm.collectives import all_reduce
@@ -54,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 Each rank takes memory for about three arrays of rows x classes / ranks elements. Start it with mpiexec to measure that
 number of ranks; for reproducible times, ranks times BLAS threads should not exceed the cores (OMP_NUM_THREADS).
 Exit status: 0, or 2 if something that was asked for is not installed or is not there."""
-    parser.add_argument("--rows", type=_positive, default=2048, metavar="R", help="rows of the logits")
+    parser.add_argument("--rows", type=positive, default=2048, metavar="R", help="rows of the logits")
     parser.add_argument(
         "--classes",
-        type=_positive,
+        type=positive,
         nargs="+",
         default=[32000],
         metavar="C",
@@ -67,7 +68,7 @@ Exit status: 0, or 2 if something that was asked for is not installed or is not 
         "--dtype", choices=["float16", "bfloat16", "float32", "float64"], default="float32", help="of the logits"
     )
     parser.add_argument(
-        "--repeat", type=_positive, default=7, metavar="N", help="timed repetitions, of which the median counts"
+        "--repeat", type=positive, default=7, metavar="N", help="timed repetitions, of which the median counts"
     )
     parser.add_argument("--json", action="store_true", help="print JSON rather than a table")
     parser.add_argument(
@@ -129,12 +130,6 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     if agreement is not None:
         print(f"agreement: {1e6 * agreement:.1f} us a call")
     return 0
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 up, got {text!r}")
-    return int(text)
 
 
 def _picture(text: str) -> Path:

@@ -17,9 +17,11 @@ import signal
 import sys
 import textwrap
 
+from pce_mpi.cli.arguments import positive
+from pce_mpi.cli.conformance_options import FILES, add_arguments
 from pce_mpi.cli.progress import Bar
 from pce_mpi.comm.launch import launch
-from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, missing_framework
+from pce_mpi.conformance.adapters import NAMED_CANDIDATES, missing_framework
 from pce_mpi.conformance.batches import DEFAULT_TIMEOUT, LARGE_TIMEOUT, asked_offer, run_cases
 from pce_mpi.conformance.cases import fits
 from pce_mpi.conformance.catalogue import catalogue
@@ -29,106 +31,7 @@ from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
 from pce_mpi.conformance.reports import json_file, listing, terminal
 
-# The option of each form of the report, its module in `conformance.reports`, and its description.
-_FILES = {
-    "json": ("json_file", "everything, as JSON"),
-    "html": ("html", "one page with pictures, readable without network"),
-    "markdown": ("markdown", "a summary for a pull request"),
-    "junit": ("junit", "JUnit XML, for continuous integration"),
-}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.epilog = """\
-examples:
-  python -m pce_mpi conformance -n 2 3 own_loss.py:cross_entropy --html report.html
-  python -m pce_mpi conformance own_loss.py:cross_entropy --case label_smoothing --dtype float32
-  python -m pce_mpi conformance --list
-
-What the candidate prints is shown, by rank, where a single case is run, and where a case crashes.
-Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or judged, 130 if interrupted."""
-    parser.add_argument(
-        "candidate",
-        nargs="?",
-        help="package.module:candidate, path/to/file.py:candidate, or one of " + ", ".join(NAMED_CANDIDATES),
-    )
-    parser.add_argument(
-        "-n",
-        nargs="+",
-        default=["3"],
-        metavar="N",
-        help="how many ranks to start; all cases are run at each of several numbers. 3 unless given, as a power of two "
-        "hides what recursive doubling gets wrong",
-    )
-    parser.add_argument(
-        "--adapter",
-        choices=FUNCTION_ADAPTERS,
-        help="the candidate is a function on shards of that framework: (logits, targets, group, **options) on torch's "
-        "tensors, or (logits, targets, axis_name=..., **options) under jax.shard_map",
-    )
-    parser.add_argument(
-        "--case", action="append", metavar="PATTERN", help="only this case, family, or shell pattern; may be repeated"
-    )
-    parser.add_argument(
-        "--except",
-        dest="but",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="all cases but this one, family, or shell pattern; may be repeated",
-    )
-    parser.add_argument(
-        "--known",
-        metavar="FILE",
-        help="cases that are known to fail, a name or pattern in each line (# begins a comment): the run passes if no "
-        "other case fails, and fails if one of these passes",
-    )
-    parser.add_argument(
-        "--dtype",
-        action="append",
-        choices=DTYPES,
-        help="only cases with logits of this dtype; may be repeated. Cases without a dtype in their name come in one "
-        f"dtype only: the first of {', '.join(DTYPES)} that is offered and among these",
-    )
-    parser.add_argument("--list", action="store_true", help="list the cases and what each catches; run nothing")
-    parser.add_argument("--strict", action="store_true", help="allow little more than the best that can be had")
-    parser.add_argument(
-        "--tolerance", type=_positive_real, default=1.0, metavar="X", help="multiply what is allowed by this"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=_positive_real,
-        metavar="S",
-        help="seconds without a sign of life after which a case is deadlocked, "
-        f"{DEFAULT_TIMEOUT:g} unless given, with --large {LARGE_TIMEOUT:g}; a sixth of that, 5 s at least, where one "
-        "rank has raised",
-    )
-    parser.add_argument("--seed", type=_natural, default=0, metavar="K", help="seed of the random numbers")
-    parser.add_argument("--rows", type=_positive, metavar="R", help="rows, in place of each case's own")
-    parser.add_argument("--classes", type=_positive, metavar="C", help="classes, in place of each case's own")
-    parser.add_argument(
-        "--large",
-        action="store_true",
-        help="also a case with a shard of more than 2**31 elements: in float16 it takes 4 GiB for logits, as much for "
-        "their gradient, and what the candidate takes besides; where shards must be equal, on each rank",
-    )
-    parser.add_argument(
-        "--shrink", action="store_true", help="look for the smallest shape at which each case still fails"
-    )
-    for option, (_, what) in _FILES.items():
-        parser.add_argument(f"--{option}", type=_file, metavar="FILE", help=f"write the report there: {what}")
-    parser.add_argument(
-        "--report", metavar="FILE", help="run nothing, but write a report that --json wrote in the other forms"
-    )
-    parser.add_argument(
-        "--export", metavar="DIR", help="run nothing, but write the problems and their exact answers as files to DIR"
-    )
-    parser.add_argument(
-        "--ranks", type=_positive, nargs="+", default=[4], metavar="N", help="numbers of shards in what --export writes"
-    )
-    parser.add_argument("--vectors", metavar="DIR", help="run nothing, but judge --results against the vectors in DIR")
-    parser.add_argument("--results", metavar="FILE", help="answers to --vectors, by any program")
+__all__ = ["add_arguments", "run", "status_as_rank"]
 
 
 def status_as_rank() -> int | None:
@@ -223,7 +126,7 @@ def _sizes(options: argparse.Namespace) -> list[int]:
     """Return the numbers of ranks; the candidate may follow them, as in `-n 2 3 own_loss.py:cross_entropy`."""
     if options.candidate is None and len(options.n) > 1 and not options.n[-1].isdecimal():
         options.candidate = options.n.pop()
-    return [_positive(text) for text in options.n]
+    return [positive(text) for text in options.n]
 
 
 def _known_failures(path: str | None) -> list[str]:
@@ -382,7 +285,7 @@ def _renderers(options: argparse.Namespace) -> dict[Path, Callable[[Report], str
     """Import the renderer of each requested file, so that missing packages show before the run."""
     return {
         path: importlib.import_module(f"pce_mpi.conformance.reports.{module}").render
-        for option, (module, _) in _FILES.items()
+        for option, (module, _) in FILES.items()
         if (path := getattr(options, option)) is not None
     }
 
@@ -390,32 +293,3 @@ def _renderers(options: argparse.Namespace) -> dict[Path, Callable[[Report], str
 def _wrong(text: str) -> int:
     print(f"error: {text}", file=sys.stderr)
     return 2
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 up, got {text!r}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 up, got {text!r}")
-    return int(text)
-
-
-def _positive_real(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return value
-
-
-def _file(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a file in a folder that is there, got {text!r}")
-    return path

@@ -185,11 +185,13 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
     "cli": (
         set(),
         [
+            room("arguments", standard_library_only=True),
             room("progress"),
             room("gpus"),
             room("bench"),
             room("check"),
             room("info"),
+            room("conformance_options"),
             room("conformance"),
             room("__init__"),
         ],
