@@ -239,7 +239,7 @@ def test_subtle_fault_passes_random_logits(comm, planted):
 @pytest.mark.sizes(2, 3)  # on one rank there is nothing to compare with
 def test_other_bits_fail_only_if_declared(comm):
     if comm.size == 1:
-        pytest.skip("one rank has none to differ from")
+        pytest.skip("one rank has none to differ from: make test N=2 runs it")
     candidate = load("candidates.correct.three_all_reduces:candidate")
     declared = replace(offer_of(candidate), same_bits=True)
     outcomes = [run_case(candidate, case, comm, offer=declared) for case in cases(declared)]

@@ -62,7 +62,7 @@ def gemm(a: Array, b: Array, out: Array, add: bool = False) -> None:
 
 
 def _layout(x: Array) -> tuple[bool, int]:
-    """Whether columns of a matrix are in one piece, not rows, and elements from one to the next; 0 if neither are."""
+    """Return whether columns of a matrix are in one piece, not rows, and the step between them; 0 if neither are."""
     for by_columns, (lines, length), (far, near) in (
         (False, x.shape, x.strides),
         (True, x.shape[::-1], x.strides[::-1]),
