@@ -12,6 +12,7 @@ from setuptools import Extension, setup
 
 FOLDER = Path("pce_mpi/loss/kernels")
 SOURCES = [FOLDER / "compiled.cpp", *sorted(FOLDER.glob("*.h"))]
+IEEE = ["-O3", "-fno-fast-math", "-fno-unsafe-math-optimizations"]
 BUILT = FOLDER / "_compiled.abi3.so"
 
 
@@ -29,11 +30,13 @@ setup(
             "pce_mpi.loss.kernels._compiled",
             [str(SOURCES[0])],
             depends=list(map(str, SOURCES[1:])),
-            # Contracted to fused multiply-adds, the sums would have other bits.
+            # These come last, after any CXXFLAGS. Contracted to fused multiply-adds, or added in another order, sums
+            # have other bits; so have those of a process that has loaded a library linked with -ffast-math.
             extra_compile_args=[
-                *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0"),
-                *("-fno-exceptions", "-fno-rtti"),
+                *("-std=c++17", *IEEE, "-ffp-contract=off", "-fno-math-errno", "-fwrapv", "-fvisibility=hidden"),
+                *("-g0", "-fno-exceptions", "-fno-rtti"),
             ],
+            extra_link_args=IEEE,
             py_limited_api=True,
             optional=not os.environ.get("PCE_MPI_REQUIRE_KERNEL"),
         )

@@ -27,6 +27,7 @@ from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.distributed.pictures import draw_mesh, mesh_size
 from pce_mpi.distributed.sharding import Dims
 from pce_mpi.exact.mode import is_reproducible
+from pce_mpi.floating_point import check_floating_point
 from pce_mpi.pictures import new_figure, svg_or_none
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class Mesh:
         self._comms: dict[tuple[str, ...], MPI.Intracomm] = {tuple(sizes): self._cart}
         self._history = 0
         self._recent: deque[tuple[int, str, str]] = deque(maxlen=_REMEMBERED)
+        self._fault: Exception | None = None
 
     def comm(self, *dims: str) -> MPI.Intracomm:
         """Return the communicator of the ranks that differ from this one in `dims` only.
@@ -163,10 +165,21 @@ class Mesh:
 
         Notes
         -----
-        Communicates nothing.
+        Communicates nothing. Inside `reproducible` it looks at the state of the floating-point unit; the next `agree`
+        raises what it finds.
         """
+        if is_reproducible():
+            self._look_at_arithmetic()
         self._history = hash((self._history, checksum))  # of whole numbers, and so the same in every process
         self._recent.append((self._history, what, in_full))
+
+    def _look_at_arithmetic(self) -> None:
+        """Keep the error for the next `agree`, if this rank computes other bits than the mode promises."""
+        with local_checks() as checks:
+            check_floating_point()
+        if checks.error is not None and self.size == 1:  # a program on one rank may never agree with others
+            raise checks.error
+        self._fault = self._fault or checks.error
 
     def agree(
         self,
@@ -213,9 +226,13 @@ class Mesh:
         """
         comm, over = self.comm(*dims), text_of_dims(dims)
         facts = (self._history, fact)
+        reproducible = is_reproducible()
+        if reproducible:
+            self._look_at_arithmetic()
+            error = error or self._fault
         try:
             # As `agree` does, in one function less.
-            call = {**call, "reproducible": is_reproducible()}  # on which it depends what operations send
+            call = {**call, "reproducible": reproducible}  # on which it depends what operations send
             known = call_of(operation, tuple(call.items()), tuple(map(type, call.values())))
             histories, others = agree_on_call(comm, known, facts, error=error, over=over, ranks_named=ranks_named)
             if histories != (self._history,) * len(histories):
@@ -225,7 +242,7 @@ class Mesh:
             raise
         except Exception:
             # From here on these ranks have a common history, so that a difference is reported once.
-            self._history = 0
+            self._history, self._fault = 0, None
             self._recent.clear()
             raise
         return list(others)

@@ -43,7 +43,9 @@ def reproducible(on: bool = True) -> Iterator[None]:
     NotImplementedError
         On every rank, by an operation of `pce_mpi.op` whose rule sums over an axis: it has no reproducible form.
     RuntimeError
-        By a backward pass inside through what was computed outside, or the other way.
+        By a backward pass inside through what was computed outside, or the other way. By the next operation that
+        communicates, on every rank, if the floating-point unit of a rank rounds otherwise than to nearest, or takes
+        subnormal numbers for 0.
 
     Notes
     -----

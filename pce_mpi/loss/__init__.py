@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from pce_mpi.loss.agreement import prepare
+from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.largest import argmax, top_k
 from pce_mpi.loss.linear import linear_cross_entropy_value_and_grad
 from pce_mpi.loss.options import LossOptions, Options, takes
@@ -125,7 +126,8 @@ def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptio
     >>> softmax_cross_entropy(np.zeros((2, 4)), np.array([0, 3]))  # log 4
     array(1.38629436)
     """
-    return forward(prepare(Options.of("softmax_cross_entropy", options, LossOptions), logits, targets))[0]
+    with standard_arithmetic():
+        return forward(prepare(Options.of("softmax_cross_entropy", options, LossOptions), logits, targets))[0]
 
 
 @takes(LossOptions)
@@ -157,7 +159,8 @@ def softmax_cross_entropy_forward(logits: Any, targets: Any, **options: Unpack[L
     >>> softmax_cross_entropy_backward(1.0, residuals)
     array([[-0.5,  0.5]])
     """
-    return forward(prepare(Options.of("softmax_cross_entropy_forward", options, LossOptions), logits, targets))
+    with standard_arithmetic():
+        return forward(prepare(Options.of("softmax_cross_entropy_forward", options, LossOptions), logits, targets))
 
 
 def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = None) -> Array:
@@ -200,9 +203,10 @@ def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = 
     array([[-1.5,  1.5]])
     """
     Residuals.check(residuals)
-    upstream = upstream_of(dloss, "dloss", residuals.loss_shape, residuals.problem)
-    gradient = residuals.gradient_for(out)
-    write_gradient(gradient, residuals, upstream)
+    with standard_arithmetic():
+        upstream = upstream_of(dloss, "dloss", residuals.loss_shape, residuals.problem)
+        gradient = residuals.gradient_for(out)
+        write_gradient(gradient, residuals, upstream)
     return gradient if out is None else out
 
 
@@ -242,5 +246,6 @@ def softmax_cross_entropy_value_and_grad(
     array([[-0.5,  0.5]])
     """
     checked = Options.of("softmax_cross_entropy_value_and_grad", options, LossOptions)
-    loss, gradient = value_and_grad(prepare(checked, logits, targets, out=out, with_gradient=True))
+    with standard_arithmetic():
+        loss, gradient = value_and_grad(prepare(checked, logits, targets, out=out, with_gradient=True))
     return loss, gradient if out is None else out

@@ -21,7 +21,8 @@ from pce_mpi.comm.agreement import Call, agree_on_call, local_checks, raise_toge
 from pce_mpi.comm.communicators import CollectiveError
 from pce_mpi.comm.library import check_comm, is_comm
 from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
-from pce_mpi.loss.kernels import host_kernel
+from pce_mpi.floating_point import check_floating_point
+from pce_mpi.loss.kernels import host_kernel, sets_arithmetic
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.problem import Problem, check, target_text
 
@@ -43,7 +44,7 @@ def prepare(
 
 
 def agree_on(options: Options, check_arguments: Callable[[], Problem]) -> Problem:
-    """Check the arguments on this rank, and agree on the call with the others.
+    """Check the arguments on this rank, and agree on the call with the others; in a block `with standard_arithmetic()`.
 
     Collective over `comm` and `batch_comm`: one Allgather of 56 bytes over each. Every rank returns, or every rank
     raises the same error.
@@ -53,6 +54,8 @@ def agree_on(options: Options, check_arguments: Callable[[], Problem]) -> Proble
     problem: Problem | None = None
     facts: tuple[int, ...] = ()
     with local_checks() as checks:
+        if not sets_arithmetic:
+            check_floating_point()
         problem = check_arguments()
         facts = _facts(problem)
         host_kernel()  # a rank that has not the kernel that it is told to use says so before the others wait

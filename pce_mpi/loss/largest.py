@@ -18,6 +18,7 @@ from pce_mpi.arrays import is_floating, is_half
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.loss.agreement import agree_on
+from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import Options, ShardedAxisOptions, takes
 from pce_mpi.loss.problem import Problem, check, rows_and_classes
 from pce_mpi.loss.softmax_state import NO_CLASS
@@ -66,7 +67,8 @@ def top_k(logits: Any, k: int, **options: Unpack[ShardedAxisOptions]) -> tuple[A
     >>> values, classes
     (array([[3., 3., 2.]]), array([[1, 3, 2]]))
     """
-    return largest(Options.of("top_k", options, ShardedAxisOptions), logits, k)
+    with standard_arithmetic():
+        return largest(Options.of("top_k", options, ShardedAxisOptions), logits, k)
 
 
 @takes(ShardedAxisOptions)
@@ -97,12 +99,13 @@ def argmax(logits: Any, **options: Unpack[ShardedAxisOptions]) -> Array:
     array([1])
     """
     checked = Options.of("argmax", options, ShardedAxisOptions)
-    classes = largest(checked, logits, 1)[1]
+    with standard_arithmetic():
+        classes = largest(checked, logits, 1)[1]
     return classes.squeeze(operator.index(checked.axis))
 
 
 def largest(options: Options, logits: Any, k: int) -> tuple[Array, Array]:
-    """The values and classes of `top_k`; collective over the communicators of `options`."""
+    """The values and classes of `top_k`; collective over `options.comm`, in a block `with standard_arithmetic()`."""
     problem = agree_on(options, partial(_check, options, logits, k))
     if k > problem.num_classes:
         raise ValueError(f"k = {k}, but there are {problem.num_classes} classes")

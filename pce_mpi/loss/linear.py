@@ -18,7 +18,7 @@ from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.loss.agreement import agree_on
-from pce_mpi.loss.kernels import gemm
+from pce_mpi.loss.kernels import gemm, standard_arithmetic
 from pce_mpi.loss.options import LinearOptions, Options, Reduction, takes
 from pce_mpi.loss.passes import Residuals, loss_fields, reduced, row_losses, start_row_softmax, write_gradient
 from pce_mpi.loss.problem import Problem, check
@@ -117,7 +117,8 @@ def loss_and_sums(
         operands[:] = [_Operands.of(hidden, w)]
         return operands[0].check(options, targets)
 
-    return _chunk_by_chunk(agree_on(options, check_arguments), operands[0], with_gradients)
+    with standard_arithmetic():
+        return _chunk_by_chunk(agree_on(options, check_arguments), operands[0], with_gradients)
 
 
 @dataclass

@@ -20,7 +20,8 @@ import numpy as np
 from pce_mpi.arrays import to_host
 from pce_mpi.comm.collectives import all_reduce, start_all_reduce
 from pce_mpi.comm.tracing import cause
-from pce_mpi.loss.kernels import host_kernel
+from pce_mpi.floating_point import check_floating_point
+from pce_mpi.loss.kernels import host_kernel, sets_arithmetic
 from pce_mpi.loss.kernels.elementary import Arithmetic
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
 from pce_mpi.loss.options import Reduction
@@ -50,6 +51,8 @@ class PassResiduals:
 
     def gradient_for(self, out: Any) -> Array:
         """The array for the gradient of the logits: `out`, checked, or a new one. The logits use the residuals up."""
+        if not sets_arithmetic:
+            check_floating_point()
         if self.used_up:
             raise RuntimeError("these residuals were used up by a backward pass into out=logits")
         problem = self.problem

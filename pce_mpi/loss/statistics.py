@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Unpack
 import numpy as np
 
 from pce_mpi.loss.agreement import prepare
+from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import Options, StatisticsOptions, takes
 from pce_mpi.loss.passes import PassResiduals, row_softmax, write_statistics_gradient
 from pce_mpi.loss.problem import Problem, upstream_of
@@ -81,7 +82,8 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     >>> class_statistics(np.log([[1.0, 3.0]])).entropy
     array([0.56233514])
     """
-    return statistics_of(prepare(_checked("class_statistics", options), logits, targets, needs_targets=False))[0]
+    with standard_arithmetic():
+        return statistics_of(prepare(_checked("class_statistics", options), logits, targets, needs_targets=False))[0]
 
 
 @dataclass(eq=False, repr=False)
@@ -132,7 +134,9 @@ def class_statistics_forward(
     >>> class_statistics_backward(residuals, log_prob=1.0)
     array([[ 0.5, -0.5]])
     """
-    return statistics_of(prepare(_checked("class_statistics_forward", options), logits, targets, needs_targets=False))
+    checked = _checked("class_statistics_forward", options)
+    with standard_arithmetic():
+        return statistics_of(prepare(checked, logits, targets, needs_targets=False))
 
 
 def class_statistics_backward(
@@ -185,13 +189,14 @@ def class_statistics_backward(
     if log_prob is not None and problem.targets is None:
         raise ValueError("log_prob has no gradient without targets")
     given = {"log_prob": log_prob, "entropy": entropy, "logsumexp": logsumexp}
-    upstream = {
-        name: upstream_of(0.0 if value is None else value, name, problem.rows_shape, problem)
-        for name, value in given.items()
-    }
-    gradient = residuals.gradient_for(out)
-    fields = statistics_fields(problem.targets is not None)
-    write_statistics_gradient(gradient, problem, residuals.softmax, fields, **upstream)
+    with standard_arithmetic():
+        upstream = {
+            name: upstream_of(0.0 if value is None else value, name, problem.rows_shape, problem)
+            for name, value in given.items()
+        }
+        gradient = residuals.gradient_for(out)
+        fields = statistics_fields(problem.targets is not None)
+        write_statistics_gradient(gradient, problem, residuals.softmax, fields, **upstream)
     return gradient if out is None else out
 
 

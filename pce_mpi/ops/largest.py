@@ -15,6 +15,7 @@ from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
+from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.largest import checked_k, largest
 from pce_mpi.loss.options import AxisOptions, Options, ShardedAxisOptions, takes
 from pce_mpi.ops.shape import normalized_axis
@@ -51,12 +52,14 @@ def _options(operation: str, axis: int, shardings: Shardings) -> Options:
 
 
 def _top_k(x: Array, axis: int, k: int, shardings: Shardings) -> tuple[tuple[Array, Array], Array]:
-    found = largest(_options("top_k", axis, shardings), x, k)
+    with standard_arithmetic():
+        found = largest(_options("top_k", axis, shardings), x, k)
     return found, found[1]
 
 
 def _argmax(x: Array, axis: int, shardings: Shardings) -> Array:
-    return largest(_options("argmax", axis, shardings), x, 1)[1].squeeze(axis)
+    with standard_arithmetic():
+        return largest(_options("argmax", axis, shardings), x, 1)[1].squeeze(axis)
 
 
 def _sends(dtype: np.dtype[Any], *, shardings: Shardings, axis: int, k: int = 1) -> list[Sent]:

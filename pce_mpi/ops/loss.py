@@ -18,6 +18,7 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss import Residuals, softmax_cross_entropy_backward
 from pce_mpi.loss.agreement import prepare
+from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import CrossEntropyOptions, Options, Reduction, takes
 from pce_mpi.loss.passes import forward, state_fields
 from pce_mpi.loss.problem import check_dtype_of_logits
@@ -61,7 +62,8 @@ def _cross_entropy(
         batch_over=text_of_dims(shardings.dims(rows)),
         **options,
     )
-    return forward(prepare(all_options, logits, targets))
+    with standard_arithmetic():
+        return forward(prepare(all_options, logits, targets))
 
 
 def _to_logits(

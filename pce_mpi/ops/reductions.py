@@ -19,6 +19,7 @@ from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import ReduceOperator
 from pce_mpi.exact.mode import is_reproducible
+from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.ops.broadcasting import (
     broadcast_to,
     exact_total,
@@ -211,9 +212,10 @@ def min(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = 
 
 
 def _logsumexp(x: Array, axes: tuple[int, ...], keepdims: bool, shardings: Shardings) -> tuple[Array, Softmax]:
-    softmax = Softmax(x, axes, shardings, "logsumexp")
     shape = kept_shape(x.shape, axes) if keepdims else shardings.shape
-    return softmax.logsumexp().reshape(shape), softmax
+    with standard_arithmetic():
+        softmax = Softmax(x, axes, shardings, "logsumexp")
+        return softmax.logsumexp().reshape(shape), softmax
 
 
 def _logsumexp_vjp(

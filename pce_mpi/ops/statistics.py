@@ -16,6 +16,7 @@ from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss.agreement import prepare
+from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import Options, SoftmaxOptions, StatisticsOptions, takes
 from pce_mpi.loss.problem import check_dtype_of_logits
 from pce_mpi.loss.statistics import (
@@ -163,7 +164,6 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     named = zip(("logits", "targets"), (logits, *given), strict=False)
     check_one_library({name: array.local if isinstance(array, DistArray) else array for name, array in named})
     settings = {name: getattr(checked, name) for name in SoftmaxOptions.__annotations__} | {"axis": axis}
-    found = apply(_CLASS_STATISTICS, logits, *given, **settings)
     names, dtype = _names(bool(given)), compute_dtype_of(logits.dtype, checked.compute_dtype)
 
     def statistic(name: str) -> Any:
@@ -172,4 +172,6 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
         value = found[names.index(name)].astype(np.int64 if name == "argmax" else dtype)
         return value if name in _WITH_GRADIENT else value.detach()
 
-    return ClassStatistics(*map(statistic, ClassStatistics._fields))
+    with standard_arithmetic():
+        found = apply(_CLASS_STATISTICS, logits, *given, **settings)
+        return ClassStatistics(*map(statistic, ClassStatistics._fields))

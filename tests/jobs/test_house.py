@@ -31,7 +31,10 @@ def room(name: str, *never: str, standard_library_only: bool = False) -> Room:
 WINGS: dict[str, tuple[set[str], list[Room]]] = {
     "": (
         {"mpi4py"},
-        [room("dense"), room("arrays"), room("gpu"), room("memory"), room("leftovers"), room("pictures")],
+        [
+            *(room("dense"), room("arrays"), room("gpu"), room("memory"), room("leftovers"), room("pictures")),
+            room("floating_point", standard_library_only=True),
+        ],
     ),
     "comm": (
         {"dense"},

@@ -1,5 +1,6 @@
 // Prints a digest of the states and gradients of a fixed set of problems for each instruction set of this processor.
 // `test_instruction_sets.py` compiles and runs it.
+#include <fenv.h>
 #include <stdio.h>
 
 #include "host.h"
@@ -116,9 +117,22 @@ template <class T> void run_kind(const Loops &loops, int kind) {
     }
 }
 
+// A state in which everything has other bits: it rounds upwards and, if that can be set, takes subnormal numbers for 0.
+void set_other_state() {
+    fesetround(FE_UPWARD);
+#if defined(__x86_64__)
+    set_floating_point(floating_point() | 0x8040);
+#elif defined(__aarch64__)
+    set_floating_point(floating_point() | 1 << 24);
+#endif
+}
+
 }  // namespace
 
 int main() {
+    set_other_state();
+    FloatingPoint before = floating_point();
+    set_standard_floating_point();
 #if defined(__x86_64__)
     __builtin_cpu_init();
 #endif
@@ -134,4 +148,6 @@ int main() {
         run_kind<BFloat>(*each.loops, BFLOAT16);
         printf("%s %016llx\n", each.name, (unsigned long long)hash);
     }
+    set_floating_point(before);
+    return fegetround() != FE_UPWARD;
 }

@@ -5,6 +5,8 @@ On the host `compiled`, an extension module in C++, does the work; without it `d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 import os
 from pathlib import Path
@@ -15,6 +17,15 @@ import warnings
 import numpy as np
 
 from pce_mpi.arrays import array_namespace
+
+# What promises bits runs in a block `with standard_arithmetic():`, in which this thread's floating-point unit rounds to
+# nearest and keeps subnormal numbers. Without the compiled module the block sets nothing, and the state is checked.
+standard_arithmetic: Callable[[], AbstractContextManager[None]] = nullcontext
+with suppress(ImportError):
+    from pce_mpi.loss.kernels._compiled import StandardArithmetic  # type: ignore[import-not-found]  # built by setup.py
+
+    standard_arithmetic = StandardArithmetic
+sets_arithmetic = standard_arithmetic is not nullcontext
 
 _VARIABLE = "PCE_MPI_KERNEL"
 

@@ -251,6 +251,30 @@ PyObject *loss_of(PyObject *, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
+// A block of Python in which the floating-point unit of this thread has its standard state.
+struct StandardArithmetic {
+    PyObject_HEAD;
+    FloatingPoint before;
+};
+
+PyObject *enter_block(PyObject *self, PyObject *) {
+    ((StandardArithmetic *)self)->before = floating_point();
+    set_standard_floating_point();
+    Py_RETURN_NONE;
+}
+
+PyObject *leave_block(PyObject *self, PyObject *) {
+    set_floating_point(((StandardArithmetic *)self)->before);
+    Py_RETURN_NONE;
+}
+
+PyMethodDef BLOCK_METHODS[] = {{"__enter__", enter_block, METH_NOARGS, nullptr},
+                               {"__exit__", leave_block, METH_VARARGS, nullptr},
+                               {nullptr, nullptr, 0, nullptr}};
+PyType_Slot BLOCK_SLOTS[] = {{Py_tp_methods, BLOCK_METHODS}, {0, nullptr}};
+PyType_Spec BLOCK = {"pce_mpi.loss.kernels._compiled.StandardArithmetic", sizeof(StandardArithmetic), 0,
+                     Py_TPFLAGS_DEFAULT, BLOCK_SLOTS};
+
 // Use the instruction set of this name, which must be present.
 PyObject *use(PyObject *, PyObject *arguments) {
     const char *name;
@@ -298,5 +322,8 @@ PyMODINIT_FUNC PyInit__compiled() {
 #endif
     for (const auto &each : pce::INSTRUCTION_SETS)
         if (!pce::chosen && each.present()) pce::chosen = &each;
-    return PyModule_Create(&pce::MODULE);
+    PyObject *module = PyModule_Create(&pce::MODULE), *block = PyType_FromSpec(&pce::BLOCK);
+    if (module && (!block || PyModule_AddObjectRef(module, "StandardArithmetic", block) < 0)) Py_CLEAR(module);
+    Py_XDECREF(block);
+    return module;
 }

@@ -2,7 +2,7 @@
 //
 // One source for all instruction sets: `vectors.h`, `loops.h`, `rows.h` and `tables.h` are compiled for each, and the
 // best that the processor has is chosen at run time. Compile with -ffp-contract=off: contracted products and sums
-// have other bits.
+// have other bits. Call the loops in the standard state of the floating-point unit, which `floating_point.h` sets.
 #pragma once
 
 #include <stdint.h>
@@ -14,6 +14,7 @@
 #include <arm_neon.h>
 #endif
 
+#include "floating_point.h"
 #include "losses.h"
 
 namespace pce {

@@ -1,0 +1,54 @@
+// The state of the floating-point unit: its rounding, what it makes of subnormal numbers, and where it traps.
+//
+// A process may have any: libraries that were linked with -ffast-math change it when they are loaded. The loops need the
+// standard one. A compiler may move arithmetic past a change of state, unless the arithmetic is in a function that it
+// does not see.
+#pragma once
+
+#include <stdint.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif !defined(__aarch64__)
+#include <fenv.h>
+#endif
+
+#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
+    defined(__NO_SIGNED_ZEROS__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
+#error "The bits of the loss are those of IEEE arithmetic: compile without -ffast-math and -Ofast, or add -fno-fast-math"
+#endif
+#if defined(__FLT_EVAL_METHOD__) && (__FLT_EVAL_METHOD__ < 0 || __FLT_EVAL_METHOD__ == 2)
+#error "The bits of the loss are those of IEEE arithmetic: compile for SSE2 rather than the x87 unit, with -mfpmath=sse"
+#endif
+
+namespace pce {
+namespace {
+
+static_assert(0.1 != 0.1f, "constants are float64: compile without -fsingle-precision-constant");
+
+#if defined(__x86_64__)
+typedef unsigned FloatingPoint;
+inline FloatingPoint floating_point() { return _mm_getcsr(); }
+inline void set_floating_point(FloatingPoint state) { _mm_setcsr(state); }
+inline void set_standard_floating_point() { set_floating_point(0x1f80); }
+#elif defined(__aarch64__)
+typedef uint64_t FloatingPoint;
+inline FloatingPoint floating_point() {
+    FloatingPoint state;
+    asm volatile("mrs %0, fpcr" : "=r"(state)::"memory");
+    return state;
+}
+inline void set_floating_point(FloatingPoint state) { asm volatile("msr fpcr, %0" ::"r"(state) : "memory"); }
+inline void set_standard_floating_point() { set_floating_point(0); }
+#else
+typedef fenv_t FloatingPoint;
+inline FloatingPoint floating_point() {
+    FloatingPoint state;
+    fegetenv(&state);
+    return state;
+}
+inline void set_floating_point(const FloatingPoint &state) { fesetenv(&state); }
+inline void set_standard_floating_point() { fesetenv(FE_DFL_ENV); }
+#endif
+
+}  // namespace
+}  // namespace pce
