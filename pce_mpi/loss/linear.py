@@ -19,13 +19,14 @@ from pce_mpi.comm.tracing import cause
 from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.kernels import gemm, standard_arithmetic
-from pce_mpi.loss.options import LinearOptions, Options, Reduction, takes
+from pce_mpi.loss.options import LinearOptions, Options, takes
 from pce_mpi.loss.passes import Residuals, loss_fields, reduced, row_losses, start_row_softmax, write_gradient
 from pce_mpi.loss.problem import Problem, check
 from pce_mpi.loss.products import add_gradients, multiply
 from pce_mpi.loss.softmax_state import RowSoftmax
 
 Array = Any  # numpy.ndarray or cupy.ndarray
+HostArray = np.ndarray[Any, Any]
 
 # Rows of a chunk that is not given. More rows make products faster, and adding to the gradient of w rarer.
 _ROWS, _ROWS_ON_GPU = 512, 4096
@@ -93,24 +94,49 @@ def linear_cross_entropy_value_and_grad(
     (array(1.38629436), array([[0., 0.]]), array([ 0.25,  0.25,  0.25, -0.75]))
     """
     checked = Options.of("linear_cross_entropy_value_and_grad", options, LinearOptions)
-    loss, dhidden, dw, factor = loss_and_sums(checked, hidden, w, targets)
+    loss, sums = loss_and_sums(checked, hidden, w, targets)
     if checked.comm is not None:
         with cause(checked.operation, checked.over, "the gradient of hidden, a sum over all classes"):
-            dhidden = all_reduce(dhidden, checked.comm, "sum", overwrite=True)
+            sums.hidden = all_reduce(sums.hidden, checked.comm, "sum", overwrite=True)
     dtype = as_array(w, "w").dtype
-    with np.errstate(all="ignore"):
-        for gradient in (dhidden, dw) if checked.reduction == Reduction.MEAN else ():
-            gradient *= factor.astype(gradient.dtype)
-    return loss, dhidden.astype(dtype, copy=False), dw.astype(dtype, copy=False)
+    return loss, sums.of_hidden(1.0).astype(dtype, copy=False), sums.of_w(1.0).astype(dtype, copy=False)
+
+
+@dataclass
+class RowSums:
+    """Gradients of the sum of the losses of rows that count; those of halves are float32.
+
+    That of `hidden`, shaped as it is, is over this rank's classes alone. Times `factor`, (1,), they are those of the
+    loss. `ignored`, (rows,) on the host, are the rows that do not count.
+    """
+
+    hidden: Array
+    w: Array
+    factor: Array
+    ignored: HostArray
+
+    def of_hidden(self, upstream: Any) -> Array:
+        """The gradient of `hidden`, which this uses up; no factor, infinite or nan, reaches rows that do not count."""
+        found = self._scaled(self.hidden, upstream)
+        if self.ignored.any():
+            ignored = array_namespace(found).asarray(self.ignored.reshape(found.shape[:-1]))
+            found[ignored] = 0
+        return found
+
+    def of_w(self, upstream: Any) -> Array:
+        """The gradient of `w`, which this uses up; without a row that counts it is a sum of nothing."""
+        return self.w if self.ignored.all() else self._scaled(self.w, upstream)
+
+    def _scaled(self, gradient: Array, upstream: Any) -> Array:
+        with np.errstate(all="ignore"):
+            gradient *= (upstream * self.factor).astype(gradient.dtype)
+        return gradient
 
 
 def loss_and_sums(
     options: Options, hidden: Any, w: Any, targets: Any, with_gradients: bool = True
-) -> tuple[Array, Array, Array, Array]:
-    """The loss, and the gradients of its sum over rows: of `hidden` over this rank's classes alone, and of `w`.
-
-    Times the last array, (1,), they are the gradients of the loss. Those of halves are float32.
-    """
+) -> tuple[Array, RowSums]:
+    """The loss, and the gradients of its sum over rows."""
     operands: list[_Operands] = []
 
     def check_arguments() -> Problem:
@@ -193,7 +219,7 @@ class _Part:
     softmax: Callable[[], RowSoftmax]
 
 
-def _chunk_by_chunk(problem: Problem, operands: _Operands, with_gradients: bool) -> tuple[Array, Array, Array, Array]:
+def _chunk_by_chunk(problem: Problem, operands: _Operands, with_gradients: bool) -> tuple[Array, RowSums]:
     xp = problem.xp
     fields, held = loss_fields(problem), len(operands.logits[0])
     one = xp.ones(1)
@@ -212,6 +238,8 @@ def _chunk_by_chunk(problem: Problem, operands: _Operands, with_gradients: bool)
         if with_gradients:
             write_gradient(part.problem.logits, Residuals(part.problem, softmax, one, ()), one)
             hidden, dhidden = operands.hidden[part.rows], operands.dhidden[part.rows]
+            if not part.problem.valid.all():  # 0 times nan is nan
+                hidden = xp.where(xp.asarray(part.problem.valid)[:, None], hidden, hidden.dtype.type(0))
             add_gradients(hidden, operands.w, part.problem.logits, dhidden, operands.dw)
 
     waiting: _Part | None = None
@@ -226,9 +254,9 @@ def _chunk_by_chunk(problem: Problem, operands: _Operands, with_gradients: bool)
     if waiting is not None:
         finish(waiting)
     loss, divisor = reduced(problem, losses)
-    # Rows that do not count have no gradient, though a mean over no others is nan.
-    factor = 1.0 / divisor if problem.valid.any() else xp.zeros(1)
-    return loss, operands.dhidden.reshape(operands.shape), operands.dw, factor
+    with np.errstate(all="ignore"):
+        factor = 1.0 / divisor
+    return loss, RowSums(operands.dhidden.reshape(operands.shape), operands.dw, factor, ~problem.valid)
 
 
 def _rows_of(problem: Problem, rows: slice, logits: Array) -> Problem:

@@ -16,12 +16,13 @@ from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.exact.mode import is_reproducible
-from pce_mpi.loss.linear import check_dtypes, loss_and_sums, rows_held
+from pce_mpi.loss.linear import RowSums, check_dtypes, loss_and_sums, rows_held
 from pce_mpi.loss.options import LinearCrossEntropyOptions, Options, Reduction, takes
 from pce_mpi.loss.passes import state_fields
 from pce_mpi.ops.elementwise import widened
 from pce_mpi.ops.loss import cross_entropy
 from pce_mpi.ops.matmul import matmul
+from pce_mpi.ops.selection import where
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -49,7 +50,7 @@ def _rows_dims(shardings: Shardings) -> tuple[str, ...]:
 
 def _linear_cross_entropy(
     hidden: Array, w: Array, targets: Array, *weight: Array, shardings: Shardings, **options: Any
-) -> tuple[Array, tuple[Array, Array, Array]]:
+) -> tuple[Array, RowSums]:
     classes, rows = _dims(shardings, _W, [1]), _rows_dims(shardings)
     all_options = Options(
         operation="linear_cross_entropy",
@@ -61,32 +62,27 @@ def _linear_cross_entropy(
         batch_over=text_of_dims(rows),
         **options,
     )
-    loss, *residuals = loss_and_sums(all_options, hidden, w, targets, with_gradients=any(shardings.required[:2]))
-    return loss, tuple(residuals)
+    return loss_and_sums(all_options, hidden, w, targets, with_gradients=any(shardings.required[:2]))
 
 
-def _scaled(g: DistArray, x: DistArray, gradient: Array, factor: Array, partial_over: tuple[str, ...]) -> DistArray:
+def _gradient(x: DistArray, gradient: Array, partial_over: tuple[str, ...]) -> DistArray:
     """The gradient of an operand, rounded once to its dtype."""
-    with np.errstate(all="ignore"):
-        scaled = gradient * (g.local * factor.reshape(())).astype(gradient.dtype)
-    return DistArray(scaled.astype(x.dtype, copy=False), x.mesh, x.sharding.with_partial_over(partial_over))
+    return DistArray(gradient.astype(x.dtype, copy=False), x.mesh, x.sharding.with_partial_over(partial_over))
 
 
 def _to_hidden(
-    g: DistArray, y: DistArray, hidden: DistArray, w: DistArray, *_: DistArray, residuals: Any, **options: Any
+    g: DistArray, y: DistArray, hidden: DistArray, w: DistArray, *_: DistArray, residuals: RowSums, **options: Any
 ) -> DistArray:
-    dhidden, _, factor = residuals
     over = tuple(dim for dim in w.mesh.dims if dim in w.sharding.dims_of(1))
-    return _scaled(g, hidden, dhidden, factor, over)
+    return _gradient(hidden, residuals.of_hidden(g.local), over)
 
 
 def _to_w(
-    g: DistArray, y: DistArray, hidden: DistArray, w: DistArray, *_: DistArray, residuals: Any, **options: Any
+    g: DistArray, y: DistArray, hidden: DistArray, w: DistArray, *_: DistArray, residuals: RowSums, **options: Any
 ) -> DistArray:
-    _, dw, factor = residuals
     rows = range(len(hidden.shape) - 1)
     over = tuple(dim for dim in w.mesh.dims if any(dim in hidden.sharding.dims_of(axis) for axis in rows))
-    return _scaled(g, w, dw, factor, over)
+    return _gradient(w, residuals.of_w(g.local), over)
 
 
 def _dtype(hidden: np.dtype[Any], w: np.dtype[Any], *_: np.dtype[Any]) -> np.dtype[Any]:
@@ -193,5 +189,7 @@ def linear_cross_entropy(
     settings = {name: getattr(checked, name) for name in _SETTINGS}
     if is_reproducible():  # the loss of all logits, whose products have a reproducible form
         del settings["chunk"]
-        return cross_entropy(matmul(widened(hidden), widened(w)), given, weight=weight, **settings)
+        counts = (given != checked.ignore_index).reshape(*given.shape, 1)
+        rows = where(counts, widened(hidden), 0.0)  # in the gradient of w, 0 times nan is nan
+        return cross_entropy(matmul(rows, widened(w)), given, weight=weight, **settings)
     return apply(_LINEAR_CROSS_ENTROPY, hidden, w, given, *weights, **settings)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating, is_half
+from pce_mpi.arrays import array_namespace, as_array, is_floating, is_half
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axis, Rule
@@ -145,6 +145,10 @@ _MATMUL = Op(
 )
 
 
+# NumPy adds up products of booleans by "or", which is their maximum.
+_OF_BOOLEANS = Op("matmul", _matmul, rule=lambda a, b: replace(_rule(a, b), linear=(), reduces="max"))
+
+
 def matmul(x: Any, y: Any) -> DistArray:
     """Multiply matrices, stacks of matrices or vectors, as the operator `@` does.
 
@@ -159,7 +163,7 @@ def matmul(x: Any, y: Any) -> DistArray:
     -------
     DistArray
         The product, of shape (..., m, n); a vector's axis is left out. Stacks broadcast and dtypes promote as in
-        NumPy. Products of halves are computed in float32 and rounded once.
+        NumPy. Products of halves are computed in float32 and rounded once; those of booleans are booleans.
 
     Raises
     ------
@@ -171,7 +175,7 @@ def matmul(x: Any, y: Any) -> DistArray:
     Notes
     -----
     Beside a Replicate factor a sharded m or n stays sharded, and Partial @ Replicate is Partial. If both factors are
-    sharded on k the product is Partial. All of this sends nothing; otherwise factors are redistributed with the fewest
+    sharded on k the product is Partial; booleans are reduced at once. All else sends nothing; otherwise factors are redistributed with the fewest
     bytes. The gradient of `y` is Partial if m or the stack is sharded.
 
     Examples
@@ -196,11 +200,19 @@ def matmul(x: Any, y: Any) -> DistArray:
         first = _as_matrix(x, (1, *a))
     if len(b) == 1:
         second = _as_matrix(y, (*b, 1))
-    product = apply(_MATMUL, first, second)
+    op = _MATMUL
+    for each, other in ((first, second), (second, first)):
+        if isinstance(each, DistArray) and each.local.dtype == np.bool_ and _dtype_of(other) == np.bool_:
+            op = _OF_BOOLEANS
+    product = apply(op, first, second)
     if len(a) > 1 and len(b) > 1:
         return product
     shape = [*product.shape[:-2], *product.shape[-2:-1][len(a) == 1 :], *product.shape[-1:][len(b) == 1 :]]
     return reshape(product, shape)
+
+
+def _dtype_of(value: Any) -> np.dtype[Any]:
+    return value.dtype if isinstance(value, DistArray) else as_array(value, "a factor of matmul").dtype
 
 
 def _as_matrix(vector: Any, shape: Shape) -> Any:

@@ -303,6 +303,10 @@ MATMUL = [
         ((2, 0, 4), (4, 3)),
     ]
 ]
+MATMUL += [
+    both("matmul", lambda x, y: x @ y, booleans(2, 3, 4), booleans(*shape), what="booleans", dtype=np.bool_)
+    for shape in [(4, 2), (2, 4, 3), (4,)]
+]
 
 # The largest numbers of each row are two, and so are the smallest.
 PAIRS = np.array([[3.0, 0.0, 0.0, 3.0], [1.0, 2.0, 1.0, 2.0], [5.0, 5.0, -1.0, -1.0]])

@@ -221,6 +221,45 @@ def test_mean_over_ignored_rows_has_no_gradient(comm):
     assert not dw.any()
 
 
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_ignored_row_has_no_gradient_beside_weight_0(comm, reproducible):
+    # Neither 0 times the inf of 1 / 0, nor the nan in the row itself, nor the number of ranks that share the rows.
+    hidden, w, _ = problem()
+    targets, weight = np.array([2, -100]), np.where(np.arange(CLASSES) == 2, 0.0, 1.0)
+    mesh = mesh_of(comm, comm.size)
+    for placed in (pce.Shard(0), pce.Replicate()):
+        h = pce.distribute(hidden[:2], mesh, requires_grad=True, data=placed)
+        v = pce.distribute(w, mesh, requires_grad=True)
+        with pce.reproducible(reproducible):
+            pce.linear_cross_entropy(h, v, targets, weight=weight).backward()
+        found = h.grad.full()
+        assert np.isnan(found[0]).all()
+        assert not found[1].any()
+        assert np.isnan(v.grad.full()).all()
+    dhidden = run(comm, hidden[:2], w, targets, weight=weight)[1]
+    assert np.isnan(dhidden[0]).all()
+    assert not dhidden[1].any()
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_nan_in_ignored_row_reaches_no_gradient(comm, reproducible):
+    hidden, w, targets = problem()
+    expected = exact(hidden, w, targets)
+    hidden[4] = np.nan
+    mesh = mesh_of(comm, comm.size)
+    h = pce.distribute(hidden, mesh, requires_grad=True, data=pce.Shard(0))
+    v = pce.distribute(w, mesh, requires_grad=True)
+    with pce.reproducible(reproducible):
+        loss = pce.linear_cross_entropy(h, v, targets, chunk=6)
+        loss.backward()
+    whole = run(comm, hidden, w, targets, chunk=6)
+    for found in ((loss.item(), h.grad.full(), v.grad.full()), (whole[0], whole[1], None)):
+        np.testing.assert_allclose(found[0], expected[0], rtol=1e-13)
+        np.testing.assert_allclose(found[1], expected[1], atol=1e-15)
+    np.testing.assert_allclose(v.grad.full(), expected[2], atol=1e-14)
+    np.testing.assert_allclose(whole[2], expected[2][:, whole[3]], atol=1e-14)
+
+
 def test_ranks_with_other_features_or_dtypes_raise(comm):
     if comm.size == 1:
         return
