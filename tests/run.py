@@ -20,9 +20,9 @@ import tempfile
 import time
 from typing import Any, NamedTuple
 
-from jobs.launch import ROOT, end_with_stacks, job_command, job_environment
+from jobs.launch import ROOT, end_with_stacks, job_command, job_environment, stop
 from patience import Patience
-from pce_mpi.conformance.launching import memory_shared_by, number_of_cores, stop
+from pce_mpi.conformance.launching import memory_shared_by, number_of_cores
 
 TESTS = ROOT / "tests"
 RANKS = TESTS / "ranks"

@@ -25,7 +25,7 @@ from pce_mpi.conformance.adapters import NAMED_CANDIDATES, missing_framework
 from pce_mpi.conformance.batches import DEFAULT_TIMEOUT, LARGE_TIMEOUT, asked_offer, run_cases
 from pce_mpi.conformance.cases import fits
 from pce_mpi.conformance.catalogue import catalogue
-from pce_mpi.conformance.launching import LaunchError
+from pce_mpi.conformance.launching import LaunchError, most_ranks, number_of_cores
 from pce_mpi.conformance.offers import DTYPES
 from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
@@ -126,7 +126,13 @@ def _sizes(options: argparse.Namespace) -> list[int]:
     """Return the numbers of ranks; the candidate may follow them, as in `-n 2 3 own_loss.py:cross_entropy`."""
     if options.candidate is None and len(options.n) > 1 and not options.n[-1].isdecimal():
         options.candidate = options.n.pop()
-    return [positive(text) for text in options.n]
+    sizes = [positive(text) for text in options.n]
+    if max(sizes) > (most := most_ranks()) and not options.oversubscribe:
+        raise argparse.ArgumentTypeError(
+            f"{max(sizes)} ranks are more than {most}, what {number_of_cores()} core{'s' * (number_of_cores() > 1)} of "
+            "this machine may bear; --oversubscribe starts them all the same, as where other hosts take most of them"
+        )
+    return sizes
 
 
 def _known_failures(path: str | None) -> list[str]:

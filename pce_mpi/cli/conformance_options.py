@@ -42,6 +42,9 @@ Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or ju
         "hides what recursive doubling gets wrong",
     )
     parser.add_argument(
+        "--oversubscribe", action="store_true", help="start more ranks than the cores of this machine are sure to bear"
+    )
+    parser.add_argument(
         "--adapter",
         choices=FUNCTION_ADAPTERS,
         help="the candidate is a function on shards of that framework: (logits, targets, group, **options) on torch's "

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from pce_mpi.conformance.cases import Case, fits, problem_of
 from pce_mpi.conformance.contradictions import withdraw_contradicted
 from pce_mpi.conformance.launcher import Job
-from pce_mpi.conformance.launching import LaunchError
+from pce_mpi.conformance.launching import LaunchError, most_ranks
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict, of_json
@@ -415,6 +415,7 @@ def _signal_name(number: int) -> str:
 def _command(orders: Orders, timeout: float, outcome: Outcome) -> str:
     """Return the command that runs the case of `outcome` alone, at its shrunk shape if it has one."""
     command = ["python", "-m", "pce_mpi", "conformance", "-n", str(outcome.ranks)]
+    command += ["--oversubscribe"] * (outcome.ranks > most_ranks())
     if orders.adapter is not None:
         command += ["--adapter", orders.adapter]
     command += [orders.candidate, "--case", outcome.case]

@@ -1,4 +1,4 @@
-"""Find mpiexec and the environment for a job, and end a job, from a process that is no rank."""
+"""Find mpiexec, the environment and the limit for a job, from a process that is no rank."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from pathlib import Path
 import re
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
-from typing import Any
 
-# Seconds that a job may take to end after SIGTERM.
-_GRACE = 5.0
+# A core can run so many ranks that wait for each other most of the time.
+_RANKS_A_CORE = 4
+# Fewer than that are never too many.
+_FEW_RANKS = 8
 
 
 class LaunchError(RuntimeError):
@@ -55,6 +54,11 @@ def number_of_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def most_ranks() -> int:
+    """Return how many ranks this machine is sure to bear: each is a Python process of its own."""
+    return max(_FEW_RANKS, _RANKS_A_CORE * number_of_cores())
+
+
 def memory_shared_by(pid: int) -> set[Path]:
     """Return the files of the memory that an MPICH process shares with other ranks of its job; empty but on Linux."""
     try:
@@ -67,15 +71,3 @@ def memory_shared_by(pid: int) -> set[Path]:
 def memory_named_in(text: str) -> set[Path]:
     """Return the files of MPICH's shared memory that `text` names."""
     return {Path(each) for each in re.findall(r"/dev/shm/mpich_shm_\w+", text)}
-
-
-def stop(process: subprocess.Popen[Any]) -> None:
-    """End a process that leads its own group, and its children."""
-    if process.poll() is None:
-        # mpiexec ends its ranks on SIGTERM; killed, it may leave them behind.
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()

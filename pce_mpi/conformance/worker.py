@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pce_mpi.comm.launch import why_apart
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted, named_candidate
+from pce_mpi.conformance.guard import end_with_parent
 from pce_mpi.conformance.journal import Journal
 from pce_mpi.conformance.launching import LaunchError, memory_shared_by
 from pce_mpi.conformance.loading import load
@@ -101,6 +102,7 @@ class Worker:
 
 def main(folder: Path, ranks: int) -> None:
     """Execute the orders in `folder` on all ranks; raise `LaunchError` if these are not `ranks`."""
+    end_with_parent(signal.SIGKILL)  # also on a host where no guard runs
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()

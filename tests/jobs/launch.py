@@ -15,13 +15,16 @@ import time
 from typing import NamedTuple
 
 from patience import Patience
-from pce_mpi.conformance.launching import mpiexec, number_of_cores, settings, stop
+from pce_mpi.conformance.launching import mpiexec, number_of_cores, settings
 
 ROOT = Path(__file__).parents[2]
 
 # The seconds of `Patience` that a job may take, and those that it may then take to show its stacks.
 LIMIT = 100.0
 STACKS = 5.0
+
+# Seconds that a job may take to end after SIGTERM.
+GRACE = 5.0
 
 
 class CompletedJob(NamedTuple):
@@ -85,6 +88,18 @@ def output_of(process: subprocess.Popen[str], limit: float = LIMIT) -> tuple[str
         except subprocess.TimeoutExpired:
             if patience.is_over():
                 raise TimeoutError(f"it had not ended after {limit:g} s") from None
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """End a process that leads its own group, and its children."""
+    if process.poll() is None:
+        # mpiexec ends its ranks on SIGTERM; killed, it may leave them behind.
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def end_with_stacks(process: subprocess.Popen[str]) -> None:

@@ -10,8 +10,9 @@ import socket
 import subprocess
 import time
 
+from jobs.launch import stop
 from patience import Patience
-from pce_mpi.conformance.launching import number_of_cores, stop
+from pce_mpi.conformance.launching import number_of_cores
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sinfo")
 

@@ -170,6 +170,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("procedures"),
             room("stacks"),
             room("launching"),
+            room("guard", standard_library_only=True),
             room("running"),
             room("__init__"),
             room("adapters"),

@@ -1,0 +1,103 @@
+"""However the kit's command ends, so do its ranks and all that they have started; it does not start too many."""
+
+import signal
+import sys
+
+import pytest
+
+from conformance.command import conformance, processes_of, started
+from jobs.launch import output_of
+from patience import wait_until
+from pce_mpi.cli import main
+
+# Each rank starts a daemon: of another session, an orphan, deaf to signals.
+DAEMON = """
+import os, signal, sys, time
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+os.fork() and os._exit(0)
+os.setsid()
+os.fork() and os._exit(0)
+open(sys.argv[1], "w").close()
+time.sleep(600)
+"""
+CANDIDATE = f"""
+import os, subprocess, sys, time
+import pce_mpi as pce
+
+
+def candidate(logits, targets, *, class_start, num_classes, comm, **options):
+    path = os.path.join(os.path.dirname(__file__), f"daemon-{{comm.rank}}")
+    if not os.path.exists(path):
+        subprocess.run([sys.executable, "-c", {DAEMON!r}, path], check=True)
+        while not os.path.exists(path):
+            time.sleep(0.01)
+    if options:
+        time.sleep(600)
+    return pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm)
+"""
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of all that it has started")
+
+
+@linux
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 130), (signal.SIGHUP, 130), (signal.SIGKILL, -signal.SIGKILL)],
+    ids=["SIGTERM", "SIGHUP", "SIGKILL"],
+)
+def test_ended_command_leaves_no_child_of_ranks(tmp_path, number, status):
+    (tmp_path / "it.py").write_text(CANDIDATE)
+    run = started("-n", "2", "it.py:candidate", "--case", "weight/float32", folder=tmp_path, text=True)
+    wait_until(lambda: len(list(tmp_path.glob("daemon-*"))) == 2)
+    assert any("daemon-1" in each for each in processes_of(tmp_path))
+    run.send_signal(number)
+    output_of(run)
+    assert run.returncode == status
+    if number == signal.SIGKILL:
+        wait_until(lambda: processes_of(tmp_path) == [], 10)
+    assert processes_of(tmp_path) == []
+
+
+@linux
+def test_finished_run_leaves_no_child_of_ranks(tmp_path):
+    (tmp_path / "it.py").write_text(CANDIDATE)
+    run = conformance("-n", 2, "it.py:candidate", "--case", "random-logits/float32", folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert len(list(tmp_path.glob("daemon-*"))) == 2
+    assert processes_of(tmp_path) == []
+
+
+def fake_launcher(folder, text):
+    """Write a launcher that starts no ranks, and return the command that takes it."""
+    path = folder / "fake-mpiexec"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@linux
+def test_deaf_launcher_ends_with_killed_command(tmp_path, monkeypatch):
+    launcher = fake_launcher(tmp_path, f"trap '' TERM; touch {tmp_path}/began; while :; do sleep 1; done")
+    monkeypatch.setenv("MPIEXEC", launcher)
+    run = started("-n", "2", "pce", "--case", "zero-rows/mean", folder=tmp_path, text=True)
+    wait_until((tmp_path / "began").exists)
+    run.kill()
+    output_of(run)
+    wait_until(lambda: processes_of(tmp_path) == [], 20)
+
+
+def test_too_many_ranks_are_not_started(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MPIEXEC", fake_launcher(tmp_path, f'printf "%s " "$@" > {tmp_path}/told; exit 3'))
+
+    def said_with(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main(["conformance", "pce", "--case", "zero-rows/mean", "-n", *map(str, arguments)])
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    for sizes in ([100_000], [2, 100_000], [10**30]):
+        said = said_with(*sizes)
+        assert f"{sizes[-1]} ranks are more than" in said and "--oversubscribe" in said
+    assert not (tmp_path / "told").exists()
+    assert "mpiexec ended with exit status 3" in said_with(100_000, "--oversubscribe")
+    assert (tmp_path / "told").read_text().startswith("-n 100000 ")
