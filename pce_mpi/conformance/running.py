@@ -12,6 +12,7 @@ from dataclasses import replace
 import faulthandler
 from functools import cache
 import os
+import re
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 Candidate = Callable[..., Any]
 
 _USUAL = Tolerance()
+
+# Python's texts for a call with wrong arguments. Whoever raises that has not looked at the targets.
+_WRONG_CALL = re.compile(r"TypeError: .*(unexpected keyword argument|positional arguments? but|missing \d+ required)")
 
 
 def run_case(
@@ -246,7 +250,7 @@ def _settle(
     """Complete the outcome from the exceptions, or the results and findings, of all ranks."""
     raised = {rank: error for rank, error in enumerate(errors) if error is not None}
     if len(raised) == len(errors):
-        if case.expects == Expects.ANSWER:
+        if case.expects == Expects.ANSWER or any(map(_WRONG_CALL.match, raised.values())):
             outcome.verdict = Verdict.REFUSED
             outcome.findings.append(Finding("raised", text_by_rank(raised)))
         else:

@@ -192,6 +192,16 @@ def test_refusal_on_some_ranks_fails(comm):
         assert re.search(place, outcome.findings[0].text)
 
 
+def test_unknown_keyword_is_no_refusal_of_a_target(comm):
+    @offers(options=("ignore_index",))
+    def candidate(logits, targets, *, class_start, num_classes, comm):
+        return right(logits, targets, class_start=class_start, num_classes=num_classes, comm=comm)
+
+    outcome = run(candidate, "target-out-of-range/another-ignore_index", comm)
+    assert outcome.verdict == Verdict.REFUSED
+    assert "unexpected keyword argument 'ignore_index'" in outcome.findings[0].text
+
+
 @pytest.mark.parametrize(
     ("offer", "returned", "text"),
     [
