@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import dtype_named, is_floating
+from pce_mpi.arrays import is_floating
 from pce_mpi.conformance import index, judging
 from pce_mpi.conformance.cases import Case, Expects, Problem, problem_of
 from pce_mpi.conformance.catalogue import cases
@@ -26,7 +26,7 @@ from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.offers import EVERYTHING, Gradient
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.units import Tolerance
-from pce_mpi.distributed.tensor_files import dtype_name, opened, shortened, shown
+from pce_mpi.distributed.tensor_files import TensorFile, shortened, shown
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.problem import check
 
@@ -146,14 +146,8 @@ def _page() -> str:
 
 
 def _read(path: Path) -> dict[str, Array]:
-    try:
-        dtype_named("bfloat16")  # safetensors knows it only once ml_dtypes was imported
-    except TypeError:
-        raise ImportError("vectors in bfloat16 need ml_dtypes") from None
-    with opened(path) as file:
-        for name in file.keys():
-            dtype_name(name, file.get_slice(name))  # raises for a dtype that NumPy does not have
-        return {name: file.get_tensor(name) for name in file.keys()}
+    with TensorFile(path) as file:
+        return {name: file.read(name) for name in file.arrays}
 
 
 def _problem(folder: Path, entry: Entry) -> Problem:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 import errno
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import dtype_named, is_floating, is_half, to_host
+from pce_mpi.arrays import is_floating, is_half, to_host
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.collectives import all_to_all
 from pce_mpi.comm.tracing import cause
@@ -24,13 +23,11 @@ from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Placement, Replicate
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.distributed.tensor_files import CODES, dtype_name, opened, safetensors_library, shown
+from pce_mpi.distributed.tensor_files import CODES, TensorFile, shown
 from pce_mpi.distributed.tensor_writer import Blocks, TensorWriter
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-HostArray = np.ndarray[Any, Any]
 
 # The number of names that a message lists, and the longest text that it shows whole.
 _NAMES_SHOWN = 20
@@ -47,7 +44,8 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
         a path that ends in a slash.
     arrays : mapping of str to DistArray
         Arrays by name, all over one mesh, of any placements; a Partial array is reduced first. The file has the global
-        arrays, as the safetensors library would write them. A number, such as a step, goes in as a 0-d array.
+        arrays, as the safetensors library would write them, and their checksums. A number, such as a step, goes in as a
+        0-d array.
 
     Raises
     ------
@@ -57,8 +55,6 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
         If the arrays differ between ranks.
     OSError
         If the file cannot be written: no permission, disk full; `FileExistsError` if it is no regular file.
-    ImportError
-        If safetensors is not installed.
 
     Notes
     -----
@@ -69,6 +65,9 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
     The file comes into being at once: a temporary file beside it is filled, flushed to the disk and then renamed, so
     that an error leaves the old file as it was. The new file takes the mode of the old one and, if this user may set
     them, its owner and group.
+
+    The metadata of the file have a CRC-32 of its header and of each 64 KiB of its data (of more in a file of over
+    4 GiB), which `load` compares. Equal arrays make equal files, byte for byte.
 
     A killed job leaves its temporary file, `.NAME.` and 17 characters. The next save of that name by the same user
     removes it: at once on the same machine, on another one when it was not changed for a week, as a job may still write
@@ -90,7 +89,6 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
     described: dict[str, str] = {}
     writer: TensorWriter | None = None
     with local_checks() as checks:
-        safetensors_library()
         _check_path(path)
         _check(arrays, mesh)
         described = {name: f"{array.dtype} {array.shape}, {array.sharding}" for name, array in arrays.items()}
@@ -137,24 +135,27 @@ def load(
     Returns
     -------
     dict of str to DistArray
-        NumPy's arrays, by name. bfloat16 needs `ml_dtypes`.
+        NumPy's arrays, by name, in the order of the file. bfloat16 needs `ml_dtypes`.
 
     Raises
     ------
     OSError
         If the file cannot be read.
     ValueError
-        If it is no safetensors file, has a dtype that NumPy does not have, or lacks a name of `placements`; or if a
-        placement does not fit.
+        If it is no safetensors file, has changed since it was saved, has a dtype that NumPy does not have, or lacks a
+        name of `placements`; or if a placement does not fit.
     CollectiveError
-        If ranks find different arrays, or want different placements.
-    ImportError
-        If safetensors is not installed.
+        If ranks find different files, or want different placements.
 
     Notes
     -----
     Collective over `mesh`: one Allgather of 56 bytes, after each rank has read its own part of each array. Every rank
     raises the same error.
+
+    Each rank reads the blocks of 64 KiB that have a part of its own, and compares their checksums; the ranks together
+    read every block. A rank opens the file once, and the ranks agree on the checksum of its header, in which those of
+    the data are. So a bit that has changed is an error, and so are files of two saves on two ranks. A file from
+    elsewhere has no checksums: of it the ranks agree on the header alone.
 
     Examples
     --------
@@ -171,16 +172,18 @@ def load(
         raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
     comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
     arrays: dict[str, DistArray] = {}
+    called: dict[str, Any] = {"requires_grad": bool(requires_grad)}
     described: dict[str, str] = {}
     with local_checks() as checks:
-        with opened(Path(path)) as file:
-            for name, sharding, stored in _laid_out(file, path, mesh, placements or {}):
-                local = _part_of(name, stored, sharding.slices(mesh.coordinates))
+        with TensorFile(Path(path)) as file:
+            called["file"] = f"a header with checksum {file.checksum:08x}"
+            for name, sharding in _laid_out(file, path, mesh, placements or {}):
+                local = file.read(name, sharding.slices(mesh.coordinates))
                 arrays[name] = DistArray(
                     local, mesh, sharding, requires_grad=requires_grad and is_floating(local.dtype)
                 )
                 described[name] = f"{local.dtype} {sharding.shape}, {sharding}"
-    _agree_on(comm, "load", {"requires_grad": bool(requires_grad)}, described, checks.error, over)
+    _agree_on(comm, "load", called, described, checks.error, over)
     return arrays
 
 
@@ -280,41 +283,29 @@ def _is_first(sharding: Sharding, where: Mapping[str, int]) -> bool:
 
 
 def _laid_out(
-    file: Any, path: Any, mesh: Mesh, placements: Mapping[str, Mapping[str, Placement]]
-) -> Iterator[tuple[str, Sharding, Any]]:
-    """Yield name, sharding and stored data of each array of `file`."""
-    names = list(file.keys())
-    missing = [name for name in placements if name not in names]
+    file: TensorFile, path: Any, mesh: Mesh, placements: Mapping[str, Mapping[str, Placement]]
+) -> Iterator[tuple[str, Sharding]]:
+    """Yield name and sharding of each array of `file`."""
+    missing = [name for name in placements if name not in file.arrays]
     if missing:
+        names = list(file.arrays)
         raise ValueError(
             f"placements name {_listed(missing)}, which {str(path)!r} has not; it has {_listed(names) or 'nothing'}"
         )
-    for name in names:
-        stored = file.get_slice(name)
+    for name, shape in file.arrays.items():
         wanted = placements.get(name, {})
         if not isinstance(wanted, Mapping):
             raise TypeError(f"placements[{shown(name)}] must be a dict of placements by dim, got {wanted!r}")
         try:
-            sharding = Sharding.of(mesh.dim_sizes, tuple(stored.get_shape()), wanted)
+            sharding = Sharding.of(mesh.dim_sizes, shape, wanted)
         except (TypeError, ValueError) as error:
             raise type(error)(f"placements[{shown(name)}]: {error}") from error
         if sharding.partial_dims:
             raise ValueError(f"placements[{shown(name)}]: what is loaded cannot be Partial, got {dict(wanted)}")
-        yield name, sharding, stored
+        yield name, sharding
 
 
 def _listed(names: list[str]) -> str:
     """Return the first names as text for a message."""
     some = ", ".join(map(shown, names[:_NAMES_SHOWN]))
     return some + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
-
-
-def _part_of(name: str, stored: Any, part: tuple[slice, ...]) -> HostArray:
-    kind = dtype_name(name, stored)
-    try:
-        dtype = dtype_named(kind)
-    except TypeError:
-        raise ImportError(f"{kind} needs ml_dtypes: pip install 'pce_mpi[bf16]'") from None
-    shape = tuple(each.stop - each.start for each in part)
-    # safetensors has no empty slices at the end of an axis.
-    return stored[part] if math.prod(shape) else np.empty(shape, dtype)

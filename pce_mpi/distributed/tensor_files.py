@@ -1,14 +1,30 @@
-"""Read safetensors files, with short errors that say what is wrong: a file may be broken or malicious."""
+"""Safetensors files with checksums: their header, and reading parts of their arrays. A file may be broken or malicious.
+
+The format is documented (https://github.com/huggingface/safetensors): 8 bytes with the length of the header, the header
+in JSON, the data. The checksums, CRC-32 of the header and of each block of the data, are two texts among its metadata,
+which other readers skip.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+import json
+import math
 import os
 from pathlib import Path
+import re
 import reprlib
 import stat
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn, Self
+import zlib
+
+import numpy as np
+
+from pce_mpi.arrays import dtype_named
+
+HostArray = np.ndarray[Any, Any]
 
 # The format's names of dtypes, in the library's order.
 CODES = {
@@ -27,6 +43,14 @@ CODES = {
     "uint64": "U64",
 }
 _NAMES = {code: name for name, code in CODES.items()}
+_SIZES = {code: int(re.sub(r"\D", "", code) or 8) // 8 for code in _NAMES}
+_MOST_AXES = 64  # of an array of NumPy
+
+# The metadata with the checksum of the header, and that with the length of a block of the data and their checksums.
+_OF_HEADER, _OF_DATA = "pce_mpi.header", "pce_mpi.data"
+LONGEST_HEADER = 100_000_000  # as in the library
+# So many bytes are read at a time, or one block.
+_AT_A_TIME = 2**18
 
 _LONG = 100
 _repr = reprlib.Repr()
@@ -43,23 +67,6 @@ def shortened(text: str) -> str:
     return text if len(text) <= 2 * _LONG else f"{text[:_LONG]}...{text[-_LONG:]}"
 
 
-def dtype_name(name: str, stored: Any) -> str:
-    """Return NumPy's name for the dtype of the array `name`; `ValueError` for one that no array here can have."""
-    code = stored.get_dtype()
-    if code not in _NAMES:
-        raise ValueError(f"{shown(name)} is {code}, and only {', '.join(_NAMES)} can be read")
-    return _NAMES[code]
-
-
-def safetensors_library() -> Any:
-    """Return the module; `ImportError` says what to install."""
-    try:
-        import safetensors
-    except ImportError as error:
-        raise ImportError("checkpoints need safetensors: pip install 'pce_mpi[checkpoint]'") from error
-    return safetensors
-
-
 def kind_of_file(mode: int) -> str:
     """Name the kind of a file with the mode `mode`; '' for a regular file."""
     if stat.S_ISREG(mode):
@@ -73,20 +80,186 @@ def kind_of_file(mode: int) -> str:
     return next((kind for kind, is_one in kinds.items() if is_one(mode)), "no regular file")
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """Open the file at `path` with the library; `ValueError` if it is no safetensors file."""
-    safetensors = safetensors_library()
-    mode = os.stat(path).st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(f"cannot load {str(path)!r}: it is a folder")
-    if kind := kind_of_file(mode):  # to open a pipe would wait for a writer
-        raise ValueError(f"cannot load {str(path)!r}: it is {kind}, and only a regular file can be loaded")
-    with path.open("rb"):
-        pass  # Python's own error names the path
-    try:
-        file = safetensors.safe_open(path, "np")
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{str(path)!r} is not a safetensors file: {shortened(str(error))}") from error
-    with file:
-        yield file
+def stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in a file, which is little-endian."""
+    return dtype if dtype.name == "bfloat16" else dtype.newbyteorder("<")
+
+
+def length_of_block(size: int) -> int:
+    """Return how many of `size` bytes have a checksum of their own: 64 KiB, more where that made over 65,536 blocks."""
+    return 1 << max(16, (size >> 16).bit_length())
+
+
+def header_of(entries: Mapping[str, Any], length: int, checksums: Sequence[int]) -> bytes:
+    """Return a file up to its data; its length depends on the number of checksums alone."""
+    blocks = " ".join([str(length), *(f"{checksum:08x}" for checksum in checksums)])
+    metadata = {"__metadata__": {_OF_HEADER: "0" * 8, _OF_DATA: blocks}}
+    text = json.dumps(metadata | dict(entries), separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text.replace(b"0" * 8, b"%08x" % zlib.crc32(text), 1)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An array of a file: its dtype as the format names it, and where its bytes are in the data."""
+
+    code: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class TensorFile:
+    """A file that is open: another one that takes its place at `path` changes nothing here.
+
+    `arrays` has the shape of each array by name, in the order in which they are in the file, and `checksum` is that of
+    the header. All that is read is compared with its checksums, if the file has them. `ValueError` if it is no
+    safetensors file, or has changed since it was written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(f"cannot load {str(path)!r}: it is a folder")
+        if kind := kind_of_file(mode):  # to open a pipe would wait for a writer
+            raise ValueError(f"cannot load {str(path)!r}: it is {kind}, and only a regular file can be loaded")
+        self._path, self._descriptor = path, os.open(path, os.O_RDONLY)
+        try:
+            self._read_header()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        os.close(self._descriptor)
+
+    def _read_header(self) -> None:
+        length = int.from_bytes(self._bytes_at(0, 8), "little")
+        if length > LONGEST_HEADER:
+            self._refuse(f"a header of {length} bytes is too long")
+        header = self._bytes_at(8, length)
+        self._start, self._size = 8 + length, os.fstat(self._descriptor).st_size - 8 - length
+        try:
+            given = json.loads(header.decode(), object_pairs_hook=_each_once)
+            metadata, self._entries = _parsed(given, self._size)
+            self._block, self._checksums = length_of_block(self._size), _checksums(header, metadata, self._size)
+        except (ValueError, RecursionError) as error:
+            self._refuse(str(error))
+        self.checksum = zlib.crc32(header)
+        self.arrays = {name: entry.shape for name, entry in self._entries.items()}
+        # The blocks that were read last, of which the next array may have a part.
+        self._first, self._held = 0, memoryview(b"")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise ValueError(f"{str(self._path)!r} is not a safetensors file: {shortened(reason)}")
+
+    def read(self, name: str, part: tuple[slice, ...] | None = None) -> HostArray:
+        """Return a new array with `part` of the array `name`: a slice with start and stop for each axis, or all."""
+        entry = self._entries[name]
+        if entry.code not in _NAMES:
+            raise ValueError(f"{shown(name)} is {shortened(entry.code)}, and only {', '.join(_NAMES)} can be read")
+        try:
+            dtype = dtype_named(_NAMES[entry.code])
+        except TypeError:
+            raise ImportError(f"{_NAMES[entry.code]} needs ml_dtypes: pip install 'pce_mpi[bf16]'") from None
+        # A number is an array of one element here.
+        shape = entry.shape or (1,)
+        slices = part or tuple(slice(0, length) for length in shape)
+        found = np.empty([each.stop - each.start for each in slices], dtype)
+        if found.size:
+            self._fill(found, entry.start, shape, slices)
+        return found if entry.shape else found.reshape(())
+
+    def _fill(self, found: HostArray, start: int, shape: tuple[int, ...], part: tuple[slice, ...]) -> None:
+        """Fill `found` with a part of the array of `shape` whose bytes begin at `start` of the data."""
+        (rows, *others), row = part, math.prod(shape[1:]) * found.dtype.itemsize
+        if row > self._block:  # it may have much that is not asked for
+            for number, index in enumerate(range(rows.start, rows.stop)):
+                self._fill(found[number], start + index * row, shape[1:], tuple(others))
+            return
+        count = max(1, _AT_A_TIME // row)
+        for first in range(rows.start, rows.stop, count):
+            stop = min(first + count, rows.stop)
+            data = np.frombuffer(self._data(start + first * row, start + stop * row), stored_dtype(found.dtype))
+            found[first - rows.start : stop - rows.start] = data.reshape(-1, *shape[1:])[(slice(None), *others)]
+
+    def _data(self, start: int, stop: int) -> memoryview:
+        """Return bytes of the data, read in whole blocks and compared with their checksums."""
+        if not self._first <= start <= stop <= self._first + len(self._held):
+            first, last = start // self._block, -(-stop // self._block)
+            self._first, end = first * self._block, min(last * self._block, self._size)
+            self._held = memoryview(self._bytes_at(self._start + self._first, end - self._first))
+            for number, expected in enumerate(self._checksums[first:last]):
+                begin = number * self._block
+                if zlib.crc32(self._held[begin : begin + self._block]) != expected:
+                    self._held = self._held[:0]
+                    raise ValueError(
+                        f"{str(self._path)!r} has changed since it was saved, or was not read right: the checksum of "
+                        f"the {self._block} bytes from {self._start + self._first + begin} on is another"
+                    )
+        return self._held[start - self._first : stop - self._first]
+
+    def _bytes_at(self, start: int, length: int) -> bytes:
+        pieces = []
+        while length:
+            piece = os.pread(self._descriptor, length, start)
+            if not piece:
+                self._refuse(f"it ends {length} bytes early")
+            pieces.append(piece)
+            start, length = start + len(piece), length - len(piece)
+        return b"".join(pieces)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object, in which no key may stand twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands twice in its header")
+    return found
+
+
+def _parsed(header: Any, size: int) -> tuple[dict[str, str], dict[str, _Entry]]:
+    """Return the metadata and the arrays of a header, in the order of the data, which has `size` bytes."""
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError("its metadata are not texts by name")
+    entries = {name: _entry(name, given) for name, given in header.items()}
+    ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
+    end = 0
+    for name, entry in ordered.items():
+        if entry.start != end:
+            raise ValueError(f"the data of {shown(name)} do not begin where others end")
+        end = entry.stop
+    if end != size:
+        raise ValueError(f"its arrays have {end} bytes, and its data {size}")
+    return metadata, ordered
+
+
+def _entry(name: str, given: Any) -> _Entry:
+    match given:
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [start, stop]} if len(given) == 3 and all(
+            type(number) is int and number >= 0 for number in (*shape, start, stop)
+        ):
+            fits = stop - start == math.prod(shape[:_MOST_AXES]) * _SIZES[code] if code in _SIZES else start <= stop
+            if not fits or len(shape) > _MOST_AXES:
+                raise ValueError(f"{shown(name)} is {shown(code)} {shown(shape)} and has the bytes {start} to {stop}")
+            return _Entry(code, tuple(shape), start, stop)
+    raise ValueError(f"the entry of {shown(name)} is not one of dtype, shape and two offsets")
+
+
+def _checksums(header: bytes, metadata: Mapping[str, str], size: int) -> list[int]:
+    """Return the checksum of each block of the data; none for a file that was made elsewhere."""
+    if not any(name.startswith("pce_mpi.") for name in metadata):
+        return []
+    of_header, of_data = metadata.get(_OF_HEADER, ""), metadata.get(_OF_DATA, "")
+    if f"{zlib.crc32(header.replace(of_header.encode(), b'0' * 8, 1)):08x}" != of_header:
+        raise ValueError("its header has changed since it was saved, or was not read right")
+    length, *blocks = of_data.split(" ")
+    if int(length) != length_of_block(size) or len(blocks) != -(-size // int(length)):
+        raise ValueError("its checksums do not fit its data")
+    return [int(checksum, 16) for checksum in blocks]

@@ -1,25 +1,27 @@
-"""A safetensors file while rank 0 writes it.
-
-The format is documented (https://github.com/huggingface/safetensors): 8 bytes with the length of the header, the header
-in JSON, the data.
-"""
+"""A safetensors file while rank 0 writes it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 import errno
-import json
-import math
 import os
 from pathlib import Path
 import stat
 from typing import Any, BinaryIO
+import zlib
 
 import numpy as np
 
 from pce_mpi.distributed.array import DistArray
-from pce_mpi.distributed.tensor_files import CODES, kind_of_file
+from pce_mpi.distributed.tensor_files import (
+    CODES,
+    LONGEST_HEADER,
+    header_of,
+    kind_of_file,
+    length_of_block,
+    stored_dtype,
+)
 from pce_mpi.leftovers import abandoned, new_file
 
 HostArray = np.ndarray[Any, Any]
@@ -31,7 +33,11 @@ class TensorWriter:
 
     def __init__(self, path: Path, arrays: Mapping[str, DistArray]) -> None:
         self._replaced = _replaceable(path)
-        header, offsets, size = _header(arrays)
+        self._entries, size = _entries(arrays)
+        self._block = length_of_block(size)
+        self._start = len(header_of(self._entries, self._block, [0] * -(-size // self._block)))
+        if self._start > LONGEST_HEADER:
+            raise ValueError(f"the names of arrays make a header of {self._start} bytes, and {LONGEST_HEADER} may be")
         self._path = Path(os.path.realpath(path))  # a link stays, and what it leads to is replaced
         folder, stem = self._path.parent, _stem(self._path.name)
         for leftover in abandoned(folder, stem):  # first, as the new file may need their room
@@ -41,15 +47,12 @@ class TensorWriter:
         self._temporary, descriptor = new_file(folder, stem, 0o666 if self._replaced is None else 0o600)
         self._file = os.fdopen(descriptor, "r+b")
         try:
-            _reserve(self._file, size)
-            self._file.write(header)
-            self._file.flush()
+            _reserve(self._file, self._start + size)
             self._bytes = np.memmap(self._file, np.uint8, "r+")
             self._data = {}
             for name, array in arrays.items():
-                length = array.size * array.dtype.itemsize
-                flat = self._bytes[offsets[name] : offsets[name] + length].view(_stored_dtype(array.dtype))
-                self._data[name] = flat.reshape(array.shape)
+                start, stop = (self._start + offset for offset in self._entries[name]["data_offsets"])
+                self._data[name] = self._bytes[start:stop].view(stored_dtype(array.dtype)).reshape(array.shape)
         except BaseException:
             self.discard()
             raise
@@ -64,7 +67,11 @@ class TensorWriter:
         self._data[name][where] = block
 
     def finish(self) -> None:
-        """Put the file in its place, so that it is there after a power failure too."""
+        """Add the checksums and put the file in its place, so that it is there after a power failure too."""
+        starts = range(self._start, len(self._bytes), self._block)
+        checksums = [zlib.crc32(self._bytes[start : start + self._block]) for start in starts]
+        header = header_of(self._entries, self._block, checksums)
+        self._bytes[: self._start] = np.frombuffer(header, np.uint8)
         self._bytes.flush()
         if self._replaced is not None:
             _take_over(self._file.fileno(), self._replaced)
@@ -132,26 +139,18 @@ def _reserve(file: BinaryIO, size: int) -> None:
     file.seek(0)
 
 
-def _stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in the file, which is little-endian."""
-    return dtype if dtype.name == "bfloat16" else dtype.newbyteorder("<")
-
-
-def _header(arrays: Mapping[str, DistArray]) -> tuple[bytes, dict[str, int], int]:
-    """Return the file up to its data, the start of each array in the file, and the length of the file."""
+def _entries(arrays: Mapping[str, DistArray]) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return what the header says of each array, and the length of the data."""
     # In the library's order: wide dtypes first, so that every element is at a multiple of its size.
     ranked = list(CODES)
     order = sorted(arrays, key=lambda name: (-ranked.index(arrays[name].dtype.name), name))
-    entries, starts, end = {}, {}, 0
+    entries, end = {}, 0
     for name in order:
         array = arrays[name]
-        starts[name], end = end, end + math.prod(array.shape) * array.dtype.itemsize
+        start, end = end, end + array.size * array.dtype.itemsize
         entries[name] = {
             "dtype": CODES[array.dtype.name],
             "shape": list(array.shape),
-            "data_offsets": [starts[name], end],
+            "data_offsets": [start, end],
         }
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + start for name, start in starts.items()}, len(header) + end
+    return entries, end

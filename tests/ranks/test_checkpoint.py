@@ -5,11 +5,13 @@ from itertools import product
 import json
 import os
 from pathlib import Path
+import re
 import resource
 import socket
 import stat
 import sys
 import tempfile
+import time
 import tracemalloc
 
 import ml_dtypes
@@ -21,7 +23,7 @@ import safetensors.numpy
 import pce_mpi as pce
 from pce_mpi import CollectiveError, Partial, Replicate, Shard
 from pce_mpi.comm.tracing import Purpose
-from pce_mpi.distributed import checkpoint
+from pce_mpi.distributed import checkpoint, tensor_files
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.sharding import Sharding
 from ranks.grids import assembled, local_of, mesh_of, placements_of, spread, squarest
@@ -61,6 +63,14 @@ def assert_equal(got, expected):
     for name, whole in expected.items():
         assert got[name].dtype == whole.dtype, name
         np.testing.assert_array_equal(got[name], whole, err_msg=name)
+
+
+def parted(content):
+    """The header of a file as text without its metadata, the metadata, the data."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end].decode().strip()
+    metadata = header[len('{"__metadata__":') : header.index("}") + 1]
+    return header.replace(metadata, "", 1), json.loads(metadata), content[end:]
 
 
 def files_in(comm, folder):
@@ -112,10 +122,16 @@ def test_file_equals_that_of_safetensors(comm, square, folder):
         for name, whole in wholes.items()
     }
     pce.save(folder / "ours", arrays)
-    ours, theirs = (folder / "ours").read_bytes(), safetensors.numpy.save(wholes)
+    pce.save(folder / "again", arrays)
+    ours, again = ((folder / name).read_bytes() for name in ("ours", "again"))
+    with safetensors.safe_open(folder / "ours", "np") as file:
+        metadata, found = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+    # The library writes several metadata in an order of chance, so that all but their order is compared.
+    theirs, mine = (parted(each) for each in (safetensors.numpy.save(wholes, metadata), ours))
+    assert_equal(found, wholes)
     assert int.from_bytes(ours[:8], "little") % 8 == 0
-    assert ours == theirs
-    assert_equal(safetensors.numpy.load_file(folder / "ours") if comm.rank == 0 else wholes, wholes)
+    assert mine == theirs
+    assert ours == again
 
 
 def test_every_dtype_and_empty_arrays_keep_their_bits(comm, line, folder):
@@ -636,6 +652,161 @@ def test_file_damaged_on_one_rank_raises_everywhere(comm, old_file, damage):
     assert text.endswith(f"(rank {comm.size - 1} along data)")
 
 
+def flipped(content, bit):
+    """The bytes with one bit changed."""
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def test_any_flipped_bit_of_file_is_found(tmp_path):
+    from mpi4py import MPI
+
+    wholes = {"w": values((3, 5)), "spaces": np.full(9, ord(" "), np.uint8), "s": values((2,), dtype=np.float16)}
+    alone = mesh_of(MPI.COMM_SELF, 1)
+    pce.save(tmp_path / "f", {name: pce.distribute(whole, alone) for name, whole in wholes.items()})
+    content, found = (tmp_path / "f").read_bytes(), []
+    for bit in range(8 * len(content)):
+        (tmp_path / "g").write_bytes(flipped(content, bit))
+        try:
+            with tensor_files.TensorFile(tmp_path / "g") as file:
+                for name in file.arrays:
+                    file.read(name)
+        except ValueError as error:
+            found.append(str(error))
+    assert len(found) == 8 * len(content)
+    assert all(f"'{tmp_path / 'g'}' is not a" in text or "has changed since it was saved" in text for text in found)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_bit_flipped_in_one_shard_raises_everywhere(comm, line, folder, axis):
+    whole = values((300, 400), dtype=np.float64)  # some blocks a rank
+    placements = {"w": {"data": Shard(axis)}}
+    pce.save(folder / "f", {"w": pce.distribute(whole, line)})
+    content, texts = (folder / "f").read_bytes(), {}
+    for byte in (len(content) - 8 * whole.size, len(content) - 4 * whole.size - 1, len(content) - 1):
+        changed = flipped(content, 8 * byte)
+        prepared(comm, (folder / "g").write_bytes, changed)
+        texts[byte] = refused(comm, ValueError, pce.load, folder / "g", line, placements)
+    assert_equal(wholes_of(comm, pce.load(folder / "f", line, placements)), {"w": whole})
+    for byte, text in texts.items():
+        start = int(re.search(r"the 65536 bytes from (\d+) on", text)[1])
+        assert start <= byte < start + 65536
+
+
+@pytest.mark.parametrize("late", [0, -1])
+def test_ranks_that_open_different_files_all_raise(comm, folder, monkeypatch, several, late):
+    for number in range(2):  # equal shapes, other data
+        saved(comm, folder / str(number), number)
+    original = tensor_files.TensorFile.__init__
+
+    def opened(self, path):
+        if comm.rank == late % comm.size:
+            comm.Barrier()
+            os.replace(folder / "1", folder / "0")
+            original(self, path)
+        else:
+            original(self, path)
+            comm.Barrier()
+
+    monkeypatch.setattr(tensor_files.TensorFile, "__init__", opened)
+    text = refused(comm, CollectiveError, loaded_from, comm, folder / "0")
+    monkeypatch.undo()
+    assert loaded_from(comm, folder / "0") == 1
+    assert "ranks disagree on file: " in text
+
+
+def test_file_replaced_while_read_is_not_mixed(comm, folder, monkeypatch):
+    for number in range(2):
+        saved(comm, folder / str(number), number)
+    original = tensor_files.TensorFile.read
+
+    def read(self, *arguments):
+        prepared(comm, lambda: (folder / "1").exists() and os.replace(folder / "1", folder / "0"))
+        return original(self, *arguments)
+
+    monkeypatch.setattr(tensor_files.TensorFile, "read", read)
+    found = [loaded_from(comm, folder / "0") for _ in range(2)]
+    assert found == [0, 1]
+
+
+def test_file_cut_off_while_read_raises_everywhere(comm, line, old_file, monkeypatch):
+    length, original = old_file.stat().st_size, tensor_files.TensorFile.read
+
+    def read(self, *arguments):
+        prepared(comm, os.truncate, old_file, length - 3)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(tensor_files.TensorFile, "read", read)
+    text = refused(comm, ValueError, pce.load, old_file, line)
+    assert f"'{old_file}' is not a safetensors file: it ends 3 bytes early" in text
+
+
+LIES = {
+    "a hole": ({"w": ("U8", [2], [1, 3])}, "the data of 'w' do not begin where others end"),
+    "an overlap": ({"v": ("U8", [2], [0, 2]), "w": ("U8", [2], [1, 3])}, "the data of 'w' do not begin"),
+    "too few bytes": ({"w": ("F32", [1], [0, 3])}, "'w' is 'F32' [1] and has the bytes 0 to 3"),
+    "data left over": ({"w": ("U8", [2], [0, 2])}, "its arrays have 2 bytes, and its data 3"),
+    "data missing": ({"w": ("U8", [4], [0, 4])}, "its arrays have 4 bytes, and its data 3"),
+    "a product that overflows": ({"w": ("U8", [2**32, 2**32, 3], [0, 3])}, "'w' is 'U8' [4294967296, 4294967296, 3]"),
+    "a negative length": ({"w": ("U8", [-3, -1], [0, 3])}, "the entry of 'w' is not one"),
+    "truth for a length": ({"w": ("U8", [True, 3], [0, 3])}, "the entry of 'w' is not one"),
+    "offsets backwards": ({"w": ("F8", [3], [3, 0])}, "'w' is 'F8' [3] and has the bytes 3 to 0"),
+    "too many axes": ({"w": ("U8", [1] * 65 + [3], [0, 3])}, "'w' is 'U8' [1, 1, 1, 1, 1, 1, ...]"),
+    "an axis too long": ({"v": ("U8", [2**70, 0], [0, 0]), "w": ("U8", [3], [0, 3])}, ""),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_headers_that_lie_are_errors(comm, line, folder, lie):
+    entries, words = LIES[lie]
+    names = ("dtype", "shape", "data_offsets")
+    text = json.dumps({name: dict(zip(names, entry, strict=True)) for name, entry in entries.items()}).encode()
+    prepared(comm, (folder / "f").write_bytes, len(text).to_bytes(8, "little") + text + b"123")
+    assert words in refused(comm, ValueError, pce.load, folder / "f", line)
+
+
+OTHER_HEADERS = {
+    "a name twice": (b'{"w":1,"w":2}', "a name stands twice"),
+    "deep lists": (b"[" * 100_000, "recursion"),
+    "deep objects": (b'{"w":' * 100_000, "recursion"),
+    "a list": (b"[]", "its header is no JSON object"),
+    "metadata of numbers": (b'{"__metadata__":{"a":1}}', "its metadata are not texts"),
+    "half of the checksums": (b'{"__metadata__":{"pce_mpi.data":"65536"}}', "its header has changed"),
+    "no text": (b'{"\xff":1}', "'utf-8'"),
+    "a long number": (b'{"w":' + b"9" * 5000 + b"}", "4300"),
+}
+
+
+@pytest.mark.parametrize("header", OTHER_HEADERS)
+def test_header_of_anything_else_is_error(comm, line, folder, header):
+    text, words = OTHER_HEADERS[header]
+    prepared(comm, (folder / "f").write_bytes, len(text).to_bytes(8, "little") + text)
+    found = refused(comm, ValueError, pce.load, folder / "f", line)
+    assert "is not a safetensors file: " in found
+    assert words in found
+
+
+@pytest.mark.parametrize("length", [100_000_001, 2**63, 2**64 - 1])
+def test_header_of_any_length_is_error(comm, line, folder, length):
+    prepared(comm, (folder / "f").write_bytes, length.to_bytes(8, "little") + b"{}")
+    assert f"a header of {length} bytes is too long" in refused(comm, ValueError, pce.load, folder / "f", line)
+
+
+def test_placements_of_many_arrays_take_linear_time(folder, line):
+    names = [f"array {number}" for number in range(10_000)]
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    text = json.dumps(dict.fromkeys(names, entry)).encode()
+    mine = folder / f"of rank {line.rank}"
+    mine.write_bytes(len(text).to_bytes(8, "little") + text)
+    seconds = []
+    for placements in [{}, {name: {"data": Shard(0)} for name in names}] * 2:
+        start = time.process_time()
+        pce.load(mine, line, placements)
+        seconds.append(time.process_time() - start)
+    assert min(seconds[1::2]) < 3 * min(seconds[::2])
+
+
 def test_placements_that_do_not_fit_file_are_errors(comm, line, folder):
     pce.save(folder / "f", {"w": pce.distribute(values((2, 2)), line), "step": pce.distribute(3, line)})
     shard = {"data": Shard(0)}
@@ -671,23 +842,9 @@ def test_ranks_that_load_different_things_all_raise(comm, line, old_file, severa
     assert "requires_grad: True (rank 0), False" in required
 
 
-def test_loading_without_safetensors_says_what_to_install(comm, line, old_file, monkeypatch):
-    w = pce.distribute(values((2, 2)), line)
-    if comm.rank == comm.size - 1:
-        monkeypatch.setitem(sys.modules, "safetensors", None)
-    texts = [
-        refused(comm, ImportError, pce.save, old_file, {"w": w}),
-        refused(comm, ImportError, pce.load, old_file, line),
-    ]
-    monkeypatch.undo()
-    assert_old_file_is_left(comm, old_file)
-    for text in texts:
-        assert "pip install 'pce_mpi[checkpoint]'" in text
-
-
 def test_loading_without_ml_dtypes_says_what_to_install(comm, line, folder, monkeypatch):
     pce.save(folder / "f", {"w": pce.distribute(values((2, 2), dtype=ml_dtypes.bfloat16), line)})
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    monkeypatch.setattr(checkpoint, "dtype_named", lambda name: np.dtype({"bfloat16": "no such type"}[name]))
+    monkeypatch.setattr(tensor_files, "dtype_named", lambda name: np.dtype({"bfloat16": "no such type"}[name]))
     text = refused(comm, ImportError, pce.load, folder / "f", line)
     assert "bfloat16 needs ml_dtypes: pip install 'pce_mpi[bf16]'" in text
