@@ -96,7 +96,8 @@ def agree_on_call(
 
     Returns, for each fact, that of every rank in rank order. If a rank has an error, every rank raises that of the
     lowest such rank, a builtin exception whose text names the ranks. If calls differ, every rank raises
-    `CollectiveError`, which says who made which call. The communicator stays usable.
+    `CollectiveError`, which says who made which call. The communicator stays usable; if it has a method `refused`, as
+    those of a mesh have, that is called before either error.
     """
     operation, checksum = call.operation, call.checksum
     channel = channel_of(comm, operation)
@@ -111,11 +112,15 @@ def agree_on_call(
     # Lists of so few numbers are compared three times as fast as arrays.
     calls, *said = zip(*headers.tolist(), strict=True)
     if calls != (checksum,) * channel.size:
+        getattr(comm, "refused", _nobody_listens)()
         if max(calls) >= _FAILED:
             raise_together(comm, operation, error, over=over, ranks_named=ranks_named)
         mine = {"operation": operation, **{name: repr(value) for name, value in call.arguments.items()}}
         raise CollectiveError(_differences(all_gather_text(json.dumps(mine), comm, operation=operation, over=over)))
     return said[: len(facts)]
+
+
+def _nobody_listens() -> None: ...
 
 
 def raise_together(

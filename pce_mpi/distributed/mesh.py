@@ -15,7 +15,6 @@ import weakref
 from pce_mpi.comm.agreement import agree, agree_on_call, all_gather_text, call_of, local_checks
 from pce_mpi.comm.communicators import (
     CollectiveError,
-    CollectiveTimeout,
     channel_of,
     drop,
     garbage_count,
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 
 # The number of past operations that can be told apart by name.
 _REMEMBERED = 64
+# Stands for all operations before a refused one.
+_REFUSED = "an operation that was refused"
 # The other named arguments of functions that take placements by dim.
 _TAKEN = ("requires_grad", "shape", "src_rank")
 
@@ -101,7 +102,8 @@ class Mesh:
             give_back(channel_of(comm, "Mesh"), "Mesh")
         self.dims: Mapping[str, int] = MappingProxyType(sizes)
         self.dim_sizes: Dims = tuple(sizes.items())
-        self._cart = _made(lambda: comm.Create_cart(list(sizes.values()), reorder=False), numbers[0], "Mesh")
+        cart = _made(lambda: comm.Create_cart(list(sizes.values()), reorder=False), numbers[0], "Mesh")
+        self._cart = self._heard(cart)
         self.rank, self.size = self._cart.rank, self._cart.size
         coordinates = self._cart.Get_coords(self.rank)
         self.coordinates: Mapping[str, int] = MappingProxyType(dict(zip(sizes, coordinates, strict=True)))
@@ -146,8 +148,20 @@ class Mesh:
             said = agree(self._cart, "Mesh.comm", {"dims": key}, facts=(new_number(),), over=text_of_dims(self.dims))
             first = self._cart.Get_cart_rank([0 if dim in key else at for dim, at in self.coordinates.items()])
             number = said[0][first]
-            self._comms[key] = _made(lambda: self._cart.Sub([dim in key for dim in self.dims]), number, "Mesh.comm")
+            made = _made(lambda: self._cart.Sub([dim in key for dim in self.dims]), number, "Mesh.comm")
+            self._comms[key] = self._heard(made)
         return self._comms[key]
+
+    def _heard(self, comm: Any) -> Any:
+        """Return `comm`, of whose refused agreements this mesh hears; it may outlive the mesh."""
+        mesh = weakref.ref(self)
+
+        def refused() -> None:
+            if (heard := mesh()) is not None:
+                heard._begin_again()
+
+        comm.refused = refused
+        return comm
 
     def note(self, checksum: int, what: str, in_full: str) -> None:
         """Remember that this rank has run an operation.
@@ -230,22 +244,25 @@ class Mesh:
         if reproducible:
             self._look_at_arithmetic()
             error = error or self._fault
-        try:
-            # As `agree` does, in one function less.
-            call = {**call, "reproducible": reproducible}  # on which it depends what operations send
-            known = call_of(operation, tuple(call.items()), tuple(map(type, call.values())))
-            histories, others = agree_on_call(comm, known, facts, error=error, over=over, ranks_named=ranks_named)
-            if histories != (self._history,) * len(histories):
-                texts = all_gather_text(json.dumps(list(self._recent)), comm, operation=operation, over=over)
-                raise CollectiveError(_first_difference([json.loads(text) for text in texts], over))
-        except CollectiveTimeout:
-            raise
-        except Exception:
-            # From here on these ranks have a common history, so that a difference is reported once.
-            self._history, self._fault = 0, None
-            self._recent.clear()
-            raise
+        # As `agree` does, in one function less.
+        call = {**call, "reproducible": reproducible}  # on which it depends what operations send
+        known = call_of(operation, tuple(call.items()), tuple(map(type, call.values())))
+        histories, others = agree_on_call(comm, known, facts, error=error, over=over, ranks_named=ranks_named)
+        if histories != (self._history,) * len(histories):
+            texts = all_gather_text(json.dumps(list(self._recent)), comm, operation=operation, over=over)
+            self._begin_again()
+            raise CollectiveError(_first_difference([json.loads(text) for text in texts], over))
         return list(others)
+
+    def _begin_again(self) -> None:
+        """Forget what this rank has run, as the others along the same dims do: a difference is reported once.
+
+        Every refused agreement over a communicator of this mesh comes here, whoever has made it: one rank may be in
+        `agree`, another in a loss or in `save`, which agree by themselves.
+        """
+        self._history, self._fault = 0, None
+        self._recent.clear()
+        self._recent.append((0, _REFUSED, _REFUSED))
 
     def __copy__(self) -> Mesh:
         return self
@@ -306,6 +323,7 @@ def _kept_type() -> Any:
         """A communicator of a mesh. One that the user frees is not garbage any more."""
 
         finalizer: weakref.finalize[Any, Any] | None = None
+        refused: Callable[[], None]
 
         def Free(self) -> None:
             if self.finalizer is not None:
@@ -323,6 +341,10 @@ def text_of_dims(dims: Collection[str]) -> str:
 def _first_difference(recent: list[list[tuple[int, str, str]]], over: str) -> str:
     """Name the first operation that the ranks do not have in common, among those that they remember."""
     known = set.intersection(*({history for history, *_ in each} for each in recent))
+    refused = [bool(each) and each[0][1] == _REFUSED for each in recent]
+    if not known and True in refused and False in refused:  # some ranks have begun again, over dims of their own
+        said = {rank: _REFUSED if began else "none that was" for rank, began in enumerate(refused)}
+        return f"ranks have run different operations: {text_by_rank(said, over)}"
     first, in_full = {}, {}
     for rank, each in enumerate(recent):
         common = max((index for index, (history, *_) in enumerate(each) if history in known), default=-1)
