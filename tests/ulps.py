@@ -26,6 +26,10 @@ HALF = 1
 # Functions of our own arithmetic: float32 is computed in float64 and rounded once; float64 loses less than half an ulp
 # before its result is rounded.
 FUNCTION = {np.float32: 0.501, np.float64: 1}
+# gelu, and its derivative: of float64 the exponential is a product of two, with a correction. Of its derivative in ulps
+# of the larger term of a difference.
+GELU = {np.float32: 0.501, np.float64: 4}
+GELU_SLOPE = {np.float32: 0.501, np.float64: 6}
 # A number of float32 rounded once to a half: float32's own errors, up to some 16 ulp, are less than 2**-8 of a half's.
 ROUNDED_ONCE = 0.51
 # numpy's exp and log1p in float64 err by less than 1 ulp each, the sums over classes by about as much.
@@ -45,6 +49,9 @@ FINITE_DIFFERENCE = 2**26
 # An operation against NumPy's textbook formula, and in float32 against float64: some ten roundings of the largest
 # numbers on the way, each of half an ulp or, in exponentials, of one or two.
 OPERATION = 16
+# Variances, norms and their gradients, in ulps of the largest element of a row: computed in float64 and rounded once;
+# some eight roundings of float64.
+MOMENTS = 4
 # A sharded operation, or its gradient, against that of one process: what shards give is added up in another order, and
 # where softmax states are merged it is in float64. Norms of rows of small numbers magnify that.
 SHARDED = 64

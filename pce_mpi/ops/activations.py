@@ -13,6 +13,7 @@ from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact import functions
 from pce_mpi.exact.mode import is_reproducible
+from pce_mpi.loss.kernels.elementary import two_product, two_sum
 from pce_mpi.ops.elementwise import astype, elementwise_rule, library_function, unary
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -40,44 +41,63 @@ def _relu(x: Array) -> Array:
     return _larger(x, x.dtype.type(0))
 
 
-# gelu(x) = x (1 + tanh(u)) / 2 = x sigmoid(2 u) with u = c x (1 + k x**2), and sigmoid(2 u) = h / (h + 1 / h) with
-# h = exp(u): there is one exponential, and nothing cancels.
-_C, _K = math.sqrt(2 / math.pi), 0.044715
-# By the size of an element: for |x| above this the sigmoid is 0 or 1, and h is still finite.
-_BENT = {4: 12, 8: 24}
+def _constants() -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return a = 2 sqrt(2 / pi) and 0.044715 a, each as a head and a tail."""
+    bits = 200
+    a = math.isqrt((4 << 2 * bits + functions.PI_BITS) // functions.HALF_PI)
+
+    def parts(n: int) -> tuple[float, float]:
+        head = n / 2**bits
+        return head, (n - int(math.ldexp(head, bits))) / 2**bits
+
+    return parts(a), parts(a * 44715 // 10**6)
+
+
+# gelu(x) = x (1 + tanh(v / 2)) / 2 = x / (1 + exp(-v)) with v = a x + b x**3, and a, b as heads and tails.
+_A, _B = _constants()
+# Where |x| is larger exp(-v) is 0; where v is larger than this exp(-v) is taken in two factors, so that it keeps its
+# digits until it is multiplied by x.
+_BENT, _DEEP = 24.0, 600.0
 
 
 def _gelu(x: Array, shardings: Shardings) -> tuple[Array, Array | None]:
     """Return gelu(x), and its derivative if a gradient is wanted: most of the way to both is the same.
 
-    The derivative is sigmoid(2 u) + 2 x u' sigmoid(2 u) sigmoid(-2 u), with u' = c (1 + 3 k x**2), and the product of
-    the sigmoids is (h + 1 / h)**-2. In-place operators halve the time.
+    Some elements at a time are computed in float64.
     """
-    given = x.dtype
-    if is_half(given):
-        x = x.astype(np.float32)
-    xp, bent = array_namespace(x), _BENT[x.dtype.itemsize]
-    z = xp.clip(x, -bent, bent)
-    slope = z * z
-    u = slope * (_C * _K)
-    u += _C
-    u *= z
-    h = _exp(u)
-    both = 1 / h
-    both += h
-    h /= both
-    y = xp.clip(x, -bent, np.inf)  # takes a third of the time of maximum
-    y *= h
-    y = y.astype(given, copy=False)
-    if not shardings.required[0]:
-        return y, None
-    slope *= 6 * _C * _K
-    slope += 2 * _C
-    slope *= z
-    both *= both
-    slope /= both
-    slope += h
-    return y, xp.asarray(slope)
+    xp, flat = array_namespace(x), x.reshape(-1)
+    y = xp.empty(flat.shape, x.dtype)
+    slope = xp.empty(flat.shape, np.float32 if is_half(x.dtype) else x.dtype) if shardings.required[0] else None
+    size = functions.BLOCK if xp is np else functions.BLOCK_ON_GPU
+    for start in range(0, flat.size, size):
+        block = slice(start, start + size)
+        _gelu_of(xp, flat[block], y[block], None if slope is None else slope[block])
+    return y.reshape(x.shape), None if slope is None else slope.reshape(x.shape)
+
+
+def _gelu_of(xp: Any, x: Array, y: Array, slope: Array | None) -> None:
+    """Write gelu(x) and its derivative, s (1 + x v' (1 - s)) with s = 1 / (1 + exp(-v))."""
+    in_double, x = x.dtype == np.float64, x.astype(np.float64)
+    z, negative = xp.clip(x, -_BENT, _BENT), x < 0
+    size, square = xp.abs(z), z * z
+    if in_double:  # an error of v is one of exp(-v), some hundred times as large
+        p, p_tail = two_product(square, xp.full_like(square, _B[0]))
+        p_tail += square * _B[1] + two_product(z, z)[1] * _B[0]
+        p, rest = two_sum(_A[0], p)
+        v, tail = two_product(size, p)
+        tail += size * (p_tail + (rest + _A[1]))
+        near = xp.minimum(v, _DEEP)
+        e = _exp(-near)
+        e -= e * tail
+        deep = xp.where(negative, _exp(near - v), 1.0)
+    else:
+        e, deep = _exp(-size * (_A[0] + _B[0] * square)), 1.0
+    both = 1.0 + e
+    share = xp.where(negative, e, 1.0) / both
+    y[...] = xp.clip(x, -_BENT, np.inf) * share * deep
+    if slope is not None:
+        other = xp.where(negative, 1.0, e) / both
+        slope[...] = share * (1.0 + z * (_A[0] + 3.0 * _B[0] * square) * other) * deep
 
 
 _TANH = unary("tanh", lambda g, x: 4 * _sigmoid_gradient(g, 2 * x))
@@ -158,6 +178,12 @@ def gelu(x: Any) -> DistArray:
     -------
     DistArray
         The result, in the dtype of `x`, or float64 for integers; placement as in `exp`.
+
+    Notes
+    -----
+    At any `x` the result, and the derivative, are those of the formula rounded once, of float64 to within 4 ulp; the
+    derivative of float64 to within 6 ulp of the larger of it and 1 / (1 + exp(-v)), with v = sqrt(8 / pi) (x +
+    0.044715 x**3).
     """
     return apply(_GELU, _real(x))
 

@@ -175,8 +175,8 @@ def matmul(x: Any, y: Any) -> DistArray:
     Notes
     -----
     Beside a Replicate factor a sharded m or n stays sharded, and Partial @ Replicate is Partial. If both factors are
-    sharded on k the product is Partial; booleans are reduced at once. All else sends nothing; otherwise factors are redistributed with the fewest
-    bytes. The gradient of `y` is Partial if m or the stack is sharded.
+    sharded on k the product is Partial; that of booleans is reduced at once. All else sends nothing; otherwise factors
+    are redistributed with the fewest bytes. The gradient of `y` is Partial if m or the stack is sharded.
 
     Examples
     --------

@@ -1,23 +1,26 @@
 """Layer and root mean square normalization.
 
-Along a sharded axis they are composed of other operations, and only one number a row is sent. Inside `reproducible`
-they always are.
+All is computed in float64. Along a sharded axis, and inside `reproducible`, sums over the axis are operations of their
+own, and only they are sent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+import math
 from typing import Any
 
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, is_floating, is_half
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op
+from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
+from pce_mpi.exact.functions import BLOCK, BLOCK_ON_GPU
 from pce_mpi.exact.mode import is_reproducible
-from pce_mpi.ops.elementwise import astype, sqrt, square, widened
-from pce_mpi.ops.reductions import mean
+from pce_mpi.ops.elementwise import astype, widened
+from pce_mpi.ops.moments import deviations, in_float64, sums
 from pce_mpi.ops.shape import normalized_axis, reshape
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -46,7 +49,7 @@ def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1
     Returns
     -------
     DistArray
-        The normalized array, sharded as `x`. Halves are normalized in float32 and rounded once, integers in float64.
+        The normalized array, sharded as `x`; of integers float64. Equal elements are normalized to 0.
 
     Raises
     ------
@@ -55,8 +58,12 @@ def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1
 
     Notes
     -----
-    Sharded rows: communicates nothing, and the gradients of `scale` and `bias` are Partial. Sharded `axis`: two
-    Allreduces of one number a row. A Partial `x` is reduced first.
+    It is computed in float64 and rounded once, and once more with a `bias`. Of float64 the normalized rows and their
+    gradient are right to 4 ulp of the largest element of a row while the mean is less than 1e6 standard deviations
+    from 0.
+
+    Sharded rows: communicates nothing, and the gradients of `scale` and `bias` are Partial. Sharded `axis`: one
+    Allreduce of 8 bytes a row, and one of 16, which backward takes too. A Partial `x` is reduced first.
 
     Examples
     --------
@@ -100,7 +107,7 @@ def rms_norm(x: DistArray, scale: Any = None, axis: int = -1, eps: float = 1e-5)
 
     Notes
     -----
-    Sharded `axis`: one Allreduce of one number a row; otherwise as in `layer_norm`.
+    Sharded `axis`: one Allreduce of 8 bytes a row, which backward takes too; otherwise as in `layer_norm`.
     """
     return _norm(x, scale, None, axis, eps, center=False)
 
@@ -115,18 +122,21 @@ def _norm(x: DistArray, scale: Any, bias: Any, axis: int, eps: float, center: bo
     for name, factor in given.items():
         if factor.shape != (x.shape[axis],):
             raise ValueError(f"{name} must have the length of axis {axis}, ({x.shape[axis]},), got {factor.shape}")
-    # A dtype that holds the squares of the elements.
     wide = widened(x) if is_floating(x.dtype) else astype(x, np.float64)
+    dtype = np.result_type(x.dtype if is_half(x.dtype) else wide.dtype, *(factor.dtype for factor in given.values()))
     if wide.sharding.dims_of(axis) or is_reproducible():
-        centered = wide - mean(wide, axis, keepdims=True) if center else wide
-        y = centered / sqrt(mean(square(centered), axis, keepdims=True) + eps)
+        near = in_float64(wide)
+        if center:
+            near, moments = deviations(near, (axis,))
+        else:
+            moments = sums(near, near, axes=(axis,), plain=False)
+        y = apply(_NORMALIZED, near, moments, axis=axis, eps=eps)
         y = y if scale is None else y * _along(axis, x.ndim, scale)
     else:
         y = apply(_NORM, wide, *([] if scale is None else [scale]), axis=axis, eps=eps, center=center)
     if bias is not None:
         y = y + _along(axis, x.ndim, bias)
-    dtype = np.result_type(x.dtype if is_half(x.dtype) else wide.dtype, *(factor.dtype for factor in given.values()))
-    return astype(y, dtype) if is_half(dtype) else y
+    return astype(y, dtype)
 
 
 def _along(axis: int, ndim: int, vector: Any) -> Any:
@@ -137,29 +147,90 @@ def _along(axis: int, ndim: int, vector: Any) -> Any:
     return reshape(vector, shape) if isinstance(vector, DistArray) else vector.reshape(shape)
 
 
-def _row_mean(x: Array, axis: int) -> Array:
-    return x.sum(axis, keepdims=True) / x.dtype.type(x.shape[axis])
+def _rows(shape: Shape, axis: int) -> Axes:
+    return tuple(None if index == axis else Axis(index) for index in range(len(shape)))
+
+
+def _normal(near: Array, moments: Array, count: int, eps: float) -> tuple[Array, Array]:
+    """Return the normalized rows, and the deviation of each, from sums: of `near`, if centered, and of its squares."""
+    square = moments[-1] / count
+    if len(moments) > 1:
+        mean = moments[0] / count
+        near, square = near - mean, square - mean * mean
+    deviation = array_namespace(near).sqrt(square + eps)
+    return near / deviation, deviation
+
+
+def _pulled(g: Array, normal: Array, deviation: Array, moments: Array, count: int) -> Array:
+    """Return the gradient of rows from that of their normalized rows, and its sums: of `g * normal`, last."""
+    inner = normal * (moments[-1] / count)
+    if len(moments) > 1:
+        inner += moments[0] / count
+    return (g - inner) / deviation
+
+
+# ------------------------------------------------------------------------------------------------- rows that are whole
+
+
+def _blocks(rows: Array) -> Iterator[slice]:
+    size = BLOCK if array_namespace(rows) is np else BLOCK_ON_GPU
+    step = max(1, size // max(1, rows.shape[1]))
+    return (slice(start, start + step) for start in range(0, len(rows), step))
+
+
+def _as_rows(x: Array, axis: int) -> Array:
+    return array_namespace(x).moveaxis(x, axis, -1).reshape(math.prod(_without(x.shape, axis)), x.shape[axis])
+
+
+def _as_array(rows: Array, shape: Shape, axis: int) -> Array:
+    xp = array_namespace(rows)
+    return xp.ascontiguousarray(xp.moveaxis(rows.reshape(*_without(shape, axis), rows.shape[1]), -1, axis))
+
+
+def _without(shape: Shape, axis: int) -> Shape:
+    return shape[:axis] + shape[axis + 1 :]
+
+
+def _row_sums(x: Array, factor: Array, center: bool) -> Array:
+    terms = [x] * center + [x * factor]
+    return array_namespace(x).stack([term.sum(1, keepdims=True) for term in terms])
 
 
 def _scaled_rows(x: Array, *scale: Array, axis: int, eps: float, center: bool) -> tuple[Array, tuple[Array, Array]]:
     """Return the result, the normalized rows, and the deviation of each."""
-    centered = x - _row_mean(x, axis) if center else x
-    deviation = array_namespace(x).sqrt(_row_mean(centered * centered, axis) + eps)
-    normal = centered / deviation
-    return (normal * _along(axis, x.ndim, scale[0]) if scale else normal), (normal, deviation)
+    xp, rows, count = array_namespace(x), _as_rows(x, axis), x.shape[axis]
+    normal, deviation = xp.empty(rows.shape, x.dtype), xp.empty((len(rows), 1))
+    y = xp.empty(rows.shape, np.result_type(x.dtype, scale[0].dtype)) if scale else normal
+    for block in _blocks(rows):
+        near = rows[block].astype(np.float64)
+        if center:
+            near -= near.sum(1, keepdims=True) / count
+        wide, deviation[block] = _normal(near, _row_sums(near, near, center), count, eps)
+        normal[block] = wide
+        if scale:
+            y[block] = wide * scale[0]
+    normal = _as_array(normal, x.shape, axis)
+    return _as_array(y, x.shape, axis) if scale else normal, (normal, _as_array(deviation, x.shape, axis))
 
 
 def _gradient(g: Array, normal: Array, deviation: Array, *scale: Array, axis: int, center: bool) -> Array:
-    if scale:
-        g = g * _along(axis, g.ndim, scale[0])
-    inner = normal * _row_mean(g * normal, axis)
-    if center:
-        inner += _row_mean(g, axis)
-    return (g - inner) / deviation
+    rows, normals, deviations = (_as_rows(each, axis) for each in (g, normal, deviation))
+    found = array_namespace(g).empty(rows.shape, normal.dtype)
+    for block in _blocks(rows):
+        upstream, wide = rows[block].astype(np.float64), normals[block].astype(np.float64)
+        if scale:
+            upstream *= scale[0]
+        sums = _row_sums(upstream, wide, center)
+        found[block] = _pulled(upstream, wide, deviations[block], sums, g.shape[axis])
+    return _as_array(found, g.shape, axis)
 
 
 def _gradient_of_scale(g: Array, normal: Array, axis: int) -> Array:
-    return (g * normal).sum(tuple(other for other in range(g.ndim) if other != axis))
+    rows, normals = (_as_rows(each, axis) for each in (g, normal))
+    found = array_namespace(g).zeros(rows.shape[1])
+    for block in _blocks(rows):
+        found += (rows[block].astype(np.float64) * normals[block]).sum(0)
+    return found.astype(np.result_type(g.dtype, normal.dtype))
 
 
 def _rows(shape: Shape, axis: int) -> Axes:
@@ -181,7 +252,7 @@ def _scale_rule(g: Shape, normal: Shape, axis: int) -> Rule:
     return Rule((rows, rows), (None,), (g[axis],), reduces="sum")
 
 
-_GRADIENT = Op("layer_norm", _gradient, rule=_gradient_rule)
+_GRADIENT = Op("layer_norm", _gradient, rule=_gradient_rule, dtype=lambda g, normal, *_: normal)
 _GRADIENT_OF_SCALE = Op("layer_norm", _gradient_of_scale, rule=_scale_rule)
 
 
@@ -202,3 +273,42 @@ def _to_scale(
 
 
 _NORM = Op("layer_norm", _scaled_rows, (_to_rows, _to_scale), _rule, uses=[(1,), ()], gives_residuals=True)
+
+# ---------------------------------------------------------------------------------- rows that ranks share
+
+
+def _from_sums(near: Array, moments: Array, axis: int, eps: float, shardings: Shardings) -> tuple[Array, Array]:
+    return _normal(near, moments, shardings.operands[0].shape[axis], eps)
+
+
+def _to_near(
+    g: DistArray, y: DistArray, near: DistArray, moments: DistArray, axis: int, eps: float, residuals: Array
+) -> DistArray:
+    deviation = DistArray(residuals, y.mesh, near.sharding.with_whole_axis(axis, 1))
+    found = sums(g, y, axes=(axis,), plain=len(moments) > 1)
+    return apply(_PULLED, g, y, deviation, found, count=y.shape[axis])
+
+
+def _elementwise_rule(near: Shape, *others: Shape, **_: Any) -> Rule:
+    """Return the rule of operands shaped as `near`, or as its rows, or as several of its rows one after the other."""
+    labels = tuple(map(Axis, range(len(near))))
+
+    def axes(shape: Shape) -> Axes:
+        rows = shape[len(shape) - len(near) :]
+        own = tuple(label if length == n else None for label, length, n in zip(labels, rows, near, strict=True))
+        return (None,) * (len(shape) - len(near)) + own
+
+    return Rule((labels, *map(axes, others)), labels, near)
+
+
+_PULLED = Op("layer_norm", _pulled, rule=_elementwise_rule)
+_NORMALIZED = Op(
+    "layer_norm",
+    _from_sums,
+    (_to_near, None),
+    _elementwise_rule,
+    dtype=lambda near, _: near,
+    uses=[(-1,), ()],
+    takes_shardings=True,
+    gives_residuals=True,
+)

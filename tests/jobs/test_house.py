@@ -122,6 +122,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("selection"),
             room("softmax"),
             room("reductions"),
+            room("moments"),
             room("variance"),
             room("normalization"),
             room("matmul"),

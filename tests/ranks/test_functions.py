@@ -6,10 +6,13 @@ import mpmath
 import numpy as np
 import pytest
 
+import pce_mpi as pce
 from pce_mpi.arrays import to_host
 from pce_mpi.exact import functions
 from pce_mpi.exact.functions import BLOCK
-from ulps import FUNCTION, ulp
+from ranks.exact import pair
+from ranks.op_cases import alone
+from ulps import FUNCTION, GELU, GELU_SLOPE, ulp, worst
 
 EXACT = {
     "exp": mpmath.exp,
@@ -181,3 +184,41 @@ DIGESTS = {
 def test_digest_of_function_is_golden(xp, name, dtype):
     found = called(name, xp, *arguments(name, dtype, 1000))
     assert hashlib.sha256(found.tobytes()).hexdigest()[:16] == DIGESTS[f"{name} {dtype.__name__}"]
+
+
+def exact_gelu(x):
+    """gelu, its derivative and the logistic function in it, of one number."""
+    x, k = mpmath.mpf(float(x)), mpmath.mpf(44715) / 10**6
+    a = mpmath.sqrt(8 / mpmath.pi)
+    share = 1 / (1 + mpmath.exp(-a * x * (1 + k * x * x)))
+    return x * share, share * (1 + x * a * (1 + 3 * k * x * x) * (1 - share)), share
+
+
+@pytest.mark.sizes(1)
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_gelu_is_right_far_below_0(dtype, reproducible):
+    lowest = -10.3 if dtype == np.float32 else -21.6  # beyond, exp underflows
+    awkward = [
+        -9.3,
+        -0.7517915,
+        -0.75179164,
+        1e-30,
+        -1e-30,
+        12.5,
+        30.0,
+        3e38,
+        float(np.finfo(dtype).smallest_subnormal),
+    ]
+    x = np.concatenate([np.linspace(lowest, 4, 400), awkward]).astype(dtype)
+    held = pce.distribute(x, alone(), requires_grad=True)
+    with pce.reproducible(reproducible):
+        y = pce.gelu(held)
+        y.sum().backward()
+    with mpmath.workdps(60):
+        exact = [exact_gelu(value) for value in x]
+        pairs = [pair([row[i] for row in exact]) for i in range(3)]
+    value, slope, share = pairs
+    assert worst(y.full(), value.near, dtype, remainder=value.rest) <= GELU[dtype]
+    size = np.maximum(np.abs(slope.near), share.near) if dtype == np.float64 else None
+    assert worst(held.grad.full(), slope.near, dtype, size, slope.rest) <= GELU_SLOPE[dtype]

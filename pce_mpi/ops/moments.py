@@ -1,0 +1,99 @@
+"""Sums over axes for variances and norms, in float64, and distances from the mean that keep their digits.
+
+The mean of numbers far from 0 is rounded to a multiple of a large ulp. So what the distances from it sum to is taken
+off them: over a sharded axis it travels together with their squares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import math
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace
+from pce_mpi.autograd.apply import apply
+from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.rules import Axis, Rule
+from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.placements import Replicate
+from pce_mpi.exact.sums import total
+from pce_mpi.ops.broadcasting import kept_shape
+from pce_mpi.ops.elementwise import elementwise_rule, widened
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Shape = tuple[int, ...]
+
+
+def _terms(x: Array, *factor: Array, plain: bool) -> list[Array]:
+    return ([x] if plain else []) + [x * other for other in factor]
+
+
+def _sums(x: Array, *factor: Array, axes: tuple[int, ...], plain: bool) -> Array:
+    xp, shape = array_namespace(x), kept_shape(x.shape, axes)
+    left = [axis for axis in range(x.ndim) if axis not in axes]
+    found = [
+        # NumPy adds up in pairs along the last axis alone.
+        xp.ascontiguousarray(term.transpose(*left, *axes)).reshape(*(x.shape[axis] for axis in left), -1).sum(-1)
+        if term.size
+        else xp.zeros(math.prod(shape))
+        for term in _terms(x, *factor, plain=plain)
+    ]
+    return xp.stack([each.reshape(shape) for each in found])
+
+
+def _exact_sums(x: Array, *factor: Array, axes: tuple[int, ...], plain: bool, shardings: Shardings) -> Array:
+    length = count_of(shardings.operands[0].shape, axes)
+    terms = array_namespace(x).stack(_terms(x, *factor, plain=plain))
+    return total(terms, tuple(axis + 1 for axis in axes), length, shardings.summed_comm)
+
+
+def _rule(x: Shape, *factor: Shape, axes: tuple[int, ...], plain: bool) -> Rule:
+    labels = tuple(map(Axis, range(len(x))))
+    rows = tuple(None if axis in axes else label for axis, label in enumerate(labels))
+    shape = (plain + len(factor), *kept_shape(x, axes))
+    return Rule((labels,) * (1 + len(factor)), (None, *rows), shape, reduces="sum")
+
+
+_IN_FLOAT64 = Op(
+    "astype",
+    lambda x: x.astype(np.float64),
+    (lambda g, y, x: g,),
+    elementwise_rule(),
+    dtype=lambda _: np.float64,
+    uses=[()],
+    relays=True,
+)
+_SUMS = Op("sum", _sums, rule=_rule, exact=_exact_sums)
+
+
+def sums(x: DistArray, *factor: DistArray, axes: tuple[int, ...], plain: bool = True) -> DistArray:
+    """Return, one after the other, the sums of `x`, if `plain`, and of `x` times `factor`; without a gradient.
+
+    All are float64. The axes stay with length 1. The sums over a sharded axis are reduced, together.
+    """
+    found = apply(_SUMS, x.detach(), *(each.detach() for each in factor), axes=axes, plain=plain)
+    partial = found.sharding.partial_dims
+    return found.redistribute(**dict.fromkeys(partial, Replicate())) if partial else found
+
+
+def count_of(shape: Shape, axes: Sequence[int]) -> int:
+    """Return the number of elements along `axes`."""
+    return math.prod(shape[axis] for axis in axes)
+
+
+def in_float64(x: DistArray) -> DistArray:
+    """Return `x` as float64; a Partial one is reduced before, when it is smaller."""
+    x = widened(x)
+    return x if x.dtype == np.float64 else apply(_IN_FLOAT64, x)
+
+
+def deviations(x: DistArray, axes: tuple[int, ...]) -> tuple[DistArray, DistArray]:
+    """Return the distances from about the mean of `x`, float64, and the sums of them and of their squares.
+
+    The gradient passes the mean by. Equal elements have equal distances of a few ulp: their sums are exact, so that the
+    square of their mean is the mean of their squares.
+    """
+    near = x - sums(x, axes=axes)[0] / count_of(x.shape, axes)
+    return near, sums(near, near, axes=axes)
