@@ -277,7 +277,7 @@ def write_statistics_gradient(
         "factor": scale * softmax.normalizer,
         "constant": common - log_prob,
         "slope": -entropy,
-        "origin": softmax.held_z,
+        "origin": softmax.held,
         "held_gradient": scale * (common * softmax.held_probability - log_prob * less_one),
         "target_gradient": scale * log_prob,
     }

@@ -166,11 +166,11 @@ ROW_GRADIENT = {
             "held_gradient",  # the gradient of the class held apart
             "held",  # with probabilities every class of this logit
             "held_weight",  # and this weight is held apart
-            # The gradient of statistics has (constant + slope (z_c - origin)) as one more factor, and one class, the
+            # The gradient of statistics has (constant + slope (z_c - z_origin)) as one more factor, and one class, the
             # target, has target_gradient besides.
             "constant",
             "slope",
-            "origin",
+            "origin",  # a logit
             "target",  # the column of that class, -1 if another shard has it
             "target_gradient",
         )

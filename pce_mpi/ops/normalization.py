@@ -147,10 +147,6 @@ def _along(axis: int, ndim: int, vector: Any) -> Any:
     return reshape(vector, shape) if isinstance(vector, DistArray) else vector.reshape(shape)
 
 
-def _rows(shape: Shape, axis: int) -> Axes:
-    return tuple(None if index == axis else Axis(index) for index in range(len(shape)))
-
-
 def _normal(near: Array, moments: Array, count: int, eps: float) -> tuple[Array, Array]:
     """Return the normalized rows, and the deviation of each, from sums: of `near`, if centered, and of its squares."""
     square = moments[-1] / count

@@ -211,7 +211,7 @@ def fill_gradients_of_statistics(rows, softmax, targets, rng):
     """The columns that only gradients of statistics have."""
     for name in ("constant", "slope", "target_gradient"):
         rows[:, ROW_GRADIENT[name]] = rng.standard_normal(len(rows))
-    rows[:, ROW_GRADIENT["origin"]] = softmax[:, ROW_SOFTMAX["held_z"]]
+    rows[:, ROW_GRADIENT["origin"]] = softmax[:, ROW_SOFTMAX["held"]]
     rows.view(np.int64)[:, ROW_GRADIENT["target"]] = targets
 
 

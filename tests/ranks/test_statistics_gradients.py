@@ -212,3 +212,21 @@ def test_wrong_targets_of_distributed_statistics_raise_everywhere(comm):
     with pytest.raises(TypeError, match="unexpected keyword argument 'comm'"):
         pce.class_statistics(x, comm=comm)
     assert pce.class_statistics(x, np.array([0, 2])).log_prob.shape == (2,)
+
+
+@pytest.mark.sizes(1, 2)
+def test_common_offset_costs_entropy_no_digits(comm):
+    # z is scale times the logit, which is rounded unless the scale is a power of two.
+    scale, upstream = 3.0, {"entropy": 1.0}
+    for offset in (0.0, 50.0, 5000.0):
+        logits = np.random.default_rng(12).standard_normal((ROWS, CLASSES)) + offset
+        found, mine = ours(comm, logits, None, upstream, logit_scale=scale)
+        with mpmath.workdps(60):
+            for row, gradient in zip(logits, found, strict=True):
+                z = [scale * mpmath.mpf(float(x)) for x in row]
+                total = mpmath.log(mpmath.fsum(map(mpmath.exp, z)))
+                entropy = mpmath.fsum(mpmath.exp(x - total) * (total - x) for x in z)
+                for x, got in zip(z[mine], gradient, strict=True):
+                    share = scale * mpmath.exp(x - total)
+                    exact, terms = -share * (x - total + entropy), share * (total - x + entropy)
+                    assert abs(float(got) - exact) <= 5 * 2.0**-53 * terms, (offset, float(x))

@@ -12,14 +12,15 @@ struct RowGradient {
     double factor, weight_factor;
     double held_gradient;
     double held, held_weight;  // with probabilities every class with this logit and weight is held
-    double constant, slope, origin;  // of statistics
+    double constant, slope, origin;  // of statistics; the origin is a logit
     int64_t target;                  // the class that has `target_gradient` besides, or -1
     double target_gradient;
 };
 
 // The factors of a row's gradient: factor = (high + low) 2^k = m 2^k, and `exponent` is k less that of the normalizer.
 struct RowFactor {
-    double factor, m, weight_factor, top, constant, slope, origin;
+    double factor, m, weight_factor, top, constant, slope;
+    Pair origin;
     float high, low;
     int64_t exponent;
     bool huge;
@@ -31,7 +32,7 @@ struct RowFactor {
         row.top = gradient.top;
         row.constant = gradient.constant;
         row.slope = gradient.slope;
-        row.origin = gradient.origin;
+        row.origin = transformed(gradient.origin, transform);
         row.huge = is_huge(row.top, transform);
         Parts parts = finite(row.factor) ? split(row.factor) : Parts{row.factor, 0};
         row.m = parts.m + parts.m;
@@ -71,7 +72,7 @@ PCE_FUNCTION typename Arithmetic::Number gradient_of(double x, double u, const R
     double result = number_of(value);
     if (call.has(ENTROPY)) {
         Pair z = transformed(x, call.transform);
-        double factor = row.constant + row.slope * ((z.high - row.origin) + z.low);
+        double factor = row.constant + row.slope * ((z.high - row.origin.high) + (z.low - row.origin.low));
         result = (result == 0.0 ? 0.0 : result * factor) + more;  // 0 is that of a masked class, whose z is infinite
     }
     if (call.has(WEIGHTED_LOGIT)) result = result - row.weight_factor * u;

@@ -46,8 +46,8 @@ def gradient_of(
             constant, slope, origin, more = (
                 rows[:, ROW_GRADIENT[name], None] for name in ("constant", "slope", "origin", "target_gradient")
             )
-            z, low = transformed(x.astype(f64), transform)
-            factor = constant + slope * ((z - origin) + low)
+            (z, low), (origin, origin_low) = (transformed(each, transform) for each in (x.astype(f64), origin))
+            factor = constant + slope * ((z - origin) + (low - origin_low))
             value = np.where(value == 0.0, 0.0, value * factor)  # 0 is that of a masked class, whose z is infinite
             value = value + np.where(is_target, more, 0.0)
         if fields.weighted_logit:

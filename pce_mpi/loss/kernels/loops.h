@@ -449,7 +449,7 @@ static void finish_near(const Number *values, const Number *x, T *out, const dou
                 Doubles low, z = transform.softcap == 0.0 && transform.scale == 1.0
                                      ? transformed<PLAIN>(logit[k], transform, low)
                                      : transformed<GENERAL>(logit[k], transform, low);
-                Doubles factor = row.constant + row.slope * ((z - row.origin) + low);
+                Doubles factor = row.constant + row.slope * ((z - row.origin.high) + (low - row.origin.low));
                 value[k] = value[k] == 0.0 ? Doubles{} : value[k] * factor;
             }
             if (u) value[k] = value[k] - row.weight_factor * load(u + i + k * LANES / 2);
