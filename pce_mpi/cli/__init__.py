@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 import contextlib
 from difflib import get_close_matches
+import io
 import os
 import re
 import select
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command, on all ranks unless it is `conformance`, and exit with the same status on each."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal or a file in another encoding cannot show
+            stream.reconfigure(errors="backslashreplace")
     with _quiet_once_nobody_reads():
         arguments = sys.argv[1:] if arguments is None else arguments
         if arguments[:1] == ["conformance"] and not (launch() and {"-h", "--help"} & {*arguments}):
@@ -74,8 +78,17 @@ def _quiet_once_nobody_reads() -> Iterator[None]:
     try:
         try:
             yield
-        except SystemExit:
-            print(end="", flush=True)  # later errors would be reported
+        except SystemExit as ended:
+            try:
+                print(end="", flush=True)  # later errors would be reported
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                with open(os.devnull, "w") as devnull:
+                    os.dup2(devnull.fileno(), sys.stdout.fileno())
+                if ended.code != 2:
+                    print(f"error: standard output: {error.strerror}", file=sys.stderr)
+                    sys.exit(2)
             raise
     except BrokenPipeError:
         unread = [stream for stream in (sys.stdout, sys.stderr) if _is_unread(stream)]

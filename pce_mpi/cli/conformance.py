@@ -11,6 +11,7 @@ import ast
 from collections.abc import Callable
 from difflib import get_close_matches
 import importlib
+import os
 from pathlib import Path
 import shutil
 import signal
@@ -29,7 +30,8 @@ from pce_mpi.conformance.launching import LaunchError, most_ranks, number_of_cor
 from pce_mpi.conformance.offers import DTYPES
 from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
-from pce_mpi.conformance.reports import json_file, listing, terminal
+from pce_mpi.conformance.reports import files, json_file, listing, terminal
+from pce_mpi.conformance.texts import bounded, visible
 
 __all__ = ["add_arguments", "run", "status_as_rank"]
 
@@ -52,9 +54,28 @@ def status_as_rank() -> int | None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run and report; return 0 if nothing failed, 1 if something did, 2 if nothing was judged, 130 if interrupted."""
+    """Run and report; return 0 if nothing failed, 1 if something did, 130 if interrupted.
+
+    2 if nothing was judged, or what was judged could not be written.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP
+            signal.signal(number, signal.default_int_handler)
+    display = _Display()
+    try:
+        return _run(options, display)
+    except (LaunchError, _UsageError) as error:
+        return _wrong(str(error))
+    except ImportError as error:
+        return _wrong(f"{error}: pip install 'pce_mpi[conformance]'")
+    except KeyboardInterrupt:
+        print(f"interrupted; {display}", file=sys.stderr)
+        return 130
+    finally:
+        display.close()
+
+
+def _run(options: argparse.Namespace, display: _Display) -> int:
     try:
         sizes = _sizes(options)
     except argparse.ArgumentTypeError as error:
@@ -73,43 +94,28 @@ def run(options: argparse.Namespace) -> int:
         large=options.large,
     )
     timeout = options.timeout or (LARGE_TIMEOUT if options.large else DEFAULT_TIMEOUT)
-    try:
-        known = _known_failures(options.known)
-    except OSError as error:
-        return _wrong(f"--known: {error}")
+    known = _known_failures(options.known)
     if unknown := orders.patterns_of_no_case(known):
         return _wrong(_no_such_case(unknown, orders))
     if wrong := _wrong_work(options):
         return _wrong(wrong)
-    display = _Display()
-    try:
-        renderers = _renderers(options)
-        if options.list:
-            print(_listed(orders, timeout, display))
-            return 0
-        if options.export is not None:
-            print(f"{_exported(orders, options)} vectors in {options.export}")
-            return 0
-        if options.report is not None:
-            report = _earlier(options.report)
-        elif options.vectors is not None:
-            report = _judged(options)
-        else:
-            ranks = f"{' and then '.join(map(str, sizes))} rank{'s' * (sizes != [1])}"
-            print(f"starting {ranks} with {orders.candidate}", file=sys.stderr, flush=True)
-            report = run_cases(orders, sizes, timeout=timeout, shrinking=options.shrink, display=display, known=known)
-    except (LaunchError, _UsageError) as error:
-        return _wrong(str(error))
-    except ImportError as error:
-        return _wrong(f"{error}: pip install 'pce_mpi[conformance]'")
-    except KeyboardInterrupt:
-        print(f"interrupted; {display}", file=sys.stderr)
-        return 130
-    finally:
-        display.close()
-    for path, render in renderers.items():
-        path.write_text(render(report), encoding="utf-8")
-    print(terminal.render(report), end="")
+    renderers = _renderers(options)
+    if options.list:
+        _print(_listed(orders, timeout, display) + "\n")
+        return 0
+    if options.export is not None:
+        _print(f"{_exported(orders, options)} vectors in {options.export}\n")
+        return 0
+    if options.report is not None:
+        report = _earlier(options.report)
+    elif options.vectors is not None:
+        report = _judged(options)
+    else:
+        ranks = f"{' and then '.join(map(str, sizes))} rank{'s' * (sizes != [1])}"
+        print(f"starting {ranks} with {orders.candidate}", file=sys.stderr, flush=True)
+        report = run_cases(orders, sizes, timeout=timeout, shrinking=options.shrink, display=display, known=known)
+    display.close()
+    written = _written(report, renderers)
     if report.interrupted:
         print(f"interrupted, and the report has what was known by then; {display}", file=sys.stderr)
         return 130
@@ -119,7 +125,38 @@ def run(options: argparse.Namespace) -> int:
             if options.vectors
             else f"nothing was judged: {orders.candidate} offers none of the selected cases, --list says why"
         )
+    if not written:
+        return 2
     return 1 if report.failed else 0
+
+
+def _written(report: Report, renderers: dict[Path, Callable[[Report], str]]) -> bool:
+    """Print the report, write it to the files whatever becomes of that, and return True if all of it was written."""
+    problems = []
+    try:
+        _print(terminal.render(report))
+    except _UsageError as error:
+        problems.append(str(error))
+    finally:
+        for path, render in renderers.items():
+            try:
+                files.write(path, render(report))
+            except (
+                Exception
+            ) as error:  # of any renderer: the other files do not need it
+                problems.append(f"{path}: {_why(error)}")
+        for problem in problems:
+            _wrong(f"the report could not be written to {problem}")
+    return not problems
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _UsageError(f"standard output: {_why(error)}") from error
 
 
 def _sizes(options: argparse.Namespace) -> list[int]:
@@ -137,7 +174,10 @@ def _sizes(options: argparse.Namespace) -> list[int]:
 
 def _known_failures(path: str | None) -> list[str]:
     """Read the names and patterns in a file."""
-    lines = [] if path is None else Path(path).read_text(encoding="utf-8").splitlines()
+    try:
+        lines = [] if path is None else Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise _UsageError(f"--known: {path}: {_why(error)}") from error
     return [name for line in lines if (name := line.partition("#")[0].strip())]
 
 
@@ -168,12 +208,24 @@ def _wrong_work(options: argparse.Namespace) -> str:
         return f"{' and '.join(works)} are given, and only one of them can be done at a time"
     if (options.vectors is None) != (options.results is None):
         return "give both --vectors DIR, with the problems, and --results FILE, with their answers"
+    if again := _files_named_twice(options):
+        return f"{' and '.join(again)} name the same file"
     if not (works or options.list):
         return (
             "give a candidate (package.module:candidate), --list, --report FILE, --export DIR, or "
             "--vectors DIR --results FILE"
         )
     return _wrong_candidate(options.candidate, options.adapter) if options.candidate else ""
+
+
+def _files_named_twice(options: argparse.Namespace) -> list[str]:
+    """Return the options of a report that would be overwritten by another, or overwrite what was read."""
+    read = {name: path for name in ("known", "results") if (path := getattr(options, name)) is not None}
+    paths = read | {name: path for name in FILES if (path := getattr(options, name)) is not None}
+    by_file: dict[str, list[str]] = {}
+    for name, path in paths.items():
+        by_file.setdefault(os.path.realpath(path), []).append(f"--{name}")
+    return next((names for names in by_file.values() if len(names) > 1), [])
 
 
 def _wrong_candidate(name: str, adapter: str | None) -> str:
@@ -200,7 +252,7 @@ def _functions_in(path: Path) -> list[str]:
 
 
 class _UsageError(Exception):
-    """An argument of the command line cannot be used."""
+    """What the user named on the command line, or standard output, cannot be used."""
 
 
 def _exported(orders: Orders, options: argparse.Namespace) -> int:
@@ -216,9 +268,13 @@ def _exported(orders: Orders, options: argparse.Namespace) -> int:
 
 def _earlier(path: str) -> Report:
     try:
-        return json_file.parse(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _UsageError(f"--report: {error}") from error
+        report = json_file.parse(Path(path).read_text(encoding="utf-8"))
+        terminal.render(report)
+        return report
+    except OSError as error:
+        raise _UsageError(f"--report: {path}: {_why(error)}") from error
+    except Exception as error:  # anything may stand at any place of a file
+        raise _UsageError(f"--report: {path} is no report of this version: {_why(error)}") from error
 
 
 def _judged(options: argparse.Namespace) -> Report:
@@ -257,7 +313,7 @@ class _Display:
             self._bar.finished(f"{outcome.verdict:11}  {case}", worth_a_line=outcome.failed and not self._shrinking)
             if outcome.verdict is Verdict.CRASHED and not self._shrinking:
                 for finding in outcome.findings:  # the last ones are the output of the ranks
-                    self._bar.say(textwrap.indent(finding.text, "    "))
+                    self._bar.say(textwrap.indent(visible(finding.text), "    "))
 
     def waiting(self, seconds: float, timeout: float) -> None:
         """No rank has shown a sign of life for `seconds`."""
@@ -267,12 +323,12 @@ class _Display:
     def printed(self, text: str) -> None:
         """The output of the ranks in the only case."""
         if self._bar is not None and text:
-            self._bar.say(text)
+            self._bar.say(visible(text))
 
     def warn(self, text: str) -> None:
         """A fault that is no outcome of a case."""
         if self._bar is not None:
-            self._bar.say(f"warning: {text}")
+            self._bar.say(visible(f"warning: {text}"))
 
     def close(self) -> None:
         """The run is over."""
@@ -284,7 +340,7 @@ def _listed(orders: Orders, timeout: float, display: _Display) -> str:
     """List the selected cases with the fault that each catches and, for a candidate, its offer."""
     offer = asked_offer(orders, timeout=timeout, display=display) if orders.candidate else None
     width = shutil.get_terminal_size((120, 24)).columns
-    return listing.render(orders.cases(offer).values(), offer, width)
+    return visible(listing.render(orders.cases(offer).values(), offer, width))
 
 
 def _renderers(options: argparse.Namespace) -> dict[Path, Callable[[Report], str]]:
@@ -296,6 +352,13 @@ def _renderers(options: argparse.Namespace) -> dict[Path, Callable[[Report], str
     }
 
 
+def _why(error: Exception) -> str:
+    """Return what is wrong with a file that the user named, in a line."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return bounded(f"{type(error).__name__}: {error}", 200)
+
+
 def _wrong(text: str) -> int:
-    print(f"error: {text}", file=sys.stderr)
+    print(visible(f"error: {text}"), file=sys.stderr)
     return 2

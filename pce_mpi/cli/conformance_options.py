@@ -27,7 +27,8 @@ examples:
   python -m pce_mpi conformance --list
 
 What the candidate prints is shown, by rank, where a single case is run, and where a case crashes.
-Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or judged, 130 if interrupted."""
+Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or judged or the report could not be written,
+130 if interrupted."""
     parser.add_argument(
         "candidate",
         nargs="?",

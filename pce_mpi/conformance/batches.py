@@ -260,6 +260,7 @@ class _Launch:
         while not self._over:
             # Before reading the events, so that these include everything before the end.
             ended = bool(self._job.ends()) or self._job.status is not None
+            self._job.limit_output()
             silent = True
             for rank, event in self._job.news():
                 heard, silent = time.monotonic(), False

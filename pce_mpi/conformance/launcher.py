@@ -20,9 +20,14 @@ from pce_mpi.conformance.journal import Follower, beginnings
 from pce_mpi.conformance.launching import LaunchError, memory_named_in, mpiexec, settings
 from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.stacks import innermost
+from pce_mpi.conformance.texts import bounded
 from pce_mpi.leftovers import abandoned, new_folder
 
+# Of what each rank prints.
 _LINES_SHOWN = 20
+_CHARACTERS_SHOWN = 500  # of a line
+_BYTES_READ = 1 << 18
+_BYTES_KEPT = 1 << 26
 # The names of the folders of all jobs begin with this.
 _STEM = "pce_mpi-conformance-"
 
@@ -103,16 +108,38 @@ class Job:
         return [(ranks.get(int(pid)), int(status)) for pid, status in pairs]
 
     def printed(self, rank: int, since: int) -> str:
-        """Return the output of `rank` after the first `since` bytes."""
-        path = self.folder / f"output-{rank}"
-        return path.read_bytes()[since:].decode(errors="replace") if path.exists() else ""
+        """Return the output of `rank` after the first `since` bytes, or the end of that."""
+        try:
+            with (self.folder / f"output-{rank}").open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                # It is shorter than that after `limit_output`.
+                file.seek(max(since if since <= size else 0, size - _BYTES_READ))
+                return file.read().decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def limit_output(self) -> None:
+        """Drop all but the end of outputs that would fill the disk; ranks append whatever comes next."""
+        for rank in range(self.ranks):
+            path = self.folder / f"output-{rank}"
+            if path.exists() and path.stat().st_size > _BYTES_KEPT:
+                with path.open("rb+") as file:
+                    file.seek(-_BYTES_READ, os.SEEK_END)
+                    end = file.read(_BYTES_READ)
+                    file.truncate(0)
+                with path.open("ab") as file:
+                    file.write(end)
 
     def last_lines(self, since: Sequence[int], *, launcher: bool = True) -> str:
         """Return the last lines of each rank after its first `since` bytes; if there are none, those of mpiexec."""
         texts = {f"[rank {rank}] ": self.printed(rank, start) for rank, start in enumerate(since)}
         if launcher and not any(texts.values()):
             texts = {"": self._output.read_text(errors="replace")}
-        return "\n".join(prefix + line for prefix, text in texts.items() for line in text.splitlines()[-_LINES_SHOWN:])
+        return "\n".join(
+            prefix + bounded(line, _CHARACTERS_SHOWN)
+            for prefix, text in texts.items()
+            for line in text.splitlines()[-_LINES_SHOWN:]
+        )
 
     def where(self, rank: int) -> str:
         """Return the line of the candidate's code at which `rank` is now, or '' if it does not answer."""

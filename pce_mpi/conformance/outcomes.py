@@ -13,6 +13,7 @@ import re
 from typing import Any
 
 from pce_mpi.conformance.offers import Offer
+from pce_mpi.conformance.texts import bounded
 
 # The words of `comparing` for a wrong number; `judging` puts them in brackets after a known cause.
 _RESULT = "loss|log-probability|entropy"
@@ -24,6 +25,8 @@ _SEEN = re.compile(
 )
 # The names that procedures give to several answers are no cause.
 _WHICH = re.compile("((first|second) (of two losses|backward pass)|the (least|greatest) of all copies): ")
+# The characters of a finding that a report has: most are a candidate's own.
+_MOST_TEXT = 20_000
 # A number, or a list of several.
 _NUMBERS = re.compile(r"-?\d[\d.]*(e[+-]?\d+)?((, | and )\d+)*( more)?")
 
@@ -71,11 +74,14 @@ class Finding:
     """One fault of an answer.
 
     kind  A few words, always the same for the same fault
-    text  one line that describes it
+    text  one line that describes it, or what a process printed; bounded
     """
 
     kind: str
     text: str
+
+    def __post_init__(self) -> None:
+        self.text = bounded(self.text, _MOST_TEXT)
 
     @property
     def cause(self) -> str:

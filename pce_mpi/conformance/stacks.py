@@ -8,7 +8,16 @@ import re
 import sysconfig
 import traceback
 
+from pce_mpi.conformance.texts import bounded
+
 _KIT = Path(__file__).parent
+# The folder in which the user started the command, whatever the candidate does then.
+try:
+    _FOLDER = Path.cwd()
+except FileNotFoundError:  # it has been removed
+    _FOLDER = Path("/")
+# The characters of an error that are shown.
+_MOST_TEXT = 1000
 
 
 def innermost(stack: str) -> str:
@@ -22,8 +31,11 @@ def innermost(stack: str) -> str:
 
 def error_text(error: BaseException) -> str:
     """Return the error in one line, with the candidate's innermost line that it came from."""
-    first = str(error).strip().partition("\n")[0]
-    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    try:
+        first = str(error).strip().partition("\n")[0]
+    except Exception as another:  # its own, of its class
+        first = f"no text, as its __str__ raised {type(another).__name__}"
+    text = bounded(f"{type(error).__name__}: {first}" if first else type(error).__name__, _MOST_TEXT)
     frames = reversed(traceback.extract_tb(error.__traceback__))
     place = _innermost((frame.filename, str(frame.lineno), frame.name) for frame in frames)
     return f"{text} at {place}" if place else text
@@ -42,6 +54,6 @@ def _innermost(frames: Iterable[tuple[str, str, str]]) -> str:
         elif _KIT.parent in path.parents:
             installed = installed or f"{path.relative_to(_KIT.parents[1])}:{line} in {function}"
         elif not file.startswith(standard):
-            shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+            shown = path.relative_to(_FOLDER) if path.is_relative_to(_FOLDER) else path
             return f"{shown}:{line} in {function}"
     return installed

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 import faulthandler
 from importlib.metadata import PackageNotFoundError, version
@@ -29,6 +30,7 @@ from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.outcomes import as_json
 from pce_mpi.conformance.running import run_case
 from pce_mpi.conformance.stacks import error_text
+from pce_mpi.conformance.texts import bounded
 from pce_mpi.conformance.units import Tolerance
 
 if TYPE_CHECKING:
@@ -68,8 +70,8 @@ class Recorded:
 class Worker:
     """This rank, with everything that its cases share."""
 
-    def __init__(self, orders: Orders, candidate: Any, comm: MPI.Intracomm, journal: Journal) -> None:
-        self._orders, self._comm, self._journal = orders, comm, journal
+    def __init__(self, orders: Orders, candidate: Any, comm: MPI.Intracomm, journal: Journal, output: Path) -> None:
+        self._orders, self._comm, self._journal, self._output = orders, comm, journal, output
         self._offer = offer_of(candidate)
         self._candidate = Recorded(candidate, journal)
         self._tolerance = Tolerance(orders.strict, orders.tolerance)
@@ -79,8 +81,9 @@ class Worker:
         cases = self._orders.cases(self._offer)
         tasks = self._orders.tasks
         for number, task in enumerate([Task(name) for name in cases] if tasks is None else tasks):
-            sys.stdout.flush()
-            self._journal.write("started", task=number, printed=os.fstat(1).st_size)
+            with suppress(Exception):  # the candidate may have closed or replaced it
+                sys.stdout.flush()
+            self._journal.write("started", task=number, printed=self._output.stat().st_size)
             self._candidate.raised = False
             outcome = run_case(
                 self._candidate,
@@ -111,7 +114,8 @@ def main(folder: Path, ranks: int) -> None:
     if apart := why_apart(comm, ranks):
         journal.write("apart", text=apart)
         raise LaunchError(apart)
-    _redirect_output(folder / f"output-{comm.rank}")
+    output = folder / f"output-{comm.rank}"
+    _redirect_output(output)
     # The launcher asks for the stack with a signal: a rank inside C code cannot run Python code.
     stack = open(folder / f"stack-{comm.rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
@@ -121,7 +125,7 @@ def main(folder: Path, ranks: int) -> None:
         candidate = _candidate(orders)
         if hasattr(candidate, "start"):
             candidate.start(comm)
-        worker = Worker(orders, candidate, comm, journal)
+        worker = Worker(orders, candidate, comm, journal, output)
     except Exception as error:
         journal.write("unusable", text=error_text(error))
         raise
@@ -179,7 +183,7 @@ def _versions(mpi: Any, arrays: str) -> dict[str, str]:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
-            found[package] = getattr(sys.modules.get(package), "__version__", "unknown")
+            found[package] = bounded(str(getattr(sys.modules.get(package), "__version__", "unknown")), 100)
     return found
 
 

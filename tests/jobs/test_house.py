@@ -158,6 +158,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("loading"),
             room("cases"),
             room("catalogue"),
+            room("texts", standard_library_only=True),
             room("outcomes"),
             room("textbook"),
             room("units"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 import math
-import re
 
 from pce_mpi.conformance.offers import Gradient, Offer
 from pce_mpi.conformance.outcomes import Accuracy, Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.reports.tables import Cell
+from pce_mpi.conformance.texts import visible
 
 MEANING = {
     Verdict.PASS: "right, or refused where that is due",
@@ -21,8 +21,6 @@ MEANING = {
     Verdict.SLOW: "no rank returned in time: all were inside the candidate, or still moving",
 }
 
-_COLOR = re.compile(r"\x1b\[[0-9;]*m")
-_CONTROL = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\t"), ord("\n")}, "\N{REPLACEMENT CHARACTER}")
 _GRADIENT = {
     Gradient.NONE: "the loss alone",
     Gradient.VALUE: "the loss and its gradient",
@@ -174,7 +172,7 @@ def lines(outcome: Outcome) -> list[str]:
 
 def printed(outcome: Outcome) -> str:
     """Return the output of a process that crashed or hung; '' if there is none."""
-    return "\n".join(_visible(finding.text) for finding in _prints(outcome))
+    return "\n".join(visible(finding.text) for finding in _prints(outcome))
 
 
 def _prints(outcome: Outcome) -> list[Finding]:
@@ -194,12 +192,7 @@ def shape(outcome: Outcome) -> str:
 
 def in_a_line(text: str) -> str:
     """Remove line breaks and control characters."""
-    return " ".join(_visible(text).split())
-
-
-def _visible(text: str) -> str:
-    # The output of a candidate may have any characters.
-    return _COLOR.sub("", text).translate(_CONTROL)
+    return " ".join(visible(text).split())
 
 
 def _offered(offer: Offer) -> str:

@@ -8,6 +8,7 @@ import textwrap
 from pce_mpi.conformance.outcomes import Outcome, Report
 from pce_mpi.conformance.reports import summary
 from pce_mpi.conformance.reports.tables import table
+from pce_mpi.conformance.texts import visible
 
 _WIDTH = 120
 # Lines of a candidate's output; other reports have more.
@@ -16,7 +17,7 @@ _LINES_SHOWN = 12
 
 def render(report: Report) -> str:
     """Render the report as text that ends in a newline."""
-    return "\n\n".join(_parts(report)) + "\n"
+    return visible("\n\n".join(_parts(report))) + "\n"
 
 
 def _parts(report: Report) -> Iterator[str]:
