@@ -34,7 +34,9 @@ def withdraw_contradicted(
             passed = (
                 _problem(cases[other.case], other, offer, seed)
                 for other in outcomes
-                if other.verdict is Verdict.PASS and other.dtype == outcome.dtype and other.rows * other.classes < MANY
+                if other.verdict is Verdict.PASS
+                and other.dtype == outcome.dtype
+                and other.rows * other.classes < MANY
                 # A call that was to be refused has no exact answer.
                 and cases[other.case].expects is Expects.ANSWER
             )

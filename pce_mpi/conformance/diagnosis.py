@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.conformance.cases import Problem
-from pce_mpi.conformance.faults import Answer, answers
+from pce_mpi.conformance.faults import Answer, Given, answers
+from pce_mpi.conformance.offers import Kind
 from pce_mpi.conformance.places import place_of_gradient, place_of_loss, rounded_to
 from pce_mpi.conformance.textbook import Textbook
 
@@ -39,11 +40,11 @@ def explain(
     wrong_losses    (ranks, *shape of the loss), the losses that do not pass
     wrong_dlogits   shaped as the logits, the entries of the gradient that do not pass
     """
-    if problem.kind == "log_prob":  # the negative of a loss
-        negated = [-np.asarray(loss) for loss in losses]
+    declared = problem.kind
+    if declared == "log_prob":  # the negative of a loss
+        losses = [-np.asarray(loss) for loss in losses]
         dlogits = None if dlogits is None else -np.asarray(dlogits)
-        loss = replace(problem, kind="loss")
-        return explain(loss, negated, dlogits, wrong_losses, wrong_dlogits)
+        problem = replace(problem, kind="loss")
     with np.errstate(all="ignore"):
         book = Textbook.of(problem)
         quantities = [_of_losses(book, losses, wrong_losses)]
@@ -52,6 +53,8 @@ def explain(
         wrong = [quantity for quantity in quantities if quantity.wrong.any()]
         if not wrong:
             return None
+        if meant := _another_kind(problem, declared, quantities):
+            return meant
         known = list(answers(book)) if book.p.size <= MANY else []
         # An exact test comes before formulas: the same numbers may be close to another fault's.
         texts = {q.name: rounded_to(book, q.name, q.got, q.distance, q.truth) for q in wrong}
@@ -64,6 +67,27 @@ def explain(
         if len(wrong) > 1:
             return _of_both(book, wrong, texts)
         return _of_one(book, wrong[0], texts[wrong[0].name], len(quantities) > 1)
+
+
+def _another_kind(problem: Problem, declared: Kind, quantities: Sequence[_Quantity]) -> str | None:
+    """Return what to declare if these are the right numbers of another kind of candidate."""
+
+    def are(answer: Given) -> bool:
+        far = any(quantity.distance(quantity.truth) > quantity.close for quantity in quantities)
+        return far and all(quantity.is_that_of(answer) for quantity in quantities)
+
+    if problem.kind == "loss" and problem.with_numbers:
+        loss, gradient = problem.expected
+        if are(Given((-loss,), -problem.row_major(gradient))):
+            if declared == "loss":
+                return 'the loss is of the opposite sign: a log-probability is declared by @offers(kind="log_prob")'
+            meant = 'a loss is declared by @offers(kind="loss", reductions=("none",))'
+            return f"the loss is of the opposite sign: {meant}"
+        if problem.reduction == "none" and not problem.options:
+            loss, gradient = replace(problem, kind="entropy").expected
+            if are(Given((loss,), problem.row_major(gradient))):
+                return 'the loss is an entropy: that is declared by @offers(kind="entropy"), and gets no targets'
+    return None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Import a candidate by its name."""
+"""Import a candidate by its name; check that it can be called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import sys
 from typing import Any
 
-from pce_mpi.conformance.offers import Candidate
+from pce_mpi.conformance.offers import Candidate, offer_of, signature_of
 
 
 def load(name: str) -> Candidate:
@@ -49,6 +49,26 @@ def load(name: str) -> Candidate:
     if not callable(found):
         raise TypeError(f"{name} must be callable, got {type(found).__name__}")
     return found
+
+
+def check_call(candidate: Candidate) -> None:
+    """Raise `TypeError` if a candidate cannot be called as one; say what it looks like."""
+    arrays = ("logits",) if offer_of(candidate).kind == "entropy" else ("logits", "targets")
+    signature = signature_of(candidate)
+    given = {"class_start": 0, "num_classes": 0, "comm": None}
+    try:
+        signature.bind(*arrays, **given)
+    except TypeError as error:
+        looks = "for a function on shards of torch or JAX give --adapter torch-shards or jax-shard-map"
+        try:
+            signature.bind(arrays[0], **given)
+            looks = 'where it is an entropy, which takes no targets, declare it: @offers(kind="entropy")'
+        except TypeError:
+            pass
+        raise TypeError(
+            f"a candidate is called with ({', '.join(arrays)}, class_start=..., num_classes=..., comm=..., **options), "
+            f"and this one takes {signature}: {error}; {looks}"
+        ) from None
 
 
 def _module_named(name: str) -> Any:

@@ -1,21 +1,6 @@
-"""Candidates, and the declaration of what they support.
+"""The declaration of what a candidate supports; `help(pce_mpi.conformance.offers)` has all of it.
 
-A candidate is a callable, the same on every rank of a communicator over which the class axis is sharded:
-
-    candidate(logits, targets, *, class_start, num_classes, comm, **options)
-
-Its arguments are this rank's shard of the logits, global class numbers as targets (or probabilities, sharded as the
-logits), the global number of its first class, the number of classes of all shards, and a communicator that nobody else
-uses. It returns the loss; or the loss and its gradient with respect to the logits (for one loss per row: of their sum);
-or the loss and a function that takes the upstream gradient, an array shaped as the loss, and returns that gradient.
-
-A candidate of another `kind` returns one log-probability of the target per row in place of the loss, or one entropy,
-and is called without targets then.
-
-It gets only arguments that it offers: options that a case sets, `reduction` if it offers more than one, `axis` if it
-takes one and the class axis is not the last, `batch_comm` if rows are sharded too. A case that it does not offer is not
-a failure. The attributes `start` and `stop` are reserved: a candidate that has them is started by `start(comm)` and
-stopped by `stop()`, once in each process. A framework that owns a process group starts and ends it there.
+What is not declared is inferred: from the names of the candidate's parameters, and by the adapter that calls it.
 """
 
 from __future__ import annotations
@@ -23,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import partial
 import inspect
+from textwrap import indent
 from typing import Any, Literal, TypeVar, get_args
 
 from pce_mpi.arrays import dtype_named
@@ -230,54 +217,102 @@ def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
     Parameters
     ----------
     **supported : Any
-        The parameters of `Offer`.
+        The parameters of `Offer`. What is left out stays as it is without `@offers`: options, `reduction` and `axis`
+        are the names of the candidate's parameters, and an adapter knows more.
 
     Returns
     -------
     callable
-        A decorator that sets the attributes `offer` and `declared`, the names of what was declared, of the candidate
-        and returns it.
+        A decorator that adds to the attribute `declared` of the candidate and returns it.
 
     Raises
     ------
     TypeError, ValueError
         A value is none that the parameter of `Offer` can have.
 
+    Notes
+    -----
+    A candidate is a callable, the same on every rank of a communicator over which the class axis is sharded::
+
+        candidate(logits, targets, *, class_start, num_classes, comm, **options)
+
+    Its arguments are this rank's shard of the logits, global class numbers as targets (or probabilities, sharded as the
+    logits), the global number of its first class, the number of classes of all shards, and a communicator that nobody
+    else uses. It returns the loss; or the loss and its gradient with respect to the logits (for one loss per row: of
+    their sum); or the loss and a function that takes the upstream gradient, an array shaped as the loss, and returns
+    that gradient.
+
+    A candidate of `kind="log_prob"` returns one log-probability of the target per row in place of the loss, one of
+    `kind="entropy"` the entropy of each row's softmax, and that is called without targets.
+
+    It gets only arguments that it offers: options that a case sets, `reduction` if it offers more than one, `axis` if
+    it takes one and the class axis is not the last, `batch_comm` if rows are sharded too. A case that it does not offer
+    is not a failure.
+
+    The adapter `torch-shards` calls `function(logits, targets, group, **options)` on tensors, the group by keyword if a
+    parameter is called `group`, `tp_group` or `process_group`. Unless that declares otherwise, its result is one loss
+    per row, which autograd differentiates, and shards are of equal length.
+
+    The attributes `start` and `stop` are reserved: a candidate that has them is started by `start(comm)` and stopped by
+    `stop()`, once in each process. A framework that owns a process group starts and ends it there.
+
     Examples
     --------
-    >>> @offers(dtypes=("float32", "bfloat16"), options=("ignore_index",), gradient="backward")
+    >>> @offers(dtypes=("float32", "bfloat16"), gradient="backward")
     ... def cross_entropy(logits, targets, *, class_start, num_classes, comm, ignore_index=-100): ...
     >>> offer_of(cross_entropy).options
     ('ignore_index',)
+
+    For `--adapter torch-shards`:
+
+    >>> @offers(kind="log_prob", dtypes=("float32", "bfloat16"))
+    ... def log_prob(logits, targets, group): ...
+    >>> @offers(kind="entropy", dtypes=("float32", "bfloat16"))
+    ... def entropy(logits, group): ...
     """
-    offer = Offer(**supported)
+    Offer(**supported)
 
     def declare(candidate: _Candidate) -> _Candidate:
-        candidate.offer = offer  # type: ignore[attr-defined]  # a function takes any attribute
-        candidate.declared = frozenset(supported)  # type: ignore[attr-defined]  # likewise
+        try:
+            candidate.declared = getattr(candidate, "declared", {}) | supported  # type: ignore[attr-defined]  # takes any
+        except AttributeError:  # as for a bound method
+            kind = type(candidate).__name__
+            raise TypeError(
+                f"a {kind} takes no declarations: write a function that calls it, and declare that"
+            ) from None
         return candidate
 
     return declare
 
 
-def offer_of(candidate: Candidate) -> Offer:
+# help(offers), which people are sent to, has the parameters themselves.
+_of_offer = inspect.cleandoc(Offer.__doc__ or "").partition("----------\n")[2]
+offers.__doc__ = inspect.cleandoc(offers.__doc__ or "").replace(
+    "knows more.\n", f"knows more.\n\n{indent(_of_offer, '    ')}\n"
+)
+
+
+def offer_of(candidate: Candidate, **inferred: Any) -> Offer:
     """Return the offer of a candidate.
 
     Parameters
     ----------
     candidate : callable
         The candidate.
+    **inferred : Any
+        The parameters of `Offer` that an adapter knows. What the candidate declares comes first.
 
     Returns
     -------
     Offer
-        Its attribute `offer`. A candidate without one offers its attributes that are named as parameters of `Offer`,
-        and the keywords in its signature: options (all of them, if it takes `**options`), `reduction` and `axis`.
+        Its attribute `offer`. A candidate without one offers what it declares with `@offers`, or by attributes that are
+        named as parameters of `Offer`; and, unless declared, the keywords in its signature: options (all of them, if it
+        takes `**options`), `reduction` and `axis`.
 
     Raises
     ------
     TypeError
-        The attribute `offer` is no `Offer`.
+        The attribute `offer` is no `Offer`, or the candidate is a class.
 
     Examples
     --------
@@ -285,21 +320,51 @@ def offer_of(candidate: Candidate) -> Offer:
     >>> offer_of(cross_entropy).options
     ('label_smoothing',)
     """
-    declared = getattr(candidate, "offer", None)
-    if isinstance(declared, Offer):
-        return declared
-    if declared is not None:
-        raise TypeError(f"the attribute `offer` of a candidate must be an Offer, got {type(declared).__name__}")
-    supported = _by_signature(candidate)
-    supported |= {each.name: getattr(candidate, each.name) for each in fields(Offer) if hasattr(candidate, each.name)}
-    kind = supported.get("kind", "loss")
-    supported["options"] = tuple(each for each in supported["options"] if each in _OPTIONS_OF.get(kind, OPTIONS))
+    if inspect.isclass(candidate):
+        name = candidate.__name__
+        of_autograd = inspect.ismethod(getattr(candidate, "apply", None))  # as that of torch.autograd.Function
+        instance = f"{name}.apply" if of_autograd else f"an instance of it, as in loss = {name}()"
+        raise TypeError(f"{name} is a class, and a call of it gives no loss; the candidate is {instance}")
+    complete = getattr(candidate, "offer", None)
+    if isinstance(complete, Offer):
+        return complete
+    if complete is not None:
+        raise TypeError(f"the attribute `offer` of a candidate must be an Offer, got {type(complete).__name__}")
+    declared = _declared(candidate)
+    supported = _by_signature(candidate) | inferred | declared
+    if "options" not in declared:
+        known = _OPTIONS_OF.get(supported.get("kind", "loss"), OPTIONS)
+        supported["options"] = tuple(each for each in supported["options"] if each in known)
     return Offer(**supported)
 
 
+def signature_of(candidate: Candidate) -> inspect.Signature:
+    """Return the signature of a candidate, for a module of torch that of `forward`; any if it is not known."""
+    try:
+        signature = inspect.signature(candidate)
+    except ValueError:  # as for some functions in C
+        return _ANYTHING
+    silent = [each.kind for each in signature.parameters.values()] == _KINDS
+    return signature_of(candidate.forward) if silent and hasattr(candidate, "forward") else signature
+
+
+_KINDS = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+_ANYTHING = inspect.Signature(
+    [inspect.Parameter(name, kind) for name, kind in zip(("arguments", "options"), _KINDS, strict=True)]
+)
+
+
+def _declared(candidate: Candidate) -> dict[str, Any]:
+    of_function = _declared(candidate.func) if isinstance(candidate, partial) else {}
+    attributes = {each.name: getattr(candidate, each.name) for each in fields(Offer) if hasattr(candidate, each.name)}
+    return of_function | attributes | getattr(candidate, "declared", {})
+
+
 def _by_signature(candidate: Candidate) -> dict[str, Any]:
-    parameters = inspect.signature(candidate).parameters
-    open_ended = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    parameters = signature_of(candidate).parameters
+    kinds = [parameter.kind for parameter in parameters.values()]
+    # (*arguments, **options) alone says nothing: it is a wrapper.
+    open_ended = inspect.Parameter.VAR_KEYWORD in kinds and kinds != _KINDS
     supported: dict[str, Any] = {"options": tuple(name for name in OPTIONS if open_ended or name in parameters)}
     if "reduction" in parameters:
         supported["reductions"] = REDUCTIONS

@@ -11,8 +11,9 @@ import numpy as np
 from pce_mpi.arrays import as_array, library_named, to_host
 from pce_mpi.conformance.cases import Problem, grid, stored
 from pce_mpi.conformance.judging import Answer
-from pce_mpi.conformance.offers import Gradient, Offer
+from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.outcomes import Finding
+from pce_mpi.conformance.results import array_of, results_of
 from pce_mpi.memory import shares_memory
 
 if TYPE_CHECKING:
@@ -23,10 +24,6 @@ Array = np.ndarray[Any, Any]
 
 _NTH = ("first", "second")
 _OVERWRITES = "@offers(overwrites_logits=True)"
-
-
-class BadResult(Exception):
-    """A candidate returned something that is no loss, or no gradient."""
 
 
 @dataclass
@@ -109,20 +106,7 @@ class _Call:
     def run(self, comm: MPI.Intracomm | None, **more: Any) -> None:
         """Call the candidate."""
         returned = self._trial.candidate(*self._arrays, comm=comm, **self._options, **more)
-        if self._offer.gradient is Gradient.NONE:
-            self.loss = _array(returned, "the loss")
-            return
-        if not isinstance(returned, tuple | list) or len(returned) != 2:
-            what = "(loss, dlogits)" if self._offer.gradient is Gradient.VALUE else "(loss, backward)"
-            raise BadResult(f"{what} is due, got {_described(returned)}")
-        loss, second = returned
-        self.loss = _array(loss, "the loss")
-        if self._offer.gradient is Gradient.VALUE:
-            self.gradient = _array(second, "the gradient")
-        elif callable(second):
-            self._backward = second
-        else:
-            raise BadResult(f"(loss, backward) is due, where backward can be called, got {_described(second)}")
+        self.loss, self.gradient, self._backward = results_of(returned, self._offer, self._problem, self._arrays[0])
 
     def backward(self) -> None:
         """Call the backward function, if there is one."""
@@ -134,7 +118,7 @@ class _Call:
         if dloss.size == self.loss.size and problem.copies == 1:
             dloss = dloss.reshape(self.loss.shape)
         dloss = stored(problem.repeated(dloss), problem.dloss_memory)
-        self.gradient = _array(self._backward(self._hand("the upstream gradient", dloss)), "the gradient")
+        self.gradient = array_of(self._backward(self._hand("the upstream gradient", dloss)), "the gradient")
 
     def answer(self) -> Answer:
         """Return copies of the results so far."""
@@ -200,24 +184,6 @@ def _as_library(array: Array, library: str) -> Any:
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
-
-
-def _array(value: Any, what: str) -> Any:
-    """Return a result as a NumPy or CuPy array on the same memory."""
-    if hasattr(value, "detach"):
-        value = value.detach()  # a tensor with a graph does not export its numbers
-    if not isinstance(value, tuple | list) and value is not None:
-        try:
-            return as_array(value, what)
-        except TypeError as error:
-            raise BadResult(str(error)) from error
-    raise BadResult(f"{what} is due as an array, got {_described(value)}")
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}: {', '.join(type(each).__name__ for each in value)}"
-    return type(value).__name__
 
 
 def _plain(trial: Trial) -> None:

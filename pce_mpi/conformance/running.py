@@ -27,7 +27,8 @@ from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.launching import LaunchError
 from pce_mpi.conformance.offers import Offer, offer_of, unmet_need
 from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict
-from pce_mpi.conformance.procedures import PROCEDURES, BadResult, Trial
+from pce_mpi.conformance.procedures import PROCEDURES, Trial
+from pce_mpi.conformance.results import BadResult
 from pce_mpi.conformance.stacks import error_text
 from pce_mpi.conformance.units import Tolerance
 from pce_mpi.loss.problem import target_text

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import asdict
 import faulthandler
 from importlib.metadata import PackageNotFoundError, version
-import inspect
 import os
 from pathlib import Path
 import platform
@@ -20,11 +19,11 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from pce_mpi.comm.launch import why_apart
-from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted, named_candidate
+from pce_mpi.conformance.adapters import NAMED_CANDIDATES, adapted, named_candidate
 from pce_mpi.conformance.guard import end_with_parent
 from pce_mpi.conformance.journal import Journal
 from pce_mpi.conformance.launching import LaunchError, memory_shared_by
-from pce_mpi.conformance.loading import load
+from pce_mpi.conformance.loading import check_call, load
 from pce_mpi.conformance.offers import offer_of
 from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.outcomes import as_json
@@ -147,24 +146,8 @@ def _candidate(orders: Orders) -> Any:
     if orders.candidate in NAMED_CANDIDATES:
         return named_candidate(orders.candidate)
     candidate = load(orders.candidate)
-    _check_signature(candidate)
+    check_call(candidate)
     return candidate
-
-
-def _check_signature(candidate: Callable[..., Any]) -> None:
-    arrays = ("logits",) if offer_of(candidate).kind == "entropy" else ("logits", "targets")
-    try:
-        signature = inspect.signature(candidate)
-    except ValueError:
-        return  # unknown, as for some functions in C
-    try:
-        signature.bind(*arrays, class_start=0, num_classes=0, comm=None)
-    except TypeError as error:
-        raise TypeError(
-            f"a candidate is called with ({', '.join(arrays)}, class_start=..., num_classes=..., comm=..., **options), "
-            f"and this one takes {signature}: {error}; for a function on shards of torch or JAX give --adapter "
-            f"{' or '.join(FUNCTION_ADAPTERS)}"
-        ) from None
 
 
 def _redirect_output(path: Path) -> None:

@@ -1,7 +1,9 @@
 """The offers of candidates, the catalogue of cases, and the problems that they build."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 import math
+import pydoc
 import sys
 import textwrap
 
@@ -61,11 +63,55 @@ def test_offer_of_attributes_extends_signature():
     assert offer_of(Candidate()) == Offer(dtypes=("bfloat16",), gradient=Gradient.NONE, options=("z_loss",))
 
 
-def test_offer_of_decorator_is_complete():
+def test_undeclared_parts_of_offer_stay_inferred():
     @offers(dims=[2, 3], shards="equal")
-    def candidate(logits, targets, **options): ...
+    def candidate(logits, targets, *, label_smoothing=0.0, reduction="mean"): ...
 
-    assert offer_of(candidate) == Offer(dims=(2, 3), shards="equal")
+    expected = Offer(options=("label_smoothing",), reductions=REDUCTIONS, dims=(2, 3), shards="equal")
+    assert offer_of(candidate) == expected
+    more = offers(dims=(3,), options=())(candidate)
+    assert offer_of(more) == replace(expected, dims=(3,), options=())
+    assert offer_of(partial(candidate, label_smoothing=0.1)) == offer_of(candidate)
+    assert offer_of(offers(dims=(4,))(partial(candidate))) == replace(offer_of(candidate), dims=(4,))
+    assert offer_of(candidate, gradient="backward", dims=(4,)) == replace(offer_of(candidate), gradient="backward")
+
+
+def test_signature_of_wrapper_offers_no_options():
+    class Module:
+        def __call__(self, *arguments, **keywords): ...
+
+        def forward(self, logits, targets, ignore_index=-100): ...
+
+    assert offer_of(lambda *arguments, **keywords: None) == Offer()
+    assert offer_of(Module()) == Offer(options=("ignore_index",))
+    assert offer_of(max) == Offer()  # without a signature
+
+
+def test_class_is_no_candidate():
+    class Loss:
+        def __call__(self, logits, targets, **options): ...
+
+    class Function:
+        @classmethod
+        def apply(cls, *arguments): ...
+
+    with pytest.raises(
+        TypeError, match=r"Loss is a class, .* the candidate is an instance of it, as in loss = Loss\(\)"
+    ):
+        offer_of(Loss)
+    with pytest.raises(TypeError, match=r"the candidate is Function\.apply$"):
+        offer_of(Function)
+
+
+def test_bound_method_takes_no_declarations():
+    with pytest.raises(TypeError, match="a method takes no declarations: write a function that calls it"):
+        offers(dims=(2, 3))(Finding("loss", "wrong").__eq__)
+
+
+def test_help_on_offers_has_every_parameter():
+    text = pydoc.render_doc(offers, renderer=pydoc.plaintext)
+    assert [each.name for each in fields(Offer) if f"    {each.name} : " not in text] == []
+    assert 'kind="log_prob"' in text and "candidate(logits, targets, *, class_start" in text
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,12 @@ def test_command_under_mpiexec_explains_itself_once():
             "OSError: no port at it.py:2 in start",
         ),
         ("def candidate(logits, targets, group): ...", "and this one takes (logits, targets, group): "),
+        (
+            "def candidate(logits, *, class_start, num_classes, comm): ...",
+            'an entropy, which takes no targets, declare it: @offers(kind="entropy")',
+        ),
     ],
-    ids=["a rank dies", "its start fails", "it is a function for an adapter"],
+    ids=["a rank dies", "its start fails", "it is a function for an adapter", "it is an entropy"],
 )
 def test_candidate_that_cannot_start_exits_with_2(tmp_path, source, said):
     (tmp_path / "it.py").write_text(source)

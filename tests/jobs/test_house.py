@@ -169,6 +169,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("diagnosis"),
             room("judging"),
             room("contradictions"),
+            room("results"),
             room("procedures"),
             room("stacks"),
             room("launching"),

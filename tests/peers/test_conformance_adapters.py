@@ -1,16 +1,21 @@
 """Losses of other frameworks, called through the adapters of the conformance kit, over the ranks of this job."""
 
-from dataclasses import replace
 import os
+import re
 import sys
 import textwrap
+import types
 
 import numpy as np
 import pytest
 
 from jobs.launch import ROOT, complete
-from pce_mpi.conformance import Gradient, cases, load, offers, run_case
+from pce_mpi.conformance import Gradient, Offer, cases, load, offers, run_case
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted, named_candidate
+from pce_mpi.conformance.adapters.torch_tensors import ProcessGroup
+from pce_mpi.conformance.offers import REDUCTIONS
+from pce_mpi.conformance.outcomes import Report
+from pce_mpi.conformance.reports import summary
 
 TUTORIAL = str(ROOT / "examples" / "verify_your_loss.py")
 
@@ -94,6 +99,39 @@ def test_process_group_has_mpi_ranks_and_ends(comm):
         assert not distributed.is_initialized()
 
 
+def test_candidates_share_process_group_until_last_stops(comm):
+    torch = pytest.importorskip("torch", reason="make test-peers installs torch")
+    first, second = (adapted("torch-shards", with_the_group_third) for _ in range(2))
+    logits, targets = np.ones((2, 3), np.float32), np.zeros(2, np.int64)
+    for candidate in (first, second, first):  # the last is started already
+        candidate.start(comm)
+    first.stop()
+    loss, _ = second(logits, targets, class_start=0, num_classes=3 * comm.size, comm=comm)
+    assert loss.tolist() == [3.0 * comm.size] * 2
+    for _ in range(2):
+        second.stop()
+    assert not torch.distributed.is_initialized()
+
+
+def test_process_group_of_the_user_stays(comm):
+    distributed = pytest.importorskip("torch.distributed")
+    users = ProcessGroup()
+    users.start(comm)  # stands for the user's own init_process_group
+    ProcessGroup._users, ProcessGroup._made = 0, False
+    try:
+        candidate = adapted("torch-shards", with_the_group_third)
+        candidate.start(comm)
+        candidate.stop()
+        assert distributed.is_initialized()
+        if comm.size > 1:
+            alone = comm.Split(comm.rank)
+            with pytest.raises(RuntimeError, match="must have the 1 ranks of the communicator"):
+                candidate.start(alone)
+            alone.Free()
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_tutorial_error_is_found_and_repair_conforms(comm, started):
     pytest.importorskip("torch", reason="make test-peers installs torch")
     wrong = started(adapted("torch-shards", load(f"{TUTORIAL}:cross_entropy")))
@@ -138,10 +176,43 @@ def with_what_the_kit_knows(logits, targets, *, group, class_start, num_classes)
     return logits.sum(-1) * group.size()
 
 
+def without_group(logits, labels):
+    return logits.sum(-1) * torch_ranks()
+
+
+def with_option_third(logits, target, label_smoothing=0.0):
+    assert label_smoothing == 0.0
+    return logits.sum(-1) * torch_ranks()
+
+
+def torch_ranks():
+    from torch import distributed
+
+    return distributed.get_world_size()
+
+
+class InAModule:
+    """Called as a module of torch is."""
+
+    def __call__(self, *arguments, **keywords):
+        return self.forward(*arguments, **keywords)
+
+    def forward(self, logits, targets, process_group):
+        return as_flash_attention(logits, targets, process_group=process_group)
+
+
 @pytest.mark.parametrize(
     "function",
-    [with_the_group_third, as_megatron, as_flash_attention, with_what_the_kit_knows],
-    ids=lambda f: f.__name__,
+    [
+        with_the_group_third,
+        as_megatron,
+        as_flash_attention,
+        with_what_the_kit_knows,
+        without_group,
+        with_option_third,
+        InAModule(),
+    ],
+    ids=lambda f: getattr(f, "__name__", "InAModule"),
 )
 def test_torch_shards_function_has_group_and_autograd(comm, started, function):
     pytest.importorskip("torch", reason="make test-peers installs torch")
@@ -175,17 +246,129 @@ def test_function_without_declarations_gives_losses_per_row(comm):
     assert (offer.shards, offer.num_classes) == ("equal", False)
 
 
-def test_function_offers_what_it_declares():
+def test_undeclared_parts_of_function_stay_inferred():
     @offers(reductions=("sum",), dtypes=("bfloat16",), gradient="none")
-    def forward_only(logits, targets, group): ...
+    def forward_only(logits, targets, group, label_smoothing=0.0): ...
 
-    expected = replace(forward_only.offer, shards="equal", num_classes=False)
+    expected = Offer(
+        reductions=("sum",),
+        dtypes=("bfloat16",),
+        gradient="none",
+        options=("label_smoothing",),
+        shards="equal",
+        num_classes=False,
+    )
     assert adapted("torch-shards", forward_only).offer == expected
 
     @offers(shards="chunks")
     def uneven(logits, targets, group, num_classes): ...
 
-    assert adapted("torch-shards", uneven).offer == uneven.offer
+    offer = Offer(shards="chunks", reductions=("none",), gradient="backward")
+    assert adapted("torch-shards", uneven).offer == offer
+
+    def by_attributes(logits, targets, group): ...
+
+    by_attributes.gradient = "value"
+    assert adapted("torch-shards", by_attributes).offer.gradient == Gradient.VALUE
+
+    @offers(dtypes=("float32", "bfloat16"))
+    def mapped(logits, targets, *, axis_name, label_smoothing=0.0, reduction="mean"): ...
+
+    offer = adapted("jax-shard-map", mapped).offer
+    assert (offer.options, offer.reductions) == (("label_smoothing",), REDUCTIONS)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda logits, group: ..., r"takes \(logits, group\): .* it is an entropy, .*@offers\(kind=\"entropy\"\)"),
+        (lambda logits: ..., r"too many positional arguments; where it is an entropy, .*@offers\(kind=\"entropy\"\)"),
+        (
+            lambda logits, target, vocab_start, tp_group: ...,
+            r"missing a required argument: 'vocab_start'; write one that calls it: def cross_entropy\(",
+        ),
+    ],
+)
+def test_function_that_cannot_be_called_is_told_why(function, said):
+    with pytest.raises(TypeError, match=said):
+        adapted("torch-shards", function)
+
+
+def policy():
+    """The module in docs/conformance.md, and its functions without their declarations."""
+    pytest.importorskip("torch", reason="make test-peers installs torch")
+    page = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"^```text\n(# policy.py\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    documented, bare = types.ModuleType("policy"), types.ModuleType("policy")
+    exec(source, vars(documented))
+    exec(re.sub(r"^@offers.*\n", "", source, flags=re.MULTILINE), vars(bare))
+    return documented, bare
+
+
+FEW = ["random-logits", "offset", "masked-classes", "dims", "upstream", "inputs-unmodified"]
+
+
+@pytest.mark.parametrize("name", ["log_prob", "entropy"])
+def test_policy_of_the_documentation_conforms(comm, started, name):
+    documented, _ = policy()
+    assert failures(started(adapted("torch-shards", getattr(documented, name))), comm, pattern=FEW) == {}
+
+
+def hints(candidate, comm):
+    """What the findings in a few cases say to declare."""
+    outcomes = [run_case(candidate, case, comm) for case in cases(candidate, pattern=["random-logits", "offset"])]
+    texts = {finding.text for outcome in outcomes for finding in outcome.findings}
+    return {hint for text in texts for hint in re.findall(r"@offers(\((?:[^()]|\([^()]*\))*\))", text)}
+
+
+def test_hint_for_undeclared_log_prob_is_right(comm, started):
+    _, bare = policy()
+    assert hints(started(adapted("torch-shards", bare.log_prob)), comm) == {'(kind="log_prob")'}
+    declared = offers(kind="log_prob", checks_targets=False)(bare.log_prob)
+    assert failures(started(adapted("torch-shards", declared)), comm, pattern=FEW) == {}
+
+
+def test_hints_for_undeclared_loss_are_right(comm, started):
+    _, bare = policy()
+
+    def cross_entropy(logits, targets, group):
+        return -bare.log_prob(logits, targets, group)
+
+    pattern = [*FEW, "target-out-of-range"]
+    candidate = started(adapted("torch-shards", cross_entropy))
+    left_out = [case for case in cases(pattern=pattern) if case not in cases(candidate, pattern=pattern)]
+    outcomes = [run_case(candidate, case, comm) for case in [*cases(candidate, pattern=pattern), *left_out]]
+    report = Report("", candidate.offer, (comm.size,), {}, 0, False, 1.0, outcomes)
+    texts = [summary.hint(report), *(finding.text for outcome in outcomes for finding in outcome.findings)]
+    found = {hint for text in texts for hint in re.findall(r"@offers(\((?:[^()]|\([^()]*\))*\))", text)}
+    assert found == {'(dtypes=("float32", "bfloat16"), dims=(2, 3))', "(checks_targets=False)"}
+    for hint in found:
+        cross_entropy = eval(f"offers{hint}")(cross_entropy)
+    candidate = started(adapted("torch-shards", cross_entropy))
+    assert len(cases(candidate, pattern=FEW)) > len(cases(Offer(), pattern=FEW))
+    assert failures(candidate, comm, pattern=FEW) == {}
+
+
+def test_hint_for_mean_loss_is_right(comm, started):
+    _, bare = policy()
+
+    def mean(logits, targets, group):
+        return -bare.log_prob(logits, targets, group).mean()
+
+    assert hints(started(adapted("torch-shards", mean)), comm) == {'(reductions=("mean",))'}
+    declared = offers(reductions=("mean",))(mean)
+    assert failures(started(adapted("torch-shards", declared)), comm, pattern=["random-logits", "upstream"]) == {}
+
+
+def test_hint_for_detached_loss_is_right(comm, started):
+    _, bare = policy()
+
+    def detached(logits, targets, group):
+        return -bare.log_prob(logits, targets, group).detach()
+
+    assert hints(started(adapted("torch-shards", detached)), comm) == {'(gradient="none")'}
+    declared = offers(gradient="none")(detached)
+    assert failures(started(adapted("torch-shards", declared)), comm, pattern=["random-logits", "offset"]) == {}
 
 
 # ----------------------------------------------------------------------------------------------------------------- jax

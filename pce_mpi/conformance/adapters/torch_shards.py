@@ -3,53 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 import inspect
 from typing import TYPE_CHECKING, Any
 
 from pce_mpi.conformance.adapters.torch_tensors import ProcessGroup, loss_and_backward, tensor_of
-from pce_mpi.conformance.offers import Gradient, offer_of
+from pce_mpi.conformance.offers import OPTIONS, Gradient, offer_of, signature_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 _GROUP_NAMES = ("group", "tp_group", "process_group")
+_FACTS = ("class_start", "num_classes")
+_NO_GROUP = {*OPTIONS, *_FACTS, "reduction", "axis"}
 
 
 class TorchShards:
     """`function(logits, targets, group, **options)`: this rank's tensors, all targets, and a gloo process group.
 
-    The group is passed by keyword if a parameter is called `group`, `tp_group` or `process_group`, else third. The
-    function returns the loss, which autograd differentiates, or the results that its `@offers` declares. Without
-    `@offers` it returns one loss per row, as Megatron's does, unless it has a parameter `reduction`. It gets
-    `class_start` and `num_classes` if it has parameters of these names; without the latter it is not failed for logits
-    that were gathered by mistake. Shards have equal lengths, unless it declares others.
+    The group is passed by keyword if a parameter is called `group`, `tp_group` or `process_group`, else third, if there
+    is a third parameter that is no option; else not at all: it is the default group. Unless declared, the function
+    returns one loss per row, as Megatron's does, or the losses of its parameter `reduction`; autograd differentiates
+    them. It gets `class_start` and `num_classes` if it has parameters of these names; without the latter it is not
+    failed for logits that were gathered by mistake. Shards have equal lengths, unless it declares others.
+
+    Raises `TypeError` if the function cannot be called so.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._group = ProcessGroup()
-        parameters = inspect.signature(function).parameters
+        signature = signature_of(function)
+        parameters = signature.parameters
         self._group_name = next((name for name in _GROUP_NAMES if name in parameters), None)
-        self._facts = [name for name in ("class_start", "num_classes") if name in parameters]
-        self.offer = replace(offer_of(function), num_classes="num_classes" in parameters)
-        if "shards" not in getattr(function, "declared", ()) and not hasattr(function, "shards"):
-            self.offer = replace(self.offer, shards="equal")
-        if not hasattr(function, "offer"):
-            reductions = self.offer.reductions if "reduction" in parameters else ("none",)
-            self.offer = replace(self.offer, gradient=Gradient.BACKWARD, reductions=reductions)
+        self._facts = [name for name in _FACTS if name in parameters]
+        inferred: dict[str, Any] = {"shards": "equal", "gradient": Gradient.BACKWARD}
+        inferred["num_classes"] = "num_classes" in parameters
+        if "reduction" not in parameters:
+            inferred["reductions"] = ("none",)
+        self.offer = offer_of(function, **inferred)
+        arrays = ["logits"] if self.offer.kind == "entropy" else ["logits", "targets"]
+        self._group_last = self._group_name is None and _takes_a_group_after(len(arrays), signature)
+        _check_call(signature, arrays + ["group"] * self._group_last, [self._group_name or "", *self._facts])
 
     def start(self, comm: MPI.Intracomm) -> None:
-        """Start a gloo process group over the ranks of `comm`, and what the function starts itself."""
-        self._group.start(comm)
-        if hasattr(self._function, "start"):
-            self._function.start(comm)
+        """Start a gloo process group over the ranks of `comm`, and what the function starts itself, if not done yet."""
+        if not self._group.started:
+            self._group.start(comm)
+            if hasattr(self._function, "start"):
+                self._function.start(comm)
 
     def stop(self) -> None:
         """Stop what the function has started, and leave the process group."""
-        if hasattr(self._function, "stop"):
-            self._function.stop()
-        self._group.stop()
+        if self._group.started:
+            if hasattr(self._function, "stop"):
+                self._function.stop()
+            self._group.stop()
 
     def __call__(self, logits: Any, *targets: Any, comm: MPI.Intracomm, **options: Any) -> Any:
         """Return the function's results; for a loss that autograd recorded, the loss and its backward pass."""
@@ -66,9 +74,41 @@ class TorchShards:
         arguments = [x, *map(tensor_of, targets)]  # the entropy has no targets
         if self._group_name:
             options[self._group_name] = distributed.group.WORLD
-        else:
+        elif self._group_last:
             arguments.append(distributed.group.WORLD)
         result = self._function(*arguments, **options)
-        if isinstance(result, tuple) or self.offer.gradient is not Gradient.BACKWARD:
-            return result
-        return loss_and_backward(result, x)
+        # What autograd has not recorded, or is no tensor, is judged as it is.
+        recorded = self.offer.gradient is Gradient.BACKWARD and getattr(result, "requires_grad", False)
+        return loss_and_backward(result, x) if recorded else result
+
+
+def _by_place(signature: inspect.Signature) -> list[inspect.Parameter]:
+    """Return the parameters that may be given by place."""
+    keyword = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
+    return [each for each in signature.parameters.values() if each.kind not in keyword]
+
+
+def _takes_a_group_after(arrays: int, signature: inspect.Signature) -> bool:
+    """Return True if the parameter after the arrays may be the group, whatever its name."""
+    parameters = _by_place(signature)
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return True
+    after = parameters[arrays : arrays + 1]
+    return any(each.name not in _NO_GROUP and each.default in (each.empty, None) for each in after)
+
+
+def _check_call(signature: inspect.Signature, by_place: list[str], by_name: list[str]) -> None:
+    """Raise `TypeError` if a function cannot be called so; say what to do."""
+    try:
+        signature.bind(*by_place, **dict.fromkeys(filter(None, by_name)))
+    except TypeError as error:
+        alone = {each.name for each in _by_place(signature)[1:]} <= {*_GROUP_NAMES, *_NO_GROUP}
+        raise TypeError(
+            f"torch-shards calls a function with (logits, targets, group), and this one takes {signature}: {error}; "
+            + (
+                'where it is an entropy, which takes no targets, declare it: @offers(kind="entropy")'
+                if alone and "targets" in by_place
+                else "write one that calls it: "
+                "def cross_entropy(logits, targets, group, class_start, num_classes): return ..."
+            )
+        ) from None

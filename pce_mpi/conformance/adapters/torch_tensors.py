@@ -45,24 +45,60 @@ def loss_and_backward(loss: Any, logits: Any) -> tuple[Any, Callable[[Any], Any]
 
 
 class ProcessGroup:
-    """torch.distributed over gloo, with the ranks of an MPI communicator on one machine."""
+    """torch.distributed over gloo, with the ranks of an MPI communicator on one machine.
+
+    The candidates of a process share the default group, which may be there before: the last one to stop leaves it, if
+    the first one has made it.
+    """
+
+    _users = 0
+    _made = False
+
+    def __init__(self) -> None:
+        self.started = False
 
     def start(self, comm: MPI.Intracomm) -> None:
-        """Meet at a port that rank 0 finds free, and set the variables that torchrun sets; collective over `comm`."""
+        """Meet at a port that rank 0 finds free, and set the variables that torchrun sets; collective over `comm`.
+
+        Raises `RuntimeError` on every rank if there is a default group of other ranks.
+        """
         from torch import distributed
 
-        os.environ |= {"RANK": str(comm.rank), "LOCAL_RANK": str(comm.rank), "WORLD_SIZE": str(comm.size)}
-
-        store_of: Any = distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]  # public, and not in __all__
-        if comm.rank == 0:
-            store = store_of("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            comm.bcast(store.port)
-        else:
-            store = store_of("127.0.0.1", comm.bcast(None))
-        distributed.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+        if self.started:
+            return
+        there = comm.allgather((distributed.get_rank(), distributed.get_world_size()) if _is_there() else None)
+        if there == [None] * comm.size:
+            os.environ |= {"RANK": str(comm.rank), "LOCAL_RANK": str(comm.rank), "WORLD_SIZE": str(comm.size)}
+            store_of: Any = distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]  # not in __all__
+            if comm.rank == 0:
+                store = store_of("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                comm.bcast(store.port)
+            else:
+                store = store_of("127.0.0.1", comm.bcast(None))
+            distributed.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+            ProcessGroup._made = True
+        elif there != [(rank, comm.size) for rank in range(comm.size)]:
+            raise RuntimeError(
+                f"the default process group of torch must have the {comm.size} ranks of the communicator, in their "
+                f"order; (rank, size) is {there} on them: let the adapter start it"
+            )
+        ProcessGroup._users += 1
+        self.started = True
 
     def stop(self) -> None:
-        """Leave the group."""
+        """Leave the group, if no other candidate needs it."""
         from torch import distributed
 
-        distributed.destroy_process_group()
+        if not self.started:
+            return
+        self.started = False
+        ProcessGroup._users -= 1
+        if ProcessGroup._made and not ProcessGroup._users:
+            ProcessGroup._made = False
+            distributed.destroy_process_group()
+
+
+def _is_there() -> bool:
+    from torch import distributed
+
+    return distributed.is_available() and distributed.is_initialized()

@@ -112,10 +112,13 @@ def hint(report: Report) -> str:
     declared = (offer.dtypes, offer.dims, offer.probabilities) != (plain.dtypes, plain.dims, plain.probabilities)
     if declared or not report.counts[Verdict.NOT_OFFERED]:
         return ""
-    rest = '@offers(dtypes=("float32", "bfloat16"), dims=(2, 3), ...)'
+    lacking = Counter(outcome.note for outcome in report.outcomes if outcome.verdict is Verdict.NOT_OFFERED)
+    most = ", ".join(f"{what} in {number}" for what, number in lacking.most_common(4))
     return (
         f"{_counted(report.counts[Verdict.NOT_OFFERED], 'case')} were left out, as the offer has no more than a "
-        f"signature tells. Add {rest} to the candidate for what else it supports."
+        f"signature tells ({most}). Declare what else the candidate supports, as in "
+        '@offers(dtypes=("float32", "bfloat16"), dims=(2, 3)); the rest stays as it is. '
+        "help(pce_mpi.conformance.offers) has all that can be declared."
     )
 
 
