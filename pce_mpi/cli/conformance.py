@@ -311,8 +311,9 @@ class _Display:
         """`case` has ended."""
         if self._bar is not None:
             self._bar.finished(f"{outcome.verdict:11}  {case}", worth_a_line=outcome.failed and not self._shrinking)
-            if outcome.verdict is Verdict.CRASHED and not self._shrinking:
-                for finding in outcome.findings:  # the last ones are the output of the ranks
+            if outcome.verdict in (Verdict.CRASHED, Verdict.DEADLOCKED, Verdict.SLOW) and not self._shrinking:
+                # The cause, as soon as it is known. The findings after the first are the output of the ranks.
+                for finding in outcome.findings[: None if outcome.verdict is Verdict.CRASHED else 1]:
                     self._bar.say(textwrap.indent(visible(finding.text), "    "))
 
     def waiting(self, seconds: float, timeout: float) -> None:

@@ -18,7 +18,7 @@ from pce_mpi.conformance.cases import Case, fits, problem_of
 from pce_mpi.conformance.contradictions import withdraw_contradicted
 from pce_mpi.conformance.launcher import Job
 from pce_mpi.conformance.launching import LaunchError, most_ranks
-from pce_mpi.conformance.offers import Offer
+from pce_mpi.conformance.offers import Offer, unmet_need
 from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict, of_json
 from pce_mpi.conformance.shrinking import shows_the_same, usable_shapes
@@ -41,6 +41,8 @@ _WAITING = 3.0
 _MOMENT = 0.3
 # Before the first case, ranks that share few cores may have to import a framework.
 _STARTUP = 120.0
+# After so many cases that ended their launch in the same way, and no other ones, the rest is not run.
+_ALIKE = 3
 # Seconds for shrinking all failures, launches included.
 _SHRINKING = 60.0
 
@@ -187,11 +189,15 @@ class _Batches:
         """Yield the outcome of each task, or, without tasks, of each case."""
         if tasks is not None:
             self.display.begin("looking for the smallest shape", len(tasks))
+        endless = tasks is None  # every launch has ended in the first case that it judged
+        endings: list[Finding] = []
         while tasks is None or tasks:
+            judged: list[Outcome] = []
             try:
                 with Job(self.ranks, replace(self.orders, tasks=None if tasks is None else tuple(tasks))) as job:
                     launch = _Launch(self, job, tasks)
                     for result in launch.results():
+                        judged += [result[1]] * (result[1].verdict is not Verdict.NOT_OFFERED)
                         yield from self._shown(result)
                 tasks = launch.unfinished
             except LaunchError as error:
@@ -199,9 +205,29 @@ class _Batches:
                     raise
                 # It has started before: the effect of a case keeps it from starting again.
                 text = f"could not be run, as the candidate did not start again: {error}"
-                for task in tasks:
-                    yield from self._shown((task, self.failure(task, Verdict.CRASHED, text)))
+                yield from self._unrun(tasks, Verdict.CRASHED, text)
                 return
+            endless = endless and len(judged) == 1
+            endings += [Finding(str(outcome.verdict), _without_case(outcome)) for outcome in judged]
+            if endless and len(endings) == _ALIKE and len({each.likeness for each in endings}) == 1:
+                text = f"not run, as the first {_ALIKE} cases ended alike: {endings[0].text}"
+                yield from self._unrun(tasks, judged[0].verdict, text)
+                return
+
+    def _unrun(self, tasks: Sequence[Task], verdict: Verdict, text: str) -> Generator[tuple[Task, Outcome]]:
+        """Yield the outcomes of tasks that are not run; those that are not offered are no failures."""
+        for task in tasks:
+            yield from self._shown((task, self.not_offered(task) or self.failure(task, verdict, text)))
+
+    def not_offered(self, task: Task) -> Outcome | None:
+        """Return the outcome of a case that is not offered; None if it is."""
+        case = self.cases[task.case]
+        assert self.offer is not None
+        missing = unmet_need(self.offer, case.needs, case.dtype)
+        if missing is None:
+            return None
+        without = Verdict.NOT_OFFERED
+        return Outcome(case.name, case.catches, without, ranks=self.ranks, dtype=case.dtype, note=missing)
 
     def _shown(self, result: tuple[Task, Outcome]) -> Generator[tuple[Task, Outcome]]:
         """Yield the result before it is shown: an interrupt between the two loses nothing that the user saw."""
@@ -337,6 +363,10 @@ class _Launch:
             self._batches.display.warn(f"after the last case, {text}")
             return
         task = self.tasks[self._finished]
+        if without := self._batches.not_offered(task):
+            self._batches.display.warn(f"before case {task.case}, which is not offered, {text}")
+            yield self._next(without)
+            return
         sentence = f"{verdict} in case {task.case}: {text}"
         yield self._next(self._batches.failure(task, verdict, sentence, printed))
 
@@ -400,6 +430,13 @@ class _Launch:
             self._batches.display.warn("after the last case, the ranks did not end by themselves")
         elif any(status for _, status in self._job.ends()):
             self._batches.display.warn(f"after the last case, {self._death()}")
+
+
+def _without_case(outcome: Outcome) -> str:
+    """Return the first finding without the name of the case."""
+    return (
+        outcome.findings[0].text.removeprefix(f"{outcome.verdict} in case {outcome.case}: ") if outcome.failed else ""
+    )
 
 
 def _names(ranks: Sequence[int]) -> str:

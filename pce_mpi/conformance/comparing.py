@@ -41,11 +41,11 @@ def _best(exact: Array, unit: Array, dtype: np.dtype[Any], where: Array | None =
 
 def _finding(quantity: str, got: float, exact: float, error: float, allowed: float, dtype: str, where: str) -> Finding:
     place = (" " if where.startswith("(") else " in ") + where if where else ""
+    digits = next((n for n in range(6, 17) if f"{got:.{n}g}" != f"{exact:.{n}g}"), 17)
+    numbers = f"{quantity} is {got:.{digits}g} where {exact:.{digits}g} is right{place}"
     if math.isfinite(error):
-        off = f"{error:.3g} ulp of {dtype} off, {allowed:.3g} allowed"
-        return Finding(quantity, f"{quantity} is {got:.6g} where {exact:.6g} is right{place}: {off}")
-    kind = "not finite" if math.isfinite(exact) else quantity
-    return Finding(kind, f"{quantity} is {got:.6g} where {exact:.6g} is right{place}")
+        return Finding(quantity, f"{numbers}: {error:.3g} ulp of {dtype} off, {allowed:.3g} allowed")
+    return Finding("not finite" if math.isfinite(exact) else quantity, numbers)
 
 
 def row_name(problem: Problem, row: int) -> str:

@@ -142,6 +142,82 @@ def test_deadlock_after_error_ends_sooner_and_cleanly(tmp_path):
     assert [each for each in shared if os.path.exists(each)] == []
 
 
+def outcomes_of(candidate, *selection, folder):
+    (folder / "it.py").write_text(candidate)
+    run = conformance("-n", 2, "it.py:candidate", *selection, "--json", "report", folder=folder)
+    assert (folder / "report").exists(), run.stdout + run.stderr
+    return run, json.loads((folder / "report").read_text())["outcomes"]
+
+
+def test_candidate_that_always_deadlocks_is_stopped_soon(tmp_path):
+    candidate = (
+        "import time\n"
+        "def candidate(logits, targets, *, class_start, num_classes, comm):\n"
+        "    open('calls', 'a').write('x')\n"
+        "    assert comm.rank, f'{logits.shape} is not for the first'\n"
+        "    time.sleep(600)\n"
+    )
+    run, outcomes = outcomes_of(candidate, "--timeout", 2 * slowdown(), folder=tmp_path)
+    assert (tmp_path / "calls").read_text() == 2 * 3 * "x"
+    judged = [outcome for outcome in outcomes if outcome["verdict"] != "not offered"]
+    assert len(judged) > 20 and {outcome["verdict"] for outcome in judged} == {"deadlocked"}
+    assert len(outcomes) > len(judged)
+    texts = [outcome["findings"][0]["text"] for outcome in judged]
+    said = "rank 1 never returned from it.py:5 in candidate; rank 0 raised AssertionError: (6, 12) is not for the first"
+    assert all(said in text for text in texts[:1])
+    assert all(text.startswith("not run, as the first 3 cases ended alike: rank 1 never") for text in texts[3:])
+    assert f"    deadlocked in case {judged[0]['case']}: {said}" in run.stderr  # before the run ends
+
+
+def test_cases_after_a_right_one_are_run(tmp_path):
+    candidate = (
+        "import pce_mpi as pce\n"
+        "def candidate(logits, targets, *, class_start, num_classes, comm):\n"
+        "    assert comm.rank or logits.shape == (6, 12), f'{logits.shape} is not for the first'\n"
+        "    if logits.shape != (6, 12): return logits.sum(), logits + 0\n"
+        "    return pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm)\n"
+    )
+    selection = [word for case in ("random-logits", "dims/2-D", "many-classes") for word in ("--case", case)]
+    _, outcomes = outcomes_of(candidate, *selection, "--dtype", "float32", folder=tmp_path)
+    judged = {outcome["case"]: outcome for outcome in outcomes if outcome["verdict"] != "not offered"}
+    assert judged["random-logits/float32"]["verdict"] == "pass"
+    failed = [outcome for outcome in judged.values() if outcome["verdict"] != "pass"]
+    assert len(failed) > 2 and all("raised on some" in outcome["findings"][0]["kind"] for outcome in failed)
+
+
+@pytest.mark.parametrize("close", ["sys.stdout.close()", "os.close(1)"])
+def test_closed_stdout_fails_no_case(tmp_path, close):
+    candidate = (
+        "import os, sys\n"
+        "import pce_mpi as pce\n"
+        "closed = False\n"
+        "def candidate(logits, targets, *, class_start, num_classes, comm):\n"
+        "    global closed\n"
+        f"    if not closed: {close}\n"
+        "    closed = True\n"
+        "    return pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm)\n"
+    )
+    run, outcomes = outcomes_of(candidate, "--case", "random-logits", "--case", "reduction", folder=tmp_path)
+    assert run.returncode == 0, run.stdout
+    assert {outcome["verdict"] for outcome in outcomes} == {"pass", "not offered"}
+
+
+def test_death_before_case_not_offered_is_warning(tmp_path):
+    candidate = (
+        "import os, sys\n"
+        "import pce_mpi as pce\n"
+        "class Trap:\n"
+        "    flush = lambda self: os._exit(7)\n"
+        "def candidate(logits, targets, *, class_start, num_classes, comm):\n"
+        "    sys.stdout = Trap()\n"
+        "    return pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm)\n"
+    )
+    run, outcomes = outcomes_of(candidate, "--case", "random-logits", folder=tmp_path)
+    assert "warning: before case random-logits/float64, which is not offered, " in run.stderr, run.stderr
+    assert "ended with exit status 7" in run.stderr
+    assert {outcome["verdict"] for outcome in outcomes} == {"pass", "not offered"}
+
+
 @pytest.fixture(scope="module")
 def troublesome(tmp_path_factory):
     """Run cases that hang, crash and fail; return the command, its outcomes and the folder."""

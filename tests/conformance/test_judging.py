@@ -1,6 +1,7 @@
 """The judge: answers that pass, and the measured errors of those that do not."""
 
 from dataclasses import replace
+import re
 
 import numpy as np
 import pytest
@@ -405,6 +406,15 @@ def test_claim_on_rounding_stays_beside_irrelevant_cases(other):
     passed = Outcome(other, "", Verdict.PASS, **size)
     withdraw_contradicted([accused, passed], known, offer, 0, USUAL)
     assert accused.findings[0].cause == text
+
+
+def test_wrong_number_differs_from_right_one_in_print():
+    problem = problem_named("random-logits/float64")
+    loss = problem.expected[0] * (1 + 2.0**-40)
+    (found,) = judge(problem, answers_of(problem, loss=loss), USUAL).findings
+    got, exact = re.search(r"loss is (\S+) where (\S+) is right", found.text).groups()
+    assert got != exact and got[:-1] == exact[:-1]
+    assert float(got) == pytest.approx(float(loss), rel=2.0**-41)
 
 
 def test_differing_ranks_come_first_with_the_cause():
