@@ -139,17 +139,16 @@ class Classifier:
                 sums += loss, found[:, 0].sum(), found.sum()
         return sums / len(rows)
 
+    def state(self):
+        """The parameters and the state of the optimizer, by the names that they are saved under."""
+        return self.parameters | {f"optimizer.{name}": array for name, array in self.optimizer.state().items()}
+
     def save(self, path, steps):
-        state = {f"optimizer.{name}": array for name, array in self.optimizer.state().items()}
-        pce.save(path, self.parameters | state | {"steps": pce.distribute(steps, self.mesh)})
+        pce.save(path, self.state() | {"steps": pce.distribute(steps, self.mesh)})
 
     def resume(self, path):
         """Load what was saved, by any number of ranks, and return after how many steps."""
-        sharded = ("w2", "optimizer.2.exp_avg", "optimizer.2.exp_avg_sq")
-        saved = pce.load(path, self.mesh, {name: {"ranks": Shard(1)} for name in sharded})
-        for name, array in self.parameters.items():
-            if saved[name].shape != array.shape:
-                raise ValueError(f"{path} has {name} of shape {saved[name].shape}, these options make it {array.shape}")
+        saved = pce.load(path, self.mesh, self.state())  # placed as what is there already
         for name, array in self.parameters.items():
             array.local[...] = saved[name].local
         names = [name for name in saved if name.startswith("optimizer.")]

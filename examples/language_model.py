@@ -46,8 +46,9 @@ class Model:
         self.parameters = pce.shard_parameters(arrays, mesh, PLAN, dim="classes")
         embedding, *others = self.parameters.values()
         # A token is rare in the batch that the loss averages over, so embeddings need a larger rate than the others.
-        rates = (args.embedding_rate * args.batch, [embedding]), (args.rate, others)
-        self.optimizers = [(rate, pce.SGD(parameters, lr=rate)) for rate, parameters in rates]
+        groups = [{"params": [embedding], "lr": args.embedding_rate * args.batch}, {"params": others}]
+        self.optimizer = pce.SGD(groups, lr=args.rate)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def logits(self, contexts):
         embedding, w, b, u, c = self.parameters.values()

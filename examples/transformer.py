@@ -74,10 +74,9 @@ class GPT:
             arrays |= {f"{layer}.attention_norm": ones, f"{layer}.hidden_norm": ones}
         self.parameters = pce.shard_parameters(arrays, mesh, PLAN, dim="model")
         matrices, vectors = ([p for p in self.parameters.values() if p.ndim == ndim] for ndim in (2, 1))
-        groups = (matrices, args.decay), (vectors, 0.0)
-        self.optimizers = [
-            (args.rate, pce.AdamW(group, args.rate, BETAS, EPS, weight_decay=decay)) for group, decay in groups
-        ]
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = pce.AdamW(groups, args.rate, BETAS, EPS, weight_decay=args.decay)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def logits(self, ids):
         p = self.parameters
@@ -117,34 +116,30 @@ def step(model, rows, number, args):
     loss.backward()
     if args.max_norm:
         pce.clip_grad_norm(model.parameters.values(), args.max_norm)
-    for rate, optimizer in model.optimizers:
-        optimizer.lr = pce.cosine_schedule(number - 1, lr=rate, steps=args.steps, warmup=args.steps // 20)
-        optimizer.step()
-        optimizer.zero_grad()
+    for rate, group in zip(model.rates, model.optimizer.param_groups, strict=True):
+        group["lr"] = pce.cosine_schedule(number - 1, lr=rate, steps=args.steps, warmup=args.steps // 20)
+    model.optimizer.step()
+    model.optimizer.zero_grad()
     return loss.item()
 
 
+def state(model):
+    """The parameters and the state of the optimizer, by the names that they are saved under."""
+    return model.parameters | {f"optimizer.{name}": array for name, array in model.optimizer.state().items()}
+
+
 def save(model, path, steps):
-    """Save the parameters, the state of the optimizers, and after how many steps they are such."""
-    arrays = model.parameters | {"steps": pce.distribute(steps, model.mesh)}
-    for index, (_, optimizer) in enumerate(model.optimizers):
-        arrays |= {f"optimizer.{index}.{name}": array for name, array in optimizer.state().items()}
-    pce.save(path, arrays)
+    """Save the parameters, the state of the optimizer, and after how many steps they are such."""
+    pce.save(path, state(model) | {"steps": pce.distribute(steps, model.mesh)})
 
 
 def resume(model, path):
     """Load what any mesh saved, and return after how many steps."""
-    placements = {name: array.placements for name, array in model.parameters.items()}
-    for index, (_, optimizer) in enumerate(model.optimizers):
-        moments = ("exp_avg", "exp_avg_sq") if isinstance(optimizer, pce.AdamW) else ()
-        for number, array in enumerate(optimizer.parameters):
-            placements |= {f"optimizer.{index}.{number}.{name}": array.placements for name in moments}
-    saved = pce.load(path, model.mesh, placements)
+    saved = pce.load(path, model.mesh, state(model))  # placed as what is there already
     for name, array in model.parameters.items():
         array.local[...] = saved[name].local
-    for index, (_, optimizer) in enumerate(model.optimizers):
-        prefix = f"optimizer.{index}."
-        optimizer.load_state({name.removeprefix(prefix): saved[name] for name in saved if name.startswith(prefix)})
+    names = [name for name in saved if name.startswith("optimizer.")]
+    model.optimizer.load_state({name.removeprefix("optimizer."): saved[name] for name in names})
     return int(saved["steps"].item())
 
 

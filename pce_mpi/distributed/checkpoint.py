@@ -115,7 +115,7 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
 def load(
     path: str | os.PathLike[str],
     mesh: Mesh,
-    placements: Mapping[str, Mapping[str, Placement]] | None = None,
+    placements: Mapping[str, Mapping[str, Placement] | DistArray] | None = None,
     requires_grad: bool = False,
 ) -> dict[str, DistArray]:
     """Read the arrays of a safetensors file as distributed arrays.
@@ -126,9 +126,11 @@ def load(
         The file, from `save` with any number of ranks, or from elsewhere.
     mesh : Mesh
         The ranks.
-    placements : mapping of str to mapping of str to placement, optional
+    placements : mapping of str to mapping of str to placement, or to DistArray, optional
         A placement for each array and dim that is named: `{"w": {"model": Shard(0)}}`. The others are Replicate, and
-        nothing can be Partial. Shards are balanced, however they were saved.
+        nothing can be Partial. Shards are balanced, however they were saved. An array in the place of its placements
+        stands for its own, with its split points; its shape must be that in the file. So `{"w": w}`, the parameters of
+        a model, or the `state` of an optimizer say how all of them are loaded.
     requires_grad : bool, optional
         The floating-point arrays are parameters. The others, such as a step number, have no gradient.
 
@@ -283,7 +285,7 @@ def _is_first(sharding: Sharding, where: Mapping[str, int]) -> bool:
 
 
 def _laid_out(
-    file: TensorFile, path: Any, mesh: Mesh, placements: Mapping[str, Mapping[str, Placement]]
+    file: TensorFile, path: Any, mesh: Mesh, placements: Mapping[str, Mapping[str, Placement] | DistArray]
 ) -> Iterator[tuple[str, Sharding]]:
     """Yield name and sharding of each array of `file`."""
     missing = [name for name in placements if name not in file.arrays]
@@ -293,16 +295,28 @@ def _laid_out(
             f"placements name {_listed(missing)}, which {str(path)!r} has not; it has {_listed(names) or 'nothing'}"
         )
     for name, shape in file.arrays.items():
-        wanted = placements.get(name, {})
-        if not isinstance(wanted, Mapping):
-            raise TypeError(f"placements[{shown(name)}] must be a dict of placements by dim, got {wanted!r}")
         try:
-            sharding = Sharding.of(mesh.dim_sizes, shape, wanted)
+            sharding = _wanted(placements.get(name, {}), mesh, shape, path)
         except (TypeError, ValueError) as error:
             raise type(error)(f"placements[{shown(name)}]: {error}") from error
-        if sharding.partial_dims:
-            raise ValueError(f"placements[{shown(name)}]: what is loaded cannot be Partial, got {dict(wanted)}")
         yield name, sharding
+
+
+def _wanted(placements: Mapping[str, Placement] | DistArray, mesh: Mesh, shape: tuple[int, ...], path: Any) -> Sharding:
+    """Return the sharding of a stored array of `shape` that is to be placed so, or as an array is."""
+    if isinstance(placements, DistArray):
+        if placements.mesh is not mesh:
+            raise ValueError("the array is over another mesh")
+        if placements.shape != shape:
+            raise ValueError(f"the array has the shape {placements.shape}, and that in {str(path)!r} {shape}")
+        sharding = placements.sharding
+    elif isinstance(placements, Mapping):
+        sharding = Sharding.of(mesh.dim_sizes, shape, placements)
+    else:
+        raise TypeError(f"expected a dict of placements by dim, or a distributed array, got {placements!r}")
+    if sharding.partial_dims:
+        raise ValueError(f"what is loaded cannot be Partial, got {dict(sharding.by_dim)}")
+    return sharding
 
 
 def _listed(names: list[str]) -> str:

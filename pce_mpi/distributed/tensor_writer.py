@@ -69,7 +69,7 @@ class TensorWriter:
     def finish(self) -> None:
         """Add the checksums and put the file in its place, so that it is there after a power failure too."""
         starts = range(self._start, len(self._bytes), self._block)
-        checksums = [zlib.crc32(self._bytes[start : start + self._block]) for start in starts]
+        checksums = [zlib.crc32(self._bytes[start : start + self._block].data) for start in starts]
         header = header_of(self._entries, self._block, checksums)
         self._bytes[: self._start] = np.frombuffer(header, np.uint8)
         self._bytes.flush()

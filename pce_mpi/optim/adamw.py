@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -24,10 +24,10 @@ class AdamW(Optimizer):
 
     Parameters
     ----------
-    parameters : iterable of DistArray
-        Those of `SGD`.
+    parameters : iterable of DistArray, or of dict
+        Those of `SGD`, or groups of them.
     lr : float, default 1e-3
-        The learning rate, finite and not negative; it may be assigned between steps.
+        The learning rate, finite and not negative; it may be assigned between steps, as in `SGD`.
     betas : pair of float, default (0.9, 0.999)
         beta1 and beta2, in [0, 1).
     eps : float, default 1e-8
@@ -58,37 +58,43 @@ class AdamW(Optimizer):
     array([0.899, 1.998])
     """
 
+    _squares = ("exp_avg_sq",)
+
     def __init__(
         self,
-        parameters: Iterable[DistArray],
+        parameters: Iterable[DistArray] | Iterable[Mapping[str, Any]],
         lr: float = 1e-3,
         betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
-        super().__init__(parameters, lr)
+        super().__init__(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    def _checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {name: not_negative(options[name], name) for name in ("lr", "eps", "weight_decay")}
+        betas = options["betas"]
         if not isinstance(betas, Sequence) or len(betas) != 2:
             raise TypeError(f"betas must be two numbers, got {betas!r}")
-        self.betas = tuple(not_negative(beta, f"betas[{index}]") for index, beta in enumerate(betas))
-        if max(self.betas) >= 1.0:
-            raise ValueError(f"betas must be below 1, got {self.betas}")
-        self.eps = not_negative(eps, "eps")
-        self.weight_decay = not_negative(weight_decay, "weight_decay")
+        found["betas"] = tuple(not_negative(beta, f"betas[{index}]") for index, beta in enumerate(betas))
+        if max(found["betas"]) >= 1.0:
+            raise ValueError(f"betas must be below 1, got {found['betas']}")
+        return found
 
-    @property
-    def _buffer_names(self) -> tuple[str, ...]:
+    def _buffer_names(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         """The buffers of each parameter: m and v."""
         return "exp_avg", "exp_avg_sq"
 
-    @property
-    def _numbers(self) -> dict[str, float | bool]:
-        """The numbers of a step, the same on every rank."""
-        beta1, beta2 = self.betas
-        return {"lr": self.lr, "beta1": beta1, "beta2": beta2, "eps": self.eps, "weight_decay": self.weight_decay}
-
-    def _update(self, step: int, value: Array, d: Array, buffers: dict[str, Array], scratch: list[Array]) -> None:
+    def _update(
+        self,
+        options: Mapping[str, Any],
+        step: int,
+        value: Array,
+        d: Array,
+        buffers: dict[str, Array],
+        scratch: list[Array],
+    ) -> None:
         """Update a block of a parameter in place."""
-        xp, (s, t), (beta1, beta2) = array_namespace(value), scratch, self.betas
+        xp, (s, t), (beta1, beta2), lr = array_namespace(value), scratch, options["betas"], options["lr"]
         m, v = buffers["exp_avg"], buffers["exp_avg_sq"]
         xp.multiply(m, beta1, out=m)
         xp.add(m, xp.multiply(d, 1.0 - beta1, out=s), out=m)
@@ -96,10 +102,10 @@ class AdamW(Optimizer):
         xp.multiply(xp.multiply(d, d, out=s), 1.0 - beta2, out=s)
         xp.add(v, s, out=v)
         root = xp.sqrt(xp.divide(v, 1.0 - power_of(beta2, step), out=s), out=s)
-        xp.add(root, self.eps, out=root)
-        xp.multiply(m, self.lr / (1.0 - power_of(beta1, step)), out=t)
-        if self.weight_decay:
-            xp.multiply(value, 1.0 - self.lr * self.weight_decay, out=value)
+        xp.add(root, options["eps"], out=root)
+        xp.multiply(m, lr / (1.0 - power_of(beta1, step)), out=t)
+        if options["weight_decay"]:
+            xp.multiply(value, 1.0 - lr * options["weight_decay"], out=value)
         xp.subtract(value, xp.divide(t, root, out=t), out=value)
 
 

@@ -77,7 +77,7 @@ def clip_grad_norm(parameters: Iterable[DistArray], max_norm: float) -> float:
         if not all(same_ranks(first, other) for other in others):
             raise ValueError("all parameters must be over the same ranks: not every rank knows the norm of the others")
     with phase("step"):
-        synchronize(given, "clip_grad_norm", called, checks.error)
+        synchronize(given, "clip_grad_norm", [called] * len(meshes_of(given)), checks.error)
         squares = [each for mesh in meshes_of(given) for each in _sums_of_squares(given, mesh)]
     # One after the other, as sum() is another arithmetic from Python 3.12 on; in an order that no mesh decides.
     norm = math.sqrt(reduce(operator.add, sorted(squares), 0.0))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections import ChainMap
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,55 +14,101 @@ from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.tracing import cause, phase
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.creation import distribute
-from pce_mpi.distributed.mesh import text_of_dims
-from pce_mpi.optim.parameters import block_of, blocks, check_parameters, listed, not_negative
+from pce_mpi.distributed.mesh import Mesh, text_of_dims
+from pce_mpi.distributed.tensor_files import shown
+from pce_mpi.optim.parameters import block_of, blocks, check_parameters, in_groups, not_negative
 from pce_mpi.optim.synchronization import meshes_of, synchronize
 
 Array = Any  # numpy.ndarray or cupy.ndarray
+
+# More steps than any training has, and 1 more is a number of int64 still.
+_MOST_STEPS = 2**62
+_NAMES_SHOWN = 20
 
 
 class Optimizer(ABC):
     """The common part of all optimizers: what is stepped, when it communicates, and the state that is saved.
 
-    A subclass has the names of its buffers, the numbers of a step, and the update of a block. Each buffer is an array
-    of the parameter's shard, in the dtype of the arithmetic, and is 0 before the first step.
+    A subclass checks the options of a group, and has the names of its buffers and the update of a block. Each buffer is
+    an array of the parameter's shard, in the dtype of the arithmetic, and is 0 before the first step.
     """
 
-    def __init__(self, parameters: Iterable[DistArray], lr: float) -> None:
-        self.parameters = listed(parameters)
+    # The buffers that have squares.
+    _squares: tuple[str, ...] = ()
+
+    def __init__(self, parameters: Iterable[DistArray] | Iterable[Mapping[str, Any]], **defaults: Any) -> None:
+        groups = in_groups(parameters)
+        self.parameters: list[DistArray] = [parameter for group in groups for parameter in group["params"]]
         check_parameters(self.parameters)
+        self.defaults = self._checked(defaults)
+        # An option that a group does not have is looked up in `defaults`, whenever it is read.
+        self.param_groups: list[ChainMap[str, Any]] = [ChainMap(group, self.defaults) for group in groups]
+        self._group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
+        self._options()
+        self._groups_on = [self._groups_of(mesh) for mesh in meshes_of(self.parameters)]
         for parameter in self.parameters:
             parameter.own_memory()
-        self.lr = lr
         self._steps = [0] * len(self.parameters)
         self._buffers: list[dict[str, Array]] = [{} for _ in self.parameters]
         _keep_freed_memory()
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step."""
-        return self._lr
+        """The learning rate of the next step, in each group that has none of its own."""
+        return float(self.defaults["lr"])
 
     @lr.setter
     def lr(self, value: float) -> None:
-        self._lr = not_negative(value, "lr")
+        if all("lr" in group.maps[0] for group in self.param_groups):
+            raise ValueError("each of param_groups has an lr of its own: assign param_groups[...]['lr']")
+        self.defaults["lr"] = not_negative(value, "lr")
 
-    @property
     @abstractmethod
-    def _buffer_names(self) -> tuple[str, ...]:
+    def _checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a step, checked, in a form that ranks can compare."""
+
+    @abstractmethod
+    def _buffer_names(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         """The names of the buffers of each parameter."""
 
-    @property
     @abstractmethod
-    def _numbers(self) -> dict[str, float | bool]:
-        """The numbers of a step, the same on every rank."""
-
-    @abstractmethod
-    def _update(self, step: int, value: Array, d: Array, buffers: dict[str, Array], scratch: list[Array]) -> None:
+    def _update(
+        self,
+        options: Mapping[str, Any],
+        step: int,
+        value: Array,
+        d: Array,
+        buffers: dict[str, Array],
+        scratch: list[Array],
+    ) -> None:
         """Update a block of a parameter, `value`, in place, from its gradient `d`, which stays; `step` counts from 1.
 
         `scratch` has two arrays of the block's shape.
         """
+
+    def _options(self) -> list[dict[str, Any]]:
+        """Return the options of each group, checked."""
+        found = []
+        for number, group in enumerate(self.param_groups):
+            try:
+                if unknown := group.keys() - self.defaults.keys() - {"params"}:
+                    raise TypeError(f"{shown(min(unknown))} is none of {', '.join(self.defaults)}")
+                found.append(self._checked({name: group[name] for name in self.defaults}))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"param_groups[{number}]: {error}") from error
+        return found
+
+    def _groups_of(self, mesh: Mesh) -> dict[int, str]:
+        """Return the numbers of the groups with parameters over `mesh`, and how its ranks name these to each other."""
+        # Counted within the mesh, whose other ranks need not know of other meshes.
+        here = [
+            group for parameter, group in zip(self.parameters, self._group_of, strict=True) if parameter.mesh is mesh
+        ]
+        ends = {group: number for number, group in enumerate(here, 1)}
+        starts = [0, *ends.values()]
+        if len(ends) == 1:
+            return dict.fromkeys(ends, "")
+        return {group: f"parameters[{start}:{end}] " for start, (group, end) in zip(starts, ends.items(), strict=False)}
 
     def zero_grad(self) -> None:
         """Set the gradients to None, so that the next backward pass starts anew.
@@ -92,8 +139,15 @@ class Optimizer(ABC):
         one Reduce_scatter of those whose parameters are Shard. Gradients that are Partial "max" or "min" are
         redistributed one by one. Every rank raises the same error, before anything is written.
         """
+        options: list[dict[str, Any]] = []
+        called: list[dict[str, Any]] = [{} for _ in self._groups_on]
+        with local_checks() as checks:
+            options = self._options()
+            for said, groups in zip(called, self._groups_on, strict=True):
+                for group, where in groups.items():
+                    said |= {f"{where}{name}": value for name, value in options[group].items()}
         with phase("step"):
-            synchronize(self.parameters, type(self).__name__, self._numbers)
+            synchronize(self.parameters, type(self).__name__, called, checks.error)
         largest = max(each.local.size for each in self.parameters)
         rooms: dict[tuple[Any, np.dtype[Any]], Array] = {}
         with np.errstate(all="ignore"):
@@ -107,12 +161,14 @@ class Optimizer(ABC):
                     size = max(1, min(block_of(xp), largest))
                     room = rooms[xp, dtype] = xp.empty((2, size), dtype)
                 self._steps[index] += 1
-                self._update_blocks(index, local, parameter.grad.local, room)
+                self._update_blocks(index, options[self._group_of[index]], local, parameter.grad.local, room)
 
-    def _update_blocks(self, index: int, parameter: Array, gradient: Array, room: Array) -> None:
+    def _update_blocks(
+        self, index: int, options: Mapping[str, Any], parameter: Array, gradient: Array, room: Array
+    ) -> None:
         """Update one parameter, block by block, so that memory is read once."""
         buffers = self._buffers[index]
-        for name in self._buffer_names:
+        for name in self._buffer_names(options):
             if name not in buffers:
                 buffers[name] = self._zeros(self.parameters[index])
         if parameter.flags.c_contiguous and gradient.flags.c_contiguous:
@@ -125,7 +181,7 @@ class Optimizer(ABC):
                 value, d = value.astype(room.dtype), d.astype(room.dtype)
             scratch = [row[: value.size].reshape(value.shape) for row in room]
             of_block = {name: buffer[block] for name, buffer in buffers.items()}
-            self._update(self._steps[index], value, d, of_block, scratch)
+            self._update(options, self._steps[index], value, d, of_block, scratch)
             if half:
                 parameter[block] = value.astype(parameter.dtype)
 
@@ -139,12 +195,13 @@ class Optimizer(ABC):
         Returns
         -------
         dict of str to DistArray
-            For parameter number i, the number of its steps, `"i.step"`, and its buffers, such as `"i.momentum"`, in the
-            sharding of the parameter. Parameters that were never stepped have none.
+            For parameter number i, counted through all groups, the number of its steps, `"i.step"`, and its buffers,
+            such as `"i.momentum"`, in the sharding of the parameter. Those of a parameter that was never stepped are 0,
+            and read-only, as they take no memory.
 
         Notes
         -----
-        Communicates nothing.
+        Communicates nothing. `load` takes the placements of a saved state from that of a new optimizer.
 
         Examples
         --------
@@ -159,13 +216,14 @@ class Optimizer(ABC):
         ['0.momentum', '0.step']
         """
         arrays: dict[str, DistArray] = {}
+        options = self._options()
         for index, (parameter, buffers) in enumerate(zip(self.parameters, self._buffers, strict=True)):
-            if self._steps[index]:
-                xp = array_namespace(parameter.local)
-                arrays[f"{index}.step"] = distribute(xp.asarray(np.int64(self._steps[index])), parameter.mesh)
-                for name in self._buffer_names:
-                    buffer = buffers[name].copy() if name in buffers else self._zeros(parameter)
-                    arrays[f"{index}.{name}"] = DistArray(buffer, parameter.mesh, parameter.sharding)
+            xp, dtype = array_namespace(parameter.local), compute_dtype_of(parameter.dtype)
+            arrays[f"{index}.step"] = distribute(xp.asarray(np.int64(self._steps[index])), parameter.mesh)
+            for name in self._buffer_names(options[self._group_of[index]]):
+                held = name in buffers
+                buffer = buffers[name].copy() if held else xp.broadcast_to(xp.zeros((), dtype), parameter.local.shape)
+                arrays[f"{index}.{name}"] = DistArray(buffer, parameter.mesh, parameter.sharding)
         return arrays
 
     def load_state(self, arrays: Mapping[str, DistArray]) -> None:
@@ -179,63 +237,78 @@ class Optimizer(ABC):
         Raises
         ------
         TypeError, ValueError
-            If a name is missing or unknown, or an array does not fit its parameter.
+            If a name is missing or unknown, an array does not fit its parameter, a number of steps is negative or above
+            2**62, or a mean of squares is negative.
         CollectiveError
-            If ranks pass different arrays.
+            If ranks pass different arrays, or different numbers of steps.
 
         Notes
         -----
         Collective over each mesh of the parameters: one Allgather of 56 bytes, and what brings each array to the
         placement of its parameter. Every rank raises the same error, before anything is taken.
         """
+        names: list[tuple[str, ...]] = []
+        steps: list[int] = []
         with local_checks() as checks:
-            self._check_state(arrays)
-        error = checks.error
+            names = [self._buffer_names(options) for options in self._options()]
+            steps = self._checked_state(arrays, names)
+        error, named = checks.error, False
         for mesh in meshes_of(self.parameters):
             # Counted within the mesh, whose other ranks need not know of other meshes.
             here = [index for index, parameter in enumerate(self.parameters) if parameter.mesh is mesh]
-            called = {
-                f"{number}.{name}": f"{arrays[key].dtype} {arrays[key].sharding}"
-                for number, index in enumerate(here)
-                for name in ("step", *self._buffer_names)
-                if error is None and (key := f"{index}.{name}") in arrays
-            }
+            called: dict[str, Any] = {}
+            for number, index in enumerate(here) if error is None else ():
+                called[f"{number}.step"] = steps[index]
+                for name in names[self._group_of[index]]:
+                    array = arrays[f"{index}.{name}"]
+                    called[f"{number}.{name}"] = f"{array.dtype} {array.sharding}"
+            comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
             with local_checks() as checks:
-                agree(mesh.comm(*mesh.dims), "load_state", called, error=error, over=text_of_dims(mesh.dims))
-            error = error or checks.error  # the ranks of the other meshes must hear of it
+                agree(comm, "load_state", called, error=error, over=over, ranks_named=named)
+            if checks.error is not None:  # the ranks of the other meshes must hear of it
+                error, named = checks.error, True
         if error is not None:
             raise error
-        steps, taken = [], []
+        taken = []
         for index, parameter in enumerate(self.parameters):
-            held = f"{index}.step" in arrays
-            steps.append(int(to_host(arrays[f"{index}.step"].full())) if held else 0)
             buffers = {}
             with cause("load_state", text_of_dims(parameter.mesh.dims), "a state goes to its parameter"):
-                for name in self._buffer_names if held else ():
+                for name in names[self._group_of[index]]:
                     buffers[name] = redistribute(arrays[f"{index}.{name}"], parameter.sharding).local.copy()
             taken.append(buffers)
         self._steps, self._buffers = steps, taken
 
-    def _check_state(self, arrays: Mapping[str, DistArray]) -> None:
+    def _checked_state(self, arrays: Mapping[str, DistArray], names: Sequence[tuple[str, ...]]) -> list[int]:
+        """Return the number of steps of each parameter; `names` has those of the buffers of each group."""
         if not isinstance(arrays, Mapping):
             raise TypeError(f"arrays must be a mapping of names to distributed arrays, got {type(arrays).__name__}")
         expected: dict[str, tuple[DistArray, tuple[int, ...], np.dtype[Any]]] = {}
         for index, parameter in enumerate(self.parameters):
-            if any(str(name).startswith(f"{index}.") for name in arrays):
-                expected[f"{index}.step"] = parameter, (), np.dtype(np.int64)
-                for name in self._buffer_names:
-                    expected[f"{index}.{name}"] = parameter, parameter.shape, compute_dtype_of(parameter.dtype)
-        for word, names in (("unknown", arrays.keys() - expected.keys()), ("missing", expected.keys() - arrays.keys())):
-            if names:
-                raise ValueError(f"{word} in the state of {type(self).__name__}: {', '.join(sorted(map(str, names)))}")
-        for name, (parameter, shape, dtype) in expected.items():
-            array = arrays[name]
+            expected[f"{index}.step"] = parameter, (), np.dtype(np.int64)
+            for name in names[self._group_of[index]]:
+                expected[f"{index}.{name}"] = parameter, parameter.shape, compute_dtype_of(parameter.dtype)
+        for word, wrong in (("unknown", arrays.keys() - expected.keys()), ("missing", expected.keys() - arrays.keys())):
+            if wrong:
+                some = ", ".join(sorted(map(shown, wrong))[:_NAMES_SHOWN])
+                more = f" and {len(wrong) - _NAMES_SHOWN} more" * (len(wrong) > _NAMES_SHOWN)
+                raise ValueError(f"{word} in the state of {type(self).__name__}: {some}{more}")
+        steps = []
+        for key, (parameter, shape, dtype) in expected.items():
+            array = arrays[key]
             if not isinstance(array, DistArray):
-                raise TypeError(f"{name} must be a distributed array, got {type(array).__name__}")
+                raise TypeError(f"{key} must be a distributed array, got {type(array).__name__}")
             if array.mesh is not parameter.mesh or array.sharding.partial_dims:
-                raise ValueError(f"{name} must be over the mesh of its parameter and not Partial, got {array!r}")
+                raise ValueError(f"{key} must be over the mesh of its parameter and not Partial, got {array!r}")
             if (array.shape, array.dtype) != (shape, dtype):
-                raise ValueError(f"{name} must be {dtype} {shape}, got {array.dtype} {array.shape}")
+                raise ValueError(f"{key} must be {dtype} {shape}, got {array.dtype} {array.shape}")
+            name = key.partition(".")[2]
+            if name == "step":
+                steps.append(int(to_host(array.local)))
+                if not 0 <= steps[-1] <= _MOST_STEPS:
+                    raise ValueError(f"{key} must be a number of steps from 0 to 2**62, got {steps[-1]}")
+            elif name in self._squares and bool((array.local < 0).any()):
+                raise ValueError(f"{key} is a mean of squares, and has a negative element")
+        return steps
 
 
 def _keep_freed_memory() -> None:

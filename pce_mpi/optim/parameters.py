@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 import math
 from typing import Any
@@ -22,6 +22,17 @@ def listed(parameters: Any) -> list[DistArray]:
     if isinstance(parameters, DistArray):
         raise TypeError("parameters must be a list of distributed arrays, got one distributed array")
     return list(parameters)
+
+
+def in_groups(parameters: Any) -> list[dict[str, Any]]:
+    """Return groups, each a dict of "params" and its own options; parameters alone are one group."""
+    given: list[Any] = listed(parameters)
+    if not any(isinstance(each, Mapping) for each in given):
+        return [{"params": tuple(given)}]
+    for index, group in enumerate(given):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise TypeError(f"a group of parameters must be a dict that has 'params', got {group!r} as number {index}")
+    return [{**group, "params": tuple(listed(group["params"]))} for group in given]
 
 
 def check_parameters(parameters: Sequence[Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pce_mpi.arrays import array_namespace
@@ -24,11 +24,13 @@ class SGD(Optimizer):
 
     Parameters
     ----------
-    parameters : iterable of DistArray
+    parameters : iterable of DistArray, or of dict
         Arrays that were made with `requires_grad=True`, each once, over any meshes, of any floating dtype; none may be
-        Partial.
+        Partial. Or groups of them, as in torch: each is a dict with an iterable of arrays as "params", and with the
+        options below that it has of its own, such as `{"params": biases, "weight_decay": 0.0}`.
     lr : float
-        The learning rate, finite and not negative; it may be assigned between steps.
+        The learning rate, finite and not negative; it may be assigned between steps, as `optimizer.lr`, or that of a
+        group as `optimizer.param_groups[i]["lr"]`.
     momentum : float, optional
         The factor of b, finite and not negative.
     nesterov : bool, optional
@@ -39,7 +41,8 @@ class SGD(Optimizer):
     Raises
     ------
     TypeError
-        If a parameter is no distributed array or a factor no number, or NumPy arrays are beside CuPy arrays.
+        If a parameter is no distributed array or a factor no number, NumPy arrays are beside CuPy arrays, or a group
+        has an option of another name.
     ValueError
         If there are no parameters, one is given twice, is Partial or is not a leaf that requires a gradient, or a
         factor is out of range.
@@ -63,47 +66,46 @@ class SGD(Optimizer):
 
     def __init__(
         self,
-        parameters: Iterable[DistArray],
+        parameters: Iterable[DistArray] | Iterable[Mapping[str, Any]],
         lr: float,
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(parameters, lr)
-        self.momentum = not_negative(momentum, "momentum")
-        self.nesterov = bool(nesterov)
-        self.weight_decay = not_negative(weight_decay, "weight_decay")
-        if self.nesterov and not self.momentum:
+        super().__init__(parameters, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
+
+    def _checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {name: not_negative(options[name], name) for name in ("lr", "momentum", "weight_decay")}
+        found["nesterov"] = bool(options["nesterov"])
+        if found["nesterov"] and not found["momentum"]:
             raise ValueError("nesterov needs a momentum that is not 0")
+        return found
 
-    @property
-    def _buffer_names(self) -> tuple[str, ...]:
+    def _buffer_names(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         """The buffers of each parameter: b, if there is a momentum."""
-        return ("momentum",) if self.momentum else ()
+        return ("momentum",) if options["momentum"] else ()
 
-    @property
-    def _numbers(self) -> dict[str, float | bool]:
-        """The numbers of a step, the same on every rank."""
-        return {
-            "lr": self.lr,
-            "momentum": self.momentum,
-            "nesterov": self.nesterov,
-            "weight_decay": self.weight_decay,
-        }
-
-    def _update(self, step: int, value: Array, d: Array, buffers: dict[str, Array], scratch: list[Array]) -> None:
+    def _update(
+        self,
+        options: Mapping[str, Any],
+        step: int,
+        value: Array,
+        d: Array,
+        buffers: dict[str, Array],
+        scratch: list[Array],
+    ) -> None:
         """Update a block of a parameter in place."""
-        xp, (s, t) = array_namespace(value), scratch
-        if self.weight_decay:
-            xp.multiply(value, self.weight_decay, out=s)
+        xp, (s, t), momentum = array_namespace(value), scratch, options["momentum"]
+        if options["weight_decay"]:
+            xp.multiply(value, options["weight_decay"], out=s)
             d = xp.add(s, d, out=s)
-        if self.momentum:
+        if momentum:
             b = buffers["momentum"]
             if step == 1:
                 b[...] = d
             else:
-                xp.multiply(b, self.momentum, out=b)
+                xp.multiply(b, momentum, out=b)
                 xp.add(b, d, out=b)
-            d = xp.add(xp.multiply(b, self.momentum, out=t), d, out=t) if self.nesterov else b
-        xp.multiply(d, self.lr, out=s)
+            d = xp.add(xp.multiply(b, momentum, out=t), d, out=t) if options["nesterov"] else b
+        xp.multiply(d, options["lr"], out=s)
         xp.subtract(value, s, out=value)

@@ -75,10 +75,10 @@ class _Schedule:
 def synchronize(
     parameters: Sequence[DistArray],
     operation: str,
-    called: Mapping[str, Hashable],
+    called: Sequence[Mapping[str, Hashable]],
     error: Exception | None = None,
 ) -> None:
-    """Bring each gradient to the sharding of its parameter; `called` must be the same on every rank.
+    """Bring each gradient to the sharding of its parameter; `called` must be the same on every rank of each mesh.
 
     Collective over each mesh of `parameters`. `error` is the error of this rank's own checks.
     """
@@ -93,7 +93,7 @@ def synchronize(
     error, named = checks.error, False
     for number, mesh in enumerate(meshes):
         with local_checks() as agreement:
-            _agree_on(mesh, operation, called, schedule, number, error, named)
+            _agree_on(mesh, operation, called[number], schedule, number, error, named)
         if agreement.error is not None:  # the ranks of the other meshes must hear of it
             error, named = agreement.error, True
     if error is not None:

@@ -161,6 +161,18 @@ def test_uneven_shards_are_saved_and_come_back_balanced(comm, line, folder):
     np.testing.assert_array_equal(got["w"], whole)
 
 
+def test_arrays_stand_for_their_placements(comm, line, folder):
+    wholes = {"w": values((7, 2)), "v": values((4, 5)), "step": np.array(3)}
+    like = {
+        "w": held(wholes["w"], line, spread(line.dim_sizes, (7, 2), Shard(0), seed=[3])),
+        "v": pce.distribute(wholes["v"], line, data=Shard(1)),
+    }
+    pce.save(folder / "f", {name: pce.distribute(whole, line) for name, whole in wholes.items()})
+    loaded = pce.load(folder / "f", line, like)
+    assert_equal(wholes_of(comm, loaded), wholes)
+    assert {name: loaded[name].sharding for name in like} == {name: array.sharding for name, array in like.items()}
+
+
 @pytest.mark.parametrize("operator", ["sum", "avg", "max", "min"])
 def test_partial_array_is_reduced_before_saving(comm, square, folder, operator):
     whole = values((4, 3))
@@ -809,7 +821,8 @@ def test_placements_of_many_arrays_take_linear_time(folder, line):
 
 def test_placements_that_do_not_fit_file_are_errors(comm, line, folder):
     pce.save(folder / "f", {"w": pce.distribute(values((2, 2)), line), "step": pce.distribute(3, line)})
-    shard = {"data": Shard(0)}
+    shard, other = {"data": Shard(0)}, mesh_of(comm, comm.size, 1)
+    total = Sharding.of(line.dim_sizes, (2, 2), {"data": Partial("sum")})
     cases = [
         ({"w": shard, "v": shard, "u": {}}, ValueError, "placements name 'v', 'u', which"),
         ({"w": {"model": Shard(0)}}, ValueError, "placements['w']: the mesh has no dim 'model'"),
@@ -817,7 +830,10 @@ def test_placements_that_do_not_fit_file_are_errors(comm, line, folder):
         ({"step": shard}, ValueError, "placements['step']: data=Shard(0) is out of bounds"),
         ({"w": {"data": Partial("sum")}}, ValueError, "placements['w']: what is loaded cannot be Partial"),
         ({"w": {"data": 0}}, TypeError, "placements['w']: data must be Shard(axis), Replicate()"),
-        ({"w": Shard(0)}, TypeError, "placements['w'] must be a dict of placements by dim"),
+        ({"w": pce.distribute(np.zeros((2, 3)), line)}, ValueError, "placements['w']: the array has the shape (2, 3)"),
+        ({"w": pce.distribute(np.zeros((2, 2)), other)}, ValueError, "placements['w']: the array is over another mesh"),
+        ({"w": held(np.zeros((2, 2)), line, total)}, ValueError, "placements['w']: what is loaded cannot be Partial"),
+        ({"w": Shard(0)}, TypeError, "placements['w']: expected a dict of placements by dim, or"),
     ]
     texts = [refused(comm, kind, pce.load, folder / "f", line, placements) for placements, kind, _ in cases]
     for text, (_, _, expected) in zip(texts, cases, strict=True):

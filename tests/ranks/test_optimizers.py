@@ -10,6 +10,8 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import SGD, AdamW, Shard, cosine_schedule, linear_schedule
+from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.optim.adamw import power_of
 from ranks.grids import mesh_of, squarest
 from ranks.placed import SUM, traced
@@ -107,6 +109,139 @@ def test_parameter_without_gradient_is_not_stepped(comm):
     np.testing.assert_allclose(second.local, textbook(values, gradients[::2], lr=0.1), rtol=1e-12)
 
 
+def test_groups_have_options_of_their_own(comm):
+    mesh = mesh_of(comm, *squarest(comm.size))
+    values, gradients = drawn()
+    parameters = [
+        pce.distribute(values, mesh, requires_grad=True, data=placed)
+        for placed in (Shard(0), pce.Replicate(), Shard(1))
+    ]
+    optimizer = AdamW(
+        [
+            {"params": parameters[:1]},
+            {"params": iter(parameters[1:2]), "weight_decay": 0.0},
+            {"params": parameters[2:], "lr": 0.5, "betas": (0.5, 0.75)},
+        ],
+        lr=0.1,
+        weight_decay=0.3,
+    )
+    expected = [{"lr": 0.1}, {"lr": 0.1, "weight_decay": 0.0}, {"lr": 0.5, "betas": (0.5, 0.75)}]
+    for gradient in gradients:
+        for w in parameters:
+            w.grad = pce.from_local(gradient if mesh.rank == 0 else 0 * gradient, mesh, **dict.fromkeys(mesh.dims, SUM))
+        optimizer.step()
+    for w, options in zip(parameters, expected, strict=True):
+        np.testing.assert_allclose(w.full(), textbook(values, gradients, **{"weight_decay": 0.3} | options), rtol=1e-12)
+
+
+def test_gradients_of_all_groups_take_one_buffer(comm):
+    mesh = mesh_of(comm, comm.size)
+    parameters = [pce.distribute(np.zeros(3), mesh, requires_grad=True) for _ in range(4)]
+    for w in parameters:
+        w.grad = pce.from_local(np.ones(3), mesh, data=SUM)
+    optimizer = SGD([{"params": parameters[::2], "lr": 1.0}, {"params": parameters[1::2]}], lr=2.0)
+    _, trace = traced(optimizer.step)
+    assert [(event.collective, event.bytes) for event in trace.select()] == [("all_reduce", 4 * 3 * 8)]
+    assert [w.local[0] for w in parameters] == [-comm.size, -2 * comm.size] * 2
+
+
+def test_rate_of_group_follows_its_own_schedule():
+    w, v = (pce.distribute(np.zeros(1), mesh_of(MPI.COMM_SELF, 1), requires_grad=True) for _ in range(2))
+    optimizer = SGD([{"params": [w], "lr": 1.0}, {"params": [v]}], lr=2.0)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 2.0]
+    optimizer.lr = 3.0
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 3.0]
+    for group in optimizer.param_groups:  # as schedulers of torch do
+        group["lr"] *= 0.5
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 1.5]
+    with pytest.raises(ValueError, match=r"assign param_groups\[...\]\['lr'\]"):
+        optimizer.lr = 1.0
+    w.grad = v.grad = pce.distribute(np.ones(1), w.mesh)
+    optimizer.step()
+    assert (w.item(), v.item()) == (-0.5, -1.5)
+
+
+def test_state_of_groups_counts_through_all(comm):
+    mesh = mesh_of(comm, comm.size)
+    values, gradients = drawn((7, 3))
+    parameters = [pce.distribute(values, mesh, requires_grad=True, data=Shard(0)) for _ in range(3)]
+
+    def made():
+        return SGD([{"params": parameters[:2], "momentum": 0.5}, {"params": parameters[2:]}], lr=0.1)
+
+    optimizer = made()
+    after(optimizer, parameters[1], gradients, data=Shard(0))
+    state = optimizer.state()
+    resumed = made()
+    resumed.load_state(state)
+    again = resumed.state()
+    assert list(state) == ["0.step", "0.momentum", "1.step", "1.momentum", "2.step"]
+    assert [state[f"{number}.step"].item() for number in range(3)] == [0, 4, 0]
+    assert {key: each.local.tobytes() for key, each in again.items()} == {
+        key: each.local.tobytes() for key, each in state.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"lr": -1.0}, ValueError, r"param_groups\[1\]: lr must not be negative and must be finite, got -1.0"),
+        ({"weight_decy": 0.0}, TypeError, r"param_groups\[1\]: 'weight_decy' is none of lr, "),
+        ({"nesterov": True}, ValueError, r"param_groups\[1\]: nesterov needs a momentum"),
+        ({"momentum": "much"}, TypeError, r"param_groups\[1\]: momentum must be a real number, got 'much'"),
+    ],
+    ids=["lr", "unknown", "nesterov", "text"],
+)
+def test_wrong_option_of_group_raises_everywhere(comm, change, error, text):
+    mesh = mesh_of(comm, comm.size)
+    w, v = (pce.distribute(np.zeros(2), mesh, requires_grad=True) for _ in range(2))
+    with pytest.raises(error, match=text):
+        SGD([{"params": [w]}, {"params": [v]} | change], lr=0.1)
+    optimizer = SGD([{"params": [w]}, {"params": [v]}], lr=0.1)
+    w.grad = v.grad = pce.distribute(np.ones(2), mesh)
+    if comm.rank == comm.size - 1:
+        optimizer.param_groups[1].update(change)
+    with pytest.raises(error, match=text):
+        optimizer.step()
+    assert not w.local.any()
+
+
+def test_groups_may_be_over_meshes_of_some_ranks(comm):
+    # Stages of a pipeline, of which each rank knows its own parameters and groups.
+    ours, mine = mesh_of(comm, comm.size), mesh_of(MPI.COMM_SELF, 1)
+    w = pce.distribute(np.zeros(2), ours, requires_grad=True)
+    groups = [{"params": [w]}]
+    for number in range(comm.rank):
+        groups.append({"params": [pce.distribute(np.zeros(2), mine, requires_grad=True)], "lr": 0.5 * number})
+    for group in groups:
+        for each in group["params"]:
+            each.grad = pce.distribute(np.ones(2), each.mesh)
+    SGD(groups, lr=1.0).step()
+    assert [group["params"][0].local[0] for group in groups] == [-1.0, *(-0.5 * number for number in range(comm.rank))]
+
+
+def test_groups_and_parameters_do_not_mix():
+    w, v = (pce.distribute(np.zeros(2), mesh_of(MPI.COMM_SELF, 1), requires_grad=True) for _ in range(2))
+    for wrong, error, text in (
+        ([w, {"params": [v]}], TypeError, "must be a dict that has 'params', got .* as number 0"),
+        ([{"params": [w]}, {"parameters": [v]}], TypeError, "as number 1"),
+        ([{"params": w}], TypeError, "parameters must be a list"),
+        ([{"params": [w]}, {"params": [w]}], ValueError, r"parameters\[1\] is the same array as parameters\[0\]"),
+        ([{"params": []}], ValueError, "parameters are missing"),
+    ):
+        with pytest.raises(error, match=text):
+            SGD(wrong, lr=0.1)
+
+
+def test_ranks_with_other_groups_raise_together(comm, several):
+    mesh = mesh_of(comm, comm.size)
+    parameters = [pce.distribute(np.zeros(2), mesh, requires_grad=True) for _ in range(3)]
+    first = 1 if comm.rank else 2
+    optimizer = SGD([{"params": parameters[:first]}, {"params": parameters[first:], "lr": 0.5}], lr=0.1)
+    with pytest.raises(pce.CollectiveError, match=r"parameters\[0:2\] lr: 0.1 \(rank 0\), not given"):
+        optimizer.step()
+
+
 MAKERS = {
     "adamw": lambda parameters: AdamW(parameters, lr=0.1),
     "momentum": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
@@ -127,10 +262,14 @@ def test_resumed_training_has_bits_of_one_straight_through(comm, tmp_path_factor
     after(optimizer, begun, gradients[:3], data=Shard(0))
     pce.save(f"{folder}/file", {"w": begun} | {f"optimizer.{key}": each for key, each in optimizer.state().items()})
 
-    read = pce.load(f"{folder}/file", mesh, {"w": {"data": Shard(0)}})
-    w = pce.from_local(read["w"].local, mesh, shape=(7, 3), requires_grad=True, data=Shard(0))
-    resumed = MAKERS[name]([w])
-    start = "optimizer."
+    w = pce.distribute(np.zeros_like(values), mesh, requires_grad=True, data=Shard(0))
+    resumed, start = MAKERS[name]([w]), "optimizer."
+    state = {f"{start}{key}": each for key, each in resumed.state().items()}
+    read = pce.load(f"{folder}/file", mesh, {"w": w} | state)
+    w.local[...] = read["w"].local
+    assert {key: each.sharding for key, each in read.items()} == {
+        key: each.sharding for key, each in ({"w": w} | state).items()
+    }
     resumed.load_state({key.removeprefix(start): each for key, each in read.items() if key.startswith(start)})
     after(resumed, w, gradients[3:], data=Shard(0))
     assert w.local.tobytes() == straight.local.tobytes()
@@ -141,9 +280,13 @@ def test_state_is_a_copy_sharded_as_parameter(comm):
     values, gradients = drawn((7, 3))
     w = pce.distribute(values, mesh, requires_grad=True, data=Shard(0))
     optimizer = AdamW([w], lr=0.1)
-    assert optimizer.state() == {}
+    fresh = optimizer.state()
     after(optimizer, w, gradients[:1], data=Shard(0))
     state = optimizer.state()
+    assert fresh.keys() == state.keys()
+    for name, array in fresh.items():
+        assert (array.sharding, array.dtype) == (state[name].sharding, state[name].dtype)
+        assert not array.local.any()
     before = state["0.exp_avg"].local.copy()
     after(optimizer, w, gradients[1:], data=Shard(0))
     assert state["0.exp_avg"].sharding == w.sharding
@@ -156,8 +299,16 @@ def changed(state, mesh, name):
     """A state that is wrong in one way, and the error that says so."""
     step, buffer = state["0.step"], state["0.exp_avg"]
     return {
-        "unknown": (state | {"3.step": step}, ValueError, "unknown in the state of AdamW: 3.step"),
-        "missing": ({"0.step": step}, ValueError, "missing in the state of AdamW: 0.exp_avg, 0.exp_avg_sq"),
+        "unknown": (state | {"3.step": step}, ValueError, "unknown in the state of AdamW: '3.step'"),
+        "missing": ({"0.step": step}, ValueError, "missing in the state of AdamW: '0.exp_avg', '0.exp_avg_sq'"),
+        "nothing": ({}, ValueError, "missing in the state of AdamW: '0.exp_avg', '0.exp_avg_sq', '0.step'"),
+        "negative": (
+            state | {"0.step": pce.distribute(-5, mesh)},
+            ValueError,
+            "0.step must be a number of steps from 0",
+        ),
+        "many": (state | {"0.step": pce.distribute(2**63 - 1, mesh)}, ValueError, "0.step must be a number of steps"),
+        "square": (state | {"0.exp_avg_sq": -buffer}, ValueError, "0.exp_avg_sq is a mean of squares, and has a neg"),
         "shape": (state | {"0.exp_avg": step}, ValueError, "0.exp_avg must be float64"),
         "mesh": (state | {"0.step": pce.distribute(1, mesh_of(MPI.COMM_SELF, 1))}, ValueError, "mesh of its parameter"),
         "array": (state | {"0.exp_avg": buffer.local}, TypeError, "0.exp_avg must be a distributed array"),
@@ -165,7 +316,10 @@ def changed(state, mesh, name):
     }[name]
 
 
-@pytest.mark.parametrize("name", ["unknown", "missing", "shape", "mesh", "array", "mapping"])
+@pytest.mark.parametrize(
+    "name",
+    ["unknown", "missing", "nothing", "negative", "many", "square", "shape", "mesh", "array", "mapping"],
+)
 def test_wrong_state_on_one_rank_raises_everywhere(comm, name):
     mesh = mesh_of(comm, comm.size)
     values, gradients = drawn()
@@ -174,9 +328,14 @@ def test_wrong_state_on_one_rank_raises_everywhere(comm, name):
     after(optimizer, w, gradients[:1])
     right = optimizer.state()
     wrong, error, text = changed(right, mesh, name)
-    with pytest.raises(error) as raised:
-        AdamW([w]).load_state(wrong if comm.rank == comm.size - 1 else right)
-    assert text in str(raised.value)
+    for given in (wrong, right if comm.rank < comm.size - 1 else wrong):
+        with pytest.raises(error) as raised:
+            optimizer.load_state(given)
+        assert comm.allgather(str(raised.value)) == [str(raised.value)] * comm.size
+        assert text in str(raised.value)
+    assert {key: each.local.tobytes() for key, each in optimizer.state().items()} == {
+        key: each.local.tobytes() for key, each in right.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -202,7 +361,7 @@ def test_ranks_with_other_betas_raise_together(comm):
         return
     w = pce.distribute(np.zeros(2), mesh_of(comm, comm.size), requires_grad=True)
     w.grad = pce.distribute(np.ones(2), w.mesh)
-    with pytest.raises(pce.CollectiveError, match="beta1"):
+    with pytest.raises(pce.CollectiveError, match="betas"):
         AdamW([w], betas=(0.1 * (comm.rank + 1) / comm.size, 0.9)).step()
 
 
@@ -232,18 +391,20 @@ def test_bias_correction_is_rounded_power(beta):
         assert 1.0 - power_of(beta, step) == 1.0 - float(Fraction(beta) ** step)
 
 
-def test_state_of_another_parameter_raises_together(comm):
-    if comm.size == 1:
-        return
+def test_ranks_with_other_states_raise_together(comm, several):
     mesh = mesh_of(comm, comm.size)
     values, gradients = drawn()
-    parameters = [pce.distribute(values, mesh, requires_grad=True) for _ in range(2)]
-    optimizer = AdamW(parameters)
-    after(optimizer, parameters[0], gradients[:1])
-    first = optimizer.state()
-    second = {name.replace("0.", "1."): each for name, each in first.items()}
-    with pytest.raises(pce.CollectiveError, match=r"0\.step"):
-        AdamW(parameters).load_state(first if comm.rank else second)
+    w = pce.distribute(values, mesh, requires_grad=True)
+    optimizer = AdamW([w])
+    after(optimizer, w, gradients[:1])
+    state = optimizer.state()
+    first = comm.rank == 0
+    with pytest.raises(pce.CollectiveError, match=r"disagree on 0\.step: 1 \(rank 0\), 2"):
+        optimizer.load_state(state | {"0.step": pce.distribute(1 if first else 2, mesh)})
+    placed = Sharding.of(mesh.dim_sizes, values.shape, {"data": Shard(int(first))})
+    moved = DistArray(values[placed.slices(mesh.coordinates)], mesh, placed)
+    with pytest.raises(pce.CollectiveError, match=r"disagree on 0\.exp_avg: "):
+        optimizer.load_state(state | {"0.exp_avg": moved})
 
 
 def test_state_follows_momentum_that_is_assigned():
@@ -252,10 +413,10 @@ def test_state_follows_momentum_that_is_assigned():
     w = pce.distribute(values, mesh, requires_grad=True)
     optimizer = SGD([w], lr=0.1, momentum=0.9)
     after(optimizer, w, gradients[:1])
-    optimizer.momentum = 0.0
+    optimizer.param_groups[0]["momentum"] = 0.0
     assert list(optimizer.state()) == ["0.step"]
     SGD([w], lr=0.1).load_state(optimizer.state())
     plain = SGD([w], lr=0.1)
     after(plain, w, gradients[:1])
-    plain.momentum = 0.9
+    plain.defaults["momentum"] = 0.9
     assert not plain.state()["0.momentum"].local.any()
