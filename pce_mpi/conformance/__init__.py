@@ -1,7 +1,7 @@
 """The conformance kit: judge any sharded softmax cross entropy by `dense`.
 
 A candidate is a callable that computes the loss of logits whose classes are sharded over the ranks of a communicator;
-`pce_mpi.conformance.offers` specifies its arguments and results. On the command line:
+`help(offers)` specifies its arguments and results. On the command line:
 
     python -m pce_mpi conformance -n 4 package.module:candidate
 
@@ -11,9 +11,10 @@ In pytest, started on any number of ranks:
     def test_conforms(case):
         assert_conforms(candidate, case)
 
-Importing this package does not start MPI.
+A function in torch or JAX becomes a candidate by `adapted`. Importing this package does not start MPI.
 """
 
+from pce_mpi.conformance.adapters import adapted
 from pce_mpi.conformance.cases import Case
 from pce_mpi.conformance.catalogue import cases
 from pce_mpi.conformance.loading import load
@@ -29,6 +30,7 @@ __all__ = [
     "Outcome",
     "Tolerance",
     "Verdict",
+    "adapted",
     "assert_conforms",
     "cases",
     "load",

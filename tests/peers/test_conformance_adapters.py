@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jobs.launch import ROOT, complete
+from pce_mpi import dense as dense_loss
 from pce_mpi.conformance import Gradient, Offer, cases, load, offers, run_case
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted, named_candidate
 from pce_mpi.conformance.adapters.torch_tensors import ProcessGroup
@@ -312,6 +313,50 @@ FEW = ["random-logits", "offset", "masked-classes", "dims", "upstream", "inputs-
 def test_policy_of_the_documentation_conforms(comm, started, name):
     documented, _ = policy()
     assert failures(started(adapted("torch-shards", getattr(documented, name))), comm, pattern=FEW) == {}
+
+
+def test_candidate_in_pytest_is_as_documented(comm, monkeypatch):
+    _, bare = policy()
+    page = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"^```text\n(# test_my_loss.py.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+    @offers(checks_targets=False)
+    def cross_entropy(logits, targets, group):
+        return -bare.log_prob(logits, targets, group)
+
+    monkeypatch.setitem(sys.modules, "my_loss", types.SimpleNamespace(cross_entropy=cross_entropy))
+    test = types.ModuleType("test_my_loss")
+    exec(source, vars(test))
+    (parametrized,) = test.test_conforms.pytestmark
+    assert [str(case) for case in parametrized.args[1]] == [str(case) for case in cases(test.candidate)]
+    test.candidate.start(comm)  # by a user who does not know that it is started
+    try:
+        for case in cases(test.candidate, pattern=["random-logits", "upstream"]):
+            test.test_conforms(case)
+    finally:
+        test.candidate.stop()
+
+
+@pytest.mark.sizes(1)  # the compiler takes seconds, and knows nothing of ranks
+def test_compiled_function_has_a_backward_pass(comm, started):
+    torch = pytest.importorskip("torch", reason="make test-peers installs torch")
+
+    def dense(logits, targets):  # of one rank
+        return torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+
+    # With dynamic shapes, its backward pass gives away buffers, and refuses to keep the graph.
+    compiled = torch.compile(dense, backend="aot_eager", dynamic=True)
+
+    @offers(checks_targets=False)
+    def function(logits, targets, group):
+        return compiled(logits, targets)
+
+    candidate = started(adapted("torch-shards", function))
+    logits, targets = np.eye(4, 3, dtype=np.float32), np.arange(4) % 3
+    loss, backward = candidate(logits, targets, class_start=0, num_classes=3, comm=comm)
+    expected = dense_loss.softmax_cross_entropy_value_and_grad(logits, targets, reduction="none")
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(backward(np.ones(4, np.float32)), expected[1], rtol=1e-6)
 
 
 def hints(candidate, comm):

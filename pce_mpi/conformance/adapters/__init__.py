@@ -49,10 +49,35 @@ def named_candidate(name: str) -> Any:
 
 
 def adapted(name: str, function: Callable[..., Any]) -> Any:
-    """Make `function` a candidate by an adapter in `FUNCTION_ADAPTERS`; raise `ValueError` for another name.
+    """Make a function on shards of a framework a candidate.
 
-    The offer is that of `@offers`, of the function's attributes, or of its signature. Raises `ValueError` for
-    `same_bits` too: the framework's process group is that of all ranks, and cannot give the answer on one.
+    Parameters
+    ----------
+    name : str
+        "torch-shards", for `function(logits, targets, group, **options)` on tensors; or "jax-shard-map", for
+        `function(logits, targets, axis_name=..., **options)` under `jax.shard_map`.
+    function : callable
+        The function. What it does not declare with `@offers` is inferred from its signature, and by the adapter.
+
+    Returns
+    -------
+    callable
+        The candidate, with `start(comm)`, which starts the framework's process group, and `stop()`. `assert_conforms`
+        and the command call both.
+
+    Raises
+    ------
+    TypeError
+        The function cannot be called so.
+    ValueError
+        There is no such adapter; or `same_bits` is declared: the framework's process group is that of all ranks, and
+        cannot give the answer on one.
+
+    Examples
+    --------
+    >>> def cross_entropy(logits, targets, group, label_smoothing=0.0): ...
+    >>> adapted("torch-shards", cross_entropy).offer.options
+    ('label_smoothing',)
     """
     candidate = _class(FUNCTION_ADAPTERS, name, "adapter")(function)
     if candidate.offer.same_bits:

@@ -38,7 +38,12 @@ def loss_and_backward(loss: Any, logits: Any) -> tuple[Any, Callable[[Any], Any]
 
     def backward(dloss: Any) -> Any:
         upstream = tensor_of(dloss).to(loss.dtype).broadcast_to(loss.shape)
-        (gradient,) = torch.autograd.grad(loss, logits, grad_outputs=upstream, retain_graph=True)
+        try:  # with the graph kept for another backward pass
+            (gradient,) = torch.autograd.grad(loss, logits, grad_outputs=upstream, retain_graph=True)
+        except RuntimeError as error:  # torch.compile may have given away what the graph needs for that
+            if "donated buffer" not in str(error):
+                raise
+            (gradient,) = torch.autograd.grad(loss, logits, grad_outputs=upstream)
         return gradient.detach()
 
     return loss.detach(), backward
