@@ -60,7 +60,11 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     # The copy of a Partial operand that was reduced before costs nothing.
     present = [x.copies.get(x.sharding.natural, x) if x.copies else x for x in operands]
     call = _call_of(op, present, parameters)
-    mesh.note(call.checksum, op.name, call.text)
+    checksum, text = call.checksum, call.text
+    for x, value in zip(operands, values, strict=True):
+        if x is not value and x.local.shape == ():
+            text += _number(value, x)
+    mesh.note(checksum if text is call.text else zlib.crc32(text.encode()), op.name, text)
     inputs = _inputs(op, present, call)
     required = tuple(map(_REQUIRES_GRAD, operands)) if is_grad_enabled() else (False,) * len(operands)
     more: dict[str, Any] = {}
@@ -221,12 +225,22 @@ def _cached_call(
     return _Call.of(op, chosen, shardings, dtypes, parameters, exact)
 
 
+def _number(value: Any, operand: DistArray) -> str:
+    """Return `value`, which has become `operand`, 0-d, as text; that of an array on a GPU is empty.
+
+    Numbers that become the same in the operand's dtype have the same text: all of nan, but not 0.0 and -0.0.
+    """
+    if not isinstance(value, int | float | np.generic | np.ndarray):
+        return ""
+    return f" with {np.asarray(value).astype(operand.local.dtype).item()}"
+
+
 def _plain(value: Any) -> Any:
     """Return `value` in a form that is the same on every rank: 1 for True, and no addresses of objects."""
     if isinstance(value, tuple | list):
         return tuple(map(_plain, value))
-    if isinstance(value, bool | int | float | np.number):
-        return float(value)
+    if isinstance(value, bool | int | float | np.number | np.bool_):
+        return float(value) + 0.0  # -0.0 is 0.0, which has the same plan in the cache
     return value if value is None or isinstance(value, str | np.dtype) else type(value).__name__
 
 

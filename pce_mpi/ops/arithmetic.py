@@ -233,7 +233,7 @@ def power(x: Any, y: Any) -> DistArray:
     base, exponent = operands_of("power", (x, y))
     if all(each.dtype.kind in "biu" for each in (base, exponent)):
         exponent = _checked(exponent, agreed=isinstance(y, int))
-    return apply(_POWER, base, exponent)
+    return apply(_POWER, x, exponent if isinstance(y, DistArray) else y)  # of numbers `apply` compares the values
 
 
 def _checked(exponents: DistArray, agreed: bool) -> DistArray:

@@ -83,7 +83,7 @@ void run(const Loops &loops, int kind, int fields, Transform transform, bool wid
                    0.0,
                    0.75,
                    -0.25,
-                   softmax.held_z,
+                   softmax.held,
                    (columns[r] + 1) % CLASSES,
                    0.375};
     }

@@ -95,6 +95,49 @@ def test_parameters_spelled_differently_are_no_difference(comm, mesh):
     assert total.sum().item() == NUMBERS.sum()
 
 
+@pytest.mark.parametrize(
+    ("name", "call", "one", "other"),
+    [
+        ("clip", lambda x, low: pce.clip(x, low, 7.0), 0.0, 1.0),
+        ("clip", lambda x, high: pce.clip(x, max=high), 2, 3),
+        ("clip", lambda x, high: pce.clip(x, -3.0, high), np.float32(2), np.float32(3)),
+        ("multiply", lambda x, by: x * by, 0.0, -0.0),
+        ("add", lambda x, by: x + by, 1.0, float("nan")),
+        ("add", lambda x, by: by + x, np.array(1.5), np.array(2.5)),
+        ("divide", lambda x, by: x / by, True, 2),
+        ("power", lambda x, by: x**by, 2.0, 3.0),
+        ("where", lambda x, by: pce.where(x > 2, x, by), 0.0, 0.5),
+        ("layer_norm", lambda x, eps: pce.layer_norm(x, eps=eps), 1e-5, 1e-6),
+        ("var", lambda x, ddof: pce.var(x, 1, ddof), 0, 1),
+    ],
+    ids=[f"{number}" for number in range(11)],
+)
+def test_other_number_among_operands_is_noticed(comm, mesh, name, call, one, other):
+    x = pce.distribute(NUMBERS, mesh, data=Shard(0))
+    text = text_of(lambda: call(x, one if comm.rank == 0 else other).sum().item())
+    assert (f"ranks have run different operations: {name} of" in text) == (comm.size > 1)
+    assert len(set(comm.allgather(text))) == 1
+
+
+def test_numbers_that_are_equal_are_no_difference(comm, mesh):
+    x = pce.distribute(NUMBERS.astype(np.float32), mesh, data=Shard(0))
+    alike = [
+        (0.1, np.float32(0.1)),
+        (2, 2.0),
+        (True, np.float32(1)),
+        (np.array(3, np.float32), 3),
+        (float("nan"), -np.float32("nan")),
+    ]
+    for pair in alike:
+        y = pce.clip(x * pair[comm.rank % 2], -pair[comm.rank % 2], None)
+        assert y.sum().dtype == np.float32
+        y.sum().item()
+    # A plan that one rank alone has made before, for an equal number.
+    own = Mesh(comm.Split(comm.rank), data=1)
+    pce.layer_norm(pce.distribute(NUMBERS, own), eps=-0.0 if comm.rank else 0.0)
+    assert pce.layer_norm(pce.distribute(NUMBERS, mesh), eps=0.0).sum().item() == pytest.approx(0)
+
+
 def test_parameters_of_operation_without_rule_are_compared_too(comm, mesh):
     times = pce.op(lambda x, by: by * x, name="times")
     text = text_of(lambda: times(pce.distribute(NUMBERS, mesh, data=Shard(0)), by=comm.rank).full())
