@@ -139,7 +139,7 @@ def compute_dtype_of(dtype: np.dtype[Any], requested: Any = None) -> np.dtype[An
         return natural
     try:
         wanted = np.dtype(requested)
-    except TypeError:
+    except (TypeError, ValueError):
         wanted = None
     if wanted not in (np.float32, np.float64):
         raise TypeError(f"compute_dtype must be float32, float64 or None, got {requested!r}")

@@ -15,6 +15,7 @@ from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.redistribution import Step, sent_bytes, steps
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.exact.mode import reproducible
+from pce_mpi.scalars import integers
 
 
 @dataclass(frozen=True)
@@ -154,17 +155,28 @@ def infer_placements(
     >>> inferred.result, inferred.bytes
     ({'model': Partial('sum')}, 0)
     """
-    if name not in OPERATIONS or name.startswith("_"):
+    if not isinstance(name, str) or name not in OPERATIONS or name.startswith("_"):
         raise ValueError(f"there is no operation {name!r}")
+    for what, given in (("shapes", shapes), ("placements", placements)):
+        if not isinstance(given, Sequence):
+            raise TypeError(f"{what} must be a sequence, one for each operand, got {given!r}")
     of_each = list(dtypes) if isinstance(dtypes, Sequence) and not isinstance(dtypes, str) else [dtypes] * len(shapes)
+    try:
+        of_each = [np.dtype(each) for each in of_each]
+    except (TypeError, ValueError):
+        raise TypeError(f"dtypes must be a dtype, or one for each operand, got {dtypes!r}") from None
     if not len(shapes) == len(placements) == len(of_each):
         raise ValueError(f"{len(shapes)} shapes, {len(placements)} placements and {len(of_each)} dtypes")
-    if any(length < 0 for shape in shapes for length in shape):
-        raise ValueError(f"a shape has no negative lengths, got {', '.join(str(tuple(shape)) for shape in shapes)}")
+    checked = [tuple(integers(shape, "a shape")) for shape in shapes]
+    if any(length < 0 for shape in checked for length in shape):
+        raise ValueError(f"a shape has no negative lengths, got {', '.join(map(str, checked))}")
+    for each in (mesh, *placements):
+        if not isinstance(each, Mapping) and not (each is mesh and isinstance(each, Mesh)):
+            raise TypeError(f"mesh and placements are given by dim, such as data=2, got {each!r}")
     abstract = AbstractMesh(checked_dims(mesh.dims if isinstance(mesh, Mesh) else mesh))
     operands = [
-        DistArray(np.empty(0, dtype), abstract, Sharding.of(abstract.dim_sizes, tuple(shape), placed))
-        for shape, placed, dtype in zip(shapes, placements, of_each, strict=True)
+        DistArray(np.empty(0, dtype), abstract, Sharding.of(abstract.dim_sizes, shape, placed))
+        for shape, placed, dtype in zip(checked, placements, of_each, strict=True)
     ]
     arguments: list[Any] = [operands] if name in ("concatenate", "stack") else list(operands)
     with reproducible(False):

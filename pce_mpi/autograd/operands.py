@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floating, is_real
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.sharding import Sharding
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def of_array(function: Function) -> Function:
+    """Let a function whose first argument is a distributed array say so if it gets anything else."""
+
+    first = next(iter(signature(function).parameters))
+
+    @wraps(function)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        x = arguments[0] if arguments else options.get(first)
+        if not isinstance(x, DistArray):
+            name, kind = function.__name__, type(x).__name__
+            raise TypeError(f"{name} takes a DistArray, got {kind}; make one with pce_mpi.distribute")
+        return function(*arguments, **options)
+
+    return cast(Function, checked)
 
 
 def operands_of(name: str, values: Sequence[Any]) -> list[DistArray]:

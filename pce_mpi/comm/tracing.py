@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pce_mpi.comm import timeline
 from pce_mpi.pictures import new_figure, svg_or_none
+from pce_mpi.scalars import flag
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -249,7 +250,7 @@ def trace(*, fingerprints: bool = False) -> Iterator[Trace]:
     >>> events.count()
     0
     """
-    opened = Trace()
+    fingerprints, opened = flag(fingerprints, "fingerprints"), Trace()
     token = _open.set((*_open.get(), opened))
     fingerprinted = _fingerprinted.set((*_fingerprinted.get(), opened) if fingerprints else _fingerprinted.get())
     try:

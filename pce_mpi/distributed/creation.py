@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import json
-import operator
 from typing import Any
 import zlib
 
@@ -18,6 +17,7 @@ from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.redistribution import run_step, steps
 from pce_mpi.distributed.sharding import Sharding
+from pce_mpi.scalars import flag, integer, integers
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -75,8 +75,10 @@ def distribute(
     >>> distribute(np.zeros((4, 2)), mesh, data=pce.Shard(0)).placements
     {'data': Shard(0), 'model': Replicate()}
     """
+    _check_mesh(mesh)
     if src_rank is not None:
         return _sent_from(array, mesh, src_rank, requires_grad, placements)
+    requires_grad = flag(requires_grad, "requires_grad")
     taken = checked_dtype(as_array(array, "array"), placements, requires_grad)
     destination = Sharding.of(mesh.dim_sizes, taken.shape, placements)
     said = f"distribute an array of shape {taken.shape} as {taken.dtype.name}, {destination}"
@@ -93,15 +95,16 @@ def _sent_from(
     comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
     said = ""
     taken: Array = None
+    called: dict[str, Any] = {}
     with local_checks() as checks:
-        src_rank = operator.index(src_rank)
+        src_rank, requires_grad = integer(src_rank, "src_rank"), flag(requires_grad, "requires_grad")
         if not 0 <= src_rank < mesh.size:
             raise ValueError(f"src_rank = {src_rank} is outside [0, {mesh.size})")
         if mesh.rank == src_rank:
             taken = checked_dtype(as_array(array, "array"), placements, requires_grad)
             Sharding.of(mesh.dim_sizes, taken.shape, placements)
             said = json.dumps([taken.shape, taken.dtype.name, array_namespace(taken).__name__])
-    called = {"src_rank": src_rank, "placements": repr(placements), "requires_grad": requires_grad}
+        called = {"src_rank": src_rank, "placements": repr(placements), "requires_grad": requires_grad}
     mesh.agree(mesh.dims, "distribute", called, checks.error)
     texts = all_gather_text(said, comm, operation="distribute", over=over)
     shape, dtype, library = json.loads(texts[src_rank])
@@ -175,23 +178,30 @@ def from_local(
     >>> from_local(np.ones((3, 2)), mesh, data=pce.Shard(0)).shape
     (3, 2)
     """
+    _check_mesh(mesh)
     comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
     taken: Array = None
     called: dict[str, Any] = {}
     with local_checks() as checks:
+        requires_grad = flag(requires_grad, "requires_grad")
         taken = checked_dtype(as_array(local, "local"), placements, requires_grad)
         Sharding.of(mesh.dim_sizes, taken.shape, placements)  # for its errors
         called = {
             "dimensions": taken.ndim,
             "dtype": taken.dtype.name,
             "placements": repr(placements),
-            "shape": None if shape is None else tuple(operator.index(length) for length in shape),
+            "shape": None if shape is None else tuple(integers(shape, "shape")),
             "requires_grad": requires_grad,
         }
     mesh.agree(mesh.dims, "from_local", called, checks.error)
     texts = all_gather_text(json.dumps(taken.shape), comm, operation="from_local", over=over)
     destination = _assembled([tuple(json.loads(text)) for text in texts], mesh, placements, called["shape"])
     return DistArray(owned(taken, taken) if requires_grad else taken, mesh, destination, requires_grad=requires_grad)
+
+
+def _check_mesh(mesh: Any) -> None:
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
 
 
 def _assembled(

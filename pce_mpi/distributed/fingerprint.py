@@ -117,6 +117,8 @@ def _named(arrays: Any) -> dict[str, Any]:
         return dict(arrays)
     if isinstance(arrays, DistArray):
         arrays = [arrays]
+    if not isinstance(arrays, Iterable) or getattr(arrays, "ndim", 1) == 0:
+        raise TypeError(f"fingerprint takes distributed arrays, got {type(arrays).__name__}")
     return {str(index): x for index, x in enumerate(arrays)}
 
 

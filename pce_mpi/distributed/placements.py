@@ -5,6 +5,7 @@ compare them, hash them, print them. They know nothing of arrays or communicator
 """
 
 from dataclasses import dataclass
+import operator
 from typing import Literal, get_args
 
 ReduceOperator = Literal["sum", "avg", "max", "min"]
@@ -52,7 +53,7 @@ class Partial:
     operator: ReduceOperator = "sum"
 
     def __post_init__(self) -> None:
-        if self.operator not in _OPERATORS:
+        if not isinstance(self.operator, str) or self.operator not in _OPERATORS:
             raise ValueError(f"Partial takes one of {_OPERATORS}, got {self.operator!r}")
 
     def __repr__(self) -> str:
@@ -84,6 +85,8 @@ def shard_range(length: int, parts: int, index: int) -> tuple[int, int]:
 
     Raises
     ------
+    TypeError
+        If an argument is no integer.
     ValueError
         If an argument is out of range.
 
@@ -98,6 +101,10 @@ def shard_range(length: int, parts: int, index: int) -> tuple[int, int]:
     >>> [shard_range(2, 3, index) for index in range(3)]
     [(0, 1), (1, 2), (2, 2)]
     """
+    try:
+        length, parts, index = map(operator.index, (length, parts, index))
+    except TypeError:
+        raise TypeError(f"shard_range takes three integers, got {length!r}, {parts!r}, {index!r}") from None
     if length < 0 or parts < 1 or not 0 <= index < parts:
         raise ValueError(
             f"shard_range needs length >= 0, parts >= 1 and 0 <= index < parts, got {length}, {parts}, {index}"

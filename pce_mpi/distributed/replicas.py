@@ -24,6 +24,8 @@ def check_replicas(x: DistArray) -> None:
 
     Raises
     ------
+    TypeError
+        If `x` is no `DistArray`, on this rank alone.
     ValueError
         On every rank, if they do not. The text names them by their ranks in the mesh.
 
@@ -31,6 +33,8 @@ def check_replicas(x: DistArray) -> None:
     -----
     Collective over the mesh: one Allgather of 56 bytes, and one of a checksum of 32 bytes.
     """
+    if not isinstance(x, DistArray):
+        raise TypeError(f"check_replicas takes a DistArray, got {type(x).__name__}")
     mesh, over = x.mesh, text_of_dims(x.mesh.dims)
     comm = mesh.comm(*mesh.dims)
     mesh.agree(mesh.dims, "check_replicas", {"sharding": str(x.sharding), "shape": x.shape, "dtype": x.dtype.name})

@@ -158,7 +158,7 @@ def shard_parameters(
         _check_style(style, f"styles[{pattern!r}]")
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
-    if dim not in mesh.dims:
+    if not isinstance(dim, str) or dim not in mesh.dims:
         raise ValueError(f"the mesh has no dim {dim!r}; its dims are {', '.join(mesh.dims)}")
     chosen = {
         name: next((style for pattern, style in styles.items() if fnmatchcase(name, pattern)), None) for name in params

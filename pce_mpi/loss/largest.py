@@ -22,6 +22,7 @@ from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import Options, ShardedAxisOptions, takes
 from pce_mpi.loss.problem import Problem, check, rows_and_classes
 from pce_mpi.loss.softmax_state import NO_CLASS
+from pce_mpi.scalars import integer
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
@@ -107,6 +108,7 @@ def argmax(logits: Any, **options: Unpack[ShardedAxisOptions]) -> Array:
 def largest(options: Options, logits: Any, k: int) -> tuple[Array, Array]:
     """The values and classes of `top_k`; collective over `options.comm`, in a block `with standard_arithmetic()`."""
     problem = agree_on(options, partial(_check, options, logits, k))
+    k = checked_k(k)
     if k > problem.num_classes:
         raise ValueError(f"k = {k}, but there are {problem.num_classes} classes")
     xp, axis = problem.xp, problem.options.axis
@@ -143,10 +145,7 @@ def _check(options: Options, logits: Any, k: Any) -> Problem:
 
 
 def checked_k(k: Any) -> int:
-    try:
-        number = operator.index(k)
-    except TypeError:
-        raise TypeError(f"k must be an integer, got {k!r}") from None
+    number = integer(k, "k")
     if number < 1:
         raise ValueError(f"k must be at least 1, got {k}")
     return number

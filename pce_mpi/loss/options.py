@@ -8,7 +8,6 @@ from enum import StrEnum
 from functools import lru_cache
 import inspect
 import math
-import operator
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
 from pce_mpi.loss.kernels.parameters import Transform
+from pce_mpi.scalars import integer, real
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -199,19 +199,19 @@ _NUMBERS = {
 @lru_cache(maxsize=256, typed=True)
 def _check_numbers(ndim: int, dtype: np.dtype[Any], **given: Any) -> Numbers:
     options = Options._of(given)
-    axis = _integer(options.axis, "axis")
+    axis = integer(options.axis, "axis")
     if not -ndim <= axis < ndim:
         raise ValueError(f"axis = {axis} is out of bounds for logits of {ndim} dimensions")
-    ignore_index = _integer(options.ignore_index, "ignore_index")
-    label_smoothing = _number(options.label_smoothing, "label_smoothing")
+    ignore_index = integer(options.ignore_index, "ignore_index")
+    label_smoothing = real(options.label_smoothing, "label_smoothing")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    logit_scale = _number(options.logit_scale, "logit_scale")
-    softcap = None if options.softcap is None else _number(options.softcap, "softcap")
+    logit_scale = real(options.logit_scale, "logit_scale")
+    softcap = None if options.softcap is None else real(options.softcap, "softcap")
     for name, value in (("logit_scale", logit_scale), ("softcap", softcap)):
         if value is not None and not 0.0 < value < math.inf:
             raise ValueError(f"{name} must be positive and finite, got {value}")
-    z_loss = _number(options.z_loss, "z_loss")
+    z_loss = real(options.z_loss, "z_loss")
     if not math.isfinite(z_loss):
         raise ValueError(f"z_loss must be finite, got {z_loss}")
     reduction, chunk = options.reduction, options.chunk
@@ -219,7 +219,7 @@ def _check_numbers(ndim: int, dtype: np.dtype[Any], **given: Any) -> Numbers:
         raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
     for name, least in (("class_start", 0), ("num_classes", 1), ("chunk", 1)):
         count = getattr(options, name)
-        if count is not None and not least <= _integer(count, name) <= _LARGEST:
+        if count is not None and not least <= integer(count, name) <= _LARGEST:
             raise ValueError(f"{name} must be at least {least} and fit 64 bits, got {count}")
     values = {
         "axis": axis % ndim,
@@ -230,22 +230,7 @@ def _check_numbers(ndim: int, dtype: np.dtype[Any], **given: Any) -> Numbers:
         "label_smoothing": label_smoothing,
         "z_loss": z_loss,
         "reduction": Reduction(reduction),
-        "chunk": None if chunk is None else _integer(chunk, "chunk"),
+        "chunk": None if chunk is None else integer(chunk, "chunk"),
     }
     arithmetic = DOUBLE if values["compute_dtype"] == np.float64 else SINGLE
     return Numbers(values, Transform(logit_scale, softcap), arithmetic)
-
-
-def _integer(value: Any, name: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
-
-
-def _number(value: Any, name: str) -> float:
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()  # a 0-d array, as a learned scale comes
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{name} must be a real number, got {value!r}")
-    return float(value) + 0.0  # -0.0 is 0.0

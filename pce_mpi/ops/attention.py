@@ -22,6 +22,7 @@ from pce_mpi.ops.matmul import matmul, transposed_times
 from pce_mpi.ops.selection import where
 from pce_mpi.ops.shape import swapaxes
 from pce_mpi.ops.softmax import softmax
+from pce_mpi.scalars import flag, real
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -189,8 +190,8 @@ def scaled_dot_product_attention(
     fit = all(len(shape) > 1 and shape[:-2] == shapes[0][:-2] for shape in shapes)
     if not fit or shapes[0][-1] != shapes[1][-1] or shapes[1][-2] != shapes[2][-2]:
         raise ValueError(f"{name}: queries, keys and values of shapes {', '.join(map(str, shapes))} do not fit")
-    factor = 1 / math.sqrt(max(1, shapes[0][-1])) if scale is None else float(scale)
+    factor = 1 / math.sqrt(max(1, shapes[0][-1])) if scale is None else real(scale, "scale")
     run: Callable[..., DistArray] = _composed if is_reproducible() else partial(apply, _ATTENTION)
-    y = run(*map(widened, operands), causal=bool(causal), scale=factor)
+    y = run(*map(widened, operands), causal=flag(causal, "causal"), scale=factor)
     dtype = np.result_type(*(x.dtype for x in operands))
     return astype(y, dtype) if is_half(dtype) else y

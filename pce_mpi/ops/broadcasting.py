@@ -15,11 +15,13 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, is_floating, is_half
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import ReduceOperator
 from pce_mpi.exact.sums import reduced, total
-from pce_mpi.ops.shape import normalized_axis, reshape, whole_numbers
+from pce_mpi.ops.shape import normalized_axis, reshape
+from pce_mpi.scalars import flag, integers
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -55,6 +57,7 @@ _BROADCAST_TO = Op(
 )
 
 
+@of_array
 def broadcast_to(x: DistArray, shape: int | Sequence[int]) -> DistArray:
     """Broadcast an array to a shape, as NumPy does.
 
@@ -90,8 +93,13 @@ def broadcast_to(x: DistArray, shape: int | Sequence[int]) -> DistArray:
     array([[1., 1., 1.],
            [2., 2., 2.]])
     """
-    wanted = tuple(whole_numbers(shape))
-    if np.broadcast_shapes(x.shape, wanted) != wanted:
+    wanted = tuple(integers(shape, "shape"))
+    added = len(wanted) - x.ndim
+    if (
+        added < 0
+        or min(wanted, default=0) < 0
+        or any(own not in (1, length) for own, length in zip(x.shape, wanted[added:], strict=True))
+    ):
         raise ValueError(f"cannot broadcast_to {x.shape} to {wanted}")
     return apply(_BROADCAST_TO, x, shape=wanted)
 
@@ -175,6 +183,7 @@ _SUM = Op(
 )
 
 
+@of_array
 def sum(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
     """Sum over axes.
 
@@ -213,7 +222,7 @@ def sum(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = 
     >>> pce.sum(x, axis=1).placements
     {'data': Shard(0)}
     """
-    return apply(_SUM, x, axes=normalized_axes(axis, x.ndim), keepdims=keepdims)
+    return apply(_SUM, x, axes=normalized_axes(axis, x.ndim), keepdims=flag(keepdims, "keepdims"))
 
 
 def spread(g: DistArray, x: DistArray, axes: tuple[int, ...]) -> DistArray:

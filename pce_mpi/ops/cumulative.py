@@ -9,6 +9,7 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, is_floating, is_half
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact.sums import running_total
@@ -47,6 +48,7 @@ _CUMSUM: Op = Op(
 )
 
 
+@of_array
 def cumsum(x: DistArray, axis: int | None = None) -> DistArray:
     """Sum the elements up to each place along an axis.
 

@@ -40,7 +40,7 @@ def op(
     Raises
     ------
     TypeError
-        If `forward` or `rule` is not callable.
+        If `forward` or `rule` is not callable, or `vjp` or `name` is none.
 
     Notes
     -----
@@ -58,8 +58,12 @@ def op(
     """
     if not callable(forward) or not (rule is None or callable(rule)):
         raise TypeError(f"forward and rule must be functions, got {forward!r} and {rule!r}")
-    vjps = (vjp,) if callable(vjp) else tuple(vjp or ())
-    made = Op(name or str(getattr(forward, "__name__", type(forward).__name__)), forward, vjps, rule)
+    if not isinstance(name, str | None):
+        raise TypeError(f"name must be a str, got {name!r}")
+    vjps = (vjp,) if callable(vjp) else () if vjp is None else vjp
+    if not isinstance(vjps, Sequence) or not all(each is None or callable(each) for each in vjps):
+        raise TypeError(f"vjp must be a function, or a sequence of functions and None, got {vjp!r}")
+    made = Op(name or str(getattr(forward, "__name__", type(forward).__name__)), forward, tuple(vjps), rule)
 
     def operation(*operands: Any, **parameters: Any) -> Any:
         return apply(made, *operands, **parameters)

@@ -143,26 +143,32 @@ def embedding(ids: Any, table: Any) -> DistArray:
     ({'data': Partial('sum')}, array([[0., 1.],
            [1., 0.]]))
     """
-    ids = ids if isinstance(ids, DistArray) else as_array(ids, "ids")
-    if ids.dtype.kind not in "iu":
-        raise TypeError(f"ids must be integers, got {ids.dtype}")
     table = table if isinstance(table, DistArray) else as_array(table, "table")
     if table.ndim != 2:
         raise ValueError(f"an embedding's table has two axes, got shape {table.shape}")
-    named = {"ids": ids, "table": table}
-    check_one_library({name: x.local if isinstance(x, DistArray) else x for name, x in named.items()})
+    error: Exception | None = None
+    try:  # plain ids are the affair of each rank, until all look them up
+        ids = ids if isinstance(ids, DistArray) else as_array(ids, "ids")
+        if ids.dtype.kind not in "iu":
+            raise TypeError(f"ids must be integers, got {ids.dtype}")
+        named = {"ids": ids, "table": table}
+        check_one_library({name: x.local if isinstance(x, DistArray) else x for name, x in named.items()})
+    except TypeError as found:
+        error = found
     mesh = next((x.mesh for x in (table, ids) if isinstance(x, DistArray)), None)
+    if mesh is None or (error is not None and isinstance(ids, DistArray)):
+        raise error or TypeError("embedding takes at least one DistArray; make one with pce_mpi.distribute")
     if isinstance(ids, DistArray):
         # Every rank that holds rows of the table looks up all ids, and partials of ids mean nothing.
         rows = table.sharding.dims_of(0) if isinstance(table, DistArray) else ()
         everywhere = dict.fromkeys((*ids.sharding.partial_dims, *rows), Replicate())
         with cause("embedding", reason="ids are looked up in every shard of the table"):
             ids = redistributed(ids, ids.sharding.with_placements(everywhere))
-    if mesh is not None:
+    if error is None:
         local = to_host(ids.local if isinstance(ids, DistArray) else ids)
         outside = local[(local < 0) | (local >= table.shape[0])]
         error = IndexError(f"id {outside.flat[0]} is outside [0, {table.shape[0]})") if outside.size else None
-        mesh.agree(mesh.dims, "embedding", {"rows": table.shape[0]}, error)
+    mesh.agree(mesh.dims, "embedding", {"rows": table.shape[0]}, error)
     return apply(_EMBEDDING, table, ids)
 
 

@@ -5,7 +5,7 @@ They are linear, and keep Partial "max" and "min" as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -15,10 +15,12 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, as_array
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op
+from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.indexing import getitem
-from pce_mpi.ops.shape import expand_dims, normalized_axis, reshape, whole_numbers
+from pce_mpi.ops.shape import expand_dims, normalized_axis, reshape
+from pce_mpi.scalars import integers
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -89,6 +91,7 @@ def concatenate(arrays: Sequence[Any], axis: int | None = 0) -> DistArray:
     ({'data': Shard(0)}, array([[0., 1.],
            [0., 1.]]))
     """
+    arrays = _listed("concatenate", arrays)
     if axis is None:
         return concatenate([reshape(each, -1) if isinstance(each, DistArray) else np.ravel(each) for each in arrays])
     shapes = [array.shape if hasattr(array, "shape") else np.shape(array) for array in arrays]
@@ -101,6 +104,12 @@ def concatenate(arrays: Sequence[Any], axis: int | None = 0) -> DistArray:
         ):
             raise ValueError(f"shapes to concatenate differ beyond axis {axis}: {', '.join(map(str, shapes))}")
     return apply(_concatenate_op(len(shapes)), *arrays, axis=axis)
+
+
+def _listed(name: str, arrays: Any) -> list[Any]:
+    if not isinstance(arrays, Iterable) or getattr(arrays, "ndim", 1) == 0:
+        raise TypeError(f"{name} takes a sequence of arrays, got {type(arrays).__name__}")
+    return list(arrays)
 
 
 def stack(arrays: Sequence[Any], axis: int = 0) -> DistArray:
@@ -125,7 +134,10 @@ def stack(arrays: Sequence[Any], axis: int = 0) -> DistArray:
     ValueError
         If there are no arrays, their shapes differ, or the axis does not exist.
     """
-    operands = [each if isinstance(each, DistArray) else as_array(each, "an array of stack") for each in arrays]
+    operands = [
+        each if isinstance(each, DistArray) else as_array(each, "an array of stack")
+        for each in _listed("stack", arrays)
+    ]
     shapes = dict.fromkeys(each.shape for each in operands)
     if len(shapes) != 1:
         raise ValueError(f"stack takes arrays of one shape, got {', '.join(map(str, shapes)) or 'no arrays'}")
@@ -164,6 +176,7 @@ def _split_op(sections: int) -> Op:
     )
 
 
+@of_array
 def split(x: DistArray, indices_or_sections: int | Sequence[int], axis: int = 0) -> list[DistArray]:
     """Split an array along an axis.
 
@@ -202,9 +215,9 @@ def split(x: DistArray, indices_or_sections: int | Sequence[int], axis: int = 0)
     axis = normalized_axis(axis, x.ndim)
     length = x.shape[axis]
     if np.ndim(indices_or_sections):
-        before, ends = (slice(None),) * axis, [0, *whole_numbers(indices_or_sections), length]
+        before, ends = (slice(None),) * axis, [0, *integers(indices_or_sections, "indices_or_sections"), length]
         return [getitem(x, (*before, slice(start, stop))) for start, stop in pairwise(ends)]
-    (sections,) = whole_numbers(indices_or_sections)
+    (sections,) = integers(indices_or_sections, "indices_or_sections")
     if sections < 1 or length % sections:
         raise ValueError(f"an axis of length {length} has no {sections} equal parts")
     return list(apply(_split_op(sections), x, axis=axis)) if sections > 1 else [x]

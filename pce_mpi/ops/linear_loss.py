@@ -12,6 +12,7 @@ from pce_mpi.arrays import as_array, check_one_library, compute_dtype_of
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.inference import Sent
 from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
@@ -117,6 +118,7 @@ _LINEAR_CROSS_ENTROPY = Op(
 )
 
 
+@of_array
 @takes(LinearCrossEntropyOptions)
 def linear_cross_entropy(
     hidden: DistArray, w: DistArray, targets: Any, **options: Unpack[LinearCrossEntropyOptions]
@@ -172,8 +174,10 @@ def linear_cross_entropy(
     >>> loss.item(), w.grad.full()[0]  # log 4
     (1.3862943611198906, array([ 0.25,  0.25,  0.25, -0.75]))
     """
+    if not isinstance(w, DistArray):
+        raise TypeError(f"w must be a DistArray, got {type(w).__name__}; make one with pce_mpi.distribute")
     checked = Options.of("linear_cross_entropy", options, LinearCrossEntropyOptions)
-    if checked.reduction == Reduction.NONE:
+    if isinstance(checked.reduction, str) and checked.reduction == Reduction.NONE:
         raise ValueError("reduction must be 'sum' or 'mean', as gradients are computed with the loss, got 'none'")
     given = targets if isinstance(targets, DistArray) else as_array(targets, "targets")
     if len(w.shape) != 2 or len(hidden.shape) < 1 or hidden.shape[-1] != w.shape[0]:

@@ -12,7 +12,7 @@ from pce_mpi.arrays import as_array, check_one_library, compute_dtype_of, is_flo
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.inference import Sent
 from pce_mpi.autograd.op import Op, Shardings
-from pce_mpi.autograd.operands import operands_of
+from pce_mpi.autograd.operands import of_array, operands_of
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
@@ -37,7 +37,7 @@ def _rule(logits: Shape, targets: Shape, *weight: Shape, axis: int, reduction: s
     """Logits and targets share their rows; the loss itself merges sharded classes and reduces sharded rows."""
     labels = tuple(Axis(index) for index in range(len(logits)))
     classes, rows = labels[axis], labels[:axis] + labels[axis + 1 :]
-    reduced = reduction != Reduction.NONE
+    reduced = not (isinstance(reduction, str) and reduction == Reduction.NONE)  # checked by every rank, later
     merged: set[Hashable] = {classes.label} | ({row.label for row in rows} if reduced else set())
     return Rule(
         (labels, labels if len(targets) == len(logits) else rows, *([(classes,)] if weight else [])),
@@ -110,6 +110,7 @@ _CROSS_ENTROPY = Op(
 )
 
 
+@of_array
 @takes(CrossEntropyOptions)
 def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntropyOptions]) -> DistArray:
     """Compute the softmax cross entropy of a distributed array, in nats, wherever its axes are sharded.

@@ -15,6 +15,7 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, as_array, is_floating, is_half
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact.functions import BLOCK, BLOCK_ON_GPU
@@ -27,6 +28,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
 
 
+@of_array
 def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1, eps: float = 1e-5) -> DistArray:
     """Normalize each row to mean 0 and variance 1, then scale and shift it.
 
@@ -78,6 +80,7 @@ def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1
     return _norm(x, scale, bias, axis, eps, center=True)
 
 
+@of_array
 def rms_norm(x: DistArray, scale: Any = None, axis: int = -1, eps: float = 1e-5) -> DistArray:
     """Divide each row by its root mean square, then scale it.
 

@@ -15,6 +15,7 @@ import numpy as np
 from pce_mpi.arrays import is_floating, is_half
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import ReduceOperator
@@ -34,6 +35,7 @@ from pce_mpi.ops.elementwise import astype
 from pce_mpi.ops.selection import equal
 from pce_mpi.ops.shape import reshape
 from pce_mpi.ops.softmax import Softmax, real_dtype, states_sent
+from pce_mpi.scalars import flag
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -68,6 +70,7 @@ _MEAN = Op(
 )
 
 
+@of_array
 def mean(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
     """Average over axes of the global array.
 
@@ -104,7 +107,7 @@ def mean(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool =
     >>> pce.mean(x, axis=0).placements, pce.mean(x, axis=0).full()
     ({'data': Partial('sum')}, array([2., 3.]))
     """
-    axes = normalized_axes(axis, x.ndim)
+    axes, keepdims = normalized_axes(axis, x.ndim), flag(keepdims, "keepdims")
     return apply(_MEAN, x, axes=axes, keepdims=keepdims, count=math.prod(x.shape[axis] for axis in axes))
 
 
@@ -147,9 +150,10 @@ def _of_some(op: Op, x: DistArray, axis: int | Sequence[int] | None, keepdims: b
     axes = normalized_axes(axis, x.ndim)
     if math.prod(x.shape[each] for each in axes) == 0:
         raise ValueError(f"{op.name} of no elements: shape {x.shape}, axis {axis}")
-    return apply(op, x, axes=axes, keepdims=keepdims)
+    return apply(op, x, axes=axes, keepdims=flag(keepdims, "keepdims"))
 
 
+@of_array
 def max(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
     """Return the largest element over axes.
 
@@ -191,6 +195,7 @@ def max(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = 
     return _of_some(_MAX, x, axis, keepdims)
 
 
+@of_array
 def min(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
     """Return the smallest element over axes.
 
@@ -237,6 +242,7 @@ _LOGSUMEXP = Op(
 )
 
 
+@of_array
 def logsumexp(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
     """Return log(sum(exp(x))) over axes, in nats and without overflow; its gradient is the softmax.
 

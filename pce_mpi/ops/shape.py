@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 import math
-import operator
 from typing import Any
-
-import numpy as np
 
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
+from pce_mpi.scalars import integer, integers
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -23,15 +22,10 @@ Shape = tuple[int, ...]
 
 def normalized_axis(axis: Any, ndim: int) -> int:
     """Return `axis` counted from the front; `ValueError` if there is no such axis."""
-    index = operator.index(axis)
+    index = integer(axis, "axis")
     if not -ndim <= index < ndim:
         raise ValueError(f"axis {index} is out of bounds for an array of {ndim} dimensions")
     return index % ndim
-
-
-def whole_numbers(value: Any) -> list[int]:
-    """Return the whole numbers in a sequence or an array of one axis, or a number alone, as a list."""
-    return [operator.index(each) for each in (value if np.ndim(value) else (value,))]
 
 
 # ------------------------------------------------------------------------------------------------------- reshape
@@ -79,6 +73,7 @@ _RESHAPE = Op(
 )
 
 
+@of_array
 def reshape(x: DistArray, shape: int | Sequence[int]) -> DistArray:
     """Give the elements, in C order, another shape.
 
@@ -114,15 +109,17 @@ def reshape(x: DistArray, shape: int | Sequence[int]) -> DistArray:
     >>> y.shape, y.placements
     ((3, 2), {'data': Shard(0)})
     """
-    lengths = whole_numbers(shape)
+    lengths = integers(shape, "shape")
+    wanted = tuple(lengths)
     if lengths.count(-1) == 1:
         rest = -math.prod(lengths)
         lengths[lengths.index(-1)] = x.size // rest if rest else 0
     if any(length < 0 for length in lengths) or math.prod(lengths) != x.size:
-        raise ValueError(f"cannot reshape {x.shape} to {tuple(whole_numbers(shape))}")
+        raise ValueError(f"cannot reshape {x.shape} to {wanted}")
     return apply(_RESHAPE, x, shape=tuple(lengths))
 
 
+@of_array
 def squeeze(x: DistArray, axis: int | Sequence[int] | None = None) -> DistArray:
     """Leave out axes of length 1.
 
@@ -146,7 +143,7 @@ def squeeze(x: DistArray, axis: int | Sequence[int] | None = None) -> DistArray:
     if axis is None:
         dropped = [index for index, length in enumerate(x.shape) if length == 1]
     else:
-        dropped = [normalized_axis(each, x.ndim) for each in whole_numbers(axis)]
+        dropped = [normalized_axis(each, x.ndim) for each in integers(axis, "axis")]
         if len(set(dropped)) < len(dropped):
             raise ValueError(f"squeeze leaves out each axis once, got axis {axis}")
     if any(x.shape[each] != 1 for each in dropped):
@@ -154,6 +151,7 @@ def squeeze(x: DistArray, axis: int | Sequence[int] | None = None) -> DistArray:
     return reshape(x, [length for index, length in enumerate(x.shape) if index not in dropped])
 
 
+@of_array
 def expand_dims(x: DistArray, axis: int | Sequence[int]) -> DistArray:
     """Insert axes of length 1.
 
@@ -174,7 +172,7 @@ def expand_dims(x: DistArray, axis: int | Sequence[int]) -> DistArray:
     ValueError
         If the result has no such axis, or one is named twice.
     """
-    places = whole_numbers(axis)
+    places = integers(axis, "axis")
     ndim = x.ndim + len(places)
     new = {normalized_axis(each, ndim) for each in places}
     if len(new) < len(places):
@@ -203,6 +201,7 @@ _TRANSPOSE = Op(
 )
 
 
+@of_array
 def transpose(x: DistArray, axes: Sequence[int] | None = None) -> DistArray:
     """Bring the axes into another order.
 
@@ -223,12 +222,13 @@ def transpose(x: DistArray, axes: Sequence[int] | None = None) -> DistArray:
     ValueError
         If `axes` does not name each axis once.
     """
-    order = range(x.ndim)[::-1] if axes is None else [normalized_axis(axis, x.ndim) for axis in axes]
+    order = range(x.ndim)[::-1] if axes is None else [normalized_axis(axis, x.ndim) for axis in integers(axes, "axes")]
     if sorted(order) != list(range(x.ndim)):
         raise ValueError(f"axes must name each of the {x.ndim} axes once, got {axes}")
     return apply(_TRANSPOSE, x, axes=tuple(order))
 
 
+@of_array
 def swapaxes(x: DistArray, axis1: int, axis2: int) -> DistArray:
     """Exchange two axes.
 

@@ -12,6 +12,7 @@ from pce_mpi.arrays import is_floating, is_half
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.inference import Sent
 from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
@@ -160,6 +161,7 @@ _SOFTMAX, _LOG_SOFTMAX = (
 )
 
 
+@of_array
 def softmax(x: DistArray, axis: int = -1) -> DistArray:
     """Compute the softmax along an axis, exp(x) / sum exp(x).
 
@@ -200,6 +202,7 @@ def softmax(x: DistArray, axis: int = -1) -> DistArray:
     return apply(_SOFTMAX, x, axes=(normalized_axis(axis, x.ndim),))
 
 
+@of_array
 def log_softmax(x: DistArray, axis: int = -1) -> DistArray:
     """Compute the logarithm of the softmax along an axis, x - log sum exp(x).
 

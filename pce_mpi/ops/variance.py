@@ -11,6 +11,7 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, is_floating
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.broadcasting import normalized_axes, reduction_rule, spread
@@ -29,6 +30,7 @@ def _root_gradient(g: Array, x: Array) -> Array:
 _ROOT = unary("sqrt", _root_gradient)
 
 
+@of_array
 def var(x: DistArray, axis: int | Sequence[int] | None = None, ddof: float = 0, keepdims: bool = False) -> DistArray:
     """Compute the variance over axes of the global array: the mean of the squared distances from the mean.
 
@@ -73,6 +75,7 @@ def var(x: DistArray, axis: int | Sequence[int] | None = None, ddof: float = 0, 
     return _in_dtype_of(x, _var(x, axis, ddof, keepdims))
 
 
+@of_array
 def std(x: DistArray, axis: int | Sequence[int] | None = None, ddof: float = 0, keepdims: bool = False) -> DistArray:
     """Compute the standard deviation over axes of the global array: the square root of the variance.
 

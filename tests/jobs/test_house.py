@@ -34,6 +34,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
         [
             *(room("dense"), room("arrays"), room("gpu"), room("memory"), room("leftovers"), room("pictures")),
             room("floating_point", standard_library_only=True),
+            room("scalars"),
         ],
     ),
     "comm": (

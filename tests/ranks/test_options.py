@@ -11,6 +11,7 @@ import pytest
 from in_step import in_step
 import pce_mpi as pce
 from pce_mpi.loss.options import LinearOptions, LossOptions, Options
+from ranks.op_cases import alone
 from ranks.problems import (
     NARROW,
     SPLITS,
@@ -55,8 +56,13 @@ REDUCTIONS = ["none", "sum", "mean"]
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_unknown_keyword_raises_the_type_error_of_python(function, keyword):
+    logits = np.zeros((2, 3))
     with pytest.raises(TypeError) as raised:
-        function(np.zeros((2, 3)), np.zeros(2, int), **{keyword: None})
+        function(
+            pce.distribute(logits, alone()) if function is pce.cross_entropy else logits,
+            np.zeros(2, int),
+            **{keyword: None},
+        )
     assert str(raised.value) == f"{function.__name__}() got an unexpected keyword argument {keyword!r}"
 
 

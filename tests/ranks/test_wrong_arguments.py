@@ -1,0 +1,236 @@
+"""Arguments of every wrong kind: each public function with each of its arguments replaced, on all ranks and on one.
+
+`CALLS` has a sound call of each public function, and `WRONG` what takes the place of one argument after the other.
+"""
+
+from collections.abc import Callable
+import re
+from typing import Any
+
+from mpi4py import MPI
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi import Shard
+from ranks.grids import mesh_of
+
+WRONG: dict[str, Any] = {
+    "None": None,
+    "text": "text",
+    "ragged": [[1], [2, 3]],
+    "objects": np.array([object(), None]),
+    "complex": np.ones((4, 3), complex),
+    "structured": np.zeros(4, [("a", float)]),
+    "dates": np.zeros((4, 3), "M8[s]"),
+    "masked": np.ma.masked_array(np.ones((4, 3)), np.eye(4, 3, dtype=bool)),
+    "foreign byte order": np.ones((4, 3), np.dtype(float).newbyteorder()),
+    "0-d": np.array(2.5),
+    "huge": 10**30,
+    "negative": -99,
+    "nan": float("nan"),
+    "dict": {"a": 1},
+    "function": lambda *_, **__: None,
+    "empty tuple": (),
+    "other shape": np.ones((5, 2)),
+}
+
+# What Python and NumPy say to the programmer of a function, not to the one who calls it.
+INTERNAL = re.compile(
+    "has no attribute|subscriptable|not callable|not iterable|unhashable|referenced before|cannot access local|no len"
+    "|unsupported operand|not supported between|cannot be interpreted as an integer|is ambiguous|scalar index"
+)
+# Objects and dates meet operators of Python and NumPy in operations on the tape, which say of them what these say.
+SAID_BY_NUMPY = re.compile("could not be promoted|Cannot compare structured|too large to convert")
+
+KINDS = (TypeError, ValueError, IndexError, OverflowError, NotImplementedError)
+
+
+class At:
+    """Sound arguments of all functions on this communicator; those that are calls are made anew for each use."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm, self.mesh = comm, mesh_of(comm, comm.size)
+        self.classes = 3 * comm.size
+        self.targets = np.array([0, self.classes - 1, 1, 0])
+        self.logits = np.arange(12.0).reshape(4, 3) / 7 + comm.rank
+
+    def x(self) -> pce.DistArray:
+        return pce.distribute(np.arange(1.0, 13.0).reshape(4, 3), self.mesh, data=Shard(0))
+
+    def stacks(self) -> pce.DistArray:
+        return pce.distribute(np.ones((2, 4, 3)), self.mesh, data=Shard(0))
+
+    def classified(self, rows: int = 4) -> pce.DistArray:
+        whole = np.arange(float(rows * self.classes)).reshape(rows, -1) / 9
+        return pce.distribute(whole, self.mesh, data=Shard(1))
+
+
+def plain(at: At) -> dict[str, Any]:
+    return {"comm": at.comm, "class_start": 3 * at.comm.rank, "num_classes": at.classes}
+
+
+def statistics(at: At) -> dict[str, Any]:
+    options = {"axis": -1, "ignore_index": -100, "logit_scale": 1.0, "softcap": 5.0, "compute_dtype": np.float64}
+    return {"logits": at.logits, "targets": at.targets, **options, **plain(at)}
+
+
+def losses(at: At) -> dict[str, Any]:
+    options = {"weight": np.linspace(0.5, 1, 3), "label_smoothing": 0.1, "z_loss": 0.1, "reduction": "mean"}
+    return statistics(at) | options | {"batch_comm": MPI.COMM_SELF}
+
+
+def linear(at: At) -> dict[str, Any]:
+    options = losses(at) | {"hidden": np.ones((4, 2)), "w": np.ones((2, 3)) / 4, "chunk": 2}
+    del options["axis"], options["logits"]
+    return options
+
+
+def on_tape(at: At, options: dict[str, Any], **arrays: Any) -> dict[str, Any]:
+    named = {name: value for name, value in options.items() if name not in {"batch_comm", *plain(at)}}
+    return named | {"weight": np.linspace(0.5, 1, at.classes), **arrays}
+
+
+def forward_residuals(at: At) -> Any:
+    return pce.softmax_cross_entropy_forward(at.logits, at.targets, comm=at.comm)[1]
+
+
+def statistics_residuals(at: At) -> Any:
+    return pce.class_statistics_forward(at.logits, at.targets, comm=at.comm)[1]
+
+
+# The arguments in order; the names of those that are passed by position begin with "/".
+CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
+    **dict.fromkeys(
+        ("abs", "cos", "exp", "gelu", "log", "log1p", "negative", "relu", "sigmoid", "sin", "sqrt", "square", "tanh"),
+        lambda at: {"/x": at.x()},
+    ),
+    **dict.fromkeys(
+        ("add", "divide", "floor_divide", "maximum", "minimum", "mse", "multiply", "power", "remainder", "subtract"),
+        lambda at: {"/x": at.x(), "/y": at.x()},
+    ),
+    **dict.fromkeys(("max", "mean", "min", "sum", "logsumexp"), lambda at: {"/x": at.x(), "axis": 1, "keepdims": True}),
+    **dict.fromkeys(("std", "var"), lambda at: {"/x": at.x(), "axis": 1, "keepdims": True}),
+    **dict.fromkeys(("softmax", "log_softmax", "cumsum", "expand_dims"), lambda at: {"/x": at.x(), "axis": 1}),
+    **dict.fromkeys(("concatenate", "stack"), lambda at: {"/arrays": [at.x(), at.x()], "axis": 1}),
+    "Mesh": lambda at: {"/comm": at.comm, "data": at.comm.size},
+    "Partial": lambda at: {"operator": "sum"},
+    "Shard": lambda at: {"axis": 0},
+    "argmax": lambda at: {"logits": at.logits, "axis": -1, **plain(at)},
+    "broadcast_to": lambda at: {"/x": at.x(), "shape": (2, 4, 3)},
+    "check_replicas": lambda at: {"/x": at.x()},
+    "class_statistics": statistics,
+    "class_statistics_backward": lambda at: {
+        "/residuals": statistics_residuals(at),
+        **dict.fromkeys(("log_prob", "entropy", "logsumexp"), np.ones(4)),
+        "out": np.ones((4, 3)),
+    },
+    "class_statistics_forward": statistics,
+    "clip": lambda at: {"/x": at.x(), "/min": 1.0, "/max": 4.0},
+    "cross_entropy": lambda at: on_tape(at, losses(at), logits=at.classified()),
+    "distribute": lambda at: {"/array": at.logits, "/mesh": at.mesh, "requires_grad": False, "src_rank": 0},
+    "einsum": lambda at: {"/subscripts": "ij,jk->ik", "/x": at.x(), "/y": np.ones((3, 2))},
+    "embedding": lambda at: {"ids": np.array([0, 3]), "table": at.x()},
+    "fingerprint": lambda at: {"/arrays": {"a": at.x()}},
+    "from_local": lambda at: {
+        **{"/local": at.logits, "/mesh": at.mesh, "requires_grad": False},
+        **{"shape": (4, at.classes), "data": Shard(1)},
+    },
+    "infer_placements": lambda at: {
+        **{"/name": "matmul", "/shapes": [(4, 3), (3, 2)], "/placements": [{}, {}]},
+        **{"mesh": at.mesh, "dtypes": np.float32},
+    },
+    "layer_norm": lambda at: {"/x": at.x(), "scale": np.ones(3), "bias": np.ones(3), "axis": -1},
+    "linear_cross_entropy": lambda at: on_tape(
+        at, linear(at), hidden=pce.distribute(np.ones((4, 2)), at.mesh), w=at.classified(2)
+    ),
+    "linear_cross_entropy_value_and_grad": linear,
+    "matmul": lambda at: {"/x": at.x(), "/y": np.ones((3, 2))},
+    "op": lambda at: {"forward": np.add, "vjp": None, "rule": None, "name": "mine"},
+    "reshape": lambda at: {"/x": at.x(), "shape": (3, 4)},
+    "rms_norm": lambda at: {"/x": at.x(), "scale": np.ones(3), "axis": -1},
+    "scaled_dot_product_attention": lambda at: {
+        **{"q": at.stacks(), "k": at.stacks(), "v": at.stacks()},
+        **{"causal": True, "scale": 1.0},
+    },
+    "shard_parameters": lambda at: {
+        **{"params": {"w": at.logits}, "mesh": at.mesh, "styles": {"w": pce.Replicated()}, "dim": "data"},
+    },
+    "shard_range": lambda at: {"length": 7, "parts": 3, "index": 1},
+    "softmax_cross_entropy": losses,
+    "softmax_cross_entropy_backward": lambda at: {
+        **{"dloss": 1.0, "residuals": forward_residuals(at), "out": np.ones((4, 3))},
+    },
+    "softmax_cross_entropy_forward": losses,
+    "softmax_cross_entropy_value_and_grad": lambda at: losses(at) | {"out": np.ones((4, 3))},
+    "split": lambda at: {"/x": at.x(), "indices_or_sections": 2, "axis": 0},
+    "squeeze": lambda at: {"/x": at.x()[None], "axis": 0},
+    "swapaxes": lambda at: {"/x": at.x(), "axis1": 0, "axis2": 1},
+    "top_k": lambda at: {"logits": at.logits, "k": 2, "axis": -1, **plain(at)},
+    "trace": lambda at: {"fingerprints": False},
+    "transpose": lambda at: {"/x": at.x(), "axes": (1, 0)},
+    "where": lambda at: {"/condition": at.x() > 2, "/x": at.x(), "/y": 1.0},
+}
+# They take no arguments or any, are made by the package alone, or have tables of their own.
+LEFT_OUT = {
+    *("ClassStatistics", "CollectiveError", "CollectiveTimeout", "Colwise", "DistArray", "Inference", "Replicate"),
+    *("Replicated", "Residuals", "Rowwise", "Rule", "Sent", "SequenceParallel", "StatisticsResiduals", "Trace"),
+    *("VocabParallel", "named_scope", "no_grad", "reproducible", "dense", "load", "save"),
+    *("SGD", "AdamW", "clip_grad_norm", "cosine_schedule", "linear_schedule"),
+}
+# Each rank's own arguments are checked before the ranks agree; these bring the ranks together.
+AGREED = {
+    *("argmax", "class_statistics", "distribute", "embedding", "from_local", "linear_cross_entropy_value_and_grad"),
+    *("softmax_cross_entropy_value_and_grad", "top_k"),
+}
+BRING_TOGETHER = {"comm", "batch_comm", "/mesh", "table", "src_rank"}
+
+
+def told(name: str, given: dict[str, Any]) -> tuple[str, str]:
+    """The kind and the text of what the call raises; nothing if it returns."""
+    function = getattr(pce, name)
+    positional = [value for key, value in given.items() if key[0] == "/"]
+    try:
+        function(*positional, **{key: value for key, value in given.items() if key[0] != "/"})
+    except KINDS as error:
+        kind = next(kind for kind in KINDS if isinstance(error, kind))
+        return kind.__name__, str(error)
+    except Exception as error:
+        return f"not one of the kinds: {type(error).__name__}", str(error)
+    return "", ""
+
+
+def test_every_public_function_has_a_call():
+    assert CALLS.keys() | LEFT_OUT == {*pce.__all__}
+    assert not CALLS.keys() & LEFT_OUT
+
+
+@pytest.mark.sizes(2)  # whoever does not communicate needs one rank, and whoever does any other
+@pytest.mark.parametrize("name", CALLS)
+def test_wrong_argument_is_told_alike_on_all_ranks(comm, name, impatient):
+    at = At(comm)
+    assert "".join(told(name, CALLS[name](at))) == ""
+    found = {}
+    for argument in CALLS[name](at):
+        for kind, wrong in WRONG.items():
+            found[argument, kind] = told(name, CALLS[name](at) | {argument: wrong})
+    everywhere = comm.allgather(found)
+    for call, (kind, text) in found.items():
+        assert kind in {"", *(each.__name__ for each in KINDS)}, (call, kind, text)
+        assert SAID_BY_NUMPY.search(text) or not INTERNAL.search(text), (call, kind, text)
+        assert {ranks[call][0] for ranks in everywhere} == {kind}, call
+    assert "".join(told(name, CALLS[name](at))) == ""
+
+
+@pytest.mark.sizes(3)  # one rank errs and two are right
+@pytest.mark.parametrize("name", sorted(AGREED))
+def test_wrong_argument_on_one_rank_raises_everywhere(comm, name, several, impatient):
+    at = At(comm)
+    found = {}
+    for argument in sorted(CALLS[name](at).keys() - BRING_TOGETHER):
+        for kind, wrong in WRONG.items():
+            given = CALLS[name](at)
+            found[argument, kind] = told(name, given | {argument: wrong} if comm.rank == comm.size - 1 else given)
+    for call, texts in zip(found, zip(*(ranks.values() for ranks in comm.allgather(found)), strict=True), strict=True):
+        assert len(set(texts)) == 1, (call, texts)
+    assert "".join(told(name, CALLS[name](at))) == ""
