@@ -69,6 +69,10 @@ def _status_on_ranks(arguments: Sequence[str]) -> int:
                 set_abort_status(error)
                 error.add_note(f"on rank {comm.rank} of {comm.size}")
             raise
+        if status and comm is not None:
+            with contextlib.suppress(BrokenPipeError):  # which ends rank 0 later
+                print(end="", flush=True)
+            agree(comm, "command line", {})  # as above
     return status
 
 

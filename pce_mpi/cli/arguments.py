@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 # More make no size, and Python refuses thousands of them.
@@ -31,7 +32,7 @@ def positive_real(text: str) -> float:
 
 
 def writable_file(text: str) -> Path:
-    """The path of a file in a folder that is there."""
+    """The path of a file that can be written, in a folder that is there."""
     path = Path(text)
     try:
         usable = not path.is_dir() and path.absolute().parent.is_dir()
@@ -39,6 +40,8 @@ def writable_file(text: str) -> Path:
         usable = False
     if not usable:
         raise argparse.ArgumentTypeError(f"expected a file in a folder that is there, got {_shown(text)}")
+    if not os.access(path if os.path.lexists(path) else path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{_shown(text)} cannot be written")
     return path
 
 

@@ -6,17 +6,19 @@ import argparse
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 import json
+import os
 from pathlib import Path
 import statistics
+import sys
 import time
 import tracemalloc
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from pce_mpi.cli.arguments import positive
+from pce_mpi.cli.arguments import positive, writable_file
 from pce_mpi.cli.progress import progress
-from pce_mpi.comm.agreement import agree
+from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import Purpose, cause, trace
 from pce_mpi.conformance.reports.tables import table
@@ -30,6 +32,9 @@ from pce_mpi.loss.kernels import kernel_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+Array = np.ndarray[Any, Any]
+Result = TypeVar("Result")
 
 _AGREEMENTS = 200
 
@@ -54,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = """\
 Each rank takes memory for about three arrays of rows x classes / ranks elements. Start it with mpiexec to measure that
 number of ranks; for reproducible times, ranks times BLAS threads should not exceed the cores (OMP_NUM_THREADS).
-Exit status: 0, or 2 if something that was asked for is not installed or is not there."""
+Exit status: 0; 1 if the arrays do not fit the memory, or the picture cannot be written; 2 if something that was asked
+for is not installed or is not there."""
     parser.add_argument("--rows", type=positive, default=2048, metavar="R", help="rows of the logits")
     parser.add_argument(
         "--classes",
@@ -77,7 +83,7 @@ Exit status: 0, or 2 if something that was asked for is not installed or is not 
 
 
 def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
-    """Measure every size and show the results; return 2 if something that was asked for is not installed."""
+    """Measure every size and show the results; return 1 if that fails, 2 if something asked for is not installed."""
     try:
         dtype = _dtype(options.dtype)
         if options.plot:
@@ -89,11 +95,36 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     size = 1 if comm is None else comm.size
     measured: list[Measurement] = []
     names = [f"{classes} classes" for classes in options.classes]
-    for classes, _ in zip(options.classes, progress("bench", names, comm), strict=True):
-        measured += _measure(options.rows, classes, dtype, options.repeat, comm)
+    try:
+        for classes, _ in zip(options.classes, progress("bench", names, comm), strict=True):
+            measured += _measure(options.rows, classes, dtype, options.repeat, comm)
+    except MemoryError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     agreement = None if comm is None else _slowest(comm, _agreement_seconds(comm))
-    if options.plot and (comm is None or comm.rank == 0):
-        _plot(measured, options, size)
+    _show(measured, agreement, options, size)
+    if not options.plot:
+        return 0
+    try:
+        _together(comm, lambda: _plot(measured, options, size) if comm is None or comm.rank == 0 else None)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _together(comm: MPI.Intracomm | None, work: Callable[[], Result]) -> Result:
+    """Return what `work` does on this rank; what it raises on one rank is raised on all."""
+    if comm is None:
+        return work()
+    result: Any = None
+    with local_checks() as checks:
+        result = work()
+    agree(comm, "bench", {}, error=checks.error)
+    return cast(Result, result)
+
+
+def _show(measured: list[Measurement], agreement: float | None, options: argparse.Namespace, size: int) -> None:
     if options.json:
         report = {
             "ranks": size,
@@ -104,7 +135,7 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
             "measurements": [asdict(one) for one in measured],
         }
         print(json.dumps(report, indent=1))
-        return 0
+        return
     print(f"{size} rank{'s' * (size > 1)}, {options.rows} rows, {options.dtype}, median of {options.repeat}")
     print(f"kernel: {kernel_text()}\n")
     head = ("classes", "function", "ms", "ns/element", "GB/s", "x copy", "peak MiB", "calls", "bytes sent")
@@ -129,16 +160,13 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     )
     if agreement is not None:
         print(f"agreement: {1e6 * agreement:.1f} us a call")
-    return 0
 
 
 def _picture(text: str) -> Path:
     """Check before the measurements that a plot can be written to this file."""
-    path = Path(text)
+    path = writable_file(text)
     if path.suffix not in (".png", ".pdf", ".svg"):
         raise argparse.ArgumentTypeError(f"expected a name that ends in .png, .pdf or .svg, got {text!r}")
-    if not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
     return path
 
 
@@ -155,10 +183,7 @@ def _measure(
 ) -> list[Measurement]:
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
     start, stop = shard_range(classes, size, rank)
-    rng = np.random.default_rng(rank)
-    logits = rng.standard_normal((rows, stop - start), np.float32).astype(dtype)
-    targets = np.random.default_rng(size).integers(0, classes, rows)
-    out = np.zeros_like(logits)
+    logits, targets, out = _together(comm, lambda: _arrays(rows, classes, stop - start, dtype, size, rank))
     _, residuals = softmax_cross_entropy_forward(logits, targets, comm=comm)
     # (name, call, how often the shard's bytes must pass)
     functions: list[tuple[str, Callable[[], object], int]] = [
@@ -199,6 +224,21 @@ def _measure(
             )
         )
     return measured
+
+
+def _arrays(
+    rows: int, classes: int, own: int, dtype: np.dtype[Any], size: int, rank: int
+) -> tuple[Array, Array, Array]:
+    """Return logits, targets, and a place for the gradient; `MemoryError` before the machine has none left."""
+    needed, there = 3 * rows * own * dtype.itemsize + 8 * rows, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    too_large = f"--rows {rows} and --classes {classes} take {needed / 2**30:,.1f} GiB on each rank"
+    if needed > there:
+        raise MemoryError(f"{too_large}; this machine has {there / 2**30:,.1f} GiB")
+    try:
+        logits = np.random.default_rng(rank).standard_normal((rows, own), np.float32).astype(dtype)
+        return logits, np.random.default_rng(size).integers(0, classes, rows), np.zeros_like(logits)
+    except MemoryError:
+        raise MemoryError(f"{too_large}, which cannot be had") from None
 
 
 def _seconds(work: Callable[[], object], comm: MPI.Intracomm | None) -> float:

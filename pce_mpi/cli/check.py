@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pce_mpi import dense
+from pce_mpi.cli.arguments import natural
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause, trace
 from pce_mpi.conformance import Offer, Outcome, Tolerance, Verdict, cases, offers, run_case
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = """\
 It takes a few seconds. Start it with mpiexec to check that number of ranks.
 Exit status: 0 if everything is as it should be, 1 if something is OFF."""
-    parser.add_argument("--seed", type=int, default=0, metavar="K", help="seed of the random logits")
+    parser.add_argument("--seed", type=natural, default=0, metavar="K", help="seed of the random logits")
 
 
 def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:

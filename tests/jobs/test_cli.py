@@ -118,6 +118,46 @@ def test_bench_measures_functions_beside_a_copy(tmp_path):
     assert job.stderr == "bench 1/2  300 classes\nbench 2/2  1000 classes\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--rows=99999999999999"], "error: --rows 99999999999999 and --classes 50 take "),
+        (["--classes=999999999999999999999", "--rows=1"], "error: --rows 1 and --classes 999999999999999999999 take "),
+    ],
+)
+def test_bench_refuses_what_no_memory_holds(arguments, told):
+    job = launch(2, *COMMAND, *SMALL_BENCH, *arguments)
+    assert job.returncode != 0
+    assert [line.startswith(told) for line in job.stderr.splitlines() if "error:" in line] == [True]
+    assert "Traceback" not in job.stderr and not job.stdout
+
+
+def test_bench_that_cannot_write_its_picture_has_printed(tmp_path):
+    full = tmp_path / "full.svg"
+    full.symlink_to("/dev/full")
+    job = launch(2, *COMMAND, *SMALL_BENCH, f"--plot={full}")
+    assert job.returncode != 0
+    assert "value_and_grad" in job.stdout
+    assert job.stderr.count("error: [Errno 28] No space left on device (rank 0)\n") == job.stderr.count("error:") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["bench", "--plot=FOLDER"], "expected a file in a folder that is there"),
+        (["bench", "--plot=/no/such/folder/a.png"], "expected a file in a folder that is there"),
+        (["check", "--seed=-1"], "expected a whole number from 0 up, got '-1'"),
+    ],
+)
+def test_arguments_are_refused_before_the_work(arguments, told, tmp_path, capsys):
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main([argument.replace("FOLDER", str(folder)) for argument in arguments])
+    assert ended.value.code == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_bench_takes_every_dtype(dtype):
     job = launch(1, *COMMAND, "bench", "--rows", "8", "--classes", "50", "--repeat", "1", "--dtype", dtype)
