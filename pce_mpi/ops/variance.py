@@ -17,6 +17,7 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.broadcasting import normalized_axes, reduction_rule, spread
 from pce_mpi.ops.elementwise import astype, unary
 from pce_mpi.ops.moments import count_of, deviations, in_float64
+from pce_mpi.scalars import flag, real
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -109,9 +110,9 @@ def _in_dtype_of(x: DistArray, found: DistArray) -> DistArray:
 
 def _var(x: DistArray, axis: int | Sequence[int] | None, ddof: float, keepdims: bool) -> DistArray:
     """Return the variance in float64."""
-    axes = normalized_axes(axis, x.ndim)
+    axes, settings = normalized_axes(axis, x.ndim), {"ddof": real(ddof, "ddof"), "keepdims": flag(keepdims, "keepdims")}
     near, moments = deviations(in_float64(x), axes)
-    return apply(_VARIANCE, near, moments, axes=axes, ddof=ddof, keepdims=keepdims)
+    return apply(_VARIANCE, near, moments, axes=axes, **settings)
 
 
 def _divisor(shape: Shape, axes: tuple[int, ...], ddof: float) -> np.float64:
