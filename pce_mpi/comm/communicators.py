@@ -43,6 +43,7 @@ _NAP = 0.0002
 _ROLL_CALL_SECONDS = 1.0
 _ROLL_CALL_TAG = 1
 _ROLL_CALL_BYTES = 160
+_TWO_THREADS = "two threads were in calls over it at once: give each thread a communicator of its own, by comm.Dup()"
 
 
 class CollectiveError(RuntimeError):
@@ -65,6 +66,7 @@ class Channel:
         self._number = number
         self._tag = tag
         self.broken: str | None = None
+        self._is_waited_on = False
         self._timeout = _timeout_seconds()
 
     def __del__(self) -> None:
@@ -100,15 +102,23 @@ class Channel:
         """Return when `request`, which reads and writes `buffers`, is complete, or raise `CollectiveTimeout`."""
         test, give_way = request.Test, os.sched_yield
         try:
+            if self._is_waited_on:  # by another thread: on other ranks the two may come in another order
+                self.broken = self.broken or _TWO_THREADS
+            self._is_waited_on = True
             for tests in range(_YIELDS):
-                if test():
-                    return
+                if self.broken or test():
+                    break
                 if tests >= _SPINS:
                     give_way()
-            self._wait_longer(request, operation)
+            else:
+                self._wait_longer(request, operation)
+            if self.broken:
+                raise CollectiveTimeout(f"this communicator is not usable any more: {self.broken}")
         except BaseException as error:
             self.abandon(request, buffers, f"{operation} was left waiting by {type(error).__name__}")
             raise
+        finally:
+            self._is_waited_on = False
 
     def abandon(self, request: MPI.Request, buffers: tuple[object, ...], why: str) -> None:
         """Give up a collective that has not come to its end, and with it the communicator."""
@@ -120,7 +130,7 @@ class Channel:
         from mpi4py import MPI
 
         deadline = time.monotonic() + self._timeout
-        while not request.Test():
+        while not (self.broken or request.Test()):
             late = time.monotonic() > deadline
             if late or self.comm.Iprobe(MPI.ANY_SOURCE, self._tag):
                 self._say_that_it_waits(operation, late)

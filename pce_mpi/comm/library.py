@@ -1,6 +1,7 @@
 """The loaded MPI library: whether it runs, what it can do, and which communicators it knows.
 
-A call of MPI before `MPI.Init` or after `MPI.Finalize` ends the process, so `check_mpi` raises first.
+A call of MPI before `MPI.Init` or after `MPI.Finalize` ends the process, so `check_mpi` raises first. So it does in a
+forked process, as a worker of `multiprocessing` may be: its messages would come from the rank that it is a copy of.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import ctypes
 from functools import cache
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,8 +28,25 @@ def mpi() -> Any:
     return MPI
 
 
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    library = sys.modules.get("mpi4py.MPI")
+    _forked = library is not None and library.Is_initialized()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def check_mpi() -> None:
-    """Raise `RuntimeError` unless MPI is running."""
+    """Raise `RuntimeError` unless MPI is running, in this process."""
+    if _forked:
+        raise RuntimeError(
+            "this process was forked from a rank and is none: only the rank itself communicates. Hand the process "
+            "NumPy arrays, or start it before MPI is initialized"
+        )
     is_initialized, is_finalized = _states_of_mpi()
     if not is_initialized():
         raise RuntimeError("MPI has not been initialized: call MPI.Init() first, or leave mpi4py.rc.initialize True")

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -42,6 +42,12 @@ class PassResiduals:
     problem: Problem
     softmax: RowSoftmax
     used_up: bool = field(default=False, init=False)
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        # Of two copies, one would not know that a backward pass of the other has overwritten the logits.
+        raise TypeError(
+            "residuals are neither copied nor pickled, as they refer to the logits: run the forward pass again"
+        )
 
     @classmethod
     def check(cls, residuals: object) -> None:

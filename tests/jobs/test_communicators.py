@@ -153,3 +153,56 @@ def test_mpi_that_is_not_running_raises_everywhere(tmp_path, when):
     }[when]
     assert len(told) > 9
     assert {name: text for name, text in told.items() if not text.startswith(expected)} == {}
+
+
+def test_forked_process_is_told_that_it_is_no_rank():
+    job = launch_source(
+        2,
+        """
+        import multiprocessing
+        import os
+        from mpi4py import MPI
+        import numpy as np
+        import pce_mpi as pce
+
+        comm = MPI.COMM_WORLD
+        mesh = pce.Mesh(comm, data=comm.size)
+        x = pce.distribute(np.arange(6.0), mesh, data=pce.Shard(0))
+        logits, targets = np.ones((2, 3)), np.array([0, 1])
+        expected = x.full()
+
+        def child():
+            calls = {
+                "full": x.full,
+                "loss": lambda: pce.softmax_cross_entropy(logits, targets, comm=comm),
+                "Mesh": lambda: pce.Mesh(MPI.COMM_SELF, data=1),
+            }
+            for name, call in calls.items():
+                try:
+                    call()
+                except RuntimeError as error:
+                    assert "this process was forked from a rank" in str(error), name
+                else:
+                    raise AssertionError(f"{name} communicated")
+            assert pce.softmax_cross_entropy(logits, targets) > 0
+
+        if comm.rank == 0:
+            process = multiprocessing.get_context("fork").Process(target=child)
+            process.start()
+            process.join()
+            assert process.exitcode == 0, process.exitcode
+            pid = os.fork()
+            if pid == 0:
+                status = 1
+                try:
+                    child()
+                    status = 0
+                finally:
+                    os._exit(status)
+            assert os.waitpid(pid, 0)[1] == 0
+        assert (x.full() == expected).all()
+        print(f"rank {comm.rank}: sound")
+        """,
+    )
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.split("\n")) == ["", "rank 0: sound", "rank 1: sound"]

@@ -1,7 +1,9 @@
 """The sharded loss equals the dense one: shapes, dtypes, splits of the classes, and what is communicated for it."""
 
 from collections import Counter
+import copy
 from itertools import product
+import pickle
 from typing import ClassVar
 
 import ml_dtypes
@@ -382,3 +384,12 @@ def test_forward_sends_40_bytes_per_row(comm):
             pce.softmax_cross_entropy(logits, targets, **options)
         sent.append((trace.bytes(), trace.bytes(purpose=Purpose.AGREEMENT)))
     assert sent == [(7 * 40, 56)] * 2
+
+
+def test_residuals_are_neither_copied_nor_pickled():
+    logits, targets = np.eye(3), np.arange(3)
+    _, first = pce.softmax_cross_entropy_forward(logits, targets)
+    _, second = pce.class_statistics_forward(logits, targets)
+    for residuals, how in product((first, second), (copy.copy, copy.deepcopy, pickle.dumps)):
+        with pytest.raises(TypeError, match="residuals are neither copied nor pickled"):
+            how(residuals)
