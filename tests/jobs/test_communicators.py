@@ -155,7 +155,7 @@ def test_mpi_that_is_not_running_raises_everywhere(tmp_path, when):
     assert {name: text for name, text in told.items() if not text.startswith(expected)} == {}
 
 
-def test_forked_process_is_told_that_it_is_no_rank():
+def test_forked_process_is_no_rank():
     job = launch_source(
         2,
         """
