@@ -37,7 +37,7 @@ NUMBERS = (
     ("batch", 1, 128, "rows of a step, of all ranks together"),
     ("chunk", 1, 64, "rows whose logits are held at a time"),
     ("rate", 0, 0.01, "highest learning rate"),
-    ("decay", 0, 0.01, "weight decay"),
+    ("decay", 0, 0.01, "weight decay of w1 and w2"),
     ("every", 1, 25, "steps between two validations"),
     ("validation", 1, 1024, "the last rows, which are not trained on"),
     ("seed", 0, 0, "decides the initial values and the order of training"),
@@ -95,16 +95,17 @@ def read_everywhere(comm, args):
 
 class Classifier:
     def __init__(self, mesh, features, args):
-        self.mesh, self.args, rng = mesh, args, np.random.default_rng(args.seed)
-        w1 = rng.standard_normal((features, args.hidden), np.float32) / np.float32(features**0.5)
+        self.mesh, self.args = mesh, args
         start, stop = pce.shard_range(args.classes, mesh.size, mesh.rank)
         own = np.zeros((args.hidden, stop - start), np.float32)  # no rank makes the columns of all classes
         self.parameters = {
-            "w1": pce.distribute(w1, mesh, requires_grad=True),
+            "w1": pce.normal((features, args.hidden), mesh, seed=args.seed, scale=features**-0.5, requires_grad=True),
             "b1": pce.distribute(np.zeros(args.hidden, np.float32), mesh, requires_grad=True),
             "w2": pce.from_local(own, mesh, ranks=Shard(1), requires_grad=True),
         }
-        self.optimizer = pce.AdamW(self.parameters.values(), lr=args.rate, weight_decay=args.decay)
+        w1, b1, w2 = self.parameters.values()
+        groups = [{"params": [w1, w2]}, {"params": [b1], "weight_decay": 0.0}]
+        self.optimizer = pce.AdamW(groups, lr=args.rate, weight_decay=args.decay)
 
     def hidden(self, features, rows):
         """Read this rank's share of the rows and return the hidden vectors of all of them, on every rank."""

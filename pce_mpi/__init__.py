@@ -22,6 +22,7 @@ from pce_mpi.comm.tracing import Trace, named_scope, trace
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.checkpoint import load, save
 from pce_mpi.distributed.creation import distribute, from_local
+from pce_mpi.distributed.drawing import normal, uniform
 from pce_mpi.distributed.fingerprint import fingerprint
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Partial, Replicate, Shard, shard_range
@@ -178,6 +179,7 @@ __all__ = [
     "named_scope",
     "negative",
     "no_grad",
+    "normal",
     "op",
     "power",
     "relu",
@@ -209,6 +211,7 @@ __all__ = [
     "top_k",
     "trace",
     "transpose",
+    "uniform",
     "var",
     "where",
 ]

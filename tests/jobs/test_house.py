@@ -72,6 +72,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
         [
             room("mode", standard_library_only=True),
             room("functions", "comm"),
+            room("draws", "comm"),
             room("slices"),
             room("sums"),
             room("kept", "comm"),
@@ -90,6 +91,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("replicas", "mpi4py"),
             room("fingerprint", "mpi4py"),
             room("creation", "mpi4py"),
+            room("drawing", "mpi4py"),
             room("styles", "mpi4py"),
             room("tensor_files", "mpi4py"),
             room("tensor_writer", "mpi4py", "comm"),
