@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command, on all ranks unless it is `conformance`, and exit with the same status on each."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed before Python started
+            setattr(sys, name, open(os.devnull, "w"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what a terminal or a file in another encoding cannot show
             stream.reconfigure(errors="backslashreplace")

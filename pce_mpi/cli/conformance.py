@@ -35,6 +35,11 @@ from pce_mpi.conformance.texts import bounded, visible
 
 __all__ = ["add_arguments", "run", "status_as_rank"]
 
+# The characters of an error: some hold what a file has, or what ranks printed.
+_MOST_TEXT = 10_000
+# Shards in files; more than any case has classes would only be empty.
+_MOST_SHARDS = 100_000
+
 
 def status_as_rank() -> int | None:
     """Return the exit status of this process if it is a rank; rank 0 prints the right command and fails for all.
@@ -92,6 +97,7 @@ def _run(options: argparse.Namespace, display: _Display) -> int:
         rows=options.rows,
         classes=options.classes,
         large=options.large,
+        memory=options.memory,
     )
     timeout = options.timeout or (LARGE_TIMEOUT if options.large else DEFAULT_TIMEOUT)
     known = _known_failures(options.known)
@@ -206,6 +212,8 @@ def _wrong_work(options: argparse.Namespace) -> str:
         return f"{' and '.join(works)} are given, and only one of them can be done at a time"
     if (options.vectors is None) != (options.results is None):
         return "give both --vectors DIR, with the problems, and --results FILE, with their answers"
+    if max(options.ranks) > _MOST_SHARDS:
+        return f"argument --ranks: expected numbers up to {_MOST_SHARDS}, got {max(options.ranks)}"
     if again := _files_named_twice(options):
         return f"{' and '.join(again)} name the same file"
     if not (works or options.list):
@@ -359,5 +367,5 @@ def _why(error: Exception) -> str:
 
 
 def _wrong(text: str) -> int:
-    print(visible(f"error: {text}"), file=sys.stderr)
+    print(visible(bounded(f"error: {text}", _MOST_TEXT)), file=sys.stderr)
     return 2

@@ -98,6 +98,12 @@ Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or ju
         "their gradient, and what the candidate takes besides; where shards must be equal, on each rank",
     )
     parser.add_argument(
+        "--memory",
+        type=positive_real,
+        metavar="GIB",
+        help="memory that each process of a rank may take, beyond which it gets a MemoryError; on Linux",
+    )
+    parser.add_argument(
         "--shrink", action="store_true", help="look for the smallest shape at which each case still fails"
     )
     for option, (_, what) in FILES.items():

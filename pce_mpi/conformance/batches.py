@@ -290,10 +290,14 @@ class _Launch:
             silent = True
             for rank, event in self._job.news():
                 heard, silent = time.monotonic(), False
-                if event["event"] == "outcome":
-                    yield self._next(of_json(event["outcome"]))
-                else:
-                    self._take_in(rank, event)
+                try:
+                    outcome = self._take_in(rank, event)
+                except (LookupError, TypeError, ValueError) as error:  # an event without its fields, or of no task
+                    text = f"the file in which rank {rank} notes its steps is damaged: {type(error).__name__}: {error}"
+                    yield from self._fault(Verdict.CRASHED, text)
+                    return
+                if outcome is not None:
+                    yield self._next(outcome)
             if not silent:
                 continue
             if ended and not self._over:
@@ -322,9 +326,15 @@ class _Launch:
         """The tasks that have not ended."""
         return self.tasks[self._finished :]
 
-    def _take_in(self, rank: int, event: dict[str, Any]) -> None:
+    def _take_in(self, rank: int, event: dict[str, Any]) -> Outcome | None:
+        """Note the event, and return the outcome that it has, if any; `ValueError` or the like if it is damaged."""
         mine = self._ranks[rank]
         match event["event"]:
+            case "outcome":
+                outcome = of_json(event["outcome"])
+                if self._finished == len(self.tasks) or outcome.case != self.tasks[self._finished].case:
+                    raise ValueError(f"an outcome of {outcome.case}")
+                return outcome
             case "apart":
                 raise LaunchError(event["text"])
             case "unusable":
@@ -346,6 +356,9 @@ class _Launch:
             case "done":
                 self._over = True
                 self._wait_for_the_end()
+            case "damaged":
+                raise ValueError("a line that is no event")
+        return None
 
     def _next(self, outcome: Outcome) -> tuple[Task, Outcome]:
         self._finished += 1
@@ -378,6 +391,8 @@ class _Launch:
         rank, status = ends[0]
         who = "a rank" if rank is None else f"rank {rank}"
         how = f"died of {_signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
+        if status == -signal.SIGKILL:
+            how += ", which the kernel sends where memory is short (--memory bounds it)"
         if rank is None:
             return f"{who} {how}"
         mine = self._ranks[rank]
@@ -466,6 +481,7 @@ def _command(orders: Orders, timeout: float, outcome: Outcome) -> str:
         ("--seed", orders.seed, 0),
         ("--rows", outcome.rows if outcome.shrunk else orders.rows, None),
         ("--classes", outcome.classes if outcome.shrunk else orders.classes, None),
+        ("--memory", orders.memory, None),
     ):
         if value != default:
             command += [name, f"{value:g}" if isinstance(value, float) else str(value)]

@@ -17,6 +17,8 @@ event         ranks  meaning, and the fields beside it
 `torn`        0      some ranks raised and others did not, so this launch ends here
 `done`        0      all tasks have ended
 ============  =====  ==================================================================================================
+
+A candidate can damage the files of its ranks: a line that is no such event is read as the event `damaged`.
 """
 
 from __future__ import annotations
@@ -34,11 +36,15 @@ class Journal:
     """Writes the events of one rank, each before `write` returns."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._file = os.open(_path(folder, rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._path, self._process = _path(folder, rank), os.getpid()
 
     def write(self, event: str, **what: Any) -> None:
         """Append `event` and its fields."""
-        os.write(self._file, (json.dumps({"event": event, **what}) + "\n").encode())
+        if os.getpid() != self._process:  # the candidate has forked, and its child goes on as if it were the rank
+            os._exit(1)
+        # Opened each time: a candidate may close descriptors that are not its own.
+        with open(self._path, "ab", buffering=0) as file:
+            file.write((json.dumps({"event": event, **what}) + "\n").encode())
 
 
 class Follower:
@@ -55,7 +61,7 @@ class Follower:
         unread = [self._unread_lines(rank) for rank in reversed(range(len(self._unread)))]
         for rank, lines in enumerate(reversed(unread)):
             for line in lines:
-                yield rank, json.loads(line)
+                yield rank, _event(line)
 
     def _unread_lines(self, rank: int) -> list[bytes]:
         path = _path(self._folder, rank)
@@ -74,9 +80,17 @@ def beginnings(folder: Path) -> dict[int, dict[str, Any]]:
     found = {}
     for path in folder.glob(_NAME.format(rank="*")):
         first, complete, _ = path.read_bytes().partition(b"\n")
-        if complete:
-            found[int(path.stem.removeprefix("rank-"))] = json.loads(first)
+        if complete and isinstance((event := _event(first)).get("pid"), int):
+            found[int(path.stem.removeprefix("rank-"))] = event
     return found
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        event = None
+    return event if isinstance(event, dict) and "event" in event else {"event": "damaged"}
 
 
 def _path(folder: Path, rank: int) -> Path:

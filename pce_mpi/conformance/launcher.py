@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 import os
 from pathlib import Path
+import re
 import shutil
 import signal
 import subprocess
@@ -41,13 +42,16 @@ class Job:
 
     def __init__(self, ranks: int, orders: Orders) -> None:
         self.ranks = ranks
-        temporary = Path(tempfile.gettempdir())
-        for leftover in abandoned(temporary, _STEM):
-            _remove(leftover)
-        self.folder, lock = new_folder(temporary, _STEM)
-        # Also if this process ends before the job.
-        self._clean_up = weakref.finalize(self, _remove, self.folder, lock)
-        orders.write(self.folder)
+        try:
+            temporary = Path(tempfile.gettempdir())
+            for leftover in abandoned(temporary, _STEM):
+                _remove(leftover)
+            self.folder, lock = new_folder(temporary, _STEM)
+            # Also if this process ends before the job.
+            self._clean_up = weakref.finalize(self, _remove, self.folder, lock)
+            orders.write(self.folder)
+        except OSError as error:
+            raise LaunchError(f"no temporary file could be written: {error}; TMPDIR can name another folder") from None
         self._follower = Follower(self.folder, ranks)
         worker = [sys.executable, "-m", "pce_mpi.conformance.worker", str(self.folder), str(ranks)]
         command = [*_alone("guard.py"), *mpiexec(), "-n", str(ranks), *_alone("supervisor.py"), str(self._ends)]
@@ -103,7 +107,7 @@ class Job:
         """
         if not self._ends.exists():
             return []
-        pairs = (line.split() for line in self._ends.read_text().splitlines())
+        pairs = re.findall(r"^(\d+) (-?\d+)$", self._ends.read_text(errors="replace"), re.MULTILINE)
         ranks = {pid: rank for rank, pid in self._pids.items()}
         return [(ranks.get(int(pid)), int(status)) for pid, status in pairs]
 

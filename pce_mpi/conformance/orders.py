@@ -36,6 +36,7 @@ class Orders:
     strict, tolerance   as in `judging.Tolerance`
     rows, classes       in place of each case's own; None: its own
     large       also the case that takes GiB of memory
+    memory      GiB that a process of a rank may take; None: not limited
     tasks       None: each case that `patterns` and `dtypes` select, once
     """
 
@@ -50,6 +51,7 @@ class Orders:
     rows: int | None = None
     classes: int | None = None
     large: bool = False
+    memory: float | None = None
     tasks: tuple[Task, ...] | None = None
 
     def cases(self, offer: Offer | None) -> dict[str, Case]:

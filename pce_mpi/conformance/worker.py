@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 import os
 from pathlib import Path
 import platform
+import resource
 import signal
 import sys
 import traceback
@@ -121,6 +122,8 @@ def main(folder: Path, ranks: int) -> None:
     faulthandler.enable(all_threads=False)
     orders = Orders.read(folder)
     try:
+        if orders.memory is not None:
+            _limit_memory(orders.memory)
         candidate = _candidate(orders)
         if hasattr(candidate, "start"):
             candidate.start(comm)
@@ -138,6 +141,13 @@ def main(folder: Path, ranks: int) -> None:
     comm.Barrier()  # no rank is seen to end before that was written
     if whole and hasattr(candidate, "stop"):
         candidate.stop()
+
+
+def _limit_memory(gib: float) -> None:
+    """Let this process, and each that it starts, have so much memory of its own; shared memory does not count."""
+    most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    size = int(min(gib * 2**30, sys.maxsize if most == resource.RLIM_INFINITY else most))
+    resource.setrlimit(resource.RLIMIT_DATA, (size, size))
 
 
 def _candidate(orders: Orders) -> Any:
