@@ -31,6 +31,7 @@ import numpy as np
 
 from gpu_peers import Peer, peers, release_memory
 from pce_mpi.arrays import dtype_named, import_cupy
+from pce_mpi.cli.arguments import positive
 from pce_mpi.cli.gpus import take_gpu_of_rank
 from pce_mpi.cli.progress import progress
 from pce_mpi.comm.agreement import agree
@@ -124,11 +125,13 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rows", type=int, default=16384, help="rows of the logits (default: %(default)s)")
-    parser.add_argument("--classes", type=int, nargs="+", default=[32000], help="classes of all shards together, sizes")
+    parser.add_argument("--rows", type=positive, default=16384, help="rows of the logits (default: %(default)s)")
+    parser.add_argument(
+        "--classes", type=positive, nargs="+", default=[32000], help="classes of all shards together, sizes"
+    )
     dtypes = ["float16", "bfloat16", "float32", "float64"]
     parser.add_argument("--dtype", choices=dtypes, default="float32", help="of the logits; bfloat16 needs ml_dtypes")
-    parser.add_argument("--repeat", type=int, default=7, help="timed repetitions, of which the median counts")
+    parser.add_argument("--repeat", type=positive, default=7, help="timed repetitions, of which the median counts")
     parser.add_argument("--json", action="store_true", help="print JSON rather than a table")
     return parser.parse_args()
 

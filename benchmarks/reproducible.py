@@ -23,6 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import pce_mpi as pce
+from pce_mpi.cli.arguments import positive
 from pce_mpi.conformance.reports.tables import table
 from pce_mpi.exact.products import product
 from transformer import GPT, step
@@ -45,7 +46,7 @@ def main() -> None:
         ("model", 1, "ranks that share heads, hidden units and classes; the others share the batch"),
         ("repeat", 15, "timed repetitions"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=what)
+        parser.add_argument(f"--{name}", type=positive, default=default, help=what)
     parser.set_defaults(seed=0, rate=0.01, decay=0.1, max_norm=1.0, steps=1000, sequence_parallel=False)
     args = parser.parse_args()
     lines = [("", "inside", "outside", "ratio"), *steps(args)]

@@ -17,16 +17,17 @@ from mpi4py import MPI
 import numpy as np
 
 import pce_mpi as pce
+from pce_mpi.cli.arguments import positive
 
 COMM = MPI.COMM_WORLD
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rows", type=int, default=8, help="8 unless given")
-    parser.add_argument("--classes", type=int, default=16, help="of each rank; 16 unless given")
-    parser.add_argument("--blocks", type=int, default=400, help="400 unless given")
-    parser.add_argument("--calls", type=int, default=10, help="in a block; 10 unless given")
+    parser.add_argument("--rows", type=positive, default=8, help="8 unless given")
+    parser.add_argument("--classes", type=positive, default=16, help="of each rank; 16 unless given")
+    parser.add_argument("--blocks", type=positive, default=400, help="400 unless given")
+    parser.add_argument("--calls", type=positive, default=10, help="in a block; 10 unless given")
     chosen = parser.parse_args()
     logits = np.random.default_rng(COMM.rank).normal(size=(chosen.rows, chosen.classes)).astype(np.float32)
     targets = np.arange(chosen.rows) % chosen.classes

@@ -18,6 +18,7 @@ from mpi4py import MPI
 import numpy as np
 
 import pce_mpi as pce
+from pce_mpi.cli.arguments import positive
 from pce_mpi.cli.progress import progress
 from pce_mpi.comm.agreement import agree
 from pce_mpi.comm.collectives import all_reduce
@@ -62,9 +63,9 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rows", type=int, default=2048, help="rows of the logits of the cross entropy")
-    parser.add_argument("--classes", type=int, default=32000, help="classes of all shards together")
-    parser.add_argument("--repeat", type=int, default=7, help="timed repetitions, of which the median counts")
+    parser.add_argument("--rows", type=positive, default=2048, help="rows of the logits of the cross entropy")
+    parser.add_argument("--classes", type=positive, default=32000, help="classes of all shards together")
+    parser.add_argument("--repeat", type=positive, default=7, help="timed repetitions, of which the median counts")
     return parser.parse_args()
 
 

@@ -27,7 +27,7 @@ from comparison import stop
 import pce_mpi as pce
 from pce_mpi import Replicate, Shard
 from pce_mpi.cli.progress import Bar
-from training_options import file, number, replaceable
+from training_options import file, number, picture, replaceable
 
 NUMBERS = (
     ("classes", 1, 1_000_000, "classes; with --labels at least the largest label + 1"),
@@ -67,17 +67,16 @@ def read(args):
     labels = np.load(args.labels, mmap_mode="r")
     if not isinstance(labels, np.ndarray) or not hasattr(features, "shape"):
         raise ValueError("arrays are saved as .npy, by np.save; a .npz is for the sparse features of SciPy alone")
-    if features.ndim != 2 or labels.shape != features.shape[:1] or labels.dtype.kind not in "iu":
+    fit = features.ndim == 2 and labels.shape == features.shape[:1]
+    if not fit or features.dtype.kind not in "fiub" or labels.dtype.kind not in "iu":
         raise ValueError(
-            f"{args.features} must be (rows, features), and {args.labels} one whole number a row, "
-            f"got {features.shape}, and {labels.shape} of {labels.dtype}"
+            f"{args.features} must be numbers (rows, features), and {args.labels} one whole number a row, "
+            f"got {features.shape} of {features.dtype}, and {labels.shape} of {labels.dtype}"
         )
     for row in np.flatnonzero((labels < 0) | (labels >= args.classes))[:1]:
         raise ValueError(
             f"{args.labels}: label {labels[row]} of row {row} is outside [0, {args.classes}): see --classes"
         )
-    if len(labels) <= args.validation:
-        raise ValueError(f"{len(labels)} rows leave none to train on beside {args.validation} for validation")
     return features, labels
 
 
@@ -86,6 +85,8 @@ def read_everywhere(comm, args):
     data, error = None, ""
     try:
         data = read(args)
+        if len(data[1]) <= args.validation:
+            raise ValueError(f"{len(data[1])} rows leave none to train on beside {args.validation} for validation")
     except (BadZipFile, EOFError, ImportError, OSError, ValueError) as problem:
         error = f"{type(problem).__name__}: {problem}"
     if wrong := [error for error in comm.allgather(error) if error]:
@@ -198,7 +199,8 @@ def parser():
         kind, text = partial(number, least=least, whole=isinstance(default, int)), f"{meaning} (default: %(default)s)"
         parser.add_argument(f"--{name}", type=kind, metavar="N", default=default, help=text)
     for name, mode, meaning in FILES:
-        parser.add_argument(f"--{name}", type=partial(file, mode=mode), metavar="FILE", help=meaning)
+        kind = picture if name == "plot" else partial(file, mode=mode)
+        parser.add_argument(f"--{name}", type=kind, metavar="FILE", help=meaning)
     parser.add_argument("--save", type=replaceable, metavar="FILE", help="keep everything at each validation")
     return parser
 

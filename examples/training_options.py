@@ -28,6 +28,12 @@ def file(text: str, mode: str) -> Path:
     return Path(text)
 
 
+def picture(text: str) -> Path:
+    if Path(text).suffix not in (".png", ".pdf", ".svg"):
+        raise ArgumentTypeError(f"expected a name that ends in .png, .pdf or .svg, got {text!r}")
+    return file(text, "ab")
+
+
 def replaceable(text: str) -> Path:
     """Check that `pce.save` will be able to write this file after the training."""
     if Path(text).exists() and not Path(text).is_file():
@@ -55,7 +61,7 @@ def training_parser(docstring: str | None, numbers: Iterable[Number], **defaults
         parser.add_argument(f"--{name}", type=kind, metavar="N", default=default, help=text)
     writable, readable = partial(file, mode="ab"), partial(file, mode="rb")
     for name, checked, meaning in (
-        ("plot", writable, "draw the loss curve (needs matplotlib)"),
+        ("plot", picture, "draw the loss curve (needs matplotlib)"),
         ("log", writable, "write step, loss and seconds as lines of JSON"),
         ("save", replaceable, "keep parameters and optimizers, when training has ended"),
         ("resume", readable, "go on with what was kept, from any number of ranks, up to --steps"),

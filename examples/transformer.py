@@ -137,6 +137,9 @@ def resume(model, path):
     """Load what any mesh saved, and return after how many steps."""
     saved = pce.load(path, model.mesh, state(model))  # placed as what is there already
     for name, array in model.parameters.items():
+        if saved[name].shape != array.shape:
+            raise ValueError(f"{path} has {name} of shape {saved[name].shape}, these options make it {array.shape}")
+    for name, array in model.parameters.items():
         array.local[...] = saved[name].local
     names = [name for name in saved if name.startswith("optimizer.")]
     model.optimizer.load_state({name.removeprefix("optimizer."): saved[name] for name in names})
@@ -152,7 +155,10 @@ def train(start, mesh, rows, corpus, args):
         own, whole = np.sum([(array.local.size, array.size) for array in model.parameters.values()], axis=0)
         share = f"{own:,} of {whole:,} parameters"
         print(f"training on {len(rows):,} tokens; rank 0 of {mesh.size} holds {share}", flush=True)
-    done = resume(model, args.resume) if args.resume else 0
+    try:
+        done = resume(model, args.resume) if args.resume else 0
+    except (KeyError, OSError, ValueError) as problem:  # which every rank raises
+        stop(mesh.comm(*mesh.dims), f"error: cannot resume {str(args.resume)!r}: {problem}")
     last = max(done, args.stop or args.steps)
     history, begin = list[dict[str, float]](), time.perf_counter()
     with contextlib.closing(Bar("training", last - done, shown=here)) as bar:
@@ -186,6 +192,9 @@ if __name__ == "__main__":
     except ValueError as error:
         stop(comm, f"transformer.py: error: {error}")
     corpus = read_corpus(comm, args)
+    shortest = min(sum(map(len, files)) + len(files) for files in (corpus.training, corpus.held_out))
+    if args.length >= shortest:
+        stop(comm, f"transformer.py: error: a length of {args.length} is too long for {shortest} tokens of text")
     training, held_out = (passages(files, args.length + 1) for files in (corpus.training, corpus.held_out))
     model = train(lambda mesh: GPT(mesh, corpus.unigram(), args), mesh, training, corpus, args)
     evaluate(model, corpus, held_out[:: args.length], slice(1, None), args)

@@ -426,6 +426,11 @@ COMPLAINTS = [
     (TRANSFORMER, "--data=2 --model=2", "data=2, context=1, model=2 has 2 * 1 * 2 = 4 ranks, but comm.size is 2"),
     (TRANSFORMER, "--width=24 --heads=7", "a width of 24 is no multiple of 7 heads"),
     (CLASSIFIER, "--features=README.md", "--features and --labels belong together"),
+    (CLASSIFIER, "--validation=20000", "20000 rows leave none to train on beside 20000 for validation"),
+    (CLASSIFIER, "--plot=curves.xyz", "--plot: expected a name that ends in .png, .pdf or .svg, got 'curves.xyz'"),
+    (FIRST_DIFFERENCE, "--model=0", "argument --model: invalid choice: 0 (choose from 1, 2)"),
+    (FIRST_DIFFERENCE, "--axes=xyz", "argument --axes: invalid choice: 'xyz'"),
+    (TRANSFORMER, "--max-files=3 --length=10000000", "a length of 10000000 is too long for "),
     *((program, "--steps=3", "unrecognized arguments: --steps=3") for program in WITHOUT_OPTIONS),
 ]
 
@@ -485,6 +490,15 @@ def test_bad_command_line_is_reported_once(program, arguments, complaint):
     assert err.count("error:") == 1
     assert complaint in err
     assert not out
+
+
+def test_resuming_another_model_says_what_differs(tmp_path):
+    kept, options = tmp_path / "kept.safetensors", [*GPT_SLICE, "--steps=1", "--layers=1", "--write=0"]
+    assert launch(1, TRANSFORMER, *options, f"--save={kept}").returncode == 0
+    job = launch(2, TRANSFORMER, *options, "--width=48", f"--resume={kept}")
+    assert job.returncode != 0
+    assert job.stderr.count("norm of shape (24,), these options make it (48,)") == 1
+    assert "Traceback" not in job.stderr
 
 
 @pytest.mark.parametrize(("arguments", "status"), [("--help", True), ("--steps=0", False), ("--heads=7", False)])
