@@ -183,7 +183,7 @@ on several ranks:
         name = command.__name__.rpartition(".")[2]
         summary = (command.__doc__ or "").partition("\n")[0].partition(": ")[2]
         subparser = commands.add_parser(name, help=summary, formatter_class=_HelpFormatter)
-        subparser.description = summary[0].upper() + summary[1:]
+        subparser.description = summary[:1].upper() + summary[1:]  # empty under python -OO
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run, parser=subparser)
     return parser

@@ -211,6 +211,11 @@ def test_help_explains_options_and_exit_status(command, capsys):
     assert "(default: [" not in text and "(default: True)" not in text
 
 
+def test_commands_need_no_docstrings():
+    done = complete([sys.executable, "-OO", *COMMAND, *SMALL_BENCH], env=job_environment(1))
+    assert done.returncode == 0, done.stderr
+
+
 def test_version_is_printed_once():
     for job in launch(2, *COMMAND, "--version"), launch(1, *COMMAND, "--version"):
         assert (job.returncode, job.stdout) == (0, f"pce_mpi {pce_mpi.__version__}\n"), job.stderr
