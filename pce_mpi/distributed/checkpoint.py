@@ -23,14 +23,13 @@ from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Placement, Replicate
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.distributed.tensor_files import CODES, TensorFile, shown
+from pce_mpi.distributed.tensor_files import CODES, TensorFile, names_shown, shown
 from pce_mpi.distributed.tensor_writer import Blocks, TensorWriter
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# The number of names that a message lists, and the longest text that it shows whole.
-_NAMES_SHOWN = 20
+# The longest text that a message shows whole.
 _TEXT_SHOWN = 100
 
 
@@ -178,7 +177,7 @@ def load(
     described: dict[str, str] = {}
     with local_checks() as checks:
         with TensorFile(Path(path)) as file:
-            called["file"] = f"a header with checksum {file.checksum:08x}"
+            called["file, which may have been saved anew meanwhile"] = f"checksum {file.checksum:08x}"
             for name, sharding in _laid_out(file, path, mesh, placements or {}):
                 local = file.read(name, sharding.slices(mesh.coordinates))
                 arrays[name] = DistArray(
@@ -292,7 +291,7 @@ def _laid_out(
     if missing:
         names = list(file.arrays)
         raise ValueError(
-            f"placements name {_listed(missing)}, which {str(path)!r} has not; it has {_listed(names) or 'nothing'}"
+            f"placements name {names_shown(missing)}, which {str(path)!r} has not; it has {names_shown(names) or 'nothing'}"
         )
     for name, shape in file.arrays.items():
         try:
@@ -317,9 +316,3 @@ def _wanted(placements: Mapping[str, Placement] | DistArray, mesh: Mesh, shape: 
     if sharding.partial_dims:
         raise ValueError(f"what is loaded cannot be Partial, got {dict(sharding.by_dim)}")
     return sharding
-
-
-def _listed(names: list[str]) -> str:
-    """Return the first names as text for a message."""
-    some = ", ".join(map(shown, names[:_NAMES_SHOWN]))
-    return some + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")

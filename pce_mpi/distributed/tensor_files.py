@@ -52,7 +52,7 @@ LONGEST_HEADER = 100_000_000  # as in the library
 # So many bytes are read at a time, or one block.
 _AT_A_TIME = 2**18
 
-_LONG = 100
+_LONG, _MANY = 100, 20
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _LONG
 
@@ -65,6 +65,12 @@ def shown(value: Any) -> str:
 def shortened(text: str) -> str:
     """Return `text`, or the ends of a long one."""
     return text if len(text) <= 2 * _LONG else f"{text[:_LONG]}...{text[-_LONG:]}"
+
+
+def names_shown(names: Sequence[Any]) -> str:
+    """Return the first names as text for a message."""
+    more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
+    return ", ".join(map(shown, names[:_MANY])) + more
 
 
 def kind_of_file(mode: int) -> str:

@@ -15,7 +15,7 @@ from pce_mpi.comm.tracing import cause, phase
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.creation import distribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
-from pce_mpi.distributed.tensor_files import shown
+from pce_mpi.distributed.tensor_files import names_shown, shown
 from pce_mpi.optim.parameters import block_of, blocks, check_parameters, in_groups, not_negative
 from pce_mpi.optim.synchronization import meshes_of, synchronize
 
@@ -23,7 +23,6 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 # More steps than any training has, and 1 more is a number of int64 still.
 _MOST_STEPS = 2**62
-_NAMES_SHOWN = 20
 
 
 class Optimizer(ABC):
@@ -42,7 +41,8 @@ class Optimizer(ABC):
         check_parameters(self.parameters)
         self.defaults = self._checked(defaults)
         # An option that a group does not have is looked up in `defaults`, whenever it is read.
-        self.param_groups: list[ChainMap[str, Any]] = [ChainMap(group, self.defaults) for group in groups]
+        self.param_groups = tuple(ChainMap[str, Any](group, self.defaults) for group in groups)
+        self._params = [group["params"] for group in groups]
         self._group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
         self._options()
         self._groups_on = [self._groups_of(mesh) for mesh in meshes_of(self.parameters)]
@@ -92,7 +92,9 @@ class Optimizer(ABC):
         for number, group in enumerate(self.param_groups):
             try:
                 if unknown := group.keys() - self.defaults.keys() - {"params"}:
-                    raise TypeError(f"{shown(min(unknown))} is none of {', '.join(self.defaults)}")
+                    raise TypeError(f"{shown(min(unknown, key=str))} is none of {', '.join(self.defaults)}")
+                if group["params"] is not self._params[number]:
+                    raise ValueError("'params' cannot be exchanged: make another optimizer")
                 found.append(self._checked({name: group[name] for name in self.defaults}))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"param_groups[{number}]: {error}") from error
@@ -101,10 +103,9 @@ class Optimizer(ABC):
     def _groups_of(self, mesh: Mesh) -> dict[int, str]:
         """Return the numbers of the groups with parameters over `mesh`, and how its ranks name these to each other."""
         # Counted within the mesh, whose other ranks need not know of other meshes.
-        here = [
-            group for parameter, group in zip(self.parameters, self._group_of, strict=True) if parameter.mesh is mesh
-        ]
-        ends = {group: number for number, group in enumerate(here, 1)}
+        numbered = zip(self.parameters, self._group_of, strict=True)
+        here = [group for parameter, group in numbered if parameter.mesh is mesh]
+        ends = {group: end for end, group in enumerate(here, 1)}
         starts = [0, *ends.values()]
         if len(ends) == 1:
             return dict.fromkeys(ends, "")
@@ -289,9 +290,7 @@ class Optimizer(ABC):
                 expected[f"{index}.{name}"] = parameter, parameter.shape, compute_dtype_of(parameter.dtype)
         for word, wrong in (("unknown", arrays.keys() - expected.keys()), ("missing", expected.keys() - arrays.keys())):
             if wrong:
-                some = ", ".join(sorted(map(shown, wrong))[:_NAMES_SHOWN])
-                more = f" and {len(wrong) - _NAMES_SHOWN} more" * (len(wrong) > _NAMES_SHOWN)
-                raise ValueError(f"{word} in the state of {type(self).__name__}: {some}{more}")
+                raise ValueError(f"{word} in the state of {type(self).__name__}: {names_shown(sorted(wrong, key=str))}")
         steps = []
         for key, (parameter, shape, dtype) in expected.items():
             array = arrays[key]

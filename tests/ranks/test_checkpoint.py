@@ -23,7 +23,7 @@ import safetensors.numpy
 import pce_mpi as pce
 from pce_mpi import CollectiveError, Partial, Replicate, Shard
 from pce_mpi.comm.tracing import Purpose
-from pce_mpi.distributed import checkpoint, tensor_files
+from pce_mpi.distributed import checkpoint, tensor_files, tensor_writer
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.sharding import Sharding
 from ranks.grids import assembled, local_of, mesh_of, placements_of, spread, squarest
@@ -674,7 +674,7 @@ def flipped(content, bit):
 def test_any_flipped_bit_of_file_is_found(tmp_path):
     from mpi4py import MPI
 
-    wholes = {"w": values((3, 5)), "spaces": np.full(9, ord(" "), np.uint8), "s": values((2,), dtype=np.float16)}
+    wholes = {"00000000": values((3, 5)), "spaces": np.full(9, ord(" "), np.uint8), "s": values((2,), dtype=np.float16)}
     alone = mesh_of(MPI.COMM_SELF, 1)
     pce.save(tmp_path / "f", {name: pce.distribute(whole, alone) for name, whole in wholes.items()})
     content, found = (tmp_path / "f").read_bytes(), []
@@ -688,6 +688,29 @@ def test_any_flipped_bit_of_file_is_found(tmp_path):
             found.append(str(error))
     assert len(found) == 8 * len(content)
     assert all(f"'{tmp_path / 'g'}' is not a" in text or "has changed since it was saved" in text for text in found)
+
+
+@pytest.mark.parametrize("length", [8, 24, 1000])
+def test_any_part_is_read_in_short_blocks(tmp_path, monkeypatch, length):
+    from mpi4py import MPI
+
+    for module in (tensor_files, tensor_writer):
+        monkeypatch.setattr(module, "length_of_block", lambda size: length)
+    monkeypatch.setattr(tensor_files, "_AT_A_TIME", 3 * length)
+    rng, alone = np.random.default_rng(length), mesh_of(MPI.COMM_SELF, 1)
+    shapes = [(5, 3), (2, 3, 4), (1, 7, 1, 3), (40,), (), (3, 0, 2), (2, 2, 2, 2, 2)]
+    wholes = {str(shape): values(shape, dtype=rng.choice(DTYPES)) for shape in shapes}
+    pce.save(tmp_path / "f", {name: pce.distribute(whole, alone) for name, whole in wholes.items()})
+    found = []
+    with tensor_files.TensorFile(tmp_path / "f") as file:
+        for name, whole in wholes.items():
+            for _ in range(30):
+                ends = [sorted(rng.integers(0, each + 1, 2)) for each in whole.shape]
+                part = tuple(slice(int(first), int(last)) for first, last in ends)
+                found.append((part, whole[part], file.read(name, part)))
+    for part, expected, got in found:
+        assert (got.shape, got.dtype) == (expected.shape, expected.dtype), part
+        np.testing.assert_array_equal(got, expected, err_msg=str(part))
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -725,7 +748,7 @@ def test_ranks_that_open_different_files_all_raise(comm, folder, monkeypatch, se
     text = refused(comm, CollectiveError, loaded_from, comm, folder / "0")
     monkeypatch.undo()
     assert loaded_from(comm, folder / "0") == 1
-    assert "ranks disagree on file: " in text
+    assert "ranks disagree on file, which may have been saved anew meanwhile: 'checksum " in text
 
 
 def test_file_replaced_while_read_is_not_mixed(comm, folder, monkeypatch):

@@ -199,11 +199,14 @@ def test_wrong_option_of_group_raises_everywhere(comm, change, error, text):
         SGD([{"params": [w]}, {"params": [v]} | change], lr=0.1)
     optimizer = SGD([{"params": [w]}, {"params": [v]}], lr=0.1)
     w.grad = v.grad = pce.distribute(np.ones(2), mesh)
-    if comm.rank == comm.size - 1:
-        optimizer.param_groups[1].update(change)
-    with pytest.raises(error, match=text):
-        optimizer.step()
-    assert not w.local.any()
+    before = dict(optimizer.param_groups[1])
+    for wrong, kind, words in ((change, error, text), ({"params": (w,)}, ValueError, "'params' cannot be exchanged")):
+        if comm.rank == comm.size - 1:
+            optimizer.param_groups[1].update(before | wrong)
+        with pytest.raises(kind, match=words):
+            optimizer.step()
+        assert not w.local.any()
+        optimizer.param_groups[1].maps[0].pop("weight_decy", None)
 
 
 def test_groups_may_be_over_meshes_of_some_ranks(comm):
@@ -336,6 +339,26 @@ def test_wrong_state_on_one_rank_raises_everywhere(comm, name):
     assert {key: each.local.tobytes() for key, each in optimizer.state().items()} == {
         key: each.local.tobytes() for key, each in right.items()
     }
+
+
+def test_state_of_cupy_arrays_is_saved_and_taken(comm, cupy, tmp_path_factory):
+    mesh = mesh_of(comm, comm.size)
+    values, gradients = drawn((7, 3))
+    folder = comm.bcast(str(tmp_path_factory.mktemp("state")) if comm.rank == 0 else None)
+    x, y = (pce.distribute(cupy.asarray(values), mesh, requires_grad=True, data=Shard(0)) for _ in range(2))
+    optimizer = AdamW([x, y], lr=0.1)
+    x.grad = pce.distribute(cupy.asarray(gradients[0]), mesh, data=Shard(0))
+    optimizer.step()
+    state = optimizer.state()
+    pce.save(f"{folder}/file", state)
+    read = pce.load(f"{folder}/file", mesh, state)
+    resumed = AdamW([x, y])
+    resumed.load_state(state)
+    again = resumed.state()
+    for name, array in state.items():
+        assert isinstance(again[name].local, cupy.ndarray)
+        assert cupy.asnumpy(again[name].local).tobytes() == read[name].local.tobytes()
+        assert cupy.asnumpy(array.local).tobytes() == read[name].local.tobytes()
 
 
 @pytest.mark.parametrize(
