@@ -298,6 +298,7 @@ class _Display:
     def __init__(self) -> None:
         self._bar: Bar | None = None
         self._shrinking = False  # then failures are no news
+        self._said = ""
 
     def __str__(self) -> str:
         return str(self._bar or "nothing was run")
@@ -320,7 +321,9 @@ class _Display:
             if outcome.verdict in (Verdict.CRASHED, Verdict.DEADLOCKED, Verdict.SLOW) and not self._shrinking:
                 # The cause, as soon as it is known. The findings after the first are the output of the ranks.
                 for finding in outcome.findings[: None if outcome.verdict is Verdict.CRASHED else 1]:
-                    self._bar.say(textwrap.indent(visible(finding.text), "    "))
+                    if finding.text != self._said:  # as for cases that are not run
+                        self._bar.say(textwrap.indent(visible(finding.text), "    "))
+                    self._said = finding.text
 
     def waiting(self, seconds: float, timeout: float) -> None:
         """No rank has shown a sign of life for `seconds`."""

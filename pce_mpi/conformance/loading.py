@@ -59,7 +59,10 @@ def check_call(candidate: Candidate) -> None:
     try:
         signature.bind(*arrays, **given)
     except TypeError as error:
-        looks = "for a function on shards of torch or JAX give --adapter torch-shards or jax-shard-map"
+        looks = (
+            "for a function on shards of torch or JAX give --adapter torch-shards or jax-shard-map, in Python "
+            'adapted("torch-shards", function)'
+        )
         try:
             signature.bind(arrays[0], **given)
             looks = 'where it is an entropy, which takes no targets, declare it: @offers(kind="entropy")'

@@ -71,19 +71,22 @@ def array_of(value: Any, what: str) -> Any:
 def described(value: Any) -> str:
     """Name the type of a result, and the types in a tuple."""
     if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}: {', '.join(type(each).__name__ for each in value)}"
+        types = ", ".join(type(each).__name__ for each in value[:4]) + ", ..." * (len(value) > 4)
+        return f"a {type(value).__name__} of {len(value)}: {types}"
     return type(value).__name__
 
 
 def _form(returned: Any, logits: Any) -> Gradient | None:
     """Return what an offer has to say for these results; None if nothing does."""
     if not isinstance(returned, tuple | list):
-        return None if returned is None else Gradient.NONE
+        return Gradient.NONE if isinstance(returned, int | float) or _shape(returned) is not None else None
     if len(returned) != 2:
         return None
     if callable(returned[1]):
         return Gradient.BACKWARD
-    return Gradient.VALUE if _shape(returned[0]) != _shape(returned[1]) == _shape(logits) else None
+    loss, second = map(_shape, returned)
+    recorded = getattr(returned[1], "requires_grad", False)  # by autograd, as logits are
+    return Gradient.VALUE if loss != second == _shape(logits) and not recorded else None
 
 
 def _shape(array: Any) -> tuple[int, ...] | None:

@@ -25,6 +25,7 @@ from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.conformance.cases import Case, Expects, Problem, problem_of
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.launching import LaunchError
+from pce_mpi.conformance.loading import check_call
 from pce_mpi.conformance.offers import Offer, offer_of, unmet_need
 from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict
 from pce_mpi.conformance.procedures import PROCEDURES, Trial
@@ -39,6 +40,11 @@ if TYPE_CHECKING:
 Candidate = Callable[..., Any]
 
 _USUAL = Tolerance()
+
+_GATHERED = (
+    "the logits of all classes, passed on every rank by mistake, were taken for shards, and no rank refused them; "
+    "where num_classes is not looked at, declare it: @offers(num_classes=False)"
+)
 
 # Python's texts for a call with wrong arguments. Whoever raises that has not looked at the targets.
 _WRONG_CALL = re.compile(r"TypeError: .*(unexpected keyword argument|positional arguments? but|missing \d+ required)")
@@ -180,6 +186,8 @@ def assert_conforms(
     ------
     AssertionError
         The case failed; the message has the findings.
+    TypeError
+        The candidate cannot be called as one: it may need `adapted`.
     unittest.SkipTest
         The candidate does not offer the case; pytest reports it as skipped.
 
@@ -199,6 +207,7 @@ def assert_conforms(
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD if comm is None else comm
+    check_call(candidate)
     _start(candidate, comm)
     if not faulthandler.is_enabled():  # pytest enables it, on the stderr that it does not capture
         faulthandler.enable()
@@ -264,10 +273,13 @@ def _settle(
     else:
         answers = [answers for answers, _ in returned]
         if case.expects == Expects.REFUSAL:
-            outcome.findings.append(Finding("not refused", _not_refused(problem(0), answers[0])))
+            if answers[0]:  # else there is no loss, and that is a finding
+                outcome.findings.append(Finding("not refused", _not_refused(problem(0), answers[0])))
         elif len({len(each) for each in answers}) == 1:  # else some ranks returned no result
             for answers_of_call in zip(*answers, strict=True):
                 _judge(outcome, problem, answers_of_call, tolerance, case.form, on_one_rank)
+            if case.needs.num_classes and outcome.findings:
+                outcome.findings[0].text = f"{_GATHERED} ({outcome.findings[0].text})"
         # Before the numbers only in cases about memory, and where numbers follow: a gradient that is overwritten.
         found = list(_together([findings for _, findings in returned]))
         first = [finding for finding in found if case.needs.keeps_logits or finding.kind == "overwritten"]
@@ -313,7 +325,7 @@ def _not_refused(problem: Problem, answers: Sequence[tuple[int, str, Answer]]) -
     targets = problem.targets.reshape(-1)
     beyond = np.flatnonzero(problem.valid & ((targets < 0) | (targets >= problem.classes)))
     what = f"{target_text(targets, problem.rows_shape, beyond[0])} is outside [0, {problem.classes})"
-    loss = np.array2string(answers[0][2].loss.astype(np.float64), precision=5, threshold=6) if answers else "no loss"
+    loss = np.array2string(answers[0][2].loss.astype(np.float64), precision=5, threshold=6)
     declared = "where that is meant, declare it: @offers(checks_targets=False)"
     return f"{what}, and no rank refused it: the loss is {loss}; {declared}"
 

@@ -167,6 +167,7 @@ def test_candidate_that_always_deadlocks_is_stopped_soon(tmp_path):
     assert all(said in text for text in texts[:1])
     assert all(text.startswith("not run, as the first 3 cases ended alike: rank 1 never") for text in texts[3:])
     assert f"    deadlocked in case {judged[0]['case']}: {said}" in run.stderr  # before the run ends
+    assert run.stderr.count("    not run, as the first 3 cases ended alike: ") == 1
 
 
 def test_cases_after_a_right_one_are_run(tmp_path):

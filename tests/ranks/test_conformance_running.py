@@ -192,6 +192,18 @@ def test_refusal_on_some_ranks_fails(comm):
         assert re.search(place, outcome.findings[0].text)
 
 
+def test_function_that_needs_an_adapter_is_told(comm):
+    def function(logits, targets, group): ...
+
+    with pytest.raises(TypeError, match=r"in Python adapted\(\"torch-shards\", function\)$"):
+        assert_conforms(function, case_of("random-logits/float32"), comm)
+
+
+def test_malformed_result_comes_before_missing_refusal(comm):
+    outcome = run(lambda *_, **__: {"loss": 1.0}, "target-out-of-range/far", comm, offer=Offer())
+    assert [finding.text for finding in outcome.findings] == ["(loss, dlogits) is due, got dict"]
+
+
 def test_unknown_keyword_is_no_refusal_of_a_target(comm):
     @offers(options=("ignore_index",))
     def candidate(logits, targets, *, class_start, num_classes, comm):
@@ -207,6 +219,12 @@ def test_unknown_keyword_is_no_refusal_of_a_target(comm):
     [
         (Offer(), 1.0, r"\(loss, dlogits\) is due, got float"),
         (Offer(), (1.0,), r"\(loss, dlogits\) is due, got a tuple of 1: float"),
+        (Offer(), {"loss": 1.0}, r"\(loss, dlogits\) is due, got dict$"),
+        (
+            Offer(),
+            (1.0, [1.0] * 6),
+            r"the gradient is due as an array, got a list of 6: float, float, float, float, ...$",
+        ),
         (Offer(), (1.0, None), "the gradient is due as an array, got NoneType"),
         (Offer(gradient=Gradient.NONE), (1.0, 2.0), "the loss is due as an array, got a tuple of 2: float, float"),
         (Offer(gradient=Gradient.BACKWARD), (1.0, 2.0), "backward can be called, got float"),
