@@ -67,6 +67,27 @@ def test_finished_run_leaves_no_child_of_ranks(tmp_path):
     assert processes_of(tmp_path) == []
 
 
+def test_hangup_that_is_ignored_ends_nothing(tmp_path):
+    (tmp_path / "it.py").write_text(
+        "import os, time\n"
+        "import pce_mpi as pce\n"
+        "def candidate(logits, targets, *, class_start, num_classes, comm):\n"
+        "    open('began', 'w').close()\n"
+        "    while not os.path.exists('go'): time.sleep(0.01)\n"
+        "    return pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm)\n"
+    )
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which the command inherits, as from nohup
+    try:
+        run = started("-n", "1", "it.py:candidate", "--case", "zero-rows/mean", folder=tmp_path, text=True)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_until((tmp_path / "began").exists)
+    run.send_signal(signal.SIGHUP)
+    (tmp_path / "go").touch()
+    _, stderr = output_of(run)
+    assert run.returncode == 0, stderr
+
+
 def fake_launcher(folder, text):
     """Write a launcher that starts no ranks, and return the command that takes it."""
     path = folder / "fake-mpiexec"

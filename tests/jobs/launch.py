@@ -12,7 +12,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from patience import Patience
 from pce_mpi.conformance.launching import mpiexec, number_of_cores, settings
@@ -90,7 +90,7 @@ def output_of(process: subprocess.Popen[str], limit: float = LIMIT) -> tuple[str
                 raise TimeoutError(f"it had not ended after {limit:g} s") from None
 
 
-def stop(process: subprocess.Popen[str]) -> None:
+def stop(process: subprocess.Popen[Any]) -> None:
     """End a process that leads its own group, and its children."""
     if process.poll() is None:
         # mpiexec ends its ranks on SIGTERM; killed, it may leave them behind.
