@@ -150,14 +150,11 @@ def _along(axis: int, ndim: int, vector: Any) -> Any:
     return reshape(vector, shape) if isinstance(vector, DistArray) else vector.reshape(shape)
 
 
-def _normal(near: Array, moments: Array, count: int, eps: float) -> tuple[Array, Array]:
-    """Return the normalized rows, and the deviation of each, from sums: of `near`, if centered, and of its squares."""
-    square = moments[-1] / count
-    if len(moments) > 1:
-        mean = moments[0] / count
-        near, square = near - mean, square - mean * mean
-    deviation = array_namespace(near).sqrt(square + eps)
-    return near / deviation, deviation
+def _mean_and_deviation(moments: Array, count: int, eps: float) -> tuple[Array, Array]:
+    """Return these of rows, from sums: of the elements, unless they are not centered, and of their squares."""
+    xp, square = array_namespace(moments), moments[-1] / count
+    mean = moments[0] / count if len(moments) > 1 else xp.zeros_like(square)
+    return mean, xp.sqrt(square - mean * mean + eps)
 
 
 def _pulled(g: Array, normal: Array, deviation: Array, moments: Array, count: int) -> Array:
@@ -195,41 +192,46 @@ def _row_sums(x: Array, factor: Array, center: bool) -> Array:
     return array_namespace(x).stack([term.sum(1, keepdims=True) for term in terms])
 
 
-def _scaled_rows(x: Array, *scale: Array, axis: int, eps: float, center: bool) -> tuple[Array, tuple[Array, Array]]:
-    """Return the result, the normalized rows, and the deviation of each."""
+def _normal(x: Array, statistics: Array) -> Array:
+    """Return normalized rows in float64, from the numbers that are to be subtracted and the deviation of each."""
+    first, second, deviation = (statistics[:, index : index + 1] for index in range(3))
+    return ((x.astype(np.float64) - first) - second) / deviation
+
+
+def _scaled_rows(x: Array, *scale: Array, axis: int, eps: float, center: bool) -> tuple[Array, Array]:
+    """Return the result, and in the place of each row its statistics."""
     xp, rows, count = array_namespace(x), _as_rows(x, axis), x.shape[axis]
-    normal, deviation = xp.empty(rows.shape, x.dtype), xp.empty((len(rows), 1))
-    y = xp.empty(rows.shape, np.result_type(x.dtype, scale[0].dtype)) if scale else normal
+    y = xp.empty(rows.shape, np.result_type(x.dtype, *(each.dtype for each in scale)))
+    statistics = xp.zeros((len(rows), 3))
     for block in _blocks(rows):
         near = rows[block].astype(np.float64)
         if center:
-            near -= near.sum(1, keepdims=True) / count
-        wide, deviation[block] = _normal(near, _row_sums(near, near, center), count, eps)
-        normal[block] = wide
-        if scale:
-            y[block] = wide * scale[0]
-    normal = _as_array(normal, x.shape, axis)
-    return _as_array(y, x.shape, axis) if scale else normal, (normal, _as_array(deviation, x.shape, axis))
+            statistics[block, :1] = near.sum(1, keepdims=True) / count
+            near -= statistics[block, :1]
+        found = _mean_and_deviation(_row_sums(near, near, center), count, eps)
+        statistics[block, 1:2], statistics[block, 2:] = found
+        normal = (near - found[0]) / found[1]
+        y[block] = normal * scale[0] if scale else normal
+    return _as_array(y, x.shape, axis), _as_array(statistics, x.shape, axis)
 
 
-def _gradient(g: Array, normal: Array, deviation: Array, *scale: Array, axis: int, center: bool) -> Array:
-    rows, normals, deviations = (_as_rows(each, axis) for each in (g, normal, deviation))
-    found = array_namespace(g).empty(rows.shape, normal.dtype)
+def _gradient(g: Array, x: Array, statistics: Array, *scale: Array, axis: int, center: bool) -> Array:
+    upstream, rows, of_rows = (_as_rows(each, axis) for each in (g, x, statistics))
+    found = array_namespace(g).empty(rows.shape, x.dtype)
     for block in _blocks(rows):
-        upstream, wide = rows[block].astype(np.float64), normals[block].astype(np.float64)
+        pull, normal = upstream[block].astype(np.float64), _normal(rows[block], of_rows[block])
         if scale:
-            upstream *= scale[0]
-        sums = _row_sums(upstream, wide, center)
-        found[block] = _pulled(upstream, wide, deviations[block], sums, g.shape[axis])
-    return _as_array(found, g.shape, axis)
+            pull *= scale[0]
+        found[block] = _pulled(pull, normal, of_rows[block, 2:], _row_sums(pull, normal, center), x.shape[axis])
+    return _as_array(found, x.shape, axis)
 
 
-def _gradient_of_scale(g: Array, normal: Array, axis: int) -> Array:
-    rows, normals = (_as_rows(each, axis) for each in (g, normal))
+def _gradient_of_scale(g: Array, x: Array, statistics: Array, axis: int) -> Array:
+    upstream, rows, of_rows = (_as_rows(each, axis) for each in (g, x, statistics))
     found = array_namespace(g).zeros(rows.shape[1])
     for block in _blocks(rows):
-        found += (rows[block].astype(np.float64) * normals[block]).sum(0)
-    return found.astype(np.result_type(g.dtype, normal.dtype))
+        found += (upstream[block] * _normal(rows[block], of_rows[block])).sum(0)
+    return found.astype(np.result_type(g.dtype, x.dtype))
 
 
 def _rows(shape: Shape, axis: int) -> Axes:
@@ -241,43 +243,44 @@ def _rule(x: Shape, *scale: Shape, axis: int, **_: Any) -> Rule:
     return Rule((rows, *((None,) for _ in scale)), rows, x)
 
 
-def _gradient_rule(g: Shape, normal: Shape, deviation: Shape, *scale: Shape, axis: int, center: bool) -> Rule:
+def _gradient_rule(g: Shape, x: Shape, statistics: Shape, *scale: Shape, axis: int, center: bool) -> Rule:
     rows = _rows(g, axis)
     return Rule((rows, rows, rows, *((None,) for _ in scale)), rows, g)
 
 
-def _scale_rule(g: Shape, normal: Shape, axis: int) -> Rule:
+def _scale_rule(g: Shape, x: Shape, statistics: Shape, axis: int) -> Rule:
     rows = _rows(g, axis)
-    return Rule((rows, rows), (None,), (g[axis],), reduces="sum")
+    return Rule((rows, rows, rows), (None,), (g[axis],), reduces="sum")
 
 
-_GRADIENT = Op("layer_norm", _gradient, rule=_gradient_rule, dtype=lambda g, normal, *_: normal)
-_GRADIENT_OF_SCALE = Op("layer_norm", _gradient_of_scale, rule=_scale_rule)
+_GRADIENT = Op("layer_norm", _gradient, rule=_gradient_rule, dtype=lambda g, x, *_: x)
+_GRADIENT_OF_SCALE = Op("layer_norm", _gradient_of_scale, rule=_scale_rule, dtype=lambda g, x, _: np.result_type(g, x))
 
 
 def _to_rows(
-    g: DistArray, y: DistArray, x: DistArray, *scale: DistArray, residuals: tuple[Array, Array], **options: Any
+    g: DistArray, y: DistArray, x: DistArray, *scale: DistArray, residuals: Array, **options: Any
 ) -> DistArray:
     axis = options["axis"]
-    normal = DistArray(residuals[0], y.mesh, y.sharding)
-    deviation = DistArray(residuals[1], y.mesh, y.sharding.with_whole_axis(axis, 1))
-    return apply(_GRADIENT, g, normal, deviation, *scale, axis=axis, center=options["center"])
+    statistics = DistArray(residuals, y.mesh, y.sharding.with_whole_axis(axis, 3))
+    return apply(_GRADIENT, g, x, statistics, *scale, axis=axis, center=options["center"])
 
 
 def _to_scale(
-    g: DistArray, y: DistArray, x: DistArray, scale: DistArray, residuals: tuple[Array, Array], **options: Any
+    g: DistArray, y: DistArray, x: DistArray, scale: DistArray, residuals: Array, **options: Any
 ) -> DistArray:
-    normal = DistArray(residuals[0], y.mesh, y.sharding)
-    return apply(_GRADIENT_OF_SCALE, g, normal, axis=options["axis"])
+    axis = options["axis"]
+    statistics = DistArray(residuals, y.mesh, y.sharding.with_whole_axis(axis, 3))
+    return apply(_GRADIENT_OF_SCALE, g, x, statistics, axis=axis)
 
 
-_NORM = Op("layer_norm", _scaled_rows, (_to_rows, _to_scale), _rule, uses=[(1,), ()], gives_residuals=True)
+_NORM = Op("layer_norm", _scaled_rows, (_to_rows, _to_scale), _rule, uses=[(0, 1), (0,)], gives_residuals=True)
 
 # ---------------------------------------------------------------------------------- rows that ranks share
 
 
 def _from_sums(near: Array, moments: Array, axis: int, eps: float, shardings: Shardings) -> tuple[Array, Array]:
-    return _normal(near, moments, shardings.operands[0].shape[axis], eps)
+    mean, deviation = _mean_and_deviation(moments, shardings.operands[0].shape[axis], eps)
+    return (near - mean) / deviation, deviation
 
 
 def _to_near(
