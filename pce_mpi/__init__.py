@@ -31,6 +31,7 @@ from pce_mpi.distributed.styles import Colwise, Replicated, Rowwise, SequencePar
 from pce_mpi.exact.mode import reproducible
 from pce_mpi.loss import (
     ClassStatistics,
+    LinearValueAndGrad,
     Residuals,
     StatisticsResiduals,
     class_statistics_backward,
@@ -119,6 +120,7 @@ __all__ = [
     "Colwise",
     "DistArray",
     "Inference",
+    "LinearValueAndGrad",
     "Mesh",
     "Partial",
     "Replicate",

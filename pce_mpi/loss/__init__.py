@@ -15,7 +15,7 @@ from typing import Any, Unpack
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.largest import argmax, top_k
-from pce_mpi.loss.linear import linear_cross_entropy_value_and_grad
+from pce_mpi.loss.linear import LinearValueAndGrad, linear_cross_entropy_value_and_grad
 from pce_mpi.loss.options import LossOptions, Options, takes
 from pce_mpi.loss.passes import Residuals, forward, value_and_grad, write_gradient
 from pce_mpi.loss.problem import upstream_of
@@ -29,6 +29,7 @@ from pce_mpi.loss.statistics import (
 
 __all__ = [
     "ClassStatistics",
+    "LinearValueAndGrad",
     "Residuals",
     "StatisticsResiduals",
     "argmax",

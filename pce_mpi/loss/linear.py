@@ -1,4 +1,4 @@
-"""Cross entropy of `hidden @ w`, a chunk of rows at a time: all logits are never held.
+"""Cross entropy of `hidden @ w + bias`, a chunk of rows at a time: all logits are never held.
 
 The logits of some rows are computed and reduced to states. The merge of the states over the ranks runs while the next
 rows are multiplied. Then the gradient is written over the logits and multiplied again, while they are at hand.
@@ -6,10 +6,10 @@ rows are multiplied. Then the gradient is written over the logits and multiplied
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 import math
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
@@ -34,14 +34,37 @@ _ROWS, _ROWS_ON_GPU = 512, 4096
 _LEAST, _MOST = 1e-18, 1e18
 
 
+class LinearValueAndGrad(NamedTuple):
+    """The linear loss and its gradients, on plain arrays.
+
+    Attributes
+    ----------
+    loss : array
+        0-d, or one number per row for `reduction="none"`.
+    dhidden : array
+        The gradient of `hidden`: of the loss, or of the sum over this rank's rows for `reduction="none"`. It is the sum
+        over the classes of all shards, the same on every rank of `comm`.
+    dw : array
+        The gradient of this shard of `w`, for this rank's rows: with `batch_comm`, the sum over its ranks is yet to be
+        taken.
+    dbias : array or None
+        The gradient of this shard of `bias`, likewise. None without a bias.
+    """
+
+    loss: Array
+    dhidden: Array
+    dw: Array
+    dbias: Array | None
+
+
 @takes(LinearOptions)
 def linear_cross_entropy_value_and_grad(
     hidden: Any, w: Any, targets: Any, **options: Unpack[LinearOptions]
-) -> tuple[Array, Array, Array]:
-    """Compute the cross entropy of `hidden @ w`, and its gradients, without ever holding all logits.
+) -> LinearValueAndGrad:
+    """Compute the cross entropy of `hidden @ w + bias`, and its gradients, without ever holding all logits.
 
     Each rank passes the same `hidden` and its own columns of `w`. The loss is `softmax_cross_entropy` of the logits
-    `hidden @ w`, for class numbers as targets.
+    `hidden @ w + bias`, for class numbers as targets.
 
     Parameters
     ----------
@@ -55,25 +78,21 @@ def linear_cross_entropy_value_and_grad(
         Those of `softmax_cross_entropy`.
     comm, class_start, num_classes, batch_comm : optional
         Those of `softmax_cross_entropy`.
+    bias : array of the dtype of `hidden`, shape (local classes,), optional
+        This shard's.
     chunk : int, optional
         So many rows of logits are held at once, at least 2 if there are other ranks; the same on every rank. Unless
         given 512, or 4,096 on a GPU.
 
     Returns
     -------
-    loss : array
-        0-d, or one number per row for `reduction="none"`.
-    dhidden : array
-        The gradient of `hidden`: of the loss, or of the sum over this rank's rows for `reduction="none"`. It is the sum
-        over the classes of all shards, the same on every rank of `comm`.
-    dw : array
-        The gradient of this shard of `w`, for this rank's rows: with `batch_comm`, the sum over its ranks is yet to be
-        taken.
+    LinearValueAndGrad
+        `loss`, `dhidden`, `dw` and `dbias`, in this order; gradients have the dtype of `hidden`.
 
     Raises
     ------
     TypeError, ValueError, IndexError, CollectiveError, CollectiveTimeout, RuntimeError
-        Those of `softmax_cross_entropy`, and for `hidden` and `w` that do not fit.
+        Those of `softmax_cross_entropy`, and for `hidden`, `w` and `bias` that do not fit.
 
     Notes
     -----
@@ -89,8 +108,9 @@ def linear_cross_entropy_value_and_grad(
     Examples
     --------
     >>> import numpy as np
-    >>> loss, dhidden, dw = linear_cross_entropy_value_and_grad(np.ones((1, 2)), np.zeros((2, 4)), np.array([3]))
-    >>> loss, dhidden, dw[0]
+    >>> hidden, w, bias = np.ones((1, 2)), np.zeros((2, 4)), np.zeros(4)
+    >>> found = linear_cross_entropy_value_and_grad(hidden, w, np.array([3]), bias=bias)
+    >>> found.loss, found.dhidden, found.dbias
     (array(1.38629436), array([[0., 0.]]), array([ 0.25,  0.25,  0.25, -0.75]))
     """
     checked = Options.of("linear_cross_entropy_value_and_grad", options, LinearOptions)
@@ -99,12 +119,14 @@ def linear_cross_entropy_value_and_grad(
         with cause(checked.operation, checked.over, "the gradient of hidden, a sum over all classes"):
             sums.hidden = all_reduce(sums.hidden, checked.comm, "sum", overwrite=True)
     dtype = as_array(w, "w").dtype
-    return loss, sums.of_hidden(1.0).astype(dtype, copy=False), sums.of_w(1.0).astype(dtype, copy=False)
+    gradients = sums.of_hidden(1.0), sums.of_classes(sums.w, 1.0), sums.of_classes(sums.bias, 1.0)
+    dhidden, dw, dbias = (gradient.astype(dtype, copy=False) for gradient in gradients)
+    return LinearValueAndGrad(loss, dhidden, dw, None if checked.bias is None else dbias)
 
 
 @dataclass
 class RowSums:
-    """Gradients of the sum of the losses of rows that count; those of halves are float32.
+    """Gradients of the sum of the losses of rows that count; those of halves are float32, that of `bias` is float64.
 
     That of `hidden`, shaped as it is, is over this rank's classes alone. Times `factor`, (1,), they are those of the
     loss. `ignored`, (rows,) on the host, are the rows that do not count.
@@ -112,6 +134,7 @@ class RowSums:
 
     hidden: Array
     w: Array
+    bias: Array
     factor: Array
     ignored: HostArray
 
@@ -123,9 +146,9 @@ class RowSums:
             found[ignored] = 0
         return found
 
-    def of_w(self, upstream: Any) -> Array:
-        """The gradient of `w`, which this uses up; without a row that counts it is a sum of nothing."""
-        return self.w if self.ignored.all() else self._scaled(self.w, upstream)
+    def of_classes(self, total: Array, upstream: Any) -> Array:
+        """The gradient of `w` or `bias` from its `total`, used up; without a row that counts it is a sum of nothing."""
+        return total if self.ignored.all() else self._scaled(total, upstream)
 
     def _scaled(self, gradient: Array, upstream: Any) -> Array:
         with np.errstate(all="ignore"):
@@ -140,7 +163,7 @@ def loss_and_sums(
     operands: list[_Operands] = []
 
     def check_arguments() -> Problem:
-        operands[:] = [_Operands.of(hidden, w)]
+        operands[:] = [_Operands.of(hidden, w, options.bias)]
         return operands[0].check(options, targets)
 
     with standard_arithmetic():
@@ -157,16 +180,23 @@ class _Operands:
     logits: list[Array]  # one buffer, or two if states travel while the next rows are multiplied
     dhidden: Array
     dw: Array
+    bias: Array | None
+    dbias: Array
 
     @classmethod
-    def of(cls, hidden: Any, w: Any) -> _Operands:
-        hidden, w = as_array(hidden, "hidden"), as_array(w, "w")
-        check_one_library({"hidden": hidden, "w": w})
-        check_on_current_gpu({"hidden": hidden, "w": w})
-        check_dtypes(hidden.dtype, w.dtype)
+    def of(cls, hidden: Any, w: Any, bias: Any) -> _Operands:
+        given = {"hidden": hidden, "w": w} | ({} if bias is None else {"bias": bias})
+        arrays = {name: as_array(value, name) for name, value in given.items()}
+        check_one_library(arrays)
+        check_on_current_gpu(arrays)
+        check_dtypes(arrays)
+        hidden, w, bias = arrays["hidden"], arrays["w"], arrays.get("bias")
         if w.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != w.shape[0]:
             raise ValueError(f"hidden must be (..., features) and w (features, classes), got {hidden.shape}, {w.shape}")
-        return cls(hidden.reshape(math.prod(hidden.shape[:-1]), w.shape[0]), w, hidden.shape, [], hidden, w)
+        if bias is not None and bias.shape != w.shape[1:]:
+            raise ValueError(f"bias must have one entry per class of this shard, ({w.shape[1]},), got {bias.shape}")
+        rows = hidden.reshape(math.prod(hidden.shape[:-1]), w.shape[0])
+        return cls(rows, w, hidden.shape, [], hidden, w, bias, w)
 
     def check(self, options: Options, targets: Any) -> Problem:
         """The checked arguments of the loss, with room for the logits of some rows in place of all."""
@@ -179,6 +209,7 @@ class _Operands:
         problem.sharded = self.w, 1
         chunk = problem.options.chunk or (_ROWS if xp is np else _ROWS_ON_GPU)
         problem.also = {"features": self.w.shape[0], "dtype of w": name_of(self.w.dtype), "chunk": chunk}
+        problem.also["bias given"] = self.bias is not None
         weight = problem.options.weight
         if weight is not None and dtype == np.float32 and not np.all((weight == 0) | _in_range(np.abs(weight))):
             raise ValueError(f"weight must be 0 or from {_LEAST:g} to {_MOST:g}, as gradients are summed in float32")
@@ -188,16 +219,19 @@ class _Operands:
             self.hidden, self.w = gemm.readable(self.hidden), gemm.readable(self.w)
         self.logits = [xp.empty((held, self.w.shape[1]), dtype) for _ in range(min(2, ranks))]
         self.dhidden, self.dw = xp.zeros(self.hidden.shape, dtype), xp.zeros(self.w.shape, dtype)
+        self.dbias = xp.zeros(self.w.shape[1])
+        self.bias = None if self.bias is None else self.bias.astype(dtype, copy=False)
         return problem
 
 
-def check_dtypes(hidden: np.dtype[Any], w: np.dtype[Any]) -> None:
-    """Raise `TypeError` unless both are the same floating dtype."""
-    for name, dtype in (("hidden", hidden), ("w", w)):
+def check_dtypes(operands: Mapping[str, Any]) -> None:
+    """Raise `TypeError` unless all operands, by name, have the same floating dtype."""
+    dtypes = [operand.dtype for operand in operands.values()]
+    for name, dtype in zip(operands, dtypes, strict=True):
         if not is_floating(dtype):
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {dtype}")
-    if hidden != w:
-        raise TypeError(f"hidden and w must have one dtype, got {hidden} and {w}")
+    if len(set(dtypes)) > 1:
+        raise TypeError(f"{' and '.join(operands)} must have one dtype, got {' and '.join(map(str, dtypes))}")
 
 
 def rows_held(chunk: int | None, rows: int, ranks: int) -> int:
@@ -229,6 +263,8 @@ def _chunk_by_chunk(problem: Problem, operands: _Operands, with_gradients: bool)
         rows = slice(first, min(first + held, len(operands.hidden)))
         logits = operands.logits[number % len(operands.logits)][: rows.stop - rows.start]
         multiply(operands.hidden[rows], operands.w, logits)
+        if operands.bias is not None:
+            logits += operands.bias
         part = _rows_of(problem, rows, logits)
         return _Part(rows, part, start_row_softmax(part, fields))
 
@@ -241,6 +277,8 @@ def _chunk_by_chunk(problem: Problem, operands: _Operands, with_gradients: bool)
             if not part.problem.valid.all():  # 0 times nan is nan
                 hidden = xp.where(xp.asarray(part.problem.valid)[:, None], hidden, hidden.dtype.type(0))
             add_gradients(hidden, operands.w, part.problem.logits, dhidden, operands.dw)
+            if operands.bias is not None:
+                operands.dbias += part.problem.logits.sum(axis=0, dtype=np.float64)
 
     waiting: _Part | None = None
     for number, first in enumerate(range(0, len(operands.hidden), held)):
@@ -256,7 +294,8 @@ def _chunk_by_chunk(problem: Problem, operands: _Operands, with_gradients: bool)
     loss, divisor = reduced(problem, losses)
     with np.errstate(all="ignore"):
         factor = 1.0 / divisor
-    return loss, RowSums(operands.dhidden.reshape(operands.shape), operands.dw, factor, ~problem.valid)
+    dhidden = operands.dhidden.reshape(operands.shape)
+    return loss, RowSums(dhidden, operands.dw, operands.dbias, factor, ~problem.valid)
 
 
 def _rows_of(problem: Problem, rows: slice, logits: Array) -> Problem:

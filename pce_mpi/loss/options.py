@@ -93,17 +93,18 @@ class LossOptions(CrossEntropyOptions, StatisticsOptions, BatchOptions, total=Fa
     """The options of the losses of plain arrays."""
 
 
-class ChunkOptions(TypedDict, total=False):
-    """The memory that a loss of `hidden @ w` takes."""
+class ProductOptions(TypedDict, total=False):
+    """The logits as a product."""
 
+    bias: Any  # one number for each class, which is added to `hidden @ w`
     chunk: int | None  # so many rows of logits are held at once
 
 
-class LinearCrossEntropyOptions(TransformOptions, TermOptions, ChunkOptions, total=False):
+class LinearCrossEntropyOptions(TransformOptions, TermOptions, ProductOptions, total=False):
     """The options of `linear_cross_entropy` on distributed arrays."""
 
 
-class LinearOptions(TransformOptions, TermOptions, ShardOptions, BatchOptions, ChunkOptions, total=False):
+class LinearOptions(TransformOptions, TermOptions, ShardOptions, BatchOptions, ProductOptions, total=False):
     """The options of the loss of `hidden @ w`, of plain arrays."""
 
 
@@ -128,6 +129,7 @@ class Options:
     class_start: int | None = None
     num_classes: int | None = None
     batch_comm: MPI.Intracomm | None = None
+    bias: Any = None
     chunk: int | None = None
     over: str = "comm"
     batch_over: str = "batch_comm"
@@ -137,7 +139,8 @@ class Options:
         """The options of a call of `function`; `TypeError` for a keyword that is not in the TypedDict `known`."""
         for name in given:
             if name not in known.__optional_keys__:
-                raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+                options = ", ".join(known.__annotations__)
+                raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; its options are {options}")
         return cls._of({"operation": function, **given})
 
     def with_checked(self, values: Mapping[str, Any], weight: Array | None) -> Options:

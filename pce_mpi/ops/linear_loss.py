@@ -1,4 +1,4 @@
-"""The loss of `hidden @ w` without all logits: its gradients are taken while the logits of some rows are at hand."""
+"""The loss of `hidden @ w + bias` without all logits: gradients are taken while the logits of some rows are at hand."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from pce_mpi.ops.selection import where
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
 
-# The weight is an operand.
-_SETTINGS = [name for name in LinearCrossEntropyOptions.__annotations__ if name != "weight"]
+# The bias and the weight are operands.
+_SETTINGS = [name for name in LinearCrossEntropyOptions.__annotations__ if name not in ("bias", "weight")]
 _HIDDEN, _W = 0, 1
 
 
-def _rule(hidden: Shape, w: Shape, targets: Shape, *weight: Shape, **_: Any) -> Rule:
+def _rule(hidden: Shape, w: Shape, targets: Shape, *of_classes: Shape, **_: Any) -> Rule:
     """Rows and classes may be sharded, features not; the loss itself merges and reduces."""
     rows, classes = tuple(Axis(index) for index in range(len(hidden) - 1)), Axis("classes")
-    operands = ((*rows, None), (None, classes), rows, *([(classes,)] if weight else []))
+    operands = ((*rows, None), (None, classes), rows, *((classes,) for _ in of_classes))
     return Rule(operands, (), (), merged=frozenset({classes.label, *(row.label for row in rows)}))
 
 
@@ -50,11 +50,12 @@ def _rows_dims(shardings: Shardings) -> tuple[str, ...]:
 
 
 def _linear_cross_entropy(
-    hidden: Array, w: Array, targets: Array, *weight: Array, shardings: Shardings, **options: Any
+    hidden: Array, w: Array, targets: Array, *of_classes: Array, biased: bool, shardings: Shardings, **options: Any
 ) -> tuple[Array, RowSums]:
-    classes, rows = _dims(shardings, _W, [1]), _rows_dims(shardings)
+    classes, rows, weight = _dims(shardings, _W, [1]), _rows_dims(shardings), of_classes[biased:]
     all_options = Options(
         operation="linear_cross_entropy",
+        bias=of_classes[0] if biased else None,
         weight=weight[0] if weight else None,
         comm=shardings.mesh.comm(*classes) if classes else None,
         num_classes=shardings.operands[_W].shape[1] or None,  # no classes are an error of their own
@@ -63,7 +64,7 @@ def _linear_cross_entropy(
         batch_over=text_of_dims(rows),
         **options,
     )
-    return loss_and_sums(all_options, hidden, w, targets, with_gradients=any(shardings.required[:2]))
+    return loss_and_sums(all_options, hidden, w, targets, with_gradients=any(shardings.required))
 
 
 def _gradient(x: DistArray, gradient: Array, partial_over: tuple[str, ...]) -> DistArray:
@@ -81,20 +82,25 @@ def _to_hidden(
 def _to_w(
     g: DistArray, y: DistArray, hidden: DistArray, w: DistArray, *_: DistArray, residuals: RowSums, **options: Any
 ) -> DistArray:
+    return _gradient(w, residuals.of_classes(residuals.w, g.local), _dims_of_rows(hidden))
+
+
+def _to_bias(
+    g: DistArray, y: DistArray, hidden: DistArray, *others: DistArray, residuals: RowSums, **options: Any
+) -> DistArray:
+    _, _, bias, *_ = others
+    return _gradient(bias, residuals.of_classes(residuals.bias, g.local), _dims_of_rows(hidden))
+
+
+def _dims_of_rows(hidden: DistArray) -> tuple[str, ...]:
     rows = range(len(hidden.shape) - 1)
-    over = tuple(dim for dim in w.mesh.dims if any(dim in hidden.sharding.dims_of(axis) for axis in rows))
-    return _gradient(w, residuals.of_w(g.local), over)
+    return tuple(dim for dim in hidden.mesh.dims if any(dim in hidden.sharding.dims_of(axis) for axis in rows))
 
 
-def _dtype(hidden: np.dtype[Any], w: np.dtype[Any], *_: np.dtype[Any]) -> np.dtype[Any]:
-    check_dtypes(hidden, w)
-    return compute_dtype_of(hidden)
-
-
-def _sends(*dtypes: np.dtype[Any], shardings: Shardings, **options: Any) -> list[Sent]:
+def _sends(*dtypes: np.dtype[Any], biased: bool, shardings: Shardings, **options: Any) -> list[Sent]:
     classes, over = _dims(shardings, _W, [1]), _rows_dims(shardings)
     rows = math.prod(shardings.operands[_HIDDEN].local_shape(shardings.mesh.coordinates)[:-1])
-    weighted, smoothed = len(dtypes) > 3, options["label_smoothing"] > 0
+    weighted, smoothed = len(dtypes) > 3 + biased, options["label_smoothing"] > 0
     size = state_fields(probabilities=False, weighted=weighted, smoothed=smoothed).dtype.itemsize
     sent = []
     if classes:  # of arrays on the host; on a GPU a chunk that is not given has more rows
@@ -105,17 +111,21 @@ def _sends(*dtypes: np.dtype[Any], shardings: Shardings, **options: Any) -> list
     return sent + [Sent("all_reduce", text_of_dims(over), 64)] * bool(over)
 
 
-_LINEAR_CROSS_ENTROPY = Op(
-    "linear_cross_entropy",
-    _linear_cross_entropy,
-    (_to_hidden, _to_w, None),
-    _rule,
-    dtype=_dtype,
-    uses=[(), ()],
-    takes_shardings=True,
-    gives_residuals=True,
-    sends=_sends,
-)
+def _op(biased: bool) -> Op:
+    return Op(
+        "linear_cross_entropy",
+        _linear_cross_entropy,
+        (_to_hidden, _to_w, None, _to_bias if biased else None),
+        _rule,
+        dtype=lambda hidden, *_: compute_dtype_of(hidden),
+        uses=[(), (), (), ()],
+        takes_shardings=True,
+        gives_residuals=True,
+        sends=_sends,
+    )
+
+
+_LINEAR_CROSS_ENTROPY, _BIASED = _op(False), _op(True)
 
 
 @of_array
@@ -123,9 +133,10 @@ _LINEAR_CROSS_ENTROPY = Op(
 def linear_cross_entropy(
     hidden: DistArray, w: DistArray, targets: Any, **options: Unpack[LinearCrossEntropyOptions]
 ) -> DistArray:
-    """Compute the cross entropy of `hidden @ w` without ever holding all logits, wherever rows and classes are sharded.
+    """Compute the loss of `hidden @ w + bias` without ever holding all logits, wherever rows and classes are sharded.
 
-    The formula is that of `softmax_cross_entropy`. `hidden` and `w` have gradients, which are computed with the loss.
+    The formula is that of `softmax_cross_entropy`. `hidden`, `w` and `bias` have gradients, which are computed with the
+    loss.
 
     Parameters
     ----------
@@ -143,6 +154,8 @@ def linear_cross_entropy(
         Those of `softmax_cross_entropy`.
     reduction : {"mean", "sum"}, default "mean"
         Over all rows, on whichever rank they are.
+    bias : DistArray or array of the dtype of `hidden`, shape (classes,), optional
+        Sharded as the classes are.
     chunk : int, optional
         That of `linear_cross_entropy_value_and_grad`.
 
@@ -160,8 +173,8 @@ def linear_cross_entropy(
     -----
     If classes are sharded: one Allgather of 56 bytes over their dims, and one Allreduce of 40 bytes a row (more with
     options) for each half of a chunk. If rows are: one Allgather of 56 bytes over their dims, and one Allreduce of 64
-    bytes. Backward communicates nothing: the gradient of `hidden` is Partial over the dims of the classes, that of `w`
-    over those of the rows.
+    bytes. Backward communicates nothing: the gradient of `hidden` is Partial over the dims of the classes, those of `w`
+    and `bias` over those of the rows.
 
     Examples
     --------
@@ -184,16 +197,26 @@ def linear_cross_entropy(
         raise ValueError(f"hidden must be (..., features) and w (features, classes), got {hidden.shape}, {w.shape}")
     if given.shape != hidden.shape[:-1]:
         raise ValueError(f"targets must be class numbers of shape {hidden.shape[:-1]}, got {given.shape}")
-    weight = checked.weight
-    weights = [] if weight is None else [weight if isinstance(weight, DistArray) else as_array(weight, "weight")]
-    if weights and weights[0].shape != w.shape[1:]:
-        raise ValueError(f"weight must have one entry per class, ({w.shape[1]},), got {weights[0].shape}")
-    named = zip(("hidden", "w", "targets", "weight"), (hidden, w, given, *weights), strict=False)
-    check_one_library({name: array.local if isinstance(array, DistArray) else array for name, array in named})
+    of_classes = {
+        name: value if isinstance(value, DistArray) else as_array(value, name)
+        for name, value in (("bias", checked.bias), ("weight", checked.weight))
+        if value is not None
+    }
+    for name, array in of_classes.items():
+        if array.shape != w.shape[1:]:
+            raise ValueError(f"{name} must have one entry per class, ({w.shape[1]},), got {array.shape}")
+    bias, weight = of_classes.get("bias"), of_classes.get("weight")
+    named = {"hidden": hidden, "w": w, "targets": given, **of_classes}
+    check_one_library({name: array.local if isinstance(array, DistArray) else array for name, array in named.items()})
+    check_dtypes({"hidden": hidden, "w": w} | ({} if bias is None else {"bias": bias}))
     settings = {name: getattr(checked, name) for name in _SETTINGS}
     if is_reproducible():  # the loss of all logits, whose products have a reproducible form
         del settings["chunk"]
         counts = (given != checked.ignore_index).reshape(*given.shape, 1)
         rows = where(counts, widened(hidden), 0.0)  # in the gradient of w, 0 times nan is nan
-        return cross_entropy(matmul(rows, widened(w)), given, weight=weight, **settings)
-    return apply(_LINEAR_CROSS_ENTROPY, hidden, w, given, *weights, **settings)
+        logits = matmul(rows, widened(w))
+        if bias is not None:
+            logits = logits + (widened(bias) if isinstance(bias, DistArray) else bias.astype(logits.dtype, copy=False))
+        return cross_entropy(logits, given, weight=weight, **settings)
+    op = _LINEAR_CROSS_ENTROPY if bias is None else _BIASED
+    return apply(op, hidden, w, given, *of_classes.values(), biased=bias is not None, **settings)

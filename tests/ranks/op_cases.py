@@ -558,20 +558,23 @@ def _cross_entropy(logits: Array, targets: Array, weight: Array | None = None, *
     return case("cross_entropy", call, reference, *operands, gradient=gradient, **more)
 
 
-def _linear_cross_entropy(hidden: Array, w: Array, targets: Array, *weight: Array, **options: Any) -> Case:
-    def call(hidden: Any, w: Any, targets: Any, *weight: Any) -> Any:
-        return pce.linear_cross_entropy(hidden, w, targets, weight=weight[0] if weight else None, **options)
+def _linear_cross_entropy(
+    hidden: Array, w: Array, targets: Array, weight: Array | None = None, bias: Array | None = None, **options: Any
+) -> Case:
+    more = {name: array for name, array in (("weight", weight), ("bias", bias)) if array is not None}
 
-    def reference(hidden: Any, w: Any, targets: Any, *weight: Any) -> Any:
+    def call(hidden: Any, w: Any, targets: Any, *arrays: Any) -> Any:
+        return pce.linear_cross_entropy(hidden, w, targets, **dict(zip(more, arrays, strict=True)), **options)
+
+    def reference(*arrays: Any) -> Any:
         given = {name: value for name, value in options.items() if name != "chunk"}
-        return np.asarray(
-            dense.softmax_cross_entropy(hidden @ w, targets, weight=weight[0] if weight else None, **given)
-        )
+        given |= dict(zip(more, arrays[3:], strict=True))
+        return np.asarray(dense.linear_cross_entropy_value_and_grad(*arrays[:3], **given).loss)
 
-    what = ", ".join(f"{name}={value}" for name, value in options.items())
-    gradient = [True, True] + [False] * (1 + len(weight))
-    more = {"what": what, "parameters": None if weight else options}
-    return case("linear_cross_entropy", call, reference, hidden, w, targets, *weight, gradient=gradient, **more)
+    what = ", ".join([f"{name}={value}" for name, value in options.items()] + ["bias"] * (bias is not None))
+    gradient = [True, True, False, *(name == "bias" for name in more)]
+    last: dict[str, Any] = {"what": what, "gradient": gradient, "parameters": None if more else options}
+    return case("linear_cross_entropy", call, reference, hidden, w, targets, *more.values(), **last)
 
 
 LINEAR_LOSSES = [
@@ -579,6 +582,8 @@ LINEAR_LOSSES = [
     _linear_cross_entropy(normal(5, 3), normal(3, 4), np.array([0, -100, 3, 1, -100]), reduction="sum", chunk=2),
     _linear_cross_entropy(normal(5, 3), normal(3, 4), integers(4, 5), positive(4), label_smoothing=0.1, chunk=1),
     _linear_cross_entropy(normal(2, 3, 4), normal(4, 5), integers(5, 2, 3), z_loss=0.1, softcap=2.0, chunk=4),
+    _linear_cross_entropy(normal(5, 3), normal(3, 4), integers(4, 5), bias=normal(4), chunk=2),
+    _linear_cross_entropy(normal(5, 3), normal(3, 4), integers(4, 5), positive(4), normal(4), reduction="sum"),
 ]
 
 LOSSES = [

@@ -18,6 +18,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "none": {"reduction": "none", "z_loss": 0.01},
     "weights and smoothing": {"weight": np.linspace(0.5, 2.0, CLASSES), "label_smoothing": 0.2, "logit_scale": 0.7},
     "softcap": {"softcap": 2.0, "compute_dtype": np.float64},
+    "bias": {"bias": np.linspace(-3.0, 2.0, CLASSES), "reduction": "sum", "logit_scale": 0.7},
+    "masked by bias": {"bias": np.where(np.arange(CLASSES) % 9 == 8, -np.inf, 1.0), "weight": np.ones(CLASSES)},
 }
 
 
@@ -30,18 +32,15 @@ def problem(dtype=np.float64):
 
 
 def exact(hidden, w, targets, **options):
-    """The loss and the gradients of hidden and w, by the oracle."""
+    """The loss and the gradients of hidden, w and bias, by the oracle."""
     options.pop("compute_dtype", None)
-    hidden, w = hidden.astype(np.float64), w.astype(np.float64)
-    loss, dlogits = dense.softmax_cross_entropy_value_and_grad(hidden @ w, targets, **options)
-    return loss, dlogits @ w.T, hidden.T @ dlogits
+    return dense.linear_cross_entropy_value_and_grad(hidden, w, targets, **options)
 
 
 def run(comm, hidden, w, targets, **options):
     """Pass this rank's columns of w."""
     mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
-    if "weight" in options:
-        options["weight"] = options["weight"][mine]
+    options |= {name: options[name][mine] for name in ("bias", "weight") if name in options}
     return *pce.linear_cross_entropy_value_and_grad(hidden, w[:, mine], targets, comm=comm, **options), mine
 
 
@@ -50,7 +49,10 @@ def run(comm, hidden, w, targets, **options):
 def test_loss_and_gradients_are_those_of_oracle(comm, name, chunk):
     hidden, w, targets = problem()
     expected = exact(hidden, w, targets, **CALLS[name])
-    loss, dhidden, dw, mine = run(comm, hidden, w, targets, chunk=chunk, **CALLS[name])
+    loss, dhidden, dw, dbias, mine = run(comm, hidden, w, targets, chunk=chunk, **CALLS[name])
+    assert (dbias is None) == ("bias" not in CALLS[name])
+    if dbias is not None:
+        np.testing.assert_allclose(dbias, expected[3][mine], atol=1e-14 * ROWS)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-13)
     np.testing.assert_allclose(dhidden, expected[1], atol=1e-14 * np.abs(expected[1]).max() * CLASSES)
     np.testing.assert_allclose(dw, expected[2][:, mine], atol=1e-14 * np.abs(expected[2]).max() * ROWS)
@@ -61,7 +63,7 @@ def test_logits_of_halves_are_float32(comm, monkeypatch, dtype):
     monkeypatch.setattr(products, "_BLOCK", 3 * FEATURES)  # several blocks of columns
     hidden, w, targets = problem(dtype)
     expected = exact(hidden, w, targets)
-    loss, dhidden, dw, mine = run(comm, hidden, w, targets, chunk=8)
+    loss, dhidden, dw, _, mine = run(comm, hidden, w, targets, chunk=8)
     assert (loss.dtype, dhidden.dtype, dw.dtype) == (np.float32, dtype, dtype)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
     unit = float(ml_dtypes.finfo(dtype).eps)
@@ -74,14 +76,14 @@ def test_loss_has_bits_of_loss_of_logits(comm):
     hidden, w, targets = problem(np.float32)
     mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
     logits = np.concatenate([hidden[row : row + 1] @ w[:, mine] for row in range(ROWS)])
-    loss, _, _, _ = run(comm, hidden, w, targets, chunk=1)
+    loss, *_ = run(comm, hidden, w, targets, chunk=1)
     assert loss.tobytes() == pce.softmax_cross_entropy(logits, targets, comm=comm).tobytes()
 
 
 def test_more_axes_and_transposed_weights_are_taken(comm):
     hidden, w, targets = problem()
     flat = run(comm, hidden[:20], w, targets[:20])
-    loss, dhidden, dw, _ = run(comm, hidden[:20].reshape(4, 5, FEATURES), w.T.copy().T, targets[:20].reshape(4, 5))
+    loss, dhidden, dw, _, _ = run(comm, hidden[:20].reshape(4, 5, FEATURES), w.T.copy().T, targets[:20].reshape(4, 5))
     assert dhidden.shape == (4, 5, FEATURES)
     np.testing.assert_allclose(loss, flat[0], rtol=1e-14)
     np.testing.assert_allclose(dhidden.reshape(20, FEATURES), flat[1], atol=1e-15)
@@ -93,7 +95,8 @@ def test_few_rows_and_empty_shards_work(comm, rows):
     hidden, w, targets = problem()
     everything = comm.rank == comm.size - 1
     mine = w if everything else w[:, :0]
-    loss, dhidden, dw = pce.linear_cross_entropy_value_and_grad(hidden[:rows], mine, targets[:rows], comm=comm)
+    found = pce.linear_cross_entropy_value_and_grad(hidden[:rows], mine, targets[:rows], comm=comm)
+    loss, dhidden, dw, _ = found
     assert (dhidden.shape, dw.shape) == ((rows, FEATURES), mine.shape)
     np.testing.assert_allclose(loss, exact(hidden[:rows], w, targets[:rows])[0], rtol=1e-13)
 
@@ -110,7 +113,7 @@ def test_each_half_of_a_chunk_sends_its_states(comm):
 def test_rows_over_batch_comm_share_their_mean(comm):
     hidden, w, targets = problem()
     mine = slice(*pce.shard_range(ROWS, comm.size, comm.rank))
-    loss, _, dw = pce.linear_cross_entropy_value_and_grad(hidden[mine], w, targets[mine], batch_comm=comm)
+    loss, _, dw, _ = pce.linear_cross_entropy_value_and_grad(hidden[mine], w, targets[mine], batch_comm=comm)
     expected = exact(hidden, w, targets)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-13)
     np.testing.assert_allclose(comm.allreduce(dw), expected[2], atol=1e-14)
@@ -124,7 +127,13 @@ def test_rows_over_batch_comm_share_their_mean(comm):
         ({"hidden": np.ones((ROWS, FEATURES), int)}, TypeError, "hidden must be float16"),
         ({"targets": np.ones((ROWS, CLASSES))}, TypeError, "class numbers"),
         ({"chunk": 0}, ValueError, "chunk must be at least 1"),
-        ({"axis": 0}, TypeError, "unexpected keyword argument 'axis'"),
+        (
+            {"axis": 0},
+            TypeError,
+            r"argument 'axis'; its options are ignore_index, .*, batch_comm, bias, chunk",
+        ),
+        ({"bias": np.ones(CLASSES + 1)}, ValueError, "bias must have one entry per class of this shard"),
+        ({"bias": np.ones(CLASSES, np.float32)}, TypeError, "hidden and w and bias must have one dtype"),
     ],
     ids=str,
 )
@@ -136,6 +145,15 @@ def test_wrong_call_raises_on_every_rank(comm, change, error, text):
     )
     with pytest.raises(error, match=text):
         pce.linear_cross_entropy_value_and_grad(**given)
+
+
+def test_bias_of_one_rank_alone_raises(comm):
+    hidden, w, targets = problem()
+    mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
+    bias = np.zeros(CLASSES)[mine] if comm.rank == 0 else None
+    if comm.size > 1:
+        with pytest.raises(pce.CollectiveError, match="bias given: True"):
+            pce.linear_cross_entropy_value_and_grad(hidden, w[:, mine], targets, comm=comm, bias=bias)
 
 
 def test_ranks_with_other_chunks_or_same_weights_raise(comm):
@@ -165,7 +183,13 @@ def test_logits_are_held_one_chunk_at_a_time(comm, monkeypatch):
         ({"reduction": "none"}, ValueError, "reduction must be 'sum' or 'mean'"),
         ({"targets": np.zeros(ROWS + 1, int)}, ValueError, "targets must be class numbers of shape"),
         ({"weight": np.ones(CLASSES + 1)}, ValueError, "one entry per class"),
-        ({"batch_comm": None}, TypeError, "unexpected keyword argument 'batch_comm'"),
+        (
+            {"batch_comm": None},
+            TypeError,
+            r"argument 'batch_comm'; its options are ignore_index, .*, bias, chunk",
+        ),
+        ({"bias": np.ones(CLASSES + 1)}, ValueError, "bias must have one entry per class"),
+        ({"bias": np.ones(CLASSES, np.float32)}, TypeError, "hidden and w and bias must have one dtype"),
     ],
     ids=str,
 )
@@ -193,29 +217,52 @@ def test_gradients_on_the_tape_are_partial_where_sharded(comm):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize("name", ["plain", "weights and smoothing"])
+@pytest.mark.parametrize("name", ["plain", "weights and smoothing", "bias"])
 def test_cupy_arrays_have_loss_of_their_products(comm, cupy, monkeypatch, name, dtype):
     monkeypatch.setattr(products, "_COLUMNS_ON_GPU", 3)  # several blocks of columns
     hidden, w, targets = problem(dtype)
     mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
     given = cupy.asarray(hidden), cupy.asarray(w)[:, mine], cupy.asarray(targets)
-    options = dict(CALLS[name])
-    if "weight" in options:
-        options["weight"] = cupy.asarray(options["weight"][mine])
-    loss, *gradients = pce.linear_cross_entropy_value_and_grad(*given, comm=comm, chunk=8, **options)
+    kinds = {"weight": np.float64, "bias": dtype}
+    whole = {each: value.astype(kinds[each]) if each in kinds else value for each, value in CALLS[name].items()}
+    options = {each: cupy.asarray(value[mine]) if each in kinds else value for each, value in whole.items()}
+    loss, *found = pce.linear_cross_entropy_value_and_grad(*given, comm=comm, chunk=8, **options)
+    gradients = [gradient for gradient in found if gradient is not None]
     assert all(isinstance(array, cupy.ndarray) for array in (loss, *gradients))
-    expected = exact(hidden, w, targets, **CALLS[name])
+    expected = exact(hidden, w, targets, **whole)
+    wanted = [expected[1], expected[2][:, mine], *([expected[3][mine]] if "bias" in whole else [])]
     np.testing.assert_allclose(loss.item(), expected[0], rtol=1e-6)
-    for found, right in zip(gradients, (expected[1], expected[2][:, mine]), strict=True):
+    for found, right in zip(gradients, wanted, strict=True):
         assert found.dtype == dtype
         error = np.abs(cupy.asnumpy(found).astype(np.float64) - right)
         unit = float(ml_dtypes.finfo(dtype).eps)
         assert np.all(error <= 0.51 * unit * np.abs(right) + 1e-5 * np.abs(expected[1]).max())
 
 
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_bias_on_the_tape_has_a_gradient(comm, reproducible):
+    mesh = mesh_of(comm, comm.size)
+    hidden, w, targets = problem()
+    whole = np.linspace(-3.0, 2.0, CLASSES)
+    expected = exact(hidden, w, targets, bias=whole)
+    for over_rows in (True, False):
+        rows, classes = ({"data": pce.Shard(0)}, {}) if over_rows else ({}, {"data": pce.Shard(1)})
+        h, v = pce.distribute(hidden, mesh, **rows), pce.distribute(w, mesh, **classes)
+        bias = pce.distribute(whole, mesh, requires_grad=True, **({} if over_rows else {"data": pce.Shard(0)}))
+        with pce.reproducible(reproducible):
+            loss = pce.linear_cross_entropy(h, v, targets, bias=bias, chunk=6)
+            loss.backward()
+        if not reproducible:
+            assert bias.grad.placements == ({"data": pce.Partial("sum")} if over_rows else {"data": pce.Shard(0)})
+        np.testing.assert_allclose(loss.item(), expected.loss, rtol=1e-13)
+        np.testing.assert_allclose(bias.grad.full(), expected.dbias, atol=1e-15)
+        plain = pce.linear_cross_entropy(h, v, targets, bias=whole)
+        np.testing.assert_allclose(plain.item(), expected.loss, rtol=1e-13)
+
+
 def test_mean_over_ignored_rows_has_no_gradient(comm):
     hidden, w, targets = problem()
-    loss, dhidden, dw, _ = run(comm, hidden, w, np.full_like(targets, -100))
+    loss, dhidden, dw, *_ = run(comm, hidden, w, np.full_like(targets, -100))
     assert np.isnan(loss)
     assert not dhidden.any()
     assert not dw.any()
@@ -257,7 +304,7 @@ def test_nan_in_ignored_row_reaches_no_gradient(comm, reproducible):
         np.testing.assert_allclose(found[0], expected[0], rtol=1e-13)
         np.testing.assert_allclose(found[1], expected[1], atol=1e-15)
     np.testing.assert_allclose(v.grad.full(), expected[2], atol=1e-14)
-    np.testing.assert_allclose(whole[2], expected[2][:, whole[3]], atol=1e-14)
+    np.testing.assert_allclose(whole[2], expected[2][:, whole[4]], atol=1e-14)
 
 
 def test_ranks_with_other_features_or_dtypes_raise(comm):

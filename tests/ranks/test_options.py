@@ -1,6 +1,7 @@
 """Every option of the loss, each alone, every pair of them together, and rows that are sharded as well."""
 
 from dataclasses import fields
+import inspect
 from itertools import combinations, product
 
 import ml_dtypes
@@ -63,7 +64,10 @@ def test_unknown_keyword_raises_the_type_error_of_python(function, keyword):
             np.zeros(2, int),
             **{keyword: None},
         )
-    assert str(raised.value) == f"{function.__name__}() got an unexpected keyword argument {keyword!r}"
+    named = [each.name for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    options = ", ".join(name for name in named if name != "out")
+    begin = f"{function.__name__}() got an unexpected keyword argument {keyword!r}"
+    assert str(raised.value) == f"{begin}; its options are {options}"
 
 
 def test_every_option_has_a_default():
