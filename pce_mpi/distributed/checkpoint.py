@@ -289,10 +289,8 @@ def _laid_out(
     """Yield name and sharding of each array of `file`."""
     missing = [name for name in placements if name not in file.arrays]
     if missing:
-        names = list(file.arrays)
-        raise ValueError(
-            f"placements name {names_shown(missing)}, which {str(path)!r} has not; it has {names_shown(names) or 'nothing'}"
-        )
+        there = names_shown(list(file.arrays)) or "nothing"
+        raise ValueError(f"placements name {names_shown(missing)}, which {str(path)!r} has not; it has {there}")
     for name, shape in file.arrays.items():
         try:
             sharding = _wanted(placements.get(name, {}), mesh, shape, path)

@@ -13,7 +13,7 @@ from pce_mpi.comm.collectives import all_to_all
 from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray, checked_dtype, owned
-from pce_mpi.distributed.mesh import Mesh, text_of_dims
+from pce_mpi.distributed.mesh import Mesh, check_mesh, text_of_dims
 from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.redistribution import run_step, steps
 from pce_mpi.distributed.sharding import Sharding
@@ -75,7 +75,7 @@ def distribute(
     >>> distribute(np.zeros((4, 2)), mesh, data=pce.Shard(0)).placements
     {'data': Shard(0), 'model': Replicate()}
     """
-    _check_mesh(mesh)
+    check_mesh(mesh)
     if src_rank is not None:
         return _sent_from(array, mesh, src_rank, requires_grad, placements)
     requires_grad = flag(requires_grad, "requires_grad")
@@ -178,7 +178,7 @@ def from_local(
     >>> from_local(np.ones((3, 2)), mesh, data=pce.Shard(0)).shape
     (3, 2)
     """
-    _check_mesh(mesh)
+    check_mesh(mesh)
     comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
     taken: Array = None
     called: dict[str, Any] = {}
@@ -197,11 +197,6 @@ def from_local(
     texts = all_gather_text(json.dumps(taken.shape), comm, operation="from_local", over=over)
     destination = _assembled([tuple(json.loads(text)) for text in texts], mesh, placements, called["shape"])
     return DistArray(owned(taken, taken) if requires_grad else taken, mesh, destination, requires_grad=requires_grad)
-
-
-def _check_mesh(mesh: Any) -> None:
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
 
 
 def _assembled(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 import math
-import operator
 from typing import Any
 import zlib
 
@@ -12,11 +11,12 @@ import numpy as np
 
 from pce_mpi.arrays import is_floating, is_half
 from pce_mpi.distributed.array import DistArray
-from pce_mpi.distributed.mesh import Mesh
+from pce_mpi.distributed.mesh import Mesh, check_mesh
 from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.exact import draws
 from pce_mpi.exact.functions import BLOCK, BLOCK_ON_GPU
+from pce_mpi.scalars import flag, integers, real
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -160,10 +160,9 @@ def _drawn(
 ) -> DistArray:
     """Return `offset + factor * draw(index)`; `said` has the operation with the shape, the seed and the numbers."""
     operation = next(iter(said))
-    shape, seed = (_whole_numbers(said[name], name) for name in (operation, "seed"))
-    dtype = np.dtype(dtype)
-    if not is_floating(dtype):
-        raise TypeError(f"dtype must be a floating one, got {dtype}")
+    check_mesh(mesh)
+    shape, seed = (_not_negative(said[key], name) for key, name in ((operation, "shape"), ("seed", "seed")))
+    dtype, requires_grad = _floating(dtype), flag(requires_grad, "requires_grad")
     destination = Sharding.of(mesh.dim_sizes, shape, placements)
     if destination.partial_dims:
         raise ValueError(f"random numbers cannot be Partial, got {dict(destination.by_dim)}")
@@ -187,16 +186,26 @@ def _drawn(
     return DistArray(local, mesh, destination, requires_grad=requires_grad)
 
 
-def _whole_numbers(value: Any, name: str) -> tuple[int, ...]:
-    """Return one number that is not negative, or a sequence of them, as a tuple."""
-    numbers = tuple(operator.index(each) for each in (value if isinstance(value, Sequence) else [value]))
+def _not_negative(value: Any, name: str) -> tuple[int, ...]:
+    """Return one integer that is not negative, or a sequence of them, as a tuple."""
+    numbers = tuple(integers(value, name))
     if min(numbers, default=0) < 0:
         raise ValueError(f"{name} must have no negative numbers, got {value!r}")
     return numbers
 
 
+def _floating(value: Any) -> np.dtype[Any]:
+    try:
+        dtype = np.dtype(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"dtype must be a floating-point dtype, got {value!r}") from None
+    if not is_floating(dtype):
+        raise TypeError(f"dtype must be a floating-point dtype, got {dtype}")
+    return dtype
+
+
 def _finite(value: Any, name: str) -> float:
-    number = float(value)
+    number = real(value, name)
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {value!r}")
     return number

@@ -333,6 +333,12 @@ def _kept_type() -> Any:
     return MeshComm
 
 
+def check_mesh(mesh: Any) -> None:
+    """Raise `TypeError` unless this is a mesh."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
+
+
 def text_of_dims(dims: Collection[str]) -> str:
     """Return the name that messages and the trace have for the ranks along `dims`."""
     return ", ".join(dims)

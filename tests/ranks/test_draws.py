@@ -166,7 +166,7 @@ def test_cupy_arrays_have_bits_of_numpy(comm, draw, cupy):
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda mesh: pce.normal((2, -1), mesh, seed=0), ValueError, "normal must have no negative numbers"),
+        (lambda mesh: pce.normal((2, -1), mesh, seed=0), ValueError, "shape must have no negative numbers"),
         (lambda mesh: pce.normal(2.5, mesh, seed=0), TypeError, "integer"),
         (lambda mesh: pce.normal(2, mesh, seed=-1), ValueError, "seed must have no negative numbers, got -1"),
         (lambda mesh: pce.normal(2, mesh, seed=0.5), TypeError, "integer"),
@@ -176,7 +176,7 @@ def test_cupy_arrays_have_bits_of_numpy(comm, draw, cupy):
         (
             lambda mesh: pce.normal(2, mesh, seed=0, dtype=np.int32),
             TypeError,
-            "dtype must be a floating one, got int",
+            "dtype must be a floating-point dtype, got int",
         ),
         (lambda mesh: pce.uniform(2, mesh, seed=0, low=2.0), ValueError, "low must not be above high"),
         (lambda mesh: pce.uniform(2, mesh, seed=0, low=-1e308, high=1e308), ValueError, "by a finite difference"),

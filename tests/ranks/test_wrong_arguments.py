@@ -128,6 +128,10 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
     "class_statistics_forward": statistics,
     "clip": lambda at: {"/x": at.x(), "/min": 1.0, "/max": 4.0},
     "cross_entropy": lambda at: on_tape(at, losses(at), logits=at.classified()),
+    **{
+        name: lambda at: {"/shape": (4, 3), "/mesh": at.mesh, "seed": 0, "dtype": np.float32, "data": Shard(0)}
+        for name in ("normal", "uniform")
+    },
     "distribute": lambda at: {"/array": at.logits, "/mesh": at.mesh, "requires_grad": False, "src_rank": 0},
     "einsum": lambda at: {"/subscripts": "ij,jk->ik", "/x": at.x(), "/y": np.ones((3, 2))},
     "embedding": lambda at: {"ids": np.array([0, 3]), "table": at.x()},
@@ -173,10 +177,10 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
 }
 # They take no arguments or any, are made by the package alone, or have tables of their own.
 LEFT_OUT = {
-    *("ClassStatistics", "CollectiveError", "CollectiveTimeout", "Colwise", "DistArray", "Inference", "Replicate"),
-    *("Replicated", "Residuals", "Rowwise", "Rule", "Sent", "SequenceParallel", "StatisticsResiduals", "Trace"),
-    *("VocabParallel", "named_scope", "no_grad", "reproducible", "dense", "load", "save"),
-    *("SGD", "AdamW", "clip_grad_norm", "cosine_schedule", "linear_schedule"),
+    *("ClassStatistics", "CollectiveError", "CollectiveTimeout", "Colwise", "DistArray", "Inference"),
+    *("LinearValueAndGrad", "Replicate", "Replicated", "Residuals", "Rowwise", "Rule", "Sent", "SequenceParallel"),
+    *("StatisticsResiduals", "Trace", "VocabParallel", "named_scope", "no_grad", "reproducible", "dense", "load"),
+    *("save", "SGD", "AdamW", "clip_grad_norm", "cosine_schedule", "linear_schedule"),
 }
 # Each rank's own arguments are checked before the ranks agree; these bring the ranks together.
 AGREED = {
