@@ -164,29 +164,25 @@ def test_cupy_arrays_have_bits_of_numpy(comm, draw, cupy):
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "text"),
+    ("draw", "shape", "options", "error", "text"),
     [
-        (lambda mesh: pce.normal((2, -1), mesh, seed=0), ValueError, "shape must have no negative numbers"),
-        (lambda mesh: pce.normal(2.5, mesh, seed=0), TypeError, "integer"),
-        (lambda mesh: pce.normal(2, mesh, seed=-1), ValueError, "seed must have no negative numbers, got -1"),
-        (lambda mesh: pce.normal(2, mesh, seed=0.5), TypeError, "integer"),
-        (lambda mesh: pce.normal(2, mesh, seed="0"), TypeError, "integer"),
-        (lambda mesh: pce.normal(2, mesh, seed=0, scale=-1.0), ValueError, "scale must not be negative, got -1.0"),
-        (lambda mesh: pce.normal(2, mesh, seed=0, loc=math.nan), ValueError, "loc must be finite, got nan"),
-        (
-            lambda mesh: pce.normal(2, mesh, seed=0, dtype=np.int32),
-            TypeError,
-            "dtype must be a floating-point dtype, got int",
-        ),
-        (lambda mesh: pce.uniform(2, mesh, seed=0, low=2.0), ValueError, "low must not be above high"),
-        (lambda mesh: pce.uniform(2, mesh, seed=0, low=-1e308, high=1e308), ValueError, "by a finite difference"),
-        (lambda mesh: pce.normal(2, mesh, seed=0, data=Partial("sum")), ValueError, "random numbers cannot be Partial"),
-        (lambda mesh: pce.normal(2, mesh, seed=0, model=Replicate()), ValueError, "the mesh has no dim 'model'"),
+        ("normal", (2, -1), {"seed": 0}, ValueError, "shape must have no negative numbers"),
+        ("normal", 2.5, {"seed": 0}, TypeError, "integer"),
+        ("normal", 2, {"seed": -1}, ValueError, "seed must have no negative numbers, got -1"),
+        ("normal", 2, {"seed": 0.5}, TypeError, "integer"),
+        ("normal", 2, {"seed": "0"}, TypeError, "integer"),
+        ("normal", 2, {"seed": 0, "scale": -1.0}, ValueError, "scale must not be negative, got -1.0"),
+        ("normal", 2, {"seed": 0, "loc": math.nan}, ValueError, "loc must be finite, got nan"),
+        ("normal", 2, {"seed": 0, "dtype": np.int32}, TypeError, "dtype must be a floating-point dtype, got int32"),
+        ("uniform", 2, {"seed": 0, "low": 2.0}, ValueError, "low must not be above high"),
+        ("uniform", 2, {"seed": 0, "low": -1e308, "high": 1e308}, ValueError, "by a finite difference"),
+        ("normal", 2, {"seed": 0, "data": Partial("sum")}, ValueError, "random numbers cannot be Partial"),
+        ("normal", 2, {"seed": 0, "model": Replicate()}, ValueError, "the mesh has no dim 'model'"),
     ],
 )
-def test_wrong_arguments_of_draws_are_errors(call, error, text):
+def test_wrong_arguments_of_draws_are_errors(draw, shape, options, error, text):
     with pytest.raises(error, match=text):
-        call(alone())
+        getattr(pce, draw)(shape, alone(), **options)
 
 
 def test_ranks_that_draw_other_seeds_are_told(comm, several):
