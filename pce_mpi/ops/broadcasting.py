@@ -199,8 +199,8 @@ def sum(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = 
     Returns
     -------
     DistArray
-        The sum, in NumPy's dtype: that of `x`, but 64 bits wide for integers and bool. Halves are summed in float32,
-        and the sum is rounded once. Over a sharded axis the sum is Partial; other axes stay sharded.
+        The sum, in NumPy's dtype: that of `x`, but 64 bits wide for integers and bool. Over a sharded axis the sum is
+        Partial; other axes stay sharded. Halves are summed in float32, and each rank rounds its sum once.
 
     Raises
     ------
