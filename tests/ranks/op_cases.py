@@ -583,7 +583,6 @@ LINEAR_LOSSES = [
     _linear_cross_entropy(normal(5, 3), normal(3, 4), integers(4, 5), positive(4), label_smoothing=0.1, chunk=1),
     _linear_cross_entropy(normal(2, 3, 4), normal(4, 5), integers(5, 2, 3), z_loss=0.1, softcap=2.0, chunk=4),
     _linear_cross_entropy(normal(5, 3), normal(3, 4), integers(4, 5), bias=normal(4), chunk=2),
-    _linear_cross_entropy(normal(5, 3), normal(3, 4), integers(4, 5), positive(4), normal(4), reduction="sum"),
 ]
 
 LOSSES = [

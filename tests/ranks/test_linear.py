@@ -256,8 +256,9 @@ def test_bias_on_the_tape_has_a_gradient(comm, reproducible):
             assert bias.grad.placements == ({"data": pce.Partial("sum")} if over_rows else {"data": pce.Shard(0)})
         np.testing.assert_allclose(loss.item(), expected.loss, rtol=1e-13)
         np.testing.assert_allclose(bias.grad.full(), expected.dbias, atol=1e-15)
-        plain = pce.linear_cross_entropy(h, v, targets, bias=whole)
-        np.testing.assert_allclose(plain.item(), expected.loss, rtol=1e-13)
+        weight = np.linspace(0.5, 2.0, CLASSES)
+        plain = pce.linear_cross_entropy(h, v, targets, bias=whole, weight=weight)
+        np.testing.assert_allclose(plain.item(), exact(hidden, w, targets, bias=whole, weight=weight).loss, rtol=1e-13)
 
 
 def test_mean_over_ignored_rows_has_no_gradient(comm):
