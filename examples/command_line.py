@@ -11,14 +11,19 @@ from pce_mpi.comm.launch import launch, why_apart
 from pce_mpi.conformance.launching import number_of_cores
 
 
-def parse_arguments(comm: MPI.Intracomm, parser: ArgumentParser) -> Namespace:
-    """Parse the command line on rank 0 and return the result on every rank."""
+def parse_arguments(comm: MPI.Intracomm, parser: ArgumentParser, ranks_per: str = "") -> Namespace:
+    """Parse the command line on rank 0 and return the result on every rank.
+
+    `ranks_per` names an option whose number has to divide that of the ranks.
+    """
     outcome: Namespace | SystemExit | None = None
     if comm.rank == 0:
         try:
             if apart := why_apart(comm):
                 raise SystemExit(f"error: {apart}")
             outcome = parser.parse_args()
+            if ranks_per and (getattr(outcome, ranks_per) < 1 or comm.size % getattr(outcome, ranks_per)):
+                parser.error(f"--{ranks_per} {getattr(outcome, ranks_per)} does not divide {comm.size} ranks")
             if launch() is None:
                 again = f"mpiexec -n 4 python -m mpi4py {shlex.join(sys.argv)}"
                 print(f"started without mpiexec, so on 1 rank; on 4 ranks: {again}", file=sys.stderr, flush=True)

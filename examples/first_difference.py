@@ -22,7 +22,8 @@ PLAN = {"numbers": Replicated(), "*.up": Colwise(), "*.down": Rowwise(), "classe
 
 
 def divided(x):
-    return (x / np.sqrt(np.square(x, dtype=np.float64).mean(-1, keepdims=True))).astype(x.dtype)
+    root = np.sqrt(np.square(x, dtype=np.float64).mean(-1, keepdims=True))
+    return (x / root).astype(x.dtype)
 
 
 def vjp(g, y, x):
@@ -70,10 +71,9 @@ def main(comm, args):
 
 if __name__ == "__main__":
     parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    sizes = [size for size in range(1, MPI.COMM_WORLD.size + 1) if MPI.COMM_WORLD.size % size == 0]
-    parser.add_argument("--model", type=int, choices=sizes, default=1, help="ranks that share hidden units and classes")
+    parser.add_argument("--model", type=int, metavar="N", default=1, help="ranks that share hidden units and classes")
     parser.add_argument("--steps", type=int, metavar="N", default=200, help="training steps (default: %(default)s)")
     parser.add_argument("--axes", default="tf", choices=["tf", "t.", ".f", ".."], help='of norm; ".": not sharded')
     parser.add_argument("--fingerprint", action="store_true", help="print that of the parameters after each step")
     parser.add_argument("--trace", type=int, metavar="N", default=0, help="list the results of this step")
-    main(MPI.COMM_WORLD, parse_arguments(MPI.COMM_WORLD, parser))
+    main(MPI.COMM_WORLD, parse_arguments(MPI.COMM_WORLD, parser, ranks_per="model"))

@@ -75,7 +75,7 @@ def test_data_are_generated_without_files():
 @pytest.mark.parametrize(
     ("labels", "sizes", "said"),
     [
-        ("short.npy", [], "got (1000, 14), and (10,) of int64"),
+        ("short.npy", [], "got (1000, 14) of float64, and (10,) of int64"),
         ("x.npy", [], "one whole number a row"),
         ("x.npz", [], "arrays are saved as .npy, by np.save"),
         ("y.npy", ["--validation=1000"], "1000 rows leave none to train on beside 1000 for validation"),
