@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace
-from pce_mpi.autograd.apply import apply
+from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axis, Rule
+from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import Replicate
 from pce_mpi.exact.sums import total
@@ -74,8 +75,8 @@ def sums(x: DistArray, *factor: DistArray, axes: tuple[int, ...], plain: bool = 
     All are float64. The axes stay with length 1. The sums over a sharded axis are reduced, together.
     """
     found = apply(_SUMS, x.detach(), *(each.detach() for each in factor), axes=axes, plain=plain)
-    partial = found.sharding.partial_dims
-    return found.redistribute(**dict.fromkeys(partial, Replicate())) if partial else found
+    with cause("sum", reason="the sums of all shards, together"):
+        return redistributed(found, found.sharding.replacing(dict.fromkeys(found.sharding.partial_dims, Replicate())))
 
 
 def count_of(shape: Shape, axes: Sequence[int]) -> int:
