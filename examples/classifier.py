@@ -27,6 +27,7 @@ from comparison import stop
 import pce_mpi as pce
 from pce_mpi import Replicate, Shard
 from pce_mpi.cli.progress import Bar
+from pce_mpi.conformance.reports.files import write_figure
 from training_options import file, number, picture, replaceable
 
 NUMBERS = (
@@ -190,7 +191,7 @@ def plot(path, curves, classes):
         axes.plot(*np.transpose(points), style, label=name)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure)
 
 
 def parser():

@@ -1,9 +1,13 @@
 """The command line of a program on many ranks: rank 0 parses it and prints messages once; all ranks get the result."""
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from functools import partial
 import os
 import shlex
+import signal
 import sys
+import time
+from types import TracebackType
 
 from mpi4py import MPI
 
@@ -12,10 +16,11 @@ from pce_mpi.conformance.launching import number_of_cores
 
 
 def parse_arguments(comm: MPI.Intracomm, parser: ArgumentParser, ranks_per: str = "") -> Namespace:
-    """Parse the command line on rank 0 and return the result on every rank.
+    """Parse the command line on rank 0 and return the result on every rank; a want of memory or disk ends the job.
 
     `ranks_per` names an option whose number has to divide that of the ranks.
     """
+    sys.excepthook = partial(end_job, comm, parser.prog)
     outcome: Namespace | SystemExit | None = None
     if comm.rank == 0:
         try:
@@ -25,6 +30,7 @@ def parse_arguments(comm: MPI.Intracomm, parser: ArgumentParser, ranks_per: str 
             if ranks_per and (getattr(outcome, ranks_per) < 1 or comm.size % getattr(outcome, ranks_per)):
                 parser.error(f"--{ranks_per} {getattr(outcome, ranks_per)} does not divide {comm.size} ranks")
             if launch() is None:
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly under `| head`, as ranks of mpiexec do
                 again = f"mpiexec -n 4 python -m mpi4py {shlex.join(sys.argv)}"
                 print(f"started without mpiexec, so on 1 rank; on 4 ranks: {again}", file=sys.stderr, flush=True)
         except SystemExit as end:
@@ -35,6 +41,22 @@ def parse_arguments(comm: MPI.Intracomm, parser: ArgumentParser, ranks_per: str 
         MPI.Finalize()  # otherwise mpi4py takes the exit status for a crash and aborts the job
         raise outcome
     return outcome
+
+
+def end_job(comm: MPI.Intracomm, program: str, kind: type, error: BaseException, trace: TracebackType | None) -> None:
+    """Say in one line what memory or a disk lacks, once if it lacks on all ranks; other errors are Python's to show."""
+    if not isinstance(error, MemoryError | OSError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    everywhere, patience = comm.Ibarrier(), time.monotonic() + 2.0
+    while not (alike := everywhere.Test()) and time.monotonic() < patience:
+        time.sleep(0.01)
+    if comm.rank == 0 or not alike:
+        print(f"{program}: error: {str(error) or 'out of memory'}", file=sys.stderr, flush=True)
+    if not alike:
+        comm.Abort(1)
+    comm.Barrier()
+    MPI.Finalize()  # as above
 
 
 def share_cores(comm: MPI.Intracomm) -> None:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
+from pce_mpi.conformance.reports.files import write_figure
+
 WINDOW = 50  # steps that the smooth curve averages over
 
 
@@ -26,4 +28,4 @@ def plot(path: Path, history: list[dict[str, float]], unigram_loss: float, ranks
     axes.axhline(unigram_loss, color="C1", linewidth=2, linestyle="--", label="unigram model, all training text")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure)

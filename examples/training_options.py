@@ -14,8 +14,8 @@ def number(text: str, least: float, whole: bool) -> float:
         value = int(text) if whole else float(text)
     except ValueError:
         value = -1
-    if not least <= value < float("inf"):
-        raise ArgumentTypeError(f"expected a {'whole ' * whole}number from {least} up, got {text!r}")
+    if not least <= value <= 1e9:
+        raise ArgumentTypeError(f"expected a {'whole ' * whole}number from {least} up to 1e9, got {text!r}")
     return value
 
 

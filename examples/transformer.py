@@ -29,6 +29,7 @@ from loss_curve import plot
 import pce_mpi as pce
 from pce_mpi import Colwise, Replicate, Replicated, Rowwise, SequenceParallel, Shard, VocabParallel
 from pce_mpi.cli.progress import Bar
+from pce_mpi.conformance.reports.files import write
 from training_options import training_parser
 
 NUMBERS = (
@@ -173,7 +174,7 @@ def train(start, mesh, rows, corpus, args):
     if args.save:
         save(model, args.save, last)
     if here and args.log:
-        args.log.write_text("".join(json.dumps(entry) + "\n" for entry in history), encoding="utf-8")
+        write(args.log, "".join(json.dumps(entry) + "\n" for entry in history))
     if here and args.plot:
         plot(args.plot, history, -corpus.unigram()[np.concatenate(corpus.training)].mean(), mesh.size)
     return model

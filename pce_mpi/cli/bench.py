@@ -21,6 +21,7 @@ from pce_mpi.cli.progress import progress
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import Purpose, cause, trace
+from pce_mpi.conformance.reports.files import write_figure
 from pce_mpi.conformance.reports.tables import table
 from pce_mpi.distributed.placements import shard_range
 from pce_mpi.loss import (
@@ -290,4 +291,4 @@ def _plot(measured: list[Measurement], options: argparse.Namespace, size: int) -
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(options.plot, dpi=150)
+    write_figure(options.plot, figure)

@@ -153,3 +153,16 @@ def test_output_of_crashed_candidate_is_bounded_and_escaped(tmp_path):
     for text in (run.stdout, run.stderr):
         assert "died of SIGSEGV" in text and len(text) < 10_000 and "\x1b" not in text
     assert (tmp_path / "it.html").stat().st_size < 50_000
+
+
+def test_picture_that_fails_midway_keeps_earlier_one(tmp_path):
+    class Broken:
+        def savefig(self, file, **_):
+            file.write(b"half")
+            raise MemoryError
+
+    path = tmp_path / "a.png"
+    path.write_bytes(b"earlier")
+    with pytest.raises(MemoryError):
+        files.write_figure(path, Broken())
+    assert [(path, b"earlier")] == [(each, each.read_bytes()) for each in tmp_path.iterdir()]

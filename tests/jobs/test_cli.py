@@ -138,7 +138,8 @@ def test_bench_that_cannot_write_its_picture_has_printed(tmp_path):
     job = launch(2, *COMMAND, *SMALL_BENCH, f"--plot={full}")
     assert job.returncode != 0
     assert "value_and_grad" in job.stdout
-    assert job.stderr.count("error: [Errno 28] No space left on device (rank 0)\n") == job.stderr.count("error:") == 1
+    told = f"error: [Errno 28] No space left on device: '{full}' (rank 0)\n"
+    assert job.stderr.count(told) == job.stderr.count("error:") == 1
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from functools import cache
 import json
 import os
 import re
+import shlex
+import signal
 import sys
 
 import numpy as np
@@ -342,6 +344,14 @@ def test_example_without_mpiexec_says_how_to_start_it(start):
     assert job(1, SHARDED_LOSS).stderr == ""
 
 
+def test_example_alone_ends_quietly_once_unread():
+    piped = f"set -o pipefail; {shlex.quote(sys.executable)} {FIRST_DIFFERENCE} --steps=50 | head -1"
+    alone = complete(["bash", "-c", piped], env=job_environment(1))
+    assert alone.returncode == 128 + signal.SIGPIPE
+    assert alone.stdout.startswith("step   1  loss ")
+    assert alone.stderr.count("\n") == 1, alone.stderr
+
+
 def test_rank_0_alone_prints_result(trained_on_a_slice):
     output, _, _ = trained_on_a_slice[3]
     perplexities = re.findall(r"^(unigram|this) model +[\d.]+ +([\d.]+)$", output.stdout, re.MULTILINE)
@@ -414,10 +424,10 @@ def test_transformer_prints_fingerprint_of_each_step():
 
 # A bad command line, and what is said of it.
 COMPLAINTS = [
-    (LANGUAGE_MODEL, "--steps=0", "argument --steps: expected a whole number from 1 up, got '0'"),
-    (LANGUAGE_MODEL, "--max-files=1", "argument --max-files: expected a whole number from 2 up, got '1'"),
-    (LANGUAGE_MODEL, "--batch=many", "argument --batch: expected a whole number from 1 up, got 'many'"),
-    (LANGUAGE_MODEL, "--rate=-1", "argument --rate: expected a number from 0 up, got '-1'"),
+    (LANGUAGE_MODEL, "--steps=0", "argument --steps: expected a whole number from 1 up to 1e9, got '0'"),
+    (LANGUAGE_MODEL, "--max-files=1", "argument --max-files: expected a whole number from 2 up to 1e9, got '1'"),
+    (LANGUAGE_MODEL, "--batch=many", "argument --batch: expected a whole number from 1 up to 1e9, got 'many'"),
+    (LANGUAGE_MODEL, "--rate=-1", "argument --rate: expected a number from 0 up to 1e9, got '-1'"),
     (LANGUAGE_MODEL, "--plot=/no/such/folder/losses.png", "--plot: cannot write '/no/such/folder/losses.png'"),
     (LANGUAGE_MODEL, "--save=/dev/null", "argument --save: cannot write '/dev/null': only a regular file is replaced"),
     (LANGUAGE_MODEL, "--resume=/no/such/file", "argument --resume: cannot read '/no/such/file'"),
@@ -433,6 +443,13 @@ COMPLAINTS = [
     (TRANSFORMER, "--max-files=3 --length=10000000", "a length of 10000000 is too long for "),
     *((program, "--steps=3", "unrecognized arguments: --steps=3") for program in WITHOUT_OPTIONS),
 ]
+
+WITHIN_8_GIB = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 # Runs programs with these arguments, one after the other; what all ranks said of each, and with which status.
 RUN_ALL = """
@@ -498,6 +515,25 @@ def test_resuming_another_model_says_what_differs(tmp_path):
     job = launch(2, TRANSFORMER, *options, "--width=48", f"--resume={kept}")
     assert job.returncode != 0
     assert "the array has the shape (48,), and that in" in job.stderr and job.stderr.count("error: cannot resume") == 1
+    assert "Traceback" not in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--width=120000000"], "Unable to allocate"),
+        (["--width=24", "--log={full}"], "[Errno 28] No space left on device: '{full}'"),
+    ],
+    ids=["memory", "disk"],
+)
+def test_want_of_memory_or_disk_ends_training_once(options, told, tmp_path):
+    full = tmp_path / "full.svg"
+    full.symlink_to("/dev/full")
+    options = [*GPT_SLICE, "--max-files=3", "--steps=1", *(option.format(full=full) for option in options)]
+    job = launch(2, "-c", WITHIN_8_GIB, TRANSFORMER, *options, env=IMPORTABLE)
+    assert job.returncode == 1
+    errors = [line for line in job.stderr.splitlines() if "error" in line]
+    assert len(errors) == 1 and errors[0].startswith(f"transformer.py: error: {told.format(full=full)}"), job.stderr
     assert "Traceback" not in job.stderr
 
 

@@ -1,13 +1,18 @@
-"""Write a report to a file, so that a reader finds the whole report there, or the one before."""
+"""Write a file, so that a reader finds all of it there, or the one before."""
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 import stat
 import sys
+from typing import TYPE_CHECKING
 
 from pce_mpi.leftovers import abandoned, new_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def write(path: Path, text: str) -> None:
@@ -15,7 +20,25 @@ def write(path: Path, text: str) -> None:
 
     The file is UTF-8; a character that UTF-8 has not, as half of a surrogate pair, is escaped.
     """
-    data = text.encode("utf-8", "backslashreplace")
+    _write(path, text.encode("utf-8", "backslashreplace"))
+
+
+def write_figure(path: Path, figure: Figure) -> None:
+    """Replace `path` as `write` does, by a picture in the format that its suffix names."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix.removeprefix("."), dpi=150)
+    _write(path, picture.getvalue())
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        _replace(path, data)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # that of a full disk names none
+        raise
+
+
+def _replace(path: Path, data: bytes) -> None:
     status = path.stat() if path.exists() else None
     if status is not None and (not stat.S_ISREG(status.st_mode) or _is_output(status)):
         with path.open("ab") as file:
