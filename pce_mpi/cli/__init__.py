@@ -22,8 +22,11 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from pce_mpi import __version__
 from pce_mpi.cli import bench, check, conformance, info
 from pce_mpi.comm.agreement import agree
+from pce_mpi.comm.communicators import timeout_seconds
 from pce_mpi.comm.launch import launch, why_apart
-from pce_mpi.comm.library import check_mpi
+from pce_mpi.comm.library import check_mpi, told_gpu_aware
+from pce_mpi.exact.mode import is_reproducible
+from pce_mpi.loss.kernels import check_choice
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments = sys.argv[1:] if arguments is None else arguments
         if arguments[:1] == ["conformance"] and not (launch() and {"-h", "--help"} & {*arguments}):
             status = conformance.status_as_rank()
+            if status is None and (wrong := _wrong_environment()):
+                print(f"error: {wrong}", file=sys.stderr)
+                status = 2
             sys.exit(conformance.run(_parsed(arguments)) if status is None else status)
         sys.exit(_status_on_ranks(arguments))
 
@@ -52,6 +58,14 @@ def _status_on_ranks(arguments: Sequence[str]) -> int:
             silence = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(silence))
             stack.enter_context(contextlib.redirect_stderr(silence))
+        wrong = _wrong_environment()
+        if comm is not None:  # not by an agreement, whose time limit may be what is wrong
+            wrong = next(filter(None, comm.allgather(wrong)), "")
+        if wrong:
+            print(f"error: {wrong}", file=sys.stderr, flush=True)
+            if comm is not None:
+                comm.Barrier()  # as below
+            return 2
         try:
             options = _parsed(arguments)
         except SystemExit:
@@ -77,6 +91,16 @@ def _status_on_ranks(arguments: Sequence[str]) -> int:
                 print(end="", flush=True)
             agree(comm, "command line", {})  # as above
     return status
+
+
+def _wrong_environment() -> str:
+    """Say what is wrong about a variable that is this package's own; '' if nothing is."""
+    try:
+        for check in (timeout_seconds, told_gpu_aware, is_reproducible, check_choice):
+            check()
+    except (ImportError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 @contextlib.contextmanager

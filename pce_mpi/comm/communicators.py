@@ -67,7 +67,7 @@ class Channel:
         self._tag = tag
         self.broken: str | None = None
         self._is_waited_on = False
-        self._timeout = _timeout_seconds()
+        self._timeout = timeout_seconds()
 
     def __del__(self) -> None:
         # The caller's communicator holds the channel and was freed. A delete function of the keyval could note that
@@ -195,7 +195,8 @@ class Pending:
 _abandoned: list[tuple[MPI.Request, tuple[object, ...], Channel]] = []
 
 
-def _timeout_seconds() -> float:
+def timeout_seconds() -> float:
+    """Return how long a collective may wait, as `PCE_MPI_TIMEOUT` says; `ValueError` if it says something else."""
     text = os.environ.get("PCE_MPI_TIMEOUT", "600")
     try:
         seconds = float(text)

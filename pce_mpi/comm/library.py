@@ -101,10 +101,16 @@ def gpu_aware() -> tuple[bool, str]:
 
     `PCE_MPI_GPU_AWARE` decides if it is 1 or 0, and otherwise the loaded library.
     """
+    told = told_gpu_aware()
+    return (told == "1", f"PCE_MPI_GPU_AWARE={told}") if told else _asked_of_the_library()
+
+
+def told_gpu_aware() -> str:
+    """Return `PCE_MPI_GPU_AWARE`, 0, 1 or nothing; `ValueError` if it is something else."""
     told = os.environ.get("PCE_MPI_GPU_AWARE", "")
     if told not in ("", "0", "1"):
         raise ValueError(f"PCE_MPI_GPU_AWARE must be 0 or 1, got {told!r}")
-    return (told == "1", f"PCE_MPI_GPU_AWARE={told}") if told else _asked_of_the_library()
+    return told
 
 
 @cache

@@ -10,17 +10,17 @@ import os
 _SETTING = "PCE_MPI_REPRODUCIBLE"
 
 
-def _at_start() -> bool:
-    given = os.environ.get(_SETTING, "0")
-    if given not in ("0", "1"):
-        raise ValueError(f"{_SETTING} must be 0 or 1, got {given!r}")
-    return given == "1"
+_AT_START = os.environ.get(_SETTING, "0")
+_mode: ContextVar[bool] = ContextVar("reproducible", default=_AT_START == "1")
 
 
-_AT_START = _at_start()
-_mode: ContextVar[bool] = ContextVar("reproducible", default=_AT_START)
-# Tells whether the mode is on, in every operation and without entering a Python function.
-is_reproducible = _mode.get
+def _refuse() -> bool:
+    raise ValueError(f"{_SETTING} must be 0 or 1, got {_AT_START!r}")
+
+
+# Tells whether the mode is on, in every operation and without entering a Python function. Not the import refuses what
+# the variable may not be: a command says it in one line.
+is_reproducible = _mode.get if _AT_START in ("0", "1") else _refuse
 
 
 @contextmanager

@@ -199,6 +199,39 @@ def test_wrong_option_exits_with_2_and_hint(arguments, hint, capsys):
     assert f"{hint} explains" in " ".join(capsys.readouterr().err.split())
 
 
+LAST_RANK_HAS_WRONG_TIMEOUT = """
+import os
+from mpi4py import MPI
+from pce_mpi.cli import main
+if MPI.COMM_WORLD.rank:
+    os.environ["PCE_MPI_TIMEOUT"] = "soon"
+main(["check"])
+"""
+
+
+@pytest.mark.parametrize("command", ["info", "conformance"])
+@pytest.mark.parametrize(
+    ("variable", "told"),
+    [
+        ("PCE_MPI_TIMEOUT=soon", "PCE_MPI_TIMEOUT must be a positive number of seconds, got 'soon'"),
+        ("PCE_MPI_KERNEL=MMX", "PCE_MPI_KERNEL must be numpy or one of "),
+        ("PCE_MPI_REPRODUCIBLE=yes", "PCE_MPI_REPRODUCIBLE must be 0 or 1, got 'yes'"),
+        ("PCE_MPI_GPU_AWARE=2", "PCE_MPI_GPU_AWARE must be 0 or 1, got '2'"),
+    ],
+)
+def test_wrong_environment_is_told_in_one_line(command, variable, told):
+    done = complete([sys.executable, *COMMAND, command], env=job_environment(1) | dict([variable.split("=")]))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {told}") and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_wrong_environment_of_one_rank_ends_all():
+    job = launch(2, "-c", LAST_RANK_HAS_WRONG_TIMEOUT)
+    assert job.returncode != 0
+    assert job.stderr.count("error: PCE_MPI_TIMEOUT must be a positive number of seconds, got 'soon'\n") == 1
+    assert "Traceback" not in job.stderr and not job.stdout
+
+
 @pytest.mark.parametrize("command", ["info", "check", "bench", "conformance"])
 def test_help_explains_options_and_exit_status(command, capsys):
     with pytest.raises(SystemExit) as ended:

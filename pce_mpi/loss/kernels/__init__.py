@@ -66,6 +66,12 @@ def host_kernel() -> ModuleType:
     return compiled
 
 
+def check_choice() -> None:
+    """Raise `ValueError` or `ImportError` if `PCE_MPI_KERNEL` names a kernel that is not there."""
+    if os.environ.get(_VARIABLE):
+        host_kernel()
+
+
 def kernel_text() -> str:
     """The kernel that computes the loss of NumPy arrays, for people."""
     with warnings.catch_warnings():
