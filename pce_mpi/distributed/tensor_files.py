@@ -197,11 +197,12 @@ class TensorFile:
         if not self._first <= start <= stop <= self._first + len(self._held):
             first, last = start // self._block, -(-stop // self._block)
             self._first, end = first * self._block, min(last * self._block, self._size)
+            self._held = memoryview(b"")  # not both at once
             self._held = memoryview(self._bytes_at(self._start + self._first, end - self._first))
             for number, expected in enumerate(self._checksums[first:last]):
                 begin = number * self._block
                 if zlib.crc32(self._held[begin : begin + self._block]) != expected:
-                    self._held = self._held[:0]
+                    self._held = memoryview(b"")
                     raise ValueError(
                         f"{str(self._path)!r} has changed since it was saved, or was not read right: the checksum of "
                         f"the {self._block} bytes from {self._start + self._first + begin} on is another"
