@@ -16,10 +16,7 @@ from pce_mpi.conformance.launching import number_of_cores
 
 
 def parse_arguments(comm: MPI.Intracomm, parser: ArgumentParser, ranks_per: str = "") -> Namespace:
-    """Parse the command line on rank 0 and return the result on every rank; a want of memory or disk ends the job.
-
-    `ranks_per` names an option whose number has to divide that of the ranks.
-    """
+    """Parse the command line on rank 0, for every rank; the number of ranks is a multiple of the option `ranks_per`."""
     sys.excepthook = partial(end_job, comm, parser.prog)
     outcome: Namespace | SystemExit | None = None
     if comm.rank == 0:
