@@ -13,9 +13,13 @@ _OVERLAP_WORK: Any = 100_000
 
 
 def same_memory(a: Any, b: Any) -> bool:
-    """Return whether `a` and `b` have the same elements at the same addresses in the same order."""
+    """Return whether `a` and `b` have the same elements at the same addresses in the same order.
+
+    Two arrays without elements share nothing, although on a GPU both have the address 0.
+    """
     return a is b or (
         type(a) is type(b)
+        and a.size > 0
         and a.shape == b.shape
         and a.strides == b.strides
         and a.dtype == b.dtype

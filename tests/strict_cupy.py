@@ -46,7 +46,7 @@ class ndarray:
 
     @property
     def data(self):
-        return SimpleNamespace(ptr=self._array.ctypes.data)
+        return SimpleNamespace(ptr=self._array.ctypes.data if self._array.size else 0)
 
     @property
     def __cuda_array_interface__(self):
