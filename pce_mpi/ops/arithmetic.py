@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace
+from pce_mpi.arrays import array_namespace, is_floating
 from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.operands import operands_of
@@ -65,11 +65,32 @@ def _power_gradient_of_exponent(g: Array, a: Array, b: Array) -> Array:
     return xp.where((a == 0) & (b >= 0), 0, g * (_raised(a, b) * library_function("log")(a)))
 
 
+def _floor_divide(a: Array, b: Array) -> Array:
+    """Return NumPy's floor(a / b)."""
+    xp = array_namespace(a)
+    if xp is np or not is_floating(np.result_type(a.dtype, b.dtype)):
+        return xp.floor_divide(a, b)
+    rest = xp.fmod(a, b)
+    quotient = (a - rest) / b - ((rest != 0) & ((rest < 0) != (b < 0)))
+    whole = xp.floor(quotient)
+    whole = xp.where(quotient - whole > 0.5, whole + 1, whole)
+    return xp.where(b == 0, a / b, xp.where(quotient == 0, xp.copysign(whole, a / b), whole))
+
+
+def _remainder(a: Array, b: Array) -> Array:
+    """Return NumPy's a - floor(a / b) b, which has no rounding error; CuPy takes a - floor(a / b) b at its word."""
+    xp = array_namespace(a)
+    if xp is np or not is_floating(np.result_type(a.dtype, b.dtype)):
+        return xp.remainder(a, b)
+    rest = xp.fmod(a, b)
+    return xp.where(rest == 0, xp.copysign(rest, b), xp.where((rest < 0) != (b < 0), rest + b, rest))
+
+
 _DIVISOR = gradient_op("divide", lambda g, a, b: -(g / b) * (a / b), [1])
 _BASE = gradient_op("power", _power_gradient_of_base)
 _EXPONENT = gradient_op("power", _power_gradient_of_exponent)
 _NOTHING = gradient_op("floor_divide", lambda g: array_namespace(g).zeros_like(g), [0])
-_MODULUS = gradient_op("remainder", lambda g, a, b: -g * array_namespace(a).floor_divide(a, b), [0])
+_MODULUS = gradient_op("remainder", lambda g, a, b: -g * _floor_divide(a, b), [0])
 _ADD = binary("add", lambda g, a, b: g, lambda g, a, b: g, [0, 1], uses=[(), ()])
 _SUBTRACT = binary(
     "subtract",
@@ -101,7 +122,7 @@ _FLOOR_DIVIDE = binary(
     lambda g, a, b: apply(_NOTHING, g),
     uses=[(), ()],
     dtype=numpy_dtype("floor_divide"),
-    forward=rounded_once(library_function("floor_divide")),
+    forward=rounded_once(_floor_divide),
 )
 _REMAINDER = binary(
     "remainder",
@@ -109,7 +130,7 @@ _REMAINDER = binary(
     lambda g, a, b: apply(_MODULUS, g, a, b),
     uses=[(), (0, 1)],
     dtype=numpy_dtype("remainder"),
-    forward=rounded_once(library_function("remainder")),
+    forward=rounded_once(_remainder),
 )
 # Operations on the bits of integers, and on bool; they have no gradient.
 _BITWISE = {

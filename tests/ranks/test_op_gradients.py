@@ -265,6 +265,22 @@ def test_cupy_arrays_give_cupy_arrays_with_same_numbers(cupy, op):
         assert list(differences(case, cupy, got.arrays, expected)) == []
 
 
+@pytest.mark.parametrize("name", ["floor_divide", "remainder"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_cupy_remainders_are_those_of_numpy(cupy, name, dtype):
+    sizes = np.array([0.0, 0.1, 0.7, 1.0, 3.0, 5.5, 1e6, 2.0**24 + 2, 1e30, np.inf, np.nan], dtype)
+    values = np.concatenate([sizes, -sizes])
+    a, b = values[:, None], values[None]
+    with np.errstate(all="ignore"):
+        expected = getattr(np, name)(a, b)
+        found = getattr(pce, name)(*(pce.distribute(cupy.asarray(x), alone()) for x in (a, b)))
+    got = cupy.asnumpy(found.local)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got, expected)
+    number = ~np.isnan(expected)
+    np.testing.assert_array_equal(np.signbit(got[number]), np.signbit(expected[number]))
+
+
 @pytest.mark.sizes(2)  # the library does not depend on the size
 @pytest.mark.parametrize("op", OPS)
 def test_sharded_cupy_arrays_give_numbers_of_numpy(line, cupy, op):
