@@ -31,9 +31,13 @@ def as_array(value: Any, name: str) -> Any:
 
     NumPy and CuPy arrays are returned as they are. A tensor that supports DLPack becomes a NumPy array on the host and
     a CuPy array on a GPU. Buffers and nested sequences become NumPy arrays. bfloat16 on the host needs `ml_dtypes`.
-    Raises `TypeError`, which names the argument `name`, if `value` is no array of numbers.
+    Raises `TypeError`, which names the argument `name`, if `value` is no array of numbers, and `ValueError` if it is at
+    an address at which no GPU can read it.
     """
-    if type(value) is np.ndarray or cupy_of(value) is not None:
+    if type(value) is np.ndarray:
+        return value
+    if cupy_of(value) is not None:
+        _check_address(value, name)
         return value
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name} is a masked array, whose mask would be lost; mask classes by logits of -inf instead")
@@ -47,6 +51,17 @@ def as_array(value: Any, name: str) -> Any:
         remedy = ": take its .toarray()" if hasattr(value, "toarray") else ""  # a sparse matrix
         raise TypeError(f"{name} must be an array of numbers, got {type(value).__name__}{remedy}")
     return array
+
+
+def _check_address(array: Any, name: str) -> None:
+    """Raise `ValueError` if the item size does not divide every address: a GPU that reads there ends all of CUDA."""
+    size = array.dtype.itemsize
+    steps = (stride for stride, length in zip(array.strides, array.shape, strict=True) if length > 1)
+    if array.size and any(address % size for address in (array.data.ptr, *steps)):
+        raise ValueError(
+            f"{name} has elements at addresses that their {size} bytes do not divide, as in a view of bytes, where no "
+            "GPU can read them: copy the bytes to an array of their own"
+        )
 
 
 def _from_dlpack(value: Any) -> Any:

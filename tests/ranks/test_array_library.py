@@ -395,6 +395,27 @@ def test_parameters_and_gradients_of_two_libraries_are_refused(comm, cupy):
     assert len(set(texts)) == 1
 
 
+@pytest.mark.parametrize("unaligned", ["logits", "targets", "out"])
+def test_arrays_at_odd_addresses_raise_everywhere(comm, cupy, unaligned):
+    problem = draw(3, NARROW)
+    logits, targets, _ = on_device(cupy, problem, part_of(comm, problem, "uneven"))
+    given = {"logits": logits, "targets": targets, "out": cupy.empty(logits.shape, logits.dtype)}
+    if comm.rank == comm.size - 1:
+        array = given[unaligned]
+        size = max(array.nbytes, array.dtype.itemsize)
+        given[unaligned] = cupy.zeros(size + 1, np.uint8)[1:].view(array.dtype)[: array.size].reshape(array.shape)
+    error = error_of(lambda: pce.softmax_cross_entropy_value_and_grad(**given, comm=comm))
+    assert isinstance(error, ValueError)
+    assert f"{unaligned} has elements at addresses that their {given[unaligned].dtype.itemsize} bytes" in str(error)
+    assert len(set(comm.allgather(str(error)))) == 1
+
+
+def test_distributed_arrays_at_odd_addresses_are_refused(line, cupy):
+    halves = cupy.zeros(7, np.uint8)[1:].view(np.float16)
+    with pytest.raises(ValueError, match="array has elements at addresses that their 2 bytes do not divide"):
+        pce.distribute(halves, line)
+
+
 # GPUs
 
 
