@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, to_host
+from pce_mpi.loss.kernels import converted
 from pce_mpi.loss.kernels.elementary import ATANH, HI, LO, LOG2E, NEAR, curved, f64, i64, two_product, two_sum
 from pce_mpi.loss.kernels.elementary import power as two_to
 
@@ -42,8 +43,9 @@ def elementwise(function: Callable[..., Array]) -> Callable[..., Array]:
         with np.errstate(all="ignore"):
             for start in range(0, result.size, size):
                 block = slice(start, start + size)
-                found = function(xp, *(operand[block].astype(f64) for operand in operands))
-                flat[block] = xp.where(found == found, found, np.nan)  # a nan's bits depend on the processor
+                found = function(xp, *(converted(operand[block], f64) for operand in operands))
+                found = xp.where(found == found, found, np.nan)  # a nan's bits depend on the processor
+                flat[block] = found if xp is np else converted(found, result.dtype)
         return result
 
     return computed

@@ -18,6 +18,7 @@ from pce_mpi.arrays import array_namespace
 from pce_mpi.exact.kept import kept_slices
 from pce_mpi.exact.slices import exponents, grids, in_units, joined, slices, slicing
 from pce_mpi.exact.sums import reduced, with_special
+from pce_mpi.loss.kernels import converted
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -47,12 +48,12 @@ def product(a: Array, b: Array, length: int, comm: Any = None, keep: bool = Fals
         left = _side_by_side(first[..., rows, :], unit, bits, range(count), -1)
         sums = [xp.matmul(left[..., : (d + 1) * k], right[..., (count - 1 - d) * k :, :]) for d in range(count)]
         if levels is None:
-            found[..., rows, :] = in_units(joined(sums), unit + f, dtype)
+            found[..., rows, :] = converted(in_units(joined(sums), unit + f, dtype), dtype)
         else:
             for level, part in zip(levels, sums, strict=True):
                 level[..., rows, :] = part
     if levels is not None:
-        found[...] = in_units(joined(reduced(levels, comm)), e + f, dtype)
+        found[...] = converted(in_units(joined(reduced(levels, comm)), e + f, dtype), dtype)
     return found if finite else with_special(found, _flags(a, b, comm))
 
 

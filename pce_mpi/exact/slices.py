@@ -17,6 +17,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace
 from pce_mpi.comm.collectives import all_reduce
+from pce_mpi.loss.kernels import converted
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -50,6 +51,8 @@ def exponents(x: Array, axes: tuple[int, ...]) -> Array:
         shape = [1 if axis in axes else length for axis, length in enumerate(x.shape)]
         return xp.full(shape, -NOT_FINITE, np.int32)
     wide = x if x.dtype.itemsize > 2 else x.astype(np.float32)
+    if xp is not np:  # CuPy's float32 has no subnormal numbers
+        wide = converted(x, np.float64)
     largest = xp.maximum(xp.max(wide, axis=axes, keepdims=True), -xp.min(wide, axis=axes, keepdims=True))
     found = xp.frexp(largest)[1].astype(np.int32)
     found[largest == 0] = -NOT_FINITE
@@ -102,7 +105,7 @@ def slices(x: Array, e: Array, bits: int, count: int, dtype: np.dtype[Any], squa
     if dtype.itemsize == 8:  # there e may be as large as float64 has them
         x, unit = scaled(x, -e), 1.0
     else:
-        x, unit = x.astype(np.float64), power_of_two(e)
+        x, unit = converted(x, np.float64), power_of_two(e)
     if squared:
         x, unit = x * x, unit * unit
     for index in range(count):

@@ -21,6 +21,7 @@ from pce_mpi.exact.slices import (
     slices,
     slicing,
 )
+from pce_mpi.loss.kernels import converted
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -120,7 +121,7 @@ def running_total(x: Array, axis: int, add: Callable[[Array], Array]) -> Array:
 
 def over_ranks(x: Array, comm: Any, divisor: float) -> Array:
     """Return the sum of the arrays of all ranks of `comm`, elementwise, by `divisor`, rounded once to their dtype."""
-    return (total(x[None], (0,), comm.size, comm)[0] / divisor).astype(x.dtype)
+    return converted(total(x[None], (0,), comm.size, comm)[0] / divisor, x.dtype)
 
 
 def reduced_together(parts: Sequence[Array], comm: Any) -> list[Array]:

@@ -21,7 +21,7 @@ from pce_mpi.arrays import to_host
 from pce_mpi.comm.collectives import all_reduce, start_all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.floating_point import check_floating_point
-from pce_mpi.loss.kernels import host_kernel, sets_arithmetic
+from pce_mpi.loss.kernels import converted, host_kernel, sets_arithmetic
 from pce_mpi.loss.kernels.elementary import Arithmetic
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
 from pce_mpi.loss.options import Reduction
@@ -222,7 +222,7 @@ def reduced(problem: Problem, losses: Array) -> tuple[Array, Array]:
     options = problem.options
     if options.reduction == Reduction.NONE:
         with np.errstate(all="ignore"):
-            return losses[0].astype(options.compute_dtype).reshape(problem.rows_shape), problem.xp.ones(1)
+            return converted(losses[0], options.compute_dtype).reshape(problem.rows_shape), problem.xp.ones(1)
     sums = problem.kernel.sums_of(losses[0], losses[1])
     if options.batch_comm is not None:
         with cause(options.operation, options.batch_over, f"{options.reduction} over the rows of all ranks"):

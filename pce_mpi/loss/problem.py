@@ -15,7 +15,7 @@ from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floa
 from pce_mpi.comm.agreement import Call
 from pce_mpi.comm.library import check_comm, same_ranks
 from pce_mpi.gpu import check_on_current_gpu
-from pce_mpi.loss.kernels import host_kernel, kernel_of
+from pce_mpi.loss.kernels import converted, host_kernel, kernel_of
 from pce_mpi.loss.kernels.elementary import Arithmetic
 from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.loss.options import Numbers, Options, checked_numbers
@@ -279,7 +279,7 @@ def upstream_of(value: Any, name: str, shape: tuple[int, ...], problem: Problem)
         {"logits": problem.logits, name: value if isinstance(value, np.generic | float | int) else upstream}
     )
     check_on_current_gpu({"logits": problem.logits, name: upstream})
-    return problem.xp.asarray(upstream.astype(np.float64).reshape(-1))
+    return problem.xp.asarray(converted(upstream, np.float64).reshape(-1))
 
 
 def _lends_memory(value: Any) -> bool:

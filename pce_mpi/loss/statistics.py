@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Unpack
 import numpy as np
 
 from pce_mpi.loss.agreement import prepare
-from pce_mpi.loss.kernels import standard_arithmetic
+from pce_mpi.loss.kernels import converted, standard_arithmetic
 from pce_mpi.loss.options import Options, StatisticsOptions, takes
 from pce_mpi.loss.passes import PassResiduals, row_softmax, write_statistics_gradient
 from pce_mpi.loss.problem import Problem, upstream_of
@@ -217,7 +217,7 @@ def statistics_of(problem: Problem) -> tuple[ClassStatistics, StatisticsResidual
     @np.errstate(all="ignore")
     def rows(values: Array) -> Array:
         one_nan = xp.where(xp.isnan(values), np.nan, values)  # of the many, the same on every rank
-        return one_nan.astype(problem.options.compute_dtype).reshape(problem.rows_shape)
+        return converted(one_nan, problem.options.compute_dtype).reshape(problem.rows_shape)
 
     statistics = ClassStatistics(
         max=rows(softmax.held_z),

@@ -20,6 +20,7 @@ from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import ReduceOperator
 from pce_mpi.exact.sums import reduced, total
+from pce_mpi.loss.kernels import converted
 from pce_mpi.ops.shape import normalized_axis, reshape
 from pce_mpi.scalars import flag, integers
 
@@ -170,7 +171,7 @@ def exact_total(x: Array, axes: tuple[int, ...], shardings: Shardings) -> Array:
 def _exact_sum(x: Array, axes: tuple[int, ...], keepdims: bool, shardings: Shardings) -> Array:
     if not is_floating(x.dtype):
         return reduced(array_namespace(x).asarray(local_sum(x, axes, keepdims)), shardings.summed_comm)
-    return exact_total(x, axes, shardings).astype(x.dtype).reshape(shardings.shape)
+    return converted(exact_total(x, axes, shardings), x.dtype).reshape(shardings.shape)
 
 
 _SUM = Op(

@@ -13,6 +13,7 @@ from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact.sums import running_total
+from pce_mpi.loss.kernels import converted
 from pce_mpi.ops.elementwise import numpy_dtype
 from pce_mpi.ops.shape import normalized_axis, reshape
 
@@ -34,7 +35,7 @@ def _cumsum(x: Array, axis: int, backwards: bool) -> Array:
 def _exact_cumsum(x: Array, axis: int, backwards: bool, shardings: Shardings) -> Array:
     if not is_floating(x.dtype):
         return _cumsum(x, axis, backwards)
-    return running_total(x, axis, lambda part: _cumsum(part, axis, backwards)).astype(x.dtype)
+    return converted(running_total(x, axis, lambda part: _cumsum(part, axis, backwards)), x.dtype)
 
 
 _CUMSUM: Op = Op(

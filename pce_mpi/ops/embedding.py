@@ -15,6 +15,7 @@ from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import Replicate
 from pce_mpi.exact.sums import reduced, scattered
+from pce_mpi.loss.kernels import converted
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -65,14 +66,15 @@ def _gradient(g: Array, ids: Array, table: Array, shardings: Shardings) -> Array
 
 def _exact_gradient(g: Array, ids: Array, table: Array, shardings: Shardings) -> Array:
     here, rows = _rows_here(ids, shardings, 2)
-    return scattered(
+    found = scattered(
         lambda how, zeros, values: scatter_rows(how, zeros, rows, values),
         lambda zeros: zeros[rows],
         g[here],
         shardings.shape,
         math.prod(shardings.operands[1].shape),
         shardings.summed_comm,
-    ).astype(g.dtype)
+    )
+    return converted(found, g.dtype)
 
 
 # The table is an operand for its sharding alone: each rank adds up the rows of its own shard.

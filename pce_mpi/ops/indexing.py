@@ -16,6 +16,7 @@ from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact.sums import scattered
+from pce_mpi.loss.kernels import converted
 from pce_mpi.ops.broadcasting import aligned
 from pce_mpi.ops.shape import reshape
 
@@ -130,7 +131,7 @@ def _exact_put(g: Array, *indices: Array, axes: tuple[int, ...], at: int, whole:
     length = math.prod(np.broadcast_shapes(*(each.shape for each in shardings.operands[1:])))
     shape = tuple(lengths[axis] for axis in order)
     filled = scattered(scatter, lambda zeros: zeros[indices], moved, shape, length, shardings.summed_comm)
-    return filled.transpose(sorted(range(len(order)), key=order.__getitem__)).astype(g.dtype)
+    return converted(filled.transpose(sorted(range(len(order)), key=order.__getitem__)), g.dtype)
 
 
 _PUT = Op("slice", _put, rule=_put_rule, dtype=lambda g, *_: g, takes_shardings=True, exact=_exact_put)

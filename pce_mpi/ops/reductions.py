@@ -20,7 +20,7 @@ from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import ReduceOperator
 from pce_mpi.exact.mode import is_reproducible
-from pce_mpi.loss.kernels import standard_arithmetic
+from pce_mpi.loss.kernels import converted, standard_arithmetic
 from pce_mpi.ops.broadcasting import (
     broadcast_to,
     exact_total,
@@ -56,7 +56,7 @@ def _mean_vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int, ...], k
 
 def _exact_mean(x: Array, axes: tuple[int, ...], keepdims: bool, count: int, shardings: Shardings) -> Array:
     wide = x if is_floating(x.dtype) else x.astype(np.float64)
-    return (exact_total(wide, axes, shardings) / np.float64(count)).astype(wide.dtype).reshape(shardings.shape)
+    return converted(exact_total(wide, axes, shardings) / np.float64(count), wide.dtype).reshape(shardings.shape)
 
 
 _MEAN = Op(

@@ -17,7 +17,7 @@ from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss.agreement import prepare
-from pce_mpi.loss.kernels import standard_arithmetic
+from pce_mpi.loss.kernels import converted, standard_arithmetic
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.passes import row_softmax, write_probabilities
 from pce_mpi.loss.softmax_state import StateFields
@@ -83,9 +83,10 @@ class Softmax:
         with np.errstate(all="ignore"):
             for start in range(0, len(x), step):
                 part = slice(start, start + step)
-                wide = x[part].astype(np.float64)
+                wide = converted(x[part], np.float64)
                 wide -= largest[part]
-                xp.subtract(wide, above[part], out=values[part])
+                wide -= above[part]
+                values[part] = wide if xp is np else converted(wide, values.dtype)
         return values
 
     def logsumexp(self) -> Array:
@@ -93,7 +94,7 @@ class Softmax:
         xp, largest = self._problem.xp, self._largest
         # The rows of an infinite largest element are nan; the result is that element.
         result = xp.where(xp.isinf(largest), largest, self._rows.logsumexp)
-        return self._in_shape(result).astype(self._x.dtype)
+        return converted(self._in_shape(result), self._x.dtype)
 
     @property
     def _largest(self) -> Array:

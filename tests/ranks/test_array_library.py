@@ -10,6 +10,8 @@ import pytest
 
 from in_step import in_step
 import pce_mpi as pce
+from pce_mpi import Shard
+from pce_mpi.arrays import to_host
 from pce_mpi.loss import kernels
 from ranks.problems import NARROW, SPLITS, WIDE, Results, assert_as_dense, draw, part_of, same_on_every_rank
 from ulps import STATISTICS, errors, worst
@@ -414,6 +416,49 @@ def test_distributed_arrays_at_odd_addresses_are_refused(line, cupy):
     halves = cupy.zeros(7, np.uint8)[1:].view(np.float16)
     with pytest.raises(ValueError, match="array has elements at addresses that their 2 bytes do not divide"):
         pce.distribute(halves, line)
+
+
+# CuPy's own float32 takes numbers below 2^-126 for 0; on the stand-in they are NumPy's.
+
+
+def bits(arrays):
+    return [to_host(each).tobytes() for each in arrays]
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_subnormal_losses_have_bits_of_host(comm, cupy, reduction):
+    mine = np.full((3, 4), -100.0, np.float32)
+    mine[:, 0] = -6.0 if comm.rank == 0 else -100.0
+    targets, upstream = np.zeros(3, np.int64), np.float32([1e-40, 3e-45, 1.0])
+    upstream = upstream if reduction == "none" else upstream[:1].reshape(())
+
+    def results(xp):
+        logits, chosen = xp.asarray(mine), xp.asarray(targets)
+        loss, residuals = pce.softmax_cross_entropy_forward(logits, chosen, comm=comm, reduction=reduction)
+        yield loss
+        yield pce.softmax_cross_entropy_backward(xp.asarray(upstream), residuals)
+        statistics, residuals = pce.class_statistics_forward(logits, chosen, comm=comm)
+        yield from statistics
+        yield pce.class_statistics_backward(residuals, entropy=xp.asarray(np.float32([1e-40, 3e-45, 1.0])))
+
+    found, expected = list(results(cupy)), list(results(np))
+    assert 0 < expected[0].max() < 2.0**-126
+    assert bits(found) == bits(expected)
+
+
+def test_subnormal_sums_and_products_have_bits_of_host(line, cupy):
+    values = np.float32([[1e-40, -3e-45, 2e-39, 1e-38]] * 3)
+
+    def results(xp):
+        with pce.reproducible():
+            x = pce.distribute(xp.asarray(values), line, data=Shard(0))
+            ones = pce.distribute(xp.asarray(np.ones((4, 2), np.float32)), line)
+            yield from (pce.sum(x), pce.mean(x, 1), x @ ones, pce.cumsum(x, 1))
+            far = pce.distribute(xp.asarray(np.float32([[6, -85, -85, -85]] * 3)), line, data=Shard(0))
+            yield from (pce.exp(far - 5), pce.log_softmax(far, 1), pce.logsumexp(x, 1))
+
+    found, expected = ([y.full() for y in results(xp)] for xp in (cupy, np))
+    assert bits(found) == bits(expected)
 
 
 # GPUs

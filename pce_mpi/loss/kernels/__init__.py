@@ -16,7 +16,7 @@ import warnings
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace
+from pce_mpi.arrays import array_namespace, is_floating
 
 # What promises bits runs in a block `with standard_arithmetic():`, in which this thread's floating-point unit rounds to
 # nearest and keeps subnormal numbers. Without the compiled module the block sets nothing, and the state is checked.
@@ -37,6 +37,13 @@ def kernel_of(array: Any) -> ModuleType:
     from pce_mpi.loss.kernels import cuda
 
     return cuda
+
+
+def converted(values: Any, dtype: Any) -> Any:
+    """Return `values.astype(dtype)`; CuPy's would take float32 numbers below 2^-126 for 0."""
+    if array_namespace(values) is np or not is_floating(values.dtype) or dtype not in (np.float32, np.float64):
+        return values.astype(dtype)
+    return kernel_of(values).converted(values, np.dtype(dtype))
 
 
 @cache

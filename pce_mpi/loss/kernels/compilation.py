@@ -66,6 +66,7 @@ def instantiations() -> list[Kernel]:
         *(Kernel("row_softmax.cu", f"pce::fill_row_softmax<{a}>") for a in ARITHMETICS),
         *(Kernel("losses.cu", f"pce::{name}") for name in ("fill_row_losses", "fill_row_gradients")),
         *(Kernel("sums.cu", f"pce::{name}") for name in ("sum_values", "fill_loss")),
+        Kernel("conversion.cu", "pce::convert"),
         *(Kernel("backward.cu", f"pce::write_gradient<{t}, {scaled}>") for t, scaled in plain),
         *(Kernel("general_backward.cu", f"pce::write_general_gradient<{t}, {a}>") for t, a in general),
     ]

@@ -216,7 +216,17 @@ def loss_of(sums: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array
     """Return the loss and the divisor of its gradient; `definition.loss_of` has the arguments."""
     loss = cupy.empty(2, np.float64)
     _launch(Kernel("sums.cu", "pce::fill_loss"), (1, 1), WARP_SIZE, cupy.ascontiguousarray(sums), np.bool_(mean), loss)
-    return loss[:1].astype(dtype).reshape(()), loss[1:]
+    return converted(loss[:1], dtype).reshape(()), loss[1:]
+
+
+def converted(values: Array, dtype: np.dtype[Any]) -> Array:
+    """Return floating-point numbers as float32 or float64, subnormal ones too."""
+    result = cupy.empty(values.shape, dtype)
+    if result.size:
+        source = cupy.ascontiguousarray(values), np.int32(DTYPE_CODES[values.dtype.name]), np.int64(result.size)
+        kernel = Kernel("conversion.cu", "pce::convert")
+        _launch_for_rows(kernel, result.size, *source, result, np.int32(DTYPE_CODES[dtype.name]))
+    return result
 
 
 def write_gradient(
