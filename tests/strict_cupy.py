@@ -200,7 +200,7 @@ class Runtime:
 
     @staticmethod
     def getDeviceProperties(index):
-        return {"name": b"Stand-in", "totalGlobalMem": 2**30, "major": 9, "minor": 0, "multiProcessorCount": 4}
+        return {"name": b"Stand-in", "totalGlobalMem": 2**30, "major": 9, "minor": 0, "multiProcessorCount": 132}
 
     @staticmethod
     def memGetInfo():

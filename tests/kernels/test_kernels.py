@@ -1,6 +1,5 @@
 """The CUDA kernels, run on the CPU (see tests/cuda_on_host): the same sources, threads and barriers."""
 
-from functools import partial
 import re
 
 import ml_dtypes
@@ -35,6 +34,11 @@ SHORT = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 127, 129, 257, 1023]
 LONG = [3072, 3073, 6145, 8191, 16_385, 33_001]
 
 
+def in_splits(splits):
+    """`LaunchConfig.for_forward` that cuts each row into so many parts."""
+    return lambda *sizes, multiprocessors: LaunchConfig.with_splits(*sizes, splits)
+
+
 def plain(dtype, classes, rows=3, seed=0, spread=3.0):
     rng = np.random.default_rng([seed, classes, rows])
     logits = rng.normal(0, spread, (rows, classes)).astype(dtype)
@@ -51,7 +55,7 @@ def test_random_problems_have_bits_of_definition(cuda, monkeypatch, kind):
         with monkeypatch.context() as patch:
             if seed % 2:
                 splits = int(rng.integers(1, 5))
-                patch.setattr(LaunchConfig, "for_forward", partial(LaunchConfig.with_splits, splits=splits))
+                patch.setattr(LaunchConfig, "for_forward", in_splits(splits))
             pitch = problem.logits.shape[1] + int(rng.integers(0, 9))
             check_everything(cuda, problem, seed, pitch=pitch, shift=int(rng.integers(0, width)))
 
@@ -166,7 +170,7 @@ def test_states_of_splits_merge_to_same_bits(cuda, monkeypatch):
         problem = plain(np.dtype(np.float32), 3000, seed=12)
         columns = None if name in ("probabilities", "softmax") else problem.columns
         problem = Problem(problem.logits, columns, FIELDS[name], ClassWeights(np.linspace(0.1, 2, 3000)))
-        monkeypatch.setattr(LaunchConfig, "for_forward", partial(LaunchConfig.with_splits, splits=splits))
+        monkeypatch.setattr(LaunchConfig, "for_forward", in_splits(splits))
         assert_states(states_on_device(cuda, problem), problem)
 
 

@@ -56,7 +56,7 @@ def check_forward(cuda, fields="plain", splits=1):
             chunk = 2**14 if splits == 1 else problem.logits.shape[1] // splits // 8 * 8 + 8
             splits_of_row = -(-problem.logits.shape[1] // chunk)
             config = LaunchConfig(64, 128, chunk, splits_of_row, 2)
-            patch.setattr(LaunchConfig, "for_forward", lambda *_, config=config: config)
+            patch.setattr(LaunchConfig, "for_forward", lambda *_, config=config, **options: config)
             assert_states(states_on_device(cuda, problem, strided), problem)
 
 

@@ -40,6 +40,11 @@ def _function(kernel: Kernel, device: int) -> Any:
     return module.get_function(kernel.name)
 
 
+@cache
+def _multiprocessors(device: int) -> int:
+    return int(cupy.cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
+
+
 def _launch(kernel: Kernel, grid: tuple[int, int], block_threads: int, *arguments: Any) -> None:
     """Launch a kernel; None among its arguments is a null pointer, arrays live until the launch."""
     given = tuple(_NULL if argument is None else argument for argument in arguments)
@@ -106,7 +111,8 @@ def fill_states(
         return cupy.asarray(fields.identity(rows).view(np.uint64).reshape(rows, fields.dtype.itemsize // 8))
     words = fields.dtype.itemsize // 8
     source = rows_of(logits)
-    config = LaunchConfig.for_forward(rows, classes, logits.dtype.itemsize)
+    multiprocessors = _multiprocessors(cupy.cuda.Device().id)
+    config = LaunchConfig.for_forward(rows, classes, logits.dtype.itemsize, multiprocessors=multiprocessors)
     sums = fields.weight or fields.weighted_logit or fields.entropy
     scale, softcap = _transform_arguments(transform)
     split_states = cupy.empty((rows, config.splits, words), np.uint64)

@@ -22,8 +22,8 @@ _MIN_BLOCK_THREADS = 128
 LOADS = 4
 # (classes, threads): the group of threads for a row of up to that many classes.
 _GROUP_SIZES = [(64, 8), (128, 16), (3072, 32), (6144, 64), (16384, 128)]
-# Rows are split until the grid has four blocks for each multiprocessor of an H200, but not below 16 KiB a split.
-_TARGET_BLOCKS = 4 * 132
+# Rows are split until the grid has four blocks for each multiprocessor, but not below 16 KiB a split.
+_TARGET_BLOCKS = 4
 _MIN_SPLIT_BYTES = 2**14
 _MAX_SPLIT_CLASSES = 2**30  # in a split the kernels count classes with 32 bits
 _MAX_GRID_Y = 65535
@@ -56,9 +56,9 @@ class LaunchConfig(NamedTuple):
         return cls(group_size, block_threads, chunk, -(-classes // chunk), -(-rows // (block_threads // group_size)))
 
     @classmethod
-    def for_forward(cls, rows: int, classes: int, size: int) -> LaunchConfig:
-        """Use one split, unless there are too few rows to fill the GPU."""
-        splits = min(-(-_TARGET_BLOCKS // rows), classes * size // _MIN_SPLIT_BYTES)
+    def for_forward(cls, rows: int, classes: int, size: int, *, multiprocessors: int) -> LaunchConfig:
+        """Use one split, unless there are too few rows to fill a GPU of so many multiprocessors."""
+        splits = min(-(-_TARGET_BLOCKS * multiprocessors // rows), classes * size // _MIN_SPLIT_BYTES)
         return cls.with_splits(rows, classes, size, max(1, splits))
 
     @classmethod

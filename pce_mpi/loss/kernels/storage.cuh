@@ -79,8 +79,11 @@ __device__ __forceinline__ void mask(Vector& v, unsigned index) {
   constexpr unsigned in_word = Storage<T>::width / 4;
   const unsigned bits = in_word == 1 ? 0xffffffffu : 0xffffu << (index % in_word * 16);
 #pragma unroll
-  for (unsigned i = 0; i < 4; ++i)
-    v.word[i] = index / in_word == i ? (v.word[i] & ~bits) | (Storage<T>::minus_inf & bits) : v.word[i];
+  for (unsigned i = 0; i < 4; ++i) {
+    // The word is no part of the condition: some compilers would index the vector by it, in memory.
+    const unsigned here = index / in_word == i ? bits : 0;
+    v.word[i] = (v.word[i] & ~here) | (Storage<T>::minus_inf & here);
+  }
 }
 
 // Elementwise maximum of two words, nan where there is a nan.
