@@ -277,6 +277,10 @@ def _sent(step: Step, local: Array, mesh: Mesh) -> Array:
     else:
         blocks = [partial[within(step.before.slices(here), step.after.slices(member))] for member in members]
         total = reduce_scatter(blocks, comm, reduction)
+    if reduction != "sum" and is_floating(local.dtype):
+        # Of zeros of two signs the extreme is 0.0 in any order, and so it is of one rank's.
+        bits = total.view(f"i{total.dtype.itemsize}")
+        bits[bits == np.iinfo(bits.dtype).min] = 0
     if after < 1:
         total /= total.dtype.type(after)
     return total.astype(local.dtype, copy=False)

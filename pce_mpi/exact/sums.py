@@ -22,6 +22,7 @@ from pce_mpi.exact.slices import (
     slicing,
 )
 from pce_mpi.loss.kernels import converted
+from pce_mpi.loss.kernels.elementary import two_product, two_sum
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -52,7 +53,12 @@ def sums_of_squares(arrays: Sequence[Array], lengths: Sequence[int], comm: Any) 
 
 
 def _totals(
-    arrays: Sequence[Array], axes: tuple[int, ...], lengths: Sequence[int], comm: Any, squared: bool
+    arrays: Sequence[Array],
+    axes: tuple[int, ...],
+    lengths: Sequence[int],
+    comm: Any,
+    squared: bool,
+    divisor: float = 1.0,
 ) -> list[Array]:
     finite, parts, found = grids(arrays, [partial(exponents, axes=axes)] * len(arrays), comm)
     levels = []
@@ -65,7 +71,7 @@ def _totals(
             for level, piece in zip(levels[-1], pieces, strict=True):
                 level[here] += piece.sum(axes, keepdims=True)
     sums = [
-        in_units(joined(level), 2 * e if squared else e, x.dtype)
+        in_units(joined(level) if divisor == 1.0 else _divided(level, divisor), 2 * e if squared else e, x.dtype)
         for level, e, x in zip(reduced_together(levels, comm), found, arrays, strict=True)
     ]
     if finite:
@@ -120,8 +126,19 @@ def running_total(x: Array, axis: int, add: Callable[[Array], Array]) -> Array:
 
 
 def over_ranks(x: Array, comm: Any, divisor: float) -> Array:
-    """Return the sum of the arrays of all ranks of `comm`, elementwise, by `divisor`, rounded once to their dtype."""
-    return converted(total(x[None], (0,), comm.size, comm)[0] / divisor, x.dtype)
+    """Return the sum of the arrays of all ranks of `comm`, elementwise, by `divisor`, in their dtype.
+
+    The average of equal numbers is that number, whatever the number of ranks.
+    """
+    return converted(_totals([x[None]], (0,), [comm.size], comm, squared=False, divisor=divisor)[0][0], x.dtype)
+
+
+def _divided(levels: Array, divisor: float) -> Array:
+    """Return the sum of exact `levels`, largest first, by a number of ranks, with what rounding leaves out."""
+    head, tail = two_sum(levels[0], joined(levels[1:])) if len(levels) > 1 else (levels[0], 0.0)
+    quotient = head / divisor
+    product, rest = two_product(quotient, np.float64(divisor))
+    return quotient + (((head - product) - rest) + tail) / divisor
 
 
 def reduced_together(parts: Sequence[Array], comm: Any) -> list[Array]:

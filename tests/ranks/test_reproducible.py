@@ -382,6 +382,20 @@ def test_zeros_of_two_signs_have_positive_extremes(line, dtype):
             assert not any(np.signbit(each.full()).any() for each in found)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("operator", ["sum", "avg", "max", "min"])
+def test_numbers_survive_any_partial_but_negative_zero(line, operator, dtype):
+    finfo = np.finfo(dtype)
+    edges = [0.0, finfo.max, finfo.smallest_normal, finfo.smallest_subnormal, np.inf, 1 / 3, 1.807, 0.1]
+    x = np.concatenate([edges, np.negative(edges), np.random.default_rng(8).standard_normal(200)]).astype(dtype)
+    with pce.reproducible():
+        for before in (Replicate(), Shard(0)):
+            partial = pce.distribute(x, line, data=before).redistribute(data=Partial(operator))
+            for after in (Replicate(), Shard(0)):
+                found = partial.redistribute(data=after).full()
+                assert found.tobytes() == np.where(x == 0, dtype(0), x).tobytes()
+
+
 def test_infinite_row_changes_no_other_row(line):
     rows = np.array([[np.inf], [-1e-30], [1e-30]], np.float32)
     with pce.reproducible():
