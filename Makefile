@@ -36,13 +36,14 @@ ifneq ($(shell echo '$(N)' | grep -E '^[1-9][0-9]*$$'),$(N))
 $(error N=$(N): give a number of ranks, such as N=4)
 endif
 
-.PHONY: help run test test-openmpi test-kernels test-gpu test-peers lint docs clean
+.PHONY: help run test test-openmpi test-kernels test-cupy test-gpu test-peers lint docs clean
 
 help:
 	@echo 'make run           train the example language model on 2 ranks (N=4: on 4)'
 	@echo 'make test          run every test at 1, 2, 3 and 4 ranks (N=4: at 4 only)'
 	@echo 'make test-openmpi  run what depends on the MPI library under Open MPI, which is installed beside MPICH'
 	@echo 'make test-kernels  compile the CUDA kernels for GPUs and run them on the CPU; needs no GPU, but g++'
+	@echo 'make test-cupy     run tests of CuPy arrays with CuPy itself on the CPU, at 1, 2 and 3 ranks (N=2: at 2 only)'
 	@echo 'make test-gpu      run every test of CuPy arrays on a GPU, at 1, 2 and 4 ranks (N=4: at 4 only)'
 	@echo 'make test-peers    run the tests that compare with torch, which is installed for them (N=4: on 4 ranks)'
 	@echo 'make lint          check the code with ruff and mypy'
@@ -97,6 +98,13 @@ test-kernels: $(installed)/kernels-$(CUDA)
 
 # Those of tests/jobs that show nothing where CuPy is not installed.
 beside_cupy := numpy_arrays_never_import_cupy numpy_arrays_work_beside_imported_cupy cupy_has_every_function_that_is_used
+
+# What most of CuPy is needed for, and what reaches MPI; tests/README.md says what is left out.
+with_cupy := kernels/test_launches.py $(addprefix ranks/test_,$(addsuffix .py,\
+	array_library collectives dist_array functions linear redistribute sgd staging))
+
+test-cupy: $(installed)/kernels-$(CUDA)
+	$(bin)/python tests/run.py --cupy-on-cpu -n $(or $(N),1 2 3) $(addprefix tests/,$(with_cupy))
 
 # What compute-sanitizer looks at: rows that start and end anywhere, splits of rows, every option.
 sanitized := anywhere or splits or every_option

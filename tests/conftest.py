@@ -81,6 +81,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--sizes", default="", metavar="N,N", help="leave out the tests that say they run at another of these sizes"
     )
     parser.addoption("--gpu", action="store_true", help="run the tests of CuPy arrays, and no others, on a GPU")
+    parser.addoption("--cupy-on-cpu", action="store_true", help="the same with CuPy on the CPU; needs no GPU, but g++")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -134,6 +135,15 @@ def pytest_configure(config: pytest.Config) -> None:
         show_stacks_in(config.option.record, rank)
         if rank == 0:
             config.pluginmanager.register(Recorder(config.option.record))
+    if config.option.cupy_on_cpu:
+        import cupy_on_cpu
+
+        try:
+            cupy_on_cpu.install()
+        except (ImportError, RuntimeError) as error:
+            raise pytest.UsageError(f"--cupy-on-cpu: {error}") from error
+        config.pluginmanager.register(cupy_on_cpu.Session())
+        config.option.gpu = True
     if config.option.gpu:
         from pce_mpi.cli.gpus import take_gpu_of_rank
 

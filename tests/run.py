@@ -2,7 +2,7 @@
 
 A test in tests/ranks that does not ask for `comm` runs at the first size only, and one that is marked with `sizes` at
 these. With --gpu, all tests of CuPy arrays and no others run, on a GPU: those that also run on a stand-in for CuPy, and
-those of tests/gpu.
+those of tests/gpu. With --cupy-on-cpu they run with CuPy itself on the CPU.
 """
 
 import argparse
@@ -269,7 +269,7 @@ def remove_memory_left_behind(since: float) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, usage="%(prog)s [-h] [paths ...] [-n N ...] [-k EXPR] [--no-jobs] [--gpu]"
+        description=__doc__, usage="%(prog)s [-h] [paths ...] [-n N ...] [-k EXPR] [--no-jobs] [--gpu | --cupy-on-cpu]"
     )
     parser.add_argument(
         "-n", nargs="+", default=["1", "2", "3", "4"], metavar="N", help="numbers of ranks (default: 1 2 3 4)"
@@ -278,7 +278,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--jobs", action=argparse.BooleanOptionalAction, default=True, help="run what runs once as well"
     )
-    parser.add_argument("--gpu", action="store_true", help="run the tests of CuPy arrays, and no others, on a GPU")
+    library = parser.add_mutually_exclusive_group()
+    library.add_argument("--gpu", action="store_true", help="run the tests of CuPy arrays, and no others, on a GPU")
+    library.add_argument("--cupy-on-cpu", action="store_true", help="run them with CuPy on the CPU; needs g++")
     parser.add_argument(
         "paths",
         nargs="*",
@@ -312,12 +314,13 @@ def file_of(path: Path) -> Path:
 
 def plan(options: argparse.Namespace) -> list[Run]:
     """Return the runs for these options, in order."""
-    everything = [RANKS, GPU, JOBS, KERNELS] if options.gpu else [RANKS, JOBS, CONFORMANCE]
+    with_cupy = ["--gpu"] * options.gpu + ["--cupy-on-cpu"] * options.cupy_on_cpu
+    everything = [RANKS, *[GPU] * options.gpu, JOBS, KERNELS] if with_cupy else [RANKS, JOBS, CONFORMANCE]
     paths = options.paths or [folder for folder in everything if folder.exists()]
     on_ranks = [path for path in paths if any(path.is_relative_to(folder) for folder in (RANKS, PEERS, GPU))]
     in_one_process = [path for path in paths if path not in on_ranks]
     # Open MPI gives its ranks a terminal; what they print ends up in a pipe all the same.
-    pytest = ["-m", "pytest", "--color=no", *(["-k", options.k] if options.k else []), *["--gpu"] * options.gpu]
+    pytest = ["-m", "pytest", "--color=no", *(["-k", options.k] if options.k else []), *with_cupy]
     runs: list[Run] = []
     if on_ranks:
         for n in options.n:
@@ -330,7 +333,7 @@ def plan(options: argparse.Namespace) -> list[Run]:
         parts = dict[str, list[Path]]()
         for path in in_one_process:
             # The files of a folder share the cores. Those from which a few tests are chosen do not repay a start each.
-            chosen = path.is_file() or "::" in path.name or options.k or options.gpu
+            chosen = path.is_file() or "::" in path.name or options.k or with_cupy
             for part in [path] if chosen else sorted(path.rglob("test_*.py"), key=_size, reverse=True):
                 name = part.relative_to(TESTS)
                 parts.setdefault(name.parts[0] if chosen else str(name.with_suffix("")), []).append(part)

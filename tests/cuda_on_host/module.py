@@ -45,8 +45,7 @@ class RawModule:
 class Kernel:
     def __init__(self, library, name, number):
         self.name = name
-        self.launch = getattr(library, f"launch_{number}")
-        self.launch.restype = ctypes.c_char_p
+        self.launch = launcher(library, number)
         sizes = (ctypes.c_int * 64)()
         self.sizes = sizes[: getattr(library, f"sizes_{number}")(sizes)]
 
@@ -68,6 +67,13 @@ class Kernel:
             raise KernelFault(f"{self.name}: {failure.decode()}")
 
 
+def launcher(library, number):
+    """The function that launches a kernel, and returns a text if that fails."""
+    launch = getattr(library, f"launch_{number}")
+    launch.restype, launch.argtypes = ctypes.c_char_p, [ctypes.c_void_p] + [ctypes.c_uint] * 3
+    return launch
+
+
 def argument(value):
     """Return what a kernel receives in an array of one element: the address of an array, or a number."""
     if hasattr(value, "data") and hasattr(value.data, "ptr"):
@@ -77,24 +83,33 @@ def argument(value):
     return np.array([value])
 
 
-def library(source, options):
-    """The shared library of `source`, compiled unless another process or an earlier run has done so."""
+def library(source, options, flags=FLAGS, prelude=None):
+    """The shared library of `source`, compiled unless another process or an earlier run has done so.
+
+    `prelude` is a header to include first, which is compiled once for all sources.
+    """
+    if prelude is None:
+        return compiled(".so", source, (*flags, *options))
+    header = compiled(".h.gch", f'#include "{prelude}"', (*flags, *options, "-x", "c++-header"))
+    return compiled(".so", source, (*flags, f"-I{header.parent}", "-include", header.stem, *options))
+
+
+def compiled(suffix, source, options):
+    """The file with this suffix that g++ makes of `source`."""
     if COMPILER is None:
         raise RuntimeError("g++ is not installed")
     folders = [Path(option[2:]) for option in options if option.startswith("-I")]
-    defines = [option for option in options if option.startswith("-D")]
+    others = [option for option in options if not option.startswith("-I")]
     headers = [path.read_text() for folder in folders for path in sorted([*folder.glob("*.cuh"), *folder.glob("*.h")])]
-    key = hashlib.sha256("\0".join([source, *FLAGS, *defines, *headers]).encode())
+    key = hashlib.sha256("\0".join([source, *others, *headers]).encode())
     place = Path(tempfile.gettempdir()) / f"cuda_on_host_{os.getuid()}"
     place.mkdir(mode=0o700, exist_ok=True)
-    built = place / f"{key.hexdigest()[:32]}.so"
+    built = place / f"{key.hexdigest()[:32]}{suffix}"
     if not built.exists():
         with tempfile.TemporaryDirectory(dir=place) as folder:
-            path, result = Path(folder, "kernels.cpp"), Path(folder, "kernels.so")
+            path, result = Path(folder, "kernels.cpp"), Path(folder, "result")
             path.write_text(source)
-            done = subprocess.run(
-                [COMPILER, *FLAGS, *options, str(path), "-o", str(result)], capture_output=True, text=True
-            )
+            done = subprocess.run([COMPILER, *options, str(path), "-o", str(result)], capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"g++ failed:\n{done.stderr[:4000]}")
             result.replace(built)  # whole or not at all, and whoever comes last has the same

@@ -2,9 +2,11 @@
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from cupy_on_cpu import hooks
 from jobs.launch import complete, launch_source
 
 PYTEST = """
@@ -47,6 +49,24 @@ def test_gpu_option_without_gpu_is_an_error(command):
     assert done.returncode in (2, 4)
     assert "--gpu: CuPy is " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_cupy_on_cpu_without_cupy_is_an_error():
+    hidden = "import sys, pytest; sys.modules['cupy_backends'] = None; sys.exit(pytest.main(sys.argv[1:]))"
+    done = complete([sys.executable, "-c", hidden, "--cupy-on-cpu", "tests/gpu"])
+    assert done.returncode == 4
+    assert "--cupy-on-cpu: No module named 'cupy_backends" in done.stderr
+
+
+def test_moved_function_of_cupy_is_named():
+    module = SimpleNamespace(__name__="runtime", __pyx_capi__={})
+    with pytest.raises(RuntimeError, match=r"runtime of this CuPy exports no malloc: tests/cupy_on_cpu knows CuPy"):
+        hooks.replace(module, type("Runtime", (), {"malloc": lambda size: 0}))
+    with pytest.raises(RuntimeError, match=r"thrust of this CuPy has no sort"):
+        hooks.replace_in_python(SimpleNamespace(__name__="thrust"), type("Thrust", (), {"sort": print}))
+    for signature in ("intptr_t (size_t, int, int __pyx_skip_dispatch)", "cudaExtent (size_t)"):
+        with pytest.raises(RuntimeError, match=r"malloc of this CuPy is .*, and not of 1 arguments"):
+            hooks.c_function(signature, "malloc", lambda size: 0)
 
 
 def test_gpu_tests_without_option_are_skipped():

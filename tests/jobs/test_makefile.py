@@ -52,7 +52,9 @@ def clone():
         path.chmod(0o755)
 
 
-@pytest.mark.parametrize("target", ["run", "test", "test-kernels", "test-gpu", "test-peers", "lint", "docs"])
+@pytest.mark.parametrize(
+    "target", ["run", "test", "test-kernels", "test-cupy", "test-gpu", "test-peers", "lint", "docs"]
+)
 def test_another_venv_replaces_usual_one_everywhere(target, tmp_path):
     usual = make("--dry-run", "--always-make", target)
     assert usual.returncode == 0, usual.stderr

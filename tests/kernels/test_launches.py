@@ -1,0 +1,176 @@
+"""What a call asks of a GPU, by CuPy on the CPU: launches, copies and waits of every public function, each a budget.
+
+A number that falls belongs here; one that rises needs a reason. Of operations on the tape, each with its backward pass.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi.distributed.array import DistArray
+from ranks.op_cases import OPS, alone, cases_of, listed, replicated
+
+
+class Asked(NamedTuple):
+    launches: int
+    uploads: int
+    downloads: int
+    waits: int
+
+
+@pytest.fixture
+def count(request, cupy):
+    """Tells what a call asks for, once all that it launches has been compiled."""
+    if not request.config.option.cupy_on_cpu:
+        pytest.skip("counted with CuPy on the CPU: `make test-cupy`")
+    from cupy_on_cpu.runtime import counts
+
+    def count(call):
+        call()
+        counts.clear()
+        call()
+        return Asked(*(counts[name] for name in Asked._fields))
+
+    return count
+
+
+LOSS = {
+    "softmax_cross_entropy": Asked(7, 2, 1, 1),
+    "softmax_cross_entropy_forward": Asked(7, 2, 1, 1),
+    "softmax_cross_entropy_backward": Asked(3, 2, 0, 0),
+    "softmax_cross_entropy_value_and_grad": Asked(10, 4, 1, 1),
+    "value_and_grad, reduction none": Asked(8, 4, 1, 1),
+    "value_and_grad, weight": Asked(10, 5, 2, 2),
+    "value_and_grad, smoothing": Asked(10, 5, 1, 1),
+    "value_and_grad, probabilities": Asked(10, 2, 0, 0),
+    "value_and_grad, float16": Asked(10, 4, 1, 1),
+    "value_and_grad, float64": Asked(10, 4, 1, 1),
+    "value_and_grad, classes first": Asked(10, 4, 1, 1),
+    "value_and_grad, one long row": Asked(11, 4, 1, 1),
+    "class_statistics": Asked(20, 2, 1, 1),
+    "class_statistics, no targets": Asked(16, 0, 0, 0),
+    "class_statistics_forward": Asked(20, 2, 1, 1),
+    "class_statistics_backward": Asked(35, 5, 0, 0),
+    "top_k": Asked(32, 0, 0, 0),
+    "linear_cross_entropy_value_and_grad": Asked(19, 4, 1, 1),
+    "linear, two chunks": Asked(30, 8, 1, 1),
+}
+# Most operations launch kernels and ask for nothing else; their launches, forward and backward:
+LAUNCHES = """
+negative:5 square:6 exp:6 tanh:13 sin:6 cos:7 abs:6 log:5 sqrt:7 log1p:6 sigmoid:19 relu:6 gelu:21 add:6 subtract:6
+multiply:6 divide:9 maximum:18 minimum:19 floor_divide:25 remainder:37 bitwise_and:1 bitwise_or:1 invert:1 clip:11
+power:20 equal:1 where:6 astype:4 matmul:8 einsum:11 sum:5 mean:8 logsumexp:16 max:11 min:11 var:13 std:19 cumsum:7
+reshape:5 transpose:4 swapaxes:4 concatenate:7 stack:6 squeeze:5 expand_dims:5 split:5 slice:5 broadcast_to:4
+redistribute:4 op:7 softmax:16 log_softmax:13 scaled_dot_product_attention:22 layer_norm:21 rms_norm:15 mse:12
+argmax:30
+"""
+OPERATIONS = {name: Asked(int(number), 0, 0, 0) for name, number in (each.split(":") for each in LAUNCHES.split())}
+OPERATIONS |= {
+    "embedding": Asked(15, 0, 3, 3),
+    "cross_entropy": Asked(13, 4, 1, 1),
+    "linear_cross_entropy": Asked(24, 4, 1, 1),
+    "class_statistics": Asked(81, 5, 1, 1),
+    "top_k": Asked(48, 0, 1, 1),
+}
+TRAINING = {
+    "SGD.step": Asked(2, 0, 0, 0),
+    "SGD, momentum.step": Asked(4, 0, 0, 0),
+    "AdamW.step": Asked(14, 0, 0, 0),
+    "clip_grad_norm": Asked(4, 0, 1, 1),
+    "distribute": Asked(1, 0, 0, 0),
+    "fingerprint": Asked(67, 0, 4, 4),
+    "full": Asked(1, 0, 0, 0),
+}
+
+
+def calls_of_loss(cupy):
+    """Every function on plain arrays, with what changes the kernels that run."""
+    rng = np.random.default_rng(1)
+    logits = cupy.asarray(rng.standard_normal((4, 1000), np.float32))
+    targets, weight = cupy.asarray(rng.integers(0, 1000, 4)), cupy.asarray(rng.random(1000))
+    hidden, w = (cupy.asarray(rng.standard_normal(shape, np.float32)) for shape in ((4, 8), (8, 1000)))
+    long = cupy.asarray(rng.standard_normal((1, 20000), np.float32))
+    gradient, per_row = cupy.asarray(np.float32(1)), cupy.asarray(np.ones(4, np.float32))
+    both = pce.softmax_cross_entropy_value_and_grad
+    _, residuals = pce.softmax_cross_entropy_forward(logits, targets)
+    _, of_statistics = pce.class_statistics_forward(logits, targets)
+    return {
+        "softmax_cross_entropy": partial(pce.softmax_cross_entropy, logits, targets),
+        "softmax_cross_entropy_forward": partial(pce.softmax_cross_entropy_forward, logits, targets),
+        "softmax_cross_entropy_backward": partial(pce.softmax_cross_entropy_backward, gradient, residuals),
+        "softmax_cross_entropy_value_and_grad": partial(both, logits, targets),
+        "value_and_grad, reduction none": partial(both, logits, targets, reduction="none"),
+        "value_and_grad, weight": partial(both, logits, targets, weight=weight),
+        "value_and_grad, smoothing": partial(both, logits, targets, label_smoothing=0.1),
+        "value_and_grad, probabilities": partial(both, logits, logits),
+        "value_and_grad, float16": partial(both, logits.astype(np.float16), targets),
+        "value_and_grad, float64": partial(both, logits.astype(np.float64), targets),
+        "value_and_grad, classes first": partial(both, logits.T, targets, axis=0),
+        "value_and_grad, one long row": partial(both, long, targets[:1]),
+        "class_statistics": partial(pce.class_statistics, logits, targets),
+        "class_statistics, no targets": partial(pce.class_statistics, logits),
+        "class_statistics_forward": partial(pce.class_statistics_forward, logits, targets),
+        "class_statistics_backward": partial(pce.class_statistics_backward, of_statistics, log_prob=per_row, entropy=1),
+        "top_k": partial(pce.top_k, logits, 5),
+        "linear_cross_entropy_value_and_grad": partial(pce.linear_cross_entropy_value_and_grad, hidden, w, targets),
+        "linear, two chunks": partial(pce.linear_cross_entropy_value_and_grad, hidden, w, targets, chunk=2),
+    }
+
+
+def over_budget(found, budgets):
+    """What is not in the table, or asks for more than it says."""
+    return {
+        name: f"{asked}, and the budget is {budgets.get(name)}"
+        for name, asked in found.items()
+        if name not in budgets or any(map(np.greater, asked, budgets[name]))
+    }
+
+
+def test_losses_ask_for_no_more_than_budget(count, cupy):
+    found = {name: count(call) for name, call in calls_of_loss(cupy).items()}
+    assert over_budget(found, LOSS) == {}
+    assert found.keys() == LOSS.keys()
+
+
+def with_gradient(case, cupy):
+    """A call of the operation and of its backward pass."""
+    arrays = [cupy.asarray(x) for x in case.in_dtype(np.float32)]
+    placed = list(zip(arrays, replicated(case, alone()), case.has_gradient, strict=True))
+
+    def call():
+        operands = [DistArray(x, alone(), sharding, requires_grad=needed) for x, sharding, needed in placed]
+        results = listed(case.call(*operands))
+        for result in results[:1] if any(case.has_gradient) else []:
+            pce.sum(result).backward()
+
+    return call
+
+
+def test_operations_ask_for_no_more_than_budget(count, cupy):
+    found = {op: count(with_gradient(cases_of(op)[0], cupy)) for op in OPS}
+    assert over_budget(found, OPERATIONS) == {}
+    assert found.keys() == OPERATIONS.keys()
+
+
+def calls_of_training(cupy):
+    """What a step of training needs beside operations, for one parameter."""
+    mesh, values = alone(), cupy.asarray(np.ones((3, 5), np.float32))
+    w = pce.distribute(values, mesh, requires_grad=True)
+    w.grad = pce.distribute(values, mesh)
+    optimizers = {"SGD": pce.SGD([w], 0.1), "SGD, momentum": pce.SGD([w], 0.1, 0.9), "AdamW": pce.AdamW([w], 0.1)}
+    return {
+        **{f"{name}.step": optimizer.step for name, optimizer in optimizers.items()},
+        "clip_grad_norm": partial(pce.clip_grad_norm, [w], 1.0),
+        "distribute": partial(pce.distribute, values, mesh),
+        "fingerprint": partial(pce.fingerprint, w),
+        "full": w.full,
+    }
+
+
+def test_training_asks_for_no_more_than_budget(count, cupy):
+    found = {name: count(call) for name, call in calls_of_training(cupy).items()}
+    assert over_budget(found, TRAINING) == {}
+    assert found.keys() == TRAINING.keys()
