@@ -100,7 +100,7 @@ test-kernels: $(installed)/kernels-$(CUDA)
 beside_cupy := numpy_arrays_never_import_cupy numpy_arrays_work_beside_imported_cupy cupy_has_every_function_that_is_used
 
 # What most of CuPy is needed for, and what reaches MPI; tests/README.md says what is left out.
-with_cupy := kernels/test_launches.py $(addprefix ranks/test_,$(addsuffix .py,\
+with_cupy := kernels/test_cupy_on_cpu.py kernels/test_launches.py $(addprefix ranks/test_,$(addsuffix .py,\
 	array_library collectives dist_array functions linear redistribute sgd staging))
 
 test-cupy: $(installed)/kernels-$(CUDA)

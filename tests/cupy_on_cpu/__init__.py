@@ -17,10 +17,10 @@ def install():
 
     from cupy_on_cpu import compiler, hooks
     from cupy_on_cpu.libraries import Cublas, Thrust
-    from cupy_on_cpu.runtime import Driver, Runtime, compiled
+    from cupy_on_cpu.runtime import DRIVER, RUNTIME, Driver, Runtime, compiled
 
-    hooks.replace(runtime, Runtime)
-    hooks.replace(driver, Driver)
+    hooks.replace(runtime, Runtime, RUNTIME)
+    hooks.replace(driver, Driver, DRIVER)
     libs.cublas = Cublas("cublas")
     import cupy
 

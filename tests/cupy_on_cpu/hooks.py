@@ -1,6 +1,7 @@
 """Puts Python functions in the place of C functions that Cython modules export, for modules that are imported later."""
 
 import ctypes
+import inspect
 import re
 import traceback
 
@@ -24,11 +25,10 @@ TYPES = {
 CYTHON = re.compile(r"int __pyx_skip_dispatch|struct __pyx_opt_args\w+ \*__pyx_optional_args|void")
 
 
-def replace(module, functions):
-    """Replace the functions of a Cython module that the class `functions` has, for its callers in C and in Python."""
-    for name, function in vars(functions).items():
-        if name.startswith("__"):
-            continue
+def replace(module, functions, answers):
+    """Replace C functions of a Cython module by those of the class `functions`, and others by what they answer."""
+    replaced = {name: each for name, each in vars(functions).items() if not name.startswith("__")}
+    for name, function in {**replaced, **{name: constant(answer) for name, answer in answers.items()}}.items():
         if name not in module.__pyx_capi__:
             raise RuntimeError(f"{module.__name__} of this CuPy exports no {name}: {KNOWN}")
         signature = _NAME(module.__pyx_capi__[name])
@@ -38,6 +38,10 @@ def replace(module, functions):
         module.__pyx_capi__[name] = _NEW(ctypes.cast(callback, ctypes.c_void_p), signature, None)
         if hasattr(module, name):
             setattr(module, name, function)
+
+
+def constant(answer):
+    return lambda *_: answer
 
 
 def replace_in_python(module, functions):
@@ -55,7 +59,7 @@ def c_function(signature, name, function):
     match = re.fullmatch(r"(.*?) ?\((.*)\)", signature)
     arguments = [each for each in match[2].split(", ") if not CYTHON.fullmatch(each)]
     hidden = len(match[2].split(", ")) - len(arguments)
-    given = function.__code__.co_argcount
+    given = function.__code__.co_argcount if not function.__code__.co_flags & inspect.CO_VARARGS else len(arguments)
     if len(arguments) != given or not {match[1], *arguments} <= TYPES.keys():
         raise RuntimeError(f"{name} of this CuPy is {signature}, and not of {given} arguments: {KNOWN}")
     is_object = match[1] == "PyObject *"

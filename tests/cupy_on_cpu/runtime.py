@@ -9,6 +9,8 @@ import ctypes
 from itertools import count
 import time
 
+from cupy_backends.cuda.api.driver import get_build_version
+
 counts = Counter[str]()
 #: What a GPU would not have forgiven.
 mistakes = list[str]()
@@ -44,7 +46,7 @@ ATTRIBUTES = {
     **{1: 1024, 2: 1024, 3: 1024, 4: 64, 5: 2**31 - 1, 6: 65535, 7: 65535, 8: 48 << 10, 10: 32, 12: 1 << 16},
     **{16: 132, 38: 60 << 20, 75: 9, 76: 0, 81: 228 << 10, 97: 227 << 10, 115: 0},
 }
-VERSION = 13020
+VERSION = get_build_version()
 
 
 def settle():
@@ -58,44 +60,25 @@ def settle():
     _leaving.clear()
 
 
+#: What functions of the runtime answer always.
+RUNTIME = {
+    **dict.fromkeys(["_ensure_context", "check_status", "setDevice", "streamDestroy", "streamQuery", "eventQuery"]),
+    **{"streamWaitEvent": None, "streamIsCapturing": 0, "getDevice": 0, "getDeviceCount": 1},
+    **{"driverGetVersion": VERSION, "runtimeGetVersion": VERSION, "_getCUDAMajorVersion": VERSION // 1000},
+    **{"getDeviceProperties": PROPERTIES, "memGetInfo": (8 << 30, 16 << 30), "pointerGetMemoryType": 2},
+}
+#: The same of the driver: a context, and how much of a multiprocessor a kernel takes.
+DRIVER = {
+    **{"ctxGetCurrent": 1, "moduleUnload": None, "funcSetAttribute": None},
+    **{"occupancyMaxActiveBlocksPerMultiprocessor": 2, "occupancyMaxPotentialBlockSize": (2 * 132, 256)},
+}
+
+
 class Runtime:
-    """`cupy_backends.cuda.api.runtime`."""
-
-    def _ensure_context():
-        pass
-
-    def check_status(status):
-        pass
-
-    def _getCUDAMajorVersion():
-        return VERSION // 1000
-
-    def driverGetVersion():
-        return VERSION
-
-    def runtimeGetVersion():
-        return VERSION
-
-    def getDeviceCount():
-        return 1
-
-    def getDevice():
-        return 0
-
-    def setDevice(device):
-        pass
-
-    def getDeviceProperties(device):
-        return PROPERTIES
+    """`cupy_backends.cuda.api.runtime`, as far as it does something."""
 
     def deviceGetAttribute(attribute, device):
         return ATTRIBUTES[attribute]
-
-    def memGetInfo():
-        return 8 << 30, 16 << 30
-
-    def pointerGetMemoryType(address):
-        return 2  # a device's
 
     def malloc(size):
         counts["allocations"] += 1
@@ -150,18 +133,6 @@ class Runtime:
     def streamCreateWithFlags(flags):
         return next(_handles)
 
-    def streamDestroy(stream):
-        pass
-
-    def streamQuery(stream):
-        pass
-
-    def streamIsCapturing(stream):
-        return 0
-
-    def streamWaitEvent(stream, event):
-        pass
-
     def eventCreateWithFlags(flags):
         return next(_handles)
 
@@ -174,9 +145,6 @@ class Runtime:
     def eventRecord(event, stream):
         _moments[event] = 1e3 * time.perf_counter()
 
-    def eventQuery(event):
-        pass
-
     def eventSynchronize(event):
         Runtime.streamSynchronize(0)
 
@@ -187,15 +155,9 @@ class Runtime:
 class Driver:
     """`cupy_backends.cuda.api.driver`."""
 
-    def ctxGetCurrent():
-        return 1
-
     def moduleLoadData(image):
         _modules[handle := next(_handles)] = compiled[image]
         return handle
-
-    def moduleUnload(module):
-        pass
 
     def moduleGetFunction(module, name):
         _functions[handle := next(_handles)] = _modules[module].function(name)
@@ -203,15 +165,6 @@ class Driver:
 
     def funcGetAttribute(attribute, function):
         return {0: 1024, 4: 32}.get(attribute, 0)  # threads of a block, registers
-
-    def funcSetAttribute(function, attribute, value):
-        pass
-
-    def occupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared):
-        return 2
-
-    def occupancyMaxPotentialBlockSize(function, shared, limit):
-        return 2 * 132, 256
 
     def launchKernel(function, x, y, z, threads, threads_y, threads_z, shared, stream, arguments, extra):
         counts["launches"] += 1

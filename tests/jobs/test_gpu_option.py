@@ -61,7 +61,7 @@ def test_cupy_on_cpu_without_cupy_is_an_error():
 def test_moved_function_of_cupy_is_named():
     module = SimpleNamespace(__name__="runtime", __pyx_capi__={})
     with pytest.raises(RuntimeError, match=r"runtime of this CuPy exports no malloc: tests/cupy_on_cpu knows CuPy"):
-        hooks.replace(module, type("Runtime", (), {"malloc": lambda size: 0}))
+        hooks.replace(module, type("Runtime", (), {"malloc": lambda size: 0}), {})
     with pytest.raises(RuntimeError, match=r"thrust of this CuPy has no sort"):
         hooks.replace_in_python(SimpleNamespace(__name__="thrust"), type("Thrust", (), {"sort": print}))
     for signature in ("intptr_t (size_t, int, int __pyx_skip_dispatch)", "cudaExtent (size_t)"):
