@@ -136,9 +136,10 @@ def over_ranks(x: Array, comm: Any, divisor: float) -> Array:
 def _divided(levels: Array, divisor: float) -> Array:
     """Return the sum of exact `levels`, largest first, by a number of ranks, with what rounding leaves out."""
     head, tail = two_sum(levels[0], joined(levels[1:])) if len(levels) > 1 else (levels[0], 0.0)
-    quotient = head / divisor
-    product, rest = two_product(quotient, np.float64(divisor))
-    return quotient + (((head - product) - rest) + tail) / divisor
+    number: Any = np.float64(divisor)
+    quotient = head / number
+    product, rest = two_product(quotient, number)
+    return quotient + (((head - product) - rest) + tail) / number
 
 
 def reduced_together(parts: Sequence[Array], comm: Any) -> list[Array]:

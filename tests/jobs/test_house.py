@@ -413,8 +413,8 @@ def test_lawful_import_is_left_alone(path, source):
 
 
 # A shard may be empty, or a view on one rank and a copy on another: where elements are in memory must never decide
-# whether ranks communicate. These files ask, but only to know what this rank is to copy or may write to.
-ASK_ABOUT_MEMORY = {"memory.py", "loss/problem.py", "loss/passes.py"}
+# whether ranks communicate. These files ask, but only to know what this rank is to copy, may write to or must refuse.
+ASK_ABOUT_MEMORY = {"memory.py", "arrays.py", "loss/problem.py", "loss/passes.py"}
 ASK_ABOUT_MEMORY |= {
     "autograd/apply.py",
     "autograd/gradients.py",
