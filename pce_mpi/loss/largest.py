@@ -18,7 +18,7 @@ from pce_mpi.arrays import is_floating, is_half
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.loss.agreement import agree_on
-from pce_mpi.loss.kernels import standard_arithmetic
+from pce_mpi.loss.kernels import converted, standard_arithmetic
 from pce_mpi.loss.options import Options, ShardedAxisOptions, takes
 from pce_mpi.loss.problem import Problem, check, rows_and_classes
 from pce_mpi.loss.softmax_state import NO_CLASS
@@ -133,7 +133,7 @@ def largest(options: Options, logits: Any, k: int) -> tuple[Array, Array]:
     shape = (*problem.logits.shape[:axis], *problem.logits.shape[axis + 1 :], k)
 
     def in_shape(array: Array, dtype: Any) -> Array:
-        return xp.ascontiguousarray(xp.moveaxis(array.astype(dtype).reshape(shape), -1, axis))
+        return xp.ascontiguousarray(xp.moveaxis(converted(array, dtype).reshape(shape), -1, axis))
 
     return in_shape(values, problem.logits.dtype), in_shape(classes, np.int64)
 
@@ -170,7 +170,10 @@ def _largest_of(x: Array, k: int, xp: Any) -> tuple[Array, Array]:
 
     The k largest are in the k blocks with the largest maxima: before an element of another block come these maxima.
     """
-    x = x.astype(np.float32) if is_half(x.dtype) else x
+    if is_floating(x.dtype) and xp is not np:
+        x = converted(x, np.float64)  # to CuPy all subnormal numbers of float32 are equal
+    elif is_half(x.dtype):
+        x = x.astype(np.float32)
     rows, columns = x.shape
     size = max(1, math.isqrt(columns // max(1, k)))
     blocks = columns // size

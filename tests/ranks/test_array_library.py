@@ -461,6 +461,17 @@ def test_subnormal_sums_and_products_have_bits_of_host(line, cupy):
     assert bits(found) == bits(expected)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_subnormal_logits_have_order_and_bits_of_host(comm, cupy, dtype):
+    mine = np.array([[-1e-39, 0.0, 3e-41, 1e-40 * (1 + comm.rank), -1.0]] * 3).astype(dtype)
+
+    def results(xp):
+        yield from pce.top_k(xp.asarray(mine), 4, comm=comm)
+        yield from pce.class_statistics(xp.asarray(mine), comm=comm)[:3]
+
+    assert bits(results(cupy)) == bits(results(np))
+
+
 # GPUs
 
 

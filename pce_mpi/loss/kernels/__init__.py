@@ -40,10 +40,12 @@ def kernel_of(array: Any) -> ModuleType:
 
 
 def converted(values: Any, dtype: Any) -> Any:
-    """Return `values.astype(dtype)`; CuPy's would take float32 numbers below 2^-126 for 0."""
-    if array_namespace(values) is np or not is_floating(values.dtype) or dtype not in (np.float32, np.float64):
+    """Return `values.astype(dtype)`; CuPy's would take numbers below 2^-126 for 0, of which float16 has none."""
+    wanted = np.dtype(dtype)
+    kept = is_floating(values.dtype) and is_floating(wanted) and wanted != np.float16
+    if array_namespace(values) is np or not kept:
         return values.astype(dtype)
-    return kernel_of(values).converted(values, np.dtype(dtype))
+    return kernel_of(values).converted(values, wanted)
 
 
 @cache

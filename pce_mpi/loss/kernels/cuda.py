@@ -226,7 +226,7 @@ def loss_of(sums: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array
 
 
 def converted(values: Array, dtype: np.dtype[Any]) -> Array:
-    """Return floating-point numbers as float32 or float64, subnormal ones too."""
+    """Return floating-point numbers in another dtype than float16, subnormal ones too."""
     result = cupy.empty(values.shape, dtype)
     if result.size:
         source = cupy.ascontiguousarray(values), np.int32(DTYPE_CODES[values.dtype.name]), np.int64(result.size)
