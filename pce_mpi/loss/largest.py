@@ -123,7 +123,7 @@ def largest(options: Options, logits: Any, k: int) -> tuple[Array, Array]:
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
         found, columns = _largest_of(rows[part], count, xp)
-        values[part, :count], classes[part, :count] = found.astype(dtype), columns + problem.class_start
+        values[part, :count], classes[part, :count] = found.astype(dtype, copy=False), columns + problem.class_start
     if options.comm is not None:
         element = np.dtype([("values", dtype, (k,)), ("classes", np.int64, (k,))])
         with cause(options.operation, options.over, "the largest logits of the shards, merged"):
