@@ -80,7 +80,7 @@ def start_all_reduce(
 
     def finish() -> Array:
         pending.wait()
-        return from_wire(received if element is None else received.view(sent.dtype), array)
+        return from_wire(received if element is None else received.view(sent.dtype), array).reshape(array.shape)
 
     return finish
 
@@ -144,7 +144,7 @@ def broadcast(array: Array, comm: MPI.Intracomm, root: int) -> Array:
     channel = channel_of(comm, why.operation)
     sent = wire.nbytes if channel.rank == root else 0
     channel.run(why, "broadcast", sent, channel.comm.Ibcast, wire, root)
-    return from_wire(wire, array)
+    return from_wire(wire, array).reshape(array.shape)
 
 
 def _operator(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype | None]:

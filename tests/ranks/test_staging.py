@@ -56,12 +56,13 @@ def forbid_handing_over(monkeypatch):
 @pytest.fixture(params=["staged", "handed over"])
 def way(request, cupy, monkeypatch):
     """Both ways, on the stand-in each with what makes the other fail."""
-    if request.config.option.gpu and request.param == "handed over" and not gpu_aware()[0]:
+    on_a_gpu = request.config.option.gpu and not request.config.option.cupy_on_cpu
+    if on_a_gpu and request.param == "handed over" and not gpu_aware()[0]:
         pytest.skip("this MPI library takes no arrays on a GPU: run this with one that does, or PCE_MPI_GPU_AWARE=1")
     monkeypatch.setenv("PCE_MPI_GPU_AWARE", str(int(request.param == "handed over")))
     (forbid_staging if request.param == "handed over" else forbid_handing_over)(monkeypatch)
-    if not request.config.option.gpu:
-        # The stand-in's memory is the host's, which Open MPI reduces too.
+    if not on_a_gpu:
+        # The memory is the host's, which Open MPI reduces too.
         monkeypatch.setattr(collectives, "reduces_on_gpus", lambda: True)
     return request.param
 
