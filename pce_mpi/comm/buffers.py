@@ -34,9 +34,9 @@ def to_wire(array: Array, direct: bool, copy: bool = False) -> Array:
         return to_pinned(array, dtype)
     wire = xp.array(array, dtype, order="C") if copy else xp.ascontiguousarray(array, dtype).reshape(array.shape)
     if direct:
-        finish_work(wire)
         if not wire.size:  # mpi4py takes CuPy's empty arrays for contiguous only if they have one axis
-            return wire.reshape(-1)
+            wire = wire.reshape(-1)
+        finish_work(wire)
     return wire
 
 
