@@ -101,7 +101,7 @@ def test_ci_ends_with_failures_of_all_steps(tmp_path):
         "test-peers: .venv/torch\n"
         "docs:\n"
         "\t@echo a page is missing >&2; exit 3\n"
-        "test test-kernels:\n"
+        "test test-kernels test-cupy:\n"
         "\t@for number in `seq 20`; do printf 'failed: $@ %s %0500d\\n' $$number 0; done\n"
         "\t@echo much more; exit 1\n"
     )
@@ -109,9 +109,9 @@ def test_ci_ends_with_failures_of_all_steps(tmp_path):
     (tmp_path / "apt-get").chmod(0o755)
     job = complete([tmp_path / ".ci/run"], env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     assert job.returncode == 1
-    end = job.stdout[-3000:]
-    assert end.endswith("\nfailed: docs test test-peers test-kernels\n")
-    for words in ["a page is missing", "failed: test 1 00", "failed: test-kernels 1 00", "torch is missing"]:
+    end = job.stdout[-4000:]
+    assert end.endswith("\nfailed: docs test test-peers test-kernels test-cupy\n")
+    for words in ["a page is missing", "failed: test 1 00", "failed: test-cupy 1 00", "torch is missing"]:
         assert words in end
     assert "fine" not in end
 
