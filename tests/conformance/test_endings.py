@@ -47,9 +47,11 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a p
 )
 def test_ended_command_leaves_no_child_of_ranks(tmp_path, number, status):
     (tmp_path / "it.py").write_text(CANDIDATE)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which the tests may run, has it ignored
     run = started(
         "-n", "2", "it.py:candidate", "--case", "weight/float32", "--timeout", "300", folder=tmp_path, text=True
     )
+    signal.signal(signal.SIGHUP, before)
     wait_until(lambda: len(list(tmp_path.glob("daemon-*"))) == 2)
     assert any("daemon-1" in each for each in processes_of(tmp_path))
     run.send_signal(number)
