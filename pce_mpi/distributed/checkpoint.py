@@ -178,7 +178,7 @@ def load(
     with local_checks() as checks:
         with TensorFile(Path(path)) as file:
             called["file, which may have been saved anew meanwhile"] = f"checksum {file.checksum:08x}"
-            for name, sharding in _laid_out(file, path, mesh, placements or {}):
+            for name, sharding in _laid_out(file, path, mesh, {} if placements is None else placements):
                 local = file.read(name, sharding.slices(mesh.coordinates))
                 arrays[name] = DistArray(
                     local, mesh, sharding, requires_grad=requires_grad and is_floating(local.dtype)
@@ -287,6 +287,8 @@ def _laid_out(
     file: TensorFile, path: Any, mesh: Mesh, placements: Mapping[str, Mapping[str, Placement] | DistArray]
 ) -> Iterator[tuple[str, Sharding]]:
     """Yield name and sharding of each array of `file`."""
+    if not isinstance(placements, Mapping):
+        raise TypeError(f"placements must be a dict of placements by name, got {shown(placements)}")
     missing = [name for name in placements if name not in file.arrays]
     if missing:
         there = names_shown(list(file.arrays)) or "nothing"

@@ -853,6 +853,7 @@ def test_placements_that_do_not_fit_file_are_errors(comm, line, folder):
         ({"step": shard}, ValueError, "placements['step']: data=Shard(0) is out of bounds"),
         ({"w": {"data": Partial("sum")}}, ValueError, "placements['w']: what is loaded cannot be Partial"),
         ({"w": {"data": 0}}, TypeError, "placements['w']: data must be Shard(axis), Replicate()"),
+        (["w"], TypeError, "placements must be a dict of placements by name, got ['w']"),
         ({"w": pce.distribute(np.zeros((2, 3)), line)}, ValueError, "placements['w']: the array has the shape (2, 3)"),
         ({"w": pce.distribute(np.zeros((2, 2)), other)}, ValueError, "placements['w']: the array is over another mesh"),
         ({"w": held(np.zeros((2, 2)), line, total)}, ValueError, "placements['w']: what is loaded cannot be Partial"),

@@ -119,6 +119,23 @@ def test_equal_elements_have_no_variance(comm, dtype, reproducible):
 
 
 @each_mode
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_gradient_of_short_rows_is_right(comm, name, reproducible):
+    # Its terms, about the upstream gradient over the deviation, cancel nearly or wholly.
+    mesh, (call, exact) = mesh_of(comm, comm.size), FUNCTIONS[name]
+    for columns, offset in ((2, 0.0), (2, 1e6), (3, 0.0), (3, -1e6)):
+        rng = np.random.default_rng(columns)
+        x, g = rng.normal(offset, 1, (30, columns)), rng.normal(0, 1, (30, columns))
+        deviation = x.std(axis=1) if name == "layer_norm" else np.sqrt((x * x).mean(axis=1))
+        terms = np.broadcast_to((np.abs(g).max(axis=1) / deviation)[:, None], g.shape)
+        for placed in (Shard(0), Shard(1), Replicate()):
+            held = pce.distribute(x, mesh, data=placed, requires_grad=True)
+            with pce.reproducible(reproducible):
+                (call(held) * g).sum().backward()
+            assert worst(held.grad.full(), exact(x, g)[1], np.float64, terms) <= 2 * MOMENTS, (columns, offset, placed)
+
+
+@each_mode
 @each_dtype
 def test_gradient_along_rows_cancels(comm, dtype, reproducible):
     # That of the sum of normalized rows is 0, and that of equal elements by rms_norm next to 0.
