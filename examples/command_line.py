@@ -1,7 +1,6 @@
 """The command line of a program on many ranks: rank 0 parses it and prints messages once; all ranks get the result."""
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from functools import partial
 import os
 import shlex
 import signal
@@ -17,7 +16,7 @@ from pce_mpi.conformance.launching import number_of_cores
 
 def parse_arguments(comm: MPI.Intracomm, parser: ArgumentParser, ranks_per: str = "") -> Namespace:
     """Parse the command line on rank 0, for every rank; the number of ranks is a multiple of the option `ranks_per`."""
-    sys.excepthook = partial(end_job, comm, parser.prog)
+    sys.excepthook = lambda *raised: end_job(comm, parser.prog, *raised)
     outcome: Namespace | SystemExit | None = None
     if comm.rank == 0:
         try:
@@ -67,9 +66,7 @@ def share_cores(comm: MPI.Intracomm) -> None:
         from threadpoolctl import threadpool_limits
     except ImportError:
         if comm.rank == 0:
-            print(
-                f"set OMP_NUM_THREADS={threads}, or install threadpoolctl, for full speed", file=sys.stderr, flush=True
-            )
+            print(f"set OMP_NUM_THREADS={threads}, or install threadpoolctl, for full speed", file=sys.stderr)
         return
     threadpool_limits(threads, user_api="blas")
 

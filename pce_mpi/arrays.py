@@ -139,6 +139,7 @@ def is_floating(dtype: np.dtype[Any]) -> bool:
     return is_half(dtype) or (dtype.name in ("float32", "float64") and dtype.isnative)
 
 
+@cache
 def is_real(dtype: np.dtype[Any]) -> bool:
     """Return whether distributed arrays may have `dtype`: bool, integers, and the four of `is_floating`."""
     return is_floating(dtype) or (dtype.kind in "iub" and dtype.isnative)

@@ -32,6 +32,7 @@ def to_wire(array: Array, direct: bool, copy: bool = False) -> Array:
     dtype, xp = wire_dtype(array), array_namespace(array)
     if xp is not np and not direct:
         return to_pinned(array, dtype)
+    copy = copy or (xp is np and not array.flags.aligned)  # mpi4py knows no dtype of such memory
     wire = xp.array(array, dtype, order="C") if copy else xp.ascontiguousarray(array, dtype).reshape(array.shape)
     if direct:
         if not wire.size:  # mpi4py takes CuPy's empty arrays for contiguous only if they have one axis

@@ -54,6 +54,8 @@ def agree_on(options: Options, check_arguments: Callable[[], Problem]) -> Proble
     problem: Problem | None = None
     facts: tuple[int, ...] = ()
     with local_checks() as checks:
+        for found in options.found:
+            raise found
         if not sets_arithmetic:
             check_floating_point()
         problem = check_arguments()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -112,7 +112,8 @@ class LinearOptions(TransformOptions, TermOptions, ShardOptions, BatchOptions, P
 class Options:
     """The options of one call with their defaults.
 
-    `over` and `batch_over` are the names of `comm` and `batch_comm` in the trace and in errors.
+    `over` and `batch_over` are the names of `comm` and `batch_comm` in the trace and in errors; `found` has the error
+    of earlier checks, if one has failed.
     """
 
     operation: str
@@ -133,6 +134,7 @@ class Options:
     chunk: int | None = None
     over: str = "comm"
     batch_over: str = "batch_comm"
+    found: Sequence[Exception] = ()
 
     @classmethod
     def of(cls, function: str, given: TransformOptions | ShardedAxisOptions, known: type[Any]) -> Options:

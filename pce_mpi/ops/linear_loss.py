@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from pce_mpi.arrays import as_array, check_one_library, compute_dtype_of
+from pce_mpi.arrays import array_namespace, as_array, compute_dtype_of
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.inference import Sent
 from pce_mpi.autograd.op import Op, Shardings
@@ -21,7 +21,7 @@ from pce_mpi.loss.linear import RowSums, check_dtypes, loss_and_sums, rows_held
 from pce_mpi.loss.options import LinearCrossEntropyOptions, Options, Reduction, takes
 from pce_mpi.loss.passes import state_fields
 from pce_mpi.ops.elementwise import widened
-from pce_mpi.ops.loss import cross_entropy
+from pce_mpi.ops.loss import check_arrays, cross_entropy
 from pce_mpi.ops.matmul import matmul
 from pce_mpi.ops.selection import where
 
@@ -98,6 +98,8 @@ def _dims_of_rows(hidden: DistArray) -> tuple[str, ...]:
 
 
 def _sends(*dtypes: np.dtype[Any], biased: bool, shardings: Shardings, **options: Any) -> list[Sent]:
+    for error in options.get("found", ()):
+        raise error
     classes, over = _dims(shardings, _W, [1]), _rows_dims(shardings)
     rows = math.prod(shardings.operands[_HIDDEN].local_shape(shardings.mesh.coordinates)[:-1])
     weighted, smoothed = len(dtypes) > 3 + biased, options["label_smoothing"] > 0
@@ -192,24 +194,29 @@ def linear_cross_entropy(
     checked = Options.of("linear_cross_entropy", options, LinearCrossEntropyOptions)
     if isinstance(checked.reduction, str) and checked.reduction == Reduction.NONE:
         raise ValueError("reduction must be 'sum' or 'mean', as gradients are computed with the loss, got 'none'")
-    given = targets if isinstance(targets, DistArray) else as_array(targets, "targets")
     if len(w.shape) != 2 or len(hidden.shape) < 1 or hidden.shape[-1] != w.shape[0]:
         raise ValueError(f"hidden must be (..., features) and w (features, classes), got {hidden.shape}, {w.shape}")
-    if given.shape != hidden.shape[:-1]:
-        raise ValueError(f"targets must be class numbers of shape {hidden.shape[:-1]}, got {given.shape}")
-    of_classes = {
-        name: value if isinstance(value, DistArray) else as_array(value, name)
-        for name, value in (("bias", checked.bias), ("weight", checked.weight))
-        if value is not None
-    }
-    for name, array in of_classes.items():
-        if array.shape != w.shape[1:]:
-            raise ValueError(f"{name} must have one entry per class, ({w.shape[1]},), got {array.shape}")
-    bias, weight = of_classes.get("bias"), of_classes.get("weight")
-    named = {"hidden": hidden, "w": w, "targets": given, **of_classes}
-    check_one_library({name: array.local if isinstance(array, DistArray) else array for name, array in named.items()})
-    check_dtypes({"hidden": hidden, "w": w} | ({} if bias is None else {"bias": bias}))
+    check_dtypes({"hidden": hidden, "w": w})
     settings = {name: getattr(checked, name) for name in _SETTINGS}
+    try:
+        given = targets if isinstance(targets, DistArray) else as_array(targets, "targets")
+        if given.shape != hidden.shape[:-1]:
+            raise ValueError(f"targets must be class numbers of shape {hidden.shape[:-1]}, got {given.shape}")
+        of_classes = {
+            name: value if isinstance(value, DistArray) else as_array(value, name)
+            for name, value in (("bias", checked.bias), ("weight", checked.weight))
+            if value is not None
+        }
+        for name, array in of_classes.items():
+            if array.shape != w.shape[1:]:
+                raise ValueError(f"{name} must have one entry per class, ({w.shape[1]},), got {array.shape}")
+        bias, weight = of_classes.get("bias"), of_classes.get("weight")
+        check_arrays({"hidden": hidden, "w": w, "targets": given, **of_classes})
+        if bias is not None:
+            check_dtypes({"hidden": hidden, "w": w, "bias": bias})
+    except Exception as error:  # perhaps on this rank alone: the others hear of it in the agreement of the loss
+        rows = array_namespace(hidden.local).zeros(hidden.shape[:-1], np.int64)
+        return apply(_LINEAR_CROSS_ENTROPY, hidden, w, rows, biased=False, found=[error], **settings)
     if is_reproducible():  # the loss of all logits, whose products have a reproducible form
         del settings["chunk"]
         counts = (given != checked.ignore_index).reshape(*given.shape, 1)

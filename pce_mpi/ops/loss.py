@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 import math
 from typing import Any, Unpack
 
 import numpy as np
 
-from pce_mpi.arrays import as_array, check_one_library, compute_dtype_of, is_floating, is_half
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of, is_floating, is_half, is_real
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.inference import Sent
 from pce_mpi.autograd.op import Op, Shardings
@@ -79,6 +79,8 @@ def _to_logits(
 
 
 def _sends(*dtypes: np.dtype[Any], shardings: Shardings, **options: Any) -> list[Sent]:
+    for error in options.get("found", ()):
+        raise error
     check_dtype_of_logits(dtypes[0])  # `_cross_entropy` checks it too, where the ranks hear of each other's errors
     axis = options["axis"]
     logits = shardings.operands[0]
@@ -108,6 +110,14 @@ _CROSS_ENTROPY = Op(
     gives_residuals=True,
     sends=_sends,
 )
+
+
+def check_arrays(arrays: Mapping[str, Any]) -> None:
+    """Raise `TypeError` unless `arrays`, by name, distributed ones or plain ones, are real numbers of one library."""
+    for name, array in arrays.items():
+        if not is_real(array.dtype):
+            raise TypeError(f"{name} must be bool, integers or real numbers, got {array.dtype}")
+    check_one_library({name: array.local if isinstance(array, DistArray) else array for name, array in arrays.items()})
 
 
 @of_array
@@ -162,17 +172,19 @@ def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntrop
     ({'data': Shard(1)}, array([-0.375,  0.125,  0.125,  0.125]))
     """
     checked = Options.of("cross_entropy", options, CrossEntropyOptions)
-    given = targets if isinstance(targets, DistArray) else as_array(targets, "targets")
     axis, weight = normalized_axis(checked.axis, logits.ndim), checked.weight
-    rows = logits.shape[:axis] + logits.shape[axis + 1 :]
-    if given.shape not in (rows, logits.shape):
-        raise ValueError(f"targets must have shape {rows} or, as probabilities, {logits.shape}, got {given.shape}")
-    weights = [] if weight is None else [weight if isinstance(weight, DistArray) else as_array(weight, "weight")]
-    if weights and weights[0].shape != logits.shape[axis : axis + 1]:
-        raise ValueError(f"weight must have one entry per class, ({logits.shape[axis]},), got {weights[0].shape}")
-    named = zip(("logits", "targets", "weight"), (logits, given, *weights), strict=False)
-    check_one_library({name: array.local if isinstance(array, DistArray) else array for name, array in named})
     settings = {name: getattr(checked, name) for name in _SETTINGS} | {"axis": axis}
+    rows = logits.shape[:axis] + logits.shape[axis + 1 :]
+    try:
+        given = targets if isinstance(targets, DistArray) else as_array(targets, "targets")
+        if given.shape not in (rows, logits.shape):
+            raise ValueError(f"targets must have shape {rows} or, as probabilities, {logits.shape}, got {given.shape}")
+        weights = [] if weight is None else [weight if isinstance(weight, DistArray) else as_array(weight, "weight")]
+        if weights and weights[0].shape != logits.shape[axis : axis + 1]:
+            raise ValueError(f"weight must have one entry per class, ({logits.shape[axis]},), got {weights[0].shape}")
+        check_arrays(dict(zip(("logits", "targets", "weight"), (logits, given, *weights), strict=False)))
+    except Exception as error:  # perhaps on this rank alone: the others hear of it in the agreement of the operation
+        given, weights, settings["found"] = array_namespace(logits.local).zeros(rows, np.int64), [], [error]
     return apply(_CROSS_ENTROPY, logits, given, *weights, **settings)
 
 

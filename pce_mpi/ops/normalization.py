@@ -23,6 +23,7 @@ from pce_mpi.exact.mode import is_reproducible
 from pce_mpi.ops.elementwise import astype, widened
 from pce_mpi.ops.moments import deviations, in_float64, sums
 from pce_mpi.ops.shape import normalized_axis, reshape
+from pce_mpi.scalars import real
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -56,6 +57,8 @@ def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1
 
     Raises
     ------
+    TypeError
+        If `eps` is no number.
     ValueError
         If `scale` or `bias` has another shape, or the axis does not exist.
 
@@ -107,6 +110,8 @@ def rms_norm(x: DistArray, scale: Any = None, axis: int = -1, eps: float = 1e-5)
 
     Raises
     ------
+    TypeError
+        If `eps` is no number.
     ValueError
         If `scale` has another shape, or the axis does not exist.
 
@@ -118,7 +123,7 @@ def rms_norm(x: DistArray, scale: Any = None, axis: int = -1, eps: float = 1e-5)
 
 
 def _norm(x: DistArray, scale: Any, bias: Any, axis: int, eps: float, center: bool) -> DistArray:
-    axis = normalized_axis(axis, x.ndim)
+    axis, eps = normalized_axis(axis, x.ndim), real(eps, "eps")
     scale, bias = (
         factor if factor is None or isinstance(factor, DistArray) else as_array(factor, name)
         for name, factor in (("scale", scale), ("bias", bias))

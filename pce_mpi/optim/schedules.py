@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from pce_mpi.exact.functions import cos
+from pce_mpi.scalars import integer, real
 
 
 def linear_schedule(step: int, *, lr: float, steps: int, warmup: int = 0, final: float = 0.0) -> float:
@@ -32,8 +33,10 @@ def linear_schedule(step: int, *, lr: float, steps: int, warmup: int = 0, final:
 
     Raises
     ------
+    TypeError
+        If an argument is no number of its type.
     ValueError
-        If `warmup` is negative, or not less than `steps`.
+        If `step` or `warmup` is negative, or `warmup` not less than `steps`.
 
     Notes
     -----
@@ -44,7 +47,7 @@ def linear_schedule(step: int, *, lr: float, steps: int, warmup: int = 0, final:
     >>> [linear_schedule(step, lr=1.0, steps=6, warmup=2) for step in range(7)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
-    part = _fallen(step, steps, warmup)
+    lr, final, part = real(lr, "lr"), real(final, "final"), _fallen(step, steps, warmup)
     return lr * (step + 1) / warmup if part < 0.0 else lr + (final - lr) * part
 
 
@@ -63,7 +66,7 @@ def cosine_schedule(step: int, *, lr: float, steps: int, warmup: int = 0, final:
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         As in `linear_schedule`.
 
     Notes
@@ -75,7 +78,7 @@ def cosine_schedule(step: int, *, lr: float, steps: int, warmup: int = 0, final:
     >>> [round(cosine_schedule(step, lr=1.0, steps=6, warmup=2), 3) for step in range(7)]
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
-    part = _fallen(step, steps, warmup)
+    lr, final, part = real(lr, "lr"), real(final, "final"), _fallen(step, steps, warmup)
     if part < 0.0:
         return lr * (step + 1) / warmup
     return final + (lr - final) * 0.5 * (1.0 + float(cos(np.asarray(math.pi * part))))
@@ -83,6 +86,9 @@ def cosine_schedule(step: int, *, lr: float, steps: int, warmup: int = 0, final:
 
 def _fallen(step: int, steps: int, warmup: int) -> float:
     """The part of the fall that lies behind, negative while the rate rises."""
+    step, steps, warmup = integer(step, "step"), integer(steps, "steps"), integer(warmup, "warmup")
+    if step < 0:
+        raise ValueError(f"step must be at least 0, got {step}")
     if not 0 <= warmup < steps:
         raise ValueError(f"warmup must be at least 0 and less than steps, got {warmup} of {steps}")
     return -1.0 if step < warmup else min(1.0, (step - warmup) / (steps - warmup))

@@ -416,6 +416,7 @@ def test_lawful_import_is_left_alone(path, source):
 # whether ranks communicate. These files ask, but only to know what this rank is to copy, may write to or must refuse.
 ASK_ABOUT_MEMORY = {"memory.py", "arrays.py", "loss/problem.py", "loss/passes.py"}
 ASK_ABOUT_MEMORY |= {
+    "comm/buffers.py",
     "autograd/apply.py",
     "autograd/gradients.py",
     "ops/numpy_protocol.py",

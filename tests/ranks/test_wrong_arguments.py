@@ -22,7 +22,6 @@ WRONG: dict[str, Any] = {
     "objects": np.array([object(), None]),
     "complex": np.ones((4, 3), complex),
     "structured": np.zeros(4, [("a", float)]),
-    "dates": np.zeros((4, 3), "M8[s]"),
     "masked": np.ma.masked_array(np.ones((4, 3)), np.eye(4, 3, dtype=bool)),
     "foreign byte order": np.ones((4, 3), np.dtype(float).newbyteorder()),
     "0-d": np.array(2.5),
@@ -40,7 +39,7 @@ INTERNAL = re.compile(
     "has no attribute|subscriptable|not callable|not iterable|unhashable|referenced before|cannot access local|no len"
     "|unsupported operand|not supported between|cannot be interpreted as an integer|is ambiguous|scalar index"
 )
-# Objects and dates meet operators of Python and NumPy in operations on the tape, which say of them what these say.
+# Objects and complex numbers meet operators of Python and NumPy in operations on the tape, which say what these say.
 SAID_BY_NUMPY = re.compile("could not be promoted|Cannot compare structured|too large to convert")
 
 KINDS = (TypeError, ValueError, IndexError, OverflowError, NotImplementedError)
@@ -113,6 +112,10 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
     **dict.fromkeys(("std", "var"), lambda at: {"/x": at.x(), "axis": 1, "keepdims": True}),
     **dict.fromkeys(("softmax", "log_softmax", "cumsum", "expand_dims"), lambda at: {"/x": at.x(), "axis": 1}),
     **dict.fromkeys(("concatenate", "stack"), lambda at: {"/arrays": [at.x(), at.x()], "axis": 1}),
+    **dict.fromkeys(
+        ("cosine_schedule", "linear_schedule"),
+        lambda at: {"/step": 2, "lr": 0.1, "steps": 9, "warmup": 3, "final": 0.01},
+    ),
     "Mesh": lambda at: {"/comm": at.comm, "data": at.comm.size},
     "Partial": lambda at: {"operator": "sum"},
     "Shard": lambda at: {"axis": 0},
@@ -144,7 +147,7 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
         **{"/name": "matmul", "/shapes": [(4, 3), (3, 2)], "/placements": [{}, {}]},
         **{"mesh": at.mesh, "dtypes": np.float32},
     },
-    "layer_norm": lambda at: {"/x": at.x(), "scale": np.ones(3), "bias": np.ones(3), "axis": -1},
+    "layer_norm": lambda at: {"/x": at.x(), "scale": np.ones(3), "bias": np.ones(3), "axis": -1, "eps": 1e-5},
     "linear_cross_entropy": lambda at: on_tape(
         at, linear(at), hidden=pce.distribute(np.ones((4, 2)), at.mesh), w=at.classified(2)
     ),
@@ -152,7 +155,7 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
     "matmul": lambda at: {"/x": at.x(), "/y": np.ones((3, 2))},
     "op": lambda at: {"forward": np.add, "vjp": None, "rule": None, "name": "mine"},
     "reshape": lambda at: {"/x": at.x(), "shape": (3, 4)},
-    "rms_norm": lambda at: {"/x": at.x(), "scale": np.ones(3), "axis": -1},
+    "rms_norm": lambda at: {"/x": at.x(), "scale": np.ones(3), "axis": -1, "eps": 1e-5},
     "scaled_dot_product_attention": lambda at: {
         **{"q": at.stacks(), "k": at.stacks(), "v": at.stacks()},
         **{"causal": True, "scale": 1.0},
@@ -180,7 +183,7 @@ LEFT_OUT = {
     *("ClassStatistics", "CollectiveError", "CollectiveTimeout", "Colwise", "DistArray", "Inference"),
     *("LinearValueAndGrad", "Replicate", "Replicated", "Residuals", "Rowwise", "Rule", "Sent", "SequenceParallel"),
     *("StatisticsResiduals", "Trace", "VocabParallel", "named_scope", "no_grad", "reproducible", "dense", "load"),
-    *("save", "SGD", "AdamW", "clip_grad_norm", "cosine_schedule", "linear_schedule"),
+    *("save", "SGD", "AdamW", "clip_grad_norm"),
 }
 # Each rank's own arguments are checked before the ranks agree; these bring the ranks together.
 AGREED = {
@@ -238,3 +241,26 @@ def test_wrong_argument_on_one_rank_raises_everywhere(comm, name, several, impat
     for call, texts in zip(found, zip(*(ranks.values() for ranks in comm.allgather(found)), strict=True), strict=True):
         assert len(set(texts)) == 1, (call, texts)
     assert "".join(told(name, CALLS[name](at))) == ""
+
+
+@pytest.mark.sizes(3)  # as above
+@pytest.mark.parametrize("axis", [0, 1], ids=["rows", "classes"])
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
+def test_wrong_array_of_one_rank_raises_on_all(comm, name, axis, several, impatient):
+    at = At(comm)
+    sound = CALLS[name](at)
+    if axis == 0:  # the rows are sharded, of the logits or of the hidden vectors
+        if name == "cross_entropy":
+            sound["logits"] = sound["logits"].redistribute(data=Shard(0))
+        else:
+            sound["hidden"] = sound["hidden"].redistribute(data=Shard(0))
+            sound["w"] = sound["w"].redistribute(data=pce.Replicate())
+    found = {}
+    for argument in sorted(sound.keys() & {"targets", "weight", "bias"}):
+        for kind, wrong in WRONG.items():
+            given = sound | {argument: wrong} if comm.rank == comm.size - 1 else sound
+            found[argument, kind] = told(name, given)
+    assert {found["targets", kind][0] for kind in ("None", "text", "ragged", "complex")} == {"TypeError", "ValueError"}
+    for call, texts in ((call, comm.allgather(found[call])) for call in sorted(found)):
+        assert len(set(texts)) == 1, (call, texts)
+    assert "".join(told(name, sound)) == ""
