@@ -274,8 +274,9 @@ def _chunk_by_chunk(problem: Problem, operands: _Operands, with_gradients: bool)
         if with_gradients:
             write_gradient(part.problem.logits, Residuals(part.problem, softmax, one, ()), one)
             hidden, dhidden = operands.hidden[part.rows], operands.dhidden[part.rows]
-            if not part.problem.valid.all():  # 0 times nan is nan
-                hidden = xp.where(xp.asarray(part.problem.valid)[:, None], hidden, hidden.dtype.type(0))
+            if not problem.all_valid:  # 0 times nan is nan
+                hidden = hidden.copy()
+                hidden[xp.asarray(~part.problem.valid)] = 0
             add_gradients(hidden, operands.w, part.problem.logits, dhidden, operands.dw)
             if operands.bias is not None:
                 operands.dbias += part.problem.logits.sum(axis=0, dtype=np.float64)
