@@ -71,7 +71,7 @@ def test_unknown_keyword_raises_the_type_error_of_python(function, keyword):
 
 
 def test_every_option_has_a_default():
-    added = {"operation", "over", "batch_over"}
+    added = {"operation", "over", "batch_over", "found"}
     assert {
         field.name for field in fields(Options)
     } - added == LossOptions.__optional_keys__ | LinearOptions.__optional_keys__
