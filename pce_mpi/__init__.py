@@ -45,7 +45,6 @@ from pce_mpi.loss import (
 from pce_mpi.ops import (
     Inference,
     Rule,
-    Sent,
     abs,
     add,
     argmax,
@@ -128,7 +127,6 @@ __all__ = [
     "Residuals",
     "Rowwise",
     "Rule",
-    "Sent",
     "SequenceParallel",
     "Shard",
     "StatisticsResiduals",

@@ -1,4 +1,4 @@
-"""Array libraries (NumPy on the host, CuPy on GPUs), conversion of other arrays, and dtypes.
+"""Array libraries (NumPy on the host, CuPy on GPUs, hollow arrays nowhere), conversion of other arrays, and dtypes.
 
 Arrays that support DLPack or the buffer protocol (torch, jax, memoryview, array.array) are wrapped, without a copy if
 possible. CuPy is imported only if an array is on a GPU, or if GPUs are asked for.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+import math
 import sys
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+
+from pce_mpi.hollow import LIBRARY, Hollow
 
 
 def cupy_of(value: Any) -> ModuleType | None:
@@ -22,8 +25,8 @@ def cupy_of(value: Any) -> ModuleType | None:
 
 
 def array_namespace(array: Any) -> Any:
-    """Return the library of `array`, numpy or cupy."""
-    return np if type(array) is np.ndarray else cupy_of(array) or np
+    """Return the library of `array`: numpy, cupy, or that of hollow arrays."""
+    return np if type(array) is np.ndarray else LIBRARY if type(array) is Hollow else cupy_of(array) or np
 
 
 def as_array(value: Any, name: str) -> Any:
@@ -34,7 +37,7 @@ def as_array(value: Any, name: str) -> Any:
     Raises `TypeError`, which names the argument `name`, if `value` is no array of numbers, and `ValueError` if it is at
     an address at which no GPU can read it.
     """
-    if type(value) is np.ndarray:
+    if type(value) in (np.ndarray, Hollow):
         return value
     if cupy_of(value) is not None:
         _check_address(value, name)
@@ -162,6 +165,16 @@ def compute_dtype_of(dtype: np.dtype[Any], requested: Any = None) -> np.dtype[An
     if wanted.itemsize < natural.itemsize:
         raise ValueError(f"compute_dtype {wanted} would lose bits of {dtype} logits")
     return wanted
+
+
+def is_true(array: Any) -> bool:
+    """Return whether an array of one bool is true; a hollow one is not."""
+    return not isinstance(array, Hollow) and bool(array)
+
+
+def number_of(array: Any) -> Any:
+    """Return the only element of an array as a Python number; `nan` for a hollow one."""
+    return math.nan if isinstance(array, Hollow) else array.item()
 
 
 def to_host(array: Any) -> np.ndarray[Any, Any]:

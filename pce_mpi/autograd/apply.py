@@ -7,7 +7,8 @@ hold backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter, is_
@@ -17,7 +18,6 @@ import zlib
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating, is_real
-from pce_mpi.autograd.inference import AbstractMesh
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.operands import operands_of
 from pce_mpi.autograd.recording import put_on_tape, put_together_on_tape
@@ -36,21 +36,27 @@ from pce_mpi.exact.mode import is_reproducible
 _SHARDING, _LOCAL, _DTYPE = attrgetter("sharding"), attrgetter("local"), attrgetter("local.dtype")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
+#: where operands were first brought to, by their id, for whoever asks
+moves: ContextVar[dict[int, Sharding] | None] = ContextVar("moves", default=None)
+
 
 def redistributed(x: DistArray, destination: Sharding) -> DistArray:
     """Return `x` in another sharding; a copy of a computed array that took communication is not sent twice."""
-    move: Callable[[DistArray, Sharding], DistArray] = redistribute
-    if isinstance(x.mesh, AbstractMesh):
-        x.mesh.need([x], [destination])
-        move = x.mesh.redistribute
     if x.sharding is destination:
         return x
+    if (seen := moves.get()) is not None:
+        seen.setdefault(id(x), destination)
     if x.copies and destination in x.copies:
         return x.copies[destination]
-    there = move(x, destination)
+    there = redistribute(x, destination)
     if x.copies is not None and any(step.sends for step in steps(x.sharding, destination)):
         x.copies[destination] = there
     return there
+
+
+def _note_move(x: DistArray, destination: Sharding) -> None:
+    if (noted := moves.get()) is not None:
+        noted.setdefault(id(x), destination)
 
 
 def apply(op: Op, *values: Any, **parameters: Any) -> Any:
@@ -72,12 +78,6 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     if op.takes_shardings or exact:
         own = tuple([not x.computed for x in inputs]) if exact else ()
         more["shardings"] = Shardings(mesh, call.plan.operands, call.plan.result, required, call.summed, own)
-    if isinstance(mesh, AbstractMesh):
-        mesh.need(present, call.plan.operands)
-        mesh.sent += op.sends(*map(_DTYPE, operands), **more, **parameters) if op.sends else []
-        result = DistArray(np.empty(0, call.dtype), mesh, call.plan.result, computed=_computed(op, inputs))
-        settled = _settled(result, op.name, call)
-        return settled if op.results == 1 else (settled,) * op.results
     with np.errstate(all="ignore"):  # a value that one rank finds in its shard must not raise there alone
         if exact:
             local = _exactly(op, inputs, call, parameters, more)
@@ -126,6 +126,7 @@ def _inputs(op: Op, operands: list[DistArray], call: _Call) -> list[DistArray]:
         return operands
     inputs = []
     for index, (x, destination) in enumerate(zip(operands, call.plan.operands, strict=True)):
+        _note_move(x, destination)
         if x.sharding is not destination:
             placed = x.sharding.by_dim
             new = any(destination.by_dim[dim] != placed[dim] for dim in destination.partial_dims)

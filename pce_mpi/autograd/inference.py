@@ -8,75 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import is_floating
+from pce_mpi.autograd.apply import moves
+from pce_mpi.comm.tracing import Event, trace, untraced
 from pce_mpi.distributed.array import OPERATIONS, DistArray
-from pce_mpi.distributed.mesh import Mesh, checked_dims, text_of_dims
+from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Placement
-from pce_mpi.distributed.redistribution import Step, sent_bytes, steps
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.exact.mode import reproducible
+from pce_mpi.hollow import hollow
 from pce_mpi.scalars import integers
-
-
-@dataclass(frozen=True)
-class Sent:
-    """One collective that an operation would run.
-
-    Parameters
-    ----------
-    collective : str
-        "all_reduce", "all_gather", "all_to_all" or "reduce_scatter".
-    over : str
-        The dims of the mesh, such as "data, model".
-    bytes : int
-        The bytes that this rank would put in, without the agreement.
-    before, after : str
-        The placements of the array that would be moved, as text.
-    """
-
-    collective: str
-    over: str
-    bytes: int
-    before: str = ""
-    after: str = ""
-
-
-class AbstractMesh(Mesh):
-    """Dims without ranks; keeps what would be sent, and the sharding in which each operand was first needed.
-
-    The local arrays over it have a dtype and no elements.
-    """
-
-    def __init__(self, dims: Mapping[str, int]) -> None:
-        self.dims = dims
-        self.dim_sizes = tuple(dims.items())
-        self.coordinates = dict.fromkeys(dims, 0)
-        self.sent: list[Sent] = []
-        self.needed: dict[int, Sharding] = {}
-
-    def note(self, checksum: int, what: str, in_full: str) -> None:
-        """Do nothing: there are no other ranks to compare with."""
-
-    def agree(self, *_: Any, **__: Any) -> list[int]:
-        """Do nothing: there are no other ranks to agree with."""
-        return []
-
-    def need(self, operands: Sequence[DistArray], shardings: Sequence[Sharding]) -> None:
-        """Note the sharding in which each operand is needed, unless one was noted before."""
-        for x, sharding in zip(operands, shardings, strict=True):
-            self.needed.setdefault(id(x), sharding)
-
-    def redistribute(self, x: DistArray, destination: Sharding) -> DistArray:
-        """Return `x` in another sharding, and note what that sends."""
-        taken = steps(x.sharding, destination)
-        self.sent += [_sent_by(step, x) for step in taken if step.sends]
-        return DistArray(x.local, self, destination, computed=x.computed or any(step.copies for step in taken))
-
-
-def _sent_by(step: Step, x: DistArray) -> Sent:
-    itemsize = max(4, x.dtype.itemsize) if is_floating(x.dtype) else x.dtype.itemsize  # halves travel as float32
-    size = sent_bytes(step, x.mesh.coordinates, itemsize)
-    return Sent(step.verb, text_of_dims(step.dims), size, step.placement_before, step.placement_after)
 
 
 @dataclass(frozen=True)
@@ -89,18 +28,18 @@ class Inference:
         The placements in which it needs its operands.
     result : dict of str to placement
         The placements of its result.
-    collectives : tuple of Sent
-        The collectives, with the bytes of the rank at the origin of the mesh, whose shards are the longest.
+    collectives : tuple of Event
+        The collectives as a trace has them, on the rank at the origin of the mesh, whose shards are the longest.
     """
 
     operands: tuple[dict[str, Placement], ...]
     result: dict[str, Placement]
-    collectives: tuple[Sent, ...]
+    collectives: tuple[Event, ...]
 
     @property
     def bytes(self) -> int:
         """The sum of the bytes over the collectives."""
-        return sum(sent.bytes for sent in self.collectives)
+        return sum(event.bytes for event in self.collectives)
 
 
 def infer_placements(
@@ -114,7 +53,7 @@ def infer_placements(
 ) -> Inference:
     """Infer what an operation would do with operands of these global shapes and placements.
 
-    The answer comes from the same rules that run the operation.
+    The operation itself is run, on arrays without elements; inside `reproducible` as it runs there.
 
     Parameters
     ----------
@@ -140,12 +79,14 @@ def infer_placements(
     ------
     ValueError
         If the operation does not exist, or the arguments do not belong together.
+    TypeError
+        If what the operation does depends on the elements of its operands, as an index by a mask does.
     Exception
         As the operation raises for its arguments.
 
     Notes
     -----
-    Communicates nothing. The answer is that for outside `reproducible`.
+    Communicates nothing, and needs no MPI.
 
     Examples
     --------
@@ -173,16 +114,22 @@ def infer_placements(
     for each in (mesh, *placements):
         if not isinstance(each, Mapping) and not (each is mesh and isinstance(each, Mesh)):
             raise TypeError(f"mesh and placements are given by dim, such as data=2, got {each!r}")
-    abstract = AbstractMesh(checked_dims(mesh.dims if isinstance(mesh, Mesh) else mesh))
-    operands = [
-        DistArray(np.empty(0, dtype), abstract, Sharding.of(abstract.dim_sizes, shape, placed))
-        for shape, placed, dtype in zip(checked, placements, of_each, strict=True)
-    ]
+    here = Mesh.without_ranks(**(mesh.dims if isinstance(mesh, Mesh) else mesh))
+    operands = []
+    for shape, placed, dtype in zip(checked, placements, of_each, strict=True):
+        sharding = Sharding.of(here.dim_sizes, shape, placed)
+        operands.append(DistArray(hollow(sharding.local_shape(here.coordinates), dtype), here, sharding))
     arguments: list[Any] = [operands] if name in ("concatenate", "stack") else list(operands)
-    with reproducible(False):
-        result = OPERATIONS[name](*arguments, **parameters)
-    needed = [abstract.needed.get(id(operand), operand.sharding) for operand in operands]
-    results = result[0] if isinstance(result, list | tuple) else result
+    moved: dict[int, Sharding] = {}
+    token = moves.set(moved)
+    try:
+        with untraced(), trace() as noted:
+            result = OPERATIONS[name](*arguments, **parameters)
+    finally:
+        moves.reset(token)
+    first = result[0] if isinstance(result, list | tuple) else result
     return Inference(
-        tuple(dict(sharding.by_dim) for sharding in needed), dict(results.sharding.by_dim), tuple(abstract.sent)
+        tuple(dict(moved.get(id(operand), operand.sharding).by_dim) for operand in operands),
+        first.placements,
+        tuple(noted.select()),
     )

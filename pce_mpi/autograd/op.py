@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.autograd.inference import Sent
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.sharding import Sharding
@@ -34,7 +33,6 @@ class Op:
     views         the result of `forward` may share the memory of an operand
     results       the number of results; if several, `forward` returns a tuple of arrays of one shape and dtype, and the
                   vjps take tuples: the gradients of all results, zeros for those without one, and the results
-    sends         the collectives of `forward` itself; only a rule with `merged` labels has any
     exact         `forward` inside `reproducible`, for operations that sum: takes the `shardings` too, and reduces the
                   sums itself over the ranks of `shardings.summed`, so that the result is not Partial
     """
@@ -50,7 +48,6 @@ class Op:
     gives_residuals: bool = False
     views: bool = False
     results: int = 1
-    sends: Callable[..., Sequence[Sent]] | None = None
     exact: Callable[..., Any] | None = None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_half
+from pce_mpi.arrays import array_namespace, cupy_of, is_half
 from pce_mpi.comm.library import gpu_aware
 from pce_mpi.gpu import finish_work, from_pinned, pinned, to_pinned
 
@@ -16,7 +16,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 def stays_on_gpu(array: Array) -> bool:
     """Tell whether `array` is on a GPU and MPI takes it there."""
-    return array_namespace(array) is not np and gpu_aware()[0]
+    return cupy_of(array) is not None and gpu_aware()[0]
 
 
 def wire_dtype(array: Array) -> np.dtype[Any]:
@@ -30,7 +30,7 @@ def to_wire(array: Array, direct: bool, copy: bool = False) -> Array:
     All work of the GPU that fills it is done.
     """
     dtype, xp = wire_dtype(array), array_namespace(array)
-    if xp is not np and not direct:
+    if cupy_of(array) is not None and not direct:
         return to_pinned(array, dtype)
     copy = copy or (xp is np and not array.flags.aligned)  # mpi4py knows no dtype of such memory
     wire = xp.array(array, dtype, order="C") if copy else xp.ascontiguousarray(array, dtype).reshape(array.shape)

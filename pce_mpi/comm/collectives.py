@@ -63,8 +63,9 @@ def start_all_reduce(
     """
     why = current_cause()
     channel, xp = channel_of(comm, why.operation), array_namespace(array)
-    if channel.size == 1 and xp is not np:  # the result is the array, which need not leave the GPU
-        record(why, "all_reduce", Purpose.PAYLOAD, ranks=1, bytes=wire_dtype(array).itemsize * array.size)
+    # The result is the array, which need not leave the GPU; or has its shape, if there are no ranks.
+    if channel is comm or (channel.size == 1 and xp is not np):
+        record(why, "all_reduce", Purpose.PAYLOAD, ranks=channel.size, bytes=wire_dtype(array).itemsize * array.size)
         alone = array if overwrite else array.copy()
         return lambda: alone
     direct = xp is not np and op == "sum" and stays_on_gpu(array) and reduces_on_gpus()
@@ -123,9 +124,9 @@ def reduce_scatter(blocks: Sequence[Array], comm: MPI.Intracomm, op: ReduceOp) -
     """
     flat = concatenated(blocks)
     sent = to_wire(flat, op == "sum" and stays_on_gpu(flat) and reduces_on_gpus())
-    handle, datatype = _operator(op, sent.dtype)
     why = current_cause()
     channel = channel_of(comm, why.operation)
+    handle, datatype = (None, None) if channel is comm else _operator(op, sent.dtype)
     mine = blocks[channel.rank]
     received = room_for(mine.size, sent, flat)
     ours, result = [sent, sent.size, datatype], [received, received.size, datatype]

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pce_mpi.comm.library import check_mpi, out_of_communicators
+from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
 from pce_mpi.comm.tracing import Purpose, cause, open_traces, record
 
@@ -214,8 +215,10 @@ def _channel_key() -> int:
     return MPI.Comm.Create_keyval()
 
 
-def channel_of(comm: MPI.Intracomm, operation: str) -> Channel:
-    """Return the cached private duplicate of `comm`; collective the first time."""
+def channel_of(comm: MPI.Intracomm | NoRanks, operation: str) -> Any:
+    """Return the `Channel` on the cached duplicate of `comm`, collective the first time; `NoRanks` is its own."""
+    if isinstance(comm, NoRanks):
+        return comm
     check_mpi()
     channel: Any = comm.Get_attr(_channel_key())
     if channel is None:

@@ -13,6 +13,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from pce_mpi.comm.no_ranks import NoRanks
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -63,6 +65,8 @@ def _states_of_mpi() -> tuple[Callable[[], bool], Callable[[], bool]]:
 
 def is_comm(comm: Any) -> bool:
     """Tell whether `comm` is an intracommunicator that this process belongs to; `RuntimeError` without MPI."""
+    if isinstance(comm, NoRanks):
+        return True
     try:
         library = mpi()
     except (ImportError, RuntimeError) as error:
@@ -81,6 +85,8 @@ def check_comm(comm: Any, name: str) -> None:
 
 def same_ranks(a: MPI.Intracomm, b: MPI.Intracomm) -> bool:
     """Tell whether two communicators have the same processes in the same order; communicates nothing."""
+    if isinstance(a, NoRanks):  # of two dims of a mesh
+        return False
     from mpi4py import MPI
 
     return MPI.Comm.Compare(a, b) in (MPI.IDENT, MPI.CONGRUENT)

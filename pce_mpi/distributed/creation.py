@@ -17,6 +17,7 @@ from pce_mpi.distributed.mesh import Mesh, check_mesh, text_of_dims
 from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.redistribution import run_step, steps
 from pce_mpi.distributed.sharding import Sharding
+from pce_mpi.hollow import hollow
 from pce_mpi.scalars import flag, integer, integers
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -80,6 +81,7 @@ def distribute(
         return _sent_from(array, mesh, src_rank, requires_grad, placements)
     requires_grad = flag(requires_grad, "requires_grad")
     taken = checked_dtype(as_array(array, "array"), placements, requires_grad)
+    taken = hollow(taken.shape, taken.dtype) if mesh.is_hollow else taken
     destination = Sharding.of(mesh.dim_sizes, taken.shape, placements)
     said = f"distribute an array of shape {taken.shape} as {taken.dtype.name}, {destination}"
     mesh.note(zlib.crc32(said.encode()), said, said)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cache
 import json
 import math
@@ -22,6 +22,7 @@ from pce_mpi.comm.communicators import (
     new_number,
 )
 from pce_mpi.comm.library import is_comm, out_of_communicators
+from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.distributed.pictures import draw_mesh, mesh_size
 from pce_mpi.distributed.sharding import Dims
@@ -100,17 +101,63 @@ class Mesh:
         numbers, garbage = said
         if any(garbage):
             give_back(channel_of(comm, "Mesh"), "Mesh")
+        cart = _made(lambda: comm.Create_cart(list(sizes.values()), reorder=False), numbers[0], "Mesh")
+        self._begin(cart, sizes, cart.Get_coords(cart.rank))
+
+    @classmethod
+    def without_ranks(cls, coordinates: Mapping[str, int] | None = None, /, **dims: int) -> Mesh:
+        """Make a mesh of any size without its ranks, for hollow arrays: operations note what they would send.
+
+        Parameters
+        ----------
+        coordinates : mapping of str to int, optional
+            The place of this rank along each dim; 0 along those that are not named.
+        **dims : int
+            The size of each dim by name, in order.
+
+        Returns
+        -------
+        Mesh
+            The mesh.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For sizes that are none, and coordinates outside the mesh.
+
+        Notes
+        -----
+        Communicates nothing, and needs no MPI.
+
+        Examples
+        --------
+        >>> Mesh.without_ranks({"data": 3}, data=512, model=8).rank
+        24
+        """
+        sizes = checked_dims(dims)
+        here = {**dict.fromkeys(sizes, 0), **(coordinates or {})}
+        for dim, at in here.items():
+            if not 0 <= at < sizes.get(dim, 0):
+                raise ValueError(f"a mesh with {sizes} has no rank at {dim} = {at}")
+        mesh = cls.__new__(cls)
+        mesh._begin(NoRanks(list(sizes.values()), list(here.values())), sizes, list(here.values()))
+        return mesh
+
+    def _begin(self, cart: Any, sizes: dict[str, int], coordinates: Sequence[int]) -> None:
         self.dims: Mapping[str, int] = MappingProxyType(sizes)
         self.dim_sizes: Dims = tuple(sizes.items())
-        cart = _made(lambda: comm.Create_cart(list(sizes.values()), reorder=False), numbers[0], "Mesh")
         self._cart = self._heard(cart)
-        self.rank, self.size = self._cart.rank, self._cart.size
-        coordinates = self._cart.Get_coords(self.rank)
+        self.rank, self.size = cart.rank, cart.size
         self.coordinates: Mapping[str, int] = MappingProxyType(dict(zip(sizes, coordinates, strict=True)))
-        self._comms: dict[tuple[str, ...], MPI.Intracomm] = {tuple(sizes): self._cart}
+        self._comms: dict[tuple[str, ...], MPI.Intracomm] = {tuple(sizes): cart}
         self._history = 0
         self._recent: deque[tuple[int, str, str]] = deque(maxlen=_REMEMBERED)
         self._fault: Exception | None = None
+
+    @property
+    def is_hollow(self) -> bool:
+        """True without ranks: the arrays of such a mesh are hollow."""
+        return isinstance(self._cart, NoRanks)
 
     def comm(self, *dims: str) -> MPI.Intracomm:
         """Return the communicator of the ranks that differ from this one in `dims` only.
@@ -147,9 +194,11 @@ class Mesh:
             # Ranks that ask for different dims would get communicators of ranks that do not belong together.
             said = agree(self._cart, "Mesh.comm", {"dims": key}, facts=(new_number(),), over=text_of_dims(self.dims))
             first = self._cart.Get_cart_rank([0 if dim in key else at for dim, at in self.coordinates.items()])
-            number = said[0][first]
-            made = _made(lambda: self._cart.Sub([dim in key for dim in self.dims]), number, "Mesh.comm")
-            self._comms[key] = self._heard(made)
+            number, kept = said[0][first], [dim in key for dim in self.dims]
+            sub = self._cart.Sub
+            self._comms[key] = self._heard(
+                sub(kept) if self.is_hollow else _made(lambda: sub(kept), number, "Mesh.comm")
+            )
         return self._comms[key]
 
     def _heard(self, comm: Any) -> Any:

@@ -28,7 +28,7 @@ from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
 from pce_mpi.distributed.sharding import Coordinates, Sharding, Splits, outer_splits, within
 from pce_mpi.exact.mode import is_reproducible
-from pce_mpi.exact.sums import over_ranks
+from pce_mpi.exact.sums import average
 
 Verb = Literal["all_gather", "all_to_all", "all_reduce", "reduce_scatter", "slice", "keep", "pad"]
 _SILENT = ("slice", "keep", "pad")
@@ -264,10 +264,12 @@ def _sent(step: Step, local: Array, mesh: Mesh) -> Array:
     reduction: ReduceOp = "max" if Partial("max") in placed else "min" if Partial("min") in placed else "sum"
     partial, (before, after) = local, step.averaging
     if is_reproducible() and reduction == "sum" and is_floating(local.dtype):
-        total = over_ranks(local, comm, before * after)
-        if step.verb == "reduce_scatter":
-            total = total[within(step.before.slices(here), step.after.slices(here))].copy()
-        return total
+        if step.verb == "all_reduce":
+            return average(local[None], comm.size, comm, before * after)
+        # Each rank adds up what all have for it: exactly, in any order, for the bytes of a reduce_scatter.
+        blocks = [local[within(step.before.slices(here), step.after.slices(member))] for member in members]
+        mine = step.after.local_shape(here)
+        return average(xp.stack(all_to_all(blocks, comm, [mine] * len(blocks))), comm.size, None, before * after)
     if before > 1:
         # A half is rounded once, after the sum.
         partial = local.astype(np.float32) if is_half(local.dtype) else local

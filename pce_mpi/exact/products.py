@@ -17,7 +17,7 @@ import numpy as np
 from pce_mpi.arrays import array_namespace
 from pce_mpi.exact.kept import kept_slices
 from pce_mpi.exact.slices import exponents, grids, in_units, joined, slices, slicing
-from pce_mpi.exact.sums import reduced, with_special
+from pce_mpi.exact.sums import one_nan, reduced
 from pce_mpi.loss.kernels import converted
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -52,9 +52,13 @@ def product(a: Array, b: Array, length: int, comm: Any = None, keep: bool = Fals
         else:
             for level, part in zip(levels, sums, strict=True):
                 level[..., rows, :] = part
+    if not finite:  # added up over ranks, infinities and nan stay what they are
+        special = _special(a, b)
+        at = found if levels is None else levels[0]
+        at[...] = xp.where(special == 0, at, special)
     if levels is not None:
-        found[...] = converted(in_units(joined(reduced(levels, comm)), e + f, dtype), dtype)
-    return found if finite else with_special(found, _flags(a, b, comm))
+        found[...] = converted(one_nan(in_units(joined(reduced(levels, comm)), e + f, dtype)), dtype)
+    return found
 
 
 def _blocks(rows: int, elements: int, xp: Any, fewest: int = 1) -> Iterator[slice]:
@@ -83,13 +87,14 @@ def _side_by_side(x: Array, e: Array, bits: int, places: Sequence[int], axis: in
     return held
 
 
-def _flags(a: Array, b: Array, comm: Any) -> Array:
-    """Return how many terms of each element are nan, inf and -inf."""
+def _special(a: Array, b: Array) -> Array:
+    """Return the sum of the terms of each element that are infinite or nan; 0 if there are none."""
     xp = array_namespace(a)
     (high, low, up, down, none, no), (high_b, low_b, up_b, down_b, none_b, no_b) = (
         [each.astype(float) for each in (x == np.inf, x == -np.inf, x > 0, x < 0, x == 0, xp.isnan(x))] for x in (a, b)
     )
-    above = high @ up_b + low @ down_b + up @ high_b + down @ low_b
-    below = high @ down_b + low @ up_b + up @ low_b + down @ high_b
-    nan = (high + low) @ none_b + none @ (high_b + low_b) + no @ xp.ones_like(no_b) + xp.ones_like(no) @ no_b
-    return reduced(xp.stack([nan, above, below]), comm)
+    above = high @ up_b + low @ down_b + up @ high_b + down @ low_b > 0
+    below = high @ down_b + low @ up_b + up @ low_b + down @ high_b > 0
+    nan = (high + low) @ none_b + none @ (high_b + low_b) + no @ xp.ones_like(no_b) + xp.ones_like(no) @ no_b > 0
+    found = xp.where(above, np.inf, xp.where(below, -np.inf, 0.0))
+    return xp.where(nan | (above & below), np.nan, found)

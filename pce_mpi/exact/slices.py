@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace
+from pce_mpi.arrays import array_namespace, is_true
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.loss.kernels import converted
 
@@ -63,16 +63,17 @@ def exponents(x: Array, axes: tuple[int, ...]) -> Array:
 def grids(
     arrays: Sequence[Array], largest: Sequence[Callable[[Array], Array]], comm: Any
 ) -> tuple[bool, list[Array], list[Array]]:
-    """Tell whether all elements are finite, and return those that are, 0 for others, and their exponents.
+    """Tell whether all elements on this rank are finite, and return those that are, 0 for others, and their exponents.
 
-    `largest` finds in each array the exponents of the elements that are summed. Collective over `comm`: one all_reduce,
-    and another if not all are finite.
+    `largest` finds in each array the exponents of the elements that are summed. Collective over `comm`: one all_reduce.
     """
-    here = [find(x) for find, x in zip(largest, arrays, strict=True)]
+    here, parts = [find(x) for find, x in zip(largest, arrays, strict=True)], list(arrays)
+    finite = not any(is_true((e == NOT_FINITE).any()) for e in here)
+    if not finite:
+        parts = [finite_part(x) for x in arrays]
+        here = [find(x) for find, x in zip(largest, parts, strict=True)]
     found = here if comm is None else apart(all_reduce(side_by_side(here), comm, "max"), here)
-    if not any(bool((e == NOT_FINITE).any()) for e in found):
-        return True, list(arrays), [_usable(e) for e in found]
-    return False, *grids([_finite_part(x) for x in arrays], largest, comm)[1:]
+    return finite, parts, [_usable(e) for e in found]
 
 
 def side_by_side(parts: Sequence[Array]) -> Array:
@@ -86,7 +87,7 @@ def apart(flat: Array, parts: Sequence[Array]) -> list[Array]:
     return [flat[start:end].reshape(part.shape) for start, end, part in zip([0, *ends], ends, parts, strict=False)]
 
 
-def _finite_part(x: Array) -> Array:
+def finite_part(x: Array) -> Array:
     """Return `x` with 0 for infinities and nan."""
     xp = array_namespace(x)
     return xp.where(xp.isfinite(x), x, x.dtype.type(0))
@@ -97,10 +98,13 @@ def _usable(e: Array) -> Array:
     return array_namespace(e).where(e == -NOT_FINITE, 0, e)
 
 
-def slices(x: Array, e: Array, bits: int, count: int, dtype: np.dtype[Any], squared: bool = False) -> Iterator[Array]:
+def slices(
+    x: Array, e: Array, bits: int, count: int, dtype: np.dtype[Any], *, squared: bool = False, finite: bool = True
+) -> Iterator[Array]:
     """Yield the slices of `x`, or of its squares, float64 and not kept; those of float64 numbers are in units of 2^e.
 
-    Adding and taking away 1.5 2^(52 - bits) 2^e rounds to a multiple of 2^(e - bits).
+    Adding and taking away 1.5 2^(52 - bits) 2^e rounds to a multiple of 2^(e - bits). Infinities and nan, if there are
+    any, are in the first slice alone.
     """
     if dtype.itemsize == 8:  # there e may be as large as float64 has them
         x, unit = scaled(x, -e), 1.0
@@ -114,6 +118,7 @@ def slices(x: Array, e: Array, bits: int, count: int, dtype: np.dtype[Any], squa
         part -= rounding
         if index + 1 < count:
             x -= part
+            x = x if finite else finite_part(x)
         yield part
 
 

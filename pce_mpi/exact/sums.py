@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace
+from pce_mpi.arrays import array_namespace, number_of
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.exact.slices import (
     NOT_FINITE,
@@ -49,7 +49,7 @@ def sums_of_squares(arrays: Sequence[Array], lengths: Sequence[int], comm: Any) 
     Collective over `comm`: one Allreduce of 4 bytes and one of 8 or 16 bytes for each vector.
     """
     found = _totals(arrays, (0,), lengths, comm, squared=True) if arrays else []
-    return [each.item() for each in found]
+    return list(map(number_of, found))
 
 
 def _totals(
@@ -60,25 +60,22 @@ def _totals(
     squared: bool,
     divisor: float = 1.0,
 ) -> list[Array]:
-    finite, parts, found = grids(arrays, [partial(exponents, axes=axes)] * len(arrays), comm)
+    finite, _, found = grids(arrays, [partial(exponents, axes=axes)] * len(arrays), comm)
     levels = []
-    for x, e, length in zip(parts, found, lengths, strict=True):
+    for x, e, length in zip(arrays, found, lengths, strict=True):
         bits, count = slicing(x.dtype, length)
         levels.append(array_namespace(x).zeros((count, *e.shape)))
         for part in _blocks(x):
             here = slice(None) if 0 in axes else part  # along the first axis blocks add up, or follow each other
-            pieces = slices(x[part], e[here], bits, count, x.dtype, squared)
+            pieces = slices(x[part], e[here], bits, count, x.dtype, squared=squared, finite=finite)
             for level, piece in zip(levels[-1], pieces, strict=True):
                 level[here] += piece.sum(axes, keepdims=True)
-    sums = [
-        in_units(joined(level) if divisor == 1.0 else _divided(level, divisor), 2 * e if squared else e, x.dtype)
+    return [
+        one_nan(
+            in_units(joined(level) if divisor == 1.0 else _divided(level, divisor), 2 * e if squared else e, x.dtype)
+        )
         for level, e, x in zip(reduced_together(levels, comm), found, arrays, strict=True)
     ]
-    if finite:
-        return sums
-    kinds = [_kinds(abs(x) if squared else x) for x in arrays]
-    flags = [array_namespace(each[0]).stack([kind.sum(axes, keepdims=True) for kind in each]) for each in kinds]
-    return [with_special(each, flag) for each, flag in zip(sums, reduced_together(flags, comm), strict=True)]
 
 
 def scattered(
@@ -102,44 +99,38 @@ def scattered(
         scatter("maximum", e, exponents(x[None], (0,))[0])
         return e
 
-    finite, (part,), (e,) = grids([x], [largest], comm)
+    finite, _, (e,) = grids([x], [largest], comm)
     bits, count = slicing(x.dtype, length)
     levels = xp.zeros((count, *shape))
-    for level, piece in zip(levels, slices(part, gather(e), bits, count, x.dtype), strict=True):
+    for level, piece in zip(levels, slices(x, gather(e), bits, count, x.dtype, finite=finite), strict=True):
         scatter("add", level, piece)
-    found = in_units(joined(reduced(levels, comm)), e, x.dtype)
-    if finite:
-        return found
-    flags = xp.zeros((3, *shape))
-    for flag, met in zip(flags, _kinds(x), strict=True):
-        scatter("add", flag, met)
-    return with_special(found, reduced(flags, comm))
+    return one_nan(in_units(joined(reduced(levels, comm)), e, x.dtype))
 
 
 def running_total(x: Array, axis: int, add: Callable[[Array], Array]) -> Array:
     """Return in float64 the sums that `add` makes of elements along `axis`, which is whole on this rank."""
-    finite, (part,), (e,) = grids([x], [partial(exponents, axes=(axis,))], None)
-    xp, (bits, count) = array_namespace(x), slicing(x.dtype, x.shape[axis], spread=_SPREAD)
-    pieces = slices(part, e, bits, count, x.dtype)
-    found = in_units(joined([add(piece) for piece in pieces]), e, x.dtype)
-    return found if finite else with_special(found, xp.stack([add(met) for met in _kinds(x)]))
+    finite, _, (e,) = grids([x], [partial(exponents, axes=(axis,))], None)
+    bits, count = slicing(x.dtype, x.shape[axis], spread=_SPREAD)
+    pieces = slices(x, e, bits, count, x.dtype, finite=finite)
+    return one_nan(in_units(joined([add(piece) for piece in pieces]), e, x.dtype))
 
 
-def over_ranks(x: Array, comm: Any, divisor: float) -> Array:
-    """Return the sum of the arrays of all ranks of `comm`, elementwise, by `divisor`, in their dtype.
+def average(x: Array, length: int, comm: Any, divisor: float) -> Array:
+    """Return the sum of `x` along its first axis, of `length` on all ranks of `comm`, by `divisor`, in its dtype.
 
     The average of equal numbers is that number, whatever the number of ranks.
     """
-    return converted(_totals([x[None]], (0,), [comm.size], comm, squared=False, divisor=divisor)[0][0], x.dtype)
+    return converted(_totals([x], (0,), [length], comm, squared=False, divisor=divisor)[0][0], x.dtype)
 
 
 def _divided(levels: Array, divisor: float) -> Array:
     """Return the sum of exact `levels`, largest first, by a number of ranks, with what rounding leaves out."""
+    xp = array_namespace(levels)
     head, tail = two_sum(levels[0], joined(levels[1:])) if len(levels) > 1 else (levels[0], 0.0)
     number: Any = np.float64(divisor)
     quotient = head / number
     product, rest = two_product(quotient, number)
-    return quotient + (((head - product) - rest) + tail) / number
+    return xp.where(xp.isfinite(quotient), quotient + (((head - product) - rest) + tail) / number, quotient)
 
 
 def reduced_together(parts: Sequence[Array], comm: Any) -> list[Array]:
@@ -157,14 +148,7 @@ def reduced(levels: Array, comm: Any) -> Array:
     return levels if comm is None else all_reduce(levels, comm, "sum", overwrite=True)
 
 
-def _kinds(x: Array) -> tuple[Array, Array, Array]:
+def one_nan(x: Array) -> Array:
+    """Return `x` with one nan for the many: which of them an addition gives depends on its order."""
     xp = array_namespace(x)
-    return xp.isnan(x).astype(float), (x == np.inf).astype(float), (x == -np.inf).astype(float)
-
-
-def with_special(found: Array, flags: Array) -> Array:
-    """Return sums of finite terms, and inf, -inf or nan where `flags` count any terms that are nan, inf and -inf."""
-    xp, kind = array_namespace(flags), found.dtype.type
-    nan, above, below = flags > 0
-    found = xp.where(above, kind(np.inf), xp.where(below, kind(-np.inf), found))
-    return xp.where(nan | (above & below), kind(np.nan), found)
+    return xp.where(xp.isnan(x), x.dtype.type(np.nan), x)

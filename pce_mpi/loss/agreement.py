@@ -20,6 +20,7 @@ from pce_mpi.arrays import to_host
 from pce_mpi.comm.agreement import Call, agree_on_call, local_checks, raise_together
 from pce_mpi.comm.communicators import CollectiveError
 from pce_mpi.comm.library import check_comm, is_comm
+from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
 from pce_mpi.floating_point import check_floating_point
 from pce_mpi.loss.kernels import host_kernel, sets_arithmetic
@@ -96,6 +97,9 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
         }
         said = agree_on_call(comm, _call(options, problem, more), facts, error=error, over=over)
         assert problem is not None  # its error has been raised everywhere
+    if isinstance(comm, NoRanks):
+        problem.place(0, asked or 0)
+        return problem
     checksums, starts, counts, highest, samples = said
     num_classes = sum(counts)
     if options.num_classes is not None and num_classes != options.num_classes:
@@ -131,7 +135,7 @@ def _facts(problem: Problem) -> tuple[int, ...]:
     """
     options = problem.options
     start = -1 if options.class_start is None else operator.index(options.class_start)
-    alone = options.comm is None or options.comm.size == 1
+    alone = options.comm is None or options.comm.size == 1 or isinstance(options.comm, NoRanks)
     sample = 0 if alone or options.num_classes is not None else _sample(*problem.sharded)
     checksum = 0 if alone or problem.targets is None else zlib.crc32(problem.targets.data)
     return checksum, start, problem.classes, problem.highest_target, sample

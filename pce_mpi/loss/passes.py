@@ -21,7 +21,7 @@ from pce_mpi.arrays import to_host
 from pce_mpi.comm.collectives import all_reduce, start_all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.floating_point import check_floating_point
-from pce_mpi.loss.kernels import converted, host_kernel, sets_arithmetic
+from pce_mpi.loss.kernels import converted, host_kernel, kernel_of, sets_arithmetic
 from pce_mpi.loss.kernels.elementary import Arithmetic
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
 from pce_mpi.loss.options import Reduction
@@ -145,8 +145,8 @@ def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], Row
     needs_weights = fields.weighted_logit and not fields.weight
     if needs_weights:
         # Each rank has the weights of its own classes; without weights, all ranks know the sum.
-        ones = np.array([float(problem.num_classes)])
-        class_weights = host_kernel().sums_of(ones if options.weight is None else options.weight)[0]
+        weight = np.array([float(problem.num_classes)]) if options.weight is None else options.weight
+        class_weights = kernel_of(weight).sums_of(weight)[0]
         if options.weight is not None:
             states = _with_class_weights(states, class_weights, fields, problem.xp)
     finish_merge = None
@@ -170,7 +170,7 @@ def _with_class_weights(states: Array, class_weights: HostArray, fields: StateFi
     """Append a row whose weighted logits are the weights of this rank's classes: their sum is that of all classes."""
     row = fields.identity(1)
     row["logit_grid"], row["weighted_logit"] = class_weights[:1].view(np.int64), class_weights[1:]
-    return xp.concatenate([states, row if xp is np else xp.asarray(row.view(np.uint64).reshape(1, -1))])
+    return xp.concatenate([states, row if states.dtype.names else xp.asarray(row.view(np.uint64).reshape(1, -1))])
 
 
 def _class_weights_of(states: Array, fields: StateFields) -> HostArray:

@@ -15,7 +15,7 @@ from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floa
 from pce_mpi.comm.agreement import Call
 from pce_mpi.comm.library import check_comm, same_ranks
 from pce_mpi.gpu import check_on_current_gpu
-from pce_mpi.loss.kernels import converted, host_kernel, kernel_of
+from pce_mpi.loss.kernels import converted, kernel_of
 from pce_mpi.loss.kernels.elementary import Arithmetic
 from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.loss.options import Numbers, Options, checked_numbers
@@ -177,7 +177,7 @@ def check(
     if class_numbers is None:
         valid, all_valid, highest = np.ones(math.prod(rows_shape), np.bool_), True, 0
     else:
-        valid, all_valid, highest = host_kernel().valid_rows(class_numbers, ignore_index)
+        valid, all_valid, highest = kernel_of(class_numbers).valid_rows(class_numbers, ignore_index)
     xp = array_namespace(logits)
     if out is not None:
         out = check_out(out, inputs)

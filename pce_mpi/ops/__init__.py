@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.autograd.gradients import backward_from
-from pce_mpi.autograd.inference import Inference, Sent, infer_placements
+from pce_mpi.autograd.inference import Inference, infer_placements
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import OPERATIONS
 from pce_mpi.ops.activations import gelu, relu, sigmoid, tanh
@@ -51,7 +51,6 @@ from pce_mpi.ops.variance import std, var
 __all__ = [
     "Inference",
     "Rule",
-    "Sent",
     "abs",
     "add",
     "argmax",

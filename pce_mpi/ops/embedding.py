@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_half, to_host
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_half, is_true, to_host
 from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axis, Rule
@@ -168,8 +168,9 @@ def embedding(ids: Any, table: Any) -> DistArray:
             ids = redistributed(ids, ids.sharding.with_placements(everywhere))
     if error is None:
         local = to_host(ids.local if isinstance(ids, DistArray) else ids)
-        outside = local[(local < 0) | (local >= table.shape[0])]
-        error = IndexError(f"id {outside.flat[0]} is outside [0, {table.shape[0]})") if outside.size else None
+        outside = (local < 0) | (local >= table.shape[0])
+        if is_true(outside.any()):
+            error = IndexError(f"id {local[outside].flat[0]} is outside [0, {table.shape[0]})")
     mesh.agree(mesh.dims, "embedding", {"rows": table.shape[0]}, error)
     return apply(_EMBEDDING, table, ids)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_half, to_host
+from pce_mpi.arrays import array_namespace, is_half, is_true, to_host
 from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axes, Axis, Rule
@@ -256,9 +256,9 @@ def _checked(x: DistArray, arrays: Mapping[int, Any]) -> list[Any]:
                 entry = redistributed(entry, entry.sharding.natural)
         indices.append(entry)
         local, length = to_host(entry.local if isinstance(entry, DistArray) else entry), x.shape[axis]
-        outside = local[(local < -length) | (local >= length)]
-        if outside.size and error is None:
-            error = _out_of_bounds(outside.flat[0], axis, length)
+        outside = (local < -length) | (local >= length)
+        if error is None and is_true(outside.any()):
+            error = _out_of_bounds(local[outside].flat[0], axis, length)
     if indices:
         x.mesh.agree(x.mesh.dims, "slice", {"shape": x.shape}, error)
     return indices

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Unpack
 
 import numpy as np
@@ -10,7 +9,6 @@ import numpy as np
 from pce_mpi import loss
 from pce_mpi.arrays import array_namespace
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.inference import Sent
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
@@ -62,12 +60,6 @@ def _argmax(x: Array, axis: int, shardings: Shardings) -> Array:
         return largest(_options("argmax", axis, shardings), x, 1)[1].squeeze(axis)
 
 
-def _sends(dtype: np.dtype[Any], *, shardings: Shardings, axis: int, k: int = 1) -> list[Sent]:
-    dims, shape = shardings.dims([axis]), shardings.operands[0].local_shape(shardings.mesh.coordinates)
-    rows = math.prod(shape[:axis]) * math.prod(shape[axis + 1 :])
-    return [Sent("all_reduce", text_of_dims(dims), 16 * k * rows)] if dims else []
-
-
 def _put_rule(g: Shape, classes: Shape, x: Shape, axis: int) -> Rule:
     labels = tuple(Axis(index) for index in range(len(x)))
     rows = (*labels[:axis], None, *labels[axis + 1 :])
@@ -78,11 +70,11 @@ def _put(g: Array, classes: Array, x: Array, axis: int, shardings: Shardings) ->
     """Return zeros, with `g` at those of `classes` that this shard has."""
     xp = array_namespace(g)
     start, stop = shardings.operands[2].block(axis, shardings.mesh.coordinates)
-    filled = xp.zeros(shardings.shape, g.dtype)
-    values, places, of_rows = (xp.moveaxis(each, axis, -1) for each in (g, classes, filled))
-    here = xp.nonzero((places >= start) & (places < stop))
-    of_rows[(*here[:-1], places[here] - start)] = values[here]
-    return filled
+    here = (classes >= start) & (classes < stop)
+    # Those of other shards go to one more place, which is left out.
+    filled = xp.zeros([*shardings.shape[:axis], stop - start + 1, *shardings.shape[axis + 1 :]], g.dtype)
+    xp.put_along_axis(filled, xp.where(here, classes - start, stop - start), g, axis)
+    return filled[(*[slice(None)] * axis, slice(stop - start))]
 
 
 # The operand is there for its sharding alone.
@@ -93,8 +85,8 @@ def _to_operand(g: DistArray, y: DistArray, x: DistArray, axis: int, k: int, res
     return apply(_PUT, g, DistArray(residuals, y.mesh, y.sharding), x, axis=axis)
 
 
-_TOP_K = Op("top_k", _top_k, (_to_operand,), _rule, uses=[()], takes_shardings=True, gives_residuals=True, sends=_sends)
-_ARGMAX = Op("argmax", _argmax, rule=_argmax_rule, dtype=lambda _: np.int64, takes_shardings=True, sends=_sends)
+_TOP_K = Op("top_k", _top_k, (_to_operand,), _rule, uses=[()], takes_shardings=True, gives_residuals=True)
+_ARGMAX = Op("argmax", _argmax, rule=_argmax_rule, dtype=lambda _: np.int64, takes_shardings=True)
 
 
 @takes(ShardedAxisOptions)

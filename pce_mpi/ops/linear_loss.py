@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-import math
 from typing import Any, Unpack
 
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, compute_dtype_of
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.inference import Sent
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.exact.mode import is_reproducible
-from pce_mpi.loss.linear import RowSums, check_dtypes, loss_and_sums, rows_held
+from pce_mpi.loss.linear import RowSums, check_dtypes, loss_and_sums
 from pce_mpi.loss.options import LinearCrossEntropyOptions, Options, Reduction, takes
-from pce_mpi.loss.passes import state_fields
 from pce_mpi.ops.elementwise import widened
 from pce_mpi.ops.loss import check_arrays, cross_entropy
 from pce_mpi.ops.matmul import matmul
@@ -97,22 +94,6 @@ def _dims_of_rows(hidden: DistArray) -> tuple[str, ...]:
     return tuple(dim for dim in hidden.mesh.dims if any(dim in hidden.sharding.dims_of(axis) for axis in rows))
 
 
-def _sends(*dtypes: np.dtype[Any], biased: bool, shardings: Shardings, **options: Any) -> list[Sent]:
-    for error in options.get("found", ()):
-        raise error
-    classes, over = _dims(shardings, _W, [1]), _rows_dims(shardings)
-    rows = math.prod(shardings.operands[_HIDDEN].local_shape(shardings.mesh.coordinates)[:-1])
-    weighted, smoothed = len(dtypes) > 3 + biased, options["label_smoothing"] > 0
-    size = state_fields(probabilities=False, weighted=weighted, smoothed=smoothed).dtype.itemsize
-    sent = []
-    if classes:  # of arrays on the host; on a GPU a chunk that is not given has more rows
-        held = rows_held(options["chunk"], rows, ranks=math.prod(shardings.mesh.dims[dim] for dim in classes))
-        for first in range(0, rows, held):
-            part = min(held, rows - first) + (weighted and smoothed)  # one row more has the sum of all weights
-            sent.append(Sent("all_reduce", text_of_dims(classes), size * part))
-    return sent + [Sent("all_reduce", text_of_dims(over), 64)] * bool(over)
-
-
 def _op(biased: bool) -> Op:
     return Op(
         "linear_cross_entropy",
@@ -123,7 +104,6 @@ def _op(biased: bool) -> Op:
         uses=[(), (), (), ()],
         takes_shardings=True,
         gives_residuals=True,
-        sends=_sends,
     )
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-import math
 from typing import Any, Unpack
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of, is_floating, is_half, is_real
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of, is_half, is_real
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.inference import Sent
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.operands import of_array, operands_of
 from pce_mpi.autograd.rules import Axis, Rule
@@ -20,8 +18,7 @@ from pce_mpi.loss import Residuals, softmax_cross_entropy_backward
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import CrossEntropyOptions, Options, Reduction, takes
-from pce_mpi.loss.passes import forward, state_fields
-from pce_mpi.loss.problem import check_dtype_of_logits
+from pce_mpi.loss.passes import forward
 from pce_mpi.ops.elementwise import astype, square, widened
 from pce_mpi.ops.reductions import mean
 from pce_mpi.ops.shape import normalized_axis
@@ -78,27 +75,6 @@ def _to_logits(
     return DistArray(softmax_cross_entropy_backward(g.local, residuals), logits.mesh, logits.sharding)
 
 
-def _sends(*dtypes: np.dtype[Any], shardings: Shardings, **options: Any) -> list[Sent]:
-    for error in options.get("found", ()):
-        raise error
-    check_dtype_of_logits(dtypes[0])  # `_cross_entropy` checks it too, where the ranks hear of each other's errors
-    axis = options["axis"]
-    logits = shardings.operands[0]
-    classes, others = shardings.dims([axis]), [index for index in range(len(logits.shape)) if index != axis]
-    shape = logits.local_shape(shardings.mesh.coordinates)
-    size = state_fields(
-        probabilities=is_floating(dtypes[1]),
-        weighted=len(dtypes) > 2,
-        smoothed=options["label_smoothing"] > 0,
-    ).dtype.itemsize
-    rows = math.prod(shape[index] for index in others)
-    # With weights and smoothing one row more has the sum of the weights of all classes.
-    more = len(dtypes) > 2 and options["label_smoothing"] > 0 and not is_floating(dtypes[1])
-    sent = [Sent("all_reduce", text_of_dims(classes), size * (rows + more))] * bool(classes)
-    over = shardings.dims(others)
-    return sent + [Sent("all_reduce", text_of_dims(over), 64)] * bool(over and options["reduction"] != Reduction.NONE)
-
-
 _CROSS_ENTROPY = Op(
     "cross_entropy",
     _cross_entropy,
@@ -108,7 +84,6 @@ _CROSS_ENTROPY = Op(
     uses=[()],
     takes_shardings=True,
     gives_residuals=True,
-    sends=_sends,
 )
 
 

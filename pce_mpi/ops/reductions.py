@@ -34,7 +34,7 @@ from pce_mpi.ops.broadcasting import (
 from pce_mpi.ops.elementwise import astype
 from pce_mpi.ops.selection import equal
 from pce_mpi.ops.shape import reshape
-from pce_mpi.ops.softmax import Softmax, real_dtype, states_sent
+from pce_mpi.ops.softmax import Softmax, real_dtype
 from pce_mpi.scalars import flag
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -238,7 +238,6 @@ _LOGSUMEXP = Op(
     uses=[(0,)],
     takes_shardings=True,
     gives_residuals=True,
-    sends=states_sent,
 )
 
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from pce_mpi.arrays import is_floating, is_half
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.inference import Sent
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
@@ -104,13 +103,6 @@ class Softmax:
         return rows.reshape(self._kept)
 
 
-def states_sent(dtype: np.dtype[Any], *, shardings: Shardings, axes: Sequence[int], **_: Any) -> list[Sent]:
-    """The collectives of `Softmax`."""
-    dims = shardings.dims(axes)
-    rows = math.prod(kept_shape(shardings.operands[0].local_shape(shardings.mesh.coordinates), axes))
-    return [Sent("all_reduce", text_of_dims(dims), rows * _STATE.dtype.itemsize)] if dims else []
-
-
 def _rule(shape: tuple[int, ...], axes: tuple[int]) -> Rule:
     # An axis of length 0 has no states to merge.
     labels = tuple(None if axis in axes and shape[axis] == 0 else Axis(axis) for axis in range(len(shape)))
@@ -153,7 +145,6 @@ _SOFTMAX, _LOG_SOFTMAX = (
         uses=[()],
         takes_shardings=True,
         gives_residuals=True,
-        sends=states_sent,
     )
     for name, forward, vjp in (
         ("softmax", _softmax, _softmax_vjp),

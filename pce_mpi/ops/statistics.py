@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Unpack
 
 import numpy as np
@@ -10,7 +9,6 @@ import numpy as np
 from pce_mpi import loss
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.inference import Sent
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
@@ -18,12 +16,10 @@ from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import Options, SoftmaxOptions, StatisticsOptions, takes
-from pce_mpi.loss.problem import check_dtype_of_logits
 from pce_mpi.loss.statistics import (
     ClassStatistics,
     StatisticsResiduals,
     class_statistics_backward,
-    statistics_fields,
     statistics_of,
 )
 from pce_mpi.ops.shape import normalized_axis
@@ -82,15 +78,6 @@ def _to_logits(
     return DistArray(class_statistics_backward(residuals, **upstream), logits.mesh, logits.sharding)
 
 
-def _sends(*dtypes: np.dtype[Any], shardings: Shardings, **options: Any) -> list[Sent]:
-    check_dtype_of_logits(dtypes[0])  # `_class_statistics` checks it too, where ranks hear of each other's errors
-    axis = options["axis"]
-    shape = shardings.operands[0].local_shape(shardings.mesh.coordinates)
-    size = statistics_fields(len(dtypes) > 1).dtype.itemsize * math.prod(shape[:axis]) * math.prod(shape[axis + 1 :])
-    dims = shardings.dims([axis])
-    return [Sent("all_reduce", text_of_dims(dims), size)] if dims else []
-
-
 _CLASS_STATISTICS = Op(
     "class_statistics",
     _class_statistics,
@@ -100,7 +87,6 @@ _CLASS_STATISTICS = Op(
     uses=[()],
     takes_shardings=True,
     gives_residuals=True,
-    sends=_sends,
 )
 
 

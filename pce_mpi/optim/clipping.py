@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, compute_dtype_of
+from pce_mpi.arrays import array_namespace, compute_dtype_of, number_of
 from pce_mpi.comm.agreement import local_checks
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.library import same_ranks
@@ -104,7 +104,7 @@ def _sums_of_squares(parameters: Sequence[DistArray], mesh: Mesh) -> list[float]
             for index in blocks(local.shape, block_of(array_namespace(local))):
                 block = local[index].astype(np.float64)
                 block *= block
-                squares.append(float(block.sum()))
+                squares.append(number_of(block.sum()))
         return all_reduce(np.array([sum(squares, 0.0)]), comm, "sum").tolist()
 
 

@@ -32,7 +32,8 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
     "": (
         {"mpi4py"},
         [
-            *(room("dense"), room("arrays"), room("gpu"), room("memory"), room("leftovers"), room("pictures")),
+            *(room("dense"), room("hollow"), room("arrays"), room("gpu"), room("memory"), room("leftovers")),
+            room("pictures"),
             room("floating_point", standard_library_only=True),
             room("scalars"),
         ],
@@ -43,6 +44,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("timeline", "arrays", "numpy"),
             room("tracing", "arrays", "numpy"),
             room("rank_texts", standard_library_only=True),
+            room("no_ranks", "arrays"),
             room("library", "arrays"),
             room("launch", "arrays"),
             room("communicators", "arrays"),
@@ -103,12 +105,12 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
         [
             room("tape", "numpy", "comm", "distributed"),
             room("rules"),
-            room("inference"),
             room("op"),
             room("gradients"),
             room("operands"),
             room("recording"),
             room("apply"),
+            room("inference"),
         ],
     ),
     "ops": (

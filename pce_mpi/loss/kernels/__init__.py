@@ -17,6 +17,8 @@ import warnings
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating
+from pce_mpi.hollow import Hollow
+from pce_mpi.loss.kernels import hollow
 
 # What promises bits runs in a block `with standard_arithmetic():`, in which this thread's floating-point unit rounds to
 # nearest and keeps subnormal numbers. Without the compiled module the block sets nothing, and the state is checked.
@@ -31,9 +33,11 @@ _VARIABLE = "PCE_MPI_KERNEL"
 
 
 def kernel_of(array: Any) -> ModuleType:
-    """The module with the loops for this array: that of the host for NumPy, `cuda` for CuPy."""
+    """The module with the loops for this array: that of the host for NumPy, `cuda` for CuPy, or `hollow`."""
     if array_namespace(array) is np:
         return host_kernel()
+    if isinstance(array, Hollow):
+        return hollow
     from pce_mpi.loss.kernels import cuda
 
     return cuda

@@ -1,0 +1,68 @@
+"""A communicator without other ranks, over which a program runs that only notes what it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import math
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.comm.tracing import Purpose, cause, open_traces, record
+
+
+class NoRanks:
+    """The rank at `coordinates` of a grid of ranks that are not there.
+
+    In agreements all others say what this one says. Of arrays, which are hollow, nothing comes.
+    """
+
+    def __init__(self, sizes: Sequence[int], coordinates: Sequence[int]) -> None:
+        self.sizes, self.coordinates = tuple(sizes), tuple(coordinates)
+        self.size = math.prod(self.sizes)
+        self.rank = self.Get_cart_rank(self.coordinates)
+        self.comm = self  # it is its own channel
+
+    def Get_cart_rank(self, coordinates: Sequence[int]) -> int:
+        """Return the rank at `coordinates`."""
+        return int(np.ravel_multi_index(tuple(coordinates), self.sizes)) if self.sizes else 0
+
+    def Sub(self, remaining: Sequence[bool]) -> NoRanks:
+        """Return the communicator of the ranks that differ along the remaining dims alone."""
+        sizes, here = (
+            [n for n, kept in zip(each, remaining, strict=True) if kept] for each in (self.sizes, self.coordinates)
+        )
+        return NoRanks(sizes, here)
+
+    def run(
+        self,
+        why: cause,
+        collective: str,
+        size: int,
+        start: Callable[..., None],
+        *arguments: Any,
+        purpose: Purpose = Purpose.PAYLOAD,
+        waiting_in: str = "",
+    ) -> None:
+        """Record a collective of `size` bytes from this rank."""
+        if open_traces():
+            record(why, collective, purpose, ranks=self.size, bytes=size)
+        start(*arguments)
+
+    @staticmethod
+    def Iallgather(mine: Any, everyones: Any) -> None:
+        """Fill in what this rank says, for all."""
+        everyones[...] = mine
+
+    @staticmethod
+    def Iallgatherv(mine: Any, everyones: tuple[Any, Sequence[int]]) -> None:
+        """Fill in what this rank says, for all; hollow arrays have no room for it."""
+        received, counts = everyones
+        if type(received) is np.ndarray:
+            received.reshape(len(counts), -1)[...] = mine
+
+    @staticmethod
+    def Ialltoallv(*_: Any) -> None:
+        """Do nothing."""
+
+    Ireduce_scatter = Ibcast = Ialltoallv

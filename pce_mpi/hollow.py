@@ -1,0 +1,175 @@
+"""Hollow arrays, which have a shape and a dtype and no elements: the third array library, beside NumPy and CuPy.
+
+Operations run on them as they do on others, and give the shapes and dtypes of their results. So it is found without
+data what a program sends. Whatever needs the value of an element raises `TypeError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+
+class Hollow(np.ndarray[Any, Any]):
+    """An array all of whose elements are one zero in memory, which is never read; `hollow` makes one."""
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
+        if method == "at":
+            return None
+        # Of the first elements alone, for dtypes and errors.
+        found = getattr(ufunc, method)(*map(_first, inputs), **{k: v for k, v in options.items() if k != "where"})
+        if out is not None:
+            return out[0] if len(out) == 1 else out
+        shapes = [np.shape(x) for x in inputs]
+        if method == "reduce":
+            shape = _reduced(shapes[0], options.get("axis", 0), options.get("keepdims", False))
+        elif ufunc is np.matmul:
+            (*a, rows, _), (*b, _, columns) = shapes
+            shape = (*np.broadcast_shapes(tuple(a), tuple(b)), rows, columns)
+        else:
+            shape = np.broadcast_shapes(*shapes)
+        return tuple(hollow(shape, x.dtype) for x in found) if isinstance(found, tuple) else hollow(shape, found.dtype)
+
+    def __array_function__(self, function: Any, types: Any, arguments: Any, options: Any) -> Any:
+        if function in _SHAPED:
+            return _SHAPED[function](*arguments, **options)
+        if function in _AS_THEY_ARE:
+            return _as_hollow(super().__array_function__(function, types, arguments, options))
+        raise TypeError(
+            f"numpy.{function.__name__} of hollow arrays: it may depend on their elements, and there are none"
+        )
+
+    def astype(self, dtype: Any, *_: Any, **__: Any) -> Any:
+        """Return a hollow array of this dtype."""
+        return hollow(self.shape, dtype)
+
+    def copy(self, *_: Any, **__: Any) -> Any:
+        """Return a hollow array of the same shape and dtype."""
+        return hollow(self.shape, self.dtype)
+
+    def __getitem__(self, index: Any) -> Any:
+        parts = index if isinstance(index, tuple) else (index,)
+        if not any(isinstance(part, Hollow) for part in parts):
+            found: Any = super().__getitem__(index)
+            return hollow(found.shape, found.dtype)
+        # A mask takes all elements: so many there may be.
+        masks = [getattr(part, "dtype", None) == np.bool_ for part in parts]
+        shapes = [(part.size,) if mask else np.shape(part) for part, mask in zip(parts, masks, strict=True)]
+        axes = sum(part.ndim if mask else 1 for part, mask in zip(parts, masks, strict=True))
+        return hollow((*np.broadcast_shapes(*shapes), *self.shape[axes:]), self.dtype)
+
+    def __setitem__(self, *_: Any) -> None:
+        """Do nothing: there are no elements."""
+
+    def _value(self, *_: Any) -> Any:
+        raise TypeError("the value of an element is asked for, and hollow arrays have no elements")
+
+    def __repr__(self) -> str:
+        return f"hollow({self.shape}, {self.dtype})"
+
+    item = tolist = tobytes = _value
+    __bool__ = __int__ = __float__ = __index__ = __contains__ = _value
+
+
+def hollow(shape: int | Sequence[int], dtype: Any = np.float64) -> Hollow:
+    """Return a hollow array; it takes no memory."""
+    return np.broadcast_to(np.zeros((), dtype), shape).view(Hollow)
+
+
+def _first(x: Any) -> Any:
+    return np.asarray(x)[(slice(0, 1),) * x.ndim] if isinstance(x, np.ndarray) else x
+
+
+def _as_hollow(found: Any) -> Any:
+    if isinstance(found, list | tuple):
+        return type(found)(map(_as_hollow, found))
+    return hollow(found.shape, found.dtype) if isinstance(found, np.ndarray) else found
+
+
+def _reduced(shape: tuple[int, ...], axis: Any, keepdims: bool) -> tuple[int, ...]:
+    axes = range(len(shape)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    gone = {each % len(shape) for each in axes}
+    return tuple(1 if at in gone else length for at, length in enumerate(shape) if keepdims or at not in gone)
+
+
+def _like(x: Any, *_: Any, dtype: Any = None, **__: Any) -> Hollow:
+    return hollow(x.shape, dtype or x.dtype)
+
+
+def _where(condition: Any, x: Any, y: Any) -> Hollow:
+    found = np.where(*map(_first, (condition, x, y)))
+    return hollow(np.broadcast_shapes(*map(np.shape, (condition, x, y))), found.dtype)
+
+
+def _concatenated(arrays: Sequence[Any], axis: int = 0, dtype: Any = None) -> Hollow:
+    shape = list(arrays[0].shape)
+    shape[axis] = sum(x.shape[axis] for x in arrays)
+    return hollow(shape, dtype or np.result_type(*(x.dtype for x in arrays)))
+
+
+def _stacked(arrays: Sequence[Any], axis: int = 0) -> Hollow:
+    return _concatenated([np.expand_dims(x, axis) for x in arrays], axis)
+
+
+def _einsum(letters: str, *operands: Any, **_: Any) -> Hollow:
+    sources, _, result = letters.partition("->")
+    lengths: dict[str, int] = {}
+    batch: tuple[int, ...] = ()
+    for source, x in zip(sources.split(","), operands, strict=True):
+        before, dots, after = source.partition("...")
+        lengths |= dict(zip(before, x.shape, strict=False))
+        lengths |= dict(zip(after, x.shape[x.ndim - len(after) :], strict=True))
+        batch = np.broadcast_shapes(batch, x.shape[len(before) : x.ndim - len(after)] if dots else ())
+    before, dots, after = result.partition("...")
+    shape = (*map(lengths.__getitem__, before), *(batch if dots else ()), *map(lengths.__getitem__, after))
+    return hollow(shape, np.einsum(letters, *map(_first, operands)).dtype)
+
+
+_SHAPED: dict[Any, Callable[..., Any]] = {
+    np.where: _where,
+    np.concatenate: _concatenated,
+    np.stack: _stacked,
+    np.einsum: _einsum,
+    **dict.fromkeys([np.copyto, np.put_along_axis], lambda *_, **__: None),
+    np.take_along_axis: lambda x, indices, *_, **__: hollow(indices.shape, x.dtype),
+    np.argsort: lambda x, *_, **__: hollow(x.shape, np.intp),
+    np.cumsum: lambda x, *_, **__: hollow(x.shape, np.cumsum(_first(x), axis=0).dtype),
+    **dict.fromkeys([np.zeros_like, np.ones_like, np.empty_like, np.sort, np.triu], _like),
+}
+# Views, and functions that come down to ufuncs.
+_AS_THEY_ARE = {
+    *(np.reshape, np.transpose, np.moveaxis, np.swapaxes, np.expand_dims, np.squeeze, np.flip, np.split),
+    *(np.broadcast_to, np.broadcast_arrays, np.diagonal, np.shape, np.ndim, np.size, np.result_type),
+    *(np.sum, np.max, np.min, np.mean, np.any, np.all, np.clip, np.shares_memory, np.may_share_memory),
+}
+
+
+class Library:
+    """NumPy, but arrays that it makes are hollow."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    @staticmethod
+    def zeros(shape: int | Sequence[int], dtype: Any = np.float64) -> Hollow:
+        """Return a hollow array."""
+        return hollow(shape, dtype)
+
+    empty = ones = zeros
+
+    @staticmethod
+    def full(shape: int | Sequence[int], value: Any, dtype: Any = None) -> Hollow:
+        """Return a hollow array of `dtype`, or that of `value`."""
+        return hollow(shape, dtype or np.result_type(value))
+
+    @staticmethod
+    def asarray(x: Any, dtype: Any = None, **_: Any) -> Any:
+        """Return `x`, hollow only if it was."""
+        return hollow(x.shape, dtype or x.dtype) if isinstance(x, Hollow) else np.asarray(x, dtype)
+
+    array = ascontiguousarray = asarray
+
+
+LIBRARY = Library()

@@ -1,0 +1,44 @@
+"""The loops for hollow arrays, which give shapes and dtypes; arguments are those of `definition.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.hollow import hollow
+from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
+
+Array = Any  # Hollow
+
+
+def valid_rows(targets: Array, _: int) -> tuple[Array, bool, int]:
+    return hollow(targets.shape, np.bool_), True, 0
+
+
+def fill_states(logits: Array, _: Array, fields: StateFields, **__: Any) -> Array:
+    return hollow(logits.shape[0] * logits.shape[2], fields.dtype)
+
+
+def row_softmax(states: Array, *_: Any) -> Array:
+    return hollow((len(states), len(ROW_SOFTMAX)))
+
+
+def row_losses(softmax: Array, *_: Any) -> Array:
+    return hollow((2, len(softmax)))
+
+
+def row_gradients(softmax: Array, *_: Any) -> Array:
+    return hollow((len(softmax), len(ROW_GRADIENT)))
+
+
+def write_gradient(*_: Any, **__: Any) -> None:
+    pass
+
+
+def sums_of(*arrays: Array) -> Array:
+    return hollow((len(arrays), 4), np.uint64)
+
+
+def loss_of(_: Array, __: bool, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    return hollow((), dtype), hollow(1)
