@@ -11,16 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
 import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating, is_real
+from pce_mpi.arrays import array_namespace, is_real
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.operands import operands_of
-from pce_mpi.autograd.recording import put_on_tape, put_together_on_tape
+from pce_mpi.autograd.recording import put_on_tape
 from pce_mpi.autograd.rules import Plan, Rule, plan
 from pce_mpi.autograd.tape import is_grad_enabled
 from pce_mpi.comm.tracing import cause, fingerprinted_traces
@@ -36,16 +37,15 @@ from pce_mpi.exact.mode import is_reproducible
 _SHARDING, _LOCAL, _DTYPE = attrgetter("sharding"), attrgetter("local"), attrgetter("local.dtype")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
-#: where operands were first brought to, by their id, for whoever asks
+#: where operands were first needed, by their id, for whoever asks
 moves: ContextVar[dict[int, Sharding] | None] = ContextVar("moves", default=None)
 
 
 def redistributed(x: DistArray, destination: Sharding) -> DistArray:
     """Return `x` in another sharding; a copy of a computed array that took communication is not sent twice."""
+    _note_move(x, destination)
     if x.sharding is destination:
         return x
-    if (seen := moves.get()) is not None:
-        seen.setdefault(id(x), destination)
     if x.copies and destination in x.copies:
         return x.copies[destination]
     there = redistribute(x, destination)
@@ -60,7 +60,7 @@ def _note_move(x: DistArray, destination: Sharding) -> None:
 
 
 def apply(op: Op, *values: Any, **parameters: Any) -> Any:
-    """Return the result of `op`, on the tape if an operand requires a gradient."""
+    """Return the result of `op`, or a tuple of them, on the tape if an operand requires a gradient."""
     operands = operands_of(op.name, values)
     mesh = operands[0].mesh
     # The copy of a Partial operand that was reduced before costs nothing.
@@ -86,27 +86,13 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     residuals = {}
     if op.gives_residuals:
         local, residuals["residuals"] = local
-    if op.results > 1:
-        parts = tuple(_result(op, part, inputs, call) for part in local)
-        for part in parts if fingerprinted_traces() else ():
-            fingerprint_result(op.name, part)
-        put_together_on_tape(op, parts, operands, inputs, required, parameters)
-        return parts
-    if isinstance(local, tuple | list) and all(hasattr(part, "shape") for part in local):
-        if op.vjps and True in required and sum(is_floating(part.dtype) for part in local) > 1:
-            raise NotImplementedError(f"{op.name} gives {len(local)} results; a vjp is for operations that give one")
-        results = [_result(op, part, inputs, call) for part in local]
-        for result in results:
-            if fingerprinted_traces():
-                fingerprint_result(op.name, result)
-            put_on_tape(op, result, operands, inputs, required, parameters, residuals)
-        made: Any = type(local) if hasattr(local, "_fields") else lambda *parts: parts  # numpy.linalg names some parts
-        return made(*results)
-    result = _result(op, local, inputs, call)
+    several = isinstance(local, tuple | list) and all(hasattr(part, "shape") for part in local)
+    results = list(map(_result, repeat(op), local if several else (local,), repeat(inputs), repeat(call)))
     if fingerprinted_traces():
-        fingerprint_result(op.name, result)
-    put_on_tape(op, result, operands, inputs, required, parameters, residuals)
-    return result
+        for result in results:
+            fingerprint_result(op.name, result)
+    put_on_tape(op, results, operands, inputs, required, parameters, residuals)
+    return tuple(results) if several else results[0]
 
 
 def _exactly(

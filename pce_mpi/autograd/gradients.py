@@ -6,13 +6,13 @@ the gradients of micro-batches add up without communication, and a Partial gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from pce_mpi.arrays import array_namespace
-from pce_mpi.autograd.tape import Node, backward, no_grad
+from pce_mpi.autograd.tape import Node, Place, backward, no_grad
 from pce_mpi.comm.tracing import cause, fingerprinted_traces, phase
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.fingerprint import fingerprint_result
@@ -21,16 +21,16 @@ from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.exact.mode import is_reproducible
 
 
-def node_of(x: DistArray) -> Node | None:
-    """Return the node of `x`; None if no gradient is to reach it."""
-    if x.node is not None or not x.requires_grad:
-        return x.node
+def place_of(x: DistArray) -> Place | None:
+    """Return the place of `x` on the tape; None if no gradient is to reach it."""
+    if x.place is not None or not x.requires_grad:
+        return x.place
 
-    def keep(gradient: DistArray) -> tuple[()]:
-        _accumulate(x, gradient)
+    def keep(gradients: Sequence[DistArray]) -> tuple[()]:
+        _accumulate(x, gradients[0])
         return ()
 
-    return Node("an array that requires a gradient", (), keep)
+    return Node("an array that requires a gradient", (), keep), 0
 
 
 def backward_from(loss: DistArray, add: Callable[[DistArray, DistArray], DistArray]) -> None:
@@ -40,7 +40,7 @@ def backward_from(loss: DistArray, add: Callable[[DistArray, DistArray], DistArr
     """
     if loss.shape != ():
         raise ValueError(f"backward starts from a scalar, got shape {loss.shape}: take a sum or a mean of it first")
-    root = node_of(loss)
+    root = place_of(loss)
     if root is None:
         raise RuntimeError("nothing that this was computed from requires a gradient, or it was computed under no_grad")
     one = array_namespace(loss.local).ones((), loss.dtype)

@@ -19,9 +19,10 @@ Vjp = Callable[..., Any]
 class Op:
     """One operation. Its functions take the operands in order and the parameters by name.
 
-    forward       the local arrays of the operands -> that of the result
+    forward       the local arrays of the operands -> that of the result, or a tuple of them, of one shape
     vjps          for each operand: gradient of the result, result, operands -> gradient of the operand, all of them
-                  `DistArray`; None for an operand that has none
+                  `DistArray`; None for an operand that has none. If several results are real numbers the first two are
+                  tuples, with zeros for the gradient of a result that nothing was computed from
     rule          the global shapes of the operands -> `Rule`; None: the operation runs on Replicate operands
     dtype         the dtypes of the operands -> that of the result
     uses          for each of `vjps` the operands whose elements it uses, -1 for the result; the tape holds only these.
@@ -31,8 +32,6 @@ class Op:
                   as it may be on its way to a parameter, whose gradients add up without communication
     gives_residuals  `forward` returns something else besides, which the vjps take as `residuals`
     views         the result of `forward` may share the memory of an operand
-    results       the number of results; if several, `forward` returns a tuple of arrays of one shape and dtype, and the
-                  vjps take tuples: the gradients of all results, zeros for those without one, and the results
     exact         `forward` inside `reproducible`, for operations that sum: takes the `shardings` too, and reduces the
                   sums itself over the ranks of `shardings.summed`, so that the result is not Partial
     """
@@ -47,7 +46,6 @@ class Op:
     relays: bool = False
     gives_residuals: bool = False
     views: bool = False
-    results: int = 1
     exact: Callable[..., Any] | None = None
 
 

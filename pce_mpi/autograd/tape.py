@@ -7,7 +7,7 @@ number: all consumers of a node come before it. There is no recursion, no cycle,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from heapq import heappop, heappush
@@ -15,50 +15,57 @@ from itertools import count
 from typing import Any
 
 Gradient = Any
-Vjp = Callable[[Gradient], Sequence[Gradient | None]]
+Vjp = Callable[[Sequence[Gradient | None]], Sequence[Gradient | None]]
 
 _numbers = count()
 _grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
 
 
 class Node:
-    """One value on the tape.
+    """The values of one operation on the tape; a `Place` is one of them.
 
-    `vjp` takes the gradient of the value and returns one for each of `parents`; a parent that is None needs none. A
-    parameter is a node without parents, whose `vjp` keeps the gradient. An operation with several results is a node
-    too, the parent of theirs: they hand it their gradients themselves and return None.
+    `vjp` takes the gradients of the values, None for those that nothing was computed from, and returns one for each of
+    `parents`; a parent that is None needs none. A parameter is a node without parents, whose `vjp` keeps the gradient.
     """
 
-    __slots__ = ("name", "number", "parents", "vjp")
+    __slots__ = ("name", "number", "parents", "values", "vjp")
 
-    def __init__(self, name: str, parents: Sequence[Node | None], vjp: Vjp) -> None:
+    def __init__(self, name: str, parents: Sequence[Place | None], vjp: Vjp, values: int = 1) -> None:
         self.name = name
         self.number = next(_numbers)
-        self.parents: Sequence[Node | None] = parents
+        self.parents: Sequence[Place | None] = parents
         self.vjp: Vjp | None = vjp
+        self.values = values
 
 
-def backward(root: Node, gradient: Gradient, add: Callable[[Gradient, Gradient], Gradient]) -> None:
-    """Pass `gradient`, that of the value of `root`, to everything that it was computed from.
+Place = tuple[Node, int]
+
+
+def backward(root: Place, gradient: Gradient, add: Callable[[Gradient, Gradient], Gradient]) -> None:
+    """Pass `gradient`, that of the value at `root`, to everything that it was computed from.
 
     Each node is freed as soon as it was passed; a freed node raises `RuntimeError`.
     """
-    gradients = {root.number: gradient}
-    waiting = [(-root.number, root)]
-    while waiting:
+    gradients: dict[int, list[Gradient | None]] = {}
+    waiting: list[tuple[int, Node]] = []
+    arrived: Iterable[tuple[Place | None, Gradient | None]] = [(root, gradient)]
+    while True:
+        for place, contribution in arrived:
+            if place is None or contribution is None:
+                continue
+            node, value = place
+            if node.number not in gradients:
+                gradients[node.number] = [None] * node.values
+                heappush(waiting, (-node.number, node))
+            known = gradients[node.number]
+            known[value] = contribution if known[value] is None else add(known[value], contribution)
+        if not waiting:
+            return
         _, node = heappop(waiting)
         if node.vjp is None:
             raise RuntimeError(f"the result of {node.name} has been through a backward pass, which freed its tape")
-        parents, contributions = node.parents, node.vjp(gradients.pop(node.number))
+        arrived = zip(node.parents, node.vjp(gradients.pop(node.number)), strict=True)
         node.parents, node.vjp = (), None
-        for parent, contribution in zip(parents, contributions, strict=True):
-            if parent is None:
-                continue
-            if parent.number not in gradients:
-                gradients[parent.number] = contribution
-                heappush(waiting, (-parent.number, parent))
-            elif contribution is not None:
-                gradients[parent.number] = add(gradients[parent.number], contribution)
 
 
 def is_grad_enabled() -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, cupy_of, is_half
 from pce_mpi.comm.library import gpu_aware
 from pce_mpi.gpu import finish_work, from_pinned, pinned, to_pinned
+from pce_mpi.hollow import Hollow
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -30,7 +31,7 @@ def to_wire(array: Array, direct: bool, copy: bool = False) -> Array:
     All work of the GPU that fills it is done.
     """
     dtype, xp = wire_dtype(array), array_namespace(array)
-    if cupy_of(array) is not None and not direct:
+    if xp is not np and type(array) is not Hollow and not direct:
         return to_pinned(array, dtype)
     copy = copy or (xp is np and not array.flags.aligned)  # mpi4py knows no dtype of such memory
     wire = xp.array(array, dtype, order="C") if copy else xp.ascontiguousarray(array, dtype).reshape(array.shape)

@@ -57,7 +57,7 @@ class DistArray:
     arrays on the tape.
     """
 
-    __slots__ = ("__weakref__", "copies", "grad", "local", "mesh", "node", "requires_grad", "sharding")
+    __slots__ = ("__weakref__", "copies", "grad", "local", "mesh", "place", "requires_grad", "sharding")
 
     def __init__(
         self, local: Array, mesh: Mesh, sharding: Sharding, *, requires_grad: bool = False, computed: bool = False
@@ -67,7 +67,7 @@ class DistArray:
         self.sharding = sharding
         self.requires_grad = requires_grad
         self.grad: DistArray | None = None
-        self.node: Any = None  # on the tape
+        self.place: Any = None  # on the tape
         # Copies of a computed array in other shardings, which operations needed and which took communication. A step of
         # SGD may write to a made array, or to a view of one, so no copy of those is kept. All ranks must decide alike:
         # by the operations that led here, never by the memory of the local array.
@@ -106,7 +106,7 @@ class DistArray:
     @property
     def is_leaf(self) -> bool:
         """True if this array was made rather than computed; `backward` leaves gradients on such arrays."""
-        return self.node is None
+        return self.place is None
 
     def detach(self) -> DistArray:
         """Return the same array, in the same memory, without its place on the tape."""
@@ -183,7 +183,7 @@ class DistArray:
 
     def __copy__(self) -> DistArray:
         copied = DistArray(self.local, self.mesh, self.sharding, requires_grad=self.requires_grad)
-        copied.grad, copied.node, copied.copies = self.grad, self.node, self.copies
+        copied.grad, copied.place, copied.copies = self.grad, self.place, self.copies
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistArray:

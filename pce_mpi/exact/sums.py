@@ -70,10 +70,9 @@ def _totals(
             pieces = slices(x[part], e[here], bits, count, x.dtype, squared=squared, finite=finite)
             for level, piece in zip(levels[-1], pieces, strict=True):
                 level[here] += piece.sum(axes, keepdims=True)
+    add = joined if divisor == 1.0 else partial(_divided, divisor=divisor)
     return [
-        one_nan(
-            in_units(joined(level) if divisor == 1.0 else _divided(level, divisor), 2 * e if squared else e, x.dtype)
-        )
+        one_nan(in_units(add(level), 2 * e if squared else e, x.dtype))
         for level, e, x in zip(reduced_together(levels, comm), found, arrays, strict=True)
     ]
 

@@ -172,7 +172,6 @@ def _split_op(sections: int) -> Op:
         lambda shape, axis: _parts_rule(shape, axis, sections),
         uses=[()],
         views=True,
-        results=sections,
     )
 
 

@@ -38,6 +38,7 @@ def call_function(ours: Functions, function: Any, positional: Sequence[Any], nam
     if own is not None and _fits(own, positional, named):
         return own(*positional, **named)
     found: list[DistArray] = []
+    named_parts: list[Any] = []
 
     def taken_out(value: Any) -> Any:
         """Replace each distributed array in `value` by its place in `found`."""
@@ -54,10 +55,14 @@ def call_function(ours: Functions, function: Any, positional: Sequence[Any], nam
                 return _read_only(arrays[value])
             return type(value)(map(put_back, value)) if type(value) in (list, tuple) else value
 
-        return function(*put_back(places[0]), **{name: put_back(value) for name, value in places[1].items()})
+        result = function(*put_back(places[0]), **{name: put_back(value) for name, value in places[1].items()})
+        if hasattr(result, "_fields"):  # numpy.linalg names some parts
+            named_parts.append(type(result))
+        return result
 
     _warn_once(f"numpy.{function.__name__}", found)
-    return op(forward, name=f"numpy.{function.__name__}")(*found)
+    results = op(forward, name=f"numpy.{function.__name__}")(*found)
+    return named_parts[0](*results) if named_parts else results
 
 
 _warned: set[str] = set()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pce_mpi.autograd.apply import redistributed
-from pce_mpi.autograd.gradients import node_of
+from pce_mpi.autograd.gradients import place_of
 from pce_mpi.autograd.tape import Node, is_grad_enabled
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
@@ -20,10 +22,10 @@ def redistribute(x: DistArray, **placements: Placement) -> DistArray:
     if x.requires_grad and is_grad_enabled():
         natural = x.sharding.natural
 
-        def vjp(gradient: DistArray) -> list[DistArray]:
+        def vjp(gradients: Sequence[DistArray]) -> list[DistArray]:
             with cause("redistribute", reason="back to the placements of its operand"):
-                return [move(gradient, natural)]
+                return [move(gradients[0], natural)]
 
         result.requires_grad = True
-        result.node = Node("redistribute", [node_of(x)], vjp)
+        result.place = Node("redistribute", [place_of(x)], vjp), 0
     return result

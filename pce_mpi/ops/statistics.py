@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Unpack
 
-import numpy as np
-
 from pce_mpi import loss
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of
+from pce_mpi.arrays import as_array, check_one_library, compute_dtype_of
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op, Shardings
 from pce_mpi.autograd.rules import Axis, Rule
@@ -30,25 +29,17 @@ Shape = tuple[int, ...]
 _WITH_GRADIENT = ("log_prob", "entropy", "logsumexp")
 
 
-def _names(with_targets: bool) -> list[str]:
-    return [name for name in ClassStatistics._fields if with_targets or name != "log_prob"]
-
-
 def _rule(logits: Shape, *targets: Shape, axis: int, **_: Any) -> Rule:
     labels = tuple(Axis(index) for index in range(len(logits)))
     rows = labels[:axis] + labels[axis + 1 :]
-    return Rule(
-        (labels, *[rows for _ in targets]),
-        (None, *rows),
-        (len(_names(bool(targets))), *logits[:axis], *logits[axis + 1 :]),
-        merged=frozenset({labels[axis].label}),
-    )
+    shape = (*logits[:axis], *logits[axis + 1 :])
+    return Rule((labels, *[rows for _ in targets]), rows, shape, merged=frozenset({labels[axis].label}))
 
 
 def _class_statistics(
     logits: Array, *targets: Array, shardings: Shardings, **options: Any
-) -> tuple[Array, StatisticsResiduals]:
-    """Return all statistics in one array, so that one backward pass has all gradients; float64 holds each of them."""
+) -> tuple[tuple[Array, ...], StatisticsResiduals]:
+    """Return all statistics but those that are None."""
     axis = options["axis"]
     rows = [index for index in range(logits.ndim) if index != axis]
     all_options = Options(
@@ -61,20 +52,25 @@ def _class_statistics(
         **options,
     )
     statistics, residuals = statistics_of(prepare(all_options, logits, *targets, needs_targets=False))
-    values = [getattr(statistics, name).astype(np.float64) for name in _names(bool(targets))]
-    return array_namespace(logits).stack(values), residuals
+    return tuple(each for each in statistics if each is not None), residuals
+
+
+def _named(values: Sequence[Any], with_targets: bool) -> ClassStatistics:
+    """Name the statistics that `_class_statistics` gives, or the first of them."""
+    names = [name for name in ClassStatistics._fields if with_targets or name != "log_prob"]
+    return ClassStatistics(**{**dict.fromkeys(ClassStatistics._fields), **dict(zip(names, values, strict=False))})
 
 
 def _to_logits(
-    g: DistArray,
-    y: DistArray,
+    g: tuple[DistArray, ...],
+    y: tuple[DistArray, ...],
     logits: DistArray,
     *targets: DistArray,
     residuals: StatisticsResiduals,
     **options: Any,
 ) -> DistArray:
-    names = _names(bool(targets))
-    upstream = {name: g.local[names.index(name)] for name in _WITH_GRADIENT if name in names}
+    given = _named(g, bool(targets))._asdict()
+    upstream = {name: given[name].local for name in _WITH_GRADIENT if given[name] is not None}
     return DistArray(class_statistics_backward(residuals, **upstream), logits.mesh, logits.sharding)
 
 
@@ -83,7 +79,7 @@ _CLASS_STATISTICS = Op(
     _class_statistics,
     (_to_logits, None),
     _rule,
-    dtype=lambda *_: np.float64,
+    dtype=lambda logits, *_: compute_dtype_of(logits),
     uses=[()],
     takes_shardings=True,
     gives_residuals=True,
@@ -150,14 +146,6 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     named = zip(("logits", "targets"), (logits, *given), strict=False)
     check_one_library({name: array.local if isinstance(array, DistArray) else array for name, array in named})
     settings = {name: getattr(checked, name) for name in SoftmaxOptions.__annotations__} | {"axis": axis}
-    names, dtype = _names(bool(given)), compute_dtype_of(logits.dtype, checked.compute_dtype)
-
-    def statistic(name: str) -> Any:
-        if name not in names:
-            return None
-        value = found[names.index(name)].astype(np.int64 if name == "argmax" else dtype)
-        return value if name in _WITH_GRADIENT else value.detach()
-
     with standard_arithmetic():
-        found = apply(_CLASS_STATISTICS, logits, *given, **settings)
-        return ClassStatistics(*map(statistic, ClassStatistics._fields))
+        found = _named(apply(_CLASS_STATISTICS, logits, *given, **settings), bool(given))
+    return found._replace(max=found.max.detach(), sum_exp=found.sum_exp.detach())

@@ -146,13 +146,18 @@ def test_whole_numbers_beside_result_need_no_vjp(line):
     np.testing.assert_array_equal(whole_of(x.grad), 2 * (numbers(5, 3) > 2))
 
 
-def test_vjp_for_several_results_is_refused(line):
-    halves = pce.op(lambda x: (x[:1], x[1:]), lambda g, y, x: g, name="halves")
-    x = at(line, numbers(2, 3), Shard(0), requires_grad=True)
-    with pytest.raises(NotImplementedError, match="halves gives 2 results; a vjp is for operations that give one"):
-        halves(x)
-    one, _ = halves(x.detach())
-    check(one, numbers(2, 3)[:1], R)
+def test_vjp_takes_gradients_of_several_results(line):
+    def parts(x):
+        return x * 2, x > 0, x.sum(axis=0), x * 5
+
+    def vjp(g, y, x):
+        assert [each.shape for each in g] == [each.shape for each in y] == [(4, 3), (3,), (4, 3)]
+        return g[0] * 2 + g[1] + g[2] * 5
+
+    x = at(line, numbers(4, 3), Shard(0), requires_grad=True)
+    twice, _, total, _ = pce.op(parts, vjp)(x)
+    (twice.sum() + (total * 3).sum()).backward()
+    np.testing.assert_array_equal(whole_of(x.grad), np.full((4, 3), 2 + 3))
 
 
 @pytest.mark.parametrize("nothing", [None, "text", {"a": 1}, ...], ids=str)

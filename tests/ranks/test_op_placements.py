@@ -251,7 +251,7 @@ def mean_of_the_means_of_shards(mean):
 
 def called_replicate(x):
     result = DistArray(x.local, x.mesh, x.sharding.natural, requires_grad=x.requires_grad, computed=True)
-    result.node = x.node
+    result.place = x.place
     return result
 
 

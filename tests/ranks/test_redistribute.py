@@ -375,7 +375,7 @@ def test_local_arrays_may_have_any_memory_order(comm, line, order):
 def test_result_knows_nothing_of_tape(line):
     x = distribute(numbers((7, 5)), line, data=Shard(0), requires_grad=True)
     y = redistribute(x, x.sharding.replicated, **WHY)
-    assert (y.requires_grad, y.grad, y.node) == (False, None, None)
+    assert (y.requires_grad, y.grad, y.place) == (False, None, None)
     assert x.requires_grad
 
 

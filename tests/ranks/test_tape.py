@@ -40,15 +40,16 @@ class Tape:
     def node(self, name: str, *terms: tuple[float, Node | None]) -> Node:
         """The sum of terms, each a factor times another number."""
 
-        def vjp(gradient: float) -> list[float | None]:
+        def vjp(gradients: list[float]) -> list[float | None]:
+            (gradient,) = gradients
             self.passed.append(name)
             self.gradients[name] = self.gradients.get(name, 0) + gradient
             return [None if parent is None else factor * gradient for factor, parent in terms]
 
-        return Node(name, [parent for _, parent in terms], vjp)
+        return Node(name, [parent and (parent, 0) for _, parent in terms], vjp)
 
     def backward(self, root: Node, gradient: float = 1) -> None:
-        backward(root, gradient, lambda a, b: a + b)
+        backward((root, 0), gradient, lambda a, b: a + b)
 
 
 # Nodes in the order in which they are made, each with its terms, after the leaf a; and the gradients, of 5 at the last.
@@ -134,7 +135,7 @@ def test_wrong_number_of_contributions_is_error():
     tape = Tape()
     a = tape.leaf("a")
     with pytest.raises(ValueError):
-        tape.backward(Node("wrong", [a, a], lambda gradient: [gradient]))
+        tape.backward(Node("wrong", [(a, 0), (a, 0)], lambda gradients: gradients))
 
 
 def test_passed_node_holds_nothing_and_says_so():
@@ -211,7 +212,7 @@ def test_several_results_have_one_vjp(line):
         passed.append([gradient.full().tolist() for gradient in gradients])
         return pce.concatenate(gradients)
 
-    thirds = Op("thirds", lambda x: tuple(np.split(x, 3)), [vjp], uses=[()], results=3)
+    thirds = Op("thirds", lambda x: tuple(np.split(x, 3)), [vjp], uses=[()])
     x = ones(line, 6, data=Shard(0))
     first, _, last = apply(thirds, x)
     (pce.sum(first * 2.0) + pce.sum(first * 3.0) + pce.sum(last)).backward()

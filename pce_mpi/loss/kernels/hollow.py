@@ -32,6 +32,10 @@ def row_gradients(softmax: Array, *_: Any) -> Array:
     return hollow((len(softmax), len(ROW_GRADIENT)))
 
 
+def converted(values: Array, dtype: np.dtype[Any]) -> Array:
+    return values.astype(dtype)
+
+
 def write_gradient(*_: Any, **__: Any) -> None:
     pass
 
