@@ -69,7 +69,8 @@ class Hollow(np.ndarray[Any, Any]):
     def __repr__(self) -> str:
         return f"hollow({self.shape}, {self.dtype})"
 
-    item = tolist = tobytes = _value
+    item = tolist = _value
+    tobytes = _value  # type: ignore[assignment]  # it never returns
     __bool__ = __int__ = __float__ = __index__ = __contains__ = _value
 
 
@@ -113,7 +114,7 @@ def _stacked(arrays: Sequence[Any], axis: int = 0) -> Hollow:
     return _concatenated([np.expand_dims(x, axis) for x in arrays], axis)
 
 
-def _einsum(letters: str, *operands: Any, **_: Any) -> Hollow:
+def _einsum(letters: str, *operands: Any, **__: Any) -> Hollow:
     sources, _, result = letters.partition("->")
     lengths: dict[str, int] = {}
     batch: tuple[int, ...] = ()
@@ -136,6 +137,7 @@ _SHAPED: dict[Any, Callable[..., Any]] = {
     np.take_along_axis: lambda x, indices, *_, **__: hollow(indices.shape, x.dtype),
     np.argsort: lambda x, *_, **__: hollow(x.shape, np.intp),
     np.cumsum: lambda x, *_, **__: hollow(x.shape, np.cumsum(_first(x), axis=0).dtype),
+    np.full_like: lambda x, _, dtype=None: hollow(x.shape, dtype or x.dtype),
     **dict.fromkeys([np.zeros_like, np.ones_like, np.empty_like, np.sort, np.triu], _like),
 }
 # Views, and functions that come down to ufuncs.

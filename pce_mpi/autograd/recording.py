@@ -66,9 +66,10 @@ def put_on_tape(
                 with cause(op.name, reason="its gradient is complete"):
                     gradient = redistribute(gradient, destination)
             complete.append(gradient)
-        given = (complete[0], known[0]) if len(known) == 1 else (tuple(complete), tuple(known))
+        g: Any = complete[0] if len(known) == 1 else tuple(complete)
+        y: Any = known[0] if len(known) == 1 else tuple(known)
         return [
-            None if want is None else _contribution(op, index, want, *given, arguments, parameters, residuals)
+            None if want is None else _contribution(op, index, want, g, y, arguments, parameters, residuals)
             for index, want in enumerate(wanted)
         ]
 

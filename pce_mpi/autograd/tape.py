@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 Gradient = Any
-Vjp = Callable[[Sequence[Gradient | None]], Sequence[Gradient | None]]
+Vjp = Callable[[Any], Sequence[Gradient | None]]
 
 _numbers = count()
 _grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)

@@ -81,7 +81,8 @@ def _call(options: Options, problem: Problem | None, more: Mapping[str, Hashable
 
 def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], error: Exception | None) -> Problem:
     """`problem` with its place among all classes, once the ranks of `comm` have agreed on the rest."""
-    comm, operation, over = options.comm, options.operation, options.over
+    comm: Any = options.comm
+    operation, over = options.operation, options.over
     said: list[tuple[int, ...]]
     if comm is None:
         if error is not None or problem is None:

@@ -25,7 +25,8 @@ def op(
     vjp : callable or sequence of callable or None, optional
         One function, or one for each operand; None for an operand without a gradient. It takes the gradient of the
         result, the result and the operands, all distributed, and the parameters by name; it returns the gradient of
-        its operand, which is that of the global array.
+        its operand, which is that of the global array. If several results are real numbers, it takes the tuple of
+        their gradients, with zeros for those that nothing was computed from, and the tuple of these results.
     rule : callable, optional
         Takes the global shapes of the operands, and the parameters by name; returns a `Rule` (see `Rule.of`). Without
         a rule the operation runs on Replicate operands on every rank: slow, never wrong, and the trace shows it.

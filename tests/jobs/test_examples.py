@@ -9,16 +9,19 @@ import shlex
 import signal
 import sys
 
+from mpi4py import MPI
 import numpy as np
 import pytest
 
 from jobs.launch import ROOT, complete, job_environment, launch, launch_source
+import pce_mpi as pce
 
 EXAMPLES = ROOT / "examples"
 CLASSIFIER = "examples/classifier.py"
 DATA_AND_MODEL = "examples/data_and_model_parallel.py"
 FIRST_DIFFERENCE = "examples/first_difference.py"
 GRADIENTS = "examples/gradient_synchronization.py"
+IN_ONE_FILE = "examples/in_one_file.py"
 LANGUAGE_MODEL = "examples/language_model.py"
 LOSS_PARALLEL = "examples/loss_parallel.py"
 POLICY_GRADIENT = "examples/policy_gradient.py"
@@ -30,12 +33,14 @@ PROGRAMS = [
     DATA_AND_MODEL,
     FIRST_DIFFERENCE,
     GRADIENTS,
+    IN_ONE_FILE,
     LANGUAGE_MODEL,
     LOSS_PARALLEL,
     POLICY_GRADIENT,
     SHARDED_LOSS,
     TRANSFORMER,
 ]
+STANDS_ALONE = [IN_ONE_FILE]  # needs no package, and so has nothing of ours
 WITHOUT_OPTIONS = [DATA_AND_MODEL, GRADIENTS, LOSS_PARALLEL, POLICY_GRADIENT, SHARDED_LOSS]
 
 # One rank, an odd number of them, and two dims of several ranks each; planted faults are found on 2.
@@ -76,12 +81,12 @@ def test_programs_of_examples_are_all_tested():
 
 
 # Model, training and options in one file, to be changed as a whole.
-WHOLE_PROGRAMS = {"classifier.py", "transformer.py"}
+WHOLE_PROGRAMS = {"classifier.py": 230, "transformer.py": 230, "in_one_file.py": 151}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_example_is_shorter_than_80_lines(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) < (230 if path.name in WHOLE_PROGRAMS else 80)
+    assert len(path.read_text(encoding="utf-8").splitlines()) < WHOLE_PROGRAMS.get(path.name, 80)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -492,8 +497,8 @@ def said():
 def test_help_of_example_is_printed_once(program):
     statuses, out, err = said()[f"{program} --help"]
     assert statuses == (0, 0)
-    assert out.count("usage:") == 1
-    if program in WITHOUT_OPTIONS:
+    assert out.count("usage:") == (program not in STANDS_ALONE)
+    if program in WITHOUT_OPTIONS + STANDS_ALONE:
         assert out.count(docstring_of(program)) == 1
     else:
         assert out.count("--steps N") == 2
@@ -545,6 +550,40 @@ def test_command_line_ends_job_without_abort(arguments, status):
     assert "Abort" not in job.stderr
     assert "Traceback" not in job.stderr
     assert not job.stdout or status
+
+
+# ---------------------------------------------------------------------------------------------------------- in_one_file
+
+
+@cache
+def losses_of_package():
+    """The losses of examples/in_one_file.py at the steps that it prints, by the package on one rank."""
+    rng, rows, classes = np.random.default_rng(0), 30, 7
+    mesh = pce.Mesh(MPI.COMM_SELF, model=1)
+    x, targets = rng.normal(size=(rows, 5)), rng.integers(classes, size=rows)
+    first, second = rng.normal(size=(5, 12)) / 2, rng.normal(size=(12, classes)) / 3
+    w = [pce.distribute(each, mesh, requires_grad=True) for each in (first, second)]
+    losses, optimizer = [], pce.SGD(w, lr=0.5)
+    for _ in range(101):
+        loss = pce.cross_entropy(pce.relu(x @ w[0]) @ w[1], targets)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses[::20]
+
+
+@pytest.mark.parametrize("ranks", [*RANKS, 6])
+def test_idea_in_one_file_trains_as_package_does(ranks):
+    output = job(ranks, IN_ONE_FILE)
+    assert output.returncode == 0, output.stderr
+    found = [float(line.split()[-1]) for line in output.stdout.splitlines()]
+    np.testing.assert_allclose(found, losses_of_package(), rtol=1e-11)
+
+
+def test_idea_in_one_file_needs_no_package():
+    imported = re.findall(r"^(?:from|import) (\w+)", (ROOT / IN_ONE_FILE).read_text("utf-8"), re.MULTILINE)
+    assert set(imported) == {"mpi4py", "numpy", "sys"}
 
 
 # --------------------------------------------------------------------------------------------------------- sharded_loss

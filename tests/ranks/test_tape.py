@@ -46,7 +46,7 @@ class Tape:
             self.gradients[name] = self.gradients.get(name, 0) + gradient
             return [None if parent is None else factor * gradient for factor, parent in terms]
 
-        return Node(name, [parent and (parent, 0) for _, parent in terms], vjp)
+        return Node(name, [None if parent is None else (parent, 0) for _, parent in terms], vjp)
 
     def backward(self, root: Node, gradient: float = 1) -> None:
         backward((root, 0), gradient, lambda a, b: a + b)
