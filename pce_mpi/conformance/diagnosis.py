@@ -11,7 +11,7 @@ import numpy as np
 from pce_mpi.conformance.cases import Problem
 from pce_mpi.conformance.faults import Answer, Given, answers
 from pce_mpi.conformance.offers import Kind
-from pce_mpi.conformance.places import place_of_gradient, place_of_loss, rounded_to
+from pce_mpi.conformance.places import place_of_gradient, place_of_loss, rounded_to, unshifted
 from pce_mpi.conformance.textbook import Textbook
 
 Array = np.ndarray[Any, Any]
@@ -57,7 +57,10 @@ def explain(
             return meant
         known = list(answers(book)) if book.p.size <= MANY else []
         # An exact test comes before formulas: the same numbers may be close to another fault's.
-        texts = {q.name: rounded_to(book, q.name, q.got, q.distance, q.truth) for q in wrong}
+        texts = {
+            q.name: rounded_to(book, q.name, q.got, q.distance, q.truth) or unshifted(book, q.name, q.got)
+            for q in wrong
+        }
         for text, answer in known:
             if not any(texts.values()) and all(quantity.is_that_of(answer) for quantity in quantities):
                 return text

@@ -218,8 +218,16 @@ def roundings(b: Textbook) -> Faults:
 
 
 def _entropies(b: Textbook) -> Faults:
-    """Parts of the entropy that stay on their ranks, in the value or in the gradient alone; ms-swift."""
+    """verl, NeMo-RL; and parts of the entropy that stay on their ranks, as ms-swift's."""
     of_class = np.where(b.p == 0.0, 0.0, b.p * b.nll)
+    masked = (b.z == -np.inf).any(axis=-1)
+    if masked.any():
+        entropy, nan = of_class.sum(-1, keepdims=True), np.where(masked, np.nan, 0.0)
+        right = (of_class - b.p * entropy) * b.slope * b.g[:, None]
+        yield (
+            "0 times -inf gives nan: a class whose logit is -inf has probability 0, and adds 0 to the entropy",
+            Given(((entropy[:, 0] + nan).reshape(b.problem.rows_shape),), right + nan[:, None]),
+        )
     own, local = np.zeros_like(b.p), []
     for start, stop in pairwise(b.problem.splits):
         here = slice(start, stop)

@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 import pytest
 
-from candidates.wild import colossalai, liger, megatron, ms_swift, nanotron, transformer_engine
+from candidates.wild import colossalai, liger, megatron, ms_swift, nanotron, nemo_rl, transformer_engine, verl
 from candidates.wild.vocab_parallel import VocabParallel
 from pce_mpi.conformance.catalogue import cases
 from pce_mpi.conformance.outcomes import Verdict
 from pce_mpi.conformance.running import run_case
 
-PROJECTS = [colossalai, liger, megatron, ms_swift, nanotron, transformer_engine]
+PROJECTS = [colossalai, liger, megatron, ms_swift, nanotron, nemo_rl, transformer_engine, verl]
 
 
 class Shipped(NamedTuple):
@@ -94,6 +94,12 @@ SHIPPED = [
     Shipped(liger.LigerGradient, "p-near-1/bfloat16", "1 is subtracted at the target after rounding to bfloat16"),
     Shipped(ms_swift.MsSwiftLogProb, "result-form/each-row", "only the shard that owns a row's target has a gradient"),
     Shipped(liger.LigerGradient, "inputs-unmodified", "logits were modified; where that is meant, declare it"),
+    *(
+        Shipped(candidate, "masked-classes/every-third", "0 times -inf gives nan: a class whose logit is -inf has")
+        for candidate in (verl.VerlEntropy, nemo_rl.NemoRLEntropy)
+    ),
+    Shipped(verl.VerlEntropy, "offset/1e4/float32", "the entropy is logsumexp less the mean logit: an offset that all"),
+    Shipped(verl.VerlEntropy, "offset/1e3/float32", "the entropy is logsumexp less the mean logit: an offset that all"),
 ]
 
 
