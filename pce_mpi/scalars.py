@@ -21,7 +21,7 @@ def integer(value: Any, name: str) -> int:
 def integers(value: Any, name: str) -> list[int]:
     """Return the integers in a sequence or an array of one axis, or one alone, as a list."""
     try:
-        return [operator.index(each) for each in (value if np.ndim(value) else (value,))]
+        return [integer(each, name) for each in (value if np.ndim(value) else (value,))]
     except (TypeError, ValueError):  # np.ndim raises the second one
         raise TypeError(f"{name} must be an integer or a sequence of integers, got {value!r}") from None
 

@@ -231,7 +231,7 @@ def check_dtypes(operands: Mapping[str, Any]) -> None:
         if not is_floating(dtype):
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {dtype}")
     if len(set(dtypes)) > 1:
-        raise TypeError(f"{' and '.join(operands)} must have one dtype, got {' and '.join(map(str, dtypes))}")
+        raise TypeError(f"{', '.join(operands)} must have one dtype, got {', '.join(map(str, dtypes))}")
 
 
 def rows_held(chunk: int | None, rows: int, ranks: int) -> int:

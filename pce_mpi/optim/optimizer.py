@@ -55,13 +55,17 @@ class Optimizer(ABC):
     @property
     def lr(self) -> float:
         """The learning rate of the next step, in each group that has none of its own."""
+        self._check_lr_is_used()
         return float(self.defaults["lr"])
 
     @lr.setter
     def lr(self, value: float) -> None:
-        if all("lr" in group.maps[0] for group in self.param_groups):
-            raise ValueError("each of param_groups has an lr of its own: assign param_groups[...]['lr']")
+        self._check_lr_is_used()
         self.defaults["lr"] = not_negative(value, "lr")
+
+    def _check_lr_is_used(self) -> None:
+        if all("lr" in group.maps[0] for group in self.param_groups):
+            raise ValueError("each of param_groups has an lr of its own: param_groups[...]['lr']")
 
     @abstractmethod
     def _checked(self, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def test_rows_over_batch_comm_share_their_mean(comm):
             r"argument 'axis'; its options are ignore_index, .*, batch_comm, bias, chunk",
         ),
         ({"bias": np.ones(CLASSES + 1)}, ValueError, "bias must have one entry per class of this shard"),
-        ({"bias": np.ones(CLASSES, np.float32)}, TypeError, "hidden and w and bias must have one dtype"),
+        ({"bias": np.ones(CLASSES, np.float32)}, TypeError, "hidden, w, bias must have one dtype"),
     ],
     ids=str,
 )
@@ -189,7 +189,7 @@ def test_logits_are_held_one_chunk_at_a_time(comm, monkeypatch):
             r"argument 'batch_comm'; its options are ignore_index, .*, bias, chunk",
         ),
         ({"bias": np.ones(CLASSES + 1)}, ValueError, "bias must have one entry per class"),
-        ({"bias": np.ones(CLASSES, np.float32)}, TypeError, "hidden and w and bias must have one dtype"),
+        ({"bias": np.ones(CLASSES, np.float32)}, TypeError, "hidden, w, bias must have one dtype"),
     ],
     ids=str,
 )
