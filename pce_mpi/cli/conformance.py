@@ -258,7 +258,7 @@ def _functions_in(path: Path) -> list[str]:
 
 
 class _UsageError(Exception):
-    """What the user named on the command line, or standard output, cannot be used."""
+    """A name on the command line, or standard output, cannot be used."""
 
 
 def _exported(orders: Orders, options: argparse.Namespace) -> int:

@@ -77,7 +77,7 @@ class Cublas(ModuleType):
     def gemmStridedBatchedEx(
         handle, op_a, op_b, m, n, k, alpha, a, a_type, lda, step_a, b, b_type, ldb, step_b, beta, c, c_type, ldc,
         step_c, count, *_
-    ):  # fmt: skip
+    ):  # fmt: skip  # in the order of the C function, not a line for each
         a_dtype, b_dtype, c_dtype = DTYPES[a_type], DTYPES[b_type], DTYPES[c_type]
         for i in range(count):
             operands = (

@@ -90,7 +90,7 @@ def test_loss_parallel_is_wrong_on_4_d_logits(comm, started):
 
 
 def test_process_group_has_mpi_ranks_and_ends(comm):
-    distributed = pytest.importorskip("torch.distributed")
+    distributed = pytest.importorskip("torch.distributed", reason="make test-peers installs torch")
     candidate = named_candidate("torch-loss-parallel")
     for _ in range(2):
         candidate.start(comm)
@@ -115,7 +115,7 @@ def test_candidates_share_process_group_until_last_stops(comm):
 
 
 def test_process_group_of_the_user_stays(comm):
-    distributed = pytest.importorskip("torch.distributed")
+    distributed = pytest.importorskip("torch.distributed", reason="make test-peers installs torch")
     users = ProcessGroup()
     users.start(comm)  # stands for the user's own init_process_group
     ProcessGroup._users, ProcessGroup._made = 0, False
