@@ -13,6 +13,7 @@ import faulthandler
 from functools import cache
 import os
 import re
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -211,13 +212,12 @@ def assert_conforms(
     _start(candidate, comm)
     if not faulthandler.is_enabled():  # pytest enables it, on the stderr that it does not capture
         faulthandler.enable()
-    limit = threading.Timer(timeout, os.abort)
-    limit.daemon = True
-    limit.start()
+    over = threading.Event()
+    threading.Thread(target=_abort_unless, args=(over, timeout, threading.get_ident()), daemon=True).start()
     try:
         outcome = run_case(candidate, case, comm, tolerance=tolerance, seed=seed)
     finally:
-        limit.cancel()
+        over.set()
     if outcome.verdict == Verdict.NOT_OFFERED:
         raise SkipTest(f"{case} is not offered: {outcome.note}")
     if outcome.failed:
@@ -229,6 +229,18 @@ def _arrive(comm: MPI.Intracomm) -> None:
     arrival = comm.Ibarrier()
     while not arrival.Test():
         time.sleep(0.0002)
+
+
+def _abort_unless(over: threading.Event, timeout: float, caller: int) -> None:
+    """Abort this process, which prints where it is and ends the job, if the call is not over in so many seconds."""
+    if over.wait(timeout):
+        return
+    frame = sys._current_frames().get(caller)
+    while frame is not None and frame.f_code is not _arrive.__code__:
+        frame = frame.f_back
+    # A rank that only waits leaves the ranks it waits for a second in which to print: they know what is wrong.
+    if frame is None or not over.wait(1.0):
+        os.abort()
 
 
 def _call_on_one_rank(trial: Trial) -> None:
