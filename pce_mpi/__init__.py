@@ -28,7 +28,7 @@ from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Partial, Replicate, Shard, shard_range
 from pce_mpi.distributed.replicas import check_replicas
 from pce_mpi.distributed.styles import Colwise, Replicated, Rowwise, SequenceParallel, VocabParallel, shard_parameters
-from pce_mpi.exact.mode import reproducible
+from pce_mpi.exact.arithmetic import reproducible
 from pce_mpi.loss import (
     ClassStatistics,
     LinearValueAndGrad,

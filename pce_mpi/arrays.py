@@ -6,7 +6,7 @@ possible. CuPy is imported only if an array is on a GPU, or if GPUs are asked fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 import math
 import sys
@@ -181,3 +181,22 @@ def to_host(array: Any) -> np.ndarray[Any, Any]:
     """Return `array` on the host: a NumPy array itself, or a copy from the GPU once its work is done."""
     cupy = cupy_of(array)
     return array if cupy is None else cupy.asnumpy(array)
+
+
+@cache
+def numpy_dtype(name: str, floating: bool = True) -> Callable[..., np.dtype[Any]]:
+    """Make a function that gives the dtype of NumPy's function `name`, which depends on the size of integers.
+
+    Without `floating` NumPy says that it takes no floating-point numbers.
+    """
+
+    @cache
+    def dtype_of(*dtypes: np.dtype[Any]) -> np.dtype[Any]:
+        dtype = np.result_type(*dtypes)
+        return (
+            dtype
+            if floating and is_floating(dtype)
+            else getattr(np, name)(*(np.ones(1, each) for each in dtypes)).dtype
+        )
+
+    return dtype_of

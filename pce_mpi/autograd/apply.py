@@ -7,9 +7,9 @@ hold backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
 from operator import attrgetter, is_
@@ -18,8 +18,8 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_real
-from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.arrays import array_namespace, is_half, is_real
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import operands_of
 from pce_mpi.autograd.recording import put_on_tape
 from pce_mpi.autograd.rules import Plan, Rule, plan
@@ -31,7 +31,7 @@ from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.distributed.placements import Partial, Replicate
 from pce_mpi.distributed.redistribution import steps
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.exact.mode import is_reproducible
+from pce_mpi.exact.arithmetic import Arithmetic, current
 
 # These run without entering a Python function, several times for every operation.
 _SHARDING, _LOCAL, _DTYPE = attrgetter("sharding"), attrgetter("local"), attrgetter("local.dtype")
@@ -65,60 +65,60 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     mesh = operands[0].mesh
     # The copy of a Partial operand that was reduced before costs nothing.
     present = [x.copies.get(x.sharding.natural, x) if x.copies else x for x in operands]
-    call = _call_of(op, present, parameters)
-    checksum, text = call.checksum, call.text
+    arithmetic = current()
+    planned = _planned(op, present, parameters, arithmetic)
+    checksum, text = planned.checksum, planned.text
     for x, value in zip(operands, values, strict=True):
         if x is not value and x.local.shape == ():
             text += _number(value, x)
-    mesh.note(checksum if text is call.text else zlib.crc32(text.encode()), op.name, text)
-    inputs = _inputs(op, present, call)
+    mesh.note(checksum if text is planned.text else zlib.crc32(text.encode()), op.name, text)
+    if planned.form is op.composition:
+        return op.composition(*operands, **parameters)
+    inputs = _inputs(op, present, planned)
     required = tuple(map(_REQUIRES_GRAD, operands)) if is_grad_enabled() else (False,) * len(operands)
-    more: dict[str, Any] = {}
-    exact = op.exact is not None and is_reproducible()
-    if op.takes_shardings or exact:
-        own = tuple([not x.computed for x in inputs]) if exact else ()
-        more["shardings"] = Shardings(mesh, call.plan.operands, call.plan.result, required, call.summed, own)
+    call = Call(arithmetic.functions, inputs, planned.plan, required, planned.summed)
+    arrays = list(map(_LOCAL, inputs))
     with np.errstate(all="ignore"):  # a value that one rank finds in its shard must not raise there alone
-        if exact:
-            local = _exactly(op, inputs, call, parameters, more)
+        if planned.form is op.exact:
+            local = _exactly(op, call, planned, arrays, parameters)
+        elif planned.widens:
+            local = op.forward(call, *map(_wide, arrays), **parameters).astype(planned.dtype, copy=False)
         else:
-            local = op.forward(*map(_LOCAL, inputs), **parameters, **more)
-    residuals = {}
-    if op.gives_residuals:
-        local, residuals["residuals"] = local
+            local = op.forward(call, *arrays, **parameters)
     several = isinstance(local, tuple | list) and all(hasattr(part, "shape") for part in local)
-    results = list(map(_result, repeat(op), local if several else (local,), repeat(inputs), repeat(call)))
+    results = list(map(_result, repeat(op), local if several else (local,), repeat(inputs), repeat(planned)))
     if fingerprinted_traces():
         for result in results:
             fingerprint_result(op.name, result)
-    put_on_tape(op, results, operands, inputs, required, parameters, residuals)
+    put_on_tape(op, results, operands, inputs, required, parameters, call.residuals)
     return tuple(results) if several else results[0]
 
 
-def _exactly(
-    op: Op, inputs: Sequence[DistArray], call: _Call, parameters: Mapping[str, Any], more: Mapping[str, Any]
-) -> Any:
+def _wide(array: Any) -> Any:
+    return array.astype(np.float32) if is_half(array.dtype) else array
+
+
+def _exactly(op: Op, call: Call, planned: _Planned, arrays: Sequence[Any], parameters: Mapping[str, Any]) -> Any:
     """Return the local array of a result whose sums are reduced at once."""
-    assert op.exact is not None
     if call.summed:
-        inputs[0].mesh.agree(call.summed, op.name, {"call": call.text})
+        call.mesh.agree(call.summed, op.name, {"call": planned.text})
     with cause(op.name, text_of_dims(call.summed), "its sums are reduced exactly", "Partial('sum')", "Replicate()"):
-        return op.exact(*map(_LOCAL, inputs), **parameters, **more)
+        return planned.form(call, *arrays, **parameters)
 
 
-def _inputs(op: Op, operands: list[DistArray], call: _Call) -> list[DistArray]:
+def _inputs(op: Op, operands: list[DistArray], planned: _Planned) -> list[DistArray]:
     """Return the operands in the shardings of the plan."""
-    if all(map(is_, map(_SHARDING, operands), call.plan.operands)):
+    if all(map(is_, map(_SHARDING, operands), planned.plan.operands)):
         return operands
     inputs = []
-    for index, (x, destination) in enumerate(zip(operands, call.plan.operands, strict=True)):
+    for index, (x, destination) in enumerate(zip(operands, planned.plan.operands, strict=True)):
         _note_move(x, destination)
         if x.sharding is not destination:
             placed = x.sharding.by_dim
             new = any(destination.by_dim[dim] != placed[dim] for dim in destination.partial_dims)
-            if new and x.local.dtype != call.dtype:
+            if new and x.local.dtype != planned.dtype:
                 # The operand becomes a partial of the result, in the result's dtype: integers have no Partial("avg").
-                x = DistArray(x.local.astype(call.dtype), x.mesh, x.sharding)
+                x = DistArray(x.local.astype(planned.dtype), x.mesh, x.sharding)
             with cause(op.name, reason=_reason(op, index, x.sharding, destination)):
                 x = redistributed(x, destination)
         inputs.append(x)
@@ -135,20 +135,22 @@ def _reason(op: Op, index: int, before: Sharding, after: Sharding) -> str:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Planned:
     """A planned call; `text`, and its `checksum`, have all that must be the same on every rank.
 
-    `dtype` is that of the result, as far as the operation knows. `reduced` is the sharding of the result after new
-    maxima and minima over shards are reduced, as hardly any operation takes Partial ones. `summed` has the dims over
-    which the operation itself reduces its sums.
+    `form` is the function that computes; `widens`: it takes halves as float32. `dtype` is that of the result, as far as
+    the operation knows. `reduced` is the sharding of the result after new maxima and minima over shards are reduced, as
+    hardly any operation takes Partial ones. `summed` has the dims over which the operation itself reduces its sums.
     """
 
     plan: Plan
+    form: Callable[..., Any]
+    widens: bool
     dtype: np.dtype[Any]
     reduced: Sharding
     checksum: int
     text: str
-    summed: tuple[str, ...] = ()
+    summed: tuple[str, ...]
 
     @staticmethod
     def of(
@@ -157,9 +159,10 @@ class _Call:
         operands: Sequence[Sharding],
         dtypes: Sequence[Any],
         parameters: Iterable[Any],
-        exact: bool,
-    ) -> _Call:
-        summed = plan.result.summed_dims if exact else ()
+        arithmetic: Arithmetic,
+    ) -> _Planned:
+        form = arithmetic.form(op)
+        summed = plan.result.summed_dims if form is op.exact else ()
         plan = Plan(plan.operands, plan.result.replacing(dict.fromkeys(summed, Replicate())))
         new = {
             dim: Replicate()
@@ -168,31 +171,40 @@ class _Call:
             and not any(dim in operand.partial_dims for operand in plan.operands)
         }
         placed = [f"{dtype.name} {each.shape}, {each}" for each, dtype in zip(operands, dtypes, strict=True)]
-        text = f"{'reproducible ' * exact}{op.name} of {placed} {_plain(tuple(parameters))}"
-        checksum = zlib.crc32(text.encode())
-        return _Call(plan, np.dtype(op.dtype(*dtypes)), plan.result.replacing(new), checksum, text, summed)
+        text = f"{arithmetic.prefix}{op.name} of {placed} {_plain(tuple(parameters))}"
+        widens = op.wide and any(map(is_half, dtypes))
+        return _Planned(
+            plan,
+            form,
+            widens,
+            np.dtype(op.dtype(*dtypes)),
+            plan.result.replacing(new),
+            zlib.crc32(text.encode()),
+            text,
+            summed,
+        )
 
 
-def _call_of(op: Op, operands: Sequence[DistArray], parameters: Mapping[str, Any]) -> _Call:
+def _planned(op: Op, operands: Sequence[DistArray], parameters: Mapping[str, Any], arithmetic: Arithmetic) -> _Planned:
     shardings, dtypes = tuple(map(_SHARDING, operands)), tuple(map(_DTYPE, operands))
-    items, exact = tuple(parameters.items()), is_reproducible()
+    items = tuple(parameters.items())
     if op.rule is None:  # not cached: such operations are made for one call, and the cache would keep their functions
         replicated = Plan(tuple(sharding.replicated for sharding in shardings), shardings[0].replicated)
-        return _Call.of(op, replicated, shardings, dtypes, items, exact)
+        return _Planned.of(op, replicated, shardings, dtypes, items, arithmetic)
     try:
-        return _cached_call(op, shardings, dtypes, items, exact)
+        return _cached(op, shardings, dtypes, items, arithmetic)
     except TypeError:  # parameters that cannot be hashed, or an error of the rule, which is raised again
-        return _cached_call.__wrapped__(op, shardings, dtypes, items, exact)
+        return _cached.__wrapped__(op, shardings, dtypes, items, arithmetic)
 
 
 @lru_cache(maxsize=4096)
-def _cached_call(
+def _cached(
     op: Op,
     shardings: tuple[Sharding, ...],
     dtypes: tuple[np.dtype[Any], ...],
     parameters: tuple[tuple[str, Any], ...],
-    exact: bool,
-) -> _Call:
+    arithmetic: Arithmetic,
+) -> _Planned:
     assert op.rule is not None
     rule = op.rule(*(sharding.shape for sharding in shardings), **dict(parameters))
     if not isinstance(rule, Rule):
@@ -200,16 +212,9 @@ def _cached_call(
     if [len(axes) for axes in rule.operands] != [len(sharding.shape) for sharding in shardings]:
         shapes = ", ".join(str(sharding.shape) for sharding in shardings)
         raise ValueError(f"the rule of {op.name} is for operands of other shapes than {shapes}")
-    if exact:
-        if rule.reduces in ("sum", "avg") and op.exact is None:
-            raise NotImplementedError(
-                f"{op.name} sums over shards by a rule of its own, and has no reproducible form: inside reproducible() "
-                "compose it of the package's operations, or give it no rule, so that it runs on the whole arrays"
-            )
-        rule = replace(rule, linear=())  # nothing stays Partial
     itemsize = np.dtype(op.dtype(*dtypes)).itemsize
-    chosen = plan(rule, shardings, [dtype.itemsize for dtype in dtypes], itemsize)
-    return _Call.of(op, chosen, shardings, dtypes, parameters, exact)
+    chosen = plan(arithmetic.rule(op, rule), shardings, [dtype.itemsize for dtype in dtypes], itemsize)
+    return _Planned.of(op, chosen, shardings, dtypes, parameters, arithmetic)
 
 
 def _number(value: Any, operand: DistArray) -> str:
@@ -231,32 +236,28 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | np.dtype) else type(value).__name__
 
 
-def _result(op: Op, local: Any, inputs: Sequence[DistArray], call: _Call) -> DistArray:
+def _result(op: Op, local: Any, inputs: Sequence[DistArray], planned: _Planned) -> DistArray:
     mesh, xp = inputs[0].mesh, array_namespace(local)
     given, local = local, xp.asarray(local)
     if not is_real(local.dtype):
         what = f"{type(given).__name__} ({local.dtype})"
         raise TypeError(f"{op.name} gives no array of bool, integers or real numbers, but {what}")
-    computed = _computed(op, inputs)
+    # A view of a made array changes when that is written to.
+    computed = not op.views or all(x.computed for x in inputs)
     if computed:
         for x in inputs:
             if x.copies is None and xp.may_share_memory(local, x.local):
                 local = local.copy()  # a user's function returned its argument, or a view of it
     if op.rule is None:
         return DistArray(local, mesh, Sharding.of(mesh.dim_sizes, local.shape, {}), computed=computed)
-    shape = call.plan.result.local_shape(mesh.coordinates)
+    shape = planned.plan.result.local_shape(mesh.coordinates)
     if local.shape != shape:
         raise ValueError(f"the rule of {op.name} says that its result has shape {shape} here, but it has {local.shape}")
-    return _settled(DistArray(local, mesh, call.plan.result, computed=computed), op.name, call)
+    return _settled(DistArray(local, mesh, planned.plan.result, computed=computed), op.name, planned)
 
 
-def _computed(op: Op, inputs: Sequence[DistArray]) -> bool:
-    """Tell whether the result counts as computed: a view of a made array changes when that is written to."""
-    return not op.views or all(x.computed for x in inputs)
-
-
-def _settled(result: DistArray, name: str, call: _Call) -> DistArray:
-    if call.reduced is result.sharding:
+def _settled(result: DistArray, name: str, planned: _Planned) -> DistArray:
+    if planned.reduced is result.sharding:
         return result
     with cause(name, reason="the largest, or smallest, of all shards"):
-        return redistributed(result, call.reduced)
+        return redistributed(result, planned.reduced)

@@ -18,7 +18,7 @@ from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.fingerprint import fingerprint_result
 from pce_mpi.distributed.placements import Partial, Replicate
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.exact.mode import is_reproducible
+from pce_mpi.exact.arithmetic import current
 
 
 def place_of(x: DistArray) -> Place | None:
@@ -69,9 +69,8 @@ def _accumulate(leaf: DistArray, gradient: DistArray) -> None:
         fingerprint_result("gradient", gradient)
     gradient = _summed(gradient)
     before = leaf.grad
-    if is_reproducible():  # a zero of a padded shard would change the sign of another rank's zero
-        destination = leaf.sharding.natural
-    else:
+    destination = leaf.sharding.natural
+    if current().partial_gradients:
         destination = _placed(leaf.sharding, gradient.sharding, None if before is None else before.sharding)
     with cause("backward", reason="the gradient is placed as its array"):
         local = redistribute(gradient, destination).local

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.autograd.rules import Rule
-from pce_mpi.distributed.mesh import Mesh
-from pce_mpi.distributed.sharding import Sharding
+from pce_mpi.autograd.rules import Plan, Rule
+from pce_mpi.distributed.array import DistArray
 
 Vjp = Callable[..., Any]
 
@@ -19,21 +18,21 @@ Vjp = Callable[..., Any]
 class Op:
     """One operation. Its functions take the operands in order and the parameters by name.
 
-    forward       the local arrays of the operands -> that of the result, or a tuple of them, of one shape
-    vjps          for each operand: gradient of the result, result, operands -> gradient of the operand, all of them
-                  `DistArray`; None for an operand that has none. If several results are real numbers the first two are
-                  tuples, with zeros for the gradient of a result that nothing was computed from
-    rule          the global shapes of the operands -> `Rule`; None: the operation runs on Replicate operands
-    dtype         the dtypes of the operands -> that of the result
-    uses          for each of `vjps` the operands whose elements it uses, -1 for the result; the tape holds only these.
-                  A vjp sees the shardings of the others, but no elements. None: all of them
-    takes_shardings  `forward` takes the `shardings` of the local arrays too
-    relays        the vjp gives the same elements in another order, shape or dtype: a Partial gradient stays Partial,
-                  as it may be on its way to a parameter, whose gradients add up without communication
-    gives_residuals  `forward` returns something else besides, which the vjps take as `residuals`
-    views         the result of `forward` may share the memory of an operand
-    exact         `forward` inside `reproducible`, for operations that sum: takes the `shardings` too, and reduces the
-                  sums itself over the ranks of `shardings.summed`, so that the result is not Partial
+    forward      the call, the local arrays of the operands -> that of the result, or a tuple of several
+    vjps         for each operand: gradient of the result, result, operands -> gradient of the operand, all of them
+                 `DistArray`; None for an operand that has none. If several results are real numbers the first two are
+                 tuples, with zeros for the gradient of a result that nothing was computed from
+    rule         the global shapes of the operands -> `Rule`; None: the operation runs on Replicate operands
+    dtype        the dtypes of the operands -> that of the result
+    uses         for each of `vjps` the operands whose elements it uses, -1 for the result; the tape holds only these.
+                 A vjp sees the shardings of the others, but no elements. None: all of them
+    wide         `forward` takes halves as float32, and its result is rounded once
+    relays       the vjp gives the same elements in another order, shape or dtype: a Partial gradient stays Partial,
+                 as it may be on its way to a parameter, whose gradients add up without communication
+    views        the result of `forward` may share the memory of an operand
+    exact        `forward` in the reproducible arithmetic, for operations that sum, or whose bits would depend on a
+                 library: it reduces the sums itself over `call.summed_comm`, so that the result is not Partial
+    composition  in the reproducible arithmetic, takes the operands as `DistArray` and is made of other operations
     """
 
     name: str
@@ -42,27 +41,39 @@ class Op:
     rule: Callable[..., Rule] | None = None
     dtype: Callable[..., Any] = np.result_type
     uses: Sequence[Sequence[int]] | None = None
-    takes_shardings: bool = False
+    wide: bool = False
     relays: bool = False
-    gives_residuals: bool = False
     views: bool = False
     exact: Callable[..., Any] | None = None
+    composition: Callable[..., Any] | None = None
 
 
-@dataclass(frozen=True)
-class Shardings:
-    """The shardings of one call; `required` says of each operand whether it requires a gradient.
+class Call:
+    """What an operation knows of a call besides the local arrays, and what it leaves for its vjps.
 
-    `summed` has the dims over which `exact` reduces its sums, and `made` says of each operand whether it is an array
-    that was made, such as a parameter, or a view of one.
+    `operands` and `result` are shardings; `required` says of each operand whether it requires a gradient, and `summed`
+    has the dims over which `exact` reduces its sums. `functions` gives the library of an array: what is elementwise and
+    not of `+ - * /` is computed by it. What `forward` sets as `residuals` the vjps take by that name.
     """
 
-    mesh: Mesh
-    operands: tuple[Sharding, ...]
-    result: Sharding
-    required: tuple[bool, ...]
-    summed: tuple[str, ...] = ()
-    made: tuple[bool, ...] = ()
+    __slots__ = ("_inputs", "functions", "mesh", "operands", "required", "residuals", "result", "summed")
+
+    def __init__(
+        self,
+        functions: Callable[[Any], Any],
+        inputs: Sequence[DistArray],
+        planned: Plan,
+        required: tuple[bool, ...],
+        summed: tuple[str, ...],
+    ) -> None:
+        self.functions, self.mesh, self.required, self.summed = functions, inputs[0].mesh, required, summed
+        self.operands, self.result = planned.operands, planned.result
+        self._inputs = inputs
+        self.residuals: Any = None
+
+    def is_made(self, operand: int) -> bool:
+        """Tell whether an operand is an array that was made, such as a parameter, or a view of one."""
+        return not self._inputs[operand].computed
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from pce_mpi.autograd.tape import Node
 from pce_mpi.comm.tracing import cause, current_scope, set_scope
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.exact.mode import is_reproducible
+from pce_mpi.exact.arithmetic import current, reset_current, set_current
 
 _DTYPE = attrgetter("local.dtype")
 
@@ -30,7 +30,7 @@ def put_on_tape(
     inputs: Sequence[DistArray],
     required: tuple[bool, ...],
     parameters: Mapping[str, Any],
-    residuals: Mapping[str, Any],
+    residuals: Any,
 ) -> None:
     """Put those of `results` on the tape that are real numbers.
 
@@ -44,44 +44,42 @@ def put_on_tape(
         if not real:
             return
     used = range(-1, len(required)) if op.uses is None else _used(op.uses, required)
-    known, mode, scope = list(map(_for_tape, real, repeat(-1 in used))), is_reproducible(), current_scope()
+    known, arithmetic, scope = list(map(_for_tape, real, repeat(-1 in used))), current(), current_scope()
     arguments = [_for_tape(x, index in used) for index, x in enumerate(inputs)]
+    more = parameters if residuals is None else {**parameters, "residuals": residuals}
     wanted = [(x.sharding.shape, x.local.dtype) if x.requires_grad else None for x in operands]
 
     def vjp(gradients: Sequence[DistArray | None]) -> list[DistArray | None]:
         set_scope(scope)
         if not op.vjps:
             raise NotImplementedError(f"{op.name} has no vjp: its result has no gradient")
-        if is_reproducible() != mode:
-            raise _in_two_modes(op.name, mode)
-        complete = []
-        for gradient, result in zip(gradients, known, strict=True):
-            destination = result.sharding.natural
-            if gradient is None:
-                gradient = _zeros(result, destination)
-            elif op.relays:
-                destination = destination.with_partial_over(gradient.sharding.summed_dims)
-            # All consumers have contributed, so a Partial gradient is reduced here, once.
-            if gradient.sharding is not destination:
-                with cause(op.name, reason="its gradient is complete"):
-                    gradient = redistribute(gradient, destination)
-            complete.append(gradient)
-        g: Any = complete[0] if len(known) == 1 else tuple(complete)
-        y: Any = known[0] if len(known) == 1 else tuple(known)
-        return [
-            None if want is None else _contribution(op, index, want, g, y, arguments, parameters, residuals)
-            for index, want in enumerate(wanted)
-        ]
+        token = set_current(arithmetic)  # that of the operation, wherever the gradient is wanted
+        try:
+            complete = []
+            for gradient, result in zip(gradients, known, strict=True):
+                destination = result.sharding.natural
+                if gradient is None:
+                    gradient = _zeros(result, destination)
+                elif op.relays:
+                    destination = destination.with_partial_over(gradient.sharding.summed_dims)
+                # All consumers have contributed, so a Partial gradient is reduced here, once.
+                if gradient.sharding is not destination:
+                    with cause(op.name, reason="its gradient is complete"):
+                        gradient = redistribute(gradient, destination)
+                complete.append(gradient)
+            g: Any = complete[0] if len(known) == 1 else tuple(complete)
+            y: Any = known[0] if len(known) == 1 else tuple(known)
+            return [
+                None if want is None else _contribution(op, index, want, g, y, arguments, more)
+                for index, want in enumerate(wanted)
+            ]
+        finally:
+            reset_current(token)
 
     node = Node(op.name, [place_of(x) if x.requires_grad else None for x in operands], vjp, len(real))
     for value, result in enumerate(real):
         result.requires_grad = True
         result.place = node, value
-
-
-def _in_two_modes(name: str, mode: bool) -> RuntimeError:
-    sides = ("inside", "outside") if mode else ("outside", "inside")
-    return RuntimeError(f"{name} was computed {sides[0]} reproducible(), and its gradient {sides[1]}")
 
 
 def _zeros(like: DistArray, sharding: Sharding) -> DistArray:
@@ -113,12 +111,11 @@ def _contribution(
     result: DistArray | tuple[DistArray, ...],
     arguments: Sequence[DistArray],
     parameters: Mapping[str, Any],
-    residuals: Mapping[str, Any],
 ) -> DistArray:
     pull = op.vjps[index] if index < len(op.vjps) else None
     if pull is None:
         raise NotImplementedError(f"{op.name} has no vjp for operand {index}")
-    found = pull(gradient, result, *arguments, **parameters, **residuals)
+    found = pull(gradient, result, *arguments, **parameters)
     if found is None:
         raise TypeError(f"the vjp of {op.name} for operand {index} gave None")
     if not isinstance(found, DistArray):

@@ -25,7 +25,7 @@ from pce_mpi.comm.agreement import agree
 from pce_mpi.comm.communicators import timeout_seconds
 from pce_mpi.comm.launch import launch, why_apart
 from pce_mpi.comm.library import check_mpi, told_gpu_aware
-from pce_mpi.exact.mode import is_reproducible
+from pce_mpi.exact.arithmetic import current
 from pce_mpi.loss.kernels import check_choice
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _status_on_ranks(arguments: Sequence[str]) -> int:
 def _wrong_environment() -> str:
     """Say what is wrong about a variable that is this package's own; '' if nothing is."""
     try:
-        for check in (timeout_seconds, told_gpu_aware, is_reproducible, check_choice):
+        for check in (timeout_seconds, told_gpu_aware, current, check_choice):
             check()
     except (ImportError, ValueError) as error:
         return str(error)

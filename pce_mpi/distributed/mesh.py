@@ -26,7 +26,7 @@ from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.distributed.pictures import draw_mesh, mesh_size
 from pce_mpi.distributed.sharding import Dims
-from pce_mpi.exact.mode import is_reproducible
+from pce_mpi.exact.arithmetic import current
 from pce_mpi.floating_point import check_floating_point
 from pce_mpi.pictures import new_figure, svg_or_none
 
@@ -231,7 +231,7 @@ class Mesh:
         Communicates nothing. Inside `reproducible` it looks at the state of the floating-point unit; the next `agree`
         raises what it finds.
         """
-        if is_reproducible():
+        if current().rounds_to_nearest:
             self._look_at_arithmetic()
         self._history = hash((self._history, checksum))  # of whole numbers, and so the same in every process
         self._recent.append((self._history, what, in_full))
@@ -289,12 +289,12 @@ class Mesh:
         """
         comm, over = self.comm(*dims), text_of_dims(dims)
         facts = (self._history, fact)
-        reproducible = is_reproducible()
-        if reproducible:
+        arithmetic = current()
+        if arithmetic.rounds_to_nearest:
             self._look_at_arithmetic()
             error = error or self._fault
         # As `agree` does, in one function less.
-        call = {**call, "reproducible": reproducible}  # on which it depends what operations send
+        call = {**call, "arithmetic": arithmetic.name}  # on which it depends what operations send
         known = call_of(operation, tuple(call.items()), tuple(map(type, call.values())))
         histories, others = agree_on_call(comm, known, facts, error=error, over=over, ranks_named=ranks_named)
         if histories != (self._history,) * len(histories):

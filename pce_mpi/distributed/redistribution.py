@@ -21,14 +21,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating, is_half
+from pce_mpi.arrays import array_namespace, is_floating
 from pce_mpi.comm.collectives import ReduceOp, all_gather, all_reduce, all_to_all, reduce_scatter
 from pce_mpi.comm.tracing import cause, current_cause
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
 from pce_mpi.distributed.sharding import Coordinates, Sharding, Splits, outer_splits, within
-from pce_mpi.exact.mode import is_reproducible
-from pce_mpi.exact.sums import average
+from pce_mpi.exact.arithmetic import current
 
 Verb = Literal["all_gather", "all_to_all", "all_reduce", "reduce_scatter", "slice", "keep", "pad"]
 _SILENT = ("slice", "keep", "pad")
@@ -262,30 +261,20 @@ def _sent(step: Step, local: Array, mesh: Mesh) -> Array:
         return _exchanged(step, local, comm, members, here)
     placed = [step.before.by_dim[dim] for dim in step.dims]
     reduction: ReduceOp = "max" if Partial("max") in placed else "min" if Partial("min") in placed else "sum"
-    partial, (before, after) = local, step.averaging
-    if is_reproducible() and reduction == "sum" and is_floating(local.dtype):
-        if step.verb == "all_reduce":
-            return average(local[None], comm.size, comm, before * after)
-        # Each rank adds up what all have for it: exactly, in any order, for the bytes of a reduce_scatter.
+    if step.verb == "reduce_scatter":
         blocks = [local[within(step.before.slices(here), step.after.slices(member))] for member in members]
-        mine = step.after.local_shape(here)
-        return average(xp.stack(all_to_all(blocks, comm, [mine] * len(blocks))), comm.size, None, before * after)
-    if before > 1:
-        # A half is rounded once, after the sum.
-        partial = local.astype(np.float32) if is_half(local.dtype) else local
-        partial = partial / partial.dtype.type(before)
-    if step.verb == "all_reduce":
-        total = all_reduce(partial, comm, reduction)
+        if reduction == "sum":
+            return current().scattered_total(blocks, comm, step.averaging)
+        found = reduce_scatter(blocks, comm, reduction)
+    elif reduction == "sum":
+        return current().total(local, comm, step.averaging)
     else:
-        blocks = [partial[within(step.before.slices(here), step.after.slices(member))] for member in members]
-        total = reduce_scatter(blocks, comm, reduction)
-    if reduction != "sum" and is_floating(local.dtype):
+        found = all_reduce(local, comm, reduction)
+    if is_floating(found.dtype):
         # Of zeros of two signs the extreme is 0.0 in any order, and so it is of one rank's.
-        bits = total.view(f"i{total.dtype.itemsize}")
+        bits = found.view(f"i{found.dtype.itemsize}")
         bits[bits == np.iinfo(bits.dtype).min] = 0
-    if after < 1:
-        total /= total.dtype.type(after)
-    return total.astype(local.dtype, copy=False)
+    return found
 
 
 def _exchanged(step: Step, local: Array, comm: Any, members: list[dict[str, int]], here: Coordinates) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import math
 from typing import Any
 
@@ -9,36 +10,32 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating, is_half
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact import functions
-from pce_mpi.exact.mode import is_reproducible
 from pce_mpi.loss.kernels.elementary import two_product, two_sum
-from pce_mpi.ops.elementwise import astype, elementwise_rule, library_function, unary
+from pce_mpi.ops.elementwise import astype, elementwise_rule, unary
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 
-_exp, _larger = library_function("exp"), library_function("maximum")
-
-
-def _sigmoid(x: Array) -> Array:
-    if is_reproducible():
-        return functions.sigmoid(x)
-    xp = array_namespace(x)
-    small = _exp(-xp.abs(x))  # never overflows
+def _sigmoid(xp: Any, x: Array) -> Array:
+    small = xp.exp(-xp.abs(x))  # never overflows
     return xp.where(x >= 0, 1 / (1 + small), small / (1 + small)).astype(small.dtype, copy=False)
 
 
-def _sigmoid_gradient(g: Array, x: Array) -> Array:
-    xp = array_namespace(x)
-    small = _exp(-xp.abs(x))
+def _exact_sigmoid(call: Call, x: Array) -> Array:
+    return functions.sigmoid(x.astype(np.float32) if is_half(x.dtype) else x).astype(x.dtype, copy=False)
+
+
+def _sigmoid_gradient(xp: Any, g: Array, x: Array) -> Array:
+    small = xp.exp(-xp.abs(x))
     both = 1 + small
     return g * (small / (both * both))
 
 
-def _relu(x: Array) -> Array:
-    return _larger(x, x.dtype.type(0))
+def _relu(xp: Any, x: Array) -> Array:
+    return xp.maximum(x, x.dtype.type(0))
 
 
 def _constants() -> tuple[tuple[float, float], tuple[float, float]]:
@@ -60,22 +57,23 @@ _A, _B = _constants()
 _BENT, _DEEP = 24.0, 600.0
 
 
-def _gelu(x: Array, shardings: Shardings) -> tuple[Array, Array | None]:
-    """Return gelu(x), and its derivative if a gradient is wanted: most of the way to both is the same.
+def _gelu(call: Call, x: Array) -> Array:
+    """Return gelu(x), and leave its derivative if a gradient is wanted: most of the way to both is the same.
 
     Some elements at a time are computed in float64.
     """
-    xp, flat = array_namespace(x), x.reshape(-1)
+    xp, exp, flat = array_namespace(x), call.functions(x).exp, x.reshape(-1)
     y = xp.empty(flat.shape, x.dtype)
-    slope = xp.empty(flat.shape, np.float32 if is_half(x.dtype) else x.dtype) if shardings.required[0] else None
+    slope = xp.empty(flat.shape, np.float32 if is_half(x.dtype) else x.dtype) if call.required[0] else None
     size = functions.BLOCK if xp is np else functions.BLOCK_ON_GPU
     for start in range(0, flat.size, size):
         block = slice(start, start + size)
-        _gelu_of(xp, flat[block], y[block], None if slope is None else slope[block])
-    return y.reshape(x.shape), None if slope is None else slope.reshape(x.shape)
+        _gelu_of(xp, exp, flat[block], y[block], None if slope is None else slope[block])
+    call.residuals = None if slope is None else slope.reshape(x.shape)
+    return y.reshape(x.shape)
 
 
-def _gelu_of(xp: Any, x: Array, y: Array, slope: Array | None) -> None:
+def _gelu_of(xp: Any, exp: Callable[[Array], Array], x: Array, y: Array, slope: Array | None) -> None:
     """Write gelu(x) and its derivative, s (1 + x v' (1 - s)) with s = 1 / (1 + exp(-v))."""
     in_double, x = x.dtype == np.float64, x.astype(np.float64)
     z, negative = xp.clip(x, -_BENT, _BENT), x < 0
@@ -87,11 +85,11 @@ def _gelu_of(xp: Any, x: Array, y: Array, slope: Array | None) -> None:
         v, tail = two_product(size, p)
         tail += size * (p_tail + (rest + _A[1]))
         near = xp.minimum(v, _DEEP)
-        e = _exp(-near)
+        e = exp(-near)
         e -= e * tail
-        deep = xp.where(negative, _exp(near - v), 1.0)
+        deep = xp.where(negative, exp(near - v), 1.0)
     else:
-        e, deep = _exp(-size * (_A[0] + _B[0] * square)), 1.0
+        e, deep = exp(-size * (_A[0] + _B[0] * square)), 1.0
     both = 1.0 + e
     share = xp.where(negative, e, 1.0) / both
     y[...] = xp.clip(x, -_BENT, np.inf) * share * deep
@@ -100,17 +98,15 @@ def _gelu_of(xp: Any, x: Array, y: Array, slope: Array | None) -> None:
         slope[...] = share * (1.0 + z * (_A[0] + 3.0 * _B[0] * square) * other) * deep
 
 
-_TANH = unary("tanh", lambda g, x: 4 * _sigmoid_gradient(g, 2 * x))
-_SIGMOID = unary("sigmoid", _sigmoid_gradient, _sigmoid)
-_RELU = unary("relu", lambda g, x: g * (x > 0), _relu)
+_TANH = unary("tanh", lambda xp, g, x: 4 * _sigmoid_gradient(xp, g, 2 * x))
+_SIGMOID = unary("sigmoid", _sigmoid_gradient, _sigmoid, _exact_sigmoid)
+_RELU = unary("relu", lambda xp, g, x: g * (x > 0), _relu)
 _GELU = Op(
     "gelu",
     _gelu,
     (lambda g, y, x, residuals: g * DistArray(residuals, y.mesh, y.sharding),),
     elementwise_rule(),
     uses=[()],
-    takes_shardings=True,
-    gives_residuals=True,
 )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating
+from pce_mpi.arrays import array_namespace, is_floating, numpy_dtype
 from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.operands import operands_of
@@ -18,8 +18,6 @@ from pce_mpi.ops.elementwise import (
     elementwise_rule,
     gradient_op,
     library_function,
-    numpy_dtype,
-    rounded_once,
     square,
     widened,
 )
@@ -36,6 +34,7 @@ def binary(
     uses: Sequence[Sequence[int]],
     dtype: Any = np.result_type,
     forward: Callable[..., Array] | None = None,
+    wide: bool = False,
 ) -> Op:
     """Make an operation on two operands; `first` and `second` take the gradient of the result and both operands.
 
@@ -47,22 +46,18 @@ def binary(
         return vjp(g, a, b) if g.shape == x.shape else sum_to(vjp(widened(g), a, b), x.shape)
 
     vjps = (lambda g, y, a, b: pull(first, g, a, a, b), lambda g, y, a, b: pull(second, g, b, a, b))
-    return Op(name, forward or library_function(name), vjps, elementwise_rule(*linear), dtype=dtype, uses=uses)
+    rule = elementwise_rule(*linear)
+    return Op(name, forward or library_function(name), vjps, rule, dtype=dtype, uses=uses, wide=wide)
 
 
-_raised = library_function("power")
-
-
-def _power_gradient_of_base(g: Array, a: Array, b: Array) -> Array:
+def _power_gradient_of_base(xp: Any, g: Array, a: Array, b: Array) -> Array:
     """Return the gradient of a in a**b; for b = 0 it is 0, at a = 0 as well."""
-    xp = array_namespace(a)
-    return xp.where(b == 0, 0, g * (b * _raised(a, xp.where(b == 0, 1, b) - 1)))
+    return xp.where(b == 0, 0, g * (b * xp.power(a, xp.where(b == 0, 1, b) - 1)))
 
 
-def _power_gradient_of_exponent(g: Array, a: Array, b: Array) -> Array:
+def _power_gradient_of_exponent(xp: Any, g: Array, a: Array, b: Array) -> Array:
     """Return the gradient of b in a**b; at a = 0 it is 0 for b >= 0, as in PyTorch."""
-    xp = array_namespace(a)
-    return xp.where((a == 0) & (b >= 0), 0, g * (_raised(a, b) * library_function("log")(a)))
+    return xp.where((a == 0) & (b >= 0), 0, g * (xp.power(a, b) * xp.log(a)))
 
 
 def _floor_divide(a: Array, b: Array) -> Array:
@@ -86,11 +81,11 @@ def _remainder(a: Array, b: Array) -> Array:
     return xp.where(rest == 0, xp.copysign(rest, b), xp.where((rest < 0) != (b < 0), rest + b, rest))
 
 
-_DIVISOR = gradient_op("divide", lambda g, a, b: -(g / b) * (a / b), [1])
+_DIVISOR = gradient_op("divide", lambda xp, g, a, b: -(g / b) * (a / b), [1])
 _BASE = gradient_op("power", _power_gradient_of_base)
 _EXPONENT = gradient_op("power", _power_gradient_of_exponent)
-_NOTHING = gradient_op("floor_divide", lambda g: array_namespace(g).zeros_like(g), [0])
-_MODULUS = gradient_op("remainder", lambda g, a, b: -g * _floor_divide(a, b), [0])
+_NOTHING = gradient_op("floor_divide", lambda xp, g: xp.zeros_like(g), [0])
+_MODULUS = gradient_op("remainder", lambda xp, g, a, b: -g * _floor_divide(a, b), [0])
 _ADD = binary("add", lambda g, a, b: g, lambda g, a, b: g, [0, 1], uses=[(), ()])
 _SUBTRACT = binary(
     "subtract",
@@ -114,7 +109,7 @@ _POWER = binary(
     lambda g, a, b: apply(_BASE, g, a, b),
     lambda g, a, b: apply(_EXPONENT, g, a, b),
     uses=[(0, 1), (0, 1)],
-    forward=rounded_once(_raised),
+    wide=True,
 )
 _FLOOR_DIVIDE = binary(
     "floor_divide",
@@ -122,7 +117,8 @@ _FLOOR_DIVIDE = binary(
     lambda g, a, b: apply(_NOTHING, g),
     uses=[(), ()],
     dtype=numpy_dtype("floor_divide"),
-    forward=rounded_once(_floor_divide),
+    forward=lambda call, a, b: _floor_divide(a, b),
+    wide=True,
 )
 _REMAINDER = binary(
     "remainder",
@@ -130,7 +126,8 @@ _REMAINDER = binary(
     lambda g, a, b: apply(_MODULUS, g, a, b),
     uses=[(), (0, 1)],
     dtype=numpy_dtype("remainder"),
-    forward=rounded_once(_remainder),
+    forward=lambda call, a, b: _remainder(a, b),
+    wide=True,
 )
 # Operations on the bits of integers, and on bool; they have no gradient.
 _BITWISE = {

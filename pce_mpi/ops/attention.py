@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 import math
 from typing import Any
 
@@ -11,11 +9,10 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating, is_half
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import operands_of
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
-from pce_mpi.exact.mode import is_reproducible
 from pce_mpi.ops.broadcasting import local_extreme
 from pce_mpi.ops.elementwise import astype, widened
 from pce_mpi.ops.matmul import matmul, transposed_times
@@ -57,18 +54,17 @@ class _Probabilities:
         return self._of_scores
 
 
-def _attention(
-    q: Array, k: Array, v: Array, causal: bool, scale: float, shardings: Shardings
-) -> tuple[Array, _Probabilities]:
+def _attention(call: Call, q: Array, k: Array, v: Array, causal: bool, scale: float) -> Array:
     xp = array_namespace(q)
     p = xp.matmul(q * q.dtype.type(scale), k.swapaxes(-1, -2))
     if causal:
-        first, _ = shardings.operands[0].block(q.ndim - 2, shardings.mesh.coordinates)
+        first, _ = call.operands[0].block(q.ndim - 2, call.mesh.coordinates)
         xp.copyto(p, p.dtype.type(-np.inf), where=xp.triu(xp.ones(p.shape[-2:], bool), 1 + first))
     p -= local_extreme("max", p, (p.ndim - 1,), True, 0)
     xp.exp(p, out=p)
     p /= _row_sums(p)
-    return xp.matmul(p, v), _Probabilities(p)
+    call.residuals = _Probabilities(p)
+    return xp.matmul(p, v)
 
 
 def _row_sums(x: Array) -> Array:
@@ -77,7 +73,7 @@ def _row_sums(x: Array) -> Array:
     return array_namespace(x).einsum("...i->...", x)[..., None]
 
 
-def _scores(g: Array, y: Array, v: Array, p: Array, scale: float) -> Array:
+def _scores(call: Call, g: Array, y: Array, v: Array, p: Array, scale: float) -> Array:
     """Return the gradient of q @ k.T: scale p (g v.T - sum(g y))."""
     scores = array_namespace(g).matmul(g, v.swapaxes(-1, -2))
     scores -= _row_sums(g * y)
@@ -114,23 +110,22 @@ def _to_value(
     return transposed_times(residuals.placed(y, v.shape[-2]), g)
 
 
-_ATTENTION = Op(
-    "scaled_dot_product_attention",
-    _attention,
-    (_to_query, _to_key, _to_value),
-    _rule,
-    uses=[(-1, 1, 2), (-1, 0, 2), ()],
-    takes_shardings=True,
-    gives_residuals=True,
-)
-
-
 def _composed(q: DistArray, k: DistArray, v: DistArray, causal: bool, scale: float) -> DistArray:
     """Return the same from operations that have a reproducible form."""
     scores = matmul(q * scale, swapaxes(k, -1, -2))
     if causal:
         scores = where(array_namespace(q.local).tri(*scores.shape[-2:], dtype=bool), scores, -math.inf)
     return matmul(softmax(scores), v)
+
+
+_ATTENTION = Op(
+    "scaled_dot_product_attention",
+    _attention,
+    (_to_query, _to_key, _to_value),
+    _rule,
+    uses=[(-1, 1, 2), (-1, 0, 2), ()],
+    composition=_composed,
+)
 
 
 def scaled_dot_product_attention(
@@ -191,7 +186,6 @@ def scaled_dot_product_attention(
     if not fit or shapes[0][-1] != shapes[1][-1] or shapes[1][-2] != shapes[2][-2]:
         raise ValueError(f"{name}: queries, keys and values of shapes {', '.join(map(str, shapes))} do not fit")
     factor = 1 / math.sqrt(max(1, shapes[0][-1])) if scale is None else real(scale, "scale")
-    run: Callable[..., DistArray] = _composed if is_reproducible() else partial(apply, _ATTENTION)
-    y = run(*map(widened, operands), causal=flag(causal, "causal"), scale=factor)
+    y = apply(_ATTENTION, *map(widened, operands), causal=flag(causal, "causal"), scale=factor)
     dtype = np.result_type(*(x.dtype for x in operands))
     return astype(y, dtype) if is_half(dtype) else y

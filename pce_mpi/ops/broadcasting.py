@@ -10,11 +10,9 @@ from collections.abc import Sequence
 import math
 from typing import Any
 
-import numpy as np
-
-from pce_mpi.arrays import array_namespace, is_floating, is_half
+from pce_mpi.arrays import array_namespace, is_floating
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
@@ -43,8 +41,8 @@ def _broadcast_rule(before: Shape, shape: Shape) -> Rule:
     return Rule((axes,), (*added, *axes), shape, linear=((0,),), moves_data=True)
 
 
-def _broadcast(x: Array, shape: Shape, shardings: Shardings) -> Array:
-    return array_namespace(x).broadcast_to(x, shardings.shape)
+def _broadcast(call: Call, x: Array, shape: Shape) -> Array:
+    return array_namespace(x).broadcast_to(x, call.shape)
 
 
 _BROADCAST_TO = Op(
@@ -53,7 +51,6 @@ _BROADCAST_TO = Op(
     (lambda g, y, x, shape: sum_to(g, x.shape),),
     _broadcast_rule,
     uses=[()],
-    takes_shardings=True,
     views=True,
 )
 
@@ -143,10 +140,7 @@ def reduction_rule(
     )
 
 
-def local_sum(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
-    """Return the sum of `x`; halves are summed in float32, and the sum is rounded once."""
-    if is_half(x.dtype):
-        return x.astype(np.float32).sum(axes, keepdims=keepdims).astype(x.dtype)
+def _sum(call: Call, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
     return x.sum(axes, keepdims=keepdims)
 
 
@@ -162,24 +156,25 @@ def local_extreme(name: str, x: Array, axes: tuple[int, ...], keepdims: bool, lo
     return xp.full(shape if keepdims else [shape[axis] for axis in range(x.ndim) if axis not in axes], loses, x.dtype)
 
 
-def exact_total(x: Array, axes: tuple[int, ...], shardings: Shardings) -> Array:
+def exact_total(call: Call, x: Array, axes: tuple[int, ...]) -> Array:
     """Return the sum over shards too, in float64; the axes stay with length 1."""
-    length = math.prod(shardings.operands[0].shape[axis] for axis in axes)
-    return total(x, axes, length, shardings.summed_comm)
+    length = math.prod(call.operands[0].shape[axis] for axis in axes)
+    return total(x, axes, length, call.summed_comm)
 
 
-def _exact_sum(x: Array, axes: tuple[int, ...], keepdims: bool, shardings: Shardings) -> Array:
+def _exact_sum(call: Call, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
     if not is_floating(x.dtype):
-        return reduced(array_namespace(x).asarray(local_sum(x, axes, keepdims)), shardings.summed_comm)
-    return converted(exact_total(x, axes, shardings), x.dtype).reshape(shardings.shape)
+        return reduced(array_namespace(x).asarray(x.sum(axes, keepdims=keepdims)), call.summed_comm)
+    return converted(exact_total(call, x, axes), x.dtype).reshape(call.shape)
 
 
 _SUM = Op(
     "sum",
-    local_sum,
+    _sum,
     (lambda g, y, x, axes, keepdims: spread(g, x, axes),),
     reduction_rule,
     uses=[()],
+    wide=True,
     exact=_exact_sum,
 )
 

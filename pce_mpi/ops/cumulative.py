@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from pce_mpi.arrays import array_namespace, is_floating, is_half
+from pce_mpi.arrays import array_namespace, is_floating, numpy_dtype
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact.sums import running_total
 from pce_mpi.loss.kernels import converted
-from pce_mpi.ops.elementwise import numpy_dtype
 from pce_mpi.ops.shape import normalized_axis, reshape
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -25,17 +22,15 @@ def _rule(shape: tuple[int, ...], axis: int, backwards: bool) -> Rule:
     return Rule((axes,), axes, shape, linear=((0,),))
 
 
-def _cumsum(x: Array, axis: int, backwards: bool) -> Array:
+def _cumsum(call: Call, x: Array, axis: int, backwards: bool) -> Array:
     xp = array_namespace(x)
-    wide = x.astype(np.float32) if is_half(x.dtype) else x
-    sums = xp.flip(xp.cumsum(xp.flip(wide, axis), axis), axis) if backwards else xp.cumsum(wide, axis)
-    return sums.astype(x.dtype) if is_half(x.dtype) else sums
+    return xp.flip(xp.cumsum(xp.flip(x, axis), axis), axis) if backwards else xp.cumsum(x, axis)
 
 
-def _exact_cumsum(x: Array, axis: int, backwards: bool, shardings: Shardings) -> Array:
+def _exact_cumsum(call: Call, x: Array, axis: int, backwards: bool) -> Array:
     if not is_floating(x.dtype):
-        return _cumsum(x, axis, backwards)
-    return converted(running_total(x, axis, lambda part: _cumsum(part, axis, backwards)), x.dtype)
+        return _cumsum(call, x, axis, backwards)
+    return converted(running_total(x, axis, lambda part: _cumsum(call, part, axis, backwards)), x.dtype)
 
 
 _CUMSUM: Op = Op(
@@ -45,6 +40,7 @@ _CUMSUM: Op = Op(
     _rule,
     numpy_dtype("cumsum"),
     uses=[()],
+    wide=True,
     exact=_exact_cumsum,
 )
 

@@ -64,7 +64,8 @@ def op(
     vjps = (vjp,) if callable(vjp) else () if vjp is None else vjp
     if not isinstance(vjps, Sequence) or not all(each is None or callable(each) for each in vjps):
         raise TypeError(f"vjp must be a function, or a sequence of functions and None, got {vjp!r}")
-    made = Op(name or str(getattr(forward, "__name__", type(forward).__name__)), forward, tuple(vjps), rule)
+    name = name or str(getattr(forward, "__name__", type(forward).__name__))
+    made = Op(name, lambda call, *arrays, **parameters: forward(*arrays, **parameters), tuple(vjps), rule)
 
     def operation(*operands: Any, **parameters: Any) -> Any:
         return apply(made, *operands, **parameters)

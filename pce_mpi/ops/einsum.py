@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 import math
 from string import ascii_letters
@@ -10,13 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, is_half
+from pce_mpi.arrays import array_namespace, as_array
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op, Shardings
-from pce_mpi.autograd.operands import operands_of
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
-from pce_mpi.exact.mode import is_reproducible
 from pce_mpi.ops.broadcasting import broadcast_to, sum
 from pce_mpi.ops.elementwise import astype, widened
 from pce_mpi.ops.matmul import matmul
@@ -48,11 +47,9 @@ def _rule(*shapes: Shape, letters: str) -> Rule:
     )
 
 
-def _einsum(*arrays: Array, letters: str) -> Array:
-    dtype = np.result_type(*(x.dtype for x in arrays))
-    wide = [x.astype(np.float32) if is_half(x.dtype) else x for x in arrays]
+def _einsum(call: Call, *arrays: Array, letters: str) -> Array:
     # In pairs, which are products of matrices.
-    return array_namespace(arrays[0]).einsum(letters, *wide, optimize=len(arrays) > 1).astype(dtype, copy=False)
+    return array_namespace(arrays[0]).einsum(letters, *arrays, optimize=len(arrays) > 1)
 
 
 def _vjp(index: int) -> Callable[..., DistArray]:
@@ -79,18 +76,21 @@ def _vjp(index: int) -> Callable[..., DistArray]:
     return vjp
 
 
-def _composed(sources: list[str], result: str, arrays: list[DistArray]) -> DistArray:
+def _composed(*operands: DistArray, letters: str) -> DistArray:
     """Return the same from operations that have a reproducible form: products of two matrices at a time, and sums."""
+    sources, result = _terms(letters)
+    arrays = list(map(widened, operands))
     for index, source in enumerate(sources):
         sources[index] = "".join(dict.fromkeys(source))
         if sources[index] != source:
-            arrays[index] = apply(_op(1), arrays[index], letters=f"{source}->{sources[index]}")
-    (letters, found), *others = zip(sources, arrays, strict=True)
+            arrays[index] = apply(_DIAGONAL, arrays[index], letters=f"{source}->{sources[index]}")
+    (labels, found), *others = zip(sources, arrays, strict=True)
     for index, (source, array) in enumerate(others):
         wanted = {*result, *"".join(sources[index + 2 :])}
-        letters, found = _times(letters, found, source, array, wanted)
-    letters, found = _summed(letters, found, set(result))
-    return transpose(found, [letters.index(letter) for letter in result])
+        labels, found = _times(labels, found, source, array, wanted)
+    labels, found = _summed(labels, found, set(result))
+    found = transpose(found, [labels.index(letter) for letter in result])
+    return astype(found, np.result_type(*(each.dtype for each in operands)))
 
 
 def _summed(letters: str, x: DistArray, wanted: set[str]) -> tuple[str, DistArray]:
@@ -117,14 +117,17 @@ def _times(a: str, x: DistArray, b: str, y: DistArray, wanted: set[str]) -> tupl
     return letters, reshape(found, [lengths[each] for each in letters])
 
 
-def _diagonal(x: Array, letters: str, shardings: Shardings) -> Array:
-    return _einsum(x, letters=letters)  # inside `reproducible` there is nothing else to do here, and no sum
+# Picks elements, and sums nothing.
+_DIAGONAL = Op(
+    "einsum", _einsum, [_vjp(0)], lambda shape, letters: replace(_rule(shape, letters=letters), reduces=None), uses=[()]
+)
 
 
 @cache
 def _op(count: int) -> Op:
     others = [tuple(other for other in range(count) if other != index) for index in range(count)]
-    return Op("einsum", _einsum, [_vjp(index) for index in range(count)], _rule, uses=others, exact=_diagonal)
+    vjps = [_vjp(index) for index in range(count)]
+    return Op("einsum", _einsum, vjps, _rule, uses=others, wide=True, composition=_composed)
 
 
 def einsum(subscripts: str, *operands: Any) -> DistArray:
@@ -189,9 +192,6 @@ def einsum(subscripts: str, *operands: Any) -> DistArray:
     if np.result_type(*(each.dtype for each in arrays)) == np.bool_:  # which NumPy adds up by "or"; a Partial cannot
         arrays = [each.astype(np.int64) for each in arrays]
         return einsum(letters, *arrays) != 0
-    if is_reproducible():
-        wide = [widened(each) for each in operands_of("einsum", arrays)]
-        return astype(_composed(sources, result, wide), np.result_type(*(each.dtype for each in arrays)))
     return apply(_op(len(arrays)), *arrays, letters=letters)
 
 

@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating, is_half
+from pce_mpi.arrays import is_floating, is_half, numpy_dtype
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import DistArray
-from pce_mpi.exact import functions
-from pce_mpi.exact.mode import is_reproducible
 from pce_mpi.ops.broadcasting import aligned
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -32,69 +30,41 @@ def elementwise_rule(*linear: Sequence[int]) -> Callable[..., Rule]:
 
 
 def library_function(name: str) -> Callable[..., Array]:
-    """Make a function that calls NumPy's or CuPy's function `name`; ours inside `reproducible`, if there is one."""
-    own = getattr(functions, name, None)
-
-    def forward(*arrays: Array) -> Array:
-        if own and is_reproducible():
-            dtype = numpy_dtype(name)(*(x.dtype for x in arrays))
-            if is_floating(dtype):  # a power of integers is exact
-                return own(*(x if is_floating(x.dtype) else x.astype(np.float64) for x in arrays)).astype(dtype)
-        return getattr(array_namespace(arrays[0]), name)(*arrays)
-
-    return forward
-
-
-def rounded_once(forward: Callable[..., Array]) -> Callable[..., Array]:
-    """Make `forward` compute halves in float32 and round its result once."""
-
-    def computed(*arrays: Array) -> Array:
-        dtypes = [x.dtype for x in arrays]
-        if not any(map(is_half, dtypes)):
-            return forward(*arrays)
-        wide = [x.astype(np.float32) if is_half(x.dtype) else x for x in arrays]
-        return forward(*wide).astype(np.result_type(*dtypes), copy=False)
-
-    return computed
+    """Make the forward function that is the function `name` of the array's library."""
+    return lambda call, *arrays: getattr(call.functions(arrays[0]), name)(*arrays)
 
 
 def gradient_op(name: str, forward: Callable[..., Array], *linear: Sequence[int]) -> Op:
     """Make one operation of a whole gradient, so that a gradient of halves is rounded once."""
-    return Op(name, rounded_once(forward), rule=elementwise_rule(*linear))
+    return Op(name, _of_functions(forward), rule=elementwise_rule(*linear), wide=True)
 
 
-def numpy_dtype(name: str, floating: bool = True) -> Callable[..., np.dtype[Any]]:
-    """Make a function that gives the dtype of NumPy's function `name`, which depends on the size of integers.
-
-    Without `floating` NumPy says that it takes no floating-point numbers.
-    """
-
-    @cache
-    def dtype_of(*dtypes: np.dtype[Any]) -> np.dtype[Any]:
-        dtype = np.result_type(*dtypes)
-        return (
-            dtype
-            if floating and is_floating(dtype)
-            else getattr(np, name)(*(np.ones(1, each) for each in dtypes)).dtype
-        )
-
-    return dtype_of
-
-
-def unary(name: str, pull: Callable[[Array, Array], Array], forward: Callable[..., Array] | None = None) -> Op:
+def unary(
+    name: str,
+    pull: Callable[..., Array],
+    forward: Callable[..., Array] | None = None,
+    exact: Callable[..., Array] | None = None,
+) -> Op:
     """Make an operation on one operand; without `forward` it is NumPy's function, else it keeps the dtype.
 
-    `pull` takes the gradient of the result, and the operand rather than the result, which may be rounded to a half.
+    `pull` takes the gradient of the result, and the operand rather than the result, which may be rounded to a half. It
+    and `forward` take the library of the array first.
     """
     gradient = gradient_op(name, pull)
     return Op(
         name,
-        rounded_once(forward or library_function(name)),
+        _of_functions(forward) if forward else library_function(name),
         (lambda g, y, x: apply(gradient, g, x),),
         elementwise_rule(),
         dtype=np.result_type if forward else numpy_dtype(name),
         uses=[(0,)],
+        wide=True,
+        exact=exact,
     )
+
+
+def _of_functions(function: Callable[..., Array]) -> Callable[..., Array]:
+    return lambda call, *arrays: function(call.functions(arrays[0]), *arrays)
 
 
 def _astype_rule(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Rule:
@@ -110,21 +80,21 @@ _NEGATIVE = Op(
     numpy_dtype("negative"),  # which refuses bool
     uses=[()],
 )
-_SQUARE = unary("square", lambda g, x: 2 * (g * x))
-_EXP = unary("exp", lambda g, x: g * library_function("exp")(x))
-_LOG = unary("log", lambda g, x: g / x)
-_LOG1P = unary("log1p", lambda g, x: g / (1 + x))
-_SIN = unary("sin", lambda g, x: g * library_function("cos")(x))
-_COS = unary("cos", lambda g, x: -g * library_function("sin")(x))
-_ABS = unary("abs", lambda g, x: g * array_namespace(x).sign(x))
-_SQRT = unary("sqrt", lambda g, x: g / (2 * array_namespace(x).sqrt(x)))
+_SQUARE = unary("square", lambda xp, g, x: 2 * (g * x))
+_EXP = unary("exp", lambda xp, g, x: g * xp.exp(x))
+_LOG = unary("log", lambda xp, g, x: g / x)
+_LOG1P = unary("log1p", lambda xp, g, x: g / (1 + x))
+_SIN = unary("sin", lambda xp, g, x: g * xp.cos(x))
+_COS = unary("cos", lambda xp, g, x: -g * xp.sin(x))
+_ABS = unary("abs", lambda xp, g, x: g * xp.sign(x))
+_SQRT = unary("sqrt", lambda xp, g, x: g / (2 * xp.sqrt(x)))
 
 
 @cache
 def _astype_op(dtype: np.dtype[Any]) -> Op:
     return Op(
         "astype",
-        lambda x, dtype: x.astype(dtype),
+        lambda call, x, dtype: x.astype(dtype),
         (lambda g, y, x, dtype: g,),
         _astype_rule,
         dtype=lambda _: dtype,

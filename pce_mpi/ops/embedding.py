@@ -9,7 +9,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_half, is_true, to_host
 from pce_mpi.autograd.apply import apply, redistributed
-from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
@@ -29,26 +29,26 @@ def _rule(table: Shape, ids: Shape) -> Rule:
     return Rule(((_ROW, _COLUMN), places), (*places, _COLUMN), (*ids, table[1]), linear=((0,),), reduces="sum")
 
 
-def _rows_here(ids: Array, shardings: Shardings, table: int) -> tuple[Array, Array]:
+def _rows_here(call: Call, ids: Array, table: int) -> tuple[Array, Array]:
     """Return a mask of the `ids` that are rows of this shard of the table, and their row numbers in this shard."""
-    start, stop = shardings.operands[table].block(0, shardings.mesh.coordinates)
+    start, stop = call.operands[table].block(0, call.mesh.coordinates)
     here = (ids >= start) & (ids < stop)
     return here, ids[here] - start
 
 
-def _embedding(table: Array, ids: Array, shardings: Shardings) -> Array:
-    if not shardings.operands[0].dims_of(0):
+def _embedding(call: Call, table: Array, ids: Array) -> Array:
+    if not call.operands[0].dims_of(0):
         return table[ids]
-    here, rows = _rows_here(ids, shardings, 0)
-    found = array_namespace(table).zeros(shardings.shape, table.dtype)
+    here, rows = _rows_here(call, ids, 0)
+    found = array_namespace(table).zeros(call.shape, table.dtype)
     found[here] = table[rows]
     return found
 
 
-def _exact_embedding(table: Array, ids: Array, shardings: Shardings) -> Array:
+def _exact_embedding(call: Call, table: Array, ids: Array) -> Array:
     """Return the rows of all shards: the bits of each shard's rows, and 0 for others, add up to them."""
-    found = array_namespace(table).ascontiguousarray(_embedding(table, ids, shardings))
-    return reduced(found.view(f"i{found.dtype.itemsize}"), shardings.summed_comm).view(table.dtype)
+    found = array_namespace(table).ascontiguousarray(_embedding(call, table, ids))
+    return reduced(found.view(f"i{found.dtype.itemsize}"), call.summed_comm).view(table.dtype)
 
 
 def _gradient_rule(g: Shape, ids: Shape, table: Shape) -> Rule:
@@ -56,23 +56,23 @@ def _gradient_rule(g: Shape, ids: Shape, table: Shape) -> Rule:
     return Rule(((*places, _COLUMN), places, (_ROW, _COLUMN)), (_ROW, _COLUMN), table, linear=((0,),), reduces="sum")
 
 
-def _gradient(g: Array, ids: Array, table: Array, shardings: Shardings) -> Array:
-    here, rows = _rows_here(ids, shardings, 2)
+def _gradient(call: Call, g: Array, ids: Array, table: Array) -> Array:
+    here, rows = _rows_here(call, ids, 2)
     # Halves are added up in float32 and rounded once.
-    gradient = array_namespace(g).zeros(shardings.shape, np.float32 if is_half(g.dtype) else g.dtype)
+    gradient = array_namespace(g).zeros(call.shape, np.float32 if is_half(g.dtype) else g.dtype)
     scatter_rows("add", gradient, rows, g[here].astype(gradient.dtype, copy=False))
     return gradient.astype(g.dtype, copy=False)
 
 
-def _exact_gradient(g: Array, ids: Array, table: Array, shardings: Shardings) -> Array:
-    here, rows = _rows_here(ids, shardings, 2)
+def _exact_gradient(call: Call, g: Array, ids: Array, table: Array) -> Array:
+    here, rows = _rows_here(call, ids, 2)
     found = scattered(
         lambda how, zeros, values: scatter_rows(how, zeros, rows, values),
         lambda zeros: zeros[rows],
         g[here],
-        shardings.shape,
-        math.prod(shardings.operands[1].shape),
-        shardings.summed_comm,
+        call.shape,
+        math.prod(call.operands[1].shape),
+        call.summed_comm,
     )
     return converted(found, g.dtype)
 
@@ -83,7 +83,6 @@ _GRADIENT = Op(
     _gradient,
     rule=_gradient_rule,
     dtype=lambda g, *_: g,
-    takes_shardings=True,
     exact=_exact_gradient,
 )
 
@@ -100,7 +99,6 @@ _EMBEDDING = Op(
     _rule,
     dtype=lambda table, ids: table,
     uses=[(1,)],
-    takes_shardings=True,
     exact=_exact_embedding,
 )
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_half, is_true, to_host
+from pce_mpi.arrays import array_namespace, is_true, to_host
 from pce_mpi.autograd.apply import apply, redistributed
-from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
@@ -46,8 +46,8 @@ def _slice_rule(shape: Shape, ranges: tuple[Range, ...]) -> Rule:
     return Rule((axes,), axes, tuple(len(range(*part)) for part in ranges), linear=((0,),), moves_data=True)
 
 
-def _slice(x: Array, ranges: tuple[Range, ...], shardings: Shardings) -> Array:
-    return x[_slices(x.shape, ranges, shardings.operands[0].shape)]
+def _slice(call: Call, x: Array, ranges: tuple[Range, ...]) -> Array:
+    return x[_slices(x.shape, ranges, call.operands[0].shape)]
 
 
 def _fill_rule(shape: Shape, ranges: tuple[Range, ...], whole: Shape) -> Rule:
@@ -55,20 +55,19 @@ def _fill_rule(shape: Shape, ranges: tuple[Range, ...], whole: Shape) -> Rule:
     return Rule((axes,), axes, whole, linear=((0,),))
 
 
-def _fill(x: Array, ranges: tuple[Range, ...], whole: Shape, shardings: Shardings) -> Array:
-    filled = array_namespace(x).zeros(shardings.shape, x.dtype)
+def _fill(call: Call, x: Array, ranges: tuple[Range, ...], whole: Shape) -> Array:
+    filled = array_namespace(x).zeros(call.shape, x.dtype)
     filled[_slices(filled.shape, ranges, whole)] = x
     return filled
 
 
-_FILL = Op("slice", _fill, rule=_fill_rule, takes_shardings=True)
+_FILL = Op("slice", _fill, rule=_fill_rule)
 _SLICE = Op(
     "slice",
     _slice,
     (lambda g, y, x, ranges: apply(_FILL, g, ranges=ranges, whole=x.shape),),
     _slice_rule,
     uses=[()],
-    takes_shardings=True,
     views=True,
 )
 
@@ -92,7 +91,7 @@ def _pick_rule(shape: Shape, *indices: Shape, axes: tuple[int, ...], at: int) ->
     )
 
 
-def _pick(x: Array, *indices: Array, axes: tuple[int, ...], at: int) -> Array:
+def _pick(call: Call, x: Array, *indices: Array, axes: tuple[int, ...], at: int) -> Array:
     """Return the elements of `x` that `indices`, one for each of `axes`, name; their axes start at `at`."""
     rest = [axis for axis in range(x.ndim) if axis not in axes]
     found = x.transpose((*axes, *rest))[indices]
@@ -105,21 +104,20 @@ def _put_rule(g: Shape, *indices: Shape, axes: tuple[int, ...], at: int, whole: 
     return Rule((pick.result, *pick.operands[1:]), pick.operands[0], whole, linear=((0,),), reduces="sum")
 
 
-def _put(g: Array, *indices: Array, axes: tuple[int, ...], at: int, whole: Shape, shardings: Shardings) -> Array:
+def _put(call: Call, g: Array, *indices: Array, axes: tuple[int, ...], at: int, whole: Shape) -> Array:
     """Return zeros, with the elements of `g` added where `_pick` takes them from."""
-    xp, lengths = array_namespace(g), shardings.shape
+    xp, lengths = array_namespace(g), call.shape
     rest = [axis for axis in range(len(whole)) if axis not in axes]
     block = g.ndim - len(rest)
     order = [*axes, *rest]
-    # Halves are added up in float32 and rounded once.
-    filled = xp.zeros([lengths[axis] for axis in order], np.float32 if is_half(g.dtype) else g.dtype)
+    filled = xp.zeros([lengths[axis] for axis in order], g.dtype)
     moved = g.transpose((*range(at, at + block), *range(at), *range(at + block, g.ndim)))
-    xp.add.at(filled, indices, moved.astype(filled.dtype, copy=False))
-    return filled.transpose(sorted(range(len(order)), key=order.__getitem__)).astype(g.dtype, copy=False)
+    xp.add.at(filled, indices, moved)
+    return filled.transpose(sorted(range(len(order)), key=order.__getitem__))
 
 
-def _exact_put(g: Array, *indices: Array, axes: tuple[int, ...], at: int, whole: Shape, shardings: Shardings) -> Array:
-    xp, lengths = array_namespace(g), shardings.shape
+def _exact_put(call: Call, g: Array, *indices: Array, axes: tuple[int, ...], at: int, whole: Shape) -> Array:
+    xp, lengths = array_namespace(g), call.shape
     rest = [axis for axis in range(len(whole)) if axis not in axes]
     block = g.ndim - len(rest)
     order = [*axes, *rest]
@@ -128,13 +126,13 @@ def _exact_put(g: Array, *indices: Array, axes: tuple[int, ...], at: int, whole:
     def scatter(how: str, zeros: Array, values: Array) -> None:
         getattr(xp, how).at(zeros, indices, values)
 
-    length = math.prod(np.broadcast_shapes(*(each.shape for each in shardings.operands[1:])))
+    length = math.prod(np.broadcast_shapes(*(each.shape for each in call.operands[1:])))
     shape = tuple(lengths[axis] for axis in order)
-    filled = scattered(scatter, lambda zeros: zeros[indices], moved, shape, length, shardings.summed_comm)
+    filled = scattered(scatter, lambda zeros: zeros[indices], moved, shape, length, call.summed_comm)
     return converted(filled.transpose(sorted(range(len(order)), key=order.__getitem__)), g.dtype)
 
 
-_PUT = Op("slice", _put, rule=_put_rule, dtype=lambda g, *_: g, takes_shardings=True, exact=_exact_put)
+_PUT = Op("slice", _put, rule=_put_rule, dtype=lambda g, *_: g, wide=True, exact=_exact_put)
 _PICK = Op(
     "slice",
     _pick,

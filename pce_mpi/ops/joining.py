@@ -45,7 +45,7 @@ def _concatenate_op(count: int) -> Op:
 
     return Op(
         "concatenate",
-        lambda *arrays, axis: array_namespace(arrays[0]).concatenate(arrays, axis),
+        lambda call, *arrays, axis: array_namespace(arrays[0]).concatenate(arrays, axis),
         [vjp_of(index) for index in range(count)],
         _concatenate_rule,
         uses=[()] * count,
@@ -167,7 +167,7 @@ def _parts(x: Array, axis: int, sections: int) -> tuple[Array, ...]:
 def _split_op(sections: int) -> Op:
     return Op(
         "split",
-        lambda x, axis: _parts(x, axis, sections),
+        lambda call, x, axis: _parts(x, axis, sections),
         (lambda g, y, x, axis: concatenate(g, axis),),
         lambda shape, axis: _parts_rule(shape, axis, sections),
         uses=[()],

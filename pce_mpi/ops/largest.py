@@ -9,7 +9,7 @@ import numpy as np
 from pce_mpi import loss
 from pce_mpi.arrays import array_namespace
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
@@ -39,25 +39,26 @@ def _argmax_rule(shape: Shape, axis: int) -> Rule:
     )
 
 
-def _options(operation: str, axis: int, shardings: Shardings) -> Options:
+def _options(call: Call, operation: str, axis: int) -> Options:
     return Options(
         operation=operation,
         axis=axis,
-        comm=shardings.comm([axis]),
-        num_classes=shardings.operands[0].shape[axis],
-        over=text_of_dims(shardings.dims([axis])),
+        comm=call.comm([axis]),
+        num_classes=call.operands[0].shape[axis],
+        over=text_of_dims(call.dims([axis])),
     )
 
 
-def _top_k(x: Array, axis: int, k: int, shardings: Shardings) -> tuple[tuple[Array, Array], Array]:
+def _top_k(call: Call, x: Array, axis: int, k: int) -> tuple[Array, Array]:
     with standard_arithmetic():
-        found = largest(_options("top_k", axis, shardings), x, k)
-    return found, found[1]
+        found = largest(_options(call, "top_k", axis), x, k)
+    call.residuals = found[1]
+    return found
 
 
-def _argmax(x: Array, axis: int, shardings: Shardings) -> Array:
+def _argmax(call: Call, x: Array, axis: int) -> Array:
     with standard_arithmetic():
-        return largest(_options("argmax", axis, shardings), x, 1)[1].squeeze(axis)
+        return largest(_options(call, "argmax", axis), x, 1)[1].squeeze(axis)
 
 
 def _put_rule(g: Shape, classes: Shape, x: Shape, axis: int) -> Rule:
@@ -66,27 +67,27 @@ def _put_rule(g: Shape, classes: Shape, x: Shape, axis: int) -> Rule:
     return Rule((rows, rows, labels), labels, x, linear=((0,),))
 
 
-def _put(g: Array, classes: Array, x: Array, axis: int, shardings: Shardings) -> Array:
+def _put(call: Call, g: Array, classes: Array, x: Array, axis: int) -> Array:
     """Return zeros, with `g` at those of `classes` that this shard has."""
     xp = array_namespace(g)
-    start, stop = shardings.operands[2].block(axis, shardings.mesh.coordinates)
+    start, stop = call.operands[2].block(axis, call.mesh.coordinates)
     here = (classes >= start) & (classes < stop)
     # Those of other shards go to one more place, which is left out.
-    filled = xp.zeros([*shardings.shape[:axis], stop - start + 1, *shardings.shape[axis + 1 :]], g.dtype)
+    filled = xp.zeros([*call.shape[:axis], stop - start + 1, *call.shape[axis + 1 :]], g.dtype)
     xp.put_along_axis(filled, xp.where(here, classes - start, stop - start), g, axis)
     return filled[(*[slice(None)] * axis, slice(stop - start))]
 
 
 # The operand is there for its sharding alone.
-_PUT = Op("top_k", _put, rule=_put_rule, dtype=lambda g, *_: g, takes_shardings=True)
+_PUT = Op("top_k", _put, rule=_put_rule, dtype=lambda g, *_: g)
 
 
 def _to_operand(g: DistArray, y: DistArray, x: DistArray, axis: int, k: int, residuals: Array) -> DistArray:
     return apply(_PUT, g, DistArray(residuals, y.mesh, y.sharding), x, axis=axis)
 
 
-_TOP_K = Op("top_k", _top_k, (_to_operand,), _rule, uses=[()], takes_shardings=True, gives_residuals=True)
-_ARGMAX = Op("argmax", _argmax, rule=_argmax_rule, dtype=lambda _: np.int64, takes_shardings=True)
+_TOP_K = Op("top_k", _top_k, (_to_operand,), _rule, uses=[()])
+_ARGMAX = Op("argmax", _argmax, rule=_argmax_rule, dtype=lambda _: np.int64)
 
 
 @takes(ShardedAxisOptions)

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, compute_dtype_of
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
-from pce_mpi.exact.mode import is_reproducible
 from pce_mpi.loss.linear import RowSums, check_dtypes, loss_and_sums
 from pce_mpi.loss.options import LinearCrossEntropyOptions, Options, Reduction, takes
 from pce_mpi.ops.elementwise import widened
 from pce_mpi.ops.loss import check_arrays, cross_entropy
 from pce_mpi.ops.matmul import matmul
-from pce_mpi.ops.selection import where
+from pce_mpi.ops.selection import comparison, where
+from pce_mpi.ops.shape import reshape
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -37,31 +38,32 @@ def _rule(hidden: Shape, w: Shape, targets: Shape, *of_classes: Shape, **_: Any)
     return Rule(operands, (), (), merged=frozenset({classes.label, *(row.label for row in rows)}))
 
 
-def _dims(shardings: Shardings, operand: int, axes: Sequence[int]) -> tuple[str, ...]:
-    sharding = shardings.operands[operand]
-    return tuple(dim for dim in shardings.mesh.dims if any(dim in sharding.dims_of(axis) for axis in axes))
+def _dims(call: Call, operand: int, axes: Sequence[int]) -> tuple[str, ...]:
+    sharding = call.operands[operand]
+    return tuple(dim for dim in call.mesh.dims if any(dim in sharding.dims_of(axis) for axis in axes))
 
 
-def _rows_dims(shardings: Shardings) -> tuple[str, ...]:
-    return _dims(shardings, _HIDDEN, range(len(shardings.operands[_HIDDEN].shape) - 1))
+def _rows_dims(call: Call) -> tuple[str, ...]:
+    return _dims(call, _HIDDEN, range(len(call.operands[_HIDDEN].shape) - 1))
 
 
 def _linear_cross_entropy(
-    hidden: Array, w: Array, targets: Array, *of_classes: Array, biased: bool, shardings: Shardings, **options: Any
-) -> tuple[Array, RowSums]:
-    classes, rows, weight = _dims(shardings, _W, [1]), _rows_dims(shardings), of_classes[biased:]
+    call: Call, hidden: Array, w: Array, targets: Array, *of_classes: Array, biased: bool, **options: Any
+) -> Array:
+    classes, rows, weight = _dims(call, _W, [1]), _rows_dims(call), of_classes[biased:]
     all_options = Options(
         operation="linear_cross_entropy",
         bias=of_classes[0] if biased else None,
         weight=weight[0] if weight else None,
-        comm=shardings.mesh.comm(*classes) if classes else None,
-        num_classes=shardings.operands[_W].shape[1] or None,  # no classes are an error of their own
+        comm=call.mesh.comm(*classes) if classes else None,
+        num_classes=call.operands[_W].shape[1] or None,  # no classes are an error of their own
         over=text_of_dims(classes),
-        batch_comm=shardings.mesh.comm(*rows) if rows else None,
+        batch_comm=call.mesh.comm(*rows) if rows else None,
         batch_over=text_of_dims(rows),
         **options,
     )
-    return loss_and_sums(all_options, hidden, w, targets, with_gradients=any(shardings.required))
+    loss, call.residuals = loss_and_sums(all_options, hidden, w, targets, with_gradients=any(call.required))
+    return loss
 
 
 def _gradient(x: DistArray, gradient: Array, partial_over: tuple[str, ...]) -> DistArray:
@@ -94,6 +96,23 @@ def _dims_of_rows(hidden: DistArray) -> tuple[str, ...]:
     return tuple(dim for dim in hidden.mesh.dims if any(dim in hidden.sharding.dims_of(axis) for axis in rows))
 
 
+def _composed(
+    hidden: DistArray,
+    w: DistArray,
+    targets: DistArray,
+    *of_classes: DistArray,
+    biased: bool,
+    **options: Any,
+) -> DistArray:
+    """Return the loss of all logits, whose products have a reproducible form."""
+    del options["chunk"]
+    counts = reshape(comparison("not_equal")(targets, options["ignore_index"]), (*targets.shape, 1))
+    logits = matmul(where(counts, widened(hidden), 0.0), widened(w))  # in the gradient of w, 0 times nan is nan
+    if biased:
+        logits = logits + widened(of_classes[0])
+    return cross_entropy(logits, targets, weight=next(iter(of_classes[biased:]), None), **options)
+
+
 def _op(biased: bool) -> Op:
     return Op(
         "linear_cross_entropy",
@@ -102,12 +121,13 @@ def _op(biased: bool) -> Op:
         _rule,
         dtype=lambda hidden, *_: compute_dtype_of(hidden),
         uses=[(), (), (), ()],
-        takes_shardings=True,
-        gives_residuals=True,
+        composition=_composed,
     )
 
 
 _LINEAR_CROSS_ENTROPY, _BIASED = _op(False), _op(True)
+# For a rank that has found an error: the others hear of it in the agreement of the loss.
+_REFUSED = replace(_LINEAR_CROSS_ENTROPY, composition=None)
 
 
 @of_array
@@ -190,20 +210,12 @@ def linear_cross_entropy(
         for name, array in of_classes.items():
             if array.shape != w.shape[1:]:
                 raise ValueError(f"{name} must have one entry per class, ({w.shape[1]},), got {array.shape}")
-        bias, weight = of_classes.get("bias"), of_classes.get("weight")
+        bias = of_classes.get("bias")
         check_arrays({"hidden": hidden, "w": w, "targets": given, **of_classes})
         if bias is not None:
             check_dtypes({"hidden": hidden, "w": w, "bias": bias})
-    except Exception as error:  # perhaps on this rank alone: the others hear of it in the agreement of the loss
+    except Exception as error:  # perhaps on this rank alone
         rows = array_namespace(hidden.local).zeros(hidden.shape[:-1], np.int64)
-        return apply(_LINEAR_CROSS_ENTROPY, hidden, w, rows, biased=False, found=[error], **settings)
-    if is_reproducible():  # the loss of all logits, whose products have a reproducible form
-        del settings["chunk"]
-        counts = (given != checked.ignore_index).reshape(*given.shape, 1)
-        rows = where(counts, widened(hidden), 0.0)  # in the gradient of w, 0 times nan is nan
-        logits = matmul(rows, widened(w))
-        if bias is not None:
-            logits = logits + (widened(bias) if isinstance(bias, DistArray) else bias.astype(logits.dtype, copy=False))
-        return cross_entropy(logits, given, weight=weight, **settings)
+        return apply(_REFUSED, hidden, w, rows, biased=False, found=[error], **settings)
     op = _LINEAR_CROSS_ENTROPY if bias is None else _BIASED
     return apply(op, hidden, w, given, *of_classes.values(), biased=bias is not None, **settings)

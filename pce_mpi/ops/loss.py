@@ -9,7 +9,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of, is_half, is_real
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array, operands_of
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
@@ -44,23 +44,22 @@ def _rule(logits: Shape, targets: Shape, *weight: Shape, axis: int, reduction: s
     )
 
 
-def _cross_entropy(
-    logits: Array, targets: Array, *weight: Array, shardings: Shardings, **options: Any
-) -> tuple[Array, Residuals]:
+def _cross_entropy(call: Call, logits: Array, targets: Array, *weight: Array, **options: Any) -> Array:
     axis = options["axis"]
     rows = [index for index in range(logits.ndim) if index != axis]
     all_options = Options(
         operation="cross_entropy",
         weight=weight[0] if weight else None,
-        comm=shardings.comm([axis]),
-        num_classes=shardings.operands[0].shape[axis] or None,  # no classes are an error of their own
-        over=text_of_dims(shardings.dims([axis])),
-        batch_comm=shardings.comm(rows),
-        batch_over=text_of_dims(shardings.dims(rows)),
+        comm=call.comm([axis]),
+        num_classes=call.operands[0].shape[axis] or None,  # no classes are an error of their own
+        over=text_of_dims(call.dims([axis])),
+        batch_comm=call.comm(rows),
+        batch_over=text_of_dims(call.dims(rows)),
         **options,
     )
     with standard_arithmetic():
-        return forward(prepare(all_options, logits, targets))
+        loss, call.residuals = forward(prepare(all_options, logits, targets))
+    return loss
 
 
 def _to_logits(
@@ -82,8 +81,6 @@ _CROSS_ENTROPY = Op(
     _rule,
     dtype=lambda logits, *_: compute_dtype_of(logits),
     uses=[()],
-    takes_shardings=True,
-    gives_residuals=True,
 )
 
 

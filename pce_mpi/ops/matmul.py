@@ -11,7 +11,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, is_floating, is_half
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact.products import product
@@ -49,23 +49,23 @@ def _product(a: Array, b: Array) -> Array:
     return xp.matmul(a, b)
 
 
-def _matmul(a: Array, b: Array, product: Callable[[Array, Array], Array] = _product) -> Array:
+def _matmul(call: Call, a: Array, b: Array, product: Callable[[Array, Array], Array] = _product) -> Array:
     if a.ndim > 2 and b.ndim == 2:  # one product of a tall matrix is faster than a stack of products
         return product(_tall(a), b).reshape(*a.shape[:-1], b.shape[-1])
     return product(a, b)
 
 
 def _exact(multiply: Callable[..., Array], length: Callable[[Shape], int]) -> Callable[..., Array]:
-    """Make the form of `multiply(a, b, product)` whose sums have `length` of the global shape of a, on all ranks."""
+    """Make the form of `multiply(call, a, b, product)` whose sums have `length` of a's global shape, on all ranks."""
 
-    def exact(a: Array, b: Array, shardings: Shardings) -> Array:
-        dtype, comm = np.result_type(a.dtype, b.dtype), shardings.summed_comm
+    def exact(call: Call, a: Array, b: Array) -> Array:
+        dtype, comm = np.result_type(a.dtype, b.dtype), call.summed_comm
         if not is_floating(dtype):
-            return reduced(multiply(a, b, _product), comm)
-        terms = length(shardings.operands[0].shape)
-        keep = shardings.made[1] and b.ndim == 2 and b.dtype == dtype
+            return reduced(multiply(call, a, b, _product), comm)
+        terms = length(call.operands[0].shape)
+        keep = call.is_made(1) and b.ndim == 2 and b.dtype == dtype
         a, b = (x.astype(dtype, copy=False) for x in (a, b))
-        return multiply(a, b, lambda a, b: product(a, b, terms, comm, keep))
+        return multiply(call, a, b, lambda a, b: product(a, b, terms, comm, keep))
 
     return exact
 
@@ -81,7 +81,7 @@ def _transposed_product_rule(a: Shape, g: Shape) -> Rule:
     )
 
 
-def _transposed_product(a: Array, g: Array, product: Callable[[Array, Array], Array] = _product) -> Array:
+def _transposed_product(call: Call, a: Array, g: Array, product: Callable[[Array, Array], Array] = _product) -> Array:
     return product(_tall(a).T, _tall(g))
 
 
@@ -94,18 +94,26 @@ _TRANSPOSED_PRODUCT = Op(
 )
 
 
+def _by_transposed(call: Call, g: Array, b: Array, *product: Callable[[Array, Array], Array]) -> Array:
+    return _matmul(call, g, b.swapaxes(-1, -2), *product)
+
+
+def _of_transposed(call: Call, a: Array, g: Array, *product: Callable[[Array, Array], Array]) -> Array:
+    return _matmul(call, a.swapaxes(-1, -2), g, *product)
+
+
 # The products g @ b.T and a.T @ g of stacks of matrices, each in one operation rather than with a transposition.
 _BY_TRANSPOSED = Op(
     "matmul",
-    lambda g, b: _matmul(g, b.swapaxes(-1, -2)),
+    _by_transposed,
     rule=lambda g, b: _exchanged(_rule(g, _turned(b)), 1),
-    exact=_exact(lambda g, b, product: _matmul(g, b.swapaxes(-1, -2), product), lambda g: g[-1]),
+    exact=_exact(_by_transposed, lambda g: g[-1]),
 )
 _OF_TRANSPOSED = Op(
     "matmul",
-    lambda a, g: _matmul(a.swapaxes(-1, -2), g),
+    _of_transposed,
     rule=lambda a, g: _exchanged(_rule(_turned(a), g), 0),
-    exact=_exact(lambda a, g, product: _matmul(a.swapaxes(-1, -2), g, product), lambda a: a[-2]),
+    exact=_exact(_of_transposed, lambda a: a[-2]),
 )
 
 

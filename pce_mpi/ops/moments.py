@@ -14,7 +14,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace
 from pce_mpi.autograd.apply import apply, redistributed
-from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
@@ -31,7 +31,7 @@ def _terms(x: Array, *factor: Array, plain: bool) -> list[Array]:
     return ([x] if plain else []) + [x * other for other in factor]
 
 
-def _sums(x: Array, *factor: Array, axes: tuple[int, ...], plain: bool) -> Array:
+def _sums(call: Call, x: Array, *factor: Array, axes: tuple[int, ...], plain: bool) -> Array:
     xp, shape = array_namespace(x), kept_shape(x.shape, axes)
     left = [axis for axis in range(x.ndim) if axis not in axes]
     found = [
@@ -44,10 +44,10 @@ def _sums(x: Array, *factor: Array, axes: tuple[int, ...], plain: bool) -> Array
     return xp.stack([each.reshape(shape) for each in found])
 
 
-def _exact_sums(x: Array, *factor: Array, axes: tuple[int, ...], plain: bool, shardings: Shardings) -> Array:
-    length = count_of(shardings.operands[0].shape, axes)
+def _exact_sums(call: Call, x: Array, *factor: Array, axes: tuple[int, ...], plain: bool) -> Array:
+    length = count_of(call.operands[0].shape, axes)
     terms = array_namespace(x).stack(_terms(x, *factor, plain=plain))
-    return total(terms, tuple(axis + 1 for axis in axes), length, shardings.summed_comm)
+    return total(terms, tuple(axis + 1 for axis in axes), length, call.summed_comm)
 
 
 def _rule(x: Shape, *factor: Shape, axes: tuple[int, ...], plain: bool) -> Rule:
@@ -59,7 +59,7 @@ def _rule(x: Shape, *factor: Shape, axes: tuple[int, ...], plain: bool) -> Rule:
 
 _IN_FLOAT64 = Op(
     "astype",
-    lambda x: x.astype(np.float64),
+    lambda call, x: x.astype(np.float64),
     (lambda g, y, x: g,),
     elementwise_rule(),
     dtype=lambda _: np.float64,

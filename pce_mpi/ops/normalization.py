@@ -7,6 +7,7 @@ own, and only they are sent.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 import math
 from typing import Any
 
@@ -14,12 +15,11 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, is_floating, is_half
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact.functions import BLOCK, BLOCK_ON_GPU
-from pce_mpi.exact.mode import is_reproducible
 from pce_mpi.ops.elementwise import astype, widened
 from pce_mpi.ops.moments import deviations, in_float64, sums
 from pce_mpi.ops.shape import normalized_axis, reshape
@@ -134,16 +134,8 @@ def _norm(x: DistArray, scale: Any, bias: Any, axis: int, eps: float, center: bo
             raise ValueError(f"{name} must have the length of axis {axis}, ({x.shape[axis]},), got {factor.shape}")
     wide = widened(x) if is_floating(x.dtype) else astype(x, np.float64)
     dtype = np.result_type(x.dtype if is_half(x.dtype) else wide.dtype, *(factor.dtype for factor in given.values()))
-    if wide.sharding.dims_of(axis) or is_reproducible():
-        near = in_float64(wide)
-        if center:
-            near, moments = deviations(near, (axis,))
-        else:
-            moments = sums(near, near, axes=(axis,), plain=False)
-        y = apply(_NORMALIZED, near, moments, axis=axis, eps=eps)
-        y = y if scale is None else y * _along(axis, x.ndim, scale)
-    else:
-        y = apply(_NORM, wide, *([] if scale is None else [scale]), axis=axis, eps=eps, center=center)
+    norm = _composed if wide.sharding.dims_of(axis) else partial(apply, _NORM)
+    y = norm(wide, *([] if scale is None else [scale]), axis=axis, eps=eps, center=center)
     if bias is not None:
         y = y + _along(axis, x.ndim, bias)
     return astype(y, dtype)
@@ -205,8 +197,8 @@ def _normal(x: Array, statistics: Array) -> Array:
     return ((x.astype(np.float64) - first) - second) / deviation
 
 
-def _scaled_rows(x: Array, *scale: Array, axis: int, eps: float, center: bool) -> tuple[Array, Array]:
-    """Return the result, and in the place of each row its statistics."""
+def _scaled_rows(call: Call, x: Array, *scale: Array, axis: int, eps: float, center: bool) -> Array:
+    """Return the result; the residuals have, in the place of each row, its statistics."""
     xp, rows, count = array_namespace(x), _as_rows(x, axis), x.shape[axis]
     y = xp.empty(rows.shape, np.result_type(x.dtype, *(each.dtype for each in scale)))
     statistics = xp.zeros((len(rows), 3))
@@ -219,10 +211,11 @@ def _scaled_rows(x: Array, *scale: Array, axis: int, eps: float, center: bool) -
         statistics[block, 1:2], statistics[block, 2:] = found
         normal = (near - found[0]) / found[1]
         y[block] = normal * scale[0] if scale else normal
-    return _as_array(y, x.shape, axis), _as_array(statistics, x.shape, axis)
+    call.residuals = _as_array(statistics, x.shape, axis)
+    return _as_array(y, x.shape, axis)
 
 
-def _gradient(g: Array, x: Array, statistics: Array, *scale: Array, axis: int, center: bool) -> Array:
+def _gradient(call: Call, g: Array, x: Array, statistics: Array, *scale: Array, axis: int, center: bool) -> Array:
     upstream, rows, of_rows = (_as_rows(each, axis) for each in (g, x, statistics))
     found = array_namespace(g).empty(rows.shape, x.dtype)
     for block in _blocks(rows):
@@ -233,7 +226,7 @@ def _gradient(g: Array, x: Array, statistics: Array, *scale: Array, axis: int, c
     return _as_array(found, x.shape, axis)
 
 
-def _gradient_of_scale(g: Array, x: Array, statistics: Array, axis: int) -> Array:
+def _gradient_of_scale(call: Call, g: Array, x: Array, statistics: Array, axis: int) -> Array:
     upstream, rows, of_rows = (_as_rows(each, axis) for each in (g, x, statistics))
     found = array_namespace(g).zeros(rows.shape[1])
     for block in _blocks(rows):
@@ -280,14 +273,27 @@ def _to_scale(
     return apply(_GRADIENT_OF_SCALE, g, x, statistics, axis=axis)
 
 
-_NORM = Op("layer_norm", _scaled_rows, (_to_rows, _to_scale), _rule, uses=[(0, 1), (0,)], gives_residuals=True)
+def _composed(x: DistArray, *scale: Any, axis: int, eps: float, center: bool) -> DistArray:
+    """Return the same from sums over the axis that ranks may share."""
+    near = in_float64(x)
+    if center:
+        near, moments = deviations(near, (axis,))
+    else:
+        moments = sums(near, near, axes=(axis,), plain=False)
+    y: DistArray = apply(_NORMALIZED, near, moments, axis=axis, eps=eps)
+    for factor in scale:
+        y = y * _along(axis, x.ndim, factor)
+    return y
+
+
+_NORM = Op("layer_norm", _scaled_rows, (_to_rows, _to_scale), _rule, uses=[(0, 1), (0,)], composition=_composed)
 
 # ---------------------------------------------------------------------------------- rows that ranks share
 
 
-def _from_sums(near: Array, moments: Array, axis: int, eps: float, shardings: Shardings) -> tuple[Array, Array]:
-    mean, deviation = _mean_and_deviation(moments, shardings.operands[0].shape[axis], eps)
-    return (near - mean) / deviation, deviation
+def _from_sums(call: Call, near: Array, moments: Array, axis: int, eps: float) -> Array:
+    mean, call.residuals = _mean_and_deviation(moments, call.operands[0].shape[axis], eps)
+    return (near - mean) / call.residuals
 
 
 def _to_near(
@@ -310,7 +316,7 @@ def _elementwise_rule(near: Shape, *others: Shape, **_: Any) -> Rule:
     return Rule((labels, *map(axes, others)), labels, near)
 
 
-_PULLED = Op("layer_norm", _pulled, rule=_elementwise_rule)
+_PULLED = Op("layer_norm", lambda call, *arrays, **count: _pulled(*arrays, **count), rule=_elementwise_rule)
 _NORMALIZED = Op(
     "layer_norm",
     _from_sums,
@@ -318,6 +324,4 @@ _NORMALIZED = Op(
     _elementwise_rule,
     dtype=lambda near, _: near,
     uses=[(-1,), ()],
-    takes_shardings=True,
-    gives_residuals=True,
 )

@@ -14,12 +14,11 @@ import numpy as np
 
 from pce_mpi.arrays import is_floating, is_half
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import ReduceOperator
-from pce_mpi.exact.mode import is_reproducible
 from pce_mpi.loss.kernels import converted, standard_arithmetic
 from pce_mpi.ops.broadcasting import (
     broadcast_to,
@@ -41,9 +40,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
 
 
-def _mean(x: Array, axes: tuple[int, ...], keepdims: bool, count: int) -> Array:
-    if is_half(x.dtype):  # the sum may overflow in a half
-        return (x.astype(np.float32).sum(axes, keepdims=keepdims) / np.float32(count)).astype(x.dtype)
+def _mean(call: Call, x: Array, axes: tuple[int, ...], keepdims: bool, count: int) -> Array:
     total = (x if is_floating(x.dtype) else x.astype(np.float64)).sum(axes, keepdims=keepdims)
     return total / total.dtype.type(count)
 
@@ -54,9 +51,9 @@ def _mean_vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int, ...], k
     return spread(g / count, x, axes)
 
 
-def _exact_mean(x: Array, axes: tuple[int, ...], keepdims: bool, count: int, shardings: Shardings) -> Array:
+def _exact_mean(call: Call, x: Array, axes: tuple[int, ...], keepdims: bool, count: int) -> Array:
     wide = x if is_floating(x.dtype) else x.astype(np.float64)
-    return converted(exact_total(wide, axes, shardings) / np.float64(count), wide.dtype).reshape(shardings.shape)
+    return converted(exact_total(call, wide, axes) / np.float64(count), wide.dtype).reshape(call.shape)
 
 
 _MEAN = Op(
@@ -66,6 +63,7 @@ _MEAN = Op(
     lambda shape, axes, keepdims, count: reduction_rule(shape, axes, keepdims),
     dtype=lambda dtype: dtype if is_floating(dtype) else np.float64,
     uses=[()],
+    wide=True,
     exact=_exact_mean,
 )
 
@@ -112,13 +110,16 @@ def mean(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool =
 
 
 def _extreme(name: str, reduces: ReduceOperator) -> Op:
-    def forward(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
+    def forward(call: Call, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
         # An empty shard stands for the bound that loses against every element.
         lowest, highest = _bounds(x.dtype)
         loses = lowest if reduces == "max" else highest
-        found = local_extreme(name, x, axes, keepdims, loses)
+        return local_extreme(name, x, axes, keepdims, loses)
+
+    def exact(call: Call, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
         # Which of two zeros is found depends on the shards and the processor.
-        return found + x.dtype.type(0) if is_reproducible() and is_floating(x.dtype) else found
+        found = forward(call, x, axes, keepdims)
+        return found + x.dtype.type(0) if is_floating(x.dtype) else found
 
     def vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int, ...], keepdims: bool) -> DistArray:
         largest = equal(x, spread(y, x, axes))
@@ -131,7 +132,7 @@ def _extreme(name: str, reduces: ReduceOperator) -> Op:
     def rule(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Rule:
         return reduction_rule(shape, axes, keepdims, reduces, linear=False)
 
-    return Op(name, forward, (vjp,), rule, uses=[(0, -1)])
+    return Op(name, forward, (vjp,), rule, uses=[(0, -1)], exact=exact)
 
 
 def _bounds(dtype: np.dtype[Any]) -> tuple[Any, Any]:
@@ -216,11 +217,11 @@ def min(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = 
     return _of_some(_MIN, x, axis, keepdims)
 
 
-def _logsumexp(x: Array, axes: tuple[int, ...], keepdims: bool, shardings: Shardings) -> tuple[Array, Softmax]:
-    shape = kept_shape(x.shape, axes) if keepdims else shardings.shape
+def _logsumexp(call: Call, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
+    shape = kept_shape(x.shape, axes) if keepdims else call.shape
     with standard_arithmetic():
-        softmax = Softmax(x, axes, shardings, "logsumexp")
-        return softmax.logsumexp().reshape(shape), softmax
+        call.residuals = Softmax(call, x, axes, "logsumexp")
+        return call.residuals.logsumexp().reshape(shape)
 
 
 def _logsumexp_vjp(
@@ -236,8 +237,6 @@ _LOGSUMEXP = Op(
     lambda shape, axes, keepdims: reduction_rule(shape, axes, keepdims, linear=False, merged=math.prod(shape) > 0),
     real_dtype("logsumexp"),
     uses=[(0,)],
-    takes_shardings=True,
-    gives_residuals=True,
 )
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op
 from pce_mpi.distributed.array import DistArray
@@ -18,9 +17,9 @@ from pce_mpi.ops.elementwise import elementwise_rule, gradient_op, library_funct
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 
-def _maximum_gradient(g: Array, x: Array, other: Array) -> Array:
+def _maximum_gradient(xp: Any, g: Array, x: Array, other: Array) -> Array:
     """Return the gradient of x in max(x, other): all of g, none or, for equal elements, half; `nan` if either is."""
-    where, kind = array_namespace(g).where, g.dtype.type  # no product with 0, which an infinite g turns into nan
+    where, kind = xp.where, g.dtype.type  # no product with 0, which an infinite g turns into nan
     return where(x > other, g, where(x == other, g * kind(0.5), where(x < other, kind(0), kind(np.nan))))
 
 

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
@@ -58,8 +58,8 @@ def _groups(before: Shape, after: Shape) -> Iterator[tuple[list[int], list[int]]
             mine, theirs = [], []
 
 
-def _reshape(x: Array, shape: Shape, shardings: Shardings) -> Array:
-    return x.reshape(shardings.shape)
+def _reshape(call: Call, x: Array, shape: Shape) -> Array:
+    return x.reshape(call.shape)
 
 
 _RESHAPE = Op(
@@ -68,7 +68,6 @@ _RESHAPE = Op(
     (lambda g, y, x, shape: reshape(g, x.shape),),
     _reshape_rule,
     uses=[()],
-    takes_shardings=True,
     relays=True,
 )
 
@@ -192,7 +191,7 @@ def _transpose_rule(before: Shape, axes: tuple[int, ...]) -> Rule:
 
 _TRANSPOSE = Op(
     "transpose",
-    lambda x, axes: x.transpose(axes),
+    lambda call, x, axes: x.transpose(axes),
     (lambda g, y, x, axes: transpose(g, sorted(range(len(axes)), key=axes.__getitem__)),),
     _transpose_rule,
     uses=[()],

@@ -10,7 +10,7 @@ import numpy as np
 
 from pce_mpi.arrays import is_floating, is_half
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
@@ -49,16 +49,16 @@ class Softmax:
     Allreduce of 40 bytes a row.
     """
 
-    def __init__(self, x: Array, axes: Sequence[int], shardings: Shardings, operation: str):
+    def __init__(self, call: Call, x: Array, axes: Sequence[int], operation: str):
         self._x, self._others = x, [axis for axis in range(x.ndim) if axis not in axes]
         self._order = (*self._others, *axes)
         self._kept = kept_shape(x.shape, axes)
         rows = x.transpose(self._order).reshape(math.prod(self._kept), math.prod(x.shape[axis] for axis in axes))
         options = Options(
             operation=operation,
-            comm=shardings.comm(axes),
-            num_classes=math.prod(shardings.operands[0].shape[axis] for axis in axes),
-            over=text_of_dims(shardings.dims(axes)),
+            comm=call.comm(axes),
+            num_classes=math.prod(call.operands[0].shape[axis] for axis in axes),
+            over=text_of_dims(call.dims(axes)),
         )
         self._problem = prepare(options, rows, needs_targets=False)
         self._rows = row_softmax(self._problem, _STATE)
@@ -109,20 +109,22 @@ def _rule(shape: tuple[int, ...], axes: tuple[int]) -> Rule:
     return Rule((labels,), labels, shape)
 
 
-def _softmax(x: Array, axes: tuple[int], shardings: Shardings) -> tuple[Array, Array]:
-    if x.shape[axes[0]] == 0 and not shardings.dims(axes):
-        return x, x
+def _softmax(call: Call, x: Array, axes: tuple[int]) -> Array:
+    if x.shape[axes[0]] == 0 and not call.dims(axes):
+        call.residuals = x
+        return x
     with standard_arithmetic():
-        exact = Softmax(x, axes, shardings, "softmax").probabilities()
-        return exact.astype(x.dtype, copy=False), exact
+        call.residuals = Softmax(call, x, axes, "softmax").probabilities()
+        return call.residuals.astype(x.dtype, copy=False)
 
 
-def _log_softmax(x: Array, axes: tuple[int], shardings: Shardings) -> tuple[Array, Array]:
-    if x.shape[axes[0]] == 0 and not shardings.dims(axes):
-        return x, x
+def _log_softmax(call: Call, x: Array, axes: tuple[int]) -> Array:
+    if x.shape[axes[0]] == 0 and not call.dims(axes):
+        call.residuals = x
+        return x
     with standard_arithmetic():
-        exact = Softmax(x, axes, shardings, "log_softmax").log_probabilities()
-        return exact.astype(x.dtype, copy=False), exact
+        call.residuals = Softmax(call, x, axes, "log_softmax").log_probabilities()
+        return call.residuals.astype(x.dtype, copy=False)
 
 
 def _softmax_vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int], residuals: Array) -> DistArray:
@@ -143,8 +145,6 @@ _SOFTMAX, _LOG_SOFTMAX = (
         _rule,
         real_dtype(name),
         uses=[()],
-        takes_shardings=True,
-        gives_residuals=True,
     )
     for name, forward, vjp in (
         ("softmax", _softmax, _softmax_vjp),

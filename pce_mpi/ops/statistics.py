@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from pce_mpi import loss
 from pce_mpi.arrays import as_array, check_one_library, compute_dtype_of
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
@@ -36,23 +36,21 @@ def _rule(logits: Shape, *targets: Shape, axis: int, **_: Any) -> Rule:
     return Rule((labels, *[rows for _ in targets]), rows, shape, merged=frozenset({labels[axis].label}))
 
 
-def _class_statistics(
-    logits: Array, *targets: Array, shardings: Shardings, **options: Any
-) -> tuple[tuple[Array, ...], StatisticsResiduals]:
+def _class_statistics(call: Call, logits: Array, *targets: Array, **options: Any) -> tuple[Array, ...]:
     """Return all statistics but those that are None."""
     axis = options["axis"]
     rows = [index for index in range(logits.ndim) if index != axis]
     all_options = Options(
         operation="class_statistics",
-        comm=shardings.comm([axis]),
-        num_classes=shardings.operands[0].shape[axis] or None,  # no classes are an error of their own
-        over=text_of_dims(shardings.dims([axis])),
-        batch_comm=shardings.comm(rows),
-        batch_over=text_of_dims(shardings.dims(rows)),
+        comm=call.comm([axis]),
+        num_classes=call.operands[0].shape[axis] or None,  # no classes are an error of their own
+        over=text_of_dims(call.dims([axis])),
+        batch_comm=call.comm(rows),
+        batch_over=text_of_dims(call.dims(rows)),
         **options,
     )
-    statistics, residuals = statistics_of(prepare(all_options, logits, *targets, needs_targets=False))
-    return tuple(each for each in statistics if each is not None), residuals
+    statistics, call.residuals = statistics_of(prepare(all_options, logits, *targets, needs_targets=False))
+    return tuple(each for each in statistics if each is not None)
 
 
 def _named(values: Sequence[Any], with_targets: bool) -> ClassStatistics:
@@ -81,8 +79,6 @@ _CLASS_STATISTICS = Op(
     _rule,
     dtype=lambda logits, *_: compute_dtype_of(logits),
     uses=[()],
-    takes_shardings=True,
-    gives_residuals=True,
 )
 
 

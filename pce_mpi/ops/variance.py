@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating
+from pce_mpi.arrays import is_floating
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op, Shardings
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
@@ -23,8 +23,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
 
 
-def _root_gradient(g: Array, x: Array) -> Array:
-    xp = array_namespace(x)
+def _root_gradient(xp: Any, g: Array, x: Array) -> Array:
     return xp.where(x == 0, g.dtype.type(0), g / (2 * xp.sqrt(x)))
 
 
@@ -119,15 +118,13 @@ def _divisor(shape: Shape, axes: tuple[int, ...], ddof: float) -> np.float64:
     return np.float64(max(0, count_of(shape, axes) - ddof))  # by 0, as in NumPy, inf or nan
 
 
-def _variance(
-    near: Array, moments: Array, axes: tuple[int, ...], ddof: float, keepdims: bool, shardings: Shardings
-) -> Array:
+def _variance(call: Call, near: Array, moments: Array, axes: tuple[int, ...], ddof: float, keepdims: bool) -> Array:
     first, second = moments
-    shape = shardings.operands[0].shape
+    shape = call.operands[0].shape
     count = np.float64(count_of(shape, axes))
     mean = first / count
     found = (second / count - mean * mean) * (count / _divisor(shape, axes, ddof))
-    return found if keepdims else found.reshape(shardings.shape)
+    return found if keepdims else found.reshape(call.shape)
 
 
 def _to_near(
@@ -144,4 +141,4 @@ def _variance_rule(near: Shape, moments: Shape, axes: tuple[int, ...], keepdims:
     return replace(rule, operands=(*rule.operands, (None, *rows)))
 
 
-_VARIANCE = Op("var", _variance, (_to_near, None), _variance_rule, uses=[(0, 1), ()], takes_shardings=True)
+_VARIANCE = Op("var", _variance, (_to_near, None), _variance_rule, uses=[(0, 1), ()])

@@ -10,17 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, compute_dtype_of, number_of
+from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.comm.agreement import local_checks
-from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.library import same_ranks
 from pce_mpi.comm.tracing import cause, phase
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Replicate
-from pce_mpi.exact.mode import is_reproducible
-from pce_mpi.exact.sums import sums_of_squares
-from pce_mpi.optim.parameters import block_of, blocks, check_parameters, listed, not_negative
+from pce_mpi.exact.arithmetic import current
+from pce_mpi.optim.parameters import check_parameters, listed, not_negative
 from pce_mpi.optim.synchronization import meshes_of, synchronize
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -97,15 +95,7 @@ def _sums_of_squares(parameters: Sequence[DistArray], mesh: Mesh) -> list[float]
     mine = [_counted(gradient) for gradient in gradients]
     reason, comm = "the squares of all gradients, each element counted once", mesh.comm(*mesh.dims)
     with cause("clip_grad_norm", text_of_dims(mesh.dims), reason, "Partial('sum')", "Replicate()"):
-        if is_reproducible():
-            return sums_of_squares(mine, [gradient.size for gradient in gradients], comm)
-        squares = []
-        for local in mine:
-            for index in blocks(local.shape, block_of(array_namespace(local))):
-                block = local[index].astype(np.float64)
-                block *= block
-                squares.append(number_of(block.sum()))
-        return all_reduce(np.array([sum(squares, 0.0)]), comm, "sum").tolist()
+        return current().sums_of_squares(mine, [gradient.size for gradient in gradients], comm)
 
 
 def _counted(gradient: DistArray) -> Array:

@@ -25,7 +25,7 @@ from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial
 from pce_mpi.distributed.redistribution import Step, Verb, steps
 from pce_mpi.distributed.sharding import Coordinates, Sharding, within
-from pce_mpi.exact.mode import is_reproducible
+from pce_mpi.exact.arithmetic import current
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -63,7 +63,7 @@ class _Schedule:
     """The collectives for the gradients of a list of parameters, from shardings and dtypes alone.
 
     `described` and `checksums` have one entry for each mesh. The gradients of the parameters in `alone` are
-    redistributed one by one; inside `reproducible` all are.
+    redistributed one by one: all of them in an arithmetic that leaves no gradient Partial.
     """
 
     described: tuple[Mapping[str, str], ...]
@@ -89,7 +89,7 @@ def synchronize(
             raise error
         placed = tuple([_checked_gradient(parameter, index, meshes) for index, parameter in enumerate(parameters)])
         here = tuple([tuple(mesh.coordinates.items()) for mesh in meshes])
-        schedule = _schedule(placed, here, is_reproducible())
+        schedule = _schedule(placed, here, current().partial_gradients)
     error, named = checks.error, False
     for number, mesh in enumerate(meshes):
         with local_checks() as agreement:
@@ -130,7 +130,7 @@ def _agree_on(
 
 
 @lru_cache(maxsize=64)
-def _schedule(placed: tuple[_Placed, ...], coordinates: tuple[_Coordinates, ...], exact: bool) -> _Schedule:
+def _schedule(placed: tuple[_Placed, ...], coordinates: tuple[_Coordinates, ...], together: bool) -> _Schedule:
     described: list[dict[str, str]] = [{} for _ in range(1 + max(mesh for mesh, *_ in placed))]
     alone, pending = [], {}
     for index, (mesh, sharding, gradient, dtype) in enumerate(placed):
@@ -141,7 +141,7 @@ def _schedule(placed: tuple[_Placed, ...], coordinates: tuple[_Coordinates, ...]
         if gradient is None or gradient == sharding:
             continue
         taken = steps(gradient, sharding)
-        if not exact and all(step.verb in ("all_reduce", "reduce_scatter") and _is_sum(step) for step in taken):
+        if together and all(step.verb in ("all_reduce", "reduce_scatter") and _is_sum(step) for step in taken):
             pending[index] = list(taken)
         else:
             alone.append(index)

@@ -72,13 +72,13 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
     "exact": (
         {"dense", "mpi4py"},
         [
-            room("mode", standard_library_only=True),
             room("functions", "comm"),
             room("draws", "comm"),
             room("slices"),
             room("sums"),
             room("kept", "comm"),
             room("products"),
+            room("arithmetic"),
         ],
     ),
     "distributed": (

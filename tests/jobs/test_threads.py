@@ -11,7 +11,7 @@ PROGRAM = """
     from mpi4py import MPI
     import numpy as np
     import pce_mpi as pce
-    from pce_mpi.exact.mode import is_reproducible
+    from pce_mpi.exact.arithmetic import current
 
     comm = MPI.COMM_WORLD
     rng = np.random.default_rng(comm.rank)
@@ -55,7 +55,7 @@ PROGRAM = """
             x = pce.distribute(np.arange(6.0), meshes[thread], data=pce.Shard(0))
             for _ in range(thread + 1):
                 pce.sum(x).item()
-            return is_reproducible() == inside and len(trace.events)
+            return (current().name == "reproducible") == inside and len(trace.events)
 
     with pce.reproducible(), pce.trace() as outer:
         counts = together(modes)
