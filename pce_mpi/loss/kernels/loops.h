@@ -25,8 +25,8 @@ INLINED Twin operator+(double x, Twin y) { return {x + y.a, x + y.b}; }
 INLINED Twin operator*(double x, Twin y) { return {x * y.a, x * y.b}; }
 PCE_DEFINE_POLYNOMIAL(INLINED, Twin)
 
-// How z is made of a logit: the logit itself, times a scale, or in float64 (of any scale, with a softcap).
-enum Way { PLAIN, SCALED, GENERAL };
+// How z is made of a logit: the logit itself, times a scale, the same in float64, or with a softcap.
+enum Way { PLAIN, SCALED, SCALED_IN_DOUBLE, CAPPED };
 
 // n + MAGIC_BITS, and z - n log 2.
 INLINED Doubles exponent_and_rest(Doubles z, Longs &biased) {
@@ -40,7 +40,7 @@ static inline Doubles power(Longs n) { return (Doubles)((n + 1023) << 52); }
 static inline Floats power(Ints n) { return (Floats)((n + 127) << 23); }
 
 // exp(-y) for 0 <= y <= 800, and minus 1.
-static inline Doubles exp_of_minus(Doubles y, Doubles &less_one) {
+INLINED Doubles exp_of_minus(Doubles y, Doubles &less_one) {
     Longs n;
     Doubles t = polynomial(exponent_and_rest(-y, n)), one = 1.0 + t;
     n -= MAGIC_BITS;
@@ -50,10 +50,10 @@ static inline Doubles exp_of_minus(Doubles y, Doubles &less_one) {
     return e;
 }
 
-template <Way way> static inline Doubles transformed(Doubles x, const Transform &transform, Doubles &low) {
+template <Way way> INLINED Doubles transformed(Doubles x, const Transform &transform, Doubles &low) {
     low = Doubles{};
     if (way == PLAIN) return x;
-    if (transform.softcap != 0.0) {
+    if (way == CAPPED) {
         Doubles y = transform.scale * x / transform.softcap, less_one;
         Longs sign = (Longs)y & INT64_MIN;
         Doubles size = (Doubles)((Longs)y ^ sign);
@@ -66,20 +66,18 @@ template <Way way> static inline Doubles transformed(Doubles x, const Transform 
 }
 
 template <Way way> INLINED void parts(Floats x, const Transform &transform, Ints &n, Floats &t) {
-    if (way == GENERAL) {
-        Longs n_of[2];
-        HalfFloats f_of[2], x_of[2];
-        memcpy(x_of, &x, sizeof x);
-        for (int half = 0; half < 2; half++) {
-            Doubles low, z = transformed<GENERAL>(__builtin_convertvector(x_of[half], Doubles), transform, low);
-            f_of[half] = __builtin_convertvector(exponent_and_rest(z, n_of[half]) + low, HalfFloats);
+    if (way == SCALED_IN_DOUBLE || way == CAPPED) {
+        Longs biased[2];
+        Doubles f[2];
+        widen(x, f);
+        for (int k = 0; k < 2; k++) {
+            Doubles low, z = transformed<way>(f[k], transform, low);
+            f[k] = exponent_and_rest(z, biased[k]);
+            if (way != CAPPED) f[k] += low;
         }
-        HalfInts narrow[2] = {__builtin_convertvector(n_of[0], HalfInts), __builtin_convertvector(n_of[1], HalfInts)};
         static_assert(int32_t(MAGIC_BITS) == 0);
-        Floats f;
-        memcpy(&f, f_of, sizeof f);
-        memcpy(&n, narrow, sizeof n);
-        t = polynomial(f);
+        n = lower_words(biased);
+        t = polynomial(narrow(f));
         return;
     }
     float scale = way == SCALED ? float(transform.scale) : 1.0f;
@@ -96,7 +94,7 @@ INLINED void parts(const Doubles x[2], const Transform &transform, Longs biased[
     for (int k = 0; k < 2; k++) {
         Doubles low;
         t[k] = exponent_and_rest(transformed<way>(x[k], transform, low), biased[k]);
-        if (way != PLAIN) t[k] += low;
+        if (way == SCALED_IN_DOUBLE) t[k] += low;
     }
     Twin both = polynomial(Twin{t[0], t[1]});
     t[0] = both.a;
@@ -152,9 +150,9 @@ static void add_exponentials(Sum &sum, const T *x, long count, float lowest, con
         Floats v = load_up_to(x + i, count - i);
         Ints n;
         Floats t;
-        parts<way>(v > lowest ? v : floats(way == GENERAL ? 0.0f : lowest), transform, n, t);
+        parts<way>(v > lowest ? v : floats(way == CAPPED ? 0.0f : lowest), transform, n, t);
         Ints shift = limit - n;
-        if (way == GENERAL) shift = v > lowest ? shift : ints(64);
+        if (way == CAPPED) shift = v > lowest ? shift : ints(64);
         Ints fixed = __builtin_convertvector(t * 0x1p30f, Ints) + (1 << 30);
         Words even = shift_right((Words)fixed << 32, (Longs)shift & 0xffffffff);
         Words odd = shift_right((Words)fixed & 0xffffffff00000000, (Longs)((Words)shift >> 32));
@@ -173,7 +171,7 @@ INLINED void load_pair(const double *x, long count, double lowest, Doubles v[2],
     for (int k = 0; k < 2; k++) {
         v[k] = load_up_to(x + k * LANES / 2, count - k * LANES / 2);
         counts[k] = v[k] > lowest;
-        v[k] = counts[k] ? v[k] : doubles(way == GENERAL ? 0.0 : lowest);
+        v[k] = counts[k] ? v[k] : doubles(way == CAPPED ? 0.0 : lowest);
     }
 }
 
@@ -189,7 +187,7 @@ static void add_exponentials(Sum &sum, const double *x, long count, double lowes
         parts<way>(v, transform, n, t);
         for (int k = 0; k < 2; k++) {
             Longs shift = n[k] - unit;
-            if (way == GENERAL) shift = counts[k] ? shift : longs(-64);
+            if (way == CAPPED) shift = counts[k] ? shift : longs(-64);
             Words fixed = (Words)(truncated(t[k] * 0x1p62) + (int64_t(1) << POINT));
             // fixed 2^shift in two words
             Words low = shift_left(fixed, shift) | shift_right(fixed, -shift), high = shift_right(fixed, 64 - shift);
@@ -213,7 +211,7 @@ static void write_near(const T *x, T *out, long count, const RowFactor &row, flo
         Floats v = load_up_to(x + i, count - i);
         Ints n;
         Floats t;
-        parts<way>(v > lowest ? v : floats(way == GENERAL ? 0.0f : lowest), transform, n, t);
+        parts<way>(v > lowest ? v : floats(way == CAPPED ? 0.0f : lowest), transform, n, t);
         Floats value = high + fma(high, t, low);
         if (any_less(n, normal)) {
             Ints sum = n + exponent, near = sum > -125 ? sum : ints(-125);
@@ -222,7 +220,7 @@ static void write_near(const T *x, T *out, long count, const RowFactor &row, flo
         } else {
             value *= power(n + exponent);
         }
-        if (way == GENERAL) value = v > lowest ? value : floats(0.0f * row.high);
+        if (way == CAPPED) value = v > lowest ? value : floats(0.0f * row.high);
         store_up_to(out + i, value, count - i);
     }
 }
@@ -246,7 +244,7 @@ static void write_near(const double *x, double *out, long count, const RowFactor
             } else {
                 value *= power(n[k] + exponent);
             }
-            if (way == GENERAL) value = counts[k] ? value : 0.0 * m;
+            if (way == CAPPED) value = counts[k] ? value : 0.0 * m;
             store_up_to(out + i + k * LANES / 2, value, count - i - k * LANES / 2);
         }
     }
@@ -335,7 +333,7 @@ static inline Doubles product_and_rest(Doubles a, Doubles b, Doubles &rest) {
 // Fill terms exp(z) z of at most TERMS logits. Returns false if one is neither masked nor near 0.
 template <Way way, class T>
 static bool fill_entropies(Terms &terms, const T *x, long count, float lowest, const Transform &transform) {
-    constexpr Way IN_DOUBLE = way == PLAIN ? PLAIN : GENERAL;
+    constexpr Way IN_DOUBLE = way == SCALED ? SCALED_IN_DOUBLE : way;
     terms.parts = way == PLAIN ? 2 : 3;
     terms.scaled = true;
     Ints strange = Ints{};
@@ -404,10 +402,10 @@ static bool fill_entropies(Terms &terms, const double *x, long count, double low
 
 // Fill terms u z of at most TERMS logits; u has room for a whole vector more. Returns false if a masked class has a
 // weight, or a logit or a weight is not finite.
-template <class T>
+template <Way way, class T>
 static bool fill_weighted(Terms &terms, const T *x, const double *u, bool ones, long count,
                           const Transform &transform) {
-    bool plain = transform.softcap == 0.0 && transform.scale == 1.0;
+    constexpr bool plain = way == PLAIN;
     terms.parts = plain && ones ? 1 : 2;
     terms.scaled = false;
     Longs strange = Longs{};
@@ -419,7 +417,7 @@ static bool fill_weighted(Terms &terms, const T *x, const double *u, bool ones, 
             Longs usable = (v < infinity()) & (v > -infinity());
             strange |= (v == -infinity()) & (weight != 0.0);
             v = usable ? v : Doubles{};
-            Doubles z = plain ? transformed<PLAIN>(v, transform, low) : transformed<GENERAL>(v, transform, low);
+            Doubles z = transformed<way>(v, transform, low);
             store(terms.part[0] + i + k * LANES / 2, product_and_rest(weight, z, rest));
             if (terms.parts > 1) store(terms.part[1] + i + k * LANES / 2, plain ? rest : rest + weight * low);
         }
@@ -427,7 +425,7 @@ static bool fill_weighted(Terms &terms, const T *x, const double *u, bool ones, 
     return !any_less(strange, Longs{});
 }
 
-static inline Doubles softcap_slope(Doubles x, const Transform &transform) {
+INLINED Doubles softcap_slope(Doubles x, const Transform &transform) {
     Doubles y = transform.scale * x / transform.softcap, less_one;
     Doubles size = (Doubles)((Longs)y & INT64_MAX);
     Doubles e = exp_of_minus(2.0 * (size < 400.0 ? size : doubles(400.0)), less_one);
@@ -436,7 +434,7 @@ static inline Doubles softcap_slope(Doubles x, const Transform &transform) {
 
 // Finish gradients and write them to `out`: those of statistics have a factor more, where there are weights weight_factor
 // u is subtracted, and a softcap has a slope. u has room for a whole vector more.
-template <class Number, class T>
+template <Way way, class Number, class T>
 static void finish_near(const Number *values, const Number *x, T *out, const double *u, long count,
                         const RowFactor &row, const Call &call) {
     const Transform &transform = call.transform;
@@ -446,14 +444,12 @@ static void finish_near(const Number *values, const Number *x, T *out, const dou
         load_wide(x + i, count - i, logit);
         for (int k = 0; k < 2; k++) {
             if (call.has(ENTROPY)) {
-                Doubles low, z = transform.softcap == 0.0 && transform.scale == 1.0
-                                     ? transformed<PLAIN>(logit[k], transform, low)
-                                     : transformed<GENERAL>(logit[k], transform, low);
+                Doubles low, z = transformed<way>(logit[k], transform, low);
                 Doubles factor = row.constant + row.slope * ((z - row.origin.high) + (low - row.origin.low));
                 value[k] = value[k] == 0.0 ? Doubles{} : value[k] * factor;
             }
             if (u) value[k] = value[k] - row.weight_factor * load(u + i + k * LANES / 2);
-            if (transform.softcap != 0.0) value[k] = value[k] * softcap_slope(logit[k], transform);
+            if (way == CAPPED) value[k] = value[k] * softcap_slope(logit[k], transform);
             value[k] = value[k] == value[k] ? value[k] : doubles(not_a_number());
         }
         store_narrow(out + i, count - i, value);

@@ -58,10 +58,16 @@ template <class T> static const T *numbers_of(const char *start, int kind, long 
     return buffer;
 }
 
-static inline Way way_of(const Transform &transform, bool single) {
-    if (transform.softcap != 0.0) return GENERAL;
-    if (transform.scale == 1.0) return PLAIN;
-    return single && !transform.direct() ? GENERAL : SCALED;
+// Call f with the way in which z is made; in one that is written for float32 if `single`.
+template <Way chosen> struct Chosen {
+    static constexpr Way way = chosen;
+};
+template <bool single, class Function> INLINED auto in_way(const Transform &transform, Function f) {
+    if (transform.softcap != 0.0) return f(Chosen<CAPPED>{});
+    if (transform.scale == 1.0) return f(Chosen<PLAIN>{});
+    if constexpr (single)
+        if (transform.direct()) return f(Chosen<SCALED>{});
+    return f(Chosen<SCALED_IN_DOUBLE>{});
 }
 
 // The least logit whose exponential the fast loops compute, and whether they may be used for logits up to `top`.
@@ -77,32 +83,20 @@ template <class Arithmetic> static inline bool near(double top, const Transform 
     return z <= REACH - 1.0 && z >= -REACH + 200.0;
 }
 
+template <class Arithmetic> constexpr bool is_single() { return Arithmetic::POINT == 30; }
+
 template <class Arithmetic, class T>
 static void add_near(Sum &sum, const T *x, long count, double lowest, const Transform &transform) {
-    typedef typename Arithmetic::Number Number;
-    switch (way_of(transform, Arithmetic::POINT == 30)) {
-        case PLAIN:
-            return add_exponentials<PLAIN>(sum, x, count, Number(lowest), transform);
-        case SCALED:
-            if constexpr (Arithmetic::POINT == 30)
-                return add_exponentials<SCALED>(sum, x, count, Number(lowest), transform);
-        default:
-            return add_exponentials<GENERAL>(sum, x, count, Number(lowest), transform);
-    }
+    in_way<is_single<Arithmetic>()>(transform, [&](auto chosen) {
+        add_exponentials<decltype(chosen)::way>(sum, x, count, typename Arithmetic::Number(lowest), transform);
+    });
 }
 
 template <class Arithmetic, class T>
 static bool fill_near_entropies(Terms &terms, const T *x, long count, double lowest, const Transform &transform) {
-    typedef typename Arithmetic::Number Number;
-    switch (way_of(transform, Arithmetic::POINT == 30)) {
-        case PLAIN:
-            return fill_entropies<PLAIN>(terms, x, count, Number(lowest), transform);
-        case SCALED:
-            if constexpr (Arithmetic::POINT == 30)
-                return fill_entropies<SCALED>(terms, x, count, Number(lowest), transform);
-        default:
-            return fill_entropies<GENERAL>(terms, x, count, Number(lowest), transform);
-    }
+    return in_way<is_single<Arithmetic>()>(transform, [&](auto chosen) {
+        return fill_entropies<decltype(chosen)::way>(terms, x, count, typename Arithmetic::Number(lowest), transform);
+    });
 }
 
 // Add exp(z) z of classes none of which is larger than those for which `near` found `lowest`.
@@ -122,6 +116,14 @@ static void add_near_entropies(Sum &sum, const T *x, long count, double lowest, 
             add_entropy<Arithmetic>(sum, fixed_point(e.t), e.n - Arithmetic::POINT, value, transform);
         }
     }
+}
+
+template <class T>
+static bool fill_near_weighted(Terms &terms, const T *x, const double *u, bool ones, long count,
+                               const Transform &transform) {
+    return in_way<false>(transform, [&](auto chosen) {
+        return fill_weighted<decltype(chosen)::way>(terms, x, u, ones, count, transform);
+    });
 }
 
 // Add u and u z of the classes of a chunk from `first` to `end`.
@@ -144,7 +146,7 @@ static void add_weights(State &state, const T *x, long first, long end, const We
         }
         if (!call.has(WEIGHTED_LOGIT)) continue;
         Sum &sum = state.weighted_logit;
-        if (fits && sum.grid < INFINITE && fill_weighted(terms, x + first, u, weights.ones(), some, transform) &&
+        if (fits && sum.grid < INFINITE && fill_near_weighted(terms, x + first, u, weights.ones(), some, transform) &&
             add_terms(sum, terms, some, LOWEST))
             continue;
         for (long i = 0; i < some; i++) add_weighted_logit(sum, number_at(x, first + i), u[i], transform);
@@ -226,16 +228,9 @@ static void add_chunk(State &total, const T *x, long count, long column, int64_t
 template <class Arithmetic, class T>
 static void write_all_near(const T *x, T *out, long count, const RowFactor &row, double lowest,
                            const Transform &transform) {
-    typedef typename Arithmetic::Number Number;
-    switch (way_of(transform, Arithmetic::POINT == 30)) {
-        case PLAIN:
-            return write_near<PLAIN>(x, out, count, row, Number(lowest), transform);
-        case SCALED:
-            if constexpr (Arithmetic::POINT == 30)
-                return write_near<SCALED>(x, out, count, row, Number(lowest), transform);
-        default:
-            return write_near<GENERAL>(x, out, count, row, Number(lowest), transform);
-    }
+    in_way<is_single<Arithmetic>()>(transform, [&](auto chosen) {
+        write_near<decltype(chosen)::way>(x, out, count, row, typename Arithmetic::Number(lowest), transform);
+    });
 }
 
 template <class Arithmetic, class T>
@@ -261,8 +256,10 @@ static void write_chunk(const T *x, T *out, long count, const Weights &weights, 
             convert(logits, x + at, some);
             if (call.has(WEIGHTED_LOGIT)) weights.fill(u, at, some, some + LANES);
             write_all_near<Arithmetic>(logits, values, some, row, lowest, transform);
-            finish_near(values, logits, out + at, call.has(WEIGHTED_LOGIT) ? u : nullptr, some, row,
-                        call);
+            const double *weight = call.has(WEIGHTED_LOGIT) ? u : nullptr;
+            in_way<false>(transform, [&](auto chosen) {
+                finish_near<decltype(chosen)::way>(values, logits, out + at, weight, some, row, call);
+            });
         }
         return;
     }

@@ -25,7 +25,8 @@ static inline Ints ints(int32_t v) { return Ints{} + v; }
 static inline Longs longs(int64_t v) { return Longs{} + v; }
 
 // What instruction sets have each in its own way: `fma`, float16 to and from float32, `truncated` (the integer part of
-// numbers below 2^62), shifts that give 0 for counts outside of 0 to 63, `any_less`.
+// numbers below 2^62), shifts that give 0 for counts outside of 0 to 63, `any_less`, the numbers of a vector in two of
+// wider ones, and back.
 #if VECTOR_BYTES == 64
 static inline Floats fma(Floats a, Floats b, Floats c) {
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -42,6 +43,18 @@ static inline Words shift_left(Words v, Longs n) { return (Words)_mm512_sllv_epi
 static inline Words shift_right(Words v, Longs n) { return (Words)_mm512_srlv_epi64((__m512i)v, (__m512i)n); }
 static inline bool any_less(Longs a, Longs b) { return _mm512_cmplt_epi64_mask((__m512i)a, (__m512i)b); }
 static inline bool any_less(Ints a, Ints b) { return _mm512_cmplt_epi32_mask((__m512i)a, (__m512i)b); }
+static inline void widen(Floats v, Doubles wide[2]) {
+    wide[0] = (Doubles)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)v));
+    wide[1] = (Doubles)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)v, 1));
+}
+static inline Floats narrow(const Doubles wide[2]) {
+    __m512 low = _mm512_castps256_ps512(_mm512_cvtpd_ps((__m512d)wide[0]));
+    return (Floats)_mm512_insertf32x8(low, _mm512_cvtpd_ps((__m512d)wide[1]), 1);
+}
+static inline Ints lower_words(const Longs wide[2]) {
+    __m512i low = _mm512_castsi256_si512(_mm512_cvtepi64_epi32((__m512i)wide[0]));
+    return (Ints)_mm512_inserti32x8(low, _mm512_cvtepi64_epi32((__m512i)wide[1]), 1);
+}
 #elif VECTOR_BYTES == 32
 static inline Floats fma(Floats a, Floats b, Floats c) {
     return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -58,6 +71,19 @@ static inline Words shift_left(Words v, Longs n) { return (Words)_mm256_sllv_epi
 static inline Words shift_right(Words v, Longs n) { return (Words)_mm256_srlv_epi64((__m256i)v, (__m256i)n); }
 static inline bool any_less(Longs a, Longs b) { return _mm256_movemask_pd((__m256d)(a < b)); }
 static inline bool any_less(Ints a, Ints b) { return _mm256_movemask_ps((__m256)(a < b)); }
+static inline void widen(Floats v, Doubles wide[2]) {
+    wide[0] = (Doubles)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v));
+    wide[1] = (Doubles)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)v, 1));
+}
+static inline Floats narrow(const Doubles wide[2]) {
+    __m256 low = _mm256_castps128_ps256(_mm256_cvtpd_ps((__m256d)wide[0]));
+    return (Floats)_mm256_insertf128_ps(low, _mm256_cvtpd_ps((__m256d)wide[1]), 1);
+}
+static inline Ints lower_words(const Longs wide[2]) {
+    // 128 bits of each, and then the other 128 bits of each
+    __m256 mixed = _mm256_shuffle_ps((__m256)wide[0], (__m256)wide[1], 0x88);
+    return (Ints)_mm256_permute4x64_epi64((__m256i)mixed, 0xd8);
+}
 #else
 #if defined(__aarch64__)
 static inline Floats fma(Floats a, Floats b, Floats c) {
@@ -107,6 +133,21 @@ static inline bool any_less(Longs a, Longs b) { return a[0] < b[0] || a[1] < b[1
 static inline bool any_less(Ints a, Ints b) {
     Longs less = (Longs)(a < b);
     return less[0] | less[1];
+}
+static inline void widen(Floats v, Doubles wide[2]) {
+    HalfFloats halves[2];
+    memcpy(halves, &v, sizeof v);
+    for (int k = 0; k < 2; k++) wide[k] = __builtin_convertvector(halves[k], Doubles);
+}
+static inline Floats narrow(const Doubles wide[2]) {
+    HalfFloats halves[2];
+    for (int k = 0; k < 2; k++) halves[k] = __builtin_convertvector(wide[k], HalfFloats);
+    return load_bytes<Floats>(halves);
+}
+static inline Ints lower_words(const Longs wide[2]) {
+    HalfInts halves[2];
+    for (int k = 0; k < 2; k++) halves[k] = __builtin_convertvector(wide[k], HalfInts);
+    return load_bytes<Ints>(halves);
 }
 #endif
 #ifdef NO_FMA
@@ -166,11 +207,6 @@ template <class T, class Vector> static inline void store_up_to(T *p, Vector v, 
 }
 
 // Up to LANES numbers as float64, and back: to float32 first, as all numbers are but float64.
-static inline void widen(Floats v, Doubles wide[2]) {
-    HalfFloats halves[2];
-    memcpy(halves, &v, sizeof v);
-    for (int k = 0; k < 2; k++) wide[k] = __builtin_convertvector(halves[k], Doubles);
-}
 template <class T> static inline void load_wide(const T *p, long count, Doubles wide[2]) {
     if constexpr (sizeof(T) == 8)
         for (int k = 0; k < 2; k++) wide[k] = load_up_to(p + k * LANES / 2, count - k * LANES / 2);
@@ -181,9 +217,7 @@ template <class T> static inline void store_narrow(T *p, long count, const Doubl
     if constexpr (sizeof(T) == 8) {
         for (int k = 0; k < 2; k++) store_up_to(p + k * LANES / 2, wide[k], count - k * LANES / 2);
     } else {
-        HalfFloats halves[2];
-        for (int k = 0; k < 2; k++) halves[k] = __builtin_convertvector(wide[k], HalfFloats);
-        store_up_to(p, load_bytes<Floats>(halves), count);
+        store_up_to(p, narrow(wide), count);
     }
 }
 
