@@ -50,7 +50,18 @@ INLINED Doubles exp_of_minus(Doubles y, Doubles &less_one) {
     return e;
 }
 
-template <Way way> INLINED Doubles transformed(Doubles x, const Transform &transform, Doubles &low) {
+// The slope of a softcap, from exp(-2 |y|).
+INLINED Doubles slope_from(Doubles e) { return 4.0 * e / ((1.0 + e) * (1.0 + e)); }
+
+INLINED Doubles softcap_slope(Doubles x, const Transform &transform) {
+    Doubles y = transform.scale * x / transform.softcap, less_one;
+    Doubles size = (Doubles)((Longs)y & INT64_MAX);
+    return slope_from(exp_of_minus(2.0 * (size < 400.0 ? size : doubles(400.0)), less_one));
+}
+
+// z as a sum of two, and the slope of a softcap where |z| is less than 64 times that, if it is asked for.
+template <Way way>
+INLINED Doubles transformed(Doubles x, const Transform &transform, Doubles &low, Doubles *slope = nullptr) {
     low = Doubles{};
     if (way == PLAIN) return x;
     if (way == CAPPED) {
@@ -58,6 +69,7 @@ template <Way way> INLINED Doubles transformed(Doubles x, const Transform &trans
         Longs sign = (Longs)y & INT64_MIN;
         Doubles size = (Doubles)((Longs)y ^ sign);
         Doubles e = exp_of_minus(2.0 * (size < 64.0 ? size : doubles(64.0)), less_one);
+        if (slope) *slope = slope_from(e);
         return transform.softcap * (Doubles)(((Longs)(less_one / (1.0 + e)) & INT64_MAX) | sign);
     }
     Doubles scale = doubles(transform.scale), z = scale * x;
@@ -65,13 +77,14 @@ template <Way way> INLINED Doubles transformed(Doubles x, const Transform &trans
     return z;
 }
 
-template <Way way> INLINED void parts(Floats x, const Transform &transform, Ints &n, Floats &t) {
+template <Way way>
+INLINED void parts(Floats x, const Transform &transform, Ints &n, Floats &t, Doubles *slopes = nullptr) {
     if (way == SCALED_IN_DOUBLE || way == CAPPED) {
         Longs biased[2];
         Doubles f[2];
         widen(x, f);
         for (int k = 0; k < 2; k++) {
-            Doubles low, z = transformed<way>(f[k], transform, low);
+            Doubles low, z = transformed<way>(f[k], transform, low, slopes ? slopes + k : nullptr);
             f[k] = exponent_and_rest(z, biased[k]);
             if (way != CAPPED) f[k] += low;
         }
@@ -90,10 +103,11 @@ template <Way way> INLINED void parts(Floats x, const Transform &transform, Ints
 
 // n + MAGIC_BITS, and t, of two vectors.
 template <Way way>
-INLINED void parts(const Doubles x[2], const Transform &transform, Longs biased[2], Doubles t[2]) {
+INLINED void parts(const Doubles x[2], const Transform &transform, Longs biased[2], Doubles t[2],
+                   Doubles *slopes = nullptr) {
     for (int k = 0; k < 2; k++) {
-        Doubles low;
-        t[k] = exponent_and_rest(transformed<way>(x[k], transform, low), biased[k]);
+        Doubles low, z = transformed<way>(x[k], transform, low, slopes ? slopes + k : nullptr);
+        t[k] = exponent_and_rest(z, biased[k]);
         if (way == SCALED_IN_DOUBLE) t[k] += low;
     }
     Twin both = polynomial(Twin{t[0], t[1]});
@@ -202,16 +216,21 @@ static void add_exponentials(Sum &sum, const double *x, long count, double lowes
     sum.limbs[2] += sum_of(third);
 }
 
-// The gradient of the logits that are near 0, without class weights.
-template <Way way, class T>
-static void write_near(const T *x, T *out, long count, const RowFactor &row, float lowest, const Transform &transform) {
+// The gradient of the logits that are near 0, without class weights and the slope of a softcap. That is written to
+// `slopes`, which have room for a whole vector more.
+template <Way way, class T, class To>
+static void write_near(const T *x, To *out, long count, const RowFactor &row, float lowest, const Transform &transform,
+                       double *slopes) {
     Floats high = floats(row.high), low = floats(row.low);
     const Ints exponent = ints(int32_t(row.exponent)), normal = ints(-125) - exponent;
     for (long i = 0; i < count; i += LANES) {
         Floats v = load_up_to(x + i, count - i);
         Ints n;
         Floats t;
-        parts<way>(v > lowest ? v : floats(way == CAPPED ? 0.0f : lowest), transform, n, t);
+        Doubles slope[2];
+        parts<way>(v > lowest ? v : floats(way == CAPPED ? 0.0f : lowest), transform, n, t, slope);
+        if (way == CAPPED)
+            for (int k = 0; k < 2; k++) store(slopes + i + k * LANES / 2, slope[k]);
         Floats value = high + fma(high, t, low);
         if (any_less(n, normal)) {
             Ints sum = n + exponent, near = sum > -125 ? sum : ints(-125);
@@ -227,15 +246,17 @@ static void write_near(const T *x, T *out, long count, const RowFactor &row, flo
 
 template <Way way>
 static void write_near(const double *x, double *out, long count, const RowFactor &row, double lowest,
-                       const Transform &transform) {
+                       const Transform &transform, double *slopes) {
     const Longs exponent = longs(row.exponent - MAGIC_BITS), normal = longs(MAGIC_BITS - 1000 - row.exponent);
     const Doubles m = doubles(row.m);
     for (long i = 0; i < count; i += LANES) {
         Doubles v[2], t[2];
         Longs n[2], counts[2];
         load_pair<way>(x + i, count - i, lowest, v, counts);
-        parts<way>(v, transform, n, t);
+        Doubles slope[2];
+        parts<way>(v, transform, n, t, slope);
         for (int k = 0; k < 2; k++) {
+            if (way == CAPPED) store(slopes + i + k * LANES / 2, slope[k]);
             Doubles value = m + m * t[k];
             if (any_less(n[k], normal)) {
                 Longs sum = n[k] + exponent, near = sum > -1020 ? sum : longs(-1020);
@@ -263,28 +284,33 @@ struct Terms {
 
 static inline Longs biased_exponent(Doubles v) { return (Longs)v >> 52 & 0x7ff; }
 
+// Sums of the digits of numbers below 2^WIDE, cut to a whole number after the third: whole numbers as float64.
 struct WideTotal {
-    Words first = {}, second = {}, third = {}, above = {}, negative = {};
+    Doubles first = {}, second = {}, third = {};
 
-    __attribute__((always_inline)) void add(Doubles part, Longs exponent) {
-        Longs e = biased_exponent(part);
-        Words sign = (Words)((Longs)part < 0), m = (Words)(((Longs)part & 0xfffffffffffff) | ((int64_t)1 << 52));
-        m &= (Words)(e != 0);  // a subnormal number is below any unit that there is
-        Longs shift = e + (exponent - 1075);
-        Words low = shift_left(m, shift) | shift_right(m, -shift), high = shift_right(m, 64 - shift);
-        // Of a negative number each word is inverted, and 1 more is added.
-        first += low ^ sign;
-        second += low >> WIDE ^ sign;
-        above += high ^ sign;
-        third += high >> (2 * WIDE - 64) ^ sign;
-        negative -= sign;
+    __attribute__((always_inline)) void add(Doubles v) {
+        constexpr double BASE = double(int64_t(1) << WIDE);
+        Doubles digit = whole(v);
+        third += digit;
+        v = (v - digit) * BASE;
+        digit = whole(v);
+        second += digit;
+        first += whole((v - digit) * BASE);
     }
 
     void add_to(uint64_t limbs[3]) const {
-        uint64_t more = sum_of(negative);
-        limbs[0] += sum_of(first) + more;
-        limbs[1] += sum_of(second) + more + ((sum_of(above) + more) << (64 - WIDE));
-        limbs[2] += sum_of(third) + more;
+        uint64_t sum = uint64_t(sum_of(third));
+        limbs[2] += sum;
+        sum = (sum << WIDE) + uint64_t(sum_of(second));
+        limbs[1] += sum;
+        limbs[0] += (sum << WIDE) + uint64_t(sum_of(first));
+    }
+
+  private:
+    static int64_t sum_of(Doubles v) {
+        int64_t sum = 0;
+        for (int lane = 0; lane < LANES / 2; lane++) sum += int64_t(v[lane]);
+        return sum;
     }
 };
 
@@ -314,11 +340,16 @@ static bool add_terms(Sum &sum, const Terms &terms, long count, int64_t lowest) 
     int64_t grid = floor_div(top - 1023, WIDE);
     if (grid < lowest && sum.grid < lowest) return false;
     sum.raise(grid);
-    Longs unit = longs(WIDE * (sum.grid - 2));
+    const Longs unit = longs(WIDE * sum.grid);
+    Doubles scale = power(-unit);
     WideTotal total;
     for (long i = 0; i < count; i += lanes) {
-        Longs exponent = terms.scaled ? load_bytes<Longs>(terms.exponent + i) - unit : -unit;
-        for (int part = 0; part < terms.parts; part++) total.add(load(terms.part[part] + i), exponent);
+        if (terms.scaled) {
+            Longs n = load_bytes<Longs>(terms.exponent + i) - unit;
+            n = n > -1022 ? n : longs(-1022);  // what is smaller is cut off
+            scale = power(n < 1023 ? n : longs(1023));
+        }
+        for (int part = 0; part < terms.parts; part++) total.add(load(terms.part[part] + i) * scale);
     }
     total.add_to(sum.limbs);
     return true;
@@ -346,9 +377,9 @@ static bool fill_entropies(Terms &terms, const T *x, long count, float lowest, c
         parts<way>(v, transform, n, t);
         Ints fixed = __builtin_convertvector(t * 0x1p30f, Ints) + (1 << 30);
         fixed = masked ? Ints{} : fixed;
-        HalfInts n_of[2], fixed_of[2];
-        memcpy(n_of, &n, sizeof n);
-        memcpy(fixed_of, &fixed, sizeof fixed);
+        Longs n_of[2], fixed_of[2];
+        widen(n - Single::POINT, n_of);
+        widen(fixed, fixed_of);
         Doubles wide[2];
         widen(v, wide);
         for (int half = 0; half < 2; half++) {
@@ -358,7 +389,7 @@ static bool fill_entropies(Terms &terms, const T *x, long count, float lowest, c
             store(terms.part[0] + at, product_and_rest(factor, z, rest));
             store(terms.part[1] + at, rest);
             if (way != PLAIN) store(terms.part[2] + at, factor * low);
-            store_bytes(terms.exponent + at, __builtin_convertvector(n_of[half], Longs) - Single::POINT);
+            store_bytes(terms.exponent + at, n_of[half]);
         }
     }
     return !any_less(strange, Ints{});
@@ -425,19 +456,13 @@ static bool fill_weighted(Terms &terms, const T *x, const double *u, bool ones, 
     return !any_less(strange, Longs{});
 }
 
-INLINED Doubles softcap_slope(Doubles x, const Transform &transform) {
-    Doubles y = transform.scale * x / transform.softcap, less_one;
-    Doubles size = (Doubles)((Longs)y & INT64_MAX);
-    Doubles e = exp_of_minus(2.0 * (size < 400.0 ? size : doubles(400.0)), less_one);
-    return 4.0 * e / ((1.0 + e) * (1.0 + e));
-}
-
 // Finish gradients and write them to `out`: those of statistics have a factor more, where there are weights weight_factor
 // u is subtracted, and a softcap has a slope. u has room for a whole vector more.
 template <Way way, class Number, class T>
-static void finish_near(const Number *values, const Number *x, T *out, const double *u, long count,
+static void finish_near(const Number *values, const T *x, T *out, const double *u, const double *slopes, long count,
                         const RowFactor &row, const Call &call) {
     const Transform &transform = call.transform;
+    const double far = 63.0 * transform.softcap / transform.scale;
     for (long i = 0; i < count; i += LANES) {
         Doubles value[2], logit[2];
         load_wide(values + i, count - i, value);
@@ -449,7 +474,11 @@ static void finish_near(const Number *values, const Number *x, T *out, const dou
                 value[k] = value[k] == 0.0 ? Doubles{} : value[k] * factor;
             }
             if (u) value[k] = value[k] - row.weight_factor * load(u + i + k * LANES / 2);
-            if (way == CAPPED) value[k] = value[k] * softcap_slope(logit[k], transform);
+            if (way == CAPPED) {
+                Longs rare = ~((logit[k] < far) & (logit[k] > -far));
+                Doubles slope = load(slopes + i + k * LANES / 2);
+                value[k] = value[k] * (any_less(rare, Longs{}) ? softcap_slope(logit[k], transform) : slope);
+            }
             value[k] = value[k] == value[k] ? value[k] : doubles(not_a_number());
         }
         store_narrow(out + i, count - i, value);

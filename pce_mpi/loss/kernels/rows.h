@@ -225,11 +225,11 @@ static void add_chunk(State &total, const T *x, long count, long column, int64_t
 
 // Gradients of a row
 
-template <class Arithmetic, class T>
-static void write_all_near(const T *x, T *out, long count, const RowFactor &row, double lowest,
-                           const Transform &transform) {
+template <class Arithmetic, class T, class To>
+static void write_all_near(const T *x, To *out, long count, const RowFactor &row, double lowest,
+                           const Transform &transform, double *slopes = nullptr) {
     in_way<is_single<Arithmetic>()>(transform, [&](auto chosen) {
-        write_near<decltype(chosen)::way>(x, out, count, row, typename Arithmetic::Number(lowest), transform);
+        write_near<decltype(chosen)::way>(x, out, count, row, typename Arithmetic::Number(lowest), transform, slopes);
     });
 }
 
@@ -249,16 +249,15 @@ static void write_chunk(const T *x, T *out, long count, const Weights &weights, 
     if (in_loops && !call.has(WEIGHTED_LOGIT) && !call.has(ENTROPY) && transform.softcap == 0.0)
         return write_all_near<Arithmetic>(x, out, count, row, lowest, transform);
     if (in_loops) {
-        Number logits[TERMS + LANES], values[TERMS + LANES];
-        double u[TERMS + LANES];
+        Number values[TERMS + LANES];
+        double u[TERMS + LANES], slopes[TERMS + LANES];
         for (long at = 0, some; at < count; at += some) {
             some = count - at < TERMS ? count - at : long(TERMS);
-            convert(logits, x + at, some);
             if (call.has(WEIGHTED_LOGIT)) weights.fill(u, at, some, some + LANES);
-            write_all_near<Arithmetic>(logits, values, some, row, lowest, transform);
+            write_all_near<Arithmetic>(x + at, values, some, row, lowest, transform, slopes);
             const double *weight = call.has(WEIGHTED_LOGIT) ? u : nullptr;
             in_way<false>(transform, [&](auto chosen) {
-                finish_near<decltype(chosen)::way>(values, logits, out + at, weight, some, row, call);
+                finish_near<decltype(chosen)::way>(values, x + at, out + at, weight, slopes, some, row, call);
             });
         }
         return;

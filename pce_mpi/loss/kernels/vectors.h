@@ -24,7 +24,7 @@ static inline Doubles doubles(double v) { return v - Doubles{}; }
 static inline Ints ints(int32_t v) { return Ints{} + v; }
 static inline Longs longs(int64_t v) { return Longs{} + v; }
 
-// What instruction sets have each in its own way: `fma`, float16 to and from float32, `truncated` (the integer part of
+// What instruction sets have each in its own way: `fma`, float16 to and from float32, `whole`, `truncated` (the integer part of
 // numbers below 2^62), shifts that give 0 for counts outside of 0 to 63, `any_less`, the numbers of a vector in two of
 // wider ones, and back.
 #if VECTOR_BYTES == 64
@@ -38,6 +38,9 @@ static inline Floats from_halves(Shorts h) { return (Floats)_mm512_cvtph_ps((__m
 static inline Shorts to_halves(Floats v) {
     return (Shorts)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+static inline Doubles whole(Doubles v) {
+    return (Doubles)_mm512_roundscale_pd((__m512d)v, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+}
 static inline Longs truncated(Doubles v) { return __builtin_convertvector(v, Longs); }
 static inline Words shift_left(Words v, Longs n) { return (Words)_mm512_sllv_epi64((__m512i)v, (__m512i)n); }
 static inline Words shift_right(Words v, Longs n) { return (Words)_mm512_srlv_epi64((__m512i)v, (__m512i)n); }
@@ -50,6 +53,10 @@ static inline void widen(Floats v, Doubles wide[2]) {
 static inline Floats narrow(const Doubles wide[2]) {
     __m512 low = _mm512_castps256_ps512(_mm512_cvtpd_ps((__m512d)wide[0]));
     return (Floats)_mm512_insertf32x8(low, _mm512_cvtpd_ps((__m512d)wide[1]), 1);
+}
+static inline void widen(Ints v, Longs wide[2]) {
+    wide[0] = (Longs)_mm512_cvtepi32_epi64(_mm512_castsi512_si256((__m512i)v));
+    wide[1] = (Longs)_mm512_cvtepi32_epi64(_mm512_extracti32x8_epi32((__m512i)v, 1));
 }
 static inline Ints lower_words(const Longs wide[2]) {
     __m512i low = _mm512_castsi256_si512(_mm512_cvtepi64_epi32((__m512i)wide[0]));
@@ -78,6 +85,10 @@ static inline void widen(Floats v, Doubles wide[2]) {
 static inline Floats narrow(const Doubles wide[2]) {
     __m256 low = _mm256_castps128_ps256(_mm256_cvtpd_ps((__m256d)wide[0]));
     return (Floats)_mm256_insertf128_ps(low, _mm256_cvtpd_ps((__m256d)wide[1]), 1);
+}
+static inline void widen(Ints v, Longs wide[2]) {
+    wide[0] = (Longs)_mm256_cvtepi32_epi64(_mm256_castsi256_si128((__m256i)v));
+    wide[1] = (Longs)_mm256_cvtepi32_epi64(_mm256_extracti128_si256((__m256i)v, 1));
 }
 static inline Ints lower_words(const Longs wide[2]) {
     // 128 bits of each, and then the other 128 bits of each
@@ -143,6 +154,11 @@ static inline Floats narrow(const Doubles wide[2]) {
     HalfFloats halves[2];
     for (int k = 0; k < 2; k++) halves[k] = __builtin_convertvector(wide[k], HalfFloats);
     return load_bytes<Floats>(halves);
+}
+static inline void widen(Ints v, Longs wide[2]) {
+    HalfInts halves[2];
+    memcpy(halves, &v, sizeof v);
+    for (int k = 0; k < 2; k++) wide[k] = __builtin_convertvector(halves[k], Longs);
 }
 static inline Ints lower_words(const Longs wide[2]) {
     HalfInts halves[2];
