@@ -11,7 +11,7 @@ class Docstrings(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         # Other names, such as `sum`, are often values of options or everyday words.
-        names = [str(name) for name in pkg.exports or () if re.search("[A-Z_]", str(name))]
+        names = [name for name, member in pkg.members.items() if member.is_alias and re.search("[A-Z_]", name)]
         _link(pkg, re.compile(rf"(?<!`)`({'|'.join(names)})`(?!`)"), pkg.path)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 import math
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -25,10 +25,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Array = Any  # numpy.ndarray or cupy.ndarray
-
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: the operations on distributed arrays by name; `ops`, a wing below this one, enters them
 OPERATIONS: dict[str, Callable[..., Any]] = {}
+
+
+def operation(function: Function) -> Function:
+    """Enter `function` into `OPERATIONS` by its name."""
+    OPERATIONS[function.__name__] = function
+    return function
 
 
 class DistArray:

@@ -21,8 +21,19 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, to_host
 from pce_mpi.loss.kernels import converted
-from pce_mpi.loss.kernels.elementary import ATANH, HI, LO, LOG2E, NEAR, curved, f64, i64, two_product, two_sum
-from pce_mpi.loss.kernels.elementary import power as two_to
+from pce_mpi.loss.kernels.elementary import (
+    ATANH,
+    HI,
+    LO,
+    LOG2E,
+    NEAR,
+    curved,
+    f64,
+    i64,
+    power as two_to,
+    two_product,
+    two_sum,
+)
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 

@@ -11,7 +11,7 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, is_floating, is_half
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.exact import functions
 from pce_mpi.loss.kernels.elementary import two_product, two_sum
 from pce_mpi.ops.elementwise import astype, elementwise_rule, unary
@@ -110,6 +110,7 @@ _GELU = Op(
 )
 
 
+@operation
 def tanh(x: Any) -> DistArray:
     """Return the hyperbolic tangent, elementwise.
 
@@ -126,6 +127,7 @@ def tanh(x: Any) -> DistArray:
     return apply(_TANH, x)
 
 
+@operation
 def sigmoid(x: Any) -> DistArray:
     """Return 1 / (1 + exp(-x)), elementwise and without overflow.
 
@@ -142,6 +144,7 @@ def sigmoid(x: Any) -> DistArray:
     return apply(_SIGMOID, _real(x))
 
 
+@operation
 def relu(x: Any) -> DistArray:
     """Return max(x, 0), elementwise.
 
@@ -158,6 +161,7 @@ def relu(x: Any) -> DistArray:
     return apply(_RELU, x)
 
 
+@operation
 def gelu(x: Any) -> DistArray:
     """Return the Gaussian error linear unit in its tanh approximation, elementwise.
 

@@ -12,7 +12,7 @@ from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.operands import operands_of
 from pce_mpi.comm.tracing import cause
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.ops.broadcasting import sum_to
 from pce_mpi.ops.elementwise import (
     elementwise_rule,
@@ -136,6 +136,7 @@ _BITWISE = {
 }
 
 
+@operation
 def add(x: Any, y: Any) -> DistArray:
     """Return x + y, elementwise.
 
@@ -174,6 +175,7 @@ def add(x: Any, y: Any) -> DistArray:
     return apply(_ADD, x, y)
 
 
+@operation
 def subtract(x: Any, y: Any) -> DistArray:
     """Return x - y, elementwise.
 
@@ -190,6 +192,7 @@ def subtract(x: Any, y: Any) -> DistArray:
     return apply(_SUBTRACT, x, y)
 
 
+@operation
 def multiply(x: Any, y: Any) -> DistArray:
     """Return x * y, elementwise.
 
@@ -207,6 +210,7 @@ def multiply(x: Any, y: Any) -> DistArray:
     return apply(_MULTIPLY, x, y)
 
 
+@operation
 def divide(x: Any, y: Any) -> DistArray:
     """Return x / y, elementwise.
 
@@ -224,6 +228,7 @@ def divide(x: Any, y: Any) -> DistArray:
     return apply(_DIVIDE, x, y)
 
 
+@operation
 def power(x: Any, y: Any) -> DistArray:
     """Return x ** y, elementwise.
 
@@ -272,6 +277,7 @@ def _checked(exponents: DistArray, agreed: bool) -> DistArray:
     return reduced
 
 
+@operation
 def floor_divide(x: Any, y: Any) -> DistArray:
     """Return the largest whole number that is not above x / y, elementwise, as the operator `//` does.
 
@@ -289,6 +295,7 @@ def floor_divide(x: Any, y: Any) -> DistArray:
     return apply(_FLOOR_DIVIDE, x, y)
 
 
+@operation
 def remainder(x: Any, y: Any) -> DistArray:
     """Return x - y * (x // y), elementwise, which has the sign of y, as the operator `%` does.
 
@@ -309,16 +316,19 @@ def remainder(x: Any, y: Any) -> DistArray:
     return apply(_REMAINDER, x, y)
 
 
+@operation
 def bitwise_and(x: Any, y: Any) -> DistArray:
     """Return x & y of integers or bool, elementwise; it has no gradient. Placement as in `floor_divide`."""
     return apply(_BITWISE["bitwise_and"], x, y)
 
 
+@operation
 def bitwise_or(x: Any, y: Any) -> DistArray:
     """Return x | y of integers or bool, elementwise; it has no gradient. Placement as in `floor_divide`."""
     return apply(_BITWISE["bitwise_or"], x, y)
 
 
+@operation
 def invert(x: DistArray) -> DistArray:
     """Return ~x of integers or bool, elementwise; it has no gradient. Placement as in `floor_divide`."""
     return apply(_BITWISE["invert"], x)

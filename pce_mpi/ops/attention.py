@@ -12,7 +12,7 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import operands_of
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.ops.broadcasting import local_extreme
 from pce_mpi.ops.elementwise import astype, widened
 from pce_mpi.ops.matmul import matmul, transposed_times
@@ -128,6 +128,7 @@ _ATTENTION = Op(
 )
 
 
+@operation
 def scaled_dot_product_attention(
     q: DistArray, k: DistArray, v: DistArray, causal: bool = False, scale: float | None = None
 ) -> DistArray:

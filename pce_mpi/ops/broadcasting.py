@@ -15,7 +15,7 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axes, Axis, Rule
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.distributed.placements import ReduceOperator
 from pce_mpi.exact.sums import reduced, total
 from pce_mpi.loss.kernels import converted
@@ -55,6 +55,7 @@ _BROADCAST_TO = Op(
 )
 
 
+@operation
 @of_array
 def broadcast_to(x: DistArray, shape: int | Sequence[int]) -> DistArray:
     """Broadcast an array to a shape, as NumPy does.
@@ -179,6 +180,7 @@ _SUM = Op(
 )
 
 
+@operation
 @of_array
 def sum(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
     """Sum over axes.

@@ -9,7 +9,7 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.exact.sums import running_total
 from pce_mpi.loss.kernels import converted
 from pce_mpi.ops.shape import normalized_axis, reshape
@@ -45,6 +45,7 @@ _CUMSUM: Op = Op(
 )
 
 
+@operation
 @of_array
 def cumsum(x: DistArray, axis: int | None = None) -> DistArray:
     """Sum the elements up to each place along an axis.

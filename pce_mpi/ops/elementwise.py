@@ -12,7 +12,7 @@ from pce_mpi.arrays import is_floating, is_half, numpy_dtype
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.rules import Rule
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.ops.broadcasting import aligned
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -103,6 +103,7 @@ def _astype_op(dtype: np.dtype[Any]) -> Op:
     )
 
 
+@operation
 def negative(x: Any) -> DistArray:
     """Return -x, elementwise.
 
@@ -119,6 +120,7 @@ def negative(x: Any) -> DistArray:
     return apply(_NEGATIVE, x)
 
 
+@operation
 def square(x: Any) -> DistArray:
     """Return x * x, elementwise.
 
@@ -135,6 +137,7 @@ def square(x: Any) -> DistArray:
     return apply(_SQUARE, x)
 
 
+@operation
 def exp(x: Any) -> DistArray:
     """Return exp(x), elementwise.
 
@@ -170,6 +173,7 @@ def exp(x: Any) -> DistArray:
     return apply(_EXP, x)
 
 
+@operation
 def log(x: Any) -> DistArray:
     """Return the natural logarithm, elementwise.
 
@@ -186,6 +190,7 @@ def log(x: Any) -> DistArray:
     return apply(_LOG, x)
 
 
+@operation
 def log1p(x: Any) -> DistArray:
     """Return the natural logarithm of 1 + x, elementwise, with all bits for small x.
 
@@ -202,6 +207,7 @@ def log1p(x: Any) -> DistArray:
     return apply(_LOG1P, x)
 
 
+@operation
 def sin(x: Any) -> DistArray:
     """Return the sine of angles in radians, elementwise.
 
@@ -218,6 +224,7 @@ def sin(x: Any) -> DistArray:
     return apply(_SIN, x)
 
 
+@operation
 def cos(x: Any) -> DistArray:
     """Return the cosine of angles in radians, elementwise.
 
@@ -234,6 +241,7 @@ def cos(x: Any) -> DistArray:
     return apply(_COS, x)
 
 
+@operation
 def abs(x: Any) -> DistArray:
     """Return the absolute value, elementwise, as Python's `abs` does.
 
@@ -250,6 +258,7 @@ def abs(x: Any) -> DistArray:
     return apply(_ABS, x)
 
 
+@operation
 def sqrt(x: Any) -> DistArray:
     """Return the square root, elementwise.
 
@@ -266,6 +275,7 @@ def sqrt(x: Any) -> DistArray:
     return apply(_SQRT, x)
 
 
+@operation
 def astype(x: DistArray, dtype: Any) -> DistArray:
     """Return the same numbers as `dtype`; the gradient has the dtype of `x`, integers and bool have none.
 

@@ -12,7 +12,7 @@ from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.comm.tracing import cause
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.distributed.placements import Replicate
 from pce_mpi.exact.sums import reduced, scattered
 from pce_mpi.loss.kernels import converted
@@ -103,6 +103,7 @@ _EMBEDDING = Op(
 )
 
 
+@operation
 def embedding(ids: Any, table: Any) -> DistArray:
     """Look up rows of a table: `table[ids]`.
 

@@ -14,7 +14,7 @@ from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.comm.tracing import cause
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.exact.sums import scattered
 from pce_mpi.loss.kernels import converted
 from pce_mpi.ops.broadcasting import aligned
@@ -143,6 +143,7 @@ _PICK = Op(
 )
 
 
+@operation
 def getitem(x: DistArray, index: Any) -> DistArray:
     """Return `x[index]` for whole numbers, slices, `...`, None, and arrays of whole numbers or bool, as NumPy does.
 

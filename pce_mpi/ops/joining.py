@@ -17,7 +17,7 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.ops.indexing import getitem
 from pce_mpi.ops.shape import expand_dims, normalized_axis, reshape
 from pce_mpi.scalars import integers
@@ -52,6 +52,7 @@ def _concatenate_op(count: int) -> Op:
     )
 
 
+@operation
 def concatenate(arrays: Sequence[Any], axis: int | None = 0) -> DistArray:
     """Concatenate arrays along an axis.
 
@@ -112,6 +113,7 @@ def _listed(name: str, arrays: Any) -> list[Any]:
     return list(arrays)
 
 
+@operation
 def stack(arrays: Sequence[Any], axis: int = 0) -> DistArray:
     """Join arrays of one shape along a new axis.
 
@@ -175,6 +177,7 @@ def _split_op(sections: int) -> Op:
     )
 
 
+@operation
 @of_array
 def split(x: DistArray, indices_or_sections: int | Sequence[int], axis: int = 0) -> list[DistArray]:
     """Split an array along an axis.

@@ -11,7 +11,7 @@ from pce_mpi.arrays import array_namespace
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.largest import checked_k, largest
@@ -90,6 +90,7 @@ _TOP_K = Op("top_k", _top_k, (_to_operand,), _rule, uses=[()])
 _ARGMAX = Op("argmax", _argmax, rule=_argmax_rule, dtype=lambda _: np.int64)
 
 
+@operation
 @takes(ShardedAxisOptions)
 def top_k(logits: Any, k: int, **options: Unpack[ShardedAxisOptions]) -> tuple[Any, Any]:
     """Find the k largest elements along an axis, and their places: of a distributed array, or of plain shards.
@@ -149,6 +150,7 @@ def top_k(logits: Any, k: int, **options: Unpack[ShardedAxisOptions]) -> tuple[A
     return found
 
 
+@operation
 @takes(ShardedAxisOptions)
 def argmax(logits: Any, **options: Unpack[ShardedAxisOptions]) -> Any:
     """Find the place of the largest element along an axis: of a distributed array, or of plain shards.

@@ -13,7 +13,7 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss.linear import RowSums, check_dtypes, loss_and_sums
 from pce_mpi.loss.options import LinearCrossEntropyOptions, Options, Reduction, takes
@@ -130,6 +130,7 @@ _LINEAR_CROSS_ENTROPY, _BIASED = _op(False), _op(True)
 _REFUSED = replace(_LINEAR_CROSS_ENTROPY, composition=None)
 
 
+@operation
 @of_array
 @takes(LinearCrossEntropyOptions)
 def linear_cross_entropy(

@@ -12,7 +12,7 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array, operands_of
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss import Residuals, softmax_cross_entropy_backward
 from pce_mpi.loss.agreement import prepare
@@ -92,6 +92,7 @@ def check_arrays(arrays: Mapping[str, Any]) -> None:
     check_one_library({name: array.local if isinstance(array, DistArray) else array for name, array in arrays.items()})
 
 
+@operation
 @of_array
 @takes(CrossEntropyOptions)
 def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntropyOptions]) -> DistArray:
@@ -160,6 +161,7 @@ def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntrop
     return apply(_CROSS_ENTROPY, logits, given, *weights, **settings)
 
 
+@operation
 def mse(x: Any, y: Any) -> DistArray:
     """Compute the mean of (x - y)**2 over all elements of the global array.
 

@@ -18,7 +18,7 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axes, Axis, Rule
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.exact.functions import BLOCK, BLOCK_ON_GPU
 from pce_mpi.ops.elementwise import astype, widened
 from pce_mpi.ops.moments import deviations, in_float64, sums
@@ -29,6 +29,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
 
 
+@operation
 @of_array
 def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1, eps: float = 1e-5) -> DistArray:
     """Normalize each row to mean 0 and variance 1, then scale and shift it.
@@ -85,6 +86,7 @@ def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1
     return _norm(x, scale, bias, axis, eps, center=True)
 
 
+@operation
 @of_array
 def rms_norm(x: DistArray, scale: Any = None, axis: int = -1, eps: float = 1e-5) -> DistArray:
     """Divide each row by its root mean square, then scale it.

@@ -12,29 +12,50 @@ import warnings
 
 import numpy as np
 
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import OPERATIONS, DistArray
 from pce_mpi.ops.custom import op
+from pce_mpi.ops.einsum import einsum
+from pce_mpi.ops.elementwise import abs
+from pce_mpi.ops.largest import argmax
+from pce_mpi.ops.reductions import max, min
+from pce_mpi.ops.shape import reshape
 
-Functions = Mapping[str, Callable[..., Any]]
+# Functions that NumPy calls otherwise than `OPERATIONS` does.
+_OTHERWISE: dict[str, Callable[..., Any]] = {
+    "einsum": einsum,
+    "argmax": lambda a, axis=None: argmax(reshape(a, -1)) if axis is None else argmax(a, axis=axis),
+    "absolute": abs,
+    "amax": max,
+    "amin": min,
+    "ndim": lambda a: a.ndim,
+    "shape": lambda a: a.shape,
+    "size": lambda a, axis=None: a.size if axis is None else a.shape[axis],
+}
 
 
-def call_ufunc(ours: Functions, ufunc: Any, method: str, operands: Sequence[Any], options: dict[str, Any]) -> Any:
+def _ours(name: str) -> Callable[..., Any] | None:
+    """Return our function for NumPy's function `name`, if there is one."""
+    return _OTHERWISE.get(name) or OPERATIONS.get(name)
+
+
+def call_ufunc(ufunc: Any, method: str, operands: Sequence[Any], options: dict[str, Any]) -> Any:
     """Return `ufunc.method(*operands, **options)` of distributed arrays."""
     if options.get("out") is not None or method == "at":
         raise TypeError(f"a distributed array is never written to: {ufunc.__name__} takes no out, and has no at")
     known: Any = getattr(np, ufunc.__name__, None)  # other libraries have ufuncs with the same names
-    if method == "__call__" and not options and known is ufunc and ufunc.__name__ in ours:
-        return ours[ufunc.__name__](*operands)
+    own = _ours(ufunc.__name__) if known is ufunc else None
+    if own is not None and method == "__call__" and not options:
+        return own(*operands)
     function = getattr(ufunc, method)
     _warn_once(f"numpy.{ufunc.__name__}", operands)
     return op(lambda *arrays: function(*arrays, **options), name=f"numpy.{ufunc.__name__}")(*operands)
 
 
-def call_function(ours: Functions, function: Any, positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
+def call_function(function: Any, positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
     """Return `function(*positional, **named)` of distributed arrays."""
     if named.get("out") is not None:
         raise TypeError(f"a distributed array is never written to: {function.__name__} takes no out")
-    own = ours.get(function.__name__) if function.__module__ == "numpy" else None
+    own = _ours(function.__name__) if function.__module__ == "numpy" else None
     if own is not None and _fits(own, positional, named):
         return own(*positional, **named)
     found: list[DistArray] = []

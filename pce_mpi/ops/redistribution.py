@@ -8,8 +8,7 @@ from pce_mpi.autograd.apply import redistributed
 from pce_mpi.autograd.gradients import place_of
 from pce_mpi.autograd.tape import Node, is_grad_enabled
 from pce_mpi.comm.tracing import cause
-from pce_mpi.distributed.array import DistArray
-from pce_mpi.distributed.array import redistribute as move
+from pce_mpi.distributed.array import DistArray, redistribute as move
 from pce_mpi.distributed.placements import Placement
 
 

@@ -17,7 +17,7 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Rule
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.distributed.placements import ReduceOperator
 from pce_mpi.loss.kernels import converted, standard_arithmetic
 from pce_mpi.ops.broadcasting import (
@@ -31,7 +31,6 @@ from pce_mpi.ops.broadcasting import (
     sum,
 )
 from pce_mpi.ops.elementwise import astype
-from pce_mpi.ops.selection import equal
 from pce_mpi.ops.shape import reshape
 from pce_mpi.ops.softmax import Softmax, real_dtype
 from pce_mpi.scalars import flag
@@ -68,6 +67,7 @@ _MEAN = Op(
 )
 
 
+@operation
 @of_array
 def mean(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
     """Average over axes of the global array.
@@ -122,7 +122,7 @@ def _extreme(name: str, reduces: ReduceOperator) -> Op:
         return found + x.dtype.type(0) if is_floating(x.dtype) else found
 
     def vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int, ...], keepdims: bool) -> DistArray:
-        largest = equal(x, spread(y, x, axes))
+        largest = x == spread(y, x, axes)
         # Equal elements of all shards share the gradient; there may be more of them than a half can count.
         wide = np.dtype(np.float32) if is_half(x.dtype) else x.dtype
         count = sum(astype(largest, wide), axes, keepdims=True)
@@ -154,6 +154,7 @@ def _of_some(op: Op, x: DistArray, axis: int | Sequence[int] | None, keepdims: b
     return apply(op, x, axes=axes, keepdims=flag(keepdims, "keepdims"))
 
 
+@operation
 @of_array
 def max(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
     """Return the largest element over axes.
@@ -196,6 +197,7 @@ def max(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = 
     return _of_some(_MAX, x, axis, keepdims)
 
 
+@operation
 @of_array
 def min(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
     """Return the smallest element over axes.
@@ -240,6 +242,7 @@ _LOGSUMEXP = Op(
 )
 
 
+@operation
 @of_array
 def logsumexp(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
     """Return log(sum(exp(x))) over axes, in nats and without overflow; its gradient is the softmax.

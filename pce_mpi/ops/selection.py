@@ -9,7 +9,7 @@ import numpy as np
 
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.ops.arithmetic import binary
 from pce_mpi.ops.broadcasting import sum_to
 from pce_mpi.ops.elementwise import elementwise_rule, gradient_op, library_function
@@ -69,6 +69,7 @@ _WHERE = Op(
 )
 
 
+@operation
 def maximum(x: Any, y: Any) -> DistArray:
     """Return the larger of x and y, elementwise.
 
@@ -99,6 +100,7 @@ def maximum(x: Any, y: Any) -> DistArray:
     return apply(_MAXIMUM, x, y)
 
 
+@operation
 def minimum(x: Any, y: Any) -> DistArray:
     """Return the smaller of x and y, elementwise.
 
@@ -115,6 +117,7 @@ def minimum(x: Any, y: Any) -> DistArray:
     return apply(_MINIMUM, x, y)
 
 
+@operation
 def clip(x: Any, min: Any = None, max: Any = None) -> DistArray:
     """Bring elements below `min` up to it, and those above `max` down to it.
 
@@ -167,11 +170,6 @@ def _within_dtype(bound: Any, x: Any) -> Any:
     return sorted((limits.min, bound, limits.max))[1]
 
 
-def equal(x: Any, y: Any) -> DistArray:
-    """Return x == y, elementwise, as bool; it has no gradient. Placement as in `maximum`."""
-    return apply(_COMPARISONS["equal"], x, y)
-
-
 def comparison(name: str) -> Callable[[Any, Any], DistArray]:
     """Make the function of distributed arrays for NumPy's comparison `name`; its result has no gradient."""
 
@@ -182,6 +180,11 @@ def comparison(name: str) -> Callable[[Any, Any], DistArray]:
     return compare
 
 
+for _name in _COMPARISONS:
+    operation(comparison(_name))
+
+
+@operation
 def where(condition: Any, x: Any, y: Any) -> DistArray:
     """Select elements of x where a condition holds, and of y elsewhere.
 

@@ -13,7 +13,7 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.scalars import integer, integers
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -72,6 +72,7 @@ _RESHAPE = Op(
 )
 
 
+@operation
 @of_array
 def reshape(x: DistArray, shape: int | Sequence[int]) -> DistArray:
     """Give the elements, in C order, another shape.
@@ -118,6 +119,7 @@ def reshape(x: DistArray, shape: int | Sequence[int]) -> DistArray:
     return apply(_RESHAPE, x, shape=tuple(lengths))
 
 
+@operation
 @of_array
 def squeeze(x: DistArray, axis: int | Sequence[int] | None = None) -> DistArray:
     """Leave out axes of length 1.
@@ -150,6 +152,7 @@ def squeeze(x: DistArray, axis: int | Sequence[int] | None = None) -> DistArray:
     return reshape(x, [length for index, length in enumerate(x.shape) if index not in dropped])
 
 
+@operation
 @of_array
 def expand_dims(x: DistArray, axis: int | Sequence[int]) -> DistArray:
     """Insert axes of length 1.
@@ -200,6 +203,7 @@ _TRANSPOSE = Op(
 )
 
 
+@operation
 @of_array
 def transpose(x: DistArray, axes: Sequence[int] | None = None) -> DistArray:
     """Bring the axes into another order.
@@ -227,6 +231,7 @@ def transpose(x: DistArray, axes: Sequence[int] | None = None) -> DistArray:
     return apply(_TRANSPOSE, x, axes=tuple(order))
 
 
+@operation
 @of_array
 def swapaxes(x: DistArray, axis1: int, axis2: int) -> DistArray:
     """Exchange two axes.

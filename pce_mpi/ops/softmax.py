@@ -13,7 +13,7 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.kernels import converted, standard_arithmetic
@@ -153,6 +153,7 @@ _SOFTMAX, _LOG_SOFTMAX = (
 )
 
 
+@operation
 @of_array
 def softmax(x: DistArray, axis: int = -1) -> DistArray:
     """Compute the softmax along an axis, exp(x) / sum exp(x).
@@ -194,6 +195,7 @@ def softmax(x: DistArray, axis: int = -1) -> DistArray:
     return apply(_SOFTMAX, x, axes=(normalized_axis(axis, x.ndim),))
 
 
+@operation
 @of_array
 def log_softmax(x: DistArray, axis: int = -1) -> DistArray:
     """Compute the logarithm of the softmax along an axis, x - log sum exp(x).

@@ -10,7 +10,7 @@ from pce_mpi.arrays import as_array, check_one_library, compute_dtype_of
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.kernels import standard_arithmetic
@@ -82,6 +82,7 @@ _CLASS_STATISTICS = Op(
 )
 
 
+@operation
 @takes(StatisticsOptions)
 def class_statistics(logits: Any, targets: Any = None, **options: Unpack[StatisticsOptions]) -> ClassStatistics:
     """Compute statistics of each row's softmax over all classes: of a distributed array, or of plain shards.

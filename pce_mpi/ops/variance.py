@@ -13,7 +13,7 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.ops.broadcasting import normalized_axes, reduction_rule, spread
 from pce_mpi.ops.elementwise import astype, unary
 from pce_mpi.ops.moments import count_of, deviations, in_float64
@@ -30,6 +30,7 @@ def _root_gradient(xp: Any, g: Array, x: Array) -> Array:
 _ROOT = unary("sqrt", _root_gradient)
 
 
+@operation
 @of_array
 def var(x: DistArray, axis: int | Sequence[int] | None = None, ddof: float = 0, keepdims: bool = False) -> DistArray:
     """Compute the variance over axes of the global array: the mean of the squared distances from the mean.
@@ -75,6 +76,7 @@ def var(x: DistArray, axis: int | Sequence[int] | None = None, ddof: float = 0, 
     return _in_dtype_of(x, _var(x, axis, ddof, keepdims))
 
 
+@operation
 @of_array
 def std(x: DistArray, axis: int | Sequence[int] | None = None, ddof: float = 0, keepdims: bool = False) -> DistArray:
     """Compute the standard deviation over axes of the global array: the square root of the variance.

@@ -421,8 +421,7 @@ def test_hint_for_detached_loss_is_right(comm, started):
 
 def jax_cross_entropy(logits, targets, *, axis_name, ignore_index=-100, label_smoothing=0.0, reduction="mean"):
     import jax
-    from jax import lax
-    from jax import numpy as jnp
+    from jax import lax, numpy as jnp
 
     x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     local, classes = x.shape[-1], x.shape[-1] * lax.axis_size(axis_name)

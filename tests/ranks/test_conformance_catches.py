@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from candidates.by_hand import ByHand
-from candidates.by_hand import candidate as by_hand
+from candidates.by_hand import ByHand, candidate as by_hand
 from candidates.wrong import calls, numbers, options, probabilities, rows, shapes_and_memory, shards, special_values
 from pce_mpi.conformance.catalogue import cases
 from pce_mpi.conformance.loading import load

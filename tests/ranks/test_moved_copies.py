@@ -64,7 +64,7 @@ VIEWS = {
     "reshape": lambda w: w.redistribute(data=Shard(0)).reshape(-1),
     "transpose": lambda w: w.redistribute(data=Shard(1)).T,
     "slice": lambda w: w.redistribute(data=Shard(0))[:, 1:],
-    "broadcast_to": lambda w: pce.ops.broadcast_to(w.redistribute(data=Shard(0)), (2, 3, 4)),
+    "broadcast_to": lambda w: pce.broadcast_to(w.redistribute(data=Shard(0)), (2, 3, 4)),
 }
 
 

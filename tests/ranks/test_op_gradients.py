@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import pce_mpi as pce
-from pce_mpi import Shard, ops
+from pce_mpi import Shard
+from pce_mpi.distributed.array import OPERATIONS
 from pce_mpi.distributed.sharding import Sharding
-from ranks.op_cases import OPS, alone, cases_of, error_of, evaluate, listed, numbers, one_process, replicated
+from ranks.op_cases import DEFINED, OPS, alone, cases_of, error_of, evaluate, listed, numbers, one_process, replicated
 from ulps import FINITE_DIFFERENCE, HALF, OPERATION
 
 # A power of two, so that operands and the direction are added without rounding: close to eps**(1/3).
@@ -19,8 +20,14 @@ STEP = 2.0**-17
 
 
 def test_every_operation_is_in_table():
-    named = {name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))} - {"infer_placements"}
-    assert set(OPS) == named - {"getitem"} | {"redistribute", "slice"}  # the trace calls `getitem` a slice
+    assert set(OPS) == DEFINED - {"getitem"} | {"op", "redistribute", "slice"}  # the trace calls `getitem` a slice
+
+
+def test_public_functions_of_operations_are_entered():
+    functions = [getattr(pce, name) for name in pce.__all__ if name not in ("einsum", "op")]
+    ours = [each for each in functions if inspect.isfunction(each) and each.__module__.startswith("pce_mpi.ops.")]
+    assert len(ours) > 50
+    assert [each.__name__ for each in ours if OPERATIONS.get(each.__name__) is not each] == []
 
 
 # -------------------------------------------------------------------------------------------- results and gradients

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import importlib
 from itertools import product
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from mpi4py import MPI
 import numpy as np
 import pytest

@@ -1,7 +1,6 @@
 """Hypothesis draws problems and splits: losses, gradients and statistics are those of dense."""
 
-from hypothesis import assume, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, example, given, settings, strategies as st
 import ml_dtypes
 from mpi4py import MPI
 import numpy as np

@@ -18,9 +18,10 @@ import zlib
 import numpy as np
 import pytest
 
-from pce_mpi import DistArray, Mesh, Partial, Replicate, Shard, from_local, ops
-from pce_mpi.ops import activations, selection
-from pce_mpi.ops import shape as shapes
+import pce_mpi as pce
+from pce_mpi import DistArray, Mesh, Partial, Replicate, Shard, from_local
+from pce_mpi.distributed.array import OPERATIONS
+from pce_mpi.ops import activations, selection, shape as shapes
 from ranks import op_cases
 from ranks.grids import NAMES, Array, factorizations, local_of, mesh_of, spread
 from ulps import PROGRAM, worst
@@ -161,7 +162,8 @@ def on_ranks(mesh: Mesh, parameters: dict[int, DistArray]) -> dict[str, Any]:
         return of(whole_numbers(2, shape, number).astype(bool), number, ragged, placements)
 
     return {
-        **{name: getattr(ops, name) for name in ops.__all__},
+        **{name: OPERATIONS[name] for name in op_cases.DEFINED},
+        "einsum": pce.einsum,  # subscripts come first
         **VALUES,
         "redistribute": DistArray.redistribute,
         "full": DistArray.full,

@@ -12,8 +12,7 @@ import pce_mpi as pce
 from pce_mpi.arrays import to_host
 from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from pce_mpi.comm.tracing import Purpose, cause, current_cause
-from pce_mpi.distributed import array as dist_array
-from pce_mpi.distributed import redistribution
+from pce_mpi.distributed import array as dist_array, redistribution
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.creation import distribute, from_local
 from pce_mpi.distributed.mesh import Mesh

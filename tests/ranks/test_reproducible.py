@@ -3,13 +3,11 @@
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache, partial
-from itertools import pairwise
-from itertools import product as product_of
+from itertools import pairwise, product as product_of
 import math
 from operator import mul
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 import numpy as np
 import pytest
 

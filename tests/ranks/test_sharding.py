@@ -4,8 +4,7 @@ from itertools import pairwise, product
 from math import prod
 import re
 
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 import numpy as np
 import pytest
 

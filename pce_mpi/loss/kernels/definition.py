@@ -21,12 +21,10 @@ import numpy as np
 from pce_mpi.loss.kernels.elementary import Arithmetic, f32, f64, i64, softcap_slope, u64
 from pce_mpi.loss.kernels.gradients import gradient_of
 from pce_mpi.loss.kernels.limbs import Sums, sum_of, united, value_of_wide
-from pce_mpi.loss.kernels.losses import row_gradients as row_gradients
-from pce_mpi.loss.kernels.losses import row_losses as row_losses
+from pce_mpi.loss.kernels.losses import row_gradients as row_gradients, row_losses as row_losses
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
 from pce_mpi.loss.kernels.row_softmax import row_softmax as row_softmax
-from pce_mpi.loss.kernels.states import merge as merge
-from pce_mpi.loss.kernels.states import states_of
+from pce_mpi.loss.kernels.states import merge as merge, states_of
 from pce_mpi.loss.softmax_state import INFINITE, MINUS_INFINITE, NO_GRID, NOT_A_NUMBER, ROW_GRADIENT, StateFields
 
 Array = np.ndarray[Any, Any]
