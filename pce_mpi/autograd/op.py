@@ -80,14 +80,10 @@ class Call:
         """The shape of the result on this rank."""
         return self.result.local_shape(self.mesh.coordinates)
 
-    def dims(self, axes: Sequence[int]) -> tuple[str, ...]:
-        """Return the dims that shard `axes` of the first operand."""
-        return tuple(dim for dim in self.mesh.dims if any(dim in self.operands[0].dims_of(axis) for axis in axes))
-
-    def comm(self, axes: Sequence[int]) -> Any:
-        """Return the communicator over those dims; None if there are none."""
-        dims = self.dims(axes)
-        return self.mesh.comm(*dims) if dims else None
+    def dims(self, axes: Sequence[int], operand: int = 0) -> tuple[str, ...]:
+        """Return the dims that shard `axes` of an operand."""
+        sharding = self.operands[operand]
+        return tuple(dim for dim in self.mesh.dims if any(dim in sharding.dims_of(axis) for axis in axes))
 
     @property
     def summed_comm(self) -> Any:

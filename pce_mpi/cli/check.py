@@ -15,6 +15,7 @@ from pce_mpi.comm.tracing import cause, trace
 from pce_mpi.conformance import Offer, Outcome, Tolerance, Verdict, cases, offers, run_case
 from pce_mpi.conformance.adapters.ours import ForwardAndBackward, ValueAndGrad
 from pce_mpi.conformance.cases import problem_of
+from pce_mpi.conformance.offers import OPTIONS
 from pce_mpi.conformance.reports.summary import problem
 from pce_mpi.conformance.reports.tables import Cell, table
 from pce_mpi.conformance.units import allowed, ulp
@@ -48,7 +49,7 @@ _CASES = (
     "target-out-of-range/far",
     "probabilities/sum-to-1",
     "probabilities/do-not-sum-to-1",
-    *("weight/float32", "label_smoothing/float32", "z_loss/float32", "logit_scale/float32", "softcap/float32"),
+    *(f"{option}/float32" for option in OPTIONS if option != "ignore_index"),
     "pair/weight+label_smoothing",
     "all-options",
     "upstream",

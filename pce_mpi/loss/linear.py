@@ -21,7 +21,7 @@ from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.kernels import gemm, standard_arithmetic
 from pce_mpi.loss.options import LinearOptions, Options, takes
 from pce_mpi.loss.passes import Residuals, loss_fields, reduced, row_losses, start_row_softmax, write_gradient
-from pce_mpi.loss.problem import Problem, check
+from pce_mpi.loss.problem import Problem, check, check_per_class
 from pce_mpi.loss.products import add_gradients, multiply
 from pce_mpi.loss.softmax_state import RowSoftmax
 
@@ -189,12 +189,10 @@ class _Operands:
         arrays = {name: as_array(value, name) for name, value in given.items()}
         check_one_library(arrays)
         check_on_current_gpu(arrays)
-        check_dtypes(arrays)
+        check_product(arrays)
         hidden, w, bias = arrays["hidden"], arrays["w"], arrays.get("bias")
-        if w.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != w.shape[0]:
-            raise ValueError(f"hidden must be (..., features) and w (features, classes), got {hidden.shape}, {w.shape}")
-        if bias is not None and bias.shape != w.shape[1:]:
-            raise ValueError(f"bias must have one entry per class of this shard, ({w.shape[1]},), got {bias.shape}")
+        if bias is not None:
+            check_per_class("bias", bias, w.shape[1], " of this shard")
         rows = hidden.reshape(math.prod(hidden.shape[:-1]), w.shape[0])
         return cls(rows, w, hidden.shape, [], hidden, w, bias, w)
 
@@ -224,14 +222,17 @@ class _Operands:
         return problem
 
 
-def check_dtypes(operands: Mapping[str, Any]) -> None:
-    """Raise `TypeError` unless all operands, by name, have the same floating dtype."""
+def check_product(operands: Mapping[str, Any]) -> None:
+    """Raise unless `hidden` and `w`, by name, can be multiplied, and all operands have the same floating dtype."""
     dtypes = [operand.dtype for operand in operands.values()]
     for name, dtype in zip(operands, dtypes, strict=True):
         if not is_floating(dtype):
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {dtype}")
     if len(set(dtypes)) > 1:
         raise TypeError(f"{', '.join(operands)} must have one dtype, got {', '.join(map(str, dtypes))}")
+    hidden, w = operands["hidden"], operands["w"]
+    if w.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != w.shape[0]:
+        raise ValueError(f"hidden must be (..., features) and w (features, classes), got {hidden.shape}, {w.shape}")
 
 
 def rows_held(chunk: int | None, rows: int, ranks: int) -> int:

@@ -195,10 +195,7 @@ def checked_numbers(options: Options, logits: Array) -> Numbers:
 
 
 _UNCHANGING = {int, float, bool, str, Reduction, type(None), type}
-_NUMBERS = {
-    *("axis", "ignore_index", "logit_scale", "softcap", "compute_dtype", "label_smoothing", "z_loss", "reduction"),
-    *("class_start", "num_classes", "chunk"),
-}
+_NUMBERS = {*LossOptions.__annotations__, *LinearOptions.__annotations__} - {"weight", "bias", "comm", "batch_comm"}
 
 
 @lru_cache(maxsize=256, typed=True)
@@ -227,13 +224,13 @@ def _check_numbers(ndim: int, dtype: np.dtype[Any], **given: Any) -> Numbers:
         if count is not None and not least <= integer(count, name) <= _LARGEST:
             raise ValueError(f"{name} must be at least {least} and fit 64 bits, got {count}")
     values = {
+        "compute_dtype": compute_dtype_of(dtype, options.compute_dtype),
         "axis": axis % ndim,
         "ignore_index": ignore_index,
-        "logit_scale": logit_scale,
-        "softcap": softcap,
-        "compute_dtype": compute_dtype_of(dtype, options.compute_dtype),
         "label_smoothing": label_smoothing,
         "z_loss": z_loss,
+        "logit_scale": logit_scale,
+        "softcap": softcap,
         "reduction": Reduction(reduction),
         "chunk": None if chunk is None else integer(chunk, "chunk"),
     }

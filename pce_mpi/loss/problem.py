@@ -104,17 +104,10 @@ def _call_of(
     weighted: bool,
     also: tuple[tuple[str, Hashable], ...],
 ) -> Call:
-    values = numbers.values
-    names = ("axis", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap")
-    described = {
-        "dtype": name_of(dtype),
-        "compute_dtype": name_of(values["compute_dtype"]),
-        "kind of targets": targets,
-        "weight given": weighted,
-        **{name: values[name] for name in names},
-        "reduction": str(values["reduction"]),
-    }
-    return Call(operation, dict(also) | described)
+    values = {name: value for name, value in numbers.values.items() if name != "chunk"}  # `also` has the one in use
+    values |= {"compute_dtype": name_of(values["compute_dtype"]), "reduction": str(values["reduction"])}
+    given = {"kind of targets": targets, "weight given": weighted}
+    return Call(operation, {**dict(also), "dtype": name_of(dtype), **values, **given})
 
 
 def rows_and_classes(array: Array, axis: int) -> Array:
@@ -240,9 +233,13 @@ def check_dtype_of_logits(dtype: np.dtype[Any]) -> None:
 def _check_weight(weight: Array, classes: int) -> HostArray:
     if weight.dtype.kind not in "iu" and not is_floating(weight.dtype):
         raise TypeError(f"weight must be real numbers, got {weight.dtype}")
-    if weight.shape != (classes,):
-        raise ValueError(f"weight must have one entry per class of this shard, ({classes},), got {weight.shape}")
+    check_per_class("weight", weight, classes, " of this shard")
     return to_host(weight).astype(np.float64)
+
+
+def check_per_class(name: str, array: Any, classes: int, whose: str = "") -> None:
+    if array.shape != (classes,):
+        raise ValueError(f"{name} must have one entry per class{whose}, ({classes},), got {array.shape}")
 
 
 def check_out(out: Any, inputs: Sequence[Array]) -> Array:

@@ -12,10 +12,10 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
-from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.largest import checked_k, largest
 from pce_mpi.loss.options import AxisOptions, Options, ShardedAxisOptions, takes
+from pce_mpi.ops.options import sharded_options
 from pce_mpi.ops.shape import normalized_axis
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -39,26 +39,16 @@ def _argmax_rule(shape: Shape, axis: int) -> Rule:
     )
 
 
-def _options(call: Call, operation: str, axis: int) -> Options:
-    return Options(
-        operation=operation,
-        axis=axis,
-        comm=call.comm([axis]),
-        num_classes=call.operands[0].shape[axis],
-        over=text_of_dims(call.dims([axis])),
-    )
-
-
 def _top_k(call: Call, x: Array, axis: int, k: int) -> tuple[Array, Array]:
     with standard_arithmetic():
-        found = largest(_options(call, "top_k", axis), x, k)
+        found = largest(sharded_options(call, "top_k", [axis], axis=axis), x, k)
     call.residuals = found[1]
     return found
 
 
 def _argmax(call: Call, x: Array, axis: int) -> Array:
     with standard_arithmetic():
-        return largest(_options(call, "argmax", axis), x, 1)[1].squeeze(axis)
+        return largest(sharded_options(call, "argmax", [axis], axis=axis), x, 1)[1].squeeze(axis)
 
 
 def _put_rule(g: Shape, classes: Shape, x: Shape, axis: int) -> Rule:

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-import numpy as np
-
-from pce_mpi.arrays import array_namespace, as_array, compute_dtype_of
+from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
-from pce_mpi.distributed.mesh import text_of_dims
-from pce_mpi.loss.linear import RowSums, check_dtypes, loss_and_sums
+from pce_mpi.loss.linear import RowSums, check_product, loss_and_sums
 from pce_mpi.loss.options import LinearCrossEntropyOptions, Options, Reduction, takes
 from pce_mpi.ops.elementwise import widened
-from pce_mpi.ops.loss import check_arrays, cross_entropy
+from pce_mpi.ops.loss import cross_entropy
 from pce_mpi.ops.matmul import matmul
+from pce_mpi.ops.options import checked_operands, parameters_of, sharded_options
 from pce_mpi.ops.selection import comparison, where
 from pce_mpi.ops.shape import reshape
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
-
-# The bias and the weight are operands.
-_SETTINGS = [name for name in LinearCrossEntropyOptions.__annotations__ if name not in ("bias", "weight")]
-_HIDDEN, _W = 0, 1
 
 
 def _rule(hidden: Shape, w: Shape, targets: Shape, *of_classes: Shape, **_: Any) -> Rule:
@@ -38,30 +31,13 @@ def _rule(hidden: Shape, w: Shape, targets: Shape, *of_classes: Shape, **_: Any)
     return Rule(operands, (), (), merged=frozenset({classes.label, *(row.label for row in rows)}))
 
 
-def _dims(call: Call, operand: int, axes: Sequence[int]) -> tuple[str, ...]:
-    sharding = call.operands[operand]
-    return tuple(dim for dim in call.mesh.dims if any(dim in sharding.dims_of(axis) for axis in axes))
-
-
-def _rows_dims(call: Call) -> tuple[str, ...]:
-    return _dims(call, _HIDDEN, range(len(call.operands[_HIDDEN].shape) - 1))
-
-
 def _linear_cross_entropy(
     call: Call, hidden: Array, w: Array, targets: Array, *of_classes: Array, biased: bool, **options: Any
 ) -> Array:
-    classes, rows, weight = _dims(call, _W, [1]), _rows_dims(call), of_classes[biased:]
-    all_options = Options(
-        operation="linear_cross_entropy",
-        bias=of_classes[0] if biased else None,
-        weight=weight[0] if weight else None,
-        comm=call.mesh.comm(*classes) if classes else None,
-        num_classes=call.operands[_W].shape[1] or None,  # no classes are an error of their own
-        over=text_of_dims(classes),
-        batch_comm=call.mesh.comm(*rows) if rows else None,
-        batch_over=text_of_dims(rows),
-        **options,
-    )
+    options["bias"] = of_classes[0] if biased else None
+    options["weight"] = next(iter(of_classes[biased:]), None)
+    rows = range(hidden.ndim - 1)
+    all_options = sharded_options(call, "linear_cross_entropy", [1], rows, classes_of=1, **options)
     loss, call.residuals = loss_and_sums(all_options, hidden, w, targets, with_gradients=any(call.required))
     return loss
 
@@ -195,28 +171,10 @@ def linear_cross_entropy(
     checked = Options.of("linear_cross_entropy", options, LinearCrossEntropyOptions)
     if isinstance(checked.reduction, str) and checked.reduction == Reduction.NONE:
         raise ValueError("reduction must be 'sum' or 'mean', as gradients are computed with the loss, got 'none'")
-    if len(w.shape) != 2 or len(hidden.shape) < 1 or hidden.shape[-1] != w.shape[0]:
-        raise ValueError(f"hidden must be (..., features) and w (features, classes), got {hidden.shape}, {w.shape}")
-    check_dtypes({"hidden": hidden, "w": w})
-    settings = {name: getattr(checked, name) for name in _SETTINGS}
-    try:
-        given = targets if isinstance(targets, DistArray) else as_array(targets, "targets")
-        if given.shape != hidden.shape[:-1]:
-            raise ValueError(f"targets must be class numbers of shape {hidden.shape[:-1]}, got {given.shape}")
-        of_classes = {
-            name: value if isinstance(value, DistArray) else as_array(value, name)
-            for name, value in (("bias", checked.bias), ("weight", checked.weight))
-            if value is not None
-        }
-        for name, array in of_classes.items():
-            if array.shape != w.shape[1:]:
-                raise ValueError(f"{name} must have one entry per class, ({w.shape[1]},), got {array.shape}")
-        bias = of_classes.get("bias")
-        check_arrays({"hidden": hidden, "w": w, "targets": given, **of_classes})
-        if bias is not None:
-            check_dtypes({"hidden": hidden, "w": w, "bias": bias})
-    except Exception as error:  # perhaps on this rank alone
-        rows = array_namespace(hidden.local).zeros(hidden.shape[:-1], np.int64)
-        return apply(_REFUSED, hidden, w, rows, biased=False, found=[error], **settings)
-    op = _LINEAR_CROSS_ENTROPY if bias is None else _BIASED
-    return apply(op, hidden, w, given, *of_classes.values(), biased=bias is not None, **settings)
+    operands = {"hidden": hidden, "w": w}
+    check_product(operands)
+    given = {"targets": targets, "bias": checked.bias, "weight": checked.weight}
+    others, found = checked_operands(operands, given, hidden.shape[:-1], w.shape[1])
+    parameters, biased = parameters_of(checked, LinearCrossEntropyOptions) | found, "bias" in others
+    op = _REFUSED if found else _BIASED if biased else _LINEAR_CROSS_ENTROPY
+    return apply(op, hidden, w, *others.values(), biased=biased, **parameters)

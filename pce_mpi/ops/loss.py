@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any, Unpack
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, compute_dtype_of, is_half, is_real
+from pce_mpi.arrays import compute_dtype_of, is_half
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array, operands_of
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
-from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss import Residuals, softmax_cross_entropy_backward
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import CrossEntropyOptions, Options, Reduction, takes
 from pce_mpi.loss.passes import forward
 from pce_mpi.ops.elementwise import astype, square, widened
+from pce_mpi.ops.options import checked_operands, parameters_of, sharded_options
 from pce_mpi.ops.reductions import mean
 from pce_mpi.ops.shape import normalized_axis
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
-
-# The weight is an operand.
-_SETTINGS = [name for name in CrossEntropyOptions.__annotations__ if name != "weight"]
 
 
 def _rule(logits: Shape, targets: Shape, *weight: Shape, axis: int, reduction: str, **_: Any) -> Rule:
@@ -47,16 +44,8 @@ def _rule(logits: Shape, targets: Shape, *weight: Shape, axis: int, reduction: s
 def _cross_entropy(call: Call, logits: Array, targets: Array, *weight: Array, **options: Any) -> Array:
     axis = options["axis"]
     rows = [index for index in range(logits.ndim) if index != axis]
-    all_options = Options(
-        operation="cross_entropy",
-        weight=weight[0] if weight else None,
-        comm=call.comm([axis]),
-        num_classes=call.operands[0].shape[axis] or None,  # no classes are an error of their own
-        over=text_of_dims(call.dims([axis])),
-        batch_comm=call.comm(rows),
-        batch_over=text_of_dims(call.dims(rows)),
-        **options,
-    )
+    options["weight"] = weight[0] if weight else None
+    all_options = sharded_options(call, "cross_entropy", [axis], rows, **options)
     with standard_arithmetic():
         loss, call.residuals = forward(prepare(all_options, logits, targets))
     return loss
@@ -82,14 +71,6 @@ _CROSS_ENTROPY = Op(
     dtype=lambda logits, *_: compute_dtype_of(logits),
     uses=[()],
 )
-
-
-def check_arrays(arrays: Mapping[str, Any]) -> None:
-    """Raise `TypeError` unless `arrays`, by name, distributed ones or plain ones, are real numbers of one library."""
-    for name, array in arrays.items():
-        if not is_real(array.dtype):
-            raise TypeError(f"{name} must be bool, integers or real numbers, got {array.dtype}")
-    check_one_library({name: array.local if isinstance(array, DistArray) else array for name, array in arrays.items()})
 
 
 @operation
@@ -145,20 +126,11 @@ def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntrop
     ({'data': Shard(1)}, array([-0.375,  0.125,  0.125,  0.125]))
     """
     checked = Options.of("cross_entropy", options, CrossEntropyOptions)
-    axis, weight = normalized_axis(checked.axis, logits.ndim), checked.weight
-    settings = {name: getattr(checked, name) for name in _SETTINGS} | {"axis": axis}
-    rows = logits.shape[:axis] + logits.shape[axis + 1 :]
-    try:
-        given = targets if isinstance(targets, DistArray) else as_array(targets, "targets")
-        if given.shape not in (rows, logits.shape):
-            raise ValueError(f"targets must have shape {rows} or, as probabilities, {logits.shape}, got {given.shape}")
-        weights = [] if weight is None else [weight if isinstance(weight, DistArray) else as_array(weight, "weight")]
-        if weights and weights[0].shape != logits.shape[axis : axis + 1]:
-            raise ValueError(f"weight must have one entry per class, ({logits.shape[axis]},), got {weights[0].shape}")
-        check_arrays(dict(zip(("logits", "targets", "weight"), (logits, given, *weights), strict=False)))
-    except Exception as error:  # perhaps on this rank alone: the others hear of it in the agreement of the operation
-        given, weights, settings["found"] = array_namespace(logits.local).zeros(rows, np.int64), [], [error]
-    return apply(_CROSS_ENTROPY, logits, given, *weights, **settings)
+    axis, shape = normalized_axis(checked.axis, logits.ndim), logits.shape
+    given, rows = {"targets": targets, "weight": checked.weight}, shape[:axis] + shape[axis + 1 :]
+    others, found = checked_operands({"logits": logits}, given, rows, shape[axis], probabilities=shape)
+    parameters = parameters_of(checked, CrossEntropyOptions) | {"axis": axis} | found
+    return apply(_CROSS_ENTROPY, logits, *others.values(), **parameters)
 
 
 @operation

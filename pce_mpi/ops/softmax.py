@@ -14,14 +14,13 @@ from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
-from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.kernels import converted, standard_arithmetic
-from pce_mpi.loss.options import Options
 from pce_mpi.loss.passes import row_softmax, write_probabilities
 from pce_mpi.loss.softmax_state import StateFields
 from pce_mpi.ops.broadcasting import kept_shape, sum
 from pce_mpi.ops.elementwise import exp, widened
+from pce_mpi.ops.options import sharded_options
 from pce_mpi.ops.shape import normalized_axis
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -54,13 +53,7 @@ class Softmax:
         self._order = (*self._others, *axes)
         self._kept = kept_shape(x.shape, axes)
         rows = x.transpose(self._order).reshape(math.prod(self._kept), math.prod(x.shape[axis] for axis in axes))
-        options = Options(
-            operation=operation,
-            comm=call.comm(axes),
-            num_classes=math.prod(call.operands[0].shape[axis] for axis in axes),
-            over=text_of_dims(call.dims(axes)),
-        )
-        self._problem = prepare(options, rows, needs_targets=False)
+        self._problem = prepare(sharded_options(call, operation, axes), rows, needs_targets=False)
         self._rows = row_softmax(self._problem, _STATE)
 
     def probabilities(self) -> Array:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any, Unpack
 
 from pce_mpi import loss
-from pce_mpi.arrays import as_array, check_one_library, compute_dtype_of
+from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
-from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import Options, SoftmaxOptions, StatisticsOptions, takes
@@ -21,6 +20,7 @@ from pce_mpi.loss.statistics import (
     class_statistics_backward,
     statistics_of,
 )
+from pce_mpi.ops.options import checked_operands, parameters_of, sharded_options
 from pce_mpi.ops.shape import normalized_axis
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -40,15 +40,7 @@ def _class_statistics(call: Call, logits: Array, *targets: Array, **options: Any
     """Return all statistics but those that are None."""
     axis = options["axis"]
     rows = [index for index in range(logits.ndim) if index != axis]
-    all_options = Options(
-        operation="class_statistics",
-        comm=call.comm([axis]),
-        num_classes=call.operands[0].shape[axis] or None,  # no classes are an error of their own
-        over=text_of_dims(call.dims([axis])),
-        batch_comm=call.comm(rows),
-        batch_over=text_of_dims(call.dims(rows)),
-        **options,
-    )
+    all_options = sharded_options(call, "class_statistics", [axis], rows, **options)
     statistics, call.residuals = statistics_of(prepare(all_options, logits, *targets, needs_targets=False))
     return tuple(each for each in statistics if each is not None)
 
@@ -135,14 +127,10 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     if not isinstance(logits, DistArray):
         return loss.class_statistics(logits, targets, **options)
     checked = Options.of("class_statistics", options, SoftmaxOptions)
-    axis = normalized_axis(checked.axis, logits.ndim)
-    given = [] if targets is None else [targets if isinstance(targets, DistArray) else as_array(targets, "targets")]
-    rows = logits.shape[:axis] + logits.shape[axis + 1 :]
-    if given and given[0].shape != rows:
-        raise ValueError(f"targets must be class numbers of shape {rows}, got {given[0].dtype} of {given[0].shape}")
-    named = zip(("logits", "targets"), (logits, *given), strict=False)
-    check_one_library({name: array.local if isinstance(array, DistArray) else array for name, array in named})
-    settings = {name: getattr(checked, name) for name in SoftmaxOptions.__annotations__} | {"axis": axis}
+    axis, shape = normalized_axis(checked.axis, logits.ndim), logits.shape
+    given, rows = {} if targets is None else {"targets": targets}, shape[:axis] + shape[axis + 1 :]
+    others, found = checked_operands({"logits": logits}, given, rows, shape[axis])
+    parameters = parameters_of(checked, SoftmaxOptions) | {"axis": axis} | found
     with standard_arithmetic():
-        found = _named(apply(_CLASS_STATISTICS, logits, *given, **settings), bool(given))
-    return found._replace(max=found.max.detach(), sum_exp=found.sum_exp.detach())
+        statistics = _named(apply(_CLASS_STATISTICS, logits, *others.values(), **parameters), bool(others))
+    return statistics._replace(max=statistics.max.detach(), sum_exp=statistics.sum_exp.detach())

@@ -125,6 +125,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("cumulative"),
             room("arithmetic"),
             room("selection"),
+            room("options"),
             room("softmax"),
             room("reductions"),
             room("moments"),

@@ -104,7 +104,7 @@ def row_softmax(
 def row_losses(softmax: Array, fields: StateFields, valid: Array, terms: LossTerms) -> Array:
     """The losses and weights of rows, (2, rows); `losses.row_losses` has the arguments."""
     losses = np.empty((2, len(softmax)))
-    _compiled.row_losses(softmax, valid, losses, fields.flags, terms.smoothing, terms.share, terms.z_loss)
+    _compiled.row_losses(softmax, valid, losses, fields.flags, *terms)
     return losses
 
 
@@ -121,7 +121,7 @@ def row_gradients(
     """The rows of a gradient; `losses.row_gradients` has the arguments."""
     rows = np.empty((len(softmax), len(ROW_GRADIENT)))
     given = (softmax, valid, target_column, upstream, divisor, rows)
-    _compiled.row_gradients(*given, fields.flags, scale, terms.smoothing, terms.share, terms.z_loss)
+    _compiled.row_gradients(*given, fields.flags, scale, *terms)
     return rows
 
 

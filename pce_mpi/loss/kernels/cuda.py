@@ -166,7 +166,7 @@ def row_softmax(
 
 
 def _numbers_of(terms: LossTerms) -> list[np.float64]:
-    return [np.float64(number) for number in (terms.smoothing, terms.share, terms.z_loss)]
+    return [np.float64(number) for number in terms]
 
 
 def row_losses(softmax: Array, fields: StateFields, valid: Any, terms: LossTerms) -> Array:

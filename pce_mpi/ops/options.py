@@ -1,0 +1,90 @@
+"""The options of losses of distributed arrays: checks of what the user gives, and what the shardings add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import math
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_real
+from pce_mpi.autograd.op import Call
+from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.mesh import text_of_dims
+from pce_mpi.loss.linear import check_product
+from pce_mpi.loss.options import Options
+from pce_mpi.loss.problem import check_per_class
+
+Shape = tuple[int, ...]
+
+_OPERANDS = ("bias", "weight")
+
+
+def parameters_of(options: Options, known: type[Any]) -> dict[str, Any]:
+    """Return the options of the TypedDict `known` that are parameters of an operation; the others are operands."""
+    return {name: getattr(options, name) for name in known.__annotations__ if name not in _OPERANDS}
+
+
+def checked_operands(
+    operands: Mapping[str, DistArray],
+    given: Mapping[str, Any],
+    rows: Shape,
+    classes: int,
+    probabilities: Shape | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the operands `given` beside `operands`, checked, or else zeros as targets and the error as a parameter.
+
+    `given` has the targets, of the shape `rows` or `probabilities`, and arrays of one entry per class, which may be
+    None. An error is perhaps that of this rank alone: the others hear of it in the agreement of the loss.
+    """
+    try:
+        arrays = {
+            name: value if isinstance(value, DistArray) else as_array(value, name)
+            for name, value in given.items()
+            if value is not None or name == "targets"
+        }
+        for name, array in arrays.items():
+            if name != "targets":
+                check_per_class(name, array, classes)
+            elif array.shape not in (rows, probabilities):
+                kinds = f"have shape {rows} or, as probabilities, {probabilities}"
+                expected = f"be class numbers of shape {rows}" if probabilities is None else kinds
+                raise ValueError(f"targets must {expected}, got {array.dtype} of {array.shape}")
+        everything = {**operands, **arrays}
+        for name, array in everything.items():
+            if not is_real(array.dtype):
+                raise TypeError(f"{name} must be bool, integers or real numbers, got {array.dtype}")
+        check_one_library({name: x.local if isinstance(x, DistArray) else x for name, x in everything.items()})
+        if "bias" in arrays:
+            check_product({**operands, "bias": arrays["bias"]})
+    except Exception as error:
+        first, *_ = operands.values()
+        return {"targets": array_namespace(first.local).zeros(rows, np.int64)}, {"found": [error]}
+    return arrays, {}
+
+
+def sharded_options(
+    call: Call,
+    operation: str,
+    classes: Sequence[int],
+    rows: Sequence[int] = (),
+    *,
+    classes_of: int = 0,
+    **options: Any,
+) -> Options:
+    """Return `options` with the communicators over which classes and rows are sharded.
+
+    Rows are these axes of the first operand, and classes those of the operand `classes_of`.
+    """
+    mesh, shape = call.mesh, call.operands[classes_of].shape
+    over, batch_over = call.dims(classes, classes_of), call.dims(rows)
+    return Options(
+        operation=operation,
+        comm=mesh.comm(*over) if over else None,
+        num_classes=math.prod(shape[axis] for axis in classes) or None,  # no classes are an error of their own
+        over=text_of_dims(over),
+        batch_comm=mesh.comm(*batch_over) if batch_over else None,
+        batch_over=text_of_dims(batch_over),
+        **options,
+    )
