@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Function = TypeVar("Function", bound=Callable[..., Any])
+Operator = Callable[["DistArray", Any], "DistArray"]
 
 #: the operations on distributed arrays by name; `ops`, a wing below this one, enters them
 OPERATIONS: dict[str, Callable[..., Any]] = {}
@@ -35,6 +36,18 @@ def operation(function: Function) -> Function:
     """Enter `function` into `OPERATIONS` by its name."""
     OPERATIONS[function.__name__] = function
     return function
+
+
+def _operators(name: str) -> tuple[Operator, Operator]:
+    """Make the operators of the operand on the left and of that on the right, of the operation `name`."""
+
+    def left(self: DistArray, other: Any) -> DistArray:
+        return OPERATIONS[name](self, other)
+
+    def right(self: DistArray, other: Any) -> DistArray:
+        return OPERATIONS[name](other, self)
+
+    return left, right
 
 
 class DistArray:
@@ -246,53 +259,16 @@ class DistArray:
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"DistArray(shape={self.shape}, dtype={self.dtype}, {self.sharding}{grad})"
 
-    def __add__(self, other: Any) -> DistArray:
-        return OPERATIONS["add"](self, other)
-
-    def __radd__(self, other: Any) -> DistArray:
-        return OPERATIONS["add"](other, self)
-
-    def __sub__(self, other: Any) -> DistArray:
-        return OPERATIONS["subtract"](self, other)
-
-    def __rsub__(self, other: Any) -> DistArray:
-        return OPERATIONS["subtract"](other, self)
-
-    def __mul__(self, other: Any) -> DistArray:
-        return OPERATIONS["multiply"](self, other)
-
-    def __rmul__(self, other: Any) -> DistArray:
-        return OPERATIONS["multiply"](other, self)
-
-    def __truediv__(self, other: Any) -> DistArray:
-        return OPERATIONS["divide"](self, other)
-
-    def __rtruediv__(self, other: Any) -> DistArray:
-        return OPERATIONS["divide"](other, self)
-
-    def __floordiv__(self, other: Any) -> DistArray:
-        return OPERATIONS["floor_divide"](self, other)
-
-    def __rfloordiv__(self, other: Any) -> DistArray:
-        return OPERATIONS["floor_divide"](other, self)
-
-    def __mod__(self, other: Any) -> DistArray:
-        return OPERATIONS["remainder"](self, other)
-
-    def __rmod__(self, other: Any) -> DistArray:
-        return OPERATIONS["remainder"](other, self)
-
-    def __pow__(self, other: Any) -> DistArray:
-        return OPERATIONS["power"](self, other)
-
-    def __rpow__(self, other: Any) -> DistArray:
-        return OPERATIONS["power"](other, self)
-
-    def __matmul__(self, other: Any) -> DistArray:
-        return OPERATIONS["matmul"](self, other)
-
-    def __rmatmul__(self, other: Any) -> DistArray:
-        return OPERATIONS["matmul"](other, self)
+    __add__, __radd__ = _operators("add")
+    __sub__, __rsub__ = _operators("subtract")
+    __mul__, __rmul__ = _operators("multiply")
+    __truediv__, __rtruediv__ = _operators("divide")
+    __floordiv__, __rfloordiv__ = _operators("floor_divide")
+    __mod__, __rmod__ = _operators("remainder")
+    __pow__, __rpow__ = _operators("power")
+    __matmul__, __rmatmul__ = _operators("matmul")
+    __and__, __rand__ = _operators("bitwise_and")
+    __or__, __ror__ = _operators("bitwise_or")
 
     def __lt__(self, other: Any) -> DistArray:
         return OPERATIONS["less"](self, other)
@@ -313,18 +289,6 @@ class DistArray:
         return OPERATIONS["not_equal"](self, other)
 
     __hash__ = object.__hash__  # by identity, as == compares elements
-
-    def __and__(self, other: Any) -> DistArray:
-        return OPERATIONS["bitwise_and"](self, other)
-
-    def __rand__(self, other: Any) -> DistArray:
-        return OPERATIONS["bitwise_and"](other, self)
-
-    def __or__(self, other: Any) -> DistArray:
-        return OPERATIONS["bitwise_or"](self, other)
-
-    def __ror__(self, other: Any) -> DistArray:
-        return OPERATIONS["bitwise_or"](other, self)
 
     def __invert__(self) -> DistArray:
         return OPERATIONS["invert"](self)
