@@ -14,11 +14,12 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from pce_mpi.arrays import is_floating, is_half
+from pce_mpi.arrays import is_floating
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.kernels import converted, standard_arithmetic
+from pce_mpi.loss.kernels.largest import order
 from pce_mpi.loss.options import Options, ShardedAxisOptions, takes
 from pce_mpi.loss.problem import Problem, check, rows_and_classes
 from pce_mpi.loss.softmax_state import NO_CLASS
@@ -26,9 +27,6 @@ from pce_mpi.scalars import integer
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
-
-# Logits whose order is found at once on the host, where halves are widened first.
-_BLOCK = 2**20
 
 
 @takes(ShardedAxisOptions)
@@ -119,11 +117,8 @@ def largest(options: Options, logits: Any, k: int) -> tuple[Array, Array]:
     values, classes = candidates[:, 0].view(dtype), candidates[:, 1]
     values[...], classes[...] = _lowest(dtype), NO_CLASS  # of a rank with fewer classes
     count = min(k, problem.classes)
-    step = max(1, _BLOCK // max(1, problem.classes)) if xp is np else max(1, len(rows))
-    for start in range(0, len(rows), step):
-        part = slice(start, start + step)
-        found, columns = _largest_of(rows[part], count, xp)
-        values[part, :count], classes[part, :count] = found.astype(dtype, copy=False), columns + problem.class_start
+    found, columns = problem.kernel.largest_of(rows, count)
+    values[:, :count], classes[:, :count] = found.astype(dtype, copy=False), columns + problem.class_start
     if options.comm is not None:
         element = np.dtype([("values", dtype, (k,)), ("classes", np.int64, (k,))])
         with cause(options.operation, options.over, "the largest logits of the shards, merged"):
@@ -160,34 +155,6 @@ def _lowest(dtype: Any) -> Any:
     return -math.inf if dtype is np.float64 else np.iinfo(dtype).min
 
 
-def _order(x: Array, xp: Any) -> Array:
-    """The order of each row from the largest element, or a `nan`, to the smallest; equal ones stay in order."""
-    return x.shape[1] - 1 - xp.argsort(x[:, ::-1], axis=1, kind="stable")[:, ::-1]
-
-
-def _largest_of(x: Array, k: int, xp: Any) -> tuple[Array, Array]:
-    """The k largest elements of each row and their columns; only blocks with large maxima are put in order.
-
-    The k largest are in the k blocks with the largest maxima: before an element of another block come these maxima.
-    """
-    if is_floating(x.dtype) and xp is not np:
-        x = converted(x, np.float64)  # to CuPy all subnormal numbers of float32 are equal
-    elif is_half(x.dtype):
-        x = x.astype(np.float32)
-    rows, columns = x.shape
-    size = max(1, math.isqrt(columns // max(1, k)))
-    blocks = columns // size
-    maxima = x[:, : blocks * size].reshape(rows, blocks, size).max(axis=2)
-    # In order, so that of equal elements the lowest columns come first.
-    chosen = xp.sort(_order(maxima, xp)[:, :k], axis=1)
-    places = (chosen[:, :, None] * size + xp.arange(size)).reshape(rows, chosen.shape[1] * size)
-    rest = xp.broadcast_to(xp.arange(blocks * size, columns), (rows, columns - blocks * size))
-    places = xp.concatenate([places, rest], axis=1)
-    values = xp.take_along_axis(x, places, axis=1)
-    first = _order(values, xp)[:, :k]
-    return xp.take_along_axis(values, first, axis=1), xp.take_along_axis(places, first, axis=1)
-
-
 @cache
 def _merge(k: int) -> Callable[[HostArray, HostArray], None]:
     """The merge of the k candidates of a set of classes into those of another one, of the same rows."""
@@ -196,7 +163,7 @@ def _merge(k: int) -> Callable[[HostArray, HostArray], None]:
         values, classes = (np.concatenate([a[name], b[name]], axis=1) for name in ("values", "classes"))
         by_class = np.argsort(classes, axis=1, kind="stable")
         values, classes = (np.take_along_axis(each, by_class, axis=1) for each in (values, classes))
-        first = _order(values, np)[:, :k]
+        first = order(values)[:, :k]
         b["values"] = np.take_along_axis(values, first, axis=1)
         b["classes"] = np.take_along_axis(classes, first, axis=1)
 

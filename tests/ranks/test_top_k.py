@@ -1,12 +1,15 @@
 """The largest logits and their classes: those of a stable sort of all classes, with the bits of one process."""
 
+import math
+
+from hypothesis import given, settings, strategies as st
 import ml_dtypes
 import numpy as np
 import pytest
 
 import pce_mpi as pce
 from pce_mpi import Replicate, Shard
-from pce_mpi.loss import largest
+from pce_mpi.loss.kernels import host_kernel, largest as kernel_largest
 from ranks.grids import mesh_of, squarest
 from ranks.problems import SPLITS, is_same, split
 
@@ -59,9 +62,24 @@ def test_top_k_of_shards_is_stable_sort(comm, how, dtype):
         assert np.array_equal(found, logits.argmax(1))
 
 
+@pytest.mark.sizes(1)
+@given(data=st.data(), dtype=st.sampled_from(["float32", "float64", "float16"]))
+@settings(max_examples=60)
+def test_kernels_find_the_same(data, dtype):
+    few = st.sampled_from([-math.inf, -0.0, 0.0, 1.0, 1.5, 2.0, math.inf, math.nan]) | st.floats(width=16)
+    columns = data.draw(st.integers(1, 70))
+    rows = np.array(data.draw(st.lists(few, min_size=3 * columns, max_size=3 * columns)), dtype).reshape(3, columns)
+    rows = rows[:, :: data.draw(st.sampled_from([1, -1]))]
+    k = data.draw(st.integers(1, min(columns, 40)))
+    values, places = host_kernel().largest_of(rows, k)
+    wanted, order = kernel_largest.largest_of(rows, k)
+    assert np.array_equal(places, order)
+    np.testing.assert_array_equal(values.astype(dtype), wanted)
+
+
 @pytest.mark.sizes(2)  # the order of the local classes does not depend on the ranks
 def test_many_classes_are_ordered_by_blocks(comm, monkeypatch):
-    monkeypatch.setattr(largest, "_BLOCK", 3 * 5000)
+    monkeypatch.setattr(kernel_largest, "_BLOCK", 3 * 5000)
     rng = np.random.default_rng(1)
     for drawn in (rng.integers(0, 4000, (4, 5003)), np.sort(rng.integers(0, 60, (4, 5003)), 1)):
         logits = drawn.astype(np.float32)

@@ -185,6 +185,28 @@ PyObject *row_gradients(PyObject *, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
+// Fill the k largest logits of each row, (rows, k), and their columns.
+PyObject *largest_of(PyObject *, PyObject *arguments) {
+    PyObject *logits, *values, *columns;
+    Largest largest = {};
+    if (!PyArg_ParseTuple(arguments, "OilOO:largest_of", &logits, &largest.kind, &largest.k, &values, &columns))
+        return nullptr;
+    Buffer x, v, c;
+    if (!x.take(logits, PyBUF_STRIDES) || !v.take(values, PyBUF_WRITABLE) || !c.take(columns, PyBUF_WRITABLE))
+        return nullptr;
+    largest.rows = x.of<const char>();
+    largest.count = long(x.view.shape[0]);
+    largest.classes = long(x.view.shape[1]);
+    largest.stride = long(x.view.strides[0]);
+    largest.values = v.of<double>();
+    largest.columns = c.of<int64_t>();
+    const Loops *loops = chosen->loops;
+    Py_BEGIN_ALLOW_THREADS;
+    loops->find(largest);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 // Sum each of the arrays of float64 numbers in a tuple, into 4 words each: a grid and limbs.
 PyObject *sums_of(PyObject *, PyObject *arguments) {
     PyObject *arrays, *out;
@@ -303,6 +325,7 @@ PyMethodDef METHODS[] = {{"fill_states", fill_states, METH_VARARGS, nullptr},
                          {"row_softmax", row_softmax, METH_VARARGS, nullptr},
                          {"row_losses", row_losses, METH_VARARGS, nullptr},
                          {"row_gradients", row_gradients, METH_VARARGS, nullptr},
+                         {"largest_of", largest_of, METH_VARARGS, nullptr},
                          {"sums_of", sums_of, METH_VARARGS, nullptr},
                          {"add_sums", add_sums, METH_VARARGS, nullptr},
                          {"valid_rows", valid_rows, METH_VARARGS, nullptr},

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pce_mpi.loss.kernels import largest as definition
 import pce_mpi.loss.kernels._compiled as _compiled  # type: ignore[import-not-found]  # built by setup.py
 from pce_mpi.loss.kernels.elementary import DOUBLE, Arithmetic
 from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
@@ -138,6 +139,21 @@ def write_gradient(
     """Write the gradient of the logits into `out`; `definition.write_gradient` has the arguments."""
     call = _call(fields, transform, arithmetic)
     _compiled.write_gradient(*_raw(logits), *_raw(out), rows, *_weights(weights, fields.weighted_logit), *call)
+
+
+# So many elements of a row that stay in order while the others are compared with the last of them.
+_FEW = 32
+
+
+def largest_of(x: Array, k: int) -> tuple[Array, Array]:
+    """The k largest elements of each row and their columns; `largest.largest_of` says more."""
+    if x.dtype.name not in _KINDS or not 0 < k <= _FEW:
+        return definition.largest_of(x, k)
+    values, columns = np.empty((len(x), k)), np.empty((len(x), k), np.int64)
+    if x.strides[1] != x.itemsize:
+        x = np.ascontiguousarray(x)
+    _compiled.largest_of(*_raw(x), k, values, columns)
+    return values, columns
 
 
 def sums_of(*arrays: Array) -> Array:

@@ -20,6 +20,8 @@ from typing import Any
 import cupy
 import numpy as np
 
+from pce_mpi.arrays import is_floating
+from pce_mpi.loss.kernels import largest
 from pce_mpi.loss.kernels.compilation import ARITHMETICS, CPP_TYPES, DTYPE_CODES, OPTIONS, Kernel, source_of
 from pce_mpi.loss.kernels.elementary import SINGLE, Arithmetic
 from pce_mpi.loss.kernels.launch_config import BLOCK_THREADS, MERGE_BLOCK_THREADS, WARP_SIZE, LaunchConfig
@@ -223,6 +225,12 @@ def loss_of(sums: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array
     loss = cupy.empty(2, np.float64)
     _launch(Kernel("sums.cu", "pce::fill_loss"), (1, 1), WARP_SIZE, cupy.ascontiguousarray(sums), np.bool_(mean), loss)
     return converted(loss[:1], dtype).reshape(()), loss[1:]
+
+
+def largest_of(x: Array, k: int) -> tuple[Array, Array]:
+    """The k largest elements of each row and their columns; `largest.largest_of` says more."""
+    # To CuPy all subnormal numbers of float32 are equal.
+    return largest.largest_of(converted(x, np.dtype(np.float64)) if is_floating(x.dtype) else x, k)
 
 
 def converted(values: Array, dtype: np.dtype[Any]) -> Array:

@@ -9,6 +9,7 @@ the files that are imported, in the order in which they are best read:
     row_softmax     what follows from a merged state
     losses          the loss of a row, and the row of its gradient
     gradients       the gradient of its logits
+    largest         the largest logits of a row, for `top_k`
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 
 from pce_mpi.loss.kernels.elementary import Arithmetic, f32, f64, i64, softcap_slope, u64
 from pce_mpi.loss.kernels.gradients import gradient_of
+from pce_mpi.loss.kernels.largest import largest_of as largest_of
 from pce_mpi.loss.kernels.limbs import Sums, sum_of, united, value_of_wide
 from pce_mpi.loss.kernels.losses import row_gradients as row_gradients, row_losses as row_losses
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform

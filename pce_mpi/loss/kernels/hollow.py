@@ -40,6 +40,10 @@ def write_gradient(*_: Any, **__: Any) -> None:
     pass
 
 
+def largest_of(x: Array, k: int) -> tuple[Array, Array]:
+    return hollow((len(x), k), x.dtype), hollow((len(x), k), np.int64)
+
+
 def sums_of(*arrays: Array) -> Array:
     return hollow((len(arrays), 4), np.uint64)
 

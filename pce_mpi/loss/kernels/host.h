@@ -87,9 +87,17 @@ struct Write {
     Call call;
     bool wide;
 };
+struct Largest {
+    const char *rows;
+    long count, classes, stride, k;  // rows and classes; the stride in bytes
+    int kind;
+    double *values;  // k of each row, the largest first
+    int64_t *columns;
+};
 struct Loops {
     void (*fill)(const Fill &);
     void (*write)(const Write &);
+    void (*find)(const Largest &);
 };
 
 // A call in a hot loop costs as much as the loop.

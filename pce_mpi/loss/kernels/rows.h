@@ -181,6 +181,31 @@ template <class Arithmetic, class T> static void add_others(State &state, const 
     }
 }
 
+// The k largest of a row and their columns, of equal ones the first; nan is larger than numbers. k is at most `count`.
+template <class T> static void largest_of(const T *x, long count, long k, double *values, int64_t *columns) {
+    constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
+    long held = 0;
+    auto comes_before = [](double v, double other) { return v > other || (v != v && other == other); };
+    auto take = [&](long column) {
+        double v = number_at(x, column);
+        if (held == k && !comes_before(v, values[k - 1])) return;
+        long place = held < k ? held++ : k - 1;
+        for (; place > 0 && comes_before(v, values[place - 1]); place--) {
+            values[place] = values[place - 1];
+            columns[place] = columns[place - 1];
+        }
+        values[place] = v;
+        columns[place] = column;
+    };
+    for (long i = 0; i < k; i++) take(i);
+    for (long i = k; i < count; i += lanes) {
+        auto v = load_up_to(x + i, count - i);
+        auto found = (v > decltype(v){} + decltype(v[0] + v[0])(values[k - 1])) | (v != v);
+        if (!any_less((Ints)found, Ints{})) continue;
+        for (long lane = 0; lane < lanes && i + lane < count; lane++) take(i + lane);
+    }
+}
+
 // The first of the largest logits or, with weights, of those with most weight; nan is larger than numbers.
 template <class T> static long place_of_largest(const T *x, long count, const Weights *weights) {
     double top = largest(x, count);

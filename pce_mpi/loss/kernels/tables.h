@@ -220,4 +220,12 @@ static void write(const Write &write) {
     }
 }
 
-static const Loops LOOPS = {fill, write};
+static void find(const Largest &largest) {
+    of_kind(largest.kind, [&](auto one) {
+        for (long r = 0; r < largest.count; r++)
+            largest_of((const decltype(one) *)(largest.rows + r * largest.stride), largest.classes, largest.k,
+                       largest.values + r * largest.k, largest.columns + r * largest.k);
+    });
+}
+
+static const Loops LOOPS = {fill, write, find};
