@@ -10,9 +10,24 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import Shard
+from pce_mpi.arrays import is_floating
+from pce_mpi.autograd.apply import apply
+from pce_mpi.autograd.recording import put_on_tape
 from pce_mpi.distributed.array import OPERATIONS
 from pce_mpi.distributed.sharding import Sharding
-from ranks.op_cases import DEFINED, OPS, alone, cases_of, error_of, evaluate, listed, numbers, one_process, replicated
+from ranks.op_cases import (
+    CASES,
+    DEFINED,
+    OPS,
+    alone,
+    cases_of,
+    error_of,
+    evaluate,
+    listed,
+    numbers,
+    one_process,
+    replicated,
+)
 from ulps import FINITE_DIFFERENCE, HALF, OPERATION
 
 # A power of two, so that operands and the direction are added without rounding: close to eps**(1/3).
@@ -164,6 +179,46 @@ def test_powers_of_0_have_gradients_of_pytorch():
     np.testing.assert_array_equal(base, [0, 1, 0, 0])
     np.testing.assert_array_equal(exponent, [0, 0, 0, np.log(2)])
     np.testing.assert_array_equal(gradient_of(lambda x: x**0, [0.0, 3.0])[0], [0, 0])
+
+
+# ----------------------------------------------------------------------------------------------- what the tape holds
+
+
+def gradients_without(monkeypatch, case, dropped=None):
+    """Return the gradients as bytes, or an error, and what the tape holds: operations with numbers of operands.
+
+    It does not hold `dropped`. The result is operand -1.
+    """
+    held = set()
+
+    def put_without(op, results, operands, inputs, required, *others):
+        if any(required) and is_floating(results[0].dtype):
+            count = len(required)
+            uses = op.uses or [range(-1, count)] * count
+            used = {index for each, needs in zip(uses, required, strict=False) if needs for index in each}
+            held.update((op, index) for index in used if index < count)
+            if dropped and dropped[0] is op:
+                op = replace(op, uses=[used - {dropped[1]}] * count)
+        put_on_tape(op, results, operands, inputs, required, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(apply.__globals__, "put_on_tape", put_without)
+        try:
+            gradients = evaluate(case, alone(), replicated(case, alone())).gradients
+        except (IndexError, TypeError, ValueError) as error:  # as an array has no elements
+            return str(error), held
+    return [None if x is None else x.local.tobytes() for x in gradients], held
+
+
+def test_tape_holds_only_operands_that_gradients_need(monkeypatch):
+    held, needed = set(), set()
+    for case in CASES:
+        if case.op != "op":  # operations of users hold everything
+            expected, found = gradients_without(monkeypatch, case)
+            held |= found
+            needed |= {each for each in found - needed if gradients_without(monkeypatch, case, each)[0] != expected}
+    # That of logsumexp costs nothing: its residuals hold the same elements.
+    assert {(op.name, index) for op, index in held - needed} == {("logsumexp", 0)}
 
 
 # ----------------------------------------------------------------------------------------------------------- dtypes
