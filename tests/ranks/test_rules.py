@@ -402,6 +402,7 @@ def test_normalization_over_sharded_axis_sends_little(line, formula):
         assert result.sharding == x.sharding
         check(result, in_numpy(a), Shard(1))
         assert collectives(trace) == ["all_reduce"] * calls
+        assert {event.over for event in trace.events} == {"data"}
         assert trace.bytes() <= calls * 3 * 40
         _, trace = traced((result * weights).sum().backward)
         assert x.grad.sharding == x.sharding
