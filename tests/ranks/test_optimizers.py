@@ -10,6 +10,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import SGD, AdamW, Shard, cosine_schedule, linear_schedule
+from pce_mpi.comm.rank_texts import ranks_text
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.optim.adamw import power_of
@@ -333,11 +334,13 @@ def test_wrong_state_on_one_rank_raises_everywhere(comm, name):
     after(optimizer, w, gradients[:1])
     right = optimizer.state()
     wrong, error, text = changed(right, mesh, name)
-    for given in (wrong, right if comm.rank < comm.size - 1 else wrong):
+    last = comm.size - 1
+    for given, ranks in ((wrong, range(comm.size)), (right if comm.rank < last else wrong, [last])):
         with pytest.raises(error) as raised:
             optimizer.load_state(given)
         assert comm.allgather(str(raised.value)) == [str(raised.value)] * comm.size
         assert text in str(raised.value)
+        assert str(raised.value).endswith(f" ({ranks_text(ranks, 'data')})")
     assert {key: each.local.tobytes() for key, each in optimizer.state().items()} == {
         key: each.local.tobytes() for key, each in right.items()
     }
