@@ -177,6 +177,12 @@ def test_norms_take_lists(row):
     assert np.array_equal(found.full(), pce.layer_norm(x, np.array([1, 2, 3]), np.array([0, 0, 1])).full())
 
 
+@pytest.mark.parametrize("condition", [[True, False, True], [2, 0, 0.5]])
+def test_where_takes_condition_as_list(row, condition):
+    found = pce.where(condition, pce.distribute(np.arange(3, dtype=np.float32), row, data=pce.Shard(0)), -1.0)
+    assert (found.dtype, found.full().tolist()) == (np.float32, [0.0, -1.0, 2.0])
+
+
 @pytest.mark.sizes(2, 3, 4)
 def test_index_out_of_bounds_raises_on_every_rank(comm, row):
     x = pce.distribute(np.arange(6.0), row, data=pce.Shard(0))
