@@ -1,5 +1,6 @@
 """The loss of `hidden @ w` without its logits: the numbers of `softmax_cross_entropy` of them, at any chunk."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import ml_dtypes
@@ -196,9 +197,10 @@ def test_logits_are_held_one_chunk_at_a_time(comm, monkeypatch):
 def test_wrong_call_on_the_tape_raises(comm, change, error, text):
     mesh = mesh_of(comm, comm.size)
     hidden, w, targets = problem()
-    given = {"targets": targets} | change
-    with pytest.raises(error, match=text):
-        pce.linear_cross_entropy(pce.distribute(hidden, mesh), pce.distribute(w, mesh, data=pce.Shard(1)), **given)
+    hidden, w = pce.distribute(hidden, mesh), pce.distribute(w, mesh, data=pce.Shard(1))
+    for mode in (nullcontext(), pce.reproducible()):
+        with mode, pytest.raises(error, match=text):
+            pce.linear_cross_entropy(hidden, w, **{"targets": targets} | change)
 
 
 def test_gradients_on_the_tape_are_partial_where_sharded(comm):
