@@ -23,7 +23,8 @@ from pce_mpi.exact.slices import slicing
 from pce_mpi.exact.sums import total
 from pce_mpi.ops.elementwise import elementwise_rule
 from ranks.grids import factorizations, mesh_of, spread
-from ranks.op_cases import CASES, OPS, alone, cases_of, evaluate, replicated
+from ranks.op_cases import CASES, OPS, alone, cases_of, error_of, evaluate, listed, one_process, replicated
+from ulps import OPERATION
 
 
 @cache
@@ -97,6 +98,19 @@ def test_op_over_two_dims_has_bits_of_one(comm, data, case):
     ]
     with in_step(comm):
         assert not other_bits(case, mesh, shardings, dtype)
+
+
+@pytest.mark.parametrize("op", REPRODUCIBLE)
+def test_numbers_are_those_of_numpy(op):
+    for case in cases_of(op):
+        with pce.reproducible():
+            outcome = evaluate(case, alone(), replicated(case, alone()))
+        with np.errstate(all="ignore"):
+            results = listed(case.reference(*case.operands))
+        # `test_op_gradients.py` compares these with finite differences.
+        gradients = [x for x in one_process(case)[1] if x is not None]
+        for got, wanted in zip(outcome.arrays, [*results, *gradients], strict=True):
+            assert error_of(case, got.local, np.asarray(wanted)) <= OPERATION, case.name
 
 
 # An operation of a user's own without a rule has the bits of the library that it calls.
