@@ -39,6 +39,17 @@ def test_package_has_every_file_that_kernels_include():
     assert included <= packed
 
 
+def test_header_is_part_of_key_of_cupys_cache(monkeypatch, tmp_path):
+    folder = shutil.copytree(compilation.source_folder, tmp_path / "kernels")
+    monkeypatch.setattr(compilation, "source_folder", folder)
+    headers = [*folder.glob("*.h"), *folder.glob("*.cuh")]
+    sources = {compilation.source_of.__wrapped__("forward.cu")}
+    for header in headers:
+        header.write_text(header.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+        sources.add(compilation.source_of.__wrapped__("forward.cu"))
+    assert len(sources) == 1 + len(headers) > 5
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH; a CUDA toolkit has it")
 def test_commands_of_readme_compile_kernel():
     readme = (compilation.source_folder / "README.md").read_text(encoding="utf-8")
