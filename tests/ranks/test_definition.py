@@ -14,6 +14,7 @@ from pce_mpi.loss.kernels import compiled, definition
 from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic, fma32
 from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
+from ulps import OPTIONS, errors
 
 SETS = compiled.instruction_sets()
 KINDS = ["plain", "offset", "far", "huge", "largest", "masked", "certain", "equal", "special"]
@@ -292,6 +293,24 @@ def test_entropy_of_logits_scaled_below_huge(kernel, scale, arithmetic):
     assert same_bits(problem.softmax(kernel, whole), problem.softmax(definition, cut_at(problem, definition, CUTS[0])))
     for cuts in CUTS:
         assert cut_at(problem, kernel, cuts).tobytes() == whole.tobytes(), cuts
+
+
+def test_weighted_logits_near_largest_float64_keep_digits(kernel):
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((ROWS, 9)) * 2.0 ** rng.integers(780, 1000, (ROWS, 1))
+    weights = ClassWeights(rng.random(9), None, 0.1, 9)
+    problem = Drawn(logits, np.arange(ROWS), FIELDS["smoothed"], Transform(), DOUBLE, weights)
+    softmax = problem.softmax(kernel, problem.states(kernel))
+    expected = [
+        float(
+            sum(
+                Fraction(weight) * (Fraction(row.max()) - Fraction(z))
+                for weight, z in zip(weights.weight, row, strict=True)
+            )
+        )
+        for row in logits
+    ]
+    assert errors(softmax[:, ROW_SOFTMAX["weighted_nll"]], expected, np.float64).max() <= OPTIONS
 
 
 @pytest.mark.parametrize("ignore_index", [-100, 3, 5, 2**70, -(2**70)])
