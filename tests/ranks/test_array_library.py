@@ -12,7 +12,9 @@ from in_step import in_step
 import pce_mpi as pce
 from pce_mpi import Shard
 from pce_mpi.arrays import to_host
+from pce_mpi.comm import collectives
 from pce_mpi.loss import kernels
+from pce_mpi.loss.softmax_state import StateFields
 from ranks.problems import NARROW, SPLITS, WIDE, Results, assert_as_dense, draw, part_of, same_on_every_rank
 from ulps import STATISTICS, errors, worst
 
@@ -179,6 +181,14 @@ def test_mean_over_rows_of_weight_0_is_nan(comm, cupy):
     results = evaluate(comm, cupy, problem, part_of(comm, problem, "uneven"))
     assert all(np.isnan(loss) for loss in results.losses.values())
     assert all(np.isnan(gradient).all() for gradient in results.gradients.values())
+
+
+def test_state_of_cupy_row_is_one_element(comm, cupy, several, monkeypatch):
+    given, operator = [], collectives._operator
+    monkeypatch.setattr(collectives, "_operator", lambda op, dtype: (given.append(dtype), operator(op, dtype))[1])
+    logits = cupy.asarray(np.zeros((3, 4), np.float32))
+    pce.softmax_cross_entropy(logits, cupy.asarray(np.arange(3)), comm=comm, num_classes=4 * comm.size)
+    assert given == [StateFields().dtype]  # MPI may cut a message between elements
 
 
 @pytest.mark.parametrize("options", [{}, {"logit_scale": 0.5}, {"softcap": 5.0}], ids=str)
