@@ -551,6 +551,19 @@ def test_channels_dropped_in_any_order_free_alike(comm, monkeypatch):
     assert orders == [order] * comm.size
 
 
+def test_channel_of_one_rank_alone_is_freed(comm, monkeypatch):
+    others = [comm.Dup(), comm.Dup()]
+    all_reduce(np.ones(1), others[0], "sum")  # from here on the other ranks have none to free
+    monkeypatch.setattr(Watched, "freed", [])
+    last = comm.rank == comm.size - 1
+    if last:
+        dropped(MPI.COMM_SELF).clear()
+    all_reduce(np.ones(1), others[1], "sum")
+    for other in others:
+        other.Free()
+    assert Watched.freed == [False] * last
+
+
 def test_channel_that_one_rank_holds_stays_whole(comm, monkeypatch):
     monkeypatch.setattr(Watched, "freed", [])
     cycle = dropped(comm)
