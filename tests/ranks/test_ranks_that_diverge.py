@@ -47,6 +47,15 @@ def test_first_difference_is_named_and_not_last(comm, mesh):
     assert comm.allgather(text) == [here_and_there(comm, "exp", "tanh")] * comm.size
 
 
+def test_first_difference_may_be_forgotten(comm, mesh):
+    x = pce.distribute(NUMBERS, mesh, data=Shard(0))
+    y = pce.exp(x) if comm.rank == 0 else pce.tanh(x)
+    for _ in range(100):
+        y = y * 2
+    text = text_of(lambda: y.sum().item())
+    assert text.endswith("; the first of them more than 64 operations ago") == (comm.size > 1)
+
+
 def test_different_shape_is_noticed(comm, mesh):
     x = pce.distribute(np.ones((4 + (comm.rank == 0), 3)), mesh, data=Shard(0))
     text = text_of(lambda: (x @ np.ones((3, 2))).sum().item())
