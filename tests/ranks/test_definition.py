@@ -14,7 +14,7 @@ from pce_mpi.loss.kernels import compiled, definition
 from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic, fma32
 from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
-from ulps import OPTIONS, errors
+from ulps import LOSS, OPTIONS, errors
 
 SETS = compiled.instruction_sets()
 KINDS = ["plain", "offset", "far", "huge", "largest", "masked", "certain", "equal", "special"]
@@ -293,6 +293,15 @@ def test_entropy_of_logits_scaled_below_huge(kernel, scale, arithmetic):
     assert same_bits(problem.softmax(kernel, whole), problem.softmax(definition, cut_at(problem, definition, CUTS[0])))
     for cuts in CUTS:
         assert cut_at(problem, kernel, cuts).tobytes() == whole.tobytes(), cuts
+
+
+def test_losses_at_any_odds_keep_digits(kernel):
+    others = np.linspace(30, 50, 500)  # at odds of 2**60 the loss is computed in another way
+    problem = Drawn(
+        np.stack([0 * others, others], 1), 0 * others.astype(int), FIELDS["plain"], Transform(), DOUBLE, ClassWeights()
+    )
+    loss = problem.softmax(kernel, problem.states(kernel))[:, ROW_SOFTMAX["held_nll"]]
+    assert errors(loss, [float(mpmath.log1p(mpmath.exp(z))) for z in others], np.float64).max() <= LOSS
 
 
 def test_weighted_logits_near_largest_float64_keep_digits(kernel):
