@@ -406,6 +406,11 @@ def test_schedule_rises_falls_and_stays(schedule):
             schedule(0, lr=1.0, steps=10, warmup=warmup)
 
 
+@pytest.mark.parametrize("schedule", [linear_schedule, cosine_schedule])
+def test_schedule_without_warmup_falls_to_0(schedule):
+    assert [schedule(step, lr=2.0, steps=4) for step in (0, 2, 4)] == [2.0, 1.0, 0.0]
+
+
 def test_cosine_schedule_calls_no_libm(monkeypatch):
     rates = [cosine_schedule(step, lr=2.0, steps=10) for step in range(10)]
     assert rates == pytest.approx([1.0 + math.cos(math.pi * step / 10) for step in range(10)], rel=1e-15)
