@@ -10,6 +10,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import SGD, CollectiveError, Shard, clip_grad_norm
+from pce_mpi.comm.rank_texts import ranks_text
 from pce_mpi.comm.tracing import Purpose
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.sharding import Sharding
@@ -622,20 +623,20 @@ class TestRanksThatDiffer:
             SGD(parameters, lr=1.0).zero_grad()
         refused_in_vain(comm, CollectiveError, functions(parameters)[number], parameters)
 
-    def test_gradient_unfit_on_one_rank(self, comm, line, number):
+    def test_unfit_gradient_of_one_rank_or_all(self, comm, line, number):
         bad = [
             (np.ones((3, 2)), TypeError, "must be a distributed array or None, got ndarray"),
             (gradient(np.ones((2, 3)), line, data=SUM), ValueError, "must have its shape, (3, 2), got (2, 3)"),
             (gradient(np.ones((3, 2), np.float32), line, data=SUM), TypeError, "must have its dtype, float64"),
             (gradient(np.ones((3, 2)), mesh_of(comm, comm.size, 1), data=SUM), ValueError, "is over another mesh"),
         ]
-        for wrong, kind, said in bad:
+        for (wrong, kind, said), ranks in product(bad, ([comm.size - 1], range(comm.size))):
             parameters = two(line)
-            if line.rank == comm.size - 1:
+            if line.rank in ranks:
                 parameters[0].grad = wrong
             text = refused_in_vain(comm, kind, functions(parameters)[number], parameters)
             assert f"the gradient of parameters[0] {said}" in text
-            assert f"rank {comm.size - 1}" in text
+            assert text.endswith(f" ({ranks_text(ranks, 'data')})")
 
     def test_other_numbers(self, comm, line, number):
         parameters = two(line)
