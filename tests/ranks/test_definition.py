@@ -155,6 +155,20 @@ def test_state_takes_at_most_96_bytes(name):
     assert FIELDS[name].dtype.itemsize == sizes[name]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FIELDS)
+def test_special_values_are_no_floating_point_errors(kernel, kind, name):
+    rng = np.random.default_rng(0)
+    logits, targets = logits_of(kind, 7, np.float64, rng)
+    probabilities = rng.random((ROWS, 7, 1)) if name == "probabilities" else None
+    problem = Drawn(logits, targets, FIELDS[name], Transform(), DOUBLE, ClassWeights(None, probabilities, 0.1, 7))
+    with np.errstate(all="raise"):
+        parts = [problem.states(kernel, 0, 3), problem.states(kernel, 3)]
+        kernel.merge(*parts, problem.fields, *problem.options.values())
+        softmax = problem.softmax(kernel, parts[1])
+        kernel.row_losses(softmax, problem.fields, np.ones(ROWS, np.bool_), LossTerms(0.1, 0.01, 0.3))
+
+
 @settings(max_examples=150)
 @given(problem=drawn(), seed=st.integers(0, 2**32))
 def test_states_of_any_cut_merge_to_same_bits(kernel, problem, seed):
