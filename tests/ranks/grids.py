@@ -33,10 +33,15 @@ def squarest(ranks: int, ndim: int = 2) -> tuple[int, ...]:
 
 
 def mesh_of(comm: MPI.Intracomm, *sizes: int) -> Mesh:
-    """The mesh of these sizes, made once: MPI has some 2,000 communicators to give. `comm` must outlive the tests."""
+    """The mesh of these sizes, made once: MPI has some 2,000 communicators to give. `comm` must outlive the tests.
+
+    The communicators along its dims are made with it, so that no test has them in its trace, whichever runs first.
+    """
     key = (comm.handle, *sizes)
     if key not in _meshes:
-        _meshes[key] = Mesh(comm, **dict(zip(NAMES, sizes, strict=False)))
+        _meshes[key] = mesh = Mesh(comm, **dict(zip(NAMES, sizes, strict=False)))
+        for dim in mesh.dims:
+            mesh.comm(dim)
     return _meshes[key]
 
 

@@ -410,8 +410,6 @@ def test_steps_that_send_are_agreed_on_once(line):
 def test_trace_of_redistribution_has_placements_and_reason(square):
     whole = numbers((8, 4), np.float32)
     x = distribute(whole, square, data=Shard(0), model=Partial("sum"))
-    for dim in square.dims:
-        square.comm(dim)  # which the trace shows when it is made
     with pce.trace() as trace:
         redistribute(x, x.sharding.replicated, operation="matmul", reason="operand 0 has to be placed so")
     rows = [(event.collective, event.over, event.ranks, event.before, event.after) for event in trace.select()]
