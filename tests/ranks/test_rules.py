@@ -428,7 +428,7 @@ TARGETS = np.array([0, 4, 2, -100, 1, 1, 3])
 
 
 @pytest.mark.parametrize("function", [pce.cross_entropy, pce.class_statistics], ids=lambda each: each.__name__)
-def test_traces_of_losses_have_dims_of_classes_and_rows(square, function):
+def test_losses_trace_dims_of_classes_and_rows(square, function):
     _, trace = traced(lambda: function(at(square, LOGITS, Shard(0), Shard(1)), TARGETS))
     agreements = trace.select("all_gather", operation=function.__name__, purpose=Purpose.AGREEMENT)
     assert [event.over for event in agreements] == ["model", "data"]

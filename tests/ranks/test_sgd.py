@@ -675,6 +675,14 @@ def test_error_reaches_ranks_through_shared_meshes(comm):
     assert all((w.local == -1).all() for w in parameters)
 
 
+def test_error_of_two_meshes_names_ranks_once(comm, line, square):
+    parameters = [*two(line), *two(square)]
+    if comm.rank == comm.size - 1:
+        parameters[0].grad = np.ones(3)
+    texts = refused(comm, TypeError, SGD(parameters, lr=1.0).step)
+    assert [text.count("(rank") for text in texts] == [1] * comm.size
+
+
 def test_bad_parameters_are_errors(line):
     w = parameter(np.zeros(3), line)
     plain = pce.distribute(np.zeros(3), line)
