@@ -72,7 +72,7 @@ class Row(NamedTuple):
 
 
 def sent(trace: pce.Trace) -> str:
-    """Each payload with its bytes, and its dim if there are two; "agreement" if there is nothing else."""
+    """Each payload with its bytes, and its dim if one is not "data"; "agreement" if there is nothing else."""
     several = len({event.over for event in trace.events} | {"data"}) > 1
     payload = [f"{event.over}: " * several + f"{event.collective} {event.bytes}" for event in trace.select()]
     return ", ".join(payload) or "agreement" * bool(trace.events)
@@ -504,7 +504,7 @@ GRADIENTS = {
         (SUM, R),
         "",
         [(R, R), None, None],
-        "data: all_reduce 160",
+        "all_reduce 160",
     ),
     "a value and its transpose": Row(also_transposed, of((4, 4), R) + WEIGHT, SUM, "", [R, SAME], "all_reduce 128"),
     "a leaf stays Partial": Row(pce.matmul, of((5, 4), R) + WEIGHT, S1, "", [SUM, SAME]),
