@@ -15,17 +15,12 @@ from in_step import in_step
 import pce_mpi as pce
 from pce_mpi.comm.tracing import Purpose
 from ranks.problems import (
-    NARROW,
-    SPLITS,
     WIDE,
-    Part,
     draw,
     evaluate,
     is_same,
     part_of,
     right_results,
-    same_on_every_rank,
-    split,
 )
 
 # Two ranks and four give the same bits (test_properties.py, tests/jobs/test_digests.py).
@@ -33,74 +28,9 @@ pytestmark = pytest.mark.sizes(1, 3)
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 TARGETS = ["index", "probabilities"]
-# Every number of axes with the class axis first, in the middle and last.
-SHAPES = [
-    ((NARROW,), 0),
-    ((WIDE,), 0),
-    ((6, NARROW), -1),
-    ((6, WIDE), -1),
-    ((NARROW, 6), 0),
-    ((WIDE, 6), 0),
-    ((3, 4, NARROW), 2),
-    ((3, WIDE, 4), 1),
-    ((WIDE, 3, 4), -3),
-    ((2, NARROW, 3, 4), 1),
-    ((2, 3, WIDE, 4), -2),
-    ((2, WIDE, 3, 1, 2), 1),
-    ((2, 3, 1, 2, NARROW), 4),
-]
 
 
 # Results
-
-
-@pytest.mark.parametrize("targets", TARGETS)
-@pytest.mark.parametrize(("shape", "axis"), SHAPES)
-def test_loss_of_any_shape_is_that_of_whole(comm, shape, axis, targets):
-    problem = draw(*shape, axis=axis, targets=targets, ignored=0.2)
-    right_results(comm, problem, "uneven")
-
-
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-@pytest.mark.parametrize("targets", TARGETS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_loss_of_any_dtype_is_that_of_whole(comm, dtype, targets, reduction):
-    for peaked, classes in product((False, True), (NARROW, WIDE)):
-        with in_step(comm):
-            problem = draw(9, classes, dtype=dtype, targets=targets, ignored=0.2, peaked=peaked, reduction=reduction)
-            right_results(comm, problem)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_compute_dtype_is_that_of_loss(comm, dtype):
-    problem = draw(9, WIDE, dtype=dtype, peaked=True, reduction="none")
-    right_results(comm, problem, compute_dtype=np.float64)
-
-
-@pytest.mark.parametrize("targets", TARGETS)
-@pytest.mark.parametrize("how", SPLITS)
-def test_shards_may_be_uneven_and_empty(comm, how, targets):
-    for classes in (NARROW, WIDE):
-        with in_step(comm):
-            problem = draw(5, classes, targets=targets, label_smoothing=0.1, weight=True)
-            right_results(comm, problem, how, num_classes=classes)
-
-
-@pytest.mark.parametrize("targets", TARGETS)
-@pytest.mark.parametrize("classes", [1, 2, 3, 4, 5])
-def test_loss_with_fewer_classes_than_ranks(comm, classes, targets):
-    problem = draw(4, classes, targets=targets, label_smoothing=0.2, reduction="none")
-    for how in SPLITS:
-        with in_step(comm):
-            right_results(comm, problem, how)
-
-
-@pytest.mark.parametrize("targets", TARGETS)
-@pytest.mark.parametrize("how", SPLITS)
-def test_class_start_places_shards_in_any_order(comm, how, targets):
-    problem = draw(5, WIDE, targets=targets, label_smoothing=0.1, weight=True, peaked=True)
-    start, stop = split(WIDE, comm.size, how)[::-1][comm.rank]
-    right_results(comm, problem, Part(start, stop), class_start=start)
 
 
 def test_class_start_of_empty_shard_may_be_anything(comm):
@@ -163,23 +93,7 @@ def test_probability_targets_may_have_another_dtype_than_logits(comm, dtype):
     right_results(comm, problem)
 
 
-@pytest.mark.parametrize("offset", [-1e4, -100.0, 100.0, 1e4])
-@pytest.mark.parametrize("targets", TARGETS)
-def test_rows_may_be_far_from_zero(comm, targets, offset):
-    problem = draw(6, WIDE, targets=targets, offset=offset, peaked=True, label_smoothing=0.1)
-    right_results(comm, problem)
-
-
 # Backward
-
-
-def test_dloss_may_be_number_or_one_per_row(comm):
-    rng = np.random.default_rng(5)
-    for shape, axis in (((6, NARROW), 1), ((3, WIDE, 4), 1), ((NARROW,), 0), ((WIDE,), 0)):
-        problem = draw(*shape, axis=axis, ignored=0.3, label_smoothing=0.1, reduction="none")
-        for dloss in (rng.normal(size=problem.rows_shape), rng.normal(), -3):
-            with in_step(comm):
-                right_results(comm, problem, dloss=dloss)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -234,28 +148,6 @@ def test_backward_keeps_its_inputs_alive(comm):
 
 
 # Ranks
-
-
-def test_statistics_have_same_bits_on_every_rank(comm):
-    problem = draw(50, WIDE)
-    logits, targets, _ = part_of(comm, problem, "uneven").on_this_rank(problem)
-    statistics = pce.class_statistics(logits, targets, comm=comm)
-    assert same_on_every_rank(comm, *statistics)
-
-
-def test_same_call_gives_same_bits_again(comm):
-    problem = draw(50, WIDE, targets="probabilities", label_smoothing=0.1)
-    part = part_of(comm, problem)
-    once, again = evaluate(comm, problem, part), evaluate(comm, problem, part)
-    for name, loss in once.losses.items():
-        assert is_same(loss, again.losses[name])
-    for name, gradient in once.gradients.items():
-        assert is_same(gradient, again.gradients[name])
-
-
-def test_loss_without_communicator_is_one_process(comm):
-    problem = draw(6, 11, weight=True, label_smoothing=0.1)
-    right_results(None, problem, Part(0, 11))
 
 
 # Communication
