@@ -412,8 +412,8 @@ DISAGREEMENTS = [
 ]
 
 
-# A call checks the same at every size; the ranks at fault are named otherwise if they are one, two or more.
-@pytest.mark.sizes(1, 2)
+# Each rank checks by itself, so that one shows it for every function; of three the one at fault is named.
+@pytest.mark.sizes(1)
 @pytest.mark.parametrize("case", BAD, ids=str)
 def test_wrong_call_on_every_rank_raises_everywhere(comm, case):
     for function in case.functions(comm):
@@ -424,15 +424,14 @@ def test_wrong_call_on_every_rank_raises_everywhere(comm, case):
 @pytest.mark.sizes(3)
 @pytest.mark.parametrize("case", BAD, ids=str)
 def test_wrong_call_on_one_rank_raises_everywhere(comm, case):
-    last = comm.size - 1
-    for function in case.functions(comm):
-        arguments = case.arguments(my_arguments(comm), fault=comm.rank == last)
-        text = assert_refused(comm, function, arguments, case.kind, ranks={last})
-        assert re.fullmatch(".*".join(map(re.escape, f"{case.text} (rank {last})".split("..."))), text)
+    last, function = comm.size - 1, case.functions(comm)[-1]
+    arguments = case.arguments(my_arguments(comm), fault=comm.rank == last)
+    text = assert_refused(comm, function, arguments, case.kind, ranks={last})
+    assert re.fullmatch(".*".join(map(re.escape, f"{case.text} (rank {last})".split("..."))), text)
 
 
 @several
-@pytest.mark.sizes(2, 4)
+@pytest.mark.sizes(3)  # two ranks against one
 @pytest.mark.parametrize("case", DISAGREEMENTS, ids=str)
 def test_disagreement_says_which_rank_passed_what(comm, case):
     last = comm.size - 1
@@ -959,6 +958,7 @@ BAD_BACKWARD = [
 ]
 
 
+@pytest.mark.sizes(1, 2)  # nobody else hears of it
 @pytest.mark.parametrize("case", BAD_BACKWARD, ids=str)
 def test_wrong_backward_raises_and_keeps_residuals_usable(comm, case):
     residuals = residuals_of(comm, reduction="none")
@@ -1191,19 +1191,6 @@ def test_error_is_same_under_strict_floating_point_handling(comm):
 
 
 # ----------------------------------------------------------------------------------------------------------- afterwards
-
-
-def test_communicator_survives_a_hundred_errors(comm):
-    cases = [case for case in BAD if pce.softmax_cross_entropy in case.functions(comm)]
-    cases = (cases * 2)[:100]
-    kinds = []
-    for number, case in enumerate(cases):
-        arguments = case.arguments(my_arguments(comm), fault=comm.rank == number % comm.size)
-        raised = outcome(pce.softmax_cross_entropy, **arguments)
-        kinds.append(raised and raised.kind)
-    afterwards = loss_and_gradient(comm)
-    assert kinds == [case.kind.__name__ for case in cases]
-    assert_right(comm, afterwards)
 
 
 def test_messages_of_caller_are_no_agreement(comm):

@@ -325,6 +325,7 @@ def test_links_in_circle_or_to_nowhere_are_errors(comm, folder):
     assert f"'{folder / 'c'}', a link to '{os.path.realpath(folder / 'missing' / 'f')}'" in nowhere
 
 
+@pytest.mark.sizes(2)  # rank 0 writes
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o444], ids=oct)
 def test_saving_over_file_keeps_its_mode(comm, folder, mode):
     saved(comm, folder / "f", 1)
@@ -335,6 +336,7 @@ def test_saving_over_file_keeps_its_mode(comm, folder, mode):
     assert found == mode
 
 
+@pytest.mark.sizes(2)  # rank 0 writes
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002], ids=oct)
 def test_new_file_has_mode_umask_leaves(comm, folder, mask):
     before = os.umask(mask)
@@ -793,6 +795,7 @@ LIES = {
 }
 
 
+@pytest.mark.sizes(1)  # each rank reads all of it
 @pytest.mark.parametrize("lie", LIES)
 def test_headers_that_lie_are_errors(comm, line, folder, lie):
     entries, words = LIES[lie]
@@ -814,6 +817,7 @@ OTHER_HEADERS = {
 }
 
 
+@pytest.mark.sizes(1)  # as above
 @pytest.mark.parametrize("header", OTHER_HEADERS)
 def test_header_of_anything_else_is_error(comm, line, folder, header):
     text, words = OTHER_HEADERS[header]
@@ -823,12 +827,14 @@ def test_header_of_anything_else_is_error(comm, line, folder, header):
     assert words in found
 
 
+@pytest.mark.sizes(1)  # as above
 @pytest.mark.parametrize("length", [100_000_001, 2**63, 2**64 - 1])
 def test_header_of_any_length_is_error(comm, line, folder, length):
     prepared(comm, (folder / "f").write_bytes, length.to_bytes(8, "little") + b"{}")
     assert f"a header of {length} bytes is too long" in refused(comm, ValueError, pce.load, folder / "f", line)
 
 
+@pytest.mark.sizes(1)  # each rank reads them all
 def test_placements_of_many_arrays_take_linear_time(folder, line):
     names = [f"array {number}" for number in range(10_000)]
     entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}

@@ -510,6 +510,7 @@ def test_errors_of_numpy_are_raised_on_every_rank(line):
     whole_of(x + 1.0)
 
 
+@pytest.mark.sizes(1)  # the memory of one rank
 def test_operands_of_function_are_not_kept(line):
     x = at(line, numbers(4), Shard(0))
     points = np.linspace(0.0, 9.0, 1000)

@@ -25,7 +25,6 @@ from ranks.grids import (
     Array,
     assembled,
     combined,
-    factorizations,
     local_of,
     mesh_of,
     placements_of,
@@ -177,17 +176,6 @@ def test_redistribute_partial_on_two_dims(comm, operator):
     assert wrong == []
 
 
-def test_redistribute_two_dims_of_one_axis(comm):
-    both = (Shard(0), Shard(0))
-    others = [(Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(1), Shard(0)), (Partial(), Shard(0))]
-    wrong = []
-    for sizes, splits in product(factorizations(comm.size, 2), ["uneven", "ragged"]):
-        mesh = mesh_of(comm, *sizes)
-        ways = [(both, other) for other in others] + [(other, both) for other in others]
-        wrong += differences(comm, mesh, cases_of(mesh, splits, ways))
-    assert wrong == []
-
-
 def test_redistribute_on_three_dims(comm):
     rng = np.random.default_rng(3)
     some = rng.permutation(len(every := pairs(3, "sum")))[:60]
@@ -267,17 +255,6 @@ def test_terms_become_what_they_are_together(comm, operator, dtype):
         sizes = combined([np.abs(term) for term in theirs], x.sharding)
         for result in results:
             assert worst(result, expected, dtype, size=sizes) <= SUM
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_nan_that_one_rank_has_reaches_every_rank(comm, line, operator):
-    mine = np.arange(6.0).reshape(2, 3) + comm.rank
-    if comm.rank == comm.size - 1:
-        mine[1, 2] = np.nan
-    x = from_local(mine, line, data=Partial(operator))
-    results = brought_to(comm, x, targets_of(x))
-    for result in results:
-        assert np.argwhere(np.isnan(result)).tolist() == [[1, 2]]
 
 
 def test_sum_of_averages_over_another_dim(comm, square):

@@ -404,21 +404,6 @@ def test_scattered_axes_take_a_collective_each(square):
         np.testing.assert_array_equal(got, -values)
 
 
-def test_micro_batches_accumulate_and_step_sends_once(line):
-    inputs, start = wholes((4, 6, 3), 0, seed=13)[0], wholes((3, 2), 0, seed=14)[0]
-    w = parameter(start, line)
-    optimizer = SGD([w], lr=0.5)
-    with pce.trace() as accumulating:
-        for batch in inputs:
-            pce.sum(pce.matmul(pce.distribute(batch, line, data=Shard(0)), w)).backward()
-    placement = w.grad.placements
-    _, stepping = traced(optimizer.step)
-    assert accumulating.events == []
-    assert placement == {"data": SUM}
-    assert [(event.collective, event.bytes) for event in stepping.select()] == [("all_reduce", 4 * 6)]
-    np.testing.assert_array_equal(w.local, start - 0.5 * inputs.sum(axis=(0, 1))[:, None])
-
-
 def test_results_after_step_use_new_numbers(line):
     w = parameter(np.ones(4), line, data=Shard(0))
     optimizer = SGD([w], lr=0.5)
@@ -683,6 +668,7 @@ def test_error_of_two_meshes_names_ranks_once(comm, line, square):
     assert [text.count("(rank") for text in texts] == [1] * comm.size
 
 
+@pytest.mark.sizes(1)  # a rank refuses them by itself
 def test_bad_parameters_are_errors(line):
     w = parameter(np.zeros(3), line)
     plain = pce.distribute(np.zeros(3), line)
@@ -704,6 +690,7 @@ def test_bad_parameters_are_errors(line):
             clip_grad_norm(parameters, 1.0)
 
 
+@pytest.mark.sizes(1)  # as above
 def test_bad_numbers_are_errors(comm):
     w = parameter(np.zeros(3), mesh_of(comm, comm.size))
     for name in ("lr", "momentum", "weight_decay"):
