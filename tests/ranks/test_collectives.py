@@ -93,6 +93,7 @@ OPERATORS = [("sum", np.add), ("max", np.maximum), ("min", np.minimum), (merge_o
 each_operator = pytest.mark.parametrize(("op", "in_numpy"), OPERATORS, ids=["sum", "max", "min", "a merge"])
 
 
+@pytest.mark.sizes(1, 3)  # every dtype goes the same way
 @each_operator
 @by_name("dtype", NUMBERS)
 def test_all_reduce_combines_arrays_of_all_ranks(comm, dtype, op, in_numpy):
@@ -246,6 +247,7 @@ def test_all_reduce_merges_states_of_any_fields(comm):
 # ------------------------------------------------------------------------------------ all_gather, all_to_all, broadcast
 
 
+@pytest.mark.sizes(1, 3)  # every dtype goes the same way
 @by_name("dtype", EVERYTHING)
 def test_all_gather_gives_arrays_in_rank_order(comm, dtype):
     shapes = [reshaped_by_rank(rank) for rank in range(comm.size)]
@@ -272,6 +274,7 @@ def block_shape(source: int, destination: int) -> tuple[int, ...]:
     return ((source + 2 * destination) % 4, 1 + destination)
 
 
+@pytest.mark.sizes(1, 3)  # every dtype goes the same way
 @by_name("dtype", EVERYTHING)
 def test_all_to_all_gives_each_rank_its_blocks(comm, dtype):
     ranks = range(comm.size)
@@ -304,6 +307,7 @@ def test_all_to_all_of_column_slices_transposes(comm):
     np.testing.assert_array_equal(np.concatenate(received), whole[:, slice(*splits[comm.rank])])
 
 
+@pytest.mark.sizes(1, 3)  # every dtype goes the same way
 @by_name("dtype", EVERYTHING)
 def test_broadcast_gives_every_rank_array_of_root(comm, dtype):
     for root, shape, order in itertools.product(range(comm.size), SHAPES, MEMORY_ORDERS):
@@ -318,6 +322,7 @@ def test_broadcast_gives_every_rank_array_of_root(comm, dtype):
 # ------------------------------------------------------------------------------------------------------- reduce_scatter
 
 
+@pytest.mark.sizes(1, 3)  # every dtype goes the same way
 @each_operator
 @by_name("dtype", NUMBERS)
 def test_reduce_scatter_gives_each_rank_its_block(comm, dtype, op, in_numpy):
@@ -350,6 +355,7 @@ def test_reduce_scatter_takes_merge_of_states(comm):
 # ----------------------------------------------------------------------------------------------------- another library
 
 
+@pytest.mark.sizes(1, 2)  # as those of the host, which are tested above
 @by_name("dtype", EVERYTHING)
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (2, 3)], ids=str)
 def test_cupy_arrays_come_back_as_cupy_arrays(comm, cupy, shape, dtype):

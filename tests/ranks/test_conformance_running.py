@@ -214,6 +214,7 @@ def test_unknown_keyword_is_no_refusal_of_a_target(comm):
     assert "unexpected keyword argument 'ignore_index'" in outcome.findings[0].text
 
 
+@pytest.mark.sizes(1)  # a rank looks at its own
 @pytest.mark.parametrize(
     ("offer", "returned", "text"),
     [

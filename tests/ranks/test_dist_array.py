@@ -95,6 +95,7 @@ def test_distributed_sum_is_kept_by_one_rank(mesh):
         same(distribute(whole, mesh, data=Partial(operator)).local, whole)
 
 
+@pytest.mark.sizes(3)  # shards of several lengths
 @pytest.mark.parametrize("dtype", EVERYTHING, ids=lambda dtype: dtype.__name__)
 def test_distribute_keeps_every_dtype(mesh, dtype):
     whole = numbers((7, 5), dtype)
@@ -180,6 +181,7 @@ def test_src_rank_sends_to_each_its_part(comm):
         assert event.reason == f"rank {source} has the array"
 
 
+@pytest.mark.sizes(3)  # shards of several lengths
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.int8, np.bool_], ids=lambda d: d.__name__)
 def test_src_rank_sends_any_dtype_and_partial(comm, mesh, dtype):
     source = comm.size - 1
@@ -359,6 +361,7 @@ def test_terms_and_replicas_have_global_shape(mesh, operator):
     same(full, np.ones((3, 2)) * (mesh.size if operator == "sum" else 1))
 
 
+@pytest.mark.sizes(3)  # as above
 @pytest.mark.parametrize("dtype", EVERYTHING, ids=lambda dtype: dtype.__name__)
 def test_shards_of_every_dtype_keep_it(comm, mesh, dtype):
     splits = ragged(9, comm.size, 2)
@@ -700,6 +703,7 @@ def test_replicas_are_compared_bit_by_bit(comm, mesh):
     assert [zeros[0], payloads[0]] == ["ValueError" if comm.size > 1 else ""] * 2
 
 
+@pytest.mark.sizes(3)  # two replicas against one
 @pytest.mark.parametrize("dtype", EVERYTHING, ids=lambda dtype: dtype.__name__)
 def test_replicas_of_any_dtype_and_order_are_compared(comm, mesh, dtype):
     whole = numbers((4, 3), dtype) if dtype is not np.bool_ else np.zeros((4, 3), bool)

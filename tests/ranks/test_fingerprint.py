@@ -44,6 +44,7 @@ def placements_of(mesh, ndim):
         yield dict.fromkeys(mesh.dims, Shard(axis))
 
 
+@pytest.mark.sizes(3, 4)  # shards of several lengths, and two dims
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fingerprint_is_that_of_definition_anywhere(comm, shape, dtype):

@@ -12,6 +12,9 @@ from pce_mpi import dense
 from pce_mpi.loss import linear, products
 from ranks.grids import mesh_of
 
+# One rank alone, and shards of several lengths.
+pytestmark = pytest.mark.sizes(1, 3)
+
 ROWS, FEATURES, CLASSES = 23, 5, 41
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -218,6 +221,7 @@ def test_gradients_on_the_tape_are_partial_where_sharded(comm):
         np.testing.assert_allclose(v.grad.full(), expected[2], atol=1e-14)
 
 
+@pytest.mark.sizes(1, 2)  # as many as GPUs are tested with
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("name", ["plain", "weights and smoothing", "bias"])
 def test_cupy_arrays_have_loss_of_their_products(comm, cupy, monkeypatch, name, dtype):

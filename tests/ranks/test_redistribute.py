@@ -198,6 +198,7 @@ FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32]
 INTEGERS = [np.int8, np.uint8, np.int64]
 
 
+@pytest.mark.sizes(3)  # shards of several lengths
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, np.bool_], ids=lambda dtype: dtype.__name__)
 def test_redistribute_keeps_every_dtype(comm, line, dtype):
     operators = {np.bool_: ("max", "min")}.get(dtype, ("sum", "max", "min") if dtype in INTEGERS else OPERATORS)
@@ -268,6 +269,7 @@ def test_sum_of_averages_over_another_dim(comm, square):
         assert worst(result.local, expected, np.float64, size=sizes) <= SUM
 
 
+@pytest.mark.sizes(3)  # quotients that are rounded
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda d: d.__name__)
 def test_redistribute_there_and_back_keeps_numbers(line, dtype):
     finfo = ml_dtypes.finfo(dtype)

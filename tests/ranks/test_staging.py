@@ -75,6 +75,7 @@ def same(got, expected):
     return got.dtype == expected.dtype and got.shape == expected.shape and got.tobytes() == expected.tobytes()
 
 
+@pytest.mark.sizes(2, 3)  # numbers of ranks that MPI joins in two ways
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_staged_collectives_equal_those_of_host(comm, cupy, way, shape, dtype):

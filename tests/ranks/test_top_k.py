@@ -44,6 +44,7 @@ def rows_of(logits):
     return [[int(x) if kind in "iub" else float(x) for x in row] for row in logits]
 
 
+@pytest.mark.sizes(1, 3)  # two ranks and four merge alike
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("how", SPLITS)
 def test_top_k_of_shards_is_stable_sort(comm, how, dtype):
