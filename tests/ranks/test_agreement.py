@@ -571,6 +571,7 @@ GATHERED = (
 )
 
 
+@pytest.mark.sizes(1, 3)  # one rank has nothing to compare with
 @by_name("function", FUNCTIONS)
 @pytest.mark.parametrize("name", GATHERED)
 def test_gathered_logits_raise_without_num_classes(comm, function, name):

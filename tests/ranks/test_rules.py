@@ -273,6 +273,7 @@ REDUCTIONS = {
     "max of another axis": Row(lambda x: pce.max(x, 1), of((7, 3), S0), S0, "", [SAME]),
     "logsumexp": Row(lambda x: pce.logsumexp(x, 1), of((3, 7), S1), R, "all_reduce 120", [SAME]),
     "logsumexp of uneven shards": Row(lambda x: pce.logsumexp(x, 1), uneven((3, 7), 1), R, "all_reduce 120", [SAME]),
+    "variance": Row(lambda x: pce.var(x, axis=0), of((12, 3), S0), R, "all_reduce 24, all_reduce 48", [SAME]),
     "norm": Row(lambda x: pce.sqrt(pce.sum(pce.square(x))), of((7, 3), S0), R, "all_reduce 8", [SAME]),
 }
 

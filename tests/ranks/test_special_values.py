@@ -18,8 +18,10 @@ from ranks.problems import (
     same_on_every_rank,
 )
 
-# One shard has the special value, or shards of several lengths have it in turn.
-pytestmark = pytest.mark.sizes(1, 3)
+# Bits do not depend on how the classes are cut (test_properties.py, test_definition.py). Where the cut decides who has
+# the special value, or ranks must give the same, there are several.
+pytestmark = pytest.mark.sizes(1)
+several_shards = pytest.mark.sizes(1, 3)
 
 TARGETS = ["index", "probabilities"]
 OPTIONS = [
@@ -84,6 +86,7 @@ def test_large_scale_of_small_logits_is_exact(comm, scale, spread):
             np.testing.assert_allclose(statistics.logsumexp, expected.logsumexp, rtol=4 * np.finfo(np.float32).eps)
 
 
+@several_shards
 def test_target_at_masked_class_costs_infinity(comm):
     problem = draw(4, WIDE, reduction="none")
     problem.logits[np.arange(4), problem.targets] = -np.inf
@@ -110,6 +113,7 @@ def test_probability_at_masked_class_costs_infinity(comm):
         assert np.isposinf(loss[2:]).all()
 
 
+@several_shards
 @pytest.mark.parametrize("how", SPLITS)
 def test_row_masked_but_for_target_costs_nothing(comm, how):
     problem = draw(12, WIDE, reduction="none").but(targets=np.linspace(0, WIDE - 1, 12).astype(int))
@@ -152,6 +156,7 @@ def test_bad_row_is_nan_on_every_rank_alone(comm, targets, options):
                 assert np.isfinite(gradient[~bad]).all()
 
 
+@several_shards
 @pytest.mark.parametrize("where", ["nan", "+inf", "-inf"])
 def test_bad_row_makes_mean_nan_everywhere(comm, where):
     problem = draw(5, WIDE)
@@ -162,6 +167,7 @@ def test_bad_row_makes_mean_nan_everywhere(comm, where):
         assert np.isfinite(np.delete(gradient, 3, axis=0)).all()
 
 
+@several_shards
 def test_bad_row_gives_nan_statistics_everywhere(comm):
     problem = draw(2 * len(BAD), WIDE)
     bad = np.arange(2 * len(BAD)) % 2 == 0
@@ -187,6 +193,7 @@ def test_largest_logit_of_bad_row_equals_numpy(comm):
             assert np.array_equal(statistics.max, problem.logits.max(axis=1), equal_nan=True)
 
 
+@several_shards
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_special_values_never_make_numpy_warn(comm, options, dtype):
@@ -221,6 +228,7 @@ def test_ignored_row_has_no_loss_and_gradient_0(comm, options):
                 assert np.array_equal(gradient, reference.gradients[name])
 
 
+@several_shards
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 def test_sharded_rows_all_ignored(comm, reduction):
     problem = draw(4, WIDE, reduction=reduction, label_smoothing=0.1, z_loss=0.1, weight=True)
@@ -256,6 +264,7 @@ def test_rows_of_weight_0_cost_nothing_in_sum(comm):
     assert not any(gradient.any() for gradient in results.gradients.values())
 
 
+@several_shards
 @pytest.mark.parametrize("how", SPLITS)
 def test_single_class_costs_nothing(comm, how):
     for targets in TARGETS:
@@ -296,6 +305,7 @@ def test_very_low_logit_masks_its_class(comm, mask):
                 assert not gradient.any()
 
 
+@several_shards
 @pytest.mark.parametrize("size", [1e240, 1e290, 1.5e308])
 def test_largest_float64_logits_have_entropy_and_smoothing(comm, size):
     logits, targets = np.full((2, 50), size), np.array([1, 2])
