@@ -89,6 +89,7 @@ def test_cupy_arrays_give_cupy_arrays_with_right_numbers(comm, cupy, targets, op
             assert_as_dense(evaluate(comm, cupy, problem, part), problem, part)
 
 
+@pytest.mark.sizes(2)  # the states are merged as well
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("targets", TARGETS)
 def test_any_dtype_of_logits_and_of_arithmetic(comm, cupy, dtype, targets):
@@ -100,6 +101,7 @@ def test_any_dtype_of_logits_and_of_arithmetic(comm, cupy, dtype, targets):
             assert_as_dense(results, problem, part, requested=requested)
 
 
+@pytest.mark.sizes(2)  # one rank has all classes
 @pytest.mark.parametrize("how", SPLITS)
 def test_shards_on_gpu_may_be_uneven_and_empty(comm, cupy, how):
     for targets in TARGETS:
@@ -126,6 +128,7 @@ def misaligned(array, cupy):
     return flat.reshape(array.shape)
 
 
+@pytest.mark.sizes(1)  # a rank reads its own
 @pytest.mark.parametrize("order", [fortran, strided, misaligned], ids=lambda order: order.__name__)
 @pytest.mark.parametrize(("shape", "axis"), [((5, NARROW), -1), ((WIDE, 3), 0), ((2, NARROW, 3), 1), ((NARROW,), 0)])
 def test_logits_on_gpu_may_have_any_strides(comm, cupy, order, shape, axis):

@@ -241,6 +241,7 @@ def test_large_meshes_and_arrays_cost_nothing():
     assert found.bytes == 0
 
 
+@pytest.mark.sizes(2)  # one rank asks and the other does not
 def test_inference_communicates_nothing(comm, line, monkeypatch):
     waited = []
     monkeypatch.setattr(Channel, "wait", lambda *arguments, **options: waited.append(arguments))

@@ -254,6 +254,7 @@ def called_replicate(x):
     return result
 
 
+@pytest.mark.sizes(1, 3)  # a fault shows at any size above 1
 @pytest.mark.parametrize(
     ("room", "name", "plant", "op"),
     [
@@ -270,6 +271,7 @@ def test_wrong_rule_is_caught_wherever_there_are_shards(comm, monkeypatch, room,
     assert any(comm.allgather(bool(faults))) == (comm.size > 1)
 
 
+@pytest.mark.sizes(1, 3)  # as above
 def test_concatenated_terms_called_whole_are_caught(comm):
     def concatenated(*arrays):
         return called_replicate(pce.concatenate(arrays))
@@ -279,6 +281,7 @@ def test_concatenated_terms_called_whole_are_caught(comm):
     assert any(comm.allgather(bool(faults))) == (comm.size > 1)
 
 
+@pytest.mark.sizes(1, 3)  # as above
 def test_gradient_summed_over_own_shard_is_caught(comm, monkeypatch):
     module = importlib.import_module("pce_mpi.ops.broadcasting")
     right = module.sum_to

@@ -313,11 +313,15 @@ LOSSES = {
         entropy("none"), [*of((7, 5), R), whole_numbers((7,), S0)], S0, "agreement", [SUM, None]
     ),
     **{
-        f"{reduction} of sharded classes along {axis}": Row(
+        f"{reduction} of {classes}": Row(
             entropy(reduction, axis), [*operands, TARGETS], R, "all_reduce 280", [SAME, None]
         )
         for reduction in ("none", "sum", "mean")
-        for axis, operands in ((1, of((7, 5), S1)), (0, of((5, 7), S0)), (1, uneven((7, 5), 1)))
+        for classes, axis, operands in (
+            ("sharded classes", 1, of((7, 5), S1)),
+            ("sharded classes first", 0, of((5, 7), S0)),
+            ("uneven classes", 1, uneven((7, 5), 1)),
+        )
     },
     "rows and classes": Row(
         entropy(),
@@ -448,11 +452,7 @@ GRADIENTS = {
         lambda x, b: pce.square(x + b), of((4, 6, 3), S0, S1) + of((3,), R, R), (S0, S1), "", [SAME, (SUM, SUM)]
     ),
     "layer norm over batch and sequence": Row(
-        pce.layer_norm,
-        of((4, 6, 5), S0, S1) + of((5,), R, R) * 2,
-        (S0, S1),
-        "",
-        [SAME, (SUM, SUM), (SUM, SUM)],
+        pce.layer_norm, of((4, 6, 5), S0, S1) + of((5,), R, R) * 2, (S0, S1), "", [SAME, (SUM, SUM), (SUM, SUM)]
     ),
     "columns of a weight": Row(pce.matmul, of((7, 4), S0, R) + of((4, 5), R, S1), (S0, S1), "", [(S0, SUM), (SUM, S1)]),
     "rows of a weight": Row(pce.matmul, of((7, 4), S0, S1) + of((4, 5), R, S0), (S0, SUM), "", [SAME, (SUM, S0)]),
@@ -463,11 +463,7 @@ GRADIENTS = {
     "factor of something Partial": Row(pce.multiply, of((3, 2), R) + of((3, 2), SUM), SUM, "", [SUM, R]),
     **{
         f"whole parameter beside {one} {other}": Row(
-            lambda w, x: (w * x).sum(),
-            of((4, 6), R, R) + of((4, 6), one, other),
-            sums,
-            "",
-            [sums, SAME],
+            lambda w, x: (w * x).sum(), of((4, 6), R, R) + of((4, 6), one, other), sums, "", [sums, SAME]
         )
         for one, other, sums in [(S0, R, (SUM, R)), (R, S1, (R, SUM)), (S0, S1, (SUM, SUM)), (S1, S1, (SUM, SUM))]
     },
@@ -747,7 +743,9 @@ def test_operation_without_distributed_array_is_refused(call):
         call(numbers(3, 3))
 
 
-@pytest.mark.parametrize("given", [np.array([0.0]), Operand((1,), R).made(), np.array([True])], ids=["a", "b", "c"])
+@pytest.mark.parametrize(
+    "given", [np.array([0.0]), Operand((1,), R).made(), np.array([True])], ids=["floats", "distributed", "booleans"]
+)
 def test_ids_are_whole_numbers(given):
     with pytest.raises(TypeError, match="ids must be integers, got"):
         pce.embedding(given, Operand((11, 3), R).made())
