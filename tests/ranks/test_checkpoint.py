@@ -237,6 +237,7 @@ def test_loaded_parameters_are_floating_arrays_only(line, folder):
     assert loaded["step"].item() == 7
 
 
+@pytest.mark.sizes(2)  # rank 0 alone looks at the path
 def test_saving_over_file_replaces_it(comm, line, folder):
     for number in range(3):
         pce.save(folder / "f", {"step": pce.distribute(number, line)})
@@ -269,6 +270,7 @@ def prepared(comm, make, *arguments):
     return comm.bcast(make(*arguments) if comm.rank == 0 else None)
 
 
+@pytest.mark.sizes(2)  # rank 0 alone looks at the path
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -293,6 +295,7 @@ def test_saving_replaces_regular_files_only(comm, folder, make, words):
         assert words in text
 
 
+@pytest.mark.sizes(2)  # rank 0 alone looks at the path
 def test_links_are_followed_and_stay_links(comm, folder):
     def make():
         for name in ("here", "there"):
@@ -310,6 +313,7 @@ def test_links_are_followed_and_stay_links(comm, folder):
     assert (folder / "here" / "second").is_symlink()
 
 
+@pytest.mark.sizes(2)  # rank 0 alone looks at the path
 def test_links_in_circle_or_to_nowhere_are_errors(comm, folder):
     def make():
         (folder / "a").symlink_to("b")
@@ -370,6 +374,7 @@ def test_saving_over_file_keeps_its_owner(comm, old_file):
     assert owner == (1234, 2345)
 
 
+@pytest.mark.sizes(2)  # rank 0 alone looks at the path
 def test_file_is_flushed_before_its_rename(comm, folder, monkeypatch):
     events = []
     fsync, replace = os.fsync, os.replace
@@ -384,6 +389,7 @@ def test_file_is_flushed_before_its_rename(comm, folder, monkeypatch):
     assert events == ([] if comm.rank else ["file", "rename", "folder"])
 
 
+@pytest.mark.sizes(2)  # rank 0 alone looks at the path
 @pytest.mark.parametrize("name", ["n" * 255, "ü" * 127], ids=["ascii", "of two bytes each"])
 def test_longest_name_can_be_saved(comm, folder, name):
     saved(comm, folder / name)
@@ -489,6 +495,7 @@ def test_missing_folder_and_path_of_folder_raise(comm, line, old_file):
     assert f"cannot save to '{old_file.parent}'" in is_folder
 
 
+@pytest.mark.sizes(2)  # rank 0 alone looks at the path
 def test_path_with_slash_at_end_raises(comm, old_file):
     arrays = large(mesh_of(comm, comm.size))
     paths = [f"{old_file}/", f"{old_file.parent}/", f"{old_file.parent}/new//"]
@@ -500,6 +507,7 @@ def test_path_with_slash_at_end_raises(comm, old_file):
     assert trace.count() == 0
 
 
+@pytest.mark.sizes(2)  # rank 0 alone looks at the path
 def test_full_disk_is_found_before_sending(comm, old_file):
     # A limit on the length of files is what a test can have of a full disk.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -559,6 +567,7 @@ def test_error_while_saving_leaves_old_file_alone(comm, old_file, monkeypatch, s
     assert len(calls) == (0 if comm.rank else comm.size + 1 if stage == "write" else 1)
 
 
+@pytest.mark.sizes(2)  # rank 0 alone looks at the path
 def test_interrupt_in_middle_leaves_no_temporary_file(comm, old_file, monkeypatch):
     monkeypatch.setattr(checkpoint.TensorWriter, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
     from mpi4py import MPI
@@ -571,6 +580,7 @@ def test_interrupt_in_middle_leaves_no_temporary_file(comm, old_file, monkeypatc
     assert_old_file_is_left(comm, old_file)
 
 
+@pytest.mark.sizes(2)  # a rank refuses it by itself
 def test_saving_anything_else_is_an_error(comm, old_file):
     mesh, other = mesh_of(comm, comm.size), mesh_of(comm, comm.size, 1)
     w = pce.distribute(values((2, 2)), mesh)
@@ -853,6 +863,7 @@ def test_placements_of_many_arrays_take_linear_time(folder, line):
     assert min(seconds[1::2]) < 3 * min(seconds[::2])
 
 
+@pytest.mark.sizes(2)  # as above
 def test_placements_that_do_not_fit_file_are_errors(comm, line, folder):
     pce.save(folder / "f", {"w": pce.distribute(values((2, 2)), line), "step": pce.distribute(3, line)})
     shard, other = {"data": Shard(0)}, mesh_of(comm, comm.size, 1)
@@ -877,6 +888,7 @@ def test_placements_that_do_not_fit_file_are_errors(comm, line, folder):
         pce.load(folder / "f", comm)
 
 
+@pytest.mark.sizes(2)  # as above
 def test_dtype_that_no_array_can_have_is_error(comm, folder):
     header = b'{"q":{"dtype":"F8_E4M3","shape":[2],"data_offsets":[0,2]}}'.ljust(64)
     if comm.rank == 0:

@@ -15,6 +15,9 @@ from pce_mpi.conformance.cases import problem_of
 from pce_mpi.conformance.catalogue import catalogue, shapes
 from pce_mpi.conformance.offers import OPTIONS, REDUCTIONS
 
+# One rank alone, and shards of several lengths.
+pytestmark = pytest.mark.sizes(1, 3)
+
 STRICT = Tolerance(strict=True)
 
 
@@ -45,7 +48,6 @@ def right_backward(logits, targets, *, comm, **options):
 BACKWARD = Offer(gradient=Gradient.BACKWARD, reductions=REDUCTIONS)
 
 
-@pytest.mark.sizes(1, 3)
 @pytest.mark.parametrize("name", ["pce", "pce-value-and-grad"])
 def test_own_functions_pass_strictly(comm, name):
     candidate = named_candidate(name)
@@ -421,7 +423,6 @@ def test_case_about_memory_names_it_before_numbers(comm):
     assert kinds(run(candidate, "random-logits/float32", comm)) == ["gradient"]
 
 
-@pytest.mark.sizes(1, 3)
 def test_large_case_catches_elements_beyond_limit(comm, monkeypatch):
     monkeypatch.setattr(shapes, "BEYOND", 2**18)  # for 2**31
     (case,) = (case for case in catalogue(dtypes=["float32"], large=True) if case.family == "large")

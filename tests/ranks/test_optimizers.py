@@ -185,6 +185,7 @@ def test_state_of_groups_counts_through_all(comm):
     }
 
 
+@pytest.mark.sizes(3)  # as below
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
@@ -322,6 +323,7 @@ def changed(state, mesh, name):
     }[name]
 
 
+@pytest.mark.sizes(3)  # two ranks are right
 @pytest.mark.parametrize(
     "name",
     ["unknown", "missing", "nothing", "negative", "many", "square", "shape", "mesh", "array", "mapping"],
