@@ -832,6 +832,21 @@ def test_partial_ids_are_summed_before_their_check(line):
     check(pce.embedding(at(line, np.array([3, 5]), SUM, seed=2) * 1, at(line, TABLE, R)), TABLE[[3, 5]], R)
 
 
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("function", [pce.layer_norm, pce.rms_norm, pce.var], ids=lambda each: each.__name__)
+def test_sums_of_rows_trace_their_dim(line, function):
+    _, trace = traced(lambda: function(at(line, numbers(7, 5), Shard(1)), axis=1))
+    assert {event.over for event in trace.events} == {"data"}
+
+
+@pytest.mark.parametrize("function", [pce.cross_entropy, pce.class_statistics], ids=lambda each: each.__name__)
+def test_losses_trace_dims_of_classes_and_rows(square, function):
+    logits, targets = at(square, numbers(7, 5), Shard(0), Shard(1)), np.array([0, 4, 2, -100, 1, 1, 3])
+    _, trace = traced(lambda: function(logits, targets))
+    agreements = trace.select("all_gather", operation=function.__name__, purpose=Purpose.AGREEMENT)
+    assert [event.over for event in agreements] == ["model", "data"]
+
+
 @pytest.mark.parametrize("kind", [R, SUM, AVG, MAX, MIN], ids=str)
 def test_loss_at_any_placement_is_one_global_loss(line, kind):
     a = numbers(3, 2)
@@ -877,6 +892,14 @@ def test_micro_batches_send_nothing(comm):
         check(bias.grad, np.full(3, 15.0), SUM, Shard(0))
         check(mask.grad, sum(each for each in data) * numbers(4, 3).sum(1), SUM, mask.grad.sharding.placements[1])
         assert sent == 0
+
+
+def test_micro_batches_leave_gradient_of_sharded_parameter_partial(line):
+    w = at(line, numbers(4, 3), Shard(0), requires_grad=True)
+    data = [numbers(9 * line.size, 4, seed=seed) for seed in range(2)]
+    traces = [backward((at(line, each, Shard(0)) @ w).sum()) for each in data]
+    check(w.grad, sum(each.sum(0)[:, None] * np.ones(3) for each in data), SUM)
+    assert sum(trace.count(operation="backward") for trace in traces) == 0
 
 
 @pytest.mark.parametrize("whole_first", [True, False])
