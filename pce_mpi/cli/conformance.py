@@ -296,54 +296,53 @@ class _Display:
     """The progress of a run, on stderr."""
 
     def __init__(self) -> None:
-        self._bar: Bar | None = None
-        self._shrinking = False  # then failures are no news
+        self._bar = Bar("", 0, shown=False)
+        self._news = True
         self._said = ""
 
     def __str__(self) -> str:
-        return str(self._bar or "nothing was run")
+        return str(self._bar) if self._bar.total else "nothing was run"
 
-    def begin(self, work: str, total: int) -> None:
-        """`total` cases of `work` begin."""
+    def begin(self, work: str, total: int, *, news: bool = True) -> None:
+        """`total` cases of `work` begin; their failures are news, or known."""
         self.close()
-        self._shrinking = self._bar is not None
-        self._bar = Bar(work, total)
+        self._bar, self._news = Bar(work, total), news
 
     def started(self, case: str) -> None:
         """`case` has started."""
-        if self._bar is not None:
-            self._bar.started(case)
+        self._bar.started(case)
 
     def finished(self, case: str, outcome: Outcome) -> None:
         """`case` has ended."""
-        if self._bar is not None:
-            self._bar.finished(f"{outcome.verdict:11}  {case}", worth_a_line=outcome.failed and not self._shrinking)
-            if outcome.verdict in (Verdict.CRASHED, Verdict.DEADLOCKED, Verdict.SLOW) and not self._shrinking:
-                # The cause, as soon as it is known. The findings after the first are the output of the ranks.
-                for finding in outcome.findings[: None if outcome.verdict is Verdict.CRASHED else 1]:
-                    if finding.text != self._said:  # as for cases that are not run
-                        self._bar.say(textwrap.indent(visible(finding.text), "    "))
-                    self._said = finding.text
+        verdict = outcome.verdict
+        unrun = verdict is Verdict.NOT_RUN
+        line = self._news and (verdict.failed or unrun)
+        self._bar.finished(f"{verdict:11}  {case}", worth_a_line=line)
+        if not line or not (unrun or verdict.unended):
+            return
+        # The cause, as soon as it is known. The findings after the first are the output of the ranks.
+        texts = [outcome.note] if unrun else [finding.text for finding in outcome.findings]
+        for text in texts if verdict is Verdict.CRASHED else texts[:1]:
+            if text != self._said:  # as for cases that are not run
+                self._bar.say(textwrap.indent(visible(text), "    "))
+            self._said = text
 
     def waiting(self, seconds: float, timeout: float) -> None:
         """No rank has shown a sign of life for `seconds`."""
-        if self._bar is not None:
-            self._bar.tell(f"(silent for {seconds:.0f} s, deadlocked at {timeout:.0f} s)")
+        self._bar.tell(f"(silent for {seconds:.0f} s, deadlocked at {timeout:.0f} s)")
 
     def printed(self, text: str) -> None:
         """The output of the ranks in the only case."""
-        if self._bar is not None and text:
+        if text:
             self._bar.say(visible(text))
 
     def warn(self, text: str) -> None:
         """A fault that is no outcome of a case."""
-        if self._bar is not None:
-            self._bar.say(visible(f"warning: {text}"))
+        self._bar.say(visible(f"warning: {text}"))
 
     def close(self) -> None:
         """The run is over."""
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
 
 def _listed(orders: Orders, timeout: float, display: _Display) -> str:

@@ -33,7 +33,7 @@ class Bar:
     """Shows how much of `total` is done, if `shown`."""
 
     def __init__(self, work: str, total: int, *, shown: bool = True) -> None:
-        self._work, self._total, self._shown = work, total, shown
+        self._work, self.total, self._shown = work, total, shown
         self.done = 0
         self._name = self._printed_text = ""
         self._last_line = time.monotonic()
@@ -46,7 +46,7 @@ class Bar:
             self._tqdm = tqdm(total=total, desc=work, file=sys.stderr, leave=False)
 
     def __str__(self) -> str:
-        return f"{self._work}: {self.done} of {self._total}"
+        return f"{self._work}: {self.done} of {self.total}"
 
     def started(self, name: str) -> None:
         """Begin `name`."""
@@ -67,10 +67,10 @@ class Bar:
             self._tqdm.set_postfix_str(text, refresh=False)
             self._tqdm.update()
         if worth_a_line or (self._tqdm is None and self._is_line_due()):
-            self.say(f"{self._work} {self.done}/{self._total}  {text}")
+            self.say(f"{self._work} {self.done}/{self.total}  {text}")
 
     def _is_line_due(self) -> bool:
-        parts, before = (_PARTS * done // self._total for done in (self.done, self.done - 1))
+        parts, before = (_PARTS * done // self.total for done in (self.done, self.done - 1))
         return parts > before or time.monotonic() - self._last_line >= _SILENCE
 
     def say(self, text: str) -> None:

@@ -6,12 +6,13 @@ Errors are in ulps, as `judging` defines them, unless stated otherwise.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 import math
 import re
 from typing import Any
 
+from pce_mpi.conformance.cases import Problem
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.texts import bounded
 
@@ -42,11 +43,17 @@ class Verdict(StrEnum):
     DEADLOCKED = "deadlocked"
     SLOW = "slow"
     KNOWN = "known"
+    NOT_RUN = "not run"
 
     @property
     def failed(self) -> bool:
-        """True unless the case passed, is not offered, or is known to fail."""
-        return self not in (Verdict.PASS, Verdict.NOT_OFFERED, Verdict.KNOWN)
+        """True unless the case passed, is not offered, is known to fail, or was not run as others had failed."""
+        return self not in (Verdict.PASS, Verdict.NOT_OFFERED, Verdict.KNOWN, Verdict.NOT_RUN)
+
+    @property
+    def unended(self) -> bool:
+        """True if the case did not end by itself: its findings after the first are what was printed."""
+        return self in (Verdict.CRASHED, Verdict.DEADLOCKED, Verdict.SLOW)
 
 
 @dataclass
@@ -142,7 +149,7 @@ class Outcome:
     shrunk : bool
         The size is the smallest one at which the case fails.
     note : str
-        Why a case is not offered, or how a call was refused that had to be.
+        Why a case is not offered or was not run, or how a call was refused that had to be.
     """
 
     case: str
@@ -163,13 +170,25 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """True unless the case passed, is not offered, or is known to fail."""
+        """As of its verdict."""
         return self.verdict.failed
+
+    @property
+    def fault(self) -> str:
+        """The cause of the first finding, without the name of the case; "" if there is none."""
+        cause = self.findings[0].cause if self.findings else ""
+        return cause.removeprefix(f"{self.verdict} in case {self.case}: ")
 
     @property
     def family(self) -> str:
         """The part of the case's name that cases of one kind share."""
         return self.case.partition("/")[0]
+
+
+def shaped(outcome: Outcome, problem: Problem) -> Outcome:
+    """Return the outcome with the shape of its problem."""
+    rows = problem.rows * problem.copies
+    return replace(outcome, rows=rows, classes=problem.classes, splits=problem.splits)
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.launching import LaunchError
 from pce_mpi.conformance.loading import check_call
 from pce_mpi.conformance.offers import Offer, offer_of, unmet_need
-from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict
+from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict, shaped
 from pce_mpi.conformance.procedures import PROCEDURES, Trial
 from pce_mpi.conformance.results import BadResult
 from pce_mpi.conformance.stacks import error_text
@@ -130,13 +130,7 @@ def run_case(
         trial.find("result", str(error))
     except Exception as error:
         raised = error_text(error)
-    outcome = replace(
-        outcome,
-        rows=problem(0).rows * problem(0).copies,
-        classes=problem(0).classes,
-        splits=problem(0).splits,
-        seconds=time.perf_counter() - start,
-    )
+    outcome = replace(shaped(outcome, problem(0)), seconds=time.perf_counter() - start)
     returned = trial.answers, trial.findings
     if comm is None or private is None:
         _settle(outcome, case, problem, [raised], [returned], tolerance, {})

@@ -24,7 +24,7 @@ from pce_mpi.conformance.catalogue import cases
 from pce_mpi.conformance.index import Entry
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.offers import EVERYTHING, Gradient
-from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
+from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict, shaped
 from pce_mpi.conformance.units import Tolerance
 from pce_mpi.distributed.tensor_files import TensorFile, shortened, shown
 from pce_mpi.loss.options import Options
@@ -202,16 +202,8 @@ def _check(problem: Problem, entry: Entry) -> None:
 def _outcome(folder: Path, entry: Entry, given: Mapping[str, Array], tolerance: Tolerance) -> Outcome:
     problem = _problem(folder, entry)
     name, expects = entry.name, Expects(entry.expects)
-    outcome = Outcome(
-        case=name,
-        catches=entry.catches,
-        verdict=Verdict.PASS,
-        rows=problem.rows,
-        classes=problem.classes,
-        ranks=problem.ranks,
-        splits=problem.splits,
-        dtype=problem.dtype.name,
-    )
+    outcome = Outcome(name, entry.catches, Verdict.PASS, ranks=problem.ranks, dtype=problem.dtype.name)
+    outcome = shaped(outcome, problem)
     loss, dlogits = given.get(f"{name}/loss"), given.get(f"{name}/dlogits")
     if f"{name}/refused" in given:
         if expects is Expects.ANSWER:

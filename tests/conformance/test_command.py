@@ -12,7 +12,10 @@ from safetensors.numpy import save_file
 from conformance.command import conformance, processes_of, started
 from jobs.launch import ROOT, launch, output_of
 from patience import slowdown, wait_until
+from pce_mpi.cli.conformance import _Display
 from pce_mpi.conformance.launching import LaunchError, mpiexec
+from pce_mpi.conformance.loading import check_call
+from pce_mpi.conformance.outcomes import Outcome, Verdict
 
 
 def test_interrupted_run_reports_outcomes_so_far(tmp_path):
@@ -92,6 +95,18 @@ def test_cases_run_on_each_number_of_ranks(tmp_path):
     assert "4 cases passed" in (tmp_path / "it.md").read_text()
 
 
+def test_failures_are_news_on_each_number_of_ranks(capsys):
+    display = _Display()
+    failure = Outcome("a-case", "", Verdict.FAIL)
+    display.begin("conformance", 30)
+    display.finished("a-case", failure)
+    display.begin("conformance", 30)
+    display.finished("a-case", failure)
+    display.begin("looking for the smallest shape", 30, news=False)
+    display.finished("a-case", failure)
+    assert capsys.readouterr().err.count("a-case") == 2
+
+
 def test_results_of_no_vector_judge_nothing(tmp_path):
     vectors, results = tmp_path / "vectors", tmp_path / "results"
     assert conformance("--export", vectors, "--case", "random-logits/float32").returncode == 0
@@ -128,12 +143,8 @@ def test_command_under_mpiexec_explains_itself_once():
             "OSError: no port at it.py:2 in start",
         ),
         ("def candidate(logits, targets, group): ...", "and this one takes (logits, targets, group): "),
-        (
-            "def candidate(logits, *, class_start, num_classes, comm): ...",
-            'an entropy, which takes no targets, declare it: @offers(kind="entropy")',
-        ),
     ],
-    ids=["a rank dies", "its start fails", "it is a function for an adapter", "it is an entropy"],
+    ids=["a rank dies", "its start fails", "it is a function for an adapter"],
 )
 def test_candidate_that_cannot_start_exits_with_2(tmp_path, source, said):
     (tmp_path / "it.py").write_text(source)
@@ -141,6 +152,13 @@ def test_candidate_that_cannot_start_exits_with_2(tmp_path, source, said):
     assert run.returncode == 2
     assert said in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_entropy_that_is_not_declared_is_told_so():
+    def candidate(logits, *, class_start, num_classes, comm): ...
+
+    with pytest.raises(TypeError, match=r'an entropy, which takes no targets, declare it: @offers\(kind="entropy"\)'):
+        check_call(candidate)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,12 +12,15 @@ from conformance.command import CONFORMANCE, conformance
 from conformance.test_reports import PASS, report
 from jobs.launch import ROOT, complete
 from pce_mpi.cli import main
+from pce_mpi.conformance.following import Launch, Run
 from pce_mpi.conformance.journal import Follower, Journal, beginnings
+from pce_mpi.conformance.orders import Orders, Task
+from pce_mpi.conformance.outcomes import Outcome, Verdict, as_json
 from pce_mpi.conformance.reports import json_file
 
 # Each misbehaves, and then returns what is right unless it raises.
 CANDIDATE = """
-import os, sys, time
+import os, sys
 import numpy as np
 import pce_mpi as pce
 from pce_mpi.conformance.offers import offers
@@ -42,7 +46,6 @@ def candidate(logits, targets, *, class_start, num_classes, comm, **options):
         (journal,) = (path for path in os.scandir(sys.argv[1]) if path.name == f"rank-{comm.rank}.jsonl")
         with open(journal, "ab") as file:
             file.write(b"\\xff\\n")
-        time.sleep(3)  # so that it is read before the case is over: behind an outcome, it is no matter of the case
     return pce.softmax_cross_entropy_value_and_grad(logits, targets, class_start=class_start, comm=comm, **options)
 """
 CASES = ["logit_scale", "weight", "label_smoothing", "z_loss", "softcap", "zero-rows"]
@@ -83,6 +86,37 @@ def test_memory_is_bounded(outcomes):
 def test_damaged_journal_is_a_crash(outcomes):
     assert outcomes["softcap"].verdict == "crashed"
     assert "the file in which rank 1 notes its steps is damaged" in outcomes["softcap"].findings[0].text
+
+
+class Scripted:
+    """A job of 2 ranks whose files have had these events at each read."""
+
+    ranks, status = 2, 0
+
+    def __init__(self, *reads):
+        reads = iter(reads)
+        self.news = lambda: next(reads, [])
+        self.ends, self.limit_output, self.last_lines = list, list, lambda since, launcher=True: ""
+
+
+@pytest.mark.parametrize(("number", "verdicts"), [(0, ["crashed"]), (1, ["pass", "crashed"])])
+def test_damage_behind_outcomes_is_charged_to_its_case(number, verdicts):
+    def started(task):
+        return {"event": "started", "task": task, "printed": 0}
+
+    tasks = [Task("reduction/mean"), Task("random-logits/float32")]
+    passed = [{"event": "outcome", "outcome": as_json(Outcome(task.case, "", Verdict.PASS))} for task in tasks]
+    first = [{"event": "ready", "offer": {}, "versions": {}}, started(0), passed[0], started(1), passed[1]]
+    # The file of rank 0 is read last, and may have what came after the damage.
+    reads = [
+        *((0, event) for event in first),
+        (0, {"event": "done"}),
+        *((1, started(each)) for each in range(number + 1)),
+    ]
+    job = Scripted(reads, [(1, {"event": "damaged"}), *((1, started(each)) for each in range(number + 1, 2))])
+    launch = Launch(Run(Orders("it"), 2, 30.0, Mock()), job, tasks)
+    assert [(task, outcome.verdict) for task, outcome in launch.results()] == list(zip(tasks, verdicts, strict=False))
+    assert launch.unfinished == tasks[len(verdicts) :]
 
 
 @pytest.mark.parametrize("line", [b"\xff", b"7", b"{}", b'{"event', b"[" * 100_000], ids=lambda line: repr(line[:9]))

@@ -365,6 +365,14 @@ def test_json_report_is_read_back_unchanged():
     assert json_file.parse(text) == ALL
 
 
+@pytest.mark.parametrize("form", [terminal, html, markdown, junit, json_file], ids=lambda form: form.__name__)
+def test_case_that_was_not_run_is_no_failure(form):
+    unrun = outcome("weight/none", Verdict.NOT_RUN, note="not run, as the first 3 cases ended alike")
+    run = report(FAIL, unrun)
+    assert run.failed == [FAIL]
+    assert "not run" in form.render(run)
+
+
 def test_json_has_version_and_only_finite_numbers():
     def refuse(constant):
         raise AssertionError(constant)
@@ -372,7 +380,7 @@ def test_json_has_version_and_only_finite_numbers():
     content = json.loads(json_file.render(ALL), parse_constant=refuse)
     assert (content["format"], content["version"]) == ("pce_mpi conformance report", 2)
     assert content["failed"] is True
-    assert content["counts"] == {verdict: int(verdict != "slow") for verdict in Verdict}
+    assert content["counts"] == {verdict: int(verdict not in ("slow", "not run")) for verdict in Verdict}
     documented = set(re.findall(r"^    (\w+(?:, \w+)*)", json_file.__doc__, re.MULTILINE))
     assert {name for names in documented for name in names.split(", ")} == content.keys()
 

@@ -188,6 +188,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("launcher"),
             room("supervisor", standard_library_only=True),
             room("shrinking"),
+            room("following"),
             room("batches"),
             room("worker"),
             room("index"),

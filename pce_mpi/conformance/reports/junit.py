@@ -1,6 +1,7 @@
 """A report as JUnit XML: one test suite, the cases of a family in one class.
 
-Wrong answers and refusals are failures; crashes and deadlocks are errors; cases that are not offered are skipped.
+Wrong answers and refusals are failures; crashes and deadlocks are errors; cases that are not offered, or were not run,
+are skipped.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _TAGS = {
     Verdict.SLOW: "error",
     Verdict.NOT_OFFERED: "skipped",
     Verdict.KNOWN: "skipped",
+    Verdict.NOT_RUN: "skipped",
 }
 # The output of a candidate may have characters that XML does not allow.
 _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -18,6 +18,7 @@ MEANING = {
     Verdict.CRASHED: "a process died",
     Verdict.DEADLOCKED: "some ranks never returned, and others had raised or returned",
     Verdict.KNOWN: "failed, as the file given with --known says",
+    Verdict.NOT_RUN: "left out, as it would have ended as those before it; never held against the candidate",
     Verdict.SLOW: "no rank returned in time: all were inside the candidate, or still moving",
 }
 
@@ -32,9 +33,9 @@ _SHARDS = {"equal": "of equal length", "chunks": "as torch.chunk makes them", "a
 def headline(report: Report) -> str:
     """Summarize the run in one sentence."""
     counts = report.counts
-    ran = len(report.outcomes) - counts[Verdict.NOT_OFFERED] - counts[Verdict.KNOWN]
-    left = f"; {counts[Verdict.NOT_OFFERED]} not offered" if counts[Verdict.NOT_OFFERED] else ""
-    left += f"; {counts[Verdict.KNOWN]} known to fail" if counts[Verdict.KNOWN] else ""
+    others = {Verdict.NOT_OFFERED: "not offered", Verdict.KNOWN: "known to fail", Verdict.NOT_RUN: "not run"}
+    ran = len(report.outcomes) - sum(counts[verdict] for verdict in others)
+    left = "".join(f"; {counts[verdict]} {what}" for verdict, what in others.items() if counts[verdict])
     left += "; interrupted before the last case" * report.interrupted
     if not report.failed:
         return f"{_counted(ran, 'case')} passed{left}" if ran else f"no case was run{left}"
@@ -100,7 +101,7 @@ def _cause(outcome: Outcome) -> tuple[str, str]:
     if outcome.verdict is Verdict.FAIL and not first.cause:
         text = f"{first.kind} in {outcome.family}: by numbers only, no known fault gives them"
     else:
-        text = in_a_line(first.cause).removeprefix(f"{outcome.verdict} in case {outcome.case}: ")
+        text = in_a_line(outcome.fault)
     if outcome.verdict is not Verdict.FAIL:
         text = f"{outcome.verdict}: {text}"
     return text, Finding(first.kind, text).likeness
@@ -180,7 +181,7 @@ def printed(outcome: Outcome) -> str:
 
 def _prints(outcome: Outcome) -> list[Finding]:
     """Return the findings that are output: all but the first, for a case that did not end."""
-    return outcome.findings[1:] if outcome.verdict in (Verdict.CRASHED, Verdict.DEADLOCKED, Verdict.SLOW) else []
+    return outcome.findings[1:] if outcome.verdict.unended else []
 
 
 def shape(outcome: Outcome) -> str:
