@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.conformance.cases import Problem, Setting, grid
-from pce_mpi.conformance.catalogue.declaring import Cases
+from pce_mpi.conformance.catalogue.declaring import Cases, table
 from pce_mpi.conformance.catalogue.drawing import even, random_problem, rounded
 from pce_mpi.conformance.offers import Gradient
 
@@ -63,54 +63,64 @@ def _upstream_expanded(setting: Setting) -> Problem:
     return replace(problem, dloss=rounded(setting, np.full(problem.rows_shape, -1.25)), dloss_memory="expanded")
 
 
-for name, upstream, reductions in (("scalar", _upstream_scalar, _REDUCED), ("each-row", _upstream_by_row, _BY_ROW)):
-    CASES.add(
-        f"backward-twice/{name}",
-        upstream,
-        "A second backward pass that scales, or subtracts 1 at the target, in memory where the first one did already "
-        "(Megatron-LM, TransformerEngine).",
-        gradient=_BACKWARD,
-        reductions=reductions,
-        procedure="backward-twice",
-    )
-CASES.add(
-    "two-losses-alive/plain",
-    random_problem,
-    "A second loss that overwrites what the first one keeps: buffers that belong to the function, not to the call.",
-    procedure="two-at-once",
+@CASES.case(
+    "backward-twice/{name}",
+    table("name upstream reductions", ("scalar", _upstream_scalar, _REDUCED), ("each-row", _upstream_by_row, _BY_ROW)),
+    gradient=_BACKWARD,
+    procedure="backward-twice",
 )
-CASES.add(
-    "two-losses-alive/other-weights",
-    partial(random_problem, options=("weight",)),
-    "Two losses with class weights of their own: weights, or what was made of them, kept from the first call.",
-    options=("weight",),
-    procedure="two-at-once",
-)
-CASES.add(
-    "inputs-unmodified",
-    random_problem,
-    "Logits that are overwritten, by x - max or by their gradient, where the caller still needs them (Megatron in "
-    "verl, Liger).",
-    keeps_logits=True,
-)
-CASES.add(
-    "results-not-aliased",
-    partial(random_problem, scale=1.0),
-    "A gradient that is the memory of the logits, or a loss that is a view of something: changing one changes the "
-    "other.",
-    gradient=Gradient.VALUE,
-    keeps_logits=True,
-)
-CASES.add(
-    "one-after-the-other",
-    random_problem,
-    "Gradients that are accumulated over several calls: one that is added to what an earlier call gave is counted "
-    "twice.",
-    gradient=Gradient.VALUE,
-    procedure="one-after-the-other",
-)
+def _backward_twice(setting: Setting, upstream: Callable[[Setting], Problem]) -> Problem:
+    """A second backward pass that scales, or subtracts 1 at the target, in memory where the first one did already
+    (Megatron-LM, TransformerEngine).
+    """
+    return upstream(setting)
 
 
+@CASES.case("two-losses-alive/plain", procedure="two-at-once")
+def _two_losses(setting: Setting) -> Problem:
+    """A second loss that overwrites what the first one keeps: buffers that belong to the function, not to the call."""
+    return random_problem(setting)
+
+
+@CASES.case("two-losses-alive/other-weights", options=("weight",), procedure="two-at-once")
+def _two_weights(setting: Setting) -> Problem:
+    """Two losses with class weights of their own: weights, or what was made of them, kept from the first call."""
+    return random_problem(setting, options=("weight",))
+
+
+@CASES.case("inputs-unmodified", keeps_logits=True)
+def _inputs_unmodified(setting: Setting) -> Problem:
+    """Logits that are overwritten, by x - max or by their gradient, where the caller still needs them (Megatron in
+    verl, Liger).
+    """
+    return random_problem(setting)
+
+
+@CASES.case("results-not-aliased", gradient=Gradient.VALUE, keeps_logits=True)
+def _results_not_aliased(setting: Setting) -> Problem:
+    """A gradient that is the memory of the logits, or a loss that is a view of something: changing one changes the
+    other.
+    """
+    return random_problem(setting, scale=1.0)
+
+
+@CASES.case("one-after-the-other", gradient=Gradient.VALUE, procedure="one-after-the-other")
+def _one_after_the_other(setting: Setting) -> Problem:
+    """Gradients that are accumulated over several calls: one that is added to what an earlier call gave is counted
+    twice.
+    """
+    return random_problem(setting)
+
+
+@CASES.case(
+    "rows-sharded/{reductions[0]}",
+    table("reductions", (("mean",),), (("sum",),)),
+    options=("ignore_index",),
+    batch_comm=True,
+    procedure="rows-sharded",
+    rows=8,
+    shrinkable=False,
+)
 def _on_a_grid(setting: Setting) -> Problem:
     """Rows that are sharded over a communicator of their own, on a grid of ranks: a mean over this rank's rows."""
     # Shards over the ranks of one row of the grid; ranks of other rows have none.
@@ -120,51 +130,42 @@ def _on_a_grid(setting: Setting) -> Problem:
     return random_problem(setting, splits, options=("ignore_index",))
 
 
-for reduction in _REDUCED:
-    CASES.add(
-        f"rows-sharded/{reduction}",
-        _on_a_grid,
-        options=("ignore_index",),
-        reductions=(reduction,),
-        batch_comm=True,
-        procedure="rows-sharded",
-        rows=8,
-        shrinkable=False,
-    )
-CASES.add(
+@CASES.case(
     "same-bits/{dtype}",
-    partial(random_problem, scale=6.0),
-    "Other bits on another number of ranks: sums that depend on where the classes are split. An inference engine and a "
-    "trainer that disagree in the last bit compute ratios that are not 1.",
     same_bits=True,
     shards="any",
-    reductions=("none", "mean", "sum"),
+    reductions=_BY_ROW + _REDUCED,
     rows=16,
     classes=1_201,  # odd: a pairwise sum, as NumPy's, splits an even number where two ranks do
 )
-for name, axes, reductions in (("scalar", 1, _REDUCED), ("each-row", 1, _BY_ROW), ("3-D", 2, _BY_ROW)):
-    CASES.add(
-        f"result-form/{name}",
-        partial(random_problem, axes=axes),
-        "A loss of shape (1,), or flattened, and a gradient of another shape or dtype than the logits. Other cases "
-        "judge the numbers all the same.",
-        reductions=reductions,
-        dims=axes + 1,
-        form=True,
-    )
-CASES.add(
-    "same-on-every-rank",
-    partial(random_problem, scale=6.0),
-    "Losses that differ in the last bit from rank to rank, as each rank reduced in another order: programs that branch "
-    "on the loss then hang.",
-    reductions=("none", "mean", "sum"),
-    rows=64,
+def _same_bits(setting: Setting) -> Problem:
+    """Other bits on another number of ranks: sums that depend on where the classes are split. An inference engine and a
+    trainer that disagree in the last bit compute ratios that are not 1.
+    """
+    return random_problem(setting, scale=6.0)
+
+
+@CASES.case(
+    "result-form/{name}",
+    table("name dims reductions", ("scalar", 2, _REDUCED), ("each-row", 2, _BY_ROW), ("3-D", 3, _BY_ROW)),
+    form=True,
 )
-CASES.add(
-    "same-in-every-run",
-    partial(random_problem, scale=6.0),
-    "Bits that change from run to run: atomic adds, or memory that was never written.",
-    deterministic=True,
-    procedure="run-twice",
-    rows=64,
-)
+def _result_form(setting: Setting, dims: int) -> Problem:
+    """A loss of shape (1,), or flattened, and a gradient of another shape or dtype than the logits. Other cases judge
+    the numbers all the same.
+    """
+    return random_problem(setting, axes=dims - 1)
+
+
+@CASES.case("same-on-every-rank", reductions=_BY_ROW + _REDUCED, rows=64)
+def _same_on_every_rank(setting: Setting) -> Problem:
+    """Losses that differ in the last bit from rank to rank, as each rank reduced in another order: programs that branch
+    on the loss then hang.
+    """
+    return random_problem(setting, scale=6.0)
+
+
+@CASES.case("same-in-every-run", deterministic=True, procedure="run-twice", rows=64)
+def _same_in_every_run(setting: Setting) -> Problem:
+    """Bits that change from run to run: atomic adds, or memory that was never written."""
+    return random_problem(setting, scale=6.0)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 import inspect
 from typing import Any, TypeVar
 
 from pce_mpi.conformance.cases import Case, Problem
-from pce_mpi.conformance.offers import DTYPES, Needs
+from pce_mpi.conformance.offers import DTYPES, REDUCTIONS, Needs
 
 _Build = TypeVar("_Build", bound=Callable[..., Problem])
-_NEEDS = {field.name for field in fields(Needs)}
+_NEEDS, _OWN = ({field.name for field in fields(kind)} for kind in (Needs, Case))
+
+
+def table(words: str, *rows: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """Return a variation for each of these rows."""
+    return [dict(zip(words.split(), row, strict=True)) for row in rows]
+
+
+EACH_REDUCTION = table("reductions", *(((each,),) for each in REDUCTIONS))
 
 
 class Cases:
@@ -20,20 +29,27 @@ class Cases:
     def __init__(self) -> None:
         self._declared: list[Case] = []
 
-    def case(self, name: str, **given: Any) -> Callable[[_Build], _Build]:
-        """Declare a case with these fields of `Case` and `Needs`, and the decorated function."""
+    def case(self, name: str, each: Iterable[dict[str, Any]] = ({},), **given: Any) -> Callable[[_Build], _Build]:
+        """Declare a case with these fields of `Case` and `Needs`, and the decorated function; one for `each` variation.
+
+        The items of a variation are words in the name and in the docstring, arguments of the function, and fields.
+        """
 
         def declare(build: _Build) -> _Build:
-            self.add(name, build, **given)
+            takes = inspect.signature(build).parameters.keys()
+            for variation in each:
+                arguments = {word: variation[word] for word in takes & variation.keys()}
+                fields = {"catches": inspect.getdoc(build) or "", "dtype": ""} | given | variation
+                needs = Needs(**{field: fields[field] for field in _NEEDS & fields.keys()})
+                own = {field: fields[field] for field in _OWN & fields.keys()}
+                own["catches"] = " ".join(own["catches"].format(**variation).split())
+                own["name"] = name.format(**{"dtype": "{dtype}"} | variation)
+                self._declared.append(
+                    Case(build=partial(build, **arguments) if arguments else build, needs=needs, **own)
+                )
             return build
 
         return declare
-
-    def add(self, name: str, build: Callable[..., Problem], catches: str = "", **given: Any) -> None:
-        """Declare a case of a function, or a partial, that others share."""
-        needs = Needs(**{field: given.pop(field) for field in _NEEDS & given.keys()})
-        catches = " ".join((catches or inspect.getdoc(getattr(build, "func", build)) or "").split())
-        self._declared.append(Case(name, catches, given.pop("dtype", ""), build, needs, **given))
 
     def of(self, main: str) -> Iterator[Case]:
         """Yield every case, in the dtype `main` where its name has none."""

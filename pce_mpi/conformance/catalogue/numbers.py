@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from pce_mpi.conformance.cases import Problem, Setting
-from pce_mpi.conformance.catalogue.declaring import Cases
+from pce_mpi.conformance.catalogue.declaring import EACH_REDUCTION, Cases, table
 from pce_mpi.conformance.catalogue.drawing import (
     even,
     generator,
     normal_logits,
     random_problem,
-    random_targets,
     rounded,
     uneven,
 )
-from pce_mpi.conformance.offers import REDUCTIONS
 
 Array = np.ndarray[Any, Any]
 
 CASES = Cases()
 
-CASES.add(
-    "random-logits/{dtype}",
-    random_problem,
-    "What every test of such a loss has: random logits, equal shards, p(target) near 0. Who fails here has the "
-    "formula wrong.",
-)
-for reduction in REDUCTIONS:
-    CASES.add(
-        f"reduction/{reduction}",
-        random_problem,
-        "A mean that divides by something else than the number of rows, or a sum that counts once for each rank.",
-        reductions=(reduction,),
-    )
+
+@CASES.case("random-logits/{dtype}")
+def _random_logits(setting: Setting) -> Problem:
+    """What every test of such a loss has: random logits, equal shards, p(target) near 0. Who fails here has the formula
+    wrong.
+    """
+    return random_problem(setting)
+
+
+@CASES.case("reduction/{reductions[0]}", EACH_REDUCTION)
+def _reduction(setting: Setting) -> Problem:
+    """A mean that divides by something else than the number of rows, or a sum that counts once for each rank."""
+    return random_problem(setting)
 
 
 @CASES.case("p-near-1/{dtype}")
@@ -63,20 +61,17 @@ def _p_equal_1(setting: Setting) -> Problem:
     logits = problem.logits.copy()
     certain = np.arange(0, setting.rows, 2)
     logits[certain, problem.targets[certain]] = 2_000.0
-    return Problem(logits, problem.targets, problem.splits, reduction=setting.reduction)
+    return replace(problem, logits=logits)
 
 
-def _offset(setting: Setting, offset: float) -> Problem:
+@CASES.case("offset/{offset}/{dtype}", table("offset", ("1e3",), ("1e4",)))
+def _offset(setting: Setting, offset: str) -> Problem:
     """logsumexp - x_t and exp(x - logsumexp), which lose what an offset common to all classes pushes out of the dtype:
     5e-4 at 1e4 in float32. Subtract the maximum before anything else.
     """
     # A few ulps apart, around +offset and -offset in turn.
-    offsets = np.where(np.arange(setting.rows) % 2, -offset, offset)
+    offsets = np.where(np.arange(setting.rows) % 2, -float(offset), float(offset))
     return _nearly_equal(setting, even(setting), 1.0, offsets[:, None])
-
-
-for offset in ("1e3", "1e4"):
-    CASES.add(f"offset/{offset}/{{dtype}}", partial(_offset, offset=float(offset)))
 
 
 @CASES.case("logits-of-1000/{dtype}")
@@ -84,11 +79,9 @@ def _logits_of_1000(setting: Setting, **options: Any) -> Problem:
     """exp without the maximum subtracted overflows; x - max clipped, as Paddle's CPU kernel does at -64, makes losses
     of hundreds come out as 64.
     """
-    splits = even(setting)
-    shape = (setting.rows, splits[-1])
-    logits = rounded(setting, generator(setting, shape).uniform(-1e3, 1e3, shape))
-    targets = random_targets(setting, shape[:1], shape[1])
-    return Problem(logits, targets, splits, options, reduction=setting.reduction)
+    problem = random_problem(setting)
+    logits = generator(setting, problem.logits.shape).uniform(-1e3, 1e3, problem.logits.shape)
+    return replace(problem, logits=rounded(setting, logits), options=options)
 
 
 @CASES.case("logits-of-1000-smoothed/{dtype}", options=("label_smoothing",))
@@ -105,9 +98,10 @@ def _many_classes(setting: Setting) -> Problem:
     return _nearly_equal(setting, uneven(setting), 0.1)
 
 
-def _more_classes(setting: Setting, each: int) -> Problem:
+@CASES.case("many-classes/more-than-{block}-a-shard", table("block", (2**15,), (2**16,)), rows=2, shrinkable=False)
+def _more_classes(setting: Setting, block: int) -> Problem:
     """More classes in a shard than kernels take at a time: Triton's take 32,768 or 65,536."""
-    splits = tuple(each * rank for rank in range(setting.ranks + 1))
+    splits = tuple((block + 232) * rank for rank in range(setting.ranks + 1))
     logits = normal_logits(setting, (setting.rows, splits[-1]), 1.0)
     for stop in splits[1:]:  # large logits at the end of each shard, and the targets there
         logits[:, stop - 200 : stop] += 9.0
@@ -115,26 +109,20 @@ def _more_classes(setting: Setting, each: int) -> Problem:
     return Problem(rounded(setting, logits), targets, splits, reduction=setting.reduction)
 
 
-for block in (32_768, 65_536):
-    CASES.add(
-        f"many-classes/more-than-{block}-a-shard",
-        partial(_more_classes, each=block + 232),
-        rows=2,
-        shrinkable=False,
-    )
-for dtype in ("", "bfloat16"):
-    CASES.add(
-        f"many-rows/{dtype or '{main}'}",
-        random_problem,
-        "More rows than 65,535, the limit of a CUDA grid's second axis; a sum over rows that is kept in half "
-        "precision, or in one long run.",
-        dtype=dtype,
-        rows=66_001,
-        classes=12,  # no shard is empty on up to 4 ranks
-    )
+# No shard of the 12 classes is empty on up to 4 ranks.
+@CASES.case(
+    "many-rows/{which}",
+    table("which dtype", ("{main}", ""), ("bfloat16", "bfloat16")),
+    rows=66_001,
+    classes=12,
+)
+def _many_rows(setting: Setting) -> Problem:
+    """More rows than 65,535, the limit of a CUDA grid's second axis; a sum over rows that is kept in half precision, or
+    in one long run.
+    """
+    return random_problem(setting)
 
 
 def _nearly_equal(setting: Setting, splits: tuple[int, ...], scale: float, offset: Array | float = 0.0) -> Problem:
-    shape = (setting.rows, splits[-1])
-    logits = rounded(setting, normal_logits(setting, shape, scale) + offset)
-    return Problem(logits, random_targets(setting, shape[:1], shape[1]), splits, reduction=setting.reduction)
+    problem = random_problem(setting, splits)
+    return replace(problem, logits=rounded(setting, normal_logits(setting, problem.logits.shape, scale) + offset))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import combinations
 
 from pce_mpi.conformance.cases import Problem, Setting
@@ -30,9 +29,8 @@ def _with(setting: Setting, options: tuple[str, ...]) -> Problem:
     return random_problem(setting, uneven(setting) if len(options) > 1 else None, options=options)
 
 
-for option in OPTIONS:
-    one = (option,)
-    CASES.add(f"{option}/{{dtype}}", partial(_with, options=one), _CATCHES[option], options=one)
-for pair in combinations(OPTIONS, 2):
-    CASES.add("pair/" + "+".join(pair), partial(_with, options=pair), _PAIR, options=pair)
-CASES.add("all-options", partial(_with, options=OPTIONS), "All options at once.", options=OPTIONS, rows=12)
+_ALONE = [{"option": each, "options": (each,), "catches": _CATCHES[each]} for each in OPTIONS]
+_PAIRS = [{"pair": "+".join(each), "options": each, "catches": _PAIR} for each in combinations(OPTIONS, 2)]
+CASES.case("{option}/{dtype}", _ALONE)(_with)
+CASES.case("pair/{pair}", _PAIRS)(_with)
+CASES.case("all-options", [{"options": OPTIONS, "catches": "All options at once."}], rows=12)(_with)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
 from pce_mpi.conformance.cases import Expects, Problem, Setting
-from pce_mpi.conformance.catalogue.declaring import Cases
-from pce_mpi.conformance.catalogue.drawing import chunks, even, random_problem, uneven
-from pce_mpi.conformance.offers import REDUCTIONS
+from pce_mpi.conformance.catalogue.declaring import EACH_REDUCTION, Cases, table
+from pce_mpi.conformance.catalogue.drawing import Splits, chunks, even, random_problem, uneven
 
 CASES = Cases()
 # Those that take GiB of memory.
@@ -48,6 +47,7 @@ def _last_is_empty(setting: Setting) -> Problem:
     return random_problem(setting, chunks(max(1, (ranks - 1) ** 2), ranks))
 
 
+@CASES.case("empty-shard/{name}", table("name which", ("first", 0), ("middle", 1)), shards="any")
 def _one_is_empty(setting: Setting, which: int) -> Problem:
     """A rank without classes that is not the last."""
     if setting.ranks == 1:
@@ -56,10 +56,6 @@ def _one_is_empty(setting: Setting, which: int) -> Problem:
     place = min(which, setting.ranks - 1)
     splits.insert(place, splits[place])
     return random_problem(setting, tuple(splits))
-
-
-CASES.add("empty-shard/first", partial(_one_is_empty, which=0), shards="any")
-CASES.add("empty-shard/middle", partial(_one_is_empty, which=1), shards="any")
 
 
 @CASES.case("fewer-classes-than-ranks", shards="chunks", shrinkable=False)
@@ -74,19 +70,19 @@ def _one_class(setting: Setting) -> Problem:
     return random_problem(setting, chunks(1, setting.ranks))
 
 
-def _targets_at_borders(setting: Setting, split: str) -> Problem:
+@CASES.case(
+    "targets-at-shard-borders/{name}",
+    table("name split shards", ("equal", even, "equal"), ("uneven", uneven, "chunks")),
+    rows=16,
+)
+def _targets_at_borders(setting: Setting, split: Callable[[Setting], Splits]) -> Problem:
     """Comparisons that are off by one where a shard begins or ends: a target that two ranks take for theirs, or
     none.
     """
-    problem = random_problem(setting, (even if split == "equal" else uneven)(setting))
+    problem = random_problem(setting, split(setting))
     # Row by row, the first class of the first shard, its last class, the first class of the next, and so on.
     borders = [number for start, stop in pairwise(problem.splits) if stop > start for number in (start, stop - 1)]
     return replace(problem, targets=np.resize(np.array(borders, np.int64), setting.rows))
-
-
-for split, shards in (("equal", "equal"), ("uneven", "chunks")):
-    borders = partial(_targets_at_borders, split=split)
-    CASES.add(f"targets-at-shard-borders/{split}", borders, shards=shards, rows=16)
 
 
 @CASES.case("targets-on-one-rank")
@@ -99,46 +95,50 @@ def _targets_on_one_rank(setting: Setting) -> Problem:
     return replace(problem, targets=start + problem.targets % (stop - start))
 
 
-for dims in range(1, 6):
-    CASES.add(
-        f"dims/{dims}-D",
-        partial(random_problem, axes=dims - 1),
-        "Logits of another number of dimensions than two, the classes last: PyTorch's loss_parallel has the gradient "
-        "of 4-D logits wrong, and that of 3-D and 5-D ones right.",
-        dims=dims,
-        rows=36,
-        shrinkable=dims > 1,
-    )
-for dims, axis in ((2, 0), (3, 0), (3, 1), (4, 0), (4, 1), (4, 2), (5, 0), (5, 1), (5, 3)):
-    CASES.add(
-        f"axis/{dims}-D-{('first', 'second', 'third', 'fourth')[axis]}",
-        partial(random_problem, axes=dims - 1, axis=axis),
-        "A class axis that is not the last, as PyTorch's (N, C, d1, ...): a gradient that is transposed, or rows that "
-        "are mixed up, where rows are flattened without moving the axis.",
-        dims=dims,
-        any_axis=True,
-        rows=36,
-    )
-CASES.add(
-    "strides/transposed",
-    partial(random_problem, memory="F"),
-    "Logits in Fortran order, the transpose of what a matrix product gave: a kernel that takes the class axis for "
-    "contiguous reads other rows.",
-    strided=True,
+@CASES.case("dims/{dims}-D", [{"dims": each, "shrinkable": each > 1} for each in range(1, 6)], rows=36)
+def _dims(setting: Setting, dims: int) -> Problem:
+    """Logits of another number of dimensions than two, the classes last: PyTorch's loss_parallel has the gradient of
+    4-D logits wrong, and that of 3-D and 5-D ones right.
+    """
+    return random_problem(setting, axes=dims - 1)
+
+
+@CASES.case(
+    "axis/{dims}-D-{name}",
+    [
+        {"dims": dims, "axis": axis, "name": ("first", "second", "third", "fourth")[axis]}
+        for dims, axis in ((2, 0), (3, 0), (3, 1), (4, 0), (4, 1), (4, 2), (5, 0), (5, 1), (5, 3))
+    ],
+    any_axis=True,
+    rows=36,
 )
-CASES.add(
-    "strides/every-second",
-    partial(random_problem, memory="strided"),
-    "Logits that are every second element of a larger array.",
-    strided=True,
-)
-CASES.add(
-    "padded-columns/sliced-off",
-    partial(random_problem, memory="padded"),
-    "A vocabulary padded to a round number, the padding sliced off: a kernel that takes rows to follow each other in "
-    "memory counts the padding, here 6e4.",
-    strided=True,
-)
+def _axis(setting: Setting, dims: int, axis: int) -> Problem:
+    """A class axis that is not the last, as PyTorch's (N, C, d1, ...): a gradient that is transposed, or rows that are
+    mixed up, where rows are flattened without moving the axis.
+    """
+    return random_problem(setting, axes=dims - 1, axis=axis)
+
+
+@CASES.case("strides/transposed", strided=True)
+def _transposed(setting: Setting) -> Problem:
+    """Logits in Fortran order, the transpose of what a matrix product gave: a kernel that takes the class axis for
+    contiguous reads other rows.
+    """
+    return random_problem(setting, memory="F")
+
+
+@CASES.case("strides/every-second", strided=True)
+def _every_second(setting: Setting) -> Problem:
+    """Logits that are every second element of a larger array."""
+    return random_problem(setting, memory="strided")
+
+
+@CASES.case("padded-columns/sliced-off", strided=True)
+def _sliced_off(setting: Setting) -> Problem:
+    """A vocabulary padded to a round number, the padding sliced off: a kernel that takes rows to follow each other in
+    memory counts the padding, here 6e4.
+    """
+    return random_problem(setting, memory="padded")
 
 
 @CASES.case("padded-columns/masked")
@@ -153,24 +153,18 @@ def _masked_padding(setting: Setting) -> Problem:
     return replace(problem, logits=logits, targets=problem.targets % real)
 
 
-CASES.add(
-    "gathered-logits",
-    partial(random_problem, gathered=True),
-    "The logits of all classes, passed on every rank by mistake: refused, or right, but not a loss that is off by "
-    "log(ranks) without a word (Megatron).",
-    num_classes=True,
-    expects=Expects.EITHER,
-)
-for reduction in REDUCTIONS:
-    CASES.add(
-        f"zero-rows/{reduction}",
-        random_problem,
-        "A step without rows: nothing to reduce must not hang or crash. The mean of no row is nan, the sum is 0.",
-        reductions=(reduction,),
-        empty=True,
-        rows=0,
-        shrinkable=False,
-    )
+@CASES.case("gathered-logits", num_classes=True, expects=Expects.EITHER)
+def _gathered(setting: Setting) -> Problem:
+    """The logits of all classes, passed on every rank by mistake: refused, or right, but not a loss that is off by
+    log(ranks) without a word (Megatron).
+    """
+    return random_problem(setting, gathered=True)
+
+
+@CASES.case("zero-rows/{reductions[0]}", EACH_REDUCTION, empty=True, rows=0, shrinkable=False)
+def _zero_rows(setting: Setting) -> Problem:
+    """A step without rows: nothing to reduce must not hang or crash. The mean of no row is nan, the sum is 0."""
+    return random_problem(setting)
 
 
 @LARGE.case("large/more-than-2**31-elements", reductions=("none",), procedure="copies", rows=32, shrinkable=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 import math
 from typing import Any
 
@@ -76,6 +75,14 @@ def _first_block(setting: Setting) -> Problem:
     return _masked(replace(setting, classes=33_000 * setting.ranks), which)
 
 
+@CASES.case(
+    "finite-mask/{name}",
+    [
+        {"name": name + "-smoothed" * bool(options), "value": value, "options": options}
+        for name, value in (("1e30", -1e30), ("lowest", -math.inf))
+        for options in ((), ("label_smoothing",))
+    ],
+)
 def _finite_mask(setting: Setting, value: float, options: tuple[str, ...]) -> Problem:
     """Masks that are large and finite, -1e30 or the lowest number of the dtype: sums of them overflow, and with label
     smoothing they are part of the loss.
@@ -85,15 +92,6 @@ def _finite_mask(setting: Setting, value: float, options: tuple[str, ...]) -> Pr
     masked = ((classes + rows) % 3 == 0) & (classes != problem.targets[:, None])
     least = rounded(setting, max(value, _LOWEST[problem.dtype.name]))
     return replace(problem, logits=np.where(masked, least, problem.logits))
-
-
-for name, value in (("1e30", -1e30), ("lowest", -math.inf)):
-    for options in ((), ("label_smoothing",)):
-        CASES.add(
-            f"finite-mask/{name}{'-smoothed' * bool(options)}",
-            partial(_finite_mask, value=value, options=options),
-            options=options,
-        )
 
 
 def _with_row(setting: Setting, change: Callable[[Array, int], None]) -> Problem:
@@ -120,30 +118,26 @@ def _masked_row(setting: Setting) -> Problem:
     return _with_row(setting, lambda row, target: row.fill(-np.inf))
 
 
-def _beside_target(setting: Setting, value: float) -> Problem:
-    return _with_row(setting, lambda row, target: row.__setitem__((target + 1) % row.size, value))
+# In the order of the catalogue: both kinds of nan, then both of +inf.
+for _which in (
+    {"name": "nan", "family": "nan", "value": np.nan},
+    {"name": "+inf", "family": "plus-inf", "value": np.inf},
+):
 
+    @CASES.case("{family}/in-a-row", [_which], reductions=_BY_ROW)
+    def _beside_target(setting: Setting, value: float) -> Problem:
+        """A {name} in one row gives nan there, the same on every rank, and leaves the other rows alone. MPI.MAX may
+        give nan on one rank and a number on another.
+        """
+        return _with_row(setting, lambda row, target: row.__setitem__((target + 1) % row.size, value))
 
-def _in_ignored_row(setting: Setting, value: float) -> Problem:
-    problem = random_problem(setting, options=("ignore_index",))
-    logits = problem.logits.copy()
-    ignored = np.flatnonzero(~problem.valid)
-    logits[ignored, ignored % problem.classes] = value
-    return replace(problem, logits=logits, may_be_nan=~problem.valid)
-
-
-for name, number in (("nan", np.nan), ("+inf", np.inf)):
-    CASES.add(
-        f"{name.replace('+', 'plus-')}/in-a-row",
-        partial(_beside_target, value=number),
-        f"A {name} in one row gives nan there, the same on every rank, and leaves the other rows alone. MPI.MAX may "
-        "give nan on one rank and a number on another.",
-        reductions=_BY_ROW,
-    )
-    CASES.add(
-        f"{name.replace('+', 'plus-')}/in-an-ignored-row",
-        partial(_in_ignored_row, value=number),
-        f"A {name} in a row that is ignored gets into the loss where rows are masked by a product with 0. In that "
-        "row's own gradient, nan passes (PyTorch's dense loss has it there) unless strict.",
-        options=("ignore_index",),
-    )
+    @CASES.case("{family}/in-an-ignored-row", [_which], options=("ignore_index",))
+    def _in_ignored_row(setting: Setting, value: float) -> Problem:
+        """A {name} in a row that is ignored gets into the loss where rows are masked by a product with 0. In that row's
+        own gradient, nan passes (PyTorch's dense loss has it there) unless strict.
+        """
+        problem = random_problem(setting, options=("ignore_index",))
+        logits = problem.logits.copy()
+        ignored = np.flatnonzero(~problem.valid)
+        logits[ignored, ignored % problem.classes] = value
+        return replace(problem, logits=logits, may_be_nan=~problem.valid)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pce_mpi.conformance.cases import Expects, Problem, Setting
-from pce_mpi.conformance.catalogue.declaring import Cases
+from pce_mpi.conformance.catalogue.declaring import EACH_REDUCTION, Cases, table
 from pce_mpi.conformance.catalogue.drawing import even, option_values, random_problem, rounded, uneven
-from pce_mpi.conformance.offers import OPTIONS, REDUCTIONS
+from pce_mpi.conformance.offers import OPTIONS
 
 Array = np.ndarray[Any, Any]
 
@@ -20,6 +19,12 @@ CASES = Cases()
 _IGNORED = ("ignore_index",)
 
 
+@CASES.case(
+    "ignored/{name}",
+    table("name which", ("negative", -1), ("first-class", 0), ("inside", 5), ("last-class", -2)),
+    options=_IGNORED,
+    any_ignore_index=True,
+)
 def _ignored(setting: Setting, which: int, **options: float) -> Problem:
     """An ignore_index that is -1, or a class: rows with that target count neither in the sum nor in the mean's divisor,
     and have no gradient (ColossalAI: a wrong gradient; Paddle: divides by all rows).
@@ -31,10 +36,12 @@ def _ignored(setting: Setting, which: int, **options: float) -> Problem:
     return replace(problem, targets=targets, options={"ignore_index": number, **options})
 
 
-for name, which in (("negative", -1), ("first-class", 0), ("inside", 5), ("last-class", -2)):
-    CASES.add(f"ignored/{name}", partial(_ignored, which=which), options=_IGNORED, any_ignore_index=True)
-
-
+@CASES.case(
+    "ignored/{name}",
+    table("name number", ("as-local-number", 2), ("as-shifted-number", -1)),
+    options=_IGNORED,
+    any_ignore_index=True,
+)
 def _ignored_after_shift(setting: Setting, number: int) -> Problem:
     """Targets that equal ignore_index once class_start is subtracted from them: who compares after the shift ignores
     rows that count.
@@ -48,18 +55,11 @@ def _ignored_after_shift(setting: Setting, number: int) -> Problem:
     return replace(problem, targets=np.clip(targets, number, problem.classes - 1), options={"ignore_index": number})
 
 
-for name, number in (("as-local-number", 2), ("as-shifted-number", -1)):
-    CASES.add(f"ignored/{name}", partial(_ignored_after_shift, number=number), options=_IGNORED, any_ignore_index=True)
-
-
+@CASES.case("ignored/all-rows-{reductions[0]}", EACH_REDUCTION, options=_IGNORED)
 def _all_ignored(setting: Setting) -> Problem:
     """No row is left: the mean is nan, the sum 0, and the gradient 0, as PyTorch's dense loss has it."""
     problem = random_problem(setting, options=_IGNORED)
     return replace(problem, targets=np.full_like(problem.targets, setting.ignore_index))
-
-
-for reduction in REDUCTIONS:
-    CASES.add(f"ignored/all-rows-{reduction}", _all_ignored, options=_IGNORED, reductions=(reduction,))
 
 
 @CASES.case("ignored/unevenly-over-ranks", options=_IGNORED, rows=12)
@@ -110,6 +110,12 @@ def _targets_expanded(setting: Setting) -> Problem:
     return replace(problem, targets=np.full_like(problem.targets, problem.targets[:1].sum()))
 
 
+@CASES.case(
+    "target-out-of-range/{name}",
+    table("name beyond", ("one-too-many", 0), ("far", 10**9)),
+    checks_targets=True,
+    expects=Expects.REFUSAL,
+)
 def _beyond(setting: Setting, beyond: int = 0, number: int | None = None, **options: int) -> Problem:
     """A target that no rank owns: a loss of logsumexp, a gradient of softmax and a row that counts, without a word
     (Megatron, PyTorch's loss_parallel). To be refused on every rank, without hanging.
@@ -119,11 +125,6 @@ def _beyond(setting: Setting, beyond: int = 0, number: int | None = None, **opti
     beside = number if number != setting.ignore_index or options else -2
     targets[setting.rows // 2] = problem.classes + beyond if beside is None else beside
     return replace(problem, targets=targets, options=options)
-
-
-for name, beyond in (("one-too-many", 0), ("far", 10**9)):
-    far = partial(_beyond, beyond=beyond)
-    CASES.add(f"target-out-of-range/{name}", far, checks_targets=True, expects=Expects.REFUSAL)
 
 
 @CASES.case("target-out-of-range/wraps-in-int32", checks_targets=True, expects=Expects.REFUSAL)
@@ -183,16 +184,16 @@ def _one_hot(setting: Setting) -> Problem:
     return _soft(setting, total=0.0)
 
 
-for option in OPTIONS:
-    if option != "ignore_index":  # no probabilities are a row to ignore
-        CASES.add(
-            f"probabilities/{option}",
-            partial(_soft, options=(option,)),
-            f"Probabilities with {option}: the mean divides by the number of rows, also with weights; smoothing mixes "
-            "with 1 / C of all classes; other options are as with class numbers.",
-            options=(option,),
-            probabilities=True,
-        )
+# No probabilities are a row to ignore.
+_WITH_OPTIONS = [{"options": (each,)} for each in OPTIONS if each != "ignore_index"]
+
+
+@CASES.case("probabilities/{options[0]}", _WITH_OPTIONS, probabilities=True)
+def _soft_with(setting: Setting, options: tuple[str, ...]) -> Problem:
+    """Probabilities with {options[0]}: the mean divides by the number of rows, also with weights; smoothing mixes with
+    1 / C of all classes; other options are as with class numbers.
+    """
+    return _soft(setting, options=options)
 
 
 @CASES.case("probabilities/zero-at-minus-inf", probabilities=True)
