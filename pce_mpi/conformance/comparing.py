@@ -32,22 +32,6 @@ def _errors(got: Array, exact: Array, unit: Array) -> Array:
     return np.where(special, np.where(same, 0.0, np.inf), error)
 
 
-def _best(exact: Array, unit: Array, dtype: np.dtype[Any], where: Array | None = None) -> float:
-    """Return the largest error of the exact values, rounded to `dtype`."""
-    with np.errstate(all="ignore"):
-        errors = _errors(exact.astype(dtype), exact, unit)
-    return float((errors if where is None else errors[where]).max(initial=0.0))
-
-
-def _finding(quantity: str, got: float, exact: float, error: float, allowed: float, dtype: str, where: str) -> Finding:
-    place = (" " if where.startswith("(") else " in ") + where if where else ""
-    digits = next((n for n in range(6, 17) if f"{got:.{n}g}" != f"{exact:.{n}g}"), 17)
-    numbers = f"{quantity} is {got:.{digits}g} where {exact:.{digits}g} is right{place}"
-    if math.isfinite(error):
-        return Finding(quantity, f"{numbers}: {error:.3g} ulp of {dtype} off, {allowed:.3g} allowed")
-    return Finding("not finite" if math.isfinite(exact) else quantity, numbers)
-
-
 def row_name(problem: Problem, row: int) -> str:
     """Name a row in a message."""
     if len(problem.rows_shape) == 1:
@@ -56,7 +40,67 @@ def row_name(problem: Problem, row: int) -> str:
     return f"row ({index})"
 
 
-class Losses:
+class _Compared:
+    """Numbers beside the exact ones, with their errors in `_units` and what is allowed of each; all of one shape.
+
+    `_quantities` are judged apart: a name, and a mask of the numbers that have it.
+    """
+
+    _problem: Problem
+    _dtype: str  # of the units
+    _quantities: list[tuple[str, Array]]
+    _got: Array
+    _exact: Array
+    _unit: Array
+    _errors: Array
+    _allowed: Array
+
+    def _where(self, place: tuple[int, ...]) -> str:
+        raise NotImplementedError
+
+    def _worst(self, where: Array) -> tuple[int, ...]:
+        """Return the place of the error that is largest beside what is allowed."""
+        ratio = np.where(where, self._errors / self._allowed, -1.0)
+        return tuple(map(int, np.unravel_index(np.argmax(ratio), ratio.shape)))
+
+    def accuracies(self) -> list[Accuracy]:
+        """Return the worst error of each quantity."""
+        with np.errstate(all="ignore"):
+            best = _errors(self._exact.astype(dtype_named(self._dtype)), self._exact, self._unit)
+        return [
+            Accuracy(
+                quantity=quantity,
+                dtype=self._dtype,
+                error=float(self._errors[worst]),
+                best=float(best[where].max(initial=0.0)),
+                allowed=float(self._allowed[worst]),
+                where=self._where(worst),
+            )
+            for quantity, where in self._quantities
+            if where.any()
+            for worst in [self._worst(where)]
+        ]
+
+    def findings(self) -> list[Finding]:
+        """Return one finding at most, of the first quantity that is wrong."""
+        for quantity, where in self._quantities:
+            if (self._errors > self._allowed)[where].any():
+                return [self._finding(quantity, self._worst(where))]
+        return []
+
+    def _finding(self, quantity: str, worst: tuple[int, ...]) -> Finding:
+        got, exact, error = (float(numbers[worst]) for numbers in (self._got, self._exact, self._errors))
+        where = self._where(worst)
+        place = (" " if where.startswith("(") else " in ") + where if where else ""
+        digits = next((n for n in range(6, 17) if f"{got:.{n}g}" != f"{exact:.{n}g}"), 17)
+        numbers = f"{quantity} is {got:.{digits}g} where {exact:.{digits}g} is right{place}"
+        if math.isfinite(error):
+            allowed = self._allowed[worst]
+            return Finding(quantity, f"{numbers}: {error:.3g} ulp of {self._dtype} off, {allowed:.3g} allowed")
+        return Finding("not finite" if math.isfinite(exact) else quantity, numbers)
+
+
+class Losses(_Compared):
     """Compares the losses of all ranks with the exact one; `wrong` is (ranks, *shape of the loss)."""
 
     def __init__(self, problem: Problem, losses: Sequence[Array], tolerance: Tolerance) -> None:
@@ -66,51 +110,26 @@ class Losses:
         returned = coarsest(arithmetic, *(loss.dtype.name for loss in losses))
         self._dtype = finest(returned, problem.dtype.name)
         units = Units.of(problem, self._dtype, tolerance.strict)
-        self._exact, self._unit = problem.expected[0], units.loss
-        limit = np.full(self._exact.shape, allowed(tolerance, self._dtype))
+        exact = problem.expected[0]
+        limit = np.full(exact.shape, allowed(tolerance, self._dtype))
         if problem.reduction != "none":
             limit += math.log2(max(1, problem.rows)) * units.sums / units.loss
-        self._allowed = limit
-        self._errors = np.stack([_errors(loss, self._exact, self._unit) for loss in self.losses])
+        self._got = np.stack([loss.astype(np.float64) for loss in losses])
+        self._errors = np.stack([_errors(loss, exact, units.loss) for loss in losses])
         if problem.may_be_nan is not None and not tolerance.strict:
             counts = (problem.may_be_nan & problem.valid).reshape(problem.rows_shape)
             forgiven = counts if problem.reduction == "none" else counts.any()
-            self._errors[np.isnan(np.stack(self.losses).astype(np.float64)) & forgiven] = 0.0
-        self.wrong = self._errors > limit
-
-    def _worst(self) -> tuple[int, ...]:
-        """Return rank and place of the error that is largest in units of what is allowed."""
-        return tuple(map(int, np.unravel_index(np.argmax(self._errors / self._allowed), self._errors.shape)))
-
-    def accuracies(self) -> list[Accuracy]:
-        if self._errors.size == 0:
-            return []
-        worst = self._worst()
-        dtype = dtype_named(self._dtype)
-        return [
-            Accuracy(
-                self._name,
-                self._dtype,
-                float(self._errors[worst]),
-                _best(self._exact, self._unit, dtype),
-                float(self._allowed[worst[1:]]),
-                self._where(worst),
-            )
-        ]
+            self._errors[np.isnan(self._got) & forgiven] = 0.0
+        shape = self._errors.shape
+        self._exact, self._unit, self._allowed = (np.broadcast_to(each, shape) for each in (exact, units.loss, limit))
+        self._quantities = [(self._name, np.ones(shape, np.bool_))]
+        self.wrong = self._errors > self._allowed
 
     def _where(self, place: tuple[int, ...]) -> str:
-        row = f"{row_name(self._problem, int(np.ravel_multi_index(place[1:], self._exact.shape)))}" if place[1:] else ""
+        rank, *index = place
+        row = row_name(self._problem, int(np.ravel_multi_index(index, self._exact.shape[1:]))) if index else ""
         alike = all(_bits(loss) == _bits(self.losses[0]) for loss in self.losses)
-        return row if alike else f"{row} (rank {place[0]})".strip()
-
-    def findings(self) -> list[Finding]:
-        if not self.wrong.any():
-            return []
-        rank, *place = worst = self._worst()
-        got, exact = float(self.losses[rank][tuple(place)]), float(self._exact[tuple(place)])
-        where = self._where(worst)
-        allowed = float(self._allowed[tuple(place)])
-        return [_finding(self._name, got, exact, float(self._errors[worst]), allowed, self._dtype, where)]
+        return row if alike else f"{row} (rank {rank})".strip()
 
     def differing(self) -> list[Finding]:
         """Return the first difference between the bits of two ranks."""
@@ -134,7 +153,7 @@ def _bits(array: Array) -> bytes:
     return np.where(np.isnan(array.astype(np.float64)), np.asarray(np.nan, array.dtype), array).tobytes()
 
 
-class Gradients:
+class Gradients(_Compared):
     """Compares the concatenated gradient of all shards with the exact one.
 
     `array` and `wrong` are shaped as the logits. Gathered logits have a gradient on each rank: the worst is compared.
@@ -143,15 +162,16 @@ class Gradients:
     def __init__(self, problem: Problem, shards: Sequence[Array], tolerance: Tolerance) -> None:
         self._problem, self._tolerance = problem, tolerance
         self._dtype = problem.dtype.name
-        self._allowed = allowed(tolerance, self._dtype)
         self._exact = problem.row_major(problem.expected[1])
+        self._allowed = np.full(self._exact.shape, allowed(tolerance, self._dtype))
         units = Units.of(problem, self._dtype, tolerance.strict)
         self._unit, self._at_target = units.gradient, units.at_target
+        self._quantities = [("gradient", ~self._at_target), ("gradient at targets", self._at_target)]
         whole = list(shards) if problem.gathered else [np.concatenate(shards, axis=problem.axis)]
         errors = [self._judged(problem.row_major(array)) for array in whole]
         worst = int(np.argmax([each.max(initial=0.0) for each in errors]))
         self.array, self._errors = whole[worst], errors[worst]
-        self._too_small = problem.row_major(self.array).astype(np.float64) < self._exact
+        self._got = problem.row_major(self.array).astype(np.float64)
         wrong = (self._errors > self._allowed).reshape(*problem.rows_shape, problem.classes)
         self.wrong = np.moveaxis(wrong, -1, problem.axis)
 
@@ -165,46 +185,16 @@ class Gradients:
             errors[missing & self._problem.may_be_nan[:, None]] = 0.0
         return errors
 
-    def _quantities(self) -> list[tuple[str, Array]]:
-        """Return the parts that are judged apart: the gradient at targets, and elsewhere."""
-        return [("gradient", ~self._at_target), ("gradient at targets", self._at_target)]
+    def _where(self, place: tuple[int, ...]) -> str:
+        row, number = place
+        text = f"{row_name(self._problem, row)}, class {number}"
+        return text if self._problem.gathered else f"{text} (rank {self._problem.rank_of(number)})"
 
-    def _worst(self, where: Array) -> tuple[int, int]:
-        row, number = np.unravel_index(np.argmax(np.where(where, self._errors, -1.0)), self._errors.shape)
-        return int(row), int(number)
-
-    def _where(self, row: int, number: int) -> str:
-        place = f"{row_name(self._problem, row)}, class {number}"
-        return place if self._problem.gathered else f"{place} (rank {self._problem.rank_of(number)})"
-
-    def accuracies(self) -> list[Accuracy]:
-        """Return the worst error of each quantity."""
-        dtype = dtype_named(self._dtype)
-        return [
-            Accuracy(
-                quantity=quantity,
-                dtype=self._dtype,
-                error=float(self._errors[self._worst(where)]),
-                best=_best(self._exact, self._unit, dtype, where),
-                allowed=self._allowed,
-                where=self._where(*self._worst(where)),
-            )
-            for quantity, where in self._quantities()
-            if where.any()
-        ]
-
-    def findings(self) -> list[Finding]:
-        """Return one finding at most: "gradient", or "gradient at targets" if all else is right."""
-        got = self._problem.row_major(self.array)
-        for quantity, where in self._quantities():
-            if (self._errors[where] > self._allowed).any():
-                place = self._worst(where)
-                if np.isnan(self._exact[place]) and not np.isnan(got[place[0]].astype(np.float64)).any():
-                    row = row_name(self._problem, place[0])
-                    return [Finding(quantity, f"the gradient of {row} is finite where nan is right")]
-                numbers = float(got[place]), float(self._exact[place]), float(self._errors[place])
-                return [_finding(quantity, *numbers, self._allowed, self._dtype, self._where(*place))]
-        return []
+    def _finding(self, quantity: str, worst: tuple[int, ...]) -> Finding:
+        if np.isnan(self._exact[worst]) and not np.isnan(self._got[worst[0]]).any():
+            row = row_name(self._problem, worst[0])
+            return Finding(quantity, f"the gradient of {row} is finite where nan is right")
+        return super()._finding(quantity, worst)
 
     def picture(self) -> ErrorMap:
         """Return the errors by (row, class)."""
@@ -215,7 +205,8 @@ class Gradients:
         def worst(errors: Array) -> Array:
             return np.maximum.reduceat(np.maximum.reduceat(errors, row_starts, axis=0), class_starts, axis=1)
 
-        too_large, too_small = (worst(np.where(self._too_small == below, self._errors, 0.0)) for below in (False, True))
+        errors, below = self._errors / self._allowed, self._got < self._exact
+        too_large, too_small = (worst(np.where(below == side, errors, 0.0)) for side in (False, True))
         blocks = np.where(too_large >= too_small, too_large, -too_small)
         targets = {
             (
@@ -225,7 +216,7 @@ class Gradients:
             for row, number in np.argwhere(self._at_target)
         }
         return ErrorMap(
-            errors=(blocks / self._allowed).tolist(),
+            errors=blocks.tolist(),
             splits=[split * class_starts.size / classes for split in self._problem.splits],
             rows=rows,
             classes=classes,
