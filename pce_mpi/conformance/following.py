@@ -18,7 +18,8 @@ from pce_mpi.conformance.launcher import Job
 from pce_mpi.conformance.launching import LaunchError
 from pce_mpi.conformance.offers import Offer, unmet_need
 from pce_mpi.conformance.orders import Orders, Task
-from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict, of_json, shaped
+from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict, shaped
+from pce_mpi.conformance.plain import made
 from pce_mpi.conformance.stacks import innermost
 
 # Seconds between reads of the ranks' files.
@@ -180,7 +181,7 @@ class Launch:
         mine, run = self._ranks[rank], self._run
         match event["event"]:
             case "outcome":
-                outcome = of_json(event["outcome"])
+                outcome = made(Outcome, event["outcome"])
                 if outcome.case != self.unfinished[len(self._known)].case:
                     raise ValueError(f"an outcome of {outcome.case}")
                 self._known.append(outcome)
@@ -189,7 +190,7 @@ class Launch:
             case "unusable":
                 raise LaunchError(f"{run.orders.candidate} cannot be loaded and started: {event['text']}")
             case "ready":
-                run.offer, run.versions = Offer(**event["offer"]), event["versions"]
+                run.offer, run.versions = made(Offer, event["offer"]), event["versions"]
                 run.cases = run.orders.cases(run.offer)
                 self._ready = True
                 if self._all:

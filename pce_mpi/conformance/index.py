@@ -5,8 +5,7 @@ A folder may come from anywhere: a malformed index raises a `ValueError` that na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 import json
 import os
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from pce_mpi.conformance.cases import Expects
 from pce_mpi.conformance.offers import DTYPES, OPTIONS, REDUCTIONS
+from pce_mpi.conformance.plain import made, plain
 from pce_mpi.distributed.tensor_files import shortened, shown
 
 _FORMAT = "pce_mpi conformance vectors"
@@ -30,40 +30,60 @@ class Entry:
     name: str
     file: str
     catches: str
-    expects: str
+    expects: Expects
     gradient: bool
     dtype: str
     axis: int
     splits: tuple[int, ...]
     reduction: str
-    options: dict[str, Any]
+    options: dict[str, Any]  # the values are checked with the problem
+
+    def __post_init__(self) -> None:
+        printable = f"1 to {_LONGEST} printable characters"
+        for name, right, expected in (
+            *((each, _is_text(getattr(self, each)), printable) for each in ("name", "file", "catches")),
+            ("dtype", self.dtype in DTYPES, " or ".join(map(repr, DTYPES))),
+            ("axis", self.axis >= 0, "a whole number"),
+            ("splits", _are_splits(self.splits), "whole numbers from 0 up that do not fall, two at least"),
+            ("reduction", self.reduction in REDUCTIONS, " or ".join(map(repr, REDUCTIONS))),
+            ("options", self.options.keys() <= {*OPTIONS[1:]}, f"an object with some of {', '.join(OPTIONS[1:])}"),
+        ):
+            if not right:
+                raise ValueError(f"{name} must be {expected}, got {shown(getattr(self, name))}")
 
 
-def write(folder: Path, seed: int, entries: Iterable[Entry]) -> None:
-    """Write the index of all vectors, and their seed, to `folder`."""
-    vectors = [asdict(entry) for entry in entries]
-    content = {"format": _FORMAT, "version": _VERSION, "seed": seed, "vectors": vectors}
-    (folder / _NAME).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+@dataclass(frozen=True)
+class Index:
+    """All vectors of a folder, and the seed of their numbers."""
+
+    seed: int
+    vectors: list[Entry]
+
+    def write(self, folder: Path) -> None:
+        """Write the index to `folder`."""
+        content = {"format": _FORMAT, "version": _VERSION, **plain(self)}
+        (folder / _NAME).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def read(folder: Path) -> tuple[int, list[Entry]]:
-    """Return seed and entries; raise `ValueError` if the index is malformed or names a file outside `folder`."""
+def read(folder: Path) -> Index:
+    """Return the index of `folder`; raise `ValueError` if it is malformed or names a file outside `folder`."""
     path = folder / _NAME
     try:
         content = json.loads(path.read_bytes().decode(), parse_constant=_no_number)
         if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
             raise ValueError(f"it must be {_FORMAT}, version {_VERSION}")
-        seed = _field(content, "seed", _is_whole, "a whole number")
-        entries: dict[str, Entry] = {}
-        vectors = _field(content, "vectors", lambda value: isinstance(value, list), "a list")
-        for number, vector in enumerate(vectors):
-            try:
-                entry = _entry(vector, folder)
-            except ValueError as error:
-                raise ValueError(f"vectors[{number}]: {error}") from error
-            if entries.setdefault(entry.name, entry) is not entry:
+        index = made(Index, content)
+        if index.seed < 0:
+            raise ValueError(f"seed must be a whole number, got {shown(index.seed)}")
+        where = Path(os.path.realpath(folder))
+        names = set()
+        for number, entry in enumerate(index.vectors):
+            if not Path(os.path.realpath(where / entry.file)).is_relative_to(where):
+                raise ValueError(f"vectors[{number}]: file must be inside the folder, got {shown(entry.file)}")
+            if entry.name in names:
                 raise ValueError(f"two vectors are called {shown(entry.name)}")
-        return seed, list(entries.values())
+            names.add(entry.name)
+        return index
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is malformed: {shortened(str(error))}") from error
 
@@ -72,62 +92,9 @@ def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number of JSON")
 
 
-def _entry(vector: Any, folder: Path) -> Entry:
-    if not isinstance(vector, dict):
-        raise ValueError(f"it must be an object, got {shown(vector)}")
-    fields = {name: _field(vector, name, right, expected) for name, (right, expected) in _FIELDS.items()}
-    where = Path(os.path.realpath(folder))
-    if not Path(os.path.realpath(where / fields["file"])).is_relative_to(where):
-        raise ValueError(f"file must be inside the folder, got {shown(fields['file'])}")
-    return Entry(**fields | {"splits": tuple(fields["splits"])})
+def _is_text(value: str) -> bool:
+    return 0 < len(value) <= _LONGEST and value.isprintable()
 
 
-def _field(vector: dict[str, Any], name: str, right: Callable[[Any], bool], expected: str) -> Any:
-    if name not in vector:
-        raise ValueError(f"{name} is missing")
-    if not right(vector[name]):
-        raise ValueError(f"{name} must be {expected}, got {shown(vector[name])}")
-    return vector[name]
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= _LONGEST and value.isprintable()
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _one_of(words: Iterable[str]) -> tuple[Callable[[Any], bool], str]:
-    known = [str(word) for word in words]
-    return lambda value: value in known, " or ".join(map(repr, known))
-
-
-def _are_splits(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) > 1
-        and all(map(_is_whole, value))
-        and value[0] == 0
-        and value == sorted(value)
-    )
-
-
-def _are_options(value: Any) -> bool:
-    # The values are checked with the problem.
-    return isinstance(value, dict) and all(name in OPTIONS and name != "weight" for name in value)
-
-
-_TEXT = _is_text, f"1 to {_LONGEST} printable characters"
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "name": _TEXT,
-    "file": _TEXT,
-    "catches": _TEXT,
-    "expects": _one_of(Expects),
-    "gradient": (lambda value: isinstance(value, bool), "true or false"),
-    "dtype": _one_of(DTYPES),
-    "axis": (_is_whole, "a whole number"),
-    "splits": (_are_splits, "whole numbers from 0 up that do not fall, two at least"),
-    "reduction": _one_of(REDUCTIONS),
-    "options": (_are_options, f"an object with some of {', '.join(OPTIONS[1:])}"),
-}
+def _are_splits(value: tuple[int, ...]) -> bool:
+    return len(value) > 1 and value[0] == 0 and list(value) == sorted(value)

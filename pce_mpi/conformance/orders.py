@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 import json
 from pathlib import Path
-from typing import Any
 
 from pce_mpi.conformance.cases import Case, fits
 from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.offers import DTYPES, Offer
+from pce_mpi.conformance.plain import made, plain
 
 _NAME = "orders.json"
 
@@ -74,14 +74,9 @@ class Orders:
 
     def write(self, folder: Path) -> None:
         """Write these orders to `folder`."""
-        (folder / _NAME).write_text(json.dumps(asdict(self)), encoding="utf-8")
+        (folder / _NAME).write_text(json.dumps(plain(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> Orders:
         """Read the orders in `folder`."""
-        given = json.loads((folder / _NAME).read_text(encoding="utf-8"))
-        if given["tasks"] is not None:
-            given["tasks"] = [Task(**each) for each in given["tasks"]]
-        # JSON has lists for tuples.
-        fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-        return cls(**fields)
+        return made(cls, json.loads((folder / _NAME).read_text(encoding="utf-8")))

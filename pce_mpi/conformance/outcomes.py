@@ -6,11 +6,9 @@ Errors are in ulps, as `judging` defines them, unless stated otherwise.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-import math
 import re
-from typing import Any
 
 from pce_mpi.conformance.cases import Problem
 from pce_mpi.conformance.offers import Offer
@@ -191,29 +189,6 @@ def shaped(outcome: Outcome, problem: Problem) -> Outcome:
     return replace(outcome, rows=rows, classes=problem.classes, splits=problem.splits)
 
 
-def as_json(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome as types of JSON, with "inf", "-inf" and "nan" for numbers that are not finite."""
-    return _plain(asdict(outcome))
-
-
-def of_json(value: dict[str, Any]) -> Outcome:
-    """Return the outcome of which `as_json` made this."""
-    given = dict(value)
-    given["verdict"] = Verdict(given["verdict"])
-    given["findings"] = [Finding(**each) for each in given["findings"]]
-    given["accuracies"] = [
-        Accuracy(**each | {name: float(each[name]) for name in ("error", "best", "allowed")})
-        for each in given["accuracies"]
-    ]
-    given["splits"] = tuple(given["splits"])
-    if given["picture"] is not None:
-        picture = ErrorMap(**given["picture"])
-        picture.errors = [[float(error) for error in row] for row in picture.errors]
-        picture.targets = [(row, column) for row, column in picture.targets]
-        given["picture"] = picture
-    return Outcome(**given)
-
-
 @dataclass
 class Report:
     """The result of a run.
@@ -249,15 +224,3 @@ class Report:
         """The number of cases by verdict."""
         met = Counter(outcome.verdict for outcome in self.outcomes)
         return {verdict: met[verdict] for verdict in Verdict}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, StrEnum):
-        return str(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import is_floating
-from pce_mpi.conformance import index, judging
+from pce_mpi.conformance import judging
 from pce_mpi.conformance.cases import Case, Expects, Problem, problem_of
 from pce_mpi.conformance.catalogue import cases
-from pce_mpi.conformance.index import Entry
+from pce_mpi.conformance.index import Entry, Index, read
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.offers import EVERYTHING, Gradient
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict, shaped
@@ -63,7 +63,7 @@ def export(
             entries.append(_entry(name, case, problem))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text(_page(), encoding="utf-8")
-    index.write(folder, seed, entries)
+    Index(seed, entries).write(folder)
     return len(entries)
 
 
@@ -78,7 +78,8 @@ def judged(
     Raises `FileNotFoundError` if there is no index or no file, `ValueError` for a malformed index, safetensors file or
     vector, and for results of no vector.
     """
-    seed, entries = index.read(Path(folder))
+    index = read(Path(folder))
+    entries = index.vectors
     given = _read(Path(results))
     known = {f"{entry.name}/{key}" for entry in entries for key in ("loss", "dlogits", "refused")}
     if unknown := sorted(given.keys() - known):
@@ -96,7 +97,7 @@ def judged(
         offer=EVERYTHING,
         ranks=tuple(sorted({outcome.ranks for outcome in outcomes})),
         versions={"pce_mpi": metadata.version("pce_mpi"), "numpy": np.__version__},
-        seed=seed,
+        seed=index.seed,
         strict=strict,
         tolerance=tolerance,
         outcomes=outcomes,
@@ -201,7 +202,7 @@ def _check(problem: Problem, entry: Entry) -> None:
 
 def _outcome(folder: Path, entry: Entry, given: Mapping[str, Array], tolerance: Tolerance) -> Outcome:
     problem = _problem(folder, entry)
-    name, expects = entry.name, Expects(entry.expects)
+    name, expects = entry.name, entry.expects
     outcome = Outcome(name, entry.catches, Verdict.PASS, ranks=problem.ranks, dtype=problem.dtype.name)
     outcome = shaped(outcome, problem)
     loss, dlogits = given.get(f"{name}/loss"), given.get(f"{name}/dlogits")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 import faulthandler
 from importlib.metadata import PackageNotFoundError, version
 import os
@@ -27,7 +26,7 @@ from pce_mpi.conformance.launching import LaunchError, memory_shared_by
 from pce_mpi.conformance.loading import check_call, load
 from pce_mpi.conformance.offers import offer_of
 from pce_mpi.conformance.orders import Orders, Task
-from pce_mpi.conformance.outcomes import as_json
+from pce_mpi.conformance.plain import plain
 from pce_mpi.conformance.running import run_case
 from pce_mpi.conformance.stacks import error_text
 from pce_mpi.conformance.texts import bounded
@@ -96,7 +95,7 @@ class Worker:
                 offer=self._offer,
             )
             if self._comm.rank == 0:
-                self._journal.write("outcome", outcome=as_json(outcome))
+                self._journal.write("outcome", outcome=plain(outcome))
             # There may be messages that nobody has received, or ranks inside a collective.
             if len(set(self._comm.allgather(self._candidate.raised))) > 1:
                 return False
@@ -133,7 +132,7 @@ def main(folder: Path, ranks: int) -> None:
         raise
     if comm.rank == 0:
         offer = offer_of(candidate)
-        journal.write("ready", offer=asdict(offer), versions=_versions(MPI, offer.arrays))
+        journal.write("ready", offer=plain(offer), versions=_versions(MPI, offer.arrays))
     comm.Barrier()  # no rank is seen to start a case before that was written
     whole = worker.run()
     if comm.rank == 0:

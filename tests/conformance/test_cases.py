@@ -1,9 +1,12 @@
 """The offers of candidates, the catalogue of cases, and the problems that they build."""
 
 from dataclasses import fields, replace
+import functools
 from functools import partial
 import math
+import operator
 import pydoc
+import re
 import sys
 import textwrap
 
@@ -19,7 +22,8 @@ from pce_mpi.conformance.cases import Expects, problem_of
 from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.catalogue.drawing import chunks
 from pce_mpi.conformance.offers import DTYPES, EVERYTHING, OPTIONS, REDUCTIONS, Needs, unmet_need
-from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding, as_json, of_json
+from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
+from pce_mpi.conformance.plain import made, plain
 
 ALL = cases(EVERYTHING)
 
@@ -452,9 +456,26 @@ def test_outcome_survives_json():
         splits=(0, 1, 2),
         picture=picture,
     )
-    plain = as_json(outcome)
-    assert plain["verdict"] == "FAIL" and plain["picture"]["errors"] == [[0.5, "inf"]]
-    assert of_json(plain) == outcome
+    given = plain(outcome)
+    assert given["verdict"] == "FAIL" and given["picture"]["errors"] == [[0.5, "inf"]]
+    assert made(Outcome, given) == outcome
+    for path, wrong, said in [
+        (["rows"], "6", "rows must be a whole number, got '6'"),
+        (["shrunk"], 0, "shrunk must be true or false, got 0"),
+        (["verdict"], "perhaps", "verdict must be 'pass' or 'FAIL' or "),
+        (["note"], None, "note must be text, got None"),
+        (["splits"], {}, "splits must be a list, got {}"),
+        (["findings", 0], 7, "findings[0] must be an object, got 7"),
+        (["accuracies", 0, "error"], "much", "accuracies[0]: error must be a number, got 'much'"),
+        (["picture", "errors", 0, 1], None, "picture: errors[0][1] must be a number, got None"),
+    ]:
+        damaged = plain(outcome)
+        place = functools.reduce(operator.getitem, path[:-1], damaged)
+        place[path[-1]] = wrong
+        with pytest.raises(ValueError, match=re.escape(said)):
+            made(Outcome, damaged)
+    with pytest.raises(ValueError, match="catches is missing"):
+        made(Outcome, {"case": "a", "verdict": "pass"})
     assert outcome.failed and outcome.family == "weight"
 
 

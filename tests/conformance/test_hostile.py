@@ -15,7 +15,8 @@ from pce_mpi.cli import main
 from pce_mpi.conformance.following import Launch, Run
 from pce_mpi.conformance.journal import Follower, Journal, beginnings
 from pce_mpi.conformance.orders import Orders, Task
-from pce_mpi.conformance.outcomes import Outcome, Verdict, as_json
+from pce_mpi.conformance.outcomes import Outcome, Verdict
+from pce_mpi.conformance.plain import plain
 from pce_mpi.conformance.reports import json_file
 
 # Each misbehaves, and then returns what is right unless it raises.
@@ -105,7 +106,7 @@ def test_damage_behind_outcomes_is_charged_to_its_case(number, verdicts):
         return {"event": "started", "task": task, "printed": 0}
 
     tasks = [Task("reduction/mean"), Task("random-logits/float32")]
-    passed = [{"event": "outcome", "outcome": as_json(Outcome(task.case, "", Verdict.PASS))} for task in tasks]
+    passed = [{"event": "outcome", "outcome": plain(Outcome(task.case, "", Verdict.PASS))} for task in tasks]
     first = [{"event": "ready", "offer": {}, "versions": {}}, started(0), passed[0], started(1), passed[1]]
     # The file of rank 0 is read last, and may have what came after the damage.
     reads = [

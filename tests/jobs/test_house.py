@@ -165,6 +165,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("cases"),
             room("catalogue"),
             room("texts", standard_library_only=True),
+            room("plain"),
             room("outcomes"),
             room("textbook"),
             room("units"),

@@ -21,11 +21,10 @@ Numbers that are not finite are the strings "nan", "inf" and "-inf": JSON has no
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
 import json
 
-from pce_mpi.conformance.offers import Offer
-from pce_mpi.conformance.outcomes import Report, as_json, of_json
+from pce_mpi.conformance.outcomes import Report
+from pce_mpi.conformance.plain import made, plain
 
 _FORMAT = "pce_mpi conformance report"
 _VERSION = 2
@@ -36,11 +35,9 @@ def render(report: Report) -> str:
     content = {
         "format": _FORMAT,
         "version": _VERSION,
-        **{name: value for name, value in vars(report).items() if name != "outcomes"},
-        "offer": asdict(report.offer),
         "failed": bool(report.failed),
         "counts": report.counts,
-        "outcomes": [as_json(outcome) for outcome in report.outcomes],
+        **plain(report),
     }
     return json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
@@ -52,8 +49,4 @@ def parse(text: str) -> Report:
         raise ValueError(f"this is no {_FORMAT}")
     if content["version"] != _VERSION:
         raise ValueError(f"the report must be of version {_VERSION}, got {content['version']}")
-    given = {field.name: content[field.name] for field in fields(Report)}
-    given["offer"] = Offer(**given["offer"])
-    given["ranks"] = tuple(given["ranks"])
-    given["outcomes"] = [of_json(outcome) for outcome in given["outcomes"]]
-    return Report(**given)
+    return made(Report, content)
