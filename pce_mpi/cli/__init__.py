@@ -158,7 +158,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
-        if default in (None, argparse.SUPPRESS) or isinstance(default, bool):
+        if default in (None, "", argparse.SUPPRESS) or isinstance(default, bool):
             return action.help
         shown = " ".join(map(str, default)) if isinstance(default, list) else default
         return f"{action.help} (default: {shown})"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
 from difflib import get_close_matches
 import importlib
 import os
@@ -71,6 +73,8 @@ def run(options: argparse.Namespace) -> int:
         return _run(options, display)
     except (LaunchError, _UsageError) as error:
         return _wrong(str(error))
+    except argparse.ArgumentTypeError as error:
+        return _wrong(f"argument -n: {error}")
     except ImportError as error:
         return _wrong(f"{error}: pip install 'pce_mpi[conformance]'")
     except KeyboardInterrupt:
@@ -81,41 +85,35 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, display: _Display) -> int:
-    try:
-        sizes = _sizes(options)
-    except argparse.ArgumentTypeError as error:
-        return _wrong(f"argument -n: {error}")
-    orders = Orders(
-        candidate=options.candidate or "",
-        adapter=options.adapter,
-        patterns=None if options.case is None else tuple(options.case),
-        but=tuple(options.but),
-        dtypes=None if options.dtype is None else tuple(options.dtype),
-        strict=options.strict,
-        tolerance=options.tolerance,
-        seed=options.seed,
-        rows=options.rows,
-        classes=options.classes,
-        large=options.large,
-        memory=options.memory,
-    )
+    sizes = _sizes(options)
+    given = {each.name: getattr(options, each.name) for each in fields(Orders) if each.name in options}
+    orders = Orders(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
     timeout = options.timeout or (LARGE_TIMEOUT if options.large else DEFAULT_TIMEOUT)
     known = _known_failures(options.known)
     if unknown := orders.patterns_of_no_case(known):
-        return _wrong(_no_such_case(unknown, orders))
+        raise _UsageError(_no_such_case(unknown, orders))
     if wrong := _wrong_work(options):
-        return _wrong(wrong)
+        raise _UsageError(wrong)
     renderers = _renderers(options)
     if options.list:
         _print(_listed(orders, timeout, display) + "\n")
         return 0
     if options.export is not None:
-        _print(f"{_exported(orders, options)} vectors in {options.export}\n")
+        from pce_mpi.conformance import vectors
+
+        with _naming("--export", OSError):
+            some = {"ranks": options.ranks, "pattern": orders.patterns, "dtypes": orders.dtypes}
+            count = vectors.export(options.export, seed=orders.seed, **some)
+        _print(f"{count} vectors in {options.export}\n")
         return 0
     if options.report is not None:
         report = _earlier(options.report)
     elif options.vectors is not None:
-        report = _judged(options)
+        from pce_mpi.conformance import vectors
+
+        with _naming("--vectors and --results", OSError, ValueError):
+            settings = {"strict": orders.strict, "tolerance": orders.tolerance}
+            report = vectors.judged(options.vectors, options.results, **settings)
     else:
         ranks = f"{' and then '.join(map(str, sizes))} rank{'s' * (sizes != [1])}"
         print(f"starting {ranks} with {orders.candidate}", file=sys.stderr, flush=True)
@@ -126,14 +124,11 @@ def _run(options: argparse.Namespace, display: _Display) -> int:
         print(f"interrupted, and the report has what was known by then; {display}", file=sys.stderr)
         return 130
     if all(outcome.verdict is Verdict.NOT_OFFERED for outcome in report.outcomes):
-        return _wrong(
-            f"nothing was judged: {options.results} has no result of {options.vectors}"
-            if options.vectors
-            else f"nothing was judged: {orders.candidate} offers none of the selected cases, --list says why"
-        )
-    if not written:
-        return 2
-    return 1 if report.failed else 0
+        why = f"{orders.candidate} offers none of the selected cases, --list says why"
+        if options.vectors:
+            why = f"{options.results} has no result of {options.vectors}"
+        raise _UsageError(f"nothing was judged: {why}")
+    return int(bool(report.failed)) if written else 2
 
 
 def _written(report: Report, renderers: dict[Path, Callable[[Report], str]]) -> bool:
@@ -165,7 +160,7 @@ def _print(text: str) -> None:
 
 def _sizes(options: argparse.Namespace) -> list[int]:
     """Return the numbers of ranks; the candidate may follow them, as in `-n 2 3 own_loss.py:cross_entropy`."""
-    if options.candidate is None and len(options.n) > 1 and not options.n[-1].isdecimal():
+    if not options.candidate and len(options.n) > 1 and not options.n[-1].isdecimal():
         options.candidate = options.n.pop()
     sizes = [positive(text) for text in options.n]
     if max(sizes) > (most := most_ranks()) and not options.oversubscribe:
@@ -226,11 +221,10 @@ def _wrong_work(options: argparse.Namespace) -> str:
 
 def _files_named_twice(options: argparse.Namespace) -> list[str]:
     """Return the options of a report that would be overwritten by another, or overwrite what was read."""
-    read = {name: path for name in ("known", "results") if (path := getattr(options, name)) is not None}
-    paths = read | {name: path for name in FILES if (path := getattr(options, name)) is not None}
     by_file: dict[str, list[str]] = {}
-    for name, path in paths.items():
-        by_file.setdefault(os.path.realpath(path), []).append(f"--{name}")
+    for name in ("known", "results", *FILES):
+        if (path := getattr(options, name)) is not None:
+            by_file.setdefault(os.path.realpath(path), []).append(f"--{name}")
     return next((names for names in by_file.values() if len(names) > 1), [])
 
 
@@ -261,15 +255,13 @@ class _UsageError(Exception):
     """A name on the command line, or standard output, cannot be used."""
 
 
-def _exported(orders: Orders, options: argparse.Namespace) -> int:
-    from pce_mpi.conformance import vectors
-
+@contextmanager
+def _naming(option: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Take errors of these kinds for those of an option."""
     try:
-        return vectors.export(
-            options.export, ranks=options.ranks, seed=orders.seed, pattern=orders.patterns, dtypes=orders.dtypes
-        )
-    except OSError as error:
-        raise _UsageError(f"--export: {error}") from error
+        yield
+    except kinds as error:
+        raise _UsageError(f"{option}: {error}") from error
 
 
 def _earlier(path: str) -> Report:
@@ -281,15 +273,6 @@ def _earlier(path: str) -> Report:
         raise _UsageError(f"--report: {path}: {_why(error)}") from error
     except Exception as error:  # anything may stand at any place of a file
         raise _UsageError(f"--report: {path} is no report of this version: {_why(error)}") from error
-
-
-def _judged(options: argparse.Namespace) -> Report:
-    from pce_mpi.conformance import vectors
-
-    try:
-        return vectors.judged(options.vectors, options.results, strict=options.strict, tolerance=options.tolerance)
-    except (OSError, ValueError) as error:
-        raise _UsageError(f"--vectors and --results: {error}") from error
 
 
 class _Display:

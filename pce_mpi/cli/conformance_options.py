@@ -32,6 +32,7 @@ Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or ju
     parser.add_argument(
         "candidate",
         nargs="?",
+        default="",
         help="package.module:candidate, path/to/file.py:candidate, or one of " + ", ".join(NAMED_CANDIDATES),
     )
     parser.add_argument(
@@ -52,7 +53,11 @@ Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or ju
         "tensors, or (logits, targets, axis_name=..., **options) under jax.shard_map",
     )
     parser.add_argument(
-        "--case", action="append", metavar="PATTERN", help="only this case, family, or shell pattern; may be repeated"
+        "--case",
+        dest="patterns",
+        action="append",
+        metavar="PATTERN",
+        help="only this case, family, or shell pattern; may be repeated",
     )
     parser.add_argument(
         "--except",
@@ -70,6 +75,7 @@ Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or ju
     )
     parser.add_argument(
         "--dtype",
+        dest="dtypes",
         action="append",
         choices=DTYPES,
         help="only cases with logits of this dtype; may be repeated. Cases without a dtype in their name come in one "

@@ -18,7 +18,8 @@ import numpy as np
 
 from pce_mpi import dense
 from pce_mpi.arrays import is_floating
-from pce_mpi.conformance.offers import Kind, Needs, Offer, Shards, Smoothing, dims_for
+from pce_mpi.conformance.needs import Needs, dims_for
+from pce_mpi.conformance.offers import Kind, Offer, Shards, Smoothing
 
 Array = np.ndarray[Any, Any]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.conformance.cases import Problem
 from pce_mpi.conformance.faults import Answer, Given, answers
 from pce_mpi.conformance.offers import Kind
@@ -26,13 +27,7 @@ _FLOOR = {2: 2.0, 4: 16.0, 8: 16.0}
 MANY = 2**18
 
 
-def explain(
-    problem: Problem,
-    losses: Sequence[Any],
-    dlogits: Any,
-    wrong_losses: Any,
-    wrong_dlogits: Any,
-) -> str | None:
+def explain(problem: Problem, losses: Sequence[Any], dlogits: Any, wrong_losses: Any, wrong_dlogits: Any) -> str | None:
     """Explain an answer in one line; None if it is right, or if only its numbers are known.
 
     losses          of each rank, shaped as the loss
@@ -69,7 +64,10 @@ def explain(
             return next(iter(texts.values()))  # a fault with more than one form
         if len(wrong) > 1:
             return _of_both(book, wrong, texts)
-        return _of_one(book, wrong[0], texts[wrong[0].name], len(quantities) > 1)
+        (only,) = wrong
+        if (fault := texts[only.name]) is None:
+            return _place(book, only)
+        return f"{fault}, in the {only.name} only" if len(quantities) > 1 and only.name not in fault else fault
 
 
 def _another_kind(problem: Problem, declared: Kind, quantities: Sequence[_Quantity]) -> str | None:
@@ -145,7 +143,7 @@ def _of_losses(book: Textbook, losses: Sequence[Any], wrong: Any) -> _Quantity:
     dtype = np.result_type(*(np.asarray(loss) for loss in losses)) if losses else problem.dtype
     got = np.stack([np.asarray(loss).astype(np.float64).reshape(-1) for loss in losses])
     truth = np.broadcast_to(problem.expected[0].reshape(-1), got.shape)
-    floor = _FLOOR[4] * _eps(_arithmetic(problem.dtype)) * np.abs(book.total).max(initial=1.0)
+    floor = _FLOOR[4] * _eps(compute_dtype_of(problem.dtype)) * np.abs(book.total).max(initial=1.0)
     if problem.reduction == "sum":
         floor *= max(problem.rows, 1)
     mask = np.asarray(wrong).reshape(got.shape)
@@ -157,7 +155,7 @@ def _of_gradient(book: Textbook, dlogits: Any, wrong: Any) -> _Quantity:
     got = problem.row_major(np.asarray(dlogits)).astype(np.float64)
     truth = problem.row_major(problem.expected[1])
     factor = np.abs(book.g / book.divisor) * np.abs(book.total) * np.abs(book.slope).max(axis=-1, initial=0.0)
-    allowance = _FLOOR[problem.dtype.itemsize] * _eps(_arithmetic(problem.dtype))
+    allowance = _FLOOR[problem.dtype.itemsize] * _eps(compute_dtype_of(problem.dtype))
     floor = np.where(np.isfinite(factor), factor, 0.0)[:, None] * allowance
     if problem.dtype == np.float16:
         floor = floor + 2.0**-24  # subnormal numbers of other dtypes do not matter
@@ -179,13 +177,6 @@ def _fault(quantity: _Quantity, known: list[tuple[str, Answer]]) -> str | None:
         if given is not None and quantity.is_that_of(answer):
             return text
     return None
-
-
-def _of_one(book: Textbook, quantity: _Quantity, fault: str | None, of_two: bool) -> str | None:
-    """Explain the only quantity that is wrong."""
-    if fault is None:
-        return _place(book, quantity)
-    return f"{fault}, in the {quantity.name} only" if of_two and quantity.name not in fault else fault
 
 
 def _of_both(book: Textbook, wrong: list[_Quantity], faults: dict[str, str | None]) -> str | None:
@@ -211,10 +202,6 @@ def _place(book: Textbook, quantity: _Quantity) -> str | None:
         return distance <= q.close and distance * _CLOSER <= q.distance(q.truth)
 
     return place(book, q.got, q.truth, q.wrong, close)
-
-
-def _arithmetic(dtype: Any) -> Any:
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def _eps(dtype: Any) -> float:

@@ -16,7 +16,8 @@ from pce_mpi.comm.rank_texts import ranks_text
 from pce_mpi.conformance.cases import Case, problem_of
 from pce_mpi.conformance.launcher import Job
 from pce_mpi.conformance.launching import LaunchError
-from pce_mpi.conformance.offers import Offer, unmet_need
+from pce_mpi.conformance.needs import unmet_need
+from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict, shaped
 from pce_mpi.conformance.plain import made

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pce_mpi.arrays import is_floating
+from pce_mpi.comm.rank_texts import ranks_text
 from pce_mpi.conformance.bits import other_bits
 from pce_mpi.conformance.cases import Problem
 from pce_mpi.conformance.comparing import NAMES, Gradients, Losses
@@ -42,11 +43,7 @@ from pce_mpi.conformance.units import Tolerance
 
 Array = np.ndarray[Any, Any]
 
-_DIFFER = {
-    "loss": "the ranks' losses differ",
-    "log_prob": "the ranks' log-probabilities differ",
-    "entropy": "the ranks' entropies differ",
-}
+_PLURALS = {"loss": "losses", "log_prob": "log-probabilities", "entropy": "entropies"}
 
 
 @dataclass(frozen=True)
@@ -84,19 +81,13 @@ def judge(
     if wrong:
         # Gathered logits have a gradient on each rank, which no model of a fault has.
         whole = None if problem.gathered else gradients
-        text = explain(
-            problem,
-            losses.losses,
-            whole and whole.array,
-            losses.wrong,
-            whole and whole.wrong,
-        )
+        text = explain(problem, losses.losses, whole and whole.array, losses.wrong, whole and whole.wrong)
         if text is not None:
             named = differing[0] if differing and losses.wrong.any() else wrong[0]
             named.text = f"{text.replace('the loss', f'the {NAMES[problem.kind]}')} ({named.text})"
     for finding in differing:
-        separator = ": " if wrong and finding.cause else " "
-        finding.text = f"{_DIFFER[problem.kind]}{separator}{finding.text if finding.cause else f'({finding.text})'}"
+        said = f"{':' * bool(wrong)} {finding.text}" if finding.cause else f" ({finding.text})"
+        finding.text = f"the ranks' {_PLURALS[problem.kind]} differ{said}"
     bits: list[Finding] = []
     if on_one_rank is not None:
         # The dtype is the candidate's own: another one has other bits.
@@ -142,12 +133,9 @@ def _comparable(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Answe
         comparable.append(Answer(given["loss"], given["gradient"]))  # type: ignore[arg-type]  # a loss is never None
 
     def findings(found: dict[tuple[str, str], list[int]]) -> list[Finding]:
-        return [Finding(kind, text + _on_ranks(ranks, len(answers))) for (kind, text), ranks in found.items()]
+        return [
+            Finding(kind, text if len(ranks) == len(answers) else f"{text} ({ranks_text(ranks)})")
+            for (kind, text), ranks in found.items()
+        ]
 
     return comparable, findings(fatal), findings(form)
-
-
-def _on_ranks(ranks: Sequence[int], size: int) -> str:
-    if len(ranks) == size:
-        return ""
-    return f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 import os
 from pathlib import Path
@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
 import weakref
 
 from pce_mpi.conformance.guard import GRACE
@@ -52,7 +51,8 @@ class Job:
             orders.write(self.folder)
         except OSError as error:
             raise LaunchError(f"no temporary file could be written: {error}; TMPDIR can name another folder") from None
-        self._follower = Follower(self.folder, ranks)
+        self._ends, self._output = self.folder / "ends", self.folder / "mpiexec.log"
+        self.news = Follower(self.folder, ranks).news
         worker = [sys.executable, "-m", "pce_mpi.conformance.worker", str(self.folder), str(ranks)]
         command = [*_alone("guard.py"), *mpiexec(), "-n", str(ranks), *_alone("supervisor.py"), str(self._ends)]
         with open(self._output, "wb") as output:
@@ -79,26 +79,14 @@ class Job:
             self._clean_up()
 
     @property
-    def _ends(self) -> Path:
-        return self.folder / "ends"
-
-    @property
     def _pids(self) -> dict[int, int]:
         """The process of each rank that has begun."""
         return {rank: event["pid"] for rank, event in beginnings(self.folder).items()}
 
     @property
-    def _output(self) -> Path:
-        return self.folder / "mpiexec.log"
-
-    @property
     def status(self) -> int | None:
         """The exit status of mpiexec, None while it or anything that it started runs."""
         return self._guard.poll()
-
-    def news(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield rank and event of all new events."""
-        return self._follower.news()
 
     def ends(self) -> list[tuple[int | None, int]]:
         """Return rank and exit status (a signal's number, negated) of each ended process, in the order of their ends.

@@ -27,7 +27,8 @@ from pce_mpi.conformance.cases import Case, Expects, Problem, problem_of
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.launching import LaunchError
 from pce_mpi.conformance.loading import check_call
-from pce_mpi.conformance.offers import Offer, offer_of, unmet_need
+from pce_mpi.conformance.needs import unmet_need
+from pce_mpi.conformance.offers import Offer, offer_of
 from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict, shaped
 from pce_mpi.conformance.procedures import PROCEDURES, Trial
 from pce_mpi.conformance.results import BadResult

@@ -21,7 +21,8 @@ from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, adapted
 from pce_mpi.conformance.cases import Expects, problem_of
 from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.catalogue.drawing import chunks
-from pce_mpi.conformance.offers import DTYPES, EVERYTHING, OPTIONS, REDUCTIONS, Needs, unmet_need
+from pce_mpi.conformance.needs import Needs, unmet_need
+from pce_mpi.conformance.offers import DTYPES, EVERYTHING, OPTIONS, REDUCTIONS
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
 from pce_mpi.conformance.plain import made, plain
 

@@ -161,6 +161,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
         {"autograd", "ops", "optim"},
         [
             room("offers"),
+            room("needs"),
             room("loading"),
             room("cases"),
             room("catalogue"),

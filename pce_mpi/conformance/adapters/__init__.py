@@ -95,6 +95,12 @@ def missing_framework(name: str) -> str | None:
     return framework if framework in ("torch", "jax") and find_spec(framework) is None else None
 
 
+def check_classes(there: int, num_classes: int) -> None:
+    """Raise `ValueError` if all shards have other classes than `num_classes`, which no framework looks at."""
+    if there != num_classes:
+        raise ValueError(f"the shards of the logits must have num_classes = {num_classes} together, got {there}")
+
+
 def _class(known: dict[str, tuple[str, str]], name: str, what: str) -> Any:
     if name not in known:
         raise ValueError(f"there is no {what} {name!r}; there are {', '.join(known)}")

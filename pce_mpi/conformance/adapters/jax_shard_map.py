@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pce_mpi.comm.agreement import agree
+from pce_mpi.conformance.adapters import check_classes
 from pce_mpi.conformance.offers import Gradient, offer_of
 
 if TYPE_CHECKING:
@@ -100,10 +101,7 @@ class JaxShardMap:
             return self._function(x, t, axis_name=_AXIS_NAME, **weighted, **options)
 
         x = np.concatenate(logits, axis)
-        if x.shape[axis] != num_classes:
-            raise ValueError(
-                f"the shards of the logits must have num_classes = {num_classes} together, got {x.shape[axis]}"
-            )
+        check_classes(x.shape[axis], num_classes)
         with _precision_of(x):
             mapped = jax.jit(
                 jax.shard_map(function, mesh=self._mesh, in_specs=(sharded, *specs), out_specs=PartitionSpec())

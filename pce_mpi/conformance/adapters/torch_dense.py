@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pce_mpi.conformance.adapters import check_classes
 from pce_mpi.conformance.adapters.torch_tensors import class_dim, loss_and_backward, tensor_of
 from pce_mpi.conformance.offers import Gradient, Offer
 
@@ -52,10 +53,7 @@ class TorchDense:
 
         where = class_dim(logits.ndim)
         x = gathered(logits, axis).requires_grad_()
-        if x.shape[axis] != num_classes:
-            raise ValueError(
-                f"the shards of the logits must have num_classes = {num_classes} together, got {x.shape[axis]}"
-            )
+        check_classes(x.shape[axis], num_classes)
         probabilities = targets.ndim == logits.ndim
         t = gathered(targets, axis).movedim(axis, where) if probabilities else tensor_of(targets)
         w = None if weight is None else gathered(weight, 0)

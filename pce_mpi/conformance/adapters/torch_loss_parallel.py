@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pce_mpi.conformance.adapters import check_classes
 from pce_mpi.conformance.adapters.torch_tensors import ProcessGroup, class_dim, tensor_of
 from pce_mpi.conformance.offers import Gradient, Offer
 
@@ -70,9 +71,7 @@ class TorchLossParallel:
         from torch.nn import functional
 
         # DTensor does not compare the shape that it is given with those of the shards.
-        shards = self._comm.allgather(logits.shape[axis])
-        if sum(shards) != num_classes:
-            raise ValueError(f"the shards of the logits must have num_classes = {num_classes} together, got {shards}")
+        check_classes(sum(self._comm.allgather(logits.shape[axis])), num_classes)
         where = class_dim(logits.ndim)
         # Contiguous, as `distribute_tensor` makes it.
         local = tensor_of(logits).movedim(axis, where).contiguous()

@@ -7,7 +7,8 @@ from typing import Any
 
 from pce_mpi.conformance.cases import Case, fits
 from pce_mpi.conformance.catalogue import calls, numbers, options, shapes, special_values, targets
-from pce_mpi.conformance.offers import DTYPES, Offer, offer_of, unmet_need
+from pce_mpi.conformance.needs import unmet_need
+from pce_mpi.conformance.offers import DTYPES, Offer, offer_of
 
 _FAMILIES = (numbers, special_values, shapes, targets, options, calls)
 

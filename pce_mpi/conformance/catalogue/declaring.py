@@ -9,7 +9,8 @@ import inspect
 from typing import Any, TypeVar
 
 from pce_mpi.conformance.cases import Case, Problem
-from pce_mpi.conformance.offers import DTYPES, REDUCTIONS, Needs
+from pce_mpi.conformance.needs import Needs
+from pce_mpi.conformance.offers import DTYPES, REDUCTIONS
 
 _Build = TypeVar("_Build", bound=Callable[..., Problem])
 _NEEDS, _OWN = ({field.name for field in fields(kind)} for kind in (Needs, Case))

@@ -7,7 +7,8 @@ from itertools import groupby
 import textwrap
 
 from pce_mpi.conformance.cases import Case
-from pce_mpi.conformance.offers import Offer, unmet_need
+from pce_mpi.conformance.needs import unmet_need
+from pce_mpi.conformance.offers import Offer
 
 
 def render(cases: Iterable[Case], offer: Offer | None = None, width: int = 120) -> str:
