@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 import json
 import os
 from pathlib import Path
@@ -16,13 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
+from pce_mpi.arrays import dtype_named
 from pce_mpi.cli.arguments import positive, writable_file
 from pce_mpi.cli.progress import progress
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import Purpose, cause, trace
 from pce_mpi.conformance.reports.files import write_figure
-from pce_mpi.conformance.reports.tables import table
+from pce_mpi.conformance.reports.tables import Cell, table
 from pce_mpi.distributed.placements import shard_range
 from pce_mpi.loss import (
     softmax_cross_entropy_backward,
@@ -53,6 +55,20 @@ class Measurement:
     peak_mebibytes: float
     payload_calls: int
     payload_bytes: int
+
+
+# The head and the cells of each column of the table.
+_COLUMNS: dict[str, Callable[[Measurement], Cell]] = {
+    "classes": lambda one: one.classes,
+    "function": lambda one: one.function,
+    "ms": lambda one: 1e3 * one.seconds,
+    "ns/element": lambda one: one.ns_per_element,
+    "GB/s": lambda one: one.gigabytes_per_second,
+    "x copy": lambda one: one.times_copy,
+    "peak MiB": lambda one: f"{one.peak_mebibytes:.1f}",
+    "calls": lambda one: one.payload_calls,
+    "bytes sent": lambda one: one.payload_bytes,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +102,8 @@ for is not installed or is not there."""
 def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     """Measure every size and show the results; return 1 if that fails, 2 if something asked for is not installed."""
     try:
-        dtype = _dtype(options.dtype)
+        if options.dtype == "bfloat16":
+            import ml_dtypes  # noqa: F401
         if options.plot:
             import matplotlib  # noqa: F401  # fail before the measurements
     except ImportError as error:
@@ -98,11 +115,14 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     names = [f"{classes} classes" for classes in options.classes]
     try:
         for classes, _ in zip(options.classes, progress("bench", names, comm), strict=True):
-            measured += _measure(options.rows, classes, dtype, options.repeat, comm)
+            measured += _measure(options.rows, classes, dtype_named(options.dtype), options.repeat, comm)
     except MemoryError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    agreement = None if comm is None else _slowest(comm, _agreement_seconds(comm))
+    agreement = None
+    if comm is not None:
+        times = [_seconds(lambda: agree(comm, "bench", {}), comm) for _ in range(_AGREEMENTS)]
+        agreement = _slowest(comm, statistics.median(times))
     _show(measured, agreement, options, size)
     if not options.plot:
         return 0
@@ -139,22 +159,7 @@ def _show(measured: list[Measurement], agreement: float | None, options: argpars
         return
     print(f"{size} rank{'s' * (size > 1)}, {options.rows} rows, {options.dtype}, median of {options.repeat}")
     print(f"kernel: {kernel_text()}\n")
-    head = ("classes", "function", "ms", "ns/element", "GB/s", "x copy", "peak MiB", "calls", "bytes sent")
-    rows = [
-        (
-            one.classes,
-            one.function,
-            1e3 * one.seconds,
-            one.ns_per_element,
-            one.gigabytes_per_second,
-            one.times_copy,
-            f"{one.peak_mebibytes:.1f}",
-            one.payload_calls,
-            one.payload_bytes,
-        )
-        for one in measured
-    ]
-    print(table([head, *rows]))
+    print(table([list(_COLUMNS), *([cell(one) for cell in _COLUMNS.values()] for one in measured)]))
     print(
         "\nns and GB/s: of one shard; x copy: beside a copy of the logits to where the gradient goes;"
         "\ncalls and bytes: payload; small sizes are mostly the cost of calling"
@@ -171,14 +176,6 @@ def _picture(text: str) -> Path:
     return path
 
 
-def _dtype(name: str) -> np.dtype[Any]:
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
-
-
 def _measure(
     rows: int, classes: int, dtype: np.dtype[Any], repeat: int, comm: MPI.Intracomm | None
 ) -> list[Measurement]:
@@ -192,10 +189,7 @@ def _measure(
         ("backward", lambda: softmax_cross_entropy_backward(1.0, residuals, out=out), 2),
         ("value_and_grad", lambda: softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, out=out), 3),
     ]
-
-    def copy() -> None:
-        np.copyto(out, logits)
-
+    copy = partial(np.copyto, out, logits)
     measured = []
     for name, call, passes in functions:
         times: dict[Callable[[], object], list[float]] = {call: [], copy: []}
@@ -248,16 +242,6 @@ def _seconds(work: Callable[[], object], comm: MPI.Intracomm | None) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
-
-
-def _agreement_seconds(comm: MPI.Intracomm) -> float:
-    agree(comm, "bench", {})
-    times = []
-    for _ in range(_AGREEMENTS):
-        start = time.perf_counter()
-        agree(comm, "bench", {})
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def _slowest(comm: MPI.Intracomm | None, seconds: float) -> float:

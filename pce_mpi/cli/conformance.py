@@ -19,6 +19,7 @@ import shutil
 import signal
 import sys
 import textwrap
+from typing import Any
 
 from pce_mpi.cli.arguments import positive
 from pce_mpi.cli.conformance_options import FILES, add_arguments
@@ -87,7 +88,8 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, display: _Display) -> int:
     sizes = _sizes(options)
     given = {each.name: getattr(options, each.name) for each in fields(Orders) if each.name in options}
-    orders = Orders(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    settled: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    orders = Orders(**settled)
     timeout = options.timeout or (LARGE_TIMEOUT if options.large else DEFAULT_TIMEOUT)
     known = _known_failures(options.known)
     if unknown := orders.patterns_of_no_case(known):
@@ -102,7 +104,7 @@ def _run(options: argparse.Namespace, display: _Display) -> int:
         from pce_mpi.conformance import vectors
 
         with _naming("--export", OSError):
-            some = {"ranks": options.ranks, "pattern": orders.patterns, "dtypes": orders.dtypes}
+            some: dict[str, Any] = {"ranks": options.ranks, "pattern": orders.patterns, "dtypes": orders.dtypes}
             count = vectors.export(options.export, seed=orders.seed, **some)
         _print(f"{count} vectors in {options.export}\n")
         return 0
@@ -112,7 +114,7 @@ def _run(options: argparse.Namespace, display: _Display) -> int:
         from pce_mpi.conformance import vectors
 
         with _naming("--vectors and --results", OSError, ValueError):
-            settings = {"strict": orders.strict, "tolerance": orders.tolerance}
+            settings: dict[str, Any] = {"strict": orders.strict, "tolerance": orders.tolerance}
             report = vectors.judged(options.vectors, options.results, **settings)
     else:
         ranks = f"{' and then '.join(map(str, sizes))} rank{'s' * (sizes != [1])}"

@@ -24,7 +24,7 @@ from pce_mpi.conformance.guard import end_with_parent
 from pce_mpi.conformance.journal import Journal
 from pce_mpi.conformance.launching import LaunchError, memory_shared_by
 from pce_mpi.conformance.loading import check_call, load
-from pce_mpi.conformance.offers import offer_of
+from pce_mpi.conformance.offers import Offer, offer_of
 from pce_mpi.conformance.orders import Orders, Task
 from pce_mpi.conformance.plain import plain
 from pce_mpi.conformance.running import run_case
@@ -66,40 +66,26 @@ class Recorded:
         return returned
 
 
-class Worker:
-    """This rank, with everything that its cases share."""
-
-    def __init__(self, orders: Orders, candidate: Any, comm: MPI.Intracomm, journal: Journal, output: Path) -> None:
-        self._orders, self._comm, self._journal, self._output = orders, comm, journal, output
-        self._offer = offer_of(candidate)
-        self._candidate = Recorded(candidate, journal)
-        self._tolerance = Tolerance(orders.strict, orders.tolerance)
-
-    def run(self) -> bool:
-        """Execute all tasks; return False if some ranks raised and others did not, which ends the launch."""
-        cases = self._orders.cases(self._offer)
-        tasks = self._orders.tasks
-        for number, task in enumerate([Task(name) for name in cases] if tasks is None else tasks):
-            with suppress(Exception):  # the candidate may have closed or replaced it
-                sys.stdout.flush()
-            self._journal.write("started", task=number, printed=self._output.stat().st_size)
-            self._candidate.raised = False
-            outcome = run_case(
-                self._candidate,
-                cases[task.case],
-                self._comm,
-                tolerance=self._tolerance,
-                seed=self._orders.seed,
-                rows=task.rows or self._orders.rows,
-                classes=task.classes or self._orders.classes,
-                offer=self._offer,
-            )
-            if self._comm.rank == 0:
-                self._journal.write("outcome", outcome=plain(outcome))
-            # There may be messages that nobody has received, or ranks inside a collective.
-            if len(set(self._comm.allgather(self._candidate.raised))) > 1:
-                return False
-        return True
+def _run(
+    orders: Orders, offer: Offer, candidate: Recorded, comm: MPI.Intracomm, journal: Journal, output: Path
+) -> bool:
+    """Execute all tasks; return False if some ranks raised and others did not, which ends the launch."""
+    cases = orders.cases(offer)
+    tolerance = Tolerance(orders.strict, orders.tolerance)
+    for number, task in enumerate([Task(name) for name in cases] if orders.tasks is None else orders.tasks):
+        with suppress(Exception):  # the candidate may have closed or replaced it
+            sys.stdout.flush()
+        journal.write("started", task=number, printed=output.stat().st_size)
+        candidate.raised = False
+        size = {"rows": task.rows or orders.rows, "classes": task.classes or orders.classes}
+        case = cases[task.case]
+        outcome = run_case(candidate, case, comm, tolerance=tolerance, seed=orders.seed, offer=offer, **size)
+        if comm.rank == 0:
+            journal.write("outcome", outcome=plain(outcome))
+        # There may be messages that nobody has received, or ranks inside a collective.
+        if len(set(comm.allgather(candidate.raised))) > 1:
+            return False
+    return True
 
 
 def main(folder: Path, ranks: int) -> None:
@@ -126,15 +112,14 @@ def main(folder: Path, ranks: int) -> None:
         candidate = _candidate(orders)
         if hasattr(candidate, "start"):
             candidate.start(comm)
-        worker = Worker(orders, candidate, comm, journal, output)
+        offer = offer_of(candidate)
     except Exception as error:
         journal.write("unusable", text=error_text(error))
         raise
     if comm.rank == 0:
-        offer = offer_of(candidate)
         journal.write("ready", offer=plain(offer), versions=_versions(MPI, offer.arrays))
     comm.Barrier()  # no rank is seen to start a case before that was written
-    whole = worker.run()
+    whole = _run(orders, offer, Recorded(candidate, journal), comm, journal, output)
     if comm.rank == 0:
         journal.write("done" if whole else "torn")
     comm.Barrier()  # no rank is seen to end before that was written
