@@ -230,17 +230,12 @@ def stored(array: Array, memory: Memory, axis: int = -1) -> Array:
         return np.ndarray(array.shape, array.dtype, one, strides=(0,) * array.ndim)
     if memory == "F":
         return array.copy(order="F")
+    lengths, index = [2 * length for length in array.shape], [slice(None, None, 2)] * array.ndim
     if memory == "padded":
-        padding = [(0, 0)] * array.ndim
-        padding[axis] = (0, 3)
-        # Wide in the class axis, and more than any logit, so that reading it shows.
-        wide = np.pad(array.astype(np.float64), padding, constant_values=6e4).astype(array.dtype)
-        index = [slice(None)] * array.ndim
-        index[axis] = slice(array.shape[axis])
-        return wide[tuple(index)]
-    # More than any logit, and no class.
-    wide = np.full([2 * length for length in array.shape], 6e4 if is_floating(array.dtype) else -7, array.dtype)
-    view = wide[tuple(slice(None, None, 2) for _ in array.shape)]
+        lengths, index = list(array.shape), [slice(length) for length in array.shape]
+        lengths[axis] += 3
+    # More than any logit, and no class, so that reading it shows.
+    view = np.full(lengths, 6e4 if is_floating(array.dtype) else -7, array.dtype)[tuple(index)]
     view[...] = array
     return view
 

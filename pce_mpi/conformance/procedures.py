@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -126,9 +126,8 @@ class _Call:
 
     def compare(self, saved: Answer) -> None:
         """Report results that another call has changed since they were saved."""
-        for what, now, before in (("loss", self.loss, saved.loss), ("gradient", self.gradient, saved.dlogits)):
-            if before is not None and not _same_bits(to_host(now), before):
-                self._trial.find("overwritten", f"a second call changed the {what} that the first one had returned")
+        for what, _, _ in _differing(saved, self.answer()):
+            self._trial.find("overwritten", f"a second call changed the {what} that the first one had returned")
 
     def check(self) -> None:
         """Report arguments that have changed, and results that share memory with another array."""
@@ -196,7 +195,7 @@ def _backward_twice(trial: Trial) -> None:
     call = trial.call()
     first, before = call.gradient, call.answer()
     call.backward()
-    if not _same_bits(to_host(first), before.dlogits):
+    if any(_differing(before, Answer(before.loss, to_host(first)))):
         trial.find("overwritten", "the second backward pass changed the gradient that the first one had returned")
     trial.judge(before, name="first backward pass")
     trial.judge(call.answer(), name="second backward pass")
@@ -228,9 +227,8 @@ def _one_after_the_other(trial: Trial) -> None:
 
 def _run_twice(trial: Trial) -> None:
     first, second = (trial.call().answer() for _ in range(2))
-    for what, a, b in (("loss", first.loss, second.loss), ("gradient", first.dlogits, second.dlogits)):
-        if a is not None and b is not None and not _same_bits(a, b):
-            trial.find("not deterministic", f"two calls with the same arguments gave two {what}s: {_difference(a, b)}")
+    for what, a, b in _differing(first, second):
+        trial.find("not deterministic", f"two calls with the same arguments gave two {what}s: {_difference(a, b)}")
     trial.judge(first)
 
 
@@ -281,8 +279,11 @@ PROCEDURES: dict[str, Callable[[Trial], None]] = {
 }
 
 
-def _same_bits(a: Array, b: Array | None) -> bool:
-    return b is not None and a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+def _differing(first: Answer, second: Answer) -> Iterator[tuple[str, Array, Array]]:
+    """Yield the results, by name, whose bits are not the same in both."""
+    for what, a, b in (("loss", first.loss, second.loss), ("gradient", first.dlogits, second.dlogits)):
+        if a is not None and b is not None and (a.shape, a.dtype, a.tobytes()) != (b.shape, b.dtype, b.tobytes()):
+            yield what, a, b
 
 
 def _difference(a: Array, b: Array) -> str:

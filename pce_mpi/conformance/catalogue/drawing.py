@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 import math
 from typing import Any
@@ -111,12 +112,5 @@ def random_problem(
     if "ignore_index" in values:
         targets.reshape(-1)[1::3] = values["ignore_index"]
     logits = np.moveaxis(normal_logits(setting, (*rows, classes), scale), -1, axis)
-    problem: dict[str, Any] = {
-        "logits": rounded(setting, logits),
-        "targets": targets,
-        "splits": splits,
-        "options": values,
-        "reduction": setting.reduction,
-        "axis": axis,
-    }
-    return Problem(**problem | fields)
+    problem = Problem(rounded(setting, logits), targets, splits, values, setting.reduction, axis)
+    return replace(problem, **fields)

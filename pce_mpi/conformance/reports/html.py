@@ -10,9 +10,8 @@ import jinja2
 import markupsafe
 
 from pce_mpi.conformance import judging
-from pce_mpi.conformance.outcomes import Outcome, Report
-from pce_mpi.conformance.reports import summary, tables
-from pce_mpi.conformance.reports.pictures import drawn, of_ranks
+from pce_mpi.conformance.outcomes import Report
+from pce_mpi.conformance.reports import pictures, summary, tables
 
 
 def render(report: Report) -> str:
@@ -20,20 +19,14 @@ def render(report: Report) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["cell"] = tables.text
+    environment.filters |= {"cell": tables.text, "numeric": tables.numeric, "markup": markupsafe.Markup}
     template = resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
     return environment.from_string(template).render(
         report=report,
-        headline=summary.headline(report),
-        facts=summary.facts(report),
-        meaning=summary.MEANING,
-        hint=summary.hint(report),
-        causes=_table(summary.cause_rows(report)),
         matrix=_matrix(report),
-        extremes=_table(summary.extreme_rows(report)),
-        failures=[_failure(number, outcome, report) for number, outcome in enumerate(report.failed)],
-        outcomes=[_line(outcome) for outcome in report.outcomes],
         measure=inspect.cleandoc(judging.__doc__ or ""),
+        summary=summary,
+        pictures=pictures,
     )
 
 
@@ -49,33 +42,3 @@ def _matrix(report: Report) -> dict[str, list[dict[str, Any]]]:
         }
         families.setdefault(outcome.family, []).append(cell)
     return families
-
-
-def _table(rows: list[list[tables.Cell]]) -> list[list[dict[str, Any]]]:
-    """Return the text and the alignment of each cell."""
-    if not rows:
-        return []
-    right = tables.numeric(rows)
-    return [[{"text": tables.text(cell), "right": end} for cell, end in zip(row, right, strict=True)] for row in rows]
-
-
-def _failure(number: int, outcome: Outcome, report: Report) -> dict[str, Any]:
-    picture = outcome.picture
-    shown = {
-        "outcome": outcome,
-        "title": summary.title(outcome, report),
-        "lines": summary.lines(outcome) or [summary.problem(outcome)],
-        "printed": summary.printed(outcome),
-        "shape": summary.shape(outcome),
-        "accuracies": _table(summary.accuracy_rows(outcome)),
-        "picture": None,
-    }
-    if picture is not None and picture.errors and picture.errors[0]:
-        shown["picture"] = markupsafe.Markup(drawn(picture, f"picture{number}"))
-        shown["of_ranks"] = of_ranks(picture)
-    return shown
-
-
-def _line(outcome: Outcome) -> dict[str, Any]:
-    said = summary.problem(outcome) if outcome.failed else summary.in_a_line(outcome.note)
-    return {"outcome": outcome, "said": said}

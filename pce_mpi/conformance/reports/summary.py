@@ -18,7 +18,7 @@ MEANING = {
     Verdict.CRASHED: "a process died",
     Verdict.DEADLOCKED: "some ranks never returned, and others had raised or returned",
     Verdict.KNOWN: "failed, as the file given with --known says",
-    Verdict.NOT_RUN: "left out, as it would have ended as those before it; never held against the candidate",
+    Verdict.NOT_RUN: "left out, as those before it ended alike, or the candidate did not start again",
     Verdict.SLOW: "no rank returned in time: all were inside the candidate, or still moving",
 }
 
