@@ -208,19 +208,14 @@ class Gradients(_Compared):
         errors, below = self._errors / self._allowed, self._got < self._exact
         too_large, too_small = (worst(np.where(below == side, errors, 0.0)) for side in (False, True))
         blocks = np.where(too_large >= too_small, too_large, -too_small)
-        targets = {
-            (
-                int(np.searchsorted(row_starts, row, side="right")) - 1,
-                int(np.searchsorted(class_starts, number, side="right")) - 1,
-            )
-            for row, number in np.argwhere(self._at_target)
-        }
+        at = zip((row_starts, class_starts), np.nonzero(self._at_target), strict=True)
+        of_targets = [(np.searchsorted(starts, numbers, side="right") - 1).tolist() for starts, numbers in at]
         return ErrorMap(
             errors=blocks.tolist(),
             splits=[split * class_starts.size / classes for split in self._problem.splits],
             rows=rows,
             classes=classes,
-            targets=sorted(targets),
+            targets=sorted(set(zip(*of_targets, strict=True))),
         )
 
 
