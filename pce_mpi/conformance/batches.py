@@ -14,7 +14,7 @@ from pce_mpi.conformance.following import Display, Launch, Run
 from pce_mpi.conformance.launcher import Job
 from pce_mpi.conformance.launching import LaunchError, most_ranks
 from pce_mpi.conformance.offers import Offer
-from pce_mpi.conformance.orders import Orders, Task
+from pce_mpi.conformance.orders import KIT, Orders, Task
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.shrinking import shows_the_same, usable_shapes
 from pce_mpi.conformance.units import Tolerance
@@ -172,22 +172,13 @@ def _shown(run: Run, task: Task, outcome: Outcome) -> Iterator[tuple[Task, Outco
 
 def _command(orders: Orders, timeout: float, outcome: Outcome) -> str:
     """Return the command that runs the case of `outcome` alone, at its shrunk shape if it has one."""
-    command = ["python", "-m", "pce_mpi", "conformance", "-n", str(outcome.ranks)]
-    command += ["--oversubscribe"] * (outcome.ranks > most_ranks())
+    command = [*KIT, "-n", str(outcome.ranks), *["--oversubscribe"] * (outcome.ranks > most_ranks())]
     if orders.adapter is not None:
         command += ["--adapter", orders.adapter]
     command += [orders.candidate, "--case", outcome.case]
     if orders.dtypes is not None:
         command += ["--dtype", outcome.dtype]
-    command += ["--strict"] * orders.strict + ["--large"] * orders.large
-    for name, value, default in (
-        ("--tolerance", orders.tolerance, 1.0),
-        ("--timeout", timeout, DEFAULT_TIMEOUT),
-        ("--seed", orders.seed, 0),
-        ("--rows", outcome.rows if outcome.shrunk else orders.rows, None),
-        ("--classes", outcome.classes if outcome.shrunk else orders.classes, None),
-        ("--memory", orders.memory, None),
-    ):
-        if value != default:
-            command += [name, f"{value:g}" if isinstance(value, float) else str(value)]
-    return shlex.join(command)
+    if timeout != DEFAULT_TIMEOUT:
+        command += ["--timeout", f"{timeout:g}"]
+    alone = replace(orders, rows=outcome.rows, classes=outcome.classes) if outcome.shrunk else orders
+    return shlex.join(command + alone.settings())

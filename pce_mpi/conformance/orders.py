@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 import json
 from pathlib import Path
 
@@ -12,7 +12,10 @@ from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.offers import DTYPES, Offer
 from pce_mpi.conformance.plain import made, plain
 
+KIT = ("python", "-m", "pce_mpi", "conformance")
+
 _NAME = "orders.json"
+_SETTINGS = ("strict", "tolerance", "seed", "rows", "classes", "large", "memory")
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,16 @@ class Orders:
     def _select(self, case: Case) -> bool:
         selected = self.patterns is None or any(fits(case.name, pattern) for pattern in self.patterns)
         return selected and not any(fits(case.name, pattern) for pattern in self.but)
+
+    def settings(self) -> list[str]:
+        """Return the options of the command for what is not as usual, but for those that select cases."""
+        found = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in _SETTINGS and value != each.default:
+                text = f"{value:g}" if isinstance(value, float) else str(value)
+                found += [f"--{each.name}", *([] if value is True else [text])]
+        return found
 
     def write(self, folder: Path) -> None:
         """Write these orders to `folder`."""

@@ -24,6 +24,7 @@ from pce_mpi.conformance.catalogue import cases
 from pce_mpi.conformance.index import Entry, Index, read
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.offers import EVERYTHING, Gradient
+from pce_mpi.conformance.orders import KIT, Orders
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict, shaped
 from pce_mpi.conformance.units import Tolerance
 from pce_mpi.distributed.tensor_files import TensorFile, shortened, shown
@@ -84,11 +85,8 @@ def judged(
     known = {f"{entry.name}/{key}" for entry in entries for key in ("loss", "dlogits", "refused")}
     if unknown := sorted(given.keys() - known):
         raise ValueError(f"{results} has {shown(unknown[0])}, which is the result of no vector in {folder}")
-    command = ["python", "-m", "pce_mpi", "conformance", "--vectors", str(folder), "--results", str(results)]
-    if strict:
-        command.append("--strict")
-    if tolerance != 1.0:
-        command += ["--tolerance", f"{tolerance:g}"]
+    settings = Orders("", strict=strict, tolerance=tolerance).settings()
+    command = [*KIT, "--vectors", str(folder), "--results", str(results), *settings]
     outcomes = [_outcome(Path(folder), entry, given, Tolerance(strict, tolerance)) for entry in entries]
     for outcome in outcomes:
         outcome.rerun = shlex.join(command)
