@@ -37,12 +37,12 @@ from pce_mpi.exact.arithmetic import Arithmetic, current
 _SHARDING, _LOCAL, _DTYPE = attrgetter("sharding"), attrgetter("local"), attrgetter("local.dtype")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
-#: where operands were first needed, by their id, for whoever asks
+#: the sharding in which each operand was first needed, by its id; None unless `infer_placements` asks
 moves: ContextVar[dict[int, Sharding] | None] = ContextVar("moves", default=None)
 
 
 def redistributed(x: DistArray, destination: Sharding) -> DistArray:
-    """Return `x` in another sharding; a copy of a computed array that took communication is not sent twice."""
+    """Return `x` in sharding `destination`; a computed array keeps a copy that took communication."""
     _note_move(x, destination)
     if x.sharding is destination:
         return x
@@ -63,7 +63,7 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     """Return the result of `op`, or a tuple of them, on the tape if an operand requires a gradient."""
     operands = operands_of(op.name, values)
     mesh = operands[0].mesh
-    # The copy of a Partial operand that was reduced before costs nothing.
+    # A Partial operand that was reduced before has a copy, which costs nothing.
     present = [x.copies.get(x.sharding.natural, x) if x.copies else x for x in operands]
     arithmetic = current()
     planned = _planned(op, present, parameters, arithmetic)
@@ -136,11 +136,11 @@ def _reason(op: Op, index: int, before: Sharding, after: Sharding) -> str:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A planned call; `text`, and its `checksum`, have all that must be the same on every rank.
+    """A planned call; `text`, whose checksum is `checksum`, has all that must be the same on every rank.
 
-    `form` is the function that computes; `widens`: it takes halves as float32. `dtype` is that of the result, as far as
-    the operation knows. `reduced` is the sharding of the result after new maxima and minima over shards are reduced, as
-    hardly any operation takes Partial ones. `summed` has the dims over which the operation itself reduces its sums.
+    `form` is the function that computes; if `widens`, it takes halves as float32. `dtype` is the expected dtype of the
+    result. `reduced` is the sharding of the result after new maxima and minima over shards are reduced: few operations
+    take Partial ones. `summed` has the dims over which the operation itself reduces its sums.
     """
 
     plan: Plan
@@ -218,9 +218,9 @@ def _cached(
 
 
 def _number(value: Any, operand: DistArray) -> str:
-    """Return `value`, which has become `operand`, 0-d, as text; that of an array on a GPU is empty.
+    """Return the text of the number `value`, from which the 0-d `operand` was made; "" for an array on a GPU.
 
-    Numbers that become the same in the operand's dtype have the same text: all of nan, but not 0.0 and -0.0.
+    Numbers that are equal in the operand's dtype have the same text, and so have all nan; 0.0 and -0.0 differ.
     """
     if not isinstance(value, int | float | np.generic | np.ndarray):
         return ""
@@ -241,8 +241,8 @@ def _result(op: Op, local: Any, inputs: Sequence[DistArray], planned: _Planned) 
     given, local = local, xp.asarray(local)
     if not is_real(local.dtype):
         what = f"{type(given).__name__} ({local.dtype})"
-        raise TypeError(f"{op.name} gives no array of bool, integers or real numbers, but {what}")
-    # A view of a made array changes when that is written to.
+        raise TypeError(f"{op.name} must give an array of bool, integers or real numbers, got {what}")
+    # A view of a made array changes when the made array is written to.
     computed = not op.views or all(x.computed for x in inputs)
     if computed:
         for x in inputs:

@@ -34,7 +34,7 @@ def place_of(x: DistArray) -> Place | None:
 
 
 def backward_from(loss: DistArray, add: Callable[[DistArray, DistArray], DistArray]) -> None:
-    """Add to the gradient of every array that `loss`, a scalar, was computed from and that requires one.
+    """Add the gradients of `loss`, a scalar, to the arrays that it was computed from and that require a gradient.
 
     There is one global loss: every rank starts from 1, whatever the placement.
     """
@@ -46,7 +46,7 @@ def backward_from(loss: DistArray, add: Callable[[DistArray, DistArray], DistArr
     one = array_namespace(loss.local).ones((), loss.dtype)
 
     def together(a: DistArray, b: DistArray) -> DistArray:
-        # If one is Partial both become so: the sum is reduced once, when all consumers have contributed.
+        # If one is Partial, both become Partial: the sum is reduced once, when all consumers have contributed.
         a, b = _summed(a), _summed(b)
         if a.sharding is not b.sharding:
             dims = tuple(dim for dim in a.mesh.dims if dim in (*a.sharding.summed_dims, *b.sharding.summed_dims))
@@ -64,7 +64,7 @@ def _partial_over(dims: tuple[str, ...], gradient: DistArray) -> DistArray:
 
 
 def _accumulate(leaf: DistArray, gradient: DistArray) -> None:
-    """Add `gradient` to that of `leaf`; sends nothing, unless it is sharded where `leaf` is not sharded that way."""
+    """Add `gradient` to `leaf.grad`; communicate only if `gradient` is sharded in a way that `leaf` is not."""
     if fingerprinted_traces():
         fingerprint_result("gradient", gradient)
     gradient = _summed(gradient)
@@ -85,11 +85,11 @@ def _accumulate(leaf: DistArray, gradient: DistArray) -> None:
 
 @lru_cache(maxsize=1024)
 def _placed(leaf: Sharding, gradient: Sharding, before: Sharding | None) -> Sharding:
-    """Return the sharding of the gradient of a made array, of which a part may have been there `before`."""
+    """Return the sharding of a made array's gradient; `before` is that of its gradient so far, if any."""
     dims = []
     for dim, placement in leaf.natural.by_dim.items():
         here = {each.by_dim[dim] for each in (gradient, before) if each is not None}
-        # A shard of the gradient of a Replicate array is padded with zeros, and is a partial then.
+        # A shard of the gradient of a Replicate array is padded with zeros, which makes it a partial.
         if Partial("sum") in here or (placement == Replicate() and here != {Replicate()}):
             dims.append(dim)
     return leaf.natural.with_partial_over(tuple(dims))

@@ -25,11 +25,11 @@ class Inference:
     Attributes
     ----------
     operands : tuple of dict of str to placement
-        The placements in which it needs its operands.
+        The placements in which the operation needs its operands.
     result : dict of str to placement
-        The placements of its result.
+        The placements of the result.
     collectives : tuple of Event
-        The collectives as a trace has them, on the rank at the origin of the mesh, whose shards are the longest.
+        The collectives that a trace records on the rank at the origin of the mesh, whose shards are the longest.
     """
 
     operands: tuple[dict[str, Placement], ...]
@@ -53,7 +53,7 @@ def infer_placements(
 ) -> Inference:
     """Infer what an operation would do with operands of these global shapes and placements.
 
-    The operation itself is run, on arrays without elements; inside `reproducible` as it runs there.
+    The operation itself runs, on arrays without elements; inside `reproducible` it runs in that arithmetic.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ def infer_placements(
     dtypes : dtype or sequence of dtype, optional
         One for all operands, or one for each.
     **parameters
-        Those of the operation, such as `index` of "slice".
+        The parameters of the operation, such as `index` of "slice".
 
     Returns
     -------
@@ -80,9 +80,9 @@ def infer_placements(
     ValueError
         If the operation does not exist, or the arguments do not belong together.
     TypeError
-        If what the operation does depends on the elements of its operands, as an index by a mask does.
+        If the placements or collectives depend on the elements of an operand, as those of an index by a mask do.
     Exception
-        As the operation raises for its arguments.
+        The error that the operation raises for its arguments.
 
     Notes
     -----

@@ -52,8 +52,8 @@ class Call:
     """What an operation knows of a call besides the local arrays, and what it leaves for its vjps.
 
     `operands` and `result` are shardings; `required` says of each operand whether it requires a gradient, and `summed`
-    has the dims over which `exact` reduces its sums. `functions` gives the library of an array: what is elementwise and
-    not of `+ - * /` is computed by it. What `forward` sets as `residuals` the vjps take by that name.
+    has the dims over which `exact` reduces its sums. `functions(array)` is the library that computes elementwise
+    functions other than `+ - * /`. If `forward` sets `residuals`, the vjps take them by that name.
     """
 
     __slots__ = ("_inputs", "functions", "mesh", "operands", "required", "residuals", "result", "summed")
@@ -72,7 +72,7 @@ class Call:
         self.residuals: Any = None
 
     def is_made(self, operand: int) -> bool:
-        """Tell whether an operand is an array that was made, such as a parameter, or a view of one."""
+        """Tell whether an operand was made, such as a parameter, or is a view of an array that was made."""
         return not self._inputs[operand].computed
 
     @property

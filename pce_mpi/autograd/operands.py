@@ -17,7 +17,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def of_array(function: Function) -> Function:
-    """Let a function whose first argument is a distributed array say so if it gets anything else."""
+    """Make `function` raise `TypeError` if its first argument is not a distributed array."""
 
     first = next(iter(signature(function).parameters))
 

@@ -32,9 +32,9 @@ def put_on_tape(
     parameters: Mapping[str, Any],
     residuals: Any,
 ) -> None:
-    """Put those of `results` on the tape that are real numbers.
+    """Put the `results` that are real numbers on the tape.
 
-    Each vjp takes their gradients, and then the results themselves: both tuples, or arrays if there is one.
+    Each vjp takes their gradients, then the results themselves: two tuples, or two arrays if there is one result.
     """
     if True not in required:
         return
@@ -53,7 +53,7 @@ def put_on_tape(
         set_scope(scope)
         if not op.vjps:
             raise NotImplementedError(f"{op.name} has no vjp: its result has no gradient")
-        token = set_current(arithmetic)  # that of the operation, wherever the gradient is wanted
+        token = set_current(arithmetic)  # the operation's own, wherever `backward` is called
         try:
             complete = []
             for gradient, result in zip(gradients, known, strict=True):
@@ -88,7 +88,7 @@ def _zeros(like: DistArray, sharding: Sharding) -> DistArray:
 
 
 def _used(uses: Sequence[Sequence[int]], required: Sequence[bool]) -> list[int]:
-    """Return the operands, -1 for the result, whose elements the vjps use that will be called."""
+    """Return the operands, -1 for the result, whose elements are used by the vjps that will be called."""
     return [index for used, needs in zip(uses, required, strict=False) if needs for index in used]
 
 

@@ -30,7 +30,7 @@ from pce_mpi.distributed.sharding import Sharding, Splits, balanced_splits
 
 
 class Axis(NamedTuple):
-    """The label of an axis; `inner` is the length of the axes behind it with which a reshape merges it."""
+    """The label of an axis; `inner` is the product of the lengths of the next axes, which a reshape merges into it."""
 
     label: Hashable
     inner: int = 1
@@ -54,7 +54,7 @@ class Rule:
     linear : tuple of tuple of int
         Sets of operands: if all of a set are Partial and the others Replicate, the result is Partial.
     moves_data : bool
-        Nothing is computed, so that Partial "max" and "min" pass through too.
+        The operation only moves elements, so Partial "max" and "min" stay Partial too.
     reduces : {"sum", "avg", "max", "min"} or None
         The reduction of shards whose label the result does not have; None: such a label must not be sharded.
     merged : frozenset
@@ -160,7 +160,7 @@ def plan(rule: Rule, operands: Sequence[Sharding], itemsizes: Sequence[int], ite
     """Plan how to run `rule` on operands in these shardings; `itemsizes` are theirs, `itemsize` is the result's.
 
     Operands stay as they are along a dim if they can. Otherwise the plan with the fewest bytes on the wire wins,
-    with the all_reduce that a new Partial will cost; then the one with the fewest collectives; then the one that
+    counting the all_reduce that a new Partial will cost; then the one with the fewest collectives; then the one that
     leaves the first operands in place. A dim over which nothing is sharded stays so.
     """
     dims = operands[0].dims
@@ -233,7 +233,7 @@ def _mixes(placements: Sequence[Placement]) -> bool:
 def _split_points(
     rule: Rule, operands: Sequence[Sharding], combination: Sequence[_Arrangement], label: Hashable
 ) -> list[Splits]:
-    """Return where `label` may be split: as an operand already is, or evenly; counted in the innermost elements."""
+    """Return the split points that `label` may have: those of an operand, or even ones, in innermost elements."""
     dims = tuple(dim for (dim, _), way in zip(operands[0].dims, combination, strict=True) if way.label == label)
     unit = math.lcm(
         *(max(1, axis.inner) for axes in (*rule.operands, rule.result) for axis in axes if axis and axis.label == label)

@@ -1,8 +1,8 @@
 """The tape: the nodes of computed values, and one backward pass over them.
 
 A node refers to the nodes that it was computed from and turns the gradient of its value into theirs. Nodes are numbered
-as they are made, so that a node has a higher number than those that it was computed from. The pass goes by falling
-number: all consumers of a node come before it. There is no recursion, no cycle, and one order on every rank.
+as they are made, so that a node has a higher number than those that it was computed from. The pass visits the highest
+number first, so all consumers of a node come before it. There is no recursion, no cycle, and one order on every rank.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ Place = tuple[Node, int]
 
 
 def backward(root: Place, gradient: Gradient, add: Callable[[Gradient, Gradient], Gradient]) -> None:
-    """Pass `gradient`, that of the value at `root`, to everything that it was computed from.
+    """Pass `gradient`, that of the value at `root`, back to everything that this value was computed from.
 
-    Each node is freed as soon as it was passed; a freed node raises `RuntimeError`.
+    Each node is freed as soon as the pass has visited it; a freed node raises `RuntimeError`.
     """
     gradients: dict[int, list[Gradient | None]] = {}
     waiting: list[tuple[int, Node]] = []

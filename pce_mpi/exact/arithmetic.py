@@ -31,10 +31,10 @@ _BLOCK, _BLOCK_ON_GPU = 2**16, 2**24
 class Arithmetic:
     """The plain arithmetic: that of the array's library, its BLAS and MPI.
 
-    name               how it is called where ranks agree, and `prefix` where they tell what they have run
+    name               its name when ranks agree on a call; `prefix` precedes the name of an operation that has run
     partial_gradients  the gradient of a made array may be Partial, and be reduced later, together with others
-    rounds_to_nearest  bits are promised, for which the floating-point unit must be in its usual state
-    functions          the library of an array
+    rounds_to_nearest  bits are promised, so the floating-point unit must be in its usual state
+    functions          the library that computes functions of an array's elements
     """
 
     name, prefix = "plain", ""
@@ -51,7 +51,7 @@ class Arithmetic:
         return rule
 
     def total(self, partial: Array, comm: Any, averaging: tuple[float, float]) -> Array:
-        """Return the sum over the ranks of `comm`; partials are divided by the first of `averaging`, it by the other.
+        """Divide partials by `averaging[0]`, add them up over the ranks of `comm`, divide the sum by `averaging[1]`.
 
         Collective over `comm`: one Allreduce.
         """
@@ -59,7 +59,7 @@ class Arithmetic:
         return _divided(found, averaging[1], overwrite=True).astype(partial.dtype, copy=False)
 
     def scattered_total(self, blocks: Sequence[Array], comm: Any, averaging: tuple[float, float]) -> Array:
-        """Return this rank's block of the sum over the ranks of `comm`, of which each puts in a block for every rank.
+        """Return this rank's block of such a sum over the ranks of `comm`; each rank passes one block for every rank.
 
         Collective over `comm`: one Reduce_scatter, or the bytes of one.
         """
@@ -67,7 +67,7 @@ class Arithmetic:
         return _divided(found, averaging[1], overwrite=True).astype(blocks[0].dtype, copy=False)
 
     def sums_of_squares(self, vectors: Sequence[Array], lengths: Sequence[int], comm: Any) -> list[float]:
-        """Return numbers that add up to the squares of all vectors, of `lengths` over all ranks of `comm`."""
+        """Return numbers whose sum is that of all squared elements; vectors have `lengths` over all ranks of `comm`."""
         squares = []
         for vector in vectors:
             step = _BLOCK if array_namespace(vector) is np else _BLOCK_ON_GPU
@@ -108,7 +108,7 @@ class Reproducible(Arithmetic):
     def scattered_total(self, blocks: Sequence[Array], comm: Any, averaging: tuple[float, float]) -> Array:
         if not is_floating(blocks[0].dtype):
             return super().scattered_total(blocks, comm, averaging)
-        # Each rank adds up what all have for it: exactly, in any order, for the bytes of a reduce_scatter.
+        # Each rank adds up all blocks for it, exactly and in any order; a reduce_scatter would send as many bytes.
         parts = all_to_all(blocks, comm, [blocks[comm.rank].shape] * comm.size)
         return average(array_namespace(blocks[0]).stack(parts), comm.size, None, averaging[0] * averaging[1])
 
@@ -117,7 +117,7 @@ class Reproducible(Arithmetic):
 
 
 def _divided(array: Array, divisor: float, overwrite: bool = False) -> Array:
-    """Return `array` by `divisor`; a half that is divided becomes float32, as it is rounded once, in the end."""
+    """Return `array / divisor`; halves that are divided become float32, as they are rounded once, at the end."""
     if divisor == 1:
         return array
     quotient = array.astype(np.float32 if is_half(array.dtype) else array.dtype, copy=not overwrite)
@@ -168,8 +168,8 @@ def _refuse() -> Arithmetic:
     raise ValueError(f"{_SETTING} must be 0 or 1, got {_AT_START!r}")
 
 
-#: The current arithmetic, in every operation and without entering a Python function. Not the import refuses what the
-#: variable may not be: a command says it in one line.
+#: Return the current arithmetic, without entering a Python function. A wrong value of the variable raises in this call
+#: and not in the import, so that a command can report it in one line.
 current = _current.get if _AT_START in ("0", "1") else _refuse
 
 
@@ -191,7 +191,7 @@ def reproducible(on: bool = True) -> Iterator[None]:
     placements, split points and number of ranks, by any BLAS, instruction set and MPI. So any difference between two
     meshes is a fault of the program. Sums and matrix products are sums of integers, which are exact in any order (after
     Demmel and Nguyen, Parallel Reproducible Summation, 2015; Ozaki et al., Error-free transformations of matrix
-    multiplication, 2012); functions such as `exp` are of `+ - * /` alone.
+    multiplication, 2012); functions such as `exp` are made of `+ - * /` alone.
 
     Parameters
     ----------
@@ -209,12 +209,12 @@ def reproducible(on: bool = True) -> Iterator[None]:
     Notes
     -----
     A sum over a sharded axis is reduced where it arises, so that nothing is Partial: one Allreduce of 4 bytes for each
-    sum, and one of 8 bytes for each slice, after the agreement. The whole step belongs inside, on every rank; a
-    gradient is computed as its operation was, wherever `backward` is called. A thread that is started inside is
-    outside, as with `no_grad`; `PCE_MPI_REPRODUCIBLE=1` turns the mode on for all of a program as it stands.
+    sum, and one of 8 bytes for each slice, after the agreement. Run the whole step inside, on every rank; a gradient
+    is computed as its operation was, wherever `backward` is called. A thread that is started inside the block runs
+    outside the mode, as with `no_grad`; `PCE_MPI_REPRODUCIBLE=1` turns the mode on for a whole, unchanged program.
 
-    A sum is off by less than the last bit of its largest term, and an element of a product by less than that of the
-    largest element of its row times that of its column: terms that are smaller than this count as 0.
+    The error of a sum is less than the last bit of its largest term. The error of an element of a product is less than
+    the last bit of the product of the largest elements of its row and its column. Terms below these count as 0.
 
     Examples
     --------

@@ -1,8 +1,7 @@
 """Random numbers that are functions of a seed and an index alone, for NumPy and CuPy arrays.
 
-The generator is Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011): it takes a counter,
-the index, to 128 bits, so that any element can be drawn by itself. Everything that follows is arithmetic of this
-package.
+The generator is Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011): it maps a counter,
+the index, to 128 bits, so that any element can be drawn by itself. All later steps are arithmetic of this package.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _WORD = 0xFFFFFFFF
 
 
 def stream_of(seed: Sequence[int]) -> tuple[int, ...]:
-    """Return the key, two words of 32 bits, and the upper half of the counter, two more, from a seed."""
+    """Return four words of 32 bits from a seed: two are the key, and two the upper half of the counter."""
     digest = hashlib.blake2b(json.dumps(list(seed)).encode(), digest_size=16).digest()
     return tuple(int.from_bytes(digest[start : start + 4], "little") for start in range(0, 16, 4))
 

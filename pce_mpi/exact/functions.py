@@ -2,12 +2,12 @@
 
 They take arrays of float32 or float64, and give a new array of the same dtype: exp, log, log1p, tanh, sigmoid, sin,
 cos, power, maximum and minimum. The last two are exact; the others compute in float64. Results of float32 are rounded
-once: errors of up to 0.5001 ulp were measured, and in float64 of up to 0.95 ulp for tanh, 0.85 for log1p, 0.8 for the
-others. Special values are NumPy's, and every nan is the same one.
+once. The largest errors measured are 0.5001 ulp in float32, and in float64 0.95 ulp for tanh, 0.85 for log1p, 0.8 for
+the others. Special values are NumPy's, and every nan has the same bits.
 
 Only + - * / , comparisons, conversions and scalings by powers of two are used, each in a call of its own, so that no
-compiler can fuse a product with a sum. The arithmetic is the one of the loss. Where that would lose an ulp, a number is
-the unevaluated sum of a head and a tail.
+compiler can fuse a product with a sum. The arithmetic is the one of the loss. If one float64 would lose an ulp, a
+number is the unevaluated sum of a head and a tail.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from pce_mpi.loss.kernels.elementary import (
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
-# Elements that are computed together: few enough for the cache of a core, or for the memory of a GPU.
+# The number of elements that are computed together: it fits the cache of a core, or the memory of a GPU.
 BLOCK, BLOCK_ON_GPU = 2**14, 2**22
 
 
 def elementwise(function: Callable[..., Array]) -> Callable[..., Array]:
-    """Make a function of blocks of float64, with their library before them, into one of arrays."""
+    """Make a function of whole arrays from `function(library, *blocks)`, whose blocks are float64."""
 
     @wraps(function)
     def computed(*arrays: Array) -> Array:
@@ -83,7 +83,7 @@ def sigmoid(xp: Any, x: Array) -> Array:
     """Return 1 / (1 + exp(-x))."""
     k, head, tail = _exponential(xp, xp.clip(-xp.abs(x), -746.0, 0.0))
     scale = two_to(xp.clip(k, -1000.0, 0.0).astype(i64))
-    negative = x < 0.0  # there it is e / (1 + e) for e = exp(x), here 1 / (1 + e) for e = exp(-x)
+    negative = x < 0.0  # with e = exp(-|x|): e / (1 + e) for these, 1 / (1 + e) for the others
     above, above_tail = xp.where(negative, head, 1.0), xp.where(negative, tail, 0.0)
     quotient = _quotient(above, above_tail, *_one_plus(head * scale, tail * scale))
     return _scaled(quotient, xp.where(negative, k, 0.0).astype(i64))
@@ -140,23 +140,23 @@ def power(xp: Any, x: Array, y: Array) -> Array:
 
 
 def maximum(x: Array, y: Array) -> Array:
-    """Return the larger; of zeros of two signs it is 0, whichever the processor takes."""
+    """Return the larger element; of 0.0 and -0.0 it is 0.0, whichever the processor takes."""
     return array_namespace(x).maximum(x, y) + x.dtype.type(0)
 
 
 def minimum(x: Array, y: Array) -> Array:
-    """Return the smaller; of zeros of two signs it is 0."""
+    """Return the smaller element; of 0.0 and -0.0 it is 0.0."""
     return array_namespace(x).minimum(x, y) + x.dtype.type(0)
 
 
 def _sum(a: Array | float, b: Array) -> tuple[Array, Array]:
-    """a + b and what its rounding has left out, for |a| >= |b| (Dekker)."""
+    """Return a + b and its rounding error, for |a| >= |b| (Dekker)."""
     s = a + b
     return s, b - (s - a)
 
 
 def _one_plus(a: Array, a_tail: Array) -> tuple[Array, Array]:
-    """1 + a + a_tail for |a| <= 1, the tail brought below an ulp of the head."""
+    """Return head and tail of 1 + a + a_tail for |a| <= 1; the tail is below an ulp of the head."""
     s, rest = _sum(1.0, a)
     return _sum(s, rest + a_tail)
 
@@ -173,13 +173,13 @@ def _long_quotient(a: Array, a_tail: Array | float, b: Array, b_tail: Array) -> 
 
 
 def _scaled(v: Array, n: Array) -> Array:
-    """v 2^n for v near 1, rounded once."""
+    """Return v 2^n for v near 1, rounded once."""
     half = n >> 1
     return (v * two_to(half)) * two_to(n - half)
 
 
 def _exponential(xp: Any, z: Array, z_tail: Array | float = 0.0) -> tuple[Array, Array, Array]:
-    """k, head and tail: exp(z + z_tail) = 2^k (head + tail)."""
+    """Return k, head and tail: exp(z + z_tail) = 2^k (head + tail)."""
     k = xp.rint(z * LOG2E)
     near, far = z - k * HI, k * LO - z_tail
     f = near - far
@@ -188,7 +188,7 @@ def _exponential(xp: Any, z: Array, z_tail: Array | float = 0.0) -> tuple[Array,
 
 
 def _split(xp: Any, v: Array) -> tuple[Array, Array]:
-    """k and m: v = 2^k m for positive v, with m from sqrt(1/2) to sqrt(2)."""
+    """Return k and m: v = 2^k m for positive v, with m from sqrt(1/2) to sqrt(2)."""
     subnormal = v < 2.0**-1022
     bits = xp.where(subnormal, v * 2.0**54, v).view(i64)
     n = (bits - 0x3FE6A09E667F3BCD) >> 52
@@ -196,14 +196,20 @@ def _split(xp: Any, v: Array) -> tuple[Array, Array]:
 
 
 def _logarithm(k: Array, f: Array, rest: Array | float = 0.0) -> Array:
-    """k log 2 + log(1 + f) + rest; log(1 + f) = f - (h - s (h + r)) with h = f^2 / 2, s = f / (2 + f) (fdlibm)."""
+    """Return k log 2 + log(1 + f) + rest.
+
+    log(1 + f) = f - (h - s (h + r)) with h = f^2 / 2, s = f / (2 + f) (fdlibm).
+    """
     s, h = f / (2.0 + f), 0.5 * f * f
     w = s * s
     return k * HI - ((h - (s * (h + w * _series(w, ATANH[5:])) + (k * LO + rest))) - f)
 
 
 def _long_logarithm(k: Array, m: Array) -> tuple[Array, Array]:
-    """Head and tail of k log 2 + log m, good to 2^-64 of it; log m = 2 z + z^3 (2/3 + ...), z = (m - 1) / (m + 1)."""
+    """Return head and tail of k log 2 + log m, with a relative error of 2^-64.
+
+    log m = 2 z + z^3 (2/3 + ...), z = (m - 1) / (m + 1).
+    """
     z, z_tail = _long_quotient(m - 1.0, 0.0, *two_sum(1.0, m))
     w, w_tail = two_product(z, z)
     w_tail = w_tail + 2.0 * z * z_tail
@@ -226,7 +232,7 @@ def _series(w: Array, coefficients: tuple[float, ...]) -> Array:
 
 
 def _pi(bits: int) -> int:
-    """Pi 2^bits, truncated (Machin)."""
+    """Return pi 2^bits, truncated (Machin)."""
 
     def arctangent(n: int) -> int:
         term = total = (1 << bits + 20) // n
@@ -238,7 +244,7 @@ def _pi(bits: int) -> int:
     return (16 * arctangent(5) - 4 * arctangent(239)) >> 20
 
 
-# Half of pi: 2^-PI_BITS HALF_PI, and in four parts; products of the first three with an n up to NEAR are exact.
+# pi / 2 as 2^-PI_BITS HALF_PI, and in four parts; products of the first three with an n up to NEAR are exact.
 PI_BITS = 1200
 HALF_PI = _pi(PI_BITS) // 2
 PARTS = [math.ldexp(HALF_PI >> PI_BITS - 32, -32)]
@@ -251,7 +257,7 @@ COSINE = tuple((-1.0) ** k / math.factorial(2 * k) for k in range(9, 1, -1))
 
 
 def _circular(xp: Any, x: Array, quarters: int) -> Array:
-    """sin(x + quarters pi / 2)."""
+    """Return sin(x + quarters pi / 2)."""
     far = ~(xp.abs(x) < NEAR)
     x_near = xp.where(far, 0.0, x)
     n = xp.rint(x_near * (2.0 / math.pi))
@@ -274,7 +280,7 @@ def _circular(xp: Any, x: Array, quarters: int) -> Array:
 
 
 def _reduced(x: float) -> tuple[int, float, float]:
-    """n modulo 4, head and tail: x = n pi / 2 + head + tail."""
+    """Return n modulo 4, head and tail: x = n pi / 2 + head + tail."""
     if not math.isfinite(x):
         return 0, math.nan, 0.0
     numerator, denominator = x.as_integer_ratio()

@@ -1,7 +1,7 @@
 """Slices of parameters, kept for the next product while the parameter does not change.
 
 A step of training changes every parameter, but micro-batches, evaluation and generation multiply by the same one many
-times. Whether it is the same is decided by its elements, which are a small part of what is kept.
+times. A parameter is the same if its elements are: their copy is a small part of the memory that is kept.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _kept: dict[tuple[Any, ...], _Kept] = {}
 
 
 def kept_slices(make: Callable[..., Array], x: Any, e: Any, *how: Any) -> Any:
-    """Return `make(x, e, *how)`, that of the last call if `x` and its exponents `e` have the same elements.
+    """Return `make(x, e, *how)`: the result of the last call, if `x` and its exponents `e` have the same elements.
 
-    It is kept until the memory of `x` is freed. Arrays of GPUs are not kept.
+    The result is kept until the memory of `x` is freed. Arrays on GPUs are not kept.
     """
     if type(x) is not np.ndarray:
         return make(x, e, *how)

@@ -1,8 +1,8 @@
-"""Matrix products whose bits do not depend on how rows, columns and the summed axis are cut, by any BLAS.
+"""Matrix products with the same bits for any split of the rows, the columns and the summed axis, and for any BLAS.
 
 After Ozaki et al., Error-free transformations of matrix multiplication, 2012: rows of the first and columns of the
 second matrix are cut into slices of integers, whose products are sums of at most 53 bits. Level d adds the products of
-slices i and d - i; those beyond the last slice are below the last bit.
+slices i and d - i; levels beyond the last slice are below the last bit.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pce_mpi.loss.kernels import converted
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
-# Elements of float64 that stay in a cache, and the fewest rows with which a product is fast.
+# The number of float64 elements that fit a cache, and the fewest rows with which a product is fast.
 _CACHE, _ROWS = 2**17, 128
 
 
 def product(a: Array, b: Array, length: int, comm: Any = None, keep: bool = False) -> Array:
     """Return the matrix product of `a` and `b`, of one dtype and with at least two axes each, in that dtype.
 
-    `length` is that of the summed axis over all ranks of `comm`. `keep`: b is a parameter, whose slices are kept.
+    `length` is that of the summed axis over all ranks of `comm`. If `keep`, b is a parameter, whose slices are kept.
     Collective over `comm`: one Allreduce of 4 bytes for each row and column, and one of 16 bytes (24 for float64) for
     each element of the product; 8 more for a `length` above 2^14 (2^10 in float64).
     """
@@ -38,7 +38,7 @@ def product(a: Array, b: Array, length: int, comm: Any = None, keep: bool = Fals
     )
     xp, k, dtype = array_namespace(a), a.shape[-1], a.dtype
     bits, count = slicing(dtype, length, factors=2)
-    # The slices of b with the smallest first: those that level d needs follow each other on both sides.
+    # The slices of b stand in reverse order, so that the slices of level d are contiguous in both operands.
     how = bits, range(count)[::-1], -2
     right = kept_slices(_side_by_side, second, f, *how) if keep and finite else _side_by_side(second, f, *how)
     shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
@@ -52,7 +52,7 @@ def product(a: Array, b: Array, length: int, comm: Any = None, keep: bool = Fals
         else:
             for level, part in zip(levels, sums, strict=True):
                 level[..., rows, :] = part
-    if not finite:  # added up over ranks, infinities and nan stay what they are
+    if not finite:  # a sum over ranks keeps infinities and nan
         special = _special(a, b)
         at = found if levels is None else levels[0]
         at[...] = xp.where(special == 0, at, special)
@@ -62,7 +62,7 @@ def product(a: Array, b: Array, length: int, comm: Any = None, keep: bool = Fals
 
 
 def _blocks(rows: int, elements: int, xp: Any, fewest: int = 1) -> Iterator[slice]:
-    """Yield blocks of rows, each of so many elements; on the host they stay in a cache."""
+    """Yield blocks of rows of `elements` elements each; on the host a block fits a cache."""
     step = max(fewest, _CACHE // max(1, elements)) if xp is np else max(1, rows)
     return (slice(start, start + step) for start in range(0, rows, step))
 
@@ -88,7 +88,7 @@ def _side_by_side(x: Array, e: Array, bits: int, places: Sequence[int], axis: in
 
 
 def _special(a: Array, b: Array) -> Array:
-    """Return the sum of the terms of each element that are infinite or nan; 0 if there are none."""
+    """Return, for each element of the product, the sum of its infinite and nan terms; 0 if it has none."""
     xp = array_namespace(a)
     (high, low, up, down, none, no), (high_b, low_b, up_b, down_b, none_b, no_b) = (
         [each.astype(float) for each in (x == np.inf, x == -np.inf, x > 0, x < 0, x == 0, xp.isnan(x))] for x in (a, b)

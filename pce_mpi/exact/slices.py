@@ -1,9 +1,9 @@
-"""Slices of numbers, on grids that the largest number of a sum decides, whose sums and products are exact.
+"""Slices of numbers whose sums and products are exact; the largest number of a sum decides their grids.
 
 The numbers of one sum have a common exponent e, that of the largest of them on all ranks: |x| < 2^e. Slice i of x is a
 multiple of 2^(e - (i + 1) bits), an integer of at most `bits` bits on its grid, so a sum of few enough of them has at
-most 53 bits: float64 adds them without an error, in any order, by any library, on any number of ranks. What all slices
-leave out, less than 2^(e - bits count), is the same for a number wherever it is.
+most 53 bits: float64 adds them without an error, in any order, by any library, on any number of ranks. The rest of x
+that all slices leave out, less than 2^(e - bits count), does not depend on the rank that holds x.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pce_mpi.loss.kernels import converted
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
-# Of a sum with an infinity or a nan; above all others.
+# The exponent of a sum with an infinity or a nan, above all others.
 NOT_FINITE = 2000
-# Bits of a float64, and of floating-point numbers by their size.
+# Bits of the significand of float64, and of each floating-point dtype by its itemsize.
 _DIGITS = 53
 _MANTISSA = {2: 11, 4: 24, 8: 53}
 
@@ -31,7 +31,7 @@ _MANTISSA = {2: 11, 4: 24, 8: 53}
 def slicing(dtype: np.dtype[Any], terms: int, factors: int = 1, spread: int = 0) -> tuple[int, int]:
     """Return the bits of a slice, and the number of slices, for exact sums of `terms` products of `factors` numbers.
 
-    All that the slices of a sum leave out is below the last bit of a number 2^spread below the largest one.
+    The slices of a sum leave out less than the last bit of a number 2^spread times smaller than the largest one.
     """
     carried = max(0, terms - 1).bit_length()
     needed = _MANTISSA[dtype.itemsize] + spread + carried
@@ -63,9 +63,9 @@ def exponents(x: Array, axes: tuple[int, ...]) -> Array:
 def grids(
     arrays: Sequence[Array], largest: Sequence[Callable[[Array], Array]], comm: Any
 ) -> tuple[bool, list[Array], list[Array]]:
-    """Tell whether all elements on this rank are finite, and return those that are, 0 for others, and their exponents.
+    """Return whether all elements on this rank are finite, the arrays with 0 for those that are not, and exponents.
 
-    `largest` finds in each array the exponents of the elements that are summed. Collective over `comm`: one all_reduce.
+    `largest[i]` finds the exponent of each sum of array i. Collective over `comm`: one all_reduce.
     """
     here, parts = [find(x) for find, x in zip(largest, arrays, strict=True)], list(arrays)
     finite = not any(is_true((e == NOT_FINITE).any()) for e in here)
@@ -82,7 +82,7 @@ def side_by_side(parts: Sequence[Array]) -> Array:
 
 
 def apart(flat: Array, parts: Sequence[Array]) -> list[Array]:
-    """Return the elements of a vector in the shapes of `parts`, of which it was made."""
+    """Split a vector, as `side_by_side` makes it, into the shapes of `parts`."""
     ends = list(accumulate(part.size for part in parts))
     return [flat[start:end].reshape(part.shape) for start, end, part in zip([0, *ends], ends, parts, strict=False)]
 
@@ -94,19 +94,19 @@ def finite_part(x: Array) -> Array:
 
 
 def _usable(e: Array) -> Array:
-    """Return exponents that powers of two can be made of: 0 where there is nothing."""
+    """Return `e`, with 0 for sums that have no element but 0, so that powers of two can be made of it."""
     return array_namespace(e).where(e == -NOT_FINITE, 0, e)
 
 
 def slices(
     x: Array, e: Array, bits: int, count: int, dtype: np.dtype[Any], *, squared: bool = False, finite: bool = True
 ) -> Iterator[Array]:
-    """Yield the slices of `x`, or of its squares, float64 and not kept; those of float64 numbers are in units of 2^e.
+    """Yield the slices of `x`, or of its squares, as float64; those of float64 numbers are in units of 2^e.
 
     Adding and taking away 1.5 2^(52 - bits) 2^e rounds to a multiple of 2^(e - bits). Infinities and nan, if there are
     any, are in the first slice alone.
     """
-    if dtype.itemsize == 8:  # there e may be as large as float64 has them
+    if dtype.itemsize == 8:  # e may be as large as exponents of float64 are
         x, unit = scaled(x, -e), 1.0
     else:
         x, unit = converted(x, np.float64), power_of_two(e)
@@ -131,7 +131,7 @@ def joined(levels: Sequence[Array]) -> Array:
 
 
 def in_units(sums: Array, e: Array, dtype: np.dtype[Any]) -> Array:
-    """Return sums of slices of `dtype` as numbers, those of float64 from units of 2^e."""
+    """Return sums of slices as numbers; those of float64 numbers are in units of 2^e."""
     return scaled(sums, e) if dtype.itemsize == 8 else sums
 
 

@@ -1,4 +1,4 @@
-"""Sums of floating-point numbers with bits that no order of addition and no split over ranks changes."""
+"""Sums of floating-point numbers with the same bits for any order of addition and any split over ranks."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from pce_mpi.loss.kernels.elementary import two_product, two_sum
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
-# Elements of a block, whose slices take no more than a cache.
+# The number of elements of a block whose slices fit a cache.
 _BLOCK = 2**15
-# The first of running sums may be this many powers of two below the largest element, and keep their digits.
+# Running sums keep their digits if they are at most 2^_SPREAD times smaller than the largest element.
 _SPREAD = 48
 
 
 def total(x: Array, axes: tuple[int, ...], length: int, comm: Any = None) -> Array:
-    """Return in float64 the sum of `x` along `axes`, which stay with length 1.
+    """Return the sum of `x` along `axes` in float64; the axes stay with length 1.
 
     `length` elements are summed over all ranks of `comm`. Collective over `comm`: one Allreduce of 4 bytes and one of 8
     bytes (16 for float64) for each sum; 8 more for more than 2^14 elements (2^17 of float64, 2^21 of halves).
@@ -66,7 +66,7 @@ def _totals(
         bits, count = slicing(x.dtype, length)
         levels.append(array_namespace(x).zeros((count, *e.shape)))
         for part in _blocks(x):
-            here = slice(None) if 0 in axes else part  # along the first axis blocks add up, or follow each other
+            here = slice(None) if 0 in axes else part  # blocks of a summed first axis add up
             pieces = slices(x[part], e[here], bits, count, x.dtype, squared=squared, finite=finite)
             for level, piece in zip(levels[-1], pieces, strict=True):
                 level[here] += piece.sum(axes, keepdims=True)
@@ -85,11 +85,12 @@ def scattered(
     length: int,
     comm: Any = None,
 ) -> Array:
-    """Return in float64 zeros of `shape` to which `scatter("add", zeros, x)` adds elements of `x`, of which some meet.
+    """Add the elements of `x` to float64 zeros of `shape`, several of them at one place, and return the sums.
 
-    `scatter("maximum", zeros, x)` takes the largest of those that meet, and `gather` takes from an array of `shape` the
-    elements that those of `x` go to. At most `length` of them meet on all ranks of `comm`. Collective over `comm`: for
-    each element of the result one Allreduce of 4 bytes, and one of 8 bytes for each slice.
+    `scatter("add", target, x)` adds each element of `x` at its place in `target`, and `scatter("maximum", target, x)`
+    takes the largest there; `gather(target)` returns, for each element of `x`, the element of `target` at its place.
+    At most `length` elements on all ranks of `comm` have one place. Collective over `comm`: for each element of the
+    result one Allreduce of 4 bytes, and one of 8 bytes for each slice.
     """
     xp = array_namespace(x)
 
@@ -107,7 +108,7 @@ def scattered(
 
 
 def running_total(x: Array, axis: int, add: Callable[[Array], Array]) -> Array:
-    """Return in float64 the sums that `add` makes of elements along `axis`, which is whole on this rank."""
+    """Return running sums of `x` along `axis`, whole on this rank, in float64; `add` makes those of one slice."""
     finite, _, (e,) = grids([x], [partial(exponents, axes=(axis,))], None)
     bits, count = slicing(x.dtype, x.shape[axis], spread=_SPREAD)
     pieces = slices(x, e, bits, count, x.dtype, finite=finite)
@@ -115,15 +116,15 @@ def running_total(x: Array, axis: int, add: Callable[[Array], Array]) -> Array:
 
 
 def average(x: Array, length: int, comm: Any, divisor: float) -> Array:
-    """Return the sum of `x` along its first axis, of `length` on all ranks of `comm`, by `divisor`, in its dtype.
+    """Return the sum of `x` along its first axis, divided by `divisor`, in the dtype of `x`.
 
-    The average of equal numbers is that number, whatever the number of ranks.
+    The axis has `length` over all ranks of `comm`. The average of equal numbers is that number, on any number of ranks.
     """
     return converted(_totals([x], (0,), [length], comm, squared=False, divisor=divisor)[0][0], x.dtype)
 
 
 def _divided(levels: Array, divisor: float) -> Array:
-    """Return the sum of exact `levels`, largest first, by a number of ranks, with what rounding leaves out."""
+    """Return the sum of exact `levels`, largest first, divided by `divisor`; rounding errors are divided and added."""
     xp = array_namespace(levels)
     head, tail = two_sum(levels[0], joined(levels[1:])) if len(levels) > 1 else (levels[0], 0.0)
     number: Any = np.float64(divisor)
@@ -148,6 +149,6 @@ def reduced(levels: Array, comm: Any) -> Array:
 
 
 def one_nan(x: Array) -> Array:
-    """Return `x` with one nan for the many: which of them an addition gives depends on its order."""
+    """Return `x` with the same bits in every nan: those of a sum depend on the order of addition."""
     xp = array_namespace(x)
     return xp.where(xp.isnan(x), x.dtype.type(np.nan), x)
