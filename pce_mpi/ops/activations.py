@@ -1,4 +1,4 @@
-"""Activations of neural networks: functions of each element that have no overflow on the way."""
+"""Activations of neural networks: elementwise functions whose intermediate results do not overflow."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def _constants() -> tuple[tuple[float, float], tuple[float, float]]:
 
 # gelu(x) = x (1 + tanh(v / 2)) / 2 = x / (1 + exp(-v)) with v = a x + b x**3, and a, b as heads and tails.
 _A, _B = _constants()
-# Where |x| is larger exp(-v) is 0; where v is larger than this exp(-v) is taken in two factors, so that it keeps its
-# digits until it is multiplied by x.
+# exp(-v) is 0 if |x| is above the first. If v is above the second, exp(-v) is computed as two factors, so that it keeps
+# its digits until it is multiplied by x.
 _BENT, _DEEP = 24.0, 600.0
 
 
 def _gelu(call: Call, x: Array) -> Array:
-    """Return gelu(x), and leave its derivative if a gradient is wanted: most of the way to both is the same.
+    """Return gelu(x); if a gradient is required, keep the derivative too: both share most of the computation.
 
-    Some elements at a time are computed in float64.
+    Blocks of elements are computed in float64.
     """
     xp, exp, flat = array_namespace(x), call.functions(x).exp, x.reshape(-1)
     y = xp.empty(flat.shape, x.dtype)
@@ -78,7 +78,7 @@ def _gelu_of(xp: Any, exp: Callable[[Array], Array], x: Array, y: Array, slope: 
     in_double, x = x.dtype == np.float64, x.astype(np.float64)
     z, negative = xp.clip(x, -_BENT, _BENT), x < 0
     size, square = xp.abs(z), z * z
-    if in_double:  # an error of v is one of exp(-v), some hundred times as large
+    if in_double:  # a rounding error of v makes one of exp(-v) that is some hundred times as large
         p, p_tail = two_product(square, xp.full_like(square, _B[0]))
         p_tail += square * _B[1] + two_product(z, z)[1] * _B[0]
         p, rest = two_sum(_A[0], p)
@@ -181,13 +181,13 @@ def gelu(x: Any) -> DistArray:
 
     Notes
     -----
-    At any `x` the result, and the derivative, are those of the formula rounded once, of float64 to within 4 ulp; the
-    derivative of float64 to within 6 ulp of the larger of it and 1 / (1 + exp(-v)), with v = sqrt(8 / pi) (x +
-    0.044715 x**3).
+    At any `x` the result and the derivative are those of the formula, rounded once. In float64 the error of the result
+    is at most 4 ulp; that of the derivative is at most 6 ulp of the larger of the derivative and 1 / (1 + exp(-v)),
+    with v = sqrt(8 / pi) (x + 0.044715 x**3).
     """
     return apply(_GELU, _real(x))
 
 
 def _real(x: Any) -> Any:
-    """Return `x`, integers and bool as float64."""
+    """Return `x`; integers and bool become float64."""
     return astype(x, np.float64) if isinstance(x, DistArray) and not is_floating(x.dtype) else x

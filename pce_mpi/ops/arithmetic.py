@@ -36,9 +36,9 @@ def binary(
     forward: Callable[..., Array] | None = None,
     wide: bool = False,
 ) -> Op:
-    """Make an operation on two operands; `first` and `second` take the gradient of the result and both operands.
+    """Make an operation on two operands, from vjps that take the gradient of the result and both operands.
 
-    Gradients of operands that were broadcast are summed here.
+    `first` is the vjp of the first operand. Gradients of operands that were broadcast are summed here.
     """
 
     def pull(vjp: Vjp, g: DistArray, x: DistArray, a: DistArray, b: DistArray) -> DistArray:
@@ -73,7 +73,7 @@ def _floor_divide(a: Array, b: Array) -> Array:
 
 
 def _remainder(a: Array, b: Array) -> Array:
-    """Return NumPy's a - floor(a / b) b, which has no rounding error; CuPy takes a - floor(a / b) b at its word."""
+    """Return a - floor(a / b) b as NumPy does, without rounding errors on the way; CuPy rounds each step."""
     xp = array_namespace(a)
     if xp is np or not is_floating(np.result_type(a.dtype, b.dtype)):
         return xp.remainder(a, b)
@@ -256,7 +256,7 @@ def power(x: Any, y: Any) -> DistArray:
     base, exponent = operands_of("power", (x, y))
     if all(each.dtype.kind in "biu" for each in (base, exponent)):
         exponent = _checked(exponent, agreed=isinstance(y, int))
-    return apply(_POWER, x, exponent if isinstance(y, DistArray) else y)  # of numbers `apply` compares the values
+    return apply(_POWER, x, exponent if isinstance(y, DistArray) else y)  # `apply` compares numbers between ranks
 
 
 def _checked(exponents: DistArray, agreed: bool) -> DistArray:

@@ -37,7 +37,7 @@ def _rule(q: Shape, k: Shape, v: Shape, causal: bool, scale: float) -> Rule:
 
 
 class _Probabilities:
-    """The probabilities of a call, and the gradient of its scores, which those of queries and keys share."""
+    """The probabilities of a call, and the gradient of its scores, which the vjps of queries and keys share."""
 
     def __init__(self, local: Array) -> None:
         self._local = local
@@ -68,7 +68,7 @@ def _attention(call: Call, q: Array, k: Array, v: Array, causal: bool, scale: fl
 
 
 def _row_sums(x: Array) -> Array:
-    """Return the sums along the last axis, which stays."""
+    """Return the sums along the last axis, which stays with length 1."""
     # For the short rows of a head this takes a fifth of the time of x.sum(-1).
     return array_namespace(x).einsum("...i->...", x)[..., None]
 
@@ -111,7 +111,7 @@ def _to_value(
 
 
 def _composed(q: DistArray, k: DistArray, v: DistArray, causal: bool, scale: float) -> DistArray:
-    """Return the same from operations that have a reproducible form."""
+    """Compute the result from operations that have a reproducible form."""
     scores = matmul(q * scale, swapaxes(k, -1, -2))
     if causal:
         scores = where(array_namespace(q.local).tri(*scores.shape[-2:], dtype=bool), scores, -math.inf)

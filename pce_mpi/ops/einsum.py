@@ -48,7 +48,7 @@ def _rule(*shapes: Shape, letters: str) -> Rule:
 
 
 def _einsum(call: Call, *arrays: Array, letters: str) -> Array:
-    # In pairs, which are products of matrices.
+    # `optimize` multiplies the operands in pairs, as products of matrices.
     return array_namespace(arrays[0]).einsum(letters, *arrays, optimize=len(arrays) > 1)
 
 
@@ -69,7 +69,7 @@ def _vjp(index: int) -> Callable[..., DistArray]:
         there = [letter in "".join(terms) for letter in wanted]
         kept = "".join(letter for letter, known in zip(wanted, there, strict=True) if known)
         found = einsum(f"{','.join(terms)}->{kept}", *factors)
-        # Along an axis that was summed away by itself all elements have one gradient.
+        # All elements along an axis that only this operand has and that was summed away have the same gradient.
         lengths = [length if known else 1 for length, known in zip(shape, there, strict=True)]
         return broadcast_to(reshape(found, lengths), shape)
 
@@ -77,7 +77,7 @@ def _vjp(index: int) -> Callable[..., DistArray]:
 
 
 def _composed(*operands: DistArray, letters: str) -> DistArray:
-    """Return the same from operations that have a reproducible form: products of two matrices at a time, and sums."""
+    """Compute the result from operations that have a reproducible form: products of two matrices, and sums."""
     sources, result = _terms(letters)
     arrays = list(map(widened, operands))
     for index, source in enumerate(sources):
@@ -100,7 +100,7 @@ def _summed(letters: str, x: DistArray, wanted: set[str]) -> tuple[str, DistArra
 
 
 def _times(a: str, x: DistArray, b: str, y: DistArray, wanted: set[str]) -> tuple[str, DistArray]:
-    """Multiply two operands, and sum over the letters that they share and nobody else wants."""
+    """Multiply two operands, and sum over the letters that they share and that are not `wanted`."""
     a, x = _summed(a, x, wanted | set(b))
     b, y = _summed(b, y, wanted | set(a))
     lengths = dict(zip(a, x.shape, strict=True)) | dict(zip(b, y.shape, strict=True))
@@ -137,8 +137,8 @@ def einsum(subscripts: str, *operands: Any) -> DistArray:
     ----------
     subscripts : str
         A letter for each axis of each operand, and after "->" those of the result: "bk,km->bm" is the product of two
-        matrices. "..." is all other axes, which broadcast. Without "->" the result has, in alphabetical order, the
-        letters that occur once.
+        matrices. "..." stands for all other axes, which broadcast. Without "->" the result has the letters that occur
+        once, in alphabetical order.
     *operands : DistArray or array_like
         The factors, at least one of them a `DistArray`; plain arrays are Replicate. An axis of length 1 is stretched.
 
@@ -157,9 +157,9 @@ def einsum(subscripts: str, *operands: Any) -> DistArray:
     Notes
     -----
     A letter that is sharded in the operands that have it stays sharded; if the result does not have it, the result is
-    Partial. The sums are linear in each operand: beside Replicate ones a Partial operand stays Partial. All of this
-    sends nothing; otherwise operands are redistributed with the fewest bytes. An axis of a diagonal, such as "ii->i",
-    is not sharded.
+    Partial. The sums are linear in each operand: if one operand is Partial and the others Replicate, the result is
+    Partial. Nothing is sent in these cases; in others, operands are redistributed with the fewest bytes. An axis of a
+    diagonal, such as "ii->i", is not sharded.
 
     Examples
     --------
@@ -178,7 +178,7 @@ def einsum(subscripts: str, *operands: Any) -> DistArray:
     lengths: dict[str, int] = {}
     for source, array in zip(sources, arrays, strict=True):
         for letter, length in zip(source, array.shape, strict=True):
-            # Axes of length 1 are stretched to those of other operands, not to others of their own.
+            # An axis of length 1 is stretched to that of another operand, not to another axis of its own operand.
             if (length != 1 or source.count(letter) > 1) and lengths.setdefault(letter, length) != length:
                 raise ValueError(f"einsum {subscripts!r}: axes {letter!r} have lengths {lengths[letter]} and {length}")
     for index, (source, array) in enumerate(zip(sources, arrays, strict=True)):
@@ -189,14 +189,14 @@ def einsum(subscripts: str, *operands: Any) -> DistArray:
             sources[index] = "".join(source[place] for place in kept)
             arrays[index] = reshape(array, shape) if isinstance(array, DistArray) else array.reshape(shape)
     letters = f"{','.join(sources)}->{result}"
-    if np.result_type(*(each.dtype for each in arrays)) == np.bool_:  # which NumPy adds up by "or"; a Partial cannot
+    if np.result_type(*(each.dtype for each in arrays)) == np.bool_:  # NumPy adds bool by "or", which no Partial does
         arrays = [each.astype(np.int64) for each in arrays]
         return einsum(letters, *arrays) != 0
     return apply(_op(len(arrays)), *arrays, letters=letters)
 
 
 def _with_letters_for_dots(subscripts: str, shapes: list[Shape]) -> tuple[list[str], str]:
-    """Return the letters of each operand and of the result, with letters for all axes that "..." is."""
+    """Return the letters of each operand and of the result, with letters for all axes that "..." stands for."""
     given, arrow, result = subscripts.partition("->")
     sources = given.split(",")
     unused = [letter for letter in ascii_letters if letter not in subscripts]

@@ -45,10 +45,10 @@ def unary(
     forward: Callable[..., Array] | None = None,
     exact: Callable[..., Array] | None = None,
 ) -> Op:
-    """Make an operation on one operand; without `forward` it is NumPy's function, else it keeps the dtype.
+    """Make an operation on one operand: NumPy's function of that name, or `forward`, which keeps the dtype.
 
-    `pull` takes the gradient of the result, and the operand rather than the result, which may be rounded to a half. It
-    and `forward` take the library of the array first.
+    `pull` takes the gradient of the result and the operand, as the result may be rounded to a half. Both functions
+    take the library of the array as their first argument.
     """
     gradient = gradient_op(name, pull)
     return Op(
@@ -68,7 +68,7 @@ def _of_functions(function: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _astype_rule(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Rule:
-    # To integers astype truncates, which is not linear.
+    # A conversion to integers truncates, which is not linear.
     return elementwise_rule(*([[0]] if is_floating(dtype) else []))(shape)
 
 

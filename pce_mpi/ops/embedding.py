@@ -46,7 +46,7 @@ def _embedding(call: Call, table: Array, ids: Array) -> Array:
 
 
 def _exact_embedding(call: Call, table: Array, ids: Array) -> Array:
-    """Return the rows of all shards: the bits of each shard's rows, and 0 for others, add up to them."""
+    """Return the rows of all shards, as a sum of integers: the bits of this shard's rows, and 0 for all others."""
     found = array_namespace(table).ascontiguousarray(_embedding(call, table, ids))
     return reduced(found.view(f"i{found.dtype.itemsize}"), call.summed_comm).view(table.dtype)
 
@@ -88,7 +88,7 @@ _GRADIENT = Op(
 
 
 def _to_table(g: DistArray, y: DistArray, table: DistArray, ids: DistArray) -> DistArray:
-    # In its natural placement, so that a Partial table is not reduced: its elements are not used.
+    # The table goes in with its natural placement, so that a Partial one is not reduced: its elements are not used.
     return apply(_GRADIENT, g, ids, DistArray(table.local, table.mesh, table.sharding.natural))
 
 
@@ -148,7 +148,7 @@ def embedding(ids: Any, table: Any) -> DistArray:
     if table.ndim != 2:
         raise ValueError(f"an embedding's table has two axes, got shape {table.shape}")
     error: Exception | None = None
-    try:  # plain ids are the affair of each rank, until all look them up
+    try:  # plain ids may be wrong on one rank alone; the agreement of the lookup tells the others
         ids = ids if isinstance(ids, DistArray) else as_array(ids, "ids")
         if ids.dtype.kind not in "iu":
             raise TypeError(f"ids must be integers, got {ids.dtype}")
@@ -160,7 +160,7 @@ def embedding(ids: Any, table: Any) -> DistArray:
     if mesh is None or (error is not None and isinstance(ids, DistArray)):
         raise error or TypeError("embedding takes at least one DistArray; make one with pce_mpi.distribute")
     if isinstance(ids, DistArray):
-        # Every rank that holds rows of the table looks up all ids, and partials of ids mean nothing.
+        # Every rank that holds rows of the table looks up all ids, and a partial is no id.
         rows = table.sharding.dims_of(0) if isinstance(table, DistArray) else ()
         everywhere = dict.fromkeys((*ids.sharding.partial_dims, *rows), Replicate())
         with cause("embedding", reason="ids are looked up in every shard of the table"):
@@ -175,7 +175,7 @@ def embedding(ids: Any, table: Any) -> DistArray:
 
 
 def scatter_rows(how: str, target: Any, rows: Any, values: Any) -> None:
-    """Do target[rows[i]] += values[i] for each i, also if rows repeat; `how` is "add", or "maximum" instead.
+    """Add values[i] to target[rows[i]] for each i, also if rows repeat; with `how` "maximum" take the larger instead.
 
     `target` is (v, d), `rows` (n,) integers in [0, v), `values` (n, d), all of one library. On the host, equal
     arguments give equal bits: the values of a row are summed in their order and then added.

@@ -34,7 +34,7 @@ def _sliced_axes(shape: Shape, ranges: tuple[Range, ...]) -> Axes:
 
 
 def _slices(x: Sequence[int], ranges: tuple[Range, ...], whole: Shape) -> tuple[slice, ...]:
-    """Return `ranges` as local slices; an axis that is left whole may be sharded, and all of the shard is meant."""
+    """Return `ranges` as local slices; an axis that is left whole may be sharded: its slice takes the whole shard."""
     return tuple(
         slice(None) if part == (0, length, 1) else slice(part[0], None if part[1] < 0 else part[1], part[2])
         for length, part in zip(whole, ranges, strict=True)
@@ -73,7 +73,7 @@ _SLICE = Op(
 
 
 def _picked_axes(shape: Shape, axes: tuple[int, ...]) -> Axes:
-    """Label the axes that no array of indices is for; the others must not be sharded."""
+    """Label the axes that are not indexed by an array; the others must not be sharded."""
     return tuple(None if axis in axes else Axis(axis) for axis in range(len(shape)))
 
 
@@ -92,7 +92,7 @@ def _pick_rule(shape: Shape, *indices: Shape, axes: tuple[int, ...], at: int) ->
 
 
 def _pick(call: Call, x: Array, *indices: Array, axes: tuple[int, ...], at: int) -> Array:
-    """Return the elements of `x` that `indices`, one for each of `axes`, name; their axes start at `at`."""
+    """Return the elements of `x` at `indices`, one array for each of `axes`; the axes of `indices` start at `at`."""
     rest = [axis for axis in range(x.ndim) if axis not in axes]
     found = x.transpose((*axes, *rest))[indices]
     block = found.ndim - len(rest)
@@ -157,14 +157,14 @@ def getitem(x: DistArray, index: Any) -> DistArray:
     shape: list[int] = []
     arrays: dict[int, Any] = {}
     places: list[int] = []
-    before = (0, 0)  # axes of the result, with those of None and without, that come before those of the arrays
+    before = (0, 0)  # how many axes of the result come before those of the arrays, with those of None and without
     for place, entry in enumerate(entries):
         axis = len(ranges)
         if entry is None:
             shape.append(1)
         elif isinstance(entry, slice):
             part = entry.indices(x.shape[axis])
-            # Another empty range would mean something else as a slice.
+            # Another empty range may take elements as a slice.
             ranges.append(part if range(*part) else (0, 0, 1))
             shape.append(len(range(*ranges[-1])))
         elif isinstance(entry, int):
@@ -195,7 +195,7 @@ def getitem(x: DistArray, index: Any) -> DistArray:
 def _entries(x: DistArray, index: tuple[Any, ...]) -> list[Any]:
     """Return `index` with an entry for each axis: masks as the places where they hold, and no `...`.
 
-    Beside an array of indices a whole number is one as well.
+    Beside an array of indices, a whole number becomes an array too.
     """
     entries = [_entry(each, x) for each in index]
     if sum(entry is Ellipsis for entry in entries) > 1:
@@ -251,7 +251,7 @@ def _checked(x: DistArray, arrays: Mapping[int, Any]) -> list[Any]:
     indices, error = [], None
     for axis, entry in arrays.items():
         if isinstance(entry, DistArray):
-            with cause("slice", reason="indices are checked"):  # partials of indices mean nothing
+            with cause("slice", reason="indices are checked"):  # a partial is no index
                 entry = redistributed(entry, entry.sharding.natural)
         indices.append(entry)
         local, length = to_host(entry.local if isinstance(entry, DistArray) else entry), x.shape[axis]

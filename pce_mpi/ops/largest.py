@@ -62,7 +62,7 @@ def _put(call: Call, g: Array, classes: Array, x: Array, axis: int) -> Array:
     xp = array_namespace(g)
     start, stop = call.operands[2].block(axis, call.mesh.coordinates)
     here = (classes >= start) & (classes < stop)
-    # Those of other shards go to one more place, which is left out.
+    # Classes of other shards go to one extra place, which is left out.
     filled = xp.zeros([*call.shape[:axis], stop - start + 1, *call.shape[axis + 1 :]], g.dtype)
     xp.put_along_axis(filled, xp.where(here, classes - start, stop - start), g, axis)
     return filled[(*[slice(None)] * axis, slice(stop - start))]
@@ -88,8 +88,8 @@ def top_k(logits: Any, k: int, **options: Unpack[ShardedAxisOptions]) -> tuple[A
     Parameters
     ----------
     logits : DistArray or array of real numbers
-        A distributed array, of which a Partial one is reduced first; or this rank's classes of the same rows, as
-        `softmax_cross_entropy` takes them. Integers and bool will do as well.
+        A distributed array, which is reduced first if it is Partial; or this rank's classes of the same rows, as
+        `softmax_cross_entropy` takes them. Integers and bool are accepted too.
     k : int
         How many, at least 1 and at most the length of the axis over all shards; the same on every rank.
     axis : int, default -1
@@ -101,8 +101,8 @@ def top_k(logits: Any, k: int, **options: Unpack[ShardedAxisOptions]) -> tuple[A
     -------
     values : DistArray or array
         The k largest elements, largest first, in the dtype of `logits`, with k in place of the axis. A `nan` is larger
-        than any number, as in NumPy's and PyTorch's order. Of a distributed array they are Replicate over the dims that
-        shard the axis; other axes stay sharded, and the gradient goes to the elements that were taken.
+        than any number, as in NumPy's and PyTorch's order. For a distributed array they are Replicate over the dims
+        that shard the axis; other axes stay sharded, and the gradient goes to the elements that were taken.
     classes : DistArray or array of int64
         Their places along the axis, or global class numbers; among equal elements the lowest come first.
 
@@ -116,7 +116,7 @@ def top_k(logits: Any, k: int, **options: Unpack[ShardedAxisOptions]) -> tuple[A
     Notes
     -----
     Collective over `comm`, or over the dims that shard the axis: one Allgather of 56 bytes, and one Allreduce of 16 k
-    bytes a row. Every rank has the same bits as one process has of all. Backward communicates nothing.
+    bytes a row. Every rank gets the bits that one process gets from all classes. Backward communicates nothing.
 
     Examples
     --------

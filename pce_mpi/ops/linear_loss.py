@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 def _rule(hidden: Shape, w: Shape, targets: Shape, *of_classes: Shape, **_: Any) -> Rule:
-    """Rows and classes may be sharded, features not; the loss itself merges and reduces."""
+    """Return the rule: rows and classes may be sharded, features not; the loss itself merges and reduces."""
     rows, classes = tuple(Axis(index) for index in range(len(hidden) - 1)), Axis("classes")
     operands = ((*rows, None), (None, classes), rows, *((classes,) for _ in of_classes))
     return Rule(operands, (), (), merged=frozenset({classes.label, *(row.label for row in rows)}))
@@ -43,7 +43,7 @@ def _linear_cross_entropy(
 
 
 def _gradient(x: DistArray, gradient: Array, partial_over: tuple[str, ...]) -> DistArray:
-    """The gradient of an operand, rounded once to its dtype."""
+    """Return the gradient of an operand, rounded once to its dtype."""
     return DistArray(gradient.astype(x.dtype, copy=False), x.mesh, x.sharding.with_partial_over(partial_over))
 
 
@@ -80,10 +80,10 @@ def _composed(
     biased: bool,
     **options: Any,
 ) -> DistArray:
-    """Return the loss of all logits, whose products have a reproducible form."""
+    """Compute the loss from all logits at once: their products have a reproducible form."""
     del options["chunk"]
     counts = reshape(comparison("not_equal")(targets, options["ignore_index"]), (*targets.shape, 1))
-    logits = matmul(where(counts, widened(hidden), 0.0), widened(w))  # in the gradient of w, 0 times nan is nan
+    logits = matmul(where(counts, widened(hidden), 0.0), widened(w))  # or the gradient of w has 0 times nan
     if biased:
         logits = logits + widened(of_classes[0])
     return cross_entropy(logits, targets, weight=next(iter(of_classes[biased:]), None), **options)
@@ -102,7 +102,7 @@ def _op(biased: bool) -> Op:
 
 
 _LINEAR_CROSS_ENTROPY, _BIASED = _op(False), _op(True)
-# For a rank that has found an error: the others hear of it in the agreement of the loss.
+# The operation of a rank that has found an error, which the agreement of the loss tells the other ranks.
 _REFUSED = replace(_LINEAR_CROSS_ENTROPY, composition=None)
 
 
@@ -132,7 +132,7 @@ def linear_cross_entropy(
     label_smoothing, z_loss : optional
         Those of `softmax_cross_entropy`.
     reduction : {"mean", "sum"}, default "mean"
-        Over all rows, on whichever rank they are.
+        The mean or the sum over all rows of all ranks.
     bias : DistArray or array of the dtype of `hidden`, shape (classes,), optional
         Sharded as the classes are.
     chunk : int, optional
@@ -151,9 +151,9 @@ def linear_cross_entropy(
     Notes
     -----
     If classes are sharded: one Allgather of 56 bytes over their dims, and one Allreduce of 40 bytes a row (more with
-    options) for each half of a chunk. If rows are: one Allgather of 56 bytes over their dims, and one Allreduce of 64
-    bytes. Backward communicates nothing: the gradient of `hidden` is Partial over the dims of the classes, those of `w`
-    and `bias` over those of the rows.
+    options) for each half of a chunk. If rows are sharded: one Allgather of 56 bytes over their dims, and one Allreduce
+    of 64 bytes. Backward communicates nothing: the gradient of `hidden` is Partial over the dims of the classes, and
+    the gradients of `w` and `bias` over the dims of the rows.
 
     Examples
     --------

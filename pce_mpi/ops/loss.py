@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 
 def _rule(logits: Shape, targets: Shape, *weight: Shape, axis: int, reduction: str, **_: Any) -> Rule:
-    """Logits and targets share their rows; the loss itself merges sharded classes and reduces sharded rows."""
+    """Return the rule: logits and targets share rows; the loss itself merges sharded classes, reduces sharded rows."""
     labels = tuple(Axis(index) for index in range(len(logits)))
     classes, rows = labels[axis], labels[:axis] + labels[axis + 1 :]
     reduced = not (isinstance(reduction, str) and reduction == Reduction.NONE)  # checked by every rank, later
@@ -93,7 +93,7 @@ def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntrop
     weight : DistArray or array, shape (classes,), optional
         The weights of all classes, placed as `targets` is.
     label_smoothing, z_loss, reduction : optional
-        Those of `softmax_cross_entropy`. Sums and means are over all rows, on whichever rank they are.
+        Those of `softmax_cross_entropy`. Sums and means are over all rows of all ranks.
 
     Returns
     -------
@@ -145,7 +145,7 @@ def mse(x: Any, y: Any) -> DistArray:
     Returns
     -------
     DistArray
-        0-d, and Partial over the dims that shard `x` or `y`. Halves are computed in float32 and rounded once.
+        The mean, 0-d and Partial over the dims that shard `x` or `y`. Halves are computed in float32 and rounded once.
 
     Raises
     ------

@@ -56,7 +56,7 @@ def _matmul(call: Call, a: Array, b: Array, product: Callable[[Array, Array], Ar
 
 
 def _exact(multiply: Callable[..., Array], length: Callable[[Shape], int]) -> Callable[..., Array]:
-    """Make the form of `multiply(call, a, b, product)` whose sums have `length` of a's global shape, on all ranks."""
+    """Make the exact form of `multiply(call, a, b, product)`; its sums have `length(global shape of a)` terms."""
 
     def exact(call: Call, a: Array, b: Array) -> Array:
         dtype, comm = np.result_type(a.dtype, b.dtype), call.summed_comm
@@ -184,8 +184,9 @@ def matmul(x: Any, y: Any) -> DistArray:
     Notes
     -----
     Beside a Replicate factor a sharded m or n stays sharded, and Partial @ Replicate is Partial. If both factors are
-    sharded on k the product is Partial; that of booleans is reduced at once. All else sends nothing; otherwise factors
-    are redistributed with the fewest bytes. The gradient of `y` is Partial if m or the stack is sharded.
+    sharded on k the product is Partial. Nothing is sent in these cases, except that a product of booleans is reduced at
+    once; in others, factors are redistributed with the fewest bytes. The gradient of `y` is Partial if m or the stack
+    is sharded.
 
     Examples
     --------

@@ -1,7 +1,7 @@
 """Sums over axes for variances and norms, in float64, and distances from the mean that keep their digits.
 
-The mean of numbers far from 0 is rounded to a multiple of a large ulp. So what the distances from it sum to is taken
-off them: over a sharded axis it travels together with their squares.
+The mean of numbers far from 0 is rounded to a multiple of a large ulp, so the distances from it do not sum to 0. Their
+sum corrects them; over a sharded axis it is sent together with the sum of their squares.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _sums(call: Call, x: Array, *factor: Array, axes: tuple[int, ...], plain: bo
     xp, shape = array_namespace(x), kept_shape(x.shape, axes)
     left = [axis for axis in range(x.ndim) if axis not in axes]
     found = [
-        # NumPy adds up in pairs along the last axis alone.
+        # NumPy adds up in pairs only along the last axis.
         xp.ascontiguousarray(term.transpose(*left, *axes)).reshape(*(x.shape[axis] for axis in left), -1).sum(-1)
         if term.size
         else xp.zeros(math.prod(shape))
@@ -70,9 +70,10 @@ _SUMS = Op("sum", _sums, rule=_rule, exact=_exact_sums)
 
 
 def sums(x: DistArray, *factor: DistArray, axes: tuple[int, ...], plain: bool = True) -> DistArray:
-    """Return, one after the other, the sums of `x`, if `plain`, and of `x` times `factor`; without a gradient.
+    """Return the sums of `x`, if `plain`, and then of `x` times `factor`, along a new first axis.
 
-    All are float64. The axes stay with length 1. The sums over a sharded axis are reduced, together.
+    They are float64 and have no gradient. The summed axes stay with length 1. Sums over a sharded axis are reduced
+    together.
     """
     found = apply(_SUMS, x.detach(), *(each.detach() for each in factor), axes=axes, plain=plain)
     with cause("sum", reason="the sums of all shards, together"):
@@ -85,16 +86,16 @@ def count_of(shape: Shape, axes: Sequence[int]) -> int:
 
 
 def in_float64(x: DistArray) -> DistArray:
-    """Return `x` as float64; a Partial one is reduced before, when it is smaller."""
+    """Return `x` as float64; a Partial one is reduced first, while it is smaller."""
     x = widened(x)
     return x if x.dtype == np.float64 else apply(_IN_FLOAT64, x)
 
 
 def deviations(x: DistArray, axes: tuple[int, ...]) -> tuple[DistArray, DistArray]:
-    """Return the distances from about the mean of `x`, float64, and the sums of them and of their squares.
+    """Return the distances of `x` from its rounded mean, in float64, and the sums of them and of their squares.
 
-    The gradient passes the mean by. Equal elements have equal distances of a few ulp: their sums are exact, so that the
-    square of their mean is the mean of their squares.
+    The mean has no gradient. Equal elements have equal distances of a few ulp: their sums are exact, so that the square
+    of their mean is the mean of their squares.
     """
     near = x - sums(x, axes=axes)[0] / count_of(x.shape, axes)
     return near, sums(near, near, axes=axes)

@@ -53,7 +53,7 @@ def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1
     Returns
     -------
     DistArray
-        The normalized array, sharded as `x`; of integers float64. Equal elements are normalized to 0, or to `nan` if
+        The normalized array, sharded as `x`; float64 for integers. Equal elements are normalized to 0, or to `nan` if
         `eps` is 0.
 
     Raises
@@ -67,11 +67,11 @@ def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1
     -----
     It is computed in float64 and rounded once, and once more with a `bias`. In float64, while the mean is less than 1e6
     standard deviations from 0, the normalized rows are right to 4 ulp of the largest element of a row. So is their
-    gradient, in rows of some length. In rows of 2 or 3 elements its terms cancel: there it is right to 8 ulp of the
-    largest upstream gradient divided by the standard deviation.
+    gradient in longer rows. In rows of 2 or 3 elements its terms cancel: there it is right to 8 ulp of the largest
+    upstream gradient divided by the standard deviation.
 
-    Sharded rows: communicates nothing, and the gradients of `scale` and `bias` are Partial. Sharded `axis`: one
-    Allreduce of 8 bytes a row, and one of 16, which backward takes too. A Partial `x` is reduced first.
+    If rows are sharded, nothing is communicated, and the gradients of `scale` and `bias` are Partial. If `axis` is
+    sharded: one Allreduce of 8 bytes a row and one of 16, and backward one of 16. A Partial `x` is reduced first.
 
     Examples
     --------
@@ -119,7 +119,7 @@ def rms_norm(x: DistArray, scale: Any = None, axis: int = -1, eps: float = 1e-5)
 
     Notes
     -----
-    Sharded `axis`: one Allreduce of 8 bytes a row, which backward takes too; otherwise as in `layer_norm`.
+    If `axis` is sharded: one Allreduce of 8 bytes a row, and backward another one. Otherwise as in `layer_norm`.
     """
     return _norm(x, scale, None, axis, eps, center=False)
 
@@ -152,14 +152,14 @@ def _along(axis: int, ndim: int, vector: Any) -> Any:
 
 
 def _mean_and_deviation(moments: Array, count: int, eps: float) -> tuple[Array, Array]:
-    """Return these of rows, from sums: of the elements, unless they are not centered, and of their squares."""
+    """Return the mean and the deviation of rows, from sums of the elements (if rows are centered) and the squares."""
     xp, square = array_namespace(moments), moments[-1] / count
     mean = moments[0] / count if len(moments) > 1 else xp.zeros_like(square)
     return mean, xp.sqrt(square - mean * mean + eps)
 
 
 def _pulled(g: Array, normal: Array, deviation: Array, moments: Array, count: int) -> Array:
-    """Return the gradient of rows from that of their normalized rows, and its sums: of `g * normal`, last."""
+    """Return the gradient of rows from that of normalized rows, `g`, and its `moments`, that of `g * normal` last."""
     inner = normal * (moments[-1] / count)
     if len(moments) > 1:
         inner += moments[0] / count
@@ -194,13 +194,13 @@ def _row_sums(x: Array, factor: Array, center: bool) -> Array:
 
 
 def _normal(x: Array, statistics: Array) -> Array:
-    """Return normalized rows in float64, from the numbers that are to be subtracted and the deviation of each."""
+    """Return normalized rows in float64; `statistics` has two numbers to subtract from each row, and its deviation."""
     first, second, deviation = (statistics[:, index : index + 1] for index in range(3))
     return ((x.astype(np.float64) - first) - second) / deviation
 
 
 def _scaled_rows(call: Call, x: Array, *scale: Array, axis: int, eps: float, center: bool) -> Array:
-    """Return the result; the residuals have, in the place of each row, its statistics."""
+    """Return the result; the residuals have the statistics of each row in the place of its elements."""
     xp, rows, count = array_namespace(x), _as_rows(x, axis), x.shape[axis]
     y = xp.empty(rows.shape, np.result_type(x.dtype, *(each.dtype for each in scale)))
     statistics = xp.zeros((len(rows), 3))
@@ -276,7 +276,7 @@ def _to_scale(
 
 
 def _composed(x: DistArray, *scale: Any, axis: int, eps: float, center: bool) -> DistArray:
-    """Return the same from sums over the axis that ranks may share."""
+    """Compute the result from operations that sum over the axis, which ranks may share."""
     near = in_float64(x)
     if center:
         near, moments = deviations(near, (axis,))

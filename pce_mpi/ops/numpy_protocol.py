@@ -1,6 +1,6 @@
 """NumPy's functions on distributed arrays: ours if there is one of that name, else an operation without a rule.
 
-The latter gathers its operands, and says so once.
+The latter gathers its operands, and warns once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pce_mpi.ops.largest import argmax
 from pce_mpi.ops.reductions import max, min
 from pce_mpi.ops.shape import reshape
 
-# Functions that NumPy calls otherwise than `OPERATIONS` does.
+# Functions whose name or arguments in NumPy differ from those in `OPERATIONS`.
 _OTHERWISE: dict[str, Callable[..., Any]] = {
     "einsum": einsum,
     "argmax": lambda a, axis=None: argmax(reshape(a, -1)) if axis is None else argmax(a, axis=axis),
@@ -90,7 +90,7 @@ _warned: set[str] = set()
 
 
 def _warn_once(name: str, operands: Sequence[Any]) -> None:
-    """Say how much the function `name`, which has no rule, gathers: on every rank, in the first such call alone."""
+    """Warn how many bytes the function `name`, which has no rule, gathers: on every rank, in the first call alone."""
     arrays = [x for x in operands if isinstance(x, DistArray) and x.sharding is not x.sharding.replicated]
     size = sum(x.size * x.dtype.itemsize for x in arrays)
     if size and name not in _warned:

@@ -33,10 +33,10 @@ def checked_operands(
     classes: int,
     probabilities: Shape | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the operands `given` beside `operands`, checked, or else zeros as targets and the error as a parameter.
+    """Return `given` as checked arrays, and no parameters; after an error, zeros as targets and the error in `found`.
 
     `given` has the targets, of the shape `rows` or `probabilities`, and arrays of one entry per class, which may be
-    None. An error is perhaps that of this rank alone: the others hear of it in the agreement of the loss.
+    None. The error may be that of this rank alone: the agreement of the loss tells the other ranks.
     """
     try:
         arrays = {
@@ -75,14 +75,14 @@ def sharded_options(
 ) -> Options:
     """Return `options` with the communicators over which classes and rows are sharded.
 
-    Rows are these axes of the first operand, and classes those of the operand `classes_of`.
+    `rows` are axes of the first operand, and `classes` axes of the operand with the number `classes_of`.
     """
     mesh, shape = call.mesh, call.operands[classes_of].shape
     over, batch_over = call.dims(classes, classes_of), call.dims(rows)
     return Options(
         operation=operation,
         comm=mesh.comm(*over) if over else None,
-        num_classes=math.prod(shape[axis] for axis in classes) or None,  # no classes are an error of their own
+        num_classes=math.prod(shape[axis] for axis in classes) or None,  # no classes raise an error of their own
         over=text_of_dims(over),
         batch_comm=mesh.comm(*batch_over) if batch_over else None,
         batch_over=text_of_dims(batch_over),

@@ -111,13 +111,13 @@ def mean(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool =
 
 def _extreme(name: str, reduces: ReduceOperator) -> Op:
     def forward(call: Call, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
-        # An empty shard stands for the bound that loses against every element.
+        # An empty shard gives the bound of the dtype, which no element loses against.
         lowest, highest = _bounds(x.dtype)
         loses = lowest if reduces == "max" else highest
         return local_extreme(name, x, axes, keepdims, loses)
 
     def exact(call: Call, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
-        # Which of two zeros is found depends on the shards and the processor.
+        # The shards and the processor decide which of two zeros is found.
         found = forward(call, x, axes, keepdims)
         return found + x.dtype.type(0) if is_floating(x.dtype) else found
 

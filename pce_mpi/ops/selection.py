@@ -1,4 +1,4 @@
-"""Comparisons, and what they select: the larger or the smaller of two elements, or that of one of two arrays."""
+"""Comparisons, and selections by them: the larger or the smaller of two elements, or that of one of two arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 def _maximum_gradient(xp: Any, g: Array, x: Array, other: Array) -> Array:
-    """Return the gradient of x in max(x, other): all of g, none or, for equal elements, half; `nan` if either is."""
+    """Return the gradient of x in max(x, other): g, 0 or, for equal elements, g / 2; `nan` if either element is."""
     where, kind = xp.where, g.dtype.type  # no product with 0, which an infinite g turns into nan
     return where(x > other, g, where(x == other, g * kind(0.5), where(x < other, kind(0), kind(np.nan))))
 
@@ -36,7 +36,7 @@ _MINIMUM = binary(
     lambda g, a, b: apply(_LARGER, g, a, b),
     uses=[(0, 1), (0, 1)],
 )
-# Unlike `maximum` and `minimum`, elements at a bound have all of the gradient.
+# Unlike in `maximum` and `minimum`, an element equal to its bound has all of the gradient.
 _AT_LEAST = binary(
     "clip",
     lambda g, x, low: where(comparison("greater_equal")(x, low), g, 0),
@@ -126,8 +126,8 @@ def clip(x: Any, min: Any = None, max: Any = None) -> DistArray:
     x : DistArray or array_like
         The array.
     min, max : DistArray, array_like or None, optional
-        The bounds, which broadcast with `x`; None is no bound, but one is needed. Of `x` and the bounds one must be a
-        `DistArray`.
+        The bounds, which broadcast with `x`; None is no bound. At least one bound is needed, and `x` or a bound must be
+        a `DistArray`.
 
     Returns
     -------
@@ -163,7 +163,7 @@ def clip(x: Any, min: Any = None, max: Any = None) -> DistArray:
 
 
 def _within_dtype(bound: Any, x: Any) -> Any:
-    """Return a bound that the dtype of integers `x` can hold; a Python int beyond it bounds them as its limit does."""
+    """Return `bound`, or the limit of the dtype of integers `x` for a Python int beyond it."""
     if type(bound) is not int or getattr(x, "dtype", np.dtype(bool)).kind not in "iu":
         return bound
     limits = np.iinfo(x.dtype)

@@ -44,7 +44,7 @@ def real_dtype(operation: str) -> Callable[[np.dtype[Any]], np.dtype[Any]]:
 class Softmax:
     """The softmax of an array over axes, with the bits of one process however the ranks shard them.
 
-    Made in a block `with standard_arithmetic()`. Collective if `axes` are sharded: one Allgather of 56 bytes and one
+    Make it in a block `with standard_arithmetic()`. Collective if `axes` are sharded: one Allgather of 56 bytes and one
     Allreduce of 40 bytes a row.
     """
 
@@ -70,7 +70,7 @@ class Softmax:
         largest, above = (
             xp.broadcast_to(self._in_shape(each), x.shape) for each in (self._largest, self._rows.held_nll)
         )
-        # On the host float64 takes no more than a cache.
+        # On the host, a block in float64 fits a cache.
         step = max(1, _BLOCK * len(x) // x.size) if xp is np and x.size else max(1, len(x))
         with np.errstate(all="ignore"):
             for start in range(0, len(x), step):
@@ -84,7 +84,7 @@ class Softmax:
     def logsumexp(self) -> Array:
         """The logarithm of the sum of exponentials; the axes stay with length 1."""
         xp, largest = self._problem.xp, self._largest
-        # The rows of an infinite largest element are nan; the result is that element.
+        # A row with an infinite largest element gives nan; its logsumexp is that element.
         result = xp.where(xp.isinf(largest), largest, self._rows.logsumexp)
         return converted(self._in_shape(result), self._x.dtype)
 

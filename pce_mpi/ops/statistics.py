@@ -82,10 +82,10 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     Parameters
     ----------
     logits : DistArray or array
-        A distributed array, of which a Partial one is reduced first; or this rank's classes of the same rows, as
+        A distributed array, which is reduced first if it is Partial; or this rank's classes of the same rows, as
         `softmax_cross_entropy` takes them.
     targets : DistArray or array of integers, optional
-        Class numbers, with the logits' shape without the class axis; needed for `log_prob` alone. Beside a distributed
+        Class numbers, with the logits' shape without the class axis; only `log_prob` needs them. Beside a distributed
         array they are global, and placed as its rows are.
     axis, ignore_index, logit_scale, softcap, compute_dtype : optional
         Those of `softmax_cross_entropy`.
@@ -96,8 +96,8 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     -------
     ClassStatistics
         `max`, `sum_exp`, `logsumexp`, `log_prob`, `entropy` and `argmax` of each row, with the bits of one process on
-        every rank. Of a distributed array they are distributed as its rows are, and Replicate over the dims that shard
-        the classes; `log_prob`, `entropy` and `logsumexp` have gradients.
+        every rank. For a distributed array they are placed as its rows are, and Replicate over the dims that shard the
+        classes; `log_prob`, `entropy` and `logsumexp` have gradients.
 
     Raises
     ------

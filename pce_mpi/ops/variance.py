@@ -59,11 +59,11 @@ def var(x: DistArray, axis: int | Sequence[int] | None = None, ddof: float = 0, 
 
     Notes
     -----
-    It is computed in float64 and rounded once. Of float64 it, `std` and their gradients are right to 4 ulp of the
-    largest term while the mean is less than 1e6 standard deviations from 0.
+    The variance is computed in float64 and rounded once. In float64, it, `std` and their gradients are right to 4 ulp
+    of the largest term while the mean is less than 1e6 standard deviations from 0.
 
     If a reduced axis is sharded: one Allreduce of 8 bytes for each element of the result, and one of 16. A Partial `x`
-    is reduced before. Backward communicates nothing.
+    is reduced first. Backward communicates nothing.
 
     Examples
     --------
@@ -95,8 +95,8 @@ def std(x: DistArray, axis: int | Sequence[int] | None = None, ddof: float = 0, 
     Returns
     -------
     DistArray
-        The standard deviation, in the dtype and the placements of `var`, rounded once. If all elements are equal it and
-        the gradient are 0, as in PyTorch.
+        The standard deviation, in the dtype and the placements of `var`, rounded once. If all elements are equal, the
+        result and the gradient are 0, as in PyTorch.
 
     Notes
     -----
@@ -117,7 +117,7 @@ def _var(x: DistArray, axis: int | Sequence[int] | None, ddof: float, keepdims: 
 
 
 def _divisor(shape: Shape, axes: tuple[int, ...], ddof: float) -> np.float64:
-    return np.float64(max(0, count_of(shape, axes) - ddof))  # by 0, as in NumPy, inf or nan
+    return np.float64(max(0, count_of(shape, axes) - ddof))  # a division by 0 gives inf or nan, as in NumPy
 
 
 def _variance(call: Call, near: Array, moments: Array, axes: tuple[int, ...], ddof: float, keepdims: bool) -> Array:
