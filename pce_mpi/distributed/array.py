@@ -39,7 +39,7 @@ def operation(function: Function) -> Function:
 
 
 def _operators(name: str) -> tuple[Operator, Operator]:
-    """Make the operators of the operand on the left and of that on the right, of the operation `name`."""
+    """Make two operators of the operation `name`: for a `DistArray` on the left, and for one on the right."""
 
     def left(self: DistArray, other: Any) -> DistArray:
         return OPERATIONS[name](self, other)
@@ -59,8 +59,8 @@ class DistArray:
     Attributes
     ----------
     local : numpy.ndarray or cupy.ndarray
-        The array that this rank holds: its shard, or a partial. Never write to that of a computed array, as there may
-        be copies of it in other placements.
+        The array that this rank holds: its shard, or a partial. Never write to that of a computed array, as copies of
+        the array in other placements may exist.
     mesh : Mesh
         The ranks.
     sharding : Sharding
@@ -94,7 +94,7 @@ class DistArray:
 
     @property
     def computed(self) -> bool:
-        """True if the local arrays are written to no more."""
+        """True if nothing writes to the local arrays any more."""
         return self.copies is not None
 
     @property
@@ -132,7 +132,7 @@ class DistArray:
         return DistArray(self.local, self.mesh, self.sharding, computed=self.computed)
 
     def own_memory(self) -> None:
-        """Take memory that may be written to; a computed array gets a copy, as there may be copies of it elsewhere."""
+        """Make the local array writable: a computed array gets new memory, as copies of it may exist elsewhere."""
         if self.computed:
             self.local, self.copies = owned(self.local, self.local), None
 
@@ -169,7 +169,7 @@ class DistArray:
         Communicates as `full` does.
         """
         if self.size != 1:
-            raise ValueError(f"only an array of one element is a number, and this one has shape {self.shape}")
+            raise ValueError(f"only an array of one element is a number, got shape {self.shape}")
         return self.full().item()
 
     def __float__(self) -> float:
@@ -186,7 +186,7 @@ class DistArray:
         return (self[index] for index in range(self.shape[0]))
 
     def __bool__(self) -> bool:
-        raise TypeError("a distributed array is not true or false; compare what .full() or .item() gives")
+        raise TypeError("a distributed array is not true or false; compare the result of .full() or .item()")
 
     # Data frames leave an operator to the operand with the higher priority: frame + x is x + frame.
     __pandas_priority__ = 5000
@@ -208,8 +208,8 @@ class DistArray:
     def __deepcopy__(self, memo: dict[int, Any]) -> DistArray:
         if not self.is_leaf:
             raise RuntimeError(
-                "only arrays that were made, or computed under no_grad, are deeply copied: the tape would not know "
-                "where the gradient of a copy belongs; copy x.detach()"
+                "an array on the tape is not deeply copied, as the tape would not know where the gradient of the copy "
+                "belongs: copy x.detach()"
             )
         local = owned(self.local, self.local)
         copied = DistArray(local, self.mesh, self.sharding, requires_grad=self.requires_grad)
@@ -219,7 +219,7 @@ class DistArray:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a distributed array is not pickled, as each rank has only a part of it: write it to a file by "
-            "pce_mpi.save, or pickle what .full() or .local gives"
+            "pce_mpi.save, or pickle .full() or .local"
         )
 
     def __format__(self, spec: str) -> str:
@@ -229,7 +229,7 @@ class DistArray:
         """Draw the mesh, and the global array with the block of each rank in the colour of that rank.
 
         Blocks are named after their ranks: "ranks 0, 2" hold the same numbers, and the arrays of "sum(0, 1)" are
-        Partial. More than two axes: those that are sharded, then the last ones.
+        Partial. If there are more than two axes, sharded axes are drawn first, then the last ones.
 
         Returns
         -------
@@ -383,7 +383,7 @@ class DistArray:
         Partial -> Shard                        reduce_scatter
         Replicate -> anything                   nothing is sent
         Shard -> Partial("sum")                 nothing is sent
-        all other                               by way of Replicate
+        all others                              by way of Replicate
         ======================================  ==============================================================
 
         If two dims come to shard one axis, the inner one may be gathered first. An Allgather of 56 bytes precedes each
@@ -402,10 +402,10 @@ class DistArray:
         return OPERATIONS["_redistribute"](self, **placements)
 
     def backward(self) -> None:
-        """Add the gradient of this scalar to `grad` of every array that it was computed from and that requires one.
+        """Add the gradients of this scalar to `grad` of the arrays that it was computed from and that require one.
 
-        The pass frees the tape behind it: a second one takes a new forward pass. Gradients of several passes add up
-        until they are set to None (`SGD.zero_grad`).
+        The pass frees the tape: a second one needs a new forward pass. Gradients of several passes add up until they
+        are set to None (`SGD.zero_grad`).
 
         Raises
         ------
@@ -417,7 +417,7 @@ class DistArray:
         Notes
         -----
         Communicates as the operations of the pass do. A gradient stays Partial over the dims along which each rank has
-        a part of the sum; `SGD.step` reduces it.
+        one partial of it; `SGD.step` reduces it.
         """
         OPERATIONS["_backward"](self)
 
@@ -448,11 +448,11 @@ def checked_dtype(array: Array, placements: Mapping[str, Placement], requires_gr
 
 
 def redistribute(x: DistArray, destination: Sharding) -> DistArray:
-    """Return the same global array in the sharding `destination`, without the tape; `x` itself if it is there already.
+    """Return the same global array in sharding `destination`, off the tape; `x` itself if it has that sharding.
 
-    Collective over the dims of each step that sends (see `steps`), which an Allgather of 56 bytes precedes; such a step
-    needs an enclosing `cause`. Raises `CollectiveError`, on the ranks that a step brings together, if they do not ask
-    for the same, and `TypeError` if the dtype has no meaning for a Partial.
+    Collective over the dims of each step that sends (see `steps`): an Allgather of 56 bytes precedes it, and it needs
+    an enclosing `cause`. Raises `CollectiveError`, on the ranks that communicate in a step, if they do not ask for the
+    same, and `TypeError` if the dtype has no meaning for a Partial.
     """
     local = checked_dtype(x.local, destination.by_dim, requires_grad=False) if destination.partial_dims else x.local
     taken = steps(x.sharding, destination)

@@ -61,16 +61,16 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
     to rank 0 once. Every rank raises the same error. Only rank 0 touches the file, and no rank ever holds more than one
     full array besides its own shards.
 
-    The file comes into being at once: a temporary file beside it is filled, flushed to the disk and then renamed, so
-    that an error leaves the old file as it was. The new file takes the mode of the old one and, if this user may set
-    them, its owner and group.
+    The file is replaced as a whole: a temporary file beside it is filled, flushed to the disk and then renamed, so that
+    an error leaves the old file as it was. The new file takes the mode of the old one and, if this user may set them,
+    its owner and group.
 
     The metadata of the file have a CRC-32 of its header and of each 64 KiB of its data (of more in a file of over
     4 GiB), which `load` compares. Equal arrays make equal files, byte for byte.
 
     A killed job leaves its temporary file, `.NAME.` and 17 characters. The next save of that name by the same user
-    removes it: at once on the same machine, on another one when it was not changed for a week, as a job may still write
-    to it.
+    removes it: at once on the same machine; on another machine only after a week without a change, as a job may still
+    write to it.
 
     Examples
     --------
@@ -98,7 +98,7 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
         for name, array in arrays.items():
             blocks = _gathered(array)
             with checks:
-                # After an error of rank 0 the others go on sending, and hear of it at the end.
+                # After an error of rank 0 the other ranks go on sending; the last agreement tells them.
                 if writer is not None and checks.error is None:
                     writer.write_all(name, blocks)
             del blocks  # before the next array is gathered
@@ -127,11 +127,11 @@ def load(
         The ranks.
     placements : mapping of str to mapping of str to placement, or to DistArray, optional
         A placement for each array and dim that is named: `{"w": {"model": Shard(0)}}`. The others are Replicate, and
-        nothing can be Partial. Shards are balanced, however they were saved. An array in the place of its placements
-        stands for its own, with its split points; its shape must be that in the file. So `{"w": w}`, the parameters of
-        a model, or the `state` of an optimizer say how all of them are loaded.
+        none can be Partial. Shards are balanced, however they were saved. A distributed array instead of a mapping
+        means its placements and split points; its shape must be that in the file. So the parameters of a model, such
+        as `{"w": w}`, or the `state` of an optimizer can be passed as they are.
     requires_grad : bool, optional
-        The floating-point arrays are parameters. The others, such as a step number, have no gradient.
+        `backward` finds the gradients of the floating-point arrays. The others, such as a step number, have none.
 
     Returns
     -------
@@ -143,8 +143,8 @@ def load(
     OSError
         If the file cannot be read.
     ValueError
-        If it is no safetensors file, has changed since it was saved, has a dtype that NumPy does not have, or lacks a
-        name of `placements`; or if a placement does not fit.
+        If the file is no safetensors file, has changed since it was saved, has a dtype that NumPy does not have, or
+        lacks a name of `placements`; or if a placement does not fit.
     CollectiveError
         If ranks find different files, or want different placements.
 
@@ -153,10 +153,10 @@ def load(
     Collective over `mesh`: one Allgather of 56 bytes, after each rank has read its own part of each array. Every rank
     raises the same error.
 
-    Each rank reads the blocks of 64 KiB that have a part of its own, and compares their checksums; the ranks together
-    read every block. A rank opens the file once, and the ranks agree on the checksum of its header, in which those of
-    the data are. So a bit that has changed is an error, and so are files of two saves on two ranks. A file from
-    elsewhere has no checksums: of it the ranks agree on the header alone.
+    Each rank reads the blocks of 64 KiB that have elements of its shards, and compares their checksums; the ranks
+    together read every block. A rank opens the file once, and the ranks agree on the checksum of its header, which has
+    the checksums of the data. So a changed bit is an error, and so are files of two saves on two ranks. A file from
+    elsewhere has no checksums: the ranks agree only on its header.
 
     Examples
     --------
@@ -212,7 +212,7 @@ def _brief(text: str) -> str:
 
 
 def _mesh_of(arrays: Any) -> Mesh:
-    """Return the mesh of the first array; without one there is nobody to tell of an error."""
+    """Return the mesh of the first array; without one there are no ranks to tell of an error."""
     if not isinstance(arrays, Mapping):
         raise TypeError(f"arrays must be a dict of distributed arrays by name, got {type(arrays).__name__}")
     mesh = next((array.mesh for array in arrays.values() if isinstance(array, DistArray)), None)
@@ -242,13 +242,13 @@ def _check(arrays: Mapping[Any, Any], mesh: Mesh) -> None:
 
 
 def _gathered(array: DistArray) -> Blocks:
-    """Bring all blocks of the global array to rank 0; return them there with their places, elsewhere nothing."""
+    """Send all blocks of the global array to rank 0, which returns them with their places; other ranks return none."""
     mesh, reason = array.mesh, "rank 0 writes the file"
     with cause("save", reason=reason):
         array = redistribute(array, array.sharding.natural)
     sharding = array.sharding
     local = to_host(array.local)
-    if is_half(local.dtype):  # MPI does not know these, but it need not know what it carries
+    if is_half(local.dtype):  # MPI has no datatype for these, and needs none to send bytes
         local = local.view(np.uint16)
     everyone = list(sharding.members(tuple(mesh.dims), mesh.coordinates))
     # The first of equal replicas is sent.
@@ -271,7 +271,7 @@ def _gathered(array: DistArray) -> Blocks:
 
 
 def _named(error: Exception | None, path: Any) -> Exception | None:
-    """Name the path that the caller knows in an `OSError`."""
+    """Return `error`; an `OSError` names the path that the caller passed."""
     if not isinstance(error, OSError) or error.errno is None:
         return error
     where = f"{str(path)!r}, a link to {os.path.realpath(path)!r}" if os.path.islink(path) else repr(str(path))
@@ -302,17 +302,17 @@ def _laid_out(
 
 
 def _wanted(placements: Mapping[str, Placement] | DistArray, mesh: Mesh, shape: tuple[int, ...], path: Any) -> Sharding:
-    """Return the sharding of a stored array of `shape` that is to be placed so, or as an array is."""
+    """Return the sharding of a stored array of `shape` with these placements, or with those of a distributed array."""
     if isinstance(placements, DistArray):
         if placements.mesh is not mesh:
             raise ValueError("the array is over another mesh")
         if placements.shape != shape:
-            raise ValueError(f"the array has the shape {placements.shape}, and that in {str(path)!r} {shape}")
+            raise ValueError(f"the array has the shape {placements.shape}, but the one in {str(path)!r} has {shape}")
         sharding = placements.sharding
     elif isinstance(placements, Mapping):
         sharding = Sharding.of(mesh.dim_sizes, shape, placements)
     else:
         raise TypeError(f"expected a dict of placements by dim, or a distributed array, got {placements!r}")
     if sharding.partial_dims:
-        raise ValueError(f"what is loaded cannot be Partial, got {dict(sharding.by_dim)}")
+        raise ValueError(f"a loaded array cannot be Partial, got {dict(sharding.by_dim)}")
     return sharding

@@ -205,7 +205,7 @@ def _assembled(
     shapes: list[tuple[int, ...]], mesh: Mesh, placements: Mapping[str, Placement], given: tuple[int, ...] | None
 ) -> Sharding:
     """Return the sharding in which rank r holds an array of `shapes[r]`, or raise the same error on every rank."""
-    # The lengths do not matter for which dims shard which axis.
+    # The dims that shard an axis do not depend on its length.
     pattern = Sharding.of(mesh.dim_sizes, shapes[0], placements)
     coordinates = list(pattern.members(tuple(mesh.dims), mesh.coordinates))
     lengths, splits = [], {}

@@ -130,7 +130,8 @@ def uniform(
 
     Notes
     -----
-    Communicates nothing, and so raises on the rank that fails. The bits depend on what those of `normal` do.
+    Communicates nothing, and so raises on the rank that fails. The bits depend on the seed, the shape, `low`, `high`
+    and the dtype alone, as those of `normal` do.
 
     Examples
     --------

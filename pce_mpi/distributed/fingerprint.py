@@ -22,14 +22,14 @@ from pce_mpi.distributed.replicas import check_replicas
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 _MODULUS = 1 << 128
-# The bits of any nan: its own depend on the processor, and in a sum on the order of two of them.
+# Stands for the bits of every nan, which depend on the processor, and in a sum on the order of two nans.
 _NAN = (1 << 64) - 1
-# Elements that are hashed at a time: their hashes take 8 bytes each, several times over.
+# The number of elements that are hashed at a time: each takes several hashes of 8 bytes.
 _ELEMENTS = 1 << 18
 
 
 def fingerprint(arrays: DistArray | Mapping[str, DistArray] | Iterable[DistArray]) -> str:
-    """Compute a number that equals that of other arrays where all bits are equal, on any mesh and in any placement.
+    """Compute a number that is equal for arrays with equal bits, on any mesh and in any placement.
 
     Each element is hashed with its place in the global array, and the hashes are added modulo 2**128, so that neither
     split nor order matter. The result is the SHA-256 digest of these sums with names, dtypes and shapes.
@@ -37,7 +37,7 @@ def fingerprint(arrays: DistArray | Mapping[str, DistArray] | Iterable[DistArray
     Parameters
     ----------
     arrays : DistArray, mapping of str to DistArray, or iterable of DistArray
-        Arrays on one mesh. Names belong to the fingerprint, their order does not; arrays without names are numbered.
+        Arrays on one mesh. The fingerprint depends on names, not on their order; arrays without names are numbered.
 
     Returns
     -------
@@ -47,7 +47,7 @@ def fingerprint(arrays: DistArray | Mapping[str, DistArray] | Iterable[DistArray
     Raises
     ------
     TypeError
-        If something is no distributed array.
+        If one of `arrays` is no distributed array.
     ValueError
         If replicas differ, if arrays are on several meshes, or if there are none.
     CollectiveError
@@ -58,9 +58,9 @@ def fingerprint(arrays: DistArray | Mapping[str, DistArray] | Iterable[DistArray
     Collective over the mesh: one Allgather of 56 bytes, and one Allreduce of 64 bytes an array. A Partial array is
     reduced first. Every rank raises the same error.
 
-    All nan are one: their bits differ between processors, and between ranks that reduce the same array.
+    All nan count as equal: their bits differ between processors, and between ranks that reduce the same array.
 
-    Fingerprints show accidents, not forgery: who wants to can find arrays with equal ones.
+    Fingerprints find accidents, not forgery: one can construct different arrays with equal fingerprints.
 
     The hash of an element is the finalizer of SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number
     Generators, 2014), applied to its place and then to its bits.
@@ -89,7 +89,7 @@ def fingerprint(arrays: DistArray | Mapping[str, DistArray] | Iterable[DistArray
         for (once, weighted), x in zip(sums, whole.values(), strict=True):
             replica, total = _replica(x), _sum_of_hashes(x)
             once[:] = _lanes(total if replica == 0 else 0)
-            # A second sum, with a factor for each replica, is what it should be if all replicas are equal.
+            # A second sum, with a factor for each replica, has the expected value if all replicas are equal.
             weighted[:] = _lanes(total * _factor(replica))
         sums = all_reduce(sums, mesh.comm(*mesh.dims), "sum")
     found = []
@@ -167,7 +167,7 @@ def _sum_of_hashes(x: DistArray) -> int:
 
 
 def _places(x: DistArray, xp: Any) -> Iterator[tuple[int, Array]]:
-    """Yield the first of some elements that this rank holds, and the places of all of them in the global array."""
+    """Yield, for blocks of this rank's elements, the first one's number and the places of all in the global array."""
     blocks = [x.sharding.block(axis, x.mesh.coordinates) for axis in range(x.ndim)]
     for start in range(0, x.local.size, _ELEMENTS):
         left = xp.arange(start, min(start + _ELEMENTS, x.local.size), dtype=np.uint64)

@@ -202,7 +202,7 @@ class Mesh:
         return self._comms[key]
 
     def _heard(self, comm: Any) -> Any:
-        """Return `comm`, of whose refused agreements this mesh hears; it may outlive the mesh."""
+        """Return `comm`, which reports refused agreements to this mesh; it may outlive the mesh."""
         mesh = weakref.ref(self)
 
         def refused() -> None:
@@ -215,7 +215,7 @@ class Mesh:
     def note(self, checksum: int, what: str, in_full: str) -> None:
         """Remember that this rank has run an operation.
 
-        Most operations send nothing, so that ranks which run different ones do not notice. The next `agree` does.
+        Most operations send nothing, so ranks that run different ones do not notice it. The next `agree` does.
 
         Parameters
         ----------
@@ -294,7 +294,7 @@ class Mesh:
             self._look_at_arithmetic()
             error = error or self._fault
         # As `agree` does, in one function less.
-        call = {**call, "arithmetic": arithmetic.name}  # on which it depends what operations send
+        call = {**call, "arithmetic": arithmetic.name}  # which decides what operations send
         known = call_of(operation, tuple(call.items()), tuple(map(type, call.values())))
         histories, others = agree_on_call(comm, known, facts, error=error, over=over, ranks_named=ranks_named)
         if histories != (self._history,) * len(histories):
@@ -306,8 +306,8 @@ class Mesh:
     def _begin_again(self) -> None:
         """Forget what this rank has run, as the others along the same dims do: a difference is reported once.
 
-        Every refused agreement over a communicator of this mesh comes here, whoever has made it: one rank may be in
-        `agree`, another in a loss or in `save`, which agree by themselves.
+        Every refused agreement over a communicator of this mesh calls this, whichever function agreed: one rank may be
+        in `agree`, another in a loss or in `save`, which have agreements of their own.
         """
         self._history, self._fault = 0, None
         self._recent.clear()
@@ -320,7 +320,7 @@ class Mesh:
         return self  # arrays of two meshes do not mix: a copied model stays on the mesh of the first
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a mesh is not pickled, as its communicators belong to this process: make another in the other")
+        raise TypeError("a mesh is not pickled, as its communicators belong to this process: make a mesh in the other")
 
     def plot(self) -> Figure:
         """Draw the ranks as a grid: the last dim to the right, the others downwards.
@@ -369,7 +369,7 @@ def _kept_type() -> Any:
     from mpi4py import MPI
 
     class MeshComm(MPI.Cartcomm):
-        """A communicator of a mesh. One that the user frees is not garbage any more."""
+        """A communicator of a mesh; once the user has freed it, the mesh does not free it again."""
 
         finalizer: weakref.finalize[Any, Any] | None = None
         refused: Callable[[], None]
@@ -389,12 +389,12 @@ def check_mesh(mesh: Any) -> None:
 
 
 def text_of_dims(dims: Collection[str]) -> str:
-    """Return the name that messages and the trace have for the ranks along `dims`."""
+    """Return the name of the ranks along `dims` in messages and in the trace."""
     return ", ".join(dims)
 
 
 def _first_difference(recent: list[list[tuple[int, str, str]]], over: str) -> str:
-    """Name the first operation that the ranks do not have in common, among those that they remember."""
+    """Name the first operation that differs between the ranks, among those that they remember."""
     known = set.intersection(*({history for history, *_ in each} for each in recent))
     refused = [bool(each) and each[0][1] == _REFUSED for each in recent]
     if not known and True in refused and False in refused:  # some ranks have begun again, over dims of their own

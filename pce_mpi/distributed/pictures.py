@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Inches: of the cell of a rank, of a picture at most, and of an array.
+# In inches: the cell of a rank, the largest picture, and an array.
 _CELL, _LARGEST, _ARRAY = 0.7, 6.0, (4.6, 3.0)
-# The text in more blocks than these would overlap.
+# With more blocks than these, their texts would overlap.
 _LABELLED = 64
 
 
@@ -133,7 +133,7 @@ def _text_of(block: Block, sharding: Sharding) -> str:
     terms = [", ".join(map(str, term)) for term in block.terms]
     operators = {placement.operator for placement in sharding.placements if isinstance(placement, Partial)}
     if operators:
-        # An average of sums is named after both.
+        # An average of sums has the names of both.
         terms = [f"{' of '.join(sorted(operators))}({term})" for term in terms]
         return "\n".join(terms)
     return ("ranks " if len(terms) > 1 else "rank ") + ", ".join(terms)

@@ -35,7 +35,7 @@ _SILENT = ("slice", "keep", "pad")
 
 @dataclass(frozen=True)
 class Step:
-    """One move of all ranks along `dims`; `axis` is gathered, sliced, scattered or padded."""
+    """One step of all ranks along `dims`; `axis` is gathered, sliced, scattered or padded."""
 
     verb: Verb
     dims: tuple[str, ...]
@@ -88,7 +88,7 @@ def steps(source: Sharding, destination: Sharding) -> tuple[Step, ...]:
     """
     if (source.dims, source.shape) != (destination.dims, destination.shape):
         raise ValueError(
-            f"there is no way from shape {source.shape} over {dict(source.dims)} to {destination.shape} over "
+            f"cannot redistribute shape {source.shape} over {dict(source.dims)} to {destination.shape} over "
             f"{dict(destination.dims)}"
         )
     taken: list[Step] = []
@@ -140,7 +140,7 @@ def _outer(sharding: Sharding, axis: int, depth: int) -> Splits | None:
 def _deepen(
     current: Sharding, destination: Sharding, axis: int, verb: Verb, wanted: type[Replicate] | type[Partial]
 ) -> Step | None:
-    """Split `axis` over the next dims of `destination` that are `wanted` now, if all dims before them are right."""
+    """Split `axis` over the next `wanted` dims of `destination`, if all dims before them are right."""
     have = current.dims_of(axis)
     depth = _depth(current, destination, axis)
     if depth < len(have):
@@ -166,7 +166,7 @@ def _pad(current: Sharding, destination: Sharding, axis: int) -> Step | None:
 
 
 def _exchange(current: Sharding, destination: Sharding, axis: int) -> Step | None:
-    """Return the all_to_all to other split points of `axis`, or from `axis` to another."""
+    """Return the all_to_all that changes the split points of `axis`, or shards another axis instead."""
     have, wanted = current.dims_of(axis), destination.dims_of(axis)
     if not have:
         return None
@@ -195,7 +195,7 @@ def _gather(current: Sharding, destination: Sharding, axis: int) -> Step | None:
 
 
 def wire_bytes(step: Step, itemsize: int) -> float:
-    """Return the bytes that a rank sends at least, on average, by the well-known algorithms; `itemsize` in bytes.
+    """Return the least bytes that a rank sends, on average, by the well-known algorithms; `itemsize` in bytes.
 
     For P ranks that hold n bytes together: all_reduce 2 (P-1)/P n, all_gather and reduce_scatter (P-1)/P n, all_to_all
     (P-1)/P**2 n.
@@ -207,7 +207,7 @@ def wire_bytes(step: Step, itemsize: int) -> float:
     blocks = math.prod(size for dim, size in sharded.dims if isinstance(sharded.by_dim[dim], Shard))
     together = math.prod(sharded.shape) * itemsize / blocks
     if step.verb == "all_to_all":
-        return together * (parts - 1) / parts  # of one rank's n / P bytes
+        return together * (parts - 1) / parts  # `together` is n / P bytes here
     return together * (parts - 1) / parts * (2 if step.verb == "all_reduce" else 1)
 
 
@@ -271,7 +271,7 @@ def _sent(step: Step, local: Array, mesh: Mesh) -> Array:
     else:
         found = all_reduce(local, comm, reduction)
     if is_floating(found.dtype):
-        # Of zeros of two signs the extreme is 0.0 in any order, and so it is of one rank's.
+        # The extreme of 0.0 and -0.0 is 0.0 in any order, and so is that of the zeros of one rank.
         bits = found.view(f"i{found.dtype.itemsize}")
         bits[bits == np.iinfo(bits.dtype).min] = 0
     return found

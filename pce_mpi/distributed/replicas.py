@@ -27,7 +27,7 @@ def check_replicas(x: DistArray) -> None:
     TypeError
         If `x` is no `DistArray`, on this rank alone.
     ValueError
-        On every rank, if they do not. The text names them by their ranks in the mesh.
+        On every rank, if replicas differ. The text names the ranks in the mesh that do.
 
     Notes
     -----

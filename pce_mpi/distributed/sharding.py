@@ -23,7 +23,7 @@ Splits = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """The shards of a global array that each rank holds; make one with `Sharding.of`.
+    """The shards of a global array that each rank holds; `Sharding.of` makes one.
 
     `dims` has the dims of the mesh and their sizes, in mesh order, and `placements` one entry for each. `splits` has
     one entry for each axis: the ends of its blocks, (0, ..., length), in the order of the coordinates of the dims that
@@ -133,7 +133,7 @@ class Sharding:
         return {}
 
     def with_placements(self, placements: Mapping[str, Placement]) -> Sharding:
-        """Change the named dims; an axis that one of them sharded, or shards now, gets balanced blocks."""
+        """Change the placements of named dims; an axis that one of them sharded, or now shards, has balanced blocks."""
         after = Sharding.of(self.dims, self.shape, {**self.by_dim, **placements})
         kept = {
             axis: splits
@@ -169,7 +169,7 @@ class Sharding:
         return Sharding.of(self.dims, self.shape, {**self.by_dim, **dict.fromkeys(dims, Partial("sum"))}, splits)
 
     def with_whole_axis(self, axis: int, length: int) -> Sharding:
-        """Give `axis` another length, and leave it whole."""
+        """Give `axis` another length, and do not shard it."""
         placements = (Replicate() if placement == Shard(axis) else placement for placement in self.placements)
         shape, splits = list(self.shape), list(self.splits)
         shape[axis], splits[axis] = length, None
@@ -183,7 +183,7 @@ class Sharding:
     def replacing(
         self, placements: Mapping[str, Placement], splits: Mapping[int, Splits | None] | None = None
     ) -> Sharding:
-        """Change the named dims and the split points of the given axes, which the caller knows to fit each other."""
+        """Change the placements of named dims and the split points of axes; the caller knows that they fit."""
         changed = {**dict(enumerate(self.splits)), **(splits or {})}
         return Sharding(self.dims, self.shape, tuple({**self.by_dim, **placements}.values()), tuple(changed.values()))
 
@@ -222,7 +222,7 @@ def _sharding(
     placed = [_normalized(given.get(name, Replicate()), name, len(shape)) for name in names]
     operators = {placement.operator for placement in placed if isinstance(placement, Partial)}
     if len(operators) > 1 and operators != {"sum", "avg"}:
-        raise ValueError(f"reduce operators of different dims do not mix, but sum with avg; got {sorted(operators)}")
+        raise ValueError(f"of reduce operators only sum and avg mix over different dims, got {sorted(operators)}")
     of_axes = dict(splits)
     all_splits: list[Splits | None] = []
     for axis, length in enumerate(shape):
@@ -258,7 +258,7 @@ def balanced_splits(length: int, sizes: tuple[int, ...]) -> Splits:
 
 
 def outer_splits(splits: Splits, inner: int) -> Splits:
-    """Return the split points that remain when the innermost dims, `inner` ranks together, no longer split the axis."""
+    """Return the split points that remain when the innermost dims, of `inner` ranks in all, do not split the axis."""
     return splits[::inner]
 
 

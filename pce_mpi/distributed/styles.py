@@ -1,8 +1,8 @@
 """Styles: the placement of each parameter of a model along one dim of a mesh, by patterns of its name.
 
-Matrices are used as `x @ w`, with w (in, out). Split by columns, each rank computes its own features of the result from
-all of x. Split by rows, each rank needs only its own features of x, and its result is Partial. One after the other they
-make the tensor-parallel block, with one all-reduce at its end:
+Matrices are used as `x @ w`, with w (in, out). With w split by columns, each rank computes its own features of the
+result from all of x. With w split by rows, each rank needs only its own features of x, and the result is Partial. A
+product of each kind, one after the other, is the tensor-parallel block, with one all-reduce at its end:
 
     styles = {"up*": Colwise(), "down*": Rowwise(), "norm.*": SequenceParallel(), "embedding": VocabParallel()}
 
@@ -27,8 +27,8 @@ from pce_mpi.distributed.placements import Placement, Replicate, Shard
 class Colwise:
     """Split over the outputs: a matrix (in, out) is Shard(-1), its bias (out,) Shard(0).
 
-    `x @ w + b` is sharded along its features, and nothing is sent. The gradient of x is Partial over the dim: the one
-    all-reduce of this layer comes in the backward pass.
+    `x @ w + b` is sharded along its features, and nothing is sent. The gradient of x is Partial over the dim: the
+    backward pass has the only all-reduce of this layer.
     """
 
     def placement(self, ndim: int) -> Placement:
@@ -53,8 +53,8 @@ class Colwise:
 class Rowwise:
     """Split over the inputs: a matrix (in, out) is Shard(-2), its bias (out,) Replicate.
 
-    With x sharded along its features, as after `Colwise`, `x @ w` is Partial over the dim: the one all-reduce of this
-    layer comes in the forward pass, or a reduce-scatter if the result is to be sharded along the sequence.
+    With x sharded along its features, as after `Colwise`, `x @ w` is Partial over the dim: the forward pass has the
+    only all-reduce of this layer, or a reduce-scatter if the result is to be sharded along the sequence.
     """
 
     def placement(self, ndim: int) -> Placement:
@@ -79,8 +79,8 @@ class SequenceParallel:
 class VocabParallel:
     """Split over the entries of a vocabulary: an embedding table (entries, features) is Shard(0).
 
-    A lookup of ids gives a Partial result. Transposed, as the last layer, the table gives logits whose class axis is
-    sharded, and `cross_entropy` takes the loss without gathering them.
+    A lookup of ids gives a Partial result. As the last layer, the transposed table gives logits whose class axis is
+    sharded, and `cross_entropy` computes the loss without gathering them.
     """
 
     def placement(self, ndim: int) -> Placement:

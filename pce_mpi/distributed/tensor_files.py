@@ -1,8 +1,8 @@
 """Safetensors files with checksums: their header, and reading parts of their arrays. A file may be broken or malicious.
 
 The format is documented (https://github.com/huggingface/safetensors): 8 bytes with the length of the header, the header
-in JSON, the data. The checksums, CRC-32 of the header and of each block of the data, are two texts among its metadata,
-which other readers skip.
+in JSON, the data. The checksums, CRC-32 of the header and of each block of the data, are two texts in the metadata of
+the header, which other readers skip.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ CODES = {
 }
 _NAMES = {code: name for name, code in CODES.items()}
 _SIZES = {code: int(re.sub(r"\D", "", code) or 8) // 8 for code in _NAMES}
-_MOST_AXES = 64  # of an array of NumPy
+_MOST_AXES = 64  # NumPy's arrays have no more
 
 # The metadata with the checksum of the header, and that with the length of a block of the data and their checksums.
 _OF_HEADER, _OF_DATA = "pce_mpi.header", "pce_mpi.data"
 LONGEST_HEADER = 100_000_000  # as in the library
-# So many bytes are read at a time, or one block.
+# The number of bytes that are read at a time, unless a block is longer.
 _AT_A_TIME = 2**18
 
 _LONG, _MANY = 100, 20
@@ -92,7 +92,7 @@ def stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def length_of_block(size: int) -> int:
-    """Return how many of `size` bytes have a checksum of their own: 64 KiB, more where that made over 65,536 blocks."""
+    """Return the bytes of a block of `size` bytes of data: 64 KiB, or more so that there are at most 65,536 blocks."""
     return 1 << max(16, (size >> 16).bit_length())
 
 
@@ -116,18 +116,18 @@ class _Entry:
 
 
 class TensorFile:
-    """A file that is open: another one that takes its place at `path` changes nothing here.
+    """An open file: if another file replaces it at `path`, this one is still read.
 
-    `arrays` has the shape of each array by name, in the order in which they are in the file, and `checksum` is that of
-    the header. All that is read is compared with its checksums, if the file has them. `ValueError` if it is no
-    safetensors file, or has changed since it was written.
+    `arrays` has the shape of each array by name, in the order of the file, and `checksum` is that of the header. All
+    bytes that are read are compared with their checksums, if the file has any. `ValueError` if it is no safetensors
+    file, or has changed since it was written.
     """
 
     def __init__(self, path: Path) -> None:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(f"cannot load {str(path)!r}: it is a folder")
-        if kind := kind_of_file(mode):  # to open a pipe would wait for a writer
+        if kind := kind_of_file(mode):  # opening a pipe would wait for a writer
             raise ValueError(f"cannot load {str(path)!r}: it is {kind}, and only a regular file can be loaded")
         self._path, self._descriptor = path, os.open(path, os.O_RDONLY)
         try:
@@ -156,14 +156,14 @@ class TensorFile:
             self._refuse(str(error))
         self.checksum = zlib.crc32(header)
         self.arrays = {name: entry.shape for name, entry in self._entries.items()}
-        # The blocks that were read last, of which the next array may have a part.
+        # The blocks that were read last: the next array may begin in them.
         self._first, self._held = 0, memoryview(b"")
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(f"{str(self._path)!r} is not a safetensors file: {shortened(reason)}")
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> HostArray:
-        """Return a new array with `part` of the array `name`: a slice with start and stop for each axis, or all."""
+        """Return a new array with `part` of array `name`: a slice with start and stop for each axis; None is all."""
         entry = self._entries[name]
         if entry.code not in _NAMES:
             raise ValueError(f"{shown(name)} is {shortened(entry.code)}, and only {', '.join(_NAMES)} can be read")
@@ -182,7 +182,7 @@ class TensorFile:
     def _fill(self, found: HostArray, start: int, shape: tuple[int, ...], part: tuple[slice, ...]) -> None:
         """Fill `found` with a part of the array of `shape` whose bytes begin at `start` of the data."""
         (rows, *others), row = part, math.prod(shape[1:]) * found.dtype.itemsize
-        if row > self._block:  # it may have much that is not asked for
+        if row > self._block:  # a row may have many bytes outside `part`
             for number, index in enumerate(range(rows.start, rows.stop)):
                 self._fill(found[number], start + index * row, shape[1:], tuple(others))
             return
@@ -197,7 +197,7 @@ class TensorFile:
         if not self._first <= start <= stop <= self._first + len(self._held):
             first, last = start // self._block, -(-stop // self._block)
             self._first, end = first * self._block, min(last * self._block, self._size)
-            self._held = memoryview(b"")  # not both at once
+            self._held = memoryview(b"")  # free it first: both at once may not fit
             self._held = memoryview(self._bytes_at(self._start + self._first, end - self._first))
             for number, expected in enumerate(self._checksums[first:last]):
                 begin = number * self._block
@@ -205,7 +205,7 @@ class TensorFile:
                     self._held = memoryview(b"")
                     raise ValueError(
                         f"{str(self._path)!r} has changed since it was saved, or was not read right: the checksum of "
-                        f"the {self._block} bytes from {self._start + self._first + begin} on is another"
+                        f"the {self._block} bytes from {self._start + self._first + begin} on differs"
                     )
         return self._held[start - self._first : stop - self._first]
 
@@ -221,10 +221,10 @@ class TensorFile:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs of a JSON object, in which no key may stand twice."""
+    """Return the pairs of a JSON object as a dict; no key may occur twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name stands twice in its header")
+        raise ValueError("a name occurs twice in its header")
     return found
 
 

@@ -29,7 +29,7 @@ Blocks = Sequence[tuple[tuple[slice, ...], HostArray]]  # parts of a global arra
 
 
 class TensorWriter:
-    """A temporary file, of its full length from the start, beside the file that it replaces in the end."""
+    """A temporary file, of its full length from the start, beside the file that it replaces at the end."""
 
     def __init__(self, path: Path, arrays: Mapping[str, DistArray]) -> None:
         self._replaced = _replaceable(path)
@@ -37,13 +37,13 @@ class TensorWriter:
         self._block = length_of_block(size)
         self._start = len(header_of(self._entries, self._block, [0] * -(-size // self._block)))
         if self._start > LONGEST_HEADER:
-            raise ValueError(f"the names of arrays make a header of {self._start} bytes, and {LONGEST_HEADER} may be")
-        self._path = Path(os.path.realpath(path))  # a link stays, and what it leads to is replaced
+            raise ValueError(f"the header has {self._start} bytes, more than {LONGEST_HEADER}: use shorter names")
+        self._path = Path(os.path.realpath(path))  # a link stays, and the file that it leads to is replaced
         folder, stem = self._path.parent, _stem(self._path.name)
-        for leftover in abandoned(folder, stem):  # first, as the new file may need their room
+        for leftover in abandoned(folder, stem):  # first, as the new file may need the space of these
             with suppress(OSError):
                 leftover.unlink()
-        # Nobody may read the temporary file who may not read the final one.
+        # Only users who may read the final file may read the temporary one.
         self._temporary, descriptor = new_file(folder, stem, 0o666 if self._replaced is None else 0o600)
         self._file = os.fdopen(descriptor, "r+b")
         try:
@@ -86,7 +86,7 @@ class TensorWriter:
 
 
 def _replaceable(path: Path) -> os.stat_result | None:
-    """Return the status of the regular file at `path`, if any; refuse all else that a rename would destroy."""
+    """Return the status of the regular file at `path`, if any; refuse any other file that a rename would destroy."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def _replaceable(path: Path) -> os.stat_result | None:
 
 
 def _stem(name: str) -> str:
-    """Return the beginning of the temporary file's name, which may have 255 bytes, 17 of them its own."""
+    """Return the beginning of the temporary file's name, which has 17 more characters and at most 255 bytes."""
     return f".{os.fsdecode(os.fsencode(name)[:200])}."
 
 
@@ -109,7 +109,7 @@ def _take_over(descriptor: int, replaced: os.stat_result) -> None:
         with suppress(OSError):
             os.fchown(descriptor, *owner)
     mode = stat.S_IMODE(replaced.st_mode)
-    if stat.S_IMODE(os.fstat(descriptor).st_mode) != mode:  # some file systems have one mode for all, and refuse
+    if stat.S_IMODE(os.fstat(descriptor).st_mode) != mode:  # file systems with one mode for all files refuse
         os.fchmod(descriptor, mode)
 
 
@@ -118,7 +118,7 @@ def _flush_folder(folder: Path) -> None:
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except PermissionError:
-        return  # a folder may be writable and not readable
+        return  # a folder may be writable but not readable
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -140,8 +140,8 @@ def _reserve(file: BinaryIO, size: int) -> None:
 
 
 def _entries(arrays: Mapping[str, DistArray]) -> tuple[dict[str, dict[str, Any]], int]:
-    """Return what the header says of each array, and the length of the data."""
-    # In the library's order: wide dtypes first, so that every element is at a multiple of its size.
+    """Return the entry of each array in the header, and the length of the data."""
+    # In the library's order: dtypes with large elements first, so that every element is at a multiple of its size.
     ranked = list(CODES)
     order = sorted(arrays, key=lambda name: (-ranked.index(arrays[name].dtype.name), name))
     entries, end = {}, 0

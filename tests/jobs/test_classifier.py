@@ -59,7 +59,10 @@ def test_run_is_resumed_on_another_number_of_ranks(files, alone, tmp_path):
     assert more == [15, 20]
     np.testing.assert_allclose([*losses, *more_losses], alone[1], rtol=0, atol=2e-4)
     wrong = launch(1, PROGRAM, *SIZES, "--classes=12", f"--resume={tmp_path / 'half'}")
-    assert f"has the shape (64, 9), and that in '{tmp_path / 'half'}' (14, 9)" in wrong.stderr and wrong.returncode == 1
+    assert (
+        f"has the shape (64, 9), but the one in '{tmp_path / 'half'}' has (14, 9)" in wrong.stderr
+        and wrong.returncode == 1
+    )
     done = launch(1, PROGRAM, *data_of(files), *SIZES, "--steps=10", f"--resume={tmp_path / 'half'}")
     assert "10 steps are taken already, of 10" in done.stderr and done.returncode == 1
     for text in ("11 classes", "training step", "loss (nats a row)", "training", "validation"):

@@ -519,7 +519,7 @@ def test_resuming_another_model_says_what_differs(tmp_path):
     assert launch(1, TRANSFORMER, *options, f"--save={kept}").returncode == 0
     job = launch(2, TRANSFORMER, *options, "--width=48", f"--resume={kept}")
     assert job.returncode != 0
-    assert "the array has the shape (48,), and that in" in job.stderr and job.stderr.count("error: cannot resume") == 1
+    assert "the array has the shape (48,), but the one" in job.stderr and job.stderr.count("error: cannot resume") == 1
     assert "Traceback" not in job.stderr
 
 

@@ -816,7 +816,7 @@ def test_headers_that_lie_are_errors(comm, line, folder, lie):
 
 
 OTHER_HEADERS = {
-    "a name twice": (b'{"w":1,"w":2}', "a name stands twice"),
+    "a name twice": (b'{"w":1,"w":2}', "a name occurs twice"),
     "deep lists": (b"[" * 100_000, "recursion"),
     "deep objects": (b'{"w":' * 100_000, "recursion"),
     "a list": (b"[]", "its header is no JSON object"),
@@ -873,12 +873,12 @@ def test_placements_that_do_not_fit_file_are_errors(comm, line, folder):
         ({"w": {"model": Shard(0)}}, ValueError, "placements['w']: the mesh has no dim 'model'"),
         ({"w": {"data": Shard(2)}}, ValueError, "placements['w']: data=Shard(2) is out of bounds"),
         ({"step": shard}, ValueError, "placements['step']: data=Shard(0) is out of bounds"),
-        ({"w": {"data": Partial("sum")}}, ValueError, "placements['w']: what is loaded cannot be Partial"),
+        ({"w": {"data": Partial("sum")}}, ValueError, "placements['w']: a loaded array cannot be Partial"),
         ({"w": {"data": 0}}, TypeError, "placements['w']: data must be Shard(axis), Replicate()"),
         (["w"], TypeError, "placements must be a dict of placements by name, got ['w']"),
         ({"w": pce.distribute(np.zeros((2, 3)), line)}, ValueError, "placements['w']: the array has the shape (2, 3)"),
         ({"w": pce.distribute(np.zeros((2, 2)), other)}, ValueError, "placements['w']: the array is over another mesh"),
-        ({"w": held(np.zeros((2, 2)), line, total)}, ValueError, "placements['w']: what is loaded cannot be Partial"),
+        ({"w": held(np.zeros((2, 2)), line, total)}, ValueError, "placements['w']: a loaded array cannot be Partial"),
         ({"w": Shard(0)}, TypeError, "placements['w']: expected a dict of placements by dim, or"),
     ]
     texts = [refused(comm, kind, pce.load, folder / "f", line, placements) for placements, kind, _ in cases]

@@ -562,7 +562,7 @@ def test_arrays_are_equal_to_themselves_only(mesh):
 
 def test_array_has_no_truth_value_nor_elements(mesh):
     x = distribute(1.0, mesh)
-    with pytest.raises(TypeError, match=r"is not true or false; compare what \.full\(\) or \.item\(\) gives"):
+    with pytest.raises(TypeError, match=r"is not true or false; compare the result of \.full\(\) or \.item\(\)"):
         bool(x)
     for make in (np.asarray, np.array, lambda x: np.asarray(x, np.float32), lambda x: np.array([x, x])):
         with pytest.raises(TypeError, match=r"becomes a NumPy array by \.full\(\), which communicates, or \.local"):
@@ -631,7 +631,7 @@ def test_item_has_the_python_type_of_dtype(mesh):
 @pytest.mark.parametrize("shape", [(2,), (0,), (1, 3)], ids=str)
 def test_array_of_several_elements_is_no_number(mesh, shape):
     x = distribute(np.ones(shape), mesh, data=Shard(0))
-    text = re.escape(f"only an array of one element is a number, and this one has shape {shape}")
+    text = re.escape(f"only an array of one element is a number, got shape {shape}")
     with pce.trace() as trace:
         for convert in (DistArray.item, float):
             with pytest.raises(ValueError, match=text):

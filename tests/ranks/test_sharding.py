@@ -127,9 +127,9 @@ def test_array_without_axes_replicates_or_is_partial():
         ((4,), {"data": "sum"}, TypeError, "data must be Shard(axis), Replicate() or Partial(operator), got 'sum'"),
         ((4,), {"data": [Shard(0)]}, TypeError, "data must be Shard(axis), Replicate() or Partial(operator), got [S"),
         ((4,), {"data": Shard}, TypeError, "data must be Shard(axis), Replicate() or Partial(operator), got <class"),
-        ((4,), {"data": SUM, "model": MAX}, ValueError, "do not mix, but sum with avg; got ['max', 'sum']"),
-        ((4,), {"data": MIN, "model": MAX}, ValueError, "do not mix, but sum with avg; got ['max', 'min']"),
-        ((4,), {"data": AVG, "model": MIN}, ValueError, "do not mix, but sum with avg; got ['avg', 'min']"),
+        ((4,), {"data": SUM, "model": MAX}, ValueError, "only sum and avg mix over different dims, got ['max', 'sum']"),
+        ((4,), {"data": MIN, "model": MAX}, ValueError, "only sum and avg mix over different dims, got ['max', 'min']"),
+        ((4,), {"data": AVG, "model": MIN}, ValueError, "only sum and avg mix over different dims, got ['avg', 'min']"),
     ],
 )
 def test_sharding_that_cannot_be_says_why(shape, placements, kind, text):
@@ -411,7 +411,7 @@ def check_legal(step: Step) -> None:
 )
 def test_steps_to_another_shape_or_mesh_are_refused(target):
     source = spread(SQUARE, (5, 4), SUM, SUM)
-    text = f"no way from shape (5, 4) over {dict(SQUARE)} to {target.shape} over {dict(target.dims)}"
+    text = f"cannot redistribute shape (5, 4) over {dict(SQUARE)} to {target.shape} over {dict(target.dims)}"
     with pytest.raises(ValueError, match=re.escape(text)):
         steps(source, target)
 
