@@ -18,7 +18,7 @@ from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.fingerprint import fingerprint_result
 from pce_mpi.distributed.placements import Partial, Replicate
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.exact.arithmetic import current
+from pce_mpi.exact.arithmetic import current, reset_current, set_current
 
 
 def place_of(x: DistArray) -> Place | None:
@@ -26,11 +26,17 @@ def place_of(x: DistArray) -> Place | None:
     if x.place is not None or not x.requires_grad:
         return x.place
 
+    arithmetic = current()
+
     def keep(gradients: Sequence[DistArray]) -> tuple[()]:
-        _accumulate(x, gradients[0])
+        token = set_current(arithmetic)
+        try:
+            _accumulate(x, gradients[0])
+        finally:
+            reset_current(token)
         return ()
 
-    return Node("an array that requires a gradient", (), keep), 0
+    return Node("an array that requires a gradient", (), keep, arithmetic=arithmetic), 0
 
 
 def backward_from(loss: DistArray, add: Callable[[DistArray, DistArray], DistArray]) -> None:
@@ -45,13 +51,17 @@ def backward_from(loss: DistArray, add: Callable[[DistArray, DistArray], DistArr
         raise RuntimeError("nothing that this was computed from requires a gradient, or it was computed under no_grad")
     one = array_namespace(loss.local).ones((), loss.dtype)
 
-    def together(a: DistArray, b: DistArray) -> DistArray:
-        # If one is Partial, both become Partial: the sum is reduced once, when all consumers have contributed.
-        a, b = _summed(a), _summed(b)
-        if a.sharding is not b.sharding:
-            dims = tuple(dim for dim in a.mesh.dims if dim in (*a.sharding.summed_dims, *b.sharding.summed_dims))
-            a, b = _partial_over(dims, a), _partial_over(dims, b)
-        return add(a, b)
+    def together(node: Node, a: DistArray, b: DistArray) -> DistArray:
+        token = set_current(node.arithmetic)
+        try:
+            # If one is Partial, both become Partial: the sum is reduced once, when all consumers have contributed.
+            a, b = _summed(a), _summed(b)
+            if a.sharding is not b.sharding:
+                dims = tuple(dim for dim in a.mesh.dims if dim in (*a.sharding.summed_dims, *b.sharding.summed_dims))
+                a, b = _partial_over(dims, a), _partial_over(dims, b)
+            return add(a, b)
+        finally:
+            reset_current(token)
 
     with phase("backward"), no_grad(), np.errstate(all="ignore"):
         backward(root, DistArray(one, loss.mesh, loss.sharding.replicated), together)

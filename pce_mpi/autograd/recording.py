@@ -76,7 +76,7 @@ def put_on_tape(
         finally:
             reset_current(token)
 
-    node = Node(op.name, [place_of(x) if x.requires_grad else None for x in operands], vjp, len(real))
+    node = Node(op.name, [place_of(x) if x.requires_grad else None for x in operands], vjp, len(real), arithmetic)
     for value, result in enumerate(real):
         result.requires_grad = True
         result.place = node, value

@@ -28,20 +28,23 @@ class Node:
     `parents`; a parent that is None needs none. A parameter is a node without parents, whose `vjp` keeps the gradient.
     """
 
-    __slots__ = ("name", "number", "parents", "values", "vjp")
+    __slots__ = ("arithmetic", "name", "number", "parents", "values", "vjp")
 
-    def __init__(self, name: str, parents: Sequence[Place | None], vjp: Vjp, values: int = 1) -> None:
+    def __init__(
+        self, name: str, parents: Sequence[Place | None], vjp: Vjp, values: int = 1, arithmetic: Any = None
+    ) -> None:
         self.name = name
         self.number = next(_numbers)
         self.parents: Sequence[Place | None] = parents
         self.vjp: Vjp | None = vjp
         self.values = values
+        self.arithmetic = arithmetic
 
 
 Place = tuple[Node, int]
 
 
-def backward(root: Place, gradient: Gradient, add: Callable[[Gradient, Gradient], Gradient]) -> None:
+def backward(root: Place, gradient: Gradient, add: Callable[[Node, Gradient, Gradient], Gradient]) -> None:
     """Pass `gradient`, that of the value at `root`, back to everything that this value was computed from.
 
     Each node is freed as soon as the pass has visited it; a freed node raises `RuntimeError`.
@@ -58,7 +61,7 @@ def backward(root: Place, gradient: Gradient, add: Callable[[Gradient, Gradient]
                 gradients[node.number] = [None] * node.values
                 heappush(waiting, (-node.number, node))
             known = gradients[node.number]
-            known[value] = contribution if known[value] is None else add(known[value], contribution)
+            known[value] = contribution if known[value] is None else add(node, known[value], contribution)
         if not waiting:
             return
         _, node = heappop(waiting)

@@ -103,7 +103,8 @@ class Reproducible(Arithmetic):
     def total(self, partial: Array, comm: Any, averaging: tuple[float, float]) -> Array:
         if not is_floating(partial.dtype):
             return super().total(partial, comm, averaging)
-        return average(partial[None], comm.size, comm, averaging[0] * averaging[1])
+        found = average(partial[None], comm.size, comm, averaging[0] * averaging[1])
+        return array_namespace(partial).asarray(found)  # NumPy's element of an array is a scalar
 
     def scattered_total(self, blocks: Sequence[Array], comm: Any, averaging: tuple[float, float]) -> Array:
         if not is_floating(blocks[0].dtype):

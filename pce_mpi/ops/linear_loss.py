@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Unpack
 
 from pce_mpi.arrays import compute_dtype_of
@@ -14,7 +13,7 @@ from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.loss.linear import RowSums, check_product, loss_and_sums
 from pce_mpi.loss.options import LinearCrossEntropyOptions, Options, Reduction, takes
 from pce_mpi.ops.elementwise import widened
-from pce_mpi.ops.loss import cross_entropy
+from pce_mpi.ops.loss import CROSS_ENTROPY
 from pce_mpi.ops.matmul import matmul
 from pce_mpi.ops.options import checked_operands, parameters_of, sharded_options
 from pce_mpi.ops.selection import comparison, where
@@ -86,7 +85,7 @@ def _composed(
     logits = matmul(where(counts, widened(hidden), 0.0), widened(w))  # or the gradient of w has 0 times nan
     if biased:
         logits = logits + widened(of_classes[0])
-    return cross_entropy(logits, targets, weight=next(iter(of_classes[biased:]), None), **options)
+    return apply(CROSS_ENTROPY, logits, targets, *of_classes[biased:], axis=logits.ndim - 1, **options)
 
 
 def _op(biased: bool) -> Op:
@@ -102,8 +101,6 @@ def _op(biased: bool) -> Op:
 
 
 _LINEAR_CROSS_ENTROPY, _BIASED = _op(False), _op(True)
-# The operation of a rank that has found an error, which the agreement of the loss tells the other ranks.
-_REFUSED = replace(_LINEAR_CROSS_ENTROPY, composition=None)
 
 
 @operation
@@ -176,5 +173,4 @@ def linear_cross_entropy(
     given = {"targets": targets, "bias": checked.bias, "weight": checked.weight}
     others, found = checked_operands(operands, given, hidden.shape[:-1], w.shape[1])
     parameters, biased = parameters_of(checked, LinearCrossEntropyOptions) | found, "bias" in others
-    op = _REFUSED if found else _BIASED if biased else _LINEAR_CROSS_ENTROPY
-    return apply(op, hidden, w, *others.values(), biased=biased, **parameters)
+    return apply(_BIASED if biased else _LINEAR_CROSS_ENTROPY, hidden, w, *others.values(), biased=biased, **parameters)

@@ -63,7 +63,7 @@ def _to_logits(
     return DistArray(softmax_cross_entropy_backward(g.local, residuals), logits.mesh, logits.sharding)
 
 
-_CROSS_ENTROPY = Op(
+CROSS_ENTROPY = Op(
     "cross_entropy",
     _cross_entropy,
     (_to_logits, None, None),
@@ -130,7 +130,7 @@ def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntrop
     given, rows = {"targets": targets, "weight": checked.weight}, shape[:axis] + shape[axis + 1 :]
     others, found = checked_operands({"logits": logits}, given, rows, shape[axis], probabilities=shape)
     parameters = parameters_of(checked, CrossEntropyOptions) | {"axis": axis} | found
-    return apply(_CROSS_ENTROPY, logits, *others.values(), **parameters)
+    return apply(CROSS_ENTROPY, logits, *others.values(), **parameters)
 
 
 @operation

@@ -33,16 +33,16 @@ def checked_operands(
     classes: int,
     probabilities: Shape | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return `given` as checked arrays, and no parameters; after an error, zeros as targets and the error in `found`.
+    """Return `given` as checked arrays, and no parameters; after an error, zeros for wrong arrays, and it in `found`.
 
     `given` has the targets, of the shape `rows` or `probabilities`, and arrays of one entry per class, which may be
-    None. The error may be that of this rank alone: the agreement of the loss tells the other ranks.
+    None. The error may be that of this rank alone: the agreement of the loss tells the other ranks, to which this one
+    comes by the same redistributions.
     """
+    present = {name: value for name, value in given.items() if value is not None or name == "targets"}
     try:
         arrays = {
-            name: value if isinstance(value, DistArray) else as_array(value, name)
-            for name, value in given.items()
-            if value is not None or name == "targets"
+            name: value if isinstance(value, DistArray) else as_array(value, name) for name, value in present.items()
         }
         for name, array in arrays.items():
             if name != "targets":
@@ -60,7 +60,18 @@ def checked_operands(
             check_product({**operands, "bias": arrays["bias"]})
     except Exception as error:
         first, *_ = operands.values()
-        return {"targets": array_namespace(first.local).zeros(rows, np.int64)}, {"found": [error]}
+
+        def stand_in(name: str, value: Any) -> Any:
+            shape = (classes,) if name != "targets" else rows
+            if name == "targets" and probabilities is not None and np.ndim(value) == len(probabilities):
+                shape = probabilities
+            dtype = getattr(value, "dtype", None)
+            known = isinstance(dtype, np.dtype) and is_real(dtype)
+            if isinstance(value, DistArray) and value.shape == shape and known:
+                return value
+            return array_namespace(first.local).zeros(shape, dtype if known else np.int64)
+
+        return {name: stand_in(name, value) for name, value in present.items()}, {"found": [error]}
     return arrays, {}
 
 

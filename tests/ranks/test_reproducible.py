@@ -302,6 +302,33 @@ def test_gradient_is_computed_as_its_operation_was(line, inside):
     assert here[1] == there[1]
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_gradients_add_up_as_their_operations_were_computed(line, inside):
+    rng = np.random.default_rng(0)
+    values, parts = rng.standard_normal((4, 7)), rng.standard_normal((3, 4, 7)) * [[[1.0]], [[1e9]], [[1.0]]]
+
+    def gradient(mesh, placed):
+        w = pce.distribute(values, mesh, requires_grad=True)
+        with pce.reproducible():
+            middle = w * 1.0
+            losses = [
+                pce.sum(each * pce.distribute(part, mesh, data=how))
+                for each in (w, middle)
+                for part, how in zip(parts, (Replicate(), placed, Replicate()), strict=True)
+            ]
+        with pce.reproducible(inside):
+            for loss in losses[:3]:
+                loss.backward()
+            with pce.reproducible():
+                together = losses[3] + losses[4] + losses[5]
+            together.backward()
+        return w.grad
+
+    found, expected = gradient(line, Shard(0)), gradient(alone(), Replicate())
+    assert found.placements == {"data": Replicate()}
+    assert found.local.tobytes() == expected.local.tobytes()
+
+
 def test_rank_in_other_mode_is_named(line):
     x = pce.distribute(np.ones((2, 4)), line, data=Shard(1))
     with pce.reproducible(line.rank == 0):

@@ -267,3 +267,14 @@ def test_wrong_array_of_one_rank_raises_on_all(comm, name, axis, several, impati
     for call, texts in ((call, comm.allgather(found[call])) for call in sorted(found)):
         assert len(set(texts)) == 1, (call, texts)
     assert "".join(told(name, sound)) == ""
+
+
+@pytest.mark.parametrize("wrong", ["targets", "weight"])
+def test_wrong_array_beside_sharded_one_raises_on_all(comm, line, wrong, several, impatient):
+    sound = {
+        "targets": pce.distribute(np.arange(4), line, data=Shard(0)) if wrong == "weight" else np.arange(4),
+        "weight": pce.distribute(np.ones(6), line, data=Shard(0)) if wrong == "targets" else np.ones(6),
+    }
+    given = sound | ({wrong: np.ones(5)} if comm.rank == 0 else {})
+    with pytest.raises(ValueError, match=rf"{wrong} must .*rank 0"):
+        pce.cross_entropy(pce.distribute(np.zeros((4, 6)), line), given["targets"], weight=given["weight"])

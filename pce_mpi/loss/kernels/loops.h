@@ -471,7 +471,7 @@ static void finish_near(const Number *values, const T *x, T *out, const double *
             if (call.has(ENTROPY)) {
                 Doubles low, z = transformed<way>(logit[k], transform, low);
                 Doubles factor = row.constant + row.slope * ((z - row.origin.high) + (low - row.origin.low));
-                value[k] = value[k] == 0.0 ? Doubles{} : value[k] * factor;
+                value[k] = value[k] == 0.0 ? Doubles{} : value[k] * factor + 0.0;  // never -0.0
             }
             if (u) value[k] = value[k] - row.weight_factor * load(u + i + k * LANES / 2);
             if (way == CAPPED) {

@@ -198,7 +198,7 @@ template <class T> static void largest_of(const T *x, long count, long k, double
         columns[place] = column;
     };
     for (long i = 0; i < k; i++) take(i);
-    for (long i = k; i < count; i += lanes) {
+    for (long i = k; i < count && values[k - 1] == values[k - 1]; i += lanes) {  // nothing comes before a nan
         auto v = load_up_to(x + i, count - i);
         auto found = (v > decltype(v){} + decltype(v[0] + v[0])(values[k - 1])) | (v != v);
         if (!any_less((Ints)found, Ints{})) continue;

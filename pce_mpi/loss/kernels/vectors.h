@@ -24,9 +24,9 @@ static inline Doubles doubles(double v) { return v - Doubles{}; }
 static inline Ints ints(int32_t v) { return Ints{} + v; }
 static inline Longs longs(int64_t v) { return Longs{} + v; }
 
-// What instruction sets have each in its own way: `fma`, float16 to and from float32, `whole`, `truncated` (the integer part of
-// numbers below 2^62), shifts that give 0 for counts outside of 0 to 63, `any_less`, the numbers of a vector in two of
-// wider ones, and back.
+// What instruction sets have each in its own way: `fma`, float16 to and from float32, `whole`, `truncated` (the integer
+// part of numbers below 2^62), shifts that give 0 for counts outside of 0 to 63, `any_less`, the numbers of a vector in
+// two of wider ones, and back.
 #if VECTOR_BYTES == 64
 static inline Floats fma(Floats a, Floats b, Floats c) {
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
