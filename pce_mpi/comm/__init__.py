@@ -1,1 +1,1 @@
-"""Everything that talks to other ranks: private communicators, collectives, agreement, the trace."""
+"""Communication with other ranks: private communicators, collectives, agreement, the trace."""

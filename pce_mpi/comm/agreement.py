@@ -1,4 +1,4 @@
-"""Agreement: every rank makes the same call and its checks passed, or every rank raises the same error.
+"""Agreement: every rank makes the same call and all checks passed, or every rank raises the same error.
 
 Every function is collective over its `comm`, an mpi4py intracommunicator, and works on the private duplicate of it that
 `communicators.py` keeps.
@@ -30,9 +30,9 @@ _FAILED = 1 << 32
 
 
 class local_checks:
-    """A block that keeps what it raises, as the other ranks must hear of it in the agreement that follows.
+    """A block that keeps the error that it raises, which the next agreement tells to the other ranks.
 
-    `CollectiveTimeout` is not kept: nobody can be told over a broken communicator.
+    `CollectiveTimeout` is not kept: a broken communicator can tell nobody.
 
     >>> with local_checks() as checks:
     ...     raise ValueError("this rank alone finds a fault")
@@ -61,7 +61,7 @@ class Call:
 
     @cached_property
     def checksum(self) -> int:
-        """A number that is the same on every rank for the same call."""
+        """A number that is equal on all ranks that make the same call."""
         return zlib.crc32(repr((self.operation, tuple(self.arguments.items()))).encode())
 
 
@@ -75,7 +75,7 @@ def agree(
 
 @lru_cache(maxsize=1024)
 def call_of(operation: str, arguments: tuple[tuple[str, Hashable], ...], types: tuple[type, ...]) -> Call:
-    """The call; programs repeat few different ones. `types` keeps 1 and True apart, which are one key of the cache."""
+    """Return the call, cached, as programs repeat few calls; `types` tells 1 from True, which are equal as keys."""
     return Call(operation, dict(arguments))
 
 
@@ -90,14 +90,14 @@ def agree_on_call(
 ) -> list[tuple[int, ...]]:
     """Make sure that every rank of `comm` makes the same call and that all of its checks passed.
 
-    Collective over `comm`: one Allgather of 56 bytes. `facts` are up to 6 whole numbers for the others to know, and
+    Collective over `comm`: one Allgather of 56 bytes. `facts` are up to 6 whole numbers to tell to the other ranks, and
     `error` is the error of this rank's own checks. With `ranks_named` the error's text names its ranks already, from an
     agreement over another communicator.
 
-    Returns, for each fact, that of every rank in rank order. If a rank has an error, every rank raises that of the
-    lowest such rank, a builtin exception whose text names the ranks. If calls differ, every rank raises
-    `CollectiveError`, which says who made which call. The communicator stays usable; if it has a method `refused`, as
-    those of a mesh have, that is called before either error.
+    Returns each fact of every rank, in rank order. If ranks have errors, every rank raises the error of the lowest of
+    them, a builtin exception whose text names the ranks. If calls differ, every rank raises `CollectiveError`, whose
+    text has the call of each rank. The communicator stays usable; its method `refused`, which communicators of a mesh
+    have, is called before either error.
     """
     operation, checksum = call.operation, call.checksum
     channel = channel_of(comm, operation)
@@ -138,7 +138,7 @@ def raise_together(
 
 
 def _text_of(error: Exception) -> str:
-    """Return `str(error)`, or its type if that raises: the other ranks are waiting for some text."""
+    """Return `str(error)`, or the name of its type if `str` raises: the other ranks wait for a text."""
     try:
         return str(error)
     except Exception:
@@ -146,7 +146,7 @@ def _text_of(error: Exception) -> str:
 
 
 def _kind_of(error: Exception) -> str:
-    """Name the nearest of its types that every rank can raise."""
+    """Name the nearest type of `error` that every rank can raise."""
     return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _RAISED), "RuntimeError")
 
 

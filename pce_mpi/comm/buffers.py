@@ -1,4 +1,4 @@
-"""Stage arrays in memory that MPI reads and writes: host memory of a dtype that MPI knows, or that of a GPU."""
+"""Stage arrays in memory that MPI reads and writes: host memory of a dtype that MPI knows, or memory of a GPU."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def stays_on_gpu(array: Array) -> bool:
 
 
 def wire_dtype(array: Array) -> np.dtype[Any]:
-    """Return the dtype that `array` travels as, one that MPI knows."""
+    """Return the dtype in which `array` is sent, one that MPI knows."""
     return np.dtype(np.float32) if is_half(array.dtype) else array.dtype
 
 
 def to_wire(array: Array, direct: bool, copy: bool = False) -> Array:
-    """Return `array` as contiguous memory of its `wire_dtype`, on the host unless `direct`; a copy with `copy`.
+    """Return `array` as contiguous memory of its `wire_dtype`, on the host unless `direct`; a copy if `copy`.
 
-    All work of the GPU that fills it is done.
+    The GPU has finished all work that fills the memory.
     """
     dtype, xp = wire_dtype(array), array_namespace(array)
     if xp is not np and type(array) is not Hollow and not direct:
@@ -43,30 +43,30 @@ def to_wire(array: Array, direct: bool, copy: bool = False) -> Array:
 
 
 def room_for(size: int, sent: Array, like: Array) -> Array:
-    """Return room for `size` elements in memory like that of `sent`, the staged `like`."""
+    """Allocate `size` elements in memory like that of `sent`, which is the staged `like`."""
     if array_namespace(sent) is not array_namespace(like):
         return pinned((size,), sent.dtype)
     return array_namespace(sent).empty(size, sent.dtype)
 
 
 def from_wire(received: Array, like: Array) -> Array:
-    """Return what MPI has written in the library and the dtype of `like`."""
+    """Return `received`, which MPI has written, in the library and the dtype of `like`."""
     if array_namespace(received) is not array_namespace(like):
         return from_pinned(received, like)
     if received.dtype == like.dtype:
         return received
-    with np.errstate(all="ignore"):  # a sum that overflows a half does so on the rank that gets it
+    with np.errstate(all="ignore"):  # a sum that overflows a half must not raise on one rank alone
         return received.astype(like.dtype)
 
 
 def concatenated(blocks: Sequence[Array]) -> Array:
-    """Return the elements of all blocks, one block after the other; those of one block without a copy if possible."""
+    """Return the elements of all blocks, one block after the other; a single block is not copied if possible."""
     flat = [block.reshape(-1) for block in blocks]
     return flat[0] if len(flat) == 1 else array_namespace(flat[0]).concatenate(flat)
 
 
 def split(received: Array, shapes: Sequence[tuple[int, ...]], like: Array) -> list[Array]:
-    """Return what MPI has written as arrays of these `shapes`, in the library and the dtype of `like`."""
+    """Split `received`, which MPI has written, into arrays of `shapes`, in the library and the dtype of `like`."""
     flat = from_wire(received, like)
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes]).tolist()
     return [flat[start:end].reshape(shape) for start, end, shape in zip([0, *ends[:-1]], ends, shapes, strict=True)]

@@ -1,12 +1,13 @@
 """Traced collectives on arrays.
 
 Every function is collective over its `comm`, an mpi4py intracommunicator, and works on the private duplicate of it that
-`communicators.py` keeps, where waiting is bounded. Callers have agreed on operation, dtype and shapes, and stand in a
-`tracing.cause`.
+`communicators.py` keeps, where waiting is bounded. Callers have agreed on operation, dtype and shapes, and call inside
+a `tracing.cause`.
 
 Arrays are NumPy or CuPy, of any shape and memory order, empty ones included. float16 and bfloat16, for which MPI has no
-datatype, travel as float32. A CuPy array goes through pinned host memory and comes back to its GPU, or is handed to MPI
-as it is if the library is GPU-aware and the reduction is its own. Either way the current stream is waited for.
+datatype, are sent as float32. A CuPy array is copied through pinned host memory and back to its GPU, or is passed to
+MPI as it is if the MPI library is GPU-aware and the reduction is MPI's own. In both cases every function waits for the
+current stream.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def all_reduce(
 
     Collective: one Allreduce of the array's bytes. `op` is "sum", or "max" or "min", which propagate `nan`, or
     `merge(a, b)`, which merges a into b, associative up to rounding and commutative to the last bit, for arrays of any
-    dtype, structured ones among them. With `overwrite` the result may be in the memory of `array`, which spares a copy.
+    dtype, also a structured one. With `overwrite` the result may be in the memory of `array`, which saves a copy.
     `element` is the structured dtype whose fields are the last axis of `array`, for libraries without such dtypes.
     """
     return start_all_reduce(array, comm, op, overwrite=overwrite, element=element)()
@@ -58,12 +59,12 @@ def start_all_reduce(
 ) -> Callable[[], Array]:
     """Start an `all_reduce`, and return the function that waits for it and gives its result.
 
-    All ranks start their collectives over `comm` in one order, and wait in one order. Neither `array` nor what it was
-    made of may change before.
+    All ranks start their collectives over `comm` in one order, and wait in one order. Neither `array` nor the arrays
+    whose memory it shares may change before the wait ends.
     """
     why = current_cause()
     channel, xp = channel_of(comm, why.operation), array_namespace(array)
-    # The result is the array, which need not leave the GPU; or has its shape, if there are no ranks.
+    # On one rank the result is the array, which need not leave the GPU; without ranks it has the array's shape.
     if channel is comm or (channel.size == 1 and xp is not np):
         record(why, "all_reduce", Purpose.PAYLOAD, ranks=channel.size, bytes=wire_dtype(array).itemsize * array.size)
         alone = array if overwrite else array.copy()
@@ -71,7 +72,7 @@ def start_all_reduce(
     direct = xp is not np and op == "sum" and stays_on_gpu(array) and reduces_on_gpus()
     sent = to_wire(array, direct)
     wire = sent if element is None else sent.view(element)
-    # A copy in pinned memory is ours already.
+    # `sent` is our own copy already, in pinned memory.
     overwrite = overwrite or array_namespace(sent) is not xp
     received = wire if overwrite else xp.empty_like(wire)
     handle, datatype = _operator(op, wire.dtype)
@@ -101,7 +102,7 @@ def all_gather(array: Array, comm: MPI.Intracomm, shapes: Sequence[tuple[int, ..
 
 
 def all_to_all(blocks: Sequence[Array], comm: MPI.Intracomm, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """Return the block that each rank has for this one, in rank order; `shapes` has the shape of each.
+    """Return the block that each rank sends to this one, in rank order; `shapes` has the shape of each.
 
     Collective: one Alltoallv. `blocks[r]` goes to rank r; all blocks have one dtype.
     """
@@ -172,7 +173,7 @@ def _smallest(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> None:
 
 
 def _make_canonical(values: np.ndarray[Any, Any]) -> None:
-    """Leave one nan of the many, and 0.0 for -0.0: the order of a reduction must not show."""
+    """Give every nan the same bits, and make -0.0 to 0.0: the bits must not depend on the order of a reduction."""
     values += 0.0
     values[np.isnan(values)] = np.nan
 

@@ -1,14 +1,15 @@
 """Private communicators: made, waited on for a bounded time, and freed.
 
 Each communicator of the caller is duplicated once, so that its messages never meet ours, and the duplicate is cached
-with it. A wait for a collective is a yielding poll. After `PCE_MPI_TIMEOUT` seconds (600 unless set) the ranks that
-wait tell each other so, point to point, and each of them raises a `CollectiveTimeout` that names the silent ranks. The
+with it. A wait for a collective is a yielding poll. After `PCE_MPI_TIMEOUT` seconds (600 unless set) the waiting ranks
+tell each other so, point to point, and each of them raises a `CollectiveTimeout` that names the silent ranks. The
 communicator is not used again.
 
-To free a communicator is collective, and MPI allows no call within a reduction operator. But Python may run a finalizer
-anywhere, in a reduction operator written in Python too, and at another moment on each rank. So finalizers only note
-what is garbage (`drop`). It is freed by `give_back` when the ranks of a communicator make another one together: they
-tell each other what is garbage, and free what is garbage on all of its ranks, in one order.
+Freeing a communicator is collective, and MPI allows no call within a reduction operator. But Python may run a finalizer
+anywhere, also in a reduction operator written in Python, and at a different moment on each rank. So finalizers only
+note which communicators are garbage (`drop`). When the ranks of a communicator make another one together, `give_back`
+frees garbage: the ranks tell each other theirs, and free, in one order, each communicator that is garbage on all of its
+ranks.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from pce_mpi.comm.tracing import Purpose, cause, open_traces, record
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Ranks that arrive together do so within a few microseconds, in which nobody gives the core to others: to get it back
-# takes longer. Then a yielding poll answers in microseconds; one that sleeps leaves the core to others. Change over
-# after about 10 ms.
+# Ranks that arrive together do so within a few microseconds: the poll keeps the core for so long, as getting it back
+# takes longer. After that, a poll that yields answers in microseconds, and one that sleeps leaves the core to others:
+# it begins to sleep after about 10 ms.
 _SPINS = 20
 _YIELDS = 10_000
 _NAP = 0.0002
@@ -71,7 +72,7 @@ class Channel:
         self._timeout = timeout_seconds()
 
     def __del__(self) -> None:
-        # The caller's communicator holds the channel and was freed. A delete function of the keyval could note that
+        # The caller's communicator held the channel and was freed. A delete function of the keyval could note this
         # too, but mpi4py asks for that communicator's topology first, and MPICH may then read freed memory.
         if self._number is not None and self.broken is None:
             drop(self._number, self.comm)
@@ -103,7 +104,7 @@ class Channel:
         """Return when `request`, which reads and writes `buffers`, is complete, or raise `CollectiveTimeout`."""
         test, give_way = request.Test, os.sched_yield
         try:
-            if self._is_waited_on:  # by another thread: on other ranks the two may come in another order
+            if self._is_waited_on:  # by another thread: other ranks may have the two calls in another order
                 self.broken = self.broken or _TWO_THREADS
             self._is_waited_on = True
             for tests in range(_YIELDS):
@@ -122,8 +123,8 @@ class Channel:
             self._is_waited_on = False
 
     def abandon(self, request: MPI.Request, buffers: tuple[object, ...], why: str) -> None:
-        """Give up a collective that has not come to its end, and with it the communicator."""
-        # MPI may still write to the buffers, whenever the others arrive: they must outlive the process's interest.
+        """Give up a collective that has not ended, and with it the communicator."""
+        # MPI may still write to the buffers when the other ranks arrive: they must stay allocated.
         _abandoned.append((request, buffers, self))
         self.broken = self.broken or why
 
@@ -175,7 +176,7 @@ class Channel:
 
 
 class Pending:
-    """A collective that was started. Whoever drops it before its end has left it waiting."""
+    """A collective that was started; if it is dropped before its end, its communicator is given up."""
 
     def __init__(self, channel: Channel, request: MPI.Request, operation: str, buffers: tuple[object, ...]):
         self._channel, self._operation = channel, operation
@@ -197,7 +198,7 @@ _abandoned: list[tuple[MPI.Request, tuple[object, ...], Channel]] = []
 
 
 def timeout_seconds() -> float:
-    """Return how long a collective may wait, as `PCE_MPI_TIMEOUT` says; `ValueError` if it says something else."""
+    """Return how long a collective may wait, from `PCE_MPI_TIMEOUT`; `ValueError` if that is no positive number."""
     text = os.environ.get("PCE_MPI_TIMEOUT", "600")
     try:
         seconds = float(text)
@@ -225,7 +226,7 @@ def channel_of(comm: MPI.Intracomm | NoRanks, operation: str) -> Any:
         channel = _new_channel(comm, operation)
         comm.Set_attr(_channel_key(), channel)
     assert isinstance(channel, Channel)
-    if channel.broken is not None:  # a collective would meet the messages of the one that was waited for in vain
+    if channel.broken is not None:  # a new collective would receive messages of the one that timed out
         raise CollectiveTimeout(f"this communicator is not usable any more: {channel.broken}")
     return channel
 
@@ -237,14 +238,14 @@ def _new_channel(comm: MPI.Intracomm, operation: str) -> Channel:
     """
     from mpi4py import MPI
 
-    # There is no private communicator to call the roll on before this one exists. The caller's own serves, with the
-    # highest tag there is, and only once the program is lost anyway.
+    # Before this private communicator exists, the roll call uses the caller's, with the highest tag there is, and only
+    # after a timeout, when the program is lost anyway.
     highest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
     waiting = Channel(comm, highest)
     first_use = f"{operation} (its first use of the communicator)"
     try:
         headers = _gathered(waiting, np.array([new_number(), garbage_count()], np.int64), [2] * waiting.size, first_use)
-        if headers[1::2].any():  # first, as it may be the last communicators that are garbage
+        if headers[1::2].any():  # before the duplication, as all other communicators may be in use
             give_back(waiting, first_use)
         duplicate, request = comm.Idup()
         waiting.wait(request, first_use, duplicate)
@@ -266,8 +267,8 @@ def _gathered(
     return received
 
 
-# Communicators that this rank does not refer to any more, by the numbers that all of their ranks know them by.
-# Finalizers append to the queue, which they may do at any time.
+# Communicators that this rank does not refer to any more, each with its number, which is the same on all of its ranks.
+# Finalizers append to the queue, at any time.
 _dropped: deque[tuple[int, MPI.Comm]] = deque()
 _garbage: dict[int, MPI.Comm] = {}
 _taking = Lock()
@@ -289,12 +290,12 @@ def garbage_count() -> int:
 
 
 def give_back(channel: Channel, operation: str) -> None:
-    """Free the communicators that all of their ranks have dropped, as far as those are ranks of `channel`.
+    """Free the communicators that all of their ranks have dropped, if all of these are ranks of `channel`.
 
     Collective: an Allgather of 8 bytes and an Allgatherv. All ranks free them in one order.
     """
-    # Another thread may do the same over another communicator: each takes the ones that it may free. A communicator is
-    # freed if all of its ranks have taken it for this call.
+    # Another thread may do the same over another communicator: each thread takes those that it may free. A communicator
+    # is freed if all of its ranks have taken it for this call.
     with _taking:
         while _dropped:
             number, comm = _dropped.popleft()

@@ -1,4 +1,4 @@
-"""Compare the job that the launcher has told this process of with the ranks that MPI sees.
+"""Compare the job that the launcher's variables describe with the ranks that MPI sees.
 
 MPI starts a process that it cannot connect to others as rank 0 of 1. If the launcher and the MPI library do not
 understand each other, each of P processes therefore runs the whole program alone, and nothing fails by itself.
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 # The variables with the rank of a process and with the number of processes.
 _MPIEXEC = (
-    ("PMI_RANK", "PMI_SIZE"),  # mpiexec of MPICH and of what descends from it; srun --mpi=pmi2
+    ("PMI_RANK", "PMI_SIZE"),  # mpiexec of MPICH and of its descendants; srun --mpi=pmi2
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # mpiexec of Open MPI
 )
-# Not SLURM_NTASKS, which salloc and sbatch tell to the one shell that they start.
+# Not SLURM_NTASKS, which salloc and sbatch set for the single shell that they start.
 _SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
@@ -33,7 +33,7 @@ def launch() -> Launch | None:
     """Read the variables of the launcher; None for a process that was started alone."""
     told = [each for names in _MPIEXEC if (each := _read(*names)) is not None]
     if told:
-        # A job that is started from within another one has the variables of both; the smaller one raises no false
+        # A job that is started from within another one has the variables of both; the smaller size raises no false
         # alarm. The tasks of srun are no ranks here: within an allocation, mpiexec starts one task on each host.
         return min(told, key=lambda each: each.size)
     step = _read(*_SRUN)
@@ -41,9 +41,10 @@ def launch() -> Launch | None:
 
 
 def why_apart(comm: MPI.Intracomm | None, started: int | None = None) -> str:
-    """Say why the processes that were started are not the ranks of `comm`, COMM_WORLD or None; '' if they are.
+    """Return why the processes that were started are not the ranks of `comm`, COMM_WORLD or None; '' if they are.
 
-    `started`: how many there must be. None: as many as the launcher says, but only a process that is alone is judged.
+    `started` is the expected number of ranks. None is the number that the launcher tells, and then only a process that
+    is alone is checked.
     """
     size = 1 if comm is None else comm.size
     said = ""
@@ -72,7 +73,7 @@ def _read(rank: str, size: str) -> Launch | None:
 
 
 def _in_a_shell_of_srun() -> bool:
-    """Tell a process that was started from `srun --pty bash`, which has the variables of the first task."""
+    """Tell whether this process was started from `srun --pty bash`, and so has the variables of the first task."""
     return "SLURM_PTY_PORT" in os.environ and os.environ.get("SLURM_TASK_PID") != str(os.getpid())
 
 

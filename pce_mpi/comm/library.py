@@ -1,7 +1,7 @@
 """The loaded MPI library: whether it runs, what it can do, and which communicators it knows.
 
-A call of MPI before `MPI.Init` or after `MPI.Finalize` ends the process, so `check_mpi` raises first. So it does in a
-forked process, as a worker of `multiprocessing` may be: its messages would come from the rank that it is a copy of.
+A call of MPI before `MPI.Init` or after `MPI.Finalize` ends the process, so `check_mpi` raises first. It also raises in
+a forked process, such as a worker of `multiprocessing`: its messages would seem to come from the rank that was forked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_LIBRARY = "no MPI library could be loaded, so only comm=None works: pip insta
 
 @cache
 def mpi() -> Any:
-    """Import `mpi4py.MPI`; the statement takes as long as the collective of a small array."""
+    """Import `mpi4py.MPI`, once: an import statement takes as long as the collective of a small array."""
     from mpi4py import MPI
 
     return MPI
@@ -46,14 +46,14 @@ def check_mpi() -> None:
     """Raise `RuntimeError` unless MPI is running, in this process."""
     if _forked:
         raise RuntimeError(
-            "this process was forked from a rank and is none: only the rank itself communicates. Hand the process "
-            "NumPy arrays, or start it before MPI is initialized"
+            "this process was forked from a rank and is no rank: only the rank itself communicates. Pass NumPy arrays "
+            "to the process, or start it before MPI is initialized"
         )
     is_initialized, is_finalized = _states_of_mpi()
     if not is_initialized():
         raise RuntimeError("MPI has not been initialized: call MPI.Init() first, or leave mpi4py.rc.initialize True")
     if is_finalized():
-        raise RuntimeError("MPI has been finalized: do all that communicates before MPI.Finalize()")
+        raise RuntimeError("MPI has been finalized: make all calls that communicate before MPI.Finalize()")
 
 
 @cache
@@ -93,26 +93,25 @@ def same_ranks(a: Any, b: Any) -> bool:
 
 
 def out_of_communicators(operation: str, error: MPI.Exception) -> RuntimeError:
-    """Return the error of ranks to which MPI gave no communicator: MPICH gives one to all ranks or to none."""
+    """Return the error for a communicator that MPI could not make: MPICH gives one to all ranks or to none."""
     reason = str(error).strip().rpartition(": ")[2]
     return RuntimeError(
-        f"{operation}: MPI could not make another communicator ({reason}). It has some 2,000, and takes two for each "
-        "that is used here. Free() those that are no longer needed, keep no mesh that is not, and make those that are "
-        "needed once"
+        f"{operation}: MPI could not make another communicator ({reason}). It has some 2,000, and each that is used "
+        "here takes two. Free() communicators and drop meshes that are no longer needed, and make each one only once"
     )
 
 
 def gpu_aware() -> tuple[bool, str]:
-    """Tell whether MPI can read and write the memory of a GPU, and who says so.
+    """Return whether MPI can read and write the memory of a GPU, and the source of this answer.
 
-    `PCE_MPI_GPU_AWARE` decides if it is 1 or 0, and otherwise the loaded library.
+    `PCE_MPI_GPU_AWARE` decides if it is 1 or 0; otherwise the loaded library does.
     """
     told = told_gpu_aware()
     return (told == "1", f"PCE_MPI_GPU_AWARE={told}") if told else _asked_of_the_library()
 
 
 def told_gpu_aware() -> str:
-    """Return `PCE_MPI_GPU_AWARE`, 0, 1 or nothing; `ValueError` if it is something else."""
+    """Return `PCE_MPI_GPU_AWARE`: "0", "1" or ""; `ValueError` if it is something else."""
     told = os.environ.get("PCE_MPI_GPU_AWARE", "")
     if told not in ("", "0", "1"):
         raise ValueError(f"PCE_MPI_GPU_AWARE must be 0 or 1, got {told!r}")
@@ -124,7 +123,7 @@ def _asked_of_the_library() -> tuple[bool, str]:
     from mpi4py import MPI
 
     try:
-        # mpi4py's extension has no such function, but it is linked to the library that may have.
+        # mpi4py's extension has no such function, but the library that it is linked to may have it.
         query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support
     except (OSError, AttributeError):
         return False, "the library cannot be asked: it has no MPIX_Query_cuda_support"

@@ -1,4 +1,4 @@
-"""A communicator without other ranks, over which a program runs that only notes what it sends."""
+"""A communicator without other ranks: a program that runs over it only notes what it sends."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pce_mpi.comm.tracing import Purpose, cause, open_traces, record
 
 
 class NoRanks:
-    """The rank at `coordinates` of a grid of ranks that are not there.
+    """The rank at `coordinates` of a grid of ranks that do not exist.
 
-    In agreements all others say what this one says. Of arrays, which are hollow, nothing comes.
+    In an agreement every other rank repeats this rank's message. Arrays are hollow: nothing is received.
     """
 
     def __init__(self, sizes: Sequence[int], coordinates: Sequence[int]) -> None:
@@ -51,12 +51,12 @@ class NoRanks:
 
     @staticmethod
     def Iallgather(mine: Any, everyones: Any) -> None:
-        """Fill in what this rank says, for all."""
+        """Fill in this rank's message for every rank."""
         everyones[...] = mine
 
     @staticmethod
     def Iallgatherv(mine: Any, everyones: tuple[Any, Sequence[int]]) -> None:
-        """Fill in what this rank says, for all; hollow arrays have no room for it."""
+        """Fill in this rank's message for every rank; hollow arrays have no memory for it."""
         received, counts = everyones
         if type(received) is np.ndarray:
             received.reshape(len(counts), -1)[...] = mine

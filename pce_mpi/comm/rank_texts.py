@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 
 def text_by_rank(values: Mapping[int, str], over: str = "comm", between: str = ", ") -> str:
-    """Write `values` by rank of the communicator `over`, equal values together: 'a (ranks 0, 2), b (rank 1)'."""
+    """Return `values` by rank of the communicator `over` as text, equal ones together: 'a (ranks 0, 2), b (rank 1)'."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)

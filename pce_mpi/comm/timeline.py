@@ -1,4 +1,4 @@
-"""The picture of a trace: one bar for each collective, in order, as high as the bytes that this rank put in."""
+"""The picture of a trace: one bar for each collective, in order; its height is the bytes that this rank put in."""
 
 from __future__ import annotations
 

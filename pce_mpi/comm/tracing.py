@@ -1,10 +1,10 @@
-"""The trace: what was sent, by which operation, and why.
+"""The trace: every collective, with its operation and its reason.
 
 Every collective appends one event. Its cause and its phase are those of the enclosing `cause` and `phase` blocks.
-Nothing is kept unless a `trace()` is open, so the cost without one is a look at an empty tuple. The trace does not show
-how private communicators are made and freed.
+Nothing is kept unless a `trace()` is open, so without one a collective only reads an empty tuple. The trace does not
+show how private communicators are made and freed.
 
-A trace may list fingerprints of results as well. Those who make results ask `fingerprinted_traces` and call
+A trace may list fingerprints of results as well. Functions that make results ask `fingerprinted_traces` and call
 `record_result`; this file knows no arrays.
 """
 
@@ -36,10 +36,10 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """One collective, as one rank saw it.
+    """One collective on one rank.
 
-    This rank put in `bytes`, and `ranks` took part. `before` and `after` are the placements of the array that was
-    moved, as text, or "".
+    This rank put in `bytes` bytes, and `ranks` ranks took part. `before` and `after` are the placements of the array
+    before and after the collective, as text, or "".
     """
 
     phase: str
@@ -56,9 +56,9 @@ class Event:
 
 @dataclass(frozen=True)
 class Result:
-    """The fingerprint of the global array that an operation gave, or of a gradient that reached a made array.
+    """The fingerprint of the global array that an operation returned, or of a gradient that reached a made array.
 
-    It has nothing that depends on the mesh. `str` shows the first 16 of 64 digits.
+    No field depends on the mesh. `str` shows the first 16 of the 64 digits.
     """
 
     phase: str
@@ -79,9 +79,9 @@ class Trace:
     `print` shows them as a table, with equal events on one line. `events` is a list of them, each with the fields
     `phase`, `operation`, `collective`, `purpose`, `over`, `ranks`, `bytes`, `before`, `after` and `reason`.
 
-    `results` is a list of what operations gave, if the trace takes fingerprints. Each has the fields `phase`,
-    `operation` ("gradient" where one reached a made array), `dtype`, `shape`, `fingerprint` and `scope`, and prints as
-    a line.
+    `results` is a list of the results of operations, if the trace takes fingerprints. Each has the fields `phase`,
+    `operation` ("gradient" for one that reached a made array), `dtype`, `shape`, `fingerprint` and `scope`, and prints
+    as a line.
     """
 
     def __init__(self) -> None:
@@ -238,10 +238,10 @@ def trace(*, fingerprints: bool = False) -> Iterator[Trace]:
     Notes
     -----
     Communicates nothing without `fingerprints`. With them every operation on distributed arrays is collective over its
-    mesh, as `fingerprint` is: every rank opens such a trace, or none. What fingerprints send is no event of any trace.
-    Replicas that differ raise `ValueError` on every rank, and ranks of which only some take fingerprints
-    `CollectiveError`. `layer_norm` and `rms_norm` over a sharded axis are listed as the operations that they are made
-    of there.
+    mesh, as `fingerprint` is: every rank opens such a trace, or none. No trace shows the collectives of fingerprints.
+    Replicas that differ raise `ValueError` on every rank; if only some ranks take fingerprints, every rank raises
+    `CollectiveError`. `layer_norm` and `rms_norm` over a sharded axis are listed as the operations that compute them
+    there.
 
     Examples
     --------
@@ -281,7 +281,7 @@ def named_scope(name: str) -> Iterator[None]:
 
     Notes
     -----
-    Communicates nothing. The backward pass has the scopes in which the forward pass ran.
+    Communicates nothing. Results of the backward pass have the scope of their operation in the forward pass.
 
     Examples
     --------
@@ -303,9 +303,9 @@ def named_scope(name: str) -> Iterator[None]:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Let the events of the block belong to the phase `name`: "backward" or "step"; outside it is "forward".
+    """Give the events of the block the phase `name`, "backward" or "step"; outside such blocks it is "forward".
 
-    The backward pass sets the scope of each node, and the one before the block comes back after it.
+    The backward pass sets the scope of each node; after the block, the scope is what it was before.
     """
     token, scope = _phase.set(name), _scope.get()
     try:
@@ -316,10 +316,10 @@ def phase(name: str) -> Iterator[None]:
 
 
 class cause:
-    """Let the collectives of the block say which operation sends, over what, and why.
+    """Give the collectives of the block their operation, the name of their communicator, and the reason.
 
-    `over` is the name that messages and the trace have for the communicator. `before` and `after` are the placements of
-    the array that is moved. A collective needs an enclosing cause.
+    `over` is the name of the communicator in messages and in the trace. `before` and `after` are the placements of the
+    array before and after a collective. A collective needs an enclosing cause.
     """
 
     __slots__ = ("_token", "after", "before", "operation", "over", "reason")
@@ -343,7 +343,7 @@ _cause: ContextVar[cause] = ContextVar("cause")
 # These run without entering a Python function, in every collective.
 current_cause = _cause.get
 open_traces = _open.get
-# And these in every operation.
+# These two run so in every operation.
 fingerprinted_traces = _fingerprinted.get
 current_phase, current_scope, set_scope = _phase.get, _scope.get, _scope.set
 

@@ -43,8 +43,9 @@ class AdamW(Optimizer):
     Notes
     -----
     An optimizer communicates only in `step` and `load_state`. The arithmetic is in the dtype of the parameter; float16
-    and bfloat16 are computed in float32, in which m and v stay, and rounded once a step. m and v are sharded as the
-    parameter is, `"exp_avg"` and `"exp_avg_sq"` in `state`. t counts the steps in which the parameter had a gradient.
+    and bfloat16 are computed in float32 and rounded once a step, and their m and v are float32. m and v are sharded as
+    the parameter is; `state` calls them `"exp_avg"` and `"exp_avg_sq"`. t counts the steps in which the parameter had a
+    gradient.
 
     Examples
     --------
@@ -81,7 +82,7 @@ class AdamW(Optimizer):
         return found
 
     def _buffer_names(self, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """The buffers of each parameter: m and v."""
+        """Return the names of the buffers of each parameter, m and v."""
         return "exp_avg", "exp_avg_sq"
 
     def _update(
@@ -111,7 +112,7 @@ class AdamW(Optimizer):
 
 @lru_cache(maxsize=64)
 def power_of(beta: float, step: int) -> float:
-    """beta**step by integers of 128 bits after the point; the bits of Python's power are those of a libm."""
+    """Return beta**step, by integers of 128 bits after the point; the bits of Python's power depend on the libm."""
     one = 1 << 128
     power, square = one, int(beta * one)
     while step:

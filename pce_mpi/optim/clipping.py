@@ -1,4 +1,4 @@
-"""The norm of all gradients, and its bound."""
+"""Clip gradients by the norm of all of them together."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def clip_grad_norm(parameters: Iterable[DistArray], max_norm: float) -> float:
     Parameters
     ----------
     parameters : iterable of DistArray
-        As for `SGD`. Those without a gradient count for nothing.
+        As for `SGD`. Parameters without a gradient do not count.
     max_norm : float
         The bound, not negative.
 
     Returns
     -------
     float
-        The norm before: the 2-norm of all gradients as one vector, each element of a global array counted once, in
-        float64. It is the same on every rank; if it is `nan`, all gradients become `nan`.
+        The norm before scaling: the 2-norm of all gradients as one vector, each element of a global array counted once,
+        in float64. It is the same on every rank; if it is `nan`, all gradients become `nan`.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def clip_grad_norm(parameters: Iterable[DistArray], max_norm: float) -> float:
     with phase("step"):
         synchronize(given, "clip_grad_norm", [called] * len(meshes_of(given)), checks.error)
         squares = [each for mesh in meshes_of(given) for each in _sums_of_squares(given, mesh)]
-    # One after the other, as sum() is another arithmetic from Python 3.12 on; in an order that no mesh decides.
+    # Added one by one, as sum() rounds differently from Python 3.12 on, and in an order that is the same on any mesh.
     norm = math.sqrt(reduce(operator.add, sorted(squares), 0.0))
     scale = max_norm / (norm + 1e-6)
     if not scale >= 1.0:  # nan as well
@@ -90,7 +90,7 @@ def clip_grad_norm(parameters: Iterable[DistArray], max_norm: float) -> float:
 
 @np.errstate(all="ignore")
 def _sums_of_squares(parameters: Sequence[DistArray], mesh: Mesh) -> list[float]:
-    """Return numbers that add up to the squares of all gradients over `mesh`, the same bits on every rank."""
+    """Return numbers whose sum is that of all squared gradients over `mesh`, with the same bits on every rank."""
     gradients = [parameter.grad for parameter in parameters if parameter.mesh is mesh and parameter.grad is not None]
     mine = [_counted(gradient) for gradient in gradients]
     reason, comm = "the squares of all gradients, each element counted once", mesh.comm(*mesh.dims)

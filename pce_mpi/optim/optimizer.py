@@ -21,18 +21,18 @@ from pce_mpi.optim.synchronization import meshes_of, synchronize
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
-# More steps than any training has, and 1 more is a number of int64 still.
+# More steps than any training has; one more still fits int64.
 _MOST_STEPS = 2**62
 
 
 class Optimizer(ABC):
-    """The common part of all optimizers: what is stepped, when it communicates, and the state that is saved.
+    """The common part of all optimizers: groups of parameters, communication, and the state that is saved.
 
-    A subclass checks the options of a group, and has the names of its buffers and the update of a block. Each buffer is
-    an array of the parameter's shard, in the dtype of the arithmetic, and is 0 before the first step.
+    A subclass checks the options of a group, names its buffers and updates a block. Each buffer is an array with the
+    shape of the parameter's shard, in the dtype of the arithmetic, and is 0 before the first step.
     """
 
-    # The buffers that have squares.
+    # The buffers of squares, which must not be negative.
     _squares: tuple[str, ...] = ()
 
     def __init__(self, parameters: Iterable[DistArray] | Iterable[Mapping[str, Any]], **defaults: Any) -> None:
@@ -40,7 +40,7 @@ class Optimizer(ABC):
         self.parameters: list[DistArray] = [parameter for group in groups for parameter in group["params"]]
         check_parameters(self.parameters)
         self.defaults = self._checked(defaults)
-        # An option that a group does not have is looked up in `defaults`, whenever it is read.
+        # An option that a group does not have is read from `defaults`, each time anew.
         self.param_groups = tuple(ChainMap[str, Any](group, self.defaults) for group in groups)
         self._params = [group["params"] for group in groups]
         self._group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
@@ -54,7 +54,7 @@ class Optimizer(ABC):
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step, in each group that has none of its own."""
+        """The learning rate of the next step, in each group without an lr of its own."""
         self._check_lr_is_used()
         return float(self.defaults["lr"])
 
@@ -65,7 +65,7 @@ class Optimizer(ABC):
 
     def _check_lr_is_used(self) -> None:
         if all("lr" in group.maps[0] for group in self.param_groups):
-            raise ValueError("each of param_groups has an lr of its own: param_groups[...]['lr']")
+            raise ValueError("each group has an lr of its own: use param_groups[...]['lr']")
 
     @abstractmethod
     def _checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def _buffer_names(self, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """The names of the buffers of each parameter."""
+        """Return the names of the buffers of each parameter."""
 
     @abstractmethod
     def _update(
@@ -85,7 +85,7 @@ class Optimizer(ABC):
         buffers: dict[str, Array],
         scratch: list[Array],
     ) -> None:
-        """Update a block of a parameter, `value`, in place, from its gradient `d`, which stays; `step` counts from 1.
+        """Update a block of a parameter, `value`, in place from its gradient `d`, which is kept; `step` counts from 1.
 
         `scratch` has two arrays of the block's shape.
         """
@@ -105,7 +105,7 @@ class Optimizer(ABC):
         return found
 
     def _groups_of(self, mesh: Mesh) -> dict[int, str]:
-        """Return the numbers of the groups with parameters over `mesh`, and how its ranks name these to each other."""
+        """Return the numbers of the groups with parameters over `mesh`, and their names in its ranks' agreement."""
         # Counted within the mesh, whose other ranks need not know of other meshes.
         numbered = zip(self.parameters, self._group_of, strict=True)
         here = [group for parameter, group in numbered if parameter.mesh is mesh]
@@ -201,8 +201,8 @@ class Optimizer(ABC):
         -------
         dict of str to DistArray
             For parameter number i, counted through all groups, the number of its steps, `"i.step"`, and its buffers,
-            such as `"i.momentum"`, in the sharding of the parameter. Those of a parameter that was never stepped are 0,
-            and read-only, as they take no memory.
+            such as `"i.momentum"`, in the sharding of the parameter. The buffers of a parameter that was never stepped
+            are 0, and read-only, as they take no memory.
 
         Notes
         -----
@@ -232,12 +232,12 @@ class Optimizer(ABC):
         return arrays
 
     def load_state(self, arrays: Mapping[str, DistArray]) -> None:
-        """Take a state that `state` gave, from any number of ranks and in any placement.
+        """Load a state that `state` returned, from any number of ranks and in any placement.
 
         Parameters
         ----------
         arrays : mapping of str to DistArray
-            Arrays by the names of `state`, over the meshes of the parameters, no name too many.
+            Arrays by exactly the names of `state`, over the meshes of the parameters.
 
         Raises
         ------
@@ -249,8 +249,8 @@ class Optimizer(ABC):
 
         Notes
         -----
-        Collective over each mesh of the parameters: one Allgather of 56 bytes, and what brings each array to the
-        placement of its parameter. Every rank raises the same error, before anything is taken.
+        Collective over each mesh of the parameters: one Allgather of 56 bytes, and the redistribution of each array to
+        the placement of its parameter. Every rank raises the same error, before anything is changed.
         """
         names: list[tuple[str, ...]] = []
         steps: list[int] = []
@@ -270,7 +270,7 @@ class Optimizer(ABC):
             comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
             with local_checks() as checks:
                 agree(comm, "load_state", called, error=error, over=over, ranks_named=named)
-            if checks.error is not None:  # the ranks of the other meshes must hear of it
+            if checks.error is not None:  # to be told to the ranks of the other meshes
                 error, named = checks.error, True
         if error is not None:
             raise error
@@ -284,7 +284,7 @@ class Optimizer(ABC):
         self._steps, self._buffers = steps, taken
 
     def _checked_state(self, arrays: Mapping[str, DistArray], names: Sequence[tuple[str, ...]]) -> list[int]:
-        """Return the number of steps of each parameter; `names` has those of the buffers of each group."""
+        """Return the number of steps of each parameter; `names` has the names of the buffers of each group."""
         if not isinstance(arrays, Mapping):
             raise TypeError(f"arrays must be a mapping of names to distributed arrays, got {type(arrays).__name__}")
         expected: dict[str, tuple[DistArray, tuple[int, ...], np.dtype[Any]]] = {}
@@ -315,9 +315,9 @@ class Optimizer(ABC):
 
 
 def _keep_freed_memory() -> None:
-    """Let the C library keep up to 64 MiB of freed memory, which each step takes again.
+    """Make the C library keep up to 64 MiB of freed memory, which each step needs again.
 
-    glibc gives freed memory back beyond twice the largest block that was freed, of up to 32 MiB. So this frees a block
-    of 32 MiB without ever touching a page of it. A training step of 50 ms takes about 5 % less.
+    glibc keeps up to twice the size of the largest block that was freed, and counts blocks of up to 32 MiB. So this
+    frees a block of 32 MiB without touching a page of it. A training step of 50 ms takes about 5 % less time.
     """
     np.empty(2**25 - 2**16, np.uint8)

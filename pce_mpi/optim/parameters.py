@@ -14,7 +14,7 @@ from pce_mpi.distributed.array import DistArray
 
 # The number of elements that are updated at a time, few enough to stay in the cache.
 _BLOCK = 2**16
-# A GPU keeps nothing between two kernels, and the start of one takes as long as 100,000 elements.
+# A GPU's cache keeps nothing between two kernels, and starting a kernel takes as long as updating 100,000 elements.
 _BLOCK_OF_DEVICE = 2**24
 
 

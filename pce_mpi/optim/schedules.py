@@ -11,7 +11,7 @@ from pce_mpi.scalars import integer, real
 
 
 def linear_schedule(step: int, *, lr: float, steps: int, warmup: int = 0, final: float = 0.0) -> float:
-    """Give the learning rate of a step: a linear rise to `lr`, then a linear fall to `final`.
+    """Return the learning rate of a step: a linear rise to `lr`, then a linear fall to `final`.
 
     Parameters
     ----------
@@ -20,9 +20,9 @@ def linear_schedule(step: int, *, lr: float, steps: int, warmup: int = 0, final:
     lr : float
         The highest rate.
     steps : int
-        The number of steps of the training; the rate of all later ones is `final`.
+        The number of steps of the training; the rate of all later steps is `final`.
     warmup : int, default 0
-        So many steps rise: step k of them has lr (k + 1) / warmup.
+        The number of steps of the rise; step k of these has the rate lr (k + 1) / warmup.
     final : float, default 0.0
         The rate at the end.
 
@@ -52,7 +52,7 @@ def linear_schedule(step: int, *, lr: float, steps: int, warmup: int = 0, final:
 
 
 def cosine_schedule(step: int, *, lr: float, steps: int, warmup: int = 0, final: float = 0.0) -> float:
-    """Give the learning rate of a step: a linear rise to `lr`, then half a cosine down to `final`.
+    """Return the learning rate of a step: a linear rise to `lr`, then half a cosine down to `final`.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def cosine_schedule(step: int, *, lr: float, steps: int, warmup: int = 0, final:
 
 
 def _fallen(step: int, steps: int, warmup: int) -> float:
-    """The part of the fall that lies behind, negative while the rate rises."""
+    """Return the part of the fall that is done at `step`, in [0, 1]; it is negative while the rate rises."""
     step, steps, warmup = integer(step, "step"), integer(steps, "steps"), integer(warmup, "warmup")
     if step < 0:
         raise ValueError(f"step must be at least 0, got {step}")

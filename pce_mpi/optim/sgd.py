@@ -20,17 +20,17 @@ class SGD(Optimizer):
 
         d = g + weight_decay p
         b = momentum b + d                     with momentum; b = d in the first step
-        d = b, or d + momentum b               with momentum; the second with nesterov
+        d = b                                  with momentum; with nesterov instead d = d + momentum b
 
     Parameters
     ----------
     parameters : iterable of DistArray, or of dict
         Arrays that were made with `requires_grad=True`, each once, over any meshes, of any floating dtype; none may be
-        Partial. Or groups of them, as in torch: each is a dict with an iterable of arrays as "params", and with the
-        options below that it has of its own, such as `{"params": biases, "weight_decay": 0.0}`.
+        Partial. Or groups of them, as in torch: each is a dict with an iterable of arrays as "params", and with its own
+        values for some of the options below, such as `{"params": biases, "weight_decay": 0.0}`.
     lr : float
-        The learning rate, finite and not negative; it may be assigned between steps, as `optimizer.lr`, or that of a
-        group as `optimizer.param_groups[i]["lr"]`.
+        The learning rate, finite and not negative. It may be assigned between steps: `optimizer.lr`, or
+        `optimizer.param_groups[i]["lr"]` for one group.
     momentum : float, optional
         The factor of b, finite and not negative.
     nesterov : bool, optional
@@ -41,8 +41,8 @@ class SGD(Optimizer):
     Raises
     ------
     TypeError
-        If a parameter is no distributed array or a factor no number, NumPy arrays are beside CuPy arrays, or a group
-        has an option of another name.
+        If a parameter is no distributed array, a factor is no number, NumPy and CuPy arrays are mixed, or a group has
+        an unknown option.
     ValueError
         If there are no parameters, one is given twice, is Partial or is not a leaf that requires a gradient, or a
         factor is out of range.
@@ -82,7 +82,7 @@ class SGD(Optimizer):
         return found
 
     def _buffer_names(self, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """The buffers of each parameter: b, if there is a momentum."""
+        """Return the names of the buffers of each parameter: b, if there is a momentum."""
         return ("momentum",) if options["momentum"] else ()
 
     def _update(

@@ -35,8 +35,8 @@ class _Group:
     """Gradients that go into one collective over the same ranks, as one of these ranks sees them.
 
     `members` are the numbers of their parameters. Each member has a divisor that turns the partials of an average into
-    those of a sum, the shape of the gradient on this rank afterwards, and its end in the flat buffer. `parts` has, for
-    a reduce_scatter, the part of each member that goes to each rank. `before` and `after` are for the trace.
+    those of a sum, the shape of its gradient on this rank after the collective, and its end in the flat buffer. For a
+    reduce_scatter, `parts` has the part of each member that goes to each rank. `before` and `after` are for the trace.
     """
 
     mesh: int
@@ -63,7 +63,7 @@ class _Schedule:
     """The collectives for the gradients of a list of parameters, from shardings and dtypes alone.
 
     `described` and `checksums` have one entry for each mesh. The gradients of the parameters in `alone` are
-    redistributed one by one: all of them in an arithmetic that leaves no gradient Partial.
+    redistributed one by one; in an arithmetic that leaves no gradient Partial, these are all parameters.
     """
 
     described: tuple[Mapping[str, str], ...]
@@ -94,7 +94,7 @@ def synchronize(
     for number, mesh in enumerate(meshes):
         with local_checks() as agreement:
             _agree_on(mesh, operation, called[number], schedule, number, error, named)
-        if agreement.error is not None:  # the ranks of the other meshes must hear of it
+        if agreement.error is not None:  # to be told to the ranks of the other meshes
             error, named = agreement.error, True
     if error is not None:
         raise error
@@ -108,7 +108,7 @@ def synchronize(
         _bring_together(group, partials, meshes[group.mesh], operation)
     for index, partial in partials.items():
         parameter = parameters[index]
-        # Views of the buffer that was reduced, which lives as long as the gradients: copies would take as long as the
+        # Gradients are views of the reduced buffer, which lives as long as they do: copies would take as long as the
         # rest of this function.
         parameter.grad = DistArray(partial.astype(parameter.dtype, copy=False), parameter.mesh, parameter.sharding)
 
@@ -126,7 +126,7 @@ def _agree_on(
     fact = 0 if schedule is None else schedule.checksums[number]
     checksums = mesh.agree(dims, operation, called, error, fact=fact, ranks_named=named)
     if checksums != checksums[:1] * len(checksums) and schedule is not None:
-        mesh.agree(dims, operation, schedule.described[number])  # raises, and says which parameters differ
+        mesh.agree(dims, operation, schedule.described[number])  # raises an error with the parameters that differ
 
 
 @lru_cache(maxsize=64)
@@ -154,7 +154,7 @@ def _schedule(placed: tuple[_Placed, ...], coordinates: tuple[_Coordinates, ...]
         key = next((key for key in keys if not any(key in later for _, *later in waiting.values())), keys[0])
         group = {index: pending[index].pop(0) for index, keys in waiting.items() if keys[0] == key}
         groups.append(_group(key, group, dict(coordinates[key[0]])))
-    groups.sort(key=lambda group: group.mesh)  # one mesh after the other, as their ranks may not be the same
+    groups.sort(key=lambda group: group.mesh)  # one mesh after the other, as they may have different ranks
     return _Schedule(tuple(described), tuple(zlib.crc32(text.encode()) for text in texts), tuple(alone), tuple(groups))
 
 
@@ -171,7 +171,7 @@ def _is_sum(step: Step) -> bool:
 
 
 def _group(key: _Key, taken: Mapping[int, Step], here: Coordinates) -> _Group:
-    """Return the group of the steps `taken`, by number of parameter, for the rank at `here`."""
+    """Return the group of the steps `taken`, by the number of their parameters, for the rank at `here`."""
     mesh, verb, dims, dtype = key
     shapes = tuple(step.after.local_shape(here) for step in taken.values())
     parts = []
@@ -194,7 +194,7 @@ def _group(key: _Key, taken: Mapping[int, Step], here: Coordinates) -> _Group:
 
 
 def _bring_together(group: _Group, partials: dict[int, Array], mesh: Mesh, operation: str) -> None:
-    """Replace the local array of each gradient in `group` by the one after the group's collective."""
+    """Replace the local array of each gradient in `group` by its result of the group's collective."""
     dtype = compute_dtype_of(group.dtype)  # so that halves are rounded only once
     mine = [partials[index] for index in group.members]
     for number, (before_sum, _) in enumerate(group.averaging):
@@ -240,9 +240,9 @@ def _checked_gradient(parameter: DistArray, index: int, meshes: Sequence[Mesh]) 
     if gradient.mesh is not parameter.mesh:
         raise ValueError(f"{what} is over another mesh than its parameter")
     if gradient.shape != parameter.shape:
-        raise ValueError(f"{what} must have its shape, {parameter.shape}, got {gradient.shape}")
+        raise ValueError(f"{what} must have the parameter's shape, {parameter.shape}, got {gradient.shape}")
     if gradient.dtype != parameter.dtype:
-        raise TypeError(f"{what} must have its dtype, {parameter.dtype}, got {gradient.dtype}")
+        raise TypeError(f"{what} must have the parameter's dtype, {parameter.dtype}, got {gradient.dtype}")
     check_one_library({f"parameters[{index}]": parameter.local, what: gradient.local})
     return mesh, parameter.sharding, gradient.sharding, parameter.dtype
 
