@@ -51,7 +51,7 @@ def as_array(value: Any, name: str) -> Any:
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise TypeError(f"{name} cannot be taken as an array: {error}") from error
     if array.dtype == object:
-        remedy = ": take its .toarray()" if hasattr(value, "toarray") else ""  # a sparse matrix
+        remedy = ": take its .toarray()" if hasattr(value, "toarray") else ""  # such as a sparse matrix
         raise TypeError(f"{name} must be an array of numbers, got {type(value).__name__}{remedy}")
     return array
 
@@ -62,8 +62,8 @@ def _check_address(array: Any, name: str) -> None:
     steps = (stride for stride, length in zip(array.strides, array.shape, strict=True) if length > 1)
     if array.size and any(address % size for address in (array.data.ptr, *steps)):
         raise ValueError(
-            f"{name} has elements at addresses that their {size} bytes do not divide, as in a view of bytes, where no "
-            "GPU can read them: copy the bytes to an array of their own"
+            f"{name} has elements of {size} bytes at addresses that are no multiples of {size}, as in a view of bytes: "
+            "no GPU can read them there; copy the bytes to an array of their own"
         )
 
 
@@ -91,7 +91,7 @@ def import_cupy() -> ModuleType:
 
 
 def check_one_library(operands: Mapping[str, Any]) -> None:
-    """Raise `TypeError` if `operands`, by name, have arrays of both NumPy and CuPy; numbers go with either."""
+    """Raise `TypeError` if `operands`, by name, have arrays of both NumPy and CuPy; numbers fit both."""
     if "cupy" not in sys.modules:
         return
     places: dict[str, list[str]] = {}
@@ -125,7 +125,7 @@ def library_named(name: str) -> Any:
 
 @cache
 def name_of(dtype: np.dtype[Any]) -> str:
-    """Return the name of `dtype`, which NumPy makes anew each time."""
+    """Return the name of `dtype`, cached, as NumPy makes a new string each time."""
     return dtype.name
 
 
@@ -187,7 +187,7 @@ def to_host(array: Any) -> np.ndarray[Any, Any]:
 def numpy_dtype(name: str, floating: bool = True) -> Callable[..., np.dtype[Any]]:
     """Make a function that gives the dtype of NumPy's function `name`, which depends on the size of integers.
 
-    Without `floating` NumPy says that it takes no floating-point numbers.
+    Without `floating`, NumPy's function raises its own error for floating-point numbers.
     """
 
     @cache

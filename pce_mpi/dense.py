@@ -64,7 +64,7 @@ class LinearValueAndGrad(NamedTuple):
     dhidden, dw : array
         The gradients of `hidden` and `w`.
     dbias : array or None
-        That of `bias`, if there is one.
+        The gradient of `bias`, if there is one.
     """
 
     loss: Array
@@ -178,7 +178,7 @@ def softmax_cross_entropy_value_and_grad(
         if index_targets:
             valid, held = _held_targets(targets, ignore_index, classes)
             u = np.zeros_like(x)
-            if label_smoothing:  # otherwise a nan among the weights of other classes than the targets would count
+            if label_smoothing:  # without it, a nan among the weights of other classes must not count
                 u += label_smoothing / classes * w
             _add_at(u, held, (1.0 - label_smoothing) * w[held])
             divisor = w[held][valid].sum()
@@ -288,7 +288,7 @@ def class_statistics(
     scale = logit_scale if softcap is None else None
     with np.errstate(all="ignore"):
         z, _ = _transform(x, logit_scale, softcap)
-        top = x.argmax(axis=-1)  # z grows with x, but what a softcap rounds to may not
+        top = x.argmax(axis=-1)  # z grows with x, but a rounded softcap may not
         p, _, nll, logsumexp = _softmax(x, z, top, scale)
         log_prob = None
         if targets is not None:
@@ -362,12 +362,12 @@ def class_statistics_backward(
 
 
 def _by_row(upstream: ArrayLike, x: Array) -> Array:
-    """An upstream gradient as (rows, 1)."""
+    """Return an upstream gradient as (rows, 1)."""
     return np.broadcast_to(np.asarray(upstream).astype(np.float64), x.shape[:-1])[..., None]
 
 
 def _held_targets(targets: Array, ignore_index: int, classes: int) -> tuple[Array, Array]:
-    """(rows,) bools of the rows that count, and the targets, with class 0 in the other rows."""
+    """Return (rows,) bools of the rows that count, and the targets, with class 0 in the other rows."""
     valid = targets != ignore_index
     if ((targets[valid] < 0) | (targets[valid] >= classes)).any():
         raise IndexError(f"a target is outside [0, {classes})")
@@ -375,7 +375,7 @@ def _held_targets(targets: Array, ignore_index: int, classes: int) -> tuple[Arra
 
 
 def _transform(x: Array, scale: float, softcap: float | None) -> tuple[Array, Array]:
-    """z and dz/dx."""
+    """Return z and dz/dx."""
     if softcap is None:
         return scale * x, np.full_like(x, scale)
     u = scale * x / softcap
@@ -384,15 +384,15 @@ def _transform(x: Array, scale: float, softcap: float | None) -> tuple[Array, Ar
 
 
 def _softmax(x: Array, z: Array, held: Array, scale: float | None) -> tuple[Array, Array, Array, Array]:
-    """p, p - [class is held], -log p and logsumexp of z = scale x (or of z, without a scale)."""
+    """Return p, p - [class is held], -log p and logsumexp of z = scale x (or of z, without a scale)."""
     source, factor = (z, 1.0) if scale is None else (x, scale)
     others = source.copy()
     _put(others, held, -np.inf)
     h, m = _at(source, held)[..., None], others.max(axis=-1, keepdims=True)
     h = np.where(h == np.inf, np.nan, h)
-    m = np.where((m == -np.inf) & (h > -np.inf), h, m)  # no other class is left
+    m = np.where((m == -np.inf) & (h > -np.inf), h, m)  # all other classes are masked
     e = _exp_difference(others, m, factor)
-    # over the others, relative to m; in longdouble, as thousands of equal terms are rounded alike
+    # over the others, relative to m; in longdouble, as float64 rounds thousands of equal terms in one direction
     total = e.sum(axis=-1, keepdims=True, dtype=np.longdouble).astype(np.float64)
     a = total * _exp_difference(m, h, factor)  # relative to h
     p = e / (total + _exp_difference(h, m, factor))
@@ -410,7 +410,7 @@ def _softmax(x: Array, z: Array, held: Array, scale: float | None) -> tuple[Arra
 
 
 def _exp_difference(a: Array, b: Array, factor: float) -> Array:
-    """exp(factor (a - b)), corrected for the rounding error of a - b (Knuth's TwoSum)."""
+    """Return exp(factor (a - b)), corrected for the rounding error of a - b (Knuth's TwoSum)."""
     difference = a - b
     virtual = difference - a
     error = (a - (difference - virtual)) - (b + virtual)

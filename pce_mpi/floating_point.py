@@ -9,8 +9,8 @@ _ONE, _HALF_ULP, _LEAST_NORMAL, _LEAST, _LARGE = 1.0, 2.0**-53, 2.0**-1022, 2.0*
 def check_floating_point() -> None:
     """Raise `RuntimeError` unless this thread rounds to nearest and keeps subnormal numbers.
 
-    It may not: `fesetround` and `torch.set_flush_denormal` change that, and so does a library that was linked with
-    -ffast-math, for the whole process, when it is loaded. Numbers then have other bits.
+    `fesetround` and `torch.set_flush_denormal` change that, and so does a library that was linked with -ffast-math, for
+    the whole process, when it is loaded. Results then have other bits.
     """
     wrong = []
     if _ONE + _HALF_ULP != _ONE or _ONE + (_HALF_ULP + 0.5 * _HALF_ULP) == _ONE:
@@ -19,7 +19,7 @@ def check_floating_point() -> None:
         wrong.append("takes subnormal numbers for 0")
     if wrong:
         raise RuntimeError(
-            f"the floating-point unit {' and '.join(wrong)}, which gives results other bits: something in this process "
-            "has set it so, as fesetround, torch.set_flush_denormal(True) and libraries linked with -ffast-math do; "
-            "set it back"
+            f"the floating-point unit {' and '.join(wrong)}, which gives results other bits: this process has changed "
+            "its state, as fesetround, torch.set_flush_denormal(True) and libraries linked with -ffast-math do; set "
+            "the state back"
         )

@@ -19,7 +19,7 @@ from pce_mpi.arrays import array_namespace, cupy_of, import_cupy
 def check_on_current_gpu(operands: Mapping[str, Any]) -> None:
     """Raise `ValueError` if one of `operands`, by name, is on another GPU than the current one.
 
-    A kernel that reads from such an address breaks the process's CUDA context.
+    A kernel that reads from another GPU's address breaks the process's CUDA context.
     """
     for name, value in operands.items():
         cupy = cupy_of(value)
@@ -83,9 +83,9 @@ def gpus() -> list[GPU]:
         found = [runtime.getDeviceProperties(index) for index in range(runtime.getDeviceCount())]
     except (ImportError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise RuntimeError(f"CuPy is installed, but sees none: {reason}") from error
+        raise RuntimeError(f"CuPy is installed, but sees no GPU: {reason}") from error
     if not found:
-        raise RuntimeError("CuPy is installed, but sees none: is CUDA_VISIBLE_DEVICES empty?")
+        raise RuntimeError("CuPy is installed, but sees no GPU: is CUDA_VISIBLE_DEVICES empty?")
     return [GPU(each["name"].decode(), each["totalGlobalMem"], f"{each['major']}.{each['minor']}") for each in found]
 
 

@@ -1,7 +1,7 @@
 """Hollow arrays, which have a shape and a dtype and no elements: the third array library, beside NumPy and CuPy.
 
-Operations run on them as they do on others, and give the shapes and dtypes of their results. So it is found without
-data what a program sends. Whatever needs the value of an element raises `TypeError`.
+Operations run on them as on other arrays, and give the shapes and dtypes of their results. So a program's collectives
+are found without data. A function that needs the value of an element raises `TypeError`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 
 
 class Hollow(np.ndarray[Any, Any]):
-    """An array all of whose elements are one zero in memory, which is never read; `hollow` makes one."""
+    """An array whose elements are all the same zero in memory, which is never read; `hollow` makes one."""
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
         if method == "at":
             return None
-        # Of the first elements alone, for dtypes and errors.
+        # Computed from the first elements alone, for dtypes and errors.
         found = getattr(ufunc, method)(*map(_first, inputs), **{k: v for k, v in options.items() if k != "where"})
         if out is not None:
             return out[0] if len(out) == 1 else out
@@ -38,7 +38,7 @@ class Hollow(np.ndarray[Any, Any]):
         if function in _AS_THEY_ARE:
             return _as_hollow(super().__array_function__(function, types, arguments, options))
         raise TypeError(
-            f"numpy.{function.__name__} of hollow arrays: it may depend on their elements, and there are none"
+            f"numpy.{function.__name__} takes no hollow arrays: it may depend on elements, which they do not have"
         )
 
     def astype(self, dtype: Any, *_: Any, **__: Any) -> Any:
@@ -54,7 +54,7 @@ class Hollow(np.ndarray[Any, Any]):
         if not any(isinstance(part, Hollow) for part in parts):
             found: Any = super().__getitem__(index)
             return hollow(found.shape, found.dtype)
-        # A mask takes all elements: so many there may be.
+        # A mask takes all elements, the most that a mask can take.
         masks = [getattr(part, "dtype", None) == np.bool_ for part in parts]
         shapes = [(part.size,) if mask else np.shape(part) for part, mask in zip(parts, masks, strict=True)]
         axes = sum(part.ndim if mask else 1 for part, mask in zip(parts, masks, strict=True))
@@ -64,7 +64,7 @@ class Hollow(np.ndarray[Any, Any]):
         """Do nothing: there are no elements."""
 
     def _value(self, *_: Any) -> Any:
-        raise TypeError("the value of an element is asked for, and hollow arrays have no elements")
+        raise TypeError("hollow arrays have no elements, so the value of an element cannot be given")
 
     def __repr__(self) -> str:
         return f"hollow({self.shape}, {self.dtype})"
@@ -140,7 +140,7 @@ _SHAPED: dict[Any, Callable[..., Any]] = {
     np.full_like: lambda x, _, dtype=None: hollow(x.shape, dtype or x.dtype),
     **dict.fromkeys([np.zeros_like, np.ones_like, np.empty_like, np.sort, np.triu], _like),
 }
-# Views, and functions that come down to ufuncs.
+# Views, and functions that NumPy computes by ufuncs.
 _AS_THEY_ARE = {
     *(np.reshape, np.transpose, np.moveaxis, np.swapaxes, np.expand_dims, np.squeeze, np.flip, np.split),
     *(np.broadcast_to, np.broadcast_arrays, np.diagonal, np.shape, np.ndim, np.size, np.result_type),
@@ -149,7 +149,7 @@ _AS_THEY_ARE = {
 
 
 class Library:
-    """NumPy, but arrays that it makes are hollow."""
+    """NumPy, except that the arrays that it makes are hollow."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
@@ -163,12 +163,12 @@ class Library:
 
     @staticmethod
     def full(shape: int | Sequence[int], value: Any, dtype: Any = None) -> Hollow:
-        """Return a hollow array of `dtype`, or that of `value`."""
+        """Return a hollow array of `dtype`, or of the dtype of `value`."""
         return hollow(shape, dtype or np.result_type(value))
 
     @staticmethod
     def asarray(x: Any, dtype: Any = None, **_: Any) -> Any:
-        """Return `x`, hollow only if it was."""
+        """Return `x` as an array; it is hollow only if `x` is."""
         return hollow(x.shape, dtype or x.dtype) if isinstance(x, Hollow) else np.asarray(x, dtype)
 
     array = ascontiguousarray = asarray

@@ -1,8 +1,8 @@
 """Temporary files and folders, and how a process finds those that a killed process left.
 
 The process that makes one holds a lock on it (flock), which the kernel releases however that process ends. On some
-shared file systems such locks are visible on one machine only, and others have none. Therefore the name says which
-machine made it; from other machines a file counts as abandoned if it has not changed for a week.
+shared file systems such locks are visible on one machine only, and others have none. Therefore the name has the machine
+that made it; a file of another machine counts as abandoned if it has not changed for a week.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 import zlib
 
 _WEEK = 7 * 24 * 3600.0
-# How often another process may remove a new file in the moment before it is locked.
+# How many times another process may remove a new file in the moment before it is locked.
 _ATTEMPTS = 10
 
 
@@ -43,7 +43,7 @@ def new_folder(folder: Path, stem: str) -> tuple[Path, int]:
 
 
 def abandoned(folder: Path, stem: str) -> Iterator[Path]:
-    """Yield what processes of this user left in `folder`; the caller removes each before asking for the next."""
+    """Yield files and folders that ended processes of this user left; the caller removes each before the next."""
     name = re.compile(re.escape(stem) + "([0-9a-f]{8})-[0-9a-f]{8}")
     try:
         names = os.listdir(folder)
@@ -101,7 +101,7 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _opened(path: Path) -> int | None:
-    """Open a file or folder so that it can be locked; None for what no process of this user made."""
+    """Open a file or folder so that it can be locked; None if it is not this user's, or is of another kind."""
     status = os.lstat(path)
     if status.st_uid != os.geteuid():
         return None
@@ -121,13 +121,13 @@ def _is_abandoned(path: Path, descriptor: int, machine: str) -> bool:
     try:
         changes = [each.stat().st_mtime for each in [path, *(path.iterdir() if path.is_dir() else ())]]
     except OSError:
-        return False  # its files change at this moment
+        return False  # its files are changing now
     return time.time() - max(changes) > _WEEK
 
 
 @cache
 def _machine() -> str:
-    """Return 8 characters that are the same for all processes that see each other's locks: those on one kernel."""
+    """Return 8 characters that name the running kernel: its processes see each other's locks."""
     try:
         identity = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Decide if two arrays are the same, or share memory, and if one overlaps itself."""
+"""Decide whether two arrays are the same or share memory, and whether one overlaps itself."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def shares_memory(a: Any, b: Any) -> bool:
 
 
 class _Addresses:
-    """Shows NumPy the addresses of an array on a GPU; never read from it."""
+    """An object that shows NumPy the addresses of an array on a GPU; never read from it."""
 
     def __init__(self, array: Any) -> None:
         self.__array_interface__ = {

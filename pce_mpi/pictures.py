@@ -1,4 +1,4 @@
-"""Figures of matplotlib, as elements of a page of HTML.
+"""Figures of matplotlib as elements of an HTML page.
 
 Importing this file loads nothing: matplotlib is an extra.
 """
@@ -14,7 +14,7 @@ from zlib import crc32
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Lines and text of this colour get that of the text around the element, as a page may be dark or light.
+# Lines and text of this colour take the colour of the text around the element, as a page may be dark or light.
 INK = "#010203"
 
 _STYLE: dict[Any, Any] = {
@@ -26,7 +26,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure, in inches; raise an `ImportError` that says what to install."""
+    """Return an empty figure, `width` by `height` inches; raise an `ImportError` that says what to install."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -35,9 +35,9 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def svg_or_none(draw: Callable[[Figure], object], width: float, height: float, name: str) -> str | None:
-    """Return the element for a notebook, which shows the text of an object where this is None: without matplotlib.
+    """Return the element for a notebook; None without matplotlib, for which a notebook shows the object's text.
 
-    The prefix of its ids begins with `name`; it follows from the picture, as a page can have many.
+    The prefix of its ids is `name` and a checksum of the picture, as a page can have many pictures.
     """
     try:
         picture = svg_element(draw, width, height, name)
@@ -49,7 +49,7 @@ def svg_or_none(draw: Callable[[Figure], object], width: float, height: float, n
 def svg_element(draw: Callable[[Figure], object], width: float, height: float, name: str) -> str:
     """Let `draw` fill a figure and return it as an SVG element, at most `width` inches wide.
 
-    `name`, one word, is the prefix of the ids in it: pictures that differ have different names in a page.
+    `name`, one word, is the prefix of the ids in it: different pictures of a page must have different names.
     """
     import matplotlib
 

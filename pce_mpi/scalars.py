@@ -1,4 +1,4 @@
-"""Arguments that are a number or a truth value: each function returns it as Python's own type, or says what came."""
+"""Checks of arguments that are a number or a truth value: each returns it as Python's own type, or raises."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def integer(value: Any, name: str) -> int:
-    """Return `value` as an int; `TypeError`, which names the argument, if it is none."""
+    """Return `value` as an int; `TypeError`, which names the argument, if it is no integer."""
     try:
         if isinstance(value, bool):  # a whole number to Python
             raise TypeError

@@ -92,5 +92,5 @@ def test_bench_without_gpu_prints_one_line(ranks):
     job = launch_source(ranks, WITHOUT_A_GPU)
     assert job.returncode == 2
     assert len(job.stdout.splitlines()) == 1
-    assert "CuPy is installed, but sees none: cudaErrorInsufficientDriver: too old" in job.stdout
+    assert "CuPy is installed, but sees no GPU: cudaErrorInsufficientDriver: too old" in job.stdout
     assert "Traceback" not in job.stderr

@@ -46,7 +46,7 @@ def test_numpy_arrays_work_beside_imported_cupy():
         main(["info"])
         """
     printed = run(program)
-    assert ("no GPU on rank 0: CuPy is installed, but sees none: " in printed) != ("GPUs seen" in printed)
+    assert ("no GPU on rank 0: CuPy is installed, but sees no GPU: " in printed) != ("GPUs seen" in printed)
 
 
 WITHOUT_A_GPU = """
@@ -62,7 +62,7 @@ WITHOUT_A_GPU = """
 def test_info_says_why_cupy_sees_no_gpu():
     job = launch_source(2, WITHOUT_A_GPU)
     assert job.returncode == 0, job.stderr
-    line = "no GPU on ranks 0-1: CuPy is installed, but sees none: cudaErrorInsufficientDriver: too old"
+    line = "no GPU on ranks 0-1: CuPy is installed, but sees no GPU: cudaErrorInsufficientDriver: too old"
     assert job.stdout.count(line) == 1
     assert "and more" not in job.stdout
     report = json.loads(launch_source(2, WITHOUT_A_GPU, "--json").stdout)

@@ -421,13 +421,13 @@ def test_arrays_at_odd_addresses_raise_everywhere(comm, cupy, unaligned):
         given[unaligned] = cupy.zeros(size + 1, np.uint8)[1:].view(array.dtype)[: array.size].reshape(array.shape)
     error = error_of(lambda: pce.softmax_cross_entropy_value_and_grad(**given, comm=comm))
     assert isinstance(error, ValueError)
-    assert f"{unaligned} has elements at addresses that their {given[unaligned].dtype.itemsize} bytes" in str(error)
+    assert f"{unaligned} has elements of {given[unaligned].dtype.itemsize} bytes at addresses" in str(error)
     assert len(set(comm.allgather(str(error)))) == 1
 
 
 def test_distributed_arrays_at_odd_addresses_are_refused(line, cupy):
     halves = cupy.zeros(7, np.uint8)[1:].view(np.float16)
-    with pytest.raises(ValueError, match="array has elements at addresses that their 2 bytes do not divide"):
+    with pytest.raises(ValueError, match="array has elements of 2 bytes at addresses that are no multiples of 2"):
         pce.distribute(halves, line)
 
 
