@@ -1,7 +1,7 @@
 """The agreement of the ranks on one call: they make the same one, and each knows which classes the others have.
 
-Nothing local raises by itself. The errors of a rank's own checks go into the agreement: after it every rank has a
-`Problem`, or every rank has raised the same error.
+A rank's own checks do not raise before the agreement: it tells their errors to the other ranks. After it, every rank
+has a `Problem`, or every rank has raised the same error.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def agree_on(options: Options, check_arguments: Callable[[], Problem]) -> Proble
             check_floating_point()
         problem = check_arguments()
         facts = _facts(problem)
-        host_kernel()  # a rank that has not the kernel that it is told to use says so before the others wait
+        host_kernel()  # a rank without the kernel that was chosen raises before the others wait
     error = checks.error
     if options.batch_comm is None or not is_comm(options.batch_comm):
         return _place(options, problem, facts, error)
@@ -75,12 +75,12 @@ def agree_on(options: Options, check_arguments: Callable[[], Problem]) -> Proble
 
 
 def _call(options: Options, problem: Problem | None, more: Mapping[str, Hashable]) -> Call:
-    """The call as it must be the same on every rank; a rank whose checks failed says no more than the operation."""
+    """Return all that must be the same on every rank; only the operation, if the checks of this rank failed."""
     return Call(options.operation, {}) if problem is None else problem.call(more)
 
 
 def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], error: Exception | None) -> Problem:
-    """`problem` with its place among all classes, once the ranks of `comm` have agreed on the rest."""
+    """Return `problem` with its place among all classes; the ranks of `comm` have agreed on the rest."""
     comm: Any = options.comm
     operation, over = options.operation, options.over
     said: list[tuple[int, ...]]
@@ -129,10 +129,10 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
 
 
 def _facts(problem: Problem) -> tuple[int, ...]:
-    """The facts of this rank's shard for the other ranks.
+    """Return the facts of this rank's shard for the other ranks.
 
-    A checksum of the targets, the first class (-1: not given), the number of classes, the highest target, and a
-    checksum of a sample of the logits (0: the other ranks may pass the same).
+    They are a checksum of the targets, the first class (-1: not given), the number of classes, the highest target, and
+    a checksum of a sample of the logits (0: the other ranks may pass the same).
     """
     options = problem.options
     start = -1 if options.class_start is None else operator.index(options.class_start)
@@ -143,14 +143,14 @@ def _facts(problem: Problem) -> tuple[int, ...]:
 
 
 def _sample(logits: Any, axis: int) -> int:
-    """A checksum of a few logits; 0 if none of these rows has two different finite values.
+    """Return a checksum of a few logits; 0 if none of these rows has two different finite values.
 
     Shards of different classes may then be equal, as logits are before the first step of a training.
     """
     if logits.size == 0:
         return 0
     index, classes_first = _sampled(logits.shape, axis)
-    # For logits on a GPU this waits for the work that fills them, as the merge of the shards must anyway.
+    # On a GPU this waits for the work that fills the logits, as the merge of the shards must do anyway.
     sample = to_host(logits[index])
     rows = sample.T if classes_first else sample
     if not any(map(_has_two_values, rows)):
@@ -161,7 +161,7 @@ def _sample(logits: Any, axis: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _sampled(shape: tuple[int, ...], axis: int) -> tuple[tuple[int | slice | None, ...], bool]:
-    """The index of up to 29 classes of up to 5 rows along the longest other axis; True if the classes come first.
+    """Return the index of up to 29 classes of up to 5 rows along the longest other axis; True if classes come first.
 
     The strides are odd: with even ones, logits that repeat in every second class or row would look constant.
     """
@@ -176,7 +176,7 @@ def _sampled(shape: tuple[int, ...], axis: int) -> tuple[tuple[int | slice | Non
 
 
 def _has_two_values(row: HostArray) -> bool:
-    """True if `row` has two different finite values."""
+    """Return whether `row` has two different finite values."""
     values: list[float] = row.tolist()  # a list of so few numbers is searched faster than an array
     lowest, highest = min(values), max(values)
     if -math.inf < lowest < highest < math.inf:
@@ -186,7 +186,7 @@ def _has_two_values(row: HostArray) -> bool:
 
 
 def _check_not_gathered(counts: Sequence[int], samples: Sequence[int], over: str, name: str) -> None:
-    """Raise unless some ranks pass different logits, or weights w, as far as their samples tell."""
+    """Raise unless some ranks pass different logits, or weights w, judged by their samples."""
     if len(counts) == 1 or len({said for said in zip(counts, samples, strict=True) if said[0]}) > 1:
         return
     with_classes = [rank for rank, count in enumerate(counts) if count]

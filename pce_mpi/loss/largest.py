@@ -1,7 +1,7 @@
 """The largest logits of each row over the classes of all shards, and their class numbers.
 
-Each rank finds the k largest of its own classes. The ranks merge these candidates in one Allreduce, in which the order
-of the merges cannot show: classes with equal logits come in the order of their numbers.
+Each rank finds the k largest of its own classes. The ranks merge these candidates in one Allreduce. The result does not
+depend on the order of the merges: classes with equal logits come in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def argmax(logits: Any, **options: Unpack[ShardedAxisOptions]) -> Array:
 
 
 def largest(options: Options, logits: Any, k: int) -> tuple[Array, Array]:
-    """The values and classes of `top_k`; collective over `options.comm`, in a block `with standard_arithmetic()`."""
+    """Return the results of `top_k`; collective over `options.comm`, in a block `with standard_arithmetic()`."""
     problem = agree_on(options, partial(_check, options, logits, k))
     k = checked_k(k)
     if k > problem.num_classes:
@@ -115,7 +115,7 @@ def largest(options: Options, logits: Any, k: int) -> tuple[Array, Array]:
     dtype = _wire_dtype(problem.logits.dtype)
     candidates = xp.empty((len(rows), 2, k), np.int64)
     values, classes = candidates[:, 0].view(dtype), candidates[:, 1]
-    values[...], classes[...] = _lowest(dtype), NO_CLASS  # of a rank with fewer classes
+    values[...], classes[...] = _lowest(dtype), NO_CLASS  # for a rank with fewer than k classes
     count = min(k, problem.classes)
     found, columns = problem.kernel.largest_of(rows, count)
     values[:, :count], classes[:, :count] = found.astype(dtype, copy=False), columns + problem.class_start
@@ -147,7 +147,7 @@ def checked_k(k: Any) -> int:
 
 
 def _wire_dtype(dtype: np.dtype[Any]) -> Any:
-    """The dtype of 8 bytes that has all numbers of `dtype`."""
+    """Return the dtype of 8 bytes that has all numbers of `dtype`."""
     return np.float64 if is_floating(dtype) else np.uint64 if dtype.kind == "u" else np.int64
 
 
@@ -157,7 +157,7 @@ def _lowest(dtype: Any) -> Any:
 
 @cache
 def _merge(k: int) -> Callable[[HostArray, HostArray], None]:
-    """The merge of the k candidates of a set of classes into those of another one, of the same rows."""
+    """Make the function that merges the k candidates of some classes into those of others, of the same rows."""
 
     def merge(a: HostArray, b: HostArray) -> None:
         values, classes = (np.concatenate([a[name], b[name]], axis=1) for name in ("values", "classes"))

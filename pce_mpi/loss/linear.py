@@ -1,7 +1,7 @@
-"""Cross entropy of `hidden @ w + bias`, a chunk of rows at a time: all logits are never held.
+"""Cross entropy of `hidden @ w + bias`, a chunk of rows at a time, so that all logits are never held at once.
 
 The logits of some rows are computed and reduced to states. The merge of the states over the ranks runs while the next
-rows are multiplied. Then the gradient is written over the logits and multiplied again, while they are at hand.
+rows are multiplied. Then the gradient is written over the logits, and multiplied to give the gradients of the operands.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pce_mpi.loss.softmax_state import RowSoftmax
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
 
-# Rows of a chunk that is not given. More rows make products faster, and adding to the gradient of w rarer.
+# The default number of rows of a chunk. More rows make products faster, and additions to the gradient of w rarer.
 _ROWS, _ROWS_ON_GPU = 512, 4096
-# Class weights are in the sums of gradients, and divided out at the end.
+# Bounds of the class weights: sums of gradients are weighted, and divided at the end.
 _LEAST, _MOST = 1e-18, 1e18
 
 
@@ -45,10 +45,9 @@ class LinearValueAndGrad(NamedTuple):
         The gradient of `hidden`: of the loss, or of the sum over this rank's rows for `reduction="none"`. It is the sum
         over the classes of all shards, the same on every rank of `comm`.
     dw : array
-        The gradient of this shard of `w`, for this rank's rows: with `batch_comm`, the sum over its ranks is yet to be
-        taken.
+        The gradient of this shard of `w`, from this rank's rows: with `batch_comm`, sum it over its ranks.
     dbias : array or None
-        The gradient of this shard of `bias`, likewise. None without a bias.
+        The gradient of this shard of `bias`, from this rank's rows. None without a bias.
     """
 
     loss: Array
@@ -71,7 +70,7 @@ def linear_cross_entropy_value_and_grad(
     hidden : array of float16, bfloat16, float32 or float64, shape (..., features)
         The same on every rank of `comm`.
     w : array of the dtype of `hidden`, shape (features, local classes)
-        This shard's classes; `w.T` of an array (classes, features) will do as well.
+        This shard's classes; `w.T` of an array (classes, features) is accepted as it is.
     targets : array of integers, shape (...)
         Class numbers: global, the same on every rank of `comm`.
     ignore_index, logit_scale, softcap, compute_dtype, weight, label_smoothing, z_loss, reduction : optional
@@ -79,10 +78,10 @@ def linear_cross_entropy_value_and_grad(
     comm, class_start, num_classes, batch_comm : optional
         Those of `softmax_cross_entropy`.
     bias : array of the dtype of `hidden`, shape (local classes,), optional
-        This shard's.
+        The bias of this shard's classes.
     chunk : int, optional
-        So many rows of logits are held at once, at least 2 if there are other ranks; the same on every rank. Unless
-        given 512, or 4,096 on a GPU.
+        The number of rows of logits that are held at once, at least 2 if there are other ranks; the same on every rank.
+        The default is 512, or 4,096 on a GPU.
 
     Returns
     -------
@@ -99,11 +98,11 @@ def linear_cross_entropy_value_and_grad(
     Collective over `comm`: one Allgather of 56 bytes; one Allreduce of 40 bytes a row (more with options) for each half
     of a chunk; and one Allreduce of `dhidden`. Collective over `batch_comm` as `softmax_cross_entropy` is.
 
-    Bits follow those of the matrix products: the loss has the bits of `softmax_cross_entropy` of the same logits. But a
-    BLAS gives a product of another number of rows or columns other last bits, and `dhidden` is a sum of
+    The bits depend on the matrix products. The loss has the bits of `softmax_cross_entropy` of the same logits. But a
+    BLAS gives other last bits to a product with another number of rows or columns, and `dhidden` is a sum of
     floating-point numbers over the ranks. Logits of halves are float32, and so are the sums of the gradients. A GPU
     multiplies halves as they are (cuBLAS's `gemmEx`), and the gradient of the logits as the sum of two halves, which
-    have 16 bits of it; of float16, those of elements less than 2^-24 of the largest are fewer.
+    keep 16 bits of it. For float16, elements less than 2^-24 of the largest one keep fewer bits.
 
     Examples
     --------
@@ -128,8 +127,8 @@ def linear_cross_entropy_value_and_grad(
 class RowSums:
     """Gradients of the sum of the losses of rows that count; those of halves are float32, that of `bias` is float64.
 
-    That of `hidden`, shaped as it is, is over this rank's classes alone. Times `factor`, (1,), they are those of the
-    loss. `ignored`, (rows,) on the host, are the rows that do not count.
+    The gradient of `hidden` has its shape and is summed over this rank's classes alone. The gradients of the loss are
+    these times `factor`, (1,). `ignored`, (rows,) on the host, are the rows that do not count.
     """
 
     hidden: Array
@@ -139,7 +138,7 @@ class RowSums:
     ignored: HostArray
 
     def of_hidden(self, upstream: Any) -> Array:
-        """The gradient of `hidden`, which this uses up; no factor, infinite or nan, reaches rows that do not count."""
+        """Return the gradient of `hidden`, in its sum's memory; rows that do not count stay 0 for any factor."""
         found = self._scaled(self.hidden, upstream)
         if self.ignored.any():
             ignored = array_namespace(found).asarray(self.ignored.reshape(found.shape[:-1]))
@@ -147,7 +146,7 @@ class RowSums:
         return found
 
     def of_classes(self, total: Array, upstream: Any) -> Array:
-        """The gradient of `w` or `bias` from its `total`, used up; without a row that counts it is a sum of nothing."""
+        """Return the gradient of `w` or `bias` in the memory of its `total`; it is 0 if no row counts."""
         return total if self.ignored.all() else self._scaled(total, upstream)
 
     def _scaled(self, gradient: Array, upstream: Any) -> Array:
@@ -159,7 +158,7 @@ class RowSums:
 def loss_and_sums(
     options: Options, hidden: Any, w: Any, targets: Any, with_gradients: bool = True
 ) -> tuple[Array, RowSums]:
-    """The loss, and the gradients of its sum over rows."""
+    """Return the loss, and the gradients of the sum of the rows' losses."""
     operands: list[_Operands] = []
 
     def check_arguments() -> Problem:
@@ -177,7 +176,7 @@ class _Operands:
     hidden: Array  # (rows, features)
     w: Array
     shape: tuple[int, ...]  # of `hidden` as it was passed
-    logits: list[Array]  # one buffer, or two if states travel while the next rows are multiplied
+    logits: list[Array]  # one buffer, or two if states are merged while the next rows are multiplied
     dhidden: Array
     dw: Array
     bias: Array | None
@@ -197,9 +196,9 @@ class _Operands:
         return cls(rows, w, hidden.shape, [], hidden, w, bias, w)
 
     def check(self, options: Options, targets: Any) -> Problem:
-        """The checked arguments of the loss, with room for the logits of some rows in place of all."""
+        """Return the checked arguments of the loss, with room for the logits of some rows in place of all."""
         xp, dtype = array_namespace(self.w), np.dtype(np.float32) if is_half(self.w.dtype) else self.w.dtype
-        # Logits without memory: a loss has their shape.
+        # Logits without memory, as the checks need only their shape and dtype.
         absent = xp.broadcast_to(xp.zeros((), dtype), (*self.shape[:-1], self.w.shape[1]))
         problem = check(options, absent, targets)
         if problem.targets is None:
@@ -236,7 +235,7 @@ def check_product(operands: Mapping[str, Any]) -> None:
 
 
 def rows_held(chunk: int | None, rows: int, ranks: int) -> int:
-    """The rows that are multiplied at once: a chunk or, as two of them are held if there are other ranks, half."""
+    """Return how many rows are multiplied at once: a chunk, or half of one if other ranks make it hold two parts."""
     chunk = chunk or _ROWS
     return max(1, min(rows, chunk // 2 if ranks > 1 else chunk))
 
@@ -301,7 +300,7 @@ def _chunk_by_chunk(problem: Problem, operands: _Operands, with_gradients: bool)
 
 
 def _rows_of(problem: Problem, rows: slice, logits: Array) -> Problem:
-    """The problem of some of the rows, with these logits."""
+    """Return the problem of some of the rows, with these logits."""
     assert problem.targets is not None
     assert problem.target_column is not None
     return replace(

@@ -28,7 +28,7 @@ _LARGEST = np.iinfo(np.int64).max
 
 
 class Reduction(StrEnum):
-    """The way in which the losses of the rows become the loss."""
+    """How the losses of the rows are reduced to the loss."""
 
     NONE = "none"
     SUM = "sum"
@@ -62,7 +62,7 @@ class ShardOptions(TypedDict, total=False):
 
 
 class BatchOptions(TypedDict, total=False):
-    """The place of this rank's rows among all."""
+    """The place of this rank's rows among all rows."""
 
     batch_comm: MPI.Intracomm | None  # the communicator over which the rows are sharded
 
@@ -138,7 +138,7 @@ class Options:
 
     @classmethod
     def of(cls, function: str, given: TransformOptions | ShardedAxisOptions, known: type[Any]) -> Options:
-        """The options of a call of `function`; `TypeError` for a keyword that is not in the TypedDict `known`."""
+        """Return the options of a call of `function`; `TypeError` for a keyword that the TypedDict `known` lacks."""
         for name in given:
             if name not in known.__optional_keys__:
                 options = ", ".join(known.__annotations__)
@@ -146,19 +146,19 @@ class Options:
         return cls._of({"operation": function, **given})
 
     def with_checked(self, values: Mapping[str, Any], weight: Array | None) -> Options:
-        """These options with checked values."""
+        """Return these options with checked values."""
         return self._of({**self.__dict__, **values, "weight": weight})
 
     @classmethod
     def _of(cls, given: Mapping[str, Any]) -> Options:
-        """Options whose defaults are those of the class: `__init__` takes as long as the states of a few rows."""
+        """Make options by hand, with the class's defaults: `__init__` takes as long as the states of a few rows."""
         options = object.__new__(cls)
         options.__dict__.update(given)
         return options
 
 
 def takes(known: type[Any]) -> Callable[[Function], Function]:
-    """Let `help` and `inspect.signature` show the options of the TypedDict `known`, with their defaults."""
+    """Make `help` and `inspect.signature` show the options of the TypedDict `known`, with their defaults."""
 
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
@@ -175,7 +175,7 @@ def takes(known: type[Any]) -> Callable[[Function], Function]:
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """The checked values of the options that are no arrays, by name, as the kernels take them too."""
+    """The checked values of the options that are no arrays, by name and in the form that kernels take."""
 
     values: Mapping[str, Any]
     transform: Transform
@@ -183,7 +183,7 @@ class Numbers:
 
 
 def checked_numbers(options: Options, logits: Array) -> Numbers:
-    """The checked values of the options that are no arrays. Programs repeat few different ones."""
+    """Return the checked values of the options that are no arrays, cached, as programs repeat few of them."""
     given: dict[str, Any] = {}
     check: Callable[..., Numbers] = _check_numbers
     for name, value in options.__dict__.items():

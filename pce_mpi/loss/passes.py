@@ -4,7 +4,7 @@ The forward pass computes one softmax state per row from this rank's classes, me
 Allreduce and derives the loss. The backward pass writes this rank's part of the gradient from the same merged states
 and communicates nothing.
 
-Kernels compute what has a bit to promise; what is left for the array library is a quotient. Only states leave a GPU,
+Kernels compute everything whose bits are promised; the array library computes only a quotient. Only states leave a GPU,
 and only if there are other ranks to merge them with.
 """
 
@@ -44,7 +44,7 @@ class PassResiduals:
     used_up: bool = field(default=False, init=False)
 
     def __reduce_ex__(self, _: object) -> NoReturn:
-        # Of two copies, one would not know that a backward pass of the other has overwritten the logits.
+        # A copy would not know that a backward pass of the other one has overwritten the logits.
         raise TypeError(
             "residuals are neither copied nor pickled, as they refer to the logits: run the forward pass again"
         )
@@ -56,7 +56,7 @@ class PassResiduals:
             raise TypeError(f"residuals must come from {cls.made_by}, got {type(residuals).__name__}")
 
     def gradient_for(self, out: Any) -> Array:
-        """The array for the gradient of the logits: `out`, checked, or a new one. The logits use the residuals up."""
+        """Return the array for the gradient: `out`, checked, or a new one. If `out` is the logits, mark `used_up`."""
         if not sets_arithmetic:
             check_floating_point()
         if self.used_up:
@@ -92,12 +92,12 @@ class Residuals(PassResiduals):
 
 
 def forward(problem: Problem) -> tuple[Array, Residuals]:
-    """The loss and the residuals; collective over the communicators of `problem`."""
+    """Return the loss and the residuals; collective over the communicators of `problem`."""
     return _loss_and_residuals(problem)
 
 
 def value_and_grad(problem: Problem) -> tuple[Array, Array]:
-    """The loss and the gradient, in `problem.out`; collective over the communicators of `problem`."""
+    """Return the loss and the gradient, in `problem.out`; collective over the communicators of `problem`."""
     gradient = problem.out
     assert gradient is not None  # allocated before the ranks agreed, unless the caller passed it
     loss, residuals = _loss_and_residuals(problem)
@@ -117,7 +117,7 @@ class Merge:
     arithmetic: Arithmetic
 
     def __call__(self, a: HostArray, b: HostArray) -> None:
-        """Merge the states a of some classes into those of others of the same rows, b."""
+        """Merge the states `a` of some classes into the states `b` of others, of the same rows."""
         host_kernel().merge(a, b, self.fields, self.transform, self.arithmetic)
 
 
@@ -125,7 +125,7 @@ _merge_of = lru_cache(maxsize=64)(Merge)
 
 
 def row_softmax(problem: Problem, fields: StateFields) -> RowSoftmax:
-    """The softmax of each row over the classes of all shards."""
+    """Return the softmax of each row over the classes of all shards."""
     return start_row_softmax(problem, fields)()
 
 
@@ -167,28 +167,28 @@ def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], Row
 
 
 def _with_class_weights(states: Array, class_weights: HostArray, fields: StateFields, xp: Any) -> Array:
-    """Append a row whose weighted logits are the weights of this rank's classes: their sum is that of all classes."""
+    """Append a row whose weighted logits are the weights of this rank's classes: merged, it has the sum of all."""
     row = fields.identity(1)
     row["logit_grid"], row["weighted_logit"] = class_weights[:1].view(np.int64), class_weights[1:]
     return xp.concatenate([states, row if states.dtype.names else xp.asarray(row.view(np.uint64).reshape(1, -1))])
 
 
 def _class_weights_of(states: Array, fields: StateFields) -> HostArray:
-    """The sum of the weights of all classes, from the row that `_with_class_weights` has appended."""
+    """Return the sum of the weights of all classes, from the row that `_with_class_weights` appended."""
     row = to_host(states[-1:]).reshape(-1).view(fields.dtype)
     return np.concatenate([row["logit_grid"].astype(np.int64).view(np.uint64), row["weighted_logit"][0]])
 
 
 @cache
 def state_fields(*, probabilities: bool, weighted: bool, smoothed: bool) -> StateFields:
-    """The fields that a row's state needs for a loss with these options."""
+    """Return the fields that a row's state needs for a loss with these options."""
     if probabilities:
         return StateFields(hold_largest=True, held_weight=True, weight=True, weighted_logit=True)
     return StateFields(held_weight=weighted, weighted_logit=smoothed)
 
 
 def loss_fields(problem: Problem) -> StateFields:
-    """The fields that the states of a problem's loss have."""
+    """Return the fields that the states of a problem's loss have."""
     return state_fields(
         probabilities=problem.targets is None,
         weighted=problem.options.weight is not None,
@@ -197,7 +197,7 @@ def loss_fields(problem: Problem) -> StateFields:
 
 
 def row_losses(problem: Problem, softmax: RowSoftmax, fields: StateFields) -> Array:
-    """The losses of the rows, and their weights in a mean: (2, rows)."""
+    """Return the losses of the rows, and their weights in a mean: (2, rows)."""
     valid = problem.xp.asarray(problem.valid)
     return problem.kernel.row_losses(softmax.columns, fields, valid, problem.loss_terms)
 
@@ -218,7 +218,7 @@ def _add(a: HostArray, b: HostArray) -> None:
 
 
 def reduced(problem: Problem, losses: Array) -> tuple[Array, Array]:
-    """The loss, from the losses and weights of `row_losses`, and the divisor of its gradient, (1,)."""
+    """Return the loss, from the losses and weights of `row_losses`, and the divisor of its gradient, (1,)."""
     options = problem.options
     if options.reduction == Reduction.NONE:
         with np.errstate(all="ignore"):
@@ -309,5 +309,5 @@ def _write_rows(array: Array, problem: Problem, rows: Array, fields: StateFields
         transform=problem.transform,
         arithmetic=problem.arithmetic,
     )
-    if not shares_memory(out, array):  # the strides of `array` allowed no view of it
+    if not shares_memory(out, array):  # `out` is a copy, as the strides of `array` allow no view
         array[...] = out.reshape(array.shape)

@@ -33,13 +33,13 @@ class Problem:
     """The checked arguments of one call.
 
     `numbers` are those of `options`, which has plain numbers, an `axis` of at least 0, and `weight` in float64 on the
-    host. `targets`, (rows,) global class numbers, and `valid`, (rows,) which rows count, are on the host too;
+    host. `targets`, (rows,) global class numbers, and `valid`, (rows,) true for rows that count, are on the host too;
     `highest_target` is the largest target of rows that count, or more than any class if one is negative. `inputs` are
-    the arrays of the caller, with none of which but the logits `out` shares memory. `rows_shape` is the logits' shape
+    the caller's arrays; `out` shares memory with none of them except the logits. `rows_shape` is the logits' shape
     without the class axis, `xp` their array library and `kernel` the loops for it. This shard has `classes` classes,
-    from `class_start` on, of `num_classes`; `target_column`, (rows,), is the local column of each row's target, which
-    no class has if another shard has the target, and -1 if the row does not count. `sharded` is the array of which each
-    rank passes its own classes, and its class axis. `also` is what else must be the same on every rank.
+    from `class_start` on, of `num_classes`. `target_column`, (rows,), is the local column of each row's target; it is
+    no column of this shard if another shard has the target, and -1 if the row does not count. `sharded` is the array of
+    which each rank passes its own classes, and its class axis. `also` has more that must be the same on every rank.
     """
 
     options: Options
@@ -88,7 +88,7 @@ class Problem:
         return LossTerms(options.label_smoothing, options.label_smoothing / self.num_classes, options.z_loss)
 
     def call(self, more: Mapping[str, Hashable]) -> Call:
-        """The call as it must be the same on every rank, `more` included."""
+        """Return the call: all that must be the same on every rank, with `more`."""
         options, other_targets = self.options, "none" if self.probabilities is None else "probabilities"
         targets, weighted = other_targets if self.targets is None else "class numbers", options.weight is not None
         also = (*more.items(), *self.also.items())
@@ -111,7 +111,7 @@ def _call_of(
 
 
 def rows_and_classes(array: Array, axis: int) -> Array:
-    """`array` as (outer, classes, inner), the class axis in the middle; a view if its strides allow one."""
+    """Return `array` as (outer, classes, inner), the class axis in the middle; a view if its strides allow one."""
     return array.reshape(_outer_classes_inner(array.shape, axis))
 
 
@@ -130,7 +130,7 @@ def check(
     with_gradient: bool = False,
     whole_numbers: bool = False,
 ) -> Problem:
-    """The checked arguments of a call, or the error of the first bad one. Communicates nothing.
+    """Return the checked arguments of a call, or raise for the first bad one. Communicates nothing.
 
     `with_gradient` allocates the gradient unless the caller passes `out`; with `whole_numbers` the logits may also be
     integers or bool.
@@ -174,7 +174,7 @@ def check(
     xp = array_namespace(logits)
     if out is not None:
         out = check_out(out, inputs)
-    elif with_gradient:  # what can run out of memory does so before the others wait
+    elif with_gradient:  # a rank that runs out of memory raises before the others wait
         out = xp.empty_like(logits)
     return Problem(
         options=options.with_checked(numbers.values, weight),
@@ -200,7 +200,7 @@ def check(
 def _check_targets(
     targets: Array | None, logits: Array, rows_shape: tuple[int, ...], ignore_index: int
 ) -> tuple[HostArray | None, Array | None]:
-    """(rows,) int64 class numbers, or probabilities shaped as the logits; neither if `targets` is None."""
+    """Return (rows,) int64 class numbers, or probabilities shaped as the logits; neither if `targets` is None."""
     if targets is None:
         return None, None
     if targets.dtype.kind in "iu":
@@ -221,7 +221,7 @@ def _check_targets(
             f"got {targets.shape}; class numbers must be integers"
         )
     if ignore_index >= 0:
-        raise ValueError(f"probability targets know no ignored rows, got ignore_index = {ignore_index}")
+        raise ValueError(f"probability targets have no ignored rows, got ignore_index = {ignore_index}")
     return None, targets
 
 
@@ -243,7 +243,7 @@ def check_per_class(name: str, array: Any, classes: int, whose: str = "") -> Non
 
 
 def check_out(out: Any, inputs: Sequence[Array]) -> Array:
-    """`out` as an array that the gradient of the logits, the first of `inputs`, can be written to."""
+    """Return `out` as an array to which the gradient of the logits, the first of `inputs`, can be written."""
     logits, *others = inputs
     array = as_array(out, "out")
     if isinstance(array, np.ndarray) and not _lends_memory(out):
@@ -266,7 +266,7 @@ def check_out(out: Any, inputs: Sequence[Array]) -> Array:
 
 
 def upstream_of(value: Any, name: str, shape: tuple[int, ...], problem: Problem) -> Array:
-    """An upstream gradient, a scalar or of this shape, as float64, (1,) or (rows,)."""
+    """Return an upstream gradient, a scalar or of this shape, as float64, (1,) or (rows,)."""
     upstream = as_array(value, name)
     if upstream.dtype.kind not in "iuf" and upstream.dtype.name != "bfloat16":
         raise TypeError(f"{name} must be real numbers, got {upstream.dtype}")
@@ -280,7 +280,7 @@ def upstream_of(value: Any, name: str, shape: tuple[int, ...], problem: Problem)
 
 
 def _lends_memory(value: Any) -> bool:
-    """True if NumPy makes an array of `value` without copying it."""
+    """Return whether NumPy makes an array of `value` without a copy."""
     if hasattr(value, "__dlpack__") or hasattr(value, "__array_interface__"):
         return True
     try:
@@ -291,6 +291,6 @@ def _lends_memory(value: Any) -> bool:
 
 
 def target_text(targets: HostArray, rows_shape: tuple[int, ...], row: int) -> str:
-    """One target as a message names it: 'targets[3] = 16'."""
+    """Return the text of one target for a message: 'targets[3] = 16'."""
     index = ", ".join(str(int(i)) for i in np.unravel_index(row, rows_shape)) if rows_shape else "()"
     return f"targets[{index}] = {targets[row]}"

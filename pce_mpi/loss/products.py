@@ -1,4 +1,4 @@
-"""Matrix products of a linear loss: logits and gradients, in float32 of halves.
+"""Matrix products of a linear loss: logits and gradients, which are computed in float32 for halves.
 
 On a GPU, cuBLAS's `gemmEx` takes halves and adds up in float32. Elsewhere halves are converted, a block at a time.
 """
@@ -14,14 +14,14 @@ from pce_mpi.loss.kernels import gemm
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
-# Elements of a block of columns. On a GPU, a part of all columns or so many, that a block may occupy all of it.
+# Elements of a block of columns. On a GPU a block has a part of the columns, at least so many, to occupy all of it.
 _BLOCK, _PART_ON_GPU, _COLUMNS_ON_GPU = 2**20, 32, 1024
 # Gradients that become float16 are scaled by at most 2^127, so that the largest is between 2^14 and 2^15.
 _LARGEST_EXPONENT, _MOST = 15, 127
 
 
 def multiply(hidden: Array, w: Array, logits: Array) -> None:
-    """`logits = hidden @ w`; of halves in float32."""
+    """Compute `logits = hidden @ w`; halves give float32."""
     if gemm.takes(w):
         gemm.gemm(hidden, w, logits)
     elif not is_half(w.dtype):
@@ -33,7 +33,7 @@ def multiply(hidden: Array, w: Array, logits: Array) -> None:
 
 
 def add_gradients(hidden: Array, w: Array, dlogits: Array, dhidden: Array, dw: Array) -> None:
-    """`dhidden = dlogits @ w.T`, where there are zeros before, and `dw += hidden.T @ dlogits`; of halves in float32."""
+    """Compute `dhidden = dlogits @ w.T`, which is 0 before, and `dw += hidden.T @ dlogits`; halves give float32."""
     half = is_half(w.dtype)
     if gemm.takes(w):
         _add_gradients_of_halves(hidden, w, dlogits, dhidden, dw)
@@ -48,9 +48,9 @@ def add_gradients(hidden: Array, w: Array, dlogits: Array, dhidden: Array, dw: A
 
 
 def _add_gradients_of_halves(hidden: Array, w: Array, dlogits: Array, dhidden: Array, dw: Array) -> None:
-    """Gradients by products that take halves only: `dlogits` is the sum of two, which have 16 bits of it.
+    """Add the gradients by products that take only halves: `dlogits` is split into a sum of two, which keep 16 bits.
 
-    Of float16, what is less than 2^-24 of the largest has fewer.
+    In float16, elements less than 2^-24 of the largest one keep fewer bits.
     """
     scale = _scale(dlogits) if name_of(w.dtype) == "float16" else None
     for columns in _blocks(w):
@@ -68,7 +68,7 @@ def _add_gradients_of_halves(hidden: Array, w: Array, dlogits: Array, dhidden: A
 
 
 def _blocks(w: Array) -> list[slice]:
-    """Columns of `w`, as many at a time as fit a block."""
+    """Return slices of the columns of `w`, each with as many as fit a block."""
     rows, columns = w.shape
     on_host = array_namespace(w) is np
     width = max(1, _BLOCK // max(1, rows)) if on_host else max(_COLUMNS_ON_GPU, columns // _PART_ON_GPU)
@@ -76,7 +76,7 @@ def _blocks(w: Array) -> list[slice]:
 
 
 def _scale(dlogits: Array) -> Array:
-    """The power of two by which gradients fit float16, (), float32; rows that have no finite largest do not count."""
+    """Return the power of two, () float32, by which gradients fit float16; rows without finite maximum are ignored."""
     xp = array_namespace(dlogits)
     if not dlogits.size:
         return xp.ones((), dlogits.dtype)

@@ -8,21 +8,21 @@ has the arithmetic, and says why.
 that the softmax is taken of, and sums over the *other* classes, a state has
 
     held            x of the class held apart               -inf if this shard does not have it
-    top             the largest other x                     where the target is held apart
+    top             the largest other x                     if the target is held apart
     sum             sum exp(z_c)                            in limbs: integers of 64 bits that add without rounding
-    depth           grids between `held` and the sum        where the largest logit is held apart
+    depth           grids between `held` and the sum        if the largest logit is held apart
 
 and, for some options,
 
     argmax          the class held apart
-    target          x of the target, where the largest logit is held apart
+    target          x of the target, if the largest logit is held apart
     held_weight     u of the class held apart               u: weights of a sum over classes
     weight          sum u_c                                 in limbs, on the grid `weight_grid`
     weighted_logit  sum u_c z_c                             in limbs, on the grid `logit_grid`
     exp_logit       sum exp(z_c) z_c                        in limbs, on the grid `entropy_grid`
 
-Loss and gradient are then sums of numbers of one sign. With a = sum exp(-z_held), a loss of log1p(a) and a gradient of
--a / (1 + a) keep all their bits however close to 1 the probability of the class held apart is. `log(1 + ...)` of one
+Loss and gradient are then sums of numbers of one sign. With a = sum exp(-z_held), the loss log1p(a) and the gradient
+-a / (1 + a) keep all their bits, however close to 1 the probability of the class held apart is. `log(1 + ...)` of one
 common sum and `p - 1` keep none.
 """
 
@@ -38,12 +38,12 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
 
 NO_CLASS = np.iinfo(np.int64).max  # loses every tie against a class
-# Grids of sums of weights and weighted logits: of a sum of nothing, which every other one is coarser than, and of sums
+# Grids of sums of weights and weighted logits: that of an empty sum, which is finer than all others, and those of sums
 # that are not finite.
 NO_GRID, INFINITE, MINUS_INFINITE, NOT_A_NUMBER = -(2**14), 2**14, 2**14 + 1, 2**14 + 2
-# The grid of a sum of nothing, for exp(z) z.
+# The grid of an empty sum of exp(z) z.
 NO_ENTROPY = -(2**60)
-# A sum so many grids below the class held apart is taken for nothing. A state forgets it a few grids later only, so
+# A sum more than NEGLIGIBLE grids below the class held apart counts as 0. A state drops it only at FORGOTTEN grids, so
 # that a sum which counts never lacks digits that another order of merges would have kept.
 FORGOTTEN, NEGLIGIBLE = 255, 250
 
@@ -52,8 +52,8 @@ FORGOTTEN, NEGLIGIBLE = 255, 250
 class StateFields:
     """The fields that the states of one call have.
 
-    `hold_largest` holds the largest logit apart instead of the target; `target` then adds the target's logit. The
-    others add the fields of these names, `entropy` the sum of exp(z) z.
+    `hold_largest` holds the largest logit apart instead of the target; `target` then adds the target's logit. The other
+    flags add the fields of their names, and `entropy` adds the sum of exp(z) z.
     """
 
     hold_largest: bool = False
@@ -137,7 +137,7 @@ ROW_SOFTMAX = {
 
 
 class RowSoftmax:
-    """The softmax of each row, from merged states. Rows of only -inf, with a +inf or with a `nan` are `nan`.
+    """The softmax of each row, from merged states; it is `nan` for rows of only -inf, with a +inf or with a `nan`.
 
     `columns` is (rows, columns of `ROW_SOFTMAX`), float64; each is an attribute too, (rows,).
     """

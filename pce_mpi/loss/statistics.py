@@ -1,4 +1,4 @@
-"""Statistics of each row's softmax, and the gradient of the logits from theirs."""
+"""Statistics of each row's softmax, and the gradient of the logits from those of the statistics."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 class ClassStatistics(NamedTuple):
     """The statistics of each row, shaped as the logits without the class axis.
 
-    z are the logits after `logit_scale` and `softcap`, and p their softmax. Dtypes are the compute dtype, but for
-    `argmax`.
+    z are the logits after `logit_scale` and `softcap`, and p their softmax. All arrays but `argmax` have the compute
+    dtype.
 
     Attributes
     ----------
@@ -32,7 +32,7 @@ class ClassStatistics(NamedTuple):
     logsumexp : array
         log sum_c exp(z_c).
     log_prob : array or None
-        log p of the target, in nats; 0 in rows with the target `ignore_index`, which a mean must leave out. None
+        log p of the target, in nats; 0 in rows with the target `ignore_index`: leave these rows out of a mean. None
         without targets.
     entropy : array
         -sum_c p_c log p_c, in nats.
@@ -57,7 +57,7 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     logits : array
         Those of `softmax_cross_entropy`.
     targets : array of integers, optional
-        The class numbers of `softmax_cross_entropy`; needed for `log_prob` alone.
+        The class numbers of `softmax_cross_entropy`; only `log_prob` needs them.
     axis, ignore_index, logit_scale, softcap, compute_dtype, comm, class_start, num_classes : optional
         Those of `softmax_cross_entropy`.
 
@@ -157,7 +157,7 @@ def class_statistics_backward(
     residuals : StatisticsResiduals
         Those of `class_statistics_forward`. They can be used again, unless `out` was the logits.
     log_prob, entropy, logsumexp : float or array of real numbers, optional
-        The upstream gradient of each: a number, or one per row. An ignored row has none of its log-probability.
+        The upstream gradient of each: a number, or one per row. That of `log_prob` does not count in ignored rows.
     out : array of a floating dtype, optional
         That of `softmax_cross_entropy_backward`.
 
@@ -205,18 +205,18 @@ def _checked(function: str, options: StatisticsOptions) -> Options:
 
 
 def statistics_fields(with_targets: bool) -> StateFields:
-    """The fields that the states of statistics have."""
+    """Return the fields that the states of statistics have."""
     return StateFields(hold_largest=True, argmax=True, target=with_targets, entropy=True)
 
 
 def statistics_of(problem: Problem) -> tuple[ClassStatistics, StatisticsResiduals]:
-    """The statistics and residuals; collective over the communicators of `problem`."""
+    """Return the statistics and the residuals; collective over the communicators of `problem`."""
     with_targets, xp = problem.targets is not None, problem.xp
     softmax = row_softmax(problem, statistics_fields(with_targets))
 
     @np.errstate(all="ignore")
     def rows(values: Array) -> Array:
-        one_nan = xp.where(xp.isnan(values), np.nan, values)  # of the many, the same on every rank
+        one_nan = xp.where(xp.isnan(values), np.nan, values)  # every nan gets the same bits, on every rank
         return converted(one_nan, problem.options.compute_dtype).reshape(problem.rows_shape)
 
     statistics = ClassStatistics(

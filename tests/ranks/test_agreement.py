@@ -307,7 +307,7 @@ BAD = [
     Wrong(TypeError, f"{TARGETS}<U21", targets_as(str)),
     Wrong(TypeError, "targets must be an array of numbers, got object", {"targets": object()}),
     Wrong(
-        ValueError, "probability targets know no ignored rows, got ignore_index = 3", {"ignore_index": 3}, probabilities
+        ValueError, "probability targets have no ignored rows, got ignore_index = 3", {"ignore_index": 3}, probabilities
     ),
     Wrong(TypeError, f"{LOGITS}int64", logits_as(np.int64)),
     Wrong(TypeError, f"{LOGITS}complex64", logits_as(np.complex64)),

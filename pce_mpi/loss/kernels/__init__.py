@@ -20,8 +20,8 @@ from pce_mpi.arrays import array_namespace, is_floating
 from pce_mpi.hollow import Hollow
 from pce_mpi.loss.kernels import hollow
 
-# What promises bits runs in a block `with standard_arithmetic():`, in which this thread's floating-point unit rounds to
-# nearest and keeps subnormal numbers. Without the compiled module the block sets nothing, and the state is checked.
+# Functions that promise bits run in a block `with standard_arithmetic():`, in which this thread's floating-point unit
+# rounds to nearest and keeps subnormal numbers. Without the compiled module it does nothing: callers check the state.
 standard_arithmetic: Callable[[], AbstractContextManager[None]] = nullcontext
 with suppress(ImportError):
     from pce_mpi.loss.kernels._compiled import StandardArithmetic  # type: ignore[import-not-found]  # built by setup.py
@@ -33,7 +33,7 @@ _VARIABLE = "PCE_MPI_KERNEL"
 
 
 def kernel_of(array: Any) -> ModuleType:
-    """The module with the loops for this array: that of the host for NumPy, `cuda` for CuPy, or `hollow`."""
+    """Return the module with the loops for this array: that of the host for NumPy, `cuda` for CuPy, or `hollow`."""
     if type(array) is np.ndarray:
         return host_kernel()
     if type(array) is Hollow:
@@ -44,7 +44,7 @@ def kernel_of(array: Any) -> ModuleType:
 
 
 def converted(values: Any, dtype: Any) -> Any:
-    """Return `values.astype(dtype)`; CuPy's would take numbers below 2^-126 for 0, of which float16 has none."""
+    """Return `values.astype(dtype)`; CuPy's own takes numbers below 2^-126, which float16 does not have, for 0."""
     wanted = np.dtype(dtype)
     kept = is_floating(values.dtype) and is_floating(wanted) and wanted != np.float16
     if array_namespace(values) is np or not kept:
@@ -54,7 +54,7 @@ def converted(values: Any, dtype: Any) -> Any:
 
 @cache
 def host_kernel() -> ModuleType:
-    """The module with the loops for NumPy arrays; warns, once, if it is not the compiled one.
+    """Return the module with the loops for NumPy arrays; warn, once, if it is not the compiled one.
 
     `PCE_MPI_KERNEL` chooses: numpy, or an instruction set of the compiled one.
     """
@@ -80,13 +80,13 @@ def host_kernel() -> ModuleType:
 
 
 def check_choice() -> None:
-    """Raise `ValueError` or `ImportError` if `PCE_MPI_KERNEL` names a kernel that is not there."""
+    """Raise `ValueError` or `ImportError` if `PCE_MPI_KERNEL` names a kernel that does not exist."""
     if os.environ.get(_VARIABLE):
         host_kernel()
 
 
 def kernel_text() -> str:
-    """The kernel that computes the loss of NumPy arrays, for people."""
+    """Return a text that names the kernel which computes the loss of NumPy arrays."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

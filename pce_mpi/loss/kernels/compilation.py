@@ -38,7 +38,7 @@ _DEFINES = {
     **{f"DTYPE_{name.upper()}": code for name, code in DTYPE_CODES.items()},
 }
 
-#: for NVRTC and nvcc; -fmad=false, as the source says which multiply-adds are fused, so that all compilers round alike
+#: for NVRTC and nvcc; -fmad=false, as the source itself fuses multiply-adds, so that all compilers round alike
 OPTIONS = (
     "-std=c++17",
     "-fmad=false",

@@ -20,19 +20,19 @@ _KINDS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
 
 
 def instruction_sets() -> list[str]:
-    """The instruction sets of this processor for which there are loops, the best first."""
+    """Return the instruction sets of this processor for which there are loops, the best first."""
     names: list[str] = _compiled.instruction_sets()
     return names
 
 
 def instruction_set() -> str:
-    """The instruction set in use."""
+    """Return the instruction set in use."""
     name: str = _compiled.instruction_set()
     return name
 
 
 def choose(name: str) -> None:
-    """Use the instruction set of this name, the best one for an empty name."""
+    """Use the instruction set of this name; an empty name is the best one."""
     for each in instruction_sets():
         if name.lower() in ("", each.lower()):
             _compiled.use(each)
@@ -46,7 +46,7 @@ def _kind_of(dtype: np.dtype[Any]) -> int:
 
 
 def _raw(array: Array | None) -> tuple[Array | None, int]:
-    """An array as a buffer, and its kind: no buffer has the dtype bfloat16."""
+    """Return an array as a buffer, and its kind: no buffer has the dtype bfloat16."""
     if array is None:
         return None, 0
     kind = _kind_of(array.dtype)
@@ -65,7 +65,7 @@ def _call(fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> 
 
 
 def valid_rows(targets: Array, ignore_index: int) -> tuple[Array, bool, int]:
-    """The rows that count; `definition.valid_rows` says more."""
+    """Return the rows that count; see `definition.valid_rows`."""
     valid = np.empty(len(targets), np.bool_)
     return valid, *_compiled.valid_rows(targets, ignore_index, valid)
 
@@ -89,21 +89,21 @@ def fill_states(
 
 
 def merge(a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> None:
-    """Merge the states a of some classes into those of others of the same rows, b."""
+    """Merge the states `a` of some classes into the states `b` of others, of the same rows."""
     _compiled.merge_states(a, b, *_call(fields, transform, arithmetic))
 
 
 def row_softmax(
     states: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic, class_weights: Array | None
 ) -> Array:
-    """The softmax of each row, (rows, columns of `ROW_SOFTMAX`)."""
+    """Return the softmax of each row, (rows, columns of `ROW_SOFTMAX`)."""
     columns = np.empty((len(states), len(ROW_SOFTMAX)))
     _compiled.row_softmax(states, class_weights, columns, *_call(fields, transform, arithmetic))
     return columns
 
 
 def row_losses(softmax: Array, fields: StateFields, valid: Array, terms: LossTerms) -> Array:
-    """The losses and weights of rows, (2, rows); `losses.row_losses` has the arguments."""
+    """Return the losses and weights of rows, (2, rows); `losses.row_losses` has the arguments."""
     losses = np.empty((2, len(softmax)))
     _compiled.row_losses(softmax, valid, losses, fields.flags, *terms)
     return losses
@@ -119,7 +119,7 @@ def row_gradients(
     scale: float,
     terms: LossTerms,
 ) -> Array:
-    """The rows of a gradient; `losses.row_gradients` has the arguments."""
+    """Return the rows of a gradient; `losses.row_gradients` has the arguments."""
     rows = np.empty((len(softmax), len(ROW_GRADIENT)))
     given = (softmax, valid, target_column, upstream, divisor, rows)
     _compiled.row_gradients(*given, fields.flags, scale, *terms)
@@ -141,12 +141,12 @@ def write_gradient(
     _compiled.write_gradient(*_raw(logits), *_raw(out), rows, *_weights(weights, fields.weighted_logit), *call)
 
 
-# So many elements of a row that stay in order while the others are compared with the last of them.
+# The largest k for which the k best elements of a row are kept in order while the others are compared with the last.
 _FEW = 32
 
 
 def largest_of(x: Array, k: int) -> tuple[Array, Array]:
-    """The k largest elements of each row and their columns; `largest.largest_of` says more."""
+    """Return the k largest elements of each row and their columns; see `largest.largest_of`."""
     if x.dtype.name not in _KINDS or not 0 < k <= _FEW:
         return definition.largest_of(x, k)
     values, columns = np.empty((len(x), k)), np.empty((len(x), k), np.int64)
@@ -157,19 +157,19 @@ def largest_of(x: Array, k: int) -> tuple[Array, Array]:
 
 
 def sums_of(*arrays: Array) -> Array:
-    """Sum each of some arrays of float64 numbers, finite or not: (arrays, 4) words, a grid and limbs."""
+    """Return the sum of each array of float64 numbers, finite or not: (arrays, 4) words, a grid and limbs."""
     sums = np.empty((len(arrays), 4), np.uint64)
     _compiled.sums_of(arrays, sums)
     return sums
 
 
 def add(a: Array, b: Array) -> None:
-    """Add sums a of `sums_of`, (sums, 4), to sums b."""
+    """Add the sums `a`, as `sums_of` gives them, (sums, 4), to the sums `b`."""
     _compiled.add_sums(a, b)
 
 
 def loss_of(sums: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array]:
-    """The loss and the divisor of its gradient; `definition.loss_of` has the arguments."""
+    """Return the loss and the divisor of its gradient; `definition.loss_of` has the arguments."""
     loss, divisor = np.empty((), dtype), np.empty(1)
     _compiled.loss_of(sums, mean, loss, divisor)
     return loss, divisor

@@ -1,4 +1,4 @@
-"""The loops over the logits on a GPU: launches the CUDA kernels in the .cu files of this folder.
+"""The loops over the logits on a GPU, which launch the CUDA kernels in the .cu files of this folder.
 
 README.md in this folder has a picture of the grids, and says which kernel is launched when. `compiled` has the same
 loops for the host, and `definition` defines the bits of both.
@@ -7,7 +7,7 @@ Logits are (outer, classes, inner), the class axis in the middle. The kernels re
 constant pitch. Logits in another memory order are copied first, and their gradient is copied back. Rows may start at
 any address: a kernel loads vectors between the first and the last multiple of 16 bytes, and single classes outside.
 
-States, and what follows from them, are matrices of words of 8 bytes, a row for each row of logits.
+States, and the numbers computed from them, are matrices of words of 8 bytes, a row for each row of logits.
 
 Each kernel is compiled when it is first launched, and CuPy caches the result on disk. Work goes to the current stream.
 """
@@ -31,7 +31,7 @@ from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 
 Array = Any  # cupy.ndarray
 
-# The plain kernels reduce exponents in float32 alone; products with scales outside could overflow or lose bits.
+# The plain kernels reduce exponents in float32; products with scales outside this range could overflow or lose bits.
 _PLAIN_SCALES = (2.0**-64, 2.0**64)
 _NULL = np.uint64(0)
 
@@ -48,7 +48,7 @@ def _multiprocessors(device: int) -> int:
 
 
 def _launch(kernel: Kernel, grid: tuple[int, int], block_threads: int, *arguments: Any) -> None:
-    """Launch a kernel; None among its arguments is a null pointer, arrays live until the launch."""
+    """Launch a kernel; None among its arguments is a null pointer, and arrays are kept until the launch."""
     given = tuple(_NULL if argument is None else argument for argument in arguments)
     _function(kernel, cupy.cuda.Device().id)((*grid, 1), (block_threads, 1, 1), given)
 
@@ -64,7 +64,7 @@ def _name_of(arithmetic: Arithmetic) -> str:
 
 
 def _is_plain(transform: Transform, arithmetic: Arithmetic) -> bool:
-    """Return whether the kernels without options can compute z: float32 alone can."""
+    """Return whether the kernels without options can compute z, which they do in float32."""
     least, most = _PLAIN_SCALES
     exact = float(np.float32(transform.scale)) == transform.scale
     return arithmetic is SINGLE and transform.softcap is None and least <= transform.scale <= most and exact
@@ -228,8 +228,8 @@ def loss_of(sums: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array
 
 
 def largest_of(x: Array, k: int) -> tuple[Array, Array]:
-    """The k largest elements of each row and their columns; `largest.largest_of` says more."""
-    # To CuPy all subnormal numbers of float32 are equal.
+    """Return the k largest elements of each row and their columns; see `largest.largest_of`."""
+    # CuPy compares all subnormal numbers of float32 as equal.
     return largest.largest_of(converted(x, np.dtype(np.float64)) if is_floating(x.dtype) else x, k)
 
 

@@ -33,12 +33,12 @@ Array = np.ndarray[Any, Any]
 
 
 def valid_rows(targets: Array, ignore_index: int) -> tuple[Array, bool, int]:
-    """Return the rows that count, (rows,), if all do, and the largest of their targets as a number without a sign."""
+    """Return which rows count, (rows,), whether all do, and the largest of their targets as an unsigned number."""
     valid = targets != ignore_index
     return valid, bool(valid.all()), int(targets[valid].view(u64).max(initial=0))
 
 
-# Classes of a block, which stays in cache.
+# The number of classes of a block, which stays in the cache.
 _BLOCK = 2**14
 
 
@@ -54,8 +54,8 @@ def fill_states(
 ) -> Array:
     """Return the states of the rows of this shard.
 
-    `target_column` (rows,) is the local column of the row's target, -1 where it is elsewhere; None where rows have no
-    one target.
+    `target_column` (rows,) is the local column of each row's target, -1 if another shard has it; None if rows have no
+    single target.
     """
     rows, classes = logits.shape[0] * logits.shape[2], logits.shape[1]
     states = fields.identity(rows)
@@ -123,7 +123,7 @@ def _blocks(rows: int, classes: int) -> Iterable[tuple[slice, slice]]:
 
 
 def _rows_of(array: Array, rows: slice, classes: slice) -> Array:
-    """Some rows and classes of an array (outer, classes, inner), (rows, classes)."""
+    """Return some rows and classes of an array (outer, classes, inner), as (rows, classes)."""
     outer, inner = np.divmod(np.arange(rows.start, rows.stop), max(1, array.shape[2]))
     return array[outer, classes, inner]
 
@@ -134,7 +134,7 @@ def _put_rows(array: Array, rows: slice, classes: slice, values: Array) -> None:
 
 
 def _class_weights(weights: ClassWeights, rows: slice, classes: slice) -> Array | None:
-    """u of a block: None for ones, (classes,) if all rows have the same, else (rows, classes)."""
+    """Return u of a block: None for ones, (classes,) if all rows have the same, else (rows, classes)."""
     weight = None if weights.weight is None else weights.weight[classes]
     if weights.probabilities is None:
         return weight
@@ -145,7 +145,7 @@ def _class_weights(weights: ClassWeights, rows: slice, classes: slice) -> Array 
 
 
 def sums_of(*arrays: Array) -> Array:
-    """Sum each of some arrays of float64 numbers, finite or not: (arrays, 4) words, a grid and limbs."""
+    """Return the sum of each array of float64 numbers, finite or not: (arrays, 4) words, a grid and limbs."""
     sums = np.zeros((len(arrays), 4), u64)
     for row, numbers in zip(sums, arrays, strict=True):
         grids, limbs = sum_of([numbers[None]])
@@ -158,7 +158,7 @@ def sums_of(*arrays: Array) -> Array:
 
 
 def add(a: Array, b: Array) -> None:
-    """Add sums a of `sums_of`, (sums, 4), to sums b."""
+    """Add the sums `a`, as `sums_of` gives them, (sums, 4), to the sums `b`."""
     grids, others = a[:, 0].view(i64), b[:, 0].view(i64)
     total = united(NO_GRID, Sums(grids, a[:, 1:]), Sums(others, b[:, 1:]))
     mixed = (grids >= INFINITE) & (others >= INFINITE) & (grids != others)
@@ -166,7 +166,7 @@ def add(a: Array, b: Array) -> None:
 
 
 def _values_of(sums: Array) -> Array:
-    """The values of sums of `sums_of` as float64."""
+    """Return the values of sums, as `sums_of` gives them, as float64."""
     grids = sums[:, 0].copy().view(i64)
     values = value_of_wide(Sums(grids, sums[:, 1:])).high
     for kind, value in ((INFINITE, np.inf), (MINUS_INFINITE, -np.inf), (NOT_A_NUMBER, np.nan)):

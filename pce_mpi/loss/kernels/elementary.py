@@ -29,7 +29,7 @@ Q32 = tuple(f32(_hex(h)) for h in ("0x1.6db642p-10", "0x1.123cep-7", "0x1.55545c
 Q = tuple(1.0 / math.factorial(k) for k in range(2, 14))
 # log(1 + y) = 2 z + z w R(w), with z = y / (2 + y) and w = z^2.
 ATANH = tuple(2.0 / (2 * k + 1) for k in range(16, 0, -1))
-# Adding it rounds a float32 to an integer, which then stands in the low bits.
+# Adding MAGIC32 rounds a float32 to an integer, which is then in the low bits.
 MAGIC32, MAGIC_BITS = f32(_hex("0x1.8p23")), np.int32(0x4B400000)
 # float32 reduces |z| up to NEAR32 by itself; float64 up to NEAR, beyond it with a second part of each product. From
 # HUGE on, two different logits are so far apart that of their exponentials only the larger counts.
@@ -48,10 +48,10 @@ SINGLE, DOUBLE = Arithmetic(30, 21, np.dtype(f32)), Arithmetic(62, 36, np.dtype(
 
 
 def fma32(a: Array, b: Any, c: Any) -> Array:
-    """a b + c of float32, rounded once."""
+    """Return a b + c of float32, rounded once."""
     product = np.multiply(a, b, dtype=f64)  # exact
     s = np.ascontiguousarray(product + c)
-    # Rounded to 53 bits and then to 24 a sum is wrong only where the first rounding has hit the middle of two float32.
+    # A sum rounded to 53 bits and then to 24 is wrong only if the first rounding gave the middle of two float32.
     middle = np.flatnonzero((s.view(i64) & 0x1FFFFFFF) == 0x10000000)
     if middle.size:
         p, t = (np.broadcast_to(array, s.shape).reshape(-1)[middle].astype(f64) for array in (product, c))
@@ -64,14 +64,14 @@ def fma32(a: Array, b: Any, c: Any) -> Array:
 
 
 def two_sum(a: Array | float, b: Array) -> tuple[Array, Array]:
-    """a + b and what its rounding has left out (Knuth)."""
+    """Return a + b and its rounding error (Knuth)."""
     s = a + b
     v = s - a
     return s, (a - (s - v)) + (b - v)
 
 
 def two_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """a b and what its rounding has left out (Dekker)."""
+    """Return a b and its rounding error (Dekker)."""
     p = a * b
     (a1, a2), (b1, b2) = _halves(a), _halves(b)
     return p, ((a1 * b1 - p) + a1 * b2 + a2 * b1) + a2 * b2
@@ -83,14 +83,14 @@ def _halves(a: Array) -> tuple[Array, Array]:
 
 
 def power(n: Array) -> Array:
-    """2^n in float64, for n from -1022 to 1023."""
+    """Return 2^n in float64, for n from -1022 to 1023."""
     return ((n + 1023) << 52).view(f64)
 
 
 def scaled(v: Array, n: Array) -> Array:
-    """v 2^n, rounded once where v is normal."""
+    """Return v 2^n, rounded once if v is normal."""
     n = np.clip(n, -2200, 2200)
-    # Down in steps of which only the last can round, up in steps that pass no bound before the last.
+    # Only the last step down can round, and only the last step up can overflow.
     for _ in range(3):
         step = np.clip(n, -800, 800)
         v = v * power(step)
@@ -105,12 +105,12 @@ class Exponential(NamedTuple):
     t: Array
 
     def fixed_point(self, arithmetic: Arithmetic) -> Array:
-        """(1 + t) 2^point, truncated, as int64."""
+        """Return (1 + t) 2^point, truncated, as int64."""
         return (self.t * self.t.dtype.type(2.0**arithmetic.point)).astype(i64) + (i64(1) << arithmetic.point)
 
 
 def exponential(x: Array, transform: Transform, arithmetic: Arithmetic) -> Exponential:
-    """The exponential of z for the logits x; of those that are not finite the result has no meaning."""
+    """Return the exponential of z for the logits x; the result for logits that are not finite has no meaning."""
     if arithmetic is DOUBLE:
         n, f = reduced(*transformed(x.astype(f64), transform))
         return Exponential(n, polynomial(f))
@@ -129,7 +129,7 @@ def exponential(x: Array, transform: Transform, arithmetic: Arithmetic) -> Expon
     k = fma32(product, LOG2E32, MAGIC32)
     n = (k.view(np.int32) - MAGIC_BITS).astype(i64)
     k -= MAGIC32
-    # The first product is exact; with a scale that of the logit is, too.
+    # The first product is exact, and so is that of the logit and the scale.
     f = fma32(-k, LO32, fma32(x, scale, -(k * HI32)))
     if not all_near:
         n[far], f[far] = n_far, f_far
@@ -137,7 +137,7 @@ def exponential(x: Array, transform: Transform, arithmetic: Arithmetic) -> Expon
 
 
 def transformed(x: Array, transform: Transform) -> tuple[Array, Array]:
-    """z for logits x in float64, as a number and what its rounding has left out."""
+    """Return z for logits x in float64, as a number and its rounding error."""
     if transform.softcap is not None:
         z = transform.softcap * _tanh(transform.scale * x / transform.softcap)
         return np.where(np.isfinite(x), z, x), np.zeros_like(x)  # a masked class stays masked
@@ -149,7 +149,7 @@ def transformed(x: Array, transform: Transform) -> tuple[Array, Array]:
 
 
 def reduced(z: Array, low: Array) -> tuple[Array, Array]:
-    """n and f = z + low - n log 2 of float64; from HUGE on f is 0 and n beyond every other one."""
+    """Return n and f = z + low - n log 2 of float64; from HUGE on f is 0, and n is beyond that of any other z."""
     magnitude = np.abs(z)
     usable = magnitude < HUGE
     zs, z, low = z, np.where(usable, z, 0.0), np.where(usable, low, 0.0)
@@ -161,7 +161,7 @@ def reduced(z: Array, low: Array) -> tuple[Array, Array]:
         k = k[far]
         product, error = two_product(k, np.asarray(LN2))
         rest = (((z[far] - product) - error) - k * LN2_REST) + low[far]
-        more = np.rint(rest * LOG2E)  # 0 unless k has no digit after the point that is its own
+        more = np.rint(rest * LOG2E)  # 0 unless an ulp of k is 1 or more
         n[far] += more.astype(i64)
         f[far] = rest - more * LN2
     return n, f
@@ -175,12 +175,12 @@ def _polynomial32(f: Array) -> Array:
 
 
 def polynomial(f: Array) -> Array:
-    """exp(f) - 1 of float64."""
+    """Return exp(f) - 1 of float64."""
     return curved(f) + f
 
 
 def curved(f: Array) -> Array:
-    """exp(f) - 1 - f of float64, the coefficients in pairs and these in pairs (Estrin)."""
+    """Return exp(f) - 1 - f of float64; coefficients are combined in pairs, and pairs in pairs (Estrin)."""
     f2 = f * f
     f4 = f2 * f2
     q0, q1, q2 = ((Q[k] + Q[k + 1] * f) + (Q[k + 2] + Q[k + 3] * f) * f2 for k in (0, 4, 8))
@@ -188,7 +188,7 @@ def curved(f: Array) -> Array:
 
 
 def _exp_of_minus(y: Array) -> tuple[Array, Array]:
-    """exp(-y) for y >= 0, and minus 1."""
+    """Return exp(-y) and exp(-y) - 1, for y >= 0."""
     n, f = reduced(-y, np.zeros_like(y))
     t = polynomial(f)
     e = scaled(1.0 + t, n)
@@ -201,7 +201,7 @@ def _tanh(y: Array) -> Array:
 
 
 def softcap_slope(x: Array, transform: Transform) -> Array:
-    """The slope of tanh at scale x / softcap, in float64."""
+    """Return the slope of tanh at scale x / softcap, in float64."""
     assert transform.softcap is not None
     y = transform.scale * x / transform.softcap
     e, _ = _exp_of_minus(2.0 * np.minimum(np.abs(y), 400.0))
@@ -209,7 +209,7 @@ def softcap_slope(x: Array, transform: Transform) -> Array:
 
 
 def log(v: Array) -> Array:
-    """log v of normal positive float64."""
+    """Return log v of normal positive float64."""
     m, e = np.frexp(v)
     low = m < _hex("0x1.6a09e667f3bcdp-1")
     m, k = np.where(low, m + m, m), (e - low).astype(f64)
@@ -217,7 +217,7 @@ def log(v: Array) -> Array:
 
 
 def log1p(a: Array) -> Array:
-    """log(1 + a) for a >= 0."""
+    """Return log(1 + a) for a >= 0."""
     s, error = two_sum(1.0, a)
     return np.where(a < 0.4, _twice_atanh(a / (2.0 + a)), log(s) + error / s)
 

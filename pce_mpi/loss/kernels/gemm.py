@@ -26,21 +26,21 @@ def takes(array: Array) -> bool:
 
 
 def readable(x: Array) -> Array:
-    """A matrix that cuBLAS can read: `x`, or a copy if neither its rows nor its columns are in one piece.
+    """Return a matrix that cuBLAS can read: `x`, or a copy if neither its rows nor its columns are contiguous.
 
-    It loads cuBLAS, which may be missing: `ImportError`.
+    This loads cuBLAS: `ImportError` if it is missing.
     """
     array_namespace(x).cuda.device.get_cublas_handle()
     return x if _layout(x)[1] else x.copy()
 
 
 def gemm(a: Array, b: Array, out: Array, add: bool = False) -> None:
-    """`out = a @ b`, or `out += a @ b`, of halves that are `readable`; `out` is float32, with its rows in one piece."""
+    """Compute `out = a @ b`, or `out += a @ b`, of `readable` halves; `out` is float32, with contiguous rows."""
     if not a.size or not b.size:
         if not add:
             out.fill(0)
         return
-    # cuBLAS reads by columns: what lies there by rows is the transpose, and out.T = b.T @ a.T.
+    # cuBLAS reads by columns, so a matrix that is stored by rows is its transpose, and out.T = b.T @ a.T.
     (a_by_columns, a_step), (b_by_columns, b_step), (_, out_step) = _layout(a), _layout(b), _layout(out)
     one, kept = np.array(1.0, np.float32), np.array(add, np.float32)
     dtype = _HALVES[name_of(a.dtype)]
@@ -62,7 +62,7 @@ def gemm(a: Array, b: Array, out: Array, add: bool = False) -> None:
 
 
 def _layout(x: Array) -> tuple[bool, int]:
-    """Return whether columns of a matrix are in one piece, not rows, and the step between them; 0 if neither are."""
+    """Return whether the columns of a matrix are contiguous rather than its rows, and their step; 0 if neither are."""
     for by_columns, (lines, length), (far, near) in (
         (False, x.shape, x.strides),
         (True, x.shape[::-1], x.strides[::-1]),

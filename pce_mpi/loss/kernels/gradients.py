@@ -34,10 +34,10 @@ def gradient_of(
     u: Array | float = 1.0,
     is_target: Array | bool = False,
 ) -> Array:
-    """The gradient of a block of logits that are not held, (rows, classes), in the arithmetic's dtype.
+    """Return the gradient of a block of logits that are not held, (rows, classes), in the arithmetic's dtype.
 
     It is factor exp(z) 2^-exponent - weight_factor u, times the slope of the softcap; `rows` has the columns of
-    `ROW_GRADIENT`. That of statistics has a factor more, and at the target a term.
+    `ROW_GRADIENT`. The gradient of statistics has one more factor, and one more term at the target.
     """
     value = _probabilities(x, rows, transform, arithmetic)
     if fields.weighted_logit or fields.entropy or transform.softcap is not None:
@@ -48,7 +48,7 @@ def gradient_of(
             )
             (z, low), (origin, origin_low) = (transformed(each, transform) for each in (x.astype(f64), origin))
             factor = constant + slope * ((z - origin) + (low - origin_low))
-            value = np.where(value == 0.0, 0.0, value * factor)  # 0 is that of a masked class, whose z is infinite
+            value = np.where(value == 0.0, 0.0, value * factor)  # a masked class has 0, and its z is infinite
             value = value + np.where(is_target, more, 0.0)
         if fields.weighted_logit:
             value -= rows[:, ROW_GRADIENT["weight_factor"], None] * u
@@ -59,7 +59,7 @@ def gradient_of(
 
 
 def _probabilities(x: Array, rows: Array, transform: Transform, arithmetic: Arithmetic) -> Array:
-    """factor exp(z) 2^-exponent, rounded once from a sum of two terms."""
+    """Return factor exp(z) 2^-exponent, rounded once from a sum of two terms."""
     factor, top = rows[:, ROW_GRADIENT["factor"]], rows[:, ROW_GRADIENT["top"]]
     e = exponential(x, transform, arithmetic)
     m, k = np.frexp(factor)
@@ -77,5 +77,5 @@ def _probabilities(x: Array, rows: Array, transform: Transform, arithmetic: Arit
         near = np.clip(n, -1020, 1023)
         value = value * power(near) * power(np.clip(n - near, -60, 60))
     nought = (x == -np.inf) | (is_huge(top, transform)[:, None] & (x != top[:, None]))
-    nought |= ~np.isfinite(factor)[:, None]  # nan then
+    nought |= ~np.isfinite(factor)[:, None]  # these become nan
     return np.where(nought, (factor * 0.0)[:, None].astype(value.dtype), value)

@@ -11,7 +11,7 @@ from pce_mpi.arrays import array_namespace, is_half
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
-# Elements whose order is found at once on the host, where halves are widened first.
+# The number of elements that are sorted at once on the host, where halves are widened first.
 _BLOCK = 2**20
 
 
@@ -39,7 +39,7 @@ def order(x: Array) -> Array:
 def _in_order(x: Array, k: int) -> tuple[Array, Array]:
     """Put only blocks with large maxima in order.
 
-    The k largest are in the k blocks with the largest maxima: before an element of another block come these maxima.
+    The k largest are in the k blocks with the largest maxima: an element of another block comes after these k maxima.
     """
     xp = array_namespace(x)
     if is_half(x.dtype):
@@ -48,7 +48,7 @@ def _in_order(x: Array, k: int) -> tuple[Array, Array]:
     size = max(1, math.isqrt(columns // max(1, k)))
     blocks = columns // size
     maxima = x[:, : blocks * size].reshape(rows, blocks, size).max(axis=2)
-    # In order, so that of equal elements the lowest columns come first.
+    # Blocks are in order, so that among equal elements the lowest columns come first.
     chosen = xp.sort(order(maxima)[:, :k], axis=1)
     places = (chosen[:, :, None] * size + xp.arange(size)).reshape(rows, chosen.shape[1] * size)
     rest = xp.broadcast_to(xp.arange(blocks * size, columns), (rows, columns - blocks * size))

@@ -57,12 +57,12 @@ class LaunchConfig(NamedTuple):
 
     @classmethod
     def for_forward(cls, rows: int, classes: int, size: int, *, multiprocessors: int) -> LaunchConfig:
-        """Use one split, unless there are too few rows to fill a GPU of so many multiprocessors."""
+        """Use one split, unless there are too few rows to fill a GPU with that number of multiprocessors."""
         splits = min(-(-_TARGET_BLOCKS * multiprocessors // rows), classes * size // _MIN_SPLIT_BYTES)
         return cls.with_splits(rows, classes, size, max(1, splits))
 
     @classmethod
     def for_backward(cls, rows: int, classes: int, size: int) -> LaunchConfig:
-        """Use splits of two rounds of loads a thread; there may be many, as they need no merge."""
+        """Use splits of two rounds of loads for each thread; there may be many splits, as they need no merge."""
         chunk = BLOCK_THREADS * (VECTOR_BYTES // size) * LOADS * 2
         return cls.with_splits(rows, classes, size, min(_MAX_GRID_Y, -(-classes // chunk)))

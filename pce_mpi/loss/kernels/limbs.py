@@ -31,7 +31,7 @@ class Sums(NamedTuple):
 
 
 def limbs_of(mantissa: Array, exponent: Array, unit: Array, width: int) -> Array:
-    """The three limbs of mantissa 2^exponent, int64, cut to multiples of 2^unit: (..., 3) uint64, modulo 2^64.
+    """Return the three limbs of mantissa 2^exponent, int64, cut to multiples of 2^unit: (..., 3) uint64, modulo 2^64.
 
     The magnitude must be below 2^(unit + 3 width).
     """
@@ -48,13 +48,13 @@ def limbs_of(mantissa: Array, exponent: Array, unit: Array, width: int) -> Array
 
 
 def shifted(limbs: Array, grids: Array) -> Array:
-    """The limbs on a grid that is so many times coarser; what is below it is gone."""
+    """Return the limbs on a grid that is coarser by `grids` steps; digits below it are dropped."""
     padded = np.concatenate([limbs, np.zeros_like(limbs)], axis=-1)
     return np.take_along_axis(padded, np.clip(grids, 0, 3)[..., None] + np.arange(3), axis=-1)
 
 
 def united(nothing: int, *sums: Sums) -> Sums:
-    """The sum of sums, on the coarsest of their grids; a grid of `nothing` is that of an empty sum."""
+    """Return the sum of sums, on the coarsest of their grids; `nothing` is the grid of an empty sum."""
     grids = sums[0].grids
     for each in sums[1:]:
         grids = np.maximum(grids, each.grids)
@@ -72,7 +72,7 @@ class Double(NamedTuple):
 
 
 def value_of(limbs: Array, width: int) -> Double:
-    """The sum that the limbs stand for, in units of their grid, correct to 2^-104."""
+    """Return the value of limbs, in units of their grid, correct to 2^-104."""
     digits = [limbs[..., j].copy() for j in range(3)]
     for j in (0, 1):
         digits[j] -= digits[j + 1] << u64(width)
@@ -114,16 +114,16 @@ def sum_of(parts: Iterable[Array], exponent: Array | int = 0, nothing: int = NO_
 
 
 def mantissa_and_exponent(v: Array) -> tuple[Array, Array]:
-    """v as m 2^e, int64, with 53 bits in m; 0, 0 for what is not finite."""
+    """Return m and e, int64, with v = m 2^e and 53 bits in m; 0, 0 for v that is not finite."""
     m, e = np.frexp(np.where(np.isfinite(v), v, 0.0))
     return (m * 2.0**53).astype(i64), e.astype(i64) - 53
 
 
 def value_of_wide(sums: Sums) -> Double:
-    """The value of a sum in digits of `WIDE` bits."""
+    """Return the value of a sum in digits of `WIDE` bits."""
     return Double(*(scaled(part, exponent_of_wide(sums.grids)) for part in value_of(sums.limbs, WIDE)))
 
 
 def exponent_of_wide(grids: Array) -> Array:
-    """The unit of sums in digits of `WIDE` bits is 2 to the power of this."""
+    """Return the exponent of the unit of sums in digits of `WIDE` bits, a power of two."""
     return WIDE * (np.clip(grids, -100, 100) - 2)

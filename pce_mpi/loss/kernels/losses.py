@@ -32,7 +32,7 @@ def row_losses(softmax: Array, fields: StateFields, valid: Array, terms: LossTer
                 losses = losses + terms.share * rows.weighted_nll
         if terms.z_loss:
             losses = losses + terms.z_loss * rows.logsumexp * rows.logsumexp
-    losses = np.where(np.isnan(losses), np.nan, losses)  # one nan of the many, the same on every rank
+    losses = np.where(np.isnan(losses), np.nan, losses)  # every nan gets the same bits, on every rank
     return np.where(valid, [losses, weights], 0.0)
 
 
@@ -48,8 +48,8 @@ def row_gradients(
 ) -> Array:
     """Return the rows of a gradient, (rows, columns of `ROW_GRADIENT`).
 
-    `upstream` is the gradient of the loss, (1,) or (rows,), to be divided by `divisor`, (1,); `scale` is that of the
-    logits.
+    `upstream`, (1,) or (rows,), is the gradient of the loss, to be divided by `divisor`, (1,); `scale` is the scale of
+    the logits.
     """
     rows = RowSoftmax(softmax)
     gradient = np.zeros((len(softmax), len(ROW_GRADIENT)))

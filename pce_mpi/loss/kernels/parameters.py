@@ -17,8 +17,8 @@ class Transform(NamedTuple):
 class LossTerms(NamedTuple):
     """The terms of the loss of a row.
 
-    It is (1 - smoothing) w_t (-log p_t) + share sum_c w_c (-log p_c) for a target t, or sum_c u_c (-log p_c) for
-    target probabilities, and z_loss logsumexp^2 besides. `share` is smoothing / classes.
+    The loss is (1 - smoothing) w_t (-log p_t) + share sum_c w_c (-log p_c) for a target t, or sum_c u_c (-log p_c) for
+    target probabilities, plus z_loss logsumexp^2. `share` is smoothing / classes.
     """
 
     smoothing: float = 0.0

@@ -1,4 +1,4 @@
-"""The numbers of each row that follow from its merged state, in NumPy; `states.h` has the same bits.
+"""The numbers that follow from the merged state of each row, in NumPy; `states.h` has the same bits.
 
 One class of a row is held apart: its target, or its largest logit. With S the sum over the other classes,
 a = S exp(-z_held) gives the loss log1p(a) and the gradient -a / (1 + a) without cancellation.
@@ -74,7 +74,7 @@ class RowSoftmax:
             self._unit = unit = arithmetic.width * (grids - 2)
             s, none = self._sum.high, self.held == -np.inf
             n, e = self._held_z.n, self._held_z.e
-            # Of two logits that are HUGE or on either side of it, only the larger counts.
+            # If one of two different logits is HUGE, only the larger counts.
             apart = (self._held_z.huge | self._top_z.huge) & (self.held != self.top) & (s > 0) & ~none
             held_alone, others_alone = apart & (self.held > self.top), apart & (self.held < self.top)
             s = np.where(held_alone, 0.0, s)
@@ -84,7 +84,7 @@ class RowSoftmax:
             #: sum of exp(z_c - z_held) over the others
             self.odds = np.where(bad, np.nan, odds)
             self.held_z, self.most = self._held_z.z, np.where(self.held > self.top, self.held, self.top)
-            #: the power of two that `normalizer` is in units of
+            #: the exponent of the power of two that is the unit of `normalizer`
             self.exponent = np.where(
                 s > 0, np.where(none | others_alone, self._top_z.n, np.maximum(self._top_z.n, n)), n
             )
@@ -100,7 +100,7 @@ class RowSoftmax:
             nll = np.where(others_alone, others - self._held_z.z, nll)
             #: -log of the probability of the class held
             self.held_nll = np.where(bad, np.nan, np.where(none, np.inf, nll))
-            #: that probability, and it less 1
+            #: that probability, and the probability minus 1
             self.held_probability = 1.0 / (1.0 + self.odds)
             self.held_minus_one = np.where(
                 self.odds <= 1.0, -self.odds / (1.0 + self.odds), -1.0 / (1.0 + 1.0 / self.odds)
@@ -108,7 +108,7 @@ class RowSoftmax:
             total = (self._sum_of_others + e) / self._top_z.e
             above = log(np.where(total > 0, total, 1.0)) + _times_log2(self.exponent - self._top_z.n)
             gap = (self._held_z.z - self._top_z.z) + (self._held_z.low - self._top_z.low)
-            #: logsumexp less the logit `top`
+            #: logsumexp minus the logit `top`
             self.above_top = np.where(self.held >= self.top, gap + self.held_nll, above)
             self.logsumexp = np.where(self.held >= self.top, self._held_z.z + self.held_nll, self._top_z.z + above)
             self.logsumexp = np.where(bad, np.nan, self.logsumexp)
@@ -161,7 +161,7 @@ class RowSoftmax:
 
     @property
     def target_log_prob(self) -> Array:
-        """log of the probability of the target, where the largest logit is held; two terms of one sign."""
+        """log of the probability of the target, if the largest logit is held; a sum of two terms of one sign."""
         with np.errstate(all="ignore"):
             target = _Logit(self._states["target"], self._held_z.transform)
             gap = (target.z - self._held_z.z) + (target.low - self._held_z.low)
@@ -169,14 +169,14 @@ class RowSoftmax:
 
 
 def _times(weight: Array, value: Array) -> Array:
-    """weight value, where weight 0 gives 0 even if the value is infinite."""
+    """Return weight value; weight 0 gives 0 even if the value is infinite."""
     return np.where(weight == 0.0, 0.0, weight * value)
 
 
 def row_softmax(
     states: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic, class_weights: Array | None
 ) -> Array:
-    """The softmax of each row, (rows, columns of `ROW_SOFTMAX`)."""
+    """Return the softmax of each row, (rows, columns of `ROW_SOFTMAX`)."""
     softmax = RowSoftmax(states, fields, transform, arithmetic, class_weights)
     columns = np.zeros((len(states), len(ROW_SOFTMAX)))
     absent = {
@@ -210,7 +210,7 @@ def _times_log2(n: Array) -> Array:
 
 
 def _gap(weight: Double, logit: _Logit, weighted: Double, exponent: Array) -> Array:
-    """weight z - weighted 2^exponent, whose digits cancel where all logits are far from 0."""
+    """Return weight z - weighted 2^exponent; its digits cancel if all logits are far from 0."""
     z, low, unit = in_units(np.where(np.isfinite(logit.z), logit.z, 0.0), logit.low)
     high, rest_of_weighted = (scaled(part, exponent - unit) for part in weighted)
     product, error = two_product(weight.high, z)

@@ -1,6 +1,6 @@
 """The states of rows and their merge, in NumPy; `states.h` has the same bits.
 
-The grid of a row's sum of exponentials follows from its largest logit but the one held apart, so that the state of a
+The grid of a row's sum of exponentials follows from the largest logit that is not held apart, so that the state of a
 union is the merge of the states, to the last bit, in any order and for any cut.
 """
 
@@ -46,7 +46,7 @@ def states_of(
 ) -> Array:
     """Return the states of a block of logits, (rows, classes), with the weights u.
 
-    `target_column` has the column of each row's target, -1 if it is elsewhere.
+    `target_column` has the column of each row's target, -1 if the block does not have it.
     """
     states = fields.identity(len(x))
     if not x.shape[1]:
@@ -72,7 +72,7 @@ def states_of(
 
 
 def _largest(x: Array, u: Array | None) -> Array:
-    """The column of the largest logit, a nan before numbers; of equal ones the first, or that of most weight.
+    """Return the column of the largest logit, a nan before numbers; among equal ones the first, or that of most weight.
 
     A weight that is nan loses.
     """
@@ -92,7 +92,7 @@ def _canonical(values: Array) -> Array:
 
 
 def grid_of(x: Array, transform: Transform, arithmetic: Arithmetic) -> Array:
-    """The grid of a sum of exponentials of which the largest is that of the logit x, (rows,)."""
+    """Return the grid of a sum of exponentials whose largest term is that of the logit x, (rows,)."""
     finite = np.where(np.isfinite(x), x, 0.0)
     if arithmetic is SINGLE:
         finite = finite.astype(f32)
@@ -100,7 +100,7 @@ def grid_of(x: Array, transform: Transform, arithmetic: Arithmetic) -> Array:
 
 
 def is_huge(x: Array, transform: Transform) -> Array:
-    """True for finite logits so large that of two different ones only the larger counts."""
+    """Return which logits are finite and so large that, of two different ones, only the larger counts."""
     return np.isfinite(x) & ~(np.abs(transformed(x, transform)[0]) < HUGE)
 
 
@@ -152,7 +152,7 @@ def _fill_sums(
 
 
 def _weighted_logits(x: Array, weight: Array, transform: Transform) -> Sums:
-    """Sum u z over all classes where u is not 0."""
+    """Sum u z over all classes whose u is not 0."""
     z, low = transformed(x.astype(f64), transform)
     masked = (z == -np.inf) & (weight != 0.0)
     usable = np.isfinite(z)
@@ -160,7 +160,7 @@ def _weighted_logits(x: Array, weight: Array, transform: Transform) -> Sums:
     product, rest = two_product(weight, z)
     rest = np.where(np.isfinite(rest), rest + weight * low, 0.0)
     grids, limbs = sum_of([product, rest], unit)
-    # A weight on a masked class makes the loss infinite, and one that is not finite makes it nan.
+    # A weight on a masked class makes the loss infinite, and a weight that is not finite makes it nan.
     grids[masked.any(axis=1)] = INFINITE
     grids[~np.isfinite(weight).all(axis=1)] = NOT_A_NUMBER
     limbs[grids >= INFINITE] = 0
@@ -168,13 +168,13 @@ def _weighted_logits(x: Array, weight: Array, transform: Transform) -> Sums:
 
 
 def in_units(z: Array, low: Array) -> tuple[Array, Array, Array]:
-    """z 2^-unit and what its rounding has left out, with a unit of 128 for z whose products may overflow, else 0."""
+    """Return z 2^-unit, its rounding error and the unit: 128 for z whose products may overflow, else 0."""
     unit = np.where(np.abs(z) >= _LARGE, i64(128), i64(0))
     return (scaled(z, -unit), scaled(low, -unit), unit) if unit.any() else (z, low, unit)
 
 
 def merge(a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> None:
-    """Merge the states a of some classes into those of others of the same rows, b."""
+    """Merge the states `a` of some classes into the states `b` of others, of the same rows."""
     with np.errstate(all="ignore"):
         union_of = _union_holding_largest if fields.hold_largest else _union_holding_targets
         b[...] = union_of(a, b, fields, transform, arithmetic)
@@ -186,7 +186,7 @@ def _union_holding_targets(
     union = fields.identity(*a.shape)
     union["held"] = np.maximum(a["held"], b["held"])
     union["top"] = top = np.maximum(a["top"], b["top"])
-    if fields.held_weight:  # nought on every shard but the one that has the target
+    if fields.held_weight:  # 0 on every shard but the one that has the target
         union["held_weight"] = a["held_weight"] + b["held_weight"]
     grids, huge = grid_of(top, transform, arithmetic), is_huge(top, transform)
     for state in (a, b):
@@ -243,9 +243,9 @@ def _unite_weighted(union: Array, fields: StateFields, *states: Array) -> None:
 
 
 def _b_is_held(a: Array, b: Array, fields: StateFields) -> Array:
-    """Return the rows of which b has the class held apart: a nan before numbers, then the larger logit.
+    """Return the rows whose class held apart is that of `b`: a nan before numbers, then the larger logit.
 
-    Of equal logits the lower class is held or, where classes are not kept, that with the larger weight; a nan loses.
+    Among equal logits the lower class is held or, if states have no classes, that with the larger weight; a nan loses.
     """
     nan_a, nan_b = np.isnan(a["held"]), np.isnan(b["held"])
     first = np.zeros(a.shape, np.bool_)
