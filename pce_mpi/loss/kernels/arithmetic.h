@@ -79,7 +79,7 @@ PCE_FUNCTION float fma32(float a, float b, float c) {
 #ifdef __aarch64__
     return __builtin_fmaf(a, b, c);
 #else
-    // Rounded to odd, a float64 rounds to float32 as the exact sum does.
+    // A sum rounded to odd in float64 rounds to float32 as the exact sum does.
     double p = double(a) * b, d = c, s = p + d, v = s - p, error = (p - (s - v)) + (d - v);
     if (error != 0.0 && !(bits(s) & 1)) s = from_bits(bits(s) + ((error > 0.0) == (s > 0.0) ? 1 : -1));
     return float(s);
@@ -118,7 +118,7 @@ PCE_FUNCTION double rounded(double v) {
 // 2^n, for n from -1022 to 1023.
 PCE_FUNCTION double power(int64_t n) { return from_bits(uint64_t(n + 1023) << 52); }
 
-// v 2^n, rounded once where v is normal.
+// v 2^n, rounded once if v is normal.
 PCE_FUNCTION double scaled(double v, int64_t n) {
     n = clip(n, -2200, 2200);
     for (int i = 0; i < 3; i++) {
@@ -186,7 +186,7 @@ PCE_FUNCTION float polynomial(float f) {
     }
 PCE_DEFINE_POLYNOMIAL(PCE_FUNCTION, double)
 
-// n and f = z + low - n log 2; from HUGE_LOGIT on f is 0 and n beyond every other one.
+// n and f = z + low - n log 2; from HUGE_LOGIT on f is 0, and n is beyond that of any other z.
 PCE_FUNCTION Exponential<double> reduced(double z, double low) {
     double size = magnitude(z);
     if (!(size < HUGE_LOGIT)) return {size < infinity() ? (z < 0.0 ? -HUGE_EXPONENT : HUGE_EXPONENT) : 0, 0.0};
@@ -197,14 +197,14 @@ PCE_FUNCTION Exponential<double> reduced(double z, double low) {
     return {int64_t(k) + int64_t(more), rest - more * LN2};
 }
 
-// exp(-y) for y >= 0, and minus 1.
+// exp(-y) and exp(-y) - 1, for y >= 0.
 PCE_FUNCTION Pair exp_of_minus(double y) {
     Exponential<double> e = reduced(-y, 0.0);
     double t = polynomial(e.t), value = scaled(1.0 + t, e.n);
     return {value, e.n == 0 ? t : value - 1.0};
 }
 
-// z of a logit as a number and what its rounding has left out.
+// z of a logit as a number and its rounding error.
 PCE_FUNCTION Pair transformed(double x, const Transform &transform) {
     if (!finite(x)) return {x, 0.0};  // a masked class stays masked under a softcap
     if (transform.softcap != 0.0) {

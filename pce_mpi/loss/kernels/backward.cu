@@ -3,7 +3,7 @@
 
 namespace pce {
 
-// factor exp(z) for logits none of which is larger than `most`, where `usable`.
+// factor exp(z) for logits that are at most `most`, if `usable`.
 template <bool SCALED>
 class NearGradient {
   float high_, low_;  // of the factor, times 2 if its exponent is odd
@@ -14,7 +14,7 @@ class NearGradient {
   bool usable;
 
   __device__ __forceinline__ NearGradient(const RowFactor& row, double most, double scale) : scale_(narrow(scale)) {
-    // A factor of 0 is as one that no logit is large enough for.
+    // A factor of 0 is treated as one for which no logit is large enough.
     const bool nought = row.factor == 0.0;
     const int exponent = nought ? -4000 : static_cast<int>(clip(row.exponent, -2700, 2700)), odd = exponent & 1;
     high_ = product32(nought ? 1.0f : row.high, odd ? 2.0f : 1.0f);

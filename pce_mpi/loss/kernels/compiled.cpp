@@ -98,7 +98,7 @@ template <class Arithmetic> void merge_rows(const uint64_t *a, uint64_t *b, long
     }
 }
 
-// Merge the states of a into those of b.
+// Merge the states `a` into the states `b`.
 PyObject *merge_states(PyObject *, PyObject *arguments) {
     PyObject *a, *b;
     Call call = {};
@@ -227,7 +227,7 @@ PyObject *sums_of(PyObject *, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-// Add the sums of a to those of b.
+// Add the sums `a` to the sums `b`.
 PyObject *add_sums(PyObject *, PyObject *arguments) {
     PyObject *a, *b;
     if (!PyArg_ParseTuple(arguments, "OO:add_sums", &a, &b)) return nullptr;
@@ -237,8 +237,8 @@ PyObject *add_sums(PyObject *, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-// Fill in which rows count, those with another target than `ignored`; whether all do, and the largest of their targets as
-// a number without a sign.
+// Fill in which rows count, those with another target than `ignored`; return whether all do, and the largest of their
+// targets as an unsigned number.
 PyObject *valid_rows(PyObject *, PyObject *arguments) {
     PyObject *targets, *ignore_index, *out;
     if (!PyArg_ParseTuple(arguments, "OO!O:valid_rows", &targets, &PyLong_Type, &ignore_index, &out)) return nullptr;

@@ -1,5 +1,5 @@
-// The constants that Python needs as well. They stand once, in launch_config.py and compilation.py, and come from there
-// as -DPCE_...
+// The constants that Python needs as well. They are defined once, in launch_config.py and compilation.py, which pass
+// them as -DPCE_...
 #pragma once
 
 constexpr int WARP_SIZE = PCE_WARP_SIZE;

@@ -1,8 +1,8 @@
-// The state of the floating-point unit: its rounding, what it makes of subnormal numbers, and where it traps.
+// The state of the floating-point unit: its rounding, its treatment of subnormal numbers, and its traps.
 //
-// A process may have any: libraries that were linked with -ffast-math change it when they are loaded. The loops need the
-// standard one. A compiler may move arithmetic past a change of state, unless the arithmetic is in a function that it
-// does not see.
+// A process may be in any state: libraries that were linked with -ffast-math change it when they are loaded. The loops
+// need the standard one. A compiler may move arithmetic past a change of state, unless the arithmetic is in a function
+// that it does not see.
 #pragma once
 
 #include <stdint.h>

@@ -20,7 +20,7 @@ class Exponentials {
  public:
   Sum digits;
   float top;    // the largest logit; nan if one is
-  float bound;  // what is larger needs a coarser grid
+  float bound;  // a larger logit needs a coarser grid
 
   __device__ __forceinline__ explicit Exponentials(double scale)
       : scale_(narrow(scale)), inverse_(narrow(1.0 / scale)), lowest_(over_scale(LOWEST)) {
@@ -47,8 +47,8 @@ class Exponentials {
     return true;
   }
 
-  // Add logits none of which is larger than `bound`, or than what the grid has been raised to, to the low halves of
-  // three limbs.
+  // Add logits to the low halves of three limbs; none is larger than `bound`, or than the logit that the grid has been
+  // raised to.
   template <typename T>
   __device__ __forceinline__ void add(Vector logits, uint32_t (&sums)[3]) const {
     constexpr int N = Storage<T>::width;
@@ -81,7 +81,7 @@ class Exponentials {
     digits.limbs[2] += sums[2];
   }
 
-  // Add any logit, after `top` has been raised. Beside a huge one only its equals count.
+  // Add any logit, after `top` has been raised. Beside a huge one only equal ones count.
   __device__ __forceinline__ void add_any(double x, bool huge, const Transform& transform) {
     if (!finite(x) || (huge && x != wide(top))) return;
     const Exponential<float> e = exponential<Single>(x, transform);

@@ -12,7 +12,7 @@ __device__ __forceinline__ void add(State& state, double x, double u, int64_t at
     const State other{x, 0.0, {}, at, 0.0, u};
     const double before = state.held;
     if (b_is_held(state, other, call)) {
-      // The class that was held is added instead; the first time that is -inf with weight 0.
+      // The class that was held before is added instead; the first time it is -inf with weight 0.
       if (!finite(x) || (is_huge(x, call.transform) && before != x)) forget_exponentials(state);
       u = state.held_weight;
       state.held = x;

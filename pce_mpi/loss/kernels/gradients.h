@@ -13,7 +13,7 @@ struct RowGradient {
     double held_gradient;
     double held, held_weight;  // with probabilities every class with this logit and weight is held
     double constant, slope, origin;  // of statistics; the origin is a logit
-    int64_t target;                  // the class that has `target_gradient` besides, or -1
+    int64_t target;                  // the class to which `target_gradient` is added, or -1
     double target_gradient;
 };
 
@@ -60,7 +60,7 @@ PCE_FUNCTION double number_of(double v) { return v; }
 PCE_FUNCTION void assign(float &to, double v) { to = narrow(v); }
 PCE_FUNCTION void assign(double &to, double v) { to = v; }
 
-// The gradient of a logit x with the weight u that is not held; the target of statistics has `more` besides.
+// The gradient of a logit x with the weight u that is not held; for the target of statistics `more` is added.
 template <class Arithmetic>
 PCE_FUNCTION typename Arithmetic::Number gradient_of(double x, double u, const RowFactor &row, const Call &call,
                                                      double more = 0.0) {
@@ -73,7 +73,7 @@ PCE_FUNCTION typename Arithmetic::Number gradient_of(double x, double u, const R
     if (call.has(ENTROPY)) {
         Pair z = transformed(x, call.transform);
         double factor = row.constant + row.slope * ((z.high - row.origin.high) + (z.low - row.origin.low));
-        result = (result == 0.0 ? 0.0 : result * factor) + more;  // 0 is that of a masked class, whose z is infinite
+        result = (result == 0.0 ? 0.0 : result * factor) + more;  // a masked class has 0, and its z is infinite
     }
     if (call.has(WEIGHTED_LOGIT)) result = result - row.weight_factor * u;
     if (call.transform.softcap != 0.0) result = result * softcap_slope(x, call.transform);

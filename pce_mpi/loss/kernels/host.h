@@ -1,7 +1,7 @@
 // The hot loops on the CPU.
 //
 // One source for all instruction sets: `vectors.h`, `loops.h`, `rows.h` and `tables.h` are compiled for each, and the
-// best that the processor has is chosen at run time. Compile with -ffp-contract=off: contracted products and sums
+// best one of the processor is chosen at run time. Compile with -ffp-contract=off: contracted products and sums
 // have other bits. Call the loops in the standard state of the floating-point unit, which `floating_point.h` sets.
 #pragma once
 

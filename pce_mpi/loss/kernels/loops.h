@@ -1,7 +1,7 @@
 // The loops over the logits of a row, included once for each instruction set after `vectors.h`.
 //
 // A loop takes the logits of one row, at most CHUNK of them, in consecutive memory that need not be aligned; it has a
-// fast way for logits that are near 0, and leaves what is rare to the scalar functions.
+// fast way for logits that are near 0, and leaves rare cases to the scalar functions.
 
 // exp(z) = 2^n (1 + t)
 
@@ -25,7 +25,7 @@ INLINED Twin operator+(double x, Twin y) { return {x + y.a, x + y.b}; }
 INLINED Twin operator*(double x, Twin y) { return {x * y.a, x * y.b}; }
 PCE_DEFINE_POLYNOMIAL(INLINED, Twin)
 
-// How z is made of a logit: the logit itself, times a scale, the same in float64, or with a softcap.
+// The function z of a logit: the logit itself, the logit times a scale, this in float64, or with a softcap.
 enum Way { PLAIN, SCALED, SCALED_IN_DOUBLE, CAPPED };
 
 // n + MAGIC_BITS, and z - n log 2.
@@ -39,7 +39,7 @@ using pce::power;
 static inline Doubles power(Longs n) { return (Doubles)((n + 1023) << 52); }
 static inline Floats power(Ints n) { return (Floats)((n + 127) << 23); }
 
-// exp(-y) for 0 <= y <= 800, and minus 1.
+// exp(-y) and exp(-y) - 1, for 0 <= y <= 800.
 INLINED Doubles exp_of_minus(Doubles y, Doubles &less_one) {
     Longs n;
     Doubles t = polynomial(exponent_and_rest(-y, n)), one = 1.0 + t;
@@ -59,7 +59,7 @@ INLINED Doubles softcap_slope(Doubles x, const Transform &transform) {
     return slope_from(exp_of_minus(2.0 * (size < 400.0 ? size : doubles(400.0)), less_one));
 }
 
-// z as a sum of two, and the slope of a softcap where |z| is less than 64 times that, if it is asked for.
+// z as a sum of two numbers and, if `slope` is given, the slope of a softcap for |z| less than 64 times the softcap.
 template <Way way>
 INLINED Doubles transformed(Doubles x, const Transform &transform, Doubles &low, Doubles *slope = nullptr) {
     low = Doubles{};
@@ -133,7 +133,7 @@ template <class T> static double largest(const T *x, long count) {
     return result;
 }
 
-// The first place, not before `i`, of a logit that is `wanted`, which may be nan; `count` if there is none.
+// The first place, from `i` on, of a logit equal to `wanted`, which may be nan; `count` if there is none.
 template <class T> static long place_of(double wanted, const T *x, long i, long count) {
     constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
     bool nan = wanted != wanted;
@@ -154,7 +154,7 @@ static inline uint64_t sum_of(Words v) {
     return sum;
 }
 
-// Add exponentials to a sum whose grid is at least theirs; logits below `lowest` count for nothing.
+// Add exponentials to a sum whose grid is at least theirs; logits below `lowest` add nothing.
 template <Way way, class T>
 static void add_exponentials(Sum &sum, const T *x, long count, float lowest, const Transform &transform) {
     constexpr int WIDTH = Single::WIDTH;
@@ -216,7 +216,7 @@ static void add_exponentials(Sum &sum, const double *x, long count, double lowes
     sum.limbs[2] += sum_of(third);
 }
 
-// The gradient of the logits that are near 0, without class weights and the slope of a softcap. That is written to
+// The gradient of the logits that are near 0, without class weights and the slope of a softcap. The slope is written to
 // `slopes`, which have room for a whole vector more.
 template <Way way, class T, class To>
 static void write_near(const T *x, To *out, long count, const RowFactor &row, float lowest, const Transform &transform,
@@ -273,7 +273,7 @@ static void write_near(const double *x, double *out, long count, const RowFactor
 
 // Sums in digits of WIDE bits
 
-// Some terms of a sum, each of a few parts times 2^exponent, the first part the largest; none on unused lanes.
+// Some terms of a sum, each a few parts times 2^exponent, the first part the largest; unused lanes have none.
 enum { TERMS = 512, PARTS = 5 };
 struct Terms {
     int parts;
@@ -346,7 +346,7 @@ static bool add_terms(Sum &sum, const Terms &terms, long count, int64_t lowest) 
     for (long i = 0; i < count; i += lanes) {
         if (terms.scaled) {
             Longs n = load_bytes<Longs>(terms.exponent + i) - unit;
-            n = n > -1022 ? n : longs(-1022);  // what is smaller is cut off
+            n = n > -1022 ? n : longs(-1022);  // smaller numbers are cut off
             scale = power(n < 1023 ? n : longs(1023));
         }
         for (int part = 0; part < terms.parts; part++) total.add(load(terms.part[part] + i) * scale);

@@ -1,4 +1,4 @@
-// Losses of rows, and the rows of their gradients: a thread for each. Launched by cuda.py.
+// Losses of rows, and the rows of their gradients: a thread for each row. Launched by cuda.py.
 #include <groups.cuh>
 #include <losses.h>
 

@@ -27,7 +27,7 @@ struct RowLoss {
     }
 };
 
-// `slope` is the gradient of the row's loss times that of z by the logits, but for a softcap.
+// `slope` is the gradient of the row's loss times the derivative of z by the logits, without that of a softcap.
 PCE_FUNCTION RowGradient gradient_row(const RowSoftmax &row, int fields, bool valid, int64_t column, double slope,
                                       const LossTerms &terms) {
     bool probabilities = fields & HOLD_LARGEST;

@@ -3,7 +3,7 @@
 
 namespace pce {
 
-// A thread has a second state beside its own, that of the split that it merges next.
+// A thread has a second state besides its own: that of the split that it merges next.
 static_assert(2 * MERGE_BLOCK_THREADS <= BLOCK_THREADS, "shared memory has two states for each thread");
 
 template <class Arithmetic>

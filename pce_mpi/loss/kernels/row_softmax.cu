@@ -1,4 +1,4 @@
-// What follows from the merged state of a row: a thread for each. Launched by cuda.py.
+// The numbers that follow from the merged state of a row: a thread for each row. Launched by cuda.py.
 #include <groups.cuh>
 
 namespace pce {

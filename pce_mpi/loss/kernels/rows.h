@@ -51,14 +51,14 @@ struct Weights {
     }
 };
 
-// Logits of a chunk as numbers of type T, in the caller's memory where they are.
+// Logits of a chunk as numbers of type T; in the caller's memory if they have that type.
 template <class T> static const T *numbers_of(const char *start, int kind, long count, T *buffer) {
     if (kind == kind_of<T>()) return (const T *)start;
     of_kind(kind, [&](auto one) { convert(buffer, (const decltype(one) *)start, count); });
     return buffer;
 }
 
-// Call f with the way in which z is made; in one that is written for float32 if `single`.
+// Call f with the function z of the logits, in float32 if `single`.
 template <Way chosen> struct Chosen {
     static constexpr Way way = chosen;
 };
@@ -99,7 +99,7 @@ static bool fill_near_entropies(Terms &terms, const T *x, long count, double low
     });
 }
 
-// Add exp(z) z of classes none of which is larger than those for which `near` found `lowest`.
+// Add exp(z) z of classes; none is larger than the classes for which `near` found `lowest`.
 template <class Arithmetic, class T>
 static void add_near_entropies(Sum &sum, const T *x, long count, double lowest, const Transform &transform) {
     constexpr int64_t ANY = INT64_MIN;  // no part of such a product is subnormal
@@ -181,7 +181,7 @@ template <class Arithmetic, class T> static void add_others(State &state, const 
     }
 }
 
-// The k largest of a row and their columns, of equal ones the first; nan is larger than numbers. k is at most `count`.
+// The k largest of a row and their columns, the first among equals; nan is larger than numbers. k is at most `count`.
 template <class T> static void largest_of(const T *x, long count, long k, double *values, int64_t *columns) {
     constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
     long held = 0;
@@ -262,13 +262,13 @@ template <class Arithmetic, class T>
 static void write_chunk(const T *x, T *out, long count, const Weights &weights, const RowFactor &row, double most,
                         const Call &call) {
     typedef typename Arithmetic::Number Number;
-    // So far from it that a logit which is not near underflows.
+    // Beyond this distance a logit that is not near underflows.
     constexpr int64_t REACH = Arithmetic::POINT == 30 ? 2700 : 1500000;
     const Transform &transform = call.transform;
     double lowest;
     bool in_loops = !row.huge && finite(row.factor) && near<Arithmetic>(most, transform, lowest) &&
                     row.exponent < REACH && row.exponent > -REACH;
-    // Larger gradients than any that a loss has are left to the scalar functions.
+    // The scalar functions compute gradients that are larger than any of a loss.
     double largest = transform.softcap != 0.0 ? transform.softcap : transform.scale * most;
     in_loops = in_loops && largest * LOG2E + double(row.exponent) < (Arithmetic::POINT == 30 ? 100.0 : 1000.0);
     if (in_loops && !call.has(WEIGHTED_LOGIT) && !call.has(ENTROPY) && transform.softcap == 0.0)

@@ -30,14 +30,14 @@ struct Sum {
     // Move to a grid, if it is coarser.
     PCE_FUNCTION void raise(int64_t to) {
         if (to <= grid) return;
-        int64_t by = to - grid;  // no index that is computed: registers have none
+        int64_t by = to - grid;  // no computed index: registers cannot be indexed
         limbs[0] = by == 1 ? limbs[1] : by == 2 ? limbs[2] : 0;
         limbs[1] = by == 1 ? limbs[2] : 0;
         limbs[2] = 0;
         grid = to;
     }
 
-    // An empty sum has the lowest of all grids, and so its limbs are gone on any other.
+    // An empty sum has the lowest of all grids, and so no limbs on any other.
     PCE_FUNCTION void add(Sum other) {
         raise(other.grid);
         other.raise(grid);
@@ -237,7 +237,7 @@ PCE_FUNCTION double number_of(const Sum &sum) {
 constexpr double LARGE_LOGIT = 0x1p800;
 PCE_FUNCTION int64_t unit_of(double z) { return finite(z) && magnitude(z) >= LARGE_LOGIT ? 128 : 0; }
 
-// Add u z of one class; a weight on a masked class makes the sum infinite, and one that is not finite makes it nan.
+// Add u z of one class; a weight on a masked class makes the sum infinite, and a weight that is not finite gives nan.
 PCE_FUNCTION void add_weighted_logit(Sum &sum, double x, double u, const Transform &transform) {
     if (!finite(u)) {
         sum = {NOT_A_NUMBER, {0, 0, 0}};
@@ -348,7 +348,7 @@ struct Logit {
 
 PCE_FUNCTION double times(double weight, double value) { return weight == 0.0 ? 0.0 : weight * value; }
 
-// weight z - weighted 2^exponent, whose digits cancel where all logits are far from 0.
+// weight z - weighted 2^exponent; its digits cancel if all logits are far from 0.
 PCE_FUNCTION double gap_of(const Pair &weight, const Logit &logit, const Pair &weighted, int64_t exponent) {
     int64_t unit = unit_of(logit.z);
     Pair z = scaled({finite(logit.z) ? logit.z : 0.0, logit.low}, -unit), w = scaled(weighted, exponent - unit);
@@ -388,7 +388,7 @@ struct RowSoftmax {
         }
         unit = Arithmetic::WIDTH * (grid - 2);
         double s = sum.high;
-        // Of two logits that are huge or on either side of it, only the larger counts.
+        // If one of two different logits is huge, only the larger counts.
         bool apart = (held_z.huge || top_z.huge) && held != top && s > 0.0 && !none;
         bool held_alone = apart && held > top, others_alone = apart && held < top;
         if (held_alone) s = 0.0;

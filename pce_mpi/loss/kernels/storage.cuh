@@ -80,7 +80,7 @@ __device__ __forceinline__ void mask(Vector& v, unsigned index) {
   const unsigned bits = in_word == 1 ? 0xffffffffu : 0xffffu << (index % in_word * 16);
 #pragma unroll
   for (unsigned i = 0; i < 4; ++i) {
-    // The word is no part of the condition: some compilers would index the vector by it, in memory.
+    // The word is not in the condition: some compilers would use it as an index, and put the vector in memory.
     const unsigned here = index / in_word == i ? bits : 0;
     v.word[i] = (v.word[i] & ~here) | (Storage<T>::minus_inf & here);
   }
@@ -165,7 +165,7 @@ __device__ __forceinline__ void set_element(void* array, int dtype, int64_t inde
 }
 
 // Consecutive classes of one row, for loads of vectors: `head` scalars up to the first aligned address, `vectors` whole
-// vectors, and the scalars that are left. `scalars` counts those at both ends.
+// vectors, and the remaining scalars. `scalars` counts those at both ends.
 template <typename T>
 struct VectorizedSpan {
   static constexpr int width = Storage<T>::width;

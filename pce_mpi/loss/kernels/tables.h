@@ -1,7 +1,7 @@
 // The entry points of an instruction set; included last in its namespace.
 
-// Rows whose classes are not consecutive come as tiles: a few neighbouring rows at a time, so that all of a cache line
-// is used when it is there.
+// Rows whose classes are not consecutive are copied to tiles: a few neighbouring rows at a time, so that all of a cache
+// line is used while it is in the cache.
 enum { TILE_CLASSES = 512, TILE_ROWS = 16 };
 enum { TILE_DISTANCE = TILE_CLASSES * 8 + 64, TILE_BYTES = TILE_ROWS * TILE_DISTANCE };
 
@@ -38,8 +38,8 @@ static inline void copy_column(char *place, long row_stride, long rows, Bits col
         in ? memcpy(column + r, place, sizeof(Bits)) : memcpy(place, column + r, sizeof(Bits));
 }
 
-// Copy classes of some rows to a tile, row after row, or from there. By way of a small square: neither its rows nor its
-// columns fight for one place in the cache, as those of arrays do whose strides are powers of two.
+// Copy classes of some rows to a tile, row after row, or from there. The copy goes through a small square: its rows and
+// columns do not share one place in the cache, as those of arrays do whose strides are powers of two.
 template <class Bits>
 static void copy_tile(char *place, long class_stride, long row_stride, long rows, long count, char *tile, bool in) {
     enum { SIDE = 16 };
@@ -61,7 +61,7 @@ static void copy_tile(char *place, long class_stride, long row_stride, long rows
     }
 }
 
-// Some classes of some rows, a row's consecutive in memory: where they are or, unless they are, in a tile.
+// Some classes of some rows, those of a row consecutive in memory: in the array if they are so there, else in a tile.
 struct Block {
     char *place;  // in the array
     long class_stride, row_stride, rows, count;
@@ -173,7 +173,7 @@ static void write_row(const T *x, char *out, int kind, long count, long first, c
         memset(out, 0, count * SIZES[kind]);
         return;
     }
-    // The gradient may be written over the logits, so the classes held are found before.
+    // The gradient may be written over the logits, so the classes held are found first.
     uint16_t held[CHUNK];
     long held_count = places_held(x, count, column, weights, gradient, held);
     double slope = 1.0;
@@ -208,7 +208,7 @@ template <class Arithmetic, class T> static void write_rows(const Write &write) 
 
 static void write(const Write &write) {
     if (write.wide) return write_rows<Double, double>(write);
-    // A gradient that is no array of the logits' dtype is rounded to it by way of float32.
+    // A gradient array of another dtype than the logits' is rounded by way of float32.
     if (write.out.kind != write.logits.kind) return write_rows<Single, float>(write);
     switch (write.logits.kind) {
         case FLOAT32:

@@ -168,7 +168,7 @@ static inline Ints lower_words(const Longs wide[2]) {
 #endif
 #ifdef NO_FMA
 static inline Doubles upper_half(Doubles a) { return (Doubles)(((Longs)a + (1 << 26)) & -(int64_t(1) << 27)); }
-// What the rounding of a product p = a b has left out.
+// The rounding error of a product p = a b.
 static inline Doubles rest_of_product(Doubles a, Doubles b, Doubles p) {
     Doubles a1 = upper_half(a), a2 = a - a1, b1 = upper_half(b), b2 = b - b1;
     return ((a1 * b1 - p) + a1 * b2 + a2 * b1) + a2 * b2;

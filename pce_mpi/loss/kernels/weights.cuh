@@ -4,7 +4,7 @@
 
 namespace pce {
 
-// u = weight (probability keep + spread); an array that is null counts as ones. Classes are counted from the first of a
+// u = weight (probability keep + spread); a null array means ones. Classes are counted from the first of a
 // tile, which is weight[0] and element `first` of the probabilities.
 struct ClassWeights {
   const double* weight;
