@@ -320,7 +320,7 @@ class Mesh:
         return self  # arrays of two meshes do not mix: a copied model stays on the mesh of the first
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a mesh is not pickled, as its communicators belong to this process: make a mesh in the other")
+        raise TypeError("a mesh is not pickled, as its communicators belong to one process: make a mesh in each one")
 
     def plot(self) -> Figure:
         """Draw the ranks as a grid: the last dim to the right, the others downwards.

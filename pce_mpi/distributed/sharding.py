@@ -222,7 +222,7 @@ def _sharding(
     placed = [_normalized(given.get(name, Replicate()), name, len(shape)) for name in names]
     operators = {placement.operator for placement in placed if isinstance(placement, Partial)}
     if len(operators) > 1 and operators != {"sum", "avg"}:
-        raise ValueError(f"of reduce operators only sum and avg mix over different dims, got {sorted(operators)}")
+        raise ValueError(f"reduce operators: only sum and avg mix over different dims, got {sorted(operators)}")
     of_axes = dict(splits)
     all_splits: list[Splits | None] = []
     for axis, length in enumerate(shape):
