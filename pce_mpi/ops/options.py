@@ -63,7 +63,7 @@ def checked_operands(
 
         def stand_in(name: str, value: Any) -> Any:
             shape = (classes,) if name != "targets" else rows
-            if name == "targets" and probabilities is not None and np.ndim(value) == len(probabilities):
+            if name == "targets" and probabilities is not None and getattr(value, "ndim", None) == len(probabilities):
                 shape = probabilities
             dtype = getattr(value, "dtype", None)
             known = isinstance(dtype, np.dtype) and is_real(dtype)
