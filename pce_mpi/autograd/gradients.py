@@ -36,7 +36,7 @@ def place_of(x: DistArray) -> Place | None:
             reset_current(token)
         return ()
 
-    return Node("an array that requires a gradient", (), keep, arithmetic=arithmetic), 0
+    return Node("an array that requires a gradient", (), keep, 1, arithmetic), 0
 
 
 def backward_from(loss: DistArray, add: Callable[[DistArray, DistArray], DistArray]) -> None:

@@ -26,13 +26,12 @@ class Node:
 
     `vjp` takes the gradients of the values, None for those that nothing was computed from, and returns one for each of
     `parents`; a parent that is None needs none. A parameter is a node without parents, whose `vjp` keeps the gradient.
+    The gradients of one value add up in the `arithmetic` that the node was made in.
     """
 
     __slots__ = ("arithmetic", "name", "number", "parents", "values", "vjp")
 
-    def __init__(
-        self, name: str, parents: Sequence[Place | None], vjp: Vjp, values: int = 1, arithmetic: Any = None
-    ) -> None:
+    def __init__(self, name: str, parents: Sequence[Place | None], vjp: Vjp, values: int, arithmetic: Any) -> None:
         self.name = name
         self.number = next(_numbers)
         self.parents: Sequence[Place | None] = parents

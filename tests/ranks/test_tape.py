@@ -47,7 +47,7 @@ class Tape:
             self.gradients[name] = self.gradients.get(name, 0) + gradient
             return [None if parent is None else factor * gradient for factor, parent in terms]
 
-        return Node(name, [None if parent is None else (parent, 0) for _, parent in terms], vjp)
+        return Node(name, [None if parent is None else (parent, 0) for _, parent in terms], vjp, 1, None)
 
     def backward(self, root: Node, gradient: float = 1) -> None:
         backward((root, 0), gradient, lambda _, a, b: a + b)
@@ -136,7 +136,7 @@ def test_wrong_number_of_contributions_is_error():
     tape = Tape()
     a = tape.leaf("a")
     with pytest.raises(ValueError):
-        tape.backward(Node("wrong", [(a, 0), (a, 0)], lambda gradients: gradients))
+        tape.backward(Node("wrong", [(a, 0), (a, 0)], lambda gradients: gradients, 1, None))
 
 
 def test_passed_node_holds_nothing_and_says_so():
