@@ -60,6 +60,7 @@ def checked_operands(
             check_product({**operands, "bias": arrays["bias"]})
     except Exception as error:
         first, *_ = operands.values()
+        xp = array_namespace(first.local)
 
         def stand_in(name: str, value: Any) -> Any:
             shape = (classes,) if name != "targets" else rows
@@ -67,9 +68,9 @@ def checked_operands(
                 shape = probabilities
             dtype = getattr(value, "dtype", None)
             known = isinstance(dtype, np.dtype) and is_real(dtype)
-            if isinstance(value, DistArray) and value.shape == shape and known:
+            if isinstance(value, DistArray) and (value.shape, array_namespace(value.local)) == (shape, xp) and known:
                 return value
-            return array_namespace(first.local).zeros(shape, dtype if known else np.int64)
+            return xp.zeros(shape, dtype if known else np.int64)
 
         return {name: stand_in(name, value) for name, value in present.items()}, {"found": [error]}
     return arrays, {}

@@ -130,7 +130,7 @@ def with_the_wrong_sign(first, second):
         ("softmax", "_SOFTMAX", scaled, "softmax"),
         ("reductions", "_LOGSUMEXP", scaled, "logsumexp"),
         ("embedding", "_EMBEDDING", scaled, "embedding"),
-        ("loss", "_CROSS_ENTROPY", scaled, "cross_entropy"),
+        ("loss", "CROSS_ENTROPY", scaled, "cross_entropy"),
         ("statistics", "_CLASS_STATISTICS", scaled, "class_statistics"),
         ("largest", "_TOP_K", scaled, "top_k"),
         ("indexing", "_PICK", scaled, "slice"),
