@@ -49,7 +49,7 @@ class Op:
 
 
 class Call:
-    """What an operation knows of a call besides the local arrays, and what it leaves for its vjps.
+    """One call of an operation: the facts beside the local arrays, and the residuals for its vjps.
 
     `operands` and `result` are shardings; `required` says of each operand whether it requires a gradient, and `summed`
     has the dims over which `exact` reduces its sums. `functions(array)` is the library that computes elementwise

@@ -1,4 +1,4 @@
-"""What an operation takes: distributed arrays, plain arrays and numbers."""
+"""The operands of an operation: distributed arrays, plain arrays and numbers."""
 
 from __future__ import annotations
 

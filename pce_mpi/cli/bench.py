@@ -103,7 +103,7 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     """Measure every size and show the results; return 1 if that fails, 2 if something asked for is not installed."""
     try:
         if options.dtype == "bfloat16":
-            import ml_dtypes  # noqa: F401
+            import ml_dtypes  # noqa: F401  # fail before the measurements
         if options.plot:
             import matplotlib  # noqa: F401  # fail before the measurements
     except ImportError as error:

@@ -58,7 +58,7 @@ class Display(Protocol):
 
 @dataclass
 class Run:
-    """What the launches of a run share: its settings and, once a launch has loaded the candidate, the cases."""
+    """The state that the launches of a run share: its settings and, once one has loaded the candidate, the cases."""
 
     orders: Orders
     ranks: int

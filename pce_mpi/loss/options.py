@@ -28,7 +28,7 @@ _LARGEST = np.iinfo(np.int64).max
 
 
 class Reduction(StrEnum):
-    """How the losses of the rows are reduced to the loss."""
+    """The reduction of the losses of the rows to the loss."""
 
     NONE = "none"
     SUM = "sum"
