@@ -26,17 +26,11 @@ def place_of(x: DistArray) -> Place | None:
     if x.place is not None or not x.requires_grad:
         return x.place
 
-    arithmetic = current()
-
     def keep(gradients: Sequence[DistArray]) -> tuple[()]:
-        token = set_current(arithmetic)
-        try:
-            _accumulate(x, gradients[0])
-        finally:
-            reset_current(token)
+        _accumulate(x, gradients[0])
         return ()
 
-    return Node("an array that requires a gradient", (), keep, 1, arithmetic), 0
+    return Node("an array that requires a gradient", (), keep, 1, current()), 0
 
 
 def backward_from(loss: DistArray, add: Callable[[DistArray, DistArray], DistArray]) -> None:
@@ -51,20 +45,20 @@ def backward_from(loss: DistArray, add: Callable[[DistArray, DistArray], DistArr
         raise RuntimeError("nothing that this was computed from requires a gradient, or it was computed under no_grad")
     one = array_namespace(loss.local).ones((), loss.dtype)
 
-    def together(node: Node, a: DistArray, b: DistArray) -> DistArray:
-        token = set_current(node.arithmetic)
-        try:
-            # If one is Partial, both become Partial: the sum is reduced once, when all consumers have contributed.
-            a, b = _summed(a), _summed(b)
-            if a.sharding is not b.sharding:
-                dims = tuple(dim for dim in a.mesh.dims if dim in (*a.sharding.summed_dims, *b.sharding.summed_dims))
-                a, b = _partial_over(dims, a), _partial_over(dims, b)
-            return add(a, b)
-        finally:
-            reset_current(token)
+    def together(a: DistArray, b: DistArray) -> DistArray:
+        # If one is Partial, both become Partial: the sum is reduced once, when all consumers have contributed.
+        a, b = _summed(a), _summed(b)
+        if a.sharding is not b.sharding:
+            dims = tuple(dim for dim in a.mesh.dims if dim in (*a.sharding.summed_dims, *b.sharding.summed_dims))
+            a, b = _partial_over(dims, a), _partial_over(dims, b)
+        return add(a, b)
 
-    with phase("backward"), no_grad(), np.errstate(all="ignore"):
-        backward(root, DistArray(one, loss.mesh, loss.sharding.replicated), together)
+    token = set_current(current())
+    try:
+        with phase("backward"), no_grad(), np.errstate(all="ignore"):
+            backward(root, DistArray(one, loss.mesh, loss.sharding.replicated), together, set_current)
+    finally:
+        reset_current(token)
 
 
 def _partial_over(dims: tuple[str, ...], gradient: DistArray) -> DistArray:

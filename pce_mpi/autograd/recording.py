@@ -18,7 +18,7 @@ from pce_mpi.autograd.tape import Node
 from pce_mpi.comm.tracing import cause, current_scope, set_scope
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.exact.arithmetic import current, reset_current, set_current
+from pce_mpi.exact.arithmetic import current
 
 _DTYPE = attrgetter("local.dtype")
 
@@ -44,7 +44,7 @@ def put_on_tape(
         if not real:
             return
     used = range(-1, len(required)) if op.uses is None else _used(op.uses, required)
-    known, arithmetic, scope = list(map(_for_tape, real, repeat(-1 in used))), current(), current_scope()
+    known, scope = list(map(_for_tape, real, repeat(-1 in used))), current_scope()
     arguments = [_for_tape(x, index in used) for index, x in enumerate(inputs)]
     more = parameters if residuals is None else {**parameters, "residuals": residuals}
     wanted = [(x.sharding.shape, x.local.dtype) if x.requires_grad else None for x in operands]
@@ -53,30 +53,26 @@ def put_on_tape(
         set_scope(scope)
         if not op.vjps:
             raise NotImplementedError(f"{op.name} has no vjp: its result has no gradient")
-        token = set_current(arithmetic)  # the operation's own, wherever `backward` is called
-        try:
-            complete = []
-            for gradient, result in zip(gradients, known, strict=True):
-                destination = result.sharding.natural
-                if gradient is None:
-                    gradient = _zeros(result, destination)
-                elif op.relays:
-                    destination = destination.with_partial_over(gradient.sharding.summed_dims)
-                # All consumers have contributed, so a Partial gradient is reduced here, once.
-                if gradient.sharding is not destination:
-                    with cause(op.name, reason="its gradient is complete"):
-                        gradient = redistribute(gradient, destination)
-                complete.append(gradient)
-            g: Any = complete[0] if len(known) == 1 else tuple(complete)
-            y: Any = known[0] if len(known) == 1 else tuple(known)
-            return [
-                None if want is None else _contribution(op, index, want, g, y, arguments, more)
-                for index, want in enumerate(wanted)
-            ]
-        finally:
-            reset_current(token)
+        complete = []
+        for gradient, result in zip(gradients, known, strict=True):
+            destination = result.sharding.natural
+            if gradient is None:
+                gradient = _zeros(result, destination)
+            elif op.relays:
+                destination = destination.with_partial_over(gradient.sharding.summed_dims)
+            # All consumers have contributed, so a Partial gradient is reduced here, once.
+            if gradient.sharding is not destination:
+                with cause(op.name, reason="its gradient is complete"):
+                    gradient = redistribute(gradient, destination)
+            complete.append(gradient)
+        g: Any = complete[0] if len(known) == 1 else tuple(complete)
+        y: Any = known[0] if len(known) == 1 else tuple(known)
+        return [
+            None if want is None else _contribution(op, index, want, g, y, arguments, more)
+            for index, want in enumerate(wanted)
+        ]
 
-    node = Node(op.name, [place_of(x) if x.requires_grad else None for x in operands], vjp, len(real), arithmetic)
+    node = Node(op.name, [place_of(x) if x.requires_grad else None for x in operands], vjp, len(real), current())
     for value, result in enumerate(real):
         result.requires_grad = True
         result.place = node, value

@@ -26,7 +26,7 @@ class Node:
 
     `vjp` takes the gradients of the values, None for those that nothing was computed from, and returns one for each of
     `parents`; a parent that is None needs none. A parameter is a node without parents, whose `vjp` keeps the gradient.
-    The gradients of one value add up in the `arithmetic` that the node was made in.
+    Its gradients are computed, and add up, in the `arithmetic` that the node was made in.
     """
 
     __slots__ = ("arithmetic", "name", "number", "parents", "values", "vjp")
@@ -43,10 +43,16 @@ class Node:
 Place = tuple[Node, int]
 
 
-def backward(root: Place, gradient: Gradient, add: Callable[[Node, Gradient, Gradient], Gradient]) -> None:
+def backward(
+    root: Place,
+    gradient: Gradient,
+    add: Callable[[Gradient, Gradient], Gradient],
+    enter: Callable[[Any], object],
+) -> None:
     """Pass `gradient`, that of the value at `root`, back to everything that this value was computed from.
 
-    Each node is freed as soon as the pass has visited it; a freed node raises `RuntimeError`.
+    `enter` takes the arithmetic of a node, before gradients of the node are added or its `vjp` is called. Each node is
+    freed as soon as the pass has visited it; a freed node raises `RuntimeError`.
     """
     gradients: dict[int, list[Gradient | None]] = {}
     waiting: list[tuple[int, Node]] = []
@@ -60,12 +66,17 @@ def backward(root: Place, gradient: Gradient, add: Callable[[Node, Gradient, Gra
                 gradients[node.number] = [None] * node.values
                 heappush(waiting, (-node.number, node))
             known = gradients[node.number]
-            known[value] = contribution if known[value] is None else add(node, known[value], contribution)
+            if known[value] is None:
+                known[value] = contribution
+            else:
+                enter(node.arithmetic)
+                known[value] = add(known[value], contribution)
         if not waiting:
             return
         _, node = heappop(waiting)
         if node.vjp is None:
             raise RuntimeError(f"the result of {node.name} has been through a backward pass, which freed its tape")
+        enter(node.arithmetic)
         arrived = zip(node.parents, node.vjp(gradients.pop(node.number)), strict=True)
         node.parents, node.vjp = (), None
 

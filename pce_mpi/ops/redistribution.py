@@ -10,7 +10,7 @@ from pce_mpi.autograd.tape import Node, is_grad_enabled
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray, redistribute as move
 from pce_mpi.distributed.placements import Placement
-from pce_mpi.exact.arithmetic import computing_in, current
+from pce_mpi.exact.arithmetic import current
 
 
 def redistribute(x: DistArray, **placements: Placement) -> DistArray:
@@ -20,12 +20,12 @@ def redistribute(x: DistArray, **placements: Placement) -> DistArray:
         there = redistributed(x, destination)
     result = DistArray(there.local, x.mesh, destination, computed=there.computed)
     if x.requires_grad and is_grad_enabled():
-        natural, arithmetic = x.sharding.natural, current()
+        natural = x.sharding.natural
 
         def vjp(gradients: Sequence[DistArray]) -> list[DistArray]:
-            with computing_in(arithmetic), cause("redistribute", reason="back to the placements of its operand"):
+            with cause("redistribute", reason="back to the placements of its operand"):
                 return [move(gradients[0], natural)]
 
         result.requires_grad = True
-        result.place = Node("redistribute", [place_of(x)], vjp, 1, arithmetic), 0
+        result.place = Node("redistribute", [place_of(x)], vjp, 1, current()), 0
     return result

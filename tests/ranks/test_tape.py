@@ -50,7 +50,7 @@ class Tape:
         return Node(name, [None if parent is None else (parent, 0) for _, parent in terms], vjp, 1, None)
 
     def backward(self, root: Node, gradient: float = 1) -> None:
-        backward((root, 0), gradient, lambda _, a, b: a + b)
+        backward((root, 0), gradient, lambda a, b: a + b, lambda _: None)
 
 
 # Nodes in the order in which they are made, each with its terms, after the leaf a; and the gradients, of 5 at the last.
