@@ -25,7 +25,9 @@ CASES = Cases()
 
 @CASES.case("random-logits/{dtype}")
 def _random_logits(setting: Setting) -> Problem:
-    """A wrong formula: every test of such a loss has random logits, equal shards and p(target) near 0."""
+    """What every test of such a loss has: random logits, equal shards, p(target) near 0. Who fails here has the formula
+    wrong.
+    """
     return random_problem(setting)
 
 
