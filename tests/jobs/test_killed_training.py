@@ -35,7 +35,8 @@ def main(path, data, classes, where, when):
         names = [name for name in saved if name.startswith("optimizer.")]
         optimizer.load_state({name.removeprefix("optimizer."): saved[name] for name in names})
         done = saved["steps"].item()
-    print("begins after", done, flush=True)
+    sys.stdout.write(f"begins after {done}\\n")  # at once: the lines of ranks must not mix
+    sys.stdout.flush()
     for step in range(done + 1, STEPS + 1):
         rng = np.random.default_rng([5, step])
         x = pce.distribute(rng.standard_normal((9, 5), np.float32), mesh, data=Shard(0))
@@ -48,7 +49,8 @@ def main(path, data, classes, where, when):
         optimizer.lr = pce.cosine_schedule(step - 1, lr=0.05, steps=STEPS)
         optimizer.step()
         pce.save(path, everything() | {"steps": pce.distribute(step, mesh)})
-    print("ends with", pce.fingerprint(everything()), flush=True)
+    sys.stdout.write(f"ends with {pce.fingerprint(everything())}\\n")
+    sys.stdout.flush()
 
 
 def kill_at(where):
