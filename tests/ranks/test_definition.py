@@ -17,7 +17,7 @@ from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 from ulps import LOSS, OPTIONS, errors
 
 SETS = compiled.instruction_sets()
-KINDS = ["plain", "offset", "far", "huge", "largest", "masked", "certain", "equal", "special"]
+KINDS = ["plain", "below", "offset", "far", "huge", "largest", "masked", "certain", "equal", "special"]
 FIELDS = {
     "plain": StateFields(),
     "weighted": StateFields(held_weight=True),
@@ -47,7 +47,10 @@ def logits_of(kind, classes, dtype, rng):
     x = rng.standard_normal((ROWS, classes)) * 4
     targets = rng.integers(0, classes, ROWS)
     rows = np.arange(ROWS)
-    if kind == "offset":
+    if kind == "below":  # some logits of every size far below the others
+        low = rng.random(x.shape) < 0.3
+        x[low] = -(10.0 ** rng.uniform(1, np.log10(float(ml_dtypes.finfo(dtype).max)), low.sum()))
+    elif kind == "offset":
         x += 1e4
     elif kind == "far":
         x *= 3000
@@ -476,3 +479,26 @@ def test_more_classes_than_22_bits_count(dtype):
     assert softmax[ROW_SOFTMAX["odds"]] == pytest.approx(classes - 1, rel=1e-7 if dtype == np.float32 else 1e-15)
     assert softmax[ROW_SOFTMAX["held_nll"]] == pytest.approx(loss, rel=1e-7 if dtype == np.float32 else 1e-15)
     assert softmax[ROW_SOFTMAX["weighted_nll"]] == pytest.approx(classes * loss, rel=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_larger_than_caches_has_same_bits(kernel, dtype):
+    # It is written past the caches, but for the ends of rows: `out` is a number off any alignment.
+    rows, classes = 2**22 // 2**14 + 9, 2**14 // np.dtype(dtype).itemsize + 5
+    memory = np.zeros(rows * classes + 1, dtype)
+    out = memory[1:].reshape(rows, classes, 1)
+    logits = np.tile(logits_of("below", classes, dtype, np.random.default_rng(2))[0], (rows // ROWS + 1, 1))[:rows]
+    logits[0, :7] = -np.inf
+    softmax, fields = np.zeros((rows, len(ROW_SOFTMAX))), StateFields()
+    softmax[:, ROW_SOFTMAX["normalizer"]], softmax[:, ROW_SOFTMAX["most"]] = 1e-3, 20
+    given = np.arange(rows) % 5 != 4, np.arange(rows) % classes, np.linspace(-1, 1, rows), np.array([1.7])
+    gradient = definition.row_gradients(softmax, fields, *given, 1.0, LossTerms(0.0, 0.0, 0.0))
+    more = {"weights": ClassWeights(), "transform": Transform(), "arithmetic": DOUBLE if dtype == np.float64 else SINGLE}
+    kernel.write_gradient(out, logits[:, :, None], gradient, fields, **more)
+    in_place = logits.copy()
+    for row in range(0, rows, 50):
+        few = slice(row, row + 50)
+        kernel.write_gradient(in_place[few, :, None], logits[few, :, None], gradient[few], fields, **more)
+    assert memory[0] == 0
+    assert same_bits(out[:, :, 0], in_place)
+    assert np.count_nonzero(in_place) > rows * classes / 2

@@ -17,8 +17,10 @@ typedef unsigned long long uint64_t;
 
 #ifdef __CUDACC__
 #define PCE_FUNCTION __device__ inline
+#define PCE_INLINED __device__ __forceinline__
 #else
 #define PCE_FUNCTION inline
+#define PCE_INLINED inline __attribute__((always_inline))
 #endif
 
 namespace pce {
@@ -79,9 +81,9 @@ PCE_FUNCTION float fma32(float a, float b, float c) {
 #ifdef __aarch64__
     return __builtin_fmaf(a, b, c);
 #else
-    // A sum rounded to odd in float64 rounds to float32 as the exact sum does.
+    // A sum rounded to odd in float64 rounds to float32 as the exact sum does; an infinite one has an error of nan.
     double p = double(a) * b, d = c, s = p + d, v = s - p, error = (p - (s - v)) + (d - v);
-    if (error != 0.0 && !(bits(s) & 1)) s = from_bits(bits(s) + ((error > 0.0) == (s > 0.0) ? 1 : -1));
+    if ((error > 0.0 || error < 0.0) && !(bits(s) & 1)) s = from_bits(bits(s) + ((error > 0.0) == (s > 0.0) ? 1 : -1));
     return float(s);
 #endif
 }
@@ -225,29 +227,34 @@ PCE_FUNCTION double softcap_slope(double x, const Transform &transform) {
     return 4.0 * e / ((1.0 + e) * (1.0 + e));
 }
 
-// The exponential of z for a finite logit.
+// n and z - n log 2 for the z of a finite logit; inlined, as many callers need n alone.
 template <class Arithmetic>
-PCE_FUNCTION Exponential<typename Arithmetic::Number> exponential(double x, const Transform &transform);
+PCE_INLINED Exponential<typename Arithmetic::Number> argument(double x, const Transform &transform);
 
-template <> PCE_FUNCTION Exponential<double> exponential<Double>(double x, const Transform &transform) {
+template <> PCE_INLINED Exponential<double> argument<Double>(double x, const Transform &transform) {
     Pair z = transformed(x, transform);
-    Exponential<double> e = reduced(z.high, z.low);
-    return {e.n, polynomial(e.t)};
+    return reduced(z.high, z.low);
 }
 
-template <> PCE_FUNCTION Exponential<float> exponential<Single>(double x, const Transform &transform) {
+template <> PCE_INLINED Exponential<float> argument<Single>(double x, const Transform &transform) {
     if (transform.direct()) {
         float scale = narrow(transform.scale), logit = narrow(x), product = product32(scale, logit);
         if (product >= -NEAR32 && product <= NEAR32) {
             float k = fma32(product, LOG2E32, MAGIC32);
             int64_t n = int32_t(bits(k)) - MAGIC32_BITS;
             k = sum32(k, -MAGIC32);
-            return {n, polynomial(fma32(k, -LO32, fma32(logit, scale, product32(k, -HI32))))};
+            return {n, fma32(k, -LO32, fma32(logit, scale, product32(k, -HI32)))};
         }
     }
-    Pair z = transformed(x, transform);
-    Exponential<double> e = reduced(z.high, z.low);
-    return {e.n, polynomial(narrow(e.t))};
+    Exponential<double> e = argument<Double>(x, transform);
+    return {e.n, narrow(e.t)};
+}
+
+// The exponential of z for a finite logit.
+template <class Arithmetic>
+PCE_FUNCTION Exponential<typename Arithmetic::Number> exponential(double x, const Transform &transform) {
+    auto e = argument<Arithmetic>(x, transform);
+    return {e.n, polynomial(e.t)};
 }
 
 PCE_FUNCTION uint32_t fixed_point(float t) { return uint32_t(int32_t(product32(t, 0x1p30f)) + (1 << 30)); }

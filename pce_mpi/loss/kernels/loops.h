@@ -3,6 +3,8 @@
 // A loop takes the logits of one row, at most CHUNK of them, in consecutive memory that need not be aligned; it has a
 // fast way for logits that are near 0, and leaves rare cases to the scalar functions.
 
+enum { CHUNK = 4096 };
+
 // exp(z) = 2^n (1 + t)
 
 INLINED Floats polynomial(Floats f) {
@@ -77,28 +79,39 @@ INLINED Doubles transformed(Doubles x, const Transform &transform, Doubles &low,
     return z;
 }
 
+// What `parts` of float32 adds to n.
+template <Way way> constexpr int32_t BIAS = way == PLAIN || way == SCALED ? MAGIC32_BITS : 0;
+
+// n + BIAS, and t. In the ways of float32 x may be any number below 2^22, -inf too: then n is far below that of
+// others, modulo 2^32, and t is any number.
 template <Way way>
-INLINED void parts(Floats x, const Transform &transform, Ints &n, Floats &t, Doubles *slopes = nullptr) {
+INLINED void parts(Floats x, const Transform &transform, Ints &biased, Floats &t, Doubles *slopes = nullptr) {
     if (way == SCALED_IN_DOUBLE || way == CAPPED) {
-        Longs biased[2];
+        Longs wide[2];
         Doubles f[2];
         widen(x, f);
         for (int k = 0; k < 2; k++) {
             Doubles low, z = transformed<way>(f[k], transform, low, slopes ? slopes + k : nullptr);
-            f[k] = exponent_and_rest(z, biased[k]);
+            f[k] = exponent_and_rest(z, wide[k]);
             if (way != CAPPED) f[k] += low;
         }
         static_assert(int32_t(MAGIC_BITS) == 0);
-        n = lower_words(biased);
+        biased = lower_words(wide);
         t = polynomial(narrow(f));
         return;
     }
     float scale = way == SCALED ? float(transform.scale) : 1.0f;
     Floats k = fma(way == SCALED ? scale * x : x, floats(LOG2E32), floats(MAGIC32));
-    n = (Ints)k - MAGIC32_BITS;
+    biased = (Ints)k;
     k -= MAGIC32;
     Floats f = way == SCALED ? fma(x, floats(scale), -(k * HI32)) : fma(-k, floats(HI32), x);
     t = polynomial(fma(-k, floats(LO32), f));
+}
+
+using pce::fixed_point;
+// 1 + t in fixed point. An addition to the exponent of t multiplies it; a t of 0 becomes a number that is cut to 0.
+INLINED Unsigned fixed_point(Floats t) {
+    return (Unsigned)__builtin_convertvector((Floats)((Ints)t + (Single::POINT << 23)), Ints) + (1u << Single::POINT);
 }
 
 // n + MAGIC_BITS, and t, of two vectors.
@@ -125,12 +138,7 @@ template <class T> static double largest(const T *x, long count) {
         top = v > top ? v : top;
         strange = v == v ? strange : Vector{} + 1;
     }
-    double result = -infinity();
-    for (int lane = 0; lane < lanes; lane++) {
-        if (strange[lane] != 0) return not_a_number();
-        if (top[lane] > result) result = top[lane];
-    }
-    return result;
+    return any_less(Vector{}, strange) ? not_a_number() : largest_lane(top);
 }
 
 // The first place, from `i` on, of a logit equal to `wanted`, which may be nan; `count` if there is none.
@@ -153,27 +161,38 @@ static inline uint64_t sum_of(Words v) {
     for (int lane = 0; lane < LANES / 2; lane++) sum += v[lane];
     return sum;
 }
+// Sums of neighbouring lanes.
+INLINED Words pairs_of(Unsigned v) { return ((Words)v & 0xffffffff) + ((Words)v >> 32); }
 
 // Add exponentials to a sum whose grid is at least theirs; logits below `lowest` add nothing.
+//
+// An exponential is fixed 2^shift, cut to a whole number, in two words of 32 bits, `low` and `high`: a shift by less
+// than 0 or more than 31 gives 0. Of each word the bits above a digit's border are summed apart. What is below them has
+// a sum that fits a word, and is the sum of all bits less those above, modulo 2^32.
 template <Way way, class T>
 static void add_exponentials(Sum &sum, const T *x, long count, float lowest, const Transform &transform) {
-    constexpr int WIDTH = Single::WIDTH;
-    Ints limit = ints(int32_t(WIDTH * (sum.grid - 2)) + Single::POINT + 32);
-    Words first = {}, second = {}, third = {};
+    constexpr int WIDTH = Single::WIDTH, ABOVE = 2 * WIDTH - 32;
+    static_assert(uint64_t(CHUNK / LANES) << WIDTH <= uint64_t(1) << 32);
+    const Ints unit = ints(BIAS<way> + int32_t(WIDTH * (sum.grid - 2)) + Single::POINT), next = unit + 32;
+    Unsigned lows = {}, low_tops = {}, highs = {}, high_tops = {};
     for (long i = 0; i < count; i += LANES) {
-        Floats v = load_up_to(x + i, count - i);
+        __builtin_prefetch(x + i + CHUNK, 0, 2);
+        Floats v = load_up_to(x + i, count - i), counted = v, t;
+        if (way == SCALED_IN_DOUBLE) counted = v > lowest ? v : floats(lowest);
+        if (way == CAPPED) counted = v > lowest ? v : Floats{};
         Ints n;
-        Floats t;
-        parts<way>(v > lowest ? v : floats(way == CAPPED ? 0.0f : lowest), transform, n, t);
-        Ints shift = limit - n;
-        if (way == CAPPED) shift = v > lowest ? shift : ints(64);
-        Ints fixed = __builtin_convertvector(t * 0x1p30f, Ints) + (1 << 30);
-        Words even = shift_right((Words)fixed << 32, (Longs)shift & 0xffffffff);
-        Words odd = shift_right((Words)fixed & 0xffffffff00000000, (Longs)((Words)shift >> 32));
-        first += even + odd;
-        second += (even >> WIDTH) + (odd >> WIDTH);
-        third += (even >> 2 * WIDTH) + (odd >> 2 * WIDTH);
+        parts<way>(counted, transform, n, t);
+        if (way == CAPPED) n = v > lowest ? n : unit - 64;
+        Unsigned fixed = fixed_point(t);
+        Unsigned low = shift_left(fixed, n - unit) | shift_right(fixed, unit - n), high = shift_right(fixed, next - n);
+        lows += low;
+        low_tops += low >> WIDTH;
+        highs += high;
+        high_tops += high >> ABOVE;
     }
+    Words third = pairs_of(high_tops);
+    Words second = (third << WIDTH) + pairs_of(low_tops) + (pairs_of(highs - (high_tops << ABOVE)) << (32 - WIDTH));
+    Words first = (second << WIDTH) + pairs_of(lows - (low_tops << WIDTH));
     sum.limbs[0] += sum_of(first);
     sum.limbs[1] += sum_of(second);
     sum.limbs[2] += sum_of(third);
@@ -216,37 +235,56 @@ static void add_exponentials(Sum &sum, const double *x, long count, double lowes
     sum.limbs[2] += sum_of(third);
 }
 
+// Write a gradient, vector by vector, and the whole vectors past the cache if asked to.
+template <class To, class Gradient>
+INLINED void write_vectors(To *out, long count, bool past_cache, Gradient gradient) {
+    long i = 0;
+    if (past_cache) {
+        i = long(-(uintptr_t)out % (LANES * sizeof(To)) / sizeof(To));
+        if (i > count) i = count;
+        if (i > 0) store_up_to(out, gradient(0, i), i);
+        for (; i + LANES <= count; i += LANES) stream(out + i, gradient(i, LANES));
+    }
+    for (; i < count; i += LANES) store_up_to(out + i, gradient(i, count - i), count - i);
+}
+
 // The gradient of the logits that are near 0, without class weights and the slope of a softcap. The slope is written to
 // `slopes`, which have room for a whole vector more.
 template <Way way, class T, class To>
 static void write_near(const T *x, To *out, long count, const RowFactor &row, float lowest, const Transform &transform,
-                       double *slopes) {
-    Floats high = floats(row.high), low = floats(row.low);
-    const Ints exponent = ints(int32_t(row.exponent)), normal = ints(-125) - exponent;
-    for (long i = 0; i < count; i += LANES) {
-        Floats v = load_up_to(x + i, count - i);
+                       double *slopes, bool past_cache) {
+    constexpr bool direct = way == PLAIN || way == SCALED;
+    const Floats high = floats(row.high), low = floats(row.low);
+    // From `least` on a gradient is normal, and an addition to its exponent multiplies it, unless it is 0. In the ways
+    // of float32 n is compared as the float32 that it comes from, as logits may be far below.
+    const Ints exponent = ints(int32_t(row.exponent) - BIAS<way>), normal = ints(-125) - exponent;
+    const Ints least = row.high != 0.0f ? normal : ints(direct ? 0x7f800000 : INT32_MAX);
+    write_vectors(out, count, past_cache, [&](long i, long some) __attribute__((always_inline)) {
+        Floats v = load_up_to(x + i, some), above = v > lowest ? v : floats(way == CAPPED ? 0.0f : lowest), t;
         Ints n;
-        Floats t;
         Doubles slope[2];
-        parts<way>(v > lowest ? v : floats(way == CAPPED ? 0.0f : lowest), transform, n, t, slope);
+        parts<way>(direct ? v : above, transform, n, t, slope);
         if (way == CAPPED)
             for (int k = 0; k < 2; k++) store(slopes + i + k * LANES / 2, slope[k]);
         Floats value = high + fma(high, t, low);
-        if (any_less(n, normal)) {
+        if (direct ? any_less((Floats)n, (Floats)least) : any_less(n, least)) {
+            if (direct) {
+                parts<way>(above, transform, n, t);
+                value = high + fma(high, t, low);
+            }
             Ints sum = n + exponent, near = sum > -125 ? sum : ints(-125);
             Ints rest = sum - near > -30 ? sum - near : ints(-30);
             value = value * power(near) * power(rest);
         } else {
-            value *= power(n + exponent);
+            value = (Floats)((Ints)value + ((n + exponent) << 23));
         }
-        if (way == CAPPED) value = v > lowest ? value : floats(0.0f * row.high);
-        store_up_to(out + i, value, count - i);
-    }
+        return way == CAPPED ? (v > lowest ? value : floats(0.0f * row.high)) : value;
+    });
 }
 
 template <Way way>
 static void write_near(const double *x, double *out, long count, const RowFactor &row, double lowest,
-                       const Transform &transform, double *slopes) {
+                       const Transform &transform, double *slopes, bool) {
     const Longs exponent = longs(row.exponent - MAGIC_BITS), normal = longs(MAGIC_BITS - 1000 - row.exponent);
     const Doubles m = doubles(row.m);
     for (long i = 0; i < count; i += LANES) {
@@ -375,10 +413,9 @@ static bool fill_entropies(Terms &terms, const T *x, long count, float lowest, c
         v = masked ? Floats{} : v;
         Floats t;
         parts<way>(v, transform, n, t);
-        Ints fixed = __builtin_convertvector(t * 0x1p30f, Ints) + (1 << 30);
-        fixed = masked ? Ints{} : fixed;
+        Ints fixed = masked ? Ints{} : (Ints)fixed_point(t);
         Longs n_of[2], fixed_of[2];
-        widen(n - Single::POINT, n_of);
+        widen(n - (BIAS<way> + Single::POINT), n_of);
         widen(fixed, fixed_of);
         Doubles wide[2];
         widen(v, wide);

@@ -2,8 +2,6 @@
 //
 // A row comes in chunks of at most CHUNK classes, which are consecutive in memory.
 
-enum { CHUNK = 4096 };
-
 template <class T> static inline T element(const T *p, long index) {
     T value;
     memcpy(&value, (const char *)p + index * long(sizeof value), sizeof value);
@@ -156,7 +154,7 @@ static void add_weights(State &state, const T *x, long first, long end, const We
 // Add the exponentials, and exp(z) z, of classes that are not held.
 template <class Arithmetic, class T> static void add_others(State &state, const T *x, long count, const Call &call) {
     const Transform &transform = call.transform;
-    double top = largest(x, count), leading = state.held;
+    double top = largest(x, count), leading = state.held, before = call.has(HOLD_LARGEST) ? -infinity() : state.top;
     if (top == infinity()) top = not_a_number();
     if (!call.has(HOLD_LARGEST)) {
         leading = larger(state.top, top);
@@ -169,9 +167,7 @@ template <class Arithmetic, class T> static void add_others(State &state, const 
     bool huge = is_huge(leading, transform);
     if (!huge && near<Arithmetic>(top, transform, lowest)) {
         if (call.has(ENTROPY)) add_near_entropies<Arithmetic>(state.entropy, x, count, lowest, transform);
-        int64_t grid = grid_of<Arithmetic>(top, transform);
-        if (grid + 4 < state.sum.grid) return;
-        state.sum.raise(grid);
+        if (top > before) state.sum.raise(grid_of<Arithmetic>(top, transform));
         return add_near<Arithmetic>(state.sum, x, count, lowest, transform);
     }
     Call exponentials = {call.fields & (HOLD_LARGEST | ENTROPY), transform};
@@ -252,15 +248,16 @@ static void add_chunk(State &total, const T *x, long count, long column, int64_t
 
 template <class Arithmetic, class T, class To>
 static void write_all_near(const T *x, To *out, long count, const RowFactor &row, double lowest,
-                           const Transform &transform, double *slopes = nullptr) {
+                           const Transform &transform, double *slopes, bool past_cache) {
     in_way<is_single<Arithmetic>()>(transform, [&](auto chosen) {
-        write_near<decltype(chosen)::way>(x, out, count, row, typename Arithmetic::Number(lowest), transform, slopes);
+        write_near<decltype(chosen)::way>(x, out, count, row, typename Arithmetic::Number(lowest), transform, slopes,
+                                          past_cache);
     });
 }
 
 template <class Arithmetic, class T>
 static void write_chunk(const T *x, T *out, long count, const Weights &weights, const RowFactor &row, double most,
-                        const Call &call) {
+                        const Call &call, bool past_cache) {
     typedef typename Arithmetic::Number Number;
     // Beyond this distance a logit that is not near underflows.
     constexpr int64_t REACH = Arithmetic::POINT == 30 ? 2700 : 1500000;
@@ -272,14 +269,14 @@ static void write_chunk(const T *x, T *out, long count, const Weights &weights, 
     double largest = transform.softcap != 0.0 ? transform.softcap : transform.scale * most;
     in_loops = in_loops && largest * LOG2E + double(row.exponent) < (Arithmetic::POINT == 30 ? 100.0 : 1000.0);
     if (in_loops && !call.has(WEIGHTED_LOGIT) && !call.has(ENTROPY) && transform.softcap == 0.0)
-        return write_all_near<Arithmetic>(x, out, count, row, lowest, transform);
+        return write_all_near<Arithmetic>(x, out, count, row, lowest, transform, nullptr, past_cache);
     if (in_loops) {
         Number values[TERMS + LANES];
         double u[TERMS + LANES], slopes[TERMS + LANES];
         for (long at = 0, some; at < count; at += some) {
             some = count - at < TERMS ? count - at : long(TERMS);
             if (call.has(WEIGHTED_LOGIT)) weights.fill(u, at, some, some + LANES);
-            write_all_near<Arithmetic>(x + at, values, some, row, lowest, transform, slopes);
+            write_all_near<Arithmetic>(x + at, values, some, row, lowest, transform, slopes, false);
             const double *weight = call.has(WEIGHTED_LOGIT) ? u : nullptr;
             in_way<false>(transform, [&](auto chosen) {
                 finish_near<decltype(chosen)::way>(values, x + at, out + at, weight, slopes, some, row, call);

@@ -125,7 +125,7 @@ PCE_FUNCTION int words_of(int fields) {
 }
 
 template <class Arithmetic> PCE_FUNCTION int64_t grid_of(double x, const Transform &transform) {
-    return floor_div(exponential<Arithmetic>(finite(x) ? x : 0.0, transform).n, Arithmetic::WIDTH);
+    return floor_div(argument<Arithmetic>(finite(x) ? x : 0.0, transform).n, Arithmetic::WIDTH);
 }
 
 PCE_FUNCTION bool is_huge(double x, const Transform &transform) {

@@ -163,10 +163,10 @@ static long places_held(const T *x, long count, long column, const Weights &weig
     return found;
 }
 
-// Write the gradient of a chunk of a row.
+// Write the gradient of a chunk of a row; one in the caller's memory past the cache, if asked to.
 template <class Arithmetic, class T>
 static void write_row(const T *x, char *out, int kind, long count, long first, const Weights &weights,
-                      const RowGradient &gradient, const RowFactor &row, const Call &call) {
+                      const RowGradient &gradient, const RowFactor &row, const Call &call, bool past_cache) {
     long column = long(gradient.column) - first, target = long(gradient.target) - first;
     T result[CHUNK];
     if (!gradient.valid) {
@@ -183,10 +183,12 @@ static void write_row(const T *x, char *out, int kind, long count, long first, c
     bool is_target = call.has(ENTROPY) && target >= 0 && target < count && target != column;
     typename Arithmetic::Number at_target = 0;
     if (is_target) at_target = gradient_of<Arithmetic>(number_at(x, target), 1.0, row, call, gradient.target_gradient);
-    write_chunk<Arithmetic>(x, kind == kind_of<T>() ? (T *)out : result, count, weights, row, gradient.most, call);
+    bool direct = kind == kind_of<T>();
+    write_chunk<Arithmetic>(x, direct ? (T *)out : result, count, weights, row, gradient.most, call,
+                            direct && past_cache);
     of_kind(kind, [&](auto one) {
         typedef decltype(one) To;
-        if (kind != kind_of<T>()) convert((To *)out, result, count);
+        if (!direct) convert((To *)out, result, count);
         one = of_number<To>(value);
         for (long i = 0; i < held_count; i++) memcpy(out + held[i] * long(sizeof one), &one, sizeof one);
         if (is_target) {
@@ -196,14 +198,22 @@ static void write_row(const T *x, char *out, int kind, long count, long first, c
     });
 }
 
+// A gradient of so many bytes, with rows of so many, is written past the caches: it would not stay in them, and lines
+// that they have to read first cost more than the ends of rows, which are written through them.
+enum { LARGE = 1 << 22, LONG_ROW = 1 << 13 };
+
 template <class Arithmetic, class T> static void write_rows(const Write &write) {
+    const Array &out = write.out;
+    const long row_bytes = out.shape[1] * SIZES[out.kind], bytes = out.shape[0] * out.shape[2] * row_bytes;
+    bool past_cache = consecutive(out) && out.data != write.logits.data && bytes >= LARGE && row_bytes >= LONG_ROW;
     RowFactor factors[TILE_ROWS];
     auto begin = [&](long row, long r) { factors[r] = RowFactor::of(write.rows[row + r], write.call.transform); };
-    auto put = [&](long row, long r, const T *x, long count, long first, char *out, const Weights &weights) {
-        write_row<Arithmetic>(x, out, write.out.kind, count, first, weights, write.rows[row + r], factors[r],
-                              write.call);
+    auto put = [&](long row, long r, const T *x, long count, long first, char *place, const Weights &weights) {
+        write_row<Arithmetic>(x, place, out.kind, count, first, weights, write.rows[row + r], factors[r],
+                              write.call, past_cache);
     };
-    walk<T>(write, write.out, begin, put, [](long, long) {});
+    walk<T>(write, out, begin, put, [](long, long) {});
+    if (past_cache) finish_stream();
 }
 
 static void write(const Write &write) {

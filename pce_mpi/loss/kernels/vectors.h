@@ -25,8 +25,9 @@ static inline Ints ints(int32_t v) { return Ints{} + v; }
 static inline Longs longs(int64_t v) { return Longs{} + v; }
 
 // What instruction sets have each in its own way: `fma`, float16 to and from float32, `whole`, `truncated` (the integer
-// part of numbers below 2^62), shifts that give 0 for counts outside of 0 to 63, `any_less`, the numbers of a vector in
-// two of wider ones, and back.
+// part of numbers below 2^62), shifts that give 0 for counts that the lanes do not have, `any_less`, `largest_lane`,
+// `stream_bytes` (a store past the cache, to memory aligned to the vector), the numbers of a vector in two of wider
+// ones, and back.
 #if VECTOR_BYTES == 64
 static inline Floats fma(Floats a, Floats b, Floats c) {
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -44,8 +45,17 @@ static inline Doubles whole(Doubles v) {
 static inline Longs truncated(Doubles v) { return __builtin_convertvector(v, Longs); }
 static inline Words shift_left(Words v, Longs n) { return (Words)_mm512_sllv_epi64((__m512i)v, (__m512i)n); }
 static inline Words shift_right(Words v, Longs n) { return (Words)_mm512_srlv_epi64((__m512i)v, (__m512i)n); }
+static inline Unsigned shift_left(Unsigned v, Ints n) { return (Unsigned)_mm512_sllv_epi32((__m512i)v, (__m512i)n); }
+static inline Unsigned shift_right(Unsigned v, Ints n) { return (Unsigned)_mm512_srlv_epi32((__m512i)v, (__m512i)n); }
 static inline bool any_less(Longs a, Longs b) { return _mm512_cmplt_epi64_mask((__m512i)a, (__m512i)b); }
 static inline bool any_less(Ints a, Ints b) { return _mm512_cmplt_epi32_mask((__m512i)a, (__m512i)b); }
+static inline bool any_less(Floats a, Floats b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ); }
+static inline bool any_less(Doubles a, Doubles b) { return _mm512_cmp_pd_mask((__m512d)a, (__m512d)b, _CMP_LT_OQ); }
+static inline double largest_lane(Floats v) { return _mm512_reduce_max_ps((__m512)v); }
+static inline double largest_lane(Doubles v) { return _mm512_reduce_max_pd((__m512d)v); }
+static inline void stream_bytes(void *p, Floats v) { _mm512_stream_ps((float *)p, (__m512)v); }
+static inline void stream_bytes(void *p, Shorts v) { _mm256_stream_si256((__m256i *)p, (__m256i)v); }
+static inline void stream_bytes(void *p, Doubles v) { _mm512_stream_pd((double *)p, (__m512d)v); }
 static inline void widen(Floats v, Doubles wide[2]) {
     wide[0] = (Doubles)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)v));
     wide[1] = (Doubles)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)v, 1));
@@ -76,8 +86,15 @@ static inline Doubles whole(Doubles v) {
 }
 static inline Words shift_left(Words v, Longs n) { return (Words)_mm256_sllv_epi64((__m256i)v, (__m256i)n); }
 static inline Words shift_right(Words v, Longs n) { return (Words)_mm256_srlv_epi64((__m256i)v, (__m256i)n); }
+static inline Unsigned shift_left(Unsigned v, Ints n) { return (Unsigned)_mm256_sllv_epi32((__m256i)v, (__m256i)n); }
+static inline Unsigned shift_right(Unsigned v, Ints n) { return (Unsigned)_mm256_srlv_epi32((__m256i)v, (__m256i)n); }
 static inline bool any_less(Longs a, Longs b) { return _mm256_movemask_pd((__m256d)(a < b)); }
 static inline bool any_less(Ints a, Ints b) { return _mm256_movemask_ps((__m256)(a < b)); }
+static inline bool any_less(Floats a, Floats b) { return _mm256_movemask_ps((__m256)(a < b)); }
+static inline bool any_less(Doubles a, Doubles b) { return _mm256_movemask_pd((__m256d)(a < b)); }
+static inline void stream_bytes(void *p, Floats v) { _mm256_stream_ps((float *)p, (__m256)v); }
+static inline void stream_bytes(void *p, Shorts v) { _mm_stream_si128((__m128i *)p, (__m128i)v); }
+static inline void stream_bytes(void *p, Doubles v) { _mm256_stream_pd((double *)p, (__m256d)v); }
 static inline void widen(Floats v, Doubles wide[2]) {
     wide[0] = (Doubles)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v));
     wide[1] = (Doubles)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)v, 1));
@@ -140,11 +157,25 @@ static inline Words shift_right(Words v, Longs n) {
     for (int lane = 0; lane < LANES / 2; lane++) v[lane] = uint64_t(n[lane]) < 64 ? v[lane] >> n[lane] : 0;
     return v;
 }
+static inline Unsigned shift_left(Unsigned v, Ints n) {
+    for (int lane = 0; lane < LANES; lane++) v[lane] = uint32_t(n[lane]) < 32 ? v[lane] << n[lane] : 0;
+    return v;
+}
+static inline Unsigned shift_right(Unsigned v, Ints n) {
+    for (int lane = 0; lane < LANES; lane++) v[lane] = uint32_t(n[lane]) < 32 ? v[lane] >> n[lane] : 0;
+    return v;
+}
 static inline bool any_less(Longs a, Longs b) { return a[0] < b[0] || a[1] < b[1]; }
 static inline bool any_less(Ints a, Ints b) {
     Longs less = (Longs)(a < b);
     return less[0] | less[1];
 }
+static inline bool any_less(Floats a, Floats b) {
+    Longs less = (Longs)(a < b);
+    return less[0] | less[1];
+}
+static inline bool any_less(Doubles a, Doubles b) { return a[0] < b[0] || a[1] < b[1]; }
+template <class Vector> static inline void stream_bytes(void *p, Vector v) { store_bytes(p, v); }
 static inline void widen(Floats v, Doubles wide[2]) {
     HalfFloats halves[2];
     memcpy(halves, &v, sizeof v);
@@ -180,6 +211,12 @@ static inline Doubles rest_of_product(Doubles a, Doubles b, Doubles p) { return 
 static inline Doubles add_product(Doubles a, Doubles b, Doubles c) { return fma(a, b, c); }
 #endif
 #if VECTOR_BYTES != 64
+template <class Vector> static inline double largest_lane(Vector v) {
+    double result = v[0];
+    for (unsigned lane = 1; lane < sizeof v / sizeof v[0]; lane++)
+        if (v[lane] > result) result = v[lane];
+    return result;
+}
 static inline Longs truncated(Doubles v) {
     // In two parts, each an integer that stands in the low bits of a float64.
     v = whole(v);
@@ -188,27 +225,77 @@ static inline Longs truncated(Doubles v) {
 }
 #endif
 
-static inline Floats load(const float *p) { return load_bytes<Floats>(p); }
-static inline Floats load(const Half *p) { return from_halves(load_bytes<Shorts>(p)); }
-static inline Floats load(const BFloat *p) {
-    return (Floats)(__builtin_convertvector(load_bytes<Shorts>(p), Unsigned) << 16);
+// Let other threads and processes see what was streamed.
+static inline void finish_stream() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
 }
-static inline void store(float *p, Floats v) { store_bytes(p, v); }
-static inline void store(Half *p, Floats v) { store_bytes(p, to_halves(v)); }
-static inline void store(BFloat *p, Floats v) {
+
+// The vector of a type of numbers in memory.
+template <class T> struct Stored {
+    typedef Shorts Vector;
+};
+template <> struct Stored<float> {
+    typedef Floats Vector;
+};
+template <> struct Stored<double> {
+    typedef Doubles Vector;
+};
+static inline Floats widened(Floats v, const float *) { return v; }
+static inline Doubles widened(Doubles v, const double *) { return v; }
+static inline Floats widened(Shorts v, const Half *) { return from_halves(v); }
+static inline Floats widened(Shorts v, const BFloat *) { return (Floats)(__builtin_convertvector(v, Unsigned) << 16); }
+template <class T> static inline auto load(const T *p) {
+    return widened(load_bytes<typename Stored<T>::Vector>(p), p);
+}
+static inline Floats rounded(Floats v, float *) { return v; }
+static inline Doubles rounded(Doubles v, double *) { return v; }
+static inline Shorts rounded(Floats v, Half *) { return to_halves(v); }
+static inline Shorts rounded(Floats v, BFloat *) {
     Unsigned b = (Unsigned)v;
-    store_bytes(p, __builtin_convertvector((b + 0x7fff + (b >> 16 & 1)) >> 16, Shorts));
+    return __builtin_convertvector((b + 0x7fff + (b >> 16 & 1)) >> 16, Shorts);
 }
-static inline Doubles load(const double *p) { return load_bytes<Doubles>(p); }
-static inline void store(double *p, Doubles v) { store_bytes(p, v); }
+template <class T, class Vector> static inline void store(T *p, Vector v) { store_bytes(p, rounded(v, p)); }
+template <class T, class Vector> static inline void stream(T *p, Vector v) { stream_bytes(p, rounded(v, p)); }
+
+// The first `count` numbers at p, of fewer than a vector has, filled up with others; and to p.
+#if VECTOR_BYTES == 64
+static inline uint32_t first_lanes(long count) { return count > 0 ? (1u << count) - 1 : 0; }
+static inline Floats load_bytes_of(const void *p, long count, Floats others) {
+    return (Floats)_mm512_mask_loadu_ps((__m512)others, first_lanes(count), p);
+}
+static inline Doubles load_bytes_of(const void *p, long count, Doubles others) {
+    return (Doubles)_mm512_mask_loadu_pd((__m512d)others, first_lanes(count), p);
+}
+static inline Shorts load_bytes_of(const void *p, long count, Shorts others) {
+    return (Shorts)_mm256_mask_loadu_epi16((__m256i)others, first_lanes(count), p);
+}
+static inline void store_bytes_of(void *p, long count, Floats v) {
+    _mm512_mask_storeu_ps(p, first_lanes(count), (__m512)v);
+}
+static inline void store_bytes_of(void *p, long count, Doubles v) {
+    _mm512_mask_storeu_pd(p, first_lanes(count), (__m512d)v);
+}
+static inline void store_bytes_of(void *p, long count, Shorts v) {
+    _mm256_mask_storeu_epi16(p, first_lanes(count), (__m256i)v);
+}
+#else
+template <class Vector> static inline Vector load_bytes_of(const void *p, long count, Vector others) {
+    if (count > 0) memcpy(&others, p, count * sizeof others[0]);
+    return others;
+}
+template <class Vector> static inline void store_bytes_of(void *p, long count, Vector v) {
+    if (count > 0) memcpy(p, &v, count * sizeof v[0]);
+}
+#endif
 
 // The last few of a row, filled up with masked classes.
 template <class T> static inline auto load_some(const T *p, long count) {
-    constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
-    T some[lanes];
-    for (T &each : some) each = masked<T>();
-    if (count > 0) memcpy(some, p, count * sizeof(T));
-    return load(some);
+    typedef typename Stored<T>::Vector Vector;
+    T others[sizeof(Vector) / sizeof(T)];
+    for (T &each : others) each = masked<T>();
+    return widened(load_bytes_of(p, count, load_bytes<Vector>(others)), p);
 }
 template <class T> static inline auto load_up_to(const T *p, long count) {
     constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
@@ -216,10 +303,7 @@ template <class T> static inline auto load_up_to(const T *p, long count) {
 }
 template <class T, class Vector> static inline void store_up_to(T *p, Vector v, long count) {
     constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
-    if (count >= lanes) return store(p, v);
-    T some[lanes];
-    store(some, v);
-    if (count > 0) memcpy(p, some, count * sizeof(T));
+    count >= lanes ? store(p, v) : store_bytes_of(p, count, rounded(v, p));
 }
 
 // Up to LANES numbers as float64, and back: to float32 first, as all numbers are but float64.
