@@ -63,28 +63,6 @@ def test_adamw_is_that_of_textbook_at_any_placement(comm, options):
         np.testing.assert_allclose(w.full(), expected, rtol=1e-12, atol=1e-14, err_msg=str(placements))
 
 
-def test_adamw_step_by_hand():
-    mesh = mesh_of(MPI.COMM_SELF, 1)
-    w = pce.distribute(np.array([1.0, -2.0]), mesh, requires_grad=True)
-    optimizer = AdamW([w], lr=0.5, betas=(0.5, 0.75), eps=0.0, weight_decay=0.5)
-    after(optimizer, w, [np.array([2.0, -4.0])])
-    # p - p/4, and half a step against the sign of the gradient
-    np.testing.assert_allclose(w.local, [0.25, -1.0], rtol=1e-15)
-
-
-def test_partial_gradients_are_reduced_before_step(comm):
-    mesh = mesh_of(comm, comm.size)
-    values, gradients = drawn()
-    w = pce.distribute(values, mesh, requires_grad=True)
-    optimizer = AdamW([w], lr=0.1)
-    for gradient in gradients:
-        mine = gradient if comm.rank == 0 else np.zeros_like(gradient)
-        w.grad = pce.from_local(mine, mesh, data=SUM)
-        _, trace = traced(optimizer.step)
-        assert trace.count("all_reduce") == 1
-    np.testing.assert_allclose(w.local, textbook(values, gradients, lr=0.1), rtol=1e-12)
-
-
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_adamw_steps_halves_in_float32(comm, dtype):
     mesh = mesh_of(comm, comm.size)
@@ -95,19 +73,6 @@ def test_adamw_steps_halves_in_float32(comm, dtype):
     expected = textbook(values.astype(np.float64), gradients[:1].astype(np.float64), lr=0.1)
     np.testing.assert_array_equal(w.full(), expected.astype(dtype))
     assert {optimizer.state()[f"0.{name}"].dtype.name for name in ("exp_avg", "exp_avg_sq")} == {"float32"}
-
-
-def test_parameter_without_gradient_is_not_stepped(comm):
-    mesh = mesh_of(comm, comm.size)
-    values, gradients = drawn()
-    first, second = (pce.distribute(values, mesh, requires_grad=True) for _ in range(2))
-    optimizer = AdamW([first, second], lr=0.1)
-    for number, gradient in enumerate(gradients):
-        first.grad = pce.distribute(gradient, mesh)
-        second.grad = None if number % 2 else pce.distribute(gradient, mesh)
-        optimizer.step()
-    np.testing.assert_allclose(first.local, textbook(values, gradients, lr=0.1), rtol=1e-12)
-    np.testing.assert_allclose(second.local, textbook(values, gradients[::2], lr=0.1), rtol=1e-12)
 
 
 def test_groups_have_options_of_their_own(comm):
@@ -127,12 +92,15 @@ def test_groups_have_options_of_their_own(comm):
         weight_decay=0.3,
     )
     expected = [{"lr": 0.1}, {"lr": 0.1, "weight_decay": 0.0}, {"lr": 0.5, "betas": (0.5, 0.75)}]
-    for gradient in gradients:
+    for number, gradient in enumerate(gradients):
         for w in parameters:
             w.grad = pce.from_local(gradient if mesh.rank == 0 else 0 * gradient, mesh, **dict.fromkeys(mesh.dims, SUM))
+        if number % 2:
+            parameters[2].grad = None  # the last one is not stepped
         optimizer.step()
     for w, options in zip(parameters, expected, strict=True):
-        np.testing.assert_allclose(w.full(), textbook(values, gradients, **{"weight_decay": 0.3} | options), rtol=1e-12)
+        stepped = gradients if "betas" not in options else gradients[::2]
+        np.testing.assert_allclose(w.full(), textbook(values, stepped, **{"weight_decay": 0.3} | options), rtol=1e-12)
 
 
 def test_gradients_of_all_groups_take_one_buffer(comm):
@@ -225,19 +193,6 @@ def test_groups_may_be_over_meshes_of_some_ranks(comm):
             each.grad = pce.distribute(np.ones(2), each.mesh)
     SGD(groups, lr=1.0).step()
     assert [group["params"][0].local[0] for group in groups] == [-1.0, *(-0.5 * number for number in range(comm.rank))]
-
-
-def test_groups_and_parameters_do_not_mix():
-    w, v = (pce.distribute(np.zeros(2), mesh_of(MPI.COMM_SELF, 1), requires_grad=True) for _ in range(2))
-    for wrong, error, text in (
-        ([w, {"params": [v]}], TypeError, "must be a dict that has 'params', got .* as number 0"),
-        ([{"params": [w]}, {"parameters": [v]}], TypeError, "as number 1"),
-        ([{"params": w}], TypeError, "parameters must be a list"),
-        ([{"params": [w]}, {"params": [w]}], ValueError, r"parameters\[1\] is the same array as parameters\[0\]"),
-        ([{"params": []}], ValueError, "parameters are missing"),
-    ):
-        with pytest.raises(error, match=text):
-            SGD(wrong, lr=0.1)
 
 
 def test_ranks_with_other_groups_raise_together(comm, several):
@@ -368,31 +323,64 @@ def test_state_of_cupy_arrays_is_saved_and_taken(comm, cupy, tmp_path_factory):
         assert cupy.asnumpy(array.local).tobytes() == read[name].local.tobytes()
 
 
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        ({"betas": 0.9}, TypeError),
-        ({"betas": (0.9, 1.0)}, ValueError),
-        ({"betas": (-0.1, 0.9)}, ValueError),
-        ({"eps": -1.0}, ValueError),
-        ({"weight_decay": math.inf}, ValueError),
-        ({"lr": "fast"}, TypeError),
-    ],
-    ids=str,
-)
-def test_bad_numbers_of_adamw_raise(given, error):
-    w = pce.distribute(np.zeros(2), mesh_of(MPI.COMM_SELF, 1), requires_grad=True)
-    with pytest.raises(error):
-        AdamW([w], **given)
-
-
-def test_ranks_with_other_betas_raise_together(comm):
-    if comm.size == 1:
-        return
-    w = pce.distribute(np.zeros(2), mesh_of(comm, comm.size), requires_grad=True)
-    w.grad = pce.distribute(np.ones(2), w.mesh)
-    with pytest.raises(pce.CollectiveError, match="betas"):
-        AdamW([w], betas=(0.1 * (comm.rank + 1) / comm.size, 0.9)).step()
+@pytest.mark.sizes(1)  # a rank refuses them by itself
+def test_wrong_parameters_and_numbers_are_told(comm):
+    mesh = mesh_of(comm, comm.size)
+    w, v = (pce.distribute(np.zeros(3), mesh, requires_grad=True) for _ in range(2))
+    plain = pce.distribute(np.zeros(3), mesh)
+    partial = pce.distribute(np.zeros(3), mesh, requires_grad=True, data=SUM)
+    for optimizer, parameters, options, error, text in (
+        *(
+            (function, given, {}, error, text)
+            for function in (SGD, lambda parameters, lr: pce.clip_grad_norm(parameters, lr))
+            for given, error, text in (
+                ([], ValueError, "parameters are missing"),
+                ([np.zeros(3)], TypeError, r"parameters\[0\] must be a distributed array, got ndarray"),
+                ([w, plain], ValueError, r"parameters\[1\] must be an array that was made with requires_grad=True"),
+                ([w, plain, w], ValueError, r"parameters\[1\] must be an array"),
+                ([w, w], ValueError, r"parameters\[1\] is the same array as parameters\[0\]"),
+                ([partial], ValueError, r"parameters\[0\] must not be Partial"),
+                ({"w": w}, TypeError, r"parameters\[0\] must be a distributed array, got str"),
+                (w, TypeError, "must be a list of distributed arrays"),
+            )
+        ),
+        *(
+            (SGD, [w], {name: wrong}, error, text.format(name))
+            for name in ("lr", "momentum", "weight_decay")
+            for wrong, error, text in (
+                (-0.1, ValueError, "{} must not be negative and must be finite, got -0.1"),
+                (math.nan, ValueError, "{} must not be negative and must be finite, got nan"),
+                (math.inf, ValueError, "{} must not be negative and must be finite, got inf"),
+                ("0.1", TypeError, "{} must be a real number"),
+                (None, TypeError, "{} must be a real number"),
+                (True, TypeError, "{} must be a real number"),
+                (np.zeros(2), TypeError, "{} must be a real number"),
+            )
+        ),
+        (SGD, [w], {"nesterov": True}, ValueError, "nesterov needs a momentum"),
+        (AdamW, [w], {"betas": 0.9}, TypeError, "betas"),
+        (AdamW, [w], {"betas": (0.9, 1.0)}, ValueError, "betas"),
+        (AdamW, [w], {"betas": (-0.1, 0.9)}, ValueError, "betas"),
+        (AdamW, [w], {"eps": -1.0}, ValueError, "eps"),
+        (AdamW, [w], {"weight_decay": math.inf}, ValueError, "weight_decay"),
+        (AdamW, [w], {"lr": "fast"}, TypeError, "lr"),
+        (SGD, [w, {"params": [v]}], {}, TypeError, "must be a dict that has 'params', got .* as number 0"),
+        (SGD, [{"params": [w]}, {"parameters": [v]}], {}, TypeError, "as number 1"),
+        (SGD, [{"params": w}], {}, TypeError, "parameters must be a list"),
+        (SGD, [{"params": [w]}, {"params": [w]}], {}, ValueError, r"parameters\[1\] is the same array as param"),
+        (SGD, [{"params": []}], {}, ValueError, "parameters are missing"),
+        (pce.clip_grad_norm, [w], {"max_norm": -1}, ValueError, "max_norm must not be negative, got -1"),
+        (pce.clip_grad_norm, [w], {"max_norm": None}, TypeError, "max_norm must be a real number"),
+    ):
+        rate = {} if optimizer is pce.clip_grad_norm else {"lr": 0.1}
+        with pytest.raises(error, match=text):
+            optimizer(parameters, **(rate | options))
+    optimizer = SGD([w], lr=1.0)
+    optimizer.lr = np.array(2)
+    with pytest.raises(ValueError, match="lr must not be negative and must be finite, got -1"):
+        optimizer.lr = -1
+    assert optimizer.lr == 2.0
+    assert pce.clip_grad_norm([w], 1.0) == 0.0  # without a gradient
 
 
 @pytest.mark.parametrize("schedule", [linear_schedule, cosine_schedule])
@@ -403,14 +391,10 @@ def test_schedule_rises_falls_and_stays(schedule):
     assert rates[7] == pytest.approx(1.25)
     assert rates[10:] == [0.5] * 3
     assert sorted(rates[4:], reverse=True) == rates[4:]
+    assert [schedule(step, lr=2.0, steps=4) for step in (0, 2, 4)] == [2.0, 1.0, 0.0]
     for warmup in (-1, 10):
         with pytest.raises(ValueError, match="warmup"):
             schedule(0, lr=1.0, steps=10, warmup=warmup)
-
-
-@pytest.mark.parametrize("schedule", [linear_schedule, cosine_schedule])
-def test_schedule_without_warmup_falls_to_0(schedule):
-    assert [schedule(step, lr=2.0, steps=4) for step in (0, 2, 4)] == [2.0, 1.0, 0.0]
 
 
 def test_cosine_schedule_calls_no_libm(monkeypatch):
