@@ -42,19 +42,6 @@ def test_mesh_has_ranks_row_by_row(comm):
         assert list(mesh.coordinates) == list(mesh.dims) == list(NAMES[: len(sizes)])
 
 
-def test_dims_keep_order_in_which_they_are_named(comm):
-    mesh = Mesh(comm, z=1, a=comm.size, m=1)
-    assert mesh.dim_sizes == (("z", 1), ("a", comm.size), ("m", 1))
-    assert mesh.dims == {"z": 1, "a": comm.size, "m": 1}
-    assert mesh.coordinates == {"z": 0, "a": comm.rank, "m": 0}
-
-
-def test_mesh_prints_as_its_dims_and_asks_nobody(comm):
-    mesh = mesh_of(comm, 1, comm.size)
-    texts = [repr(mesh)] if comm.rank == 0 else []  # on one rank only
-    assert texts in ([], [f"Mesh(data=1, model={comm.size})"])
-
-
 def test_mesh_cannot_be_changed(line):
     for mapping in (line.dims, line.coordinates):
         with pytest.raises(TypeError):
@@ -65,6 +52,13 @@ def test_mesh_takes_whole_sizes_and_free_names(comm):
     mesh = Mesh(comm, comm=np.int64(1), self=comm.size, array=1)
     assert mesh.dims == {"comm": 1, "self": comm.size, "array": 1}
     assert {type(size) for size in mesh.dims.values()} == {int}
+    assert mesh.dim_sizes == (("comm", 1), ("self", comm.size), ("array", 1))
+    assert mesh.coordinates == {"comm": 0, "self": comm.rank, "array": 0}
+    if comm.rank == 0:  # asks nobody
+        assert repr(mesh) == f"Mesh(comm=1, self={comm.size}, array=1)"
+        with pytest.raises(ValueError, match="the mesh has no dim 'rows'; its dims are comm, self, array"):
+            mesh.comm("self", "rows")
+    assert mesh != Mesh(comm, comm=1, self=comm.size, array=1)
 
 
 def test_mesh_over_some_of_ranks(comm):
@@ -106,17 +100,6 @@ def test_communicator_of_dims_is_made_once(comm):
     with pce.trace() as trace:
         mesh.comm("model", "data")
     assert trace.events == []
-
-
-def test_mesh_communicator_of_no_dims_is_own_rank(comm, line):
-    assert line.comm().size == 1
-    assert line.comm().allgather(comm.rank) == [comm.rank]
-
-
-def test_dims_not_in_mesh_raise_on_their_rank(comm):
-    mesh = mesh_of(comm, comm.size, 1)
-    with pytest.raises(ValueError, match="the mesh has no dim 'rows'; its dims are data, model"):
-        mesh.comm("data", "rows")
 
 
 def test_mesh_and_communicator_are_agreed_and_traced(comm):
@@ -225,20 +208,6 @@ def test_messages_of_caller_do_not_meet_the_mesh(comm):
     assert members == list(range(comm.size))
 
 
-def test_communicator_of_mesh_carries_messages_of_caller(line):
-    own = line.comm("data")
-    with awaiting_a_message(own):
-        loss = pce.softmax_cross_entropy(np.zeros((2, 3)), np.zeros(2, int), comm=own)
-    assert loss == pytest.approx(np.log(3 * line.size))
-
-
-def test_meshes_of_same_ranks_are_different(comm):
-    one, other = Mesh(comm, data=comm.size), Mesh(comm, data=comm.size)
-    assert one != other
-    assert one.dim_sizes == other.dim_sizes
-    assert one.comm("data") is not other.comm("data")
-
-
 # ------------------------------------------------------------------------------------------------- after the last use
 
 
@@ -270,16 +239,6 @@ def test_dropped_meshes_give_their_communicators_back(comm, few_communicators):
     two = of_two.comm("data").allgather(comm.rank)
     assert ranks == list(range(comm.size))
     assert two == [rank for rank in range(comm.size) if rank // 2 == comm.rank // 2]
-
-
-def test_communicator_outlives_its_mesh(comm):
-    own = Mesh(comm, data=1, model=comm.size).comm("model")
-    for _ in range(3):
-        Mesh(comm, data=comm.size)
-    ranks = own.allgather(comm.rank)
-    loss = pce.softmax_cross_entropy(np.zeros((2, 3)), np.zeros(2, int), comm=own)
-    assert ranks == list(range(comm.size))
-    assert loss == pytest.approx(np.log(3 * comm.size))
 
 
 def test_mesh_that_one_rank_keeps_stays_whole(comm):

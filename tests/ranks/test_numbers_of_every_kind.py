@@ -39,47 +39,14 @@ def test_distributed_arrays_are_keys_by_identity(sharded):
     x, y = sharded([1.0, 2.0]), sharded([1.0, 2.0])
     assert {x: "x", y: "y"}[x] == "x"
     assert x in [x]
-
-
-def test_scalar_parameter_has_array_gradient_and_steps(line):
-    scale = pce.distribute(2.0, line, requires_grad=True)
-    for _ in range(2):
-        (pce.distribute(np.ones(4), line, data=Shard(0)) * scale).sum().backward()
-    pce.SGD([scale], lr=0.25).step()
-    assert isinstance(scale.grad.local, np.ndarray)
-    assert scale.item() == 2.0 - 0.25 * 8
-
-
-def test_view_of_parameter_shows_step(sharded):
-    w = sharded(np.ones((4, 3)), requires_grad=True)
-    with pce.no_grad():
-        transposed = w.T
-        transposed.redistribute(data=pce.Replicate())
-    (w * w).sum().backward()
-    pce.SGD([w], lr=0.25).step()
-    assert (transposed.redistribute(data=pce.Replicate()) * 1).full().tolist() == np.full((3, 4), 0.5).tolist()
-
-
-def test_scalar_is_formatted_as_its_number(sharded):
-    total = sharded([1.0, 2.5]).sum()
-    assert f"{total:.3f}" == "3.500"
-    assert f"{total}" == repr(total)
+    assert f"{x.sum():.3f}" == "3.000"
+    assert f"{x.sum()}" == repr(x.sum())
 
 
 def test_dtype_of_condition_is_not_that_of_result(sharded):
     picked = pce.where(np.array([1, 0, 2]), sharded(np.ones(3, np.float32)), 0.0)
     assert picked.dtype == np.float32
     assert picked.full().tolist() == [1.0, 0.0, 1.0]
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_norms_of_large_halves_are_right(sharded, dtype):
-    x = sharded(np.array([[300.0, -300.0, 300.0, 300.0]] * 5, dtype))
-    assert pce.layer_norm(x).dtype == dtype
-    np.testing.assert_allclose(pce.rms_norm(x).full().astype(float), [[1, -1, 1, 1]] * 5, rtol=2**-7)
-    np.testing.assert_allclose(
-        pce.layer_norm(x).full().astype(float), np.array([[1, -3, 1, 1]] * 5) / 3**0.5, rtol=2**-7
-    )
 
 
 def test_whole_numbers_are_normalized_as_real_ones(sharded):
@@ -101,13 +68,6 @@ def test_gradient_of_maximum_with_nan_is_nan_there(sharded):
     np.testing.assert_array_equal(x.grad.full(), [np.nan, 1.0, 0.0])
 
 
-def test_negative_power_of_integers_raises_everywhere(comm, sharded):
-    base, exponents = sharded(np.full(6, 2)), sharded(np.array([1, 2, 3, 0, 1, -1]))
-    with pytest.raises(ValueError, match="integers to negative integer powers"):
-        base**exponents
-    assert (base ** sharded(np.arange(6))).full().tolist() == [1, 2, 4, 8, 16, 32]
-
-
 def test_negative_whole_power_is_refused_without_elements_too(comm, sharded):
     one = sharded(np.array([3]))  # only one rank has an element
     for power in (lambda: one**-1, lambda: 2**-one, lambda: True**-one, lambda: one ** [-1], lambda: (one > 0) ** -1):
@@ -123,12 +83,6 @@ def test_whole_exponent_may_have_negative_terms(comm, line, operator):
     expected = 2 ** (comm.size + 2 if operator == "max" else 3)
     assert (2**exponents).item() == expected
     assert (np.array([2]) ** exponents).item() == expected
-
-
-def test_softmax_of_no_elements_is_empty(comm, line):
-    for placement in (pce.Replicate(), Shard(0), Shard(1)):
-        x = pce.distribute(np.zeros((2, 0)), line, data=placement)
-        assert pce.softmax(x).full().shape == (2, 0)
 
 
 def test_numpy_error_flag_stops_no_rank_alone(comm, sharded):

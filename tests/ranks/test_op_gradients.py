@@ -114,30 +114,13 @@ def without_the_sum(first, second):
     return vjp, second
 
 
-def without_the_sum_in_another_shape(first, second):
-    return lambda g, y, a, b: g * b, second
-
-
-def with_the_wrong_sign(first, second):
-    return first, first
-
-
 @pytest.mark.parametrize(
     ("room", "name", "plant", "op"),
     [
-        ("elementwise", "_EXP", scaled, "exp"),
         ("matmul", "_MATMUL", scaled, "matmul"),
-        ("softmax", "_SOFTMAX", scaled, "softmax"),
-        ("reductions", "_LOGSUMEXP", scaled, "logsumexp"),
-        ("embedding", "_EMBEDDING", scaled, "embedding"),
         ("loss", "CROSS_ENTROPY", scaled, "cross_entropy"),
-        ("statistics", "_CLASS_STATISTICS", scaled, "class_statistics"),
-        ("largest", "_TOP_K", scaled, "top_k"),
         ("indexing", "_PICK", scaled, "slice"),
         ("arithmetic", "_MULTIPLY", without_the_sum, "multiply"),
-        ("arithmetic", "_MULTIPLY", without_the_sum_in_another_shape, "multiply"),
-        ("arithmetic", "_SUBTRACT", with_the_wrong_sign, "subtract"),
-        ("elementwise", "_SQRT", lambda _: (lambda g, y, x: g / y,), "sqrt"),
     ],
 )
 def test_wrong_vjp_is_caught(monkeypatch, room, name, plant, op):
@@ -161,20 +144,8 @@ def gradient_of(call, *operands):
     return [x.grad.local for x in held]
 
 
-def test_elements_that_are_equal_share_gradient_of_largest():
-    (gradient,) = gradient_of(pce.max, [[1.0, 2.0, 2.0], [0.0, 2.0, 1.0]])
-    np.testing.assert_array_equal(gradient, np.array([[0, 1, 1], [0, 1, 0]]) / 3)
-    (gradient,) = gradient_of(lambda x: pce.min(x, 1), [[1.0, 1.0, 1.0, 1.0], [0.0, 2.0, 0.0, 1.0]])
-    np.testing.assert_array_equal(gradient, [[0.25] * 4, [0.5, 0, 0.5, 0]])
-    gradients = gradient_of(pce.maximum, [1.0, 2.0, 3.0], [1.0, 3.0, 2.0])
-    np.testing.assert_array_equal(gradients, [[0.5, 0, 1], [0.5, 1, 0]])
-
-
-def test_gradient_of_relu_at_0_is_0():
+def test_gradients_at_edges_are_those_of_pytorch():
     np.testing.assert_array_equal(gradient_of(pce.relu, [-1.0, 0.0, 1.0])[0], [0, 0, 1])
-
-
-def test_powers_of_0_have_gradients_of_pytorch():
     base, exponent = gradient_of(pce.power, [0.0, 0.0, 0.0, 2.0], [0.0, 1.0, 2.0, 0.0])
     np.testing.assert_array_equal(base, [0, 1, 0, 0])
     np.testing.assert_array_equal(exponent, [0, 0, 0, np.log(2)])
@@ -252,21 +223,7 @@ HALVES = [np.float16, ml_dtypes.bfloat16]
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
-    "op",
-    [
-        "add",
-        "multiply",
-        "subtract",
-        "sum",
-        "mean",
-        "matmul",
-        "where",
-        "cross_entropy",
-        "einsum",
-        "var",
-        "sin",
-        "remainder",
-    ],
+    "op", ["multiply", "sum", "mean", "matmul", "where", "cross_entropy", "einsum", "var", "sin", "remainder"]
 )
 def test_halves_are_computed_with_and_rounded_at_end(op, dtype):
     for case in cases_of(op):
@@ -281,14 +238,6 @@ def test_halves_are_computed_with_and_rounded_at_end(op, dtype):
             assert error_of(case, got.local, exact, unit) <= (4 * HALF if unit is dtype else OPERATION), case.name
 
 
-def test_mean_of_halves_survives_overflow_of_sum():
-    for dtype in HALVES:
-        (gradient,) = gradient_of(pce.mean, np.full(2**17, 100, dtype))
-        assert pce.mean(pce.distribute(np.full(2**17, 100, dtype), alone())).item() == 100
-        assert gradient.dtype == dtype
-        assert (gradient == dtype(2.0**-17)).all()
-
-
 @pytest.mark.parametrize("dtype", [*HALVES, np.float32])
 def test_python_numbers_take_dtype_of_array(dtype):
     x = pce.distribute(np.ones(3, dtype), alone())
@@ -296,13 +245,6 @@ def test_python_numbers_take_dtype_of_array(dtype):
         assert y.dtype == dtype
     assert (pce.distribute(np.arange(3), alone()) * 0.5).dtype == np.float64
     assert (pce.distribute(np.arange(3), alone()) * 2).dtype == np.int64
-
-
-def test_dtype_is_third_argument_of_numpy_reductions():
-    x = pce.distribute(np.ones((2, 3), np.float32), alone())
-    for function in (np.sum, np.mean):
-        y = function(x, 0, np.float64)
-        assert (y.shape, y.dtype) == ((3,), np.float64)
 
 
 # ------------------------------------------------------------------------------------------------------------- cupy

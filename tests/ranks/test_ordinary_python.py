@@ -23,23 +23,6 @@ def test_truth_values_are_no_indices(index):
             x[each]
 
 
-@pytest.mark.parametrize(
-    ("index", "text"),
-    [
-        ([0, 2], r"index 2 is out of bounds for axis 0 of length 2"),
-        ((0, [-4]), r"index -4 is out of bounds for axis 1 of length 3"),
-        ([[True, False]], r"a mask of shape \(1, 2\) does not fit the axes of \(2, 3\) from 0 on"),
-        ((slice(None), [True, False]), r"a mask of shape \(2,\) does not fit the axes of \(2, 3\) from 1 on"),
-        (([0, 1], [0, 1, 2]), "arrays of indices do not broadcast"),
-        (([0], [0], [0]), "3 indices are too many"),
-    ],
-    ids=repr,
-)
-def test_wrong_arrays_of_indices_raise(index, text):
-    with pytest.raises(IndexError, match=text):
-        pce.distribute(np.zeros((2, 3)), alone())[index]
-
-
 def test_distributed_index_out_of_bounds_raises_everywhere(comm):
     mesh = mesh_of(comm, comm.size)
     x = pce.distribute(np.arange(6.0).reshape(2, 3), mesh)
@@ -61,21 +44,7 @@ def test_mask_of_distributed_array_picks_as_in_numpy(comm):
     assert x[:, [2, 0]].placements == {"data": Partial("sum")}
 
 
-def test_index_has_single_ellipsis():
-    x = pce.distribute(np.zeros((2, 3)), alone())
-    for index in ((..., ...), (..., 0, ...)):
-        with pytest.raises(IndexError, match="an index can only have a single ellipsis"):
-            x[index]
-
-
 # ------------------------------------------------------------------------------------------------------------ iteration
-
-
-def test_scalar_is_not_iterated_over():
-    loss = pce.distribute(1.0, alone())
-    for call in (list, iter, tuple, set, lambda x: [*x]):
-        with pytest.raises(TypeError, match="iteration over a 0-d array"):
-            call(loss)
 
 
 def test_array_is_iterated_over_along_its_first_axis(comm):
@@ -87,12 +56,6 @@ def test_array_is_iterated_over_along_its_first_axis(comm):
     assert list(pce.distribute(np.zeros((0, 3)), mesh, data=Shard(0))) == []
     first, second = pce.distribute(np.array([1.0, 2.0]), mesh, data=Shard(0))
     assert (first.item(), second.item()) == (1.0, 2.0)
-
-
-def test_rows_that_are_iterated_over_have_gradients(comm):
-    w = pce.distribute(np.ones((3, 2)), mesh_of(comm, comm.size), requires_grad=True, data=Shard(0))
-    sum((index * row.sum() for index, row in enumerate(w)), start=0.0).backward()
-    assert w.grad.full().tolist() == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
 
 
 # ------------------------------------------------------------------------------------------------------ complex numbers
@@ -187,14 +150,6 @@ def test_shallow_copy_shares_all_that_array_has(weights):
     weights.grad = None
     copy.copy(weights * 2).sum().backward()
     np.testing.assert_array_equal(weights.grad.full(), np.full((3, 2), 2.0))
-
-
-def test_copies_of_mesh_are_that_mesh():
-    mesh = alone()
-    assert copy.copy(mesh) is copy.deepcopy(mesh) is mesh
-    assert copy.deepcopy([Shard(0), Partial("sum"), Replicate()]) == [Shard(0), Partial("sum"), Replicate()]
-    sharding = pce.distribute(np.ones(3), mesh, data=Shard(0)).sharding
-    assert copy.deepcopy(sharding) is sharding
 
 
 def test_pickling_says_what_to_do_instead():

@@ -86,22 +86,10 @@ def test_notebook_shows_pictures(comm):
     assert not events.events
     assert f"rank {comm.size - 1}" in words[0] and "(" + f"{2 * comm.size}, 3) of float64" in words[1]
     assert any("bytes of payload" in text for text in words[2])
-    assert mesh.plot().axes and x.plot().axes and sent.plot().axes
-
-
-def test_trace_without_events_is_drawn():
-    with pce.trace() as events:
-        pass
+    assert mesh.plot().axes and x.plot().axes
+    bars = [bar.get_height() for bar in sent.plot().axes[0].patches]
+    assert sorted(bars) == sorted(event.bytes for event in sent.events) and max(bars) > 0
     assert "0 collectives, 0 bytes of payload" in svg_texts(events._repr_html_())
-
-
-@pytest.mark.sizes(1, 4)  # one rank, and a grid: every rank that draws imports Matplotlib first
-def test_bars_are_as_high_as_bytes(comm):
-    mesh = mesh_of(comm, comm.size)
-    with pce.trace() as events:
-        pce.distribute(np.ones(comm.size), mesh, data=pce.Shard(0)).full()
-    bars = [bar.get_height() for bar in events.plot().axes[0].patches]
-    assert sorted(bars) == sorted(event.bytes for event in events.events) and max(bars) > 0
 
 
 def test_plot_without_matplotlib_says_what_to_install(comm, monkeypatch):

@@ -566,27 +566,12 @@ def test_redistribution_gradient_has_natural_placement_of_operand():
             )
 
 
-def test_redistribution_that_moves_nothing_is_still_node():
-    x = Operand((5, 4), R).made(requires_grad=True)
-    there = x.redistribute(data=R)
-    trace = backward((there @ Operand((4, 6), S1).made()).sum())
-    assert there is not x
-    assert not there.is_leaf
-    assert collectives(trace, operation="redistribute") == ["all_reduce"]
-
-
 def test_reshape_keeps_shard_split_between_rows():
     for ends in [(0, 2, 4, 6, 8), (0, 1, 1, 1, 8), (0, 5, 6, 7, 8)]:
         x = Operand((24,), S0, tuple(3 * end for end in ends)).made()
         result, trace = traced(pce.reshape, x, (8, 3))
         assert result.sharding.splits[0] == ends
         assert trace.events == []
-
-
-def test_rows_of_loss_keep_split_points_of_logits():
-    logits, targets = Operand((7, 5), S0, (0, 2, 2, 5, 7)), Operand((7,), S0, (0, 1, 3, 5, 7), np.int64)
-    result = pce.cross_entropy(logits.made(), targets.made(), reduction="none")
-    assert result.sharding.splits == ((0, 2, 2, 5, 7),)
 
 
 def test_split_points_of_one_operand_are_kept():
@@ -709,51 +694,12 @@ def test_shard_of_one_row_does_not_broadcast():
         pce.matmul(numbers(3, 1), x)
 
 
-def test_numbers_take_dtype_of_arrays_that_they_meet():
-    x, whole = Operand((3,), S0, dtype=F32).made(), whole_numbers((3,), R).made()
-    assert [(x * each).dtype for each in (2, 2.5, True)] == [F32] * 3
-    assert (x * np.float64(2.5)).dtype == F64
-    assert (whole * 2.5).dtype == F64
-    assert (whole / 2).dtype == F64
-
-
 def test_operands_of_two_meshes_are_refused():
     x = Operand((3,), R).made()
     y = DistArray(x.local, Mesh.without_ranks(data=4), x.sharding)
     for function in (pce.add, pce.multiply, lambda x, y: pce.concatenate([x, y]), np.hypot):
         with pytest.raises(ValueError, match="takes operands of one mesh, got Mesh"):
             function(x, y)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda a: pce.add(a, a),
-        pce.exp,
-        lambda a: pce.exp(1.0),
-        lambda a: pce.matmul(a, a),
-        lambda a: pce.embedding(np.array([0]), a),
-        lambda a: pce.concatenate([a, a]),
-        lambda a: pce.where(a > 0, a, 0.0),
-        pce.op(np.exp),
-    ],
-)
-def test_operation_without_distributed_array_is_refused(call):
-    with pytest.raises(TypeError, match="takes at least one DistArray"):
-        call(numbers(3, 3))
-
-
-@pytest.mark.parametrize(
-    "given", [np.array([0.0]), Operand((1,), R).made(), np.array([True])], ids=["floats", "distributed", "booleans"]
-)
-def test_ids_are_whole_numbers(given):
-    with pytest.raises(TypeError, match="ids must be integers, got"):
-        pce.embedding(given, Operand((11, 3), R).made())
-
-
-def test_table_has_two_axes():
-    with pytest.raises(ValueError, match="table has two axes, got shape"):
-        pce.embedding(IDS.made(), Operand((3,), R).made())
 
 
 # ------------------------------------------------------------------------------------- on ranks: what no table can say
@@ -774,23 +720,6 @@ def test_term_added_to_partial_is_counted_once(line, kind, first):
     for other, value in [(at(line, b, R), b), (b, b), (7, 7), (np.float64(7), 7), (np.array(7.0), 7)]:
         found = traced(lambda o: p + o if first else o - p, other)
         check(found, a + value if first else value - a, kind, silent=True)
-
-
-def test_term_made_partial_is_kept_by_one_rank(line):
-    p = at(line, np.zeros(3), SUM)
-    result = p + 5.0
-    added = [
-        local - before for local, before in zip(*map(line.comm("data").allgather, (result.local, p.local)), strict=True)
-    ]
-    assert [term.tolist() for term in added] == [[5.0] * 3, *([[0.0] * 3] * (line.size - 1))]
-
-
-def test_square_of_partial_is_no_sum_of_squares(line):
-    a = numbers(3, 2)
-    p = at(line, a, SUM)
-    for square in (p * p, p**2, pce.square(p)):
-        got = whole_of(square)
-        np.testing.assert_array_equal(got, a * a)
 
 
 def test_plain_arrays_and_numbers_are_whole(line):
@@ -828,10 +757,6 @@ def test_id_outside_table_raises_everywhere_whoever_has_it(line, placed):
     np.testing.assert_array_equal(whole_of(pce.embedding(known, table)), TABLE[known])
 
 
-def test_partial_ids_are_summed_before_their_check(line):
-    check(pce.embedding(at(line, np.array([3, 5]), SUM, seed=2) * 1, at(line, TABLE, R)), TABLE[[3, 5]], R)
-
-
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize("function", [pce.layer_norm, pce.rms_norm, pce.var], ids=lambda each: each.__name__)
 def test_sums_of_rows_trace_their_dim(line, function):
@@ -845,37 +770,6 @@ def test_losses_trace_dims_of_classes_and_rows(square, function):
     _, trace = traced(lambda: function(logits, targets))
     agreements = trace.select("all_gather", operation=function.__name__, purpose=Purpose.AGREEMENT)
     assert [event.over for event in agreements] == ["model", "data"]
-
-
-@pytest.mark.parametrize("kind", [R, SUM, AVG, MAX, MIN], ids=str)
-def test_loss_at_any_placement_is_one_global_loss(line, kind):
-    a = numbers(3, 2)
-    weights = numbers(3, 2, seed=1)
-    # The loss is placed as x is: no operation here needs all of it.
-    x = at(line, a, kind, requires_grad=True)
-    loss = x[1, 1]
-    assert loss.sharding.placements == (kind,)
-    backward(loss)
-    expected = np.zeros_like(a)
-    expected[1, 1] = 1
-    check(x.grad, expected, R)
-    # A loss that is a function of what it is altogether, and not of its terms.
-    y = at(line, a, kind, requires_grad=True)
-    backward((pce.square(y) * weights).sum())
-    check(y.grad, 2 * a * weights, R)
-
-
-@pytest.mark.parametrize("kind", [AVG, MAX, MIN], ids=str)
-def test_gradients_of_what_is_partial_accumulate_without_communication(line, kind):
-    a, b = numbers(3), numbers(4, 3, seed=1)
-    x = at(line, a, kind, requires_grad=True)
-    sent = []
-    for _ in range(2):
-        backward((x * 2.0).sum())
-        loss = (x * at(line, b, Shard(0))).sum()
-        sent.append(backward(loss).count(purpose=None))
-    check(x.grad, 2 * (2 + b.sum(0)), SUM)
-    assert sent == [0, 0]
 
 
 def test_micro_batches_send_nothing(comm):
@@ -894,14 +788,6 @@ def test_micro_batches_send_nothing(comm):
         assert sent == 0
 
 
-def test_micro_batches_leave_gradient_of_sharded_parameter_partial(line):
-    w = at(line, numbers(4, 3), Shard(0), requires_grad=True)
-    data = [numbers(9 * line.size, 4, seed=seed) for seed in range(2)]
-    traces = [backward((at(line, each, Shard(0)) @ w).sum()) for each in data]
-    check(w.grad, sum(each.sum(0)[:, None] * np.ones(3) for each in data), SUM)
-    assert sum(trace.count(operation="backward") for trace in traces) == 0
-
-
 @pytest.mark.parametrize("whole_first", [True, False])
 def test_whole_gradient_joins_partial_one_once(line, whole_first):
     a, b = numbers(4, 3), numbers(7, 4, seed=1)
@@ -916,33 +802,6 @@ def test_whole_gradient_joins_partial_one_once(line, whole_first):
             sent = sum(backward(loss()).count(purpose=None) for loss in losses)
         check(w.grad, 10 + b.T @ np.ones((7, 3)), SUM)
         assert sent == 0
-
-
-def test_consumers_of_every_placement_add_up(comm):
-    a, c = numbers(5, 4), numbers(5, 4, seed=2)
-    consumers = [(Shard(0), Shard(0)), (SUM, Shard(0)), (Shard(1), R), (R, AVG), (Shard(0), Shard(1)), (SUM, SUM)]
-    for mesh in grids(comm):
-        for natural in [(R, R), (Shard(0), R), (Shard(0), Shard(0)), (R, Shard(1))]:
-            x = at(mesh, a, *natural, requires_grad=True)
-            h = pce.square(x)
-            loss: Any = 0.0
-            for number, each in enumerate(consumers):
-                loss = loss + (h * at(mesh, c, *each) * float(number + 1)).sum()
-            backward(loss)
-            got = whole_of(x.grad)
-            np.testing.assert_array_equal(got, 2 * a * c * sum(range(1, len(consumers) + 1)))
-            assert x.grad.sharding == x.sharding
-
-
-def test_made_array_is_redistributed_anew_after_writing(line):
-    a = numbers(5, 4)
-    x = at(line, a, SUM)
-    first = pce.square(x)
-    x.local[...] *= 2
-    second, trace = traced(pce.square, x)
-    check(first, a * a, R)
-    check(second, 4 * a * a, R)
-    assert collectives(trace) == ["all_reduce"]
 
 
 # ------------------------------------------------------------------------------------------------------------ the trace

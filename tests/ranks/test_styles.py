@@ -61,7 +61,13 @@ PLAN = {
 )
 def test_style_places_vectors_matrices_and_stacks(square, style, vector, matrix, stack):
     params = {"vector": np.zeros(3), "matrix": np.zeros((3, 5)), "stack": np.zeros((2, 3, 5))}
-    placed = shard_parameters(params, square, {"*": style})
+    with pce.trace() as trace:
+        placed = shard_parameters(params, square, {"*": style})
+        [other] = shard_parameters({"matrix": params["matrix"]}, square, {"*": style}, dim="data").values()
+    assert trace.events == []
+    assert other.placements == {"data": matrix, "model": Replicate()}
+    assert all(array.requires_grad and array.is_leaf for array in placed.values())
+    assert not any(np.shares_memory(array.local, params[name]) for name, array in placed.items())
     assert {name: array.placements for name, array in placed.items()} == {
         "vector": {"data": Replicate(), "model": vector},
         "matrix": {"data": Replicate(), "model": matrix},
@@ -138,36 +144,6 @@ def test_norms_have_partial_gradients_along_sequence_only(square):
 
 
 # -------------------------------------------------------------------------------------------------------------- styles
-
-
-def test_parameters_are_placed_by_style_on_every_mesh(comm):
-    params = parameters()
-    for sizes in factorizations(comm.size, 2):
-        mesh = mesh_of(comm, *sizes)
-        with pce.trace() as trace:
-            placed = shard_parameters(params, mesh, PLAN)
-        assert trace.events == []
-        assert list(placed) == list(params)
-        assert {name: array.placements["model"] for name, array in placed.items()} == {
-            "embedding": Shard(0),
-            "block.0.norm.scale": Replicate(),
-            "block.0.up.w": Shard(1),
-            "block.0.up.b": Shard(0),
-            "block.0.down.w": Shard(0),
-            "block.0.down.b": Replicate(),
-            "temperature": Replicate(),
-        }
-        for name, array in placed.items():
-            assert array.requires_grad
-            assert array.is_leaf
-            assert array.dtype == params[name].dtype
-            assert not np.shares_memory(array.local, params[name])
-            np.testing.assert_array_equal(array.local, params[name][array.sharding.slices(mesh.coordinates)])
-
-
-def test_plan_may_be_for_any_dim(line):
-    [w] = shard_parameters({"w": np.zeros((4, 6))}, line, {"w": Colwise()}, dim="data").values()
-    assert w.placements == {"data": Shard(1)}
 
 
 def test_first_pattern_that_matches_decides_and_case_counts(square):
