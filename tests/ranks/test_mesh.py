@@ -241,6 +241,16 @@ def test_dropped_meshes_give_their_communicators_back(comm, few_communicators):
     assert two == [rank for rank in range(comm.size) if rank // 2 == comm.rank // 2]
 
 
+def test_communicator_outlives_its_mesh(comm):
+    own = Mesh(comm, data=1, model=comm.size).comm("model")
+    for _ in range(3):
+        Mesh(comm, data=comm.size)
+    ranks = own.allgather(comm.rank)
+    loss = pce.softmax_cross_entropy(np.zeros((2, 3)), np.zeros(2, int), comm=own)
+    assert ranks == list(range(comm.size))
+    assert loss == pytest.approx(np.log(3 * comm.size))
+
+
 def test_mesh_that_one_rank_keeps_stays_whole(comm):
     kept = [Mesh(comm, data=comm.size)]
     if comm.rank > 0:

@@ -136,6 +136,14 @@ def test_gradient_of_short_rows_is_right(comm, name, reproducible):
             assert worst(held.grad.full(), exact(x, g)[1], np.float64, terms) <= 2 * MOMENTS, (columns, offset, placed)
 
 
+def test_infinite_element_leaves_others_0(comm):
+    x = np.array([[np.inf, 1.0, -2.0], [3.0, 1.0, 2.0]])
+    for placed in (Shard(0), Shard(1), Replicate()):
+        y = pce.rms_norm(pce.distribute(x, mesh_of(comm, comm.size), data=placed)).full()
+        assert np.array_equal(y[0], [np.nan, 0.0, 0.0], equal_nan=True)
+        assert np.isfinite(y[1]).all()
+
+
 def test_variance_of_halves_is_rounded_once(comm):
     mesh = mesh_of(comm, comm.size)
     x = np.random.default_rng(4).normal(0, 1, (500, 12)).astype(np.float16)

@@ -43,6 +43,15 @@ def test_distributed_arrays_are_keys_by_identity(sharded):
     assert f"{x.sum()}" == repr(x.sum())
 
 
+def test_scalar_parameter_has_array_gradient_and_steps(line):
+    scale = pce.distribute(2.0, line, requires_grad=True)
+    for _ in range(2):
+        (pce.distribute(np.ones(4), line, data=Shard(0)) * scale).sum().backward()
+    pce.SGD([scale], lr=0.25).step()
+    assert isinstance(scale.grad.local, np.ndarray)
+    assert scale.item() == 2.0 - 0.25 * 8
+
+
 def test_dtype_of_condition_is_not_that_of_result(sharded):
     picked = pce.where(np.array([1, 0, 2]), sharded(np.ones(3, np.float32)), 0.0)
     assert picked.dtype == np.float32
@@ -83,6 +92,12 @@ def test_whole_exponent_may_have_negative_terms(comm, line, operator):
     expected = 2 ** (comm.size + 2 if operator == "max" else 3)
     assert (2**exponents).item() == expected
     assert (np.array([2]) ** exponents).item() == expected
+
+
+def test_softmax_of_no_elements_is_empty(comm, line):
+    for placement in (pce.Replicate(), Shard(0), Shard(1)):
+        x = pce.distribute(np.zeros((2, 0)), line, data=placement)
+        assert pce.softmax(x).full().shape == (2, 0)
 
 
 def test_numpy_error_flag_stops_no_rank_alone(comm, sharded):

@@ -74,6 +74,20 @@ def test_gradient_of_statistics_has_bits_of_one_process(comm, dtype):
         assert np.all(error <= 0.51 * unit * np.abs(exact) + 4e-7 * np.abs(exact).max(axis=1, keepdims=True))
 
 
+def test_entropy_of_almost_certain_row_keeps_its_bits(comm):
+    logits = np.zeros((2, CLASSES), np.float32)
+    logits[:, 4] = 25.0, 60.0
+    for rows, certain in enumerate(logits):
+        with mpmath.workprec(200):
+            exps = [mpmath.e ** mpmath.mpf(float(value) - float(certain[4])) for value in certain]
+            total = sum(exps)
+            p = [each / total for each in exps]
+            entropy = -sum(each * mpmath.log(each) for each in p)
+            exact = [float(-each * (mpmath.log(each) + entropy)) for each in p]
+        gradient, mine = ours(comm, certain[None], np.array([4]), {"entropy": 1.0})
+        np.testing.assert_allclose(gradient[0], np.array(exact)[mine], rtol=1e-6, err_msg=str(rows))
+
+
 def test_gradient_of_statistics_may_overwrite_logits(comm):
     logits, targets, upstream = problem(np.float32)
     expected, mine = ours(comm, logits, targets, upstream)
