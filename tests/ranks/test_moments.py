@@ -136,6 +136,23 @@ def test_gradient_of_short_rows_is_right(comm, name, reproducible):
             assert worst(held.grad.full(), exact(x, g)[1], np.float64, terms) <= 2 * MOMENTS, (columns, offset, placed)
 
 
+@each_mode
+@each_dtype
+def test_gradient_along_rows_cancels(comm, dtype, reproducible):
+    # That of the sum of normalized rows is 0, and that of equal elements by rms_norm next to 0.
+    mesh = mesh_of(comm, comm.size)
+    for placed in (Shard(0), Shard(1), Replicate()):
+        for call, row in ((pce.layer_norm, [4.0, 5.0, 9.0]), (pce.rms_norm, [3.7, 3.7, 3.7])):
+            x = pce.distribute(np.array([row, [np.nan, 1.0, 2.0]], dtype), mesh, data=placed, requires_grad=True)
+            with pce.reproducible(reproducible):
+                call(x).sum().backward()
+            gradient = x.grad.full()
+            value = float(x.full()[0, 0])
+            exact = 0.0 if call is pce.layer_norm else EPS / (value * value + EPS) ** 1.5
+            np.testing.assert_allclose(gradient[0], exact, rtol=1e-6, atol=1e-15)
+            assert np.isnan(gradient[1]).all()
+
+
 def test_infinite_element_leaves_others_0(comm):
     x = np.array([[np.inf, 1.0, -2.0], [3.0, 1.0, 2.0]])
     for placed in (Shard(0), Shard(1), Replicate()):

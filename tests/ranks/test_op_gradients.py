@@ -238,6 +238,14 @@ def test_halves_are_computed_with_and_rounded_at_end(op, dtype):
             assert error_of(case, got.local, exact, unit) <= (4 * HALF if unit is dtype else OPERATION), case.name
 
 
+def test_mean_of_halves_survives_overflow_of_sum():
+    for dtype in HALVES:
+        (gradient,) = gradient_of(pce.mean, np.full(2**17, 100, dtype))
+        assert pce.mean(pce.distribute(np.full(2**17, 100, dtype), alone())).item() == 100
+        assert gradient.dtype == dtype
+        assert (gradient == dtype(2.0**-17)).all()
+
+
 @pytest.mark.parametrize("dtype", [*HALVES, np.float32])
 def test_python_numbers_take_dtype_of_array(dtype):
     x = pce.distribute(np.ones(3, dtype), alone())
@@ -245,6 +253,13 @@ def test_python_numbers_take_dtype_of_array(dtype):
         assert y.dtype == dtype
     assert (pce.distribute(np.arange(3), alone()) * 0.5).dtype == np.float64
     assert (pce.distribute(np.arange(3), alone()) * 2).dtype == np.int64
+
+
+def test_dtype_is_third_argument_of_numpy_reductions():
+    x = pce.distribute(np.ones((2, 3), np.float32), alone())
+    for function in (np.sum, np.mean):
+        y = function(x, 0, np.float64)
+        assert (y.shape, y.dtype) == ((3,), np.float64)
 
 
 # ------------------------------------------------------------------------------------------------------------- cupy

@@ -249,20 +249,6 @@ def test_statistics_without_targets_have_no_log_prob(comm):
         assert np.array_equal(getattr(without, name), getattr(with_targets, name)), name
 
 
-def test_lowest_of_classes_with_largest_logit_is_argmax(comm):
-    logits = np.zeros((4, WIDE), np.float32)
-    logits[1, [300, 301, 600]] = 2
-    logits[2, [WIDE - 2, WIDE - 1]] = 5
-    logits[3] = -np.inf
-    logits[3, [150, 450]] = -1
-    for how in SPLITS:
-        for turned in (1, -1):
-            with in_step(comm):
-                start, stop = split(WIDE, comm.size, how)[::turned][comm.rank]
-                statistics = pce.class_statistics(logits[:, start:stop], comm=comm, class_start=start)
-                assert statistics.argmax.tolist() == [0, 300, WIDE - 2, 150]
-
-
 # Results into another dtype
 
 

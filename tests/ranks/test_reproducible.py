@@ -398,16 +398,11 @@ def test_library_decides_no_bit(request, op):
 
 
 LIBRARY = {
-    "logaddexp": lambda x: np.logaddexp(x, x),
     "exp": lambda x: np.exp(x),
-    "power": lambda x: np.abs(x) ** 0.3,
-    "sum": lambda x: x.sum(),
     "mean": lambda x: x.mean(),
     "numpy's sum": lambda x: np.sum(x),
     "matmul": lambda x: x @ x,
     "einsum": lambda x: np.einsum("i->", x),
-    "norm": lambda x: np.linalg.norm(x),
-    "prod": lambda x: np.prod(x),
 }
 
 
@@ -457,7 +452,7 @@ def test_rank_in_other_mode_is_told(line):
         lambda: pce.clip_grad_norm([w], 1.0),
         pce.SGD([w], 0.1).step,
     ):
-        with pce.reproducible(line.rank == 0), pytest.raises(pce.CollectiveError, match="reproducible|operation: sum"):
+        with pce.reproducible(line.rank == 0), pytest.raises(pce.CollectiveError, match=r"reproducible|operation: sum"):
             call()
 
 

@@ -8,7 +8,6 @@ import pytest
 from in_step import in_step
 import pce_mpi as pce
 from ranks.problems import (
-    SPLITS,
     WIDE,
     Problem,
     draw,
@@ -73,34 +72,6 @@ def test_large_scale_of_small_logits_is_exact(comm, scale, spread):
             statistics = pce.class_statistics(part.of(logits, 1), comm=comm, logit_scale=scale)
             expected = pce.dense.class_statistics(logits, logit_scale=scale)
             np.testing.assert_allclose(statistics.logsumexp, expected.logsumexp, rtol=4 * np.finfo(np.float32).eps)
-
-
-@several_shards
-def test_target_at_masked_class_costs_infinity(comm):
-    problem = draw(4, WIDE, reduction="none")
-    problem.logits[np.arange(4), problem.targets] = -np.inf
-    for how in SPLITS:
-        with in_step(comm):
-            part = part_of(comm, problem, how)
-            results = right_results(comm, problem, part)
-            assert all(np.isposinf(loss).all() for loss in results.losses.values())
-            for gradient in results.gradients.values():
-                assert np.isfinite(gradient).all()
-                targets = problem.targets - part.start
-                for row in np.flatnonzero((targets >= 0) & (targets < gradient.shape[1])):
-                    assert gradient[row, targets[row]] == -1
-
-
-@several_shards
-@pytest.mark.parametrize("how", SPLITS)
-def test_row_masked_but_for_target_costs_nothing(comm, how):
-    problem = draw(12, WIDE, reduction="none").but(targets=np.linspace(0, WIDE - 1, 12).astype(int))
-    problem.logits[np.arange(WIDE) != problem.targets[:, None]] = -np.inf
-    results = right_results(comm, problem, how)
-    for loss in results.losses.values():
-        assert loss.tolist() == [0.0] * 12
-    for gradient in results.gradients.values():
-        assert not gradient.any()
 
 
 # Bad values and their places in a row: its target, a class (or the next, if that is the target), everywhere.
@@ -201,17 +172,6 @@ def test_rows_whose_weights_cancel_are_nan(comm, weights, smoothing):
     loss, gradient = problem.but(weight=weight).dense()
     assert np.isnan(loss)
     assert np.isnan(gradient).all(axis=1).tolist() == [True, True, False, True, True]
-
-
-@several_shards
-@pytest.mark.parametrize("how", SPLITS)
-def test_single_class_costs_nothing(comm, how):
-    for targets in TARGETS:
-        with in_step(comm):
-            problem = draw(4, 1, targets=targets, reduction="none")
-            results = evaluate(comm, problem, part_of(comm, problem, how))
-            assert all(loss.tolist() == [0.0] * 4 for loss in results.losses.values())
-            assert not any(gradient.any() for gradient in results.gradients.values())
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
