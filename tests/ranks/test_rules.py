@@ -749,6 +749,14 @@ def test_losses_trace_dims_of_classes_and_rows(square, function):
     assert [event.over for event in agreements] == ["model", "data"]
 
 
+def test_micro_batches_leave_gradient_of_sharded_parameter_partial(line):
+    w = at(line, numbers(4, 3), Shard(0), requires_grad=True)
+    data = [numbers(9 * line.size, 4, seed=seed) for seed in range(2)]
+    traces = [backward((at(line, each, Shard(0)) @ w).sum()) for each in data]
+    check(w.grad, sum(each.sum(0)[:, None] * np.ones(3) for each in data), SUM)
+    assert sum(trace.count(operation="backward") for trace in traces) == 0
+
+
 @pytest.mark.parametrize("whole_first", [True, False])
 def test_whole_gradient_joins_partial_one_once(line, whole_first):
     a, b = numbers(4, 3), numbers(7, 4, seed=1)
