@@ -186,3 +186,10 @@ def test_index_out_of_bounds_raises_on_every_rank(comm, row):
     x = pce.distribute(np.arange(6.0), row, data=pce.Shard(0))
     found = error_of(lambda: x[np.array([0, 7 if comm.rank == 0 else 1])])
     assert found[0] == "IndexError" and "index 7 is out of bounds for axis 0 of length 6 (rank 0" in found[1]
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1, 10), (None, 300), (4, 1000), (-5, None)])
+def test_bounds_beyond_dtype_bound_nothing(row, low, high):
+    whole = np.array([3, 250], np.uint8)
+    found = pce.clip(pce.distribute(whole, row, data=pce.Shard(0)), low, high).full()
+    assert found.dtype == np.uint8 and np.array_equal(found, np.clip(whole.astype(int), low, high))

@@ -251,6 +251,7 @@ def test_python_numbers_take_dtype_of_array(dtype):
     x = pce.distribute(np.ones(3, dtype), alone())
     for y in (x + 1, 2.5 * x, 1 / x, x - True, x**3, x**0.5, pce.maximum(x, 0.5), pce.where(x.local > 0, x, 0)):
         assert y.dtype == dtype
+    assert (x * np.float64(2.5)).dtype == np.float64
     assert (pce.distribute(np.arange(3), alone()) * 0.5).dtype == np.float64
     assert (pce.distribute(np.arange(3), alone()) * 2).dtype == np.int64
 

@@ -111,6 +111,16 @@ def test_probabilities_need_not_sum_to_1(comm):
             right_results(comm, problem)
 
 
+def test_one_hot_probabilities_equal_index_targets(comm):
+    for peaked, weight in product((False, True), (False, True)):
+        with in_step(comm):
+            by_index = draw(7, WIDE, peaked=peaked, reduction="sum", weight=weight)
+            by_probability = by_index.but(targets=np.eye(WIDE, dtype=np.float32)[by_index.targets])
+            part = part_of(comm, by_index)
+            results = evaluate(comm, by_probability, part)
+            assert_as_dense(results, by_index.but(options={**by_index.options, "z_loss": 0.0}), part)
+
+
 # Every pair of options
 
 FACTORS = {
