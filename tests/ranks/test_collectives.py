@@ -1,5 +1,6 @@
 """The collectives on arrays: what arrives, for every kind of array, on every rank, and that nobody is disturbed."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 import functools
 from functools import partial
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import pce_mpi as pce
-from pce_mpi import shard_range
+from pce_mpi.arrays import to_host
 from pce_mpi.comm import communicators
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, start_all_reduce
@@ -67,8 +68,8 @@ def check(actual: np.ndarray, expected: np.ndarray) -> None:
 
 
 def folded(union: Any, arrays: list[np.ndarray]) -> np.ndarray:
-    """The arrays of all ranks, united two at a time, in their own dtype."""
-    return functools.reduce(lambda a, b: np.asarray(union(a, b), arrays[0].dtype), arrays)
+    """The arrays of all ranks, united two at a time on the host, in their own dtype."""
+    return functools.reduce(lambda a, b: np.asarray(union(a, b), arrays[0].dtype), map(to_host, arrays))
 
 
 @functools.cache
@@ -81,25 +82,100 @@ def merge_of(union: Any) -> Any:
     return merge
 
 
-def reshaped_by_rank(rank: int) -> tuple[int, ...]:
-    """Shapes that differ from rank to rank, an empty one and one without axes among them."""
-    return [(2, 3), (0, 3), (), (5,)][rank % 4]
+# -------------------------------------------------------------------------------------- what arrives of each collective
+
+# Each gives the arrays that this rank gets and those that it should get, where a rank has `of(source, to)` for another.
+Of = Callable[[int, int], Any]
 
 
-# ----------------------------------------------------------------------------------------------------------- all_reduce
+def reduced(of: Of, comm: MPI.Intracomm, op: Any, union: Any) -> tuple[list[Any], list[Any]]:
+    return [all_reduce(of(comm.rank, 0), comm, op)], [folded(union, [of(rank, 0) for rank in range(comm.size)])]
 
 
-OPERATORS = [("sum", np.add), ("max", np.maximum), ("min", np.minimum), (merge_of(np.maximum), np.maximum)]
-each_operator = pytest.mark.parametrize(("op", "in_numpy"), OPERATORS, ids=["sum", "max", "min", "a merge"])
+def scattered(of: Of, comm: MPI.Intracomm, op: Any, union: Any) -> tuple[list[Any], list[Any]]:
+    ranks = range(comm.size)
+    mine = [of(source, comm.rank) for source in ranks]
+    return [reduce_scatter([of(comm.rank, to) for to in ranks], comm, op)], [folded(union, mine)]
+
+
+def gathered(of: Of, comm: MPI.Intracomm) -> tuple[list[Any], list[Any]]:
+    arrays = [of(rank, 0) for rank in range(comm.size)]
+    return all_gather(of(comm.rank, 0), comm, [array.shape for array in arrays]), arrays
+
+
+def exchanged(of: Of, comm: MPI.Intracomm) -> tuple[list[Any], list[Any]]:
+    ranks = range(comm.size)
+    mine = [of(source, comm.rank) for source in ranks]
+    return all_to_all([of(comm.rank, to) for to in ranks], comm, [array.shape for array in mine]), mine
+
+
+def sent_by_each(of: Of, comm: MPI.Intracomm) -> tuple[list[Any], list[Any]]:
+    ranks = range(comm.size)
+    return [broadcast(of(comm.rank, 0), comm, root) for root in ranks], [of(root, 0) for root in ranks]
+
+
+OPERATORS = {"sum": np.add, "max": np.maximum, "min": np.minimum, "a merge": np.maximum}
+REDUCTIONS = {
+    f"{function.__name__} by {name}": partial(function, op=merge_of(union) if name == "a merge" else name, union=union)
+    for function in (reduced, scattered)
+    for name, union in OPERATORS.items()
+}
+MOVES = {"gathered": gathered, "exchanged": exchanged, "sent by each": sent_by_each}
+COLLECTIVES = MOVES | REDUCTIONS
+
+# The shapes of blocks, some of them empty, where ranks may have different ones.
+UNEVEN: dict[Any, Callable[[int, int], tuple[int, ...]]] = {
+    gathered: lambda source, _: [(2, 3), (0, 3), (), (5,)][source % 4],
+    exchanged: lambda source, to: ((source + 2 * to) % 4, 1 + to),
+    scattered: lambda _, to: (to, 2),
+}
 
 
 @pytest.mark.sizes(1, 3)  # every dtype goes the same way
-@each_operator
-@by_name("dtype", NUMBERS)
-def test_all_reduce_combines_arrays_of_all_ranks(comm, dtype, op, in_numpy):
-    for shape in SHAPES:
-        expected = folded(in_numpy, [small(rank, shape, dtype) for rank in range(comm.size)])
-        check(all_reduce(small(comm.rank, shape, dtype), comm, op), expected)
+@pytest.mark.parametrize("name", COLLECTIVES)
+@by_name("dtype", EVERYTHING)
+def test_collective_takes_every_dtype_and_shape(comm, dtype, name):
+    if dtype is np.bool_ and "sum" in name:
+        pytest.skip("booleans have no sum")
+    collective = COLLECTIVES[name]
+    shapes = [lambda *_, shape=shape: shape for shape in SHAPES]
+    for shape_of in [*shapes, UNEVEN.get(getattr(collective, "func", collective), shapes[0])]:
+        got, expected = collective(lambda source, to, at=shape_of: small(10 * source + to, at(source, to), dtype), comm)
+        for array, wanted in zip(got, expected, strict=True):
+            check(array, wanted)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES.values(), ids=COLLECTIVES)
+def test_ranks_may_have_different_memory_orders(comm, collective):
+    for number, shape in itertools.product(range(len(MEMORY_ORDERS)), SHAPES):
+        given: list[tuple[np.ndarray, bytes]] = []
+
+        def of(source: int, to: int, number: int = number, shape: Any = shape, given: Any = given) -> np.ndarray:
+            order = MEMORY_ORDERS[(number + source) % len(MEMORY_ORDERS)]
+            array = order(small(10 * source + to, shape, np.float64))
+            given.append((array, array.tobytes()))
+            return array
+
+        got, expected = collective(of, comm)
+        for array, wanted in zip(got, expected, strict=True):
+            check(array, wanted)
+        assert all(array.tobytes() == before for array, before in given)
+        assert not any(np.shares_memory(array, mine) for array in got for mine, _ in given)
+
+
+@pytest.mark.sizes(1, 2)  # as those of the host
+@pytest.mark.parametrize("collective", [*MOVES.values(), REDUCTIONS["reduced by max"], REDUCTIONS["scattered by max"]])
+@by_name("dtype", EVERYTHING)
+def test_cupy_arrays_come_back_as_cupy_arrays(comm, cupy, dtype, collective):
+    for shape in [(), (0,), (2, 0, 3), (2, 3)]:
+        got, _ = collective(lambda source, to, at=shape: cupy.asarray(small(10 * source + to, at, dtype)), comm)
+        _, expected = collective(lambda source, to, at=shape: small(10 * source + to, at, dtype), comm)
+        assert all(isinstance(array, cupy.ndarray) for array in got)
+        for array, on_host in zip(got, expected, strict=True):
+            check(cupy.asnumpy(array), on_host)
+
+
+# ----------------------------------------------------------------------------------------------------------- reductions
 
 
 def test_collectives_that_were_started_end_in_order(comm):
@@ -117,15 +193,6 @@ def test_collective_left_waiting_ends_its_communicator(comm):
         gc.collect()
         with pytest.raises(CollectiveTimeout, match="test was left waiting"):
             all_reduce(np.ones(3), private, "sum")
-
-
-def test_booleans_have_max_any_and_min_all(comm):
-    mine = np.array([True, False, comm.rank == 0, comm.rank > 0])
-    some, all_of_them = np.array([True, False, True, comm.size > 1]), np.array([True, False, comm.size == 1, False])
-    check(all_reduce(mine, comm, "max"), some)
-    check(all_reduce(mine, comm, "min"), all_of_them)
-    check(reduce_scatter([mine] * comm.size, comm, "max"), some)
-    check(reduce_scatter([mine] * comm.size, comm, "min"), all_of_them)
 
 
 @pytest.mark.parametrize("length", [5, 100_003])
@@ -153,25 +220,6 @@ def test_max_and_min_carry_nan_to_every_rank(comm, dtype, op, length):
         check(result, expected.astype(dtype))
         bits = comm.allgather(result.tobytes())
         assert bits == [bits[0]] * comm.size
-
-
-def test_all_reduce_takes_any_memory_order(comm):
-    for shape in SHAPES:
-        total = sum(small(rank, shape, np.float64) for rank in range(comm.size))
-        for order in MEMORY_ORDERS:
-            mine = order(small(comm.rank, shape, np.float64))
-            before = mine.tobytes()
-            result = all_reduce(mine, comm, "sum")
-            np.testing.assert_array_equal(result, total, err_msg=order.__name__)
-            assert mine.tobytes() == before
-            assert not np.shares_memory(result, mine)
-
-
-def test_ranks_may_have_different_memory_orders(comm):
-    shape = (3, 4)
-    mine = MEMORY_ORDERS[comm.rank % len(MEMORY_ORDERS)](small(comm.rank, shape, np.float32))
-    result = all_reduce(mine, comm, "sum")
-    check(result, sum(small(rank, shape, np.float32) for rank in range(comm.size)))
 
 
 @by_name("dtype", FLOATS)
@@ -212,18 +260,15 @@ def largest(a, b):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (100_003,)], ids=str)
-def test_all_reduce_takes_merge_of_states(comm, shape):
-    def of(rank: int) -> np.ndarray:
+@by_name("reduction", [reduced, scattered])
+def test_reductions_take_merge_of_states(comm, reduction, shape):
+    def of(source: int, to: int) -> np.ndarray:
         states = np.zeros(shape, LARGEST)
-        states["value"], states["rank"], states["count"] = small(rank, shape, np.float64), rank, 1
-        return states
+        states["value"], states["rank"], states["count"] = small(10 * source + to, shape, np.float64), source, 1
+        return MEMORY_ORDERS[source](states)
 
-    expected = folded(largest, [of(rank) for rank in range(comm.size)])
-    for order in MEMORY_ORDERS:
-        result = all_reduce(order(of(comm.rank)), comm, merge_of(largest))
-        assert result.dtype == LARGEST
-        assert result.shape == shape
-        assert result.tobytes() == expected.tobytes()
+    (got,), (expected,) = reduction(of, comm, merge_of(largest), largest)
+    assert (got.dtype, got.shape, got.tobytes()) == (LARGEST, shape, expected.tobytes())
 
 
 STATE_FIELDS = [StateFields(*flags) for flags in itertools.product((False, True), repeat=7)]
@@ -244,145 +289,13 @@ def test_all_reduce_merges_states_of_any_fields(comm):
     assert differing == []
 
 
-# ------------------------------------------------------------------------------------ all_gather, all_to_all, broadcast
-
-
-@pytest.mark.sizes(1, 3)  # every dtype goes the same way
-@by_name("dtype", EVERYTHING)
-def test_all_gather_gives_arrays_in_rank_order(comm, dtype):
-    shapes = [reshaped_by_rank(rank) for rank in range(comm.size)]
-    arrays = all_gather(small(comm.rank, shapes[comm.rank], dtype), comm, shapes)
-    assert len(arrays) == comm.size
-    for rank, array in enumerate(arrays):
-        check(array, small(rank, shapes[rank], dtype))
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_all_gather_takes_any_memory_order(comm, shape):
-    for order in MEMORY_ORDERS:
-        mine = order(small(comm.rank, shape, np.int32))
-        before = mine.tobytes()
-        arrays = all_gather(mine, comm, [shape] * comm.size)
-        for rank, array in enumerate(arrays):
-            check(array, small(rank, shape, np.int32))
-            assert not np.shares_memory(array, mine)
-        assert mine.tobytes() == before
-
-
-def block_shape(source: int, destination: int) -> tuple[int, ...]:
-    """The shape of the block from one rank to another, empty for some of them."""
-    return ((source + 2 * destination) % 4, 1 + destination)
-
-
-@pytest.mark.sizes(1, 3)  # every dtype goes the same way
-@by_name("dtype", EVERYTHING)
-def test_all_to_all_gives_each_rank_its_blocks(comm, dtype):
-    ranks = range(comm.size)
-    blocks = [small(10 * comm.rank + to, block_shape(comm.rank, to), dtype) for to in ranks]
-    received = all_to_all(blocks, comm, [block_shape(source, comm.rank) for source in ranks])
-    assert len(received) == comm.size
-    for source, block in enumerate(received):
-        check(block, small(10 * source + comm.rank, block_shape(source, comm.rank), dtype))
-
-
-def test_all_to_all_takes_any_memory_order(comm):
-    ranks = range(comm.size)
-    for shape, order in itertools.product(SHAPES, MEMORY_ORDERS):
-        blocks = [order(small(10 * comm.rank + to, shape, np.float64)) for to in ranks]
-        received = all_to_all(blocks, comm, [shape] * comm.size)
-        for source, block in enumerate(received):
-            check(block, small(10 * source + comm.rank, shape, np.float64))
-
-
-def test_all_to_all_of_column_slices_transposes(comm):
-    # The blocks are views of one array, none of them contiguous: what a redistribution of shards passes.
-    rows, columns = 7, 9
-    whole = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
-    mine = whole[slice(*shard_range(rows, comm.size, comm.rank))]
-    splits = [shard_range(columns, comm.size, rank) for rank in range(comm.size)]
-    heights = [shard_range(rows, comm.size, rank) for rank in range(comm.size)]
-    width = splits[comm.rank][1] - splits[comm.rank][0]
-    shapes = [(stop - start, width) for start, stop in heights]
-    received = all_to_all([mine[:, slice(*split)] for split in splits], comm, shapes)
-    np.testing.assert_array_equal(np.concatenate(received), whole[:, slice(*splits[comm.rank])])
-
-
-@pytest.mark.sizes(1, 3)  # every dtype goes the same way
-@by_name("dtype", EVERYTHING)
-def test_broadcast_gives_every_rank_array_of_root(comm, dtype):
-    for root, shape, order in itertools.product(range(comm.size), SHAPES, MEMORY_ORDERS):
-        mine = order(small(comm.rank, shape, dtype))
-        before = mine.tobytes()
-        result = broadcast(mine, comm, root)
-        check(result, small(root, shape, dtype))
-        assert mine.tobytes() == before
-        assert not np.shares_memory(result, mine)
-
-
-# ------------------------------------------------------------------------------------------------------- reduce_scatter
-
-
-@pytest.mark.sizes(1, 3)  # every dtype goes the same way
-@each_operator
-@by_name("dtype", NUMBERS)
-def test_reduce_scatter_gives_each_rank_its_block(comm, dtype, op, in_numpy):
-    # Block 0 is empty, the others differ in length.
-    blocks = [small(10 * comm.rank + to, (to, 2), dtype) for to in range(comm.size)]
-    mine = [small(10 * source + comm.rank, (comm.rank, 2), dtype) for source in range(comm.size)]
-    check(reduce_scatter(blocks, comm, op), folded(in_numpy, mine))
-
-
-def test_reduce_scatter_takes_any_memory_order(comm):
-    for shape, order in itertools.product(SHAPES, MEMORY_ORDERS):
-        blocks = [order(small(10 * comm.rank + to, shape, np.float64)) for to in range(comm.size)]
-        total = sum(small(10 * source + comm.rank, shape, np.float64) for source in range(comm.size))
-        check(reduce_scatter(blocks, comm, "sum"), np.asarray(total))
-
-
-def test_reduce_scatter_takes_merge_of_states(comm):
-    def block(source: int, to: int) -> np.ndarray:
-        states = np.zeros((to + 1, 3), LARGEST)
-        states["value"], states["rank"], states["count"] = small(10 * source + to, (to + 1, 3), float), source, 1
-        return states
-
-    result = reduce_scatter([block(comm.rank, to) for to in range(comm.size)], comm, merge_of(largest))
-    expected = folded(largest, [block(source, comm.rank) for source in range(comm.size)])
-    assert result.dtype == LARGEST
-    assert result.shape == expected.shape
-    assert result.tobytes() == expected.tobytes()
-
-
-# ----------------------------------------------------------------------------------------------------- another library
-
-
-@pytest.mark.sizes(1, 2)  # as those of the host, which are tested above
-@by_name("dtype", EVERYTHING)
-@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (2, 3)], ids=str)
-def test_cupy_arrays_come_back_as_cupy_arrays(comm, cupy, shape, dtype):
-    ranks, op = range(comm.size), "max" if dtype is np.bool_ else "sum"
-    mine = small(comm.rank, shape, dtype)
-
-    def results(array):
-        blocks = [array] * comm.size
-        yield all_reduce(array, comm, op)
-        yield from all_gather(array, comm, [shape for _ in ranks])
-        yield from all_to_all(blocks, comm, [shape for _ in ranks])
-        yield reduce_scatter(blocks, comm, op)
-        yield broadcast(array, comm, comm.size - 1)
-
-    expected, got = list(results(mine)), list(results(cupy.asarray(mine)))
-    assert all(isinstance(array, cupy.ndarray) for array in got)
-    for array, on_host in zip(got, expected, strict=True):
-        check(cupy.asnumpy(array), on_host)
-
-
 # ------------------------------------------------------------------------------------------------------------ the trace
 
 
 def test_trace_of_collective_has_dims_bytes_and_reason(comm):
     ranks = range(comm.size)
     with pce.trace() as trace:
-        with cause("one", "data", "because"):
+        with cause("one", "data", "because", before="Shard(0)", after="Shard(1)"):
             all_reduce(np.zeros((2, 3), np.float32), comm, "sum")
         with cause("two", reason="states"):
             all_reduce(np.zeros(4, LARGEST), comm, largest)
@@ -403,20 +316,7 @@ def test_trace_of_collective_has_dims_bytes_and_reason(comm):
     assert {event.ranks for event in trace.events} == {comm.size}
     assert {event.purpose for event in trace.events} == {Purpose.PAYLOAD}
     assert {event.phase for event in trace.events} == {"forward"}
-    assert {(event.before, event.after) for event in trace.events} == {("", "")}
-
-
-def test_trace_says_from_which_placement_to_which(comm):
-    with pce.trace() as trace, cause("a test", before="Shard(0)", after="Shard(1)"):
-        for result in (
-            all_reduce(np.zeros(3), comm, "sum"),
-            all_gather(np.zeros(3), comm, [(3,)] * comm.size),
-            all_to_all([np.zeros(3)] * comm.size, comm, [(3,)] * comm.size),
-            reduce_scatter([np.zeros(3)] * comm.size, comm, "sum"),
-            broadcast(np.zeros(3), comm, 0),
-        ):
-            assert not np.any(result)
-    assert [(event.before, event.after) for event in trace.events] == [("Shard(0)", "Shard(1)")] * 5
+    assert [(event.before, event.after) for event in trace.events] == [("Shard(0)", "Shard(1)")] + [("", "")] * 5
 
 
 @by_name("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -687,22 +587,12 @@ def test_collectives_of_caller_may_start_in_another_order(comm):
 
 
 def test_overlapping_communicators_used_in_turn_do_not_meet(comm):
-    halves, neighbours = comm.Split(comm.rank % 2), comm.Split(comm.rank // 2)
-    results = []
-    for _ in range(20):
-        for each in (comm, halves, neighbours, MPI.COMM_SELF):
-            results.append((each, everything(each)))
+    own = [comm.Split(comm.rank % 2), comm.Split(comm.rank // 2), comm.Create_cart([comm.size], reorder=False)]
+    results = [(each, everything(each)) for _ in range(20) for each in (comm, *own, MPI.COMM_SELF)]
     for each, result in results:
         check_everything(each, result)
-    halves.Free()
-    neighbours.Free()
-
-
-def test_cartesian_communicator_is_as_good_as_any(comm):
-    grid = comm.Create_cart([comm.size], reorder=False)
-    results = everything(grid)
-    check_everything(grid, results)
-    grid.Free()
+    for each in own:
+        each.Free()
 
 
 # Last, since whoever uses MPI's operators up leaves none for others.
