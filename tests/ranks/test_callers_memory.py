@@ -1,6 +1,5 @@
 """Whose memory is read and written: memory orders, read-only and foreign arrays, `out`, and what stays as it was."""
 
-import array
 from itertools import product
 
 import ml_dtypes
@@ -124,28 +123,6 @@ def test_gradient_of_repeated_elements_is_whole_array(comm):
 # Foreign arrays
 
 
-def test_buffers_and_nested_lists_are_arrays(comm):
-    problem = draw(4, 5, dtype=np.float64)
-    logits, targets = problem.logits, problem.targets
-    over = {"comm": comm, "num_classes": 5 * comm.size}  # the shards are equal
-    expected = pce.softmax_cross_entropy(logits, targets, **over)
-    buffers = [
-        (memoryview(logits), memoryview(targets)),
-        (logits.tolist(), targets.tolist()),
-        (tuple(map(tuple, logits.tolist())), tuple(targets.tolist())),
-        ([array.array("d", row) for row in logits], array.array("q", targets)),
-        (Tensor(logits), Tensor(targets)),
-    ]
-    losses = [pce.softmax_cross_entropy(*inputs, **over) for inputs in buffers]
-    one_row = pce.softmax_cross_entropy(array.array("d", logits[0]), int(targets[0]), **over)
-    weighted = pce.softmax_cross_entropy(logits, targets, weight=array.array("f", [1, 2, 3, 4, 5]), **over)
-    as_array = pce.softmax_cross_entropy(logits, targets, weight=np.array([1.0, 2, 3, 4, 5]), **over)
-    alone = pce.softmax_cross_entropy(logits[0], targets[0], **over)
-    assert all(is_same(loss, expected) for loss in losses)
-    assert is_same(one_row, alone)
-    assert is_same(weighted, as_array)
-
-
 def test_logits_of_tensor_are_not_copied(comm):
     # Between forward and backward nobody may change them. A caller that does so anyway sees that there is no copy.
     values, targets = np.zeros((2, 3), np.float32), np.array([0, 1])
@@ -171,23 +148,16 @@ def test_out_of_tensor_is_written_where_it_is(comm, dtype):
         assert excess_of_gradient(value, expect(problem, part), problem) <= 1
 
 
-def test_out_may_be_tensor_that_logits_are(comm):
-    problem = draw(7, WIDE)
+def test_out_may_be_logits_seen_otherwise(comm):
+    problem = draw(7, WIDE, dtype=np.float64)
     part = part_of(comm, problem, "uneven")
-    logits, targets, options = part.on_this_rank(problem, comm=comm)
-    tensor = Tensor(logits)
-    _, gradient = pce.softmax_cross_entropy_value_and_grad(tensor, targets, **options, out=tensor)
-    assert gradient is tensor
-    assert excess_of_gradient(logits, expect(problem, part), problem) <= 1
-
-
-def test_buffer_as_out_is_written(comm):
-    problem = draw(4, 5, dtype=np.float64)
-    part = part_of(comm, problem, "uneven")
-    logits, targets, options = part.on_this_rank(problem, comm=comm)
-    out = np.full(logits.shape, 7.0)
-    pce.softmax_cross_entropy_value_and_grad(logits, targets, **options, out=memoryview(out))
-    assert excess_of_gradient(out, expect(problem, part), problem) <= 1
+    for view in (Tensor, memoryview, lambda logits: logits[:]):
+        with in_step(comm):
+            logits, targets, options = part.on_this_rank(problem, comm=comm)
+            out = view(logits)
+            _, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, **options, out=out)
+            assert gradient is out
+            assert excess_of_gradient(logits, expect(problem, part), problem) <= 1
 
 
 # out
@@ -235,14 +205,6 @@ def test_out_may_be_logits(comm, dtype):
                 assert is_same(backward.copy(order="C"), plain.gradients["backward"]), order
 
 
-def test_out_may_be_another_view_of_just_logits(comm):
-    problem = draw(7, WIDE)
-    part = part_of(comm, problem, "uneven")
-    logits, targets, options = part.on_this_rank(problem, comm=comm)
-    pce.softmax_cross_entropy_value_and_grad(logits, targets, **options, out=logits[:])
-    assert excess_of_gradient(logits, expect(problem, part), problem) <= 1
-
-
 def test_out_may_stand_beside_logits_in_memory(comm):
     both = np.zeros((2, 2, 5), np.float32)
     logits, out = both[:, 0], both[:, 1]
@@ -257,27 +219,6 @@ def test_out_may_stand_beside_logits_in_memory(comm):
 # Inputs stay as they are
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_inputs_keep_their_bits_and_are_no_results(comm, dtype):
-    for targets, smoothing, reduction in product(TARGETS, (0.0, 0.1), ("none", "mean")):
-        with in_step(comm):
-            problem = draw(
-                7,
-                WIDE,
-                dtype=dtype,
-                targets=targets,
-                weight=True,
-                ignored=0.3,
-                label_smoothing=smoothing,
-                reduction=reduction,
-            )
-            problem.logits[0, ::3] = -np.inf
-            problem.logits[1, 1] = np.nan
-            results = evaluate(comm, problem, part_of(comm, problem, "uneven"))
-            assert results.changed == []
-            assert results.aliased == []
-
-
 def test_statistics_leave_their_inputs_as_they_are(comm):
     problem = draw(7, WIDE)
     logits, targets, _ = part_of(comm, problem, "uneven").on_this_rank(problem)
@@ -289,8 +230,8 @@ def test_statistics_leave_their_inputs_as_they_are(comm):
         assert not np.shares_memory(values, targets), name
 
 
-def test_targets_and_weights_may_change_after_forward(comm):
-    problem = draw(7, WIDE, weight=True, label_smoothing=0.1)
+def test_targets_weights_and_loss_may_change_after_forward(comm):
+    problem = draw(7, WIDE, weight=True, label_smoothing=0.1, reduction="none")
     part = part_of(comm, problem, "uneven")
     plain = evaluate(comm, problem, part)
     logits, targets, options = part.on_this_rank(problem, comm=comm)
@@ -298,16 +239,7 @@ def test_targets_and_weights_may_change_after_forward(comm):
     kept = loss.copy()
     targets[...] = 0
     options["weight"][...] = np.nan
-    assert is_same(pce.softmax_cross_entropy_backward(1.0, residuals), plain.gradients["backward"])
     assert is_same(loss, kept)
-
-
-def test_loss_that_its_owner_overwrites_changes_no_gradient(comm):
-    problem = draw(7, WIDE, reduction="none")
-    part = part_of(comm, problem, "uneven")
-    plain = evaluate(comm, problem, part)
-    logits, targets, options = part.on_this_rank(problem, comm=comm)
-    loss, residuals = pce.softmax_cross_entropy_forward(logits, targets, **options)
     loss[...] = np.nan
     assert is_same(pce.softmax_cross_entropy_backward(1.0, residuals), plain.gradients["backward"])
 

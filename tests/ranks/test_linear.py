@@ -151,23 +151,24 @@ def test_wrong_call_raises_on_every_rank(comm, change, error, text):
         pce.linear_cross_entropy_value_and_grad(**given)
 
 
-def test_bias_of_one_rank_alone_raises(comm):
+@pytest.mark.sizes(3)
+def test_ranks_that_differ_raise(comm, several):
     hidden, w, targets = problem()
+    first, second = comm.rank == 0, comm.rank == 1
     mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
-    bias = np.zeros(CLASSES)[mine] if comm.rank == 0 else None
-    if comm.size > 1:
-        with pytest.raises(pce.CollectiveError, match="bias given: True"):
-            pce.linear_cross_entropy_value_and_grad(hidden, w[:, mine], targets, comm=comm, bias=bias)
-
-
-def test_ranks_with_other_chunks_or_same_weights_raise(comm):
-    if comm.size == 1:
-        return
-    hidden, w, targets = problem()
-    with pytest.raises(pce.CollectiveError, match="chunk"):
-        pce.linear_cross_entropy_value_and_grad(hidden, w, targets, comm=comm, chunk=2 + comm.rank)
-    with pytest.raises(ValueError, match=r"the same w of 41 classes.*gathered w"):
-        pce.linear_cross_entropy_value_and_grad(hidden, w, targets, comm=comm)
+    halves = {name: x.astype(np.float16 if second else np.float32) for name, x in (("hidden", hidden), ("w", w))}
+    features = FEATURES - second
+    calls = {
+        "bias given: True": {"w": w[:, mine], "bias": np.zeros(CLASSES)[mine] if first else None},
+        "chunk": {"chunk": 2 + comm.rank},
+        "features: 5": {"hidden": hidden[:, :features], "w": w[:features], "num_classes": 1},
+        "dtype of w: 'float32'": halves,
+        "the same w of 41 classes.*gathered w": {},
+    }
+    for text, changes in calls.items():
+        given = {"hidden": hidden, "w": w, "targets": targets} | changes
+        with pytest.raises(pce.CollectiveError if changes else ValueError, match=text):
+            pce.linear_cross_entropy_value_and_grad(**given, comm=comm)
 
 
 def test_logits_are_held_one_chunk_at_a_time(comm, monkeypatch):
@@ -206,21 +207,6 @@ def test_wrong_call_on_the_tape_raises(comm, change, error, text):
             pce.linear_cross_entropy(hidden, w, **{"targets": targets} | change)
 
 
-def test_gradients_on_the_tape_are_partial_where_sharded(comm):
-    mesh = mesh_of(comm, comm.size)
-    hidden, w, targets = problem()
-    expected = exact(hidden, w, targets)
-    for over_rows in (True, False):
-        h = pce.distribute(hidden, mesh, requires_grad=True, **({"data": pce.Shard(0)} if over_rows else {}))
-        v = pce.distribute(w, mesh, requires_grad=True, **({} if over_rows else {"data": pce.Shard(1)}))
-        loss = pce.linear_cross_entropy(h, v, targets, chunk=6)
-        loss.backward()
-        assert (v if over_rows else h).grad.placements == {"data": pce.Partial("sum")}
-        np.testing.assert_allclose(loss.item(), expected[0], rtol=1e-13)
-        np.testing.assert_allclose(h.grad.full(), expected[1], atol=1e-15)
-        np.testing.assert_allclose(v.grad.full(), expected[2], atol=1e-14)
-
-
 @pytest.mark.sizes(1, 2)  # as many as GPUs are tested with
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("name", ["plain", "weights and smoothing", "bias"])
@@ -246,23 +232,26 @@ def test_cupy_arrays_have_loss_of_their_products(comm, cupy, monkeypatch, name, 
 
 
 @pytest.mark.parametrize("reproducible", [False, True])
-def test_bias_on_the_tape_has_a_gradient(comm, reproducible):
+def test_gradients_on_the_tape_are_partial_where_sharded(comm, reproducible):
     mesh = mesh_of(comm, comm.size)
     hidden, w, targets = problem()
-    whole = np.linspace(-3.0, 2.0, CLASSES)
+    whole, weight = np.linspace(-3.0, 2.0, CLASSES), np.linspace(0.5, 2.0, CLASSES)
     expected = exact(hidden, w, targets, bias=whole)
     for over_rows in (True, False):
-        rows, classes = ({"data": pce.Shard(0)}, {}) if over_rows else ({}, {"data": pce.Shard(1)})
-        h, v = pce.distribute(hidden, mesh, **rows), pce.distribute(w, mesh, **classes)
-        bias = pce.distribute(whole, mesh, requires_grad=True, **({} if over_rows else {"data": pce.Shard(0)}))
+        first, last = {"data": pce.Shard(0)}, {"data": pce.Shard(1)}
+        h = pce.distribute(hidden, mesh, requires_grad=True, **(first if over_rows else {}))
+        v = pce.distribute(w, mesh, requires_grad=True, **({} if over_rows else last))
+        bias = pce.distribute(whole, mesh, requires_grad=True, **({} if over_rows else first))
         with pce.reproducible(reproducible):
             loss = pce.linear_cross_entropy(h, v, targets, bias=bias, chunk=6)
             loss.backward()
         if not reproducible:
-            assert bias.grad.placements == ({"data": pce.Partial("sum")} if over_rows else {"data": pce.Shard(0)})
+            summed = [v, bias] if over_rows else [h]
+            assert all(x.grad.placements == {"data": pce.Partial("sum")} for x in summed)
+            assert over_rows or bias.grad.placements == first
         np.testing.assert_allclose(loss.item(), expected.loss, rtol=1e-13)
-        np.testing.assert_allclose(bias.grad.full(), expected.dbias, atol=1e-15)
-        weight = np.linspace(0.5, 2.0, CLASSES)
+        for x, gradient, atol in ((h, expected.dhidden, 1e-15), (v, expected.dw, 1e-14), (bias, expected.dbias, 1e-15)):
+            np.testing.assert_allclose(x.grad.full(), gradient, atol=atol)
         plain = pce.linear_cross_entropy(h, v, targets, bias=whole, weight=weight)
         np.testing.assert_allclose(plain.item(), exact(hidden, w, targets, bias=whole, weight=weight).loss, rtol=1e-13)
 
@@ -312,18 +301,6 @@ def test_nan_in_ignored_row_reaches_no_gradient(comm, reproducible):
         np.testing.assert_allclose(found[1], expected[1], atol=1e-15)
     np.testing.assert_allclose(v.grad.full(), expected[2], atol=1e-14)
     np.testing.assert_allclose(whole[2], expected[2][:, whole[4]], atol=1e-14)
-
-
-def test_ranks_with_other_features_or_dtypes_raise(comm):
-    if comm.size == 1:
-        return
-    hidden, w, targets = problem()
-    features = FEATURES - (comm.rank == 1)
-    with pytest.raises(pce.CollectiveError, match="features: 5"):
-        pce.linear_cross_entropy_value_and_grad(hidden[:, :features], w[:features], targets, comm=comm, num_classes=1)
-    dtype = np.float16 if comm.rank == 1 else np.float32
-    with pytest.raises(pce.CollectiveError, match="dtype of w: 'float32'"):
-        pce.linear_cross_entropy_value_and_grad(hidden.astype(dtype), w.astype(dtype), targets, comm=comm)
 
 
 def test_weights_beyond_sums_of_float32_are_refused():
