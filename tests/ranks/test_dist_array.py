@@ -384,21 +384,15 @@ def test_from_local_sends_header_and_shapes_only(mesh):
     assert {(event.operation, event.over) for event in trace.events} == {("from_local", "data")}
 
 
-def test_shards_with_different_other_axes_raise_everywhere(comm, mesh, impatient):
+@pytest.mark.parametrize("placement", [Shard(0), Replicate(), Partial("sum"), Partial("max")], ids=repr)
+def test_lengths_that_differ_raise_everywhere(comm, mesh, impatient, placement):
+    # The axis that is not sharded.
     mine = np.ones((3, 4 + (comm.rank == comm.size - 1)))
-    error = everyone_raises(comm, mesh, lambda: from_local(mine, mesh, data=Shard(0)))
+    error = everyone_raises(comm, mesh, lambda: from_local(mine, mesh, data=placement))
     if comm.size > 1:
         said = f"4 ({ranks_text(range(comm.size - 1))}), 5 (rank {comm.size - 1})"
         text = f"axis 1 must have one length on ranks that hold the same part of it: {said}"
         assert error == ("ValueError", text)
-
-
-@pytest.mark.parametrize("placement", [Replicate(), Partial("sum"), Partial("max")], ids=repr)
-def test_replicas_of_different_shapes_raise_everywhere(comm, mesh, impatient, placement):
-    error = everyone_raises(comm, mesh, lambda: from_local(np.ones(3 + comm.rank), mesh, data=placement))
-    if comm.size > 1:
-        assert error[0] == "ValueError"
-        assert "axis 0 must have one length on ranks that hold the same part of it: 3 (rank 0), 4 (rank 1)" in error[1]
 
 
 def test_shards_must_fit_replicas_along_other_dim(comm, impatient):
@@ -417,24 +411,20 @@ def test_shards_must_fit_replicas_along_other_dim(comm, impatient):
             assert error == ("", "")
 
 
-def test_global_shape_unlike_shards_raises_everywhere(comm, mesh, impatient):
+def test_global_shape_is_that_of_shards(comm, mesh, impatient):
+    rows = 2 * comm.size
+
     def make(shape):
         return lambda: from_local(np.ones((2, 3)), mesh, data=Shard(0), shape=shape)
 
-    wrong = [everyone_raises(comm, mesh, make(shape)) for shape in [(2 * comm.size + 1, 3), (6 * comm.size,), ()]]
-    right = [make(shape)().shape for shape in [(2 * comm.size, 3), [np.int64(2 * comm.size), 3]]]
-    assert [kind for kind, _ in wrong] == ["ValueError"] * 3
-    text = f"shape = ({2 * comm.size + 1}, 3), but the local arrays make up ({2 * comm.size}, 3)"
-    assert wrong[0][1] == text
-    assert right == [(2 * comm.size, 3)] * 2
-
-
-@pytest.mark.parametrize("shape", ["7", (2.0, 3)], ids=repr)
-def test_global_shape_that_is_none_raises_everywhere(comm, mesh, impatient, shape):
-    error = everyone_raises(comm, mesh, lambda: from_local(np.ones((2, 3)), mesh, data=Shard(0), shape=shape))
-    assert error[0] == "TypeError"
-    assert error[1].startswith(f"shape must be an integer or a sequence of integers, got {shape!r}")
-    assert error[1].endswith(f"({ranks_text(range(comm.size))} along data)")
+    wrong = [everyone_raises(comm, mesh, make(shape)) for shape in [(rows + 1, 3), (3 * rows,), (), "7", (2.0, 3)]]
+    right = [make(shape)().shape for shape in [(rows, 3), [np.int64(rows), 3]]]
+    assert [kind for kind, _ in wrong] == ["ValueError"] * 3 + ["TypeError"] * 2
+    assert wrong[0][1] == f"shape = ({rows + 1}, 3), but the local arrays make up ({rows}, 3)"
+    for (_, text), shape in zip(wrong[3:], ["7", (2.0, 3)], strict=True):
+        assert text.startswith(f"shape must be an integer or a sequence of integers, got {shape!r}")
+        assert text.endswith(f"({ranks_text(range(comm.size))} along data)")
+    assert right == [(rows, 3)] * 2
 
 
 @pytest.mark.parametrize("what", ["shape", "shape of one", "placements", "dtype", "dimensions", "requires_grad"])
