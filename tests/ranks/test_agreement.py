@@ -329,6 +329,7 @@ BAD = [
     Wrong(TypeError, "label_smoothing must be a real number, got 'a lot'", {"label_smoothing": "a lot"}),
     Wrong(TypeError, "label_smoothing must be a real number, got True", {"label_smoothing": True}),
     Wrong(ValueError, "z_loss must be finite, got inf", {"z_loss": np.inf}),
+    Wrong(ValueError, "z_loss must be finite, got nan", {"z_loss": np.nan}),
     Wrong(TypeError, "z_loss must be a real number, got None", {"z_loss": None}),
     Wrong(ValueError, f"{REDUCTION}'average'", {"reduction": "average"}),
     Wrong(ValueError, f"{REDUCTION}'mittel-größe-平均'", {"reduction": "mittel-größe-平均"}),

@@ -158,25 +158,6 @@ def test_uneven_arrays_stand_for_their_placements(comm, line, folder):
     assert balanced["w"].sharding == Sharding.of(line.dim_sizes, (7, 2), {"data": Shard(0)})
 
 
-def test_saved_arrays_are_loaded_on_other_ranks(comm, folder):
-    everyone = mesh_of(comm, comm.size)
-    wholes = {"w": values((5, 4)), "v": values((3,))}
-    placements = {"w": {"data": Shard(1)}, "v": {"data": Shard(0)}}
-    fewer = max(1, comm.size - 1)
-    some = comm.Split(comm.rank < fewer)
-    mesh = pce.Mesh(some, data=some.size)
-    if comm.rank < fewer:
-        pce.save(folder / "f", {name: pce.distribute(wholes[name], mesh, **placements[name]) for name in wholes})
-    comm.Barrier()
-    by_all = pce.load(folder / "f", everyone, placements)
-    pce.save(folder / "g", by_all)
-    by_some = pce.load(folder / "g", mesh, placements)
-    results = [wholes_of(comm, by_all), wholes_of(some, by_some)]
-    some.Free()
-    for got in results:
-        assert_equal(got, {name: wholes[name] for name in got})
-
-
 def test_file_from_elsewhere_is_loaded_and_replicated(comm, line, folder):
     wholes = {"w": values((4, 3)), "b": values((3,), dtype=ml_dtypes.bfloat16), "n": np.array(3)}
     if comm.rank == 0:

@@ -51,7 +51,9 @@ SHIPPED = [
     ),
     Shipped(megatron.MegatronSmoothing, "target-out-of-range/one-too-many", "no rank refused it"),
     Shipped(megatron.MegatronFused, "random-logits/float32", "every entry of the gradient is rounded to bfloat16"),
+    Shipped(megatron.MegatronFused, "logits-of-1000/float32", "every entry of the gradient is rounded to bfloat16"),
     Shipped(megatron.MegatronFused, "masked-row", "every entry of the gradient is rounded to bfloat16"),
+    Shipped(megatron.MegatronFused, "p-near-1/float32", "every entry of the gradient is rounded to bfloat16"),
     Shipped(
         megatron.MegatronBackward,
         "backward-twice/each-row",
@@ -73,6 +75,11 @@ SHIPPED = [
         "only the shard that owns a row's target has a gradient: an all-reduce that autograd does not see",
     ),
     Shipped(
+        ms_swift.MsSwiftLogProb,
+        "targets-on-one-rank",
+        "only the shard that owns a row's target has a gradient: an all-reduce that autograd does not see",
+    ),
+    Shipped(
         ms_swift.MsSwiftEntropy,
         "random-logits/float32",
         "each rank has the gradient of its own classes' part of the entropy: an all-reduce that autograd does not see",
@@ -86,11 +93,13 @@ SHIPPED = [
     Shipped(nanotron.NanotronZLoss, "z_loss/float32", "z_loss lacks the maximum that the logits were shifted by"),
     Shipped(liger.LigerGradient, "p-near-1/bfloat16", "1 is subtracted at the target after rounding to bfloat16"),
     Shipped(ms_swift.MsSwiftLogProb, "result-form/each-row", "only the shard that owns a row's target has a gradient"),
+    Shipped(liger.LigerGradient, "inputs-unmodified", "logits were modified; where that is meant, declare it"),
     *(
         Shipped(candidate, "masked-classes/every-third", "0 times -inf gives nan: a class whose logit is -inf has")
         for candidate in (verl.VerlEntropy, nemo_rl.NemoRLEntropy)
     ),
     Shipped(verl.VerlEntropy, "offset/1e4/float32", "the entropy is logsumexp less the mean logit: an offset that all"),
+    Shipped(verl.VerlEntropy, "offset/1e3/float32", "the entropy is logsumexp less the mean logit: an offset that all"),
 ]
 
 

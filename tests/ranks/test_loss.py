@@ -4,6 +4,7 @@ from collections import Counter
 import copy
 from itertools import product
 import pickle
+import re
 from typing import ClassVar
 
 import ml_dtypes
@@ -137,13 +138,9 @@ def _counted(name):
     return call
 
 
-COLLECTIVE = ["allreduce", "reduce", "allgather", "gather", "scatter", "bcast", "alltoall", "reduce_scatter", "barrier"]
-COLLECTIVE += ["allgatherv", "gatherv", "scatterv", "alltoallv", "alltoallw", "reduce_scatter_block", "scan", "exscan"]
-POINT_TO_POINT = ["send", "recv", "sendrecv", "ssend", "bsend", "rsend", "isend", "irecv", "issend"]
-for word in [*COLLECTIVE, *POINT_TO_POINT]:
-    for spelled in (word, word.capitalize(), f"I{word}"):
-        if hasattr(MPI.Intracomm, spelled):
-            setattr(CountingComm, spelled, _counted(spelled))
+COMMUNICATES = re.compile(r"i?(all|reduce|gather|scatter|bcast|barrier|scan|exscan|[sbr]?send|recv)", re.IGNORECASE)
+for method in filter(COMMUNICATES.match, dir(MPI.Intracomm)):
+    setattr(CountingComm, method, _counted(method))
 
 
 @pytest.fixture
