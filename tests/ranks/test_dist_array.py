@@ -281,8 +281,8 @@ WRONG = [
     (Explosive(), {}, (KeyError, RuntimeError), "'boom'"),  # a KeyError where it is raised
     (np.ma.masked_array([1.0]), {}, TypeError, "is a masked array"),
     *(
-        (np.zeros(4, dtype), {"data": Partial(operator)}, TypeError, f"Partial('{operator}') of {dtype} has no meaning")
-        for dtype, operator in (("bool", "sum"), ("bool", "avg"), ("int64", "avg"))
+        (np.zeros(4, dtype), {"data": partial}, TypeError, f"{partial} of {dtype} has no meaning")
+        for dtype, partial in (("bool", Partial("sum")), ("bool", Partial("avg")), ("int64", Partial("avg")))
     ),
 ]
 
