@@ -495,7 +495,7 @@ def test_wrong_communicator_raises_on_its_own_rank(comm, function, wrong):
 
 
 @several
-def test_communicator_of_no_use_raises_on_its_own_rank(comm):
+def test_useless_communicator_raises_on_its_own_rank(comm):
     half, freed = comm.Split(comm.rank % 2), comm.Dup()
     freed.Free()
     inter = half.Create_intercomm(0, comm, 1 - comm.rank % 2)
@@ -851,7 +851,7 @@ def test_row_groups_that_differ_in_option_raise(comm, case):
 
 
 @several
-def test_row_groups_that_differ_in_classes_or_function_raise(comm):
+def test_row_groups_of_other_classes_or_function_raise(comm):
     for grid in grids(comm):
         if grid.row_groups > 1:
             arguments = grid.arguments()

@@ -59,22 +59,18 @@ def test_hidden_keys_and_values_do_not_count(comm, hidden):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "dtype", "error", "text"),
-    [
-        *(
-            (shapes, np.float32, ValueError, "queries, keys and values of shapes")
-            for shapes in [
-                ((3, 4), (5, 3), (5, 2)),
-                ((3, 4), (5, 4), (4, 2)),
-                ((2, 3, 4), (1, 5, 4), (1, 5, 2)),
-                ((4,), (5, 4), (5, 2)),
-            ]
-        ),
-        (((3, 3),) * 3, np.int64, TypeError, "of real numbers, got int64"),
-    ],
+    "shapes",
+    [((3, 4), (5, 3), (5, 2)), ((3, 4), (5, 4), (4, 2)), ((2, 3, 4), (1, 5, 4), (1, 5, 2)), ((4,), (5, 4), (5, 2))],
 )
-def test_attention_refuses_other_operands(comm, shapes, dtype, error, text):
+def test_attention_refuses_shapes_that_do_not_fit(comm, shapes):
     mesh = Mesh(comm, data=comm.size)
-    operands = [pce.distribute(array, mesh) for array in drawn(*shapes, dtype=dtype)]
-    with pytest.raises(error, match=text):
+    operands = [pce.distribute(array, mesh) for array in drawn(*shapes)]
+    with pytest.raises(ValueError, match="queries, keys and values of shapes"):
+        pce.scaled_dot_product_attention(*operands)
+
+
+def test_attention_refuses_integers(comm):
+    mesh = Mesh(comm, data=comm.size)
+    operands = [pce.distribute(array, mesh, data=Replicate()) for array in drawn(*[(3, 3)] * 3, dtype=np.int64)]
+    with pytest.raises(TypeError, match="of real numbers, got int64"):
         pce.scaled_dot_product_attention(*operands)
