@@ -119,7 +119,7 @@ def _run(options: argparse.Namespace, display: _Display) -> int:
     else:
         ranks = f"{' and then '.join(map(str, sizes))} rank{'s' * (sizes != [1])}"
         print(f"starting {ranks} with {orders.candidate}", file=sys.stderr, flush=True)
-        report = run_cases(orders, sizes, timeout=timeout, shrinking=options.shrink, display=display, known=known)
+        report = run_cases(orders, sizes, timeout=timeout, display=display, known=known)
     display.close()
     written = _written(report, renderers)
     if report.interrupted:
@@ -282,27 +282,26 @@ class _Display:
 
     def __init__(self) -> None:
         self._bar = Bar("", 0, shown=False)
-        self._news = True
         self._said = ""
 
     def __str__(self) -> str:
         return str(self._bar) if self._bar.total else "nothing was run"
 
-    def begin(self, work: str, total: int, *, news: bool = True) -> None:
-        """`total` cases of `work` begin; their failures are news, or known."""
+    def begin(self, total: int) -> None:
+        """`total` cases begin."""
         self.close()
-        self._bar, self._news = Bar(work, total), news
+        self._bar = Bar("conformance", total)
 
     def started(self, case: str) -> None:
         """`case` has started."""
         self._bar.started(case)
 
-    def finished(self, case: str, outcome: Outcome) -> None:
-        """`case` has ended."""
+    def finished(self, outcome: Outcome) -> None:
+        """A case has ended."""
         verdict = outcome.verdict
         unrun = verdict is Verdict.NOT_RUN
-        line = self._news and (verdict.failed or unrun)
-        self._bar.finished(f"{verdict:11}  {case}", worth_a_line=line)
+        line = verdict.failed or unrun
+        self._bar.finished(f"{verdict:11}  {outcome.case}", worth_a_line=line)
         if not line or not (unrun or verdict.unended):
             return
         # The cause, as soon as it is known. The findings after the first are the output of the ranks.

@@ -109,9 +109,6 @@ Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or ju
         metavar="GIB",
         help="memory that each process of a rank may take, beyond which it gets a MemoryError; on Linux",
     )
-    parser.add_argument(
-        "--shrink", action="store_true", help="look for the smallest shape at which each case still fails"
-    )
     for option, (_, what) in FILES.items():
         parser.add_argument(f"--{option}", type=writable_file, metavar="FILE", help=f"write the report there: {what}")
     parser.add_argument(

@@ -6,18 +6,14 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 import shlex
-import time
 
 from pce_mpi.conformance.cases import fits
-from pce_mpi.conformance.contradictions import withdraw_contradicted
 from pce_mpi.conformance.following import Display, Launch, Run
 from pce_mpi.conformance.launcher import Job
 from pce_mpi.conformance.launching import LaunchError, most_ranks
 from pce_mpi.conformance.offers import Offer
-from pce_mpi.conformance.orders import KIT, Orders, Task
+from pce_mpi.conformance.orders import KIT, Orders
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
-from pce_mpi.conformance.shrinking import shows_the_same, usable_shapes
-from pce_mpi.conformance.units import Tolerance
 
 DEFAULT_TIMEOUT = 30.0
 # Seconds for a case of 2**31 elements.
@@ -25,8 +21,6 @@ LARGE_TIMEOUT = 900.0
 
 # After so many cases that ended their launch in the same way, and no other ones, the rest is not run.
 _ALIKE = 3
-# Seconds for shrinking all failures, launches included.
-_SHRINKING = 60.0
 
 
 def run_cases(
@@ -34,15 +28,13 @@ def run_cases(
     ranks: Sequence[int],
     *,
     timeout: float,
-    shrinking: bool,
     display: Display,
     known: Sequence[str] = (),
 ) -> Report:
     """Run the cases that `orders` select on each of the numbers of `ranks`, in as many launches as necessary.
 
-    `timeout`: seconds without a sign of life from any rank after which a case is deadlocked. `shrinking`: find the
-    smallest shape at which each failing case still fails. `known`: names, families or shell patterns of the cases that
-    are known to fail; one of these that passes is a failure.
+    `timeout`: seconds without a sign of life from any rank after which a case is deadlocked. `known`: names, families
+    or shell patterns of the cases that are known to fail; one of these that passes is a failure.
 
     After a KeyboardInterrupt, returns the outcomes so far, if there are any. Raises `LaunchError` if ranks cannot be
     started or the candidate cannot be loaded. Leaves no process behind.
@@ -53,17 +45,14 @@ def run_cases(
     for size in ranks:
         run, of_size = Run(orders, size, timeout, display), list[Outcome]()
         try:
-            with closing(_outcomes(run, None)) as results:
-                of_size += (outcome for _, outcome in results)
-            if shrinking and orders.rows is None and orders.classes is None:
-                _shrink(of_size, run)
+            with closing(_outcomes(run)) as results:
+                of_size.extend(results)
         except KeyboardInterrupt:
             if not of_size and not outcomes:
                 raise
             interrupted = True
         if run.offer is not None:
             offer, versions = run.offer, run.versions
-            withdraw_contradicted(of_size, run.cases, offer, orders.seed, Tolerance(orders.strict, orders.tolerance))
         outcomes += of_size
         if interrupted:
             break
@@ -108,46 +97,19 @@ def asked_offer(orders: Orders, *, timeout: float, display: Display) -> Offer:
     return run.offer
 
 
-def _shrink(outcomes: list[Outcome], run: Run) -> None:
-    """Replace the shapes of failures by the smallest ones that fail in the same way, as far as time allows."""
-    failures = {
-        outcome.case: outcome
-        for outcome in outcomes
-        if outcome.verdict is Verdict.FAIL and outcome.findings and run.cases[outcome.case].shrinkable
-    }
-    if not failures:
-        return
-    assert run.offer is not None
-    tasks = [
-        Task(name, *shape)
-        for name, outcome in failures.items()
-        for shape in usable_shapes(outcome, run.cases[name], run.offer, run.orders.seed)
-    ]
-    tasks.sort(key=lambda task: (task.rows or 0) * (task.classes or 0))
-    run.display.begin("looking for the smallest shape", len(tasks), news=False)
-    deadline = time.monotonic() + _SHRINKING
-    with closing(_outcomes(run, tasks)) as results:
-        for task, small in results:
-            if task.case in failures and shows_the_same(small, failures[task.case]):
-                failure = failures.pop(task.case)
-                failure.shrunk = True  # the findings of the larger problem stay, as they say more
-                failure.rows, failure.classes, failure.splits = small.rows, small.classes, small.splits
-            if not failures or time.monotonic() > deadline:
-                break
-
-
-def _outcomes(run: Run, tasks: Sequence[Task] | None) -> Generator[tuple[Task, Outcome]]:
-    """Yield the outcome of each task, or, without tasks, of each case."""
-    endless = tasks is None  # every launch has ended in the first case that it judged
+def _outcomes(run: Run) -> Generator[Outcome]:
+    """Yield the outcome of each case."""
+    tasks: list[str] | None = None  # the names of the cases that are left; None: all
+    endless = True  # every launch has ended in the first case that it judged
     endings: list[Finding] = []
     while tasks is None or tasks:
         judged: list[Outcome] = []
         try:
             with Job(run.ranks, replace(run.orders, tasks=None if tasks is None else tuple(tasks))) as job:
                 launch = Launch(run, job, tasks)
-                for task, outcome in launch.results():
+                for outcome in launch.results():
                     judged += [outcome] * (outcome.verdict is not Verdict.NOT_OFFERED)
-                    yield from _shown(run, task, outcome)
+                    yield from _shown(run, outcome)
             tasks = launch.unfinished
         except LaunchError as error:
             if tasks is None:
@@ -161,17 +123,17 @@ def _outcomes(run: Run, tasks: Sequence[Task] | None) -> Generator[tuple[Task, O
             text = f"the first {_ALIKE} cases ended alike: {endings[0].text}"
             break
     for task in tasks:
-        yield from _shown(run, task, run.outcome(task, Verdict.NOT_RUN, f"not run, as {text}"))
+        yield from _shown(run, run.outcome(task, Verdict.NOT_RUN, f"not run, as {text}"))
 
 
-def _shown(run: Run, task: Task, outcome: Outcome) -> Iterator[tuple[Task, Outcome]]:
-    """Yield the result before it is shown: an interrupt between the two loses nothing that the user saw."""
-    yield task, outcome
-    run.display.finished(task.case, outcome)
+def _shown(run: Run, outcome: Outcome) -> Iterator[Outcome]:
+    """Yield the outcome before it is shown: an interrupt between the two loses nothing that the user saw."""
+    yield outcome
+    run.display.finished(outcome)
 
 
 def _command(orders: Orders, timeout: float, outcome: Outcome) -> str:
-    """Return the command that runs the case of `outcome` alone, at its shrunk shape if it has one."""
+    """Return the command that runs the case of `outcome` alone."""
     command = [*KIT, "-n", str(outcome.ranks), *["--oversubscribe"] * (outcome.ranks > most_ranks())]
     if orders.adapter is not None:
         command += ["--adapter", orders.adapter]
@@ -180,5 +142,4 @@ def _command(orders: Orders, timeout: float, outcome: Outcome) -> str:
         command += ["--dtype", outcome.dtype]
     if timeout != DEFAULT_TIMEOUT:
         command += ["--timeout", f"{timeout:g}"]
-    alone = replace(orders, rows=outcome.rows, classes=outcome.classes) if outcome.shrunk else orders
-    return shlex.join(command + alone.settings())
+    return shlex.join(command + orders.settings())

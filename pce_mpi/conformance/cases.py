@@ -275,8 +275,8 @@ class Case:
         A name in `procedures.PROCEDURES`: how the candidate is called.
     rows, classes : int
         The usual size.
-    shrinkable : bool
-        The case makes sense at smaller sizes too.
+    resizable : bool
+        The case makes sense at other sizes too.
     form : bool
         The case is about shapes and dtypes of the results; other cases do not look at them.
     """
@@ -290,7 +290,7 @@ class Case:
     procedure: str = "plain"
     rows: int = 6
     classes: int = 24
-    shrinkable: bool = True
+    resizable: bool = True
     form: bool = False
 
     def __str__(self) -> str:
@@ -314,12 +314,12 @@ class Case:
 def problem_of(
     case: Case, offer: Offer, ranks: int, *, seed: int = 0, rows: int | None = None, classes: int | None = None
 ) -> Problem:
-    """Build the problem of a case in the conventions of an offer; `rows` and `classes` if the case is shrinkable."""
+    """Build the problem of a case in the conventions of an offer; `rows` and `classes` if the case is resizable."""
     needs = case.needs
     setting = Setting(
         ranks=ranks,
-        rows=case.rows if rows is None or not case.shrinkable else rows,
-        classes=case.classes if classes is None or not case.shrinkable else classes,
+        rows=case.rows if rows is None or not case.resizable else rows,
+        classes=case.classes if classes is None or not case.resizable else classes,
         dtype=case.dtype,
         reduction=next((each for each in needs.reductions if each in offer.reductions), "mean"),
         seed=seed,

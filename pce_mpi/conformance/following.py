@@ -18,7 +18,7 @@ from pce_mpi.conformance.launcher import Job
 from pce_mpi.conformance.launching import LaunchError
 from pce_mpi.conformance.needs import unmet_need
 from pce_mpi.conformance.offers import Offer
-from pce_mpi.conformance.orders import Orders, Task
+from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict, shaped
 from pce_mpi.conformance.plain import made
 from pce_mpi.conformance.stacks import innermost
@@ -40,11 +40,9 @@ _STARTUP = 120.0
 class Display(Protocol):
     """Shows the progress of a run to a user."""
 
-    # `total` cases begin; their failures are news, unless they are those of smaller shapes.
-    def begin(self, work: str, total: int, *, news: bool = True) -> None: ...
-
+    def begin(self, total: int) -> None: ...
     def started(self, case: str) -> None: ...
-    def finished(self, case: str, outcome: Outcome) -> None: ...
+    def finished(self, outcome: Outcome) -> None: ...
 
     # No rank has shown a sign of life for `seconds`; after `timeout` the case is deadlocked.
     def waiting(self, seconds: float, timeout: float) -> None: ...
@@ -68,22 +66,21 @@ class Run:
     versions: dict[str, str] = field(default_factory=dict)
     cases: dict[str, Case] = field(default_factory=dict)
 
-    def outcome(self, task: Task, verdict: Verdict, note: str = "") -> Outcome:
-        """Return the outcome of a task that did not end by itself: not offered, if it is not, else this verdict."""
-        case = self.cases[task.case]
+    def outcome(self, name: str, verdict: Verdict, note: str = "") -> Outcome:
+        """Return the outcome of a case that did not end by itself: not offered, if it is not, else this verdict."""
+        case = self.cases[name]
         assert self.offer is not None
         if missing := unmet_need(self.offer, case.needs, case.dtype):
             verdict, note = Verdict.NOT_OFFERED, missing
         return Outcome(case.name, case.catches, verdict, ranks=self.ranks, dtype=case.dtype, note=note)
 
-    def with_shape(self, outcome: Outcome, task: Task) -> Outcome:
-        """Add the shape of the task's problem to its outcome."""
+    def with_shape(self, outcome: Outcome) -> Outcome:
+        """Add the shape of the case's problem to its outcome."""
         orders = self.orders
         assert self.offer is not None
-        rows, classes = task.rows or orders.rows, task.classes or orders.classes
         try:
-            case = self.cases[task.case]
-            problem = problem_of(case, self.offer, self.ranks, seed=orders.seed, rows=rows, classes=classes)
+            case, size = self.cases[outcome.case], {"rows": orders.rows, "classes": orders.classes}
+            problem = problem_of(case, self.offer, self.ranks, seed=orders.seed, **size)
             return shaped(outcome, problem)
         except Exception as error:
             # The ranks may have failed for the same reason; keep their outcomes.
@@ -103,9 +100,9 @@ class _Rank:
 
 
 class Launch:
-    """One launch, which runs `tasks`; without any, each case."""
+    """One launch, which runs the cases of these names; without any, each case."""
 
-    def __init__(self, run: Run, job: Job, tasks: Sequence[Task] | None) -> None:
+    def __init__(self, run: Run, job: Job, tasks: Sequence[str] | None) -> None:
         self._run, self._job = run, job
         self._tasks = [] if tasks is None else list(tasks)
         self._all = tasks is None
@@ -115,8 +112,8 @@ class Launch:
         self._known: list[Outcome] = []
         self._ready = self._over = self._whole = False
 
-    def results(self) -> Iterator[tuple[Task, Outcome]]:
-        """Yield each task that has ended, with its outcome; the last one may have ended the launch.
+    def results(self) -> Iterator[Outcome]:
+        """Yield the outcome of each case that has ended; the last one may have ended the launch.
 
         An outcome waits until the files of all ranks have been read once more: they have all that came before it.
         """
@@ -139,7 +136,7 @@ class Launch:
             yield from self._outcomes(known)
             if shown < (begun := max(each.task for each in self._ranks)) == self._finished:
                 shown = begun
-                self._run.display.started(self._tasks[begun].case)
+                self._run.display.started(self._tasks[begun])
             if last_look:
                 if self._whole:
                     self._wait_for_the_end()
@@ -159,7 +156,7 @@ class Launch:
                 self._run.display.waiting(silence, timeout)
             time.sleep(_POLL)
 
-    def _outcomes(self, most: int) -> Iterator[tuple[Task, Outcome]]:
+    def _outcomes(self, most: int) -> Iterator[Outcome]:
         for outcome in self._known[:most]:
             yield self._next(outcome)
         del self._known[:most]
@@ -173,8 +170,8 @@ class Launch:
         return min(timeout, max(_AFTER_AN_ERROR_AT_LEAST, _AFTER_AN_ERROR * timeout)) if len(raised) > 1 else timeout
 
     @property
-    def unfinished(self) -> list[Task]:
-        """The tasks that have not ended."""
+    def unfinished(self) -> list[str]:
+        """The cases that have not ended."""
         return self._tasks[self._finished :]
 
     def _take_in(self, rank: int, event: dict[str, Any]) -> None:
@@ -183,7 +180,7 @@ class Launch:
         match event["event"]:
             case "outcome":
                 outcome = made(Outcome, event["outcome"])
-                if outcome.case != self.unfinished[len(self._known)].case:
+                if outcome.case != self.unfinished[len(self._known)]:
                     raise ValueError(f"an outcome of {outcome.case}")
                 self._known.append(outcome)
             case "apart":
@@ -195,8 +192,8 @@ class Launch:
                 run.cases = run.orders.cases(run.offer)
                 self._ready = True
                 if self._all:
-                    self._tasks = [Task(name) for name in run.cases]
-                    run.display.begin("conformance", len(self._tasks))
+                    self._tasks = list(run.cases)
+                    run.display.begin(len(self._tasks))
             case "started":
                 self._tasks[event["task"]]  # `LookupError` or `TypeError` for a number of none
                 self._ranks[rank] = _Rank(event["task"], "started", printed=event["printed"])
@@ -207,14 +204,14 @@ class Launch:
             case "damaged":
                 raise ValueError("a line that is no event")
 
-    def _next(self, outcome: Outcome) -> tuple[Task, Outcome]:
+    def _next(self, outcome: Outcome) -> Outcome:
         self._finished += 1
         if outcome.verdict is not Verdict.CRASHED and self._all and len(self._tasks) == 1:
             # The outcome of a crash has them.
             self._run.display.printed(self._job.last_lines([each.printed for each in self._ranks], launcher=False))
-        return self._tasks[self._finished - 1], outcome
+        return outcome
 
-    def _fault(self, verdict: Verdict, text: str) -> Iterator[tuple[Task, Outcome]]:
+    def _fault(self, verdict: Verdict, text: str) -> Iterator[Outcome]:
         """Yield the outcome of the case during which, or before which, the launch failed."""
         printed = self._job.last_lines([each.printed for each in self._ranks])
         if not self._ready:
@@ -222,14 +219,13 @@ class Launch:
         if not self.unfinished:
             self._run.display.warn(f"after the last case, {text}")
             return
-        task = self.unfinished[0]
-        outcome = self._run.outcome(task, verdict)
+        outcome = self._run.outcome(self.unfinished[0], verdict)
         if outcome.verdict is Verdict.NOT_OFFERED:
-            self._run.display.warn(f"before case {task.case}, which is not offered, {text}")
+            self._run.display.warn(f"before case {outcome.case}, which is not offered, {text}")
         else:
-            texts = [f"{verdict} in case {task.case}: {text}", *([printed] if printed else [])]
+            texts = [f"{verdict} in case {outcome.case}: {text}", *([printed] if printed else [])]
             outcome.findings += [Finding(str(verdict), each) for each in texts]
-            outcome = self._run.with_shape(outcome, task)
+            outcome = self._run.with_shape(outcome)
         yield self._next(outcome)
 
     def _death(self) -> str:

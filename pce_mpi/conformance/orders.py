@@ -19,15 +19,6 @@ _SETTINGS = ("strict", "tolerance", "seed", "rows", "classes", "large", "memory"
 
 
 @dataclass(frozen=True)
-class Task:
-    """One case to run; with these rows and classes in place of its own."""
-
-    case: str
-    rows: int | None = None
-    classes: int | None = None
-
-
-@dataclass(frozen=True)
 class Orders:
     """One candidate, and the cases to run.
 
@@ -40,7 +31,7 @@ class Orders:
     rows, classes       in place of each case's own; None: its own
     large       also the case that takes GiB of memory
     memory      GiB that a process of a rank may take; None: not limited
-    tasks       None: each case that `patterns` and `dtypes` select, once
+    tasks       the names of the cases to run; None: each case that `patterns` and `dtypes` select, once
     """
 
     candidate: str
@@ -55,7 +46,7 @@ class Orders:
     classes: int | None = None
     large: bool = False
     memory: float | None = None
-    tasks: tuple[Task, ...] | None = None
+    tasks: tuple[str, ...] | None = None
 
     def cases(self, offer: Offer | None) -> dict[str, Case]:
         """Return the selected cases by name, also those that `offer` does not cover."""

@@ -144,8 +144,6 @@ class Outcome:
         The errors of a wrong gradient.
     rerun : str
         The command that runs this case alone.
-    shrunk : bool
-        The size is the smallest one at which the case fails.
     note : str
         Why a case is not offered or was not run, or how a call was refused that had to be.
     """
@@ -163,7 +161,6 @@ class Outcome:
     seconds: float = 0.0
     picture: ErrorMap | None = None
     rerun: str = ""
-    shrunk: bool = False
     note: str = ""
 
     @property

@@ -79,7 +79,7 @@ def run_case(
     seed : int
         Seed of the random numbers.
     rows, classes : int, optional
-        Replace the case's own size, if the case is shrinkable.
+        Replace the case's own size, if the case is resizable.
     offer : Offer, optional
         What the candidate offers, if not what `offer_of(candidate)` says.
 

@@ -25,7 +25,7 @@ from pce_mpi.conformance.journal import Journal
 from pce_mpi.conformance.launching import LaunchError, memory_shared_by
 from pce_mpi.conformance.loading import check_call, load
 from pce_mpi.conformance.offers import Offer, offer_of
-from pce_mpi.conformance.orders import Orders, Task
+from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.plain import plain
 from pce_mpi.conformance.running import run_case
 from pce_mpi.conformance.stacks import error_text
@@ -72,14 +72,13 @@ def _run(
     """Execute all tasks; return False if some ranks raised and others did not, which ends the launch."""
     cases = orders.cases(offer)
     tolerance = Tolerance(orders.strict, orders.tolerance)
-    for number, task in enumerate([Task(name) for name in cases] if orders.tasks is None else orders.tasks):
+    size = {"rows": orders.rows, "classes": orders.classes}
+    for number, name in enumerate(cases if orders.tasks is None else orders.tasks):
         with suppress(Exception):  # the candidate may have closed or replaced it
             sys.stdout.flush()
         journal.write("started", task=number, printed=output.stat().st_size)
         candidate.raised = False
-        size = {"rows": task.rows or orders.rows, "classes": task.classes or orders.classes}
-        case = cases[task.case]
-        outcome = run_case(candidate, case, comm, tolerance=tolerance, seed=orders.seed, offer=offer, **size)
+        outcome = run_case(candidate, cases[name], comm, tolerance=tolerance, seed=orders.seed, offer=offer, **size)
         if comm.rank == 0:
             journal.write("outcome", outcome=plain(outcome))
         # There may be messages that nobody has received, or ranks inside a collective.

@@ -462,7 +462,6 @@ def test_outcome_survives_json():
     assert made(Outcome, given) == outcome
     for path, wrong, said in [
         (["rows"], "6", "rows must be a whole number, got '6'"),
-        (["shrunk"], 0, "shrunk must be true or false, got 0"),
         (["verdict"], "perhaps", "verdict must be 'pass' or 'FAIL' or "),
         (["note"], None, "note must be text, got None"),
         (["splits"], {}, "splits must be a list, got {}"),

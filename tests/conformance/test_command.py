@@ -12,10 +12,8 @@ from safetensors.numpy import save_file
 from conformance.command import conformance, processes_of, started
 from jobs.launch import ROOT, launch, output_of
 from patience import slowdown, wait_until
-from pce_mpi.cli.conformance import _Display
 from pce_mpi.conformance.launching import LaunchError, mpiexec
 from pce_mpi.conformance.loading import check_call
-from pce_mpi.conformance.outcomes import Outcome, Verdict
 
 
 def test_interrupted_run_reports_outcomes_so_far(tmp_path):
@@ -93,18 +91,6 @@ def test_cases_run_on_each_number_of_ranks(tmp_path):
     assert again.returncode == 0 and again.stdout == run.stdout
     assert "same-bits/float32 on 4 ranks" in (tmp_path / "junit.xml").read_text()
     assert "4 cases passed" in (tmp_path / "it.md").read_text()
-
-
-def test_failures_are_news_on_each_number_of_ranks(capsys):
-    display = _Display()
-    failure = Outcome("a-case", "", Verdict.FAIL)
-    display.begin("conformance", 30)
-    display.finished("a-case", failure)
-    display.begin("conformance", 30)
-    display.finished("a-case", failure)
-    display.begin("looking for the smallest shape", 30, news=False)
-    display.finished("a-case", failure)
-    assert capsys.readouterr().err.count("a-case") == 2
 
 
 def test_results_of_no_vector_judge_nothing(tmp_path):

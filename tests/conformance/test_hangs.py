@@ -209,7 +209,7 @@ def troublesome(tmp_path_factory):
     selection = [word for case in cases for word in ("--case", f"{case}*")]
     run = conformance(
         *("-n", 3, "troublesome.py:candidate", *selection, "--dtype", "float32", "--timeout", 30 * slowdown()),
-        *("--shrink", "--json", "report"),
+        *("--json", "report"),
         folder=folder,
         TMPDIR=str(folder / "temporary"),
     )
@@ -286,17 +286,13 @@ def test_run_leaves_no_process_or_file(troublesome):
     assert list((folder / "temporary").iterdir()) == []
 
 
-def test_failure_is_shrunk_and_its_command_reproduces(troublesome):
+def test_command_of_failure_reproduces_it(troublesome):
     _, outcomes, folder = troublesome
     outcome = of(outcomes, "weight")
     assert outcome["verdict"] == "FAIL"
-    assert outcome["shrunk"]
-    assert outcome["classes"] == 6  # one less and the gradient is right
-    assert outcome["rows"] <= 2
     command = shlex.split(outcome["rerun"])
     assert command[:4] == ["python", "-m", "pce_mpi", "conformance"]
     again = conformance(*command[4:], "--json", "again", folder=folder)
     assert again.returncode == 1
     (alone,) = json.loads((folder / "again").read_text())["outcomes"]
-    assert (alone["case"], alone["rows"], alone["classes"]) == (outcome["case"], outcome["rows"], outcome["classes"])
-    assert alone["findings"][0]["kind"] == outcome["findings"][0]["kind"]
+    assert (alone["case"], alone["findings"]) == (outcome["case"], outcome["findings"])

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from pce_mpi.arrays import dtype_named
-from pce_mpi.conformance import Gradient, Offer, Outcome, Tolerance, Verdict, cases
+from pce_mpi.conformance import Gradient, Offer, Tolerance, cases
 from pce_mpi.conformance.cases import Problem, problem_of
-from pce_mpi.conformance.contradictions import withdraw_contradicted
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.offers import DTYPES
 from pce_mpi.conformance.outcomes import Finding
@@ -379,33 +378,6 @@ def test_cause_of_finding_has_no_numbers():
     masked = problem_named("masked-row", reduction="none")
     finite = judge(masked, answers_of(masked, gradient=np.nan_to_num(masked.expected[1])), USUAL).findings[0]
     assert "is finite where nan is right" in finite.text and "finite" not in finite.cause
-
-
-@pytest.mark.parametrize(("verdict", "stays"), [(Verdict.PASS, False), (Verdict.FAIL, True)])
-def test_rounding_that_another_case_contradicts_is_withdrawn(verdict, stays):
-    """Log-probabilities in bfloat16 would have failed p-near-1/bfloat16."""
-    known = {case.name: case for case in cases(EVERYTHING)}
-    text = "log-probabilities are kept in bfloat16"
-    numbers = "loss is 3.5 where 3.4 is right: 9 ulp of float32 off, 2 allowed"
-    size = {"rows": 6, "classes": 24, "ranks": RANKS, "dtype": "bfloat16"}
-    accused = Outcome("label_smoothing/bfloat16", "", Verdict.FAIL, [Finding("loss", f"{text} ({numbers})")], **size)
-    other = Outcome("p-near-1/bfloat16", "", verdict, **size)
-    withdraw_contradicted([accused, other], known, EVERYTHING, 0, USUAL)
-    assert accused.findings[0].text == (f"{text} ({numbers})" if stays else numbers)
-
-
-@pytest.mark.parametrize("other", ["random-logits/float32", "target-out-of-range/far"])
-def test_claim_on_rounding_stays_beside_irrelevant_cases(other):
-    """Rounding the logsumexp costs nothing where logits are small, and a refusal has no numbers to contradict it."""
-    offer = Offer(kind="log_prob", gradient=Gradient.NONE)
-    known = {case.name: case for case in cases(offer, pattern=["offset/1e4/float32", other], dtypes=["float32"])}
-    text = "logsumexp is rounded before a logit is subtracted: an offset that all logits share costs its bits"
-    numbers = "log-probability is -3.5 where -3.4 is right: 9 ulp of float32 off, 8 allowed"
-    size = {"rows": 6, "classes": 24, "ranks": RANKS, "dtype": "float32"}
-    accused = Outcome("offset/1e4/float32", "", Verdict.FAIL, [Finding("loss", f"{text} ({numbers})")], **size)
-    passed = Outcome(other, "", Verdict.PASS, **size)
-    withdraw_contradicted([accused, passed], known, offer, 0, USUAL)
-    assert accused.findings[0].cause == text
 
 
 def test_wrong_number_differs_from_right_one_in_print():

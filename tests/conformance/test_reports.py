@@ -54,7 +54,6 @@ FAIL = outcome(
     ],
     picture=ErrorMap(ERRORS, [float(split) for split in SPLITS], 2, 8, [(0, 4), (1, 3)]),
     rerun=RERUN,
-    shrunk=True,
 )
 REFUSED = outcome("weight/none", Verdict.REFUSED, ("raised", f"raised ValueError: {HOSTILE}"), **SIZE, rerun=RERUN)
 CRASHED = outcome(
@@ -91,7 +90,7 @@ def test_terminal_has_cause_shape_and_command_of_failure():
     at = lines.index("FAIL smoothing/float32")
     assert lines[at + 1 : at + 4] == [
         "  label smoothing is spread over the 3 local classes, not all 8 (also: gradient)",
-        "  smallest: 2 rows, 8 classes, float32, on 3 ranks (3 + 0 + 5 classes)",
+        "  seen at: 2 rows, 8 classes, float32, on 3 ranks (3 + 0 + 5 classes)",
         f"  rerun: {RERUN}",
     ]
     assert "deadlocked empty-shard/one" in lines
@@ -163,7 +162,7 @@ def test_page_opens_with_a_cell_for_each_case():
 
 
 def test_cases_of_several_sizes_name_the_ranks():
-    given = report(FAIL, replace(FAIL, ranks=2, shrunk=False))
+    given = report(FAIL, replace(FAIL, ranks=2))
     given.ranks = (2, 3)
     assert "FAIL smoothing/float32 on 3 ranks, smoothing/float32 on 2 ranks" in terminal.render(given)
     assert "ranks      2, 3" in terminal.render(given)

@@ -1,4 +1,4 @@
-"""`python -m pce_mpi conformance`: runs that are interrupted, shrinking, and what ranks note down as they go."""
+"""`python -m pce_mpi conformance`: runs that are interrupted, and what ranks note down as they go."""
 
 import json
 import os
@@ -10,12 +10,10 @@ import pytest
 
 from conformance.command import conformance, processes_of, started
 from jobs.launch import ROOT, complete, output_of
-from patience import slowdown, wait_until
+from patience import wait_until
 from pce_mpi.conformance.journal import Follower, Journal
 from pce_mpi.conformance.launching import memory_shared_by
-from pce_mpi.conformance.orders import Orders, Task
-from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict
-from pce_mpi.conformance.shrinking import shapes, shows_the_same
+from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.stacks import innermost
 from pce_mpi.leftovers import new_folder
 
@@ -31,21 +29,6 @@ def candidate(logits, targets, *, class_start, num_classes, comm):
 
 candidate.stop = lambda: os._exit(9)
 """
-
-
-def test_shrinking_leaves_no_rank_without_classes(tmp_path):
-    (tmp_path / "it.py").write_text(
-        "import pce_mpi as pce\n"
-        "def candidate(logits, targets, *, class_start, num_classes, comm):\n"
-        "    comm.Barrier() if logits.size else exit('no classes for me')\n"
-        "    loss, dlogits = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm)\n"
-        "    return loss, dlogits * (2 if num_classes > 4 else 1)\n"
-        "candidate.shards = 'chunks'\n"
-    )
-    options = ["--case", "reduction/mean", "--timeout", 2 * slowdown(), "--shrink", "--json", "report"]
-    run = conformance("-n", 3, "it.py:candidate", *options, folder=tmp_path)
-    (outcome,) = json.loads((tmp_path / "report").read_text())["outcomes"]
-    assert (outcome["rows"], outcome["classes"]) == (1, 6), run.stdout  # of 4 and 5 classes, rank 2 has one or none
 
 
 def asleep(folder):
@@ -123,31 +106,6 @@ def test_cases_are_reported_without_restart_of_candidate(tmp_path):
     assert "FileExistsError" in outcomes[1]["note"]
 
 
-def test_shapes_grow_and_exclude_the_original():
-    found = shapes(6, 24, 3)
-    assert found[0] == (1, 3)  # a class for each rank
-    assert (6, 24) not in found
-    assert (1, 24) in found and (6, 3) in found
-    sizes = [rows * classes for rows, classes in found]
-    assert sizes == sorted(sizes)
-    assert all(rows <= 6 and classes <= 24 for rows, classes in found)
-    assert shapes(2, 1, 3) == [(1, 1)]  # fewer than ranks from the start
-
-
-def test_smallest_shape_shows_kind_and_cause():
-    def failure(kind, text):
-        return Outcome("a", "", Verdict.FAIL, [Finding(kind, text)])
-
-    mean = failure("loss", "the mean divides by all 6 rows, not by the 4 that are not ignored")
-    smaller = failure("loss", "the mean divides by all 2 rows, not by the 1 that are not ignored")
-    other_cause = failure("loss", "the loss is wrong: nan (loss is nan where 2 is right)")
-    numbers = failure("loss", "loss is 3 where 4 is right in row 1: 9 ulp of float32 off, 8 allowed")
-    assert shows_the_same(smaller, mean)
-    assert not shows_the_same(other_cause, mean)
-    assert not shows_the_same(failure("gradient", mean.findings[0].text), mean)
-    assert shows_the_same(other_cause, numbers) and not shows_the_same(numbers, mean)
-
-
 def test_journal_is_read_in_complete_lines(tmp_path):
     journal, follower = Journal(tmp_path, 1), Follower(tmp_path, 2)
     journal.write("began", pid=7)
@@ -170,7 +128,7 @@ def test_journal_yields_events_of_rank_0_first(tmp_path):
 
 
 def test_orders_are_read_back_unchanged(tmp_path):
-    orders = Orders("pce", patterns=("a", "b"), rows=3, tasks=(Task("a"), Task("b", 2, 5)))
+    orders = Orders("pce", patterns=("a", "b"), rows=3, tasks=("a", "b"))
     orders.write(tmp_path)
     assert Orders.read(tmp_path) == orders
 

@@ -119,7 +119,7 @@ def _one_after_the_other(setting: Setting) -> Problem:
     batch_comm=True,
     procedure="rows-sharded",
     rows=8,
-    shrinkable=False,
+    resizable=False,
 )
 def _on_a_grid(setting: Setting) -> Problem:
     """Rows that are sharded over a communicator of their own, on a grid of ranks: a mean over this rank's rows."""

@@ -98,7 +98,7 @@ def _many_classes(setting: Setting) -> Problem:
     return _nearly_equal(setting, uneven(setting), 0.1)
 
 
-@CASES.case("many-classes/more-than-{block}-a-shard", table("block", (2**15,), (2**16,)), rows=2, shrinkable=False)
+@CASES.case("many-classes/more-than-{block}-a-shard", table("block", (2**15,), (2**16,)), rows=2, resizable=False)
 def _more_classes(setting: Setting, block: int) -> Problem:
     """More classes in a shard than kernels take at a time: Triton's take 32,768 or 65,536."""
     splits = tuple((block + 232) * rank for rank in range(setting.ranks + 1))

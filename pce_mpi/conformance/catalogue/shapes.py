@@ -58,13 +58,13 @@ def _one_is_empty(setting: Setting, which: int) -> Problem:
     return random_problem(setting, tuple(splits))
 
 
-@CASES.case("fewer-classes-than-ranks", shards="chunks", shrinkable=False)
+@CASES.case("fewer-classes-than-ranks", shards="chunks", resizable=False)
 def _few_classes(setting: Setting) -> Problem:
     """One class for each rank but the last, which has none."""
     return random_problem(setting, chunks(max(1, setting.ranks - 1), setting.ranks))
 
 
-@CASES.case("one-class", shards="chunks", shrinkable=False)
+@CASES.case("one-class", shards="chunks", resizable=False)
 def _one_class(setting: Setting) -> Problem:
     """One class in all: the loss is 0, and so is the gradient."""
     return random_problem(setting, chunks(1, setting.ranks))
@@ -95,7 +95,7 @@ def _targets_on_one_rank(setting: Setting) -> Problem:
     return replace(problem, targets=start + problem.targets % (stop - start))
 
 
-@CASES.case("dims/{dims}-D", [{"dims": each, "shrinkable": each > 1} for each in range(1, 6)], rows=36)
+@CASES.case("dims/{dims}-D", [{"dims": each, "resizable": each > 1} for each in range(1, 6)], rows=36)
 def _dims(setting: Setting, dims: int) -> Problem:
     """Logits of another number of dimensions than two, the classes last: PyTorch's loss_parallel has the gradient of
     4-D logits wrong, and that of 3-D and 5-D ones right.
@@ -161,13 +161,13 @@ def _gathered(setting: Setting) -> Problem:
     return random_problem(setting, gathered=True)
 
 
-@CASES.case("zero-rows/{reductions[0]}", EACH_REDUCTION, empty=True, rows=0, shrinkable=False)
+@CASES.case("zero-rows/{reductions[0]}", EACH_REDUCTION, empty=True, rows=0, resizable=False)
 def _zero_rows(setting: Setting) -> Problem:
     """A step without rows: nothing to reduce must not hang or crash. The mean of no row is nan, the sum is 0."""
     return random_problem(setting)
 
 
-@LARGE.case("large/more-than-2**31-elements", reductions=("none",), procedure="copies", rows=32, shrinkable=False)
+@LARGE.case("large/more-than-2**31-elements", reductions=("none",), procedure="copies", rows=32, resizable=False)
 def _large(setting: Setting) -> Problem:
     """A place in the logits that is computed in 32 bits: beyond 2**31 elements of a shard it is negative."""
     ranks = setting.ranks

@@ -65,7 +65,7 @@ def _every_third_class(setting: Setting) -> Problem:
     return _masked(setting, lambda problem, rows, classes: (classes + rows) % 3 == 0)
 
 
-@CASES.case("masked-classes/first-block", rows=2, shrinkable=False)
+@CASES.case("masked-classes/first-block", rows=2, resizable=False)
 def _first_block(setting: Setting) -> Problem:
     """The first 32,768 classes of every shard are -inf: an online maximum that begins there takes -inf from -inf."""
 

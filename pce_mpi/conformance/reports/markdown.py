@@ -36,7 +36,7 @@ def _failure(outcome: Outcome, name: str) -> str:
     heading = f"<b>{outcome.verdict}</b> <code>{html.escape(name)}</code>"
     parts = [f"- {_escaped(line)}" for line in summary.lines(outcome) or [summary.problem(outcome)]]
     if seen := summary.shape(outcome):
-        parts.append(f"- {'smallest shape' if outcome.shrunk else 'seen at'}: {_escaped(seen)}")
+        parts.append(f"- seen at: {_escaped(seen)}")
     parts.append(f"- what the case catches: {_escaped(outcome.catches)}")
     if output := summary.printed(outcome):
         parts.append(f"\nWhat was printed:\n\n{_block(output)}")

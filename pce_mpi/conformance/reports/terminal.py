@@ -41,7 +41,7 @@ def _failures(failed: list[Outcome], report: Report) -> Iterator[str]:
     yield _wrapped(f"{first.verdict} ", ", ".join(summary.title(each, report) for each in failed))
     yield _wrapped("  ", summary.problem(first))
     if seen := summary.shape(first):
-        yield f"  {'smallest' if first.shrunk else 'seen at'}: {seen}"
+        yield f"  seen at: {seen}"
     yield from (f"  | {line}" for line in summary.printed(first).splitlines()[-_LINES_SHOWN:])
     if first.rerun:
         yield f"  rerun: {first.rerun}"  # one line, to be copied
