@@ -232,8 +232,8 @@ def _files_named_twice(options: argparse.Namespace) -> list[str]:
 
 def _wrong_candidate(name: str, adapter: str | None) -> str:
     """Return the fault of a candidate that shows before ranks are started, '' if there is none."""
-    if missing := missing_framework(adapter or name):
-        return f"{adapter or name} needs {missing}: pip install {missing}"
+    if adapter and (missing := missing_framework(adapter)):
+        return f"{adapter} needs {missing}: pip install {missing}"
     if ":" in name or (adapter is None and name in NAMED_CANDIDATES):
         return ""
     if name.endswith(".py") and Path(name).is_file():

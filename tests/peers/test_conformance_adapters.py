@@ -18,6 +18,7 @@ from pce_mpi.conformance.offers import REDUCTIONS
 from pce_mpi.conformance.outcomes import Report
 from pce_mpi.conformance.reports import summary
 
+TORCH = "candidates.gallery.torch_losses"
 TUTORIAL = str(ROOT / "examples" / "verify_your_loss.py")
 
 
@@ -63,7 +64,7 @@ def test_frameworks_and_mpi_are_imported_when_needed():
 
 
 def test_unknown_name_is_answered_with_known_ones():
-    with pytest.raises(ValueError, match=r"no candidate 'torch'; there are pce, .*torch-dense, torch-loss-parallel"):
+    with pytest.raises(ValueError, match=r"no candidate 'torch'; there are pce, pce-value-and-grad"):
         named_candidate("torch")
     with pytest.raises(ValueError, match="no adapter 'torch'; there are torch-shards, jax-shard-map"):
         adapted("torch", failures)
@@ -78,12 +79,12 @@ def test_dense_torch_conforms_in_float32_and_float64(comm):
     overflows = {"finite-mask/lowest-smoothed": {"not finite"}}
     # Each rank gathers the logits and does the same: one rank shows the other dtype.
     dtypes = ["float32", "float64"] if comm.size == 1 else ["float32"]
-    assert failures(named_candidate("torch-dense"), comm, dtypes=dtypes) == overflows
+    assert failures(load(f"{TORCH}:dense"), comm, dtypes=dtypes) == overflows
 
 
 def test_loss_parallel_is_wrong_on_4_d_logits(comm, started):
     pytest.importorskip("torch", reason="make test-peers installs torch")
-    candidate = started(named_candidate("torch-loss-parallel"))
+    candidate = started(load(f"{TORCH}:loss_parallel"))
     assert failures(candidate, comm, pattern="random-logits") == {}
     wrong = failures(candidate, comm, pattern=["dims/4-D", "axis/4-D-*"])
     assert wrong and all(kinds == {"gradient"} for kinds in wrong.values())
@@ -91,7 +92,7 @@ def test_loss_parallel_is_wrong_on_4_d_logits(comm, started):
 
 def test_process_group_has_mpi_ranks_and_ends(comm):
     distributed = pytest.importorskip("torch.distributed", reason="make test-peers installs torch")
-    candidate = named_candidate("torch-loss-parallel")
+    candidate = load(f"{TORCH}:loss_parallel")
     for _ in range(2):
         candidate.start(comm)
         ranks = distributed.get_rank(), distributed.get_world_size()

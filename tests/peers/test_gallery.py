@@ -1,14 +1,12 @@
 """Packages of docs/gallery.md: of the versions on that page the kit says, on three ranks, what the page says."""
 
-import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import pytest
 
 from jobs.launch import ROOT
-from pce_mpi.conformance import cases, run_case
-from pce_mpi.conformance.adapters import adapted, named_candidate
+from pce_mpi.conformance import adapted, cases, load, run_case
 
 PAGE = " ".join((ROOT / "docs" / "gallery.md").read_text(encoding="utf-8").split())
 
@@ -56,12 +54,17 @@ ROWS = [
     Row(*COLOSSALAI, "colossalai:cross_entropy", "ignored/all-rows-mean", "the gradient is wrong: nan"),
     Row(*COLOSSALAI, "colossalai:cross_entropy", "target-out-of-range/one-too-many", REFUSED),
     Row(*COLOSSALAI, "colossalai:cross_entropy", "backward-twice/scalar", IN_PLACE),
-    Row(*TORCH, "torch-dense", "finite-mask/lowest-smoothed", f"{OVERFLOW} float32"),
-    Row(*TORCH, "torch-dense", "logits-of-1000-smoothed/float16", f"{OVERFLOW} float16"),
-    Row(*TORCH, "torch-loss-parallel", "dims/4-D", "gradient is -0.0833329 where 4.29113e-07 is right"),
-    Row(*TORCH, "torch-loss-parallel", "target-out-of-range/negative", REFUSED),
-    Row(*TORCH, "torch-loss-parallel", "ignored/weighted-mean", "index -100 is out of bounds"),
-    Row(*TORCH, "torch-loss-parallel", "p-near-1/bfloat16", "1 is subtracted at the target after rounding to bfloat16"),
+    Row(*TORCH, "torch_losses:dense", "finite-mask/lowest-smoothed", f"{OVERFLOW} float32"),
+    Row(*TORCH, "torch_losses:dense", "logits-of-1000-smoothed/float16", f"{OVERFLOW} float16"),
+    Row(*TORCH, "torch_losses:loss_parallel", "dims/4-D", "gradient is -0.0833329 where 4.29113e-07 is right"),
+    Row(*TORCH, "torch_losses:loss_parallel", "target-out-of-range/negative", REFUSED),
+    Row(*TORCH, "torch_losses:loss_parallel", "ignored/weighted-mean", "index -100 is out of bounds"),
+    Row(
+        *TORCH,
+        "torch_losses:loss_parallel",
+        "p-near-1/bfloat16",
+        "1 is subtracted at the target after rounding to bfloat16",
+    ),
 ]
 
 
@@ -79,21 +82,17 @@ def test_package_gives_the_words_of_gallery(comm, row):
         (chosen,) = cases(candidate, pattern=row.case)
         outcome = run_case(candidate, chosen, comm)
     finally:
-        candidate.stop()
+        getattr(candidate, "stop", lambda: None)()
     assert installed.partition("+")[0] == row.version
     assert outcome.failed and row.words in outcome.findings[0].text, outcome.findings
 
 
 def started(name, comm):
-    if name == "torch-dense":
-        candidate = named_candidate(name)
-        candidate.stop = lambda: None
-    elif name == "torch-loss-parallel":
-        candidate = named_candidate(name)
-    else:
-        module, _, function = name.partition(":")
-        candidate = adapted("torch-shards", getattr(importlib.import_module(f"candidates.gallery.{module}"), function))
-    candidate.start(comm)
+    candidate = load(f"candidates.gallery.{name}")
+    if not hasattr(candidate, "offer"):
+        candidate = adapted("torch-shards", candidate)
+    if hasattr(candidate, "start"):
+        candidate.start(comm)
     return candidate
 
 

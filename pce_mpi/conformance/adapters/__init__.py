@@ -5,8 +5,6 @@ Ready to be judged, by name:
 ==========================  ============================================================================================
 `pce`                       this package's forward, then its backward
 `pce-value-and-grad`        this package's loss and gradient in one call
-`torch-dense`               PyTorch's `cross_entropy` on the gathered logits
-`torch-loss-parallel`       PyTorch's `cross_entropy` under `loss_parallel`, on a DTensor sharded over the same ranks
 ==========================  ============================================================================================
 
 For a function of your own:
@@ -30,8 +28,6 @@ from typing import Any
 NAMED_CANDIDATES = {
     "pce": ("ours", "ForwardAndBackward"),
     "pce-value-and-grad": ("ours", "ValueAndGrad"),
-    "torch-dense": ("torch_dense", "TorchDense"),
-    "torch-loss-parallel": ("torch_loss_parallel", "TorchLossParallel"),
 }
 FUNCTION_ADAPTERS = {
     "torch-shards": ("torch_shards", "TorchShards"),
@@ -89,16 +85,9 @@ def adapted(name: str, function: Callable[..., Any]) -> Any:
 
 
 def missing_framework(name: str) -> str | None:
-    """Return the package that the adapter or candidate `name` needs, if it is not installed."""
-    file, _ = (NAMED_CANDIDATES | FUNCTION_ADAPTERS).get(name, ("", ""))
-    framework = file.partition("_")[0]
-    return framework if framework in ("torch", "jax") and find_spec(framework) is None else None
-
-
-def check_classes(there: int, num_classes: int) -> None:
-    """Raise `ValueError` if all shards have other classes than `num_classes`, which no framework looks at."""
-    if there != num_classes:
-        raise ValueError(f"the shards of the logits must have num_classes = {num_classes} together, got {there}")
+    """Return the package that the adapter `name` needs, if it is not installed."""
+    framework = name.partition("-")[0]
+    return framework if find_spec(framework) is None else None
 
 
 def _class(known: dict[str, tuple[str, str]], name: str, what: str) -> Any:

@@ -27,11 +27,6 @@ def tensor_of(array: Any) -> Any:
         return torch.from_numpy(array)
 
 
-def class_dim(dims: int) -> int:
-    """Return the class dim of `cross_entropy`: (C,), (N, C) or (N, C, d1, ...)."""
-    return 0 if dims == 1 else 1
-
-
 def loss_and_backward(loss: Any, logits: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Return a loss that autograd recorded and its backward pass to `logits`, as plain tensors."""
     import torch
