@@ -122,7 +122,6 @@ class Launch:
             last_look, known = self._over, len(self._known)
             # Before reading the events, so that these include everything before the end.
             ended = bool(self._job.ends()) or self._job.status is not None
-            self._job.limit_output()
             silent = True
             for rank, event in self._job.news():
                 heard, silent = time.monotonic(), False

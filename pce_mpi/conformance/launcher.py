@@ -27,7 +27,6 @@ from pce_mpi.leftovers import abandoned, new_folder
 _LINES_SHOWN = 20
 _CHARACTERS_SHOWN = 500  # of a line
 _BYTES_READ = 1 << 18
-_BYTES_KEPT = 1 << 26
 # The names of the folders of all jobs begin with this.
 _STEM = "pce_mpi-conformance-"
 
@@ -104,23 +103,10 @@ class Job:
         try:
             with (self.folder / f"output-{rank}").open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
-                # It is shorter than that after `limit_output`.
-                file.seek(max(since if since <= size else 0, size - _BYTES_READ))
+                file.seek(max(since, size - _BYTES_READ))
                 return file.read().decode(errors="replace")
         except FileNotFoundError:
             return ""
-
-    def limit_output(self) -> None:
-        """Drop all but the end of outputs that would fill the disk; ranks append whatever comes next."""
-        for rank in range(self.ranks):
-            path = self.folder / f"output-{rank}"
-            if path.exists() and path.stat().st_size > _BYTES_KEPT:
-                with path.open("rb+") as file:
-                    file.seek(-_BYTES_READ, os.SEEK_END)
-                    end = file.read(_BYTES_READ)
-                    file.truncate(0)
-                with path.open("ab") as file:
-                    file.write(end)
 
     def last_lines(self, since: Sequence[int], *, launcher: bool = True) -> str:
         """Return the last lines of each rank after its first `since` bytes; if there are none, those of mpiexec."""

@@ -134,7 +134,7 @@ def run_case(
     outcome = replace(shaped(outcome, problem(0)), seconds=time.perf_counter() - start)
     returned = trial.answers, trial.findings
     if comm is None or private is None:
-        _settle(outcome, case, problem, [raised], [returned], tolerance, {})
+        settle(outcome, case, problem, [raised], [returned], tolerance, {})
         return outcome
     _arrive(comm)
     ends = comm.allgather((raised, len(trial.answers)))
@@ -146,7 +146,7 @@ def run_case(
         _call_on_one_rank(trial)
     gathered = comm.gather(returned)
     if gathered is not None:
-        _settle(outcome, case, problem, errors, gathered, tolerance, trial.on_one_rank)
+        settle(outcome, case, problem, errors, gathered, tolerance, trial.on_one_rank)
     _arrive(comm)
     return comm.bcast(outcome)
 
@@ -255,7 +255,7 @@ def _call_on_one_rank(trial: Trial) -> None:
 _Returned = tuple[list[tuple[int, str, Answer]], list[Finding]]
 
 
-def _settle(
+def settle(
     outcome: Outcome,
     case: Case,
     problem: Callable[[int], Problem],

@@ -8,8 +8,10 @@ those about modified inputs, repeated bits or deadlocks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata, resources
 import inspect
+import json
 import os
 from pathlib import Path
 import shlex
@@ -17,21 +19,42 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import is_floating
 from pce_mpi.conformance import judging
 from pce_mpi.conformance.cases import Case, Expects, Problem, problem_of
 from pce_mpi.conformance.catalogue import cases
-from pce_mpi.conformance.index import Entry, Index, read
-from pce_mpi.conformance.judging import Answer, judge
+from pce_mpi.conformance.judging import Answer
 from pce_mpi.conformance.offers import EVERYTHING, Gradient
 from pce_mpi.conformance.orders import KIT, Orders
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict, shaped
+from pce_mpi.conformance.plain import made, plain
+from pce_mpi.conformance.running import settle
 from pce_mpi.conformance.units import Tolerance
 from pce_mpi.distributed.tensor_files import TensorFile, shortened, shown
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.problem import check
 
 Array = np.ndarray[Any, Any]
+
+_FORMAT = {"format": "pce_mpi conformance vectors", "version": 1}
+_INDEX = "index.json"
+# What results have for the vector NAME is called NAME/loss, ...
+_RESULTS = ("loss", "dlogits", "refused")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One vector in the index; the page for its users, `vectors.md`, explains the fields."""
+
+    name: str
+    file: str
+    catches: str
+    expects: Expects
+    gradient: bool
+    dtype: str
+    axis: int
+    splits: tuple[int, ...]
+    reduction: str
+    options: dict[str, Any]
 
 
 def export(
@@ -64,7 +87,8 @@ def export(
             entries.append(_entry(name, case, problem))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text(_page(), encoding="utf-8")
-    Index(seed, entries).write(folder)
+    index = json.dumps({**_FORMAT, "seed": seed, "vectors": plain(entries)}, indent=1, allow_nan=False)
+    (folder / _INDEX).write_text(f"{index}\n", encoding="utf-8")
     return len(entries)
 
 
@@ -79,10 +103,9 @@ def judged(
     Raises `FileNotFoundError` if there is no index or no file, `ValueError` for a malformed index, safetensors file or
     vector, and for results of no vector.
     """
-    index = read(Path(folder))
-    entries = index.vectors
+    seed, entries = _index(Path(folder) / _INDEX)
     given = _read(Path(results))
-    known = {f"{entry.name}/{key}" for entry in entries for key in ("loss", "dlogits", "refused")}
+    known = {f"{entry.name}/{key}" for entry in entries for key in _RESULTS}
     if unknown := sorted(given.keys() - known):
         raise ValueError(f"{results} has {shown(unknown[0])}, which is the result of no vector in {folder}")
     settings = Orders("", strict=strict, tolerance=tolerance).settings()
@@ -95,7 +118,7 @@ def judged(
         offer=EVERYTHING,
         ranks=tuple(sorted({outcome.ranks for outcome in outcomes})),
         versions={"pce_mpi": metadata.version("pce_mpi"), "numpy": np.__version__},
-        seed=index.seed,
+        seed=seed,
         strict=strict,
         tolerance=tolerance,
         outcomes=outcomes,
@@ -149,93 +172,66 @@ def _read(path: Path) -> dict[str, Array]:
         return {name: file.read(name) for name in file.arrays}
 
 
-def _problem(folder: Path, entry: Entry) -> Problem:
-    """Read a problem from its file: another version of this package may draw other numbers."""
+def _index(path: Path) -> tuple[int, list[Entry]]:
+    """Return the seed and the vectors of an index; raise `ValueError` if it is malformed."""
     try:
-        tensors = _read(folder / entry.file)
-    except (FileNotFoundError, PermissionError):
-        raise
-    except OSError as error:
-        raise ValueError(f"{shown(entry.file)} is no file: {error.strerror or error}") from error
-    try:
-        if missing := {"logits", "targets"} - tensors.keys():
-            raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
-        problem = Problem(
-            logits=tensors["logits"],
-            targets=tensors["targets"],
-            splits=entry.splits,
-            options=entry.options | {name: tensors[name] for name in ("weight",) if name in tensors},
-            reduction=entry.reduction,
-            axis=entry.axis,
-            dloss=tensors.get("dloss"),
-            may_be_nan=tensors.get("may_be_nan"),
-        )
-        _check(problem, entry)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / entry.file} is no problem: {shortened(str(error))}") from error
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict) or not content.items() >= _FORMAT.items():
+            raise ValueError(f"it must be {' of version '.join(map(str, _FORMAT.values()))}")
+        return made(int, content["seed"]), made(list[Entry], content["vectors"])
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is malformed: {shortened(str(error))}") from error
+
+
+def _problem(entry: Entry, tensors: Mapping[str, Array]) -> Problem:
+    """Return the problem of a file: another version of this package may draw other numbers."""
+    if missing := {"logits", "targets"} - tensors.keys():
+        raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
+    problem = Problem(
+        logits=tensors["logits"],
+        targets=tensors["targets"],
+        splits=entry.splits,
+        options=entry.options | {name: tensors[name] for name in ("weight",) if name in tensors},
+        reduction=entry.reduction,
+        axis=entry.axis,
+        dloss=tensors.get("dloss"),
+        may_be_nan=tensors.get("may_be_nan"),
+    )
+    options = Options(operation="judged", axis=problem.axis, reduction=problem.reduction, **problem.options)
+    check(options, problem.logits, problem.targets)
+    if (problem.dtype.name, problem.classes) != (entry.dtype, entry.splits[-1]):
+        said = f"{entry.splits[-1]} classes in {entry.dtype}"
+        raise ValueError(f"the logits have {problem.classes} classes in {problem.dtype}, and the index says {said}")
     return problem
 
 
-def _check(problem: Problem, entry: Entry) -> None:
-    """Raise if the problem cannot be computed, or contradicts its entry."""
-    checked = check(
-        Options(operation="judged", axis=problem.axis, reduction=problem.reduction, **problem.options),
-        problem.logits,
-        problem.targets,
-    )
-    if problem.dtype.name != entry.dtype:
-        raise ValueError(f"the logits are {problem.dtype}, and the index says {entry.dtype}")
-    if problem.classes != entry.splits[-1] or not problem.classes:
-        raise ValueError(f"the logits have {problem.classes} classes, and the splits end at {entry.splits[-1]}")
-    if checked.targets is not None and entry.expects != Expects.REFUSAL:
-        counted = checked.targets[checked.valid]
-        if (counted < 0).any() or (counted >= problem.classes).any():
-            raise ValueError(f"a target is outside [0, {problem.classes}), and an answer is due")
-    dloss, may_be_nan = problem.dloss, problem.may_be_nan
-    if dloss is not None and (dloss.shape not in ((), problem.loss_shape) or not is_floating(dloss.dtype)):
-        raise ValueError(f"dloss must be floating-point and shaped as the loss, got {dloss.dtype} {dloss.shape}")
-    if may_be_nan is not None and (may_be_nan.shape != (problem.rows,) or may_be_nan.dtype != np.bool_):
-        raise ValueError(f"may_be_nan must be one bool for each row, got {may_be_nan.dtype} {may_be_nan.shape}")
-
-
 def _outcome(folder: Path, entry: Entry, given: Mapping[str, Array], tolerance: Tolerance) -> Outcome:
-    problem = _problem(folder, entry)
-    name, expects = entry.name, entry.expects
-    outcome = Outcome(name, entry.catches, Verdict.PASS, ranks=problem.ranks, dtype=problem.dtype.name)
+    path = folder / entry.file
+    try:
+        return _judged(entry, _problem(entry, _read(path)), given, tolerance)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no problem: {shortened(str(error))}") from error
+
+
+def _judged(entry: Entry, problem: Problem, given: Mapping[str, Array], tolerance: Tolerance) -> Outcome:
+    outcome = Outcome(entry.name, entry.catches, Verdict.PASS, ranks=problem.ranks, dtype=entry.dtype)
     outcome = shaped(outcome, problem)
-    loss, dlogits = given.get(f"{name}/loss"), given.get(f"{name}/dlogits")
-    if f"{name}/refused" in given:
-        if expects is Expects.ANSWER:
-            outcome.verdict = Verdict.REFUSED
-            outcome.findings = [Finding("refused", "refused, and an answer was due")]
-        else:
-            outcome.note = "refused, as is due"
-    elif loss is None:
-        outcome.verdict, outcome.note = Verdict.NOT_OFFERED, "not among the results"
-    elif expects is Expects.REFUSAL:
-        outcome.findings = [Finding("not refused", "gives an answer, and a refusal was due")]
-    elif dlogits is None and entry.gradient:
-        outcome.verdict, outcome.note = Verdict.NOT_OFFERED, "its gradient is not among the results"
-    else:
-        outcome.findings = _malformed(problem, loss, dlogits)
-        if not outcome.findings:
-            answers = [
-                Answer(loss, None if dlogits is None else problem.part(dlogits, rank)) for rank in range(problem.ranks)
-            ]
-            judgement = judge(problem, answers, tolerance)
-            outcome.findings = judgement.findings + judgement.form
-            outcome.accuracies, outcome.picture = judgement.accuracies, judgement.picture
-    if outcome.findings and outcome.verdict is Verdict.PASS:
+    loss, dlogits, refused = (given.get(f"{entry.name}/{each}") for each in _RESULTS)
+    refusable = entry.expects is Expects.REFUSAL
+    if refused is None and (loss is None or (dlogits is None and entry.gradient and not refusable)):
+        outcome.verdict, outcome.note = Verdict.NOT_OFFERED, "it, or its gradient, is not among the results"
+    elif refused is None and refusable:
         outcome.verdict = Verdict.FAIL
+        outcome.findings = [Finding("not refused", "gives an answer, and a refusal was due")]
+    else:
+        case = Case(entry.name, entry.catches, entry.dtype, lambda setting: problem, expects=entry.expects, form=True)
+        answers = [Answer(loss, _part(problem, dlogits, rank)) for rank in range(problem.ranks)]  # type: ignore[arg-type]
+        returned = [([(0, "", answer)], list[Finding]()) for answer in answers]
+        errors = [None if refused is None else "no answer is given"] * problem.ranks
+        settle(outcome, case, lambda which: problem, errors, returned, tolerance, {})
     return outcome
 
 
-def _malformed(problem: Problem, loss: Array, dlogits: Array | None) -> list[Finding]:
-    """Return the faults that keep these arrays from being split into the results of ranks."""
-    found = []
-    if not is_floating(loss.dtype):
-        found.append(Finding("dtype", f"the loss has dtype {loss.dtype}, and a floating-point one was expected"))
-    if dlogits is not None and dlogits.shape != problem.logits.shape:
-        text = f"the gradient has shape {dlogits.shape}, and the logits of all classes have {problem.logits.shape}"
-        found.append(Finding("shape", text))
-    return found
+def _part(problem: Problem, dlogits: Array | None, rank: int) -> Array | None:
+    """Return a rank's part of a gradient; of one of another shape, which the judge tells, the whole."""
+    return dlogits if dlogits is None or dlogits.shape != problem.logits.shape else problem.part(dlogits, rank)

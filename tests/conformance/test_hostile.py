@@ -97,7 +97,7 @@ class Scripted:
     def __init__(self, *reads):
         reads = iter(reads)
         self.news = lambda: next(reads, [])
-        self.ends, self.limit_output, self.last_lines = list, list, lambda since, launcher=True: ""
+        self.ends, self.last_lines = list, lambda since, launcher=True: ""
 
 
 @pytest.mark.parametrize(("number", "verdicts"), [(0, ["crashed"]), (1, ["pass", "crashed"])])

@@ -191,7 +191,6 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("following"),
             room("batches"),
             room("worker"),
-            room("index"),
             room("vectors"),
             room("reports"),
         ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib import resources
 import inspect
-from typing import Any
 
 import jinja2
 import markupsafe
@@ -21,24 +20,5 @@ def render(report: Report) -> str:
     )
     environment.filters |= {"cell": tables.text, "numeric": tables.numeric, "markup": markupsafe.Markup}
     template = resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
-    return environment.from_string(template).render(
-        report=report,
-        matrix=_matrix(report),
-        measure=inspect.cleandoc(judging.__doc__ or ""),
-        summary=summary,
-        pictures=pictures,
-    )
-
-
-def _matrix(report: Report) -> dict[str, list[dict[str, Any]]]:
-    """Return a cell for each case, by family; that of a failure leads to its article."""
-    number = {id(outcome): place for place, outcome in enumerate(report.failed, start=1)}
-    families: dict[str, list[dict[str, Any]]] = {}
-    for outcome in report.outcomes:
-        cell = {
-            "verdict": outcome.verdict,
-            "title": f"{summary.title(outcome, report)}: {outcome.verdict}",
-            "link": number.get(id(outcome)),
-        }
-        families.setdefault(outcome.family, []).append(cell)
-    return families
+    measure = inspect.cleandoc(judging.__doc__ or "")
+    return environment.from_string(template).render(report=report, measure=measure, summary=summary, pictures=pictures)

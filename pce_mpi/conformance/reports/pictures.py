@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -26,27 +26,6 @@ _COLORS = [
 _NOT_FINITE = "#d633c8"
 
 
-class OfRank(NamedTuple):
-    """One rank's share of a picture: its classes [start, stop), and its largest error in units of what is allowed."""
-
-    rank: int
-    start: int
-    stop: int
-    worst: float
-
-
-def of_ranks(picture: ErrorMap) -> list[OfRank]:
-    """Return the worst error in the shard of each rank; a block across a border counts for both sides."""
-    errors = np.asarray(picture.errors, np.float64).reshape(len(picture.errors), -1)
-    per_class = picture.classes / max(errors.shape[1], 1)
-    found = []
-    for rank, (start, stop) in enumerate(zip(picture.splits[:-1], picture.splits[1:], strict=True)):
-        part = np.abs(errors[:, math.floor(start) : math.ceil(stop)])
-        worst = float(np.where(np.isfinite(part), part, np.inf).max(initial=0.0))
-        found.append(OfRank(rank, round(start * per_class), round(stop * per_class), worst))
-    return found
-
-
 def drawn(picture: ErrorMap, name: str) -> str:
     """Draw an SVG element whose text and lines have the colour of the text around it.
 
@@ -58,7 +37,7 @@ def drawn(picture: ErrorMap, name: str) -> str:
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         image = _show_errors(axes, errors, picture)
-        _show_shards(axes, picture)
+        _show_shards(axes, errors.shape[1], picture)
         _show_targets(axes, errors.shape, picture)
         _show_scale(figure, axes, image)
         figure.suptitle("Error of the gradient, in units of what is allowed", fontsize=11)
@@ -93,14 +72,14 @@ def _place(errors: Any) -> Any:
     return np.ma.masked_array(np.sign(errors)) * (np.ma.log10(size) - _LEAST) / (_MOST - _LEAST)
 
 
-def _show_shards(axes: Any, picture: ErrorMap) -> None:
-    shards = of_ranks(picture)
-    for border, shard in enumerate(shards[1:]):
+def _show_shards(axes: Any, columns: int, picture: ErrorMap) -> None:
+    splits = [split * picture.classes / max(columns, 1) - 0.5 for split in picture.splits]
+    for border, place in enumerate(splits[1:-1]):
         label = "_" * (border > 0) + "border of two shards"  # in the legend once
-        axes.axvline(shard.start - 0.5, color=INK, linewidth=1.2, linestyle=(0, (4, 2)), label=label)
+        axes.axvline(place, color=INK, linewidth=1.2, linestyle=(0, (4, 2)), label=label)
     top = axes.secondary_xaxis("top")
-    filled = [shard for shard in shards if shard.stop > shard.start]
-    top.set_xticks([(shard.start + shard.stop - 1) / 2 for shard in filled], [f"rank {shard.rank}" for shard in filled])
+    filled = {(a + b) / 2: f"rank {rank}" for rank, (a, b) in enumerate(pairwise(splits)) if a < b}
+    top.set_xticks([*filled], [*filled.values()])
     top.tick_params(length=0)
 
 

@@ -146,15 +146,6 @@ def extreme_rows(report: Report) -> list[list[Cell]]:
     return [head, *rows] if rows else []
 
 
-def accuracy_rows(outcome: Outcome) -> list[list[Cell]]:
-    """Return the table of the errors in one case; no rows if nothing was measured."""
-    rows: list[list[Cell]] = [
-        [each.dtype, each.quantity, _ulps(each.error), each.best, each.allowed, each.where]
-        for each in outcome.accuracies
-    ]
-    return [["dtype", "quantity", "error (ulps)", "best possible", "allowed", "at"], *rows] if rows else []
-
-
 def _ulps(error: float | None) -> Cell:
     """Round large errors."""
     return error if error is None or error < 1000.0 or math.isinf(error) else f"{error:.2g}"

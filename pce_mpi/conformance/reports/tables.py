@@ -28,13 +28,6 @@ def table(rows: Sequence[Sequence[Cell]]) -> str:
     )
 
 
-def piped(rows: Sequence[Sequence[Cell]]) -> str:
-    """Render a table as Markdown."""
-    cells = [[text(value).replace("|", "\\|") for value in row] for row in rows]
-    rule = ["---:" if to_right else "---" for to_right in numeric(rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (cells[0], rule, *cells[1:]))
-
-
 def numeric(rows: Sequence[Sequence[Cell]]) -> list[bool]:
     """Return for each column True if it has a number below its head."""
     return [any(isinstance(row[column], int | float) for row in rows[1:]) for column in range(len(rows[0]))]
