@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 import json
 import os
-from pathlib import Path
 import statistics
 import sys
 import time
@@ -18,12 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from pce_mpi.arrays import dtype_named
-from pce_mpi.cli.arguments import positive, writable_file
+from pce_mpi.cli.arguments import positive
 from pce_mpi.cli.progress import progress
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import Purpose, cause, trace
-from pce_mpi.conformance.reports.files import write_figure
 from pce_mpi.conformance.reports.tables import Cell, table
 from pce_mpi.distributed.placements import shard_range
 from pce_mpi.loss import (
@@ -76,8 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = """\
 Each rank takes memory for about three arrays of rows x classes / ranks elements. Start it with mpiexec to measure that
 number of ranks; for reproducible times, ranks times BLAS threads should not exceed the cores (OMP_NUM_THREADS).
-Exit status: 0; 1 if the arrays do not fit the memory, or the picture cannot be written; 2 if something that was asked
-for is not installed or is not there."""
+Exit status: 0; 1 if the arrays do not fit the memory; 2 if something that was asked for is not installed."""
     parser.add_argument("--rows", type=positive, default=2048, metavar="R", help="rows of the logits")
     parser.add_argument(
         "--classes",
@@ -94,9 +91,6 @@ for is not installed or is not there."""
         "--repeat", type=positive, default=7, metavar="N", help="timed repetitions, of which the median counts"
     )
     parser.add_argument("--json", action="store_true", help="print JSON rather than a table")
-    parser.add_argument(
-        "--plot", type=_picture, metavar="FILE.png", help="draw ns per element against classes (needs matplotlib)"
-    )
 
 
 def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
@@ -104,11 +98,8 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     try:
         if options.dtype == "bfloat16":
             import ml_dtypes  # noqa: F401  # fail before the measurements
-        if options.plot:
-            import matplotlib  # noqa: F401  # fail before the measurements
     except ImportError as error:
-        extra = "bf16" if error.name == "ml_dtypes" else "examples"
-        print(f"{error}: pip install 'pce_mpi[{extra}]'")
+        print(f"{error}: pip install 'pce_mpi[bf16]'")
         return 2
     size = 1 if comm is None else comm.size
     measured: list[Measurement] = []
@@ -124,13 +115,6 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
         times = [_seconds(lambda: agree(comm, "bench", {}), comm) for _ in range(_AGREEMENTS)]
         agreement = _slowest(comm, statistics.median(times))
     _show(measured, agreement, options, size)
-    if not options.plot:
-        return 0
-    try:
-        _together(comm, lambda: _plot(measured, options, size) if comm is None or comm.rank == 0 else None)
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     return 0
 
 
@@ -166,14 +150,6 @@ def _show(measured: list[Measurement], agreement: float | None, options: argpars
     )
     if agreement is not None:
         print(f"agreement: {1e6 * agreement:.1f} us a call")
-
-
-def _picture(text: str) -> Path:
-    """Check before the measurements that a plot can be written to this file."""
-    path = writable_file(text)
-    if path.suffix not in (".png", ".pdf", ".svg"):
-        raise argparse.ArgumentTypeError(f"expected a name that ends in .png, .pdf or .svg, got {text!r}")
-    return path
 
 
 def _measure(
@@ -249,30 +225,3 @@ def _slowest(comm: MPI.Intracomm | None, seconds: float) -> float:
         return seconds
     with cause("bench", reason="the slowest rank's time"):
         return float(all_reduce(np.array(seconds), comm, "max"))
-
-
-def _plot(measured: list[Measurement], options: argparse.Namespace, size: int) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    for function in dict.fromkeys(one.function for one in measured):
-        points = sorted((one for one in measured if one.function == function), key=lambda one: one.classes)
-        x = [one.classes for one in points]
-        (line,) = axes.plot(x, [one.ns_per_element for one in points], "o-", linewidth=2, label=function)
-        copy = [one.ns_per_element / one.times_copy for one in points]
-        axes.plot(x, copy, "v:", linewidth=2, color=line.get_color(), alpha=0.6, label=f"a copy, beside {function}")
-    axes.set(
-        xlabel="classes of all shards together",
-        ylabel="time (ns per element of a shard)",
-        title=f"Loss and gradient: {size} rank{'s' * (size > 1)}, {options.rows:,} rows, {options.dtype}, "
-        f"median of {options.repeat}",
-        ylim=(0, None),
-    )
-    if len(options.classes) > 1:
-        axes.set_xscale("log")
-    axes.set_xticks(options.classes, [f"{classes:,}" for classes in options.classes], minor=False)
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend()
-    write_figure(options.plot, figure)
