@@ -66,7 +66,8 @@ def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptio
         Any shape that has a class axis; a shard may have no classes.
     targets : array of integers or floating-point numbers
         Class numbers: integers with the logits' shape without the class axis, global, the same on every rank of `comm`.
-        Probabilities: floating-point, shaped and sharded as the logits are.
+        Probabilities: floating-point, shaped and sharded as the logits are. Class numbers may be on the host beside
+        logits on a GPU, and so may `weight`.
     axis : int, default -1
         The class axis of `logits`.
     ignore_index : int, default -100

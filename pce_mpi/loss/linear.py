@@ -256,7 +256,7 @@ class _Part:
 def _chunk_by_chunk(problem: Problem, operands: _Operands, with_gradients: bool) -> tuple[Array, RowSums]:
     xp = problem.xp
     fields, held = loss_fields(problem), len(operands.logits[0])
-    one = xp.ones(1)
+    one = np.ones(1)
     losses = xp.empty((2, len(operands.hidden)))
 
     def start(number: int, first: int) -> _Part:
@@ -294,7 +294,7 @@ def _chunk_by_chunk(problem: Problem, operands: _Operands, with_gradients: bool)
         finish(waiting)
     loss, divisor = reduced(problem, losses)
     with np.errstate(all="ignore"):
-        factor = 1.0 / divisor
+        factor = 1.0 / xp.asarray(divisor)
     dhidden = operands.dhidden.reshape(operands.shape)
     return loss, RowSums(dhidden, operands.dw, operands.dbias, factor, ~problem.valid)
 
@@ -311,6 +311,7 @@ def _rows_of(problem: Problem, rows: slice, logits: Array) -> Problem:
         targets=problem.targets[rows],
         target_column=problem.target_column[rows],
         valid=problem.valid[rows],
+        counted=None if problem.counted is None else problem.counted[rows],
         sharded=(logits, 1),
         inputs=(),
     )

@@ -10,7 +10,7 @@ and only if there are other ranks to merge them with.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any, ClassVar, NoReturn
@@ -101,7 +101,7 @@ def value_and_grad(problem: Problem) -> tuple[Array, Array]:
     gradient = problem.out
     assert gradient is not None  # allocated before the ranks agreed, unless the caller passed it
     loss, residuals = _loss_and_residuals(problem)
-    write_gradient(gradient, residuals, problem.xp.ones(1))
+    write_gradient(gradient, residuals, np.ones(1))
     return loss, gradient
 
 
@@ -198,8 +198,7 @@ def loss_fields(problem: Problem) -> StateFields:
 
 def row_losses(problem: Problem, softmax: RowSoftmax, fields: StateFields) -> Array:
     """Return the losses of the rows, and their weights in a mean: (2, rows)."""
-    valid = problem.xp.asarray(problem.valid)
-    return problem.kernel.row_losses(softmax.columns, fields, valid, problem.loss_terms)
+    return problem.kernel.row_losses(softmax.columns, fields, problem.counted, problem.loss_terms)
 
 
 def _loss_and_residuals(problem: Problem) -> tuple[Array, Residuals]:
@@ -218,25 +217,29 @@ def _add(a: HostArray, b: HostArray) -> None:
 
 
 def reduced(problem: Problem, losses: Array) -> tuple[Array, Array]:
-    """Return the loss, from the losses and weights of `row_losses`, and the divisor of its gradient, (1,)."""
+    """Return the loss, from the losses and weights of `row_losses`, and the divisor of its gradient, (1,).
+
+    The divisor is in NumPy if it is 1 for any loss.
+    """
     options = problem.options
     if options.reduction == Reduction.NONE:
         with np.errstate(all="ignore"):
-            return converted(losses[0], options.compute_dtype).reshape(problem.rows_shape), problem.xp.ones(1)
-    sums = problem.kernel.sums_of(losses[0], losses[1])
-    if options.batch_comm is not None:
-        with cause(options.operation, options.batch_over, f"{options.reduction} over the rows of all ranks"):
-            sums = all_reduce(sums, options.batch_comm, _add, element=_SUM)
-    return problem.kernel.loss_of(sums, options.reduction == Reduction.MEAN, options.compute_dtype)
+            return converted(losses[0], options.compute_dtype).reshape(problem.rows_shape), np.ones(1)
+    kernel, mean = problem.kernel, options.reduction == Reduction.MEAN
+    if options.batch_comm is None:
+        return kernel.loss_of_rows(losses, mean, options.compute_dtype)
+    with cause(options.operation, options.batch_over, f"{options.reduction} over the rows of all ranks"):
+        sums = all_reduce(kernel.sums_of(losses[0], losses[1]), options.batch_comm, _add, element=_SUM)
+    return kernel.loss_of(sums, mean, options.compute_dtype)
 
 
 def write_gradient(array: Array, residuals: Residuals, upstream: Array) -> None:
-    """Fill `array` with the gradient of the logits; `upstream`, the gradient of the loss, is (1,) or (rows,)."""
+    """Fill `array` with the gradient of the logits; `upstream`, that of `upstream_of`, is the gradient of the loss."""
     problem, fields = residuals.problem, loss_fields(residuals.problem)
     rows = problem.kernel.row_gradients(
         residuals.softmax.columns,
         fields,
-        problem.xp.asarray(problem.valid),
+        problem.counted,
         problem.target_column,
         upstream,
         residuals.divisor,
@@ -257,42 +260,13 @@ def write_probabilities(array: Array, problem: Problem, softmax: RowSoftmax, fie
     _write_rows(array, problem, rows, fields, ClassWeights())
 
 
-@np.errstate(all="ignore")
 def write_statistics_gradient(
-    array: Array,
-    problem: Problem,
-    softmax: RowSoftmax,
-    fields: StateFields,
-    *,
-    log_prob: Array,
-    entropy: Array,
-    logsumexp: Array,
+    array: Array, problem: Problem, softmax: RowSoftmax, fields: StateFields, upstream: Mapping[str, Array]
 ) -> None:
-    """Fill `array` with the gradient of the logits from those of three statistics, each (1,) or (rows,)."""
-    xp, scale = problem.xp, problem.transform.scale
-    log_prob = xp.where(xp.asarray(problem.valid), log_prob, 0.0)
-    largest = softmax.argmax.view(np.int64)  # the class held apart
-    column = largest - problem.class_start
-    targets = -1 if problem.targets is None else xp.asarray(problem.targets)
-    target_column = -1 if problem.target_column is None else xp.asarray(problem.target_column)
-    common = logsumexp - entropy * (softmax.entropy - softmax.held_nll)
-    less_one = xp.where(targets == largest, softmax.held_minus_one, softmax.held_probability)
-    rows = xp.zeros((problem.valid.size, len(ROW_GRADIENT)))
-    columns = {
-        **{name: getattr(softmax, name) for name in ("exponent", "top", "most")},
-        "factor": scale * softmax.normalizer,
-        "constant": common - log_prob,
-        "slope": -entropy,
-        "origin": softmax.held,
-        "held_gradient": scale * (common * softmax.held_probability - log_prob * less_one),
-        "target_gradient": scale * log_prob,
-    }
-    for name, values in columns.items():
-        rows[:, ROW_GRADIENT[name]] = values
-    whole = rows.view(np.int64)
-    whole[:, ROW_GRADIENT["valid"]] = 1
-    whole[:, ROW_GRADIENT["column"]] = xp.where((column >= 0) & (column < problem.classes), column, -1)
-    whole[:, ROW_GRADIENT["target"]] = xp.where(targets == largest, -1, target_column)
+    """Fill `array` with the gradient of the logits from those of three statistics, each that of `upstream_of`."""
+    classes = range(problem.class_start, problem.class_start + problem.classes)
+    given = problem.counted, problem.target_column, classes, problem.transform.scale
+    rows = problem.kernel.statistics_gradients(softmax.columns, *given, **upstream)
     _write_rows(array, problem, rows, fields, ClassWeights())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floating, name_of, to_host
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, cupy_of, is_floating, name_of, to_host
 from pce_mpi.comm.agreement import Call
 from pce_mpi.comm.library import check_comm, same_ranks
 from pce_mpi.gpu import check_on_current_gpu
@@ -38,8 +38,9 @@ class Problem:
     the caller's arrays; `out` shares memory with none of them except the logits. `rows_shape` is the logits' shape
     without the class axis, `xp` their array library and `kernel` the loops for it. This shard has `classes` classes,
     from `class_start` on, of `num_classes`. `target_column`, (rows,), is the local column of each row's target; it is
-    no column of this shard if another shard has the target, and -1 if the row does not count. `sharded` is the array of
-    which each rank passes its own classes, and its class axis. `also` has more that must be the same on every rank.
+    no column of this shard if another shard has the target, and -1 if the row does not count. `counted` is `valid`, or
+    None on a GPU if all rows count; both are in the library of the logits. `sharded` is the array of which each rank
+    passes its own classes, and its class axis. `also` has more that must be the same on every rank.
     """
 
     options: Options
@@ -61,7 +62,8 @@ class Problem:
     sharded: tuple[Array, int]
     class_start: int = 0
     num_classes: int = 0
-    target_column: HostArray | None = None
+    target_column: Array | None = None
+    counted: Array | None = None
     also: Mapping[str, Hashable] = field(default_factory=dict)
 
     def place(self, class_start: int, num_classes: int) -> None:
@@ -70,6 +72,17 @@ class Problem:
         if self.targets is not None:
             columns = self.targets - class_start
             self.target_column = columns if self.all_valid else np.where(self.valid, columns, -1)
+        if cupy_of(self.logits) is None:
+            self.counted = self.valid
+        elif self.target_column is not None:
+            self.target_column, self.counted = self._uploaded(self.target_column)
+
+    def _uploaded(self, columns: HostArray) -> tuple[Array, Array | None]:
+        """Return `columns` and `counted` on the GPU, in one copy."""
+        if self.all_valid:
+            return self.xp.asarray(columns), None
+        both = self.xp.asarray(np.concatenate([columns.view(np.bool_), self.valid]))
+        return both[: columns.nbytes].view(np.int64), both[columns.nbytes :]
 
     @property
     def class_weights(self) -> ClassWeights:
@@ -149,12 +162,16 @@ def check(
     numbers = checked_numbers(options, logits)
     axis, ignore_index = numbers.values["axis"], numbers.values["ignore_index"]
     arrays = {"logits": logits}
-    if targets is not None:
-        arrays["targets"] = targets = as_array(targets, "targets")
-    weight = options.weight
-    if weight is not None:
-        arrays["weight"] = weight = as_array(weight, "weight")
-    inputs = tuple(arrays.values())
+    targets, weight = (
+        None if given is None else as_array(given, name)
+        for name, given in (("targets", targets), ("weight", options.weight))
+    )
+    inputs = tuple(array for array in (logits, targets, weight) if array is not None)
+    # Class numbers and class weights are checked on the host, and may be there.
+    if targets is not None and (is_floating(targets.dtype) or cupy_of(targets) is not None):
+        arrays["targets"] = targets
+    if weight is not None and cupy_of(weight) is not None:
+        arrays["weight"] = weight
     if out is not None:
         arrays["out"] = as_array(out, "out")
     check_one_library(arrays)
@@ -266,7 +283,10 @@ def check_out(out: Any, inputs: Sequence[Array]) -> Array:
 
 
 def upstream_of(value: Any, name: str, shape: tuple[int, ...], problem: Problem) -> Array:
-    """Return an upstream gradient, a scalar or of this shape, as float64, (1,) or (rows,)."""
+    """Return an upstream gradient, a scalar or of this shape, as floating-point numbers, (1,) or (rows,).
+
+    It is float64, but for floating-point numbers on a GPU. A number stays on the host.
+    """
     upstream = as_array(value, name)
     if upstream.dtype.kind not in "iuf" and upstream.dtype.name != "bfloat16":
         raise TypeError(f"{name} must be real numbers, got {upstream.dtype}")
@@ -276,7 +296,8 @@ def upstream_of(value: Any, name: str, shape: tuple[int, ...], problem: Problem)
         {"logits": problem.logits, name: value if isinstance(value, np.generic | float | int) else upstream}
     )
     check_on_current_gpu({"logits": problem.logits, name: upstream})
-    return problem.xp.asarray(converted(upstream, np.float64).reshape(-1))
+    kept = cupy_of(upstream) is not None and is_floating(upstream.dtype)
+    return (upstream if kept else converted(upstream, np.float64)).reshape(-1)
 
 
 def _lends_memory(value: Any) -> bool:

@@ -139,7 +139,8 @@ ROW_SOFTMAX = {
 class RowSoftmax:
     """The softmax of each row, from merged states; it is `nan` for rows of only -inf, with a +inf or with a `nan`.
 
-    `columns` is (rows, columns of `ROW_SOFTMAX`), float64; each is an attribute too, (rows,).
+    `columns` is (rows, columns of `ROW_SOFTMAX`), float64; each is an attribute too, (rows,). On a GPU it has
+    the merged states, and computes columns if they are asked for.
     """
 
     def __init__(self, columns: Array):

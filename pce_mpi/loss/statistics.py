@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Unpack
 
-import numpy as np
-
 from pce_mpi.loss.agreement import prepare
-from pce_mpi.loss.kernels import converted, standard_arithmetic
+from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import Options, StatisticsOptions, takes
 from pce_mpi.loss.passes import PassResiduals, row_softmax, write_statistics_gradient
 from pce_mpi.loss.problem import Problem, upstream_of
@@ -196,7 +194,7 @@ def class_statistics_backward(
         }
         gradient = residuals.gradient_for(out)
         fields = statistics_fields(problem.targets is not None)
-        write_statistics_gradient(gradient, problem, residuals.softmax, fields, **upstream)
+        write_statistics_gradient(gradient, problem, residuals.softmax, fields, upstream)
     return gradient if out is None else out
 
 
@@ -211,20 +209,12 @@ def statistics_fields(with_targets: bool) -> StateFields:
 
 def statistics_of(problem: Problem) -> tuple[ClassStatistics, StatisticsResiduals]:
     """Return the statistics and the residuals; collective over the communicators of `problem`."""
-    with_targets, xp = problem.targets is not None, problem.xp
+    with_targets, shape = problem.targets is not None, problem.rows_shape
     softmax = row_softmax(problem, statistics_fields(with_targets))
-
-    @np.errstate(all="ignore")
-    def rows(values: Array) -> Array:
-        one_nan = xp.where(xp.isnan(values), np.nan, values)  # every nan gets the same bits, on every rank
-        return converted(one_nan, problem.options.compute_dtype).reshape(problem.rows_shape)
-
+    dtype = problem.options.compute_dtype
+    numbers, argmax = problem.kernel.row_statistics(softmax.columns, problem.counted, dtype)
+    largest, sum_exp, logsumexp, log_prob, entropy = (each.reshape(shape) for each in numbers)
     statistics = ClassStatistics(
-        max=rows(softmax.held_z),
-        sum_exp=rows(1.0 + softmax.odds),
-        logsumexp=rows(softmax.logsumexp),
-        log_prob=rows(xp.where(xp.asarray(problem.valid), softmax.target_log_prob, 0.0)) if with_targets else None,
-        entropy=rows(softmax.entropy),
-        argmax=softmax.argmax.view(np.int64).copy().reshape(problem.rows_shape),
+        largest, sum_exp, logsumexp, log_prob if with_targets else None, entropy, argmax.reshape(shape)
     )
     return statistics, StatisticsResiduals(problem, softmax)

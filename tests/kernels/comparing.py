@@ -172,10 +172,14 @@ def assert_equal(found, expected, what=""):
     assert not len(different), (what, len(different), different[0], found[different[0, 0]], expected[different[0, 0]])
 
 
-def check_softmax(cuda, problem):
+def merged_states(cuda, problem):
     states = problem.states()
     words = on_device(states.view(np.uint64).reshape(len(states), states.dtype.itemsize // 8))
-    found = cuda.row_softmax(words, problem.fields, problem.transform, problem.arithmetic, problem.class_weights).get()
+    return cuda.row_softmax(words, problem.fields, problem.transform, problem.arithmetic, problem.class_weights)
+
+
+def check_softmax(cuda, problem):
+    found = merged_states(cuda, problem)[:].get()
     place.forget()
     softmax, fields = problem.softmax(), problem.fields
     needs = dict.fromkeys(("weight", "weighted_nll"), fields.weighted_logit)
@@ -187,27 +191,69 @@ def check_softmax(cuda, problem):
             column, expected = (np.where(bad, 0, n.copy().view(np.int64)) for n in (column, expected))
         if needs.get(name, True):
             assert_equal(column, expected, name)
-    check_losses(cuda, problem)
+    if fields.entropy:
+        check_statistics(cuda, problem)
+    else:
+        check_losses(cuda, problem)
 
 
 def check_losses(cuda, problem):
     """Losses of rows, and the rows of their gradients."""
     softmax, fields, terms = problem.softmax_columns(), problem.fields, LossTerms(0.1, 0.01, 0.3)
-    rows, given = len(softmax), on_device(softmax)
-    valid, upstream, divisor = np.arange(rows) % 4 != 3, np.linspace(-1.0, 2.0, rows), np.array([1.7])
-    found = cuda.row_losses(given, fields, on_device(valid), terms).get()
-    assert_equal(found, definition.row_losses(softmax, fields, valid, terms))
-    for each in (upstream, upstream[:1]) if rows else ():
-        found = cuda.row_gradients(
-            given, fields, on_device(valid), problem.columns, on_device(each), on_device(divisor), 0.7, terms
-        ).get()
+    rows, columns = len(softmax), None if problem.columns is None else on_device(problem.columns)
+    upstream, divisor, scale = np.linspace(-1.0, 2.0, rows), np.array([1.7]), problem.transform.scale
+    for valid in (np.arange(rows) % 4 != 3, np.ones(rows, np.bool_)):
+        given, counted = merged_states(cuda, problem), None if valid.all() else on_device(valid)
+        found = cuda.row_losses(given, fields, counted, terms).get()
+        assert_equal(found, definition.row_losses(softmax, fields, valid, terms))
+        for each, by in (upstream, divisor), (upstream.astype(np.float16), np.ones(1)), (upstream[:1], divisor):
+            place_of = on_device if len(each) > 1 or valid.all() else np.asarray  # one number may be on the host
+            by_place = on_device if by is divisor else np.asarray
+            found = (
+                cuda.row_gradients(
+                    given, fields, counted, columns, place_of(each.astype(each.dtype)), by_place(by), scale, terms
+                ).get()
+                if rows
+                else np.empty((0, len(ROW_GRADIENT)))
+            )
+            expected = definition.row_gradients(
+                softmax, fields, valid, problem.columns, each.astype(np.float64), by, scale, terms
+            )
+            assert_rows(found, expected, softmax)
         place.forget()
-        expected = definition.row_gradients(softmax, fields, valid, problem.columns, each, divisor, 0.7, terms)
-        good = ~np.isnan(softmax[:, ROW_SOFTMAX["normalizer"]])  # an exponent of other rows means nothing
-        assert_equal(found[good], expected[good])
-        for name in ("exponent", "column", "valid"):
-            column = ROW_GRADIENT[name]
-            assert found[good, column].tobytes() == expected[good, column].tobytes(), name
+
+
+def check_statistics(cuda, problem):
+    """Statistics of rows, and the rows of their gradients."""
+    softmax, classes = problem.softmax_columns(), range(problem.first_class, problem.first_class + 5)
+    rows, scale, largest = len(softmax), problem.transform.scale, softmax[:, ROW_SOFTMAX["argmax"]].view(np.int64)
+    columns = np.where(np.arange(rows) % 3 == 0, largest - classes.start, np.arange(rows) % 4 - 1)
+    log_prob, entropy, logsumexp = np.linspace(-1.0, 2.0, rows), np.linspace(0.0, 3.0, rows), np.array([0.3])
+    for valid in (np.arange(rows) % 4 != 3, np.ones(rows, np.bool_)):
+        given, counted = merged_states(cuda, problem), None if valid.all() else on_device(valid)
+        for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
+            with np.errstate(all="ignore"):
+                expected = definition.row_statistics(softmax, valid, dtype)
+            for ours, theirs in zip(cuda.row_statistics(given, counted, dtype), expected, strict=True):
+                assert_equal(ours.get(), theirs)
+        for target_column in (columns, None) if rows else ():
+            found = cuda.statistics_gradients(
+                *(given, counted, None if target_column is None else on_device(target_column), classes, scale),
+                *(on_device(log_prob), on_device(entropy.astype(np.float32)), logsumexp),
+            ).get()
+            upstream = log_prob, entropy.astype(np.float32).astype(np.float64), logsumexp
+            expected = definition.statistics_gradients(softmax, valid, target_column, classes, scale, *upstream)
+            assert_rows(found, expected, softmax)
+        place.forget()
+
+
+def assert_rows(found, expected, softmax):
+    """Equal rows of gradients, but for rows without probabilities, whose exponents mean nothing."""
+    good = ~np.isnan(softmax[:, ROW_SOFTMAX["normalizer"]])
+    assert_equal(found[good], expected[good])
+    for name in ("exponent", "column", "valid", "target"):
+        column = ROW_GRADIENT[name]
+        assert found[good, column].tobytes() == expected[good, column].tobytes(), name
 
 
 def check_everything(cuda, problem, seed, *, pitch=0, shift=0):

@@ -1,5 +1,6 @@
 """The CUDA kernels, run on the CPU (see tests/cuda_on_host): the same sources, threads and barriers."""
 
+import itertools
 import re
 
 import ml_dtypes
@@ -186,7 +187,7 @@ def test_no_rows_or_no_classes_launch_nothing(cuda, monkeypatch):
     check_softmax(cuda, Problem(np.empty((0, 5), np.float32), np.empty(0, np.int64)))
 
 
-@pytest.mark.parametrize("size", [0, 1, 31, 256, 257, 3000])
+@pytest.mark.parametrize("size", [0, 1, 31, 256, 257, 3000, 5000])
 def test_sums_of_numbers_have_bits_of_definition(cuda, size):
     rng = np.random.default_rng(size)
     strange = [[], [np.inf], [-np.inf], [np.nan], [np.inf, -np.inf], [np.inf, np.nan]]
@@ -197,9 +198,11 @@ def test_sums_of_numbers_have_bits_of_definition(cuda, size):
         expected = definition.sums_of(values, values[::2])
         found = cuda.sums_of(on_device(values), on_device(values[::2].copy())).get()
         assert found.tobytes() == expected.tobytes()
-        both = (cuda, on_device(expected)), (definition, expected)
-        for mean in (True, False):
-            ours, theirs = (kernel.loss_of(sums, mean, np.dtype(np.float32)) for kernel, sums in both)
+        losses = np.array([values, values[::-1]])
+        given = {"loss_of": expected, "loss_of_rows": losses}
+        for name, mean in itertools.product(given, (True, False)):
+            both = (cuda, on_device(given[name])), (definition, given[name])
+            ours, theirs = (getattr(kernel, name)(each, mean, np.dtype(np.float32)) for kernel, each in both)
             for one, other in zip(ours, theirs, strict=True):
                 assert_equal(one.get(), other)
 

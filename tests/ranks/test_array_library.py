@@ -266,18 +266,36 @@ LOSSES = [
 
 
 @pytest.mark.parametrize("function", LOSSES, ids=lambda function: function.__name__)
-@pytest.mark.parametrize("gpu", ["logits", "targets"])
-def test_losses_name_arrays_on_gpu_and_host(comm, cupy, function, gpu):
+def test_losses_name_arrays_on_gpu_and_host(comm, cupy, function):
     problem = draw(3, NARROW)
     logits, targets, _ = part_of(comm, problem, "uneven").on_this_rank(problem)
-    given = {"logits": logits, "targets": targets}
-    given[gpu] = cupy.asarray(given[gpu])
-    error = error_of(lambda: function(**given, comm=comm))
-    host = {"logits": "targets", "targets": "logits"}[gpu]
+    error = error_of(lambda: function(logits, cupy.asarray(targets), comm=comm))
     assert error[0] == "TypeError"
-    assert f"{gpu} (CuPy, on a GPU)" in error[1]
-    assert f"{host} (NumPy, on the host)" in error[1]
+    assert "targets (CuPy, on a GPU)" in error[1]
+    assert "logits (NumPy, on the host)" in error[1]
     assert np.isfinite(pce.softmax_cross_entropy(logits, targets, comm=comm))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_numbers_and_weights_may_be_on_host(comm, cupy, smoothing):
+    problem = draw(6, NARROW, weight=True, ignored=0.3, label_smoothing=smoothing)
+    part = part_of(comm, problem, "uneven")
+    logits, chosen, options = on_device(cupy, problem, part)
+    _, targets, on_host = part.on_this_rank(problem)
+    expected = pce.softmax_cross_entropy_value_and_grad(logits, chosen, comm=comm, **options)
+    for here, more in ((targets, options), (chosen, on_host), (targets, on_host)):
+        found = pce.softmax_cross_entropy_value_and_grad(logits, here, comm=comm, **more)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert isinstance(ours, cupy.ndarray)
+            assert cupy.asnumpy(ours).tobytes() == cupy.asnumpy(theirs).tobytes()
+
+
+def test_class_numbers_on_host_send_states_only(comm, cupy, monkeypatch):
+    problem = draw(6, NARROW)
+    logits, targets = on_device(cupy, problem, part_of(comm, problem, "uneven"))[0], problem.targets
+    crossings = Crossings(cupy, monkeypatch)
+    pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, num_classes=NARROW)
+    assert crossings.bytes == (6 * 40 if comm.size > 1 else 0)
 
 
 def test_other_operands_have_the_library_of_logits(comm, cupy):
@@ -286,16 +304,18 @@ def test_other_operands_have_the_library_of_logits(comm, cupy):
     logits, targets, options = part.on_this_rank(problem)
     on_gpu, chosen, options_on_gpu = on_device(cupy, problem, part)
     with_grad = pce.softmax_cross_entropy_value_and_grad
-    weight = error_of(lambda: with_grad(on_gpu, chosen, comm=comm, **options))
-    assert "logits, targets (CuPy, on a GPU); weight (NumPy, on the host)" in weight[1]
+    weight = error_of(lambda: with_grad(logits, targets, comm=comm, **options_on_gpu))
+    assert "logits (NumPy, on the host); weight (CuPy, on a GPU)" in weight[1]
+    probabilities = error_of(lambda: with_grad(on_gpu, logits, comm=comm))
+    assert "logits (CuPy, on a GPU); targets (NumPy, on the host)" in probabilities[1]
     out = error_of(lambda: with_grad(logits, targets, comm=comm, out=cupy.asarray(logits), **options))
-    assert "logits, targets, weight (NumPy, on the host); out (CuPy, on a GPU)" in out[1]
+    assert "logits (NumPy, on the host); out (CuPy, on a GPU)" in out[1]
     _, residuals = pce.softmax_cross_entropy_forward(on_gpu, chosen, comm=comm, **options_on_gpu)
     dloss = error_of(lambda: pce.softmax_cross_entropy_backward(np.ones(3), residuals))
     assert dloss[1] == "arrays of two libraries do not mix: logits (CuPy, on a GPU); dloss (NumPy, on the host)"
     out = error_of(lambda: pce.softmax_cross_entropy_backward(1.0, residuals, out=np.zeros(logits.shape)))
     assert out[1] == "arrays of two libraries do not mix: logits (CuPy, on a GPU); out (NumPy, on the host)"
-    assert {error[0] for error in (weight, out, dloss)} == {"TypeError"}
+    assert {error[0] for error in (weight, probabilities, out, dloss)} == {"TypeError"}
     for number in (2, 2.0, np.float32(2)):
         assert isinstance(pce.softmax_cross_entropy_backward(number, residuals), cupy.ndarray)
 
@@ -304,7 +324,7 @@ def test_operand_misplaced_on_one_rank_raises_everywhere(comm, cupy):
     problem = draw(3, NARROW)
     logits, targets, _ = on_device(cupy, problem, part_of(comm, problem, "uneven"))
     if comm.rank == comm.size - 1:
-        targets = cupy.asnumpy(targets)
+        logits = cupy.asnumpy(logits)
     error = error_of(lambda: pce.softmax_cross_entropy(logits, targets, comm=comm))
     assert error[0] == "TypeError"
     assert f"(rank {comm.size - 1})" in error[1]

@@ -58,14 +58,16 @@ def instantiations() -> list[Kernel]:
     """Return every kernel that can be launched."""
     types = list(CPP_TYPES.values())
     plain = [(t, scaled) for t in types[:3] for scaled in ("false", "true")]
+    statistics, summed = ("row_statistics", "statistics_gradients"), ("double", "pce::Sum")
     general = [(t, a) for t in types for a in ARITHMETICS if (t, a) != ("double", "pce::Single")]
     return [
         *(Kernel("forward.cu", f"pce::fill_states<{t}, {scaled}>") for t, scaled in plain),
         *(Kernel("general_forward.cu", f"pce::fill_general_states<{t}, {a}>") for t, a in general),
         *(Kernel("merge.cu", f"pce::merge_states<{a}>") for a in ARITHMETICS),
         *(Kernel("row_softmax.cu", f"pce::fill_row_softmax<{a}>") for a in ARITHMETICS),
-        *(Kernel("losses.cu", f"pce::{name}") for name in ("fill_row_losses", "fill_row_gradients")),
-        *(Kernel("sums.cu", f"pce::{name}") for name in ("sum_values", "fill_loss")),
+        *(Kernel("losses.cu", f"pce::fill_row_{name}<{a}>") for name in ("losses", "gradients") for a in ARITHMETICS),
+        *(Kernel("statistics.cu", f"pce::fill_{name}<{a}>") for name in statistics for a in ARITHMETICS),
+        *(Kernel("sums.cu", f"pce::{name}<{item}>") for name in ("sum_items", "fill_loss") for item in summed),
         Kernel("conversion.cu", "pce::convert"),
         *(Kernel("backward.cu", f"pce::write_gradient<{t}, {scaled}>") for t, scaled in plain),
         *(Kernel("general_backward.cu", f"pce::write_general_gradient<{t}, {a}>") for t, a in general),

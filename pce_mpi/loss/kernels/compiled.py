@@ -10,6 +10,10 @@ import numpy as np
 from pce_mpi.loss.kernels import largest as definition
 import pce_mpi.loss.kernels._compiled as _compiled  # type: ignore[import-not-found]  # built by setup.py
 from pce_mpi.loss.kernels.elementary import DOUBLE, Arithmetic
+from pce_mpi.loss.kernels.losses import (
+    row_statistics as row_statistics,
+    statistics_gradients as statistics_gradients,
+)
 from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 
@@ -166,6 +170,11 @@ def sums_of(*arrays: Array) -> Array:
 def add(a: Array, b: Array) -> None:
     """Add the sums `a`, as `sums_of` gives them, (sums, 4), to the sums `b`."""
     _compiled.add_sums(a, b)
+
+
+def loss_of_rows(losses: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Return the loss and the divisor of its gradient; `losses` is that of `row_losses`."""
+    return loss_of(sums_of(losses[0], losses[1]), mean, dtype)
 
 
 def loss_of(sums: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array]:

@@ -14,7 +14,7 @@ Each kernel is compiled when it is first launched, and CuPy caches the result on
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import cupy
@@ -24,7 +24,13 @@ from pce_mpi.arrays import is_floating
 from pce_mpi.loss.kernels import largest
 from pce_mpi.loss.kernels.compilation import ARITHMETICS, CPP_TYPES, DTYPE_CODES, OPTIONS, Kernel, source_of
 from pce_mpi.loss.kernels.elementary import SINGLE, Arithmetic
-from pce_mpi.loss.kernels.launch_config import BLOCK_THREADS, MERGE_BLOCK_THREADS, WARP_SIZE, LaunchConfig
+from pce_mpi.loss.kernels.launch_config import (
+    BLOCK_THREADS,
+    MERGE_BLOCK_THREADS,
+    VALUES_OF_BLOCK,
+    WARP_SIZE,
+    LaunchConfig,
+)
 from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.loss.kernels.rows import Output, Rows, rows_of
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
@@ -150,81 +156,167 @@ def _grid_arguments(source: Rows, rows: int, classes: int, config: LaunchConfig)
     return [source.array, np.int64(source.pitch), *sizes]
 
 
+class MergedStates:
+    """The merged states of rows, from which kernels compute the softmax of a row wherever they need it.
+
+    An index gives that part of all columns of `ROW_SOFTMAX`, (rows, columns).
+    """
+
+    def __init__(
+        self,
+        states: Array,
+        fields: StateFields,
+        transform: Transform,
+        arithmetic: Arithmetic,
+        class_weights: np.ndarray[Any, Any] | None,
+    ):
+        self.rows, self.arithmetic = len(states), _name_of(arithmetic)
+        sums = None if class_weights is None else cupy.asarray(class_weights)
+        call = *_transform_arguments(transform), np.int32(fields.flags), sums
+        self._arguments = cupy.ascontiguousarray(states), np.int64(self.rows), *call
+
+    def launch(self, file: str, function: str, *arguments: Any) -> None:
+        """Launch a kernel that computes something for each row."""
+        if self.rows:
+            kernel = Kernel(file, f"pce::{function}<{self.arithmetic}>")
+            _launch_for_rows(kernel, self.rows, *self._arguments, *arguments)
+
+    @cached_property
+    def columns(self) -> Array:
+        """The columns of `ROW_SOFTMAX`."""
+        columns = cupy.empty((self.rows, len(ROW_SOFTMAX)), np.float64)
+        self.launch("row_softmax.cu", "fill_row_softmax", columns)
+        return columns
+
+    def __getitem__(self, index: Any) -> Array:
+        return self.columns[index]
+
+
 def row_softmax(
-    states: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic, class_weights: Array | None
-) -> Array:
-    """Return the softmax of each row, (rows, columns of `ROW_SOFTMAX`).
+    states: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic, class_weights: Any | None
+) -> MergedStates:
+    """Return the softmax of each row.
 
     `class_weights`, on the host, is the sum of the weights of all classes, for states without such a sum.
     """
-    softmax = cupy.empty((len(states), len(ROW_SOFTMAX)), np.float64)
-    if not len(states):
-        return softmax
-    sums = None if class_weights is None else cupy.asarray(class_weights)
-    kernel = Kernel("row_softmax.cu", f"pce::fill_row_softmax<{_name_of(arithmetic)}>")
-    arguments = [np.int64(len(states)), *_transform_arguments(transform), np.int32(fields.flags), sums, softmax]
-    _launch_for_rows(kernel, len(states), cupy.ascontiguousarray(states), *arguments)
-    return softmax
+    return MergedStates(states, fields, transform, arithmetic, class_weights)
 
 
 def _numbers_of(terms: LossTerms) -> list[np.float64]:
     return [np.float64(number) for number in terms]
 
 
-def row_losses(softmax: Array, fields: StateFields, valid: Any, terms: LossTerms) -> Array:
+def row_losses(softmax: MergedStates, fields: StateFields, valid: Array | None, terms: LossTerms) -> Array:
     """Return the losses and weights of rows, (2, rows); `losses.row_losses` has the arguments.
 
-    `valid` is in NumPy or CuPy.
+    `valid` is None if all rows count.
     """
-    rows = len(softmax)
-    losses = cupy.empty((2, rows), np.float64)
-    if rows:
-        arguments = [np.int64(rows), np.int32(fields.flags), cupy.asarray(valid), *_numbers_of(terms), losses]
-        _launch_for_rows(Kernel("losses.cu", "pce::fill_row_losses"), rows, softmax, *arguments)
+    losses = cupy.empty((2, softmax.rows), np.float64)
+    softmax.launch("losses.cu", "fill_row_losses", valid, *_numbers_of(terms), losses)
     return losses
 
 
+def _upstream_arguments(upstream: Any) -> list[Any]:
+    """Return the arguments of kernels for an upstream gradient: a NumPy array of one number, or any of CuPy's."""
+    if isinstance(upstream, np.ndarray):
+        return [None, np.int32(0), np.int32(0), np.float64(upstream[0])]
+    array = cupy.ascontiguousarray(upstream)
+    return [array, np.int32(DTYPE_CODES[array.dtype.name]), np.int32(array.size > 1), np.float64(0.0)]
+
+
 def row_gradients(
-    softmax: Array,
+    softmax: MergedStates,
     fields: StateFields,
-    valid: Any,
-    target_column: Any | None,
-    upstream: Array,
-    divisor: Array,
-    scale: float,
+    valid: Array | None,
+    target_column: Array | None,
+    upstream: Any,
+    divisor: Any,
+    _: float,
     terms: LossTerms,
 ) -> Array:
     """Return the rows of a gradient; `losses.row_gradients` has the arguments.
 
-    `valid` and `target_column` are in NumPy or CuPy.
+    `valid` is None if all rows count. `upstream` and `divisor` are of floating-point numbers, and in NumPy if they are
+    one that the host knows; such a divisor is 1. The kernel takes the scale from the transform of the softmax.
     """
-    rows = len(softmax)
-    gradients = cupy.empty((rows, len(ROW_GRADIENT)), np.float64)
-    if rows:
-        arguments = [
-            *(softmax, np.int64(rows), np.int32(fields.flags), cupy.asarray(valid)),
-            None if target_column is None else cupy.asarray(target_column),
-            *(cupy.ascontiguousarray(upstream), np.int32(upstream.size > 1), divisor, np.float64(scale)),
-            *(*_numbers_of(terms), gradients),
-        ]
-        _launch_for_rows(Kernel("losses.cu", "pce::fill_row_gradients"), rows, *arguments)
+    gradients = cupy.empty((softmax.rows, len(ROW_GRADIENT)), np.float64)
+    given = *_upstream_arguments(upstream), None if isinstance(divisor, np.ndarray) else divisor
+    softmax.launch("losses.cu", "fill_row_gradients", valid, *_numbers_of(terms), target_column, *given, gradients)
     return gradients
+
+
+def row_statistics(softmax: MergedStates, valid: Array | None, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Return statistics of rows; `losses.row_statistics` has the arguments. `valid` is None if all rows count."""
+    numbers, argmax = cupy.empty((5, softmax.rows), dtype), cupy.empty(softmax.rows, np.int64)
+    code = np.int32(DTYPE_CODES[numbers.dtype.name])
+    softmax.launch("statistics.cu", "fill_row_statistics", valid, numbers, code, argmax)
+    return numbers, argmax
+
+
+def statistics_gradients(
+    softmax: MergedStates,
+    valid: Array | None,
+    target_column: Array | None,
+    classes: range,
+    _: float,
+    log_prob: Any,
+    entropy: Any,
+    logsumexp: Any,
+) -> Array:
+    """Return the rows of a gradient of statistics; `losses.statistics_gradients` has the arguments.
+
+    Those that `row_gradients` takes are as there.
+    """
+    gradients = cupy.empty((softmax.rows, len(ROW_GRADIENT)), np.float64)
+    upstream = [argument for each in (log_prob, entropy, logsumexp) for argument in _upstream_arguments(each)]
+    shard = np.int64(classes.start), np.int64(len(classes))
+    softmax.launch("statistics.cu", "fill_statistics_gradients", valid, target_column, *shard, *upstream, gradients)
+    return gradients
+
+
+def _partial_sums(items: Array) -> Array:
+    """Return the sums of parts of (arrays, count) numbers, (arrays, parts, 4), or the numbers, if these are few."""
+    arrays, count = items.shape
+    if count <= VALUES_OF_BLOCK:
+        return items
+    sums = cupy.empty((arrays, -(-count // VALUES_OF_BLOCK), 4), np.uint64)
+    _launch(Kernel("sums.cu", "pce::sum_items<double>"), (sums.shape[1], arrays), BLOCK_THREADS, *_items(items), sums)
+    return sums
+
+
+def _items(items: Array) -> tuple[Array, np.int64]:
+    return items, np.int64(items.shape[1])
+
+
+def _kernel_of_sums(function: str, items: Array) -> Kernel:
+    """Return the kernel that adds up float64 numbers, or sums of them."""
+    return Kernel("sums.cu", f"pce::{function}<{'double' if items.dtype == np.float64 else 'pce::Sum'}>")
 
 
 def sums_of(*arrays: Array) -> Array:
     """Return the sums of arrays of float64 numbers, finite or not: (arrays, 4) words, a grid and limbs."""
     sums = cupy.empty((len(arrays), 4), np.uint64)
     for total, values in zip(sums, arrays, strict=True):
-        arguments = cupy.ascontiguousarray(values, np.float64), np.int64(values.size), total
-        _launch(Kernel("sums.cu", "pce::sum_values"), (1, 1), BLOCK_THREADS, *arguments)
+        items = _partial_sums(cupy.ascontiguousarray(values, np.float64)[None])
+        _launch(_kernel_of_sums("sum_items", items), (1, 1), BLOCK_THREADS, *_items(items), total)
     return sums
+
+
+def loss_of_rows(losses: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Return the loss and the divisor of its gradient; `losses` is that of `row_losses`."""
+    return _loss_of(_partial_sums(losses), mean, dtype)
 
 
 def loss_of(sums: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """Return the loss and the divisor of its gradient; `definition.loss_of` has the arguments."""
-    loss = cupy.empty(2, np.float64)
-    _launch(Kernel("sums.cu", "pce::fill_loss"), (1, 1), WARP_SIZE, cupy.ascontiguousarray(sums), np.bool_(mean), loss)
-    return converted(loss[:1], dtype).reshape(()), loss[1:]
+    return _loss_of(cupy.ascontiguousarray(sums)[:, None], mean, dtype)
+
+
+def _loss_of(items: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    loss, divisor = cupy.empty((), dtype), cupy.empty(1, np.float64)
+    arguments = *_items(items), np.bool_(mean), loss, np.int32(DTYPE_CODES[loss.dtype.name]), divisor
+    _launch(_kernel_of_sums("fill_loss", items), (1, 1), BLOCK_THREADS, *arguments)
+    return loss, divisor
 
 
 def largest_of(x: Array, k: int) -> tuple[Array, Array]:

@@ -23,7 +23,12 @@ from pce_mpi.loss.kernels.elementary import Arithmetic, f32, f64, i64, softcap_s
 from pce_mpi.loss.kernels.gradients import gradient_of
 from pce_mpi.loss.kernels.largest import largest_of as largest_of
 from pce_mpi.loss.kernels.limbs import Sums, sum_of, united, value_of_wide
-from pce_mpi.loss.kernels.losses import row_gradients as row_gradients, row_losses as row_losses
+from pce_mpi.loss.kernels.losses import (
+    row_gradients as row_gradients,
+    row_losses as row_losses,
+    row_statistics as row_statistics,
+    statistics_gradients as statistics_gradients,
+)
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
 from pce_mpi.loss.kernels.row_softmax import row_softmax as row_softmax
 from pce_mpi.loss.kernels.states import merge as merge, states_of
@@ -172,6 +177,11 @@ def _values_of(sums: Array) -> Array:
     for kind, value in ((INFINITE, np.inf), (MINUS_INFINITE, -np.inf), (NOT_A_NUMBER, np.nan)):
         values = np.where(grids == kind, value, values)
     return values
+
+
+def loss_of_rows(losses: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Return the loss and the divisor of its gradient, as `loss_of` does, from what `row_losses` gives."""
+    return loss_of(sums_of(losses[0], losses[1]), mean, dtype)
 
 
 def loss_of(sums: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array]:

@@ -30,6 +30,8 @@ _MAX_GRID_Y = 65535
 
 #: the block of the merge kernel, which has one warp for each row
 MERGE_BLOCK_THREADS = 128
+#: numbers that one block adds up; more are added up by several blocks first
+VALUES_OF_BLOCK = 2048
 
 
 class LaunchConfig(NamedTuple):

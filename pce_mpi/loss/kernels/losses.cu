@@ -1,29 +1,37 @@
-// Losses of rows, and the rows of their gradients: a thread for each row. Launched by cuda.py.
-#include <groups.cuh>
+// Losses of rows, and the rows of their gradients, from merged states: a thread for each row. Launched by cuda.py.
 #include <losses.h>
+#include <softmax_of_row.cuh>
 
 namespace pce {
 
-// `losses` has all losses, and then the weights of the rows.
-__global__ void __launch_bounds__(BLOCK_THREADS)
-    fill_row_losses(const RowSoftmax* softmax, int64_t rows, int fields, const bool* valid, double smoothing,
-                    double share, double z_loss, double* losses) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * BLOCK_THREADS + threadIdx.x;
+// `valid` is null if all rows count. `losses` has all losses, and then the weights of the rows.
+template <class Arithmetic>
+__global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
+    fill_row_losses(const uint64_t* states, int64_t rows, double scale, double softcap, int fields,
+                    const uint64_t* class_weights, const bool* valid, double smoothing, double share, double z_loss,
+                    double* losses) {
+  const int64_t row = row_of_thread();
   if (row >= rows) return;
-  const RowLoss loss = RowLoss::of(softmax[row], fields, valid[row], {smoothing, share, z_loss});
+  const RowSoftmax softmax = softmax_of_row<Arithmetic>(states, row, {fields, {scale, softcap}}, class_weights);
+  const RowLoss loss = RowLoss::of(softmax, fields, valid == nullptr || valid[row], {smoothing, share, z_loss});
   losses[row] = loss.loss;
   losses[rows + row] = loss.weight;
 }
 
-// `columns` may be null; `upstream` has one number, or one `for_each_row`.
-__global__ void __launch_bounds__(BLOCK_THREADS)
-    fill_row_gradients(const RowSoftmax* softmax, int64_t rows, int fields, const bool* valid, const int64_t* columns,
-                       const double* upstream, int for_each_row, const double* divisor, double scale,
-                       double smoothing, double share, double z_loss, RowGradient* gradients) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * BLOCK_THREADS + threadIdx.x;
+// `columns` may be null, and so may `divisor`, which is then 1.
+template <class Arithmetic>
+__global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
+    fill_row_gradients(const uint64_t* states, int64_t rows, double scale, double softcap, int fields,
+                       const uint64_t* class_weights, const bool* valid, double smoothing, double share, double z_loss,
+                       const int64_t* columns, const void* upstream, int upstream_dtype, int for_each_row,
+                       double upstream_number, const double* divisor, RowGradient* gradients) {
+  const int64_t row = row_of_thread();
   if (row >= rows) return;
-  const double slope = scale * (valid[row] ? upstream[for_each_row ? row : 0] / *divisor : 0.0);
-  gradients[row] = gradient_row(softmax[row], fields, valid[row], columns == nullptr ? -1 : columns[row], slope,
+  const RowSoftmax softmax = softmax_of_row<Arithmetic>(states, row, {fields, {scale, softcap}}, class_weights);
+  const bool counts = valid == nullptr || valid[row];
+  const double given = Upstream{upstream, upstream_dtype, for_each_row, upstream_number}[row];
+  const double slope = scale * (counts ? given / (divisor == nullptr ? 1.0 : *divisor) : 0.0);
+  gradients[row] = gradient_row(softmax, fields, counts, columns == nullptr ? -1 : columns[row], slope,
                                 {smoothing, share, z_loss});
 }
 

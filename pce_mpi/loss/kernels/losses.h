@@ -41,6 +41,44 @@ PCE_FUNCTION RowGradient gradient_row(const RowSoftmax &row, int fields, bool va
             row.held_weight, 0.0,    0.0,   0.0,     -1,       0.0};
 }
 
+// Every nan gets the same bits, on every rank.
+PCE_FUNCTION double one_nan(double v) { return v == v ? v : not_a_number(); }
+
+// The statistics of a row: `ClassStatistics` in loss/statistics.py, but for `argmax`.
+struct RowStatistics {
+    double max, sum_exp, logsumexp, log_prob, entropy;
+
+    static PCE_FUNCTION RowStatistics of(const RowSoftmax &row, bool valid) {
+        return {one_nan(row.held_z), one_nan(1.0 + row.odds), one_nan(row.logsumexp),
+                one_nan(valid ? row.target_log_prob : 0.0), one_nan(row.entropy)};
+    }
+};
+
+// The gradient of the statistics of a row, from those of three of them. `target`, a column of this shard or none, means
+// nothing if there are no targets.
+PCE_FUNCTION RowGradient statistics_gradient_row(const RowSoftmax &row, int64_t target, bool has_target,
+                                                 int64_t class_start, int64_t classes, double scale, double log_prob,
+                                                 double entropy, double logsumexp) {
+    int64_t column = row.argmax - class_start;  // of the class held apart
+    bool is_held = has_target && target == column;
+    double common = logsumexp - entropy * (row.entropy - row.held_nll);
+    double held = common * row.held_probability - log_prob * (is_held ? row.held_minus_one : row.held_probability);
+    RowGradient gradient = {};
+    gradient.exponent = row.exponent;
+    gradient.column = column >= 0 && column < classes ? column : -1;
+    gradient.valid = 1;
+    gradient.top = row.top;
+    gradient.most = row.most;
+    gradient.factor = scale * row.normalizer;
+    gradient.held_gradient = scale * held;
+    gradient.constant = common - log_prob;
+    gradient.slope = -entropy;
+    gradient.origin = row.held;
+    gradient.target = !has_target || is_held ? -1 : target;
+    gradient.target_gradient = scale * log_prob;
+    return gradient;
+}
+
 // The loss of a call, and the divisor of its gradient, from the sums of the rows' losses and weights. A mean over rows
 // whose weights sum to 0 is nan, and so is its gradient.
 struct Loss {

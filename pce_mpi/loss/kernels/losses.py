@@ -1,4 +1,4 @@
-"""Losses of rows and the rows of their gradients, in NumPy; `losses.h` has the same bits.
+"""Losses and statistics of rows, and the rows of their gradients, in NumPy; `losses.h` has the same bits.
 
 With h the class held apart, the loss of a row is u_h (-log p_h) + sum_{c != h} u_c (-log p_c) + z_loss logsumexp^2.
 """
@@ -78,4 +78,59 @@ def row_gradients(
     whole[:, ROW_GRADIENT["valid"]] = valid
     whole[:, ROW_GRADIENT["column"]] = -1 if target_column is None else target_column
     whole[:, ROW_GRADIENT["target"]] = -1
+    return gradient
+
+
+def row_statistics(softmax: Array, valid: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Return statistics of rows, (5, rows) of `dtype`, and the largest class of each, (rows,).
+
+    They are the largest z, sum_c exp(z_c - it), logsumexp, the target's log-probability, or 0 in rows that are not
+    `valid`, and the entropy.
+    """
+    rows = RowSoftmax(softmax)
+    with np.errstate(all="ignore"):
+        log_prob = np.where(valid, rows.target_log_prob, 0.0)
+        found = np.array([rows.held_z, 1.0 + rows.odds, rows.logsumexp, log_prob, rows.entropy])
+        # Every nan gets the same bits, on every rank.
+        return np.where(np.isnan(found), np.nan, found).astype(dtype), rows.argmax.view(np.int64).copy()
+
+
+def statistics_gradients(
+    softmax: Array,
+    valid: Array,
+    target_column: Array | None,
+    classes: range,
+    scale: float,
+    log_prob: Array,
+    entropy: Array,
+    logsumexp: Array,
+) -> Array:
+    """Return the rows of a gradient from those of three statistics, (rows, columns of `ROW_GRADIENT`).
+
+    The gradients of the statistics are (1,) or (rows,); that of `log_prob` does not count in rows that are not `valid`.
+    `classes` are those of this shard, and `target_column` is None without targets.
+    """
+    rows = RowSoftmax(softmax)
+    gradient = np.zeros((len(softmax), len(ROW_GRADIENT)))
+    whole = gradient.view(np.int64)
+    column = rows.argmax.view(np.int64) - classes.start  # of the class held apart
+    is_held = np.False_ if target_column is None else target_column == column
+    with np.errstate(all="ignore"):
+        log_prob = np.where(valid, log_prob, 0.0)
+        common = logsumexp - entropy * (rows.entropy - rows.held_nll)
+        less_one = np.where(is_held, rows.held_minus_one, rows.held_probability)
+        columns = {
+            **{name: getattr(rows, name) for name in ("exponent", "top", "most")},
+            "factor": scale * rows.normalizer,
+            "constant": common - log_prob,
+            "slope": -entropy,
+            "origin": rows.held,
+            "held_gradient": scale * (common * rows.held_probability - log_prob * less_one),
+            "target_gradient": scale * log_prob,
+        }
+    for name, values in columns.items():
+        gradient[:, ROW_GRADIENT[name]] = values
+    whole[:, ROW_GRADIENT["valid"]] = 1
+    whole[:, ROW_GRADIENT["column"]] = np.where((column >= 0) & (column < len(classes)), column, -1)
+    whole[:, ROW_GRADIENT["target"]] = -1 if target_column is None else np.where(is_held, -1, target_column)
     return gradient
