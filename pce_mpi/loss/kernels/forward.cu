@@ -7,12 +7,12 @@ namespace pce {
 // The exponentials of a thread's logits, summed as digits of 21 bits: the limb j is sum_i digit_(j + i) 2^(21 i).
 template <bool SCALED>
 class Exponentials {
-  // The fast way takes logits z up to 2,047. Beside one in this range, those below -2,048 count for nothing.
-  static constexpr float MOST = 2047.0f, LEAST = -1848.0f, LOWEST = -2048.0f;
+  // The fast way takes logits z of which the largest is in this range. Beside it, those below -2,048 count for nothing.
+  static constexpr float MOST = 2047.0f, LEAST = -1848.0f;
   static constexpr double LN_2 = 0.69314;
   static constexpr uint32_t DIGIT = (1u << Single::WIDTH) - 1;
 
-  float scale_, inverse_, lowest_;
+  float scale_, inverse_;
   uint32_t limit_ = 0;  // the exponent of the grid's largest element, in the form of `bits(k)` in `add`
 
   __device__ __forceinline__ float over_scale(float z) const { return SCALED ? product32(z, inverse_) : z; }
@@ -23,7 +23,7 @@ class Exponentials {
   float bound;  // a larger logit needs a coarser grid
 
   __device__ __forceinline__ explicit Exponentials(double scale)
-      : scale_(narrow(scale)), inverse_(narrow(1.0 / scale)), lowest_(over_scale(LOWEST)) {
+      : scale_(narrow(scale)), inverse_(narrow(1.0 / scale)) {
     forget();
     top = bound;
   }
@@ -50,18 +50,16 @@ class Exponentials {
   // Add logits to the low halves of three limbs; none is larger than `bound`, or than the logit that the grid has been
   // raised to.
   template <typename T>
-  __device__ __forceinline__ void add(Vector logits, uint32_t (&sums)[3]) const {
+  __device__ __forceinline__ void add(const Vector& logits, uint32_t (&sums)[3]) const {
     constexpr int N = Storage<T>::width;
-    if constexpr (!SCALED) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) logits.word[i] = maximum<T>(logits.word[i], word_of<T>(LOWEST));
-    }
     float x[N];
     unpack<T>(logits, x);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float v = SCALED ? maximum_or_nan(x[i], lowest_) : x[i];
+      const float v = x[i];
       float k = fma32(SCALED ? product32(v, scale_) : v, LOG2E32, MAGIC32);
+      // 64 or more for each z from -infinity to -2,048, also where k is no integer: its element is shifted away,
+      // whatever it is.
       const uint32_t shift = limit_ - bits(k);
       k = sum32(k, -MAGIC32);
       const float f = SCALED ? fma32(v, scale_, product32(k, -HI32)) : fma32(k, -HI32, v);

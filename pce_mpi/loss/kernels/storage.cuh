@@ -97,17 +97,6 @@ __device__ __forceinline__ unsigned maximum(unsigned a, unsigned b) {
     return maximum_of_bfloat16s(a, b);
 }
 
-// A word of equal elements.
-template <typename T>
-__device__ __forceinline__ unsigned word_of(float x) {
-  if constexpr (Storage<T>::dtype == FLOAT32)
-    return bit_cast<unsigned>(x);
-  else if constexpr (Storage<T>::dtype == FLOAT16)
-    return halves_of_floats(x, x);
-  else
-    return bfloat16s_of_floats(x, x);
-}
-
 template <typename T>
 __device__ __forceinline__ float max_of_word(unsigned word) {
   if constexpr (Storage<T>::dtype == FLOAT32) {
