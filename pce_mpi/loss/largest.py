@@ -112,14 +112,14 @@ def largest(options: Options, logits: Any, k: int) -> tuple[Array, Array]:
     xp, axis = problem.xp, problem.options.axis
     outer, inner = math.prod(problem.logits.shape[:axis]), math.prod(problem.logits.shape[axis + 1 :])
     rows = rows_and_classes(problem.logits, axis).swapaxes(1, 2).reshape(outer * inner, problem.classes)
-    dtype = _wire_dtype(problem.logits.dtype)
-    candidates = xp.empty((len(rows), 2, k), np.int64)
-    values, classes = candidates[:, 0].view(dtype), candidates[:, 1]
-    values[...], classes[...] = _lowest(dtype), NO_CLASS  # for a rank with fewer than k classes
-    count = min(k, problem.classes)
-    found, columns = problem.kernel.largest_of(rows, count)
-    values[:, :count], classes[:, :count] = found.astype(dtype, copy=False), columns + problem.class_start
+    dtype, count = _wire_dtype(problem.logits.dtype), min(k, problem.classes)
+    values, columns = problem.kernel.largest_of(rows, count)
+    values, classes = values.astype(dtype, copy=False), columns + problem.class_start
     if options.comm is not None:
+        candidates = xp.empty((len(rows), 2, k), np.int64)
+        numbers, places = candidates[:, 0].view(dtype), candidates[:, 1]
+        numbers[...], places[...] = _lowest(dtype), NO_CLASS  # for a rank with fewer than k classes
+        numbers[:, :count], places[:, :count] = values, classes
         element = np.dtype([("values", dtype, (k,)), ("classes", np.int64, (k,))])
         with cause(options.operation, options.over, "the largest logits of the shards, merged"):
             flat = candidates.reshape(len(rows), 2 * k)

@@ -1,6 +1,7 @@
 """Comparison of kernels with the definition: the same bits, from random problems in any memory."""
 
 from dataclasses import dataclass
+import itertools
 
 import ml_dtypes
 import numpy as np
@@ -202,25 +203,18 @@ def check_losses(cuda, problem):
     softmax, fields, terms = problem.softmax_columns(), problem.fields, LossTerms(0.1, 0.01, 0.3)
     rows, columns = len(softmax), None if problem.columns is None else on_device(problem.columns)
     upstream, divisor, scale = np.linspace(-1.0, 2.0, rows), np.array([1.7]), problem.transform.scale
+    halves, one = upstream.astype(np.float16), np.ones(1)  # a single number may be on the host
+    upstreams = [(on_device(upstream), upstream), (on_device(halves), halves.astype(np.float64))]
+    upstreams += [(on_device(upstream[:1]), upstream[:1]), (one / 3, one / 3)] if rows else []
     for valid in (np.arange(rows) % 4 != 3, np.ones(rows, np.bool_)):
         given, counted = merged_states(cuda, problem), None if valid.all() else on_device(valid)
         found = cuda.row_losses(given, fields, counted, terms).get()
         assert_equal(found, definition.row_losses(softmax, fields, valid, terms))
-        for each, by in (upstream, divisor), (upstream.astype(np.float16), np.ones(1)), (upstream[:1], divisor):
-            place_of = on_device if len(each) > 1 or valid.all() else np.asarray  # one number may be on the host
-            by_place = on_device if by is divisor else np.asarray
-            found = (
-                cuda.row_gradients(
-                    given, fields, counted, columns, place_of(each.astype(each.dtype)), by_place(by), scale, terms
-                ).get()
-                if rows
-                else np.empty((0, len(ROW_GRADIENT)))
-            )
-            expected = definition.row_gradients(
-                softmax, fields, valid, problem.columns, each.astype(np.float64), by, scale, terms
-            )
+        for (here, each), (by_here, by) in itertools.product(upstreams, [(on_device(divisor), divisor), (one, one)]):
+            found = cuda.row_gradients(given, fields, counted, columns, here, by_here, scale, terms).get()
+            expected = definition.row_gradients(softmax, fields, valid, problem.columns, each, by, scale, terms)
             assert_rows(found, expected, softmax)
-        place.forget()
+    place.forget()
 
 
 def check_statistics(cuda, problem):

@@ -1,5 +1,6 @@
 """The largest logits and their classes: those of a stable sort of all classes, with the bits of one process."""
 
+import itertools
 import math
 
 from hypothesis import given, settings, strategies as st
@@ -80,17 +81,19 @@ def test_kernels_find_the_same(data, dtype):
 
 
 @pytest.mark.sizes(2)  # the order of the local classes does not depend on the ranks
-def test_many_classes_are_ordered_by_blocks(comm, monkeypatch):
-    monkeypatch.setattr(kernel_largest, "_BLOCK", 3 * 5000)
+@pytest.mark.parametrize("library", ["NumPy", "CuPy"])
+def test_many_classes_are_ordered_by_blocks(comm, cupy, monkeypatch, library):
+    monkeypatch.setattr(kernel_largest, "_BLOCK" if library == "NumPy" else "_BLOCK_ON_GPU", 3 * 5000)
+    to_library, to_host = (np.asarray, np.asarray) if library == "NumPy" else (cupy.asarray, cupy.asnumpy)
     rng = np.random.default_rng(1)
     for drawn in (rng.integers(0, 4000, (4, 5003)), np.sort(rng.integers(0, 60, (4, 5003)), 1)):
         logits = drawn.astype(np.float32)
         mine = slice(*pce.shard_range(5003, comm.size, comm.rank))
         for k in (7, 300):
-            values, classes = pce.top_k(logits[:, mine], k, comm=comm)
+            values, classes = pce.top_k(to_library(logits[:, mine]), k, comm=comm)
             wanted, order = expected(logits, k)
-            assert is_same(classes, order)
-            assert is_same(values, wanted)
+            assert is_same(to_host(classes), order)
+            assert is_same(to_host(values), wanted)
 
 
 def test_top_k_along_another_axis_is_the_same(comm):
@@ -146,16 +149,17 @@ def test_wrong_top_k_raises_on_every_rank(comm, change, error, text):
 
 
 def test_cupy_arrays_give_same_top_k(comm, cupy):
-    for dtype in (np.float16, np.float32, np.int64):
+    for dtype, k in itertools.product((np.float16, np.float32, np.float64, np.int64), (1, 4)):
         logits = logits_of(dtype)
         mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
         shard = cupy.asarray(np.ascontiguousarray(logits[:, mine]))
-        wanted, order = expected(logits, 4)
+        wanted, order = expected(logits, k)
         for how in (comm, None) if comm.size == 1 else (comm,):
-            values, classes = pce.top_k(shard, 4, comm=how)
+            values, classes = pce.top_k(shard, k, comm=how)
             assert isinstance(values, cupy.ndarray)
             assert is_same(cupy.asnumpy(classes), order)
             np.testing.assert_array_equal(cupy.asnumpy(values), wanted)
+            assert np.array_equal(np.signbit(cupy.asnumpy(values)), np.signbit(wanted)) or dtype is np.int64
         assert cupy.asnumpy(pce.argmax(shard, comm=comm)).tolist() == order[:, 0].tolist()
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from pce_mpi.arrays import is_floating
 from pce_mpi.loss.kernels import largest
 from pce_mpi.loss.kernels.compilation import ARITHMETICS, CPP_TYPES, DTYPE_CODES, OPTIONS, Kernel, source_of
-from pce_mpi.loss.kernels.elementary import SINGLE, Arithmetic
+from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
 from pce_mpi.loss.kernels.launch_config import (
     BLOCK_THREADS,
     MERGE_BLOCK_THREADS,
@@ -321,8 +321,27 @@ def _loss_of(items: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Arr
 
 def largest_of(x: Array, k: int) -> tuple[Array, Array]:
     """Return the k largest elements of each row and their columns; see `largest.largest_of`."""
-    # CuPy compares all subnormal numbers of float32 as equal.
-    return largest.largest_of(converted(x, np.dtype(np.float64)) if is_floating(x.dtype) else x, k)
+    if not is_floating(x.dtype):
+        return largest.largest_of(x, k)
+    if k == 1:
+        columns = _largest_columns(x)
+        bits = cupy.take_along_axis(x.view(f"u{x.dtype.itemsize}"), columns, axis=1)
+        return _wide(bits.view(x.dtype)), columns
+    return largest.largest_of(x, k, _wide)
+
+
+def _wide(x: Array) -> Array:
+    """Return floating-point numbers as float64: CuPy compares all subnormal numbers of float32 as equal."""
+    return converted(x, np.dtype(np.float64))
+
+
+def _largest_columns(x: Array) -> Array:
+    """Return the column of the largest element of each row, (rows, 1), by the pass of the statistics."""
+    fields, arithmetic = StateFields(hold_largest=True, argmax=True), DOUBLE if x.dtype == np.float64 else SINGLE
+    options = {"weights": ClassWeights(), "transform": Transform(), "arithmetic": arithmetic, "class_start": 0}
+    states = fill_states(x[:, :, None], None, fields, **options)
+    word = fields.dtype.fields["argmax"][1] // 8
+    return states[:, word : word + 1].view(np.int64)
 
 
 def converted(values: Array, dtype: np.dtype[Any]) -> Array:

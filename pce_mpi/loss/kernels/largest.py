@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import math
 from typing import Any
 
@@ -11,23 +12,24 @@ from pce_mpi.arrays import array_namespace, is_half
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
-# The number of elements that are sorted at once on the host, where halves are widened first.
-_BLOCK = 2**20
+# The number of elements that are widened and put in order at once.
+_BLOCK, _BLOCK_ON_GPU = 2**20, 2**24
 
 
-def largest_of(x: Array, k: int) -> tuple[Array, Array]:
+def _widened(x: Array) -> Array:
+    return x.astype(np.float32) if is_half(x.dtype) else x
+
+
+def largest_of(x: Array, k: int, widened: Callable[[Array], Array] = _widened) -> tuple[Array, Array]:
     """Return the k largest elements of each row, largest first, and their columns: (rows, k) each.
 
-    A nan is larger than any number, and of equal elements those in the lowest columns come first.
+    A nan is larger than any number, and of equal elements those in the lowest columns come first. `widened` gives rows
+    in a dtype that the array library puts in order; that is the dtype of the values.
     """
     xp, (rows, columns) = array_namespace(x), x.shape
-    if xp is not np:
-        return _in_order(x, k)
-    values, places = np.empty((rows, k), x.dtype), np.empty((rows, k), np.int64)
-    step = max(1, _BLOCK // max(1, columns))
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
-        values[part], places[part] = _in_order(x[part], k)
+    step = max(1, (_BLOCK if xp is np else _BLOCK_ON_GPU) // max(1, columns))
+    found = [_in_order(widened(x[start : start + step]), k) for start in range(0, max(1, rows), step)]
+    values, places = found[0] if len(found) == 1 else map(xp.concatenate, zip(*found, strict=True))
     return values, places
 
 
@@ -42,8 +44,6 @@ def _in_order(x: Array, k: int) -> tuple[Array, Array]:
     The k largest are in the k blocks with the largest maxima: an element of another block comes after these k maxima.
     """
     xp = array_namespace(x)
-    if is_half(x.dtype):
-        x = x.astype(np.float32)
     rows, columns = x.shape
     size = max(1, math.isqrt(columns // max(1, k)))
     blocks = columns // size
