@@ -64,12 +64,19 @@ def check_statistics(cuda):
     check_forward(cuda, "statistics", splits=3)
 
 
-def check_backward(cuda):
+def check_backward(cuda, config=None):
     for problem, strided in few_rows():
         rows = rows_of(problem, 1)
         rows.view(np.int64)[:, ROW_GRADIENT["valid"]] = 1, 1, 1, 0
-        write_gradient(cuda, problem, rows, strided, strided)
+        with pytest.MonkeyPatch.context() as patch:
+            if config is not None:
+                patch.setattr(LaunchConfig, "for_backward", lambda *_: config)
+            write_gradient(cuda, problem, rows, strided, strided)
         assert_equal(strided[:, :, 0], expected_gradient(problem, rows, strided.dtype))
+
+
+def check_backward_of_two_warps(cuda):
+    check_backward(cuda, LaunchConfig(64, 128, 2**14, 1, 2))
 
 
 FAULTS = [
@@ -113,10 +120,12 @@ FAULTS = [
     (check_backward, "backward.cu", "exponent - odd", "exponent"),
     (check_backward, "backward.cu", "(154 + exponent)", "(100 + exponent)"),
     (check_backward, "backward.cu", "Vector{0, 0, 0, 0}", "Vector{0, 0, 0, 1}"),
+    (check_backward_of_two_warps, "backward.cu", "  __syncthreads();\n", ""),
+    (check_backward_of_two_warps, "backward.cu", "threadIdx.x) / group_size]", "threadIdx.x) / WARP_SIZE]"),
 ]
 
 
-@pytest.mark.parametrize("check", [check_forward, check_statistics, check_backward])
+@pytest.mark.parametrize("check", [check_forward, check_statistics, check_backward, check_backward_of_two_warps])
 def test_comparisons_that_find_faults_pass_without_one(cuda, check):
     check(cuda)
 

@@ -42,6 +42,19 @@ class NearGradient {
   }
 };
 
+// What a group of threads knows of its row. Its last thread computes it for all; tests run threads in order, and would
+// not miss the barrier after the first one.
+template <bool SCALED>
+struct RowConstants {
+  RowFactor factor;
+  NearGradient<SCALED> near;
+};
+
+template <bool SCALED>
+struct BlockConstants {
+  RowConstants<SCALED> of_group[BLOCK_THREADS / 8];  // a group has at least 8 threads
+};
+
 // dx_c = factor exp(z_c). The column held apart gets `held_gradient`, and rows that are not valid get 0. `out` may be
 // the logits; otherwise its rows have the same alignment as theirs.
 template <typename T, bool SCALED>
@@ -50,14 +63,20 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
                    int64_t out_pitch, const RowGradient* gradients, double scale) {
   constexpr int WIDTH = Storage<T>::width;
   const RowTile tile(rows, classes, chunk, group_size);
+  const Call call = {0, {scale, 0.0}};
+  RowConstants<SCALED>& constants =
+      shared_memory<BlockConstants<SCALED>>().of_group[static_cast<int>(threadIdx.x) / group_size];
+  if (tile.thread_rank == group_size - 1 && tile.row < rows) {
+    const RowFactor factor = RowFactor::of(gradients[tile.row], call.transform);
+    constants = {factor, {factor, gradients[tile.row].most, scale}};
+  }
+  __syncthreads();
   if (tile.row >= rows) return;
   const T* row = logits + tile.row * pitch + tile.first_class;
   T* to = out + tile.row * out_pitch + tile.first_class;
   const VectorizedSpan<T> span(row, tile.count);
   const RowGradient& gradient = gradients[tile.row];
-  const Call call = {0, {scale, 0.0}};
-  const RowFactor factor = RowFactor::of(gradient, call.transform);
-  const NearGradient<SCALED> near(factor, gradient.most, scale);
+  const NearGradient<SCALED> near = constants.near;
   const int held = tile.local_index(gradient.column);
   const float held_dx = narrow(gradient.held_gradient);
 
@@ -70,7 +89,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
   if (!near.usable) {
 #pragma unroll 1
     for (int at = tile.thread_rank; at < tile.count; at += group_size)
-      to[at] = narrowed<T>(at == held ? held_dx : gradient_of<Single>(number_of(row[at]), 1.0, factor, call));
+      to[at] = narrowed<T>(at == held ? held_dx : gradient_of<Single>(number_of(row[at]), 1.0, constants.factor, call));
     return;
   }
   for (int start = tile.thread_rank; start < span.vectors; start += LOADS * group_size) {
