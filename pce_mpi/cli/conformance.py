@@ -30,10 +30,10 @@ from pce_mpi.conformance.batches import DEFAULT_TIMEOUT, LARGE_TIMEOUT, asked_of
 from pce_mpi.conformance.cases import fits
 from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.launching import LaunchError, most_ranks, number_of_cores
-from pce_mpi.conformance.offers import DTYPES
 from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
 from pce_mpi.conformance.reports import files, json_file, listing, terminal
+from pce_mpi.conformance.terms import DTYPES
 from pce_mpi.conformance.texts import bounded, visible
 
 __all__ = ["add_arguments", "run", "status_as_rank"]

@@ -18,9 +18,10 @@ from pce_mpi.conformance.adapters import adapted
 from pce_mpi.conformance.cases import Case
 from pce_mpi.conformance.catalogue import cases
 from pce_mpi.conformance.loading import load
-from pce_mpi.conformance.offers import Gradient, Offer, offer_of, offers
+from pce_mpi.conformance.offers import Offer, offer_of, offers
 from pce_mpi.conformance.outcomes import Outcome, Verdict
 from pce_mpi.conformance.running import assert_conforms, run_case
+from pce_mpi.conformance.terms import Gradient
 from pce_mpi.conformance.units import Tolerance
 
 __all__ = [

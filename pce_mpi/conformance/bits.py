@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Problem
-from pce_mpi.conformance.comparing import NAMES, row_name
+from pce_mpi.conformance.comparing import row_name
 from pce_mpi.conformance.outcomes import Finding
+from pce_mpi.conformance.problems import Problem
 
 Array = np.ndarray[Any, Any]
 
@@ -28,7 +28,7 @@ def other_bits(
         row, number = map(int, np.argwhere(problem.row_major(places) == place)[0])
         return f" in {row_name(problem, row)}, class {number} (rank {problem.rank_of(number)})"
 
-    name = NAMES[problem.kind]
+    name = problem.kind.noun
     found = [
         f"{name}{f' on rank {rank}' * (rank > 0)}{text}"
         for rank, each in enumerate(losses)

@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of, dtype_named
-from pce_mpi.conformance.cases import Problem
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
+from pce_mpi.conformance.problems import Problem
 from pce_mpi.conformance.units import Tolerance, Units, allowed, coarsest, finest
 
 Array = np.ndarray[Any, Any]
-
-# The words for what the kinds of candidates return.
-NAMES = {"loss": "loss", "log_prob": "log-probability", "entropy": "entropy"}
 
 _MAP_ROWS, _MAP_CLASSES = 48, 192
 
@@ -104,7 +101,7 @@ class Losses(_Compared):
     """Compares the losses of all ranks with the exact one; `wrong` is (ranks, *shape of the loss)."""
 
     def __init__(self, problem: Problem, losses: Sequence[Array], tolerance: Tolerance) -> None:
-        self._problem, self._name = problem, NAMES[problem.kind]
+        self._problem, self._name = problem, problem.kind.noun
         self.losses = losses
         arithmetic = compute_dtype_of(problem.dtype).name
         returned = coarsest(arithmetic, *(loss.dtype.name for loss in losses))

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
-from pce_mpi.conformance.cases import Problem
-from pce_mpi.conformance.faults import Answer, Given, answers
-from pce_mpi.conformance.offers import Kind
-from pce_mpi.conformance.places import place_of_gradient, place_of_loss, rounded_to, unshifted
+from pce_mpi.conformance.faults import Answer, Given
+from pce_mpi.conformance.kinds import KINDS
+from pce_mpi.conformance.places import place_of_gradient, place_of_loss, rounded_to
+from pce_mpi.conformance.problems import Kind, Problem
 from pce_mpi.conformance.textbook import Textbook
 
 Array = np.ndarray[Any, Any]
@@ -36,10 +36,10 @@ def explain(problem: Problem, losses: Sequence[Any], dlogits: Any, wrong_losses:
     wrong_dlogits   shaped as the logits, the entries of the gradient that do not pass
     """
     declared = problem.kind
-    if declared == "log_prob":  # the negative of a loss
+    if declared.negates is not None:
         losses = [-np.asarray(loss) for loss in losses]
         dlogits = None if dlogits is None else -np.asarray(dlogits)
-        problem = replace(problem, kind="loss")
+        problem = replace(problem, kind=declared.negates)
     with np.errstate(all="ignore"):
         book = Textbook.of(problem)
         quantities = [_of_losses(book, losses, wrong_losses)]
@@ -50,10 +50,10 @@ def explain(problem: Problem, losses: Sequence[Any], dlogits: Any, wrong_losses:
             return None
         if meant := _another_kind(problem, declared, quantities):
             return meant
-        known = list(answers(book)) if book.p.size <= MANY else []
+        known = list(declared.faults(book)) if book.p.size <= MANY else []
         # An exact test comes before formulas: the same numbers may be close to another fault's.
         texts = {
-            q.name: rounded_to(book, q.name, q.got, q.distance, q.truth) or unshifted(book, q.name, q.got)
+            q.name: rounded_to(book, q.name, q.got, q.distance, q.truth) or declared.tell(book, q.name, q.got)
             for q in wrong
         }
         for text, answer in known:
@@ -72,22 +72,18 @@ def explain(problem: Problem, losses: Sequence[Any], dlogits: Any, wrong_losses:
 
 def _another_kind(problem: Problem, declared: Kind, quantities: Sequence[_Quantity]) -> str | None:
     """Return what to declare if these are the right numbers of another kind of candidate."""
-
-    def are(answer: Given) -> bool:
-        far = any(quantity.distance(quantity.truth) > quantity.close for quantity in quantities)
-        return far and all(quantity.is_that_of(answer) for quantity in quantities)
-
-    if problem.kind == "loss" and problem.with_numbers:
-        loss, gradient = problem.expected
-        if are(Given((-loss,), -problem.row_major(gradient))):
-            if declared == "loss":
-                return 'the loss is of the opposite sign: a log-probability is declared by @offers(kind="log_prob")'
-            meant = 'a loss is declared by @offers(kind="loss", reductions=("none",))'
-            return f"the loss is of the opposite sign: {meant}"
-        if problem.reduction == "none" and not problem.options:
-            loss, gradient = replace(problem, kind="entropy").expected
-            if are(Given((loss,), problem.row_major(gradient))):
-                return 'the loss is an entropy: that is declared by @offers(kind="entropy"), and gets no targets'
+    if not problem.with_numbers or not any(each.distance(each.truth) > each.close for each in quantities):
+        return None
+    for kind in KINDS.values():
+        if kind.negates is declared or declared.negates is kind:
+            numbers, gradient = (-each for each in problem.expected)
+        elif kind is not declared and problem.reduction == "none" and not problem.options and len(kind.arrays) < 2:
+            numbers, gradient = replace(problem, kind=kind).expected
+        else:
+            continue
+        answer = Given((numbers,), problem.row_major(gradient))
+        if all(each.is_that_of(answer) for each in quantities):
+            return kind.told
     return None
 
 

@@ -1,6 +1,7 @@
-"""Faults that projects have shipped, by their formulas, and the answer that each of them gives.
+"""The answers that faults give, by the formulas of faults that projects have shipped.
 
-A candidate in `tests/candidates` has each of them; a fault that no project has shown has no place here.
+The kinds of candidates have the formulas, a function for each family. A candidate in `tests/candidates` has each of
+them; a fault that no project has shown has no place there.
 """
 
 from __future__ import annotations
@@ -8,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
-from pce_mpi.conformance.textbook import Array, Textbook, softmax
-
-_LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128, "float32": 2.0**128, "float64": np.finfo(np.float64).max}
+from pce_mpi.conformance.textbook import Array, Textbook
 
 
 @dataclass(frozen=True)
@@ -55,193 +53,16 @@ Answer = Given | Computed
 Faults = Iterator[tuple[str, Answer]]
 
 
-def answers(b: Textbook) -> Faults:
-    """Yield every known fault that could show in this problem; the first that fits an answer is reported."""
-    if b.problem.kind == "entropy":
-        yield from _entropies(b)
-    else:
-        for family in (_masks, _smoothing, _z_loss, _owners, _rows, _probabilities, roundings):
-            yield from family(b)
-
-
-def _all_ranks(book: Textbook) -> Computed:
+def all_ranks(book: Textbook) -> Computed:
+    """Return the answer of a textbook on every rank."""
     return Computed((book,))
 
 
-def _each_rank(b: Textbook, change: Callable[[int], Textbook]) -> Computed:
+def each_rank(b: Textbook, change: Callable[[int], Textbook]) -> Computed:
+    """Return the answer of another textbook on each rank."""
     return Computed(tuple(change(rank) for rank in range(b.problem.ranks)))
 
 
-def _of_gradient(gradient: Array) -> Given:
+def of_gradient(gradient: Array) -> Given:
+    """Return the right loss with a wrong gradient."""
     return Given(None, gradient)
-
-
-def _masks(b: Textbook) -> Faults:
-    """optax; TransformerEngine, flash-attention."""
-    zero_times = ((b.u == 0.0) & (b.nll == np.inf)).any(axis=-1)
-    if zero_times.any():
-        text = "0 times the logit -inf of another class gives nan, where it is due to give 0"
-        yield text, _all_ranks(b.but(lost=np.where(zero_times, np.nan, 0.0)))
-    ranks, shards = b.problem.ranks, np.diff(b.problem.splits)
-    masked = np.stack([(b.z[:, b.in_shard(rank)] == -np.inf).all(-1) for rank in range(ranks)])
-    if masked[shards != 0].any():
-        text = "a shard whose logits are all -inf makes the row nan: -inf less the maximum -inf"
-        nan = np.where(masked[shards != 0].any(0) & b.valid, np.nan, 0.0)
-        yield text, _all_ranks(b.but(lost=nan, p=b.p + nan[:, None]))
-        yield text, _of_gradient(np.where(np.repeat(masked.T, shards, axis=1), np.nan, b.gradient()))
-
-
-def _smoothing(b: Textbook) -> Faults:
-    """Label smoothing over the wrong classes, or not reduced."""
-    s, classes = b.smoothing, b.problem.classes
-    if not s or not classes:
-        return
-    shards = np.diff(b.problem.splits)
-    smooth = np.broadcast_to(b.w * s / classes, b.u.shape)
-    target = b.u - smooth
-    if b.problem.ranks > 1:
-        what = f"the {shards[0]}" if len(set(shards)) == 1 else f"each rank's own {', '.join(map(str, shards))}"
-        spread = f"label smoothing is spread over {what} local classes"
-        share = b.w * s * np.repeat(1.0 / np.maximum(shards, 1), shards)
-        local = _each_rank(b, lambda rank: b.with_u(target + b.in_shard(rank) * share))
-        yield f"{spread}, not over all {classes}", local
-        # The losses are summed over the ranks.
-        yield f"{spread}, not over all {classes}", Given((b.with_u(target + share).loss(),), local.gradient)
-        if shards.min() > 1:
-            # Megatron-LM: s K / (K - 1) in place of s, over the K classes of a shard
-            hard, more = target / (1.0 - s), s * shards / (shards - 1)
-            each = np.repeat(more / shards, shards) * b.w
-            yield (
-                f"{spread}, with the factor K / (K - 1), not over all {classes}",
-                _each_rank(b, lambda rank: b.with_u(hard * (1.0 - more[rank]) + b.in_shard(rank) * each)),
-            )
-        text = "the sum of label smoothing is of each rank's own classes only: it is never reduced over the ranks"
-        partly = _each_rank(b, lambda rank: b.with_u(target + b.in_shard(rank) * smooth))
-        yield text, Given(partly.losses, b.gradient())
-        # TransformerEngine: the sum of logits that are not shifted is local, its other terms are not
-        top = b.z.max(axis=-1, initial=-np.inf)
-        unreduced = tuple(
-            book.but(total=b.total, lost=(b.total - book.u.sum(axis=-1)) * np.where(b.valid, top, 0.0))
-            for book in partly.books
-        )
-        yield text, Given(Computed(unreduced).losses, b.gradient())
-    yield (
-        f"label smoothing is spread over the {classes - 1} other classes, not over all {classes}",
-        _all_ranks(b.with_u(b.w * (b.q * (1.0 - s) + (1.0 - b.q) * s / max(classes - 1, 1)))),
-    )
-    text = "log p is the logarithm of an exponential that has become 0, and infinite where label smoothing needs it"
-    largest = _LARGEST[b.problem.dtype.name]
-    infinite = b.but(nll=np.where(b.p < np.finfo(np.float32).smallest_subnormal, np.inf, b.nll))
-    if b.nll.sum() > largest:  # the loss of both is infinite
-        dtype = b.problem.dtype
-        text = f"a sum of log p over classes and rows overflows {dtype}, which ends at {largest:.5g}; or {text}"
-    yield text, _all_ranks(infinite)
-
-
-def _z_loss(b: Textbook) -> Faults:
-    """nanotron."""
-    if b.problem.options.get("z_loss"):
-        text = "z_loss lacks the maximum that the logits were shifted by"
-        yield text, _all_ranks(b.but(lse=b.lse - b.z.max(axis=-1, initial=-np.inf)))
-
-
-def _owners(b: Textbook) -> Faults:
-    """ms-swift."""
-    owned = np.zeros(b.p.shape, np.bool_)
-    parts, largest = np.zeros_like(b.p), np.zeros_like(b.p)
-    for rank, (start, stop) in enumerate(pairwise(b.problem.splits)):
-        if start < stop:
-            owned[:, start:stop] = b.owns(rank)[:, None]
-            parts[:, start:stop] = b.p[:, start:stop].sum(axis=-1, keepdims=True)
-            largest[np.arange(len(b.z)), start + b.z[:, start:stop].argmax(axis=-1)] = 1.0
-    if b.problem.with_probabilities or owned[b.valid].all():
-        return
-    text = "only the shard that owns a row's target has a gradient: an all-reduce that autograd does not see"
-    yield text, _of_gradient(np.where(owned, b.gradient(), 0.0))
-    # The shard's maximum is not detached, though it is a constant after its all-reduce.
-    more = b.gradient_of(b.total[:, None] * largest * (1.0 - parts))
-    yield text, _of_gradient(np.where(owned, b.gradient() + more, 0.0))
-
-
-def _rows(b: Textbook) -> Faults:
-    """Wrong rows count, or a mean has a wrong divisor."""
-    rows, left = b.problem.rows, int(b.valid.sum())
-    if b.problem.reduction == "mean":
-        if left < rows:  # Paddle
-            text = f"the mean divides by all {rows} rows, not by the {left} that are not ignored"
-            yield text, _all_ranks(b.but(divisor=float(rows)))
-        counted = b.valid & (b.row_losses().astype(np.float32) != 0)
-        if counted.sum() < left:  # ColossalAI
-            text = "the mean counts the rows whose loss is not 0, and leaves out those that are predicted perfectly"
-            yield text, _all_ranks(b.but(divisor=float((b.q[counted] @ b.w).sum())))
-    inside = ~b.valid & (b.t >= 0) & (b.t < b.problem.classes)
-    if inside.any():
-        # ColossalAI: their softmax is set to 0, and 1 is subtracted at the target all the same
-        one = np.where(inside[:, None], np.arange(b.problem.classes) == b.t[:, None], 0.0)
-        everywhere = b.but(valid=np.ones_like(b.valid))
-        gradient = np.where(b.valid[:, None], b.gradient(), everywhere.gradient_of(-one))
-        yield "ignored rows have a gradient of -1 at their target", _of_gradient(gradient)
-
-
-def _probabilities(b: Textbook) -> Faults:
-    """PyTorch's loss_parallel."""
-    if b.problem.with_probabilities:
-        text = "the gradient is that of the log-probabilities: it has not gone through log_softmax"
-        yield text, _of_gradient(b.gradient_of(-b.u))
-
-
-def roundings(b: Textbook) -> Faults:
-    """Numbers that are rounded or clipped too early."""
-    dtype, top = b.problem.dtype, b.z.max(-1, keepdims=True, initial=-np.inf)
-    log_p = -softmax(np.maximum(b.z - top, -64.0))["nll"]  # Paddle
-    yield "differences to the maximum are clipped at -64", _all_ranks(b.but(nll=-log_p, p=np.exp(log_p)))
-    # optax, NumPyro.
-    lse = b.lse.astype(dtype).astype(np.float64)[:, None]
-    text = "logsumexp is rounded before a logit is subtracted: an offset that all logits share costs its bits"
-    yield text, Given((b.but(nll=lse - b.z).loss(),), None)
-    yield text, _all_ranks(b.but(nll=lse - b.z, p=np.exp(b.z - lse)))
-    if dtype.itemsize == 2:
-
-        def rounded(array: Array) -> Array:
-            return array.astype(dtype).astype(np.float64)
-
-        # PyTorch's loss_parallel, and Liger.
-        low = b.but(p=np.exp(-rounded(b.nll)), nll=rounded(b.nll))
-        yield f"log-probabilities are kept in {dtype}", _all_ranks(low)
-        at_target = np.where(b.q != 0, rounded(b.p), b.p)
-        scale = (b.g / b.divisor)[:, None]
-        late = np.where((b.q != 0) & b.valid[:, None], rounded(b.p * scale) - b.u * scale, b.gradient())
-        text = f"1 is subtracted at the target after rounding to {dtype}, when p close to 1 has become 1"
-        yield text, _of_gradient(b.but(p=at_target).gradient())
-        yield text, _of_gradient(b.but(p=rounded(b.p)).gradient())
-        yield text, _of_gradient(rounded(late))
-
-
-def _entropies(b: Textbook) -> Faults:
-    """verl, NeMo-RL; and parts of the entropy that stay on their ranks, as ms-swift's."""
-    of_class = np.where(b.p == 0.0, 0.0, b.p * b.nll)
-    masked = (b.z == -np.inf).any(axis=-1)
-    if masked.any():
-        entropy, nan = of_class.sum(-1, keepdims=True), np.where(masked, np.nan, 0.0)
-        right = (of_class - b.p * entropy) * b.slope * b.g[:, None]
-        yield (
-            "0 times -inf gives nan: a class whose logit is -inf has probability 0, and adds 0 to the entropy",
-            Given(((entropy[:, 0] + nan).reshape(b.problem.rows_shape),), right + nan[:, None]),
-        )
-    own, local = np.zeros_like(b.p), []
-    for start, stop in pairwise(b.problem.splits):
-        here = slice(start, stop)
-        entropy, part = of_class[:, here].sum(-1, keepdims=True), b.p[:, here].sum(-1, keepdims=True)
-        local.append(entropy.reshape(b.problem.rows_shape))
-        own[:, here] = of_class[:, here] - b.p[:, here] * (1.0 + entropy - part)
-        if start < stop:
-            # The shard's maximum is not detached.
-            largest = start + b.z[:, here].argmax(axis=-1)
-            own[np.arange(len(own)), largest] += ((1.0 - part) * (part - entropy))[:, 0]
-    if np.ptp(local, axis=0).max(initial=0.0) > 2.0**-7:
-        text = "the entropy is of each rank's own classes only: it is never reduced over the ranks"
-        yield text, Given(tuple(local), None)
-    yield (
-        "each rank has the gradient of its own classes' part of the entropy: an all-reduce that autograd does not see",
-        _of_gradient(own * b.slope * b.g[:, None]),
-    )

@@ -13,10 +13,10 @@ import time
 from typing import Any, Protocol
 
 from pce_mpi.comm.rank_texts import ranks_text
-from pce_mpi.conformance.cases import Case, problem_of
+from pce_mpi.conformance.cases import Case
+from pce_mpi.conformance.fitting import problem_of, unmet_need
 from pce_mpi.conformance.launcher import Job
 from pce_mpi.conformance.launching import LaunchError
-from pce_mpi.conformance.needs import unmet_need
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict, shaped

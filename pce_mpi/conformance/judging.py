@@ -35,15 +35,13 @@ import numpy as np
 from pce_mpi.arrays import is_floating
 from pce_mpi.comm.rank_texts import ranks_text
 from pce_mpi.conformance.bits import other_bits
-from pce_mpi.conformance.cases import Problem
-from pce_mpi.conformance.comparing import NAMES, Gradients, Losses
+from pce_mpi.conformance.comparing import Gradients, Losses
 from pce_mpi.conformance.diagnosis import explain
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
+from pce_mpi.conformance.problems import Problem
 from pce_mpi.conformance.units import Tolerance
 
 Array = np.ndarray[Any, Any]
-
-_PLURALS = {"loss": "losses", "log_prob": "log-probabilities", "entropy": "entropies"}
 
 
 @dataclass(frozen=True)
@@ -84,10 +82,10 @@ def judge(
         text = explain(problem, losses.losses, whole and whole.array, losses.wrong, whole and whole.wrong)
         if text is not None:
             named = differing[0] if differing and losses.wrong.any() else wrong[0]
-            named.text = f"{text.replace('the loss', f'the {NAMES[problem.kind]}')} ({named.text})"
+            named.text = f"{text.replace('the loss', f'the {problem.kind.noun}')} ({named.text})"
     for finding in differing:
         said = f"{':' * bool(wrong)} {finding.text}" if finding.cause else f" ({finding.text})"
-        finding.text = f"the ranks' {_PLURALS[problem.kind]} differ{said}"
+        finding.text = f"the ranks' {problem.kind.plural} differ{said}"
     bits: list[Finding] = []
     if on_one_rank is not None:
         # The dtype is the candidate's own: another one has other bits.
@@ -114,7 +112,7 @@ def _comparable(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Answe
         shard = problem.part(problem.logits, rank).shape
         given = {"loss": answer.loss, "gradient": answer.dlogits}
         for which, shape in (("loss", problem.loss_shape), ("gradient", shard)):
-            got, what = given[which], which if which == "gradient" else NAMES[problem.kind]
+            got, what = given[which], which if which == "gradient" else problem.kind.noun
             if got is None:
                 continue
             if got.shape != shape:

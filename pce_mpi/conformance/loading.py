@@ -8,6 +8,8 @@ from pathlib import Path
 import sys
 from typing import Any
 
+from pce_mpi.conformance.kinds import KINDS
+from pce_mpi.conformance.kinds.entropy import NOT_DECLARED
 from pce_mpi.conformance.offers import Candidate, offer_of, signature_of
 
 
@@ -53,7 +55,7 @@ def load(name: str) -> Candidate:
 
 def check_call(candidate: Candidate) -> None:
     """Raise `TypeError` if a candidate cannot be called as one; say what it looks like."""
-    arrays = ("logits",) if offer_of(candidate).kind == "entropy" else ("logits", "targets")
+    arrays = KINDS[offer_of(candidate).kind].arrays
     signature = signature_of(candidate)
     given = {"class_start": 0, "num_classes": 0, "comm": None}
     try:
@@ -65,7 +67,7 @@ def check_call(candidate: Candidate) -> None:
         )
         try:
             signature.bind(arrays[0], **given)
-            looks = 'where it is an entropy, which takes no targets, declare it: @offers(kind="entropy")'
+            looks = NOT_DECLARED
         except TypeError:
             pass
         raise TypeError(

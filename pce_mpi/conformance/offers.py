@@ -7,38 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from functools import partial
 import inspect
 from textwrap import indent
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
-OPTIONS = ("weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap")
-DTYPES = ("float32", "float64", "bfloat16", "float16")
-REDUCTIONS = ("mean", "sum", "none")
-
-Shards = Literal["equal", "chunks", "any"]
-Arrays = Literal["numpy", "cupy", "torch"]
-Smoothing = Literal["all", "others"]
-Kind = Literal["loss", "log_prob", "entropy"]
-
-# The options that a kind may take.
-_OPTIONS_OF: dict[str, tuple[str, ...]] = {
-    "loss": OPTIONS,
-    "log_prob": ("ignore_index", "logit_scale", "softcap"),
-    "entropy": ("logit_scale", "softcap"),
-}
+from pce_mpi.conformance.kinds import KINDS
+from pce_mpi.conformance.terms import DTYPES, OPTIONS, REDUCTIONS, Arrays, Gradient, Shards, Smoothing
 
 Candidate = Callable[..., Any]
 _Candidate = TypeVar("_Candidate", bound=Candidate)
-
-
-class Gradient(StrEnum):
-    """The result of a candidate beside the loss: none, the gradient, or a function of the upstream gradient."""
-
-    NONE = "none"
-    VALUE = "value"
-    BACKWARD = "backward"
 
 
 @dataclass(frozen=True)
@@ -94,7 +72,7 @@ class Offer:
         whole problem on one rank. So it sends over the communicator that it is given, and over no other.
     """
 
-    kind: Kind = "loss"
+    kind: str = "loss"
     dtypes: tuple[str, ...] = ("float32",)
     options: tuple[str, ...] = ()
     reductions: tuple[str, ...] = ("mean",)
@@ -117,12 +95,11 @@ class Offer:
     same_bits: bool = False
 
     def __post_init__(self) -> None:
-        _one("kind", self.kind, get_args(Kind))
+        kind = KINDS[_one("kind", self.kind, tuple(KINDS))]
         self._set("dtypes", _subset("dtypes", self.dtypes, DTYPES))
-        self._set("options", _subset("options", self.options, _OPTIONS_OF[self.kind]))
-        if self.kind != "loss":
-            self._set("reductions", ("none",))
-        self._set("reductions", _subset("reductions", self.reductions, REDUCTIONS))
+        self._set("options", _subset("options", self.options, kind.options))
+        reductions = self.reductions if len(kind.reductions) > 1 else kind.reductions
+        self._set("reductions", _subset("reductions", reductions, kind.reductions))
         self._set("dims", _subset("dims", self.dims, range(1, 33)))
         self._set("gradient", Gradient(_one("gradient", self.gradient, tuple(Gradient))))
         _one("shards", self.shards, get_args(Shards))
@@ -258,8 +235,8 @@ def offer_of(candidate: Candidate, **inferred: Any) -> Offer:
     declared = _declared(candidate)
     supported = _by_signature(candidate) | inferred | declared
     if "options" not in declared:
-        known = _OPTIONS_OF.get(supported.get("kind", "loss"), OPTIONS)
-        supported["options"] = tuple(each for each in supported["options"] if each in known)
+        kind = KINDS.get(supported.get("kind", "loss"))
+        supported["options"] = tuple(each for each in supported["options"] if kind and each in kind.options)
     return Offer(**supported)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from pce_mpi.conformance.cases import Case, fits
 from pce_mpi.conformance.catalogue import catalogue
-from pce_mpi.conformance.offers import DTYPES, Offer
+from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.plain import made, plain
+from pce_mpi.conformance.terms import DTYPES
 
 KIT = ("python", "-m", "pce_mpi", "conformance")
 

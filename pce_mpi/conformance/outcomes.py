@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 import re
 
-from pce_mpi.conformance.cases import Problem
+from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.offers import Offer
+from pce_mpi.conformance.problems import Problem
 from pce_mpi.conformance.texts import bounded
 
 # The words of `comparing` for a wrong number; `judging` puts them in brackets after a known cause.
-_RESULT = "loss|log-probability|entropy"
+_RESULT = "|".join(kind.noun for kind in KINDS.values())
 _SEEN = re.compile(
     rf"\b(({_RESULT}|gradient|gradient at targets) is \S+ where \S+ is right"
     r"|the gradient of row .* is finite where nan is"

@@ -39,29 +39,6 @@ def rounded_to(b: Textbook, name: str, got: Array, distance: Callable[[Array], f
     return None
 
 
-def unshifted(b: Textbook, name: str, got: Array) -> str | None:
-    """Return, in a sentence, that entropies are differences of two large numbers; None if they are not.
-
-    A difference of float32 numbers near 1e4 is a multiple of 2^-10, and so is the factor of each p in its gradient.
-    """
-    if b.problem.kind != "entropy":
-        return None
-    wide = np.float64 if b.problem.dtype == np.float64 else np.float32
-    mean = np.where(b.p == 0.0, 0.0, b.p * b.z).sum(axis=-1)
-    unit = np.spacing(np.minimum(np.abs(b.lse), np.abs(mean)).astype(wide)).astype(np.float64)
-    if name == "loss":
-        parts, units, slack = got, np.broadcast_to(unit, got.shape), 0.0
-    else:
-        large = (b.p > 2.0**-12) & (b.slope != 0.0) & (b.g[:, None] != 0.0)
-        parts = (got / (b.p * b.slope * b.g[:, None]))[large]
-        units, slack = np.broadcast_to(unit[:, None], got.shape)[large], 0.05
-    tell = np.isfinite(parts) & (units > 64 * np.spacing(np.abs(parts).astype(wide)))
-    multiples = (parts / units)[tell]
-    if multiples.size < 4 or (np.abs(multiples - np.rint(multiples)) > slack).any():
-        return None
-    return "the entropy is logsumexp less the mean logit: an offset that all logits share costs its digits"
-
-
 def place_of_loss(b: Textbook, got: Array, truth: Array, wrong: Array, close: Close) -> str | None:
     """Describe the errors of losses (ranks, numbers); None if they have no pattern."""
     ranks = np.flatnonzero(wrong.any(axis=-1))

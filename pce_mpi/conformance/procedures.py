@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pce_mpi.arrays import as_array, library_named, to_host
-from pce_mpi.conformance.cases import Problem, grid, stored
+from pce_mpi.conformance.cases import grid
 from pce_mpi.conformance.judging import Answer
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.outcomes import Finding
+from pce_mpi.conformance.problems import Problem, stored
 from pce_mpi.conformance.results import array_of, results_of
 from pce_mpi.memory import shares_memory
 
@@ -90,7 +91,7 @@ class _Call:
         if "weight" in options:
             options["weight"] = self._hand("weight", options["weight"])
         self._arrays = [self._hand("logits", shard.logits)]
-        if self._offer.kind != "entropy":
+        if len(problem.kind.arrays) > 1:
             self._arrays.append(self._hand("targets", shard.targets))
         self._options = {"class_start": shard.class_start, "num_classes": shard.num_classes, **options}
         self.loss: Any = None

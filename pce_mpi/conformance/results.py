@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pce_mpi.arrays import as_array
-from pce_mpi.conformance.cases import Problem
-from pce_mpi.conformance.offers import Gradient, Offer
+from pce_mpi.conformance.offers import Offer
+from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.terms import Gradient
 
 _DUE = {
     Gradient.NONE: "the loss alone",
@@ -51,7 +52,7 @@ def results_of(returned: Any, offer: Offer, problem: Problem, logits: Any) -> Re
         results = Results(array_of(returned[0], "the loss"), backward=returned[1])
     else:
         raise BadResult(f"{due} is due, where backward can be called, got {described(returned[1])}")
-    if offer.kind == "loss" and len(offer.reductions) == 1:
+    if len(problem.kind.reductions) > 1 == len(offer.reductions):
         _check_reduction(problem, tuple(results.loss.shape))
     return results
 

@@ -23,13 +23,14 @@ import numpy as np
 
 from pce_mpi.comm.launch import why_apart
 from pce_mpi.comm.rank_texts import text_by_rank
-from pce_mpi.conformance.cases import Case, Expects, Problem, problem_of
+from pce_mpi.conformance.cases import Case, Expects
+from pce_mpi.conformance.fitting import problem_of, unmet_need
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.launching import LaunchError
 from pce_mpi.conformance.loading import check_call
-from pce_mpi.conformance.needs import unmet_need
 from pce_mpi.conformance.offers import Offer, offer_of
 from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict, shaped
+from pce_mpi.conformance.problems import Problem
 from pce_mpi.conformance.procedures import PROCEDURES, Trial
 from pce_mpi.conformance.results import BadResult
 from pce_mpi.conformance.stacks import error_text

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Problem
+from pce_mpi.conformance.problems import Problem
 
 Array = np.ndarray[Any, Any]
 

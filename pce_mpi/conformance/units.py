@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
-from pce_mpi.conformance.cases import Problem
+from pce_mpi.conformance.problems import Problem
 from pce_mpi.conformance.textbook import Textbook
 
 Array = np.ndarray[Any, Any]
@@ -79,7 +79,7 @@ class Units(NamedTuple):
     def of(cls, problem: Problem, loss_dtype: str, strict: bool) -> Units:
         """Return the units for a loss that was returned in `loss_dtype`."""
         arithmetic = compute_dtype_of(problem.dtype).name
-        upstream, slope, opposed = _sizes(problem)
+        upstream, slope, opposed = problem.kind.sizes(Textbook.of(problem))
         loss, gradient = problem.expected
         exact = np.abs(problem.row_major(gradient))
         at_target = np.zeros(exact.shape, np.bool_)
@@ -97,24 +97,3 @@ class Units(NamedTuple):
             at_target=at_target,
             sums=ulp(loss, arithmetic),
         )
-
-
-def _sizes(problem: Problem) -> tuple[Array, Array, Array]:
-    """Return approximate sizes of the summands of a loss and its gradient.
-
-    upstream   (rows,) sum_c u_c and 2 z_loss |logsumexp|, after the reduction: the factor of -log p in the loss
-    slope      (rows,) the same for the gradient: times dloss and logit_scale
-    opposed    (rows, classes) the largest of an entry's summands that may cancel against each other
-    """
-    book = Textbook.of(problem)
-    slope = np.abs(book.g * problem.options.get("logit_scale", 1.0))
-    if problem.kind == "entropy":
-        of_class = np.where(book.p == 0.0, 0.0, book.p * book.nll)
-        whole = np.maximum(of_class, book.p * of_class.sum(axis=-1, keepdims=True))
-        return np.ones(problem.rows), slope, slope[:, None] * whole
-    at_target = (0.0 if problem.with_probabilities else 1.0 - book.smoothing) * (book.q @ book.w)
-    u = np.abs(book.u - at_target[:, None] * book.q)
-    others = u.sum(axis=-1) + np.where(book.z_loss, 2.0 * np.abs(book.z_loss * book.lse), 0.0)
-    factor = problem.valid / (book.divisor or 1.0)
-    upstream = factor * (at_target + others)
-    return upstream, slope * upstream, (slope * factor)[:, None] * np.maximum(others[:, None] * book.p, u)

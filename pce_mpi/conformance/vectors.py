@@ -20,14 +20,18 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.conformance import judging
-from pce_mpi.conformance.cases import Case, Expects, Problem, problem_of
+from pce_mpi.conformance.cases import Case, Expects
 from pce_mpi.conformance.catalogue import cases
+from pce_mpi.conformance.fitting import problem_of
 from pce_mpi.conformance.judging import Answer
-from pce_mpi.conformance.offers import EVERYTHING, Gradient
+from pce_mpi.conformance.kinds import KINDS
+from pce_mpi.conformance.offers import EVERYTHING
 from pce_mpi.conformance.orders import KIT, Orders
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict, shaped
 from pce_mpi.conformance.plain import made, plain
+from pce_mpi.conformance.problems import Problem
 from pce_mpi.conformance.running import settle
+from pce_mpi.conformance.terms import Gradient
 from pce_mpi.conformance.units import Tolerance
 from pce_mpi.distributed.tensor_files import TensorFile, shortened, shown
 from pce_mpi.loss.options import Options
@@ -191,6 +195,7 @@ def _problem(entry: Entry, tensors: Mapping[str, Array]) -> Problem:
         logits=tensors["logits"],
         targets=tensors["targets"],
         splits=entry.splits,
+        kind=KINDS["loss"],
         options=entry.options | {name: tensors[name] for name in ("weight",) if name in tensors},
         reduction=entry.reduction,
         axis=entry.axis,

@@ -18,13 +18,14 @@ from pce_mpi import dense
 from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance import Gradient, Offer, Outcome, Verdict, cases, load, offer_of, offers
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, adapted
-from pce_mpi.conformance.cases import Expects, problem_of
+from pce_mpi.conformance.cases import Expects, Needs
 from pce_mpi.conformance.catalogue import catalogue
-from pce_mpi.conformance.catalogue.drawing import chunks
-from pce_mpi.conformance.needs import Needs, unmet_need
-from pce_mpi.conformance.offers import DTYPES, EVERYTHING, OPTIONS, REDUCTIONS
+from pce_mpi.conformance.drawing import chunks
+from pce_mpi.conformance.fitting import problem_of, unmet_need
+from pce_mpi.conformance.offers import EVERYTHING
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
 from pce_mpi.conformance.plain import made, plain
+from pce_mpi.conformance.terms import DTYPES, OPTIONS, REDUCTIONS
 
 ALL = cases(EVERYTHING)
 

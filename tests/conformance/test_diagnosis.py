@@ -9,10 +9,11 @@ import pytest
 
 from candidates.by_hand import candidate
 from pce_mpi.arrays import dtype_named
-from pce_mpi.conformance.cases import Expects, problem_of
+from pce_mpi.conformance.cases import Expects
 from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.diagnosis import explain
-from pce_mpi.conformance.faults import answers
+from pce_mpi.conformance.fitting import problem_of
+from pce_mpi.conformance.kinds.loss import LOSS
 from pce_mpi.conformance.textbook import Textbook
 from ranks.test_conformance_catches import PLANTED
 from ranks.test_conformance_wild import SHIPPED
@@ -71,7 +72,7 @@ def test_every_fault_has_an_answer_for_every_case(ranks):
     for name in CASES:
         problem = problem_named(name, ranks)
         with np.errstate(all="ignore"):
-            for text, answer in answers(Textbook.of(problem)):
+            for text, answer in LOSS.faults(Textbook.of(problem)):
                 for loss in answer.losses or ():
                     assert loss.shape == problem.loss_shape, (name, text)
                 if answer.gradient is not None:
@@ -254,7 +255,7 @@ def test_every_fault_model_is_shown_by_candidate():
     for name in CASES:
         with np.errstate(all="ignore"):
             for ranks in (1, 3):
-                texts |= {text for text, _ in answers(Textbook.of(problem_named(name, ranks)))}
+                texts |= {text for text, _ in LOSS.faults(Textbook.of(problem_named(name, ranks)))}
     shown = [f"the ranks' losses differ: {text}" for text in sorted(set(map(without_numbers, texts)))]
     unseen = [text for text in shown if not any(word in text for word in words)]
     assert unseen == [], "\n".join(unseen)

@@ -8,10 +8,12 @@ import pytest
 
 from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance import Gradient, Offer, Tolerance, cases
-from pce_mpi.conformance.cases import Problem, problem_of
+from pce_mpi.conformance.fitting import problem_of
 from pce_mpi.conformance.judging import Answer, judge
-from pce_mpi.conformance.offers import DTYPES
+from pce_mpi.conformance.kinds.loss import LOSS
 from pce_mpi.conformance.outcomes import Finding
+from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.terms import DTYPES
 from pce_mpi.conformance.units import ulp
 import ulps
 
@@ -336,7 +338,11 @@ def test_picture_has_errors_by_row_and_class():
 def test_large_picture_has_worst_of_each_block():
     rng = np.random.default_rng(0)
     problem = Problem(
-        rng.normal(size=(100, 700)).astype(np.float32), rng.integers(0, 700, 100), (0, 100, 400, 700), reduction="none"
+        rng.normal(size=(100, 700)).astype(np.float32),
+        rng.integers(0, 700, 100),
+        (0, 100, 400, 700),
+        LOSS,
+        reduction="none",
     )
     gradient = problem.expected[1].copy()
     gradient[99, 699] += 1.0

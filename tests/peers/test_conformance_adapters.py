@@ -14,9 +14,9 @@ from pce_mpi import dense as dense_loss
 from pce_mpi.conformance import Gradient, Offer, cases, load, offers, run_case
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted, named_candidate
 from pce_mpi.conformance.adapters.torch_tensors import ProcessGroup
-from pce_mpi.conformance.offers import REDUCTIONS
 from pce_mpi.conformance.outcomes import Report
 from pce_mpi.conformance.reports import summary
+from pce_mpi.conformance.terms import REDUCTIONS
 
 TORCH = "candidates.gallery.torch_losses"
 TUTORIAL = str(ROOT / "examples" / "verify_your_loss.py")

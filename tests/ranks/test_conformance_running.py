@@ -12,9 +12,9 @@ import pytest
 import pce_mpi as pce
 from pce_mpi.conformance import Gradient, Offer, Tolerance, Verdict, assert_conforms, cases, offer_of, offers, run_case
 from pce_mpi.conformance.adapters import named_candidate
-from pce_mpi.conformance.cases import problem_of
 from pce_mpi.conformance.catalogue import catalogue, shapes
-from pce_mpi.conformance.offers import OPTIONS, REDUCTIONS
+from pce_mpi.conformance.fitting import problem_of
+from pce_mpi.conformance.terms import OPTIONS, REDUCTIONS
 
 # One rank alone, and shards of several lengths.
 pytestmark = pytest.mark.sizes(1, 3)

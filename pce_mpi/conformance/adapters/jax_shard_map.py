@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pce_mpi.comm.agreement import agree
-from pce_mpi.conformance.offers import Gradient, offer_of
+from pce_mpi.conformance.offers import offer_of
+from pce_mpi.conformance.terms import Gradient
 
 if TYPE_CHECKING:
     from mpi4py import MPI

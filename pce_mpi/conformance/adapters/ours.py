@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pce_mpi.conformance.offers import EVERYTHING, Gradient
+from pce_mpi.conformance.offers import EVERYTHING
+from pce_mpi.conformance.terms import Gradient
 from pce_mpi.loss import (
     softmax_cross_entropy_backward,
     softmax_cross_entropy_forward,

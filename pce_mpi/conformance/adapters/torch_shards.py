@@ -7,7 +7,10 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from pce_mpi.conformance.adapters.torch_tensors import ProcessGroup, loss_and_backward, tensor_of
-from pce_mpi.conformance.offers import OPTIONS, Gradient, offer_of, signature_of
+from pce_mpi.conformance.kinds import KINDS
+from pce_mpi.conformance.kinds.entropy import NOT_DECLARED
+from pce_mpi.conformance.offers import offer_of, signature_of
+from pce_mpi.conformance.terms import OPTIONS, Gradient
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,7 +44,7 @@ class TorchShards:
         if "reduction" not in parameters:
             inferred["reductions"] = ("none",)
         self.offer = offer_of(function, **inferred)
-        arrays = ["logits"] if self.offer.kind == "entropy" else ["logits", "targets"]
+        arrays = list(KINDS[self.offer.kind].arrays)
         self._group_last = self._group_name is None and _takes_a_group_after(len(arrays), signature)
         _check_call(signature, arrays + ["group"] * self._group_last, [self._group_name or "", *self._facts])
 
@@ -106,7 +109,7 @@ def _check_call(signature: inspect.Signature, by_place: list[str], by_name: list
         raise TypeError(
             f"torch-shards calls a function with (logits, targets, group), and this one takes {signature}: {error}; "
             + (
-                'where it is an entropy, which takes no targets, declare it: @offers(kind="entropy")'
+                NOT_DECLARED
                 if alone and "targets" in by_place
                 else "write one that calls it: "
                 "def cross_entropy(logits, targets, group, class_start, num_classes): return ..."

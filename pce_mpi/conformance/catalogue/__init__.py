@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from pce_mpi.conformance.cases import Case, fits
 from pce_mpi.conformance.catalogue import calls, numbers, options, shapes, special_values, targets
-from pce_mpi.conformance.needs import unmet_need
-from pce_mpi.conformance.offers import DTYPES, Offer, offer_of
+from pce_mpi.conformance.fitting import unmet_need
+from pce_mpi.conformance.kinds import KINDS
+from pce_mpi.conformance.offers import Offer, offer_of
+from pce_mpi.conformance.terms import DTYPES
 
 _FAMILIES = (numbers, special_values, shapes, targets, options, calls)
 
@@ -26,6 +29,9 @@ def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None, *
     offered = DTYPES if offer is None else offer.dtypes
     main = next((dtype for dtype in DTYPES if dtype in offered and dtype in wanted), wanted[0])
     every = [case for module in _FAMILIES for case in module.CASES.of(main)]
+    for name, kind in KINDS.items():
+        own = () if kind.cases is None else kind.cases.of(main)
+        every += [replace(case, needs=replace(case.needs, kind=name)) for case in own]
     if large:
         smallest = next((dtype for dtype in reversed(DTYPES) if dtype in offered and dtype in wanted), wanted[0])
         every += shapes.LARGE.of(smallest)

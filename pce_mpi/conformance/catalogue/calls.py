@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
-from pce_mpi.conformance.cases import Problem, Setting, grid
-from pce_mpi.conformance.catalogue.declaring import Cases, table
-from pce_mpi.conformance.catalogue.drawing import even, random_problem, rounded
-from pce_mpi.conformance.offers import Gradient
+from pce_mpi.conformance.cases import Setting, grid
+from pce_mpi.conformance.declaring import Cases, table
+from pce_mpi.conformance.drawing import even, random_problem, rounded
+from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.terms import Gradient
 
 CASES = Cases()
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Problem, Setting
-from pce_mpi.conformance.catalogue.declaring import EACH_REDUCTION, Cases, table
-from pce_mpi.conformance.catalogue.drawing import (
+from pce_mpi.conformance.cases import Setting
+from pce_mpi.conformance.declaring import EACH_REDUCTION, Cases, table
+from pce_mpi.conformance.drawing import (
     even,
     generator,
     normal_logits,
@@ -17,6 +17,7 @@ from pce_mpi.conformance.catalogue.drawing import (
     rounded,
     uneven,
 )
+from pce_mpi.conformance.problems import Problem
 
 Array = np.ndarray[Any, Any]
 
@@ -49,7 +50,7 @@ def _p_near_1(setting: Setting) -> Problem:
     # The targets cycle over the shards, 3 to 16 above all others, by another distance in each row.
     targets = (np.arange(setting.rows) * max(1, classes // setting.ranks) + setting.seed) % classes
     logits[np.arange(setting.rows), targets] = 1.0 + np.linspace(16.0, 3.0, setting.rows)
-    return Problem(rounded(setting, logits), targets, splits, reduction=setting.reduction)
+    return Problem(rounded(setting, logits), targets, splits, setting.kind, reduction=setting.reduction)
 
 
 @CASES.case("p-equal-1")
@@ -106,7 +107,7 @@ def _more_classes(setting: Setting, block: int) -> Problem:
     for stop in splits[1:]:  # large logits at the end of each shard, and the targets there
         logits[:, stop - 200 : stop] += 9.0
     targets = splits[-1] - 1 - np.arange(setting.rows)
-    return Problem(rounded(setting, logits), targets, splits, reduction=setting.reduction)
+    return Problem(rounded(setting, logits), targets, splits, setting.kind, reduction=setting.reduction)
 
 
 # No shard of the 12 classes is empty on up to 4 ranks.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from pce_mpi.conformance.cases import Problem, Setting
-from pce_mpi.conformance.catalogue.declaring import Cases
-from pce_mpi.conformance.catalogue.drawing import random_problem, uneven
-from pce_mpi.conformance.offers import OPTIONS
+from pce_mpi.conformance.cases import Setting
+from pce_mpi.conformance.declaring import Cases
+from pce_mpi.conformance.drawing import random_problem, uneven
+from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.terms import OPTIONS
 
 CASES = Cases()
 

@@ -8,9 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Expects, Problem, Setting
-from pce_mpi.conformance.catalogue.declaring import EACH_REDUCTION, Cases, table
-from pce_mpi.conformance.catalogue.drawing import Splits, chunks, even, random_problem, uneven
+from pce_mpi.conformance.cases import Expects, Setting
+from pce_mpi.conformance.declaring import EACH_REDUCTION, Cases, table
+from pce_mpi.conformance.drawing import Splits, chunks, even, random_problem, uneven
+from pce_mpi.conformance.problems import Problem
 
 CASES = Cases()
 # Those that take GiB of memory.

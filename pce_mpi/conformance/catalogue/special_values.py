@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Problem, Setting
-from pce_mpi.conformance.catalogue.declaring import Cases
-from pce_mpi.conformance.catalogue.drawing import random_problem, rounded
+from pce_mpi.conformance.cases import Setting
+from pce_mpi.conformance.declaring import Cases
+from pce_mpi.conformance.drawing import random_problem, rounded
+from pce_mpi.conformance.problems import Problem
 
 Array = np.ndarray[Any, Any]
 

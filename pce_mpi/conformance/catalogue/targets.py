@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Expects, Problem, Setting
-from pce_mpi.conformance.catalogue.declaring import EACH_REDUCTION, Cases, table
-from pce_mpi.conformance.catalogue.drawing import even, option_values, random_problem, rounded, uneven
-from pce_mpi.conformance.offers import OPTIONS
+from pce_mpi.conformance.cases import Expects, Setting
+from pce_mpi.conformance.declaring import EACH_REDUCTION, Cases, table
+from pce_mpi.conformance.drawing import even, option_values, random_problem, rounded, uneven
+from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.terms import OPTIONS
 
 Array = np.ndarray[Any, Any]
 

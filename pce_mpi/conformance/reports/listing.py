@@ -7,7 +7,7 @@ from itertools import groupby
 import textwrap
 
 from pce_mpi.conformance.cases import Case
-from pce_mpi.conformance.needs import unmet_need
+from pce_mpi.conformance.fitting import unmet_need
 from pce_mpi.conformance.offers import Offer
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 import math
 
-from pce_mpi.conformance.offers import Gradient, Offer
+from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.outcomes import Accuracy, Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.reports.tables import Cell
+from pce_mpi.conformance.terms import Gradient
 from pce_mpi.conformance.texts import visible
 
 MEANING = {

@@ -3,7 +3,8 @@
 from mpi4py import MPI
 import numpy as np
 
-from pce_mpi.conformance.offers import OPTIONS, Gradient, offers
+from pce_mpi.conformance.offers import offers
+from pce_mpi.conformance.terms import OPTIONS, Gradient
 
 
 @offers(

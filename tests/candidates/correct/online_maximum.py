@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from pce_mpi.conformance.offers import Gradient, offers
+from pce_mpi.conformance.offers import offers
+from pce_mpi.conformance.terms import Gradient
 
 BLOCK, MOST_BLOCKS = 5, 40  # classes at a time, or more where there are many
 

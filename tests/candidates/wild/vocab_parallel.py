@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from mpi4py import MPI
 import numpy as np
 
-from pce_mpi.conformance.offers import Gradient, Offer
+from pce_mpi.conformance.offers import Offer
+from pce_mpi.conformance.terms import Gradient
 
 
 class VocabParallel:

@@ -8,9 +8,9 @@ from functools import partial
 import inspect
 from typing import Any, TypeVar
 
-from pce_mpi.conformance.cases import Case, Problem
-from pce_mpi.conformance.needs import Needs
-from pce_mpi.conformance.offers import DTYPES, REDUCTIONS
+from pce_mpi.conformance.cases import Case, Needs
+from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.terms import DTYPES, REDUCTIONS
 
 _Build = TypeVar("_Build", bound=Callable[..., Problem])
 _NEEDS, _OWN = ({field.name for field in fields(kind)} for kind in (Needs, Case))

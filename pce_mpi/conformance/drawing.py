@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import dtype_named
-from pce_mpi.conformance.cases import Problem, Setting
+from pce_mpi.conformance.cases import Setting
+from pce_mpi.conformance.problems import Problem
 from pce_mpi.distributed.placements import shard_range
 
 Array = np.ndarray[Any, Any]
@@ -112,5 +113,5 @@ def random_problem(
     if "ignore_index" in values:
         targets.reshape(-1)[1::3] = values["ignore_index"]
     logits = np.moveaxis(normal_logits(setting, (*rows, classes), scale), -1, axis)
-    problem = Problem(rounded(setting, logits), targets, splits, values, setting.reduction, axis)
+    problem = Problem(rounded(setting, logits), targets, splits, setting.kind, values, setting.reduction, axis)
     return replace(problem, **fields)

@@ -1,40 +1,17 @@
-"""The demands of a case on a candidate, and the first that an offer does not meet."""
+"""A case for an offer: the first need that the offer lacks, and the problem in its conventions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import get_args
 
 from pce_mpi.arrays import dtype_named
-from pce_mpi.conformance.offers import Gradient, Offer, Shards
-
-
-@dataclass(frozen=True)
-class Needs:
-    """The demands of a case on a candidate, in the fields of `Offer`.
-
-    `reductions`: any of them will do, and the first that is offered is used. `shards`: how uneven they have to be.
-    """
-
-    options: tuple[str, ...] = ()
-    reductions: tuple[str, ...] = ("mean", "none", "sum")
-    probabilities: bool = False
-    dims: int = 2
-    any_axis: bool = False
-    shards: Shards = "equal"
-    gradient: Gradient = Gradient.NONE
-    strided: bool = False
-    keeps_logits: bool = False
-    deterministic: bool = False
-    empty: bool = False
-    any_ignore_index: bool = False
-    unnormalized: bool = False
-    checks_targets: bool = False
-    num_classes: bool = False
-    targets: bool = False
-    batch_comm: bool = False
-    same_bits: bool = False
+from pce_mpi.conformance.cases import Case, Needs, Setting
+from pce_mpi.conformance.kinds import KINDS
+from pce_mpi.conformance.offers import Offer
+from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.terms import Gradient, Shards
 
 
 def dims_for(offer: Offer, needs: Needs) -> int | None:
@@ -77,7 +54,8 @@ def unmet_need(offer: Offer, needs: Needs, dtype: str) -> str | None:
         "shards of any length" if needs.shards == "any" else "uneven shards": beyond("shards", get_args(Shards)),
         "a gradient" if needs.gradient == Gradient.VALUE else "an upstream gradient": beyond("gradient", Gradient),
         "logits left as they are": needs.keeps_logits and offer.overwrites_logits,
-        "targets": (needs.targets or needs.checks_targets) and offer.kind == "entropy",
+        f"the kind {needs.kind!r}": needs.kind not in ("", offer.kind),
+        "targets": (needs.targets or needs.checks_targets) and "targets" not in KINDS[offer.kind].arrays,
         **{what: getattr(needs, name) and not getattr(offer, name) for name, what in _FLAGS.items()},
     }
     return next((what for what, lacking in lacks.items() if lacking), None)
@@ -89,3 +67,37 @@ def _known(dtype: str) -> bool:
     except TypeError:
         return False
     return True
+
+
+def problem_of(
+    case: Case, offer: Offer, ranks: int, *, seed: int = 0, rows: int | None = None, classes: int | None = None
+) -> Problem:
+    """Build the problem of a case in the conventions of an offer; `rows` and `classes` if the case is resizable."""
+    needs = case.needs
+    setting = Setting(
+        ranks=ranks,
+        rows=case.rows if rows is None or not case.resizable else rows,
+        classes=case.classes if classes is None or not case.resizable else classes,
+        dtype=case.dtype,
+        reduction=next((each for each in needs.reductions if each in offer.reductions), "mean"),
+        seed=seed,
+        shards=offer.shards,
+        kind=KINDS[offer.kind],
+        ignore_index=-100 if offer.ignore_index is None else offer.ignore_index,
+        normalized=offer.normalized,
+    )
+    problem = setting.kind.fitted(replace(case.build(setting), smoothing=offer.smoothing), seed)
+    return problem if dims_for(offer, needs) in (problem.logits.ndim, None) else _in_two_axes(problem)
+
+
+def _in_two_axes(problem: Problem) -> Problem:
+    """Return the problem with its rows in two axes, the second of length 2 if it can be."""
+    inner = 2 if problem.rows % 2 == 0 else 1
+    shape = problem.rows // inner, inner
+    targets, dloss = problem.targets, problem.dloss
+    return replace(
+        problem,
+        logits=problem.logits.reshape(*shape, problem.classes),
+        targets=targets.reshape(*shape, *targets.shape[1:]),
+        dloss=dloss.reshape(shape) if dloss is not None and dloss.ndim else dloss,
+    )

@@ -1,0 +1,11 @@
+"""The kinds of candidates, a file for each: what they offer, what is exact, and the faults that are known."""
+
+from __future__ import annotations
+
+from pce_mpi.conformance.kinds.entropy import ENTROPY
+from pce_mpi.conformance.kinds.log_prob import LOG_PROB
+from pce_mpi.conformance.kinds.loss import LOSS
+from pce_mpi.conformance.problems import Kind
+
+# By the name in an offer.
+KINDS: dict[str, Kind] = {"loss": LOSS, "log_prob": LOG_PROB, "entropy": ENTROPY}

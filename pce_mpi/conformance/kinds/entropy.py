@@ -1,0 +1,87 @@
+"""The entropy of each row's softmax, in nats; it is called without targets."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+
+from pce_mpi.conformance.faults import Faults, Given, of_gradient
+from pce_mpi.conformance.kinds.statistics import exact_statistic
+from pce_mpi.conformance.problems import Kind
+from pce_mpi.conformance.textbook import Array, Textbook
+
+# What a function without targets, which is not declared, may be.
+NOT_DECLARED = 'where it is an entropy, which takes no targets, declare it: @offers(kind="entropy")'
+
+
+def _sizes(book: Textbook) -> tuple[Array, Array, Array]:
+    slope = np.abs(book.g * book.problem.options.get("logit_scale", 1.0))
+    of_class = np.where(book.p == 0.0, 0.0, book.p * book.nll)
+    whole = np.maximum(of_class, book.p * of_class.sum(axis=-1, keepdims=True))
+    return np.ones(book.problem.rows), slope, slope[:, None] * whole
+
+
+def _faults(b: Textbook) -> Faults:
+    """verl, NeMo-RL; and parts of the entropy that stay on their ranks, as ms-swift's."""
+    of_class = np.where(b.p == 0.0, 0.0, b.p * b.nll)
+    masked = (b.z == -np.inf).any(axis=-1)
+    if masked.any():
+        entropy, nan = of_class.sum(-1, keepdims=True), np.where(masked, np.nan, 0.0)
+        right = (of_class - b.p * entropy) * b.slope * b.g[:, None]
+        yield (
+            "0 times -inf gives nan: a class whose logit is -inf has probability 0, and adds 0 to the entropy",
+            Given(((entropy[:, 0] + nan).reshape(b.problem.rows_shape),), right + nan[:, None]),
+        )
+    own, local = np.zeros_like(b.p), []
+    for start, stop in pairwise(b.problem.splits):
+        here = slice(start, stop)
+        entropy, part = of_class[:, here].sum(-1, keepdims=True), b.p[:, here].sum(-1, keepdims=True)
+        local.append(entropy.reshape(b.problem.rows_shape))
+        own[:, here] = of_class[:, here] - b.p[:, here] * (1.0 + entropy - part)
+        if start < stop:
+            # The shard's maximum is not detached.
+            largest = start + b.z[:, here].argmax(axis=-1)
+            own[np.arange(len(own)), largest] += ((1.0 - part) * (part - entropy))[:, 0]
+    if np.ptp(local, axis=0).max(initial=0.0) > 2.0**-7:
+        text = "the entropy is of each rank's own classes only: it is never reduced over the ranks"
+        yield text, Given(tuple(local), None)
+    yield (
+        "each rank has the gradient of its own classes' part of the entropy: an all-reduce that autograd does not see",
+        of_gradient(own * b.slope * b.g[:, None]),
+    )
+
+
+def _unshifted(b: Textbook, name: str, got: Array) -> str | None:
+    """Return, in a sentence, that entropies are differences of two large numbers; None if they are not.
+
+    A difference of float32 numbers near 1e4 is a multiple of 2^-10, and so is the factor of each p in its gradient.
+    """
+    wide = np.float64 if b.problem.dtype == np.float64 else np.float32
+    mean = np.where(b.p == 0.0, 0.0, b.p * b.z).sum(axis=-1)
+    unit = np.spacing(np.minimum(np.abs(b.lse), np.abs(mean)).astype(wide)).astype(np.float64)
+    if name == "loss":
+        parts, units, slack = got, np.broadcast_to(unit, got.shape), 0.0
+    else:
+        large = (b.p > 2.0**-12) & (b.slope != 0.0) & (b.g[:, None] != 0.0)
+        parts = (got / (b.p * b.slope * b.g[:, None]))[large]
+        units, slack = np.broadcast_to(unit[:, None], got.shape)[large], 0.05
+    tell = np.isfinite(parts) & (units > 64 * np.spacing(np.abs(parts).astype(wide)))
+    multiples = (parts / units)[tell]
+    if multiples.size < 4 or (np.abs(multiples - np.rint(multiples)) > slack).any():
+        return None
+    return "the entropy is logsumexp less the mean logit: an offset that all logits share costs its digits"
+
+
+ENTROPY = Kind(
+    noun="entropy",
+    plural="entropies",
+    exact=partial(exact_statistic, "entropy"),
+    sizes=_sizes,
+    faults=_faults,
+    told='the loss is an entropy: that is declared by @offers(kind="entropy"), and gets no targets',
+    options=("logit_scale", "softcap"),
+    arrays=("logits",),
+    tell=_unshifted,
+)

@@ -1,0 +1,20 @@
+"""Log-probabilities of each row's target: the negative of a loss, in options and faults too."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pce_mpi.conformance.kinds.loss import LOSS, sizes
+from pce_mpi.conformance.kinds.statistics import exact_statistic
+from pce_mpi.conformance.problems import Kind
+
+LOG_PROB = Kind(
+    noun="log-probability",
+    plural="log-probabilities",
+    exact=partial(exact_statistic, "log_prob"),
+    sizes=sizes,
+    faults=LOSS.faults,
+    told='the loss is of the opposite sign: a log-probability is declared by @offers(kind="log_prob")',
+    options=("ignore_index", "logit_scale", "softcap"),
+    negates=LOSS,
+)

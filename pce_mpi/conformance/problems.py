@@ -1,0 +1,222 @@
+"""What a kind of candidate is, and the problems that candidates solve.
+
+A problem is global, the same on every rank, and made from a seed alone. `Problem.shard` gives the arguments of one
+rank; `Problem.expected` is the result of `dense` in float64, from logits rounded to the candidate's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+import math
+from typing import Any, Literal
+
+import numpy as np
+
+from pce_mpi.arrays import is_floating
+from pce_mpi.conformance.terms import Smoothing
+
+Array = np.ndarray[Any, Any]
+
+# The memory of a shard of the logits: C order; Fortran order; every second element of a wider array, in rows and in
+# classes; the first columns of a wider array, whose other columns nobody may read; one element with strides of 0.
+Memory = Literal["C", "F", "strided", "padded", "expanded"]
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What the candidates of one kind are called with and give, and how that is judged.
+
+    noun, plural         the words for what it gives for a row
+    exact                the exact numbers of a problem and, for `dloss`, the gradient of the logits; all classes
+    sizes                of a textbook: how large the summands of both are, as `units` says
+    faults               of a textbook: what projects have shipped, as in `faults`
+    told                 what to declare where the numbers of another kind turn out to be these
+    options, reductions  those that it may take
+    arrays               the names of what it is called with: this rank's logits, and targets or none
+    negates              the kind whose numbers are the negatives of these, and whose faults are known
+    tell                 of a textbook, "loss" or "gradient", and numbers: an exact test that no other kind has
+    fitted               makes the problem of a case for all kinds one for this kind
+    cases                those for this kind alone
+    """
+
+    noun: str
+    plural: str
+    exact: Callable[[Problem], tuple[Array, Array]]
+    sizes: Callable[[Any], tuple[Array, Array, Array]]
+    faults: Callable[[Any], Iterator[tuple[str, Any]]]
+    told: str
+    options: tuple[str, ...]
+    reductions: tuple[str, ...] = ("none",)
+    arrays: tuple[str, ...] = ("logits", "targets")
+    negates: Kind | None = None
+    tell: Callable[[Any, str, Array], str | None] = lambda book, name, got: None
+    fitted: Callable[[Problem, int], Problem] = lambda problem, seed: problem
+    cases: Any = None  # `declaring.Cases`, as those are made of problems
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The arguments of one rank, as NumPy arrays of its own; `options` includes `weight`, `reduction` and `axis`."""
+
+    logits: Array
+    targets: Array
+    class_start: int
+    num_classes: int
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The logits, targets and options of all ranks.
+
+    logits                       the logits of all classes, in the candidate's dtype
+    targets                      global class numbers, the logits' shape without the class axis; or probabilities of the
+                                 logits' shape
+    splits                       the shard of rank r has the classes [splits[r], splits[r + 1])
+    kind                         the kind of the candidate
+    options                      the options of the candidate; `weight` has all classes
+    reduction                    "mean", "sum" or "none"
+    axis                         the class axis
+    smoothing                    the convention of label smoothing, as in `Offer`
+    dloss                        the upstream gradient, shaped as the loss; None: ones
+    memory                       the memory order of a shard of the logits: "C", "F", "strided" or "padded"
+    target_memory, dloss_memory  those of index targets and of the upstream gradient: "C", "strided" or, for equal
+                                 elements, "expanded"
+    gathered                     every rank gets the logits of all classes, by mistake
+    copies                       how many times a candidate gets these rows, one after the other
+    may_be_nan                   (rows,) where PyTorch's dense function gives nan and `dense` a number: nan passes there
+                                 unless the judge is strict, in the gradient, and in the loss if the row counts. None:
+                                 nowhere
+    """
+
+    logits: Array
+    targets: Array
+    splits: tuple[int, ...]
+    kind: Kind
+    options: dict[str, Any] = field(default_factory=dict)
+    reduction: str = "mean"
+    axis: int = -1
+    smoothing: Smoothing = "all"
+    dloss: Array | None = None
+    memory: Memory = "C"
+    target_memory: Memory = "C"
+    dloss_memory: Memory = "C"
+    gathered: bool = False
+    copies: int = 1
+    may_be_nan: Array | None = None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the logits."""
+        return self.logits.dtype
+
+    @property
+    def ranks(self) -> int:
+        """The number of shards."""
+        return len(self.splits) - 1
+
+    @property
+    def classes(self) -> int:
+        """The number of classes of all shards."""
+        return int(self.logits.shape[self.axis])
+
+    @property
+    def rows(self) -> int:
+        """The number of rows, all axes but the class axis flattened."""
+        return math.prod(self.rows_shape)
+
+    @property
+    def rows_shape(self) -> tuple[int, ...]:
+        """The logits' shape without the class axis."""
+        shape = list(self.logits.shape)
+        del shape[self.axis]
+        return tuple(shape)
+
+    @property
+    def loss_shape(self) -> tuple[int, ...]:
+        """The expected shape of the loss."""
+        return self.rows_shape if self.reduction == "none" else ()
+
+    @property
+    def with_probabilities(self) -> bool:
+        """True if the targets are probabilities."""
+        return self.targets.dtype.kind not in "iu"
+
+    @property
+    def with_numbers(self) -> bool:
+        """True if the targets are class numbers, and are passed."""
+        return not self.with_probabilities and "targets" in self.kind.arrays
+
+    @property
+    def exact_options(self) -> dict[str, Any]:
+        """The options for `dense`, which smooths over all classes."""
+        if self.smoothing == "all" or "label_smoothing" not in self.options or self.classes < 2:
+            return self.options
+        more = self.classes / (self.classes - 1)
+        return self.options | {"label_smoothing": self.options["label_smoothing"] * more}
+
+    @property
+    def valid(self) -> Array:
+        """The rows that count, as a mask of shape (rows,)."""
+        if not self.with_numbers:
+            return np.ones(self.rows, np.bool_)
+        return self.targets.reshape(-1) != self.options.get("ignore_index", -100)
+
+    @cached_property
+    def expected(self) -> tuple[Array, Array]:
+        """The exact loss and, for `dloss`, the gradient of the logits; float64, all classes."""
+        return self.kind.exact(self)
+
+    def rank_of(self, number: int) -> int:
+        """Return the rank whose shard has a class."""
+        return int(np.searchsorted(self.splits, number, side="right")) - 1
+
+    def row_major(self, array: Array) -> Array:
+        """Flatten all axes but the class axis, and put that last."""
+        return np.moveaxis(array, self.axis, -1).reshape(self.rows, array.shape[self.axis])
+
+    def part(self, array: Array, rank: int) -> Array:
+        """Return the part of an array that a rank has."""
+        if self.gathered:
+            return array
+        return np.moveaxis(np.moveaxis(array, self.axis, 0)[slice(*self.splits[rank : rank + 2])], 0, self.axis)
+
+    def repeated(self, rows: Array) -> Array:
+        """Return the array that has all copies of these rows."""
+        return rows if self.copies == 1 else np.tile(rows, (self.copies, *(1,) * (rows.ndim - 1)))
+
+    def shard(self, rank: int) -> Shard:
+        """Return the arguments of a rank, as copies: a candidate may write to them."""
+        start, stop = self.splits[rank : rank + 2]
+        options = dict(self.options)
+        if "weight" in options:
+            options["weight"] = options["weight"][slice(None) if self.gathered else slice(start, stop)].copy()
+        targets = self.part(self.targets, rank) if self.with_probabilities else self.targets
+        return Shard(
+            logits=stored(self.repeated(self.part(self.logits, rank)), self.memory, self.axis),
+            targets=stored(self.repeated(targets), "C" if self.with_probabilities else self.target_memory),
+            class_start=start,
+            num_classes=self.classes,
+            options=options | {"reduction": self.reduction, "axis": self.axis},
+        )
+
+
+def stored(array: Array, memory: Memory, axis: int = -1) -> Array:
+    """Copy `array` in this memory order."""
+    if memory == "C" or array.size == 0 or array.ndim == 0:
+        return array.copy(order="C")
+    if memory == "expanded":
+        one = array.reshape(-1)[:1].copy()
+        return np.ndarray(array.shape, array.dtype, one, strides=(0,) * array.ndim)
+    if memory == "F":
+        return array.copy(order="F")
+    lengths, index = [2 * length for length in array.shape], [slice(None, None, 2)] * array.ndim
+    if memory == "padded":
+        lengths, index = list(array.shape), [slice(length) for length in array.shape]
+        lengths[axis] += 3
+    # More than any logit, and no class, so that reading it shows.
+    view = np.full(lengths, 6e4 if is_floating(array.dtype) else -7, array.dtype)[tuple(index)]
+    view[...] = array
+    return view

@@ -1,0 +1,22 @@
+"""The terms in which a candidate's offer and the needs of a case are declared."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+OPTIONS = ("weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+REDUCTIONS = ("mean", "sum", "none")
+
+Shards = Literal["equal", "chunks", "any"]
+Arrays = Literal["numpy", "cupy", "torch"]
+Smoothing = Literal["all", "others"]
+
+
+class Gradient(StrEnum):
+    """The result of a candidate beside the loss: none, the gradient, or a function of the upstream gradient."""
+
+    NONE = "none"
+    VALUE = "value"
+    BACKWARD = "backward"
