@@ -82,6 +82,9 @@ def linear_cross_entropy_value_and_grad(
     chunk : int, optional
         The number of rows of logits that are held at once, at least 2 if there are other ranks; the same on every rank.
         The default is 512, or 4,096 on a GPU.
+    rounded_gradient : bool, default False
+        Round the gradient of the logits of halves to their dtype before it is multiplied. On a GPU that takes three
+        products rather than five. Other dtypes are not rounded.
 
     Returns
     -------
@@ -102,7 +105,8 @@ def linear_cross_entropy_value_and_grad(
     BLAS gives other last bits to a product with another number of rows or columns, and `dhidden` is a sum of
     floating-point numbers over the ranks. Logits of halves are float32, and so are the sums of the gradients. A GPU
     multiplies halves as they are (cuBLAS's `gemmEx`), and the gradient of the logits as the sum of two halves, which
-    keep 16 bits of it. For float16, elements less than 2^-24 of the largest one keep fewer bits.
+    keep 16 bits of it; `rounded_gradient` takes the first alone, which keeps 8 bits, or 11 of float16. For float16,
+    elements less than 2^-24 of the largest one keep fewer bits.
 
     Examples
     --------
@@ -277,7 +281,8 @@ def _chunk_by_chunk(problem: Problem, operands: _Operands, with_gradients: bool)
             if not problem.all_valid:  # 0 times nan is nan
                 hidden = hidden.copy()
                 hidden[xp.asarray(~part.problem.valid)] = 0
-            add_gradients(hidden, operands.w, part.problem.logits, dhidden, operands.dw)
+            rounded = problem.options.rounded_gradient
+            add_gradients(hidden, operands.w, part.problem.logits, dhidden, operands.dw, rounded)
             if operands.bias is not None:
                 operands.dbias += part.problem.logits.sum(axis=0, dtype=np.float64)
 

@@ -15,7 +15,7 @@ import numpy as np
 from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
 from pce_mpi.loss.kernels.parameters import Transform
-from pce_mpi.scalars import integer, real
+from pce_mpi.scalars import flag, integer, real
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -98,6 +98,7 @@ class ProductOptions(TypedDict, total=False):
 
     bias: Any  # one number for each class, which is added to `hidden @ w`
     chunk: int | None  # so many rows of logits are held at once
+    rounded_gradient: bool  # the gradient of the logits is rounded to halves before it is multiplied
 
 
 class LinearCrossEntropyOptions(TransformOptions, TermOptions, ProductOptions, total=False):
@@ -132,6 +133,7 @@ class Options:
     batch_comm: MPI.Intracomm | None = None
     bias: Any = None
     chunk: int | None = None
+    rounded_gradient: bool = False
     over: str = "comm"
     batch_over: str = "batch_comm"
     found: Sequence[Exception] = ()
@@ -233,6 +235,7 @@ def _check_numbers(ndim: int, dtype: np.dtype[Any], **given: Any) -> Numbers:
         "softcap": softcap,
         "reduction": Reduction(reduction),
         "chunk": None if chunk is None else integer(chunk, "chunk"),
+        "rounded_gradient": flag(options.rounded_gradient, "rounded_gradient"),
     }
     arithmetic = DOUBLE if values["compute_dtype"] == np.float64 else SINGLE
     return Numbers(values, Transform(logit_scale, softcap), arithmetic)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_half, name_of
-from pce_mpi.loss.kernels import gemm
+from pce_mpi.loss.kernels import gemm, kernel_of
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -32,33 +32,38 @@ def multiply(hidden: Array, w: Array, logits: Array) -> None:
             logits[:, columns] = hidden @ w[:, columns].astype(logits.dtype)
 
 
-def add_gradients(hidden: Array, w: Array, dlogits: Array, dhidden: Array, dw: Array) -> None:
-    """Compute `dhidden = dlogits @ w.T`, which is 0 before, and `dw += hidden.T @ dlogits`; halves give float32."""
+def add_gradients(hidden: Array, w: Array, dlogits: Array, dhidden: Array, dw: Array, rounded: bool = False) -> None:
+    """Compute `dhidden = dlogits @ w.T`, which is 0 before, and `dw += hidden.T @ dlogits`; halves give float32.
+
+    With `rounded`, `dlogits` are rounded to halves first, if `w` is of halves.
+    """
     half = is_half(w.dtype)
     if gemm.takes(w):
-        _add_gradients_of_halves(hidden, w, dlogits, dhidden, dw)
+        _add_gradients_of_halves(hidden, w, dlogits, dhidden, dw, 1 if rounded else 2)
         return
     hidden = hidden.astype(dlogits.dtype, copy=False)
     if not half:
         array_namespace(w).matmul(dlogits, w.T, out=dhidden)
+    scale = _scale(dlogits, w) if half and rounded else None
     for columns in _blocks(w):
-        dw[:, columns] += hidden.T @ dlogits[:, columns]
+        part = dlogits[:, columns]
+        if half and rounded:
+            part = part.astype(w.dtype) if scale is None else (part * scale).astype(w.dtype)
+            part = part.astype(dlogits.dtype) if scale is None else part.astype(dlogits.dtype) / scale
+        dw[:, columns] += hidden.T @ part
         if half:
-            dhidden += dlogits[:, columns] @ w[:, columns].astype(dlogits.dtype).T
+            dhidden += part @ w[:, columns].astype(dlogits.dtype).T
 
 
-def _add_gradients_of_halves(hidden: Array, w: Array, dlogits: Array, dhidden: Array, dw: Array) -> None:
+def _add_gradients_of_halves(hidden: Array, w: Array, dlogits: Array, dhidden: Array, dw: Array, halves: int) -> None:
     """Add the gradients by products that take only halves: `dlogits` is split into a sum of two, which keep 16 bits.
 
-    In float16, elements less than 2^-24 of the largest one keep fewer bits.
+    In float16, elements less than 2^-24 of the largest one keep fewer bits. One of the two alone keeps 8 bits, or 11.
     """
-    scale = _scale(dlogits) if name_of(w.dtype) == "float16" else None
+    scale = _scale(dlogits, w)
     for columns in _blocks(w):
-        part = dlogits[:, columns] if scale is None else dlogits[:, columns] * scale
-        high = part.astype(w.dtype)
-        low = (part - high.astype(part.dtype)).astype(w.dtype)
         total = dw[:, columns] if scale is None else array_namespace(w).zeros(dw[:, columns].shape, dw.dtype)
-        for half in (high, low):
+        for half in kernel_of(w).halves_of(dlogits[:, columns], w.dtype, scale, halves):
             gemm.gemm(hidden.T, half, total, add=True)
             gemm.gemm(half, w[:, columns].T, dhidden, add=True)
         if scale is not None:
@@ -75,8 +80,13 @@ def _blocks(w: Array) -> list[slice]:
     return [slice(first, first + width) for first in range(0, columns, width)]
 
 
-def _scale(dlogits: Array) -> Array:
-    """Return the power of two, () float32, by which gradients fit float16; rows without finite maximum are ignored."""
+def _scale(dlogits: Array, w: Array) -> Array | None:
+    """Return the power of two, () float32, by which gradients fit float16; rows without finite maximum are ignored.
+
+    None if `w` is bfloat16, which has the exponents of float32.
+    """
+    if name_of(w.dtype) != "float16":
+        return None
     xp = array_namespace(dlogits)
     if not dlogits.size:
         return xp.ones((), dlogits.dtype)

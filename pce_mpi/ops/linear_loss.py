@@ -80,7 +80,7 @@ def _composed(
     **options: Any,
 ) -> DistArray:
     """Compute the loss from all logits at once: their products have a reproducible form."""
-    del options["chunk"]
+    del options["chunk"], options["rounded_gradient"]
     counts = reshape(comparison("not_equal")(targets, options["ignore_index"]), (*targets.shape, 1))
     logits = matmul(where(counts, widened(hidden), 0.0), widened(w))  # or the gradient of w has 0 times nan
     if biased:
@@ -132,8 +132,8 @@ def linear_cross_entropy(
         The mean or the sum over all rows of all ranks.
     bias : DistArray or array of the dtype of `hidden`, shape (classes,), optional
         Sharded as the classes are.
-    chunk : int, optional
-        That of `linear_cross_entropy_value_and_grad`.
+    chunk, rounded_gradient : optional
+        Those of `linear_cross_entropy_value_and_grad`; inside `reproducible` nothing is rounded.
 
     Returns
     -------

@@ -12,8 +12,9 @@ import numpy as np
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
-# Like NVRTC with -fmad=false, and the scalar functions of the C library.
-FLAGS = ("-std=c++17", "-Og", "-fPIC", "-shared", "-ffp-contract=off", "-w")
+# Like NVRTC with -fmad=false, and the scalar functions of the C library. The last one gives each library its own inline
+# variables: shared memory is that of one kernel.
+FLAGS = ("-std=c++17", "-Og", "-fPIC", "-shared", "-ffp-contract=off", "-w", "-fno-gnu-unique")
 
 LAUNCHERS = """
 extern "C" const char* launch_{number}(void** arguments, unsigned x, unsigned y, unsigned block) {{

@@ -207,6 +207,25 @@ def test_sums_of_numbers_have_bits_of_definition(cuda, size):
                 assert_equal(one.get(), other)
 
 
+@pytest.mark.parametrize("scale", [None, np.float32(2.0**20)])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_halves_are_nearest_and_rest(cuda, dtype, scale):
+    rng = np.random.default_rng(7)
+    values = rng.standard_normal((5, 700)) * 10.0 ** rng.integers(-44, 3, (5, 700))
+    values = values.astype(np.float32)[:, 3:300]
+    with np.errstate(over="ignore"):
+        scaled = values if scale is None else values * scale
+        high = scaled.astype(dtype)
+    given = on_device(values), dtype, None if scale is None else on_device(np.array(scale))
+    with np.errstate(invalid="ignore"):
+        low = (scaled - high.astype(np.float32)).astype(dtype)
+    for count in (1, 2):
+        found = cuda.halves_of(*given, count)
+        assert len(found) == count
+        for ours, expected in zip(found, (high, low), strict=False):
+            assert_equal(ours.get(), expected)
+
+
 def test_bits_of_fields_are_those_of_header():
     header = (compilation.source_folder / "states.h").read_text(encoding="utf-8")
     bits = {

@@ -61,6 +61,8 @@ LOSS = {
     "argmax": Asked(9, 0, 0, 0),
     "linear_cross_entropy_value_and_grad": Asked(20, 1, 1, 1),
     "linear, two chunks": Asked(30, 1, 1, 1),
+    "linear, float16": Asked(39, 1, 1, 1),
+    "linear, float16, rounded gradient": Asked(37, 1, 1, 1),
 }
 # Most operations launch kernels and ask for nothing else; their launches, forward and backward:
 LAUNCHES = """
@@ -96,6 +98,7 @@ def calls_of_loss(cupy):
     logits = cupy.asarray(rng.standard_normal((4, 1000), np.float32))
     targets, weight = cupy.asarray(rng.integers(0, 1000, 4)), cupy.asarray(rng.random(1000))
     hidden, w = (cupy.asarray(rng.standard_normal(shape, np.float32)) for shape in ((4, 8), (8, 1000)))
+    halves = hidden.astype(np.float16), w.astype(np.float16)
     long = cupy.asarray(rng.standard_normal((1, 20000), np.float32))
     gradient, per_row = cupy.asarray(np.float32(1)), cupy.asarray(np.ones(4, np.float32))
     both = pce.softmax_cross_entropy_value_and_grad
@@ -125,6 +128,10 @@ def calls_of_loss(cupy):
         "argmax": partial(pce.argmax, logits),
         "linear_cross_entropy_value_and_grad": partial(pce.linear_cross_entropy_value_and_grad, hidden, w, targets),
         "linear, two chunks": partial(pce.linear_cross_entropy_value_and_grad, hidden, w, targets, chunk=2),
+        "linear, float16": partial(pce.linear_cross_entropy_value_and_grad, *halves, targets),
+        "linear, float16, rounded gradient": partial(
+            pce.linear_cross_entropy_value_and_grad, *halves, targets, rounded_gradient=True
+        ),
     }
 
 

@@ -28,14 +28,14 @@ def problem(dtype):
     return rng.standard_normal((ROWS, FEATURES)).astype(dtype), rng.standard_normal((FEATURES, CLASSES)).astype(dtype)
 
 
-def products_of(cupy, hidden, w, dlogits):
+def products_of(cupy, hidden, w, dlogits, rounded=False):
     """Logits, and the gradients of hidden and w, which is added to one that there is."""
     results = [cupy.asarray(np.full((len(hidden), w.shape[1]), np.nan, np.float32))]
     results += [cupy.asarray(np.zeros(hidden.shape, np.float32)), cupy.asarray(np.ones(w.shape, np.float32))]
     if gemm.takes(w):
         hidden, w = gemm.readable(hidden), gemm.readable(w)
     products.multiply(hidden, w, results[0])
-    products.add_gradients(hidden, w, cupy.asarray(dlogits), *results[1:])
+    products.add_gradients(hidden, w, cupy.asarray(dlogits), *results[1:], rounded)
     return [cupy.asnumpy(result) for result in results]
 
 
@@ -59,6 +59,27 @@ def test_gradients_of_any_size_fit_halves(cupy, dtype, size):
     h, v, wide = (x.astype(np.float64) for x in (hidden, w, dlogits))
     np.testing.assert_allclose(dhidden, wide @ v.T, rtol=0, atol=2.0**-16 * size * np.abs(v).sum(1).max())
     np.testing.assert_allclose(dw, 1 + h.T @ wide, rtol=1e-6, atol=2.0**-16 * size * np.abs(h).sum(0).max())
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-9, 1.0, 1e9])
+def test_rounded_gradient_is_nearest_half(cupy, dtype, size):
+    hidden, w = problem(dtype)
+    dlogits = np.exp(-8 * np.random.default_rng(5).random((ROWS, CLASSES))).astype(np.float32) * np.float32(size)
+    given = cupy.asarray(hidden), cupy.asarray(w), dlogits
+    _, dhidden, dw = products_of(cupy, *given, rounded=True)
+    h, v, wide = (x.astype(np.float64) for x in (hidden, w, dlogits))
+    largest = 2.0 ** np.floor(np.log2(wide.max())) if size else 1.0  # float16 has the fewest bits of small elements
+    half = (wide / largest).astype(dtype).astype(np.float64) * largest
+    np.testing.assert_allclose(dhidden, half @ v.T, rtol=0, atol=2.0**-20 * size * np.abs(v).sum(1).max())
+    np.testing.assert_allclose(dw, 1 + h.T @ half, rtol=1e-6, atol=2.0**-20 * size * np.abs(h).sum(0).max())
+
+
+def test_rounded_gradient_takes_two_products_of_four(cupy, monkeypatch, dtype):
+    called, multiply = [], gemm.gemm
+    monkeypatch.setattr(gemm, "gemm", lambda *operands, **options: called.append(1) or multiply(*operands, **options))
+    for rounded in (False, True):
+        products_of(cupy, *map(cupy.asarray, problem(dtype)), np.ones((ROWS, CLASSES), np.float32), rounded)
+    assert len(called) == 5 + 3
 
 
 def test_small_gradients_beside_large_are_kept(cupy, dtype):

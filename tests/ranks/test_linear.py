@@ -76,6 +76,26 @@ def test_logits_of_halves_are_float32(comm, monkeypatch, dtype):
         assert np.all(error <= 0.5 * unit * np.abs(right) + 2e-6 * np.abs(expected[1]).max() + 6e-8)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=lambda dtype: dtype.__name__)
+def test_rounded_gradient_has_precision_of_halves(comm, dtype):
+    given = problem(dtype)
+    loss, dhidden, dw, _, mine = run(comm, *given)
+    rounded = run(comm, *given, rounded_gradient=True)
+    assert rounded[0].tobytes() == loss.tobytes()
+    wide = exact(*given)
+    unit = float(ml_dtypes.finfo(dtype).eps)
+    for found, plain, right in ((rounded[1], dhidden, wide[1]), (rounded[2], dw, wide[2][:, mine])):
+        assert (found.tobytes() == plain.tobytes()) == (dtype is np.float32 or not plain.size)
+        scale = np.abs(wide[1]).max() + np.abs(wide[2]).max()
+        assert np.all(np.abs(found.astype(np.float64) - right) <= unit * (np.abs(right) + scale))
+
+
+def test_ranks_agree_on_rounded_gradient(comm, several):
+    hidden, w, targets = problem()
+    with pytest.raises(pce.CollectiveError, match="disagree on rounded_gradient"):
+        run(comm, hidden, w, targets, rounded_gradient=comm.rank == 0)
+
+
 def test_loss_has_bits_of_loss_of_logits(comm):
     hidden, w, targets = problem(np.float32)
     mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))

@@ -68,7 +68,7 @@ def instantiations() -> list[Kernel]:
         *(Kernel("losses.cu", f"pce::fill_row_{name}<{a}>") for name in ("losses", "gradients") for a in ARITHMETICS),
         *(Kernel("statistics.cu", f"pce::fill_{name}<{a}>") for name in statistics for a in ARITHMETICS),
         *(Kernel("sums.cu", f"pce::{name}<{item}>") for name in ("sum_items", "fill_loss") for item in summed),
-        Kernel("conversion.cu", "pce::convert"),
+        *(Kernel("conversion.cu", f"pce::{name}") for name in ("convert", "split_halves")),
         *(Kernel("backward.cu", f"pce::write_gradient<{t}, {scaled}>") for t, scaled in plain),
         *(Kernel("general_backward.cu", f"pce::write_general_gradient<{t}, {a}>") for t, a in general),
     ]

@@ -337,11 +337,16 @@ def _wide(x: Array) -> Array:
 
 def _largest_columns(x: Array) -> Array:
     """Return the column of the largest element of each row, (rows, 1), by the pass of the statistics."""
-    fields, arithmetic = StateFields(hold_largest=True, argmax=True), DOUBLE if x.dtype == np.float64 else SINGLE
-    options = {"weights": ClassWeights(), "transform": Transform(), "arithmetic": arithmetic, "class_start": 0}
-    states = fill_states(x[:, :, None], None, fields, **options)
-    word = fields.dtype.fields["argmax"][1] // 8
-    return states[:, word : word + 1].view(np.int64)
+    states = fill_states(
+        x[:, :, None],
+        None,
+        StateFields(hold_largest=True, argmax=True),
+        weights=ClassWeights(),
+        transform=Transform(),
+        arithmetic=DOUBLE if x.dtype == np.float64 else SINGLE,
+        class_start=0,
+    )
+    return states[:, -1:].view(np.int64)  # the last field of such states
 
 
 def converted(values: Array, dtype: np.dtype[Any]) -> Array:
@@ -352,6 +357,22 @@ def converted(values: Array, dtype: np.dtype[Any]) -> Array:
         kernel = Kernel("conversion.cu", "pce::convert")
         _launch_for_rows(kernel, result.size, *source, result, np.int32(DTYPE_CODES[dtype.name]))
     return result
+
+
+def halves_of(values: Array, dtype: np.dtype[Any], scale: Array | None, count: int) -> list[Array]:
+    """Return halves of which a matrix of float32 numbers, times `scale`, is the sum: two, or the first alone.
+
+    The rows of the matrix are of consecutive elements; `scale` is one float32 number, None for 1.
+    """
+    rows, columns = values.shape
+    halves = [cupy.empty(values.shape, dtype) for _ in range(count)]
+    if values.size:
+        parts, pitch = -(-columns // BLOCK_THREADS), values.strides[0] // values.itemsize
+        sizes = np.int64(pitch), np.uint32(parts), np.int64(columns)
+        outputs = halves[0], halves[1] if count > 1 else None, np.int32(DTYPE_CODES[np.dtype(dtype).name])
+        kernel = Kernel("conversion.cu", "pce::split_halves")
+        _launch(kernel, (rows * parts, 1), BLOCK_THREADS, values, *sizes, scale, *outputs)
+    return halves
 
 
 def write_gradient(
