@@ -20,8 +20,11 @@ from pce_mpi.conformance import Gradient, Offer, Outcome, Verdict, cases, load, 
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, adapted
 from pce_mpi.conformance.cases import Expects, Needs
 from pce_mpi.conformance.catalogue import catalogue
-from pce_mpi.conformance.drawing import chunks
+from pce_mpi.conformance.declaring import Cases
+from pce_mpi.conformance.drawing import chunks, random_problem
 from pce_mpi.conformance.fitting import problem_of, unmet_need
+from pce_mpi.conformance.kinds import KINDS
+from pce_mpi.conformance.kinds.statistics import exact_statistic
 from pce_mpi.conformance.offers import EVERYTHING
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
 from pce_mpi.conformance.plain import made, plain
@@ -217,6 +220,37 @@ def test_offer_without_2_d_has_every_case():
 
 def test_missing_dtype_is_named():
     assert unmet_need(Offer(), Needs(), "bfloat16") == "bfloat16"
+
+
+def test_row_of_kinds_is_a_kind(monkeypatch):
+    """Logsumexps, called without targets, of twice the logits."""
+    own = Cases()
+    own.case("own-case/{dtype}")(random_problem)
+
+    def doubled(problem, seed):
+        return replace(problem, logits=2 * problem.logits)
+
+    kind = replace(
+        KINDS["entropy"],
+        noun="sum",
+        plural="sums",
+        exact=partial(exact_statistic, "logsumexp"),
+        fitted=doubled,
+        cases=own,
+    )
+    monkeypatch.setitem(KINDS, "logsumexp", kind)
+    offer = Offer(kind="logsumexp", options=("softcap",))
+    assert offer.reductions == ("none",)
+    chosen = {case.name: case for case in cases(offer)}
+    assert "own-case/float32" in chosen and not [case for case in cases(EVERYTHING) if case.family == "own-case"]
+    assert {"random-logits/float32", "softcap/float32"} <= chosen.keys() and "targets/int32" not in chosen
+    problem, plain_one = (problem_of(chosen["random-logits/float32"], each, 2) for each in (offer, Offer()))
+    assert np.array_equal(problem.logits, 2 * plain_one.logits)
+    assert np.allclose(problem.expected[0], np.log(np.exp(problem.logits.astype(np.float64)).sum(axis=-1)))
+    with pytest.raises(ValueError, match="options of an offer must be among logit_scale, softcap, got 'weight'"):
+        Offer(kind="logsumexp", options=("weight",))
+    with pytest.raises(ValueError, match="loss, log_prob, entropy, logsumexp, got 'kl'"):
+        Offer(kind="kl")
 
 
 # Loading candidates.

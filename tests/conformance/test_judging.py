@@ -337,13 +337,8 @@ def test_picture_has_errors_by_row_and_class():
 
 def test_large_picture_has_worst_of_each_block():
     rng = np.random.default_rng(0)
-    problem = Problem(
-        rng.normal(size=(100, 700)).astype(np.float32),
-        rng.integers(0, 700, 100),
-        (0, 100, 400, 700),
-        LOSS,
-        reduction="none",
-    )
+    logits, targets = rng.normal(size=(100, 700)).astype(np.float32), rng.integers(0, 700, 100)
+    problem = Problem(logits, targets, (0, 100, 400, 700), LOSS, reduction="none")
     gradient = problem.expected[1].copy()
     gradient[99, 699] += 1.0
     gradient[0, 0] = np.nan
