@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 import tracemalloc
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 Array = np.ndarray[Any, Any]
-Result = TypeVar("Result")
 
 _AGREEMENTS = 200
 
@@ -118,17 +117,6 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     return 0
 
 
-def _together(comm: MPI.Intracomm | None, work: Callable[[], Result]) -> Result:
-    """Return what `work` does on this rank; what it raises on one rank is raised on all."""
-    if comm is None:
-        return work()
-    result: Any = None
-    with local_checks() as checks:
-        result = work()
-    agree(comm, "bench", {}, error=checks.error)
-    return cast(Result, result)
-
-
 def _show(measured: list[Measurement], agreement: float | None, options: argparse.Namespace, size: int) -> None:
     if options.json:
         report = {
@@ -157,7 +145,14 @@ def _measure(
 ) -> list[Measurement]:
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
     start, stop = shard_range(classes, size, rank)
-    logits, targets, out = _together(comm, lambda: _arrays(rows, classes, stop - start, dtype, size, rank))
+    arrays: Any = None
+    with local_checks() as checks:
+        arrays = _arrays(rows, classes, stop - start, dtype, size, rank)
+    if comm is not None:
+        agree(comm, "bench", {}, error=checks.error)
+    elif checks.error is not None:
+        raise checks.error
+    logits, targets, out = arrays
     _, residuals = softmax_cross_entropy_forward(logits, targets, comm=comm)
     # (name, call, how often the shard's bytes must pass)
     functions: list[tuple[str, Callable[[], object], int]] = [

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 import importlib
-import os
 from pathlib import Path
 import shutil
 import signal
@@ -211,23 +210,12 @@ def _wrong_work(options: argparse.Namespace) -> str:
         return "give both --vectors DIR, with the problems, and --results FILE, with their answers"
     if max(options.ranks) > _MOST_SHARDS:
         return f"argument --ranks: expected numbers up to {_MOST_SHARDS}, got {max(options.ranks)}"
-    if again := _files_named_twice(options):
-        return f"{' and '.join(again)} name the same file"
     if not (works or options.list):
         return (
             "give a candidate (package.module:candidate), --list, --report FILE, --export DIR, or "
             "--vectors DIR --results FILE"
         )
     return _wrong_candidate(options.candidate, options.adapter) if options.candidate else ""
-
-
-def _files_named_twice(options: argparse.Namespace) -> list[str]:
-    """Return the options of a report that would be overwritten by another, or overwrite what was read."""
-    by_file: dict[str, list[str]] = {}
-    for name in ("known", "results", *FILES):
-        if (path := getattr(options, name)) is not None:
-            by_file.setdefault(os.path.realpath(path), []).append(f"--{name}")
-    return next((names for names in by_file.values() if len(names) > 1), [])
 
 
 def _wrong_candidate(name: str, adapter: str | None) -> str:

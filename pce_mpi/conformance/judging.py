@@ -33,11 +33,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pce_mpi.arrays import is_floating
-from pce_mpi.comm.rank_texts import ranks_text
 from pce_mpi.conformance.bits import other_bits
 from pce_mpi.conformance.comparing import Gradients, Losses
 from pce_mpi.conformance.diagnosis import explain
-from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
+from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding, together
 from pce_mpi.conformance.problems import Problem
 from pce_mpi.conformance.units import Tolerance
 
@@ -105,8 +104,8 @@ def judge(
 
 def _comparable(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Answer], list[Finding], list[Finding]]:
     """Return the answers in the shapes and dtypes that are due, the faults that prevent it, and those that do not."""
-    fatal: dict[tuple[str, str], list[int]] = {}
-    form: dict[tuple[str, str], list[int]] = {}
+    fatal: list[list[Finding]] = [[] for _ in answers]
+    form: list[list[Finding]] = [[] for _ in answers]
     comparable = []
     for rank, answer in enumerate(answers):
         shard = problem.part(problem.logits, rank).shape
@@ -116,24 +115,16 @@ def _comparable(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Answe
             if got is None:
                 continue
             if got.shape != shape:
-                due = f"{shape} is due" + ", the shape of the logits that were passed" * (what == "gradient")
+                due = f"{shape} is due" + ", the shape of the logits that were passed" * (which == "gradient")
                 kept = form if got.size == math.prod(shape) else fatal
-                kept.setdefault(("shape", f"{what} has shape {got.shape}, where {due}"), []).append(rank)
+                kept[rank].append(Finding("shape", f"{what} has shape {got.shape}, where {due}"))
             if not is_floating(got.dtype):
-                text = f"{what} has dtype {got.dtype}, which is no floating-point one"
-                fatal.setdefault(("dtype", text), []).append(rank)
-            elif what == "gradient" and got.dtype != problem.dtype:
+                fatal[rank].append(Finding("dtype", f"{what} has dtype {got.dtype}, which is no floating-point one"))
+            elif which == "gradient" and got.dtype != problem.dtype:
                 text = f"gradient has dtype {got.dtype}, where that of the logits is due, {problem.dtype}"
-                form.setdefault(("dtype", text), []).append(rank)
-            if not fatal:
+                form[rank].append(Finding("dtype", text))
+            if not any(fatal):
                 with np.errstate(over="ignore"):
-                    given[which] = got.reshape(shape).astype(problem.dtype if what == "gradient" else got.dtype)
+                    given[which] = got.reshape(shape).astype(problem.dtype if which == "gradient" else got.dtype)
         comparable.append(Answer(given["loss"], given["gradient"]))  # type: ignore[arg-type]  # a loss is never None
-
-    def findings(found: dict[tuple[str, str], list[int]]) -> list[Finding]:
-        return [
-            Finding(kind, text if len(ranks) == len(answers) else f"{text} ({ranks_text(ranks)})")
-            for (kind, text), ranks in found.items()
-        ]
-
-    return comparable, findings(fatal), findings(form)
+    return comparable, together(fatal), together(form)

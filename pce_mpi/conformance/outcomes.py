@@ -6,10 +6,12 @@ Errors are in ulps, as `judging` defines them, unless stated otherwise.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 import re
 
+from pce_mpi.comm.rank_texts import ranks_text
 from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.problems import Problem
@@ -99,6 +101,18 @@ class Finding:
     def likeness(self) -> str:
         """The cause with "#" for every number: the same for the same fault at another shape."""
         return _NUMBERS.sub("#", _WHICH.sub("", self.cause))
+
+
+def together(findings: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """Return each finding of the ranks once, with those that found it if they are not all."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, each in enumerate(findings):
+        for finding in each:
+            ranks.setdefault((finding.kind, finding.text), []).append(rank)
+    return [
+        Finding(kind, text if len(who) == len(findings) else f"{text} ({ranks_text(who)})")
+        for (kind, text), who in ranks.items()
+    ]
 
 
 @dataclass

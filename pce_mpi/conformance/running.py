@@ -7,7 +7,7 @@ read through DLPack, compared with the arguments, gathered, and judged on rank 0
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 import faulthandler
 from functools import cache
@@ -29,7 +29,7 @@ from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.launching import LaunchError
 from pce_mpi.conformance.loading import check_call
 from pce_mpi.conformance.offers import Offer, offer_of
-from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict, shaped
+from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict, shaped, together
 from pce_mpi.conformance.problems import Problem
 from pce_mpi.conformance.procedures import PROCEDURES, Trial
 from pce_mpi.conformance.results import BadResult
@@ -289,7 +289,7 @@ def settle(
             if case.needs.num_classes and outcome.findings:
                 outcome.findings[0].text = f"{_GATHERED} ({outcome.findings[0].text})"
         # Before the numbers only in cases about memory, and where numbers follow: a gradient that is overwritten.
-        found = list(_together([findings for _, findings in returned]))
+        found = together([findings for _, findings in returned])
         first = [finding for finding in found if case.needs.keeps_logits or finding.kind == "overwritten"]
         outcome.findings[:0] = first
         outcome.findings += [finding for finding in found if finding not in first]
@@ -317,16 +317,6 @@ def _judge(
         if known is None or accuracy.error / accuracy.allowed > known.error / known.allowed:
             by_quantity[accuracy.quantity] = accuracy
     outcome.accuracies = list(by_quantity.values())
-
-
-def _together(findings: Sequence[Sequence[Finding]]) -> Iterator[Finding]:
-    """Yield each finding once, with the ranks that found it if those are not all."""
-    ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, each in enumerate(findings):
-        for finding in each:
-            ranks.setdefault((finding.kind, finding.text), []).append(rank)
-    for (kind, text), who in ranks.items():
-        yield Finding(kind, text if len(who) == len(findings) else text_by_rank(dict.fromkeys(who, text)))
 
 
 def _not_refused(problem: Problem, answers: Sequence[tuple[int, str, Answer]]) -> str:

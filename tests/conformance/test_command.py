@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from conformance.command import conformance, processes_of, started
 from jobs.launch import ROOT, launch, output_of
 from patience import slowdown, wait_until
+from pce_mpi.conformance import offers
 from pce_mpi.conformance.launching import LaunchError, mpiexec
 from pce_mpi.conformance.loading import check_call
 
@@ -34,17 +35,6 @@ def test_interrupted_run_reports_outcomes_so_far(tmp_path):
     assert "random-logits" in stdout
     report = json.loads((tmp_path / "report").read_text())
     assert [outcome["verdict"] for outcome in report["outcomes"]] == ["pass"]
-
-
-def test_entropy_is_called_without_targets(tmp_path):
-    (tmp_path / "it.py").write_text(
-        "import pce_mpi as pce\n"
-        "def candidate(logits, *, class_start, num_classes, comm):\n"
-        "    return pce.class_statistics(logits, comm=comm).entropy\n"
-        "candidate.kind, candidate.gradient = 'entropy', 'none'\n"
-    )
-    run = conformance("-n", 1, "it.py:candidate", "--case", "random-logits/float32", folder=tmp_path)
-    assert run.returncode == 0, run.stderr
 
 
 def test_without_ml_dtypes_only_bfloat16_is_not_offered(tmp_path):
@@ -145,6 +135,7 @@ def test_entropy_that_is_not_declared_is_told_so():
 
     with pytest.raises(TypeError, match=r'an entropy, which takes no targets, declare it: @offers\(kind="entropy"\)'):
         check_call(candidate)
+    check_call(offers(kind="entropy")(candidate))
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a p
 @linux
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGTERM, 130), (signal.SIGHUP, 130), (signal.SIGKILL, -signal.SIGKILL)],
-    ids=["SIGTERM", "SIGHUP", "SIGKILL"],
+    [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGHUP, 130), (signal.SIGKILL, -signal.SIGKILL)],
+    ids=["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"],
 )
 def test_ended_command_leaves_no_child_of_ranks(tmp_path, number, status):
     (tmp_path / "it.py").write_text(CANDIDATE)
@@ -55,10 +55,13 @@ def test_ended_command_leaves_no_child_of_ranks(tmp_path, number, status):
     wait_until(lambda: len(list(tmp_path.glob("daemon-*"))) == 2)
     assert any("daemon-1" in each for each in processes_of(tmp_path))
     run.send_signal(number)
-    output_of(run)
+    _, stderr = output_of(run)
     assert run.returncode == status
     if number == signal.SIGKILL:
         wait_until(lambda: processes_of(tmp_path) == [], 10)
+    else:
+        assert "interrupted; conformance: 0 of 1" in stderr
+        assert not list(tmp_path.glob("pce_mpi-conformance-*"))
     assert processes_of(tmp_path) == []
 
 

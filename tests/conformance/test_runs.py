@@ -2,8 +2,6 @@
 
 import json
 import os
-import re
-import signal
 import sys
 
 import pytest
@@ -13,7 +11,6 @@ from jobs.launch import ROOT, complete, output_of
 from patience import wait_until
 from pce_mpi.conformance.journal import Follower, Journal
 from pce_mpi.conformance.launching import memory_shared_by
-from pce_mpi.conformance.orders import Orders
 from pce_mpi.conformance.stacks import innermost
 from pce_mpi.leftovers import new_folder
 
@@ -42,18 +39,6 @@ def asleep(folder):
 
 def folders_in(folder, pattern="*"):
     return sorted(path for path in folder.glob(pattern) if path.is_dir() and path.name != "__pycache__")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_interrupt_ends_all_processes(tmp_path, number):
-    run = asleep(tmp_path)
-    run.send_signal(number)
-    _, stderr = output_of(run)
-    assert run.returncode == 130
-    # The command may not have read yet that the case was started.
-    assert re.search("interrupted; (conformance: 0 of 1|nothing was run)", stderr)
-    assert processes_of(tmp_path) == []
-    assert folders_in(tmp_path) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
@@ -125,12 +110,6 @@ def test_journal_yields_events_of_rank_0_first(tmp_path):
     journals[0].write("ready")
     journals[1].write("started")
     assert [(rank, event["event"]) for rank, event in follower.news()] == [(0, "ready"), (1, "called"), (1, "started")]
-
-
-def test_orders_are_read_back_unchanged(tmp_path):
-    orders = Orders("pce", patterns=("a", "b"), rows=3, tasks=("a", "b"))
-    orders.write(tmp_path)
-    assert Orders.read(tmp_path) == orders
 
 
 def test_innermost_line_is_in_no_installed_package():
