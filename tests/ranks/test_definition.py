@@ -493,7 +493,8 @@ def test_gradient_larger_than_caches_has_same_bits(kernel, dtype):
     softmax[:, ROW_SOFTMAX["normalizer"]], softmax[:, ROW_SOFTMAX["most"]] = 1e-3, 20
     given = np.arange(rows) % 5 != 4, np.arange(rows) % classes, np.linspace(-1, 1, rows), np.array([1.7])
     gradient = definition.row_gradients(softmax, fields, *given, 1.0, LossTerms(0.0, 0.0, 0.0))
-    more = {"weights": ClassWeights(), "transform": Transform(), "arithmetic": DOUBLE if dtype == np.float64 else SINGLE}
+    arithmetic = DOUBLE if dtype == np.float64 else SINGLE
+    more = {"weights": ClassWeights(), "transform": Transform(), "arithmetic": arithmetic}
     kernel.write_gradient(out, logits[:, :, None], gradient, fields, **more)
     in_place = logits.copy()
     for row in range(0, rows, 50):
