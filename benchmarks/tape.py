@@ -110,7 +110,7 @@ def synchronization(repeat: int) -> Cost:
     def together() -> None:
         for parameter, partial in zip(made, partials, strict=True):
             parameter.grad = partial
-        synchronize(made, "bench", [{}])
+        synchronize(made, [mesh], "bench", [{}])
 
     def once() -> None:
         with cause("bench", reason="as many elements at once"):

@@ -179,6 +179,8 @@ def number_of(array: Any) -> Any:
 
 def to_host(array: Any) -> np.ndarray[Any, Any]:
     """Return `array` on the host: a NumPy array itself, or a copy from the GPU once its work is done."""
+    if type(array) is np.ndarray:
+        return array
     cupy = cupy_of(array)
     return array if cupy is None else cupy.asnumpy(array)
 

@@ -20,6 +20,8 @@ from pce_mpi.distributed.placements import Partial, Replicate
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.exact.arithmetic import current, reset_current, set_current
 
+_ONE_PLACEMENT = "gradients that add up have one placement"
+
 
 def place_of(x: DistArray) -> Place | None:
     """Return the place of `x` on the tape; None if no gradient is to reach it."""
@@ -50,7 +52,7 @@ def backward_from(loss: DistArray, add: Callable[[DistArray, DistArray], DistArr
         a, b = _summed(a), _summed(b)
         if a.sharding is not b.sharding:
             dims = tuple(dim for dim in a.mesh.dims if dim in (*a.sharding.summed_dims, *b.sharding.summed_dims))
-            a, b = _partial_over(dims, a), _partial_over(dims, b)
+            a, b = (_placed_as(each, each.sharding.with_partial_over(dims), _ONE_PLACEMENT) for each in (a, b))
         return add(a, b)
 
     token = set_current(current())
@@ -61,9 +63,10 @@ def backward_from(loss: DistArray, add: Callable[[DistArray, DistArray], DistArr
         reset_current(token)
 
 
-def _partial_over(dims: tuple[str, ...], gradient: DistArray) -> DistArray:
-    destination = gradient.sharding.with_partial_over(dims)
-    with cause("backward", reason="gradients that add up have one placement"):
+def _placed_as(gradient: DistArray, destination: Sharding, reason: str) -> DistArray:
+    if gradient.sharding is destination:
+        return gradient
+    with cause("backward", reason=reason):
         return redistribute(gradient, destination)
 
 
@@ -76,11 +79,9 @@ def _accumulate(leaf: DistArray, gradient: DistArray) -> None:
     destination = leaf.sharding.natural
     if current().partial_gradients:
         destination = _placed(leaf.sharding, gradient.sharding, None if before is None else before.sharding)
-    with cause("backward", reason="the gradient is placed as its array"):
-        local = redistribute(gradient, destination).local
+    local = _placed_as(gradient, destination, "the gradient is placed as its array").local
     if before is not None:
-        with cause("backward", reason="gradients that add up have one placement"):
-            old = redistribute(before, destination)
+        old = _placed_as(before, destination, _ONE_PLACEMENT)
         local = array_namespace(local).asarray(old.local + local)  # NumPy's sum of 0-d arrays is a scalar
     elif not local.flags.owndata and getattr(local.base, "size", 0) != local.size:
         local = local.copy()  # a view would keep the whole array in memory

@@ -162,11 +162,9 @@ def check(
     numbers = checked_numbers(options, logits)
     axis, ignore_index = numbers.values["axis"], numbers.values["ignore_index"]
     arrays = {"logits": logits}
-    targets, weight = (
-        None if given is None else as_array(given, name)
-        for name, given in (("targets", targets), ("weight", options.weight))
-    )
-    inputs = tuple(array for array in (logits, targets, weight) if array is not None)
+    targets = None if targets is None else as_array(targets, "targets")
+    weight = None if options.weight is None else as_array(options.weight, "weight")
+    inputs = tuple([array for array in (logits, targets, weight) if array is not None])
     # Class numbers and class weights are checked on the host, and may be there.
     if targets is not None and (is_floating(targets.dtype) or cupy_of(targets) is not None):
         arrays["targets"] = targets

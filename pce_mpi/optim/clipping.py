@@ -67,16 +67,17 @@ def clip_grad_norm(parameters: Iterable[DistArray], max_norm: float) -> float:
     (5.0, array([0.6, 0.8]))
     """
     given = listed(parameters)
+    meshes = meshes_of(given)
     called = {}
     with local_checks() as checks:
         check_parameters(given)
         max_norm = called["max_norm"] = not_negative(max_norm, "max_norm", finite=False)
-        first, *others = (mesh.comm(*mesh.dims) for mesh in meshes_of(given))
+        first, *others = (mesh.comm(*mesh.dims) for mesh in meshes)
         if not all(same_ranks(first, other) for other in others):
             raise ValueError("all parameters must be over the same ranks: not every rank knows the norm of the others")
     with phase("step"):
-        synchronize(given, "clip_grad_norm", [called] * len(meshes_of(given)), checks.error)
-        squares = [each for mesh in meshes_of(given) for each in _sums_of_squares(given, mesh)]
+        synchronize(given, meshes, "clip_grad_norm", [called] * len(meshes), checks.error)
+        squares = [each for mesh in meshes for each in _sums_of_squares(given, mesh)]
     # Added one by one, as sum() rounds differently from Python 3.12 on, and in an order that is the same on any mesh.
     norm = math.sqrt(reduce(operator.add, sorted(squares), 0.0))
     scale = max_norm / (norm + 1e-6)

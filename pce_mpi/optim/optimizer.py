@@ -45,7 +45,9 @@ class Optimizer(ABC):
         self._params = [group["params"] for group in groups]
         self._group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
         self._options()
-        self._groups_on = [self._groups_of(mesh) for mesh in meshes_of(self.parameters)]
+        self._meshes = meshes_of(self.parameters)
+        self._groups_on = [self._groups_of(mesh) for mesh in self._meshes]
+        self._largest = max(parameter.local.size for parameter in self.parameters)
         for parameter in self.parameters:
             parameter.own_memory()
         self._steps = [0] * len(self.parameters)
@@ -152,8 +154,7 @@ class Optimizer(ABC):
                 for group, where in groups.items():
                     said |= {f"{where}{name}": value for name, value in options[group].items()}
         with phase("step"):
-            synchronize(self.parameters, type(self).__name__, called, checks.error)
-        largest = max(each.local.size for each in self.parameters)
+            synchronize(self.parameters, self._meshes, type(self).__name__, called, checks.error)
         rooms: dict[tuple[Any, np.dtype[Any]], Array] = {}
         with np.errstate(all="ignore"):
             for index, parameter in enumerate(self.parameters):
@@ -163,7 +164,7 @@ class Optimizer(ABC):
                 xp, dtype = array_namespace(local), compute_dtype_of(local.dtype)
                 room = rooms.get((xp, dtype))
                 if room is None:
-                    size = max(1, min(block_of(xp), largest))
+                    size = max(1, min(block_of(xp), self._largest))
                     room = rooms[xp, dtype] = xp.empty((2, size), dtype)
                 self._steps[index] += 1
                 self._update_blocks(index, options[self._group_of[index]], local, parameter.grad.local, room)
@@ -258,7 +259,7 @@ class Optimizer(ABC):
             names = [self._buffer_names(options) for options in self._options()]
             steps = self._checked_state(arrays, names)
         error, named = checks.error, False
-        for mesh in meshes_of(self.parameters):
+        for mesh in self._meshes:
             # Counted within the mesh, whose other ranks need not know of other meshes.
             here = [index for index, parameter in enumerate(self.parameters) if parameter.mesh is mesh]
             called: dict[str, Any] = {}

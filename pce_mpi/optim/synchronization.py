@@ -74,15 +74,15 @@ class _Schedule:
 
 def synchronize(
     parameters: Sequence[DistArray],
+    meshes: Sequence[Mesh],
     operation: str,
     called: Sequence[Mapping[str, Hashable]],
     error: Exception | None = None,
 ) -> None:
     """Bring each gradient to the sharding of its parameter; `called` must be the same on every rank of each mesh.
 
-    Collective over each mesh of `parameters`. `error` is the error of this rank's own checks.
+    Collective over each of `meshes`, those of the parameters. `error` is the error of this rank's own checks.
     """
-    meshes = meshes_of(parameters)
     schedule: _Schedule | None = None
     with local_checks() as checks:
         if error is not None:
@@ -99,6 +99,8 @@ def synchronize(
     if error is not None:
         raise error
     assert schedule is not None  # the error would have been raised
+    if not schedule.alone and not schedule.groups:
+        return
     gradients = {index: each.grad for index, each in enumerate(parameters) if each.grad is not None}
     with cause(operation, reason="the gradient is brought to its parameter"):
         for index in schedule.alone:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,7 @@ def _weights(weights: ClassWeights, used: bool) -> tuple[Any, ...]:
     return weights.weight, *_raw(weights.probabilities), 1.0 - weights.smoothing, share
 
 
+@lru_cache(maxsize=64)
 def _call(fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> tuple[Any, ...]:
     return fields.flags, transform.scale, transform.softcap or 0.0, arithmetic is DOUBLE
 
