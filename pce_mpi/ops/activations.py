@@ -91,10 +91,11 @@ def _gelu_of(xp: Any, exp: Callable[[Array], Array], x: Array, y: Array, slope: 
     else:
         e, deep = exp(-size * (_A[0] + _B[0] * square)), 1.0
     both = 1.0 + e
-    share = xp.where(negative, e, 1.0) / both
+    # As e is from 0 to 1, maximum chooses as where(negative, e, 1) would, which takes ten times as long.
+    share = xp.maximum(e, ~negative) / both
     y[...] = xp.clip(x, -_BENT, np.inf) * share * deep
     if slope is not None:
-        other = xp.where(negative, 1.0, e) / both
+        other = xp.maximum(e, negative) / both
         slope[...] = share * (1.0 + z * (_A[0] + 3.0 * _B[0] * square) * other) * deep
 
 
