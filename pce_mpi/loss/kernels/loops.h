@@ -239,11 +239,14 @@ static void add_exponentials(Sum &sum, const double *x, long count, double lowes
 template <class To, class Gradient>
 INLINED void write_vectors(To *out, long count, bool past_cache, Gradient gradient) {
     long i = 0;
-    if (past_cache) {
-        i = long(-(uintptr_t)out % (LANES * sizeof(To)) / sizeof(To));
-        if (i > count) i = count;
-        if (i > 0) store_up_to(out, gradient(0, i), i);
-        for (; i + LANES <= count; i += LANES) stream(out + i, gradient(i, LANES));
+    // Of halves, half a line would be written at a time, which takes twice as long on some processors.
+    if constexpr (sizeof(To) > 2) {
+        if (past_cache) {
+            i = long(-(uintptr_t)out % (LANES * sizeof(To)) / sizeof(To));
+            if (i > count) i = count;
+            if (i > 0) store_up_to(out, gradient(0, i), i);
+            for (; i + LANES <= count; i += LANES) stream(out + i, gradient(i, LANES));
+        }
     }
     for (; i < count; i += LANES) store_up_to(out + i, gradient(i, count - i), count - i);
 }

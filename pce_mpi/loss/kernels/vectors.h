@@ -35,6 +35,9 @@ static inline Floats fma(Floats a, Floats b, Floats c) {
 static inline Doubles fma(Doubles a, Doubles b, Doubles c) {
     return (Doubles)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
 }
+// In one instruction each; compilers take three.
+static inline Unsigned to_words(Shorts v) { return (Unsigned)_mm512_cvtepu16_epi32((__m256i)v); }
+static inline Shorts to_shorts(Unsigned v) { return (Shorts)_mm512_cvtepi32_epi16((__m512i)v); }
 static inline Floats from_halves(Shorts h) { return (Floats)_mm512_cvtph_ps((__m256i)h); }
 static inline Shorts to_halves(Floats v) {
     return (Shorts)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -54,8 +57,6 @@ static inline bool any_less(Doubles a, Doubles b) { return _mm512_cmp_pd_mask((_
 static inline double largest_lane(Floats v) { return _mm512_reduce_max_ps((__m512)v); }
 static inline double largest_lane(Doubles v) { return _mm512_reduce_max_pd((__m512d)v); }
 static inline void stream_bytes(void *p, Floats v) { _mm512_stream_ps((float *)p, (__m512)v); }
-static inline void stream_bytes(void *p, Shorts v) { _mm256_stream_si256((__m256i *)p, (__m256i)v); }
-static inline void stream_bytes(void *p, Doubles v) { _mm512_stream_pd((double *)p, (__m512d)v); }
 static inline void widen(Floats v, Doubles wide[2]) {
     wide[0] = (Doubles)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)v));
     wide[1] = (Doubles)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)v, 1));
@@ -93,8 +94,6 @@ static inline bool any_less(Ints a, Ints b) { return _mm256_movemask_ps((__m256)
 static inline bool any_less(Floats a, Floats b) { return _mm256_movemask_ps((__m256)(a < b)); }
 static inline bool any_less(Doubles a, Doubles b) { return _mm256_movemask_pd((__m256d)(a < b)); }
 static inline void stream_bytes(void *p, Floats v) { _mm256_stream_ps((float *)p, (__m256)v); }
-static inline void stream_bytes(void *p, Shorts v) { _mm_stream_si128((__m128i *)p, (__m128i)v); }
-static inline void stream_bytes(void *p, Doubles v) { _mm256_stream_pd((double *)p, (__m256d)v); }
 static inline void widen(Floats v, Doubles wide[2]) {
     wide[0] = (Doubles)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v));
     wide[1] = (Doubles)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)v, 1));
@@ -211,6 +210,8 @@ static inline Doubles rest_of_product(Doubles a, Doubles b, Doubles p) { return 
 static inline Doubles add_product(Doubles a, Doubles b, Doubles c) { return fma(a, b, c); }
 #endif
 #if VECTOR_BYTES != 64
+static inline Unsigned to_words(Shorts v) { return __builtin_convertvector(v, Unsigned); }
+static inline Shorts to_shorts(Unsigned v) { return __builtin_convertvector(v, Shorts); }
 template <class Vector> static inline double largest_lane(Vector v) {
     double result = v[0];
     for (unsigned lane = 1; lane < sizeof v / sizeof v[0]; lane++)
@@ -245,7 +246,7 @@ template <> struct Stored<double> {
 static inline Floats widened(Floats v, const float *) { return v; }
 static inline Doubles widened(Doubles v, const double *) { return v; }
 static inline Floats widened(Shorts v, const Half *) { return from_halves(v); }
-static inline Floats widened(Shorts v, const BFloat *) { return (Floats)(__builtin_convertvector(v, Unsigned) << 16); }
+static inline Floats widened(Shorts v, const BFloat *) { return (Floats)(to_words(v) << 16); }
 template <class T> static inline auto load(const T *p) {
     return widened(load_bytes<typename Stored<T>::Vector>(p), p);
 }
@@ -254,7 +255,7 @@ static inline Doubles rounded(Doubles v, double *) { return v; }
 static inline Shorts rounded(Floats v, Half *) { return to_halves(v); }
 static inline Shorts rounded(Floats v, BFloat *) {
     Unsigned b = (Unsigned)v;
-    return __builtin_convertvector((b + 0x7fff + (b >> 16 & 1)) >> 16, Shorts);
+    return to_shorts((b + 0x7fff + (b >> 16 & 1)) >> 16);
 }
 template <class T, class Vector> static inline void store(T *p, Vector v) { store_bytes(p, rounded(v, p)); }
 template <class T, class Vector> static inline void stream(T *p, Vector v) { stream_bytes(p, rounded(v, p)); }
