@@ -235,11 +235,11 @@ static void add_exponentials(Sum &sum, const double *x, long count, double lowes
     sum.limbs[2] += sum_of(third);
 }
 
-// Write a gradient, vector by vector, and the whole vectors past the cache if asked to.
+// Write a gradient, vector by vector, and the whole vectors past the cache if asked to. That pays if a loop waits for
+// memory; in a slower loop, or if half a line is written at a time, it takes twice as long on some processors.
 template <class To, class Gradient>
 INLINED void write_vectors(To *out, long count, bool past_cache, Gradient gradient) {
     long i = 0;
-    // Of halves, half a line would be written at a time, which takes twice as long on some processors.
     if constexpr (sizeof(To) > 2) {
         if (past_cache) {
             i = long(-(uintptr_t)out % (LANES * sizeof(To)) / sizeof(To));
@@ -262,7 +262,7 @@ static void write_near(const T *x, To *out, long count, const RowFactor &row, fl
     // of float32 n is compared as the float32 that it comes from, as logits may be far below.
     const Ints exponent = ints(int32_t(row.exponent) - BIAS<way>), normal = ints(-125) - exponent;
     const Ints least = row.high != 0.0f ? normal : ints(direct ? 0x7f800000 : INT32_MAX);
-    write_vectors(out, count, past_cache, [&](long i, long some) __attribute__((always_inline)) {
+    write_vectors(out, count, past_cache && direct, [&](long i, long some) __attribute__((always_inline)) {
         Floats v = load_up_to(x + i, some), above = v > lowest ? v : floats(way == CAPPED ? 0.0f : lowest), t;
         Ints n;
         Doubles slope[2];
