@@ -396,6 +396,53 @@ static bool add_terms(Sum &sum, const Terms &terms, long count, int64_t lowest) 
     return true;
 }
 
+// Add at most TERMS numbers to a sum of whole numbers and two digits after them, each digit in two halves, which are
+// integers of float32. Returns false, with nothing added, if a number is not below 2^22 or the sum is on another grid.
+template <class T> static bool add_numbers(Sum &sum, const T *x, long count) {
+    constexpr int HALF = WIDE / 2;
+    auto load_or_zeros = [&](long i) {
+        typename Stored<T>::Vector zeros{};
+        return count - i >= LANES ? load(x + i) : widened(load_bytes_of(x + i, count - i, zeros), x);
+    };
+    Ints most = {};
+    for (long i = 0; i < count; i += LANES) {
+        Ints size = (Ints)load_or_zeros(i) & INT32_MAX;
+        most = size > most ? size : most;
+    }
+    if (!any_less(Ints{}, most)) return true;
+    if (any_less(ints(0x4a7fffff), most)) return false;
+    if (any_less(ints(0x3f7fffff), most)) sum.raise(0);
+    if (sum.grid != 0) return false;
+    Ints whole_numbers = {}, digits[4] = {};
+    for (long i = 0; i < count; i += LANES) {
+        Floats rest = load_or_zeros(i);
+        auto take = [&](Ints &total) __attribute__((always_inline)) {
+            Ints digit = __builtin_convertvector(rest, Ints);
+            total += digit;
+            rest = (rest - __builtin_convertvector(digit, Floats)) * float(1 << HALF);
+        };
+        take(whole_numbers);
+        take(digits[0]);
+        take(digits[1]);
+        if (!any_less(Ints{}, (Ints)rest & INT32_MAX)) continue;
+        take(digits[2]);
+        take(digits[3]);
+    }
+    auto sum_of = [](Ints v) {
+        int64_t total = 0;
+        for (int lane = 0; lane < LANES; lane++) total += v[lane];
+        return uint64_t(total);
+    };
+    uint64_t total = sum_of(whole_numbers);
+    sum.limbs[2] += total;
+    for (int j = 1; j >= 0; j--) {
+        int half = 2 - 2 * j;
+        total = (total << WIDE) + (sum_of(digits[half]) << HALF) + sum_of(digits[half + 1]);
+        sum.limbs[j] += total;
+    }
+    return true;
+}
+
 static inline Doubles product_and_rest(Doubles a, Doubles b, Doubles &rest) {
     Doubles p = a * b;
     rest = rest_of_product(a, b, p);

@@ -144,6 +144,9 @@ static void add_weights(State &state, const T *x, long first, long end, const We
         }
         if (!call.has(WEIGHTED_LOGIT)) continue;
         Sum &sum = state.weighted_logit;
+        if constexpr (sizeof(T) < 8)
+            if (weights.ones() && transform.scale == 1.0 && transform.softcap == 0.0 && add_numbers(sum, x + first, some))
+                continue;
         if (fits && sum.grid < INFINITE && fill_near_weighted(terms, x + first, u, weights.ones(), some, transform) &&
             add_terms(sum, terms, some, LOWEST))
             continue;
