@@ -17,7 +17,7 @@ from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 from ulps import LOSS, OPTIONS, errors
 
 SETS = compiled.instruction_sets()
-KINDS = ["plain", "below", "offset", "far", "huge", "largest", "masked", "certain", "equal", "special"]
+KINDS = ["plain", "below", "small", "offset", "far", "huge", "largest", "masked", "certain", "equal", "special"]
 FIELDS = {
     "plain": StateFields(),
     "weighted": StateFields(held_weight=True),
@@ -50,6 +50,9 @@ def logits_of(kind, classes, dtype, rng):
     if kind == "below":  # some logits of every size far below the others
         low = rng.random(x.shape) < 0.3
         x[low] = -(10.0 ** rng.uniform(1, np.log10(float(ml_dtypes.finfo(dtype).max)), low.sum()))
+    elif kind == "small":  # some logits of every size near 0
+        low = rng.random(x.shape) < 0.3
+        x[low] *= 10.0 ** rng.uniform(np.log10(float(ml_dtypes.finfo(dtype).smallest_subnormal)), 0, low.sum())
     elif kind == "offset":
         x += 1e4
     elif kind == "far":
