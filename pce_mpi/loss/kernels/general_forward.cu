@@ -7,13 +7,13 @@ namespace pce {
 // Add a class to a state. `x` is canonical.
 template <class Arithmetic>
 __device__ __forceinline__ void add(State& state, double x, double u, int64_t at, bool is_target, const Call& call) {
-  double leading;  // beside it no other logit counts, if it is huge
+  double leading;
   if (call.has(HOLD_LARGEST)) {
     const State other{x, 0.0, {}, at, 0.0, u};
     const double before = state.held;
     if (b_is_held(state, other, call)) {
       // The class that was held before is added instead; the first time it is -inf with weight 0.
-      if (!finite(x) || (is_huge(x, call.transform) && before != x)) forget_exponentials(state);
+      if (!finite(x) || !counts(before, x, call)) forget_exponentials(state);
       u = state.held_weight;
       state.held = x;
       state.held_weight = other.held_weight;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void add(State& state, double x, double u, int64_t at
   }
   if (call.has(WEIGHT)) add_wide(state.weight, &u, 1, 0);
   if (call.has(WEIGHTED_LOGIT)) add_weighted_logit(state.weighted_logit, x, u, call.transform);
-  if (!finite(leading) || (is_huge(leading, call.transform) && x != leading)) return;
+  if (!finite(leading) || !counts(x, leading, call)) return;
   add_class<Arithmetic>(state, x, 1.0, {call.fields & (HOLD_LARGEST | ENTROPY), call.transform});
 }
 

@@ -109,7 +109,7 @@ static void add_near_entropies(Sum &sum, const T *x, long count, double lowest, 
             continue;
         for (long i = first; i < first + some; i++) {
             double value = number_at(x, i);
-            if (!finite(value)) continue;
+            if (!finite(value) || is_huge(value, transform)) continue;
             auto e = exponential<Arithmetic>(value, transform);
             add_entropy<Arithmetic>(sum, fixed_point(e.t), e.n - Arithmetic::POINT, value, transform);
         }
@@ -167,8 +167,7 @@ template <class Arithmetic, class T> static void add_others(State &state, const 
     if (!finite(leading)) return forget_exponentials(state);
     if (top == -infinity()) return;
     double lowest;
-    bool huge = is_huge(leading, transform);
-    if (!huge && near<Arithmetic>(top, transform, lowest)) {
+    if (!is_huge(leading, transform) && near<Arithmetic>(top, transform, lowest)) {
         if (call.has(ENTROPY)) add_near_entropies<Arithmetic>(state.entropy, x, count, lowest, transform);
         if (top > before) state.sum.raise(grid_of<Arithmetic>(top, transform));
         return add_near<Arithmetic>(state.sum, x, count, lowest, transform);
@@ -176,7 +175,7 @@ template <class Arithmetic, class T> static void add_others(State &state, const 
     Call exponentials = {call.fields & (HOLD_LARGEST | ENTROPY), transform};
     for (long i = 0; i < count; i++) {
         double value = number_at(x, i);
-        if (!huge || value == leading) add_class<Arithmetic>(state, value, 1.0, exponentials);
+        if (counts(value, leading, call)) add_class<Arithmetic>(state, value, 1.0, exponentials);
     }
 }
 

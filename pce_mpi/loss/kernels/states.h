@@ -302,9 +302,15 @@ PCE_FUNCTION void forget_exponentials(State &state) {
     state.entropy = {NO_ENTROPY, {0, 0, 0}};
 }
 
+// True if a logit counts beside the largest one: of two different logits of which one is huge, only the larger does. A
+// sum of exponentials drops what is so far below by itself.
+PCE_FUNCTION bool counts(double x, double leading, const Call &call) {
+    return x == leading || !(is_huge(leading, call.transform) || (call.has(ENTROPY) && is_huge(x, call.transform)));
+}
+
 // Make `a` the state of the union of two disjoint sets of classes of a row; `b` is used up.
 template <class Arithmetic> PCE_FUNCTION void merge(State &a, State &b, const Call &call) {
-    double leading;  // the logit beside which no other one counts if it is huge
+    double leading;
     if (call.has(HOLD_LARGEST)) {
         if (b_is_held(a, b, call)) {
             State swapped = a;
@@ -313,15 +319,14 @@ template <class Arithmetic> PCE_FUNCTION void merge(State &a, State &b, const Ca
         }
         add_class<Arithmetic>(b, b.held, call.has(HELD_WEIGHT) ? b.held_weight : 0.0, call);
         leading = a.held;
-        bool drop = !finite(leading), huge = is_huge(leading, call.transform);
-        if (drop) forget_exponentials(a);
-        if (drop || (huge && b.held != leading)) forget_exponentials(b);
+        if (!finite(leading)) forget_exponentials(a);
+        if (!finite(leading) || !counts(b.held, leading, call)) forget_exponentials(b);
         a.target = larger(a.target, b.target);
     } else {
         leading = larger(a.top, b.top);
-        bool drop = leading != leading, huge = is_huge(leading, call.transform);
-        if (drop || (huge && a.top != leading)) forget_exponentials(a);
-        if (drop || (huge && b.top != leading)) forget_exponentials(b);
+        bool drop = leading != leading;
+        if (drop || !counts(a.top, leading, call)) forget_exponentials(a);
+        if (drop || !counts(b.top, leading, call)) forget_exponentials(b);
         a.top = leading;
         a.held = larger(a.held, b.held);
         a.held_weight += b.held_weight;

@@ -104,6 +104,15 @@ def is_huge(x: Array, transform: Transform) -> Array:
     return np.isfinite(x) & ~(np.abs(transformed(x, transform)[0]) < HUGE)
 
 
+def _counts(x: Array, largest: Array, fields: StateFields, transform: Transform) -> Array:
+    """Return which logits count beside the largest: of two different ones of which one is huge, only the larger does.
+
+    A sum of exponentials drops what is so far below by itself.
+    """
+    huge = is_huge(largest, transform)
+    return (x == largest) | ~((huge | is_huge(x.astype(f64), transform)) if fields.entropy else huge)
+
+
 def _fill_sums(
     states: Array,
     x: Array,
@@ -119,7 +128,7 @@ def _fill_sums(
         states["top"] = _canonical(np.where(top == np.inf, np.nan, top))
     largest = states["held" if fields.hold_largest else "top"]
     counted = others & np.isfinite(x) & np.isfinite(largest)[:, None]
-    counted &= ~is_huge(largest, transform)[:, None] | (x == largest[:, None])
+    counted &= _counts(x, largest[:, None], fields, transform)
     e = exponential(x, transform, arithmetic)
     if fields.hold_largest:
         none = np.iinfo(i64).min // 2
@@ -214,10 +223,10 @@ def _union_holding_largest(
     weight = smaller["held_weight"] if fields.held_weight else np.zeros(a.shape)
     others = np.ones((len(a), 1), np.bool_)
     _fill_sums(alone, smaller["held"][:, None], others, weight[:, None], fields, transform, arithmetic)
-    bad, huge = ~np.isfinite(union["held"]), is_huge(union["held"], transform)
+    bad = ~np.isfinite(union["held"])
     sums, entropies = [], []
     for state in (a, b, alone):
-        gone = bad | (huge & (state["held"] != union["held"]))
+        gone = bad | ~_counts(state["held"], union["held"], fields, transform)
         grids = grid_of(state["held"], transform, arithmetic) - state["depth"]
         sums.append(Sums(np.where(gone | (state["depth"] == FORGOTTEN), _NO_SUM, grids), state["sum"]))
         if fields.entropy:
