@@ -1,9 +1,9 @@
-"""bench: time the loss and its gradient beside a copy of the same bytes."""
+"""bench: time the loss and its gradient, with any options, beside a copy of the same bytes."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 import json
@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 import tracemalloc
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 
@@ -25,11 +25,16 @@ from pce_mpi.comm.tracing import Purpose, cause, trace
 from pce_mpi.conformance.reports.tables import Cell, table
 from pce_mpi.distributed.placements import shard_range
 from pce_mpi.loss import (
+    argmax,
+    class_statistics_backward,
+    class_statistics_forward,
     softmax_cross_entropy_backward,
     softmax_cross_entropy_forward,
     softmax_cross_entropy_value_and_grad,
+    top_k,
 )
 from pce_mpi.loss.kernels import kernel_text
+from pce_mpi.loss.options import CrossEntropyOptions, Options, checked_numbers
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,30 +43,57 @@ Array = np.ndarray[Any, Any]
 
 _AGREEMENTS = 200
 
+# The options of the loss that are real numbers.
+_REAL = [name for name, kind in get_type_hints(CrossEntropyOptions).items() if float in (kind, *get_args(kind))]
+# What `--options` times; a value that is a string names an array.
+_EACH: list[dict[str, Any]] = [
+    {"z_loss": 1e-4},
+    {"weight": "random"},
+    {"label_smoothing": 0.1},
+    {"label_smoothing": 0.1, "weight": "random"},
+    {"logit_scale": 0.5},
+    {"logit_scale": 0.7},  # no float32
+    {"softcap": 30.0},
+    {"targets": "probabilities"},
+]
+
 
 @dataclass(frozen=True)
 class Measurement:
     """One function at one size; times are the slowest rank's median, counts are one rank's."""
 
     function: str
+    options: str
     classes: int
     seconds: float
     ns_per_element: float
     gigabytes_per_second: float
     times_copy: float
+    times_plain: float
     peak_mebibytes: float
     payload_calls: int
     payload_bytes: int
+
+
+class _Work(NamedTuple):
+    """One function with some options."""
+
+    function: str
+    options: str
+    call: Callable[[], object]
+    passes: int  # how often the bytes of the shard must pass
 
 
 # The head and the cells of each column of the table.
 _COLUMNS: dict[str, Callable[[Measurement], Cell]] = {
     "classes": lambda one: one.classes,
     "function": lambda one: one.function,
+    "options": lambda one: one.options,
     "ms": lambda one: 1e3 * one.seconds,
     "ns/element": lambda one: one.ns_per_element,
     "GB/s": lambda one: one.gigabytes_per_second,
     "x copy": lambda one: one.times_copy,
+    "x plain": lambda one: one.times_plain,
     "peak MiB": lambda one: f"{one.peak_mebibytes:.1f}",
     "calls": lambda one: one.payload_calls,
     "bytes sent": lambda one: one.payload_bytes,
@@ -71,9 +103,11 @@ _COLUMNS: dict[str, Callable[[Measurement], Cell]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = """\
-Each rank takes memory for about three arrays of rows x classes / ranks elements. Start it with mpiexec to measure that
-number of ranks; for reproducible times, ranks times BLAS threads should not exceed the cores (OMP_NUM_THREADS).
-Exit status: 0; 1 if the arrays do not fit the memory; 2 if something that was asked for is not installed."""
+Each rank takes memory for about three arrays of rows x classes / ranks elements, or four with --options. Start it with
+mpiexec to measure that number of ranks; for reproducible times, ranks times BLAS threads should not exceed the cores
+(OMP_NUM_THREADS). The plain loss, which has no options, is always measured too.
+Exit status: 0; 1 if the arrays do not fit the memory; 2 if something that was asked for is not installed, or if an
+option of the loss is out of its range."""
     parser.add_argument("--rows", type=positive, default=2048, metavar="R", help="rows of the logits")
     parser.add_argument(
         "--classes",
@@ -89,23 +123,36 @@ Exit status: 0; 1 if the arrays do not fit the memory; 2 if something that was a
     parser.add_argument(
         "--repeat", type=positive, default=7, metavar="N", help="timed repetitions, of which the median counts"
     )
+    for name in _REAL:
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=float, default=getattr(Options, name), metavar="X", help="option of the loss")
+    parser.add_argument("--weight", action="store_const", const="random", help="random weights of the classes")
+    parser.add_argument(
+        "--options", action="store_true", help="time each option by itself too, and the other functions of logits"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON rather than a table")
 
 
 def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
-    """Measure every size and show the results; return 1 if that fails, 2 if something asked for is not installed."""
+    """Measure every size and show the results; return 1 if that fails, 2 if it cannot be measured as asked."""
+    given = {name: getattr(options, name) for name in (*_REAL, "weight")}
+    chosen = {name: value for name, value in given.items() if value != getattr(Options, name)}
     try:
-        if options.dtype == "bfloat16":
-            import ml_dtypes  # noqa: F401  # fail before the measurements
+        dtype = dtype_named(options.dtype)
+        checked_numbers(Options(operation="bench", **chosen), np.empty((0, 0), dtype))
     except ImportError as error:
         print(f"{error}: pip install 'pce_mpi[bf16]'")
         return 2
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    sets = [{}, *([chosen] if chosen else []), *(_EACH if options.options else [])]
     size = 1 if comm is None else comm.size
     measured: list[Measurement] = []
     names = [f"{classes} classes" for classes in options.classes]
     try:
         for classes, _ in zip(options.classes, progress("bench", names, comm), strict=True):
-            measured += _measure(options.rows, classes, dtype_named(options.dtype), options.repeat, comm)
+            measured += _measure(options, classes, dtype, sets, comm)
     except MemoryError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -134,56 +181,59 @@ def _show(measured: list[Measurement], agreement: float | None, options: argpars
     print(table([list(_COLUMNS), *([cell(one) for cell in _COLUMNS.values()] for one in measured)]))
     print(
         "\nns and GB/s: of one shard; x copy: beside a copy of the logits to where the gradient goes;"
-        "\ncalls and bytes: payload; small sizes are mostly the cost of calling"
+        "\nx plain: beside value_and_grad without options; calls and bytes: payload;"
+        "\nsmall sizes are mostly the cost of calling"
     )
     if agreement is not None:
         print(f"agreement: {1e6 * agreement:.1f} us a call")
 
 
 def _measure(
-    rows: int, classes: int, dtype: np.dtype[Any], repeat: int, comm: MPI.Intracomm | None
+    options: argparse.Namespace,
+    classes: int,
+    dtype: np.dtype[Any],
+    sets: list[dict[str, Any]],
+    comm: MPI.Intracomm | None,
 ) -> list[Measurement]:
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
-    start, stop = shard_range(classes, size, rank)
     arrays: Any = None
     with local_checks() as checks:
-        arrays = _arrays(rows, classes, stop - start, dtype, size, rank)
+        arrays = _arrays(options, classes, dtype, size, rank)
     if comm is not None:
         agree(comm, "bench", {}, error=checks.error)
     elif checks.error is not None:
         raise checks.error
-    logits, targets, out = arrays
-    _, residuals = softmax_cross_entropy_forward(logits, targets, comm=comm)
-    # (name, call, how often the shard's bytes must pass)
-    functions: list[tuple[str, Callable[[], object], int]] = [
-        ("forward", lambda: softmax_cross_entropy_forward(logits, targets, comm=comm), 1),
-        ("backward", lambda: softmax_cross_entropy_backward(1.0, residuals, out=out), 2),
-        ("value_and_grad", lambda: softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, out=out), 3),
-    ]
-    copy = partial(np.copyto, out, logits)
+    works = [work for each in sets for work in _losses(arrays, each, comm)]
+    if options.options:
+        works += _others(arrays, min(10, classes), comm)
+    copy = partial(np.copyto, arrays["out"], arrays["logits"])
+    calls: list[Callable[[], object]] = [copy, *(work.call for work in works)]
+    times: list[list[float]] = [[] for _ in calls]
+    for repetition in range(options.repeat + 1):
+        for call, seconds in zip(calls, times, strict=True):
+            elapsed = _seconds(call, comm)
+            if repetition:  # the first one warms up
+                seconds.append(elapsed)
+    of_copy, *of_works = (_slowest(comm, statistics.median(seconds)) for seconds in times)
+    of_plain = next(taken for work, taken in zip(works, of_works, strict=True) if work.function == "value_and_grad")
     measured = []
-    for name, call, passes in functions:
-        times: dict[Callable[[], object], list[float]] = {call: [], copy: []}
-        for repetition in range(repeat + 1):
-            for work, seconds in times.items():
-                elapsed = _seconds(work, comm)
-                if repetition:  # the first one warms up
-                    seconds.append(elapsed)
-        taken, least = (_slowest(comm, statistics.median(times[work])) for work in (call, copy))
+    for work, taken in zip(works, of_works, strict=True):
         with trace() as sent:
             tracemalloc.start()
-            call()
+            work.call()
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
-        elements = max(1, rows * -(-classes // size))
+        elements = max(1, options.rows * -(-classes // size))
         measured.append(
             Measurement(
-                function=name,
+                function=work.function,
+                options=work.options,
                 classes=classes,
                 seconds=taken,
                 ns_per_element=1e9 * taken / elements,
-                gigabytes_per_second=1e-9 * passes * elements * dtype.itemsize / taken,
-                times_copy=taken / least,
+                gigabytes_per_second=1e-9 * work.passes * elements * dtype.itemsize / taken,
+                times_copy=taken / of_copy,
+                times_plain=taken / of_plain,
                 peak_mebibytes=peak / 2**20,
                 payload_calls=sent.count(purpose=Purpose.PAYLOAD),
                 payload_bytes=sent.bytes(purpose=Purpose.PAYLOAD),
@@ -192,17 +242,52 @@ def _measure(
     return measured
 
 
-def _arrays(
-    rows: int, classes: int, own: int, dtype: np.dtype[Any], size: int, rank: int
-) -> tuple[Array, Array, Array]:
-    """Return logits, targets, and a place for the gradient; `MemoryError` before the machine has none left."""
-    needed, there = 3 * rows * own * dtype.itemsize + 8 * rows, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _losses(arrays: dict[str, Array], options: dict[str, Any], comm: MPI.Intracomm | None) -> Iterator[_Work]:
+    """Yield the functions of the loss with these options; the plain loss comes first."""
+    logits, out = arrays["logits"], arrays["out"]
+    given = {"targets": "targets", **options}
+    given = {name: arrays[value] if isinstance(value, str) else value for name, value in given.items()}
+    text = ", ".join(f"{name}={value}" for name, value in options.items())
+    _, residuals = softmax_cross_entropy_forward(logits, comm=comm, **given)
+    reads = 2 if "targets" in options else 1
+    yield _Work("forward", text, lambda: softmax_cross_entropy_forward(logits, comm=comm, **given), reads)
+    yield _Work("backward", text, lambda: softmax_cross_entropy_backward(1.0, residuals, out=out), reads + 1)
+    both = partial(softmax_cross_entropy_value_and_grad, logits, comm=comm, out=out, **given)
+    yield _Work("value_and_grad", text, both, 2 * reads + 1)
+
+
+def _others(arrays: dict[str, Array], k: int, comm: MPI.Intracomm | None) -> Iterator[_Work]:
+    """Yield the other functions of logits."""
+    logits, targets, out = (arrays[name] for name in ("logits", "targets", "out"))
+    _, residuals = class_statistics_forward(logits, targets, comm=comm)
+    upstream = np.ones(len(logits))
+    back = partial(class_statistics_backward, residuals, log_prob=upstream, entropy=upstream, out=out)
+    yield _Work("class_statistics", "", lambda: class_statistics_forward(logits, targets, comm=comm), 1)
+    yield _Work("class_statistics_backward", "", back, 2)
+    yield _Work(f"top_k of {k}", "", lambda: top_k(logits, k, comm=comm), 1)
+    yield _Work("argmax", "", lambda: argmax(logits, comm=comm), 1)
+
+
+def _arrays(options: argparse.Namespace, classes: int, dtype: np.dtype[Any], size: int, rank: int) -> dict[str, Array]:
+    """Return the arrays of this rank by name; `MemoryError` before the machine has no memory left."""
+    rows, shards = options.rows, 4 if options.options else 3
+    start, stop = shard_range(classes, size, rank)
+    needed = shards * rows * (stop - start) * dtype.itemsize + 8 * (rows + stop - start)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     too_large = f"--rows {rows} and --classes {classes} take {needed / 2**30:,.1f} GiB on each rank"
     if needed > there:
         raise MemoryError(f"{too_large}; this machine has {there / 2**30:,.1f} GiB")
     try:
-        logits = np.random.default_rng(rank).standard_normal((rows, own), np.float32).astype(dtype)
-        return logits, np.random.default_rng(size).integers(0, classes, rows), np.zeros_like(logits)
+        logits = np.random.default_rng(rank).standard_normal((rows, stop - start), np.float32).astype(dtype)
+        arrays = {
+            "logits": logits,
+            "targets": np.random.default_rng(size).integers(0, classes, rows),
+            "out": np.zeros_like(logits),
+            "random": np.random.default_rng(rank).random(stop - start),
+        }
+        if options.options:
+            arrays["probabilities"] = np.full_like(logits, 1 / classes)
+        return arrays
     except MemoryError:
         raise MemoryError(f"{too_large}, which cannot be had") from None
 

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from typing import get_type_hints
 
 import pytest
 
@@ -14,6 +15,7 @@ from patience import slowdown
 import pce_mpi
 from pce_mpi.cli import main
 from pce_mpi.conformance.launching import mpiexec
+from pce_mpi.loss.options import CrossEntropyOptions
 
 COMMAND = ["-m", "pce_mpi"]
 SMALL_BENCH = ["bench", "--rows=8", "--classes=50", "--repeat=1"]
@@ -102,13 +104,15 @@ def test_bench_measures_functions_beside_a_copy():
     assert job.returncode == 0, job.stderr
     report = json.loads(job.stdout)
     measured = {(one["classes"], one["function"]): one for one in report["measurements"]}
+    assert all(one["options"] == "" for one in measured.values())
     functions = ("forward", "backward", "value_and_grad")
     assert list(measured) == [(classes, name) for classes in (300, 1000) for name in functions]
-    for (_, name), one in measured.items():
+    for (classes, name), one in measured.items():
         sends = name != "backward"
         assert (one["payload_calls"], one["payload_bytes"]) == (sends, 64 * 40 * sends)
         assert one["seconds"] > 0 and one["times_copy"] > 0 and one["gigabytes_per_second"] > 0
         assert one["peak_mebibytes"] > 0
+        assert one["times_plain"] == one["seconds"] / measured[classes, "value_and_grad"]["seconds"]
     assert report["agreement_seconds"] > 0
     assert job.stderr == "bench 1/2  300 classes\nbench 2/2  1000 classes\n"
 
@@ -124,6 +128,34 @@ def test_bench_refuses_what_no_memory_holds(arguments, told):
     job = launch(2, *COMMAND, *SMALL_BENCH, *arguments)
     assert job.returncode != 0
     assert [line.startswith(told) for line in job.stderr.splitlines() if "error:" in line] == [True]
+    assert "Traceback" not in job.stderr and not job.stdout
+
+
+def test_bench_measures_chosen_options_beside_plain_loss():
+    job = launch(2, *COMMAND, *SMALL_BENCH, "--label-smoothing=0.1", "--softcap=30", "--weight", "--json")
+    assert job.returncode == 0, job.stderr
+    sent = {(one["function"], one["options"]): one["payload_bytes"] for one in json.loads(job.stdout)["measurements"]}
+    chosen = "softcap=30.0, label_smoothing=0.1, weight=random"
+    functions = ("forward", "backward", "value_and_grad")
+    assert list(sent) == [(name, options) for options in ("", chosen) for name in functions]
+    assert sent["forward", chosen] > sent["forward", ""]  # smoothing with weights sends more states
+
+
+def test_bench_options_measures_each_of_them():
+    job = launch(2, *COMMAND, *SMALL_BENCH, "--options", "--json")
+    assert job.returncode == 0, job.stderr
+    measured = json.loads(job.stdout)["measurements"]
+    known = {name for name, kind in get_type_hints(CrossEntropyOptions).items() if "float" in str(kind)}
+    timed = {name for one in measured for name in re.findall(r"(\w+)=", one["options"])}
+    assert timed == known | {"weight", "targets"}
+    functions = {"class_statistics", "class_statistics_backward", "top_k of 10", "argmax"}
+    assert functions <= {one["function"] for one in measured}
+
+
+def test_bench_refuses_option_out_of_range():
+    job = launch(2, *COMMAND, *SMALL_BENCH, "--label-smoothing=2")
+    assert job.returncode == 2
+    assert job.stderr.count("error: label_smoothing must be in [0, 1], got 2.0\n") == 1
     assert "Traceback" not in job.stderr and not job.stdout
 
 
