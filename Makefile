@@ -122,7 +122,7 @@ test-gpu: $(installed)/gpu-$(CUDA)
 
 test-peers: $(installed)/peers
 	$(bin)/python tests/run.py tests/peers -n $(or $(N),1 3)
-	$(bin)/python tests/peers/compare_speed.py --rows 64 --classes 1000 --pairs 1
+	$(bin)/python tests/peers/compare_speed.py --rows 64 --classes 1000 --pairs 1 --backend aot_eager
 	$(bin)/python tests/peers/compare_linear.py --rows 64 --features 16 --classes 1000 --chunk 16 --pairs 1
 	$(bin)/mpiexec -n 2 $(bin)/python -m mpi4py tests/peers/compare_transformer.py --width 24 --classes 100 --steps 30
 
@@ -190,7 +190,8 @@ $(installed)/peers: $(installed)/test | $(torch)
 $(torch): | $(bin)/pip
 	rm -rf $@.new
 	$(bin)/python -m pip install --quiet --ignore-installed --prefix $@.new torch==2.13.0
-	$(bin)/python -m pip install --quiet --no-deps --prefix $@.new megatron-core==0.16.1 colossalai==0.5.0
+	$(bin)/python -m pip install --quiet --no-deps --prefix $@.new megatron-core==0.16.1 colossalai==0.5.0 \
+		numba==0.68.1 llvmlite==0.50.0
 	mv $@.new $@
 
 $(bin)/pip:

@@ -5,9 +5,11 @@ Megatron's algorithm is that of its unfused vocabulary-parallel cross entropy, i
 all-reduce the maximum, subtract, all-reduce the target's logit and the sum of exponentials, keep the exponentials and
 turn them into the gradient in place. Beside them stand what a good engineer writes with torch.compile, the local parts
 of sharded classes with one all-gather of three numbers a row, and the loss of a rank's own classes; both write the
-gradient to memory that is there, as `value_and_grad` does. Then torch's dense cross entropy of a rank's own classes,
-forward and backward, a copy of the logits, and the memory that `value_and_grad(out=logits)` takes beyond them. torch
-gets transparent huge pages (THP_MEM_ALLOC_ENABLE=1), as NumPy has anyway.
+gradient to memory that is there, as `value_and_grad` does. So does a loop in numba over the rows of a rank's own
+classes, for float32 and bfloat16. Before they are timed, these have to give the loss and the gradient of Megatron's
+algorithm. Then torch's dense cross entropy of a rank's own classes, forward and backward, a copy of the logits, and the
+memory that `value_and_grad(out=logits)` takes beyond them. torch gets transparent huge pages (THP_MEM_ALLOC_ENABLE=1),
+as NumPy has anyway.
 """
 
 import argparse
@@ -23,10 +25,11 @@ import time
 import ml_dtypes
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 REPETITIONS, WARM_UP = 7, 2
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
 OURS = ("forward then backward", "value_and_grad", "copy")
-THEIRS = ("megatron", "compiled shards", "compiled dense", "torch dense")
+PEERS = ("compiled shards", "compiled dense", "numba dense", "torch dense")
 MEMORY = "memory in place"
 
 
@@ -40,6 +43,11 @@ def main():
     parser.add_argument("--classes", type=int, nargs="+", default=[32000], help="of all shards together")
     parser.add_argument("--dtype", choices=list(DTYPES), nargs="+", default=["float32"])
     parser.add_argument("--pairs", type=int, default=7, help="alternations, of whose ratios the median counts")
+    parser.add_argument(
+        "--backend",
+        default="inductor",
+        help="of torch.compile; aot_eager takes no time to compile, and shows the numbers",
+    )
     parser.add_argument("--role", choices=["ours", "theirs"], help=argparse.SUPPRESS)
     parser.add_argument("--meeting", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -70,7 +78,7 @@ def compare(options):
     sizes = [(dtype, classes) for dtype in options.dtype for classes in options.classes]
     print(f"{options.ranks} ranks; {processor()}; kernel: {kernel_text()}; median of {options.pairs} pairs")
     print("ms of Megatron's algorithm, the others in parts of it (lowest - highest), and MiB of memory in place\n")
-    names = (*OURS, *THEIRS[1:])
+    names = (*OURS, *PEERS)
     print(
         f"{'dtype':9} {'classes':>8} {'rows':>7} {'megatron':>9}  "
         + "  ".join(f"{name:>25}" for name in names)
@@ -82,13 +90,16 @@ def compare(options):
             pairs = []
             for _ in range(options.pairs):
                 given = ["--rows", str(rows), "--classes", str(classes), "--dtype", dtype]
+                given += ["--backend", options.backend]
                 pairs.append({**launch("theirs", options, given), **launch("ours", options, given)})
                 bar.update()
             middle = statistics.median(pair["megatron"] for pair in pairs)
             cells = []
             for name in names:
-                ratios = [pair[name] / pair["megatron"] for pair in pairs]
-                cells.append(f"{statistics.median(ratios):6.2f} ({min(ratios):.2f} - {max(ratios):.2f})")
+                ratios = [pair[name] / pair["megatron"] for pair in pairs if name in pair]
+                cells.append(
+                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})" if ratios else ""
+                )
             memory = max(pair[MEMORY] for pair in pairs) / 2**20
             figures = "  ".join(f"{cell:>25}" for cell in cells)
             print(f"{dtype:9} {classes:8} {rows:7} {1e3 * middle:9.1f}  {figures}  {memory:4.1f}")
@@ -183,6 +194,8 @@ def theirs(options):
     import torch
     from torch import distributed
 
+    from peers import fused_in_numba
+
     comm = MPI.COMM_WORLD
     torch.set_num_threads(1)
     distributed.init_process_group(
@@ -198,20 +211,20 @@ def theirs(options):
 
     class CrossEntropy(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, logits):
+        def forward(ctx, logits, targets, start, group):
             ctx.dtype = logits.dtype
             if logits.dtype in (torch.float16, torch.bfloat16):
                 logits = logits.float()
             top = logits.amax(dim=1)
-            distributed.all_reduce(top, op=distributed.ReduceOp.MAX)
+            distributed.all_reduce(top, distributed.ReduceOp.MAX, group)
             shifted = logits - top[:, None]
             here = (targets >= start) & (targets < start + logits.shape[1])
             columns = torch.where(here, targets - start, 0)
             target_logit = torch.where(here, shifted[rows, columns], 0.0)
-            distributed.all_reduce(target_logit)
+            distributed.all_reduce(target_logit, group=group)
             exponentials = shifted.exp_()
             total = exponentials.sum(dim=1)
-            distributed.all_reduce(total)
+            distributed.all_reduce(total, group=group)
             ctx.save_for_backward(exponentials, total, here, columns)
             return (total.log() - target_logit).mean()
 
@@ -221,43 +234,48 @@ def theirs(options):
             upstream = dloss / options.rows
             gradient = exponentials.mul_((upstream / total)[:, None])
             gradient[rows, columns] -= torch.where(here, upstream, 0.0)
-            return gradient.to(ctx.dtype)
+            return gradient.to(ctx.dtype), None, None, None
 
-    def forward_then_backward():
+    def forward_then_backward(targets=targets, start=start, group=None):
         x = logits.detach().requires_grad_()
-        loss = CrossEntropy.apply(x)
+        loss = CrossEntropy.apply(x, targets, start, group)
         loss.backward()
         return loss, x.grad
+
+    alone = [distributed.new_group([rank]) for rank in range(comm.size)][comm.rank]
 
     def dense():
         x = logits.detach().requires_grad_()
         torch.nn.functional.cross_entropy(x, own).backward()
 
+    compiled = torch.compile(backend=options.backend)
     out = torch.zeros_like(logits)
     here = (targets >= start) & (targets < start + logits.shape[1])
     columns = torch.where(here, targets - start, 0)
 
-    @torch.compile
+    wide = torch.promote_types(logits.dtype, torch.float32)
+
+    @compiled
     def parts_of(x, columns, here):
-        x = x.float()
+        x = x.to(wide)
         top = x.amax(dim=1)
         total = (x - top[:, None]).exp().sum(dim=1)
         return torch.stack([top, total, torch.where(here, x.gather(1, columns[:, None])[:, 0], 0.0)])
 
-    @torch.compile
+    @compiled
     def loss_of(parts):
         top = parts[:, 0].amax(dim=0)
         logsumexp = top + ((parts[:, 0] - top).exp() * parts[:, 1]).sum(dim=0).log()
         return (logsumexp - parts[:, 2].sum(dim=0)).mean(), logsumexp
 
-    @torch.compile
+    @compiled
     def write_gradient(x, logsumexp, columns, here, out):
         at_target = (torch.arange(x.shape[1]) == columns[:, None]) & here[:, None]
-        out.copy_(((x.float() - logsumexp[:, None]).exp() - at_target.float()) / len(x))
+        out.copy_(((x.to(wide) - logsumexp[:, None]).exp() - at_target.to(wide)) / len(x))
 
     def compiled_shards():
         part = parts_of(logits, columns, here)
-        parts = torch.empty(comm.size * len(part), part.shape[1])
+        parts = part.new_empty(comm.size * len(part), part.shape[1])
         distributed.all_gather_single(parts, part)
         loss, logsumexp = loss_of(parts.view(comm.size, *part.shape))
         write_gradient(logits, logsumexp, columns, here, out)
@@ -266,12 +284,22 @@ def theirs(options):
     everywhere = torch.ones_like(here)
 
     def compiled_dense():
-        _, logsumexp = loss_of(parts_of(logits, own, everywhere)[None])
+        loss, logsumexp = loss_of(parts_of(logits, own, everywhere)[None])
         write_gradient(logits, logsumexp, own, everywhere, out)
+        return loss
 
-    torch.testing.assert_close((compiled_shards(), out), forward_then_backward(), rtol=1e-2, atol=1e-5)
-    steps = (forward_then_backward, compiled_shards, compiled_dense, dense)
-    seconds = timed(dict(zip(THEIRS, steps, strict=True)), comm)
+    peers = {"compiled shards": compiled_shards, "compiled dense": compiled_dense}
+    if options.dtype in fused_in_numba.FORMS:
+        fused = fused_in_numba.value_and_grad_of(options.dtype)
+        x, gradient = (
+            each.view(torch.uint16).numpy() if each.itemsize == 2 else each.numpy() for each in (logits, out)
+        )
+        peers["numba dense"] = lambda: torch.tensor(fused(x, own.numpy(), gradient))
+    for name, peer in peers.items():
+        right = forward_then_backward() if name == "compiled shards" else forward_then_backward(own, 0, alone)
+        torch.testing.assert_close((peer(), out), right, rtol=1e-2, atol=1e-7, check_dtype=False)
+    steps = {"megatron": forward_then_backward, **peers, "torch dense": dense}
+    seconds = timed(steps, comm)
     distributed.destroy_process_group()
     return seconds
 
