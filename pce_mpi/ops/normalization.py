@@ -71,7 +71,8 @@ def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1
     upstream gradient divided by the standard deviation.
 
     If rows are sharded, nothing is communicated, and the gradients of `scale` and `bias` are Partial. If `axis` is
-    sharded: one Allreduce of 8 bytes a row and one of 16, and backward one of 16. A Partial `x` is reduced first.
+    sharded: one Allreduce of 8 bytes a row and one of 16, and backward one of 16, each after an Allgather of 56 bytes.
+    A Partial `x` is reduced first.
 
     Examples
     --------
@@ -119,7 +120,8 @@ def rms_norm(x: DistArray, scale: Any = None, axis: int = -1, eps: float = 1e-5)
 
     Notes
     -----
-    If `axis` is sharded: one Allreduce of 8 bytes a row, and backward another one. Otherwise as in `layer_norm`.
+    If `axis` is sharded: one Allreduce of 8 bytes a row, and backward another one, each after an Allgather of 56 bytes.
+    Otherwise as in `layer_norm`.
     """
     return _norm(x, scale, None, axis, eps, center=False)
 

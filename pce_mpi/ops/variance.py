@@ -62,8 +62,8 @@ def var(x: DistArray, axis: int | Sequence[int] | None = None, ddof: float = 0, 
     The variance is computed in float64 and rounded once. In float64, it, `std` and their gradients are right to 4 ulp
     of the largest term while the mean is less than 1e6 standard deviations from 0.
 
-    If a reduced axis is sharded: one Allreduce of 8 bytes for each element of the result, and one of 16. A Partial `x`
-    is reduced first. Backward communicates nothing.
+    If a reduced axis is sharded: one Allreduce of 8 bytes for each element of the result, and one of 16, each after an
+    Allgather of 56 bytes. A Partial `x` is reduced first. Backward communicates nothing.
 
     Examples
     --------
