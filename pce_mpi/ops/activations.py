@@ -89,7 +89,7 @@ def _gelu_of(xp: Any, exp: Callable[[Array], Array], x: Array, y: Array, slope: 
         e -= e * tail
         deep = xp.where(negative, exp(near - v), 1.0)
     else:
-        e, deep = exp(-size * (_A[0] + _B[0] * square)), 1.0
+        e, deep = exp(size * (-_A[0] - _B[0] * square)), 1.0
     both = 1.0 + e
     # As e is from 0 to 1, maximum chooses as where(negative, e, 1) would, which takes ten times as long.
     share = xp.maximum(e, ~negative) / both
