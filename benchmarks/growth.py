@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+import itertools
 import json
 from math import isqrt
 import os
@@ -84,16 +85,20 @@ def features(size: Size, w: float) -> np.ndarray[Any, Any]:
 
 
 def fitted(seconds: dict[Size, float]) -> Model:
-    """Return the model with the least squares of relative errors."""
+    """Return the model with the least squares of relative errors, of those without a negative coefficient."""
 
-    def with_w(w: float) -> tuple[float, Model]:
-        relative = np.array([features(size, w) / taken for size, taken in seconds.items()])
+    def with_some(some: list[bool], w: float) -> tuple[float, Model]:
+        relative = np.array([features(size, w) / taken for size, taken in seconds.items()])[:, some]
         scale = np.linalg.norm(relative, axis=0)
         scale[scale == 0] = 1  # log2(1)
-        work = np.linalg.lstsq(relative / scale, np.ones(len(relative)), rcond=None)[0] / scale
-        return float(np.square(relative @ work - 1).sum()), Model(work, w)
+        work = np.zeros(len(some))
+        work[some] = np.linalg.lstsq(relative / scale, np.ones(len(relative)), rcond=None)[0] / scale
+        error = float(np.square(relative @ work[some] - 1).sum())
+        return error if (work >= 0).all() else np.inf, Model(work, w)
 
-    return min((with_w(w) for w in np.linspace(0, 0.5, 501).tolist()), key=lambda each: each[0])[1]
+    choices = [list(some) for some in itertools.product([False, True], repeat=4)]
+    found = (with_some(some, w) for w in np.linspace(0, 0.5, 101).tolist() for some in choices)
+    return min(found, key=lambda each: each[0])[1]
 
 
 def main() -> int:
