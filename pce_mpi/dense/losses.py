@@ -1,0 +1,145 @@
+"""The losses of logits."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from pce_mpi.dense.rows import add_at, at, held_targets, put, softmax, transform
+
+Array = np.ndarray[Any, Any]
+
+
+def softmax_cross_entropy(logits: ArrayLike, targets: ArrayLike, **options: Any) -> Array:
+    """Compute the softmax cross entropy in float64.
+
+    Parameters
+    ----------
+    logits, targets : array_like
+        Those of `softmax_cross_entropy_value_and_grad`, which has the formula.
+    **options
+        Those of `softmax_cross_entropy_value_and_grad`.
+
+    Returns
+    -------
+    array of float64
+        The loss: 0-d, or one number per row for `reduction="none"`.
+
+    Examples
+    --------
+    >>> float(softmax_cross_entropy([[0.0, 0.0]], [0]))  # log 2
+    0.6931471805599453
+    """
+    return softmax_cross_entropy_value_and_grad(logits, targets, **options)[0]
+
+
+def softmax_cross_entropy_value_and_grad(
+    logits: ArrayLike,
+    targets: ArrayLike,
+    *,
+    axis: int = -1,
+    weight: ArrayLike | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    num_classes: int | None = None,
+    compute_dtype: DTypeLike | None = None,
+) -> tuple[Array, Array]:
+    """Compute the softmax cross entropy and its gradient with respect to the logits, in float64.
+
+    The loss of a row is the sum over the classes c of u_c (-log p_c), plus z_loss logsumexp(z)**2. With s =
+    label_smoothing, w = weight and C classes, u = (1 - s) w_t [c = t] + s w_c / C for a class number t, and
+    u = w_c (q_c (1 - s) + s / C) for probabilities q. A class with u = 0 contributes 0, whatever its logit is.
+
+    Parameters
+    ----------
+    logits : array_like
+        Any shape that has a class axis.
+    targets : array_like
+        Class numbers, with the logits' shape without the class axis, or probabilities, shaped as the logits.
+    axis : int, default -1
+        The class axis of `logits`.
+    weight : array_like, shape (classes,), optional
+        The weights of the classes.
+    ignore_index : int, default -100
+        A row with this target counts for nothing and has a zero gradient.
+    label_smoothing : float, default 0.0
+        In [0, 1].
+    z_loss : float, default 0.0
+        The factor of logsumexp(z)**2.
+    logit_scale : float, default 1.0
+        The loss is taken of z = logit_scale x, x being the logits.
+    softcap : float, optional
+        The loss is taken of z = softcap tanh(logit_scale x / softcap).
+    reduction : {"mean", "sum", "none"}, default "mean"
+        `"mean"` divides by the sum of w_t over the rows that are not ignored, or by the number of rows for
+        probabilities.
+    num_classes : int, optional
+        The number of classes, to be checked.
+    compute_dtype : dtype, optional
+        float64.
+
+    Returns
+    -------
+    loss : array of float64
+        0-d, or one number per row for `reduction="none"`.
+    gradient : array of float64
+        The gradient of the loss, or of the sum of the rows' losses, in the shape of the logits.
+
+    Raises
+    ------
+    IndexError
+        For a target out of range.
+    ValueError
+        For an unknown reduction, and for a `num_classes` or a `compute_dtype` other than the actual one.
+
+    Examples
+    --------
+    >>> softmax_cross_entropy_value_and_grad([[0.0, 0.0]], [0])[1]
+    array([[-0.5,  0.5]])
+    """
+    if compute_dtype is not None and np.dtype(compute_dtype) != np.float64:
+        raise ValueError(f"dense computes in float64, not in {np.dtype(compute_dtype)}")
+    x = np.moveaxis(np.asarray(logits).astype(np.float64), axis, -1)
+    rows, classes = x.shape[:-1], x.shape[-1]
+    if num_classes is not None and num_classes != classes:
+        raise ValueError(f"num_classes = {num_classes}, but there are {classes} classes")
+    targets = np.asarray(targets)
+    index_targets = targets.dtype.kind in "iu"
+    w = np.ones(classes) if weight is None else np.asarray(weight).astype(np.float64)
+    with np.errstate(all="ignore"):
+        z, dz_dx = transform(x, logit_scale, softcap)
+        if index_targets:
+            valid, held = held_targets(targets, ignore_index, classes)
+            u = np.zeros_like(x)
+            if label_smoothing:  # without it, a nan among the weights of other classes must not count
+                u += label_smoothing / classes * w
+            add_at(u, held, (1.0 - label_smoothing) * w[held])
+            divisor = w[held][valid].sum()
+        else:
+            valid = np.ones(rows, bool)
+            held = z.argmax(axis=-1)
+            q = np.moveaxis(targets.astype(np.float64), axis, -1)
+            u = w * (q * (1.0 - label_smoothing) + label_smoothing / classes)
+            divisor = valid.sum()
+        p, p_minus_held, nll, logsumexp = softmax(x, z, held, logit_scale if softcap is None else None)
+        loss = np.where(u == 0.0, 0.0, u * nll).sum(axis=-1) + z_loss * logsumexp * logsumexp
+        # sum_c u_c (p - [class is c]), the part of the class held apart written as u_h (p - [class is h])
+        u_held = at(u, held)[..., None]
+        others = u.copy()
+        put(others, held, 0.0)
+        dz = u_held * p_minus_held + others.sum(-1, keepdims=True) * p - others
+        dz += (2.0 * z_loss * logsumexp)[..., None] * p
+        loss = np.where(valid, loss, 0.0)
+        if reduction == "mean":
+            loss = loss.sum() / divisor if divisor != 0 else np.asarray(np.nan)
+            dz = dz / divisor if divisor != 0 else np.full_like(dz, np.nan)
+        elif reduction == "sum":
+            loss = loss.sum()
+        elif reduction != "none":
+            raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
+        gradient = np.where(valid[..., None], dz * dz_dx, 0.0)
+    return loss, np.moveaxis(gradient, -1, axis)

@@ -1,0 +1,150 @@
+"""Statistics of the softmax, and their gradients."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pce_mpi.dense.rows import at, by_row, held_targets, softmax, transform
+
+Array = np.ndarray[Any, Any]
+
+
+class Statistics(NamedTuple):
+    """The statistics of each row, shaped as the logits without the class axis; z and p are those of `class_statistics`.
+
+    Attributes
+    ----------
+    max : array of float64
+        The largest z.
+    sum_exp : array of float64
+        sum_c exp(z_c - max).
+    logsumexp : array of float64
+        log sum_c exp(z_c).
+    log_prob : array of float64 or None
+        log p of the target; 0 in rows with the target `ignore_index`. None without targets.
+    entropy : array of float64
+        -sum_c p_c log p_c.
+    argmax : array of int64
+        The class with the largest logit, the lowest on ties.
+    """
+
+    max: Array
+    sum_exp: Array
+    logsumexp: Array
+    log_prob: Array | None
+    entropy: Array
+    argmax: Array
+
+
+def class_statistics(
+    logits: ArrayLike,
+    targets: ArrayLike | None = None,
+    *,
+    axis: int = -1,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> Statistics:
+    """Compute the statistics of each row's softmax p of z, in float64.
+
+    Parameters
+    ----------
+    logits : array_like
+        Any shape that has a class axis.
+    targets : array_like of integers, optional
+        Class numbers, for `log_prob`.
+    axis, ignore_index, logit_scale, softcap : optional
+        Those of `softmax_cross_entropy_value_and_grad`, which has the formula of z. A row with the target
+        `ignore_index` has a `log_prob` of 0.
+
+    Returns
+    -------
+    Statistics
+        `max`, `sum_exp`, `logsumexp`, `log_prob`, `entropy` and `argmax` of each row.
+
+    Raises
+    ------
+    IndexError
+        For a target out of range.
+
+    Examples
+    --------
+    >>> float(class_statistics([[0.0, 0.0]]).entropy[0])  # log 2
+    0.6931471805599453
+    """
+    x = np.moveaxis(np.asarray(logits).astype(np.float64), axis, -1)
+    scale = logit_scale if softcap is None else None
+    with np.errstate(all="ignore"):
+        z, _ = transform(x, logit_scale, softcap)
+        top = x.argmax(axis=-1)  # z grows with x, but a rounded softcap may not
+        p, _, nll, logsumexp = softmax(x, z, top, scale)
+        log_prob = None
+        if targets is not None:
+            valid, held = held_targets(np.asarray(targets), ignore_index, x.shape[-1])
+            log_prob = np.where(valid, -at(softmax(x, z, held, scale)[2], held), 0.0)
+        entropy = np.where(p == 0.0, 0.0, p * nll).sum(-1)
+        return Statistics(at(z, top), 1.0 / at(p, top), logsumexp, log_prob, entropy, top)
+
+
+def class_statistics_backward(
+    logits: ArrayLike,
+    targets: ArrayLike | None = None,
+    *,
+    log_prob: ArrayLike | None = None,
+    entropy: ArrayLike | None = None,
+    logsumexp: ArrayLike | None = None,
+    axis: int = -1,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> Array:
+    """Compute the gradient of class statistics with respect to the logits, in float64.
+
+    The derivatives by z_c are [c = t] - p_c of log p_t, -p_c (log p_c + entropy) of the entropy, and p_c of logsumexp.
+
+    Parameters
+    ----------
+    logits, targets : array_like
+        Those of `class_statistics`.
+    log_prob, entropy, logsumexp : array_like, optional
+        The upstream gradient of each, a scalar or one number per row. That of `log_prob` counts for nothing in a row
+        with the target `ignore_index`.
+    axis, ignore_index, logit_scale, softcap : optional
+        Those of `class_statistics`.
+
+    Returns
+    -------
+    array of float64
+        The gradient, in the shape of the logits.
+
+    Raises
+    ------
+    IndexError
+        For a target out of range.
+    ValueError
+        For an upstream gradient of `log_prob` without targets.
+
+    Examples
+    --------
+    >>> class_statistics_backward([[0.0, 0.0]], [0], log_prob=1.0)
+    array([[ 0.5, -0.5]])
+    """
+    if log_prob is not None and targets is None:
+        raise ValueError("the gradient of log_prob needs targets")
+    x = np.moveaxis(np.asarray(logits).astype(np.float64), axis, -1)
+    scale = logit_scale if softcap is None else None
+    gradient = np.zeros_like(x)
+    with np.errstate(all="ignore"):
+        z, dz_dx = transform(x, logit_scale, softcap)
+        p, _, nll, _ = softmax(x, z, x.argmax(axis=-1), scale)
+        if log_prob is not None:
+            valid, held = held_targets(np.asarray(targets), ignore_index, x.shape[-1])
+            p_minus_held = softmax(x, z, held, scale)[1]
+            gradient -= np.where(valid[..., None], by_row(log_prob, x) * p_minus_held, 0.0)
+        if entropy is not None:
+            of_class = np.where(p == 0.0, 0.0, p * nll)
+            gradient += by_row(entropy, x) * (of_class - p * of_class.sum(axis=-1, keepdims=True))
+        if logsumexp is not None:
+            gradient += by_row(logsumexp, x) * p
+        return np.moveaxis(gradient * dz_dx, -1, axis)
