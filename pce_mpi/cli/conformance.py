@@ -100,21 +100,27 @@ def _run(options: argparse.Namespace, display: _Display) -> int:
         _print(_listed(orders, timeout, display) + "\n")
         return 0
     if options.export is not None:
-        from pce_mpi.conformance import vectors
+        from pce_mpi.conformance import bit_vectors, vectors
 
         with _naming("--export", OSError):
             some: dict[str, Any] = {"ranks": options.ranks, "pattern": orders.patterns, "dtypes": orders.dtypes}
-            count = vectors.export(options.export, seed=orders.seed, **some)
+            if options.bits:
+                count = bit_vectors.export(options.export)
+            else:
+                count = vectors.export(options.export, seed=orders.seed, **some)
         _print(f"{count} vectors in {options.export}\n")
         return 0
     if options.report is not None:
         report = _earlier(options.report)
     elif options.vectors is not None:
-        from pce_mpi.conformance import vectors
+        from pce_mpi.conformance import bit_vectors, vectors
 
         with _naming("--vectors and --results", OSError, ValueError):
             settings: dict[str, Any] = {"strict": orders.strict, "tolerance": orders.tolerance}
-            report = vectors.judged(options.vectors, options.results, **settings)
+            if options.bits:
+                report = bit_vectors.judged(options.vectors, options.results)
+            else:
+                report = vectors.judged(options.vectors, options.results, **settings)
     else:
         ranks = f"{' and then '.join(map(str, sizes))} rank{'s' * (sizes != [1])}"
         print(f"starting {ranks} with {orders.candidate}", file=sys.stderr, flush=True)
@@ -208,6 +214,8 @@ def _wrong_work(options: argparse.Namespace) -> str:
         return f"{' and '.join(works)} are given, and only one of them can be done at a time"
     if (options.vectors is None) != (options.results is None):
         return "give both --vectors DIR, with the problems, and --results FILE, with their answers"
+    if options.bits and not (options.export or options.vectors):
+        return "--bits says what --export DIR writes, and what --vectors DIR --results FILE compares"
     if max(options.ranks) > _MOST_SHARDS:
         return f"argument --ranks: expected numbers up to {_MOST_SHARDS}, got {max(options.ranks)}"
     if not (works or options.list):

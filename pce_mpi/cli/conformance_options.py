@@ -91,6 +91,12 @@ _OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
         {"type": positive, "nargs": "+", "default": [4], "metavar": "N"},
         "numbers of shards in what --export writes",
     ),
+    (
+        "--bits",
+        _FLAG,
+        "with --export: write problems with the bits of their results, in place of exact answers; with --vectors: "
+        "compare the bits of --results with theirs",
+    ),
     ("--vectors", _FOLDER, "run nothing, but judge --results against the vectors in DIR"),
     ("--results", _FILE, "answers to --vectors, by any program"),
 )

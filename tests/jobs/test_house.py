@@ -197,6 +197,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("batches"),
             room("worker"),
             room("vectors"),
+            room("bit_vectors"),
             room("reports"),
         ],
     ),

@@ -1,0 +1,209 @@
+"""Export problems with the bits of their results, and compare the bits of other programs with them.
+
+`docs/the-bits.md` specifies the arithmetic that gives these bits, and `vectors.md` describes the files. All logits are
+integers times powers of two, so that no generator of another version draws others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata, resources
+import json
+import os
+from pathlib import Path
+import shlex
+from typing import Any
+
+import numpy as np
+
+from pce_mpi import loss
+from pce_mpi.arrays import dtype_named
+from pce_mpi.conformance.bits import difference
+from pce_mpi.conformance.offers import EVERYTHING
+from pce_mpi.conformance.orders import KIT
+from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
+from pce_mpi.conformance.plain import made, plain
+from pce_mpi.distributed.tensor_files import TensorFile, shortened, shown
+from pce_mpi.loss.kernels.elementary import VERSION
+
+Array = np.ndarray[Any, Any]
+
+_FORMAT = {"format": "pce_mpi bits", "arithmetic": VERSION}
+_INDEX = "index.json"
+_DTYPES = "float32", "bfloat16", "float16", "float64"
+_ROWS, _CLASSES, _SPLITS = 6, 37, (0, 5, 5, 21, 37)
+# The gradients of the statistics from which `dstatistics` follows.
+_UPSTREAM = {"log_prob": 1.0, "entropy": 0.5, "logsumexp": 0.25}
+# Options by name; statistics have those that are functions of the logits.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "half-scale": {"reduction": "none", "logit_scale": 0.5},
+    "scale": {"reduction": "sum", "logit_scale": 0.7},
+    "softcap": {"reduction": "none", "softcap": 30.0},
+    "weight": {"weight": True},
+    "z_loss": {"reduction": "none", "z_loss": 0.01},
+    "smoothing": {"reduction": "none", "label_smoothing": 0.1},
+    "everything": {"weight": True, "label_smoothing": 0.25, "z_loss": 0.125, "logit_scale": 1.5},
+    "double": {"reduction": "none", "compute_dtype": "float64"},
+}
+_OF_LOGITS = {"logit_scale", "softcap", "compute_dtype"}
+_KINDS = ("ordinary", "peaked", "offset", "sizes", "huge", "special", "ties")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One vector in the index; `vectors.md` explains the fields."""
+
+    name: str
+    file: str
+    dtype: str
+    splits: tuple[int, ...]
+    options: dict[str, Any]
+    results: tuple[str, ...]
+
+
+def export(folder: str | os.PathLike[str]) -> int:
+    """Write the vectors to `folder`, and return how many there are. Needs safetensors."""
+    from safetensors.numpy import save_file
+
+    folder, entries = Path(folder), []
+    for entry, tensors in vectors():
+        path = folder / entry.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: np.array(array, order="C") for name, array in tensors.items()}, path)
+        entries.append(entry)
+    page = resources.files(__package__).joinpath("vectors.md").read_text(encoding="utf-8")
+    (folder / "README.md").write_text(page, encoding="utf-8")
+    index = json.dumps({**_FORMAT, "vectors": plain(entries)}, indent=1, allow_nan=False)
+    (folder / _INDEX).write_text(f"{index}\n", encoding="utf-8")
+    return len(entries)
+
+
+def vectors() -> Iterator[tuple[Entry, dict[str, Array]]]:
+    """Yield each vector, with its tensors: the problem, and its results."""
+    for dtype in _DTYPES:
+        for name, options in _OPTIONS.items():
+            for kind in _KINDS:
+                if (dtype, kind) == ("float16", "huge") or (dtype, name) == ("float64", "double"):
+                    continue  # its logits cannot be huge; its arithmetic is double anyway
+                yield _vector(dtype, name, options, kind)
+
+
+def _vector(dtype: str, name: str, options: dict[str, Any], kind: str) -> tuple[Entry, dict[str, Array]]:
+    logits, targets = drawn(dtype, kind)
+    problem = {"logits": logits, "targets": targets}
+    given = {"reduction": "mean", **options}
+    if given.pop("weight", False):
+        problem["weight"] = (np.arange(_CLASSES) % 7 + 1) / 4
+    results = {f"expected_{name}": array for name, array in results_of(given, **problem).items()}
+    called = f"{dtype}/{name}/{kind}"
+    names = tuple(name.removeprefix("expected_") for name in results)
+    return Entry(called, f"{called}.safetensors", dtype, _SPLITS, given, names), problem | results
+
+
+def results_of(options: dict[str, Any], logits: Array, targets: Array, weight: Array | None = None) -> dict[str, Array]:
+    """Return the results of a problem by name, in one process."""
+    value, gradient = loss.softmax_cross_entropy_value_and_grad(logits, targets, weight=weight, **options)
+    found = {"loss": value, "dlogits": gradient}
+    if weight is None and not options.keys() - _OF_LOGITS - {"reduction"}:
+        given: Any = {name: options[name] for name in _OF_LOGITS & options.keys()}
+        statistics, residuals = loss.class_statistics_forward(logits, targets, **given)
+        found |= {name: np.asarray(getattr(statistics, name)) for name in _UPSTREAM}
+        found["dstatistics"] = loss.class_statistics_backward(residuals, **_UPSTREAM)
+    return found
+
+
+def drawn(dtype: str, kind: str) -> tuple[Array, Array]:
+    """Return logits and targets."""
+    rng = np.random.default_rng(_KINDS.index(kind))
+    x = rng.integers(-(2**12), 2**12, (_ROWS, _CLASSES)) / 2.0**9
+    targets = rng.integers(0, _CLASSES, _ROWS)
+    rows, most = np.arange(_ROWS), 2.0 ** {"float16": 14, "float64": 900}.get(dtype, 120)
+    if kind == "peaked":
+        x[rows, targets] += 2.0 ** np.arange(2, 8)
+        x[0, targets[0]] = -300.0
+    elif kind == "offset":
+        x += np.array([2040.0, -2048.0, 3000.0, -30000.0, 512.0, 50.0])[:, None]
+        x[4] *= 4.0
+    elif kind == "sizes":
+        x *= 2.0 ** rng.integers(-30, 12, x.shape)
+    elif kind == "huge":
+        x *= 2.0 ** rng.integers(15, 60, x.shape)
+        x[0, :3] = most, most, -most
+        x[1, 7], x[1, targets[1]] = 2.0**61, -(2.0**61)
+        x[2] = -most
+        x[3], x[3, targets[3]] = x[3] / 2.0**50, most
+    elif kind == "special":
+        x[0, ::3], x[0, targets[0]] = -np.inf, 0.0
+        x[1, targets[1]], x[2] = -np.inf, -np.inf
+        x[3, 5], x[4, 6], targets[5] = np.inf, np.nan, -100
+    elif kind == "ties":
+        x = np.sign(x)
+    with np.errstate(over="ignore"):
+        return x.astype(dtype_named(dtype)), targets
+
+
+def judged(folder: str | os.PathLike[str], results: str | os.PathLike[str]) -> Report:
+    """Compare the bits in the safetensors file `results` with those of the vectors in `folder`.
+
+    For each result R of the vector NAME the file has NAME/R. A vector of which the file has no result is not offered.
+
+    Raises `FileNotFoundError` if there is no index or no file, and `ValueError` for a malformed index or file, for one
+    of another arithmetic, and for results of no vector.
+    """
+    folder, results = Path(folder), Path(results)
+    entries = _index(folder / _INDEX)
+    with TensorFile(results) as file:
+        known = {f"{entry.name}/{name}" for entry in entries for name in entry.results}
+        if unknown := sorted(file.arrays.keys() - known):
+            raise ValueError(f"{results} has {shown(unknown[0])}, which is the result of no vector in {folder}")
+        given = {name: file.read(name) for name in file.arrays}
+    outcomes = [_outcome(entry, folder / entry.file, given) for entry in entries]
+    for outcome in outcomes:
+        outcome.rerun = shlex.join([*KIT, "--bits", "--vectors", str(folder), "--results", str(results)])
+    return Report(
+        candidate=str(results),
+        offer=EVERYTHING,
+        ranks=(len(_SPLITS) - 1,),
+        versions={"pce_mpi": metadata.version("pce_mpi"), "arithmetic": str(VERSION)},
+        seed=0,
+        strict=True,
+        tolerance=1.0,
+        outcomes=outcomes,
+    )
+
+
+def _index(path: Path) -> list[Entry]:
+    try:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict) or content.get("format") != _FORMAT["format"]:
+            raise ValueError(f"its format must be {_FORMAT['format']!r}")
+        if content.get("arithmetic") != VERSION:
+            said = (
+                f"arithmetic {made(int, content['arithmetic'])}"
+                if content.get("arithmetic") is not None
+                else "no arithmetic"
+            )
+            raise ValueError(f"its bits are those of {said}, and this package has arithmetic {VERSION}")
+        return made(list[Entry], content["vectors"])
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be used: {shortened(str(error))}") from error
+
+
+def _outcome(entry: Entry, path: Path, given: Mapping[str, Array]) -> Outcome:
+    outcome = Outcome(entry.name, "other bits", Verdict.PASS, ranks=len(entry.splits) - 1, dtype=entry.dtype)
+    answers = {name: given[f"{entry.name}/{name}"] for name in entry.results if f"{entry.name}/{name}" in given}
+    if not answers:
+        outcome.verdict, outcome.note = Verdict.NOT_OFFERED, "none of its results is given"
+        return outcome
+    with TensorFile(path) as file:
+        right = {name: file.read(f"expected_{name}") for name in answers}
+    texts = {name: difference(answer, right[name], _place(answer)) for name, answer in answers.items()}
+    outcome.findings = [Finding("other bits", f"{name}{text}") for name, text in texts.items() if text]
+    outcome.verdict = Verdict.FAIL if outcome.findings else Verdict.PASS
+    return outcome
+
+
+def _place(answer: Array) -> Any:
+    return lambda place: f" at {[int(each) for each in np.unravel_index(place, answer.shape)]}"
