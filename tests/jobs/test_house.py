@@ -36,6 +36,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("pictures"),
             room("floating_point", standard_library_only=True),
             room("scalars"),
+            room("include", standard_library_only=True),
         ],
     ),
     "comm": (
