@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import is_floating, is_half
+from pce_mpi.arrays import compute_dtype_of, is_floating
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
@@ -59,14 +59,14 @@ class Softmax:
     def probabilities(self) -> Array:
         """The softmax; that of halves is float32."""
         x, xp = self._x, self._problem.xp
-        values = xp.empty(self._problem.logits.shape, np.float32 if is_half(x.dtype) else x.dtype)
+        values = xp.empty(self._problem.logits.shape, compute_dtype_of(x.dtype))
         write_probabilities(values, self._problem, self._rows, _STATE)
         return values.reshape([x.shape[axis] for axis in self._order]).transpose(np.argsort(self._order).tolist())
 
     def log_probabilities(self) -> Array:
         """The logarithm of the softmax; that of halves is float32."""
         x, xp = self._x, self._problem.xp
-        values = xp.empty(x.shape, np.float32 if is_half(x.dtype) else x.dtype)
+        values = xp.empty(x.shape, compute_dtype_of(x.dtype))
         largest, above = (
             xp.broadcast_to(self._in_shape(each), x.shape) for each in (self._largest, self._rows.held_nll)
         )
