@@ -471,7 +471,7 @@ def test_file_has_room_on_disk_before_sending(comm, folder, monkeypatch):
     monkeypatch.setattr(checkpoint.TensorWriter, "write", write)
     pce.save(folder / "f", arrays)
     assert all(taken >= 3 * 8 * 256 * 256 for taken in room)
-    assert len(room) == (0 if comm.rank else 3 * comm.size)
+    assert len(room) == (0 if comm.rank else 3)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere: run this as another user")
