@@ -253,11 +253,8 @@ def _result(op: Op, local: Any, inputs: Sequence[DistArray], planned: _Planned) 
     shape = planned.plan.result.local_shape(mesh.coordinates)
     if local.shape != shape:
         raise ValueError(f"the rule of {op.name} says that its result has shape {shape} here, but it has {local.shape}")
-    return _settled(DistArray(local, mesh, planned.plan.result, computed=computed), op.name, planned)
-
-
-def _settled(result: DistArray, name: str, planned: _Planned) -> DistArray:
+    result = DistArray(local, mesh, planned.plan.result, computed=computed)
     if planned.reduced is result.sharding:
         return result
-    with cause(name, reason="the largest, or smallest, of all shards"):
+    with cause(op.name, reason="the largest, or smallest, of all shards"):
         return redistributed(result, planned.reduced)

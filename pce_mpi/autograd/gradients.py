@@ -105,8 +105,6 @@ def _summed(gradient: DistArray) -> DistArray:
     if gradient.sharding.partial_dims == gradient.sharding.summed_dims:
         return gradient
     averaged = [dim for dim in gradient.sharding.partial_dims if gradient.sharding.by_dim[dim] == Partial("avg")]
-    if not averaged:
-        return gradient
     parts = gradient.sharding.parts(tuple(averaged))
     sharding = gradient.sharding.replacing(dict.fromkeys(averaged, Partial("sum")))
     local = array_namespace(gradient.local).asarray(gradient.local / gradient.dtype.type(parts))

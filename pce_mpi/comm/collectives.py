@@ -136,19 +136,6 @@ def reduce_scatter(blocks: Sequence[Array], comm: MPI.Intracomm, op: ReduceOp) -
     return from_wire(received, mine).reshape(mine.shape)
 
 
-def broadcast(array: Array, comm: MPI.Intracomm, root: int) -> Array:
-    """Return the array of rank `root`, on every rank; elsewhere `array` gives only shape and dtype.
-
-    Collective: one Bcast.
-    """
-    wire = to_wire(array, stays_on_gpu(array), copy=True)
-    why = current_cause()
-    channel = channel_of(comm, why.operation)
-    sent = wire.nbytes if channel.rank == root else 0
-    channel.run(why, "broadcast", sent, channel.comm.Ibcast, wire, root)
-    return from_wire(wire, array).reshape(array.shape)
-
-
 def _operator(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype | None]:
     """Return the MPI operator and datatype for elements of `dtype`; None leaves the datatype to mpi4py."""
     if callable(op):

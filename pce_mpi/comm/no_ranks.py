@@ -65,4 +65,4 @@ class NoRanks:
     def Ialltoallv(*_: Any) -> None:
         """Do nothing."""
 
-    Ireduce_scatter = Ibcast = Ialltoallv
+    Ireduce_scatter = Ialltoallv

@@ -15,7 +15,6 @@ _COLORS = {
     "all_gather": "C1",
     "reduce_scatter": "C2",
     "all_to_all": "C3",
-    "broadcast": "C4",
 }
 
 

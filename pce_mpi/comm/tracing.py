@@ -102,7 +102,7 @@ class Trace:
         Parameters
         ----------
         collective : str, optional
-            "all_reduce", "all_gather", "all_to_all", "reduce_scatter" or "broadcast".
+            "all_reduce", "all_gather", "all_to_all" or "reduce_scatter".
         operation : str, optional
             The operation that sent, such as "matmul".
         phase : str, optional

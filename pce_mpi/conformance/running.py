@@ -21,6 +21,7 @@ from unittest import SkipTest
 
 import numpy as np
 
+from pce_mpi.arrays import is_floating
 from pce_mpi.comm.launch import why_apart
 from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.conformance.cases import Case, Expects
@@ -323,9 +324,10 @@ def _not_refused(problem: Problem, answers: Sequence[tuple[int, str, Answer]]) -
     targets = problem.targets.reshape(-1)
     beyond = np.flatnonzero(problem.valid & ((targets < 0) | (targets >= problem.classes)))
     what = f"{target_text(targets, problem.rows_shape, beyond[0])} is outside [0, {problem.classes})"
-    loss = np.array2string(answers[0][2].loss.astype(np.float64), precision=5, threshold=6)
+    loss = answers[0][2].loss
+    given = np.array2string(loss.astype(np.float64) if is_floating(loss.dtype) else loss, precision=5, threshold=6)
     declared = "where that is meant, declare it: @offers(checks_targets=False)"
-    return f"{what}, and no rank refused it: the loss is {loss}; {declared}"
+    return f"{what}, and no rank refused it: the loss is {given}; {declared}"
 
 
 def _as_text(outcome: Outcome) -> str:

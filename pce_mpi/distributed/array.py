@@ -269,18 +269,8 @@ class DistArray:
     __matmul__, __rmatmul__ = _operators("matmul")
     __and__, __rand__ = _operators("bitwise_and")
     __or__, __ror__ = _operators("bitwise_or")
-
-    def __lt__(self, other: Any) -> DistArray:
-        return OPERATIONS["less"](self, other)
-
-    def __le__(self, other: Any) -> DistArray:
-        return OPERATIONS["less_equal"](self, other)
-
-    def __gt__(self, other: Any) -> DistArray:
-        return OPERATIONS["greater"](self, other)
-
-    def __ge__(self, other: Any) -> DistArray:
-        return OPERATIONS["greater_equal"](self, other)
+    __lt__, __le__ = _operators("less")[0], _operators("less_equal")[0]
+    __gt__, __ge__ = _operators("greater")[0], _operators("greater_equal")[0]
 
     def __eq__(self, other: Any) -> Any:
         return OPERATIONS["equal"](self, other)

@@ -100,7 +100,7 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
             with checks:
                 # After an error of rank 0 the other ranks go on sending; the last agreement tells them.
                 if writer is not None and checks.error is None:
-                    writer.write_all(name, blocks)
+                    writer.write(name, blocks)
             del blocks  # before the next array is gathered
         with checks:
             if writer is not None and checks.error is None:

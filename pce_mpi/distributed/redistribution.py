@@ -211,19 +211,6 @@ def wire_bytes(step: Step, itemsize: int) -> float:
     return together * (parts - 1) / parts * (2 if step.verb == "all_reduce" else 1)
 
 
-def sent_bytes(step: Step, coordinates: Coordinates, itemsize: int) -> int:
-    """Return the bytes that the rank at `coordinates` puts in, as the trace shows them; `itemsize` in bytes."""
-    if not step.sends:
-        return 0
-    put = math.prod(step.before.local_shape(coordinates))
-    if step.verb == "all_to_all":
-        before, after = (sharding.slices(coordinates) for sharding in (step.before, step.after))
-        put -= math.prod(
-            max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a, b in zip(before, after, strict=True)
-        )
-    return put * itemsize
-
-
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 

@@ -57,14 +57,10 @@ class TensorWriter:
             self.discard()
             raise
 
-    def write_all(self, name: str, blocks: Blocks) -> None:
-        """Write blocks of the array `name`, each when it arrives, so that one at a time is in memory."""
+    def write(self, name: str, blocks: Blocks) -> None:
+        """Write blocks of the array `name` to their places."""
         for where, block in blocks:
-            self.write(name, where, block)
-
-    def write(self, name: str, where: tuple[slice, ...], block: HostArray) -> None:
-        """Write `block` of the array `name` to its place."""
-        self._data[name][where] = block
+            self._data[name][where] = block
 
     def finish(self) -> None:
         """Add the checksums and put the file in its place, so that it is there after a power failure too."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating, is_half
+from pce_mpi.arrays import array_namespace, compute_dtype_of, is_floating, is_half
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.distributed.array import DistArray, operation
@@ -64,7 +64,7 @@ def _gelu(call: Call, x: Array) -> Array:
     """
     xp, exp, flat = array_namespace(x), call.functions(x).exp, x.reshape(-1)
     y = xp.empty(flat.shape, x.dtype)
-    slope = xp.empty(flat.shape, np.float32 if is_half(x.dtype) else x.dtype) if call.required[0] else None
+    slope = xp.empty(flat.shape, compute_dtype_of(x.dtype)) if call.required[0] else None
     size = functions.BLOCK if xp is np else functions.BLOCK_ON_GPU
     for start in range(0, flat.size, size):
         block = slice(start, start + size)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_half, is_true, to_host
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_true, to_host
 from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
@@ -58,10 +58,9 @@ def _gradient_rule(g: Shape, ids: Shape, table: Shape) -> Rule:
 
 def _gradient(call: Call, g: Array, ids: Array, table: Array) -> Array:
     here, rows = _rows_here(call, ids, 2)
-    # Halves are added up in float32 and rounded once.
-    gradient = array_namespace(g).zeros(call.shape, np.float32 if is_half(g.dtype) else g.dtype)
-    scatter_rows("add", gradient, rows, g[here].astype(gradient.dtype, copy=False))
-    return gradient.astype(g.dtype, copy=False)
+    gradient = array_namespace(g).zeros(call.shape, g.dtype)
+    scatter_rows("add", gradient, rows, g[here])
+    return gradient
 
 
 def _exact_gradient(call: Call, g: Array, ids: Array, table: Array) -> Array:
@@ -83,6 +82,7 @@ _GRADIENT = Op(
     _gradient,
     rule=_gradient_rule,
     dtype=lambda g, *_: g,
+    wide=True,
     exact=_exact_gradient,
 )
 

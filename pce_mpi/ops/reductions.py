@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import is_floating, is_half
+from pce_mpi.arrays import compute_dtype_of, is_floating
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
@@ -30,7 +30,7 @@ from pce_mpi.ops.broadcasting import (
     spread,
     sum,
 )
-from pce_mpi.ops.elementwise import astype
+from pce_mpi.ops.elementwise import astype, widened
 from pce_mpi.ops.shape import reshape
 from pce_mpi.ops.softmax import Softmax, real_dtype
 from pce_mpi.scalars import flag
@@ -45,9 +45,8 @@ def _mean(call: Call, x: Array, axes: tuple[int, ...], keepdims: bool, count: in
 
 
 def _mean_vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int, ...], keepdims: bool, count: int) -> DistArray:
-    if is_half(g.dtype):  # the count may overflow in a half although the quotient is not 0
-        return spread(astype(astype(g, np.float32) / count, g.dtype), x, axes)
-    return spread(g / count, x, axes)
+    # The count may overflow in a half although the quotient is not 0.
+    return spread(astype(widened(g) / count, g.dtype), x, axes)
 
 
 def _exact_mean(call: Call, x: Array, axes: tuple[int, ...], keepdims: bool, count: int) -> Array:
@@ -124,7 +123,7 @@ def _extreme(name: str, reduces: ReduceOperator) -> Op:
     def vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int, ...], keepdims: bool) -> DistArray:
         largest = x == spread(y, x, axes)
         # Equal elements of all shards share the gradient; there may be more of them than a half can count.
-        wide = np.dtype(np.float32) if is_half(x.dtype) else x.dtype
+        wide = compute_dtype_of(x.dtype)
         count = sum(astype(largest, wide), axes, keepdims=True)
         share = astype(reshape(astype(g, wide), count.shape) / count, x.dtype)
         return broadcast_to(share, x.shape) * astype(largest, x.dtype)

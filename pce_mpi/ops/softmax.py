@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import is_floating, is_half
+from pce_mpi.arrays import compute_dtype_of, is_floating
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
@@ -59,14 +59,14 @@ class Softmax:
     def probabilities(self) -> Array:
         """The softmax; that of halves is float32."""
         x, xp = self._x, self._problem.xp
-        values = xp.empty(self._problem.logits.shape, np.float32 if is_half(x.dtype) else x.dtype)
+        values = xp.empty(self._problem.logits.shape, compute_dtype_of(x.dtype))
         write_probabilities(values, self._problem, self._rows, _STATE)
         return values.reshape([x.shape[axis] for axis in self._order]).transpose(np.argsort(self._order).tolist())
 
     def log_probabilities(self) -> Array:
         """The logarithm of the softmax; that of halves is float32."""
         x, xp = self._x, self._problem.xp
-        values = xp.empty(x.shape, np.float32 if is_half(x.dtype) else x.dtype)
+        values = xp.empty(x.shape, compute_dtype_of(x.dtype))
         largest, above = (
             xp.broadcast_to(self._in_shape(each), x.shape) for each in (self._largest, self._rows.held_nll)
         )
@@ -102,22 +102,16 @@ def _rule(shape: tuple[int, ...], axes: tuple[int]) -> Rule:
     return Rule((labels,), labels, shape)
 
 
-def _softmax(call: Call, x: Array, axes: tuple[int]) -> Array:
-    if x.shape[axes[0]] == 0 and not call.dims(axes):
-        call.residuals = x
-        return x
-    with standard_arithmetic():
-        call.residuals = Softmax(call, x, axes, "softmax").probabilities()
-        return call.residuals.astype(x.dtype, copy=False)
+def _forward(name: str, values_of: Callable[[Softmax], Array]) -> Callable[..., Array]:
+    def forward(call: Call, x: Array, axes: tuple[int]) -> Array:
+        if x.shape[axes[0]] == 0 and not call.dims(axes):
+            call.residuals = x
+            return x
+        with standard_arithmetic():
+            call.residuals = values_of(Softmax(call, x, axes, name))
+            return call.residuals.astype(x.dtype, copy=False)
 
-
-def _log_softmax(call: Call, x: Array, axes: tuple[int]) -> Array:
-    if x.shape[axes[0]] == 0 and not call.dims(axes):
-        call.residuals = x
-        return x
-    with standard_arithmetic():
-        call.residuals = Softmax(call, x, axes, "log_softmax").log_probabilities()
-        return call.residuals.astype(x.dtype, copy=False)
+    return forward
 
 
 def _softmax_vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int], residuals: Array) -> DistArray:
@@ -131,17 +125,10 @@ def _log_softmax_vjp(g: DistArray, y: DistArray, x: DistArray, axes: tuple[int],
 
 # The residuals of halves are not rounded: a log-probability of -10 in bfloat16 may be wrong by 3 %.
 _SOFTMAX, _LOG_SOFTMAX = (
-    Op(
-        name,
-        forward,
-        (vjp,),
-        _rule,
-        real_dtype(name),
-        uses=[()],
-    )
-    for name, forward, vjp in (
-        ("softmax", _softmax, _softmax_vjp),
-        ("log_softmax", _log_softmax, _log_softmax_vjp),
+    Op(name, _forward(name, values_of), (vjp,), _rule, real_dtype(name), uses=[()])
+    for name, values_of, vjp in (
+        ("softmax", Softmax.probabilities, _softmax_vjp),
+        ("log_softmax", Softmax.log_probabilities, _log_softmax_vjp),
     )
 )
 

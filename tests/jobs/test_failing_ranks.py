@@ -34,7 +34,7 @@ import numpy as np
 import pce_mpi as pce
 from pce_mpi.comm import communicators
 from pce_mpi.comm.agreement import agree
-from pce_mpi.comm.collectives import all_gather, all_reduce, broadcast
+from pce_mpi.comm.collectives import all_gather, all_reduce
 from pce_mpi.comm.tracing import cause
 
 SECOND = float(os.environ["SECOND"])
@@ -210,14 +210,14 @@ def test_ranks_waiting_apart_each_name_their_operation(tmp_path):
         calls = [
             lambda: caused("the sum", lambda: all_reduce(np.zeros(3), mine, "sum")),
             lambda: agree(mine, "the agreement", {}),
-            lambda: caused("the broadcast", lambda: broadcast(np.zeros(3), mine, 0)),
+            lambda: caused("the gathering", lambda: all_gather(np.zeros(3), mine, [(3,)] * comm.size)),
         ]
         tell(calls[comm.rank])
         wait_for([0, 1, 2], times=1)
         raise SystemExit("enough")
         """,
     )
-    names = ["the sum", "the agreement", "the broadcast"]
+    names = ["the sum", "the agreement", "the gathering"]
     for rank, name in enumerate(names):
         [report] = told(tmp_path, rank)
         others = ", ".join(str(other) for other in range(3) if other != rank)

@@ -17,7 +17,7 @@ import pce_mpi as pce
 from pce_mpi.arrays import to_host
 from pce_mpi.comm import communicators
 from pce_mpi.comm.agreement import agree, local_checks
-from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, start_all_reduce
+from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, start_all_reduce
 from pce_mpi.comm.communicators import CollectiveTimeout, channel_of
 from pce_mpi.comm.tracing import Purpose, cause
 from pce_mpi.loss.kernels.elementary import SINGLE
@@ -109,18 +109,13 @@ def exchanged(of: Of, comm: MPI.Intracomm) -> tuple[list[Any], list[Any]]:
     return all_to_all([of(comm.rank, to) for to in ranks], comm, [array.shape for array in mine]), mine
 
 
-def sent_by_each(of: Of, comm: MPI.Intracomm) -> tuple[list[Any], list[Any]]:
-    ranks = range(comm.size)
-    return [broadcast(of(comm.rank, 0), comm, root) for root in ranks], [of(root, 0) for root in ranks]
-
-
 OPERATORS = {"sum": np.add, "max": np.maximum, "min": np.minimum, "a merge": np.maximum}
 REDUCTIONS = {
     f"{function.__name__} by {name}": partial(function, op=merge_of(union) if name == "a merge" else name, union=union)
     for function in (reduced, scattered)
     for name, union in OPERATORS.items()
 }
-MOVES = {"gathered": gathered, "exchanged": exchanged, "sent by each": sent_by_each}
+MOVES = {"gathered": gathered, "exchanged": exchanged}
 COLLECTIVES = MOVES | REDUCTIONS
 
 # The shapes of blocks, some of them empty, where ranks may have different ones.
@@ -304,7 +299,6 @@ def test_trace_of_collective_has_dims_bytes_and_reason(comm):
                 all_gather(np.zeros(comm.rank, np.int16), comm, [(rank,) for rank in ranks])
             all_to_all([np.zeros(5, np.int8)] * comm.size, comm, [(5,)] * comm.size)
         reduce_scatter([np.zeros(3)] * comm.size, comm, "sum")
-        broadcast(np.zeros(6), comm, comm.size - 1)
     events = [(event.operation, event.collective, event.over, event.bytes, event.reason) for event in trace.events]
     assert events == [
         ("one", "all_reduce", "data", 24, "because"),
@@ -312,12 +306,11 @@ def test_trace_of_collective_has_dims_bytes_and_reason(comm):
         ("three", "all_gather", "comm", 2 * comm.rank, "all"),
         ("two", "all_to_all", "comm", 5 * (comm.size - 1), "states"),
         ("a test", "reduce_scatter", "comm", 24 * comm.size, "to see what arrives"),
-        ("a test", "broadcast", "comm", 48 * (comm.rank == comm.size - 1), "to see what arrives"),
     ]
     assert {event.ranks for event in trace.events} == {comm.size}
     assert {event.purpose for event in trace.events} == {Purpose.PAYLOAD}
     assert {event.phase for event in trace.events} == {"forward"}
-    assert [(event.before, event.after) for event in trace.events] == [("Shard(0)", "Shard(1)")] + [("", "")] * 5
+    assert [(event.before, event.after) for event in trace.events] == [("Shard(0)", "Shard(1)")] + [("", "")] * 4
 
 
 @by_name("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -529,14 +522,13 @@ def everything(comm: MPI.Intracomm) -> list[np.ndarray]:
         np.concatenate(all_gather(one, comm, [(1,)] * comm.size)),
         np.concatenate(all_to_all([one + 10 * to for to in ranks], comm, [(1,)] * comm.size)),
         reduce_scatter([one] * comm.size, comm, "sum"),
-        broadcast(one, comm, comm.size - 1),
         pce.softmax_cross_entropy(np.zeros((4, 2)), np.zeros(4, int), comm=comm),
     ]
 
 
 def check_everything(comm: MPI.Intracomm, results: list[np.ndarray]) -> None:
     ranks = np.arange(comm.size, dtype=np.float64)
-    expected = [[ranks.sum()], ranks, ranks + 10 * comm.rank, [ranks.sum()], [comm.size - 1], np.log(2 * comm.size)]
+    expected = [[ranks.sum()], ranks, ranks + 10 * comm.rank, [ranks.sum()], np.log(2 * comm.size)]
     for result, wanted in zip(results, expected, strict=True):
         np.testing.assert_allclose(result, wanted, rtol=1e-15)
 

@@ -15,7 +15,7 @@ from candidates.by_hand import ByHand, candidate as by_hand
 from candidates.wrong import calls, numbers, options, probabilities, rows, shapes_and_memory, shards, special_values
 from pce_mpi.conformance.catalogue import cases
 from pce_mpi.conformance.loading import load
-from pce_mpi.conformance.offers import offer_of
+from pce_mpi.conformance.offers import offer_of, offers
 from pce_mpi.conformance.outcomes import Verdict
 from pce_mpi.conformance.running import run_case
 
@@ -235,6 +235,20 @@ def test_subtle_fault_passes_random_logits(comm, planted):
     if planted.fault == "equal_shards_assumed" and len(set(np.diff(outcome.splits))) > 1:
         pytest.skip("everybody's test has equal shards: run this on a number of ranks that divides 24")
     assert outcome.verdict == Verdict.PASS, outcome.findings
+
+
+@pytest.mark.sizes(2)  # rank 0 judges the results of all
+@pytest.mark.parametrize("text", ["0.5", np.array("a loss"), np.array([(1, 0.5)], "i4,f4")], ids=repr)
+def test_result_of_no_numbers_is_a_finding(comm, text):
+    @offers(gradient="none")
+    def candidate(logits, targets, *, class_start, num_classes, comm):
+        return text
+
+    outcome = run_case(candidate, case_named("target-out-of-range/far", candidate), comm)
+    assert [finding.kind for finding in outcome.findings] == ["not refused"]
+    assert np.array2string(np.asarray(text)) in outcome.findings[0].text
+    outcome = run_case(candidate, case_named("random-logits/float32", candidate), comm)
+    assert [finding.kind for finding in outcome.findings] == ["dtype"]
 
 
 @pytest.mark.sizes(2, 3)  # on one rank there is nothing to compare with

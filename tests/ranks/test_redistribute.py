@@ -1,7 +1,8 @@
 """Redistribution is the identity on the global array, sends what its steps say, and leaves replicas with equal bits."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -17,7 +18,7 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.creation import distribute, from_local
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
-from pce_mpi.distributed.redistribution import sent_bytes, steps
+from pce_mpi.distributed.redistribution import Step, steps
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.exact import arithmetic
 from ranks.grids import (
@@ -93,6 +94,15 @@ def payload(trace: pce.Trace) -> list[tuple[Any, ...]]:
         (event.reason, event.collective, event.over, event.ranks, event.bytes, event.before, event.after)
         for event in trace.select(operation=WHY["operation"])
     ]
+
+
+def sent_bytes(step: Step, coordinates: Mapping[str, int], itemsize: int) -> int:
+    """The bytes that the rank at `coordinates` puts in: an all_to_all sends what it loses."""
+    put = prod(step.before.local_shape(coordinates))
+    if step.verb == "all_to_all":
+        before, after = (sharding.slices(coordinates) for sharding in (step.before, step.after))
+        put -= prod(max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a, b in zip(before, after, strict=True))
+    return put * itemsize
 
 
 def expected(case: Case, mesh: Mesh) -> list[tuple[Any, ...]]:
