@@ -69,7 +69,7 @@ def row_gradients(
             "most": rows.most,
             "factor": slope * (held + others + common) * rows.normalizer,
             "weight_factor": slope * share,
-            "held_gradient": slope * at_held,
+            "held_gradient": slope * at_held * rows.held_slope,
             "held": rows.held,
             "held_weight": rows.held_weight,
         }
