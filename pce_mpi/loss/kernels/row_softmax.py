@@ -100,7 +100,7 @@ class RowSoftmax:
             e = np.where(none | others_alone, 0.0, scaled(e, n - self.exponent))
             self._sum_of_others = scaled(s, unit - self.exponent)
             #: the factor of exp(z_c) 2^-exponent that gives the probability of another class
-            self.normalizer = np.where(bad, np.nan, 1.0 / (self._sum_of_others + e))
+            self.normalizer = np.where(bad, np.nan, np.where(held_alone, 0.0, 1.0 / (self._sum_of_others + e)))
             d = (unit - n).astype(f64)
             large = d * HI + (log(np.where(quotient > 0, quotient, 1.0)) + d * LO)
             top_n = np.where(self._top_z.huge, self._top_z.n, 0)

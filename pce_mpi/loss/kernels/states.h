@@ -408,7 +408,7 @@ struct RowSoftmax {
         row.exponent = s > 0.0 ? (none || others_alone ? top_z.n : larger_n) : held_z.n;
         double e = none || others_alone ? 0.0 : scaled(held_z.e, held_z.n - row.exponent);
         double others = scaled(s, unit - row.exponent);
-        row.normalizer = bad ? not_a_number() : 1.0 / (others + e);
+        row.normalizer = bad ? not_a_number() : held_alone ? 0.0 : 1.0 / (others + e);
         double nll;
         if (others_alone) {
             int64_t from = top_z.huge ? top_z.n : 0;
