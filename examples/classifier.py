@@ -5,8 +5,8 @@
     hidden = relu(features @ w1 + b1)       (rows, hidden)
     logits = hidden @ w2                    (rows, classes)
 
-With --margin both factors are normalized, so that logits are cosines, and the loss is that of ArcFace: 16 cos(t + margin)
-for the angle t of the label, and 16 cos t for the other classes.
+With --margin both factors are normalized, so that logits are cosines, and the loss is that of ArcFace: the logit of the
+label becomes 16 cos(t + margin), with t its angle, and that of any other class 16 cos t.
 
 The ranks share the rows of a batch: each reads those of its own from the file (a sparse one it reads whole). They share
 the classes too: each holds the columns of w2, and the moments of AdamW, for its own. The loss takes a chunk of rows at

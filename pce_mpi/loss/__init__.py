@@ -147,7 +147,9 @@ def softmax_cross_entropy_forward(logits: Any, targets: Any, **options: Unpack[L
     ----------
     logits, targets : array
         Those of `softmax_cross_entropy`. Logits and probabilities must not change until the backward pass.
-    axis, ignore_index, logit_scale, softcap, compute_dtype, weight, label_smoothing, z_loss, margin, reduction : optional
+    axis, ignore_index, logit_scale, softcap, compute_dtype : optional
+        Those of `softmax_cross_entropy`.
+    weight, label_smoothing, z_loss, margin, reduction : optional
         Those of `softmax_cross_entropy`.
     comm, class_start, num_classes, batch_comm : optional
         Those of `softmax_cross_entropy`.
@@ -232,7 +234,9 @@ def softmax_cross_entropy_value_and_grad(
     out : array of a floating dtype, optional
         The array for the gradient. It has the logits' shape and is exactly the logits, which are then overwritten, or
         shares no memory with another argument.
-    axis, ignore_index, logit_scale, softcap, compute_dtype, weight, label_smoothing, z_loss, margin, reduction : optional
+    axis, ignore_index, logit_scale, softcap, compute_dtype : optional
+        Those of `softmax_cross_entropy`.
+    weight, label_smoothing, z_loss, margin, reduction : optional
         Those of `softmax_cross_entropy`.
     comm, class_start, num_classes, batch_comm : optional
         Those of `softmax_cross_entropy`.

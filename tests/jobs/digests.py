@@ -94,7 +94,7 @@ def rows_digest(dtype: Any, kind: str) -> str:
 
 
 def margin_digest(dtype: Any, kind: str) -> str:
-    """Losses and gradients of cosines, with margins; rows whose targets are at an end, beyond it, masked, or ignored."""
+    """Losses and gradients of cosines, with margins; special targets are at an end, beyond it, masked, or ignored."""
     comm = MPI.COMM_WORLD
     logits, targets, _ = drawn(dtype, "index")
     logits = (logits.astype(np.float64) / 8).astype(dtype)
@@ -156,7 +156,8 @@ def main() -> None:
         for name, options in OPTIONS.items()
         for kind in ("index", "special", "probabilities")
     }
-    for name, more in {"rows": rows_digest, "margin": margin_digest, "batch_comm": batch_digest, "tape": tape_digest}.items():
+    kinds = {"rows": rows_digest, "margin": margin_digest, "batch_comm": batch_digest, "tape": tape_digest}
+    for name, more in kinds.items():
         digests |= {
             f"{dtype} {name} {kind}": more(DTYPES[dtype], kind) for dtype in DTYPES for kind in ("index", "special")
         }

@@ -114,8 +114,8 @@ def moves(made: Made) -> None:
 
 
 PROGRAMS = (
-    *(classify, smoothed, margined, rows_apart, probabilities, statistics, softmaxes, largest, linear, perceptron, attention),
-    *(contraction, norms, lookup, moves),
+    *(classify, smoothed, margined, rows_apart, probabilities, statistics, softmaxes, largest, linear, perceptron),
+    *(attention, contraction, norms, lookup, moves),
 )
 
 

@@ -1,7 +1,7 @@
 """The margin of targets: against the textbook and mpmath, at the ends of the cosines, on any ranks, on the tape."""
 
 from itertools import product
-from math import cos, pi, sin
+from math import cos, pi
 
 import ml_dtypes
 import mpmath
@@ -176,8 +176,9 @@ def test_margin_on_cosine_alone_takes_any_logit():
     x, targets = np.random.default_rng(3).normal(0, 9, (6, 8)), np.arange(6)
     moved = x.copy()
     moved[targets, targets] -= 0.25
-    found, expected = value_and_grad(x, targets, (1.0, 0.0, 0.25)), pce.softmax_cross_entropy_value_and_grad(
-        moved, targets
+    found, expected = (
+        value_and_grad(x, targets, (1.0, 0.0, 0.25)),
+        pce.softmax_cross_entropy_value_and_grad(moved, targets),
     )
     assert worst(found[0], expected[0], np.float64) <= FLOAT64
     assert worst(found[1], expected[1], np.float64, np.abs(expected[1]).max(axis=1, keepdims=True)) <= FLOAT64

@@ -36,9 +36,9 @@ PCE_FUNCTION RowGradient gradient_row(const RowSoftmax &row, int fields, bool va
     if (!probabilities) held = (1.0 - terms.smoothing + share) * held;
     double others = fields & WEIGHTED_LOGIT ? share * row.weight : 0.0;
     double common = terms.z_loss != 0.0 ? 2.0 * terms.z_loss * row.logsumexp : 0.0;
-    double at_held = held * row.held_minus_one + (others + common) * row.held_probability;
+    double at_held = (held * row.held_minus_one + (others + common) * row.held_probability) * row.held_slope;
     double factor = slope * (held + others + common) * row.normalizer;
-    return {row.exponent,    column, valid, row.top, row.most, factor, slope * share, slope * at_held * row.held_slope, row.held,
+    return {row.exponent,    column, valid, row.top, row.most, factor, slope * share, slope * at_held, row.held,
             row.held_weight, 0.0,    0.0,   0.0,     -1,       0.0};
 }
 

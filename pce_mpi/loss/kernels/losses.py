@@ -62,14 +62,14 @@ def row_gradients(
             held = (1.0 - terms.smoothing + share) * held
         others = share * rows.weight if fields.weighted_logit else 0.0
         common = 2.0 * terms.z_loss * rows.logsumexp if terms.z_loss else 0.0
-        at_held = held * rows.held_minus_one + (others + common) * rows.held_probability
+        at_held = (held * rows.held_minus_one + (others + common) * rows.held_probability) * rows.held_slope
         columns = {
             "exponent": rows.exponent,
             "top": rows.top,
             "most": rows.most,
             "factor": slope * (held + others + common) * rows.normalizer,
             "weight_factor": slope * share,
-            "held_gradient": slope * at_held * rows.held_slope,
+            "held_gradient": slope * at_held,
             "held": rows.held,
             "held_weight": rows.held_weight,
         }
