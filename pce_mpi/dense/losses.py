@@ -135,7 +135,9 @@ def softmax_cross_entropy_value_and_grad(
             q = np.moveaxis(targets.astype(np.float64), axis, -1)
             u = w * (q * (1.0 - label_smoothing) + label_smoothing / classes)
             divisor = valid.sum()
-        p, p_minus_held, nll, logsumexp = softmax(x, z, held, logit_scale if softcap is margin is None else None)
+        p, p_minus_held, nll, logsumexp = softmax(
+            x, z, held, logit_scale if softcap is None and margin is None else None
+        )
         loss = np.where(u == 0.0, 0.0, u * nll).sum(axis=-1) + z_loss * logsumexp * logsumexp
         # sum_c u_c (p - [class is c]), the part of the class held apart written as u_h (p - [class is h])
         u_held = at(u, held)[..., None]

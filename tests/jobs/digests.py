@@ -104,8 +104,9 @@ def margin_digest(dtype: Any, kind: str) -> str:
     start, stop = ends_of(comm.size)[comm.rank : comm.rank + 2]
     results = []
     for margin, scale in (((1, 0.5, 0), 64.0), ((1, 0, 0.375), 64.0), ((1.375, 0.25, 0.125), 7.0), ((4, 0, 0), 0.75)):
-        options = {"margin": margin, "logit_scale": scale, "reduction": "none", "comm": comm, "class_start": start}
-        loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits[:, start:stop].copy(), targets, **options)
+        given: Any = {"margin": margin, "logit_scale": scale, "comm": comm, "class_start": start}
+        mine = logits[:, start:stop].copy()
+        loss, gradient = pce.softmax_cross_entropy_value_and_grad(mine, targets, reduction="none", **given)
         results += [loss, np.concatenate(comm.allgather(gradient.astype(np.float64)), axis=1)]
     return digest_of(*results)
 

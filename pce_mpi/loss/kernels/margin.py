@@ -31,18 +31,18 @@ def margined(x: Array, transform: Transform) -> tuple[Array, Array, Array]:
     if m1 != 1.0 or m2 != 0.0:
         c = np.where(x >= -1.0, np.where(x < 1.0, x, 1.0), -1.0)
         sine = _root(_product(Double(*two_sum(1.0, c)), Double(*two_sum(1.0, -c))))
-        angle = _sum(_product(_double(np.full_like(c, m1)), _arccos(c, sine)), _double(np.full_like(c, m2)))
-        sine_of_angle, cosine = _sine_and_cosine(angle)
-        limit = (m1 * m1) * (cosine.high * c)
-        finite = (m2 == 0.0) & ((c > 0.0) | (m1 == np.rint(m1)))
-        at_end = np.where(finite, limit, 0.0)
-        slope = np.where(sine.high > 0.0, m1 * sine_of_angle.high / np.where(sine.high > 0.0, sine.high, 1.0), at_end)
-    z = _product(_double(np.full_like(x, transform.scale)), _sum(cosine, _double(np.full_like(x, -m3))))
+        sine_of_angle, cosine = _sine_and_cosine(_sum(_product(_double(m1), _arccos(c, sine)), _double(m2)))
+        has_limit = (m2 == 0.0) & ((c > 0.0) | (m1 == np.rint(m1)))
+        limit = np.where(has_limit, (m1 * m1) * (cosine.high * c), 0.0)
+        inside = sine.high > 0.0
+        slope = np.where(inside, m1 * sine_of_angle.high / np.where(inside, sine.high, 1.0), limit)
+    z = _product(_double(transform.scale), _sum(cosine, _double(-m3)))
     finite = np.isfinite(x)
     return np.where(finite, z.high, x), np.where(finite & np.isfinite(z.low), z.low, 0.0), slope
 
 
-def _double(v: Array) -> Double:
+def _double(v: Array | float) -> Double:
+    v = np.asarray(v)
     return Double(v, np.zeros_like(v))
 
 
@@ -60,9 +60,9 @@ def _product(a: Double, b: Double) -> Double:
     return Double(*two_sum(p, rest + (a.high * b.low + a.low * b.high)))
 
 
-def _quotient(a: Double, d: Array) -> Double:
+def _quotient(a: Double, d: float) -> Double:
     q = a.high / d
-    p, rest = two_product(q, d)
+    p, rest = two_product(q, np.asarray(d))
     return Double(*two_sum(q, (((a.high - p) - rest) + a.low) / d))
 
 
@@ -78,16 +78,16 @@ def _root(a: Double) -> Double:
 def _sine_and_cosine(angle: Double) -> tuple[Double, Double]:
     """Return sine and cosine of an angle of at most some thousands, by their series at f = angle - k pi / 2."""
     k = np.rint(angle.high * _PER_QUARTER)
-    f = _sum(angle, _negative(_product(_double(k), Double(*(np.full_like(k, part) for part in _QUARTER)))))
+    f = _sum(angle, _negative(_product(_double(k), Double(*map(np.asarray, _QUARTER)))))
     w = _product(f, f)
     s = c = np.ones_like(k)
     for j in range(12, 7, -1):  # float64 suffices for terms this small
         s = 1.0 - s * w.high / (2 * j * (2 * j + 1))
         c = 1.0 - c * w.high / (2 * j * (2 * j - 1))
-    one, sine, cosine = _double(np.ones_like(k)), _double(s), _double(c)
+    one, sine, cosine = _double(1.0), _double(s), _double(c)
     for j in range(7, 0, -1):
-        sine = _sum(one, _quotient(_product(sine, w), np.full_like(k, -2 * j * (2 * j + 1))))
-        cosine = _sum(one, _quotient(_product(cosine, w), np.full_like(k, -2 * j * (2 * j - 1))))
+        sine = _sum(one, _quotient(_product(sine, w), -2.0 * j * (2 * j + 1)))
+        cosine = _sum(one, _quotient(_product(cosine, w), -2.0 * j * (2 * j - 1)))
     sine = _product(f, sine)
     turns = k.astype(i64)
     odd, turned = (turns & 1) == 1, (turns & 2) == 2

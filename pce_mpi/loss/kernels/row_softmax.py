@@ -67,10 +67,10 @@ class RowSoftmax:
             bad = np.isnan(self.top) | ~(self.held < np.inf) | ((self.top == -np.inf) & (self.held == -np.inf))
             #: the derivative of held_z / scale by the logit, without that of a softcap
             self.held_slope = np.ones_like(self.held)
-            z = transformed(self.held, transform)
+            z, low = transformed(self.held, transform)
             if transform.margin != NO_MARGIN:
-                *z, self.held_slope = margined(self.held, transform)
-            self._held_z, self._top_z = _Logit(*z), _Logit(*transformed(self.top, transform))
+                z, low, self.held_slope = margined(self.held, transform)
+            self._held_z, self._top_z = _Logit(z, low), _Logit(*transformed(self.top, transform))
             grids = grid_of(self.top, transform, arithmetic)
             self._sum = value_of(states["sum"], arithmetic.width)
             if fields.hold_largest:
