@@ -140,7 +140,7 @@ def test_angle_one_rounding_from_pi_keeps_its_sine(comm):
         (SPHEREFACE, 16.0, -16.0),
         ((3.0, 0.0, 0.0), 9.0, 9.0),
         ((-3.0, 0.0, 0.2), 9.0, 9.0),
-        ((1.5, 0.0, 0.0), 2.25, 0.0),
+        ((1.25, 0.0, 0.0), 1.5625, 0.0),
         ((0.0, 1.0, 0.0), 0.0, 0.0),
     ],
     ids=str,
@@ -222,6 +222,13 @@ def test_special_values_are_those_without_margin(margin):
         np.testing.assert_allclose(ours, textbook, rtol=1e-13)
         assert np.array_equal(np.isnan(ours), np.isnan(plain))
     assert found[0][1] == inf and found[0][2] == found[0][8] == 0.0 and not found[1][8].any()
+
+
+@pytest.mark.parametrize("margin", [ARCFACE, COSFACE, SPHEREFACE], ids=str)
+def test_masked_target_of_weight_0_has_logsumexp_of_others(margin):
+    options = {"weight": np.array([0.0, 1.0, 1.0]), "z_loss": 1.0, "reduction": "none", "logit_scale": 3.0}
+    loss, _ = value_and_grad([[-np.inf, -5.0, -6.0]], [0], margin, **options)
+    np.testing.assert_allclose(loss, np.log(np.exp(-15.0) + np.exp(-18.0)) ** 2, rtol=1e-13)
 
 
 def test_margined_logits_have_an_order_of_their_own():
