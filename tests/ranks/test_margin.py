@@ -225,7 +225,7 @@ def test_special_values_are_those_without_margin(margin):
 
 
 @pytest.mark.parametrize("margin", [ARCFACE, COSFACE, SPHEREFACE], ids=str)
-def test_masked_target_of_weight_0_has_logsumexp_of_others(margin):
+def test_masked_target_of_weight_0_costs_z_loss(margin):
     options = {"weight": np.array([0.0, 1.0, 1.0]), "z_loss": 1.0, "reduction": "none", "logit_scale": 3.0}
     loss, _ = value_and_grad([[-np.inf, -5.0, -6.0]], [0], margin, **options)
     np.testing.assert_allclose(loss, np.log(np.exp(-15.0) + np.exp(-18.0)) ** 2, rtol=1e-13)
