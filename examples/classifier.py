@@ -5,6 +5,9 @@
     hidden = relu(features @ w1 + b1)       (rows, hidden)
     logits = hidden @ w2                    (rows, classes)
 
+With --margin both factors are normalized, so that logits are cosines, and the loss is that of ArcFace: the logit of the
+label becomes 16 cos(t + margin), with t its angle, and that of any other class 16 cos t.
+
 The ranks share the rows of a batch: each reads those of its own from the file (a sparse one it reads whole). They share
 the classes too: each holds the columns of w2, and the moments of AdamW, for its own. The loss takes a chunk of rows at
 a time, so that no rank ever holds all logits of its classes. A run can leave off, and go on with another number of
@@ -39,6 +42,7 @@ NUMBERS = (
     ("chunk", 1, 64, "rows whose logits are held at a time"),
     ("rate", 0, 0.01, "highest learning rate"),
     ("decay", 0, 0.01, "weight decay of w1 and w2"),
+    ("margin", 0, 0.0, "angle that is added to that of the label, in radians; 0: logits are no cosines"),
     ("every", 1, 25, "steps between two validations"),
     ("validation", 1, 1024, "the last rows, which are not trained on"),
     ("seed", 0, 0, "decides the initial values and the order of training"),
@@ -105,6 +109,10 @@ class Classifier:
             "b1": pce.distribute(np.zeros(args.hidden, np.float32), mesh, requires_grad=True),
             "w2": pce.from_local(own, mesh, ranks=Shard(1), requires_grad=True),
         }
+        if args.margin:  # columns of zeros have no angles
+            whole = {"scale": args.hidden**-0.5, "requires_grad": True, "ranks": Shard(1)}
+            self.parameters["w2"] = pce.normal((args.hidden, args.classes), mesh, seed=(args.seed, 1), **whole)
+        self.scale = {"logit_scale": 16.0} if args.margin else {}
         w1, b1, w2 = self.parameters.values()
         groups = [{"params": [w1, w2]}, {"params": [b1], "weight_decay": 0.0}]
         self.optimizer = pce.AdamW(groups, lr=args.rate, weight_decay=args.decay)
@@ -114,14 +122,21 @@ class Classifier:
         own = features[rows[slice(*pce.shard_range(len(rows), self.mesh.size, self.mesh.rank))]]
         own = np.asarray(own.toarray() if hasattr(own, "toarray") else own, np.float32)
         x = pce.from_local(own, self.mesh, ranks=Shard(0))
-        return pce.relu(x @ self.parameters["w1"] + self.parameters["b1"]).redistribute(ranks=Replicate())
+        hidden = pce.relu(x @ self.parameters["w1"] + self.parameters["b1"])
+        return self.normalized(hidden, 1).redistribute(ranks=Replicate())
+
+    def normalized(self, x, axis):
+        """Return vectors of length 1 along an axis, if the logits are to be cosines; otherwise x."""
+        return x / pce.sqrt(pce.sum(x * x, axis=axis, keepdims=True) + 1e-12) if self.args.margin else x
 
     def step(self, features, labels, number):
         """Take training step `number`, from 0, on random rows, and return the loss before it."""
         rng, training = np.random.default_rng([self.args.seed, number]), len(labels) - self.args.validation
         rows = rng.integers(training, size=self.args.batch)
-        hidden, w2 = self.hidden(features, rows), self.parameters["w2"]
-        loss = pce.linear_cross_entropy(hidden, w2, labels[rows], chunk=self.args.chunk)
+        hidden, w2 = self.hidden(features, rows), self.normalized(self.parameters["w2"], 0)
+        margin = (1.0, self.args.margin, 0.0) if self.args.margin else None
+        options = {"chunk": self.args.chunk, "margin": margin, **self.scale}
+        loss = pce.linear_cross_entropy(hidden, w2, labels[rows], **options)
         loss.backward()
         steps = self.args.steps
         self.optimizer.lr = pce.cosine_schedule(number, lr=self.args.rate, steps=steps, warmup=min(10, steps - 1))
@@ -134,11 +149,12 @@ class Classifier:
         rows, sums = np.arange(len(labels) - self.args.validation, len(labels)), np.zeros(3)
         k = min(5, self.args.classes)
         with pce.no_grad():
+            w2 = self.normalized(self.parameters["w2"], 0)
             for first in range(0, len(rows), self.args.chunk):
                 part = rows[first : first + self.args.chunk]
-                logits = self.hidden(features, part) @ self.parameters["w2"]
+                logits = self.hidden(features, part) @ w2
                 found = pce.top_k(logits, k)[1].full() == labels[part][:, None]
-                loss = pce.cross_entropy(logits, labels[part], reduction="sum").item()
+                loss = pce.cross_entropy(logits, labels[part], reduction="sum", **self.scale).item()
                 sums += loss, found[:, 0].sum(), found.sum()
         return sums / len(rows)
 

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from pce_mpi.dense.margin import with_margin
 from pce_mpi.dense.rows import add_at, at, held_targets, put, softmax, transform
 
 Array = np.ndarray[Any, Any]
@@ -44,6 +45,7 @@ def softmax_cross_entropy_value_and_grad(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    margin: tuple[float, float, float] | None = None,
     reduction: str = "mean",
     num_classes: int | None = None,
     compute_dtype: DTypeLike | None = None,
@@ -74,6 +76,8 @@ def softmax_cross_entropy_value_and_grad(
         The loss is taken of z = logit_scale x, x being the logits.
     softcap : float, optional
         The loss is taken of z = softcap tanh(logit_scale x / softcap).
+    margin : tuple of three floats, optional
+        With (m1, m2, m3), z of the target is logit_scale (cos(m1 arccos x + m2) - m3).
     reduction : {"mean", "sum", "none"}, default "mean"
         `"mean"` divides by the sum of w_t over the rows that are not ignored, or by the number of rows for
         probabilities.
@@ -94,7 +98,8 @@ def softmax_cross_entropy_value_and_grad(
     IndexError
         For a target out of range.
     ValueError
-        For an unknown reduction, and for a `num_classes` or a `compute_dtype` other than the actual one.
+        For an unknown reduction, for a `num_classes` or a `compute_dtype` other than the actual one, and for a `margin`
+        with probabilities or a softcap.
 
     Examples
     --------
@@ -112,8 +117,13 @@ def softmax_cross_entropy_value_and_grad(
     w = np.ones(classes) if weight is None else np.asarray(weight).astype(np.float64)
     with np.errstate(all="ignore"):
         z, dz_dx = transform(x, logit_scale, softcap)
+        if margin is not None and (softcap is not None or not index_targets):
+            raise ValueError("a margin needs class numbers as targets, and no softcap")
         if index_targets:
             valid, held = held_targets(targets, ignore_index, classes)
+            if margin is not None:
+                for array, values in zip((z, dz_dx), with_margin(at(x, held), logit_scale, margin), strict=True):
+                    put(array, held, values)
             u = np.zeros_like(x)
             if label_smoothing:  # without it, a nan among the weights of other classes must not count
                 u += label_smoothing / classes * w
@@ -125,7 +135,9 @@ def softmax_cross_entropy_value_and_grad(
             q = np.moveaxis(targets.astype(np.float64), axis, -1)
             u = w * (q * (1.0 - label_smoothing) + label_smoothing / classes)
             divisor = valid.sum()
-        p, p_minus_held, nll, logsumexp = softmax(x, z, held, logit_scale if softcap is None else None)
+        p, p_minus_held, nll, logsumexp = softmax(
+            x, z, held, logit_scale if softcap is None and margin is None else None
+        )
         loss = np.where(u == 0.0, 0.0, u * nll).sum(axis=-1) + z_loss * logsumexp * logsumexp
         # sum_c u_c (p - [class is c]), the part of the class held apart written as u_h (p - [class is h])
         u_held = at(u, held)[..., None]

@@ -84,6 +84,11 @@ def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptio
         In [0, 1], over the classes of all shards.
     z_loss : float, default 0.0
         Adds z_loss logsumexp(z)**2 to each row.
+    margin : tuple of three floats, optional
+        With (m1, m2, m3), z of the target is logit_scale (cos(m1 arccos x + m2) - m3), for logits that are cosines:
+        (m1, 0, 0) is SphereFace, (1, m2, 0) ArcFace, (1, 0, m3) CosFace. Each is at most 1,000 by size. Needs class
+        numbers, and no softcap. Unless m1 is 1 and m2 is 0, a target beyond [-1, 1] counts as -1 or 1; its derivative
+        there is the limit, or 0 if the limit is infinite.
     reduction : {"mean", "sum", "none"}, default "mean"
         `"mean"` divides the sum over the rows by the sum of w_t over the rows that are not ignored, or by the number of
         rows for probabilities.
@@ -142,7 +147,9 @@ def softmax_cross_entropy_forward(logits: Any, targets: Any, **options: Unpack[L
     ----------
     logits, targets : array
         Those of `softmax_cross_entropy`. Logits and probabilities must not change until the backward pass.
-    axis, ignore_index, logit_scale, softcap, compute_dtype, weight, label_smoothing, z_loss, reduction : optional
+    axis, ignore_index, logit_scale, softcap, compute_dtype : optional
+        Those of `softmax_cross_entropy`.
+    weight, label_smoothing, z_loss, margin, reduction : optional
         Those of `softmax_cross_entropy`.
     comm, class_start, num_classes, batch_comm : optional
         Those of `softmax_cross_entropy`.
@@ -227,7 +234,9 @@ def softmax_cross_entropy_value_and_grad(
     out : array of a floating dtype, optional
         The array for the gradient. It has the logits' shape and is exactly the logits, which are then overwritten, or
         shares no memory with another argument.
-    axis, ignore_index, logit_scale, softcap, compute_dtype, weight, label_smoothing, z_loss, reduction : optional
+    axis, ignore_index, logit_scale, softcap, compute_dtype : optional
+        Those of `softmax_cross_entropy`.
+    weight, label_smoothing, z_loss, margin, reduction : optional
         Those of `softmax_cross_entropy`.
     comm, class_start, num_classes, batch_comm : optional
         Those of `softmax_cross_entropy`.

@@ -73,7 +73,7 @@ def linear_cross_entropy_value_and_grad(
         This shard's classes; `w.T` of an array (classes, features) is accepted as it is.
     targets : array of integers, shape (...)
         Class numbers: global, the same on every rank of `comm`.
-    ignore_index, logit_scale, softcap, compute_dtype, weight, label_smoothing, z_loss, reduction : optional
+    ignore_index, logit_scale, softcap, compute_dtype, weight, label_smoothing, z_loss, margin, reduction : optional
         Those of `softmax_cross_entropy`.
     comm, class_start, num_classes, batch_comm : optional
         Those of `softmax_cross_entropy`.

@@ -14,7 +14,7 @@ import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
-from pce_mpi.loss.kernels.parameters import Transform
+from pce_mpi.loss.kernels.parameters import NO_MARGIN, Transform
 from pce_mpi.scalars import flag, integer, real
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LARGEST = np.iinfo(np.int64).max
+_LARGEST_MARGIN = 1000.0
 
 
 class Reduction(StrEnum):
@@ -50,6 +51,7 @@ class TermOptions(TypedDict, total=False):
     weight: Any  # one weight for each class
     label_smoothing: float  # in [0, 1], over the classes of all shards
     z_loss: float  # adds z_loss logsumexp(z)**2 to each row
+    margin: tuple[float, float, float] | None  # z of a target is logit_scale (cos(m1 arccos x + m2) - m3)
     reduction: str  # "none", "sum" or "mean"
 
 
@@ -126,6 +128,7 @@ class Options:
     weight: Any = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    margin: tuple[float, float, float] | None = None
     reduction: str = "mean"
     comm: MPI.Intracomm | None = None
     class_start: int | None = None
@@ -191,7 +194,9 @@ def checked_numbers(options: Options, logits: Array) -> Numbers:
     for name, value in options.__dict__.items():
         if name in _NUMBERS:
             given[name] = value
-            if type(value) not in _UNCHANGING:  # an array of one element may have another value in the next call
+            # An array of one element may have another value in the next call, and True is not 1 in a tuple.
+            known = {*map(type, value)} <= {int, float} if type(value) is tuple else type(value) in _UNCHANGING
+            if not known:
                 check = _check_numbers.__wrapped__
     return check(logits.ndim, logits.dtype, **given)
 
@@ -218,6 +223,9 @@ def _check_numbers(ndim: int, dtype: np.dtype[Any], **given: Any) -> Numbers:
     z_loss = real(options.z_loss, "z_loss")
     if not math.isfinite(z_loss):
         raise ValueError(f"z_loss must be finite, got {z_loss}")
+    margin = None if options.margin is None else _checked_margin(options.margin)
+    if margin is not None and softcap is not None:
+        raise ValueError(f"margin and softcap exclude each other, got margin = {margin} and softcap = {softcap}")
     reduction, chunk = options.reduction, options.chunk
     if not isinstance(reduction, str) or reduction not in list(Reduction):
         raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
@@ -231,6 +239,7 @@ def _check_numbers(ndim: int, dtype: np.dtype[Any], **given: Any) -> Numbers:
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
         "z_loss": z_loss,
+        "margin": margin,
         "logit_scale": logit_scale,
         "softcap": softcap,
         "reduction": Reduction(reduction),
@@ -238,4 +247,14 @@ def _check_numbers(ndim: int, dtype: np.dtype[Any], **given: Any) -> Numbers:
         "rounded_gradient": flag(options.rounded_gradient, "rounded_gradient"),
     }
     arithmetic = DOUBLE if values["compute_dtype"] == np.float64 else SINGLE
-    return Numbers(values, Transform(logit_scale, softcap), arithmetic)
+    return Numbers(values, Transform(logit_scale, softcap, margin or NO_MARGIN), arithmetic)
+
+
+def _checked_margin(margin: Any) -> tuple[float, float, float]:
+    if not isinstance(margin, tuple | list) or len(margin) != 3:
+        raise TypeError(f"margin must be three numbers, (m1, m2, m3), got {margin!r}")
+    m1, m2, m3 = (real(value, f"margin[{index}]") for index, value in enumerate(margin))
+    for index, value in enumerate((m1, m2, m3)):
+        if not abs(value) <= _LARGEST_MARGIN:
+            raise ValueError(f"margin[{index}] must be at most {_LARGEST_MARGIN:g} by size, got {value}")
+    return m1, m2, m3

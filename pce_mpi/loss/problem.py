@@ -180,6 +180,8 @@ def check(
     if targets is not None and is_floating(targets.dtype) and not needs_targets:
         raise ValueError(f"{options.operation} takes index targets, got probabilities")
     class_numbers, probabilities = _check_targets(targets, logits, rows_shape, ignore_index)
+    if probabilities is not None and options.margin is not None:
+        raise ValueError("margin is of the target alone, which must be a class number, got probabilities")
     if weight is not None:
         weight = _check_weight(weight, classes)
     if class_numbers is None:

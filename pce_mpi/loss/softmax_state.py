@@ -131,6 +131,7 @@ ROW_SOFTMAX = {
             "held",  # the logit of the class held apart
             "held_weight",  # u of that class
             "argmax",  # its global number, if the largest logit is held apart; the bits of an int64
+            "held_slope",  # 1, or with a margin the derivative of held_z / scale by `held`
         )
     )
 }

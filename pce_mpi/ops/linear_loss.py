@@ -126,7 +126,7 @@ def linear_cross_entropy(
         Those of `softmax_cross_entropy`.
     weight : DistArray or array, shape (classes,), optional
         The weights of all classes, placed as `targets` is.
-    label_smoothing, z_loss : optional
+    label_smoothing, z_loss, margin : optional
         Those of `softmax_cross_entropy`.
     reduction : {"mean", "sum"}, default "mean"
         The mean or the sum over all rows of all ranks.

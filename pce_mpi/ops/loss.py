@@ -92,7 +92,7 @@ def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntrop
         Those of `softmax_cross_entropy`.
     weight : DistArray or array, shape (classes,), optional
         The weights of all classes, placed as `targets` is.
-    label_smoothing, z_loss, reduction : optional
+    label_smoothing, z_loss, margin, reduction : optional
         Those of `softmax_cross_entropy`. Sums and means are over all rows of all ranks.
 
     Returns

@@ -93,6 +93,24 @@ def rows_digest(dtype: Any, kind: str) -> str:
     return digest_of(pce.class_statistics(mine, targets, **given).argmax, whole)
 
 
+def margin_digest(dtype: Any, kind: str) -> str:
+    """Losses and gradients of cosines, with margins; special targets are at an end, beyond it, masked, or ignored."""
+    comm = MPI.COMM_WORLD
+    logits, targets, _ = drawn(dtype, "index")
+    logits = (logits.astype(np.float64) / 8).astype(dtype)
+    if kind == "special":
+        logits[range(4), targets[:4]] = 1, -1, 1.0625, -np.inf
+        targets[4] = -100
+    start, stop = ends_of(comm.size)[comm.rank : comm.rank + 2]
+    results = []
+    for margin, scale in (((1, 0.5, 0), 64.0), ((1, 0, 0.375), 64.0), ((1.375, 0.25, 0.125), 7.0), ((4, 0, 0), 0.75)):
+        given: Any = {"margin": margin, "logit_scale": scale, "comm": comm, "class_start": start}
+        mine = logits[:, start:stop].copy()
+        loss, gradient = pce.softmax_cross_entropy_value_and_grad(mine, targets, reduction="none", **given)
+        results += [loss, np.concatenate(comm.allgather(gradient.astype(np.float64)), axis=1)]
+    return digest_of(*results)
+
+
 def batch_digest(dtype: Any, kind: str) -> str:
     """Losses of rows that are sharded too: in two parts if the number of ranks is even, otherwise over all ranks."""
     comm = MPI.COMM_WORLD
@@ -139,7 +157,8 @@ def main() -> None:
         for name, options in OPTIONS.items()
         for kind in ("index", "special", "probabilities")
     }
-    for name, more in {"rows": rows_digest, "batch_comm": batch_digest, "tape": tape_digest}.items():
+    kinds = {"rows": rows_digest, "margin": margin_digest, "batch_comm": batch_digest, "tape": tape_digest}
+    for name, more in kinds.items():
         digests |= {
             f"{dtype} {name} {kind}": more(DTYPES[dtype], kind) for dtype in DTYPES for kind in ("index", "special")
         }

@@ -69,6 +69,16 @@ def test_run_is_resumed_on_another_number_of_ranks(files, alone, tmp_path):
         assert f"<!-- {text} -->" in (tmp_path / "curves.svg").read_text()
 
 
+def test_margin_of_cosines_is_learnt_on_any_ranks(files):
+    steps, losses, accuracies = trained(1, files, "--margin=0.5")
+    assert steps == [5, 10, 15, 20]
+    assert losses[-1] < losses[0] - 1 and accuracies[-1, 0] > accuracies[0, 0] + 15
+    _, found, _ = trained(3, files, "--margin=0.5")
+    np.testing.assert_allclose(found, losses, rtol=0, atol=1e-3)  # scaled by 16, sums in another order weigh more
+    _, other, _ = trained(1, files, "--margin=0.1")
+    assert abs(other - losses).max() > 0.1
+
+
 def test_data_are_generated_without_files():
     job = launch(2, PROGRAM, *SIZES, "--classes=1000", "--steps=2")
     assert job.returncode == 0, job.stderr

@@ -12,7 +12,7 @@ from pce_mpi.loss.kernels import definition
 from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
 from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
-from ranks.test_definition import FIELDS, ROWS, fill_gradients_of_statistics, logits_of
+from ranks.test_definition import FIELDS, MARGINS, ROWS, fill_gradients_of_statistics, logits_of
 
 DTYPES = [np.dtype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
 TRANSFORMS = [
@@ -72,7 +72,8 @@ def problem_of(seed, kind, name=None, dtype=None, transform=None):
     rng = np.random.default_rng([seed, len(kind), ord(kind[1])])
     name = name or sorted(FIELDS)[rng.integers(len(FIELDS))]
     dtype = dtype or DTYPES[rng.integers(len(DTYPES))]
-    transform = transform or TRANSFORMS[rng.integers(len(TRANSFORMS))]
+    transforms = TRANSFORMS if FIELDS[name].hold_largest else TRANSFORMS + MARGINS
+    transform = transform or transforms[rng.integers(len(transforms))]
     arithmetic = DOUBLE if dtype == np.float64 or rng.random() < 0.2 else SINGLE
     classes = int(rng.integers(1, 100) if rng.random() < 0.9 else rng.integers(4000, 9000))
     logits, targets = logits_of(kind, classes, dtype, rng)

@@ -50,15 +50,23 @@ class ExactRow(NamedTuple):
         return Pair(*(np.where(at_target, at, part) for at, part in zip(self.at_target, elsewhere, strict=True)))
 
 
-def exact_row(logits: Array, target: int) -> ExactRow:
-    """Loss and gradient of a row of float64 numbers."""
+def exact_row(
+    logits: Array, target: int, scale: float = 1.0, margin: tuple[float, float, float] = (1.0, 0.0, 0.0)
+) -> ExactRow:
+    """Loss and gradient of a row of float64 numbers; with a margin, the target's is inside (-1, 1)."""
     with mpmath.workdps(DIGITS):
         different, count = np.unique(np.delete(logits, target), return_counts=True)
-        x_target = mpmath.mpf(float(logits[target]))
-        odds = [mpmath.exp(mpmath.mpf(x) - x_target) for x in different.tolist()]
+        s, (m1, m2, m3), x_target = mpmath.mpf(scale), map(mpmath.mpf, margin), mpmath.mpf(float(logits[target]))
+        z_target, slope = s * (x_target - m3), s
+        if (m1, m2) != (1, 0):
+            angle = m1 * mpmath.acos(x_target) + m2
+            z_target = s * (mpmath.cos(angle) - m3)
+            slope = s * m1 * mpmath.sin(angle) / mpmath.sqrt(1 - x_target**2)
+        odds = [mpmath.exp(s * mpmath.mpf(x) - z_target) for x in different.tolist()]
         total = mpmath.fsum(o * c for o, c in zip(odds, count.tolist(), strict=True))
-        elsewhere = pair([o / (1 + total) for o in odds])
-        return ExactRow(int(target), pair([mpmath.log1p(total)]), pair([-total / (1 + total)]), different, elsewhere)
+        elsewhere = pair([s * o / (1 + total) for o in odds])
+        at_target = pair([-slope * total / (1 + total)])
+        return ExactRow(int(target), pair([mpmath.log1p(total)]), at_target, different, elsewhere)
 
 
 class ExactStatistics(NamedTuple):

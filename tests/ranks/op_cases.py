@@ -584,6 +584,7 @@ LINEAR_LOSSES = [
     _linear_cross_entropy(normal(5, 3), normal(3, 4), integers(4, 5), positive(4), label_smoothing=0.1, chunk=1),
     _linear_cross_entropy(normal(2, 3, 4), normal(4, 5), integers(5, 2, 3), z_loss=0.1, softcap=2.0, chunk=4),
     _linear_cross_entropy(normal(5, 3), normal(3, 4), integers(4, 5), bias=normal(4), chunk=2),
+    _linear_cross_entropy(normal(5, 3) / 4, normal(3, 4) / 4, integers(4, 5), margin=(1.0, 0.5, 0.1), logit_scale=4.0),
 ]
 
 LOSSES = [
@@ -593,6 +594,7 @@ LOSSES = [
     _cross_entropy(normal(5, 4), integers(4, 5), positive(4), label_smoothing=0.1, reduction="none"),
     _cross_entropy(normal(3, 4), integers(4, 3), z_loss=0.1, logit_scale=0.5),
     _cross_entropy(normal(3, 4), integers(4, 3), softcap=2.0, logit_scale=1.5, reduction="sum"),
+    _cross_entropy(normal(5, 4) / 4, integers(4, 5), margin=(1.35, 0.5, 0.1), logit_scale=4.0),
     _cross_entropy(normal(4, 5), integers(4, 5), axis=0),
     _cross_entropy(normal(5, 4), integers(4, 5), compute_dtype=np.float64),
     _cross_entropy(normal(2, 4, 3), integers(4, 2, 3), axis=1, reduction="none"),

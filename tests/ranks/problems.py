@@ -14,6 +14,7 @@ import numpy as np
 
 import pce_mpi as pce
 from pce_mpi import dense
+from pce_mpi.dense.margin import with_margin
 from pce_mpi.loss.kernels import definition
 from pce_mpi.loss.kernels.elementary import SINGLE
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
@@ -170,6 +171,11 @@ def draw(
     return Problem(logits.astype(dtype), chosen, axis, weights, options)
 
 
+def as_cosines(logits: Array) -> Array:
+    """Logits in [-1, 1], of the same dtype; those that are not finite stay as they are."""
+    return np.where(np.isfinite(logits), np.tanh(logits.astype(np.float64) / 3), logits).astype(logits.dtype)
+
+
 def sizes_of_terms(problem: Problem) -> tuple[Array, Array]:
     """Return the size of the terms of each row's loss, (rows), and of its gradient, (rows) for the row's largest.
 
@@ -186,6 +192,14 @@ def sizes_of_terms(problem: Problem) -> tuple[Array, Array]:
         if softcap is not None:
             slope = scale / np.cosh(z / softcap) ** 2
             z = np.where(np.isinf(x), x, softcap * np.tanh(z / softcap))
+        if (margin := options.get("margin")) is not None:
+            targets = np.clip(problem.targets, 0, classes - 1)[..., None]
+            c = np.take_along_axis(x, targets, axis=-1)
+            np.put_along_axis(z, targets, with_margin(c, scale, margin)[0], axis=-1)
+            c = np.clip(c, -1.0, 1.0)
+            sine = np.sqrt((1.0 - c) * (1.0 + c))
+            size = np.where(sine > 0, abs(margin[0]) / np.where(sine > 0, sine, 1.0), max(1.0, margin[0] ** 2))
+            np.put_along_axis(slope, targets, scale * size, axis=-1)
         top = z.max(axis=-1, keepdims=True, initial=-np.inf)
         e = np.exp(z - top)
         p = e / e.sum(axis=-1, keepdims=True)
@@ -257,10 +271,13 @@ def rounding_of_z(problem: Problem) -> float:
     The logit held apart, the maximum of a shard, that of all shards and what is subtracted for the gradient are rounded
     to half an ulp each: |z| / 2 ulps of 1, or |z| of what is close to 2. The slope of a softcap, about exp(-2u), has
     the rounding of u as well; beyond u = 372 it is 0. Without a softcap logits are subtracted first, and that is exact.
+    With a margin z is rounded too, and so are the angle and its sine.
     """
     scale, softcap = problem.options.get("logit_scale", 1.0), problem.options.get("softcap")
     x = np.abs(problem.logits.astype(np.float64))
     largest = float(scale * x.max(initial=0.0, where=np.isfinite(x)))
+    if (margin := problem.options.get("margin")) is not None:
+        return 4.0 * (max(largest, scale) + scale * abs(margin[2])) + 4.0 * (4.0 * abs(margin[0]) + abs(margin[1]))
     if softcap is None:
         return 0.0
     return 4.0 * min(largest, softcap) + 4.0 * min(largest / softcap, 372.0)

@@ -37,7 +37,7 @@ LOSSES: list[Callable[..., object]] = [
 FUNCTIONS: list[Callable[..., object]] = [*LOSSES, pce.class_statistics]
 
 # Options that class_statistics does not take.
-ONLY_LOSSES = {"weight", "label_smoothing", "z_loss", "reduction", "batch_comm", "out"}
+ONLY_LOSSES = {"weight", "label_smoothing", "z_loss", "margin", "reduction", "batch_comm", "out"}
 
 by_name = partial(pytest.mark.parametrize, ids=lambda value: getattr(value, "__name__", None))
 
@@ -331,6 +331,23 @@ BAD = [
     Wrong(ValueError, "z_loss must be finite, got inf", {"z_loss": np.inf}),
     Wrong(ValueError, "z_loss must be finite, got nan", {"z_loss": np.nan}),
     Wrong(TypeError, "z_loss must be a real number, got None", {"z_loss": None}),
+    *(
+        Wrong(TypeError, f"margin must be three numbers, (m1, m2, m3), got {margin!r}", {"margin": margin})
+        for margin in (0.5, (1.0, 0.5), "1.0", {1.0, 0.5, 0.0})
+    ),
+    Wrong(TypeError, "margin[1] must be a real number, got '0.5'", {"margin": (1.0, "0.5", 0.0)}),
+    Wrong(ValueError, "margin[0] must be at most 1000 by size, got nan", {"margin": (np.nan, 0.5, 0.0)}),
+    Wrong(ValueError, "margin[2] must be at most 1000 by size, got -inf", {"margin": [1.0, 0.5, -np.inf]}),
+    Wrong(
+        ValueError,
+        "margin and softcap exclude each other, got margin = (1.0, 0.5, 0.0) and softcap = 30.0",
+        {"margin": (1, 0.5, 0), "softcap": 30},
+    ),
+    Wrong(
+        ValueError,
+        "margin is of the target alone, which must be a class number, got probabilities",
+        lambda right: probabilities(right) | {"margin": (1.0, 0.5, 0.0)},
+    ),
     Wrong(ValueError, f"{REDUCTION}'average'", {"reduction": "average"}),
     Wrong(ValueError, f"{REDUCTION}'mittel-größe-平均'", {"reduction": "mittel-größe-平均"}),
     Wrong(ValueError, f"{REDUCTION}None", {"reduction": None}),
@@ -401,6 +418,8 @@ DISAGREEMENTS = [
     option("logit_scale", 1.0, 1.0000000000000002),
     option("softcap", None, 30.0),
     option("softcap", 50.0, 30.0),
+    option("margin", None, (1.0, 0.5, 0.0)),
+    option("margin", (1.0, 0.5, 0.0), (1.0, 0.5, 0.35)),
     option("reduction", "mean", "sum"),
     differ("compute_dtype", "'float32'", "'float64'", {"compute_dtype": np.float64}),
     differ("class_start given", "False", "True", lambda right: {"class_start": my_classes(right["comm"]).start}),

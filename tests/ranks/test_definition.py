@@ -27,6 +27,12 @@ FIELDS = {
     "statistics": StateFields(hold_largest=True, argmax=True, target=True, entropy=True),
 }
 TRANSFORMS = [Transform(), Transform(0.5), Transform(0.7), Transform(3.0), Transform(1.3, 30.0), Transform(1.0, 50.0)]
+# For states that hold the target apart.
+MARGINS = [
+    *(Transform(64.0, None, margin) for margin in ((1.0, 0.5, 0.0), (1.35, 0.0, 0.0), (4.0, 0.0, 0.0))),
+    *(Transform(0.7, None, margin) for margin in ((1.0, 0.0, 0.35), (-2.5, 900.0, -1.0))),
+    Transform(2.0**61, None, (1.0, 1.0, 0.0)),
+]
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 ROWS = 8
 
@@ -141,7 +147,12 @@ def drawn(draw, kinds=KINDS, most=60):
     smoothing = draw(st.sampled_from([0.0, 0.1]))
     weights = ClassWeights(weight, probabilities, smoothing, classes)
     arithmetic = DOUBLE if wide else SINGLE
-    return Drawn(logits, targets, FIELDS[name], draw(st.sampled_from(TRANSFORMS)), arithmetic, weights)
+    transforms = TRANSFORMS if FIELDS[name].hold_largest else TRANSFORMS + MARGINS
+    transform = draw(st.sampled_from(transforms))
+    if transform in MARGINS and draw(st.booleans()):
+        with np.errstate(invalid="ignore"):
+            logits = np.sin(logits.astype(np.float64)).astype(dtype)
+    return Drawn(logits, targets, FIELDS[name], transform, arithmetic, weights)
 
 
 def same_bits(found, expected):

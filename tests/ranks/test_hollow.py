@@ -43,6 +43,10 @@ def smoothed(made: Made) -> None:
     classify(made, label_smoothing=0.1, z_loss=0.1, weight=np.ones(CLASSES), reduction="sum")
 
 
+def margined(made: Made) -> None:
+    classify(made, margin=(1.0, 0.5, 0.0), logit_scale=8.0)
+
+
 def rows_apart(made: Made) -> None:
     pce.mean(pce.cross_entropy(made.logits, TARGETS, reduction="none")).backward()
 
@@ -110,8 +114,8 @@ def moves(made: Made) -> None:
 
 
 PROGRAMS = (
-    *(classify, smoothed, rows_apart, probabilities, statistics, softmaxes, largest, linear, perceptron, attention),
-    *(contraction, norms, lookup, moves),
+    *(classify, smoothed, margined, rows_apart, probabilities, statistics, softmaxes, largest, linear, perceptron),
+    *(attention, contraction, norms, lookup, moves),
 )
 
 

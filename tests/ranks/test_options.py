@@ -18,6 +18,7 @@ from ranks.problems import (
     SPLITS,
     WIDE,
     Part,
+    as_cosines,
     assert_as_dense,
     divisors,
     draw,
@@ -141,6 +142,7 @@ FACTORS = {
     "z_loss": [0.0, 0.01],
     "logit_scale": [1.0, 0.7, 3.0],
     "softcap": [None, 4.0],
+    "margin": [None, (1.0, 0.5, 0.0), (1.35, -0.2, 0.1)],
     "reduction": ["mean", "sum", "none"],
     "compute_dtype": [None, np.float64],
     "split": SPLITS,
@@ -194,7 +196,11 @@ def test_every_pair_of_options_together(comm, number):
     batched, upstream = chosen.pop("batch_comm"), chosen.pop("dloss")
     if chosen["targets"] == "probabilities":
         chosen["ignore_index"] = -100
+    if chosen["softcap"] is not None or chosen["targets"] == "probabilities":
+        chosen["margin"] = None
     problem = draw(*shape, ignored=0.3, seed=number, **chosen)
+    if chosen["margin"] is not None:
+        problem = problem.but(logits=as_cosines(problem.logits - problem.logits.dtype.type(chosen["offset"])))
     rng = np.random.default_rng(number)
     per_row = upstream == "per row" and chosen["reduction"] == "none"
     dloss = rng.normal(size=problem.rows_shape) if per_row else 1.0 if upstream == "1" else rng.normal()

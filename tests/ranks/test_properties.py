@@ -8,7 +8,7 @@ import pytest
 
 from in_step import in_step
 import pce_mpi as pce
-from ranks.problems import Part, Problem, assert_as_dense, evaluate, grid, rounding_of_z
+from ranks.problems import Part, Problem, as_cosines, assert_as_dense, evaluate, grid, rounding_of_z
 from ulps import FLOAT64, errors
 
 FLOATS = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
@@ -66,6 +66,9 @@ def problems(draw):
         options["ignore_index"] = draw(st.sampled_from([-100, 0]))
         targets = rng.integers(0, classes, rows_shape)
         targets = np.where(rng.random(rows_shape) < draw(st.sampled_from([0.0, 0.3])), options["ignore_index"], targets)
+        if options["softcap"] is None and draw(st.booleans()):
+            options["margin"] = tuple(draw(st.tuples(numbers(-4, 4), numbers(-4, 4), numbers(-1, 1))))
+            x = as_cosines(x - offset)
     with np.errstate(over="ignore"):
         return Problem(x.astype(dtype), targets, axis, weight, options)
 

@@ -215,3 +215,11 @@ def test_largest_float64_logits_have_entropy_and_smoothing(comm, size):
     loss = pce.softmax_cross_entropy(logits[:1, start:stop], targets[:1], label_smoothing=0.1, **given)
     assert entropy == pytest.approx(np.log([50.0, 3.0]), rel=1e-15)
     assert loss == pytest.approx(np.log(50.0), rel=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_huge_logits_below_huge_target_have_no_gradient(dtype):
+    for row in ([1e21, 5e20], [1e30, 1e20, 1.0], [1e25, -1e25]):
+        for others in ({}, {"logit_scale": 2.0}, {"z_loss": 1e-30}):
+            loss, gradient = pce.softmax_cross_entropy_value_and_grad(np.array([row], dtype), np.array([0]), **others)
+            assert np.isfinite(loss) and not gradient[0, 1:].any()

@@ -95,6 +95,9 @@ PCE_FUNCTION double wide(float v) { return v; }
 
 struct Transform {
     double scale, softcap;  // softcap 0: none
+    double m1 = 1.0, m2 = 0.0, m3 = 0.0;  // the margin of targets
+
+    PCE_FUNCTION bool has_margin() const { return m1 != 1.0 || m2 != 0.0 || m3 != 0.0; }
 
     // True if float32 can reduce an argument without float64.
     PCE_FUNCTION bool direct() const {

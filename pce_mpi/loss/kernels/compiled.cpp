@@ -128,8 +128,9 @@ PyObject *row_softmax(PyObject *, PyObject *arguments) {
     PyObject *states, *class_weights, *out;
     Call call = {};
     int wide;
-    if (!PyArg_ParseTuple(arguments, "OOOiddp:row_softmax", &states, &class_weights, &out, &call.fields,
-                          &call.transform.scale, &call.transform.softcap, &wide))
+    Transform &transform = call.transform;
+    if (!PyArg_ParseTuple(arguments, "OOOiddpddd:row_softmax", &states, &class_weights, &out, &call.fields,
+                          &transform.scale, &transform.softcap, &wide, &transform.m1, &transform.m2, &transform.m3))
         return nullptr;
     Buffer from, weights, to;
     if (!from.take(states) || !weights.take(class_weights) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE))

@@ -103,7 +103,7 @@ def row_softmax(
 ) -> Array:
     """Return the softmax of each row, (rows, columns of `ROW_SOFTMAX`)."""
     columns = np.empty((len(states), len(ROW_SOFTMAX)))
-    _compiled.row_softmax(states, class_weights, columns, *_call(fields, transform, arithmetic))
+    _compiled.row_softmax(states, class_weights, columns, *_call(fields, transform, arithmetic), *transform.margin)
     return columns
 
 

@@ -172,6 +172,7 @@ class MergedStates:
     ):
         self.rows, self.arithmetic = len(states), _name_of(arithmetic)
         sums = None if class_weights is None else cupy.asarray(class_weights)
+        self.margin = _numbers_of(transform.margin)
         call = *_transform_arguments(transform), np.int32(fields.flags), sums
         self._arguments = cupy.ascontiguousarray(states), np.int64(self.rows), *call
 
@@ -185,7 +186,7 @@ class MergedStates:
     def columns(self) -> Array:
         """The columns of `ROW_SOFTMAX`."""
         columns = cupy.empty((self.rows, len(ROW_SOFTMAX)), np.float64)
-        self.launch("row_softmax.cu", "fill_row_softmax", columns)
+        self.launch("row_softmax.cu", "fill_row_softmax", *self.margin, columns)
         return columns
 
     def __getitem__(self, index: Any) -> Array:
@@ -202,7 +203,7 @@ def row_softmax(
     return MergedStates(states, fields, transform, arithmetic, class_weights)
 
 
-def _numbers_of(terms: LossTerms) -> list[np.float64]:
+def _numbers_of(terms: tuple[float, ...]) -> list[np.float64]:
     return [np.float64(number) for number in terms]
 
 
@@ -212,7 +213,7 @@ def row_losses(softmax: MergedStates, fields: StateFields, valid: Array | None, 
     `valid` is None if all rows count.
     """
     losses = cupy.empty((2, softmax.rows), np.float64)
-    softmax.launch("losses.cu", "fill_row_losses", valid, *_numbers_of(terms), losses)
+    softmax.launch("losses.cu", "fill_row_losses", *softmax.margin, valid, *_numbers_of(terms), losses)
     return losses
 
 
@@ -241,7 +242,8 @@ def row_gradients(
     """
     gradients = cupy.empty((softmax.rows, len(ROW_GRADIENT)), np.float64)
     given = *_upstream_arguments(upstream), None if isinstance(divisor, np.ndarray) else divisor
-    softmax.launch("losses.cu", "fill_row_gradients", valid, *_numbers_of(terms), target_column, *given, gradients)
+    numbers = *softmax.margin, valid, *_numbers_of(terms)
+    softmax.launch("losses.cu", "fill_row_gradients", *numbers, target_column, *given, gradients)
     return gradients
 
 

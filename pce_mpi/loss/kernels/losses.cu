@@ -8,11 +8,12 @@ namespace pce {
 template <class Arithmetic>
 __global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
     fill_row_losses(const uint64_t* states, int64_t rows, double scale, double softcap, int fields,
-                    const uint64_t* class_weights, const bool* valid, double smoothing, double share, double z_loss,
-                    double* losses) {
+                    const uint64_t* class_weights, double m1, double m2, double m3, const bool* valid, double smoothing,
+                    double share, double z_loss, double* losses) {
   const int64_t row = row_of_thread();
   if (row >= rows) return;
-  const RowSoftmax softmax = softmax_of_row<Arithmetic>(states, row, {fields, {scale, softcap}}, class_weights);
+  const Call call = {fields, {scale, softcap, m1, m2, m3}};
+  const RowSoftmax softmax = softmax_of_row<Arithmetic>(states, row, call, class_weights);
   const RowLoss loss = RowLoss::of(softmax, fields, valid == nullptr || valid[row], {smoothing, share, z_loss});
   losses[row] = loss.loss;
   losses[rows + row] = loss.weight;
@@ -22,12 +23,14 @@ __global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOC
 template <class Arithmetic>
 __global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
     fill_row_gradients(const uint64_t* states, int64_t rows, double scale, double softcap, int fields,
-                       const uint64_t* class_weights, const bool* valid, double smoothing, double share, double z_loss,
-                       const int64_t* columns, const void* upstream, int upstream_dtype, int for_each_row,
-                       double upstream_number, const double* divisor, RowGradient* gradients) {
+                       const uint64_t* class_weights, double m1, double m2, double m3, const bool* valid,
+                       double smoothing, double share, double z_loss, const int64_t* columns, const void* upstream,
+                       int upstream_dtype, int for_each_row, double upstream_number, const double* divisor,
+                       RowGradient* gradients) {
   const int64_t row = row_of_thread();
   if (row >= rows) return;
-  const RowSoftmax softmax = softmax_of_row<Arithmetic>(states, row, {fields, {scale, softcap}}, class_weights);
+  const Call call = {fields, {scale, softcap, m1, m2, m3}};
+  const RowSoftmax softmax = softmax_of_row<Arithmetic>(states, row, call, class_weights);
   const bool counts = valid == nullptr || valid[row];
   const double given = Upstream{upstream, upstream_dtype, for_each_row, upstream_number}[row];
   const double slope = scale * (counts ? given / (divisor == nullptr ? 1.0 : *divisor) : 0.0);

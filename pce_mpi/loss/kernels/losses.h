@@ -27,7 +27,8 @@ struct RowLoss {
     }
 };
 
-// `slope` is the gradient of the row's loss times the derivative of z by the logits, without that of a softcap.
+// `slope` is the gradient of the row's loss times the derivative of z by the logits, without that of a softcap or a
+// margin.
 PCE_FUNCTION RowGradient gradient_row(const RowSoftmax &row, int fields, bool valid, int64_t column, double slope,
                                       const LossTerms &terms) {
     bool probabilities = fields & HOLD_LARGEST;
@@ -35,7 +36,7 @@ PCE_FUNCTION RowGradient gradient_row(const RowSoftmax &row, int fields, bool va
     if (!probabilities) held = (1.0 - terms.smoothing + share) * held;
     double others = fields & WEIGHTED_LOGIT ? share * row.weight : 0.0;
     double common = terms.z_loss != 0.0 ? 2.0 * terms.z_loss * row.logsumexp : 0.0;
-    double at_held = held * row.held_minus_one + (others + common) * row.held_probability;
+    double at_held = (held * row.held_minus_one + (others + common) * row.held_probability) * row.held_slope;
     double factor = slope * (held + others + common) * row.normalizer;
     return {row.exponent,    column, valid, row.top, row.most, factor, slope * share, slope * at_held, row.held,
             row.held_weight, 0.0,    0.0,   0.0,     -1,       0.0};

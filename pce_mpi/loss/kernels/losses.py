@@ -62,7 +62,7 @@ def row_gradients(
             held = (1.0 - terms.smoothing + share) * held
         others = share * rows.weight if fields.weighted_logit else 0.0
         common = 2.0 * terms.z_loss * rows.logsumexp if terms.z_loss else 0.0
-        at_held = held * rows.held_minus_one + (others + common) * rows.held_probability
+        at_held = (held * rows.held_minus_one + (others + common) * rows.held_probability) * rows.held_slope
         columns = {
             "exponent": rows.exponent,
             "top": rows.top,

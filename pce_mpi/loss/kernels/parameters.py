@@ -6,12 +6,18 @@ from typing import Any, NamedTuple
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
+NO_MARGIN = 1.0, 0.0, 0.0
+
 
 class Transform(NamedTuple):
-    """The function z of the logits x that the softmax is taken of: scale x, or softcap tanh(scale x / softcap)."""
+    """The function z of the logits x that the softmax is taken of: scale x, or softcap tanh(scale x / softcap).
+
+    With a margin m, z of the target is scale (cos(m[0] arccos x + m[1]) - m[2]).
+    """
 
     scale: float = 1.0
     softcap: float | None = None
+    margin: tuple[float, float, float] = NO_MARGIN
 
 
 class LossTerms(NamedTuple):

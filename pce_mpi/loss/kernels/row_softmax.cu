@@ -6,9 +6,10 @@ namespace pce {
 template <class Arithmetic>
 __global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
     fill_row_softmax(const uint64_t* states, int64_t rows, double scale, double softcap, int fields,
-                     const uint64_t* class_weights, RowSoftmax* softmax) {
+                     const uint64_t* class_weights, double m1, double m2, double m3, RowSoftmax* softmax) {
   const int64_t row = row_of_thread();
-  if (row < rows) softmax[row] = softmax_of_row<Arithmetic>(states, row, {fields, {scale, softcap}}, class_weights);
+  const Call call = {fields, {scale, softcap, m1, m2, m3}};
+  if (row < rows) softmax[row] = softmax_of_row<Arithmetic>(states, row, call, class_weights);
 }
 
 }  // namespace pce

@@ -37,7 +37,8 @@ from pce_mpi.loss.kernels.limbs import (
     value_of,
     value_of_wide,
 )
-from pce_mpi.loss.kernels.parameters import Transform
+from pce_mpi.loss.kernels.margin import margined
+from pce_mpi.loss.kernels.parameters import NO_MARGIN, Transform
 from pce_mpi.loss.kernels.states import grid_of, in_units
 from pce_mpi.loss.softmax_state import INFINITE, NEGLIGIBLE, NOT_A_NUMBER, ROW_SOFTMAX, StateFields
 
@@ -59,12 +60,17 @@ class RowSoftmax:
         class_weights: Array | None = None,
     ):
         self.fields, self._states, self._class_weights = fields, states, class_weights
+        self._transform = transform
         self.held = states["held"]
         self.top = self.held if fields.hold_largest else states["top"]
         with np.errstate(all="ignore"):
             bad = np.isnan(self.top) | ~(self.held < np.inf) | ((self.top == -np.inf) & (self.held == -np.inf))
-            self._held_z = _Logit(self.held, transform)
-            self._top_z = _Logit(self.top, transform)
+            #: the derivative of held_z / scale by the logit, without that of a softcap
+            self.held_slope = np.ones_like(self.held)
+            z, low = transformed(self.held, transform)
+            if transform.margin != NO_MARGIN:
+                z, low, self.held_slope = margined(self.held, transform)
+            self._held_z, self._top_z = _Logit(z, low), _Logit(*transformed(self.top, transform))
             grids = grid_of(self.top, transform, arithmetic)
             self._sum = value_of(states["sum"], arithmetic.width)
             if fields.hold_largest:
@@ -74,9 +80,12 @@ class RowSoftmax:
             self._unit = unit = arithmetic.width * (grids - 2)
             s, none = self._sum.high, self.held == -np.inf
             n, e = self._held_z.n, self._held_z.e
+            held, top = self.held, self.top
+            if transform.margin != NO_MARGIN:  # the order of z is not that of the logits
+                held, top = self._held_z.z, self._top_z.z
             # If one of two different logits is HUGE, only the larger counts.
-            apart = (self._held_z.huge | self._top_z.huge) & (self.held != self.top) & (s > 0) & ~none
-            held_alone, others_alone = apart & (self.held > self.top), apart & (self.held < self.top)
+            apart = (self._held_z.huge | self._top_z.huge) & (held != top) & (s > 0) & ~none
+            held_alone, others_alone = apart & (held > top), apart & (held < top)
             s = np.where(held_alone, 0.0, s)
             quotient = s / e
             odds = scaled(quotient, unit - n)
@@ -91,7 +100,7 @@ class RowSoftmax:
             e = np.where(none | others_alone, 0.0, scaled(e, n - self.exponent))
             self._sum_of_others = scaled(s, unit - self.exponent)
             #: the factor of exp(z_c) 2^-exponent that gives the probability of another class
-            self.normalizer = np.where(bad, np.nan, 1.0 / (self._sum_of_others + e))
+            self.normalizer = np.where(bad, np.nan, np.where(held_alone, 0.0, 1.0 / (self._sum_of_others + e)))
             d = (unit - n).astype(f64)
             large = d * HI + (log(np.where(quotient > 0, quotient, 1.0)) + d * LO)
             top_n = np.where(self._top_z.huge, self._top_z.n, 0)
@@ -109,8 +118,8 @@ class RowSoftmax:
             above = log(np.where(total > 0, total, 1.0)) + _times_log2(self.exponent - self._top_z.n)
             gap = (self._held_z.z - self._top_z.z) + (self._held_z.low - self._top_z.low)
             #: logsumexp minus the logit `top`
-            self.above_top = np.where(self.held >= self.top, gap + self.held_nll, above)
-            self.logsumexp = np.where(self.held >= self.top, self._held_z.z + self.held_nll, self._top_z.z + above)
+            self.above_top = np.where(held >= top, gap + self.held_nll, above)
+            self.logsumexp = np.where(held >= top, self._held_z.z + self.held_nll, self._top_z.z + above)
             self.logsumexp = np.where(bad, np.nan, self.logsumexp)
 
     @property
@@ -163,7 +172,7 @@ class RowSoftmax:
     def target_log_prob(self) -> Array:
         """log of the probability of the target, if the largest logit is held; a sum of two terms of one sign."""
         with np.errstate(all="ignore"):
-            target = _Logit(self._states["target"], self._held_z.transform)
+            target = _Logit(*transformed(self._states["target"], self._transform))
             gap = (target.z - self._held_z.z) + (target.low - self._held_z.low)
             return np.minimum(gap, 0.0) - self.held_nll
 
@@ -196,9 +205,8 @@ def row_softmax(
 class _Logit:
     """One logit per row: z, its parts, and e in exp(z) = 2^n e."""
 
-    def __init__(self, x: Array, transform: Transform):
-        self.transform = transform
-        self.z, self.low = transformed(x, transform)
+    def __init__(self, z: Array, low: Array):
+        self.z, self.low = z, low
         self.huge = np.isfinite(self.z) & ~(np.abs(self.z) < HUGE)
         self.huge_value = np.where(self.huge, self.z, 0.0)
         self.n, f = reduced(self.z, self.low)

@@ -1,7 +1,7 @@
 // Softmax states of rows, for C++ and CUDA; `states.py` and `row_softmax.py` define them.
 #pragma once
 
-#include "arithmetic.h"
+#include "margin.h"
 
 namespace pce {
 
@@ -344,8 +344,7 @@ struct Logit {
     int64_t n;
     double e;
 
-    static PCE_FUNCTION Logit of(double x, const Transform &transform) {
-        Pair z = transformed(x, transform);
+    static PCE_FUNCTION Logit of(const Pair &z) {
         Exponential<double> e = reduced(z.high, z.low);
         return {z.high, z.low, finite(z.high) && !(magnitude(z.high) < HUGE_LOGIT), e.n, 1.0 + polynomial(e.t)};
     }
@@ -370,6 +369,7 @@ struct RowSoftmax {
     int64_t exponent;
     double logsumexp, weight, weighted_nll, entropy, target_log_prob, held_z, odds, top, most, held, held_weight;
     int64_t argmax;
+    double held_slope;
 
     template <class Arithmetic>
     static PCE_FUNCTION RowSoftmax of(const State &state, const Call &call, const Sum &class_weights) {
@@ -383,8 +383,13 @@ struct RowSoftmax {
         row.top = top;
         row.most = held > top ? held : top;
         bool bad = top != top || !(held < inf) || (top == -inf && held == -inf), none = held == -inf;
-        Logit held_z = Logit::of(held, transform), top_z = Logit::of(top, transform);
+        Margined target = {{}, 1.0};
+        if (transform.has_margin()) target = Margined::of(held, transform);
+        row.held_slope = target.slope;
+        Logit held_z = Logit::of(transform.has_margin() ? target.z : transformed(held, transform));
+        Logit top_z = Logit::of(transformed(top, transform));
         int64_t grid = grid_of<Arithmetic>(top, transform), unit;
+        if (transform.has_margin()) held = held_z.z, top = top_z.z;  // whose order is not that of the logits
         Pair sum = value_of(state.sum.limbs, Arithmetic::WIDTH);
         if (largest) {
             int64_t depth = state.sum.grid == NO_SUM ? FORGOTTEN : grid - state.sum.grid;
@@ -403,7 +408,7 @@ struct RowSoftmax {
         row.exponent = s > 0.0 ? (none || others_alone ? top_z.n : larger_n) : held_z.n;
         double e = none || others_alone ? 0.0 : scaled(held_z.e, held_z.n - row.exponent);
         double others = scaled(s, unit - row.exponent);
-        row.normalizer = bad ? not_a_number() : 1.0 / (others + e);
+        row.normalizer = bad ? not_a_number() : held_alone ? 0.0 : 1.0 / (others + e);
         double nll;
         if (others_alone) {
             int64_t from = top_z.huge ? top_z.n : 0;
@@ -450,7 +455,7 @@ struct RowSoftmax {
             row.entropy = times(row.held_probability, row.held_nll) + (others == 0.0 ? 0.0 : rest);
         }
         if (call.has(TARGET)) {
-            Logit target = Logit::of(state.target, transform);
+            Logit target = Logit::of(transformed(state.target, transform));
             double below = (target.z - held_z.z) + (target.low - held_z.low);
             row.target_log_prob = (below != below ? below : below < 0.0 ? below : 0.0) - row.held_nll;
         }
