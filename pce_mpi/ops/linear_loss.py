@@ -10,7 +10,8 @@ from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
-from pce_mpi.loss.linear import RowSums, check_product, loss_and_sums
+from pce_mpi.loss.chunks import check_product
+from pce_mpi.loss.linear import RowSums, loss_and_sums
 from pce_mpi.loss.options import LinearCrossEntropyOptions, Options, Reduction, takes
 from pce_mpi.ops.elementwise import widened
 from pce_mpi.ops.loss import CROSS_ENTROPY
@@ -56,14 +57,14 @@ def _to_hidden(
 def _to_w(
     g: DistArray, y: DistArray, hidden: DistArray, w: DistArray, *_: DistArray, residuals: RowSums, **options: Any
 ) -> DistArray:
-    return _gradient(w, residuals.of_classes(residuals.w, g.local), _dims_of_rows(hidden))
+    return _gradient(w, residuals.of_classes(residuals.gradients.w, g.local), _dims_of_rows(hidden))
 
 
 def _to_bias(
     g: DistArray, y: DistArray, hidden: DistArray, *others: DistArray, residuals: RowSums, **options: Any
 ) -> DistArray:
     _, _, bias, *_ = others
-    return _gradient(bias, residuals.of_classes(residuals.bias, g.local), _dims_of_rows(hidden))
+    return _gradient(bias, residuals.of_classes(residuals.gradients.bias, g.local), _dims_of_rows(hidden))
 
 
 def _dims_of_rows(hidden: DistArray) -> tuple[str, ...]:
