@@ -39,7 +39,7 @@ _LEAST, _MOST = 1e-18, 1e18
 class Gradients:
     """The gradients of the operands, summed over rows; those of halves are float32, that of `bias` is float64.
 
-    The gradient of `hidden`, (rows, features), is summed over this rank's classes alone, until `sum_over_shards`.
+    The gradient of `hidden` has its shape, and is summed over this rank's classes alone until `sum_over_shards`.
     """
 
     hidden: Array
@@ -110,7 +110,7 @@ class Product:
         xp, dtype, classes = array_namespace(self.w), self.dtype, self.w.shape[1]
         self.logits = [xp.empty((self.held, classes), dtype) for _ in range(buffers)]
         if with_gradients:
-            dhidden, dw = xp.zeros(self.hidden.shape, dtype), xp.zeros(self.w.shape, dtype)
+            dhidden, dw = xp.zeros(self.shape, dtype), xp.zeros(self.w.shape, dtype)
             self.gradients = Gradients(dhidden, dw, xp.zeros(classes))
 
     def rows(self) -> Iterator[slice]:
@@ -154,8 +154,8 @@ class Product:
     def add_gradients(self, hidden: Array, rows: slice, part: Problem) -> None:
         """Add the gradients of some rows, `hidden`, whose logits have been overwritten with their gradient."""
         assert self.gradients is not None
-        dhidden, dw, rounded = self.gradients.hidden[rows], self.gradients.w, part.options.rounded_gradient
-        add_gradients(hidden, self.w, part.logits, dhidden, dw, rounded)
+        dhidden = self.gradients.hidden.reshape(self.hidden.shape)[rows]
+        add_gradients(hidden, self.w, part.logits, dhidden, self.gradients.w, part.options.rounded_gradient)
         if self.bias is not None:
             self.gradients.bias += part.logits.sum(axis=0, dtype=np.float64)
 

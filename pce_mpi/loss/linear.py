@@ -113,11 +113,10 @@ def linear_cross_entropy_value_and_grad(
 class RowSums:
     """Gradients of the sum of the losses of rows that count; those of the loss are these times `factor`, (1,).
 
-    `shape` is that of `hidden`. `ignored`, (rows,) on the host, are the rows that do not count.
+    `ignored`, (rows,) on the host, are the rows that do not count.
     """
 
     gradients: Gradients
-    shape: tuple[int, ...]
     factor: Array
     ignored: HostArray
 
@@ -125,8 +124,8 @@ class RowSums:
         """Return the gradient of `hidden`, in its sum's memory; rows that do not count stay 0 for any factor."""
         found = self._scaled(self.gradients.hidden, upstream)
         if self.ignored.any():
-            found[array_namespace(found).asarray(self.ignored)] = 0
-        return found.reshape(self.shape)
+            found[array_namespace(found).asarray(self.ignored.reshape(found.shape[:-1]))] = 0
+        return found
 
     def of_classes(self, total: Array, upstream: Any) -> Array:
         """Return the gradient of `w` or `bias` in the memory of its `total`; it is 0 if no row counts."""
@@ -159,4 +158,4 @@ def loss_and_sums(
         with np.errstate(all="ignore"):
             factor = 1.0 / xp.asarray(divisor)
     assert product.gradients is not None
-    return loss, RowSums(product.gradients, product.shape, factor, ~problem.valid)
+    return loss, RowSums(product.gradients, factor, ~problem.valid)

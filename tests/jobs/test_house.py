@@ -140,6 +140,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("loss"),
             room("linear_loss"),
             room("statistics"),
+            room("linear_statistics"),
             room("largest"),
             room("redistribution"),
             room("custom"),
