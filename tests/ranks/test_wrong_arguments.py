@@ -65,6 +65,9 @@ class At:
         return pce.distribute(whole, self.mesh, data=Shard(1))
 
 
+TERMS = {"weight": np.linspace(0.5, 1, 3), "label_smoothing": 0.1, "z_loss": 0.1, "reduction": "mean"}
+
+
 def plain(at: At) -> dict[str, Any]:
     return {"comm": at.comm, "class_start": 3 * at.comm.rank, "num_classes": at.classes}
 
@@ -75,14 +78,18 @@ def statistics(at: At) -> dict[str, Any]:
 
 
 def losses(at: At) -> dict[str, Any]:
-    options = {"weight": np.linspace(0.5, 1, 3), "label_smoothing": 0.1, "z_loss": 0.1, "reduction": "mean"}
-    return statistics(at) | options | {"batch_comm": MPI.COMM_SELF}
+    return statistics(at) | TERMS | {"batch_comm": MPI.COMM_SELF}
 
 
 def linear(at: At) -> dict[str, Any]:
     options = losses(at) | {"hidden": np.ones((4, 2)), "w": np.ones((2, 3)) / 4, "chunk": 2}
     del options["axis"], options["logits"]
     return options
+
+
+def linear_statistics(at: At) -> dict[str, Any]:
+    options = linear(at) | {"bias": np.ones(3)}
+    return {name: value for name, value in options.items() if name not in {*TERMS, "batch_comm"}}
 
 
 def on_tape(at: At, options: dict[str, Any], **arrays: Any) -> dict[str, Any]:
@@ -92,6 +99,11 @@ def on_tape(at: At, options: dict[str, Any], **arrays: Any) -> dict[str, Any]:
 
 def forward_residuals(at: At) -> Any:
     return pce.softmax_cross_entropy_forward(at.logits, at.targets, comm=at.comm)[1]
+
+
+def linear_residuals(at: At) -> Any:
+    given = {"hidden": np.ones((4, 2)), "w": np.ones((2, 3)), "num_classes": at.classes}
+    return pce.linear_class_statistics_forward(**given, targets=at.targets, comm=at.comm)[1]
 
 
 def statistics_residuals(at: At) -> Any:
@@ -148,6 +160,12 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
         **{"mesh": at.mesh, "dtypes": np.float32},
     },
     "layer_norm": lambda at: {"/x": at.x(), "scale": np.ones(3), "bias": np.ones(3), "axis": -1, "eps": 1e-5},
+    "linear_class_statistics": linear_statistics,
+    "linear_class_statistics_backward": lambda at: {
+        "/residuals": linear_residuals(at),
+        **dict.fromkeys(("log_prob", "entropy", "logsumexp"), np.ones(4)),
+    },
+    "linear_class_statistics_forward": linear_statistics,
     "linear_cross_entropy": lambda at: on_tape(
         at, linear(at), hidden=pce.distribute(np.ones((4, 2)), at.mesh), w=at.classified(2)
     ),
@@ -181,16 +199,17 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
 # They take no arguments or any, are made by the package alone, or have tables of their own.
 LEFT_OUT = {
     *("ClassStatistics", "CollectiveError", "CollectiveTimeout", "Colwise", "DistArray", "Inference"),
-    *("LinearValueAndGrad", "Replicate", "Replicated", "Residuals", "Rowwise", "Rule", "SequenceParallel"),
+    *("LinearGradients", "LinearStatisticsResiduals", "LinearValueAndGrad", "Replicate", "Replicated", "Residuals", "Rowwise", "Rule", "SequenceParallel"),
     *("StatisticsResiduals", "Trace", "VocabParallel", "named_scope", "no_grad", "reproducible", "dense", "load"),
     *("save", "SGD", "AdamW", "clip_grad_norm"),
 }
 # Each rank's own arguments are checked before the ranks agree; these bring the ranks together.
 AGREED = {
     *("argmax", "class_statistics", "distribute", "embedding", "from_local", "linear_cross_entropy_value_and_grad"),
+    *("linear_class_statistics", "linear_class_statistics_backward", "linear_class_statistics_forward"),
     *("softmax_cross_entropy_value_and_grad", "top_k"),
 }
-BRING_TOGETHER = {"comm", "batch_comm", "/mesh", "table", "src_rank"}
+BRING_TOGETHER = {"comm", "batch_comm", "/mesh", "table", "src_rank", "/residuals"}
 
 
 def told(name: str, given: dict[str, Any]) -> tuple[str, str]:
