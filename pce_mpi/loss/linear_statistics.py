@@ -13,7 +13,7 @@ from pce_mpi.floating_point import check_floating_point
 from pce_mpi.loss.chunks import Gradients, Product, agree_on_product
 from pce_mpi.loss.kernels import sets_arithmetic, standard_arithmetic
 from pce_mpi.loss.options import LinearStatisticsOptions, Options, takes
-from pce_mpi.loss.passes import write_statistics_gradient
+from pce_mpi.loss.passes import MadeResiduals, write_statistics_gradient
 from pce_mpi.loss.problem import Problem
 from pce_mpi.loss.softmax_state import RowSoftmax
 from pce_mpi.loss.statistics import ClassStatistics, named_statistics, statistics_fields, upstream_of_statistics
@@ -72,7 +72,7 @@ def linear_class_statistics(
 
 
 @dataclass(eq=False, repr=False)
-class LinearStatisticsResiduals:
+class LinearStatisticsResiduals(MadeResiduals):
     """The arrays that `linear_class_statistics_forward` keeps for the backward pass, opaque to its caller.
 
     Attributes
@@ -84,6 +84,8 @@ class LinearStatisticsResiduals:
     softmax : list of RowSoftmax
         The numbers that follow from the merged softmax states, for the rows of each part of a chunk.
     """
+
+    made_by = "linear_class_statistics_forward"
 
     problem: Problem
     product: Product
@@ -183,9 +185,7 @@ def linear_class_statistics_backward(
     >>> linear_class_statistics_backward(residuals, entropy=1.0).dw.round(4)
     array([[ 0.206, -0.206]])
     """
-    if not isinstance(residuals, LinearStatisticsResiduals):
-        kind = type(residuals).__name__
-        raise TypeError(f"residuals must come from linear_class_statistics_forward, got {kind}")
+    LinearStatisticsResiduals.check(residuals)
     options, operation = residuals.problem.options, "linear_class_statistics_backward"
     given = {"log_prob": log_prob, "entropy": entropy, "logsumexp": logsumexp}
     with local_checks() as checks:

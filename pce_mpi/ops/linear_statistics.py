@@ -72,9 +72,7 @@ def _to_w(
     return gradient_of(w, residuals.gradients(g).w, dims_of_rows(hidden))
 
 
-def _to_bias(
-    g: Any, y: Any, hidden: DistArray, *others: DistArray, residuals: _Residuals, **options: Any
-) -> DistArray:
+def _to_bias(g: Any, y: Any, hidden: DistArray, *others: DistArray, residuals: _Residuals, **options: Any) -> DistArray:
     return gradient_of(others[-1], residuals.gradients(g).bias, dims_of_rows(hidden))
 
 

@@ -138,7 +138,12 @@ def theirs(options):
         for first in range(0, options.rows, options.chunk):
             part, own = h[first : first + options.chunk], t[first : first + options.chunk]
             here = (own >= start) & (own < start + len(weight))
-            yield slice(first, first + len(part)), part, part @ weight.T, (torch.arange(len(part))[here], (own - start)[here])
+            yield (
+                slice(first, first + len(part)),
+                part,
+                part @ weight.T,
+                (torch.arange(len(part))[here], (own - start)[here]),
+            )
 
     def chunked():
         dh, dw, total = torch.empty_like(h), torch.zeros_like(weight), 0.0

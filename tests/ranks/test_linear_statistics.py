@@ -112,10 +112,11 @@ def test_gradients_of_linear_statistics_are_finite_differences(comm, name):
 
     mine, step = mine_of(comm), np.finfo(np.float64).eps ** (1 / 3)
     got = run(comm, hidden, w, targets, upstream, chunk=7, bias=bias, **options)[1]
-    along = [np.random.default_rng(8).standard_normal(x.shape) for x in (hidden, w, bias)]
+    operands, rng = (hidden, w, bias), np.random.default_rng(8)
+    along = [rng.standard_normal(x.shape) for x in operands]
     for index, (gradient, part) in enumerate(((got.dhidden, slice(None)), (got.dw, mine), (got.dbias, mine))):
         ends = [
-            total(*(x + sign * step * d * (index == at) for at, (x, d) in enumerate(zip((hidden, w, bias), along))))
+            total(*(x + sign * step * d * (index == at) for at, (x, d) in enumerate(zip(operands, along, strict=True))))
             for sign in (1, -1)
         ]
         slope = float((gradient * along[index][..., part]).sum())
@@ -124,7 +125,9 @@ def test_gradients_of_linear_statistics_are_finite_differences(comm, name):
         assert abs(slope - (ends[0] - ends[1]) / (2 * step)) <= FINITE_DIFFERENCE * unit * max(1.0, abs(slope))
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda each: each.__name__
+)
 @pytest.mark.parametrize("name", ["plain", "softcap", "bias"])
 def test_exact_products_have_bits_of_their_statistics(comm, name, dtype):
     hidden, w = exact_products(dtype)
@@ -383,7 +386,10 @@ def test_reproducible_linear_statistics_have_bits_of_one_process(comm, dtype):
     bias = np.linspace(-3.0, 2.0, CLASSES).astype(dtype)
 
     def bits(mesh, of_hidden, of_w, of_bias):
-        h, v = pce.distribute(hidden, mesh, requires_grad=True, **of_hidden), pce.distribute(w, mesh, requires_grad=True, **of_w)
+        h, v = (
+            pce.distribute(hidden, mesh, requires_grad=True, **of_hidden),
+            pce.distribute(w, mesh, requires_grad=True, **of_w),
+        )
         b = pce.distribute(bias, mesh, requires_grad=True, **of_bias)
         with pce.reproducible():
             found = pce.linear_class_statistics(h, v, targets, bias=b, softcap=30.0, chunk=6)

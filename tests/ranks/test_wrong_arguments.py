@@ -102,8 +102,8 @@ def forward_residuals(at: At) -> Any:
 
 
 def linear_residuals(at: At) -> Any:
-    given = {"hidden": np.ones((4, 2)), "w": np.ones((2, 3)), "num_classes": at.classes}
-    return pce.linear_class_statistics_forward(**given, targets=at.targets, comm=at.comm)[1]
+    given = np.ones((4, 2)), np.ones((2, 3)), at.targets
+    return pce.linear_class_statistics_forward(*given, comm=at.comm, num_classes=at.classes)[1]
 
 
 def statistics_residuals(at: At) -> Any:
@@ -199,7 +199,17 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
 # They take no arguments or any, are made by the package alone, or have tables of their own.
 LEFT_OUT = {
     *("ClassStatistics", "CollectiveError", "CollectiveTimeout", "Colwise", "DistArray", "Inference"),
-    *("LinearGradients", "LinearStatisticsResiduals", "LinearValueAndGrad", "Replicate", "Replicated", "Residuals", "Rowwise", "Rule", "SequenceParallel"),
+    *(
+        "LinearGradients",
+        "LinearStatisticsResiduals",
+        "LinearValueAndGrad",
+        "Replicate",
+        "Replicated",
+        "Residuals",
+        "Rowwise",
+        "Rule",
+        "SequenceParallel",
+    ),
     *("StatisticsResiduals", "Trace", "VocabParallel", "named_scope", "no_grad", "reproducible", "dense", "load"),
     *("save", "SGD", "AdamW", "clip_grad_norm"),
 }
