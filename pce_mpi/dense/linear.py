@@ -94,10 +94,12 @@ def linear_class_statistics(
 
     Parameters
     ----------
-    hidden, w, bias : array_like
+    hidden, w : array_like
         Those of `linear_cross_entropy_value_and_grad`.
     targets : array_like of integers, optional
         Class numbers, for `log_prob`.
+    bias : array_like, optional
+        That of `linear_cross_entropy_value_and_grad`.
     **options
         Those of `class_statistics` but `axis`.
 

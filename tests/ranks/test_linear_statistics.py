@@ -197,7 +197,7 @@ def test_statistics_of_few_rows_and_empty_shards(comm, rows):
     np.testing.assert_allclose(got.dw, gradients.dw if mine.size else mine, atol=1e-14)
 
 
-def test_ignored_rows_alone_have_no_gradient_of_log_prob(comm):
+def test_ignored_rows_give_log_prob_no_gradient(comm):
     hidden, w, targets, _ = problem()
     found, got = run(comm, hidden, w, np.full_like(targets, -100), {"log_prob": 1.0}, chunk=6)
     assert not found.log_prob.any()
