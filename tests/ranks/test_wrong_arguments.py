@@ -272,30 +272,54 @@ def test_wrong_argument_on_one_rank_raises_everywhere(comm, name, several, impat
     assert "".join(told(name, CALLS[name](at))) == ""
 
 
+LOSSES = ["class_statistics", "cross_entropy", "linear_class_statistics", "linear_cross_entropy"]
+
+
+def of_distributed(at: At, name: str) -> dict[str, Any]:
+    """A sound call of a loss or of statistics, with classes sharded over the ranks."""
+    if name in {"cross_entropy", "linear_cross_entropy"}:
+        return CALLS[name](at)
+    if name == "class_statistics":
+        return {"logits": at.classified(), "targets": at.targets}
+    product = {"hidden": pce.distribute(np.ones((4, 2)), at.mesh), "w": at.classified(2)}
+    return product | {"targets": at.targets, "bias": np.ones(at.classes)}
+
+
+def check_wrong_array_of_one_rank(comm: MPI.Intracomm, name: str, sound: dict[str, Any]) -> None:
+    found = {}
+    for argument in sorted(sound.keys() & {"targets", "weight", "bias"}):
+        for kind, wrong in WRONG.items():
+            given = sound | {argument: wrong} if comm.rank == comm.size - 1 else sound
+            found[argument, kind] = told(name, given)
+    kinds = {"None", "text", "ragged", "complex"} - ({"None"} if "statistics" in name else set())
+    assert {found["targets", kind][0] for kind in kinds} == {"TypeError", "ValueError"}
+    for call, texts in ((call, comm.allgather(found[call])) for call in sorted(found)):
+        assert len(set(texts)) == 1, (call, texts)
+    assert "".join(told(name, sound)) == ""
+
+
 @pytest.mark.sizes(2)  # as above
 @pytest.mark.parametrize("axis", [0, 1], ids=["rows", "classes"])
-@pytest.mark.parametrize("name", ["class_statistics", "cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("name", LOSSES)
 def test_wrong_array_of_one_rank_raises_on_all(comm, name, axis, several, impatient):
-    at = At(comm)
-    sound = CALLS[name](at)
-    if name == "class_statistics":
-        sound = {"logits": at.classified(), "targets": at.targets}
+    sound = of_distributed(At(comm), name)
     if axis == 0:  # the rows are sharded, of the logits or of the hidden vectors
         if "logits" in sound:
             sound["logits"] = sound["logits"].redistribute(data=Shard(0))
         else:
             sound["hidden"] = sound["hidden"].redistribute(data=Shard(0))
             sound["w"] = sound["w"].redistribute(data=pce.Replicate())
-    found = {}
-    for argument in sorted(sound.keys() & {"targets", "weight", "bias"}):
-        for kind, wrong in WRONG.items():
-            given = sound | {argument: wrong} if comm.rank == comm.size - 1 else sound
-            found[argument, kind] = told(name, given)
-    kinds = {"None", "text", "ragged", "complex"} - ({"None"} if name == "class_statistics" else set())
-    assert {found["targets", kind][0] for kind in kinds} == {"TypeError", "ValueError"}
-    for call, texts in ((call, comm.allgather(found[call])) for call in sorted(found)):
-        assert len(set(texts)) == 1, (call, texts)
-    assert "".join(told(name, sound)) == ""
+    check_wrong_array_of_one_rank(comm, name, sound)
+
+
+@pytest.mark.sizes(2)  # as above
+@pytest.mark.parametrize("kind", ["sum", "avg", "max", "min"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_wrong_array_beside_partial_one_raises_everywhere(comm, name, kind, several, impatient):
+    sound = of_distributed(At(comm), name)
+    for operand in sound.keys() & {"logits", "hidden"}:  # reduced before the ranks agree
+        sound[operand] = pce.from_local(np.ones(sound[operand].shape), sound[operand].mesh, data=pce.Partial(kind))
+    check_wrong_array_of_one_rank(comm, name, sound)
 
 
 @pytest.mark.parametrize("wrong", ["targets", "weight"])
