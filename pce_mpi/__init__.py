@@ -47,11 +47,15 @@ from pce_mpi.exact.arithmetic import reproducible as reproducible
 from pce_mpi.include import get_include as get_include
 from pce_mpi.loss import (
     ClassStatistics as ClassStatistics,
+    LinearGradients as LinearGradients,
+    LinearStatisticsResiduals as LinearStatisticsResiduals,
     LinearValueAndGrad as LinearValueAndGrad,
     Residuals as Residuals,
     StatisticsResiduals as StatisticsResiduals,
     class_statistics_backward as class_statistics_backward,
     class_statistics_forward as class_statistics_forward,
+    linear_class_statistics_backward as linear_class_statistics_backward,
+    linear_class_statistics_forward as linear_class_statistics_forward,
     linear_cross_entropy_value_and_grad as linear_cross_entropy_value_and_grad,
     softmax_cross_entropy as softmax_cross_entropy,
     softmax_cross_entropy_backward as softmax_cross_entropy_backward,
@@ -88,6 +92,7 @@ from pce_mpi.ops.embedding import embedding as embedding
 from pce_mpi.ops.joining import concatenate as concatenate, split as split, stack as stack
 from pce_mpi.ops.largest import argmax as argmax, top_k as top_k
 from pce_mpi.ops.linear_loss import linear_cross_entropy as linear_cross_entropy
+from pce_mpi.ops.linear_statistics import linear_class_statistics as linear_class_statistics
 from pce_mpi.ops.loss import cross_entropy as cross_entropy, mse as mse
 from pce_mpi.ops.matmul import matmul as matmul
 from pce_mpi.ops.normalization import layer_norm as layer_norm, rms_norm as rms_norm

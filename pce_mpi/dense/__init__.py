@@ -5,15 +5,24 @@ and conventions are those of `pce_mpi.softmax_cross_entropy` without `comm`, `ba
 `compute_dtype` can only be float64.
 """
 
-from pce_mpi.dense.linear import LinearValueAndGrad, linear_cross_entropy_value_and_grad
+from pce_mpi.dense.linear import (
+    LinearGradients,
+    LinearValueAndGrad,
+    linear_class_statistics,
+    linear_class_statistics_backward,
+    linear_cross_entropy_value_and_grad,
+)
 from pce_mpi.dense.losses import softmax_cross_entropy, softmax_cross_entropy_value_and_grad
 from pce_mpi.dense.statistics import Statistics, class_statistics, class_statistics_backward
 
 __all__ = [
+    "LinearGradients",
     "LinearValueAndGrad",
     "Statistics",
     "class_statistics",
     "class_statistics_backward",
+    "linear_class_statistics",
+    "linear_class_statistics_backward",
     "linear_cross_entropy_value_and_grad",
     "softmax_cross_entropy",
     "softmax_cross_entropy_value_and_grad",

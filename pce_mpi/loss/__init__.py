@@ -16,6 +16,13 @@ from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.largest import argmax, top_k
 from pce_mpi.loss.linear import LinearValueAndGrad, linear_cross_entropy_value_and_grad
+from pce_mpi.loss.linear_statistics import (
+    LinearGradients,
+    LinearStatisticsResiduals,
+    linear_class_statistics,
+    linear_class_statistics_backward,
+    linear_class_statistics_forward,
+)
 from pce_mpi.loss.options import LossOptions, Options, takes
 from pce_mpi.loss.passes import Residuals, forward, value_and_grad, write_gradient
 from pce_mpi.loss.problem import upstream_of
@@ -29,6 +36,8 @@ from pce_mpi.loss.statistics import (
 
 __all__ = [
     "ClassStatistics",
+    "LinearGradients",
+    "LinearStatisticsResiduals",
     "LinearValueAndGrad",
     "Residuals",
     "StatisticsResiduals",
@@ -36,6 +45,9 @@ __all__ = [
     "class_statistics",
     "class_statistics_backward",
     "class_statistics_forward",
+    "linear_class_statistics",
+    "linear_class_statistics_backward",
+    "linear_class_statistics_forward",
     "linear_cross_entropy_value_and_grad",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",

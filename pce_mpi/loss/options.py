@@ -107,6 +107,14 @@ class LinearCrossEntropyOptions(TransformOptions, TermOptions, ProductOptions, t
     """The options of `linear_cross_entropy` on distributed arrays."""
 
 
+class LinearSoftmaxOptions(TransformOptions, ProductOptions, total=False):
+    """The options of `linear_class_statistics` on distributed arrays."""
+
+
+class LinearStatisticsOptions(TransformOptions, ShardOptions, ProductOptions, total=False):
+    """The options of `linear_class_statistics` on plain arrays."""
+
+
 class LinearOptions(TransformOptions, TermOptions, ShardOptions, BatchOptions, ProductOptions, total=False):
     """The options of the loss of `hidden @ w`, of plain arrays."""
 

@@ -33,11 +33,21 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
 
 
-@dataclass(eq=False, repr=False)
-class PassResiduals:
-    """The residuals of any forward pass over logits."""
+class MadeResiduals:
+    """The residuals of any forward pass, which name the function that makes them."""
 
     made_by: ClassVar[str]
+
+    @classmethod
+    def check(cls, residuals: object) -> None:
+        """Raise `TypeError` unless these residuals are of this class."""
+        if not isinstance(residuals, cls):
+            raise TypeError(f"residuals must come from {cls.made_by}, got {type(residuals).__name__}")
+
+
+@dataclass(eq=False, repr=False)
+class PassResiduals(MadeResiduals):
+    """The residuals of any forward pass over logits."""
 
     problem: Problem
     softmax: RowSoftmax
@@ -48,12 +58,6 @@ class PassResiduals:
         raise TypeError(
             "residuals are neither copied nor pickled, as they refer to the logits: run the forward pass again"
         )
-
-    @classmethod
-    def check(cls, residuals: object) -> None:
-        """Raise `TypeError` unless these residuals are of this class."""
-        if not isinstance(residuals, cls):
-            raise TypeError(f"residuals must come from {cls.made_by}, got {type(residuals).__name__}")
 
     def gradient_for(self, out: Any) -> Array:
         """Return the array for the gradient: `out`, checked, or a new one. If `out` is the logits, mark `used_up`."""

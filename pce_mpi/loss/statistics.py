@@ -184,14 +184,8 @@ def class_statistics_backward(
     """
     StatisticsResiduals.check(residuals)
     problem = residuals.problem
-    if log_prob is not None and problem.targets is None:
-        raise ValueError("log_prob has no gradient without targets")
-    given = {"log_prob": log_prob, "entropy": entropy, "logsumexp": logsumexp}
     with standard_arithmetic():
-        upstream = {
-            name: upstream_of(0.0 if value is None else value, name, problem.rows_shape, problem)
-            for name, value in given.items()
-        }
+        upstream = upstream_of_statistics(problem, log_prob, entropy, logsumexp)
         gradient = residuals.gradient_for(out)
         fields = statistics_fields(problem.targets is not None)
         write_statistics_gradient(gradient, problem, residuals.softmax, fields, upstream)
@@ -207,14 +201,29 @@ def statistics_fields(with_targets: bool) -> StateFields:
     return StateFields(hold_largest=True, argmax=True, target=with_targets, entropy=True)
 
 
+def upstream_of_statistics(
+    problem: Problem, log_prob: Any = None, entropy: Any = None, logsumexp: Any = None
+) -> dict[str, Array]:
+    """Return the upstream gradients of statistics, checked, each that of `upstream_of`; None is 0."""
+    if log_prob is not None and problem.targets is None:
+        raise ValueError("log_prob has no gradient without targets")
+    given = {"log_prob": log_prob, "entropy": entropy, "logsumexp": logsumexp}
+    return {
+        name: upstream_of(0.0 if value is None else value, name, problem.rows_shape, problem)
+        for name, value in given.items()
+    }
+
+
 def statistics_of(problem: Problem) -> tuple[ClassStatistics, StatisticsResiduals]:
     """Return the statistics and the residuals; collective over the communicators of `problem`."""
-    with_targets, shape = problem.targets is not None, problem.rows_shape
-    softmax = row_softmax(problem, statistics_fields(with_targets))
-    dtype = problem.options.compute_dtype
-    numbers, argmax = problem.kernel.row_statistics(softmax.columns, problem.counted, dtype)
+    softmax = row_softmax(problem, statistics_fields(problem.targets is not None))
+    found = problem.kernel.row_statistics(softmax.columns, problem.counted, problem.options.compute_dtype)
+    return named_statistics(problem, *found), StatisticsResiduals(problem, softmax)
+
+
+def named_statistics(problem: Problem, numbers: Array, argmax: Array) -> ClassStatistics:
+    """Name the statistics of all rows, (5, rows) and (rows,)."""
+    shape = problem.rows_shape
     largest, sum_exp, logsumexp, log_prob, entropy = (each.reshape(shape) for each in numbers)
-    statistics = ClassStatistics(
-        largest, sum_exp, logsumexp, log_prob if with_targets else None, entropy, argmax.reshape(shape)
-    )
-    return statistics, StatisticsResiduals(problem, softmax)
+    given = None if problem.targets is None else log_prob
+    return ClassStatistics(largest, sum_exp, logsumexp, given, entropy, argmax.reshape(shape))

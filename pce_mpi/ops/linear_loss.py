@@ -10,7 +10,8 @@ from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
-from pce_mpi.loss.linear import RowSums, check_product, loss_and_sums
+from pce_mpi.loss.chunks import check_product
+from pce_mpi.loss.linear import RowSums, loss_and_sums
 from pce_mpi.loss.options import LinearCrossEntropyOptions, Options, Reduction, takes
 from pce_mpi.ops.elementwise import widened
 from pce_mpi.ops.loss import CROSS_ENTROPY
@@ -41,7 +42,7 @@ def _linear_cross_entropy(
     return loss
 
 
-def _gradient(x: DistArray, gradient: Array, partial_over: tuple[str, ...]) -> DistArray:
+def gradient_of(x: DistArray, gradient: Array, partial_over: tuple[str, ...]) -> DistArray:
     """Return the gradient of an operand, rounded once to its dtype."""
     return DistArray(gradient.astype(x.dtype, copy=False), x.mesh, x.sharding.with_partial_over(partial_over))
 
@@ -49,24 +50,29 @@ def _gradient(x: DistArray, gradient: Array, partial_over: tuple[str, ...]) -> D
 def _to_hidden(
     g: DistArray, y: DistArray, hidden: DistArray, w: DistArray, *_: DistArray, residuals: RowSums, **options: Any
 ) -> DistArray:
-    over = tuple(dim for dim in w.mesh.dims if dim in w.sharding.dims_of(1))
-    return _gradient(hidden, residuals.of_hidden(g.local), over)
+    return gradient_of(hidden, residuals.of_hidden(g.local), dims_of_classes(w))
 
 
 def _to_w(
     g: DistArray, y: DistArray, hidden: DistArray, w: DistArray, *_: DistArray, residuals: RowSums, **options: Any
 ) -> DistArray:
-    return _gradient(w, residuals.of_classes(residuals.w, g.local), _dims_of_rows(hidden))
+    return gradient_of(w, residuals.of_classes(residuals.gradients.w, g.local), dims_of_rows(hidden))
 
 
 def _to_bias(
     g: DistArray, y: DistArray, hidden: DistArray, *others: DistArray, residuals: RowSums, **options: Any
 ) -> DistArray:
     _, _, bias, *_ = others
-    return _gradient(bias, residuals.of_classes(residuals.bias, g.local), _dims_of_rows(hidden))
+    return gradient_of(bias, residuals.of_classes(residuals.gradients.bias, g.local), dims_of_rows(hidden))
 
 
-def _dims_of_rows(hidden: DistArray) -> tuple[str, ...]:
+def dims_of_classes(w: DistArray) -> tuple[str, ...]:
+    """Return the dims that shard the classes."""
+    return tuple(dim for dim in w.mesh.dims if dim in w.sharding.dims_of(1))
+
+
+def dims_of_rows(hidden: DistArray) -> tuple[str, ...]:
+    """Return the dims that shard the rows."""
     rows = range(len(hidden.shape) - 1)
     return tuple(dim for dim in hidden.mesh.dims if any(dim in hidden.sharding.dims_of(axis) for axis in rows))
 

@@ -12,7 +12,7 @@ from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_real
 from pce_mpi.autograd.op import Call
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
-from pce_mpi.loss.linear import check_product
+from pce_mpi.loss.chunks import check_product
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.problem import check_per_class
 

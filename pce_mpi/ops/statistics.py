@@ -51,6 +51,18 @@ def _named(values: Sequence[Any], with_targets: bool) -> ClassStatistics:
     return ClassStatistics(**{**dict.fromkeys(ClassStatistics._fields), **dict(zip(names, values, strict=False))})
 
 
+def detached(values: Sequence[DistArray], with_targets: bool) -> ClassStatistics:
+    """Name the statistics of distributed arrays, those without a gradient detached from the tape."""
+    statistics = _named(values, with_targets)
+    return statistics._replace(max=statistics.max.detach(), sum_exp=statistics.sum_exp.detach())
+
+
+def upstream_of(g: Sequence[DistArray], with_targets: bool) -> dict[str, Array]:
+    """Return this rank's gradients of the statistics that have one, by name."""
+    given = _named(g, with_targets)._asdict()
+    return {name: given[name].local for name in _WITH_GRADIENT if given[name] is not None}
+
+
 def _to_logits(
     g: tuple[DistArray, ...],
     y: tuple[DistArray, ...],
@@ -59,12 +71,11 @@ def _to_logits(
     residuals: StatisticsResiduals,
     **options: Any,
 ) -> DistArray:
-    given = _named(g, bool(targets))._asdict()
-    upstream = {name: given[name].local for name in _WITH_GRADIENT if given[name] is not None}
-    return DistArray(class_statistics_backward(residuals, **upstream), logits.mesh, logits.sharding)
+    gradient = class_statistics_backward(residuals, **upstream_of(g, bool(targets)))
+    return DistArray(gradient, logits.mesh, logits.sharding)
 
 
-_CLASS_STATISTICS = Op(
+CLASS_STATISTICS = Op(
     "class_statistics",
     _class_statistics,
     (_to_logits, None),
@@ -132,5 +143,4 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     others, found = checked_operands({"logits": logits}, given, rows, shape[axis])
     parameters = parameters_of(checked, SoftmaxOptions) | {"axis": axis} | found
     with standard_arithmetic():
-        statistics = _named(apply(_CLASS_STATISTICS, logits, *others.values(), **parameters), bool(others))
-    return statistics._replace(max=statistics.max.detach(), sum_exp=statistics.sum_exp.detach())
+        return detached(apply(CLASS_STATISTICS, logits, *others.values(), **parameters), bool(others))

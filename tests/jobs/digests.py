@@ -150,6 +150,30 @@ def tape_digest(dtype: Any, kind: str) -> str:
     return digest_of(*(value.full() for value in values))
 
 
+def linear_digest(dtype: Any, kind: str) -> str:
+    """Statistics of a product of distributed arrays and their gradients, in reproducible arithmetic."""
+    mesh = pce.Mesh(MPI.COMM_WORLD, classes=MPI.COMM_WORLD.size)
+    rng, (_, targets, _) = np.random.default_rng(8), drawn(dtype, kind)
+    hidden, w = ((rng.integers(-(2**7), 2**7, shape) / 2**5).astype(dtype) for shape in ((ROWS, 5), (5, CLASSES)))
+    x = pce.distribute(hidden, mesh, requires_grad=True)
+    y = pce.distribute(w, mesh, classes=pce.Shard(1), requires_grad=True)
+    with pce.reproducible():
+        found = pce.linear_class_statistics(x, y, targets, logit_scale=0.7, chunk=2)
+        pce.sum(found.log_prob + found.entropy * 0.5).backward()
+    arrays: list[Any] = [*found, x.grad, y.grad]
+    return digest_of(*(each.full() for each in arrays))
+
+
+# Of integers and of special values, in each dtype.
+MORE = {
+    "rows": rows_digest,
+    "margin": margin_digest,
+    "batch_comm": batch_digest,
+    "tape": tape_digest,
+    "linear": linear_digest,
+}
+
+
 def main() -> None:
     digests = {
         f"{dtype} {name} {kind}": digest(DTYPES[dtype], options, kind)
@@ -157,8 +181,7 @@ def main() -> None:
         for name, options in OPTIONS.items()
         for kind in ("index", "special", "probabilities")
     }
-    kinds = {"rows": rows_digest, "margin": margin_digest, "batch_comm": batch_digest, "tape": tape_digest}
-    for name, more in kinds.items():
+    for name, more in MORE.items():
         digests |= {
             f"{dtype} {name} {kind}": more(DTYPES[dtype], kind) for dtype in DTYPES for kind in ("index", "special")
         }

@@ -1,5 +1,8 @@
 """python tests/peers/compare_linear.py: the loss of hidden @ w and its gradients, in chunks, beside torch's.
 
+With --statistics: log-probabilities, entropies and logsumexp, and then the gradients of their sum, for which the logits
+of each chunk are computed again.
+
 All run under mpiexec with one thread a rank, each pair one after the other. torch's chunks are those of Liger's fused
 linear cross entropy: the gradient of a chunk is taken while its logits are at hand. Its dense loss, which holds all
 logits, is timed on one rank. Memory is what a call takes beyond its arguments and results, in chunks of logits.
@@ -30,6 +33,7 @@ def main():
     parser.add_argument("--classes", type=int, default=32000, help="of all shards together")
     parser.add_argument("--chunk", type=int, default=512, help="rows of logits that are held at once")
     parser.add_argument("--pairs", type=int, default=5, help="alternations, of whose ratios the median counts")
+    parser.add_argument("--statistics", action="store_true", help="statistics and their gradients in place of the loss")
     parser.add_argument("--role", choices=["ours", "theirs"], help=argparse.SUPPRESS)
     parser.add_argument("--meeting", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -48,6 +52,7 @@ def compare(options):
     given = [
         word for name in ("rows", "features", "classes", "chunk") for word in (f"--{name}", str(getattr(options, name)))
     ]
+    given += ["--statistics"] * options.statistics
     pairs = [
         {**launch("theirs", options, given, __file__), **launch("ours", options, given, __file__)}
         for _ in tqdm(range(options.pairs), desc="pairs", file=sys.stderr)
@@ -102,10 +107,15 @@ def ours(options):
     pce.linear_cross_entropy_value_and_grad(hidden[:2], w[:, :8], targets[:2] % 8, comm=comm)
     losses = []
 
-    def step():
+    def loss():
         losses[:] = [pce.linear_cross_entropy_value_and_grad(hidden, w, targets, comm=comm, chunk=options.chunk)[0]]
 
-    found = measured({"ours": step}, comm, hidden.nbytes + w.nbytes)
+    def statistics():
+        found, residuals = pce.linear_class_statistics_forward(hidden, w, targets, comm=comm, chunk=options.chunk)
+        pce.linear_class_statistics_backward(residuals, log_prob=1.0, entropy=1.0, logsumexp=1.0)
+        losses[:] = [np.mean(found.entropy - found.log_prob)]
+
+    found = measured({"ours": statistics if options.statistics else loss}, comm, hidden.nbytes + w.nbytes)
     return None if found is None else found | {"our loss": float(losses[0])}
 
 
@@ -123,19 +133,27 @@ def theirs(options):
     h, weight, t = torch.from_numpy(hidden), torch.from_numpy(np.ascontiguousarray(w.T)), torch.from_numpy(targets)
     losses = []
 
-    def chunked():
-        dh, dw, total = torch.empty_like(h), torch.zeros_like(weight), 0.0
+    def chunks():
+        """Give the place, the rows, their logits, and where the targets of this shard are."""
         for first in range(0, options.rows, options.chunk):
             part, own = h[first : first + options.chunk], t[first : first + options.chunk]
             here = (own >= start) & (own < start + len(weight))
-            rows, columns = torch.arange(len(part))[here], (own - start)[here]
-            z = part @ weight.T
+            yield (
+                slice(first, first + len(part)),
+                part,
+                part @ weight.T,
+                (torch.arange(len(part))[here], (own - start)[here]),
+            )
+
+    def chunked():
+        dh, dw, total = torch.empty_like(h), torch.zeros_like(weight), 0.0
+        for place, part, z, (rows, columns) in chunks():
             top = z.amax(1)
             if comm.size > 1:
                 distributed.all_reduce(top, op=distributed.ReduceOp.MAX)
             z.sub_(top[:, None])
             target = torch.zeros(len(part))
-            target[here] = z[rows, columns]
+            target[rows] = z[rows, columns]
             z.exp_()
             both = torch.stack([z.sum(1), target])
             if comm.size > 1:
@@ -144,17 +162,45 @@ def theirs(options):
             z.div_(both[0][:, None])
             z[rows, columns] -= 1
             z.div_(options.rows)
-            torch.mm(z, weight, out=dh[first : first + options.chunk])
+            torch.mm(z, weight, out=dh[place])
             dw.addmm_(z.T, part)
         if comm.size > 1:
             distributed.all_reduce(dh)
         losses[:] = [total / options.rows]
 
+    def chunked_statistics():
+        log_prob, entropy, logsumexp = torch.empty(3, options.rows)
+        for place, part, z, target in chunks():
+            top = z.amax(1)
+            if comm.size > 1:
+                distributed.all_reduce(top, op=distributed.ReduceOp.MAX)
+            sums = torch.zeros(3, len(part))
+            sums[2, target[0]] = z[target]
+            e = torch.exp(z - top[:, None])
+            sums[0], sums[1] = e.sum(1), z.mul_(e).sum(1)
+            if comm.size > 1:
+                distributed.all_reduce(sums)
+            logsumexp[place] = sums[0].log() + top
+            log_prob[place], entropy[place] = sums[2] - logsumexp[place], logsumexp[place] - sums[1] / sums[0]
+        losses[:] = [float((entropy - log_prob).mean())]
+        # The gradient of log_prob + entropy + logsumexp: [c = t] - p_c (log p_c + entropy)
+        dh, dw = torch.empty_like(h), torch.zeros_like(weight)
+        for place, part, z, target in chunks():
+            z.sub_(logsumexp[place, None])
+            p = z.exp()
+            z.add_(entropy[place, None]).mul_(p).neg_()
+            z[target] += 1
+            torch.mm(z, weight, out=dh[place])
+            dw.addmm_(z.T, part)
+        if comm.size > 1:
+            distributed.all_reduce(dh)
+
     def dense():
         a, b = h.detach().requires_grad_(), weight.detach().requires_grad_()
         torch.nn.functional.cross_entropy(a @ b.T, t).backward()
 
-    steps = {"chunked": chunked} | ({"dense": dense} if comm.size == 1 else {})
+    steps = {"chunked": chunked_statistics if options.statistics else chunked}
+    steps |= {"dense": dense} if comm.size == 1 and not options.statistics else {}
     found = measured(steps, comm, hidden.nbytes + w.nbytes)
     distributed.destroy_process_group()
     return None if found is None else found | {"their loss": losses[0]}

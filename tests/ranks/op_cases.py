@@ -629,6 +629,28 @@ def _class_statistics(logits: Array, targets: Array, **options: Any) -> Case:
     )
 
 
+def _linear_class_statistics(
+    hidden: Array, w: Array, targets: Array | None = None, bias: Array | None = None, **options: Any
+) -> Case:
+    """Those that have a gradient."""
+    more = {name: array for name, array in (("targets", targets), ("bias", bias)) if array is not None}
+    names = ["log_prob", "entropy", "logsumexp"] if targets is not None else ["entropy", "logsumexp"]
+
+    def call(hidden: Any, w: Any, *arrays: Any) -> Any:
+        found = pce.linear_class_statistics(hidden, w, **dict(zip(more, arrays, strict=True)), **options)
+        return [getattr(found, name) for name in names]
+
+    def reference(hidden: Any, w: Any, *arrays: Any) -> Any:
+        given = {name: value for name, value in options.items() if name != "chunk"}
+        found = dense.linear_class_statistics(hidden, w, **dict(zip(more, arrays, strict=True)), **given)
+        return [getattr(found, name) for name in names]
+
+    what = ", ".join([f"{name}={value}" for name, value in options.items()] + [*more])
+    gradient = [True, True, *(name == "bias" for name in more)]
+    last: dict[str, Any] = {"what": what, "gradient": gradient, "parameters": options if bias is None else None}
+    return case("linear_class_statistics", call, reference, hidden, w, *more.values(), **last)
+
+
 def _top_k(logits: Array, k: int, axis: int = -1) -> Case:
     def reference(x: Array) -> Array:
         return np.flip(np.sort(x, axis), axis).take(range(k), axis)
@@ -640,6 +662,9 @@ def _top_k(logits: Array, k: int, axis: int = -1) -> Case:
 STATISTICS = [
     _class_statistics(normal(3, 4), integers(4, 3)),
     _class_statistics(normal(4, 3, 2), np.array([[0, -100], [3, 3], [2, 1]]), axis=0, logit_scale=0.5),
+    _linear_class_statistics(normal(5, 3), normal(3, 4), integers(4, 5), chunk=2),
+    _linear_class_statistics(normal(2, 3, 4), normal(4, 5), bias=normal(5), softcap=2.0, chunk=4),
+    _linear_class_statistics(normal(5, 3), normal(3, 4), np.array([0, -100, 3, 1, -100]), normal(4), logit_scale=0.5),
     _top_k(np.asarray(_rng.permutation(15).reshape(3, 5) / 4.0), 2),
     _top_k(np.asarray(_rng.permutation(12).reshape(4, 3) / 4.0), 4, axis=0),
     *(named("argmax", integers(4, 4, 3) / 2, gradient=[False], dtype=np.int64, axis=axis) for axis in (0, 1)),

@@ -76,6 +76,13 @@ def linear(made: Made) -> None:
     pce.linear_cross_entropy(x, w, TARGETS, chunk=4).backward()
 
 
+def linear_statistics(made: Made) -> None:
+    x, w = made.array(ROWS, FEATURES, **made.rows), made.array(FEATURES, CLASSES, model=Shard(1))
+    found = pce.linear_class_statistics(x, w, TARGETS, bias=np.zeros(CLASSES, np.float32), chunk=4)
+    pce.mean(found.entropy + found.log_prob).backward()
+    pce.SGD([x, w], lr=0.1).step()
+
+
 def perceptron(made: Made) -> None:
     x = made.array(ROWS, FEATURES, **made.rows)
     w = [made.array(FEATURES, 10, model=Shard(1)), made.array(10, 5, model=Shard(0))]
@@ -114,8 +121,8 @@ def moves(made: Made) -> None:
 
 
 PROGRAMS = (
-    *(classify, smoothed, margined, rows_apart, probabilities, statistics, softmaxes, largest, linear, perceptron),
-    *(attention, contraction, norms, lookup, moves),
+    *(classify, smoothed, margined, rows_apart, probabilities, statistics, softmaxes, largest, linear),
+    *(linear_statistics, perceptron, attention, contraction, norms, lookup, moves),
 )
 
 

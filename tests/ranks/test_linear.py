@@ -9,7 +9,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import dense
-from pce_mpi.loss import linear, products
+from pce_mpi.loss import chunks, products
 from ranks.grids import mesh_of
 
 # One rank alone, and shards of several lengths.
@@ -194,9 +194,9 @@ def test_ranks_that_differ_raise(comm, several):
 def test_logits_are_held_one_chunk_at_a_time(comm, monkeypatch):
     hidden, w, targets = problem()
     held = []
-    made = linear._Operands.check
+    made = chunks.Product.make_room
     monkeypatch.setattr(
-        linear._Operands, "check", lambda self, *given: (made(self, *given), held.append(sum(map(len, self.logits))))[0]
+        chunks.Product, "make_room", lambda self, *given: (made(self, *given), held.append(sum(map(len, self.logits))))
     )
     run(comm, hidden, w, targets, chunk=6)
     assert held == [6]

@@ -51,6 +51,7 @@ REDUCTIONS = ["none", "sum", "mean"]
         (pce.softmax_cross_entropy_forward, "operation"),
         (pce.softmax_cross_entropy_value_and_grad, "smoothing"),
         (pce.class_statistics, "weight"),
+        (pce.linear_class_statistics, "label_smoothing"),
         (pce.cross_entropy, "comm"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

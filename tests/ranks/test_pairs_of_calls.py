@@ -51,6 +51,7 @@ CALLS = {
     "top_k": (lambda o: pce.top_k(o.columns, 2), "top_k"),
     "argmax": (lambda o: pce.argmax(o.columns), "argmax"),
     "linear": (lambda o: pce.linear_cross_entropy(o.all, o.classes, TARGETS), "linear_cross_entropy"),
+    "linear statistics": (lambda o: pce.linear_class_statistics(o.all, o.classes, TARGETS), "linear_class_statistics"),
     "layer_norm": (lambda o: pce.layer_norm(o.columns), "sum"),
     "cumsum": (lambda o: pce.cumsum(o.rows, axis=0), "cumsum"),
     "backward": (lambda o: (o.columns.redistribute(data=Shard(0)) * 2.0).sum().backward(), "redistribute"),

@@ -302,6 +302,10 @@ def entropy(reduction: str = "mean", axis: int = -1) -> Formula:
     return lambda logits, targets: pce.cross_entropy(logits, targets, axis=axis, reduction=reduction)
 
 
+def entropy_of_product(hidden: DistArray, w: DistArray) -> DistArray:
+    return pce.linear_class_statistics(hidden, w).entropy
+
+
 TARGETS = whole_numbers((7,), R)
 LOSSES = {
     "sharded logits": Row(entropy(), [*of((7, 5), S0), TARGETS], R, "all_reduce 64", [SAME, None]),
@@ -323,6 +327,17 @@ LOSSES = {
             ("uneven classes", 1, uneven((7, 5), 1)),
         )
     },
+    "product, sharded rows": Row(entropy_of_product, of((7, 3), S0) + of((3, 5), R), S0, "agreement", [SAME, SUM]),
+    "product, sharded classes": Row(
+        entropy_of_product, of((7, 3), R) + of((3, 5), S1), R, "all_reduce 560", [SUM, SAME]
+    ),
+    "product, rows and classes": Row(
+        entropy_of_product,
+        of((7, 3), S0, R) + of((3, 5), R, S1),
+        (S0, R),
+        "model: all_reduce 320",
+        [(S0, SUM), (SUM, S1)],
+    ),
     "rows and classes": Row(
         entropy(),
         [*of((7, 5), S0, S1), whole_numbers((7,), (R, R))],

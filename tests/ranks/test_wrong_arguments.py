@@ -65,6 +65,9 @@ class At:
         return pce.distribute(whole, self.mesh, data=Shard(1))
 
 
+TERMS = {"weight": np.linspace(0.5, 1, 3), "label_smoothing": 0.1, "z_loss": 0.1, "reduction": "mean"}
+
+
 def plain(at: At) -> dict[str, Any]:
     return {"comm": at.comm, "class_start": 3 * at.comm.rank, "num_classes": at.classes}
 
@@ -75,14 +78,18 @@ def statistics(at: At) -> dict[str, Any]:
 
 
 def losses(at: At) -> dict[str, Any]:
-    options = {"weight": np.linspace(0.5, 1, 3), "label_smoothing": 0.1, "z_loss": 0.1, "reduction": "mean"}
-    return statistics(at) | options | {"batch_comm": MPI.COMM_SELF}
+    return statistics(at) | TERMS | {"batch_comm": MPI.COMM_SELF}
 
 
 def linear(at: At) -> dict[str, Any]:
     options = losses(at) | {"hidden": np.ones((4, 2)), "w": np.ones((2, 3)) / 4, "chunk": 2}
     del options["axis"], options["logits"]
     return options
+
+
+def linear_statistics(at: At) -> dict[str, Any]:
+    options = linear(at) | {"bias": np.ones(3)}
+    return {name: value for name, value in options.items() if name not in {*TERMS, "batch_comm"}}
 
 
 def on_tape(at: At, options: dict[str, Any], **arrays: Any) -> dict[str, Any]:
@@ -92,6 +99,11 @@ def on_tape(at: At, options: dict[str, Any], **arrays: Any) -> dict[str, Any]:
 
 def forward_residuals(at: At) -> Any:
     return pce.softmax_cross_entropy_forward(at.logits, at.targets, comm=at.comm)[1]
+
+
+def linear_residuals(at: At) -> Any:
+    given = np.ones((4, 2)), np.ones((2, 3)), at.targets
+    return pce.linear_class_statistics_forward(*given, comm=at.comm, num_classes=at.classes)[1]
 
 
 def statistics_residuals(at: At) -> Any:
@@ -148,6 +160,12 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
         **{"mesh": at.mesh, "dtypes": np.float32},
     },
     "layer_norm": lambda at: {"/x": at.x(), "scale": np.ones(3), "bias": np.ones(3), "axis": -1, "eps": 1e-5},
+    "linear_class_statistics": linear_statistics,
+    "linear_class_statistics_backward": lambda at: {
+        "/residuals": linear_residuals(at),
+        **dict.fromkeys(("log_prob", "entropy", "logsumexp"), np.ones(4)),
+    },
+    "linear_class_statistics_forward": linear_statistics,
     "linear_cross_entropy": lambda at: on_tape(
         at, linear(at), hidden=pce.distribute(np.ones((4, 2)), at.mesh), w=at.classified(2)
     ),
@@ -181,16 +199,27 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
 # They take no arguments or any, are made by the package alone, or have tables of their own.
 LEFT_OUT = {
     *("ClassStatistics", "CollectiveError", "CollectiveTimeout", "Colwise", "DistArray", "Inference"),
-    *("LinearValueAndGrad", "Replicate", "Replicated", "Residuals", "Rowwise", "Rule", "SequenceParallel"),
+    *(
+        "LinearGradients",
+        "LinearStatisticsResiduals",
+        "LinearValueAndGrad",
+        "Replicate",
+        "Replicated",
+        "Residuals",
+        "Rowwise",
+        "Rule",
+        "SequenceParallel",
+    ),
     *("StatisticsResiduals", "Trace", "VocabParallel", "named_scope", "no_grad", "reproducible", "dense", "load"),
     *("save", "SGD", "AdamW", "clip_grad_norm"),
 }
 # Each rank's own arguments are checked before the ranks agree; these bring the ranks together.
 AGREED = {
     *("argmax", "class_statistics", "distribute", "embedding", "from_local", "linear_cross_entropy_value_and_grad"),
+    *("linear_class_statistics", "linear_class_statistics_backward", "linear_class_statistics_forward"),
     *("softmax_cross_entropy_value_and_grad", "top_k"),
 }
-BRING_TOGETHER = {"comm", "batch_comm", "/mesh", "table", "src_rank"}
+BRING_TOGETHER = {"comm", "batch_comm", "/mesh", "table", "src_rank", "/residuals"}
 
 
 def told(name: str, given: dict[str, Any]) -> tuple[str, str]:
@@ -243,30 +272,54 @@ def test_wrong_argument_on_one_rank_raises_everywhere(comm, name, several, impat
     assert "".join(told(name, CALLS[name](at))) == ""
 
 
+LOSSES = ["class_statistics", "cross_entropy", "linear_class_statistics", "linear_cross_entropy"]
+
+
+def of_distributed(at: At, name: str) -> dict[str, Any]:
+    """A sound call of a loss or of statistics, with classes sharded over the ranks."""
+    if name in {"cross_entropy", "linear_cross_entropy"}:
+        return CALLS[name](at)
+    if name == "class_statistics":
+        return {"logits": at.classified(), "targets": at.targets}
+    product = {"hidden": pce.distribute(np.ones((4, 2)), at.mesh), "w": at.classified(2)}
+    return product | {"targets": at.targets, "bias": np.ones(at.classes)}
+
+
+def check_wrong_array_of_one_rank(comm: MPI.Intracomm, name: str, sound: dict[str, Any]) -> None:
+    found = {}
+    for argument in sorted(sound.keys() & {"targets", "weight", "bias"}):
+        for kind, wrong in WRONG.items():
+            given = sound | {argument: wrong} if comm.rank == comm.size - 1 else sound
+            found[argument, kind] = told(name, given)
+    kinds = {"None", "text", "ragged", "complex"} - ({"None"} if "statistics" in name else set())
+    assert {found["targets", kind][0] for kind in kinds} == {"TypeError", "ValueError"}
+    for call, texts in ((call, comm.allgather(found[call])) for call in sorted(found)):
+        assert len(set(texts)) == 1, (call, texts)
+    assert "".join(told(name, sound)) == ""
+
+
 @pytest.mark.sizes(2)  # as above
 @pytest.mark.parametrize("axis", [0, 1], ids=["rows", "classes"])
-@pytest.mark.parametrize("name", ["class_statistics", "cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("name", LOSSES)
 def test_wrong_array_of_one_rank_raises_on_all(comm, name, axis, several, impatient):
-    at = At(comm)
-    sound = CALLS[name](at)
-    if name == "class_statistics":
-        sound = {"logits": at.classified(), "targets": at.targets}
+    sound = of_distributed(At(comm), name)
     if axis == 0:  # the rows are sharded, of the logits or of the hidden vectors
         if "logits" in sound:
             sound["logits"] = sound["logits"].redistribute(data=Shard(0))
         else:
             sound["hidden"] = sound["hidden"].redistribute(data=Shard(0))
             sound["w"] = sound["w"].redistribute(data=pce.Replicate())
-    found = {}
-    for argument in sorted(sound.keys() & {"targets", "weight", "bias"}):
-        for kind, wrong in WRONG.items():
-            given = sound | {argument: wrong} if comm.rank == comm.size - 1 else sound
-            found[argument, kind] = told(name, given)
-    kinds = {"None", "text", "ragged", "complex"} - ({"None"} if name == "class_statistics" else set())
-    assert {found["targets", kind][0] for kind in kinds} == {"TypeError", "ValueError"}
-    for call, texts in ((call, comm.allgather(found[call])) for call in sorted(found)):
-        assert len(set(texts)) == 1, (call, texts)
-    assert "".join(told(name, sound)) == ""
+    check_wrong_array_of_one_rank(comm, name, sound)
+
+
+@pytest.mark.sizes(2)  # as above
+@pytest.mark.parametrize("kind", ["sum", "avg", "max", "min"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_wrong_array_beside_partial_one_raises_everywhere(comm, name, kind, several, impatient):
+    sound = of_distributed(At(comm), name)
+    for operand in sound.keys() & {"logits", "hidden"}:  # reduced before the ranks agree
+        sound[operand] = pce.from_local(np.ones(sound[operand].shape), sound[operand].mesh, data=pce.Partial(kind))
+    check_wrong_array_of_one_rank(comm, name, sound)
 
 
 @pytest.mark.parametrize("wrong", ["targets", "weight"])

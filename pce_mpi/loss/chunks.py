@@ -1,0 +1,201 @@
+"""The logits `hidden @ w + bias`, a chunk of rows at a time, so that all of them are never held at once.
+
+The logits of some rows are computed and reduced to states. The merge of the states over the ranks runs while the next
+rows are multiplied. Then the caller has these logits with their softmax, and may write a gradient over them, which is
+multiplied to give the gradients of the operands.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+import math
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, cupy_of, is_floating, is_half, name_of
+from pce_mpi.comm.collectives import all_reduce
+from pce_mpi.comm.tracing import cause
+from pce_mpi.gpu import check_on_current_gpu
+from pce_mpi.loss.agreement import agree_on
+from pce_mpi.loss.kernels import gemm
+from pce_mpi.loss.options import Options
+from pce_mpi.loss.passes import start_row_softmax
+from pce_mpi.loss.problem import Problem, check, check_per_class
+from pce_mpi.loss.products import add_gradients, multiply
+from pce_mpi.loss.softmax_state import RowSoftmax, StateFields
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+
+# The default number of rows of a chunk. More rows make products faster, and additions to the gradient of w rarer.
+_ROWS, _ROWS_ON_GPU = 512, 4096
+# Bounds of the class weights: sums of gradients are weighted, and divided at the end.
+_LEAST, _MOST = 1e-18, 1e18
+
+
+@dataclass
+class Gradients:
+    """The gradients of the operands, summed over rows; those of halves are float32, that of `bias` is float64.
+
+    The gradient of `hidden` has its shape, and is summed over this rank's classes alone until `sum_over_shards`.
+    """
+
+    hidden: Array
+    w: Array
+    bias: Array
+
+    def sum_over_shards(self, operation: str, options: Options) -> None:
+        """Sum the gradient of `hidden` over the classes of all shards; collective over `comm`."""
+        if options.comm is not None:
+            with cause(operation, options.over, "the gradient of hidden, a sum over all classes"):
+                self.hidden = all_reduce(self.hidden, options.comm, "sum", overwrite=True)
+
+
+@dataclass
+class Product:
+    """The operands, and room for logits and gradients: nothing large is allocated once the ranks have agreed.
+
+    `hidden` is (rows, features), and `shape` the one that it was passed in. `held` rows are multiplied at once.
+    """
+
+    hidden: Array
+    w: Array
+    bias: Array | None
+    shape: tuple[int, ...]
+    held: int = 0
+    logits: Sequence[Array] = ()  # one buffer, or two if states are merged while the next rows are multiplied
+    gradients: Gradients | None = None
+
+    @classmethod
+    def of(cls, hidden: Any, w: Any, bias: Any) -> Product:
+        given = {"hidden": hidden, "w": w} | ({} if bias is None else {"bias": bias})
+        arrays = {name: as_array(value, name) for name, value in given.items()}
+        check_one_library(arrays)
+        check_on_current_gpu(arrays)
+        check_product(arrays)
+        hidden, w, bias = arrays["hidden"], arrays["w"], arrays.get("bias")
+        if bias is not None:
+            check_per_class("bias", bias, w.shape[1], " of this shard")
+        return cls(hidden.reshape(math.prod(hidden.shape[:-1]), w.shape[0]), w, bias, hidden.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of logits and gradients."""
+        return np.dtype(np.float32) if is_half(self.w.dtype) else self.w.dtype
+
+    def check(self, options: Options, targets: Any, needs_targets: bool) -> Problem:
+        """Return the checked arguments; the logits are without memory, as checks need only their shape and dtype."""
+        xp = array_namespace(self.w)
+        absent = xp.broadcast_to(xp.zeros((), self.dtype), (*self.shape[:-1], self.w.shape[1]))
+        problem = check(options, absent, targets, needs_targets=needs_targets)
+        if problem.probabilities is not None:
+            raise TypeError("targets must be class numbers, got probabilities")
+        problem.sharded = self.w, 1
+        chunk = problem.options.chunk or (_ROWS if cupy_of(self.w) is None else _ROWS_ON_GPU)
+        problem.also = {"features": self.w.shape[0], "dtype of w": name_of(self.w.dtype), "chunk": chunk}
+        problem.also["bias given"] = self.bias is not None
+        weight = problem.options.weight
+        if weight is not None and self.dtype == np.float32 and not np.all((weight == 0) | _in_range(np.abs(weight))):
+            raise ValueError(f"weight must be 0 or from {_LEAST:g} to {_MOST:g}, as gradients are summed in float32")
+        self.held = max(1, min(len(self.hidden), chunk // buffers_of(options)))
+        if gemm.takes(self.w):
+            self.hidden, self.w = gemm.readable(self.hidden), gemm.readable(self.w)
+        self.bias = None if self.bias is None else self.bias.astype(self.dtype, copy=False)
+        return problem
+
+    def make_room(self, buffers: int, with_gradients: bool) -> None:
+        """Allocate buffers for the logits of some rows, and gradients of 0."""
+        xp, dtype, classes = array_namespace(self.w), self.dtype, self.w.shape[1]
+        self.logits = [xp.empty((self.held, classes), dtype) for _ in range(buffers)]
+        if with_gradients:
+            dhidden, dw = xp.zeros(self.shape, dtype), xp.zeros(self.w.shape, dtype)
+            self.gradients = Gradients(dhidden, dw, xp.zeros(classes))
+
+    def rows(self) -> Iterator[slice]:
+        """Give the rows that are multiplied at once, one part after the other."""
+        for first in range(0, len(self.hidden), self.held):
+            yield slice(first, min(first + self.held, len(self.hidden)))
+
+    def part_of(self, problem: Problem, rows: slice, buffer: int = 0) -> Problem:
+        """Compute the logits of some rows, and return the problem of these."""
+        logits = self.logits[buffer][: rows.stop - rows.start]
+        multiply(self.hidden[rows], self.w, logits)
+        if self.bias is not None:
+            logits += self.bias
+        return replace(
+            problem,
+            options=problem.options.with_checked({"axis": 1}, problem.options.weight),
+            logits=logits,
+            rows_shape=logits.shape[:1],
+            targets=None if problem.targets is None else problem.targets[rows],
+            target_column=None if problem.target_column is None else problem.target_column[rows],
+            valid=problem.valid[rows],
+            counted=None if problem.counted is None else problem.counted[rows],
+            sharded=(logits, 1),
+            inputs=(),
+        )
+
+    def parts_of(self, problem: Problem, fields: StateFields) -> Iterator[tuple[slice, Problem, RowSoftmax]]:
+        """Give rows, their problem and their softmax, until all rows are done; collective over `comm`.
+
+        The logits of a part may be written to; they are gone when the next part is asked for.
+        """
+        merging: deque[Any] = deque()
+        for number, rows in enumerate(self.rows()):
+            part = self.part_of(problem, rows, number % len(self.logits))
+            merging.append((rows, part, start_row_softmax(part, fields)))
+            if len(merging) == len(self.logits):
+                yield _merged(*merging.popleft())
+        while merging:
+            yield _merged(*merging.popleft())
+
+    def add_gradients(self, hidden: Array, rows: slice, part: Problem) -> None:
+        """Add the gradients of some rows, `hidden`, whose logits have been overwritten with their gradient."""
+        assert self.gradients is not None
+        dhidden = self.gradients.hidden.reshape(self.hidden.shape)[rows]
+        add_gradients(hidden, self.w, part.logits, dhidden, self.gradients.w, part.options.rounded_gradient)
+        if self.bias is not None:
+            self.gradients.bias += part.logits.sum(axis=0, dtype=np.float64)
+
+
+def _merged(rows: slice, part: Problem, softmax: Any) -> tuple[slice, Problem, RowSoftmax]:
+    return rows, part, softmax()
+
+
+def agree_on_product(
+    options: Options, hidden: Any, w: Any, targets: Any, *, needs_targets: bool, with_gradients: bool
+) -> tuple[Problem, Product]:
+    """Check the arguments on this rank, and agree on the call with the others; the product has room."""
+    found: list[Product] = []
+
+    def check_arguments() -> Problem:
+        found[:] = [Product.of(hidden, w, options.bias)]
+        problem = found[0].check(options, targets, needs_targets)
+        found[0].make_room(buffers_of(options), with_gradients)
+        return problem
+
+    return agree_on(options, check_arguments), found[0]
+
+
+def check_product(operands: Mapping[str, Any]) -> None:
+    """Raise unless `hidden` and `w`, by name, can be multiplied, and all operands have the same floating dtype."""
+    dtypes = [operand.dtype for operand in operands.values()]
+    for name, dtype in zip(operands, dtypes, strict=True):
+        if not is_floating(dtype):
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {dtype}")
+    if len(set(dtypes)) > 1:
+        raise TypeError(f"{', '.join(operands)} must have one dtype, got {', '.join(map(str, dtypes))}")
+    hidden, w = operands["hidden"], operands["w"]
+    if w.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != w.shape[0]:
+        raise ValueError(f"hidden must be (..., features) and w (features, classes), got {hidden.shape}, {w.shape}")
+
+
+def buffers_of(options: Options) -> int:
+    """Return into how many parts a chunk is cut, one of which is merged while the next one is multiplied."""
+    return 1 if options.comm is None or options.comm.size == 1 else 2
+
+
+def _in_range(weight: Array) -> Array:
+    return (weight >= _LEAST) & (weight <= _MOST)
