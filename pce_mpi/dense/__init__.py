@@ -8,13 +8,16 @@ and conventions are those of `pce_mpi.softmax_cross_entropy` without `comm`, `ba
 from pce_mpi.dense.linear import LinearValueAndGrad, linear_cross_entropy_value_and_grad
 from pce_mpi.dense.losses import softmax_cross_entropy, softmax_cross_entropy_value_and_grad
 from pce_mpi.dense.statistics import Statistics, class_statistics, class_statistics_backward
+from pce_mpi.dense.truncation import Nucleus, nucleus
 
 __all__ = [
     "LinearValueAndGrad",
+    "Nucleus",
     "Statistics",
     "class_statistics",
     "class_statistics_backward",
     "linear_cross_entropy_value_and_grad",
+    "nucleus",
     "softmax_cross_entropy",
     "softmax_cross_entropy_value_and_grad",
 ]

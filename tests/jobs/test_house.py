@@ -66,6 +66,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("products", "mpi4py", "comm"),
             room("linear"),
             room("largest"),
+            room("truncation"),
             room("__init__"),
         ],
     ),
