@@ -47,6 +47,7 @@ from pce_mpi.exact.arithmetic import reproducible as reproducible
 from pce_mpi.loss import (
     ClassStatistics as ClassStatistics,
     LinearValueAndGrad as LinearValueAndGrad,
+    Nucleus as Nucleus,
     Residuals as Residuals,
     StatisticsResiduals as StatisticsResiduals,
     class_statistics_backward as class_statistics_backward,
@@ -101,6 +102,7 @@ from pce_mpi.ops.shape import (
 )
 from pce_mpi.ops.softmax import log_softmax as log_softmax, softmax as softmax
 from pce_mpi.ops.statistics import class_statistics as class_statistics
+from pce_mpi.ops.truncation import nucleus as nucleus
 from pce_mpi.ops.variance import std as std, var as var
 from pce_mpi.optim.adamw import AdamW as AdamW
 from pce_mpi.optim.clipping import clip_grad_norm as clip_grad_norm

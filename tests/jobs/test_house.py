@@ -140,6 +140,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("linear_loss"),
             room("statistics"),
             room("largest"),
+            room("truncation"),
             room("redistribution"),
             room("custom"),
             room("numpy_protocol"),
