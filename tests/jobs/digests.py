@@ -132,6 +132,20 @@ def tape_digest(dtype: Any, kind: str) -> str:
     return digest_of(*(value.full() for value in values))
 
 
+def nucleus_digest(dtype: Any, kind: str) -> str:
+    """The classes that limits leave, and their masses."""
+    comm = MPI.COMM_WORLD
+    logits, _, _ = drawn(dtype, kind)
+    start, stop = ends_of(comm.size)[comm.rank : comm.rank + 2]
+    mine = logits[:, start:stop].copy()
+    limits: list[dict[str, Any]] = [
+        {"top_k": 40},
+        {"top_p": 0.9, "temperature": 0.7},
+        {"top_k": 300, "top_p": 0.5, "min_p": 0.01},
+    ]
+    return digest_of(*(each for given in limits for each in pce.nucleus(mine, comm=comm, class_start=start, **given)))
+
+
 def main() -> None:
     digests = {
         f"{dtype} {name} {kind}": digest(DTYPES[dtype], options, kind)
@@ -139,7 +153,7 @@ def main() -> None:
         for name, options in OPTIONS.items()
         for kind in ("index", "special", "probabilities")
     }
-    for name, more in {"rows": rows_digest, "batch_comm": batch_digest, "tape": tape_digest}.items():
+    for name, more in {"rows": rows_digest, "batch_comm": batch_digest, "tape": tape_digest, "nucleus": nucleus_digest}.items():
         digests |= {
             f"{dtype} {name} {kind}": more(DTYPES[dtype], kind) for dtype in DTYPES for kind in ("index", "special")
         }

