@@ -3,9 +3,10 @@
 Each of the three keeps a prefix of a row's classes in the order of their logits, the largest first, so that a threshold
 describes the set. It is found bit by bit, from the highest bit of a logit to the lowest: is the set of the logits that
 are at least so large enough? In each round the ranks merge the number of these classes and their mass, the softmax
-state of the set, 48 bytes a row; so 16 rounds for halves, 32 for float32, 64 for float64. (Rounds of 8 bits at once
-would be a quarter as many of 255 times as many bytes; a round takes tens of microseconds.) A mass is an integer on the
-grid of the row's largest logit, so that the question whether it is p times another one has one answer.
+state of the set, 48 bytes a row: 16 rounds for halves, 32 for float32, 64 for float64. Rounds of two bits, with three
+sets each, would be half as many and send 1.5 times as many bytes; histograms of eight bits 32 times as many. For 2048
+rows of float32 on two ranks they took 14 ms, 26 ms and 0.9 s. A mass is an integer on the grid of the row's largest
+logit, so that the question whether it is p times another one has one answer.
 
 A rank puts its own logits in order once, and keeps the states of the ends of each row at every `_WIDTH`th class: the
 state of a set is that of an end, merged with that of a part of one block.
@@ -347,7 +348,7 @@ def _merge_of(transform: Transform, arithmetic: Arithmetic) -> Callable[[HostArr
 def _gathered(problem: Problem, logits: HostArray, kept: _Kept) -> tuple[HostArray, HostArray]:
     """Return the classes that are kept and the offsets of the rows, on every rank; collective over `comm`."""
     options, rows = problem.options, len(logits)
-    row, column = np.nonzero(logits >= kept.value[:, None])
+    row, column = np.divmod(np.flatnonzero(logits >= kept.value[:, None]), max(1, problem.classes))
     is_tied = logits[row, column] == kept.value[row]
     tied = np.bincount(row[is_tied], minlength=rows)
     said = [np.concatenate([[problem.class_start], np.bincount(row, minlength=rows) - tied, tied])]

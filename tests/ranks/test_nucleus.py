@@ -204,7 +204,9 @@ def test_rows_are_those_of_samplers_but_for_rounding():
         ours[np.repeat(np.arange(len(x)), np.diff(nucleus.offsets)), nucleus.ids] = True
         for theirs in (hugging_face, vllm) if options["min_p"] is None else (hugging_face,):
             left = theirs(x, **options)
-            found.update(reason(*rows, options) for rows in zip(x, ours, left, strict=True))
+            differ = np.flatnonzero((ours != left).any(1))
+            found.update(reason(x[row], ours[row], left[row], options) for row in differ)
+            found["same"] += len(x) - len(differ)
     assert "" not in found
     assert found["same"] > 0.9 * found.total()
 

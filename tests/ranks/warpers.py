@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 Array = np.ndarray[Any, Any]
@@ -59,25 +60,24 @@ def vllm(logits: Array, top_k: Any, top_p: Any, min_p: Any, temperature: float) 
     return left
 
 
-KINDS = ["normal", "peaked", "flat", "ties", "float16", "bfloat16"]
+KINDS = ["normal", "peaked", "flat", "ties", "float16", "bfloat16", "wide"]
 OPTIONS: list[dict[str, Any]] = [
     {"top_k": None, "top_p": 0.9, "min_p": None, "temperature": 1.0},
     {"top_k": 20, "top_p": None, "min_p": None, "temperature": 1.0},
     {"top_k": 40, "top_p": 0.95, "min_p": None, "temperature": 0.7},
-    {"top_k": None, "top_p": None, "min_p": 0.05, "temperature": 1.5},
+    {"top_k": 100, "top_p": None, "min_p": 0.05, "temperature": 1.5},
     {"top_k": 50, "top_p": 0.8, "min_p": 0.1, "temperature": 1.0},
 ]
 
 
 def drawn(rows: int, seed: int = 0) -> Iterator[tuple[Array, dict[str, Any]]]:
-    """Yield some `rows` rows of all kinds, in parts with the options of each."""
-    import ml_dtypes
-
+    """Yield `rows` rows or a few more, of all kinds, in parts with the options of each; a fiftieth of them wide."""
     rng = np.random.default_rng(seed)
-    part = -(-rows // (len(KINDS) * len(OPTIONS)))
+    share = -(-rows // ((len(KINDS) - 1) * len(OPTIONS)))
     for kind in KINDS:
         for options in OPTIONS:
-            x = rng.standard_normal((part, int(rng.integers(30, 200)))) * (0.01 if kind == "flat" else 3.0)
+            part, classes = (-(-share // 50), 5000) if kind == "wide" else (share, int(rng.integers(30, 200)))
+            x = rng.standard_normal((part, classes)) * (0.01 if kind == "flat" else 3.0)
             if kind == "ties":
                 x = np.round(x)
             if kind == "peaked":
@@ -87,12 +87,10 @@ def drawn(rows: int, seed: int = 0) -> Iterator[tuple[Array, dict[str, Any]]]:
 
 
 def reason(x: Array, ours: Array, theirs: Array, options: dict[str, Any]) -> str:
-    """Return the reason for which the classes that are left of a row differ; nothing if there is none.
+    """Return the reason for which two sets of classes of a row differ; nothing if there is none.
 
     Both leave a prefix of the classes in the order of their logits, but for the order of equal ones.
     """
-    if np.array_equal(ours, theirs):
-        return "same"
     z = x.astype(f32) / f32(options["temperature"])
     if Counter(z[ours].tolist()) == Counter(z[theirs].tolist()):
         return "equal logits in another order"
