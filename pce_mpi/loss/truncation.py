@@ -8,7 +8,7 @@ sets each, would be half as many and send 1.5 times as many bytes; histograms of
 rows of float32 on two ranks they took 14 ms, 26 ms and 0.9 s. A mass is an integer on the grid of the row's largest
 logit, so that the question whether it is p times another one has one answer.
 
-A rank puts its own logits in order once, and keeps the states of the ends of each row at every `_WIDTH`th class: the
+A rank puts its own logits in order once, and keeps the states of the ends of each row, from every `_WIDTH`th class on: the
 state of a set is that of an end, merged with that of a part of one block.
 """
 
@@ -43,6 +43,8 @@ _FIELDS = StateFields()
 _SET = np.dtype([("count", np.int64), ("state", _FIELDS.dtype)])
 # The number of classes of a block, of which one a row is summed in each round.
 _WIDTH = 128
+# The number of logits that are compared at once.
+_BLOCK = 2**18
 _ALL = np.iinfo(np.int64).max
 
 
@@ -165,16 +167,14 @@ def nucleus(
 def nucleus_of(options: Options, logits: Any, limits: Limits) -> Nucleus:
     """Return the result of `nucleus`; collective over `options.comm`, in a block `with standard_arithmetic()`."""
     problem = agree_on(options, partial(_check, options, logits, limits))
-    xp, axis, (dtype, shape) = problem.xp, problem.options.axis, (problem.options.compute_dtype, problem.rows_shape)
-    # (rows, classes) of this shard, on the host
-    mine = rows_and_classes(to_host(problem.logits), axis).swapaxes(1, 2).reshape(math.prod(shape), problem.classes)
     with np.errstate(all="ignore"):
-        kept = _kept(_Shard(problem, mine), limits.checked(), problem.arithmetic)
+        shard = _Shard(problem)
+        kept = _kept(shard, limits.checked(), problem.arithmetic)
         bad, inside = kept.mass == 0, np.maximum(kept.mass, 1)
         mass = np.where(bad, np.nan, (inside / np.maximum(kept.total, 1)).astype(np.float64))
         log_mass = np.where(bad, np.nan, 0.0 - log1p(((kept.total - inside) / inside).astype(np.float64)))
-    masses = [each.astype(dtype).reshape(shape) for each in (mass, log_mass)]
-    return Nucleus(*map(xp.asarray, (*_gathered(problem, mine, kept), *masses)))
+    masses = [each.astype(problem.options.compute_dtype).reshape(problem.rows_shape) for each in (mass, log_mass)]
+    return Nucleus(*map(problem.xp.asarray, (*_gathered(shard, kept), *masses)))
 
 
 def _check(options: Options, logits: Any, limits: Limits) -> Problem:
@@ -242,14 +242,16 @@ def _mass_of(sets: HostArray, arithmetic: Arithmetic) -> HostArray:
 
 
 class _Shard:
-    """The logits of this shard, each row in ascending order, and sets of their classes over all shards.
+    """The logits of this shard, (rows, classes), and sets of their classes over all shards.
 
-    `x` is (rows, blocks * width), with -inf in front. `ends` is (blocks + 1, rows): the state of the classes from the
+    `x` has the logits of each row in ascending order, (rows, blocks * width), with -inf in front. `ends` is (blocks + 1, rows): the state of the classes from the
     start of a block on.
     """
 
-    def __init__(self, problem: Problem, logits: HostArray) -> None:
-        self.problem, self.dtype, (rows, classes) = problem, logits.dtype, logits.shape
+    def __init__(self, problem: Problem) -> None:
+        rows, classes = math.prod(problem.rows_shape), problem.classes
+        logits = rows_and_classes(to_host(problem.logits), problem.options.axis).swapaxes(1, 2).reshape(rows, classes)
+        self.problem, self.logits, self.dtype = problem, logits, logits.dtype
         self.merge_states = Merge(_FIELDS, problem.transform, problem.arithmetic)
         self.blocks = -(-classes // _WIDTH)
         self.width = -(-classes // max(1, self.blocks))
@@ -278,14 +280,19 @@ class _Shard:
             class_start=0,
         )
 
+    def number_below(self, value: HostArray) -> HostArray:
+        """Return the number of elements of each row of `x` that are less than its value."""
+        (rows, columns), row = self.x.shape, np.arange(len(value))
+        number = np.zeros(rows, np.int64)
+        for bit in reversed(range(columns.bit_length())):
+            ahead = number + (1 << bit)
+            is_below = (ahead <= columns) & (self.x[row, np.minimum(ahead, columns) - 1] < value)
+            number = np.where(is_below, ahead, number)
+        return number
+
     def of(self, value: HostArray) -> HostArray:
         """Return the sets of the logits that are at least `value`, which is finite or inf; collective over `comm`."""
-        (rows, columns), row = self.x.shape, np.arange(len(value))
-        place = np.zeros(rows, np.int64)  # the number of logits below the value
-        for bit in reversed(range(columns.bit_length())):
-            ahead = place + (1 << bit)
-            is_below = (ahead <= columns) & (self.x[row, np.minimum(ahead, columns) - 1] < value)
-            place = np.where(is_below, ahead, place)
+        (rows, columns), row, place = self.x.shape, np.arange(len(value)), self.number_below(value)
         sets = self.nothing.copy()
         sets["count"] = columns - place
         if columns:
@@ -345,33 +352,46 @@ def _merge_of(transform: Transform, arithmetic: Arithmetic) -> Callable[[HostArr
     return merge
 
 
-def _gathered(problem: Problem, logits: HostArray, kept: _Kept) -> tuple[HostArray, HostArray]:
+def _gathered(shard: _Shard, kept: _Kept) -> tuple[HostArray, HostArray]:
     """Return the classes that are kept and the offsets of the rows, on every rank; collective over `comm`."""
-    options, rows = problem.options, len(logits)
-    row, column = np.divmod(np.flatnonzero(logits >= kept.value[:, None]), max(1, problem.classes))
-    is_tied = logits[row, column] == kept.value[row]
-    tied = np.bincount(row[is_tied], minlength=rows)
-    said = [np.concatenate([[problem.class_start], np.bincount(row, minlength=rows) - tied, tied])]
+    problem, rows, columns = shard.problem, *shard.x.shape
+    options, good = problem.options, ~np.isnan(kept.value)
+    not_above = shard.number_below(np.nextafter(kept.value, kept.value.dtype.type(np.inf)))
+    above, tied = (columns - not_above) * good, (not_above - shard.number_below(kept.value)) * good
+    said = [np.concatenate([[problem.class_start], above, tied])]
     if options.comm is not None:
         with cause(options.operation, options.over, "the numbers of classes that are kept"):
             said = all_gather(said[0], options.comm, [said[0].shape] * options.comm.size)
-    # The lowest of the classes with the last logit are kept, so those of the ranks with lower classes come first.
+    # Of equal logits the lowest classes are kept, so those of ranks with lower classes come first.
     in_order = sorted(range(len(said)), key=lambda rank: said[rank][0])
-    counts, allowed = np.zeros((len(said), rows), np.int64), kept.tied.copy()
-    rank = 0 if options.comm is None else options.comm.rank
-    for each in in_order:
-        above, equal = said[each][1:].reshape(2, rows)
-        taken = np.minimum(allowed, equal)
-        counts[each] = above + taken
-        if each == rank:
-            place = np.cumsum(is_tied) - (np.cumsum(tied) - tied)[row]  # of a tied class among those of its row, from 1
-            column = column[~is_tied | (place <= taken[row])]
-        allowed -= taken
-    ids = [column + problem.class_start]
+    taken, left = np.zeros((len(said), rows), np.int64), kept.tied.copy()
+    for rank in in_order:
+        taken[rank] = np.minimum(left, said[rank][1 + rows :])
+        left -= taken[rank]
+    counts = np.stack([each[1 : 1 + rows] for each in said]) + taken
+    ids = [_classes_of(shard, kept.value, taken[0 if options.comm is None else options.comm.rank], tied)]
     if options.comm is not None:
         with cause(options.operation, options.over, "the classes that are kept"):
             ids = all_gather(ids[0], options.comm, [(count,) for count in counts.sum(axis=1).tolist()])
-    row = np.concatenate([np.repeat(np.arange(rows), counts[each]) for each in in_order])
-    by_row = np.argsort(row, kind="stable")
+    ends = np.cumsum(counts, axis=1)
+    parts = [
+        [each[start:stop] for start, stop in zip(starts, stops, strict=True)]
+        for each, starts, stops in zip(ids, (ends - counts).tolist(), ends.tolist(), strict=True)
+    ]
     offsets = np.concatenate([[0], np.cumsum(counts.sum(axis=0))])
-    return np.concatenate([ids[each] for each in in_order])[by_row], offsets
+    nothing = np.empty(0, np.int64)
+    return np.concatenate([nothing, *(parts[rank][row] for row in range(rows) for rank in in_order)]), offsets
+
+
+def _classes_of(shard: _Shard, value: HostArray, taken: HostArray, tied: HostArray) -> HostArray:
+    """Return the classes of this shard above `value`, and the first `taken` of the `tied` ones, row after row."""
+    rows, classes = shard.logits.shape
+    found, step = [np.empty(0, np.int64)], max(1, _BLOCK // max(1, classes))
+    for start in range(0, rows, step):
+        block = slice(start, start + step)
+        logits, least = shard.logits[block], value[block, None]
+        is_kept = logits >= least
+        for row in np.flatnonzero(taken[block] < tied[block]):
+            is_kept[row, np.flatnonzero(logits[row] == least[row])[taken[start + row] :]] = False
+        found.append(np.flatnonzero(is_kept) % max(1, classes) + shard.problem.class_start)
+    return np.concatenate(found)
