@@ -26,7 +26,7 @@ from pce_mpi.loss.statistics import (
     class_statistics_backward,
     class_statistics_forward,
 )
-from pce_mpi.loss.truncation import Nucleus, nucleus
+from pce_mpi.loss.truncation import Nucleus
 
 __all__ = [
     "ClassStatistics",
@@ -39,7 +39,6 @@ __all__ = [
     "class_statistics_backward",
     "class_statistics_forward",
     "linear_cross_entropy_value_and_grad",
-    "nucleus",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
     "softmax_cross_entropy_forward",

@@ -8,8 +8,8 @@ sets each, would be half as many and send 1.5 times as many bytes; histograms of
 rows of float32 on two ranks they took 14 ms, 26 ms and 0.9 s. A mass is an integer on the grid of the row's largest
 logit, so that the question whether it is p times another one has one answer.
 
-A rank puts its own logits in order once, and keeps the states of the ends of each row, from every `_WIDTH`th class on: the
-state of a set is that of an end, merged with that of a part of one block.
+A rank puts its own logits in order once, and keeps the states of the ends of each row, from every `_WIDTH`th class on:
+the state of a set is that of an end, merged with that of a part of one block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache, partial
 import math
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,10 +26,10 @@ from pce_mpi.comm.collectives import all_gather, all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.hollow import Hollow
 from pce_mpi.loss.agreement import agree_on
-from pce_mpi.loss.kernels import host_kernel, standard_arithmetic
+from pce_mpi.loss.kernels import host_kernel
 from pce_mpi.loss.kernels.elementary import Arithmetic, log, log1p
-from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
-from pce_mpi.loss.options import Options, ShardedAxisOptions, takes
+from pce_mpi.loss.kernels.parameters import Transform
+from pce_mpi.loss.options import Options
 from pce_mpi.loss.passes import Merge
 from pce_mpi.loss.problem import Problem, check, rows_and_classes
 from pce_mpi.loss.softmax_state import StateFields
@@ -95,75 +95,6 @@ class Limits(NamedTuple):
         return Limits(top_k, None if top_p == 1.0 else top_p, min_p or None, temperature)
 
 
-@takes(ShardedAxisOptions)
-def nucleus(
-    logits: Any,
-    *,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    temperature: float = 1.0,
-    **options: Unpack[ShardedAxisOptions],
-) -> Nucleus:
-    """Find the classes of each row that top-k, then top-p, then min-p leave, over the classes of all shards.
-
-    The steps and their order are those of Hugging Face's transformers, in exact arithmetic: with z = logits /
-    temperature and p the softmax of z, and classes in the order of their logits, the largest first and among equal ones
-    the lowest class first,
-
-    - top-k keeps the classes whose logit is at least the k-th, all that are equal to it included;
-    - top-p keeps, of these, each class before which less than `top_p` of their mass comes: all up to and including the
-      one that reaches it, and so at least one. Among equal logits those of the lowest classes are kept;
-    - min-p keeps, of these, each class c with p_c >= `min_p` max p, decided as x_c - max x >= temperature log(min_p).
-
-    Parameters
-    ----------
-    logits : array
-        Those of `softmax_cross_entropy`. A class with the logit -inf is never kept.
-    top_k : int, optional
-        At least 1; more than there are classes are all.
-    top_p, min_p : float, optional
-        In (0, 1] and [0, 1]; 1 and 0 keep all.
-    temperature : float, default 1.0
-        Positive. It changes the mass of a class and never the order of two. z is the logit times 1 / temperature,
-        rounded to float64, as with `logit_scale`.
-    axis, comm, class_start, num_classes : optional
-        Those of `softmax_cross_entropy`.
-
-    Returns
-    -------
-    Nucleus
-        `ids`, `offsets`, `mass` and `log_mass`: the same bits on every rank, for any number of ranks and any split. A
-        row with a nan or a +inf, or of only -inf, keeps nothing and has a mass of nan.
-
-    Raises
-    ------
-    TypeError
-        For hollow arrays: the number of classes that are kept depends on elements. All other errors are those of
-        `softmax_cross_entropy`.
-
-    Notes
-    -----
-    Collective over `comm`. To find the sets: one Allgather of 56 bytes, one Allreduce of 48 bytes a row, as many for
-    each bit of a logit with `top_k` and once more with `top_p`, and one with `min_p`; for any number of classes. To
-    gather them: one Allgather of 16 bytes a row and 8, and one of 8 bytes for each class that this rank has of a set.
-    A copy of the logits is put in order, in float32 for halves; that of a GPU on the host.
-
-    A mass is a sum of integers, exp(z) cut at 2^-42 of the largest or less, so that no order of summation decides
-    whether it reaches `top_p`.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> found = nucleus(np.log([[0.5, 0.3, 0.2]]), top_p=0.75)
-    >>> found.ids, found.offsets, found.mass.round(4)
-    (array([0, 1]), array([0, 2]), array([0.8]))
-    """
-    limits = Limits(top_k, top_p, min_p, temperature)
-    with standard_arithmetic():
-        return nucleus_of(Options.of("nucleus", options, ShardedAxisOptions), logits, limits)
-
-
 def nucleus_of(options: Options, logits: Any, limits: Limits) -> Nucleus:
     """Return the result of `nucleus`; collective over `options.comm`, in a block `with standard_arithmetic()`."""
     problem = agree_on(options, partial(_check, options, logits, limits))
@@ -212,8 +143,9 @@ def _kept(shard: _Shard, limits: Limits, arithmetic: Arithmetic) -> _Kept:
     if limits.top_p is not None:
         numerator, denominator = limits.top_p.as_integer_ratio()
         needed = -(-numerator * mass // denominator)
-        reached: Any = lambda a: (_mass_of(a, arithmetic) >= needed).astype(np.bool_)
-        value, found, above = shard.search(shard.of, reached, found, nothing)
+        value, found, above = shard.search(
+            shard.of, lambda a: (_mass_of(a, arithmetic) >= needed).astype(np.bool_), found, nothing
+        )
         less, ties = _mass_of(above, arithmetic), np.maximum(found["count"] - above["count"], 1)
         each = np.maximum((_mass_of(found, arithmetic) - less) // ties, 1)
         tied = -((less - needed) // each)
@@ -244,8 +176,8 @@ def _mass_of(sets: HostArray, arithmetic: Arithmetic) -> HostArray:
 class _Shard:
     """The logits of this shard, (rows, classes), and sets of their classes over all shards.
 
-    `x` has the logits of each row in ascending order, (rows, blocks * width), with -inf in front. `ends` is (blocks + 1, rows): the state of the classes from the
-    start of a block on.
+    `x` has the logits of each row in ascending order, (rows, blocks * width), with -inf in front. `ends` has the states
+    of the classes from the start of a block on, (blocks + 1, rows).
     """
 
     def __init__(self, problem: Problem) -> None:

@@ -6,7 +6,6 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from pce_mpi import loss
 from pce_mpi.arrays import array_namespace, to_host
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray, redistribute
@@ -31,7 +30,7 @@ def nucleus(
     temperature: float = 1.0,
     **options: Unpack[ShardedAxisOptions],
 ) -> Nucleus:
-    """Find the classes of each row that top-k, then top-p, then min-p leave: of a distributed array, or of plain shards.
+    """Find the classes of rows that top-k, then top-p, then min-p leave, of a distributed array or of plain shards.
 
     The steps and their order are those of Hugging Face's transformers, in exact arithmetic: with z = logits /
     temperature and p the softmax of z, and classes in the order of their logits, the largest first and among equal ones
@@ -98,9 +97,10 @@ def nucleus(
     >>> pce.nucleus(pce.distribute(x, pce.Mesh(MPI.COMM_SELF, data=1), data=pce.Shard(0)), top_k=1).ids
     array([0, 1])
     """
-    limits = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
+    limits = Limits(top_k, top_p, min_p, temperature)
     if not isinstance(logits, DistArray):
-        return loss.nucleus(logits, **limits, **options)
+        with standard_arithmetic():
+            return nucleus_of(Options.of("nucleus", options, ShardedAxisOptions), logits, limits)
     axis = normalized_axis(Options.of("nucleus", options, AxisOptions).axis, logits.ndim)
     with cause("nucleus", reason="the logits are reduced"):
         x = redistribute(logits.detach(), logits.sharding.natural)
@@ -117,7 +117,7 @@ def nucleus(
         batch_over=text_of_dims(rows_over),
     )
     with standard_arithmetic():
-        found = nucleus_of(checked, x.local, Limits(**limits))
+        found = nucleus_of(checked, x.local, limits)
     ids, offsets, mass, log_mass = map(to_host, found)
     mine = sharding.slices(mesh.coordinates)
     mine, shape = mine[:axis] + mine[axis + 1 :], x.shape[:axis] + x.shape[axis + 1 :]

