@@ -88,15 +88,15 @@ def brute_force(x, arithmetic, top_k=None, top_p=None, min_p=None, temperature=1
         order = [c for c in order if x[c] >= x[order[min(top_k, len(x)) - 1]]]
     total = sum(mass[c] for c in order)
     before = itertools.accumulate((mass[c] for c in order), initial=0)
-    kept = [c for c, less in zip(order, before, strict=False) if top_p is None or less < Fraction(top_p) * total]
-    if min_p is not None:
+    kept = [c for c, less in zip(order, before, strict=False) if top_p in (None, 1.0) or less < Fraction(top_p) * total]
+    if min_p:
         kept = [c for c in kept if float(x[c]) - float(x.max()) >= temperature * math.log(min_p)]
     return sorted(kept), Fraction(sum(mass[c] for c in kept), sum(mass))
 
 
 def test_sets_are_those_of_exact_integers():
     rng = np.random.default_rng(3)
-    for dtype, trial in itertools.product(DTYPES, range(40)):
+    for dtype, trial in itertools.product(DTYPES, range(12)):
         x = rng.standard_normal((3, int(rng.integers(1, 400)))) * rng.choice([0.1, 2, 40])
         x = (np.round(x * 2) / 2 if trial % 2 else x).astype(dtype)
         limits = {
@@ -317,9 +317,10 @@ def test_cupy_arrays_give_same_nucleus(comm, cupy):
 def test_nucleus_of_distributed_array_is_global(comm, dtype):
     logits = np.stack([logits_of(dtype), logits_of(dtype)[::-1]], axis=1)  # (rows, 2, classes)
     mesh = mesh_of(comm, *squarest(comm.size))
-    for axis, limits in itertools.product((2, 0), LIMITS[3:5]):
+    limits = {"top_p": 0.7, "min_p": 0.01}
+    for axis, places in {2: ((2, 2), (0, 2), (1, 0), (0, 0)), 0: ((0, 2), (1, 2))}.items():
         one = pce.nucleus(logits, axis=axis, **limits)
-        for placed in ((2, 2), (0, 2), (1, 0), (0, 1), (0, 0)):
+        for placed in places:
             x = pce.distribute(
                 logits, mesh, requires_grad=True, **dict(zip(mesh.dims, map(Shard, placed), strict=False))
             )
