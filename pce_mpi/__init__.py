@@ -50,6 +50,7 @@ from pce_mpi.loss import (
     LinearGradients as LinearGradients,
     LinearStatisticsResiduals as LinearStatisticsResiduals,
     LinearValueAndGrad as LinearValueAndGrad,
+    Nucleus as Nucleus,
     Residuals as Residuals,
     StatisticsResiduals as StatisticsResiduals,
     class_statistics_backward as class_statistics_backward,
@@ -107,6 +108,7 @@ from pce_mpi.ops.shape import (
 )
 from pce_mpi.ops.softmax import log_softmax as log_softmax, softmax as softmax
 from pce_mpi.ops.statistics import class_statistics as class_statistics
+from pce_mpi.ops.truncation import nucleus as nucleus
 from pce_mpi.ops.variance import std as std, var as var
 from pce_mpi.optim.adamw import AdamW as AdamW
 from pce_mpi.optim.clipping import clip_grad_norm as clip_grad_norm

@@ -41,6 +41,9 @@ OPTIONS = 5
 FLOAT64 = 8
 # Entropy and log-probability are sums of at most three terms of one sign in float64; their exponentials are `LOSS`.
 STATISTICS = 1
+# The mass of a set, and the mass that it leaves out by that of the set: a quotient of two sums of exponentials, which
+# err as in `LOSS`, 0.7 ulp each at most, and a rounding.
+MASS = 2
 # The entropy of dense is a sum of products of two numbers that are each good to `DENSE`.
 DENSE_ENTROPY = 8
 # Central differences with step eps**(1/3): truncation and rounding both leave about eps**(2/3), 2**18 ulp, and third

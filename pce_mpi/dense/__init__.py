@@ -14,16 +14,19 @@ from pce_mpi.dense.linear import (
 )
 from pce_mpi.dense.losses import softmax_cross_entropy, softmax_cross_entropy_value_and_grad
 from pce_mpi.dense.statistics import Statistics, class_statistics, class_statistics_backward
+from pce_mpi.dense.truncation import Nucleus, nucleus
 
 __all__ = [
     "LinearGradients",
     "LinearValueAndGrad",
+    "Nucleus",
     "Statistics",
     "class_statistics",
     "class_statistics_backward",
     "linear_class_statistics",
     "linear_class_statistics_backward",
     "linear_cross_entropy_value_and_grad",
+    "nucleus",
     "softmax_cross_entropy",
     "softmax_cross_entropy_value_and_grad",
 ]

@@ -33,12 +33,14 @@ from pce_mpi.loss.statistics import (
     class_statistics_backward,
     class_statistics_forward,
 )
+from pce_mpi.loss.truncation import Nucleus
 
 __all__ = [
     "ClassStatistics",
     "LinearGradients",
     "LinearStatisticsResiduals",
     "LinearValueAndGrad",
+    "Nucleus",
     "Residuals",
     "StatisticsResiduals",
     "argmax",

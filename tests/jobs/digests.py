@@ -164,6 +164,20 @@ def linear_digest(dtype: Any, kind: str) -> str:
     return digest_of(*(each.full() for each in arrays))
 
 
+def nucleus_digest(dtype: Any, kind: str) -> str:
+    """The classes that limits leave, and their masses."""
+    comm = MPI.COMM_WORLD
+    logits, _, _ = drawn(dtype, kind)
+    start, stop = ends_of(comm.size)[comm.rank : comm.rank + 2]
+    mine = logits[:, start:stop].copy()
+    limits: list[dict[str, Any]] = [
+        {"top_k": 40},
+        {"top_p": 0.9, "temperature": 0.7},
+        {"top_k": 300, "top_p": 0.5, "min_p": 0.01},
+    ]
+    return digest_of(*(each for given in limits for each in pce.nucleus(mine, comm=comm, class_start=start, **given)))
+
+
 # Of integers and of special values, in each dtype.
 MORE = {
     "rows": rows_digest,
@@ -171,6 +185,7 @@ MORE = {
     "batch_comm": batch_digest,
     "tape": tape_digest,
     "linear": linear_digest,
+    "nucleus": nucleus_digest,
 }
 
 

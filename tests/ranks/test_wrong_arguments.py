@@ -171,6 +171,10 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
     ),
     "linear_cross_entropy_value_and_grad": linear,
     "matmul": lambda at: {"/x": at.x(), "/y": np.ones((3, 2))},
+    "nucleus": lambda at: {
+        **{"logits": at.logits, "top_k": 2, "top_p": 0.5, "min_p": 0.1, "temperature": 1.0, "axis": -1},
+        **plain(at),
+    },
     "op": lambda at: {"forward": np.add, "vjp": None, "rule": None, "name": "mine"},
     "reshape": lambda at: {"/x": at.x(), "shape": (3, 4)},
     "rms_norm": lambda at: {"/x": at.x(), "scale": np.ones(3), "axis": -1, "eps": 1e-5},
@@ -199,17 +203,8 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
 # They take no arguments or any, are made by the package alone, or have tables of their own.
 LEFT_OUT = {
     *("ClassStatistics", "CollectiveError", "CollectiveTimeout", "Colwise", "DistArray", "Inference"),
-    *(
-        "LinearGradients",
-        "LinearStatisticsResiduals",
-        "LinearValueAndGrad",
-        "Replicate",
-        "Replicated",
-        "Residuals",
-        "Rowwise",
-        "Rule",
-        "SequenceParallel",
-    ),
+    *("LinearGradients", "LinearStatisticsResiduals", "LinearValueAndGrad", "Nucleus", "Replicate", "Replicated"),
+    *("Residuals", "Rowwise", "Rule", "SequenceParallel"),
     *("StatisticsResiduals", "Trace", "VocabParallel", "named_scope", "no_grad", "reproducible", "dense", "load"),
     *("save", "SGD", "AdamW", "clip_grad_norm"),
 }
@@ -217,7 +212,7 @@ LEFT_OUT = {
 AGREED = {
     *("argmax", "class_statistics", "distribute", "embedding", "from_local", "linear_cross_entropy_value_and_grad"),
     *("linear_class_statistics", "linear_class_statistics_backward", "linear_class_statistics_forward"),
-    *("softmax_cross_entropy_value_and_grad", "top_k"),
+    *("nucleus", "softmax_cross_entropy_value_and_grad", "top_k"),
 }
 BRING_TOGETHER = {"comm", "batch_comm", "/mesh", "table", "src_rank", "/residuals"}
 
