@@ -40,7 +40,6 @@ class PassResiduals:
     made_by: ClassVar[str]
 
     problem: Problem
-    softmax: RowSoftmax
     used_up: bool = field(default=False, init=False)
 
     def __reduce_ex__(self, _: object) -> NoReturn:
@@ -87,6 +86,7 @@ class Residuals(PassResiduals):
 
     made_by = "softmax_cross_entropy_forward"
 
+    softmax: RowSoftmax
     divisor: Array
     loss_shape: tuple[int, ...]
 
