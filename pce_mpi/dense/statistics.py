@@ -84,7 +84,7 @@ def class_statistics(
     >>> float(class_statistics([[0.0, 0.0]]).entropy[0])  # log 2
     0.6931471805599453
     """
-    x, each = _arranged(logits, targets, axis, ignore_index, support, outside)
+    x, each, _ = _arranged(logits, targets, axis, ignore_index, support, outside)
     scale = logit_scale if softcap is None else None
     with np.errstate(all="ignore"):
         z, _ = transform(x, logit_scale, softcap)
@@ -149,7 +149,7 @@ def class_statistics_backward(
     """
     if log_prob is not None and targets is None:
         raise ValueError("the gradient of log_prob needs targets")
-    x, each = _arranged(logits, targets, axis, ignore_index, support, outside)
+    x, each, inside = _arranged(logits, targets, axis, ignore_index, support, outside)
     scale = logit_scale if softcap is None else None
     gradient = np.zeros_like(x)
     with np.errstate(all="ignore"):
@@ -167,7 +167,7 @@ def class_statistics_backward(
             gradient += by_row(entropy, x) * (of_class - p * of_class.sum(axis=-1, keepdims=True))
         if logsumexp is not None:
             gradient += by_row(logsumexp, x) * p
-        return np.moveaxis(gradient * dz_dx, -1, axis)
+        return np.moveaxis(np.where(inside, gradient * dz_dx, 0.0), -1, axis)
 
 
 def _arranged(
@@ -177,14 +177,14 @@ def _arranged(
     ignore_index: int,
     support: tuple[ArrayLike, ArrayLike] | None,
     outside: str,
-) -> tuple[Array, Array | None]:
-    """Return logits (rows..., classes), -inf outside their support, and targets (rows..., K)."""
+) -> tuple[Array, Array | None, Array]:
+    """Return logits (rows..., classes), -inf outside their support, targets (rows..., K), and the support as a mask."""
     x = np.moveaxis(np.asarray(logits).astype(np.float64), axis, -1)
     each = None if targets is None else np.asarray(targets)
     if each is not None:
         each = np.moveaxis(each, axis, -1) if each.ndim == x.ndim else each[..., None]
     if support is None:
-        return x, each
+        return x, each, np.ones(x.shape, np.bool_)
     ids, offsets = (np.asarray(part) for part in support)
     inside = np.zeros((x[..., 0].size, x.shape[-1]), np.bool_)
     for row, (start, stop) in enumerate(pairwise(offsets)):
@@ -197,4 +197,4 @@ def _arranged(
                 put(inside, held[..., k], at(inside, held[..., k]) | valid[..., k])
         elif not np.take_along_axis(inside, held, axis=-1)[valid].all():
             raise ValueError("a target is outside its support")
-    return np.where(inside, x, -np.inf), each
+    return np.where(inside, x, -np.inf), each, inside

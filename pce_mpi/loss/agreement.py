@@ -124,7 +124,7 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
         raise CollectiveError(f"ranks disagree on the values of {problem.targets_name}: {sums}")
     _check_not_gathered(counts, samples, over, "logits" if problem.sharded[0] is problem.logits else "w")
     rank = 0 if comm is None else comm.rank
-    problem.starts = starts
+    problem.shards = starts, counts
     problem.place(starts[rank], num_classes)
     return problem
 
@@ -217,12 +217,13 @@ def _check_ranges(starts: Sequence[int], counts: Sequence[int], over: str) -> No
 
 
 def _out_of_range(problem: Problem, num_classes: int, hint: bool) -> IndexError | None:
-    targets = problem.targets
-    if targets is None:
-        return None
-    wrong = np.flatnonzero(problem.valid & ((targets < 0) | (targets >= num_classes)))
-    if not wrong.size:
-        return None
-    which = target_text(targets, problem.targets_shape, wrong[0], problem.targets_name)
-    text = f"{which} is outside [0, {num_classes})"
-    return IndexError(f"{text}: without comm, these logits are all classes" if hint else text)
+    numbers: list[tuple[str, HostArray | None, tuple[int, ...], Any]] = [
+        (problem.targets_name, problem.targets, problem.targets_shape, problem.valid),
+        ("ids of the support", problem.members, np.shape(problem.members), True),
+    ]
+    for name, classes, shape, valid in numbers:
+        wrong = [] if classes is None else np.flatnonzero(valid & ((classes < 0) | (classes >= num_classes)))
+        if classes is not None and len(wrong):
+            text = f"{target_text(classes, shape, wrong[0], name)} is outside [0, {num_classes})"
+            return IndexError(f"{text}: without comm, these logits are all classes" if hint else text)
+    return None

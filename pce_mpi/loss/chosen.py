@@ -20,7 +20,7 @@ from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.kernels import converted, kernel_of, standard_arithmetic
 from pce_mpi.loss.options import Options, ShardedAxisOptions, takes
 from pce_mpi.loss.passes import PassResiduals
-from pce_mpi.loss.problem import Problem, check, class_numbers_of, upstream_of
+from pce_mpi.loss.problem import LARGEST, Problem, check, class_numbers_of, upstream_of
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
@@ -167,7 +167,7 @@ def chosen_logits(options: Options, logits: Any, ids: Any) -> tuple[Array, Chose
         problem = check(options, logits, None, needs_targets=False)
         check_several(problem, as_array(ids, "ids"), "ids")
         if not problem.all_valid:  # -100 is no class either
-            problem.valid, problem.highest_target = np.ones(problem.valid.shape, np.bool_), np.iinfo(np.int64).max
+            problem.valid, problem.highest_target = np.ones(problem.valid.shape, np.bool_), LARGEST
         return problem
 
     with standard_arithmetic():
@@ -191,7 +191,7 @@ def check_several(problem: Problem, numbers: Array, name: str) -> None:
         check_on_current_gpu({name: numbers})
     flat = class_numbers_of(numbers, name)
     problem.valid, problem.all_valid, highest = kernel_of(flat).valid_rows(flat, problem.options.ignore_index)
-    problem.highest_target = min(highest, np.iinfo(np.int64).max)
+    problem.highest_target = min(highest, LARGEST)
     problem.targets, problem.targets_shape, problem.targets_name = flat, numbers.shape, name
     problem.inputs = (*problem.inputs, numbers)
 
@@ -210,25 +210,29 @@ def all_logits(problem: Problem, columns: HostArray) -> Array:
 
 
 def by_row(array: Array, problem: Problem) -> Array:
-    """Return an array with an entry for each of several targets, in their order, as (rows, chosen)."""
+    """Return an array with an entry for each target, in their order, as (rows, targets of a row)."""
+    if not problem.several:
+        return array.reshape(-1, 1)
     shape, axis = problem.targets_shape, problem.options.axis
-    xp = array_namespace(array)
-    return xp.moveaxis(array.reshape(shape), axis, -1).reshape(math.prod(problem.rows_shape), shape[axis])
+    whole = array_namespace(array).moveaxis(array.reshape(shape), axis, -1)
+    return whole.reshape(math.prod(problem.rows_shape), shape[axis])
+
+
+def in_shape(array: Array, problem: Problem) -> Array:
+    """Return an array (rows, targets of a row) in the shape of the targets."""
+    if not problem.several:
+        return array.reshape(problem.rows_shape)
+    xp, whole = array_namespace(array), array.reshape(*problem.rows_shape, array.shape[1])
+    return xp.ascontiguousarray(xp.moveaxis(whole, -1, problem.options.axis))
 
 
 def columns_of(problem: Problem) -> HostArray:
-    """Return the local columns of several targets, (rows, chosen); another number if this shard has no such class."""
+    """Return the local columns of the targets, (rows, targets of a row), or other numbers if they are not here."""
     columns: HostArray = np.where(problem.valid, problem.targets - problem.class_start, -1)
     return by_row(columns, problem)
 
 
-def in_shape(array: Array, problem: Problem) -> Array:
-    """Return an array (rows, chosen) in the shape of several targets."""
-    xp, whole = problem.xp, array.reshape(*problem.rows_shape, array.shape[1])
-    return xp.ascontiguousarray(xp.moveaxis(whole, -1, problem.options.axis))
-
-
 def upstream_of_several(value: Any, name: str, problem: Problem) -> Array:
-    """Return an upstream gradient, a number or of the shape of several targets, as float64 (rows, chosen)."""
+    """Return an upstream gradient, a number or of the shape of the targets, as float64 (rows, targets of a row)."""
     upstream = converted(upstream_of(value, name, problem.targets_shape, problem), np.float64)
     return by_row(problem.xp.broadcast_to(problem.xp.asarray(upstream), problem.valid.shape), problem)

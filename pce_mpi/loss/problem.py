@@ -24,7 +24,7 @@ from pce_mpi.memory import overlaps_itself, same_memory, shares_memory
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
 
-_LARGEST = np.iinfo(np.int64).max
+LARGEST = np.iinfo(np.int64).max
 _ONES = ClassWeights()
 
 
@@ -37,13 +37,14 @@ class Problem:
     `highest_target` is the largest target of rows that count, or more than any class if one is negative. `inputs` are
     the caller's arrays; `out` shares memory with none of them except the logits. `rows_shape` is the logits' shape
     without the class axis, `xp` their array library and `kernel` the loops for it. This shard has `classes` classes,
-    from `class_start` on, of `num_classes`, and `starts` has the first class of each shard. `target_column`, (rows,), is the local column of each row's target; it is
+    from `class_start` on, of `num_classes`, and `shards` has the first class of each shard and their numbers. `target_column`, (rows,), is the local column of each row's target; it is
     no column of this shard if another shard has the target, and -1 if the row does not count. `counted` is `valid`, or
     None on a GPU if all rows count; both are in the library of the logits. `sharded` is the array of which each rank
     passes its own classes, and its class axis. `also` has more that must be the same on every rank.
 
     `targets`, `valid` and `target_column` may have several entries for each row, in the order of the caller's array. It
-    has the shape `targets_shape`, and the name `targets_name` in messages.
+    has the shape `targets_shape`, and the name `targets_name` in messages. `members` are more class numbers, those of a
+    support.
     """
 
     options: Options
@@ -67,9 +68,10 @@ class Problem:
     num_classes: int = 0
     target_column: Array | None = None
     counted: Array | None = None
-    starts: tuple[int, ...] = (0,)
+    shards: tuple[Sequence[int], Sequence[int]] = (0,), (1,)
     targets_shape: tuple[int, ...] = ()
     targets_name: str = "targets"
+    members: HostArray | None = None
     also: Mapping[str, Hashable] = field(default_factory=dict)
 
     def place(self, class_start: int, num_classes: int) -> None:
@@ -89,6 +91,11 @@ class Problem:
             return self.xp.asarray(columns), None
         both = self.xp.asarray(np.concatenate([columns.view(np.bool_), self.valid]))
         return both[: columns.nbytes].view(np.int64), both[columns.nbytes :]
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several targets a row."""
+        return len(self.targets_shape) == self.logits.ndim
 
     @property
     def class_weights(self) -> ClassWeights:
@@ -208,7 +215,7 @@ def check(
         probabilities=probabilities,
         valid=valid,
         all_valid=all_valid,
-        highest_target=min(highest, _LARGEST),
+        highest_target=min(highest, LARGEST),
         transform=numbers.transform,
         arithmetic=numbers.arithmetic,
         out=out,
@@ -247,7 +254,7 @@ def _check_targets(
 def class_numbers_of(array: Array, name: str) -> HostArray:
     """Return the entries of `array` as flat int64 on the host."""
     host = to_host(array).reshape(-1)
-    if host.dtype == np.uint64 and host.size and host.max() > _LARGEST:
+    if host.dtype == np.uint64 and host.size and host.max() > LARGEST:
         raise IndexError(f"{target_text(host, array.shape, int(host.argmax()), name)} is no class number")
     return host.astype(np.int64)
 

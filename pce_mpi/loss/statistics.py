@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+import math
 from typing import Any, NamedTuple, Unpack
+import zlib
 
-from pce_mpi.loss.agreement import prepare
-from pce_mpi.loss.kernels import standard_arithmetic
+import numpy as np
+
+from pce_mpi.arrays import array_namespace, as_array, cupy_of
+from pce_mpi.loss.agreement import agree_on
+from pce_mpi.loss.chosen import all_logits, by_row, check_several, columns_of, in_shape, upstream_of_several
+from pce_mpi.loss.kernels import converted, standard_arithmetic
+from pce_mpi.loss.kernels.chosen import bits_of, nought_of
+from pce_mpi.loss.kernels.parameters import ClassWeights
 from pce_mpi.loss.options import Options, StatisticsOptions, takes
 from pce_mpi.loss.passes import PassResiduals, row_softmax, write_statistics_gradient
-from pce_mpi.loss.problem import Problem, upstream_of
-from pce_mpi.loss.softmax_state import StateFields
+from pce_mpi.loss.problem import LARGEST, Problem, check, target_text, upstream_of
+from pce_mpi.loss.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
+from pce_mpi.loss.support import Members, Outside, Support, checked_support
 
 Array = Any  # numpy.ndarray or cupy.ndarray
+HostArray = np.ndarray[Any, Any]
 
 
 class ClassStatistics(NamedTuple):
@@ -81,7 +91,7 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     array([0.56233514])
     """
     with standard_arithmetic():
-        return statistics_of(prepare(_checked("class_statistics", options), logits, targets, needs_targets=False))[0]
+        return statistics_of(Options.of("class_statistics", options, StatisticsOptions), logits, targets)[0]
 
 
 @dataclass(eq=False, repr=False)
@@ -94,11 +104,22 @@ class StatisticsResiduals(PassResiduals):
         The checked arguments, with references to the caller's arrays.
     softmax : RowSoftmax
         The numbers that follow from the merged softmax states.
+    inner : Problem
+        The problem of the classes that statistics are taken over.
+    members : Members or None
+        This shard's part of the support.
+    asked : object
+        Targets that the states have no room for.
     used_up : bool
         True once a backward pass has overwritten the logits.
     """
 
     made_by = "class_statistics_forward"
+
+    softmax: RowSoftmax
+    inner: Problem
+    members: Members | None
+    asked: _Asked | None
 
 
 @takes(StatisticsOptions)
@@ -132,9 +153,8 @@ def class_statistics_forward(
     >>> class_statistics_backward(residuals, log_prob=1.0)
     array([[ 0.5, -0.5]])
     """
-    checked = _checked("class_statistics_forward", options)
     with standard_arithmetic():
-        return statistics_of(prepare(checked, logits, targets, needs_targets=False))
+        return statistics_of(Options.of("class_statistics_forward", options, StatisticsOptions), logits, targets)
 
 
 def class_statistics_backward(
@@ -183,23 +203,35 @@ def class_statistics_backward(
     array([[ 0.206, -0.206]])
     """
     StatisticsResiduals.check(residuals)
-    problem = residuals.problem
-    if log_prob is not None and problem.targets is None:
-        raise ValueError("log_prob has no gradient without targets")
-    given = {"log_prob": log_prob, "entropy": entropy, "logsumexp": logsumexp}
+    problem, inner, members = residuals.problem, residuals.inner, residuals.members
     with standard_arithmetic():
-        upstream = {
-            name: upstream_of(0.0 if value is None else value, name, problem.rows_shape, problem)
-            for name, value in given.items()
-        }
+        upstream = upstream_of_statistics(problem, log_prob=log_prob, entropy=entropy, logsumexp=logsumexp)
         gradient = residuals.gradient_for(out)
-        fields = statistics_fields(problem.targets is not None)
-        write_statistics_gradient(gradient, problem, residuals.softmax, fields, upstream)
+        # That of a support is written to its own array first, as `out` may be the logits.
+        written = gradient if members is None else problem.xp.empty(inner.logits.shape, gradient.dtype)
+        if problem.several and residuals.asked is not None:
+            residuals.asked.write_gradient(written, inner, residuals.softmax, **upstream)
+        else:
+            fields = statistics_fields(inner.targets is not None)
+            write_statistics_gradient(written, inner, residuals.softmax, fields, upstream)
+        if members is not None:
+            bits_of(gradient)[...] = 0
+            problem.kernel.put(gradient, problem.options.axis, members.columns, written)
     return gradient if out is None else out
 
 
-def _checked(function: str, options: StatisticsOptions) -> Options:
-    return Options.of(function, options, StatisticsOptions)
+def upstream_of_statistics(problem: Problem, **given: Any) -> dict[str, Array]:
+    """Return the upstream gradients of statistics, checked, each that of `upstream_of`; None is 0."""
+    if given["log_prob"] is not None and problem.targets is None:
+        raise ValueError("log_prob has no gradient without targets")
+    upstream = {}
+    for name, value in given.items():
+        number = 0.0 if value is None else value
+        if name == "log_prob" and problem.several:
+            upstream[name] = upstream_of_several(number, name, problem)
+        else:
+            upstream[name] = upstream_of(number, name, problem.rows_shape, problem)
+    return upstream
 
 
 def statistics_fields(with_targets: bool) -> StateFields:
@@ -207,14 +239,147 @@ def statistics_fields(with_targets: bool) -> StateFields:
     return StateFields(hold_largest=True, argmax=True, target=with_targets, entropy=True)
 
 
-def statistics_of(problem: Problem) -> tuple[ClassStatistics, StatisticsResiduals]:
-    """Return the statistics and the residuals; collective over the communicators of `problem`."""
-    with_targets, shape = problem.targets is not None, problem.rows_shape
-    softmax = row_softmax(problem, statistics_fields(with_targets))
-    dtype = problem.options.compute_dtype
-    numbers, argmax = problem.kernel.row_statistics(softmax.columns, problem.counted, dtype)
+def statistics_of(options: Options, logits: Any, targets: Any = None) -> tuple[ClassStatistics, StatisticsResiduals]:
+    """Return the statistics and the residuals; collective over the communicators of `options`."""
+    supports: list[Support | None] = []
+
+    def check_arguments() -> Problem:
+        problem, support = _check(options, logits, targets)
+        supports[:] = [support]
+        return problem
+
+    problem = agree_on(options, check_arguments)
+    inner, members, asked = problem, None, None
+    if supports[0] is not None:
+        members = Members.of(supports[0], problem)
+        inner = members.inner
+    if problem.targets is not None and (problem.several or members is not None):
+        asked = _Asked.of(problem, members)
+        if problem.several:
+            every = np.ones(len(asked.columns), np.bool_)
+            counted = None if cupy_of(inner.logits) is not None else every
+            inner = replace(inner, targets=None, target_column=None, valid=every, all_valid=True, counted=counted)
+        else:
+            inner = replace(inner, target_column=problem.xp.asarray(asked.columns[:, 0]))
+    softmax = row_softmax(inner, statistics_fields(inner.targets is not None))
+    numbers, argmax = inner.kernel.row_statistics(softmax.columns, inner.counted, inner.options.compute_dtype)
+    if members is not None:
+        argmax = members.classes_of(argmax, softmax.held)
+    statistics = named_statistics(problem, numbers, argmax)
+    if problem.several and asked is not None:
+        statistics = statistics._replace(log_prob=in_shape(asked.log_probs(inner, softmax), problem))
+        asked.is_largest = problem.xp.asarray(asked.classes) == argmax[:, None]
+    return statistics, StatisticsResiduals(problem, softmax, inner, members, asked)
+
+
+def named_statistics(problem: Problem, numbers: Array, argmax: Array) -> ClassStatistics:
+    """Name the statistics of all rows, (5, rows) and (rows,)."""
+    shape = problem.rows_shape
     largest, sum_exp, logsumexp, log_prob, entropy = (each.reshape(shape) for each in numbers)
-    statistics = ClassStatistics(
-        largest, sum_exp, logsumexp, log_prob if with_targets else None, entropy, argmax.reshape(shape)
-    )
-    return statistics, StatisticsResiduals(problem, softmax)
+    given = None if problem.targets is None else log_prob
+    return ClassStatistics(largest, sum_exp, logsumexp, given, entropy, argmax.reshape(shape))
+
+
+def _check(options: Options, logits: Any, targets: Any) -> tuple[Problem, Support | None]:
+    """Return the checked arguments; the support is None if there is none, or if a class is out of range."""
+    logits, outside = as_array(logits, "logits"), Outside.named(options.outside)
+    targets = None if targets is None else as_array(targets, "targets")
+    several = targets is not None and targets.dtype.kind in "iu" and targets.ndim == logits.ndim
+    problem = check(options, logits, None if several else targets, needs_targets=False)
+    if several:
+        check_several(problem, targets, "targets")
+    if options.support is None:
+        return problem, None
+    rows = math.prod(problem.rows_shape)
+    total, numbers = options.support_rows or (rows, np.arange(rows))
+    ids, offsets = checked_support(options.support, total)
+    problem.members = ids
+    problem.highest_target = max(problem.highest_target, min(int(ids.view(np.uint64).max(initial=0)), LARGEST))
+    checksum = zlib.crc32(offsets.data, zlib.crc32(ids.data))
+    problem.also = {"support": f"checksum {checksum:08x}", "outside": str(outside)}
+    if problem.targets is None:
+        return problem, Support.of(ids, offsets, numbers)
+    classes, valid = (by_row(array, problem) for array in (problem.targets, problem.valid))
+    row = np.broadcast_to(np.arange(rows)[:, None], classes.shape)
+    more = np.stack([row[valid], classes[valid]]) if outside is Outside.ADD else None
+    support = Support.of(ids, offsets, numbers, more)
+    if support is not None and outside is Outside.RAISE:
+        missing = np.flatnonzero(in_shape(valid & ~support.place_of(classes)[1], problem))
+        if missing.size:
+            which = target_text(problem.targets, problem.targets_shape, missing[0])
+            raise ValueError(f"{which} is outside the support of its row; outside='-inf' or 'add' gives that a meaning")
+    return problem, support
+
+
+@dataclass(eq=False)
+class _Asked:
+    """Targets that a state has no room for: (rows, targets of a row) classes, with their columns in the logits.
+
+    `valid` are those that count, `absent` those of them that are outside the support, and `is_largest` those that are
+    the largest class of their row.
+    """
+
+    classes: HostArray
+    columns: HostArray
+    valid: HostArray
+    absent: HostArray | None
+    is_largest: Array = None
+
+    @classmethod
+    def of(cls, problem: Problem, members: Members | None) -> _Asked:
+        classes, valid = (by_row(array, problem) for array in (problem.targets, problem.valid))
+        if members is None:
+            return cls(classes, columns_of(problem), valid, None)
+        places, found = members.support.place_of(classes)
+        return cls(classes, members.columns_of(places, found & valid), valid, valid & ~found)
+
+    def log_probs(self, inner: Problem, softmax: RowSoftmax) -> Array:
+        """Return the log-probabilities; collective over the class communicator, as `all_logits`."""
+        xp, chosen = inner.xp, all_logits(inner, self.columns)
+        if self.absent is not None and self.absent.any():
+            bits_of(chosen)[xp.asarray(self.absent)] = nought_of(chosen.dtype)
+        given = chosen, xp.asarray(self.valid), inner.transform, inner.options.compute_dtype
+        return inner.kernel.target_log_probs(softmax.columns, *given)
+
+    def write_gradient(
+        self, array: Array, inner: Problem, softmax: RowSoftmax, log_prob: Array, entropy: Array, logsumexp: Array
+    ) -> None:
+        """Fill `array` with the gradient of the logits; that of the log-probabilities is (rows, targets of a row).
+
+        With g their gradients, it is sum_k g_k ([c = t_k] - p_c). The class held apart, the largest, has the share S of
+        them that are on it times 1 - p, without cancellation, less the others' share times p. Other targets are written
+        once more, each with the sum of its own.
+        """
+        xp, kernel, dtype = inner.xp, inner.kernel, inner.logits.dtype
+        g = xp.where(xp.asarray(self.valid), log_prob, 0.0)
+        on_largest, on_others = (_in_order(xp.where(here, g, 0.0)) for here in (self.is_largest, ~self.is_largest))
+        largest = softmax.argmax.view(np.int64) - inner.class_start
+        fields = statistics_fields(False)
+        upstream = {
+            "log_prob": on_largest,
+            "entropy": entropy,
+            "logsumexp": xp.asarray(converted(logsumexp, np.float64)) - on_others,
+        }
+        rows = write_statistics_gradient(array, replace(inner, target_column=largest), softmax, fields, upstream)
+        # A row of the gradient for each target, with one logit.
+        count = self.columns.size
+        each = xp.broadcast_to(rows[:, None], (*self.columns.shape, rows.shape[1])).reshape(count, -1).copy()
+        whole, is_largest = each.view(np.int64), self.is_largest.reshape(-1)
+        whole[:, ROW_GRADIENT["column"]] = xp.where(is_largest, 0, -1)
+        whole[:, ROW_GRADIENT["target"]] = xp.where(is_largest, -1, 0)
+        own = kernel.sums_of_equal(self.classes, g).reshape(-1)
+        each[:, ROW_GRADIENT["target_gradient"]] = inner.transform.scale * own
+        axis = inner.options.axis
+        logits = kernel.taken(inner.logits, axis, self.columns).view(dtype).reshape(count, 1, 1)
+        found = xp.empty(logits.shape, array.dtype)
+        call = {"weights": ClassWeights(), "transform": inner.transform, "arithmetic": inner.arithmetic}
+        kernel.write_gradient(found, logits, each, fields, **call)
+        kernel.put(array, axis, self.columns, found.reshape(self.columns.shape))
+
+
+def _in_order(values: Array) -> Array:
+    """Return the sum of each row, added from the first to the last."""
+    total = 0.0 * values[:, 0] if values.shape[1] else array_namespace(values).zeros(len(values))
+    for place in range(values.shape[1]):
+        total = total + values[:, place]
+    return total

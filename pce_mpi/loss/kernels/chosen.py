@@ -17,10 +17,15 @@ def bits_of(x: Array) -> Array:
     return x.view(f"u{x.dtype.itemsize}")
 
 
-def taken(x: Array, axis: int, columns: HostArray) -> Array:
-    """Return the bits of the elements in `columns`, (rows, chosen), of each row of `x`; 0 for columns that it lacks."""
+def nought_of(dtype: np.dtype[Any]) -> int:
+    """Return the bits of -inf, the logit of a class that is left out."""
+    return int(bits_of(np.array(-np.inf, dtype)))
+
+
+def taken(x: Array, axis: int, columns: HostArray, other: int = 0) -> Array:
+    """Return the bits of the elements in `columns`, (rows, chosen), of each row of `x`, and `other` for its lack."""
     xp = array_namespace(x)
-    found = xp.zeros(columns.shape, f"u{x.dtype.itemsize}")
+    found = xp.full(columns.shape, other, f"u{x.dtype.itemsize}")
     entries, elements = _places(x, axis, columns)
     found[entries] = bits_of(xp.moveaxis(x, axis, -1))[elements]
     return found
