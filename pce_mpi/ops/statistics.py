@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+import math
 from typing import Any, Unpack
 
+import numpy as np
+
 from pce_mpi import loss
-from pce_mpi.arrays import compute_dtype_of
+from pce_mpi.arrays import array_namespace, compute_dtype_of
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
-from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.kernels import standard_arithmetic
-from pce_mpi.loss.options import Options, SoftmaxOptions, StatisticsOptions, takes
+from pce_mpi.loss.options import Options, StatisticsOptions, SupportedOptions, takes
 from pce_mpi.loss.statistics import (
     ClassStatistics,
     StatisticsResiduals,
     class_statistics_backward,
     statistics_of,
 )
-from pce_mpi.ops.options import checked_operands, parameters_of, sharded_options
+from pce_mpi.ops.joining import stack
+from pce_mpi.ops.options import checked_operands, parameters_of, shape_of_several, sharded_options
 from pce_mpi.ops.shape import normalized_axis
 
 Array = Any  # numpy.ndarray or cupy.ndarray
+HostArray = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 
 _WITH_GRADIENT = ("log_prob", "entropy", "logsumexp")
@@ -32,23 +37,43 @@ _WITH_GRADIENT = ("log_prob", "entropy", "logsumexp")
 def _rule(logits: Shape, *targets: Shape, axis: int, **_: Any) -> Rule:
     labels = tuple(Axis(index) for index in range(len(logits)))
     rows = labels[:axis] + labels[axis + 1 :]
+    several = (*labels[:axis], None, *labels[axis + 1 :])
     shape = (*logits[:axis], *logits[axis + 1 :])
-    return Rule((labels, *[rows for _ in targets]), rows, shape, merged=frozenset({labels[axis].label}))
+    given = [several if len(each) == len(logits) else rows for each in targets]
+    return Rule((labels, *given), rows, shape, merged=frozenset({labels[axis].label}))
 
 
 def _class_statistics(call: Call, logits: Array, *targets: Array, **options: Any) -> tuple[Array, ...]:
-    """Return all statistics but those that are None."""
+    """Return all statistics but those that are None; several log-probabilities a row are one array each."""
     axis = options["axis"]
     rows = [index for index in range(logits.ndim) if index != axis]
     all_options = sharded_options(call, "class_statistics", [axis], rows, **options)
-    statistics, call.residuals = statistics_of(prepare(all_options, logits, *targets, needs_targets=False))
-    return tuple(each for each in statistics if each is not None)
+    if options["support"] is not None:
+        all_options = replace(all_options, support_rows=_rows_here(call, rows))
+    statistics, call.residuals = statistics_of(all_options, logits, *targets)
+    log_prob = statistics.log_prob
+    each = () if log_prob is None else (log_prob,) if log_prob.ndim < logits.ndim else _apart(log_prob, axis)
+    return (*statistics[:3], *each, *statistics[4:])
 
 
-def _named(values: Sequence[Any], with_targets: bool) -> ClassStatistics:
-    """Name the statistics that `_class_statistics` gives, or the first of them."""
-    names = [name for name in ClassStatistics._fields if with_targets or name != "log_prob"]
-    return ClassStatistics(**{**dict.fromkeys(ClassStatistics._fields), **dict(zip(names, values, strict=False))})
+def _rows_here(call: Call, axes: list[int]) -> tuple[int, HostArray]:
+    """Return the number of all rows, and the numbers of those of this rank."""
+    sharding = call.operands[0]
+    blocks = sharding.slices(call.mesh.coordinates)
+    shape, mine = tuple(sharding.shape[axis] for axis in axes), tuple(blocks[axis] for axis in axes)
+    total = math.prod(shape)
+    return total, np.arange(total).reshape(shape)[mine].reshape(-1)
+
+
+def _apart(log_prob: Array, axis: int) -> list[Array]:
+    xp = array_namespace(log_prob)
+    return [xp.ascontiguousarray(each) for each in xp.moveaxis(log_prob, axis, 0)]
+
+
+def _named(values: Sequence[Any], log_prob: Any, several: int) -> ClassStatistics:
+    """Name the statistics that `_class_statistics` gives, or the first of them, with this in place of `several`."""
+    values = [*values, None]  # the gradients are those of real numbers alone, without argmax
+    return ClassStatistics(*values[:3], log_prob, *values[3 + several : 5 + several])
 
 
 def _to_logits(
@@ -59,8 +84,13 @@ def _to_logits(
     residuals: StatisticsResiduals,
     **options: Any,
 ) -> DistArray:
-    given = _named(g, bool(targets))._asdict()
-    upstream = {name: given[name].local for name in _WITH_GRADIENT if given[name] is not None}
+    axis, log_prob, several = options["axis"], None, 0
+    if targets:
+        several = targets[0].shape[axis] if targets[0].ndim == logits.ndim else 1
+        parts = [each.local for each in g[3 : 3 + several]]
+        log_prob = parts[0] if targets[0].ndim < logits.ndim else array_namespace(logits.local).stack(parts, axis)
+    given = _named([each.local for each in g], log_prob, several)
+    upstream = {name: value for name in _WITH_GRADIENT if (value := getattr(given, name)) is not None}
     return DistArray(class_statistics_backward(residuals, **upstream), logits.mesh, logits.sharding)
 
 
@@ -126,11 +156,15 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     """
     if not isinstance(logits, DistArray):
         return loss.class_statistics(logits, targets, **options)
-    checked = Options.of("class_statistics", options, SoftmaxOptions)
+    checked = Options.of("class_statistics", options, SupportedOptions)
     axis, shape = normalized_axis(checked.axis, logits.ndim), logits.shape
     given, rows = {} if targets is None else {"targets": targets}, shape[:axis] + shape[axis + 1 :]
-    others, found = checked_operands({"logits": logits}, given, rows, shape[axis])
-    parameters = parameters_of(checked, SoftmaxOptions) | {"axis": axis} | found
+    several = shape_of_several(targets, "targets", shape, axis)
+    others, found = checked_operands({"logits": logits}, given, several or rows, shape[axis])
+    parameters = parameters_of(checked, SupportedOptions) | {"axis": axis} | found
     with standard_arithmetic():
-        statistics = _named(apply(_CLASS_STATISTICS, logits, *others.values(), **parameters), bool(others))
+        values = apply(_CLASS_STATISTICS, logits, *others.values(), **parameters)
+    log_probs = values[3 : len(values) - 2]
+    log_prob = stack(log_probs, axis) if several else log_probs[0] if log_probs else None
+    statistics = _named(values, log_prob, len(log_probs))
     return statistics._replace(max=statistics.max.detach(), sum_exp=statistics.sum_exp.detach())
