@@ -176,12 +176,19 @@ def chosen_logits(options: Options, logits: Any, ids: Any) -> tuple[Array, Chose
     return found, ChosenResiduals(problem)
 
 
+def fits_several(problem: Problem, numbers: Array) -> bool:
+    """Return whether `numbers` have the logits' shape but for the class axis."""
+    axis = problem.options.axis
+    rest = numbers.shape[:axis] + numbers.shape[axis + 1 :]
+    return numbers.ndim == problem.logits.ndim and rest == problem.rows_shape
+
+
 def check_several(problem: Problem, numbers: Array, name: str) -> None:
     """Give `problem` several class numbers a row as its targets, or raise; `name` is theirs in messages."""
-    logits, axis = problem.logits, problem.options.axis
+    logits = problem.logits
     if numbers.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, got {numbers.dtype}")
-    if numbers.ndim != logits.ndim or numbers.shape[:axis] + numbers.shape[axis + 1 :] != problem.rows_shape:
+    if not fits_several(problem, numbers):
         raise ValueError(
             f"{name} must have the logits' shape, {logits.shape}, with any number of classes in place of the class "
             f"axis, got {numbers.shape}"

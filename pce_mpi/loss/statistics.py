@@ -9,9 +9,10 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, cupy_of
+from pce_mpi.arrays import array_namespace, as_array, cupy_of, is_true
+from pce_mpi.hollow import Hollow
 from pce_mpi.loss.agreement import agree_on
-from pce_mpi.loss.chosen import all_logits, by_row, check_several, columns_of, in_shape, upstream_of_several
+from pce_mpi.loss.chosen import all_logits, by_row, check_several, columns_of, fits_several, in_shape, upstream_of_several
 from pce_mpi.loss.kernels import converted, standard_arithmetic
 from pce_mpi.loss.kernels.chosen import bits_of, nought_of
 from pce_mpi.loss.kernels.parameters import ClassWeights
@@ -28,7 +29,8 @@ HostArray = np.ndarray[Any, Any]
 class ClassStatistics(NamedTuple):
     """The statistics of each row, shaped as the logits without the class axis.
 
-    z are the logits after `logit_scale` and `softcap`, and p their softmax. All arrays but `argmax` have the compute
+    z are the logits after `logit_scale` and `softcap`, and p their softmax, both of the classes of the support if there
+    is one. A row whose support is empty is like one of only -inf; its `argmax` is -1. All arrays but `argmax` have the compute
     dtype.
 
     Attributes
@@ -40,8 +42,8 @@ class ClassStatistics(NamedTuple):
     logsumexp : array
         log sum_c exp(z_c).
     log_prob : array or None
-        log p of the target, in nats; 0 in rows with the target `ignore_index`: leave these rows out of a mean. None
-        without targets.
+        log p of the target, in nats; 0 where the target is `ignore_index`: leave these out of a mean. It has the shape
+        of the targets, and is None without any.
     entropy : array
         -sum_c p_c log p_c, in nats.
     argmax : array of int64
@@ -65,9 +67,17 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     logits : array
         Those of `softmax_cross_entropy`.
     targets : array of integers, optional
-        The class numbers of `softmax_cross_entropy`; only `log_prob` needs them.
+        The class numbers of `softmax_cross_entropy`, or several a row, in place of the class axis, as `top_k` gives
+        them; only `log_prob` needs them. An `ignore_index` among several counts for nothing by itself.
     axis, ignore_index, logit_scale, softcap, compute_dtype, comm, class_start, num_classes : optional
         Those of `softmax_cross_entropy`.
+    support : (ids, offsets), optional
+        The classes that the softmax is taken over: those of row r, counted in the order of the logits without the class
+        axis, are `ids[offsets[r]:offsets[r + 1]]`, global numbers in any order, none twice. Arrays of integers, the
+        same on every rank, also on the host beside logits on a GPU.
+    outside : {"raise", "-inf", "add"}, default "raise"
+        A target outside its support is an error; or has a log-probability of -inf, whose gradient is that of -logsumexp
+        of the support; or the support has one class more, the target. Several targets are all added to their row's.
 
     Returns
     -------
@@ -77,12 +87,14 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     Raises
     ------
     ValueError
-        For probabilities as targets. All other errors are those of `softmax_cross_entropy`.
+        For probabilities as targets, a class twice in a support, and a target outside its support.
+    IndexError
+        For a target, or a class of a support, out of range. All other errors are those of `softmax_cross_entropy`.
 
     Notes
     -----
     Collective over `comm`: one Allgather of 56 bytes, and one Allreduce of 80 bytes a row, 8 more with
-    targets.
+    targets. For several targets a row these 8 are missing, and one Allreduce of the bytes of their logits follows.
 
     Examples
     --------
@@ -134,13 +146,16 @@ def class_statistics_forward(
         Those of `class_statistics`. Logits must not change until the backward pass.
     axis, ignore_index, logit_scale, softcap, compute_dtype, comm, class_start, num_classes : optional
         Those of `softmax_cross_entropy`.
+    support, outside : optional
+        Those of `class_statistics`.
 
     Returns
     -------
     statistics : ClassStatistics
         Those of `class_statistics`.
     residuals : StatisticsResiduals
-        References to the arrays that were passed, and about 160 bytes a row.
+        References to the arrays that were passed, about 160 bytes a row and 33 a target of several, and the logits of
+        this shard's members of a support with 8 bytes for each.
 
     Notes
     -----
@@ -168,14 +183,16 @@ def class_statistics_backward(
     """Compute the gradient of the logits from those of log-probabilities, entropies and logsumexp, in one pass.
 
     With p the softmax over the classes of all shards, t the target of a row and H its entropy, the derivatives by z_c
-    are [c = t] - p_c of log p_t, -p_c (log p_c + H) of H, and p_c of logsumexp.
+    are [c = t] - p_c of log p_t, -p_c (log p_c + H) of H, and p_c of logsumexp. With a support p is its softmax, and the
+    gradient of other classes is 0.
 
     Parameters
     ----------
     residuals : StatisticsResiduals
         Those of `class_statistics_forward`. They can be used again, unless `out` was the logits.
     log_prob, entropy, logsumexp : float or array of real numbers, optional
-        The upstream gradient of each: a number, or one per row. That of `log_prob` does not count in ignored rows.
+        The upstream gradient of each: a number, or an array of its shape. That of `log_prob` does not count where the
+        target is ignored.
     out : array of a floating dtype, optional
         That of `softmax_cross_entropy_backward`.
 
@@ -287,6 +304,8 @@ def _check(options: Options, logits: Any, targets: Any) -> tuple[Problem, Suppor
     several = targets is not None and targets.dtype.kind in "iu" and targets.ndim == logits.ndim
     problem = check(options, logits, None if several else targets, needs_targets=False)
     if several:
+        if not fits_several(problem, targets):
+            check(options, logits, targets, needs_targets=False)  # raises, and says which shape targets have
         check_several(problem, targets, "targets")
     if options.support is None:
         return problem, None
@@ -300,10 +319,12 @@ def _check(options: Options, logits: Any, targets: Any) -> tuple[Problem, Suppor
     if problem.targets is None:
         return problem, Support.of(ids, offsets, numbers)
     classes, valid = (by_row(array, problem) for array in (problem.targets, problem.valid))
-    row = np.broadcast_to(np.arange(rows)[:, None], classes.shape)
-    more = np.stack([row[valid], classes[valid]]) if outside is Outside.ADD else None
+    known = type(classes) is not Hollow
+    more = None
+    if outside is Outside.ADD and known:
+        more = np.stack([np.broadcast_to(np.arange(rows)[:, None], classes.shape)[valid], classes[valid]])
     support = Support.of(ids, offsets, numbers, more)
-    if support is not None and outside is Outside.RAISE:
+    if support is not None and outside is Outside.RAISE and known:
         missing = np.flatnonzero(in_shape(valid & ~support.place_of(classes)[1], problem))
         if missing.size:
             which = target_text(problem.targets, problem.targets_shape, missing[0])
@@ -336,7 +357,7 @@ class _Asked:
     def log_probs(self, inner: Problem, softmax: RowSoftmax) -> Array:
         """Return the log-probabilities; collective over the class communicator, as `all_logits`."""
         xp, chosen = inner.xp, all_logits(inner, self.columns)
-        if self.absent is not None and self.absent.any():
+        if self.absent is not None and is_true(self.absent.any()):
             bits_of(chosen)[xp.asarray(self.absent)] = nought_of(chosen.dtype)
         given = chosen, xp.asarray(self.valid), inner.transform, inner.options.compute_dtype
         return inner.kernel.target_log_probs(softmax.columns, *given)
@@ -350,7 +371,9 @@ class _Asked:
         them that are on it times 1 - p, without cancellation, less the others' share times p. Other targets are written
         once more, each with the sum of its own.
         """
-        xp, kernel, dtype = inner.xp, inner.kernel, inner.logits.dtype
+        xp, kernel, axis, count = inner.xp, inner.kernel, inner.options.axis, self.columns.size
+        # They are taken first, as `array` may be the logits.
+        logits = kernel.taken(inner.logits, axis, self.columns).view(inner.logits.dtype).reshape(count, 1, 1)
         g = xp.where(xp.asarray(self.valid), log_prob, 0.0)
         on_largest, on_others = (_in_order(xp.where(here, g, 0.0)) for here in (self.is_largest, ~self.is_largest))
         largest = softmax.argmax.view(np.int64) - inner.class_start
@@ -362,15 +385,13 @@ class _Asked:
         }
         rows = write_statistics_gradient(array, replace(inner, target_column=largest), softmax, fields, upstream)
         # A row of the gradient for each target, with one logit.
-        count = self.columns.size
-        each = xp.broadcast_to(rows[:, None], (*self.columns.shape, rows.shape[1])).reshape(count, -1).copy()
+        width = rows.shape[1]
+        each = xp.broadcast_to(rows[:, None], (*self.columns.shape, width)).reshape(count, width).copy()
         whole, is_largest = each.view(np.int64), self.is_largest.reshape(-1)
         whole[:, ROW_GRADIENT["column"]] = xp.where(is_largest, 0, -1)
         whole[:, ROW_GRADIENT["target"]] = xp.where(is_largest, -1, 0)
         own = kernel.sums_of_equal(self.classes, g).reshape(-1)
         each[:, ROW_GRADIENT["target_gradient"]] = inner.transform.scale * own
-        axis = inner.options.axis
-        logits = kernel.taken(inner.logits, axis, self.columns).view(dtype).reshape(count, 1, 1)
         found = xp.empty(logits.shape, array.dtype)
         call = {"weights": ClassWeights(), "transform": inner.transform, "arithmetic": inner.arithmetic}
         kernel.write_gradient(found, logits, each, fields, **call)

@@ -59,10 +59,10 @@ def checked_support(support: Any, rows: int) -> tuple[HostArray, HostArray]:
 
 @dataclass(eq=False)
 class Support:
-    """The members of each row, on the host: `keys`, in rising order, are row * base + class."""
+    """The members of each row, on the host: `keys`, in rising order, are row * span + class."""
 
     rows: int
-    base: int
+    span: int
     keys: HostArray
 
     @classmethod
@@ -75,35 +75,37 @@ class Support:
         """
         extra = np.empty((2, 0), np.int64) if more is None else more
         lowest, highest = (int(f(np.concatenate([ids, extra[1]]), initial=0)) for f in (np.min, np.max))
-        rows, base = len(numbers), highest + 1
-        if lowest < 0 or base * max(1, rows) >= 2**62:
+        rows, span = len(numbers), highest + 1
+        if lowest < 0 or span * max(1, rows) >= 2**62:
             return None
         place = np.full(len(offsets) - 1, -1)
         place[numbers] = np.arange(rows)
         row = np.repeat(place, np.diff(offsets))
-        keys = (row * base + ids)[row >= 0]
+        keys = (row * span + ids)[row >= 0]
         if (keys[1:] <= keys[:-1]).any():
             keys = np.sort(keys)
             twice = np.flatnonzero(keys[1:] == keys[:-1])
             if twice.size:
-                where, number = divmod(int(keys[twice[0]]), base)
+                where, number = divmod(int(keys[twice[0]]), span)
                 raise ValueError(f"the support of row {numbers[where]} has class {number} twice")
         if extra.size:
-            keys = np.union1d(keys, extra[0] * base + extra[1])
-        return cls(rows, base, keys)
+            keys = np.union1d(keys, extra[0] * span + extra[1])
+        return cls(rows, span, keys)
 
     def place_of(self, classes: HostArray) -> tuple[HostArray, HostArray]:
         """Return the places of (rows, several) classes among all members, and which of them are members."""
-        keys = np.arange(self.rows)[:, None] * self.base + classes
+        if type(classes) is Hollow:
+            return classes, classes >= 0
+        keys = np.arange(self.rows)[:, None] * self.span + classes
         places = np.searchsorted(self.keys, keys)
         # A number below the first key is that of no member.
         found = np.append(self.keys, -1)[places] == keys
-        return places, found & (classes >= 0) & (classes < self.base)
+        return places, found & (classes >= 0) & (classes < self.span)
 
     @cached_property
     def first(self) -> HostArray:
         """The place of each row's first member, (rows,)."""
-        return np.searchsorted(self.keys, np.arange(self.rows) * self.base)
+        return np.searchsorted(self.keys, np.arange(self.rows) * self.span)
 
 
 @dataclass(eq=False)
@@ -121,7 +123,7 @@ class Members:
     @classmethod
     def of(cls, support: Support, problem: Problem) -> Members:
         start, axis = problem.class_start, problem.options.axis
-        row, number = np.divmod(support.keys, support.base)
+        row, number = np.divmod(support.keys, support.span)
         here = (number >= start) & (number < start + problem.classes)
         row, number = row[here], number[here]
         first = np.searchsorted(row, np.arange(support.rows))
@@ -138,7 +140,7 @@ class Members:
             classes=logits.shape[1],
             sharded=(logits, 1),
         )
-        skipped = np.searchsorted(support.keys, np.arange(support.rows) * support.base + start)
+        skipped = np.searchsorted(support.keys, np.arange(support.rows) * support.span + start)
         return cls(support, columns, skipped, inner)
 
     def columns_of(self, places: HostArray, found: HostArray) -> HostArray:
@@ -156,13 +158,15 @@ class Members:
 
         A row whose `largest` logit is -inf has its lowest class, or -1 if its support is empty.
         """
+        if type(numbers) is Hollow:
+            return numbers
         support, xp, starts = (
             self.support,
             self.inner.xp,
             np.unique([start for start, count in zip(*self.inner.shards, strict=False) if count]),
         )
         keys, last = np.append(support.keys, -1), np.append(support.first[1:], len(support.keys))
-        own = np.arange(support.rows) * support.base
+        own = np.arange(support.rows) * support.span
         lowest = np.where(support.first < last[: support.rows], keys[support.first] - own, -1)
         keys, starts, own, lowest = map(xp.asarray, (keys, starts, own, lowest))
         start = starts[xp.searchsorted(starts, numbers, side="right") - 1]
