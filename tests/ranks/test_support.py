@@ -245,7 +245,7 @@ WRONG = [
     ({"support": (np.zeros(3, int), np.r_[0, 2, 1, [3] * 7])}, ValueError, "must not fall"),
     ({"support": (np.array([4, 2, 4]), np.r_[[0] * 9, 3])}, ValueError, "the support of row 8 has class 4 twice"),
     ({"support": (hollow(2, np.int64), np.r_[0, [2] * 9])}, TypeError, "must have elements, got a hollow array"),
-    ({"outside": "raise"}, ValueError, r"targets\[8\] = 36 is outside the support of its row"),
+    ({"outside": "raise"}, ValueError, r"targets\[\d\] = 36 is outside the support of its row"),
     ({"outside": "ignore"}, ValueError, "outside must be 'raise', '-inf' or 'add', got 'ignore'"),
     ({"outside": None}, ValueError, "outside must be 'raise', '-inf' or 'add', got None"),
 ]
@@ -376,9 +376,8 @@ def test_support_on_hollow_mesh_sends_the_same(comm, outside):
             for chosen in (None, targets, np.stack([targets, targets], 1)):
                 x = pce.distribute(logits, mesh, model=Shard(1), requires_grad=True)
                 found = pce.class_statistics(x, chosen, support=support, outside=outside)
-                pce.sum(found.entropy + found.logsumexp).backward()
-                if chosen is not None:
-                    pce.sum(found.log_prob).backward()
+                total = pce.sum(found.entropy + found.logsumexp)
+                (total if chosen is None else total + pce.sum(found.log_prob)).backward()
             pce.sum(pce.take_classes(x, np.stack([targets, targets], 1))).backward()
         sent.append(trace.events)
     assert sent[0] == sent[1]
