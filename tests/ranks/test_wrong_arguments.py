@@ -74,6 +74,14 @@ def statistics(at: At) -> dict[str, Any]:
     return {"logits": at.logits, "targets": at.targets, **options, **plain(at)}
 
 
+def over_support(at: At) -> dict[str, Any]:
+    return statistics(at) | {"support": (np.array([0, 1, 1, 2]), np.arange(5)), "outside": "-inf"}
+
+
+def choice(at: At) -> dict[str, Any]:
+    return {"logits": at.logits, "ids": np.stack([at.targets] * 2, 1), "axis": -1, **plain(at)}
+
+
 def losses(at: At) -> dict[str, Any]:
     options = {"weight": np.linspace(0.5, 1, 3), "label_smoothing": 0.1, "z_loss": 0.1, "reduction": "mean"}
     return statistics(at) | options | {"batch_comm": MPI.COMM_SELF}
@@ -122,13 +130,13 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
     "argmax": lambda at: {"logits": at.logits, "axis": -1, **plain(at)},
     "broadcast_to": lambda at: {"/x": at.x(), "shape": (2, 4, 3)},
     "check_replicas": lambda at: {"/x": at.x()},
-    "class_statistics": statistics,
+    "class_statistics": over_support,
     "class_statistics_backward": lambda at: {
         "/residuals": statistics_residuals(at),
         **dict.fromkeys(("log_prob", "entropy", "logsumexp"), np.ones(4)),
         "out": np.ones((4, 3)),
     },
-    "class_statistics_forward": statistics,
+    "class_statistics_forward": over_support,
     "clip": lambda at: {"/x": at.x(), "/min": 1.0, "/max": 4.0},
     "cross_entropy": lambda at: on_tape(at, losses(at), logits=at.classified()),
     **{
@@ -173,6 +181,12 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
     "split": lambda at: {"/x": at.x(), "indices_or_sections": 2, "axis": 0},
     "squeeze": lambda at: {"/x": at.x()[None], "axis": 0},
     "swapaxes": lambda at: {"/x": at.x(), "axis1": 0, "axis2": 1},
+    "take_classes": choice,
+    "take_classes_backward": lambda at: {
+        "/dchosen": np.ones((4, 2)),
+        "/residuals": pce.take_classes_forward(**choice(at))[1],
+    },
+    "take_classes_forward": choice,
     "top_k": lambda at: {"logits": at.logits, "k": 2, "axis": -1, **plain(at)},
     "trace": lambda at: {"fingerprints": False},
     "transpose": lambda at: {"/x": at.x(), "axes": (1, 0)},
@@ -180,7 +194,7 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
 }
 # They take no arguments or any, are made by the package alone, or have tables of their own.
 LEFT_OUT = {
-    *("ClassStatistics", "CollectiveError", "CollectiveTimeout", "Colwise", "DistArray", "Inference"),
+    *("ChosenResiduals", "ClassStatistics", "CollectiveError", "CollectiveTimeout", "Colwise", "DistArray", "Inference"),
     *("LinearValueAndGrad", "Replicate", "Replicated", "Residuals", "Rowwise", "Rule", "SequenceParallel"),
     *("StatisticsResiduals", "Trace", "VocabParallel", "named_scope", "no_grad", "reproducible", "dense", "load"),
     *("save", "SGD", "AdamW", "clip_grad_norm"),
@@ -188,7 +202,7 @@ LEFT_OUT = {
 # Each rank's own arguments are checked before the ranks agree; these bring the ranks together.
 AGREED = {
     *("argmax", "class_statistics", "distribute", "embedding", "from_local", "linear_cross_entropy_value_and_grad"),
-    *("softmax_cross_entropy_value_and_grad", "top_k"),
+    *("softmax_cross_entropy_value_and_grad", "take_classes", "top_k"),
 }
 BRING_TOGETHER = {"comm", "batch_comm", "/mesh", "table", "src_rank"}
 
