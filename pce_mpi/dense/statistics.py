@@ -96,7 +96,7 @@ def class_statistics(
             for k in range(each.shape[-1]):
                 valid, held = held_targets(each[..., k], ignore_index, x.shape[-1])
                 log_prob[..., k] = np.where(valid, -at(softmax(x, z, held, scale)[2], held), 0.0)
-            log_prob = np.moveaxis(log_prob, -1, axis) if np.ndim(targets) == x.ndim else log_prob[..., 0]
+            log_prob = np.moveaxis(log_prob, -1, axis) if np.ndim(np.asarray(targets)) == x.ndim else log_prob[..., 0]
         entropy = np.where(p == 0.0, 0.0, p * nll).sum(-1)
         return Statistics(at(z, top), 1.0 / at(p, top), logsumexp, log_prob, entropy, top)
 
@@ -156,7 +156,7 @@ def class_statistics_backward(
         z, dz_dx = transform(x, logit_scale, softcap)
         p, _, nll, _ = softmax(x, z, x.argmax(axis=-1), scale)
         if log_prob is not None and each is not None:
-            g = np.broadcast_to(np.asarray(log_prob).astype(np.float64), np.shape(targets))
+            g = np.broadcast_to(np.asarray(log_prob).astype(np.float64), np.asarray(targets).shape)
             g = np.moveaxis(g, axis, -1) if g.ndim == x.ndim else g[..., None]
             for k in range(each.shape[-1]):
                 valid, held = held_targets(each[..., k], ignore_index, x.shape[-1])
@@ -186,7 +186,7 @@ def _arranged(
     if support is None:
         return x, each, np.ones(x.shape, np.bool_)
     ids, offsets = (np.asarray(part) for part in support)
-    inside = np.zeros((x[..., 0].size, x.shape[-1]), np.bool_)
+    inside: Array = np.zeros((x[..., 0].size, x.shape[-1]), np.bool_)
     for row, (start, stop) in enumerate(pairwise(offsets)):
         inside[row, ids[start:stop]] = True
     inside = inside.reshape(x.shape)

@@ -217,13 +217,14 @@ def _check_ranges(starts: Sequence[int], counts: Sequence[int], over: str) -> No
 
 
 def _out_of_range(problem: Problem, num_classes: int, hint: bool) -> IndexError | None:
-    numbers: list[tuple[str, HostArray | None, tuple[int, ...], Any]] = [
-        (problem.targets_name, problem.targets, problem.targets_shape, problem.valid),
-        ("ids of the support", problem.members, np.shape(problem.members), True),
-    ]
-    for name, classes, shape, valid in numbers:
-        wrong = [] if classes is None else np.flatnonzero(valid & ((classes < 0) | (classes >= num_classes)))
-        if classes is not None and len(wrong):
-            text = f"{target_text(classes, shape, wrong[0], name)} is outside [0, {num_classes})"
+    found: list[tuple[str, HostArray, tuple[int, ...], HostArray | bool]] = []
+    if problem.targets is not None:
+        found.append((problem.targets_name, problem.targets, problem.targets_shape, problem.valid))
+    if problem.members is not None:
+        found.append(("ids of the support", problem.members, problem.members.shape, True))
+    for name, numbers, shape, valid in found:
+        wrong = np.flatnonzero(valid & ((numbers < 0) | (numbers >= num_classes)))
+        if wrong.size:
+            text = f"{target_text(numbers, shape, wrong[0], name)} is outside [0, {num_classes})"
             return IndexError(f"{text}: without comm, these logits are all classes" if hint else text)
     return None

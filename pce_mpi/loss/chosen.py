@@ -80,9 +80,7 @@ class ChosenResiduals(PassResiduals):
 
 
 @takes(ShardedAxisOptions)
-def take_classes_forward(
-    logits: Any, ids: Any, **options: Unpack[ShardedAxisOptions]
-) -> tuple[Array, ChosenResiduals]:
+def take_classes_forward(logits: Any, ids: Any, **options: Unpack[ShardedAxisOptions]) -> tuple[Array, ChosenResiduals]:
     """Compute `take_classes`, and the residuals from which `take_classes_backward` computes the gradient.
 
     Parameters
@@ -200,6 +198,7 @@ def check_several(problem: Problem, numbers: Array, name: str) -> None:
     problem.valid, problem.all_valid, highest = kernel_of(flat).valid_rows(flat, problem.options.ignore_index)
     problem.highest_target = min(highest, LARGEST)
     problem.targets, problem.targets_shape, problem.targets_name = flat, numbers.shape, name
+    problem.several = True
     problem.inputs = (*problem.inputs, numbers)
 
 
@@ -235,8 +234,8 @@ def in_shape(array: Array, problem: Problem) -> Array:
 
 def columns_of(problem: Problem) -> HostArray:
     """Return the local columns of the targets, (rows, targets of a row), or other numbers if they are not here."""
-    columns: HostArray = np.where(problem.valid, problem.targets - problem.class_start, -1)
-    return by_row(columns, problem)
+    assert problem.targets is not None
+    return by_row(np.where(problem.valid, problem.targets - problem.class_start, -1), problem)
 
 
 def upstream_of_several(value: Any, name: str, problem: Problem) -> Array:

@@ -37,14 +37,15 @@ class Problem:
     `highest_target` is the largest target of rows that count, or more than any class if one is negative. `inputs` are
     the caller's arrays; `out` shares memory with none of them except the logits. `rows_shape` is the logits' shape
     without the class axis, `xp` their array library and `kernel` the loops for it. This shard has `classes` classes,
-    from `class_start` on, of `num_classes`, and `shards` has the first class of each shard and their numbers. `target_column`, (rows,), is the local column of each row's target; it is
-    no column of this shard if another shard has the target, and -1 if the row does not count. `counted` is `valid`, or
-    None on a GPU if all rows count; both are in the library of the logits. `sharded` is the array of which each rank
-    passes its own classes, and its class axis. `also` has more that must be the same on every rank.
+    from `class_start` on, of `num_classes`; `shards` has the first class of each shard, and how many it has.
+    `target_column`, (rows,), is the local column of each row's target; it is no column of this shard if another shard
+    has the target, and -1 if the row does not count. `counted` is `valid`, or None on a GPU if all rows count; both are
+    in the library of the logits. `sharded` is the array of which each rank passes its own classes, and its class axis.
+    `also` has more that must be the same on every rank.
 
-    `targets`, `valid` and `target_column` may have several entries for each row, in the order of the caller's array. It
-    has the shape `targets_shape`, and the name `targets_name` in messages. `members` are more class numbers, those of a
-    support.
+    With `several` targets a row, `targets`, `valid` and `target_column` have all of them in the order of the caller's
+    array. It has the shape `targets_shape`, and the name `targets_name` in messages. `members` has more class numbers,
+    those of a support.
     """
 
     options: Options
@@ -71,6 +72,7 @@ class Problem:
     shards: tuple[Sequence[int], Sequence[int]] = (0,), (1,)
     targets_shape: tuple[int, ...] = ()
     targets_name: str = "targets"
+    several: bool = False
     members: HostArray | None = None
     also: Mapping[str, Hashable] = field(default_factory=dict)
 
@@ -91,11 +93,6 @@ class Problem:
             return self.xp.asarray(columns), None
         both = self.xp.asarray(np.concatenate([columns.view(np.bool_), self.valid]))
         return both[: columns.nbytes].view(np.int64), both[columns.nbytes :]
-
-    @property
-    def several(self) -> bool:
-        """Whether there are several targets a row."""
-        return len(self.targets_shape) == self.logits.ndim
 
     @property
     def class_weights(self) -> ClassWeights:

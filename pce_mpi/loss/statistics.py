@@ -9,29 +9,28 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, cupy_of, is_true
+from pce_mpi.arrays import as_array
 from pce_mpi.hollow import Hollow
 from pce_mpi.loss.agreement import agree_on
-from pce_mpi.loss.chosen import all_logits, by_row, check_several, columns_of, fits_several, in_shape, upstream_of_several
-from pce_mpi.loss.kernels import converted, standard_arithmetic
-from pce_mpi.loss.kernels.chosen import bits_of, nought_of
-from pce_mpi.loss.kernels.parameters import ClassWeights
+from pce_mpi.loss.chosen import by_row, check_several, fits_several, in_shape, upstream_of_several
+from pce_mpi.loss.kernels import standard_arithmetic
+from pce_mpi.loss.kernels.chosen import bits_of
 from pce_mpi.loss.options import Options, StatisticsOptions, takes
 from pce_mpi.loss.passes import PassResiduals, row_softmax, write_statistics_gradient
 from pce_mpi.loss.problem import LARGEST, Problem, check, target_text, upstream_of
-from pce_mpi.loss.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
+from pce_mpi.loss.several import SeveralTargets, without_targets
+from pce_mpi.loss.softmax_state import RowSoftmax, StateFields
 from pce_mpi.loss.support import Members, Outside, Support, checked_support
 
 Array = Any  # numpy.ndarray or cupy.ndarray
-HostArray = np.ndarray[Any, Any]
 
 
 class ClassStatistics(NamedTuple):
     """The statistics of each row, shaped as the logits without the class axis.
 
     z are the logits after `logit_scale` and `softcap`, and p their softmax, both of the classes of the support if there
-    is one. A row whose support is empty is like one of only -inf; its `argmax` is -1. All arrays but `argmax` have the compute
-    dtype.
+    is one. A row whose support is empty is like one of only -inf, and its `argmax` is -1. All arrays but `argmax` have
+    the compute dtype.
 
     Attributes
     ----------
@@ -120,8 +119,8 @@ class StatisticsResiduals(PassResiduals):
         The problem of the classes that statistics are taken over.
     members : Members or None
         This shard's part of the support.
-    asked : object
-        Targets that the states have no room for.
+    several : SeveralTargets or None
+        The targets, if there are several a row.
     used_up : bool
         True once a backward pass has overwritten the logits.
     """
@@ -131,7 +130,7 @@ class StatisticsResiduals(PassResiduals):
     softmax: RowSoftmax
     inner: Problem
     members: Members | None
-    asked: _Asked | None
+    several: SeveralTargets | None
 
 
 @takes(StatisticsOptions)
@@ -183,8 +182,8 @@ def class_statistics_backward(
     """Compute the gradient of the logits from those of log-probabilities, entropies and logsumexp, in one pass.
 
     With p the softmax over the classes of all shards, t the target of a row and H its entropy, the derivatives by z_c
-    are [c = t] - p_c of log p_t, -p_c (log p_c + H) of H, and p_c of logsumexp. With a support p is its softmax, and the
-    gradient of other classes is 0.
+    are [c = t] - p_c of log p_t, -p_c (log p_c + H) of H, and p_c of logsumexp. With a support p is the softmax over it,
+    and the gradient of other classes is 0.
 
     Parameters
     ----------
@@ -226,11 +225,9 @@ def class_statistics_backward(
         gradient = residuals.gradient_for(out)
         # That of a support is written to its own array first, as `out` may be the logits.
         written = gradient if members is None else problem.xp.empty(inner.logits.shape, gradient.dtype)
-        if problem.several and residuals.asked is not None:
-            residuals.asked.write_gradient(written, inner, residuals.softmax, **upstream)
-        else:
-            fields = statistics_fields(inner.targets is not None)
-            write_statistics_gradient(written, inner, residuals.softmax, fields, upstream)
+        fields = statistics_fields(inner.targets is not None)
+        write = write_statistics_gradient if residuals.several is None else residuals.several.write_gradient
+        write(written, inner, residuals.softmax, fields, upstream)
         if members is not None:
             bits_of(gradient)[...] = 0
             problem.kernel.put(gradient, problem.options.axis, members.columns, written)
@@ -266,27 +263,24 @@ def statistics_of(options: Options, logits: Any, targets: Any = None) -> tuple[C
         return problem
 
     problem = agree_on(options, check_arguments)
-    inner, members, asked = problem, None, None
+    inner, members, several = problem, None, None
     if supports[0] is not None:
         members = Members.of(supports[0], problem)
         inner = members.inner
-    if problem.targets is not None and (problem.several or members is not None):
-        asked = _Asked.of(problem, members)
-        if problem.several:
-            every = np.ones(len(asked.columns), np.bool_)
-            counted = None if cupy_of(inner.logits) is not None else every
-            inner = replace(inner, targets=None, target_column=None, valid=every, all_valid=True, counted=counted)
-        else:
-            inner = replace(inner, target_column=problem.xp.asarray(asked.columns[:, 0]))
+    if problem.several:
+        several = SeveralTargets.of(problem, members)
+        inner = without_targets(inner)
+    elif members is not None and problem.targets is not None:
+        columns, _ = members.columns_of(*(by_row(each, problem) for each in (problem.targets, problem.valid)))
+        inner = replace(inner, target_column=problem.xp.asarray(columns[:, 0]))
     softmax = row_softmax(inner, statistics_fields(inner.targets is not None))
     numbers, argmax = inner.kernel.row_statistics(softmax.columns, inner.counted, inner.options.compute_dtype)
     if members is not None:
         argmax = members.classes_of(argmax, softmax.held)
     statistics = named_statistics(problem, numbers, argmax)
-    if problem.several and asked is not None:
-        statistics = statistics._replace(log_prob=in_shape(asked.log_probs(inner, softmax), problem))
-        asked.is_largest = problem.xp.asarray(asked.classes) == argmax[:, None]
-    return statistics, StatisticsResiduals(problem, softmax, inner, members, asked)
+    if several is not None:
+        statistics = statistics._replace(log_prob=in_shape(several.log_probs(inner, softmax, argmax), problem))
+    return statistics, StatisticsResiduals(problem, softmax, inner, members, several)
 
 
 def named_statistics(problem: Problem, numbers: Array, argmax: Array) -> ClassStatistics:
@@ -330,77 +324,3 @@ def _check(options: Options, logits: Any, targets: Any) -> tuple[Problem, Suppor
             which = target_text(problem.targets, problem.targets_shape, missing[0])
             raise ValueError(f"{which} is outside the support of its row; outside='-inf' or 'add' gives that a meaning")
     return problem, support
-
-
-@dataclass(eq=False)
-class _Asked:
-    """Targets that a state has no room for: (rows, targets of a row) classes, with their columns in the logits.
-
-    `valid` are those that count, `absent` those of them that are outside the support, and `is_largest` those that are
-    the largest class of their row.
-    """
-
-    classes: HostArray
-    columns: HostArray
-    valid: HostArray
-    absent: HostArray | None
-    is_largest: Array = None
-
-    @classmethod
-    def of(cls, problem: Problem, members: Members | None) -> _Asked:
-        classes, valid = (by_row(array, problem) for array in (problem.targets, problem.valid))
-        if members is None:
-            return cls(classes, columns_of(problem), valid, None)
-        places, found = members.support.place_of(classes)
-        return cls(classes, members.columns_of(places, found & valid), valid, valid & ~found)
-
-    def log_probs(self, inner: Problem, softmax: RowSoftmax) -> Array:
-        """Return the log-probabilities; collective over the class communicator, as `all_logits`."""
-        xp, chosen = inner.xp, all_logits(inner, self.columns)
-        if self.absent is not None and is_true(self.absent.any()):
-            bits_of(chosen)[xp.asarray(self.absent)] = nought_of(chosen.dtype)
-        given = chosen, xp.asarray(self.valid), inner.transform, inner.options.compute_dtype
-        return inner.kernel.target_log_probs(softmax.columns, *given)
-
-    def write_gradient(
-        self, array: Array, inner: Problem, softmax: RowSoftmax, log_prob: Array, entropy: Array, logsumexp: Array
-    ) -> None:
-        """Fill `array` with the gradient of the logits; that of the log-probabilities is (rows, targets of a row).
-
-        With g their gradients, it is sum_k g_k ([c = t_k] - p_c). The class held apart, the largest, has the share S of
-        them that are on it times 1 - p, without cancellation, less the others' share times p. Other targets are written
-        once more, each with the sum of its own.
-        """
-        xp, kernel, axis, count = inner.xp, inner.kernel, inner.options.axis, self.columns.size
-        # They are taken first, as `array` may be the logits.
-        logits = kernel.taken(inner.logits, axis, self.columns).view(inner.logits.dtype).reshape(count, 1, 1)
-        g = xp.where(xp.asarray(self.valid), log_prob, 0.0)
-        on_largest, on_others = (_in_order(xp.where(here, g, 0.0)) for here in (self.is_largest, ~self.is_largest))
-        largest = softmax.argmax.view(np.int64) - inner.class_start
-        fields = statistics_fields(False)
-        upstream = {
-            "log_prob": on_largest,
-            "entropy": entropy,
-            "logsumexp": xp.asarray(converted(logsumexp, np.float64)) - on_others,
-        }
-        rows = write_statistics_gradient(array, replace(inner, target_column=largest), softmax, fields, upstream)
-        # A row of the gradient for each target, with one logit.
-        width = rows.shape[1]
-        each = xp.broadcast_to(rows[:, None], (*self.columns.shape, width)).reshape(count, width).copy()
-        whole, is_largest = each.view(np.int64), self.is_largest.reshape(-1)
-        whole[:, ROW_GRADIENT["column"]] = xp.where(is_largest, 0, -1)
-        whole[:, ROW_GRADIENT["target"]] = xp.where(is_largest, -1, 0)
-        own = kernel.sums_of_equal(self.classes, g).reshape(-1)
-        each[:, ROW_GRADIENT["target_gradient"]] = inner.transform.scale * own
-        found = xp.empty(logits.shape, array.dtype)
-        call = {"weights": ClassWeights(), "transform": inner.transform, "arithmetic": inner.arithmetic}
-        kernel.write_gradient(found, logits, each, fields, **call)
-        kernel.put(array, axis, self.columns, found.reshape(self.columns.shape))
-
-
-def _in_order(values: Array) -> Array:
-    """Return the sum of each row, added from the first to the last."""
-    total = 0.0 * values[:, 0] if values.shape[1] else array_namespace(values).zeros(len(values))
-    for place in range(values.shape[1]):
-        total = total + values[:, place]
-    return total

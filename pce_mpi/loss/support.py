@@ -143,10 +143,15 @@ class Members:
         skipped = np.searchsorted(support.keys, np.arange(support.rows) * support.span + start)
         return cls(support, columns, skipped, inner)
 
-    def columns_of(self, places: HostArray, found: HostArray) -> HostArray:
-        """Return the columns of members in the logits of `inner`, from what `place_of` gives; -1 for others."""
+    def columns_of(self, classes: HostArray, valid: HostArray) -> tuple[HostArray, HostArray]:
+        """Return the columns of (rows, several) classes in the logits of `inner`, and which valid ones are no members.
+
+        A class that is not valid, or no member of this shard, has the column -1.
+        """
+        places, found = self.support.place_of(classes)
         columns = places - self.first[:, None]
-        return np.where(found & (columns >= 0) & (columns < self.counts), columns, -1)
+        here = found & valid & (columns >= 0) & (columns < self.counts)
+        return np.where(here, columns, -1), valid & ~found
 
     @cached_property
     def counts(self) -> HostArray:
@@ -160,11 +165,8 @@ class Members:
         """
         if type(numbers) is Hollow:
             return numbers
-        support, xp, starts = (
-            self.support,
-            self.inner.xp,
-            np.unique([start for start, count in zip(*self.inner.shards, strict=False) if count]),
-        )
+        support, xp = self.support, self.inner.xp
+        starts = np.unique([start for start, count in zip(*self.inner.shards, strict=False) if count])
         keys, last = np.append(support.keys, -1), np.append(support.first[1:], len(support.keys))
         own = np.arange(support.rows) * support.span
         lowest = np.where(support.first < last[: support.rows], keys[support.first] - own, -1)

@@ -65,7 +65,8 @@ def checked_operands(
 
         def stand_in(name: str, value: Any) -> Any:
             shape = (classes,) if name in _OPERANDS else rows
-            if name not in _OPERANDS and probabilities is not None and getattr(value, "ndim", None) == len(probabilities):
+            ndim = None if name in _OPERANDS else getattr(value, "ndim", None)
+            if probabilities is not None and ndim == len(probabilities):
                 shape = probabilities
             dtype = getattr(value, "dtype", None)
             known = isinstance(dtype, np.dtype) and is_real(dtype)

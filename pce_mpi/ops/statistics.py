@@ -72,8 +72,9 @@ def _apart(log_prob: Array, axis: int) -> list[Array]:
 
 def _named(values: Sequence[Any], log_prob: Any, several: int) -> ClassStatistics:
     """Name the statistics that `_class_statistics` gives, or the first of them, with this in place of `several`."""
-    values = [*values, None]  # the gradients are those of real numbers alone, without argmax
-    return ClassStatistics(*values[:3], log_prob, *values[3 + several : 5 + several])
+    names = [name for name in ClassStatistics._fields if name != "log_prob"]
+    named = dict(zip(names, [*values[:3], *values[3 + several :]], strict=False))
+    return ClassStatistics(**{**dict.fromkeys(names), **named}, log_prob=log_prob)
 
 
 def _to_logits(

@@ -64,6 +64,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("passes"),
             room("chosen"),
             room("support"),
+            room("several"),
             room("statistics"),
             room("products", "mpi4py", "comm"),
             room("linear"),

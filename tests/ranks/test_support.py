@@ -16,7 +16,12 @@ from ulps import STATISTICS, errors
 
 ROWS, CLASSES = 9, 37
 NAMES = ("log_prob", "entropy", "logsumexp")
-OPTIONS = {"plain": {}, "scale": {"logit_scale": 0.7}, "softcap": {"softcap": 3.0}, "wide": {"compute_dtype": np.float64}}
+OPTIONS = {
+    "plain": {},
+    "scale": {"logit_scale": 0.7},
+    "softcap": {"softcap": 3.0},
+    "wide": {"compute_dtype": np.float64},
+}
 
 
 def problem(dtype=np.float32, spread=3.0, seed=1):
@@ -361,7 +366,9 @@ def test_wrong_support_of_one_rank_raises_on_all(comm):
                 pce.class_statistics(x, targets, **(right | change if comm.rank == comm.size - 1 else right))
         for change, text in EVERYWHERE:
             with pytest.raises(IndexError, match=text):
-                pce.class_statistics(x, change.get("targets", targets), **right | {k: change[k] for k in change if k != "targets"})
+                pce.class_statistics(
+                    x, change.get("targets", targets), **right | {k: change[k] for k in change if k != "targets"}
+                )
         rows = Shard(0) if axis == 0 else Replicate()
         assert pce.class_statistics(x, targets, **right).log_prob.placements == {"data": rows}
 

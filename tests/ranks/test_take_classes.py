@@ -160,7 +160,12 @@ def several(dtype=np.float32):
     return logits, targets, upstream
 
 
-OPTIONS = {"plain": {}, "scale": {"logit_scale": 0.7}, "softcap": {"softcap": 3.0}, "wide": {"compute_dtype": np.float64}}
+OPTIONS = {
+    "plain": {},
+    "scale": {"logit_scale": 0.7},
+    "softcap": {"softcap": 3.0},
+    "wide": {"compute_dtype": np.float64},
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)

@@ -46,7 +46,7 @@ def _places(x: Array, axis: int, columns: HostArray) -> tuple[tuple[Array, ...],
 
 
 def sums_of_equal(ids: HostArray, values: Array) -> Array:
-    """Return for each of `values`, (rows, chosen), the sum over all in its row with the same id, added in their order."""
+    """Return for each of `values`, (rows, chosen), the sum over those of its row with the same id, in their order."""
     xp, chosen = array_namespace(values), ids.shape[1]
     order = ids.argsort(axis=1, kind="stable")
     ordered = np.take_along_axis(ids, order, axis=1)

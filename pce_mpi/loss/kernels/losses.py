@@ -103,7 +103,9 @@ def target_log_probs(softmax: Array, chosen: Array, valid: Array, transform: Tra
     """
     rows = RowSoftmax(softmax)
     with np.errstate(all="ignore"):
-        (z, low), (held, held_low) = (transformed(x, transform) for x in (chosen.astype(np.float64), rows.held[:, None]))
+        (z, low), (held, held_low) = (
+            transformed(x, transform) for x in (chosen.astype(np.float64), rows.held[:, None])
+        )
         log_probs = np.minimum(((z + 0.0) - held) + (low - held_low), 0.0) - rows.held_nll[:, None]
         return np.where(np.isnan(log_probs) & valid, np.nan, np.where(valid, log_probs, 0.0)).astype(dtype)
 
