@@ -182,8 +182,8 @@ def class_statistics_backward(
     """Compute the gradient of the logits from those of log-probabilities, entropies and logsumexp, in one pass.
 
     With p the softmax over the classes of all shards, t the target of a row and H its entropy, the derivatives by z_c
-    are [c = t] - p_c of log p_t, -p_c (log p_c + H) of H, and p_c of logsumexp. With a support p is the softmax over it,
-    and the gradient of other classes is 0.
+    are [c = t] - p_c of log p_t, -p_c (log p_c + H) of H, and p_c of logsumexp. With a support p is its
+    softmax, and the gradient of other classes is 0.
 
     Parameters
     ----------

@@ -133,8 +133,9 @@ def chosen_digest(dtype: Any, kind: str) -> str:
     upstream = np.arange(1.0, 3 * ROWS + 1).reshape(ROWS, 3) / 8
     chosen, of_chosen = pce.take_classes_forward(mine, several, **given)
     results, gradients = [chosen], [pce.take_classes_backward(upstream, of_chosen)]
-    for more in ({}, {"support": support, "outside": "-inf"}, {"support": support, "outside": "add"}):
-        statistics, residuals = pce.class_statistics_forward(mine, several, **more, **given)
+    for over, outside in ((None, "raise"), (support, "-inf"), (support, "add")):
+        more: Any = {"support": over, "outside": outside, **given}
+        statistics, residuals = pce.class_statistics_forward(mine, several, **more)
         results += statistics
         gradients.append(pce.class_statistics_backward(residuals, log_prob=upstream, entropy=0.5, logsumexp=-0.25))
     results += [np.concatenate(comm.allgather(each.astype(np.float64)), axis=1) for each in gradients]

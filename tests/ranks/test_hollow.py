@@ -71,8 +71,8 @@ def chosen(made: Made) -> None:
     ids = np.stack([TARGETS, TARGETS], 1)
     pce.sum(pce.take_classes(made.logits, ids)).backward()
     support = np.arange(2 * ROWS) % CLASSES, np.arange(0, 2 * ROWS + 1, 2)
-    for targets, more in ((ids, {}), (TARGETS, {"support": support, "outside": "add"})):
-        found = pce.class_statistics(made.logits, targets, **more)
+    for targets, given in ((ids, None), (TARGETS, support)):
+        found: Any = pce.class_statistics(made.logits, targets, support=given, outside="add")
         (pce.sum(found.entropy) + pce.sum(found.log_prob)).backward()
 
 

@@ -366,9 +366,7 @@ def test_wrong_support_of_one_rank_raises_on_all(comm):
                 pce.class_statistics(x, targets, **(right | change if comm.rank == comm.size - 1 else right))
         for change, text in EVERYWHERE:
             with pytest.raises(IndexError, match=text):
-                pce.class_statistics(
-                    x, change.get("targets", targets), **right | {k: change[k] for k in change if k != "targets"}
-                )
+                pce.class_statistics(x, **{"targets": targets} | right | change)
         rows = Shard(0) if axis == 0 else Replicate()
         assert pce.class_statistics(x, targets, **right).log_prob.placements == {"data": rows}
 

@@ -194,15 +194,8 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
 }
 # They take no arguments or any, are made by the package alone, or have tables of their own.
 LEFT_OUT = {
-    *(
-        "ChosenResiduals",
-        "ClassStatistics",
-        "CollectiveError",
-        "CollectiveTimeout",
-        "Colwise",
-        "DistArray",
-        "Inference",
-    ),
+    *("ChosenResiduals", "ClassStatistics", "CollectiveError", "CollectiveTimeout", "Colwise", "DistArray"),
+    *("Inference",),
     *("LinearValueAndGrad", "Replicate", "Replicated", "Residuals", "Rowwise", "Rule", "SequenceParallel"),
     *("StatisticsResiduals", "Trace", "VocabParallel", "named_scope", "no_grad", "reproducible", "dense", "load"),
     *("save", "SGD", "AdamW", "clip_grad_norm"),
