@@ -46,6 +46,7 @@ from pce_mpi.distributed.styles import (
 from pce_mpi.exact.arithmetic import reproducible as reproducible
 from pce_mpi.include import get_include as get_include
 from pce_mpi.loss import (
+    ChosenResiduals as ChosenResiduals,
     ClassStatistics as ClassStatistics,
     LinearGradients as LinearGradients,
     LinearStatisticsResiduals as LinearStatisticsResiduals,
@@ -62,6 +63,8 @@ from pce_mpi.loss import (
     softmax_cross_entropy_backward as softmax_cross_entropy_backward,
     softmax_cross_entropy_forward as softmax_cross_entropy_forward,
     softmax_cross_entropy_value_and_grad as softmax_cross_entropy_value_and_grad,
+    take_classes_backward as take_classes_backward,
+    take_classes_forward as take_classes_forward,
 )
 from pce_mpi.ops.activations import gelu as gelu, relu as relu, sigmoid as sigmoid, tanh as tanh
 from pce_mpi.ops.arithmetic import (
@@ -75,6 +78,7 @@ from pce_mpi.ops.arithmetic import (
 )
 from pce_mpi.ops.attention import scaled_dot_product_attention as scaled_dot_product_attention
 from pce_mpi.ops.broadcasting import broadcast_to as broadcast_to, sum as sum
+from pce_mpi.ops.chosen import take_classes as take_classes
 from pce_mpi.ops.cumulative import cumsum as cumsum
 from pce_mpi.ops.custom import op as op
 from pce_mpi.ops.einsum import einsum as einsum

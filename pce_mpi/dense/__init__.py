@@ -5,6 +5,7 @@ and conventions are those of `pce_mpi.softmax_cross_entropy` without `comm`, `ba
 `compute_dtype` can only be float64.
 """
 
+from pce_mpi.dense.chosen import take_classes, take_classes_backward
 from pce_mpi.dense.linear import (
     LinearGradients,
     LinearValueAndGrad,
@@ -29,4 +30,6 @@ __all__ = [
     "nucleus",
     "softmax_cross_entropy",
     "softmax_cross_entropy_value_and_grad",
+    "take_classes",
+    "take_classes_backward",
 ]

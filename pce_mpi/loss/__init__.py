@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from pce_mpi.loss.agreement import prepare
+from pce_mpi.loss.chosen import ChosenResiduals, take_classes, take_classes_backward, take_classes_forward
 from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.largest import argmax, top_k
 from pce_mpi.loss.linear import LinearValueAndGrad, linear_cross_entropy_value_and_grad
@@ -36,6 +37,7 @@ from pce_mpi.loss.statistics import (
 from pce_mpi.loss.truncation import Nucleus
 
 __all__ = [
+    "ChosenResiduals",
     "ClassStatistics",
     "LinearGradients",
     "LinearStatisticsResiduals",
@@ -55,6 +57,9 @@ __all__ = [
     "softmax_cross_entropy_backward",
     "softmax_cross_entropy_forward",
     "softmax_cross_entropy_value_and_grad",
+    "take_classes",
+    "take_classes_backward",
+    "take_classes_forward",
     "top_k",
 ]
 

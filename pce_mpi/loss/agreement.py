@@ -121,9 +121,10 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
         raise_together(comm, operation, out_of_range, over=over)
     if checksums.count(checksums[0]) < len(checksums):
         sums = text_by_rank({rank: f"checksum {value:08x}" for rank, value in enumerate(checksums)}, over)
-        raise CollectiveError(f"ranks disagree on the values of targets: {sums}")
+        raise CollectiveError(f"ranks disagree on the values of {problem.targets_name}: {sums}")
     _check_not_gathered(counts, samples, over, "logits" if problem.sharded[0] is problem.logits else "w")
     rank = 0 if comm is None else comm.rank
+    problem.shards = starts, counts
     problem.place(starts[rank], num_classes)
     return problem
 
@@ -216,11 +217,14 @@ def _check_ranges(starts: Sequence[int], counts: Sequence[int], over: str) -> No
 
 
 def _out_of_range(problem: Problem, num_classes: int, hint: bool) -> IndexError | None:
-    targets = problem.targets
-    if targets is None:
-        return None
-    wrong = np.flatnonzero(problem.valid & ((targets < 0) | (targets >= num_classes)))
-    if not wrong.size:
-        return None
-    text = f"{target_text(targets, problem.rows_shape, wrong[0])} is outside [0, {num_classes})"
-    return IndexError(f"{text}: without comm, these logits are all classes" if hint else text)
+    found: list[tuple[str, HostArray, tuple[int, ...], HostArray | bool]] = []
+    if problem.targets is not None:
+        found.append((problem.targets_name, problem.targets, problem.targets_shape, problem.valid))
+    if problem.members is not None:
+        found.append(("ids of the support", problem.members, problem.members.shape, True))
+    for name, numbers, shape, valid in found:
+        wrong = np.flatnonzero(valid & ((numbers < 0) | (numbers >= num_classes)))
+        if wrong.size:
+            text = f"{target_text(numbers, shape, wrong[0], name)} is outside [0, {num_classes})"
+            return IndexError(f"{text}: without comm, these logits are all classes" if hint else text)
+    return None

@@ -83,7 +83,18 @@ class CrossEntropyOptions(SoftmaxOptions, TermOptions, total=False):
     """The options of `cross_entropy` on distributed arrays."""
 
 
-class StatisticsOptions(SoftmaxOptions, ShardOptions, total=False):
+class SupportOptions(TypedDict, total=False):
+    """The classes that the softmax is taken over."""
+
+    support: Any  # (ids, offsets) of the classes of each row
+    outside: str  # "raise", "-inf" or "add": the meaning of a target outside its support
+
+
+class SupportedOptions(SoftmaxOptions, SupportOptions, total=False):
+    """The options of `class_statistics` on distributed arrays."""
+
+
+class StatisticsOptions(SoftmaxOptions, ShardOptions, SupportOptions, total=False):
     """The options of `class_statistics`."""
 
 
@@ -91,7 +102,7 @@ class ShardedAxisOptions(AxisOptions, ShardOptions, total=False):
     """The options of `top_k` and `argmax`."""
 
 
-class LossOptions(CrossEntropyOptions, StatisticsOptions, BatchOptions, total=False):
+class LossOptions(CrossEntropyOptions, ShardOptions, BatchOptions, total=False):
     """The options of the losses of plain arrays."""
 
 
@@ -124,7 +135,8 @@ class Options:
     """The options of one call with their defaults.
 
     `over` and `batch_over` are the names of `comm` and `batch_comm` in the trace and in errors; `found` has the error
-    of earlier checks, if one has failed.
+    of earlier checks, if one has failed. `support_rows` has the number of rows that `support` has, and the numbers of
+    those that are passed; None if these are all.
     """
 
     operation: str
@@ -145,6 +157,9 @@ class Options:
     bias: Any = None
     chunk: int | None = None
     rounded_gradient: bool = False
+    support: Any = None
+    outside: str = "raise"
+    support_rows: Any = None
     over: str = "comm"
     batch_over: str = "batch_comm"
     found: Sequence[Exception] = ()

@@ -50,7 +50,6 @@ class PassResiduals(MadeResiduals):
     """The residuals of any forward pass over logits."""
 
     problem: Problem
-    softmax: RowSoftmax
     used_up: bool = field(default=False, init=False)
 
     def __reduce_ex__(self, _: object) -> NoReturn:
@@ -91,6 +90,7 @@ class Residuals(PassResiduals):
 
     made_by = "softmax_cross_entropy_forward"
 
+    softmax: RowSoftmax
     divisor: Array
     loss_shape: tuple[int, ...]
 
@@ -263,12 +263,16 @@ def write_probabilities(array: Array, problem: Problem, softmax: RowSoftmax, fie
 
 def write_statistics_gradient(
     array: Array, problem: Problem, softmax: RowSoftmax, fields: StateFields, upstream: Mapping[str, Array]
-) -> None:
-    """Fill `array` with the gradient of the logits from those of three statistics, each that of `upstream_of`."""
+) -> Array:
+    """Fill `array` with the gradient of the logits from those of three statistics, each that of `upstream_of`.
+
+    Returns the rows of `ROW_GRADIENT`.
+    """
     classes = range(problem.class_start, problem.class_start + problem.classes)
     given = problem.counted, problem.target_column, classes, problem.transform.scale
     rows = problem.kernel.statistics_gradients(softmax.columns, *given, **upstream)
     _write_rows(array, problem, rows, fields, ClassWeights())
+    return rows
 
 
 def _write_rows(array: Array, problem: Problem, rows: Array, fields: StateFields, weights: ClassWeights) -> None:

@@ -24,7 +24,7 @@ from pce_mpi.memory import overlaps_itself, same_memory, shares_memory
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
 
-_LARGEST = np.iinfo(np.int64).max
+LARGEST = np.iinfo(np.int64).max
 _ONES = ClassWeights()
 
 
@@ -37,10 +37,15 @@ class Problem:
     `highest_target` is the largest target of rows that count, or more than any class if one is negative. `inputs` are
     the caller's arrays; `out` shares memory with none of them except the logits. `rows_shape` is the logits' shape
     without the class axis, `xp` their array library and `kernel` the loops for it. This shard has `classes` classes,
-    from `class_start` on, of `num_classes`. `target_column`, (rows,), is the local column of each row's target; it is
-    no column of this shard if another shard has the target, and -1 if the row does not count. `counted` is `valid`, or
-    None on a GPU if all rows count; both are in the library of the logits. `sharded` is the array of which each rank
-    passes its own classes, and its class axis. `also` has more that must be the same on every rank.
+    from `class_start` on, of `num_classes`; `shards` has the first class of each shard, and how many it has.
+    `target_column`, (rows,), is the local column of each row's target; it is no column of this shard if another shard
+    has the target, and -1 if the row does not count. `counted` is `valid`, or None on a GPU if all rows count; both are
+    in the library of the logits. `sharded` is the array of which each rank passes its own classes, and its class axis.
+    `also` has more that must be the same on every rank.
+
+    With `several` targets a row, `targets`, `valid` and `target_column` have all of them in the order of the caller's
+    array. It has the shape `targets_shape`, and the name `targets_name` in messages. `members` has more class numbers,
+    those of a support.
     """
 
     options: Options
@@ -64,6 +69,11 @@ class Problem:
     num_classes: int = 0
     target_column: Array | None = None
     counted: Array | None = None
+    shards: tuple[Sequence[int], Sequence[int]] = (0,), (1,)
+    targets_shape: tuple[int, ...] = ()
+    targets_name: str = "targets"
+    several: bool = False
+    members: HostArray | None = None
     also: Mapping[str, Hashable] = field(default_factory=dict)
 
     def place(self, class_start: int, num_classes: int) -> None:
@@ -204,13 +214,14 @@ def check(
         probabilities=probabilities,
         valid=valid,
         all_valid=all_valid,
-        highest_target=min(highest, _LARGEST),
+        highest_target=min(highest, LARGEST),
         transform=numbers.transform,
         arithmetic=numbers.arithmetic,
         out=out,
         inputs=inputs,
         kernel=kernel_of(logits),
         sharded=(logits, axis),
+        targets_shape=rows_shape,
     )
 
 
@@ -226,10 +237,7 @@ def _check_targets(
                 f"index targets must have the logits' shape without the class axis, {rows_shape}, got {targets.shape}"
                 + ("; probabilities must be floating-point" if targets.shape == logits.shape else "")
             )
-        host = to_host(targets).reshape(-1)
-        if host.dtype == np.uint64 and host.size and host.max() > _LARGEST:
-            raise IndexError(f"{target_text(host, rows_shape, int(host.argmax()))} is no class number")
-        return host.astype(np.int64), None
+        return class_numbers_of(targets, "targets"), None
     if not is_floating(targets.dtype):
         raise TypeError(f"targets must be integers or floating-point probabilities, got {targets.dtype}")
     if targets.shape != logits.shape:
@@ -240,6 +248,14 @@ def _check_targets(
     if ignore_index >= 0:
         raise ValueError(f"probability targets have no ignored rows, got ignore_index = {ignore_index}")
     return None, targets
+
+
+def class_numbers_of(array: Array, name: str) -> HostArray:
+    """Return the entries of `array` as flat int64 on the host."""
+    host = to_host(array).reshape(-1)
+    if host.dtype == np.uint64 and host.size and host.max() > LARGEST:
+        raise IndexError(f"{target_text(host, array.shape, int(host.argmax()), name)} is no class number")
+    return host.astype(np.int64)
 
 
 def check_dtype_of_logits(dtype: np.dtype[Any]) -> None:
@@ -311,7 +327,7 @@ def _lends_memory(value: Any) -> bool:
     return True
 
 
-def target_text(targets: HostArray, rows_shape: tuple[int, ...], row: int) -> str:
-    """Return the text of one target for a message: 'targets[3] = 16'."""
-    index = ", ".join(str(int(i)) for i in np.unravel_index(row, rows_shape)) if rows_shape else "()"
-    return f"targets[{index}] = {targets[row]}"
+def target_text(targets: HostArray, shape: tuple[int, ...], entry: int, name: str = "targets") -> str:
+    """Return the text of one of the targets, which are flat, for a message: 'targets[3] = 16'."""
+    index = ", ".join(str(int(i)) for i in np.unravel_index(entry, shape)) if shape else "()"
+    return f"{name}[{index}] = {targets[entry]}"

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+import math
 from typing import Any, NamedTuple, Unpack
+import zlib
 
-from pce_mpi.loss.agreement import prepare
+import numpy as np
+
+from pce_mpi.arrays import as_array
+from pce_mpi.hollow import Hollow
+from pce_mpi.loss.agreement import agree_on
+from pce_mpi.loss.chosen import by_row, check_several, fits_several, in_shape, upstream_of_several
 from pce_mpi.loss.kernels import standard_arithmetic
+from pce_mpi.loss.kernels.chosen import bits_of
 from pce_mpi.loss.options import Options, StatisticsOptions, takes
 from pce_mpi.loss.passes import PassResiduals, row_softmax, write_statistics_gradient
-from pce_mpi.loss.problem import Problem, upstream_of
-from pce_mpi.loss.softmax_state import StateFields
+from pce_mpi.loss.problem import LARGEST, Problem, check, target_text, upstream_of
+from pce_mpi.loss.several import SeveralTargets, without_targets
+from pce_mpi.loss.softmax_state import RowSoftmax, StateFields
+from pce_mpi.loss.support import Members, Outside, Support, checked_support
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -18,8 +28,9 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 class ClassStatistics(NamedTuple):
     """The statistics of each row, shaped as the logits without the class axis.
 
-    z are the logits after `logit_scale` and `softcap`, and p their softmax. All arrays but `argmax` have the compute
-    dtype.
+    z are the logits after `logit_scale` and `softcap`, and p their softmax, both of the classes of the support if there
+    is one. A row whose support is empty is like one of only -inf, and its `argmax` is -1. All arrays but `argmax` have
+    the compute dtype.
 
     Attributes
     ----------
@@ -30,8 +41,8 @@ class ClassStatistics(NamedTuple):
     logsumexp : array
         log sum_c exp(z_c).
     log_prob : array or None
-        log p of the target, in nats; 0 in rows with the target `ignore_index`: leave these rows out of a mean. None
-        without targets.
+        log p of the target, in nats; 0 where the target is `ignore_index`: leave these out of a mean. It has the shape
+        of the targets, and is None without any.
     entropy : array
         -sum_c p_c log p_c, in nats.
     argmax : array of int64
@@ -55,9 +66,17 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     logits : array
         Those of `softmax_cross_entropy`.
     targets : array of integers, optional
-        The class numbers of `softmax_cross_entropy`; only `log_prob` needs them.
+        The class numbers of `softmax_cross_entropy`, or several a row, in place of the class axis, as `top_k` gives
+        them; only `log_prob` needs them. An `ignore_index` among several counts for nothing by itself.
     axis, ignore_index, logit_scale, softcap, compute_dtype, comm, class_start, num_classes : optional
         Those of `softmax_cross_entropy`.
+    support : (ids, offsets), optional
+        The classes that the softmax is taken over: those of row r, counted in the order of the logits without the class
+        axis, are `ids[offsets[r]:offsets[r + 1]]`, global numbers in any order, none twice. Arrays of integers, the
+        same on every rank, also on the host beside logits on a GPU.
+    outside : {"raise", "-inf", "add"}, default "raise"
+        A target outside its support is an error; or has a log-probability of -inf, whose gradient is that of -logsumexp
+        of the support; or the support has one class more, the target. Several targets are all added to their row's.
 
     Returns
     -------
@@ -67,12 +86,14 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     Raises
     ------
     ValueError
-        For probabilities as targets. All other errors are those of `softmax_cross_entropy`.
+        For probabilities as targets, a class twice in a support, and a target outside its support.
+    IndexError
+        For a target, or a class of a support, out of range. All other errors are those of `softmax_cross_entropy`.
 
     Notes
     -----
     Collective over `comm`: one Allgather of 56 bytes, and one Allreduce of 80 bytes a row, 8 more with
-    targets.
+    targets. For several targets a row these 8 are missing, and one Allreduce of the bytes of their logits follows.
 
     Examples
     --------
@@ -81,7 +102,7 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     array([0.56233514])
     """
     with standard_arithmetic():
-        return statistics_of(prepare(_checked("class_statistics", options), logits, targets, needs_targets=False))[0]
+        return statistics_of(Options.of("class_statistics", options, StatisticsOptions), logits, targets)[0]
 
 
 @dataclass(eq=False, repr=False)
@@ -94,11 +115,22 @@ class StatisticsResiduals(PassResiduals):
         The checked arguments, with references to the caller's arrays.
     softmax : RowSoftmax
         The numbers that follow from the merged softmax states.
+    inner : Problem
+        The problem of the classes that statistics are taken over.
+    members : Members or None
+        This shard's part of the support.
+    several : SeveralTargets or None
+        The targets, if there are several a row.
     used_up : bool
         True once a backward pass has overwritten the logits.
     """
 
     made_by = "class_statistics_forward"
+
+    softmax: RowSoftmax
+    inner: Problem
+    members: Members | None
+    several: SeveralTargets | None
 
 
 @takes(StatisticsOptions)
@@ -113,13 +145,16 @@ def class_statistics_forward(
         Those of `class_statistics`. Logits must not change until the backward pass.
     axis, ignore_index, logit_scale, softcap, compute_dtype, comm, class_start, num_classes : optional
         Those of `softmax_cross_entropy`.
+    support, outside : optional
+        Those of `class_statistics`.
 
     Returns
     -------
     statistics : ClassStatistics
         Those of `class_statistics`.
     residuals : StatisticsResiduals
-        References to the arrays that were passed, and about 160 bytes a row.
+        References to the arrays that were passed, about 160 bytes a row and 33 a target of several, and the logits of
+        this shard's members of a support with 8 bytes for each.
 
     Notes
     -----
@@ -132,9 +167,8 @@ def class_statistics_forward(
     >>> class_statistics_backward(residuals, log_prob=1.0)
     array([[ 0.5, -0.5]])
     """
-    checked = _checked("class_statistics_forward", options)
     with standard_arithmetic():
-        return statistics_of(prepare(checked, logits, targets, needs_targets=False))
+        return statistics_of(Options.of("class_statistics_forward", options, StatisticsOptions), logits, targets)
 
 
 def class_statistics_backward(
@@ -148,14 +182,16 @@ def class_statistics_backward(
     """Compute the gradient of the logits from those of log-probabilities, entropies and logsumexp, in one pass.
 
     With p the softmax over the classes of all shards, t the target of a row and H its entropy, the derivatives by z_c
-    are [c = t] - p_c of log p_t, -p_c (log p_c + H) of H, and p_c of logsumexp.
+    are [c = t] - p_c of log p_t, -p_c (log p_c + H) of H, and p_c of logsumexp. With a support p is its
+    softmax, and the gradient of other classes is 0.
 
     Parameters
     ----------
     residuals : StatisticsResiduals
         Those of `class_statistics_forward`. They can be used again, unless `out` was the logits.
     log_prob, entropy, logsumexp : float or array of real numbers, optional
-        The upstream gradient of each: a number, or one per row. That of `log_prob` does not count in ignored rows.
+        The upstream gradient of each: a number, or an array of its shape. That of `log_prob` does not count where the
+        target is ignored.
     out : array of a floating dtype, optional
         That of `softmax_cross_entropy_backward`.
 
@@ -183,17 +219,33 @@ def class_statistics_backward(
     array([[ 0.206, -0.206]])
     """
     StatisticsResiduals.check(residuals)
-    problem = residuals.problem
+    problem, inner, members = residuals.problem, residuals.inner, residuals.members
     with standard_arithmetic():
-        upstream = upstream_of_statistics(problem, log_prob, entropy, logsumexp)
+        upstream = upstream_of_statistics(problem, log_prob=log_prob, entropy=entropy, logsumexp=logsumexp)
         gradient = residuals.gradient_for(out)
-        fields = statistics_fields(problem.targets is not None)
-        write_statistics_gradient(gradient, problem, residuals.softmax, fields, upstream)
+        # That of a support is written to its own array first, as `out` may be the logits.
+        written = gradient if members is None else problem.xp.empty(inner.logits.shape, gradient.dtype)
+        fields = statistics_fields(inner.targets is not None)
+        write = write_statistics_gradient if residuals.several is None else residuals.several.write_gradient
+        write(written, inner, residuals.softmax, fields, upstream)
+        if members is not None:
+            bits_of(gradient)[...] = 0
+            problem.kernel.put(gradient, problem.options.axis, members.columns, written)
     return gradient if out is None else out
 
 
-def _checked(function: str, options: StatisticsOptions) -> Options:
-    return Options.of(function, options, StatisticsOptions)
+def upstream_of_statistics(problem: Problem, **given: Any) -> dict[str, Array]:
+    """Return the upstream gradients of statistics, checked, each that of `upstream_of`; None is 0."""
+    if given["log_prob"] is not None and problem.targets is None:
+        raise ValueError("log_prob has no gradient without targets")
+    upstream = {}
+    for name, value in given.items():
+        number = 0.0 if value is None else value
+        if name == "log_prob" and problem.several:
+            upstream[name] = upstream_of_several(number, name, problem)
+        else:
+            upstream[name] = upstream_of(number, name, problem.rows_shape, problem)
+    return upstream
 
 
 def statistics_fields(with_targets: bool) -> StateFields:
@@ -201,24 +253,34 @@ def statistics_fields(with_targets: bool) -> StateFields:
     return StateFields(hold_largest=True, argmax=True, target=with_targets, entropy=True)
 
 
-def upstream_of_statistics(
-    problem: Problem, log_prob: Any = None, entropy: Any = None, logsumexp: Any = None
-) -> dict[str, Array]:
-    """Return the upstream gradients of statistics, checked, each that of `upstream_of`; None is 0."""
-    if log_prob is not None and problem.targets is None:
-        raise ValueError("log_prob has no gradient without targets")
-    given = {"log_prob": log_prob, "entropy": entropy, "logsumexp": logsumexp}
-    return {
-        name: upstream_of(0.0 if value is None else value, name, problem.rows_shape, problem)
-        for name, value in given.items()
-    }
+def statistics_of(options: Options, logits: Any, targets: Any = None) -> tuple[ClassStatistics, StatisticsResiduals]:
+    """Return the statistics and the residuals; collective over the communicators of `options`."""
+    supports: list[Support | None] = []
 
+    def check_arguments() -> Problem:
+        problem, support = _check(options, logits, targets)
+        supports[:] = [support]
+        return problem
 
-def statistics_of(problem: Problem) -> tuple[ClassStatistics, StatisticsResiduals]:
-    """Return the statistics and the residuals; collective over the communicators of `problem`."""
-    softmax = row_softmax(problem, statistics_fields(problem.targets is not None))
-    found = problem.kernel.row_statistics(softmax.columns, problem.counted, problem.options.compute_dtype)
-    return named_statistics(problem, *found), StatisticsResiduals(problem, softmax)
+    problem = agree_on(options, check_arguments)
+    inner, members, several = problem, None, None
+    if supports[0] is not None:
+        members = Members.of(supports[0], problem)
+        inner = members.inner
+    if problem.several:
+        several = SeveralTargets.of(problem, members)
+        inner = without_targets(inner)
+    elif members is not None and problem.targets is not None:
+        columns, _ = members.columns_of(*(by_row(each, problem) for each in (problem.targets, problem.valid)))
+        inner = replace(inner, target_column=problem.xp.asarray(columns[:, 0]))
+    softmax = row_softmax(inner, statistics_fields(inner.targets is not None))
+    numbers, argmax = inner.kernel.row_statistics(softmax.columns, inner.counted, inner.options.compute_dtype)
+    if members is not None:
+        argmax = members.classes_of(argmax, softmax.held)
+    statistics = named_statistics(problem, numbers, argmax)
+    if several is not None:
+        statistics = statistics._replace(log_prob=in_shape(several.log_probs(inner, softmax, argmax), problem))
+    return statistics, StatisticsResiduals(problem, softmax, inner, members, several)
 
 
 def named_statistics(problem: Problem, numbers: Array, argmax: Array) -> ClassStatistics:
@@ -227,3 +289,38 @@ def named_statistics(problem: Problem, numbers: Array, argmax: Array) -> ClassSt
     largest, sum_exp, logsumexp, log_prob, entropy = (each.reshape(shape) for each in numbers)
     given = None if problem.targets is None else log_prob
     return ClassStatistics(largest, sum_exp, logsumexp, given, entropy, argmax.reshape(shape))
+
+
+def _check(options: Options, logits: Any, targets: Any) -> tuple[Problem, Support | None]:
+    """Return the checked arguments; the support is None if there is none, or if a class is out of range."""
+    logits, outside = as_array(logits, "logits"), Outside.named(options.outside)
+    targets = None if targets is None else as_array(targets, "targets")
+    several = targets is not None and targets.dtype.kind in "iu" and targets.ndim == logits.ndim
+    problem = check(options, logits, None if several else targets, needs_targets=False)
+    if several:
+        if not fits_several(problem, targets):
+            check(options, logits, targets, needs_targets=False)  # raises, and says which shape targets have
+        check_several(problem, targets, "targets")
+    if options.support is None:
+        return problem, None
+    rows = math.prod(problem.rows_shape)
+    total, numbers = options.support_rows or (rows, np.arange(rows))
+    ids, offsets = checked_support(options.support, total)
+    problem.members = ids
+    problem.highest_target = max(problem.highest_target, min(int(ids.view(np.uint64).max(initial=0)), LARGEST))
+    checksum = zlib.crc32(offsets.data, zlib.crc32(ids.data))
+    problem.also = {"support": f"checksum {checksum:08x}", "outside": str(outside)}
+    if problem.targets is None:
+        return problem, Support.of(ids, offsets, numbers)
+    classes, valid = (by_row(array, problem) for array in (problem.targets, problem.valid))
+    known = type(classes) is not Hollow
+    more = None
+    if outside is Outside.ADD and known:
+        more = np.stack([np.broadcast_to(np.arange(rows)[:, None], classes.shape)[valid], classes[valid]])
+    support = Support.of(ids, offsets, numbers, more)
+    if support is not None and outside is Outside.RAISE and known:
+        missing = np.flatnonzero(in_shape(valid & ~support.place_of(classes)[1], problem))
+        if missing.size:
+            which = target_text(problem.targets, problem.targets_shape, missing[0])
+            raise ValueError(f"{which} is outside the support of its row; outside='-inf' or 'add' gives that a meaning")
+    return problem, support

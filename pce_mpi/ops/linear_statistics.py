@@ -42,7 +42,7 @@ class _Residuals:
 
     def gradients(self, g: tuple[DistArray, ...]) -> Gradients:
         if self._gradients is None:
-            upstream = upstream_of(g, self._residuals.problem.targets is not None)
+            upstream = upstream_of(g, int(self._residuals.problem.targets is not None))
             self._gradients = gradients_of(self._residuals, *prepared(self._residuals, upstream))
         return self._gradients
 
@@ -85,7 +85,7 @@ def _composed(
     if biased:
         logits = logits + widened(others[-1])
     results: tuple[DistArray, ...] = apply(
-        CLASS_STATISTICS, logits, *others[: len(others) - biased], axis=logits.ndim - 1, **options
+        CLASS_STATISTICS, logits, *others[: len(others) - biased], axis=logits.ndim - 1, support=None, **options
     )
     return results
 
@@ -178,4 +178,4 @@ def linear_class_statistics(
     others, found = checked_operands(operands, given, hidden.shape[:-1], w.shape[1])
     parameters = parameters_of(checked, LinearSoftmaxOptions) | {"biased": "bias" in others} | found
     op = _op("targets" in others, "bias" in others)
-    return detached(apply(op, hidden, w, *others.values(), **parameters), "targets" in others)
+    return detached(apply(op, hidden, w, *others.values(), **parameters))

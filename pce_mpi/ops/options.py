@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 import math
 from typing import Any
 
@@ -35,22 +36,22 @@ def checked_operands(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return `given` as checked arrays, and no parameters; after an error, zeros for wrong arrays, and it in `found`.
 
-    `given` has the targets, of the shape `rows` or `probabilities`, and arrays of one entry per class, which may be
+    `given` has class numbers, of the shape `rows`, or `probabilities`, and arrays of one entry per class, which may be
     None. The error may be that of this rank alone: the agreement of the loss tells the other ranks, to which this one
     comes by the same redistributions.
     """
-    present = {name: value for name, value in given.items() if value is not None or name == "targets"}
+    present = {name: value for name, value in given.items() if value is not None or name not in _OPERANDS}
     try:
         arrays = {
             name: value if isinstance(value, DistArray) else as_array(value, name) for name, value in present.items()
         }
         for name, array in arrays.items():
-            if name != "targets":
+            if name in _OPERANDS:
                 check_per_class(name, array, classes)
             elif array.shape not in (rows, probabilities):
                 kinds = f"have shape {rows} or, as probabilities, {probabilities}"
                 expected = f"be class numbers of shape {rows}" if probabilities is None else kinds
-                raise ValueError(f"targets must {expected}, got {array.dtype} of {array.shape}")
+                raise ValueError(f"{name} must {expected}, got {array.dtype} of {array.shape}")
         everything = {**operands, **arrays}
         for name, array in everything.items():
             if not is_real(array.dtype):
@@ -63,8 +64,9 @@ def checked_operands(
         xp = array_namespace(first.local)
 
         def stand_in(name: str, value: Any) -> Any:
-            shape = (classes,) if name != "targets" else rows
-            if name == "targets" and probabilities is not None and getattr(value, "ndim", None) == len(probabilities):
+            shape = (classes,) if name in _OPERANDS else rows
+            ndim = None if name in _OPERANDS else getattr(value, "ndim", None)
+            if probabilities is not None and ndim == len(probabilities):
                 shape = probabilities
             dtype = getattr(value, "dtype", None)
             known = isinstance(dtype, np.dtype) and is_real(dtype)
@@ -74,6 +76,16 @@ def checked_operands(
 
         return {name: stand_in(name, value) for name, value in present.items()}, {"found": [error]}
     return arrays, {}
+
+
+def shape_of_several(numbers: Any, name: str, shape: Shape, axis: int) -> Shape | None:
+    """Return the shape of several class numbers a row, which is `shape` but for `axis`; None if they are not."""
+    with suppress(Exception):  # `checked_operands` finds it again, and tells
+        array = numbers if isinstance(numbers, DistArray) else as_array(numbers, name)
+        found: Shape = array.shape
+        if array.dtype.kind in "iu" and found == (*shape[:axis], found[axis], *shape[axis + 1 :]):
+            return found
+    return None
 
 
 def sharded_options(

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+import math
 from typing import Any, Unpack
 
+import numpy as np
+
 from pce_mpi import loss
-from pce_mpi.arrays import compute_dtype_of
+from pce_mpi.arrays import array_namespace, compute_dtype_of
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
-from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.kernels import standard_arithmetic
-from pce_mpi.loss.options import Options, SoftmaxOptions, StatisticsOptions, takes
+from pce_mpi.loss.options import Options, StatisticsOptions, SupportedOptions, takes
 from pce_mpi.loss.statistics import (
     ClassStatistics,
     StatisticsResiduals,
     class_statistics_backward,
     statistics_of,
 )
-from pce_mpi.ops.options import checked_operands, parameters_of, sharded_options
+from pce_mpi.ops.joining import stack
+from pce_mpi.ops.options import checked_operands, parameters_of, shape_of_several, sharded_options
 from pce_mpi.ops.shape import normalized_axis
 
 Array = Any  # numpy.ndarray or cupy.ndarray
+HostArray = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 
 _WITH_GRADIENT = ("log_prob", "entropy", "logsumexp")
@@ -32,35 +37,64 @@ _WITH_GRADIENT = ("log_prob", "entropy", "logsumexp")
 def _rule(logits: Shape, *targets: Shape, axis: int, **_: Any) -> Rule:
     labels = tuple(Axis(index) for index in range(len(logits)))
     rows = labels[:axis] + labels[axis + 1 :]
+    several = (*labels[:axis], None, *labels[axis + 1 :])
     shape = (*logits[:axis], *logits[axis + 1 :])
-    return Rule((labels, *[rows for _ in targets]), rows, shape, merged=frozenset({labels[axis].label}))
+    given = [several if len(each) == len(logits) else rows for each in targets]
+    return Rule((labels, *given), rows, shape, merged=frozenset({labels[axis].label}))
 
 
 def _class_statistics(call: Call, logits: Array, *targets: Array, **options: Any) -> tuple[Array, ...]:
-    """Return all statistics but those that are None."""
+    """Return all statistics but those that are None; several log-probabilities a row are one array each."""
     axis = options["axis"]
     rows = [index for index in range(logits.ndim) if index != axis]
     all_options = sharded_options(call, "class_statistics", [axis], rows, **options)
-    statistics, call.residuals = statistics_of(prepare(all_options, logits, *targets, needs_targets=False))
-    return tuple(each for each in statistics if each is not None)
+    if options["support"] is not None:
+        all_options = replace(all_options, support_rows=_rows_here(call, rows))
+    statistics, call.residuals = statistics_of(all_options, logits, *targets)
+    log_prob = statistics.log_prob
+    each = () if log_prob is None else (log_prob,) if log_prob.ndim < logits.ndim else _apart(log_prob, axis)
+    return (*statistics[:3], *each, *statistics[4:])
 
 
-def _named(values: Sequence[Any], with_targets: bool) -> ClassStatistics:
-    """Name the statistics that `_class_statistics` gives, or the first of them."""
-    names = [name for name in ClassStatistics._fields if with_targets or name != "log_prob"]
-    return ClassStatistics(**{**dict.fromkeys(ClassStatistics._fields), **dict(zip(names, values, strict=False))})
+def _rows_here(call: Call, axes: list[int]) -> tuple[int, HostArray]:
+    """Return the number of all rows, and the numbers of those of this rank."""
+    sharding = call.operands[0]
+    blocks = sharding.slices(call.mesh.coordinates)
+    shape, mine = tuple(sharding.shape[axis] for axis in axes), tuple(blocks[axis] for axis in axes)
+    total = math.prod(shape)
+    return total, np.arange(total).reshape(shape)[mine].reshape(-1)
 
 
-def detached(values: Sequence[DistArray], with_targets: bool) -> ClassStatistics:
-    """Name the statistics of distributed arrays, those without a gradient detached from the tape."""
-    statistics = _named(values, with_targets)
+def _apart(log_prob: Array, axis: int) -> list[Array]:
+    xp = array_namespace(log_prob)
+    return [xp.ascontiguousarray(each) for each in xp.moveaxis(log_prob, axis, 0)]
+
+
+def _named(values: Sequence[Any], log_prob: Any, count: int) -> ClassStatistics:
+    """Name the statistics that `_class_statistics` gives, or the first of them, with this in place of `count`."""
+    names = [name for name in ClassStatistics._fields if name != "log_prob"]
+    named = dict(zip(names, [*values[:3], *values[3 + count :]], strict=False))
+    return ClassStatistics(**{**dict.fromkeys(names), **named}, log_prob=log_prob)
+
+
+def detached(values: Sequence[DistArray], axis: int | None = None) -> ClassStatistics:
+    """Name the statistics of distributed arrays, those without a gradient detached from the tape.
+
+    Several log-probabilities a row are stacked along `axis`.
+    """
+    log_probs = values[3:-2]
+    log_prob = stack(log_probs, axis) if axis is not None else log_probs[0] if log_probs else None
+    statistics = _named(values, log_prob, len(log_probs))
     return statistics._replace(max=statistics.max.detach(), sum_exp=statistics.sum_exp.detach())
 
 
-def upstream_of(g: Sequence[DistArray], with_targets: bool) -> dict[str, Array]:
-    """Return this rank's gradients of the statistics that have one, by name."""
-    given = _named(g, with_targets)._asdict()
-    return {name: given[name].local for name in _WITH_GRADIENT if given[name] is not None}
+def upstream_of(g: Sequence[DistArray], count: int, axis: int | None = None) -> dict[str, Array]:
+    """Return this rank's gradients of the statistics that have one, by name; `count` are of log-probabilities."""
+    parts = [each.local for each in g]
+    log_probs = parts[3 : 3 + count]
+    log_prob = None if not count else log_probs[0] if axis is None else array_namespace(log_probs[0]).stack(log_probs, axis)
+    given = _named(parts, log_prob, count)
+    return {name: value for name in _WITH_GRADIENT if (value := getattr(given, name)) is not None}
 
 
 def _to_logits(
@@ -71,7 +105,11 @@ def _to_logits(
     residuals: StatisticsResiduals,
     **options: Any,
 ) -> DistArray:
-    gradient = class_statistics_backward(residuals, **upstream_of(g, bool(targets)))
+    axis = options["axis"]
+    count, several = 0, None
+    if targets:
+        count, several = (targets[0].shape[axis], axis) if targets[0].ndim == logits.ndim else (1, None)
+    gradient = class_statistics_backward(residuals, **upstream_of(g, count, several))
     return DistArray(gradient, logits.mesh, logits.sharding)
 
 
@@ -96,12 +134,20 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
         A distributed array, which is reduced first if it is Partial; or this rank's classes of the same rows, as
         `softmax_cross_entropy` takes them.
     targets : DistArray or array of integers, optional
-        Class numbers, with the logits' shape without the class axis; only `log_prob` needs them. Beside a distributed
-        array they are global, and placed as its rows are.
+        Class numbers, with the logits' shape without the class axis, or several a row, in place of the class axis, as
+        `top_k` gives them; only `log_prob` needs them. Beside a distributed array they are global, and placed as its
+        rows are.
     axis, ignore_index, logit_scale, softcap, compute_dtype : optional
         Those of `softmax_cross_entropy`.
     comm, class_start, num_classes : optional
         Those of `softmax_cross_entropy`; of plain shards alone.
+    support : (ids, offsets), optional
+        The classes that the softmax is taken over: those of row r, counted in the order of the logits without the class
+        axis, are `ids[offsets[r]:offsets[r + 1]]`, global numbers in any order, none twice. Plain arrays of integers,
+        the same on every rank: also beside a distributed array they have all rows, of which each rank takes its own.
+    outside : {"raise", "-inf", "add"}, default "raise"
+        A target outside its support is an error; or has a log-probability of -inf, whose gradient is that of -logsumexp
+        of the support; or the support has one class more, the target. Several targets are all added to their row's.
 
     Returns
     -------
@@ -113,14 +159,15 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     Raises
     ------
     ValueError
-        For probabilities as targets.
+        For probabilities as targets, a class twice in a support, and a target outside its support.
     TypeError, IndexError, CollectiveError
         Those of `softmax_cross_entropy`, on every rank; and for the options of plain shards beside a distributed array.
 
     Notes
     -----
     Collective over `comm`, or over the dims that shard the classes: one Allgather of 56 bytes, and one Allreduce of 80
-    bytes a row, 8 more with targets. If rows of a distributed array are sharded, one Allgather of 56 bytes over their
+    bytes a row, 8 more with targets; for several targets a row these 8 are missing, and one Allreduce of the bytes of
+    their logits follows. If rows of a distributed array are sharded, one Allgather of 56 bytes over their
     dims. Backward communicates nothing, and takes one pass for all three gradients. For the gradients of plain shards
     see `class_statistics_forward`.
 
@@ -137,10 +184,11 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     """
     if not isinstance(logits, DistArray):
         return loss.class_statistics(logits, targets, **options)
-    checked = Options.of("class_statistics", options, SoftmaxOptions)
+    checked = Options.of("class_statistics", options, SupportedOptions)
     axis, shape = normalized_axis(checked.axis, logits.ndim), logits.shape
     given, rows = {} if targets is None else {"targets": targets}, shape[:axis] + shape[axis + 1 :]
-    others, found = checked_operands({"logits": logits}, given, rows, shape[axis])
-    parameters = parameters_of(checked, SoftmaxOptions) | {"axis": axis} | found
+    several = shape_of_several(targets, "targets", shape, axis)
+    others, found = checked_operands({"logits": logits}, given, several or rows, shape[axis])
+    parameters = parameters_of(checked, SupportedOptions) | {"axis": axis} | found
     with standard_arithmetic():
-        return detached(apply(CLASS_STATISTICS, logits, *others.values(), **parameters), bool(others))
+        return detached(apply(CLASS_STATISTICS, logits, *others.values(), **parameters), axis if several else None)

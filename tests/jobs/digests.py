@@ -138,6 +138,28 @@ def batch_digest(dtype: Any, kind: str) -> str:
     return digest_of(*results)
 
 
+def chosen_digest(dtype: Any, kind: str) -> str:
+    """Chosen logits, log-probabilities of several targets, and statistics over a support, with their gradients."""
+    comm = MPI.COMM_WORLD
+    logits, targets, _ = drawn(dtype, kind)
+    start, stop = ends_of(comm.size)[comm.rank : comm.rank + 2]
+    given: Any = {"comm": comm, "class_start": start}
+    mine = logits[:, start:stop].copy()
+    several = np.stack([targets % CLASSES, targets[::-1] % CLASSES, logits.astype(np.float64).argmax(1)], 1)
+    several[:, 1:2] = several[:, :1]  # twice
+    support = np.arange(ROWS * 100) % 100 * 9 + np.repeat(np.arange(ROWS), 100), np.arange(0, ROWS * 100 + 1, 100)
+    upstream = np.arange(1.0, 3 * ROWS + 1).reshape(ROWS, 3) / 8
+    chosen, of_chosen = pce.take_classes_forward(mine, several, **given)
+    results, gradients = [chosen], [pce.take_classes_backward(upstream, of_chosen)]
+    for over, outside in ((None, "raise"), (support, "-inf"), (support, "add")):
+        more: Any = {"support": over, "outside": outside, **given}
+        statistics, residuals = pce.class_statistics_forward(mine, several, **more)
+        results += statistics
+        gradients.append(pce.class_statistics_backward(residuals, log_prob=upstream, entropy=0.5, logsumexp=-0.25))
+    results += [np.concatenate(comm.allgather(each.astype(np.float64)), axis=1) for each in gradients]
+    return digest_of(*results)
+
+
 def tape_digest(dtype: Any, kind: str) -> str:
     """Operations on distributed arrays whose class axis is sharded."""
     mesh = pce.Mesh(MPI.COMM_WORLD, classes=MPI.COMM_WORLD.size)
@@ -183,6 +205,7 @@ MORE = {
     "rows": rows_digest,
     "margin": margin_digest,
     "batch_comm": batch_digest,
+    "chosen": chosen_digest,
     "tape": tape_digest,
     "linear": linear_digest,
     "nucleus": nucleus_digest,

@@ -19,6 +19,7 @@ import pce_mpi as pce
 EXAMPLES = ROOT / "examples"
 CLASSIFIER = "examples/classifier.py"
 DATA_AND_MODEL = "examples/data_and_model_parallel.py"
+DISTILLATION = "examples/distillation.py"
 FIRST_DIFFERENCE = "examples/first_difference.py"
 GRADIENTS = "examples/gradient_synchronization.py"
 IN_ONE_FILE = "examples/in_one_file.py"
@@ -31,6 +32,7 @@ VERIFY_YOUR_LOSS = "examples/verify_your_loss.py"
 PROGRAMS = [
     CLASSIFIER,
     DATA_AND_MODEL,
+    DISTILLATION,
     FIRST_DIFFERENCE,
     GRADIENTS,
     IN_ONE_FILE,
@@ -41,7 +43,7 @@ PROGRAMS = [
     TRANSFORMER,
 ]
 STANDS_ALONE = [IN_ONE_FILE]  # needs no package, and so has nothing of ours
-WITHOUT_OPTIONS = [DATA_AND_MODEL, GRADIENTS, LOSS_PARALLEL, POLICY_GRADIENT, SHARDED_LOSS]
+WITHOUT_OPTIONS = [DATA_AND_MODEL, DISTILLATION, GRADIENTS, LOSS_PARALLEL, POLICY_GRADIENT, SHARDED_LOSS]
 
 # One rank, an odd number of them, and two dims of several ranks each; planted faults are found on 2.
 RANKS = [1, 3, 4]
@@ -121,6 +123,7 @@ PLANTED = """
         (DATA_AND_MODEL, "mse", []),
         (GRADIENTS, "square", []),
         (LOSS_PARALLEL, "cross_entropy", []),
+        (DISTILLATION, "take_classes", []),
         (LANGUAGE_MODEL, "cross_entropy", [*SLICE, "--steps=3"]),
         (TRANSFORMER, "cross_entropy", [*GPT_SLICE, "--steps=3"]),
     ],
@@ -611,6 +614,17 @@ def test_policy_gradient_prints_what_its_docstring_says():
         text = docstring_of(POLICY_GRADIENT).split("prints\n\n")[1].partition("\n\n")[0]
         shown = [line.removeprefix("    ") for line in text.replace("2, 3", groups).splitlines()]
         assert output.stdout.splitlines() == shown
+
+
+# --------------------------------------------------------------------------------------------------------- distillation
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_distillation_prints_what_its_docstring_says(ranks):
+    output = job(ranks, DISTILLATION)
+    assert output.returncode == 0, output.stderr
+    text = docstring_of(DISTILLATION).split("prints\n\n")[1].partition("\n\n")[0]
+    assert output.stdout.splitlines() == [line.removeprefix("    ") for line in text.splitlines()]
 
 
 # ----------------------------------------------------------------------------------------------------- verify_your_loss

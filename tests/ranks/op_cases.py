@@ -610,18 +610,28 @@ LOSSES = [
 
 
 def _class_statistics(logits: Array, targets: Array, **options: Any) -> Case:
-    """Those that have a gradient."""
+    """Those that have a gradient; `targets` may be several a row."""
 
     def call(logits: Any, targets: Any) -> Any:
         found = pce.class_statistics(logits, targets, **options)
         return [found.log_prob, found.entropy, found.logsumexp]
 
     def reference(logits: Any, targets: Any) -> Any:
-        log_p = log_softmax(np.moveaxis(options.get("logit_scale", 1.0) * logits, options.get("axis", -1), -1))
-        of_target = np.take_along_axis(log_p, np.maximum(targets, 0)[..., None], -1)[..., 0]
-        scaled = np.moveaxis(options.get("logit_scale", 1.0) * logits, options.get("axis", -1), -1)
+        axis = options.get("axis", -1)
+        scaled = np.moveaxis(options.get("logit_scale", 1.0) * logits, axis, -1)
+        if "support" in options:
+            ids, offsets = options["support"]
+            outside = np.full(scaled.shape, -1e3)  # nothing, but with a derivative that complex numbers can take
+            for row, place in enumerate(np.ndindex(scaled.shape[:-1])):
+                outside[place][ids[offsets[row] : offsets[row + 1]]] = 0.0
+            scaled = scaled + outside
+        log_p = log_softmax(scaled)
+        several = targets.ndim == logits.ndim
+        each = np.moveaxis(targets, axis, -1) if several else targets[..., None]
+        of_target = np.where(each == -100, 0.0, np.take_along_axis(log_p, np.maximum(each, 0), -1))
         entropy = -(np.exp(log_p) * log_p).sum(-1)
-        return [np.where(targets == -100, 0.0, of_target), entropy, logsumexp(scaled, -1)]
+        log_prob = np.moveaxis(of_target, -1, axis) if several else of_target[..., 0]
+        return [log_prob, entropy, logsumexp(scaled, -1)]
 
     what = ", ".join(f"{name}={value}" for name, value in options.items())
     return case(
@@ -651,6 +661,18 @@ def _linear_class_statistics(
     return case("linear_class_statistics", call, reference, hidden, w, *more.values(), **last)
 
 
+def _take_classes(logits: Array, ids: Array, axis: int = -1) -> Case:
+    return case(
+        "take_classes",
+        lambda x, ids: pce.take_classes(x, ids, axis=axis),
+        lambda x, ids: np.take_along_axis(x, ids, axis),
+        logits,
+        ids,
+        gradient=[True, False],
+        parameters={"axis": axis},
+    )
+
+
 def _top_k(logits: Array, k: int, axis: int = -1) -> Case:
     def reference(x: Array) -> Array:
         return np.flip(np.sort(x, axis), axis).take(range(k), axis)
@@ -662,9 +684,14 @@ def _top_k(logits: Array, k: int, axis: int = -1) -> Case:
 STATISTICS = [
     _class_statistics(normal(3, 4), integers(4, 3)),
     _class_statistics(normal(4, 3, 2), np.array([[0, -100], [3, 3], [2, 1]]), axis=0, logit_scale=0.5),
+    _class_statistics(normal(3, 4), integers(4, 3, 2)),
+    _class_statistics(normal(2, 4, 2), np.array([[[0, -100], [3, 3], [0, 1]]] * 2), axis=1, logit_scale=0.5),
+    _class_statistics(normal(3, 4), np.array([1, 0, 3]), support=([1, 2, 0, 3, 0, 1], [0, 2, 3, 6])),
     _linear_class_statistics(normal(5, 3), normal(3, 4), integers(4, 5), chunk=2),
     _linear_class_statistics(normal(2, 3, 4), normal(4, 5), bias=normal(5), softcap=2.0, chunk=4),
     _linear_class_statistics(normal(5, 3), normal(3, 4), np.array([0, -100, 3, 1, -100]), normal(4), logit_scale=0.5),
+    _take_classes(normal(3, 5), integers(5, 3, 2)),
+    _take_classes(normal(5, 2, 3), integers(5, 4, 2, 3), axis=0),
     _top_k(np.asarray(_rng.permutation(15).reshape(3, 5) / 4.0), 2),
     _top_k(np.asarray(_rng.permutation(12).reshape(4, 3) / 4.0), 4, axis=0),
     *(named("argmax", integers(4, 4, 3) / 2, gradient=[False], dtype=np.int64, axis=axis) for axis in (0, 1)),

@@ -71,6 +71,15 @@ def largest(made: Made) -> None:
     pce.argmax(made.logits)
 
 
+def chosen(made: Made) -> None:
+    ids = np.stack([TARGETS, TARGETS], 1)
+    pce.sum(pce.take_classes(made.logits, ids)).backward()
+    support = np.arange(2 * ROWS) % CLASSES, np.arange(0, 2 * ROWS + 1, 2)
+    for targets, given in ((ids, None), (TARGETS, support)):
+        found: Any = pce.class_statistics(made.logits, targets, support=given, outside="add")
+        (pce.sum(found.entropy) + pce.sum(found.log_prob)).backward()
+
+
 def linear(made: Made) -> None:
     x, w = made.array(ROWS, FEATURES, **made.rows), made.array(FEATURES, CLASSES, model=Shard(1))
     pce.linear_cross_entropy(x, w, TARGETS, chunk=4).backward()
@@ -121,8 +130,8 @@ def moves(made: Made) -> None:
 
 
 PROGRAMS = (
-    *(classify, smoothed, margined, rows_apart, probabilities, statistics, softmaxes, largest, linear),
-    *(linear_statistics, perceptron, attention, contraction, norms, lookup, moves),
+    *(classify, smoothed, margined, rows_apart, probabilities, statistics, softmaxes, largest, chosen),
+    *(linear, linear_statistics, perceptron, attention, contraction, norms, lookup, moves),
 )
 
 

@@ -196,6 +196,40 @@ def test_statistics_have_bits_of_one_process(comm, data, problem):
             assert same_bits(getattr(found, name), values), name
 
 
+@pytest.mark.sizes(1, 3)  # one rank is compared with dense, three with one
+@given(data=st.data(), problem=problems(), chosen=st.integers(1, 5), outside=st.sampled_from(["-inf", "add"]))
+@settings(max_examples=60)
+def test_supports_have_bits_of_one_process(comm, data, problem, chosen, outside):
+    start, stop = ranges(data.draw, problem.classes, comm.size)[comm.rank]
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    options = {name: problem.options[name] for name in ("logit_scale", "softcap")} | {"axis": problem.axis}
+    axis, shape = problem.axis % problem.logits.ndim, list(problem.logits.shape)
+    shape[axis] = chosen
+    targets = rng.integers(0, problem.classes, shape)
+    counts = rng.integers(0, problem.classes + 1, int(np.prod(problem.rows_shape)))
+    ids = [rng.permutation(problem.classes)[:count] for count in counts]
+    support = np.concatenate([*ids, np.zeros(0, np.int64)]), np.cumsum([0, *counts])
+    options |= {"support": support, "outside": outside}
+    upstream = {"log_prob": rng.standard_normal(shape), "entropy": 0.5, "logsumexp": -1.25}
+    expected, whole = pce.class_statistics_forward(problem.logits, targets, **options)
+    gradient = pce.class_statistics_backward(whole, **upstream)
+    mine = Part(start, stop).of(problem.logits, problem.axis)
+    found, residuals = pce.class_statistics_forward(mine, targets, comm=comm, class_start=start, **options)
+    back = pce.class_statistics_backward(residuals, **upstream)
+    with in_step(comm):
+        for name, values in expected._asdict().items():
+            assert same_bits(getattr(found, name), values), name
+        assert same_bits(back, Part(start, stop).of(gradient, problem.axis))
+        if comm.size == 1:
+            exact = pce.dense.class_statistics(problem.logits, targets, **options)
+            known = np.isfinite(exact.logsumexp)
+            assert np.array_equal(known, np.isfinite(expected.logsumexp))
+            assert np.array_equal(exact.argmax[known], expected.argmax[known])
+            scale = 1.0 + np.abs(exact.logsumexp[known])
+            for name in ("logsumexp", "entropy"):
+                assert np.all(np.abs(getattr(exact, name) - getattr(expected, name))[known] <= 1e-5 * scale), name
+
+
 @pytest.mark.sizes(3)  # one rank is one process
 @given(problem=problems(), function=st.sampled_from(["softmax", "log_softmax", "logsumexp"]))
 @settings(max_examples=60)

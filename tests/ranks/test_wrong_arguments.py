@@ -77,6 +77,14 @@ def statistics(at: At) -> dict[str, Any]:
     return {"logits": at.logits, "targets": at.targets, **options, **plain(at)}
 
 
+def over_support(at: At) -> dict[str, Any]:
+    return statistics(at) | {"support": (np.array([0, 1, 1, 2]), np.arange(5)), "outside": "-inf"}
+
+
+def choice(at: At) -> dict[str, Any]:
+    return {"logits": at.logits, "ids": np.stack([at.targets] * 2, 1), "axis": -1, **plain(at)}
+
+
 def losses(at: At) -> dict[str, Any]:
     return statistics(at) | TERMS | {"batch_comm": MPI.COMM_SELF}
 
@@ -134,13 +142,13 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
     "argmax": lambda at: {"logits": at.logits, "axis": -1, **plain(at)},
     "broadcast_to": lambda at: {"/x": at.x(), "shape": (2, 4, 3)},
     "check_replicas": lambda at: {"/x": at.x()},
-    "class_statistics": statistics,
+    "class_statistics": over_support,
     "class_statistics_backward": lambda at: {
         "/residuals": statistics_residuals(at),
         **dict.fromkeys(("log_prob", "entropy", "logsumexp"), np.ones(4)),
         "out": np.ones((4, 3)),
     },
-    "class_statistics_forward": statistics,
+    "class_statistics_forward": over_support,
     "clip": lambda at: {"/x": at.x(), "/min": 1.0, "/max": 4.0},
     "cross_entropy": lambda at: on_tape(at, losses(at), logits=at.classified()),
     **{
@@ -195,6 +203,12 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
     "split": lambda at: {"/x": at.x(), "indices_or_sections": 2, "axis": 0},
     "squeeze": lambda at: {"/x": at.x()[None], "axis": 0},
     "swapaxes": lambda at: {"/x": at.x(), "axis1": 0, "axis2": 1},
+    "take_classes": choice,
+    "take_classes_backward": lambda at: {
+        "/dchosen": np.ones((4, 2)),
+        "/residuals": pce.take_classes_forward(**choice(at))[1],
+    },
+    "take_classes_forward": choice,
     "top_k": lambda at: {"logits": at.logits, "k": 2, "axis": -1, **plain(at)},
     "trace": lambda at: {"fingerprints": False},
     "transpose": lambda at: {"/x": at.x(), "axes": (1, 0)},
@@ -202,9 +216,9 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
 }
 # They take no arguments or any, are made by the package alone, or have tables of their own.
 LEFT_OUT = {
-    *("ClassStatistics", "CollectiveError", "CollectiveTimeout", "Colwise", "DistArray", "Inference"),
-    *("LinearGradients", "LinearStatisticsResiduals", "LinearValueAndGrad", "Nucleus", "Replicate", "Replicated"),
-    *("Residuals", "Rowwise", "Rule", "SequenceParallel"),
+    *("ChosenResiduals", "ClassStatistics", "CollectiveError", "CollectiveTimeout", "Colwise", "DistArray"),
+    *("Inference", "LinearGradients", "LinearStatisticsResiduals", "LinearValueAndGrad", "Nucleus", "Replicate"),
+    *("Replicated", "Residuals", "Rowwise", "Rule", "SequenceParallel"),
     *("StatisticsResiduals", "Trace", "VocabParallel", "named_scope", "no_grad", "reproducible", "dense", "load"),
     *("save", "SGD", "AdamW", "clip_grad_norm"),
 }
@@ -212,7 +226,7 @@ LEFT_OUT = {
 AGREED = {
     *("argmax", "class_statistics", "distribute", "embedding", "from_local", "linear_cross_entropy_value_and_grad"),
     *("linear_class_statistics", "linear_class_statistics_backward", "linear_class_statistics_forward"),
-    *("nucleus", "softmax_cross_entropy_value_and_grad", "top_k"),
+    *("nucleus", "softmax_cross_entropy_value_and_grad", "take_classes", "top_k"),
 }
 BRING_TOGETHER = {"comm", "batch_comm", "/mesh", "table", "src_rank", "/residuals"}
 

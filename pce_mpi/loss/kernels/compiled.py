@@ -9,10 +9,12 @@ import numpy as np
 
 from pce_mpi.loss.kernels import largest as definition
 import pce_mpi.loss.kernels._compiled as _compiled  # type: ignore[import-not-found]  # built by setup.py
+from pce_mpi.loss.kernels.chosen import put as put, sums_of_equal as sums_of_equal, taken as taken
 from pce_mpi.loss.kernels.elementary import DOUBLE, Arithmetic
 from pce_mpi.loss.kernels.losses import (
     row_statistics as row_statistics,
     statistics_gradients as statistics_gradients,
+    target_log_probs as target_log_probs,
 )
 from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields

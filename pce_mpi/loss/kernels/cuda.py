@@ -22,6 +22,7 @@ import numpy as np
 
 from pce_mpi.arrays import is_floating
 from pce_mpi.loss.kernels import largest
+from pce_mpi.loss.kernels.chosen import put as put, sums_of_equal as sums_of_equal, taken as taken
 from pce_mpi.loss.kernels.compilation import ARITHMETICS, CPP_TYPES, DTYPE_CODES, OPTIONS, Kernel, source_of
 from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
 from pce_mpi.loss.kernels.launch_config import (
@@ -170,7 +171,7 @@ class MergedStates:
         arithmetic: Arithmetic,
         class_weights: np.ndarray[Any, Any] | None,
     ):
-        self.rows, self.arithmetic = len(states), _name_of(arithmetic)
+        self.states, self.rows, self.arithmetic = states, len(states), arithmetic
         sums = None if class_weights is None else cupy.asarray(class_weights)
         self.margin = _numbers_of(transform.margin)
         call = *_transform_arguments(transform), np.int32(fields.flags), sums
@@ -179,7 +180,7 @@ class MergedStates:
     def launch(self, file: str, function: str, *arguments: Any) -> None:
         """Launch a kernel that computes something for each row."""
         if self.rows:
-            kernel = Kernel(file, f"pce::{function}<{self.arithmetic}>")
+            kernel = Kernel(file, f"pce::{function}<{_name_of(self.arithmetic)}>")
             _launch_for_rows(kernel, self.rows, *self._arguments, *arguments)
 
     @cached_property
@@ -253,6 +254,24 @@ def row_statistics(softmax: MergedStates, valid: Array | None, dtype: np.dtype[A
     code = np.int32(DTYPE_CODES[numbers.dtype.name])
     softmax.launch("statistics.cu", "fill_row_statistics", valid, numbers, code, argmax)
     return numbers, argmax
+
+
+def target_log_probs(
+    softmax: MergedStates, chosen: Array, valid: Array, transform: Transform, dtype: np.dtype[Any]
+) -> Array:
+    """Return the log-probabilities of chosen logits; `losses.target_log_probs` has the arguments.
+
+    Each is computed as that of a single target, from a copy of its row's state.
+    """
+    states = cupy.repeat(softmax.states[:, :_WORDS], chosen.shape[1], axis=0)
+    targets = (_wide(chosen) + 0.0).reshape(-1, 1).view(np.uint64)
+    fields, arithmetic = StateFields(hold_largest=True, target=True), softmax.arithmetic
+    each = MergedStates(cupy.concatenate([states, targets], axis=1), fields, transform, arithmetic, None)
+    return row_statistics(each, cupy.ascontiguousarray(valid).reshape(-1), dtype)[0][3].reshape(chosen.shape)
+
+
+# The words of a state whose largest logit is held apart, but for optional fields.
+_WORDS = StateFields(hold_largest=True).dtype.itemsize // 8
 
 
 def statistics_gradients(

@@ -10,6 +10,7 @@ the files that are imported, in the order in which they are best read:
     losses          the loss of a row, and the row of its gradient
     gradients       the gradient of its logits
     largest         the largest logits of a row, for `top_k`
+    chosen          the logits of chosen classes
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from pce_mpi.loss.kernels.chosen import put as put, sums_of_equal as sums_of_equal, taken as taken
 from pce_mpi.loss.kernels.elementary import Arithmetic, f32, f64, i64, softcap_slope, u64
 from pce_mpi.loss.kernels.gradients import gradient_of
 from pce_mpi.loss.kernels.largest import largest_of as largest_of
@@ -28,6 +30,7 @@ from pce_mpi.loss.kernels.losses import (
     row_losses as row_losses,
     row_statistics as row_statistics,
     statistics_gradients as statistics_gradients,
+    target_log_probs as target_log_probs,
 )
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
 from pce_mpi.loss.kernels.row_softmax import row_softmax as row_softmax

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.loss.kernels.parameters import LossTerms
+from pce_mpi.loss.kernels.elementary import transformed
+from pce_mpi.loss.kernels.parameters import LossTerms, Transform
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
 
 Array = np.ndarray[Any, Any]
@@ -93,6 +94,20 @@ def row_statistics(softmax: Array, valid: Array, dtype: np.dtype[Any]) -> tuple[
         found = np.array([rows.held_z, 1.0 + rows.odds, rows.logsumexp, log_prob, rows.entropy])
         # Every nan gets the same bits, on every rank.
         return np.where(np.isnan(found), np.nan, found).astype(dtype), rows.argmax.view(np.int64).copy()
+
+
+def target_log_probs(softmax: Array, chosen: Array, valid: Array, transform: Transform, dtype: np.dtype[Any]) -> Array:
+    """Return the log-probabilities of chosen logits, (rows, chosen) of `dtype`; 0 where they are not `valid`.
+
+    Each is that of a single target, `RowSoftmax.target_log_prob`.
+    """
+    rows = RowSoftmax(softmax)
+    with np.errstate(all="ignore"):
+        (z, low), (held, held_low) = (
+            transformed(x, transform) for x in (chosen.astype(np.float64), rows.held[:, None])
+        )
+        log_probs = np.minimum(((z + 0.0) - held) + (low - held_low), 0.0) - rows.held_nll[:, None]
+        return np.where(np.isnan(log_probs) & valid, np.nan, np.where(valid, log_probs, 0.0)).astype(dtype)
 
 
 def statistics_gradients(

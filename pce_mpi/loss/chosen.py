@@ -1,0 +1,244 @@
+"""The logits of chosen classes, whichever rank has them, and the gradient of all logits from those of the chosen ones.
+
+Each rank takes the bits of its own classes' logits and has zeros in place of the others. A sum of these integers over
+the ranks has the bits of every logit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+import math
+from typing import Any, Unpack
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, cupy_of, is_half
+from pce_mpi.comm.collectives import all_reduce
+from pce_mpi.comm.tracing import cause
+from pce_mpi.gpu import check_on_current_gpu
+from pce_mpi.loss.agreement import agree_on
+from pce_mpi.loss.kernels import converted, kernel_of, standard_arithmetic
+from pce_mpi.loss.options import Options, ShardedAxisOptions, takes
+from pce_mpi.loss.passes import PassResiduals
+from pce_mpi.loss.problem import LARGEST, Problem, check, class_numbers_of, upstream_of
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+HostArray = np.ndarray[Any, Any]
+
+
+@takes(ShardedAxisOptions)
+def take_classes(logits: Any, ids: Any, **options: Unpack[ShardedAxisOptions]) -> Array:
+    """Take the logits of chosen classes of each row, whichever rank has them.
+
+    Parameters
+    ----------
+    logits : array
+        Those of `softmax_cross_entropy`.
+    ids : array of integers
+        Global class numbers, the same on every rank: the logits' shape with any number of classes in place of the class
+        axis, as `top_k` gives them. A class may be chosen more than once. They may be on the host beside logits on a
+        GPU.
+    axis, comm, class_start, num_classes : optional
+        Those of `softmax_cross_entropy`.
+
+    Returns
+    -------
+    array
+        The logits in the shape of `ids`, with all their bits, on every rank.
+
+    Raises
+    ------
+    IndexError
+        For a class out of range. All other errors are those of `softmax_cross_entropy`.
+
+    Notes
+    -----
+    Collective over `comm`: one Allgather of 56 bytes, and one Allreduce of the bytes of the result.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> take_classes(np.array([[1.0, 2.0, 3.0]]), np.array([[2, 0]]))
+    array([[3., 1.]])
+    """
+    return chosen_logits(Options.of("take_classes", options, ShardedAxisOptions), logits, ids)[0]
+
+
+@dataclass(eq=False, repr=False)
+class ChosenResiduals(PassResiduals):
+    """The arrays that `take_classes_forward` keeps for the backward pass, opaque to its caller.
+
+    Attributes
+    ----------
+    problem : Problem
+        The checked arguments, with references to the caller's arrays.
+    used_up : bool
+        False: the gradient does not depend on the logits.
+    """
+
+    made_by = "take_classes_forward"
+
+
+@takes(ShardedAxisOptions)
+def take_classes_forward(logits: Any, ids: Any, **options: Unpack[ShardedAxisOptions]) -> tuple[Array, ChosenResiduals]:
+    """Compute `take_classes`, and the residuals from which `take_classes_backward` computes the gradient.
+
+    Parameters
+    ----------
+    logits, ids : array
+        Those of `take_classes`.
+    axis, comm, class_start, num_classes : optional
+        Those of `softmax_cross_entropy`.
+
+    Returns
+    -------
+    chosen : array
+        The logits of the chosen classes.
+    residuals : ChosenResiduals
+        The class numbers, and references to the arrays that were passed.
+
+    Notes
+    -----
+    Errors and communication are those of `take_classes`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> chosen, residuals = take_classes_forward(np.array([[1.0, 2.0, 3.0]]), np.array([[2, 0, 2]]))
+    >>> take_classes_backward(np.array([[1.0, 2.0, 4.0]]), residuals)
+    array([[2., 0., 5.]])
+    """
+    return chosen_logits(Options.of("take_classes_forward", options, ShardedAxisOptions), logits, ids)
+
+
+def take_classes_backward(dchosen: Any, residuals: ChosenResiduals) -> Array:
+    """Compute the gradient of this rank's logits from that of the chosen ones.
+
+    The gradient of a class that is chosen more than once is the sum, added in the order of the choices in float64.
+
+    Parameters
+    ----------
+    dchosen : float or array of real numbers
+        A number, or an array of the shape of `ids`.
+    residuals : ChosenResiduals
+        Those of `take_classes_forward`. They can be used again.
+
+    Returns
+    -------
+    array
+        A new array of the logits' dtype and shape, 0 but for the chosen classes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a `dchosen` that does not fit.
+
+    Notes
+    -----
+    Communicates nothing. Errors are raised on the rank that finds them, alone.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> _, residuals = take_classes_forward(np.zeros((1, 2)), np.array([[1, 1]]))
+    >>> take_classes_backward(3.0, residuals)
+    array([[0., 6.]])
+    """
+    ChosenResiduals.check(residuals)
+    problem = residuals.problem
+    with standard_arithmetic():
+        upstream = upstream_of_several(dchosen, "dchosen", problem)
+        gradient = residuals.gradient_for(None)
+        kernel, axis, dtype = problem.kernel, problem.options.axis, gradient.dtype
+        sums = kernel.sums_of_equal(by_row(problem.targets, problem), upstream)
+        if is_half(dtype):
+            sums = converted(sums, np.float32)
+        gradient.view(f"u{dtype.itemsize}")[...] = 0
+        kernel.put(gradient, axis, columns_of(problem), converted(sums, dtype))
+    return gradient
+
+
+def chosen_logits(options: Options, logits: Any, ids: Any) -> tuple[Array, ChosenResiduals]:
+    """Return the results of `take_classes_forward`; collective over `options.comm`."""
+
+    def check_arguments() -> Problem:
+        problem = check(options, logits, None, needs_targets=False)
+        check_several(problem, as_array(ids, "ids"), "ids")
+        if not problem.all_valid:  # -100 is no class either
+            problem.valid, problem.highest_target = np.ones(problem.valid.shape, np.bool_), LARGEST
+        return problem
+
+    with standard_arithmetic():
+        problem = agree_on(options, check_arguments)
+        found = in_shape(all_logits(problem, columns_of(problem)), problem)
+    return found, ChosenResiduals(problem)
+
+
+def fits_several(problem: Problem, numbers: Array) -> bool:
+    """Return whether `numbers` have the logits' shape but for the class axis."""
+    axis = problem.options.axis
+    rest = numbers.shape[:axis] + numbers.shape[axis + 1 :]
+    return numbers.ndim == problem.logits.ndim and rest == problem.rows_shape
+
+
+def check_several(problem: Problem, numbers: Array, name: str) -> None:
+    """Give `problem` several class numbers a row as its targets, or raise; `name` is theirs in messages."""
+    logits = problem.logits
+    if numbers.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers, got {numbers.dtype}")
+    if not fits_several(problem, numbers):
+        raise ValueError(
+            f"{name} must have the logits' shape, {logits.shape}, with any number of classes in place of the class "
+            f"axis, got {numbers.shape}"
+        )
+    if cupy_of(numbers) is not None:
+        check_one_library({"logits": logits, name: numbers})
+        check_on_current_gpu({name: numbers})
+    flat = class_numbers_of(numbers, name)
+    problem.valid, problem.all_valid, highest = kernel_of(flat).valid_rows(flat, problem.options.ignore_index)
+    problem.highest_target = min(highest, LARGEST)
+    problem.targets, problem.targets_shape, problem.targets_name = flat, numbers.shape, name
+    problem.several = True
+    problem.inputs = (*problem.inputs, numbers)
+
+
+def all_logits(problem: Problem, columns: HostArray) -> Array:
+    """Return the logits of the local `columns`, (rows, chosen), each from the rank that has it.
+
+    A column that no rank has gives 0. Collective over the class communicator: one Allreduce.
+    """
+    options = problem.options
+    bits = problem.kernel.taken(problem.logits, options.axis, columns)
+    if options.comm is not None:
+        with cause(options.operation, options.over, "the logits of chosen classes, each from the rank that has it"):
+            bits = all_reduce(bits, options.comm, "sum", overwrite=True)
+    return bits.view(problem.logits.dtype)
+
+
+def by_row(array: Array, problem: Problem) -> Array:
+    """Return an array with an entry for each target, in their order, as (rows, targets of a row)."""
+    if not problem.several:
+        return array.reshape(-1, 1)
+    shape, axis = problem.targets_shape, problem.options.axis
+    whole = array_namespace(array).moveaxis(array.reshape(shape), axis, -1)
+    return whole.reshape(math.prod(problem.rows_shape), shape[axis])
+
+
+def in_shape(array: Array, problem: Problem) -> Array:
+    """Return an array (rows, targets of a row) in the shape of the targets."""
+    if not problem.several:
+        return array.reshape(problem.rows_shape)
+    xp, whole = array_namespace(array), array.reshape(*problem.rows_shape, array.shape[1])
+    return xp.ascontiguousarray(xp.moveaxis(whole, -1, problem.options.axis))
+
+
+def columns_of(problem: Problem) -> HostArray:
+    """Return the local columns of the targets, (rows, targets of a row), or other numbers if they are not here."""
+    assert problem.targets is not None
+    return by_row(np.where(problem.valid, problem.targets - problem.class_start, -1), problem)
+
+
+def upstream_of_several(value: Any, name: str, problem: Problem) -> Array:
+    """Return an upstream gradient, a number or of the shape of the targets, as float64 (rows, targets of a row)."""
+    upstream = converted(upstream_of(value, name, problem.targets_shape, problem), np.float64)
+    return by_row(problem.xp.broadcast_to(problem.xp.asarray(upstream), problem.valid.shape), problem)

@@ -1,0 +1,62 @@
+"""Elements of chosen columns: taken and put by their bits, and sums over equal columns, for NumPy and CuPy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import array_namespace
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+HostArray = np.ndarray[Any, Any]
+
+
+def bits_of(x: Array) -> Array:
+    """View floating-point numbers as unsigned integers."""
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+def nought_of(dtype: np.dtype[Any]) -> int:
+    """Return the bits of -inf, the logit of a class that is left out."""
+    return int(bits_of(np.array(-np.inf, dtype)))
+
+
+def taken(x: Array, axis: int, columns: HostArray, other: int = 0) -> Array:
+    """Return the bits of the elements in `columns`, (rows, chosen), of each row of `x`, and `other` for its lack."""
+    xp = array_namespace(x)
+    found = xp.full(columns.shape, other, f"u{x.dtype.itemsize}")
+    entries, elements = _places(x, axis, columns)
+    found[entries] = bits_of(xp.moveaxis(x, axis, -1))[elements]
+    return found
+
+
+def put(x: Array, axis: int, columns: HostArray, values: Array) -> None:
+    """Put `values`, (rows, chosen) of the dtype of `x`, into `columns` of each row of `x`, where it has them."""
+    entries, elements = _places(x, axis, columns)
+    bits_of(array_namespace(x).moveaxis(x, axis, -1))[elements] = bits_of(values)[entries]
+
+
+def _places(x: Array, axis: int, columns: HostArray) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Return the indices of the columns that `x` has: in (rows, chosen), and in `x` with the class axis last."""
+    xp, shape = array_namespace(x), x.shape[:axis] + x.shape[axis + 1 :]
+    row, place = np.nonzero((columns >= 0) & (columns < x.shape[axis]))
+    elements = (*(np.unravel_index(row, shape) if shape else ()), columns[row, place])
+    return (xp.asarray(row), xp.asarray(place)), tuple(map(xp.asarray, elements))
+
+
+def sums_of_equal(ids: HostArray, values: Array) -> Array:
+    """Return for each of `values`, (rows, chosen), the sum over those of its row with the same id, in their order."""
+    xp, chosen = array_namespace(values), ids.shape[1]
+    order = ids.argsort(axis=1, kind="stable")
+    ordered = np.take_along_axis(ids, order, axis=1)
+    start = np.zeros(ids.shape, np.int64)
+    start[:, 1:] = np.where(ordered[:, 1:] != ordered[:, :-1], np.arange(1, chosen), 0)
+    first = np.empty_like(order)  # the first place of the same id
+    np.put_along_axis(first, order, np.take_along_axis(order, np.maximum.accumulate(start, axis=1), axis=1), axis=1)
+    if (first == np.arange(chosen)).all():
+        return 0.0 + values
+    sums, rows, places = xp.zeros(values.shape), xp.arange(len(ids)), xp.asarray(first)
+    for place in range(chosen):
+        sums[rows, places[:, place]] += values[:, place]
+    return xp.take_along_axis(sums, places, axis=1)
