@@ -13,6 +13,13 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from pce_mpi.loss.agreement import prepare
+from pce_mpi.loss.divergence import (
+    DivergenceResiduals,
+    kl_divergence,
+    kl_divergence_backward,
+    kl_divergence_forward,
+    kl_divergence_value_and_grad,
+)
 from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.largest import argmax, top_k
 from pce_mpi.loss.linear import LinearValueAndGrad, linear_cross_entropy_value_and_grad
@@ -29,6 +36,7 @@ from pce_mpi.loss.statistics import (
 
 __all__ = [
     "ClassStatistics",
+    "DivergenceResiduals",
     "LinearValueAndGrad",
     "Residuals",
     "StatisticsResiduals",
@@ -36,6 +44,10 @@ __all__ = [
     "class_statistics",
     "class_statistics_backward",
     "class_statistics_forward",
+    "kl_divergence",
+    "kl_divergence_backward",
+    "kl_divergence_forward",
+    "kl_divergence_value_and_grad",
     "linear_cross_entropy_value_and_grad",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
@@ -207,7 +219,7 @@ def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = 
     Residuals.check(residuals)
     with standard_arithmetic():
         upstream = upstream_of(dloss, "dloss", residuals.loss_shape, residuals.problem)
-        gradient = residuals.gradient_for(out)
+        gradient = residuals.gradient_for(out, residuals.problem.logits)
         write_gradient(gradient, residuals, upstream)
     return gradient if out is None else out
 

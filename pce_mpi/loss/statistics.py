@@ -10,7 +10,7 @@ from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import Options, StatisticsOptions, takes
 from pce_mpi.loss.passes import PassResiduals, row_softmax, write_statistics_gradient
 from pce_mpi.loss.problem import Problem, upstream_of
-from pce_mpi.loss.softmax_state import StateFields
+from pce_mpi.loss.softmax_state import RowSoftmax, StateFields
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -99,6 +99,8 @@ class StatisticsResiduals(PassResiduals):
     """
 
     made_by = "class_statistics_forward"
+
+    softmax: RowSoftmax
 
 
 @takes(StatisticsOptions)
@@ -192,7 +194,7 @@ def class_statistics_backward(
             name: upstream_of(0.0 if value is None else value, name, problem.rows_shape, problem)
             for name, value in given.items()
         }
-        gradient = residuals.gradient_for(out)
+        gradient = residuals.gradient_for(out, problem.logits)
         fields = statistics_fields(problem.targets is not None)
         write_statistics_gradient(gradient, problem, residuals.softmax, fields, upstream)
     return gradient if out is None else out

@@ -25,11 +25,8 @@ struct Pairs {
     template <Way way> Classes at(long i, double delta, const Transform &transform) const {
         Doubles v = load_up_to(x + i, count - i), w = load_up_to(y + i, count - i), low, low_w;
         Doubles z = transformed<way>(v, transform, low), z_w = transformed<way>(w, transform, low_w);
-        Longs masked = v == -infinity(), masked_w = w == -infinity();
-        low = masked ? Doubles{} : low;
-        low_w = masked_w ? Doubles{} : low_w;
-        Doubles r = ((z_w - z) + (low_w - low)) - delta;
-        return {load(p + i), load(q + i), masked & masked_w ? Doubles{} : r};
+        Doubles r = ((z_w - z) + (error_of(z_w, low_w) - error_of(z, low))) - delta;
+        return {load(p + i), load(q + i), (v == -infinity()) & (w == -infinity()) ? Doubles{} : r};
     }
 };
 

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pce_mpi.loss.kernels.blocks import blocks_of, put_rows, rows_of
-from pce_mpi.loss.kernels.elementary import DOUBLE, curved, f64, i64, polynomial, transformed, twice_atanh, u64
+from pce_mpi.loss.kernels.elementary import DOUBLE, HUGE, curved, f64, i64, polynomial, transformed, twice_atanh, u64
 from pce_mpi.loss.kernels.gradients import gradient_of
 from pce_mpi.loss.kernels.limbs import Sums, sum_of, united, value_of_wide
-from pce_mpi.loss.kernels.parameters import GradientOf, Pair
+from pce_mpi.loss.kernels.parameters import GradientOf, Pair, Transform
 from pce_mpi.loss.softmax_state import INFINITE, NO_GRID, StateFields
 
 Array = np.ndarray[Any, Any]
@@ -31,6 +31,7 @@ Array = np.ndarray[Any, Any]
 # Up to this size of r, differences of p and q are computed from r.
 NEARBY = 0.35
 UNIT = 2.0**-60
+TINY = 2.0**-500
 # (1 + h) log(1 + h) + (1 - h) log(1 - h) = h^2 R(h^2), for h up to tanh(NEARBY / 2).
 BENT = tuple(1.0 / (k * (2 * k - 1)) for k in range(11, 0, -1))
 
@@ -100,9 +101,15 @@ def _classes(pair: Pair, rows: slice, classes: slice) -> _Classes:
         gradient_of(x, each[rows], fields, pair.transform, DOUBLE)
         for x, each in zip(logits, (pair.p_rows, pair.q_rows), strict=True)
     )
-    (z_p, low_p), (z_q, low_q) = (transformed(x, pair.transform) for x in logits)
+    (z_p, low_p), (z_q, low_q) = (_transformed(x, pair.transform) for x in logits)
     r = ((z_q - z_p) + (low_q - low_p)) - pair.delta[rows, None]
     return _Classes(p, q, np.where((logits[0] == -np.inf) & (logits[1] == -np.inf), 0.0, r))
+
+
+def _transformed(x: Array, transform: Transform) -> tuple[Array, Array]:
+    """Return z for logits x, as a number and its rounding error, 0 beyond the sizes for which every device has it."""
+    z, low = transformed(x, transform)
+    return z, np.where((np.abs(z) < HUGE) & (np.abs(z) >= TINY), low, 0.0)
 
 
 def divergence_sums(pair: Pair, jensen_shannon: bool) -> Array:

@@ -7,6 +7,13 @@ struct Classes {
     NUMBERS p, q, r;
 };
 
+// A rounding error of z counts only where every device computes it.
+PCE_INLINED NUMBERS error_of(NUMBERS z, NUMBERS low) {
+    auto computed = size_of(z) < HUGE_LOGIT;
+    low = size_of(z) >= 0x1p-500 ? low : constant(0.0);
+    return computed ? low : constant(0.0);
+}
+
 // Up to this size of r, differences of p and q are computed from r.
 constexpr double NEARBY = 0.35;
 
