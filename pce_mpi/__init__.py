@@ -46,11 +46,15 @@ from pce_mpi.distributed.styles import (
 from pce_mpi.exact.arithmetic import reproducible as reproducible
 from pce_mpi.loss import (
     ClassStatistics as ClassStatistics,
+    DivergenceResiduals as DivergenceResiduals,
     LinearValueAndGrad as LinearValueAndGrad,
     Residuals as Residuals,
     StatisticsResiduals as StatisticsResiduals,
     class_statistics_backward as class_statistics_backward,
     class_statistics_forward as class_statistics_forward,
+    kl_divergence_backward as kl_divergence_backward,
+    kl_divergence_forward as kl_divergence_forward,
+    kl_divergence_value_and_grad as kl_divergence_value_and_grad,
     linear_cross_entropy_value_and_grad as linear_cross_entropy_value_and_grad,
     softmax_cross_entropy as softmax_cross_entropy,
     softmax_cross_entropy_backward as softmax_cross_entropy_backward,
@@ -71,6 +75,7 @@ from pce_mpi.ops.attention import scaled_dot_product_attention as scaled_dot_pro
 from pce_mpi.ops.broadcasting import broadcast_to as broadcast_to, sum as sum
 from pce_mpi.ops.cumulative import cumsum as cumsum
 from pce_mpi.ops.custom import op as op
+from pce_mpi.ops.divergence import kl_divergence as kl_divergence
 from pce_mpi.ops.einsum import einsum as einsum
 from pce_mpi.ops.elementwise import (
     abs as abs,

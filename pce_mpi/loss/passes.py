@@ -260,7 +260,7 @@ def write_probabilities(array: Array, problem: Problem, softmax: RowSoftmax, fie
 
 def probability_rows(problem: Problem, softmax: RowSoftmax) -> Array:
     """Return the rows of `ROW_GRADIENT` from which the softmax is written."""
-    rows = problem.xp.zeros((len(softmax.columns), len(ROW_GRADIENT)))
+    rows = problem.xp.zeros((len(softmax.top), len(ROW_GRADIENT)))
     for name, values in {"top": softmax.top, "most": softmax.most, "factor": softmax.normalizer}.items():
         rows[:, ROW_GRADIENT[name]] = values
     rows[:, ROW_GRADIENT["exponent"]] = softmax.exponent

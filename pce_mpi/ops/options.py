@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import math
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from pce_mpi.loss.problem import check_per_class
 
 Shape = tuple[int, ...]
 
-_OPERANDS = ("bias", "weight")
+_OPERANDS = ("bias", "rows", "weight")
 
 
 def parameters_of(options: Options, known: type[Any]) -> dict[str, Any]:
@@ -32,20 +33,25 @@ def checked_operands(
     rows: Shape,
     classes: int,
     probabilities: Shape | None = None,
+    shapes: Mapping[str, Shape] = MappingProxyType({}),
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return `given` as checked arrays, and no parameters; after an error, zeros for wrong arrays, and it in `found`.
 
-    `given` has the targets, of the shape `rows` or `probabilities`, and arrays of one entry per class, which may be
-    None. The error may be that of this rank alone: the agreement of the loss tells the other ranks, to which this one
+    `given` has the targets, of the shape `rows` or `probabilities`, arrays of the `shapes` that their names have, and
+    arrays of one entry per class; all but logits and targets may be None. The error may be that of this rank alone: the agreement of the loss tells the other ranks, to which this one
     comes by the same redistributions.
     """
-    present = {name: value for name, value in given.items() if value is not None or name == "targets"}
+    needed = ("targets", "student", "teacher")
+    present = {name: value for name, value in given.items() if value is not None or name in needed}
     try:
         arrays = {
             name: value if isinstance(value, DistArray) else as_array(value, name) for name, value in present.items()
         }
         for name, array in arrays.items():
-            if name != "targets":
+            if name in shapes:
+                if array.shape != shapes[name]:
+                    raise ValueError(f"{name} must have the shape {shapes[name]}, got {array.shape}")
+            elif name != "targets":
                 check_per_class(name, array, classes)
             elif array.shape not in (rows, probabilities):
                 kinds = f"have shape {rows} or, as probabilities, {probabilities}"
@@ -63,7 +69,7 @@ def checked_operands(
         xp = array_namespace(first.local)
 
         def stand_in(name: str, value: Any) -> Any:
-            shape = (classes,) if name != "targets" else rows
+            shape = shapes.get(name, (classes,) if name != "targets" else rows)
             if name == "targets" and probabilities is not None and getattr(value, "ndim", None) == len(probabilities):
                 shape = probabilities
             dtype = getattr(value, "dtype", None)
@@ -81,6 +87,7 @@ def sharded_options(
     operation: str,
     classes: Sequence[int],
     rows: Sequence[int] = (),
+    /,
     *,
     classes_of: int = 0,
     **options: Any,
