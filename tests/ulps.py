@@ -43,7 +43,7 @@ FLOAT64 = 8
 STATISTICS = 1
 # A divergence and its gradient: the sums of exponentials of float32 err by 1e-9 or so, for which both are corrected; the
 # rest is computed in float64 and rounded once. Its gradient in ulps of the larger term of a difference.
-DIVERGENCE = 1
+DIVERGENCE = 2
 # The same in float64, in which no result is rounded again: some ten roundings of each term, none larger than the sum.
 WIDE_DIVERGENCE = 16
 # The entropy of dense is a sum of products of two numbers that are each good to `DENSE`.

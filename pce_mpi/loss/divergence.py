@@ -97,10 +97,12 @@ class DivergenceResiduals(PassResiduals):
         The checked arguments, with references to the caller's arrays.
     pair : Pair
         The logits in the order of the divergence, and the numbers from which their softmax is written.
+    valid : array of bool, shape (rows,)
+        The rows that count.
     divergences : array, shape (rows,)
         The divergence of each row.
-    entropies : array, shape (rows,)
-        KL(Q || m), for Jensen-Shannon.
+    skewness : array, shape (rows,)
+        KL(Q || m) - KL(P || m), for Jensen-Shannon.
     divisor : array, shape (1,)
         The divisor of the gradient, 1 unless the reduction is a mean.
     loss_shape : tuple of int
@@ -112,8 +114,9 @@ class DivergenceResiduals(PassResiduals):
     made_by = "kl_divergence_forward"
 
     pair: Pair
+    valid: Array
     divergences: Array
-    entropies: Array
+    skewness: Array
     divisor: Array
     loss_shape: tuple[int, ...]
 
@@ -306,25 +309,25 @@ def divergence_of(problem: Problem) -> tuple[Array, DivergenceResiduals]:
     options, kernel, xp = problem.options, problem.kernel, problem.xp
     count, jensen_shannon = problem.valid.size, options.direction == Direction.JENSEN_SHANNON
     softmax = row_softmax(problem, _FIELDS)
-    rows, (held_z, held_nll) = probability_rows(problem, softmax), (softmax.held_z, softmax.held_nll)
+    rows = probability_rows(problem, softmax)
     student, teacher = (rows_and_classes(each, options.axis) for each in (problem.logits, problem.beside[0]))
-    valid = True if problem.counted is None else problem.counted
+    valid = xp.ones(count, np.bool_) if problem.counted is None else problem.counted
     with np.errstate(all="ignore"):
-        # The difference of the logsumexp of two rows that are far from 0, but near each other, keeps its digits.
-        delta = (held_z[:count] - held_z[count:]) + (held_nll[:count] - held_nll[count:])
-        pair = Pair(teacher, student, rows[count:], rows[:count], xp.where(valid, delta, np.nan), problem.transform)
+        delta, rest = kernel.logsumexp_differences(softmax.held, softmax.held_nll, problem.transform)
+        delta = xp.where(valid, delta, np.nan)  # nothing is computed for rows that do not count
+        pair = Pair(teacher, student, rows[count:], rows[:count], delta, rest, problem.transform)
         if options.direction == Direction.REVERSE:
             pair = pair.swapped()
         sums = kernel.divergence_sums(pair, jensen_shannon)
         if options.comm is not None:
             with cause(options.operation, options.over, "the sums of the divergence, merged"):
                 sums = all_reduce(sums, options.comm, _add, overwrite=True, element=_SUMS)
-        divergences, low, entropies = kernel.row_divergences(sums, jensen_shannon)
+        divergences, low, skewness = kernel.row_divergences(sums, jensen_shannon)
         divergences = xp.where(xp.isfinite(pair.delta), divergences, np.nan)
-        losses = xp.stack([xp.where(valid, divergences, 0.0), xp.where(valid, xp.ones(count), 0.0)])
+        losses = xp.stack([xp.where(valid, divergences, 0.0), xp.where(valid, 1.0, 0.0)])
         loss, divisor = reduced(problem, losses)
-        pair = pair._replace(delta=pair.delta + low)
-    return loss, DivergenceResiduals(problem, pair, divergences, entropies, divisor, loss.shape)
+        pair = pair._replace(rest=pair.rest + low)
+    return loss, DivergenceResiduals(problem, pair, valid, divergences, skewness, divisor, loss.shape)
 
 
 def _write_gradient(array: Array, residuals: DivergenceResiduals, upstream: Array, of_student: bool) -> None:
@@ -336,13 +339,8 @@ def _write_gradient(array: Array, residuals: DivergenceResiduals, upstream: Arra
     factor = problem.transform.scale
     with np.errstate(all="ignore"):
         if options.direction == Direction.JENSEN_SHANNON:
-            of, factor, constant = GradientOf.JENSEN_SHANNON_BY_Q, 0.5 * factor, residuals.entropies
-            if not by_q:
-                pair, constant = pair.swapped(), 2.0 * residuals.divergences - constant
+            of, factor, half = GradientOf.JENSEN_SHANNON_BY_Q, 0.5 * factor, 0.5 * residuals.skewness
+            pair, constant = (pair, constant + half) if by_q else (pair.swapped(), constant - half)
         slope = xp.zeros(count) + converted(xp.asarray(upstream), np.float64) / xp.asarray(residuals.divisor) * factor
-    valid = xp.ones(count, np.bool_) if problem.counted is None else problem.counted
-    in_rows(
-        array,
-        options.axis,
-        lambda out: kernel.write_divergence_gradient(out, pair, of, slope, constant, valid),
-    )
+    given = pair, of, slope, constant, residuals.valid
+    in_rows(array, options.axis, lambda out: kernel.write_divergence_gradient(out, *given))

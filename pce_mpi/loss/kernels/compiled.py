@@ -9,7 +9,10 @@ import numpy as np
 
 from pce_mpi.loss.kernels import largest as definition
 import pce_mpi.loss.kernels._compiled as _compiled  # type: ignore[import-not-found]  # built by setup.py
-from pce_mpi.loss.kernels.divergence import row_divergences as row_divergences
+from pce_mpi.loss.kernels.divergence import (
+    logsumexp_differences as logsumexp_differences,
+    row_divergences as row_divergences,
+)
 from pce_mpi.loss.kernels.elementary import DOUBLE, Arithmetic
 from pce_mpi.loss.kernels.losses import (
     row_statistics as row_statistics,
@@ -163,7 +166,7 @@ def largest_of(x: Array, k: int) -> tuple[Array, Array]:
 
 
 def _pair(pair: Pair) -> tuple[Any, ...]:
-    return *_raw(pair.p), *_raw(pair.q), pair.p_rows, pair.q_rows, pair.delta, pair.transform.scale
+    return *_raw(pair.p), *_raw(pair.q), pair.p_rows, pair.q_rows, pair.delta, pair.rest, pair.transform.scale
 
 
 def divergence_sums(pair: Pair, jensen_shannon: bool) -> Array:

@@ -22,6 +22,7 @@ import numpy as np
 from pce_mpi.loss.kernels.blocks import blocks_of, put_rows, rows_of
 from pce_mpi.loss.kernels.divergence import (
     divergence_sums as divergence_sums,
+    logsumexp_differences as logsumexp_differences,
     row_divergences as row_divergences,
     write_divergence_gradient as write_divergence_gradient,
 )

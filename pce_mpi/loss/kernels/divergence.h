@@ -7,6 +7,11 @@ INLINED Doubles constant(double v) { return doubles(v); }
 #include "divergence_terms.h"
 #undef NUMBERS
 
+// The logsumexp of Q less that of P.
+struct Difference {
+    double delta, rest;
+};
+
 // At most TERMS classes of a row: their logits, and their probabilities with room for a whole vector more.
 struct Pairs {
     const double *x, *y;
@@ -22,10 +27,11 @@ struct Pairs {
         memset(p + count, 0, LANES * sizeof(double));
         memset(q + count, 0, LANES * sizeof(double));
     }
-    template <Way way> Classes at(long i, double delta, const Transform &transform) const {
+    template <Way way> Classes at(long i, const Difference &difference, const Transform &transform) const {
         Doubles v = load_up_to(x + i, count - i), w = load_up_to(y + i, count - i), low, low_w;
         Doubles z = transformed<way>(v, transform, low), z_w = transformed<way>(w, transform, low_w);
-        Doubles r = ((z_w - z) + (error_of(z_w, low_w) - error_of(z, low))) - delta;
+        Doubles error = way == PLAIN ? Doubles{} : error_of(z_w, low_w) - error_of(z, low);
+        Doubles r = ((z_w - z) - difference.delta) + (error - difference.rest);
         return {load(p + i), load(q + i), (v == -infinity()) & (w == -infinity()) ? Doubles{} : r};
     }
 };
@@ -33,16 +39,16 @@ struct Pairs {
 // The sums of a row, in units of 2^-60 but the first.
 struct DivergenceSums {
     Sum divergence;
-    int64_t excess, entropy;
+    int64_t excess, skewness;
 };
 
 template <Way way>
-static void add_pairs(DivergenceSums &sums, const Pairs &pairs, double delta, const Divergence &pass) {
+static void add_pairs(DivergenceSums &sums, const Pairs &pairs, const Difference &delta, const Divergence &pass) {
     constexpr int64_t LOWEST = -20;
     Terms terms;
     terms.parts = 1;
     terms.scaled = false;
-    Longs excess = {}, entropy = {};
+    Longs excess = {}, skewness = {};
     for (long i = 0; i < pairs.count; i += LANES / 2) {
         const Classes c = pairs.at<way>(i, delta, pass.transform);
         excess += truncated(difference(c) * 0x1p60);
@@ -50,19 +56,18 @@ static void add_pairs(DivergenceSums &sums, const Pairs &pairs, double delta, co
             store(terms.part[0] + i, kl_term(c));
             continue;
         }
-        const Ratio ratio = ratio_of(c);
-        Doubles share = log_of_share(ratio.t);
-        store(terms.part[0] + i, jensen_shannon_term(c, ratio, share));
-        entropy += truncated(entropy_of_q(c, share, 0.0) * 0x1p60);
+        Doubles skew;
+        store(terms.part[0] + i, jensen_shannon_term(c, skew));
+        skewness += truncated(skew * 0x1p60);
     }
     if (sums.divergence.grid >= INFINITE || !add_terms(sums.divergence, terms, pairs.count, LOWEST))
         for (long i = 0; i < pairs.count; i++) add_number(sums.divergence, terms.part[0][i]);
     sums.excess += int64_t(sum_of((Words)excess));
-    sums.entropy += int64_t(sum_of((Words)entropy));
+    sums.skewness += int64_t(sum_of((Words)skewness));
 }
 
 template <Way way>
-static void write_pairs(double *out, const Pairs &pairs, double delta, double slope, double less,
+static void write_pairs(double *out, const Pairs &pairs, const Difference &delta, double slope, double less,
                         const Divergence &pass) {
     for (long i = 0; i < pairs.count; i += LANES / 2) {
         Doubles value = slope * divergence_gradient(pairs.at<way>(i, delta, pass.transform), pass.of, less);
@@ -81,18 +86,19 @@ template <Way way> static void diverge_in(const Divergence &pass) {
     auto each = [&](long row, long r, const double *x, long count, long, char *place, const Weights &other) {
         double buffer[CHUNK], values[TERMS + LANES];
         const double *y = numbers_of(other.probabilities, other.kind, count, buffer);
-        const double delta = pass.delta[row + r];
+        const Difference delta = {pass.delta[row + r], pass.rest[row + r]};
+        const bool usable = finite(delta.delta);
         Pairs pairs;
         for (long at = 0, some; at < count; at += some) {
             some = count - at < TERMS ? count - at : long(TERMS);
-            if (finite(delta)) pairs.fill(pass, x + at, y + at, some, row + r, p_rows[r], q_rows[r]);
+            if (usable) pairs.fill(pass, x + at, y + at, some, row + r, p_rows[r], q_rows[r]);
             if (!place) {
-                if (finite(delta)) add_pairs<way>(sums[r], pairs, delta, pass);
+                if (usable) add_pairs<way>(sums[r], pairs, delta, pass);
                 continue;
             }
             if (!pass.valid[row + r])
                 memset(values, 0, some * sizeof(double));
-            else if (finite(delta))
+            else if (usable)
                 write_pairs<way>(values, pairs, delta, pass.slope[row + r], pass.less[row + r], pass);
             else
                 for (long i = 0; i < some; i++) values[i] = not_a_number();

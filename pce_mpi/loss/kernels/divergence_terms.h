@@ -50,24 +50,29 @@ PCE_INLINED Ratio ratio_of(const Classes &c) {
 // log(2 / (2 + t)), for t in [-1, 0].
 PCE_INLINED NUMBERS log_of_share(NUMBERS t) { return twice_atanh(-t / (4.0 + t)); }
 
-// (p log(p / m) + q log(q / m)) / 2; near 1, by the series of (1 + h) log(1 + h) + (1 - h) log(1 - h).
-PCE_INLINED NUMBERS jensen_shannon_term(const Classes &c, const Ratio &ratio, NUMBERS share) {
+PCE_INLINED auto q_is_larger(const Classes &c) { return size_of(c.r) <= NEARBY ? c.r > 0.0 : c.q > c.p; }
+
+// (p log(p / m) + q log(q / m)) / 2, and q log(q / m) - p log(p / m) - (q - p); the first near 1, by the series of (1 + h) log(1 + h) + (1 - h) log(1 - h).
+PCE_INLINED NUMBERS jensen_shannon_term(const Classes &c, NUMBERS &skewness) {
+    const Ratio ratio = ratio_of(c);
+    NUMBERS share = log_of_share(ratio.t);
     NUMBERS h = ratio.t / (2.0 + ratio.t), w = h * h, bent = constant(1.0 / (11 * 21));
     for (int k = 10; k > 0; k--) bent = bent * w + 1.0 / (k * (2 * k - 1));
     NUMBERS less = ratio.smaller == 0.0 ? constant(0.0) : ratio.smaller * size_of(c.r);
+    skewness = difference(c) * (share - 1.0) + (q_is_larger(c) ? less : -less);
     NUMBERS far = (ratio.larger + ratio.smaller) * share - less;
     return size_of(c.r) <= NEARBY ? 0.25 * (ratio.larger + ratio.smaller) * (w * bent) : 0.5 * far;
 }
 
-// q (log(q / m) - constant), from the logarithm of the larger one's share.
-PCE_INLINED NUMBERS entropy_of_q(const Classes &c, NUMBERS share, double less) {
-    auto is_larger = size_of(c.r) <= NEARBY ? c.r > 0.0 : c.q > c.p;
-    share = is_larger ? share : share - size_of(c.r);
+// q (log(q / m) - constant)
+PCE_INLINED NUMBERS by_q_beside_mean(const Classes &c, double less) {
+    NUMBERS share = log_of_share(ratio_of(c).t);
+    share = q_is_larger(c) ? share : share - size_of(c.r);
     return c.q == 0.0 ? constant(0.0) : c.q * (share - less);
 }
 
 // The gradient of a divergence at a class, but for the slope; `of` is `GradientOf` of parameters.py.
 PCE_INLINED NUMBERS divergence_gradient(const Classes &c, int of, double less) {
     if (of == 0) return difference(c);
-    return of == 1 ? kl_by_p(c, less) : entropy_of_q(c, log_of_share(ratio_of(c).t), less);
+    return of == 1 ? kl_by_p(c, less) : by_q_beside_mean(c, less);
 }

@@ -100,7 +100,7 @@ struct Divergence {
     const double *weight;              // absent
     double kept, share;                // unused
     const RowGradient *p_rows, *q_rows;
-    const double *delta, *slope, *less;  // the last two, and `valid`, of a gradient
+    const double *delta, *rest, *slope, *less;  // the last two, and `valid`, of a gradient
     const bool *valid;
     uint64_t *sums;
     int of;  // `GradientOf`, or whether the sums are those of Jensen-Shannon
