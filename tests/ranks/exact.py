@@ -114,6 +114,7 @@ class ExactDivergence(NamedTuple):
     divergence: Pair
     gradients: tuple[Pair, Pair]
     sizes: tuple[Array, Array]
+    largest: Array  # the larger probability of each class
 
 
 def exact_divergence(student: Array, teacher: Array, direction: str, scale: float = 1.0) -> ExactDivergence:
@@ -149,4 +150,5 @@ def exact_divergence(student: Array, teacher: Array, direction: str, scale: floa
             divergence, both, sizes = (of_s + of_t) / 2, ([v / 2 for v in ds], [v / 2 for v in dt]), (of_ds, of_dt)
         ds, dt = ([value * mpmath.mpf(scale) for value in each] for each in both)
         of_ds, of_dt = (np.array([abs(float(value)) * scale for value in each]) for each in sizes)
-        return ExactDivergence(pair([divergence]), (pair(ds), pair(dt)), (of_ds, of_dt))
+        larger = np.array([float(mpmath.exp(max(a, b))) for a, b in zip(s, t, strict=True)])
+        return ExactDivergence(pair([divergence]), (pair(ds), pair(dt)), (of_ds, of_dt), larger)

@@ -127,6 +127,8 @@ def test_divergence_and_gradients_have_all_digits(direction, name, dtype):
         divergence, *gradients = both_gradients(student[None], teacher[None], **options)
         assert worst(divergence, exact.divergence.near, dtype, None, exact.divergence.rest) <= tolerance
         for got, expected, size in zip(gradients, exact.gradients, exact.sizes, strict=True):
+            if dtype is np.float64:  # the difference of two logsumexp errs by some ulp of 1
+                size = np.maximum(size, exact.largest * scale)
             assert worst(got[0], expected.near, dtype, size, expected.rest) <= tolerance
 
 
@@ -227,7 +229,8 @@ def sums_and_gradients(kernel, student, teacher, transform, cuts=()):
 @pytest.mark.parametrize("kind", KINDS)
 def test_loops_of_divergences_have_bits_of_definition(kernel, kind, dtype):
     rng = np.random.default_rng(KINDS.index(kind))
-    for classes, transform in itertools.product((1, 7, 523), (Transform(), Transform(0.7), Transform(3.0))):
+    large = Transform(0.25 if dtype is np.float64 else 3.0)  # finite logits times a scale must be finite
+    for classes, transform in itertools.product((1, 7, 523), (Transform(), Transform(0.7), large)):
         student, _ = logits_of(kind, classes, dtype, rng)
         others, _ = logits_of(kind, classes, dtype, rng)
         with np.errstate(all="ignore"):
