@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from pce_mpi.arrays import as_array, name_of, to_host
+from pce_mpi.arrays import as_array, is_true, name_of, to_host
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.loss.agreement import agree_on
@@ -286,8 +286,8 @@ def _check(options: Options, student: Any, teacher: Any, **more: Any) -> Problem
             raise ValueError(
                 f"rows must have the logits' shape without the class axis, {problem.rows_shape}, got {rows.shape}"
             )
-        problem.valid = np.ascontiguousarray(to_host(rows)).reshape(-1)
-        problem.all_valid = bool(problem.valid.all())
+        problem.valid = to_host(rows).reshape(-1).astype(np.bool_)
+        problem.all_valid = is_true(problem.valid.all())
     return problem
 
 

@@ -324,7 +324,7 @@ EXACT = set(
 # Operations whose arrays go to the kernels of the loss, which take NumPy's own type alone.
 WITH_KERNELS = {
     *("argmax", "class_statistics", "cross_entropy", "linear_cross_entropy", "log_softmax", "logsumexp", "softmax"),
-    *("scaled_dot_product_attention", "top_k"),
+    *("kl_divergence", "scaled_dot_product_attention", "top_k"),
 }
 
 
