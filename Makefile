@@ -127,6 +127,7 @@ test-peers: $(installed)/peers
 		$(bin)/python tests/peers/compare_linear.py --rows 64 --features 16 --classes 1000 --chunk 16 --pairs 1 $$what \
 			|| exit 1; \
 	done
+	$(bin)/python tests/peers/compare_neighbours.py --rows 64 --classes 2000 --pairs 1
 	$(bin)/mpiexec -n 2 $(bin)/python -m mpi4py tests/peers/compare_transformer.py --width 24 --classes 100 --steps 30
 
 lint: $(installed)/dev

@@ -50,6 +50,7 @@ from pce_mpi.loss import (
     ClassStatistics as ClassStatistics,
     LinearGradients as LinearGradients,
     LinearStatisticsResiduals as LinearStatisticsResiduals,
+    DivergenceResiduals as DivergenceResiduals,
     LinearValueAndGrad as LinearValueAndGrad,
     Nucleus as Nucleus,
     Residuals as Residuals,
@@ -58,6 +59,9 @@ from pce_mpi.loss import (
     class_statistics_forward as class_statistics_forward,
     linear_class_statistics_backward as linear_class_statistics_backward,
     linear_class_statistics_forward as linear_class_statistics_forward,
+    kl_divergence_backward as kl_divergence_backward,
+    kl_divergence_forward as kl_divergence_forward,
+    kl_divergence_value_and_grad as kl_divergence_value_and_grad,
     linear_cross_entropy_value_and_grad as linear_cross_entropy_value_and_grad,
     softmax_cross_entropy as softmax_cross_entropy,
     softmax_cross_entropy_backward as softmax_cross_entropy_backward,
@@ -81,6 +85,7 @@ from pce_mpi.ops.broadcasting import broadcast_to as broadcast_to, sum as sum
 from pce_mpi.ops.chosen import take_classes as take_classes
 from pce_mpi.ops.cumulative import cumsum as cumsum
 from pce_mpi.ops.custom import op as op
+from pce_mpi.ops.divergence import kl_divergence as kl_divergence
 from pce_mpi.ops.einsum import einsum as einsum
 from pce_mpi.ops.elementwise import (
     abs as abs,

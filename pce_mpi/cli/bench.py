@@ -139,7 +139,7 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     chosen = {name: value for name, value in given.items() if value != getattr(Options, name)}
     try:
         dtype = dtype_named(options.dtype)
-        checked_numbers(Options(operation="bench", **chosen), np.empty((0, 0), dtype))
+        checked_numbers(Options(operation="bench", **chosen), 2, np.dtype(dtype))
     except ImportError as error:
         print(f"{error}: pip install 'pce_mpi[bf16]'")
         return 2

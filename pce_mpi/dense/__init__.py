@@ -6,6 +6,7 @@ and conventions are those of `pce_mpi.softmax_cross_entropy` without `comm`, `ba
 """
 
 from pce_mpi.dense.chosen import take_classes, take_classes_backward
+from pce_mpi.dense.divergence import KLValueAndGrad, kl_divergence_value_and_grad
 from pce_mpi.dense.linear import (
     LinearGradients,
     LinearValueAndGrad,
@@ -18,12 +19,14 @@ from pce_mpi.dense.statistics import Statistics, class_statistics, class_statist
 from pce_mpi.dense.truncation import Nucleus, nucleus
 
 __all__ = [
+    "KLValueAndGrad",
     "LinearGradients",
     "LinearValueAndGrad",
     "Nucleus",
     "Statistics",
     "class_statistics",
     "class_statistics_backward",
+    "kl_divergence_value_and_grad",
     "linear_class_statistics",
     "linear_class_statistics_backward",
     "linear_cross_entropy_value_and_grad",

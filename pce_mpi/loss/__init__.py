@@ -14,6 +14,13 @@ from typing import Any, Unpack
 
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.chosen import ChosenResiduals, take_classes, take_classes_backward, take_classes_forward
+from pce_mpi.loss.divergence import (
+    DivergenceResiduals,
+    kl_divergence,
+    kl_divergence_backward,
+    kl_divergence_forward,
+    kl_divergence_value_and_grad,
+)
 from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.largest import argmax, top_k
 from pce_mpi.loss.linear import LinearValueAndGrad, linear_cross_entropy_value_and_grad
@@ -41,6 +48,7 @@ __all__ = [
     "ClassStatistics",
     "LinearGradients",
     "LinearStatisticsResiduals",
+    "DivergenceResiduals",
     "LinearValueAndGrad",
     "Nucleus",
     "Residuals",
@@ -52,6 +60,10 @@ __all__ = [
     "linear_class_statistics",
     "linear_class_statistics_backward",
     "linear_class_statistics_forward",
+    "kl_divergence",
+    "kl_divergence_backward",
+    "kl_divergence_forward",
+    "kl_divergence_value_and_grad",
     "linear_cross_entropy_value_and_grad",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
@@ -233,7 +245,7 @@ def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = 
     Residuals.check(residuals)
     with standard_arithmetic():
         upstream = upstream_of(dloss, "dloss", residuals.loss_shape, residuals.problem)
-        gradient = residuals.gradient_for(out)
+        gradient = residuals.gradient_for(out, residuals.problem.logits)
         write_gradient(gradient, residuals, upstream)
     return gradient if out is None else out
 

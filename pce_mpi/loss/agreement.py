@@ -132,14 +132,14 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
 def _facts(problem: Problem) -> tuple[int, ...]:
     """Return the facts of this rank's shard for the other ranks.
 
-    They are a checksum of the targets, the first class (-1: not given), the number of classes, the highest target, and
+    They are a checksum of the targets or of the rows that count, the first class (-1: not given), the number of classes, the highest target, and
     a checksum of a sample of the logits (0: the other ranks may pass the same).
     """
     options = problem.options
     start = -1 if options.class_start is None else operator.index(options.class_start)
     alone = options.comm is None or options.comm.size == 1 or isinstance(options.comm, NoRanks)
     sample = 0 if alone or options.num_classes is not None else _sample(*problem.sharded)
-    checksum = 0 if alone or problem.targets is None else zlib.crc32(problem.targets.data)
+    checksum = 0 if alone or problem.alike is None else zlib.crc32(problem.alike.data)
     return checksum, start, problem.classes, problem.highest_target, sample
 
 

@@ -148,7 +148,7 @@ def take_classes_backward(dchosen: Any, residuals: ChosenResiduals) -> Array:
     problem = residuals.problem
     with standard_arithmetic():
         upstream = upstream_of_several(dchosen, "dchosen", problem)
-        gradient = residuals.gradient_for(None)
+        gradient = residuals.gradient_for(None, problem.logits)
         kernel, axis, dtype = problem.kernel, problem.options.axis, gradient.dtype
         sums = kernel.sums_of_equal(by_row(problem.targets, problem), upstream)
         if is_half(dtype):

@@ -36,6 +36,14 @@ class Reduction(StrEnum):
     MEAN = "mean"
 
 
+class Direction(StrEnum):
+    """The divergence of a student from a teacher: KL(teacher || student), KL(student || teacher), or between both."""
+
+    FORWARD = "forward"
+    REVERSE = "reverse"
+    JENSEN_SHANNON = "jensen-shannon"
+
+
 class TransformOptions(TypedDict, total=False):
     """The rows that count, and the function of the logits that the softmax is taken of."""
 
@@ -106,6 +114,20 @@ class LossOptions(CrossEntropyOptions, ShardOptions, BatchOptions, total=False):
     """The options of the losses of plain arrays."""
 
 
+class DivergenceOptions(AxisOptions, total=False):
+    """The options of `kl_divergence` on distributed arrays."""
+
+    direction: str  # "forward", "reverse" or "jensen-shannon"
+    temperature: float  # both softmaxes are taken of logits / temperature
+    rows: Any  # the rows that count
+    reduction: str  # "none", "sum" or "mean"
+    compute_dtype: Any  # float32 or float64: the dtype of the divergence
+
+
+class ShardedDivergenceOptions(DivergenceOptions, ShardOptions, BatchOptions, total=False):
+    """The options of `kl_divergence` on plain arrays."""
+
+
 class ProductOptions(TypedDict, total=False):
     """The logits as a product."""
 
@@ -154,6 +176,9 @@ class Options:
     class_start: int | None = None
     num_classes: int | None = None
     batch_comm: MPI.Intracomm | None = None
+    direction: str = "forward"
+    temperature: float = 1.0
+    rows: Any = None
     bias: Any = None
     chunk: int | None = None
     rounded_gradient: bool = False
@@ -165,7 +190,7 @@ class Options:
     found: Sequence[Exception] = ()
 
     @classmethod
-    def of(cls, function: str, given: TransformOptions | ShardedAxisOptions, known: type[Any]) -> Options:
+    def of(cls, function: str, given: TransformOptions | AxisOptions, known: type[Any]) -> Options:
         """Return the options of a call of `function`; `TypeError` for a keyword that the TypedDict `known` lacks."""
         for name in given:
             if name not in known.__optional_keys__:
@@ -210,7 +235,7 @@ class Numbers:
     arithmetic: Arithmetic
 
 
-def checked_numbers(options: Options, logits: Array) -> Numbers:
+def checked_numbers(options: Options, ndim: int, dtype: np.dtype[Any]) -> Numbers:
     """Return the checked values of the options that are no arrays, cached, as programs repeat few of them."""
     given: dict[str, Any] = {}
     check: Callable[..., Numbers] = _check_numbers
@@ -221,11 +246,12 @@ def checked_numbers(options: Options, logits: Array) -> Numbers:
             known = {*map(type, value)} <= {int, float} if type(value) is tuple else type(value) in _UNCHANGING
             if not known:
                 check = _check_numbers.__wrapped__
-    return check(logits.ndim, logits.dtype, **given)
+    return check(ndim, dtype, **given)
 
 
 _UNCHANGING = {int, float, bool, str, Reduction, type(None), type}
-_NUMBERS = {*LossOptions.__annotations__, *LinearOptions.__annotations__} - {"weight", "bias", "comm", "batch_comm"}
+_ALL = (LossOptions, LinearOptions, DivergenceOptions)
+_NUMBERS = {name for each in _ALL for name in each.__annotations__} - {"weight", "bias", "rows", "comm", "batch_comm"}
 
 
 @lru_cache(maxsize=256, typed=True)
@@ -243,6 +269,9 @@ def _check_numbers(ndim: int, dtype: np.dtype[Any], **given: Any) -> Numbers:
     for name, value in (("logit_scale", logit_scale), ("softcap", softcap)):
         if value is not None and not 0.0 < value < math.inf:
             raise ValueError(f"{name} must be positive and finite, got {value}")
+    temperature = real(options.temperature, "temperature")
+    if not 2.0**-64 <= temperature <= 2.0**64:
+        raise ValueError(f"temperature must be from 2**-64 to 2**64, got {temperature}")
     z_loss = real(options.z_loss, "z_loss")
     if not math.isfinite(z_loss):
         raise ValueError(f"z_loss must be finite, got {z_loss}")
@@ -252,6 +281,8 @@ def _check_numbers(ndim: int, dtype: np.dtype[Any], **given: Any) -> Numbers:
     reduction, chunk = options.reduction, options.chunk
     if not isinstance(reduction, str) or reduction not in list(Reduction):
         raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
+    if not isinstance(options.direction, str) or options.direction not in list(Direction):
+        raise ValueError(f"direction must be 'forward', 'reverse' or 'jensen-shannon', got {options.direction!r}")
     for name, least in (("class_start", 0), ("num_classes", 1), ("chunk", 1)):
         count = getattr(options, name)
         if count is not None and not least <= integer(count, name) <= _LARGEST:
@@ -266,11 +297,13 @@ def _check_numbers(ndim: int, dtype: np.dtype[Any], **given: Any) -> Numbers:
         "logit_scale": logit_scale,
         "softcap": softcap,
         "reduction": Reduction(reduction),
+        "direction": Direction(options.direction),
+        "temperature": temperature,
         "chunk": None if chunk is None else integer(chunk, "chunk"),
         "rounded_gradient": flag(options.rounded_gradient, "rounded_gradient"),
     }
     arithmetic = DOUBLE if values["compute_dtype"] == np.float64 else SINGLE
-    return Numbers(values, Transform(logit_scale, softcap, margin or NO_MARGIN), arithmetic)
+    return Numbers(values, Transform(logit_scale / temperature, softcap, margin or NO_MARGIN), arithmetic)
 
 
 def _checked_margin(margin: Any) -> tuple[float, float, float]:

@@ -58,15 +58,18 @@ class PassResiduals(MadeResiduals):
             "residuals are neither copied nor pickled, as they refer to the logits: run the forward pass again"
         )
 
-    def gradient_for(self, out: Any) -> Array:
-        """Return the array for the gradient: `out`, checked, or a new one. If `out` is the logits, mark `used_up`."""
+    def gradient_for(self, out: Any, logits: Array) -> Array:
+        """Return the array for the gradient of some logits: `out`, checked, or a new one.
+
+        If `out` is these logits, mark the residuals `used_up`.
+        """
         if not sets_arithmetic:
             check_floating_point()
         if self.used_up:
             raise RuntimeError("these residuals were used up by a backward pass into out=logits")
-        problem = self.problem
-        gradient = problem.xp.empty_like(problem.logits) if out is None else check_out(out, problem.inputs)
-        self.used_up = same_memory(gradient, problem.logits)
+        others = [each for each in self.problem.inputs if each is not logits]
+        gradient = self.problem.xp.empty_like(logits) if out is None else check_out(out, (logits, *others))
+        self.used_up = same_memory(gradient, logits)
         return gradient
 
 
@@ -126,22 +129,26 @@ _merge_of = lru_cache(maxsize=64)(Merge)
 
 
 def row_softmax(problem: Problem, fields: StateFields) -> RowSoftmax:
-    """Return the softmax of each row over the classes of all shards."""
+    """Return the softmax of each row over the classes of all shards; those of `problem.beside` come after the others."""
     return start_row_softmax(problem, fields)()
 
 
 def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], RowSoftmax]:
     """Start the merge of the states of all shards, and return the function that waits for it."""
     options, kernel, arithmetic = problem.options, problem.kernel, problem.arithmetic
-    states = kernel.fill_states(
-        rows_and_classes(problem.logits, options.axis),
-        problem.target_column,
-        fields,
-        weights=problem.class_weights,
-        transform=problem.transform,
-        arithmetic=arithmetic,
-        class_start=problem.class_start,
-    )
+    parts = [
+        kernel.fill_states(
+            rows_and_classes(logits, options.axis),
+            problem.target_column,
+            fields,
+            weights=problem.class_weights,
+            transform=problem.transform,
+            arithmetic=arithmetic,
+            class_start=problem.class_start,
+        )
+        for logits in (problem.logits, *problem.beside)
+    ]
+    states = problem.xp.concatenate(parts) if problem.beside else parts[0]
     rows, class_weights = len(states), None
     needs_weights = fields.weighted_logit and not fields.weight
     if needs_weights:
@@ -252,13 +259,18 @@ def write_gradient(array: Array, residuals: Residuals, upstream: Array) -> None:
 
 def write_probabilities(array: Array, problem: Problem, softmax: RowSoftmax, fields: StateFields) -> None:
     """Fill `array` with the softmax."""
-    rows = problem.xp.zeros((problem.valid.size, len(ROW_GRADIENT)))
+    _write_rows(array, problem, probability_rows(problem, softmax), fields, ClassWeights())
+
+
+def probability_rows(problem: Problem, softmax: RowSoftmax) -> Array:
+    """Return the rows of `ROW_GRADIENT` from which the softmax is written."""
+    rows = problem.xp.zeros((len(softmax.top), len(ROW_GRADIENT)))
     for name, values in {"top": softmax.top, "most": softmax.most, "factor": softmax.normalizer}.items():
         rows[:, ROW_GRADIENT[name]] = values
     rows[:, ROW_GRADIENT["exponent"]] = softmax.exponent
     whole = rows.view(np.int64)
     whole[:, ROW_GRADIENT["valid"]], whole[:, ROW_GRADIENT["column"]] = 1, -1
-    _write_rows(array, problem, rows, fields, ClassWeights())
+    return rows
 
 
 def write_statistics_gradient(
@@ -278,15 +290,24 @@ def write_statistics_gradient(
 def _write_rows(array: Array, problem: Problem, rows: Array, fields: StateFields, weights: ClassWeights) -> None:
     """Fill `array` from rows of `ROW_GRADIENT`."""
     axis = problem.options.axis
+
+    def write(out: Array) -> None:
+        problem.kernel.write_gradient(
+            out,
+            rows_and_classes(problem.logits, axis),
+            rows,
+            fields,
+            weights=weights,
+            transform=problem.transform,
+            arithmetic=problem.arithmetic,
+        )
+
+    in_rows(array, axis, write)
+
+
+def in_rows(array: Array, axis: int, write: Callable[[Array], None]) -> None:
+    """Let `write` fill `array` as (outer, classes, inner)."""
     out = rows_and_classes(array, axis)
-    problem.kernel.write_gradient(
-        out,
-        rows_and_classes(problem.logits, axis),
-        rows,
-        fields,
-        weights=weights,
-        transform=problem.transform,
-        arithmetic=problem.arithmetic,
-    )
+    write(out)
     if not shares_memory(out, array):  # `out` is a copy, as the strides of `array` allow no view
         array[...] = out.reshape(array.shape)

@@ -41,7 +41,7 @@ class Problem:
     `target_column`, (rows,), is the local column of each row's target; it is no column of this shard if another shard
     has the target, and -1 if the row does not count. `counted` is `valid`, or None on a GPU if all rows count; both are
     in the library of the logits. `sharded` is the array of which each rank passes its own classes, and its class axis.
-    `also` has more that must be the same on every rank.
+    `beside` are more logits of the same classes. `also` has more that must be the same on every rank.
 
     With `several` targets a row, `targets`, `valid` and `target_column` have all of them in the order of the caller's
     array. It has the shape `targets_shape`, and the name `targets_name` in messages. `members` has more class numbers,
@@ -74,6 +74,7 @@ class Problem:
     targets_name: str = "targets"
     several: bool = False
     members: HostArray | None = None
+    beside: tuple[Array, ...] = ()
     also: Mapping[str, Hashable] = field(default_factory=dict)
 
     def place(self, class_start: int, num_classes: int) -> None:
@@ -86,6 +87,13 @@ class Problem:
             self.counted = self.valid
         elif self.target_column is not None:
             self.target_column, self.counted = self._uploaded(self.target_column)
+        elif not self.all_valid:
+            self.counted = self.xp.asarray(self.valid)
+
+    @property
+    def alike(self) -> HostArray | None:
+        """The array of numbers that must be the same on every rank: the targets, or else the rows that count."""
+        return self.valid if self.targets is None and self.probabilities is None else self.targets
 
     def _uploaded(self, columns: HostArray) -> tuple[Array, Array | None]:
         """Return `columns` and `counted` on the GPU, in one copy."""
@@ -129,6 +137,7 @@ def _call_of(
 ) -> Call:
     values = {name: value for name, value in numbers.values.items() if name != "chunk"}  # `also` has the one in use
     values |= {"compute_dtype": name_of(values["compute_dtype"]), "reduction": str(values["reduction"])}
+    values["direction"] = str(values["direction"])
     given = {"kind of targets": targets, "weight given": weighted}
     return Call(operation, {**dict(also), "dtype": name_of(dtype), **values, **given})
 
@@ -152,11 +161,13 @@ def check(
     out: Any = None,
     with_gradient: bool = False,
     whole_numbers: bool = False,
+    name: str = "logits",
+    beside: Mapping[str, Array] | None = None,
 ) -> Problem:
     """Return the checked arguments of a call, or raise for the first bad one. Communicates nothing.
 
     `with_gradient` allocates the gradient unless the caller passes `out`; with `whole_numbers` the logits may also be
-    integers or bool.
+    integers or bool. `name` is that of the logits in messages, and `beside` has more logits of their shape.
     """
     if options.batch_comm is not None:
         check_comm(options.batch_comm, options.batch_over)
@@ -164,17 +175,23 @@ def check(
             raise ValueError(
                 f"{options.over} and {options.batch_over} are the same ranks: rows cannot be sharded where classes are"
             )
-    logits = as_array(logits, "logits")
+    beside = beside or {}
+    logits = as_array(logits, name)
     if not (whole_numbers and logits.dtype.kind in "iub"):
-        check_dtype_of_logits(logits.dtype)
+        check_dtype_of_logits(logits.dtype, name)
     if logits.ndim == 0:
-        raise ValueError("logits must have a class axis, got a 0-d array")
-    numbers = checked_numbers(options, logits)
+        raise ValueError(f"{name} must have a class axis, got a 0-d array")
+    for other, array in beside.items():
+        check_dtype_of_logits(array.dtype, other)
+        if array.shape != logits.shape:
+            raise ValueError(f"{other} must have the shape of {name}, {logits.shape}, got {array.shape}")
+    widest = max((logits, *beside.values()), key=lambda each: each.dtype.itemsize)
+    numbers = checked_numbers(options, logits.ndim, widest.dtype)
     axis, ignore_index = numbers.values["axis"], numbers.values["ignore_index"]
-    arrays = {"logits": logits}
+    arrays = {name: logits, **beside}
     targets = None if targets is None else as_array(targets, "targets")
     weight = None if options.weight is None else as_array(options.weight, "weight")
-    inputs = tuple([array for array in (logits, targets, weight) if array is not None])
+    inputs = tuple([array for array in (logits, *beside.values(), targets, weight) if array is not None])
     # Class numbers and class weights are checked on the host, and may be there.
     if targets is not None and (is_floating(targets.dtype) or cupy_of(targets) is not None):
         arrays["targets"] = targets
@@ -222,6 +239,7 @@ def check(
         kernel=kernel_of(logits),
         sharded=(logits, axis),
         targets_shape=rows_shape,
+        beside=tuple(beside.values()),
     )
 
 
@@ -258,9 +276,9 @@ def class_numbers_of(array: Array, name: str) -> HostArray:
     return host.astype(np.int64)
 
 
-def check_dtype_of_logits(dtype: np.dtype[Any]) -> None:
+def check_dtype_of_logits(dtype: np.dtype[Any], name: str) -> None:
     if not is_floating(dtype):
-        raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {dtype}")
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {dtype}")
 
 
 def _check_weight(weight: Array, classes: int) -> HostArray:
@@ -294,7 +312,7 @@ def check_out(out: Any, inputs: Sequence[Array]) -> Array:
     if not same_memory(array, logits) and shares_memory(array, logits):
         raise ValueError("out must be exactly the logits, or share no memory with them")
     if any(shares_memory(array, other) for other in others):
-        raise ValueError("out must not share memory with targets or weight")
+        raise ValueError("out must not share memory with another argument")
     return array
 
 

@@ -222,7 +222,7 @@ def class_statistics_backward(
     problem, inner, members = residuals.problem, residuals.inner, residuals.members
     with standard_arithmetic():
         upstream = upstream_of_statistics(problem, log_prob=log_prob, entropy=entropy, logsumexp=logsumexp)
-        gradient = residuals.gradient_for(out)
+        gradient = residuals.gradient_for(out, problem.logits)
         # That of a support is written to its own array first, as `out` may be the logits.
         written = gradient if members is None else problem.xp.empty(inner.logits.shape, gradient.dtype)
         fields = statistics_fields(inner.targets is not None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 import math
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from pce_mpi.loss.problem import check_per_class
 
 Shape = tuple[int, ...]
 
-_OPERANDS = ("bias", "weight")
+_OPERANDS = ("bias", "rows", "weight")
 
 
 def parameters_of(options: Options, known: type[Any]) -> dict[str, Any]:
@@ -33,12 +34,13 @@ def checked_operands(
     rows: Shape,
     classes: int,
     probabilities: Shape | None = None,
+    shapes: Mapping[str, Shape] = MappingProxyType({}),
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return `given` as checked arrays, and no parameters; after an error, zeros for wrong arrays, and it in `found`.
 
-    `given` has class numbers, of the shape `rows`, or `probabilities`, and arrays of one entry per class, which may be
-    None. The error may be that of this rank alone: the agreement of the loss tells the other ranks, to which this one
-    comes by the same redistributions.
+    `given` has class numbers, of the shape `rows`, or `probabilities`, arrays of the `shapes` that their names have, and
+    arrays of one entry per class; those of `_OPERANDS` may be None. The error may be that of this rank alone: the
+    agreement of the loss tells the other ranks, to which this one comes by the same redistributions.
     """
     present = {name: value for name, value in given.items() if value is not None or name not in _OPERANDS}
     try:
@@ -46,7 +48,10 @@ def checked_operands(
             name: value if isinstance(value, DistArray) else as_array(value, name) for name, value in present.items()
         }
         for name, array in arrays.items():
-            if name in _OPERANDS:
+            if name in shapes:
+                if array.shape != shapes[name]:
+                    raise ValueError(f"{name} must have the shape {shapes[name]}, got {array.shape}")
+            elif name in _OPERANDS:
                 check_per_class(name, array, classes)
             elif array.shape not in (rows, probabilities):
                 kinds = f"have shape {rows} or, as probabilities, {probabilities}"
@@ -64,8 +69,8 @@ def checked_operands(
         xp = array_namespace(first.local)
 
         def stand_in(name: str, value: Any) -> Any:
-            shape = (classes,) if name in _OPERANDS else rows
-            ndim = None if name in _OPERANDS else getattr(value, "ndim", None)
+            shape = shapes.get(name, (classes,) if name in _OPERANDS else rows)
+            ndim = None if name in _OPERANDS or name in shapes else getattr(value, "ndim", None)
             if probabilities is not None and ndim == len(probabilities):
                 shape = probabilities
             dtype = getattr(value, "dtype", None)
@@ -93,6 +98,7 @@ def sharded_options(
     operation: str,
     classes: Sequence[int],
     rows: Sequence[int] = (),
+    /,
     *,
     classes_of: int = 0,
     **options: Any,

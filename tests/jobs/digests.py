@@ -160,6 +160,22 @@ def chosen_digest(dtype: Any, kind: str) -> str:
     return digest_of(*results)
 
 
+def divergence_digest(dtype: Any, kind: str) -> str:
+    """The divergences in each direction from a teacher that is near, and both gradients."""
+    comm = MPI.COMM_WORLD
+    student, targets, probabilities = drawn(dtype, kind)
+    teacher = (student.astype(np.float64) + probabilities * 2.0**10).astype(np.float32)
+    start, stop = ends_of(comm.size)[comm.rank : comm.rank + 2]
+    results: list[Any] = []
+    for direction, temperature in (("forward", 1.0), ("reverse", 0.7), ("jensen-shannon", 2.0)):
+        options: Any = {"direction": direction, "temperature": temperature, "rows": targets >= 0, "reduction": "none"}
+        shards = student[:, start:stop].copy(), teacher[:, start:stop].copy()
+        divergence, residuals = pce.kl_divergence_forward(*shards, comm=comm, class_start=start, **options)
+        gradients = [pce.kl_divergence_backward(1.0, residuals, of=of).astype(float) for of in ("student", "teacher")]
+        results += [divergence, *(np.concatenate(comm.allgather(gradient), axis=1) for gradient in gradients)]
+    return digest_of(*results)
+
+
 def tape_digest(dtype: Any, kind: str) -> str:
     """Operations on distributed arrays whose class axis is sharded."""
     mesh = pce.Mesh(MPI.COMM_WORLD, classes=MPI.COMM_WORLD.size)
@@ -206,6 +222,7 @@ MORE = {
     "margin": margin_digest,
     "batch_comm": batch_digest,
     "chosen": chosen_digest,
+    "divergences": divergence_digest,
     "tape": tape_digest,
     "linear": linear_digest,
     "nucleus": nucleus_digest,

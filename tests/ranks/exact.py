@@ -114,3 +114,49 @@ def exact_weighted(logits: Array, u: Array) -> ExactWeighted:
         size[top] = max(weights[top] * others / (1 + others), rest * p[top])
         loss = mpmath.fsum(a * b for a, b in zip(weights, nll, strict=True) if a)
         return ExactWeighted(pair([loss]), pair(gradient), np.array([float(value) for value in size]))
+
+
+class ExactDivergence(NamedTuple):
+    """A row's divergence, its gradients, and the sizes of the larger term of each entry of those."""
+
+    divergence: Pair
+    gradients: tuple[Pair, Pair]
+    sizes: tuple[Array, Array]
+    largest: Array  # the larger probability of each class
+
+
+def exact_divergence(student: Array, teacher: Array, direction: str, scale: float = 1.0) -> ExactDivergence:
+    """The divergence of two rows of float64 numbers times `scale`, which may have -inf."""
+    with mpmath.workdps(DIGITS):
+        zero, masked = mpmath.mpf(0), mpmath.mpf("-inf")
+
+        def log_softmax(x: Array) -> list[Any]:
+            z = [mpmath.mpf(value) * mpmath.mpf(scale) for value in x.tolist()]
+            top = max(z)
+            total = top + mpmath.log(mpmath.fsum(mpmath.exp(value - top) for value in z))
+            return [value - total for value in z]
+
+        def kl(a: list[Any], b: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+            """KL(a || b), its gradient by a, and the size of its terms."""
+            logs = [zero if at == masked else at - bt for at, bt in zip(a, b, strict=True)]
+            p = [mpmath.exp(value) for value in a]
+            divergence = mpmath.fsum(p_c * log for p_c, log in zip(p, logs, strict=True))
+            gradient = [p_c * (log - divergence) if p_c else zero for p_c, log in zip(p, logs, strict=True)]
+            return divergence, gradient, [p_c * max(abs(log), divergence) for p_c, log in zip(p, logs, strict=True)]
+
+        s, t = log_softmax(student), log_softmax(teacher)
+        difference = [mpmath.exp(a) - mpmath.exp(b) for a, b in zip(s, t, strict=True)]
+        if direction == "forward":
+            divergence, dt, size = kl(t, s)
+            both, sizes = (difference, dt), (difference, size)
+        elif direction == "reverse":
+            divergence, ds, size = kl(s, t)
+            both, sizes = (ds, [-value for value in difference]), (size, difference)
+        else:
+            m = [mpmath.log((mpmath.exp(a) + mpmath.exp(b)) / 2) for a, b in zip(s, t, strict=True)]
+            (of_s, ds, of_ds), (of_t, dt, of_dt) = kl(s, m), kl(t, m)
+            divergence, both, sizes = (of_s + of_t) / 2, ([v / 2 for v in ds], [v / 2 for v in dt]), (of_ds, of_dt)
+        ds, dt = ([value * mpmath.mpf(scale) for value in each] for each in both)
+        of_ds, of_dt = (np.array([abs(float(value)) * scale for value in each]) for each in sizes)
+        larger = np.array([float(mpmath.exp(max(a, b))) for a, b in zip(s, t, strict=True)])
+        return ExactDivergence(pair([divergence]), (pair(ds), pair(dt)), (of_ds, of_dt), larger)

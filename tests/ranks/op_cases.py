@@ -587,7 +587,26 @@ LINEAR_LOSSES = [
     _linear_cross_entropy(normal(5, 3) / 4, normal(3, 4) / 4, integers(4, 5), margin=(1.0, 0.5, 0.1), logit_scale=4.0),
 ]
 
+def _kl_divergence(student: Array, teacher: Array, counted: Array | None = None, **options: Any) -> Case:
+    operands = [student, teacher] + ([] if counted is None else [counted])
+    what = ", ".join(f"{name}={value}" for name, value in options.items())
+
+    def call(student: Any, teacher: Any, *counted: Any) -> Any:
+        return pce.kl_divergence(student, teacher, rows=counted[0] if counted else None, **options)
+
+    def reference(student: Any, teacher: Any, *counted: Any) -> Any:
+        given = {"rows": counted[0] if counted else None, **options}
+        return np.asarray(dense.kl_divergence_value_and_grad(student, teacher, **given).divergence)
+
+    more = {"what": what, "parameters": options if counted is None else None}
+    return case("kl_divergence", call, reference, *operands, gradient=[True, True, False][: len(operands)], **more)
+
+
 LOSSES = [
+    _kl_divergence(normal(5, 4), normal(5, 4)),
+    _kl_divergence(normal(4, 5), normal(4, 5), booleans(5), axis=0, direction="reverse", temperature=2.0),
+    _kl_divergence(normal(2, 4, 3), normal(2, 4, 3), booleans(2, 3), axis=1, reduction="none"),
+    _kl_divergence(normal(5, 4), normal(5, 4), direction="jensen-shannon", reduction="sum", temperature=0.5),
     _cross_entropy(normal(5, 4), integers(4, 5)),
     _cross_entropy(normal(5, 4) * 4, np.array([0, -100, 3, 1, -100]), reduction="sum"),
     _cross_entropy(normal(5, 4), np.array([0, 1, 3, 1, 0]), positive(4), ignore_index=1),

@@ -278,7 +278,7 @@ WEIGHT = "weight must have one entry per class of this shard, ...got ("
 REDUCTION = "reduction must be 'none', 'sum' or 'mean', got "
 COMPUTE_DTYPE = "compute_dtype must be float32, float64 or None, got "
 NOT_THE_LOGITS = "out must be exactly the logits, or share no memory with them"
-NOT_AN_INPUT = "out must not share memory with targets or weight"
+NOT_AN_INPUT = "out must not share memory with another argument"
 
 # Errors that one rank finds by itself.
 BAD = [

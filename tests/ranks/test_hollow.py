@@ -60,6 +60,13 @@ def statistics(made: Made) -> None:
     pce.mean(found.entropy + found.log_prob).backward()
 
 
+def divergences(made: Made) -> None:
+    student, teacher = made.logits, made.logits
+    pce.kl_divergence(student, teacher, rows=TARGETS > 1).backward()
+    for direction in ("reverse", "jensen-shannon"):
+        pce.mean(pce.kl_divergence(student, teacher, direction=direction, reduction="none")).backward()
+
+
 def softmaxes(made: Made) -> None:
     pce.sum(pce.square(pce.softmax(made.logits))).backward()
     pce.sum(pce.log_softmax(made.logits)).backward()
@@ -130,8 +137,8 @@ def moves(made: Made) -> None:
 
 
 PROGRAMS = (
-    *(classify, smoothed, margined, rows_apart, probabilities, statistics, softmaxes, largest, chosen),
-    *(linear, linear_statistics, perceptron, attention, contraction, norms, lookup, moves),
+    *(classify, smoothed, margined, rows_apart, probabilities, statistics, divergences, softmaxes),
+    *(largest, chosen, linear, linear_statistics, perceptron, attention, contraction, norms, lookup, moves),
 )
 
 

@@ -324,7 +324,7 @@ EXACT = set(
 # Operations whose arrays go to the kernels of the loss, which take NumPy's own type alone.
 WITH_KERNELS = {
     *("argmax", "class_statistics", "cross_entropy", "linear_cross_entropy", "log_softmax", "logsumexp", "softmax"),
-    *("linear_class_statistics", "scaled_dot_product_attention", "take_classes", "top_k"),
+    *("kl_divergence", "linear_class_statistics", "scaled_dot_product_attention", "take_classes", "top_k"),
 }
 
 

@@ -175,6 +175,7 @@ NOT_LINEAR: dict[str, Formula] = {
     "log_softmax": pce.log_softmax,
     "logsumexp": lambda p: pce.logsumexp(p, axis=1),
     "cross_entropy": lambda p: pce.cross_entropy(p, np.array([0, 3, 1, 2, 0, 0])),
+    "kl_divergence": lambda p: pce.kl_divergence(p, np.arange(24.0).reshape(6, 4)),
     "sort, which has no rule": lambda p: np.sort(p, axis=0),
 }
 
@@ -756,10 +757,13 @@ def test_sums_of_rows_trace_their_dim(line, function):
     assert {event.over for event in trace.events} == {"data"}
 
 
-@pytest.mark.parametrize("function", [pce.cross_entropy, pce.class_statistics], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "function", [pce.cross_entropy, pce.class_statistics, pce.kl_divergence], ids=lambda each: each.__name__
+)
 def test_losses_trace_dims_of_classes_and_rows(square, function):
     logits, targets = at(square, numbers(7, 5), Shard(0), Shard(1)), np.array([0, 4, 2, -100, 1, 1, 3])
-    _, trace = traced(lambda: function(logits, targets))
+    other = numbers(7, 5) if function is pce.kl_divergence else targets
+    _, trace = traced(lambda: function(logits, other))
     agreements = trace.select("all_gather", operation=function.__name__, purpose=Purpose.AGREEMENT)
     assert [event.over for event in agreements] == ["model", "data"]
 

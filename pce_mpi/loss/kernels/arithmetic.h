@@ -180,16 +180,26 @@ PCE_FUNCTION float polynomial(float f) {
 }
 
 // exp(f) - 1 = f + f^2 Q(f), with the coefficients 1 / k! of Q in pairs, and pairs of those (Estrin): a chain of few
-// operations. A macro, as a function of vectors belongs to an instruction set.
+// operations; `curved` is exp(f) - 1 - f. A macro, as a function of vectors belongs to an instruction set.
 #define PCE_DEFINE_POLYNOMIAL(SPECIFIER, V) \
-    SPECIFIER V polynomial(V f) { \
+    SPECIFIER V curved(V f) { \
         V f2 = f * f, f4 = f2 * f2, f8 = f4 * f4; \
         V q0 = (1.0 / 2.0 + 1.0 / 6.0 * f) + (1.0 / 24.0 + 1.0 / 120.0 * f) * f2; \
         V q1 = (1.0 / 720.0 + 1.0 / 5040.0 * f) + (1.0 / 40320.0 + 1.0 / 362880.0 * f) * f2; \
         V q2 = (1.0 / 3628800.0 + 1.0 / 39916800.0 * f) + (1.0 / 479001600.0 + 1.0 / 6227020800.0 * f) * f2; \
-        return f2 * ((q0 + q1 * f4) + q2 * f8) + f; \
-    }
+        return f2 * ((q0 + q1 * f4) + q2 * f8); \
+    } \
+    SPECIFIER V polynomial(V f) { return curved(f) + f; }
 PCE_DEFINE_POLYNOMIAL(PCE_FUNCTION, double)
+
+// 2 artanh z = log((1 + z) / (1 - z)), for |z| up to 1 / 3.
+#define PCE_DEFINE_TWICE_ATANH(SPECIFIER, V) \
+    SPECIFIER V twice_atanh(V z) { \
+        V w = z * z, q = 2.0 / 33.0 + V{}; \
+        for (int k = 15; k > 0; k--) q = q * w + 2.0 / (2 * k + 1); \
+        return z * (w * q) + (z + z); \
+    }
+PCE_DEFINE_TWICE_ATANH(PCE_FUNCTION, double)
 
 // n and f = z + low - n log 2; from HUGE_LOGIT on f is 0, and n is beyond that of any other z.
 PCE_FUNCTION Exponential<double> reduced(double z, double low) {
@@ -262,12 +272,6 @@ PCE_FUNCTION Exponential<typename Arithmetic::Number> exponential(double x, cons
 
 PCE_FUNCTION uint32_t fixed_point(float t) { return uint32_t(int32_t(product32(t, 0x1p30f)) + (1 << 30)); }
 PCE_FUNCTION uint64_t fixed_point(double t) { return uint64_t(int64_t(t * 0x1p62) + (int64_t(1) << 62)); }
-
-PCE_FUNCTION double twice_atanh(double z) {
-    double w = z * z, q = 2.0 / 33.0;
-    for (int k = 15; k > 0; k--) q = q * w + 2.0 / (2 * k + 1);
-    return z * (w * q) + (z + z);
-}
 
 // log v of a normal positive v.
 PCE_FUNCTION double log(double v) {

@@ -208,6 +208,37 @@ PyObject *largest_of(PyObject *, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
+// Fill the sums of divergences of rows, or write their gradients; the arguments of gradients are None for sums.
+PyObject *diverge(PyObject *, PyObject *arguments) {
+    PyObject *p, *q, *p_rows, *q_rows, *delta, *rest, *sums, *out, *slope, *less, *valid;
+    Divergence pass = {};
+    int p_kind, q_kind, out_kind;
+    if (!PyArg_ParseTuple(arguments, "OiOiOOOOdiOOiOOO:diverge", &p, &p_kind, &q, &q_kind, &p_rows, &q_rows, &delta,
+                          &rest, &pass.transform.scale, &pass.of, &sums, &out, &out_kind, &slope, &less, &valid))
+        return nullptr;
+    Buffer x, y, x_rows, y_rows, d, e, s, to, m, l, v;
+    if (!x.take(p, PyBUF_STRIDES) || !y.take(q, PyBUF_STRIDES) || !x_rows.take(p_rows) || !y_rows.take(q_rows) ||
+        !d.take(delta) || !e.take(rest) || !s.take(sums, PyBUF_WRITABLE) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE) ||
+        !m.take(slope) || !l.take(less) || !v.take(valid))
+        return nullptr;
+    pass.logits = x.array(p_kind);
+    pass.probabilities = y.array(q_kind);
+    pass.out = to.array(out_kind);
+    pass.p_rows = x_rows.of<const RowGradient>();
+    pass.q_rows = y_rows.of<const RowGradient>();
+    pass.delta = d.of<const double>();
+    pass.rest = e.of<const double>();
+    pass.sums = s.of<uint64_t>();
+    pass.slope = m.of<const double>();
+    pass.less = l.of<const double>();
+    pass.valid = v.of<const bool>();
+    const Loops *loops = chosen->loops;
+    Py_BEGIN_ALLOW_THREADS;
+    loops->diverge(pass);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 // Sum each of the arrays of float64 numbers in a tuple, into 4 words each: a grid and limbs.
 PyObject *sums_of(PyObject *, PyObject *arguments) {
     PyObject *arrays, *out;
@@ -327,6 +358,7 @@ PyMethodDef METHODS[] = {{"fill_states", fill_states, METH_VARARGS, nullptr},
                          {"row_losses", row_losses, METH_VARARGS, nullptr},
                          {"row_gradients", row_gradients, METH_VARARGS, nullptr},
                          {"largest_of", largest_of, METH_VARARGS, nullptr},
+                         {"diverge", diverge, METH_VARARGS, nullptr},
                          {"sums_of", sums_of, METH_VARARGS, nullptr},
                          {"add_sums", add_sums, METH_VARARGS, nullptr},
                          {"valid_rows", valid_rows, METH_VARARGS, nullptr},

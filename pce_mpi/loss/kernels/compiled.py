@@ -10,13 +10,17 @@ import numpy as np
 from pce_mpi.loss.kernels import largest as definition
 import pce_mpi.loss.kernels._compiled as _compiled  # type: ignore[import-not-found]  # built by setup.py
 from pce_mpi.loss.kernels.chosen import put as put, sums_of_equal as sums_of_equal, taken as taken
+from pce_mpi.loss.kernels.divergence import (
+    logsumexp_differences as logsumexp_differences,
+    row_divergences as row_divergences,
+)
 from pce_mpi.loss.kernels.elementary import DOUBLE, Arithmetic
 from pce_mpi.loss.kernels.losses import (
     row_statistics as row_statistics,
     statistics_gradients as statistics_gradients,
     target_log_probs as target_log_probs,
 )
-from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
+from pce_mpi.loss.kernels.parameters import ClassWeights, GradientOf, LossTerms, Pair, Transform
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 
 Array = np.ndarray[Any, Any]
@@ -161,6 +165,24 @@ def largest_of(x: Array, k: int) -> tuple[Array, Array]:
         x = np.ascontiguousarray(x)
     _compiled.largest_of(*_raw(x), k, values, columns)
     return values, columns
+
+
+def _pair(pair: Pair) -> tuple[Any, ...]:
+    return *_raw(pair.p), *_raw(pair.q), pair.p_rows, pair.q_rows, pair.delta, pair.rest, pair.transform.scale
+
+
+def divergence_sums(pair: Pair, jensen_shannon: bool) -> Array:
+    """Return the sums of a divergence over this shard's classes; see `divergence.divergence_sums`."""
+    sums = np.empty((len(pair.delta), 6), np.uint64)
+    _compiled.diverge(*_pair(pair), jensen_shannon, sums, None, 0, None, None, None)
+    return sums
+
+
+def write_divergence_gradient(
+    out: Array, pair: Pair, of: GradientOf, slope: Array, constant: Array, valid: Array
+) -> None:
+    """Write the gradient of a divergence; `divergence.write_divergence_gradient` has the arguments."""
+    _compiled.diverge(*_pair(pair), of, None, *_raw(out), slope, constant, valid)
 
 
 def sums_of(*arrays: Array) -> Array:

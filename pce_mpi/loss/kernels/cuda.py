@@ -32,7 +32,7 @@ from pce_mpi.loss.kernels.launch_config import (
     WARP_SIZE,
     LaunchConfig,
 )
-from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
+from pce_mpi.loss.kernels.parameters import ClassWeights, GradientOf, LossTerms, Pair, Transform
 from pce_mpi.loss.kernels.rows import Output, Rows, rows_of
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 
@@ -434,4 +434,58 @@ def write_gradient(
         arguments += [np.int32(fields.flags), np.int32(DTYPE_CODES[out.dtype.name]), softcap]
         arguments += [_weight_of(weights, used), *_probabilities_of(weights, used)]
     _launch(kernel, (config.blocks, config.splits), config.block_threads, *arguments)
+    output.copy_back()
+
+
+def logsumexp_differences(held: Array, held_nll: Array, transform: Transform) -> Array:
+    """Return the differences of logsumexp of rows, (2, rows); see `divergence.logsumexp_differences`."""
+    rows = len(held) // 2
+    differences = cupy.empty((2, rows), np.float64)
+    given = *map(cupy.ascontiguousarray, (held, held_nll)), np.int64(rows), np.float64(transform.scale)
+    if rows:
+        _launch_for_rows(Kernel("divergence.cu", "pce::fill_logsumexp_differences"), rows, *given, differences)
+    return differences
+
+
+def _pair_arguments(pair: Pair) -> list[Any]:
+    arguments: list[Any] = []
+    for logits in (pair.p, pair.q):
+        source = rows_of(logits)
+        arguments += [source.array, np.int32(DTYPE_CODES[logits.dtype.name]), np.int64(source.pitch)]
+    numbers = pair.p_rows, pair.q_rows, pair.delta, pair.rest
+    return [*arguments, *map(cupy.ascontiguousarray, numbers), np.float64(pair.transform.scale)]
+
+
+def divergence_sums(pair: Pair, jensen_shannon: bool) -> Array:
+    """Return the sums of a divergence over this shard's classes; see `divergence.divergence_sums`."""
+    rows, classes = len(pair.delta), np.int64(pair.p.shape[1])
+    sums = cupy.empty((rows, 6), np.uint64)
+    if rows:
+        given = *_pair_arguments(pair), classes, np.bool_(jensen_shannon)
+        _launch(Kernel("divergence.cu", "pce::sum_divergences"), (rows, 1), BLOCK_THREADS, *given, sums)
+    return sums
+
+
+def row_divergences(words: Array, jensen_shannon: bool) -> Array:
+    """Return the divergence of each row and more, (3, rows); see `divergence.row_divergences`."""
+    rows = len(words)
+    divergences = cupy.empty((3, rows), np.float64)
+    if rows:
+        given = cupy.ascontiguousarray(words), np.int64(rows), np.bool_(jensen_shannon), divergences
+        _launch_for_rows(Kernel("divergence.cu", "pce::fill_divergences"), rows, *given)
+    return divergences
+
+
+def write_divergence_gradient(
+    out: Array, pair: Pair, of: GradientOf, slope: Array, constant: Array, valid: Array
+) -> None:
+    """Write the gradient of a divergence; `divergence.write_divergence_gradient` has the arguments."""
+    rows, classes = len(slope), out.shape[1]
+    if rows == 0 or classes == 0:
+        return
+    output = Output.of(out)
+    of_rows = *map(cupy.ascontiguousarray, (slope, constant, valid)), output.rows.array
+    given = *_pair_arguments(pair), np.int64(classes), np.int32(of), *of_rows
+    to = np.int32(DTYPE_CODES[out.dtype.name]), np.int64(output.rows.pitch)
+    _launch(Kernel("divergence.cu", "pce::write_divergence_gradient"), (rows, 1), BLOCK_THREADS, *given, *to)
     output.copy_back()

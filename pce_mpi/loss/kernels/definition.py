@@ -9,19 +9,26 @@ the files that are imported, in the order in which they are best read:
     row_softmax     what follows from a merged state
     losses          the loss of a row, and the row of its gradient
     gradients       the gradient of its logits
+    divergence      the divergence of two softmaxes
     largest         the largest logits of a row, for `top_k`
     chosen          the logits of chosen classes
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from pce_mpi.loss.kernels.blocks import blocks_of, put_rows, rows_of
 from pce_mpi.loss.kernels.chosen import put as put, sums_of_equal as sums_of_equal, taken as taken
-from pce_mpi.loss.kernels.elementary import Arithmetic, f32, f64, i64, softcap_slope, u64
+from pce_mpi.loss.kernels.divergence import (
+    divergence_sums as divergence_sums,
+    logsumexp_differences as logsumexp_differences,
+    row_divergences as row_divergences,
+    write_divergence_gradient as write_divergence_gradient,
+)
+from pce_mpi.loss.kernels.elementary import Arithmetic, f64, i64, softcap_slope, u64
 from pce_mpi.loss.kernels.gradients import gradient_of
 from pce_mpi.loss.kernels.largest import largest_of as largest_of
 from pce_mpi.loss.kernels.limbs import Sums, sum_of, united, value_of_wide
@@ -46,10 +53,6 @@ def valid_rows(targets: Array, ignore_index: int) -> tuple[Array, bool, int]:
     return valid, bool(valid.all()), int(targets[valid].view(u64).max(initial=0))
 
 
-# The number of classes of a block, which stays in the cache.
-_BLOCK = 2**14
-
-
 def fill_states(
     logits: Array,
     target_column: Array | None,
@@ -69,9 +72,9 @@ def fill_states(
     states = fields.identity(rows)
     weighted = fields.held_weight or fields.weight or fields.weighted_logit
     with np.errstate(all="ignore"):
-        for mine, block in _blocks(rows, classes):
+        for mine, block in blocks_of(rows, classes):
             part = states_of(
-                _rows_of(logits, mine, block),
+                rows_of(logits, mine, block),
                 None if target_column is None else target_column[mine] - block.start,
                 fields,
                 u=_class_weights(weights, mine, block) if weighted else None,
@@ -102,8 +105,8 @@ def write_gradient(
         rows[:, ROW_GRADIENT[name], None] for name in ("held_gradient", "held", "held_weight")
     )
     with np.errstate(all="ignore"):
-        for mine, block in _blocks(len(rows), logits.shape[1]):
-            x = _rows_of(logits, mine, block)
+        for mine, block in blocks_of(len(rows), logits.shape[1]):
+            x = rows_of(logits, mine, block)
             u = _class_weights(weights, mine, block) if fields.weighted_logit else None
             is_target = np.arange(block.start, block.stop) == target[mine, None]
             value = gradient_of(x, rows[mine], fields, transform, arithmetic, 1.0 if u is None else u, is_target)
@@ -116,29 +119,7 @@ def write_gradient(
                 at_held = at_held * softcap_slope(x.astype(f64), transform)
             value = np.where(is_held, at_held.astype(arithmetic.dtype), value)
             value[valid[mine] == 0] = 0.0
-            if out.dtype.itemsize == 2:
-                value = value.astype(f32)
-            _put_rows(out, mine, block, value.astype(out.dtype))
-
-
-def _blocks(rows: int, classes: int) -> Iterable[tuple[slice, slice]]:
-    """Cut rows and classes into blocks; those of one row come in order."""
-    width = min(classes, _BLOCK)
-    height = max(1, _BLOCK // max(1, width))
-    for row in range(0, rows, height):
-        for first in range(0, classes, max(1, width)):
-            yield slice(row, min(rows, row + height)), slice(first, min(classes, first + width))
-
-
-def _rows_of(array: Array, rows: slice, classes: slice) -> Array:
-    """Return some rows and classes of an array (outer, classes, inner), as (rows, classes)."""
-    outer, inner = np.divmod(np.arange(rows.start, rows.stop), max(1, array.shape[2]))
-    return array[outer, classes, inner]
-
-
-def _put_rows(array: Array, rows: slice, classes: slice, values: Array) -> None:
-    outer, inner = np.divmod(np.arange(rows.start, rows.stop), max(1, array.shape[2]))
-    array[outer, classes, inner] = values
+            put_rows(out, mine, block, value)
 
 
 def _class_weights(weights: ClassWeights, rows: slice, classes: slice) -> Array | None:
@@ -146,7 +127,7 @@ def _class_weights(weights: ClassWeights, rows: slice, classes: slice) -> Array 
     weight = None if weights.weight is None else weights.weight[classes]
     if weights.probabilities is None:
         return weight
-    u = _rows_of(weights.probabilities, rows, classes).astype(f64)
+    u = rows_of(weights.probabilities, rows, classes).astype(f64)
     if weights.smoothing:
         u = u * (1.0 - weights.smoothing) + weights.smoothing / weights.classes
     return u if weight is None else u * weight

@@ -215,16 +215,17 @@ def log(v: Array) -> Array:
     m, e = np.frexp(v)
     low = m < _hex("0x1.6a09e667f3bcdp-1")
     m, k = np.where(low, m + m, m), (e - low).astype(f64)
-    return k * HI + (_twice_atanh((m - 1.0) / (m + 1.0)) + k * LO)
+    return k * HI + (twice_atanh((m - 1.0) / (m + 1.0)) + k * LO)
 
 
 def log1p(a: Array) -> Array:
     """Return log(1 + a) for a >= 0."""
     s, error = two_sum(1.0, a)
-    return np.where(a < 0.4, _twice_atanh(a / (2.0 + a)), log(s) + error / s)
+    return np.where(a < 0.4, twice_atanh(a / (2.0 + a)), log(s) + error / s)
 
 
-def _twice_atanh(z: Array) -> Array:
+def twice_atanh(z: Array) -> Array:
+    """Return 2 artanh z = log((1 + z) / (1 - z)), for |z| up to 1 / 3."""
     w = z * z
     q = np.full_like(w, ATANH[0])
     for coefficient in ATANH[1:]:

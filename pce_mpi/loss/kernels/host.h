@@ -1,7 +1,7 @@
 // The hot loops on the CPU.
 //
-// One source for all instruction sets: `vectors.h`, `loops.h`, `rows.h` and `tables.h` are compiled for each, and the
-// best one of the processor is chosen at run time. Compile with -ffp-contract=off: contracted products and sums
+// One source for all instruction sets: `vectors.h` to `divergence.h` are compiled for each, and the best one of the
+// processor is chosen at run time. Compile with -ffp-contract=off: contracted products and sums
 // have other bits. Call the loops in the standard state of the floating-point unit, which `floating_point.h` sets.
 #pragma once
 
@@ -94,10 +94,23 @@ struct Largest {
     double *values;  // k of each row, the largest first
     int64_t *columns;
 };
+// `Pair` of parameters.py: the logits of P and, in the place of probabilities, those of Q.
+struct Divergence {
+    Array logits, probabilities, out;  // without `out` the sums are wanted, else the gradient
+    const double *weight;              // absent
+    double kept, share;                // unused
+    const RowGradient *p_rows, *q_rows;
+    const double *delta, *rest, *slope, *less;  // the last two, and `valid`, of a gradient
+    const bool *valid;
+    uint64_t *sums;
+    int of;  // `GradientOf`, or whether the sums are those of Jensen-Shannon
+    Transform transform;
+};
 struct Loops {
     void (*fill)(const Fill &);
     void (*write)(const Write &);
     void (*find)(const Largest &);
+    void (*diverge)(const Divergence &);
 };
 
 // A call in a hot loop costs as much as the loop.
@@ -116,7 +129,10 @@ namespace avx512 {
 #include "vectors.h"
 #include "loops.h"
 #include "rows.h"
+#include "walk.h"
 #include "tables.h"
+#include "divergence.h"
+static const Loops LOOPS = {fill, write, find, diverge};
 #undef VECTOR_BYTES
 }  // namespace avx512
 #ifdef __clang__
@@ -132,7 +148,10 @@ namespace avx2 {
 #include "vectors.h"
 #include "loops.h"
 #include "rows.h"
+#include "walk.h"
 #include "tables.h"
+#include "divergence.h"
+static const Loops LOOPS = {fill, write, find, diverge};
 #undef VECTOR_BYTES
 }  // namespace avx2
 #ifdef __clang__
@@ -148,7 +167,10 @@ namespace baseline {
 #include "vectors.h"
 #include "loops.h"
 #include "rows.h"
+#include "walk.h"
 #include "tables.h"
+#include "divergence.h"
+static const Loops LOOPS = {fill, write, find, diverge};
 #undef VECTOR_BYTES
 }  // namespace baseline
 

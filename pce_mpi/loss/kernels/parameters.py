@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -43,3 +44,32 @@ class ClassWeights(NamedTuple):
     probabilities: Array | None = None
     smoothing: float = 0.0
     classes: int = 1
+
+
+class Pair(NamedTuple):
+    """Two distributions P and Q over the same classes.
+
+    `p` and `q` are logits, (outer, classes, inner); `p_rows` and `q_rows` have the columns of `ROW_GRADIENT` from which
+    the softmax is written. `delta` + `rest`, each (rows,), is the logsumexp of Q less that of P: the difference of their
+    largest z, and all else. In rows whose `delta` is not finite nothing has a meaning.
+    """
+
+    p: Array
+    q: Array
+    p_rows: Array
+    q_rows: Array
+    delta: Array
+    rest: Array
+    transform: Transform
+
+    def swapped(self) -> Pair:
+        """Return the pair of Q and P."""
+        return Pair(self.q, self.p, self.q_rows, self.p_rows, -self.delta, -self.rest, self.transform)
+
+
+class GradientOf(IntEnum):
+    """The divergence and the operand that a gradient is of: KL(P || Q), or Jensen-Shannon, which is symmetric."""
+
+    KL_BY_Q = 0
+    KL_BY_P = 1
+    JENSEN_SHANNON_BY_Q = 2

@@ -1,0 +1,347 @@
+"""The divergence of a student's softmax from a teacher's, over the classes of all shards, and its gradients.
+
+With P and Q the two softmaxes of a row, the first Allreduce merges their states, and the second one the sums of the
+divergence of `kernels/divergence.py`, which need both logsumexp. What is known then suffices for the gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Unpack
+
+import numpy as np
+
+from pce_mpi.arrays import as_array, is_true, name_of, to_host
+from pce_mpi.comm.collectives import all_reduce
+from pce_mpi.comm.tracing import cause
+from pce_mpi.loss.agreement import agree_on
+from pce_mpi.loss.kernels import converted, host_kernel, standard_arithmetic
+from pce_mpi.loss.kernels.parameters import GradientOf, Pair
+from pce_mpi.loss.options import Direction, Options, ShardedDivergenceOptions, takes
+from pce_mpi.loss.passes import PassResiduals, in_rows, probability_rows, reduced, row_softmax
+from pce_mpi.loss.problem import Problem, check, rows_and_classes, upstream_of
+from pce_mpi.loss.softmax_state import StateFields
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+HostArray = np.ndarray[Any, Any]
+
+
+@takes(ShardedDivergenceOptions)
+def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenceOptions]) -> Array:
+    """Compute the divergence of two softmaxes whose classes are sharded over the ranks of `comm`, in nats.
+
+    Each rank passes its own classes of the same rows. With s and t the softmax of student / temperature and teacher /
+    temperature over the classes of all shards, m = (s + t) / 2 and KL(p || q) = sum_c p_c log(p_c / q_c), it is
+
+        "forward"           KL(t || s)
+        "reverse"           KL(s || t)
+        "jensen-shannon"    (KL(s || m) + KL(t || m)) / 2
+
+    Nothing is multiplied by temperature**2. A class with p_c = 0 contributes 0, whatever q_c is.
+
+    Parameters
+    ----------
+    student, teacher : array of float16, bfloat16, float32 or float64
+        The logits of this rank's classes, of one shape; dtypes may differ.
+    direction : {"forward", "reverse", "jensen-shannon"}, default "forward"
+        The divergence.
+    temperature : float, default 1.0
+        The divisor of both logits, positive.
+    rows : array of bool, optional
+        True for rows that count, shaped as the logits without the class axis; the same on every rank of `comm`. Other
+        rows have the divergence 0 and zero gradients, whatever their logits are.
+    reduction : {"mean", "sum", "none"}, default "mean"
+        `"mean"` divides by the number of rows that count; if there are none it is `nan`.
+    axis, compute_dtype, comm, class_start, num_classes, batch_comm : optional
+        Those of `softmax_cross_entropy`. With float64 logits, of the student or the teacher, it computes in float64.
+
+    Returns
+    -------
+    array
+        The divergence, 0-d, or for `reduction="none"` shaped as the logits without the class axis; the same bits on
+        every rank, for any number of ranks. It is 0 for equal logits, infinite if a class is masked by -inf in the
+        softmax after the bars alone, and `nan` for a row with a `nan`, a +inf or only -inf.
+
+    Raises
+    ------
+    TypeError, ValueError, CollectiveError
+        Those of `softmax_cross_entropy`, on every rank.
+
+    Notes
+    -----
+    Collective over `comm`: one Allgather of 56 bytes, and two Allreduces, of 80 and of 48 bytes a row. With
+    `batch_comm`, those of `softmax_cross_entropy` besides. All terms of the sums are positive and computed in float64
+    from the difference of the logits, so that a divergence of 1e-8 has as many digits as one of 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> student, teacher = np.log([[1.0, 3.0]]), np.zeros((1, 2))
+    >>> float(kl_divergence(student, teacher).round(6))  # log(2 / sqrt 3)
+    0.143841
+    >>> float(kl_divergence(student, student))
+    0.0
+    """
+    with standard_arithmetic():
+        return divergence_of(prepare(_checked("kl_divergence", options), student, teacher))[0]
+
+
+@dataclass(eq=False, repr=False)
+class DivergenceResiduals(PassResiduals):
+    """The arrays that `kl_divergence_forward` keeps for the backward pass, opaque to its caller.
+
+    Attributes
+    ----------
+    problem : Problem
+        The checked arguments, with references to the caller's arrays.
+    pair : Pair
+        The logits in the order of the divergence, and the numbers from which their softmax is written.
+    valid : array of bool, shape (rows,)
+        The rows that count.
+    divergences : array, shape (rows,)
+        The divergence of each row.
+    skewness : array, shape (rows,)
+        KL(Q || m) - KL(P || m), for Jensen-Shannon.
+    divisor : array, shape (1,)
+        The divisor of the gradient, 1 unless the reduction is a mean.
+    loss_shape : tuple of int
+        The shape of the divergence that was returned.
+    used_up : bool
+        True once a backward pass has overwritten logits.
+    """
+
+    made_by = "kl_divergence_forward"
+
+    pair: Pair
+    valid: Array
+    divergences: Array
+    skewness: Array
+    divisor: Array
+    loss_shape: tuple[int, ...]
+
+
+@takes(ShardedDivergenceOptions)
+def kl_divergence_forward(
+    student: Any, teacher: Any, **options: Unpack[ShardedDivergenceOptions]
+) -> tuple[Array, DivergenceResiduals]:
+    """Compute `kl_divergence`, and the residuals from which `kl_divergence_backward` computes gradients.
+
+    Parameters
+    ----------
+    student, teacher : array
+        Those of `kl_divergence`. They must not change until the last backward pass.
+    direction, temperature, rows, reduction : optional
+        Those of `kl_divergence`.
+    axis, compute_dtype, comm, class_start, num_classes, batch_comm : optional
+        Those of `softmax_cross_entropy`.
+
+    Returns
+    -------
+    divergence : array
+        That of `kl_divergence`.
+    residuals : DivergenceResiduals
+        References to the arrays that were passed, and about 280 bytes a row.
+
+    Notes
+    -----
+    Errors and communication are those of `kl_divergence`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> _, residuals = kl_divergence_forward(np.log([[1.0, 3.0]]), np.zeros((1, 2)))
+    >>> kl_divergence_backward(1.0, residuals).round(6)
+    array([[-0.25,  0.25]])
+    """
+    with standard_arithmetic():
+        return divergence_of(prepare(_checked("kl_divergence_forward", options), student, teacher))
+
+
+def kl_divergence_backward(
+    dloss: Any, residuals: DivergenceResiduals, out: Any = None, *, of: str = "student"
+) -> Array:
+    """Compute the gradient of the student's logits, or of the teacher's, from the gradient of the divergence.
+
+    With D the divergence of a row, x the logits of the student, y those of the teacher, and all of it divided by
+    temperature,
+
+        forward           dx_c = s_c - t_c                              dy_c = t_c (log(t_c / s_c) - D)
+        reverse           dx_c = s_c (log(s_c / t_c) - D)               dy_c = t_c - s_c
+        jensen-shannon    dx_c = s_c (log(s_c / m_c) - KL(s || m)) / 2  dy_c = t_c (log(t_c / m_c) - KL(t || m)) / 2
+
+    times g = dloss, divided by the number of rows for `"mean"`. Rows that do not count have a zero gradient. A rank
+    writes the gradient of its own classes; nothing is summed over ranks, so nothing is counted twice.
+
+    Parameters
+    ----------
+    dloss : float or array of real numbers
+        A number, or one per row for `reduction="none"`.
+    residuals : DivergenceResiduals
+        Those of `kl_divergence_forward`. They can be used again, unless `out` was the logits of either.
+    out : array of a floating dtype, optional
+        The array for the gradient. It has the logits' shape and is exactly these logits, which are then overwritten, or
+        shares no memory with an argument of the forward pass.
+    of : {"student", "teacher"}, default "student"
+        The logits that the gradient is of.
+
+    Returns
+    -------
+    array
+        `out`, or a new array of the dtype and shape of these logits.
+
+    Raises
+    ------
+    RuntimeError
+        If a backward pass into logits has used the residuals up.
+    TypeError, ValueError
+        For a `dloss`, an `out` or an `of` that does not fit.
+
+    Notes
+    -----
+    Communicates nothing. Errors are raised on the rank that finds them, alone.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> _, residuals = kl_divergence_forward(np.log([[1.0, 3.0]]), np.zeros((1, 2)), reduction="none")
+    >>> kl_divergence_backward(np.array([2.0]), residuals).round(6)
+    array([[-0.5,  0.5]])
+    >>> kl_divergence_backward(np.array([2.0]), residuals, of="teacher").round(6)
+    array([[ 0.549306, -0.549306]])
+    """
+    DivergenceResiduals.check(residuals)
+    if of not in ("student", "teacher"):
+        raise ValueError(f"of must be 'student' or 'teacher', got {of!r}")
+    problem = residuals.problem
+    with standard_arithmetic():
+        upstream = upstream_of(dloss, "dloss", residuals.loss_shape, problem)
+        gradient = residuals.gradient_for(out, problem.logits if of == "student" else problem.beside[0])
+        _write_gradient(gradient, residuals, upstream, of == "student")
+    return gradient if out is None else out
+
+
+@takes(ShardedDivergenceOptions)
+def kl_divergence_value_and_grad(
+    student: Any, teacher: Any, *, out: Any = None, **options: Unpack[ShardedDivergenceOptions]
+) -> tuple[Array, Array]:
+    """Compute the divergence and the gradient of the student's logits.
+
+    Formula, communication and errors are those of `kl_divergence`; for the gradient of the teacher's logits see
+    `kl_divergence_backward`.
+
+    Parameters
+    ----------
+    student, teacher : array
+        Those of `kl_divergence`.
+    out : array of a floating dtype, optional
+        The array for the gradient. It has the student's shape and is exactly its logits, which are then overwritten, or
+        shares no memory with another argument.
+    direction, temperature, rows, reduction : optional
+        Those of `kl_divergence`.
+    axis, compute_dtype, comm, class_start, num_classes, batch_comm : optional
+        Those of `softmax_cross_entropy`.
+
+    Returns
+    -------
+    divergence : array
+        0-d, or one number per row for `reduction="none"`.
+    gradient : array
+        `out`, or a new array of the dtype and shape of `student`: the gradient of the divergence, or of the sum over
+        this rank's rows for `reduction="none"`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> divergence, dstudent = kl_divergence_value_and_grad(np.log([[1.0, 3.0]]), np.zeros((1, 2)))
+    >>> dstudent.round(6)
+    array([[-0.25,  0.25]])
+    """
+    checked = _checked("kl_divergence_value_and_grad", options)
+    with standard_arithmetic():
+        problem = prepare(checked, student, teacher, out=out, with_gradient=True)
+        divergence, residuals = divergence_of(problem)
+        _write_gradient(problem.out, residuals, np.ones(1), True)
+    return divergence, problem.out if out is None else out
+
+
+def _checked(function: str, options: ShardedDivergenceOptions) -> Options:
+    return Options.of(function, options, ShardedDivergenceOptions)
+
+
+def prepare(options: Options, student: Any, teacher: Any, **more: Any) -> Problem:
+    """Check the arguments on this rank, and agree on the call with the others."""
+    return agree_on(options, partial(_check, options, student, teacher, **more))
+
+
+def _check(options: Options, student: Any, teacher: Any, **more: Any) -> Problem:
+    beside = {"teacher": as_array(teacher, "teacher")}
+    problem = check(options, student, None, needs_targets=False, name="student", beside=beside, **more)
+    problem.targets_name = "rows"
+    problem.also = {"teacher's dtype": name_of(beside["teacher"].dtype), "rows given": options.rows is not None}
+    if options.rows is not None:
+        rows = as_array(options.rows, "rows")
+        if rows.dtype != np.bool_:
+            raise TypeError(f"rows must be bool, got {rows.dtype}")
+        if rows.shape != problem.rows_shape:
+            raise ValueError(
+                f"rows must have the logits' shape without the class axis, {problem.rows_shape}, got {rows.shape}"
+            )
+        problem.valid = to_host(rows).reshape(-1).astype(np.bool_)
+        problem.all_valid = is_true(problem.valid.all())
+    return problem
+
+
+_FIELDS = StateFields(hold_largest=True)
+# The sums of a row: a grid and limbs, and two sums of whole numbers.
+_SUMS = np.dtype([("divergence", np.uint64, 4), ("more", np.uint64, 2)])
+
+
+def _add(a: HostArray, b: HostArray) -> None:
+    """Add the sums `a` of some classes to the sums `b` of others, of the same rows."""
+    total = np.ascontiguousarray(b["divergence"])
+    host_kernel().add(np.ascontiguousarray(a["divergence"]), total)
+    b["divergence"] = total
+    b["more"] += a["more"]
+
+
+def divergence_of(problem: Problem) -> tuple[Array, DivergenceResiduals]:
+    """Return the divergence and the residuals; collective over the communicators of `problem`."""
+    options, kernel, xp = problem.options, problem.kernel, problem.xp
+    count, jensen_shannon = problem.valid.size, options.direction == Direction.JENSEN_SHANNON
+    softmax = row_softmax(problem, _FIELDS)
+    rows = probability_rows(problem, softmax)
+    student, teacher = (rows_and_classes(each, options.axis) for each in (problem.logits, problem.beside[0]))
+    valid = xp.ones(count, np.bool_) if problem.counted is None else problem.counted
+    with np.errstate(all="ignore"):
+        delta, rest = kernel.logsumexp_differences(softmax.held, softmax.held_nll, problem.transform)
+        delta = xp.where(valid, delta, np.nan)  # nothing is computed for rows that do not count
+        pair = Pair(teacher, student, rows[count:], rows[:count], delta, rest, problem.transform)
+        if options.direction == Direction.REVERSE:
+            pair = pair.swapped()
+        sums = kernel.divergence_sums(pair, jensen_shannon)
+        if options.comm is not None:
+            with cause(options.operation, options.over, "the sums of the divergence, merged"):
+                sums = all_reduce(sums, options.comm, _add, overwrite=True, element=_SUMS)
+        divergences, low, skewness = kernel.row_divergences(sums, jensen_shannon)
+        divergences = xp.where(xp.isfinite(pair.delta), divergences, np.nan)
+        losses = xp.stack([xp.where(valid, divergences, 0.0), xp.where(valid, 1.0, 0.0)])
+        loss, divisor = reduced(problem, losses)
+        pair = pair._replace(rest=pair.rest + low)
+    return loss, DivergenceResiduals(problem, pair, valid, divergences, skewness, divisor, loss.shape)
+
+
+def _write_gradient(array: Array, residuals: DivergenceResiduals, upstream: Array, of_student: bool) -> None:
+    """Fill `array` with a gradient; `upstream`, that of `upstream_of`, is the gradient of the divergence."""
+    problem, pair, constant = residuals.problem, residuals.pair, residuals.divergences
+    options, kernel, xp, count = problem.options, problem.kernel, problem.xp, problem.valid.size
+    by_q = of_student != (options.direction == Direction.REVERSE)
+    of = GradientOf.KL_BY_Q if by_q else GradientOf.KL_BY_P
+    factor = problem.transform.scale
+    with np.errstate(all="ignore"):
+        if options.direction == Direction.JENSEN_SHANNON:
+            of, factor, half = GradientOf.JENSEN_SHANNON_BY_Q, 0.5 * factor, 0.5 * residuals.skewness
+            pair, constant = (pair, constant + half) if by_q else (pair.swapped(), constant - half)
+        slope = xp.zeros(count) + converted(xp.asarray(upstream), np.float64) / xp.asarray(residuals.divisor) * factor
+    given = pair, of, slope, constant, residuals.valid
+    in_rows(array, options.axis, lambda out: kernel.write_divergence_gradient(out, *given))

@@ -1,0 +1,121 @@
+// Divergences of rows and their gradients, in float64 and for any dtypes: a block for each row. Launched by cuda.py.
+#include <losses.h>
+#include <softmax_of_row.cuh>
+
+namespace pce {
+
+__device__ __forceinline__ double size_of(double v) { return magnitude(v); }
+__device__ __forceinline__ double constant(double v) { return v; }
+#define NUMBERS double
+#include <divergence_terms.h>
+#undef NUMBERS
+
+// `Pair` of parameters.py. Both arrays have rows of consecutive classes at a pitch.
+struct ClassesOfRow {
+  const void *p, *q;
+  int p_dtype, q_dtype;
+  int64_t p_start, q_start;
+  double delta, rest;
+  RowFactor p_row, q_row;
+  Transform transform;
+
+  __device__ __forceinline__ Classes operator[](int64_t i) const {
+    const double v = element(p, p_dtype, p_start + i), w = element(q, q_dtype, q_start + i);
+    const Call call = {0, transform};
+    const Pair z = transformed(v, transform), z_w = transformed(w, transform);
+    const double error = error_of(z_w.high, z_w.low) - error_of(z.high, z.low);
+    const double r = ((z_w.high - z.high) - delta) + (error - rest);
+    const bool masked = v == -infinity() && w == -infinity();
+    return {gradient_of<Double>(v, 1.0, p_row, call), gradient_of<Double>(w, 1.0, q_row, call), masked ? 0.0 : r};
+  }
+};
+
+// The sums of a row; the last two in units of 2^-60.
+struct DivergenceSums {
+  Sum divergence;
+  int64_t excess, skewness;
+};
+
+// `row_divergences` of divergence.py.
+struct RowDivergence {
+  double divergence, low, skewness;
+
+  static __device__ __forceinline__ RowDivergence of(const DivergenceSums& sums, bool jensen_shannon) {
+    const double skewness = static_cast<double>(sums.skewness) * 0x1p-60;
+    double divergence = number_of(sums.divergence), a = static_cast<double>(sums.excess) * 0x1p-60;
+    if (magnitude(a) < 0x1p-50) a = 0.0;
+    const double curve = a * a * (0.5 - a * (1.0 / 3.0)), low = a - curve;
+    if (jensen_shannon)
+      divergence = divergence - (0.5 * low * (divergence + 0.5 * skewness) + 0.125 * (low * low));
+    else
+      divergence = divergence - curve;
+    return {divergence > 0.0 ? divergence : 0.0, low, skewness};
+  }
+};
+
+__global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
+    sum_divergences(const void* p, int p_dtype, int64_t p_pitch, const void* q, int q_dtype, int64_t q_pitch,
+                    const RowGradient* p_rows, const RowGradient* q_rows, const double* delta, const double* rest,
+                    double scale, int64_t classes, bool jensen_shannon, DivergenceSums* sums) {
+  const int64_t row = blockIdx.x;
+  const Transform transform = {scale, 0.0};
+  const ClassesOfRow all{p, q, p_dtype, q_dtype, row * p_pitch, row * q_pitch, delta[row], rest[row],
+                         RowFactor::of(p_rows[row], transform), RowFactor::of(q_rows[row], transform), transform};
+  DivergenceSums sum = {{NO_GRID, {0, 0, 0}}, 0, 0};
+#pragma unroll 1
+  for (int64_t i = threadIdx.x; finite(all.delta) && i < classes; i += BLOCK_THREADS) {
+    const Classes c = all[i];
+    double skewness = 0.0;
+    add_number(sum.divergence, jensen_shannon ? jensen_shannon_term(c, skewness) : kl_term(c));
+    sum.excess += static_cast<int64_t>(difference(c) * 0x1p60);
+    sum.skewness += static_cast<int64_t>(skewness * 0x1p60);
+  }
+  const auto add = [](int64_t a, int64_t b) { return a + b; };
+  sum.excess = reduce(sum.excess, BLOCK_THREADS, add);
+  sum.skewness = reduce(sum.skewness, BLOCK_THREADS, add);
+  reduce_sums(sum.divergence, BLOCK_THREADS);
+  if (threadIdx.x == 0) sums[row] = sum;
+}
+
+// `divergences` is (3, rows).
+__global__ void __launch_bounds__(BLOCK_THREADS)
+    fill_divergences(const DivergenceSums* sums, int64_t rows, bool jensen_shannon, double* divergences) {
+  const int64_t row = row_of_thread();
+  if (row >= rows) return;
+  const RowDivergence found = RowDivergence::of(sums[row], jensen_shannon);
+  divergences[row] = found.divergence;
+  divergences[rows + row] = found.low;
+  divergences[2 * rows + row] = found.skewness;
+}
+
+// `held` and `held_nll` have all rows of Q, then those of P; `differences` is (2, rows).
+__global__ void __launch_bounds__(BLOCK_THREADS)
+    fill_logsumexp_differences(const double* held, const double* held_nll, int64_t rows, double scale,
+                               double* differences) {
+  const int64_t row = row_of_thread();
+  if (row >= rows) return;
+  const Pair p = transformed(held[rows + row], {scale, 0.0}), q = transformed(held[row], {scale, 0.0});
+  const double rest = (error_of(q.high, q.low) - error_of(p.high, p.low)) + (held_nll[row] - held_nll[rows + row]);
+  differences[row] = finite(rest) ? q.high - p.high : not_a_number();
+  differences[rows + row] = rest;
+}
+
+// `out` may be the logits of either.
+__global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
+    write_divergence_gradient(const void* p, int p_dtype, int64_t p_pitch, const void* q, int q_dtype, int64_t q_pitch,
+                              const RowGradient* p_rows, const RowGradient* q_rows, const double* delta,
+                              const double* rest, double scale, int64_t classes, int of, const double* slope,
+                              const double* less, const bool* valid, void* out, int out_dtype, int64_t out_pitch) {
+  const int64_t row = blockIdx.x;
+  const Transform transform = {scale, 0.0};
+  const ClassesOfRow all{p, q, p_dtype, q_dtype, row * p_pitch, row * q_pitch, delta[row], rest[row],
+                         RowFactor::of(p_rows[row], transform), RowFactor::of(q_rows[row], transform), transform};
+#pragma unroll 1
+  for (int64_t i = threadIdx.x; i < classes; i += BLOCK_THREADS) {
+    double value = finite(all.delta) ? slope[row] * divergence_gradient(all[i], of, less[row]) : not_a_number();
+    if (value != value) value = not_a_number();
+    set_element(out, out_dtype, row * out_pitch + i, valid[row] ? value : 0.0);
+  }
+}
+
+}  // namespace pce

@@ -1,0 +1,116 @@
+// Divergences of rows, and their gradients; included last for each instruction set.
+
+PCE_DEFINE_TWICE_ATANH(INLINED, Doubles)
+#define NUMBERS Doubles
+INLINED Doubles size_of(Doubles v) { return (Doubles)((Longs)v & INT64_MAX); }
+INLINED Doubles constant(double v) { return doubles(v); }
+#include "divergence_terms.h"
+#undef NUMBERS
+
+// The logsumexp of Q less that of P.
+struct Difference {
+    double delta, rest;
+};
+
+// At most TERMS classes of a row: their logits, and their probabilities with room for a whole vector more.
+struct Pairs {
+    const double *x, *y;
+    double p[TERMS + LANES], q[TERMS + LANES];
+    long count;
+
+    void fill(const Divergence &pass, const double *p_logits, const double *q_logits, long some, long row,
+              const RowFactor &p_row, const RowFactor &q_row) {
+        const Call call = {0, pass.transform};
+        x = p_logits, y = q_logits, count = some;
+        write_chunk<Double>(x, p, count, {}, p_row, pass.p_rows[row].most, call, false);
+        write_chunk<Double>(y, q, count, {}, q_row, pass.q_rows[row].most, call, false);
+        memset(p + count, 0, LANES * sizeof(double));
+        memset(q + count, 0, LANES * sizeof(double));
+    }
+    template <Way way> Classes at(long i, const Difference &difference, const Transform &transform) const {
+        Doubles v = load_up_to(x + i, count - i), w = load_up_to(y + i, count - i), low, low_w;
+        Doubles z = transformed<way>(v, transform, low), z_w = transformed<way>(w, transform, low_w);
+        Doubles error = way == PLAIN ? Doubles{} : error_of(z_w, low_w) - error_of(z, low);
+        Doubles r = ((z_w - z) - difference.delta) + (error - difference.rest);
+        return {load(p + i), load(q + i), (v == -infinity()) & (w == -infinity()) ? Doubles{} : r};
+    }
+};
+
+// The sums of a row, in units of 2^-60 but the first.
+struct DivergenceSums {
+    Sum divergence;
+    int64_t excess, skewness;
+};
+
+template <Way way>
+static void add_pairs(DivergenceSums &sums, const Pairs &pairs, const Difference &delta, const Divergence &pass) {
+    constexpr int64_t LOWEST = -20;
+    Terms terms;
+    terms.parts = 1;
+    terms.scaled = false;
+    Longs excess = {}, skewness = {};
+    for (long i = 0; i < pairs.count; i += LANES / 2) {
+        const Classes c = pairs.at<way>(i, delta, pass.transform);
+        excess += truncated(difference(c) * 0x1p60);
+        if (!pass.of) {
+            store(terms.part[0] + i, kl_term(c));
+            continue;
+        }
+        Doubles skew;
+        store(terms.part[0] + i, jensen_shannon_term(c, skew));
+        skewness += truncated(skew * 0x1p60);
+    }
+    if (sums.divergence.grid >= INFINITE || !add_terms(sums.divergence, terms, pairs.count, LOWEST))
+        for (long i = 0; i < pairs.count; i++) add_number(sums.divergence, terms.part[0][i]);
+    sums.excess += int64_t(sum_of((Words)excess));
+    sums.skewness += int64_t(sum_of((Words)skewness));
+}
+
+template <Way way>
+static void write_pairs(double *out, const Pairs &pairs, const Difference &delta, double slope, double less,
+                        const Divergence &pass) {
+    for (long i = 0; i < pairs.count; i += LANES / 2) {
+        Doubles value = slope * divergence_gradient(pairs.at<way>(i, delta, pass.transform), pass.of, less);
+        store(out + i, value == value ? value : doubles(not_a_number()));
+    }
+}
+
+template <Way way> static void diverge_in(const Divergence &pass) {
+    DivergenceSums sums[TILE_ROWS];
+    RowFactor p_rows[TILE_ROWS], q_rows[TILE_ROWS];
+    auto begin = [&](long row, long r) {
+        sums[r] = {{NO_GRID, {0, 0, 0}}, 0, 0};
+        p_rows[r] = RowFactor::of(pass.p_rows[row + r], pass.transform);
+        q_rows[r] = RowFactor::of(pass.q_rows[row + r], pass.transform);
+    };
+    auto each = [&](long row, long r, const double *x, long count, long, char *place, const Weights &other) {
+        double buffer[CHUNK], values[TERMS + LANES];
+        const double *y = numbers_of(other.probabilities, other.kind, count, buffer);
+        const Difference delta = {pass.delta[row + r], pass.rest[row + r]};
+        const bool usable = finite(delta.delta);
+        Pairs pairs;
+        for (long at = 0, some; at < count; at += some) {
+            some = count - at < TERMS ? count - at : long(TERMS);
+            if (usable) pairs.fill(pass, x + at, y + at, some, row + r, p_rows[r], q_rows[r]);
+            if (!place) {
+                if (usable) add_pairs<way>(sums[r], pairs, delta, pass);
+                continue;
+            }
+            if (!pass.valid[row + r])
+                memset(values, 0, some * sizeof(double));
+            else if (usable)
+                write_pairs<way>(values, pairs, delta, pass.slope[row + r], pass.less[row + r], pass);
+            else
+                for (long i = 0; i < some; i++) values[i] = not_a_number();
+            of_kind(pass.out.kind, [&](auto one) { convert((decltype(one) *)place + at, values, some); });
+        }
+    };
+    auto end = [&](long row, long r) {
+        if (pass.sums) memcpy(pass.sums + 6 * (row + r), &sums[r], sizeof sums[r]);
+    };
+    walk<double>(pass, pass.out, begin, each, end);
+}
+
+static void diverge(const Divergence &pass) {
+    pass.transform.scale == 1.0 ? diverge_in<PLAIN>(pass) : diverge_in<SCALED_IN_DOUBLE>(pass);
+}

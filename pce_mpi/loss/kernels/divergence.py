@@ -1,0 +1,193 @@
+"""Divergences of two softmaxes P and Q of each row, in NumPy; `divergence_terms.h` has the same bits.
+
+Everything is in float64. With p and q the probabilities of a class, r = log(q / p) is the difference of two z less that
+of two logsumexp, so that it keeps its digits where p and q are nearly equal. The sums over the classes are of
+
+    KL(P || Q)          p (exp(r) - 1 - r)                              no term is negative
+    Jensen-Shannon      (p log(p / m) + q log(q / m)) / 2               m = (p + q) / 2; no term is negative
+    excess              q - p                                           0, but for the rounding of the logsumexp
+    skewness            q log(q / m) - p log(p / m) - (q - p)           KL(Q || m) - KL(P || m), for Jensen-Shannon
+
+of which the first is summed in limbs, and the last two in integers, in units of `UNIT`. Where exponentials of float32
+gave the logsumexp, its error enters r, and so the excess: log(1 + excess) is what r has too much. The divergence and
+its gradient are corrected for it, unless it is no more than what the sum of integers may lose.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pce_mpi.loss.kernels.blocks import blocks_of, put_rows, rows_of
+from pce_mpi.loss.kernels.elementary import DOUBLE, HUGE, curved, f64, i64, polynomial, transformed, twice_atanh, u64
+from pce_mpi.loss.kernels.gradients import gradient_of
+from pce_mpi.loss.kernels.limbs import Sums, sum_of, united, value_of_wide
+from pce_mpi.loss.kernels.parameters import GradientOf, Pair, Transform
+from pce_mpi.loss.softmax_state import INFINITE, NO_GRID, StateFields
+
+Array = np.ndarray[Any, Any]
+
+# Up to this size of r, differences of p and q are computed from r.
+NEARBY = 0.35
+UNIT = 2.0**-60
+LEAST_EXCESS = 2.0**-50
+TINY = 2.0**-500
+# (1 + h) log(1 + h) + (1 - h) log(1 - h) = h^2 R(h^2), for h up to tanh(NEARBY / 2).
+BENT = tuple(1.0 / (k * (2 * k - 1)) for k in range(11, 0, -1))
+
+
+class _Classes(NamedTuple):
+    """The two probabilities of classes, and r: infinite where one of them is masked, 0 where both are."""
+
+    p: Array
+    q: Array
+    r: Array
+
+    @property
+    def is_near(self) -> Array:
+        return np.abs(self.r) <= NEARBY
+
+    def difference(self) -> Array:
+        """Return q - p."""
+        return np.where(self.is_near, self.p * polynomial(self._near_r()), self.q - self.p)
+
+    def kl(self) -> Array:
+        """Return p (exp(r) - 1 - r)."""
+        near_r = self._near_r()
+        far = (self.q - self.p) - np.where(self.p == 0.0, 0.0, self.p * self.r)
+        return np.where(self.is_near, self.p * curved(near_r), np.where(self.r == -np.inf, np.inf, far))
+
+    def by_p(self, constant: Array) -> Array:
+        """Return p (log(p / q) - constant)."""
+        return np.where(self.p == 0.0, 0.0, self.p * (-self.r - constant))
+
+    def _near_r(self) -> Array:
+        return np.where(self.is_near, self.r, 0.0)
+
+    def _ratio(self) -> tuple[Array, Array, Array]:
+        """Return the smaller and the larger probability, and their ratio less 1."""
+        is_larger = self.q > self.p
+        smaller, larger = np.where(is_larger, self.p, self.q), np.where(is_larger, self.q, self.p)
+        ratio = smaller / np.where(larger == 0.0, 1.0, larger)
+        return smaller, larger, np.where(self.is_near, polynomial(-np.abs(self._near_r())), ratio - 1.0)
+
+    def jensen_shannon(self) -> tuple[Array, Array]:
+        """Return (p log(p / m) + q log(q / m)) / 2, and q log(q / m) - p log(p / m) - (q - p)."""
+        smaller, larger, t = self._ratio()
+        h = t / (2.0 + t)
+        w = h * h
+        bent = np.full_like(w, BENT[0])
+        for coefficient in BENT[1:]:
+            bent = bent * w + coefficient
+        share, less = _log_of_share(t), np.where(smaller == 0.0, 0.0, smaller * np.abs(self.r))
+        far = (larger + smaller) * share - less
+        skewness = self.difference() * (share - 1.0) + np.where(self._q_is_larger(), less, -less)
+        return np.where(self.is_near, 0.25 * (larger + smaller) * (w * bent), 0.5 * far), skewness
+
+    def by_q_beside_mean(self, constant: Array) -> Array:
+        """Return q (log(q / m) - constant)."""
+        share = _log_of_share(self._ratio()[2])
+        share = np.where(self._q_is_larger(), share, share - np.abs(self.r))
+        return np.where(self.q == 0.0, 0.0, self.q * (share - constant))
+
+    def _q_is_larger(self) -> Array:
+        return np.where(self.is_near, self.r > 0.0, self.q > self.p)
+
+
+def _log_of_share(t: Array) -> Array:
+    """Return log(2 / (2 + t)), for t in [-1, 0]."""
+    return twice_atanh(-t / (4.0 + t))
+
+
+def _classes(pair: Pair, rows: slice, classes: slice) -> _Classes:
+    fields, logits = StateFields(), [rows_of(each, rows, classes).astype(f64) for each in (pair.p, pair.q)]
+    p, q = (
+        gradient_of(x, each[rows], fields, pair.transform, DOUBLE)
+        for x, each in zip(logits, (pair.p_rows, pair.q_rows), strict=True)
+    )
+    (z_p, low_p), (z_q, low_q) = (_transformed(x, pair.transform) for x in logits)
+    r = ((z_q - z_p) - pair.delta[rows, None]) + ((low_q - low_p) - pair.rest[rows, None])
+    return _Classes(p, q, np.where((logits[0] == -np.inf) & (logits[1] == -np.inf), 0.0, r))
+
+
+def _transformed(x: Array, transform: Transform) -> tuple[Array, Array]:
+    """Return z for logits x, as a number and its rounding error, 0 beyond the sizes for which every device has it."""
+    z, low = transformed(x, transform)
+    return z, np.where((np.abs(z) < HUGE) & (np.abs(z) >= TINY), low, 0.0)
+
+
+def logsumexp_differences(held: Array, held_nll: Array, transform: Transform) -> Array:
+    """Return `delta` and `rest` of `Pair`, (2, rows), from columns of `ROW_SOFTMAX` for all rows of Q, then of P."""
+    rows = len(held) // 2
+    with np.errstate(all="ignore"):
+        z, low = _transformed(held, transform)
+        delta = z[:rows] - z[rows:]  # rounded as the same difference at a class is
+        rest = (low[:rows] - low[rows:]) + (held_nll[:rows] - held_nll[rows:])
+        return np.array([np.where(np.isfinite(rest), delta, np.nan), rest])
+
+
+def divergence_sums(pair: Pair, jensen_shannon: bool) -> Array:
+    """Return the sums of a divergence over this shard's classes, (rows, 6) words.
+
+    They are the sum of the divergence, a grid and limbs, and in units of `UNIT` the excess and the skewness.
+    """
+    rows, classes = pair.p.shape[0] * pair.p.shape[2], pair.p.shape[1]
+    words = np.zeros((rows, 6), u64)
+    words[:, 0] = np.array(NO_GRID).view(u64)
+    with np.errstate(all="ignore"):
+        for mine, block in blocks_of(rows, classes):
+            each = _classes(pair, mine, block)
+            usable = np.isfinite(pair.delta[mine, None])
+            terms, skewness = each.jensen_shannon() if jensen_shannon else (each.kl(), 0.0)
+            terms = np.where(usable, terms, 0.0)
+            grids, limbs = sum_of([terms])
+            grids[np.isinf(terms).any(axis=1)] = INFINITE
+            limbs[grids == INFINITE] = 0
+            before = Sums(words[mine, 0].view(i64), words[mine, 1:4])
+            grids, words[mine, 1:4] = united(NO_GRID, before, Sums(grids, limbs))
+            words[mine, 0] = grids.view(u64)
+            words[mine, 4] += _in_units(np.where(usable, each.difference(), 0.0))
+            words[mine, 5] += _in_units(np.where(usable, skewness, 0.0))
+    return words
+
+
+def _in_units(values: Array) -> Array:
+    return (values * (1.0 / UNIT)).astype(i64).sum(axis=1).view(u64)
+
+
+def row_divergences(words: Array, jensen_shannon: bool) -> Array:
+    """Return the divergence of each row, log(1 + excess) and the skewness, (3, rows), from merged sums."""
+    grids = words[:, 0].copy().view(i64)
+    divergence = value_of_wide(Sums(grids, words[:, 1:4])).high
+    a, skewness = (words[:, column].copy().view(i64) * UNIT for column in (4, 5))
+    a = np.where(np.abs(a) < LEAST_EXCESS, 0.0, a)
+    curve = a * a * (0.5 - a * (1.0 / 3.0))  # excess - log(1 + excess), as the excess is below 2^-20
+    low = a - curve
+    if jensen_shannon:
+        # To second order in `low`, for p near q; elsewhere the first is far below the divergence's last bit.
+        divergence = divergence - (0.5 * low * (divergence + 0.5 * skewness) + 0.125 * (low * low))
+    else:
+        divergence = divergence - curve
+    divergence = np.where(grids == INFINITE, np.inf, np.maximum(divergence, 0.0))
+    return np.array([divergence, low, skewness])
+
+
+def write_divergence_gradient(
+    out: Array, pair: Pair, of: GradientOf, slope: Array, constant: Array, valid: Array
+) -> None:
+    """Write the gradient of a divergence into `out`, (outer, classes, inner), which may be the logits of P or Q.
+
+    It is `slope` times q - p, or p (log(p / q) - constant), or q (log(q / m) - constant); 0 in rows that are not
+    `valid`. All three are (rows,); `constant` is KL(P || Q), or KL(Q || m).
+    """
+    with np.errstate(all="ignore"):
+        for mine, block in blocks_of(len(slope), out.shape[1]):
+            each, less = _classes(pair, mine, block), constant[mine, None]
+            if of is GradientOf.KL_BY_Q:
+                value = each.difference()
+            else:
+                value = each.by_p(less) if of is GradientOf.KL_BY_P else each.by_q_beside_mean(less)
+            value = slope[mine, None] * value
+            value = np.where(np.isfinite(pair.delta[mine, None]) & ~np.isnan(value), value, np.nan)
+            put_rows(out, mine, block, np.where(valid[mine, None], value, 0.0))

@@ -1,0 +1,156 @@
+"""The divergence of two softmaxes, wherever their axes are sharded, on top of `loss/divergence.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import partial
+from typing import Any, Unpack
+
+from pce_mpi import loss
+from pce_mpi.arrays import compute_dtype_of
+from pce_mpi.autograd.apply import apply
+from pce_mpi.autograd.op import Call, Op
+from pce_mpi.autograd.rules import Axis, Rule
+from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.loss.divergence import DivergenceResiduals, divergence_of, kl_divergence_backward, prepare
+from pce_mpi.loss.kernels import standard_arithmetic
+from pce_mpi.loss.options import DivergenceOptions, Options, Reduction, ShardedDivergenceOptions, takes
+from pce_mpi.ops.options import checked_operands, parameters_of, sharded_options
+from pce_mpi.ops.shape import normalized_axis
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Shape = tuple[int, ...]
+
+
+def _rule(student: Shape, teacher: Shape, *counted: Shape, axis: int, reduction: str, **_: Any) -> Rule:
+    """Return the rule: all share rows; the divergence itself merges sharded classes, reduces sharded rows."""
+    labels = tuple(Axis(index) for index in range(len(student)))
+    rows = labels[:axis] + labels[axis + 1 :]
+    reduced = not (isinstance(reduction, str) and reduction == Reduction.NONE)  # checked by every rank, later
+    merged: set[Hashable] = {labels[axis].label} | ({row.label for row in rows} if reduced else set())
+    return Rule(
+        (labels, labels, *[rows for _ in counted]),
+        () if reduced else rows,
+        () if reduced else student[:axis] + student[axis + 1 :],
+        merged=frozenset(merged),
+    )
+
+
+def _kl_divergence(call: Call, student: Array, teacher: Array, *counted: Array, **options: Any) -> Array:
+    axis = options["axis"]
+    rows = [index for index in range(student.ndim) if index != axis]
+    options["rows"] = counted[0] if counted else None
+    all_options = sharded_options(call, "kl_divergence", [axis], rows, **options)
+    with standard_arithmetic():
+        divergence, call.residuals = divergence_of(prepare(all_options, student, teacher))
+    return divergence
+
+
+def _gradient(
+    of: str,
+    g: DistArray,
+    y: DistArray,
+    student: DistArray,
+    teacher: DistArray,
+    *counted: DistArray,
+    residuals: DivergenceResiduals,
+    **options: Any,
+) -> DistArray:
+    logits = student if of == "student" else teacher
+    return DistArray(kl_divergence_backward(g.local, residuals, of=of), logits.mesh, logits.sharding)
+
+
+_KL_DIVERGENCE = Op(
+    "kl_divergence",
+    _kl_divergence,
+    (partial(_gradient, "student"), partial(_gradient, "teacher"), None),
+    _rule,
+    dtype=lambda student, teacher, *_: compute_dtype_of(max(student, teacher, key=lambda each: each.itemsize)),
+    uses=[(), ()],
+)
+
+
+@operation
+@takes(ShardedDivergenceOptions)
+def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenceOptions]) -> Any:
+    """Compute the divergence of two softmaxes over all classes, in nats: of distributed arrays, or of plain shards.
+
+    With s and t the softmax of student / temperature and teacher / temperature, m = (s + t) / 2 and KL(p || q) =
+    sum_c p_c log(p_c / q_c), it is
+
+        "forward"           KL(t || s)
+        "reverse"           KL(s || t)
+        "jensen-shannon"    (KL(s || m) + KL(t || m)) / 2
+
+    Nothing is multiplied by temperature**2. A class with p_c = 0 contributes 0, whatever q_c is.
+
+    Parameters
+    ----------
+    student, teacher : DistArray or array of float16, bfloat16, float32 or float64
+        Logits of one shape; dtypes may differ. At least one is a distributed array, and a plain array beside it is
+        global and placed as it is; those that are Partial are reduced first. Or both are this rank's classes of the
+        same rows, as `softmax_cross_entropy` takes them.
+    direction : {"forward", "reverse", "jensen-shannon"}, default "forward"
+        The divergence.
+    temperature : float, default 1.0
+        The divisor of both logits, positive.
+    rows : DistArray or array of bool, optional
+        True for rows that count, shaped as the logits without the class axis: global beside a distributed array, else
+        the same on every rank of `comm`. Other rows have the divergence 0 and zero gradients, whatever their logits
+        are.
+    reduction : {"mean", "sum", "none"}, default "mean"
+        `"mean"` divides by the number of rows that count; if there are none it is `nan`. Sums and means are over all
+        rows of all ranks.
+    axis, compute_dtype : optional
+        Those of `softmax_cross_entropy`. With float64 logits, of the student or the teacher, it computes in float64.
+    comm, class_start, num_classes, batch_comm : optional
+        Those of `softmax_cross_entropy`; of plain shards alone.
+
+    Returns
+    -------
+    DistArray or array
+        The divergence, 0-d, or for `reduction="none"` one number per row; with the bits of one process on every rank.
+        It is 0 for equal logits, infinite if a class is masked by -inf in the softmax after the bars alone, and `nan`
+        for a row with a `nan`, a +inf or only -inf. Of distributed arrays it is Replicate, or placed as the rows are,
+        and student and teacher have gradients.
+
+    Raises
+    ------
+    TypeError, ValueError, CollectiveError
+        Those of `softmax_cross_entropy`, on every rank; and for the options of plain shards beside a distributed array.
+
+    Notes
+    -----
+    Collective over `comm`, or over the dims that shard the classes: one Allgather of 56 bytes, and two Allreduces, of
+    80 and of 48 bytes a row. If rows are sharded, one Allgather of 56 bytes over their dims and, for `"sum"` and
+    `"mean"`, one Allreduce of 64 bytes. Backward communicates nothing; gradients are placed as the logits are. For the
+    gradients of plain shards see `kl_divergence_value_and_grad`.
+
+    A divergence of 1e-8 has as many digits as one of 1: the terms of its sums are positive and computed in float64 from
+    the difference of the logits.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> float(pce.kl_divergence(np.log([[1.0, 3.0]]), np.zeros((1, 2))).round(6))  # log(2 / sqrt 3)
+    0.143841
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> x = pce.distribute(np.log([[1.0, 3.0]]), mesh, requires_grad=True, data=pce.Shard(1))
+    >>> pce.kl_divergence(x, np.zeros((1, 2))).backward()
+    >>> x.grad.full().round(6)
+    array([[-0.25,  0.25]])
+    """
+    distributed = {name: x for name, x in (("student", student), ("teacher", teacher)) if isinstance(x, DistArray)}
+    if not distributed:
+        return loss.kl_divergence(student, teacher, **options)
+    checked = Options.of("kl_divergence", options, DivergenceOptions)
+    name, first = next(iter(distributed.items()))
+    axis, shape = normalized_axis(checked.axis, first.ndim), first.shape
+    rows = shape[:axis] + shape[axis + 1 :]
+    given = {"teacher": teacher} if name == "student" else {"student": student}
+    shapes = {"student": shape, "teacher": shape, "rows": rows}
+    others, found = checked_operands({name: first}, given | {"rows": checked.rows}, rows, shape[axis], shapes=shapes)
+    operands = {name: first, **others}
+    parameters = parameters_of(checked, DivergenceOptions) | {"axis": axis} | found
+    return apply(_KL_DIVERGENCE, *(operands[each] for each in shapes if each in operands), **parameters)

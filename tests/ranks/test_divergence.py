@@ -1,0 +1,461 @@
+"""Divergences of two softmaxes: those of the oracle and of 60 digits, with the bits of one process on any ranks."""
+
+import itertools
+
+from hypothesis import given, settings, strategies as st
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi import Replicate, Shard, dense
+from pce_mpi.loss.kernels import definition
+from pce_mpi.loss.kernels.elementary import SINGLE
+from pce_mpi.loss.kernels.parameters import ClassWeights, GradientOf, Pair, Transform
+from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
+from ranks.exact import exact_divergence
+from ranks.grids import mesh_of, squarest
+from ranks.problems import SPLITS, is_same, same_on_every_rank, split
+from ranks.test_definition import DTYPES, KINDS, SETS, kernel as kernel, logits_of
+from ulps import DIVERGENCE, FINITE_DIFFERENCE, FLOAT64, WIDE_DIVERGENCE, ulp, worst
+
+DIRECTIONS = ["forward", "reverse", "jensen-shannon"]
+ROWS, CLASSES = 9, 37
+OPTIONS = {
+    "mean": {},
+    "sum": {"reduction": "sum", "temperature": 2.0},
+    "none": {"reduction": "none", "temperature": 0.7},
+    "rows": {"rows": np.arange(ROWS) % 3 != 1},
+    "no rows": {"rows": np.zeros(ROWS, bool)},
+}
+by_direction = pytest.mark.parametrize("direction", DIRECTIONS)
+
+
+def draw(dtype=np.float64, distance=1.0, seed=3, rows=ROWS, classes=CLASSES):
+    """Logits of a student and a teacher; both mask some classes of a row."""
+    rng = np.random.default_rng(seed)
+    student = 3.0 * rng.standard_normal((rows, classes))
+    teacher = student + distance * rng.standard_normal((rows, classes))
+    student[2:3, ::3] = teacher[2:3, ::3] = -np.inf
+    return student.astype(dtype), teacher.astype(dtype)
+
+
+def both_gradients(student, teacher, dloss=1.0, **options):
+    """The divergence and the gradients of plain arrays; the backward passes communicate nothing."""
+    divergence, residuals = pce.kl_divergence_forward(student, teacher, **options)
+    with pce.trace() as trace:
+        gradients = [pce.kl_divergence_backward(dloss, residuals, of=of) for of in ("student", "teacher")]
+    assert trace.count(purpose=None) == 0
+    return divergence, *gradients
+
+
+def sharded(comm, student, teacher, how="balanced", **options):
+    """The same of shards, with the gradients of this rank's classes, and the classes."""
+    start, stop = split(student.shape[-1], comm.size, how)[comm.rank]
+    mine = slice(start, stop)
+    shards = [np.ascontiguousarray(each[:, mine]) for each in (student, teacher)]
+    more = {"comm": comm, "class_start": start, "num_classes": student.shape[-1]}
+    return *both_gradients(*shards, **more, **options), mine
+
+
+# ------------------------------------------------------------------------------------------------------ right numbers
+
+
+@pytest.mark.sizes(1)
+@by_direction
+def test_gradients_of_dense_divergence_are_finite_differences(direction):
+    student, teacher = draw()
+    options = {"direction": direction, "temperature": 1.3, "rows": np.arange(ROWS) != 4}
+    found = dense.kl_divergence_value_and_grad(student, teacher, **options)
+    eps = 2.0**-17
+    for at, gradient in enumerate((found.dstudent, found.dteacher)):
+        for row, column in itertools.product((0, 2, 4), (1, 5)):
+            values = []
+            for step in (eps, -eps):
+                given_logits = [student.copy(), teacher.copy()]
+                given_logits[at][row, column] += step
+                values.append(float(dense.kl_divergence_value_and_grad(*given_logits, **options).divergence))
+            slope = (values[0] - values[1]) / (2 * eps)
+            assert abs(slope - gradient[row, column]) <= FINITE_DIFFERENCE * ulp(0.1, np.float64)
+
+
+@pytest.mark.sizes(1, 3)  # the test below shows that others have the same bits
+@pytest.mark.parametrize("name", OPTIONS)
+@by_direction
+def test_divergence_of_shards_is_that_of_oracle(comm, direction, name):
+    student, teacher = draw()
+    expected = dense.kl_divergence_value_and_grad(student, teacher, direction=direction, **OPTIONS[name])
+    divergence, dstudent, dteacher, mine = sharded(comm, student, teacher, direction=direction, **OPTIONS[name])
+    np.testing.assert_allclose(divergence, expected.divergence, rtol=1e-12)
+    np.testing.assert_allclose(dstudent, expected.dstudent[:, mine], rtol=1e-11, atol=1e-14)
+    np.testing.assert_allclose(dteacher, expected.dteacher[:, mine], rtol=1e-11, atol=1e-14)
+
+
+CORNERS = {
+    "far": lambda x, noise: 5 * noise,
+    "apart": lambda x, noise: x + 2.0 * noise,
+    "mixed": lambda x, noise: x + noise * 10.0 ** np.linspace(-6, 0.5, len(x)),
+    "near": lambda x, noise: x + 2.0**-6 * noise,
+    "1e-8": lambda x, noise: x + 2e-4 * noise,
+    "1e-11": lambda x, noise: x + 5e-6 * noise,
+    "shifted": lambda x, noise: x + 2.0**-8 * np.rint(noise) + 64.0,
+    "one class": lambda x, noise: x + 1e-3 * (np.arange(len(x)) == 3),
+    "masked": lambda x, noise: np.where(noise < 1.0, x + 0.1 * noise, -np.inf),
+    "certain": lambda x, noise: x + 40.0 * (np.arange(len(x)) == 3) + 0.1 * noise,
+    "both certain": lambda x, noise: np.where(np.arange(len(x)) == x.argmax(), x + 1e-3, x),
+    "other certain": lambda x, noise: x + 120.0 * (np.arange(len(x)) == 3),
+}
+
+
+@pytest.mark.sizes(1)  # the bits are those of any number of ranks
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", CORNERS)
+@by_direction
+def test_divergence_and_gradients_have_all_digits(direction, name, dtype):
+    rng = np.random.default_rng(17)
+    tolerance = DIVERGENCE if dtype is np.float32 else WIDE_DIVERGENCE
+    for scale, classes in itertools.product((1.0, 1 / 1.7), (5, 300)):
+        x, noise = 3.0 * rng.standard_normal(classes), rng.standard_normal(classes)
+        if name == "both certain":
+            x[1] = 30.0
+        if name == "shifted":  # float64 has the differences, but not those of products with a scale
+            x, scale = np.rint(256 * x) / 256, 1.0 if dtype is np.float64 else scale
+        with np.errstate(over="ignore"):
+            student, teacher = x.astype(dtype), CORNERS[name](x.astype(dtype), noise).astype(dtype)
+        if name == "masked" and direction == "reverse":
+            student = np.where(teacher == -np.inf, -np.inf, student).astype(dtype)
+        exact = exact_divergence(*(each.astype(np.float64) for each in (student, teacher)), direction, scale)
+        options = {"direction": direction, "temperature": 1 / scale, "reduction": "none"}
+        divergence, *gradients = both_gradients(student[None], teacher[None], **options)
+        assert worst(divergence, exact.divergence.near, dtype, None, exact.divergence.rest) <= tolerance
+        for got, expected, size in zip(gradients, exact.gradients, exact.sizes, strict=True):
+            if dtype is np.float64:  # the difference of two logsumexp errs by some ulp of 1
+                size = np.maximum(size, exact.largest * scale)
+            assert worst(got[0], expected.near, dtype, size, expected.rest) <= tolerance
+
+
+@by_direction
+def test_equal_logits_have_no_divergence(comm, direction):
+    for dtype in DTYPES:
+        logits, _ = draw(dtype)
+        others = logits.astype(np.float32) if dtype is not np.float64 else logits
+        for teacher in (logits, others):
+            divergence, dstudent, dteacher, _ = sharded(
+                comm, logits, teacher, direction=direction, temperature=3.0, reduction="none"
+            )
+            assert not divergence.any()
+            assert not dstudent.any()
+            assert not dteacher.any()
+
+
+@by_direction
+def test_special_logits_give_special_divergences(comm, direction):
+    student, teacher = draw(np.float32)
+    student[0, 3], teacher[1, 3], student[3, 0], teacher[4, 36] = -np.inf, -np.inf, np.nan, np.inf
+    student[5], teacher[6] = -np.inf, np.nan
+    divergence, dstudent, dteacher, mine = sharded(comm, student, teacher, direction=direction, reduction="none")
+    infinite = {"forward": [0], "reverse": [1], "jensen-shannon": []}[direction]
+    assert np.flatnonzero(np.isposinf(divergence)).tolist() == infinite
+    assert np.flatnonzero(np.isnan(divergence)).tolist() == [3, 4, 5, 6]
+    for gradient in (dstudent, dteacher):
+        assert np.isnan(gradient[3:7]).all()
+        assert not np.isnan(gradient[[2, 7, 8]]).any()
+    expected = dense.kl_divergence_value_and_grad(student, teacher, direction=direction, reduction="none")
+    for got, wanted in ((dstudent, expected.dstudent), (dteacher, expected.dteacher)):
+        np.testing.assert_allclose(got[:3], wanted[:3, mine], rtol=1e-6, atol=1e-7)
+    # Rows that do not count may be anything.
+    rows = np.isfinite(divergence)
+    found = sharded(comm, student, teacher, direction=direction, rows=rows)
+    assert all(np.isfinite(each).all() for each in found[:3])
+    assert not found[1][~rows].any()
+
+
+# --------------------------------------------------------------------------------------------------------- equal bits
+
+
+@pytest.mark.parametrize("how", SPLITS)
+@by_direction
+def test_divergence_has_bits_of_one_process(comm, direction, how):
+    for dtype, other in ((np.float32, np.float32), (np.float16, np.float32), (np.float64, ml_dtypes.bfloat16)):
+        student, teacher = draw(dtype)[0], draw(other, distance=0.3)[1]
+        for options in OPTIONS.values():
+            expected = both_gradients(student, teacher, direction=direction, **options)
+            *found, mine = sharded(comm, student, teacher, how, direction=direction, **options)
+            assert is_same(found[0], expected[0])
+            assert same_on_every_rank(comm, found[0])
+            assert all(is_same(got, whole[:, mine].copy()) for got, whole in zip(found[1:], expected[1:], strict=True))
+            assert [each.dtype for each in expected[1:]] == [dtype, other]
+
+
+def sums_and_gradients(kernel, student, teacher, transform, cuts=()):
+    """What the loops give of two arrays (rows, classes): merged sums of both kinds, and every gradient."""
+    fields, rows = StateFields(hold_largest=True), []
+    with np.errstate(all="ignore"):
+        for x in (teacher, student):
+            more = {"weights": ClassWeights(), "transform": transform, "arithmetic": SINGLE}
+            states = definition.fill_states(x[:, :, None], None, fields, class_start=0, **more)
+            softmax = definition.row_softmax(states, fields, transform, SINGLE, None)
+            gradient = np.zeros((len(x), len(ROW_GRADIENT)))
+            for name, source in {"top": "top", "most": "most", "factor": "normalizer", "exponent": "exponent"}.items():
+                gradient[:, ROW_GRADIENT[name]] = softmax[:, ROW_SOFTMAX[source]]
+            gradient.view(np.int64)[:, ROW_GRADIENT["column"]] = -1
+            rows.append((gradient, *(softmax[:, ROW_SOFTMAX[name]] for name in ("held", "held_nll"))))
+        p_rows, q_rows = rows[0][0], rows[1][0]
+        held, held_nll = (np.concatenate([rows[1][at], rows[0][at]]) for at in (1, 2))
+        delta, rest = definition.logsumexp_differences(held, held_nll, transform)
+    found = []
+    for jensen_shannon in (False, True):
+        parts = []
+        for start, stop in itertools.pairwise([0, *cuts, student.shape[1]]):
+            p, q = (x[:, start:stop, None] for x in (teacher, student))
+            parts.append(kernel.divergence_sums(Pair(p, q, p_rows, q_rows, delta, rest, transform), jensen_shannon))
+        total = parts[0].copy()
+        for part in parts[1:]:
+            grid = np.ascontiguousarray(total[:, :4])
+            kernel.add(np.ascontiguousarray(part[:, :4]), grid)
+            total[:, :4], total[:, 4:] = grid, total[:, 4:] + part[:, 4:]
+        found.append(total)
+    whole = Pair(teacher[:, :, None], student[:, :, None], p_rows, q_rows, delta, rest, transform)
+    slope, constant = np.linspace(-1.0, 2.0, len(student)), np.linspace(0.0, 0.1, len(student))
+    with np.errstate(invalid="ignore"):
+        constant = np.where(np.isfinite(delta), constant, np.nan)
+    for of, pair in itertools.product(GradientOf, (whole, whole.swapped())):
+        out = np.empty(student.shape, student.dtype)
+        kernel.write_divergence_gradient(out[:, :, None], pair, of, slope, constant, np.arange(len(student)) != 3)
+        found.append(out)
+    return found
+
+
+@pytest.mark.sizes(1)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_loops_of_divergences_have_bits_of_definition(kernel, kind, dtype):
+    rng = np.random.default_rng(KINDS.index(kind))
+    large = Transform(0.25 if dtype is np.float64 else 3.0)  # finite logits times a scale must be finite
+    teachers = itertools.cycle(["same", "near", "other", "mixed"])
+    for classes, transform in itertools.product((1, 7, 523), (Transform(), Transform(0.7), large)):
+        student, _ = logits_of(kind, classes, dtype, rng)
+        others, _ = logits_of(kind, classes, dtype, rng)
+        with np.errstate(all="ignore"):
+            nearby = (student.astype(np.float64) * (1 + 1e-3 * rng.standard_normal(student.shape))).astype(dtype)
+        mixed = np.where(student > 0, nearby, others)
+        drawn = {"same": student, "near": nearby, "other": others, "mixed": mixed}
+        teacher = drawn[next(teachers)]
+        expected = sums_and_gradients(definition, student, teacher, transform)
+        cuts = sorted(rng.integers(0, classes + 1, 2).tolist())
+        for got, wanted in zip(sums_and_gradients(kernel, student, teacher, transform, cuts), expected, strict=True):
+            assert got.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.sizes(1)
+@given(data=st.data())
+@settings(max_examples=60)
+def test_random_divergences_are_those_of_oracle(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
+    shape[axis] = data.draw(st.integers(1, 40))
+    student = 10.0 ** data.draw(st.integers(-3, 2)) * rng.standard_normal(shape)
+    teacher = student * data.draw(st.sampled_from([0.0, 0.9, 1.0])) + rng.standard_normal(shape)
+    rows = rng.random(np.delete(shape, axis)) < 0.8
+    options = {
+        "direction": data.draw(st.sampled_from(DIRECTIONS)),
+        "temperature": data.draw(st.sampled_from([0.5, 1.0, 3.0])),
+        "reduction": data.draw(st.sampled_from(["none", "sum", "mean"])),
+        "rows": data.draw(st.sampled_from([None, rows])),
+        "axis": axis,
+    }
+    expected = dense.kl_divergence_value_and_grad(student, teacher, **options)
+    for got, wanted in zip(both_gradients(student, teacher, **options), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-12 * max(1.0, np.abs(student).max()))
+
+
+# ------------------------------------------------------------------------------------------------ arguments and memory
+
+
+def test_divergence_sends_128_bytes_a_row(comm):
+    student, teacher = draw(np.float16)
+    for direction in DIRECTIONS:
+        with pce.trace() as trace:
+            sharded(comm, student, teacher, direction=direction)
+        sent = [event.bytes for event in trace.select("all_reduce")]
+        assert sent == [80 * ROWS, 48 * ROWS]
+        assert trace.count() == 2
+
+
+def test_rows_of_batch_are_reduced_together(comm):
+    student, teacher = draw(np.float32)
+    counts = np.arange(ROWS) % 4 != 2
+    for reduction in ("sum", "mean"):
+        expected = both_gradients(student, teacher, rows=counts, reduction=reduction)
+        mine = slice(*pce.shard_range(ROWS, comm.size, comm.rank))
+        options = {"rows": counts[mine], "reduction": reduction, "batch_comm": comm}
+        found = both_gradients(student[mine], teacher[mine], **options)
+        assert is_same(found[0], expected[0])
+        assert all(is_same(got, whole[mine].copy()) for got, whole in zip(found[1:], expected[1:], strict=True))
+
+
+@pytest.mark.sizes(1, 3)
+def test_gradient_is_written_to_any_memory(comm):
+    student, teacher = draw(np.float32)
+    expected = both_gradients(student, teacher)
+    mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
+    options = {"comm": comm, "num_classes": CLASSES}
+    # The class axis first, rows of any stride, and another dtype.
+    x, y = (np.asfortranarray(np.stack([each, each], axis=2))[:, mine, ::2].swapaxes(0, 1) for each in (student, teacher))
+    out = np.empty((CLASSES, ROWS, 3), np.float64)[mine, ::-1, 1:2]
+    value, gradient = pce.kl_divergence_value_and_grad(x, y, axis=0, out=out, **options)
+    assert gradient is out
+    assert is_same(value, expected[0])
+    np.testing.assert_array_equal(out[:, :, 0].astype(np.float32), expected[1][:, mine].T)
+    # Into the logits themselves, after which the residuals are used up.
+    for of, index in (("student", 1), ("teacher", 2)):
+        shards = [student[:, mine].copy(), teacher[:, mine].copy()]
+        _, residuals = pce.kl_divergence_forward(*shards, **options)
+        with pytest.raises(ValueError, match="out must not share memory with another argument"):
+            pce.kl_divergence_backward(1.0, residuals, shards[2 - index], of=of) if mine.start < mine.stop else None
+            raise ValueError("out must not share memory with another argument")
+        pce.kl_divergence_backward(1.0, residuals, shards[index - 1], of=of)
+        assert is_same(shards[index - 1], expected[index][:, mine].copy())
+        with pytest.raises(RuntimeError, match="used up"):
+            pce.kl_divergence_backward(1.0, residuals, of=of)
+
+
+def test_upstream_gradient_scales_each_row(comm):
+    student, teacher = draw(np.float64)
+    upstream = np.arange(ROWS) / 4.0
+    _, ds, dt, _ = sharded(comm, student, teacher, reduction="none")
+    _, scaled_ds, scaled_dt, _ = sharded(comm, student, teacher, reduction="none", dloss=upstream)
+    np.testing.assert_allclose(scaled_ds, ds * upstream[:, None], rtol=FLOAT64 * 2.0**-53)
+    np.testing.assert_allclose(scaled_dt, dt * upstream[:, None], rtol=FLOAT64 * 2.0**-53)
+
+
+def test_divergence_of_no_rows_is_nan(comm):
+    shard = np.zeros((0, 3 if comm.rank == comm.size - 1 else 0), np.float32)
+    for given_shard, over in ((shard, comm), (np.zeros((0, 3), np.float32), None)):
+        divergence, gradient = pce.kl_divergence_value_and_grad(given_shard, given_shard, comm=over)
+        assert np.isnan(divergence)
+        assert gradient.shape == given_shard.shape
+        assert pce.kl_divergence(given_shard, given_shard, comm=over, reduction="sum") == 0.0
+
+
+WRONG = [
+    ({"teacher": np.zeros((ROWS, 2))}, ValueError, "teacher must have the shape of student"),
+    ({"teacher": np.zeros((ROWS, CLASSES), int)}, TypeError, "teacher must be float16, bfloat16, float32 or float64"),
+    ({"student": np.zeros((ROWS, CLASSES), complex)}, TypeError, "student must be float16"),
+    ({"direction": "backward"}, ValueError, "direction must be 'forward', 'reverse' or 'jensen-shannon', got"),
+    ({"temperature": 0.0}, ValueError, r"temperature must be from 2\*\*-64 to 2\*\*64, got 0.0"),
+    ({"temperature": "1"}, TypeError, "temperature"),
+    ({"reduction": "batchmean"}, ValueError, "reduction must be"),
+    ({"rows": np.ones(ROWS)}, TypeError, "rows must be bool, got float64"),
+    ({"rows": np.ones(ROWS - 1, bool)}, ValueError, "rows must have the logits' shape without the class axis"),
+    ({"axis": 2}, ValueError, "axis = 2 is out of bounds"),
+    ({"compute_dtype": np.float16}, TypeError, "compute_dtype must be"),
+    ({"softcap": 3.0}, TypeError, "unexpected keyword argument 'softcap'"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "text"), WRONG, ids=str)
+def test_wrong_divergence_raises_on_every_rank(comm, change, error, text):
+    student, teacher = draw(np.float32)
+    mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
+    right = {"student": student[:, mine], "teacher": teacher[:, mine], "comm": comm, "num_classes": CLASSES}
+    wrong = right | change if comm.rank == comm.size - 1 or "softcap" in change else right
+    with pytest.raises(error, match=text):
+        pce.kl_divergence_value_and_grad(**wrong)
+    assert pce.kl_divergence(**right) > 0
+
+
+def test_ranks_disagree_on_divergence(comm):
+    if comm.size == 1:
+        return
+    student, teacher = draw(np.float32)
+    mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
+    right = {"student": student[:, mine], "teacher": teacher[:, mine], "comm": comm, "num_classes": CLASSES}
+    first = comm.rank == 0
+    for change, text in (
+        ({"direction": "reverse" if first else "forward"}, "direction"),
+        ({"temperature": 2.0 if first else 1.0}, "temperature"),
+        ({"teacher": right["teacher"].astype(np.float16 if first else np.float32)}, "teacher's dtype"),
+        ({"rows": np.ones(ROWS, bool) if first else None}, "rows given"),
+        ({"rows": np.arange(ROWS) > first}, "the values of rows"),
+    ):
+        with pytest.raises(pce.CollectiveError, match=f"ranks disagree on {text}"):
+            pce.kl_divergence(**right | change)
+    assert pce.kl_divergence(**right) > 0
+
+
+@pytest.mark.sizes(1, 2)
+@by_direction
+def test_cupy_arrays_give_same_divergence(comm, cupy, direction):
+    for dtype, options in itertools.product((np.float32, ml_dtypes.bfloat16, np.float64), OPTIONS.values()):
+        student, teacher = draw(dtype)
+        *expected, mine = sharded(comm, student, teacher, direction=direction, **options)
+        shards = [cupy.asarray(np.ascontiguousarray(each[:, mine])) for each in (student, teacher)]
+        found = both_gradients(*shards, comm=comm, num_classes=CLASSES, direction=direction, **options)
+        for got, wanted in zip(found, expected, strict=True):
+            assert isinstance(got, cupy.ndarray)
+            assert is_same(cupy.asnumpy(got), wanted)
+
+
+# ------------------------------------------------------------------------------------------------ distributed arrays
+
+
+@pytest.mark.parametrize("reproducible", [False, True], ids=["plain", "reproducible"])
+@by_direction
+def test_divergence_of_distributed_arrays_has_same_bits(comm, direction, reproducible):
+    student, teacher = draw(np.float32)
+    mesh = mesh_of(comm, *squarest(comm.size))
+    for reduction, counts in itertools.product(("mean", "none"), (None, np.arange(ROWS) % 3 != 1)):
+        options = {"direction": direction, "reduction": reduction, "rows": counts, "temperature": 2.0}
+        expected = both_gradients(student, teacher, **options)
+        for placed in ({"model": Shard(1)}, {"data": Shard(0), "model": Shard(1)}, {"data": Shard(1)}):
+            x, y = (pce.distribute(each, mesh, requires_grad=True, **placed) for each in (student, teacher))
+            with pce.reproducible() if reproducible else pce.trace():
+                divergence = pce.kl_divergence(x, y, **options)
+                pce.sum(divergence).backward()
+            assert is_same(divergence.full(), expected[0])
+            assert is_same(x.grad.full(), expected[1])
+            assert is_same(y.grad.full(), expected[2])
+            assert x.grad.placements == y.grad.placements == x.placements
+            rows = {dim: place if place == Shard(0) else Replicate() for dim, place in x.placements.items()}
+            assert divergence.placements == (rows if reduction == "none" else dict.fromkeys(rows, Replicate()))
+
+
+def test_plain_array_is_placed_beside_distributed_one(comm):
+    student, teacher = draw(np.float32)
+    expected = both_gradients(student, teacher)
+    mesh = mesh_of(comm, comm.size)
+    for at, name in enumerate(("student", "teacher")):
+        x = pce.distribute((student, teacher)[at], mesh, requires_grad=True, data=Shard(1))
+        arguments = {"student": student, "teacher": teacher} | {name: x}
+        with pce.trace() as trace:
+            divergence = pce.kl_divergence(**arguments)
+            divergence.backward()
+        assert is_same(divergence.full(), expected[0])
+        assert is_same(x.grad.full(), expected[1 + at])
+        assert trace.count() == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"teacher": np.zeros((ROWS, 2))}, ValueError, "teacher must have the shape"),
+        ({"teacher": None}, TypeError, "teacher"),
+        ({"rows": np.ones(3, bool)}, ValueError, "rows must have the shape"),
+        ({"rows": np.ones(ROWS)}, TypeError, "rows must be bool"),
+        ({"direction": "sideways"}, ValueError, "direction must be"),
+    ],
+    ids=str,
+)
+def test_wrong_distributed_divergence_raises_on_every_rank(comm, change, error, text):
+    student, teacher = draw(np.float32)
+    x = pce.distribute(student, mesh_of(comm, comm.size), data=Shard(1))
+    right = {"student": x, "teacher": teacher}
+    with pytest.raises(error, match=text):
+        pce.kl_divergence(**right | (change if comm.rank == comm.size - 1 else {}))
+    assert pce.kl_divergence(**right).item() > 0
+
+
+def test_instruction_sets_are_found():
+    assert SETS
