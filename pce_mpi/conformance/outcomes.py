@@ -141,6 +141,8 @@ class Outcome:
     ----------
     case, catches : str
         The name of the case, and the fault that it finds.
+    about : str
+        "numbers", "special values" or "contracts": the subject of the case.
     verdict : Verdict
         How it ended.
     findings : list of Finding
@@ -177,6 +179,7 @@ class Outcome:
     picture: ErrorMap | None = None
     rerun: str = ""
     note: str = ""
+    about: str = "numbers"
 
     @property
     def failed(self) -> bool:

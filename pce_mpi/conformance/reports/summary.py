@@ -28,7 +28,12 @@ _GRADIENT = {
     Gradient.VALUE: "the loss and its gradient",
     Gradient.BACKWARD: "the loss and a backward function",
 }
-_SHARDS = {"equal": "of equal length", "chunks": "as torch.chunk makes them", "any": "of any lengths"}
+_SHARDS = {
+    "equal": "of equal length",
+    "array_split": "as numpy.array_split makes them",
+    "chunks": "as torch.chunk makes them",
+    "any": "of any lengths",
+}
 
 
 def headline(report: Report) -> str:
