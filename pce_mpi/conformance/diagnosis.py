@@ -17,8 +17,8 @@ from pce_mpi.conformance.textbook import Textbook
 
 Array = np.ndarray[Any, Any]
 
-# An answer is that of a fault if it is this much closer to it than to the truth ...
-_CLOSER = 8.0
+# An answer is that of a fault if it is this much closer to it than to the truth, one number alone so much more ...
+_CLOSER, _ALONE = 8.0, 256.0
 # ... and this close, in eps of the dtype: fault and candidate may round in another order.
 _CLOSE = {2: 4.0, 4: 64.0, 8: 4096.0}
 # Less than this many eps of the arithmetic, for a p of about 1, is no error, by the bytes of a logit.
@@ -53,13 +53,19 @@ def explain(problem: Problem, losses: Sequence[Any], dlogits: Any, wrong_losses:
         known = list(declared.faults(book)) if book.p.size <= MANY else []
         # An exact test comes before formulas: the same numbers may be close to another fault's.
         texts = {
-            q.name: rounded_to(book, q.name, q.got, q.distance, q.truth) or declared.tell(book, q.name, q.got)
+            q.name: (None if q.got.any() else _place(book, q))
+            or rounded_to(book, q.name, q.got, q.distance, q.truth)
+            or declared.tell(book, q.name, q.got)
             for q in wrong
         }
-        for text, answer in known:
-            if not any(texts.values()) and all(quantity.is_that_of(answer) for quantity in quantities):
-                return text
-        texts = {q.name: texts[q.name] or _fault(q, known) for q in wrong}
+        if not any(texts.values()):
+            lone = len(wrong) < 2
+            fitting = (text for text, answer in known if all(q.is_that_of(answer, lone) for q in quantities))
+            if text := next(fitting, None):
+                # Many faults give nan: one is told by the rows that have it, if at all.
+                nan = all(np.isnan(q.got[q.wrong]).all() for q in wrong)
+                return _of_both(book, wrong, texts) if nan and {*fitting} - {text} else text
+        texts = {q.name: texts[q.name] or _factor(book, q) or _fault(q, known) for q in wrong}
         if len(set(texts.values())) == 1 and len(texts) == len(quantities) and None not in texts.values():
             return next(iter(texts.values()))  # a fault with more than one form
         if len(wrong) > 1:
@@ -120,12 +126,13 @@ class _Quantity:
         rows = np.stack([loss.reshape(-1) for loss in answer.losses])
         return np.broadcast_to(rows, self.got.shape)
 
-    def is_that_of(self, answer: Answer) -> bool:
-        """Return True if a fault with this answer explains the numbers."""
+    def is_that_of(self, answer: Answer, lone: bool = False) -> bool:
+        """Return True if a fault with this answer explains the numbers; `lone`: no other quantity shows it."""
         distance = self.distance(self.part(answer))
         if not distance <= self.close:
             return False
-        return not self.wrong.any() or distance * _CLOSER <= self.distance(self.truth)
+        closer = _ALONE if lone and len(np.unique(self.got)) == 1 else _CLOSER
+        return not self.wrong.any() or distance * closer <= self.distance(self.truth)
 
 
 def _sizes(values: Array, alone: Array) -> Array:
@@ -167,11 +174,11 @@ def _quantity(name: str, got: Array, truth: Array, wrong: Array, dtype: Any, flo
 
 
 def _fault(quantity: _Quantity, known: list[tuple[str, Answer]]) -> str | None:
-    """Return the fault that gives this quantity, whatever it does to the other one."""
+    """Return the fault that gives this quantity, whatever it does to the other one; None if it is nan alone."""
     for text, answer in known:
         given = answer.gradient if quantity.name == "gradient" else answer.losses
-        if given is not None and quantity.is_that_of(answer):
-            return text
+        if given is not None and quantity.is_that_of(answer, lone=True):
+            return None if np.isnan(quantity.got[quantity.wrong]).all() else text
     return None
 
 
@@ -185,12 +192,18 @@ def _of_both(book: Textbook, wrong: list[_Quantity], faults: dict[str, str | Non
         elif (place := _place(book, quantity)) is not None:
             said.append(place)
         elif any(faults.values()):
-            unknown.append(f"the {name} is wrong in another way")
+            unknown.append(f"the {name} is wrong too")
     return "; ".join(said + unknown) or None
 
 
-def _place(book: Textbook, quantity: _Quantity) -> str | None:
-    q = quantity
+def _factor(book: Textbook, q: _Quantity) -> str | None:
+    """Return the place of errors that are one factor on all numbers."""
+    largest = np.unravel_index(np.argmax(np.abs(np.where(np.isfinite(q.truth), q.truth, 0.0))), q.truth.shape)
+    factor = q.got[largest] / q.truth[largest]
+    return _place(book, q) if abs(factor - 1.0) > 0.01 and q.distance(factor * q.truth) <= q.close else None
+
+
+def _place(book: Textbook, q: _Quantity) -> str | None:
     place = place_of_gradient if q.name == "gradient" else place_of_loss
 
     def close(numbers: Array) -> bool:

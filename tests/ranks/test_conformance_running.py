@@ -412,6 +412,6 @@ def test_candidate_of_probabilities_alone_has_ordinary_cases(comm):
         return np.float32(loss), gradient[:, mine].astype(np.float32)
 
     offer = Offer(class_numbers=False, num_classes=False)
-    outcomes = [run_case(soft, case, comm, offer=offer) for case in cases(offer)]
+    outcomes = [run_case(soft, case, comm, offer=offer) for case in cases(offer, pattern=["random-logits", "masked-*", "nan"])]
     assert [(outcome.case, outcome.findings) for outcome in outcomes if outcome.failed] == []
     assert {"random-logits/float32", "masked-classes/every-third"} <= {each.case for each in outcomes}
