@@ -100,7 +100,7 @@ class Finding:
     @property
     def likeness(self) -> str:
         """The cause with "#" for every number: the same for the same fault at another shape."""
-        return _NUMBERS.sub("#", _WHICH.sub("", self.cause))
+        return _NUMBERS.sub("#", _WHICH.sub("", self.cause)).removesuffix("; the gradient is wrong too")
 
 
 def together(findings: Sequence[Sequence[Finding]]) -> list[Finding]:

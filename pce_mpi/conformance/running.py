@@ -289,7 +289,7 @@ def settle(
             if case.of_bits:
                 of_numbers = {problem(0).kind.noun, "gradient", "gradient at targets", "not finite"}
                 outcome.findings = [each for each in outcome.findings if each.kind not in of_numbers]
-                outcome.picture = None
+                outcome.accuracies, outcome.picture = [], None
             if case.needs.num_classes and outcome.findings:
                 outcome.findings[0].text = f"{_GATHERED} ({outcome.findings[0].text})"
         # Before the numbers only in cases about memory, and where numbers follow: a gradient that is overwritten.

@@ -124,6 +124,7 @@ SHIPPED = [
     *(
         Shipped(candidate, case, words)
         for candidate, case, words in (
+            (verl.VerlEntropy, "dims/2-D", "the entropy is logsumexp less the mean logit"),
             (nemo_aligner.NeMoAlignerLogProb, "logits-of-1000/float32", LOG_OF_0),
             (insightface.InsightFace, "logits-of-1000/float32", "log p is the logarithm of a softmax that is clipped at"),
             (pipegoose.Pipegoose, "random-logits/float32", NOT_DIVIDED),
