@@ -395,7 +395,11 @@ def test_entropy_has_no_targets_in_words():
     shards = [problem.part(gradient.astype(np.float32), rank) for rank in range(RANKS)]
     (found,) = judge(problem, [Answer(wrong, shard) for shard in shards], USUAL).findings
     assert found.cause.startswith("the entropy is wrong in row") and "target" not in found.cause
-    assert not [each for each in cases(Offer(kind="entropy")) if each.needs.checks_targets]
+    offered = cases(replace(EVERYTHING, kind="entropy", options=(), reductions=("none",), probabilities=False))
+    assert not [each for each in offered if each.needs.checks_targets]
+    words = "|".join(("at the target", "targets?", "loss", "losses", "reduction"))
+    assert [each.catches for each in offered if re.search(rf"\b({words})\b", each.catches)] == []
+    assert "an entropy of shape (1,)" in next(each.catches for each in offered if each.form).lower()
 
 
 @pytest.mark.parametrize("error", [4e-6, 1e-4])
