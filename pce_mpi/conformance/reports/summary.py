@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
 import math
 
-from pce_mpi.conformance.offers import Offer
+from pce_mpi.conformance.cases import About
+from pce_mpi.conformance.catalogue import catalogue
+from pce_mpi.conformance.fitting import unmet_need
+from pce_mpi.conformance.kinds import KINDS
+from pce_mpi.conformance.offers import EVERYTHING, Offer
 from pce_mpi.conformance.outcomes import Accuracy, Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.reports.tables import Cell
 from pce_mpi.conformance.terms import Gradient
@@ -34,6 +40,13 @@ _SHARDS = {
     "chunks": "as torch.chunk makes them",
     "any": "of any lengths",
 }
+_TARGETS = {
+    (True, True): "index or probability targets",
+    (True, False): "index targets",
+    (False, True): "probability targets",
+}
+_HARM = list(About)
+_DECLARED = ("dtypes", "options", "reductions", "probabilities", "dims", "any_axis", "shards", "gradient", "batch_comm")
 
 
 def headline(report: Report) -> str:
@@ -82,20 +95,36 @@ def title(outcome: Outcome, report: Report) -> str:
 
 
 def by_cause(report: Report) -> list[tuple[str, list[Outcome]]]:
-    """Return causes and the failures of each, the most frequent first; causes that differ only in numbers are one."""
+    """Return causes and the failures of each; causes that differ only in numbers are one.
+
+    The most harmful come first, by the most harmful case, then the most frequent.
+    """
     groups: dict[str, tuple[str, list[Outcome]]] = {}
     for outcome in report.failed:
         text, likeness = _cause(outcome)
         groups.setdefault(likeness, (text, []))[1].append(outcome)
-    return sorted(groups.values(), key=lambda group: -len(group[1]))
+    return sorted(groups.values(), key=lambda group: (_HARM.index(about(group[1])), -len(group[1])))
+
+
+def about(failed: list[Outcome]) -> str:
+    """Return what the most harmful of these cases is about."""
+    return min((outcome.about for outcome in failed), key=_HARM.index)
+
+
+def by_harm(report: Report) -> list[tuple[bool, list[Outcome]]]:
+    """Return the failures in the order of their causes; apart, as True says, those of contracts alone."""
+    groups = [failed for _, failed in by_cause(report)]
+    apart = {fold: [each for group in groups if (about(group) == About.CONTRACT) == fold for each in group] for fold in (False, True)}
+    return [(fold, failed) for fold, failed in apart.items() if failed]
 
 
 def cause_rows(report: Report) -> list[list[Cell]]:
     """Return the table of causes, with their number of cases and names; no rows if fewer than two cases failed."""
     rows: list[list[Cell]] = [
-        [text, len(failed), ", ".join(title(each, report) for each in failed)] for text, failed in by_cause(report)
+        [text, about(failed), len(failed), ", ".join(title(each, report) for each in failed)]
+        for text, failed in by_cause(report)
     ]
-    return [["what is wrong", "cases", "in"], *rows] if len(report.failed) > 1 else []
+    return [["what is wrong", "with", "cases", "in"], *rows] if len(report.failed) > 1 else []
 
 
 def _cause(outcome: Outcome) -> tuple[str, str]:
@@ -117,16 +146,40 @@ def hint(report: Report) -> str:
     """Say how to get more cases; '' if the candidate declares more than its signature."""
     offer, plain = report.offer, Offer()
     declared = (offer.dtypes, offer.dims, offer.probabilities) != (plain.dtypes, plain.dims, plain.probabilities)
-    if declared or not report.counts[Verdict.NOT_OFFERED]:
+    if declared or not (most := _declarations(report)):
         return ""
-    lacking = Counter(outcome.note for outcome in report.outcomes if outcome.verdict is Verdict.NOT_OFFERED)
-    most = ", ".join(f"{what} in {number}" for what, number in lacking.most_common(4))
     return (
-        f"{_counted(report.counts[Verdict.NOT_OFFERED], 'case')} were left out, as the offer has no more than a "
-        f"signature tells ({most}). Declare what else the candidate supports, as in "
-        '@offers(dtypes=("float32", "bfloat16"), dims=(2, 3)); the rest stays as it is. '
+        f"{_counted(report.counts[Verdict.NOT_OFFERED], 'case')} were left out, as the offer has no more than the "
+        f"signature tells, where {', '.join(offer.options) or 'no option'} can be read. These declarations open most "
+        f"cases, as far as they are true: {'; '.join(most)}. The rest stays as it is. "
         "help(pce_mpi.conformance.offers) has all that can be declared."
     )
+
+
+def _declarations(report: Report) -> list[str]:
+    """Return the three declarations that open most cases, each after those before it, with the number of cases."""
+    offer, found = report.offer, list[str]()
+    left = {outcome.case for outcome in report.outcomes if outcome.verdict is Verdict.NOT_OFFERED}
+    cases = [case for case in catalogue(EVERYTHING) if case.name in left]
+    whole = {name: getattr(EVERYTHING, name) for name in _DECLARED}
+    whole["options"] = tuple(each for each in EVERYTHING.options if each in KINDS[offer.kind].options)
+    for _ in range(3):
+        opened: dict[str, int] = {}
+        for name, value in whole.items():
+            with suppress(ValueError):  # a kind may have fewer
+                more = replace(offer, **{name: value})
+                opened[name] = sum(unmet_need(more, each.needs, each.dtype) is None for each in cases)
+        best = max(opened, key=lambda name: opened[name])
+        offer, before = replace(offer, **{best: whole[best]}), len(cases)
+        cases = [each for each in cases if unmet_need(offer, each.needs, each.dtype)]
+        if before == len(cases):
+            break
+        found.append(f"{best}={_written(whole[best])} ({before - len(cases)})")
+    return found
+
+
+def _written(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value).replace("'", '"')
 
 
 def extreme_rows(report: Report) -> list[list[Cell]]:
@@ -202,7 +255,7 @@ def _offered(offer: Offer) -> str:
             ", ".join(offer.dtypes),
             "options " + (", ".join(offer.options) or "none"),
             "reductions " + ", ".join(offer.reductions),
-            "index or probability targets" if offer.probabilities else "index targets",
+            _TARGETS[offer.class_numbers, offer.probabilities] if "targets" in KINDS[offer.kind].arrays else "no targets",
             ", ".join(f"{dims}-D" for dims in offer.dims) + " logits",
             "any class axis" if offer.any_axis else "classes last",
             f"shards {_SHARDS[offer.shards]}",
