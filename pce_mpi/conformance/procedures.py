@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -203,25 +204,16 @@ def _backward_twice(trial: Trial) -> None:
     call.check()
 
 
-def _two_at_once(trial: Trial) -> None:
-    """Make a second call before the backward pass of the first one."""
-    first = trial.call(0, backward=False)
+def _two(trial: Trial, *, at_once: bool) -> None:
+    """Make two calls, the second one before the backward pass of the first one or after it."""
+    first = trial.call(0, backward=not at_once)
     before = first.answer()
-    second = trial.call(1, backward=False)
-    first.compare(before)
-    for which, call in enumerate((first, second)):
-        call.backward()
-        trial.judge(call.answer(), which, f"{_NTH[which]} of two losses")
-    first.check()
-    second.check()
-
-
-def _one_after_the_other(trial: Trial) -> None:
-    first = trial.call(0)
-    before = first.answer()
-    second = trial.call(1)
+    second = trial.call(1, backward=not at_once)
     first.compare(before)
     for which, (call, answer) in enumerate(((first, before), (second, second.answer()))):
+        if at_once:
+            call.backward()
+            answer = call.answer()
         trial.judge(answer, which, f"{_NTH[which]} of two losses")
         call.check()
 
@@ -272,8 +264,8 @@ def _copies(trial: Trial) -> None:
 PROCEDURES: dict[str, Callable[[Trial], None]] = {
     "plain": _plain,
     "backward-twice": _backward_twice,
-    "two-at-once": _two_at_once,
-    "one-after-the-other": _one_after_the_other,
+    "two-at-once": partial(_two, at_once=True),
+    "one-after-the-other": partial(_two, at_once=False),
     "run-twice": _run_twice,
     "rows-sharded": _rows_sharded,
     "copies": _copies,

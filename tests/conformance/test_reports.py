@@ -73,16 +73,9 @@ def row_of(text, start):
     return line.split()
 
 
-def test_terminal_counts_cases_by_family_and_verdict():
-    text = terminal.render(ALL)
-    head = "cases        pass  FAIL  not offered  refused  crashed  deadlocked  known"
-    assert head in text.splitlines()
-    assert row_of(text, "smoothing ") == ["smoothing", "1", "1"]
-    line = text.splitlines()[text.splitlines().index(head) + 2]
-    assert line.index("1") == head.index("FAIL") + 3
-    assert row_of(text, "all ") == ["all", "1", "1", "1", "1", "1", "1", "1"]
+def test_terminal_ends_with_the_number_of_cases():
     assert (
-        text.splitlines()[-1]
+        terminal.render(ALL).splitlines()[-1]
         == "4 of 5 cases failed (1 FAIL, 1 refused, 1 crashed, 1 deadlocked); 1 not offered; 1 known to fail"
     )
 

@@ -46,7 +46,7 @@ _TARGETS = {
     (False, True): "probability targets",
 }
 _HARM = list(About)
-_DECLARED = ("dtypes", "options", "reductions", "probabilities", "dims", "any_axis", "shards", "gradient", "batch_comm")
+_DECLARED = ("dtypes", "options", "reductions", "probabilities", "dims", "any_axis", "shards", "batch_comm")
 
 
 def headline(report: Report) -> str:
@@ -75,20 +75,6 @@ def facts(report: Report) -> dict[str, str]:
     }
 
 
-def verdict_rows(report: Report) -> list[list[Cell]]:
-    """Return the table of the number of cases by verdict, of each family in which a case failed and of all."""
-    found: dict[str, Counter[Verdict]] = {}
-    for outcome in report.outcomes:
-        found.setdefault(outcome.family, Counter())[outcome.verdict] += 1
-    failing = {outcome.family for outcome in report.failed}
-    shown = [verdict for verdict in Verdict if report.counts[verdict] or verdict in (Verdict.PASS, Verdict.FAIL)]
-    rows: list[list[Cell]] = [
-        [name, *(counts[verdict] or None for verdict in shown)] for name, counts in found.items() if name in failing
-    ]
-    head: list[Cell] = ["cases", *shown]
-    return [head, *rows, ["all", *(report.counts[verdict] for verdict in shown)]]
-
-
 def title(outcome: Outcome, report: Report) -> str:
     """Return the name of the case, with the number of ranks if the report has several."""
     return outcome.case + f" on {_counted(outcome.ranks, 'rank')}" * (len(report.ranks) > 1)
@@ -113,9 +99,10 @@ def about(failed: list[Outcome]) -> str:
 
 def by_harm(report: Report) -> list[tuple[bool, list[Outcome]]]:
     """Return the failures in the order of their causes; apart, as True says, those of contracts alone."""
-    groups = [failed for _, failed in by_cause(report)]
-    apart = {fold: [each for group in groups if (about(group) == About.CONTRACT) == fold for each in group] for fold in (False, True)}
-    return [(fold, failed) for fold, failed in apart.items() if failed]
+    both: tuple[list[Outcome], list[Outcome]] = [], []
+    for _, failed in by_cause(report):
+        both[about(failed) == About.CONTRACT].extend(failed)
+    return [(bool(fold), failed) for fold, failed in enumerate(both) if failed]
 
 
 def cause_rows(report: Report) -> list[list[Cell]]:
@@ -159,27 +146,19 @@ def hint(report: Report) -> str:
 def _declarations(report: Report) -> list[str]:
     """Return the three declarations that open most cases, each after those before it, with the number of cases."""
     offer, found = report.offer, list[str]()
+    whole = replace(EVERYTHING, kind=offer.kind, options=KINDS[offer.kind].options)
     left = {outcome.case for outcome in report.outcomes if outcome.verdict is Verdict.NOT_OFFERED}
     cases = [case for case in catalogue(EVERYTHING) if case.name in left]
-    whole = {name: getattr(EVERYTHING, name) for name in _DECLARED}
-    whole["options"] = tuple(each for each in EVERYTHING.options if each in KINDS[offer.kind].options)
     for _ in range(3):
-        opened: dict[str, int] = {}
-        for name, value in whole.items():
-            with suppress(ValueError):  # a kind may have fewer
-                more = replace(offer, **{name: value})
-                opened[name] = sum(unmet_need(more, each.needs, each.dtype) is None for each in cases)
-        best = max(opened, key=lambda name: opened[name])
-        offer, before = replace(offer, **{best: whole[best]}), len(cases)
-        cases = [each for each in cases if unmet_need(offer, each.needs, each.dtype)]
-        if before == len(cases):
+        more = {name: replace(offer, **{name: getattr(whole, name)}) for name in _DECLARED}
+        opened = {name: [c for c in cases if unmet_need(more[name], c.needs, c.dtype) is None] for name in _DECLARED}
+        best = max(_DECLARED, key=lambda name: len(opened[name]))
+        if not opened[best]:
             break
-        found.append(f"{best}={_written(whole[best])} ({before - len(cases)})")
+        offer, cases = more[best], [case for case in cases if case not in opened[best]]
+        value = str(getattr(offer, best)).replace("'", '"') if best != "shards" else f'"{offer.shards}"'
+        found.append(f"{best}={value} ({len(opened[best])})")
     return found
-
-
-def _written(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value).replace("'", '"')
 
 
 def extreme_rows(report: Report) -> list[list[Cell]]:
