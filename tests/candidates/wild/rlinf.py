@@ -1,4 +1,4 @@
-"""RLinf, `vocab_parallel_entropy_and_log_probs`, a3816b5: entropies and log-probabilities from one softmax."""
+"""RLinf, `rlinf/utils/distributed.py`, a3816b5: entropies and log-probabilities from one softmax."""
 
 import numpy as np
 
