@@ -32,18 +32,18 @@ def other_bits(
     found = [
         f"{name}{f' on rank {rank}' * (rank > 0)}{text}"
         for rank, each in enumerate(losses)
-        if (text := _difference(each, loss, row))
+        if (text := difference(each, loss, row))
     ][:1]
     if (
         shards
         and gradient is not None
-        and (text := _difference(np.concatenate(shards, axis=problem.axis), gradient, entry))
+        and (text := difference(np.concatenate(shards, axis=problem.axis), gradient, entry))
     ):
         found.append(f"gradient{text}")
     return [Finding("other bits", f"the bits differ from one rank's ({text})") for text in found]
 
 
-def _difference(got: Array, one: Array, where: Callable[[int], str]) -> str:
+def difference(got: Array, one: Array, where: Callable[[int], str] = lambda place: "") -> str:
     """Describe the first difference, "" if there is none; `where` names the place of a number."""
     if got.size != one.size or got.dtype != one.dtype:
         return f": {got.dtype}{got.shape} against {one.dtype}{one.shape}"

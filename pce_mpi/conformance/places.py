@@ -96,10 +96,9 @@ def _times(factor: float, b: Textbook) -> str:
     if np.isclose(factor, -1.0, rtol=1e-5):
         return "of the opposite sign"
     for number, what in ((b.problem.ranks, "ranks"), (b.problem.rows, "rows")):
-        if number > 1 and np.isclose(factor, number, rtol=1e-5):
-            return f"{factor:.4g} times too large, the number of {what}"
-        if number > 1 and np.isclose(factor * number, 1.0, rtol=1e-5):
-            return f"{1.0 / factor:.4g} times too small, the number of {what}"
+        for times, side in ((factor, "large"), (1.0 / factor, "small")):
+            if number > 1 and np.isclose(times, number, rtol=1e-5):
+                return f"{times:.4g} times too {side}, the number of {what}"
     return ""
 
 

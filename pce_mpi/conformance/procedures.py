@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pce_mpi.arrays import as_array, library_named, to_host
+from pce_mpi.conformance.bits import difference
 from pce_mpi.conformance.cases import grid
 from pce_mpi.conformance.judging import Answer
 from pce_mpi.conformance.offers import Offer
@@ -221,7 +222,7 @@ def _two(trial: Trial, *, at_once: bool) -> None:
 def _run_twice(trial: Trial) -> None:
     first, second = (trial.call().answer() for _ in range(2))
     for what, a, b in _differing(first, second):
-        trial.find("not deterministic", f"two calls with the same arguments gave two {what}s: {_difference(a, b)}")
+        trial.find("not deterministic", f"two calls with the same arguments gave two {what}s{difference(a, b)}")
     trial.judge(first)
 
 
@@ -277,11 +278,3 @@ def _differing(first: Answer, second: Answer) -> Iterator[tuple[str, Array, Arra
     for what, a, b in (("loss", first.loss, second.loss), ("gradient", first.dlogits, second.dlogits)):
         if a is not None and b is not None and (a.shape, a.dtype, a.tobytes()) != (b.shape, b.dtype, b.tobytes()):
             yield what, a, b
-
-
-def _difference(a: Array, b: Array) -> str:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return f"{a.dtype}{a.shape} and {b.dtype}{b.shape}"
-    x, y = a.astype(np.float64).reshape(-1), b.astype(np.float64).reshape(-1)
-    place = int(np.argmax(x != y))
-    return f"{x[place]:.9g} and {y[place]:.9g}"

@@ -80,16 +80,15 @@ def title(outcome: Outcome, report: Report) -> str:
     return outcome.case + f" on {_counted(outcome.ranks, 'rank')}" * (len(report.ranks) > 1)
 
 
-def by_cause(report: Report) -> list[tuple[str, list[Outcome]]]:
-    """Return causes and the failures of each; causes that differ only in numbers are one.
+def by_cause(report: Report) -> list[list[Outcome]]:
+    """Return the failures of each cause; causes that differ only in numbers are one.
 
     The most harmful come first, by the most harmful case, then the most frequent.
     """
-    groups: dict[str, tuple[str, list[Outcome]]] = {}
+    groups: dict[str, list[Outcome]] = {}
     for outcome in report.failed:
-        text, likeness = _cause(outcome)
-        groups.setdefault(likeness, (text, []))[1].append(outcome)
-    return sorted(groups.values(), key=lambda group: (_HARM.index(about(group[1])), -len(group[1])))
+        groups.setdefault(_likeness(outcome), []).append(outcome)
+    return sorted(groups.values(), key=lambda failed: (_HARM.index(about(failed)), -len(failed)))
 
 
 def about(failed: list[Outcome]) -> str:
@@ -97,36 +96,22 @@ def about(failed: list[Outcome]) -> str:
     return min((outcome.about for outcome in failed), key=_HARM.index)
 
 
-def by_harm(report: Report) -> list[tuple[bool, list[Outcome]]]:
-    """Return the failures in the order of their causes; apart, as True says, those of contracts alone."""
-    both: tuple[list[Outcome], list[Outcome]] = [], []
-    for _, failed in by_cause(report):
-        both[about(failed) == About.CONTRACT].extend(failed)
-    return [(bool(fold), failed) for fold, failed in enumerate(both) if failed]
+def by_harm(report: Report) -> list[tuple[bool, list[list[Outcome]]]]:
+    """Return the failures of each cause, apart, as True says, those of contracts alone."""
+    both: tuple[list[list[Outcome]], list[list[Outcome]]] = [], []
+    for failed in by_cause(report):
+        both[about(failed) == About.CONTRACT].append(failed)
+    return [(bool(fold), groups) for fold, groups in enumerate(both) if groups]
 
 
-def cause_rows(report: Report) -> list[list[Cell]]:
-    """Return the table of causes, with their number of cases and names; no rows if fewer than two cases failed."""
-    rows: list[list[Cell]] = [
-        [text, about(failed), len(failed), ", ".join(title(each, report) for each in failed)]
-        for text, failed in by_cause(report)
-    ]
-    return [["what is wrong", "with", "cases", "in"], *rows] if len(report.failed) > 1 else []
-
-
-def _cause(outcome: Outcome) -> tuple[str, str]:
-    """Return the cause in one case, and its likeness to compare with other cases."""
+def _likeness(outcome: Outcome) -> str:
+    """Return the cause in one case without its numbers; its family where only numbers are known."""
     if not outcome.findings:
-        text = problem(outcome)
-        return text, text
+        return problem(outcome)
     first = outcome.findings[0]
     if outcome.verdict is Verdict.FAIL and not first.cause:
-        text = f"{first.kind} in {outcome.family}: by numbers only, no known fault gives them"
-    else:
-        text = in_a_line(outcome.fault)
-    if outcome.verdict is not Verdict.FAIL:
-        text = f"{outcome.verdict}: {text}"
-    return text, Finding(first.kind, text).likeness
+        return f"{first.kind} in {outcome.family}"
+    return f"{outcome.verdict}: {Finding(first.kind, outcome.fault).likeness}"
 
 
 def hint(report: Report) -> str:

@@ -27,7 +27,7 @@ def _parts(report: Report) -> Iterator[str]:
     if rows := summary.extreme_rows(report):
         yield "Largest errors in ulps (help(pce_mpi.conformance.judging) says of what); sums may err by log2(rows) more"
         yield table(rows)
-    for _, failed in summary.by_cause(report):
+    for failed in summary.by_cause(report):
         yield "\n".join(_failures(failed, report))
     if more := summary.hint(report):
         yield _wrapped("", more)
