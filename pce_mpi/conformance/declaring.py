@@ -44,7 +44,9 @@ class Cases:
             takes = inspect.signature(build).parameters.keys()
             for variation in each:
                 arguments = {word: variation[word] for word in takes & variation.keys()}
-                fields = {"catches": inspect.getdoc(build) or "", "dtype": "", "special": self._special} | given | variation
+                fields = (
+                    {"catches": inspect.getdoc(build) or "", "dtype": "", "special": self._special} | given | variation
+                )
                 needs = Needs(**{field: fields[field] for field in _NEEDS & fields.keys()})
                 own = {field: fields[field] for field in _OWN & fields.keys()}
                 own["catches"] = " ".join(own["catches"].format(**variation).split())

@@ -188,7 +188,9 @@ def _of_both(book: Textbook, wrong: list[_Quantity], faults: dict[str, str | Non
     for quantity in wrong:
         fault, name = faults[quantity.name], quantity.name
         if fault is not None:
-            said.append(fault if name in fault or (name == "loss" and None in faults.values()) else f"in the {name}: {fault}")
+            said.append(
+                fault if name in fault or (name == "loss" and None in faults.values()) else f"in the {name}: {fault}"
+            )
         elif (place := _place(book, quantity)) is not None:
             said.append(place)
         elif any(faults.values()):

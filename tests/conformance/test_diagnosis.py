@@ -287,7 +287,11 @@ def test_factor_comes_before_formula_of_one_quantity():
 @pytest.mark.parametrize(
     ("name", "nan", "words"),
     [
-        ("masked-shard/last", "rows", "the loss is wrong: nan in rows that have a logit of -inf; the gradient is wrong"),
+        (
+            "masked-shard/last",
+            "rows",
+            "the loss is wrong: nan in rows that have a logit of -inf; the gradient is wrong",
+        ),
         ("masked-shard/last", "even rows", "a shard whose logits are all -inf makes the row nan"),
         ("masked-shard/last", "loss", "0 times the logit -inf of another class gives nan"),
         ("masked-shard/last", "gradient", "the gradient is wrong: nan in rows that have a logit of -inf"),

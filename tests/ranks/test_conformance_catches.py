@@ -182,7 +182,12 @@ PLANTED = [
         "at the first class of each shard only",
         2,
     ),
-    Planted("gradient_reduced_twice", "reduction/mean", "the gradient is wrong: {ranks} times too large, the number of ranks", 2),
+    Planted(
+        "gradient_reduced_twice",
+        "reduction/mean",
+        "the gradient is wrong: {ranks} times too large, the number of ranks",
+        2,
+    ),
     Planted("loss_on_rank_0_alone", "same-on-every-rank", "the ranks' losses differ: the loss is wrong on rank", 2),
     Planted("mean_of_the_ranks_means", "ignored/unevenly-over-ranks", "loss is", 2),
     Planted("other_bits_on_other_ranks", "same-bits/float32", "the bits differ from one rank's (", ranks=2),

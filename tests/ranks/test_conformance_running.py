@@ -400,7 +400,9 @@ def test_second_backward_pass_may_be_refused(comm):
 
 def test_case_of_bits_does_not_judge_numbers(comm):
     wrong = right_but(lambda logits, loss, gradient: (loss * np.float32(1.001), gradient))
-    verdicts = [run(wrong, name, comm).verdict for name in ("reduction/mean", "same-on-every-rank", "same-in-every-run")]
+    verdicts = [
+        run(wrong, name, comm).verdict for name in ("reduction/mean", "same-on-every-rank", "same-in-every-run")
+    ]
     assert verdicts == [Verdict.FAIL, Verdict.PASS, Verdict.PASS]
 
 
@@ -412,6 +414,8 @@ def test_candidate_of_probabilities_alone_has_ordinary_cases(comm):
         return np.float32(loss), gradient[:, mine].astype(np.float32)
 
     offer = Offer(class_numbers=False, num_classes=False)
-    outcomes = [run_case(soft, case, comm, offer=offer) for case in cases(offer, pattern=["random-logits", "masked-*", "nan"])]
+    outcomes = [
+        run_case(soft, case, comm, offer=offer) for case in cases(offer, pattern=["random-logits", "masked-*", "nan"])
+    ]
     assert [(outcome.case, outcome.findings) for outcome in outcomes if outcome.failed] == []
     assert {"random-logits/float32", "masked-classes/every-third"} <= {each.case for each in outcomes}

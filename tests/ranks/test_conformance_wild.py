@@ -126,10 +126,18 @@ SHIPPED = [
         for candidate, case, words in (
             (verl.VerlEntropy, "dims/2-D", "the entropy is logsumexp less the mean logit"),
             (nemo_aligner.NeMoAlignerLogProb, "logits-of-1000/float32", LOG_OF_0),
-            (insightface.InsightFace, "logits-of-1000/float32", "log p is the logarithm of a softmax that is clipped at"),
+            (
+                insightface.InsightFace,
+                "logits-of-1000/float32",
+                "log p is the logarithm of a softmax that is clipped at",
+            ),
             (pipegoose.Pipegoose, "random-logits/float32", NOT_DIVIDED),
             (pipegoose.Pipegoose, "logits-of-1000/float32", NOT_DIVIDED),
-            (transformer_parallelisms.NoMaximumAtAll, "logits-of-1000/float32", "exponentials are of logits from which"),
+            (
+                transformer_parallelisms.NoMaximumAtAll,
+                "logits-of-1000/float32",
+                "exponentials are of logits from which",
+            ),
             (rlinf.RLinfEntropy, "random-logits/float32", "the gradient is wrong: 0 where numbers up to"),
             (rlinf.RLinfEntropy, "logits-of-1000/float32", "the gradient is wrong: 0 where numbers up to"),
             (rlinf.RLinfLogProb, "masked-shard/last", "the gradient is wrong: nan in rows that have a logit of -inf"),

@@ -45,7 +45,7 @@ def _masked(setting: Setting, which: Callable[[Problem, Array, Array], Array]) -
 
 
 def _or_a_third(rows: Array, classes: Array, masked: Any) -> Array:
-    """Mask every third class in odd rows, so that rows tell what gives nan: a single -inf, or a shard of these alone."""
+    """Mask every third class in odd rows: rows tell what gives nan, a single -inf, or a shard of these alone."""
     return np.where(rows % 2, (classes + rows) % 3 == 0, masked)
 
 
@@ -77,7 +77,9 @@ def _every_third_class(setting: Setting) -> Problem:
 
 @CASES.case("masked-classes/first-block", rows=2, resizable=False)
 def _first_block(setting: Setting) -> Problem:
-    """The first 32,768 classes of every shard are -inf in one row, and nearly all of them in another: an online maximum that begins there takes -inf from -inf."""
+    """The first 32,768 classes of every shard are -inf in one row, and nearly all of them in another: an online maximum
+    that begins there takes -inf from -inf.
+    """
 
     def which(problem: Problem, rows: Array, classes: Array) -> Array:
         local = classes - np.asarray(problem.splits)[_shard_of(problem, classes)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
 import math
 
@@ -219,7 +217,9 @@ def _offered(offer: Offer) -> str:
             ", ".join(offer.dtypes),
             "options " + (", ".join(offer.options) or "none"),
             "reductions " + ", ".join(offer.reductions),
-            _TARGETS[offer.class_numbers, offer.probabilities] if "targets" in KINDS[offer.kind].arrays else "no targets",
+            _TARGETS[offer.class_numbers, offer.probabilities]
+            if "targets" in KINDS[offer.kind].arrays
+            else "no targets",
             ", ".join(f"{dims}-D" for dims in offer.dims) + " logits",
             "any class axis" if offer.any_axis else "classes last",
             f"shards {_SHARDS[offer.shards]}",
