@@ -89,10 +89,10 @@ ENTROPY = Kind(
     catches={
         "random-logits": "What every test has: random logits, equal shards. Who fails here has the formula wrong.",
         "reduction": "One entropy for each row, once, and not once for each rank.",
-        "p-near-1": "One class has nearly all of the probability: a small difference of two large numbers has no digits.",
+        "p-near-1": "One class has nearly all of the probability: a difference of large numbers has no digits.",
         "p-equal-1": "One class has all of the probability: the entropy is 0 and so is its gradient, not nan.",
         "offset": "log Z - sum p x, which loses what an offset common to all classes pushes out (verl, slime, AReaL).",
         "logits-of-1000": "exp without the maximum subtracted overflows; 0 times the logarithm of 0 is nan.",
-        "backward-twice": "A second backward pass in memory that the first one changed: right, or refused on every rank.",
+        "backward-twice": "A second backward pass in memory that the first changed: right, or refused everywhere.",
     },
 )
