@@ -21,6 +21,7 @@ Array = np.ndarray[Any, Any]
 _CLOSER, _ALONE = 8.0, 256.0
 # ... and this close, in eps of the dtype: fault and candidate may round in another order.
 _CLOSE = {2: 4.0, 4: 64.0, 8: 4096.0}
+_HALVES = _CLOSE[2] * 2.0**-10
 # Less than this many eps of the arithmetic, for a p of about 1, is no error, by the bytes of a logit.
 _FLOOR = {2: 2.0, 4: 16.0, 8: 16.0}
 # Larger problems are not compared with known faults: they are about the number of entries.
@@ -58,14 +59,14 @@ def explain(problem: Problem, losses: Sequence[Any], dlogits: Any, wrong_losses:
             or declared.tell(book, q.name, q.got)
             for q in wrong
         }
-        if not any(texts.values()):
-            lone = len(wrong) < 2
-            fitting = (text for text, answer in known if all(q.is_that_of(answer, lone) for q in quantities))
-            if text := next(fitting, None):
-                # Many faults give nan: one is told by the rows that have it, if at all.
-                nan = all(np.isnan(q.got[q.wrong]).all() for q in wrong)
-                return _of_both(book, wrong, texts) if nan and {*fitting} - {text} else text
-        texts = {q.name: texts[q.name] or _factor(book, q) or _fault(q, known) for q in wrong}
+        if not any(texts.values()) and (fitting := _fitting(quantities, known, lone=len(wrong) < 2)):
+            # Many faults give nan: one is told by the rows that have it, if at all.
+            told = len(set(fitting)) == 1 or not all(q.is_nan for q in wrong)
+            return fitting[0] if told else _of_both(book, wrong, texts)
+        for q in wrong:
+            # A fault that does not explain what else is wrong fits roundings of halves by accident.
+            if (text := texts[q.name] or _factor(book, q)) or not (q.is_nan or (q.close >= _HALVES and len(wrong) > 1)):
+                texts[q.name] = text or next(iter(_fitting([q], known, lone=True)), None)
         if len(set(texts.values())) == 1 and len(texts) == len(quantities) and None not in texts.values():
             return next(iter(texts.values()))  # a fault with more than one form
         if len(wrong) > 1:
@@ -107,6 +108,11 @@ class _Quantity:
     close: float
     floor: Array | float  # smaller errors count as 0
     alone: Array
+
+    @property
+    def is_nan(self) -> bool:
+        """True if all that is wrong is nan."""
+        return bool(np.isnan(self.got[self.wrong]).all())
 
     def distance(self, other: Array) -> float:
         """Return the largest difference from `other`, relative to the sizes of the numbers."""
@@ -173,13 +179,14 @@ def _quantity(name: str, got: Array, truth: Array, wrong: Array, dtype: Any, flo
     return _Quantity(name, got, truth, wrong, close, floor, alone)
 
 
-def _fault(quantity: _Quantity, known: list[tuple[str, Answer]]) -> str | None:
-    """Return the fault that gives this quantity, whatever it does to the other one; None if it is nan alone."""
-    for text, answer in known:
-        given = answer.gradient if quantity.name == "gradient" else answer.losses
-        if given is not None and quantity.is_that_of(answer, lone=True):
-            return None if np.isnan(quantity.got[quantity.wrong]).all() else text
-    return None
+def _fitting(quantities: list[_Quantity], known: list[tuple[str, Answer]], *, lone: bool) -> list[str]:
+    """Return the faults that explain all of these quantities, the closest first."""
+    found = [
+        (sum(q.distance(q.part(answer)) for q in quantities), text)
+        for text, answer in known
+        if all(q.is_that_of(answer, lone) for q in quantities)
+    ]
+    return [text for _, text in sorted(found, key=lambda each: each[0])]
 
 
 def _of_both(book: Textbook, wrong: list[_Quantity], faults: dict[str, str | None]) -> str | None:

@@ -141,8 +141,6 @@ class Outcome:
     ----------
     case, catches : str
         The name of the case, and the fault that it finds.
-    about : str
-        "numbers", "special values" or "contracts": the subject of the case.
     verdict : Verdict
         How it ended.
     findings : list of Finding
@@ -163,6 +161,8 @@ class Outcome:
         The command that runs this case alone.
     note : str
         Why a case is not offered or was not run, or how a call was refused that had to be.
+    about : str
+        "numbers", "special values" or "contracts": the subject of the case.
     """
 
     case: str

@@ -339,3 +339,13 @@ def test_float32_inside_float64_is_named():
     loss, gradient = problem.expected
     near = (loss * (1 + 1e-6 * np.arange(1, loss.size + 1))).astype(np.float32).astype(np.float64)
     assert explained(problem, [near] * RANKS, gradient) == "every entry of the loss is computed in float32"
+
+
+def test_half_of_a_fault_in_halves_is_not_named():
+    problem = replace(problem_named("p-near-1/bfloat16"), reduction="none")
+    low = next(a for text, a in LOSS.faults(Textbook.of(problem)) if text.startswith("log-probabilities are kept"))
+    loss, _ = problem.expected
+    noise = 1 + 2.0**-5 * np.random.default_rng(0).uniform(-1, 1, loss.shape)
+    assert explained(problem, [low.losses[0]] * RANKS, low.gradient).startswith("log-probabilities are kept")
+    text = explained(problem, [(loss * noise).astype(ml_dtypes.bfloat16).astype(np.float64)] * RANKS, low.gradient)
+    assert text is None or "log-probabilities" not in text
