@@ -43,7 +43,7 @@ def other_bits(
     return [Finding("other bits", f"the bits differ from one rank's ({text})") for text in found]
 
 
-def difference(got: Array, one: Array, where: Callable[[int], str]) -> str:
+def difference(got: Array, one: Array, where: Callable[[int], str] = lambda place: "") -> str:
     """Describe the first difference, "" if there is none; `where` names the place of a number."""
     if got.size != one.size or got.dtype != one.dtype:
         return f": {got.dtype}{got.shape} against {one.dtype}{one.shape}"

@@ -11,6 +11,14 @@ from pce_mpi.conformance.problems import Kind, Problem
 from pce_mpi.conformance.terms import Gradient, Shards
 
 
+class About(StrEnum):
+    """The subject of a case, and so the harm of a failure, the greatest first."""
+
+    NUMBERS = "numbers"
+    SPECIAL = "special values"
+    CONTRACT = "contracts"
+
+
 class Expects(StrEnum):
     """The expected result: the right answer; an exception on every rank; or either, but never a wrong answer."""
 
@@ -33,6 +41,7 @@ class Setting:
     kind: Kind
     ignore_index: int = -100
     normalized: bool = False
+    any_rows: bool = True
 
 
 def fits(name: str, pattern: str) -> bool:
@@ -72,6 +81,7 @@ class Needs:
     targets: bool = False
     batch_comm: bool = False
     same_bits: bool = False
+    backward_twice: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,8 @@ class Case:
         The case makes sense at other sizes too.
     form : bool
         The case is about shapes and dtypes of the results; other cases do not look at them.
+    special : bool
+        The logits have infinities, nan or large numbers.
     """
 
     name: str
@@ -113,6 +125,7 @@ class Case:
     classes: int = 24
     resizable: bool = True
     form: bool = False
+    special: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -121,6 +134,20 @@ class Case:
     def family(self) -> str:
         """The part of the name that cases of one kind share."""
         return self.name.partition("/")[0]
+
+    @property
+    def of_bits(self) -> bool:
+        """True if the case is about differing bits, whatever the numbers are: other cases judge these."""
+        return self.needs.deterministic or self.needs.same_bits or self.name == "same-on-every-rank"
+
+    @property
+    def about(self) -> About:
+        """What it is about."""
+        needs, usual = self.needs, self.procedure in ("plain", "rows-sharded", "copies")
+        asked = self.of_bits or self.form or needs.keeps_logits or needs.strided or needs.empty
+        if asked or not usual or self.expects is not Expects.ANSWER:
+            return About.CONTRACT
+        return About.SPECIAL if self.special else About.NUMBERS
 
     @property
     def compares_bits(self) -> bool:

@@ -17,10 +17,11 @@ from pce_mpi.conformance.textbook import Textbook
 
 Array = np.ndarray[Any, Any]
 
-# An answer is that of a fault if it is this much closer to it than to the truth ...
-_CLOSER = 8.0
+# An answer is that of a fault if it is this much closer to it than to the truth, one number alone so much more ...
+_CLOSER, _ALONE = 8.0, 256.0
 # ... and this close, in eps of the dtype: fault and candidate may round in another order.
 _CLOSE = {2: 4.0, 4: 64.0, 8: 4096.0}
+_HALVES = _CLOSE[2] * 2.0**-10
 # Less than this many eps of the arithmetic, for a p of about 1, is no error, by the bytes of a logit.
 _FLOOR = {2: 2.0, 4: 16.0, 8: 16.0}
 # Larger problems are not compared with known faults: they are about the number of entries.
@@ -53,13 +54,19 @@ def explain(problem: Problem, losses: Sequence[Any], dlogits: Any, wrong_losses:
         known = list(declared.faults(book)) if book.p.size <= MANY else []
         # An exact test comes before formulas: the same numbers may be close to another fault's.
         texts = {
-            q.name: rounded_to(book, q.name, q.got, q.distance, q.truth) or declared.tell(book, q.name, q.got)
+            q.name: (None if q.got.any() else _place(book, q))
+            or rounded_to(book, q.name, q.got, q.distance, q.truth)
+            or declared.tell(book, q.name, q.got)
             for q in wrong
         }
-        for text, answer in known:
-            if not any(texts.values()) and all(quantity.is_that_of(answer) for quantity in quantities):
-                return text
-        texts = {q.name: texts[q.name] or _fault(q, known) for q in wrong}
+        if not any(texts.values()) and (fitting := _fitting(quantities, known, lone=len(wrong) < 2)):
+            # Many faults give nan: one is told by the rows that have it, if at all.
+            told = len(set(fitting)) == 1 or not all(q.is_nan for q in wrong)
+            return fitting[0] if told else _of_both(book, wrong, texts)
+        for q in wrong:
+            # A fault that does not explain what else is wrong fits roundings of halves by accident.
+            if (text := texts[q.name] or _factor(book, q)) or not (q.is_nan or (q.close >= _HALVES and len(wrong) > 1)):
+                texts[q.name] = text or next(iter(_fitting([q], known, lone=True)), None)
         if len(set(texts.values())) == 1 and len(texts) == len(quantities) and None not in texts.values():
             return next(iter(texts.values()))  # a fault with more than one form
         if len(wrong) > 1:
@@ -102,6 +109,11 @@ class _Quantity:
     floor: Array | float  # smaller errors count as 0
     alone: Array
 
+    @property
+    def is_nan(self) -> bool:
+        """True if all that is wrong is nan."""
+        return bool(np.isnan(self.got[self.wrong]).all())
+
     def distance(self, other: Array) -> float:
         """Return the largest difference from `other`, relative to the sizes of the numbers."""
         size = _sizes(np.maximum(np.abs(other), np.abs(self.truth)), self.alone)
@@ -120,12 +132,13 @@ class _Quantity:
         rows = np.stack([loss.reshape(-1) for loss in answer.losses])
         return np.broadcast_to(rows, self.got.shape)
 
-    def is_that_of(self, answer: Answer) -> bool:
-        """Return True if a fault with this answer explains the numbers."""
+    def is_that_of(self, answer: Answer, lone: bool = False) -> bool:
+        """Return True if a fault with this answer explains the numbers; `lone`: no other quantity shows it."""
         distance = self.distance(self.part(answer))
         if not distance <= self.close:
             return False
-        return not self.wrong.any() or distance * _CLOSER <= self.distance(self.truth)
+        closer = _ALONE if lone and len(np.unique(self.got)) == 1 else _CLOSER
+        return not self.wrong.any() or distance * closer <= self.distance(self.truth)
 
 
 def _sizes(values: Array, alone: Array) -> Array:
@@ -166,13 +179,14 @@ def _quantity(name: str, got: Array, truth: Array, wrong: Array, dtype: Any, flo
     return _Quantity(name, got, truth, wrong, close, floor, alone)
 
 
-def _fault(quantity: _Quantity, known: list[tuple[str, Answer]]) -> str | None:
-    """Return the fault that gives this quantity, whatever it does to the other one."""
-    for text, answer in known:
-        given = answer.gradient if quantity.name == "gradient" else answer.losses
-        if given is not None and quantity.is_that_of(answer):
-            return text
-    return None
+def _fitting(quantities: list[_Quantity], known: list[tuple[str, Answer]], *, lone: bool) -> list[str]:
+    """Return the faults that explain all of these quantities, the closest first."""
+    found = [
+        (sum(q.distance(q.part(answer)) for q in quantities), text)
+        for text, answer in known
+        if all(q.is_that_of(answer, lone) for q in quantities)
+    ]
+    return [text for _, text in sorted(found, key=lambda each: each[0])]
 
 
 def _of_both(book: Textbook, wrong: list[_Quantity], faults: dict[str, str | None]) -> str | None:
@@ -181,16 +195,24 @@ def _of_both(book: Textbook, wrong: list[_Quantity], faults: dict[str, str | Non
     for quantity in wrong:
         fault, name = faults[quantity.name], quantity.name
         if fault is not None:
-            said.append(fault if name in fault else f"in the {name}: {fault}")
+            said.append(
+                fault if name in fault or (name == "loss" and None in faults.values()) else f"in the {name}: {fault}"
+            )
         elif (place := _place(book, quantity)) is not None:
             said.append(place)
         elif any(faults.values()):
-            unknown.append(f"the {name} is wrong in another way")
+            unknown.append(f"the {name} is wrong too")
     return "; ".join(said + unknown) or None
 
 
-def _place(book: Textbook, quantity: _Quantity) -> str | None:
-    q = quantity
+def _factor(book: Textbook, q: _Quantity) -> str | None:
+    """Return the place of errors that are one factor on all numbers."""
+    largest = np.unravel_index(np.argmax(np.abs(np.where(np.isfinite(q.truth), q.truth, 0.0))), q.truth.shape)
+    factor = q.got[largest] / q.truth[largest]
+    return _place(book, q) if abs(factor - 1.0) > 0.01 and q.distance(factor * q.truth) <= q.close else None
+
+
+def _place(book: Textbook, q: _Quantity) -> str | None:
     place = place_of_gradient if q.name == "gradient" else place_of_loss
 
     def close(numbers: Array) -> bool:

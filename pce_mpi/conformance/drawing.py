@@ -32,7 +32,9 @@ def rounded(setting: Setting, values: Any) -> Array:
 def even(setting: Setting) -> Splits:
     """Split points of the most equal shards that the offer allows; equal ones may have more classes than asked for."""
     ranks, classes = setting.ranks, setting.classes
-    if setting.shards == "any":
+    if setting.shards == "array_split":
+        classes = max(classes, ranks)
+    if setting.shards in ("any", "array_split"):
         return (*(shard_range(classes, ranks, rank)[0] for rank in range(ranks)), classes)
     if setting.shards == "chunks":
         return chunks(classes, ranks)
@@ -45,8 +47,8 @@ def uneven(setting: Setting) -> Splits:
     ranks, classes = setting.ranks, setting.classes
     if setting.shards == "equal" or ranks == 1:
         return even(setting)
-    if setting.shards == "chunks":
-        return chunks(classes - 1 if classes % ranks == 0 and classes > ranks else classes, ranks)
+    if setting.shards != "any":
+        return even(replace(setting, classes=classes - (classes % ranks == 0 and classes > ranks)))
     if classes <= ranks:
         return even(setting)
     # 1, 2, 3, 1, 2, 3, ... shares; the last rank takes the remainder
@@ -65,7 +67,7 @@ def chunks(classes: int, ranks: int) -> Splits:
 def rows_shape(setting: Setting, axes: int) -> tuple[int, ...]:
     """Return a shape of that many axes of different lengths, or with all rows in the first axis if there are few."""
     shape = (2, 3, 2, 3)[:axes]
-    if axes < 2 or setting.rows < math.prod(shape):
+    if axes < 2 or setting.rows < math.prod(shape) or (not setting.any_rows and math.prod(shape) % setting.ranks):
         return (setting.rows, *(1,) * (axes - 1))[:axes]
     return shape
 

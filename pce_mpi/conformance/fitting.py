@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import get_args
 
+import numpy as np
+
 from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance.cases import Case, Needs, Setting
 from pce_mpi.conformance.kinds import KINDS
@@ -32,6 +34,7 @@ _FLAGS = {
     "num_classes": "num_classes",
     "batch_comm": "rows that are sharded",
     "same_bits": "the same bits on every number of ranks",
+    "backward_twice": "a second backward pass",
 }
 
 
@@ -55,6 +58,8 @@ def unmet_need(offer: Offer, needs: Needs, dtype: str) -> str | None:
         "a gradient" if needs.gradient == Gradient.VALUE else "an upstream gradient": beyond("gradient", Gradient),
         "logits left as they are": needs.keeps_logits and offer.overwrites_logits,
         f"the kind {needs.kind!r}": needs.kind not in ("", offer.kind),
+        "class numbers": not offer.class_numbers
+        and (needs.targets or needs.checks_targets or "ignore_index" in needs.options),
         "targets": (needs.targets or needs.checks_targets) and "targets" not in KINDS[offer.kind].arrays,
         **{what: getattr(needs, name) and not getattr(offer, name) for name, what in _FLAGS.items()},
     }
@@ -74,9 +79,10 @@ def problem_of(
 ) -> Problem:
     """Build the problem of a case in the conventions of an offer; `rows` and `classes` if the case is resizable."""
     needs = case.needs
+    rows = case.rows if rows is None or not case.resizable else rows
     setting = Setting(
         ranks=ranks,
-        rows=case.rows if rows is None or not case.resizable else rows,
+        rows=rows if offer.any_rows else -(-rows // ranks) * ranks,
         classes=case.classes if classes is None or not case.resizable else classes,
         dtype=case.dtype,
         reduction=next((each for each in needs.reductions if each in offer.reductions), "mean"),
@@ -85,9 +91,19 @@ def problem_of(
         kind=KINDS[offer.kind],
         ignore_index=-100 if offer.ignore_index is None else offer.ignore_index,
         normalized=offer.normalized,
+        any_rows=offer.any_rows,
     )
     problem = setting.kind.fitted(replace(case.build(setting), smoothing=offer.smoothing), seed)
+    if not offer.class_numbers and problem.with_numbers:
+        problem = _one_hot(problem)
     return problem if dims_for(offer, needs) in (problem.logits.ndim, None) else _in_two_axes(problem)
+
+
+def _one_hot(problem: Problem) -> Problem:
+    """Return the problem with the probability 1 for each class number; PyTorch's own loss is nan at -inf then."""
+    one = np.moveaxis(problem.targets[..., None] == np.arange(problem.classes), -1, problem.axis)
+    masked = problem.row_major(problem.logits == -np.inf).any(axis=-1)
+    return replace(problem, targets=one.astype(problem.dtype), may_be_nan=masked)
 
 
 def _in_two_axes(problem: Problem) -> Problem:

@@ -72,7 +72,9 @@ class Run:
         assert self.offer is not None
         if missing := unmet_need(self.offer, case.needs, case.dtype):
             verdict, note = Verdict.NOT_OFFERED, missing
-        return Outcome(case.name, case.catches, verdict, ranks=self.ranks, dtype=case.dtype, note=note)
+        return Outcome(
+            case.name, case.catches, verdict, ranks=self.ranks, dtype=case.dtype, note=note, about=case.about
+        )
 
     def with_shape(self, outcome: Outcome) -> Outcome:
         """Add the shape of the case's problem to its outcome."""

@@ -41,6 +41,9 @@ class Offer:
         s / (C - 1).
     probabilities : bool
         It takes floating-point targets, shaped and sharded as the logits.
+    class_numbers : bool
+        It takes class numbers as targets. Without, it takes probabilities alone, and the probability 1 stands for each
+        class number.
     normalized : bool
         Target probabilities have to sum to 1 in each row.
     dims : tuple of int
@@ -48,7 +51,8 @@ class Offer:
     any_axis : bool
         It takes `axis`; otherwise the classes are the last axis.
     shards : str
-        "equal" lengths; "chunks", as torch.chunk makes them; "any" split points, empty shards included.
+        "equal" lengths; "array_split", as numpy.array_split makes them, none of them empty; "chunks", as torch.chunk
+        makes them; "any" split points, empty shards included.
     gradient : Gradient
         What it returns beside the loss.
     arrays : str
@@ -59,8 +63,12 @@ class Offer:
         It may write to the logits, or return their memory.
     deterministic : bool
         It gives the same bits for the same call.
+    backward_twice : bool
+        Its backward function can be called a second time.
     empty : bool
         It takes zero rows.
+    any_rows : bool
+        It takes any number of rows; otherwise a multiple of the number of ranks.
     checks_targets : bool
         It refuses targets that are no class.
     num_classes : bool
@@ -79,6 +87,7 @@ class Offer:
     ignore_index: int | None = None
     smoothing: Smoothing = "all"
     probabilities: bool = False
+    class_numbers: bool = True
     normalized: bool = False
     dims: tuple[int, ...] = (2,)
     any_axis: bool = False
@@ -88,7 +97,9 @@ class Offer:
     strided: bool = True
     overwrites_logits: bool = False
     deterministic: bool = True
+    backward_twice: bool = True
     empty: bool = True
+    any_rows: bool = True
     checks_targets: bool = True
     num_classes: bool = True
     batch_comm: bool = False
@@ -101,6 +112,7 @@ class Offer:
         reductions = self.reductions if len(kind.reductions) > 1 else kind.reductions
         self._set("reductions", _subset("reductions", reductions, kind.reductions))
         self._set("dims", _subset("dims", self.dims, range(1, 33)))
+        self._set("probabilities", self.probabilities or not self.class_numbers)
         self._set("gradient", Gradient(_one("gradient", self.gradient, tuple(Gradient))))
         _one("shards", self.shards, get_args(Shards))
         _one("arrays", self.arrays, get_args(Arrays))

@@ -100,7 +100,7 @@ class Finding:
     @property
     def likeness(self) -> str:
         """The cause with "#" for every number: the same for the same fault at another shape."""
-        return _NUMBERS.sub("#", _WHICH.sub("", self.cause))
+        return _NUMBERS.sub("#", _WHICH.sub("", self.cause)).removesuffix("; the gradient is wrong too")
 
 
 def together(findings: Sequence[Sequence[Finding]]) -> list[Finding]:
@@ -161,6 +161,8 @@ class Outcome:
         The command that runs this case alone.
     note : str
         Why a case is not offered or was not run, or how a call was refused that had to be.
+    about : str
+        "numbers", "special values" or "contracts": the subject of the case.
     """
 
     case: str
@@ -177,6 +179,7 @@ class Outcome:
     picture: ErrorMap | None = None
     rerun: str = ""
     note: str = ""
+    about: str = "numbers"
 
     @property
     def failed(self) -> bool:

@@ -6,10 +6,11 @@ rank; `Problem.expected` is the result of `dense` in float64, from logits rounde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 import math
+import re
 from typing import Any, Literal
 
 import numpy as np
@@ -39,6 +40,7 @@ class Kind:
     tell                 of a textbook, "loss" or "gradient", and numbers: an exact test that no other kind has
     fitted               makes the problem of a case for all kinds one for this kind
     cases                those for this kind alone
+    catches              what a family of cases catches, where that of a loss is something else
     """
 
     noun: str
@@ -54,6 +56,16 @@ class Kind:
     tell: Callable[[Any, str, Array], str | None] = lambda book, name, got: None
     fitted: Callable[[Problem, int], Problem] = lambda problem, seed: problem
     cases: Any = None  # `declaring.Cases`, as those are made of problems
+    catches: Mapping[str, str] = field(default_factory=dict)
+
+    def said(self, family: str, catches: str) -> str:
+        """Say what a case catches in the words of this kind."""
+        text = self.catches.get(family, catches)
+        an = "n" * self.noun.startswith(("a", "e", "i", "o", "u"))
+        for word, its in (("a loss", f"a{an} {self.noun}"), ("loss", self.noun), ("losses", self.plural)):
+            text = re.sub(rf"\b{word}\b", its, text)
+            text = re.sub(rf"\b{word.capitalize()}\b", its.capitalize(), text)
+        return text
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pce_mpi.arrays import as_array, library_named, to_host
+from pce_mpi.conformance.bits import difference
 from pce_mpi.conformance.cases import grid
 from pce_mpi.conformance.judging import Answer
 from pce_mpi.conformance.offers import Offer
@@ -203,25 +205,16 @@ def _backward_twice(trial: Trial) -> None:
     call.check()
 
 
-def _two_at_once(trial: Trial) -> None:
-    """Make a second call before the backward pass of the first one."""
-    first = trial.call(0, backward=False)
+def _two(trial: Trial, *, at_once: bool) -> None:
+    """Make two calls, the second one before the backward pass of the first one or after it."""
+    first = trial.call(0, backward=not at_once)
     before = first.answer()
-    second = trial.call(1, backward=False)
-    first.compare(before)
-    for which, call in enumerate((first, second)):
-        call.backward()
-        trial.judge(call.answer(), which, f"{_NTH[which]} of two losses")
-    first.check()
-    second.check()
-
-
-def _one_after_the_other(trial: Trial) -> None:
-    first = trial.call(0)
-    before = first.answer()
-    second = trial.call(1)
+    second = trial.call(1, backward=not at_once)
     first.compare(before)
     for which, (call, answer) in enumerate(((first, before), (second, second.answer()))):
+        if at_once:
+            call.backward()
+            answer = call.answer()
         trial.judge(answer, which, f"{_NTH[which]} of two losses")
         call.check()
 
@@ -229,7 +222,7 @@ def _one_after_the_other(trial: Trial) -> None:
 def _run_twice(trial: Trial) -> None:
     first, second = (trial.call().answer() for _ in range(2))
     for what, a, b in _differing(first, second):
-        trial.find("not deterministic", f"two calls with the same arguments gave two {what}s: {_difference(a, b)}")
+        trial.find("not deterministic", f"two calls with the same arguments gave two {what}s{difference(a, b)}")
     trial.judge(first)
 
 
@@ -272,8 +265,8 @@ def _copies(trial: Trial) -> None:
 PROCEDURES: dict[str, Callable[[Trial], None]] = {
     "plain": _plain,
     "backward-twice": _backward_twice,
-    "two-at-once": _two_at_once,
-    "one-after-the-other": _one_after_the_other,
+    "two-at-once": partial(_two, at_once=True),
+    "one-after-the-other": partial(_two, at_once=False),
     "run-twice": _run_twice,
     "rows-sharded": _rows_sharded,
     "copies": _copies,
@@ -285,11 +278,3 @@ def _differing(first: Answer, second: Answer) -> Iterator[tuple[str, Array, Arra
     for what, a, b in (("loss", first.loss, second.loss), ("gradient", first.dlogits, second.dlogits)):
         if a is not None and b is not None and (a.shape, a.dtype, a.tobytes()) != (b.shape, b.dtype, b.tobytes()):
             yield what, a, b
-
-
-def _difference(a: Array, b: Array) -> str:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return f"{a.dtype}{a.shape} and {b.dtype}{b.shape}"
-    x, y = a.astype(np.float64).reshape(-1), b.astype(np.float64).reshape(-1)
-    place = int(np.argmax(x != y))
-    return f"{x[place]:.9g} and {y[place]:.9g}"

@@ -114,7 +114,7 @@ def run_case(
             raise LaunchError(apart)
     size = 1 if comm is None else comm.size
     offer = offer_of(candidate) if offer is None else offer
-    outcome = Outcome(case.name, case.catches, Verdict.PASS, ranks=size, dtype=case.dtype)
+    outcome = Outcome(case.name, case.catches, Verdict.PASS, ranks=size, dtype=case.dtype, about=case.about)
     missing = unmet_need(offer, case.needs, case.dtype)
     if missing is not None:
         return replace(outcome, verdict=Verdict.NOT_OFFERED, note=missing)
@@ -287,6 +287,10 @@ def settle(
         elif len({len(each) for each in answers}) == 1:  # else some ranks returned no result
             for answers_of_call in zip(*answers, strict=True):
                 _judge(outcome, problem, answers_of_call, tolerance, case.form, on_one_rank)
+            if case.of_bits:
+                of_numbers = {problem(0).kind.noun, "gradient", "gradient at targets", "not finite"}
+                outcome.findings = [each for each in outcome.findings if each.kind not in of_numbers]
+                outcome.accuracies, outcome.picture = [], None
             if case.needs.num_classes and outcome.findings:
                 outcome.findings[0].text = f"{_GATHERED} ({outcome.findings[0].text})"
         # Before the numbers only in cases about memory, and where numbers follow: a gradient that is overwritten.

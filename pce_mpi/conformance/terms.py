@@ -9,7 +9,7 @@ OPTIONS = ("weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale",
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 REDUCTIONS = ("mean", "sum", "none")
 
-Shards = Literal["equal", "chunks", "any"]
+Shards = Literal["equal", "array_split", "chunks", "any"]
 Arrays = Literal["numpy", "cupy", "torch"]
 Smoothing = Literal["all", "others"]
 

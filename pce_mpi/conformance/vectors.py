@@ -130,9 +130,7 @@ def judged(
 
 
 def _numbers_show(case: Case) -> bool:
-    needs = case.needs
-    about_bits = needs.deterministic or needs.same_bits or case.name == "same-on-every-rank"
-    return case.procedure == "plain" and not (about_bits or needs.keeps_logits or case.form)
+    return case.procedure == "plain" and not (case.of_bits or case.needs.keeps_logits or case.form)
 
 
 def _tensors(case: Case, problem: Problem) -> Iterator[tuple[str, Array]]:

@@ -9,6 +9,7 @@ import pydoc
 import re
 import sys
 import textwrap
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from pce_mpi.conformance.kinds.statistics import exact_statistic
 from pce_mpi.conformance.offers import EVERYTHING
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
 from pce_mpi.conformance.plain import made, plain
-from pce_mpi.conformance.terms import DTYPES, OPTIONS, REDUCTIONS
+from pce_mpi.conformance.terms import DTYPES, OPTIONS, REDUCTIONS, Shards
 
 ALL = cases(EVERYTHING)
 
@@ -129,7 +130,7 @@ def test_help_on_offers_has_every_parameter():
         ("options", ("smoothing",), ValueError, "label_smoothing.*got 'smoothing'"),
         ("reductions", ("max",), ValueError, "mean, sum, none, got 'max'"),
         ("gradient", "yes", ValueError, "none, value, backward, got 'yes'"),
-        ("shards", "even", ValueError, "equal, chunks, any, got 'even'"),
+        ("shards", "even", ValueError, "equal, array_split, chunks, any, got 'even'"),
         ("arrays", "jax", ValueError, "numpy, cupy, torch, got 'jax'"),
         ("dims", (0,), ValueError, "got 0"),
     ],
@@ -198,6 +199,29 @@ def test_case_fits_conventions_of_offer():
     assert ignored.options == {"ignore_index": -1} and (~ignored.valid).sum() == 2
     sums = problem_of(named("probabilities/weight"), replace(EVERYTHING, normalized=True), 3).targets.sum(axis=-1)
     assert np.allclose(sums, 1.0, rtol=1e-6)
+    masked = problem_of(named("probabilities/zero-at-minus-inf"), replace(EVERYTHING, normalized=True), 3)
+    assert np.allclose(masked.targets.sum(axis=-1), 1.0, rtol=1e-6)
+    assert (masked.targets[masked.logits == -np.inf] == 0.0).all()
+
+
+def test_probabilities_alone_stand_for_class_numbers():
+    offer = replace(EVERYTHING, class_numbers=False, probabilities=False)
+    assert offer.probabilities
+    for name in ("random-logits/float32", "axis/3-D-second", "upstream/each-row", "label_smoothing/float32"):
+        numbers, one_hot = problem_of(named(name), EVERYTHING, 3), problem_of(named(name), offer, 3)
+        assert one_hot.targets.shape == one_hot.logits.shape and one_hot.targets.dtype == one_hot.dtype
+        for got, due in zip(one_hot.expected, numbers.expected, strict=True):
+            assert np.allclose(got, due, rtol=1e-13, atol=1e-16), name
+    for name in ("ignore_index/float32", "target-out-of-range/far", "targets-on-one-rank", "ignored/inside"):
+        assert unmet_need(offer, named(name).needs, "float32") == "class numbers"
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_rows_that_ranks_divide_are_given(ranks):
+    offer = replace(EVERYTHING, any_rows=False, dims=(2, 3, 4))
+    for case in cases(offer):
+        if case.family not in ("many-rows", "rows-sharded"):
+            assert build(case, ranks, offer).rows % ranks == 0, case.name
 
 
 def test_offer_without_2_d_has_every_case():
@@ -323,7 +347,7 @@ def test_pattern_or_dtype_without_case_raises():
 # Problems.
 
 
-@pytest.mark.parametrize("shards", ["equal", "chunks", "any"])
+@pytest.mark.parametrize("shards", get_args(Shards))
 def test_reported_shape_builds_the_same_problem(shards):
     """The command that reruns a failure has the rows and classes of the report, not those of the setting."""
     offer = replace(EVERYTHING, shards=shards)
@@ -336,7 +360,7 @@ def test_reported_shape_builds_the_same_problem(shards):
             assert np.array_equal(first.targets, again.targets), case.name
 
 
-@pytest.mark.parametrize("shards", ["equal", "chunks", "any"])
+@pytest.mark.parametrize("shards", get_args(Shards))
 def test_shards_of_any_size_are_within_offer(shards):
     offer = replace(EVERYTHING, shards=shards)
     for case in cases(offer):
@@ -354,6 +378,9 @@ def test_shards_of_any_size_are_within_offer(shards):
                     assert ((counted >= 0) & (counted < problem.classes)).all(), case.name
                 if shards == "equal":
                     assert len(set(np.diff(splits))) == 1, case.name
+                elif shards == "array_split":
+                    lengths = np.diff(splits)
+                    assert lengths.min() > 0 and lengths.max() - lengths.min() < 2, case.name
                 elif shards == "chunks":
                     assert splits == chunks(problem.classes, ranks), case.name
 
@@ -369,6 +396,7 @@ def test_shards_are_uneven_or_empty_as_named(ranks):
         assert lengths("empty-shard/last", shards)[-1] == 0
         assert lengths("fewer-classes-than-ranks", shards).tolist() == [1] * (ranks - 1) + [0]
         assert lengths("one-class", shards).tolist() == [1] + [0] * (ranks - 1)
+    assert len(set(lengths("uneven-shards/chunks", "array_split"))) == 2
     assert lengths("empty-shard/first")[0] == 0
     assert lengths("empty-shard/middle")[1] == 0
 
@@ -385,14 +413,19 @@ def test_logits_have_memory_order_of_case():
 
 def test_only_bad_targets_and_gathered_logits_are_refusable():
     assert {case.family for case in ALL if case.expects == Expects.REFUSAL} == {"target-out-of-range"}
-    assert {case.family for case in ALL if case.expects == Expects.EITHER} == {"gathered-logits", "targets"}
+    assert {case.family for case in ALL if case.expects == Expects.EITHER} == {
+        "gathered-logits",
+        "targets",
+        "backward-twice",
+    }
 
 
 def test_special_values_are_in_named_places():
     masked = build(named("masked-shard/another-in-each-row"), 3)
-    for row in range(masked.rows):
+    for row in range(0, masked.rows, 2):
         owners = {masked.rank_of(number) for number in np.flatnonzero(masked.logits[row] == -np.inf)}
-        assert owners == {row % 3} and masked.rank_of(masked.targets[row]) != row % 3
+        assert owners == {row // 2 % 3} and masked.rank_of(masked.targets[row]) != row // 2 % 3
+    assert [(row == -np.inf).sum() for row in masked.logits[1::2]] == [8, 8, 8, 8]  # of 24: no shard of -inf alone
     assert np.isnan(build(named("masked-row"), 3).expected[0].astype(float)).sum() == 1
     assert np.isfinite(build(named("nan/in-an-ignored-row"), 3).expected[0])
     assert np.isinf(build(named("masked-target"), 3).expected[0]).sum() == 1

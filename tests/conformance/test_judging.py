@@ -345,7 +345,7 @@ def test_cause_of_finding_has_no_numbers():
     (found,) = judge(problem, answers_of(problem, loss=np.nan), USUAL).findings
     assert found.text.startswith("the loss is wrong: nan (") and found.cause == "the loss is wrong: nan"
     found = judge(problem, answers_of(problem, exact[0] * 3, exact[1] * 3), USUAL).findings[0]
-    times = "is wrong: # times too large (summed over the # ranks twice?)"
+    times = "is wrong: # times too large, the number of ranks"
     assert found.likeness == f"the loss {times}; the gradient {times}"
     assert Finding("gradient", f"second backward pass: {judged_numbers(problem)}").cause == ""
     (found,) = judge(problem, answers_of(problem), USUAL, one_rank(problem, gradient=exact[1] + noise)).findings
@@ -395,13 +395,18 @@ def test_entropy_has_no_targets_in_words():
     shards = [problem.part(gradient.astype(np.float32), rank) for rank in range(RANKS)]
     (found,) = judge(problem, [Answer(wrong, shard) for shard in shards], USUAL).findings
     assert found.cause.startswith("the entropy is wrong in row") and "target" not in found.cause
-    assert not [each for each in cases(Offer(kind="entropy")) if each.needs.checks_targets]
+    offered = cases(replace(EVERYTHING, kind="entropy", options=(), reductions=("none",), probabilities=False))
+    assert not [each for each in offered if each.needs.checks_targets]
+    words = "|".join(("at the target", "targets?", "loss", "losses", "reduction"))
+    assert [each.catches for each in offered if re.search(rf"\b({words})\b", each.catches)] == []
+    assert "an entropy of shape (1,)" in next(each.catches for each in offered if each.form).lower()
 
 
-def test_factor_of_nearly_1_is_not_named():
+@pytest.mark.parametrize("error", [4e-6, 1e-4])
+def test_factor_of_nearly_1_is_not_named(error):
     problem = replace(problem_named("random-logits/float32"), reduction="none")
     loss, gradient = problem.expected
     shards = [problem.part(gradient.astype(np.float32), rank) for rank in range(RANKS)]
-    wrong = np.float32(loss * (1 + 4e-6))
+    wrong = np.float32(loss * (1 + error))
     findings = judge(problem, [Answer(wrong, shard) for shard in shards], USUAL).findings
     assert findings and not any("times" in each.text for each in findings)

@@ -15,8 +15,9 @@ from matplotlib.image import imread
 import pytest
 
 from jobs.launch import complete
-from pce_mpi.conformance.catalogue import cases
-from pce_mpi.conformance.offers import Offer
+from pce_mpi.conformance.catalogue import cases, catalogue
+from pce_mpi.conformance.fitting import unmet_need
+from pce_mpi.conformance.offers import EVERYTHING, Offer
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.reports import html, json_file, junit, listing, markdown, pictures, terminal
 
@@ -72,16 +73,9 @@ def row_of(text, start):
     return line.split()
 
 
-def test_terminal_counts_cases_by_family_and_verdict():
-    text = terminal.render(ALL)
-    head = "cases        pass  FAIL  not offered  refused  crashed  deadlocked  known"
-    assert head in text.splitlines()
-    assert row_of(text, "smoothing ") == ["smoothing", "1", "1"]
-    line = text.splitlines()[text.splitlines().index(head) + 2]
-    assert line.index("1") == head.index("FAIL") + 3
-    assert row_of(text, "all ") == ["all", "1", "1", "1", "1", "1", "1", "1"]
+def test_terminal_ends_with_the_number_of_cases():
     assert (
-        text.splitlines()[-1]
+        terminal.render(ALL).splitlines()[-1]
         == "4 of 5 cases failed (1 FAIL, 1 refused, 1 crashed, 1 deadlocked); 1 not offered; 1 known to fail"
     )
 
@@ -148,9 +142,7 @@ FAIL z/float32
 
 """
     assert shown in terminal.render(given)
-    page = html.render(given)
-    assert page.index("what is wrong") < page.index("<article")
-    assert "what is wrong" not in terminal.render(report(PASS, numbers))
+    assert Page(html.render(given)).tags["article"] == 3
 
 
 def test_cases_of_several_sizes_name_the_ranks():
@@ -158,18 +150,57 @@ def test_cases_of_several_sizes_name_the_ranks():
     given.ranks = (2, 3)
     assert "FAIL smoothing/float32 on 3 ranks, smoothing/float32 on 2 ranks" in terminal.render(given)
     assert "ranks      2, 3" in terminal.render(given)
-    assert "<code>smoothing/float32 on 2 ranks</code>" in html.render(given)
+    assert "<code>smoothing/float32 on 3 ranks</code> <code>smoothing/float32 on 2 ranks</code>" in html.render(given)
     names = [case.get("name") for case in ElementTree.fromstring(junit.render(given)).iter("testcase")]
     assert names == ["smoothing/float32 on 3 ranks", "smoothing/float32 on 2 ranks"]
 
 
+def test_most_harmful_cause_comes_first():
+    contracts = [
+        outcome(f"target-out-of-range/{which}", Verdict.FAIL, ("not refused", "no rank refused it"), about="contracts")
+        for which in ("far", "negative", "one-too-many")
+    ]
+    special = outcome("masked-row", Verdict.FAIL, ("loss", "nan is lost"), about="special values")
+    everywhere = [
+        replace(FAIL, case="result-form/mean", about="contracts"),
+        replace(FAIL, picture=replace(FAIL.picture, errors=[[1e9] * 8] * 2)),
+    ]
+    given = report(*contracts, special, *everywhere)
+    text = terminal.render(given)
+    assert re.findall(r"^FAIL (\S+?),?$|^FAIL (\S+),", text, re.MULTILINE) == [
+        ("", "result-form/mean"),
+        ("masked-row", ""),
+        ("", "target-out-of-range/far"),
+    ]
+    page = html.render(given)
+    places = [page.index(f"<code>{each.case}</code>") for each in (*everywhere, special, *contracts)]
+    fold, end = page.index("<details>\n<summary><strong>Contracts"), page.index("How accurate")
+    assert places == sorted(places) and places[2] < fold < places[3] < page.index("</details>", places[-1]) < end
+    assert end < page.index("All cases")
+    Page(page)
+    assert "<details open>\n<summary><strong>Contracts" in html.render(report(*contracts))
+
+
 def test_hint_without_declaration_names_offers():
     for offer, words in ((Offer(options=("weight",)), True), (Offer(dtypes=("float32", "float64")), False)):
-        for given in (report(PASS, NOT_OFFERED), report(PASS)):
+        for given in (report(PASS, replace(NOT_OFFERED, case="random-logits/float64")), report(PASS)):
             given.offer = offer
             hinted = words and len(given.outcomes) > 1
             for render in (terminal.render, markdown.render, html.render):
                 assert ("left out, as the offer has no more than" in render(given)) == hinted
+
+
+def test_hint_has_three_declarations_that_open_most_cases():
+    given = Report("losses:sharded", offer := Offer(options=("weight",)), (3,), {}, 0, False, 1.0)
+    for case in catalogue(EVERYTHING):
+        lacking = unmet_need(offer, case.needs, case.dtype)
+        given.outcomes.append(outcome(case.name, Verdict.NOT_OFFERED if lacking else Verdict.PASS, note=lacking or ""))
+    found = re.findall(r"(\w+)=(\S.*?) \((\d+)\)[;.]", " ".join(terminal.render(given).split()))
+    assert [name for name, _, _ in found] == ["options", "dtypes", "probabilities"], found
+    opened = offer
+    for name, value, number in found:
+        before, opened = opened, replace(opened, **{name: eval(value)})
+        assert len(cases(opened)) > len(cases(before)) and int(number) > 5
 
 
 @pytest.mark.parametrize(
@@ -219,7 +250,8 @@ class Page(HTMLParser):
 
 
 def test_page_is_complete_and_loads_nothing():
-    text = html.render(report(FAIL, FAIL, CRASHED))
+    other = replace(FAIL, findings=[Finding("gradient", "the gradient is wrong on rank 2 only")])
+    text = html.render(report(FAIL, other, CRASHED))
     page = Page(text)
     assert page.tags["svg"] == 2
     assert page.links and all(link.startswith(("#", "data:image/png;base64,")) for link in page.links)
@@ -273,6 +305,19 @@ def test_picture_shows_the_sign_of_errors():
     image = next(each for each in (imread(io.BytesIO(base64.b64decode(one))) for one in images) if each.shape[1] == 3)
     red, blue = image[0, :, 0], image[0, :, 2]
     assert red[0] > blue[0] and red[1] < blue[1] and abs(red[2] - blue[2]) < 0.2
+
+
+@pytest.mark.parametrize("largest", [3.0, 1e3, 1e9])
+def test_scale_of_picture_ends_at_largest_error(largest):
+    root = ElementTree.fromstring(pictures.drawn(ErrorMap([[largest, -1.0, 0.0]], [0.0, 3.0], 1, 3, []), "picture"))
+    ticks = [float(word.replace("\N{MINUS SIGN}", "-")) for word in words_in(root) if re.fullmatch(r"[-\d.e+]+", word)]
+    assert max(ticks) == max(largest, 10.0)
+
+
+def test_pass_and_fail_differ_by_more_than_color():
+    style = html.render(ALL).partition("</style>")[0]
+    signs = dict(re.findall(r"\.(pass|FAIL)(?=[:,]).*?content: \"(\S+)\"", style))
+    assert len(set(signs.values())) == 2
 
 
 def words_in(root):

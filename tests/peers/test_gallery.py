@@ -12,7 +12,6 @@ PAGE = " ".join((ROOT / "docs" / "gallery.md").read_text(encoding="utf-8").split
 
 LOCAL = "label smoothing is spread over the 8 local classes, with the factor K / (K - 1), not over all 24"
 REFUSED = "no rank refused it"
-IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
 OVERFLOW = "a sum of log p over classes and rows overflows"
 
 
@@ -42,7 +41,6 @@ ROWS = [
     ),
     Row(*MEGATRON, "megatron_core:unfused", "target-out-of-range/far", REFUSED),
     Row(*MEGATRON, "megatron_core:unfused", "inputs-unmodified", "logits were modified"),
-    Row(*MEGATRON, "megatron_core:unfused", "backward-twice/each-row", IN_PLACE),
     Row(
         *MEGATRON, "megatron_core:fused", "random-logits/float32", "every entry of the gradient is rounded to bfloat16"
     ),
@@ -53,7 +51,6 @@ ROWS = [
     ),
     Row(*COLOSSALAI, "colossalai:cross_entropy", "ignored/all-rows-mean", "the gradient is wrong: nan"),
     Row(*COLOSSALAI, "colossalai:cross_entropy", "target-out-of-range/one-too-many", REFUSED),
-    Row(*COLOSSALAI, "colossalai:cross_entropy", "backward-twice/scalar", IN_PLACE),
     Row(*TORCH, "torch_losses:dense", "finite-mask/lowest-smoothed", f"{OVERFLOW} float32"),
     Row(*TORCH, "torch_losses:dense", "logits-of-1000-smoothed/float16", f"{OVERFLOW} float16"),
     Row(*TORCH, "torch_losses:loss_parallel", "dims/4-D", "gradient is -0.0833329 where 4.29113e-07 is right"),

@@ -63,7 +63,7 @@ SUBTLE = [
     # Numbers
     Planted("one_subtracted_after_rounding", "p-near-1/bfloat16", "after rounding to bfloat16", dtype="bfloat16"),
     Planted("rounded_logsumexp", "offset/1e4/float32", "logsumexp is rounded before"),
-    Planted("no_maximum", "logits-of-1000/float32", "the loss is wrong: nan"),
+    Planted("no_maximum", "logits-of-1000/float32", "exponentials are of logits from which no maximum"),
     Planted("clipped_at_64", "logits-of-1000/float32", "clipped at -64"),
     Planted("logarithm_of_exponential", "logits-of-1000-smoothed/float32", "logarithm of an exponential"),
     Planted("small_gradients_filtered", "many-classes/bfloat16", "0 where numbers up to", dtype="bfloat16"),
@@ -124,7 +124,7 @@ SUBTLE = [
     Planted(
         "probabilities_sum_to_1",
         "probabilities/do-not-sum-to-1",
-        "gradient is",
+        "the gradient is p - q, which is right where the probabilities q of a row sum to 1",
     ),
     Planted("gradient_of_log_probabilities", "probabilities/sum-to-1", "it has not gone through log_softmax"),
     # Calls
@@ -182,7 +182,12 @@ PLANTED = [
         "at the first class of each shard only",
         2,
     ),
-    Planted("gradient_reduced_twice", "reduction/mean", "the gradient is wrong: {ranks} times too large (summed", 2),
+    Planted(
+        "gradient_reduced_twice",
+        "reduction/mean",
+        "the gradient is wrong: {ranks} times too large, the number of ranks",
+        2,
+    ),
     Planted("loss_on_rank_0_alone", "same-on-every-rank", "the ranks' losses differ: the loss is wrong on rank", 2),
     Planted("mean_of_the_ranks_means", "ignored/unevenly-over-ranks", "loss is", 2),
     Planted("other_bits_on_other_ranks", "same-bits/float32", "the bits differ from one rank's (", ranks=2),

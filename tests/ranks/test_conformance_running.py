@@ -8,6 +8,7 @@ import unittest
 import numpy as np
 import pytest
 
+from candidates.wrong.probabilities import ProbabilitiesSumTo1
 import pce_mpi as pce
 from pce_mpi.conformance import Gradient, Offer, Tolerance, Verdict, assert_conforms, cases, offers, run_case
 from pce_mpi.conformance.adapters import named_candidate
@@ -368,3 +369,53 @@ def test_large_case_catches_elements_beyond_limit(comm, monkeypatch):
     fine, wrong = (run_case(each, case, comm, offer=offer) for each in (right, places_of_few_bits))
     assert (fine.verdict, fine.rows, fine.findings) == (Verdict.PASS, 64, [])
     assert wrong.failed and "the least of all copies: the gradient is wrong: 0 where" in wrong.findings[0].text
+
+
+def test_softmax_less_probabilities_passes_where_declared(comm):
+    candidate = ProbabilitiesSumTo1()
+    offer = replace(candidate.offer, normalized=True, options=())
+    outcomes = [run_case(candidate, case, comm, offer=offer) for case in cases(offer, pattern="probabilities")]
+    assert [(outcome.case, outcome.findings) for outcome in outcomes if outcome.failed] == []
+    assert "probabilities/zero-at-minus-inf" in {outcome.case for outcome in outcomes}
+
+
+def test_second_backward_pass_may_be_refused(comm):
+    def once(*arrays, **given):
+        loss, backward = right_backward(*arrays, **given)
+        upstream = []
+
+        def refusing(dloss):
+            if upstream:
+                raise RuntimeError("one of the variables needed for gradient computation has been modified")
+            upstream.append(dloss)
+            return backward(dloss)
+
+        return loss, refusing
+
+    outcome = run(once, "backward-twice/scalar", comm, BACKWARD)
+    assert outcome.verdict is Verdict.PASS and "has been modified" in outcome.note
+    declared = replace(BACKWARD, backward_twice=False)
+    assert run(once, "backward-twice/scalar", comm, declared).note == "a second backward pass"
+
+
+def test_case_of_bits_does_not_judge_numbers(comm):
+    wrong = right_but(lambda logits, loss, gradient: (loss * np.float32(1.001), gradient))
+    verdicts = [
+        run(wrong, name, comm).verdict for name in ("reduction/mean", "same-on-every-rank", "same-in-every-run")
+    ]
+    assert verdicts == [Verdict.FAIL, Verdict.PASS, Verdict.PASS]
+
+
+def test_candidate_of_probabilities_alone_has_ordinary_cases(comm):
+    def soft(logits, targets, *, comm, **given):
+        whole = [np.concatenate(comm.allgather(each), axis=-1) for each in (logits, targets)]
+        loss, gradient = pce.dense.softmax_cross_entropy_value_and_grad(*whole)
+        mine = slice(given["class_start"], given["class_start"] + logits.shape[-1])
+        return np.float32(loss), gradient[:, mine].astype(np.float32)
+
+    offer = Offer(class_numbers=False, num_classes=False)
+    outcomes = [
+        run_case(soft, case, comm, offer=offer) for case in cases(offer, pattern=["random-logits", "masked-*", "nan"])
+    ]
+    assert [(outcome.case, outcome.findings) for outcome in outcomes if outcome.failed] == []
+    assert {"random-logits/float32", "masked-classes/every-third"} <= {each.case for each in outcomes}

@@ -1,16 +1,35 @@
 """Losses that projects have shipped, by their formulas in tests/candidates/wild: the kit names their faults."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 
-from candidates.wild import colossalai, liger, megatron, ms_swift, nanotron, nemo_rl, transformer_engine, verl
+from candidates.wild import (
+    colossalai,
+    insightface,
+    liger,
+    megatron,
+    ms_swift,
+    nanotron,
+    nemo_aligner,
+    nemo_rl,
+    pipegoose,
+    rlinf,
+    transformer_engine,
+    transformer_parallelisms,
+    unsloth,
+    verl,
+)
 from candidates.wild.vocab_parallel import VocabParallel
 from pce_mpi.conformance.catalogue import cases
 from pce_mpi.conformance.outcomes import Verdict
 from pce_mpi.conformance.running import run_case
 
-PROJECTS = [colossalai, liger, megatron, ms_swift, nanotron, nemo_rl, transformer_engine, verl]
+PROJECTS = [
+    *(colossalai, insightface, liger, megatron, ms_swift, nanotron, nemo_aligner, nemo_rl, pipegoose, rlinf),
+    *(transformer_engine, transformer_parallelisms, unsloth, verl),
+]
 
 
 class Shipped(NamedTuple):
@@ -26,6 +45,8 @@ class Shipped(NamedTuple):
 
 
 LOCAL = "label smoothing is spread over the 8 local classes, with the factor K / (K - 1), not over all 24"
+LOG_OF_0 = "log p is the logarithm of an exponential that has become 0"
+NOT_DIVIDED = "the softmax is never divided by its sum"
 SHIPPED = [
     Shipped(megatron.MegatronSmoothing, "label_smoothing/float32", f"the ranks' losses differ: {LOCAL}"),
     Shipped(
@@ -100,6 +121,29 @@ SHIPPED = [
     ),
     Shipped(verl.VerlEntropy, "offset/1e4/float32", "the entropy is logsumexp less the mean logit: an offset that all"),
     Shipped(verl.VerlEntropy, "offset/1e3/float32", "the entropy is logsumexp less the mean logit: an offset that all"),
+    *(
+        Shipped(candidate, case, words)
+        for candidate, case, words in (
+            (verl.VerlEntropy, "dims/2-D", "the entropy is logsumexp less the mean logit"),
+            (nemo_aligner.NeMoAlignerLogProb, "logits-of-1000/float32", LOG_OF_0),
+            (
+                insightface.InsightFace,
+                "logits-of-1000/float32",
+                "log p is the logarithm of a softmax that is clipped at",
+            ),
+            (pipegoose.Pipegoose, "random-logits/float32", NOT_DIVIDED),
+            (pipegoose.Pipegoose, "logits-of-1000/float32", NOT_DIVIDED),
+            (
+                transformer_parallelisms.NoMaximumAtAll,
+                "logits-of-1000/float32",
+                "exponentials are of logits from which",
+            ),
+            (rlinf.RLinfEntropy, "random-logits/float32", "the gradient is wrong: 0 where numbers up to"),
+            (rlinf.RLinfEntropy, "logits-of-1000/float32", "the gradient is wrong: 0 where numbers up to"),
+            (rlinf.RLinfLogProb, "masked-shard/last", "the gradient is wrong: nan in rows that have a logit of -inf"),
+            (unsloth.UnslothLogProb, "random-logits/float64", "the log-probability is computed in float32"),
+        )
+    ),
 ]
 
 
@@ -143,6 +187,14 @@ def test_common_ground_of_projects_conforms(comm):
     outcomes = [run_case(candidate, case, comm) for case in cases(candidate)]
     failed = [(outcome.case, outcome.findings) for outcome in outcomes if outcome.verdict != Verdict.PASS]
     assert failed == []
+
+
+@pytest.mark.sizes(3)  # on one rank the two conventions are one
+def test_declared_smoothing_keeps_the_name_of_its_fault(comm):
+    candidate = megatron.MegatronSmoothing()
+    declared = replace(candidate.offer, smoothing="others")
+    (case,) = cases(declared, pattern="label_smoothing/float32")
+    assert LOCAL in run_case(candidate, case, comm, offer=declared).findings[0].text
 
 
 def test_every_shipped_loss_has_a_test():

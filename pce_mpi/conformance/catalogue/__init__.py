@@ -35,7 +35,9 @@ def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None, *
     if large:
         smallest = next((dtype for dtype in reversed(DTYPES) if dtype in offered and dtype in wanted), wanted[0])
         every += shapes.LARGE.of(smallest)
-    return [case for case in dict.fromkeys(every) if case.dtype in wanted]
+    kind = KINDS["loss" if offer is None else offer.kind]
+    found = [case for case in dict.fromkeys(every) if case.dtype in wanted]
+    return [replace(case, catches=kind.said(case.family, case.catches)) for case in found]
 
 
 def cases(

@@ -65,7 +65,7 @@ def _p_equal_1(setting: Setting) -> Problem:
     return replace(problem, logits=logits)
 
 
-@CASES.case("offset/{offset}/{dtype}", table("offset", ("1e3",), ("1e4",)))
+@CASES.case("offset/{offset}/{dtype}", table("offset", ("1e3",), ("1e4",)), special=True)
 def _offset(setting: Setting, offset: str) -> Problem:
     """logsumexp - x_t and exp(x - logsumexp), which lose what an offset common to all classes pushes out of the dtype:
     5e-4 at 1e4 in float32. Subtract the maximum before anything else.
@@ -75,7 +75,7 @@ def _offset(setting: Setting, offset: str) -> Problem:
     return _nearly_equal(setting, even(setting), 1.0, offsets[:, None])
 
 
-@CASES.case("logits-of-1000/{dtype}")
+@CASES.case("logits-of-1000/{dtype}", special=True)
 def _logits_of_1000(setting: Setting, **options: Any) -> Problem:
     """exp without the maximum subtracted overflows; x - max clipped, as Paddle's CPU kernel does at -64, makes losses
     of hundreds come out as 64.
@@ -85,7 +85,7 @@ def _logits_of_1000(setting: Setting, **options: Any) -> Problem:
     return replace(problem, logits=rounded(setting, logits), options=options)
 
 
-@CASES.case("logits-of-1000-smoothed/{dtype}", options=("label_smoothing",))
+@CASES.case("logits-of-1000-smoothed/{dtype}", options=("label_smoothing",), special=True)
 def _logits_of_1000_smoothed(setting: Setting) -> Problem:
     """log(exp(x - max)) in the smoothing term is -inf where the exponential is 0 (Megatron-LM)."""
     return _logits_of_1000(setting, label_smoothing=0.125)

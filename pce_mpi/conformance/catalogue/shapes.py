@@ -22,10 +22,11 @@ BEYOND = 2**31
 _COLUMNS = 4_100
 
 
-@CASES.case("uneven-shards/chunks", shards="chunks", classes=23)
+@CASES.case("uneven-shards/chunks", shards="array_split", classes=23)
 def _uneven_chunks(setting: Setting) -> Problem:
     """A last shard that is shorter, as torch.chunk makes it: class numbers computed as rank times local length."""
-    return random_problem(setting, chunks(setting.classes, setting.ranks))
+    splits = uneven(setting) if setting.shards == "array_split" else chunks(setting.classes, setting.ranks)
+    return random_problem(setting, splits)
 
 
 @CASES.case("uneven-shards/any", shards="any", classes=29)
@@ -73,7 +74,8 @@ def _one_class(setting: Setting) -> Problem:
 
 @CASES.case(
     "targets-at-shard-borders/{name}",
-    table("name split shards", ("equal", even, "equal"), ("uneven", uneven, "chunks")),
+    table("name split shards", ("equal", even, "equal"), ("uneven", uneven, "array_split")),
+    targets=True,
     rows=16,
 )
 def _targets_at_borders(setting: Setting, split: Callable[[Setting], Splits]) -> Problem:
@@ -86,7 +88,7 @@ def _targets_at_borders(setting: Setting, split: Callable[[Setting], Splits]) ->
     return replace(problem, targets=np.resize(np.array(borders, np.int64), setting.rows))
 
 
-@CASES.case("targets-on-one-rank")
+@CASES.case("targets-on-one-rank", targets=True)
 def _targets_on_one_rank(setting: Setting) -> Problem:
     """All targets in one shard: who takes the gradient at the target from another rank's share is wrong on the ranks
     that own none (ms-swift).
@@ -142,7 +144,7 @@ def _sliced_off(setting: Setting) -> Problem:
     return random_problem(setting, memory="padded")
 
 
-@CASES.case("padded-columns/masked")
+@CASES.case("padded-columns/masked", special=True)
 def _masked_padding(setting: Setting) -> Problem:
     """A padded vocabulary with the padding left in place and set to -inf, on the last rank: its probability and its
     gradient are 0.

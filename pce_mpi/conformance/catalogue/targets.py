@@ -197,7 +197,7 @@ def _soft_with(setting: Setting, options: tuple[str, ...]) -> Problem:
     return _soft(setting, options=options)
 
 
-@CASES.case("probabilities/zero-at-minus-inf", probabilities=True)
+@CASES.case("probabilities/zero-at-minus-inf", probabilities=True, special=True)
 def _zero_at_minus_inf(setting: Setting) -> Problem:
     """A probability of 0 at a logit of -inf: 0 * inf is nan, where the loss has a limit. nan passes (PyTorch's own
     dense loss has it) unless strict; a number must be right.
@@ -207,4 +207,6 @@ def _zero_at_minus_inf(setting: Setting) -> Problem:
     masked: Array = np.zeros(logits.shape, np.bool_)
     masked[::2, 1::4] = True
     logits[masked], targets[masked] = -np.inf, 0.0
+    if setting.normalized:
+        targets = rounded(setting, targets / targets.astype(np.float64).sum(axis=-1, keepdims=True))
     return replace(problem, logits=logits, targets=targets, may_be_nan=np.asarray(masked.any(axis=-1)))

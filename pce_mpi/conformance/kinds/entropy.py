@@ -62,14 +62,16 @@ def _unshifted(b: Textbook, name: str, got: Array) -> str | None:
     mean = np.where(b.p == 0.0, 0.0, b.p * b.z).sum(axis=-1)
     unit = np.spacing(np.minimum(np.abs(b.lse), np.abs(mean)).astype(wide)).astype(np.float64)
     if name == "loss":
-        parts, units, slack = got, np.broadcast_to(unit, got.shape), 0.0
+        parts, units, slack, least = got, np.broadcast_to(unit, got.shape), 0.0, 2.0
     else:
         large = (b.p > 2.0**-12) & (b.slope != 0.0) & (b.g[:, None] != 0.0)
         parts = (got / (b.p * b.slope * b.g[:, None]))[large]
-        units, slack = np.broadcast_to(unit[:, None], got.shape)[large], 0.05
-    tell = np.isfinite(parts) & (units > 64 * np.spacing(np.abs(parts).astype(wide)))
-    multiples = (parts / units)[tell]
-    if multiples.size < 4 or (np.abs(multiples - np.rint(multiples)) > slack).any():
+        units, slack, least = np.broadcast_to(unit[:, None], got.shape)[large], 0.05, 64.0
+    ratio = units / np.spacing(np.abs(parts).astype(wide))
+    tell = np.isfinite(parts) & (ratio > least)
+    multiples, nearest = parts[tell] / units[tell], np.rint(parts[tell] / units[tell])
+    # By accident, one in `ratio` numbers is a multiple; 0 is one anyway.
+    if np.log2(ratio[tell][nearest != 0]).sum() < 24.0 or (np.abs(multiples - nearest) > slack).any():
         return None
     return "the entropy is logsumexp less the mean logit: an offset that all logits share costs its digits"
 
@@ -84,4 +86,13 @@ ENTROPY = Kind(
     options=("logit_scale", "softcap"),
     arrays=("logits",),
     tell=_unshifted,
+    catches={
+        "random-logits": "What every test has: random logits, equal shards. Who fails here has the formula wrong.",
+        "reduction": "One entropy for each row, once, and not once for each rank.",
+        "p-near-1": "One class has nearly all of the probability: a difference of large numbers has no digits.",
+        "p-equal-1": "One class has all of the probability: the entropy is 0 and so is its gradient, not nan.",
+        "offset": "log Z - sum p x, which loses what an offset common to all classes pushes out (verl, slime, AReaL).",
+        "logits-of-1000": "exp without the maximum subtracted overflows; 0 times the logarithm of 0 is nan.",
+        "backward-twice": "A second backward pass in memory that the first changed: right, or refused everywhere.",
+    },
 )

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from pce_mpi import dense
+from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.conformance.faults import Computed, Faults, Given, all_ranks, each_rank, of_gradient
 from pce_mpi.conformance.problems import Kind, Problem
 from pce_mpi.conformance.terms import OPTIONS, REDUCTIONS
@@ -43,7 +44,7 @@ def sizes(book: Textbook) -> tuple[Array, Array, Array]:
 
 
 def _faults(b: Textbook) -> Faults:
-    for family in (_masks, _smoothing, _z_loss, _owners, _rows, _probabilities, _roundings):
+    for family in (_masks, _exponentials, _smoothing, _z_loss, _owners, _rows, _probabilities, _roundings):
         yield from family(b)
 
 
@@ -60,6 +61,27 @@ def _masks(b: Textbook) -> Faults:
         nan = np.where(masked[shards != 0].any(0) & b.valid, np.nan, 0.0)
         yield text, all_ranks(b.but(lost=nan, p=b.p + nan[:, None]))
         yield text, of_gradient(np.where(np.repeat(masked.T, shards, axis=1), np.nan, b.gradient()))
+
+
+def _exponentials(b: Textbook) -> Faults:
+    """pipegoose; insightface; NeMo-Aligner, Megatron-LM; lweitkamp/transformer_parallelisms."""
+    top = b.z.max(axis=-1, keepdims=True, initial=-np.inf)
+    yield "the softmax is never divided by its sum", of_gradient(b.but(p=np.exp(b.z - top)).gradient())
+    if (clipped := np.minimum(b.nll, -np.log(1e-30))).sum() < b.nll.sum():
+        yield "log p is the logarithm of a softmax that is clipped at 1e-30", Given((b.but(nll=clipped).loss(),), None)
+    dtype, largest = b.problem.dtype, _LARGEST[b.problem.dtype.name]
+    text = "log p is the logarithm of an exponential that has become 0"
+    if b.smoothing:
+        text += ", and infinite where label smoothing needs it"
+        if b.nll.sum() > largest:  # the loss of both is infinite
+            text = f"a sum of log p over classes and rows overflows {dtype}, which ends at {largest:.5g}; or {text}"
+    yield text, all_ranks(b.but(nll=np.where(b.p < np.finfo(np.float32).smallest_subnormal, np.inf, b.nll)))
+    exp = np.exp(b.z.astype(compute_dtype_of(b.problem.dtype))).astype(np.float64)
+    total = exp.sum(axis=-1, keepdims=True)
+    if not np.isfinite(np.log(total)).all():
+        text = "exponentials are of logits from which no maximum was subtracted: they overflow, or all become 0"
+        yield text, all_ranks(b.but(p=exp / total, nll=np.log(total) - b.z))
+        yield text, all_ranks(b.but(p=exp / total, nll=-np.log(exp / total)))
 
 
 def _smoothing(b: Textbook) -> Faults:
@@ -79,8 +101,8 @@ def _smoothing(b: Textbook) -> Faults:
         # The losses are summed over the ranks.
         yield f"{spread}, not over all {classes}", Given((b.with_u(target + share).loss(),), local.gradient)
         if shards.min() > 1:
-            # Megatron-LM: s K / (K - 1) in place of s, over the K classes of a shard
-            hard, more = target / (1.0 - s), s * shards / (shards - 1)
+            # Megatron-LM: s K / (K - 1) in place of s, over the K classes of a shard; s / (C - 1) may be meant
+            hard, more = target / (1.0 - s), b.problem.options["label_smoothing"] * shards / (shards - 1)
             each = np.repeat(more / shards, shards) * b.w
             yield (
                 f"{spread}, with the factor K / (K - 1), not over all {classes}",
@@ -100,13 +122,6 @@ def _smoothing(b: Textbook) -> Faults:
         f"label smoothing is spread over the {classes - 1} other classes, not over all {classes}",
         all_ranks(b.with_u(b.w * (b.q * (1.0 - s) + (1.0 - b.q) * s / max(classes - 1, 1)))),
     )
-    text = "log p is the logarithm of an exponential that has become 0, and infinite where label smoothing needs it"
-    largest = _LARGEST[b.problem.dtype.name]
-    infinite = b.but(nll=np.where(b.p < np.finfo(np.float32).smallest_subnormal, np.inf, b.nll))
-    if b.nll.sum() > largest:  # the loss of both is infinite
-        dtype = b.problem.dtype
-        text = f"a sum of log p over classes and rows overflows {dtype}, which ends at {largest:.5g}; or {text}"
-    yield text, all_ranks(infinite)
 
 
 def _z_loss(b: Textbook) -> Faults:
@@ -155,8 +170,10 @@ def _rows(b: Textbook) -> Faults:
 
 
 def _probabilities(b: Textbook) -> Faults:
-    """PyTorch's loss_parallel."""
+    """maxtext; PyTorch's loss_parallel."""
     if b.problem.with_probabilities:
+        text = "the gradient is p - q, which is right where the probabilities q of a row sum to 1"
+        yield text, of_gradient(b.gradient_of(b.p * (1.0 + 2.0 * b.z_loss * b.lse)[:, None] - b.u))
         text = "the gradient is that of the log-probabilities: it has not gone through log_softmax"
         yield text, of_gradient(b.gradient_of(-b.u))
 

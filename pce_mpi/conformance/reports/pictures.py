@@ -13,16 +13,10 @@ import numpy as np
 from pce_mpi.conformance.outcomes import ErrorMap
 from pce_mpi.pictures import INK, svg_element
 
-# Errors between these powers of ten of what is allowed differ in colour.
-_LEAST, _MOST = -2, 4
-_LIMIT = -_LEAST / (_MOST - _LEAST)  # the place between the two of the largest error that passes
-# Fully transparent without an error, on dark and light pages; grey up to what is allowed, then from yellow to red where
-# the gradient is too large, and from green to blue where it is too small.
-_COLORS = [
-    *((-1.0, "#1b2a9c"), (-(1 + _LIMIT) / 2, "#1f7fd1"), (-_LIMIT, "#3ecfae"), (-_LIMIT, "#8a94a3b0")),
-    (0.0, "#8a94a300"),
-    *((_LIMIT, "#8a94a3b0"), (_LIMIT, "#ffcf33"), ((1 + _LIMIT) / 2, "#ef6c1a"), (1.0, "#b3122b")),
-]
+# Errors from this power of ten of what is allowed up to the largest one differ in colour.
+_LEAST = -2.0
+# From what is allowed on, where the gradient is too large and where it is too small: the eyes of all tell them apart.
+_LARGE, _SMALL = ("#ffcf33", "#ef6c1a", "#b3122b"), ("#a9dcff", "#1f7fd1", "#1b2a9c")
 _NOT_FINITE = "#d633c8"
 
 
@@ -32,14 +26,14 @@ def drawn(picture: ErrorMap, name: str) -> str:
     `name`, one word, is the prefix of the ids in it: it must be unique in a page.
     """
     errors = np.ma.masked_invalid(np.asarray(picture.errors, np.float64))
-    rows = errors.shape[0]
+    rows, most = errors.shape[0], float(np.log10(np.abs(errors.filled(0.0)).max(initial=10.0)))
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        image = _show_errors(axes, errors, picture)
+        image = _show_errors(axes, errors, picture, most)
         _show_shards(axes, errors.shape[1], picture)
         _show_targets(axes, errors.shape, picture)
-        _show_scale(figure, axes, image)
+        _show_scale(figure, axes, image, most)
         figure.suptitle("Error of the gradient, in units of what is allowed", fontsize=11)
         if axes.get_legend_handles_labels()[0]:
             figure.legend(loc="outside lower left", ncols=2, frameon=False)
@@ -47,11 +41,16 @@ def drawn(picture: ErrorMap, name: str) -> str:
     return svg_element(draw, 10, 2.1 + min(max(0.18 * rows, 0.6), 4.5), name)
 
 
-def _show_errors(axes: Any, errors: Any, picture: ErrorMap) -> Any:
-    stops = [((place + 1) / 2, color) for place, color in _COLORS]
+def _show_errors(axes: Any, errors: Any, picture: ErrorMap, most: float) -> Any:
+    limit = _LEAST / (_LEAST - most)  # the place of the largest error that passes
+    places = (limit, (1 + limit) / 2, 1.0)
+    # Fully transparent without an error, on dark and light pages; grey up to what is allowed.
+    allowed = [((1 - limit) / 2, "#8a94a3b0"), (0.5, "#8a94a300"), ((1 + limit) / 2, "#8a94a3b0")]
+    small = [((1 - place) / 2, color) for place, color in zip(places, _SMALL, strict=True)]
+    stops = [*small[::-1], *allowed, *(((1 + place) / 2, color) for place, color in zip(places, _LARGE, strict=True))]
     colors = LinearSegmentedColormap.from_list("error", stops, N=1024).with_extremes(bad=_NOT_FINITE)
     image = axes.imshow(
-        _place(errors),
+        _place(errors, most),
         cmap=colors,
         vmin=-1.0,
         vmax=1.0,
@@ -66,10 +65,10 @@ def _show_errors(axes: Any, errors: Any, picture: ErrorMap) -> Any:
     return image
 
 
-def _place(errors: Any) -> Any:
+def _place(errors: Any, most: float) -> Any:
     """Return the place of errors in the scale of colours, from -1 to 1."""
-    size = np.ma.clip(np.ma.abs(errors), 10.0**_LEAST, 10.0**_MOST)
-    return np.ma.masked_array(np.sign(errors)) * (np.ma.log10(size) - _LEAST) / (_MOST - _LEAST)
+    size = np.ma.clip(np.ma.abs(errors), 10.0**_LEAST, 10.0**most)
+    return np.ma.masked_array(np.sign(errors)) * (np.ma.log10(size) - _LEAST) / (most - _LEAST)
 
 
 def _show_shards(axes: Any, columns: int, picture: ErrorMap) -> None:
@@ -98,10 +97,10 @@ def _show_targets(axes: Any, blocks: tuple[int, ...], picture: ErrorMap) -> None
     )
 
 
-def _show_scale(figure: Any, axes: Any, image: Any) -> None:
+def _show_scale(figure: Any, axes: Any, image: Any, most: float) -> None:
     bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03)
-    powers = [10.0**power for power in range(0, _MOST + 1, 2)]
+    powers = [1.0, *[10.0 ** round(most / 2)] * (most >= 2), 10.0**most]
     ticks = [*(-tick for tick in reversed(powers)), 0.0, *powers]
-    bar.set_ticks(_place(np.ma.masked_array(ticks)), labels=[f"{tick:g}" for tick in ticks])
+    bar.set_ticks(_place(np.ma.masked_array(ticks), most), labels=[f"{tick:.2g}" for tick in ticks])
     bar.minorticks_off()
     bar.set_label("error / allowed")

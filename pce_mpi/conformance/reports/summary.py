@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import replace
 import math
 
-from pce_mpi.conformance.offers import Offer
+from pce_mpi.conformance.cases import About
+from pce_mpi.conformance.catalogue import catalogue
+from pce_mpi.conformance.fitting import unmet_need
+from pce_mpi.conformance.kinds import KINDS
+from pce_mpi.conformance.offers import EVERYTHING, Offer
 from pce_mpi.conformance.outcomes import Accuracy, Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.reports.tables import Cell
 from pce_mpi.conformance.terms import Gradient
@@ -28,7 +32,19 @@ _GRADIENT = {
     Gradient.VALUE: "the loss and its gradient",
     Gradient.BACKWARD: "the loss and a backward function",
 }
-_SHARDS = {"equal": "of equal length", "chunks": "as torch.chunk makes them", "any": "of any lengths"}
+_SHARDS = {
+    "equal": "of equal length",
+    "array_split": "as numpy.array_split makes them",
+    "chunks": "as torch.chunk makes them",
+    "any": "of any lengths",
+}
+_TARGETS = {
+    (True, True): "index or probability targets",
+    (True, False): "index targets",
+    (False, True): "probability targets",
+}
+_HARM = list(About)
+_DECLARED = ("dtypes", "options", "reductions", "probabilities", "dims", "any_axis", "shards", "batch_comm")
 
 
 def headline(report: Report) -> str:
@@ -57,71 +73,75 @@ def facts(report: Report) -> dict[str, str]:
     }
 
 
-def verdict_rows(report: Report) -> list[list[Cell]]:
-    """Return the table of the number of cases by verdict, of each family in which a case failed and of all."""
-    found: dict[str, Counter[Verdict]] = {}
-    for outcome in report.outcomes:
-        found.setdefault(outcome.family, Counter())[outcome.verdict] += 1
-    failing = {outcome.family for outcome in report.failed}
-    shown = [verdict for verdict in Verdict if report.counts[verdict] or verdict in (Verdict.PASS, Verdict.FAIL)]
-    rows: list[list[Cell]] = [
-        [name, *(counts[verdict] or None for verdict in shown)] for name, counts in found.items() if name in failing
-    ]
-    head: list[Cell] = ["cases", *shown]
-    return [head, *rows, ["all", *(report.counts[verdict] for verdict in shown)]]
-
-
 def title(outcome: Outcome, report: Report) -> str:
     """Return the name of the case, with the number of ranks if the report has several."""
     return outcome.case + f" on {_counted(outcome.ranks, 'rank')}" * (len(report.ranks) > 1)
 
 
-def by_cause(report: Report) -> list[tuple[str, list[Outcome]]]:
-    """Return causes and the failures of each, the most frequent first; causes that differ only in numbers are one."""
-    groups: dict[str, tuple[str, list[Outcome]]] = {}
+def by_cause(report: Report) -> list[list[Outcome]]:
+    """Return the failures of each cause; causes that differ only in numbers are one.
+
+    The most harmful come first, by the most harmful case, then the most frequent.
+    """
+    groups: dict[str, list[Outcome]] = {}
     for outcome in report.failed:
-        text, likeness = _cause(outcome)
-        groups.setdefault(likeness, (text, []))[1].append(outcome)
-    return sorted(groups.values(), key=lambda group: -len(group[1]))
+        groups.setdefault(_likeness(outcome), []).append(outcome)
+    return sorted(groups.values(), key=lambda failed: (_HARM.index(about(failed)), -len(failed)))
 
 
-def cause_rows(report: Report) -> list[list[Cell]]:
-    """Return the table of causes, with their number of cases and names; no rows if fewer than two cases failed."""
-    rows: list[list[Cell]] = [
-        [text, len(failed), ", ".join(title(each, report) for each in failed)] for text, failed in by_cause(report)
-    ]
-    return [["what is wrong", "cases", "in"], *rows] if len(report.failed) > 1 else []
+def about(failed: list[Outcome]) -> str:
+    """Return what the most harmful of these cases is about."""
+    return min((outcome.about for outcome in failed), key=_HARM.index)
 
 
-def _cause(outcome: Outcome) -> tuple[str, str]:
-    """Return the cause in one case, and its likeness to compare with other cases."""
+def by_harm(report: Report) -> list[tuple[bool, list[list[Outcome]]]]:
+    """Return the failures of each cause, apart, as True says, those of contracts alone."""
+    both: tuple[list[list[Outcome]], list[list[Outcome]]] = [], []
+    for failed in by_cause(report):
+        both[about(failed) == About.CONTRACT].append(failed)
+    return [(bool(fold), groups) for fold, groups in enumerate(both) if groups]
+
+
+def _likeness(outcome: Outcome) -> str:
+    """Return the cause in one case without its numbers; its family where only numbers are known."""
     if not outcome.findings:
-        text = problem(outcome)
-        return text, text
+        return problem(outcome)
     first = outcome.findings[0]
     if outcome.verdict is Verdict.FAIL and not first.cause:
-        text = f"{first.kind} in {outcome.family}: by numbers only, no known fault gives them"
-    else:
-        text = in_a_line(outcome.fault)
-    if outcome.verdict is not Verdict.FAIL:
-        text = f"{outcome.verdict}: {text}"
-    return text, Finding(first.kind, text).likeness
+        return f"{first.kind} in {outcome.family}"
+    return f"{outcome.verdict}: {Finding(first.kind, outcome.fault).likeness}"
 
 
 def hint(report: Report) -> str:
     """Say how to get more cases; '' if the candidate declares more than its signature."""
     offer, plain = report.offer, Offer()
     declared = (offer.dtypes, offer.dims, offer.probabilities) != (plain.dtypes, plain.dims, plain.probabilities)
-    if declared or not report.counts[Verdict.NOT_OFFERED]:
+    if declared or not (most := _declarations(report)):
         return ""
-    lacking = Counter(outcome.note for outcome in report.outcomes if outcome.verdict is Verdict.NOT_OFFERED)
-    most = ", ".join(f"{what} in {number}" for what, number in lacking.most_common(4))
     return (
-        f"{_counted(report.counts[Verdict.NOT_OFFERED], 'case')} were left out, as the offer has no more than a "
-        f"signature tells ({most}). Declare what else the candidate supports, as in "
-        '@offers(dtypes=("float32", "bfloat16"), dims=(2, 3)); the rest stays as it is. '
+        f"{_counted(report.counts[Verdict.NOT_OFFERED], 'case')} were left out, as the offer has no more than the "
+        f"signature tells, where {', '.join(offer.options) or 'no option'} can be read. These declarations open most "
+        f"cases, as far as they are true: {'; '.join(most)}. The rest stays as it is. "
         "help(pce_mpi.conformance.offers) has all that can be declared."
     )
+
+
+def _declarations(report: Report) -> list[str]:
+    """Return the three declarations that open most cases, each after those before it, with the number of cases."""
+    offer, found = report.offer, list[str]()
+    whole = replace(EVERYTHING, kind=offer.kind, options=KINDS[offer.kind].options)
+    left = {outcome.case for outcome in report.outcomes if outcome.verdict is Verdict.NOT_OFFERED}
+    cases = [case for case in catalogue(EVERYTHING) if case.name in left]
+    for _ in range(3):
+        more = {name: replace(offer, **{name: getattr(whole, name)}) for name in _DECLARED}
+        opened = {name: [c for c in cases if unmet_need(more[name], c.needs, c.dtype) is None] for name in _DECLARED}
+        best = max(_DECLARED, key=lambda name: len(opened[name]))
+        if not opened[best]:
+            break
+        offer, cases = more[best], [case for case in cases if case not in opened[best]]
+        value = str(getattr(offer, best)).replace("'", '"') if best != "shards" else f'"{offer.shards}"'
+        found.append(f"{best}={value} ({len(opened[best])})")
+    return found
 
 
 def extreme_rows(report: Report) -> list[list[Cell]]:
@@ -197,7 +217,9 @@ def _offered(offer: Offer) -> str:
             ", ".join(offer.dtypes),
             "options " + (", ".join(offer.options) or "none"),
             "reductions " + ", ".join(offer.reductions),
-            "index or probability targets" if offer.probabilities else "index targets",
+            _TARGETS[offer.class_numbers, offer.probabilities]
+            if "targets" in KINDS[offer.kind].arrays
+            else "no targets",
             ", ".join(f"{dims}-D" for dims in offer.dims) + " logits",
             "any class axis" if offer.any_axis else "classes last",
             f"shards {_SHARDS[offer.shards]}",

@@ -1,4 +1,4 @@
-"""A report as plain text: the settings, the table of verdicts, each cause of failures, and the largest errors."""
+"""A report as plain text: the settings, the largest errors, and each cause of failures."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ def _parts(report: Report) -> Iterator[str]:
     given = summary.facts(report)
     width = max(map(len, given))
     yield "\n".join(_wrapped(f"{name:{width}}  ", value) for name, value in given.items())
-    yield table(summary.verdict_rows(report))
     if rows := summary.extreme_rows(report):
         yield "Largest errors in ulps (help(pce_mpi.conformance.judging) says of what); sums may err by log2(rows) more"
         yield table(rows)
-    for _, failed in summary.by_cause(report):
+    for failed in summary.by_cause(report):
         yield "\n".join(_failures(failed, report))
     if more := summary.hint(report):
         yield _wrapped("", more)

@@ -79,7 +79,7 @@ class VocabParallel:
             # A sum of masks of -3e38 would overflow.
             smooth = s.log_sum - self.over_ranks(s, (s.shifted / np.float32(s.num_classes)).sum(axis=-1))
             loss = np.float32(1.0 - s.label_smoothing) * loss + np.float32(s.label_smoothing) * smooth
-        return loss + np.float32(s.z_loss) * (s.top + s.log_sum) ** 2
+        return loss + np.float32(s.z_loss) * (s.top + s.log_sum) ** 2 if s.z_loss else loss
 
     def reduce(self, s):
         return s.row_loss.reshape(s.targets.shape)
@@ -88,7 +88,8 @@ class VocabParallel:
         """The gradient of each row's loss."""
         s.smooth = np.float32(s.label_smoothing / s.num_classes)
         target = np.float32(1.0 - s.label_smoothing) * s.one + s.smooth
-        return s.p * (1.0 + 2.0 * np.float32(s.z_loss) * (s.top + s.log_sum))[:, None] - target
+        more = 2.0 * np.float32(s.z_loss) * (s.top + s.log_sum) if s.z_loss else np.zeros_like(s.log_sum)
+        return s.p * (1.0 + more)[:, None] - target
 
     def backward(self, s, dloss):
         upstream = np.broadcast_to(dloss.reshape(-1), s.rows)
