@@ -27,8 +27,11 @@ INLINED Twin operator+(double x, Twin y) { return {x + y.a, x + y.b}; }
 INLINED Twin operator*(double x, Twin y) { return {x * y.a, x * y.b}; }
 PCE_DEFINE_POLYNOMIAL(INLINED, Twin)
 
-// The function z of a logit: the logit itself, the logit times a scale, this in float64, or with a softcap.
-enum Way { PLAIN, SCALED, SCALED_IN_DOUBLE, CAPPED };
+// The function z of a logit: the logit itself, the logit times a scale, this in float64, or with a softcap. In float32
+// the last two are REDUCED by a loop of their own: n, and z - n log 2 in place of the logit.
+enum Way { PLAIN, SCALED, SCALED_IN_DOUBLE, CAPPED, REDUCED };
+
+constexpr bool is_direct(Way way) { return way == PLAIN || way == SCALED; }
 
 // n + MAGIC_BITS, and z - n log 2.
 INLINED Doubles exponent_and_rest(Doubles z, Longs &biased) {
@@ -79,25 +82,96 @@ INLINED Doubles transformed(Doubles x, const Transform &transform, Doubles &low,
     return z;
 }
 
+// z of a softcap by an approximation for |y| <= 1, with an error below |z| 2^-46: y times a polynomial of y^2.
+INLINED Doubles near_capped(Doubles x, const Transform &transform) {
+    constexpr double FACTORS[] = {0x1.ffffffffffff1p-1, -0x1.5555555552851p-2, 0x1.1111110fa1769p-3,
+                                  -0x1.ba1ba125ae1fap-5, 0x1.664f38cc44f3bp-6, -0x1.226d34cb9f78fp-7,
+                                  0x1.d6be73df2922dp-9, -0x1.7d07485ca9072p-10, 0x1.3231a817e2f1bp-11,
+                                  -0x1.de0dffec9bd96p-13, 0x1.5721b535f762bp-14, -0x1.98cb7afdba537p-16,
+                                  0x1.563125ac0b575p-18, -0x1.211c7373454bbp-21};
+    constexpr int COUNT = 14;
+    double ratio = transform.scale / transform.softcap, factor = transform.scale, of_logit[COUNT];
+    for (int k = 0; k < COUNT; k++, factor *= ratio * ratio) of_logit[k] = factor * FACTORS[k];
+    Doubles square = x * x, sums[COUNT / 2];
+    for (int k = 0; k < 7; k++) sums[k] = add_product(square, doubles(of_logit[2 * k + 1]), doubles(of_logit[2 * k]));
+    square *= square;
+    for (int k = 0; k < 3; k++) sums[k] = add_product(square, sums[2 * k + 1], sums[2 * k]);
+    square *= square;
+    return x * add_product(square * square, add_product(square, sums[6], sums[2]), add_product(square, sums[1], sums[0]));
+}
+
+// n + MAGIC_BITS, and z - n log 2 rounded to float32.
+template <Way way>
+INLINED void reduce(Floats x, const Transform &transform, Ints &n, Floats &rest, Doubles slopes[2]) {
+    Longs wide[2];
+    Doubles f[2];
+    widen(x, f);
+    for (int k = 0; k < 2; k++) {
+        Doubles low, z = transformed<way>(f[k], transform, low, way == CAPPED ? slopes + k : nullptr);
+        f[k] = exponent_and_rest(z, wide[k]);
+        if (way != CAPPED) f[k] += low;
+    }
+    static_assert(int32_t(MAGIC_BITS) == 0);
+    n = lower_words(wide);
+    rest = narrow(f);
+}
+
+// The same of a softcap by an approximation of z. Returns whether n and the rest are surely those of the exact way; the
+// error of slopes is below 2^-42 of them.
+INLINED bool reduce_near(Floats x, const Transform &transform, Ints &n, Floats &rest, Doubles slopes[2]) {
+    constexpr float BORDER = 0.346573f;  // of n: log 2 / 2 less 6e-7
+    const float far = float(transform.softcap / transform.scale);
+    const Doubles inverse = doubles(1.0 / transform.softcap);
+    Longs wide[2];
+    Doubles most[2], least[2], logit[2];
+    widen(x, logit);
+    for (int k = 0; k < 2; k++) {
+        Doubles z = near_capped(logit[k], transform), tanh = z * inverse;
+        Doubles shifted = add_product(z, doubles(LOG2E), doubles(MAGIC)), whole = shifted - MAGIC;
+        Doubles f = add_product(whole, doubles(-LO), add_product(whole, doubles(-HI), z));
+        wide[k] = (Longs)shifted;
+        most[k] = add_product(z, doubles(0x1p-45), f);
+        least[k] = add_product(z, doubles(-0x1p-45), f);
+        slopes[k] = add_product(tanh, -tanh, doubles(1.0));
+    }
+    rest = narrow(most);
+    n = lower_words(wide);
+    Floats size = (Floats)((Ints)rest & INT32_MAX), logit_size = (Floats)((Ints)x & INT32_MAX);
+    return !any_less(ints(-1), (rest == narrow(least)) & (size < BORDER) & (logit_size < far));
+}
+
+// Some logits reduced, and the slopes of a softcap. A loop that does one thing is short, and a processor works on many
+// of its vectors at a time.
+enum { BLOCK = 1024 };
+struct Reduced {
+    float rest[BLOCK];
+    int32_t n[BLOCK];
+};
+
+template <Way way, bool with_slopes, class T>
+static void reduce(Reduced &result, const T *x, long count, float lowest, const Transform transform, double *slopes_of) {
+    constexpr int32_t NOTHING = -(1 << 24);  // n of a masked class
+    for (long i = 0; i < count; i += LANES) {
+        Floats v = load_up_to(x + i, count - i), rest;
+        Ints counts = v > lowest, n;
+        Doubles slopes[2] = {};
+        v = counts ? v : floats(way == CAPPED ? 0.0f : lowest);
+        if (way != CAPPED || !reduce_near(v, transform, n, rest, slopes)) reduce<way>(v, transform, n, rest, slopes);
+        store(result.rest + i, rest);
+        store_bytes(result.n + i, way == CAPPED ? (counts ? n : ints(NOTHING)) : n);
+        for (int k = 0; with_slopes && k < 2; k++) store(slopes_of + i + k * LANES / 2, slopes[k]);
+    }
+}
+
 // What `parts` of float32 adds to n.
 template <Way way> constexpr int32_t BIAS = way == PLAIN || way == SCALED ? MAGIC32_BITS : 0;
 
 // n + BIAS, and t. In the ways of float32 x may be any number below 2^22, -inf too: then n is far below that of
 // others, modulo 2^32, and t is any number.
-template <Way way>
-INLINED void parts(Floats x, const Transform &transform, Ints &biased, Floats &t, Doubles *slopes = nullptr) {
-    if (way == SCALED_IN_DOUBLE || way == CAPPED) {
-        Longs wide[2];
-        Doubles f[2];
-        widen(x, f);
-        for (int k = 0; k < 2; k++) {
-            Doubles low, z = transformed<way>(f[k], transform, low, slopes ? slopes + k : nullptr);
-            f[k] = exponent_and_rest(z, wide[k]);
-            if (way != CAPPED) f[k] += low;
-        }
-        static_assert(int32_t(MAGIC_BITS) == 0);
-        biased = lower_words(wide);
-        t = polynomial(narrow(f));
+template <Way way> INLINED void parts(Floats x, const int32_t *n, const Transform &transform, Ints &biased, Floats &t) {
+    if (way == REDUCED) {
+        biased = load_bytes<Ints>(n);
+        t = polynomial(x);
         return;
     }
     float scale = way == SCALED ? float(transform.scale) : 1.0f;
@@ -164,26 +238,26 @@ static inline uint64_t sum_of(Words v) {
 // Sums of neighbouring lanes.
 INLINED Words pairs_of(Unsigned v) { return ((Words)v & 0xffffffff) + ((Words)v >> 32); }
 
-// Add exponentials to a sum whose grid is at least theirs; logits below `lowest` add nothing.
+// Add exponentials to a sum whose grid is at least theirs; logits below `lowest` add nothing. `each` takes places, n +
+// BIAS, and 1 + t in fixed point.
 //
 // An exponential is fixed 2^shift, cut to a whole number, in two words of 32 bits, `low` and `high`: a shift by less
 // than 0 or more than 31 gives 0. Of each word the bits above a digit's border are summed apart. What is below them has
 // a sum that fits a word, and is the sum of all bits less those above, modulo 2^32.
-template <Way way, class T>
-static void add_exponentials(Sum &sum, const T *x, long count, float lowest, const Transform &transform) {
+template <Way way, class T, class Each>
+static void add_exponentials(Sum &sum, const T *x, const int32_t *reduced, long count, const Transform transform,
+                             Each each) {
     constexpr int WIDTH = Single::WIDTH, ABOVE = 2 * WIDTH - 32;
     static_assert(uint64_t(CHUNK / LANES) << WIDTH <= uint64_t(1) << 32);
     const Ints unit = ints(BIAS<way> + int32_t(WIDTH * (sum.grid - 2)) + Single::POINT), next = unit + 32;
     Unsigned lows = {}, low_tops = {}, highs = {}, high_tops = {};
     for (long i = 0; i < count; i += LANES) {
         __builtin_prefetch(x + i + CHUNK, 0, 2);
-        Floats v = load_up_to(x + i, count - i), counted = v, t;
-        if (way == SCALED_IN_DOUBLE) counted = v > lowest ? v : floats(lowest);
-        if (way == CAPPED) counted = v > lowest ? v : Floats{};
+        Floats t;
         Ints n;
-        parts<way>(counted, transform, n, t);
-        if (way == CAPPED) n = v > lowest ? n : unit - 64;
+        parts<way>(load_up_to(x + i, count - i), reduced + i, transform, n, t);
         Unsigned fixed = fixed_point(t);
+        each(i, n, fixed);
         Unsigned low = shift_left(fixed, n - unit) | shift_right(fixed, unit - n), high = shift_right(fixed, next - n);
         lows += low;
         low_tops += low >> WIDTH;
@@ -208,8 +282,9 @@ INLINED void load_pair(const double *x, long count, double lowest, Doubles v[2],
     }
 }
 
-template <Way way>
-static void add_exponentials(Sum &sum, const double *x, long count, double lowest, const Transform &transform) {
+template <Way way, class Each>
+static void add_exponentials(Sum &sum, const double *x, long count, double lowest, const Transform transform,
+                             Each each) {
     constexpr int WIDTH = Double::WIDTH, POINT = Double::POINT;
     Longs unit = longs(WIDTH * (sum.grid - 2) + POINT + MAGIC_BITS);
     Words first = {}, second = {}, third = {}, above = {};
@@ -228,6 +303,7 @@ static void add_exponentials(Sum &sum, const double *x, long count, double lowes
             second += low >> WIDTH;
             above += high;
             third += high >> (2 * WIDTH - 64);
+            each(i + k * LANES / 2, n[k], fixed);
         }
     }
     sum.limbs[0] += sum_of(first);
@@ -251,28 +327,24 @@ INLINED void write_vectors(To *out, long count, bool past_cache, Gradient gradie
     for (; i < count; i += LANES) store_up_to(out + i, gradient(i, count - i), count - i);
 }
 
-// The gradient of the logits that are near 0, without class weights and the slope of a softcap. The slope is written to
-// `slopes`, which have room for a whole vector more.
+// The gradient of the logits that are near 0, without class weights and the slope of a softcap.
 template <Way way, class T, class To>
-static void write_near(const T *x, To *out, long count, const RowFactor &row, float lowest, const Transform &transform,
-                       double *slopes, bool past_cache) {
-    constexpr bool direct = way == PLAIN || way == SCALED;
+static void write_near(const T *x, const int32_t *reduced, To *out, long count, const RowFactor &row, float lowest,
+                       const Transform transform, bool past_cache) {
+    constexpr bool direct = way != REDUCED;
     const Floats high = floats(row.high), low = floats(row.low);
     // From `least` on a gradient is normal, and an addition to its exponent multiplies it, unless it is 0. In the ways
     // of float32 n is compared as the float32 that it comes from, as logits may be far below.
     const Ints exponent = ints(int32_t(row.exponent) - BIAS<way>), normal = ints(-125) - exponent;
     const Ints least = row.high != 0.0f ? normal : ints(direct ? 0x7f800000 : INT32_MAX);
     write_vectors(out, count, past_cache && direct, [&](long i, long some) __attribute__((always_inline)) {
-        Floats v = load_up_to(x + i, some), above = v > lowest ? v : floats(way == CAPPED ? 0.0f : lowest), t;
+        Floats v = load_up_to(x + i, some), t;
         Ints n;
-        Doubles slope[2];
-        parts<way>(direct ? v : above, transform, n, t, slope);
-        if (way == CAPPED)
-            for (int k = 0; k < 2; k++) store(slopes + i + k * LANES / 2, slope[k]);
+        parts<way>(v, reduced + i, transform, n, t);
         Floats value = high + fma(high, t, low);
         if (direct ? any_less((Floats)n, (Floats)least) : any_less(n, least)) {
             if (direct) {
-                parts<way>(above, transform, n, t);
+                parts<way>(v > lowest ? v : floats(lowest), reduced + i, transform, n, t);
                 value = high + fma(high, t, low);
             }
             Ints sum = n + exponent, near = sum > -125 ? sum : ints(-125);
@@ -281,13 +353,13 @@ static void write_near(const T *x, To *out, long count, const RowFactor &row, fl
         } else {
             value = (Floats)((Ints)value + ((n + exponent) << 23));
         }
-        return way == CAPPED ? (v > lowest ? value : floats(0.0f * row.high)) : value;
+        return value;
     });
 }
 
 template <Way way>
 static void write_near(const double *x, double *out, long count, const RowFactor &row, double lowest,
-                       const Transform &transform, double *slopes, bool) {
+                       const Transform transform, double *slopes) {
     const Longs exponent = longs(row.exponent - MAGIC_BITS), normal = longs(MAGIC_BITS - 1000 - row.exponent);
     const Doubles m = doubles(row.m);
     for (long i = 0; i < count; i += LANES) {
@@ -314,27 +386,23 @@ static void write_near(const double *x, double *out, long count, const RowFactor
 
 // Sums in digits of WIDE bits
 
-// Some terms of a sum, each a few parts times 2^exponent, the first part the largest; unused lanes have none.
-enum { TERMS = 512, PARTS = 5 };
-struct Terms {
-    int parts;
-    double part[PARTS][TERMS];
-    int64_t exponent[TERMS];
-    bool scaled;  // there are exponents
-};
-
-static inline Longs biased_exponent(Doubles v) { return (Longs)v >> 52 & 0x7ff; }
-
-// Sums of the digits of numbers below 2^WIDE, cut to a whole number after the third: whole numbers as float64.
+// Sums of numbers in units of a grid, each number in digits and cut to a whole number after the third: whole numbers as
+// float64, of at most CHUNK numbers.
 struct WideTotal {
+    static constexpr double BASE = double(int64_t(1) << WIDE);
     Doubles first = {}, second = {}, third = {};
+    Longs largest = {};  // as bits, the sign aside
 
     __attribute__((always_inline)) void add(Doubles v) {
-        constexpr double BASE = double(int64_t(1) << WIDE);
+        Longs size = (Longs)v & INT64_MAX;
+        largest = size > largest ? size : largest;
         Doubles digit = whole(v);
         third += digit;
-        v = (v - digit) * BASE;
-        digit = whole(v);
+        add_below_one((v - digit) * BASE);
+    }
+    // A number below 1, times BASE.
+    __attribute__((always_inline)) void add_below_one(Doubles v) {
+        Doubles digit = whole(v);
         second += digit;
         first += whole((v - digit) * BASE);
     }
@@ -355,58 +423,44 @@ struct WideTotal {
     }
 };
 
-// Add terms to a sum. Returns false, with nothing added, for numbers so large or small that they need the scalar way.
-// `lowest`: the lowest grid on which no subnormal part counts.
-static bool add_terms(Sum &sum, const Terms &terms, long count, int64_t lowest) {
-    constexpr int lanes = LANES / 2;
-    constexpr int64_t NOTHING = INT64_MIN / 2;
-    Longs most = longs(NOTHING), largest = Longs{};
-    for (long i = 0; i < count; i += lanes) {
-        Longs e = biased_exponent(load(terms.part[0] + i));
-        largest = e > largest ? e : largest;
-        Longs size = terms.scaled ? e + load_bytes<Longs>(terms.exponent + i) : e;
-        size = e == 0 ? longs(NOTHING) : size;
-        most = size > most ? size : most;
-    }
-    int64_t top = NOTHING;
-    for (int lane = 0; lane < lanes; lane++) {
-        if (largest[lane] > 2000) return false;
-        if (most[lane] > top) top = most[lane];
-    }
-    if (top == NOTHING) {
-        for (long i = 0; i < count; i++)
-            if (terms.part[0][i] != 0.0) return false;
+// Add to a sum what `fill` adds to a total in units of a grid; first on the grid `guess`, and again if the sum is on
+// another one after it. Returns false, with nothing added, if `fill` does, and for numbers so large or small that they
+// need the scalar way. `lowest`: the lowest grid on which no subnormal part counts.
+template <class Fill> static bool add_total(Sum &sum, int64_t guess, int64_t lowest, Fill fill) {
+    for (int64_t grid = guess;; grid = sum.grid) {
+        WideTotal total;
+        if (!fill(grid, total)) return false;
+        int64_t top = 0;
+        for (int lane = 0; lane < LANES / 2; lane++)
+            if (total.largest[lane] > top) top = total.largest[lane];
+        if (top == 0) return true;
+        int64_t exponent = top >> 52, needed = grid + floor_div(exponent - 1023, WIDE);
+        if (exponent > 2000 || (needed < lowest && sum.grid < lowest)) return false;
+        sum.raise(needed);
+        if (sum.grid != grid) continue;
+        total.add_to(sum.limbs);
         return true;
     }
-    int64_t grid = floor_div(top - 1023, WIDE);
-    if (grid < lowest && sum.grid < lowest) return false;
-    sum.raise(grid);
-    const Longs unit = longs(WIDE * sum.grid);
-    Doubles scale = power(-unit);
-    WideTotal total;
-    for (long i = 0; i < count; i += lanes) {
-        if (terms.scaled) {
-            Longs n = load_bytes<Longs>(terms.exponent + i) - unit;
-            n = n > -1022 ? n : longs(-1022);  // smaller numbers are cut off
-            scale = power(n < 1023 ? n : longs(1023));
-        }
-        for (int part = 0; part < terms.parts; part++) total.add(load(terms.part[part] + i) * scale);
-    }
-    total.add_to(sum.limbs);
-    return true;
 }
+
+// The same of numbers without exponents of their own.
+template <class Fill> static bool add_total(Sum &sum, Fill fill) {
+    constexpr int64_t LOWEST = -20, HIGHEST = 28;
+    if (sum.grid > HIGHEST) return false;
+    return add_total(sum, sum.grid < LOWEST ? 0 : sum.grid, LOWEST, [&](int64_t grid, WideTotal &total) {
+        return fill(power(-WIDE * grid), total);
+    });
+}
+
+enum { TERMS = 512 };
 
 // Add at most TERMS numbers to a sum of whole numbers and two digits after them, each digit in two halves, which are
 // integers of float32. Returns false, with nothing added, if a number is not below 2^22 or the sum is on another grid.
 template <class T> static bool add_numbers(Sum &sum, const T *x, long count) {
     constexpr int HALF = WIDE / 2;
-    auto load_or_zeros = [&](long i) {
-        typename Stored<T>::Vector zeros{};
-        return count - i >= LANES ? load(x + i) : widened(load_bytes_of(x + i, count - i, zeros), x);
-    };
     Ints most = {};
     for (long i = 0; i < count; i += LANES) {
-        Ints size = (Ints)load_or_zeros(i) & INT32_MAX;
+        Ints size = (Ints)load_or_zeros(x + i, count - i) & INT32_MAX;
         most = size > most ? size : most;
     }
     if (!any_less(Ints{}, most)) return true;
@@ -415,7 +469,7 @@ template <class T> static bool add_numbers(Sum &sum, const T *x, long count) {
     if (sum.grid != 0) return false;
     Ints whole_numbers = {}, digits[4] = {};
     for (long i = 0; i < count; i += LANES) {
-        Floats rest = load_or_zeros(i);
+        Floats rest = load_or_zeros(x + i, count - i);
         auto take = [&](Ints &total) __attribute__((always_inline)) {
             Ints digit = __builtin_convertvector(rest, Ints);
             total += digit;
@@ -449,125 +503,135 @@ static inline Doubles product_and_rest(Doubles a, Doubles b, Doubles &rest) {
     return p;
 }
 
-// Fill terms exp(z) z of at most TERMS logits. Returns false if one is neither masked nor near 0.
+// Fill a total with exp(z) z, from n, with a bias, and 1 + t in fixed point. Returns false if a logit is neither masked
+// nor near 0.
 template <Way way, class T>
-static bool fill_entropies(Terms &terms, const T *x, long count, float lowest, const Transform &transform) {
-    constexpr Way IN_DOUBLE = way == SCALED ? SCALED_IN_DOUBLE : way;
-    terms.parts = way == PLAIN ? 2 : 3;
-    terms.scaled = true;
+static bool fill_entropies(WideTotal &result, int64_t grid, const T *x, const uint32_t *n_of, const uint32_t *fixed,
+                           int32_t bias, long count, float lowest, const Transform transform) {
+    const Ints unit = ints(bias + Single::POINT + int32_t(WIDE * grid));
     Ints strange = Ints{};
+    WideTotal total;
     for (long i = 0; i < count; i += LANES) {
         Floats v = load_up_to(x + i, count - i);
-        Ints masked = v == -__builtin_inff(), n;
+        Ints masked = v == -__builtin_inff(), n = load_bytes<Ints>(n_of + i) - unit;
         strange |= ~(masked | (v >= lowest));
         v = masked ? Floats{} : v;
-        Floats t;
-        parts<way>(v, transform, n, t);
-        Ints fixed = masked ? Ints{} : (Ints)fixed_point(t);
-        Longs n_of[2], fixed_of[2];
-        widen(n - (BIAS<way> + Single::POINT), n_of);
-        widen(fixed, fixed_of);
+        n = n > -1022 ? n : ints(-1022);  // smaller numbers are cut off
+        n = n < 1023 ? n : ints(1023);
+        Longs exponent[2], factor[2];
         Doubles wide[2];
+        widen(n, exponent);
+        widen(masked ? Ints{} : load_bytes<Ints>(fixed + i), factor);
         widen(v, wide);
-        for (int half = 0; half < 2; half++) {
-            Doubles low, rest, factor = __builtin_convertvector(fixed_of[half], Doubles);
-            Doubles z = transformed<IN_DOUBLE>(wide[half], transform, low);
-            long at = i + half * LANES / 2;
-            store(terms.part[0] + at, product_and_rest(factor, z, rest));
-            store(terms.part[1] + at, rest);
-            if (way != PLAIN) store(terms.part[2] + at, factor * low);
-            store_bytes(terms.exponent + at, n_of[half]);
+        for (int k = 0; k < 2; k++) {
+            Doubles low, rest, number = __builtin_convertvector(factor[k], Doubles), scale = power(exponent[k]);
+            Doubles z = transformed<way>(wide[k], transform, low);
+            total.add(product_and_rest(number, z * scale, rest));
+            total.add_below_one(rest * WideTotal::BASE);
+            if (way == SCALED_IN_DOUBLE) total.add_below_one(number * low * scale * WideTotal::BASE);
         }
     }
+    result = total;
     return !any_less(strange, Ints{});
 }
 
 template <Way way>
-static bool fill_entropies(Terms &terms, const double *x, long count, double lowest, const Transform &transform) {
-    terms.parts = way == PLAIN ? 4 : 5;
-    terms.scaled = true;
+static bool fill_entropies(WideTotal &result, int64_t grid, const double *x, const uint64_t *n_of, const uint64_t *fixed,
+                           int32_t, long count, double lowest, const Transform transform) {
+    const Longs unit = longs(MAGIC_BITS + Double::POINT + WIDE * grid);
     Longs strange = Longs{};
-    for (long i = 0; i < count; i += LANES) {
-        Doubles v[2] = {load_up_to(x + i, count - i), load_up_to(x + i + LANES / 2, count - i - LANES / 2)}, t[2];
-        Longs n[2], masked[2];
-        for (int k = 0; k < 2; k++) {
-            masked[k] = v[k] == -infinity();
-            strange |= ~(masked[k] | (v[k] >= lowest));
-            v[k] = masked[k] ? Doubles{} : v[k];
-        }
-        parts<way>(v, transform, n, t);
-        for (int k = 0; k < 2; k++) {
-            Words fixed = (Words)(truncated(t[k] * 0x1p62) + (int64_t(1) << Double::POINT));
-            fixed = masked[k] ? Words{} : fixed;
-            // Integers of 31 and 32 bits as float64, by way of the low bits of 2^52
-            constexpr uint64_t INTEGER = 0x4330000000000000;
-            Doubles upper = ((Doubles)(fixed >> 32 | INTEGER) - 0x1p52) * 0x1p32;
-            Doubles lower = (Doubles)((fixed & 0xffffffff) | INTEGER) - 0x1p52;
-            Doubles low, rest[2], z = transformed<way>(v[k], transform, low);
-            Longs tiny = (z < 0x1p-900) & (z > -0x1p-900) & (z != 0.0);  // some part may be subnormal
-            strange |= tiny;
-            long at = i + k * LANES / 2;
-            store(terms.part[0] + at, product_and_rest(upper, z, rest[0]));
-            store(terms.part[1] + at, rest[0]);
-            store(terms.part[2] + at, product_and_rest(lower, z, rest[1]));
-            store(terms.part[3] + at, rest[1]);
-            if (way != PLAIN) store(terms.part[4] + at, __builtin_convertvector((Longs)fixed, Doubles) * low);
-            store_bytes(terms.exponent + at, n[k] - (MAGIC_BITS + Double::POINT));
-        }
+    WideTotal total;
+    for (long i = 0; i < count; i += LANES / 2) {
+        Doubles v = load_up_to(x + i, count - i);
+        Longs masked = v == -infinity(), n = load_bytes<Longs>(n_of + i) - unit;
+        strange |= ~(masked | (v >= lowest));
+        v = masked ? Doubles{} : v;
+        n = n > -1022 ? n : longs(-1022);  // smaller numbers are cut off
+        Doubles scale = power(n < 1023 ? n : longs(1023));
+        Words factor = masked ? Words{} : load_bytes<Words>(fixed + i);
+        // Integers of 31 and 32 bits as float64, by way of the low bits of 2^52
+        constexpr uint64_t INTEGER = 0x4330000000000000;
+        Doubles upper = ((Doubles)(factor >> 32 | INTEGER) - 0x1p52) * 0x1p32;
+        Doubles lower = (Doubles)((factor & 0xffffffff) | INTEGER) - 0x1p52;
+        Doubles low, rest[2], z = transformed<way>(v, transform, low);
+        strange |= (z < 0x1p-900) & (z > -0x1p-900) & (z != 0.0);  // some part may be subnormal
+        total.add(product_and_rest(upper, z, rest[0]) * scale);
+        total.add_below_one(rest[0] * scale * WideTotal::BASE);
+        total.add(product_and_rest(lower, z, rest[1]) * scale);
+        total.add_below_one(rest[1] * scale * WideTotal::BASE);
+        if (way == SCALED_IN_DOUBLE)
+            total.add_below_one(__builtin_convertvector((Longs)factor, Doubles) * low * scale * WideTotal::BASE);
     }
+    result = total;
     return !any_less(strange, Longs{});
 }
 
-// Fill terms u z of at most TERMS logits; u has room for a whole vector more. Returns false if a masked class has a
-// weight, or a logit or a weight is not finite.
+// Fill a total with u, and with u z of logits, in some unit. Returns false if a masked class has a weight, or a logit or
+// a weight is not finite. `exact` if products are.
+static void fill_weights(WideTotal &result, double unit, const double *u, long count) {
+    WideTotal total;
+    for (long i = 0; i < count; i += LANES / 2) total.add(load_or_zeros(u + i, count - i) * unit);
+    result = total;
+}
+
 template <Way way, class T>
-static bool fill_weighted(Terms &terms, const T *x, const double *u, bool ones, long count,
-                          const Transform &transform) {
-    constexpr bool plain = way == PLAIN;
-    terms.parts = plain && ones ? 1 : 2;
-    terms.scaled = false;
+static bool fill_weighted(WideTotal &result, double unit, const T *x, const double *u_of, long count, bool exact,
+                          const Transform transform) {
     Longs strange = Longs{};
+    WideTotal total;
     for (long i = 0; i < count; i += LANES) {
-        Doubles wide[2];
-        load_wide(x + i, count - i, wide);
+        Doubles logit[2];
+        load_wide(x + i, count - i, logit);
         for (int k = 0; k < 2; k++) {
-            Doubles v = wide[k], weight = load(u + i + k * LANES / 2), low, rest;
+            long at = i + k * LANES / 2;
+            Doubles v = logit[k], low, rest, u = load_or_zeros(u_of + at, count - at);
             Longs usable = (v < infinity()) & (v > -infinity());
-            strange |= (v == -infinity()) & (weight != 0.0);
+            strange |= (v == -infinity()) & (u != 0.0);
             v = usable ? v : Doubles{};
             Doubles z = transformed<way>(v, transform, low);
-            store(terms.part[0] + i + k * LANES / 2, product_and_rest(weight, z, rest));
-            if (terms.parts > 1) store(terms.part[1] + i + k * LANES / 2, plain ? rest : rest + weight * low);
+            total.add(product_and_rest(u, z, rest) * unit);
+            if (way != PLAIN || !exact)
+                total.add_below_one((way == PLAIN ? rest : rest + u * low) * (unit * WideTotal::BASE));
         }
     }
+    result = total;
     return !any_less(strange, Longs{});
 }
 
 // Finish gradients and write them to `out`: those of statistics have a factor more, where there are weights weight_factor
-// u is subtracted, and a softcap has a slope. u has room for a whole vector more.
+// u is subtracted, and a softcap has a slope, in float32 an approximation.
 template <Way way, class Number, class T>
 static void finish_near(const Number *values, const T *x, T *out, const double *u, const double *slopes, long count,
                         const RowFactor &row, const Call &call) {
-    const Transform &transform = call.transform;
-    const double far = 63.0 * transform.softcap / transform.scale;
+    const Transform transform = call.transform;
+    const double far = 63.0 * transform.softcap / transform.scale, error = sizeof(T) < 8 ? 0x1p-41 : 0.0;
     for (long i = 0; i < count; i += LANES) {
-        Doubles value[2], logit[2];
+        Doubles value[2], logit[2], least[2], most[2];
+        Longs sure = longs(-1);
         load_wide(values + i, count - i, value);
         load_wide(x + i, count - i, logit);
         for (int k = 0; k < 2; k++) {
+            long at = i + k * LANES / 2;
             if (call.has(ENTROPY)) {
                 Doubles low, z = transformed<way>(logit[k], transform, low);
                 Doubles factor = row.constant + row.slope * ((z - row.origin.high) + (low - row.origin.low));
                 value[k] = value[k] == 0.0 ? Doubles{} : value[k] * factor + 0.0;  // never -0.0
             }
-            if (u) value[k] = value[k] - row.weight_factor * load(u + i + k * LANES / 2);
+            if (call.has(WEIGHTED_LOGIT))
+                value[k] -= row.weight_factor * (u ? load_up_to(u + at, count - at) : doubles(1.0));
             if (way == CAPPED) {
-                Longs rare = ~((logit[k] < far) & (logit[k] > -far));
-                Doubles slope = load(slopes + i + k * LANES / 2);
-                value[k] = value[k] * (any_less(rare, Longs{}) ? softcap_slope(logit[k], transform) : slope);
+                most[k] = value[k] * load(slopes + at);
+                least[k] = most[k] - most[k] * error;
+                most[k] += most[k] * error;
+                sure &= (logit[k] < far) & (logit[k] > -far);
             }
-            value[k] = value[k] == value[k] ? value[k] : doubles(not_a_number());
         }
+        if (way == CAPPED) {
+            bool unsure = any_less(longs(-1), sure);
+            if constexpr (sizeof(T) < 8) unsure = unsure || any_less(ints(-1), narrow(most) == narrow(least));
+            for (int k = 0; k < 2; k++) value[k] = unsure ? value[k] * softcap_slope(logit[k], transform) : most[k];
+        }
+        for (int k = 0; k < 2; k++) value[k] = value[k] == value[k] ? value[k] : doubles(not_a_number());
         store_narrow(out + i, count - i, value);
     }
 }

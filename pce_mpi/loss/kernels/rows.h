@@ -31,21 +31,27 @@ struct Weights {
     double kept, share;  // 1 - smoothing, and smoothing / classes; share 0: no smoothing
 
     bool ones() const { return !weight && !probabilities; }
+    // Whether u are numbers of float32.
+    bool short_ones() const { return !weight && share == 0.0 && !(probabilities && kind == FLOAT64); }
     double at(long index) const {
         double u;
-        fill(&u, index, 1, 1);
-        return u;
+        return *of(index, 1, &u);
     }
-    // u of some classes, and 0 up to `room`.
-    void fill(double *u, long first, long count, long room) const {
+    // u of some classes; `buffer` has room for them.
+    const double *of(long first, long count, double *buffer) const {
+        if (weight && !probabilities) return weight + first;
         if (probabilities) {
-            of_kind(kind, [&](auto one) { convert(u, (const decltype(one) *)probabilities + first, count); });
-            for (long i = 0; i < count && share != 0.0; i++) u[i] = u[i] * kept + share;
-            for (long i = 0; i < count && weight; i++) u[i] = u[i] * weight[first + i];
+            of_kind(kind, [&](auto one) { convert(buffer, (const decltype(one) *)probabilities + first, count); });
+            for (long i = 0; (weight || share != 0.0) && i < count; i += LANES / 2) {
+                Doubles u = load_up_to(buffer + i, count - i);
+                if (share != 0.0) u = u * kept + share;
+                if (weight) u *= load_up_to(weight + first + i, count - i);
+                store_up_to(buffer + i, u, count - i);
+            }
         } else {
-            for (long i = 0; i < count; i++) u[i] = weight ? weight[first + i] : 1.0;
+            for (long i = 0; i < count; i++) buffer[i] = 1.0;
         }
-        for (long i = count; i < room; i++) u[i] = 0.0;
+        return buffer;
     }
 };
 
@@ -83,74 +89,89 @@ template <class Arithmetic> static inline bool near(double top, const Transform 
 
 template <class Arithmetic> constexpr bool is_single() { return Arithmetic::POINT == 30; }
 
+// Add the exponentials, and exp(z) z if asked to, of classes of which the largest is `top`.
 template <class Arithmetic, class T>
-static void add_near(Sum &sum, const T *x, long count, double lowest, const Transform &transform) {
+static void add_near(State &state, const T *x, long count, double top, double lowest, const Call &call) {
+    typedef typename Arithmetic::Number Number;
+    typedef decltype(fixed_point(Number{})) Integer;
+    constexpr int64_t ANY = INT64_MIN;  // no part of exp(z) z is subnormal
+    const Transform &transform = call.transform;
     in_way<is_single<Arithmetic>()>(transform, [&](auto chosen) {
-        add_exponentials<decltype(chosen)::way>(sum, x, count, typename Arithmetic::Number(lowest), transform);
-    });
-}
-
-template <class Arithmetic, class T>
-static bool fill_near_entropies(Terms &terms, const T *x, long count, double lowest, const Transform &transform) {
-    return in_way<is_single<Arithmetic>()>(transform, [&](auto chosen) {
-        return fill_entropies<decltype(chosen)::way>(terms, x, count, typename Arithmetic::Number(lowest), transform);
-    });
-}
-
-// Add exp(z) z of classes; none is larger than the classes for which `near` found `lowest`.
-template <class Arithmetic, class T>
-static void add_near_entropies(Sum &sum, const T *x, long count, double lowest, const Transform &transform) {
-    constexpr int64_t ANY = INT64_MIN;  // no part of such a product is subnormal
-    Terms terms;
-    for (long first = 0, some; first < count; first += some) {
-        some = count - first < TERMS ? count - first : long(TERMS);
-        if (fill_near_entropies<Arithmetic>(terms, x + first, some, lowest, transform) &&
-            add_terms(sum, terms, some, ANY))
-            continue;
-        for (long i = first; i < first + some; i++) {
-            double value = number_at(x, i);
-            if (!finite(value) || is_huge(value, transform)) continue;
-            auto e = exponential<Arithmetic>(value, transform);
-            add_entropy<Arithmetic>(sum, fixed_point(e.t), e.n - Arithmetic::POINT, value, transform);
+        constexpr Way way = decltype(chosen)::way;
+        auto add = [&](const T *logits, long some, auto each) {
+            if constexpr (!is_single<Arithmetic>()) {
+                add_exponentials<way>(state.sum, logits, some, lowest, transform, each);
+            } else if constexpr (is_direct(way)) {
+                add_exponentials<way>(state.sum, logits, nullptr, some, transform, each);
+            } else {
+                Reduced reduced;
+                reduce<way, false>(reduced, logits, some, Number(lowest), transform, nullptr);
+                add_exponentials<REDUCED>(state.sum, reduced.rest, reduced.n, some, transform, each);
+            }
+        };
+        bool entropy = call.has(ENTROPY);
+        if (entropy) {  // the largest logit has the grid of the sum, most often
+            auto e = exponential<Arithmetic>(top, transform);
+            Sum alone = {NO_ENTROPY, {0, 0, 0}};
+            add_entropy<Arithmetic>(alone, fixed_point(e.t), e.n - Arithmetic::POINT, top, transform);
+            state.entropy.raise(alone.grid);
         }
-    }
-}
-
-template <class T>
-static bool fill_near_weighted(Terms &terms, const T *x, const double *u, bool ones, long count,
-                               const Transform &transform) {
-    return in_way<false>(transform, [&](auto chosen) {
-        return fill_weighted<decltype(chosen)::way>(terms, x, u, ones, count, transform);
+        const bool whole = !entropy && (!is_single<Arithmetic>() || is_direct(way));
+        Integer n[BLOCK], fixed[BLOCK];
+        for (long some; count > 0; x += some, count -= some) {
+            some = whole || count < BLOCK ? count : long(BLOCK);
+            if (!entropy) {
+                add(x, some, [](auto...) {});
+                continue;
+            }
+            add(x, some, [&](long i, auto n_of, auto fixed_of) {
+                store_bytes(n + i, n_of);
+                store_bytes(fixed + i, fixed_of);
+            });
+            int64_t guess = state.entropy.grid == NO_ENTROPY ? 0 : state.entropy.grid;
+            auto fill = [&](int64_t grid, WideTotal &total) {
+                constexpr Way in_double = way == SCALED ? SCALED_IN_DOUBLE : way;
+                return fill_entropies<in_double>(total, grid, x, n, fixed, BIAS<way>, some, Number(lowest), transform);
+            };
+            if (guess < 1 << 20 && add_total(state.entropy, guess, ANY, fill)) continue;
+            for (long i = 0; i < some; i++) {
+                double value = number_at(x, i);
+                if (!finite(value) || is_huge(value, transform)) continue;
+                auto e = exponential<Arithmetic>(value, transform);
+                add_entropy<Arithmetic>(state.entropy, fixed_point(e.t), e.n - Arithmetic::POINT, value, transform);
+            }
+        }
     });
 }
 
 // Add u and u z of the classes of a chunk from `first` to `end`.
 template <class T>
 static void add_weights(State &state, const T *x, long first, long end, const Weights &weights, const Call &call) {
-    constexpr int64_t LOWEST = -20;
     const Transform &transform = call.transform;
-    bool fits = transform.softcap <= 2000.0 && transform.scale >= 0x1p-64;
-    Terms terms;
-    double u[TERMS + LANES];
+    bool fits = transform.softcap <= 2000.0 && transform.scale >= 0x1p-64, exact = sizeof(T) < 8 && weights.short_ones();
+    double buffer[TERMS];
     for (long some; first < end; first += some) {
         some = end - first < TERMS ? end - first : long(TERMS);
-        weights.fill(u, first, some, some + LANES);
-        if (call.has(WEIGHT)) {
-            terms.parts = 1;
-            terms.scaled = false;
-            memcpy(terms.part[0], u, (some + LANES < TERMS ? some + LANES : long(TERMS)) * sizeof(double));
-            if (!add_terms(state.weight, terms, some, LOWEST))
-                for (long i = 0; i < some; i++) add_wide(state.weight, u + i, 1, 0);
-        }
+        const T *logits = x + first;
+        const double *u = weights.of(first, some, buffer);
+        auto fill = [&](double unit, WideTotal &total) {
+            fill_weights(total, unit, u, some);
+            return true;
+        };
+        if (call.has(WEIGHT) && !add_total(state.weight, fill))
+            for (long i = 0; i < some; i++) add_wide(state.weight, u + i, 1, 0);
         if (!call.has(WEIGHTED_LOGIT)) continue;
         Sum &sum = state.weighted_logit;
         if constexpr (sizeof(T) < 8)
-            if (weights.ones() && transform.scale == 1.0 && transform.softcap == 0.0 && add_numbers(sum, x + first, some))
+            if (weights.ones() && transform.scale == 1.0 && transform.softcap == 0.0 && add_numbers(sum, logits, some))
                 continue;
-        if (fits && sum.grid < INFINITE && fill_near_weighted(terms, x + first, u, weights.ones(), some, transform) &&
-            add_terms(sum, terms, some, LOWEST))
-            continue;
-        for (long i = 0; i < some; i++) add_weighted_logit(sum, number_at(x, first + i), u[i], transform);
+        auto fill_products = [&](double unit, WideTotal &total) {
+            return in_way<false>(transform, [&](auto chosen) {
+                return fill_weighted<decltype(chosen)::way>(total, unit, logits, u, some, exact, transform);
+            });
+        };
+        if (fits && sum.grid < INFINITE && add_total(sum, fill_products)) continue;
+        for (long i = 0; i < some; i++) add_weighted_logit(sum, number_at(logits, i), u[i], transform);
     }
 }
 
@@ -168,9 +189,8 @@ template <class Arithmetic, class T> static void add_others(State &state, const 
     if (top == -infinity()) return;
     double lowest;
     if (!is_huge(leading, transform) && near<Arithmetic>(top, transform, lowest)) {
-        if (call.has(ENTROPY)) add_near_entropies<Arithmetic>(state.entropy, x, count, lowest, transform);
         if (top > before) state.sum.raise(grid_of<Arithmetic>(top, transform));
-        return add_near<Arithmetic>(state.sum, x, count, lowest, transform);
+        return add_near<Arithmetic>(state, x, count, top, lowest, call);
     }
     Call exponentials = {call.fields & (HOLD_LARGEST | ENTROPY), transform};
     for (long i = 0; i < count; i++) {
@@ -248,15 +268,6 @@ static void add_chunk(State &total, const T *x, long count, long column, int64_t
 
 // Gradients of a row
 
-template <class Arithmetic, class T, class To>
-static void write_all_near(const T *x, To *out, long count, const RowFactor &row, double lowest,
-                           const Transform &transform, double *slopes, bool past_cache) {
-    in_way<is_single<Arithmetic>()>(transform, [&](auto chosen) {
-        write_near<decltype(chosen)::way>(x, out, count, row, typename Arithmetic::Number(lowest), transform, slopes,
-                                          past_cache);
-    });
-}
-
 template <class Arithmetic, class T>
 static void write_chunk(const T *x, T *out, long count, const Weights &weights, const RowFactor &row, double most,
                         const Call &call, bool past_cache) {
@@ -270,20 +281,36 @@ static void write_chunk(const T *x, T *out, long count, const Weights &weights, 
     // The scalar functions compute gradients that are larger than any of a loss.
     double largest = transform.softcap != 0.0 ? transform.softcap : transform.scale * most;
     in_loops = in_loops && largest * LOG2E + double(row.exponent) < (Arithmetic::POINT == 30 ? 100.0 : 1000.0);
-    if (in_loops && !call.has(WEIGHTED_LOGIT) && !call.has(ENTROPY) && transform.softcap == 0.0)
-        return write_all_near<Arithmetic>(x, out, count, row, lowest, transform, nullptr, past_cache);
     if (in_loops) {
-        Number values[TERMS + LANES];
-        double u[TERMS + LANES], slopes[TERMS + LANES];
-        for (long at = 0, some; at < count; at += some) {
-            some = count - at < TERMS ? count - at : long(TERMS);
-            if (call.has(WEIGHTED_LOGIT)) weights.fill(u, at, some, some + LANES);
-            write_all_near<Arithmetic>(x + at, values, some, row, lowest, transform, slopes, false);
-            const double *weight = call.has(WEIGHTED_LOGIT) ? u : nullptr;
-            in_way<false>(transform, [&](auto chosen) {
-                finish_near<decltype(chosen)::way>(values, x + at, out + at, weight, slopes, some, row, call);
-            });
-        }
+        const bool weighted = call.has(WEIGHTED_LOGIT), finished = weighted || call.has(ENTROPY) || transform.softcap != 0.0;
+        in_way<is_single<Arithmetic>()>(transform, [&](auto chosen) {
+            constexpr Way way = decltype(chosen)::way;
+            double slopes[BLOCK], buffer[BLOCK];
+            Number values[BLOCK];
+            auto write = [&](const T *logits, auto *to, long some) {
+                if constexpr (!is_single<Arithmetic>()) {
+                    write_near<way>(logits, to, some, row, lowest, transform, slopes);
+                } else if constexpr (is_direct(way)) {
+                    write_near<way>(logits, nullptr, to, some, row, Number(lowest), transform, past_cache && !finished);
+                } else {
+                    Reduced reduced;
+                    reduce<way, way == CAPPED>(reduced, logits, some, Number(lowest), transform, slopes);
+                    write_near<REDUCED>(reduced.rest, reduced.n, to, some, row, Number(lowest), transform, false);
+                }
+            };
+            if (!finished && (!is_single<Arithmetic>() || is_direct(way))) return write(x, out, count);
+            for (long at = 0, some; at < count; at += some) {
+                some = count - at < BLOCK ? count - at : long(BLOCK);
+                if (!finished) {
+                    write(x + at, out + at, some);
+                    continue;
+                }
+                const double *u = weighted && !weights.ones() ? weights.of(at, some, buffer) : nullptr;
+                write(x + at, values, some);
+                constexpr Way in_double = way == SCALED ? SCALED_IN_DOUBLE : way;
+                finish_near<in_double>(values, x + at, out + at, u, slopes, some, row, call);
+            }
+        });
         return;
     }
     for (long i = 0; i < count; i++) {

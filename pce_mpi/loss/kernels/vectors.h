@@ -302,6 +302,11 @@ template <class T> static inline auto load_up_to(const T *p, long count) {
     constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
     return count >= lanes ? load(p) : load_some(p, count);
 }
+template <class T> static inline auto load_or_zeros(const T *p, long count) {
+    typedef typename Stored<T>::Vector Vector;
+    constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
+    return count >= lanes ? load(p) : widened(load_bytes_of(p, count, Vector{}), p);
+}
 template <class T, class Vector> static inline void store_up_to(T *p, Vector v, long count) {
     constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
     count >= lanes ? store(p, v) : store_bytes_of(p, count, rounded(v, p));
