@@ -92,7 +92,9 @@ def upstream_of(g: Sequence[DistArray], count: int, axis: int | None = None) -> 
     """Return this rank's gradients of the statistics that have one, by name; `count` are of log-probabilities."""
     parts = [each.local for each in g]
     log_probs = parts[3 : 3 + count]
-    log_prob = None if not count else log_probs[0] if axis is None else array_namespace(log_probs[0]).stack(log_probs, axis)
+    log_prob = (
+        None if not count else log_probs[0] if axis is None else array_namespace(log_probs[0]).stack(log_probs, axis)
+    )
     given = _named(parts, log_prob, count)
     return {name: value for name in _WITH_GRADIENT if (value := getattr(given, name)) is not None}
 

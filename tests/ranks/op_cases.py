@@ -587,6 +587,7 @@ LINEAR_LOSSES = [
     _linear_cross_entropy(normal(5, 3) / 4, normal(3, 4) / 4, integers(4, 5), margin=(1.0, 0.5, 0.1), logit_scale=4.0),
 ]
 
+
 def _kl_divergence(student: Array, teacher: Array, counted: Array | None = None, **options: Any) -> Case:
     operands = [student, teacher] + ([] if counted is None else [counted])
     what = ", ".join(f"{name}={value}" for name, value in options.items())

@@ -302,7 +302,9 @@ def test_gradient_is_written_to_any_memory(comm):
     mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
     options = {"comm": comm, "num_classes": CLASSES}
     # The class axis first, rows of any stride, and another dtype.
-    x, y = (np.asfortranarray(np.stack([each, each], axis=2))[:, mine, ::2].swapaxes(0, 1) for each in (student, teacher))
+    x, y = (
+        np.asfortranarray(np.stack([each, each], axis=2))[:, mine, ::2].swapaxes(0, 1) for each in (student, teacher)
+    )
     out = np.empty((CLASSES, ROWS, 3), np.float64)[mine, ::-1, 1:2]
     value, gradient = pce.kl_divergence_value_and_grad(x, y, axis=0, out=out, **options)
     assert gradient is out
