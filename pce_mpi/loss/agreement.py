@@ -121,7 +121,9 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
         raise_together(comm, operation, out_of_range, over=over)
     if checksums.count(checksums[0]) < len(checksums):
         sums = text_by_rank({rank: f"checksum {value:08x}" for rank, value in enumerate(checksums)}, over)
-        raise CollectiveError(f"ranks disagree on the values of {'rows' if problem.targets is None else 'targets'}: {sums}")
+        raise CollectiveError(
+            f"ranks disagree on the values of {'rows' if problem.targets is None else 'targets'}: {sums}"
+        )
     _check_not_gathered(counts, samples, over, "logits" if problem.sharded[0] is problem.logits else "w")
     rank = 0 if comm is None else comm.rank
     problem.place(starts[rank], num_classes)
@@ -131,8 +133,8 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
 def _facts(problem: Problem) -> tuple[int, ...]:
     """Return the facts of this rank's shard for the other ranks.
 
-    They are a checksum of the targets or of the rows that count, the first class (-1: not given), the number of classes, the highest target, and
-    a checksum of a sample of the logits (0: the other ranks may pass the same).
+    They are a checksum of the targets or of the rows that count, the first class (-1: not given), the number of
+    classes, the highest target, and a checksum of a sample of the logits (0: the other ranks may pass the same).
     """
     options = problem.options
     start = -1 if options.class_start is None else operator.index(options.class_start)

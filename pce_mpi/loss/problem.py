@@ -40,8 +40,8 @@ class Problem:
     from `class_start` on, of `num_classes`. `target_column`, (rows,), is the local column of each row's target; it is
     no column of this shard if another shard has the target, and -1 if the row does not count. `counted` is `valid`, or
     None on a GPU if all rows count; both are in the library of the logits. `sharded` is the array of which each rank
-    passes its own classes, and its class axis. `beside` are more logits of the same classes. `also` has more that must be
-    the same on every rank.
+    passes its own classes, and its class axis. `beside` are more logits of the same classes. `also` has more that must
+    be the same on every rank.
     """
 
     options: Options

@@ -38,8 +38,8 @@ def checked_operands(
     """Return `given` as checked arrays, and no parameters; after an error, zeros for wrong arrays, and it in `found`.
 
     `given` has the targets, of the shape `rows` or `probabilities`, arrays of the `shapes` that their names have, and
-    arrays of one entry per class; all but logits and targets may be None. The error may be that of this rank alone: the agreement of the loss tells the other ranks, to which this one
-    comes by the same redistributions.
+    arrays of one entry per class; all but logits and targets may be None. The error may be that of this rank alone: the
+    agreement of the loss tells the other ranks, to which this one comes by the same redistributions.
     """
     needed = ("targets", "student", "teacher")
     present = {name: value for name, value in given.items() if value is not None or name in needed}

@@ -586,6 +586,7 @@ LINEAR_LOSSES = [
     _linear_cross_entropy(normal(5, 3), normal(3, 4), integers(4, 5), bias=normal(4), chunk=2),
 ]
 
+
 def _kl_divergence(student: Array, teacher: Array, counted: Array | None = None, **options: Any) -> Case:
     operands = [student, teacher] + ([] if counted is None else [counted])
     what = ", ".join(f"{name}={value}" for name, value in options.items())
