@@ -132,8 +132,8 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
 def _facts(problem: Problem) -> tuple[int, ...]:
     """Return the facts of this rank's shard for the other ranks.
 
-    They are a checksum of the targets or of the rows that count, the first class (-1: not given), the number of classes, the highest target, and
-    a checksum of a sample of the logits (0: the other ranks may pass the same).
+    They are a checksum of the targets or of the rows that count, the first class (-1: not given), the number of
+    classes, the highest target, and a checksum of a sample of the logits (0: the other ranks may pass the same).
     """
     options = problem.options
     start = -1 if options.class_start is None else operator.index(options.class_start)

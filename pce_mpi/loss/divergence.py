@@ -44,6 +44,8 @@ def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenc
     ----------
     student, teacher : array of float16, bfloat16, float32 or float64
         The logits of this rank's classes, of one shape; dtypes may differ.
+    axis : int, default -1
+        The class axis.
     direction : {"forward", "reverse", "jensen-shannon"}, default "forward"
         The divergence.
     temperature : float, default 1.0
@@ -53,7 +55,7 @@ def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenc
         rows have the divergence 0 and zero gradients, whatever their logits are.
     reduction : {"mean", "sum", "none"}, default "mean"
         `"mean"` divides by the number of rows that count; if there are none it is `nan`.
-    axis, compute_dtype, comm, class_start, num_classes, batch_comm : optional
+    compute_dtype, comm, class_start, num_classes, batch_comm : optional
         Those of `softmax_cross_entropy`. With float64 logits, of the student or the teacher, it computes in float64.
 
     Returns
@@ -131,9 +133,9 @@ def kl_divergence_forward(
     ----------
     student, teacher : array
         Those of `kl_divergence`. They must not change until the last backward pass.
-    direction, temperature, rows, reduction : optional
+    axis, direction, temperature, rows, reduction, compute_dtype : optional
         Those of `kl_divergence`.
-    axis, compute_dtype, comm, class_start, num_classes, batch_comm : optional
+    comm, class_start, num_classes, batch_comm : optional
         Those of `softmax_cross_entropy`.
 
     Returns
@@ -237,9 +239,9 @@ def kl_divergence_value_and_grad(
     out : array of a floating dtype, optional
         The array for the gradient. It has the student's shape and is exactly its logits, which are then overwritten, or
         shares no memory with another argument.
-    direction, temperature, rows, reduction : optional
+    axis, direction, temperature, rows, reduction, compute_dtype : optional
         Those of `kl_divergence`.
-    axis, compute_dtype, comm, class_start, num_classes, batch_comm : optional
+    comm, class_start, num_classes, batch_comm : optional
         Those of `softmax_cross_entropy`.
 
     Returns
@@ -316,7 +318,8 @@ def divergence_of(problem: Problem) -> tuple[Array, DivergenceResiduals]:
     with np.errstate(all="ignore"):
         delta, rest = kernel.logsumexp_differences(softmax.held, softmax.held_nll, problem.transform)
         delta = xp.where(valid, delta, np.nan)  # nothing is computed for rows that do not count
-        pair = Pair(teacher, student, rows[count:], rows[:count], delta, rest, problem.transform)
+        numbers = rows[count:], rows[:count], delta, rest
+        pair = Pair(teacher, student, *numbers, problem.transform, problem.arithmetic)
         if options.direction == Direction.REVERSE:
             pair = pair.swapped()
         sums = kernel.divergence_sums(pair, jensen_shannon)

@@ -129,7 +129,7 @@ _merge_of = lru_cache(maxsize=64)(Merge)
 
 
 def row_softmax(problem: Problem, fields: StateFields) -> RowSoftmax:
-    """Return the softmax of each row over the classes of all shards; those of `problem.beside` come after the others."""
+    """Return the softmax of each row over the classes of all shards; rows of `problem.beside` come last."""
     return start_row_softmax(problem, fields)()
 
 

@@ -90,6 +90,8 @@ def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenc
         Logits of one shape; dtypes may differ. At least one is a distributed array, and a plain array beside it is
         global and placed as it is; those that are Partial are reduced first. Or both are this rank's classes of the
         same rows, as `softmax_cross_entropy` takes them.
+    axis : int, default -1
+        The class axis.
     direction : {"forward", "reverse", "jensen-shannon"}, default "forward"
         The divergence.
     temperature : float, default 1.0
@@ -101,8 +103,8 @@ def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenc
     reduction : {"mean", "sum", "none"}, default "mean"
         `"mean"` divides by the number of rows that count; if there are none it is `nan`. Sums and means are over all
         rows of all ranks.
-    axis, compute_dtype : optional
-        Those of `softmax_cross_entropy`. With float64 logits, of the student or the teacher, it computes in float64.
+    compute_dtype : optional
+        That of `softmax_cross_entropy`. With float64 logits, of the student or the teacher, it computes in float64.
     comm, class_start, num_classes, batch_comm : optional
         Those of `softmax_cross_entropy`; of plain shards alone.
 

@@ -10,7 +10,7 @@ import pytest
 import pce_mpi as pce
 from pce_mpi import Replicate, Shard, dense
 from pce_mpi.loss.kernels import definition
-from pce_mpi.loss.kernels.elementary import SINGLE
+from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE
 from pce_mpi.loss.kernels.parameters import ClassWeights, GradientOf, Pair, Transform
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 from ranks.exact import exact_divergence
@@ -190,11 +190,12 @@ def test_divergence_has_bits_of_one_process(comm, direction, how):
 def sums_and_gradients(kernel, student, teacher, transform, cuts=()):
     """What the loops give of two arrays (rows, classes): merged sums of both kinds, and every gradient."""
     fields, rows = StateFields(hold_largest=True), []
+    arithmetic = DOUBLE if student.dtype == np.float64 else SINGLE
     with np.errstate(all="ignore"):
         for x in (teacher, student):
-            more = {"weights": ClassWeights(), "transform": transform, "arithmetic": SINGLE}
+            more = {"weights": ClassWeights(), "transform": transform, "arithmetic": arithmetic}
             states = definition.fill_states(x[:, :, None], None, fields, class_start=0, **more)
-            softmax = definition.row_softmax(states, fields, transform, SINGLE, None)
+            softmax = definition.row_softmax(states, fields, transform, arithmetic, None)
             gradient = np.zeros((len(x), len(ROW_GRADIENT)))
             for name, source in {"top": "top", "most": "most", "factor": "normalizer", "exponent": "exponent"}.items():
                 gradient[:, ROW_GRADIENT[name]] = softmax[:, ROW_SOFTMAX[source]]
@@ -203,19 +204,20 @@ def sums_and_gradients(kernel, student, teacher, transform, cuts=()):
         p_rows, q_rows = rows[0][0], rows[1][0]
         held, held_nll = (np.concatenate([rows[1][at], rows[0][at]]) for at in (1, 2))
         delta, rest = definition.logsumexp_differences(held, held_nll, transform)
+    rest_of = delta, rest, transform, arithmetic
     found = []
     for jensen_shannon in (False, True):
         parts = []
         for start, stop in itertools.pairwise([0, *cuts, student.shape[1]]):
             p, q = (x[:, start:stop, None] for x in (teacher, student))
-            parts.append(kernel.divergence_sums(Pair(p, q, p_rows, q_rows, delta, rest, transform), jensen_shannon))
+            parts.append(kernel.divergence_sums(Pair(p, q, p_rows, q_rows, *rest_of), jensen_shannon))
         total = parts[0].copy()
         for part in parts[1:]:
             grid = np.ascontiguousarray(total[:, :4])
             kernel.add(np.ascontiguousarray(part[:, :4]), grid)
             total[:, :4], total[:, 4:] = grid, total[:, 4:] + part[:, 4:]
         found.append(total)
-    whole = Pair(teacher[:, :, None], student[:, :, None], p_rows, q_rows, delta, rest, transform)
+    whole = Pair(teacher[:, :, None], student[:, :, None], p_rows, q_rows, *rest_of)
     slope, constant = np.linspace(-1.0, 2.0, len(student)), np.linspace(0.0, 0.1, len(student))
     with np.errstate(invalid="ignore"):
         constant = np.where(np.isfinite(delta), constant, np.nan)
