@@ -124,6 +124,7 @@ test-peers: $(installed)/peers
 	$(bin)/python tests/run.py tests/peers -n $(or $(N),1 3)
 	$(bin)/python tests/peers/compare_speed.py --rows 64 --classes 1000 --pairs 1 --backend aot_eager
 	$(bin)/python tests/peers/compare_linear.py --rows 64 --features 16 --classes 1000 --chunk 16 --pairs 1
+	$(bin)/python tests/peers/compare_nucleus.py --rows 16 --classes 1000 --pairs 1
 	$(bin)/mpiexec -n 2 $(bin)/python -m mpi4py tests/peers/compare_transformer.py --width 24 --classes 100 --steps 30
 
 lint: $(installed)/dev
