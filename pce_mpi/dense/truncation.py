@@ -93,6 +93,7 @@ def _row(
         reached = np.cumsum(e)
         kept[1:] &= reached[:-1] < top_p * reached[kept][-1]
     if min_p is not None:
-        kept &= e >= min_p
+        with np.errstate(divide="ignore"):
+            kept &= z - z[0] >= np.log(np.longdouble(min_p))
     inside, outside = e[kept].sum(), e[~kept].sum()
     return order[kept], inside / (inside + outside), -np.log1p(outside / inside)

@@ -37,7 +37,7 @@ class Problem:
     `highest_target` is the largest target of rows that count, or more than any class if one is negative. `inputs` are
     the caller's arrays; `out` shares memory with none of them except the logits. `rows_shape` is the logits' shape
     without the class axis, `xp` their array library and `kernel` the loops for it. This shard has `classes` classes,
-        from `class_start` on, of `num_classes`; `shards` has the first class of each shard, and how many it has.
+    from `class_start` on, of `num_classes`; `shards` has the first class of each shard, and how many it has.
     `target_column`, (rows,), is the local column of each row's target; it is no column of this shard if another shard
     has the target, and -1 if the row does not count. `counted` is `valid`, or None on a GPU if all rows count; both are
     in the library of the logits. `sharded` is the array of which each rank passes its own classes, and its class axis.

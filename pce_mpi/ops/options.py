@@ -38,8 +38,8 @@ def checked_operands(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return `given` as checked arrays, and no parameters; after an error, zeros for wrong arrays, and it in `found`.
 
-    `given` has class numbers, of the shape `rows`, or `probabilities`, arrays of the `shapes` of their names, and arrays
-    of one entry per class; those of `_OPERANDS` may be None. The error may be that of this rank alone: the
+    `given` has class numbers, of the shape `rows`, or `probabilities`, arrays of the `shapes` of their names, and
+    arrays of one entry per class; those of `_OPERANDS` may be None. The error may be that of this rank alone: the
     agreement of the loss tells the other ranks, to which this one comes by the same redistributions.
     """
     present = {name: value for name, value in given.items() if value is not None or name not in _OPERANDS}
