@@ -7,7 +7,6 @@ from typing import Any, Unpack
 
 from pce_mpi import loss
 from pce_mpi.arrays import compute_dtype_of
-from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
@@ -20,7 +19,7 @@ from pce_mpi.loss.statistics import (
     class_statistics_backward,
     statistics_of,
 )
-from pce_mpi.ops.options import checked_operands, parameters_of, sharded_options
+from pce_mpi.ops.options import apply_checked, checked_operands, parameters_of, sharded_options
 from pce_mpi.ops.shape import normalized_axis
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -143,4 +142,4 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     others, found = checked_operands({"logits": logits}, given, rows, shape[axis])
     parameters = parameters_of(checked, SoftmaxOptions) | {"axis": axis} | found
     with standard_arithmetic():
-        return detached(apply(CLASS_STATISTICS, logits, *others.values(), **parameters), bool(others))
+        return detached(apply_checked(CLASS_STATISTICS, logits, *others.values(), **parameters), bool(others))
