@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 import json
 import math
@@ -244,6 +245,25 @@ class Mesh:
             raise checks.error
         self._fault = self._fault or checks.error
 
+    @contextmanager
+    def telling(self, error: Exception) -> Iterator[None]:
+        """Tell an error that this rank has found to the other ranks, in the next `agree` of a block.
+
+        Parameters
+        ----------
+        error : Exception
+            The error.
+
+        Notes
+        -----
+        Communicates nothing.
+        """
+        before, self._fault = self._fault, error
+        try:
+            yield
+        finally:
+            self._fault = before
+
     def agree(
         self,
         dims: Collection[str],
@@ -292,7 +312,7 @@ class Mesh:
         arithmetic = current()
         if arithmetic.rounds_to_nearest:
             self._look_at_arithmetic()
-            error = error or self._fault
+        error = error or self._fault
         # As `agree` does, in one function less.
         call = {**call, "arithmetic": arithmetic.name}  # which decides what operations send
         known = call_of(operation, tuple(call.items()), tuple(map(type, call.values())))

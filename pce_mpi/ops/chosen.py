@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from pce_mpi import loss
-from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.loss.chosen import ChosenResiduals, chosen_logits, take_classes_backward
 from pce_mpi.loss.options import AxisOptions, Options, ShardedAxisOptions, takes
-from pce_mpi.ops.options import checked_operands, shape_of_several, sharded_options
+from pce_mpi.ops.options import apply_checked, checked_operands, shape_of_several, sharded_options
 from pce_mpi.ops.shape import normalized_axis
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -97,4 +96,4 @@ def take_classes(logits: Any, ids: Any, **options: Unpack[ShardedAxisOptions]) -
     if shape is None:
         shape = (*logits.shape[:axis], 1, *logits.shape[axis + 1 :])
     others, found = checked_operands({"logits": logits}, {"ids": ids}, shape, logits.shape[axis])
-    return apply(_TAKE, logits, *others.values(), axis=axis, **found)
+    return apply_checked(_TAKE, logits, *others.values(), axis=axis, **found)

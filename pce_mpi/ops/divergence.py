@@ -8,14 +8,13 @@ from typing import Any, Unpack
 
 from pce_mpi import loss
 from pce_mpi.arrays import compute_dtype_of
-from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.loss.divergence import DivergenceResiduals, divergence_of, kl_divergence_backward, prepare
 from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import DivergenceOptions, Options, Reduction, ShardedDivergenceOptions, takes
-from pce_mpi.ops.options import checked_operands, parameters_of, sharded_options
+from pce_mpi.ops.options import apply_checked, checked_operands, parameters_of, sharded_options
 from pce_mpi.ops.shape import normalized_axis
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -155,4 +154,4 @@ def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenc
     others, found = checked_operands({name: first}, given | {"rows": checked.rows}, rows, shape[axis], shapes=shapes)
     operands = {name: first, **others}
     parameters = parameters_of(checked, DivergenceOptions) | {"axis": axis} | found
-    return apply(_KL_DIVERGENCE, *(operands[each] for each in shapes if each in operands), **parameters)
+    return apply_checked(_KL_DIVERGENCE, *(operands[each] for each in shapes if each in operands), **parameters)

@@ -16,7 +16,7 @@ from pce_mpi.loss.options import LinearCrossEntropyOptions, Options, Reduction, 
 from pce_mpi.ops.elementwise import widened
 from pce_mpi.ops.loss import CROSS_ENTROPY
 from pce_mpi.ops.matmul import matmul
-from pce_mpi.ops.options import checked_operands, parameters_of, sharded_options
+from pce_mpi.ops.options import apply_checked, checked_operands, parameters_of, sharded_options
 from pce_mpi.ops.selection import comparison, where
 from pce_mpi.ops.shape import reshape
 
@@ -179,4 +179,6 @@ def linear_cross_entropy(
     given = {"targets": targets, "bias": checked.bias, "weight": checked.weight}
     others, found = checked_operands(operands, given, hidden.shape[:-1], w.shape[1])
     parameters, biased = parameters_of(checked, LinearCrossEntropyOptions) | found, "bias" in others
-    return apply(_BIASED if biased else _LINEAR_CROSS_ENTROPY, hidden, w, *others.values(), biased=biased, **parameters)
+    return apply_checked(
+        _BIASED if biased else _LINEAR_CROSS_ENTROPY, hidden, w, *others.values(), biased=biased, **parameters
+    )

@@ -18,7 +18,7 @@ from pce_mpi.loss.statistics import ClassStatistics
 from pce_mpi.ops.elementwise import widened
 from pce_mpi.ops.linear_loss import dims_of_classes, dims_of_rows, gradient_of
 from pce_mpi.ops.matmul import matmul
-from pce_mpi.ops.options import checked_operands, parameters_of, sharded_options
+from pce_mpi.ops.options import apply_checked, checked_operands, parameters_of, sharded_options
 from pce_mpi.ops.statistics import CLASS_STATISTICS, detached, upstream_of
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -178,4 +178,4 @@ def linear_class_statistics(
     others, found = checked_operands(operands, given, hidden.shape[:-1], w.shape[1])
     parameters = parameters_of(checked, LinearSoftmaxOptions) | {"biased": "bias" in others} | found
     op = _op("targets" in others, "bias" in others)
-    return detached(apply(op, hidden, w, *others.values(), **parameters))
+    return detached(apply_checked(op, hidden, w, *others.values(), **parameters))

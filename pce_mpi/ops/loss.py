@@ -8,7 +8,6 @@ from typing import Any, Unpack
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of, is_half
-from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array, operands_of
 from pce_mpi.autograd.rules import Axis, Rule
@@ -19,7 +18,7 @@ from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import CrossEntropyOptions, Options, Reduction, takes
 from pce_mpi.loss.passes import forward
 from pce_mpi.ops.elementwise import astype, square, widened
-from pce_mpi.ops.options import checked_operands, parameters_of, sharded_options
+from pce_mpi.ops.options import apply_checked, checked_operands, parameters_of, sharded_options
 from pce_mpi.ops.reductions import mean
 from pce_mpi.ops.shape import normalized_axis
 
@@ -130,7 +129,7 @@ def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntrop
     given, rows = {"targets": targets, "weight": checked.weight}, shape[:axis] + shape[axis + 1 :]
     others, found = checked_operands({"logits": logits}, given, rows, shape[axis], probabilities=shape)
     parameters = parameters_of(checked, CrossEntropyOptions) | {"axis": axis} | found
-    return apply(CROSS_ENTROPY, logits, *others.values(), **parameters)
+    return apply_checked(CROSS_ENTROPY, logits, *others.values(), **parameters)
 
 
 @operation

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_real
-from pce_mpi.autograd.op import Call
+from pce_mpi.autograd.apply import apply
+from pce_mpi.autograd.op import Call, Op
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss.chunks import check_product
@@ -91,6 +92,14 @@ def shape_of_several(numbers: Any, name: str, shape: Shape, axis: int) -> Shape 
         if array.dtype.kind in "iu" and found == (*shape[:axis], found[axis], *shape[axis + 1 :]):
             return found
     return None
+
+
+def apply_checked(op: Op, *operands: Any, **parameters: Any) -> Any:
+    """Apply `op`; an error that `checked_operands` has found is told even if operands are redistributed first."""
+    if "found" not in parameters:
+        return apply(op, *operands, **parameters)
+    with operands[0].mesh.telling(*parameters["found"]):
+        return apply(op, *operands, **parameters)
 
 
 def sharded_options(

@@ -11,7 +11,6 @@ import numpy as np
 
 from pce_mpi import loss
 from pce_mpi.arrays import array_namespace, compute_dtype_of
-from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
@@ -24,7 +23,13 @@ from pce_mpi.loss.statistics import (
     statistics_of,
 )
 from pce_mpi.ops.joining import stack
-from pce_mpi.ops.options import checked_operands, parameters_of, shape_of_several, sharded_options
+from pce_mpi.ops.options import (
+    apply_checked,
+    checked_operands,
+    parameters_of,
+    shape_of_several,
+    sharded_options,
+)
 from pce_mpi.ops.shape import normalized_axis
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -193,4 +198,5 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     others, found = checked_operands({"logits": logits}, given, several or rows, shape[axis])
     parameters = parameters_of(checked, SupportedOptions) | {"axis": axis} | found
     with standard_arithmetic():
-        return detached(apply(CLASS_STATISTICS, logits, *others.values(), **parameters), axis if several else None)
+        values = apply_checked(CLASS_STATISTICS, logits, *others.values(), **parameters)
+        return detached(values, axis if several else None)
