@@ -570,7 +570,7 @@ static bool fill_entropies(WideTotal &result, int64_t grid, const double *x, con
 // a weight is not finite. `exact` if products are.
 static void fill_weights(WideTotal &result, double unit, const double *u, long count) {
     WideTotal total;
-    for (long i = 0; i < count; i += LANES / 2) total.add(load_or_zeros(u + i, count - i) * unit);
+    for (long i = 0; i < count; i += LANES / 2) total.add(load(u + i) * unit);
     result = total;
 }
 
@@ -584,7 +584,7 @@ static bool fill_weighted(WideTotal &result, double unit, const T *x, const doub
         load_wide(x + i, count - i, logit);
         for (int k = 0; k < 2; k++) {
             long at = i + k * LANES / 2;
-            Doubles v = logit[k], low, rest, u = load_or_zeros(u_of + at, count - at);
+            Doubles v = logit[k], low, rest, u = load(u_of + at);
             Longs usable = (v < infinity()) & (v > -infinity());
             strange |= (v == -infinity()) & (u != 0.0);
             v = usable ? v : Doubles{};
@@ -618,7 +618,7 @@ static void finish_near(const Number *values, const T *x, T *out, const double *
                 value[k] = value[k] == 0.0 ? Doubles{} : value[k] * factor + 0.0;  // never -0.0
             }
             if (call.has(WEIGHTED_LOGIT))
-                value[k] -= row.weight_factor * (u ? load_up_to(u + at, count - at) : doubles(1.0));
+                value[k] -= row.weight_factor * (u ? load(u + at) : doubles(1.0));
             if (way == CAPPED) {
                 most[k] = value[k] * load(slopes + at);
                 least[k] = most[k] - most[k] * error;
