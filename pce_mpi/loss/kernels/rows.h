@@ -136,7 +136,9 @@ static void add_near(State &state, const T *x, long count, double top, double lo
             int64_t guess = state.entropy.grid == NO_ENTROPY ? 0 : state.entropy.grid;
             auto fill = [&](int64_t grid, WideTotal &total) {
                 constexpr Way in_double = way == SCALED ? SCALED_IN_DOUBLE : way;
-                return fill_entropies<in_double>(total, grid, x, n, fixed, BIAS<way>, some, Number(lowest), transform);
+                bool guessed = grid != state.entropy.grid;
+                return fill_entropies<in_double>(total, grid, guessed, x, n, fixed, BIAS<way>, some, Number(lowest),
+                                                 transform);
             };
             if (guess < 1 << 20 && add_total(state.entropy, guess, ANY, fill)) continue;
             for (long i = 0; i < some; i++) {
@@ -153,7 +155,8 @@ static void add_near(State &state, const T *x, long count, double top, double lo
 template <class T>
 static void add_weights(State &state, const T *x, long first, long end, const Weights &weights, const Call &call) {
     const Transform &transform = call.transform;
-    bool fits = transform.softcap <= 2000.0 && transform.scale >= 0x1p-64, exact = sizeof(T) < 8 && weights.short_ones();
+    bool fits = transform.softcap <= 2000.0 && transform.scale >= 0x1p-64;
+    bool exact = sizeof(T) < 8 && weights.short_ones();
     double buffer[TERMS + LANES];
     for (long some; first < end; first += some) {
         some = end - first < TERMS ? end - first : long(TERMS);
@@ -287,7 +290,8 @@ static void write_chunk(const T *x, T *out, long count, const Weights &weights, 
     double largest = transform.softcap != 0.0 ? transform.softcap : transform.scale * most;
     in_loops = in_loops && largest * LOG2E + double(row.exponent) < (Arithmetic::POINT == 30 ? 100.0 : 1000.0);
     if (in_loops) {
-        const bool weighted = call.has(WEIGHTED_LOGIT), finished = weighted || call.has(ENTROPY) || transform.softcap != 0.0;
+        const bool weighted = call.has(WEIGHTED_LOGIT);
+        const bool finished = weighted || call.has(ENTROPY) || transform.softcap != 0.0;
         in_way<is_single<Arithmetic>()>(transform, [&](auto chosen) {
             constexpr Way way = decltype(chosen)::way;
             double slopes[BLOCK], buffer[BLOCK + LANES];
