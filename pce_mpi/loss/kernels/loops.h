@@ -92,12 +92,13 @@ INLINED Doubles near_capped(Doubles x, const Transform &transform) {
     constexpr int COUNT = 14;
     double ratio = transform.scale / transform.softcap, factor = transform.scale, of_logit[COUNT];
     for (int k = 0; k < COUNT; k++, factor *= ratio * ratio) of_logit[k] = factor * FACTORS[k];
-    Doubles square = x * x, sums[COUNT / 2];
-    for (int k = 0; k < 7; k++) sums[k] = add_product(square, doubles(of_logit[2 * k + 1]), doubles(of_logit[2 * k]));
-    square *= square;
-    for (int k = 0; k < 3; k++) sums[k] = add_product(square, sums[2 * k + 1], sums[2 * k]);
-    square *= square;
-    return x * add_product(square * square, add_product(square, sums[6], sums[2]), add_product(square, sums[1], sums[0]));
+    Doubles power = x * x, sums[COUNT / 2];
+    for (int k = 0; k < 7; k++) sums[k] = add_product(power, doubles(of_logit[2 * k + 1]), doubles(of_logit[2 * k]));
+    power *= power;
+    for (int k = 0; k < 3; k++) sums[k] = add_product(power, sums[2 * k + 1], sums[2 * k]);
+    power *= power;
+    Doubles upper = add_product(power, sums[6], sums[2]), lower = add_product(power, sums[1], sums[0]);
+    return x * add_product(power * power, upper, lower);
 }
 
 // n + MAGIC_BITS, and z - n log 2 rounded to float32.
@@ -120,7 +121,9 @@ INLINED void reduce(Floats x, const Transform &transform, Ints &n, Floats &rest,
 // error of slopes is below 2^-42 of them.
 INLINED bool reduce_near(Floats x, const Transform &transform, Ints &n, Floats &rest, Doubles slopes[2]) {
     constexpr float BORDER = 0.346573f;  // of n: log 2 / 2 less 6e-7
-    const float far = float(transform.softcap / transform.scale);
+    // Of other ratios a power, or that of a logit, may be subnormal.
+    const double ratio = transform.scale / transform.softcap;
+    const float far = ratio <= 0x1p32 && ratio >= 0x1p-32 ? float(1.0 / ratio) : 0.0f;
     const Doubles inverse = doubles(1.0 / transform.softcap);
     Longs wide[2];
     Doubles most[2], least[2], logit[2];
@@ -140,8 +143,7 @@ INLINED bool reduce_near(Floats x, const Transform &transform, Ints &n, Floats &
     return !any_less(ints(-1), (rest == narrow(least)) & (size < BORDER) & (logit_size < far));
 }
 
-// Some logits reduced, and the slopes of a softcap. A loop that does one thing is short, and a processor works on many
-// of its vectors at a time.
+// Some logits reduced. A processor works on more vectors at a time if a loop is short.
 enum { BLOCK = 1024 };
 struct Reduced {
     float rest[BLOCK];
@@ -149,7 +151,7 @@ struct Reduced {
 };
 
 template <Way way, bool with_slopes, class T>
-static void reduce(Reduced &result, const T *x, long count, float lowest, const Transform transform, double *slopes_of) {
+static void reduce(Reduced &result, const T *x, long count, float lowest, const Transform transform, double *slope) {
     constexpr int32_t NOTHING = -(1 << 24);  // n of a masked class
     for (long i = 0; i < count; i += LANES) {
         Floats v = load_up_to(x + i, count - i), rest;
@@ -159,7 +161,7 @@ static void reduce(Reduced &result, const T *x, long count, float lowest, const 
         if (way != CAPPED || !reduce_near(v, transform, n, rest, slopes)) reduce<way>(v, transform, n, rest, slopes);
         store(result.rest + i, rest);
         store_bytes(result.n + i, way == CAPPED ? (counts ? n : ints(NOTHING)) : n);
-        for (int k = 0; with_slopes && k < 2; k++) store(slopes_of + i + k * LANES / 2, slopes[k]);
+        for (int k = 0; with_slopes && k < 2; k++) store(slope + i + k * LANES / 2, slopes[k]);
     }
 }
 
@@ -504,10 +506,10 @@ static inline Doubles product_and_rest(Doubles a, Doubles b, Doubles &rest) {
 }
 
 // Fill a total with exp(z) z, from n, with a bias, and 1 + t in fixed point. Returns false if a logit is neither masked
-// nor near 0.
+// nor near 0, or cut off by a grid that is only guessed.
 template <Way way, class T>
-static bool fill_entropies(WideTotal &result, int64_t grid, const T *x, const uint32_t *n_of, const uint32_t *fixed,
-                           int32_t bias, long count, float lowest, const Transform transform) {
+static bool fill_entropies(WideTotal &result, int64_t grid, bool guessed, const T *x, const uint32_t *n_of,
+                           const uint32_t *fixed, int32_t bias, long count, float lowest, const Transform transform) {
     const Ints unit = ints(bias + Single::POINT + int32_t(WIDE * grid));
     Ints strange = Ints{};
     WideTotal total;
@@ -516,6 +518,7 @@ static bool fill_entropies(WideTotal &result, int64_t grid, const T *x, const ui
         Ints masked = v == -__builtin_inff(), n = load_bytes<Ints>(n_of + i) - unit;
         strange |= ~(masked | (v >= lowest));
         v = masked ? Floats{} : v;
+        if (guessed) strange |= (n < -1022) & (v != 0.0f);
         n = n > -1022 ? n : ints(-1022);  // smaller numbers are cut off
         n = n < 1023 ? n : ints(1023);
         Longs exponent[2], factor[2];
@@ -536,8 +539,8 @@ static bool fill_entropies(WideTotal &result, int64_t grid, const T *x, const ui
 }
 
 template <Way way>
-static bool fill_entropies(WideTotal &result, int64_t grid, const double *x, const uint64_t *n_of, const uint64_t *fixed,
-                           int32_t, long count, double lowest, const Transform transform) {
+static bool fill_entropies(WideTotal &result, int64_t grid, bool guessed, const double *x, const uint64_t *n_of,
+                           const uint64_t *fixed, int32_t, long count, double lowest, const Transform transform) {
     const Longs unit = longs(MAGIC_BITS + Double::POINT + WIDE * grid);
     Longs strange = Longs{};
     WideTotal total;
@@ -546,6 +549,7 @@ static bool fill_entropies(WideTotal &result, int64_t grid, const double *x, con
         Longs masked = v == -infinity(), n = load_bytes<Longs>(n_of + i) - unit;
         strange |= ~(masked | (v >= lowest));
         v = masked ? Doubles{} : v;
+        if (guessed) strange |= (n < -1022) & (v != 0.0);
         n = n > -1022 ? n : longs(-1022);  // smaller numbers are cut off
         Doubles scale = power(n < 1023 ? n : longs(1023));
         Words factor = masked ? Words{} : load_bytes<Words>(fixed + i);
@@ -566,11 +570,11 @@ static bool fill_entropies(WideTotal &result, int64_t grid, const double *x, con
     return !any_less(strange, Longs{});
 }
 
-// Fill a total with u, and with u z of logits, in some unit. Returns false if a masked class has a weight, or a logit or
-// a weight is not finite. `exact` if products are.
+// Fill a total with u, and with u z of logits, in some unit: false if a masked class has a weight. `exact` if products
+// are.
 static void fill_weights(WideTotal &result, double unit, const double *u, long count) {
     WideTotal total;
-    for (long i = 0; i < count; i += LANES / 2) total.add(load_or_zeros(u + i, count - i) * unit);
+    for (long i = 0; i < count; i += LANES / 2) total.add(load(u + i) * unit);
     result = total;
 }
 
@@ -584,7 +588,7 @@ static bool fill_weighted(WideTotal &result, double unit, const T *x, const doub
         load_wide(x + i, count - i, logit);
         for (int k = 0; k < 2; k++) {
             long at = i + k * LANES / 2;
-            Doubles v = logit[k], low, rest, u = load_or_zeros(u_of + at, count - at);
+            Doubles v = logit[k], low, rest, u = load(u_of + at);
             Longs usable = (v < infinity()) & (v > -infinity());
             strange |= (v == -infinity()) & (u != 0.0);
             v = usable ? v : Doubles{};
@@ -604,9 +608,9 @@ template <Way way, class Number, class T>
 static void finish_near(const Number *values, const T *x, T *out, const double *u, const double *slopes, long count,
                         const RowFactor &row, const Call &call) {
     const Transform transform = call.transform;
-    const double far = 63.0 * transform.softcap / transform.scale, error = sizeof(T) < 8 ? 0x1p-41 : 0.0;
+    const double far = 63.0 * transform.softcap / transform.scale, error = 0x1p-41;
     for (long i = 0; i < count; i += LANES) {
-        Doubles value[2], logit[2], least[2], most[2];
+        Doubles value[2], logit[2], product[2], most[2], least[2];
         Longs sure = longs(-1);
         load_wide(values + i, count - i, value);
         load_wide(x + i, count - i, logit);
@@ -618,18 +622,18 @@ static void finish_near(const Number *values, const T *x, T *out, const double *
                 value[k] = value[k] == 0.0 ? Doubles{} : value[k] * factor + 0.0;  // never -0.0
             }
             if (call.has(WEIGHTED_LOGIT))
-                value[k] -= row.weight_factor * (u ? load_up_to(u + at, count - at) : doubles(1.0));
+                value[k] -= row.weight_factor * (u ? load(u + at) : doubles(1.0));
             if (way == CAPPED) {
-                most[k] = value[k] * load(slopes + at);
-                least[k] = most[k] - most[k] * error;
-                most[k] += most[k] * error;
+                product[k] = value[k] * load(slopes + at);
+                most[k] = product[k] + product[k] * error;
+                least[k] = product[k] - product[k] * error;
                 sure &= (logit[k] < far) & (logit[k] > -far);
             }
         }
         if (way == CAPPED) {
             bool unsure = any_less(longs(-1), sure);
             if constexpr (sizeof(T) < 8) unsure = unsure || any_less(ints(-1), narrow(most) == narrow(least));
-            for (int k = 0; k < 2; k++) value[k] = unsure ? value[k] * softcap_slope(logit[k], transform) : most[k];
+            for (int k = 0; k < 2; k++) value[k] = unsure ? value[k] * softcap_slope(logit[k], transform) : product[k];
         }
         for (int k = 0; k < 2; k++) value[k] = value[k] == value[k] ? value[k] : doubles(not_a_number());
         store_narrow(out + i, count - i, value);

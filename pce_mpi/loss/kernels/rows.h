@@ -34,24 +34,29 @@ struct Weights {
     // Whether u are numbers of float32.
     bool short_ones() const { return !weight && share == 0.0 && !(probabilities && kind == FLOAT64); }
     double at(long index) const {
-        double u;
-        return *of(index, 1, &u);
+        double buffer[2 * LANES];
+        return of(index, 1, buffer)[0];
     }
-    // u of some classes; `buffer` has room for them.
-    const double *of(long first, long count, double *buffer) const {
-        if (weight && !probabilities) return weight + first;
-        if (probabilities) {
-            of_kind(kind, [&](auto one) { convert(buffer, (const decltype(one) *)probabilities + first, count); });
-            for (long i = 0; (weight || share != 0.0) && i < count; i += LANES / 2) {
-                Doubles u = load_up_to(buffer + i, count - i);
-                if (share != 0.0) u = u * kept + share;
-                if (weight) u *= load_up_to(weight + first + i, count - i);
-                store_up_to(buffer + i, u, count - i);
-            }
-        } else {
-            for (long i = 0; i < count; i++) buffer[i] = 1.0;
+    // u of some classes, and 0 in unused lanes of the last vector; the buffer has room for LANES more.
+    const double *of(long first, long count, double *u) const {
+        if (weight && !probabilities && count % LANES == 0) return weight + first;
+        if (probabilities)
+            of_kind(kind, [&](auto one) { convert(u, (const decltype(one) *)probabilities + first, count); });
+        else if (weight)
+            convert(u, weight + first, count);
+        else
+            for (long i = 0; i < count; i += LANES / 2) store(u + i, doubles(1.0));
+        const Doubles factor = doubles(kept), more = doubles(share);
+        for (long i = 0; probabilities && share != 0.0 && i < count; i += LANES / 2) {
+            Doubles some = load_or_zeros(u + i, count - i);
+            store(u + i, some * factor + more);
         }
-        return buffer;
+        for (long i = 0; probabilities && weight && i < count; i += LANES / 2) {
+            Doubles some = load_or_zeros(u + i, count - i);
+            store(u + i, some * load_or_zeros(weight + first + i, count - i));
+        }
+        for (long i = 0; i < LANES; i++) u[count + i] = 0.0;
+        return u;
     }
 };
 
@@ -131,7 +136,9 @@ static void add_near(State &state, const T *x, long count, double top, double lo
             int64_t guess = state.entropy.grid == NO_ENTROPY ? 0 : state.entropy.grid;
             auto fill = [&](int64_t grid, WideTotal &total) {
                 constexpr Way in_double = way == SCALED ? SCALED_IN_DOUBLE : way;
-                return fill_entropies<in_double>(total, grid, x, n, fixed, BIAS<way>, some, Number(lowest), transform);
+                bool guessed = grid != state.entropy.grid;
+                return fill_entropies<in_double>(total, grid, guessed, x, n, fixed, BIAS<way>, some, Number(lowest),
+                                                 transform);
             };
             if (guess < 1 << 20 && add_total(state.entropy, guess, ANY, fill)) continue;
             for (long i = 0; i < some; i++) {
@@ -148,11 +155,16 @@ static void add_near(State &state, const T *x, long count, double top, double lo
 template <class T>
 static void add_weights(State &state, const T *x, long first, long end, const Weights &weights, const Call &call) {
     const Transform &transform = call.transform;
-    bool fits = transform.softcap <= 2000.0 && transform.scale >= 0x1p-64, exact = sizeof(T) < 8 && weights.short_ones();
-    double buffer[TERMS];
+    bool fits = transform.softcap <= 2000.0 && transform.scale >= 0x1p-64;
+    bool exact = sizeof(T) < 8 && weights.short_ones();
+    double buffer[TERMS + LANES];
     for (long some; first < end; first += some) {
         some = end - first < TERMS ? end - first : long(TERMS);
         const T *logits = x + first;
+        Sum &sum = state.weighted_logit;
+        if constexpr (sizeof(T) < 8)
+            if (weights.ones() && transform.scale == 1.0 && transform.softcap == 0.0 && add_numbers(sum, logits, some))
+                continue;
         const double *u = weights.of(first, some, buffer);
         auto fill = [&](double unit, WideTotal &total) {
             fill_weights(total, unit, u, some);
@@ -161,10 +173,6 @@ static void add_weights(State &state, const T *x, long first, long end, const We
         if (call.has(WEIGHT) && !add_total(state.weight, fill))
             for (long i = 0; i < some; i++) add_wide(state.weight, u + i, 1, 0);
         if (!call.has(WEIGHTED_LOGIT)) continue;
-        Sum &sum = state.weighted_logit;
-        if constexpr (sizeof(T) < 8)
-            if (weights.ones() && transform.scale == 1.0 && transform.softcap == 0.0 && add_numbers(sum, logits, some))
-                continue;
         auto fill_products = [&](double unit, WideTotal &total) {
             return in_way<false>(transform, [&](auto chosen) {
                 return fill_weighted<decltype(chosen)::way>(total, unit, logits, u, some, exact, transform);
@@ -282,10 +290,11 @@ static void write_chunk(const T *x, T *out, long count, const Weights &weights, 
     double largest = transform.softcap != 0.0 ? transform.softcap : transform.scale * most;
     in_loops = in_loops && largest * LOG2E + double(row.exponent) < (Arithmetic::POINT == 30 ? 100.0 : 1000.0);
     if (in_loops) {
-        const bool weighted = call.has(WEIGHTED_LOGIT), finished = weighted || call.has(ENTROPY) || transform.softcap != 0.0;
+        const bool weighted = call.has(WEIGHTED_LOGIT);
+        const bool finished = weighted || call.has(ENTROPY) || transform.softcap != 0.0;
         in_way<is_single<Arithmetic>()>(transform, [&](auto chosen) {
             constexpr Way way = decltype(chosen)::way;
-            double slopes[BLOCK], buffer[BLOCK];
+            double slopes[BLOCK], buffer[BLOCK + LANES];
             Number values[BLOCK];
             auto write = [&](const T *logits, auto *to, long some) {
                 if constexpr (!is_single<Arithmetic>()) {
