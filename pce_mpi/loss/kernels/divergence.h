@@ -25,7 +25,14 @@ static void fill_near(const float *x, double *out, long count, const RowFactor &
             for (long lane = 0; lane < LANES; lane++) out[i + lane] = probability_of<Single>(v[lane], row, transform);
             continue;
         }
-        parts<way>(counted, transform, n, t);
+        if constexpr (is_direct(way)) {
+            parts<way>(counted, nullptr, transform, n, t);
+        } else {
+            Floats rest;
+            Doubles slopes[2];
+            reduce<way>(counted, transform, n, rest, slopes);
+            t = polynomial(rest);
+        }
         Doubles wide_t[2];
         Longs wide_n[2], none[2];
         widen(t, wide_t);
@@ -94,17 +101,14 @@ struct DivergenceSums {
 
 template <Way way, class Pairs>
 static void add_pairs(DivergenceSums &sums, const Pairs &pairs, const Difference &delta, const Divergence &pass) {
-    constexpr int64_t LOWEST = -20;
-    Terms terms;
-    terms.parts = 1;
-    terms.scaled = false;
+    double terms[TERMS + LANES];
     Longs excess = {}, skewness = {};
     for (long i = 0; i < pairs.count; i += LANES) {
         Classes classes[2];
         pairs.template at<way>(i, delta, pass.transform, classes);
         for (int k = 0; k < 2; k++) {
             const Classes &c = classes[k];
-            double *term = terms.part[0] + i + k * LANES / 2;
+            double *term = terms + i + k * LANES / 2;
             excess += truncated(difference(c) * 0x1p60);
             if (!pass.of) {
                 store(term, kl_term(c));
@@ -115,8 +119,12 @@ static void add_pairs(DivergenceSums &sums, const Pairs &pairs, const Difference
             skewness += truncated(skew * 0x1p60);
         }
     }
-    if (sums.divergence.grid >= INFINITE || !add_terms(sums.divergence, terms, pairs.count, LOWEST))
-        for (long i = 0; i < pairs.count; i++) add_number(sums.divergence, terms.part[0][i]);
+    auto fill = [&](double unit, WideTotal &total) {
+        fill_weights(total, unit, terms, pairs.count);
+        return true;
+    };
+    if (sums.divergence.grid >= INFINITE || !add_total(sums.divergence, fill))
+        for (long i = 0; i < pairs.count; i++) add_number(sums.divergence, terms[i]);
     sums.excess += int64_t(sum_of((Words)excess));
     sums.skewness += int64_t(sum_of((Words)skewness));
 }
