@@ -221,7 +221,7 @@ def class_statistics_backward(
     StatisticsResiduals.check(residuals)
     problem, inner, members = residuals.problem, residuals.inner, residuals.members
     with standard_arithmetic():
-        upstream = upstream_of_statistics(problem, log_prob=log_prob, entropy=entropy, logsumexp=logsumexp)
+        upstream = upstream_of_statistics(problem, log_prob, entropy, logsumexp)
         gradient = residuals.gradient_for(out, problem.logits)
         # That of a support is written to its own array first, as `out` may be the logits.
         written = gradient if members is None else problem.xp.empty(inner.logits.shape, gradient.dtype)
@@ -234,12 +234,14 @@ def class_statistics_backward(
     return gradient if out is None else out
 
 
-def upstream_of_statistics(problem: Problem, **given: Any) -> dict[str, Array]:
+def upstream_of_statistics(
+    problem: Problem, log_prob: Any = None, entropy: Any = None, logsumexp: Any = None
+) -> dict[str, Array]:
     """Return the upstream gradients of statistics, checked, each that of `upstream_of`; None is 0."""
-    if given["log_prob"] is not None and problem.targets is None:
+    if log_prob is not None and problem.targets is None:
         raise ValueError("log_prob has no gradient without targets")
     upstream = {}
-    for name, value in given.items():
+    for name, value in (("log_prob", log_prob), ("entropy", entropy), ("logsumexp", logsumexp)):
         number = 0.0 if value is None else value
         if name == "log_prob" and problem.several:
             upstream[name] = upstream_of_several(number, name, problem)
