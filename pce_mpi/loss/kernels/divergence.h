@@ -57,7 +57,7 @@ static void fill_probabilities(const T *x, double *out, long count, const RowFac
                 fill_near<decltype(chosen)::way>(x, out, count, row, float(lowest), transform);
             });
         else
-            for (long i = 0; i < count; i++) out[i] = probability_of<Arithmetic>(x[i], row, transform);
+            for (long i = 0; i < count; i++) out[i] = probability_of<Arithmetic>(number_at(x, i), row, transform);
     } else {
         write_chunk<Arithmetic>(x, out, count, {}, row, most, {0, transform}, false);
     }
