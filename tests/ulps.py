@@ -41,9 +41,8 @@ OPTIONS = 5
 FLOAT64 = 8
 # Entropy and log-probability are sums of at most three terms of one sign in float64; their exponentials are `LOSS`.
 STATISTICS = 1
-# A divergence and its gradient: exponentials of float32 err by 0.3 ulp, and for the error of their sums both are
-# corrected; all else is float64, rounded once. A term is at most 4 times as wrong as they are. The gradient in ulps of
-# the larger term of a difference.
+# A divergence and its gradient: the sums of exponentials of float32 err by half an ulp or so, which scales all
+# probabilities of a row; all else is float64, rounded once. The gradient in ulps of the larger term of a difference.
 DIVERGENCE = 2
 # The same in float64, in which no result is rounded again: some ten roundings of each term, none larger than the sum.
 WIDE_DIVERGENCE = 16
