@@ -14,14 +14,16 @@ struct Difference {
 
 // At most TERMS classes of a row: their logits, and their probabilities with room for a whole vector more.
 struct Pairs {
-    const double *x, *y;
-    double p[TERMS + LANES], q[TERMS + LANES];
+    double x[TERMS], y[TERMS], p[TERMS + LANES], q[TERMS + LANES];
     long count;
 
-    void fill(const Divergence &pass, const double *p_logits, const double *q_logits, long some, long row,
+    template <class T>
+    void fill(const Divergence &pass, const T *p_logits, const T *q_logits, long some, long row,
               const RowFactor &p_row, const RowFactor &q_row) {
         const Call call = {0, pass.transform};
-        x = p_logits, y = q_logits, count = some;
+        count = some;
+        convert(x, p_logits, count);
+        convert(y, q_logits, count);
         write_chunk<Double>(x, p, count, {}, p_row, pass.p_rows[row].most, call, false);
         if (!pass.out.data || pass.of != KL_BY_P)
             write_chunk<Double>(y, q, count, {}, q_row, pass.q_rows[row].most, call, false);
@@ -76,7 +78,7 @@ static void write_pairs(double *out, const Pairs &pairs, const Difference &delta
     }
 }
 
-template <Way way> static void diverge_in(const Divergence &pass) {
+template <class T, Way way> static void diverge_in(const Divergence &pass) {
     DivergenceSums sums[TILE_ROWS];
     RowFactor p_rows[TILE_ROWS], q_rows[TILE_ROWS];
     auto begin = [&](long row, long r) {
@@ -84,9 +86,10 @@ template <Way way> static void diverge_in(const Divergence &pass) {
         p_rows[r] = RowFactor::of(pass.p_rows[row + r], pass.transform);
         q_rows[r] = RowFactor::of(pass.q_rows[row + r], pass.transform);
     };
-    auto each = [&](long row, long r, const double *x, long count, long, char *place, const Weights &other) {
-        double buffer[CHUNK], values[TERMS + LANES];
-        const double *y = numbers_of(other.probabilities, other.kind, count, buffer);
+    auto each = [&](long row, long r, const T *x, long count, long, char *place, const Weights &other) {
+        T buffer[CHUNK];
+        double values[TERMS + LANES];
+        const T *y = numbers_of(other.probabilities, other.kind, count, buffer);
         const Difference delta = {pass.delta[row + r], pass.rest[row + r]};
         const bool usable = finite(delta.delta);
         Pairs pairs;
@@ -109,9 +112,14 @@ template <Way way> static void diverge_in(const Divergence &pass) {
     auto end = [&](long row, long r) {
         if (pass.sums) memcpy(pass.sums + 6 * (row + r), &sums[r], sizeof sums[r]);
     };
-    walk<double>(pass, pass.out, begin, each, end);
+    walk<T>(pass, pass.out, begin, each, end);
+}
+
+template <class T> static void diverge_of(const Divergence &pass) {
+    pass.transform.scale == 1.0 ? diverge_in<T, PLAIN>(pass) : diverge_in<T, SCALED_IN_DOUBLE>(pass);
 }
 
 static void diverge(const Divergence &pass) {
-    pass.transform.scale == 1.0 ? diverge_in<PLAIN>(pass) : diverge_in<SCALED_IN_DOUBLE>(pass);
+    bool wide = pass.logits.kind == FLOAT64 || pass.probabilities.kind == FLOAT64;
+    wide ? diverge_of<double>(pass) : diverge_of<float>(pass);
 }
