@@ -57,10 +57,10 @@ LOSS = {
     "class_statistics, no targets": Asked(2, 0, 0, 0),
     "class_statistics_forward": Asked(2, 1, 1, 1),
     "class_statistics_backward": Asked(2, 0, 0, 0),
-    "kl_divergence": Asked(0, 0, 0, 0),
-    "kl_divergence_forward": Asked(0, 0, 0, 0),
-    "kl_divergence_backward": Asked(0, 0, 0, 0),
-    "kl_divergence_value_and_grad": Asked(0, 0, 0, 0),
+    "kl_divergence": Asked(26, 0, 0, 0),
+    "kl_divergence_forward": Asked(26, 0, 0, 0),
+    "kl_divergence_backward": Asked(5, 0, 0, 0),
+    "kl_divergence_value_and_grad": Asked(31, 1, 0, 0),
     "top_k": Asked(28, 0, 0, 0),
     "argmax": Asked(9, 0, 0, 0),
     "linear_cross_entropy_value_and_grad": Asked(20, 1, 1, 1),
@@ -83,7 +83,7 @@ OPERATIONS |= {
     "cross_entropy": Asked(8, 1, 1, 1),
     "linear_cross_entropy": Asked(19, 1, 1, 1),
     "class_statistics": Asked(8, 1, 1, 1),
-    "kl_divergence": Asked(0, 0, 0, 0),
+    "kl_divergence": Asked(39, 0, 0, 0),
     "top_k": Asked(39, 0, 0, 0),
 }
 TRAINING = {
