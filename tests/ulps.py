@@ -44,9 +44,8 @@ STATISTICS = 1
 # The mass of a set, and the mass that it leaves out by that of the set: a quotient of two sums of exponentials, which
 # err as in `LOSS`, 0.7 ulp each at most, and a rounding.
 MASS = 2
-# A divergence and its gradient: exponentials of float32 err by 0.3 ulp, and for the error of their sums both are
-# corrected; all else is float64, rounded once. A term is at most 4 times as wrong as they are. The gradient in ulps of
-# the larger term of a difference.
+# A divergence and its gradient: the sums of exponentials of float32 err by half an ulp or so, which scales all
+# probabilities of a row; all else is float64, rounded once. The gradient in ulps of the larger term of a difference.
 DIVERGENCE = 2
 # The same in float64, in which no result is rounded again: some ten roundings of each term, none larger than the sum.
 WIDE_DIVERGENCE = 16

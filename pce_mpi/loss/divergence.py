@@ -318,8 +318,7 @@ def divergence_of(problem: Problem) -> tuple[Array, DivergenceResiduals]:
     with np.errstate(all="ignore"):
         delta, rest = kernel.logsumexp_differences(softmax.held, softmax.held_nll, problem.transform)
         delta = xp.where(valid, delta, np.nan)  # nothing is computed for rows that do not count
-        numbers = rows[count:], rows[:count], delta, rest
-        pair = Pair(teacher, student, *numbers, problem.transform, problem.arithmetic)
+        pair = Pair(teacher, student, rows[count:], rows[:count], delta, rest, problem.transform)
         if options.direction == Direction.REVERSE:
             pair = pair.swapped()
         sums = kernel.divergence_sums(pair, jensen_shannon)

@@ -161,6 +161,28 @@ def write_gradient(cuda, problem, rows, out, logits):
     place.bring_back(out)
 
 
+class Divergences:
+    """The loops of divergences on a device, for arrays of the host."""
+
+    def __init__(self, cuda):
+        self.cuda = cuda
+
+    @staticmethod
+    def pair_on_device(pair):
+        return pair._replace(**{name: on_device(getattr(pair, name)) for name in pair._fields[:6]})
+
+    def divergence_sums(self, pair, jensen_shannon):
+        sums = self.cuda.divergence_sums(self.pair_on_device(pair), jensen_shannon).get()
+        place.forget()
+        return sums
+
+    def write_divergence_gradient(self, out, pair, of, *numbers):
+        self.cuda.write_divergence_gradient(
+            on_device(out), self.pair_on_device(pair), of, *(on_device(each) for each in numbers)
+        )
+        place.bring_back(out)
+
+
 def assert_states(found, problem):
     expected = problem.states()
     for name in problem.fields.names:

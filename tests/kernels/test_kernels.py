@@ -10,6 +10,7 @@ import pytest
 from kernels.comparing import (
     DTYPES,
     TRANSFORMS,
+    Divergences,
     Problem,
     assert_equal,
     assert_states,
@@ -28,7 +29,8 @@ from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE
 from pce_mpi.loss.kernels.launch_config import LaunchConfig
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, StateFields
-from ranks.test_definition import FIELDS, KINDS
+from ranks.test_definition import FIELDS, KINDS, logits_of
+from ranks.test_divergence import sums_and_gradients
 
 # Every boundary of the code: vectors, threads of a row, splits of a row.
 SHORT = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 127, 129, 257, 1023]
@@ -59,6 +61,20 @@ def test_random_problems_have_bits_of_definition(cuda, monkeypatch, kind):
                 patch.setattr(LaunchConfig, "for_forward", in_splits(splits))
             pitch = problem.logits.shape[1] + int(rng.integers(0, 9))
             check_everything(cuda, problem, seed, pitch=pitch, shift=int(rng.integers(0, width)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_divergences_have_bits_of_definition(cuda, kind):
+    rng = np.random.default_rng(KINDS.index(kind))
+    for dtype, scale in itertools.product(DTYPES, (1.0, 0.7)):
+        for classes in (1, 300):
+            student, teacher = (logits_of(kind, classes, dtype, rng)[0] for _ in range(2))
+            teacher = np.where(rng.random(teacher.shape) < 0.5, student, teacher)
+            given = student, teacher, Transform(scale)
+            for got, wanted in zip(
+                sums_and_gradients(Divergences(cuda), *given), sums_and_gradients(definition, *given), strict=True
+            ):
+                assert_equal(got, wanted)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=str)

@@ -57,6 +57,10 @@ LOSS = {
     "class_statistics, no targets": Asked(2, 0, 0, 0),
     "class_statistics_forward": Asked(2, 1, 1, 1),
     "class_statistics_backward": Asked(2, 0, 0, 0),
+    "kl_divergence": Asked(26, 0, 0, 0),
+    "kl_divergence_forward": Asked(26, 0, 0, 0),
+    "kl_divergence_backward": Asked(5, 0, 0, 0),
+    "kl_divergence_value_and_grad": Asked(31, 1, 0, 0),
     "top_k": Asked(28, 0, 0, 0),
     "argmax": Asked(9, 0, 0, 0),
     "linear_cross_entropy_value_and_grad": Asked(20, 1, 1, 1),
@@ -79,6 +83,7 @@ OPERATIONS |= {
     "cross_entropy": Asked(8, 1, 1, 1),
     "linear_cross_entropy": Asked(19, 1, 1, 1),
     "class_statistics": Asked(8, 1, 1, 1),
+    "kl_divergence": Asked(39, 0, 0, 0),
     "top_k": Asked(39, 0, 0, 0),
 }
 TRAINING = {
@@ -103,6 +108,7 @@ def calls_of_loss(cupy):
     gradient, per_row = cupy.asarray(np.float32(1)), cupy.asarray(np.ones(4, np.float32))
     both = pce.softmax_cross_entropy_value_and_grad
     _, residuals = pce.softmax_cross_entropy_forward(logits, targets)
+    _, of_divergence = pce.kl_divergence_forward(logits, logits)
     _, of_statistics = pce.class_statistics_forward(logits, targets)
     return {
         "softmax_cross_entropy": partial(pce.softmax_cross_entropy, logits, targets),
@@ -124,6 +130,10 @@ def calls_of_loss(cupy):
         "class_statistics, no targets": partial(pce.class_statistics, logits),
         "class_statistics_forward": partial(pce.class_statistics_forward, logits, targets),
         "class_statistics_backward": partial(pce.class_statistics_backward, of_statistics, log_prob=per_row, entropy=1),
+        "kl_divergence": partial(pce.kl_divergence, logits, logits),
+        "kl_divergence_forward": partial(pce.kl_divergence_forward, logits, logits),
+        "kl_divergence_backward": partial(pce.kl_divergence_backward, gradient, of_divergence),
+        "kl_divergence_value_and_grad": partial(pce.kl_divergence_value_and_grad, logits, logits),
         "top_k": partial(pce.top_k, logits, 5),
         "argmax": partial(pce.argmax, logits),
         "linear_cross_entropy_value_and_grad": partial(pce.linear_cross_entropy_value_and_grad, hidden, w, targets),

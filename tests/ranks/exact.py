@@ -156,7 +156,9 @@ def exact_divergence(student: Array, teacher: Array, direction: str, scale: floa
             m = [mpmath.log((mpmath.exp(a) + mpmath.exp(b)) / 2) for a, b in zip(s, t, strict=True)]
             (of_s, ds, of_ds), (of_t, dt, of_dt) = kl(s, m), kl(t, m)
             divergence, both, sizes = (of_s + of_t) / 2, ([v / 2 for v in ds], [v / 2 for v in dt]), (of_ds, of_dt)
-        ds, dt = ([value * mpmath.mpf(scale) for value in each] for each in both)
-        of_ds, of_dt = (np.array([abs(float(value)) * scale for value in each]) for each in sizes)
+        of_student, of_teacher = ([value * mpmath.mpf(scale) for value in each] for each in both)
+        student_size, teacher_size = (np.array([abs(float(value)) * scale for value in each]) for each in sizes)
         larger = np.array([float(mpmath.exp(max(a, b))) for a, b in zip(s, t, strict=True)])
-        return ExactDivergence(pair([divergence]), (pair(ds), pair(dt)), (of_ds, of_dt), larger)
+        return ExactDivergence(
+            pair([divergence]), (pair(of_student), pair(of_teacher)), (student_size, teacher_size), larger
+        )

@@ -10,7 +10,7 @@ import pytest
 import pce_mpi as pce
 from pce_mpi import Replicate, Shard, dense
 from pce_mpi.loss.kernels import definition
-from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE
+from pce_mpi.loss.kernels.elementary import SINGLE
 from pce_mpi.loss.kernels.parameters import ClassWeights, GradientOf, Pair, Transform
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 from ranks.exact import exact_divergence
@@ -190,12 +190,11 @@ def test_divergence_has_bits_of_one_process(comm, direction, how):
 def sums_and_gradients(kernel, student, teacher, transform, cuts=()):
     """What the loops give of two arrays (rows, classes): merged sums of both kinds, and every gradient."""
     fields, rows = StateFields(hold_largest=True), []
-    arithmetic = DOUBLE if student.dtype == np.float64 else SINGLE
     with np.errstate(all="ignore"):
         for x in (teacher, student):
-            more = {"weights": ClassWeights(), "transform": transform, "arithmetic": arithmetic}
+            more = {"weights": ClassWeights(), "transform": transform, "arithmetic": SINGLE}
             states = definition.fill_states(x[:, :, None], None, fields, class_start=0, **more)
-            softmax = definition.row_softmax(states, fields, transform, arithmetic, None)
+            softmax = definition.row_softmax(states, fields, transform, SINGLE, None)
             gradient = np.zeros((len(x), len(ROW_GRADIENT)))
             for name, source in {"top": "top", "most": "most", "factor": "normalizer", "exponent": "exponent"}.items():
                 gradient[:, ROW_GRADIENT[name]] = softmax[:, ROW_SOFTMAX[source]]
@@ -204,7 +203,7 @@ def sums_and_gradients(kernel, student, teacher, transform, cuts=()):
         p_rows, q_rows = rows[0][0], rows[1][0]
         held, held_nll = (np.concatenate([rows[1][at], rows[0][at]]) for at in (1, 2))
         delta, rest = definition.logsumexp_differences(held, held_nll, transform)
-    rest_of = delta, rest, transform, arithmetic
+    rest_of = delta, rest, transform
     found = []
     for jensen_shannon in (False, True):
         parts = []

@@ -47,6 +47,9 @@ OPTIONS = (
 )
 
 
+DIVERGENCE = ("sum_divergences", "fill_divergences", "fill_logsumexp_differences", "write_divergence_gradient")
+
+
 class Kernel(NamedTuple):
     """A kernel: its file, and its name as a C++ expression."""
 
@@ -59,7 +62,6 @@ def instantiations() -> list[Kernel]:
     types = list(CPP_TYPES.values())
     plain = [(t, scaled) for t in types[:3] for scaled in ("false", "true")]
     statistics, summed = ("row_statistics", "statistics_gradients"), ("double", "pce::Sum")
-    divergences = "sum_divergences", "write_divergence_gradient"
     general = [(t, a) for t in types for a in ARITHMETICS if (t, a) != ("double", "pce::Single")]
     return [
         *(Kernel("forward.cu", f"pce::fill_states<{t}, {scaled}>") for t, scaled in plain),
@@ -69,8 +71,7 @@ def instantiations() -> list[Kernel]:
         *(Kernel("losses.cu", f"pce::fill_row_{name}<{a}>") for name in ("losses", "gradients") for a in ARITHMETICS),
         *(Kernel("statistics.cu", f"pce::fill_{name}<{a}>") for name in statistics for a in ARITHMETICS),
         *(Kernel("sums.cu", f"pce::{name}<{item}>") for name in ("sum_items", "fill_loss") for item in summed),
-        *(Kernel("divergence.cu", f"pce::{name}") for name in ("fill_divergences", "fill_logsumexp_differences")),
-        *(Kernel("divergence.cu", f"pce::{name}<{a}>") for name in divergences for a in ARITHMETICS),
+        *(Kernel("divergence.cu", f"pce::{name}") for name in DIVERGENCE),
         *(Kernel("conversion.cu", f"pce::{name}") for name in ("convert", "split_halves")),
         *(Kernel("backward.cu", f"pce::write_gradient<{t}, {scaled}>") for t, scaled in plain),
         *(Kernel("general_backward.cu", f"pce::write_general_gradient<{t}, {a}>") for t, a in general),

@@ -212,9 +212,9 @@ PyObject *largest_of(PyObject *, PyObject *arguments) {
 PyObject *diverge(PyObject *, PyObject *arguments) {
     PyObject *p, *q, *p_rows, *q_rows, *delta, *rest, *sums, *out, *slope, *less, *valid;
     Divergence pass = {};
-    int p_kind, q_kind, out_kind, single;
-    if (!PyArg_ParseTuple(arguments, "OiOiOOOOdpiOOiOOO:diverge", &p, &p_kind, &q, &q_kind, &p_rows, &q_rows, &delta,
-                          &rest, &pass.transform.scale, &single, &pass.of, &sums, &out, &out_kind, &slope, &less, &valid))
+    int p_kind, q_kind, out_kind;
+    if (!PyArg_ParseTuple(arguments, "OiOiOOOOdiOOiOOO:diverge", &p, &p_kind, &q, &q_kind, &p_rows, &q_rows, &delta,
+                          &rest, &pass.transform.scale, &pass.of, &sums, &out, &out_kind, &slope, &less, &valid))
         return nullptr;
     Buffer x, y, x_rows, y_rows, d, e, s, to, m, l, v;
     if (!x.take(p, PyBUF_STRIDES) || !y.take(q, PyBUF_STRIDES) || !x_rows.take(p_rows) || !y_rows.take(q_rows) ||
@@ -227,7 +227,6 @@ PyObject *diverge(PyObject *, PyObject *arguments) {
     pass.p_rows = x_rows.of<const RowGradient>();
     pass.q_rows = y_rows.of<const RowGradient>();
     pass.delta = d.of<const double>();
-    pass.single = single;
     pass.rest = e.of<const double>();
     pass.sums = s.of<uint64_t>();
     pass.slope = m.of<const double>();

@@ -168,8 +168,7 @@ def largest_of(x: Array, k: int) -> tuple[Array, Array]:
 
 
 def _pair(pair: Pair) -> tuple[Any, ...]:
-    logits, rows = (*_raw(pair.p), *_raw(pair.q)), (pair.p_rows, pair.q_rows, pair.delta, pair.rest)
-    return *logits, *rows, pair.transform.scale, pair.arithmetic is not DOUBLE
+    return *_raw(pair.p), *_raw(pair.q), pair.p_rows, pair.q_rows, pair.delta, pair.rest, pair.transform.scale
 
 
 def divergence_sums(pair: Pair, jensen_shannon: bool) -> Array:

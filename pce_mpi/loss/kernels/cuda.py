@@ -462,13 +462,7 @@ def divergence_sums(pair: Pair, jensen_shannon: bool) -> Array:
     sums = cupy.empty((rows, 6), np.uint64)
     if rows:
         given = *_pair_arguments(pair), classes, np.bool_(jensen_shannon)
-        _launch(
-            Kernel("divergence.cu", f"pce::sum_divergences<{_name_of(pair.arithmetic)}>"),
-            (rows, 1),
-            BLOCK_THREADS,
-            *given,
-            sums,
-        )
+        _launch(Kernel("divergence.cu", "pce::sum_divergences"), (rows, 1), BLOCK_THREADS, *given, sums)
     return sums
 
 
@@ -493,6 +487,5 @@ def write_divergence_gradient(
     of_rows = *map(cupy.ascontiguousarray, (slope, constant, valid)), output.rows.array
     given = *_pair_arguments(pair), np.int64(classes), np.int32(of), *of_rows
     to = np.int32(DTYPE_CODES[out.dtype.name]), np.int64(output.rows.pitch)
-    kernel = Kernel("divergence.cu", f"pce::write_divergence_gradient<{_name_of(pair.arithmetic)}>")
-    _launch(kernel, (rows, 1), BLOCK_THREADS, *given, *to)
+    _launch(Kernel("divergence.cu", "pce::write_divergence_gradient"), (rows, 1), BLOCK_THREADS, *given, *to)
     output.copy_back()

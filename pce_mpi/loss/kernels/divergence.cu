@@ -11,7 +11,6 @@ __device__ __forceinline__ double constant(double v) { return v; }
 #undef NUMBERS
 
 // `Pair` of parameters.py. Both arrays have rows of consecutive classes at a pitch.
-template <class Arithmetic>
 struct ClassesOfRow {
   const void *p, *q;
   int p_dtype, q_dtype;
@@ -22,12 +21,12 @@ struct ClassesOfRow {
 
   __device__ __forceinline__ Classes operator[](int64_t i) const {
     const double v = element(p, p_dtype, p_start + i), w = element(q, q_dtype, q_start + i);
+    const Call call = {0, transform};
     const Pair z = transformed(v, transform), z_w = transformed(w, transform);
     const double error = error_of(z_w.high, z_w.low) - error_of(z.high, z.low);
     const double r = ((z_w.high - z.high) - delta) + (error - rest);
     const bool masked = v == -infinity() && w == -infinity();
-    return {probability_of<Arithmetic>(v, p_row, transform), probability_of<Arithmetic>(w, q_row, transform),
-            masked ? 0.0 : r, nearby<Arithmetic>()};
+    return {gradient_of<Double>(v, 1.0, p_row, call), gradient_of<Double>(w, 1.0, q_row, call), masked ? 0.0 : r};
   }
 };
 
@@ -54,14 +53,13 @@ struct RowDivergence {
   }
 };
 
-template <class Arithmetic>
 __global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
     sum_divergences(const void* p, int p_dtype, int64_t p_pitch, const void* q, int q_dtype, int64_t q_pitch,
                     const RowGradient* p_rows, const RowGradient* q_rows, const double* delta, const double* rest,
                     double scale, int64_t classes, bool jensen_shannon, DivergenceSums* sums) {
   const int64_t row = blockIdx.x;
   const Transform transform = {scale, 0.0};
-  const ClassesOfRow<Arithmetic> all{p, q, p_dtype, q_dtype, row * p_pitch, row * q_pitch, delta[row], rest[row],
+  const ClassesOfRow all{p, q, p_dtype, q_dtype, row * p_pitch, row * q_pitch, delta[row], rest[row],
                          RowFactor::of(p_rows[row], transform), RowFactor::of(q_rows[row], transform), transform};
   DivergenceSums sum = {{NO_GRID, {0, 0, 0}}, 0, 0};
 #pragma unroll 1
@@ -103,7 +101,6 @@ __global__ void __launch_bounds__(BLOCK_THREADS)
 }
 
 // `out` may be the logits of either.
-template <class Arithmetic>
 __global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
     write_divergence_gradient(const void* p, int p_dtype, int64_t p_pitch, const void* q, int q_dtype, int64_t q_pitch,
                               const RowGradient* p_rows, const RowGradient* q_rows, const double* delta,
@@ -111,7 +108,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOC
                               const double* less, const bool* valid, void* out, int out_dtype, int64_t out_pitch) {
   const int64_t row = blockIdx.x;
   const Transform transform = {scale, 0.0};
-  const ClassesOfRow<Arithmetic> all{p, q, p_dtype, q_dtype, row * p_pitch, row * q_pitch, delta[row], rest[row],
+  const ClassesOfRow all{p, q, p_dtype, q_dtype, row * p_pitch, row * q_pitch, delta[row], rest[row],
                          RowFactor::of(p_rows[row], transform), RowFactor::of(q_rows[row], transform), transform};
 #pragma unroll 1
   for (int64_t i = threadIdx.x; i < classes; i += BLOCK_THREADS) {

@@ -12,84 +12,30 @@ struct Difference {
     double delta, rest;
 };
 
-// Probabilities of logits near 0, in float64 from exponentials of float32; `out` has room for a whole vector more.
-template <Way way>
-static void fill_near(const float *x, double *out, long count, const RowFactor &row, float lowest,
-                      const Transform &transform) {
-    const Longs exponent = longs(row.exponent);
-    const Doubles m = doubles(row.m);
-    for (long i = 0; i < count; i += LANES) {
-        Floats v = load_up_to(x + i, count - i), counted = v > lowest ? v : floats(lowest), t;
-        Ints masked = v == -__builtin_inff(), below = (v < lowest) & ~masked, n;
-        if (any_less(below, Ints{})) {
-            for (long lane = 0; lane < LANES; lane++) out[i + lane] = probability_of<Single>(v[lane], row, transform);
-            continue;
-        }
-        if constexpr (is_direct(way)) {
-            parts<way>(counted, nullptr, transform, n, t);
-        } else {
-            Floats rest;
-            Doubles slopes[2];
-            reduce<way>(counted, transform, n, rest, slopes);
-            t = polynomial(rest);
-        }
-        Doubles wide_t[2];
-        Longs wide_n[2], none[2];
-        widen(t, wide_t);
-        widen(n - BIAS<way>, wide_n);
-        widen(masked, none);
-        for (int k = 0; k < 2; k++) {
-            Doubles value = m + m * wide_t[k];
-            Longs sum = wide_n[k] + exponent;
-            if (any_less(sum, longs(-1000))) {
-                Longs near = sum > -1020 ? sum : longs(-1020), rest = sum - near > -60 ? sum - near : longs(-60);
-                value = value * power(near) * power(rest);
-            } else {
-                value *= power(sum);
-            }
-            store(out + i + k * LANES / 2, none[k] ? Doubles{} : value);
-        }
-    }
-}
-
-template <class Arithmetic, class T>
-static void fill_probabilities(const T *x, double *out, long count, const RowFactor &row, double most,
-                               const Transform &transform) {
-    if constexpr (is_single<Arithmetic>()) {
-        double lowest;
-        bool in_loops = !row.huge && near<Arithmetic>(most, transform, lowest) && row.exponent < 2700 &&
-                        row.exponent > -2700 && transform.scale * most * LOG2E + double(row.exponent) < 100.0;
-        if (in_loops)
-            in_way<true>(transform, [&](auto chosen) {
-                fill_near<decltype(chosen)::way>(x, out, count, row, float(lowest), transform);
-            });
-        else
-            for (long i = 0; i < count; i++) out[i] = probability_of<Arithmetic>(x[i], row, transform);
-    } else {
-        write_chunk<Arithmetic>(x, out, count, {}, row, most, {0, transform}, false);
-    }
-    memset(out + count, 0, LANES * sizeof(double));
-}
-
-// At most TERMS classes of a row: their logits and, with room for a whole vector more, their probabilities.
-template <class Arithmetic, class T> struct Pairs {
-    const T *x, *y;
-    double p[TERMS + LANES], q[TERMS + LANES];
+// At most TERMS classes of a row: their logits, and their probabilities with room for a whole vector more.
+struct Pairs {
+    double x[TERMS], y[TERMS], p[TERMS + LANES], q[TERMS + LANES];
     long count;
 
-    template <Way way>
-    void at(long i, const Difference &difference, const Transform &transform, Classes classes[2]) const {
-        Doubles v[2], w[2];
-        load_wide(x + i, count - i, v);
-        load_wide(y + i, count - i, w);
-        for (int k = 0; k < 2; k++) {
-            Doubles low, low_w, z = transformed<way>(v[k], transform, low), z_w = transformed<way>(w[k], transform, low_w);
-            Doubles error = way == PLAIN ? Doubles{} : error_of(z_w, low_w) - error_of(z, low);
-            Doubles r = ((z_w - z) - difference.delta) + (error - difference.rest);
-            Longs masked = (v[k] == -infinity()) & (w[k] == -infinity());
-            long at = i + k * LANES / 2;
-            classes[k] = {load(p + at), load(q + at), masked ? Doubles{} : r, nearby<Arithmetic>()};
-        }
+    template <class T>
+    void fill(const Divergence &pass, const T *p_logits, const T *q_logits, long some, long row,
+              const RowFactor &p_row, const RowFactor &q_row) {
+        const Call call = {0, pass.transform};
+        count = some;
+        convert(x, p_logits, count);
+        convert(y, q_logits, count);
+        write_chunk<Double>(x, p, count, {}, p_row, pass.p_rows[row].most, call, false);
+        if (!pass.out.data || pass.of != KL_BY_P)
+            write_chunk<Double>(y, q, count, {}, q_row, pass.q_rows[row].most, call, false);
+        memset(p + count, 0, LANES * sizeof(double));
+        memset(q + count, 0, LANES * sizeof(double));
+    }
+    template <Way way> Classes at(long i, const Difference &difference, const Transform &transform) const {
+        Doubles v = load_up_to(x + i, count - i), w = load_up_to(y + i, count - i), low, low_w;
+        Doubles z = transformed<way>(v, transform, low), z_w = transformed<way>(w, transform, low_w);
+        Doubles error = way == PLAIN ? Doubles{} : error_of(z_w, low_w) - error_of(z, low);
+        Doubles r = ((z_w - z) - difference.delta) + (error - difference.rest);
+        return {load(p + i), load(q + i), (v == -infinity()) & (w == -infinity()) ? Doubles{} : r};
     }
 };
 
@@ -99,25 +45,20 @@ struct DivergenceSums {
     int64_t excess, skewness;
 };
 
-template <Way way, class Pairs>
+template <Way way>
 static void add_pairs(DivergenceSums &sums, const Pairs &pairs, const Difference &delta, const Divergence &pass) {
     double terms[TERMS + LANES];
     Longs excess = {}, skewness = {};
-    for (long i = 0; i < pairs.count; i += LANES) {
-        Classes classes[2];
-        pairs.template at<way>(i, delta, pass.transform, classes);
-        for (int k = 0; k < 2; k++) {
-            const Classes &c = classes[k];
-            double *term = terms + i + k * LANES / 2;
-            excess += truncated(difference(c) * 0x1p60);
-            if (!pass.of) {
-                store(term, kl_term(c));
-                continue;
-            }
-            Doubles skew;
-            store(term, jensen_shannon_term(c, skew));
-            skewness += truncated(skew * 0x1p60);
+    for (long i = 0; i < pairs.count; i += LANES / 2) {
+        const Classes c = pairs.at<way>(i, delta, pass.transform);
+        excess += truncated(difference(c) * 0x1p60);
+        if (!pass.of) {
+            store(terms + i, kl_term(c));
+            continue;
         }
+        Doubles skew;
+        store(terms + i, jensen_shannon_term(c, skew));
+        skewness += truncated(skew * 0x1p60);
     }
     auto fill = [&](double unit, WideTotal &total) {
         fill_weights(total, unit, terms, pairs.count);
@@ -129,20 +70,16 @@ static void add_pairs(DivergenceSums &sums, const Pairs &pairs, const Difference
     sums.skewness += int64_t(sum_of((Words)skewness));
 }
 
-template <Way way, class Pairs>
+template <Way way>
 static void write_pairs(double *out, const Pairs &pairs, const Difference &delta, double slope, double less,
                         const Divergence &pass) {
-    for (long i = 0; i < pairs.count; i += LANES) {
-        Classes classes[2];
-        pairs.template at<way>(i, delta, pass.transform, classes);
-        for (int k = 0; k < 2; k++) {
-            Doubles value = slope * divergence_gradient(classes[k], pass.of, less);
-            store(out + i + k * LANES / 2, value == value ? value : doubles(not_a_number()));
-        }
+    for (long i = 0; i < pairs.count; i += LANES / 2) {
+        Doubles value = slope * divergence_gradient(pairs.at<way>(i, delta, pass.transform), pass.of, less);
+        store(out + i, value == value ? value : doubles(not_a_number()));
     }
 }
 
-template <class Arithmetic, class T, Way way> static void diverge_in(const Divergence &pass) {
+template <class T, Way way> static void diverge_in(const Divergence &pass) {
     DivergenceSums sums[TILE_ROWS];
     RowFactor p_rows[TILE_ROWS], q_rows[TILE_ROWS];
     auto begin = [&](long row, long r) {
@@ -150,31 +87,26 @@ template <class Arithmetic, class T, Way way> static void diverge_in(const Diver
         p_rows[r] = RowFactor::of(pass.p_rows[row + r], pass.transform);
         q_rows[r] = RowFactor::of(pass.q_rows[row + r], pass.transform);
     };
-    auto each = [&](long first, long r, const T *x, long count, long, char *place, const Weights &other) {
+    auto each = [&](long row, long r, const T *x, long count, long, char *place, const Weights &other) {
         T buffer[CHUNK];
         double values[TERMS + LANES];
         const T *y = numbers_of(other.probabilities, other.kind, count, buffer);
-        const long row = first + r;
-        const Difference delta = {pass.delta[row], pass.rest[row]};
-        const bool usable = finite(delta.delta), counts = !place || pass.valid[row];
-        Pairs<Arithmetic, T> pairs;
+        const Difference delta = {pass.delta[row + r], pass.rest[row + r]};
+        const bool usable = finite(delta.delta);
+        Pairs pairs;
         for (long at = 0, some; at < count; at += some) {
             some = count - at < TERMS ? count - at : long(TERMS);
-            if (usable && counts) {
-                pairs.x = x + at, pairs.y = y + at, pairs.count = some;
-                fill_probabilities<Arithmetic>(pairs.x, pairs.p, some, p_rows[r], pass.p_rows[row].most, pass.transform);
-                if (!place || pass.of != KL_BY_P)
-                    fill_probabilities<Arithmetic>(pairs.y, pairs.q, some, q_rows[r], pass.q_rows[row].most,
-                                                   pass.transform);
-            }
+            if (usable && (!place || pass.valid[row + r])) pairs.fill(pass, x + at, y + at, some, row + r, p_rows[r], q_rows[r]);
             if (!place) {
                 if (usable) add_pairs<way>(sums[r], pairs, delta, pass);
                 continue;
             }
-            if (counts && usable)
-                write_pairs<way>(values, pairs, delta, pass.slope[row], pass.less[row], pass);
+            if (!pass.valid[row + r])
+                memset(values, 0, some * sizeof(double));
+            else if (usable)
+                write_pairs<way>(values, pairs, delta, pass.slope[row + r], pass.less[row + r], pass);
             else
-                for (long i = 0; i < some; i++) values[i] = counts ? not_a_number() : 0.0;
+                for (long i = 0; i < some; i++) values[i] = not_a_number();
             of_kind(pass.out.kind, [&](auto one) { convert((decltype(one) *)place + at, values, some); });
         }
     };
@@ -184,11 +116,11 @@ template <class Arithmetic, class T, Way way> static void diverge_in(const Diver
     walk<T>(pass, pass.out, begin, each, end);
 }
 
-template <class Arithmetic, class T> static void diverge_with(const Divergence &pass) {
-    pass.transform.scale == 1.0 ? diverge_in<Arithmetic, T, PLAIN>(pass)
-                                : diverge_in<Arithmetic, T, SCALED_IN_DOUBLE>(pass);
+template <class T> static void diverge_of(const Divergence &pass) {
+    pass.transform.scale == 1.0 ? diverge_in<T, PLAIN>(pass) : diverge_in<T, SCALED_IN_DOUBLE>(pass);
 }
 
 static void diverge(const Divergence &pass) {
-    pass.single ? diverge_with<Single, float>(pass) : diverge_with<Double, double>(pass);
+    bool wide = pass.logits.kind == FLOAT64 || pass.probabilities.kind == FLOAT64;
+    wide ? diverge_of<double>(pass) : diverge_of<float>(pass);
 }

@@ -1,8 +1,7 @@
 """Divergences of two softmaxes P and Q of each row, in NumPy; `divergence_terms.h` has the same bits.
 
-Everything is in float64, but for exponentials of float32 logits. With p and q the probabilities of a class, r = log(q /
-p) is the difference of two z less that of two logsumexp, so that it keeps its digits where p and q are nearly equal.
-The sums over the classes are of
+Everything is in float64. With p and q the probabilities of a class, r = log(q / p) is the difference of two z less that
+of two logsumexp, so that it keeps its digits where p and q are nearly equal. The sums over the classes are of
 
     KL(P || Q)          p (exp(r) - 1 - r)                              no term is negative
     Jensen-Shannon      (p log(p / m) + q log(q / m)) / 2               m = (p + q) / 2; no term is negative
@@ -21,31 +20,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pce_mpi.loss.kernels.blocks import blocks_of, put_rows, rows_of
-from pce_mpi.loss.kernels.elementary import (
-    DOUBLE,
-    HUGE,
-    SINGLE,
-    curved,
-    f64,
-    i64,
-    polynomial,
-    transformed,
-    twice_atanh,
-    u64,
-)
-from pce_mpi.loss.kernels.gradients import probabilities
+from pce_mpi.loss.kernels.elementary import DOUBLE, HUGE, curved, f64, i64, polynomial, transformed, twice_atanh, u64
+from pce_mpi.loss.kernels.gradients import gradient_of
 from pce_mpi.loss.kernels.limbs import Sums, sum_of, united, value_of_wide
 from pce_mpi.loss.kernels.parameters import GradientOf, Pair, Transform
-from pce_mpi.loss.softmax_state import INFINITE, NO_GRID
+from pce_mpi.loss.softmax_state import INFINITE, NO_GRID, StateFields
 
 Array = np.ndarray[Any, Any]
 
-# Up to this size of r, differences of p and q are computed from r; the series has so many digits.
-NEARBY = {SINGLE: 1.25, DOUBLE: 0.35}
+# Up to this size of r, differences of p and q are computed from r.
+NEARBY = 0.35
 UNIT = 2.0**-60
 LEAST_EXCESS = 2.0**-50
 TINY = 2.0**-500
-# (1 + h) log(1 + h) + (1 - h) log(1 - h) = h^2 R(h^2), for h up to tanh(1.25 / 2).
+# (1 + h) log(1 + h) + (1 - h) log(1 - h) = h^2 R(h^2), for h up to tanh(NEARBY / 2).
 BENT = tuple(1.0 / (k * (2 * k - 1)) for k in range(11, 0, -1))
 
 
@@ -55,11 +43,10 @@ class _Classes(NamedTuple):
     p: Array
     q: Array
     r: Array
-    nearby: float
 
     @property
     def is_near(self) -> Array:
-        return np.abs(self.r) <= self.nearby
+        return np.abs(self.r) <= NEARBY
 
     def difference(self) -> Array:
         """Return q - p."""
@@ -114,14 +101,14 @@ def _log_of_share(t: Array) -> Array:
 
 
 def _classes(pair: Pair, rows: slice, classes: slice) -> _Classes:
-    logits = [rows_of(each, rows, classes).astype(f64) for each in (pair.p, pair.q)]
+    fields, logits = StateFields(), [rows_of(each, rows, classes).astype(f64) for each in (pair.p, pair.q)]
     p, q = (
-        probabilities(x, each[rows], pair.transform, pair.arithmetic, wide=True)
+        gradient_of(x, each[rows], fields, pair.transform, DOUBLE)
         for x, each in zip(logits, (pair.p_rows, pair.q_rows), strict=True)
     )
     (z_p, low_p), (z_q, low_q) = (_transformed(x, pair.transform) for x in logits)
     r = ((z_q - z_p) - pair.delta[rows, None]) + ((low_q - low_p) - pair.rest[rows, None])
-    return _Classes(p, q, np.where((logits[0] == -np.inf) & (logits[1] == -np.inf), 0.0, r), NEARBY[pair.arithmetic])
+    return _Classes(p, q, np.where((logits[0] == -np.inf) & (logits[1] == -np.inf), 0.0, r))
 
 
 def _transformed(x: Array, transform: Transform) -> tuple[Array, Array]:

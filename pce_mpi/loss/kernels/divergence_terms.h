@@ -5,7 +5,6 @@
 // The two probabilities of classes, and r = log(q / p): infinite where one of them is masked, 0 where both are.
 struct Classes {
     NUMBERS p, q, r;
-    double nearby;
 };
 
 // A rounding error of z counts only where every device computes it.
@@ -15,19 +14,20 @@ PCE_INLINED NUMBERS error_of(NUMBERS z, NUMBERS low) {
     return computed ? low : constant(0.0);
 }
 
-// Up to this size of r, differences of p and q are computed from r.
-template <class Arithmetic> constexpr double nearby() { return Arithmetic::POINT == 30 ? 1.25 : 0.35; }
 enum { KL_BY_Q, KL_BY_P };  // the first of `GradientOf` of parameters.py
+
+// Up to this size of r, differences of p and q are computed from r.
+constexpr double NEARBY = 0.35;
 
 // q - p
 PCE_INLINED NUMBERS difference(const Classes &c) {
-    auto near = size_of(c.r) <= c.nearby;
+    auto near = size_of(c.r) <= NEARBY;
     return near ? c.p * polynomial(near ? c.r : constant(0.0)) : c.q - c.p;
 }
 
 // p (exp(r) - 1 - r)
 PCE_INLINED NUMBERS kl_term(const Classes &c) {
-    auto near = size_of(c.r) <= c.nearby;
+    auto near = size_of(c.r) <= NEARBY;
     NUMBERS far = (c.q - c.p) - (c.p == 0.0 ? constant(0.0) : c.p * c.r);
     far = c.r == -infinity() ? constant(infinity()) : far;
     return near ? c.p * curved(near ? c.r : constant(0.0)) : far;
@@ -43,7 +43,7 @@ struct Ratio {
     NUMBERS smaller, larger, t;
 };
 PCE_INLINED Ratio ratio_of(const Classes &c) {
-    auto near = size_of(c.r) <= c.nearby, is_larger = c.q > c.p;
+    auto near = size_of(c.r) <= NEARBY, is_larger = c.q > c.p;
     NUMBERS smaller = is_larger ? c.p : c.q, larger = is_larger ? c.q : c.p;
     NUMBERS ratio = smaller / (larger == 0.0 ? constant(1.0) : larger);
     return {smaller, larger, near ? polynomial(-size_of(near ? c.r : constant(0.0))) : ratio - 1.0};
@@ -52,7 +52,7 @@ PCE_INLINED Ratio ratio_of(const Classes &c) {
 // log(2 / (2 + t)), for t in [-1, 0].
 PCE_INLINED NUMBERS log_of_share(NUMBERS t) { return twice_atanh(-t / (4.0 + t)); }
 
-PCE_INLINED auto q_is_larger(const Classes &c) { return size_of(c.r) <= c.nearby ? c.r > 0.0 : c.q > c.p; }
+PCE_INLINED auto q_is_larger(const Classes &c) { return size_of(c.r) <= NEARBY ? c.r > 0.0 : c.q > c.p; }
 
 // (p log(p / m) + q log(q / m)) / 2, and q log(q / m) - p log(p / m) - (q - p); the first near 1, by the series of (1 + h) log(1 + h) + (1 - h) log(1 - h).
 PCE_INLINED NUMBERS jensen_shannon_term(const Classes &c, NUMBERS &skewness) {
@@ -63,7 +63,7 @@ PCE_INLINED NUMBERS jensen_shannon_term(const Classes &c, NUMBERS &skewness) {
     NUMBERS less = ratio.smaller == 0.0 ? constant(0.0) : ratio.smaller * size_of(c.r);
     skewness = difference(c) * (share - 1.0) + (q_is_larger(c) ? less : -less);
     NUMBERS far = (ratio.larger + ratio.smaller) * share - less;
-    return size_of(c.r) <= c.nearby ? 0.25 * (ratio.larger + ratio.smaller) * (w * bent) : 0.5 * far;
+    return size_of(c.r) <= NEARBY ? 0.25 * (ratio.larger + ratio.smaller) * (w * bent) : 0.5 * far;
 }
 
 // q (log(q / m) - constant)

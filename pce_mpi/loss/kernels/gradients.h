@@ -57,15 +57,6 @@ PCE_FUNCTION double gradient_of(const RowFactor &row, const Exponential<double> 
 
 PCE_FUNCTION double number_of(float v) { return wide(v); }
 PCE_FUNCTION double number_of(double v) { return v; }
-
-// factor exp(z), in float64.
-template <class Arithmetic>
-PCE_FUNCTION double probability_of(double x, const RowFactor &row, const Transform &transform) {
-    if (!finite(row.factor) || x == -infinity() || (row.huge && x != row.top)) return row.factor * 0.0;
-    auto e = exponential<Arithmetic>(x, transform);
-    return gradient_of(row, Exponential<double>{e.n, number_of(e.t)});
-}
-
 PCE_FUNCTION void assign(float &to, double v) { to = narrow(v); }
 PCE_FUNCTION void assign(double &to, double v) { to = v; }
 

@@ -39,7 +39,7 @@ def gradient_of(
     It is factor exp(z) 2^-exponent - weight_factor u, times the slope of the softcap; `rows` has the columns of
     `ROW_GRADIENT`. The gradient of statistics has one more factor, and one more term at the target.
     """
-    value = probabilities(x, rows, transform, arithmetic)
+    value = _probabilities(x, rows, transform, arithmetic)
     if fields.weighted_logit or fields.entropy or transform.softcap is not None:
         value = value.astype(f64)
         if fields.entropy:
@@ -58,14 +58,14 @@ def gradient_of(
     return np.where(np.isnan(value), value.dtype.type(np.nan), value)
 
 
-def probabilities(x: Array, rows: Array, transform: Transform, arithmetic: Arithmetic, wide: bool = False) -> Array:
-    """Return factor exp(z) 2^-exponent, rounded once from a sum of two terms; if `wide`, in float64."""
+def _probabilities(x: Array, rows: Array, transform: Transform, arithmetic: Arithmetic) -> Array:
+    """Return factor exp(z) 2^-exponent, rounded once from a sum of two terms."""
     factor, top = rows[:, ROW_GRADIENT["factor"]], rows[:, ROW_GRADIENT["top"]]
     e = exponential(x, transform, arithmetic)
     m, k = np.frexp(factor)
     m, k = np.where(np.isfinite(factor), m + m, factor), k.astype(i64) - 1
     n = e.n + (k - rows[:, ROW_GRADIENT["exponent"]].view(i64))[:, None]
-    if arithmetic is SINGLE and not wide:
+    if arithmetic is SINGLE:
         high = m.astype(f32)
         low = (m - high.astype(f64)).astype(f32)
         value = high[:, None] + fma32(*np.broadcast_arrays(high[:, None], e.t, low[:, None]))

@@ -104,7 +104,6 @@ struct Divergence {
     const bool *valid;
     uint64_t *sums;
     int of;  // `GradientOf`, or whether the sums are those of Jensen-Shannon
-    bool single;
     Transform transform;
 };
 struct Loops {

@@ -51,8 +51,7 @@ class Pair(NamedTuple):
 
     `p` and `q` are logits, (outer, classes, inner); `p_rows` and `q_rows` have the columns of `ROW_GRADIENT` from which
     the softmax is written. `delta` + `rest`, each (rows,), is the logsumexp of Q less that of P: the difference of
-    their largest z, and all else. Exponentials are those of `arithmetic`, all else is float64. In rows whose `delta` is
-    not finite nothing has a meaning.
+    their largest z, and all else. In rows whose `delta` is not finite nothing has a meaning.
     """
 
     p: Array
@@ -62,11 +61,10 @@ class Pair(NamedTuple):
     delta: Array
     rest: Array
     transform: Transform
-    arithmetic: Any  # `elementary.Arithmetic`
 
     def swapped(self) -> Pair:
         """Return the pair of Q and P."""
-        return Pair(self.q, self.p, self.q_rows, self.p_rows, -self.delta, -self.rest, *self[6:])
+        return Pair(self.q, self.p, self.q_rows, self.p_rows, -self.delta, -self.rest, self.transform)
 
 
 class GradientOf(IntEnum):
