@@ -137,8 +137,7 @@ def _kept(shard: _Shard, limits: Limits, arithmetic: Arithmetic) -> _Kept:
     top, total = everything["state"]["top"], _mass_of(everything, arithmetic)
     value, found = shard.least, everything
     if limits.top_k is not None:
-        enough = np.minimum(limits.top_k, everything["count"])
-        value, found, _ = shard.search(shard.of, lambda a: a["count"] >= enough, everything, nothing)
+        value, found, _ = shard.search(shard.of, lambda a: a["count"] >= limits.top_k, everything, nothing)
     mass, tied = _mass_of(found, arithmetic), np.full(len(value), _ALL)
     if limits.top_p is not None:
         numerator, denominator = limits.top_p.as_integer_ratio()

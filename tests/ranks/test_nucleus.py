@@ -136,7 +136,7 @@ def kept_of(x, **limits):
 def test_top_k_keeps_all_equal_logits():
     assert kept_of([1, 3, 2, 2, 0, 2], top_k=2) == [1, 2, 3, 5]
     assert kept_of([0.0, -0.0, 0.0, -1], top_k=1) == [0, 1, 2]
-    assert kept_of([1, -np.inf, 0], top_k=3) == [0, 2]
+    assert kept_of([1, -np.inf, 0], top_k=3) == kept_of([1, -np.inf, 0], top_k=10**30) == [0, 2]
 
 
 def test_top_p_keeps_lowest_of_equal_logits():
@@ -168,6 +168,8 @@ def test_min_p_is_decided_by_distance_from_largest():
     assert kept_of([3, 3, np.nextafter(np.float32(3), np.float32(0))], min_p=1.0) == [0, 1]
     assert kept_of(x, min_p=0.5, temperature=0.9) == [0]
     assert kept_of(x, min_p=1e-300) == [0, 1, 2]
+    assert kept_of([5, 5, 5, 0, 0, 0], top_p=0.995) == [0, 1, 2, 3]
+    assert kept_of([5, 5, 5, 0, 0, 0], top_p=0.995, min_p=0.5) == [0, 1, 2]
 
 
 def test_row_without_probabilities_keeps_nothing(comm):
