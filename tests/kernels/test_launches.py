@@ -57,6 +57,13 @@ LOSS = {
     "class_statistics, no targets": Asked(2, 0, 0, 0),
     "class_statistics_forward": Asked(2, 1, 1, 1),
     "class_statistics_backward": Asked(2, 0, 0, 0),
+    "class_statistics, several targets": Asked(16, 7, 0, 0),
+    "class_statistics_backward, several targets": Asked(53, 12, 0, 0),
+    "class_statistics, support": Asked(22, 8, 0, 0),
+    "class_statistics_backward, support": Asked(8, 4, 0, 0),
+    "take_classes": Asked(7, 5, 0, 0),
+    "take_classes_forward": Asked(7, 5, 0, 0),
+    "take_classes_backward": Asked(26, 6, 0, 0),
     "top_k": Asked(28, 0, 0, 0),
     "argmax": Asked(9, 0, 0, 0),
     "linear_cross_entropy_value_and_grad": Asked(20, 1, 1, 1),
@@ -79,6 +86,7 @@ OPERATIONS |= {
     "cross_entropy": Asked(8, 1, 1, 1),
     "linear_cross_entropy": Asked(19, 1, 1, 1),
     "class_statistics": Asked(8, 1, 1, 1),
+    "take_classes": Asked(20, 9, 1, 1),
     "top_k": Asked(39, 0, 0, 0),
 }
 TRAINING = {
@@ -104,6 +112,11 @@ def calls_of_loss(cupy):
     both = pce.softmax_cross_entropy_value_and_grad
     _, residuals = pce.softmax_cross_entropy_forward(logits, targets)
     _, of_statistics = pce.class_statistics_forward(logits, targets)
+    several, over = np.array([[0, 3], [1, 1], [4, 2], [2, 999]]), {"support": (np.arange(8), np.arange(0, 9, 2))}
+    _, of_several = pce.class_statistics_forward(logits, several)
+    _, of_support = pce.class_statistics_forward(logits, **over)
+    _, of_chosen = pce.take_classes_forward(logits, several)
+    back = pce.class_statistics_backward
     return {
         "softmax_cross_entropy": partial(pce.softmax_cross_entropy, logits, targets),
         "softmax_cross_entropy_forward": partial(pce.softmax_cross_entropy_forward, logits, targets),
@@ -124,6 +137,13 @@ def calls_of_loss(cupy):
         "class_statistics, no targets": partial(pce.class_statistics, logits),
         "class_statistics_forward": partial(pce.class_statistics_forward, logits, targets),
         "class_statistics_backward": partial(pce.class_statistics_backward, of_statistics, log_prob=per_row, entropy=1),
+        "class_statistics, several targets": partial(pce.class_statistics, logits, several),
+        "class_statistics_backward, several targets": partial(back, of_several, log_prob=1.0, entropy=1),
+        "class_statistics, support": partial(pce.class_statistics, logits, **over),
+        "class_statistics_backward, support": partial(back, of_support, entropy=1),
+        "take_classes": partial(pce.take_classes, logits, several),
+        "take_classes_forward": partial(pce.take_classes_forward, logits, several),
+        "take_classes_backward": partial(pce.take_classes_backward, 1.0, of_chosen),
         "top_k": partial(pce.top_k, logits, 5),
         "argmax": partial(pce.argmax, logits),
         "linear_cross_entropy_value_and_grad": partial(pce.linear_cross_entropy_value_and_grad, hidden, w, targets),
