@@ -123,7 +123,7 @@ PLANTED = """
         (DATA_AND_MODEL, "mse", []),
         (GRADIENTS, "square", []),
         (LOSS_PARALLEL, "cross_entropy", []),
-        (DISTILLATION, "take_classes", []),
+        (DISTILLATION, "mean", []),
         (LANGUAGE_MODEL, "cross_entropy", [*SLICE, "--steps=3"]),
         (TRANSFORMER, "cross_entropy", [*GPT_SLICE, "--steps=3"]),
     ],

@@ -61,6 +61,13 @@ LOSS = {
     "kl_divergence_forward": Asked(26, 0, 0, 0),
     "kl_divergence_backward": Asked(5, 0, 0, 0),
     "kl_divergence_value_and_grad": Asked(31, 1, 0, 0),
+    "class_statistics, several targets": Asked(16, 7, 0, 0),
+    "class_statistics_backward, several targets": Asked(53, 12, 0, 0),
+    "class_statistics, support": Asked(22, 8, 0, 0),
+    "class_statistics_backward, support": Asked(8, 4, 0, 0),
+    "take_classes": Asked(7, 5, 0, 0),
+    "take_classes_forward": Asked(7, 5, 0, 0),
+    "take_classes_backward": Asked(26, 6, 0, 0),
     "top_k": Asked(28, 0, 0, 0),
     "argmax": Asked(9, 0, 0, 0),
     "linear_cross_entropy_value_and_grad": Asked(20, 1, 1, 1),
@@ -84,6 +91,7 @@ OPERATIONS |= {
     "linear_cross_entropy": Asked(19, 1, 1, 1),
     "class_statistics": Asked(8, 1, 1, 1),
     "kl_divergence": Asked(39, 0, 0, 0),
+    "take_classes": Asked(20, 9, 1, 1),
     "top_k": Asked(39, 0, 0, 0),
 }
 TRAINING = {
@@ -110,6 +118,11 @@ def calls_of_loss(cupy):
     _, residuals = pce.softmax_cross_entropy_forward(logits, targets)
     _, of_divergence = pce.kl_divergence_forward(logits, logits)
     _, of_statistics = pce.class_statistics_forward(logits, targets)
+    several, over = np.array([[0, 3], [1, 1], [4, 2], [2, 999]]), {"support": (np.arange(8), np.arange(0, 9, 2))}
+    _, of_several = pce.class_statistics_forward(logits, several)
+    _, of_support = pce.class_statistics_forward(logits, **over)
+    _, of_chosen = pce.take_classes_forward(logits, several)
+    back = pce.class_statistics_backward
     return {
         "softmax_cross_entropy": partial(pce.softmax_cross_entropy, logits, targets),
         "softmax_cross_entropy_forward": partial(pce.softmax_cross_entropy_forward, logits, targets),
@@ -134,6 +147,13 @@ def calls_of_loss(cupy):
         "kl_divergence_forward": partial(pce.kl_divergence_forward, logits, logits),
         "kl_divergence_backward": partial(pce.kl_divergence_backward, gradient, of_divergence),
         "kl_divergence_value_and_grad": partial(pce.kl_divergence_value_and_grad, logits, logits),
+        "class_statistics, several targets": partial(pce.class_statistics, logits, several),
+        "class_statistics_backward, several targets": partial(back, of_several, log_prob=1.0, entropy=1),
+        "class_statistics, support": partial(pce.class_statistics, logits, **over),
+        "class_statistics_backward, support": partial(back, of_support, entropy=1),
+        "take_classes": partial(pce.take_classes, logits, several),
+        "take_classes_forward": partial(pce.take_classes_forward, logits, several),
+        "take_classes_backward": partial(pce.take_classes_backward, 1.0, of_chosen),
         "top_k": partial(pce.top_k, logits, 5),
         "argmax": partial(pce.argmax, logits),
         "linear_cross_entropy_value_and_grad": partial(pce.linear_cross_entropy_value_and_grad, hidden, w, targets),

@@ -78,7 +78,7 @@ def test_support_has_bits_of_row_of_its_classes(comm, name, dtype):
 
 
 @pytest.mark.parametrize("how", SPLITS)
-def test_support_of_any_split_has_bits_of_one_process(comm, how):
+def test_support_of_any_split_has_same_bits(comm, how):
     logits, targets, support, upstream = problem()
     several = np.stack([targets, targets[::-1], np.zeros(ROWS, int)], 1)
     shard, given = shard_of(comm, logits, how)

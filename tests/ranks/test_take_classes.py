@@ -208,7 +208,7 @@ def test_gradient_of_several_targets_is_that_of_oracle(comm, name, dtype):
 
 
 @pytest.mark.sizes(1)  # the test above shows that others have the same bits
-def test_gradient_of_one_among_several_is_that_of_one():
+def test_one_among_several_has_gradient_of_one():
     logits, targets, upstream = several()
     for k in range(CHOSEN):
         g = upstream["log_prob"][:, k].copy()

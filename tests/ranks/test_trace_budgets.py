@@ -109,6 +109,17 @@ def test_vocabulary_parallel_takes_two_all_reduces(comm):
     ]
 
 
+def test_distillation_of_top_k_sends_no_logits(comm):
+    mesh, k = mesh_of(comm, 1, comm.size), 3
+    logits = [pce.distribute(normal(seed, B, 17), mesh, requires_grad=seed == 0, model=Shard(1)) for seed in (0, 1)]
+    with pce.trace() as trace:
+        ids = pce.top_k(logits[1], k)[1]
+        log_p, log_q = (pce.class_statistics(each, ids).log_prob for each in logits)
+        pce.sum(pce.exp(log_q) * (log_q - log_p)).backward()
+    statistics = [("forward", "all_reduce", "model", size) for size in (80 * B, 4 * k * B)]
+    assert budget(trace) == [("forward", "all_reduce", "model", 16 * k * B), *statistics, *statistics]
+
+
 # ------------------------------------------------------------------------------------------------------------- blocks
 
 
