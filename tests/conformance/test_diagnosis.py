@@ -341,7 +341,7 @@ def test_float32_inside_float64_is_named():
     assert explained(problem, [near] * RANKS, gradient) == "every entry of the loss is computed in float32"
 
 
-def test_half_of_a_fault_in_halves_is_not_named():
+def test_half_of_fault_in_halves_is_unnamed():
     problem = replace(problem_named("p-near-1/bfloat16"), reduction="none")
     low = next(a for text, a in LOSS.faults(Textbook.of(problem)) if text.startswith("log-probabilities are kept"))
     loss, _ = problem.expected
