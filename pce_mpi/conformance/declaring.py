@@ -27,11 +27,11 @@ EACH_REDUCTION = table("reductions", *(((each,),) for each in REDUCTIONS))
 class Cases:
     """The cases of one file, in their order; one for each dtype where the name has "{dtype}".
 
-    `special` is that of each case that does not say.
+    `usual` are fields of each case that does not say otherwise.
     """
 
-    def __init__(self, *, special: bool = False) -> None:
-        self._special = special
+    def __init__(self, **usual: Any) -> None:
+        self._usual = usual
         self._declared: list[Case] = []
 
     def case(self, name: str, each: Iterable[dict[str, Any]] = ({},), **given: Any) -> Callable[[_Build], _Build]:
@@ -44,9 +44,7 @@ class Cases:
             takes = inspect.signature(build).parameters.keys()
             for variation in each:
                 arguments = {word: variation[word] for word in takes & variation.keys()}
-                fields = (
-                    {"catches": inspect.getdoc(build) or "", "dtype": "", "special": self._special} | given | variation
-                )
+                fields = {"catches": inspect.getdoc(build) or "", "dtype": ""} | self._usual | given | variation
                 needs = Needs(**{field: fields[field] for field in _NEEDS & fields.keys()})
                 own = {field: fields[field] for field in _OWN & fields.keys()}
                 own["catches"] = " ".join(own["catches"].format(**variation).split())

@@ -138,7 +138,7 @@ class _Quantity:
         if not distance <= self.close:
             return False
         closer = _ALONE if lone and len(np.unique(self.got)) == 1 else _CLOSER
-        return not self.wrong.any() or distance * closer <= self.distance(self.truth)
+        return not self.wrong.any() or distance * closer <= self.distance(self.truth) > 0.0
 
 
 def _sizes(values: Array, alone: Array) -> Array:

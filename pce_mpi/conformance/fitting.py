@@ -102,7 +102,7 @@ def problem_of(
 def _one_hot(problem: Problem) -> Problem:
     """Return the problem with the probability 1 for each class number; PyTorch's own loss is nan at -inf then."""
     one = np.moveaxis(problem.targets[..., None] == np.arange(problem.classes), -1, problem.axis)
-    masked = problem.row_major(problem.logits == -np.inf).any(axis=-1)
+    masked = np.asarray(problem.row_major(problem.logits == -np.inf).any(axis=-1))
     return replace(problem, targets=one.astype(problem.dtype), may_be_nan=masked)
 
 

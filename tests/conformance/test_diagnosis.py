@@ -341,7 +341,7 @@ def test_float32_inside_float64_is_named():
     assert explained(problem, [near] * RANKS, gradient) == "every entry of the loss is computed in float32"
 
 
-def test_half_of_a_fault_in_halves_is_not_named():
+def test_half_of_fault_in_halves_is_unnamed():
     problem = replace(problem_named("p-near-1/bfloat16"), reduction="none")
     low = next(a for text, a in LOSS.faults(Textbook.of(problem)) if text.startswith("log-probabilities are kept"))
     loss, _ = problem.expected
@@ -349,3 +349,24 @@ def test_half_of_a_fault_in_halves_is_not_named():
     assert explained(problem, [low.losses[0]] * RANKS, low.gradient).startswith("log-probabilities are kept")
     text = explained(problem, [(loss * noise).astype(ml_dtypes.bfloat16).astype(np.float64)] * RANKS, low.gradient)
     assert text is None or "log-probabilities" not in text
+
+
+@pytest.mark.parametrize(
+    "name", ["random-logits/float32", "p-near-1/float32", "pair/weight+z_loss", "finite-mask/1e30"]
+)
+def test_rounding_errors_within_the_floor_have_no_cause(name):
+    """A fault that changes nothing in a case does not explain small errors there."""
+    problem = problem_named(name)
+    noise = 1 + 2.0**-20 * np.random.default_rng(0).uniform(-1, 1, problem.logits.shape)
+    text = said(problem, lambda loss, rank: loss * (1 + 2.0**-21), lambda g: np.multiply(g, noise, g))
+    assert text is None or text.startswith("the gradient is wrong")
+
+
+def test_entropies_in_halves_are_no_multiples_of_units():
+    offer = Offer(kind="entropy", dtypes=("bfloat16",))
+    (case,) = (each for each in catalogue(offer) if each.name == "random-logits/bfloat16")
+    problem = problem_of(case, offer, RANKS)
+    loss, gradient = problem.expected
+    noise = 1 + 2.0**-4 * np.random.default_rng(0).uniform(-1, 1, loss.shape)
+    text = explained(problem, [(loss * noise).astype(ml_dtypes.bfloat16).astype(np.float64)] * RANKS, gradient)
+    assert text is None or "logsumexp" not in text

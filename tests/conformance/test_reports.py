@@ -195,12 +195,13 @@ def test_hint_has_three_declarations_that_open_most_cases():
     for case in catalogue(EVERYTHING):
         lacking = unmet_need(offer, case.needs, case.dtype)
         given.outcomes.append(outcome(case.name, Verdict.NOT_OFFERED if lacking else Verdict.PASS, note=lacking or ""))
-    found = re.findall(r"(\w+)=(\S.*?) \((\d+)\)[;.]", " ".join(terminal.render(given).split()))
-    assert [name for name, _, _ in found] == ["options", "dtypes", "probabilities"], found
+    found = re.search(r"@offers\((.*)\) opens (\d+), (\d+), (\d+) more", " ".join(terminal.render(given).split()))
+    declared = eval(f"dict({found[1]})")
+    assert list(declared) == ["options", "dtypes", "probabilities"]
     opened = offer
-    for name, value, number in found:
-        before, opened = opened, replace(opened, **{name: eval(value)})
-        assert len(cases(opened)) > len(cases(before)) and int(number) > 5
+    for number, (name, value) in enumerate(declared.items(), start=2):
+        before, opened = opened, replace(opened, **{name: value})
+        assert len(cases(opened)) > len(cases(before)) and int(found[number]) > 5
 
 
 @pytest.mark.parametrize(

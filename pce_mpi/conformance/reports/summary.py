@@ -43,7 +43,7 @@ _TARGETS = {
     (True, False): "index targets",
     (False, True): "probability targets",
 }
-_HARM = list(About)
+_HARM: list[str] = list(About)
 _DECLARED = ("dtypes", "options", "reductions", "probabilities", "dims", "any_axis", "shards", "batch_comm")
 
 
@@ -120,15 +120,15 @@ def hint(report: Report) -> str:
         return ""
     return (
         f"{_counted(report.counts[Verdict.NOT_OFFERED], 'case')} were left out, as the offer has no more than the "
-        f"signature tells, where {', '.join(offer.options) or 'no option'} can be read. These declarations open most "
-        f"cases, as far as they are true: {'; '.join(most)}. The rest stays as it is. "
+        f"signature tells, where {', '.join(offer.options) or 'no option'} can be read. As far as it is true, "
+        f"@offers({', '.join(most)}) opens {', '.join(map(str, most.values()))} more. The rest stays as it is. "
         "help(pce_mpi.conformance.offers) has all that can be declared."
     )
 
 
-def _declarations(report: Report) -> list[str]:
+def _declarations(report: Report) -> dict[str, int]:
     """Return the three declarations that open most cases, each after those before it, with the number of cases."""
-    offer, found = report.offer, list[str]()
+    offer, found = report.offer, dict[str, int]()
     whole = replace(EVERYTHING, kind=offer.kind, options=KINDS[offer.kind].options)
     left = {outcome.case for outcome in report.outcomes if outcome.verdict is Verdict.NOT_OFFERED}
     cases = [case for case in catalogue(EVERYTHING) if case.name in left]
@@ -140,7 +140,7 @@ def _declarations(report: Report) -> list[str]:
             break
         offer, cases = more[best], [case for case in cases if case not in opened[best]]
         value = str(getattr(offer, best)).replace("'", '"') if best != "shards" else f'"{offer.shards}"'
-        found.append(f"{best}={value} ({len(opened[best])})")
+        found[f"{best}={value}"] = len(opened[best])
     return found
 
 
