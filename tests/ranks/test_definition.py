@@ -17,7 +17,8 @@ from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 from ulps import LOSS, OPTIONS, errors
 
 SETS = compiled.instruction_sets()
-KINDS = ["plain", "below", "zeros", "small", "offset", "far", "huge", "largest", "masked", "certain", "equal", "special"]
+KINDS = ["plain", "below", "zeros", "small", "offset", "far", "huge", "largest", "masked", "certain", "equal"]
+KINDS += ["special"]
 FIELDS = {
     "plain": StateFields(),
     "weighted": StateFields(held_weight=True),
