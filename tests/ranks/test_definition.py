@@ -17,7 +17,8 @@ from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 from ulps import LOSS, OPTIONS, errors
 
 SETS = compiled.instruction_sets()
-KINDS = ["plain", "below", "small", "offset", "far", "huge", "largest", "masked", "certain", "equal", "special"]
+KINDS = ["plain", "below", "zeros", "small", "offset", "far", "huge", "largest", "masked", "certain", "equal"]
+KINDS += ["special"]
 FIELDS = {
     "plain": StateFields(),
     "weighted": StateFields(held_weight=True),
@@ -27,6 +28,7 @@ FIELDS = {
     "statistics": StateFields(hold_largest=True, argmax=True, target=True, entropy=True),
 }
 TRANSFORMS = [Transform(), Transform(0.5), Transform(0.7), Transform(3.0), Transform(1.3, 30.0), Transform(1.0, 50.0)]
+TRANSFORMS += [Transform(2.0**-40, 5.0), Transform(2.0**30, 2.0**-30)]  # powers of scale / softcap leave float64
 # For states that hold the target apart.
 MARGINS = [
     *(Transform(64.0, None, margin) for margin in ((1.0, 0.5, 0.0), (1.35, 0.0, 0.0), (4.0, 0.0, 0.0))),
@@ -56,6 +58,8 @@ def logits_of(kind, classes, dtype, rng):
     if kind == "below":  # some logits of every size far below the others
         low = rng.random(x.shape) < 0.3
         x[low] = -(10.0 ** rng.uniform(1, np.log10(float(ml_dtypes.finfo(dtype).max)), low.sum()))
+    elif kind == "zeros":  # 0 above all others, most of which are far below
+        x = -(10.0 ** rng.uniform(-1, 4.5, x.shape)) * rng.integers(0, 2, x.shape)
     elif kind == "small":  # some logits of every size near 0
         low = rng.random(x.shape) < 0.3
         x[low] *= 10.0 ** rng.uniform(np.log10(float(ml_dtypes.finfo(dtype).smallest_subnormal)), 0, low.sum())

@@ -204,7 +204,7 @@ PCE_DEFINE_TWICE_ATANH(PCE_FUNCTION, double)
 // n and f = z + low - n log 2; from HUGE_LOGIT on f is 0, and n is beyond that of any other z.
 PCE_FUNCTION Exponential<double> reduced(double z, double low) {
     double size = magnitude(z);
-    if (!(size < HUGE_LOGIT)) return {size < infinity() ? (z < 0.0 ? -HUGE_EXPONENT : HUGE_EXPONENT) : 0, 0.0};
+    if (!(size < HUGE_LOGIT)) return {z < 0.0 ? -HUGE_EXPONENT : z > 0.0 ? HUGE_EXPONENT : 0, 0.0};
     double k = rounded(z * LOG2E);
     if (!(size > NEAR)) return {int64_t(k), ((z - k * HI) - k * LO) + low};
     Pair product = two_product(k, LN2);

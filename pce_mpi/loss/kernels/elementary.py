@@ -157,7 +157,7 @@ def reduced(z: Array, low: Array) -> tuple[Array, Array]:
     zs, z, low = z, np.where(usable, z, 0.0), np.where(usable, low, 0.0)
     k = np.rint(z * LOG2E)
     f = ((z - k * HI) - k * LO) + low
-    n = np.where(magnitude >= HUGE, np.where(magnitude < np.inf, np.sign(zs), 0.0) * 2.0**61, k).astype(i64)
+    n = np.where(magnitude >= HUGE, np.sign(zs) * 2.0**61, k).astype(i64)
     far = np.nonzero(usable & (magnitude > NEAR))
     if far[0].size:
         k = k[far]
