@@ -76,7 +76,6 @@ class Limits(NamedTuple):
     top_k: Any
     top_p: Any
     min_p: Any
-    temperature: Any
 
     def checked(self) -> Limits:
         """Return the limits as Python's numbers, None for one that takes no class away."""
@@ -89,10 +88,7 @@ class Limits(NamedTuple):
         min_p = 0.0 if self.min_p is None else real(self.min_p, "min_p")
         if not 0.0 <= min_p <= 1.0:
             raise ValueError(f"min_p must be in [0, 1], got {min_p}")
-        temperature = real(self.temperature, "temperature")
-        if not (0.0 < temperature < math.inf and 1.0 / temperature < math.inf):
-            raise ValueError(f"temperature must be positive and finite, and so must be its inverse, got {temperature}")
-        return Limits(top_k, None if top_p == 1.0 else top_p, min_p or None, temperature)
+        return Limits(top_k, None if top_p == 1.0 else top_p, min_p or None)
 
 
 def nucleus_of(options: Options, logits: Any, limits: Limits) -> Nucleus:
@@ -110,8 +106,7 @@ def nucleus_of(options: Options, logits: Any, limits: Limits) -> Nucleus:
 
 def _check(options: Options, logits: Any, limits: Limits) -> Problem:
     limits = limits.checked()
-    scaled = options.with_checked({"logit_scale": 1.0 / limits.temperature}, None)
-    problem = check(scaled, logits, None, needs_targets=False)
+    problem = check(options, logits, None, needs_targets=False)
     if type(problem.logits) is Hollow:
         raise TypeError("nucleus takes no hollow arrays: how many classes are kept depends on elements")
     problem.also = limits._asdict()
@@ -150,7 +145,7 @@ def _kept(shard: _Shard, limits: Limits, arithmetic: Arithmetic) -> _Kept:
         tied = -((less - needed) // each)
         mass, tied = less + tied * each, tied.astype(np.int64)
     if limits.min_p is not None:
-        distance = limits.temperature * float(log(np.array([limits.min_p]))[0])
+        distance = shard.problem.options.temperature * float(log(np.array([limits.min_p]))[0])
         _, _, least = shard.search(lambda a: a, lambda a: a - top < distance, value, value)
         is_less, value = least > value, np.maximum(least, value)
         mass = np.where(is_less, _mass_of(shard.of(value), arithmetic), mass)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -97,10 +98,11 @@ def nucleus(
     >>> pce.nucleus(pce.distribute(x, pce.Mesh(MPI.COMM_SELF, data=1), data=pce.Shard(0)), top_k=1).ids
     array([0, 1])
     """
-    limits = Limits(top_k, top_p, min_p, temperature)
+    limits = Limits(top_k, top_p, min_p)
     if not isinstance(logits, DistArray):
         with standard_arithmetic():
-            return nucleus_of(Options.of("nucleus", options, ShardedAxisOptions), logits, limits)
+            given = replace(Options.of("nucleus", options, ShardedAxisOptions), temperature=temperature)
+            return nucleus_of(given, logits, limits)
     axis = normalized_axis(Options.of("nucleus", options, AxisOptions).axis, logits.ndim)
     with cause("nucleus", reason="the logits are reduced"):
         x = redistribute(logits.detach(), logits.sharding.natural)
@@ -110,6 +112,7 @@ def nucleus(
     checked = Options(
         operation="nucleus",
         axis=axis,
+        temperature=temperature,
         comm=mesh.comm(*over) if over else None,
         num_classes=x.shape[axis] or None,  # no classes raise an error of their own
         over=text_of_dims(over),

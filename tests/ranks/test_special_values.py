@@ -223,3 +223,13 @@ def test_huge_logits_below_huge_target_have_no_gradient(dtype):
         for others in ({}, {"logit_scale": 2.0}, {"z_loss": 1e-30}):
             loss, gradient = pce.softmax_cross_entropy_value_and_grad(np.array([row], dtype), np.array([0]), **others)
             assert np.isfinite(loss) and not gradient[0, 1:].any()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_bad_logit_of_probability_0_spoils_its_row(comm, value):
+    problem = draw(3, WIDE, targets="probabilities", reduction="none")
+    problem.targets[1] = np.arange(WIDE) == 2
+    problem.logits[1, 7] = value
+    with in_step(comm):
+        for loss in right_results(comm, problem, "balanced").losses.values():
+            assert np.isnan(loss).tolist() == [False, True, False]

@@ -118,7 +118,7 @@ class RowSoftmax:
             above = log(np.where(total > 0, total, 1.0)) + _times_log2(self.exponent - self._top_z.n)
             gap = (self._held_z.z - self._top_z.z) + (self._held_z.low - self._top_z.low)
             #: logsumexp minus the logit `top`
-            self.above_top = np.where(held >= top, gap + self.held_nll, above)
+            self.above_top = np.where(bad, np.nan, np.where(held >= top, gap + self.held_nll, above))
             self.logsumexp = np.where(held >= top, self._held_z.z + self.held_nll, self._top_z.z + above)
             self.logsumexp = np.where(bad, np.nan, self.logsumexp)
 

@@ -427,7 +427,7 @@ struct RowSoftmax {
         double total = (others + e) / top_z.e;
         double above = log(total > 0.0 ? total : 1.0) + times_log2(row.exponent - top_z.n);
         double gap = (held_z.z - top_z.z) + (held_z.low - top_z.low);
-        double above_top = held >= top ? gap + row.held_nll : above;
+        double above_top = bad ? not_a_number() : held >= top ? gap + row.held_nll : above;
         row.logsumexp = bad ? not_a_number() : held >= top ? held_z.z + row.held_nll : top_z.z + above;
         if (call.has(WEIGHTED_LOGIT)) {
             double held_weight = call.has(HELD_WEIGHT) ? state.held_weight : 1.0;
