@@ -128,7 +128,6 @@ test-peers: $(installed)/peers
 			|| exit 1; \
 	done
 	$(bin)/python tests/peers/compare_neighbours.py --rows 64 --classes 2000 --pairs 1
-	$(bin)/python tests/peers/compare_nucleus.py --rows 16 --classes 1000 --pairs 1
 	$(bin)/mpiexec -n 2 $(bin)/python -m mpi4py tests/peers/compare_transformer.py --width 24 --classes 100 --steps 30
 
 lint: $(installed)/dev

@@ -54,6 +54,7 @@ _EACH: list[dict[str, Any]] = [
     {"logit_scale": 0.5},
     {"logit_scale": 0.7},  # no float32
     {"softcap": 30.0},
+    {"margin": (1.0, 0.5, 0.0)},
     {"targets": "probabilities"},
 ]
 

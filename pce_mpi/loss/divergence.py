@@ -213,7 +213,7 @@ def kl_divergence_backward(
     array([[ 0.549306, -0.549306]])
     """
     DivergenceResiduals.check(residuals)
-    if of not in ("student", "teacher"):
+    if not isinstance(of, str) or of not in ("student", "teacher"):
         raise ValueError(f"of must be 'student' or 'teacher', got {of!r}")
     problem = residuals.problem
     with standard_arithmetic():

@@ -69,10 +69,66 @@ def their_divergence(direction):
     return prepare
 
 
+def support_of(options):
+    """64 classes a row, a target among them, the same on every rank."""
+    rng = np.random.default_rng(2)
+    first = rng.integers(options.classes // 64, size=(options.rows, 1))
+    return first + np.arange(64) * (options.classes // 64), rng.integers(64, size=options.rows)
+
+
+def our_support(with_support):
+    def prepare(options, comm, start, stop):
+        import pce_mpi as pce
+
+        x, (ids, places) = 3 * logits(options, start, stop, 0), support_of(options)
+        support = (ids.reshape(-1), 64 * np.arange(options.rows + 1)) if with_support else None
+        given = {"comm": comm, "num_classes": options.classes, "support": support}
+        return lambda: pce.class_statistics(x, ids[np.arange(len(ids)), places], **given).entropy.mean()
+
+    return prepare
+
+
+def their_support(with_support):
+    def prepare(options):
+        import torch
+
+        x, (ids, places) = torch.from_numpy(3 * logits(options, 0, options.classes, 0)), support_of(options)
+        ids, places = torch.from_numpy(ids), torch.from_numpy(places)[:, None]
+
+        def step():
+            log_p = torch.log_softmax(x.gather(1, ids) if with_support else x, -1)
+            log_p.gather(1, places if with_support else ids.gather(1, places))
+            return -(log_p.exp() * log_p).sum(-1).mean()
+
+        return step
+
+    return prepare
+
+
+def our_nucleus(options, comm, start, stop):
+    import pce_mpi as pce
+
+    x = 3 * logits(options, start, stop, 0)
+    return lambda: pce.nucleus(x, top_p=0.9, comm=comm, num_classes=options.classes).offsets[-1]
+
+
+def their_nucleus(options):
+    import torch
+
+    from peers.test_samplers import hugging_face
+
+    x = torch.from_numpy(3 * logits(options, 0, options.classes, 0))
+    return lambda: hugging_face(x, None, 0.9, None).isfinite().sum()
+
+
 # Our function, prepared with this rank's classes, and torch's, with all classes; what both return is compared.
 CASES = {
     f"kl_divergence, {direction}": (our_divergence(direction), their_divergence(direction))
     for direction in ("forward", "reverse", "jensen-shannon")
+} | {
+    "class_statistics": (our_support(False), their_support(False)),
+    "class_statistics, 64 classes": (our_support(True), their_support(True)),
+    "nucleus, top-p 0.9": (our_nucleus, their_nucleus),
 }
 
 

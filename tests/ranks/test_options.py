@@ -11,7 +11,7 @@ import pytest
 
 from in_step import in_step
 import pce_mpi as pce
-from pce_mpi.loss.options import LinearOptions, LossOptions, Options
+from pce_mpi.loss.options import LinearOptions, LossOptions, Options, ShardedDivergenceOptions, StatisticsOptions
 from ranks.op_cases import alone
 from ranks.problems import (
     NARROW,
@@ -71,10 +71,10 @@ def test_unknown_keyword_raises_the_type_error_of_python(function, keyword):
 
 
 def test_every_option_has_a_default():
-    added = {"operation", "over", "batch_over", "found"}
-    assert {
-        field.name for field in fields(Options)
-    } - added == LossOptions.__optional_keys__ | LinearOptions.__optional_keys__
+    added = {"operation", "over", "batch_over", "found", "support_rows"}
+    known = (LossOptions, LinearOptions, StatisticsOptions, ShardedDivergenceOptions)
+    names = {name for each in known for name in each.__optional_keys__}
+    assert {field.name for field in fields(Options)} - added == names
 
 
 # Values that the pairs below and test_properties.py do not have

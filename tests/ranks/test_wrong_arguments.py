@@ -85,6 +85,12 @@ def choice(at: At) -> dict[str, Any]:
     return {"logits": at.logits, "ids": np.stack([at.targets] * 2, 1), "axis": -1, **plain(at)}
 
 
+def divergence(at: At) -> dict[str, Any]:
+    options = {"direction": "reverse", "temperature": 2.0, "rows": at.targets >= 0, "reduction": "sum", "axis": -1}
+    more = {"compute_dtype": np.float64, "batch_comm": MPI.COMM_SELF}
+    return {"student": at.logits, "teacher": at.logits + 1.0, **options, **more, **plain(at)}
+
+
 def losses(at: At) -> dict[str, Any]:
     return statistics(at) | TERMS | {"batch_comm": MPI.COMM_SELF}
 
@@ -183,6 +189,13 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
         **{"logits": at.logits, "top_k": 2, "top_p": 0.5, "min_p": 0.1, "temperature": 1.0, "axis": -1},
         **plain(at),
     },
+    "kl_divergence": divergence,
+    "kl_divergence_backward": lambda at: {
+        **{"dloss": 1.0, "residuals": pce.kl_divergence_forward(**divergence(at))[1], "out": np.ones((4, 3))},
+        **{"of": "teacher"},
+    },
+    "kl_divergence_forward": divergence,
+    "kl_divergence_value_and_grad": lambda at: divergence(at) | {"out": np.ones((4, 3))},
     "op": lambda at: {"forward": np.add, "vjp": None, "rule": None, "name": "mine"},
     "reshape": lambda at: {"/x": at.x(), "shape": (3, 4)},
     "rms_norm": lambda at: {"/x": at.x(), "scale": np.ones(3), "axis": -1, "eps": 1e-5},
@@ -217,7 +230,8 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
 # They take no arguments or any, are made by the package alone, or have tables of their own.
 LEFT_OUT = {
     *("ChosenResiduals", "ClassStatistics", "CollectiveError", "CollectiveTimeout", "Colwise", "DistArray"),
-    *("Inference", "LinearGradients", "LinearStatisticsResiduals", "LinearValueAndGrad", "Nucleus", "Replicate"),
+    *("DivergenceResiduals", "get_include", "Inference"),
+    *("LinearGradients", "LinearStatisticsResiduals", "LinearValueAndGrad", "Nucleus", "Replicate"),
     *("Replicated", "Residuals", "Rowwise", "Rule", "SequenceParallel"),
     *("StatisticsResiduals", "Trace", "VocabParallel", "named_scope", "no_grad", "reproducible", "dense", "load"),
     *("save", "SGD", "AdamW", "clip_grad_norm"),
@@ -226,6 +240,7 @@ LEFT_OUT = {
 AGREED = {
     *("argmax", "class_statistics", "distribute", "embedding", "from_local", "linear_cross_entropy_value_and_grad"),
     *("linear_class_statistics", "linear_class_statistics_backward", "linear_class_statistics_forward"),
+    *("kl_divergence", "kl_divergence_forward", "kl_divergence_value_and_grad"),
     *("nucleus", "softmax_cross_entropy_value_and_grad", "take_classes", "top_k"),
 }
 BRING_TOGETHER = {"comm", "batch_comm", "/mesh", "table", "src_rank", "/residuals"}
