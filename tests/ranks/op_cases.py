@@ -634,7 +634,7 @@ def _class_statistics(logits: Array, targets: Array, **options: Any) -> Case:
 
     def call(logits: Any, targets: Any) -> Any:
         found = pce.class_statistics(logits, targets, **options)
-        return [found.log_prob, found.entropy, found.logsumexp]
+        return [found.entropy, found.logsumexp, found.log_prob]
 
     def reference(logits: Any, targets: Any) -> Any:
         axis = options.get("axis", -1)
@@ -651,7 +651,7 @@ def _class_statistics(logits: Array, targets: Array, **options: Any) -> Case:
         of_target = np.where(each == -100, 0.0, np.take_along_axis(log_p, np.maximum(each, 0), -1))
         entropy = -(np.exp(log_p) * log_p).sum(-1)
         log_prob = np.moveaxis(of_target, -1, axis) if several else of_target[..., 0]
-        return [log_prob, entropy, logsumexp(scaled, -1)]
+        return [entropy, logsumexp(scaled, -1), log_prob]
 
     what = ", ".join(f"{name}={value}" for name, value in options.items())
     return case(
