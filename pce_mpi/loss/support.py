@@ -81,7 +81,9 @@ class Support:
         place = np.full(len(offsets) - 1, -1)
         place[numbers] = np.arange(rows)
         row = np.repeat(place, np.diff(offsets))
-        keys = (row * span + ids)[row >= 0]
+        keys = row * span + ids
+        if rows < len(place):
+            keys = keys[row >= 0]
         if (keys[1:] <= keys[:-1]).any():
             keys = np.sort(keys)
             twice = np.flatnonzero(keys[1:] == keys[:-1])
@@ -123,13 +125,15 @@ class Members:
     @classmethod
     def of(cls, support: Support, problem: Problem) -> Members:
         start, axis = problem.class_start, problem.options.axis
-        row, number = np.divmod(support.keys, support.span)
-        here = (number >= start) & (number < start + problem.classes)
-        row, number = row[here], number[here]
-        first = np.searchsorted(row, np.arange(support.rows))
-        place = np.arange(len(row)) - first[row]
-        columns = np.full((support.rows, int(place.max(initial=-1)) + 1), -1)
-        columns[row, place] = number - start
+        own = np.arange(support.rows) * support.span
+        skipped, end = (
+            np.searchsorted(support.keys, own + min(c, support.span)) for c in (start, start + problem.classes)
+        )
+        counts = end - skipped
+        row = np.repeat(np.arange(support.rows), counts)
+        place = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+        columns = np.full((support.rows, int(counts.max(initial=0))), -1)
+        columns[row, place] = support.keys[skipped[row] + place] - (own[row] + start)
         dtype = problem.logits.dtype
         logits = problem.kernel.taken(problem.logits, axis, columns, nought_of(dtype)).view(dtype)
         inner = replace(
@@ -140,7 +144,6 @@ class Members:
             classes=logits.shape[1],
             sharded=(logits, 1),
         )
-        skipped = np.searchsorted(support.keys, np.arange(support.rows) * support.span + start)
         return cls(support, columns, skipped, inner)
 
     def columns_of(self, classes: HostArray, valid: HostArray) -> tuple[HostArray, HostArray]:
