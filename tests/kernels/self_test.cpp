@@ -1,6 +1,8 @@
-// Prints a digest of the states and gradients of a fixed set of problems for each instruction set of this processor.
+// Prints two digests of a fixed set of problems for each instruction set of this processor: of the states and gradients
+// of losses and statistics, and of the sums and gradients of divergences.
 // `test_instruction_sets.py` compiles and runs it.
 #include <fenv.h>
+#include <initializer_list>
 #include <stdio.h>
 
 #include "host.h"
@@ -28,8 +30,8 @@ template <class T> void put_bits(const T &value) {
 
 enum { ROWS = 4, CLASSES = 4203 };  // more classes than a chunk has
 // One byte off any alignment.
-char memory[2][1 + ROWS * CLASSES * 8];
-char *const logits = memory[0] + 1, *const gradient = memory[1] + 1;
+char memory[3][1 + ROWS * CLASSES * 8];
+char *const logits = memory[0] + 1, *const gradient = memory[1] + 1, *const teacher = memory[2] + 1;
 uint64_t states[ROWS * 16];
 RowGradient rows[ROWS];
 int64_t columns[ROWS];
@@ -40,7 +42,7 @@ Array array_of(char *data, int kind) {
     return {data, {ROWS, CLASSES, 1}, {CLASSES * size, size, size}, kind};
 }
 
-template <class T> void fill_logits(double spread, double offset) {
+template <class T> void fill_logits(char *logits, double spread, double offset) {
     for (long i = 0; i < ROWS * CLASSES; i++) {
         double value = (double(int64_t(next() >> 40)) / 0x1p23 - 1.0) * spread + offset;
         if (next() % 64 == 0) value = -infinity();
@@ -108,12 +110,74 @@ template <class T> void run_kind(const Loops &loops, int kind) {
     const Transform transforms[] = {{1.0, 0.0}, {0.5, 0.0}, {0.7, 0.0}, {1.3, 30.0}};
     const double spreads[] = {4.0, 60.0, 1e4}, offsets[] = {0.0, 1e4};
     for (int problem = 0; problem < 6; problem++) {
-        fill_logits<T>(spreads[problem % 3], offsets[problem / 3]);
+        fill_logits<T>(logits, spreads[problem % 3], offsets[problem / 3]);
         for (int f = 0; f < 3; f++) {  // all fields with all transforms, by turns
             const Transform &transform = transforms[(problem + f) % 4];
             run<Double, T>(loops, kind, fields[f], transform, true);
             if (kind != FLOAT64) run<Single, T>(loops, kind, fields[f], transform, false);
         }
+    }
+}
+
+// Divergences of the softmax of `teacher` from that of `logits`, and their gradients.
+template <class Arithmetic, class T> void diverge(const Loops &loops, int kind, Transform transform) {
+    const Call call = {HOLD_LARGEST, transform};
+    static RowGradient both[2][ROWS];
+    double z[2][ROWS], nll[2][ROWS], delta[ROWS], rest[ROWS];
+    for (int side = 0; side < 2; side++) {
+        Fill fill = {};
+        fill.logits = array_of(side ? teacher : logits, kind);
+        fill.states = states;
+        fill.call = call;
+        fill.wide = kind == FLOAT64;
+        loops.fill(fill);
+        for (long r = 0; r < ROWS; r++) {
+            const uint64_t *words = states + r * words_of(HOLD_LARGEST);
+            RowSoftmax row = RowSoftmax::of<Arithmetic>(State::load<Arithmetic>(words, call), call, {});
+            both[side][r] = {row.exponent, -1, 1, row.top, row.most, row.normalizer, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+                             -1, 0.0};
+            z[side][r] = row.held_z;
+            nll[side][r] = row.held_nll;
+        }
+    }
+    for (long r = 0; r < ROWS; r++) delta[r] = z[1][r] - z[0][r], rest[r] = nll[1][r] - nll[0][r];
+    const double slope[ROWS] = {1.0, 0.5, -2.0, 1.0}, less[ROWS] = {0.125, 0.25, 0.0, 1.0};
+    const bool valid[ROWS] = {true, true, true, false};
+    uint64_t sums[ROWS * 6];
+    Divergence pass = {};
+    pass.logits = array_of(logits, kind), pass.probabilities = array_of(teacher, kind);
+    pass.p_rows = both[0], pass.q_rows = both[1];
+    pass.delta = delta, pass.rest = rest, pass.slope = slope, pass.less = less, pass.valid = valid;
+    pass.transform = transform;
+    for (pass.of = 0; pass.of < 2; pass.of++) {
+        pass.sums = sums;
+        loops.diverge(pass);
+        for (uint64_t word : sums) add(word);
+    }
+    pass.sums = nullptr;
+    pass.out = array_of(gradient, kind);
+    for (pass.of = 0; pass.of < 3; pass.of++) {
+        loops.diverge(pass);
+        for (long i = 0; i < ROWS * CLASSES; i++) {
+            T value;
+            memcpy(&value, gradient + i * sizeof value, sizeof value);
+            put_bits(value);
+        }
+    }
+}
+
+template <class Arithmetic, class T> void diverge_kind(const Loops &loops, int kind) {
+    for (double distance : {0.01, 3.0}) {
+        fill_logits<T>(logits, 4.0, 0.0);
+        fill_logits<T>(teacher, distance, 0.0);
+        for (long i = 0; i < ROWS * CLASSES; i++) {
+            T x, y;
+            memcpy(&x, logits + i * sizeof x, sizeof x);
+            memcpy(&y, teacher + i * sizeof y, sizeof y);
+            y = of_number<T>(number_of(x) + number_of(y));
+            memcpy(teacher + i * sizeof y, &y, sizeof y);
+        }
+        for (double scale : {1.0, 0.7}) diverge<Arithmetic, T>(loops, kind, {scale, 0.0});
     }
 }
 
@@ -146,7 +210,12 @@ int main() {
         run_kind<double>(*each.loops, FLOAT64);
         run_kind<Half>(*each.loops, FLOAT16);
         run_kind<BFloat>(*each.loops, BFLOAT16);
-        printf("%s %016llx\n", each.name, (unsigned long long)hash);
+        const uint64_t losses = hash;
+        hash = 0xcbf29ce484222325;
+        diverge_kind<Single, float>(*each.loops, FLOAT32);
+        diverge_kind<Double, double>(*each.loops, FLOAT64);
+        diverge_kind<Single, BFloat>(*each.loops, BFLOAT16);
+        printf("%s %016llx %016llx\n", each.name, (unsigned long long)losses, (unsigned long long)hash);
     }
     set_floating_point(before);
     return fegetround() != FE_UPWARD;
