@@ -1,6 +1,6 @@
-// The loss and its gradient in C++ and MPI, without Python: the bits of the vectors, on any number of ranks.
+// The loss without options and its gradient in C++ and MPI: the bits of the vectors, on any number of ranks.
 //
-//     python -m pce_mpi conformance --export vectors --bits
+//     python -m pce_mpi conformance --export vectors --bits     # needs safetensors
 //     include=$(python -c 'import pce_mpi; print(pce_mpi.get_include())')
 //     mpicxx -std=c++17 -O2 -ffp-contract=off -I$include examples/loss.cpp -o loss
 //     mpiexec -n 3 ./loss vectors/float32/plain/*.safetensors

@@ -194,8 +194,9 @@ class DistArray:
     def __array__(self, *_: Any, **__: Any) -> Any:
         # Sparse matrices, and the products of data frames, ask for an array before they try this class's operators.
         raise TypeError(
-            "a distributed array becomes a NumPy array by .full(), which communicates, or .local. Its loss is "
-            "pce_mpi.cross_entropy: softmax_cross_entropy takes the plain arrays of the ranks. "
+            "a distributed array becomes a NumPy array by .full(), which communicates, or .local. Functions "
+            "of plain arrays are those with comm=, _forward, _backward or _value_and_grad: on the tape call pce_mpi."
+            "cross_entropy, kl_divergence, class_statistics, ... and then .backward(). "
             "If the other operand belongs to another library, as in csr @ w or frame @ w, convert one of the two: "
             "distribute(csr.toarray(), mesh) @ w or csr @ w.full(), distribute(frame, mesh) @ w or frame @ w.full()"
         )

@@ -104,10 +104,11 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
     checksums, starts, counts, highest, samples = said
     num_classes = sum(counts)
     if options.num_classes is not None and num_classes != options.num_classes:
+        wrong = f"num_classes = {options.num_classes}, but"
+        if comm is None:
+            raise ValueError(f"{wrong} without comm these are all classes, and they are {num_classes}")
         shards = text_by_rank({rank: str(count) for rank, count in enumerate(counts)}, over)
-        raise ValueError(
-            f"num_classes = {options.num_classes}, but the shards have {num_classes} classes together: {shards}"
-        )
+        raise ValueError(f"{wrong} the shards have {num_classes} classes together: {shards}")
     if num_classes == 0:
         raise ValueError("there are no classes: every shard is empty")
     if options.class_start is None:
@@ -196,7 +197,8 @@ def _check_not_gathered(counts: Sequence[int], samples: Sequence[int], over: str
         return
     same = text_by_rank(dict.fromkeys(with_classes, f"the same {name} of {counts[first]} classes"), over)
     raise ValueError(
-        f"ranks pass {same}: gathered {name}, it seems, but each rank must pass its own classes only; "
+        f"ranks pass {same}: gathered {name}, it seems, but each rank must pass its own classes only. "
+        f"Leave {over} out if every rank has all classes, as after take_classes; "
         f"if these are different classes whose logits are equal, say so with num_classes={sum(counts)}"
     )
 

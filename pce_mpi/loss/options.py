@@ -308,7 +308,7 @@ def _check_numbers(ndim: int, dtype: np.dtype[Any], **given: Any) -> Numbers:
 
 def _checked_margin(margin: Any) -> tuple[float, float, float]:
     if not isinstance(margin, tuple | list) or len(margin) != 3:
-        raise TypeError(f"margin must be three numbers, (m1, m2, m3), got {margin!r}")
+        raise TypeError(f"margin must be three numbers, (m1, m2, m3), as (1, 0.5, 0) for ArcFace, got {margin!r}")
     m1, m2, m3 = (real(value, f"margin[{index}]") for index, value in enumerate(margin))
     for index, value in enumerate((m1, m2, m3)):
         if not abs(value) <= _LARGEST_MARGIN:

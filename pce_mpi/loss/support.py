@@ -39,10 +39,11 @@ class Outside(StrEnum):
 
 def checked_support(support: Any, rows: int) -> tuple[HostArray, HostArray]:
     """Return the ids and the offsets of a support of so many rows, on the host."""
-    if not isinstance(support, tuple | list) or len(support) != 2:
-        raise TypeError(f"support must be a pair (ids, offsets), got {type(support).__name__}")
+    pair = [support.ids, support.offsets] if hasattr(support, "offsets") else support  # a Nucleus has masses besides
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise TypeError(f"support must be a pair (ids, offsets), or what nucleus gives, got {type(support).__name__}")
     names = "ids of the support", "offsets of the support"
-    arrays = [as_array(part, name) for part, name in zip(support, names, strict=True)]
+    arrays = [as_array(part, name) for part, name in zip(pair, names, strict=True)]
     for name, array in zip(names, arrays, strict=True):
         if array.dtype.kind not in "iu" or array.ndim != 1:
             raise TypeError(f"{name} must be integers with one axis, got {array.dtype} of {array.shape}")
@@ -51,9 +52,13 @@ def checked_support(support: Any, rows: int) -> tuple[HostArray, HostArray]:
     ids, offsets = (class_numbers_of(array, name) for array, name in zip(arrays, names, strict=True))
     if len(offsets) != rows + 1:
         raise ValueError(f"offsets of the support must be one more than the rows, {rows + 1}, got {len(offsets)}")
-    if offsets[0] != 0 or offsets[-1] != len(ids) or (offsets[1:] < offsets[:-1]).any():
+    falls = np.flatnonzero(offsets[1:] < offsets[:-1])
+    if falls.size:
+        before, after = offsets[falls[0] : falls[0] + 2]
+        raise ValueError(f"offsets of the support must not fall, got {before} and then {after} after row {falls[0]}")
+    if offsets[0] != 0 or offsets[-1] != len(ids):
         ends = f"{offsets[0]} to {offsets[-1]}"
-        raise ValueError(f"offsets of the support must not fall and go from 0 to the {len(ids)} ids, got {ends}")
+        raise ValueError(f"offsets of the support must go from 0 to the {len(ids)} ids, got {ends}")
     return ids, offsets
 
 

@@ -332,7 +332,11 @@ BAD = [
     Wrong(ValueError, "z_loss must be finite, got nan", {"z_loss": np.nan}),
     Wrong(TypeError, "z_loss must be a real number, got None", {"z_loss": None}),
     *(
-        Wrong(TypeError, f"margin must be three numbers, (m1, m2, m3), got {margin!r}", {"margin": margin})
+        Wrong(
+            TypeError,
+            f"margin must be three numbers, (m1, m2, m3), as (1, 0.5, 0) for ArcFace, got {margin!r}",
+            {"margin": margin},
+        )
         for margin in (0.5, (1.0, 0.5), "1.0", {1.0, 0.5, 0.0})
     ),
     Wrong(TypeError, "margin[1] must be a real number, got '0.5'", {"margin": (1.0, "0.5", 0.0)}),

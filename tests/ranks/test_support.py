@@ -242,7 +242,7 @@ def test_support_leaves_its_arrays_alone(comm):
 
 
 WRONG = [
-    ({"support": 3}, TypeError, r"support must be a pair \(ids, offsets\), got int"),
+    ({"support": 3}, TypeError, r"support must be a pair \(ids, offsets\), or what nucleus gives, got int"),
     ({"support": (np.zeros(3), np.zeros(10, int))}, TypeError, "ids of the support must be integers with one axis"),
     ({"support": (np.zeros(3, int), np.zeros((10, 1), int))}, TypeError, "offsets of the support must be integers"),
     ({"support": (np.zeros(0, int), np.zeros(9, int))}, ValueError, "must be one more than the rows, 10, got 9"),
