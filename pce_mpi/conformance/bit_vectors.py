@@ -48,7 +48,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "double": {"reduction": "none", "compute_dtype": "float64"},
 }
 _OF_LOGITS = {"logit_scale", "softcap", "compute_dtype"}
-_KINDS = ("ordinary", "peaked", "offset", "sizes", "huge", "special", "ties")
+_KINDS = ("ordinary", "peaked", "offset", "sizes", "huge", "special", "ties", "halfway")
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,8 @@ def drawn(dtype: str, kind: str) -> tuple[Array, Array]:
         x[3, 5], x[4, 6], targets[5] = np.inf, np.nan, -100
     elif kind == "ties":
         x = np.sign(x)
+    elif kind == "halfway":  # between two n, which float32 and float64 round apart
+        x = (rng.integers(2800, 2950, x.shape) + 0.5) * 0.6931471805599453
     with np.errstate(over="ignore"):
         return x.astype(dtype_named(dtype)), targets
 

@@ -64,7 +64,7 @@ def test_program_in_cpp_has_bits_of_vectors(program, ranks):
     done = subprocess.run([mpiexec, "-n", str(ranks), program[0], *program[1]], capture_output=True, text=True)
     expected = [f"{path}: 0 numbers have other bits on {ranks} ranks" for path in program[1]]
     assert (done.returncode, done.stdout.splitlines()) == (0, expected)
-    assert len(expected) == 7
+    assert len(expected) == 8
 
 
 def test_program_in_cpp_sees_a_wrong_bit(program, tmp_path):

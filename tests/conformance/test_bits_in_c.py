@@ -1,0 +1,113 @@
+"""bits.c, which somebody wrote from the page "The bits" alone, has all bits of the vectors."""
+
+import json
+from pathlib import Path
+import shutil
+import struct
+import subprocess
+
+import numpy as np
+import pytest
+
+from pce_mpi.conformance import bit_vectors
+
+SOURCE = Path(__file__).with_name("bits.c")
+DTYPES = ["float64", "float32", "float16", "bfloat16"]
+REDUCTIONS = ["none", "sum", "mean"]
+OPTIONS = {"reduction", "compute_dtype", "logit_scale", "softcap", "label_smoothing", "z_loss", "ignore_index"}
+NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4"}
+
+
+def load(path):
+    """The tensors of a safetensors file; ml_dtypes reads bfloat16."""
+    data = path.read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    tensors = {}
+    for name, is_ in header.items():
+        if name != "__metadata__":
+            if is_["dtype"] == "BF16":
+                dtype = pytest.importorskip("ml_dtypes").bfloat16
+            else:
+                dtype = NUMPY[is_["dtype"]]
+            first, last = (8 + size + offset for offset in is_["data_offsets"])
+            tensors[name] = np.frombuffer(data[first:last], dtype).reshape(is_["shape"])
+    return tensors
+
+
+def cuts(splits, classes):
+    """Split points and orders of the merges: none, as given, in reverse, every class alone (shuffled)."""
+    shards = len(splits) - 1
+    yield [0, classes], [0]
+    yield splits, range(shards)
+    yield splits, range(shards)[::-1]
+    yield range(classes + 1), np.random.default_rng(0).permutation(classes)
+
+
+def problem(vector, tensors, splits, order):
+    options = vector["options"]
+    assert set(options) <= OPTIONS, "an option that bits.c does not know"
+    logits, weight = tensors["logits"], tensors.get("weight")
+    rows, classes = logits.shape
+    double = vector["dtype"] == "float64" or options.get("compute_dtype") == "float64"
+    dtype, reduction = DTYPES.index(vector["dtype"]), REDUCTIONS.index(options["reduction"])
+    statistics, ignore = "entropy" in vector["results"], options.get("ignore_index", -100)
+    header = [rows, classes, len(order), double, dtype, reduction, statistics, weight is not None, ignore]
+    numbers = [options.get("logit_scale", 1), options.get("softcap") or 0]
+    numbers += [options.get("label_smoothing", 0), options.get("z_loss", 0)]
+    parts = [(header, "<i8"), (numbers, "<f8"), (splits, "<i8"), (order, "<i8"), (tensors["targets"], "<i8")]
+    parts += [(logits, "<f8"), (np.ones(classes) if weight is None else weight, "<f8")]
+    return b"".join(np.asarray(part).astype(dtype).tobytes() for part, dtype in parts)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    gcc = shutil.which("gcc")
+    if gcc is None:
+        pytest.skip("there is no gcc: a C compiler of that name runs this")
+    target = tmp_path_factory.mktemp("bits") / "bits"
+    flags = ["-std=c11", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run([gcc, *flags, SOURCE, "-lm", "-o", target], check=True)
+    return target
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The vectors in the index, and the tensors of each."""
+    folder = tmp_path_factory.mktemp("vectors")
+    bit_vectors.export(folder)
+    vectors = json.loads((folder / "index.json").read_text())["vectors"]
+    return vectors, [load(folder / vector["file"]) for vector in vectors]
+
+
+@pytest.mark.parametrize("cut", range(4), ids=["whole", "splits", "reversed", "alone"])
+def test_program_from_page_alone_has_all_bits(program, exported, cut):
+    vectors, loaded = exported
+    stream = b""
+    for vector, tensors in zip(vectors, loaded, strict=True):
+        splits, order = list(cuts(vector["splits"], tensors["logits"].shape[1]))[cut]
+        stream += problem(vector, tensors, splits, order)
+    done = subprocess.run([program], input=stream, stdout=subprocess.PIPE, check=True, timeout=300)
+    results, wrong = np.frombuffer(done.stdout, "<f8"), []
+    for vector, tensors in zip(vectors, loaded, strict=True):
+        rows, classes = tensors["logits"].shape
+        loss, results = results[: rows * (1 + classes)].reshape(rows, -1), results[rows * (1 + classes) :]
+        reduced, results = results[0], results[1:]
+        found = {"loss": loss[:, 0] if vector["options"]["reduction"] == "none" else reduced, "dlogits": loss[:, 1:]}
+        if "entropy" in vector["results"]:
+            row, results = results[: rows * (3 + classes)].reshape(rows, -1), results[rows * (3 + classes) :]
+            found |= {"log_prob": row[:, 0], "entropy": row[:, 1], "logsumexp": row[:, 2], "dstatistics": row[:, 3:]}
+        assert list(found) == vector["results"]
+        for name, is_ in found.items():
+            expected = tensors["expected_" + name].astype("<f8")  # exact, so all bits stay
+            assert is_.shape == expected.shape
+            is_, expected = np.ravel(is_).copy(), expected.ravel()
+            same = (is_.view("<i8") == expected.view("<i8")) | (np.isnan(is_) & np.isnan(expected))
+            if not same.all():
+                first = np.flatnonzero(~same)[0]
+                wrong.append(
+                    f"{vector['name']} {name}: {(~same).sum()} of {same.size}, "
+                    f"at {first} {is_[first].hex()}, expected {expected[first].hex()}"
+                )
+    assert results.size == 0
+    assert not wrong, f"{len(wrong)} of the results are wrong:\n" + "\n".join(wrong)
