@@ -89,9 +89,10 @@ OPERATIONS |= {
     "embedding": Asked(15, 0, 3, 3),
     "cross_entropy": Asked(8, 1, 1, 1),
     "linear_cross_entropy": Asked(19, 1, 1, 1),
+    "linear_class_statistics": Asked(36, 1, 1, 1),
     "class_statistics": Asked(8, 1, 1, 1),
     "kl_divergence": Asked(39, 0, 0, 0),
-    "take_classes": Asked(20, 9, 1, 1),
+    "take_classes": Asked(38, 10, 1, 1),
     "top_k": Asked(39, 0, 0, 0),
 }
 TRAINING = {
