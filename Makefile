@@ -101,7 +101,8 @@ beside_cupy := numpy_arrays_never_import_cupy numpy_arrays_work_beside_imported_
 
 # What most of CuPy is needed for, and what reaches MPI; tests/README.md says what is left out.
 with_cupy := kernels/test_cupy_on_cpu.py kernels/test_launches.py $(addprefix ranks/test_,$(addsuffix .py,\
-	array_library collectives dist_array functions linear redistribute sgd staging))
+	array_library collectives dist_array functions linear redistribute sgd staging \
+	divergence linear_statistics margin nucleus support take_classes))
 
 test-cupy: $(installed)/kernels-$(CUDA)
 	$(bin)/python tests/run.py --cupy-on-cpu -n $(or $(N),1 2 3) $(addprefix tests/,$(with_cupy))
