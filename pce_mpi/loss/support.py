@@ -135,10 +135,9 @@ class Members:
             np.searchsorted(support.keys, own + min(c, support.span)) for c in (start, start + problem.classes)
         )
         counts = end - skipped
-        row = np.repeat(np.arange(support.rows), counts)
-        place = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
-        columns = np.full((support.rows, int(counts.max(initial=0))), -1)
-        columns[row, place] = support.keys[skipped[row] + place] - (own[row] + start)
+        places = np.arange(counts.max(initial=0))
+        member = np.minimum(skipped[:, None] + places, len(support.keys) - 1)
+        columns = np.where(places < counts[:, None], support.keys[member] - (own + start)[:, None], -1)
         dtype = problem.logits.dtype
         logits = problem.kernel.taken(problem.logits, axis, columns, nought_of(dtype)).view(dtype)
         inner = replace(
