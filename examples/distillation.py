@@ -43,9 +43,10 @@ def renormalized(student, teacher, ids):
 
 
 def one_more_class(student, teacher, ids):
-    log_q, log_p = (pce.class_statistics(logits, ids).log_prob for logits in (teacher, student))
-    rest_q, rest_p = (1.0 - pce.sum(pce.exp(each), axis=1) for each in (log_q, log_p))
-    return rest_mass_dropped(student, teacher, ids) + pce.mean(rest_q * (pce.log(rest_q) - pce.log(rest_p)))
+    others = np.concatenate([np.setdiff1d(np.arange(CLASSES), row) for row in ids.full()])
+    rest = others, np.arange(ROWS + 1) * (CLASSES - CHOSEN)  # 1 - sum_K q would cancel where the teacher is certain
+    log_q, log_p = (pce.class_statistics(x, support=rest).logsumexp - pce.logsumexp(x, 1) for x in (teacher, student))
+    return rest_mass_dropped(student, teacher, ids) + pce.mean(pce.exp(log_q) * (log_q - log_p))
 
 
 def learn(mesh, loss_of):

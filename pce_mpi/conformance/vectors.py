@@ -179,7 +179,9 @@ def _index(path: Path) -> tuple[int, list[Entry]]:
     try:
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict) or not content.items() >= _FORMAT.items():
-            raise ValueError(f"it must be {' of version '.join(map(str, _FORMAT.values()))}")
+            bits = isinstance(content, dict) and content.get("format") == "pce_mpi bits"
+            hint = ", and these are bits: say --bits" if bits else ""
+            raise ValueError(f"it must be {' of version '.join(map(str, _FORMAT.values()))}{hint}")
         return made(int, content["seed"]), made(list[Entry], content["vectors"])
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is malformed: {shortened(str(error))}") from error

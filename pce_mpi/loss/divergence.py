@@ -1,7 +1,7 @@
 """The divergence of a student's softmax from a teacher's, over the classes of all shards, and its gradients.
 
 With P and Q the two softmaxes of a row, the first Allreduce merges their states, and the second one the sums of the
-divergence of `kernels/divergence.py`, which need both logsumexp. What is known then suffices for the gradients.
+divergence of `kernels/divergence.py`, which need both logsumexp. The gradients need nothing else.
 """
 
 from __future__ import annotations

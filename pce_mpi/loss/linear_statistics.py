@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Unpack
+import zlib
 
 import numpy as np
 
+from pce_mpi.arrays import to_host
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.floating_point import check_floating_point
 from pce_mpi.loss.chunks import Gradients, Product, agree_on_product
@@ -191,7 +193,8 @@ def linear_class_statistics_backward(
     with local_checks() as checks:
         product, upstream = prepared(residuals, given)
     if options.comm is not None:
-        said = {"shape": residuals.product.shape, "given": tuple(name for name in given if given[name] is not None)}
+        values = {name: 0 if checks.error else zlib.crc32(to_host(upstream[name]).tobytes()) for name in given}
+        said = {"shape": residuals.product.shape} | {name: f"checksum {value:08x}" for name, value in values.items()}
         agree(options.comm, operation, said, error=checks.error, over=options.over)
     elif checks.error is not None:
         raise checks.error
@@ -237,6 +240,11 @@ def gradients_of(residuals: LinearStatisticsResiduals, product: Product, upstrea
             part = product.part_of(residuals.problem, rows)
             of_rows = {name: each if each.size == 1 else each[rows] for name, each in upstream.items()}
             write_statistics_gradient(part.logits, part, softmax, fields, of_rows)
-            product.add_gradients(product.hidden[rows], rows, part)
+            vectors = product.hidden[rows]
+            if not residuals.problem.all_valid:  # 0 times nan is nan
+                xp, vectors = part.xp, vectors.copy()
+                others = (xp.asarray(of_rows["entropy"]) != 0.0) | (xp.asarray(of_rows["logsumexp"]) != 0.0)
+                vectors[xp.asarray(~part.valid) & ~others] = 0
+            product.add_gradients(vectors, rows, part)
     assert product.gradients is not None
     return product.gradients

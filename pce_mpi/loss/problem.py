@@ -121,7 +121,8 @@ class Problem:
     def call(self, more: Mapping[str, Hashable]) -> Call:
         """Return the call: all that must be the same on every rank, with `more`."""
         options, other_targets = self.options, "none" if self.probabilities is None else "probabilities"
-        targets, weighted = other_targets if self.targets is None else "class numbers", options.weight is not None
+        classes = f"{self.targets_shape[options.axis]} class numbers a row" if self.several else "class numbers"
+        targets, weighted = other_targets if self.targets is None else classes, options.weight is not None
         also = (*more.items(), *self.also.items())
         return _call_of(options.operation, self.logits.dtype, self.numbers, targets, weighted, also)
 

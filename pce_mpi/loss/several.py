@@ -94,6 +94,7 @@ class SeveralTargets:
         whole[:, ROW_GRADIENT["column"]] = xp.where(is_largest, 0, -1)
         whole[:, ROW_GRADIENT["target"]] = xp.where(is_largest, -1, 0)
         own = kernel.sums_of_equal(self.classes, g).reshape(-1)
+        whole[:, ROW_GRADIENT["valid"]] |= own != 0.0
         each[:, ROW_GRADIENT["target_gradient"]] = problem.transform.scale * own
         found = xp.empty(logits.shape, array.dtype)
         call = {"weights": ClassWeights(), "transform": problem.transform, "arithmetic": problem.arithmetic}

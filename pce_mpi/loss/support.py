@@ -45,7 +45,7 @@ def checked_support(support: Any, rows: int) -> tuple[HostArray, HostArray]:
     names = "ids of the support", "offsets of the support"
     arrays = [as_array(part, name) for part, name in zip(pair, names, strict=True)]
     for name, array in zip(names, arrays, strict=True):
-        if array.dtype.kind not in "iu" or array.ndim != 1:
+        if (array.size and array.dtype.kind not in "iu") or array.ndim != 1:
             raise TypeError(f"{name} must be integers with one axis, got {array.dtype} of {array.shape}")
         if type(array) is Hollow:
             raise TypeError(f"{name} must have elements, got a hollow array")

@@ -112,7 +112,7 @@ def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenc
     DistArray or array
         The divergence, 0-d, or for `reduction="none"` one number per row; with the bits of one process on every rank.
         It is 0 for equal logits, infinite if a class is masked by -inf in the softmax after the bars alone, and `nan`
-        for a row with a `nan`, a +inf or only -inf. Of distributed arrays it is Replicate, or placed as the rows are,
+        for a row with a `nan`, a +inf or only -inf. For distributed arrays it is Replicate, or placed as the rows are,
         and student and teacher have gradients.
 
     Raises

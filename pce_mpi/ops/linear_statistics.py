@@ -133,7 +133,7 @@ def linear_class_statistics(
     Returns
     -------
     ClassStatistics
-        `max`, `sum_exp`, `logsumexp`, `log_prob`, `entropy` and `argmax` of each row. Of distributed arrays they are
+        `max`, `sum_exp`, `logsumexp`, `log_prob`, `entropy` and `argmax` of each row. For distributed arrays they are
         placed as the rows of `hidden` are, and Replicate over the dims that shard the classes; `log_prob`, `entropy`
         and `logsumexp` have gradients.
 

@@ -30,7 +30,7 @@ from pce_mpi.ops.options import (
     shape_of_several,
     sharded_options,
 )
-from pce_mpi.ops.shape import normalized_axis
+from pce_mpi.ops.shape import expand_dims, normalized_axis
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
@@ -72,7 +72,7 @@ def _rows_here(call: Call, axes: list[int]) -> tuple[int, HostArray]:
 
 def _apart(log_prob: Array, axis: int) -> list[Array]:
     xp = array_namespace(log_prob)
-    return [xp.ascontiguousarray(each) for each in xp.moveaxis(log_prob, axis, 0)]
+    return [each.copy() for each in xp.moveaxis(log_prob, axis, 0)]
 
 
 def _named(values: Sequence[Any], log_prob: Any, count: int) -> ClassStatistics:
@@ -88,7 +88,10 @@ def detached(values: Sequence[DistArray], axis: int | None = None) -> ClassStati
     Several log-probabilities a row are stacked along `axis`.
     """
     log_probs = values[3:-2]
-    log_prob = stack(log_probs, axis) if axis is not None else log_probs[0] if log_probs else None
+    log_prob = log_probs[0] if log_probs and axis is None else None
+    if axis is not None:
+        nothing = expand_dims(values[-2], axis)[(*[slice(None)] * axis, slice(0))]
+        log_prob = stack(log_probs, axis) if log_probs else nothing
     statistics = _named(values, log_prob, len(log_probs))
     return statistics._replace(max=statistics.max.detach(), sum_exp=statistics.sum_exp.detach())
 

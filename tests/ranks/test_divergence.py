@@ -16,7 +16,7 @@ from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 from ranks.exact import exact_divergence
 from ranks.grids import mesh_of, squarest
 from ranks.problems import SPLITS, is_same, same_on_every_rank, split
-from ranks.test_definition import DTYPES, KINDS, SETS, kernel as kernel, logits_of
+from ranks.test_definition import DTYPES, KINDS, kernel as kernel, logits_of
 from ulps import DIVERGENCE, FINITE_DIFFERENCE, FLOAT64, WIDE_DIVERGENCE, ulp, worst
 
 DIRECTIONS = ["forward", "reverse", "jensen-shannon"]
@@ -458,7 +458,3 @@ def test_wrong_distributed_divergence_raises_on_every_rank(comm, change, error, 
     with pytest.raises(error, match=text):
         pce.kl_divergence(**right | (change if comm.rank == comm.size - 1 else {}))
     assert pce.kl_divergence(**right).item() > 0
-
-
-def test_instruction_sets_are_found():
-    assert SETS

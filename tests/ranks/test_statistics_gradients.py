@@ -219,3 +219,33 @@ def test_common_offset_costs_entropy_no_digits(comm):
                     share = scale * mpmath.exp(x - total)
                     exact, terms = -share * (x - total + entropy), share * (total - x + entropy)
                     assert abs(float(got) - exact) <= 5 * 2.0**-53 * terms, (offset, float(x))
+
+
+def test_bad_ignored_row_has_gradient_0(comm):
+    mine = slice(*pce.shard_range(3, comm.size, comm.rank))
+    logits, targets = np.array([[np.nan, 1.0, 2.0], [1.0, 2.0, 3.0]])[:, mine], np.array([-100, 1])
+    for given in (targets, np.stack([targets, targets], 1)):
+        _, residuals = pce.class_statistics_forward(logits, given, comm=comm, num_classes=3)
+        gradient = pce.class_statistics_backward(residuals, log_prob=1.0)
+        assert not gradient[0].any()
+        assert gradient[1].all()
+    hidden, w = np.array([[1.0, np.nan], [1.0, 2.0]]), np.ones((2, 3))[:, mine]
+    _, kept = pce.linear_class_statistics_forward(hidden, w, targets, comm=comm, num_classes=3)
+    found = pce.linear_class_statistics_backward(kept, log_prob=1.0)
+    assert np.isfinite(found.dw).all() and not found.dhidden[0].any()
+
+
+@pytest.mark.sizes(2, 3)
+def test_other_shapes_of_targets_raise_on_all(comm):
+    logits, targets = np.eye(4, 3) + comm.rank, np.array([0, 1, 2, 0])
+    for array in (logits, pce.distribute(np.eye(4, 6), pce.Mesh(comm, classes=comm.size), classes=pce.Shard(1))):
+        options = {"comm": comm} if array is logits else {}
+        with pytest.raises(pce.CollectiveError, match=r"ranks (disagree|have run different)"):
+            pce.class_statistics(array, targets[:, None] if comm.rank else targets, **options)
+
+
+@pytest.mark.sizes(2, 3)
+def test_other_upstream_gradients_of_product_raise_on_all(comm):
+    _, residuals = pce.linear_class_statistics_forward(np.ones((4, 2)), np.ones((2, 3)) * comm.rank, comm=comm)
+    with pytest.raises(pce.CollectiveError, match="ranks disagree on entropy"):
+        pce.linear_class_statistics_backward(residuals, entropy=np.full(4, 1.0 + comm.rank))

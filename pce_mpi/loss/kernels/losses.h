@@ -67,7 +67,7 @@ PCE_FUNCTION RowGradient statistics_gradient_row(const RowSoftmax &row, int64_t 
     RowGradient gradient = {};
     gradient.exponent = row.exponent;
     gradient.column = column >= 0 && column < classes ? column : -1;
-    gradient.valid = 1;
+    gradient.valid = log_prob != 0.0 || entropy != 0.0 || logsumexp != 0.0;  // else 0, whatever the logits are
     gradient.top = row.top;
     gradient.most = row.most;
     gradient.factor = scale * row.normalizer;

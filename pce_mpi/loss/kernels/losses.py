@@ -145,7 +145,8 @@ def statistics_gradients(
         }
     for name, values in columns.items():
         gradient[:, ROW_GRADIENT[name]] = values
-    whole[:, ROW_GRADIENT["valid"]] = 1
+    # A row without an upstream gradient has none, whatever its logits are.
+    whole[:, ROW_GRADIENT["valid"]] = (log_prob != 0.0) | (entropy != 0.0) | (logsumexp != 0.0)
     whole[:, ROW_GRADIENT["column"]] = np.where((column >= 0) & (column < len(classes)), column, -1)
     whole[:, ROW_GRADIENT["target"]] = -1 if target_column is None else np.where(is_held, -1, target_column)
     return gradient
