@@ -6,6 +6,9 @@ namespace pce {
 
 __device__ __forceinline__ double size_of(double v) { return magnitude(v); }
 __device__ __forceinline__ double constant(double v) { return v; }
+__device__ __forceinline__ double power_of(double shifted) {
+  return power(static_cast<int64_t>(bits(shifted)) - MAGIC_BITS);
+}
 #define NUMBERS double
 #include <divergence_terms.h>
 #undef NUMBERS
@@ -24,9 +27,10 @@ struct ClassesOfRow {
     const Call call = {0, transform};
     const Pair z = transformed(v, transform), z_w = transformed(w, transform);
     const double error = error_of(z_w.high, z_w.low) - error_of(z.high, z.low);
-    const double r = ((z_w.high - z.high) - delta) + (error - rest);
     const bool masked = v == -infinity() && w == -infinity();
-    return {gradient_of<Double>(v, 1.0, p_row, call), gradient_of<Double>(w, 1.0, q_row, call), masked ? 0.0 : r};
+    const double r = masked ? 0.0 : ((z_w.high - z.high) - delta) + (error - rest);
+    const bool far = !(magnitude(r) <= FAR);
+    return {gradient_of<Double>(v, 1.0, p_row, call), far ? gradient_of<Double>(w, 1.0, q_row, call) : 0.0, r, far};
   }
 };
 
@@ -65,9 +69,10 @@ __global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOC
 #pragma unroll 1
   for (int64_t i = threadIdx.x; finite(all.delta) && i < classes; i += BLOCK_THREADS) {
     const Classes c = all[i];
+    const Growth growth = growth_of(c);
     double skewness = 0.0;
-    add_number(sum.divergence, jensen_shannon ? jensen_shannon_term(c, skewness) : kl_term(c));
-    sum.excess += static_cast<int64_t>(difference(c) * 0x1p60);
+    add_number(sum.divergence, jensen_shannon ? jensen_shannon_term(c, growth, skewness) : kl_term(c, growth));
+    sum.excess += static_cast<int64_t>(difference(c, growth) * 0x1p60);
     sum.skewness += static_cast<int64_t>(skewness * 0x1p60);
   }
   const auto add = [](int64_t a, int64_t b) { return a + b; };

@@ -4,6 +4,7 @@ PCE_DEFINE_TWICE_ATANH(INLINED, Doubles)
 #define NUMBERS Doubles
 INLINED Doubles size_of(Doubles v) { return (Doubles)((Longs)v & INT64_MAX); }
 INLINED Doubles constant(double v) { return doubles(v); }
+INLINED Doubles power_of(Doubles shifted) { return power((Longs)shifted - MAGIC_BITS); }
 #include "divergence_terms.h"
 #undef NUMBERS
 
@@ -12,30 +13,44 @@ struct Difference {
     double delta, rest;
 };
 
-// At most TERMS classes of a row: their logits, and their probabilities with room for a whole vector more.
+// At most TERMS classes of a row: their logits, r, and probabilities, these with room for a whole vector more.
 struct Pairs {
-    double x[TERMS], y[TERMS], p[TERMS + LANES], q[TERMS + LANES];
+    double x[TERMS + LANES], y[TERMS + LANES], r[TERMS + LANES], p[TERMS + LANES], q[TERMS + LANES];
     long count;
 
-    template <class T>
+    template <Way way, class T>
     void fill(const Divergence &pass, const T *p_logits, const T *q_logits, long some, long row,
-              const RowFactor &p_row, const RowFactor &q_row) {
+              const RowFactor &p_row, const RowFactor &q_row, const Difference &difference) {
         const Call call = {0, pass.transform};
+        const Transform transform = pass.transform;
+        Longs far = {};
         count = some;
-        convert(x, p_logits, count);
-        convert(y, q_logits, count);
+        for (long i = 0; i < count; i += LANES) {
+            Doubles v[2], w[2];
+            load_wide(p_logits + i, count - i, v);
+            load_wide(q_logits + i, count - i, w);
+            for (int k = 0; k < 2; k++) {
+                long at = i + k * LANES / 2;
+                Doubles low, low_w, z = transformed<way>(v[k], transform, low), z_w = transformed<way>(w[k], transform, low_w);
+                Doubles error = way == PLAIN ? Doubles{} : error_of(z_w, low_w) - error_of(z, low);
+                Doubles each = ((z_w - z) - difference.delta) + (error - difference.rest);
+                each = (v[k] == -infinity()) & (w[k] == -infinity()) ? Doubles{} : each;
+                far |= ~(size_of(each) <= FAR);
+                store(x + at, v[k]);
+                store(y + at, w[k]);
+                store(r + at, each);
+            }
+        }
         write_chunk<Double>(x, p, count, {}, p_row, pass.p_rows[row].most, call, false);
-        if (!pass.out.data || pass.of != KL_BY_P)
-            write_chunk<Double>(y, q, count, {}, q_row, pass.q_rows[row].most, call, false);
         memset(p + count, 0, LANES * sizeof(double));
+        if (!any_less(far, Longs{}) || (pass.out.data && pass.of == KL_BY_P)) return;
+        write_chunk<Double>(y, q, count, {}, q_row, pass.q_rows[row].most, call, false);
         memset(q + count, 0, LANES * sizeof(double));
     }
-    template <Way way> Classes at(long i, const Difference &difference, const Transform &transform) const {
-        Doubles v = load_up_to(x + i, count - i), w = load_up_to(y + i, count - i), low, low_w;
-        Doubles z = transformed<way>(v, transform, low), z_w = transformed<way>(w, transform, low_w);
-        Doubles error = way == PLAIN ? Doubles{} : error_of(z_w, low_w) - error_of(z, low);
-        Doubles r = ((z_w - z) - difference.delta) + (error - difference.rest);
-        return {load(p + i), load(q + i), (v == -infinity()) & (w == -infinity()) ? Doubles{} : r};
+    Classes operator[](long i) const {
+        Doubles some = load(r + i);
+        bool far = any_less(doubles(FAR), size_of(some));
+        return {load(p + i), far ? load(q + i) : Doubles{}, some, far};
     }
 };
 
@@ -45,19 +60,19 @@ struct DivergenceSums {
     int64_t excess, skewness;
 };
 
-template <Way way>
-static void add_pairs(DivergenceSums &sums, const Pairs &pairs, const Difference &delta, const Divergence &pass) {
+static void add_pairs(DivergenceSums &sums, const Pairs &pairs, const Divergence &pass) {
     double terms[TERMS + LANES];
     Longs excess = {}, skewness = {};
     for (long i = 0; i < pairs.count; i += LANES / 2) {
-        const Classes c = pairs.at<way>(i, delta, pass.transform);
-        excess += truncated(difference(c) * 0x1p60);
+        const Classes c = pairs[i];
+        const Growth growth = growth_of(c);
+        excess += truncated(difference(c, growth) * 0x1p60);
         if (!pass.of) {
-            store(terms + i, kl_term(c));
+            store(terms + i, kl_term(c, growth));
             continue;
         }
         Doubles skew;
-        store(terms + i, jensen_shannon_term(c, skew));
+        store(terms + i, jensen_shannon_term(c, growth, skew));
         skewness += truncated(skew * 0x1p60);
     }
     auto fill = [&](double unit, WideTotal &total) {
@@ -70,11 +85,9 @@ static void add_pairs(DivergenceSums &sums, const Pairs &pairs, const Difference
     sums.skewness += int64_t(sum_of((Words)skewness));
 }
 
-template <Way way>
-static void write_pairs(double *out, const Pairs &pairs, const Difference &delta, double slope, double less,
-                        const Divergence &pass) {
+static void write_pairs(double *out, const Pairs &pairs, double slope, double less, const Divergence &pass) {
     for (long i = 0; i < pairs.count; i += LANES / 2) {
-        Doubles value = slope * divergence_gradient(pairs.at<way>(i, delta, pass.transform), pass.of, less);
+        Doubles value = slope * divergence_gradient(pairs[i], pass.of, less);
         store(out + i, value == value ? value : doubles(not_a_number()));
     }
 }
@@ -96,15 +109,16 @@ template <class T, Way way> static void diverge_in(const Divergence &pass) {
         Pairs pairs;
         for (long at = 0, some; at < count; at += some) {
             some = count - at < TERMS ? count - at : long(TERMS);
-            if (usable && (!place || pass.valid[row + r])) pairs.fill(pass, x + at, y + at, some, row + r, p_rows[r], q_rows[r]);
+            if (usable && (!place || pass.valid[row + r]))
+                pairs.fill<way>(pass, x + at, y + at, some, row + r, p_rows[r], q_rows[r], delta);
             if (!place) {
-                if (usable) add_pairs<way>(sums[r], pairs, delta, pass);
+                if (usable) add_pairs(sums[r], pairs, pass);
                 continue;
             }
             if (!pass.valid[row + r])
                 memset(values, 0, some * sizeof(double));
             else if (usable)
-                write_pairs<way>(values, pairs, delta, pass.slope[row + r], pass.less[row + r], pass);
+                write_pairs(values, pairs, pass.slope[row + r], pass.less[row + r], pass);
             else
                 for (long i = 0; i < some; i++) values[i] = not_a_number();
             of_kind(pass.out.kind, [&](auto one) { convert((decltype(one) *)place + at, values, some); });
