@@ -27,9 +27,9 @@ struct ClassesOfRow {
     const Call call = {0, transform};
     const Pair z = transformed(v, transform), z_w = transformed(w, transform);
     const double error = error_of(z_w.high, z_w.low) - error_of(z.high, z.low);
-    const bool masked = v == -infinity() && w == -infinity();
-    const double r = masked ? 0.0 : ((z_w.high - z.high) - delta) + (error - rest);
-    const bool far = !(magnitude(r) <= FAR);
+    double r = ((z_w.high - z.high) - delta) + (error - rest);
+    if (r != r) r = 0.0;  // both are masked
+    const bool far = magnitude(r) > FAR;
     return {gradient_of<Double>(v, 1.0, p_row, call), far ? gradient_of<Double>(w, 1.0, q_row, call) : 0.0, r, far};
   }
 };

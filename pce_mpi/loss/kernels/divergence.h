@@ -13,39 +13,62 @@ struct Difference {
     double delta, rest;
 };
 
-// At most TERMS classes of a row: their logits, r, and probabilities, these with room for a whole vector more.
+// At most TERMS classes of a row: r and probabilities, with room for a whole vector more.
 struct Pairs {
-    double x[TERMS + LANES], y[TERMS + LANES], r[TERMS + LANES], p[TERMS + LANES], q[TERMS + LANES];
+    double r[TERMS + LANES], p[TERMS + LANES], q[TERMS + LANES];
     long count;
 
     template <Way way, class T>
-    void fill(const Divergence &pass, const T *p_logits, const T *q_logits, long some, long row,
-              const RowFactor &p_row, const RowFactor &q_row, const Difference &difference) {
-        const Call call = {0, pass.transform};
+    void fill(const Divergence &pass, const T *x, const T *y, long some, long row, const RowFactor &p_row,
+              const RowFactor &q_row, const Difference &difference) {
         const Transform transform = pass.transform;
-        Longs far = {};
+        double lowest = 0.0;
+        const bool fast = in_loops<Double>(p_row, pass.p_rows[row].most, transform, lowest);
+        const Longs exponent = longs(p_row.exponent - MAGIC_BITS), normal = longs(MAGIC_BITS - 1000 - p_row.exponent);
+        const Doubles m = doubles(p_row.m);
+        Doubles most = {};
         count = some;
         for (long i = 0; i < count; i += LANES) {
-            Doubles v[2], w[2];
-            load_wide(p_logits + i, count - i, v);
-            load_wide(q_logits + i, count - i, w);
+            __builtin_prefetch(x + i + CHUNK, 0, 2);
+            __builtin_prefetch(y + i + CHUNK, 0, 2);
+            Doubles v[2], w[2], t[2];
+            Longs n[2];
+            load_wide(x + i, count - i, v);
+            load_wide(y + i, count - i, w);
             for (int k = 0; k < 2; k++) {
-                long at = i + k * LANES / 2;
                 Doubles low, low_w, z = transformed<way>(v[k], transform, low), z_w = transformed<way>(w[k], transform, low_w);
                 Doubles error = way == PLAIN ? Doubles{} : error_of(z_w, low_w) - error_of(z, low);
-                Doubles each = ((z_w - z) - difference.delta) + (error - difference.rest);
-                each = (v[k] == -infinity()) & (w[k] == -infinity()) ? Doubles{} : each;
-                far |= ~(size_of(each) <= FAR);
-                store(x + at, v[k]);
-                store(y + at, w[k]);
-                store(r + at, each);
+                Doubles each = ((z_w - z) - difference.delta) + (error - difference.rest), size = size_of(each);
+                each = each == each ? each : Doubles{};
+                most = size > most ? size : most;
+                store(r + i + k * LANES / 2, each);
+                Longs counts = v[k] > lowest;
+                t[k] = exponent_and_rest(counts ? z : doubles(transform.scale * lowest), n[k]);
+                if (way != PLAIN) t[k] += counts ? low : Doubles{};
+            }
+            Twin both = polynomial(Twin{t[0], t[1]});
+            t[0] = both.a;
+            t[1] = both.b;
+            for (int k = 0; k < 2; k++) {
+                Doubles value = m + m * t[k];
+                if (any_less(n[k], normal)) {
+                    Longs sum = n[k] + exponent, near = sum > -1020 ? sum : longs(-1020);
+                    Longs rest = sum - near > -60 ? sum - near : longs(-60);
+                    value = value * power(near) * power(rest);
+                } else {
+                    value *= power(n[k] + exponent);
+                }
+                store(p + i + k * LANES / 2, value);
             }
         }
-        write_chunk<Double>(x, p, count, {}, p_row, pass.p_rows[row].most, call, false);
+        if (!fast) fill_slowly(p, x, p_row, transform);
         memset(p + count, 0, LANES * sizeof(double));
-        if (!any_less(far, Longs{}) || (pass.out.data && pass.of == KL_BY_P)) return;
-        write_chunk<Double>(y, q, count, {}, q_row, pass.q_rows[row].most, call, false);
-        memset(q + count, 0, LANES * sizeof(double));
+        if (any_less(doubles(FAR), most)) fill_slowly(q, y, q_row, transform);
+    }
+    template <class T> void fill_slowly(double *to, const T *x, const RowFactor &row, const Transform &transform) {
+        const Call call = {0, transform};
+        for (long i = 0; i < count; i++) to[i] = gradient_of<Double>(number_at(x, i), 1.0, row, call);
+        memset(to + count, 0, LANES * sizeof(double));
     }
     Classes operator[](long i) const {
         Doubles some = load(r + i);
