@@ -13,67 +13,47 @@ struct Difference {
     double delta, rest;
 };
 
-// At most TERMS classes of a row: r and probabilities, with room for a whole vector more.
-struct Pairs {
-    double r[TERMS + LANES], p[TERMS + LANES], q[TERMS + LANES];
+// At most TERMS classes of a row: their logits, r, and probabilities, with room for a whole vector more.
+template <bool single> struct Pairs {
+    double x[TERMS + LANES], y[TERMS + LANES], r[TERMS + LANES], p[TERMS + LANES], q[TERMS + LANES];
     long count;
 
     template <Way way, class T>
-    void fill(const Divergence &pass, const T *x, const T *y, long some, long row, const RowFactor &p_row,
-              const RowFactor &q_row, const Difference &difference) {
+    void fill(const Divergence &pass, const T *p_logits, const T *q_logits, long some, long row,
+              const RowFactor &p_row, const RowFactor &q_row, const Difference &difference) {
         const Transform transform = pass.transform;
-        double lowest = 0.0;
-        const bool fast = in_loops<Double>(p_row, pass.p_rows[row].most, transform, lowest);
-        const Longs exponent = longs(p_row.exponent - MAGIC_BITS), normal = longs(MAGIC_BITS - 1000 - p_row.exponent);
-        const Doubles m = doubles(p_row.m);
         Doubles most = {};
         count = some;
         for (long i = 0; i < count; i += LANES) {
-            __builtin_prefetch(x + i + CHUNK, 0, 2);
-            __builtin_prefetch(y + i + CHUNK, 0, 2);
-            Doubles v[2], w[2], t[2];
-            Longs n[2];
-            load_wide(x + i, count - i, v);
-            load_wide(y + i, count - i, w);
+            __builtin_prefetch(p_logits + i + CHUNK, 0, 2);
+            __builtin_prefetch(q_logits + i + CHUNK, 0, 2);
+            Doubles v[2], w[2];
+            load_wide(p_logits + i, count - i, v);
+            load_wide(q_logits + i, count - i, w);
             for (int k = 0; k < 2; k++) {
-                Doubles low, low_w, z = transformed<way>(v[k], transform, low), z_w = transformed<way>(w[k], transform, low_w);
+                long at = i + k * LANES / 2;
+                Doubles low, low_w, z = transformed<way>(v[k], transform, low);
+                Doubles z_w = transformed<way>(w[k], transform, low_w);
                 Doubles error = way == PLAIN ? Doubles{} : error_of(z_w, low_w) - error_of(z, low);
                 Doubles each = ((z_w - z) - difference.delta) + (error - difference.rest), size = size_of(each);
-                each = each == each ? each : Doubles{};
                 most = size > most ? size : most;
-                store(r + i + k * LANES / 2, each);
-                Longs counts = v[k] > lowest;
-                t[k] = exponent_and_rest(counts ? z : doubles(transform.scale * lowest), n[k]);
-                if (way != PLAIN) t[k] += counts ? low : Doubles{};
-            }
-            Twin both = polynomial(Twin{t[0], t[1]});
-            t[0] = both.a;
-            t[1] = both.b;
-            for (int k = 0; k < 2; k++) {
-                Doubles value = m + m * t[k];
-                if (any_less(n[k], normal)) {
-                    Longs sum = n[k] + exponent, near = sum > -1020 ? sum : longs(-1020);
-                    Longs rest = sum - near > -60 ? sum - near : longs(-60);
-                    value = value * power(near) * power(rest);
-                } else {
-                    value *= power(n[k] + exponent);
-                }
-                store(p + i + k * LANES / 2, value);
+                store(x + at, v[k]);
+                store(y + at, w[k]);
+                store(r + at, each == each ? each : Doubles{});  // both are masked
             }
         }
-        if (!fast) fill_slowly(p, x, p_row, transform);
-        memset(p + count, 0, LANES * sizeof(double));
-        if (any_less(doubles(FAR), most)) fill_slowly(q, y, q_row, transform);
+        softmax(p, x, p_row, pass.p_rows[row].most, transform);
+        if (any_less(doubles(far_from(single)), most) && !(pass.out.data && pass.of == KL_BY_P))
+            softmax(q, y, q_row, pass.q_rows[row].most, transform);
     }
-    template <class T> void fill_slowly(double *to, const T *x, const RowFactor &row, const Transform &transform) {
-        const Call call = {0, transform};
-        for (long i = 0; i < count; i++) to[i] = gradient_of<Double>(number_at(x, i), 1.0, row, call);
+    void softmax(double *to, const double *logits, const RowFactor &row, double most, const Transform &transform) {
+        write_chunk<std::conditional_t<single, Short, Double>>(logits, to, count, {}, row, most, {0, transform}, false);
         memset(to + count, 0, LANES * sizeof(double));
     }
     Classes operator[](long i) const {
         Doubles some = load(r + i);
-        bool far = any_less(doubles(FAR), size_of(some));
-        return {load(p + i), far ? load(q + i) : Doubles{}, some, far};
+        bool far = any_less(doubles(far_from(single)), size_of(some));
+        return {load(p + i), far ? load(q + i) : Doubles{}, some, far, single};
     }
 };
 
@@ -83,7 +63,8 @@ struct DivergenceSums {
     int64_t excess, skewness;
 };
 
-static void add_pairs(DivergenceSums &sums, const Pairs &pairs, const Divergence &pass) {
+template <bool single>
+static void add_pairs(DivergenceSums &sums, const Pairs<single> &pairs, const Divergence &pass) {
     double terms[TERMS + LANES];
     Longs excess = {}, skewness = {};
     for (long i = 0; i < pairs.count; i += LANES / 2) {
@@ -108,7 +89,8 @@ static void add_pairs(DivergenceSums &sums, const Pairs &pairs, const Divergence
     sums.skewness += int64_t(sum_of((Words)skewness));
 }
 
-static void write_pairs(double *out, const Pairs &pairs, double slope, double less, const Divergence &pass) {
+template <bool single>
+static void write_pairs(double *out, const Pairs<single> &pairs, double slope, double less, const Divergence &pass) {
     for (long i = 0; i < pairs.count; i += LANES / 2) {
         Doubles value = slope * divergence_gradient(pairs[i], pass.of, less);
         store(out + i, value == value ? value : doubles(not_a_number()));
@@ -116,6 +98,7 @@ static void write_pairs(double *out, const Pairs &pairs, double slope, double le
 }
 
 template <class T, Way way> static void diverge_in(const Divergence &pass) {
+    constexpr bool single = sizeof(T) < 8;
     DivergenceSums sums[TILE_ROWS];
     RowFactor p_rows[TILE_ROWS], q_rows[TILE_ROWS];
     auto begin = [&](long row, long r) {
@@ -129,11 +112,11 @@ template <class T, Way way> static void diverge_in(const Divergence &pass) {
         const T *y = numbers_of(other.probabilities, other.kind, count, buffer);
         const Difference delta = {pass.delta[row + r], pass.rest[row + r]};
         const bool usable = finite(delta.delta);
-        Pairs pairs;
+        Pairs<single> pairs;
         for (long at = 0, some; at < count; at += some) {
             some = count - at < TERMS ? count - at : long(TERMS);
             if (usable && (!place || pass.valid[row + r]))
-                pairs.fill<way>(pass, x + at, y + at, some, row + r, p_rows[r], q_rows[r], delta);
+                pairs.template fill<way>(pass, x + at, y + at, some, row + r, p_rows[r], q_rows[r], delta);
             if (!place) {
                 if (usable) add_pairs(sums[r], pairs, pass);
                 continue;
@@ -158,6 +141,5 @@ template <class T> static void diverge_of(const Divergence &pass) {
 }
 
 static void diverge(const Divergence &pass) {
-    bool wide = pass.logits.kind == FLOAT64 || pass.probabilities.kind == FLOAT64;
-    wide ? diverge_of<double>(pass) : diverge_of<float>(pass);
+    pass.single ? diverge_of<float>(pass) : diverge_of<double>(pass);
 }

@@ -4,10 +4,10 @@
 // 2^k of k + MAGIC, for them.
 
 // The probabilities of classes, and r = log(q / p): infinite where one of them is masked, 0 where both are. If some of
-// them are `far` there is q, else it is p exp(r).
+// them are `far` there is q, else it is p exp(r). With `single` polynomials are those of `Short`.
 struct Classes {
     NUMBERS p, q, r;
-    bool far;
+    bool far, single;
 };
 
 // A rounding error of z counts only where every device computes it.
@@ -19,21 +19,22 @@ PCE_INLINED NUMBERS error_of(NUMBERS z, NUMBERS low) {
 
 enum { KL_BY_Q, KL_BY_P };  // the first of `GradientOf` of parameters.py
 
-// Up to this size of r, q is computed from p and r.
-constexpr double FAR = 44.0;
+// Up to this size of r, q is p exp(r): r is good to 2^-50 or so of itself. Without `single` each needs its last digits.
+constexpr double FURTHEST = 44.0;
+PCE_INLINED double far_from(bool single) { return single ? FURTHEST : 1.0; }
 
-// exp(r), exp(r) - 1 and exp(r) - 1 - r, of an r that is not far.
+// exp(r), exp(r) - 1 and exp(r) - 1 - r, of an r cut to FURTHEST; and 0 where r is up to log 2 / 2.
 struct Growth {
     NUMBERS exp, less_one, curve, near;
 };
 PCE_INLINED Growth growth_of(const Classes &c) {
     NUMBERS r = c.r;
     if (c.far) {
-        NUMBERS bound = r > 0.0 ? constant(FAR) : constant(-FAR);
-        r = size_of(r) <= FAR ? r : bound;
+        NUMBERS bound = r > 0.0 ? constant(FURTHEST) : constant(-FURTHEST);
+        r = size_of(r) <= FURTHEST ? r : bound;
     }
     NUMBERS shifted = r * LOG2E + MAGIC, k = shifted - MAGIC, f = (r - k * HI) - k * LO;
-    NUMBERS curve = curved(f), scale = power_of(shifted), t = scale * (curve + f), less_one = t + (scale - 1.0);
+    NUMBERS curve = c.single ? short_curved(f) : curved(f), scale = power_of(shifted), t = scale * (curve + f), less_one = t + (scale - 1.0);
     return {t + scale, less_one, k == 0.0 ? curve : less_one - r, k};
 }
 
@@ -41,7 +42,7 @@ PCE_INLINED Growth growth_of(const Classes &c) {
 PCE_INLINED NUMBERS difference(const Classes &c, const Growth &growth) {
     NUMBERS near = c.p * growth.less_one;
     if (!c.far) return near;
-    return size_of(c.r) <= FAR ? near : c.q - c.p;
+    return size_of(c.r) <= far_from(c.single) ? near : c.q - c.p;
 }
 
 // p (exp(r) - 1 - r)
@@ -50,7 +51,7 @@ PCE_INLINED NUMBERS kl_term(const Classes &c, const Growth &growth) {
     if (!c.far) return near;
     NUMBERS far = (c.q - c.p) - (c.p == 0.0 ? constant(0.0) : c.p * c.r);
     far = c.r == -infinity() ? constant(infinity()) : far;
-    return size_of(c.r) <= FAR ? near : far;
+    return size_of(c.r) <= far_from(c.single) ? near : far;
 }
 
 // p (log(p / q) - constant)
@@ -62,20 +63,25 @@ PCE_INLINED NUMBERS kl_by_p(const Classes &c, double less) {
 PCE_INLINED NUMBERS other(const Classes &c, const Growth &growth) {
     NUMBERS near = c.p * growth.exp;
     if (!c.far) return near;
-    return size_of(c.r) <= FAR ? near : c.q;
+    return size_of(c.r) <= far_from(c.single) ? near : c.q;
 }
 
 // log of the larger of p and q by m = (p + q) / 2
 PCE_INLINED NUMBERS log_of_share(const Classes &c, const Growth &growth) {
     NUMBERS w = growth.less_one, larger = c.r > 0.0 ? 3.0 * w : w;
-    return twice_atanh(size_of(w) / (4.0 + larger));
+    NUMBERS z = size_of(w) / (4.0 + larger);
+    return c.single ? short_twice_atanh(z) : twice_atanh(z);
 }
 
 // (p log(p / m) + q log(q / m)) / 2, and q log(q / m) - p log(p / m) - (q - p); the first near 1, by the series of (1 + h) log(1 + h) + (1 - h) log(1 - h).
 PCE_INLINED NUMBERS jensen_shannon_term(const Classes &c, const Growth &growth, NUMBERS &skewness) {
     NUMBERS share = log_of_share(c, growth), q = other(c, growth), sum = c.p + q;
-    NUMBERS h = growth.less_one / (2.0 + growth.less_one), w = h * h, bent = constant(1.0 / (11 * 21));
-    for (int k = 10; k > 0; k--) bent = bent * w + 1.0 / (k * (2 * k - 1));
+    NUMBERS h = growth.less_one / (2.0 + growth.less_one), w = h * h, bent = constant(c.single ? 0x1.7f02e324522d1p-6 : 1.0 / (11 * 21));
+    if (c.single)
+        bent = (((bent * w + 0x1.245333dc00d92p-5) * w + 0x1.111166619be70p-4) * w + 0x1.5555552d0f56ap-3) * w +
+               0x1.0000000000c25p+0;
+    else
+        for (int k = 10; k > 0; k--) bent = bent * w + 1.0 / (k * (2 * k - 1));
     NUMBERS smaller = c.r > 0.0 ? c.p : q, less = smaller == 0.0 ? constant(0.0) : smaller * size_of(c.r);
     skewness = difference(c, growth) * (share - 1.0) + (c.r > 0.0 ? less : -less);
     return growth.near == 0.0 ? 0.25 * sum * (w * bent) : 0.5 * (sum * share - less);

@@ -276,26 +276,20 @@ static void add_chunk(State &total, const T *x, long count, long column, int64_t
 
 // Gradients of a row
 
-// Whether the loops compute gradients of a row whose largest logit is `most`, and from which logit on.
-template <class Arithmetic>
-static inline bool in_loops(const RowFactor &row, double most, const Transform &transform, double &lowest) {
-    // Beyond this distance a logit that is not near underflows.
-    constexpr int64_t REACH = Arithmetic::POINT == 30 ? 2700 : 1500000;
-    if (row.huge || !finite(row.factor) || !near<Arithmetic>(most, transform, lowest) || row.exponent >= REACH ||
-        row.exponent <= -REACH)
-        return false;
-    // The scalar functions compute gradients that are larger than any of a loss.
-    double largest = transform.softcap != 0.0 ? transform.softcap : transform.scale * most;
-    return largest * LOG2E + double(row.exponent) < (Arithmetic::POINT == 30 ? 100.0 : 1000.0);
-}
-
 template <class Arithmetic, class T>
 static void write_chunk(const T *x, T *out, long count, const Weights &weights, const RowFactor &row, double most,
                         const Call &call, bool past_cache) {
     typedef typename Arithmetic::Number Number;
+    // Beyond this distance a logit that is not near underflows.
+    constexpr int64_t REACH = Arithmetic::POINT == 30 ? 2700 : 1500000;
     const Transform &transform = call.transform;
     double lowest;
-    if (in_loops<Arithmetic>(row, most, transform, lowest)) {
+    bool in_loops = !row.huge && finite(row.factor) && near<Arithmetic>(most, transform, lowest) &&
+                    row.exponent < REACH && row.exponent > -REACH;
+    // The scalar functions compute gradients that are larger than any of a loss.
+    double largest = transform.softcap != 0.0 ? transform.softcap : transform.scale * most;
+    in_loops = in_loops && largest * LOG2E + double(row.exponent) < (Arithmetic::POINT == 30 ? 100.0 : 1000.0);
+    if (in_loops) {
         const bool weighted = call.has(WEIGHTED_LOGIT);
         const bool finished = weighted || call.has(ENTROPY) || transform.softcap != 0.0;
         in_way<is_single<Arithmetic>()>(transform, [&](auto chosen) {
@@ -304,7 +298,8 @@ static void write_chunk(const T *x, T *out, long count, const Weights &weights, 
             Number values[BLOCK];
             auto write = [&](const T *logits, auto *to, long some) {
                 if constexpr (!is_single<Arithmetic>()) {
-                    write_near<way>(logits, to, some, row, lowest, transform, slopes);
+                    constexpr bool is_short = std::is_same<Arithmetic, Short>::value;
+                    write_near<way, is_short>(logits, to, some, row, lowest, transform, slopes);
                 } else if constexpr (is_direct(way)) {
                     write_near<way>(logits, nullptr, to, some, row, Number(lowest), transform, past_cache && !finished);
                 } else {
