@@ -43,7 +43,7 @@ from pce_mpi.loss.softmax_state import INFINITE, NO_GRID, StateFields
 Array = np.ndarray[Any, Any]
 
 # Up to this size of r, q is p exp(r): r is good to 2^-50 or so of itself. In float64 each q needs its last digits.
-FAR, FURTHEST = 1.0, 44.0
+FAR, FURTHEST = 4.0, 44.0
 UNIT = 2.0**-60
 LEAST_EXCESS = 2.0**-50
 TINY = 2.0**-500

@@ -21,7 +21,7 @@ enum { KL_BY_Q, KL_BY_P };  // the first of `GradientOf` of parameters.py
 
 // Up to this size of r, q is p exp(r): r is good to 2^-50 or so of itself. Without `single` each needs its last digits.
 constexpr double FURTHEST = 44.0;
-PCE_INLINED double far_from(bool single) { return single ? FURTHEST : 1.0; }
+PCE_INLINED double far_from(bool single) { return single ? FURTHEST : 4.0; }
 
 // exp(r), exp(r) - 1 and exp(r) - 1 - r, of an r cut to FURTHEST; and 0 where r is up to log 2 / 2.
 struct Growth {
