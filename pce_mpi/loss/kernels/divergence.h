@@ -15,7 +15,7 @@ struct Difference {
 
 // At most TERMS classes of a row: their logits, r, and probabilities, with room for a whole vector more.
 template <bool single> struct Pairs {
-    double x[TERMS + LANES], y[TERMS + LANES], r[TERMS + LANES], p[TERMS + LANES], q[TERMS + LANES];
+    double logits[TERMS + LANES], r[TERMS + LANES], p[TERMS + LANES], q[TERMS + LANES];
     long count;
 
     template <Way way, class T>
@@ -37,16 +37,16 @@ template <bool single> struct Pairs {
                 Doubles error = way == PLAIN ? Doubles{} : error_of(z_w, low_w) - error_of(z, low);
                 Doubles each = ((z_w - z) - difference.delta) + (error - difference.rest), size = size_of(each);
                 most = size > most ? size : most;
-                store(x + at, v[k]);
-                store(y + at, w[k]);
+                store(logits + at, v[k]);
                 store(r + at, each == each ? each : Doubles{});  // both are masked
             }
         }
-        softmax(p, x, p_row, pass.p_rows[row].most, transform);
-        if (any_less(doubles(far_from(single)), most) && !(pass.out.data && pass.of == KL_BY_P))
-            softmax(q, y, q_row, pass.q_rows[row].most, transform);
+        softmax(p, p_row, pass.p_rows[row].most, transform);
+        if (!any_less(doubles(far_from(single)), most) || (pass.out.data && pass.of == KL_BY_P)) return;
+        convert(logits, q_logits, count);
+        softmax(q, q_row, pass.q_rows[row].most, transform);
     }
-    void softmax(double *to, const double *logits, const RowFactor &row, double most, const Transform &transform) {
+    void softmax(double *to, const RowFactor &row, double most, const Transform &transform) {
         write_chunk<std::conditional_t<single, Short, Double>>(logits, to, count, {}, row, most, {0, transform}, false);
         memset(to + count, 0, LANES * sizeof(double));
     }

@@ -29,6 +29,7 @@ from pce_mpi.loss.kernels.elementary import (
     f64,
     horner,
     i64,
+    numbers_of,
     power,
     reduced,
     transformed,
@@ -42,28 +43,23 @@ from pce_mpi.loss.softmax_state import INFINITE, NO_GRID, StateFields
 
 Array = np.ndarray[Any, Any]
 
-# Up to this size of r, q is p exp(r): r is good to 2^-50 or so of itself. In float64 each q needs its last digits.
+# Up to FAR in float64, and FURTHEST in float32, q is p exp(r), which loses as many of its last digits as r has before
+# the point.
 FAR, FURTHEST = 4.0, 44.0
 UNIT = 2.0**-60
 LEAST_EXCESS = 2.0**-50
 TINY = 2.0**-500
 # (1 + h) log(1 + h) + (1 - h) log(1 - h) = h^2 R(h^2), for |h| up to tanh(log 2 / 4); and the same of fewer terms.
 BENT = tuple(1.0 / (k * (2 * k - 1)) for k in range(11, 0, -1))
-SHORT_BENT = tuple(
-    map(
-        float.fromhex,
-        (
-            *("0x1.7f02e324522d1p-6", "0x1.245333dc00d92p-5", "0x1.111166619be70p-4"),
-            *("0x1.5555552d0f56ap-3", "0x1.0000000000c25p+0"),
-        ),
-    )
+SHORT_BENT = numbers_of(
+    "0x1.7f02e324522d1p-6 0x1.245333dc00d92p-5 0x1.111166619be70p-4 0x1.5555552d0f56ap-3 0x1.0000000000c25p+0"
 )
 
 
 class _Classes(NamedTuple):
     """The probabilities of classes, and r: infinite where one of them is masked, 0 where both are.
 
-    Beside them `exp` is exp(r), `less_one` exp(r) - 1 and `curve` exp(r) - 1 - r, where r is not far.
+    `less_one` is exp(r) - 1, and `curve` exp(r) - 1 - r, of an r cut to `FURTHEST`; r is near up to log 2 / 2.
     """
 
     p: Array

@@ -19,9 +19,9 @@ PCE_INLINED NUMBERS error_of(NUMBERS z, NUMBERS low) {
 
 enum { KL_BY_Q, KL_BY_P };  // the first of `GradientOf` of parameters.py
 
-// Up to this size of r, q is p exp(r): r is good to 2^-50 or so of itself. Without `single` each needs its last digits.
-constexpr double FURTHEST = 44.0;
-PCE_INLINED double far_from(bool single) { return single ? FURTHEST : 4.0; }
+// Up to this size of r, q is p exp(r), which loses as many of its last digits as r has before the point.
+constexpr double FAR = 4.0, FURTHEST = 44.0;
+PCE_INLINED double far_from(bool single) { return single ? FURTHEST : FAR; }
 
 // exp(r), exp(r) - 1 and exp(r) - 1 - r, of an r cut to FURTHEST; and 0 where r is up to log 2 / 2.
 struct Growth {
@@ -34,7 +34,8 @@ PCE_INLINED Growth growth_of(const Classes &c) {
         r = size_of(r) <= FURTHEST ? r : bound;
     }
     NUMBERS shifted = r * LOG2E + MAGIC, k = shifted - MAGIC, f = (r - k * HI) - k * LO;
-    NUMBERS curve = c.single ? short_curved(f) : curved(f), scale = power_of(shifted), t = scale * (curve + f), less_one = t + (scale - 1.0);
+    NUMBERS curve = c.single ? short_curved(f) : curved(f), scale = power_of(shifted);
+    NUMBERS t = scale * (curve + f), less_one = t + (scale - 1.0);
     return {t + scale, less_one, k == 0.0 ? curve : less_one - r, k};
 }
 

@@ -20,6 +20,12 @@ Array = np.ndarray[Any, Any]
 f32, f64, i64, u64 = np.float32, np.float64, np.int64, np.uint64
 _hex = float.fromhex
 
+
+def numbers_of(text: str) -> tuple[float, ...]:
+    """Return hexadecimal numbers between spaces."""
+    return tuple(map(_hex, text.split()))
+
+
 #: The number of this arithmetic on docs/the-bits.md: another one as soon as a bit of a result changes.
 VERSION = 1
 # log 2 and its reciprocal. A product of the high part with an n of the near range is exact.
@@ -32,23 +38,13 @@ Q = tuple(1.0 / math.factorial(k) for k in range(2, 14))
 # log(1 + y) = 2 z + z w R(w), with z = y / (2 + y) and w = z^2.
 ATANH = tuple(2.0 / (2 * k + 1) for k in range(16, 0, -1))
 # The same of fewer terms, for results in float32: fitted to |f| <= log 2 / 2, and to w <= 1 / 9.
-SHORT_Q = tuple(
-    map(
-        _hex,
-        (
-            *("0x1.fffffffffe069p-2", "0x1.5555555554f97p-3", "0x1.55555565c5602p-5", "0x1.111111170ad7ap-7"),
-            *("0x1.6c166be7451fep-10", "0x1.a019c3721025ap-13", "0x1.a136b08f4d167p-16", "0x1.72ad3afdd48dep-19"),
-        ),
-    )
+SHORT_Q = numbers_of(
+    "0x1.fffffffffe069p-2 0x1.5555555554f97p-3 0x1.55555565c5602p-5 0x1.111111170ad7ap-7 "
+    "0x1.6c166be7451fep-10 0x1.a019c3721025ap-13 0x1.a136b08f4d167p-16 0x1.72ad3afdd48dep-19"
 )
-SHORT_ATANH = tuple(
-    map(
-        _hex,
-        (
-            *("0x1.8677a4bf9332ap-3", "0x1.27db2445d4862p-3", "0x1.75de5d874a272p-3", "0x1.c70d2f5e45807p-3"),
-            *("0x1.24926db12eb2ap-2", "0x1.99999958485b0p-2", "0x1.555555555ed28p-1"),
-        ),
-    )
+SHORT_ATANH = numbers_of(
+    "0x1.8677a4bf9332ap-3 0x1.27db2445d4862p-3 0x1.75de5d874a272p-3 0x1.c70d2f5e45807p-3 "
+    "0x1.24926db12eb2ap-2 0x1.99999958485b0p-2 0x1.555555555ed28p-1"
 )
 # Adding MAGIC32 rounds a float32 to an integer, which is then in the low bits.
 MAGIC32, MAGIC_BITS = f32(_hex("0x1.8p23")), np.int32(0x4B400000)
