@@ -17,6 +17,7 @@ from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.kernels import converted, host_kernel, standard_arithmetic
+from pce_mpi.loss.kernels.elementary import SINGLE
 from pce_mpi.loss.kernels.parameters import GradientOf, Pair
 from pce_mpi.loss.options import Direction, Options, ShardedDivergenceOptions, takes
 from pce_mpi.loss.passes import PassResiduals, in_rows, probability_rows, reduced, row_softmax
@@ -318,7 +319,8 @@ def divergence_of(problem: Problem) -> tuple[Array, DivergenceResiduals]:
     with np.errstate(all="ignore"):
         delta, rest = kernel.logsumexp_differences(softmax.held, softmax.held_nll, problem.transform)
         delta = xp.where(valid, delta, np.nan)  # nothing is computed for rows that do not count
-        pair = Pair(teacher, student, rows[count:], rows[:count], delta, rest, problem.transform)
+        of_rows = rows[count:], rows[:count], delta, rest
+        pair = Pair(teacher, student, *of_rows, problem.transform, problem.arithmetic is SINGLE)
         if options.direction == Direction.REVERSE:
             pair = pair.swapped()
         sums = kernel.divergence_sums(pair, jensen_shannon)

@@ -70,7 +70,7 @@ def test_divergences_have_bits_of_definition(cuda, kind):
         for classes in (1, 300):
             student, teacher = (logits_of(kind, classes, dtype, rng)[0] for _ in range(2))
             teacher = np.where(rng.random(teacher.shape) < 0.5, student, teacher)
-            given = student, teacher, Transform(scale)
+            given = student, teacher, Transform(scale), dtype is not np.float64 and scale == 1.0
             for got, wanted in zip(
                 sums_and_gradients(Divergences(cuda), *given), sums_and_gradients(definition, *given), strict=True
             ):

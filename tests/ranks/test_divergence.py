@@ -187,7 +187,7 @@ def test_divergence_has_bits_of_one_process(comm, direction, how):
             assert [each.dtype for each in expected[1:]] == [dtype, other]
 
 
-def sums_and_gradients(kernel, student, teacher, transform, cuts=()):
+def sums_and_gradients(kernel, student, teacher, transform, single, cuts=()):
     """What the loops give of two arrays (rows, classes): merged sums of both kinds, and every gradient."""
     fields, rows = StateFields(hold_largest=True), []
     with np.errstate(all="ignore"):
@@ -203,7 +203,7 @@ def sums_and_gradients(kernel, student, teacher, transform, cuts=()):
         p_rows, q_rows = rows[0][0], rows[1][0]
         held, held_nll = (np.concatenate([rows[1][at], rows[0][at]]) for at in (1, 2))
         delta, rest = definition.logsumexp_differences(held, held_nll, transform)
-    rest_of = delta, rest, transform
+    rest_of = delta, rest, transform, single
     found = []
     for jensen_shannon in (False, True):
         parts = []
@@ -242,10 +242,12 @@ def test_loops_of_divergences_have_bits_of_definition(kernel, kind, dtype):
         mixed = np.where(student > 0, nearby, others)
         drawn = {"same": student, "near": nearby, "other": others, "mixed": mixed}
         teacher = drawn[next(teachers)]
-        expected = sums_and_gradients(definition, student, teacher, transform)
         cuts = sorted(rng.integers(0, classes + 1, 2).tolist())
-        for got, wanted in zip(sums_and_gradients(kernel, student, teacher, transform, cuts), expected, strict=True):
-            assert got.tobytes() == wanted.tobytes()
+        for single in {False, dtype is not np.float64}:
+            given_pair = student, teacher, transform, single
+            expected = sums_and_gradients(definition, *given_pair)
+            for got, wanted in zip(sums_and_gradients(kernel, *given_pair, cuts), expected, strict=True):
+                assert got.tobytes() == wanted.tobytes()
 
 
 @pytest.mark.sizes(1)

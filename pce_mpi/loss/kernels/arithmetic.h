@@ -45,6 +45,8 @@ struct Double {
     typedef double Number;
     static constexpr int POINT = 62, WIDTH = 36;
 };
+// float64 with the polynomials of fewer terms, for results in float32.
+struct Short : Double {};
 
 #ifdef __CUDACC__
 PCE_FUNCTION uint64_t bits(double v) { return __double_as_longlong(v); }
@@ -180,7 +182,8 @@ PCE_FUNCTION float polynomial(float f) {
 }
 
 // exp(f) - 1 = f + f^2 Q(f), with the coefficients 1 / k! of Q in pairs, and pairs of those (Estrin): a chain of few
-// operations; `curved` is exp(f) - 1 - f. A macro, as a function of vectors belongs to an instruction set.
+// operations; `curved` is exp(f) - 1 - f. The short ones are fitted, and good to 2^-42 of exp(f). A macro, as a
+// function of vectors belongs to an instruction set.
 #define PCE_DEFINE_POLYNOMIAL(SPECIFIER, V) \
     SPECIFIER V curved(V f) { \
         V f2 = f * f, f4 = f2 * f2, f8 = f4 * f4; \
@@ -189,7 +192,14 @@ PCE_FUNCTION float polynomial(float f) {
         V q2 = (1.0 / 3628800.0 + 1.0 / 39916800.0 * f) + (1.0 / 479001600.0 + 1.0 / 6227020800.0 * f) * f2; \
         return f2 * ((q0 + q1 * f4) + q2 * f8); \
     } \
-    SPECIFIER V polynomial(V f) { return curved(f) + f; }
+    SPECIFIER V polynomial(V f) { return curved(f) + f; } \
+    SPECIFIER V short_curved(V f) { \
+        V f2 = f * f; \
+        V q0 = (0x1.fffffffffe069p-2 + 0x1.5555555554f97p-3 * f) + (0x1.55555565c5602p-5 + 0x1.111111170ad7ap-7 * f) * f2; \
+        V q1 = (0x1.6c166be7451fep-10 + 0x1.a019c3721025ap-13 * f) + (0x1.a136b08f4d167p-16 + 0x1.72ad3afdd48dep-19 * f) * f2; \
+        return f2 * (q0 + q1 * (f2 * f2)); \
+    } \
+    SPECIFIER V short_polynomial(V f) { return short_curved(f) + f; }
 PCE_DEFINE_POLYNOMIAL(PCE_FUNCTION, double)
 
 // 2 artanh z = log((1 + z) / (1 - z)), for |z| up to 1 / 3.
@@ -197,6 +207,12 @@ PCE_DEFINE_POLYNOMIAL(PCE_FUNCTION, double)
     SPECIFIER V twice_atanh(V z) { \
         V w = z * z, q = 2.0 / 33.0 + V{}; \
         for (int k = 15; k > 0; k--) q = q * w + 2.0 / (2 * k + 1); \
+        return z * (w * q) + (z + z); \
+    } \
+    SPECIFIER V short_twice_atanh(V z) { \
+        V w = z * z, q = 0x1.8677a4bf9332ap-3 * w + 0x1.27db2445d4862p-3; \
+        q = ((q * w + 0x1.75de5d874a272p-3) * w + 0x1.c70d2f5e45807p-3) * w + 0x1.24926db12eb2ap-2; \
+        q = (q * w + 0x1.99999958485b0p-2) * w + 0x1.555555555ed28p-1; \
         return z * (w * q) + (z + z); \
     }
 PCE_DEFINE_TWICE_ATANH(PCE_FUNCTION, double)
@@ -268,6 +284,10 @@ template <class Arithmetic>
 PCE_FUNCTION Exponential<typename Arithmetic::Number> exponential(double x, const Transform &transform) {
     auto e = argument<Arithmetic>(x, transform);
     return {e.n, polynomial(e.t)};
+}
+template <> PCE_FUNCTION Exponential<double> exponential<Short>(double x, const Transform &transform) {
+    auto e = argument<Double>(x, transform);
+    return {e.n, short_polynomial(e.t)};
 }
 
 PCE_FUNCTION uint32_t fixed_point(float t) { return uint32_t(int32_t(product32(t, 0x1p30f)) + (1 << 30)); }

@@ -212,15 +212,17 @@ PyObject *largest_of(PyObject *, PyObject *arguments) {
 PyObject *diverge(PyObject *, PyObject *arguments) {
     PyObject *p, *q, *p_rows, *q_rows, *delta, *rest, *sums, *out, *slope, *less, *valid;
     Divergence pass = {};
-    int p_kind, q_kind, out_kind;
-    if (!PyArg_ParseTuple(arguments, "OiOiOOOOdiOOiOOO:diverge", &p, &p_kind, &q, &q_kind, &p_rows, &q_rows, &delta,
-                          &rest, &pass.transform.scale, &pass.of, &sums, &out, &out_kind, &slope, &less, &valid))
+    int p_kind, q_kind, out_kind, single;
+    if (!PyArg_ParseTuple(arguments, "OiOiOOOOdpiOOiOOO:diverge", &p, &p_kind, &q, &q_kind, &p_rows, &q_rows, &delta,
+                          &rest, &pass.transform.scale, &single, &pass.of, &sums, &out, &out_kind, &slope, &less,
+                          &valid))
         return nullptr;
     Buffer x, y, x_rows, y_rows, d, e, s, to, m, l, v;
     if (!x.take(p, PyBUF_STRIDES) || !y.take(q, PyBUF_STRIDES) || !x_rows.take(p_rows) || !y_rows.take(q_rows) ||
         !d.take(delta) || !e.take(rest) || !s.take(sums, PyBUF_WRITABLE) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE) ||
         !m.take(slope) || !l.take(less) || !v.take(valid))
         return nullptr;
+    pass.single = single;
     pass.logits = x.array(p_kind);
     pass.probabilities = y.array(q_kind);
     pass.out = to.array(out_kind);

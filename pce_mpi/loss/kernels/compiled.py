@@ -168,7 +168,8 @@ def largest_of(x: Array, k: int) -> tuple[Array, Array]:
 
 
 def _pair(pair: Pair) -> tuple[Any, ...]:
-    return *_raw(pair.p), *_raw(pair.q), pair.p_rows, pair.q_rows, pair.delta, pair.rest, pair.transform.scale
+    numbers = pair.p_rows, pair.q_rows, pair.delta, pair.rest, pair.transform.scale
+    return *_raw(pair.p), *_raw(pair.q), *numbers, pair.single
 
 
 def divergence_sums(pair: Pair, jensen_shannon: bool) -> Array:

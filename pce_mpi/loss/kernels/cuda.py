@@ -453,7 +453,7 @@ def _pair_arguments(pair: Pair) -> list[Any]:
         source = rows_of(logits)
         arguments += [source.array, np.int32(DTYPE_CODES[logits.dtype.name]), np.int64(source.pitch)]
     numbers = pair.p_rows, pair.q_rows, pair.delta, pair.rest
-    return [*arguments, *map(cupy.ascontiguousarray, numbers), np.float64(pair.transform.scale)]
+    return [*arguments, *map(cupy.ascontiguousarray, numbers), np.float64(pair.transform.scale), np.bool_(pair.single)]
 
 
 def divergence_sums(pair: Pair, jensen_shannon: bool) -> Array:

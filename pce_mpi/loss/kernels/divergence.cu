@@ -6,6 +6,9 @@ namespace pce {
 
 __device__ __forceinline__ double size_of(double v) { return magnitude(v); }
 __device__ __forceinline__ double constant(double v) { return v; }
+__device__ __forceinline__ double power_of(double shifted) {
+  return power(static_cast<int64_t>(bits(shifted)) - MAGIC_BITS);
+}
 #define NUMBERS double
 #include <divergence_terms.h>
 #undef NUMBERS
@@ -18,15 +21,21 @@ struct ClassesOfRow {
   double delta, rest;
   RowFactor p_row, q_row;
   Transform transform;
+  bool single;
+
+  __device__ __forceinline__ double probability(double x, const RowFactor& row) const {
+    const Call call = {0, transform};
+    return single ? gradient_of<Short>(x, 1.0, row, call) : gradient_of<Double>(x, 1.0, row, call);
+  }
 
   __device__ __forceinline__ Classes operator[](int64_t i) const {
     const double v = element(p, p_dtype, p_start + i), w = element(q, q_dtype, q_start + i);
-    const Call call = {0, transform};
     const Pair z = transformed(v, transform), z_w = transformed(w, transform);
     const double error = error_of(z_w.high, z_w.low) - error_of(z.high, z.low);
-    const double r = ((z_w.high - z.high) - delta) + (error - rest);
-    const bool masked = v == -infinity() && w == -infinity();
-    return {gradient_of<Double>(v, 1.0, p_row, call), gradient_of<Double>(w, 1.0, q_row, call), masked ? 0.0 : r};
+    double r = ((z_w.high - z.high) - delta) + (error - rest);
+    if (r != r) r = 0.0;  // both are masked
+    const bool far = magnitude(r) > far_from(single);
+    return {probability(v, p_row), far ? probability(w, q_row) : 0.0, r, far, single};
   }
 };
 
@@ -56,18 +65,19 @@ struct RowDivergence {
 __global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
     sum_divergences(const void* p, int p_dtype, int64_t p_pitch, const void* q, int q_dtype, int64_t q_pitch,
                     const RowGradient* p_rows, const RowGradient* q_rows, const double* delta, const double* rest,
-                    double scale, int64_t classes, bool jensen_shannon, DivergenceSums* sums) {
+                    double scale, bool single, int64_t classes, bool jensen_shannon, DivergenceSums* sums) {
   const int64_t row = blockIdx.x;
   const Transform transform = {scale, 0.0};
   const ClassesOfRow all{p, q, p_dtype, q_dtype, row * p_pitch, row * q_pitch, delta[row], rest[row],
-                         RowFactor::of(p_rows[row], transform), RowFactor::of(q_rows[row], transform), transform};
+                         RowFactor::of(p_rows[row], transform), RowFactor::of(q_rows[row], transform), transform, single};
   DivergenceSums sum = {{NO_GRID, {0, 0, 0}}, 0, 0};
 #pragma unroll 1
   for (int64_t i = threadIdx.x; finite(all.delta) && i < classes; i += BLOCK_THREADS) {
     const Classes c = all[i];
+    const Growth growth = growth_of(c);
     double skewness = 0.0;
-    add_number(sum.divergence, jensen_shannon ? jensen_shannon_term(c, skewness) : kl_term(c));
-    sum.excess += static_cast<int64_t>(difference(c) * 0x1p60);
+    add_number(sum.divergence, jensen_shannon ? jensen_shannon_term(c, growth, skewness) : kl_term(c, growth));
+    sum.excess += static_cast<int64_t>(difference(c, growth) * 0x1p60);
     sum.skewness += static_cast<int64_t>(skewness * 0x1p60);
   }
   const auto add = [](int64_t a, int64_t b) { return a + b; };
@@ -104,12 +114,12 @@ __global__ void __launch_bounds__(BLOCK_THREADS)
 __global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
     write_divergence_gradient(const void* p, int p_dtype, int64_t p_pitch, const void* q, int q_dtype, int64_t q_pitch,
                               const RowGradient* p_rows, const RowGradient* q_rows, const double* delta,
-                              const double* rest, double scale, int64_t classes, int of, const double* slope,
+                              const double* rest, double scale, bool single, int64_t classes, int of, const double* slope,
                               const double* less, const bool* valid, void* out, int out_dtype, int64_t out_pitch) {
   const int64_t row = blockIdx.x;
   const Transform transform = {scale, 0.0};
   const ClassesOfRow all{p, q, p_dtype, q_dtype, row * p_pitch, row * q_pitch, delta[row], rest[row],
-                         RowFactor::of(p_rows[row], transform), RowFactor::of(q_rows[row], transform), transform};
+                         RowFactor::of(p_rows[row], transform), RowFactor::of(q_rows[row], transform), transform, single};
 #pragma unroll 1
   for (int64_t i = threadIdx.x; i < classes; i += BLOCK_THREADS) {
     double value = finite(all.delta) ? slope[row] * divergence_gradient(all[i], of, less[row]) : not_a_number();

@@ -4,6 +4,7 @@ PCE_DEFINE_TWICE_ATANH(INLINED, Doubles)
 #define NUMBERS Doubles
 INLINED Doubles size_of(Doubles v) { return (Doubles)((Longs)v & INT64_MAX); }
 INLINED Doubles constant(double v) { return doubles(v); }
+INLINED Doubles power_of(Doubles shifted) { return power((Longs)shifted - MAGIC_BITS); }
 #include "divergence_terms.h"
 #undef NUMBERS
 
@@ -12,30 +13,47 @@ struct Difference {
     double delta, rest;
 };
 
-// At most TERMS classes of a row: their logits, and their probabilities with room for a whole vector more.
-struct Pairs {
-    double x[TERMS], y[TERMS], p[TERMS + LANES], q[TERMS + LANES];
+// At most TERMS classes of a row: their logits, r, and probabilities, with room for a whole vector more.
+template <bool single> struct Pairs {
+    double logits[TERMS + LANES], r[TERMS + LANES], p[TERMS + LANES], q[TERMS + LANES];
     long count;
 
-    template <class T>
+    template <Way way, class T>
     void fill(const Divergence &pass, const T *p_logits, const T *q_logits, long some, long row,
-              const RowFactor &p_row, const RowFactor &q_row) {
-        const Call call = {0, pass.transform};
+              const RowFactor &p_row, const RowFactor &q_row, const Difference &difference) {
+        const Transform transform = pass.transform;
+        Doubles most = {};
         count = some;
-        convert(x, p_logits, count);
-        convert(y, q_logits, count);
-        write_chunk<Double>(x, p, count, {}, p_row, pass.p_rows[row].most, call, false);
-        if (!pass.out.data || pass.of != KL_BY_P)
-            write_chunk<Double>(y, q, count, {}, q_row, pass.q_rows[row].most, call, false);
-        memset(p + count, 0, LANES * sizeof(double));
-        memset(q + count, 0, LANES * sizeof(double));
+        for (long i = 0; i < count; i += LANES) {
+            __builtin_prefetch(p_logits + i + CHUNK, 0, 2);
+            __builtin_prefetch(q_logits + i + CHUNK, 0, 2);
+            Doubles v[2], w[2];
+            load_wide(p_logits + i, count - i, v);
+            load_wide(q_logits + i, count - i, w);
+            for (int k = 0; k < 2; k++) {
+                long at = i + k * LANES / 2;
+                Doubles low, low_w, z = transformed<way>(v[k], transform, low);
+                Doubles z_w = transformed<way>(w[k], transform, low_w);
+                Doubles error = way == PLAIN ? Doubles{} : error_of(z_w, low_w) - error_of(z, low);
+                Doubles each = ((z_w - z) - difference.delta) + (error - difference.rest), size = size_of(each);
+                most = size > most ? size : most;
+                store(logits + at, v[k]);
+                store(r + at, each == each ? each : Doubles{});  // both are masked
+            }
+        }
+        softmax(p, p_row, pass.p_rows[row].most, transform);
+        if (!any_less(doubles(far_from(single)), most) || (pass.out.data && pass.of == KL_BY_P)) return;
+        convert(logits, q_logits, count);
+        softmax(q, q_row, pass.q_rows[row].most, transform);
     }
-    template <Way way> Classes at(long i, const Difference &difference, const Transform &transform) const {
-        Doubles v = load_up_to(x + i, count - i), w = load_up_to(y + i, count - i), low, low_w;
-        Doubles z = transformed<way>(v, transform, low), z_w = transformed<way>(w, transform, low_w);
-        Doubles error = way == PLAIN ? Doubles{} : error_of(z_w, low_w) - error_of(z, low);
-        Doubles r = ((z_w - z) - difference.delta) + (error - difference.rest);
-        return {load(p + i), load(q + i), (v == -infinity()) & (w == -infinity()) ? Doubles{} : r};
+    void softmax(double *to, const RowFactor &row, double most, const Transform &transform) {
+        write_chunk<std::conditional_t<single, Short, Double>>(logits, to, count, {}, row, most, {0, transform}, false);
+        memset(to + count, 0, LANES * sizeof(double));
+    }
+    Classes operator[](long i) const {
+        Doubles some = load(r + i);
+        bool far = any_less(doubles(far_from(single)), size_of(some));
+        return {load(p + i), far ? load(q + i) : Doubles{}, some, far, single};
     }
 };
 
@@ -45,19 +63,20 @@ struct DivergenceSums {
     int64_t excess, skewness;
 };
 
-template <Way way>
-static void add_pairs(DivergenceSums &sums, const Pairs &pairs, const Difference &delta, const Divergence &pass) {
+template <bool single>
+static void add_pairs(DivergenceSums &sums, const Pairs<single> &pairs, const Divergence &pass) {
     double terms[TERMS + LANES];
     Longs excess = {}, skewness = {};
     for (long i = 0; i < pairs.count; i += LANES / 2) {
-        const Classes c = pairs.at<way>(i, delta, pass.transform);
-        excess += truncated(difference(c) * 0x1p60);
+        const Classes c = pairs[i];
+        const Growth growth = growth_of(c);
+        excess += truncated(difference(c, growth) * 0x1p60);
         if (!pass.of) {
-            store(terms + i, kl_term(c));
+            store(terms + i, kl_term(c, growth));
             continue;
         }
         Doubles skew;
-        store(terms + i, jensen_shannon_term(c, skew));
+        store(terms + i, jensen_shannon_term(c, growth, skew));
         skewness += truncated(skew * 0x1p60);
     }
     auto fill = [&](double unit, WideTotal &total) {
@@ -70,16 +89,16 @@ static void add_pairs(DivergenceSums &sums, const Pairs &pairs, const Difference
     sums.skewness += int64_t(sum_of((Words)skewness));
 }
 
-template <Way way>
-static void write_pairs(double *out, const Pairs &pairs, const Difference &delta, double slope, double less,
-                        const Divergence &pass) {
+template <bool single>
+static void write_pairs(double *out, const Pairs<single> &pairs, double slope, double less, const Divergence &pass) {
     for (long i = 0; i < pairs.count; i += LANES / 2) {
-        Doubles value = slope * divergence_gradient(pairs.at<way>(i, delta, pass.transform), pass.of, less);
+        Doubles value = slope * divergence_gradient(pairs[i], pass.of, less);
         store(out + i, value == value ? value : doubles(not_a_number()));
     }
 }
 
 template <class T, Way way> static void diverge_in(const Divergence &pass) {
+    constexpr bool single = sizeof(T) < 8;
     DivergenceSums sums[TILE_ROWS];
     RowFactor p_rows[TILE_ROWS], q_rows[TILE_ROWS];
     auto begin = [&](long row, long r) {
@@ -93,18 +112,19 @@ template <class T, Way way> static void diverge_in(const Divergence &pass) {
         const T *y = numbers_of(other.probabilities, other.kind, count, buffer);
         const Difference delta = {pass.delta[row + r], pass.rest[row + r]};
         const bool usable = finite(delta.delta);
-        Pairs pairs;
+        Pairs<single> pairs;
         for (long at = 0, some; at < count; at += some) {
             some = count - at < TERMS ? count - at : long(TERMS);
-            if (usable && (!place || pass.valid[row + r])) pairs.fill(pass, x + at, y + at, some, row + r, p_rows[r], q_rows[r]);
+            if (usable && (!place || pass.valid[row + r]))
+                pairs.template fill<way>(pass, x + at, y + at, some, row + r, p_rows[r], q_rows[r], delta);
             if (!place) {
-                if (usable) add_pairs<way>(sums[r], pairs, delta, pass);
+                if (usable) add_pairs(sums[r], pairs, pass);
                 continue;
             }
             if (!pass.valid[row + r])
                 memset(values, 0, some * sizeof(double));
             else if (usable)
-                write_pairs<way>(values, pairs, delta, pass.slope[row + r], pass.less[row + r], pass);
+                write_pairs(values, pairs, pass.slope[row + r], pass.less[row + r], pass);
             else
                 for (long i = 0; i < some; i++) values[i] = not_a_number();
             of_kind(pass.out.kind, [&](auto one) { convert((decltype(one) *)place + at, values, some); });
@@ -121,6 +141,5 @@ template <class T> static void diverge_of(const Divergence &pass) {
 }
 
 static void diverge(const Divergence &pass) {
-    bool wide = pass.logits.kind == FLOAT64 || pass.probabilities.kind == FLOAT64;
-    wide ? diverge_of<double>(pass) : diverge_of<float>(pass);
+    pass.single ? diverge_of<float>(pass) : diverge_of<double>(pass);
 }

@@ -20,7 +20,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pce_mpi.loss.kernels.blocks import blocks_of, put_rows, rows_of
-from pce_mpi.loss.kernels.elementary import DOUBLE, HUGE, curved, f64, i64, polynomial, transformed, twice_atanh, u64
+from pce_mpi.loss.kernels.elementary import (
+    DOUBLE,
+    HUGE,
+    SHORT,
+    Arithmetic,
+    curved,
+    f64,
+    horner,
+    i64,
+    numbers_of,
+    power,
+    reduced,
+    transformed,
+    twice_atanh,
+    u64,
+)
 from pce_mpi.loss.kernels.gradients import gradient_of
 from pce_mpi.loss.kernels.limbs import Sums, sum_of, united, value_of_wide
 from pce_mpi.loss.kernels.parameters import GradientOf, Pair, Transform
@@ -28,87 +43,87 @@ from pce_mpi.loss.softmax_state import INFINITE, NO_GRID, StateFields
 
 Array = np.ndarray[Any, Any]
 
-# Up to this size of r, differences of p and q are computed from r.
-NEARBY = 0.35
+# Up to FAR in float64, and FURTHEST in float32, q is p exp(r), which loses as many of its last digits as r has before
+# the point.
+FAR, FURTHEST = 4.0, 44.0
 UNIT = 2.0**-60
 LEAST_EXCESS = 2.0**-50
 TINY = 2.0**-500
-# (1 + h) log(1 + h) + (1 - h) log(1 - h) = h^2 R(h^2), for h up to tanh(NEARBY / 2).
+# (1 + h) log(1 + h) + (1 - h) log(1 - h) = h^2 R(h^2), for |h| up to tanh(log 2 / 4); and the same of fewer terms.
 BENT = tuple(1.0 / (k * (2 * k - 1)) for k in range(11, 0, -1))
+SHORT_BENT = numbers_of(
+    "0x1.7f02e324522d1p-6 0x1.245333dc00d92p-5 0x1.111166619be70p-4 0x1.5555552d0f56ap-3 0x1.0000000000c25p+0"
+)
 
 
 class _Classes(NamedTuple):
-    """The two probabilities of classes, and r: infinite where one of them is masked, 0 where both are."""
+    """The probabilities of classes, and r: infinite where one of them is masked, 0 where both are.
+
+    `less_one` is exp(r) - 1, and `curve` exp(r) - 1 - r, of an r cut to `FURTHEST`; r is near up to log 2 / 2.
+    """
 
     p: Array
     q: Array
     r: Array
-
-    @property
-    def is_near(self) -> Array:
-        return np.abs(self.r) <= NEARBY
+    is_far: Array
+    is_near: Array
+    less_one: Array
+    curve: Array
+    arithmetic: Arithmetic
 
     def difference(self) -> Array:
         """Return q - p."""
-        return np.where(self.is_near, self.p * polynomial(self._near_r()), self.q - self.p)
+        return np.where(self.is_far, self.q - self.p, self.p * self.less_one)
 
     def kl(self) -> Array:
         """Return p (exp(r) - 1 - r)."""
-        near_r = self._near_r()
         far = (self.q - self.p) - np.where(self.p == 0.0, 0.0, self.p * self.r)
-        return np.where(self.is_near, self.p * curved(near_r), np.where(self.r == -np.inf, np.inf, far))
+        return np.where(self.is_far, np.where(self.r == -np.inf, np.inf, far), self.p * self.curve)
 
     def by_p(self, constant: Array) -> Array:
         """Return p (log(p / q) - constant)."""
         return np.where(self.p == 0.0, 0.0, self.p * (-self.r - constant))
 
-    def _near_r(self) -> Array:
-        return np.where(self.is_near, self.r, 0.0)
-
-    def _ratio(self) -> tuple[Array, Array, Array]:
-        """Return the smaller and the larger probability, and their ratio less 1."""
-        is_larger = self.q > self.p
-        smaller, larger = np.where(is_larger, self.p, self.q), np.where(is_larger, self.q, self.p)
-        ratio = smaller / np.where(larger == 0.0, 1.0, larger)
-        return smaller, larger, np.where(self.is_near, polynomial(-np.abs(self._near_r())), ratio - 1.0)
-
     def jensen_shannon(self) -> tuple[Array, Array]:
         """Return (p log(p / m) + q log(q / m)) / 2, and q log(q / m) - p log(p / m) - (q - p)."""
-        smaller, larger, t = self._ratio()
-        h = t / (2.0 + t)
+        share, total = self._log_of_share(), self.p + self.q
+        h = self.less_one / (2.0 + self.less_one)
         w = h * h
-        bent = np.full_like(w, BENT[0])
-        for coefficient in BENT[1:]:
-            bent = bent * w + coefficient
-        share, less = _log_of_share(t), np.where(smaller == 0.0, 0.0, smaller * np.abs(self.r))
-        far = (larger + smaller) * share - less
-        skewness = self.difference() * (share - 1.0) + np.where(self._q_is_larger(), less, -less)
-        return np.where(self.is_near, 0.25 * (larger + smaller) * (w * bent), 0.5 * far), skewness
+        bent = horner(SHORT_BENT if self.arithmetic is SHORT else BENT, w)
+        smaller = np.where(self.r > 0.0, self.p, self.q)
+        less = np.where(smaller == 0.0, 0.0, smaller * np.abs(self.r))
+        skewness = self.difference() * (share - 1.0) + np.where(self.r > 0.0, less, -less)
+        return np.where(self.is_near, 0.25 * total * (w * bent), 0.5 * (total * share - less)), skewness
 
     def by_q_beside_mean(self, constant: Array) -> Array:
         """Return q (log(q / m) - constant)."""
-        share = _log_of_share(self._ratio()[2])
-        share = np.where(self._q_is_larger(), share, share - np.abs(self.r))
+        share = self._log_of_share()
+        share = np.where(self.r > 0.0, share, share - np.abs(self.r))
         return np.where(self.q == 0.0, 0.0, self.q * (share - constant))
 
-    def _q_is_larger(self) -> Array:
-        return np.where(self.is_near, self.r > 0.0, self.q > self.p)
-
-
-def _log_of_share(t: Array) -> Array:
-    """Return log(2 / (2 + t)), for t in [-1, 0]."""
-    return twice_atanh(-t / (4.0 + t))
+    def _log_of_share(self) -> Array:
+        """Return the log of the larger of p and q, divided by m."""
+        w = self.less_one
+        return twice_atanh(np.abs(w) / (4.0 + np.where(self.r > 0.0, 3.0 * w, w)), self.arithmetic)
 
 
 def _classes(pair: Pair, rows: slice, classes: slice) -> _Classes:
-    fields, logits = StateFields(), [rows_of(each, rows, classes).astype(f64) for each in (pair.p, pair.q)]
+    arithmetic = SHORT if pair.single else DOUBLE
+    logits = [rows_of(each, rows, classes).astype(f64) for each in (pair.p, pair.q)]
     p, q = (
-        gradient_of(x, each[rows], fields, pair.transform, DOUBLE)
+        gradient_of(x, each[rows], StateFields(), pair.transform, arithmetic)
         for x, each in zip(logits, (pair.p_rows, pair.q_rows), strict=True)
     )
     (z_p, low_p), (z_q, low_q) = (_transformed(x, pair.transform) for x in logits)
     r = ((z_q - z_p) - pair.delta[rows, None]) + ((low_q - low_p) - pair.rest[rows, None])
-    return _Classes(p, q, np.where((logits[0] == -np.inf) & (logits[1] == -np.inf), 0.0, r))
+    r = np.where(np.isnan(r), 0.0, r)  # both are masked
+    is_far = np.abs(r) > (FURTHEST if pair.single else FAR)
+    k, f = reduced(np.clip(r, -FURTHEST, FURTHEST), np.zeros_like(r))
+    curve, scale = curved(f, arithmetic), power(k)
+    t = scale * (curve + f)
+    less_one = t + (scale - 1.0)
+    q = np.where(is_far, q, p * (t + scale))
+    return _Classes(p, q, r, is_far, k == 0, less_one, np.where(k == 0, curve, less_one - r), arithmetic)
 
 
 def _transformed(x: Array, transform: Transform) -> tuple[Array, Array]:

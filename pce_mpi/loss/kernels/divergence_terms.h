@@ -1,10 +1,13 @@
 // What a divergence of P and Q adds up at a class; `divergence.py` defines it.
 //
-// Included for NUMBERS, which are double or the vector of an instruction set, with `size_of` and `constant` for them.
+// Included for NUMBERS, which are double or the vector of an instruction set, with `size_of`, `constant`, and `power_of`,
+// 2^k of k + MAGIC, for them.
 
-// The two probabilities of classes, and r = log(q / p): infinite where one of them is masked, 0 where both are.
+// The probabilities of classes, and r = log(q / p): infinite where one of them is masked, 0 where both are. If some of
+// them are `far` there is q, else it is p exp(r). With `single` polynomials are those of `Short`.
 struct Classes {
     NUMBERS p, q, r;
+    bool far, single;
 };
 
 // A rounding error of z counts only where every device computes it.
@@ -16,21 +19,40 @@ PCE_INLINED NUMBERS error_of(NUMBERS z, NUMBERS low) {
 
 enum { KL_BY_Q, KL_BY_P };  // the first of `GradientOf` of parameters.py
 
-// Up to this size of r, differences of p and q are computed from r.
-constexpr double NEARBY = 0.35;
+// Up to this size of r, q is p exp(r), which loses as many of its last digits as r has before the point.
+constexpr double FAR = 4.0, FURTHEST = 44.0;
+PCE_INLINED double far_from(bool single) { return single ? FURTHEST : FAR; }
+
+// exp(r), exp(r) - 1 and exp(r) - 1 - r, of an r cut to FURTHEST; and 0 where r is up to log 2 / 2.
+struct Growth {
+    NUMBERS exp, less_one, curve, near;
+};
+PCE_INLINED Growth growth_of(const Classes &c) {
+    NUMBERS r = c.r;
+    if (c.far) {
+        NUMBERS bound = r > 0.0 ? constant(FURTHEST) : constant(-FURTHEST);
+        r = size_of(r) <= FURTHEST ? r : bound;
+    }
+    NUMBERS shifted = r * LOG2E + MAGIC, k = shifted - MAGIC, f = (r - k * HI) - k * LO;
+    NUMBERS curve = c.single ? short_curved(f) : curved(f), scale = power_of(shifted);
+    NUMBERS t = scale * (curve + f), less_one = t + (scale - 1.0);
+    return {t + scale, less_one, k == 0.0 ? curve : less_one - r, k};
+}
 
 // q - p
-PCE_INLINED NUMBERS difference(const Classes &c) {
-    auto near = size_of(c.r) <= NEARBY;
-    return near ? c.p * polynomial(near ? c.r : constant(0.0)) : c.q - c.p;
+PCE_INLINED NUMBERS difference(const Classes &c, const Growth &growth) {
+    NUMBERS near = c.p * growth.less_one;
+    if (!c.far) return near;
+    return size_of(c.r) <= far_from(c.single) ? near : c.q - c.p;
 }
 
 // p (exp(r) - 1 - r)
-PCE_INLINED NUMBERS kl_term(const Classes &c) {
-    auto near = size_of(c.r) <= NEARBY;
+PCE_INLINED NUMBERS kl_term(const Classes &c, const Growth &growth) {
+    NUMBERS near = c.p * growth.curve;
+    if (!c.far) return near;
     NUMBERS far = (c.q - c.p) - (c.p == 0.0 ? constant(0.0) : c.p * c.r);
     far = c.r == -infinity() ? constant(infinity()) : far;
-    return near ? c.p * curved(near ? c.r : constant(0.0)) : far;
+    return size_of(c.r) <= far_from(c.single) ? near : far;
 }
 
 // p (log(p / q) - constant)
@@ -38,43 +60,44 @@ PCE_INLINED NUMBERS kl_by_p(const Classes &c, double less) {
     return c.p == 0.0 ? constant(0.0) : c.p * (-c.r - less);
 }
 
-// The smaller and the larger probability, and their ratio less 1.
-struct Ratio {
-    NUMBERS smaller, larger, t;
-};
-PCE_INLINED Ratio ratio_of(const Classes &c) {
-    auto near = size_of(c.r) <= NEARBY, is_larger = c.q > c.p;
-    NUMBERS smaller = is_larger ? c.p : c.q, larger = is_larger ? c.q : c.p;
-    NUMBERS ratio = smaller / (larger == 0.0 ? constant(1.0) : larger);
-    return {smaller, larger, near ? polynomial(-size_of(near ? c.r : constant(0.0))) : ratio - 1.0};
+// q
+PCE_INLINED NUMBERS other(const Classes &c, const Growth &growth) {
+    NUMBERS near = c.p * growth.exp;
+    if (!c.far) return near;
+    return size_of(c.r) <= far_from(c.single) ? near : c.q;
 }
 
-// log(2 / (2 + t)), for t in [-1, 0].
-PCE_INLINED NUMBERS log_of_share(NUMBERS t) { return twice_atanh(-t / (4.0 + t)); }
-
-PCE_INLINED auto q_is_larger(const Classes &c) { return size_of(c.r) <= NEARBY ? c.r > 0.0 : c.q > c.p; }
+// log of the larger of p and q by m = (p + q) / 2
+PCE_INLINED NUMBERS log_of_share(const Classes &c, const Growth &growth) {
+    NUMBERS w = growth.less_one, larger = c.r > 0.0 ? 3.0 * w : w;
+    NUMBERS z = size_of(w) / (4.0 + larger);
+    return c.single ? short_twice_atanh(z) : twice_atanh(z);
+}
 
 // (p log(p / m) + q log(q / m)) / 2, and q log(q / m) - p log(p / m) - (q - p); the first near 1, by the series of (1 + h) log(1 + h) + (1 - h) log(1 - h).
-PCE_INLINED NUMBERS jensen_shannon_term(const Classes &c, NUMBERS &skewness) {
-    const Ratio ratio = ratio_of(c);
-    NUMBERS share = log_of_share(ratio.t);
-    NUMBERS h = ratio.t / (2.0 + ratio.t), w = h * h, bent = constant(1.0 / (11 * 21));
-    for (int k = 10; k > 0; k--) bent = bent * w + 1.0 / (k * (2 * k - 1));
-    NUMBERS less = ratio.smaller == 0.0 ? constant(0.0) : ratio.smaller * size_of(c.r);
-    skewness = difference(c) * (share - 1.0) + (q_is_larger(c) ? less : -less);
-    NUMBERS far = (ratio.larger + ratio.smaller) * share - less;
-    return size_of(c.r) <= NEARBY ? 0.25 * (ratio.larger + ratio.smaller) * (w * bent) : 0.5 * far;
+PCE_INLINED NUMBERS jensen_shannon_term(const Classes &c, const Growth &growth, NUMBERS &skewness) {
+    NUMBERS share = log_of_share(c, growth), q = other(c, growth), sum = c.p + q;
+    NUMBERS h = growth.less_one / (2.0 + growth.less_one), w = h * h, bent = constant(c.single ? 0x1.7f02e324522d1p-6 : 1.0 / (11 * 21));
+    if (c.single)
+        bent = (((bent * w + 0x1.245333dc00d92p-5) * w + 0x1.111166619be70p-4) * w + 0x1.5555552d0f56ap-3) * w +
+               0x1.0000000000c25p+0;
+    else
+        for (int k = 10; k > 0; k--) bent = bent * w + 1.0 / (k * (2 * k - 1));
+    NUMBERS smaller = c.r > 0.0 ? c.p : q, less = smaller == 0.0 ? constant(0.0) : smaller * size_of(c.r);
+    skewness = difference(c, growth) * (share - 1.0) + (c.r > 0.0 ? less : -less);
+    return growth.near == 0.0 ? 0.25 * sum * (w * bent) : 0.5 * (sum * share - less);
 }
 
 // q (log(q / m) - constant)
-PCE_INLINED NUMBERS by_q_beside_mean(const Classes &c, double less) {
-    NUMBERS share = log_of_share(ratio_of(c).t);
-    share = q_is_larger(c) ? share : share - size_of(c.r);
-    return c.q == 0.0 ? constant(0.0) : c.q * (share - less);
+PCE_INLINED NUMBERS by_q_beside_mean(const Classes &c, const Growth &growth, double less) {
+    NUMBERS share = log_of_share(c, growth), q = other(c, growth);
+    share = c.r > 0.0 ? share : share - size_of(c.r);
+    return q == 0.0 ? constant(0.0) : q * (share - less);
 }
 
 // The gradient of a divergence at a class, but for the slope; `of` is `GradientOf`.
 PCE_INLINED NUMBERS divergence_gradient(const Classes &c, int of, double less) {
-    if (of == KL_BY_Q) return difference(c);
-    return of == KL_BY_P ? kl_by_p(c, less) : by_q_beside_mean(c, less);
+    if (of == KL_BY_P) return kl_by_p(c, less);
+    const Growth growth = growth_of(c);
+    return of == KL_BY_Q ? difference(c, growth) : by_q_beside_mean(c, growth, less);
 }

@@ -20,6 +20,12 @@ Array = np.ndarray[Any, Any]
 f32, f64, i64, u64 = np.float32, np.float64, np.int64, np.uint64
 _hex = float.fromhex
 
+
+def numbers_of(text: str) -> tuple[float, ...]:
+    """Return hexadecimal numbers between spaces."""
+    return tuple(map(_hex, text.split()))
+
+
 #: The number of this arithmetic on docs/the-bits.md: another one as soon as a bit of a result changes.
 VERSION = 1
 # log 2 and its reciprocal. A product of the high part with an n of the near range is exact.
@@ -31,6 +37,15 @@ Q32 = tuple(f32(_hex(h)) for h in ("0x1.6db642p-10", "0x1.123cep-7", "0x1.55545c
 Q = tuple(1.0 / math.factorial(k) for k in range(2, 14))
 # log(1 + y) = 2 z + z w R(w), with z = y / (2 + y) and w = z^2.
 ATANH = tuple(2.0 / (2 * k + 1) for k in range(16, 0, -1))
+# The same of fewer terms, for results in float32: fitted to |f| <= log 2 / 2, and to w <= 1 / 9.
+SHORT_Q = numbers_of(
+    "0x1.fffffffffe069p-2 0x1.5555555554f97p-3 0x1.55555565c5602p-5 0x1.111111170ad7ap-7 "
+    "0x1.6c166be7451fep-10 0x1.a019c3721025ap-13 0x1.a136b08f4d167p-16 0x1.72ad3afdd48dep-19"
+)
+SHORT_ATANH = numbers_of(
+    "0x1.8677a4bf9332ap-3 0x1.27db2445d4862p-3 0x1.75de5d874a272p-3 0x1.c70d2f5e45807p-3 "
+    "0x1.24926db12eb2ap-2 0x1.99999958485b0p-2 0x1.555555555ed28p-1"
+)
 # Adding MAGIC32 rounds a float32 to an integer, which is then in the low bits.
 MAGIC32, MAGIC_BITS = f32(_hex("0x1.8p23")), np.int32(0x4B400000)
 # float32 reduces |z| up to NEAR32 by itself; float64 up to NEAR, beyond it with a second part of each product. From
@@ -47,6 +62,8 @@ class Arithmetic(NamedTuple):
 
 
 SINGLE, DOUBLE = Arithmetic(30, 21, np.dtype(f32)), Arithmetic(62, 36, np.dtype(f64))
+# float64 with the polynomials of fewer terms.
+SHORT = Arithmetic(*DOUBLE)
 
 
 def fma32(a: Array, b: Any, c: Any) -> Array:
@@ -113,9 +130,9 @@ class Exponential(NamedTuple):
 
 def exponential(x: Array, transform: Transform, arithmetic: Arithmetic) -> Exponential:
     """Return the exponential of z for the logits x; the result for logits that are not finite has no meaning."""
-    if arithmetic is DOUBLE:
+    if arithmetic is not SINGLE:
         n, f = reduced(*transformed(x.astype(f64), transform))
-        return Exponential(n, polynomial(f))
+        return Exponential(n, curved(f, arithmetic) + f)
     x = x.astype(f32)
     scale = f32(transform.scale)
     if transform.softcap is not None or float(scale) != transform.scale:
@@ -181,10 +198,13 @@ def polynomial(f: Array) -> Array:
     return curved(f) + f
 
 
-def curved(f: Array) -> Array:
+def curved(f: Array, arithmetic: Arithmetic = DOUBLE) -> Array:
     """Return exp(f) - 1 - f of float64; coefficients are combined in pairs, and pairs in pairs (Estrin)."""
     f2 = f * f
     f4 = f2 * f2
+    if arithmetic is SHORT:
+        q0, q1 = ((SHORT_Q[k] + SHORT_Q[k + 1] * f) + (SHORT_Q[k + 2] + SHORT_Q[k + 3] * f) * f2 for k in (0, 4))
+        return f2 * (q0 + q1 * f4)
     q0, q1, q2 = ((Q[k] + Q[k + 1] * f) + (Q[k + 2] + Q[k + 3] * f) * f2 for k in (0, 4, 8))
     return f2 * ((q0 + q1 * f4) + q2 * (f4 * f4))
 
@@ -224,10 +244,15 @@ def log1p(a: Array) -> Array:
     return np.where(a < 0.4, twice_atanh(a / (2.0 + a)), log(s) + error / s)
 
 
-def twice_atanh(z: Array) -> Array:
+def twice_atanh(z: Array, arithmetic: Arithmetic = DOUBLE) -> Array:
     """Return 2 artanh z = log((1 + z) / (1 - z)), for |z| up to 1 / 3."""
     w = z * z
-    q = np.full_like(w, ATANH[0])
-    for coefficient in ATANH[1:]:
-        q = q * w + coefficient
-    return z * (w * q) + (z + z)
+    return z * (w * horner(SHORT_ATANH if arithmetic is SHORT else ATANH, w)) + (z + z)
+
+
+def horner(coefficients: tuple[float, ...], w: Array) -> Array:
+    """Return a polynomial of w; the coefficient of the highest power comes first."""
+    value = np.full_like(w, coefficients[0])
+    for coefficient in coefficients[1:]:
+        value = value * w + coefficient
+    return value

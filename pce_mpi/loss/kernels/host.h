@@ -7,6 +7,7 @@
 
 #include <stdint.h>
 #include <string.h>
+#include <type_traits>
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -104,6 +105,7 @@ struct Divergence {
     const bool *valid;
     uint64_t *sums;
     int of;  // `GradientOf`, or whether the sums are those of Jensen-Shannon
+    bool single;
     Transform transform;
 };
 struct Loops {

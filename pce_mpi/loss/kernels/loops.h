@@ -193,13 +193,13 @@ INLINED Unsigned fixed_point(Floats t) {
 // n + MAGIC_BITS, and t, of two vectors.
 template <Way way>
 INLINED void parts(const Doubles x[2], const Transform &transform, Longs biased[2], Doubles t[2],
-                   Doubles *slopes = nullptr) {
+                   Doubles *slopes = nullptr, bool is_short = false) {
     for (int k = 0; k < 2; k++) {
         Doubles low, z = transformed<way>(x[k], transform, low, slopes ? slopes + k : nullptr);
         t[k] = exponent_and_rest(z, biased[k]);
         if (way == SCALED_IN_DOUBLE) t[k] += low;
     }
-    Twin both = polynomial(Twin{t[0], t[1]});
+    Twin both = is_short ? short_polynomial(Twin{t[0], t[1]}) : polynomial(Twin{t[0], t[1]});
     t[0] = both.a;
     t[1] = both.b;
 }
@@ -359,7 +359,7 @@ static void write_near(const T *x, const int32_t *reduced, To *out, long count, 
     });
 }
 
-template <Way way>
+template <Way way, bool is_short>
 static void write_near(const double *x, double *out, long count, const RowFactor &row, double lowest,
                        const Transform transform, double *slopes) {
     const Longs exponent = longs(row.exponent - MAGIC_BITS), normal = longs(MAGIC_BITS - 1000 - row.exponent);
@@ -369,7 +369,7 @@ static void write_near(const double *x, double *out, long count, const RowFactor
         Longs n[2], counts[2];
         load_pair<way>(x + i, count - i, lowest, v, counts);
         Doubles slope[2];
-        parts<way>(v, transform, n, t, slope);
+        parts<way>(v, transform, n, t, slope, is_short);
         for (int k = 0; k < 2; k++) {
             if (way == CAPPED) store(slopes + i + k * LANES / 2, slope[k]);
             Doubles value = m + m * t[k];

@@ -51,7 +51,8 @@ class Pair(NamedTuple):
 
     `p` and `q` are logits, (outer, classes, inner); `p_rows` and `q_rows` have the columns of `ROW_GRADIENT` from which
     the softmax is written. `delta` + `rest`, each (rows,), is the logsumexp of Q less that of P: the difference of
-    their largest z, and all else. In rows whose `delta` is not finite nothing has a meaning.
+    their largest z, and all else. In rows whose `delta` is not finite nothing has a meaning. `single` if results are in
+    float32: then polynomials have fewer terms.
     """
 
     p: Array
@@ -61,10 +62,11 @@ class Pair(NamedTuple):
     delta: Array
     rest: Array
     transform: Transform
+    single: bool = False
 
     def swapped(self) -> Pair:
         """Return the pair of Q and P."""
-        return Pair(self.q, self.p, self.q_rows, self.p_rows, -self.delta, -self.rest, self.transform)
+        return Pair(self.q, self.p, self.q_rows, self.p_rows, -self.delta, -self.rest, self.transform, self.single)
 
 
 class GradientOf(IntEnum):

@@ -298,7 +298,8 @@ static void write_chunk(const T *x, T *out, long count, const Weights &weights, 
             Number values[BLOCK];
             auto write = [&](const T *logits, auto *to, long some) {
                 if constexpr (!is_single<Arithmetic>()) {
-                    write_near<way>(logits, to, some, row, lowest, transform, slopes);
+                    constexpr bool is_short = std::is_same<Arithmetic, Short>::value;
+                    write_near<way, is_short>(logits, to, some, row, lowest, transform, slopes);
                 } else if constexpr (is_direct(way)) {
                     write_near<way>(logits, nullptr, to, some, row, Number(lowest), transform, past_cache && !finished);
                 } else {
