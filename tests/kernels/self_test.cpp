@@ -149,6 +149,7 @@ template <class Arithmetic, class T> void diverge(const Loops &loops, int kind, 
     pass.p_rows = both[0], pass.q_rows = both[1];
     pass.delta = delta, pass.rest = rest, pass.slope = slope, pass.less = less, pass.valid = valid;
     pass.transform = transform;
+    pass.single = kind != FLOAT64;
     for (pass.of = 0; pass.of < 2; pass.of++) {
         pass.sums = sums;
         loops.diverge(pass);

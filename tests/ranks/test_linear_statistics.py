@@ -290,7 +290,7 @@ def test_wrong_operands_of_statistics_raise_on_every_rank(comm, change, error, t
     [
         ({"entropy": np.ones(ROWS + 1)}, ValueError, "entropy must be a scalar or have the shape"),
         ({"logsumexp": 1j}, TypeError, "logsumexp must be real"),
-        ({"entropy": None}, pce.CollectiveError, "disagree on given"),
+        ({"entropy": None}, pce.CollectiveError, "disagree on entropy"),
     ],
     ids=str,
 )

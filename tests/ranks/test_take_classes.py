@@ -115,13 +115,13 @@ def test_chosen_logits_are_sent_once(comm):
         (
             {"ids": np.full((ROWS, CHOSEN), CLASSES)},
             IndexError,
-            rf"ids\[0, 0\] = {CLASSES} is outside \[0, {CLASSES}\)",
+            rf"ids\[0, 0\] = {CLASSES} is outside",
         ),
         ({"ids": np.eye(ROWS, CHOSEN, dtype=int) * -100}, IndexError, r"ids\[0, 0\] = -100 is outside"),
         (
             {"ids": np.full((ROWS, CHOSEN), 2**63, np.uint64)},
             IndexError,
-            r"ids\[0, 0\] = 9223372036854775808 is no class",
+            r"9223372036854775808 is no class",
         ),
         ({"ids": np.zeros(ROWS, int)}, ValueError, r"ids must have the logits' shape, .*, got \(7,\)"),
         ({"ids": np.zeros((ROWS, 2))}, TypeError, "ids must be integers, got float64"),
