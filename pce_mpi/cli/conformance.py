@@ -218,8 +218,8 @@ def _wrong_work(options: argparse.Namespace) -> str:
         return "--bits says what --export DIR writes, and what --vectors DIR --results FILE compares"
     others = {"--case": options.patterns, "--dtype": options.dtypes, "--seed": options.seed, "--strict": options.strict}
     others |= {"--ranks": options.ranks != [4], "--tolerance": options.tolerance != 1.0}
-    if options.bits and (given := [name for name, value in others.items() if value]):
-        return f"--bits is of one set of problems, whatever {' and '.join(given)} is"
+    if options.bits and (changed := [name for name, value in others.items() if value]):
+        return f"--bits is of one set of problems, whatever {' and '.join(changed)} is"
     if max(options.ranks) > _MOST_SHARDS:
         return f"argument --ranks: expected numbers up to {_MOST_SHARDS}, got {max(options.ranks)}"
     if not (works or options.list):

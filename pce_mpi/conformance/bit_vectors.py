@@ -117,7 +117,7 @@ def results_of(options: dict[str, Any], logits: Array, targets: Array, weight: A
 def drawn(dtype: str, kind: str) -> tuple[Array, Array]:
     """Return logits and targets."""
     rng = np.random.default_rng(_KINDS.index(kind))
-    x = rng.integers(-(2**12), 2**12, (_ROWS, _CLASSES)) / 2.0**9
+    x: Array = rng.integers(-(2**12), 2**12, (_ROWS, _CLASSES)) / 2.0**9
     targets = rng.integers(0, _CLASSES, _ROWS)
     rows, most = np.arange(_ROWS), 2.0 ** {"float16": 14, "float64": 900}.get(dtype, 120)
     if kind == "peaked":
