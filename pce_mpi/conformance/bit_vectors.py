@@ -141,7 +141,7 @@ def drawn(dtype: str, kind: str) -> tuple[Array, Array]:
     elif kind == "ties":
         x = np.sign(x)
     elif kind == "halfway":  # between two n, which float32 and float64 round apart
-        x = (rng.integers(2800, 2950, x.shape) + 0.5) * 0.6931471805599453
+        x[:] = (rng.integers(2800, 2950, x.shape) + 0.5) * 0.6931471805599453
     with np.errstate(over="ignore"):
         return x.astype(dtype_named(dtype)), targets
 
