@@ -45,7 +45,9 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("timeline", "arrays", "numpy"),
             room("tracing", "arrays", "numpy"),
             room("rank_texts", standard_library_only=True),
+            room("errors", standard_library_only=True),
             room("no_ranks", "arrays"),
+            room("torch_group", "arrays", "mpi4py"),
             room("library", "arrays"),
             room("launch", "arrays"),
             room("communicators", "arrays"),
@@ -59,7 +61,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
         [
             room("softmax_state", "mpi4py"),
             room("kernels", "mpi4py", "comm"),
-            room("options", "comm"),
+            room("options"),  # a process group of torch is wrapped where options are made
             room("problem"),
             room("agreement"),
             room("passes"),
