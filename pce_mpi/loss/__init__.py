@@ -41,6 +41,7 @@ from pce_mpi.loss.statistics import (
     class_statistics_backward,
     class_statistics_forward,
 )
+from pce_mpi.loss.tensors import tensors_for_tensors
 from pce_mpi.loss.truncation import Nucleus
 
 __all__ = [
@@ -79,6 +80,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 @takes(LossOptions)
+@tensors_for_tensors
 def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptions]) -> Array:
     """Compute the softmax cross entropy of logits whose classes are sharded over the ranks of `comm`.
 
@@ -169,6 +171,7 @@ def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptio
 
 
 @takes(LossOptions)
+@tensors_for_tensors
 def softmax_cross_entropy_forward(logits: Any, targets: Any, **options: Unpack[LossOptions]) -> tuple[Array, Residuals]:
     """Compute the loss, and the residuals from which `softmax_cross_entropy_backward` computes the gradient.
 
@@ -203,6 +206,7 @@ def softmax_cross_entropy_forward(logits: Any, targets: Any, **options: Unpack[L
         return forward(prepare(Options.of("softmax_cross_entropy_forward", options, LossOptions), logits, targets))
 
 
+@tensors_for_tensors
 def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = None) -> Array:
     """Compute the gradient of the logits from the gradient of the loss.
 
@@ -251,6 +255,7 @@ def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = 
 
 
 @takes(LossOptions)
+@tensors_for_tensors
 def softmax_cross_entropy_value_and_grad(
     logits: Any, targets: Any, *, out: Any = None, **options: Unpack[LossOptions]
 ) -> tuple[Array, Array]:

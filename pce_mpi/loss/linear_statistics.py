@@ -17,6 +17,7 @@ from pce_mpi.loss.passes import MadeResiduals, write_statistics_gradient
 from pce_mpi.loss.problem import Problem
 from pce_mpi.loss.softmax_state import RowSoftmax
 from pce_mpi.loss.statistics import ClassStatistics, named_statistics, statistics_fields, upstream_of_statistics
+from pce_mpi.loss.tensors import tensors_for_tensors
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -40,6 +41,7 @@ class LinearGradients(NamedTuple):
 
 
 @takes(LinearStatisticsOptions)
+@tensors_for_tensors
 def linear_class_statistics(
     hidden: Any, w: Any, targets: Any = None, **options: Unpack[LinearStatisticsOptions]
 ) -> ClassStatistics:
@@ -93,6 +95,7 @@ class LinearStatisticsResiduals(MadeResiduals):
 
 
 @takes(LinearStatisticsOptions)
+@tensors_for_tensors
 def linear_class_statistics_forward(
     hidden: Any, w: Any, targets: Any = None, **options: Unpack[LinearStatisticsOptions]
 ) -> tuple[ClassStatistics, LinearStatisticsResiduals]:
@@ -146,6 +149,7 @@ def linear_class_statistics_forward(
     return statistics_of_product(checked, hidden, w, targets)
 
 
+@tensors_for_tensors
 def linear_class_statistics_backward(
     residuals: LinearStatisticsResiduals, *, log_prob: Any = None, entropy: Any = None, logsumexp: Any = None
 ) -> LinearGradients:

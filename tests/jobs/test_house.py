@@ -65,6 +65,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("problem"),
             room("agreement"),
             room("passes"),
+            room("tensors", "mpi4py", "comm"),
             room("chosen"),
             room("support"),
             room("several"),
