@@ -7,9 +7,8 @@ prints
     loss 7.404, after 40 steps 0.001
     log-probabilities have the bits of one process: True
 
-Each rank has the output weights of its own classes. The loss is an `autograd.Function`: its forward pass sends one
-softmax state a row and the gradient of the logits nothing; torch sums the gradient of the hidden states over the ranks.
-Engines that score these logits have the same bits, on any number of ranks and under MPI as well.
+Each rank has the output weights of its own classes. The loss sends one softmax state a row and its gradient nothing;
+torch sums that of the hidden states. Engines that score these logits have the same bits, on any ranks and under MPI.
 """
 
 import torch
@@ -53,27 +52,28 @@ def train(group):
     """Return the loss of each step, and the logits of this rank's classes with their targets."""
     torch.manual_seed(0)
     table, w, targets = torch.randn(TOKENS, WIDTH), torch.randn(CLASSES, WIDTH) / 4, torch.randint(CLASSES, (TOKENS,))
-    mine = slice(*pce.shard_range(CLASSES, group.size(), group.rank()))
-    table, w = table.requires_grad_(), w[mine].clone().requires_grad_()
+    table, w = table.requires_grad_(), w.tensor_split(group.size())[group.rank()].clone().requires_grad_()
     optimizer, losses = torch.optim.Adam([table, w], lr=0.03), []
     for _ in range(STEPS):
         optimizer.zero_grad()
         logits = OnAllRanks.apply(torch.tanh(table), group) @ w.T
-        loss = CrossEntropy.apply(logits, targets, group)
-        loss.backward()
+        (loss := CrossEntropy.apply(logits, targets, group)).backward()
         optimizer.step()
         losses.append(loss.item())
     return losses, logits.detach(), targets
 
 
-if __name__ == "__main__":
-    distributed.init_process_group("gloo")
-    losses, logits, targets = train(group := distributed.group.WORLD)
-    shards = [None] * group.size()
-    distributed.all_gather_object(shards, logits)
+def main(group):
+    losses, logits, targets = train(group)
+    distributed.all_gather_object(shards := [None] * group.size(), logits)
     sharded = pce.class_statistics(logits, targets, comm=group).log_prob
     alone = pce.class_statistics(torch.cat(shards, dim=1), targets).log_prob
     if group.rank() == 0:
         print(f"loss {losses[0]:.3f}, after {STEPS} steps {losses[-1]:.3f}")
         print(f"log-probabilities have the bits of one process: {torch.equal(sharded, alone)}")
+
+
+if __name__ == "__main__":
+    distributed.init_process_group("gloo")
+    main(distributed.group.WORLD)
     distributed.destroy_process_group()

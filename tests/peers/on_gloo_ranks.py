@@ -110,7 +110,7 @@ def main():
         done[rank].touch()
     assert sys.modules["mpi4py"] is None
     sys.stdout.flush()
-    os._exit(0)  # a process that destroys a group which has timed out is aborted by gloo's threads now and then
+    os._exit(0)  # a thread of gloo's that outlives Python, with tensors to give back, would abort the process
 
 
 if __name__ == "__main__":

@@ -105,10 +105,13 @@ TRAINS = """
     import pce_mpi as pce
     from torch_loss import train
 
+    def main(group):
+        losses, logits, targets = train(group)
+        log_prob = pce.class_statistics(logits, targets, comm=group).log_prob
+        np.savez(f"{sys.argv[1]}/{group.rank()}.npz", logits=logits, targets=targets, log_prob=log_prob, losses=losses)
+
     distributed.init_process_group("gloo")
-    losses, logits, targets = train(group := distributed.group.WORLD)
-    log_prob = pce.class_statistics(logits, targets, comm=group).log_prob
-    np.savez(f"{sys.argv[1]}/{group.rank()}.npz", logits=logits, targets=targets, log_prob=log_prob, losses=losses)
+    main(distributed.group.WORLD)
     distributed.destroy_process_group()
     """
 SCORES = """
