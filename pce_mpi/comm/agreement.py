@@ -16,7 +16,8 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.comm.communicators import CollectiveError, CollectiveTimeout, channel_of
+from pce_mpi.comm.communicators import channel_of
+from pce_mpi.comm.errors import CollectiveError, CollectiveTimeout
 from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.comm.tracing import Purpose, cause
 

@@ -1,8 +1,8 @@
 """Traced collectives on arrays.
 
 Every function is collective over its `comm`, an mpi4py intracommunicator, and works on the private duplicate of it that
-`communicators.py` keeps, where waiting is bounded. Callers have agreed on operation, dtype and shapes, and call inside
-a `tracing.cause`.
+`communicators.py` keeps, where waiting is bounded; `all_reduce` and `all_gather` also over a `TorchGroup`. Callers have
+agreed on operation, dtype and shapes, and call inside a `tracing.cause`.
 
 Arrays are NumPy or CuPy, of any shape and memory order, empty ones included. float16 and bfloat16, for which MPI has no
 datatype, are sent as float32. A CuPy array is copied through pinned host memory and back to its GPU, or is passed to
@@ -21,6 +21,8 @@ from pce_mpi.arrays import array_namespace
 from pce_mpi.comm.buffers import concatenated, from_wire, room_for, split, stays_on_gpu, to_wire, wire_dtype
 from pce_mpi.comm.communicators import channel_of
 from pce_mpi.comm.library import mpi, reduces_on_gpus
+from pce_mpi.comm.no_ranks import NoRanks
+from pce_mpi.comm.torch_group import TorchGroup
 from pce_mpi.comm.tracing import Purpose, current_cause, record
 
 if TYPE_CHECKING:
@@ -65,19 +67,22 @@ def start_all_reduce(
     why = current_cause()
     channel, xp = channel_of(comm, why.operation), array_namespace(array)
     # On one rank the result is the array, which need not leave the GPU; without ranks it has the array's shape.
-    if channel is comm or (channel.size == 1 and xp is not np):
+    if isinstance(channel, NoRanks) or (channel.size == 1 and xp is not np):
         record(why, "all_reduce", Purpose.PAYLOAD, ranks=channel.size, bytes=wire_dtype(array).itemsize * array.size)
         alone = array if overwrite else array.copy()
         return lambda: alone
-    direct = xp is not np and op == "sum" and stays_on_gpu(array) and reduces_on_gpus()
+    in_torch = isinstance(channel, TorchGroup)
+    direct = not in_torch and xp is not np and op == "sum" and stays_on_gpu(array) and reduces_on_gpus()
     sent = to_wire(array, direct)
     wire = sent if element is None else sent.view(element)
     # `sent` is our own copy already, in pinned memory.
     overwrite = overwrite or array_namespace(sent) is not xp
     received = wire if overwrite else xp.empty_like(wire)
-    handle, datatype = _operator(op, wire.dtype)
-    ours = mpi().IN_PLACE if overwrite else [wire, wire.size, datatype]
-    result = [received, received.size, datatype]
+    ours, result, handle = wire, received, op if callable(op) else _MERGES[op]
+    if not in_torch:
+        handle, datatype = _operator(op, wire.dtype)
+        ours = mpi().IN_PLACE if overwrite else [wire, wire.size, datatype]
+        result = [received, received.size, datatype]
     pending = channel.start(why, "all_reduce", sent.nbytes, channel.comm.Iallreduce, ours, result, handle)
 
     def finish() -> Array:
@@ -159,10 +164,20 @@ def _smallest(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> None:
     _make_canonical(np.minimum(a, b, out=b))
 
 
+@np.errstate(all="ignore")
+def _sum(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> None:
+    np.add(a, b, out=b)
+
+
 def _make_canonical(values: np.ndarray[Any, Any]) -> None:
     """Give every nan the same bits, and make -0.0 to 0.0: the bits must not depend on the order of a reduction."""
-    values += 0.0
-    values[np.isnan(values)] = np.nan
+    if values.dtype.kind == "f":
+        values += 0.0
+        values[np.isnan(values)] = np.nan
+
+
+# What MPI does by its own operators, if it is not MPI that reduces.
+_MERGES: dict[str, Merge] = {"sum": _sum, "max": _largest, "min": _smallest}
 
 
 def _merge_operator(merge: Merge, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype]:

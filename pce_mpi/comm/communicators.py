@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pce_mpi.comm.errors import CollectiveTimeout
 from pce_mpi.comm.library import check_mpi, out_of_communicators
 from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
+from pce_mpi.comm.torch_group import TorchGroup
 from pce_mpi.comm.tracing import Purpose, cause, open_traces, record
 
 if TYPE_CHECKING:
@@ -46,14 +48,6 @@ _ROLL_CALL_SECONDS = 1.0
 _ROLL_CALL_TAG = 1
 _ROLL_CALL_BYTES = 160
 _TWO_THREADS = "two threads were in calls over it at once: give each thread a communicator of its own, by comm.Dup()"
-
-
-class CollectiveError(RuntimeError):
-    """Ranks made calls that do not belong together; raised alike on every rank, before anything was written."""
-
-
-class CollectiveTimeout(CollectiveError):
-    """A collective waited `PCE_MPI_TIMEOUT` seconds; its communicator cannot be used any more."""
 
 
 class Channel:
@@ -216,9 +210,9 @@ def _channel_key() -> int:
     return MPI.Comm.Create_keyval()
 
 
-def channel_of(comm: MPI.Intracomm | NoRanks, operation: str) -> Any:
-    """Return the `Channel` on the cached duplicate of `comm`, collective the first time; `NoRanks` is its own."""
-    if isinstance(comm, NoRanks):
+def channel_of(comm: MPI.Intracomm | NoRanks | TorchGroup, operation: str) -> Any:
+    """Return the `Channel` on the cached duplicate of `comm`, collective the first time; the others are their own."""
+    if isinstance(comm, NoRanks | TorchGroup):
         return comm
     check_mpi()
     channel: Any = comm.Get_attr(_channel_key())

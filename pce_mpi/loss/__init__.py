@@ -41,6 +41,7 @@ from pce_mpi.loss.statistics import (
     class_statistics_backward,
     class_statistics_forward,
 )
+from pce_mpi.loss.tensors import tensors_for_tensors
 from pce_mpi.loss.truncation import Nucleus
 
 __all__ = [
@@ -79,6 +80,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 @takes(LossOptions)
+@tensors_for_tensors
 def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptions]) -> Array:
     """Compute the softmax cross entropy of logits whose classes are sharded over the ranks of `comm`.
 
@@ -123,14 +125,15 @@ def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptio
     reduction : {"mean", "sum", "none"}, default "mean"
         `"mean"` divides the sum over the rows by the sum of w_t over the rows that are not ignored, or by the number of
         rows for probabilities.
-    comm : mpi4py.MPI.Intracomm, optional
-        The communicator over which the classes are sharded. Without it the call is one process's and needs no MPI.
+    comm : mpi4py.MPI.Intracomm or torch.distributed.ProcessGroup, optional
+        The communicator over which the classes are sharded. Without it the call is one process's and needs no MPI, and
+        neither does a process group, whose backend for the CPU, such as gloo, gathers what MPI would reduce.
     class_start : int, optional
         The global number of this shard's first class. Without it the shards follow each other in rank order.
     num_classes : int, optional
         The number of classes of all shards, to be checked. Without it, shards with equal logits are refused: they may
         be gathered logits.
-    batch_comm : mpi4py.MPI.Intracomm, optional
+    batch_comm : mpi4py.MPI.Intracomm or torch.distributed.ProcessGroup, optional
         The communicator over which the rows are sharded: `"sum"` and `"mean"` are over the rows of all its ranks.
 
     Returns
@@ -138,7 +141,8 @@ def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptio
     array
         The loss: 0-d, or one number per row for `reduction="none"`; the same bits on every rank of `comm`. A mean over
         no rows is `nan`, and so is the loss of a row of only -inf, with a +inf or with a `nan`. A single -inf masks its
-        class.
+        class. It is a tensor of torch's on the CPU if all arrays of the call are, and so is what any other function of
+        plain arrays returns.
 
     Raises
     ------
@@ -148,7 +152,8 @@ def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptio
     CollectiveError
         If arguments differ between ranks that must be equal.
     CollectiveTimeout
-        If a rank does not arrive within `PCE_MPI_TIMEOUT` seconds. The communicator cannot be used any more.
+        If a rank does not arrive within `PCE_MPI_TIMEOUT` seconds, or within the timeout of the process group. The
+        communicator cannot be used any more.
     RuntimeError
         Before `MPI.Init`, after `MPI.Finalize`, and if MPI has no communicator left.
 
@@ -156,7 +161,7 @@ def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptio
     -----
     Collective over `comm`: one Allgather of 56 bytes to agree on the call, and one Allreduce of 40 bytes a row (more
     with options, at most 96). Collective over `batch_comm`: one Allgather of 56 bytes and, for `"sum"` and `"mean"`,
-    one Allreduce of 64 bytes.
+    one Allreduce of 64 bytes. Over a process group an Allreduce is an all-gather of as many bytes from each rank.
 
     Examples
     --------
@@ -169,6 +174,7 @@ def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptio
 
 
 @takes(LossOptions)
+@tensors_for_tensors
 def softmax_cross_entropy_forward(logits: Any, targets: Any, **options: Unpack[LossOptions]) -> tuple[Array, Residuals]:
     """Compute the loss, and the residuals from which `softmax_cross_entropy_backward` computes the gradient.
 
@@ -203,6 +209,7 @@ def softmax_cross_entropy_forward(logits: Any, targets: Any, **options: Unpack[L
         return forward(prepare(Options.of("softmax_cross_entropy_forward", options, LossOptions), logits, targets))
 
 
+@tensors_for_tensors
 def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = None) -> Array:
     """Compute the gradient of the logits from the gradient of the loss.
 
@@ -251,6 +258,7 @@ def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = 
 
 
 @takes(LossOptions)
+@tensors_for_tensors
 def softmax_cross_entropy_value_and_grad(
     logits: Any, targets: Any, *, out: Any = None, **options: Unpack[LossOptions]
 ) -> tuple[Array, Array]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from pce_mpi.arrays import to_host
 from pce_mpi.comm.agreement import Call, agree_on_call, local_checks, raise_together
-from pce_mpi.comm.communicators import CollectiveError
+from pce_mpi.comm.errors import CollectiveError
 from pce_mpi.comm.library import check_comm, is_comm
 from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import ranks_text, text_by_rank

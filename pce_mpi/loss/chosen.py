@@ -21,12 +21,14 @@ from pce_mpi.loss.kernels import converted, kernel_of, standard_arithmetic
 from pce_mpi.loss.options import Options, ShardedAxisOptions, takes
 from pce_mpi.loss.passes import PassResiduals
 from pce_mpi.loss.problem import LARGEST, Problem, check, class_numbers_of, upstream_of
+from pce_mpi.loss.tensors import tensors_for_tensors
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
 
 
 @takes(ShardedAxisOptions)
+@tensors_for_tensors
 def take_classes(logits: Any, ids: Any, **options: Unpack[ShardedAxisOptions]) -> Array:
     """Take the logits of chosen classes of each row, whichever rank has them.
 
@@ -80,6 +82,7 @@ class ChosenResiduals(PassResiduals):
 
 
 @takes(ShardedAxisOptions)
+@tensors_for_tensors
 def take_classes_forward(logits: Any, ids: Any, **options: Unpack[ShardedAxisOptions]) -> tuple[Array, ChosenResiduals]:
     """Compute `take_classes`, and the residuals from which `take_classes_backward` computes the gradient.
 
@@ -111,6 +114,7 @@ def take_classes_forward(logits: Any, ids: Any, **options: Unpack[ShardedAxisOpt
     return chosen_logits(Options.of("take_classes_forward", options, ShardedAxisOptions), logits, ids)
 
 
+@tensors_for_tensors
 def take_classes_backward(dchosen: Any, residuals: ChosenResiduals) -> Array:
     """Compute the gradient of this rank's logits from that of the chosen ones.
 

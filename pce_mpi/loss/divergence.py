@@ -23,12 +23,14 @@ from pce_mpi.loss.options import Direction, Options, ShardedDivergenceOptions, t
 from pce_mpi.loss.passes import PassResiduals, in_rows, probability_rows, reduced, row_softmax
 from pce_mpi.loss.problem import Problem, check, rows_and_classes, upstream_of
 from pce_mpi.loss.softmax_state import StateFields
+from pce_mpi.loss.tensors import tensors_for_tensors
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
 
 
 @takes(ShardedDivergenceOptions)
+@tensors_for_tensors
 def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenceOptions]) -> Array:
     """Compute the divergence of two softmaxes whose classes are sharded over the ranks of `comm`, in nats.
 
@@ -125,6 +127,7 @@ class DivergenceResiduals(PassResiduals):
 
 
 @takes(ShardedDivergenceOptions)
+@tensors_for_tensors
 def kl_divergence_forward(
     student: Any, teacher: Any, **options: Unpack[ShardedDivergenceOptions]
 ) -> tuple[Array, DivergenceResiduals]:
@@ -161,6 +164,7 @@ def kl_divergence_forward(
         return divergence_of(prepare(_checked("kl_divergence_forward", options), student, teacher))
 
 
+@tensors_for_tensors
 def kl_divergence_backward(
     dloss: Any, residuals: DivergenceResiduals, out: Any = None, *, of: str = "student"
 ) -> Array:
@@ -225,6 +229,7 @@ def kl_divergence_backward(
 
 
 @takes(ShardedDivergenceOptions)
+@tensors_for_tensors
 def kl_divergence_value_and_grad(
     student: Any, teacher: Any, *, out: Any = None, **options: Unpack[ShardedDivergenceOptions]
 ) -> tuple[Array, Array]:

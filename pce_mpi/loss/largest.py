@@ -23,6 +23,7 @@ from pce_mpi.loss.kernels.largest import order
 from pce_mpi.loss.options import Options, ShardedAxisOptions, takes
 from pce_mpi.loss.problem import Problem, check, rows_and_classes
 from pce_mpi.loss.softmax_state import NO_CLASS
+from pce_mpi.loss.tensors import tensors_for_tensors
 from pce_mpi.scalars import integer
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -30,6 +31,7 @@ HostArray = np.ndarray[Any, Any]
 
 
 @takes(ShardedAxisOptions)
+@tensors_for_tensors
 def top_k(logits: Any, k: int, **options: Unpack[ShardedAxisOptions]) -> tuple[Array, Array]:
     """Find the k largest logits of each row over the classes of all shards, and their classes.
 
@@ -71,6 +73,7 @@ def top_k(logits: Any, k: int, **options: Unpack[ShardedAxisOptions]) -> tuple[A
 
 
 @takes(ShardedAxisOptions)
+@tensors_for_tensors
 def argmax(logits: Any, **options: Unpack[ShardedAxisOptions]) -> Array:
     """Find the class of the largest logit of each row over the classes of all shards.
 

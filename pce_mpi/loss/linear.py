@@ -12,6 +12,7 @@ from pce_mpi.loss.chunks import Gradients, agree_on_product
 from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import LinearOptions, Options, takes
 from pce_mpi.loss.passes import Residuals, loss_fields, reduced, row_losses, write_gradient
+from pce_mpi.loss.tensors import tensors_for_tensors
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
@@ -40,6 +41,7 @@ class LinearValueAndGrad(NamedTuple):
 
 
 @takes(LinearOptions)
+@tensors_for_tensors
 def linear_cross_entropy_value_and_grad(
     hidden: Any, w: Any, targets: Any, **options: Unpack[LinearOptions]
 ) -> LinearValueAndGrad:

@@ -19,6 +19,7 @@ from pce_mpi.loss.passes import MadeResiduals, write_statistics_gradient
 from pce_mpi.loss.problem import Problem
 from pce_mpi.loss.softmax_state import RowSoftmax
 from pce_mpi.loss.statistics import ClassStatistics, named_statistics, statistics_fields, upstream_of_statistics
+from pce_mpi.loss.tensors import tensors_for_tensors
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -42,6 +43,7 @@ class LinearGradients(NamedTuple):
 
 
 @takes(LinearStatisticsOptions)
+@tensors_for_tensors
 def linear_class_statistics(
     hidden: Any, w: Any, targets: Any = None, **options: Unpack[LinearStatisticsOptions]
 ) -> ClassStatistics:
@@ -95,6 +97,7 @@ class LinearStatisticsResiduals(MadeResiduals):
 
 
 @takes(LinearStatisticsOptions)
+@tensors_for_tensors
 def linear_class_statistics_forward(
     hidden: Any, w: Any, targets: Any = None, **options: Unpack[LinearStatisticsOptions]
 ) -> tuple[ClassStatistics, LinearStatisticsResiduals]:
@@ -148,6 +151,7 @@ def linear_class_statistics_forward(
     return statistics_of_product(checked, hidden, w, targets)
 
 
+@tensors_for_tensors
 def linear_class_statistics_backward(
     residuals: LinearStatisticsResiduals, *, log_prob: Any = None, entropy: Any = None, logsumexp: Any = None
 ) -> LinearGradients:

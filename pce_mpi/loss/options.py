@@ -8,18 +8,22 @@ from enum import StrEnum
 from functools import lru_cache
 import inspect
 import math
+import sys
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
+from pce_mpi.comm.torch_group import groups_wrapped
 from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
 from pce_mpi.loss.kernels.parameters import NO_MARGIN, Transform
 from pce_mpi.scalars import flag, integer, real
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from torch.distributed import ProcessGroup
 
+    Comm = MPI.Intracomm | ProcessGroup
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -66,7 +70,7 @@ class TermOptions(TypedDict, total=False):
 class ShardOptions(TypedDict, total=False):
     """The place of a shard among all classes."""
 
-    comm: MPI.Intracomm | None  # the communicator over which the classes are sharded
+    comm: Comm | None  # the communicator over which the classes are sharded
     class_start: int | None  # the global number of this shard's first class
     num_classes: int | None  # the number of classes of all shards
 
@@ -74,7 +78,7 @@ class ShardOptions(TypedDict, total=False):
 class BatchOptions(TypedDict, total=False):
     """The place of this rank's rows among all rows."""
 
-    batch_comm: MPI.Intracomm | None  # the communicator over which the rows are sharded
+    batch_comm: Comm | None  # the communicator over which the rows are sharded
 
 
 class AxisOptions(TypedDict, total=False):
@@ -172,10 +176,10 @@ class Options:
     z_loss: float = 0.0
     margin: tuple[float, float, float] | None = None
     reduction: str = "mean"
-    comm: MPI.Intracomm | None = None
+    comm: Any = None
     class_start: int | None = None
     num_classes: int | None = None
-    batch_comm: MPI.Intracomm | None = None
+    batch_comm: Any = None
     direction: str = "forward"
     temperature: float = 1.0
     rows: Any = None
@@ -196,7 +200,7 @@ class Options:
             if name not in known.__optional_keys__:
                 options = ", ".join(known.__annotations__)
                 raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; its options are {options}")
-        return cls._of({"operation": function, **given})
+        return cls._of({"operation": function, **(groups_wrapped(given) if "torch" in sys.modules else given)})
 
     def with_checked(self, values: Mapping[str, Any], weight: Array | None) -> Options:
         """Return these options with checked values."""

@@ -37,6 +37,7 @@ class MadeResiduals:
     """The residuals of any forward pass, which name the function that makes them."""
 
     made_by: ClassVar[str]
+    of_tensors = False  # whether all arrays of the forward pass were torch's
 
     @classmethod
     def check(cls, residuals: object) -> None:

@@ -21,6 +21,7 @@ from pce_mpi.loss.problem import LARGEST, Problem, check, target_text, upstream_
 from pce_mpi.loss.several import SeveralTargets, without_targets
 from pce_mpi.loss.softmax_state import RowSoftmax, StateFields
 from pce_mpi.loss.support import Members, Outside, Support, checked_support
+from pce_mpi.loss.tensors import tensors_for_tensors
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -58,6 +59,7 @@ class ClassStatistics(NamedTuple):
 
 
 @takes(StatisticsOptions)
+@tensors_for_tensors
 def class_statistics(logits: Any, targets: Any = None, **options: Unpack[StatisticsOptions]) -> ClassStatistics:
     """Compute statistics of each row's softmax over the classes of all shards, without gathering a logit.
 
@@ -134,6 +136,7 @@ class StatisticsResiduals(PassResiduals):
 
 
 @takes(StatisticsOptions)
+@tensors_for_tensors
 def class_statistics_forward(
     logits: Any, targets: Any = None, **options: Unpack[StatisticsOptions]
 ) -> tuple[ClassStatistics, StatisticsResiduals]:
@@ -171,6 +174,7 @@ def class_statistics_forward(
         return statistics_of(Options.of("class_statistics_forward", options, StatisticsOptions), logits, targets)
 
 
+@tensors_for_tensors
 def class_statistics_backward(
     residuals: StatisticsResiduals,
     *,

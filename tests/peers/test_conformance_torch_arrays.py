@@ -1,6 +1,5 @@
 """Candidates of the conformance kit that want tensors of PyTorch and return such."""
 
-import numpy as np
 import pytest
 
 import pce_mpi as pce
@@ -17,17 +16,10 @@ OFFER = Offer(
 CASES = ["random-logits", "weight", "strides", "padded-columns", "inputs-unmodified", "zero-rows"]
 
 
-def tensor(array):
-    array = np.asarray(array)
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
 def candidate(logits, targets, *, comm, **options):
     assert all(isinstance(each, torch.Tensor) for each in (logits, targets, options.get("weight", logits)))
     result = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
-    return tuple(tensor(each).requires_grad_() for each in result)
+    return tuple(each.requires_grad_() for each in result)
 
 
 @pytest.mark.parametrize("case", cases(OFFER, pattern=CASES), ids=str)

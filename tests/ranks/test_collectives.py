@@ -18,7 +18,8 @@ from pce_mpi.arrays import to_host
 from pce_mpi.comm import communicators
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, start_all_reduce
-from pce_mpi.comm.communicators import CollectiveTimeout, channel_of
+from pce_mpi.comm.communicators import channel_of
+from pce_mpi.comm.errors import CollectiveTimeout
 from pce_mpi.comm.tracing import Purpose, cause
 from pce_mpi.loss.kernels.elementary import SINGLE
 from pce_mpi.loss.kernels.parameters import Transform

@@ -1,0 +1,144 @@
+"""A process group of torch as a communicator: everything is an all-gather of bytes.
+
+Merges do not depend on the order, so a reduction on this rank of what all ranks gathered has the bits of MPI's. Torch
+is imported by the program that made the group; MPI is not needed.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.comm.errors import CollectiveTimeout
+from pce_mpi.comm.tracing import Purpose, cause, open_traces, record
+
+HostArray = np.ndarray[Any, Any]
+Merge = Callable[[HostArray, HostArray], None]
+
+
+class TorchGroup:
+    """The ranks of a `torch.distributed.ProcessGroup` with a backend for the CPU, such as gloo.
+
+    Torch numbers the collectives of a group, so that the caller's never meet ours; it bounds the wait for them by the
+    timeout of the group.
+    """
+
+    def __init__(self, group: Any) -> None:
+        from torch import distributed
+
+        backends = distributed.get_backend_config(group)
+        if "cpu:" not in backends:
+            raise TypeError(
+                f"a process group of torch must have a backend for the CPU, such as gloo; it has {backends}"
+            )
+        self.group = group
+        self.ranks = distributed.get_process_group_ranks(group)
+        self.rank, self.size = distributed.get_rank(group), len(self.ranks)
+        self.comm = self  # it is its own channel
+        _let_torch_end()
+
+    def run(self, *arguments: Any, **options: Any) -> None:
+        """Record a collective of `size` bytes from this rank, start it and wait for it."""
+        self.start(*arguments, **options).wait()
+
+    def start(
+        self,
+        why: cause,
+        collective: str,
+        size: int,
+        start: Callable[..., Pending],
+        *arguments: Any,
+        purpose: Purpose = Purpose.PAYLOAD,
+        waiting_in: str = "",
+    ) -> Pending:
+        """Record a collective of `size` bytes from this rank and start it."""
+        if open_traces():
+            record(why, collective, purpose, ranks=self.size, bytes=size)
+        return start(*arguments, operation=waiting_in or why.operation)
+
+    def Iallgather(self, mine: HostArray, everyones: HostArray, *, operation: str) -> Pending:
+        """Gather blocks of one size."""
+
+        def finish(gathered: HostArray) -> None:
+            everyones[...] = gathered.view(everyones.dtype).reshape(everyones.shape)
+
+        return Pending(self, operation, mine, mine.nbytes, finish)
+
+    def Iallgatherv(self, mine: HostArray, everyones: tuple[HostArray, Sequence[int]], *, operation: str) -> Pending:
+        """Gather blocks of several sizes, each filled up to the largest."""
+        received, counts = everyones
+        sizes = [count * received.itemsize for count in counts]
+
+        def finish(gathered: HostArray) -> None:
+            blocks = [block[:size] for block, size in zip(gathered, sizes, strict=True)]
+            received[...] = np.concatenate(blocks).view(received.dtype)
+
+        return Pending(self, operation, mine, max(sizes), finish)
+
+    def Iallreduce(self, mine: HostArray, result: HostArray, merge: Merge, *, operation: str) -> Pending:
+        """Merge the elements of all ranks, in rank order."""
+
+        def finish(gathered: HostArray) -> None:
+            first, *others = gathered.view(mine.dtype)
+            for other in others:
+                merge(other, first)
+            result[...] = first.reshape(result.shape)
+
+        return Pending(self, operation, mine, mine.nbytes, finish)
+
+
+class Pending:
+    """An all-gather of blocks of `size` bytes that was started; `finish` takes what came, (ranks, size)."""
+
+    def __init__(
+        self, group: TorchGroup, operation: str, mine: HostArray, size: int, finish: Callable[[HostArray], None]
+    ) -> None:
+        import torch
+
+        sent, self._gathered = np.zeros(size, np.uint8), np.empty((group.size, size), np.uint8)
+        sent[: mine.nbytes] = np.ascontiguousarray(mine).reshape(-1).view(np.uint8)
+        self._finish, self._where = finish, f"{operation}, on rank {group.rank} of {group.size}"
+        with self._failing_in_words():
+            self._work = torch.distributed.all_gather(
+                list(torch.from_numpy(self._gathered)), torch.from_numpy(sent), group=group.group, async_op=True
+            )
+
+    def wait(self) -> None:
+        """Return when the collective is complete, or raise `CollectiveTimeout`."""
+        with self._failing_in_words():
+            self._work.wait()
+        self._finish(self._gathered)
+
+    @contextmanager
+    def _failing_in_words(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise CollectiveTimeout(
+                f"torch's process group failed, or waited for its timeout, in {self._where}, and is not usable any "
+                f"more: {error}"
+            ) from error
+
+
+@cache
+def _let_torch_end() -> None:
+    """Let the process end a little later: a thread of gloo's gives back the tensors of a collective after its end.
+
+    It needs the interpreter for that, and aborts the process if there is none any more.
+    """
+    atexit.register(time.sleep, 0.1)
+
+
+def groups_wrapped(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return options in which each process group of torch is a `TorchGroup`."""
+    kind = getattr(sys.modules.get("torch.distributed"), "ProcessGroup", None)
+    if kind is None:
+        return options
+    return {name: TorchGroup(value) if isinstance(value, kind) else value for name, value in options.items()}

@@ -1,0 +1,54 @@
+"""Tensors of torch come out where only tensors go in; torch is imported by those who make them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import wraps
+import sys
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.loss.options import Function
+from pce_mpi.loss.passes import MadeResiduals
+
+
+def tensors_for_tensors(function: Function) -> Function:
+    """Make the results of a function tensors of torch if all arrays among its arguments are, those of residuals too."""
+
+    @wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        results = function(*arguments, **options)
+        if "torch" in sys.modules:
+            kinds = set(_kinds((*arguments, *options.values())))
+            return _as_tensors(results) if kinds == {True} else results
+        return results
+
+    return call  # type: ignore[return-value]  # it has the signature of `function`
+
+
+def _kinds(values: Iterable[Any]) -> Iterator[bool]:
+    """Yield for each array, and for residuals, whether it is a tensor."""
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _kinds(value)
+        elif isinstance(value, MadeResiduals):
+            yield value.of_tensors
+        elif hasattr(value, "__dlpack__"):
+            yield isinstance(value, sys.modules["torch"].Tensor)
+
+
+def _as_tensors(results: Any) -> Any:
+    """Return results with NumPy arrays as tensors, which share their memory; residuals remember it."""
+    import torch
+
+    if isinstance(results, tuple):
+        parts = map(_as_tensors, results)
+        return type(results)(*parts) if hasattr(results, "_fields") else tuple(parts)
+    if isinstance(results, MadeResiduals):
+        results.of_tensors = True
+    elif isinstance(results, np.ndarray):
+        if results.dtype.name == "bfloat16":
+            return torch.from_numpy(results.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(results)
+    return results
