@@ -9,7 +9,7 @@ from functools import lru_cache
 import inspect
 import math
 import sys
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from torch.distributed import ProcessGroup
 
-    Comm = MPI.Intracomm | ProcessGroup
+    Comm: TypeAlias = MPI.Intracomm | ProcessGroup
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Function = TypeVar("Function", bound=Callable[..., Any])
