@@ -201,7 +201,7 @@ def test_forked_process_is_no_rank():
                     os._exit(status)
             assert os.waitpid(pid, 0)[1] == 0
         assert (x.full() == expected).all()
-        print(f"rank {comm.rank}: sound")
+        print(f"rank {comm.rank}: sound\\n", end="")  # in one write, or another rank's comes between
         """,
     )
     assert job.returncode == 0, job.stderr
