@@ -74,7 +74,8 @@ def test_program_in_cpp_sees_a_wrong_bit(program, tmp_path):
     at = content.index(b"data_offsets", at)
     offset = int(content[at + 15 : at + 30].split(b",")[0])
     content[start + offset + 40] ^= 1
-    path = tmp_path / "wrong.safetensors"
+    path = tmp_path / "plain" / "wrong.safetensors"  # the program takes no vectors of another folder
+    path.parent.mkdir()
     path.write_bytes(content)
     mpiexec = Path(sys.executable).parent / "mpiexec"
     done = subprocess.run([mpiexec, "-n", "2", program[0], path], capture_output=True, text=True)
