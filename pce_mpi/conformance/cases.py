@@ -142,7 +142,7 @@ class Case:
 
     @property
     def about(self) -> About:
-        """What it is about."""
+        """Its subject: numbers, gradients, bits, ..."""
         needs, usual = self.needs, self.procedure in ("plain", "rows-sharded", "copies")
         asked = self.of_bits or self.form or needs.keeps_logits or needs.strided or needs.empty
         if asked or not usual or self.expects is not Expects.ANSWER:

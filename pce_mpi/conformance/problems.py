@@ -27,7 +27,7 @@ Memory = Literal["C", "F", "strided", "padded", "expanded"]
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """What the candidates of one kind are called with and give, and how that is judged.
+    """The arguments and results of the candidates of one kind, and how these are judged.
 
     noun, plural         the words for what it gives for a row
     exact                the exact numbers of a problem and, for `dloss`, the gradient of the logits; all classes

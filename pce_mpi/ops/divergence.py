@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import partial
 from typing import Any, Unpack
 
@@ -13,8 +12,8 @@ from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.loss.divergence import DivergenceResiduals, divergence_of, kl_divergence_backward, prepare
 from pce_mpi.loss.kernels import standard_arithmetic
-from pce_mpi.loss.options import DivergenceOptions, Options, Reduction, ShardedDivergenceOptions, takes
-from pce_mpi.ops.options import apply_checked, checked_operands, parameters_of, sharded_options
+from pce_mpi.loss.options import DivergenceOptions, Options, ShardedDivergenceOptions, takes
+from pce_mpi.ops.options import apply_checked, checked_operands, parameters_of, rule_of_loss, sharded_options
 from pce_mpi.ops.shape import normalized_axis
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -22,17 +21,10 @@ Shape = tuple[int, ...]
 
 
 def _rule(student: Shape, teacher: Shape, *counted: Shape, axis: int, reduction: str, **_: Any) -> Rule:
-    """Return the rule: all share rows; the divergence itself merges sharded classes, reduces sharded rows."""
+    """Return the rule: all share rows."""
     labels = tuple(Axis(index) for index in range(len(student)))
     rows = labels[:axis] + labels[axis + 1 :]
-    reduced = not (isinstance(reduction, str) and reduction == Reduction.NONE)  # checked by every rank, later
-    merged: set[Hashable] = {labels[axis].label} | ({row.label for row in rows} if reduced else set())
-    return Rule(
-        (labels, labels, *[rows for _ in counted]),
-        () if reduced else rows,
-        () if reduced else student[:axis] + student[axis + 1 :],
-        merged=frozenset(merged),
-    )
+    return rule_of_loss(student, [labels, labels, *[rows for _ in counted]], axis, reduction)
 
 
 def _kl_divergence(call: Call, student: Array, teacher: Array, *counted: Array, **options: Any) -> Array:

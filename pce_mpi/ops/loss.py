@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, Unpack
 
 import numpy as np
@@ -15,10 +14,10 @@ from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.loss import Residuals, softmax_cross_entropy_backward
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.kernels import standard_arithmetic
-from pce_mpi.loss.options import CrossEntropyOptions, Options, Reduction, takes
+from pce_mpi.loss.options import CrossEntropyOptions, Options, takes
 from pce_mpi.loss.passes import forward
 from pce_mpi.ops.elementwise import astype, square, widened
-from pce_mpi.ops.options import apply_checked, checked_operands, parameters_of, sharded_options
+from pce_mpi.ops.options import apply_checked, checked_operands, parameters_of, rule_of_loss, sharded_options
 from pce_mpi.ops.reductions import mean
 from pce_mpi.ops.shape import normalized_axis
 
@@ -27,17 +26,10 @@ Shape = tuple[int, ...]
 
 
 def _rule(logits: Shape, targets: Shape, *weight: Shape, axis: int, reduction: str, **_: Any) -> Rule:
-    """Return the rule: logits and targets share rows; the loss itself merges sharded classes, reduces sharded rows."""
+    """Return the rule: logits and targets share rows, and the weight has the classes."""
     labels = tuple(Axis(index) for index in range(len(logits)))
-    classes, rows = labels[axis], labels[:axis] + labels[axis + 1 :]
-    reduced = not (isinstance(reduction, str) and reduction == Reduction.NONE)  # checked by every rank, later
-    merged: set[Hashable] = {classes.label} | ({row.label for row in rows} if reduced else set())
-    return Rule(
-        (labels, labels if len(targets) == len(logits) else rows, *([(classes,)] if weight else [])),
-        () if reduced else rows,
-        () if reduced else logits[:axis] + logits[axis + 1 :],
-        merged=frozenset(merged),
-    )
+    shared = labels if len(targets) == len(logits) else labels[:axis] + labels[axis + 1 :]
+    return rule_of_loss(logits, [labels, shared, *([(labels[axis],)] if weight else [])], axis, reduction)
 
 
 def _cross_entropy(call: Call, logits: Array, targets: Array, *weight: Array, **options: Any) -> Array:

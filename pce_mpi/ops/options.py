@@ -1,8 +1,8 @@
-"""The options of losses of distributed arrays: checks of what the user gives, and what the shardings add to it."""
+"""The options of losses of distributed arrays: what the user gives is checked, shardings add to it; and their rule."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 import math
 from types import MappingProxyType
@@ -13,15 +13,30 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_real
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
+from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss.chunks import check_product
-from pce_mpi.loss.options import Options
+from pce_mpi.loss.options import Options, Reduction
 from pce_mpi.loss.problem import check_per_class
 
 Shape = tuple[int, ...]
 
 _OPERANDS = ("bias", "rows", "weight")
+
+
+def rule_of_loss(logits: Shape, operands: Sequence[tuple[Axis, ...]], axis: int, reduction: str) -> Rule:
+    """Return the rule of a loss whose first operand has the logits: it merges sharded classes, reduces sharded rows."""
+    labels = operands[0]
+    rows = labels[:axis] + labels[axis + 1 :]
+    reduced = not (isinstance(reduction, str) and reduction == Reduction.NONE)  # checked by every rank, later
+    merged: set[Hashable] = {labels[axis].label} | ({row.label for row in rows} if reduced else set())
+    return Rule(
+        tuple(operands),
+        () if reduced else rows,
+        () if reduced else logits[:axis] + logits[axis + 1 :],
+        merged=frozenset(merged),
+    )
 
 
 def parameters_of(options: Options, known: type[Any]) -> dict[str, Any]:
