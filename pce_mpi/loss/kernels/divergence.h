@@ -17,16 +17,21 @@ struct Difference {
 template <bool single> struct Pairs {
     double logits[TERMS + LANES], r[TERMS + LANES], p[TERMS + LANES], q[TERMS + LANES];
     long count;
+    // What is fetched from memory while these are computed with, and the bytes of a logit.
+    const char *ahead[2];
+    long bytes;
 
     template <Way way, class T>
     void fill(const Divergence &pass, const T *p_logits, const T *q_logits, long some, long row,
               const RowFactor &p_row, const RowFactor &q_row, const Difference &difference) {
         const Transform transform = pass.transform;
-        Doubles most = {};
+        const Doubles limit = doubles(far_from(single));
+        Longs far = {};
         count = some;
+        bytes = sizeof(T);
+        ahead[0] = (const char *)(p_logits + CHUNK);
+        ahead[1] = (const char *)(q_logits + CHUNK);
         for (long i = 0; i < count; i += LANES) {
-            __builtin_prefetch(p_logits + i + CHUNK, 0, 2);
-            __builtin_prefetch(q_logits + i + CHUNK, 0, 2);
             Doubles v[2], w[2];
             load_wide(p_logits + i, count - i, v);
             load_wide(q_logits + i, count - i, w);
@@ -36,13 +41,13 @@ template <bool single> struct Pairs {
                 Doubles z_w = transformed<way>(w[k], transform, low_w);
                 Doubles error = way == PLAIN ? Doubles{} : error_of(z_w, low_w) - error_of(z, low);
                 Doubles each = ((z_w - z) - difference.delta) + (error - difference.rest), size = size_of(each);
-                most = size > most ? size : most;
+                far |= size > limit;
                 store(logits + at, v[k]);
                 store(r + at, each == each ? each : Doubles{});  // both are masked
             }
         }
         softmax(p, p_row, pass.p_rows[row].most, transform);
-        if (!any_less(doubles(far_from(single)), most) || (pass.out.data && pass.of == KL_BY_P)) return;
+        if (!any_less(far, Longs{}) || (pass.out.data && pass.of == KL_BY_P)) return;
         convert(logits, q_logits, count);
         softmax(q, q_row, pass.q_rows[row].most, transform);
     }
@@ -51,6 +56,7 @@ template <bool single> struct Pairs {
         memset(to + count, 0, LANES * sizeof(double));
     }
     Classes operator[](long i) const {
+        for (const char *logits : ahead) __builtin_prefetch(logits + i * bytes, 0, 2);
         Doubles some = load(r + i);
         bool far = any_less(doubles(far_from(single)), size_of(some));
         return {load(p + i), far ? load(q + i) : Doubles{}, some, far, single};
