@@ -58,11 +58,10 @@ def grid(ranks: int) -> tuple[int, int]:
 class Needs:
     """The demands of a case on a candidate, in the fields of `Offer`.
 
-    `kind`: "" for all. `reductions`: any of them will do, and the first that is offered is used. `shards`: how uneven
+    `reductions`: any of them will do, and the first that is offered is used. `shards`: how uneven
     they have to be.
     """
 
-    kind: str = ""
     options: tuple[str, ...] = ()
     reductions: tuple[str, ...] = ("mean", "none", "sum")
     probabilities: bool = False

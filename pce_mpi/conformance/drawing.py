@@ -92,6 +92,7 @@ def option_values(setting: Setting, names: Sequence[str], classes: int) -> dict[
         "z_loss": 1e-2,
         "logit_scale": 0.75,
         "softcap": 5.0,
+        "temperature": 2.0,
     }
     return {name: values[name] for name in names}
 

@@ -13,7 +13,7 @@ from pce_mpi.conformance.cases import Case, Needs, Setting
 from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.problems import Problem
-from pce_mpi.conformance.terms import Gradient, Shards
+from pce_mpi.conformance.terms import CONVENTIONS, Gradient, Shards
 
 
 def dims_for(offer: Offer, needs: Needs) -> int | None:
@@ -57,7 +57,6 @@ def unmet_need(offer: Offer, needs: Needs, dtype: str) -> str | None:
         "shards of any length" if needs.shards == "any" else "uneven shards": beyond("shards", get_args(Shards)),
         "a gradient" if needs.gradient == Gradient.VALUE else "an upstream gradient": beyond("gradient", Gradient),
         "logits left as they are": needs.keeps_logits and offer.overwrites_logits,
-        f"the kind {needs.kind!r}": needs.kind not in ("", offer.kind),
         "class numbers": not offer.class_numbers
         and (needs.targets or needs.checks_targets or "ignore_index" in needs.options),
         "targets": (needs.targets or needs.checks_targets) and "targets" not in KINDS[offer.kind].arrays,
@@ -93,7 +92,8 @@ def problem_of(
         normalized=offer.normalized,
         any_rows=offer.any_rows,
     )
-    problem = setting.kind.fitted(replace(case.build(setting), smoothing=offer.smoothing), seed)
+    conventions = {name: getattr(offer, name) for name in CONVENTIONS}
+    problem = setting.kind.fitted(replace(case.build(setting), conventions=conventions), seed)
     if not offer.class_numbers and problem.with_numbers:
         problem = _one_hot(problem)
     return problem if dims_for(offer, needs) in (problem.logits.ndim, None) else _in_two_axes(problem)

@@ -13,7 +13,18 @@ from textwrap import indent
 from typing import Any, TypeVar, get_args
 
 from pce_mpi.conformance.kinds import KINDS
-from pce_mpi.conformance.terms import DTYPES, OPTIONS, REDUCTIONS, Arrays, Gradient, Shards, Smoothing
+from pce_mpi.conformance.terms import (
+    DTYPES,
+    MORE_OPTIONS,
+    OPTIONS,
+    REDUCTIONS,
+    Arrays,
+    Direction,
+    Gradient,
+    Rest,
+    Shards,
+    Smoothing,
+)
 
 Candidate = Callable[..., Any]
 _Candidate = TypeVar("_Candidate", bound=Candidate)
@@ -26,12 +37,14 @@ class Offer:
     Parameters
     ----------
     kind : str
-        "loss"; "log_prob", the log-probability of each row's target; or "entropy", that of each row's softmax. The
-        latter two have the reduction "none" alone.
+        "loss"; "log_prob", the log-probability of each row's target; "entropy", that of each row's softmax; "kl", the
+        divergence of a student's softmax and a teacher's; or "topk_kl", that over the teacher's largest `top_k` classes
+        of all shards. "log_prob" and "entropy" have the reduction "none" alone.
     dtypes : tuple of str
         The dtypes of the logits: "float16", "bfloat16", "float32", "float64".
     options : tuple of str
-        The keywords that it takes: "weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap".
+        The keywords that it takes: "weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap"; of
+        a divergence "temperature" alone.
     reductions : tuple of str
         The reductions of the losses per row: "mean", "sum", "none".
     ignore_index : int, optional
@@ -39,6 +52,14 @@ class Offer:
     smoothing : str
         "all": label smoothing s gives each of the C classes s / C. "others": it gives each class but the target
         s / (C - 1).
+    direction : str
+        Of a divergence: "forward", KL(teacher || student); "reverse", KL(student || teacher); or "jensen-shannon".
+    temperature_squared : bool
+        A divergence is multiplied by the square of the temperature.
+    rest : str
+        Of the classes beyond the `top_k`: their terms are "dropped", with the probabilities of a softmax over all
+        classes; the probabilities of the others are "renormalized" to a sum of 1; or they are a "bucket", one class
+        more.
     probabilities : bool
         It takes floating-point targets, shaped and sharded as the logits.
     class_numbers : bool
@@ -86,6 +107,9 @@ class Offer:
     reductions: tuple[str, ...] = ("mean",)
     ignore_index: int | None = None
     smoothing: Smoothing = "all"
+    direction: Direction = "forward"
+    temperature_squared: bool = False
+    rest: Rest = "dropped"
     probabilities: bool = False
     class_numbers: bool = True
     normalized: bool = False
@@ -117,6 +141,8 @@ class Offer:
         _one("shards", self.shards, get_args(Shards))
         _one("arrays", self.arrays, get_args(Arrays))
         _one("smoothing", self.smoothing, get_args(Smoothing))
+        _one("direction", self.direction, get_args(Direction))
+        _one("rest", self.rest, get_args(Rest))
         for name in ("dtypes", "reductions", "dims"):
             if not getattr(self, name):
                 raise ValueError(f"{name} of an offer must not be empty")
@@ -157,7 +183,9 @@ def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
     that gradient.
 
     A candidate of `kind="log_prob"` returns one log-probability of the target per row in place of the loss, one of
-    `kind="entropy"` the entropy of each row's softmax, and that is called without targets.
+    `kind="entropy"` the entropy of each row's softmax, and that is called without targets. One of `kind="kl"` gets this
+    rank's shard of a teacher's logits in place of targets, and its gradient is that of the student's logits; one of
+    `kind="topk_kl"` gets the keyword `top_k` besides.
 
     It gets only arguments that it offers: options that a case sets, `reduction` if it offers more than one, `axis` if
     it takes one and the class axis is not the last, `batch_comm` if rows are sharded too. A case that it does not offer
@@ -279,7 +307,8 @@ def _by_signature(candidate: Candidate) -> dict[str, Any]:
     kinds = [parameter.kind for parameter in parameters.values()]
     # (*arguments, **options) alone says nothing: it is a wrapper.
     open_ended = inspect.Parameter.VAR_KEYWORD in kinds and kinds != _KINDS
-    supported: dict[str, Any] = {"options": tuple(name for name in OPTIONS if open_ended or name in parameters)}
+    known = (*OPTIONS, *MORE_OPTIONS)
+    supported: dict[str, Any] = {"options": tuple(name for name in known if open_ended or name in parameters)}
     if "reduction" in parameters:
         supported["reductions"] = REDUCTIONS
     if "axis" in parameters:

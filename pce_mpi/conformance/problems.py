@@ -16,7 +16,6 @@ from typing import Any, Literal
 import numpy as np
 
 from pce_mpi.arrays import is_floating
-from pce_mpi.conformance.terms import Smoothing
 
 Array = np.ndarray[Any, Any]
 
@@ -35,7 +34,7 @@ class Kind:
     faults               of a textbook: what projects have shipped, as in `faults`
     told                 what to declare where the numbers of another kind turn out to be these
     options, reductions  those that it may take
-    arrays               the names of what it is called with: this rank's logits, and targets or none
+    arrays               the names of what it is called with: this rank's logits; and targets, or a teacher's, or none
     negates              the kind whose numbers are the negatives of these, and whose faults are known
     tell                 of a textbook, "loss" or "gradient", and numbers: an exact test that no other kind has
     fitted               makes the problem of a case for all kinds one for this kind
@@ -91,7 +90,7 @@ class Problem:
     options                      the options of the candidate; `weight` has all classes
     reduction                    "mean", "sum" or "none"
     axis                         the class axis
-    smoothing                    the convention of label smoothing, as in `Offer`
+    conventions                  which numbers are meant, where there are several: fields of `Offer`
     dloss                        the upstream gradient, shaped as the loss; None: ones
     memory                       the memory order of a shard of the logits: "C", "F", "strided" or "padded"
     target_memory, dloss_memory  those of index targets and of the upstream gradient: "C", "strided" or, for equal
@@ -110,7 +109,7 @@ class Problem:
     options: dict[str, Any] = field(default_factory=dict)
     reduction: str = "mean"
     axis: int = -1
-    smoothing: Smoothing = "all"
+    conventions: Mapping[str, Any] = field(default_factory=dict)
     dloss: Array | None = None
     memory: Memory = "C"
     target_memory: Memory = "C"
@@ -157,6 +156,11 @@ class Problem:
         return self.targets.dtype.kind not in "iu"
 
     @property
+    def with_teacher(self) -> bool:
+        """True if the second array has the logits of a teacher."""
+        return "teacher" in self.kind.arrays
+
+    @property
     def with_numbers(self) -> bool:
         """True if the targets are class numbers, and are passed."""
         return not self.with_probabilities and "targets" in self.kind.arrays
@@ -164,7 +168,7 @@ class Problem:
     @property
     def exact_options(self) -> dict[str, Any]:
         """The options for `dense`, which smooths over all classes."""
-        if self.smoothing == "all" or "label_smoothing" not in self.options or self.classes < 2:
+        if self.conventions.get("smoothing") != "others" or "label_smoothing" not in self.options or self.classes < 2:
             return self.options
         more = self.classes / (self.classes - 1)
         return self.options | {"label_smoothing": self.options["label_smoothing"] * more}

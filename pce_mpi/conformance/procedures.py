@@ -94,7 +94,7 @@ class _Call:
             options["weight"] = self._hand("weight", options["weight"])
         self._arrays = [self._hand("logits", shard.logits)]
         if len(problem.kind.arrays) > 1:
-            self._arrays.append(self._hand("targets", shard.targets))
+            self._arrays.append(self._hand(problem.kind.arrays[1], shard.targets))
         self._options = {"class_start": shard.class_start, "num_classes": shard.num_classes, **options}
         self.loss: Any = None
         self.gradient: Any = None

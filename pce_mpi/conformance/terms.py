@@ -7,11 +7,17 @@ from typing import Literal
 
 OPTIONS = ("weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+# What candidates of one kind may take besides.
+MORE_OPTIONS = ("temperature",)
 REDUCTIONS = ("mean", "sum", "none")
 
 Shards = Literal["equal", "array_split", "chunks", "any"]
 Arrays = Literal["numpy", "cupy", "torch"]
 Smoothing = Literal["all", "others"]
+Direction = Literal["forward", "reverse", "jensen-shannon"]
+Rest = Literal["dropped", "renormalized", "bucket"]
+# The fields of an offer in which candidates of one kind mean different numbers.
+CONVENTIONS = ("smoothing", "direction", "temperature_squared", "rest")
 
 
 class Gradient(StrEnum):

@@ -54,9 +54,15 @@ class Textbook:
             t = problem.targets.reshape(-1).astype(np.int64)
             q = ((np.arange(classes) == t[:, None]) & valid[:, None]).astype(np.float64)
             divisor = float((q @ w).sum())
+        lost: Array | float = 0.0
+        scale, softcap = options.get("logit_scale", 1.0 / options.get("temperature", 1.0)), options.get("softcap")
+        if problem.with_teacher:  # sum q log(q / p) is the cross entropy with q, less the entropy of q
+            of_teacher = softmax(scale * q)
+            q, of_class = of_teacher["p"], np.where(of_teacher["p"] == 0.0, 0.0, of_teacher["p"] * of_teacher["nll"])
+            w = w / scale**2 if problem.conventions["temperature_squared"] else w
+            lost = -(w * of_class).sum(axis=-1)
         smoothing = options.get("label_smoothing", 0.0)
         upstream = np.ones(()) if problem.dloss is None else problem.dloss.astype(np.float64)
-        scale, softcap = options.get("logit_scale", 1.0), options.get("softcap")
         z, slope = scale * x, np.full_like(x, scale)
         if softcap is not None:
             z, slope = np.where(np.isinf(x), x, softcap * np.tanh(z / softcap)), scale / np.cosh(z / softcap) ** 2
@@ -74,7 +80,7 @@ class Textbook:
             u=np.zeros_like(x),
             **softmax(z),
             total=np.zeros(rows),
-            lost=0.0,
+            lost=lost,
             g=np.broadcast_to(upstream.reshape(-1), (rows,)),
             divisor=divisor if problem.reduction == "mean" else 1.0,
         )

@@ -87,7 +87,8 @@ def kl_divergence_value_and_grad(
             divergence, ds = _kl(s, log_s, log_t)
             dt = t - s
         else:
-            log_m = np.log((s + t) / 2.0)
+            larger = np.maximum(log_s, log_t)  # the logarithm of a mean of subnormal probabilities has no digits
+            log_m = larger + np.log1p(np.expm1(np.minimum(log_s, log_t) - larger) / 2.0)
             (of_s, ds), (of_t, dt) = _kl(s, log_s, log_m), _kl(t, log_t, log_m)
             divergence, ds, dt = (of_s + of_t) / 2.0, ds / 2.0, dt / 2.0
         divergence = np.where(counts, divergence, 0.0)

@@ -259,8 +259,8 @@ def test_row_of_kinds_is_a_kind(monkeypatch):
     assert np.allclose(problem.expected[0], np.log(np.exp(problem.logits.astype(np.float64)).sum(axis=-1)))
     with pytest.raises(ValueError, match="options of an offer must be among logit_scale, softcap, got 'weight'"):
         Offer(kind="logsumexp", options=("weight",))
-    with pytest.raises(ValueError, match="loss, log_prob, entropy, logsumexp, got 'kl'"):
-        Offer(kind="kl")
+    with pytest.raises(ValueError, match="loss, log_prob, entropy, kl, topk_kl, logsumexp, got 'margin'"):
+        Offer(kind="margin")
 
 
 # Loading candidates.

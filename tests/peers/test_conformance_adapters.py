@@ -310,10 +310,21 @@ def policy():
 FEW = ["random-logits", "offset", "masked-classes", "dims", "upstream", "inputs-unmodified"]
 
 
-@pytest.mark.parametrize("name", ["log_prob", "entropy"])
+@pytest.mark.parametrize("name", ["log_prob", "entropy", "kl"])
 def test_policy_of_the_documentation_conforms(comm, started, name):
     documented, _ = policy()
     assert failures(started(adapted("torch-shards", getattr(documented, name))), comm, pattern=FEW) == {}
+
+
+@pytest.mark.sizes(2)
+def test_sum_of_what_ranks_compute_alike_is_named(comm, started):
+    _, bare = policy()
+    once_more = bare.SumOverRanks.apply
+    bare.SumOverRanks = types.SimpleNamespace(apply=lambda part, group, parts: once_more(part, group, True))
+    candidate = started(adapted("torch-shards", offers(kind="kl")(bare.kl)))
+    (case,) = cases(candidate, pattern="random-logits/float32")
+    text = run_case(candidate, case, comm).findings[0].text
+    assert text.startswith("the gradient is 2 times too large: it is summed over the ranks once more")
 
 
 def test_candidate_in_pytest_is_as_documented(comm, monkeypatch):

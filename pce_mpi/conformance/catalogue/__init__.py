@@ -17,7 +17,9 @@ _FAMILIES = (numbers, special_values, shapes, targets, options, calls)
 
 
 def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None, *, large: bool = False) -> list[Case]:
-    """Return every case, also those that `offer` does not cover; with `large`, the case that takes GiB as well.
+    """Return every case of a loss or of the kind of `offer`, also those that `offer` does not cover.
+
+    With `large`, the case that takes GiB is among them.
 
     Cases that are not about numbers come in one dtype only: the first of float32, float64, bfloat16 and float16 that
     is in `offer` and in `dtypes`. No case has a dtype outside `dtypes`.
@@ -29,13 +31,11 @@ def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None, *
     offered = DTYPES if offer is None else offer.dtypes
     main = next((dtype for dtype in DTYPES if dtype in offered and dtype in wanted), wanted[0])
     every = [case for module in _FAMILIES for case in module.CASES.of(main)]
-    for name, kind in KINDS.items():
-        own = () if kind.cases is None else kind.cases.of(main)
-        every += [replace(case, needs=replace(case.needs, kind=name)) for case in own]
+    kind = KINDS["loss" if offer is None else offer.kind]
+    every += () if kind.cases is None else kind.cases.of(main)
     if large:
         smallest = next((dtype for dtype in reversed(DTYPES) if dtype in offered and dtype in wanted), wanted[0])
         every += shapes.LARGE.of(smallest)
-    kind = KINDS["loss" if offer is None else offer.kind]
     found = [case for case in dict.fromkeys(every) if case.dtype in wanted]
     return [replace(case, catches=kind.said(case.family, case.catches)) for case in found]
 

@@ -1,0 +1,219 @@
+"""The divergence of a student's softmax and a teacher's, whose logits it gets in place of targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from pce_mpi import dense
+from pce_mpi.conformance.cases import Setting
+from pce_mpi.conformance.declaring import Cases
+from pce_mpi.conformance.drawing import random_problem, rounded
+from pce_mpi.conformance.faults import Faults, Given, all_ranks, of_gradient
+from pce_mpi.conformance.problems import Kind, Problem
+from pce_mpi.conformance.terms import DTYPES, REDUCTIONS
+from pce_mpi.conformance.textbook import Array, Textbook, softmax
+
+
+def drawn_teacher(problem: Problem, seed: int) -> Problem:
+    """Return the problem with a teacher near the student, unless it has one; a class of logit -inf is so in both."""
+    if problem.targets.shape == problem.logits.shape and problem.targets.dtype == problem.dtype:
+        return problem
+    student = problem.logits.astype(np.float64)
+    noise = 2.0 * np.random.default_rng([seed, 6]).standard_normal(student.shape)
+    with np.errstate(all="ignore"):
+        near = np.where(np.isfinite(student), student + noise, np.where(student == -np.inf, -np.inf, noise))
+        finite = np.clip(
+            near.astype(problem.dtype).astype(np.float64), student.min(initial=0.0), student.max(initial=0.0)
+        )
+        teacher = np.where(np.isfinite(student), finite, near).astype(problem.dtype)
+    return replace(problem, targets=teacher)
+
+
+def of_problem(problem: Problem, student: Array, teacher: Array) -> tuple[Array, Array]:
+    """Return the divergence of two arrays of logits, in the conventions of a problem, and its gradient."""
+    temperature = problem.options.get("temperature", 1.0)
+    found = dense.kl_divergence_value_and_grad(
+        student,
+        teacher,
+        direction=problem.conventions["direction"],
+        temperature=temperature,
+        reduction=problem.reduction,
+        axis=problem.axis,
+    )
+    factor = temperature**2 if problem.conventions["temperature_squared"] else 1.0
+    upstream = np.ones(()) if problem.dloss is None else problem.dloss.astype(np.float64)
+    slope = factor * (np.expand_dims(upstream, problem.axis) if upstream.ndim else upstream)
+    return np.asarray(found.divergence) * factor, found.dstudent * slope
+
+
+def _exact(problem: Problem) -> tuple[Array, Array]:
+    return of_problem(problem, problem.logits, problem.targets)
+
+
+def sizes(book: Textbook) -> tuple[Array, Array, Array]:
+    """Return the sizes of the summands, as `kinds.loss.sizes` does."""
+    larger, teacher = np.maximum(book.p, book.q), book.problem.row_major(book.problem.targets).astype(np.float64)
+    logs = sum(np.where(np.isfinite(nll), nll, 0.0) for nll in (book.nll, softmax(book.slope * teacher)["nll"]))
+    factor = book.w.max(initial=0.0) / (book.divisor or 1.0)
+    upstream = np.full(book.problem.rows, factor) * np.maximum(1.0, (larger * logs).sum(axis=-1))
+    slope = np.abs(book.g * factor) * book.slope.max(initial=0.0)
+    forward = book.problem.conventions["direction"] == "forward"
+    return upstream, slope, slope[:, None] * larger * (1.0 if forward else 1.0 + logs)
+
+
+def _given(b: Textbook, student: Array, teacher: Array, **conventions: object) -> Given:
+    """Return the answer for other logits, (rows, classes), or in other conventions."""
+    problem = replace(
+        b.problem,
+        logits=student.reshape(*b.problem.rows_shape, b.problem.classes),
+        targets=teacher,
+        axis=-1,
+        conventions={**b.problem.conventions, **conventions},
+    )
+    loss, gradient = of_problem(problem, problem.logits, teacher.reshape(problem.logits.shape))
+    return Given((loss,), gradient.reshape(b.p.shape))
+
+
+def times_ranks(b: Textbook) -> Faults:
+    """Automodel, Model-Optimizer: an all-reduce whose backward sums what every rank has computed alike."""
+    if (ranks := b.problem.ranks) > 1:
+        gradient = b.problem.row_major(b.problem.expected[1])
+        yield (
+            f"the gradient is {ranks} times too large: it is summed over the ranks once more",
+            of_gradient(ranks * gradient),
+        )
+
+
+def _faults(b: Textbook) -> Faults:
+    """Automodel, Model-Optimizer; torch's kl_div; NeMo-RL; and what a declaration may say."""
+    yield from times_ranks(b)
+    problem = b.problem
+    student, teacher = b.x, problem.row_major(problem.targets).astype(np.float64)
+    for direction, what in (
+        ("forward", "KL(teacher || student)"),
+        ("reverse", "KL(student || teacher)"),
+        ("jensen-shannon", "the Jensen-Shannon divergence"),
+    ):
+        if direction != problem.conventions["direction"]:
+            text = f'this is {what}: where that is meant, declare it: @offers(direction="{direction}")'
+            yield text, _given(b, student, teacher, direction=direction)
+    if "temperature" in problem.options:
+        other = not problem.conventions["temperature_squared"]
+        there = "has" if other else "lacks"
+        text = f"the divergence {there} the square of the temperature as a factor: where that is meant, declare it: "
+        yield f"{text}@offers(temperature_squared={other})", _given(b, student, teacher, temperature_squared=other)
+    if problem.conventions["direction"] == "forward":
+        text = "the entropy of the teacher is not subtracted: the numbers are a cross entropy"
+        yield text, all_ranks(b.but(lost=0.0))
+        masked = (b.q == 0.0).any(axis=-1)
+        if masked.any():
+            text = "0 times -inf gives nan: a class to which the teacher gives probability 0 adds 0 to the divergence"
+            lost = np.where(masked, np.nan, b.lost)
+            yield text, Given((b.but(lost=lost).loss(),), None)
+            yield text, Given((b.but(lost=lost).loss(),), b.gradient() + np.where(masked, np.nan, 0.0)[:, None])
+    if problem.reduction == "mean" and problem.classes > 1:  # torch's kl_div, unless "batchmean"
+        loss, gradient = problem.expected
+        yield (
+            f"the mean divides by rows times classes, {b.problem.rows * b.problem.classes}, not by the rows",
+            Given((loss / problem.classes,), problem.row_major(gradient) / problem.classes),
+        )
+    if problem.ranks > 1:
+        yield from _local(b, teacher)
+
+
+def _local(b: Textbook, teacher: Array) -> Faults:
+    """Softmaxes, or sums, of each rank's own classes."""
+    if b.problem.conventions["direction"] != "forward":
+        return
+    shards = [b.in_shard(rank) for rank in range(b.problem.ranks)]
+    q = np.zeros_like(b.q)
+    for each in filter(np.any, shards):
+        q[:, each] = softmax(b.slope[:, each] * teacher[:, each])["p"]
+    local = b.but(lost=(b.w * _times_log(q, q)).sum(axis=-1)).with_u(b.w * q)
+    text = "the teacher's softmax is of each rank's own classes only"
+    yield text, all_ranks(local)
+    yield text, of_gradient(local.gradient())
+    terms = b.w * (_times_log(b.q, b.q) + np.where(b.q == 0.0, 0.0, b.q * b.nll))
+    nothing = b.with_u(np.zeros_like(b.u))
+    parts = tuple(nothing.but(lost=terms[:, each].sum(axis=-1)).loss() for each in shards)
+    if np.ptp(parts, axis=0).max(initial=0.0) > 2.0**-7:
+        text = "the divergence is of each rank's own classes only: it is never reduced over the ranks"
+        yield text, Given(parts, None)
+
+
+def _times_log(p: Array, q: Array) -> Array:
+    """Return p log q, and 0 where p is."""
+    return np.where(p == 0.0, 0.0, p * np.log(np.where(p == 0.0, 1.0, q)))
+
+
+CASES = Cases()
+
+
+def _with_teacher(setting: Setting, change: Callable[[Array, np.random.Generator], Array], **given: object) -> Problem:
+    problem = random_problem(setting, **given)  # type: ignore[arg-type]  # options, or a scale
+    teacher = change(problem.logits.astype(np.float64), np.random.default_rng([setting.seed, 7]))
+    return replace(problem, targets=rounded(setting, teacher))
+
+
+@CASES.case("far-teacher/{dtype}")
+def _far_teacher(setting: Setting) -> Problem:
+    """A teacher of its own: which of the two is the first argument of KL(P || Q) shows."""
+    return _with_teacher(setting, lambda student, rng: np.asarray(3.0 * rng.standard_normal(student.shape)))
+
+
+@CASES.case("near-teacher/{dtype}", [{"dtype": each} for each in DTYPES if each != "float64"])
+def _near_teacher(setting: Setting) -> Problem:
+    """A student that has nearly learnt: a divergence that is a small difference of two sums, and may be negative. In
+    float64 the exact one would be another such difference.
+    """
+    return _with_teacher(setting, lambda student, rng: student * (1.0 + 2.0**-6 * rng.standard_normal(student.shape)))
+
+
+@CASES.case("equal-logits")
+def _equal_logits(setting: Setting) -> Problem:
+    """A student with the logits of its teacher: the divergence is 0 and so is its gradient."""
+    return _with_teacher(setting, lambda student, rng: student)
+
+
+@CASES.case("certain-teacher", special=True)
+def _certain_teacher(setting: Setting) -> Problem:
+    """A teacher whose probabilities are 1 and 0: 0 times log 0 is 0, not nan."""
+
+    def certain(student: Array, rng: np.random.Generator) -> Array:
+        teacher = np.full(student.shape, -4_000.0)
+        teacher[np.arange(len(teacher)), rng.integers(0, student.shape[-1], len(teacher))] = 4_000.0
+        return teacher
+
+    return _with_teacher(setting, certain)
+
+
+@CASES.case("temperature/{dtype}", options=("temperature",))
+def _temperature(setting: Setting) -> Problem:
+    """A temperature: both softmaxes are of logits that are divided by it, and the gradient has 1 / T as a factor."""
+    return _with_teacher(
+        setting, lambda student, rng: student + 2.0 * rng.standard_normal(student.shape), options=("temperature",)
+    )
+
+
+KL = Kind(
+    noun="divergence",
+    plural="divergences",
+    exact=_exact,
+    sizes=sizes,
+    faults=_faults,
+    told='the numbers are a divergence: that is declared by @offers(kind="kl")',
+    options=("temperature",),
+    reductions=REDUCTIONS,
+    arrays=("student", "teacher"),
+    fitted=drawn_teacher,
+    cases=CASES,
+    catches={
+        "random-logits": "What every test has: random logits, equal shards. Who fails here has the formula wrong.",
+        "p-near-1": "Student and teacher are nearly certain of one class: p - q computed after both were rounded.",
+        "p-equal-1": "One class has all of the student's probability.",
+        "offset": "Differences of logits and a logsumexp, which lose what an offset common to all classes pushes out.",
+    },
+)

@@ -1,0 +1,122 @@
+"""KL(teacher || student) over the teacher's largest classes, of all shards, in each row; it is called with `top_k`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from pce_mpi import dense
+from pce_mpi.conformance.faults import Faults, Given
+from pce_mpi.conformance.kinds import kl
+from pce_mpi.conformance.problems import Kind, Problem
+from pce_mpi.conformance.terms import REDUCTIONS
+from pce_mpi.conformance.textbook import Array, Textbook, softmax
+
+_LARGEST = 4
+
+
+def _fitted(problem: Problem, seed: int) -> Problem:
+    """Return the problem with a teacher whose largest classes are above all others in every dtype."""
+    problem = kl.drawn_teacher(problem, seed)
+    count = min(_LARGEST, problem.classes)
+    teacher = problem.row_major(problem.targets).astype(np.float64)
+    order = np.argsort(np.where(np.isnan(teacher), -np.inf, teacher), axis=-1)[:, problem.classes - count :]
+    above = np.take_along_axis(teacher, order, axis=-1)
+    with np.errstate(invalid="ignore"):
+        np.put_along_axis(teacher, order, above + np.maximum(0.5, np.abs(above) / 64.0), axis=-1)
+    shaped = np.moveaxis(teacher.reshape(*problem.rows_shape, problem.classes), -1, problem.axis)
+    return replace(problem, targets=shaped.astype(problem.dtype), options=problem.options | {"top_k": count})
+
+
+def _largest(teacher: Array, count: int) -> Array:
+    """Return a mask of the `count` largest of each row."""
+    mask = np.zeros(teacher.shape, np.bool_)
+    order = np.argsort(np.where(np.isnan(teacher), -np.inf, teacher), axis=-1, kind="stable")
+    np.put_along_axis(mask, order[:, teacher.shape[-1] - count :], True, axis=-1)
+    return mask
+
+
+def _of_support(problem: Problem, chosen: Array, rest: str) -> tuple[Array, Array]:
+    """Return the divergence over the classes of a mask (rows, classes), and its gradient, of the problem's shapes."""
+    scale, axis = 1.0 / problem.options.get("temperature", 1.0), problem.axis
+    student, teacher = (problem.row_major(each).astype(np.float64) for each in (problem.logits, problem.targets))
+    with np.errstate(all="ignore"):
+        student, teacher = (z - z.max(axis=-1, keepdims=True, initial=-np.inf) for z in (student, teacher))
+        if rest == "dropped":
+            log_p, log_q = (-softmax(scale * each)["nll"] for each in (student, teacher))
+            q = np.where(chosen, np.exp(log_q), 0.0)
+            rows = np.where(q == 0.0, 0.0, q * (log_q - log_p)).sum(axis=-1)
+            gradient = scale * (q.sum(axis=-1, keepdims=True) * np.exp(log_p) - q)
+        else:
+            within, beyond = (
+                [np.where(mask, each, -np.inf) for each in (student, teacher)] for mask in (chosen, ~chosen)
+            )
+            if rest == "bucket" and not chosen.all():
+                masses = [dense.class_statistics(scale * each).logsumexp[:, None] / scale for each in beyond]
+                within = [np.append(each, mass, axis=-1) for each, mass in zip(within, masses, strict=True)]
+            found = dense.kl_divergence_value_and_grad(*within, temperature=1.0 / scale, reduction="none")
+            rows, gradient = found.divergence, found.dstudent[:, : problem.classes]
+            if rest == "bucket" and not chosen.all():
+                share = np.where(chosen, 0.0, np.exp(scale * (beyond[0] - masses[0])))
+                gradient = gradient + found.dstudent[:, problem.classes :] * share
+        factor = scale**-2 if problem.conventions["temperature_squared"] else 1.0
+        if problem.reduction == "mean":
+            factor = factor / problem.rows if problem.rows else np.nan
+        upstream = np.ones(()) if problem.dloss is None else problem.dloss.astype(np.float64)
+        gradient = gradient * factor * np.broadcast_to(upstream.reshape(-1), rows.shape)[:, None]
+        loss = rows.reshape(problem.rows_shape) if problem.reduction == "none" else rows.sum()
+    return np.asarray(loss * factor), np.moveaxis(gradient.reshape(*problem.rows_shape, problem.classes), -1, axis)
+
+
+def _exact(problem: Problem) -> tuple[Array, Array]:
+    chosen = _largest(problem.row_major(problem.targets).astype(np.float64), problem.options["top_k"])
+    return _of_support(problem, chosen, problem.conventions["rest"])
+
+
+def _faults(b: Textbook) -> Faults:
+    """Automodel, Model-Optimizer; SkyRL; and what a declaration may say."""
+    yield from kl.times_ranks(b)
+    problem, count = b.problem, b.problem.options["top_k"]
+    teacher = problem.row_major(problem.targets).astype(np.float64)
+    chosen, declared = _largest(teacher, count), problem.conventions["rest"]
+
+    def given(mask: Array, rest: str) -> Given:
+        loss, gradient = _of_support(problem, mask, rest)
+        return Given((loss,), problem.row_major(gradient))
+
+    for rest, what in (
+        ("dropped", "the terms of the other classes are dropped"),
+        ("renormalized", "the probabilities of the largest classes are renormalized"),
+        ("bucket", "the other classes are one class more"),
+    ):
+        if rest != declared:
+            yield f'{what}: where that is meant, declare it: @offers(rest="{rest}")', given(chosen, rest)
+    if problem.ranks > 1:
+        own = np.zeros_like(chosen)
+        for rank in range(problem.ranks):
+            mine = b.in_shard(rank)
+            own[:, mine] = _largest(teacher[:, mine], min(count, int(mine.sum())))
+        text = f"the {count} classes are each rank's own: the loss depends on the number of ranks"
+        for rest in ("dropped", "renormalized", "bucket"):
+            yield text, given(own, rest)
+    yield (
+        "the classes are those of the student's largest logits, not of the teacher's",
+        given(_largest(b.x, count), declared),
+    )
+
+
+TOPK_KL = Kind(
+    noun="divergence",
+    plural="divergences",
+    exact=_exact,
+    sizes=kl.sizes,
+    faults=_faults,
+    told='the numbers are a divergence over the largest classes: that is declared by @offers(kind="topk_kl")',
+    options=("temperature",),
+    reductions=REDUCTIONS,
+    arrays=("student", "teacher"),
+    fitted=_fitted,
+    cases=kl.CASES,
+    catches=kl.KL.catches,
+)

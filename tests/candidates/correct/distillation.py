@@ -1,0 +1,70 @@
+"""Divergences over sharded classes in float32, step by step; a wrong candidate replaces one of the steps."""
+
+from types import SimpleNamespace
+
+from mpi4py import MPI
+import numpy as np
+
+from pce_mpi.conformance.offers import Offer
+
+
+class Forward:
+    """KL(teacher || student): two softmaxes and a sum over the ranks."""
+
+    offer = Offer(
+        kind="kl", dtypes=("float32",), options=("temperature",), reductions=("none", "mean"), num_classes=False
+    )
+
+    def __call__(self, student, teacher, *, class_start, num_classes, comm, temperature=1.0, reduction="none"):
+        s = SimpleNamespace(**locals())
+        with np.errstate(all="ignore"):
+            s.log_p, s.log_q = self.log_softmax(s, student), self.log_softmax(s, teacher)
+            rows, gradient = self.divergence(s)
+            factor = self.factor(s) / np.float64(len(rows) if reduction == "mean" else 1)
+            loss = rows * factor if reduction == "none" else rows.sum() * factor
+            return np.float32(loss), np.float32(gradient * factor / temperature)
+
+    def log_softmax(self, s, logits):
+        z = logits / np.float32(s.temperature)
+        top = self.over_ranks(s, z.max(axis=-1, initial=-np.inf), MPI.MAX)
+        z = z - top[:, None]
+        return z - np.log(self.over_ranks(s, np.exp(z).sum(axis=-1)))[:, None]
+
+    def over_ranks(self, s, rows, op=MPI.SUM):
+        result = np.empty_like(rows)
+        s.comm.Allreduce(rows, result, op)
+        return result
+
+    def divergence(self, s):
+        p, q = np.exp(s.log_p), np.exp(s.log_q)
+        of_class = np.where(q == 0.0, np.float32(0.0), q * (s.log_q - s.log_p))
+        return self.over_ranks(s, of_class.sum(axis=-1)), p - q
+
+    def factor(self, s):
+        return 1.0
+
+
+class TopK(Forward):
+    """KL(teacher || student) over the teacher's largest classes: the ranks exchange their own largest."""
+
+    offer = Offer(kind="topk_kl", reductions=("none",), num_classes=False)
+
+    def __call__(self, student, teacher, *, top_k, **arguments):
+        self.top_k = top_k
+        return super().__call__(student, teacher, **arguments)
+
+    def chosen(self, s):
+        """Return a mask of this rank's classes that are among the largest of all."""
+        own = np.sort(s.teacher, axis=-1)[:, ::-1][:, : self.top_k]
+        everyone = np.sort(np.concatenate(s.comm.allgather(own), axis=-1), axis=-1)[:, ::-1]
+        return s.teacher >= everyone[:, self.top_k - 1 : self.top_k]
+
+    def divergence(self, s):
+        p, q = np.exp(s.log_p), np.exp(s.log_q)
+        q = np.where(self.chosen(s) | np.isnan(q), q, np.float32(0.0))
+        of_class = np.where(q == 0.0, np.float32(0.0), q * (s.log_q - s.log_p))
+        rows, mass = (self.over_ranks(s, each.sum(axis=-1)) for each in (of_class, q))
+        return rows, mass[:, None] * p - q
+
+
+forward, top_k = Forward(), TopK()

@@ -1,0 +1,127 @@
+"""Divergences of the kinds "kl" and "topk_kl": right ones conform, shipped faults are named, ours pass strictly."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from candidates.correct.distillation import Forward, TopK
+from candidates.wild import distillation as wild
+import pce_mpi as pce
+from pce_mpi.conformance import offers
+from pce_mpi.conformance.catalogue import cases
+from pce_mpi.conformance.outcomes import Verdict
+from pce_mpi.conformance.running import run_case
+from pce_mpi.conformance.units import Tolerance
+
+
+def ours(direction, squared):
+    """This package's own divergence as a candidate."""
+
+    @offers(
+        kind="kl",
+        direction=direction,
+        temperature_squared=squared,
+        dtypes=("float32", "float64", "float16", "bfloat16"),
+        options=("temperature",),
+        reductions=("mean", "sum", "none"),
+        gradient="backward",
+        dims=(1, 2, 3, 4, 5),
+        any_axis=True,
+        same_bits=True,
+    )
+    def divergence(student, teacher, *, temperature=1.0, **options):
+        factor = temperature**2 if squared else 1.0
+        options |= {"direction": direction, "temperature": temperature}
+        value, residuals = pce.kl_divergence_forward(student, teacher, **options)
+        return value * value.dtype.type(factor), lambda dloss: pce.kl_divergence_backward(dloss * factor, residuals)
+
+    return divergence
+
+
+def failures(candidate, comm, pattern=None, **how):
+    outcomes = [run_case(candidate, case, comm, **how) for case in cases(candidate, pattern=pattern)]
+    return [(outcome.case, outcome.findings) for outcome in outcomes if outcome.verdict != Verdict.PASS]
+
+
+@pytest.mark.sizes(1, 3)
+@pytest.mark.parametrize("direction, squared", [("forward", True), ("reverse", False), ("jensen-shannon", False)])
+def test_our_divergences_pass_a_strict_judge(comm, direction, squared):
+    families = ["far-teacher", "near-teacher", "equal-logits", "certain-teacher", "temperature", "masked-*"]
+    families += ["offset", "logits-of-1000", "reduction", "upstream", "dims", "uneven-shards", "empty-shard"]
+    assert failures(ours(direction, squared), comm, families, tolerance=Tolerance(strict=True)) == []
+
+
+@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.parametrize("candidate", [Forward(), TopK()], ids=lambda each: type(each).__name__)
+def test_divergences_written_by_hand_conform(comm, candidate):
+    assert failures(candidate, comm) == []
+
+
+class Shipped(NamedTuple):
+    candidate: type
+    case: str
+    words: str
+    least_ranks: int = 2
+
+    def __str__(self):
+        return f"{self.candidate.__name__}-{self.case}"
+
+
+ONCE_MORE = "the gradient is {ranks} times too large: it is summed over the ranks once more"
+SHIPPED = [
+    Shipped(wild.AutomodelKL, "random-logits/float32", ONCE_MORE),
+    Shipped(wild.AutomodelKL, "temperature/float32", ONCE_MORE),
+    Shipped(wild.ModelOptimizerTopK, "far-teacher/float32", ONCE_MORE),
+    Shipped(
+        wild.SkyRLTopK,
+        "random-logits/float32",
+        "the 4 classes are each rank's own: the divergence depends on the number of ranks",
+    ),
+    Shipped(wild.LocalTeacher, "far-teacher/float32", "the teacher's softmax is of each rank's own classes only"),
+    Shipped(
+        wild.LocalSum, "far-teacher/float32", "the divergence is of each rank's own classes only: it is never reduced"
+    ),
+    Shipped(wild.CrossEntropy, "far-teacher/float32", "the entropy of the teacher is not subtracted", 1),
+    Shipped(wild.MeanOfEntries, "reduction/mean", "the mean divides by rows times classes, 144, not by the", 1),
+    Shipped(wild.ZeroTimesInfinity, "masked-classes/every-third", "0 times -inf gives nan: a class to which the", 1),
+    Shipped(wild.Reverse, "far-teacher/float32", "this is KL(student || teacher): where that is meant, declare", 1),
+    Shipped(wild.TemperatureSquared, "temperature/float32", "has the square of the temperature as a factor", 1),
+    Shipped(wild.Renormalized, "far-teacher/float32", "the probabilities of the largest classes are renormalized", 1),
+]
+
+
+@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.parametrize("shipped", SHIPPED, ids=str)
+def test_shipped_divergence_is_named_first(comm, shipped):
+    candidate = shipped.candidate()
+    (case,) = cases(candidate, pattern=shipped.case)
+    outcome = run_case(candidate, case, comm)
+    assert outcome.failed == (comm.size >= shipped.least_ranks)
+    if outcome.failed:
+        assert shipped.words.format(ranks=comm.size) in outcome.findings[0].text, outcome.findings
+
+
+def test_every_shipped_divergence_has_a_test():
+    defined = {each for each in vars(wild).values() if isinstance(each, type) and each.__module__ == wild.__name__}
+    assert defined == {each.candidate for each in SHIPPED}
+
+
+@pytest.mark.parametrize("wrong", [{"direction": "backward"}, {"rest": "none"}, {"options": ("weight",)}])
+def test_wrong_declaration_of_a_divergence_raises(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name):
+        offers(kind="kl", **wrong)
+
+
+def test_teacher_is_given_in_place_of_targets():
+    seen = []
+
+    @offers(kind="topk_kl", reductions=("none",))
+    def candidate(student, teacher, *, top_k, class_start, num_classes, comm):
+        seen.append((student.shape, teacher.shape, top_k))
+        return np.zeros(len(student), np.float32), np.zeros_like(student)
+
+    (case,) = cases(candidate, pattern="random-logits/float32")
+    run_case(candidate, case, None)
+    assert seen == [((6, 24), (6, 24), 4)]
