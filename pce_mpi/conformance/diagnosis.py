@@ -36,7 +36,7 @@ def explain(problem: Problem, losses: Sequence[Any], dlogits: Any, wrong_losses:
     wrong_losses    (ranks, *shape of the loss), the losses that do not pass
     wrong_dlogits   shaped as the logits, the entries of the gradient that do not pass
     """
-    declared = problem.kind
+    declared, problem = problem.kind, problem.over_support
     if declared.negates is not None:
         losses = [-np.asarray(loss) for loss in losses]
         dlogits = None if dlogits is None else -np.asarray(dlogits)

@@ -44,7 +44,7 @@ class Offer:
         The dtypes of the logits: "float16", "bfloat16", "float32", "float64".
     options : tuple of str
         The keywords that it takes: "weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap"; of
-        a divergence "temperature" alone.
+        a divergence "temperature" alone; of log-probabilities and entropies "support".
     reductions : tuple of str
         The reductions of the losses per row: "mean", "sum", "none".
     ignore_index : int, optional
@@ -186,6 +186,9 @@ def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
     `kind="entropy"` the entropy of each row's softmax, and that is called without targets. One of `kind="kl"` gets this
     rank's shard of a teacher's logits in place of targets, and its gradient is that of the student's logits; one of
     `kind="topk_kl"` gets the keyword `top_k` besides.
+
+    The option `support` is `(ids, offsets)`, the same on every rank: row r is over the classes
+    `ids[offsets[r]:offsets[r + 1]]` alone, global numbers in any order, the target among them.
 
     It gets only arguments that it offers: options that a case sets, `reduction` if it offers more than one, `axis` if
     it takes one and the class axis is not the last, `batch_comm` if rows are sharded too. A case that it does not offer

@@ -7,7 +7,7 @@ rank; `Problem.expected` is the result of `dense` in float64, from logits rounde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 import math
 import re
@@ -100,6 +100,7 @@ class Problem:
     may_be_nan                   (rows,) where PyTorch's dense function gives nan and `dense` a number: nan passes there
                                  unless the judge is strict, in the gradient, and in the loss if the row counts. None:
                                  nowhere
+    over_all                     the problem with a support that this one has by logits of -inf
     """
 
     logits: Array
@@ -117,6 +118,7 @@ class Problem:
     gathered: bool = False
     copies: int = 1
     may_be_nan: Array | None = None
+    over_all: Problem | None = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -179,6 +181,19 @@ class Problem:
         if not self.with_numbers:
             return np.ones(self.rows, np.bool_)
         return self.targets.reshape(-1) != self.options.get("ignore_index", -100)
+
+    @cached_property
+    def over_support(self) -> Problem:
+        """The problem without the option `support`: classes that are not in it have a logit of -inf."""
+        if "support" not in self.options:
+            return self
+        ids, offsets = self.options["support"]
+        inside = np.zeros((self.rows, self.classes), np.bool_)
+        inside[np.repeat(np.arange(self.rows), np.diff(offsets)), ids] = True
+        inside = np.moveaxis(inside.reshape(*self.rows_shape, self.classes), -1, self.axis)
+        logits = np.where(inside, self.logits, np.asarray(-np.inf, self.dtype))
+        options = {name: value for name, value in self.options.items() if name != "support"}
+        return replace(self, logits=logits, options=options, over_all=self)
 
     @cached_property
     def expected(self) -> tuple[Array, Array]:

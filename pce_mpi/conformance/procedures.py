@@ -92,6 +92,10 @@ class _Call:
             options.pop("ignore_index", None)
         if "weight" in options:
             options["weight"] = self._hand("weight", options["weight"])
+        if "support" in options:
+            options["support"] = tuple(
+                map(self._hand, ("the support's ids", "the support's offsets"), options["support"])
+            )
         self._arrays = [self._hand("logits", shard.logits)]
         if len(problem.kind.arrays) > 1:
             self._arrays.append(self._hand(problem.kind.arrays[1], shard.targets))

@@ -8,7 +8,7 @@ from typing import Literal
 OPTIONS = ("weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 # What candidates of one kind may take besides.
-MORE_OPTIONS = ("temperature",)
+MORE_OPTIONS = ("temperature", "support")
 REDUCTIONS = ("mean", "sum", "none")
 
 Shards = Literal["equal", "array_split", "chunks", "any"]

@@ -41,6 +41,7 @@ class Textbook:
     @classmethod
     def of(cls, problem: Problem) -> Textbook:
         """Return the right pieces for a problem."""
+        problem = problem.over_support
         options = problem.exact_options
         x = problem.row_major(problem.logits).astype(np.float64)
         rows, classes = x.shape

@@ -74,6 +74,8 @@ class TorchShards:
                 del options[name]
         if "weight" in options:
             options["weight"] = tensor_of(options["weight"])
+        if "support" in options:
+            options["support"] = tuple(map(tensor_of, options["support"]))
         arguments = [x, *map(tensor_of, targets)]  # the entropy has no targets
         if self._group_name:
             options[self._group_name] = distributed.group.WORLD

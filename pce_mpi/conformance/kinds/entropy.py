@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from pce_mpi.conformance.faults import Faults, Given, of_gradient
+from pce_mpi.conformance.kinds import support
 from pce_mpi.conformance.kinds.statistics import exact_statistic
 from pce_mpi.conformance.problems import Kind
 from pce_mpi.conformance.textbook import Array, Textbook
@@ -25,6 +26,7 @@ def _sizes(book: Textbook) -> tuple[Array, Array, Array]:
 
 def _faults(b: Textbook) -> Faults:
     """verl, NeMo-RL; and parts of the entropy that stay on their ranks, as ms-swift's."""
+    yield from support.faults(b)
     of_class = np.where(b.p == 0.0, 0.0, b.p * b.nll)
     masked = (b.z == -np.inf).any(axis=-1)
     if masked.any():
@@ -85,7 +87,8 @@ ENTROPY = Kind(
     sizes=_sizes,
     faults=_faults,
     told='the loss is an entropy: that is declared by @offers(kind="entropy"), and gets no targets',
-    options=("logit_scale", "softcap"),
+    options=("logit_scale", "softcap", "support"),
+    cases=support.CASES,
     arrays=("logits",),
     tell=_unshifted,
     catches={

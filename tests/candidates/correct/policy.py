@@ -37,4 +37,30 @@ class Entropy(VocabParallel):
         return s.of_class - s.p * s.entropy[:, None]
 
 
+class OverSupport:
+    """Mixed in, it masks the logits of classes that are not in the support."""
+
+    def __call__(self, logits, *targets, class_start, support=None, **arguments):
+        if support is not None:
+            inside = self.inside(logits.shape, class_start, *support)
+            logits = np.where(inside, logits, np.asarray(-np.inf, logits.dtype))
+        return super().__call__(logits, *targets, class_start=class_start, **arguments)
+
+    def inside(self, shape, class_start, ids, offsets):
+        rows = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+        local = ids - class_start
+        mine = (local >= 0) & (local < shape[-1])
+        mask = np.zeros((len(offsets) - 1, shape[-1]), np.bool_)
+        mask[rows[mine], local[mine]] = True
+        return mask.reshape(shape)
+
+
+class LogProbOverSupport(OverSupport, LogProb):
+    offer = replace(LogProb.offer, options=("support",))
+
+
+class EntropyOverSupport(OverSupport, Entropy):  # type: ignore[misc]  # an entropy has no targets
+    offer = replace(Entropy.offer, options=("support",))
+
+
 log_prob, entropy = LogProb(), Entropy()
