@@ -78,6 +78,7 @@ class Needs:
     checks_targets: bool = False
     num_classes: bool = False
     targets: bool = False
+    several_targets: bool = False
     batch_comm: bool = False
     same_bits: bool = False
     backward_twice: bool = False
@@ -142,7 +143,7 @@ class Case:
     @property
     def about(self) -> About:
         """Its subject: numbers, gradients, bits, ..."""
-        needs, usual = self.needs, self.procedure in ("plain", "rows-sharded", "copies")
+        needs, usual = self.needs, self.procedure in ("plain", "rows-sharded", "copies", "several-targets")
         asked = self.of_bits or self.form or needs.keeps_logits or needs.strided or needs.empty
         if asked or not usual or self.expects is not Expects.ANSWER:
             return About.CONTRACT

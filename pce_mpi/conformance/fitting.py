@@ -32,6 +32,7 @@ _FLAGS = {
     "empty": "zero rows",
     "checks_targets": "the refusal of targets that are no class",
     "num_classes": "num_classes",
+    "several_targets": "several targets a row",
     "batch_comm": "rows that are sharded",
     "same_bits": "the same bits on every number of ranks",
     "backward_twice": "a second backward pass",

@@ -94,6 +94,8 @@ class Offer:
         It refuses targets that are no class.
     num_classes : bool
         It uses `num_classes`, so that it can refuse logits of all classes that were passed as a shard.
+    several_targets : bool
+        It takes targets with an axis more at the end, several for each row, and returns as many log-probabilities.
     batch_comm : bool
         It takes `batch_comm`, a communicator over which the rows are sharded: a sum or mean is over all of them.
     same_bits : bool
@@ -126,6 +128,7 @@ class Offer:
     any_rows: bool = True
     checks_targets: bool = True
     num_classes: bool = True
+    several_targets: bool = False
     batch_comm: bool = False
     same_bits: bool = False
 

@@ -26,7 +26,9 @@ _SEEN = re.compile(
     rf"|the ({_RESULT}) (in row .* )?(is|has dtype) \S+ on rank \d+ and).*"
 )
 # The names that procedures give to several answers are no cause.
-_WHICH = re.compile("((first|second) (of two losses|backward pass)|the (least|greatest) of all copies): ")
+_WHICH = re.compile(
+    "(target [1-3] of 3|(first|second) (of two losses|backward pass)|the (least|greatest) of all copies): "
+)
 # The characters of a finding that a report has: most are a candidate's own.
 _MOST_TEXT = 20_000
 # A number, or a list of several.

@@ -115,12 +115,13 @@ class _Call:
         returned = self._trial.candidate(*self._arrays, comm=comm, **self._options, **more)
         self.loss, self.gradient, self._backward = results_of(returned, self._offer, self._problem, self._arrays[0])
 
-    def backward(self) -> None:
-        """Call the backward function, if there is one."""
+    def backward(self, dloss: Array | None = None) -> None:
+        """Call the backward function, if there is one, with the upstream gradient of the problem unless given."""
         if self._backward is None:
             return
         problem = self._problem
-        dloss = np.ones(problem.loss_shape) if problem.dloss is None else problem.dloss
+        if dloss is None:
+            dloss = np.ones(problem.loss_shape) if problem.dloss is None else problem.dloss
         dloss = dloss.astype(to_host(self.loss).dtype)
         if dloss.size == self.loss.size and problem.copies == 1:
             dloss = dloss.reshape(self.loss.shape)
@@ -257,6 +258,23 @@ def _rows_sharded(trial: Trial) -> None:
     over_rows.Free()
 
 
+def _several_targets(trial: Trial) -> None:
+    """Judge each of three targets a row by itself; the problems have the same logits."""
+    problems = [trial.problem(which) for which in range(3)]
+    call = _Call(trial, replace(problems[0], targets=np.stack([each.targets for each in problems], axis=-1)))
+    call.run(trial.comm)
+    shape = (*problems[0].rows_shape, len(problems))
+    if call.loss.shape != shape:
+        noun = problems[0].kind.noun
+        trial.find("shape", f"{noun} has shape {tuple(call.loss.shape)}, where that of the targets is due, {shape}")
+        return
+    for which in range(len(problems)):
+        call.backward(np.broadcast_to(np.arange(len(problems)) == which, shape).astype(np.float64))
+        each = call.answer()
+        trial.judge(Answer(each.loss[..., which], each.dlogits), which, f"target {which + 1} of {len(problems)}")
+    call.check()
+
+
 def _copies(trial: Trial) -> None:
     """Judge the least and the greatest number that the copies of each row gave."""
     call, problem = trial.call(), trial.problem(0)
@@ -274,6 +292,7 @@ PROCEDURES: dict[str, Callable[[Trial], None]] = {
     "run-twice": _run_twice,
     "rows-sharded": _rows_sharded,
     "copies": _copies,
+    "several-targets": _several_targets,
 }
 
 

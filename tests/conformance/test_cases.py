@@ -257,7 +257,9 @@ def test_row_of_kinds_is_a_kind(monkeypatch):
     problem, plain_one = (problem_of(chosen["random-logits/float32"], each, 2) for each in (offer, Offer()))
     assert np.array_equal(problem.logits, 2 * plain_one.logits)
     assert np.allclose(problem.expected[0], np.log(np.exp(problem.logits.astype(np.float64)).sum(axis=-1)))
-    with pytest.raises(ValueError, match="options of an offer must be among logit_scale, softcap, got 'weight'"):
+    with pytest.raises(
+        ValueError, match="options of an offer must be among logit_scale, softcap, support, got 'weight'"
+    ):
         Offer(kind="logsumexp", options=("weight",))
     with pytest.raises(ValueError, match="loss, log_prob, entropy, kl, topk_kl, logsumexp, got 'margin'"):
         Offer(kind="margin")

@@ -20,6 +20,7 @@ def ours(kind):
         kind=kind,
         dtypes=("float32", "float64", "float16", "bfloat16"),
         options=("support",),
+        several_targets=kind == "log_prob",
         gradient="backward",
         dims=(1, 2, 3, 4, 5),
         same_bits=True,
@@ -44,6 +45,22 @@ def test_right_statistics_of_a_support_conform(comm, candidate, strict):
     ]
     assert len(outcomes) > 5
     assert [(each.case, each.findings) for each in outcomes if each.verdict != Verdict.PASS] == []
+
+
+@pytest.mark.sizes(1, 2, 3)
+def test_several_targets_are_judged_one_by_one(comm):
+    right = ours("log_prob")
+    for case in cases(right, pattern="several-targets"):
+        assert run_case(right, case, comm, tolerance=Tolerance(strict=True)).findings == []
+
+    @offers(kind="log_prob", gradient="backward", several_targets=True)
+    def of_all(logits, targets, **options):
+        log_prob, backward = right(logits, targets, **options)
+        return log_prob, lambda upstream: backward(np.ones_like(upstream))
+
+    (case,) = cases(of_all, pattern="several-targets/float32")
+    outcome = run_case(of_all, case, comm)
+    assert [finding.text[:13] for finding in outcome.findings] == ["target 1 of 3", "target 2 of 3", "target 3 of 3"]
 
 
 @pytest.mark.sizes(1, 2, 3)

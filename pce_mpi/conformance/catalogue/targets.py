@@ -9,9 +9,9 @@ import numpy as np
 
 from pce_mpi.conformance.cases import Expects, Setting
 from pce_mpi.conformance.declaring import EACH_REDUCTION, Cases, table
-from pce_mpi.conformance.drawing import even, option_values, random_problem, rounded, uneven
+from pce_mpi.conformance.drawing import even, option_values, random_problem, random_targets, rounded, uneven
 from pce_mpi.conformance.problems import Problem
-from pce_mpi.conformance.terms import OPTIONS
+from pce_mpi.conformance.terms import OPTIONS, Gradient
 
 Array = np.ndarray[Any, Any]
 
@@ -210,3 +210,17 @@ def _zero_at_minus_inf(setting: Setting) -> Problem:
     if setting.normalized:
         targets = rounded(setting, targets / targets.astype(np.float64).sum(axis=-1, keepdims=True))
     return replace(problem, logits=logits, targets=targets, may_be_nan=np.asarray(masked.any(axis=-1)))
+
+
+@CASES.case(
+    "several-targets/{dtype}",
+    several_targets=True,
+    targets=True,
+    gradient=Gradient.BACKWARD,
+    reductions=("none",),
+    procedure="several-targets",
+)
+def _several_targets(setting: Setting) -> Problem:
+    """Several targets a row, as the labels of a top-k distillation: gradients of one that are added to another's."""
+    problem = random_problem(replace(setting, seed=0))
+    return replace(problem, targets=random_targets(setting, problem.rows_shape, problem.classes))
