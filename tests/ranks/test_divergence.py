@@ -2,7 +2,6 @@
 
 import itertools
 
-from hypothesis import given, settings, strategies as st
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from pce_mpi.loss.kernels.parameters import ClassWeights, GradientOf, Pair, Tran
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 from ranks.exact import exact_divergence
 from ranks.grids import mesh_of, squarest
-from ranks.problems import SPLITS, is_same, same_on_every_rank, split
+from ranks.problems import is_same, split
 from ranks.test_definition import DTYPES, KINDS, kernel as kernel, logits_of
 from ulps import DIVERGENCE, FINITE_DIFFERENCE, FLOAT64, WIDE_DIVERGENCE, ulp, worst
 
@@ -79,7 +78,7 @@ def test_gradients_of_dense_divergence_are_finite_differences(direction):
             assert abs(slope - gradient[row, column]) <= FINITE_DIFFERENCE * ulp(0.1, np.float64)
 
 
-@pytest.mark.sizes(1, 3)  # the test below shows that others have the same bits
+@pytest.mark.sizes(1, 3)  # test_properties.py shows that others have the same bits
 @pytest.mark.parametrize("name", OPTIONS)
 @by_direction
 def test_divergence_of_shards_is_that_of_oracle(comm, direction, name):
@@ -173,20 +172,6 @@ def test_special_logits_give_special_divergences(comm, direction):
 # --------------------------------------------------------------------------------------------------------- equal bits
 
 
-@pytest.mark.parametrize("how", SPLITS)
-@by_direction
-def test_divergence_has_bits_of_one_process(comm, direction, how):
-    for dtype, other in ((np.float32, np.float32), (np.float16, np.float32), (np.float64, ml_dtypes.bfloat16)):
-        student, teacher = draw(dtype)[0], draw(other, distance=0.3)[1]
-        for options in OPTIONS.values():
-            expected = both_gradients(student, teacher, direction=direction, **options)
-            *found, mine = sharded(comm, student, teacher, how, direction=direction, **options)
-            assert is_same(found[0], expected[0])
-            assert same_on_every_rank(comm, found[0])
-            assert all(is_same(got, whole[:, mine].copy()) for got, whole in zip(found[1:], expected[1:], strict=True))
-            assert [each.dtype for each in expected[1:]] == [dtype, other]
-
-
 def sums_and_gradients(kernel, student, teacher, transform, single, cuts=()):
     """What the loops give of two arrays (rows, classes): merged sums of both kinds, and every gradient."""
     fields, rows = StateFields(hold_largest=True), []
@@ -248,29 +233,6 @@ def test_loops_of_divergences_have_bits_of_definition(kernel, kind, dtype):
             expected = sums_and_gradients(definition, *given_pair)
             for got, wanted in zip(sums_and_gradients(kernel, *given_pair, cuts), expected, strict=True):
                 assert got.tobytes() == wanted.tobytes()
-
-
-@pytest.mark.sizes(1)
-@given(data=st.data())
-@settings(max_examples=60)
-def test_random_divergences_are_those_of_oracle(data):
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
-    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
-    shape[axis] = data.draw(st.integers(1, 40))
-    student = 10.0 ** data.draw(st.integers(-3, 2)) * rng.standard_normal(shape)
-    teacher = student * data.draw(st.sampled_from([0.0, 0.9, 1.0])) + rng.standard_normal(shape)
-    rows = rng.random(np.delete(shape, axis)) < 0.8
-    options = {
-        "direction": data.draw(st.sampled_from(DIRECTIONS)),
-        "temperature": data.draw(st.sampled_from([0.5, 1.0, 3.0])),
-        "reduction": data.draw(st.sampled_from(["none", "sum", "mean"])),
-        "rows": data.draw(st.sampled_from([None, rows])),
-        "axis": axis,
-    }
-    expected = dense.kl_divergence_value_and_grad(student, teacher, **options)
-    for got, wanted in zip(both_gradients(student, teacher, **options), expected, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-12 * max(1.0, np.abs(student).max()))
 
 
 # ------------------------------------------------------------------------------------------------ arguments and memory

@@ -40,13 +40,6 @@ def problem(dtype=np.float64):
     return hidden.astype(dtype), w.astype(dtype), np.where(targets == -100, 7, targets), upstream
 
 
-def exact_products(dtype=np.float32):
-    """Operands whose products no BLAS rounds: small whole numbers times powers of two."""
-    rng = np.random.default_rng(5)
-    hidden, w = rng.integers(-8, 9, (ROWS, FEATURES)) / 8, rng.integers(-8, 9, (FEATURES, CLASSES)) / 2
-    return hidden.astype(dtype), w.astype(dtype)
-
-
 def mine_of(comm):
     return slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
 
@@ -123,24 +116,6 @@ def test_gradients_of_linear_statistics_are_finite_differences(comm, name):
         slope = slope if index == 0 else comm.allreduce(slope)
         unit = np.finfo(np.float64).eps
         assert abs(slope - (ends[0] - ends[1]) / (2 * step)) <= FINITE_DIFFERENCE * unit * max(1.0, abs(slope))
-
-
-@pytest.mark.parametrize(
-    "dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda each: each.__name__
-)
-@pytest.mark.parametrize("name", ["plain", "softcap", "bias"])
-def test_exact_products_have_bits_of_their_statistics(comm, name, dtype):
-    hidden, w = exact_products(dtype)
-    options = {key: value for key, value in CALLS[name].items() if key != "bias"}
-    bias = {"bias": (np.arange(CLASSES) / 4).astype(dtype)} if name == "bias" else {}
-    _, _, targets, _ = problem()
-    wide = np.promote_types(dtype, np.float32) if dtype is not ml_dtypes.bfloat16 else np.float32
-    logits = hidden.astype(wide) @ w.astype(wide) + sum(each.astype(wide) for each in bias.values())
-    expected = pce.class_statistics(logits, targets, **options)
-    for chunk in (None, 1, 6):
-        found, _ = run(comm, hidden, w, targets, chunk=chunk, **options, **bias)
-        for each, right in zip(found, expected, strict=True):
-            assert (each.dtype, each.tobytes()) == (right.dtype, right.tobytes())
 
 
 def test_statistics_have_bits_of_those_of_logits(comm):

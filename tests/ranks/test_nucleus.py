@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pce_mpi as pce
-from pce_mpi import Mesh, Shard, dense
+from pce_mpi import Mesh, Shard
 from pce_mpi.hollow import hollow
 from pce_mpi.loss import kernels
 from pce_mpi.loss.kernels import definition
@@ -19,7 +19,7 @@ from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, exponential
 from pce_mpi.loss.kernels.parameters import Transform
 from ranks.grids import mesh_of, squarest
 from ranks.placed import SUM, error_of
-from ranks.problems import SPLITS, is_same, same_on_every_rank, split
+from ranks.problems import is_same
 from ranks.warpers import drawn, hugging_face, reason, vllm
 from ulps import MASS, errors
 
@@ -47,32 +47,6 @@ def logits_of(dtype, rows=ROWS, classes=CLASSES):
 
 def same(found, expected):
     return all(map(is_same, found, expected))
-
-
-def assert_as_dense(found, logits, dtype, **limits):
-    wanted = dense.nucleus(logits, **limits)
-    assert found.ids.tolist() == wanted.ids.tolist()
-    assert is_same(found.offsets, wanted.offsets)
-    compute = np.float64 if dtype is np.float64 else np.float32
-    assert {found.mass.dtype, found.log_mass.dtype} == {np.dtype(compute)}
-    assert errors(found.mass, wanted.mass, compute).max(initial=0) <= MASS
-    # The mass that is left out is cut at 2^-42 of the largest, of each class.
-    cut = np.asarray(logits).size * 2.0**-42
-    near = np.abs(found.log_mass - wanted.log_mass) <= cut
-    assert (near | (errors(found.log_mass, wanted.log_mass, compute) <= MASS)).all()
-
-
-@pytest.mark.sizes(1, 3)  # two ranks and four merge alike
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize("how", SPLITS)
-def test_nucleus_of_shards_is_that_of_dense(comm, how, dtype):
-    logits = logits_of(dtype)
-    # Ranks have their classes in reverse order.
-    start, stop = split(CLASSES, comm.size, how)[::-1][comm.rank]
-    for limits in LIMITS[1:5]:
-        found = pce.nucleus(logits[:, start:stop], comm=comm, num_classes=CLASSES, class_start=start, **limits)
-        assert_as_dense(found, logits, dtype, **limits)
-        assert same(found, pce.nucleus(logits, **limits))
 
 
 def brute_force(x, arithmetic, top_k=None, top_p=None, min_p=None, temperature=1.0):
@@ -110,20 +84,6 @@ def test_sets_are_those_of_exact_integers():
             kept, mass = brute_force(x[row], DOUBLE if dtype is np.float64 else SINGLE, **limits)
             assert found.ids[start:stop].tolist() == kept
             assert found.mass[row] == found.mass.dtype.type(float(mass))
-
-
-def test_any_split_gives_same_bits(comm):
-    rng = np.random.default_rng(11)
-    for trial in range(24):
-        rows, classes = int(rng.integers(0, 6)), int(rng.integers(1, 300))
-        x = rng.standard_normal((rows, classes)) * rng.choice([0.1, 2, 40])
-        x = (np.round(x * 2) / 2 if trial % 2 else x).astype(DTYPES[trial % 4])
-        limits = LIMITS[trial % len(LIMITS)]
-        places = rng.permutation(comm.size)
-        start, stop = split(classes, comm.size, "uneven", trial)[places[comm.rank]]
-        found = pce.nucleus(x[:, start:stop], comm=comm, class_start=start, num_classes=classes, **limits)
-        assert same(found, pce.nucleus(x, **limits)), (trial, limits)
-        assert same_on_every_rank(comm, *found)
 
 
 # -------------------------------------------------------------------------------------------------------- what is kept

@@ -1,4 +1,4 @@
-"""Hypothesis draws problems and splits: losses, gradients and statistics are those of dense."""
+"""Hypothesis draws problems and splits: the loss and its neighbours are those of dense, with bits of one process."""
 
 from hypothesis import assume, example, given, settings, strategies as st
 import ml_dtypes
@@ -9,7 +9,8 @@ import pytest
 from in_step import in_step
 import pce_mpi as pce
 from ranks.problems import Part, Problem, as_cosines, assert_as_dense, evaluate, grid, rounding_of_z
-from ulps import FLOAT64, errors
+from ranks.test_divergence import DIRECTIONS, both_gradients
+from ulps import DIVERGENCE, FINITE_DIFFERENCE, FLOAT64, MASS, ROUNDED_ONCE, WIDE_DIVERGENCE, errors, ulp
 
 FLOATS = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
 KINDS = ["normal", "equal", "large", "masked", "peaked", "dominated", "bad"]
@@ -242,3 +243,163 @@ def test_softmax_of_shards_has_bits_of_one_process(comm, problem, function):
     with in_step(comm):
         assert found.ndim == (ndim if function != "logsumexp" else ndim - 1)
         assert same_bits(found, alone.full())
+
+
+def assert_divergence_as_dense(found, student, teacher, options):
+    """The divergence and both gradients are those of dense, and in float64 those of finite differences."""
+    exact = pce.dense.kl_divergence_value_and_grad(student, teacher, **options)
+    of_rows = pce.dense.kl_divergence_value_and_grad(student, teacher, **options | {"reduction": "none"}).divergence
+    given_logits = [each.astype(np.float64) for each in (student, teacher)]
+    known = [each[np.isfinite(each)] / options["temperature"] for each in given_logits]
+    spread = 1.0 + sum(np.ptp(each) for each in known if each.size)
+    largest = 1.0 + sum(np.abs(each).max(initial=0.0) for each in known)
+    unit = np.finfo(found[0].dtype).eps * (DIVERGENCE if found[0].dtype == np.float32 else WIDE_DIVERGENCE)
+    of_dense = FLOAT64 * np.finfo(np.float64).eps * largest
+    assert np.allclose(found[0], exact.divergence, rtol=unit, atol=of_dense * of_rows.size, equal_nan=True)
+    finite = np.isfinite(of_rows)  # dense has nan where a divergence is infinite
+    for got, wanted in zip(found[1:], exact[1:], strict=True):
+        got, wanted = (np.moveaxis(each, options["axis"], -1)[finite] for each in (got, wanted))
+        limit = ROUNDED_ONCE * ulp(wanted, got.dtype) + (unit * spread + of_dense) / options["temperature"]
+        assert np.all(np.abs(got - wanted) <= limit)
+    options = options | {"rows": options["rows"] & finite, "reduction": "sum"}
+    along, step = np.random.default_rng(8).uniform(-1, 1, (2, *student.shape)), np.finfo(np.float64).eps ** (1 / 3)
+    ends = [pce.kl_divergence(*(given_logits + sign * step * along), **options) for sign in (1, -1)]
+    slope = (along * both_gradients(*given_logits, **options)[1:]).sum()
+    limit = FINITE_DIFFERENCE * np.finfo(np.float64).eps * largest * of_rows.size
+    assert abs(slope - (ends[0] - ends[1]) / (2 * step)) <= limit
+
+
+@pytest.mark.sizes(1, 3)  # one rank is compared with dense, three with one
+@given(
+    data=st.data(),
+    problem=problems(),
+    dtype=st.sampled_from(FLOATS),
+    distance=st.sampled_from([0.0, 1e-3, 1.0, None]),
+    direction=st.sampled_from(DIRECTIONS),
+    temperature=st.sampled_from([0.5, 1.0, 3.0]),
+    compute=st.sampled_from([None, np.float64]),
+)
+@settings(max_examples=60)
+def test_divergences_have_bits_of_one_process(comm, data, problem, dtype, distance, direction, temperature, compute):
+    start, stop = ranges(data.draw, problem.classes, comm.size)[comm.rank]
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    student, noise = problem.logits, rng.standard_normal(problem.logits.shape)
+    with np.errstate(all="ignore"):
+        apart = np.where(noise < -1.5, -np.inf, 3 * noise)
+        teacher = (apart if distance is None else student.astype(np.float64) + distance * noise).astype(dtype)
+    options = {"direction": direction, "temperature": temperature, "reduction": problem.reduction, "axis": problem.axis}
+    options["rows"] = rng.random(problem.rows_shape) < 0.8
+    expected = both_gradients(student, teacher, compute_dtype=compute, **options)
+    mine = [Part(start, stop).of(each, problem.axis) for each in (student, teacher)]
+    found = both_gradients(*mine, comm=comm, class_start=start, compute_dtype=compute, **options)
+    with in_step(comm):
+        assert same_bits(found[0], expected[0])
+        for got, whole in zip(found[1:], expected[1:], strict=True):
+            assert same_bits(got, Part(start, stop).of(whole, problem.axis))
+        if comm.size == 1:
+            assert_divergence_as_dense(expected, student, teacher, options)
+
+
+@pytest.mark.sizes(1, 3)  # one rank is compared with dense, three with one
+@given(
+    data=st.data(),
+    problem=problems(),
+    top_k=st.none() | st.integers(1, 50),
+    top_p=st.none() | numbers(1e-3, 1),
+    min_p=st.none() | numbers(0, 1),
+    temperature=st.just(1.0) | numbers(0.1, 10),
+    ties=st.booleans(),
+)
+@settings(max_examples=40)
+def test_sets_of_classes_are_those_of_dense(comm, data, problem, top_k, top_p, min_p, temperature, ties):
+    start, stop = ranges(data.draw, problem.classes, comm.size)[comm.rank]
+    logits = np.round(problem.logits / 2).astype(problem.logits.dtype) if ties else problem.logits
+    limits = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature, "axis": problem.axis}
+    expected = pce.nucleus(logits, **limits)
+    mine = Part(start, stop).of(logits, problem.axis)
+    found = pce.nucleus(mine, comm=comm, class_start=start, **limits)
+    with in_step(comm):
+        assert all(map(same_bits, found, expected))
+        if comm.size == 1:
+            exact, dtype = pce.dense.nucleus(logits, **limits), found.mass.dtype
+            assert dtype == found.log_mass.dtype == (np.float64 if logits.dtype == np.float64 else np.float32)
+            assert found.ids.tolist() == exact.ids.tolist()
+            assert same_bits(found.offsets, exact.offsets)
+            assert errors(found.mass, exact.mass, dtype).max(initial=0.0) <= MASS
+            # The mass that is left out is cut at 2^-42 of the largest, of each class.
+            near = np.abs(found.log_mass - exact.log_mass) <= problem.classes * 2.0**-42
+            assert np.all(near | (errors(found.log_mass, exact.log_mass, dtype) <= MASS))
+
+
+@pytest.mark.sizes(1, 3)  # one rank alone, and shards of several lengths
+@given(data=st.data(), problem=problems(), chosen=st.integers(0, 5), scalar=st.booleans())
+@settings(max_examples=40)
+def test_chosen_logits_are_those_of_numpy(comm, data, problem, chosen, scalar):
+    start, stop = ranges(data.draw, problem.classes, comm.size)[comm.rank]
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    shape = list(problem.logits.shape)
+    shape[problem.axis] = chosen
+    ids = rng.integers(0, rng.integers(1, problem.classes + 1), shape)
+    upstream = 1.0 if scalar else rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 6, shape)
+    mine = Part(start, stop).of(problem.logits, problem.axis)
+    found, residuals = pce.take_classes_forward(mine, ids, comm=comm, class_start=start, axis=problem.axis)
+    gradient = pce.take_classes_backward(upstream, residuals)
+    exact = np.zeros((*problem.rows_shape, problem.classes))
+    of_chosen = np.moveaxis(np.broadcast_to(upstream, shape), problem.axis, -1)
+    for *row, place in np.ndindex(of_chosen.shape):  # in order
+        exact[*row, np.moveaxis(ids, problem.axis, -1)[*row, place]] += of_chosen[*row, place]
+    exact = np.moveaxis(exact, -1, problem.axis)
+    oracle = pce.dense.take_classes_backward(np.broadcast_to(upstream, shape), ids, problem.classes, axis=problem.axis)
+    wide = np.float64 if problem.logits.dtype == np.float64 else np.float32
+    with np.errstate(over="ignore"):
+        rounded = exact.astype(wide).astype(problem.logits.dtype)
+    with in_step(comm):
+        assert same_bits(found, np.take_along_axis(problem.logits, ids, problem.axis))
+        assert same_bits(gradient, Part(start, stop).of(rounded, problem.axis))
+        np.testing.assert_allclose(oracle, exact, rtol=0, atol=1e-15 * np.abs(of_chosen).sum())
+
+
+@pytest.mark.sizes(1, 3)  # one rank alone, and shards of several lengths
+@given(
+    data=st.data(),
+    problem=problems(),
+    chunk=st.none() | st.integers(1, 9),
+    masked=st.sampled_from([None, 0.0, 0.2]),
+    compute=st.sampled_from([None, np.float64]),
+)
+@settings(max_examples=40)
+def test_statistics_of_products_are_those_of_logits(comm, data, problem, chunk, masked, compute):
+    mine = slice(*ranges(data.draw, problem.classes, comm.size)[comm.rank])
+    rng, dtype = np.random.default_rng(data.draw(st.integers(0, 99))), problem.logits.dtype
+    options = {name: problem.options[name] for name in ("logit_scale", "softcap")} | {"ignore_index": 0}
+    # Small whole numbers times powers of two: no BLAS rounds their products.
+    hidden, w = (rng.integers(-8, 9, shape) for shape in ((*problem.rows_shape, 3), (3, problem.classes)))
+    hidden, w = (hidden / 8).astype(dtype), (w / 2).astype(dtype)
+    bias = rng.integers(-8, 9, problem.classes) / 4
+    bias[:-1][rng.random(problem.classes - 1) < (masked or 0.0)] = -np.inf
+    more = {} if masked is None else {"bias": bias.astype(dtype)}
+    wide = np.float64 if dtype == np.float64 else np.float32
+    logits = hidden.astype(wide) @ w.astype(wide) + (0 if masked is None else bias.astype(wide))
+    targets = rng.integers(0, problem.classes, problem.rows_shape)
+    upstream = {"log_prob": rng.standard_normal(problem.rows_shape), "entropy": 0.5, "logsumexp": -1.25}
+    asked = {name: upstream[name] for name in data.draw(st.sets(st.sampled_from(list(upstream)), min_size=1))}
+    expected = pce.class_statistics(logits, targets, compute_dtype=compute, **options)
+    exact = pce.dense.linear_class_statistics_backward(hidden, w, targets, **asked, **options, **more)
+    here = {name: each[mine] for name, each in more.items()} | {"comm": comm, "class_start": mine.start}
+    found, residuals = pce.linear_class_statistics_forward(
+        hidden, w[:, mine], targets, chunk=chunk, compute_dtype=compute, **options, **here
+    )
+    gradients = pce.linear_class_statistics_backward(residuals, **asked)
+    # Each term of a gradient is at most an upstream number times an operand, at most 4, times the largest logit.
+    largest = 1.0 + options["logit_scale"] * np.abs(logits[np.isfinite(logits)]).max(initial=0.0).astype(np.float64)
+    size = 1.0 + options["logit_scale"] * 4.0 * largest * (np.abs(upstream["log_prob"]) + 2.0).sum()
+    unit = FLOAT64 * (np.finfo(wide).eps + np.finfo(np.float64).eps * largest)
+    with in_step(comm):
+        for name, values in expected._asdict().items():
+            assert same_bits(getattr(found, name), values), name
+        for got, wanted, part in zip(gradients, exact, (slice(None), mine, mine), strict=True):
+            assert (got is None) == (wanted is None)
+            if got is not None:
+                assert got.dtype == dtype
+                limit = ROUNDED_ONCE * ulp(wanted[..., part], dtype) + unit * size
+                assert np.all(np.abs(got - wanted[..., part]) <= limit)

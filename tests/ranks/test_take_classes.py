@@ -52,26 +52,6 @@ def test_chosen_logits_keep_all_bits(comm, how, dtype):
     assert found.tobytes() == np.take_along_axis(logits, ids, 1).tobytes()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
-def test_gradient_of_chosen_logits_adds_in_order(comm, dtype):
-    ids, upstream = ids_of(9), np.random.default_rng(5).standard_normal((ROWS, 9)) * 10.0 ** np.arange(9)
-    shard, given = shard_of(comm, logits_of(dtype), "uneven")
-    chosen, residuals = pce.take_classes_forward(shard, ids, **given)
-    with pce.trace() as trace:
-        gradient = pce.take_classes_backward(upstream, residuals)
-    expected = np.zeros((ROWS, CLASSES))
-    for row, place in np.ndindex(ids.shape):
-        expected[row, ids[row, place]] += upstream[row, place]
-    rounded = expected.astype(np.float32).astype(dtype) if np.dtype(dtype).itemsize == 2 else expected.astype(dtype)
-    start = given["class_start"]
-    assert trace.count(purpose=None) == 0
-    assert chosen.shape == ids.shape
-    assert is_same(gradient, rounded[:, start : start + shard.shape[1]])
-    np.testing.assert_allclose(dense.take_classes_backward(upstream, ids, CLASSES), expected, rtol=1e-12)
-    ones = pce.take_classes_backward(1.0, residuals)
-    assert ones.astype(np.float64).sum() == np.isin(ids, np.arange(start, start + shard.shape[1])).sum()
-
-
 def test_chosen_classes_stand_where_top_k_puts_them(comm):
     logits = np.random.default_rng(6).standard_normal((2, CLASSES, 3)).astype(np.float32)
     mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
