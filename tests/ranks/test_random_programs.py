@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 import traceback
+from types import SimpleNamespace
 from typing import Any
 import warnings
 import zlib
@@ -67,6 +68,10 @@ def extreme(largest: Callable[..., Array]) -> Callable[..., Array]:
     return reduced
 
 
+def reduced(losses: Array, reduction: str) -> Array:
+    return losses if reduction == "none" else losses.sum() / (losses.size if reduction == "mean" else 1)
+
+
 def cross_entropy(x: Array, targets: Array, axis: int, reduction: str, label_smoothing: float) -> Array:
     log_p = np.moveaxis(op_cases.log_softmax(x, axis), axis, -1)
     if targets.shape == x.shape:
@@ -75,7 +80,29 @@ def cross_entropy(x: Array, targets: Array, axis: int, reduction: str, label_smo
     else:
         of_target = np.take_along_axis(log_p, targets[..., None], -1)[..., 0]
         losses = -(1 - label_smoothing) * of_target - label_smoothing * log_p.mean(-1)
-    return losses if reduction == "none" else losses.sum() / (losses.size if reduction == "mean" else 1)
+    return reduced(losses, reduction)
+
+
+def kl_divergence(student: Array, teacher: Array, axis: int, direction: str, reduction: str) -> Array:
+    s, t = (op_cases.log_softmax(x, axis) for x in (student, teacher))
+    m = np.log((np.exp(s) + np.exp(t)) / 2)
+    pairs = {"forward": [(t, s)], "reverse": [(s, t)], "jensen-shannon": [(s, m), (t, m)]}[direction]
+    return reduced(np.mean([(np.exp(p) * (p - q)).sum(axis) for p, q in pairs], 0), reduction)
+
+
+def take_classes(x: Array, ids: Array, axis: int) -> Array:
+    if not x.shape[axis]:
+        raise ValueError("there are no classes")
+    return np.take_along_axis(x, ids, axis)
+
+
+def class_statistics(x: Array, targets: Array, axis: int) -> Any:
+    log_p = op_cases.log_softmax(x, axis)
+    return SimpleNamespace(
+        log_prob=np.take_along_axis(log_p, targets, axis),
+        entropy=-(np.exp(log_p) * log_p).sum(axis),
+        logsumexp=op_cases.logsumexp(x, axis),
+    )
 
 
 def embedding(ids: Array, table: Array) -> Array:
@@ -99,7 +126,7 @@ WHOLE: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in ("reshape", "transpose", "swapaxes", "concatenate", "split")},
     **{name: getattr(op_cases, name) for name in ("sigmoid", "gelu", "logsumexp", "softmax", "log_softmax")},
     **{name: getattr(op_cases, name) for name in ("rms_norm", "layer_norm")},
-    "cross_entropy": cross_entropy,
+    **{each.__name__: each for each in (cross_entropy, kl_divergence, take_classes, class_statistics)},
     "relu": lambda x: np.where(np.real(x) > 0, x, 0),
     "maximum": maximum,
     "minimum": minimum,
@@ -290,7 +317,8 @@ def unary(w: Writer, x: str) -> str:
     called = [f"{name}({x})" for name in ("negative", "square", "exp", "tanh", "sigmoid", "relu", "gelu")]
     called += [f"sin({x})", f"abs({x})"]
     called += [f"running_sum({x})", f"cumsum({x}, -1)"] * bool(w.variables[x].ndim)
-    return w.one(*called, *positive, f"{x} ** {w.one(3, -2, 0.5)}", f"power(2.0, {x})")
+    # A square root has no derivative at 0.
+    return w.one(*called, *positive, f"{x} ** {w.one(3, -2, 1.5)}", f"power(2.0, {x})")
 
 
 def binary(w: Writer, x: str) -> str:
@@ -412,6 +440,17 @@ def loss(w: Writer, x: str) -> str:
     return f"cross_entropy({x}, {targets}, axis={axis}, reduction={reduction!r}, label_smoothing={w.one(0.0, 0.1)})"
 
 
+def neighbour(w: Writer, x: str) -> str:
+    axis, shape = w.axis(x), list(w.variables[x].shape)
+    if w.chance(0.4):
+        direction, reduction = w.one("forward", "reverse", "jensen-shannon"), w.one("none", "sum", "mean")
+        teacher = f"0.5 * {w.like(tuple(shape))}"
+        return f"kl_divergence({x}, {teacher}, axis={axis}, {direction=}, {reduction=})"
+    classes, shape[axis] = shape[axis], w.one(1, 2, 3)
+    given = f"({x}, {w.made('integers', tuple(shape), max(1, classes))}, axis={axis})"
+    return w.one(f"take_classes{given}", f"class_statistics{given}.{w.one('log_prob', 'entropy', 'logsumexp')}")
+
+
 def elsewhere(w: Writer, x: str) -> str:
     if w.chance(0.15):
         return f"full({x})"
@@ -421,7 +460,7 @@ def elsewhere(w: Writer, x: str) -> str:
 
 
 LINES: list[Line] = [*(unary, binary, binary, reshape, index, stretch, choice), *[elsewhere] * 4]
-LINES_WITH_AXES: list[Line] = [product, reduction, along_an_axis, order, join, part, rows, loss]
+LINES_WITH_AXES: list[Line] = [product, reduction, along_an_axis, order, join, part, rows, loss, neighbour]
 
 
 # The check
