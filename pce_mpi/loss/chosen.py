@@ -150,7 +150,7 @@ def take_classes_backward(dchosen: Any, residuals: ChosenResiduals) -> Array:
     """
     ChosenResiduals.check(residuals)
     problem = residuals.problem
-    with standard_arithmetic():
+    with standard_arithmetic(), np.errstate(all="ignore"):
         upstream = upstream_of_several(dchosen, "dchosen", problem)
         gradient = residuals.gradient_for(None, problem.logits)
         kernel, axis, dtype = problem.kernel, problem.options.axis, gradient.dtype

@@ -118,6 +118,7 @@ class Product:
         for first in range(0, len(self.hidden), self.held):
             yield slice(first, min(first + self.held, len(self.hidden)))
 
+    @np.errstate(all="ignore")  # a warning that is an error would be one of this rank alone
     def part_of(self, problem: Problem, rows: slice, buffer: int = 0) -> Problem:
         """Compute the logits of some rows, and return the problem of these."""
         logits = self.logits[buffer][: rows.stop - rows.start]
@@ -151,6 +152,7 @@ class Product:
         while merging:
             yield _merged(*merging.popleft())
 
+    @np.errstate(all="ignore")
     def add_gradients(self, hidden: Array, rows: slice, part: Problem) -> None:
         """Add the gradients of some rows, `hidden`, whose logits have been overwritten with their gradient."""
         assert self.gradients is not None

@@ -107,7 +107,8 @@ def linear_cross_entropy_value_and_grad(
     dtype = as_array(w, "w").dtype
     totals = sums.gradients
     gradients = sums.of_hidden(1.0), sums.of_classes(totals.w, 1.0), sums.of_classes(totals.bias, 1.0)
-    dhidden, dw, dbias = (gradient.astype(dtype, copy=False) for gradient in gradients)
+    with np.errstate(all="ignore"):
+        dhidden, dw, dbias = (gradient.astype(dtype, copy=False) for gradient in gradients)
     return LinearValueAndGrad(loss, dhidden, dw, None if checked.bias is None else dbias)
 
 

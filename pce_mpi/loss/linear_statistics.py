@@ -205,7 +205,8 @@ def linear_class_statistics_backward(
     gradients = gradients_of(residuals, product, upstream)
     gradients.sum_over_shards(operation, options)
     found = (each.astype(product.w.dtype, copy=False) for each in (gradients.hidden, gradients.w, gradients.bias))
-    dhidden, dw, dbias = found
+    with np.errstate(all="ignore"):
+        dhidden, dw, dbias = found
     return LinearGradients(dhidden, dw, None if product.bias is None else dbias)
 
 

@@ -1116,6 +1116,31 @@ def awkward_calls(comm: MPI.Intracomm) -> Iterator[tuple[str, Callable[[], objec
             pce.softmax_cross_entropy_value_and_grad, masked[:, mine], share[:, mine], comm=comm, label_smoothing=0.5
         ),
     )
+    more: dict[str, Any] = {"comm": comm, "num_classes": CLASSES}
+    for name, all_logits in {"beyond float32": extreme, "nan and inf": broken, "everything masked": impossible}.items():
+        shard = all_logits[:, mine]
+        yield f"{name}, divergence", partial(pce.kl_divergence_value_and_grad, shard, -certain[:, mine], **more)
+        yield f"{name}, nucleus", partial(pce.nucleus, shard, top_k=3, top_p=0.5, min_p=0.1, **more)
+        yield f"{name}, largest", partial(pce.top_k, shard, 3, **more)
+    # Gradients that are too large, and products of which only the first shard's are.
+    for dtype, large, first in (("float16", 6e4, 1.0), ("float32", 1e30, 1e30), ("float64", 1e200, 1e200)):
+        yield f"{dtype}, chosen", partial(chosen_and_gradient, certain[:, mine].astype(dtype), targets[:, None], **more)
+        hidden, w = np.full((ROWS, 2), large, dtype), np.ones((2, CLASSES), dtype)
+        w[:, 0] = first
+        operands = hidden, w[:, mine], 0 * targets
+        loss = partial(pce.linear_cross_entropy_value_and_grad, *operands, reduction="sum", **more)
+        yield f"{dtype}, product", loss
+        yield f"{dtype}, statistics of a product", partial(statistics_and_gradients, *operands, **more)
+
+
+def chosen_and_gradient(*arguments: Any, **options: Any) -> tuple[object, object]:
+    chosen, residuals = pce.take_classes_forward(*arguments, **options)
+    return chosen, pce.take_classes_backward(1e60, residuals)
+
+
+def statistics_and_gradients(*arguments: Any, **options: Any) -> tuple[object, ...]:
+    statistics, residuals = pce.linear_class_statistics_forward(*arguments, **options)
+    return *statistics, *pce.linear_class_statistics_backward(residuals, log_prob=1e30)
 
 
 def forward_and_backward(*arguments: Any, **options: Any) -> tuple[object, object]:
