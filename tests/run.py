@@ -38,7 +38,7 @@ SILENCE = 150
 COLLECTION = 150
 
 # Files whose tests let ranks wait in vain: they take more time than they keep a core busy, and run beside the others.
-WAITING = ["conformance/test_hangs", "jobs/test_failing_ranks", "jobs/test_ending_sessions"]
+WAITING = ["conformance/test_hangs", "jobs/test_failing_ranks", "jobs/test_ending_sessions", "jobs/test_hosts"]
 
 # Tests that end their session are left behind, but not any number of them: a hang takes its time.
 MOST_SESSIONS = 10
