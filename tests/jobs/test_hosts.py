@@ -90,7 +90,7 @@ def test_killed_host_ends_the_job_in_words(tmp_path):
     assert re.search("BAD TERMINATION|process manager error", job.stdout + job.stderr), job  # the launcher's words
 
 
-def test_link_that_goes_down_ends_the_job_in_words(tmp_path):
+def test_lost_link_ends_the_job_in_words(tmp_path):
     job = run(tmp_path, UNTIL_LOST.format(event="unplug"), PCE_MPI_TIMEOUT="2")
     assert job.returncode != 0 and job.seconds < 30, job
     assert "waited 2 s (PCE_MPI_TIMEOUT)" in job.stderr, job
