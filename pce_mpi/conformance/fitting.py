@@ -60,7 +60,8 @@ def unmet_need(offer: Offer, needs: Needs, dtype: str) -> str | None:
         "logits left as they are": needs.keeps_logits and offer.overwrites_logits,
         "class numbers": not offer.class_numbers
         and (needs.targets or needs.checks_targets or "ignore_index" in needs.options),
-        "targets": (needs.targets or needs.checks_targets) and "targets" not in KINDS[offer.kind].arrays,
+        "targets": "targets" not in KINDS[offer.kind].arrays
+        and (needs.targets or needs.checks_targets or needs.probabilities),
         **{what: getattr(needs, name) and not getattr(offer, name) for name, what in _FLAGS.items()},
     }
     return next((what for what, lacking in lacks.items() if lacking), None)

@@ -9,8 +9,11 @@ from candidates.correct.distillation import Forward, TopK
 from candidates.wild import distillation as wild
 import pce_mpi as pce
 from pce_mpi.conformance import offers
-from pce_mpi.conformance.catalogue import cases
-from pce_mpi.conformance.outcomes import Verdict
+from pce_mpi.conformance.catalogue import cases, catalogue
+from pce_mpi.conformance.fitting import unmet_need
+from pce_mpi.conformance.offers import Offer
+from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
+from pce_mpi.conformance.reports.summary import facts, hint
 from pce_mpi.conformance.running import run_case
 from pce_mpi.conformance.units import Tolerance
 
@@ -112,6 +115,18 @@ def test_wrong_declaration_of_a_divergence_raises(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=name):
         offers(kind="kl", **wrong)
+
+
+def test_a_divergence_is_told_what_opens_its_cases():
+    offer = Offer(kind="kl", dtypes=("float32",))
+    outcomes = [
+        Outcome(case.name, case.catches, Verdict.NOT_OFFERED)
+        for case in catalogue(offer)
+        if unmet_need(offer, case.needs, case.dtype)
+    ]
+    report = Report("divergence", offer, (1,), {}, 0, False, 1.0, outcomes)
+    assert "opens" in hint(report) and "probabilities" not in hint(report)
+    assert "a teacher's logits" in facts(report)["offers"]
 
 
 def test_teacher_is_given_in_place_of_targets():

@@ -131,7 +131,7 @@ def _declarations(report: Report) -> dict[str, int]:
     offer, found = report.offer, dict[str, int]()
     whole = replace(EVERYTHING, kind=offer.kind, options=KINDS[offer.kind].options)
     left = {outcome.case for outcome in report.outcomes if outcome.verdict is Verdict.NOT_OFFERED}
-    cases = [case for case in catalogue(EVERYTHING) if case.name in left]
+    cases = [case for case in catalogue(whole) if case.name in left]
     for _ in range(3):
         more = {name: replace(offer, **{name: getattr(whole, name)}) for name in _DECLARED}
         opened = {name: [c for c in cases if unmet_need(more[name], c.needs, c.dtype) is None] for name in _DECLARED}
@@ -217,9 +217,7 @@ def _offered(offer: Offer) -> str:
             ", ".join(offer.dtypes),
             "options " + (", ".join(offer.options) or "none"),
             "reductions " + ", ".join(offer.reductions),
-            _TARGETS[offer.class_numbers, offer.probabilities]
-            if "targets" in KINDS[offer.kind].arrays
-            else "no targets",
+            _beside_logits(offer),
             ", ".join(f"{dims}-D" for dims in offer.dims) + " logits",
             "any class axis" if offer.any_axis else "classes last",
             f"shards {_SHARDS[offer.shards]}",
@@ -227,6 +225,13 @@ def _offered(offer: Offer) -> str:
             *["with the bits of one rank"] * offer.same_bits,
         ]
     )
+
+
+def _beside_logits(offer: Offer) -> str:
+    arrays = KINDS[offer.kind].arrays
+    if "teacher" in arrays:
+        return "a teacher's logits"
+    return _TARGETS[offer.class_numbers, offer.probabilities] if "targets" in arrays else "no targets"
 
 
 def _counted(number: int, what: str) -> str:
