@@ -307,7 +307,7 @@ def policy():
     return documented, bare
 
 
-FEW = ["random-logits", "offset", "masked-classes", "dims", "upstream", "inputs-unmodified"]
+FEW = ["random-logits", "offset", "masked-row", "masked-classes", "dims", "upstream", "inputs-unmodified"]
 
 
 @pytest.mark.parametrize("name", ["log_prob", "entropy", "kl"])
