@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.comparing import row_name
 from pce_mpi.conformance.outcomes import Finding
 from pce_mpi.conformance.problems import Problem
 
@@ -21,12 +20,12 @@ def other_bits(
     """Return the first difference of the ranks' losses from the loss on one rank, and that of the gradients."""
 
     def row(place: int) -> str:
-        return f" in {row_name(problem, place)}" * (problem.loss_shape != ())
+        return f" in {problem.row_name(place)}" * (problem.loss_shape != ())
 
     def entry(place: int) -> str:
         places = np.arange(problem.logits.size).reshape(problem.logits.shape)
         row, number = map(int, np.argwhere(problem.row_major(places) == place)[0])
-        return f" in {row_name(problem, row)}, class {number} (rank {problem.rank_of(number)})"
+        return f" in {problem.row_name(row)}, class {number} (rank {problem.rank_of(number)})"
 
     name = problem.kind.noun
     found = [

@@ -42,6 +42,7 @@ class Setting:
     ignore_index: int = -100
     normalized: bool = False
     any_rows: bool = True
+    averaged: tuple[str, ...] = ()
 
 
 def fits(name: str, pattern: str) -> bool:
@@ -143,7 +144,7 @@ class Case:
     @property
     def about(self) -> About:
         """Its subject: numbers, gradients, bits, ..."""
-        needs, usual = self.needs, self.procedure in ("plain", "rows-sharded", "copies", "several-targets")
+        needs, usual = self.needs, self.procedure in ("plain", "rows-sharded", "copies", "several-targets", "step")
         asked = self.of_bits or self.form or needs.keeps_logits or needs.strided or needs.empty
         if asked or not usual or self.expects is not Expects.ANSWER:
             return About.CONTRACT
@@ -153,7 +154,11 @@ class Case:
     def compares_bits(self) -> bool:
         """True if results with `same_bits` are compared with those on one rank.
 
-        Not so for targets that are no class, for logits that were gathered by mistake, and for copies of rows, which
-        take all memory.
+        Not so for targets that are no class, for logits that were gathered by mistake, for copies of rows, which take
+        all memory, and for steps, which are not sharded by classes.
         """
-        return self.expects is not Expects.REFUSAL and not self.needs.num_classes and self.procedure != "copies"
+        return (
+            self.expects is not Expects.REFUSAL
+            and not self.needs.num_classes
+            and self.procedure not in ("copies", "step")
+        )

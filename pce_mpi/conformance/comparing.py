@@ -29,14 +29,6 @@ def _errors(got: Array, exact: Array, unit: Array) -> Array:
     return np.where(special, np.where(same, 0.0, np.inf), error)
 
 
-def row_name(problem: Problem, row: int) -> str:
-    """Name a row in a message."""
-    if len(problem.rows_shape) == 1:
-        return f"row {row}"
-    index = ", ".join(str(int(i)) for i in np.unravel_index(row, problem.rows_shape)) if problem.rows_shape else ""
-    return f"row ({index})"
-
-
 class _Compared:
     """Numbers beside the exact ones, with their errors in `_units` and what is allowed of each; all of one shape.
 
@@ -124,7 +116,7 @@ class Losses(_Compared):
 
     def _where(self, place: tuple[int, ...]) -> str:
         rank, *index = place
-        row = row_name(self._problem, int(np.ravel_multi_index(index, self._exact.shape[1:]))) if index else ""
+        row = self._problem.row_name(int(np.ravel_multi_index(index, self._exact.shape[1:]))) if index else ""
         alike = all(_bits(loss) == _bits(self.losses[0]) for loss in self.losses)
         return row if alike else f"{row} (rank {rank})".strip()
 
@@ -138,7 +130,7 @@ class Losses(_Compared):
             if _bits(loss) != _bits(first):
                 a, b = first.astype(np.float64).reshape(-1), loss.astype(np.float64).reshape(-1)
                 row = int(np.argmax((a != b) & ~(np.isnan(a) & np.isnan(b))))
-                place = f" in {row_name(self._problem, row)}" if first.ndim else ""
+                place = f" in {self._problem.row_name(row)}" if first.ndim else ""
                 text = f"the {self._name}{place} is {a[row]:.9g} on rank 0 and {b[row]:.9g} on rank {rank}"
                 return [Finding("ranks differ", text)]
         return []
@@ -184,12 +176,12 @@ class Gradients(_Compared):
 
     def _where(self, place: tuple[int, ...]) -> str:
         row, number = place
-        text = f"{row_name(self._problem, row)}, class {number}"
+        text = f"{self._problem.row_name(row)}, class {number}"
         return text if self._problem.gathered else f"{text} (rank {self._problem.rank_of(number)})"
 
     def _finding(self, quantity: str, worst: tuple[int, ...]) -> Finding:
         if np.isnan(self._exact[worst]) and not np.isnan(self._got[worst[0]]).any():
-            row = row_name(self._problem, worst[0])
+            row = self._problem.row_name(worst[0])
             return Finding(quantity, f"the gradient of {row} is finite where nan is right")
         return super()._finding(quantity, worst)
 

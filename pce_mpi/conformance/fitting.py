@@ -93,6 +93,7 @@ def problem_of(
         ignore_index=-100 if offer.ignore_index is None else offer.ignore_index,
         normalized=offer.normalized,
         any_rows=offer.any_rows,
+        averaged=offer.averaged,
     )
     conventions = {name: getattr(offer, name) for name in CONVENTIONS}
     problem = setting.kind.fitted(replace(case.build(setting), conventions=conventions), seed)

@@ -55,9 +55,10 @@ def load(name: str) -> Candidate:
 
 def check_call(candidate: Candidate) -> None:
     """Raise `TypeError` if a candidate cannot be called as one; say what it looks like."""
-    arrays = KINDS[offer_of(candidate).kind].arrays
+    kind = KINDS[offer_of(candidate).kind]
+    arrays, facts = kind.arrays, (*kind.facts, "comm")
     signature = signature_of(candidate)
-    given = {"class_start": 0, "num_classes": 0, "comm": None}
+    given = dict.fromkeys(facts)
     try:
         signature.bind(*arrays, **given)
     except TypeError as error:
@@ -71,7 +72,7 @@ def check_call(candidate: Candidate) -> None:
         except TypeError:
             pass
         raise TypeError(
-            f"a candidate is called with ({', '.join(arrays)}, class_start=..., num_classes=..., comm=..., **options), "
+            f"a candidate is called with ({', '.join(arrays)}, {'=..., '.join(facts)}=..., **options), "
             f"and this one takes {signature}: {error}; {looks}"
         ) from None
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args
 
 from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.terms import (
+    AVERAGED,
     DTYPES,
     MORE_OPTIONS,
     OPTIONS,
@@ -38,8 +39,9 @@ class Offer:
     ----------
     kind : str
         "loss"; "log_prob", the log-probability of each row's target; "entropy", that of each row's softmax; "kl", the
-        divergence of a student's softmax and a teacher's; or "topk_kl", that over the teacher's largest `top_k` classes
-        of all shards. "log_prob" and "entropy" have the reduction "none" alone.
+        divergence of a student's softmax and a teacher's; "topk_kl", that over the teacher's largest `top_k` classes of
+        all shards; or "step", the loss of a micro-batch, of which a trainer combines the gradients. "log_prob",
+        "entropy" and "step" have the reduction "none" alone.
     dtypes : tuple of str
         The dtypes of the logits: "float16", "bfloat16", "float32", "float64".
     options : tuple of str
@@ -101,6 +103,9 @@ class Offer:
     same_bits : bool
         It gives the same bits on every number of ranks: each result has to equal, to the last bit, its result for the
         whole problem on one rank. So it sends over the communicator that it is given, and over no other.
+    averaged : tuple of str
+        What its trainer averages gradients over, for `kind="step"`: "data", the ranks that have sequences of their own,
+        "context", those that share sequences, and "micro-batches". Over the others it sums.
     """
 
     kind: str = "loss"
@@ -131,6 +136,7 @@ class Offer:
     several_targets: bool = False
     batch_comm: bool = False
     same_bits: bool = False
+    averaged: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         kind = KINDS[_one("kind", self.kind, tuple(KINDS))]
@@ -138,6 +144,7 @@ class Offer:
         self._set("options", _subset("options", self.options, kind.options))
         reductions = self.reductions if len(kind.reductions) > 1 else kind.reductions
         self._set("reductions", _subset("reductions", reductions, kind.reductions))
+        self._set("averaged", _subset("averaged", self.averaged, AVERAGED))
         self._set("dims", _subset("dims", self.dims, range(1, 33)))
         self._set("probabilities", self.probabilities or not self.class_numbers)
         self._set("gradient", Gradient(_one("gradient", self.gradient, tuple(Gradient))))
@@ -192,6 +199,15 @@ def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
 
     The option `support` is `(ids, offsets)`, the same on every rank: row r is over the classes
     `ids[offsets[r]:offsets[r + 1]]` alone, global numbers in any order, the target among them.
+
+    A candidate of `kind="step"` is called for each micro-batch of each rank, with all classes of its tokens::
+
+        candidate(logits, targets, *, context_ranks, micro_batches, comm)
+
+    Ranks and micro-batches have unequal numbers of tokens, and targets of -100 are ignored. `comm` has all ranks;
+    `context_ranks` that follow each other share sequences. `micro_batches` has the targets of all micro-batches of this
+    rank. The kit differentiates the loss, combines the gradients as `averaged` says, and compares what each token
+    counts with the mean over all valid tokens in one process.
 
     It gets only arguments that it offers: options that a case sets, `reduction` if it offers more than one, `axis` if
     it takes one and the class axis is not the last, `batch_comm` if rows are sharded too. A case that it does not offer

@@ -6,7 +6,7 @@ rank; `Problem.expected` is the result of `dense` in float64, from logits rounde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 import math
@@ -35,9 +35,11 @@ class Kind:
     told                 what to declare where the numbers of another kind turn out to be these
     options, reductions  those that it may take
     arrays               the names of what it is called with: this rank's logits; and targets, or a teacher's, or none
+    facts                the keywords that it is always called with, beside `comm`
     negates              the kind whose numbers are the negatives of these, and whose faults are known
     tell                 of a textbook, "loss" or "gradient", and numbers: an exact test that no other kind has
     fitted               makes the problem of a case for all kinds one for this kind
+    shared_cases         whether cases for all kinds are its cases too: classes are sharded, not rows
     cases                those for this kind alone
     catches              what a family of cases catches, where that of a loss is something else
     """
@@ -51,9 +53,11 @@ class Kind:
     options: tuple[str, ...]
     reductions: tuple[str, ...] = ("none",)
     arrays: tuple[str, ...] = ("logits", "targets")
+    facts: tuple[str, ...] = ("class_start", "num_classes")
     negates: Kind | None = None
     tell: Callable[[Any, str, Array], str | None] = lambda book, name, got: None
     fitted: Callable[[Problem, int], Problem] = lambda problem, seed: problem
+    shared_cases: bool = True
     cases: Any = None  # `declaring.Cases`, as those are made of problems
     catches: Mapping[str, str] = field(default_factory=dict)
 
@@ -204,6 +208,13 @@ class Problem:
         """Return the rank whose shard has a class."""
         return int(np.searchsorted(self.splits, number, side="right")) - 1
 
+    def row_name(self, row: int) -> str:
+        """Name a row in a message."""
+        if len(self.rows_shape) == 1:
+            return f"row {row}"
+        index = ", ".join(str(int(i)) for i in np.unravel_index(row, self.rows_shape)) if self.rows_shape else ""
+        return f"row ({index})"
+
     def row_major(self, array: Array) -> Array:
         """Flatten all axes but the class axis, and put that last."""
         return np.moveaxis(array, self.axis, -1).reshape(self.rows, array.shape[self.axis])
@@ -213,6 +224,10 @@ class Problem:
         if self.gathered:
             return array
         return np.moveaxis(np.moveaxis(array, self.axis, 0)[slice(*self.splits[rank : rank + 2])], 0, self.axis)
+
+    def joined(self, answers: Sequence[Any]) -> Sequence[Any]:
+        """Return the answers of all ranks as they are judged."""
+        return answers
 
     def repeated(self, rows: Array) -> Array:
         """Return the array that has all copies of these rows."""

@@ -13,10 +13,11 @@ from pce_mpi.arrays import as_array, library_named, to_host
 from pce_mpi.conformance.bits import difference
 from pce_mpi.conformance.cases import grid
 from pce_mpi.conformance.judging import Answer
+from pce_mpi.conformance.kinds.step_problem import Step
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.outcomes import Finding
 from pce_mpi.conformance.problems import Problem, stored
-from pce_mpi.conformance.results import array_of, results_of
+from pce_mpi.conformance.results import BadResult, array_of, results_of
 from pce_mpi.memory import shares_memory
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ class _Call:
         self._arrays = [self._hand("logits", shard.logits)]
         if len(problem.kind.arrays) > 1:
             self._arrays.append(self._hand(problem.kind.arrays[1], shard.targets))
-        self._options = {"class_start": shard.class_start, "num_classes": shard.num_classes, **options}
+        facts = {"class_start": shard.class_start, "num_classes": shard.num_classes}
+        self._options = {name: fact for name, fact in facts.items() if name in problem.kind.facts} | options
         self.loss: Any = None
         self.gradient: Any = None
         self._backward: Callable[[Any], Any] | None = None
@@ -284,6 +286,29 @@ def _copies(trial: Trial) -> None:
         trial.judge(Answer(one(loss, axis=0), *(one(each, axis=0) for each in gradient)), name=name)
 
 
+def _step(trial: Trial) -> None:
+    """Call the candidate for each micro-batch of this rank, as a trainer does, and judge what its tokens count."""
+    step, rank = trial.problem(0), 0 if trial.comm is None else trial.comm.rank
+    assert isinstance(step, Step)
+    parts = step.micro_batches(rank)
+    gradients: list[Array] = []
+    for number, part in enumerate(parts):
+        call = _Call(trial, part, 0)
+        targets = [_as_library(each.targets.copy(), trial.offer.arrays) for each in parts]
+        call.run(trial.comm, context_ranks=step.context_ranks, micro_batches=targets)
+        call.backward()
+        call.check()
+        answer = call.answer()
+        assert answer.dlogits is not None
+        if answer.dlogits.size != part.logits.size:
+            raise BadResult(f"gradient has shape {answer.dlogits.shape}, where {part.logits.shape} is due")
+        if np.isnan(answer.loss.astype(np.float64)).any():
+            where = "no token of it is valid" * (not part.valid.any()) or "some of its tokens are valid"
+            trial.find("loss", f"the loss of micro-batch {number} is nan, where {where}")
+        gradients.append(answer.dlogits)
+    trial.judge(Answer(step.weights(rank, gradients).astype(step.dtype)))
+
+
 PROCEDURES: dict[str, Callable[[Trial], None]] = {
     "plain": _plain,
     "backward-twice": _backward_twice,
@@ -293,6 +318,7 @@ PROCEDURES: dict[str, Callable[[Trial], None]] = {
     "rows-sharded": _rows_sharded,
     "copies": _copies,
     "several-targets": _several_targets,
+    "step": _step,
 }
 
 

@@ -311,7 +311,8 @@ def _judge(
     on_one_rank: Mapping[int, Answer],
 ) -> None:
     which, name, _ = answers[0]
-    judgement = judge(problem(which), [answer for _, _, answer in answers], tolerance, on_one_rank.get(which))
+    joined = problem(which).joined([answer for _, _, answer in answers])
+    judgement = judge(problem(which), joined, tolerance, on_one_rank.get(which))
     for finding in (judgement.form if form else []) + judgement.findings:
         text = f"{name}: {finding.text}" if name else finding.text
         outcome.findings.append(Finding(finding.kind, text))

@@ -10,6 +10,7 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 # What candidates of one kind may take besides.
 MORE_OPTIONS = ("temperature", "support")
 REDUCTIONS = ("mean", "sum", "none")
+AVERAGED = ("data", "context", "micro-batches")
 
 Shards = Literal["equal", "array_split", "chunks", "any"]
 Arrays = Literal["numpy", "cupy", "torch"]

@@ -261,7 +261,7 @@ def test_row_of_kinds_is_a_kind(monkeypatch):
         ValueError, match="options of an offer must be among logit_scale, softcap, support, got 'weight'"
     ):
         Offer(kind="logsumexp", options=("weight",))
-    with pytest.raises(ValueError, match="loss, log_prob, entropy, kl, topk_kl, logsumexp, got 'margin'"):
+    with pytest.raises(ValueError, match="loss, log_prob, entropy, kl, topk_kl, step, logsumexp, got 'margin'"):
         Offer(kind="margin")
 
 

@@ -199,6 +199,10 @@ PLANTED = [
 DEADLOCKS_AND_CRASHES = {"empty_shard_waits", "target_out_of_range_waits", "empty_shard_crashes"}
 
 
+# Tests of their own plant the faults of other kinds of candidates.
+OTHER_KINDS = {"steps"}
+
+
 def wrong(fault):
     """The candidate with that fault."""
     return WRONG[fault.title().replace("_", "")]()
@@ -207,7 +211,7 @@ def wrong(fault):
 def test_every_wrong_candidate_has_a_test():
     assert set(WRONG) == {type(wrong(each.fault)).__name__ for each in PLANTED}
     files = {path.stem for path in Path(calls.__file__).parent.glob("*.py")}
-    assert files == {module.__name__.rpartition(".")[2] for module in FAMILIES} | DEADLOCKS_AND_CRASHES
+    assert files == {module.__name__.rpartition(".")[2] for module in FAMILIES} | DEADLOCKS_AND_CRASHES | OTHER_KINDS
 
 
 def case_named(name, candidate):

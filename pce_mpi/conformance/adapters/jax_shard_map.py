@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pce_mpi.comm.agreement import agree
+from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.offers import offer_of
 from pce_mpi.conformance.terms import Gradient
 
@@ -35,6 +36,8 @@ class JaxShardMap:
         self._comm: Any = None
         # XLA cannot compile the backward pass of a shard_map of zero rows (JAX 0.10).
         self.offer = replace(offer_of(function), shards="equal", gradient=Gradient.BACKWARD, empty=False)
+        if not KINDS[self.offer.kind].shared_cases:
+            raise ValueError(f"jax-shard-map shards classes, and a candidate of kind {self.offer.kind!r} has all")
 
     def start(self, comm: MPI.Intracomm) -> None:
         """Create one CPU device for each rank of `comm`, on rank 0; collective."""

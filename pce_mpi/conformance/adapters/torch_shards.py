@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _GROUP_NAMES = ("group", "tp_group", "process_group")
-_FACTS = ("class_start", "num_classes")
-_NO_GROUP = {*OPTIONS, *_FACTS, "reduction", "axis"}
+_NO_GROUP = {*OPTIONS, *(fact for kind in KINDS.values() for fact in kind.facts), "reduction", "axis"}
 
 
 class TorchShards:
@@ -26,8 +25,9 @@ class TorchShards:
     The group is passed by keyword if a parameter is called `group`, `tp_group` or `process_group`, else third, if there
     is a third parameter that is no option; else not at all: it is the default group. Unless declared, the function
     returns one loss per row, as Megatron's does, or the losses of its parameter `reduction`; autograd differentiates
-    them. It gets `class_start` and `num_classes` if it has parameters of these names; without the latter it is not
-    failed for logits that were gathered by mistake. Shards have equal lengths, unless it declares others.
+    them. It gets `class_start` and `num_classes`, or `context_ranks` and `micro_batches`, if it has parameters of these
+    names; without `num_classes` it is not failed for logits that were gathered by mistake. Shards have equal
+    lengths, unless it declares others.
 
     Raises `TypeError` if the function cannot be called so.
     """
@@ -38,15 +38,16 @@ class TorchShards:
         signature = signature_of(function)
         parameters = signature.parameters
         self._group_name = next((name for name in _GROUP_NAMES if name in parameters), None)
-        self._facts = [name for name in _FACTS if name in parameters]
         inferred: dict[str, Any] = {"shards": "equal", "gradient": Gradient.BACKWARD}
         inferred["num_classes"] = "num_classes" in parameters
         if "reduction" not in parameters:
             inferred["reductions"] = ("none",)
         self.offer = offer_of(function, **inferred)
-        arrays = list(KINDS[self.offer.kind].arrays)
+        kind = KINDS[self.offer.kind]
+        arrays, facts = list(kind.arrays), [name for name in kind.facts if name in parameters]
+        self._left_out = set(kind.facts) - set(facts)
         self._group_last = self._group_name is None and _takes_a_group_after(len(arrays), signature)
-        _check_call(signature, arrays + ["group"] * self._group_last, [self._group_name or "", *self._facts])
+        _check_call(signature, arrays + ["group"] * self._group_last, [self._group_name or "", *facts])
 
     def start(self, comm: MPI.Intracomm) -> None:
         """Start a gloo process group over the ranks of `comm`, and what the function starts itself, if not done yet."""
@@ -69,9 +70,10 @@ class TorchShards:
         x = tensor_of(logits)
         if self.offer.gradient is Gradient.BACKWARD:
             x.requires_grad_()
-        for name in ("class_start", "num_classes"):
-            if name not in self._facts:
-                del options[name]
+        for name in self._left_out:
+            del options[name]
+        if "micro_batches" in options:
+            options["micro_batches"] = [tensor_of(each) for each in options["micro_batches"]]
         if "weight" in options:
             options["weight"] = tensor_of(options["weight"])
         if "support" in options:

@@ -21,8 +21,9 @@ def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None, *
 
     With `large`, the case that takes GiB is among them.
 
-    Cases that are not about numbers come in one dtype only: the first of float32, float64, bfloat16 and float16 that
-    is in `offer` and in `dtypes`. No case has a dtype outside `dtypes`.
+    Cases for another kind of candidate than that of `offer` are left out. Cases that are not about numbers come in one
+    dtype only: the first of float32, float64, bfloat16 and float16 that is in `offer` and in `dtypes`. No case has a
+    dtype outside `dtypes`.
     """
     wanted = tuple(DTYPES if dtypes is None else dtypes)
     for dtype in wanted:
@@ -30,8 +31,8 @@ def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None, *
             raise ValueError(f"dtypes must be among {', '.join(DTYPES)}, got {dtype!r}")
     offered = DTYPES if offer is None else offer.dtypes
     main = next((dtype for dtype in DTYPES if dtype in offered and dtype in wanted), wanted[0])
-    every = [case for module in _FAMILIES for case in module.CASES.of(main)]
     kind = KINDS["loss" if offer is None else offer.kind]
+    every = [case for module in _FAMILIES if kind.shared_cases for case in module.CASES.of(main)]
     every += () if kind.cases is None else kind.cases.of(main)
     if large:
         smallest = next((dtype for dtype in reversed(DTYPES) if dtype in offered and dtype in wanted), wanted[0])

@@ -6,8 +6,16 @@ from pce_mpi.conformance.kinds.entropy import ENTROPY
 from pce_mpi.conformance.kinds.kl import KL
 from pce_mpi.conformance.kinds.log_prob import LOG_PROB
 from pce_mpi.conformance.kinds.loss import LOSS
+from pce_mpi.conformance.kinds.step import STEP
 from pce_mpi.conformance.kinds.topk_kl import TOPK_KL
 from pce_mpi.conformance.problems import Kind
 
 # By the name in an offer.
-KINDS: dict[str, Kind] = {"loss": LOSS, "log_prob": LOG_PROB, "entropy": ENTROPY, "kl": KL, "topk_kl": TOPK_KL}
+KINDS: dict[str, Kind] = {
+    "loss": LOSS,
+    "log_prob": LOG_PROB,
+    "entropy": ENTROPY,
+    "kl": KL,
+    "topk_kl": TOPK_KL,
+    "step": STEP,
+}

@@ -223,6 +223,7 @@ def _offered(offer: Offer) -> str:
             f"shards {_SHARDS[offer.shards]}",
             f"gives {_GRADIENT[offer.gradient]}",
             *["with the bits of one rank"] * offer.same_bits,
+            *[f"gradients averaged over {' and '.join(offer.averaged)}"] * bool(offer.averaged),
         ]
     )
 

@@ -1,0 +1,158 @@
+"""Name the divisor of a step's loss from what its tokens count, and say what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from itertools import combinations
+import math
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.conformance.kinds.step_problem import Step
+from pce_mpi.conformance.textbook import Array, Textbook
+
+# Whether two arrays are the same, but for rounding.
+_Same = Callable[[Any, Any], bool]
+
+_WHAT = {"data": "data ranks", "context": "context ranks", "micro-batches": "micro-batches"}
+_WHOLE = "the divisor is the count of {}"
+# Tokens that are counted together, in the order in which they are told apart where one size is 1.
+_PARTS = {
+    ("rank",): "each rank divides by its own count of {}",
+    ("rank", "micro-batch"): "each rank divides each micro-batch by its own count of {}",
+    ("micro-batch",): "each micro-batch is divided by its count of {} on all ranks",
+    ("context",): "the divisor is the count of {} on the data ranks alone: each context rank has its own",
+    ("data",): "the divisor is the count of {} on the context ranks alone: each data rank has its own",
+    ("context", "micro-batch"): "each micro-batch is divided by its count of {} on the data ranks alone",
+    ("data", "micro-batch"): "each micro-batch is divided by its count of {} on the context ranks alone",
+}
+
+
+def tell(book: Textbook, name: str, got: Array) -> str | None:
+    """Say in a sentence how a step is normalised that gives its tokens these weights; None if that is right."""
+    step = book.problem
+    assert isinstance(step, Step)
+    weights, (due, gradient) = got[0], step.expected
+    if not np.isfinite(weights).all():
+        return _not_finite(step, weights)
+    close = 1e-2 if step.dtype.itemsize == 2 else 1e-4
+
+    def same(a: Any, b: Any) -> bool:
+        return bool(np.allclose(a, b, rtol=close, atol=0.0))
+
+    # The gradient of a token that is certain is 0, and tells nothing.
+    known = np.asarray(step.row_major(gradient).any(axis=-1))
+    times = weights[known] / due.reshape(-1)[known]
+    if same(times, 1.0):
+        return None
+    if same(times, times[0]):
+        cause, effect = _of_all(step, book, float(times[0]), same), f"every token counts {_times(times[0])} what is due"
+    else:
+        cause, effect = _of_each(step, book, weights, known, same), _unequal(step, weights, known, same)
+        if known[step.valid].all() and not same(times.mean(), 1.0):
+            effect += f", and all together count {_times(times.mean())} what is due"
+    return f"{cause}: {effect}" if cause else effect
+
+
+def _not_finite(step: Step, weights: Array) -> str:
+    first = int(np.argmin(np.isfinite(weights)))
+    part = step.row_name(first)
+    if np.isnan(weights[first]):
+        mine = np.all([numbers == numbers[first] for numbers in step.places], axis=0)
+        reason = "" if step.valid[mine].any() else ", which has no valid token,"
+        return f"the gradient of {part}{reason} is nan, and so is that of the step"
+    if step.valid[first]:
+        return f"the gradient of a token in {part} is no multiple of that of its cross entropy"
+    return f"a token of {part} that is ignored has a gradient"
+
+
+def _counted(step: Step, book: Textbook) -> dict[str, Array]:
+    """Return which tokens a count may have."""
+    first = np.diff(np.stack(step.places), axis=1, prepend=-1).any(axis=0)
+    return {
+        "valid tokens": step.valid,
+        "all tokens, the ignored ones included": np.ones_like(step.valid),
+        "tokens whose cross entropy is not 0": step.valid & (book.row_losses().astype(np.float32) != 0.0),
+        "targets without the first of each micro-batch": step.valid & ~first,
+    }
+
+
+def _of_all(step: Step, book: Textbook, times: float, same: _Same) -> str:
+    """Name what gives every token so many times what is due."""
+    rank, micro_batch = step.places
+    ranks, count, last = len(step.lengths), step.valid.sum(), step.sizes["micro-batches"] - 1
+    divisors = {_WHOLE.format(what): mask.sum() for what, mask in _counted(step, book).items()} | {
+        f"the count over the {ranks} ranks, rounded down": count // ranks * ranks,
+        "every rank takes the count of rank 0 for its own": step.valid[rank == 0].sum() * ranks,
+        "every micro-batch is divided by the count of the last one": step.valid[micro_batch == last].sum(),
+    }
+    for text, divisor in divisors.items():
+        if divisor and same(count / divisor, times):
+            return text
+    return min(_factors(step, times, same), default=(0, ""))[1]
+
+
+def _factors(step: Step, times: float, same: _Same) -> Iterator[tuple[int, str]]:
+    """Yield sentences in which so many times what is due is a product of sizes, the likeliest with the least number."""
+    combined = [each for each, size in step.sizes.items() if size > 1]
+    for number in range(1, len(combined) + 1):
+        for chosen in combinations(combined, number):
+            size = math.prod(step.sizes[each] for each in chosen)
+            these = " and the ".join(f"{step.sizes[each]} {_WHAT[each]}" for each in chosen)
+            averages = set(chosen) <= set(step.averaged)
+            declared = f"declare it: @offers({_declared(step, chosen)})"
+            if same(times, size):
+                sums = f"over which the trainer sums; where it averages, {declared}"
+                yield averages, f"the gradient is multiplied by the {these}, {'twice' if averages else sums}"
+            elif same(times, 1.0 / size):
+                unmade = (
+                    f"the trainer averages over the {these}, and nothing makes up for it; where it sums, {declared}"
+                )
+                summed = f"the gradient is divided by the {these}, over which the trainer sums"
+                yield not averages, unmade if averages else summed
+
+
+def _declared(step: Step, changed: tuple[str, ...]) -> str:
+    averaged = tuple(each for each in step.sizes if (each in step.averaged) != (each in changed))
+    return f'kind="step", averaged={averaged}'.replace("'", '"')
+
+
+def _of_each(step: Step, book: Textbook, weights: Array, known: Array, same: _Same) -> str:
+    """Name the divisors that give tokens unequal weights."""
+    rank, micro_batch = step.places
+    data, context = np.divmod(rank, step.context_ranks)
+    numbers = {"rank": rank, "micro-batch": micro_batch, "data": data, "context": context}
+    for what, mask in _counted(step, book).items():
+        for together, text in _PARTS.items():
+            alike = np.logical_and.reduce([numbers[each][:, None] == numbers[each] for each in together])
+            products = (alike @ mask.astype(np.float64) * weights)[known]
+            if same(products, products[0]):
+                return text.format(what)
+    return ""
+
+
+def _unequal(step: Step, weights: Array, known: Array, same: _Same) -> str:
+    """Compare the tokens that count most and least."""
+    rank, micro_batch = (numbers[known] for numbers in step.places)
+    weights = weights[known]
+    most, least = int(weights.argmax()), int(weights.argmin())
+    forms = {
+        "rank {rank}": (rank,),
+        "micro-batch {micro_batch}": (micro_batch,),
+        "micro-batch {micro_batch} of rank {rank}": (rank, micro_batch),
+    }
+    for form, numbers in forms.items():
+        alike = np.logical_and.reduce([each[:, None] == each for each in numbers])
+        if same(np.where(alike, weights, weights[:, None]), weights[:, None]):
+            more, less = (form.format(rank=rank[at], micro_batch=micro_batch[at]) for at in (most, least))
+            if weights[least] == 0.0:
+                return f"a token of {less} does not count"
+            return f"a token of {more} counts {_times(weights[most] / weights[least])} one of {less}"
+    return "tokens of one micro-batch count differently"
+
+
+def _times(factor: float) -> str:
+    part = Fraction(factor).limit_denominator(9)
+    return f"{part} of" if 0 < part < 1 and math.isclose(factor, part, rel_tol=1e-3) else f"{factor:.3g} times"

@@ -1,0 +1,180 @@
+"""Faults in what a micro-batch's loss is divided or multiplied by."""
+
+import numpy as np
+
+from candidates.step_by_hand import StepByHand
+
+RANKS = ("data", "context")
+
+
+class OwnCount(StepByHand):
+    """Each micro-batch has its own mean, and the trainer averages over all of them."""
+
+    averaged = (*RANKS, "micro-batches")
+
+    def divisor(self, s):
+        return s.valid.sum()
+
+
+class OwnCountOr1(OwnCount):
+    """The same, with max(count, 1)."""
+
+    def divisor(self, s):
+        return max(s.valid.sum(), 1)
+
+
+class OwnCountSummed(StepByHand):
+    """Each micro-batch has its own mean, and the trainer sums them."""
+
+    def divisor(self, s):
+        return max(s.valid.sum(), 1)
+
+
+class OwnMicroBatches(StepByHand):
+    """Each rank divides by the count of its own micro-batches."""
+
+    averaged = RANKS
+
+    def divisor(self, s):
+        return max(self.counts(s).sum(), 1)
+
+
+class MicroBatchOfAllRanks(StepByHand):
+    """Each micro-batch has the mean over all ranks, as with a loss that knows `batch_comm` alone."""
+
+    averaged = ("micro-batches",)
+
+    def divisor(self, s):
+        return max(self.of_all_ranks(s, s.valid.sum()), 1)
+
+
+class DataRanksAlone(StepByHand):
+    """The count is reduced over the data ranks, and not over the context ranks."""
+
+    averaged = ("data",)
+
+    def divisor(self, s):
+        of_data = s.comm.Split(s.comm.rank % s.context_ranks)
+        count = of_data.allreduce(int(self.counts(s).sum()))
+        of_data.Free()
+        return max(count, 1)
+
+    def factor(self, s):
+        return s.comm.size // s.context_ranks
+
+
+class AllTokens(StepByHand):
+    """The count has the ignored tokens too."""
+
+    def counts(self, s):
+        return np.array([targets.size for targets in s.micro_batches])
+
+
+class LossesThatAreNot0(StepByHand):
+    """The count is of losses that are not 0."""
+
+    def counts(self, s):
+        return np.count_nonzero(s.valid & (s.losses.astype(np.float32) != 0.0))
+
+
+class WithoutFirstTargets(StepByHand):
+    """The count is of targets that were shifted already, and are shifted once more."""
+
+    def counts(self, s):
+        return np.array([(targets.reshape(-1)[1:] != -100).sum() for targets in s.micro_batches])
+
+
+class RoundedDown(StepByHand):
+    """The count is divided by the ranks with //."""
+
+    averaged = RANKS
+
+    def divisor(self, s):
+        return max(super().divisor(s) // s.comm.size, 1)
+
+
+class CountOfRank0(StepByHand):
+    """Every rank takes rank 0's count, times the ranks."""
+
+    def divisor(self, s):
+        return max(s.comm.bcast(int(self.counts(s).sum())) * s.comm.size, 1)
+
+
+class LastMicroBatch(StepByHand):
+    """The count is that of the last micro-batch, as each has overwritten it."""
+
+    def counts(self, s):
+        return super().counts(s)[-1]
+
+
+class HalvedByContext(StepByHand):
+    """Makes up for the average over data ranks, and not for that over context ranks."""
+
+    averaged = RANKS
+
+    def factor(self, s):
+        return s.comm.size // s.context_ranks
+
+
+class WorldSizeForDataRanks(StepByHand):
+    """Makes up for an average over all ranks where the trainer averages over data ranks."""
+
+    averaged = ("data",)
+
+    def factor(self, s):
+        return s.comm.size
+
+
+class RanksTwice(StepByHand):
+    """Makes up for an average, where the trainer sums."""
+
+    def factor(self, s):
+        return s.comm.size
+
+
+class AccumulationTwice(StepByHand):
+    """Divides by the count of the step, and the trainer by the number of micro-batches."""
+
+    averaged = ("micro-batches",)
+
+
+class NotDividedByRanks(StepByHand):
+    """Divides the step's mean by the ranks, where the trainer sums."""
+
+    def divisor(self, s):
+        return super().divisor(s) * s.comm.size
+
+
+class NanWithoutToken(StepByHand):
+    """Its own mean is nan without a valid token; the gradient is right, as torch's is."""
+
+    def given(self, s, loss, gradient):
+        return (loss if s.valid.any() else loss * np.nan), gradient
+
+
+class IgnoredHaveGradient(StepByHand):
+    """The mask is applied to the loss that is reported, and not to the gradient."""
+
+    def given(self, s, loss, gradient):
+        return loss, np.where(s.valid[..., None], gradient, np.float32(0.1))
+
+
+class AnotherGradient(StepByHand):
+    """The gradient has a term of another loss."""
+
+    def given(self, s, loss, gradient):
+        return loss, gradient + np.float32(0.01) * s.valid[..., None]
+
+
+class RaisesWithoutToken(StepByHand):
+    """Divides by its own count, in Python's numbers."""
+
+    def divisor(self, s):
+        return 1 / (1 / int(s.valid.sum()))
+
+
+class CountOfNoTokenRaises(StepByHand):
+    """Divides Python's numbers: without a valid token it raises."""
+
+    def divisor(self, s):
+        return 1 / (1 / self.of_all_ranks(s, self.counts(s).sum()))
