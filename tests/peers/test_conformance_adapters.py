@@ -327,6 +327,21 @@ def test_sum_of_what_ranks_compute_alike_is_named(comm, started):
     assert text.startswith("the gradient is 2 times too large: it is summed over the ranks once more")
 
 
+def test_step_of_the_documentation_is_judged_as_said(comm, started):
+    pytest.importorskip("torch", reason="make test-peers installs torch")
+    page = (ROOT / "docs" / "the-mean-of-a-step.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"^```text\n(# step_in_torch.py\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    documented = types.ModuleType("step_in_torch")
+    exec(source, vars(documented))
+    assert failures(started(adapted("torch-shards", documented.right)), comm) == {}
+    wrong = started(adapted("torch-shards", documented.mean_of_means))
+    assert failures(wrong, comm, pattern="step/no-valid-token") == {"step/no-valid-token": {"loss"}}
+    if comm.size > 1:
+        (case,) = cases(wrong, pattern="step/data-ranks")
+        (quoted,) = re.findall(r"The second one fails: \"(.*?)\"", page.replace("\n", " "))
+        assert run_case(wrong, case, comm).findings[0].text.startswith(quoted)
+
+
 def test_candidate_in_pytest_is_as_documented(comm, monkeypatch):
     _, bare = policy()
     page = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")

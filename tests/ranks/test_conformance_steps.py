@@ -72,6 +72,7 @@ PLANTED = [
         OF_ALL_RANKS + "a token of micro-batch 1 counts 2.67 times one of micro-batch 0",
         OF_ALL_RANKS + "a token of micro-batch 2 counts 2 times one of micro-batch 0",
     ),
+    Planted(wrong.MicroBatchOfAllRanks, "empty-rank", "a token of micro-batch 1 counts 3 times one of", OF_ALL_RANKS),
     Planted(wrong.DataRanksAlone, "context-ranks", OWN),
     Planted(
         wrong.AllTokens,

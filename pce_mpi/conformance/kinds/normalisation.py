@@ -124,13 +124,18 @@ def _of_each(step: Step, book: Textbook, weights: Array, known: Array, same: _Sa
     rank, micro_batch = step.places
     data, context = np.divmod(rank, step.context_ranks)
     numbers = {"rank": rank, "micro-batch": micro_batch, "data": data, "context": context}
+    averages = math.prod(step.sizes[each] for each in step.averaged)
+    found = [""]
     for what, mask in _counted(step, book).items():
         for together, text in _PARTS.items():
             alike = np.logical_and.reduce([numbers[each][:, None] == numbers[each] for each in together])
             products = (alike @ mask.astype(np.float64) * weights)[known]
             if same(products, products[0]):
-                return text.format(what)
-    return ""
+                # Counts of other tokens may have the same ratios; these need no further factor.
+                if same(products[0], 1.0) or same(products[0] * averages, 1.0):
+                    return text.format(what)
+                found.append(text.format(what))
+    return found[:2][-1]
 
 
 def _unequal(step: Step, weights: Array, known: Array, same: _Same) -> str:
