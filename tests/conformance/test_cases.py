@@ -132,6 +132,7 @@ def test_help_on_offers_has_every_parameter():
         ("gradient", "yes", ValueError, "none, value, backward, got 'yes'"),
         ("shards", "even", ValueError, "equal, array_split, chunks, any, got 'even'"),
         ("arrays", "jax", ValueError, "numpy, cupy, torch, got 'jax'"),
+        ("averaged", ("ranks",), ValueError, "data, context, micro-batches, got 'ranks'"),
         ("dims", (0,), ValueError, "got 0"),
     ],
 )
@@ -155,6 +156,14 @@ def test_adapters_of_functions_refuse_same_bits(name):
 
     with pytest.raises(ValueError, match=f"same_bits cannot be judged through the adapter {name}: .* leave it out"):
         adapted(name, candidate)
+
+
+def test_adapter_that_shards_classes_refuses_step():
+    @offers(kind="step")
+    def candidate(logits, targets, axis_name): ...
+
+    with pytest.raises(ValueError, match="jax-shard-map shards classes, and a candidate of kind 'step' has all"):
+        adapted("jax-shard-map", candidate)
 
 
 @pytest.mark.parametrize(

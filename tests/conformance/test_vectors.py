@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from pce_mpi import dense
 from pce_mpi.conformance import cases, judging, vectors
+from pce_mpi.conformance.offers import EVERYTHING
 from pce_mpi.conformance.outcomes import Verdict
 
 # A few of each kind: every dtype, weights, upstream gradients, probabilities, other axes, nan, refusals, no rows.
@@ -265,7 +266,7 @@ def test_tensors_of_no_problem_raise(one, tensors, words):
 
 
 def test_export_has_only_cases_about_numbers(tmp_path):
-    quick = [case.name for case in cases() if case.dtype == "float32" and case.rows * case.classes < 10_000]
+    quick = [case.name for case in cases(EVERYTHING) if case.dtype == "float32" and case.rows * case.classes < 10_000]
     vectors.export(tmp_path, ranks=[2], pattern=quick)
     exported = {entry["name"].removesuffix("/2-ranks") for entry in entries(tmp_path)}
     left_out = {name.partition("/")[0] for name in set(quick) - exported}

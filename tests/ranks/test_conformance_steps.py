@@ -38,7 +38,7 @@ PLANTED = [
         wrong.OwnCount,
         "micro-batches",
         APART + "a token of micro-batch 1 of rank 0 counts 4 times one of micro-batch 0 of rank 0",
-        APART + "a token of micro-batch 1 of rank 0 counts 5 times one of micro-batch 1 of rank 2",
+        APART + "a token of micro-batch 1 of rank 0 counts 9 times one of micro-batch 1 of rank 2",
     ),
     Planted(wrong.OwnCount, "empty-rank", NO_TOKEN.format(0, 0)),
     Planted(wrong.OwnCount, "empty-micro-batch", NO_TOKEN.format(1, 0)),
@@ -63,14 +63,14 @@ PLANTED = [
     Planted(
         wrong.OwnMicroBatches,
         "micro-batches",
-        "each rank divides by its own count of valid tokens: a token of rank 0 counts 1.14 times one of rank 1",
-        "each rank divides by its own count of valid tokens: a token of rank 0 counts 1.57 times one of rank 2",
+        "each rank divides by its own count of valid tokens: a token of rank 0 counts 1.43 times one of rank 1",
+        "each rank divides by its own count of valid tokens: a token of rank 0 counts 2.14 times one of rank 2",
     ),
     Planted(
         wrong.MicroBatchOfAllRanks,
         "micro-batches",
-        OF_ALL_RANKS + "a token of micro-batch 1 counts 2.67 times one of micro-batch 0",
         OF_ALL_RANKS + "a token of micro-batch 2 counts 2 times one of micro-batch 0",
+        OF_ALL_RANKS + "a token of micro-batch 2 counts 2.33 times one of micro-batch 1",
     ),
     Planted(wrong.MicroBatchOfAllRanks, "empty-rank", "a token of micro-batch 1 counts 3 times one of", OF_ALL_RANKS),
     Planted(wrong.DataRanksAlone, "context-ranks", OWN),
@@ -83,7 +83,6 @@ PLANTED = [
     Planted(
         wrong.LossesThatAreNot0,
         "certain-tokens",
-        "the divisor is the count of tokens whose cross entropy is not 0: every token counts 1.67 times what is due",
         "the divisor is the count of tokens whose cross entropy is not 0: every token counts 1.5 times what is due",
     ),
     Planted(
@@ -94,8 +93,8 @@ PLANTED = [
     Planted(
         wrong.RoundedDown,
         "micro-batches",
-        "the count over the 2 ranks, rounded down: every token counts 1.07 times what is due",
-        "the count over the 3 ranks, rounded down: every token counts 1.08 times what is due",
+        "the count over the 2 ranks, rounded down: every token counts 1.06 times what is due",
+        "the count over the 3 ranks, rounded down: every token counts 1.07 times what is due",
     ),
     Planted(
         wrong.CountOfRank0,
@@ -105,8 +104,8 @@ PLANTED = [
     Planted(
         wrong.LastMicroBatch,
         "micro-batches",
-        "every micro-batch is divided by the count of the last one: every token counts 3.75 times what is due",
-        "every micro-batch is divided by the count of the last one: every token counts 4.33 times what is due",
+        "every micro-batch is divided by the count of the last one: every token counts 4.25 times what is due",
+        "every micro-batch is divided by the count of the last one: every token counts 5.33 times what is due",
     ),
     *(
         Planted(

@@ -88,10 +88,9 @@ def _of_all(step: Step, book: Textbook, times: float, same: _Same) -> str:
         "every rank takes the count of rank 0 for its own": step.valid[rank == 0].sum() * ranks,
         "every micro-batch is divided by the count of the last one": step.valid[micro_batch == last].sum(),
     }
-    for text, divisor in divisors.items():
-        if divisor and same(count / divisor, times):
-            return text
-    return min(_factors(step, times, same), default=(0, ""))[1]
+    found = [text for text, divisor in divisors.items() if divisor and same(count / divisor, times)]
+    found += [text for _, text in sorted(_factors(step, times, same))[:1]]
+    return ", or ".join(found)
 
 
 def _factors(step: Step, times: float, same: _Same) -> Iterator[tuple[int, str]]:

@@ -37,7 +37,7 @@ def _few_on_rank_1(rank: int, micro_batch: int) -> int:
 
 
 def _uneven(rank: int, micro_batch: int) -> int:
-    return (4, 1 + rank**2, 2)[micro_batch]
+    return (4, (1 + rank) ** 2, 2)[micro_batch]
 
 
 def _step(setting: Setting, valid: Callable[[int, int], int], micro_batches: int = 1, context_ranks: int = 1) -> Step:
@@ -113,7 +113,7 @@ def _one_token(setting: Setting) -> Problem:
 @CASES.case("step/certain-tokens", special=True)
 def _certain_tokens(setting: Setting) -> Problem:
     """A count of the tokens whose cross entropy is not 0: one that the model is certain of counts too (ColossalAI)."""
-    step = _step(setting, lambda rank, _: 4 + 2 * rank)
+    step = _step(setting, lambda rank, _: 5 + 2 * rank)
     certain = np.flatnonzero(step.valid)[::3]
     step.logits[certain, step.targets[certain]] = 2_000.0
     return step
