@@ -281,7 +281,6 @@ def test_export_has_only_cases_about_numbers(tmp_path):
         "rows-sharded",
         "same-in-every-run",
         "same-on-every-rank",
-        "several-targets",
         "strides",
         "targets",
         "two-losses-alive",
