@@ -10,7 +10,6 @@ from candidates.step_by_hand import StepByHand, candidate as by_hand
 from candidates.wrong import steps as wrong
 import pce_mpi as pce
 from pce_mpi.conformance import Offer, cases, offer_of, offers, run_case
-from pce_mpi.conformance.fitting import unmet_need
 from pce_mpi.conformance.outcomes import Verdict
 
 
@@ -228,6 +227,3 @@ def test_step_has_cases_of_its_own_alone():
     names = [case.name for case in cases(Offer(kind="step"))]
     assert len(names) == 9 and {name.partition("/")[0] for name in names} == {"step"}
     assert not [case for case in cases(Offer()) if case.family == "step"]
-    (general,) = cases(pattern="random-logits/float32")
-    assert unmet_need(Offer(kind="step"), general.needs, "float32") == "sharded classes"
-    assert unmet_need(Offer(), cases(pattern="step/one-token")[0].needs, "float32") == "the kind 'step'"
