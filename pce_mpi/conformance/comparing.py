@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 _MAP_ROWS, _MAP_CLASSES = 48, 192
 
 
-def _errors(got: Array, exact: Array, unit: Array) -> Array:
+def errors_in(got: Array, exact: Array, unit: Array) -> Array:
     """Return errors in `unit`s: 0 for equal special values, infinite for others, or if `exact` rounds to infinity."""
     with np.errstate(all="ignore"):
         error = np.abs(got.astype(np.float64) - exact) / unit
@@ -55,7 +55,7 @@ class _Compared:
     def accuracies(self) -> list[Accuracy]:
         """Return the worst error of each quantity."""
         with np.errstate(all="ignore"):
-            best = _errors(self._exact.astype(dtype_named(self._dtype)), self._exact, self._unit)
+            best = errors_in(self._exact.astype(dtype_named(self._dtype)), self._exact, self._unit)
         return [
             Accuracy(
                 quantity=quantity,
@@ -104,7 +104,7 @@ class Losses(_Compared):
         if problem.reduction != "none":
             limit += math.log2(max(1, problem.rows)) * units.sums / units.loss
         self._got = np.stack([loss.astype(np.float64) for loss in losses])
-        self._errors = np.stack([_errors(loss, exact, units.loss) for loss in losses])
+        self._errors = np.stack([errors_in(loss, exact, units.loss) for loss in losses])
         if problem.may_be_nan is not None and not tolerance.strict:
             counts = (problem.may_be_nan & problem.valid).reshape(problem.rows_shape)
             forgiven = counts if problem.reduction == "none" else counts.any()
@@ -165,7 +165,7 @@ class Gradients(_Compared):
         self.wrong = np.moveaxis(wrong, -1, problem.axis)
 
     def _judged(self, got: Array) -> Array:
-        errors = _errors(got, self._exact, self._unit)
+        errors = errors_in(got, self._exact, self._unit)
         missing = np.isnan(got.astype(np.float64))
         # In a row without a softmax, any entries may be nan, as long as some are.
         lost = np.isnan(self._exact).any(axis=-1)

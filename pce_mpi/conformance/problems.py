@@ -210,10 +210,7 @@ class Problem:
 
     def row_name(self, row: int) -> str:
         """Name a row in a message."""
-        if len(self.rows_shape) == 1:
-            return f"row {row}"
-        index = ", ".join(str(int(i)) for i in np.unravel_index(row, self.rows_shape)) if self.rows_shape else ""
-        return f"row ({index})"
+        return row_name(self.rows_shape, row)
 
     def row_major(self, array: Array) -> Array:
         """Flatten all axes but the class axis, and put that last."""
@@ -247,6 +244,14 @@ class Problem:
             num_classes=self.classes,
             options=options | {"reduction": self.reduction, "axis": self.axis},
         )
+
+
+def row_name(shape: tuple[int, ...], row: int) -> str:
+    """Name a row in a message; `shape` is that of all rows."""
+    if len(shape) == 1:
+        return f"row {row}"
+    index = ", ".join(str(int(i)) for i in np.unravel_index(row, shape)) if shape else ""
+    return f"row ({index})"
 
 
 def stored(array: Array, memory: Memory, axis: int = -1) -> Array:

@@ -118,9 +118,9 @@ class _Entry:
 class TensorFile:
     """An open file: if another file replaces it at `path`, this one is still read.
 
-    `arrays` has the shape of each array by name, in the order of the file, and `checksum` is that of the header. All
-    bytes that are read are compared with their checksums, if the file has any. `ValueError` if it is no safetensors
-    file, or has changed since it was written.
+    `arrays` has the shape of each array by name, in the order of the file, `metadata` the texts that are no checksums,
+    and `checksum` is that of the header. All bytes that are read are compared with their checksums, if the file has
+    any. `ValueError` if it is no safetensors file, or has changed since it was written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -152,6 +152,7 @@ class TensorFile:
             given = json.loads(header.decode(), object_pairs_hook=_each_once)
             metadata, self._entries = _parsed(given, self._size)
             self._block, self._checksums = length_of_block(self._size), _checksums(header, metadata, self._size)
+            self.metadata = {name: text for name, text in metadata.items() if name not in (_OF_HEADER, _OF_DATA)}
         except (ValueError, RecursionError) as error:
             self._refuse(str(error))
         self.checksum = zlib.crc32(header)
@@ -162,15 +163,19 @@ class TensorFile:
     def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(f"{str(self._path)!r} is not a safetensors file: {shortened(reason)}")
 
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """Return the dtype of array `name`, as it is read."""
+        code = self._entries[name].code
+        if code not in _NAMES:
+            raise ValueError(f"{shown(name)} is {shortened(code)}, and only {', '.join(_NAMES)} can be read")
+        try:
+            return dtype_named(_NAMES[code])
+        except TypeError:
+            raise ImportError(f"{_NAMES[code]} needs ml_dtypes: pip install 'pce_mpi[bf16]'") from None
+
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> HostArray:
         """Return a new array with `part` of array `name`: a slice with start and stop for each axis; None is all."""
-        entry = self._entries[name]
-        if entry.code not in _NAMES:
-            raise ValueError(f"{shown(name)} is {shortened(entry.code)}, and only {', '.join(_NAMES)} can be read")
-        try:
-            dtype = dtype_named(_NAMES[entry.code])
-        except TypeError:
-            raise ImportError(f"{_NAMES[entry.code]} needs ml_dtypes: pip install 'pce_mpi[bf16]'") from None
+        entry, dtype = self._entries[name], self.dtype(name)
         # A number is an array of one element here.
         shape = entry.shape or (1,)
         slices = part or tuple(slice(0, length) for length in shape)
@@ -178,6 +183,15 @@ class TensorFile:
         if found.size:
             self._fill(found, entry.start, shape, slices)
         return found if entry.shape else found.reshape(())
+
+    def read_rows(self, name: str, start: int, stop: int) -> HostArray:
+        """Return a new array with rows of array `name`, all of whose axes but the last are taken for one."""
+        *_, length = shape = self._entries[name].shape
+        found = np.empty((stop - start, length), self.dtype(name))
+        if found.size:
+            rows = (math.prod(shape[:-1]), length)
+            self._fill(found, self._entries[name].start, rows, (slice(start, stop), slice(0, length)))
+        return found
 
     def _fill(self, found: HostArray, start: int, shape: tuple[int, ...], part: tuple[slice, ...]) -> None:
         """Fill `found` with a part of the array of `shape` whose bytes begin at `start` of the data."""
